@@ -1,0 +1,237 @@
+"""The contract between a model and a rule for mixing over depth, and the registry of rules.
+
+A *site* is one sublayer: attention of block i is site 2i, its MLP is site 2i + 1. A *mixer* owns the rule and its parameters:
+
+    state = mixer.start(x)                 # the embedding enters      [..., D]
+    h     = mixer.read(state, site, norm)  # what this sublayer sees   [..., D], or three of them (q, k, v)
+    state = mixer.write(state, site, y)    # what it produced          [..., D]
+    out   = mixer.finish(state)            # what the final norm sees  [..., D]
+
+The state is a value: `write` returns a new one and leaves the old one as it was; nothing is kept on the module.
+A new mechanism subclasses `Mixer`, implements `_start`, `_read`, `_write` and `_finish`, and is decorated with `register`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from depthmix.mixers.mixing import mixing_matrix
+from depthmix.mixers.options import Option, OptionError, check_options, nearest, options_of
+from depthmix.mixers.state import State
+from depthmix.ops.precision import promoted_dtype, without_autocast
+
+Norm = Callable[[Tensor], Tensor]
+Read = Tensor | tuple[Tensor, ...]
+
+
+class ContractError(ValueError):
+    """The contract was used out of order, or with a tensor that does not fit."""
+
+
+class Mixer(nn.Module):
+    """One rule for mixing over depth, with its parameters laid out by site."""
+
+    name: ClassVar[str]  # set by `register`
+    options: ClassVar[dict[str, Option]]  # set by `register`
+    decayed: ClassVar[frozenset[str]] = frozenset()  # parameters that weight decay applies to
+    channel_mixing: bool = (
+        False  # M's entries are D x D matrices, the same for every token; `mixing` gives their mean diagonal
+    )
+
+    def __init__(self, dim: int, n_blocks: int) -> None:
+        super().__init__()
+        for name, value in (("dim", dim), ("n_blocks", n_blocks)):
+            Option(name, None, (int,), (), False, 1).check(self.name, value)
+        self.dim, self.n_blocks, self.n_sites = dim, n_blocks, 2 * n_blocks
+
+    # What a mechanism implements. It computes without autocast, in fp32 or wider, and rounds once.
+
+    def reset_parameters(self) -> None:
+        """Set every parameter to its initial value."""
+
+    def ways(self, site: int) -> int:
+        """How many mixtures `read` returns at a site: 1, or 3 (for queries, keys and values)."""
+        return 1
+
+    def _start(self, x: Tensor) -> State:
+        raise NotImplementedError
+
+    def _read(self, state: Any, site: int) -> Read:
+        raise NotImplementedError
+
+    def _write(self, state: Any, site: int, y: Tensor) -> State:
+        raise NotImplementedError
+
+    def _finish(self, state: Any) -> Tensor:
+        raise NotImplementedError
+
+    def _read_normed(self, state: Any, site: int, norms: Sequence[Norm]) -> Read | None:
+        """The read with its norms applied, for rules that can do both at once; None leaves the norms to `read`."""
+        return None
+
+    # The contract.
+
+    def start(self, x: Tensor) -> State:
+        """Begin a pass with the embedding x [..., D]."""
+        self._check_tensor("start", x)
+        for p in self.parameters():
+            if p.device != x.device:
+                raise ContractError(
+                    f"start: {self.name}'s parameters are on {p.device}, but the embedding is on {x.device}"
+                )
+            break
+        with without_autocast(x):
+            return self._start(x)
+
+    def read(self, state: Any, site: int, norm: Norm | Sequence[Norm] | None = None) -> Read:
+        """What site sees: [..., D], or a tuple of `ways(site)` of them. norm, one a way, is applied to it."""
+        self._check_order("read", state, site)
+        x, norms = state.template(), self._norms(norm, site)
+        with without_autocast(x):
+            if norms is not None:
+                normed = self._read_normed(state, site, norms)
+                if normed is not None:
+                    return normed
+            h = self._read(state, site)
+            h = tuple(t.to(x.dtype) for t in h) if isinstance(h, tuple) else h.to(x.dtype)
+        if norms is None:
+            return h
+        return tuple(f(t) for f, t in zip(norms, h, strict=True)) if isinstance(h, tuple) else norms[0](h)
+
+    def write(self, state: Any, site: int, y: Tensor) -> Any:
+        """The state after site produced y [..., D]."""
+        self._check_order("write", state, site)
+        x = state.template()
+        self._check_tensor("write", y)
+        if y.shape != x.shape:
+            raise ContractError(f"write at site {site}: expected shape {list(x.shape)}, got {list(y.shape)}")
+        if y.device != x.device:
+            raise ContractError(f"write at site {site}: expected a tensor on {x.device}, got one on {y.device}")
+        if promoted_dtype((x, y)) != x.dtype:
+            raise ContractError(
+                f"write at site {site}: expected {x.dtype}, the embedding's dtype, or a narrower one, got {y.dtype}"
+            )
+        with without_autocast(x):
+            return self._write(state, site, y)
+
+    def finish(self, state: Any) -> Tensor:
+        """What the final norm sees: [..., D]."""
+        self._check_state("finish", state)
+        if state.site != self.n_sites:
+            raise ContractError(f"finish is out of order: site {state.site} of {self.n_sites} has not been written yet")
+        x = state.template()
+        with without_autocast(x):
+            return self._finish(state).to(x.dtype)
+
+    def decays(self, name: str) -> bool:
+        """Whether weight decay applies to the mixer's parameter of this name (`b`, or `b.3` in a dictionary)."""
+        return name.split(".")[0] in self.decayed
+
+    def mixing(self, sources: Sequence[Tensor], per_token: bool = False) -> Tensor:
+        """The depth-mixing matrix M[way, site, source] of one pass.
+
+        sources: the embedding and the raw output of every site, S + 1 tensors [..., D]. Row s holds the weights with which
+        site s reads them (row S: finish), averaged over tokens and channels: [W, S+1, S+1]; per_token=True keeps the tokens: [..., W, S+1, S+1].
+        """
+        if len(sources) != self.n_sites + 1:
+            expected = f"{self.n_sites + 1} sources, the embedding and one a site"
+            raise ContractError(f"mixing: expected {expected}, got {len(sources)}")
+        return mixing_matrix(self, sources, per_token)
+
+    # Checks.
+
+    def _check_state(self, call: str, state: Any) -> None:
+        if not isinstance(state, State):
+            raise ContractError(f"{call}: expected the state that start or write returned, got {type(state).__name__}")
+
+    def _check_order(self, call: str, state: Any, site: int) -> None:
+        self._check_state(call, state)
+        if not 0 <= site < self.n_sites:
+            raise ContractError(
+                f"{call}: there is no site {site}; {self.n_blocks} blocks have sites 0 to {self.n_sites - 1}"
+            )
+        if site != state.site:
+            expected = f"site {state.site}" if state.site < self.n_sites else "finish, since every site is written"
+            raise ContractError(f"{call} at site {site} is out of order: this state expects {expected}")
+
+    def _check_tensor(self, call: str, x: Tensor) -> None:
+        if not isinstance(x, Tensor):
+            raise ContractError(f"{call}: expected a tensor, got {type(x).__name__}")
+        if x.ndim < 1 or x.shape[-1] != self.dim:
+            raise ContractError(f"{call}: expected shape [..., {self.dim}], got {list(x.shape)}")
+        if not x.is_floating_point():
+            raise ContractError(f"{call}: expected a floating-point tensor, got {x.dtype}")
+
+    def _norms(self, norm: Norm | Sequence[Norm] | None, site: int) -> Sequence[Norm] | None:
+        if norm is None:
+            return None
+        norms: Any = norm if isinstance(norm, (list, tuple, nn.ModuleList)) else (norm,)
+        if len(norms) != self.ways(site):
+            expected = f"{self.ways(site)} norm{'s' * (self.ways(site) > 1)}, one a way"
+            raise ContractError(f"read at site {site}: expected {expected}, got {len(norms)}")
+        return norms
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        # model.bfloat16() or model.to(dtype=...) moves a mixer but does not round its parameters: they stay fp32.
+        def keep_precision(t: Tensor) -> Tensor:
+            out = fn(t)
+            return t.to(out.device) if out.dtype in (torch.bfloat16, torch.float16) else out
+
+        return super()._apply(keep_precision, recurse)
+
+    def extra_repr(self) -> str:
+        given = {n: getattr(self, n) for n in self.options if isinstance(getattr(self, n, None), int | float | str)}
+        return ", ".join(f"{k}={v!r}" for k, v in {"dim": self.dim, "n_blocks": self.n_blocks, **given}.items())
+
+
+# The registry.
+
+MixerType = TypeVar("MixerType", bound=type[Mixer])
+_MIXERS: dict[str, type[Mixer]] = {}
+DEFAULT_MIXER = "residual"
+
+
+def register(name: str) -> Callable[[MixerType], MixerType]:
+    """Class decorator: make a mixer known under a name, with its options checked whenever one is built."""
+
+    def decorate(cls: MixerType) -> MixerType:
+        cls.name, cls.options = name, options_of(cls.__init__)
+        build = cls.__init__
+
+        @functools.wraps(build)
+        def checked(self: Mixer, dim: int, n_blocks: int, **options: Any) -> None:
+            check_options(name, cls.options, options)
+            default = torch.get_default_dtype()  # a bf16 default must not reach a mixer's parameters
+            torch.set_default_dtype(torch.promote_types(default, torch.float32))
+            try:
+                build(self, dim, n_blocks, **options)
+            finally:
+                torch.set_default_dtype(default)
+
+        cls.__init__ = checked  # type: ignore[method-assign]
+        _MIXERS[name] = cls
+        return cls
+
+    return decorate
+
+
+def list_mixers() -> list[str]:
+    """The names of all mixers."""
+    return sorted(_MIXERS)
+
+
+def mixer_class(name: str) -> type[Mixer]:
+    """The class registered under a name."""
+    if name not in _MIXERS:
+        raise OptionError(f"unknown mixer {name!r}; there are {', '.join(list_mixers())}{nearest(str(name), _MIXERS)}")
+    return _MIXERS[name]
+
+
+def create_mixer(name: str, *, dim: int, n_blocks: int, **options: Any) -> Mixer:
+    """Build a mixer: dim channels, n_blocks Transformer blocks (two sites each), and the mechanism's own options."""
+    return mixer_class(name)(dim=dim, n_blocks=n_blocks, **options)

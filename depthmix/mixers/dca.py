@@ -1,0 +1,28 @@
+"""DeepCrossAttention (Heddes et al. 2025, arXiv 2502.06785): three GRN-v3 a block, for the queries, keys and values of its attention.
+
+    h_{2i} = (g^q, g^k, g^v);    h_{2i+1} = g^q + y_{2i};    f_{i+1} = y_{2i} + y_{2i+1};    h_S = g_N
+
+The stack, its window (k-DCA) and the parameters b and w are those of grn.py, with three ways a block and one at finish.
+"""
+
+from typing import Annotated, Literal
+
+from depthmix.mixers.base import register
+from depthmix.mixers.grn import DeltaStack
+from depthmix.mixers.options import at_least
+
+
+@register("dca")
+class DCA(DeltaStack):
+    """b["i"] [3, t, D] = 1, w["i"] [3, 1, D] = 0; one way at finish."""
+
+    def __init__(
+        self,
+        dim: int,
+        n_blocks: int,
+        *,
+        window: Annotated[int | None, at_least(1)] = None,
+        relu_on: Literal["dynamic", "sum"] = "dynamic",
+        w_per_entry: bool = False,
+    ) -> None:
+        super().__init__(dim, n_blocks, 3, 3, window, relu_on, w_per_entry)

@@ -1,0 +1,115 @@
+"""Hyper-Connections (Zhu et al. 2024, arXiv 2409.19606): n residual streams, read, mixed and written with learned weights.
+
+H [n, D] a token, n copies of e at the start. At every site
+
+    h_s = A_mᵀ H;      H ← A_rᵀ H + Bᵀ y_sᵀ;      h_S = the sum of H's rows
+
+static: A_m, A_r, B are parameters. Dynamic, with H̄ = norm(H) for each stream:
+
+    B(H) = s_beta tanh(H̄ W_beta) + B;    A_m(H) = s_alpha tanh(H̄ W_m) + A_m;    A_r(H) = s_alpha tanh(H̄ W_r) + A_r
+"""
+
+from typing import Annotated, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from depthmix.mixers.base import Mixer, register
+from depthmix.mixers.options import at_least
+from depthmix.mixers.state import State, register_state
+from depthmix.ops import stream_read, stream_write
+from depthmix.ops.precision import compute_dtype, rms_normalize
+
+LAYERNORM_EPS, RMSNORM_EPS = 1e-5, 1e-6
+INITIAL_SCALE = 0.01
+
+
+@register_state
+class StreamsState(State):
+    """n streams, as in Hyper-Connections and mHC."""
+
+    x: Tensor  # [..., n, D]
+
+    def template(self) -> Tensor:
+        return self.x.select(-2, 0)
+
+
+def copies(x: Tensor, n: int) -> Tensor:
+    """n streams that are all the embedding: [..., D] -> [..., n, D]."""
+    return x.unsqueeze(-2).expand(*x.shape[:-1], n, x.shape[-1])
+
+
+@register("hyper")
+class HyperConnections(Mixer):
+    """A_m [S, n] one-hot at s mod n, A_r [S, n, n] identity, B [S, n] one; W_* zero, s_* 0.01: plain at step 0."""
+
+    decayed = frozenset({"W_beta", "W_m", "W_r"})
+
+    def __init__(
+        self,
+        dim: int,
+        n_blocks: int,
+        *,
+        n: Annotated[int, at_least(1)] = 4,
+        static: bool = False,
+        tanh: bool = True,
+        norm: Literal["layernorm", "rmsnorm"] = "layernorm",
+    ) -> None:
+        super().__init__(dim, n_blocks)
+        self.n, self.static, self.tanh, self.norm = n, static, tanh, norm
+        sites = self.n_sites
+        self.A_m = nn.Parameter(torch.empty(sites, n))
+        self.A_r = nn.Parameter(torch.empty(sites, n, n))
+        self.B = nn.Parameter(torch.empty(sites, n))
+        if not static:
+            self.W_beta = nn.Parameter(torch.empty(sites, dim))
+            self.W_m = nn.Parameter(torch.empty(sites, dim))
+            self.W_r = nn.Parameter(torch.empty(sites, dim, n))
+            self.s_alpha = nn.Parameter(torch.empty(sites))
+            self.s_beta = nn.Parameter(torch.empty(sites))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        site = torch.arange(self.n_sites)
+        self.A_m.zero_()[site, site % self.n] = 1.0
+        self.A_r.copy_(torch.eye(self.n))
+        self.B.fill_(1.0)
+        if not self.static:
+            for w in (self.W_beta, self.W_m, self.W_r):
+                w.zero_()
+            for s in (self.s_alpha, self.s_beta):
+                s.fill_(INITIAL_SCALE)
+
+    def _start(self, x: Tensor) -> StreamsState:
+        return StreamsState(x=copies(x, self.n))
+
+    def _coefficients(self, state: StreamsState, site: int) -> tuple[Tensor, Tensor, Tensor]:
+        """A_m and B [..., n] and A_rᵀ [..., n, n] (output stream first) for the H this site reads."""
+        wide = compute_dtype(state.x)
+        a_m, a_r, b = (p[site].to(wide) for p in (self.A_m, self.A_r, self.B))
+        if not self.static:
+            streams = state.observe(state.x).to(wide)
+            if self.norm == "layernorm":
+                streams = functional.layer_norm(streams, (self.dim,), eps=LAYERNORM_EPS)
+            else:
+                streams = rms_normalize(streams, RMSNORM_EPS)
+            w = torch.cat([self.W_m[site].unsqueeze(-1), self.W_beta[site].unsqueeze(-1), self.W_r[site]], dim=-1)
+            z = streams @ w.to(wide)  # [..., n, n + 2]
+            z = torch.tanh(z) if self.tanh else z
+            s_alpha, s_beta = self.s_alpha[site].to(wide), self.s_beta[site].to(wide)
+            a_m, b, a_r = a_m + s_alpha * z[..., 0], b + s_beta * z[..., 1], a_r + s_alpha * z[..., 2:]
+        return a_m, b, a_r.transpose(-1, -2)
+
+    def _read(self, state: StreamsState, site: int) -> Tensor:
+        a_m, b, mix = self._coefficients(state, site)
+        state.leave_note((b, mix))
+        return stream_read(state.x, a_m)
+
+    def _write(self, state: StreamsState, site: int, y: Tensor) -> StreamsState:
+        b, mix = state.take_note() or self._coefficients(state, site)[1:]
+        return state.next(x=stream_write(state.x, mix, b, y))
+
+    def _finish(self, state: StreamsState) -> Tensor:
+        return state.x.sum(-2, dtype=compute_dtype(state.x))

@@ -1,0 +1,164 @@
+"""Manifold-Constrained Hyper-Connections (DeepSeek 2025, arXiv 2512.24880), mHC-lite (2601.05732), and the single-pass schedule.
+
+x [n, D] a token, n copies of e at the start. At every site, with x⃗ the n streams one after the other:
+
+    [z_pre | z_post | z_res] = RMS(x⃗) phi_s;     H̃_* = alpha_s,* z_* + b_s,*
+    H_pre = sigmoid(H̃_pre);   H_post = 2 sigmoid(H̃_post);   H_res = sinkhorn, birkhoff or identity of H̃_res
+    h_s = Σ_i H_pre[i] x_i;        x'_o = Σ_i H_res[o, i] x_i + H_post[o] y_s
+
+single_pass: h_s uses the H_pre that site s-1 predicted, site 0 reads stream 0, finish uses the last site's.
+docs/mechanisms.md has the two Sinkhorn conventions, the initialisations, and why `identity` favours one stream.
+"""
+
+import itertools
+import math
+from typing import Annotated, Literal
+
+import torch
+from torch import Tensor, nn
+
+from depthmix.mixers.base import Mixer, register
+from depthmix.mixers.hyper import StreamsState, copies
+from depthmix.mixers.options import OptionError, at_least
+from depthmix.mixers.state import register_state
+from depthmix.ops import sinkhorn, stream_read, stream_write
+from depthmix.ops.precision import compute_dtype, rms_normalize
+
+PAPER_EPS, DEEPSEEK_EPS = 1e-20, 1e-6
+INITIAL_ALPHA = 0.01
+OFF_LOGIT = -8.0  # of the residual map's entries that start near zero
+
+
+@register_state
+class SinglePassState(StreamsState):
+    """n streams and the read weights that the site before predicted."""
+
+    pre: Tensor  # [..., n]
+
+
+@register("mhc")
+class MHC(Mixer):
+    """phi [S, nD, K], b [S, K], alpha [S, 3 or 2]; K = n + n + (n², n! or 0) in the order pre, post, res."""
+
+    decayed = frozenset({"phi", "phi_head"})
+    permutations: Tensor  # [n!, n²], of the birkhoff map
+
+    def __init__(
+        self,
+        dim: int,
+        n_blocks: int,
+        *,
+        n: Annotated[int, at_least(2)] = 4,
+        residual_map: Literal["sinkhorn", "birkhoff", "identity"] = "sinkhorn",
+        convention: Literal["paper", "deepseek"] = "paper",
+        iterations: Annotated[int, at_least(1)] = 20,
+        head: Literal["sum", "mean", "learned"] | None = None,
+        init: Literal["identity", "uniform", "symmetry"] = "identity",
+        schedule: Literal["standard", "single_pass"] = "standard",
+    ) -> None:
+        super().__init__(dim, n_blocks)
+        if convention == "deepseek" and residual_map != "sinkhorn":
+            raise OptionError(f"mhc: convention='deepseek' is one of Sinkhorn, residual_map is {residual_map!r}")
+        if schedule == "single_pass" and head is not None:
+            raise OptionError(
+                "mhc: schedule='single_pass' reads the output with the last site's weights and takes no head"
+            )
+        self.n, self.residual_map, self.convention, self.iterations = n, residual_map, convention, iterations
+        self.head = None if schedule == "single_pass" else head or "sum"
+        self.init, self.schedule = init, schedule
+        n_res = {"sinkhorn": n * n, "birkhoff": math.factorial(n), "identity": 0}[residual_map]
+        self.sizes = (n, n, n_res) if n_res else (n, n)
+        self.phi = nn.Parameter(torch.empty(self.n_sites, n * dim, sum(self.sizes)))
+        self.b = nn.Parameter(torch.empty(self.n_sites, sum(self.sizes)))
+        self.alpha = nn.Parameter(torch.empty(self.n_sites, len(self.sizes)))
+        if residual_map == "birkhoff":
+            self.register_buffer("permutations", torch.empty(n_res, n * n), persistent=False)
+        if self.head == "learned":
+            self.phi_head = nn.Parameter(torch.empty(n * dim, n))
+            self.b_head = nn.Parameter(torch.empty(n))
+            self.alpha_head = nn.Parameter(torch.empty(1))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        n = self.n
+        wide = torch.zeros((), dtype=torch.float64)
+        self.alpha.fill_(INITIAL_ALPHA)
+        self.phi.zero_()
+        self.b.zero_()
+        own = torch.zeros(self.n_sites, n, dtype=torch.bool)
+        own[torch.arange(self.n_sites), torch.arange(self.n_sites) % n] = True
+        if self.init == "uniform":
+            for phi in self.phi:
+                nn.init.xavier_uniform_(phi)
+        else:
+            if self.init == "identity":  # weights 2 : 1 : … : 1 over the streams, summing to one
+                pre = torch.where(own, wide.new_tensor(math.log(2 / (n - 1))), wide.new_tensor(-math.log(n)))
+                post = torch.zeros_like(pre)
+            else:
+                pre = post = torch.where(own, wide.new_tensor(1.0), wide.new_tensor(-1.0))
+            res = wide.new_full((sum(self.sizes) - 2 * n,), OFF_LOGIT)
+            if self.residual_map == "sinkhorn":
+                res[:: n + 1] = 0.0
+            elif self.residual_map == "birkhoff":
+                res[0] = 0.0
+            self.b.copy_(torch.cat([pre, post, res.expand(self.n_sites, -1)], dim=-1))
+        if self.residual_map == "birkhoff":
+            order = torch.tensor(list(itertools.permutations(range(n))))  # the identity comes first
+            self.permutations.copy_(nn.functional.one_hot(order, n).flatten(1))
+        if self.head == "learned":
+            self.phi_head.zero_()
+            self.b_head.fill_(-math.log(n - 1))
+            self.alpha_head.fill_(INITIAL_ALPHA)
+
+    def _start(self, x: Tensor) -> StreamsState:
+        streams = copies(x, self.n)
+        if self.schedule == "standard":
+            return StreamsState(x=streams)
+        first = torch.zeros(self.n, device=x.device, dtype=compute_dtype(x))
+        first[0] = 1.0
+        return SinglePassState(x=streams, pre=first.expand(*x.shape[:-1], self.n))
+
+    def _normalized(self, state: StreamsState) -> Tensor:
+        eps = DEEPSEEK_EPS if self.convention == "deepseek" else PAPER_EPS
+        return rms_normalize(state.observe(state.x).flatten(-2), eps)  # [..., nD]
+
+    def _coefficients(self, state: StreamsState, site: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        """H_pre and H_post [..., n] and H_res [..., n, n] (output stream first; None for the identity)."""
+        x = self._normalized(state)
+        z = (x @ self.phi[site].to(x.dtype)).split(self.sizes, dim=-1)
+        b = self.b[site].to(x.dtype).split(self.sizes, dim=-1)
+        alpha = self.alpha[site].to(x.dtype)
+        pre, post, *res = (alpha[i] * z[i] + b[i] for i in range(len(self.sizes)))
+        h_pre = torch.sigmoid(pre) + (DEEPSEEK_EPS if self.convention == "deepseek" else 0.0)
+        return h_pre, 2 * torch.sigmoid(post), self._residual_map(res[0]) if res else None
+
+    def _residual_map(self, logits: Tensor) -> Tensor:
+        if self.residual_map == "birkhoff":
+            return (torch.softmax(logits, dim=-1) @ self.permutations.to(logits.dtype)).unflatten(-1, (self.n, self.n))
+        m = sinkhorn(logits.unflatten(-1, (self.n, self.n)), self.iterations, self.convention)
+        return m.transpose(-1, -2) if self.convention == "deepseek" else m
+
+    def _read(self, state: StreamsState, site: int) -> Tensor:
+        if isinstance(state, SinglePassState):
+            return stream_read(state.x, state.pre)
+        pre, post, res = self._coefficients(state, site)
+        state.leave_note((post, res))
+        return stream_read(state.x, pre)
+
+    def _write(self, state: StreamsState, site: int, y: Tensor) -> StreamsState:
+        if isinstance(state, SinglePassState):
+            pre, post, res = self._coefficients(state, site)
+            return state.next(x=stream_write(state.x, res, post, y), pre=pre)
+        post, res = state.take_note() or self._coefficients(state, site)[1:]
+        return state.next(x=stream_write(state.x, res, post, y))
+
+    def _finish(self, state: StreamsState) -> Tensor:
+        if isinstance(state, SinglePassState):
+            return stream_read(state.x, state.pre)
+        if self.head == "learned":
+            x = self._normalized(state)
+            z = self.alpha_head.to(x.dtype) * (x @ self.phi_head.to(x.dtype)) + self.b_head.to(x.dtype)
+            return stream_read(state.x, torch.sigmoid(z) + DEEPSEEK_EPS)
+        total = state.x.sum(-2, dtype=compute_dtype(state.x))
+        return total / self.n if self.head == "mean" else total

@@ -1,0 +1,108 @@
+"""Options of a mixer: read off its constructor's annotations, checked before it runs.
+
+A constructor says what it accepts, `block_size: Annotated[int | None, at_least(1)] = None` or `gate: Literal["vector", "scalar"]`,
+and that is what is validated, what an error message lists and what documentation and command line can show.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import math
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+REQUIRED = ("dim", "n_blocks")  # every mixer's own, not options
+
+
+class OptionError(ValueError):
+    """An unknown mixer or option, or a value it cannot take."""
+
+
+@dataclass(frozen=True)
+class AtLeast:
+    low: float
+
+
+def at_least(low: float) -> AtLeast:
+    """A lower bound on a number, for use in Annotated."""
+    return AtLeast(low)
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option: its name, its default and what it accepts."""
+
+    name: str
+    default: Any
+    kinds: tuple[type, ...]  # of int, float, bool, str
+    choices: tuple[Any, ...]  # of a Literal
+    optional: bool  # None is accepted
+    low: float | None
+
+    def describe(self) -> str:
+        """What the option accepts, in words."""
+        bound = "" if self.low is None else f" of at least {self.low:g}"
+        words = {int: "an integer", float: "a finite number", bool: "True or False", str: "a string"}
+        parts = [words[k] + (bound if k in (int, float) else "") for k in self.kinds]
+        parts += [repr(c) for c in self.choices] + ["None"] * self.optional
+        return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} or {parts[-1]}"
+
+    def check(self, owner: str, value: Any) -> None:
+        """Raise OptionError unless the value fits."""
+        if self._fits(value):
+            return
+        message = f"{owner}: {self.name} must be {self.describe()}, got {value!r}"
+        if isinstance(value, str):
+            message += nearest(value, [c for c in self.choices if isinstance(c, str)])
+        raise OptionError(message)
+
+    def _fits(self, value: Any) -> bool:
+        if value is None:
+            return self.optional
+        if any(type(value) is type(c) and value == c for c in self.choices):
+            return True
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return type(value) in self.kinds
+        if not (type(value) in self.kinds or float in self.kinds) or not math.isfinite(value):
+            return False
+        return self.low is None or value >= self.low
+
+
+def parse_option(name: str, annotation: Any, default: Any = inspect.Parameter.empty) -> Option:
+    """The Option an annotation describes."""
+    low = None
+    if get_origin(annotation) is Annotated:
+        annotation, *extra = get_args(annotation)
+        low = next((e.low for e in extra if isinstance(e, AtLeast)), None)
+    union = get_origin(annotation) in (typing.Union, types.UnionType)
+    members = get_args(annotation) if union else (annotation,)
+    choices = tuple(c for m in members if get_origin(m) is Literal for c in get_args(m))
+    kinds = tuple(m for m in members if m in (int, float, bool, str))
+    return Option(name, default, kinds, choices, type(None) in members, low)
+
+
+def options_of(constructor: Callable[..., Any]) -> dict[str, Option]:
+    """The options of a mixer's constructor by name: its keyword arguments but dim and n_blocks."""
+    hints = typing.get_type_hints(constructor, include_extras=True)
+    parameters = inspect.signature(constructor).parameters
+    names = [n for n in parameters if n not in ("self", *REQUIRED)]
+    return {n: parse_option(n, hints[n], parameters[n].default) for n in names}
+
+
+def check_options(owner: str, options: Mapping[str, Option], given: Mapping[str, Any]) -> None:
+    """Raise OptionError for an unknown option or a value that does not fit."""
+    for name, value in given.items():
+        if name not in options:
+            valid = f"its options are {', '.join(options)}" if options else "it has no options"
+            raise OptionError(f"{owner}: unknown option {name!r}; {valid}{nearest(name, options)}")
+        options[name].check(owner, value)
+
+
+def nearest(name: str, valid: Iterable[str]) -> str:
+    """A "did you mean" for the message, or nothing."""
+    close = difflib.get_close_matches(name, list(valid), n=1, cutoff=0.5)
+    return f"; did you mean {close[0]!r}?" if close else ""

@@ -1,0 +1,29 @@
+"""ReZero (Bachlechner et al. 2020, arXiv 2003.04887): a learned scalar on every output, zero at the start.
+
+x_{s+1} = x_s + alpha_s y_s
+"""
+
+import torch
+from torch import Tensor, nn
+
+from depthmix.mixers.base import register
+from depthmix.mixers.residual import OneStream
+from depthmix.mixers.state import StreamState
+from depthmix.ops.precision import compute_dtype
+
+
+@register("rezero")
+class ReZero(OneStream):
+    """alpha [S] = 0."""
+
+    def __init__(self, dim: int, n_blocks: int) -> None:
+        super().__init__(dim, n_blocks)
+        self.alpha = nn.Parameter(torch.empty(self.n_sites))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.alpha)
+
+    def _join(self, state: StreamState, site: int, y: Tensor) -> Tensor:
+        wide = compute_dtype(state.x)
+        return state.x.to(wide) + self.alpha[site].to(wide) * y.to(wide)

@@ -1,0 +1,83 @@
+"""What a mixer carries from site to site: an explicit value, registered as a pytree."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, TypeVar, dataclass_transform
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class State:
+    """Base of all states. Subclasses add their tensors and are decorated with `register_state`."""
+
+    site: int = 0  # the site that reads and writes next
+    frozen: bool = False  # coefficients are constants for autograd: how `Mixer.mixing` sees the linear map
+    # What a read worked out and the write of the same site can use. A cache and no more: it is not part of the value
+    # (a pytree round trip drops it), `take_note` empties it so that a checkpointed region recomputes the same way,
+    # and a write that finds none computes it again.
+    note: Any = dataclasses.field(default=None, repr=False)
+
+    def template(self) -> Tensor:
+        """A tensor with the embedding's shape, dtype and device."""
+        raise NotImplementedError
+
+    def observe(self, x: Tensor) -> Tensor:
+        """x as an input of coefficients, cut off from autograd when they are frozen."""
+        return x.detach() if self.frozen else x
+
+    def leave_note(self, value: Any) -> None:
+        """Keep what a read worked out for the write that follows."""
+        self.note = (torch.is_grad_enabled(), value)
+
+    def take_note(self) -> Any:
+        """What the last read left, or None. A note left under no_grad is no use to a write that needs gradients."""
+        note, self.note = self.note, None
+        return note[1] if note is not None and note[0] == torch.is_grad_enabled() else None
+
+    def next(self, **changes: Any) -> Any:
+        """This state after one more write."""
+        return dataclasses.replace(self, site=self.site + 1, note=None, **changes)
+
+
+StateType = TypeVar("StateType", bound=type[State])
+_STATIC = ("site", "frozen")
+
+
+@dataclass_transform(eq_default=False, kw_only_default=True)
+def register_state(cls: StateType) -> StateType:
+    """Class decorator: make a State subclass a dataclass and a pytree node whose children are its tensors."""
+    cls = dataclasses.dataclass(eq=False, kw_only=True)(cls)  # type: ignore[assignment]
+    names = [f.name for f in dataclasses.fields(cls) if f.name not in (*_STATIC, "note")]
+
+    def flatten(state: Any) -> tuple[list[Any], tuple[Any, ...]]:
+        return [getattr(state, n) for n in names], tuple(getattr(state, n) for n in _STATIC)
+
+    def unflatten(children: Any, context: Any) -> Any:
+        return cls(**dict(zip(names, children, strict=True)), **dict(zip(_STATIC, context, strict=True)))
+
+    def flatten_with_keys(state: Any) -> tuple[list[Any], tuple[Any, ...]]:
+        children, context = flatten(state)
+        return [(pytree.GetAttrKey(n), c) for n, c in zip(names, children, strict=True)], context
+
+    pytree.register_pytree_node(
+        cls,
+        flatten,
+        unflatten,
+        serialized_type_name=f"{cls.__module__}.{cls.__qualname__}",
+        flatten_with_keys_fn=flatten_with_keys,
+    )
+    return cls
+
+
+@register_state
+class StreamState(State):
+    """One running stream: all that a rule needs which only changes how an output is added."""
+
+    x: Tensor  # [..., D]
+
+    def template(self) -> Tensor:
+        return self.x

@@ -1,0 +1,5 @@
+"""Models in which no mechanism is named."""
+
+from depthmix.models.decoder import Decoder, DecoderConfig
+
+__all__ = ["Decoder", "DecoderConfig"]

@@ -1,0 +1,251 @@
+"""A Llama-style decoder whose connections over depth are a choice.
+
+Pre-norm, RMSNorm, rotary positions, grouped-query attention, SwiGLU or squared ReLU. The whole model is: start, then for each
+site write(sublayer(read)), then finish; which rule the mixer follows is its own business.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from depthmix.mixers.base import DEFAULT_MIXER, Read, create_mixer, mixer_class
+from depthmix.mixers.options import check_options
+
+EMBEDDING_STD = 0.02
+
+
+@dataclass
+class DecoderConfig:
+    """The size and shape of a decoder."""
+
+    vocab_size: int
+    dim: int
+    n_blocks: int
+    n_heads: int
+    # The three that may be left out are filled in by __post_init__.
+    n_kv_heads: int = None  # type: ignore[assignment]  # as many as heads
+    head_dim: int = None  # type: ignore[assignment]  # dim / n_heads
+    mlp: Literal["swiglu", "relu2"] = "swiglu"
+    mlp_dim: int = None  # type: ignore[assignment]  # 4 dim for relu2; 8/3 dim, rounded up to a multiple of 64, for swiglu
+    qk_norm: bool = False  # RMSNorm on the queries and keys of every head
+    tie_embeddings: bool = False
+    rope_theta: float = 10000.0
+    norm_eps: float = 1e-6
+    mixer: str = DEFAULT_MIXER
+    mixer_options: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.n_kv_heads = self.n_heads if self.n_kv_heads is None else self.n_kv_heads
+        for name in ("vocab_size", "dim", "n_blocks", "n_heads", "n_kv_heads"):
+            self._at_least_one(name)
+        if self.n_heads % self.n_kv_heads:
+            raise ValueError(f"n_kv_heads must divide n_heads={self.n_heads}, got {self.n_kv_heads}")
+        if self.head_dim is None:
+            if self.dim % self.n_heads:
+                raise ValueError(f"n_heads must divide dim={self.dim} unless head_dim is given, got {self.n_heads}")
+            self.head_dim = self.dim // self.n_heads
+        self._at_least_one("head_dim")
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim must be even for rotary positions, got {self.head_dim}")
+        if self.mlp not in ("swiglu", "relu2"):
+            raise ValueError(f"mlp must be 'swiglu' or 'relu2', got {self.mlp!r}")
+        if self.mlp_dim is None:
+            self.mlp_dim = 4 * self.dim if self.mlp == "relu2" else 64 * math.ceil(8 * self.dim / 3 / 64)
+        self._at_least_one("mlp_dim")
+        check_options(self.mixer, mixer_class(self.mixer).options, self.mixer_options)
+
+    def _at_least_one(self, name: str) -> None:
+        value = getattr(self, name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
+
+
+class Rotary(nn.Module):
+    """Rotary positions: channel pairs (i, i + d/2) of a head turn by position * theta^(-2i/d)."""
+
+    def __init__(self, head_dim: int, theta: float) -> None:
+        super().__init__()
+        self.head_dim, self.theta = head_dim, theta
+
+    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin [B, 1, T, d] in fp32 for positions [B, T]."""
+        exponent = torch.arange(0, self.head_dim, 2, device=positions.device, dtype=torch.float32) / self.head_dim
+        angle = positions.float().unsqueeze(-1) * self.theta**-exponent  # [B, T, d/2]
+        angle = torch.cat([angle, angle], dim=-1).unsqueeze(1)
+        return angle.cos(), angle.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Apply rotary positions to x [B, heads, T, d], in fp32, rounded once."""
+    a, b = x.chunk(2, dim=-1)
+    return (x * cos + torch.cat([-b, a], dim=-1) * sin).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Causal grouped-query attention; queries, keys and values may come from three different inputs."""
+
+    def __init__(self, config: DecoderConfig, block: int) -> None:
+        super().__init__()
+        self.block, self.head_dim = block, config.head_dim
+        q_dim, kv_dim = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
+        self.q_proj = nn.Linear(config.dim, q_dim, bias=False)
+        self.k_proj = nn.Linear(config.dim, kv_dim, bias=False)
+        self.v_proj = nn.Linear(config.dim, kv_dim, bias=False)
+        self.out_proj = nn.Linear(q_dim, config.dim, bias=False)
+        self.q_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps) if config.qk_norm else None
+        self.k_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps) if config.qk_norm else None
+
+    def forward(self, h: Read, context: Context) -> Tensor:
+        h_q, h_k, h_v = h if isinstance(h, tuple) else (h, h, h)
+        q = self.q_proj(h_q).unflatten(-1, (-1, self.head_dim))
+        k = self.k_proj(h_k).unflatten(-1, (-1, self.head_dim))
+        v = self.v_proj(h_v).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [B, kv heads, T, d]
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q = rotate(q.transpose(1, 2), context.cos, context.sin).to(v.dtype)
+        k = rotate(k.transpose(1, 2), context.cos, context.sin).to(v.dtype)
+        if context.cache is not None:
+            k, v = context.cache.update(k, v, self.block)
+        causal = context.mask is None and q.shape[2] > 1
+        y = functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=context.mask, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1]
+        )
+        return self.out_proj(y.transpose(1, 2).flatten(2))
+
+
+class Mlp(nn.Module):
+    """SwiGLU, down(silu(gate x) * up x), or squared ReLU, down(relu(up x)^2)."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.dim, config.mlp_dim, bias=False) if config.mlp == "swiglu" else None
+        self.up_proj = nn.Linear(config.dim, config.mlp_dim, bias=False)
+        self.out_proj = nn.Linear(config.mlp_dim, config.dim, bias=False)
+
+    def forward(self, h: Tensor, context: Context) -> Tensor:
+        if self.gate_proj is None:
+            return self.out_proj(functional.relu(self.up_proj(h)).square())
+        return self.out_proj(functional.silu(self.gate_proj(h)) * self.up_proj(h))
+
+
+@dataclass
+class Context:
+    """What attention needs besides its input: the same for every block of one pass."""
+
+    cos: Tensor
+    sin: Tensor
+    mask: Tensor | None  # True or 0 where a query may look; None: causal
+    cache: Any  # a Hugging Face Cache, or None
+
+
+class Decoder(nn.Module):
+    """Token ids [B, T] in, logits [B, T, vocab] out."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.config = config
+        with torch.device(
+            "meta"
+        ):  # nothing is drawn yet, so one seed gives the same weights elsewhere whatever the mixer
+            self.mixer = create_mixer(config.mixer, dim=config.dim, n_blocks=config.n_blocks, **config.mixer_options)
+        self.embedding = nn.Embedding(config.vocab_size, config.dim)
+        self.rotary = Rotary(config.head_dim, config.rope_theta)
+        self.norms, self.sublayers = nn.ModuleList(), nn.ModuleList()  # by site
+        for site in range(self.mixer.n_sites):
+            ways = self.mixer.ways(site)
+            self.norms.append(nn.ModuleList(nn.RMSNorm(config.dim, eps=config.norm_eps) for _ in range(ways)))
+            self.sublayers.append(Attention(config, site // 2) if site % 2 == 0 else Mlp(config))
+        self.final_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
+        if config.tie_embeddings:
+            self.head.weight = self.embedding.weight
+        self.mixer.to_empty(device=self.embedding.weight.device)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Matrices N(0, 1/fan_in), output projections divided by sqrt(sites), embedding and head N(0, 0.02²)."""
+        if self.config.tie_embeddings:
+            self.head.weight = self.embedding.weight  # to_empty unties them
+        for name, module in self.named_modules():
+            if isinstance(module, nn.Linear):
+                scale = math.sqrt(self.mixer.n_sites) if name.endswith("out_proj") else 1.0
+                nn.init.normal_(module.weight, std=1 / math.sqrt(module.in_features) / scale)
+            elif isinstance(module, nn.RMSNorm):
+                nn.init.ones_(module.weight)
+        nn.init.normal_(self.head.weight, std=EMBEDDING_STD)
+        nn.init.normal_(self.embedding.weight, std=EMBEDDING_STD)
+        self.mixer.reset_parameters()
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        cache: Any = None,
+        inputs_embeds: Tensor | None = None,
+    ) -> Tensor:
+        """Logits for token ids, or for embeddings [B, T, D] in their place.
+
+        attention_mask: [B, keys], 1 for tokens and 0 for padding, or [B or 1, heads or 1, T, keys] as scaled_dot_product_attention
+        takes it (then causality is the caller's). position_ids: [B, T], by default counted from what the cache holds, without padding.
+        cache: a Hugging Face Cache (`update(k, v, layer_idx)`, `get_seq_length()`, `get_mask_sizes(length, layer_idx)`).
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("forward: expected either input_ids or inputs_embeds")
+        x = self.embedding(input_ids) if inputs_embeds is None else inputs_embeds  # [B, T, D]
+        context = self._context(x, attention_mask, position_ids, cache)
+        state = self.mixer.start(x)
+        for site, (norm, sublayer) in enumerate(zip(self.norms, self.sublayers, strict=True)):
+            state = self.mixer.write(state, site, sublayer(self.mixer.read(state, site, norm), context))
+        return self.head(self.final_norm(self.mixer.finish(state)))
+
+    def _context(self, x: Tensor, mask: Tensor | None, positions: Tensor | None, cache: Any) -> Context:
+        batch, length = x.shape[:2]
+        past = 0 if cache is None else int(cache.get_seq_length())
+        if positions is None:
+            if mask is not None and mask.ndim == 2:
+                positions = (mask.long().cumsum(-1) - 1).clamp(min=0)[:, -length:]
+            else:
+                positions = torch.arange(past, past + length, device=x.device).unsqueeze(0)
+        cos, sin = self.rotary(positions)
+        if mask is not None and mask.ndim == 4:
+            return Context(cos, sin, mask, cache)
+        if mask is not None and tuple(mask.shape) != (batch, past + length):
+            expected = f"[{batch}, {past + length}] or four dimensions"
+            raise ValueError(f"forward: expected an attention_mask of shape {expected}, got {list(mask.shape)}")
+        if mask is None and cache is None:
+            return Context(cos, sin, None, cache)
+        # A static cache returns all its slots, filled or not; later slots are hidden like later tokens.
+        n_keys = past + length if cache is None else cache.get_mask_sizes(length, 0)[0]
+        return Context(cos, sin, causal_mask(mask, past, length, n_keys, x.device), cache)
+
+    def parameter_counts(self) -> dict[str, int]:
+        """Parameters by part, `total`, and `added_by_mixer`: the mixer's own and the norms that its extra ways need."""
+        counts = dict.fromkeys(("embedding", "attention", "mlp", "norms", "mixer", "head"), 0)
+        for name, p in self.named_parameters():  # tied weights come once
+            part = name.split(".")[0]
+            if part == "sublayers":
+                part = "attention" if int(name.split(".")[1]) % 2 == 0 else "mlp"
+            counts["norms" if part == "final_norm" else part] += p.numel()
+        counts["total"] = sum(counts.values())
+        extra = sum(self.config.dim * (self.mixer.ways(s) - 1) for s in range(self.mixer.n_sites))
+        counts["added_by_mixer"] = counts["mixer"] + extra
+        return counts
+
+
+def causal_mask(padding: Tensor | None, past: int, length: int, n_keys: int, device: torch.device) -> Tensor:
+    """[B or 1, 1, T, keys], True where a query may look: at keys up to its own position that are not padding."""
+    keys, own = torch.arange(n_keys, device=device), torch.arange(past, past + length, device=device).unsqueeze(-1)
+    mask = (keys <= own)[None, None]
+    if padding is not None:
+        padding = functional.pad(padding.bool(), (0, n_keys - padding.shape[-1]))
+        # A padded query may see no key at all, and a softmax over nothing is NaN: let it look at itself.
+        mask = mask & (padding[:, None, None, :] | (keys == own)[None, None])
+    return mask

@@ -1,0 +1,30 @@
+"""Checks that the operators share: a clear error instead of a broadcast nobody meant."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+
+def check_sources(op: str, sources: Sequence[Tensor]) -> None:
+    """Sources are a non-empty list of floating-point tensors of one shape on one device."""
+    if isinstance(sources, Tensor) or len(sources) == 0:
+        got = "one tensor" if isinstance(sources, Tensor) else "none"
+        raise ValueError(f"{op}: expected a non-empty list of source tensors, got {got}")
+    first = sources[0]
+    for i, v in enumerate(sources):
+        if not v.is_floating_point():
+            raise ValueError(f"{op}: expected floating-point sources, source {i} is {v.dtype}")
+        if v.shape != first.shape or v.device != first.device:
+            raise ValueError(
+                f"{op}: all sources must be alike; source 0 is {list(first.shape)} on {first.device}, "
+                f"source {i} is {list(v.shape)} on {v.device}"
+            )
+
+
+def check_shape(op: str, name: str, x: Tensor, like: Tensor, *shapes: tuple[int, ...]) -> None:
+    """x has one of the shapes and is on the device of `like`."""
+    if tuple(x.shape) not in shapes:
+        expected = " or ".join(str(list(s)) for s in shapes)
+        raise ValueError(f"{op}: expected {name} of shape {expected}, got {list(x.shape)}")
+    if x.device != like.device:
+        raise ValueError(f"{op}: {name} is on {x.device}, the activations are on {like.device}")

@@ -1,0 +1,72 @@
+"""Depth attention in plain PyTorch: the specification.
+
+For one token, sources v_0 … v_{n-1} in R^D and a query u = query ⊙ key_gain:
+
+    r_i = (mean(v_i²) + eps)^(-1/2)          (1 without key_norm)
+    s_i = r_i · (u · v_i)
+    p   = softmax(s) over the sources        (or sigmoid(s), element by element)
+    o   = Σ_i p_i v_i
+
+With H heads, channel group c of D/H has its own p from its own part of the dot product; r is shared.
+Several queries (W "ways") read the same sources. Everything is computed in the dtype given by `compute_dtype`.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from depthmix.ops.precision import compute_dtype
+
+
+def rstd(v: Tensor, eps: float) -> Tensor:
+    """r = (mean(v²) + eps)^(-1/2) over the channels: [..., D] -> [...]."""
+    return torch.rsqrt(v.square().mean(-1) + eps)
+
+
+def dots(u: Tensor, v: Tensor, heads: int) -> Tensor:
+    """u · v for every way and head: u [W, D] or [W, ..., D], v [..., D] -> [W, ..., H]."""
+    if u.ndim == 2 and heads == 1:
+        return (v @ u.T).movedim(-1, 0).unsqueeze(-1)
+    u = u.reshape(u.shape[0], *(1,) * (v.ndim - 1), u.shape[-1]) if u.ndim == 2 else u
+    return (u * v).unflatten(-1, (heads, -1)).sum(-1)
+
+
+def spread(p: Tensor, v: Tensor) -> Tensor:
+    """Multiply each channel group of v [..., D] by its head's weight in p [..., H]."""
+    if p.shape[-1] == 1:
+        return p * v
+    return (v.unflatten(-1, (p.shape[-1], -1)) * p.unsqueeze(-1)).flatten(-2)
+
+
+def weights(
+    u: Tensor, sources: Sequence[Tensor], eps: float, key_norm: bool, heads: int, activation: str
+) -> tuple[Tensor, Tensor, list[Tensor] | None]:
+    """Logits s and weights p [W, ..., n, H], and r_i [...] of every source."""
+    wide = compute_dtype(u, *sources)
+    u, logits, rs = u.to(wide), [], []
+    for v in sources:
+        v = v.to(wide)
+        s = dots(u, v, heads)  # [W, ..., H]
+        if key_norm:
+            rs.append(rstd(v, eps))
+            s = s * rs[-1].unsqueeze(-1)
+        logits.append(s)
+    s = torch.stack(logits, dim=-2)
+    return s, torch.softmax(s, dim=-2) if activation == "softmax" else torch.sigmoid(s), rs if key_norm else None
+
+
+def weighted_sum(p: Tensor, sources: Sequence[Tensor]) -> Tensor:
+    """Σ_i p_i v_i, not rounded: p [..., n, H], sources [..., D] -> [..., D]."""
+    o = spread(p[..., 0, :], sources[0])
+    for i in range(1, len(sources)):
+        o = o + spread(p[..., i, :], sources[i])
+    return o
+
+
+def depth_attention_reference(
+    u: Tensor, sources: Sequence[Tensor], eps: float, key_norm: bool = True, heads: int = 1, activation: str = "softmax"
+) -> tuple[tuple[Tensor, ...], Tensor]:
+    """o for every way, not rounded, and p [W, ..., n, H]; differentiable to any order."""
+    _, p, _ = weights(u, sources, eps, key_norm, heads, activation)
+    return tuple(weighted_sum(p_w, sources) for p_w in p), p

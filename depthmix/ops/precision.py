@@ -1,0 +1,29 @@
+"""The one rule about numbers: mixing arithmetic is fp32 (fp64 for fp64 inputs) and rounds once, at the end."""
+
+import torch
+from torch import Tensor
+
+
+def compute_dtype(*tensors: Tensor) -> torch.dtype:
+    """The dtype to compute in: at least fp32, fp64 if any of the tensors is."""
+    return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
+
+
+def promoted_dtype(tensors: list[Tensor] | tuple[Tensor, ...]) -> torch.dtype:
+    """The dtype results are rounded to: the widest among the tensors (they differ only under autocast)."""
+    dtype = tensors[0].dtype
+    for t in tensors[1:]:
+        if t.dtype != dtype:
+            dtype = torch.promote_types(dtype, t.dtype)
+    return dtype
+
+
+def without_autocast(x: Tensor) -> torch.autocast:
+    """A context in which autocast cannot lower the precision of what is computed from x."""
+    return torch.autocast(x.device.type, enabled=False)
+
+
+def rms_normalize(x: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) over the last dimension, in fp32 or wider, not rounded back."""
+    x = x.to(compute_dtype(x))
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)

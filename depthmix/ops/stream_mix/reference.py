@@ -1,0 +1,24 @@
+"""Reading from and writing to n residual streams in plain PyTorch: the specification.
+
+    read:   u    = Σ_i pre[i] x_i
+    write:  x'_o = Σ_i res[o, i] x_i + post[o] y          (res None: x'_o = x_o + post[o] y)
+
+x [..., n, C]; pre, post [..., n] and res [..., n, n] a token, or without the leading dimensions the same for every token.
+"""
+
+import torch
+from torch import Tensor
+
+from depthmix.ops.precision import compute_dtype
+
+
+def stream_read_reference(x: Tensor, pre: Tensor) -> Tensor:
+    """u, not rounded: [..., C]."""
+    return (pre.to(compute_dtype(x, pre)).unsqueeze(-1) * x).sum(-2)
+
+
+def stream_write_reference(x: Tensor, res: Tensor | None, post: Tensor, y: Tensor) -> Tensor:
+    """x', not rounded: [..., n, C]."""
+    wide = compute_dtype(x, post, y)
+    mixed = x if res is None else torch.matmul(res.to(wide), x.to(wide))
+    return mixed + post.to(wide).unsqueeze(-1) * y.unsqueeze(-2)

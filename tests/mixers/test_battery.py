@@ -1,0 +1,289 @@
+"""What every registered mixer must do, whatever its rule. A new mixer is tested here by being registered."""
+
+import copy
+import shutil
+
+import pytest
+import safetensors.torch
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
+
+from depthmix import create_mixer
+from harness import CASE_IDS, CASES, DIM, MIXERS, B, Sublayers, T, as_tuple, build, embedding, run_stack
+
+# Rows (sites or readers) of parameters that cannot receive a gradient, by mixer: see docs/mechanisms.md.
+DEAD_ROWS = {
+    "attnres": {("query", 0), ("key_gain", 0)},  # site 0 has a single source
+    "mhc": {("b_res", 0)},  # at site 0 the streams are copies, and the residual map's rows sum to one
+}
+
+every_mixer = pytest.mark.parametrize("name", MIXERS)
+every_case = pytest.mark.parametrize(("name", "choice"), CASES, ids=CASE_IDS)
+
+
+def gradients(mixer, sublayers, e, **kwargs):
+    """Gradients of everything for a fixed loss, and the output."""
+    for p in (*mixer.parameters(), *sublayers.parameters()):
+        p.grad = None
+    e = e.detach().clone().requires_grad_()
+    out, _, _ = run_stack(mixer, sublayers, e, **kwargs)
+    out.square().mean().backward()
+    named = {**dict(mixer.named_parameters()), "sublayers": sublayers.weight, "e": e}
+    return out.detach(), {k: None if p.grad is None else p.grad.clone() for k, p in named.items()}
+
+
+def assert_same(a, b):
+    assert a.keys() == b.keys()
+    for k in a:
+        assert (a[k] is None) == (b[k] is None), k
+        assert a[k] is None or torch.equal(a[k], b[k]), k
+
+
+def rows_of(mixer):
+    """(name, row) -> a view of the parameter that belongs to one site, way or reader."""
+    for name, p in mixer.named_parameters():
+        if "." in name or name.endswith(("_head", "_kv")):
+            yield name, 0, lambda g: g
+        elif mixer.name == "mhc" and name == "b":  # its parts have different fates
+            n = mixer.n
+            for s in range(len(p)):
+                yield "b_pre", s, lambda g, s=s: g[s, :n]
+                yield "b_post", s, lambda g, s=s: g[s, n : 2 * n]
+                yield "b_res", s, lambda g, s=s: g[s, 2 * n :]
+        else:
+            for s in range(len(p)):
+                yield name, s, lambda g, s=s: g[s]
+
+
+@every_mixer
+def test_every_parameter_receives_a_gradient_at_step_0_or_1(name):
+    """Row by row (a row is a site's), so that one dead site among live ones is seen."""
+    mixer, sublayers = build(name, 3), Sublayers(3)
+    optimizer = torch.optim.SGD([*mixer.parameters(), *sublayers.parameters()], lr=0.3)
+    size = {}
+    for step in range(2):
+        out, _, _ = run_stack(mixer, sublayers, embedding())
+        optimizer.zero_grad()
+        # The final norm is part of the picture: it decides what scale means to the loss.
+        torch.nn.functional.rms_norm(out, (DIM,)).sub(1.0).square().mean().backward()
+        grads = {k: torch.zeros_like(p) if p.grad is None else p.grad for k, p in mixer.named_parameters()}
+        for key, row, view in rows_of(mixer):
+            source = "b" if key.startswith("b_") and name == "mhc" else key
+            size[key, row] = max(size.get((key, row), 0.0), float(view(grads[source]).abs().max()))
+        optimizer.step()
+        assert step == 1 or sublayers.weight.grad is not None
+    dead = {k for k, g in size.items() if g < 1e-13}
+    assert dead == DEAD_ROWS.get(name, set())
+
+
+@every_case
+def test_no_token_sees_a_later_one(name, choice):
+    mixer, sublayers = build(name, 3, choice, random=True), Sublayers(3)
+    e = embedding()
+    with torch.no_grad():
+        before, _, _ = run_stack(mixer, sublayers, e)
+        changed = e.clone()
+        changed[:, 3] += 1.0
+        after, _, _ = run_stack(mixer, sublayers, changed)
+    torch.testing.assert_close(before[:, :3], after[:, :3], rtol=0, atol=1e-13)
+    assert not torch.allclose(before[:, 3:], after[:, 3:])
+
+
+@every_mixer
+def test_a_pass_over_flat_tokens_is_the_same(name):
+    """The rule is token-local: only the last dimension means anything to it."""
+    mixer = build(name, 2, random=True)
+    sources = [embedding() for _ in range(5)]
+    reads = [as_tuple(h) for h in replay(mixer, sources)]
+    flat = [as_tuple(h) for h in replay(mixer, [s.reshape(B * T, DIM) for s in sources])]
+    for one, other in zip(reads, flat, strict=True):
+        for h, f in zip(one, other, strict=True):
+            torch.testing.assert_close(h.reshape(B * T, DIM), f, rtol=0, atol=1e-13)
+
+
+def replay(mixer, sources):
+    """Every read when the sublayers' outputs are given."""
+    state, reads = mixer.start(sources[0]), []
+    for site in range(mixer.n_sites):
+        reads.append(mixer.read(state, site))
+        state = mixer.write(state, site, sources[site + 1])
+    return [*reads, mixer.finish(state)]
+
+
+@every_mixer
+def test_state_dict_and_deepcopy_round_trips(name, tmp_path):
+    mixer, sublayers, e = build(name, 3, random=True), Sublayers(3), embedding()
+    expected = gradients(mixer, sublayers, e)
+    twin = copy.deepcopy(mixer)
+    safetensors.torch.save_file(mixer.state_dict(), tmp_path / "mixer.safetensors")
+    loaded = build(name, 3)
+    loaded.load_state_dict(safetensors.torch.load_file(tmp_path / "mixer.safetensors"))
+    for other in (twin, loaded):
+        out, grads = gradients(other, sublayers, e)
+        assert torch.equal(out, expected[0])
+        assert_same(grads, expected[1])
+
+
+@every_case
+def test_checkpointed_sublayers_give_identical_gradients(name, choice):
+    mixer, sublayers, e = build(name, 2, choice, random=True), Sublayers(2), embedding()
+    plain = gradients(mixer, sublayers, e)
+    kept = gradients(mixer, sublayers, e, around=lambda f, *args: checkpoint(f, *args, use_reentrant=False))
+    assert torch.equal(plain[0], kept[0])
+    assert_same(plain[1], kept[1])
+
+
+@every_case
+def test_checkpointed_blocks_give_identical_gradients(name, choice):
+    """Read, sublayer and write inside the region, the state in and out: how whole blocks are checkpointed."""
+    mixer, sublayers = build(name, 2, choice, random=True), Sublayers(2)
+    e = embedding()
+
+    def block(state, sites):
+        for site in sites:
+            state = mixer.write(state, site, sublayers(site, as_tuple(mixer.read(state, site))))
+        return state
+
+    results = []
+    for run in (block, lambda *args: checkpoint(block, *args, use_reentrant=False)):
+        leaf = e.clone().requires_grad_()
+        out = mixer.finish(run(run(mixer.start(leaf), (0, 1)), (2, 3)))
+        wanted = [leaf, sublayers.weight, *mixer.parameters()]
+        results.append(torch.autograd.grad(out.square().mean(), wanted, allow_unused=True))
+    for a, b in zip(*results, strict=True):
+        assert (a is None) == (b is None)
+        assert a is None or torch.equal(a, b)
+
+
+@every_mixer
+def test_interleaved_passes_do_not_disturb_each_other(name):
+    mixer, sublayers = build(name, 3, random=True), Sublayers(3)
+    inputs = [embedding(), embedding()]
+    with torch.no_grad():
+        expected = [run_stack(mixer, sublayers, e)[0] for e in inputs]
+        states = [mixer.start(e) for e in inputs]
+        for site in range(mixer.n_sites):
+            reads = [as_tuple(mixer.read(s, site)) for s in states]
+            states = [mixer.write(s, site, sublayers(site, h)) for s, h in zip(states, reads, strict=True)]
+        for state, e in zip(states, expected, strict=True):
+            assert torch.equal(mixer.finish(state), e)
+
+
+def tensors(state):
+    return [leaf for leaf in pytree.tree_leaves(state) if leaf is not None]
+
+
+@every_case
+def test_a_state_is_a_value(name, choice):
+    """Writing twice from one state, with or without the read before it, and after a pytree round trip, gives the same."""
+    mixer = build(name, 2, choice, random=True)
+    sources = [embedding() for _ in range(5)]
+    state = mixer.start(sources[0])
+    for site in range(mixer.n_sites):
+        leaves, spec = pytree.tree_flatten(state)
+        assert all(leaf is None or isinstance(leaf, torch.Tensor) for leaf in leaves)
+        bare = mixer.write(pytree.tree_unflatten(leaves, spec), site, sources[site + 1])
+        with torch.no_grad():
+            mixer.read(state, site)  # someone looks: this must not cost the next write its gradient
+        first = mixer.write(state, site, sources[site + 1])
+        mixer.read(state, site)
+        second = mixer.write(state, site, sources[site + 1])
+        for a, b, c in zip(*(tensors(s) for s in (bare, first, second)), strict=True):
+            assert torch.equal(a, b)
+            assert torch.equal(a, c)
+            assert a.requires_grad == b.requires_grad == c.requires_grad
+        state = second
+
+
+@every_mixer
+def test_bf16_is_within_rounding_of_fp32(name):
+    """On the same bf16 values: a mixture rounds once, a stream once a write, so the bound is a rounding a site of the largest value."""
+    sources = [embedding(torch.bfloat16) for _ in range(7)]
+    mixer = build(name, 3, random=True, dtype=torch.float32)
+    wide = replay(mixer, [s.float() for s in sources])
+    for site, (h, exact) in enumerate(zip(replay(mixer, sources), wide, strict=True)):
+        for a, b in zip(as_tuple(h), as_tuple(exact), strict=True):
+            assert a.dtype == torch.bfloat16
+            bound = 2**-8 * (site + 1) * float(b.abs().max().clamp(min=1))
+            assert float((a.float() - b).abs().max()) <= bound
+
+
+@every_mixer
+def test_half_precision_casts_leave_the_parameters_in_fp32(name):
+    mixer = create_mixer(name, dim=DIM, n_blocks=2)
+    before = {k: p.clone() for k, p in mixer.named_parameters()}
+    for cast in (lambda m: m.bfloat16(), lambda m: m.half(), lambda m: m.to(torch.bfloat16), lambda m: m.to("cpu", torch.float16)):
+        cast(mixer)
+        for k, p in mixer.named_parameters():
+            assert p.dtype == torch.float32
+            assert torch.equal(p, before[k])
+    assert all(p.dtype == torch.float64 for p in mixer.double().parameters())
+
+
+@every_mixer
+def test_autocast_does_not_lower_the_precision_of_mixing(name):
+    mixer = build(name, 2, random=True, dtype=torch.float32)
+    sources = [embedding(torch.float32) for _ in range(5)]
+    plain = replay(mixer, sources)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        cast = replay(mixer, sources)
+    for a, b in zip(plain, cast, strict=True):
+        for x, y in zip(as_tuple(a), as_tuple(b), strict=True):
+            assert torch.equal(x, y)
+
+
+@every_mixer
+def test_norms_are_applied_one_a_way(name):
+    """Fused or not, read(norm) is norm(read)."""
+    mixer = build(name, 2, random=True)
+    sources, state = [embedding() for _ in range(5)], None
+    for site in range(mixer.n_sites):
+        state = mixer.start(sources[0]) if state is None else state
+        norms = [torch.nn.RMSNorm(DIM, eps=1e-5, dtype=torch.float64) for _ in range(mixer.ways(site))]
+        for norm in norms:
+            torch.nn.init.normal_(norm.weight)
+        expected = [norm(h) for norm, h in zip(norms, as_tuple(mixer.read(state, site)), strict=True)]
+        hooked = [lambda h, norm=norm: norm(h) for norm in norms]
+        for given in (norms, torch.nn.ModuleList(norms), hooked):
+            got = as_tuple(mixer.read(state, site, given if len(norms) > 1 else given[0]))
+            for a, b in zip(got, expected, strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+        state = mixer.write(state, site, sources[site + 1])
+
+
+@every_mixer
+def test_decay_names_exist(name):
+    mixer = create_mixer(name, dim=DIM, n_blocks=2)
+    names = {k.split(".")[0] for k, _ in mixer.named_parameters()}
+    for key, p in mixer.named_parameters():
+        assert not mixer.decays(key) or p.ndim >= 2, f"{key} decays but is no matrix"
+    optional = {"query_proj", "query_proj_kv", "phi_head"}  # present with other options
+    assert mixer.decayed <= names | optional
+
+
+@every_mixer
+def test_compiles_as_one_graph_and_gives_the_same(name):
+    backend = "inductor" if shutil.which("g++") or shutil.which("clang++") else "aot_eager"
+    mixer, sublayers, e = build(name, 2, random=True, dtype=torch.float32), Sublayers(2, dtype=torch.float32), embedding(torch.float32)
+
+    def forward(e):
+        return run_stack(mixer, sublayers, e)[0]
+
+    torch._dynamo.reset()
+    with torch.no_grad():
+        torch.testing.assert_close(torch.compile(forward, fullgraph=True, backend=backend)(e), forward(e), rtol=1e-5, atol=1e-5)
+
+
+@every_mixer
+def test_compiled_gradients_are_the_same(name):
+    """Forward and backward traced as one graph; what Inductor makes of a graph is tested above."""
+    mixer, sublayers, e = build(name, 2, random=True), Sublayers(2), embedding().requires_grad_()
+    wanted = [e, sublayers.weight, *mixer.parameters()]
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda e: run_stack(mixer, sublayers, e)[0], fullgraph=True, backend="aot_eager")
+    expected = torch.autograd.grad(run_stack(mixer, sublayers, e)[0].square().mean(), wanted, allow_unused=True)
+    got = torch.autograd.grad(compiled(e).square().mean(), wanted, allow_unused=True)
+    for a, b in zip(got, expected, strict=True):
+        zero = torch.zeros(())
+        torch.testing.assert_close(zero if a is None else a, zero if b is None else b, rtol=1e-9, atol=1e-9, check_dtype=False)

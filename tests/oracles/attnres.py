@@ -1,0 +1,79 @@
+"""attnres: logit_i = q_s . (g_s * RMS(v_i));  p = softmax over the sources;  h_s = sum_i p_i v_i.
+
+Sources of reader s with B sites a block: e; the sums of y over sites [0, B), [B, 2B), ... that end at or before s; the
+partial sum from the last block boundary to s, unless it is empty. window W: e and the last W of the others.
+
+M[s, i+1] = p of the source that contains y_i, 0 if a window dropped it; plus 1 with routing="add".
+"""
+
+import torch
+
+from .trace import Trace, no_mixing, rms
+
+
+def members(s, block_size, window):
+    """What each source of reader s sums, oldest first: 0 is e, i + 1 is y_i."""
+    size = block_size or 1
+    blocks = [list(range(first + 1, min(first + size, s) + 1)) for first in range(0, s, size)]
+    if window is not None:
+        blocks = blocks[-window:]
+    return [[0], *blocks]
+
+
+def pick(p, name, s, way):
+    """Ways 1 and 2 (k and v) of an attention site have their own tensors."""
+    return p[name][s] if way == 0 else p[name + "_kv"][s // 2, way - 1]
+
+
+def logits(p, options, s, way, v):
+    """v [n, B, T, D] -> [n, B, T, heads]."""
+    n, heads = v.shape[0], options["heads"]
+    if options["query"] == "input":
+        q = torch.einsum("oi,bti->bto", pick(p, "query_proj", s, way), rms(v[-1], options["eps"]))
+    else:
+        q = pick(p, "query", s, way)
+    keys = v
+    if options["key_norm"]:
+        keys = pick(p, "key_gain", s, way) * rms(v, options["eps"])
+    product = q * keys
+    return product.reshape(n, *v.shape[1:3], heads, -1).sum(-1)
+
+
+def weights(p, options, s, way, v):
+    """v [n, B, T, D] -> [n, B, T, D]."""
+    n, dim = v.shape[0], v.shape[-1]
+    if options["weights"] == "static":
+        return torch.softmax(pick(p, "logits", s, way)[:n], dim=0)[:, None, None, None].expand_as(v)
+    z = logits(p, options, s, way, v)
+    w = torch.softmax(z, dim=0) if options["weights"] == "softmax" else torch.sigmoid(z)
+    return w.repeat_interleave(dim // options["heads"], dim=-1)
+
+
+def read(p, options, s, way, sources, row):
+    """The mixture; row [S+1, B, T, D] receives its coefficients over [e, y_0, y_1 ...]."""
+    groups = members(s, options["block_size"], options["window"])
+    v = torch.stack([sum(sources[j] for j in group) for group in groups])
+    w = weights(p, options, s, way, v)
+    for k, group in enumerate(groups):
+        for j in group:
+            row[j] = w[k].detach()
+    h = (w * v).sum(0)
+    if options["routing"] == "add":
+        row[: s + 1] += 1.0
+        h = h + sum(sources)
+    return h
+
+
+def run(p, options, n_blocks, e, sublayer) -> Trace:
+    ways = options["ways"]
+    M = no_mixing(ways, n_blocks, e)
+    sources, reads = [e], []
+    for s in range(2 * n_blocks + 1):
+        attention = s % 2 == 0 and s < 2 * n_blocks
+        h = tuple(read(p, options, s, way, sources, M[way, s]) for way in range(ways if attention else 1))
+        if not attention:
+            M[:, s] = M[0, s].clone()
+        reads.append(h)
+        if s < 2 * n_blocks:
+            sources.append(sublayer(s, h))
+    return Trace(reads[-1][0], reads, M)

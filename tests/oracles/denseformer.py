@@ -1,0 +1,47 @@
+"""denseformer. X_0 = Y_0 = e. Block i (from 1):
+
+    h_{2i-2} = Y_{i-1};   h_{2i-1} = Y_{i-1} + y_{2i-2};   X_i = Y_{i-1} + y_{2i-2} + y_{2i-1}
+    Y_i = sum_{j <= i, j = i mod k} alpha_{i,j} X_j  if i = 0 mod p, else X_i;   h_S = Y_N
+
+With delta = [e, delta_1 ... delta_N], Y = A X and X = S A X + delta (S shifts down by one):  Y = A (I - S A)^-1 delta.
+"""
+
+import torch
+
+from .trace import Trace, block_level, unit_lower_inverse
+
+
+def weights(p, options, i, dtype):
+    """The row of A for Y_i: {j: alpha_{i,j}}."""
+    k, period = options["dilation"], options["period"]
+    if i == 0 or i % period != 0:
+        return {i: torch.ones((), dtype=dtype)}
+    alpha = p[f"alpha.{i}"]
+    row = [j for j in range(i + 1) if j % k == i % k]
+    assert alpha.shape == (len(row),)
+    return {j: alpha[m] for m, j in enumerate(row)}
+
+
+def matrix(p, options, n_blocks, e):
+    n = n_blocks + 1
+    A = torch.zeros(n, n, dtype=e.dtype)
+    for i in range(n):
+        for j, a in weights(p, options, i, e.dtype).items():
+            A[i, j] = a.detach()
+    SA = torch.zeros_like(A)
+    SA[1:] = A[:-1]
+    Y = A @ unit_lower_inverse(SA)
+    rows = Y[None, :, :, None, None, None].expand(1, n, n, *e.shape)
+    return block_level(rows, n_blocks, e, middle=rows[0, :-1])
+
+
+def run(p, options, n_blocks, e, sublayer) -> Trace:
+    X, Y, reads = [e], e, []
+    for i in range(1, n_blocks + 1):
+        reads.append((Y,))
+        x = Y + sublayer(2 * i - 2, (Y,))
+        reads.append((x,))
+        X.append(x + sublayer(2 * i - 1, (x,)))
+        Y = sum(a * X[j] for j, a in weights(p, options, i, e.dtype).items())
+    reads.append((Y,))
+    return Trace(Y, reads, matrix(p, options, n_blocks, e))

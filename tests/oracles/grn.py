@@ -1,0 +1,73 @@
+"""grn. Stack of reader i (block i from 0, or the end i = N): G = [e, f_1 ... f_i], f_j = y_{2j-2} + y_{2j-1}; with a
+window k and i > k: [e, f_1 + ... + f_{i-k}, f_{i-k+1} ... f_i].
+
+    version 1, 2:  g = sum_j b_j * G_j         version 3:  g = sum_j (b_j + relu(w . G_j)) * G_j,
+                                               relu_on="sum": g = sum_j relu(b_j + w . G_j) * G_j
+    g_0 = e;  h_{2i} = g_i;  h_{2i+1} = g_i + y_{2i};  h_S = g_N.       relu has derivative 1 at 0.
+
+M: f_j's two outputs share the coefficient of the stack entry that holds f_j.
+"""
+
+import torch
+
+from .trace import Trace, block_level
+
+
+def relu(x):
+    return torch.where(x >= 0, x, torch.zeros_like(x))
+
+
+def members(i, window):
+    """What each stack entry of reader i sums: 0 is e, j is f_j."""
+    if window is None or i <= window:
+        return [[j] for j in range(i + 1)]
+    first = i - window + 1  # the oldest delta that is still alone
+    return [[0], list(range(1, first))] + [[j] for j in range(first, i + 1)]
+
+
+def coefficients(p, options, i, way, G):
+    """A list of coefficients, one a stack entry, each broadcastable to [B, T, D]."""
+    if i == 0:
+        return [torch.ones_like(G[0])]
+    b = p[f"b.{i}"][way]
+    version = options.get("version", 3)  # dca is version 3
+    if version in (1, 2):
+        return [b[j].expand_as(G[j]) for j in range(len(G))]
+    out = []
+    for j in range(len(G)):
+        w = p[f"w.{i}"][way][j if options["w_per_entry"] else 0]
+        c = torch.einsum("btd,d->bt", G[j], w)[..., None]
+        out.append(relu(b[j] + c) if options["relu_on"] == "sum" else b[j] + relu(c))
+    return out
+
+
+def read(p, options, i, way, deltas, row):
+    """The mixture g of reader i; row [N+1, B, T, D] receives its coefficients over [e, f_1 ... f_N]."""
+    groups = members(i, options["window"])
+    G = [sum(deltas[j] for j in group) for group in groups]
+    coefs = coefficients(p, options, i, way, G)
+    for group, c in zip(groups, coefs, strict=True):
+        for j in group:
+            row[j] = c.detach()
+    return sum(c * g for c, g in zip(coefs, G, strict=True))
+
+
+def run_ways(p, options, n_blocks, e, sublayer, ways) -> Trace:
+    """grn (ways = 1) and dca (ways = 3: q, k, v; the q mixture goes on to the MLP; a single one at the end)."""
+    rows = torch.zeros(ways, n_blocks + 1, n_blocks + 1, *e.shape, dtype=e.dtype)
+    deltas, reads = [e], []
+    for i in range(n_blocks):
+        g = tuple(read(p, options, i, way, deltas, rows[way, i]) for way in range(ways))
+        reads.append(g)
+        attn = sublayer(2 * i, g)
+        reads.append((attn + g[0],))
+        mlp = sublayer(2 * i + 1, reads[-1])
+        deltas.append(attn + mlp)
+    out = read(p, options, n_blocks, 0, deltas, rows[0, n_blocks])
+    rows[:, n_blocks] = rows[0, n_blocks].clone()
+    reads.append((out,))
+    return Trace(out, reads, block_level(rows, n_blocks, e, middle=rows[0, :-1]))
+
+
+def run(p, options, n_blocks, e, sublayer) -> Trace:
+    return run_ways(p, options, n_blocks, e, sublayer, ways=1)

@@ -1,0 +1,36 @@
+"""highway: T_s = sigmoid(W_T,s RMS(x_s) + b_T,s);  x_{s+1} = T_s * y_s + (1 - T_s) * x_s;  h_s = x_s;  h_S = x_S.
+
+M[s, 0] = prod_{m<s} (1 - T_m);   M[s, i+1] = T_i prod_{i<m<s} (1 - T_m).
+"""
+
+import torch
+
+from .trace import Trace, no_mixing, rms
+
+EPS = 1e-6
+
+
+def gate(p, options, s, x):
+    """[B, T, D], or [B, T, 1] with one gate a token."""
+    z = rms(x, EPS)
+    if options["gate"] == "vector":
+        return torch.sigmoid(torch.einsum("oi,bti->bto", p["W_T"][s], z) + p["b_T"][s])
+    return torch.sigmoid(torch.einsum("i,bti->bt", p["W_T"][s], z) + p["b_T"][s])[..., None]
+
+
+def run(p, options, n_blocks, e, sublayer) -> Trace:
+    x, reads, gates = e, [], []
+    for s in range(2 * n_blocks):
+        reads.append((x,))
+        t = gate(p, options, s, x)
+        gates.append(t.detach())
+        x = t * sublayer(s, (x,)) + (1 - t) * x
+    reads.append((x,))
+    M = no_mixing(1, n_blocks, e)
+    for s in range(2 * n_blocks + 1):
+        for source in range(s + 1):
+            weight = torch.ones_like(e) if source == 0 else gates[source - 1].expand(e.shape)
+            for m in range(source, s):  # the sites after the one that wrote the source
+                weight = weight * (1 - gates[m])
+            M[0, s, source] = weight.detach()
+    return Trace(x, reads, M)

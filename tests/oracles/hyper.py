@@ -1,0 +1,52 @@
+"""hyper (Hyper-Connections). H = n copies of e, [n, D] a token. At every site, from the H it reads,
+
+    h_s = A_m^T H;    H'_j = sum_i A_r[i, j] H_i + B_j y_s;    h_S = sum_j H_j
+
+static: A_m, A_r, B are parameters. dynamic, Hn = norm(H) stream by stream (no gain):
+    B(H) = s_beta tanh(Hn W_beta) + B;   A_m(H) = s_alpha tanh(Hn W_m) + A_m;   A_r(H) = s_alpha tanh(Hn W_r) + A_r
+M[s, i+1] = A_m,s^T A_r,s-1^T ... A_r,i+1^T B_i.
+"""
+
+import torch
+
+from .trace import Trace, multi_stream, rms
+
+
+def norm(options, H):
+    if options["norm"] == "rmsnorm":
+        return rms(H, 1e-6)
+    centred = H - H.mean(-1, keepdim=True)
+    return centred / torch.sqrt((centred * centred).mean(-1, keepdim=True) + 1e-5)
+
+
+def coefficients(p, options, s, H):
+    """A_m [B, T, n], A_r [B, T, n, n] and B [B, T, n] of site s."""
+    batch = H.shape[:2]
+    A_m, A_r, B = p["A_m"][s], p["A_r"][s], p["B"][s]
+    if options["static"]:
+        return A_m.expand(*batch, -1), A_r.expand(*batch, -1, -1), B.expand(*batch, -1)
+    squash = torch.tanh if options["tanh"] else lambda z: z
+    Hn = norm(options, H)
+    s_alpha, s_beta = p["s_alpha"][s], p["s_beta"][s]
+    A_m = s_alpha * squash(torch.einsum("btnd,d->btn", Hn, p["W_m"][s])) + A_m
+    A_r = s_alpha * squash(torch.einsum("btnd,dm->btnm", Hn, p["W_r"][s])) + A_r
+    B = s_beta * squash(torch.einsum("btnd,d->btn", Hn, p["W_beta"][s])) + B
+    return A_m, A_r, B
+
+
+def run(p, options, n_blocks, e, sublayer) -> Trace:
+    H = torch.stack([e] * options["n"], dim=2)  # [B, T, n, D]
+    reads, qs, Rs, ps = [], [], [], []
+    for s in range(2 * n_blocks):
+        A_m, A_r, B = coefficients(p, options, s, H)
+        h = torch.einsum("btn,btnd->btd", A_m, H)
+        reads.append((h,))
+        y = sublayer(s, (h,))
+        H = torch.einsum("btij,btid->btjd", A_r, H) + B[..., :, None] * y[..., None, :]
+        qs.append(A_m.detach())
+        Rs.append(A_r.detach().transpose(-1, -2))  # [out, in]
+        ps.append(B.detach())
+    out = H.sum(2)
+    reads.append((out,))
+    qs.append(torch.ones_like(qs[0]))
+    return Trace(out, reads, multi_stream(qs, Rs, ps, n_blocks, e))

@@ -1,0 +1,114 @@
+"""mhc. x = n copies of e, [n, D] a token. At every site, x_vec the n streams one after the other:
+
+    z = RMS(x_vec) phi_s = [z_pre | z_post | z_res];   H~ = alpha_s z + b_s, each part with its own alpha
+    H_pre = sigmoid(H~_pre);   H_post = 2 sigmoid(H~_post);   H_res = map(H~_res)
+    h_s = sum_i H_pre[i] x_i;   x'_o = sum_i H_res[o, i] x_i + H_post[o] y_s
+    single_pass: h_s reads with the H_pre of site s-1, site 0 reads stream 0, the end reads with the last site's.
+
+M[s, i+1] = H_pre,s H_res,s-1 ... H_res,i+1 H_post,i.
+"""
+
+from itertools import permutations
+
+import torch
+
+from .trace import Trace, multi_stream, rms
+
+
+def deepseek(options) -> bool:
+    return options["residual_map"] == "sinkhorn" and options["convention"] == "deepseek"
+
+
+def rms_streams(options, x):
+    """RMS over all n D numbers of a token."""
+    return rms(x.reshape(*x.shape[:2], -1), 1e-6 if deepseek(options) else 1e-20)
+
+
+def sinkhorn_paper(logits, iterations):
+    """logits [out, in]; columns (over out) first, rows (over in) last."""
+    M = torch.exp(logits)
+    for _ in range(iterations):
+        M = M / M.sum(-2, keepdim=True)
+        M = M / M.sum(-1, keepdim=True)
+    return M
+
+
+def sinkhorn_deepseek(logits, iterations, eps=1e-6):
+    """logits [in, out]; returns comb^T, which is [out, in]."""
+    comb = torch.softmax(logits, dim=-1) + eps
+    comb = comb / (comb.sum(-2, keepdim=True) + eps)
+    for _ in range(iterations - 1):
+        comb = comb / (comb.sum(-1, keepdim=True) + eps)
+        comb = comb / (comb.sum(-2, keepdim=True) + eps)
+    return comb.transpose(-1, -2)
+
+
+def birkhoff(logits, n):
+    """sum_r a_r P_r, P_r[o, perm_r(o)] = 1, permutations in lexicographic order."""
+    a = torch.softmax(logits, dim=-1)
+    H = torch.zeros(*logits.shape[:-1], n, n, dtype=logits.dtype)
+    for r, perm in enumerate(permutations(range(n))):
+        P = torch.zeros(n, n, dtype=logits.dtype)
+        for o in range(n):
+            P[o, perm[o]] = 1.0
+        H = H + a[..., r, None, None] * P
+    return H
+
+
+def residual_map(options, logits, batch, n):
+    if options["residual_map"] == "identity":
+        return torch.eye(n, dtype=logits.dtype).expand(*batch, n, n)
+    if options["residual_map"] == "birkhoff":
+        return birkhoff(logits, n)
+    logits = logits.reshape(*batch, n, n)
+    if deepseek(options):
+        return sinkhorn_deepseek(logits, options["iterations"])
+    return sinkhorn_paper(logits, options["iterations"])
+
+
+def coefficients(p, options, s, x):
+    """H_pre [B, T, n], H_post [B, T, n], H_res [B, T, n_out, n_in] of site s, from the x it reads."""
+    n, alpha, b = options["n"], p["alpha"][s], p["b"][s]
+    z = torch.einsum("btk,km->btm", rms_streams(options, x), p["phi"][s])
+    pre = torch.sigmoid(alpha[0] * z[..., :n] + b[:n])
+    post = 2 * torch.sigmoid(alpha[1] * z[..., n : 2 * n] + b[n : 2 * n])
+    res = z[..., 2 * n :]
+    if options["residual_map"] != "identity":
+        res = alpha[2] * res + b[2 * n :]
+    if deepseek(options):
+        pre = pre + 1e-6
+    return pre, post, residual_map(options, res, x.shape[:2], n)
+
+
+def head(p, options, x):
+    """The weights [B, T, n] with which h_S reads the streams."""
+    ones = torch.ones(x.shape[:3], dtype=x.dtype)
+    if options["head"] == "sum":
+        return ones
+    if options["head"] == "mean":
+        return ones / options["n"]
+    z = torch.einsum("btk,km->btm", rms_streams(options, x), p["phi_head"])
+    return torch.sigmoid(p["alpha_head"] * z + p["b_head"]) + 1e-6
+
+
+def run(p, options, n_blocks, e, sublayer) -> Trace:
+    single_pass = options["schedule"] == "single_pass"
+    x = torch.stack([e] * options["n"], dim=2)  # [B, T, n, D]
+    late = torch.zeros(x.shape[:3], dtype=e.dtype)
+    late[..., 0] = 1.0
+    reads, qs, Rs, ps = [], [], [], []
+    for s in range(2 * n_blocks):
+        pre, post, res = coefficients(p, options, s, x)
+        q, late = (late, pre) if single_pass else (pre, None)
+        h = torch.einsum("btn,btnd->btd", q, x)
+        reads.append((h,))
+        y = sublayer(s, (h,))
+        x = torch.einsum("btoi,btid->btod", res, x) + post[..., :, None] * y[..., None, :]
+        qs.append(q.detach())
+        Rs.append(res.detach())
+        ps.append(post.detach())
+    q = late if single_pass else head(p, options, x)
+    out = torch.einsum("btn,btnd->btd", q, x)
+    reads.append((out,))
+    qs.append(q.detach())
+    return Trace(out, reads, multi_stream(qs, Rs, ps, n_blocks, e))

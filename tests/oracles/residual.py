@@ -1,0 +1,15 @@
+"""residual: x_0 = e;  h_s = x_s;  x_{s+1} = x_s + y_s;  h_S = x_S."""
+
+from .trace import Trace, no_mixing
+
+
+def run(p, options, n_blocks, e, sublayer) -> Trace:
+    x, reads = e, []
+    for s in range(2 * n_blocks):
+        reads.append((x,))
+        x = x + sublayer(s, (x,))
+    reads.append((x,))
+    M = no_mixing(1, n_blocks, e)
+    for s in range(2 * n_blocks + 1):
+        M[:, s, : s + 1] = 1.0
+    return Trace(x, reads, M)

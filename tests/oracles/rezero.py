@@ -1,0 +1,18 @@
+"""rezero: x_{s+1} = x_s + alpha_s y_s;  h_s = x_s;  h_S = x_S.   M[s, i+1] = alpha_i."""
+
+from .trace import Trace, no_mixing
+
+
+def run(p, options, n_blocks, e, sublayer) -> Trace:
+    alpha = p["alpha"]
+    x, reads = e, []
+    for s in range(2 * n_blocks):
+        reads.append((x,))
+        x = x + alpha[s] * sublayer(s, (x,))
+    reads.append((x,))
+    M = no_mixing(1, n_blocks, e)
+    for s in range(2 * n_blocks + 1):
+        M[:, s, 0] = 1.0
+        for i in range(s):
+            M[:, s, i + 1] = alpha[i].detach()
+    return Trace(x, reads, M)
