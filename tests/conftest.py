@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils import _device
 
 
 def _poisoned(make):
@@ -14,7 +15,7 @@ def _poisoned(make):
 
 @pytest.fixture(autouse=True, scope="session")
 def _poison_fresh_memory():
-    torch.utils._device._device_constructors()  # cached by identity: without it `with torch.device(...)` misses the patched ones
+    _device._device_constructors()  # cached by identity: without it `with torch.device(...)` misses the patched ones
     with pytest.MonkeyPatch.context() as patch:
         for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
             patch.setattr(owner, name, _poisoned(getattr(owner, name)))

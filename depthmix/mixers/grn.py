@@ -85,7 +85,8 @@ class DeltaStack(Mixer):
 
     def _read(self, state: StackState, site: int) -> Read:
         if site % 2 == 1:
-            assert state.g is not None and state.a is not None
+            assert state.g is not None
+            assert state.a is not None
             return state.g + state.a
         g = self._mix(state, site // 2)
         state.leave_note(g[0])

@@ -65,7 +65,7 @@ class Mudd(Mixer):
         if reader == 0:
             return state.blocks * WAYS
         x = rms_normalize(state.observe(state.blocks[-1]), EPS)
-        w_1, w_2, b = (p[str(reader)].to(x.dtype) for p in (self.W_1, self.W_2, self.b))
+        w_1, w_2, b = [p[str(reader)].to(x.dtype) for p in (self.W_1, self.W_2, self.b)]
         a = (functional.gelu(x @ w_1.T) @ w_2.T).unflatten(-1, b.shape) + b  # [..., C, l]
         return depth_sum(state.blocks, dynamic=a)
 

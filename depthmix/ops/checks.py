@@ -12,6 +12,9 @@ def check_sources(op: str, sources: Sequence[Tensor]) -> None:
         raise ValueError(f"{op}: expected a non-empty list of source tensors, got {got}")
     first = sources[0]
     for i, v in enumerate(sources):
+        if not isinstance(v, Tensor) or v.ndim == 0:
+            got = "a scalar" if isinstance(v, Tensor) else type(v).__name__
+            raise ValueError(f"{op}: expected sources [..., D], source {i} is {got}")
         if not v.is_floating_point():
             raise ValueError(f"{op}: expected floating-point sources, source {i} is {v.dtype}")
         if v.shape != first.shape or v.device != first.device:
@@ -21,10 +24,17 @@ def check_sources(op: str, sources: Sequence[Tensor]) -> None:
             )
 
 
+def leading(x: Tensor) -> int:
+    """The size of the first dimension; of a scalar, which is wrong anyway, 1."""
+    return x.shape[0] if x.ndim else 1
+
+
 def check_shape(op: str, name: str, x: Tensor, like: Tensor, *shapes: tuple[int, ...]) -> None:
     """x has one of the shapes and is on the device of `like`."""
     if tuple(x.shape) not in shapes:
         expected = " or ".join(str(list(s)) for s in shapes)
         raise ValueError(f"{op}: expected {name} of shape {expected}, got {list(x.shape)}")
+    if not x.is_floating_point():
+        raise ValueError(f"{op}: expected a floating-point {name}, got {x.dtype}")
     if x.device != like.device:
         raise ValueError(f"{op}: {name} is on {x.device}, the activations are on {like.device}")

@@ -8,7 +8,6 @@ from harness import CASE_IDS, CASES, DIM, MIXERS, Sublayers, build, complete, em
 from oracles import DEFAULTS, ORACLES, initial, shapes
 
 
-
 def assert_agree(got, expected, what=""):
     """To 1e-9 of the largest entry: gradients reach 1e3 in some cases."""
     scale = max(1.0, float(expected.detach().abs().max()))
@@ -28,7 +27,9 @@ def test_every_mixer_has_an_oracle():
 @pytest.mark.parametrize("name", MIXERS)
 def test_defaults_are_the_documented_ones(name):
     defaults = {n: o.default for n, o in mixer_class(name).options.items()}
-    documented = DEFAULTS[name] | ({"head": None} if name == "mhc" else {})  # None: sum, unless the schedule needs no head
+    documented = DEFAULTS[name] | (
+        {"head": None} if name == "mhc" else {}
+    )  # None: sum, unless the schedule needs no head
     assert defaults == documented
 
 
@@ -75,7 +76,9 @@ def test_mixing_matrix_equals_the_closed_form(name, choice):
 @pytest.mark.parametrize(("name", "choice"), CASES, ids=CASE_IDS)
 def test_parameters_have_the_documented_names_shapes_and_initial_values(name, choice, n_blocks):
     mixer = build(name, n_blocks, choice, dtype=torch.float32)
-    assert {k: tuple(p.shape) for k, p in mixer.named_parameters()} == shapes(name, complete(name, choice), DIM, n_blocks)
+    assert {k: tuple(p.shape) for k, p in mixer.named_parameters()} == shapes(
+        name, complete(name, choice), DIM, n_blocks
+    )
     for k, expected in initial(name, complete(name, choice), DIM, n_blocks).items():
         value = mixer.get_parameter(k)
         assert torch.isfinite(value).all(), k

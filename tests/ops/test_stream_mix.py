@@ -172,12 +172,7 @@ def test_autocast_changes_nothing_and_inputs_are_untouched(key: str) -> None:
     assert max(stacked_sizes(op, *leaves), default=0) < leaves[0].numel()
 
 
-MATMUL = pytest.mark.xfail(strict=True, reason="the backward of torch.matmul runs in bf16 inside an autocast region")
-
-
-@pytest.mark.parametrize(
-    "key", [pytest.param(k, marks=MATMUL if "write-res=" in k and "None" not in k else ()) for k in EVERY]
-)
+@pytest.mark.parametrize("key", EVERY)
 def test_backward_inside_autocast_changes_nothing(key: str) -> None:
     """Gradients are bit-equal when the backward is called inside the autocast region."""
     op, _, leaves = cases(dtype=torch.float32)[key]

@@ -1,14 +1,15 @@
 """depth_attention: checks, autograd with a lean backward, and (when kernels come) the choice between them and the reference."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from depthmix.ops.checks import check_shape, check_sources
-from depthmix.ops.depth_attention.reference import spread, weighted_sum, weights
+from depthmix.ops.autograd import reference_gradients
+from depthmix.ops.checks import check_shape, check_sources, leading
+from depthmix.ops.depth_attention.reference import depth_attention_reference, spread, weighted_sum, weights
 from depthmix.ops.precision import compute_dtype, promoted_dtype, rms_normalize, without_autocast
 
 
@@ -28,52 +29,62 @@ class DepthAttention(torch.autograd.Function):
         ctx: Any, u: Tensor, eps: float, key_norm: bool, heads: int, activation: str, *sources: Tensor
     ) -> tuple[Tensor, ...]:
         s, p, rs = weights(u, sources, eps, key_norm, heads, activation)
-        ctx.key_norm, ctx.heads, ctx.activation = key_norm, heads, activation
+        ctx.options, ctx.n = (eps, key_norm, heads, activation), len(sources)
         ctx.save_for_backward(u, s, p, *(rs or ()), *sources)
-        ctx.n = len(sources)
-        return p, *(weighted_sum(p_w, sources) for p_w in p)
+        return (p, *[weighted_sum(p_w, sources) for p_w in p])
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dp_out: Tensor, *do: Tensor) -> tuple[Tensor | None, ...]:
-        query, s, p, *rest = ctx.saved_tensors  # once: a second access fails inside a checkpointed region
+    def backward(ctx: Any, dp: Tensor, *do: Tensor) -> tuple[Tensor | None, ...]:
+        u, s, p, *rest = ctx.saved_tensors  # once: a second access fails inside a checkpointed region
         sources, rs = rest[-ctx.n :], rest[: -ctx.n]
-        wide, n_ways, heads = s.dtype, len(do), ctx.heads
-        u = query.to(wide)
-        dim = u.shape[-1]
+        need_u, need_v = ctx.needs_input_grad[0], ctx.needs_input_grad[5:]
+        with without_autocast(dp):
+            if torch.is_grad_enabled():
+                du, *dv = reference_gradients(
+                    partial(_with_weights, ctx.options), (u, *sources), (need_u, *need_v), (dp, *do)
+                )
+            else:
+                du, dv = _backward(ctx.options, u, s, p, rs, sources, dp, do, need_u, need_v)
+        return (du, None, None, None, None, *dv)
 
-        dp = torch.stack(
-            [torch.stack([_dot(d, v.to(wide), heads) for v in sources], dim=-2) for d in do]
-        )  # [W, ..., n, H]
-        dp = dp + dp_out
-        if ctx.activation == "softmax":
-            ds = p * (dp - (p * dp).sum(-2, keepdim=True))
-        else:
-            ds = dp * p * (1 - p)
 
-        per_token = u.ndim > 2
-        du = torch.zeros_like(u)
-        dv: list[Tensor | None] = []
-        for i, v in enumerate(sources):
-            v = v.to(wide)
-            r = rs[i].unsqueeze(-1) if ctx.key_norm else None
-            total = None
-            for w in range(n_ways):
-                t = ds[w, ..., i, :] if r is None else ds[w, ..., i, :] * r  # [..., H]
-                if ctx.needs_input_grad[0]:
-                    if per_token:
-                        du[w] += spread(t, v)
-                    elif heads == 1:
-                        du[w] += t.reshape(-1) @ v.reshape(-1, dim)
-                    else:
-                        du[w] += spread(t, v).reshape(-1, dim).sum(0)
-                if ctx.needs_input_grad[5 + i]:
-                    g = spread(p[w, ..., i, :], do[w]) + spread(t, u[w].expand_as(v))
-                    if r is not None:
-                        g = g - (ds[w, ..., i, :] * s[w, ..., i, :]).sum(-1, keepdim=True) * r.square() / dim * v
-                    total = g if total is None else total + g
-            dv.append(None if total is None else total.to(sources[i].dtype))
-        return (du.to(query.dtype) if ctx.needs_input_grad[0] else None, None, None, None, None, *dv)
+def _with_weights(options: tuple[Any, ...], u: Tensor, *sources: Tensor) -> tuple[Tensor, ...]:
+    outs, p = depth_attention_reference(u, sources, *options)
+    return (p, *outs)
+
+
+def _backward(
+    options: tuple[Any, ...],
+    query: Tensor,
+    s: Tensor,
+    p: Tensor,
+    rs: Sequence[Tensor],
+    sources: Sequence[Tensor],
+    dp: Tensor,
+    do: Sequence[Tensor],
+    need_u: bool,
+    need_v: Sequence[bool],
+) -> tuple[Tensor | None, list[Tensor | None]]:
+    _, key_norm, heads, activation = options
+    wide, u, dim = s.dtype, query.to(s.dtype), query.shape[-1]
+    dp = dp + torch.stack([torch.stack([_dot(d, v.to(wide), heads) for v in sources], dim=-2) for d in do])
+    ds = p * (dp - (p * dp).sum(-2, keepdim=True)) if activation == "softmax" else dp * p * (1 - p)  # [W, ..., n, H]
+    du = torch.zeros_like(u)
+    dv: list[Tensor | None] = []
+    for i, source in enumerate(sources):
+        v, total = source.to(wide), None
+        for w, d in enumerate(do):
+            t = ds[w, ..., i, :]  # [..., H]
+            radial = (t * s[w, ..., i, :]).sum(-1, keepdim=True)
+            t = t * rs[i].unsqueeze(-1) if key_norm else t
+            if need_u:
+                du[w] += spread(t, v) if u.ndim > 2 else spread(t, v).reshape(-1, dim).sum(0)
+            if need_v[i]:
+                g = spread(p[w, ..., i, :], d) + spread(t, u[w].expand_as(v))
+                g = g - radial * rs[i].square().unsqueeze(-1) / dim * v if key_norm else g
+                total = g if total is None else total + g
+        dv.append(None if total is None else total.to(source.dtype))
+    return du.to(query.dtype) if need_u else None, dv
 
 
 def _dot(a: Tensor, b: Tensor, heads: int) -> Tensor:
@@ -107,7 +118,7 @@ def depth_attention(
     first = sources[0]
     dim, tokens = first.shape[-1], tuple(first.shape[:-1])
     many = not (query.ndim == 1 or (query.ndim == first.ndim >= 3 and query.shape == first.shape))
-    n_ways = query.shape[0] if many else 1
+    n_ways = leading(query) if many else 1
     static, lead = (dim,), (n_ways,) if many else ()
     check_shape(op, "query", query, first, (*lead, *static), (*lead, *tokens, dim))
     for name, gain in (("key_gain", key_gain), ("out_gain", out_gain)):
@@ -127,7 +138,12 @@ def depth_attention(
         if key_gain is not None:
             gain = key_gain.to(wide)
             u = u * (gain if gain.ndim == 1 else gain.reshape(n_ways, *(1,) * (u.ndim - 2), dim))
-        p, *outs = DepthAttention.apply(u if many else u.unsqueeze(0), eps, key_norm, heads, activation, *sources)
+        u = u if many else u.unsqueeze(0)
+        if torch.is_grad_enabled():
+            p, *outs = DepthAttention.apply(u, eps, key_norm, heads, activation, *sources)
+        else:
+            results, p = depth_attention_reference(u, sources, eps, key_norm, heads, activation)
+            outs = list(results)
         if out_gain is not None:
             gains = (out_gain if out_gain.ndim == 2 else out_gain.unsqueeze(0).expand(n_ways, -1)).to(wide)
             norm_eps = eps if out_eps is None else out_eps

@@ -5,9 +5,11 @@
     scores[w, i] = w[w, i] · v_i                            w [W, n, D] or [W, 1, D]
 
 A product of a bf16 source with an fp32 weight is fp32 and keeps a reference to the source, not a copy, for the backward.
+max(·, 0) has derivative 1 at 0.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,20 +29,18 @@ def depth_sum_reference(
 
 
 def _one_way(sources: Sequence[Tensor], static: Tensor | None, dynamic: Tensor | None, relu: bool, w: int) -> Tensor:
-    terms = []
+    out: Any = 0
     for i, v in enumerate(sources):
         parts = [] if static is None else [static[w, i]]
         parts += [] if dynamic is None else [dynamic[..., w, i].unsqueeze(-1)]
         if relu:
             parts = [sum(parts).clamp(min=0)]  # type: ignore[union-attr]
-        terms += [part * v for part in parts]  # apart, so that a weight for every token and channel is never formed
-    out = terms[0]
-    for term in terms[1:]:
-        out = out + term
+        for part in parts:  # apart, so that a weight for every token and channel is not formed
+            out = out + part * v
     return out
 
 
 def depth_scores_reference(sources: Sequence[Tensor], w: Tensor) -> Tensor:
     """w[way, i] · v_i: [..., W, n]."""
     w = w.to(compute_dtype(w, *sources)).expand(-1, len(sources), -1)
-    return torch.stack([torch.stack([(w_i[i] * v).sum(-1) for i, v in enumerate(sources)], -1) for w_i in w], -2)
+    return torch.stack([(w[:, i] * v.unsqueeze(-2)).sum(-1) for i, v in enumerate(sources)], dim=-1)

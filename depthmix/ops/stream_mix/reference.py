@@ -6,7 +6,6 @@
 x [..., n, C]; pre, post [..., n] and res [..., n, n] a token, or without the leading dimensions the same for every token.
 """
 
-import torch
 from torch import Tensor
 
 from depthmix.ops.precision import compute_dtype
@@ -19,6 +18,10 @@ def stream_read_reference(x: Tensor, pre: Tensor) -> Tensor:
 
 def stream_write_reference(x: Tensor, res: Tensor | None, post: Tensor, y: Tensor) -> Tensor:
     """x', not rounded: [..., n, C]."""
-    wide = compute_dtype(x, post, y)
-    mixed = x if res is None else torch.matmul(res.to(wide), x.to(wide))
-    return mixed + post.to(wide).unsqueeze(-1) * y.unsqueeze(-2)
+    wide = compute_dtype(x, post, y) if res is None else compute_dtype(x, res, post, y)
+    out = post.to(wide).unsqueeze(-1) * y.unsqueeze(-2)
+    if res is None:
+        return out + x
+    for i in range(x.shape[-2]):  # products, not a matmul: its backward would run in bf16 if called under autocast
+        out = out + res[..., i].to(wide).unsqueeze(-1) * x[..., i, :].unsqueeze(-2)
+    return out

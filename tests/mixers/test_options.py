@@ -1,0 +1,124 @@
+"""Options: what is wrong is said at once, with what would be right."""
+
+import pytest
+
+import depthmix
+from depthmix import OptionError, create_mixer
+from depthmix.mixers import AttnRes, mixer_class
+from depthmix.mixers.options import nearest
+from harness import MIXERS
+
+BAD = [
+    ("atnres", {}, "unknown mixer 'atnres'; there are attnres, dca, .* did you mean 'attnres'"),
+    ("", {}, "unknown mixer ''"),
+    (
+        "attnres",
+        {"blok_size": 4},
+        "attnres: unknown option 'blok_size'; its options are block_size, .* did you mean 'block_size'",
+    ),
+    ("residual", {"window": 1}, "residual: unknown option 'window'; it has no options"),
+    ("attnres", {"block_size": 0}, "attnres: block_size must be an integer of at least 1 or None, got 0"),
+    ("attnres", {"block_size": 2.0}, "block_size must be an integer .* got 2.0"),
+    ("attnres", {"block_size": "4"}, "block_size must be an integer .* got '4'"),
+    ("attnres", {"block_size": True}, "block_size must be an integer .* got True"),
+    ("attnres", {"window": -1}, "window must be an integer of at least 1 or None, got -1"),
+    ("attnres", {"window": 0}, "window must be an integer of at least 1 or None, got 0"),
+    ("attnres", {"ways": 2}, "ways must be 1 or 3, got 2"),
+    ("attnres", {"ways": True}, "ways must be 1 or 3, got True"),
+    ("attnres", {"query": "learn"}, "query must be 'learned' or 'input', got 'learn'; did you mean 'learned'"),
+    ("attnres", {"weights": "softmx"}, "weights must be .*; did you mean 'softmax'"),
+    ("attnres", {"heads": 5}, r"heads must divide dim=24 \(one of 1, 2, 3, 4, 6, 8, 12, 24\), got 5"),
+    ("attnres", {"eps": float("nan")}, "eps must be a finite number of at least 0, got nan"),
+    ("attnres", {"eps": -1.0}, "eps must be a finite number of at least 0, got -1.0"),
+    ("attnres", {"eps": "small"}, "eps must be a finite number"),
+    ("attnres", {"key_norm": 1}, "key_norm must be True or False, got 1"),
+    ("attnres", {"key_norm": None}, "key_norm must be True or False, got None"),
+    ("attnres", {"weights": "static", "heads": 2}, "weights='static' has no queries and keys"),
+    ("attnres", {"weights": "static", "query": "input"}, "weights='static' has no queries and keys"),
+    ("attnres", {"weights": "static", "key_norm": False}, "weights='static' has no queries and keys"),
+    ("attnres", {"routing": "plus"}, "routing must be 'replace' or 'add'"),
+    ("dca", {"window": -2}, "dca: window must be an integer of at least 1 or None, got -2"),
+    ("dca", {"relu_on": "both"}, "relu_on must be 'dynamic' or 'sum'"),
+    ("grn", {"version": 4}, "grn: version must be 1, 2 or 3, got 4"),
+    ("grn", {"version": 2, "relu_on": "sum"}, "options of version 3"),
+    ("grn", {"version": 1, "w_per_entry": True}, "options of version 3"),
+    ("highway", {"gate": "vectr"}, "did you mean 'vector'"),
+    ("highway", {"bias": float("inf")}, "bias must be a finite number, got inf"),
+    ("denseformer", {"dilation": 0}, "dilation must be an integer of at least 1, got 0"),
+    ("denseformer", {"period": None}, "period must be an integer of at least 1, got None"),
+    ("hyper", {"n": 0}, "n must be an integer of at least 1, got 0"),
+    ("hyper", {"static": "yes"}, "static must be True or False, got 'yes'"),
+    ("mhc", {"n": 1}, "n must be an integer of at least 2, got 1"),
+    ("mhc", {"residual_map": "birkoff"}, "did you mean 'birkhoff'"),
+    ("mhc", {"residual_map": "birkhoff", "convention": "deepseek"}, "convention='deepseek' is one of Sinkhorn"),
+    ("mhc", {"schedule": "single_pass", "head": "mean"}, "takes no head"),
+    ("mhc", {"iterations": 0}, "iterations must be an integer of at least 1, got 0"),
+    ("laurel", {"variant": "lr", "rank": 25}, "rank must be an integer from 1 to dim=24, got 25"),
+    ("laurel", {"variant": "rw", "rank": 4}, "variant='rw' has none"),
+    ("layerscale", {"init": "small"}, "init must be a finite number or None, got 'small'"),
+]
+
+
+@pytest.mark.parametrize(("name", "options", "message"), BAD)
+def test_bad_options_are_named_with_the_valid_ones(name, options, message):
+    with pytest.raises(OptionError, match=message):
+        create_mixer(name, dim=24, n_blocks=3, **options)
+
+
+@pytest.mark.parametrize("value", [0, -1, 2.0, "8", None, True])
+@pytest.mark.parametrize("size", ["dim", "n_blocks"])
+@pytest.mark.parametrize("name", MIXERS)
+def test_impossible_sizes(name, size, value):
+    with pytest.raises(OptionError, match=f"{name}: {size} must be an integer of at least 1, got {value!r}"):
+        create_mixer(name, **{"dim": 24, "n_blocks": 3, size: value})
+
+
+@pytest.mark.parametrize("name", MIXERS)
+def test_every_option_rejects_what_it_is_not_for(name):
+    """Whatever the option: an object of no sensible type, and an option nobody has."""
+    options = mixer_class(name).options
+    for option in options:
+        with pytest.raises(OptionError, match=f"{name}: {option} must be "):
+            create_mixer(name, dim=24, n_blocks=3, **{option: object()})
+    with pytest.raises(OptionError, match=f"{name}: unknown option 'nobody_has_this'"):
+        create_mixer(name, dim=24, n_blocks=3, nobody_has_this=1)
+
+
+@pytest.mark.parametrize("name", MIXERS)
+def test_defaults_can_be_given(name):
+    defaults = {n: o.default for n, o in mixer_class(name).options.items()}
+    given, silent = create_mixer(name, dim=24, n_blocks=2, **defaults), create_mixer(name, dim=24, n_blocks=2)
+    assert repr(given) == repr(silent)
+    assert f"n_blocks={2}" in repr(silent)
+
+
+def test_a_class_checks_its_options_too():
+    with pytest.raises(OptionError, match="block_size must be"):
+        AttnRes(dim=24, n_blocks=2, block_size=0)
+
+
+def test_an_integer_is_a_number():
+    assert create_mixer("highway", dim=24, n_blocks=1, bias=-3).bias == -3
+
+
+def test_list_mixers():
+    assert depthmix.list_mixers() == sorted(depthmix.list_mixers())
+    expected = {
+        "residual",
+        "rezero",
+        "layerscale",
+        "highway",
+        "denseformer",
+        "hyper",
+        "mhc",
+        "grn",
+        "dca",
+        "attnres",
+        "laurel",
+        "mudd",
+    }
+    assert expected <= set(depthmix.list_mixers())
+
+
+def test_nothing_near_is_not_suggested():
+    assert nearest("zzzz", ["attnres"]) == ""
