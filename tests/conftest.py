@@ -8,7 +8,10 @@ from torch.utils import _device
 def _poisoned(make):
     def fresh(*args, **kwargs):
         t = make(*args, **kwargs)
-        return t.fill_(float("nan")) if t.is_floating_point() and t.device.type != "meta" else t
+        if t.is_floating_point() and t.device.type != "meta":
+            with torch.no_grad():  # some of torch's own callers ask for requires_grad
+                t.fill_(float("nan"))
+        return t
 
     return fresh
 

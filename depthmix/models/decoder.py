@@ -107,7 +107,8 @@ class Attention(nn.Module):
         k = self.k_proj(h_k).unflatten(-1, (-1, self.head_dim))
         v = self.v_proj(h_v).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [B, kv heads, T, d]
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+            wide = self.q_norm.weight.dtype  # under autocast wider than q and k: normalise and rotate before rounding
+            q, k = self.q_norm(q.to(wide)), self.k_norm(k.to(wide))
         q = rotate(q.transpose(1, 2), context.cos, context.sin).to(v.dtype)
         k = rotate(k.transpose(1, 2), context.cos, context.sin).to(v.dtype)
         if context.cache is not None:

@@ -195,6 +195,18 @@ def test_no_linear_layer_hides_in_a_mixer(name):
     assert not [m for m in mixer.modules() if isinstance(m, (nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm))]
 
 
+@pytest.mark.parametrize("same", [True, False])
+def test_norms_with_different_eps_are_not_fused_into_one(same):
+    mixer, e = build("attnres", 1, {"ways": 3}), 1e-3 * embedding()
+    norms = [
+        nn.RMSNorm(DIM, eps=eps, dtype=torch.float64)
+        for eps in (1e-3, 1e-3 if same else 1e-6, None if not same else 1e-3)
+    ]
+    got = mixer.read(mixer.start(e), 0, norms)
+    for h, norm in zip(got, norms, strict=True):
+        torch.testing.assert_close(h, norm(e))
+
+
 def test_full_attnres_in_bf16_rounds_exactly_once():
     """Bit for bit what fp32 gives on the same values, rounded."""
     mixer = build("attnres", 4, random=True, dtype=torch.float32)

@@ -293,6 +293,10 @@ META = torch.ones(4, device="meta")
 BAD: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
     "one tensor": ((Q, A), {}, "non-empty list of source tensors, got one tensor"),
     "no source": ((Q, []), {}, "non-empty list of source tensors, got none"),
+    "no tensor": ((Q, [A, None]), {}, r"sources \[..., D\], source 1 is NoneType"),
+    "scalar source": ((Q, [torch.ones(())]), {}, r"sources \[..., D\], source 0 is a scalar"),
+    "scalar query": ((torch.ones(()), [A]), {}, r"query of shape .*, got \[\]"),
+    "integer query": ((Q.long(), [A]), {}, r"a floating-point query, got torch\.int64"),
     "integers": ((Q, [A, A.long()]), {}, r"floating-point sources, source 1 is torch\.int64"),
     "shapes": ((Q, [A, A[:1]]), {}, r"source 0 is \[2, 3, 4\] on cpu, source 1 is \[1, 3, 4\]"),
     "devices": ((Q, [A, A.to("meta")]), {}, "source 0 is .* on cpu, source 1 is .* on meta"),
@@ -310,11 +314,9 @@ BAD: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
     "activation": ((Q, [A]), {"activation": "relu"}, "activation must be 'softmax' or 'sigmoid', got 'relu'"),
     "gain, no norm": ((Q, [A], Q), {"key_norm": False}, "key_gain belongs to .* but key_norm is False"),
 }
-TABLE = [pytest.param(*v, id=k) for k, v in BAD.items()]
-TABLE.append(pytest.param((torch.ones(()), [A]), {}, r"query of shape .*, got \[\]", id="scalar"))
 
 
-@pytest.mark.parametrize(("args", "options", "message"), TABLE)
+@pytest.mark.parametrize(("args", "options", "message"), BAD.values(), ids=BAD)
 def test_refusals(args: tuple[Any, ...], options: dict[str, Any], message: str) -> None:
     """Every bad argument is refused with the op, the argument, what was expected and what came."""
     with pytest.raises(ValueError, match=f"^depth_attention: .*{message}"):
