@@ -18,6 +18,7 @@ from depthmix.mixers.options import OptionError, at_least
 from depthmix.mixers.state import State, register_state
 from depthmix.ops import depth_attention, depth_sum
 from depthmix.ops.depth_attention.reference import weighted_sum
+from depthmix.ops.norm import eps_of, is_plain_rms_norm
 from depthmix.ops.precision import rms_normalize
 
 
@@ -130,12 +131,12 @@ class AttnRes(Mixer):
         return h if len(h) > 1 else h[0]
 
     def _read_normed(self, state: AttnResState, site: int, norms: Sequence[Norm]) -> Read | None:
-        if self.routing == "add" or self.weights == "static" or state.frozen or not all(map(_fusable, norms)):
+        if self.routing == "add" or self.weights == "static" or state.frozen or not all(map(is_plain_rms_norm, norms)):
             return None
         rms: Sequence[Any] = norms
         if any(n.eps != rms[0].eps for n in rms):
             return None
-        eps = torch.finfo(state.blocks[0].dtype).eps if rms[0].eps is None else rms[0].eps
+        eps = eps_of(rms[0], state.blocks[0].dtype)
         h = self._mix(state, site, out_gain=torch.stack([n.weight for n in rms]), out_eps=eps)
         return h if len(h) > 1 else h[0]
 
@@ -151,10 +152,3 @@ class AttnRes(Mixer):
 
     def _finish(self, state: AttnResState) -> Tensor:
         return self._route(state, self._mix(state, self.n_sites))[0]
-
-
-def _fusable(norm: Norm) -> bool:
-    """A plain torch RMSNorm with a gain over the channels, which nothing hooks into."""
-    if type(norm) is not nn.RMSNorm or norm.weight is None or len(norm.normalized_shape) != 1:
-        return False
-    return not (norm._forward_hooks or norm._forward_pre_hooks or norm._backward_hooks)

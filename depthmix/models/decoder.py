@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from depthmix.mixers.base import DEFAULT_MIXER, Read, create_mixer, mixer_class
 from depthmix.mixers.options import check_options
+from depthmix.ops.norm import RMSNorm
 
 EMBEDDING_STD = 0.02
 
@@ -98,8 +99,8 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(config.dim, kv_dim, bias=False)
         self.v_proj = nn.Linear(config.dim, kv_dim, bias=False)
         self.out_proj = nn.Linear(q_dim, config.dim, bias=False)
-        self.q_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps) if config.qk_norm else None
-        self.k_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps) if config.qk_norm else None
+        self.q_norm = RMSNorm(config.head_dim, eps=config.norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(config.head_dim, eps=config.norm_eps) if config.qk_norm else None
 
     def forward(self, h: Read, context: Context) -> Tensor:
         h_q, h_k, h_v = h if isinstance(h, tuple) else (h, h, h)
@@ -107,8 +108,7 @@ class Attention(nn.Module):
         k = self.k_proj(h_k).unflatten(-1, (-1, self.head_dim))
         v = self.v_proj(h_v).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [B, kv heads, T, d]
         if self.q_norm is not None and self.k_norm is not None:
-            wide = self.q_norm.weight.dtype  # under autocast wider than q and k: normalise and rotate before rounding
-            q, k = self.q_norm(q.to(wide)), self.k_norm(k.to(wide))
+            q, k = self.q_norm(q), self.k_norm(k)
         q = rotate(q.transpose(1, 2), context.cos, context.sin).to(v.dtype)
         k = rotate(k.transpose(1, 2), context.cos, context.sin).to(v.dtype)
         if context.cache is not None:
@@ -160,9 +160,9 @@ class Decoder(nn.Module):
         self.norms, self.sublayers = nn.ModuleList(), nn.ModuleList()  # by site
         for site in range(self.mixer.n_sites):
             ways = self.mixer.ways(site)
-            self.norms.append(nn.ModuleList(nn.RMSNorm(config.dim, eps=config.norm_eps) for _ in range(ways)))
+            self.norms.append(nn.ModuleList(RMSNorm(config.dim, eps=config.norm_eps) for _ in range(ways)))
             self.sublayers.append(Attention(config, site // 2) if site % 2 == 0 else Mlp(config))
-        self.final_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.final_norm = RMSNorm(config.dim, eps=config.norm_eps)
         self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
         if config.tie_embeddings:
             self.head.weight = self.embedding.weight
@@ -178,7 +178,7 @@ class Decoder(nn.Module):
             if isinstance(module, nn.Linear):
                 scale = math.sqrt(self.mixer.n_sites) if name.endswith("out_proj") else 1.0
                 nn.init.normal_(module.weight, std=1 / math.sqrt(module.in_features) / scale)
-            elif isinstance(module, nn.RMSNorm):
+            elif isinstance(module, RMSNorm):
                 nn.init.ones_(module.weight)
         nn.init.normal_(self.head.weight, std=EMBEDDING_STD)
         nn.init.normal_(self.embedding.weight, std=EMBEDDING_STD)
@@ -201,6 +201,8 @@ class Decoder(nn.Module):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("forward: expected either input_ids or inputs_embeds")
         x = self.embedding(input_ids) if inputs_embeds is None else inputs_embeds  # [B, T, D]
+        if torch.is_autocast_enabled(x.device.type):  # autocast leaves the embedding in fp32, and the state follows it
+            x = x.to(torch.get_autocast_dtype(x.device.type))
         context = self._context(x, attention_mask, position_ids, cache)
         state = self.mixer.start(x)
         for site, (norm, sublayer) in enumerate(zip(self.norms, self.sublayers, strict=True)):

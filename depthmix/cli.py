@@ -1,0 +1,296 @@
+"""The command line: parse, validate, call. Every field of a command's dataclass is a flag and a line of a YAML recipe."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import os
+import sys
+import types
+import typing
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+from depthmix.train.config import CompareConfig, DataConfig, EvalConfig, GenerateConfig, TrainConfig
+from depthmix.train.errors import DISK, INTERRUPTED, USAGE, UserError
+
+EXIT_CODES = "Exit codes: 0 done; 2 wrong option or recipe; 3 unusable data; 4 unusable checkpoint; 5 diverged; 6 disk full or not writable; 130 interrupted and saved."
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse with errors of one sentence."""
+
+    def error(self, message: str) -> typing.NoReturn:
+        raise UserError(f"{message.strip()}; see `{self.prog} --help`")
+
+
+def value_of(text: str) -> Any:
+    """A value written on the command line: none, true, false, a number, or the text itself."""
+    simple = {"none": None, "true": True, "false": False}
+    if text.lower() in simple:
+        return simple[text.lower()]
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def coerce(command: str, name: str, hint: Any, value: Any) -> Any:
+    """A flag's text or a recipe's value as the field's type; UserError where it does not fit."""
+    members = get_args(hint) if get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+    expected = describe(hint)
+    if type(None) in members and (value is None or (isinstance(value, str) and value.lower() == "none")):
+        return None
+    for kind in members:
+        if get_origin(kind) is Literal and value in get_args(kind):
+            return value
+        if get_origin(kind) is list and isinstance(value, list):
+            return [coerce(command, name, get_args(kind)[0], v) for v in value]
+        if get_origin(kind) is dict:
+            return pairs(command, name, value)
+        if kind is bool and isinstance(value, bool):
+            return value
+        if kind is str and isinstance(value, str):
+            return value
+        if kind in (int, float) and not isinstance(value, bool):
+            try:
+                number = kind(value)
+            except (TypeError, ValueError, OverflowError):
+                continue
+            if isinstance(value, str) or number == value:
+                return number
+    near = nearest(str(value), [c for k in members if get_origin(k) is Literal for c in get_args(k)])
+    raise UserError(f"{command}: {name} must be {expected}, got {value!r}{near}")
+
+
+def pairs(command: str, name: str, value: Any) -> dict[str, Any]:
+    """A dictionary, or a list of key=value as on the command line."""
+    if isinstance(value, dict) and all(isinstance(k, str) for k in value):
+        return value
+    if isinstance(value, list) and all(isinstance(v, str) and "=" in v for v in value):
+        return {k: value_of(v) for k, _, v in (item.partition("=") for item in value)}
+    raise UserError(f"{command}: {name} must be written as option=value option=value, got {value!r}")
+
+
+def describe(hint: Any) -> str:
+    """A type in words."""
+    if get_origin(hint) in (typing.Union, types.UnionType):
+        return " or ".join("none" if m is type(None) else describe(m) for m in get_args(hint))
+    if get_origin(hint) is Literal:
+        return " or ".join(get_args(hint))
+    if get_origin(hint) is list:
+        return "a list"
+    words = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+    return words.get(hint, "option=value pairs")
+
+
+def nearest(name: str, valid: Sequence[str]) -> str:
+    close = difflib.get_close_matches(name, valid, n=1, cutoff=0.5)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def add_flags(parser: argparse.ArgumentParser, config: type) -> None:
+    """One flag a field; its default is left to the recipe and the dataclass."""
+    hints = typing.get_type_hints(config)
+    parser.add_argument(
+        "--recipe", metavar="FILE", help="YAML file with any of the options below; flags come on top of it"
+    )
+    for field in dataclasses.fields(config):
+        flag, hint = "--" + field.name.replace("_", "-"), hints[field.name]
+        default = field.default if field.default is not dataclasses.MISSING else field.default_factory()  # type: ignore[misc]
+        shown = (
+            ""
+            if default in ("", [], {}, None)
+            else f" (default: {' '.join(map(str, default)) if isinstance(default, list) else default})"
+        )
+        text = field.metadata["help"].replace("%", "%%") + shown
+        if hint is bool:
+            parser.add_argument(
+                flag, dest=field.name, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text
+            )
+        elif get_origin(hint) in (list, dict):
+            metavar = "OPTION=VALUE" if get_origin(hint) is dict else "VALUE"
+            parser.add_argument(flag, dest=field.name, nargs="+", default=argparse.SUPPRESS, metavar=metavar, help=text)
+        else:
+            metavar = "{" + ",".join(get_args(hint)) + "}" if get_origin(hint) is Literal else "VALUE"
+            parser.add_argument(flag, dest=field.name, default=argparse.SUPPRESS, metavar=metavar, help=text)
+
+
+def read_recipe(command: str, path: str) -> dict[str, Any]:
+    """The lines of a YAML recipe."""
+    import yaml
+
+    try:
+        loaded = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{command}: cannot read the recipe {path}: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        where = f" at line {error.problem_mark.line + 1}" if getattr(error, "problem_mark", None) else ""
+        raise UserError(f"{command}: the recipe {path} is not YAML{where}") from None
+    if not isinstance(loaded, dict) or not all(isinstance(k, str) for k in loaded):
+        raise UserError(f"{command}: the recipe {path} must hold lines of option: value")
+    return loaded
+
+
+def build_config(command: str, config: type, given: dict[str, Any]) -> Any:
+    """The dataclass from its defaults, the recipe and the flags, in this order."""
+    hints = typing.get_type_hints(config)
+    recipe = given.pop("recipe", None)
+    values = {**(read_recipe(command, recipe) if recipe else {}), **given}
+    for name in values:
+        if name not in hints:
+            raise UserError(f"{command}: unknown option {name!r} in the recipe {recipe}{nearest(name, list(hints))}")
+    return config(**{name: coerce(command, name, hints[name], value) for name, value in values.items()})
+
+
+def run_data(config: DataConfig) -> None:
+    from depthmix.train.prepare import prepare
+    from depthmix.train.progress import phases
+
+    with phases() as progress:
+        folder = prepare(config, progress)
+    print(f"prepared data in {folder}")
+
+
+def run_train(config: TrainConfig) -> None:
+    from depthmix.train.loop import train
+
+    folder = train(config)
+    result = folder.read_result()
+    print(
+        f"validation loss {result['val_loss']:.4f}, perplexity {result['perplexity']:.2f}, {result['bits_per_byte']:.4f} bits per byte; run in {folder.path}"
+    )
+
+
+def run_compare(config: CompareConfig) -> None:
+    from depthmix.study import compare
+
+    compare(config).show()
+
+
+def run_eval(config: EvalConfig) -> None:
+    from depthmix.train.measure import measure
+
+    measure(config)
+
+
+def run_generate(config: GenerateConfig) -> None:
+    from depthmix.train.generate import generate_stream
+
+    c = config
+    for piece in generate_stream(c.run, c.prompt, c.max_tokens, c.temperature, c.top_p, c.seed, c.device):
+        print(piece, end="", flush=True)
+    print()
+
+
+def run_list() -> None:
+    from depthmix.mixers import list_mixers, mixer_class
+
+    for name in list_mixers():
+        cls = mixer_class(name)
+        summary = (sys.modules[cls.__module__].__doc__ or "").strip().splitlines()[0]
+        print(f"{name}: {summary}")
+        for option in cls.options.values():
+            print(f"    {option.name}: {option.describe()} (default: {option.default})")
+
+
+def run_doctor() -> None:
+    from depthmix.train.doctor import report
+
+    print(report())
+
+
+COMMANDS: dict[str, tuple[type | None, Callable[..., None], str]] = {
+    "train": (TrainConfig, run_train, "train one language model"),
+    "compare": (CompareConfig, run_compare, "train several mechanisms on the same data and compare them at equal cost"),
+    "eval": (EvalConfig, run_eval, "loss, perplexity and bits per byte of a trained model on any text"),
+    "generate": (GenerateConfig, run_generate, "continue a text with a trained model"),
+    "data": (DataConfig, run_data, "prepare a corpus"),
+    "list": (None, run_list, "mechanisms and their options"),
+    "doctor": (None, run_doctor, "versions, device, and what will be used"),
+}
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The whole program's parser, also for shell completion."""
+    import depthmix
+
+    parser = Parser(
+        prog="depthmix",
+        description="Mixing over depth in Transformers: train, compare, look inside.",
+        epilog=EXIT_CODES,
+    )
+    parser.add_argument("--version", action="version", version=f"depthmix {depthmix.__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
+    for name, (config, _, text) in COMMANDS.items():
+        sub = commands.add_parser(
+            name, help=text, description=(config.__doc__ if config else text.capitalize() + "."), allow_abbrev=False
+        )
+        if config:
+            add_flags(sub, config)
+    completion = commands.add_parser("completion", help='print shell completion: eval "$(depthmix completion bash)"')
+    completion.add_argument("shell", choices=["bash", "zsh", "tcsh"])
+    return parser
+
+
+def dispatch(argv: Sequence[str] | None) -> None:
+    parser = build_parser()
+    namespace, unknown = parser.parse_known_args(argv)
+    given = vars(namespace)
+    command = given.pop("command")
+    if unknown:
+        config = COMMANDS[command][0] if command in COMMANDS else None
+        flags = ["--" + f.name.replace("_", "-") for f in dataclasses.fields(config)] if config else []
+        raise UserError(
+            f"{command or 'depthmix'}: unknown argument {unknown[0]!r}{nearest(unknown[0], [*flags, '--recipe'])}"
+        )
+    if command is None:
+        parser.print_help()
+        raise UserError(f"expected a command: {', '.join(COMMANDS)}")
+    if command == "completion":
+        import shtab
+
+        print(shtab.complete(parser, given["shell"]))
+        return
+    config, run, _ = COMMANDS[command]
+    run(build_config(command, config, given)) if config else run()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; what a user got wrong ends in one sentence on stderr and a code that says which kind it was."""
+    try:
+        dispatch(argv)
+        return 0
+    except UserError as error:
+        message, code = str(error), error.exit_code
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("depthmix"):
+            raise
+        message, code = f"this needs the package {error.name}: pip install 'depthmix[train]'", USAGE
+    except ValueError as error:  # of the library: OptionError, ContractError, DecoderConfig
+        message, code = str(error), USAGE
+    except BrokenPipeError:  # whoever read our output has left
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+        return 0
+    except OSError as error:
+        where = f" {error.filename}" if error.filename else ""
+        message, code = f"cannot write or read{where}: {error.strerror or error}", DISK
+    except KeyboardInterrupt:
+        message, code = "interrupted", INTERRUPTED
+    except RuntimeError as error:
+        if "out of memory" not in str(error).lower():
+            raise
+        message, code = (
+            "out of memory: use a smaller batch_size, micro_batch_size or seq_len, or checkpoint_activations",
+            USAGE,
+        )
+    print(f"depthmix: {message}", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

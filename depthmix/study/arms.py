@@ -1,0 +1,107 @@
+"""The arms of a comparison: `attnres:block_size=4,ways=3` is a mixer and its options."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from depthmix.mixers import OptionError, create_mixer, mixer_class
+from depthmix.mixers.options import Option, check_options, nearest
+from depthmix.train.errors import UserError
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One mechanism with its options, typed and in the mechanism's own order."""
+
+    name: str
+    options: dict[str, Any]
+
+    @property
+    def label(self) -> str:
+        """What tables and figures call the arm; parse_arm reads it back."""
+        given = ",".join(f"{k}={_format(v)}" for k, v in self.options.items())
+        return f"{self.name}:{given}" if given else self.name
+
+    @property
+    def folder(self) -> str:
+        """The arm's folder name: the label in characters that every file system takes."""
+        plain = self.label.replace(":", "-").replace(",", "-")
+        if re.fullmatch(r"[A-Za-z0-9._=+-]{1,100}", plain):
+            return plain
+        digest = hashlib.sha256(self.label.encode()).hexdigest()[:8]  # two labels must not meet in one folder
+        return f"{re.sub(r'[^A-Za-z0-9._=+-]', '_', plain)[:90]}-{digest}"
+
+
+def parse_arm(text: str) -> Arm:
+    """NAME or NAME:option=value,option=value, with every name and value checked."""
+    if not isinstance(text, str):
+        raise UserError(f"arm {text!r}: an arm is NAME or NAME:option=value,option=value; quote it in a recipe")
+    name, colon, rest = (part.strip() for part in text.partition(":"))
+    if not name:
+        raise UserError(f"arm {text!r} has no mechanism; an arm is NAME or NAME:option=value,option=value")
+    try:
+        known = mixer_class(name).options
+        given: dict[str, Any] = {}
+        for part in rest.split(",") if colon else []:
+            key, equals, value = (piece.strip() for piece in part.partition("="))
+            if not key or not equals or not value:
+                hint = nearest(key, known) if key else ""
+                raise UserError(f"arm {text!r}: expected option=value, got {part.strip()!r}{hint}")
+            if key in given:
+                raise UserError(f"arm {text!r} gives {key} twice")
+            given[key] = parse_value(value, known.get(key))
+        check_options(name, known, given)
+    except OptionError as error:
+        raise UserError(f"arm {text!r}: {error}") from None
+    return Arm(name, {key: given[key] for key in known if key in given})
+
+
+def parse_arms(texts: Sequence[str]) -> list[Arm]:
+    """All arms of a comparison; two that mean the same are refused."""
+    if isinstance(texts, str) or not texts:
+        raise UserError("arms is a list of at least one mechanism, e.g. residual attnres:block_size=4")
+    arms = [parse_arm(text) for text in texts]
+    seen: list[tuple[str, dict[str, Any]]] = []
+    for text, arm in zip(texts, arms, strict=True):
+        defaults = {key: option.default for key, option in mixer_class(arm.name).options.items()}
+        meaning = (arm.name, {**defaults, **arm.options})
+        if meaning in seen:
+            raise UserError(f"arms {texts[seen.index(meaning)]!r} and {text!r} are the same; remove one")
+        seen.append(meaning)
+    return arms
+
+
+def check_arms(arms: Sequence[Arm], dim: int, n_blocks: int) -> None:
+    """Build every arm's mixer without memory, so that options that do not fit the model fail now and not in an hour."""
+    for arm in arms:
+        try:
+            with torch.device("meta"):
+                create_mixer(arm.name, dim=dim, n_blocks=n_blocks, **arm.options)
+        except OptionError as error:
+            raise UserError(f"arm {arm.label!r}: {error}") from None
+
+
+def parse_value(text: str, option: Option | None = None) -> Any:
+    """An int, float, bool, None or string; what the option names as a choice stays the string it is."""
+    if option is not None and text in option.choices:
+        return text
+    words = {"none": None, "null": None, "true": True, "false": False}
+    if text.lower() in words:
+        return words[text.lower()]
+    if re.fullmatch(r"[+-]?\d{1,18}", text):
+        return int(text)
+    try:
+        return float(text)
+    except ValueError:
+        quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
+        return text[1:-1] if quoted else text
+
+
+def _format(value: Any) -> str:
+    return str(value).lower() if value is None or isinstance(value, bool) else str(value)

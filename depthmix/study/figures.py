@@ -1,0 +1,147 @@
+"""Loss against tokens and against training time, one line an arm."""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from depthmix.study.table import Run, human
+from depthmix.train.errors import DISK, UserError
+
+MISSING = "No figures: matplotlib is not installed (pip install matplotlib), everything else is complete."
+INK = "#1f2428"  # text, axes and the first arm; the report replaces it by the page's own colour
+PAPER = "#fffffe"  # the background; the report makes it transparent
+# Okabe and Ito's colours without yellow, which is too pale for a line; dashes tell arms apart without colour.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+DASHES = ("-", "--", "-.", ":")
+AXES = {"tokens": "training tokens", "time": "training time"}
+NAMES = {"tokens": "loss-tokens", "time": "loss-time"}
+
+
+def draw_figures(runs: Sequence[Run], arms: Sequence[str], folder: Path) -> list[str]:
+    """Write loss-tokens and loss-time as .svg and .png into the folder; returns notes for the user (none: all is well)."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        return [MISSING]
+    if runs:
+        for axis, name in NAMES.items():
+            draw(runs, arms, axis, folder / name)
+    return []
+
+
+def draw(runs: Sequence[Run], arms: Sequence[str], axis: str, stem: Path) -> None:
+    """One figure: axis is "tokens" or "time", stem the path without its ending."""
+    import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    style: Any = {
+        "svg.fonttype": "none",
+        "svg.hashsalt": axis,  # the same runs give the same file
+        "font.family": "sans-serif",
+        "font.size": 10.5,
+        "text.color": INK,
+        "axes.labelcolor": INK,
+        "figure.facecolor": PAPER,
+        "axes.facecolor": PAPER,
+        "axes.edgecolor": INK,
+        "xtick.color": INK,
+        "ytick.color": INK,
+    }
+    with matplotlib.rc_context(style):
+        figure = Figure(figsize=(8.4, 4.8), layout="constrained")
+        FigureCanvasAgg(figure)
+        axes = figure.add_subplot()
+        _plot(axes, runs, arms, axis)
+        _save(figure, stem)
+
+
+def curve_over_seeds(runs: Sequence[Run], axis: str) -> tuple[list[float], list[float], list[float], list[float]]:
+    """x, mean, lowest and highest loss over the seeds of one arm, at the evaluations all of them have."""
+    by_tokens = [{point[0]: point for point in run.curve} for run in runs]
+    shared = sorted(set.intersection(*(set(points) for points in by_tokens)))
+    groups = [[points[tokens] for points in by_tokens] for tokens in shared]
+    x = [float(g[0][0]) if axis == "tokens" else statistics.fmean(p[1] for p in g) for g in groups]
+    losses = [[p[2] for p in g] for g in groups]
+    return x, [statistics.fmean(v) for v in losses], [min(v) for v in losses], [max(v) for v in losses]
+
+
+def _plot(axes: Any, runs: Sequence[Run], arms: Sequence[str], axis: str) -> None:
+    curves = {arm: curve_over_seeds(own, axis) for arm in arms if (own := [r for r in runs if r.arm == arm])}
+    scale, unit = _time_unit(max(x[-1] for x, *_ in curves.values())) if axis == "time" else (1.0, "")
+    for i, arm in enumerate(arms):
+        if arm not in curves:
+            continue
+        x, mean, low, high = curves[arm]
+        x = [value / scale for value in x]
+        colour = INK if i == 0 else COLOURS[(i - 1) % len(COLOURS)]
+        dashes = DASHES[(i - 1) // len(COLOURS) % len(DASHES)] if i else "-"
+        axes.plot(
+            x, mean, dashes, color=colour, linewidth=2.2 if i == 0 else 1.7, label=f"{mean[-1]:.4f}  {arm}", zorder=3
+        )
+        axes.plot(x[-1:], mean[-1:], "o", color=colour, markersize=4.5, zorder=4)
+        if any(a < b for a, b in zip(low, high, strict=True)):
+            axes.fill_between(x, low, high, color=colour, alpha=0.16, linewidth=0, zorder=2)
+    _limits(axes, curves)
+    first = next(iter(curves))
+    axes.axhline(curves[first][1][-1], color=INK, linewidth=0.9, linestyle=(0, (2, 3)), alpha=0.7, zorder=1)
+    axes.set_xlabel(AXES[axis] + (f", {unit}" if unit else ""))
+    axes.set_ylabel("validation loss, nats per token")
+    if axis == "tokens":
+        axes.xaxis.set_major_formatter(lambda value, _: human(value) if value > 0 else "0")
+    axes.grid(color="#8a9199", alpha=0.25, linewidth=0.7)
+    axes.spines[["top", "right"]].set_visible(False)
+    _legend(axes, curves, first)
+
+
+def _legend(axes: Any, curves: dict[str, Any], first: str) -> None:
+    handles, labels = axes.get_legend_handles_labels()
+    order = sorted(range(len(labels)), key=lambda i: list(curves.values())[i][1][-1], reverse=True)
+    title = f"final loss (dotted: {first}'s)"
+    legend = axes.legend(
+        [handles[i] for i in order],
+        [labels[i] for i in order],
+        title=title,
+        loc="upper right",
+        facecolor=PAPER,
+        edgecolor="none",
+        framealpha=0.85,
+        alignment="left",
+        fontsize=9.5,
+        title_fontsize=9.5,
+    )
+    for text in (*legend.get_texts(), legend.get_title()):
+        text.set_parse_math(False)  # a label is text, whatever it holds
+
+
+def _limits(axes: Any, curves: dict[str, Any]) -> None:
+    """Begin where a fifth of the first arm's evaluations is over: the steep start would flatten what there is to see."""
+    lowest = min(min(low) for _, _, low, _ in curves.values())
+    first = next(iter(curves.values()))[1]
+    top = first[min(len(first) // 5, len(first) - 1)]
+    highest = max(high[-1] for _, _, _, high in curves.values())
+    margin = 0.06 * (max(top, highest) - lowest) or 0.1
+    axes.set_ylim(lowest - margin, max(top, highest) + margin)
+    axes.set_xlim(left=0)
+
+
+def _time_unit(longest: float) -> tuple[float, str]:
+    return (1.0, "seconds") if longest < 180 else (60.0, "minutes") if longest < 10800 else (3600.0, "hours")
+
+
+def _save(figure: Any, stem: Path) -> None:
+    for ending, options in ((".svg", {"metadata": {"Date": None}}), (".png", {"dpi": 160})):
+        path = stem.with_name(stem.name + ending)
+        temporary = stem.with_name(stem.name + ".tmp" + ending)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            figure.savefig(temporary, **options)
+            os.replace(temporary, path)
+        except OSError as error:
+            raise UserError(
+                f"cannot write {path} ({error.strerror or error}); free space or choose another folder", DISK
+            ) from None

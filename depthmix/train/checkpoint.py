@@ -1,0 +1,353 @@
+"""Checkpoints that survive a kill at any instant.
+
+A checkpoint is a folder `step-00000400` of model.safetensors, optimizer.safetensors, state.json and manifest.json, which
+holds the size and the SHA-256 of the others. It is written under a temporary name, fsynced and renamed, so that a name
+without a dot is always a complete checkpoint. Nothing here unpickles. One process at a time may save into a folder
+(`RunFolder.lock`); any number may read.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import re
+import shutil
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from depthmix.train.errors import CHECKPOINT, DISK, UserError
+
+FORMAT = "depthmix checkpoint"
+VERSION = 1
+MODEL, OPTIMIZER, STATE, MANIFEST = "model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"
+NAME = re.compile(r"(?:\.old-)?step-([0-9]{8,})")
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+@dataclass
+class Checkpoint:
+    """What was saved, on the CPU, and where it lies."""
+
+    step: int
+    model: dict[str, Tensor]
+    optimizer: dict[str, Tensor]
+    state: dict[str, Any]
+    path: Path
+
+
+class _Broken(Exception):
+    """What is wrong with a checkpoint, naming the file."""
+
+
+def save_checkpoint(
+    folder: str | Path,
+    step: int,
+    model: Mapping[str, Tensor],
+    optimizer: Mapping[str, Tensor],
+    state: dict[str, Any],
+    keep: int,
+) -> Path:
+    """Write a checkpoint, then remove those older than the `keep` newest up to this step.
+
+    The parent of `folder` must exist. What is saved is complete and on the disk when this returns; until then, and when
+    it raises, every checkpoint that was there is untouched. State that JSON would not give back as it was is refused.
+    """
+    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+        raise ValueError(f"step must be a whole number from 0 on, got {step!r}")
+    if keep < 1:
+        raise ValueError(f"keep must be at least 1, got {keep}")
+    folder = Path(folder)
+    path = folder / f"step-{step:08d}"
+    temporary = folder / f".tmp-{path.name}-{os.getpid()}"
+    text = _json({"step": step, "state": _checked(state)})
+    try:
+        if not folder.is_dir():
+            folder.mkdir()
+            sync_folder(folder.parent)
+        _tidy(folder)
+        temporary.mkdir()
+        files = {
+            MODEL: _write(temporary / MODEL, _safetensors(model)),
+            OPTIMIZER: _write(temporary / OPTIMIZER, _safetensors(optimizer)),
+            STATE: _write(temporary / STATE, [text]),
+        }
+        _write(temporary / MANIFEST, [_json({"format": FORMAT, "version": VERSION, "files": files})])
+        sync_folder(temporary)
+        if os.path.lexists(path):  # readers fall back on the name with the dot while the plain one is missing
+            path.rename(folder / f".old-{path.name}")
+        temporary.rename(path)
+        sync_folder(folder)
+    except BaseException as error:
+        with suppress(OSError):
+            _tidy(folder)
+        if isinstance(error, OSError):
+            raise UserError(_not_written(error, step, folder), DISK) from error
+        raise
+    # The new one is complete: failing to remove an old one costs space, not the run, and is tried again at the next save.
+    with suppress(OSError):
+        _tidy(folder)
+        for old in [p for p in list_checkpoints(folder) if _step(p) <= step][keep:]:
+            # Renamed first, so that a kill halfway does not leave a broken checkpoint.
+            doomed = folder / f".tmp-{old.name}-{os.getpid()}"
+            old.rename(doomed)
+            _remove(doomed)
+    return path
+
+
+def list_checkpoints(folder: str | Path) -> list[Path]:
+    """The checkpoints in a folder, newest first, unverified; none if there is no such folder."""
+    folder = Path(folder)
+    found: dict[int, Path] = {}
+    try:
+        for path in folder.iterdir():
+            if (match := NAME.fullmatch(path.name)) and path.is_dir():
+                step = int(match[1])
+                if step not in found or not path.name.startswith("."):
+                    found[step] = path
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise UserError(f"Cannot read the checkpoints in {folder}: {reason(error)}.", CHECKPOINT) from error
+    return [found[step] for step in sorted(found, reverse=True)]
+
+
+def load_checkpoint(path: str | Path) -> Checkpoint:
+    """Verify and read one checkpoint; a broken one is refused with the newest older good one, if there is one."""
+    path = Path(path)
+    try:
+        return _load(path)
+    except _Broken as broken:
+        instead = ""
+        if NAME.fullmatch(path.name):
+            good = _newest_good(path.parent, below=_step(path))
+            instead = f"; the newest older good one is {good}" if good else "; there is no older good one"
+        raise UserError(f"Cannot use the checkpoint {path}: {broken}{instead}.", CHECKPOINT) from broken
+
+
+def latest_checkpoint(folder: str | Path, warn: Callable[[str], object] | None = None) -> Checkpoint | None:
+    """The newest good checkpoint; `warn` hears one sentence for each newer broken one. None if there is none at all."""
+    tell = warn or (lambda sentence: warnings.warn(sentence, stacklevel=3))
+    while paths := list_checkpoints(folder):
+        problems = []
+        for path in paths:
+            try:
+                return _load(path)
+            except _Broken as broken:
+                if path.exists():
+                    problems.append(f"The checkpoint {path} is broken and was passed over: {broken}.")
+                    tell(problems[-1])
+        if problems and list_checkpoints(folder) == paths:
+            advice = "move that folder away to start from the beginning"
+            raise UserError(f"No checkpoint in {folder} can be used; {advice}. {problems[0]}", CHECKPOINT)
+        # A process that trains has replaced what was listed: look again.
+    return None
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder durable, on systems that can."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # file systems that do not sync folders
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def reason(error: OSError, path: Path | None = None) -> str:
+    """What the system said, in words a user can act on, and where, unless it is the path already named."""
+    where = f" ({error.filename})" if error.filename and str(error.filename) != str(path) else ""
+    if error.errno == errno.ENOSPC:
+        return f"the disk is full{where}"
+    if error.errno == errno.EDQUOT:
+        return f"the disk quota is used up{where}"
+    if error.errno == errno.EFBIG:
+        return f"the file is larger than a limit of this system allows{where}"
+    return f"{(error.strerror or str(error)).lower()}{where}"
+
+
+def _not_written(error: OSError, step: int, folder: Path) -> str:
+    try:
+        good = _newest_good(folder)
+    except UserError:  # the folder cannot even be read
+        good = None
+    last = f"the last good checkpoint is still there: {good}" if good else f"there is no earlier one in {folder}"
+    advice = "Make room or make it writable, then run the same command again"
+    return f"Could not write the checkpoint of step {step}: {reason(error)}; {last}. {advice}."
+
+
+def _step(path: Path) -> int:
+    match = NAME.fullmatch(path.name)
+    assert match
+    return int(match[1])
+
+
+def _newest_good(folder: Path, below: int | None = None) -> Path | None:
+    for path in list_checkpoints(folder):
+        if below is None or _step(path) < below:
+            with suppress(_Broken):
+                _verify(path)
+                return path
+    return None
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
+
+
+def _tidy(folder: Path) -> None:
+    """Remove what killed processes left, and undo a replacement they did not finish."""
+    for path in list(folder.iterdir()):
+        if path.name.startswith(".tmp-step-"):
+            _remove(path)
+        elif path.name.startswith(".old-step-"):
+            plain = folder / path.name.removeprefix(".old-")
+            if os.path.lexists(plain):
+                _remove(path)
+            else:
+                path.rename(plain)
+
+
+def _json(value: Any) -> bytes:
+    return (json.dumps(value, indent=1, allow_nan=False) + "\n").encode("ascii")
+
+
+def _checked(state: dict[str, Any]) -> dict[str, Any]:
+    try:
+        same = isinstance(state, dict) and json.loads(_json(state)) == state
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"the state of a checkpoint must be JSON: {error}") from error
+    if not same:  # tuples, keys that are no strings
+        raise ValueError("the state of a checkpoint must be a dictionary that JSON gives back as it was")
+    return state
+
+
+def _write(path: Path, chunks: Iterable[bytes | memoryview]) -> dict[str, Any]:
+    """Write and fsync a file; its entry in the manifest."""
+    digest, size = hashlib.sha256(), 0
+    try:
+        with open(path, "xb") as file:
+            for chunk in chunks:
+                file.write(chunk)
+                digest.update(chunk)
+                size += len(chunk)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        error.filename = error.filename or str(path)  # writing does not say where
+        raise
+    return {"size": size, "sha256": digest.hexdigest()}
+
+
+def _safetensors(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
+    """The safetensors format, a tensor at a time: one copy on the CPU, and a full disk is an OSError."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    # The widest first keeps every tensor aligned.
+    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    end = 0
+    for name in names:
+        tensor = tensors[name]
+        if name in header or tensor.dtype not in DTYPES or tensor.layout != torch.strided:
+            raise ValueError(f"a checkpoint cannot hold {name!r} ({tensor.dtype}, {tensor.layout})")
+        start, end = end, end + tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode("ascii")
+    text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(8, "little") + text
+    for name in names:
+        yield tensors[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+def _verify(path: Path) -> None:
+    """Check every file against the manifest before anything of it is parsed."""
+    try:
+        if not path.is_dir():
+            raise _Broken(f"{path} is a file, not a folder" if path.exists() else "there is no such folder")
+        if not (path / MANIFEST).is_file():
+            raise _Broken(f"it has no {MANIFEST}")
+        with open(path / MANIFEST, "rb") as file:
+            files = _manifest(file.read(65536))
+        for name, entry in files.items():
+            if not (path / name).is_file():
+                raise _Broken(f"{name} is missing")
+            with open(path / name, "rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                if size != entry["size"]:
+                    raise _Broken(f"{name} has {size} bytes where {MANIFEST} says {entry['size']}")
+                if hashlib.file_digest(file, "sha256").hexdigest() != entry["sha256"]:
+                    raise _Broken(f"{name} does not match its checksum in {MANIFEST}")
+    except OSError as error:
+        raise _Broken(reason(error)) from error
+
+
+def _manifest(raw: bytes) -> dict[str, dict[str, Any]]:
+    manifest: Any
+    try:
+        manifest = json.loads(raw)
+        canonical = _json(manifest)
+    except (ValueError, RecursionError) as error:
+        raise _Broken(f"{MANIFEST} is damaged or was not written by depthmix") from error
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise _Broken(f"{MANIFEST} was not written by depthmix")
+    if type(manifest.get("version")) is not int or manifest["version"] != VERSION:
+        raise _Broken(f"{MANIFEST} has format version {manifest.get('version')!r}, this depthmix reads {VERSION}")
+    files: Any = manifest.get("files")
+    entries = files.values() if isinstance(files, dict) and list(files) == [MODEL, OPTIMIZER, STATE] else [None]
+    known = list(manifest) == ["format", "version", "files"] and all(
+        isinstance(entry, dict) and list(entry) == ["size", "sha256"] for entry in entries
+    )
+    if not known or canonical != raw:  # one way to write it: no byte of the manifest can change unseen
+        raise _Broken(f"{MANIFEST} is damaged")
+    return files
+
+
+def _load(path: Path) -> Checkpoint:
+    _verify(path)
+    tensors = []
+    for name in (MODEL, OPTIMIZER):
+        try:
+            # The loaded tensors are a view of the file; a copy does not depend on what becomes of it.
+            tensors.append({key: value.clone() for key, value in load_file(path / name).items()})
+        except (SafetensorError, OSError, ValueError) as error:
+            raise _Broken(f"{name} cannot be read as safetensors ({error})") from error
+    try:
+        content = json.loads((path / STATE).read_bytes(), parse_constant=_refuse)
+    except (OSError, ValueError, RecursionError) as error:
+        raise _Broken(f"{STATE} cannot be read as JSON ({error})") from error
+    step = content.get("step") if isinstance(content, dict) else None
+    if type(step) is not int or step < 0 or not isinstance(content.get("state"), dict):
+        raise _Broken(f"{STATE} does not hold a step and a state")
+    if NAME.fullmatch(path.name) and _step(path) != step:
+        raise _Broken(f"{STATE} is that of step {step}")
+    return Checkpoint(step, tensors[0], tensors[1], content["state"], path)
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is not allowed")

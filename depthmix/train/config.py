@@ -1,0 +1,135 @@
+"""One flat dataclass a command: every field is a flag of the command line and a line of a YAML recipe."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from depthmix.mixers.base import DEFAULT_MIXER
+
+
+def option(default: Any, help: str) -> Any:
+    """A field with its help text; lists and dictionaries are copied for every instance."""
+    if isinstance(default, list | dict):
+        return field(default_factory=default.copy, metadata={"help": help})
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass
+class DataConfig:
+    """Prepare a corpus: train a tokenizer on it (or take one) and write its tokens to disk."""
+
+    input: list[str] = option(
+        [],
+        "files or folders of .txt, .md, .jsonl, .jsonl.gz or .parquet, or hf:NAME[:SPLIT] for a Hugging Face dataset",
+    )
+    out: str = option("", "folder to write")
+    vocab_size: int = option(16384, "entries of the byte-level BPE trained on the corpus")
+    tokenizer: str = option("", "a saved tokenizer.json to use instead of training one")
+    text_field: str = option("text", "field or column that holds the text in jsonl and parquet")
+    document: Literal["file", "line", "blank"] = option(
+        "file", "what one document is in plain text: the file, a line, or paragraphs between two blank lines"
+    )
+    val_fraction: float = option(0.05, "share of the documents kept for validation")
+    seed: int = option(0, "seed of the split")
+    overwrite: bool = option(False, "replace prepared data that is already there")
+
+
+@dataclass
+class TrainConfig:
+    """Train one language model."""
+
+    data: str = option("", "folder written by `depthmix data`")
+    out: str = option("", "run folder; an interrupted run found there is resumed")
+    mixer: str = option(DEFAULT_MIXER, "how layers are mixed over depth (see `depthmix list`)")
+    mixer_options: dict[str, Any] = option({}, "options of the mixer, e.g. block_size=4 ways=3")
+
+    dim: int = option(512, "width of the model")
+    n_blocks: int = option(12, "Transformer blocks")
+    n_heads: int = option(8, "attention heads")
+    n_kv_heads: int | None = option(None, "key and value heads; none: as many as heads")
+    mlp: Literal["swiglu", "relu2"] = option("relu2", "kind of MLP")
+    mlp_dim: int | None = option(None, "width of the MLP; none: 4 dim for relu2, 8/3 dim for swiglu")
+    qk_norm: bool = option(True, "normalise queries and keys")
+    tie_embeddings: bool = option(False, "share the embedding with the head")
+    rope_theta: float = option(10000.0, "base of the rotary positions")
+    norm_eps: float = option(1e-6, "eps of the norms")
+
+    seq_len: int = option(512, "tokens in a sequence")
+    batch_size: int = option(64, "sequences in a step")
+    micro_batch_size: int | None = option(None, "sequences at a time (gradients accumulate); none: the whole batch")
+    steps: int = option(1200, "optimizer steps")
+    optimizer: Literal["adamw", "muon"] = option("adamw", "muon takes the hidden matrices, AdamW the rest")
+    lr: float = option(1.5e-3, "peak learning rate")
+    muon_lr: float = option(0.02, "peak learning rate of Muon")
+    schedule: Literal["cosine", "wsd", "rsqrt"] = option(
+        "cosine", "cosine; warm-up, stable, decay; or inverse square root"
+    )
+    warmup: int = option(100, "steps of linear warm-up")
+    final_lr: float = option(0.05, "learning rate at the end, as a fraction of the peak (cosine, wsd)")
+    decay_fraction: float = option(0.2, "share of the steps in which wsd decays")
+    beta1: float = option(0.9, "AdamW's first moment")
+    beta2: float = option(0.95, "AdamW's second moment")
+    adam_eps: float = option(1e-8, "AdamW's eps")
+    weight_decay: float = option(0.1, "on matrices only")
+    clip: float = option(1.0, "largest norm of the gradient; 0: no clipping")
+    seed: int = option(0, "seed of the initial weights and of the data order")
+
+    device: str = option("auto", "cpu, cuda, cuda:N, mps, or auto")
+    precision: Literal["auto", "fp32", "bf16"] = option("auto", "auto: bf16 autocast on a GPU, fp32 elsewhere")
+    compile: Literal["off", "sublayers", "model"] = option(
+        "off", "compile each sublayer and norm, or the whole model as one graph"
+    )
+    checkpoint_activations: bool = option(False, "recompute sublayers in the backward to save memory")
+
+    log_every: int = option(10, "steps between lines of the metrics")
+    eval_every: int = option(100, "steps between evaluations; the last step is always evaluated")
+    eval_tokens: int | None = option(None, "validation tokens to use; none: all")
+    save_every: int = option(200, "steps between checkpoints; the last step is always saved")
+    keep: int = option(2, "checkpoints to keep")
+    on_nan: Literal["stop", "skip"] = option("stop", "what to do when the loss is not a number or explodes")
+    tensorboard: bool = option(False, "also write TensorBoard events")
+    wandb: str = option("", "also log to this Weights & Biases project")
+    quiet: bool = option(False, "no progress bar")
+
+
+@dataclass
+class CompareConfig(TrainConfig):
+    """Train several mechanisms on the same data in the same order and compare them at equal cost."""
+
+    arms: list[str] = option(
+        [],
+        "mechanisms, each NAME or NAME:option=value,option=value; the first is what the others are compared with",
+    )
+    seeds: list[int] = option([0], "seeds; every arm runs once with each")
+    budget: Literal["tokens", "time"] = option(
+        "tokens", "tokens: every arm the same steps; time: as many steps as fit into the first arm's time"
+    )
+    prompt: str = option("", "text every model continues at the end; none: no sample")
+    sample_tokens: int = option(60, "tokens of that sample")
+
+
+@dataclass
+class EvalConfig:
+    """Measure a trained model on any text: loss, perplexity, bits per byte."""
+
+    run: str = option("", "run folder of `depthmix train`, or one checkpoint in it")
+    input: list[str] = option([], "files or folders of text; none: the validation split the model was trained with")
+    text_field: str = option("text", "field or column that holds the text in jsonl and parquet")
+    batch_size: int = option(16, "sequences at a time")
+    seq_len: int | None = option(None, "tokens in a sequence; none: as in training")
+    device: str = option("auto", "cpu, cuda, cuda:N, mps, or auto")
+    json: bool = option(False, "print JSON")
+
+
+@dataclass
+class GenerateConfig:
+    """Continue a text with a trained model."""
+
+    run: str = option("", "run folder of `depthmix train`, or one checkpoint in it")
+    prompt: str = option("", "text to continue; none: start from nothing")
+    max_tokens: int = option(100, "tokens to generate")
+    temperature: float = option(0.8, "0 always takes the likeliest token")
+    top_p: float = option(0.95, "sample from the likeliest tokens that together have this probability")
+    seed: int = option(0, "seed of the sampling")
+    device: str = option("auto", "cpu, cuda, cuda:N, mps, or auto")

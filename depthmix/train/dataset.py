@@ -1,0 +1,272 @@
+"""Prepared data: how it lies on disk, and the batches that are read from it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from depthmix.train.errors import DATA, USAGE, UserError
+
+VERSION = 1
+DTYPES: dict[str, np.dtype] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+SPLITS = ("train", "val")
+
+
+class ShardWriter:
+    """Writes the tokens of a split into files of at most `limit` tokens."""
+
+    def __init__(self, folder: Path, name: str, dtype: np.dtype, limit: int) -> None:
+        self.folder, self.name, self.dtype, self.limit = folder, name, dtype, max(1, limit)
+        self.sha256: dict[str, str] = {}
+        self.tokens = self.bytes = self.documents = 0
+        self._file: BinaryIO | None = None
+        self._digest, self._room = hashlib.sha256(), 0
+
+    def write(self, ids: np.ndarray, n_bytes: int, last: bool) -> None:
+        """Add tokens that stand for `n_bytes` bytes of text; `last` ones end a document."""
+        self.tokens += len(ids)
+        self.bytes += n_bytes
+        self.documents += last
+        while len(ids):
+            if self._file is None:
+                self._file = open(self.folder / f"{self.name}-{len(self.sha256):05d}.bin", "wb")  # noqa: SIM115
+                self._digest, self._room = hashlib.sha256(), self.limit
+            part, ids = ids[: self._room], ids[self._room :]
+            data = part.astype(self.dtype).tobytes()
+            self._file.write(data)
+            self._digest.update(data)
+            self._room -= len(part)
+            if not self._room:
+                self.close()
+
+    def close(self) -> None:
+        """Finish the current file, down to the disk."""
+        if self._file:
+            with self._file as file:
+                file.flush()
+                os.fsync(file.fileno())
+            self.sha256[Path(file.name).name] = self._digest.hexdigest()
+            self._file = None
+
+    def meta(self) -> dict[str, Any]:
+        """The split's part of meta.json."""
+        return {"tokens": self.tokens, "bytes": self.bytes, "documents": self.documents, "shards": list(self.sha256)}
+
+
+@dataclass
+class Split:
+    """The tokens of one split, memory-mapped."""
+
+    name: str
+    n_tokens: int
+    n_bytes: int
+    n_documents: int
+    shards: list[np.ndarray]
+
+    def __post_init__(self) -> None:
+        self._starts = np.cumsum([0, *map(len, self.shards)])
+
+    def window(self, start: int, length: int) -> np.ndarray:
+        """`length` tokens from `start` on, as int64, across shards."""
+        out = np.empty(length, np.int64)
+        self.read(start, out)
+        return out
+
+    def read(self, start: int, out: np.ndarray) -> None:
+        """Fill `out` with the tokens from `start` on."""
+        length = len(out)
+        if start < 0 or start + length > self.n_tokens:
+            raise IndexError(f"tokens {start} to {start + length} of {self.n_tokens}")
+        shard = int(self._starts.searchsorted(start, "right")) - 1 if len(self.shards) > 1 else 0
+        done = 0
+        while done < length:
+            at = start + done - int(self._starts[shard])
+            part = self.shards[shard][at : at + length - done]
+            out[done : done + len(part)] = part
+            done += len(part)
+            shard += 1
+
+
+class TokenData:
+    """A folder written by `depthmix data`."""
+
+    def __init__(self, folder: Path, meta: dict[str, Any], splits: dict[str, Split]) -> None:
+        self.folder, self.meta, self._splits = folder, meta, splits
+        self.vocab_size: int = meta["vocab_size"]
+        self.tokenizer_path: Path = folder / meta["tokenizer"]
+
+    @classmethod
+    def open(cls, folder: str | Path) -> TokenData:
+        """Check the folder against its meta.json (versions and sizes; `verify` reads everything) and map its files."""
+        folder = Path(folder)
+        if not folder.is_dir():
+            raise UserError(
+                f"There is no folder {folder}: make it with `depthmix data --input … --out {folder}`.", DATA
+            )
+        meta = _read_meta(folder)
+        dtype = DTYPES[meta["dtype"]]
+        if not (folder / meta["tokenizer"]).is_file():
+            raise UserError(f"{folder} is incomplete: {meta['tokenizer']} is missing; prepare the data again.", DATA)
+        splits = {}
+        for name in SPLITS:
+            info = meta["splits"][name]
+            shards = [_map(folder / shard, dtype) for shard in info["shards"]]
+            if (found := sum(map(len, shards))) != info["tokens"]:
+                raise UserError(
+                    f"{folder} is damaged: its {name} split has {found} tokens on disk and {info['tokens']} in meta.json"
+                    " (a file was cut short or replaced); prepare the data again.",
+                    DATA,
+                )
+            splits[name] = Split(name, info["tokens"], info["bytes"], info["documents"], shards)
+        return cls(folder, meta, splits)
+
+    def split(self, name: str) -> Split:
+        """`train` or `val`."""
+        if name not in self._splits:
+            raise UserError(f"There is no split {name!r}: it is train or val.", USAGE)
+        return self._splits[name]
+
+    def verify(self) -> None:
+        """Compare every file with its checksum."""
+        for name, expected in self.meta["sha256"].items():
+            with open(self.folder / name, "rb") as file:
+                found = hashlib.file_digest(file, "sha256").hexdigest()
+            if found != expected:
+                raise UserError(f"{self.folder / name} is damaged (wrong checksum): prepare the data again.", DATA)
+
+
+def _read_meta(folder: Path) -> dict[str, Any]:
+    try:
+        meta = json.loads((folder / "meta.json").read_bytes())
+    except FileNotFoundError as e:
+        raise UserError(f"{folder} is not prepared data, it has no meta.json: run `depthmix data`.", DATA) from e
+    except OSError as e:
+        raise UserError(f"{folder / 'meta.json'} cannot be read: {e.strerror or e}.", DATA) from e
+    except (ValueError, RecursionError) as e:
+        raise UserError(f"{folder / 'meta.json'} is damaged, it is not JSON: prepare the data again.", DATA) from e
+    version = meta.get("version") if isinstance(meta, dict) else None
+    if not isinstance(version, int) or "splits" not in meta:
+        raise UserError(f"{folder / 'meta.json'} is not one of `depthmix data`: choose a folder that it wrote.", DATA)
+    if version != VERSION:
+        raise UserError(
+            f"{folder} has version {version} of the format and this depthmix reads {VERSION}: prepare the data again.",
+            DATA,
+        )
+    if (wrong := _wrong(meta)) is not None:
+        raise UserError(f"{folder / 'meta.json'} is damaged ({wrong}): prepare the data again.", DATA)
+    return meta
+
+
+def _wrong(meta: dict[str, Any]) -> str | None:
+    """What makes a meta.json unusable; names are checked too, for nothing outside the folder may be read."""
+    if meta.get("dtype") not in DTYPES:
+        return "dtype"
+    if not _count(meta.get("vocab_size"), 1):
+        return "vocab_size"
+    if not _name(meta.get("tokenizer")):
+        return "tokenizer"
+    sums = meta.get("sha256")
+    if not isinstance(sums, dict) or not all(map(_name, sums)):
+        return "sha256"
+    for split in SPLITS:
+        info = meta["splits"].get(split) if isinstance(meta["splits"], dict) else None
+        if not isinstance(info, dict) or not all(_count(info.get(k), 0) for k in ("tokens", "bytes", "documents")):
+            return f"split {split}"
+        shards = info.get("shards")
+        if not isinstance(shards, list) or not shards or not all(map(_name, shards)):
+            return f"shards of {split}"
+    return None
+
+
+def _count(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _name(value: Any) -> bool:
+    return isinstance(value, str) and value not in ("", ".", "..") and not set(value) & set("/\\:\0")
+
+
+def _map(path: Path, dtype: np.dtype) -> np.ndarray:
+    try:
+        size = path.stat().st_size
+        if size == 0 or size % dtype.itemsize:
+            raise UserError(f"{path} is damaged, it is cut short: prepare the data again.", DATA)
+        return np.asarray(np.memmap(path, dtype, "r"))
+    except FileNotFoundError as e:
+        raise UserError(f"{path} is missing: prepare the data again.", DATA) from e
+    except OSError as e:
+        raise UserError(f"{path} cannot be read: {e.strerror or e}.", DATA) from e
+
+
+def _windows(split: Split, seq_len: int, batch_size: int) -> int:
+    """How many windows of seq_len + 1 tokens start at multiples of seq_len."""
+    if seq_len < 1 or batch_size < 1:
+        raise UserError(f"seq_len is {seq_len} and batch_size {batch_size}: both must be at least 1.", USAGE)
+    if split.n_tokens < seq_len + 1:
+        raise UserError(
+            f"The {split.name} split has {split.n_tokens} tokens, fewer than seq_len + 1 = {seq_len + 1}:"
+            " choose a shorter seq_len or prepare more text"
+            + (" (or a larger val_fraction)." if split.name == "val" else "."),
+            DATA,
+        )
+    return (split.n_tokens - 1) // seq_len
+
+
+class Batches:
+    """Training batches: `get(step)` is a function of the data, the arguments and the step, and of nothing else.
+
+    Windows of seq_len + 1 tokens start at multiples of seq_len. Every epoch takes all of them once, in an order of its
+    own, and the next epoch goes on where it ends, within a batch if need be.
+    """
+
+    def __init__(self, split: Split, seq_len: int, batch_size: int, seed: int) -> None:
+        self.split, self.seq_len, self.batch_size, self.seed = split, seq_len, batch_size, seed
+        self.n_windows = _windows(split, seq_len, batch_size)
+        self.steps_per_epoch = -(-self.n_windows // batch_size)  # after so many steps every window was seen
+        self._orders: dict[int, np.ndarray] = {}
+
+    def get(self, step: int) -> Tensor:
+        """Batch `step` (from 0), a LongTensor [batch_size, seq_len + 1]."""
+        if step < 0:
+            raise IndexError(f"step {step}")
+        out = np.empty((self.batch_size, self.seq_len + 1), np.int64)
+        for i in range(self.batch_size):
+            epoch, position = divmod(step * self.batch_size + i, self.n_windows)
+            self.split.read(int(self._order(epoch)[position]) * self.seq_len, out[i])
+        return torch.from_numpy(out)
+
+    def _order(self, epoch: int) -> np.ndarray:
+        order = self._orders.get(epoch)
+        if order is None:
+            # Sorting raw bits: numpy promises the bits of Philox, not what its shuffles make of them.
+            bits = np.random.Philox(key=[self.seed % 2**64, epoch]).random_raw(self.n_windows)
+            order = bits.argsort(kind="stable")
+            self._orders = {k: v for k, v in self._orders.items() if k == epoch - 1} | {epoch: order}
+        return order
+
+
+def validation_batches(
+    split: Split, seq_len: int, batch_size: int, limit_tokens: int | None = None
+) -> Iterator[Tensor]:
+    """The split's windows in order, the last batch maybe smaller; at most `limit_tokens` predicted tokens, but one window at least."""
+    n_windows = _windows(split, seq_len, batch_size)
+    if limit_tokens is not None:
+        n_windows = min(n_windows, max(1, limit_tokens // seq_len))
+
+    def batches() -> Iterator[Tensor]:
+        for first in range(0, n_windows, batch_size):
+            out = np.empty((min(batch_size, n_windows - first), seq_len + 1), np.int64)
+            for i in range(len(out)):
+                split.read((first + i) * seq_len, out[i])
+            yield torch.from_numpy(out)
+
+    return batches()

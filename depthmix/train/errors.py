@@ -1,0 +1,16 @@
+"""What a user can get wrong, with the exit code it ends in."""
+
+USAGE = 2  # a wrong option, recipe or combination
+DATA = 3  # a corpus or prepared data that cannot be used
+CHECKPOINT = 4  # a checkpoint or run folder that cannot be used
+DIVERGED = 5  # a loss that is not a number, or exploded
+DISK = 6  # a disk that is full or cannot be written
+INTERRUPTED = 130  # SIGINT or SIGTERM; everything is saved
+
+
+class UserError(Exception):
+    """One clear sentence for the user; the command line prints it and exits with the code."""
+
+    def __init__(self, message: str, exit_code: int = USAGE) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code

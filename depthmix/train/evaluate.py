@@ -1,0 +1,54 @@
+"""Loss, perplexity and bits per byte."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from depthmix.train.device import autocast
+
+
+@dataclass
+class Evaluation:
+    """What a model makes of a text."""
+
+    loss: float  # nats a token
+    tokens: int
+    bytes_per_token: float
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(min(self.loss, 700.0))
+
+    @property
+    def bits_per_byte(self) -> float:
+        return self.loss / math.log(2) / self.bytes_per_token
+
+
+def token_losses(model: nn.Module, batch: Tensor) -> Tensor:
+    """Nats for every token of a batch [B, T + 1] but the first of each row: [B, T]."""
+    logits = model(batch[:, :-1])
+    return functional.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten(), reduction="none").view_as(
+        batch[:, 1:]
+    )
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module, batches: Iterable[Tensor], device: torch.device, precision: str, bytes_per_token: float
+) -> Evaluation:
+    """The mean loss over all batches, summed in fp64."""
+    model.eval()
+    total, tokens = 0.0, 0
+    for batch in batches:
+        with autocast(device, precision):
+            losses = token_losses(model, batch.to(device))
+        total += float(losses.double().sum())
+        tokens += losses.numel()
+    model.train()
+    return Evaluation(total / tokens, tokens, bytes_per_token)

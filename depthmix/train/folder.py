@@ -1,0 +1,380 @@
+"""The folder of one run: its recipe, environment, metrics, log, result and checkpoints."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import errno
+import json
+import math
+import os
+import platform
+import socket
+import subprocess
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from depthmix.train.checkpoint import reason, sync_folder
+from depthmix.train.errors import CHECKPOINT, DATA, DISK, UserError
+
+RECIPE, ENVIRONMENT, METRICS, SPEED = "recipe.yaml", "environment.json", "metrics.jsonl", "speed.jsonl"
+LOG, RESULT, TOKENIZER, CHECKPOINTS, LOCK = "log.txt", "result.json", "tokenizer.json", "checkpoints", ".lock"
+# What a process killed while it created the folder may have left; recipe.yaml comes last and makes it a run folder.
+BEGUN = {ENVIRONMENT, CHECKPOINTS, LOCK, LOG}
+
+
+class RunFolder:
+    """A run folder that exists. Reading needs nothing; whoever trains into it holds `locked()`."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where the checkpoints lie."""
+        return self.path / CHECKPOINTS
+
+    @classmethod
+    def create(cls, path: str | Path, config: Any, command: Sequence[str]) -> RunFolder:
+        """A new run folder for the configuration (a dataclass); the folder must be new or empty."""
+        self = cls(path)
+        self._refuse_foreign()
+        with _writing(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+        with self.locked():
+            self._refuse_foreign()  # somebody else may have been faster
+            with _writing(self.checkpoints):
+                self.checkpoints.mkdir(exist_ok=True)
+            self._replace(ENVIRONMENT, _json(environment(command, getattr(config, "device", "auto"))))
+            self._write_recipe(dataclasses.asdict(config))
+        with suppress(OSError):
+            sync_folder(self.path.parent)
+        return self
+
+    @classmethod
+    def open(cls, path: str | Path) -> RunFolder:
+        """A run folder that is there."""
+        self = cls(path)
+        with _reading(self.path):
+            if not self.path.is_dir():
+                what = "is a file, not a run folder" if self.path.exists() else "does not exist"
+                raise UserError(f"{self.path} {what}: give the folder that `depthmix train` wrote.", CHECKPOINT)
+            if not (self.path / RECIPE).is_file():
+                raise UserError(f"{self.path} is not a run folder: it has no {RECIPE}.", CHECKPOINT)
+        return self
+
+    @classmethod
+    def open_or_create(
+        cls, path: str | Path, config: Any, command: Sequence[str], free: Collection[str] = ()
+    ) -> RunFolder:
+        """The run to go on with, or a new one; a run of another configuration is refused, save for the `free` fields."""
+        with _reading(Path(path)):
+            begun = (Path(path) / RECIPE).is_file()
+        if not begun:
+            return cls.create(path, config, command)
+        self = cls.open(path)
+        now, then = _plain(dataclasses.asdict(config)), self.read_recipe()
+        defaults = {
+            f.name: f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
+            for f in dataclasses.fields(config)
+        }
+        # A recipe of an older version lacks the fields that came later.
+        changes = {k: then.get(k, defaults[k]) for k, v in now.items() if v != then.get(k, defaults[k])}
+        fixed = [f"{k} was {v!r} and is {now[k]!r}" for k, v in changes.items() if k not in free]
+        if fixed:
+            advice = "use the old value to go on with it, or another folder"
+            raise UserError(f"{self.path} holds a run of another recipe: {', '.join(fixed)}; {advice}.", CHECKPOINT)
+        if changes and not self.has_result():
+            with self.locked():
+                self._write_recipe({**then, **now})
+                self.log(f"recipe changed: {', '.join(f'{k} {v!r} -> {now[k]!r}' for k, v in changes.items())}")
+        return self
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep other processes from training into this folder; the system lets go when the process dies."""
+        import fcntl  # not on Windows, where folders can still be read
+
+        path = self.path / LOCK
+        with _writing(path):
+            file = open(path, "a+b", buffering=0)  # noqa: SIM115 (closed below, once the lock is held)
+        with file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                file.seek(0)
+                holder = file.read(200).decode("utf-8", "replace").strip() or "of unknown number"
+                advice = "wait for it or stop it, or use another folder"
+                raise UserError(f"{self.path} is in use by process {holder}; {advice}.", CHECKPOINT) from None
+            except OSError as error:
+                if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
+                    raise UserError(f"Could not lock {path}: {reason(error, path)}.", DISK) from error
+                self.log("this file system has no locks: take care that only one process trains into this folder")
+            with _writing(path):
+                file.truncate(0)
+                file.write(f"{os.getpid()} on {socket.gethostname()}\n".encode())
+            for leftover in self.path.glob(".tmp-*"):
+                with suppress(OSError):
+                    leftover.unlink()
+            yield
+
+    def append_metrics(self, record: dict[str, Any]) -> None:
+        """One line of metrics.jsonl; numbers that are not finite become null."""
+        self._append_record(METRICS, record)
+
+    def append_speed(self, record: dict[str, Any]) -> None:
+        """One line of speed.jsonl."""
+        self._append_record(SPEED, record)
+
+    def log(self, message: str) -> None:
+        """A line of log.txt with the time."""
+        now = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
+        text = message.replace("\n", "\n    ")
+        self._append(LOG, f"{now} {text}\n".encode("utf-8", "backslashreplace"))
+
+    def sync(self) -> None:
+        """Make every line so far durable; before a checkpoint, so that none of it is missing after a power failure."""
+        for name in (METRICS, SPEED, LOG):
+            path = self.path / name
+            with _writing(path):
+                if path.exists():
+                    with open(path, "rb") as file:
+                        os.fsync(file.fileno())
+        with _writing(self.path):
+            sync_folder(self.path)
+
+    def cut(self, step: int) -> None:
+        """Drop the lines of metrics.jsonl and speed.jsonl after this step, and a torn last line."""
+        for name in (METRICS, SPEED):
+            path = self.path / name
+            *lines, torn = self._read_bytes(path).split(b"\n")
+            kept = 0
+            for number, line in enumerate(lines, 1):
+                # After a power failure, what was not synced may read as zeros; what a checkpoint needs was synced.
+                if line.startswith(b"\0") or _record(path, number, line)["step"] > step:
+                    break
+                kept += len(line) + 1
+            if kept < sum(len(line) + 1 for line in lines) + len(torn):
+                with _writing(path), open(path, "r+b") as file:
+                    file.truncate(kept)  # atomic, and possible on a full disk
+                    os.fsync(file.fileno())
+
+    def read_metrics(self) -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl, without a torn last one."""
+        return self._read_records(METRICS)
+
+    def read_speed(self) -> list[dict[str, Any]]:
+        """The lines of speed.jsonl, without a torn last one."""
+        return self._read_records(SPEED)
+
+    def has_result(self) -> bool:
+        """Whether the run has finished."""
+        with _reading(self.path):
+            return (self.path / RESULT).is_file()
+
+    def write_result(self, result: dict[str, Any]) -> None:
+        """Write result.json, whole or not at all; numbers that are not finite become null."""
+        self._replace(RESULT, _json(_finite(result)))
+
+    def read_result(self) -> dict[str, Any]:
+        """What result.json holds."""
+        path = self.path / RESULT
+        if not self.has_result():
+            raise UserError(f"{self.path} has no {RESULT}: the run has not finished.", CHECKPOINT)
+        try:
+            result = json.loads(self._read_bytes(path))
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{path} is damaged: it is not JSON ({error}).", CHECKPOINT) from error
+        if not isinstance(result, dict):
+            raise UserError(f"{path} is damaged: it is not a JSON object.", CHECKPOINT)
+        return result
+
+    def read_recipe(self) -> dict[str, Any]:
+        """What recipe.yaml holds."""
+        import yaml
+
+        path = self.path / RECIPE
+        raw = self._read_bytes(path)
+        if not raw:
+            raise UserError(f"{path} is missing or empty: {self.path} is not a run folder.", CHECKPOINT)
+        try:
+            recipe = yaml.safe_load(raw.decode("utf-8"))
+        except (yaml.YAMLError, ValueError, RecursionError) as error:
+            what = " ".join(str(error).split())
+            raise UserError(f"{path} is damaged: it is not YAML ({what}).", CHECKPOINT) from error
+        if not isinstance(recipe, dict) or not all(isinstance(key, str) for key in recipe):
+            raise UserError(f"{path} is damaged: it does not map names to values.", CHECKPOINT)
+        return recipe
+
+    def copy_tokenizer(self, source: str | Path) -> None:
+        """Keep the data's tokenizer.json with the run; another one than the run began with is refused."""
+        try:
+            wanted = Path(source).read_bytes()
+        except OSError as error:
+            raise UserError(f"Cannot read the tokenizer {source}: {reason(error, Path(source))}.", DATA) from error
+        path = self.path / TOKENIZER
+        if not path.exists():
+            self._replace(TOKENIZER, wanted)
+        elif self._read_bytes(path) != wanted:
+            raise UserError(f"{source} is not the tokenizer this run began with ({path}); use the data of then.", DATA)
+
+    def _refuse_foreign(self) -> None:
+        try:
+            names = {p.name for p in self.path.iterdir()}
+        except FileNotFoundError:
+            return
+        except NotADirectoryError:
+            raise UserError(f"{self.path} is a file; choose another folder for the run.", CHECKPOINT) from None
+        except OSError as error:
+            raise UserError(f"Cannot read {self.path}: {reason(error, self.path)}.", CHECKPOINT) from error
+        if RECIPE in names:
+            raise UserError(f"{self.path} already holds a run; choose another folder.", CHECKPOINT)
+        foreign = sorted(name for name in names - BEGUN if not name.startswith(".tmp-"))
+        if foreign:
+            what = f"it holds {foreign[0]} and no {RECIPE}"
+            raise UserError(f"{self.path} is not a run folder ({what}); choose a new or empty folder.", CHECKPOINT)
+
+    def _write_recipe(self, recipe: dict[str, Any]) -> None:
+        import yaml
+
+        self._replace(RECIPE, yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True).encode("utf-8"))
+
+    def _replace(self, name: str, data: bytes) -> None:
+        """Write a file whole or not at all."""
+        path, temporary = self.path / name, self.path / f".tmp-{name}-{os.getpid()}"
+        with _writing(path):
+            try:
+                with open(temporary, "wb") as file:
+                    file.write(data)
+                    file.flush()
+                    os.fsync(file.fileno())
+                os.replace(temporary, path)
+                sync_folder(self.path)
+            finally:
+                with suppress(OSError):
+                    temporary.unlink(missing_ok=True)
+
+    def _append(self, name: str, data: bytes) -> None:
+        path = self.path / name
+        # Opened for each line: nothing goes to a file that was replaced or removed meanwhile.
+        with _writing(path), open(path, "ab", buffering=0) as file:
+            size, rest = os.fstat(file.fileno()).st_size, memoryview(data)
+            try:
+                while rest:
+                    rest = rest[file.write(rest) :]
+            except OSError:
+                with suppress(OSError):
+                    file.truncate(size)
+                raise
+
+    def _append_record(self, name: str, record: dict[str, Any]) -> None:
+        if type(record.get("step")) is not int:
+            raise ValueError(f"a line of {name} needs a whole number as its step, got {record.get('step')!r}")
+        self._append(name, (json.dumps(_finite(record), allow_nan=False) + "\n").encode("ascii"))
+
+    def _read_records(self, name: str) -> list[dict[str, Any]]:
+        path = self.path / name
+        lines = self._read_bytes(path).split(b"\n")[:-1]  # what follows the last line end is torn, or nothing
+        return [_record(path, number, line) for number, line in enumerate(lines, 1)]
+
+    def _read_bytes(self, path: Path) -> bytes:
+        with _reading(path):
+            return path.read_bytes() if path.exists() else b""
+
+
+def environment(command: Sequence[str], device: str = "auto") -> dict[str, Any]:
+    """Where and with what a run began."""
+    import numpy
+    import torch
+
+    import depthmix
+    from depthmix.train.device import choose_device
+
+    chosen = choose_device(device)
+    name = torch.cuda.get_device_name(chosen) if chosen.type == "cuda" else _processor()
+    return {
+        "depthmix": depthmix.__version__,
+        "git_commit": _git_commit(Path(depthmix.__file__)),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "numpy": numpy.__version__,
+        "platform": platform.platform(),
+        "device": str(chosen),
+        "device_name": name,
+        "cpu_count": os.cpu_count(),
+        "command": list(command),
+        "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+
+
+def _processor() -> str:
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _git_commit(source: Path) -> str | None:
+    """The commit depthmix runs from, with -dirty after changes; None unless git tracks its source."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(source.parent), *arguments]
+        quiet = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
+        return subprocess.run(command, env=quiet, capture_output=True, timeout=10, check=True, text=True).stdout.strip()
+
+    try:
+        git("ls-files", "--error-unmatch", source.name)
+        return git("describe", "--always", "--abbrev=40", "--exclude=*", "--dirty") or None
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return None
+
+
+def _json(value: Any) -> bytes:
+    return (json.dumps(value, indent=1, allow_nan=False) + "\n").encode("ascii")
+
+
+def _finite(value: Any) -> Any:
+    """The value with null for what JSON cannot say: infinities and NaN."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _plain(recipe: dict[str, Any]) -> dict[str, Any]:
+    """The recipe as YAML gives it back (tuples as lists)."""
+    import yaml
+
+    return yaml.safe_load(yaml.safe_dump(recipe, allow_unicode=True))
+
+
+def _record(path: Path, number: int, line: bytes) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        record = None
+    if not isinstance(record, dict) or type(record.get("step")) is not int:
+        raise UserError(f"{path}:{number} is damaged: it is not a JSON object with a step.", CHECKPOINT)
+    return record
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        advice = "make room or make it writable, then run the same command again"
+        raise UserError(f"Could not write {path}: {reason(error, path)}; {advice}.", DISK) from error
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"Cannot read {path}: {reason(error, path)}.", CHECKPOINT) from error

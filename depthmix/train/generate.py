@@ -1,0 +1,90 @@
+"""Text from a trained model, token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from depthmix.models import Decoder
+from depthmix.models.cache import KVCache
+from depthmix.train.device import choose_device
+from depthmix.train.errors import UserError
+from depthmix.train.restore import load_model
+
+
+def sample(logits: Tensor, temperature: float, top_p: float, generator: torch.Generator) -> int:
+    """One token from logits [V]: from the likeliest ones that together have probability top_p."""
+    if temperature == 0:
+        return int(logits.argmax())
+    p = torch.softmax(logits.double() / temperature, dim=-1)
+    p, order = p.sort(descending=True, stable=True)
+    p = torch.where(p.cumsum(-1) - p < top_p, p, 0.0)  # the token that crosses top_p stays
+    return int(order[torch.multinomial(p, 1, generator=generator)])
+
+
+@torch.no_grad()
+def generate_tokens(
+    model: Decoder, prompt: list[int], max_tokens: int, temperature: float, top_p: float, seed: int, end: int | None
+) -> Iterator[int]:
+    """Continue a prompt of token ids until `end` or max_tokens."""
+    device = next(model.parameters()).device
+    generator, cache = torch.Generator().manual_seed(seed), KVCache()
+    ids = torch.tensor([prompt], device=device)
+    model.eval()
+    for _ in range(max_tokens):
+        logits = model(ids, cache=cache)[0, -1].float().cpu()
+        token = sample(logits, temperature, top_p, generator)
+        if token == end:
+            return
+        yield token
+        ids = torch.tensor([[token]], device=device)
+
+
+def stream_text(tokenizer: Any, tokens: Iterator[int]) -> Iterator[str]:
+    """Pieces of text as soon as their bytes are complete characters."""
+    seen: list[int] = []
+    shown = ""
+    for token in tokens:
+        seen.append(token)
+        text = tokenizer.decode(seen)
+        if not text.endswith("\ufffd"):  # a character of several bytes is not finished yet
+            yield text[len(shown) :]
+            shown = text
+    text = tokenizer.decode(seen)
+    if len(text) > len(shown):
+        yield text[len(shown) :]
+
+
+def generate_stream(
+    run: str | Path, prompt: str, max_tokens: int, temperature: float, top_p: float, seed: int, device: str = "auto"
+) -> Iterator[str]:
+    """The continuation of a prompt by the model in a run folder, piece by piece."""
+    if max_tokens < 1:
+        raise UserError(f"max_tokens must be at least 1, got {max_tokens}")
+    if not temperature >= 0 or temperature == float("inf"):
+        raise UserError(f"temperature must be a number of at least 0, got {temperature}")
+    if not 0 < top_p <= 1:
+        raise UserError(f"top_p must be above 0 and at most 1, got {top_p}")
+    trained = load_model(run, choose_device(device))
+    end = trained.tokenizer.token_to_id("<|endoftext|>")
+    ids = trained.tokenizer.encode(prompt).ids or ([0] if end is None else [end])
+    return stream_text(
+        trained.tokenizer, generate_tokens(trained.model, ids, max_tokens, temperature, top_p, seed, end)
+    )
+
+
+def generate_text(
+    run: str | Path,
+    prompt: str,
+    max_tokens: int,
+    temperature: float = 0.8,
+    top_p: float = 0.95,
+    seed: int = 0,
+    device: str = "auto",
+) -> str:
+    """The whole continuation at once."""
+    return "".join(generate_stream(run, prompt, max_tokens, temperature, top_p, seed, device))

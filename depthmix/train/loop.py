@@ -1,0 +1,321 @@
+"""The training loop, top to bottom.
+
+A run is a folder. The data order is a function of the seed and the step, so a run that was killed goes on from its last
+checkpoint and ends with the same metrics, bit for bit on the CPU, as one that was not.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from depthmix.models import Decoder, DecoderConfig
+from depthmix.train.checkpoint import Checkpoint, latest_checkpoint, save_checkpoint
+from depthmix.train.config import TrainConfig
+from depthmix.train.dataset import Batches, TokenData, validation_batches
+from depthmix.train.device import autocast, choose_device, peak_memory, reset_peak_memory
+from depthmix.train.errors import CHECKPOINT, DIVERGED, INTERRUPTED, UserError
+from depthmix.train.evaluate import Evaluation, evaluate, token_losses
+from depthmix.train.folder import RunFolder
+from depthmix.train.optim import (
+    build_optimizers,
+    learning_rate,
+    load_optimizer_tensors,
+    optimizer_tensors,
+    set_learning_rate,
+)
+from depthmix.train.progress import TrainingProgress
+from depthmix.train.signals import StopSignal
+from depthmix.train.sinks import open_sinks
+
+RNG = "rng/torch"  # the generator's state, saved among the optimizer's tensors
+FREE = {"data", "out", "quiet", "tensorboard", "wandb", "keep", "save_every", "device"}  # may change between resumes
+
+
+def check_config(config: TrainConfig) -> None:
+    """UserError for a value no run can have."""
+    for name in ("data", "out"):
+        if not getattr(config, name):
+            raise UserError(
+                f"{name} is needed: {next(f.metadata['help'] for f in dataclasses.fields(config) if f.name == name)}"
+            )
+    for name in ("seq_len", "batch_size", "steps", "log_every", "eval_every", "save_every", "keep"):
+        if getattr(config, name) < 1:
+            raise UserError(f"{name} must be at least 1, got {getattr(config, name)}")
+    for name in ("micro_batch_size", "eval_tokens"):
+        if getattr(config, name) is not None and getattr(config, name) < 1:
+            raise UserError(f"{name} must be at least 1 or none, got {getattr(config, name)}")
+    if config.micro_batch_size is not None and config.batch_size % config.micro_batch_size:
+        raise UserError(f"micro_batch_size must divide batch_size={config.batch_size}, got {config.micro_batch_size}")
+    for name in ("lr", "muon_lr", "adam_eps", "rope_theta", "norm_eps"):
+        if not 0 < getattr(config, name) < math.inf:
+            raise UserError(f"{name} must be a number above 0, got {getattr(config, name)}")
+    for name in ("weight_decay", "clip", "warmup", "seed"):
+        if not 0 <= getattr(config, name) < math.inf:
+            raise UserError(f"{name} must be at least 0, got {getattr(config, name)}")
+    for name in ("final_lr", "decay_fraction"):
+        if not 0 <= getattr(config, name) <= 1:
+            raise UserError(f"{name} must be from 0 to 1, got {getattr(config, name)}")
+    for name in ("beta1", "beta2"):
+        if not 0 <= getattr(config, name) < 1:
+            raise UserError(f"{name} must be at least 0 and below 1, got {getattr(config, name)}")
+    if config.warmup >= config.steps:
+        raise UserError(f"warmup must be shorter than the run of {config.steps} steps, got {config.warmup}")
+
+
+def model_config(config: TrainConfig, vocab_size: int) -> DecoderConfig:
+    """The decoder a training configuration describes."""
+    shared = {f.name for f in dataclasses.fields(DecoderConfig)} & {f.name for f in dataclasses.fields(config)}
+    return DecoderConfig(vocab_size=vocab_size, **{name: getattr(config, name) for name in shared})
+
+
+def build_model(config: TrainConfig, vocab_size: int, device: torch.device) -> Decoder:
+    """The model as training wants it: seeded, on its device, compiled or checkpointed sublayer by sublayer."""
+    torch.manual_seed(config.seed)
+    model = Decoder(model_config(config, vocab_size)).to(device)
+    if config.checkpoint_activations:
+        for sublayer in model.sublayers:
+            sublayer.forward = functools.partial(checkpoint, sublayer.forward, use_reentrant=False)
+    if config.compile == "model":
+        model.compile()
+    elif config.compile == "sublayers":
+        for module in (*model.sublayers, *(n for norms in model.norms for n in norms), model.final_norm):
+            module.compile()
+    return model
+
+
+class Trainer:
+    """A model, its optimizers and its data: everything one step needs."""
+
+    def __init__(self, config: TrainConfig, data: TokenData, device: torch.device) -> None:
+        self.config, self.device = config, device
+        self.model = build_model(config, data.vocab_size, device)
+        self.optimizers = build_optimizers(self.model, config)
+        self.batches = Batches(data.split("train"), config.seq_len, config.batch_size, config.seed)
+        self.val = data.split("val")
+        self.parameters = [p for p in self.model.parameters() if p.requires_grad]
+        self.too_large = 3 * math.log(data.vocab_size)  # a loss far above guessing has exploded
+
+    def step(self, step: int) -> tuple[float, float]:
+        """One optimizer step on batch `step`: (loss, gradient norm). A loss that is not usable leaves the weights alone."""
+        batch = self.batches.get(step).to(self.device, non_blocking=True)
+        micro = self.config.micro_batch_size or self.config.batch_size
+        set_learning_rate(self.optimizers, learning_rate(self.config, step))
+        total = torch.zeros((), device=self.device)
+        for part in batch.split(micro):
+            with autocast(self.device, self.config.precision):
+                loss = token_losses(self.model, part).mean() * (len(part) / len(batch))
+            loss.backward()
+            total += loss.detach()
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.config.clip or math.inf)
+        loss_value, norm_value = torch.stack([total, norm.to(total)]).tolist()
+        if self.usable(loss_value, norm_value):
+            for optimizer in self.optimizers.values():
+                optimizer.step()
+        self.model.zero_grad(set_to_none=True)
+        return loss_value, norm_value
+
+    def usable(self, loss: float, norm: float) -> bool:
+        """Whether the numbers of a step are ones to learn from."""
+        return math.isfinite(loss) and math.isfinite(norm) and loss <= self.too_large
+
+    def evaluate(self) -> Evaluation:
+        """The validation loss."""
+        micro = self.config.micro_batch_size or self.config.batch_size
+        batches = validation_batches(self.val, self.config.seq_len, micro, self.config.eval_tokens)
+        return evaluate(self.model, batches, self.device, self.config.precision, self.val.n_bytes / self.val.n_tokens)
+
+    def tensors(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Everything a checkpoint holds: the model's tensors, and the optimizers' with the random generator's."""
+        model = {n: p.detach() for n, p in self.model.named_parameters()}  # tied weights come once
+        return model, {**optimizer_tensors(self.optimizers), RNG: torch.get_rng_state()}
+
+    def restore(self, saved: Checkpoint) -> None:
+        """Go on from a checkpoint of the same model."""
+        load_parameters(self.model, saved.model, self.config.mixer, f"step {saved.step}")
+        optimizer = dict(saved.optimizer)
+        torch.set_rng_state(optimizer.pop(RNG))
+        try:
+            load_optimizer_tensors(self.optimizers, optimizer)
+        except ValueError as error:
+            raise UserError(
+                f"the checkpoint at step {saved.step} is of another optimizer: {error}", CHECKPOINT
+            ) from None
+
+
+def load_parameters(model: Decoder, tensors: dict[str, Tensor], mixer: str, what: str) -> None:
+    """Copy a checkpoint's tensors into the model; UserError if they are those of another mechanism or size."""
+    named = dict(model.named_parameters())
+    for name in (*named, *tensors):
+        if name not in named or name not in tensors:
+            kind = "has" if name in tensors else "lacks"
+            raise UserError(
+                f"the checkpoint at {what} {kind} {name}: it is of another mechanism or size than {mixer} as configured",
+                CHECKPOINT,
+            )
+        if named[name].shape != tensors[name].shape:
+            shapes = f"{list(tensors[name].shape)}, not {list(named[name].shape)}"
+            raise UserError(f"the checkpoint at {what} has {name} of shape {shapes}: it is of another size", CHECKPOINT)
+    with torch.no_grad():
+        for name, p in named.items():
+            p.copy_(tensors[name])
+
+
+def train(config: TrainConfig, *, label: str = "") -> RunFolder:
+    """Train, or go on with a run that was interrupted; a finished run is returned as it is."""
+    check_config(config)
+    device = choose_device(config.device)
+    data = TokenData.open(config.data)
+    model_config(config, data.vocab_size)  # a wrong size or option is said before anything is written
+    folder = RunFolder.open_or_create(Path(config.out), config, sys.argv, FREE)
+    with folder.locked():
+        if folder.has_result():
+            return folder
+        folder.copy_tokenizer(data.tokenizer_path)
+        trainer = Trainer(config, data, device)
+        saved = latest_checkpoint(folder.checkpoints, warn=folder.log)
+        if saved is not None:
+            trainer.restore(saved)
+        _run(trainer, folder, saved, label or config.mixer)
+    return folder
+
+
+def _run(trainer: Trainer, folder: RunFolder, saved: Checkpoint | None, label: str) -> None:
+    config, device = trainer.config, trainer.device
+    first = 0 if saved is None else saved.step
+    seconds = 0.0 if saved is None else float(saved.state["seconds"])
+    skipped = 0 if saved is None else int(saved.state["skipped"])
+    val_loss = None if saved is None else saved.state["val_loss"]
+    folder.cut(first)
+    folder.log(f"{'starting' if saved is None else 'resuming'} at step {first} of {config.steps} on {device}")
+    tokens_a_step = config.batch_size * config.seq_len
+    times: list[float] = []
+    last_good = first if saved is not None else None
+    reset_peak_memory(device)
+    sinks = open_sinks(config, folder)
+    progress = TrainingProgress(label, first, config.steps, config.quiet)
+
+    def save(step: int) -> None:
+        nonlocal last_good
+        folder.sync()
+        model, optimizer = trainer.tensors()
+        state = {"seconds": seconds, "skipped": skipped, "val_loss": val_loss, "config": dataclasses.asdict(config)}
+        save_checkpoint(folder.checkpoints, step, model, optimizer, state, config.keep)
+        last_good = step
+
+    try:
+        with StopSignal() as stop:
+            for step in range(first, config.steps):
+                begun = time.perf_counter()
+                loss, norm = trainer.step(step)
+                times.append(time.perf_counter() - begun)
+                seconds += times[-1]
+                done = step + 1
+                if not trainer.usable(loss, norm):
+                    _diverged(config, folder, step, loss, norm, last_good)
+                    skipped += 1
+                evaluated = None
+                if done % config.eval_every == 0 or done == config.steps:
+                    evaluated = trainer.evaluate()
+                    val_loss = evaluated.loss
+                if done % config.log_every == 0 or done == config.steps:
+                    line = {
+                        "step": done,
+                        "tokens": done * tokens_a_step,
+                        "loss": loss,
+                        "lr": config.lr * learning_rate(config, step),
+                        "grad_norm": norm,
+                    }
+                    folder.append_metrics(line)
+                    speed = {
+                        "step": done,
+                        "seconds": seconds,
+                        "tokens_per_s": tokens_a_step / times[-1],
+                        "memory_bytes": peak_memory(device),
+                    }
+                    folder.append_speed(speed)
+                    sinks.write({**line, **speed})
+                if evaluated is not None:
+                    line = {"step": done, "tokens": done * tokens_a_step, "val_loss": evaluated.loss}
+                    folder.append_metrics(line)
+                    sinks.write(line)
+                recent = statistics.mean(times[-20:])
+                progress.update(
+                    done, loss, tokens_a_step / recent, peak_memory(device) if done % 20 == 0 else None, val_loss
+                )
+                if done % config.save_every == 0 or done == config.steps or stop.requested:
+                    save(done)
+                if stop.requested and done < config.steps:
+                    folder.log(f"stopped by {stop.name} at step {done}")
+                    raise UserError(
+                        f"stopped by {stop.name} after step {done} of {config.steps}, and saved; the same command goes on from there",
+                        INTERRUPTED,
+                    )
+        evaluated = evaluated if config.steps > first and evaluated is not None else trainer.evaluate()
+        folder.write_result(_result(trainer, evaluated, times, seconds, skipped))
+        folder.log(f"finished: validation loss {evaluated.loss:.4f}")
+    finally:
+        progress.close()
+        sinks.close()
+
+
+def _diverged(
+    config: TrainConfig, folder: RunFolder, step: int, loss: float, norm: float, last_good: int | None
+) -> None:
+    where = f"step {step + 1} (batch {step} of seed {config.seed})"
+    folder.log(f"loss {loss} with gradient norm {norm} at {where}")
+    if config.on_nan == "skip":
+        return
+    good = (
+        "no checkpoint was saved before it"
+        if last_good is None
+        else f"the last good checkpoint is that of step {last_good}"
+    )
+    advice = "lower lr, or pass --on-nan skip to leave such batches out"
+    raise UserError(f"the loss became {loss:.4g} (gradient norm {norm:.4g}) at {where}; {good}; {advice}", DIVERGED)
+
+
+def _result(
+    trainer: Trainer, evaluated: Evaluation, times: list[float], seconds: float, skipped: int
+) -> dict[str, Any]:
+    config = trainer.config
+    return {
+        "mixer": config.mixer,
+        "mixer_options": config.mixer_options,
+        "seed": config.seed,
+        "steps": config.steps,
+        "tokens": config.steps * config.batch_size * config.seq_len,
+        "val_loss": evaluated.loss,
+        "perplexity": evaluated.perplexity,
+        "bits_per_byte": evaluated.bits_per_byte,
+        "parameters": trainer.model.parameter_counts(),
+        "step_seconds": statistics.median(times) if times else None,
+        "seconds": seconds,
+        "peak_memory": peak_memory(trainer.device),
+        "skipped_batches": skipped,
+    }
+
+
+def measure_step_times(configs: list[TrainConfig], warmup: int = 3, rounds: int = 10) -> list[float]:
+    """Median seconds of a training step for each configuration, taken in turns so that all see the same machine."""
+    trainers = []
+    for config in configs:
+        check_config(config)
+        trainers.append(Trainer(config, TokenData.open(config.data), choose_device(config.device)))
+    times: list[list[float]] = [[] for _ in configs]
+    for step in range(warmup + rounds):
+        for trainer, taken in zip(trainers, times, strict=True):
+            begun = time.perf_counter()
+            trainer.step(step)
+            taken.append(time.perf_counter() - begun)
+    return [statistics.median(taken[warmup:]) for taken in times]

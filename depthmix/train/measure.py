@@ -1,0 +1,74 @@
+"""`depthmix eval`: a trained model on any text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from depthmix.train.config import EvalConfig
+from depthmix.train.corpus import documents
+from depthmix.train.dataset import TokenData, validation_batches
+from depthmix.train.device import choose_device
+from depthmix.train.errors import DATA, UserError
+from depthmix.train.evaluate import Evaluation, evaluate
+from depthmix.train.restore import Trained, load_model
+
+
+def evaluate_run(config: EvalConfig) -> Evaluation:
+    """Loss of a run's model on text files, or on the validation split it was trained with."""
+    if config.batch_size < 1 or (config.seq_len is not None and config.seq_len < 1):
+        raise UserError("batch_size and seq_len must be at least 1")
+    device = choose_device(config.device)
+    trained = load_model(config.run, device)
+    seq_len = config.seq_len or trained.config.seq_len
+    if config.input:
+        ids, n_bytes = _encode(trained, config)
+        batches, ratio = _windows(ids, seq_len, config.batch_size), n_bytes / len(ids)
+    else:
+        val = TokenData.open(trained.config.data).split("val")
+        batches, ratio = validation_batches(val, seq_len, config.batch_size, None), val.n_bytes / val.n_tokens
+    return evaluate(trained.model, batches, device, trained.config.precision, ratio)
+
+
+def _encode(trained: Trained, config: EvalConfig) -> tuple[np.ndarray, int]:
+    end = trained.tokenizer.token_to_id("<|endoftext|>")
+    ids: list[int] = []
+    n_bytes = 0
+    for text in documents(config.input, config.text_field, "file"):
+        ids += trained.tokenizer.encode(text).ids + ([] if end is None else [end])
+        n_bytes += len(text.encode())
+    if len(ids) < 2:
+        raise UserError("the text is too short to measure: it has fewer than two tokens", DATA)
+    return np.asarray(ids), n_bytes
+
+
+def _windows(ids: np.ndarray, seq_len: int, batch_size: int) -> Iterator[Tensor]:
+    """Rows of seq_len + 1 tokens that overlap by one; the last, shorter one comes alone."""
+    starts = range(0, len(ids) - 1, seq_len)
+    rows = [ids[s : s + seq_len + 1] for s in starts]
+    full = [r for r in rows if len(r) == seq_len + 1]
+    for i in range(0, len(full), batch_size):
+        yield torch.from_numpy(np.stack(full[i : i + batch_size]))
+    if len(rows) > len(full):
+        yield torch.from_numpy(rows[-1][None])
+
+
+def measure(config: EvalConfig) -> None:
+    """Print what `evaluate_run` finds."""
+    found = evaluate_run(config)
+    numbers = {
+        "loss": found.loss,
+        "perplexity": found.perplexity,
+        "bits_per_byte": found.bits_per_byte,
+        "tokens": found.tokens,
+    }
+    if config.json:
+        print(json.dumps(numbers))
+    else:
+        print(
+            f"loss {found.loss:.4f} nats a token, perplexity {found.perplexity:.2f}, {found.bits_per_byte:.4f} bits per byte, {found.tokens:,} tokens"
+        )

@@ -1,0 +1,113 @@
+"""Which parameters decay, which optimizer takes them, and the learning rate over time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from depthmix.mixers import Mixer
+from depthmix.train.config import TrainConfig
+
+
+def decays(model: nn.Module) -> dict[str, bool]:
+    """Whether weight decay applies, by parameter name: to matrices, and in a mixer to what its paper decays."""
+    result = {name: p.ndim >= 2 for name, p in model.named_parameters()}
+    for prefix, module in model.named_modules():
+        if isinstance(module, Mixer):
+            for name, _ in module.named_parameters():
+                result[f"{prefix}.{name}" if prefix else name] = module.decays(name)
+    return result
+
+
+def hidden_matrices(model: nn.Module) -> set[str]:
+    """The weights Muon is for: those of linear layers between activations, so not the head's (nor an embedding's)."""
+    linear = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and m is not getattr(model, "head", None)]
+    return {f"{n}.weight" for n in linear}
+
+
+def build_optimizers(model: nn.Module, config: TrainConfig) -> dict[str, torch.optim.Optimizer]:
+    """AdamW for everything, or Muon for the hidden matrices and AdamW for the rest."""
+    named, decay = dict(model.named_parameters()), decays(model)
+    matrices = hidden_matrices(model) if config.optimizer == "muon" else set()
+    fused = next(iter(named.values())).device.type == "cuda"
+    rest = {n: p for n, p in named.items() if n not in matrices}
+    optimizers: dict[str, torch.optim.Optimizer] = {
+        "adamw": torch.optim.AdamW(
+            _groups(rest, decay, config.weight_decay),
+            lr=config.lr,
+            betas=(config.beta1, config.beta2),
+            eps=config.adam_eps,
+            fused=fused,
+        )
+    }
+    if matrices:
+        groups = _groups({n: named[n] for n in named if n in matrices}, decay, config.weight_decay)
+        optimizers["muon"] = torch.optim.Muon(groups, lr=config.muon_lr)
+    for optimizer in optimizers.values():
+        for group in optimizer.param_groups:
+            group["peak_lr"] = group["lr"]
+    return optimizers
+
+
+def _groups(named: Mapping[str, Tensor], decay: dict[str, bool], weight_decay: float) -> list[dict[str, Any]]:
+    groups = []
+    for on in (True, False):
+        chosen = [(n, p) for n, p in named.items() if decay[n] == on]
+        if chosen:
+            groups.append({"params": chosen, "weight_decay": weight_decay if on else 0.0})
+    return groups
+
+
+def learning_rate(config: TrainConfig, step: int) -> float:
+    """The factor on the peak learning rate at step 0 … steps - 1."""
+    if step < config.warmup:
+        return (step + 1) / config.warmup
+    if config.schedule == "rsqrt":
+        return math.sqrt(max(1, config.warmup) / (step + 1))
+    last = config.steps - 1
+    if config.schedule == "wsd":
+        start = max(config.warmup, config.steps - max(1, round(config.decay_fraction * config.steps)))
+        done = 0.0 if step < start else (step - start + 1) / (last - start + 1)
+        return 1 - (1 - config.final_lr) * done
+    done = (step - config.warmup) / max(1, last - config.warmup)
+    return config.final_lr + (1 - config.final_lr) * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+
+
+def set_learning_rate(optimizers: dict[str, torch.optim.Optimizer], factor: float) -> None:
+    """Set every group's learning rate to its peak times the factor."""
+    for optimizer in optimizers.values():
+        for group in optimizer.param_groups:
+            group["lr"] = group["peak_lr"] * factor
+
+
+def optimizer_tensors(optimizers: dict[str, torch.optim.Optimizer]) -> dict[str, Tensor]:
+    """The optimizers' state as named tensors: `adamw/exp_avg/<parameter>`."""
+    tensors = {}
+    for key, optimizer in optimizers.items():
+        for group in optimizer.param_groups:
+            for name, p in zip(group["param_names"], group["params"], strict=True):
+                for field, value in optimizer.state.get(p, {}).items():
+                    tensors[f"{key}/{field}/{name}"] = torch.as_tensor(value)
+    return tensors
+
+
+def load_optimizer_tensors(optimizers: dict[str, torch.optim.Optimizer], tensors: dict[str, Tensor]) -> None:
+    """Put back what `optimizer_tensors` gave; ValueError where it does not fit."""
+    places = {}
+    for key, optimizer in optimizers.items():
+        for group in optimizer.param_groups:
+            for name, p in zip(group["param_names"], group["params"], strict=True):
+                places[key, name] = (optimizer, group, p)
+    for path, value in tensors.items():
+        key, field, name = path.split("/", 2)
+        if (key, name) not in places:
+            raise ValueError(f"{path} belongs to no parameter of this model")
+        optimizer, group, p = places[key, name]
+        if value.ndim and value.shape != p.shape:
+            raise ValueError(f"{path} has shape {list(value.shape)}, expected {list(p.shape)}")
+        on_cpu = value.ndim == 0 and not group.get("fused")  # AdamW counts its steps on the CPU unless it is fused
+        optimizer.state[p][field] = value.to("cpu" if on_cpu else p.device).clone()

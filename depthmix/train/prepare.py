@@ -1,0 +1,364 @@
+"""`depthmix data`: a corpus becomes a tokenizer and memory-mapped tokens, all of it or nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import hashlib
+import json
+import os
+import re
+import shutil
+from array import array
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from depthmix.train.config import DataConfig
+from depthmix.train.corpus import Listing, find_sources, pieces
+from depthmix.train.dataset import VERSION, ShardWriter
+from depthmix.train.errors import DATA, DISK, USAGE, UserError
+from depthmix.train.tokenizer import BYTES, END, chunks, encode, load_tokenizer, train_tokenizer, vocabulary
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+try:
+    import fcntl
+except ImportError:  # Windows: no lock, so two writers at a time are not noticed
+    fcntl = None  # type: ignore[assignment]
+
+SHARD_TOKENS = 64 * 2**20
+SAMPLE_BYTES = 32 * 2**20  # of the training documents, for the tokenizer: more hardly changes it
+NEAR = 1 << 16  # characters around the wanted place in which a single document is cut
+
+Progress = Callable[[str, int, "int | None"], None]
+Pieces = Iterable[tuple[str, bool]]
+
+
+@dataclass
+class Scan:
+    """What the first pass finds out; a document is 16 bytes here, whatever its length."""
+
+    keys: np.ndarray  # a hash of the seed and the text
+    sizes: np.ndarray  # bytes
+    characters: int
+
+
+def prepare(
+    config: DataConfig,
+    progress: Progress | None = None,
+    *,
+    shard_tokens: int = SHARD_TOKENS,
+    sample_bytes: int = SAMPLE_BYTES,
+) -> Path:
+    """Write the prepared corpus to config.out. `progress` gets (phase, done, total) with phases scan, tokenizer and encode, in bytes of text."""
+    _check(config)
+    report: Progress = progress or (lambda phase, done, total: None)
+    tokenizer = load_tokenizer(config.tokenizer) if config.tokenizer else None
+    with _staged(Path(config.out), config.overwrite) as folder:
+        listing = find_sources(config.input)
+        scan = _scan(_pieces(listing, config), config.seed, report)
+        total = int(scan.sizes.sum())
+        split: dict[str, Any]
+        if len(scan.keys) == 1:
+            at, boundary = _cut(_pieces(listing, config), scan.characters, config.val_fraction)
+            in_val = np.array([False, True])
+            split = {"by": boundary, "character": at, "note": "one document only: its end is the validation split"}
+        else:
+            at = 0
+            in_val, by = _choose(scan.keys, config.val_fraction, config.seed)
+            split = {"by": by}
+
+        def corpus() -> Iterator[tuple[str, bool]]:
+            return _cut_at(_pieces(listing, config), at) if at else _pieces(listing, config)
+
+        if tokenizer is None:
+            of = total * at // scan.characters if at else int(scan.sizes[~in_val].sum())
+            sample = _sample(corpus(), in_val, min(sample_bytes, of), of, report)
+            tokenizer = train_tokenizer(sample, config.vocab_size)
+        meta = _write(folder, tokenizer, corpus(), in_val, total, shard_tokens, report)
+        meta["source"] = [str(item) for item in config.input]
+        meta["skipped_files"] = len(listing.skipped)
+        meta["split"] = {**split, "val_fraction": config.val_fraction, "seed": config.seed}
+        meta["document"], meta["text_field"] = config.document, config.text_field
+        text = json.dumps(meta, indent=2, ensure_ascii=False)
+        _save(folder / "meta.json", text.encode("utf-8", "backslashreplace") + b"\n")
+    return Path(config.out)
+
+
+def _check(config: DataConfig) -> None:
+    if not config.out:
+        raise UserError("No folder to write was given: set out.", USAGE)
+    if not 0 < config.val_fraction < 1:
+        raise UserError(f"val_fraction is {config.val_fraction}: it must lie between 0 and 1, both excluded.", USAGE)
+    if not config.tokenizer and config.vocab_size < BYTES + 1:
+        raise UserError(
+            f"vocab_size is {config.vocab_size}: it must be at least {BYTES + 1}, the {BYTES} bytes and {END}.", USAGE
+        )
+    if not config.tokenizer and config.vocab_size > 2**31:
+        raise UserError(f"vocab_size is {config.vocab_size}: no corpus yields that many entries.", USAGE)
+
+
+def _pieces(listing: Listing, config: DataConfig) -> Iterator[tuple[str, bool]]:
+    return pieces(listing, config.text_field, config.document)
+
+
+def _scan(corpus: Pieces, seed: int, report: Progress) -> Scan:
+    keys, sizes = array("Q"), array("Q")
+    start = f"{seed}\n".encode()
+    characters = done = shown = size = 0
+    digest = hashlib.blake2b(start, digest_size=8)
+    for text, last in corpus:
+        data = text.encode()
+        digest.update(data)
+        characters += len(text)
+        size += len(data)
+        if last:
+            keys.append(int.from_bytes(digest.digest(), "little"))
+            sizes.append(size)
+            digest = hashlib.blake2b(start, digest_size=8)
+            size = 0
+        done += len(data)
+        if done - shown >= 1 << 20:
+            report("scan", done, None)
+            shown = done
+    report("scan", done, done)
+    return Scan(np.array(keys, np.uint64), np.array(sizes, np.int64), characters)
+
+
+def _choose(keys: np.ndarray, fraction: float, seed: int) -> tuple[np.ndarray, str]:
+    """Which documents are for validation: those with the smallest keys, copies of one document together, so that none is on both sides."""
+    unique, group, counts = np.unique(keys, return_inverse=True, return_counts=True)
+    by = "document"
+    if len(unique) == 1:
+        by = "document, though all are the same"
+        group = np.random.Philox(key=seed % 2**64).random_raw(len(keys)).argsort(kind="stable").argsort(kind="stable")
+        counts = np.ones(len(keys), np.int64)
+    wanted = min(max(1, round(fraction * len(keys))), len(keys) - 1)
+    taken = np.zeros(len(counts), bool)
+    left = wanted
+    for i, count in enumerate(counts):
+        if count <= left:
+            taken[i] = True
+            left -= int(count)
+        if not left:
+            break
+    if left == wanted:  # every document has more copies than wanted
+        taken[counts.argmin()] = True
+    return taken[group], by
+
+
+def _cut(corpus: Pieces, characters: int, fraction: float) -> tuple[int, str]:
+    """Where a single document is cut, and at what: a blank line if there is one near, else a line's end, else a space."""
+    wanted = min(max(1, round((1 - fraction) * characters)), characters - 1)
+    if wanted < 1:
+        raise UserError("The corpus is too short: it is one character, which cannot be split.", DATA)
+    low, high = max(0, wanted - NEAR), min(characters, wanted + NEAR)
+    position, window = 0, ""
+    for text, _ in corpus:
+        window += text[max(0, low - position) : max(0, high - position)]
+        position += len(text)
+    first = len(window) - len(window.lstrip())
+    end = len(window.rstrip())
+    for pattern, name in ((r"\n[ \t\r]*\n\s*", "paragraph"), (r"\n", "line"), (r"\s", "space")):
+        cuts = [m.end() for m in re.finditer(pattern, window) if first < m.end() < end]
+        if cuts:
+            return low + min(cuts, key=lambda c: abs(low + c - wanted)), name
+    raise UserError(
+        "The corpus is too short: it is one document without a place to split it in two; add documents, or set document to line or blank.",
+        DATA,
+    )
+
+
+def _cut_at(corpus: Pieces, at: int) -> Iterator[tuple[str, bool]]:
+    position = 0
+    for text, last in corpus:
+        if position < at <= position + len(text):
+            yield text[: at - position], True
+            yield text[at - position :], last
+        else:
+            yield text, last
+        position += len(text)
+
+
+def _sample(corpus: Pieces, in_val: np.ndarray, wanted: int, of: int, report: Progress) -> Iterator[str]:
+    """The training documents, or about every so many-th chunk of them where they are more than wanted."""
+    index, due, done = 0, 0.0, 0
+    for text, last in chunks(corpus):
+        if not in_val[min(index, len(in_val) - 1)]:
+            due += wanted / of
+            if due >= 1 or wanted >= of:
+                due -= 1
+                done += len(text.encode())
+                report("tokenizer", min(done, wanted), wanted)
+                yield text
+            if wanted < of and done > 1.25 * wanted:  # chunks of very unequal length
+                return
+        index += last
+
+
+def _write(
+    folder: Path,
+    tokenizer: Tokenizer,
+    corpus: Pieces,
+    in_val: np.ndarray,
+    total: int,
+    shard_tokens: int,
+    report: Progress,
+) -> dict[str, Any]:
+    size = vocabulary(tokenizer)
+    dtype = np.dtype("<u2" if size <= 2**16 else "<u4")
+    splits = [ShardWriter(folder, name, dtype, shard_tokens) for name in ("train", "val")]
+    index = 0
+    for encoded in encode(tokenizer, corpus, lambda done: report("encode", min(done, total), total)):
+        if index >= len(in_val):
+            break
+        splits[int(in_val[index])].write(encoded.ids, encoded.n_bytes, encoded.last)
+        index += encoded.last
+    for shards in splits:
+        shards.close()
+    if index != len(in_val) or sum(s.bytes for s in splits) != total:
+        raise UserError("The corpus changed while it was read: prepare it again.", DATA)
+    report("encode", total, total)
+    text = tokenizer.to_str(pretty=True).encode()
+    _save(folder / "tokenizer.json", text)
+    return {
+        "version": VERSION,
+        "dtype": "uint16" if dtype.itemsize == 2 else "uint32",
+        "vocab_size": size,
+        "tokenizer": "tokenizer.json",
+        "end_of_text": {"token": END, "id": tokenizer.token_to_id(END)},
+        "splits": {s.name: s.meta() for s in splits},
+        "sha256": {
+            "tokenizer.json": hashlib.sha256(text).hexdigest(),
+            **{name: digest for s in splits for name, digest in s.sha256.items()},
+        },
+    }
+
+
+def _save(path: Path, data: bytes) -> None:
+    with open(path, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+@contextlib.contextmanager
+def _staged(target: Path, overwrite: bool) -> Iterator[Path]:
+    """A folder beside the target to fill: it takes the target's place when the block ends well and goes away when it does not.
+
+    What a killed process left there is removed by the next one.
+    """
+    _check_target(target, overwrite)
+    folder = target.parent / f".{target.name}.partial"
+    with _disk_errors(target), contextlib.ExitStack() as locks:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _take(folder, target, locks)
+        rest = True
+        try:
+            yield folder
+            _check_target(target, overwrite)  # again: it took a while
+            _sync_folder(folder)
+            if _is_prepared(target):
+                _lock(target, locks)  # it moves to where the next writer would look
+                _exchange(folder, target)
+            else:
+                os.replace(folder, target)
+                rest = False
+            _sync_folder(target.parent)
+        finally:
+            if rest:
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _disk_errors(target: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as e:
+        if e.errno in (errno.ENOSPC, errno.EDQUOT):
+            message = f"The disk is full, so {target} was not written: free some space or choose another place."
+        else:
+            message = f"{target} cannot be written: {e.strerror or e}."
+        raise UserError(message, DISK) from e
+
+
+def _check_target(target: Path, overwrite: bool) -> None:
+    if target.name in ("", ".."):
+        raise UserError(f"{target} cannot be written: name a new folder.", USAGE)
+    with _disk_errors(target):
+        if not os.path.lexists(target):
+            return
+        if target.is_symlink() or not target.is_dir():
+            raise UserError(f"{target} exists and is not a folder: choose another place.", DATA)
+        if not any(target.iterdir()):
+            return
+    if not _is_prepared(target):
+        raise UserError(f"{target} exists and is not prepared data, so it is left alone: choose another folder.", DATA)
+    if not overwrite:
+        raise UserError(f"{target} already holds prepared data: choose another folder or set overwrite.", DATA)
+
+
+def _is_prepared(folder: Path) -> bool:
+    try:
+        meta = json.loads((folder / "meta.json").read_bytes())
+    except (OSError, ValueError):
+        return False
+    return isinstance(meta, dict) and "splits" in meta and "vocab_size" in meta
+
+
+def _take(folder: Path, target: Path, locks: contextlib.ExitStack) -> None:
+    """Make the folder, or take over and empty the one that a killed process left."""
+    while True:
+        folder.mkdir(exist_ok=True)
+        try:
+            handle = _lock(folder, locks)
+        except BlockingIOError as e:
+            raise UserError(f"Another process is writing {target}: wait for it to end.", DATA) from e
+        except FileNotFoundError:
+            continue
+        # Between the two calls another process may have finished and renamed the folder away.
+        if handle is None or (folder.exists() and os.path.samestat(os.fstat(handle), os.stat(folder))):
+            break
+    for path in folder.iterdir():
+        path.unlink()
+
+
+def _lock(folder: Path, locks: contextlib.ExitStack) -> int | None:
+    """Held until the process ends, however it ends; None where the system has no such locks."""
+    if fcntl is None:
+        return None
+    handle = os.open(folder, os.O_RDONLY)
+    locks.callback(os.close, handle)
+    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return handle
+
+
+def _exchange(new: Path, old: Path) -> None:
+    """Let two folders change places, in one step where the system can."""
+    renameat2 = getattr(ctypes.CDLL(None), "renameat2", None) if os.name == "posix" else None
+    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    if renameat2 and renameat2(here, os.fsencode(new), here, os.fsencode(old), exchange) == 0:
+        return
+    aside = new.with_name(new.name + "-old")
+    os.rename(old, aside)
+    try:
+        os.rename(new, old)
+    except OSError:
+        os.rename(aside, old)
+        raise
+    os.rename(aside, new)
+
+
+def _sync_folder(folder: Path) -> None:
+    if os.name == "posix":
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

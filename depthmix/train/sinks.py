@@ -1,0 +1,52 @@
+"""Where metrics go besides the run's own files: TensorBoard and Weights & Biases, when asked for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from depthmix.train.config import TrainConfig
+from depthmix.train.errors import UserError
+from depthmix.train.folder import RunFolder
+
+
+class Sinks:
+    """Zero or more places that take a line of metrics."""
+
+    def __init__(self, config: TrainConfig, folder: RunFolder) -> None:
+        self.board: Any = None
+        self.wandb: Any = None
+        if config.tensorboard:
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError:
+                raise UserError(
+                    "tensorboard is not installed: pip install tensorboard, or leave --tensorboard out"
+                ) from None
+            self.board = SummaryWriter(str(folder.path / "tensorboard"))
+        if config.wandb:
+            try:
+                import wandb
+            except ImportError:
+                raise UserError("wandb is not installed: pip install wandb, or leave --wandb out") from None
+            self.wandb = wandb.init(project=config.wandb, dir=str(folder.path), config=vars(config), resume="allow")
+
+    def write(self, line: dict[str, Any]) -> None:
+        """One line of metrics with its step."""
+        numbers = {k: v for k, v in line.items() if k != "step" and isinstance(v, int | float)}
+        if self.board is not None:
+            for name, value in numbers.items():
+                self.board.add_scalar(name, value, line["step"])
+        if self.wandb is not None:
+            self.wandb.log(numbers, step=line["step"])
+
+    def close(self) -> None:
+        """Flush and finish."""
+        if self.board is not None:
+            self.board.close()
+        if self.wandb is not None:
+            self.wandb.finish()
+
+
+def open_sinks(config: TrainConfig, folder: RunFolder) -> Sinks:
+    """The sinks a configuration asks for."""
+    return Sinks(config, folder)

@@ -1,0 +1,164 @@
+"""The tokenizer: trained, loaded, and applied to a stream of documents in bounded memory."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from depthmix.train.errors import DATA, UserError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+END = "<|endoftext|>"
+BYTES = 256
+CHUNK = 1 << 14  # characters encoded in one piece: small enough to keep every core busy
+BATCH = 1 << 21  # characters encoded at a time: about 100 bytes of memory a token
+BATCH_CHUNKS = 8192
+
+# Where text may be cut without changing its tokens: the usual pre-tokenizers start a new word at a space between two words.
+# Elsewhere (second choice) this holds for the tokenizer trained here, which starts a new word at any white space after something else.
+_CUTS = (re.compile(r"(?<=\w)[ \n](?=\w)"), re.compile(r"(?<=\S)\s"))
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Tokens of one chunk of a document, with the bytes of text they stand for; `last` chunks end in <|endoftext|>."""
+
+    ids: np.ndarray
+    n_bytes: int
+    last: bool
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    """A byte-level BPE with `vocab_size` entries, <|endoftext|> the first of them."""
+    _require_tokenizers()
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    if (found := tokenizer.get_vocab_size()) < vocab_size:
+        raise UserError(
+            f"The corpus is too small for a vocabulary of {vocab_size}: it yields {found} entries; set vocab_size to that or less.",
+            DATA,
+        )
+    return _ready(tokenizer)
+
+
+def load_tokenizer(path: str | Path) -> Tokenizer:
+    """A saved tokenizer.json; <|endoftext|> is added where it is missing."""
+    _require_tokenizers()
+    from tokenizers import Tokenizer
+
+    try:
+        text = Path(path).read_bytes().decode()
+    except FileNotFoundError as e:
+        raise UserError(f"There is no tokenizer file {path}.", DATA) from e
+    except OSError as e:
+        raise UserError(f"The tokenizer file {path} cannot be read: {e.strerror or e}.", DATA) from e
+    except UnicodeDecodeError as e:
+        raise UserError(f"{path} is not a tokenizer.json: it is not UTF-8 text.", DATA) from e
+    try:
+        tokenizer = Tokenizer.from_str(text)
+    except Exception as e:  # the library raises nothing narrower
+        reason = (str(e) or type(e).__name__).splitlines()[0].rstrip(".")
+        raise UserError(f"{path} is not a tokenizer.json of the tokenizers library: {reason}.", DATA) from e
+    return _ready(tokenizer)
+
+
+def _require_tokenizers() -> None:
+    if importlib.util.find_spec("tokenizers") is None:
+        raise UserError("Tokenizing needs the tokenizers library: pip install 'depthmix[train]'.")
+
+
+def _ready(tokenizer: Tokenizer) -> Tokenizer:
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    if tokenizer.token_to_id(END) is None:
+        tokenizer.add_special_tokens([END])
+    tokenizer.encode_special_tokens = True  # "<|endoftext|>" written in a document is text, not the end of it
+    return tokenizer
+
+
+def vocabulary(tokenizer: Tokenizer) -> int:
+    """Rows an embedding needs: one more than the largest id (ids may have gaps)."""
+    return 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
+
+
+def chunks(pieces: Iterable[tuple[str, bool]], size: int = CHUNK) -> Iterator[tuple[str, bool]]:
+    """The same documents in chunks of about `size` characters, cut where tokens end; the cuts depend on the text alone."""
+    buffer = ""
+    for text, last in pieces:
+        buffer += text
+        start = 0
+        while len(buffer) - start > size + 1:
+            stop = _cut(buffer, start, start + size)
+            yield buffer[start:stop], False
+            start = stop
+        buffer = buffer[start:]
+        if last:
+            yield buffer, True
+            buffer = ""
+
+
+def _cut(text: str, start: int, stop: int) -> int:
+    near = max(start + 1, stop - 4096)
+    for low in (near, start + 1):
+        for pattern in _CUTS:
+            cut = 0
+            for match in pattern.finditer(text, low, stop + 1):
+                cut = match.start()
+            if cut > start:
+                return cut
+    return stop  # a word longer than a chunk
+
+
+def encode(
+    tokenizer: Tokenizer, pieces: Iterable[tuple[str, bool]], progress: Callable[[int], None] | None = None
+) -> Iterator[Encoded]:
+    """Tokens of a stream of (text, last) pieces; `progress` gets the bytes done so far."""
+    end = tokenizer.token_to_id(END)
+    assert end is not None, "train_tokenizer and load_tokenizer see to it"
+    whole = tokenizer.encode("the first part and the second", add_special_tokens=False).ids
+    first, second = (tokenizer.encode(t, add_special_tokens=False).ids for t in ("the first part", " and the second"))
+    # A tokenizer that puts something before every text, as some do, must see whole documents.
+    size = CHUNK if whole == first + second else 1 << 62
+    done = 0
+    for batch in _batches(chunks(pieces, size)):
+        encodings = tokenizer.encode_batch_fast([text for text, _ in batch], add_special_tokens=False)
+        for (text, last), encoding in zip(batch, encodings, strict=True):
+            ids = encoding.ids
+            if last:
+                ids.append(end)
+            n_bytes = len(text.encode())
+            done += n_bytes
+            yield Encoded(np.array(ids, np.int64), n_bytes, last)
+        if progress:
+            progress(done)
+
+
+def _batches(items: Iterable[tuple[str, bool]]) -> Iterator[list[tuple[str, bool]]]:
+    batch: list[tuple[str, bool]] = []
+    size = 0
+    for item in items:
+        batch.append(item)
+        size += len(item[0])
+        if size >= BATCH or len(batch) >= BATCH_CHUNKS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch

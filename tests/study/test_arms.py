@@ -1,0 +1,84 @@
+"""Arms: what is read, what it is called, and what is refused."""
+
+import pytest
+
+from depthmix.mixers import list_mixers
+from depthmix.study.arms import Arm, check_arms, parse_arm, parse_arms
+from depthmix.train.errors import USAGE, UserError
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "options"),
+    [
+        ("residual", "residual", {}),
+        ("attnres:block_size=4,ways=3", "attnres", {"block_size": 4, "ways": 3}),
+        (" attnres : ways = 3 , block_size = 4 ", "attnres", {"block_size": 4, "ways": 3}),
+        ("attnres:block_size=none,key_norm=false", "attnres", {"block_size": None, "key_norm": False}),
+        ("attnres:eps=1e-5", "attnres", {"eps": 1e-5}),
+        ("highway:gate=scalar,bias=-1", "highway", {"gate": "scalar", "bias": -1}),
+        ("highway:gate='scalar'", "highway", {"gate": "scalar"}),
+        ("mhc:residual_map=identity,head=null", "mhc", {"residual_map": "identity", "head": None}),
+    ],
+)
+def test_an_arm_is_read_with_types_and_read_back_from_its_label(text, name, options):
+    arm = parse_arm(text)
+    assert arm == Arm(name, options)
+    assert [type(v) for v in arm.options.values()] == [type(options[k]) for k in arm.options]
+    assert parse_arm(arm.label) == arm
+
+
+def test_labels_do_not_depend_on_the_order_and_folders_are_plain():
+    assert parse_arm("attnres:ways=3,block_size=4").label == "attnres:block_size=4,ways=3"
+    assert parse_arm("attnres:ways=3,block_size=4").folder == "attnres-block_size=4-ways=3"
+    odd = [Arm("x", {"a": text}).folder for text in ("../b", "..:b", "<script>", "a" * 300)]
+    assert len(set(odd)) == 4
+    assert all(len(f) < 120 and not set(f) & set('/\\:<>"|?* ') for f in odd)
+    assert all(parse_arm(name).folder == name for name in list_mixers())
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("atnres", "did you mean 'attnres'"),
+        ("attnres:blocksize=4", "did you mean 'block_size'"),
+        ("attnres:block_size=four", "block_size must be an integer"),
+        ("attnres:block_size=0", "at least 1"),
+        ("attnres:block_size=4.5", "block_size must be an integer"),
+        ("attnres:ways=2", "ways must be 1 or 3"),
+        ("attnres:weights=sofmax", "did you mean 'softmax'"),
+        ("attnres:eps=nan", "finite"),
+        ("attnres:ways=3,ways=1", "ways twice"),
+        ("attnres:ways", "expected option=value, got 'ways'"),
+        ("attnres:ways=", "expected option=value"),
+        ("attnres:", "expected option=value"),
+        ("attnres:ways=3,", "expected option=value"),
+        ("residual:ways=3", "it has no options"),
+        (":ways=3", "no mechanism"),
+        ("", "no mechanism"),
+        ({"attnres": None}, "NAME:option=value"),
+    ],
+)
+def test_a_mistake_is_one_sentence_that_names_the_arm(text, words):
+    with pytest.raises(UserError) as caught:
+        parse_arm(text)
+    message = str(caught.value)
+    assert words in message
+    assert repr(text) in message
+    assert "\n" not in message
+    assert caught.value.exit_code == USAGE
+
+
+def test_duplicates_and_empty_lists_are_refused():
+    for same in (["dca", "dca"], ["attnres", "attnres:block_size=none"], ["attnres:ways=1", "attnres:key_norm=true"]):
+        with pytest.raises(UserError, match="are the same"):
+            parse_arms(same)
+    assert len(parse_arms(["attnres", "attnres:ways=3"])) == 2
+    for empty in ([], "residual"):
+        with pytest.raises(UserError, match="list of at least one"):
+            parse_arms(empty)
+
+
+def test_options_that_do_not_fit_the_model_fail_before_anything_runs():
+    check_arms(parse_arms(["attnres:heads=4", *[n for n in list_mixers() if n != "attnres"]]), dim=64, n_blocks=2)
+    with pytest.raises(UserError, match=r"arm 'attnres:heads=5'.*heads must divide"):
+        check_arms(parse_arms(["attnres:heads=5"]), dim=64, n_blocks=2)

@@ -1,0 +1,356 @@
+"""Comparisons with a training that is not one: budgets, resuming, and what is written."""
+
+import json
+import math
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from depthmix.study.arms import parse_arms
+from depthmix.study.compare import check_config, compare, make_plan
+from depthmix.study.figures import MISSING, curve_over_seeds, draw_figures
+from depthmix.study.report import make_report
+from depthmix.study.table import from_csv, make_rows, read_run
+from depthmix.train.config import CompareConfig
+from depthmix.train.errors import CHECKPOINT, DIVERGED, INTERRUPTED, UserError
+from study.test_table import write_run
+
+SECONDS = {"residual": 0.2, "attnres": 0.3, "dca": 0.5, "rezero": 0.2}
+FINAL = {"residual": 4.0, "attnres": 3.9, "dca": 4.1, "rezero": 3.95}
+
+
+def configuration(tmp_path, **values):
+    defaults = {"data": "nowhere", "out": str(tmp_path / "out"), "steps": 400, "warmup": 40, "eval_every": 100}
+    defaults |= {"arms": ["residual", "attnres:block_size=4", "dca"], "dim": 8, "n_blocks": 2, "quiet": True}
+    return CompareConfig(**(defaults | values))
+
+
+class Trainer:
+    """Stands in for the loop: writes the run folder that a training would have left."""
+
+    def __init__(self):
+        self.calls, self.measured, self.fail, self.generated = [], [], {}, []
+
+    def train(self, config, *, label=""):
+        self.calls.append((config.mixer, config.seed))
+        if error := self.fail.get((config.mixer, config.seed)):
+            raise error
+        points = math.ceil(config.steps / config.eval_every)
+        final = FINAL[config.mixer] + 0.01 * config.seed
+        losses = [final + (points - 1 - i) * 0.5 for i in range(points)]
+        options = {"steps": config.steps, "seed": config.seed, "mixer": config.mixer}
+        write_run(config.out, losses, eval_every=config.eval_every, step_seconds=SECONDS[config.mixer], **options)
+
+    def measure_step_times(self, configs):
+        self.measured.append([config.mixer for config in configs])
+        return [SECONDS[config.mixer] * (1 + 0.5 * (len(self.measured) - 1)) for config in configs]
+
+    def generate_text(self, run, prompt, max_tokens, temperature, top_p, seed):
+        self.generated.append(str(run))
+        return prompt + " and <script>alert('sample')</script>"
+
+
+@pytest.fixture
+def trainer(monkeypatch):
+    fake = Trainer()
+    monkeypatch.setattr("depthmix.train.loop.train", fake.train)
+    monkeypatch.setattr("depthmix.train.loop.measure_step_times", fake.measure_step_times)
+    monkeypatch.setattr("depthmix.train.generate.generate_text", fake.generate_text)
+    # Drawing takes most of the time; the figures have tests of their own.
+    monkeypatch.setattr(sys.modules["depthmix.study.compare"], "draw_figures", lambda *_: [])
+    return fake
+
+
+# Budgets.
+
+
+def test_equal_tokens_is_the_same_training_for_every_arm_seed_by_seed(tmp_path):
+    config = configuration(tmp_path, seeds=[3, 1])
+    plan = make_plan(config, parse_arms(config.arms))
+    assert [(arm.name, c.seed) for arm, c in plan] == [(m, s) for s in (3, 1) for m in ("residual", "attnres", "dca")]
+    assert {(c.steps, c.warmup, c.eval_every, c.save_every) for _, c in plan} == {(400, 40, 100, 200)}
+    assert plan[1][1].out == str(tmp_path / "out" / "attnres-block_size=4" / "seed-3")
+    assert plan[1][1].mixer_options == {"block_size": 4}
+    assert type(plan[0][1]).__name__ == "TrainConfig"
+
+
+def test_equal_time_scales_steps_warmup_and_intervals(tmp_path):
+    config = configuration(tmp_path)
+    plan = make_plan(config, parse_arms(config.arms), [0.2, 0.3, 0.5])
+    assert [(c.steps, c.warmup, c.eval_every, c.save_every) for _, c in plan] == [
+        (400, 40, 100, 200),
+        (266, 27, 66, 133),  # floor(400 * 2 / 3)
+        (160, 16, 40, 80),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("times", "steps"),
+    [([0.3, 0.1], 1200), ([0.1, 0.1], 400), ([0.1, 0.3], 133), ([1e-3, 100.0], 1), ([0.7, 0.1], 2800)],
+)
+def test_equal_time_arithmetic(tmp_path, times, steps):
+    config = configuration(tmp_path, arms=["residual", "dca"])
+    (_, first), (_, other) = make_plan(config, parse_arms(config.arms), times)
+    assert first.steps == 400
+    assert other.steps == steps
+    assert other.steps * times[1] <= 400 * times[0] * (1 + 1e-6) or other.steps == 1
+    assert 0 <= other.warmup < other.steps
+    assert min(other.eval_every, other.save_every) >= 1
+
+
+def test_no_warmup_stays_no_warmup(tmp_path):
+    config = configuration(tmp_path, warmup=0)
+    assert {c.warmup for _, c in make_plan(config, parse_arms(config.arms), [0.1, 0.2, 0.3])} == {0}
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"out": ""}, "--out"),
+        ({"mixer": "dca"}, "--arms"),
+        ({"mixer_options": {"n": 2}}, "--arms"),
+        ({"budget": "tme"}, "tokens or time"),
+        ({"seeds": []}, "at least one integer"),
+        ({"seeds": [0, "1"]}, "at least one integer"),
+        ({"seeds": [0, 0]}, "counts once"),
+        ({"steps": 0}, "steps must be at least 1"),
+        ({"sample_tokens": 0}, "sample_tokens"),
+        ({"arms": ["residual", "dcaa"]}, "did you mean 'dca'"),
+        ({"arms": ["residual", "attnres:heads=3"]}, "heads must divide"),
+    ],
+)
+def test_a_wrong_configuration_is_refused_before_anything_runs(tmp_path, values, words):
+    with pytest.raises(UserError, match=words):
+        check_config(configuration(tmp_path, **values))
+
+
+# Running and resuming.
+
+
+def test_a_comparison_writes_everything(tmp_path, trainer):
+    comparison = compare(configuration(tmp_path, seeds=[0, 1], prompt="We <b>the people"))
+    assert trainer.calls == [(m, s) for s in (0, 1) for m in ("residual", "attnres", "dca")]
+    assert comparison.finished
+    saved = json.loads((tmp_path / "out" / "comparison.json").read_text())
+    assert saved["finished"] is True
+    assert saved["recipe"]["steps"] == 400
+    assert [run["path"] for run in saved["runs"]][:2] == ["residual/seed-0", "attnres-block_size=4/seed-0"]
+    assert from_csv((tmp_path / "out" / "table.csv").read_text()) == comparison.rows
+    row = comparison.rows[1]
+    assert row.difference == pytest.approx(-0.1)
+    assert row.difference_spread == pytest.approx(0, abs=1e-12)
+    assert row.tokens_to_reach == pytest.approx((300 + 80) / 400)
+    assert row.time_to_reach == pytest.approx((300 + 80) / 400 * 1.5)
+    assert len(trainer.generated) == 3
+    assert "attnres:block_size=4" in (tmp_path / "out" / "table.md").read_text()
+    assert not list((tmp_path / "out").glob("*.tmp"))
+
+
+def test_show_prints_the_table_the_sample_and_where_the_report_lies(tmp_path, trainer, capsys):
+    compare(configuration(tmp_path, prompt="We")).show()
+    text = capsys.readouterr().out
+    for words in ("against residual", "0.1000 nats below", "We and <script>", str(tmp_path / "out" / "report.html")):
+        assert words in text
+
+
+def test_finished_arms_are_not_run_again(tmp_path, trainer):
+    trainer.fail[("dca", 0)] = UserError("stopped", INTERRUPTED)
+    config = configuration(tmp_path, seeds=[0, 1], prompt="We")
+    with pytest.raises(UserError, match="stopped"):
+        compare(config)
+    partial = json.loads((tmp_path / "out" / "comparison.json").read_text())
+    assert partial["finished"] is False
+    assert [row["arm"] for row in partial["rows"]] == ["residual", "attnres:block_size=4"]
+    assert len(from_csv((tmp_path / "out" / "table.csv").read_text())) == 2
+    assert "not finished" in (tmp_path / "out" / "report.html").read_text()
+
+    trainer.calls.clear()
+    trainer.fail.clear()
+    first = compare(config)
+    assert trainer.calls == [("dca", 0), ("residual", 1), ("attnres", 1), ("dca", 1)]
+    assert "not finished" not in first.report.read_text()
+    trainer.calls.clear()
+    written = first.report.read_text()
+    assert compare(config).rows == first.rows
+    assert trainer.calls == []
+    assert len(trainer.generated) == 3  # samples are kept too
+    assert first.report.read_text() == written
+
+
+def test_equal_time_measures_once_and_resumes_with_the_same_numbers(tmp_path, trainer):
+    trainer.fail[("attnres", 0)] = UserError("stopped", INTERRUPTED)
+    config = configuration(tmp_path, budget="time")
+    with pytest.raises(UserError, match="stopped"):
+        compare(config)
+    trainer.fail.clear()
+    comparison = compare(config)
+    assert trainer.measured == [["residual", "attnres", "dca"]]
+    assert [row.steps for row in comparison.rows] == [400, 266, 160]
+    assert comparison.step_times == [0.2, 0.3, 0.5]
+    # An arm that comes later is measured with the first, and scaled to the first's saved time.
+    grown = compare(configuration(tmp_path, budget="time", arms=[*config.arms, "rezero"]))
+    assert trainer.measured[1:] == [["residual", "rezero"]]
+    assert grown.rows[3].steps == 400
+
+
+def test_step_times_that_moved_are_said(tmp_path, trainer, monkeypatch):
+    monkeypatch.setitem(SECONDS, "dca", 0.25)
+    out = tmp_path / "out"
+    out.mkdir()
+    times = {"residual": 0.2, "attnres:block_size=4": 0.3, "dca": 0.5}
+    (out / "step_times.json").write_text(json.dumps(times))
+    compare(configuration(tmp_path, budget="time"))
+    assert trainer.measured == []
+    assert "dca trained 50% shorter than residual" in (out / "table.md").read_text()
+
+
+def test_a_changed_recipe_is_refused_with_the_fields_that_differ(tmp_path, trainer):
+    compare(configuration(tmp_path))
+    calls = len(trainer.calls)
+    for values, words in (
+        ({"lr": 0.1, "steps": 500}, "steps (was 400, now 500), lr (was 0.0015, now 0.1)"),
+        ({"budget": "time"}, 'budget (was "tokens", now "time")'),
+        ({"arms": ["attnres", "residual"]}, "arms (was"),
+        ({"arms": ["residual", "attnres:block_size=2", "dca"]}, "arms (was"),
+        ({"seeds": [1]}, "seeds (was [0], now [1])"),
+        ({"data": "elsewhere"}, "data (was"),
+    ):
+        with pytest.raises(UserError) as caught:
+            compare(configuration(tmp_path, **values))
+        assert words in str(caught.value)
+        assert str(tmp_path / "out") in str(caught.value)
+        assert caught.value.exit_code == CHECKPOINT
+    assert len(trainer.calls) == calls
+    # Arms and seeds may be added, and what no number depends on may change.
+    grown = compare(
+        configuration(tmp_path, seeds=[0, 1], arms=["residual", "attnres:block_size=4", "dca", "rezero"], keep=5)
+    )
+    assert len(trainer.calls) == 8
+    assert [row.seeds for row in grown.rows] == [2, 2, 2, 2]
+
+
+def test_data_is_known_by_its_content(tmp_path, trainer):
+    for name, text in (("a", "{}"), ("b", "{}"), ("c", '{"version": 1}')):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "meta.json").write_text(text)
+    compare(configuration(tmp_path, data=str(tmp_path / "a")))
+    compare(configuration(tmp_path, data=str(tmp_path / "b")))
+    with pytest.raises(UserError, match="differs in data"):
+        compare(configuration(tmp_path, data=str(tmp_path / "c")))
+
+
+def test_an_arm_that_diverges_does_not_stop_the_others(tmp_path, trainer):
+    trainer.fail[("attnres", 0)] = UserError("the loss became nan at step 7", DIVERGED)
+    with pytest.raises(UserError, match="1 of 3 runs diverged") as caught:
+        compare(configuration(tmp_path))
+    assert caught.value.exit_code == DIVERGED
+    assert str(tmp_path / "out" / "attnres-block_size=4" / "seed-0") in str(caught.value)
+    assert trainer.calls[-1] == ("dca", 0)
+    assert [row.arm for row in from_csv((tmp_path / "out" / "table.csv").read_text())] == ["residual", "dca"]
+    assert "the loss became nan at step 7" in (tmp_path / "out" / "report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda out: out.write_text(""), "is a file"),
+        (lambda out: write_run(out, [4.0]), "run folder of one training"),
+        (lambda out: write_run(out / "dca" / "seed-0", [4.0]), "no comparison.json"),
+        (lambda out: (out.mkdir(), (out / "comparison.json").write_text("{")), "cannot be read"),
+        (lambda out: (out.mkdir(), (out / "comparison.json").write_text("[]")), "not what depthmix wrote"),
+        (lambda out: (out.mkdir(), (out / "comparison.json").write_text("{}")), "not a comparison"),
+    ],
+)
+def test_a_folder_that_is_something_else_is_left_alone(tmp_path, trainer, make, words):
+    make(tmp_path / "out")
+    with pytest.raises(UserError, match=words) as caught:
+        compare(configuration(tmp_path))
+    assert str(tmp_path / "out") in str(caught.value)
+    assert trainer.calls == []
+
+
+def test_a_foreign_run_in_an_arms_folder_is_named(tmp_path, trainer):
+    compare(configuration(tmp_path))
+    path = write_run(tmp_path / "out" / "dca" / "seed-0", [4.0], steps=7)
+    with pytest.raises(UserError, match="another run") as caught:
+        compare(configuration(tmp_path))
+    assert str(path) in str(caught.value)
+
+
+# Figures and report.
+
+
+def two_arms(tmp_path, label="arm"):
+    runs = []
+    for name, shift in (("plain", 0.0), (label, -0.1)):
+        for seed in (0, 1):
+            losses = [x + shift + 0.02 * seed for x in (6.0, 5.0, 4.5, 4.2, 4.0)]
+            folder = tmp_path / f"run{len(runs)}"
+            runs.append(read_run(write_run(folder, losses, seed=seed, step_seconds=0.5 + seed), name))
+    return runs
+
+
+def test_curves_are_means_over_seeds(tmp_path):
+    x, mean, low, high = curve_over_seeds(two_arms(tmp_path)[:2], "time")
+    assert x == [100.0, 200.0, 300.0, 400.0, 500.0]  # half a second and one and a half
+    assert mean[-1] == pytest.approx(4.01)
+    assert (low[-1], high[-1]) == (4.0, 4.02)
+    assert curve_over_seeds(two_arms(tmp_path)[:2], "tokens")[0] == [1000, 2000, 3000, 4000, 5000]
+
+
+class Page(HTMLParser):
+    """Tags, references and text of a page."""
+
+    def __init__(self, html):
+        super().__init__()
+        self.tags, self.links, self.text = [], [], ""
+        self.feed(html)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.links += [v for k, v in attrs if k in ("src", "href", "xlink:href") and v]
+
+    def handle_data(self, data):
+        self.text += data
+
+
+def test_figures_and_report(tmp_path):
+    pytest.importorskip("matplotlib")
+    evil = "<script>alert('arm')</script>$x^"
+    runs = two_arms(tmp_path, evil)
+    assert draw_figures(runs, ["plain", evil], tmp_path / "figures") == []
+    for name in ("loss-tokens", "loss-time"):
+        assert (tmp_path / "figures" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+        assert "<svg" in (tmp_path / "figures" / f"{name}.svg").read_text()
+    before = (tmp_path / "figures" / "loss-time.svg").read_bytes()
+    draw_figures(runs, ["plain", evil], tmp_path / "figures")
+    assert (tmp_path / "figures" / "loss-time.svg").read_bytes() == before
+
+    recipe = {"arms": ["plain", evil], "data": "<img src=x>", "budget": "tokens", "steps": 500, "seeds": [0, 1]}
+    sample = {"arm": evil, "prompt": "<b>Once", "text": "<b>Once</b><script>alert('sample')</script>"}
+    rows = make_rows(runs, ["plain", evil])
+    html = make_report(recipe, rows, [sample], ["note <i>"], tmp_path / "figures")
+    page = Page(html)
+    assert not {"script", "img", "i", "link", "iframe"} & set(page.tags)
+    assert page.tags.count("svg") == 2
+    assert page.links
+    assert all(link.startswith("#") for link in page.links)  # nothing is fetched
+    for text in ("alert('arm')", "alert('sample')", "<b>Once", "<img src=x>", "note <i>", "How to read this"):
+        assert text in page.text
+    assert "prefers-color-scheme: dark" in html
+    assert "currentColor" in html
+
+
+def test_without_matplotlib_everything_else_is_there(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    runs = two_arms(tmp_path)
+    notes = draw_figures(runs, ["plain", "arm"], tmp_path / "figures")
+    assert notes == [MISSING]
+    assert not (tmp_path / "figures").exists()
+    recipe = {"arms": ["plain", "arm"], "budget": "time", "seeds": [0, 1]}
+    page = Page(make_report(recipe, make_rows(runs, ["plain", "arm"]), [], notes, Path(tmp_path / "figures")))
+    assert MISSING in page.text
+    assert "svg" not in page.tags
+    assert "table" in page.tags

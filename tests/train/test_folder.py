@@ -1,0 +1,276 @@
+"""Run folders: what is written, what is refused, and what a kill leaves.
+
+Run as a script, this file is the other process: the one that holds the lock, or the one that is killed.
+"""
+
+import dataclasses
+import json
+import math
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import yaml
+
+from depthmix.train.config import CompareConfig, TrainConfig
+from depthmix.train.errors import CHECKPOINT, DATA, DISK, UserError
+from depthmix.train.folder import RunFolder
+
+CONFIG = TrainConfig(data="d", out="o", mixer="attnres", mixer_options={"ways": (1, 2), "x": 1e-9}, device="cpu")
+
+
+@pytest.fixture
+def run(tmp_path):
+    return RunFolder.create(tmp_path / "run", CONFIG, ["depthmix", "train"])
+
+
+def refused(call, *words, code=CHECKPOINT):
+    with pytest.raises(UserError) as caught:
+        call()
+    message = str(caught.value)
+    assert caught.value.exit_code == code, message
+    assert "\n" not in message
+    for word in words:
+        assert str(word) in message
+    return message
+
+
+def test_recipe_and_environment(tmp_path):
+    config = CompareConfig(data="dätä", out=": # '\n", device="cpu", lr=1e-5, n_kv_heads=None, seeds=[1, 2])
+    run = RunFolder.create(tmp_path / "a" / "b" / "run", config, ["depthmix", "compare", "--x=\udcff"])
+    recipe = run.read_recipe()
+    assert recipe == dataclasses.asdict(config)
+    assert list(recipe) == [f.name for f in dataclasses.fields(config)]
+    assert CompareConfig(**recipe) == config
+    environment = json.loads((run.path / "environment.json").read_text())
+    assert environment["command"] == ["depthmix", "compare", "--x=\udcff"]
+    for key in ("depthmix", "python", "torch", "numpy", "platform", "device_name", "cpu_count", "started"):
+        assert environment[key], key
+    assert environment["device"] == "cpu"
+    assert sorted(p.name for p in run.path.iterdir()) == [".lock", "checkpoints", "environment.json", "recipe.yaml"]
+    assert RunFolder.open(str(run.path)).path == run.path
+
+
+def test_the_commit_is_that_of_depthmix_and_of_nobody_else(tmp_path):
+    from depthmix.train.folder import _git_commit
+
+    source = tmp_path / "pkg" / "__init__.py"
+    source.parent.mkdir()
+    source.touch()
+    assert _git_commit(source) is None
+    if not shutil.which("git"):
+        pytest.skip("no git")
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=x", "-c", "user.email=x"]
+    subprocess.run([*git, "init", "-q"], check=True)
+    subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", "x"], check=True)
+    assert _git_commit(source) is None  # installed below somebody else's checkout
+    subprocess.run([*git, "add", "."], check=True)
+    subprocess.run([*git, "commit", "-q", "-m", "y"], check=True)
+    head = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
+    assert _git_commit(source) == head
+    source.write_text("changed")
+    assert _git_commit(source) == f"{head}-dirty"
+
+
+def test_folders_that_are_not_for_this_run(tmp_path, run):
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "foreign" / "thesis.tex").touch()
+    refused(lambda: RunFolder.create(tmp_path / "foreign", CONFIG, []), "thesis.tex", "not a run folder")
+    assert [p.name for p in (tmp_path / "foreign").iterdir()] == ["thesis.tex"]
+    refused(lambda: RunFolder.open(tmp_path / "foreign"), "recipe.yaml")
+    refused(lambda: RunFolder.open(tmp_path / "nowhere"), "does not exist")
+    (tmp_path / "file").touch()
+    refused(lambda: RunFolder.open(tmp_path / "file"), "is a file")
+    refused(lambda: RunFolder.create(tmp_path / "file", CONFIG, []), "is a file")
+    refused(lambda: RunFolder.create(tmp_path / "file" / "below", CONFIG, []), "file")
+    refused(lambda: RunFolder.create(run.path, CONFIG, []), "already holds a run")
+    refused(lambda: RunFolder.open_or_create(tmp_path / ("x" * 300), CONFIG, []), "too long")
+    refused(lambda: RunFolder.create("/proc/nothing/here", CONFIG, []), "/proc/nothing", code=DISK)
+
+
+def test_a_creation_cut_short_is_done_again(tmp_path, run):
+    (run.path / "recipe.yaml").unlink()  # it comes last
+    (run.path / ".tmp-recipe.yaml-1").write_text("dat")
+    assert RunFolder.open_or_create(run.path, CONFIG, []).read_recipe()["mixer"] == "attnres"
+    assert not (run.path / ".tmp-recipe.yaml-1").exists()
+
+
+def test_going_on_takes_the_same_recipe(tmp_path):
+    path = tmp_path / "run"
+    free = {"data", "keep"}
+    first = RunFolder.open_or_create(path, CONFIG, [], free)
+    before = (path / "recipe.yaml").read_bytes()
+    assert RunFolder.open_or_create(path, CONFIG, [], free).path == path  # the tuple of the options is a list in YAML
+    assert (path / "recipe.yaml").read_bytes() == before
+    other = dataclasses.replace(CONFIG, lr=0.5, dim=64, keep=9)
+    refused(lambda: RunFolder.open_or_create(path, other, [], free), "lr was 0.0015 and is 0.5", "dim was 512")
+    assert (path / "recipe.yaml").read_bytes() == before
+    RunFolder.open_or_create(path, dataclasses.replace(CONFIG, data="moved"), [], free)
+    assert first.read_recipe()["data"] == "moved"
+    assert "data 'd' -> 'moved'" in (path / "log.txt").read_text()
+    recipe = first.read_recipe()
+    del recipe["clip"]  # written before there was such an option
+    (path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    RunFolder.open_or_create(path, dataclasses.replace(CONFIG, data="moved"), [], free)
+    refused(lambda: RunFolder.open_or_create(path, dataclasses.replace(CONFIG, clip=2.0), [], free), "clip was 1.0")
+    first.write_result({})
+    RunFolder.open_or_create(path, dataclasses.replace(CONFIG, keep=7), [], free)
+    assert first.read_recipe()["keep"] == 2  # a finished run stays as it is
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [b"", b"\xff\xfe\0", b"a: [", b"- 1", b"7", b"1: 2", b"!!python/object/apply:os.system ['true']", b"[" * 2000],
+)
+def test_damaged_recipe(run, recipe):
+    (run.path / "recipe.yaml").write_bytes(recipe)
+    refused(run.read_recipe, run.path / "recipe.yaml")
+    (run.path / "recipe.yaml").unlink()
+    refused(run.read_recipe, "recipe.yaml")
+
+
+def test_lines_are_there_at_once_and_deterministic(run):
+    assert run.read_metrics() == run.read_speed() == []
+    run.append_metrics({"step": 1, "loss": 0.1 + 0.2, "lr": 1e-5})
+    run.append_metrics({"step": 2, "loss": math.nan, "grad_norm": math.inf})
+    run.append_speed({"step": 2, "seconds": 1.5, "memory_bytes": None})
+    expected = '{"step": 1, "loss": 0.30000000000000004, "lr": 1e-05}\n{"step": 2, "loss": null, "grad_norm": null}\n'
+    assert (run.path / "metrics.jsonl").read_text() == expected
+    assert run.read_metrics()[1] == {"step": 2, "loss": None, "grad_norm": None}
+    assert run.read_speed() == [{"step": 2, "seconds": 1.5, "memory_bytes": None}]
+    for record in ({}, {"step": 1.0}, {"step": True}, {"step": "1"}):
+        with pytest.raises(ValueError, match="step"):
+            run.append_metrics(record)
+    run.sync()
+    run.log("hello\nthere ü")
+    first, second = (run.path / "log.txt").read_text().splitlines()
+    assert first.endswith(" hello")
+    assert second == "    there ü"
+
+
+def test_cut(run):
+    lines = [json.dumps({"step": step, "x": x}) + "\n" for step in (10, 20, 30) for x in (1, 2)]
+    path = run.path / "metrics.jsonl"
+    for step, left in ((30, 6), (29, 4), (20, 4), (10, 2), (9, 0), (-1, 0)):
+        for torn in ("", "{", '{"step": 10, "x": 1}', "\0\0\0", "\0\0\n{}\n"):
+            path.write_text("".join(lines) + torn)
+            run.append_speed({"step": 99})
+            run.cut(step)
+            assert path.read_text() == "".join(lines[:left])
+            assert run.read_speed() == []
+    path.unlink()
+    run.cut(5)
+    assert not path.exists()
+    for garbage in ("{}", "", "x", "[1]", '{"step": "1"}', '{"step": NaN}', "[" * 100_000):
+        path.write_text(lines[0] + garbage + "\n" + lines[1])
+        refused(lambda: run.cut(30), f"{path}:2")
+        refused(run.read_metrics, f"{path}:2")
+        assert path.read_text() == lines[0] + garbage + "\n" + lines[1]
+    path.write_text(lines[0] + lines[2] + "garbage\n")
+    run.cut(10)  # what is dropped need not be readable
+    assert path.read_text() == lines[0]
+
+
+@pytest.mark.parametrize("torn", ["{", '{"step": 2}', '{"step": 2, "lo', "\0\0", "ü"])
+def test_a_torn_last_line_is_no_line(run, torn):
+    run.append_metrics({"step": 1})
+    with open(run.path / "metrics.jsonl", "ab") as file:
+        file.write(torn.encode()[:-1] if torn == "ü" else torn.encode())
+    assert run.read_metrics() == [{"step": 1}]
+
+
+def test_result(run):
+    assert not run.has_result()
+    refused(run.read_result, "has not finished")
+    run.write_result({"val_loss": 0.1 + 0.2, "perplexity": math.inf, "parameters": {"mixing": 3}, "list": [math.nan]})
+    assert run.has_result()
+    assert run.read_result() == {
+        "val_loss": 0.1 + 0.2,
+        "perplexity": None,
+        "parameters": {"mixing": 3},
+        "list": [None],
+    }
+    for damage in (b"", b"[]", b"\xff", b"{", b"[" * 100_000):
+        (run.path / "result.json").write_bytes(damage)
+        refused(run.read_result, run.path / "result.json")
+
+
+def test_tokenizer(run, tmp_path):
+    source = tmp_path / "tokenizer.json"
+    refused(lambda: run.copy_tokenizer(source), source, code=DATA)
+    source.write_text("{1}")
+    run.copy_tokenizer(source)
+    run.copy_tokenizer(str(source))
+    assert (run.path / "tokenizer.json").read_text() == "{1}"
+    source.write_text("{2}")
+    refused(lambda: run.copy_tokenizer(source), source, code=DATA)
+    assert (run.path / "tokenizer.json").read_text() == "{1}"
+
+
+@contextmanager
+def file_size_limit(size):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_disk_that_takes_no_more(run, tmp_path):
+    run.append_metrics({"step": 1, "loss": 2.0})
+    run.write_result({"a": 1})
+    before = {p.name: p.read_bytes() for p in run.path.iterdir() if p.is_file()}
+    with file_size_limit(30):
+        refused(lambda: run.append_metrics({"step": 2, "loss": 1.0}), run.path / "metrics.jsonl", code=DISK)
+        refused(lambda: run.write_result({"a": "x" * 100}), run.path / "result.json", code=DISK)
+        refused(lambda: RunFolder.create(tmp_path / "new", CONFIG, []), "environment.json", code=DISK)
+        assert {p.name: p.read_bytes() for p in run.path.iterdir() if p.is_file()} == before  # no half lines
+        run.cut(0)
+    assert run.read_metrics() == []
+    assert RunFolder.open_or_create(tmp_path / "new", CONFIG, []).read_recipe()
+    shutil.rmtree(run.path)
+    refused(lambda: run.append_metrics({"step": 2}), run.path / "metrics.jsonl", code=DISK)
+    refused(lambda: run.log("x"), run.path / "log.txt", code=DISK)
+    refused(run.sync, run.path, code=DISK)
+    refused(run.locked().__enter__, run.path, code=DISK)
+
+
+def test_two_processes(tmp_path, run):
+    other = subprocess.Popen([sys.executable, __file__, str(run.path)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert other.stdout.readline() == "locked\n"
+        refused(run.locked().__enter__, f"process {other.pid} ")
+        changed = dataclasses.replace(CONFIG, keep=5)
+        refused(lambda: RunFolder.open_or_create(run.path, changed, [], {"keep"}), f"process {other.pid} ")
+        time.sleep(random.Random(0).uniform(0.05, 0.2))  # it writes lines
+    finally:
+        other.send_signal(signal.SIGKILL)
+        other.wait()
+        other.stdout.close()
+    with run.locked():  # a killed process holds nothing
+        refused(RunFolder(run.path).locked().__enter__, f"process {os.getpid()} ")
+        steps = [record["step"] for record in run.read_metrics()]
+        assert steps == list(range(1, len(steps) + 1))
+        run.cut(3)
+        run.append_metrics({"step": 4})
+        assert [record["step"] for record in run.read_metrics()] == [1, 2, 3, 4]
+    with run.locked():
+        pass
+
+
+if __name__ == "__main__":
+    mine = RunFolder.open(Path(sys.argv[1]))
+    with mine.locked():
+        for i in range(1, 1_000_000):
+            mine.append_metrics({"step": i, "loss": 1 / i})
+            if i == 5:
+                print("locked", flush=True)
