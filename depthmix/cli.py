@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import math
 import os
 import sys
 import types
@@ -46,15 +47,17 @@ def coerce(command: str, name: str, hint: Any, value: Any) -> Any:
     if type(None) in members and (value is None or (isinstance(value, str) and value.lower() == "none")):
         return None
     for kind in members:
-        if get_origin(kind) is Literal and value in get_args(kind):
-            return value
+        if get_origin(kind) is Literal:
+            value = "off" if value is False and "off" in get_args(kind) else value  # YAML reads off as false
+            if value in get_args(kind):
+                return value
         if get_origin(kind) is list and isinstance(value, list):
             return [coerce(command, name, get_args(kind)[0], v) for v in value]
         if get_origin(kind) is dict:
             return pairs(command, name, value)
         if kind is bool and isinstance(value, bool):
             return value
-        if kind is str and isinstance(value, str):
+        if kind is str and isinstance(value, str) and "\0" not in value:
             return value
         if kind in (int, float) and not isinstance(value, bool):
             try:
@@ -95,13 +98,13 @@ def nearest(name: str, valid: Sequence[str]) -> str:
 
 def add_flags(parser: argparse.ArgumentParser, config: type) -> None:
     """One flag a field; its default is left to the recipe and the dataclass."""
-    hints = typing.get_type_hints(config)
+    hints, plain = typing.get_type_hints(config), config()
     parser.add_argument(
         "--recipe", metavar="FILE", help="YAML file with any of the options below; flags come on top of it"
     )
     for field in dataclasses.fields(config):
         flag, hint = "--" + field.name.replace("_", "-"), hints[field.name]
-        default = field.default if field.default is not dataclasses.MISSING else field.default_factory()  # type: ignore[misc]
+        default = getattr(plain, field.name)
         shown = (
             ""
             if default in ("", [], {}, None)
@@ -128,8 +131,9 @@ def read_recipe(command: str, path: str) -> dict[str, Any]:
         loaded = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"{command}: cannot read the recipe {path}: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        where = f" at line {error.problem_mark.line + 1}" if getattr(error, "problem_mark", None) else ""
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f" at line {mark.line + 1}" if mark else ""
         raise UserError(f"{command}: the recipe {path} is not YAML{where}") from None
     if not isinstance(loaded, dict) or not all(isinstance(k, str) for k in loaded):
         raise UserError(f"{command}: the recipe {path} must hold lines of option: value")
@@ -140,7 +144,7 @@ def build_config(command: str, config: type, given: dict[str, Any]) -> Any:
     """The dataclass from its defaults, the recipe and the flags, in this order."""
     hints = typing.get_type_hints(config)
     recipe = given.pop("recipe", None)
-    values = {**(read_recipe(command, recipe) if recipe else {}), **given}
+    values = {**(read_recipe(command, recipe) if recipe is not None else {}), **given}
     for name in values:
         if name not in hints:
             raise UserError(f"{command}: unknown option {name!r} in the recipe {recipe}{nearest(name, list(hints))}")
@@ -161,9 +165,11 @@ def run_train(config: TrainConfig) -> None:
 
     folder = train(config)
     result = folder.read_result()
-    print(
-        f"validation loss {result['val_loss']:.4f}, perplexity {result['perplexity']:.2f}, {result['bits_per_byte']:.4f} bits per byte; run in {folder.path}"
+    # A number that is not finite is null there.
+    loss, perplexity, bits = (
+        math.nan if result[k] is None else result[k] for k in ("val_loss", "perplexity", "bits_per_byte")
     )
+    print(f"validation loss {loss:.4f}, perplexity {perplexity:.2f}, {bits:.4f} bits per byte; run in {folder.path}")
 
 
 def run_compare(config: CompareConfig) -> None:
@@ -264,6 +270,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; what a user got wrong ends in one sentence on stderr and a code that says which kind it was."""
     try:
         dispatch(argv)
+        sys.stdout.flush()  # here, where a full disk or a reader that has left is still noticed
         return 0
     except UserError as error:
         message, code = str(error), error.exit_code
@@ -274,21 +281,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:  # of the library: OptionError, ContractError, DecoderConfig
         message, code = str(error), USAGE
     except BrokenPipeError:  # whoever read our output has left
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python still flushes at its end
         return 0
     except OSError as error:
         where = f" {error.filename}" if error.filename else ""
         message, code = f"cannot write or read{where}: {error.strerror or error}", DISK
     except KeyboardInterrupt:
         message, code = "interrupted", INTERRUPTED
-    except RuntimeError as error:
-        if "out of memory" not in str(error).lower():
+    except (MemoryError, RuntimeError) as error:
+        words = ("out of memory", "not enough memory", "can't allocate memory")
+        if isinstance(error, RuntimeError) and not any(w in str(error).lower() for w in words):
             raise
         message, code = (
             "out of memory: use a smaller batch_size, micro_batch_size or seq_len, or checkpoint_activations",
             USAGE,
         )
-    print(f"depthmix: {message}", file=sys.stderr)
+    print(f"depthmix: {' '.join(message.splitlines())}", file=sys.stderr)
     return code
 
 

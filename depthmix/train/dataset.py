@@ -248,7 +248,8 @@ class Batches:
         order = self._orders.get(epoch)
         if order is None:
             # Sorting raw bits: numpy promises the bits of Philox, not what its shuffles make of them.
-            bits = np.random.Philox(key=[self.seed % 2**64, epoch]).random_raw(self.n_windows)
+            key = np.array([self.seed % 2**64, epoch], np.uint64)
+            bits = np.random.Philox(key=key).random_raw(self.n_windows)
             order = bits.argsort(kind="stable")
             self._orders = {k: v for k, v in self._orders.items() if k == epoch - 1} | {epoch: order}
         return order

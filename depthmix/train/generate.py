@@ -12,7 +12,7 @@ from torch import Tensor
 from depthmix.models import Decoder
 from depthmix.models.cache import KVCache
 from depthmix.train.device import choose_device
-from depthmix.train.errors import UserError
+from depthmix.train.errors import DIVERGED, UserError
 from depthmix.train.restore import load_model
 
 
@@ -20,7 +20,7 @@ def sample(logits: Tensor, temperature: float, top_p: float, generator: torch.Ge
     """One token from logits [V]: from the likeliest ones that together have probability top_p."""
     if temperature == 0:
         return int(logits.argmax())
-    p = torch.softmax(logits.double() / temperature, dim=-1)
+    p = torch.softmax((logits - logits.max()).double() / temperature, dim=-1)  # no overflow at a tiny temperature
     p, order = p.sort(descending=True, stable=True)
     p = torch.where(p.cumsum(-1) - p < top_p, p, 0.0)  # the token that crosses top_p stays
     return int(order[torch.multinomial(p, 1, generator=generator)])
@@ -37,6 +37,10 @@ def generate_tokens(
     model.eval()
     for _ in range(max_tokens):
         logits = model(ids, cache=cache)[0, -1].float().cpu()
+        if not logits.isfinite().all():
+            raise UserError(
+                "the model's output is not a number: this run has diverged, use an older checkpoint", DIVERGED
+            )
         token = sample(logits, temperature, top_p, generator)
         if token == end:
             return
@@ -69,9 +73,11 @@ def generate_stream(
         raise UserError(f"temperature must be a number of at least 0, got {temperature}")
     if not 0 < top_p <= 1:
         raise UserError(f"top_p must be above 0 and at most 1, got {top_p}")
+    if not 0 <= seed < 2**64:
+        raise UserError(f"seed must be at least 0 and below 2**64, got {seed}")
     trained = load_model(run, choose_device(device))
     end = trained.tokenizer.token_to_id("<|endoftext|>")
-    ids = trained.tokenizer.encode(prompt).ids or ([0] if end is None else [end])
+    ids = trained.tokenizer.encode(prompt, add_special_tokens=False).ids or ([0] if end is None else [end])
     return stream_text(
         trained.tokenizer, generate_tokens(trained.model, ids, max_tokens, temperature, top_p, seed, end)
     )

@@ -12,6 +12,7 @@ import math
 import statistics
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from depthmix.models import Decoder, DecoderConfig
-from depthmix.train.checkpoint import Checkpoint, latest_checkpoint, save_checkpoint
+from depthmix.ops.norm import RMSNorm
+from depthmix.train.checkpoint import Checkpoint, latest_checkpoint, list_checkpoints, save_checkpoint
 from depthmix.train.config import TrainConfig
 from depthmix.train.dataset import Batches, TokenData, validation_batches
 from depthmix.train.device import autocast, choose_device, peak_memory, reset_peak_memory
@@ -69,6 +71,8 @@ def check_config(config: TrainConfig) -> None:
     for name in ("beta1", "beta2"):
         if not 0 <= getattr(config, name) < 1:
             raise UserError(f"{name} must be at least 0 and below 1, got {getattr(config, name)}")
+    if config.seed >= 2**64:
+        raise UserError(f"seed must be below 2**64, got {config.seed}")
     if config.warmup >= config.steps:
         raise UserError(f"warmup must be shorter than the run of {config.steps} steps, got {config.warmup}")
 
@@ -89,7 +93,8 @@ def build_model(config: TrainConfig, vocab_size: int, device: torch.device) -> D
     if config.compile == "model":
         model.compile()
     elif config.compile == "sublayers":
-        for module in (*model.sublayers, *(n for norms in model.norms for n in norms), model.final_norm):
+        norms = (n for n in model.norms.modules() if isinstance(n, RMSNorm))
+        for module in (*model.sublayers, *norms, model.final_norm):
             module.compile()
     return model
 
@@ -103,6 +108,7 @@ class Trainer:
         self.optimizers = build_optimizers(self.model, config)
         self.batches = Batches(data.split("train"), config.seq_len, config.batch_size, config.seed)
         self.val = data.split("val")
+        self.validation()  # a split that is too short is said now
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.too_large = 3 * math.log(data.vocab_size)  # a loss far above guessing has exploded
 
@@ -129,11 +135,15 @@ class Trainer:
         """Whether the numbers of a step are ones to learn from."""
         return math.isfinite(loss) and math.isfinite(norm) and loss <= self.too_large
 
+    def validation(self) -> Iterator[Tensor]:
+        """The validation batches, the same at every evaluation."""
+        micro = self.config.micro_batch_size or self.config.batch_size
+        return validation_batches(self.val, self.config.seq_len, micro, self.config.eval_tokens)
+
     def evaluate(self) -> Evaluation:
         """The validation loss."""
-        micro = self.config.micro_batch_size or self.config.batch_size
-        batches = validation_batches(self.val, self.config.seq_len, micro, self.config.eval_tokens)
-        return evaluate(self.model, batches, self.device, self.config.precision, self.val.n_bytes / self.val.n_tokens)
+        ratio = self.val.n_bytes / self.val.n_tokens
+        return evaluate(self.model, self.validation(), self.device, self.config.precision, ratio)
 
     def tensors(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Everything a checkpoint holds: the model's tensors, and the optimizers' with the random generator's."""
@@ -144,6 +154,8 @@ class Trainer:
         """Go on from a checkpoint of the same model."""
         load_parameters(self.model, saved.model, self.config.mixer, f"step {saved.step}")
         optimizer = dict(saved.optimizer)
+        if RNG not in optimizer or not {"seconds", "skipped", "val_loss"} <= saved.state.keys():
+            raise UserError(f"the checkpoint {saved.path} was not written by `depthmix train`", CHECKPOINT)
         torch.set_rng_state(optimizer.pop(RNG))
         try:
             load_optimizer_tensors(self.optimizers, optimizer)
@@ -176,14 +188,18 @@ def train(config: TrainConfig, *, label: str = "") -> RunFolder:
     check_config(config)
     device = choose_device(config.device)
     data = TokenData.open(config.data)
-    model_config(config, data.vocab_size)  # a wrong size or option is said before anything is written
+    trainer = Trainer(config, data, device)  # before anything is written: what cannot be built leaves no folder
     folder = RunFolder.open_or_create(Path(config.out), config, sys.argv, FREE)
+
+    def tell(sentence: str) -> None:
+        folder.log(sentence)
+        print(sentence, file=sys.stderr, flush=True)
+
     with folder.locked():
         if folder.has_result():
             return folder
         folder.copy_tokenizer(data.tokenizer_path)
-        trainer = Trainer(config, data, device)
-        saved = latest_checkpoint(folder.checkpoints, warn=folder.log)
+        saved = latest_checkpoint(folder.checkpoints, warn=tell)
         if saved is not None:
             trainer.restore(saved)
         _run(trainer, folder, saved, label or config.mixer)
@@ -200,18 +216,15 @@ def _run(trainer: Trainer, folder: RunFolder, saved: Checkpoint | None, label: s
     folder.log(f"{'starting' if saved is None else 'resuming'} at step {first} of {config.steps} on {device}")
     tokens_a_step = config.batch_size * config.seq_len
     times: list[float] = []
-    last_good = first if saved is not None else None
     reset_peak_memory(device)
-    sinks = open_sinks(config, folder)
+    sinks = open_sinks(config, folder, first)
     progress = TrainingProgress(label, first, config.steps, config.quiet)
 
     def save(step: int) -> None:
-        nonlocal last_good
         folder.sync()
         model, optimizer = trainer.tensors()
         state = {"seconds": seconds, "skipped": skipped, "val_loss": val_loss, "config": dataclasses.asdict(config)}
         save_checkpoint(folder.checkpoints, step, model, optimizer, state, config.keep)
-        last_good = step
 
     try:
         with StopSignal() as stop:
@@ -222,12 +235,14 @@ def _run(trainer: Trainer, folder: RunFolder, saved: Checkpoint | None, label: s
                 seconds += times[-1]
                 done = step + 1
                 if not trainer.usable(loss, norm):
-                    _diverged(config, folder, step, loss, norm, last_good)
+                    _diverged(config, folder, step, f"the loss became {loss:.4g} (gradient norm {norm:.4g})")
                     skipped += 1
                 evaluated = None
                 if done % config.eval_every == 0 or done == config.steps:
                     evaluated = trainer.evaluate()
-                    val_loss = evaluated.loss
+                    val_loss = evaluated.loss if math.isfinite(evaluated.loss) else None
+                    if not trainer.usable(evaluated.loss, 0.0):
+                        _diverged(config, folder, step, f"the validation loss became {evaluated.loss:.4g}")
                 if done % config.log_every == 0 or done == config.steps:
                     line = {
                         "step": done,
@@ -269,20 +284,16 @@ def _run(trainer: Trainer, folder: RunFolder, saved: Checkpoint | None, label: s
         sinks.close()
 
 
-def _diverged(
-    config: TrainConfig, folder: RunFolder, step: int, loss: float, norm: float, last_good: int | None
-) -> None:
+def _diverged(config: TrainConfig, folder: RunFolder, step: int, what: str) -> None:
     where = f"step {step + 1} (batch {step} of seed {config.seed})"
-    folder.log(f"loss {loss} with gradient norm {norm} at {where}")
+    folder.log(f"{what} at {where}")
     if config.on_nan == "skip":
         return
-    good = (
-        "no checkpoint was saved before it"
-        if last_good is None
-        else f"the last good checkpoint is that of step {last_good}"
-    )
+    # A checkpoint at this very step holds the weights that gave the loss; an older one was trained on from.
+    older = [p for p in list_checkpoints(folder.checkpoints) if p.name < f"step-{step:08d}"]
+    good = f"the last good checkpoint is {older[0]}" if older else "no good checkpoint was saved before it"
     advice = "lower lr, or pass --on-nan skip to leave such batches out"
-    raise UserError(f"the loss became {loss:.4g} (gradient norm {norm:.4g}) at {where}; {good}; {advice}", DIVERGED)
+    raise UserError(f"{what} at {where}; {good}; {advice}", DIVERGED)
 
 
 def _result(
@@ -299,7 +310,7 @@ def _result(
         "perplexity": evaluated.perplexity,
         "bits_per_byte": evaluated.bits_per_byte,
         "parameters": trainer.model.parameter_counts(),
-        "step_seconds": statistics.median(times) if times else None,
+        "step_seconds": statistics.median(times) if times else seconds / config.steps,
         "seconds": seconds,
         "peak_memory": peak_memory(trainer.device),
         "skipped_batches": skipped,

@@ -29,7 +29,11 @@ def evaluate_run(config: EvalConfig) -> Evaluation:
         ids, n_bytes = _encode(trained, config)
         batches, ratio = _windows(ids, seq_len, config.batch_size), n_bytes / len(ids)
     else:
-        val = TokenData.open(trained.config.data).split("val")
+        data = TokenData.open(trained.config.data)
+        if data.vocab_size != trained.model.config.vocab_size:
+            what = f"has {data.vocab_size} entries and the model's {trained.model.config.vocab_size}"
+            raise UserError(f"the vocabulary of {trained.config.data} {what}: it is other data than then", DATA)
+        val = data.split("val")
         batches, ratio = validation_batches(val, seq_len, config.batch_size, None), val.n_bytes / val.n_tokens
     return evaluate(trained.model, batches, device, trained.config.precision, ratio)
 
@@ -39,7 +43,7 @@ def _encode(trained: Trained, config: EvalConfig) -> tuple[np.ndarray, int]:
     ids: list[int] = []
     n_bytes = 0
     for text in documents(config.input, config.text_field, "file"):
-        ids += trained.tokenizer.encode(text).ids + ([] if end is None else [end])
+        ids += trained.tokenizer.encode(text, add_special_tokens=False).ids + ([] if end is None else [end])
         n_bytes += len(text.encode())
     if len(ids) < 2:
         raise UserError("the text is too short to measure: it has fewer than two tokens", DATA)

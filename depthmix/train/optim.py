@@ -29,6 +29,40 @@ def hidden_matrices(model: nn.Module) -> set[str]:
     return {f"{n}.weight" for n in linear}
 
 
+class Muon(torch.optim.Muon):
+    """torch's Muon, with its Newton-Schulz iteration in fp32 on a CPU: where bf16 is emulated that is a hundred times faster."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """One step; closures are left to torch."""
+        if closure is not None or any(p.device.type != "cpu" for g in self.param_groups for p in g["params"]):
+            return super().step(closure)
+        for group in self.param_groups:
+            lr, momentum = group["lr"], group["momentum"]
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                if "momentum_buffer" not in self.state[p]:
+                    self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+                mean = self.state[p]["momentum_buffer"].lerp_(p.grad, 1 - momentum)
+                update = p.grad.lerp(mean, momentum) if group["nesterov"] else mean
+                update = _orthogonal(update, group["ns_coefficients"], group["ns_steps"], group["eps"])
+                p.mul_(1 - lr * group["weight_decay"]).add_(update, alpha=-lr * math.sqrt(max(1, len(p) / p.shape[1])))
+        return None
+
+
+def _orthogonal(x: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
+    """About U Vᵀ of the matrix U S Vᵀ."""
+    a, b, c = coefficients
+    tall = len(x) > x.shape[1]
+    x = x.T if tall else x
+    x = x / x.norm().clamp(min=eps)
+    for _ in range(steps):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if tall else x
+
+
 def build_optimizers(model: nn.Module, config: TrainConfig) -> dict[str, torch.optim.Optimizer]:
     """AdamW for everything, or Muon for the hidden matrices and AdamW for the rest."""
     named, decay = dict(model.named_parameters()), decays(model)
@@ -46,7 +80,7 @@ def build_optimizers(model: nn.Module, config: TrainConfig) -> dict[str, torch.o
     }
     if matrices:
         groups = _groups({n: named[n] for n in named if n in matrices}, decay, config.weight_decay)
-        optimizers["muon"] = torch.optim.Muon(groups, lr=config.muon_lr)
+        optimizers["muon"] = Muon(groups, lr=config.muon_lr)
     for optimizer in optimizers.values():
         for group in optimizer.param_groups:
             group["peak_lr"] = group["lr"]

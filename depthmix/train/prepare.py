@@ -283,6 +283,8 @@ def _disk_errors(target: Path) -> Iterator[None]:
     except OSError as e:
         if e.errno in (errno.ENOSPC, errno.EDQUOT):
             message = f"The disk is full, so {target} was not written: free some space or choose another place."
+        elif isinstance(e, FileExistsError | NotADirectoryError):
+            message = f"{target} cannot be written: a folder on the way to it is a file."
         else:
             message = f"{target} cannot be written: {e.strerror or e}."
         raise UserError(message, DISK) from e

@@ -36,7 +36,7 @@ class TrainingProgress:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-        columns = [
+        columns: list[Any] = [
             "{task.description}",
             BarColumn(),
             MofNCompleteColumn(),

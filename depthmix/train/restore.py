@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,10 @@ import torch
 from depthmix.models import Decoder
 from depthmix.train.checkpoint import Checkpoint, latest_checkpoint, load_checkpoint
 from depthmix.train.config import TrainConfig
-from depthmix.train.errors import CHECKPOINT, UserError
-from depthmix.train.folder import RunFolder
+from depthmix.train.errors import CHECKPOINT, DATA, UserError
+from depthmix.train.folder import RECIPE, TOKENIZER, RunFolder
 from depthmix.train.loop import load_parameters, model_config
+from depthmix.train.tokenizer import load_tokenizer, vocabulary
 
 
 @dataclass
@@ -28,9 +30,7 @@ class Trained:
 
 def load_model(run: str | Path, device: torch.device) -> Trained:
     """The newest good checkpoint of a run folder, or the checkpoint given itself."""
-    from tokenizers import Tokenizer
-
-    path = Path(run)
+    path = Path(run).absolute() if str(run) else Path()
     if not str(run) or not path.exists():
         raise UserError(f"run {str(run)!r} does not exist: give the folder that `depthmix train` wrote", CHECKPOINT)
     saved: Checkpoint | None
@@ -38,18 +38,37 @@ def load_model(run: str | Path, device: torch.device) -> Trained:
         folder, saved = RunFolder.open(path.parent.parent), load_checkpoint(path)
     else:
         folder = RunFolder.open(path)
-        saved = latest_checkpoint(folder.checkpoints, warn=folder.log)
+        saved = latest_checkpoint(folder.checkpoints, warn=lambda sentence: print(sentence, file=sys.stderr))
     if saved is None:
         raise UserError(f"run {run} has no checkpoint yet", CHECKPOINT)
-    known = {f.name for f in fields(TrainConfig)}
-    config = TrainConfig(**{k: v for k, v in folder.read_recipe().items() if k in known})
+    config, tokenizer = _config(folder), _tokenizer(folder)
+    vocab_size = len(saved.model["embedding.weight"]) if "embedding.weight" in saved.model else vocabulary(tokenizer)
+    if vocabulary(tokenizer) > vocab_size:
+        what = f"has {vocabulary(tokenizer)} entries and the model {vocab_size}"
+        raise UserError(f"{folder.path / TOKENIZER} {what}: it is of another run", CHECKPOINT)
     try:
-        tokenizer = Tokenizer.from_file(str(folder.path / "tokenizer.json"))
-    except Exception:  # the library raises plain Exception, for a missing file as for a broken one
-        raise UserError(f"{folder.path / 'tokenizer.json'} is missing or no tokenizer", CHECKPOINT) from None
-    vocab_size = (
-        len(saved.model["embedding.weight"]) if "embedding.weight" in saved.model else tokenizer.get_vocab_size()
-    )
-    model = Decoder(model_config(config, vocab_size)).to(device)
+        model = Decoder(model_config(config, vocab_size)).to(device)
+    except ValueError as error:
+        raise UserError(f"{folder.path / RECIPE} describes no model: {error}", CHECKPOINT) from None
     load_parameters(model, saved.model, config.mixer, f"step {saved.step} of {folder.path}")
     return Trained(model.eval(), tokenizer, config, saved.step)
+
+
+def _config(folder: RunFolder) -> TrainConfig:
+    """The run's recipe, with every value of its field's type."""
+    recipe, plain = folder.read_recipe(), TrainConfig()
+    known = {f.name: recipe[f.name] for f in fields(TrainConfig) if f.name in recipe}
+    for name, value in known.items():
+        default = getattr(plain, name)
+        kinds = {float: (int, float), type(None): (int, type(None))}.get(type(default), (type(default),))
+        if type(value) not in kinds:
+            raise UserError(f"{folder.path / RECIPE} is damaged: {name} is {value!r}", CHECKPOINT)
+    return TrainConfig(**known)
+
+
+def _tokenizer(folder: RunFolder) -> Any:
+    try:
+        return load_tokenizer(folder.path / TOKENIZER)
+    except UserError as error:
+        code = CHECKPOINT if error.exit_code == DATA else error.exit_code
+        raise UserError(f"run {folder.path} cannot be used: {error}", code) from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 from depthmix.train.config import TrainConfig
@@ -12,7 +13,7 @@ from depthmix.train.folder import RunFolder
 class Sinks:
     """Zero or more places that take a line of metrics."""
 
-    def __init__(self, config: TrainConfig, folder: RunFolder) -> None:
+    def __init__(self, config: TrainConfig, folder: RunFolder, first: int) -> None:
         self.board: Any = None
         self.wandb: Any = None
         if config.tensorboard:
@@ -22,10 +23,10 @@ class Sinks:
                 raise UserError(
                     "tensorboard is not installed: pip install tensorboard, or leave --tensorboard out"
                 ) from None
-            self.board = SummaryWriter(str(folder.path / "tensorboard"))
+            self.board = SummaryWriter(str(folder.path / "tensorboard"), purge_step=first + 1)
         if config.wandb:
             try:
-                import wandb
+                wandb = importlib.import_module("wandb")
             except ImportError:
                 raise UserError("wandb is not installed: pip install wandb, or leave --wandb out") from None
             self.wandb = wandb.init(project=config.wandb, dir=str(folder.path), config=vars(config), resume="allow")
@@ -47,6 +48,6 @@ class Sinks:
             self.wandb.finish()
 
 
-def open_sinks(config: TrainConfig, folder: RunFolder) -> Sinks:
-    """The sinks a configuration asks for."""
-    return Sinks(config, folder)
+def open_sinks(config: TrainConfig, folder: RunFolder, first: int) -> Sinks:
+    """The sinks a configuration asks for, for a run that goes on after step `first`."""
+    return Sinks(config, folder, first)

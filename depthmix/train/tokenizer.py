@@ -89,7 +89,12 @@ def _ready(tokenizer: Tokenizer) -> Tokenizer:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     if tokenizer.token_to_id(END) is None:
+        taken = set(tokenizer.get_vocab().values())
         tokenizer.add_special_tokens([END])
+        if tokenizer.token_to_id(END) in taken:  # the library counts entries, whatever their ids
+            raise UserError(
+                f"The tokenizer has no {END} and gaps in its ids, so none can be added: add it yourself.", DATA
+            )
     tokenizer.encode_special_tokens = True  # "<|endoftext|>" written in a document is text, not the end of it
     return tokenizer
 

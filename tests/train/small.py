@@ -1,0 +1,95 @@
+"""A corpus, its prepared data, a training and a finished run, all tiny; made once a process."""
+
+import atexit
+import functools
+import tempfile
+from pathlib import Path
+
+from depthmix.train.config import DataConfig, TrainConfig
+from depthmix.train.folder import RunFolder
+from depthmix.train.loop import train
+from depthmix.train.prepare import prepare
+
+LINES = [
+    "The sea is deep, and the sky above it is wide and blue.",
+    "A small boat goes out at dawn and comes back at night.",
+    "Café, naïve, 東京 and 🌊 need more than one byte.",
+    "What is read over depth is a mixture of all that came before.",
+]
+VOCAB = 300
+
+
+@functools.cache
+def place() -> Path:
+    """A folder that goes away with the process."""
+    folder = tempfile.TemporaryDirectory(prefix="depthmix-test-")
+    atexit.register(folder.cleanup)
+    return Path(folder.name)
+
+
+@functools.cache
+def corpus() -> Path:
+    """Four lines, many times over, in documents of different length."""
+    folder = place() / "corpus"
+    folder.mkdir()
+    for i in range(12):
+        text = "\n".join(LINES[(i + j) % len(LINES)] for j in range(10 + i))
+        (folder / f"{i:02d}.txt").write_text(text, encoding="utf-8")
+    return folder
+
+
+@functools.cache
+def data() -> Path:
+    """The corpus, prepared."""
+    config = DataConfig(input=[str(corpus())], out=str(place() / "data"), vocab_size=VOCAB, val_fraction=0.2)
+    return prepare(config)
+
+
+def config(out, **changes) -> TrainConfig:
+    """A training of some milliseconds a step."""
+    values = {
+        "out": str(out),
+        "dim": 16,
+        "n_blocks": 1,
+        "n_heads": 2,
+        "seq_len": 16,
+        "batch_size": 4,
+        "steps": 6,
+        "warmup": 2,
+        "lr": 0.01,
+        "log_every": 1,
+        "eval_every": 5,
+        "eval_tokens": 64,
+        "save_every": 3,
+        "device": "cpu",
+        "quiet": True,
+    }
+    if "data" not in changes:
+        values["data"] = str(data())
+    return TrainConfig(**{**values, **changes})
+
+
+def flags(config) -> list[str]:
+    """A configuration as a command line would say it."""
+    plain, given = type(config)(), []
+    for name, value in vars(config).items():
+        if value != getattr(plain, name):
+            flag = name.replace("_", "-")
+            if isinstance(value, bool):
+                given.append(f"--{flag}" if value else f"--no-{flag}")
+            else:
+                given += [f"--{flag}", *written(value)]
+    return given
+
+
+def written(value) -> list[str]:
+    """A value as the arguments of its flag."""
+    if isinstance(value, dict):
+        return [f"{k}={v}" for k, v in value.items()]
+    return [str(v) for v in value] if isinstance(value, list) else [str(value)]
+
+
+@functools.cache
+def run() -> RunFolder:
+    """A finished run of 60 steps, which has learned its lines somewhat."""
+    return train(config(place() / "run", dim=32, n_blocks=2, batch_size=8, seq_len=32, steps=60, save_every=20))
