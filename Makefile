@@ -2,7 +2,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v p
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: setup test lint format wheel clean
+.PHONY: setup demo test lint format wheel clean
 
 setup: $(STAMP)
 
@@ -11,6 +11,10 @@ $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
 	@touch $(STAMP)
+
+demo: $(STAMP)
+	@test -f data/sotu/meta.json || $(BIN)/depthmix data --input corpora/sotu --out data/sotu --vocab-size 512
+	$(BIN)/depthmix compare --recipe recipes/demo.yaml
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist worksteal --cov --cov-report=term:skip-covered --cov-fail-under=95 $(PYTEST_ARGS)
@@ -28,4 +32,4 @@ wheel: $(STAMP)
 	$(BIN)/python -m build --wheel --no-isolation --outdir dist
 
 clean:
-	rm -rf .venv dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage
+	rm -rf .venv data runs dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage
