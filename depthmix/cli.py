@@ -92,7 +92,7 @@ def describe(hint: Any) -> str:
 
 
 def nearest(name: str, valid: Sequence[str]) -> str:
-    close = difflib.get_close_matches(name, valid, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(name, valid, n=1, cutoff=0.65)
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
@@ -266,6 +266,17 @@ def dispatch(argv: Sequence[str] | None) -> None:
     run(build_config(command, config, given)) if config else run()
 
 
+def of_the_machine(error: Exception) -> str:
+    """What a user can do about an error of torch; nothing for one that nobody foresaw."""
+    text = str(error)
+    words = ("out of memory", "not enough memory", "can't allocate memory")
+    if isinstance(error, MemoryError) or any(w in text.lower() for w in words):
+        return "out of memory: use a smaller model, batch_size, micro_batch_size or seq_len, or checkpoint_activations"
+    if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
+        return f"torch.compile failed ({text.strip().splitlines()[0]}): use --compile off"
+    return ""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; what a user got wrong ends in one sentence on stderr and a code that says which kind it was."""
     try:
@@ -289,13 +300,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         message, code = "interrupted", INTERRUPTED
     except (MemoryError, RuntimeError) as error:
-        words = ("out of memory", "not enough memory", "can't allocate memory")
-        if isinstance(error, RuntimeError) and not any(w in str(error).lower() for w in words):
+        if not (known := of_the_machine(error)):
             raise
-        message, code = (
-            "out of memory: use a smaller batch_size, micro_batch_size or seq_len, or checkpoint_activations",
-            USAGE,
-        )
+        message, code = known, USAGE
     print(f"depthmix: {' '.join(message.splitlines())}", file=sys.stderr)
     return code
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 import yaml
 from tokenizers import Tokenizer
+from torch._dynamo.exc import BackendCompilerFailed
 from torch.nn import functional
 
 import depthmix
@@ -354,9 +355,14 @@ def test_a_package_that_is_not_installed(capsys, monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("error", "code", "words"),
     [
-        (MemoryError(), 2, "out of memory: use a smaller batch_size"),
+        (MemoryError(), 2, "out of memory: use a smaller model, batch_size"),
         (RuntimeError("CUDA out of memory. Tried to allocate"), 2, "out of memory: use a smaller"),
         (RuntimeError("DefaultCPUAllocator: not enough memory: you tried"), 2, "out of memory: use a smaller"),
+        (
+            BackendCompilerFailed(print, RuntimeError("no C++"), None),
+            2,
+            "torch.compile failed (backend='print' raised:",
+        ),
         (KeyboardInterrupt(), 130, "interrupted"),
         (OSError(28, "No space left on device", "/x/y"), 6, "cannot write or read /x/y: No space left on device"),
         (ValueError("two\nlines"), 2, "two lines"),

@@ -55,7 +55,19 @@ def test_the_demo_at_a_tenth_of_its_size(place, monkeypatch, capsys):
     shutil.rmtree("runs", ignore_errors=True)
     if not (place / "data" / "sotu").exists():
         assert main(["data", "--input", "corpora/sotu", "--out", "data/sotu", "--vocab-size", "512"]) == 0
-    recipe = ["--recipe", "recipes/demo.yaml", "--steps", "30", "--warmup", "4", "--eval-every", "10", "--eval-tokens", "2000", "--quiet"]
+    recipe = [
+        "--recipe",
+        "recipes/demo.yaml",
+        "--steps",
+        "30",
+        "--warmup",
+        "4",
+        "--eval-every",
+        "10",
+        "--eval-tokens",
+        "2000",
+        "--quiet",
+    ]
     assert main(["compare", *recipe, "--seeds", "0"]) == 0
     out = capsys.readouterr().out
     assert "residual" in out

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from depthmix.train.device import autocast
+from depthmix.train.errors import DATA, UserError
 
 
 @dataclass
@@ -28,6 +29,14 @@ class Evaluation:
     @property
     def bits_per_byte(self) -> float:
         return self.loss / math.log(2) / self.bytes_per_token
+
+
+def check_tokens(batch: Tensor, vocab_size: int, folder: object) -> Tensor:
+    """The batch, still on the CPU; UserError for a token that the embedding does not have, which no GPU survives."""
+    if (largest := int(batch.max())) >= vocab_size:
+        what = f"token {largest} is beyond the vocabulary of {vocab_size}"
+        raise UserError(f"{folder} is damaged: {what}; prepare the data again", DATA)
+    return batch
 
 
 def token_losses(model: nn.Module, batch: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ from depthmix.train.config import TrainConfig
 from depthmix.train.dataset import Batches, TokenData, validation_batches
 from depthmix.train.device import autocast, choose_device, peak_memory, reset_peak_memory
 from depthmix.train.errors import CHECKPOINT, DIVERGED, INTERRUPTED, UserError
-from depthmix.train.evaluate import Evaluation, evaluate, token_losses
+from depthmix.train.evaluate import Evaluation, check_tokens, evaluate, token_losses
 from depthmix.train.folder import RunFolder
 from depthmix.train.optim import (
     build_optimizers,
@@ -103,7 +103,7 @@ class Trainer:
     """A model, its optimizers and its data: everything one step needs."""
 
     def __init__(self, config: TrainConfig, data: TokenData, device: torch.device) -> None:
-        self.config, self.device = config, device
+        self.config, self.device, self.vocab_size = config, device, data.vocab_size
         self.model = build_model(config, data.vocab_size, device)
         self.optimizers = build_optimizers(self.model, config)
         self.batches = Batches(data.split("train"), config.seq_len, config.batch_size, config.seed)
@@ -114,7 +114,7 @@ class Trainer:
 
     def step(self, step: int) -> tuple[float, float]:
         """One optimizer step on batch `step`: (loss, gradient norm). A loss that is not usable leaves the weights alone."""
-        batch = self.batches.get(step).to(self.device, non_blocking=True)
+        batch = self.checked(self.batches.get(step)).to(self.device, non_blocking=True)
         micro = self.config.micro_batch_size or self.config.batch_size
         set_learning_rate(self.optimizers, learning_rate(self.config, step))
         total = torch.zeros((), device=self.device)
@@ -138,7 +138,11 @@ class Trainer:
     def validation(self) -> Iterator[Tensor]:
         """The validation batches, the same at every evaluation."""
         micro = self.config.micro_batch_size or self.config.batch_size
-        return validation_batches(self.val, self.config.seq_len, micro, self.config.eval_tokens)
+        return map(self.checked, validation_batches(self.val, self.config.seq_len, micro, self.config.eval_tokens))
+
+    def checked(self, batch: Tensor) -> Tensor:
+        """The batch, if all of it is in the vocabulary."""
+        return check_tokens(batch, self.vocab_size, self.config.data)
 
     def evaluate(self) -> Evaluation:
         """The validation loss."""

@@ -14,7 +14,7 @@ from depthmix.train.corpus import documents
 from depthmix.train.dataset import TokenData, validation_batches
 from depthmix.train.device import choose_device
 from depthmix.train.errors import DATA, UserError
-from depthmix.train.evaluate import Evaluation, evaluate
+from depthmix.train.evaluate import Evaluation, check_tokens, evaluate
 from depthmix.train.restore import Trained, load_model
 
 
@@ -35,6 +35,7 @@ def evaluate_run(config: EvalConfig) -> Evaluation:
             raise UserError(f"the vocabulary of {trained.config.data} {what}: it is other data than then", DATA)
         val = data.split("val")
         batches, ratio = validation_batches(val, seq_len, config.batch_size, None), val.n_bytes / val.n_tokens
+        batches = (check_tokens(batch, data.vocab_size, data.folder) for batch in batches)
     return evaluate(trained.model, batches, device, trained.config.precision, ratio)
 
 

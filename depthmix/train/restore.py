@@ -30,8 +30,10 @@ class Trained:
 
 def load_model(run: str | Path, device: torch.device) -> Trained:
     """The newest good checkpoint of a run folder, or the checkpoint given itself."""
-    path = Path(run).absolute() if str(run) else Path()
-    if not str(run) or not path.exists():
+    if not str(run):
+        raise UserError("run is needed: the folder that `depthmix train` wrote, or one checkpoint in it")
+    path = Path(run).absolute()
+    if not path.exists():
         raise UserError(f"run {str(run)!r} does not exist: give the folder that `depthmix train` wrote", CHECKPOINT)
     saved: Checkpoint | None
     if path.parent.name == "checkpoints":
@@ -42,7 +44,8 @@ def load_model(run: str | Path, device: torch.device) -> Trained:
     if saved is None:
         raise UserError(f"run {run} has no checkpoint yet", CHECKPOINT)
     config, tokenizer = _config(folder), _tokenizer(folder)
-    vocab_size = len(saved.model["embedding.weight"]) if "embedding.weight" in saved.model else vocabulary(tokenizer)
+    embedding = saved.model.get("embedding.weight")
+    vocab_size = len(embedding) if embedding is not None and embedding.ndim else vocabulary(tokenizer)
     if vocabulary(tokenizer) > vocab_size:
         what = f"has {vocabulary(tokenizer)} entries and the model {vocab_size}"
         raise UserError(f"{folder.path / TOKENIZER} {what}: it is of another run", CHECKPOINT)

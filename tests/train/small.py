@@ -5,10 +5,14 @@ import functools
 import tempfile
 from pathlib import Path
 
+import torch
+
 from depthmix.train.config import DataConfig, TrainConfig
 from depthmix.train.folder import RunFolder
 from depthmix.train.loop import train
 from depthmix.train.prepare import prepare
+
+torch.set_num_threads(1)  # for tensors this small, threads only get into each other's way
 
 LINES = [
     "The sea is deep, and the sky above it is wide and blue.",

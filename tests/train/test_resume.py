@@ -91,7 +91,7 @@ def drive(work: Path, data: str, changes: dict, kills: int, kills_a_run: int) ->
         while True:
             child = start(config, log)
             if here < kills_a_run:
-                time.sleep(rng.uniform(0, 0.3 * whole))
+                time.sleep(rng.uniform(0, 0.25 * whole))
                 os.kill(child, signal.SIGKILL)
             if ended_by_itself(child, log):
                 break
@@ -103,11 +103,10 @@ def drive(work: Path, data: str, changes: dict, kills: int, kills_a_run: int) ->
 
 
 if __name__ == "__main__":
-    import torch
     import torch._dynamo
     import yaml  # noqa: F401 (what every training imports on its way, once for all of them)
 
-    torch.set_num_threads(1)  # no OpenMP threads that a fork would lose
+    assert torch.get_num_threads() == 1  # by small: no OpenMP threads that a fork would lose
     reports = []
     for name, arguments in json.loads(sys.argv[2]).items():
         Path(name).mkdir()
@@ -120,7 +119,7 @@ if __name__ == "__main__":
 
 def killed(tmp_path, **scenarios) -> list[dict]:
     """What the driver reports of each."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "tests")}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), str(ROOT)])}
     given = {str(tmp_path / name): arguments for name, arguments in scenarios.items()}
     command = [sys.executable, __file__, str(small.data()), json.dumps(given)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT, check=False)
@@ -192,7 +191,8 @@ def test_a_checkpoint_of_somebody_else_is_refused(tmp_path):
 def launch(config) -> subprocess.Popen:
     """`depthmix train` as a user starts it."""
     command = [str(PROGRAM), "train", *small.flags(config)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # as here: sums differ with the number of threads
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def wait_for(process: subprocess.Popen, path: Path, enough) -> None:
