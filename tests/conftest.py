@@ -1,8 +1,14 @@
 """What every test gets: fresh tensors full of NaN, so that memory nobody wrote cannot pass."""
 
+import os
+
 import pytest
 import torch
 from torch.utils import _device
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # As many workers as cores: with more threads than that they wait for each other and are several times slower.
+    torch.set_num_threads(1)
 
 
 def _poisoned(make):
