@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import difflib
+import functools
 import math
 import os
 import sys
@@ -14,10 +14,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
+from depthmix.mixers.options import nearest as nearest_of
 from depthmix.train.config import CompareConfig, DataConfig, EvalConfig, GenerateConfig, TrainConfig
 from depthmix.train.errors import DISK, INTERRUPTED, USAGE, UserError
 
 EXIT_CODES = "Exit codes: 0 done; 2 wrong option or recipe; 3 unusable data; 4 unusable checkpoint; 5 diverged; 6 disk full or not writable; 130 interrupted and saved."
+
+
+nearest = functools.partial(nearest_of, cutoff=0.65)  # flags are many and alike: suggest only what is close
 
 
 class Parser(argparse.ArgumentParser):
@@ -89,11 +93,6 @@ def describe(hint: Any) -> str:
         return "a list"
     words = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
     return words.get(hint, "option=value pairs")
-
-
-def nearest(name: str, valid: Sequence[str]) -> str:
-    close = difflib.get_close_matches(name, valid, n=1, cutoff=0.65)
-    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def add_flags(parser: argparse.ArgumentParser, config: type) -> None:

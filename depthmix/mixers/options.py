@@ -102,7 +102,7 @@ def check_options(owner: str, options: Mapping[str, Option], given: Mapping[str,
         options[name].check(owner, value)
 
 
-def nearest(name: str, valid: Iterable[str]) -> str:
-    """A "did you mean" for the message, or nothing."""
-    close = difflib.get_close_matches(name, list(valid), n=1, cutoff=0.5)
+def nearest(name: str, valid: Iterable[str], cutoff: float = 0.5) -> str:
+    """A "did you mean" for the message, or nothing; a higher cutoff suggests less."""
+    close = difflib.get_close_matches(name, list(valid), n=1, cutoff=cutoff)
     return f"; did you mean {close[0]!r}?" if close else ""

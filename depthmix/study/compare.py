@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from depthmix.mixers.base import DEFAULT_MIXER
 from depthmix.study.arms import Arm, check_arms, parse_arms
 from depthmix.study.figures import draw_figures
 from depthmix.study.report import continuation, make_report
@@ -144,7 +145,7 @@ def check_config(config: CompareConfig) -> list[Arm]:
     """The arms, or a UserError for what can be known to be wrong before anything runs."""
     if not config.out:
         raise UserError("compare needs --out, the folder for its runs and its report")
-    if config.mixer != "residual" or config.mixer_options:
+    if config.mixer != DEFAULT_MIXER or config.mixer_options:
         raise UserError("compare takes its mechanisms from --arms, not from --mixer and --mixer-options")
     if config.budget not in ("tokens", "time"):
         raise UserError(f"budget must be tokens or time, got {config.budget!r}")
