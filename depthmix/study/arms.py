@@ -50,7 +50,9 @@ def parse_arm(text: str) -> Arm:
         given: dict[str, Any] = {}
         for part in rest.split(",") if colon else []:
             key, equals, value = (piece.strip() for piece in part.partition("="))
-            if not key or not equals or not value:
+            if key in known and not value:
+                raise UserError(f"arm {text!r}: {key} needs a value, {key}=…: {known[key].describe()}")
+            if not key or not equals:
                 hint = nearest(key, known) if key else ""
                 raise UserError(f"arm {text!r}: expected option=value, got {part.strip()!r}{hint}")
             if key in given:

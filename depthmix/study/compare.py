@@ -12,11 +12,14 @@ from typing import Any
 
 from depthmix.mixers.base import DEFAULT_MIXER
 from depthmix.study.arms import Arm, check_arms, parse_arms
-from depthmix.study.figures import draw_figures
+from depthmix.study.figures import draw_figures, load
 from depthmix.study.report import continuation, make_report
 from depthmix.study.table import Row, Run, make_rows, print_table, read_run, to_csv, to_markdown, verdict, write_text
 from depthmix.train.config import CompareConfig, TrainConfig
-from depthmix.train.errors import CHECKPOINT, DIVERGED, UserError
+from depthmix.train.dataset import TokenData
+from depthmix.train.device import choose_device, release_memory
+from depthmix.train.errors import CHECKPOINT, DISK, DIVERGED, UserError
+from depthmix.train.folder import RunFolder, check_above
 
 # What may change between two calls for one folder, since no number in the table depends on it.
 FREE = {
@@ -34,6 +37,7 @@ FREE = {
     "seed",
 }
 TEMPERATURE, TOP_P = 0.8, 0.95
+COMPARISON, STEP_TIMES = "comparison.json", "step_times.json"
 
 
 @dataclass
@@ -49,6 +53,7 @@ class Comparison:
     samples: list[dict[str, str]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     finished: bool = False
+    drawn: tuple[int, list[str]] = (0, [])  # runs that the figures show, and why there are none
 
     @property
     def rows(self) -> list[Row]:
@@ -86,13 +91,13 @@ class Comparison:
             "samples": self.samples,
             "notes": notes,
         }
-        write_text(
-            self.path / "comparison.json", json.dumps(everything, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
-        )
+        write_text(self.path / COMPARISON, json.dumps(everything, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
         if rows:
             write_text(self.path / "table.csv", to_csv(rows))
             write_text(self.path / "table.md", to_markdown(rows, notes))
-            notes += draw_figures(self.runs, [arm.label for arm in self.arms], self.path)
+            if self.drawn[0] != len(self.runs):  # drawing takes longer than all the rest
+                self.drawn = len(self.runs), draw_figures(self.runs, [arm.label for arm in self.arms], self.path)
+            notes += self.drawn[1]
         page = make_report(self.recipe, rows, self.samples, notes, self.path, self.finished)
         write_text(self.report, page)
 
@@ -108,15 +113,19 @@ def compare(config: CompareConfig, *, say: Callable[[str], None] | None = None) 
     arms = check_config(config)
     comparison = open_comparison(config, arms)
     if config.budget == "time":
+        if not (comparison.path / COMPARISON).exists():
+            comparison.save()  # so that step times are never found without the recipe they belong to
         comparison.step_times = measured_step_times(config, arms, say)
     plan = make_plan(config, arms, comparison.step_times)
     comparison.runs = _finished_runs(plan)
     comparison.save()
     diverged = []
+    load()  # what is loaded between two runs would count as memory of the second
     for i, (arm, run_config) in enumerate(plan):
-        if (Path(run_config.out) / "result.json").exists():
+        if _is_finished(run_config):
             continue
         try:
+            release_memory(choose_device(run_config.device))  # the last run's memory is not this one's
             train(run_config, label=f"{arm.label}, seed {run_config.seed} ({i + 1} of {len(plan)})")
             comparison.runs.append(_checked_run(arm, run_config))
         except UserError as error:
@@ -158,7 +167,20 @@ def check_config(config: CompareConfig) -> list[Arm]:
             raise UserError(f"{name} must be at least 1, got {getattr(config, name)}")
     arms = parse_arms(config.arms)
     check_arms(arms, config.dim, config.n_blocks)
+    _check_plan(make_plan(config, arms))
     return arms
+
+
+def _check_plan(plan: Sequence[tuple[Arm, TrainConfig]]) -> None:
+    """What would stop a run is said before anything is written, or the folder would refuse the corrected command."""
+    from depthmix.train.loop import check_config, check_run
+
+    data = None
+    for _, config in plan:
+        check_config(config)
+        if not _is_finished(config):  # those that are do not need the data any more
+            data = data or TokenData.open(config.data)
+            check_run(config, data)
 
 
 def make_plan(
@@ -200,7 +222,7 @@ def run_config(config: CompareConfig, arm: Arm, seed: int, steps: int) -> TrainC
 
 def measured_step_times(config: CompareConfig, arms: Sequence[Arm], say: Callable[[str], None]) -> list[float]:
     """Seconds a step for every arm: from step_times.json, or measured now and saved, so that a resume has the same budgets."""
-    path = Path(config.out) / "step_times.json"
+    path = Path(config.out) / STEP_TIMES
     saved = _read_json(path) or {}
     first = arms[0].label
     missing = [arm for arm in arms if not _is_time(saved.get(arm.label))]
@@ -230,26 +252,33 @@ def open_comparison(config: CompareConfig, arms: Sequence[Arm]) -> Comparison:
     out = Path(config.out)
     recipe = {**asdict(config), "arms": [arm.label for arm in arms]}
     comparison = Comparison(out, recipe, list(arms), _fingerprint(config.data))
+    check_above(out)
     if out.exists() and not out.is_dir():
         raise UserError(f"{out} is a file; choose a folder for the comparison", CHECKPOINT)
-    saved = _read_json(out / "comparison.json")
+    saved = _read_json(out / COMPARISON)
     if saved is None:
         if (out / "result.json").exists() or (out / "metrics.jsonl").exists():
             raise UserError(
                 f"{out} is the run folder of one training; choose another folder for the comparison", CHECKPOINT
             )
         if any(out.glob("*/seed-*")):
-            raise UserError(f"{out} holds runs but no comparison.json; delete it or choose another folder", CHECKPOINT)
+            raise UserError(f"{out} holds runs but no {COMPARISON}; delete it or choose another folder", CHECKPOINT)
         return comparison
     if not isinstance(saved.get("recipe"), dict):
-        raise UserError(
-            f"{out / 'comparison.json'} is not a comparison; delete it or choose another folder", CHECKPOINT
-        )
+        raise UserError(f"{out / COMPARISON} is not a comparison; delete it or choose another folder", CHECKPOINT)
     changed = recipe_changes(saved["recipe"], recipe)
     if comparison.data and saved.get("data"):
         changed = [c for c in changed if c[0] != "data"]  # the content decides, not where it lies
         if comparison.data != saved["data"]:
             changed.append(("data", "prepared otherwise", config.data))
+    if changed and not any(RunFolder(path).has_begun() for path in out.glob("*/seed-*")):
+        # Nothing to lose yet, say because the first model did not fit into memory: this recipe takes the other's place.
+        for name in (STEP_TIMES, COMPARISON):
+            try:
+                (out / name).unlink(missing_ok=True)
+            except OSError as error:
+                raise UserError(f"cannot remove {out / name} ({error.strerror or error})", DISK) from None
+        return comparison
     if changed:
         differences = ", ".join(f"{name} (was {json.dumps(old)}, now {json.dumps(new)})" for name, old, new in changed)
         message = f"{out} holds a comparison with another recipe, which differs in {differences}"
@@ -273,7 +302,11 @@ def recipe_changes(old: dict[str, Any], new: dict[str, Any]) -> list[tuple[str, 
 
 
 def _finished_runs(plan: Sequence[tuple[Arm, TrainConfig]]) -> list[Run]:
-    return [_checked_run(arm, config) for arm, config in plan if (Path(config.out) / "result.json").exists()]
+    return [_checked_run(arm, config) for arm, config in plan if _is_finished(config)]
+
+
+def _is_finished(config: TrainConfig) -> bool:
+    return (Path(config.out) / "result.json").exists()
 
 
 def _checked_run(arm: Arm, config: TrainConfig) -> Run:

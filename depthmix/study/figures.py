@@ -23,14 +23,22 @@ NAMES = {"tokens": "loss-tokens", "time": "loss-time"}
 
 def draw_figures(runs: Sequence[Run], arms: Sequence[str], folder: Path) -> list[str]:
     """Write loss-tokens and loss-time as .svg and .png into the folder; returns notes for the user (none: all is well)."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
+    if not load():
         return [MISSING]
     if runs:
         for axis, name in NAMES.items():
             draw(runs, arms, axis, folder / name)
     return []
+
+
+def load() -> bool:
+    """Load matplotlib; whether there is one."""
+    try:
+        import matplotlib.backends.backend_agg
+        import matplotlib.figure  # noqa: F401
+    except ImportError:
+        return False
+    return True
 
 
 def draw(runs: Sequence[Run], arms: Sequence[str], axis: str, stem: Path) -> None:

@@ -146,8 +146,15 @@ def load_checkpoint(path: str | Path) -> Checkpoint:
         raise UserError(f"Cannot use the checkpoint {path}: {broken}{instead}.", CHECKPOINT) from broken
 
 
-def latest_checkpoint(folder: str | Path, warn: Callable[[str], object] | None = None) -> Checkpoint | None:
-    """The newest good checkpoint; `warn` hears one sentence for each newer broken one. None if there is none at all."""
+def latest_checkpoint(
+    folder: str | Path,
+    warn: Callable[[str], object] | None = None,
+    advice: str = "move that folder away to start from the beginning",
+) -> Checkpoint | None:
+    """The newest good checkpoint, or None if there is none at all.
+
+    `warn` hears one sentence for each newer broken one; where all are broken, `advice` is what the caller's user can do.
+    """
     tell = warn or (lambda sentence: warnings.warn(sentence, stacklevel=3))
     while paths := list_checkpoints(folder):
         problems = []
@@ -159,7 +166,6 @@ def latest_checkpoint(folder: str | Path, warn: Callable[[str], object] | None =
                     problems.append(f"The checkpoint {path} is broken and was passed over: {broken}.")
                     tell(problems[-1])
         if problems and list_checkpoints(folder) == paths:
-            advice = "move that folder away to start from the beginning"
             raise UserError(f"No checkpoint in {folder} can be used; {advice}. {problems[0]}", CHECKPOINT)
         # A process that trains has replaced what was listed: look again.
     return None

@@ -102,7 +102,7 @@ class TokenData:
     def __init__(self, folder: Path, meta: dict[str, Any], splits: dict[str, Split]) -> None:
         self.folder, self.meta, self._splits = folder, meta, splits
         self.vocab_size: int = meta["vocab_size"]
-        self.tokenizer_path: Path = folder / meta["tokenizer"]
+        self.meta_path, self.tokenizer_path = folder / "meta.json", folder / meta["tokenizer"]
 
     @classmethod
     def open(cls, folder: str | Path) -> TokenData:

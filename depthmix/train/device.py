@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext, suppress
+import gc
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -34,23 +35,32 @@ def autocast(device: torch.device, precision: str) -> AbstractContextManager[Any
     return torch.autocast(device.type, dtype=torch.bfloat16) if wanted else nullcontext()
 
 
-def reset_peak_memory(device: torch.device) -> None:
-    """Start a new peak for `peak_memory`."""
+def release_memory(device: torch.device) -> None:
+    """Give back what models that are gone still hold: they have reference cycles, and the GPU's allocator keeps blocks."""
+    gc.collect()
     if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    else:
-        with suppress(OSError):  # not Linux, or not allowed: the peak is then that of the whole process
-            Path("/proc/self/clear_refs").write_text("5")
+        torch.cuda.empty_cache()
 
 
-def peak_memory(device: torch.device) -> int | None:
-    """Bytes at the peak since the reset: of the GPU, or of this process; None where nobody knows."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    try:
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return None
+class PeakMemory:
+    """The peak from here on: of the GPU's tensors, or of this process where the system can start that count anew."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.known = device, True
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        else:
+            try:
+                Path("/proc/self/clear_refs").write_text("5")
+            except OSError:  # not Linux, or not allowed: what can be read is the peak of everything before, too
+                self.known = False
+
+    def read(self) -> int | None:
+        """Bytes; None where nobody knows."""
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device)
+        if self.known:
+            for line in Path("/proc/self/status").read_text().splitlines():
+                if line.startswith("VmHWM:"):
+                    return int(line.split()[1]) * 1024
+        return None

@@ -16,11 +16,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from depthmix.train.checkpoint import reason, sync_folder
+from depthmix.train.checkpoint import list_checkpoints, reason, sync_folder
 from depthmix.train.errors import CHECKPOINT, DATA, DISK, UserError
 
 RECIPE, ENVIRONMENT, METRICS, SPEED = "recipe.yaml", "environment.json", "metrics.jsonl", "speed.jsonl"
 LOG, RESULT, TOKENIZER, CHECKPOINTS, LOCK = "log.txt", "result.json", "tokenizer.json", "checkpoints", ".lock"
+DATA_META = "data.json"  # the meta.json of the data, whose checksums say what the run is trained on
 # What a process killed while it created the folder may have left; recipe.yaml comes last and makes it a run folder.
 BEGUN = {ENVIRONMENT, CHECKPOINTS, LOCK, LOG}
 
@@ -69,7 +70,11 @@ class RunFolder:
     def open_or_create(
         cls, path: str | Path, config: Any, command: Sequence[str], free: Collection[str] = ()
     ) -> RunFolder:
-        """The run to go on with, or a new one; a run of another configuration is refused, save for the `free` fields."""
+        """The run to go on with, or a new one; a run of another configuration is refused, save for the `free` fields.
+
+        A run that died before there was anything to lose (out of memory, say) takes any configuration.
+        """
+        check_above(Path(path))
         with _reading(Path(path)):
             begun = (Path(path) / RECIPE).is_file()
         if not begun:
@@ -83,6 +88,13 @@ class RunFolder:
         # A recipe of an older version lacks the fields that came later.
         changes = {k: then.get(k, defaults[k]) for k, v in now.items() if v != then.get(k, defaults[k])}
         fixed = [f"{k} was {v!r} and is {now[k]!r}" for k, v in changes.items() if k not in free]
+        if fixed and not self.has_begun():
+            with self.locked():
+                if not self.has_begun():  # still: the process that held the lock may have come that far
+                    self._replace(ENVIRONMENT, _json(environment(command, getattr(config, "device", "auto"))))
+                    self._write_recipe(now)
+                    self.log(f"started over with another recipe: {', '.join(fixed)}")
+                    return self
         if fixed:
             advice = "use the old value to go on with it, or another folder"
             raise UserError(f"{self.path} holds a run of another recipe: {', '.join(fixed)}; {advice}.", CHECKPOINT)
@@ -169,6 +181,12 @@ class RunFolder:
         """The lines of speed.jsonl, without a torn last one."""
         return self._read_records(SPEED)
 
+    def has_begun(self) -> bool:
+        """Whether there is anything that another recipe would lose: a line of metrics, a checkpoint, a result."""
+        return bool(
+            self.has_result() or b"\n" in self._read_bytes(self.path / METRICS) or list_checkpoints(self.checkpoints)
+        )
+
     def has_result(self) -> bool:
         """Whether the run has finished."""
         with _reading(self.path):
@@ -208,17 +226,23 @@ class RunFolder:
             raise UserError(f"{path} is damaged: it does not map names to values.", CHECKPOINT)
         return recipe
 
-    def copy_tokenizer(self, source: str | Path) -> None:
-        """Keep the data's tokenizer.json with the run; another one than the run began with is refused."""
-        try:
-            wanted = Path(source).read_bytes()
-        except OSError as error:
-            raise UserError(f"Cannot read the tokenizer {source}: {reason(error, Path(source))}.", DATA) from error
-        path = self.path / TOKENIZER
-        if not path.exists():
-            self._replace(TOKENIZER, wanted)
-        elif self._read_bytes(path) != wanted:
-            raise UserError(f"{source} is not the tokenizer this run began with ({path}); use the data of then.", DATA)
+    def keep_data(self, meta: str | Path, tokenizer: str | Path) -> None:
+        """Keep the data's meta.json and tokenizer.json with the run; data other than the run began with is refused."""
+        for name, source, what in (
+            (TOKENIZER, Path(tokenizer), "the tokenizer"),
+            (DATA_META, Path(meta), "that of the data"),
+        ):
+            try:
+                wanted = source.read_bytes()
+            except OSError as error:
+                raise UserError(f"Cannot read {source}: {reason(error, source)}.", DATA) from error
+            kept = self._read_bytes(self.path / name)
+            if kept and kept != wanted and self.has_begun():
+                advice = "use the data of then, or another folder"
+                raise UserError(f"{source} is not {what} this run began with ({self.path / name}); {advice}.", DATA)
+            # A finished run of an older version does not say what it was trained on, and this may not be it.
+            if kept != wanted and not self.has_result():
+                self._replace(name, wanted)
 
     def _refuse_foreign(self) -> None:
         try:
@@ -282,6 +306,13 @@ class RunFolder:
     def _read_bytes(self, path: Path) -> bytes:
         with _reading(path):
             return path.read_bytes() if path.exists() else b""
+
+
+def check_above(path: Path) -> None:
+    """UserError for a path below something that is no folder."""
+    above = next((p for p in path.parents if os.path.exists(p) and not os.path.isdir(p)), None)
+    if above:
+        raise UserError(f"{path} cannot be written: {above} is a file; choose another folder.", DISK)
 
 
 def environment(command: Sequence[str], device: str = "auto") -> dict[str, Any]:

@@ -25,10 +25,11 @@ from depthmix.ops.norm import RMSNorm
 from depthmix.train.checkpoint import Checkpoint, latest_checkpoint, list_checkpoints, save_checkpoint
 from depthmix.train.config import TrainConfig
 from depthmix.train.dataset import Batches, TokenData, validation_batches
-from depthmix.train.device import autocast, choose_device, peak_memory, reset_peak_memory
+from depthmix.train.device import PeakMemory, autocast, choose_device, release_memory
 from depthmix.train.errors import CHECKPOINT, DIVERGED, INTERRUPTED, UserError
 from depthmix.train.evaluate import Evaluation, check_tokens, evaluate, token_losses
 from depthmix.train.folder import RunFolder
+from depthmix.train.graph import GraphedBackward
 from depthmix.train.optim import (
     build_optimizers,
     learning_rate,
@@ -41,7 +42,8 @@ from depthmix.train.signals import StopSignal
 from depthmix.train.sinks import open_sinks
 
 RNG = "rng/torch"  # the generator's state, saved among the optimizer's tensors
-FREE = {"data", "out", "quiet", "tensorboard", "wandb", "keep", "save_every", "device"}  # may change between resumes
+# What may change between resumes; of the data it is the place, the content is compared.
+FREE = {"data", "out", "quiet", "tensorboard", "wandb", "keep", "save_every", "device", "on_nan"}
 
 
 def check_config(config: TrainConfig) -> None:
@@ -59,6 +61,8 @@ def check_config(config: TrainConfig) -> None:
             raise UserError(f"{name} must be at least 1 or none, got {getattr(config, name)}")
     if config.micro_batch_size is not None and config.batch_size % config.micro_batch_size:
         raise UserError(f"micro_batch_size must divide batch_size={config.batch_size}, got {config.micro_batch_size}")
+    if config.cuda_graph and (config.micro_batch_size is not None or config.checkpoint_activations):
+        raise UserError("cuda_graph records a step in one piece: leave out micro_batch_size and checkpoint_activations")
     for name in ("lr", "muon_lr", "adam_eps", "rope_theta", "norm_eps"):
         if not 0 < getattr(config, name) < math.inf:
             raise UserError(f"{name} must be a number above 0, got {getattr(config, name)}")
@@ -83,8 +87,18 @@ def model_config(config: TrainConfig, vocab_size: int) -> DecoderConfig:
     return DecoderConfig(vocab_size=vocab_size, **{name: getattr(config, name) for name in shared})
 
 
+def check_run(config: TrainConfig, data: TokenData) -> None:
+    """UserError or ValueError for a configuration that does not fit its device, its data or itself, without building it."""
+    choose_device(config.device)
+    model_config(config, data.vocab_size)
+    Batches(data.split("train"), config.seq_len, config.batch_size, config.seed)
+    validation_batches(data.split("val"), config.seq_len, config.batch_size)
+
+
 def build_model(config: TrainConfig, vocab_size: int, device: torch.device) -> Decoder:
     """The model as training wants it: seeded, on its device, compiled or checkpointed sublayer by sublayer."""
+    if config.compile != "off":
+        torch.compiler.reset()  # after a handful of models in one process torch would no longer compile, and not say so
     torch.manual_seed(config.seed)
     model = Decoder(model_config(config, vocab_size)).to(device)
     if config.checkpoint_activations:
@@ -111,25 +125,35 @@ class Trainer:
         self.validation()  # a split that is too short is said now
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.too_large = 3 * math.log(data.vocab_size)  # a loss far above guessing has exploded
+        self.graphed: GraphedBackward | None = None
 
     def step(self, step: int) -> tuple[float, float]:
         """One optimizer step on batch `step`: (loss, gradient norm). A loss that is not usable leaves the weights alone."""
         batch = self.checked(self.batches.get(step)).to(self.device, non_blocking=True)
         micro = self.config.micro_batch_size or self.config.batch_size
         set_learning_rate(self.optimizers, learning_rate(self.config, step))
-        total = torch.zeros((), device=self.device)
-        for part in batch.split(micro):
-            with autocast(self.device, self.config.precision):
-                loss = token_losses(self.model, part).mean() * (len(part) / len(batch))
-            loss.backward()
-            total += loss.detach()
+        if self.config.cuda_graph and self.device.type == "cuda":
+            self.graphed = self.graphed or GraphedBackward(self.loss, self.parameters, batch)
+            total = self.graphed(batch)
+        else:
+            total = torch.zeros((), device=self.device)
+            for part in batch.split(micro):
+                loss = self.loss(part) * (len(part) / len(batch))
+                loss.backward()
+                total += loss.detach()
         norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.config.clip or math.inf)
         loss_value, norm_value = torch.stack([total, norm.to(total)]).tolist()
         if self.usable(loss_value, norm_value):
             for optimizer in self.optimizers.values():
                 optimizer.step()
-        self.model.zero_grad(set_to_none=True)
+        if self.graphed is None:  # a replay overwrites the gradients it recorded
+            self.model.zero_grad(set_to_none=True)
         return loss_value, norm_value
+
+    def loss(self, batch: Tensor) -> Tensor:
+        """The mean loss of a batch's tokens."""
+        with autocast(self.device, self.config.precision):
+            return token_losses(self.model, batch).mean()
 
     def usable(self, loss: float, norm: float) -> bool:
         """Whether the numbers of a step are ones to learn from."""
@@ -192,6 +216,7 @@ def train(config: TrainConfig, *, label: str = "") -> RunFolder:
     check_config(config)
     device = choose_device(config.device)
     data = TokenData.open(config.data)
+    memory = PeakMemory(device)
     trainer = Trainer(config, data, device)  # before anything is written: what cannot be built leaves no folder
     folder = RunFolder.open_or_create(Path(config.out), config, sys.argv, FREE)
 
@@ -200,17 +225,17 @@ def train(config: TrainConfig, *, label: str = "") -> RunFolder:
         print(sentence, file=sys.stderr, flush=True)
 
     with folder.locked():
+        folder.keep_data(data.meta_path, data.tokenizer_path)
         if folder.has_result():
             return folder
-        folder.copy_tokenizer(data.tokenizer_path)
         saved = latest_checkpoint(folder.checkpoints, warn=tell)
         if saved is not None:
             trainer.restore(saved)
-        _run(trainer, folder, saved, label or config.mixer)
+        _run(trainer, folder, saved, memory, label or config.mixer)
     return folder
 
 
-def _run(trainer: Trainer, folder: RunFolder, saved: Checkpoint | None, label: str) -> None:
+def _run(trainer: Trainer, folder: RunFolder, saved: Checkpoint | None, memory: PeakMemory, label: str) -> None:
     config, device = trainer.config, trainer.device
     first = 0 if saved is None else saved.step
     seconds = 0.0 if saved is None else float(saved.state["seconds"])
@@ -220,7 +245,6 @@ def _run(trainer: Trainer, folder: RunFolder, saved: Checkpoint | None, label: s
     folder.log(f"{'starting' if saved is None else 'resuming'} at step {first} of {config.steps} on {device}")
     tokens_a_step = config.batch_size * config.seq_len
     times: list[float] = []
-    reset_peak_memory(device)
     sinks = open_sinks(config, folder, first)
     progress = TrainingProgress(label, first, config.steps, config.quiet)
 
@@ -260,7 +284,7 @@ def _run(trainer: Trainer, folder: RunFolder, saved: Checkpoint | None, label: s
                         "step": done,
                         "seconds": seconds,
                         "tokens_per_s": tokens_a_step / times[-1],
-                        "memory_bytes": peak_memory(device),
+                        "memory_bytes": memory.read(),
                     }
                     folder.append_speed(speed)
                     sinks.write({**line, **speed})
@@ -269,9 +293,8 @@ def _run(trainer: Trainer, folder: RunFolder, saved: Checkpoint | None, label: s
                     folder.append_metrics(line)
                     sinks.write(line)
                 recent = statistics.mean(times[-20:])
-                progress.update(
-                    done, loss, tokens_a_step / recent, peak_memory(device) if done % 20 == 0 else None, val_loss
-                )
+                shown = memory.read() if done % 20 == 0 else None
+                progress.update(done, loss, tokens_a_step / recent, shown, val_loss)
                 if done % config.save_every == 0 or done == config.steps or stop.requested:
                     save(done)
                 if stop.requested and done < config.steps:
@@ -281,7 +304,7 @@ def _run(trainer: Trainer, folder: RunFolder, saved: Checkpoint | None, label: s
                         INTERRUPTED,
                     )
         evaluated = evaluated if config.steps > first and evaluated is not None else trainer.evaluate()
-        folder.write_result(_result(trainer, evaluated, times, seconds, skipped))
+        folder.write_result(_result(trainer, evaluated, times, seconds, skipped, memory.read()))
         folder.log(f"finished: validation loss {evaluated.loss:.4f}")
     finally:
         progress.close()
@@ -301,7 +324,7 @@ def _diverged(config: TrainConfig, folder: RunFolder, step: int, what: str) -> N
 
 
 def _result(
-    trainer: Trainer, evaluated: Evaluation, times: list[float], seconds: float, skipped: int
+    trainer: Trainer, evaluated: Evaluation, times: list[float], seconds: float, skipped: int, peak_memory: int | None
 ) -> dict[str, Any]:
     config = trainer.config
     return {
@@ -316,21 +339,32 @@ def _result(
         "parameters": trainer.model.parameter_counts(),
         "step_seconds": statistics.median(times) if times else seconds / config.steps,
         "seconds": seconds,
-        "peak_memory": peak_memory(trainer.device),
+        "peak_memory": peak_memory,
         "skipped_batches": skipped,
     }
 
 
-def measure_step_times(configs: list[TrainConfig], warmup: int = 3, rounds: int = 10) -> list[float]:
-    """Median seconds of a training step for each configuration, taken in turns so that all see the same machine."""
-    trainers = []
-    for config in configs:
-        check_config(config)
-        trainers.append(Trainer(config, TokenData.open(config.data), choose_device(config.device)))
+def measure_step_times(configs: list[TrainConfig], warmup: int = 3, steps: int = 5, rounds: int = 3) -> list[float]:
+    """Median seconds of a training step for each configuration: the median of its rounds.
+
+    One model at a time is in memory. Rounds go to and fro, so that all see the same machine, one that slows down too.
+    """
     times: list[list[float]] = [[] for _ in configs]
-    for step in range(warmup + rounds):
-        for trainer, taken in zip(trainers, times, strict=True):
-            begun = time.perf_counter()
-            trainer.step(step)
-            taken.append(time.perf_counter() - begun)
-    return [statistics.median(taken[warmup:]) for taken in times]
+    turns = list(zip(configs, times, strict=True))
+    for _ in range(rounds):
+        for config, taken in turns:
+            taken.append(_step_seconds(config, warmup, steps))
+            release_memory(choose_device(config.device))
+        turns.reverse()
+    return [statistics.median(taken) for taken in times]
+
+
+def _step_seconds(config: TrainConfig, warmup: int, steps: int) -> float:
+    check_config(config)
+    trainer = Trainer(config, TokenData.open(config.data), choose_device(config.device))
+    taken = []
+    for step in range(warmup + steps):
+        begun = time.perf_counter()
+        trainer.step(step)
+        taken.append(time.perf_counter() - begun)
+    return statistics.median(taken[warmup:])

@@ -22,6 +22,7 @@ from depthmix.train.config import DataConfig
 from depthmix.train.corpus import Listing, find_sources, pieces
 from depthmix.train.dataset import VERSION, ShardWriter
 from depthmix.train.errors import DATA, DISK, USAGE, UserError
+from depthmix.train.folder import check_above
 from depthmix.train.tokenizer import BYTES, END, chunks, encode, load_tokenizer, train_tokenizer, vocabulary
 
 if TYPE_CHECKING:
@@ -293,6 +294,7 @@ def _disk_errors(target: Path) -> Iterator[None]:
 def _check_target(target: Path, overwrite: bool) -> None:
     if target.name in ("", ".."):
         raise UserError(f"{target} cannot be written: name a new folder.", USAGE)
+    check_above(target)
     with _disk_errors(target):
         if not os.path.lexists(target):
             return

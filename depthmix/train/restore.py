@@ -40,7 +40,8 @@ def load_model(run: str | Path, device: torch.device) -> Trained:
         folder, saved = RunFolder.open(path.parent.parent), load_checkpoint(path)
     else:
         folder = RunFolder.open(path)
-        saved = latest_checkpoint(folder.checkpoints, warn=lambda sentence: print(sentence, file=sys.stderr))
+        advice = "put good ones back from a copy, or give another run"
+        saved = latest_checkpoint(folder.checkpoints, lambda sentence: print(sentence, file=sys.stderr), advice)
     if saved is None:
         raise UserError(f"run {run} has no checkpoint yet", CHECKPOINT)
     config, tokenizer = _config(folder), _tokenizer(folder)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
@@ -14,16 +15,18 @@ from depthmix.study.figures import MISSING, curve_over_seeds, draw_figures
 from depthmix.study.report import make_report
 from depthmix.study.table import from_csv, make_rows, read_run
 from depthmix.train.config import CompareConfig
-from depthmix.train.errors import CHECKPOINT, DIVERGED, INTERRUPTED, UserError
+from depthmix.train.errors import CHECKPOINT, DISK, DIVERGED, INTERRUPTED, UserError
 from study.test_table import write_run
+from train import small
 
 SECONDS = {"residual": 0.2, "attnres": 0.3, "dca": 0.5, "rezero": 0.2}
 FINAL = {"residual": 4.0, "attnres": 3.9, "dca": 4.1, "rezero": 3.95}
 
 
 def configuration(tmp_path, **values):
-    defaults = {"data": "nowhere", "out": str(tmp_path / "out"), "steps": 400, "warmup": 40, "eval_every": 100}
-    defaults |= {"arms": ["residual", "attnres:block_size=4", "dca"], "dim": 8, "n_blocks": 2, "quiet": True}
+    defaults = {"data": str(small.data()), "out": str(tmp_path / "out"), "steps": 400, "warmup": 40, "eval_every": 100}
+    defaults |= {"arms": ["residual", "attnres:block_size=4", "dca"], "quiet": True, "device": "cpu"}
+    defaults |= {"dim": 8, "n_blocks": 2, "n_heads": 2, "seq_len": 16, "batch_size": 4}
     return CompareConfig(**(defaults | values))
 
 
@@ -58,6 +61,7 @@ def trainer(monkeypatch):
     monkeypatch.setattr("depthmix.train.loop.train", fake.train)
     monkeypatch.setattr("depthmix.train.loop.measure_step_times", fake.measure_step_times)
     monkeypatch.setattr("depthmix.train.generate.generate_text", fake.generate_text)
+    monkeypatch.setattr(sys.modules["depthmix.study.compare"], "release_memory", lambda device: None)  # slow in here
     # Drawing takes most of the time; the figures have tests of their own.
     monkeypatch.setattr(sys.modules["depthmix.study.compare"], "draw_figures", lambda *_: [])
     return fake
@@ -215,7 +219,6 @@ def test_a_changed_recipe_is_refused_with_the_fields_that_differ(tmp_path, train
         ({"arms": ["attnres", "residual"]}, "arms (was"),
         ({"arms": ["residual", "attnres:block_size=2", "dca"]}, "arms (was"),
         ({"seeds": [1]}, "seeds (was [0], now [1])"),
-        ({"data": "elsewhere"}, "data (was"),
     ):
         with pytest.raises(UserError) as caught:
             compare(configuration(tmp_path, **values))
@@ -232,13 +235,90 @@ def test_a_changed_recipe_is_refused_with_the_fields_that_differ(tmp_path, train
 
 
 def test_data_is_known_by_its_content(tmp_path, trainer):
-    for name, text in (("a", "{}"), ("b", "{}"), ("c", '{"version": 1}')):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "meta.json").write_text(text)
+    for name in ("a", "b"):
+        shutil.copytree(small.data(), tmp_path / name)
     compare(configuration(tmp_path, data=str(tmp_path / "a")))
     compare(configuration(tmp_path, data=str(tmp_path / "b")))
+    with open(tmp_path / "b" / "meta.json", "a") as file:
+        file.write("\n")
     with pytest.raises(UserError, match="differs in data"):
-        compare(configuration(tmp_path, data=str(tmp_path / "c")))
+        compare(configuration(tmp_path, data=str(tmp_path / "b")))
+    shutil.rmtree(tmp_path / "b")
+    assert compare(configuration(tmp_path, data=str(tmp_path / "b"))).finished  # nothing is left to train
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"lr": 0}, "lr must be a number above 0"),
+        ({"warmup": 400}, "warmup must be shorter"),
+        ({"seeds": [0, -4]}, "seed must be at least 0, got -4"),
+        ({"dim": 15}, "n_heads must divide dim=15"),
+        ({"n_kv_heads": 3}, "n_kv_heads must divide"),
+        ({"arms": ["residual", "attnres:heads=3"]}, "heads must divide dim=8"),
+        ({"seq_len": 5000}, "train split has 4912 tokens"),
+        ({"seq_len": 1300}, "val split has 1235 tokens"),
+        ({"device": "cuda:99"}, "not available here"),
+        ({"data": "nowhere"}, "There is no folder nowhere"),
+        ({"data": ""}, "data is needed"),
+    ],
+)
+@pytest.mark.parametrize("budget", ["tokens", "time"])
+def test_what_no_run_could_use_is_said_before_anything_is_written(tmp_path, trainer, budget, values, words):
+    with pytest.raises((UserError, ValueError), match=words):
+        compare(configuration(tmp_path, budget=budget, **values))
+    assert list(tmp_path.iterdir()) == []
+    assert trainer.measured == []
+    assert compare(configuration(tmp_path, budget=budget)).finished  # the corrected command
+
+
+def test_a_comparison_with_nothing_to_lose_takes_another_recipe(tmp_path, trainer):
+    config = configuration(tmp_path, budget="time")
+    trainer.fail[("residual", 0)] = MemoryError()
+    with pytest.raises(MemoryError):
+        compare(config)
+    assert {p.name for p in (tmp_path / "out").iterdir()} == {"comparison.json", "report.html", "step_times.json"}
+    trainer.fail = {("dca", 0): MemoryError()}
+    smaller = configuration(tmp_path, budget="time", batch_size=2)
+    with pytest.raises(MemoryError):
+        compare(smaller)
+    assert len(trainer.measured) == 2  # the other recipe's times are not this one's
+    with pytest.raises(UserError, match="batch_size"):
+        compare(config)  # now there are results
+    trainer.fail.clear()
+    assert compare(smaller).finished
+    assert len(trainer.measured) == 2
+
+
+def test_step_times_never_lie_without_their_recipe(tmp_path, trainer, monkeypatch):
+    def interrupted(configs):
+        assert (tmp_path / "out" / "comparison.json").exists()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("depthmix.train.loop.measure_step_times", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            compare(configuration(tmp_path, budget="time"))
+    assert compare(configuration(tmp_path, budget="time")).finished
+
+
+def test_figures_are_drawn_once_for_the_same_runs(tmp_path, trainer, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(
+        sys.modules["depthmix.study.compare"],
+        "draw_figures",
+        lambda runs, *_: drawn.append(len(runs)) or ["no figures"],
+    )
+    compare(configuration(tmp_path))
+    assert drawn == [1, 2, 3]
+    assert "no figures" in (tmp_path / "out" / "report.html").read_text()
+
+
+def test_a_place_below_a_file(tmp_path, trainer):
+    (tmp_path / "f").write_text("mine")
+    with pytest.raises(UserError, match="f is a file") as caught:
+        compare(configuration(tmp_path, out=str(tmp_path / "f" / "out")))
+    assert caught.value.exit_code == DISK
 
 
 def test_an_arm_that_diverges_does_not_stop_the_others(tmp_path, trainer):

@@ -99,14 +99,14 @@ def test_blocks_do_not_matter(tmp_path, monkeypatch, block):
 
 def test_a_large_file_is_never_in_memory(tmp_path):
     (tmp_path / "a.txt").write_text(
-        "a line of plain text, as long as four lines of those that stand in a printed book.\n" * 150_000
+        "a line of plain text, as long as four lines of those that stand in a printed book.\n" * 80_000
     )
     tracemalloc.start()
     size = sum(len(text) for text, _ in pieces(find_sources([tmp_path])))
     lines = sum(1 for _ in pieces(find_sources([tmp_path]), document="line"))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert (size, lines) == (12_450_000, 150_000)
+    assert (size, lines) == (6_640_000, 80_000)
     assert peak < 5 * 2**20
 
 

@@ -110,6 +110,7 @@ def test_going_on_takes_the_same_recipe(tmp_path):
     before = (path / "recipe.yaml").read_bytes()
     assert RunFolder.open_or_create(path, CONFIG, [], free).path == path  # the tuple of the options is a list in YAML
     assert (path / "recipe.yaml").read_bytes() == before
+    first.append_metrics({"step": 1})
     other = dataclasses.replace(CONFIG, lr=0.5, dim=64, keep=9)
     refused(lambda: RunFolder.open_or_create(path, other, [], free), "lr was 0.0015 and is 0.5", "dim was 512")
     assert (path / "recipe.yaml").read_bytes() == before
@@ -124,6 +125,30 @@ def test_going_on_takes_the_same_recipe(tmp_path):
     first.write_result({})
     RunFolder.open_or_create(path, dataclasses.replace(CONFIG, keep=7), [], free)
     assert first.read_recipe()["keep"] == 2  # a finished run stays as it is
+
+
+def test_a_run_with_nothing_to_lose_takes_another_recipe(tmp_path):
+    other = dataclasses.replace(CONFIG, batch_size=7)
+    for name, begin in (
+        ("metrics", lambda run: run.append_metrics({"step": 1})),
+        ("checkpoint", lambda run: (run.checkpoints / "step-00000001").mkdir()),
+        ("result", lambda run: run.write_result({})),
+    ):
+        run = RunFolder.create(tmp_path / name, CONFIG, [])
+        (run.path / "metrics.jsonl").write_text('{"step"')  # torn
+        assert RunFolder.open_or_create(run.path, other, ["again"]).read_recipe()["batch_size"] == 7
+        assert json.loads((run.path / "environment.json").read_text())["command"] == ["again"]
+        assert "batch_size was 64 and is 7" in (run.path / "log.txt").read_text()
+        (run.path / "metrics.jsonl").unlink()
+        begin(run)
+        refused(lambda path=run.path: RunFolder.open_or_create(path, CONFIG, []), "batch_size was 7 and is 64")
+
+
+def test_a_place_below_a_file(tmp_path):
+    (tmp_path / "f").write_text("mine")
+    for path in (tmp_path / "f" / "run", tmp_path / "f" / "a" / "b"):
+        words = f"{path} cannot be written: {tmp_path / 'f'} is a file"
+        refused(lambda path=path: RunFolder.open_or_create(path, CONFIG, []), words, code=DISK)
 
 
 @pytest.mark.parametrize(
@@ -203,16 +228,32 @@ def test_result(run):
         refused(run.read_result, run.path / "result.json")
 
 
-def test_tokenizer(run, tmp_path):
-    source = tmp_path / "tokenizer.json"
-    refused(lambda: run.copy_tokenizer(source), source, code=DATA)
-    source.write_text("{1}")
-    run.copy_tokenizer(source)
-    run.copy_tokenizer(str(source))
-    assert (run.path / "tokenizer.json").read_text() == "{1}"
-    source.write_text("{2}")
-    refused(lambda: run.copy_tokenizer(source), source, code=DATA)
-    assert (run.path / "tokenizer.json").read_text() == "{1}"
+def test_data(run, tmp_path):
+    """By content: neither file may change, wherever it lies, once there is something to lose."""
+    meta, tokenizer = sources = tmp_path / "meta.json", tmp_path / "tokenizer.json"
+
+    def kept():
+        return [(run.path / name).read_text() for name in ("data.json", "tokenizer.json")]
+
+    for source in reversed(sources):
+        refused(lambda: run.keep_data(*sources), source, code=DATA)
+        source.write_text("{1}")
+    run.keep_data(*sources)
+    tokenizer.write_text("{2}")
+    run.keep_data(meta, str(tokenizer))
+    assert kept() == ["{1}", "{2}"]
+    run.append_metrics({"step": 1})
+    for source in sources:
+        before = source.read_text()
+        source.write_text("{3}")
+        refused(lambda: run.keep_data(*sources), source, "use the data of then", code=DATA)
+        source.write_text(before)
+    run.keep_data(*sources)
+    assert kept() == ["{1}", "{2}"]
+    run.write_result({})
+    (run.path / "data.json").unlink()  # as an older version left it
+    run.keep_data(*sources)
+    assert not (run.path / "data.json").exists()
 
 
 @contextmanager

@@ -7,6 +7,8 @@ import math
 import shutil
 import sys
 import types
+import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -297,6 +299,37 @@ def test_what_cannot_be_run_leaves_no_folder(tmp_path, changes, word):
     assert not (tmp_path / "run").exists()
 
 
+def test_a_run_that_died_at_its_first_step_takes_another_recipe(tmp_path, monkeypatch):
+    config = small.config(tmp_path / "run")
+
+    def die(*_):
+        raise torch.OutOfMemoryError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "step", die)
+        with pytest.raises(torch.OutOfMemoryError):
+            train(config)
+    smaller = dataclasses.replace(config, batch_size=2)
+    assert train(smaller).read_recipe()["batch_size"] == 2
+    refused(config, "batch_size was 2 and is 4", code=CHECKPOINT)
+
+
+def test_other_data_is_refused_and_a_copy_of_it_is_not(tmp_path):
+    config = small.config(tmp_path / "run")
+    run = train(config)
+    (run.path / "result.json").unlink()
+    copy = tmp_path / "copy"
+    shutil.copytree(small.data(), copy)
+    train(dataclasses.replace(config, data=str(copy), on_nan="skip"))
+    meta = json.loads((copy / "meta.json").read_text())
+    meta["sha256"]["train-00000.bin"] = "0" * 64
+    (copy / "meta.json").write_text(json.dumps(meta))
+    for finished in (True, False):
+        refused(dataclasses.replace(config, data=str(copy)), "not that of the data this run began with", code=DATA)
+        if finished:
+            (run.path / "result.json").unlink()
+
+
 def test_another_tokenizer_is_refused(tmp_path):
     config = small.config(tmp_path / "run")
     run = train(config)
@@ -411,10 +444,52 @@ def test_devices(monkeypatch):
 
 def test_step_times(tmp_path):
     configs = [small.config(tmp_path / "x", mixer=mixer) for mixer in ("residual", "mhc")]
-    times = measure_step_times(configs, warmup=1, rounds=3)
+    times = measure_step_times(configs, warmup=1, steps=2, rounds=2)
     assert len(times) == 2
     assert all(0 < t < 10 for t in times)
     assert not (tmp_path / "x").exists()
+
+
+def test_step_times_are_taken_in_turns_with_one_model_at_a_time(tmp_path, monkeypatch):
+    seconds = {"residual": iter([1.0, 5.0, 2.0]), "mhc": iter([7.0, 3.0, 4.0])}
+    turns, alive = [], weakref.WeakSet()
+
+    class Counted(Trainer):
+        def __init__(self, config, *rest):
+            assert not alive
+            super().__init__(config, *rest)
+            self.circle = self  # as checkpointed activations leave
+            turns.append(config.mixer)
+            alive.add(self)
+            self.clock = next(seconds[config.mixer])
+
+        def step(self, step):
+            clock[0] += self.clock * (100 if step == 0 else 1)  # the first is warm-up
+
+    clock = [0.0]
+    monkeypatch.setattr(loop, "Trainer", Counted)
+    monkeypatch.setattr(loop.time, "perf_counter", lambda: clock[0])
+    configs = [small.config(tmp_path / "x", mixer=mixer) for mixer in ("residual", "mhc")]
+    assert measure_step_times(configs, warmup=1) == [2.0, 4.0]
+    assert turns == ["residual", "mhc", "mhc", "residual", "residual", "mhc"]
+
+
+def test_peak_memory_is_that_of_the_run_or_unknown(monkeypatch):
+    large = b"x" * 200_000_000  # torch gives memory back a little later
+    before = device.PeakMemory(torch.device("cpu"))
+    if not before.known:
+        pytest.skip("this system does not start the count anew")
+    peak = before.read()
+    assert peak > 200_000_000
+    del large
+    assert before.read() > peak - 50_000_000  # the system counts roughly
+    assert device.PeakMemory(torch.device("cpu")).read() < peak - 100_000_000
+
+    def refuse(*_):
+        raise PermissionError
+
+    monkeypatch.setattr(Path, "write_text", refuse)
+    assert device.PeakMemory(torch.device("cpu")).read() is None
 
 
 def test_the_environment_is_written(tmp_path):

@@ -405,7 +405,7 @@ def test_a_disk_that_takes_no_more(corpus, tmp_path, monkeypatch, number, messag
 def test_a_really_full_disk_and_a_place_that_is_no_folder(corpus, tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     refuses(
-        "file/out cannot be written: a folder on the way to it is a file",
+        "file/out cannot be written: .*file is a file; choose another folder",
         config(corpus, tmp_path, out=str(tmp_path / "file" / "out")),
         DISK,
     )

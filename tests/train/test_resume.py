@@ -1,6 +1,7 @@
 """Nothing lost: runs that are killed, or stopped by a signal, end as if nothing had happened, bit for bit.
 
-Run as a script, this file is the driver: it imports torch once and forks trainings that it kills at random instants.
+Run as a script, this file is the driver: it imports torch once and forks trainings that it kills at random instants, or
+sends signals to. Every other process a test needs would take two seconds to start.
 """
 
 import json
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from depthmix.cli import main
 from depthmix.train.checkpoint import list_checkpoints, load_checkpoint
 from depthmix.train.errors import CHECKPOINT, UserError
 from depthmix.train.folder import RunFolder
@@ -22,7 +24,6 @@ from depthmix.train.loop import train
 from project import ROOT
 from train import small
 
-PROGRAM = Path(sys.executable).with_name("depthmix")
 SIZE = {"dim": 32, "n_blocks": 2, "seq_len": 32, "batch_size": 4}
 LIMIT = 120  # seconds until something is taken to hang
 
@@ -36,8 +37,8 @@ def outcome(folder) -> tuple[bytes, bytes]:
 # The driver.
 
 
-def start(config, log: Path) -> int:
-    """A training in a process of its own."""
+def start(call, log: Path) -> int:
+    """A call in a process of its own, which ends with what it returns."""
     child = os.fork()
     if child:
         return child
@@ -46,13 +47,16 @@ def start(config, log: Path) -> int:
         handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(handle, 1)
         os.dup2(handle, 2)
-        train(config)
-        code = 0
+        code = call()
     except BaseException:
         traceback.print_exc()
     finally:
         sys.stderr.flush()
         os._exit(code)
+
+
+def trains(config):
+    return lambda: train(config) and 0
 
 
 def ended_by_itself(child: int, log: Path) -> bool:
@@ -76,11 +80,12 @@ def check_nothing_lost(folder: Path, save_every: int, metrics: bytes) -> None:
     assert max(steps, default=0) >= proven, (steps, last)
 
 
-def drive(work: Path, data: str, changes: dict, kills: int, kills_a_run: int) -> dict:
+def drive(work: str, data: str, changes: dict, kills: int, kills_a_run: int) -> dict:
     """Kill runs of one configuration at random instants and let each finish at last."""
+    work = Path(work)
     rng, log = random.Random(0), work / "output.txt"
     begun = time.perf_counter()
-    assert ended_by_itself(start(small.config(work / "whole", data=data, **changes), log), log)
+    assert ended_by_itself(start(trains(small.config(work / "whole", data=data, **changes)), log), log)
     whole = time.perf_counter() - begun
     expected = outcome(work / "whole")
     killed = runs = 0
@@ -89,7 +94,7 @@ def drive(work: Path, data: str, changes: dict, kills: int, kills_a_run: int) ->
         config = small.config(work / f"run-{runs}", data=data, **changes)
         here = 0
         while True:
-            child = start(config, log)
+            child = start(trains(config), log)
             if here < kills_a_run:
                 time.sleep(rng.uniform(0, 0.25 * whole))
                 os.kill(child, signal.SIGKILL)
@@ -102,46 +107,86 @@ def drive(work: Path, data: str, changes: dict, kills: int, kills_a_run: int) ->
     return {"kills": killed, "runs": runs, "whole": whole, "lines": expected[0].count(b"\n")}
 
 
+def wait_for(path: str, words: str, count: int = 1) -> None:
+    """Until the file holds the words so many times."""
+    until = time.monotonic() + LIMIT / 2
+    while not (os.path.exists(path) and Path(path).read_text().count(words) >= count):
+        assert time.monotonic() < until, "hangs"
+        time.sleep(0.005)
+
+
+def send_signals(argv: list[str], log: str, name: str, after: tuple, pauses: list[float]) -> dict:
+    """Run the program until a file says that it has come so far, then send it signals; what becomes of it."""
+    child = start(lambda: main(argv), Path(log))
+    try:
+        wait_for(*after)
+        for pause in pauses:
+            time.sleep(pause)
+            assert os.waitpid(child, os.WNOHANG) == (0, 0), Path(log).read_text()
+            sent = time.monotonic()
+            os.kill(child, getattr(signal, name))
+    except BaseException:
+        os.kill(child, signal.SIGKILL)
+        raise
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return {"code": code, "output": Path(log).read_text(), "seconds": time.monotonic() - sent}
+
+
 if __name__ == "__main__":
     import torch._dynamo
     import yaml  # noqa: F401 (what every training imports on its way, once for all of them)
 
     assert torch.get_num_threads() == 1  # by small: no OpenMP threads that a fork would lose
-    reports = []
-    for name, arguments in json.loads(sys.argv[2]).items():
-        Path(name).mkdir()
-        reports.append(drive(Path(name), sys.argv[1], **arguments))
-    print(json.dumps(reports))
+    for line in sys.stdin:
+        what, arguments = json.loads(line)
+        signal.alarm(LIMIT)
+        try:
+            answer = {"drive": drive, "send_signals": send_signals}[what](**arguments)
+        except Exception:
+            answer = traceback.format_exc()
+        print(json.dumps(answer), flush=True)
 
 
 # The tests.
 
 
-def killed(tmp_path, **scenarios) -> list[dict]:
-    """What the driver reports of each."""
+@pytest.fixture(scope="module")
+def ask():
+    """A function that asks the driver; all tests of a worker share one."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), str(ROOT)])}
-    given = {str(tmp_path / name): arguments for name, arguments in scenarios.items()}
-    command = [sys.executable, __file__, str(small.data()), json.dumps(given)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT, check=False)
-    assert done.returncode == 0, done.stderr
-    print(done.stdout)
-    return json.loads(done.stdout)
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, __file__], env=environment, **pipes) as driver:
+
+        def request(what, **arguments):
+            print(json.dumps([what, arguments]), file=driver.stdin, flush=True)
+            answer = json.loads(driver.stdout.readline())
+            assert isinstance(answer, dict), answer
+            return answer
+
+        yield request
+        driver.stdin.close()
 
 
-def test_forty_kills(tmp_path):
-    changes = {**SIZE, "mixer": "attnres", "steps": 40, "save_every": 3, "eval_every": 5}
-    (report,) = killed(tmp_path, adamw={"changes": changes, "kills": 40, "kills_a_run": 12})
+def test_forty_kills(tmp_path, ask):
+    changes = {"mixer": "attnres", "steps": 24, "save_every": 3, "eval_every": 5}
+    report = ask("drive", work=str(tmp_path), data=str(small.data()), changes=changes, kills=40, kills_a_run=12)
+    print(report)
     assert report["kills"] >= 40
-    assert report["lines"] == 48
+    assert report["lines"] == 29
 
 
-def test_kills_with_muon_and_with_accumulation(tmp_path):
-    changes = {**SIZE, "n_blocks": 1, "steps": 15}
-    muon = {**changes, "optimizer": "muon", "mixer": "mhc"}
-    parts = {**changes, "micro_batch_size": 2, "mixer": "dca", "schedule": "wsd", "tie_embeddings": True}
-    counts = {"kills": 2, "kills_a_run": 2}
-    reports = killed(tmp_path, muon={"changes": muon, **counts}, parts={"changes": parts, **counts})
-    assert all(report["kills"] >= 2 for report in reports)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"optimizer": "muon", "mixer": "mhc"},
+        {"micro_batch_size": 2, "mixer": "dca", "schedule": "wsd", "tie_embeddings": True},
+    ],
+    ids=["muon", "accumulation"],
+)
+def test_kills_of_other_trainings(tmp_path, ask, changes):
+    changes = {"steps": 15, **changes}
+    report = ask("drive", work=str(tmp_path), data=str(small.data()), changes=changes, kills=2, kills_a_run=2)
+    assert report["kills"] >= 2
 
 
 def test_a_run_killed_before_its_result_gets_it(tmp_path):
@@ -185,59 +230,36 @@ def test_a_checkpoint_of_somebody_else_is_refused(tmp_path):
         assert caught.value.exit_code == CHECKPOINT
 
 
-# Signals, to real processes.
-
-
-def launch(config) -> subprocess.Popen:
-    """`depthmix train` as a user starts it."""
-    command = [str(PROGRAM), "train", *small.flags(config)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # as here: sums differ with the number of threads
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-def wait_for(process: subprocess.Popen, path: Path, enough) -> None:
-    """Until the file says enough."""
-    until = time.monotonic() + LIMIT
-    while not (path.exists() and enough(path.read_text())):
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < until, "hangs"
-        time.sleep(0.01)
+# Signals.
 
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
-def test_a_signal_stops_and_saves(tmp_path, name):
-    changes = {**SIZE, "steps": 100, "save_every": 1000, "eval_every": 7}
+def test_a_signal_stops_and_saves(tmp_path, ask, name):
+    changes = {**SIZE, "steps": 40, "save_every": 1000, "eval_every": 7}
     config = small.config(tmp_path / "run", **changes)
-    process = launch(config)
-    wait_for(process, tmp_path / "run" / "metrics.jsonl", lambda text: text.count("\n") > 5)
-    process.send_signal(getattr(signal, name))
-    out, err = process.communicate(timeout=LIMIT)
-    assert process.returncode == 130, err
+    after = str(tmp_path / "run" / "metrics.jsonl"), "\n", 6
+    argv = ["train", *small.flags(config)]
+    ended = ask("send_signals", argv=argv, log=str(tmp_path / "output.txt"), name=name, after=after, pauses=[0])
+    assert ended["code"] == 130, ended
     folder = RunFolder(config.out)
     step = folder.read_metrics()[-1]["step"]
-    assert f"depthmix: stopped by {name} after step {step} of 100, and saved" in err
-    assert "Traceback" not in err
-    assert out == ""
+    assert ended["output"].startswith(f"depthmix: stopped by {name} after step {step} of 40, and saved")
+    assert ended["output"].count("\n") == 1
     assert [p.name for p in list_checkpoints(folder.checkpoints)] == [f"step-{step:08d}"]
-    assert 1 <= step < 100
+    assert 1 <= step < 40
     train(config)
     whole = train(small.config(tmp_path / "whole", **changes))
     assert outcome(folder.path) == outcome(whole.path)
 
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
-def test_a_second_signal_leaves_at_once(tmp_path, name):
-    config = small.config(tmp_path / "run", dim=256, n_blocks=6, seq_len=512, batch_size=128, micro_batch_size=2)
-    process = launch(config)
-    wait_for(process, tmp_path / "run" / "log.txt", lambda text: "starting" in text)
-    time.sleep(0.3)  # now it is in its first step, which takes long
-    process.send_signal(getattr(signal, name))
-    time.sleep(0.3)
-    assert process.poll() is None
-    begun = time.monotonic()
-    process.send_signal(getattr(signal, name))
-    err = process.communicate(timeout=LIMIT)[1]
-    assert time.monotonic() - begun < 5
-    assert process.returncode == (130 if name == "SIGINT" else -signal.SIGTERM), err
-    assert err == ("depthmix: interrupted\n" if name == "SIGINT" else "")
+def test_a_second_signal_leaves_at_once(tmp_path, ask, name):
+    config = small.config(tmp_path / "run", dim=128, n_blocks=4, seq_len=512, batch_size=512, micro_batch_size=2)
+    after = str(tmp_path / "run" / "log.txt"), "starting"
+    argv = ["train", *small.flags(config)]
+    # The first comes in the first step, which takes long; the second finds it still at work.
+    ended = ask("send_signals", argv=argv, log=str(tmp_path / "output.txt"), name=name, after=after, pauses=[0.3, 0.3])
+    assert ended["seconds"] < 5
+    assert ended["code"] == (130 if name == "SIGINT" else -signal.SIGTERM), ended
+    assert ended["output"] == ("depthmix: interrupted\n" if name == "SIGINT" else "")
     assert not list_checkpoints(tmp_path / "run" / "checkpoints")

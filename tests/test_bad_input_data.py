@@ -1,0 +1,120 @@
+"""Corpora and prepared data that cannot be used. Each ends in one clear sentence."""
+
+import gzip
+import os
+import shutil
+import sys
+
+import numpy as np
+import pytest
+
+from depthmix.train.errors import DATA
+from train import bad, small
+from train.bad import TRAIN, cut, meta, remove, table, write
+
+fails = bad.fails
+
+# Corpora.
+
+GOOD = "\n".join(small.LINES * 10).encode()
+CORPORA = [
+    ("empty file", {"a.txt": b""}, "a.txt", "", "a.txt is empty"),
+    ("white space", {"a.txt": b" \n\n\t "}, "a.txt", "", "holds no text"),
+    ("one character", {"a.txt": b"x"}, "a.txt", "", "too short"),
+    ("one word", {"a.txt": b"word"}, "a.txt", "", "too short"),
+    ("one line as lines", {"a.txt": b"word"}, "a.txt", "--document line", "too short"),
+    ("binary", {"a.txt": GOOD + bytes(range(256))}, "a.txt", "", "a.txt is not UTF-8 text", "NUL byte"),
+    ("latin-1", {"a.txt": "caf\xe9 au lait".encode("latin-1")}, "a.txt", "", "not UTF-8 text", "0xe9", "byte 3"),
+    ("cut off", {"a.txt": GOOD + "é".encode()[:1]}, "a.txt", "", "the last character is cut off"),
+    ("UTF-16", {"a.txt": GOOD.decode().encode("utf-16")}, "a.txt", "", "not UTF-8 text"),
+    ("unknown extension", {"a.docx": GOOD}, "a.docx", "", "extension that is not known", ".txt", ".parquet"),
+    ("no extension", {"a": GOOD}, "a", "", "extension that is not known"),
+    ("empty folder", {"sub/x.log": b"x"}, "sub", "", "holds no corpus", ".txt"),
+    ("folder of empty files", {"sub/x.txt": b"", "sub/y.md": b""}, "sub", "", "holds no corpus"),
+    ("a broken file in a folder", {"sub/x.txt": GOOD, "sub/y.txt": b"\xff\xfe"}, "sub", "", "y.txt is not UTF-8"),
+    ("too few entries", {"a.txt": b"a b\n\nc d"}, "a.txt", "", "too small for a vocabulary of 300", "it yields"),
+    ("no JSON", {"a.jsonl": b"{'text': 1}\n"}, "a.jsonl", "", "a.jsonl:1 is not JSON"),
+    ("no JSON on line 2", {"a.jsonl": b'{"text": "a"}\n{"text"'}, "a.jsonl", "", "a.jsonl:2 is not JSON"),
+    ("JSON list", {"a.jsonl": b'["text"]\n'}, "a.jsonl", "", "a.jsonl:1 is JSON but no object"),
+    ("no such field", {"a.jsonl": b'{"body": "x"}\n'}, "a.jsonl", "", "no field 'text'", "'body'", "text_field"),
+    ("wrong text field", {"a.jsonl": b'{"text": "x"}\n'}, "a.jsonl", "--text-field body", "no field 'body'"),
+    ("number as text", {"a.jsonl": b'{"text": 5}\n'}, "a.jsonl", "", "field 'text' is int, not text"),
+    ("half a pair", {"a.jsonl": b'{"text": "\\ud83c"}\n'}, "a.jsonl", "", "half a surrogate pair"),
+    ("empty jsonl", {"a.jsonl": b"\n\n"}, "a.jsonl", "", "holds no text"),
+    ("no gzip", {"a.jsonl.gz": b'{"text": "x"}\n'}, "a.jsonl.gz", "", "does not decompress"),
+    ("cut gzip", {"a.jsonl.gz": gzip.compress(b'{"text": "x"}\n' * 99)[:-9]}, "a.jsonl.gz", "", "does not decompress"),
+    ("no parquet", {"a.parquet": GOOD}, "a.parquet", "", "cannot be read as parquet"),
+    ("link to nothing", {"sub/b.txt": None}, "sub", "", "b.txt cannot be read"),
+    ("missing among others", {"a.txt": GOOD}, "a.txt b.txt", "", "There is no file or folder b.txt"),
+]
+
+
+@table(CORPORA)
+def test_corpora(case, fails, tmp_path):
+    _, files, inputs, flags, *words = case
+    for name, content in files.items():
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        if content is None:
+            path.symlink_to(tmp_path / "nowhere")
+        else:
+            path.write_bytes(content)
+    fails(f"data --input {inputs} --out d --vocab-size 300 {flags}", DATA, *words)
+    assert not (tmp_path / "d").exists()
+    assert not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.parametrize("content", [b"", b"\0binary\xff", b"   "])
+def test_text_that_cannot_be_measured(content, fails, tmp_path):
+    (tmp_path / "a.txt").write_bytes(content)
+    fails("eval --run {run} --input a.txt", DATA, "a.txt")
+
+
+def test_a_pipe_is_no_corpus(fails, tmp_path):
+    os.mkfifo(tmp_path / "a.txt")
+    fails("data --input a.txt --out d", DATA, "a.txt is neither a file nor a folder")
+
+
+def test_a_dataset_from_elsewhere(fails, monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    fails("data --input hf:some/name --out d", DATA, "needs the datasets library", "pip install datasets")
+
+
+# Prepared data.
+
+PREPARED = [
+    ("no meta", remove("meta.json"), "it has no meta.json"),
+    ("meta cut", cut("meta.json", 40), "meta.json is damaged, it is not JSON"),
+    ("meta binary", write("meta.json", b"\x80\x02}q"), "meta.json is damaged, it is not JSON"),
+    ("meta of somebody else", write("meta.json", b'{"a": 1}'), "is not one of `depthmix data`"),
+    ("meta a list", write("meta.json", b"[1]"), "is not one of `depthmix data`"),
+    ("of a later version", meta(version=2), "has version 2 of the format"),
+    ("unknown type", meta(dtype="float32"), "damaged (dtype)"),
+    ("no vocabulary", meta(vocab_size="many"), "damaged (vocab_size)"),
+    ("a path as a name", meta(tokenizer="../tokenizer.json"), "damaged (tokenizer)"),
+    ("a path as a shard", meta(splits__train__shards=["../../etc/passwd"]), "damaged (shards of train)"),
+    ("no validation", meta(splits={"train": {}}), "damaged (split train)"),
+    ("other counts", meta(splits__val__tokens=lambda n: n + 1), "val split has 1235 tokens on disk and 1236"),
+    ("no tokenizer", remove("tokenizer.json"), "tokenizer.json is missing"),
+    ("no shard", remove("val-00000.bin"), "val-00000.bin is missing"),
+    ("empty shard", cut("train-00000.bin", 0), "train-00000.bin is damaged, it is cut short"),
+    ("half a token", cut("train-00000.bin", 101), "train-00000.bin is damaged, it is cut short"),
+    ("shard cut", cut("train-00000.bin", 100), "train split has 50 tokens on disk and 4912"),
+]
+
+
+@table(PREPARED)
+def test_prepared_data(case, fails, tmp_path):
+    _, change, *words = case
+    shutil.copytree(small.data(), tmp_path / "data")
+    change(tmp_path / "data")
+    fails(TRAIN, DATA, *words, data=tmp_path / "data")
+    assert not (tmp_path / "run").exists()
+
+
+def test_tokens_beyond_the_vocabulary(fails, tmp_path):
+    """Checksums are not compared at every start, but no token may point past the embedding."""
+    shutil.copytree(small.data(), tmp_path / "data")
+    tokens = np.full(4912, 65535, np.uint16)
+    (tmp_path / "data" / "train-00000.bin").write_bytes(tokens.tobytes())
+    fails(TRAIN, DATA, "damaged", data=tmp_path / "data")

@@ -1,0 +1,94 @@
+"""Recipes that cannot be read or say what no option means. Each ends in one clear sentence."""
+
+from depthmix.train.errors import USAGE
+from train import bad
+from train.bad import one_sentence, table
+
+fails = bad.fails
+
+RECIPES = [
+    ("empty", b"", "must hold lines of option: value"),
+    ("comment", b"# steps: 5\n", "must hold lines of option: value"),
+    ("list", b"- steps\n- 5\n", "must hold lines of option: value"),
+    ("number", b"5\n", "must hold lines of option: value"),
+    ("text", b"steps 5\n", "must hold lines of option: value"),
+    ("number as key", b"5: steps\n", "must hold lines of option: value"),
+    ("binary", bytes(range(256)), "is not YAML"),
+    ("nul", b"steps: 5\0", "is not YAML"),
+    ("latin-1", "prompt: caf\xe9".encode("latin-1"), "is not YAML"),
+    ("tabs", b"steps:\n\t5\n", "is not YAML at line 2"),
+    ("open bracket", b"steps: 5\nmixer_options: {ways: 3\n", "is not YAML at line 3"),
+    ("two documents", b"steps: 5\n---\nsteps: 6\n", "is not YAML"),
+    ("python object", b"steps: !!python/object/apply:os.getpid []\n", "is not YAML at line 1"),
+    ("no such date", b"steps: 2024-13-45\n", "is not YAML"),
+    ("deep", b"[" * 5000, "is not YAML"),
+    ("unknown key", b"stepz: 5\n", "unknown option 'stepz'", "did you mean 'steps'?"),
+    ("flag as key", b"--steps: 5\n", "unknown option '--steps'", "did you mean 'steps'?"),
+    ("dashes", b"batch-size: 5\n", "unknown option 'batch-size'", "did you mean 'batch_size'?"),
+    ("recipe in a recipe", b"recipe: other.yaml\n", "unknown option 'recipe'"),
+    ("of another command", b"arms: [residual]\n", "unknown option 'arms'"),
+    ("text for a number", b"steps: many\n", "steps must be a whole number, got 'many'"),
+    ("fraction for a number", b"steps: 1.5\n", "steps must be a whole number, got 1.5"),
+    ("bool for a number", b"steps: yes\n", "steps must be a whole number, got True"),
+    ("nothing for a number", b"steps:\n", "steps must be a whole number, got None"),
+    ("list for a number", b"steps: [1, 2]\n", "steps must be a whole number, got [1, 2]"),
+    ("dictionary for a number", b"lr: {a: 1}\n", "lr must be a number"),
+    ("nan for a whole number", b"steps: .nan\n", "steps must be a whole number, got nan"),
+    ("infinity for a whole number", b"steps: .inf\n", "steps must be a whole number, got inf"),
+    ("number for text", b"data: 5\n", "data must be text, got 5"),
+    ("nothing for text", b"out:\n", "out must be text, got None"),
+    ("nul in text", b'out: "a\\0b"\n', "out must be text, got 'a\\x00b'"),
+    ("text for a bool", b"quiet: 'true'\n", "quiet must be true or false, got 'true'"),
+    ("number for a bool", b"quiet: 1\n", "quiet must be true or false, got 1"),
+    ("wrong choice", b"schedule: cosin\n", "schedule must be cosine or wsd or rsqrt", "did you mean 'cosine'?"),
+    ("list for a choice", b"schedule: [cosine]\n", "schedule must be cosine or wsd or rsqrt"),
+    ("on for compile", b"compile: on\n", "compile must be off or sublayers or model, got True"),
+    ("text for options", b"mixer_options: ways=3\n", "mixer_options must be written as option=value"),
+    ("numbers as options", b"mixer_options: {3: 4}\n", "mixer_options must be written as option=value"),
+    ("a list as an option", b"mixer: attnres\nmixer_options: {ways: [3]}\n", "ways must be 1 or 3, got [3]"),
+    ("a date as an option", b"mixer: attnres\nmixer_options: {ways: 2024-01-01}\n", "ways must be 1 or 3"),
+    ("negative", b"lr: -1\n", "lr must be a number above 0"),
+]
+
+
+@table(RECIPES)
+def test_recipes(case, fails, tmp_path):
+    _, content, *words = case
+    (tmp_path / "recipe.yaml").write_bytes(content)
+    given = "" if b"data:" in content else "--data {data}"
+    given += "" if b"out:" in content else " --out run"
+    given += "" if b"mixer:" in content else " --device nowhere"  # should the recipe be taken, it ends there
+    one_sentence(fails(f"train {given} --recipe recipe.yaml", USAGE), words)
+
+
+@table(
+    [
+        ("train --recipe nowhere.yaml", USAGE, "cannot read the recipe nowhere.yaml: No such file"),
+        ("eval --recipe {tmp}", USAGE, "cannot read the recipe {tmp}: Is a directory"),
+        ("data --recipe {corpus}/00.txt/x", USAGE, "cannot read the recipe", "Not a directory"),
+        ("generate --recipe ''", USAGE, "cannot read the recipe"),
+        ("compare --recipe", USAGE, "--recipe: expected one argument"),
+    ]
+)
+def test_recipes_that_cannot_be_read(case, fails):
+    fails(*case)
+
+
+@table(
+    [
+        ("compare", "seeds: 3", "seeds must be a list, got 3"),
+        ("compare", "seeds: [a]", "seeds must be a whole number, got 'a'"),
+        ("compare", "seeds: [1.5]", "seeds must be a whole number, got 1.5"),
+        ("compare", "arms: residual", "arms must be a list, got 'residual'"),
+        ("compare", "arms: [{attnres: 3}]", "arms must be text, got {{'attnres': 3}}"),
+        ("compare", "out: s\nseeds: []\narms: [residual]", "seeds must be a list of at least one integer"),
+        ("data", "input: book.txt", "input must be a list, got 'book.txt'"),
+        ("data", "val_fraction: half", "val_fraction must be a number, got 'half'"),
+        ("eval", "input: [1]", "input must be text, got 1"),
+        ("generate", "top_p: [0.9]", "top_p must be a number, got [0.9]"),
+    ]
+)
+def test_recipes_of_other_commands(case, fails, tmp_path):
+    command, text, *words = case
+    (tmp_path / "recipe.yaml").write_text(text)
+    fails(f"{command} --recipe recipe.yaml", USAGE, *words)

@@ -1,0 +1,199 @@
+"""Runs whose files are damaged, foreign or of another run. Each ends in one clear sentence."""
+
+import dataclasses
+import json
+import pickle
+import shlex
+import shutil
+
+import pytest
+import torch
+import yaml
+
+from depthmix.cli import main
+from depthmix.train.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
+from depthmix.train.config import TrainConfig
+from depthmix.train.errors import CHECKPOINT, DATA, DISK
+from train import bad, small
+from train.bad import cut, meta, remove, table, write
+
+fails = bad.fails
+
+
+@pytest.fixture
+def copied(tmp_path):
+    shutil.copytree(small.run().path, tmp_path / "copy")
+    return tmp_path / "copy"
+
+
+def recipe(**changes):
+    """A mutation of recipe.yaml."""
+
+    def change(folder):
+        found = yaml.safe_load((folder / "recipe.yaml").read_text())
+        (folder / "recipe.yaml").write_text(yaml.safe_dump({**found, **changes}))
+
+    return change
+
+
+def every(change):
+    """A mutation of every checkpoint."""
+
+    def all_of_them(folder):
+        for path in list_checkpoints(folder / "checkpoints"):
+            change(path)
+
+    return all_of_them
+
+
+def resave(**changes):
+    """The newest checkpoint written again with other tensors: whole, and wrong."""
+
+    def change(folder):
+        saved = load_checkpoint(list_checkpoints(folder / "checkpoints")[0])
+        model = {k: v for k, v in {**saved.model, **changes}.items() if v is not None}
+        save_checkpoint(folder / "checkpoints", saved.step, model, saved.optimizer, saved.state, 1)
+
+    return change
+
+
+def pickled(folder):
+    """What torch.save would have written, were it to run something."""
+    return pickle.dumps(print)
+
+
+def foreign(folder):
+    shutil.rmtree(folder)
+    folder.mkdir()
+    (folder / "pytorch_model.bin").write_bytes(b"PK")
+
+
+def unclosed(folder):
+    (folder / "model.safetensors").write_bytes((500).to_bytes(8, "little") + b"{" * 100)
+
+
+def manifest(**changes):
+    def change(folder):
+        found = json.loads((folder / "manifest.json").read_text())
+        (folder / "manifest.json").write_text(json.dumps({**found, **changes}, indent=1) + "\n")
+
+    return change
+
+
+BROKEN_RUNS = [
+    ("nothing in it", foreign, "is not a run folder: it has no recipe.yaml"),
+    ("no recipe", remove("recipe.yaml"), "is not a run folder: it has no recipe.yaml"),
+    ("empty recipe", cut("recipe.yaml", 0), "recipe.yaml is missing or empty"),
+    ("binary recipe", write("recipe.yaml", b"\x80\xff"), "recipe.yaml is damaged"),
+    ("recipe cut", write("recipe.yaml", b"data: {x"), "recipe.yaml is damaged: it is not YAML"),
+    ("recipe a list", write("recipe.yaml", b"- a\n"), "recipe.yaml is damaged: it does not map names"),
+    ("text in the recipe", recipe(dim="wide"), "recipe.yaml is damaged: dim is 'wide'"),
+    ("null in the recipe", recipe(rope_theta=None), "recipe.yaml is damaged: rope_theta is None"),
+    ("wrong options in the recipe", recipe(mixer_options={"ways": 3}), "describes no model", "unknown option 'ways'"),
+    ("no such mixer", recipe(mixer="resnet"), "describes no model", "unknown mixer 'resnet'"),
+    ("another mixer", recipe(mixer="mhc"), "lacks mixer.", "another mechanism or size than mhc"),
+    ("another size", recipe(dim=64), "another size", "embedding.weight"),
+    ("more blocks", recipe(n_blocks=3), "lacks", "another mechanism or size"),
+    ("fewer blocks", recipe(n_blocks=1), "has norms.2", "another mechanism or size"),
+    ("impossible size", recipe(n_heads=5), "describes no model", "n_heads must divide dim=32"),
+    ("no tokenizer", remove("tokenizer.json"), "There is no tokenizer file"),
+    ("tokenizer cut", cut("tokenizer.json", 200), "is not a tokenizer.json"),
+    ("tokenizer of somebody else", write("tokenizer.json", b"{}"), "is not a tokenizer.json"),
+    ("no checkpoints", remove("checkpoints"), "has no checkpoint yet"),
+    ("no checkpoint", every(lambda p: shutil.rmtree(p)), "has no checkpoint yet"),
+    ("no model", every(remove("model.safetensors")), "No checkpoint in", "put good ones back from a copy"),
+    ("model cut", every(cut("model.safetensors", 1000)), "model.safetensors has 1000 bytes where manifest.json says"),
+    ("model empty", every(cut("model.safetensors", 0)), "model.safetensors has 0 bytes"),
+    ("pickle for a model", every(write("model.safetensors", pickled)), "model.safetensors has", "manifest.json says"),
+    ("not safetensors", every(unclosed), "model.safetensors has 108 bytes"),
+    ("a foreign checkpoint", every(foreign), "it has no manifest.json"),
+    ("no manifest", every(remove("manifest.json")), "it has no manifest.json"),
+    ("manifest cut", every(cut("manifest.json", 60)), "manifest.json is damaged"),
+    ("manifest of somebody else", every(write("manifest.json", b"{}")), "manifest.json was not written by depthmix"),
+    ("of a later version", every(manifest(version=2)), "has format version 2, this depthmix reads 1"),
+    ("state binary", every(write("state.json", b"\x80")), "state.json has 1 bytes"),
+    ("a parameter missing", resave(**{"head.weight": None}), "lacks head.weight"),
+    ("a parameter too many", resave(**{"tail.weight": torch.zeros(2)}), "has tail.weight"),
+    ("another shape", resave(**{"head.weight": torch.zeros(300, 16)}), "has head.weight of shape [300, 16]"),
+    ("fewer entries", resave(**{"embedding.weight": torch.zeros(200, 32)}), "has 300 entries and the model 200"),
+    ("a scalar embedding", resave(**{"embedding.weight": torch.zeros(())}), "embedding.weight of shape []"),
+]
+
+
+@table(BROKEN_RUNS)
+def test_runs(case, fails, copied):
+    _, change, *words = case
+    change(copied)
+    for command in ("generate --prompt The --max-tokens 2", "eval"):
+        fails(f"{command} --run {{run}} --device cpu", CHECKPOINT, *words, run=copied)
+
+
+def flip(path):
+    """One bit."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def test_one_checkpoint_of_several(fails, copied):
+    newest, older = list_checkpoints(copied / "checkpoints")
+    flip(newest / "model.safetensors")
+    words = "model.safetensors does not match its checksum", f"the newest older good one is {older}"
+    fails(f"generate --run {newest}", CHECKPOINT, "Cannot use the checkpoint", *words)
+    (older / "state.json").unlink()
+    fails(f"generate --run {newest}", CHECKPOINT, "there is no older good one")
+    fails(f"eval --run {copied}/checkpoints/step-00000041", CHECKPOINT, "does not exist")
+    fails(f"eval --run {copied}/checkpoints", CHECKPOINT, "is not a run folder")
+
+
+def test_a_broken_checkpoint_is_passed_over_with_a_warning(copied, capsys):
+    newest = list_checkpoints(copied / "checkpoints")[0]
+    flip(newest / "optimizer.safetensors")
+    assert main(["generate", "--run", str(copied), "--max-tokens", "2", "--device", "cpu"]) == 0
+    assert f"{newest} is broken and was passed over" in capsys.readouterr().err
+
+
+def test_the_data_of_a_run_has_gone_or_changed(fails, copied, tmp_path):
+    recipe(data="gone")(copied)
+    fails("eval --run {run}", DATA, "There is no folder gone", run=copied)
+    shutil.copytree(small.data(), tmp_path / "data")
+    meta(vocab_size=400)(tmp_path / "data")
+    recipe(data=str(tmp_path / "data"))(copied)
+    fails("eval --run {run}", DATA, "has 400 entries and the model's 300", run=copied)
+
+
+RESUMED = [
+    ("recipe empty", cut("recipe.yaml", 0), CHECKPOINT, "recipe.yaml is missing or empty"),
+    ("recipe binary", write("recipe.yaml", b"\xff\xff"), CHECKPOINT, "recipe.yaml is damaged"),
+    ("recipe changed", recipe(lr=1.0), CHECKPOINT, "another recipe: lr was 1.0 and is 0.01"),
+    ("metrics damaged", write("metrics.jsonl", b"loss 5\n"), CHECKPOINT, "metrics.jsonl:1 is damaged"),
+    ("all models broken", every(cut("model.safetensors", 9)), CHECKPOINT, "No checkpoint in", "move that folder away"),
+    ("optimizer gone", every(remove("optimizer.safetensors")), CHECKPOINT, "optimizer.safetensors is missing"),
+    ("another model", resave(**{"head.weight": torch.zeros(2, 2)}), CHECKPOINT, "of shape [2, 2]"),
+    ("another tokenizer", write("tokenizer.json", b"{}"), DATA, "not the tokenizer this run began with"),
+    ("other data", write("data.json", b"{}"), DATA, "not that of the data this run began with", "use the data of then"),
+    ("lock is a folder", lambda p: ((p / ".lock").unlink(), (p / ".lock").mkdir()), DISK, ".lock", "is a directory"),
+    ("log is a folder", lambda p: ((p / "log.txt").unlink(), (p / "log.txt").mkdir()), DISK, "log.txt", "writ"),
+]
+
+
+@table(RESUMED)
+def test_runs_to_go_on_with(case, fails, copied):
+    _, change, code, *words = case
+    (copied / "result.json").unlink()
+    change(copied)
+    config = dataclasses.replace(
+        small.config(copied), **{k: v for k, v in vars(small_recipe()).items() if k not in ("out",)}
+    )
+    fails(shlex.join(["train", *small.flags(config)]), code, *words)
+
+
+def small_recipe():
+    return TrainConfig(**small.run().read_recipe())
+
+
+def test_a_result_that_is_damaged(fails, copied):
+    config = dataclasses.replace(small_recipe(), out=str(copied))
+    for content, words in ((b"{", "is damaged: it is not JSON"), (b"[]", "is damaged: it is not a JSON object")):
+        (copied / "result.json").write_bytes(content)
+        fails(shlex.join(["train", *small.flags(config)]), CHECKPOINT, "result.json", words)
