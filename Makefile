@@ -2,7 +2,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v p
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: setup demo test lint format wheel clean
+.PHONY: setup demo test test-gpu bench lint format wheel clean
 
 setup: $(STAMP)
 
@@ -18,6 +18,13 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist worksteal --cov --cov-report=term:skip-covered --cov-fail-under=95 $(PYTEST_ARGS)
+
+# Without `make setup`: a GPU machine has a torch of its own.
+test-gpu:
+	$(if $(wildcard $(BIN)/python),$(BIN)/python,python3) -m pytest tests/gpu $(PYTEST_ARGS)
+
+bench: $(STAMP)
+	$(BIN)/python -m benchmarks all $(BENCH_ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -1,10 +1,14 @@
-"""What every test gets: fresh tensors full of NaN, so that memory nobody wrote cannot pass."""
+"""What every test gets: fresh tensors full of NaN, so that memory nobody wrote cannot pass, and kernels without a GPU."""
 
 import os
 
 import pytest
 import torch
 from torch.utils import _device
+
+if not torch.cuda.is_available():
+    # Kernels run in Triton's interpreter. Triton asks once, when it is first imported.
+    os.environ["TRITON_INTERPRET"] = "1"
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     # As many workers as cores: with more threads than that they wait for each other and are several times slower.
@@ -34,3 +38,20 @@ def _poison_fresh_memory():
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def quick_interpreter():
+    """Triton's interpreter patches its language again at every call of a function inside a kernel: half of its time."""
+    interpreter = pytest.importorskip("triton.runtime.interpreter")
+    patched, slow = set(), interpreter.InterpretedFunction.__call__
+
+    def call(self, *args, **kwargs):
+        if self.fn.__module__ in patched:
+            return self.rewrite()(*args, **kwargs)
+        patched.add(self.fn.__module__)
+        return slow(self, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter.InterpretedFunction, "__call__", call)
+        yield

@@ -7,8 +7,9 @@ unless the site is the first of its block, the partial sum of its own. finish re
 With ways=3 an attention site reads three mixtures, for queries, keys and values. Queries start at zero: plain at step 0.
 """
 
+import dataclasses
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,21 +18,33 @@ from depthmix.mixers.base import Mixer, Norm, Read, register
 from depthmix.mixers.options import OptionError, at_least
 from depthmix.mixers.state import State, register_state
 from depthmix.ops import depth_attention, depth_sum
+from depthmix.ops.backend import choose
+from depthmix.ops.depth_attention.op import collect_queries, read_sources, why_unsupported
 from depthmix.ops.depth_attention.reference import weighted_sum
 from depthmix.ops.norm import eps_of, is_plain_rms_norm
 from depthmix.ops.precision import rms_normalize
 
 
+class Tape(NamedTuple):
+    """What kernels pass from read to read: the queries of all sites, and the sources as their autograd knows them."""
+
+    queries: Tensor  # [R, D], key gains included, the ways of a site side by side
+    blocks: tuple[Tensor, ...]
+    partial: Tensor | None
+
+
 @register_state
 class AttnResState(State):
-    """The sources and, with additive routing, the plain stream beside them."""
+    """The sources, the newest not yet added up, and, with additive routing, the plain stream beside them."""
 
-    blocks: tuple[Tensor, ...]  # e and the sums of the finished blocks, oldest first
-    partial: Tensor | None = None  # the sum of the current block so far; None before its first output
+    blocks: tuple[Tensor, ...] = ()  # e and the sums of the finished blocks, oldest first, without the newest source
+    partial: Tensor | None = None  # the newest source is partial + pending: the last finished block or the current one
+    pending: Tensor  # e, or what was written last
     stream: Tensor | None = None  # e + every output, for routing="add"
+    tape: Tape | None = dataclasses.field(default=None, repr=False, metadata={"cache": True})
 
     def template(self) -> Tensor:
-        return self.blocks[0]
+        return self.blocks[0] if self.blocks else self.pending
 
 
 @register("attnres")
@@ -96,35 +109,93 @@ class AttnRes(Mixer):
             return row
         return torch.cat([row, getattr(self, f"{name}_kv")[site // 2]])
 
-    def _sources(self, state: AttnResState) -> tuple[Tensor, ...]:
-        sources = state.blocks if state.partial is None else (*state.blocks, state.partial)
-        return sources if self.window is None else (sources[0], *sources[1:][-self.window :])
+    def _windowed(self, blocks: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """The blocks that a site reads besides the newest source."""
+        if self.window is None or not blocks:
+            return blocks
+        return (blocks[0], *blocks[max(1, len(blocks) + 1 - self.window) :])
 
     def _mix(self, state: AttnResState, site: int, **out_norm: Any) -> tuple[Tensor, ...]:
         """The mixtures a site (or finish) reads; out_norm: arguments of depth_attention for the norm that follows."""
-        sources = self._sources(state)
+        tape = None if state.frozen else self._tape(state)
+        if tape is not None:
+            return self._mix_with_kernels(state, tape, site, **out_norm)
+        newest = state.pending if state.partial is None else state.partial + state.pending
+        state.leave_note((newest, state.tape))
+        sources = (*self._windowed(state.blocks), newest)
         if self.weights == "static":
             p = torch.softmax(self._rows("logits", site)[:, : len(sources)], dim=-1)
             return depth_sum(sources, static=p.unsqueeze(-1))
         if self.query_from == "learned":
             query = self._rows("query", site)
         else:
-            newest = rms_normalize(state.observe(sources[-1]), self.eps)
-            query = torch.stack([newest @ w.to(newest.dtype).T for w in self._rows("query_proj", site)])
+            seen = rms_normalize(state.observe(newest), self.eps)
+            query = torch.stack([seen @ w.to(seen.dtype).T for w in self._rows("query_proj", site)])
         gain = self._rows("key_gain", site) if self.key_norm else None
         shape: dict[str, Any] = {"key_norm": self.key_norm, "heads": self.heads, "activation": self.weights}
         if not state.frozen:
-            return depth_attention(query, sources, gain, self.eps, **shape, **out_norm)
-        seen = [state.observe(v) for v in sources]
-        _, p = depth_attention(query, seen, gain, self.eps, return_weights=True, **shape)
+            return depth_attention(query, sources, gain, self.eps, **shape, **out_norm, backend="reference")
+        _, p = depth_attention(
+            query,
+            [state.observe(v) for v in sources],
+            gain,
+            self.eps,
+            return_weights=True,
+            **shape,
+            backend="reference",
+        )
         p = p if self.heads > 1 else p.unsqueeze(-1)
         return tuple(weighted_sum(p_way.detach(), sources) for p_way in p)
+
+    def _tape(self, state: AttnResState) -> Tape | None:
+        """What the kernels work with, made anew if the state comes from elsewhere; None where they cannot be used."""
+        why = self._why_no_kernels([*state.blocks, state.pending, *(() if state.partial is None else (state.partial,))])
+        tape = state.tape if why is None else None
+        if why is not None and state.blocks:  # an output in another dtype: the reference steps in
+            return None
+        if tape is None and choose("attnres", state.pending, why) == "triton":
+            tape = Tape(collect_queries(self._queries()), state.blocks, state.partial)
+        trained = torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters())
+        if tape is not None and trained and not tape.queries.requires_grad:  # made under no_grad
+            tape = tape._replace(queries=collect_queries(self._queries()))
+        return tape
+
+    def _why_no_kernels(self, tensors: Sequence[Tensor]) -> str | None:
+        wide = any(p.dtype == torch.float64 for p in self.parameters())
+        static = self.query_from == "learned" and self.weights != "static"
+        return why_unsupported(
+            tensors, static=static, wide=wide, key_norm=self.key_norm, heads=self.heads, activation=self.weights
+        )
+
+    def _queries(self) -> Tensor:
+        """query ⊙ key_gain of every site: [R, D], the ways of a site side by side, finish's last."""
+        query, gain = self.get_parameter("query"), self.get_parameter("key_gain")
+        u = query.float() * gain.float()
+        if self.n_ways == 1:
+            return u
+        kv = self.get_parameter("query_kv").float() * self.get_parameter("key_gain_kv").float()  # [N, 2, D]
+        sites = u[:-1].unflatten(0, (self.n_blocks, 2))  # [N, 2, D]: attention, MLP
+        return torch.cat([torch.cat([sites[:, :1], kv, sites[:, 1:]], dim=1).flatten(0, 1), u[-1:]])
+
+    def _mix_with_kernels(
+        self, state: AttnResState, tape: Tape, site: int, out_gain: Tensor | None = None, out_eps: float = 0.0
+    ) -> tuple[Tensor, ...]:
+        row = site if self.n_ways == 1 else 4 * (site // 2) + 3 * (site % 2)
+        ways = 1 if site == self.n_sites else self.ways(site)
+        newest, add = (state.pending, None) if tape.partial is None else (tape.partial, state.pending)
+        sources = (*self._windowed(tape.blocks), newest)
+        gain = None if out_gain is None else out_gain.float()
+        h, newest = read_sources(tape.queries, row, ways, sources, add, gain, self.eps, out_eps)
+        state.leave_note((newest, tape))
+        return tuple(h)
 
     def _route(self, state: AttnResState, mixed: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return mixed if state.stream is None else tuple(state.stream + h for h in mixed)
 
     def _start(self, x: Tensor) -> AttnResState:
-        return AttnResState(blocks=(x,), stream=x if self.routing == "add" else None)
+        state = AttnResState(pending=x, stream=x if self.routing == "add" else None)
+        state.tape = self._tape(state)
+        return state
 
     def _read(self, state: AttnResState, site: int) -> Read:
         h = self._route(state, self._mix(state, site))
@@ -136,19 +207,26 @@ class AttnRes(Mixer):
         rms: Sequence[Any] = norms
         if any(n.eps != rms[0].eps for n in rms):
             return None
-        eps = eps_of(rms[0], state.blocks[0].dtype)
-        h = self._mix(state, site, out_gain=torch.stack([n.weight for n in rms]), out_eps=eps)
+        eps = eps_of(rms[0], state.template().dtype)
+        gain = rms[0].weight.unsqueeze(0) if len(rms) == 1 else torch.stack([n.weight for n in rms])
+        h = self._mix(state, site, out_gain=gain, out_eps=eps)
         return h if len(h) > 1 else h[0]
 
     def _write(self, state: AttnResState, site: int, y: Tensor) -> AttnResState:
-        partial = y if state.partial is None else state.partial + y
+        newest, tape = state.take_note() or (None, None)
+        if newest is None:
+            newest = state.pending if state.partial is None else state.partial + state.pending
+        opens = site % self.block_size == 0  # the newest source is finished, and y begins a block
+        if tape is not None:
+            tape = (
+                tape._replace(blocks=(*tape.blocks, newest), partial=None) if opens else tape._replace(partial=newest)
+            )
+            # Later reads leave the gradient of a source with its maker, so it never reaches the tensor they pass on.
+            # A state holds another: whoever asks for its gradient is told that it is not in the graph.
+            newest = newest.view_as(newest)
+        changes = {"blocks": (*state.blocks, newest), "partial": None} if opens else {"partial": newest}
         stream = None if state.stream is None else state.stream + y
-        if (site + 1) % self.block_size:
-            return state.next(partial=partial, stream=stream)
-        blocks = (*state.blocks, partial)
-        if self.window is not None:
-            blocks = (blocks[0], *blocks[1:][-self.window :])
-        return state.next(blocks=blocks, partial=None, stream=stream)
+        return state.next(pending=y, stream=stream, tape=tape, **changes)
 
     def _finish(self, state: AttnResState) -> Tensor:
         return self._route(state, self._mix(state, self.n_sites))[0]

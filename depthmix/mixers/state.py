@@ -19,7 +19,7 @@ class State:
     # What a read worked out and the write of the same site can use. A cache and no more: it is not part of the value
     # (a pytree round trip drops it), `take_note` empties it so that a checkpointed region recomputes the same way,
     # and a write that finds none computes it again.
-    note: Any = dataclasses.field(default=None, repr=False)
+    note: Any = dataclasses.field(default=None, repr=False, metadata={"cache": True})
 
     def template(self) -> Tensor:
         """A tensor with the embedding's shape, dtype and device."""
@@ -51,7 +51,7 @@ _STATIC = ("site", "frozen")
 def register_state(cls: StateType) -> StateType:
     """Class decorator: make a State subclass a dataclass and a pytree node whose children are its tensors."""
     cls = dataclasses.dataclass(eq=False, kw_only=True)(cls)  # type: ignore[assignment]
-    names = [f.name for f in dataclasses.fields(cls) if f.name not in (*_STATIC, "note")]
+    names = [f.name for f in dataclasses.fields(cls) if f.name not in _STATIC and not f.metadata.get("cache")]
 
     def flatten(state: Any) -> tuple[list[Any], tuple[Any, ...]]:
         return [getattr(state, n) for n in names], tuple(getattr(state, n) for n in _STATIC)

@@ -1,8 +1,18 @@
 """The operators: one folder each, `reference.py` (the specification, any device) beside `op.py` (checks, autograd, dispatch)."""
 
+from depthmix.ops.backend import BackendError, use_backend
 from depthmix.ops.depth_attention.op import depth_attention
 from depthmix.ops.depth_sum.op import depth_scores, depth_sum
 from depthmix.ops.sinkhorn.op import sinkhorn
 from depthmix.ops.stream_mix.op import stream_read, stream_write
 
-__all__ = ["depth_attention", "depth_scores", "depth_sum", "sinkhorn", "stream_read", "stream_write"]
+__all__ = [
+    "BackendError",
+    "depth_attention",
+    "depth_scores",
+    "depth_sum",
+    "sinkhorn",
+    "stream_read",
+    "stream_write",
+    "use_backend",
+]

@@ -23,12 +23,18 @@ def promoted_dtype(tensors: list[Tensor] | tuple[Tensor, ...]) -> torch.dtype:
 
 def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
     """A context in which autocast cannot lower the precision of what is computed from x."""
-    if x.device.type == "meta":  # knows no autocast
+    kind = x.device.type
+    if kind == "meta" or not torch.is_autocast_enabled(kind):  # meta knows no autocast
         return nullcontext()
-    return torch.autocast(x.device.type, enabled=False)
+    return torch.autocast(kind, enabled=False)
+
+
+def widen(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x.to(dtype), which costs something even where it does nothing."""
+    return x if x.dtype == dtype else x.to(dtype)
 
 
 def rms_normalize(x: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x^2) + eps) over the last dimension, in fp32 or wider, not rounded back."""
-    x = x.to(compute_dtype(x))
+    x = widen(x, compute_dtype(x))
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)

@@ -80,7 +80,9 @@ class TrainConfig:
     compile: Literal["off", "sublayers", "model"] = option(
         "off", "compile each sublayer and norm, or the whole model as one graph"
     )
-    cuda_graph: bool = option(False, "on a GPU, record a step's forward and backward once and replay it: no launch costs")
+    cuda_graph: bool = option(
+        False, "on a GPU, record a step's forward and backward once and replay it: no launch costs"
+    )
     checkpoint_activations: bool = option(False, "recompute sublayers in the backward to save memory")
 
     log_every: int = option(10, "steps between lines of the metrics")

@@ -8,6 +8,7 @@ import platform
 import torch
 
 import depthmix
+from depthmix.ops.backend import why_no_kernels
 from depthmix.train.device import choose_device
 
 PACKAGES = {
@@ -21,8 +22,18 @@ PACKAGES = {
     "tensorboard": "for --tensorboard",
     "wandb": "for --wandb",
     "transformers": "for its caches",
-    "triton": "for kernels, which this version does not have yet",
+    "triton": "for the kernels of depth_attention on NVIDIA GPUs",
 }
+WITHOUT_KERNELS = ("depth_sum", "stream_mix", "sinkhorn")
+
+
+def backends(device: torch.device) -> dict[str, str]:
+    """By operator, the backend it uses on a device, and why."""
+    why = why_no_kernels(device.type, device.index)
+    if why is None and device.type != "cuda":  # only in Triton's interpreter
+        why = f"on {device.type} kernels are interpreted, for tests, and run only where they are forced"
+    attention = "triton kernels" if why is None else f"reference, because {why}"
+    return {"depth_attention": attention, **dict.fromkeys(WITHOUT_KERNELS, "reference, because it has no kernels yet")}
 
 
 def report() -> str:
@@ -33,7 +44,9 @@ def report() -> str:
     lines = [
         f"depthmix {depthmix.__version__}, Python {platform.python_version()}, torch {torch.__version__}",
         f"device: {device} ({name}), {torch.get_num_threads()} CPU threads; precision with auto: {precision}",
-        "operators: depth_attention, depth_sum, stream_mix and sinkhorn run on their reference implementations (plain PyTorch, fp32)",
+        "operators: kernels where they can run, the reference (plain PyTorch, at least fp32) elsewhere",
+        *(f"    {op}: {backend}" for op, backend in backends(device).items()),
+        '    to force one: `with depthmix.ops.use_backend("reference"):`, or "triton", around a whole pass',
         "packages:",
     ]
     for package, purpose in PACKAGES.items():

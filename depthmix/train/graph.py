@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ WARM_UP = 3  # passes before the recording, in which kernels are compiled and ch
 class GraphedBackward:
     """`loss(batch)` and its backward, for batches of one shape. Every call overwrites the parameters' gradients."""
 
-    def __init__(self, loss: Callable[[Tensor], Tensor], parameters: list[Tensor], batch: Tensor) -> None:
+    def __init__(self, loss: Callable[[Tensor], Tensor], parameters: Sequence[Tensor], batch: Tensor) -> None:
         self.batch = batch.clone()
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())

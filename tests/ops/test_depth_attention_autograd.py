@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from depthmix.ops import depth_attention
-from ops.helpers import assert_near, rand, saved_storages
+from ops.helpers import assert_near, name, rand, saved_storages
+from ops.test_depth_attention import case
 
 TOKENS, D = (2, 8), 64
 FULL = 2 * 8 * D
@@ -50,12 +51,12 @@ def test_memory_grows_with_sites_not_their_square(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 def test_memory_with_output_norm(dtype: torch.dtype) -> None:
-    """The output norm is PyTorch's own autograd: measured, two more fp32 activations a site, still linear."""
+    """Nor does the output norm keep anything of full size: measured, one activation per source, as without it."""
     gain = torch.ones(D, requires_grad=True)
     kept = {sites: kept_by_full_stack(depth_attention, sites, dtype, out_gain=gain) for sites in (8, 16)}
     for sites, sizes in kept.items():
-        assert len(sizes) <= 4 * (sites + 1)
-        assert len(sizes) == 3 * sites + 1
+        assert len(sizes) == sites + 1
+        assert sum(sizes) == (sites + 1) * FULL * dtype.itemsize
     assert sum(kept[16]) < 2.3 * sum(kept[8])
 
 
@@ -75,6 +76,17 @@ def leaves(n: int = 3, shape: Sequence[int] = (2, 3, 4)) -> tuple[Tensor, list[T
         [rand(*shape, seed=i).requires_grad_() for i in range(n)],
         rand(shape[-1], seed=21).requires_grad_(),
     )
+
+
+def test_frozen_output_gain_leaves_the_other_gradients_alone() -> None:
+    """The gain of the output norm may be frozen, or be all that wants a gradient."""
+    query, sources, gain = leaves()
+    out_gain, every = rand(4, seed=22).requires_grad_(), [query, *sources]
+    expected = torch.autograd.grad(objective(query, sources, gain, out_gain=out_gain), [*every, out_gain])
+    frozen = torch.autograd.grad(objective(query, sources, gain, out_gain=out_gain.detach()), every)
+    fixed = [v.detach() for v in sources]
+    (only,) = torch.autograd.grad(objective(query.detach(), fixed, gain.detach(), out_gain=out_gain), out_gain)
+    assert all(torch.equal(a, b) for a, b in zip([*frozen, only], expected, strict=True))
 
 
 def objective(query: Tensor, sources: Sequence[Tensor], gain: Tensor, **options: Any) -> Tensor:
@@ -189,6 +201,21 @@ def test_second_derivatives_are_right(linear: bool) -> None:
     for f in (depth_attention, naive_objective):
         out = f(query, sources, gain)
         first = torch.autograd.grad(out.sum() if linear else out.square().sum(), every, create_graph=True)
+        results.append([*first, *torch.autograd.grad(sum(g.square().sum() for g in first), every)])
+    assert_near(results[0], results[1])
+
+
+@pytest.mark.parametrize("options", [{}, {"heads": 2, "activation": "sigmoid"}, {"key_norm": False}], ids=name)
+@pytest.mark.parametrize("kind", ["ways", "token"])
+def test_second_derivatives_through_output_norm_and_weights(kind: str, options: dict[str, Any]) -> None:
+    """The same for a result that was normed, and for the weights, of every kind of query; one token is all zeros."""
+    op, expected, inputs = case((2, 1, 4), 3, kind, out_gain="D", eps=1e-2, **options)
+    every = [t.clone() for t in inputs]
+    for v in every[:3]:
+        v[0] = 0
+    every, results = [t.requires_grad_() for t in every], []
+    for f in (op, expected):
+        first = torch.autograd.grad(sum(o.square().sum() for o in f(*every)), every, create_graph=True)
         results.append([*first, *torch.autograd.grad(sum(g.square().sum() for g in first), every)])
     assert_near(results[0], results[1])
 

@@ -1,20 +1,42 @@
-"""depth_attention: checks, autograd with a lean backward, and (when kernels come) the choice between them and the reference."""
+"""depth_attention: checks, the choice between kernels and the reference, and the reference's autograd with a lean backward."""
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from depthmix.ops.autograd import reference_gradients
+from depthmix.ops.backend import choose
 from depthmix.ops.checks import check_shape, check_sources, leading
-from depthmix.ops.depth_attention.reference import depth_attention_reference, spread, weighted_sum, weights
-from depthmix.ops.precision import compute_dtype, promoted_dtype, rms_normalize, without_autocast
+from depthmix.ops.depth_attention.reference import depth_attention_reference
+from depthmix.ops.precision import compute_dtype, promoted_dtype, rms_normalize, widen, without_autocast
+
+MAX_DIM = 16384  # channels of a row that fit in the registers of 32 warps
+MAX_WAYS = 3  # mixtures that one kernel reads at once
+
+
+Options = tuple[float, bool, int, str]  # eps, key_norm, heads, activation
+
+
+class Mixed(NamedTuple):
+    """What a read worked out, by way: results (not rounded), weights and logits [n, ..., H], ρ [..., 1]; and r [n, ..., 1]."""
+
+    outs: list[Tensor]
+    p: list[Tensor]
+    s: list[Tensor]
+    rho: list[Tensor]
+    r: Tensor | None
 
 
 class DepthAttention(torch.autograd.Function):
-    """The reference with a backward that keeps nothing but references to the sources and a few numbers a token.
+    """The reference in few operators, and a backward that keeps references to the sources and a few numbers a token.
+
+    With a gain g for the norm of the result, y = g ⊙ ρ o with ρ = (mean(o²) + out_eps)^(-1/2), and o is mixed again:
+
+        dg = Σ_tokens ρ o ⊙ dy
+        do = ρ (g ⊙ dy − (g · (o ⊙ dy)) ρ² / D · o)
 
     With do_w the gradient of o_w, and a weight's own gradient dp where the caller uses the weights:
 
@@ -26,69 +48,192 @@ class DepthAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, u: Tensor, eps: float, key_norm: bool, heads: int, activation: str, *sources: Tensor
+        ctx: Any, options: Options, out_eps: float, with_weights: bool, u: Tensor, gain: Tensor | None, *sources: Tensor
     ) -> tuple[Tensor, ...]:
-        s, p, rs = weights(u, sources, eps, key_norm, heads, activation)
-        ctx.options, ctx.n = (eps, key_norm, heads, activation), len(sources)
-        ctx.save_for_backward(u, s, p, *(rs or ()), *sources)
-        return (p, *[weighted_sum(p_w, sources) for p_w in p])
+        mixed = _forward(options, out_eps, u, gain, sources)
+        ctx.options, ctx.out_eps, ctx.with_weights, ctx.n = options, out_eps, with_weights, len(sources)
+        ctx.save_for_backward(u, gain, mixed.r, *sources, *mixed.p, *mixed.s, *mixed.rho)
+        return (*mixed.outs, *mixed.p) if with_weights else tuple(mixed.outs)
 
     @staticmethod
-    def backward(ctx: Any, dp: Tensor, *do: Tensor) -> tuple[Tensor | None, ...]:
-        u, s, p, *rest = ctx.saved_tensors  # once: a second access fails inside a checkpointed region
-        sources, rs = rest[-ctx.n :], rest[: -ctx.n]
-        need_u, need_v = ctx.needs_input_grad[0], ctx.needs_input_grad[5:]
-        with without_autocast(dp):
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        u, gain, r, *rest = ctx.saved_tensors  # once: a second access fails inside a checkpointed region
+        n, ways, needs = ctx.n, u.shape[0], ctx.needs_input_grad[3:]
+        sources, by_way = rest[:n], rest[n:]
+        mixed = Mixed([], by_way[:ways], by_way[ways : 2 * ways], by_way[2 * ways :], r)
+        with without_autocast(u):
             if torch.is_grad_enabled():
-                du, *dv = reference_gradients(
-                    partial(_with_weights, ctx.options), (u, *sources), (need_u, *need_v), (dp, *do)
-                )
+                reference = partial(_reference, ctx.options, ctx.out_eps, ctx.with_weights)
+                found = reference_gradients(reference, (u, gain, *sources), needs, grads)
             else:
-                du, dv = _backward(ctx.options, u, s, p, rs, sources, dp, do, need_u, need_v)
-        return (du, None, None, None, None, *dv)
+                found = _backward(ctx.options, u, gain, sources, mixed, grads[:ways], grads[ways:], needs)
+        return (None, None, None, *found)
 
 
-def _with_weights(options: tuple[Any, ...], u: Tensor, *sources: Tensor) -> tuple[Tensor, ...]:
+def _reference(
+    options: Options, out_eps: float, with_weights: bool, u: Tensor, gain: Tensor | None, *sources: Tensor
+) -> tuple[Tensor, ...]:
     outs, p = depth_attention_reference(u, sources, *options)
-    return (p, *outs)
+    if gain is not None:
+        outs = tuple(rms_normalize(o, out_eps) * g for o, g in zip(outs, gain, strict=True))
+    return (*outs, *p.movedim(-2, 1)) if with_weights else outs
+
+
+def _forward(options: Options, out_eps: float, u: Tensor, gain: Tensor | None, sources: Sequence[Tensor]) -> Mixed:
+    eps, key_norm, heads, activation = options
+    ways, norms = u.unbind(), []
+    dots: list[list[Tensor]] = [[] for _ in ways]
+    for source in sources:
+        v = widen(source, u.dtype)
+        for found, u_w in zip(dots, ways, strict=True):
+            found.append(_dot(u_w, v, heads))
+        if key_norm:
+            norms.append(torch.linalg.vector_norm(v, dim=-1, keepdim=True))
+    mixed = Mixed([], [], [], [], _rstd(torch.stack(norms), u.shape[-1], eps) if key_norm else None)
+    for w, found in enumerate(dots):
+        s = _stack(found, heads)
+        s = s if mixed.r is None else s.mul_(mixed.r)
+        p = torch.softmax(s, dim=0) if activation == "softmax" else torch.sigmoid(s)
+        o = _mix(p.unbind(), sources)
+        if gain is not None:
+            mixed.rho.append(_rstd(torch.linalg.vector_norm(o, dim=-1, keepdim=True), u.shape[-1], out_eps))
+            o.mul_(mixed.rho[-1]).mul_(gain[w])
+        mixed.outs.append(o)
+        mixed.p.append(p)
+        mixed.s.append(s)
+    return mixed
 
 
 def _backward(
-    options: tuple[Any, ...],
-    query: Tensor,
-    s: Tensor,
-    p: Tensor,
-    rs: Sequence[Tensor],
+    options: Options,
+    u: Tensor,
+    gain: Tensor | None,
     sources: Sequence[Tensor],
-    dp: Tensor,
-    do: Sequence[Tensor],
-    need_u: bool,
-    need_v: Sequence[bool],
-) -> tuple[Tensor | None, list[Tensor | None]]:
-    _, key_norm, heads, activation = options
-    wide, u, dim = s.dtype, query.to(s.dtype), query.shape[-1]
-    dp = dp + torch.stack([torch.stack([_dot(d, v.to(wide), heads) for v in sources], dim=-2) for d in do])
-    ds = p * (dp - (p * dp).sum(-2, keepdim=True)) if activation == "softmax" else dp * p * (1 - p)  # [W, ..., n, H]
-    du = torch.zeros_like(u)
-    dv: list[Tensor | None] = []
+    mixed: Mixed,
+    dy: Sequence[Tensor],
+    dweights: Sequence[Tensor],
+    needs: Sequence[bool],
+) -> list[Tensor | None]:
+    _, _, heads, activation = options
+    (need_u, _, *need_v), dim, r = needs, u.shape[-1], mixed.r
+    ways, weights, radial = u.unbind(), [p.unbind() for p in mixed.p], None
+    do, dgain, steps, du = list(dy), [], [], []
+    for w, (p, s) in enumerate(zip(mixed.p, mixed.s, strict=True)):
+        if gain is not None:
+            rho, o = mixed.rho[w], _mix(weights[w], sources)
+            product = (o * dy[w]).reshape(-1, dim)
+            dgain.append(product.T.mv(rho.reshape(-1)))
+            along = product.mv(gain[w]).view_as(rho).mul_(rho).mul_(rho)
+            do[w] = (dy[w] * gain[w]).addcmul_(o, along, value=-1 / dim).mul_(rho)
+        dp = _stack([_dot(do[w], widen(v, u.dtype), heads) for v in sources], heads)
+        dp = dp + dweights[w] if dweights else dp
+        ds = p * (dp - (p * dp).sum(0)) if activation == "softmax" else dp * p * (1 - p)  # [n, ..., H]
+        t = ds if r is None else ds * r
+        if r is not None:
+            own = t * s if heads == 1 else (t * s).sum(-1, keepdim=True)
+            radial = own * r if radial is None else radial.addcmul_(own, r)  # [n, ..., 1]
+        steps.append(t.unbind())
+        if need_u:
+            by_token = _mix(steps[w], sources)
+            du.append(by_token if u.ndim > 2 else by_token.reshape(-1, dim).sum(0))
+    dv: list[Tensor | None] = [None] * len(sources)
     for i, source in enumerate(sources):
-        v, total = source.to(wide), None
-        for w, d in enumerate(do):
-            t = ds[w, ..., i, :]  # [..., H]
-            radial = (t * s[w, ..., i, :]).sum(-1, keepdim=True)
-            t = t * rs[i].unsqueeze(-1) if key_norm else t
-            if need_u:
-                du[w] += spread(t, v) if u.ndim > 2 else spread(t, v).reshape(-1, dim).sum(0)
-            if need_v[i]:
-                g = spread(p[w, ..., i, :], d) + spread(t, u[w].expand_as(v))
-                g = g - radial * rs[i].square().unsqueeze(-1) / dim * v if key_norm else g
-                total = g if total is None else total + g
-        dv.append(None if total is None else total.to(source.dtype))
-    return du.to(query.dtype) if need_u else None, dv
+        if need_v[i]:
+            total = _mix([p_w[i] for p_w in weights], do)
+            for u_w, t_w in zip(ways, steps, strict=True):
+                _by_head(total, heads).addcmul_(_by_head(u_w, heads), _to_group(t_w[i]))
+            if radial is not None:
+                total.addcmul_(radial[i], widen(source, u.dtype), value=-1 / dim)
+            dv[i] = widen(total, source.dtype)
+    return [torch.stack(du) if need_u else None, torch.stack(dgain) if dgain else None, *dv]
+
+
+def _by_head(x: Tensor, heads: int) -> Tensor:
+    """x with its channels in groups, [..., D] -> [..., H, D/H]; with one head as it is."""
+    return x if heads == 1 else x.unflatten(-1, (heads, -1))
+
+
+def _to_group(p: Tensor) -> Tensor:
+    """A number a head, [..., H], so that it multiplies the head's group of channels in `_by_head`."""
+    return p if p.shape[-1] == 1 else p.unsqueeze(-1)
 
 
 def _dot(a: Tensor, b: Tensor, heads: int) -> Tensor:
-    return (a * b).unflatten(-1, (heads, -1)).sum(-1)
+    """a · b by head: a [D] or [..., D], b [..., D] -> [..., H], or with one head [...]."""
+    if a.ndim == 1 and heads == 1:
+        return b @ a  # a matrix times a vector: no setting lets a GPU do that in TF32
+    return _by_head(a * b, heads).sum(-1)
+
+
+def _stack(dots: list[Tensor], heads: int) -> Tensor:
+    """The dot products of n sources as one tensor [n, ..., H]."""
+    return torch.stack(dots).unsqueeze_(-1) if heads == 1 else torch.stack(dots)
+
+
+def _rstd(norm: Tensor, dim: int, eps: float) -> Tensor:
+    """(mean(x²) + eps)^(-1/2) in the place of |x|."""
+    return norm.square_().div_(dim).add_(eps).rsqrt_()
+
+
+def _mix(p: Sequence[Tensor], sources: Sequence[Tensor]) -> Tensor:
+    """Σ_i p_i v_i: n weights [..., H], n sources [..., D] -> [..., D]."""
+    heads = p[0].shape[-1]
+    o = _by_head(sources[0], heads) * _to_group(p[0])
+    for p_i, v in zip(p[1:], sources[1:], strict=True):
+        o.addcmul_(_by_head(widen(v, o.dtype), heads), _to_group(p_i))
+    return o if heads == 1 else o.flatten(-2)
+
+
+def why_unsupported(
+    sources: Sequence[Tensor], *, static: bool, wide: bool, key_norm: bool, heads: int, activation: str
+) -> str | None:
+    """Why the kernels cannot do a read, or None if they can. static: queries that all tokens share; wide: in float64."""
+    dtype, dim = sources[0].dtype, sources[0].shape[-1]
+    if not static or not key_norm or heads != 1 or activation != "softmax":
+        return "they know one head, softmax, normed keys and queries that all tokens share"
+    if wide:
+        return "they compute in float32, and the queries are float64"
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16) or any(v.dtype != dtype for v in sources):
+        return "they know sources of one dtype, float32, bfloat16 or float16"
+    return None if dim <= MAX_DIM else f"a token's {dim} channels do not fit; they hold up to {MAX_DIM}"
+
+
+def read_sources(
+    queries: Tensor,
+    row: int,
+    ways: int,
+    sources: Sequence[Tensor],
+    add: Tensor | None,
+    gain: Tensor | None,
+    eps: float,
+    out_eps: float,
+) -> tuple[list[Tensor], Tensor]:
+    """Read with kernels: the results of queries[row : row + ways] and the newest source, sources[-1] (+ add).
+
+    queries: [R, D] fp32, key gains included. gain: [W, D] of the norm that follows, or None. A stack of reads is
+    differentiated in source-major order if `queries` came through `collect_queries`, the sources are newest sources that
+    earlier reads returned, and nothing is being compiled. The caller has checked that the kernels can do it.
+    """
+    from depthmix.ops.depth_attention.source_major import ReadSources
+
+    queries, sources = queries.contiguous(), [v.contiguous() for v in sources]
+    add, gain = (None if t is None else t.contiguous() for t in (add, gain))
+    given = (queries, gain, add, *sources)
+    wanted = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given)
+    if wanted and not torch.compiler.is_compiling():
+        *y, fresh = ReadSources.apply((row, ways), (eps, out_eps), queries, gain, add, *sources)
+        return y, fresh
+    u = queries[row : row + ways]
+    y, _, _, _, fresh = torch.ops.depthmix.depth_read(u, sources, add, gain, eps, out_eps, wanted)
+    return y, sources[-1] if add is None else fresh
+
+
+def collect_queries(queries: Tensor) -> Tensor:
+    """The queries of a stack of reads, [R, D], as `read_sources` wants them."""
+    from depthmix.ops.depth_attention.source_major import CollectQueries
+
+    collect = queries.requires_grad and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    return CollectQueries.apply(queries) if collect else queries
 
 
 def depth_attention(
@@ -103,6 +248,7 @@ def depth_attention(
     heads: int = 1,
     activation: str = "softmax",
     out_eps: float | None = None,
+    backend: str | None = None,
 ) -> Any:
     """Attention of one token's query over its sources in depth (equations in reference.py).
 
@@ -112,6 +258,7 @@ def depth_attention(
     key_gain: [D] or [W, D], the gain of the keys' RMSNorm.
     out_gain: [D] or [W, D]: the result goes through an RMSNorm with this gain (and `out_eps`, by default eps) before it is rounded.
     return_weights: also return the weights, [..., n] ([W, ..., n] with ways), with heads > 1 [..., n, heads].
+    backend: "triton" or "reference" forces one; by default, and unless `use_backend` says otherwise, kernels run where they can.
     """
     op = "depth_attention"
     check_sources(op, sources)
@@ -134,23 +281,43 @@ def depth_attention(
     dtype = promoted_dtype(tuple(sources))
     with without_autocast(first):
         wide = compute_dtype(query, *sources)
-        u = query.to(wide)
+        u = widen(query, wide)
         if key_gain is not None:
-            gain = key_gain.to(wide)
-            u = u * (gain if gain.ndim == 1 else gain.reshape(n_ways, *(1,) * (u.ndim - 2), dim))
+            gain = widen(key_gain, wide)
+            u = u * (gain if gain.ndim == 1 or u.ndim == 2 else gain.reshape(n_ways, *(1,) * (u.ndim - 2), dim))
         u = u if many else u.unsqueeze(0)
-        if torch.is_grad_enabled():
-            p, *outs = DepthAttention.apply(u, eps, key_norm, heads, activation, *sources)
-        else:
-            results, p = depth_attention_reference(u, sources, eps, key_norm, heads, activation)
-            outs = list(results)
+        gains, norm_eps = None, eps if out_eps is None else out_eps
         if out_gain is not None:
-            gains = (out_gain if out_gain.ndim == 2 else out_gain.unsqueeze(0).expand(n_ways, -1)).to(wide)
-            norm_eps = eps if out_eps is None else out_eps
-            outs = [rms_normalize(o, norm_eps) * g for o, g in zip(outs, gains, strict=True)]
-        outs = [o.to(dtype) for o in outs]
+            gains = out_gain if out_gain.ndim == 2 else out_gain.unsqueeze(0).expand(n_ways, -1)
+            gains = widen(gains, wide)
+        why = (
+            "they do not return weights"
+            if return_weights
+            else why_unsupported(
+                sources,
+                static=u.ndim == 2,
+                wide=query.dtype == torch.float64,
+                key_norm=key_norm,
+                heads=heads,
+                activation=activation,
+            )
+        )
+        if choose(op, first, why, backend) == "triton":
+            results = []
+            step = MAX_WAYS if n_ways % MAX_WAYS == 0 else 1
+            for w in range(0, n_ways, step):
+                gain = None if gains is None else gains[w : w + step].contiguous()
+                results += read_sources(u, w, step, sources, None, gain, eps, norm_eps)[0]
+            return tuple(results) if many else results[0]
+        options = (eps, key_norm, heads, activation)
+        if torch.is_grad_enabled():
+            found = DepthAttention.apply(options, norm_eps, return_weights, u, gains, *sources)
+            outs, p = found[:n_ways], found[n_ways:]
+        else:
+            outs, p = _forward(options, norm_eps, u, gains, sources)[:2]
+        outs = [widen(o, dtype) for o in outs]
     result = tuple(outs) if many else outs[0]
     if not return_weights:
         return result
-    p = p if heads > 1 else p.squeeze(-1)
+    p = torch.stack([p_w.movedim(0, -2) if heads > 1 else p_w.squeeze(-1).movedim(0, -1) for p_w in p])
     return result, (p if many else p[0])

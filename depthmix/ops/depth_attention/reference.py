@@ -19,41 +19,11 @@ from torch import Tensor
 from depthmix.ops.precision import compute_dtype
 
 
-def rstd(v: Tensor, eps: float) -> Tensor:
-    """r = (mean(v²) + eps)^(-1/2) over the channels: [..., D] -> [...]."""
-    return torch.rsqrt(v.square().mean(-1) + eps)
-
-
-def dots(u: Tensor, v: Tensor, heads: int) -> Tensor:
-    """u · v for every way and head: u [W, D] or [W, ..., D], v [..., D] -> [W, ..., H]."""
-    if u.ndim == 2 and heads == 1:
-        return (v @ u.T).movedim(-1, 0).unsqueeze(-1)
-    u = u.reshape(u.shape[0], *(1,) * (v.ndim - 1), u.shape[-1]) if u.ndim == 2 else u
-    return (u * v).unflatten(-1, (heads, -1)).sum(-1)
-
-
 def spread(p: Tensor, v: Tensor) -> Tensor:
     """Multiply each channel group of v [..., D] by its head's weight in p [..., H]."""
     if p.shape[-1] == 1:
         return p * v
     return (v.unflatten(-1, (p.shape[-1], -1)) * p.unsqueeze(-1)).flatten(-2)
-
-
-def weights(
-    u: Tensor, sources: Sequence[Tensor], eps: float, key_norm: bool, heads: int, activation: str
-) -> tuple[Tensor, Tensor, list[Tensor] | None]:
-    """Logits s and weights p [W, ..., n, H], and r_i [...] of every source."""
-    wide = compute_dtype(u, *sources)
-    u, logits, rs = u.to(wide), [], []
-    for v in sources:
-        v = v.to(wide)
-        s = dots(u, v, heads)  # [W, ..., H]
-        if key_norm:
-            rs.append(rstd(v, eps))
-            s = s * rs[-1].unsqueeze(-1)
-        logits.append(s)
-    s = torch.stack(logits, dim=-2)
-    return s, torch.softmax(s, dim=-2) if activation == "softmax" else torch.sigmoid(s), rs if key_norm else None
 
 
 def weighted_sum(p: Tensor, sources: Sequence[Tensor]) -> Tensor:
@@ -67,6 +37,14 @@ def weighted_sum(p: Tensor, sources: Sequence[Tensor]) -> Tensor:
 def depth_attention_reference(
     u: Tensor, sources: Sequence[Tensor], eps: float, key_norm: bool = True, heads: int = 1, activation: str = "softmax"
 ) -> tuple[tuple[Tensor, ...], Tensor]:
-    """o for every way, not rounded, and p [W, ..., n, H]; differentiable to any order."""
-    _, p, _ = weights(u, sources, eps, key_norm, heads, activation)
+    """o for every way, not rounded, and p [W, ..., n, H]; u [W, D] or [W, ..., D]. Differentiable to any order."""
+    wide, logits = compute_dtype(u, *sources), []
+    u = u.to(wide)
+    u = u.reshape(u.shape[0], *(1,) * (sources[0].ndim - 1), u.shape[-1]) if u.ndim == 2 else u
+    for v in sources:
+        v = v.to(wide)
+        s = (u * v).unflatten(-1, (heads, -1)).sum(-1)  # [W, ..., H]
+        logits.append(s * torch.rsqrt(v.square().mean(-1, keepdim=True) + eps) if key_norm else s)
+    s = torch.stack(logits, dim=-2)
+    p = torch.softmax(s, dim=-2) if activation == "softmax" else torch.sigmoid(s)
     return tuple(weighted_sum(p_w, sources) for p_w in p), p

@@ -1,0 +1,160 @@
+"""`python -m benchmarks <entry>`: parse, run one entry, write CSV, table and plot. `all` runs every entry in a process of its own."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from benchmarks import tuned
+from benchmarks.bandwidth import bandwidth
+from benchmarks.check import WrongResult
+from benchmarks.cpu_step import cpu_step
+from benchmarks.environment import environment
+from benchmarks.errors import errors
+from benchmarks.first_call import first_call
+from benchmarks.options import Options, add_arguments, backend, from_arguments
+from benchmarks.precompile import tune
+from benchmarks.report import Report, read_rows
+from benchmarks.stack_entries import block_stack, full_stack
+from benchmarks.step import step
+from depthmix.train.errors import UserError
+
+Entry = Callable[[Options, Report], None]
+ENTRIES: dict[str, Entry] = {
+    "full-stack": full_stack,
+    "block-stack": block_stack,
+    "errors": errors,
+    "bandwidth": bandwidth,
+    "first-call": first_call,
+    "step": step,
+    "cpu-step": cpu_step,
+}
+HELP = {
+    "full-stack": "a Full stack alone against flash-linear-attention",
+    "block-stack": "a Block stack alone against flash-linear-attention and flash-attn-res",
+    "errors": "errors in bf16 against fp64, ours and flash-linear-attention's",
+    "bandwidth": "the share of the copy bandwidth each kernel achieves",
+    "first-call": "seconds of each kernel's first call, with cold caches",
+    "step": "training step time by mechanism against the plain residual",
+    "cpu-step": "training step time at the demo's size on the CPU, Block against the plain residual",
+    "tune": "let flash-linear-attention tune, with its kernels compiled side by side; keep it with --tuned",
+    "all": "every entry, each with a limit in seconds",
+}
+LIMITS = {
+    "full-stack": 60,
+    "block-stack": 110,
+    "errors": 30,
+    "bandwidth": 20,
+    "first-call": 40,
+    "step": 120,
+    "cpu-step": 60,
+}
+WRONG = 3  # exit code when ours is wrong and was not timed
+
+
+def parser() -> argparse.ArgumentParser:
+    """One subcommand an entry, all with the same flags."""
+    top = argparse.ArgumentParser(prog="python -m benchmarks", description="Ours against the peers, in one run.")
+    commands = top.add_subparsers(dest="entry", required=True, metavar="ENTRY")
+    for name, text in HELP.items():
+        command = commands.add_parser(name, help=text, description=text)
+        add_arguments(command)
+        command.add_argument("--out", default="benchmarks/results", metavar="FOLDER", help="where CSV, table, plot go")
+        command.add_argument("--commit", default="", help="the commit to note, where there is no git repository")
+        command.add_argument("--tuned", metavar="FILE", help="keep what tuning the rivals found in this file")
+        if name == "all":
+            command.add_argument(
+                "--limit", type=float, metavar="S", help="seconds for every entry, not the built-in ones"
+            )
+            command.add_argument(
+                "--entries", nargs="+", choices=list(ENTRIES), default=list(ENTRIES), help="only these"
+            )
+    return top
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit code 0, or 2 for wrong usage, or WRONG."""
+    given = parser().parse_args(arguments)
+    try:
+        options = from_arguments(given)
+        if given.tuned and (n := tuned.restore(Path(given.tuned))):
+            print(f"{n} findings of earlier tuning restored", flush=True)
+        report = Report(given.entry, Path(given.out), environment(options.device, given.commit))
+        if given.entry == "all":
+            passed = list(sys.argv[2:] if arguments is None else arguments[1:])
+            code = run_all(given.entries, given.limit, passed, report)
+        else:
+            code = run_entry({**ENTRIES, "tune": tune}[given.entry], options, report)
+        report.close()
+        if given.tuned:
+            tuned.save(Path(given.tuned))
+        return code
+    except UserError as error:
+        print(f"benchmarks: {error}", file=sys.stderr)
+        return 2
+
+
+def run_entry(entry: Entry, options: Options, report: Report) -> int:
+    """Run it; what is wrong is said, and nothing after it is timed."""
+    try:
+        with backend(options.backend):
+            entry(options, report)
+    except WrongResult as error:
+        report.add("", "ours", "refused", None, note=str(error))
+        return WRONG
+    return 0
+
+
+def run_all(names: Sequence[str], limit: float | None, passed: Sequence[str], report: Report) -> int:
+    """Each entry in a process of its own: one that hangs or breaks the GPU's context does not take the others along."""
+    worst = 0
+    for name in names:
+        seconds = limit or LIMITS[name]
+        begun = time.perf_counter()
+        with tempfile.TemporaryDirectory() as folder:
+            # The last --out counts. `all` has two flags that entries do not have.
+            command = [sys.executable, "-m", "benchmarks", name, *_without_all_flags(passed), "--out", folder]
+            code = _limited(command, seconds)
+            part = Path(folder) / f"{name}.csv"
+            for row in read_rows(part) if part.exists() else []:
+                report.append(row, quiet=True)  # it was printed when it came
+        took = time.perf_counter() - begun
+        if code is None:
+            report.add(
+                "",
+                "all",
+                f"{name}: stopped",
+                None,
+                note=f"{name} was stopped after {seconds:.0f} s; what it had is above",
+            )
+        elif code:
+            report.add("", "all", f"{name}: failed", None, note=f"{name} ended with exit code {code}")
+        report.write_table()
+        print(f"{name}: {took:.0f} s", flush=True)
+        worst = max(worst, code or 0)
+    return worst
+
+
+def _without_all_flags(passed: Sequence[str]) -> list[str]:
+    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    own.add_argument("--limit")
+    own.add_argument("--entries", nargs="+")
+    return own.parse_known_args(list(passed))[1]
+
+
+def _limited(command: Sequence[str], seconds: float) -> int | None:
+    """The exit code; None if it had to be stopped, with everything it had started."""
+    process = subprocess.Popen(command, cwd=Path(__file__).parents[1], start_new_session=True)
+    try:
+        return process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        return None

@@ -1,0 +1,92 @@
+"""`cpu-step`: a training step at the demo's size on the CPU, Block Attention Residuals on the reference against plain.
+
+Two threads, fp32, nothing compiled: what `make demo` runs. Models take turns step by step, and the ratio is one of medians,
+so that a neighbour who takes the cores away slows all of them down.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from benchmarks import check
+from benchmarks.options import Options, backend
+from benchmarks.report import Report
+from benchmarks.step import TIGHT, arm_errors, random_data
+from benchmarks.timing import Mark, Run, interleaved
+from depthmix.cli import build_config
+from depthmix.study.arms import check_arms, parse_arms
+from depthmix.train.config import CompareConfig, TrainConfig
+from depthmix.train.loop import Trainer
+
+DEMO = Path(__file__).parents[1] / "recipes" / "demo.yaml"
+VOCAB = 512  # of the demo's tokenizer
+TARGETS = {"residual": "", "attnres:block_size=4": "<= 1.25"}
+THREADS = 2
+ROUNDS = 4  # for every round of the other entries: a step is short and a CPU restless
+CPU = torch.device("cpu")
+
+
+def cpu_step(options: Options, report: Report) -> None:
+    """The demo's model with each arm; on the CPU, whatever the device of the other entries is."""
+    config, targets = demo_config(), TARGETS
+    if options.small:
+        config, targets = dataclasses.replace(config, n_blocks=2, seq_len=8, batch_size=2), dict.fromkeys(TARGETS, "")
+    case = (
+        f"CPU, {THREADS} threads: {config.n_blocks} blocks, D={config.dim}, {config.batch_size}x{config.seq_len} tokens"
+    )
+    if not options.wanted(case):
+        return
+    arms = parse_arms(options.arms or tuple(targets))
+    check_arms(arms, config.dim, config.n_blocks)
+    data = random_data(VOCAB, 4 * config.batch_size * config.seq_len + 1)
+    runs: dict[str, Run] = {}
+    with threads(THREADS), backend("reference"):
+        for arm in arms:
+            mine = dataclasses.replace(config, mixer=arm.name, mixer_options=arm.options)
+            error = arm_errors(mine, CPU)["fp32"]
+            report.add(case, arm.label, "error of fp32", error)
+            check.require(arm.label, {"fp32": error}, TIGHT)
+            runs[arm.label] = steps_of(Trainer(mine, data, CPU))
+        timings = interleaved(runs, ROUNDS * options.repeats, options.warmup, CPU)
+    base = timings[arms[0].label].total
+    for label, timing in timings.items():
+        report.add(case, label, f"step / {arms[0].label}", timing.total / base, target=targets.get(label, ""))
+        report.add(case, label, "step", timing.total, "ms")
+        report.add(case, label, "spread of the rounds", timing.spread)
+
+
+def demo_config() -> TrainConfig:
+    """The model and the optimizer of the recipe."""
+    recipe = build_config("benchmarks", CompareConfig, {"recipe": str(DEMO)})
+    kept = {f.name: getattr(recipe, f.name) for f in dataclasses.fields(TrainConfig)}
+    own = {"data": "random tokens", "device": "cpu", "precision": "fp32", "steps": 10**6, "quiet": True}
+    return TrainConfig(**{**kept, **own})
+
+
+def steps_of(trainer: Trainer) -> Run:
+    """A run that takes the trainer's next step."""
+    done = 0
+
+    def run(mark: Mark) -> None:
+        nonlocal done
+        trainer.step(done)
+        done += 1
+        mark()
+
+    return run
+
+
+@contextmanager
+def threads(n: int) -> Iterator[None]:
+    """Use n CPU threads inside."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(n)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

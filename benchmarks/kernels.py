@@ -1,0 +1,155 @@
+"""The registry of kernels that `bandwidth` and `first-call` measure one by one.
+
+To add one: a function make(N, D, device) that allocates its tensors and returns a `Work`, and a line in `registry`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from benchmarks import reference
+from benchmarks.check import relative_error
+from benchmarks.stacks import EPS
+from depthmix.ops.backend import why_no_kernels
+
+
+class Work(NamedTuple):
+    """One kernel on one set of tensors."""
+
+    run: Callable[[], object]
+    bytes: int  # moved by a call if every tensor is read or written once
+    errors: Callable[[], dict[str, float]]  # relative errors of its results, after a run, against fp64
+
+
+class Kernel(NamedTuple):
+    """A kernel by name, and how to set it up for N tokens of D channels."""
+
+    name: str
+    make: Callable[[int, int, torch.device], Work]
+
+
+def copy(tokens: int, dim: int, device: torch.device) -> Work:
+    """torch's copy of one tensor as large as 16 activations in bf16: what the others are measured against."""
+    a = torch.randn(16 * tokens, dim, device=device, dtype=torch.bfloat16)
+    b = torch.zeros_like(a)
+    return Work(
+        lambda: b.copy_(a), 2 * a.numel() * a.element_size(), lambda: {"copy": 0.0 if torch.equal(a, b) else 1.0}
+    )
+
+
+N_SOURCES = 8  # of a read, and readers of a source
+ROWS = 64  # tokens whose results are checked
+
+
+def _rows(tensors: Sequence[Tensor | None]) -> list[Tensor]:
+    return [t.reshape(-1, t.shape[-1])[:ROWS].double() for t in tensors if t is not None]
+
+
+def read(ways: int) -> Callable[[int, int, torch.device], Work]:
+    """A read of eight sources, the last one added up on the way, with the norm that follows."""
+
+    def make(tokens: int, dim: int, device: torch.device) -> Work:
+        from depthmix.ops.depth_attention import triton
+
+        like = torch.empty(tokens, dim, device=device, dtype=torch.bfloat16)
+        sources = [torch.randn_like(like) for _ in range(N_SOURCES)]
+        add, u = torch.randn_like(like), torch.randn(ways, dim, device=device) / dim**0.5
+        gain = torch.rand(ways, dim, device=device) + 0.5
+        found: list[triton.Result] = []
+
+        def run() -> None:
+            found[:] = [triton.read(u, sources, add, gain, EPS, EPS, keep=True)]
+
+        def errors() -> dict[str, float]:
+            assert found[0].fresh is not None
+            seen = _rows([*sources[:-1], found[0].fresh])
+            wanted = [
+                _normed(reference.read(q.double(), seen, torch.ones_like(q).double()), k)
+                for q, k in zip(u, gain, strict=True)
+            ]
+            return {"y": max(map(relative_error, _rows(found[0].y), wanted))}
+
+        return Work(run, (N_SOURCES + 2 + 2 * ways) * like.nbytes, errors)
+
+    return make
+
+
+def _normed(o: Tensor, gain: Tensor) -> Tensor:
+    return o * torch.rsqrt(o.square().mean(-1, keepdim=True) + EPS) * gain.double()
+
+
+def read_backward(tokens: int, dim: int, device: torch.device) -> Work:
+    """The norm's gradient and that of the newest source, of a read of two."""
+    from depthmix.ops.depth_attention import triton
+
+    like = torch.empty(tokens, dim, device=device, dtype=torch.bfloat16)
+    sources, dy, g = [torch.randn_like(like) for _ in range(2)], torch.randn_like(like), torch.randn_like(like)
+    u, gain = torch.randn(1, dim, device=device) / dim**0.5, torch.rand(1, dim, device=device) + 0.5
+    forward = triton.read(u, sources, None, gain, EPS, EPS, keep=True)
+    newest = triton.Newest(sources[1], g, True)
+    found: list[triton.ReadGradients] = []
+
+    def run() -> None:
+        found[:] = [
+            triton.read_backward(
+                dy, forward.o[0], u[0], gain[0], forward.s[0], forward.lse[0], newest, EPS, EPS, store=True
+            )
+        ]
+
+    def errors() -> dict[str, float]:
+        seen = [v.requires_grad_() for v in _rows(sources)]
+        out = _normed(reference.read(u[0].double(), seen, torch.ones_like(u[0]).double()), gain[0])
+        (wanted,) = torch.autograd.grad(out, [seen[1]], _rows([dy])[0])
+        return {"dv": relative_error(_rows([found[0].dv])[0], wanted + _rows([g])[0])}
+
+    return Work(run, 6 * like.nbytes, errors)
+
+
+def source_backward(n_sources: int) -> Callable[[int, int, torch.device], Work]:
+    """The gradient of sources that eight reads of four have read, without the readers' own du."""
+
+    def make(tokens: int, dim: int, device: torch.device) -> Work:
+        from depthmix.ops.depth_attention import triton
+
+        like = torch.empty(tokens, dim, device=device, dtype=torch.bfloat16)
+        sources, u = [torch.randn_like(like) for _ in range(4)], torch.randn(N_SOURCES, dim, device=device) / dim**0.5
+        dy, readers = [torch.randn_like(like) for _ in u], []
+        for q, d in zip(u, dy, strict=True):
+            forward = triton.read(q[None], sources, None, None, EPS, EPS, keep=True)
+            back = triton.read_backward(
+                d, forward.y[0], q, None, forward.s[0], forward.lse[0], None, EPS, EPS, store=True
+            )
+            readers.append(triton.Reader(back.do, forward.s[0, 4 - n_sources :], back.ld, q))
+        last = [triton.Source(v) for v in sources[-n_sources:]]
+        found: list[Tensor | None] = []
+
+        def run() -> None:
+            found[:] = triton.source_backward(last, readers, EPS, need_du=False)[0]
+
+        def errors() -> dict[str, float]:
+            seen = [v.requires_grad_() for v in _rows(sources)]
+            outs = [reference.read(q.double(), seen, torch.ones_like(q).double()) for q in u]
+            wanted = torch.autograd.grad(outs, seen[-n_sources:], _rows(dy))
+            return {"dv": max(map(relative_error, _rows(found), wanted))}
+
+        return Work(run, (N_SOURCES + 2 * n_sources) * like.nbytes, errors)
+
+    return make
+
+
+def registry() -> list[Kernel]:
+    """Every kernel that can run here, the copy first."""
+    kernels = [Kernel("copy", copy)]
+    if torch.cuda.is_available() and why_no_kernels("cuda", torch.cuda.current_device()) is None:
+        kernels += [
+            Kernel("read", read(1)),
+            Kernel("read, three ways", read(3)),
+            Kernel("read_backward", read_backward),
+            Kernel("source_backward, one source", source_backward(1)),
+            Kernel("source_backward, four sources", source_backward(4)),
+        ]
+    return kernels

@@ -1,0 +1,181 @@
+"""Results: printed and appended to a CSV as they come, so that a run that is stopped leaves what it had; then a table and a plot."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from benchmarks.environment import COLUMNS
+
+
+@dataclass(frozen=True)
+class Row:
+    """One number."""
+
+    entry: str
+    case: str  # sizes
+    who: str  # ours, a rival, an arm, a kernel
+    metric: str
+    value: float | None  # None: could not be measured, and the note says why
+    unit: str = ""
+    target: str = ""  # what is required of it, e.g. "<= 0.27"
+    note: str = ""
+
+    @property
+    def met(self) -> bool | None:
+        """Whether the target is met; None without one."""
+        if not self.target or self.value is None:
+            return None
+        relation, bound = self.target.split()
+        return self.value <= float(bound) if relation == "<=" else self.value >= float(bound)
+
+
+ROW_COLUMNS = tuple(f.name for f in fields(Row))
+CSV_COLUMNS = (*ROW_COLUMNS, *COLUMNS)
+# In the CSV only, to keep the tables short: single errors where the entry is not about them, and ratios of half a pass.
+DETAILS = ("error of ", "forward / ", "backward / ")
+PLOTTED = ("forward+backward", "share of copy bandwidth", "step / ", "first call", "error of output", "tuning")
+
+
+class Report:
+    """The rows of one entry, in a folder."""
+
+    def __init__(self, entry: str, folder: Path, environment: dict[str, str]) -> None:
+        self.entry, self.folder, self.environment = entry, folder, environment
+        self.rows: list[Row] = []
+        folder.mkdir(parents=True, exist_ok=True)
+        with self.csv.open("w", newline="") as f:
+            csv.writer(f).writerow(CSV_COLUMNS)
+
+    @property
+    def csv(self) -> Path:
+        """The file that grows row by row."""
+        return self.folder / f"{self.entry}.csv"
+
+    def add(
+        self,
+        case: str,
+        who: str,
+        metric: str,
+        value: float | None,
+        unit: str = "",
+        target: str = "",
+        note: str = "",
+    ) -> None:
+        """One more number: printed, and on disk at once."""
+        self.append(Row(self.entry, case, who, metric, value, unit, target, note))
+
+    def append(self, row: Row, quiet: bool = False) -> None:
+        """One more row as it is."""
+        self.rows.append(row)
+        with self.csv.open("a", newline="") as f:
+            csv.DictWriter(f, CSV_COLUMNS).writerow({**asdict(row), **self.environment})
+        if quiet:
+            return
+        shown = f"{format_value(row.value)} {row.unit}".strip()
+        more = f"  [{_verdict(row)}]" if row.target else ""
+        print(f"{row.entry} | {row.case} | {row.who} | {row.metric}: {shown}{more}  {row.note}".rstrip(), flush=True)
+
+    def close(self) -> None:
+        """Write the table and the plot beside the CSV."""
+        self.write_table()
+        plot(self.rows, self.folder / f"{self.entry}.png")
+
+    def write_table(self) -> None:
+        """Write the table beside the CSV."""
+        (self.folder / f"{self.entry}.md").write_text(markdown(self.rows, self.environment), encoding="utf-8")
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The rows of a CSV that `Report` wrote, maybe cut short."""
+    with path.open(newline="") as f:
+        lines = [line for line in csv.DictReader(f) if line.get("note") is not None]
+    return [
+        Row(**{**{c: line[c] for c in ROW_COLUMNS}, "value": float(line["value"]) if line["value"] else None})  # type: ignore[arg-type]
+        for line in lines
+    ]
+
+
+def format_value(value: float | None) -> str:
+    """Three significant digits; a dash for what was not measured."""
+    if value is None:
+        return "–"
+    return (
+        f"{value:.3g}" if value and (abs(value) < 0.01 or abs(value) >= 1e5) else f"{value:.3f}".rstrip("0").rstrip(".")
+    )
+
+
+def _verdict(row: Row) -> str:
+    shown = row.target.replace("<=", "≤").replace(">=", "≥")
+    return shown if row.met is None else f"{shown}: {'met' if row.met else 'missed'}"
+
+
+def markdown(rows: Sequence[Row], environment: dict[str, str]) -> str:
+    """For each entry a table with a line a contender and a column a metric; targets beside the numbers, notes below."""
+    parts = []
+    for entry in dict.fromkeys(r.entry for r in rows):
+        mine = [r for r in rows if r.entry == entry]
+        hidden = DETAILS if entry != "errors" else ()
+        shown_rows = [r for r in mine if r.value is not None and not r.metric.startswith(hidden)]
+        metrics = list(dict.fromkeys((r.metric, r.unit) for r in shown_rows))
+        heads = [f"{m}, {u}" if u else m for m, u in metrics]
+        lines = [f"| {' | '.join([entry, '', *heads])} |", f"|{'---|' * (2 + len(heads))}"]
+        for case, who in dict.fromkeys((r.case, r.who) for r in mine):
+            cells = {(r.metric, r.unit): r for r in mine if (r.case, r.who) == (case, who)}
+            shown = [_cell(cells.get(m)) for m in metrics]
+            if any(shown):
+                lines.append(f"| {' | '.join([case, who, *shown])} |")
+        notes = dict.fromkeys(f"* {r.case}, {r.who}: {r.note}" for r in mine if r.note)
+        parts.append("\n".join([*lines, *(["", *notes] if notes else [])]))
+    setting = ", ".join(f"{k} {v}" if k != "hardware" else v for k, v in environment.items() if v)
+    return "\n\n".join([*parts, f"Measured on {setting}."]) + "\n"
+
+
+def _cell(row: Row | None) -> str:
+    if row is None or row.value is None:
+        return ""
+    return format_value(row.value) + (f" ({_verdict(row)})" if row.target else "")
+
+
+def _main_metric(rows: Sequence[Row]) -> tuple[str, str]:
+    ranks = {name: i for i, name in enumerate(PLOTTED)}
+    row = min(rows, key=lambda r: next((ranks[n] for n in PLOTTED if r.metric.startswith(n)), len(PLOTTED)))
+    return row.metric, row.unit
+
+
+def plot(rows: Sequence[Row], path: Path) -> None:
+    """Bars: of each entry its main metric (PLOTTED), by case and contender. Skipped without matplotlib."""
+    try:
+        import matplotlib
+    except ImportError:
+        print("no plot: matplotlib is not installed", flush=True)
+        return
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    measured = [r for r in rows if r.value is not None and math.isfinite(r.value) and " / " not in r.who]
+    entries = list(dict.fromkeys(r.entry for r in measured))
+    if not entries:
+        print("no plot: nothing was measured", flush=True)
+        return
+    shown = {e: _main_metric([r for r in measured if r.entry == e]) for e in entries}
+    bars = {e: [r for r in measured if r.entry == e and (r.metric, r.unit) == shown[e]] for e in entries}
+    heights = [1 + 0.3 * len(b) for b in bars.values()]
+    figure, axes = pyplot.subplots(
+        len(entries), 1, figsize=(9, sum(heights)), squeeze=False, height_ratios=heights, layout="constrained"
+    )
+    for axis, entry in zip(axes[:, 0], entries, strict=True):
+        metric, unit = shown[entry]
+        colors = {who: f"C{i}" for i, who in enumerate(dict.fromkeys(r.who for r in bars[entry]))}
+        names = [f"{r.case}: {r.who}" for r in bars[entry]]
+        drawn = axis.barh(range(len(names)), [r.value for r in bars[entry]], color=[colors[r.who] for r in bars[entry]])
+        axis.bar_label(drawn, [format_value(r.value) for r in bars[entry]], padding=3, fontsize=8)
+        axis.set_yticks(range(len(names)), names, fontsize=8)
+        axis.invert_yaxis()
+        axis.margins(x=0.15)
+        axis.set_title(f"{entry}: {metric}{f', {unit}' if unit else ''}", fontsize=10, loc="left")
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)

@@ -1,0 +1,174 @@
+"""`step`: the time of a whole training step of a decoder, by mechanism, against the plain residual.
+
+The library's own trainer on random tokens: bf16 autocast, fused AdamW, sublayers and norms compiled for all arms alike;
+where the recipe says so, forward and backward are recorded as a CUDA graph, again for all arms.
+Arms take turns step by step. Memory is what a step needs beyond weights and optimizer state.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks import check
+from benchmarks.options import Options, backend
+from benchmarks.report import Report
+from benchmarks.timing import Clock, Mark, Run, extra_memory, interleaved
+from depthmix.cli import build_config
+from depthmix.models import Decoder
+from depthmix.study.arms import Arm, check_arms, parse_arms
+from depthmix.train.config import CompareConfig, TrainConfig
+from depthmix.train.dataset import Split, TokenData
+from depthmix.train.device import autocast
+from depthmix.train.evaluate import token_losses
+from depthmix.train.loop import Trainer, model_config
+
+VOCAB = 16384
+RECIPE = {
+    "residual": "",
+    "attnres": "<= 1.12",
+    "attnres:block_size=4": "<= 1.07",
+    "attnres:block_size=4,ways=3": "<= 1.12",
+}
+WIDE = {
+    "residual": "",
+    "attnres": "<= 1.06",
+    "attnres:block_size=8": "<= 1.03",
+    "attnres:block_size=8,ways=3": "<= 1.05",
+}
+FEW_BLOCKS, FEW_TOKENS = 8, 128  # of the models that are checked
+TIGHT, LOOSE = 1e-3, 1.5e-1  # fp32, every gradient; bf16 autocast, all of them as one vector
+GIB = 2**30
+
+
+def step(options: Options, report: Report) -> None:
+    """The recipe's model and one of 16 blocks and 2048 channels."""
+    base = TrainConfig(compile="sublayers", steps=10**6, warmup=1, data="random tokens", quiet=True)
+    sizes = _small(base) if options.small else {**_from_recipe(base, options.recipe), **_wide(base)}
+    for name, (config, targets) in sizes.items():
+        case = f"{name}: {config.n_blocks} blocks, D={config.dim}, {config.batch_size * config.seq_len} tokens"
+        if options.wanted(case):
+            arms = options.arms or tuple(targets)
+            _case(case, config, parse_arms(arms), targets, options, report)
+            if options.device.type == "cuda":
+                torch.compiler.reset()
+                torch.cuda.empty_cache()
+
+
+Sizes = dict[str, tuple[TrainConfig, dict[str, str]]]
+
+
+def _from_recipe(base: TrainConfig, path: str) -> Sizes:
+    recipe = build_config("benchmarks", CompareConfig, {"recipe": path})
+    kept = ("data", "out", "steps", "warmup", "seed", "device", "compile")  # what is not the model or its optimizer
+    names = [f.name for f in dataclasses.fields(TrainConfig) if f.name not in kept]
+    return {Path(path).stem: (dataclasses.replace(base, **{n: getattr(recipe, n) for n in names}), RECIPE)}
+
+
+def _wide(base: TrainConfig) -> Sizes:
+    return {"wide": (dataclasses.replace(base, dim=2048, n_blocks=16, n_heads=16, seq_len=2048, batch_size=8), WIDE)}
+
+
+def _small(base: TrainConfig) -> Sizes:
+    config = dataclasses.replace(base, dim=32, n_blocks=4, n_heads=2, seq_len=16, batch_size=2, compile="off")
+    return {"small": (config, dict.fromkeys(RECIPE, ""))}
+
+
+def _case(
+    case: str, config: TrainConfig, arms: Sequence[Arm], targets: dict[str, str], options: Options, report: Report
+) -> None:
+    check_arms(arms, config.dim, config.n_blocks)
+    vocab = 64 if options.small else VOCAB
+    for arm in arms:
+        errors = arm_errors(_of(config, arm), options.device)
+        for name, error in errors.items():
+            report.add(case, arm.label, f"error of {name}", error)
+        tight, loose = {"fp32": errors["fp32"]}, {n: e for n, e in errors.items() if n != "fp32"}
+        check.require(arm.label, tight, TIGHT)
+        check.require(arm.label, loose, LOOSE)
+    data = random_data(vocab, 4 * config.batch_size * config.seq_len + 1)
+    runs: dict[str, Run] = {}
+    for arm in arms:
+        with options.device:  # drawing a billion weights on the CPU takes longer than all the rest
+            trainer = Trainer(_of(config, arm), data, options.device)
+        runs[arm.label] = _run(trainer)
+        seconds = Clock(options.device).seconds(lambda run=runs[arm.label]: run(lambda: None))  # type: ignore[misc]
+        report.add(case, arm.label, "first step", seconds, "s")
+    timings = interleaved(runs, options.repeats, options.warmup, options.device)
+    base = timings[arms[0].label].total
+    for label, timing in timings.items():
+        report.add(case, label, f"step / {arms[0].label}", timing.total / base, target=targets.get(label, ""))
+        report.add(case, label, "step", timing.total, "ms")
+        if (peak := extra_memory(runs[label], options.device)) is not None:
+            report.add(case, label, "memory of a step", peak / GIB, "GiB")
+
+
+def _of(config: TrainConfig, arm: Arm) -> TrainConfig:
+    return dataclasses.replace(config, mixer=arm.name, mixer_options=arm.options)
+
+
+def _run(trainer: Trainer) -> Run:
+    done = 0
+
+    def run(mark: Mark) -> None:
+        nonlocal done
+        trainer.step(done)
+        done += 1
+        mark()
+
+    return run
+
+
+def random_data(vocab: int, tokens: int) -> TokenData:
+    """Random tokens in the place of prepared data."""
+    ids = np.random.default_rng(0).integers(0, vocab, tokens)
+    splits = {name: Split(name, tokens, tokens, 1, [ids]) for name in ("train", "val")}
+    return TokenData(Path("random"), {"vocab_size": vocab, "tokenizer": "none"}, splits)
+
+
+def arm_errors(config: TrainConfig, device: torch.device) -> dict[str, float]:
+    """A decoder of the same width with fewer blocks: its largest error in fp32, and those in bf16, against fp64."""
+    torch.manual_seed(0)
+    few = dataclasses.replace(config, n_blocks=min(config.n_blocks, FEW_BLOCKS))
+    with device:
+        model = Decoder(model_config(few, 64))
+    with torch.no_grad():
+        for p in model.mixer.parameters():  # away from an initial value at which a gradient may be zero
+            p.add_(torch.randn_like(p) / config.dim**0.5)
+    batch = torch.randint(0, 64, (2, min(config.seq_len, FEW_TOKENS) + 1), device=device)
+    with backend("reference"):
+        expected = _results(copy.deepcopy(model).double(), batch, "fp32")
+    single = check.errors(_results(model, batch, "fp32"), expected)
+    half = _results(model, batch, "bf16")
+    return {
+        "fp32": max(single.values()),
+        "bf16 loss": check.relative_error(half["output"], expected["output"]),
+        "bf16 gradient": check.relative_error(_flat(half), _flat(expected)),
+    }
+
+
+def _results(model: Decoder, batch: Tensor, precision: str) -> check.Results:
+    """Losses and the gradient of every parameter."""
+    model.zero_grad(set_to_none=True)
+    with autocast(batch.device, precision) if precision == "bf16" else nullcontext():
+        losses = token_losses(model, batch) if precision == "bf16" else _losses(model, batch)
+    losses.mean().backward()
+    grads = {f"d {n}": p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    return {"output": losses.detach(), **grads}
+
+
+def _losses(model: Decoder, batch: Tensor) -> Tensor:
+    """`token_losses` without its rounding to fp32."""
+    logits = model(batch[:, :-1]).flatten(0, 1)
+    return torch.nn.functional.cross_entropy(logits, batch[:, 1:].flatten(), reduction="none").view_as(batch[:, 1:])
+
+
+def _flat(results: check.Results) -> Tensor:
+    return torch.cat([g.flatten().double() for n, g in sorted(results.items()) if n != "output"])

@@ -1,0 +1,105 @@
+"""Medians of interleaved rounds: contenders take turns, so that a clock that drifts drifts for all of them."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+# GPU cycles, some 50 ms, that the GPU sleeps before a run: what is launched meanwhile then runs without gaps. Otherwise a
+# kernel shorter than its launch measures the launch, and a stack without real sublayers the speed of Python.
+HIDDEN = 100_000_000
+Mark = Callable[[], None]
+Run = Callable[[Mark], None]  # does the work and calls its argument at the end of every phase
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Median milliseconds of every phase and of the whole, and how far the middle half of the rounds spreads."""
+
+    phases: tuple[float, ...]
+    total: float
+    spread: float  # interquartile range of the total over its median
+
+
+class Clock:
+    """CUDA events on a GPU, the wall clock elsewhere."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def synchronize(self) -> None:
+        """Wait for the GPU."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def phases(self, run: Run) -> list[float]:
+        """Milliseconds between the marks of one run."""
+        self.synchronize()
+        if self.device.type != "cuda":
+            times = [time.perf_counter()]
+            run(lambda: times.append(time.perf_counter()))
+            return [1e3 * (b - a) for a, b in itertools.pairwise(times)]
+        events: list[torch.cuda.Event] = []
+
+        def mark() -> None:
+            events.append(torch.cuda.Event(enable_timing=True))
+            events[-1].record()
+
+        torch.cuda._sleep(HIDDEN)
+        mark()
+        run(mark)
+        self.synchronize()
+        return [a.elapsed_time(b) for a, b in itertools.pairwise(events)]
+
+    def seconds(self, run: Callable[[], object]) -> float:
+        """Wall-clock seconds of one call with everything it compiles and tunes."""
+        self.synchronize()
+        begun = time.perf_counter()
+        run()
+        self.synchronize()
+        return time.perf_counter() - begun
+
+
+def interleaved(runs: Mapping[str, Run], rounds: int, warmup: int, device: torch.device) -> dict[str, Timing]:
+    """Each run `warmup` times, then `rounds` rounds in which every run takes its turn."""
+    clock = Clock(device)
+    for run in runs.values():
+        for _ in range(warmup):
+            clock.phases(run)
+    times: dict[str, list[list[float]]] = {name: [] for name in runs}
+    gc.collect()
+    gc.disable()  # a collection in the middle of a pass would be counted as the kernel's
+    try:
+        for _ in range(rounds):
+            for name, run in runs.items():
+                times[name].append(clock.phases(run))
+    finally:
+        gc.enable()
+    return {name: _summary(t) for name, t in times.items()}
+
+
+def _summary(rounds: list[list[float]]) -> Timing:
+    totals = [sum(phases) for phases in rounds]
+    median = statistics.median(totals)
+    low, _, high = statistics.quantiles(totals, n=4, method="inclusive") if len(totals) > 1 else (median,) * 3
+    phases = tuple(statistics.median(p) for p in zip(*rounds, strict=True))
+    return Timing(phases, median, (high - low) / median if median else 0.0)
+
+
+def extra_memory(run: Run, device: torch.device) -> int | None:
+    """Bytes of GPU memory a run needs at its peak beyond what was allocated before it; None without a GPU."""
+    if device.type != "cuda":
+        return None
+    gc.collect()
+    torch.cuda.synchronize(device)
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    run(lambda: None)
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before

@@ -1,0 +1,77 @@
+"""Which implementation of an operator runs: its kernels where they can, the reference everywhere else."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+BACKENDS = ("reference", "triton")
+_forced: str | None = None
+
+
+class BackendError(ValueError):
+    """A backend was asked for that does not exist or cannot run here."""
+
+
+def _check(name: str | None) -> str | None:
+    if name is not None and name not in BACKENDS:
+        raise BackendError(f"unknown backend {name!r}; there are {', '.join(BACKENDS)}")
+    return name
+
+
+@contextmanager
+def use_backend(name: str | None) -> Iterator[None]:
+    """Force a backend for everything that runs inside; None gives the choice back to the operators."""
+    global _forced
+    before, _forced = _forced, _check(name)
+    try:
+        yield
+    finally:
+        _forced = before
+
+
+def why_no_kernels(device_type: str, index: int | None = None) -> str | None:
+    """Why no kernel can run on a device, or None if they can."""
+    return _why_no_kernels(device_type, index)
+
+
+# What torch.compiler.assume_constant_result does, without importing the compiler for it.
+why_no_kernels._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _why_no_kernels(device_type: str, index: int | None) -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    if device_type == "cuda":
+        if torch.version.cuda is None:
+            return "the kernels are written for NVIDIA GPUs"
+        major, minor = torch.cuda.get_device_capability(index)
+        return None if major >= 8 else f"the GPU has compute capability {major}.{minor}, and the kernels need 8.0"
+    if device_type == "cpu":
+        from triton import knobs
+
+        if knobs.runtime.interpret:  # TRITON_INTERPRET=1, for tests
+            return None
+    return f"kernels run on GPUs, and the tensors are on {device_type}"
+
+
+def choose(op: str, x: Tensor, unsupported: str | None, backend: str | None = None) -> str:
+    """The backend for an operator on tensors like x. unsupported: why its kernels cannot do this call, if they cannot.
+
+    backend: what the caller asks for; then what `use_backend` says; then kernels on a GPU and the reference elsewhere.
+    """
+    asked = _check(backend) or _forced
+    if asked == "reference":
+        return asked
+    if asked is None and not x.is_cuda:
+        return "reference"
+    why = why_no_kernels(x.device.type, x.device.index) or unsupported
+    if asked == "triton" and why is not None:
+        raise BackendError(f"{op}: the triton backend cannot be used: {why}")
+    return "reference" if why is not None else "triton"

@@ -1,0 +1,263 @@
+"""Depth attention's backward in the order of the sources, not of the reads: one read per (site, source) pair.
+
+A read's backward gives autograd no gradient for its older sources. It only leaves its own do (and a few numbers a token) with
+each of them; PyTorch's engine runs the node that made a source after all of its readers, and that node then reads the source
+once, each reader's do once, and writes the source's gradient once, summed in fp32. Every source is made by one node: the read
+that saw it first, when it was the newest, and that may have added it up. The queries enter through a node of their own, which
+collects their gradients and runs last.
+
+What is left with a node is filed under the number of the backward pass that left it, so passes never see each other's.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from depthmix.ops.autograd import reference_gradients
+from depthmix.ops.depth_attention import library  # noqa: F401  (registers the operators)
+from depthmix.ops.depth_attention.reference import depth_attention_reference
+from depthmix.ops.precision import rms_normalize, without_autocast
+
+FEWEST_READERS = 4  # for which it pays to leave a source's gradient unfinished and take it up again
+
+
+class Reading(NamedTuple):
+    """What a read leaves with its older sources."""
+
+    do: list[Tensor]  # of each way, like a source
+    s: Tensor  # logits [W, n, N]
+    ld: list[Tensor]  # log-sum-exp and δ of each way: [2, N]
+    u: Tensor  # [W, D]
+    row: int  # of u's first row among all queries
+    queries: Any  # the node that collects du
+
+
+class CollectQueries(torch.autograd.Function):
+    """The identity on the queries [R, D]; its backward runs after every read's and returns what they left."""
+
+    @staticmethod
+    def forward(ctx: Any, queries: Tensor) -> Tensor:
+        ctx.left = {}
+        ctx.shape = queries.shape
+        ctx.set_materialize_grads(False)
+        return queries.detach()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor | None) -> Tensor | None:
+        total = ctx.left.pop(torch._C._current_graph_task_id(), None)
+        return g if total is None else total if g is None else total + g
+
+
+def _leave_du(queries: Any, task: int, rows: Sequence[int], du: Tensor) -> None:
+    total = queries.left.get(task)
+    if total is None:
+        total = queries.left[task] = torch.zeros(queries.shape, dtype=du.dtype, device=du.device)
+    if list(rows) == list(range(rows[0], rows[0] + len(rows))):
+        total[rows[0] : rows[0] + len(rows)] += du
+    else:  # a site read twice, or not at all
+        for row, d in zip(rows, du, strict=True):
+            total[row] += d
+
+
+class ReadSources(torch.autograd.Function):
+    """W results and the newest source, as later reads must pass it on to be read in source-major order."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        place: tuple[int, int],
+        eps: tuple[float, float],
+        queries: Tensor,
+        gain: Tensor | None,
+        add: Tensor | None,
+        *sources: Tensor,
+    ) -> tuple[Tensor, ...]:
+        row, ways = place
+        u = queries[row : row + ways]
+        y, o, s, lse, fresh = torch.ops.depthmix.depth_read(u, sources, add, gain, *eps, True)
+        fresh = sources[-1].detach() if add is None else fresh
+        ctx.row, ctx.ways, ctx.eps, ctx.left, ctx.part, ctx.n = row, ways, eps, {}, {}, len(sources)
+        ctx.hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        ctx.queries = queries.grad_fn if isinstance(queries.grad_fn, CollectQueries._backward_cls) else None
+        later = ctx.queries is not None or not queries.requires_grad  # du may come after this read's own backward
+        ctx.makers = [_maker(v) if later else None for v in sources[:-1]]
+        local = [v for v, maker in zip(sources, ctx.makers, strict=False) if maker is None]
+        ctx.save_for_backward(fresh, queries, gain, s, lse, *(o or y), *local)
+        ctx.set_materialize_grads(False)
+        return (*y, fresh)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors  # once: a second access fails inside a checkpointed region
+        with without_autocast(saved[0]):
+            if torch.is_grad_enabled():
+                return _differentiable_backward(ctx, saved, grads)
+            return _backward(ctx, saved, grads)
+
+
+def _maker(source: Tensor) -> Any:
+    """The node that made a source and will collect its gradient; None if it is not one of ours."""
+    node = source.grad_fn
+    ours = isinstance(node, ReadSources._backward_cls) and source.output_nr == node.ways
+    return node if ours else None
+
+
+def _backward(ctx: Any, saved: Sequence[Tensor], grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    from depthmix.ops.depth_attention import triton
+
+    fresh, queries, gain, s, lse, *rest = saved
+    o, local_sources = rest[: ctx.ways], iter(rest[ctx.ways :])
+    *dy, g = grads
+    g = None if g is None else g.contiguous()
+    task, (eps, out_eps) = torch._C._current_graph_task_id(), ctx.eps
+    left: list[tuple[Reading, int]] = ctx.left.pop(task, [])  # by the later readers of the newest source
+    needs_add, *needs = ctx.needs_input_grad[4:]
+    need_fresh = needs_add or needs[-1]
+    dgain, dqueries = None, None
+    dv: list[Tensor | None] = [None] * ctx.n
+
+    if any(d is not None for d in dy):
+        makers = [(i, m) for i, m in enumerate(ctx.makers) if m is not None and torch._C._will_engine_execute_node(m)]
+        local = [(i, next(local_sources)) for i, m in enumerate(ctx.makers) if m is None]
+        # One way and no later reader: the newest source's gradient is computed here, while its reader's is at hand.
+        at_once = ctx.ways == 1 and not left and task not in ctx.part
+        newest = triton.Newest(fresh, g, need_fresh) if at_once else None
+        u = queries[ctx.row : ctx.row + ctx.ways]
+        store = bool(makers or local or not at_once)
+        ways = []
+        for w, d in enumerate(dy):
+            d = torch.zeros_like(fresh) if d is None else d.contiguous()
+            k = None if gain is None else gain[w]
+            ways.append(triton.read_backward(d, o[w], u[w], k, s[w], lse[w], newest, eps, out_eps, store))
+        dgain = None if gain is None else torch.stack([x.dgain for x in ways])
+        reading = Reading([x.do for x in ways], s, [x.ld for x in ways], u, ctx.row, ctx.queries)
+        for i, maker in makers:
+            maker.left.setdefault(task, []).append((reading, i))
+        parts = []  # of du
+        for i, v in local:
+            dv[i], du = _from_own_read(v, None, reading, i, eps, needs[i])
+            parts.append(du)
+        if at_once:
+            g = ways[0].dv
+            parts.append(ways[0].du.unsqueeze(0))
+        elif ctx.queries is None and not left and task not in ctx.part:
+            g, du = _from_own_read(fresh, g, reading, ctx.n - 1, eps, need_fresh)
+            parts.append(du)
+        else:
+            left.append((reading, ctx.n - 1))
+        if parts:
+            du = parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
+            if ctx.queries is None:
+                dqueries = _in_rows(du, queries, ctx.row) if ctx.needs_input_grad[2] else None
+            elif torch._C._will_engine_execute_node(ctx.queries):
+                _leave_du(ctx.queries, task, range(ctx.row, ctx.row + ctx.ways), du)
+    if left or task in ctx.part:
+        g = _gradient_of_source(ctx, fresh, g, left, need_fresh, task)
+    dv[-1] = g
+    return (None, None, dqueries, dgain, g if needs_add else None, *dv)
+
+
+def _from_own_read(
+    v: Tensor, g: Tensor | None, reading: Reading, i: int, eps: float, need_dv: bool
+) -> tuple[Tensor | None, Tensor]:
+    """The gradient of a read's source i that leaves through this read, and its part of du."""
+    from depthmix.ops.depth_attention import triton
+
+    source = triton.Source(v, g, need_dv=need_dv)
+    (dv,), du = triton.source_backward([source], _readers(reading, i), eps, need_du=True)
+    assert du is not None
+    return dv, du
+
+
+def _readers(reading: Reading, i: int) -> list[Any]:
+    from depthmix.ops.depth_attention import triton
+
+    ways = zip(reading.do, reading.s[:, i:], reading.ld, reading.u, strict=True)
+    return [triton.Reader(*way, several=reading.s.shape[1] > 1) for way in ways]
+
+
+def _in_rows(du: Tensor, queries: Tensor, row: int) -> Tensor:
+    if du.shape == queries.shape:
+        return du
+    out = torch.zeros_like(queries)
+    out[row : row + len(du)] = du
+    return out
+
+
+def _gradient_of_source(
+    ctx: Any, v: Tensor, g: Tensor | None, left: list[tuple[Reading, int]], need_dv: bool, task: int
+) -> Tensor | None:
+    from depthmix.ops.depth_attention import triton
+
+    by_queries: dict[int, list[tuple[Reading, int]]] = {}
+    for item in left:
+        by_queries.setdefault(id(item[0].queries), []).append(item)
+    part = ctx.part.pop(task, None)
+    for items in by_queries.values():  # one, unless two stacks read the same source
+        items.sort(key=lambda item: item[0].row)
+        queries = items[0][0].queries
+        need_du = queries is not None and torch._C._will_engine_execute_node(queries)
+        if not (need_du or need_dv):
+            continue
+        older = _older_of_its_group(ctx, left, task) if need_dv and len(by_queries) == 1 else []
+        sources = [triton.Source(x, None, m.part.pop(task, None), whole=False) for m, x in older]
+        sources.append(triton.Source(v, g, part, need_dv=need_dv))
+        readers = [reader for reading, i in items for reader in _readers(reading, i - len(older))]
+        found, du = triton.source_backward(sources, readers, ctx.eps[0], need_du)
+        for (maker, _), d in zip(older, found, strict=False):
+            maker.part[task] = d
+            maker.left[task] = []
+        g, part = (found[-1] if need_dv else g), None
+        if du is not None:
+            rows = [reading.row + w for reading, _ in items for w in range(len(reading.do))]
+            _leave_du(queries, task, rows, du)
+    if part is not None and need_dv:  # no reader was left
+        g = (part if g is None else part + g).to(v.dtype)
+    return g
+
+
+def _older_of_its_group(ctx: Any, left: list[tuple[Reading, int]], task: int) -> list[tuple[Any, Tensor]]:
+    """Up to three older sources whose readers so far are those of this one, so that each reader is read once for all of them."""
+    from depthmix.ops.depth_attention import triton
+
+    found: list[tuple[Any, Tensor]] = []
+    if sum(len(reading.do) for reading, _ in left) < FEWEST_READERS:
+        return found
+    mine = sorted((id(reading), i) for reading, i in left)
+    for back, maker in enumerate(reversed(ctx.makers[-triton.MAX_SOURCES + 1 :]), start=1):
+        # A maker in a checkpointed region recomputes what it saved, and only once.
+        if (
+            maker is None
+            or maker.hooked
+            or not torch._C._will_engine_execute_node(maker)
+            or not any(maker.needs_input_grad[4:])
+        ):
+            break
+        theirs = sorted((id(reading), i + back) for reading, i in maker.left.get(task, []))
+        if theirs != mine:
+            break
+        found.insert(0, (maker, maker.saved_tensors[0]))
+    return found
+
+
+def _differentiable_backward(
+    ctx: Any, saved: Sequence[Tensor], grads: Sequence[Tensor | None]
+) -> tuple[Tensor | None, ...]:
+    """Under create_graph=True: gradients of all sources at once, by autograd through the reference."""
+    fresh, queries, gain, _, _, *rest = saved
+    local = iter(rest[ctx.ways :])
+    olds = [next(local) if m is None else m.saved_tensors[0] for m in ctx.makers]
+    needs_add, *needs = ctx.needs_input_grad[4:]
+
+    def reference(queries: Tensor, gain: Tensor | None, *sources: Tensor) -> tuple[Tensor, ...]:
+        outs, _ = depth_attention_reference(queries[ctx.row : ctx.row + ctx.ways], sources, ctx.eps[0])
+        if gain is not None:
+            outs = tuple(rms_normalize(o, ctx.eps[1]) * k for o, k in zip(outs, gain, strict=True))
+        return (*(o.to(fresh.dtype) for o in outs), sources[-1])
+
+    given = [torch.zeros_like(fresh) if g is None else g for g in grads]
+    needed = (*ctx.needs_input_grad[2:4], *needs[:-1], needs_add or needs[-1])
+    dqueries, dgain, *dv = reference_gradients(reference, (queries, gain, *olds, fresh), needed, given)
+    return (None, None, dqueries, dgain, dv[-1] if needs_add else None, *dv)

@@ -1,0 +1,464 @@
+"""Depth attention on a GPU: one program a token, its row of D channels in registers, every source read once.
+
+The equations are in reference.py. Sources are never stacked: kernels find them through tables of addresses.
+
+    read             o_w = Σ_i p_wi v_i for W ways from one read of the sources, the add that makes the newest source
+                     and the RMSNorm that follows
+    read_backward    of one way: of the norm, and of the newest source while it is at hand
+    source_backward  of up to four sources from all their readers: each source and each reader's gradient read once
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_CHUNK = 16  # addresses that one launch of _set_addresses stores
+
+
+@triton.jit
+def _row(address, t, d, D: tl.constexpr, like, ALIGNED: tl.constexpr, mask):
+    """Row t of the tensor at an address, in fp32; zeros where the mask says so."""
+    row = address.to(tl.pointer_type(like.dtype.element_ty)) + t * D + d
+    if ALIGNED:
+        row = tl.multiple_of(row, 16)  # what comes from a table has no known alignment
+    return tl.load(row, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _attend(v, r, u, m, z, acc):
+    """One more source in a running softmax: its logit, and the new maximum, sum and weighted sum."""
+    s = tl.sum(v * u, 0) * r
+    top = tl.maximum(m, s)
+    old, new = tl.exp(m - top), tl.exp(s - top)
+    return s, top, z * old + new, acc * old + new * v
+
+
+@triton.jit
+def _deliver(z, acc, y, o, gain, at, d, ok, out_eps, D: tl.constexpr, NORM: tl.constexpr, KEEP: tl.constexpr):
+    """Store a way's result: the sum, and with NORM its RMSNorm."""
+    acc = acc / z
+    if NORM:
+        if KEEP:
+            tl.store(o + at + d, acc.to(o.dtype.element_ty), mask=ok)
+        acc = acc * tl.rsqrt(tl.sum(acc * acc, 0) / D + out_eps) * tl.load(gain + d, mask=ok, other=0.0)
+    tl.store(y + at + d, acc.to(y.dtype.element_ty), mask=ok)
+
+
+@triton.jit(do_not_specialize=["N", "n"])
+def _read_kernel(
+    table, add, fresh, u, gain, y0, y1, y2, o0, o1, o2, s, lse, N: tl.int64, n: tl.int32, eps, out_eps,
+    D: tl.constexpr, BD: tl.constexpr, WAYS: tl.constexpr, ADD: tl.constexpr, NORM: tl.constexpr,
+    KEEP: tl.constexpr, ALIGNED: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    t = tl.program_id(0).to(tl.int64)
+    d = tl.arange(0, BD)
+    ok = d < D
+    way = N * n  # from one way's logits to the next
+    u0 = tl.load(u + d, mask=ok, other=0.0)
+    m0, z0, acc0 = float("-inf"), 0.0, tl.zeros([BD], tl.float32)
+    if WAYS == 3:
+        u1 = tl.load(u + D + d, mask=ok, other=0.0)
+        u2 = tl.load(u + 2 * D + d, mask=ok, other=0.0)
+        m1, z1, acc1 = float("-inf"), 0.0, tl.zeros([BD], tl.float32)
+        m2, z2, acc2 = float("-inf"), 0.0, tl.zeros([BD], tl.float32)
+    for i in tl.range(0, n - ADD, num_stages=STAGES):
+        v = _row(tl.load(table + i), t, d, D, y0, ALIGNED, ok)
+        r = tl.rsqrt(tl.sum(v * v, 0) / D + eps)
+        at = s + i * N + t
+        s0, m0, z0, acc0 = _attend(v, r, u0, m0, z0, acc0)
+        if KEEP:
+            tl.store(at, s0)
+        if WAYS == 3:
+            s1, m1, z1, acc1 = _attend(v, r, u1, m1, z1, acc1)
+            s2, m2, z2, acc2 = _attend(v, r, u2, m2, z2, acc2)
+            if KEEP:
+                tl.store(at + way, s1)
+                tl.store(at + 2 * way, s2)
+    if ADD:
+        v = _row(tl.load(table + n - 1), t, d, D, y0, ALIGNED, ok) + tl.load(add + t * D + d, mask=ok, other=0.0)
+        v = v.to(fresh.dtype.element_ty)
+        tl.store(fresh + t * D + d, v, mask=ok)
+        v = v.to(tl.float32)
+        r = tl.rsqrt(tl.sum(v * v, 0) / D + eps)
+        at = s + (n - 1) * N + t
+        s0, m0, z0, acc0 = _attend(v, r, u0, m0, z0, acc0)
+        if KEEP:
+            tl.store(at, s0)
+        if WAYS == 3:
+            s1, m1, z1, acc1 = _attend(v, r, u1, m1, z1, acc1)
+            s2, m2, z2, acc2 = _attend(v, r, u2, m2, z2, acc2)
+            if KEEP:
+                tl.store(at + way, s1)
+                tl.store(at + 2 * way, s2)
+    _deliver(z0, acc0, y0, o0, gain, t * D, d, ok, out_eps, D, NORM, KEEP)
+    if KEEP:
+        tl.store(lse + t, m0 + tl.log(z0))
+    if WAYS == 3:
+        _deliver(z1, acc1, y1, o1, gain + D, t * D, d, ok, out_eps, D, NORM, KEEP)
+        _deliver(z2, acc2, y2, o2, gain + 2 * D, t * D, d, ok, out_eps, D, NORM, KEEP)
+        if KEEP:
+            tl.store(lse + N + t, m1 + tl.log(z1))
+            tl.store(lse + 2 * N + t, m2 + tl.log(z2))
+
+
+@triton.jit(do_not_specialize=["N", "several"])
+def _read_backward_kernel(
+    dy, o, do, u, gain, s, lse, ld, v, g, dv, part, N: tl.int64, several: tl.int32, eps, out_eps,
+    D: tl.constexpr, BD: tl.constexpr, NORM: tl.constexpr, STORE: tl.constexpr, LOCAL: tl.constexpr,
+    HAS_G: tl.constexpr, NEED_DV: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    d = tl.arange(0, BD)
+    ok = d < D
+    du, dgain = tl.zeros([BD], tl.float32), tl.zeros([BD], tl.float32)
+    if LOCAL:
+        q = tl.load(u + d, mask=ok, other=0.0)
+    if NORM:
+        k = tl.load(gain + d, mask=ok, other=0.0)
+    for t in tl.range(tl.program_id(0).to(tl.int64), N, tl.num_programs(0), num_stages=STAGES):
+        y = tl.load(dy + t * D + d, mask=ok, other=0.0).to(tl.float32)
+        x = tl.load(o + t * D + d, mask=ok, other=0.0).to(tl.float32)
+        if NORM:
+            r = tl.rsqrt(tl.sum(x * x, 0) / D + out_eps)
+            dgain += y * x * r
+            y = y * k
+            y = r * (y - x * (tl.sum(y * x, 0) * r * r / D))
+            y = y.to(dy.dtype.element_ty)  # as the other sources will read it
+            if STORE:
+                tl.store(do + t * D + d, y, mask=ok)
+            y = y.to(tl.float32)
+        delta = tl.sum(y * x, 0)
+        total = tl.load(lse + t)
+        if STORE:
+            tl.store(ld + t, total)
+            tl.store(ld + N + t, delta)
+        if LOCAL:
+            x = tl.load(v + t * D + d, mask=ok, other=0.0).to(tl.float32)
+            r = tl.rsqrt(tl.sum(x * x, 0) / D + eps)
+            logit = tl.load(s + t)
+            p = tl.exp(logit - total)
+            ds = p * (tl.sum(y * x, 0) - delta) * several
+            du += (ds * r) * x
+            if NEED_DV:
+                y = p * y + (ds * r) * q - (ds * logit * r * r / D) * x
+                if HAS_G:
+                    y += tl.load(g + t * D + d, mask=ok, other=0.0).to(tl.float32)
+                tl.store(dv + t * D + d, y.to(dv.dtype.element_ty), mask=ok)
+    at = part + tl.program_id(0).to(tl.int64) * 2 * D + d
+    tl.store(at, du, mask=ok)
+    tl.store(at + D, dgain, mask=ok)
+
+
+@triton.jit
+def _open_source(table, t, d, ok, eps, D: tl.constexpr, like, ALIGNED: tl.constexpr):
+    """A source's row, its 1 / RMS, and the gradients it has so far: from elsewhere, and from readers seen before."""
+    x = _row(tl.load(table), t, d, D, like, ALIGNED, ok)
+    elsewhere, before = tl.load(table + 1), tl.load(table + 2)
+    acc = _row(elsewhere, t, d, D, like, ALIGNED, d < tl.where(elsewhere != 0, D, 0))
+    row = before.to(tl.pointer_type(tl.float32)) + t * D + d
+    if ALIGNED:
+        row = tl.multiple_of(row, 16)
+    acc += tl.load(row, mask=d < tl.where(before != 0, D, 0), other=0.0)
+    return x, tl.rsqrt(tl.sum(x * x, 0) / D + eps), acc
+
+
+@triton.jit
+def _pair(x, r, acc, c, y, u, s, lse, delta, high, low, SPLIT: tl.constexpr):
+    """One reader's part of a source's gradient and of c = Σ ds s; ds r goes to memory, for du."""
+    p = tl.exp(s - lse)
+    ds = p * (tl.sum(x * y, 0) - delta)
+    w = ds * r
+    head = w.to(high.dtype.element_ty)
+    tl.store(high, head)
+    if SPLIT:
+        tl.store(low, (w - head.to(tl.float32)).to(high.dtype.element_ty))
+    return acc + p * y + w * u, c + ds * s
+
+
+@triton.jit
+def _close_source(table, t, d, ok, x, r, acc, c, D: tl.constexpr, like, ALIGNED: tl.constexpr):
+    """Store a source's gradient, rounded if it is whole, in fp32 if more readers will come."""
+    acc -= (c * r * r / D) * x
+    whole, part = tl.load(table + 3), tl.load(table + 4)
+    out = whole.to(tl.pointer_type(like.dtype.element_ty)) + t * D + d
+    rest = part.to(tl.pointer_type(tl.float32)) + t * D + d
+    if ALIGNED:
+        out, rest = tl.multiple_of(out, 16), tl.multiple_of(rest, 16)
+    tl.store(out, acc.to(like.dtype.element_ty), mask=d < tl.where(whole != 0, D, 0))
+    tl.store(rest, acc, mask=d < tl.where(part != 0, D, 0))
+
+
+@triton.jit(do_not_specialize=["N", "n"])
+def _source_backward_kernel(
+    sources, readers, like, ds_high, ds_low, N: tl.int64, n: tl.int32, eps,
+    D: tl.constexpr, BD: tl.constexpr, S: tl.constexpr, SPLIT: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    t = tl.program_id(0).to(tl.int64)
+    d = tl.arange(0, BD)
+    ok = d < D
+    x0, r0, acc0 = _open_source(sources, t, d, ok, eps, D, like, ALIGNED)
+    c0 = 0.0
+    if S > 1:
+        x1, r1, acc1 = _open_source(sources + 5, t, d, ok, eps, D, like, ALIGNED)
+        c1 = 0.0
+    if S > 2:
+        x2, r2, acc2 = _open_source(sources + 10, t, d, ok, eps, D, like, ALIGNED)
+        c2 = 0.0
+    if S > 3:
+        x3, r3, acc3 = _open_source(sources + 15, t, d, ok, eps, D, like, ALIGNED)
+        c3 = 0.0
+    for e in range(n):
+        y = _row(tl.load(readers + 5 * e), t, d, D, like, ALIGNED, ok)
+        s = tl.load(readers + 5 * e + 1).to(tl.pointer_type(tl.float32)) + t
+        ld = tl.load(readers + 5 * e + 2).to(tl.pointer_type(tl.float32)) + t
+        lse, delta = tl.load(ld), tl.load(ld + N)
+        u = tl.load(readers + 5 * e + 3).to(tl.pointer_type(tl.float32)) + d
+        if ALIGNED:
+            u = tl.multiple_of(u, 16)
+        u = tl.load(u, mask=ok, other=0.0)
+        if S == 1:  # the weight of an only source is 1 whatever its logit: its δ is what its dot product is
+            delta = tl.where(tl.load(readers + 5 * e + 4) != 0, delta, tl.sum(x0 * y, 0))
+        at = e * N + t
+        acc0, c0 = _pair(x0, r0, acc0, c0, y, u, tl.load(s), lse, delta, ds_high + at, ds_low + at, SPLIT)
+        if S > 1:
+            at += (1 + SPLIT) * n * N
+            acc1, c1 = _pair(x1, r1, acc1, c1, y, u, tl.load(s + N), lse, delta, ds_high + at, ds_low + at, SPLIT)
+        if S > 2:
+            at += (1 + SPLIT) * n * N
+            acc2, c2 = _pair(x2, r2, acc2, c2, y, u, tl.load(s + 2 * N), lse, delta, ds_high + at, ds_low + at, SPLIT)
+        if S > 3:
+            at += (1 + SPLIT) * n * N
+            acc3, c3 = _pair(x3, r3, acc3, c3, y, u, tl.load(s + 3 * N), lse, delta, ds_high + at, ds_low + at, SPLIT)
+    _close_source(sources, t, d, ok, x0, r0, acc0, c0, D, like, ALIGNED)
+    if S > 1:
+        _close_source(sources + 5, t, d, ok, x1, r1, acc1, c1, D, like, ALIGNED)
+    if S > 2:
+        _close_source(sources + 10, t, d, ok, x2, r2, acc2, c2, D, like, ALIGNED)
+    if S > 3:
+        _close_source(sources + 15, t, d, ok, x3, r3, acc3, c3, D, like, ALIGNED)
+
+
+@triton.jit(do_not_specialize=["n", *(f"a{k}" for k in range(16))])
+def _set_addresses(
+    table, n: tl.int32,
+    a0: tl.int64, a1: tl.int64, a2: tl.int64, a3: tl.int64, a4: tl.int64, a5: tl.int64, a6: tl.int64, a7: tl.int64,
+    a8: tl.int64, a9: tl.int64, a10: tl.int64, a11: tl.int64, a12: tl.int64, a13: tl.int64, a14: tl.int64, a15: tl.int64,
+):  # fmt: skip
+    k = tl.arange(0, 16)
+    a = tl.where(k == 0, a0, tl.where(k == 1, a1, tl.where(k == 2, a2, a3)))
+    a = tl.where(k == 4, a4, tl.where(k == 5, a5, tl.where(k == 6, a6, tl.where(k == 7, a7, a))))
+    a = tl.where(k == 8, a8, tl.where(k == 9, a9, tl.where(k == 10, a10, tl.where(k == 11, a11, a))))
+    a = tl.where(k == 12, a12, tl.where(k == 13, a13, tl.where(k == 14, a14, tl.where(k == 15, a15, a))))
+    tl.store(table + k, a, mask=k < n)
+
+
+_tables: dict[tuple[Any, ...], Tensor] = {}
+
+
+def _address_table(addresses: tuple[int, ...], device: torch.device) -> Tensor:
+    """The addresses in device memory.
+
+    They travel as arguments of a kernel, which a CUDA graph replays as they were; a copy from the host would be read again.
+    Training asks for the same ones at every step (the allocator repeats itself), so tables are kept.
+    """
+    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    key = (device, stream, addresses)
+    if not capturing and key in _tables:
+        return _tables[key]
+    table = torch.empty(len(addresses), dtype=torch.int64, device=device)
+    if device.type != "cuda":
+        table.copy_(torch.tensor(addresses, dtype=torch.int64))
+    else:
+        for start in range(0, len(addresses), _CHUNK):
+            chunk = addresses[start : start + _CHUNK]
+            _set_addresses[(1,)](table[start:], len(chunk), *chunk, *(0,) * (_CHUNK - len(chunk)), num_warps=1)
+    if not capturing:  # a graph owns what it makes
+        if len(_tables) > 4096:
+            _tables.clear()
+        _tables[key] = table
+    return table
+
+
+def _aligned(dim: int, *groups: Sequence[Tensor | None]) -> bool:
+    """Whether every row of every tensor starts at a multiple of 16 bytes."""
+    given = [t for group in groups for t in group if t is not None]
+    return all(t.data_ptr() % 16 == 0 and dim * t.element_size() % 16 == 0 for t in given)
+
+
+def _warps(block: int, registers: int) -> int:
+    """As few warps as hold `registers` fp32 rows of a block: one, without a reduction between warps, if it can be."""
+    return min(32, max(1, triton.next_power_of_2(block * registers) // (32 * 128)))
+
+
+class Result(NamedTuple):
+    """What a read returns and what its backward needs."""
+
+    y: list[Tensor]  # W results like a source
+    o: list[Tensor]  # the same before the norm; empty without one
+    s: Tensor  # logits [W, n, N]
+    lse: Tensor  # their log-sum-exp [W, N]
+    fresh: Tensor | None  # the newest source, if it was added up here
+
+
+def read(
+    u: Tensor,
+    sources: Sequence[Tensor],
+    add: Tensor | None,
+    gain: Tensor | None,
+    eps: float,
+    out_eps: float,
+    keep: bool,
+) -> Result:
+    """W mixtures of the sources [..., D], the last of which is sources[-1] + add if that is given.
+
+    u, gain: [W, D] fp32. keep: also what the backward needs.
+    """
+    first, n, (ways, dim) = sources[-1], len(sources), u.shape
+    tokens = first.numel() // dim
+    y = [torch.empty_like(first) for _ in range(ways)]
+    o = [torch.empty_like(first) for _ in range(ways)] if gain is not None and keep else []
+    s = torch.empty(ways, n if keep else 0, tokens, dtype=torch.float32, device=first.device)
+    lse = torch.empty(ways, tokens if keep else 0, dtype=torch.float32, device=first.device)
+    fresh = torch.empty_like(first) if add is not None else None
+    if tokens:
+        block = triton.next_power_of_2(dim)
+        table = _address_table(tuple(v.data_ptr() for v in sources), first.device)
+        _read_kernel[(tokens,)](
+            table, first if add is None else add, first if fresh is None else fresh, u, u if gain is None else gain,
+            *_three(y), *_three(o or y), s, lse, tokens, n, eps, out_eps,
+            D=dim, BD=block, WAYS=ways, ADD=int(add is not None), NORM=gain is not None, KEEP=keep,
+            ALIGNED=_aligned(dim, sources), STAGES=4, num_warps=_warps(block, 1 + ways),
+        )  # fmt: skip
+    return Result(y, o, s, lse, fresh)
+
+
+def _three(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    return (tensors[0], tensors[-1], tensors[-1]) if len(tensors) < 3 else (tensors[0], tensors[1], tensors[2])
+
+
+class Newest(NamedTuple):
+    """The newest source of a read, if its gradient is to be computed there and then."""
+
+    v: Tensor
+    g: Tensor | None  # a gradient it has from elsewhere
+    need_dv: bool
+
+
+class ReadGradients(NamedTuple):
+    """Gradients of one way of a read."""
+
+    do: Tensor  # of o
+    ld: Tensor  # log-sum-exp and δ = do · o: [2, N]
+    dv: Tensor | None  # of the newest source
+    du: Tensor  # [D], the newest source's part; zero without one
+    dgain: Tensor  # [D]; zero without a norm
+
+
+def read_backward(
+    dy: Tensor,
+    o: Tensor,
+    u: Tensor,
+    gain: Tensor | None,
+    s: Tensor,
+    lse: Tensor,
+    newest: Newest | None,
+    eps: float,
+    out_eps: float,
+    store: bool,
+) -> ReadGradients:
+    """Gradients of one way, with result o before the norm, given that of its output.
+
+    u, gain: [D]; s: logits [n, N]; lse: [N]. store: also do and δ, which the other sources need.
+    """
+    dim, (n, tokens) = u.shape[0], s.shape
+    do = torch.empty_like(dy) if store and gain is not None else dy
+    ld = torch.empty(2, tokens if store else 0, dtype=torch.float32, device=dy.device)
+    dv = torch.empty_like(dy) if newest is not None and newest.need_dv else None
+    if not tokens:
+        return ReadGradients(do, ld, dv, torch.zeros_like(u), torch.zeros_like(u))
+    block = triton.next_power_of_2(dim)
+    warps = _warps(block, 4)
+    per_core = max(1, 8 // warps)
+    programs = min(
+        tokens, per_core * torch.cuda.get_device_properties(dy.device).multi_processor_count if dy.is_cuda else 3
+    )
+    part = torch.empty(programs, 2, dim, dtype=torch.float32, device=dy.device)
+    has_g = newest is not None and newest.g is not None
+    _read_backward_kernel[(programs,)](
+        dy, o, do, u, u if gain is None else gain, s[-1], lse, ld, dy if newest is None else newest.v,
+        newest.g if newest is not None and newest.g is not None else dy, dy if dv is None else dv, part,
+        tokens, int(n > 1), eps, out_eps,
+        D=dim, BD=block, NORM=gain is not None, STORE=store, LOCAL=newest is not None, HAS_G=has_g,
+        NEED_DV=dv is not None, STAGES=3, num_warps=warps,
+    )  # fmt: skip
+    du, dgain = part.sum(0)
+    return ReadGradients(do, ld, dv, du, dgain)
+
+
+class Reader(NamedTuple):
+    """One way of a read, as the gradient of its sources sees it."""
+
+    do: Tensor  # like a source
+    s: Tensor  # logits of the sources in question [S, N]
+    ld: Tensor  # log-sum-exp and δ: [2, N]
+    u: Tensor  # [D]
+    several: bool = True  # sources were read
+
+
+class Source(NamedTuple):
+    """A source and what is known of its gradient."""
+
+    v: Tensor
+    g: Tensor | None = None  # from elsewhere
+    part: Tensor | None = None  # from readers seen before, fp32
+    whole: bool = True  # whether these are the last readers
+    need_dv: bool = True
+
+
+MAX_SOURCES = 4  # whose rows and gradients fit in registers together
+
+
+def source_backward(
+    sources: Sequence[Source], readers: Sequence[Reader], eps: float, need_du: bool
+) -> tuple[list[Tensor | None], Tensor | None]:
+    """Gradients of up to four sources that lie side by side for all the readers, and their part of du [readers, D].
+
+    A gradient is rounded to the source's dtype if these are its last readers, and stays in fp32 otherwise.
+    """
+    v = sources[0].v
+    dim, n = v.shape[-1], len(readers)
+    tokens = v.numel() // dim
+    split = v.dtype == torch.bfloat16  # ds in two bf16 halves, so that a bf16 matrix product loses nothing
+    kind = v.dtype if split else torch.float32
+    ds = torch.empty(len(sources), 1 + split, n, tokens, dtype=kind, device=v.device)
+    out = [torch.empty_like(x.v, dtype=x.v.dtype if x.whole else torch.float32) if x.need_dv else None for x in sources]
+    if tokens:
+        block = triton.next_power_of_2(dim)
+        rows = [
+            (x.v, x.g, x.part, o if x.whole else None, None if x.whole else o)
+            for x, o in zip(sources, out, strict=True)
+        ]
+        columns = ((x.do.data_ptr(), x.s.data_ptr(), x.ld.data_ptr(), x.u.data_ptr(), int(x.several)) for x in readers)
+        _source_backward_kernel[(tokens,)](
+            _address_table(tuple(0 if a is None else a.data_ptr() for row in rows for a in row), v.device),
+            _address_table(tuple(a for column in columns for a in column), v.device),
+            v, ds[0, 0], ds[0, -1], tokens, n, eps,
+            D=dim, BD=block, S=len(sources), SPLIT=split,
+            ALIGNED=_aligned(dim, *rows, [x.do for x in readers], [x.u for x in readers]),
+            num_warps=_warps(block, 2 * len(sources)), num_stages=1,
+        )  # fmt: skip
+    if not need_du:
+        return out, None
+    du = torch.zeros(n, dim, dtype=torch.float32, device=v.device)
+    for k, x in enumerate(sources):
+        values = x.v.reshape(tokens, dim)
+        if split and v.is_cuda:
+            halves = torch.mm(ds[k].view(2 * n, tokens), values, out_dtype=torch.float32)
+            du += halves[:n] + halves[n:]
+        else:
+            du += ds[k].float().sum(0) @ values.float()
+    return out, du

@@ -1,0 +1,49 @@
+"""`cpu-step`: the demo's sizes, a ratio with its target, and refusing what is wrong."""
+
+import torch
+
+from benchmarks import cli, cpu_step, step
+from benchmarks.report import read_rows
+
+
+def run(folder, *more):
+    code = cli.main(["cpu-step", "--device", "cpu", "--small", "--repeats", "1", "--out", str(folder), *more])
+    return code, read_rows(folder / "cpu-step.csv")
+
+
+def test_writes_a_ratio_and_leaves_the_threads_alone(tmp_path):
+    before = torch.get_num_threads()
+    code, rows = run(tmp_path)
+    assert code == 0
+    assert torch.get_num_threads() == before
+    ratios = {r.who: r.value for r in rows if r.metric == "step / residual"}
+    assert set(ratios) == {"residual", "attnres:block_size=4"}
+    assert ratios["residual"] == 1
+    assert {"step", "spread of the rounds", "error of fp32"} <= {r.metric for r in rows}
+
+
+def test_the_size_is_the_demos():
+    config = cpu_step.demo_config()
+    assert (config.dim, config.n_blocks, config.n_heads, config.seq_len, config.batch_size) == (64, 6, 4, 64, 16)
+    assert (config.mlp, config.qk_norm, config.lr, config.precision, config.compile) == (
+        "relu2",
+        True,
+        3e-3,
+        "fp32",
+        "off",
+    )
+    assert cpu_step.TARGETS["attnres:block_size=4"] == "<= 1.25"
+
+
+def test_refuses_to_time_a_wrong_arm(tmp_path, monkeypatch):
+    right = step._results
+    monkeypatch.setattr(
+        step,
+        "_results",
+        lambda model, batch, precision: {
+            n: g if g.dtype == torch.float64 else 1.01 * g for n, g in right(model, batch, precision).items()
+        },
+    )
+    code, rows = run(tmp_path)
+    assert code == cli.WRONG
+    assert not any(r.metric == "step" for r in rows)
