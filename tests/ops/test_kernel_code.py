@@ -247,7 +247,7 @@ for name, constants in eval(sys.argv[1]):
     warps = max(1, constants["D"] // 1024)
     print(triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps}).asm["ptx"], end="----")
 """
-CONSTANTS = {"WAYS": 1, "ADD": 0, "NORM": True, "KEEP": True, "STAGES": 1, "S": 2, "SPLIT": True}
+CONSTANTS = {"WAYS": 1, "ADD": 0, "BANK": False, "NORM": True, "KEEP": True, "STAGES": 1, "S": 2, "SPLIT": True}
 COMPILED = [
     (kernel, CONSTANTS | {"D": dim, "BD": dim, "ALIGNED": aligned})
     for kernel in ("_read_kernel", "_source_backward_kernel")

@@ -15,6 +15,10 @@ _library.define(
     "depth_read(Tensor u, Tensor[] sources, Tensor? add, Tensor? gain, float eps, float out_eps, bool keep)"
     " -> (Tensor[] y, Tensor[] o, Tensor s, Tensor lse, Tensor fresh)"
 )
+_library.define(  # of what is left when the mixture of older sources is known; source_major.py differentiates it
+    "depth_read_near(Tensor u, Tensor[] sources, Tensor? add, Tensor? gain, float eps, float out_eps, bool keep,"
+    " Tensor bank, Tensor bank_lse) -> (Tensor[] y, Tensor[] o, Tensor s, Tensor lse, Tensor fresh)"
+)
 _library.define(
     "depth_read_backward(Tensor[] dy, Tensor[] o, Tensor u, Tensor? gain, Tensor s, Tensor lse, Tensor[] sources,"
     " Tensor? g, float eps, float out_eps) -> (Tensor[] dv, Tensor du, Tensor dgain)"
@@ -25,19 +29,21 @@ Gradients = tuple[list[Tensor], Tensor, Tensor]
 
 
 def _read(
-    u: Tensor, sources: list[Tensor], add: Tensor | None, gain: Tensor | None, eps: float, out_eps: float, keep: bool
-) -> Read:
+    u: Tensor, sources: list[Tensor], add: Tensor | None, gain: Tensor | None, eps: float, out_eps: float, keep: bool,
+    bank: Tensor | None = None, bank_lse: Tensor | None = None,
+) -> Read:  # fmt: skip
     from depthmix.ops.depth_attention import triton
 
     u, sources = u.contiguous(), [v.contiguous() for v in sources]
     add, gain = (None if t is None else t.contiguous() for t in (add, gain))
-    y, o, s, lse, fresh = triton.read(u, sources, add, gain, eps, out_eps, keep)
+    y, o, s, lse, fresh = triton.read(u, sources, add, gain, eps, out_eps, keep, bank, bank_lse)
     return y, o, s, lse, u.new_empty(0) if fresh is None else fresh
 
 
 def _read_fake(
-    u: Tensor, sources: list[Tensor], add: Tensor | None, gain: Tensor | None, eps: float, out_eps: float, keep: bool
-) -> Read:
+    u: Tensor, sources: list[Tensor], add: Tensor | None, gain: Tensor | None, eps: float, out_eps: float, keep: bool,
+    bank: Tensor | None = None, bank_lse: Tensor | None = None,
+) -> Read:  # fmt: skip
     first, (ways, dim) = sources[-1], u.shape
     tokens = first.numel() // dim
     y = [torch.empty_like(first) for _ in range(ways)]
@@ -91,8 +97,10 @@ def _read_backward_fake(
 
 for _device in ("CUDA", "CPU"):  # CPU: in Triton's interpreter
     _library.impl("depth_read", _read, _device)
+    _library.impl("depth_read_near", _read, _device)
     _library.impl("depth_read_backward", _read_backward, _device)
 torch.library.register_fake("depthmix::depth_read", _read_fake, lib=_library)
+torch.library.register_fake("depthmix::depth_read_near", _read_fake, lib=_library)
 torch.library.register_fake("depthmix::depth_read_backward", _read_backward_fake, lib=_library)
 
 

@@ -207,12 +207,14 @@ def read_sources(
     gain: Tensor | None,
     eps: float,
     out_eps: float,
+    far: Any = None,
 ) -> tuple[list[Tensor], Tensor]:
     """Read with kernels: the results of queries[row : row + ways] and the newest source, sources[-1] (+ add).
 
     queries: [R, D] fp32, key gains included. gain: [W, D] of the norm that follows, or None. A stack of reads is
     differentiated in source-major order if `queries` came through `collect_queries`, the sources are newest sources that
-    earlier reads returned, and nothing is being compiled. The caller has checked that the kernels can do it.
+    earlier reads returned, and nothing is being compiled. far: what source_major.look_ahead found for this row's group.
+    The caller has checked that the kernels can do it.
     """
     from depthmix.ops.depth_attention.source_major import ReadSources
 
@@ -221,11 +223,35 @@ def read_sources(
     given = (queries, gain, add, *sources)
     wanted = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given)
     if wanted and not torch.compiler.is_compiling():
-        *y, fresh = ReadSources.apply((row, ways), (eps, out_eps), queries, gain, add, *sources)
+        *y, fresh = ReadSources.apply((row, ways), (eps, out_eps), far, queries, gain, add, *sources)
         return y, fresh
     u = queries[row : row + ways]
-    y, _, _, _, fresh = torch.ops.depthmix.depth_read(u, sources, add, gain, eps, out_eps, wanted)
+    if far is None:
+        y, _, _, _, fresh = torch.ops.depthmix.depth_read(u, sources, add, gain, eps, out_eps, wanted)
+    else:
+        near, *bank = far.of(row, sources)
+        y, _, _, _, fresh = torch.ops.depthmix.depth_read_near(u, near, add, gain, eps, out_eps, wanted, *bank)
     return y, sources[-1] if add is None else fresh
+
+
+FAR_TOKENS, FAR_SOURCES = 512, 8  # from which on it pays to look at old sources for a group of sites at once
+
+
+def far_sources(queries: Tensor, row: int, olds: Sequence[Tensor], far: Any, eps: float) -> Any:
+    """What the group of sites that a row belongs to sees of the sources before it, for `read_sources`; None if nothing.
+
+    For stacks in which site number `row` reads `row` older sources. far: what the last call returned. Depth is tiled: the
+    queries are known beforehand, so the first site of a group reads the older sources once for the whole group.
+    """
+    from depthmix.ops.depth_attention.source_major import look_ahead
+    from depthmix.ops.depth_attention.triton import GROUP
+
+    tokens = olds[0].numel() // olds[0].shape[-1] if olds else 0
+    if torch.compiler.is_compiling() or len(olds) != row or tokens < FAR_TOKENS:
+        return None
+    if row % GROUP == 0 and FAR_SOURCES <= row <= len(queries) - 2:
+        return look_ahead(queries, row, [v.contiguous() for v in olds], far, eps)
+    return far if far is not None and far.row <= row < far.row + len(far.bank) else None
 
 
 def collect_queries(queries: Tensor) -> Tensor:

@@ -23,11 +23,50 @@ from depthmix.ops.precision import rms_normalize, without_autocast
 FEWEST_READERS = 4  # for which it pays to leave a source's gradient unfinished and take it up again
 
 
+class Far(NamedTuple):
+    """What the sites of a group see of the sources before the group, worked out for all of them together.
+
+    A cache: it has no history, since gradients go from each read to each of its sources in any case.
+    """
+
+    row: int  # of the group's first site among the queries
+    scores: tuple[Tensor, ...]  # logits of every GROUP sources for the rows from some row to the last: [R', GROUP, N]
+    bank: Tensor  # mixtures [rows, N, D] fp32
+    lse: Tensor  # [rows, N]
+
+    def of(self, row: int, sources: Sequence[Tensor]) -> tuple[Sequence[Tensor], Tensor, Tensor]:
+        """What a row has still to read, and what it need not read: the mixture of the rest and its log-sum-exp."""
+        from depthmix.ops.depth_attention import triton
+
+        return sources[triton.GROUP * len(self.scores) :], self.bank[row - self.row], self.lse[row - self.row]
+
+
+def look_ahead(queries: Tensor, row: int, sources: Sequence[Tensor], before: Far | None, eps: float) -> Far:
+    """Far for the group of sites that begins at a row; before: that of an earlier group."""
+    from depthmix.ops.depth_attention import tiling
+
+    with torch.no_grad():
+        known = () if before is None else before.scores
+        groups = range(tiling.GROUP * len(known), len(sources), tiling.GROUP)
+        new = (tiling.scores(queries[row:], sources[i : i + tiling.GROUP], eps) for i in groups)
+        scores = (*known, *new)
+        first = [_from_last(s, len(queries) - row)[k] for s in scores for k in range(tiling.GROUP)]
+        rows = min(tiling.GROUP, len(queries) - row)
+        return Far(row, scores, *tiling.make_bank(first, sources, rows))
+
+
+def _from_last(scores: Tensor, rows: int) -> Tensor:
+    """Logits for the row that is so many rows from the end: [GROUP, N]."""
+    return scores[len(scores) - rows]
+
+
 class Reading(NamedTuple):
     """What a read leaves with its older sources."""
 
     do: list[Tensor]  # of each way, like a source
-    s: Tensor  # logits [W, n, N]
+    s: Tensor  # logits [W, n, N], of the sources after those that `far` holds
+    far: list[Tensor]  # logits [GROUP, N] of every GROUP sources before them
+    n: int  # sources that were read
     ld: list[Tensor]  # log-sum-exp and δ of each way: [2, N]
     u: Tensor  # [W, D]
     row: int  # of u's first row among all queries
@@ -69,6 +108,7 @@ class ReadSources(torch.autograd.Function):
         ctx: Any,
         place: tuple[int, int],
         eps: tuple[float, float],
+        far: Far | None,
         queries: Tensor,
         gain: Tensor | None,
         add: Tensor | None,
@@ -76,7 +116,12 @@ class ReadSources(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         row, ways = place
         u = queries[row : row + ways]
-        y, o, s, lse, fresh = torch.ops.depthmix.depth_read(u, sources, add, gain, *eps, True)
+        if far is None:
+            y, o, s, lse, fresh = torch.ops.depthmix.depth_read(u, sources, add, gain, *eps, True)
+        else:
+            near, *bank = far.of(row, sources)
+            y, o, s, lse, fresh = torch.ops.depthmix.depth_read_near(u, near, add, gain, *eps, True, *bank)
+        ctx.far = [] if far is None else [_from_last(x, len(queries) - row) for x in far.scores]
         fresh = sources[-1].detach() if add is None else fresh
         ctx.row, ctx.ways, ctx.eps, ctx.left, ctx.part, ctx.n = row, ways, eps, {}, {}, len(sources)
         ctx.hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
@@ -113,7 +158,7 @@ def _backward(ctx: Any, saved: Sequence[Tensor], grads: Sequence[Tensor | None])
     g = None if g is None else g.contiguous()
     task, (eps, out_eps) = torch._C._current_graph_task_id(), ctx.eps
     left: list[tuple[Reading, int]] = ctx.left.pop(task, [])  # by the later readers of the newest source
-    needs_add, *needs = ctx.needs_input_grad[4:]
+    needs_add, *needs = ctx.needs_input_grad[5:]
     need_fresh = needs_add or needs[-1]
     dgain, dqueries = None, None
     dv: list[Tensor | None] = [None] * ctx.n
@@ -132,7 +177,7 @@ def _backward(ctx: Any, saved: Sequence[Tensor], grads: Sequence[Tensor | None])
             k = None if gain is None else gain[w]
             ways.append(triton.read_backward(d, o[w], u[w], k, s[w], lse[w], newest, eps, out_eps, store))
         dgain = None if gain is None else torch.stack([x.dgain for x in ways])
-        reading = Reading([x.do for x in ways], s, [x.ld for x in ways], u, ctx.row, ctx.queries)
+        reading = Reading([x.do for x in ways], s, ctx.far, ctx.n, [x.ld for x in ways], u, ctx.row, ctx.queries)
         for i, maker in makers:
             maker.left.setdefault(task, []).append((reading, i))
         parts = []  # of du
@@ -150,13 +195,13 @@ def _backward(ctx: Any, saved: Sequence[Tensor], grads: Sequence[Tensor | None])
         if parts:
             du = parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
             if ctx.queries is None:
-                dqueries = _in_rows(du, queries, ctx.row) if ctx.needs_input_grad[2] else None
+                dqueries = _in_rows(du, queries, ctx.row) if ctx.needs_input_grad[3] else None
             elif torch._C._will_engine_execute_node(ctx.queries):
                 _leave_du(ctx.queries, task, range(ctx.row, ctx.row + ctx.ways), du)
     if left or task in ctx.part:
         g = _gradient_of_source(ctx, fresh, g, left, need_fresh, task)
     dv[-1] = g
-    return (None, None, dqueries, dgain, g if needs_add else None, *dv)
+    return (None, None, None, dqueries, dgain, g if needs_add else None, *dv)
 
 
 def _from_own_read(
@@ -174,8 +219,11 @@ def _from_own_read(
 def _readers(reading: Reading, i: int) -> list[Any]:
     from depthmix.ops.depth_attention import triton
 
-    ways = zip(reading.do, reading.s[:, i:], reading.ld, reading.u, strict=True)
-    return [triton.Reader(*way, several=reading.s.shape[1] > 1) for way in ways]
+    before = triton.GROUP * len(reading.far)
+    group, k = divmod(i, triton.GROUP)
+    s = reading.s[:, i - before :] if i >= before else reading.far[group][None, k:]
+    ways = zip(reading.do, s, reading.ld, reading.u, strict=True)
+    return [triton.Reader(*way, several=reading.n > 1) for way in ways]
 
 
 def _in_rows(du: Tensor, queries: Tensor, row: int) -> Tensor:
@@ -226,13 +274,14 @@ def _older_of_its_group(ctx: Any, left: list[tuple[Reading, int]], task: int) ->
     if sum(len(reading.do) for reading, _ in left) < FEWEST_READERS:
         return found
     mine = sorted((id(reading), i) for reading, i in left)
-    for back, maker in enumerate(reversed(ctx.makers[-triton.MAX_SOURCES + 1 :]), start=1):
+    group = (ctx.n - 1) % triton.GROUP  # sources of one group have their logits side by side
+    for back, maker in enumerate(reversed(ctx.makers[ctx.n - 1 - group :]), start=1):
         # A maker in a checkpointed region recomputes what it saved, and only once.
         if (
             maker is None
             or maker.hooked
             or not torch._C._will_engine_execute_node(maker)
-            or not any(maker.needs_input_grad[4:])
+            or not any(maker.needs_input_grad[5:])
         ):
             break
         theirs = sorted((id(reading), i + back) for reading, i in maker.left.get(task, []))
@@ -249,7 +298,7 @@ def _differentiable_backward(
     fresh, queries, gain, _, _, *rest = saved
     local = iter(rest[ctx.ways :])
     olds = [next(local) if m is None else m.saved_tensors[0] for m in ctx.makers]
-    needs_add, *needs = ctx.needs_input_grad[4:]
+    needs_add, *needs = ctx.needs_input_grad[5:]
 
     def reference(queries: Tensor, gain: Tensor | None, *sources: Tensor) -> tuple[Tensor, ...]:
         outs, _ = depth_attention_reference(queries[ctx.row : ctx.row + ctx.ways], sources, ctx.eps[0])
@@ -258,6 +307,6 @@ def _differentiable_backward(
         return (*(o.to(fresh.dtype) for o in outs), sources[-1])
 
     given = [torch.zeros_like(fresh) if g is None else g for g in grads]
-    needed = (*ctx.needs_input_grad[2:4], *needs[:-1], needs_add or needs[-1])
+    needed = (*ctx.needs_input_grad[3:5], *needs[:-1], needs_add or needs[-1])
     dqueries, dgain, *dv = reference_gradients(reference, (queries, gain, *olds, fresh), needed, given)
-    return (None, None, dqueries, dgain, dv[-1] if needs_add else None, *dv)
+    return (None, None, None, dqueries, dgain, dv[-1] if needs_add else None, *dv)

@@ -9,18 +9,18 @@ The equations are in reference.py. Sources are never stacked: kernels find them 
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-_CHUNK = 16  # addresses that one launch of _set_addresses stores
+from depthmix.ops.addresses import address_table, aligned
 
 
 @triton.jit
-def _row(address, t, d, D: tl.constexpr, like, ALIGNED: tl.constexpr, mask):
+def load_row(address, t, d, D: tl.constexpr, like, ALIGNED: tl.constexpr, mask):
     """Row t of the tensor at an address, in fp32; zeros where the mask says so."""
     row = address.to(tl.pointer_type(like.dtype.element_ty)) + t * D + d
     if ALIGNED:
@@ -50,8 +50,8 @@ def _deliver(z, acc, y, o, gain, at, d, ok, out_eps, D: tl.constexpr, NORM: tl.c
 
 @triton.jit(do_not_specialize=["N", "n"])
 def _read_kernel(
-    table, add, fresh, u, gain, y0, y1, y2, o0, o1, o2, s, lse, N: tl.int64, n: tl.int32, eps, out_eps,
-    D: tl.constexpr, BD: tl.constexpr, WAYS: tl.constexpr, ADD: tl.constexpr, NORM: tl.constexpr,
+    table, add, fresh, bank, bank_lse, u, gain, y0, y1, y2, o0, o1, o2, s, lse, N: tl.int64, n: tl.int32, eps, out_eps,
+    D: tl.constexpr, BD: tl.constexpr, WAYS: tl.constexpr, ADD: tl.constexpr, BANK: tl.constexpr, NORM: tl.constexpr,
     KEEP: tl.constexpr, ALIGNED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0).to(tl.int64)
@@ -60,13 +60,15 @@ def _read_kernel(
     way = N * n  # from one way's logits to the next
     u0 = tl.load(u + d, mask=ok, other=0.0)
     m0, z0, acc0 = float("-inf"), 0.0, tl.zeros([BD], tl.float32)
+    if BANK:  # the mixture of older sources, with weights that sum to one
+        m0, z0, acc0 = tl.load(bank_lse + t), 1.0, tl.load(bank + t * D + d, mask=ok, other=0.0)
     if WAYS == 3:
         u1 = tl.load(u + D + d, mask=ok, other=0.0)
         u2 = tl.load(u + 2 * D + d, mask=ok, other=0.0)
         m1, z1, acc1 = float("-inf"), 0.0, tl.zeros([BD], tl.float32)
         m2, z2, acc2 = float("-inf"), 0.0, tl.zeros([BD], tl.float32)
     for i in tl.range(0, n - ADD, num_stages=STAGES):
-        v = _row(tl.load(table + i), t, d, D, y0, ALIGNED, ok)
+        v = load_row(tl.load(table + i), t, d, D, y0, ALIGNED, ok)
         r = tl.rsqrt(tl.sum(v * v, 0) / D + eps)
         at = s + i * N + t
         s0, m0, z0, acc0 = _attend(v, r, u0, m0, z0, acc0)
@@ -79,7 +81,7 @@ def _read_kernel(
                 tl.store(at + way, s1)
                 tl.store(at + 2 * way, s2)
     if ADD:
-        v = _row(tl.load(table + n - 1), t, d, D, y0, ALIGNED, ok) + tl.load(add + t * D + d, mask=ok, other=0.0)
+        v = load_row(tl.load(table + n - 1), t, d, D, y0, ALIGNED, ok) + tl.load(add + t * D + d, mask=ok, other=0.0)
         v = v.to(fresh.dtype.element_ty)
         tl.store(fresh + t * D + d, v, mask=ok)
         v = v.to(tl.float32)
@@ -155,9 +157,9 @@ def _read_backward_kernel(
 @triton.jit
 def _open_source(table, t, d, ok, eps, D: tl.constexpr, like, ALIGNED: tl.constexpr):
     """A source's row, its 1 / RMS, and the gradients it has so far: from elsewhere, and from readers seen before."""
-    x = _row(tl.load(table), t, d, D, like, ALIGNED, ok)
+    x = load_row(tl.load(table), t, d, D, like, ALIGNED, ok)
     elsewhere, before = tl.load(table + 1), tl.load(table + 2)
-    acc = _row(elsewhere, t, d, D, like, ALIGNED, d < tl.where(elsewhere != 0, D, 0))
+    acc = load_row(elsewhere, t, d, D, like, ALIGNED, d < tl.where(elsewhere != 0, D, 0))
     row = before.to(tl.pointer_type(tl.float32)) + t * D + d
     if ALIGNED:
         row = tl.multiple_of(row, 16)
@@ -211,7 +213,7 @@ def _source_backward_kernel(
         x3, r3, acc3 = _open_source(sources + 15, t, d, ok, eps, D, like, ALIGNED)
         c3 = 0.0
     for e in range(n):
-        y = _row(tl.load(readers + 5 * e), t, d, D, like, ALIGNED, ok)
+        y = load_row(tl.load(readers + 5 * e), t, d, D, like, ALIGNED, ok)
         s = tl.load(readers + 5 * e + 1).to(tl.pointer_type(tl.float32)) + t
         ld = tl.load(readers + 5 * e + 2).to(tl.pointer_type(tl.float32)) + t
         lse, delta = tl.load(ld), tl.load(ld + N)
@@ -241,54 +243,6 @@ def _source_backward_kernel(
         _close_source(sources + 15, t, d, ok, x3, r3, acc3, c3, D, like, ALIGNED)
 
 
-@triton.jit(do_not_specialize=["n", *(f"a{k}" for k in range(16))])
-def _set_addresses(
-    table, n: tl.int32,
-    a0: tl.int64, a1: tl.int64, a2: tl.int64, a3: tl.int64, a4: tl.int64, a5: tl.int64, a6: tl.int64, a7: tl.int64,
-    a8: tl.int64, a9: tl.int64, a10: tl.int64, a11: tl.int64, a12: tl.int64, a13: tl.int64, a14: tl.int64, a15: tl.int64,
-):  # fmt: skip
-    k = tl.arange(0, 16)
-    a = tl.where(k == 0, a0, tl.where(k == 1, a1, tl.where(k == 2, a2, a3)))
-    a = tl.where(k == 4, a4, tl.where(k == 5, a5, tl.where(k == 6, a6, tl.where(k == 7, a7, a))))
-    a = tl.where(k == 8, a8, tl.where(k == 9, a9, tl.where(k == 10, a10, tl.where(k == 11, a11, a))))
-    a = tl.where(k == 12, a12, tl.where(k == 13, a13, tl.where(k == 14, a14, tl.where(k == 15, a15, a))))
-    tl.store(table + k, a, mask=k < n)
-
-
-_tables: dict[tuple[Any, ...], Tensor] = {}
-
-
-def _address_table(addresses: tuple[int, ...], device: torch.device) -> Tensor:
-    """The addresses in device memory.
-
-    They travel as arguments of a kernel, which a CUDA graph replays as they were; a copy from the host would be read again.
-    Training asks for the same ones at every step (the allocator repeats itself), so tables are kept.
-    """
-    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    key = (device, stream, addresses)
-    if not capturing and key in _tables:
-        return _tables[key]
-    table = torch.empty(len(addresses), dtype=torch.int64, device=device)
-    if device.type != "cuda":
-        table.copy_(torch.tensor(addresses, dtype=torch.int64))
-    else:
-        for start in range(0, len(addresses), _CHUNK):
-            chunk = addresses[start : start + _CHUNK]
-            _set_addresses[(1,)](table[start:], len(chunk), *chunk, *(0,) * (_CHUNK - len(chunk)), num_warps=1)
-    if not capturing:  # a graph owns what it makes
-        if len(_tables) > 4096:
-            _tables.clear()
-        _tables[key] = table
-    return table
-
-
-def _aligned(dim: int, *groups: Sequence[Tensor | None]) -> bool:
-    """Whether every row of every tensor starts at a multiple of 16 bytes."""
-    given = [t for group in groups for t in group if t is not None]
-    return all(t.data_ptr() % 16 == 0 and dim * t.element_size() % 16 == 0 for t in given)
-
-
 def _warps(block: int, registers: int) -> int:
     """As few warps as hold `registers` fp32 rows of a block: one, without a reduction between warps, if it can be."""
     return min(32, max(1, triton.next_power_of_2(block * registers) // (32 * 128)))
@@ -312,10 +266,13 @@ def read(
     eps: float,
     out_eps: float,
     keep: bool,
+    bank: Tensor | None = None,
+    bank_lse: Tensor | None = None,
 ) -> Result:
     """W mixtures of the sources [..., D], the last of which is sources[-1] + add if that is given.
 
-    u, gain: [W, D] fp32. keep: also what the backward needs.
+    u, gain: [W, D] fp32. keep: also what the backward needs. bank, bank_lse: the mixture of further sources that one way
+    has already read, [N, D] fp32 with its log-sum-exp [N]; s is then that of the others.
     """
     first, n, (ways, dim) = sources[-1], len(sources), u.shape
     tokens = first.numel() // dim
@@ -326,18 +283,22 @@ def read(
     fresh = torch.empty_like(first) if add is not None else None
     if tokens:
         block = triton.next_power_of_2(dim)
-        table = _address_table(tuple(v.data_ptr() for v in sources), first.device)
+        table = address_table(tuple(v.data_ptr() for v in sources), first.device)
         _read_kernel[(tokens,)](
-            table, first if add is None else add, first if fresh is None else fresh, u, u if gain is None else gain,
+            table, first if add is None else add, first if fresh is None else fresh, u if bank is None else bank,
+            u if bank_lse is None else bank_lse, u, u if gain is None else gain,
             *_three(y), *_three(o or y), s, lse, tokens, n, eps, out_eps,
-            D=dim, BD=block, WAYS=ways, ADD=int(add is not None), NORM=gain is not None, KEEP=keep,
-            ALIGNED=_aligned(dim, sources), STAGES=4, num_warps=_warps(block, 1 + ways),
+            D=dim, BD=block, WAYS=ways, ADD=int(add is not None), BANK=bank is not None, NORM=gain is not None, KEEP=keep,
+            ALIGNED=aligned(dim, sources), STAGES=4, num_warps=_warps(block, 1 + ways),
         )  # fmt: skip
     return Result(y, o, s, lse, fresh)
 
 
 def _three(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     return (tensors[0], tensors[-1], tensors[-1]) if len(tensors) < 3 else (tensors[0], tensors[1], tensors[2])
+
+
+GROUP = 4  # sites that look at older sources together, and sources whose gradients are computed together
 
 
 class Newest(NamedTuple):
@@ -419,9 +380,6 @@ class Source(NamedTuple):
     need_dv: bool = True
 
 
-MAX_SOURCES = 4  # whose rows and gradients fit in registers together
-
-
 def source_backward(
     sources: Sequence[Source], readers: Sequence[Reader], eps: float, need_du: bool
 ) -> tuple[list[Tensor | None], Tensor | None]:
@@ -444,11 +402,11 @@ def source_backward(
         ]
         columns = ((x.do.data_ptr(), x.s.data_ptr(), x.ld.data_ptr(), x.u.data_ptr(), int(x.several)) for x in readers)
         _source_backward_kernel[(tokens,)](
-            _address_table(tuple(0 if a is None else a.data_ptr() for row in rows for a in row), v.device),
-            _address_table(tuple(a for column in columns for a in column), v.device),
+            address_table(tuple(0 if a is None else a.data_ptr() for row in rows for a in row), v.device),
+            address_table(tuple(a for column in columns for a in column), v.device),
             v, ds[0, 0], ds[0, -1], tokens, n, eps,
             D=dim, BD=block, S=len(sources), SPLIT=split,
-            ALIGNED=_aligned(dim, *rows, [x.do for x in readers], [x.u for x in readers]),
+            ALIGNED=aligned(dim, *rows, [x.do for x in readers], [x.u for x in readers]),
             num_warps=_warps(block, 2 * len(sources)), num_stages=1,
         )  # fmt: skip
     if not need_du:

@@ -1,0 +1,128 @@
+"""Depth tiling: what a group of sites sees of the sources before it, each of which is read once for the whole group.
+
+scores      the logits of a source for many queries: a thin matrix product
+make_bank   the mixtures of the older sources for up to four queries in a row
+"""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from depthmix.ops.addresses import address_table, aligned
+from depthmix.ops.depth_attention.triton import GROUP, load_row
+
+
+@triton.jit(do_not_specialize=["N", "n", "rows"])
+def _scores_kernel(
+    table, u_high, u_low, s, like, N: tl.int64, n: tl.int32, rows: tl.int32, eps,
+    D: tl.constexpr, BT: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    i = tl.program_id(1)
+    t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
+    row = tl.arange(0, BR)
+    base = tl.load(table + i).to(tl.pointer_type(like.dtype.element_ty))
+    dots, squares = tl.zeros([BT, BR], tl.float32), tl.zeros([BT], tl.float32)
+    for k in range(0, D, BK):
+        d = k + tl.arange(0, BK)
+        at = base + t[:, None] * D + d[None, :]
+        if ALIGNED:
+            at = tl.multiple_of(at, (1, 16))
+        v = tl.load(at, mask=(t < N)[:, None] & (d < D)[None, :], other=0.0)
+        inside = (row < rows)[:, None] & (d < D)[None, :]
+        u = tl.load(u_high + row[:, None] * D + d[None, :], mask=inside, other=0.0)
+        dots = tl.dot(v, tl.trans(u), dots, input_precision="ieee")
+        if SPLIT:
+            u = tl.load(u_low + row[:, None] * D + d[None, :], mask=inside, other=0.0)
+            dots = tl.dot(v, tl.trans(u), dots, input_precision="ieee")
+        v = v.to(tl.float32)
+        squares += tl.sum(v * v, 1)
+    dots = dots * tl.rsqrt(squares / D + eps)[:, None]
+    at = s + (row.to(tl.int64)[None, :] * n + i) * N + t[:, None]
+    tl.store(at, dots, mask=(t < N)[:, None] & (row < rows)[None, :])
+
+
+@triton.jit
+def _log_sum(table, n, t, N, j, BN: tl.constexpr):
+    """The log-sum-exp of row j's logits over all sources of one token."""
+    i = tl.arange(0, BN)
+    at = tl.load(table + 2 * i + 1, mask=i < n, other=0).to(tl.pointer_type(tl.float32)) + j * (4 * N) + t
+    s = tl.load(at, mask=i < n, other=float("-inf"))
+    top = tl.max(s, 0)
+    return top + tl.log(tl.sum(tl.exp(s - top), 0))
+
+
+@triton.jit(do_not_specialize=["N", "n"])
+def _bank_kernel(
+    table, bank, lse, like, N: tl.int64, n: tl.int32,
+    D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    t = tl.program_id(0).to(tl.int64)
+    d = tl.program_id(1) * BD + tl.arange(0, BD)
+    ok = d < D
+    first = tl.program_id(1) == 0
+    l0, l1 = _log_sum(table, n, t, N, 0, BN), _log_sum(table, n, t, N, 1, BN)
+    tl.store(lse + t, l0, mask=first)
+    tl.store(lse + N + t, l1, mask=first)
+    acc0, acc1 = tl.zeros([BD], tl.float32), tl.zeros([BD], tl.float32)
+    if ROWS > 2:
+        l2, acc2 = _log_sum(table, n, t, N, 2, BN), tl.zeros([BD], tl.float32)
+        tl.store(lse + 2 * N + t, l2, mask=first)
+    if ROWS > 3:
+        l3, acc3 = _log_sum(table, n, t, N, 3, BN), tl.zeros([BD], tl.float32)
+        tl.store(lse + 3 * N + t, l3, mask=first)
+    for i in tl.range(0, n, num_stages=STAGES):
+        v = load_row(tl.load(table + 2 * i), t, d, D, like, ALIGNED, ok)
+        s = tl.load(table + 2 * i + 1).to(tl.pointer_type(tl.float32)) + t
+        acc0 += tl.exp(tl.load(s) - l0) * v
+        acc1 += tl.exp(tl.load(s + 4 * N) - l1) * v
+        if ROWS > 2:
+            acc2 += tl.exp(tl.load(s + 8 * N) - l2) * v
+        if ROWS > 3:
+            acc3 += tl.exp(tl.load(s + 12 * N) - l3) * v
+    out = bank + t * D + d
+    tl.store(out, acc0, mask=ok)
+    tl.store(out + N * D, acc1, mask=ok)
+    if ROWS > 2:
+        tl.store(out + 2 * N * D, acc2, mask=ok)
+    if ROWS > 3:
+        tl.store(out + 3 * N * D, acc3, mask=ok)
+
+
+def scores(queries: Tensor, sources: Sequence[Tensor], eps: float) -> Tensor:
+    """Logits of up to GROUP sources for all the queries [R, D], each source read once: [R, GROUP, N]."""
+    v, (rows, dim) = sources[0], queries.shape
+    tokens, kind = v.numel() // dim, v.dtype
+    out = torch.empty(rows, GROUP, tokens, dtype=torch.float32, device=v.device)
+    high = queries.to(kind)
+    low = (queries - high.float()).to(kind)  # so that nothing of a query is lost in half precision
+    table = address_table(tuple(x.data_ptr() for x in sources), v.device)
+    for at in range(0, rows, 128):
+        n = min(128, rows - at)
+        _scores_kernel[(triton.cdiv(tokens, 64), len(sources))](
+            table, high[at:], low[at:], out[at:], v, tokens, GROUP, n, eps,
+            D=dim, BT=64, BR=max(16, triton.next_power_of_2(n)), BK=min(64, max(16, triton.next_power_of_2(dim))),
+            SPLIT=kind != torch.float32, ALIGNED=aligned(dim, sources), num_warps=4,
+        )  # fmt: skip
+    return out
+
+
+def make_bank(logits: Sequence[Tensor], sources: Sequence[Tensor], rows: int) -> tuple[Tensor, Tensor]:
+    """The mixtures of the sources that `rows` (2 to GROUP) queries in a row see, [rows, N, D] fp32, and their log-sum-exp.
+
+    logits: of each source for the first of these queries, [N], a row of what `scores` returned.
+    """
+    v = sources[0]
+    dim = v.shape[-1]
+    tokens, block = v.numel() // dim, min(512, triton.next_power_of_2(dim))
+    bank = torch.empty(rows, tokens, dim, dtype=torch.float32, device=v.device)
+    lse = torch.empty(rows, tokens, dtype=torch.float32, device=v.device)
+    pairs = [(x.data_ptr(), s.data_ptr()) for x, s in zip(sources, logits, strict=True)]
+    _bank_kernel[(tokens, triton.cdiv(dim, block))](
+        address_table(tuple(a for pair in pairs for a in pair), v.device), bank, lse, v, tokens, len(sources),
+        D=dim, BD=block, BN=triton.next_power_of_2(len(sources)), ROWS=rows, ALIGNED=aligned(dim, sources), STAGES=3,
+        num_warps=1,
+    )  # fmt: skip
+    return bank, lse

@@ -1,0 +1,94 @@
+"""Depth tiling: sources before a group of sites are read once for the whole group, and nothing changes but the time."""
+
+import importlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from ops.test_source_major import Results, Stack, assert_as_reference, backward, cotangent, leaves, plain, tokens
+
+op = importlib.import_module("depthmix.ops.depth_attention.op")
+source_major = importlib.import_module("depthmix.ops.depth_attention.source_major")
+
+
+@pytest.fixture(autouse=True)
+def groups(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Groups from the first that can be, at any number of tokens; the rows at which one began are noted, and there must be some."""
+    monkeypatch.setattr(op, "FAR_TOKENS", 1)
+    monkeypatch.setattr(op, "FAR_SOURCES", 4)
+    begun: list[int] = []
+    look_ahead = source_major.look_ahead
+
+    def noted(queries: Tensor, row: int, *rest: Any) -> Any:
+        begun.append(row)
+        return look_ahead(queries, row, *rest)
+
+    monkeypatch.setattr(source_major, "look_ahead", noted)
+    yield begun
+    assert begun
+
+
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("n_blocks", [3, 5, 6])  # the last group has three sites, three, and one
+def test_every_gradient(n_blocks: int, norm: bool, groups: list[int]) -> None:
+    assert_as_reference(plain, tokens(shape=(2, 24)), n_blocks=n_blocks, norm=norm, tol=4e-6)
+    assert groups == list(range(4, 2 * n_blocks, 4))
+
+
+def test_without_gradients() -> None:
+    def forward(stack: Stack, x: Tensor) -> Results:
+        with torch.no_grad():
+            return [stack(x)]
+
+    assert_as_reference(forward, tokens(shape=(3, 24)), n_blocks=4)
+
+
+def test_half_precision() -> None:
+    """One rounding: what the first site of a group worked out for the others is kept in fp32."""
+    assert_as_reference(plain, tokens(dtype=torch.float16), n_blocks=4, tol=8e-3)
+
+
+def test_whole_blocks_checkpointed() -> None:
+    def scenario(stack: Stack, x: Tensor) -> Results:
+        state = stack.mixer.start(x)
+        for site in range(stack.mixer.n_sites):
+            state = checkpoint(stack.step, state, site, use_reentrant=False)
+        return backward(stack, x, stack.mixer.finish(state))
+
+    assert_as_reference(scenario, tokens(), n_blocks=4, norm=True, tol=4e-6)
+
+
+def test_twice_and_in_part() -> None:
+    """A second backward over the same graph, and one that asks only for the queries."""
+
+    def scenario(stack: Stack, x: Tensor) -> Results:
+        out = stack(x)
+        wanted, found = leaves(stack, x), []
+        for _ in range(2):
+            found += torch.autograd.grad(out, wanted, cotangent(out), retain_graph=True, allow_unused=True)
+        return [*found, *torch.autograd.grad(out, [stack.mixer.query], cotangent(out, 5))]
+
+    assert_as_reference(scenario, tokens(), n_blocks=4, tol=4e-6)
+
+
+def test_a_fork_in_the_middle_of_a_group() -> None:
+    """Two stacks that part after the group has begun."""
+
+    def scenario(stack: Stack, x: Tensor) -> Results:
+        state = stack.mixer.start(x)
+        for site in range(5):
+            state = stack.step(state, site)
+        ends = []
+        for scale in (1.0, -0.5):
+            fork = state
+            for site in range(5, stack.mixer.n_sites):
+                y = stack.sublayer(site, stack.read(fork, site)) * scale
+                fork = stack.mixer.write(fork, site, y)
+            ends.append(stack.mixer.finish(fork))
+        return backward(stack, x, ends[0] + 2 * ends[1])
+
+    assert_as_reference(scenario, tokens(), n_blocks=4, tol=4e-6)
