@@ -92,3 +92,13 @@ def test_a_fork_in_the_middle_of_a_group() -> None:
         return backward(stack, x, ends[0] + 2 * ends[1])
 
     assert_as_reference(scenario, tokens(), n_blocks=4, tol=4e-6)
+
+
+@pytest.mark.parametrize("site", [4, 5, 7, 8])
+def test_the_gradient_of_one_output(site: int) -> None:
+    """No later read is in the graph: the newest source's gradient is computed at once, beside a mixture of older ones."""
+
+    def scenario(stack: Stack, x: Tensor) -> Results:
+        return backward(stack, x, stack.outputs(x)[site])
+
+    assert_as_reference(scenario, tokens(), n_blocks=5, norm=True, tol=4e-6)

@@ -175,7 +175,7 @@ def _backward(ctx: Any, saved: Sequence[Tensor], grads: Sequence[Tensor | None])
         for w, d in enumerate(dy):
             d = torch.zeros_like(fresh) if d is None else d.contiguous()
             k = None if gain is None else gain[w]
-            ways.append(triton.read_backward(d, o[w], u[w], k, s[w], lse[w], newest, eps, out_eps, store))
+            ways.append(triton.read_backward(d, o[w], u[w], k, s[w], lse[w], newest, eps, out_eps, store, ctx.n > 1))
         dgain = None if gain is None else torch.stack([x.dgain for x in ways])
         reading = Reading([x.do for x in ways], s, ctx.far, ctx.n, [x.ld for x in ways], u, ctx.row, ctx.queries)
         for i, maker in makers:

@@ -330,12 +330,14 @@ def read_backward(
     eps: float,
     out_eps: float,
     store: bool,
+    several: bool = True,
 ) -> ReadGradients:
     """Gradients of one way, with result o before the norm, given that of its output.
 
-    u, gain: [D]; s: logits [n, N]; lse: [N]. store: also do and δ, which the other sources need.
+    u, gain: [D]; s: logits [n, N], the newest source's last; lse: [N]. store: also do and δ, which the other sources need.
+    several: sources were read, those in a bank included: the weight of an only one is 1 whatever its logit.
     """
-    dim, (n, tokens) = u.shape[0], s.shape
+    dim, tokens = u.shape[0], s.shape[1]
     do = torch.empty_like(dy) if store and gain is not None else dy
     ld = torch.empty(2, tokens if store else 0, dtype=torch.float32, device=dy.device)
     dv = torch.empty_like(dy) if newest is not None and newest.need_dv else None
@@ -352,7 +354,7 @@ def read_backward(
     _read_backward_kernel[(programs,)](
         dy, o, do, u, u if gain is None else gain, s[-1], lse, ld, dy if newest is None else newest.v,
         newest.g if newest is not None and newest.g is not None else dy, dy if dv is None else dv, part,
-        tokens, int(n > 1), eps, out_eps,
+        tokens, int(several), eps, out_eps,
         D=dim, BD=block, NORM=gain is not None, STORE=store, LOCAL=newest is not None, HAS_G=has_g,
         NEED_DV=dv is not None, STAGES=3, num_warps=warps,
     )  # fmt: skip
