@@ -16,8 +16,8 @@ import torch
 from benchmarks import check
 from benchmarks.options import Options, backend
 from benchmarks.report import Report
-from benchmarks.step import TIGHT, arm_errors, random_data
-from benchmarks.timing import Mark, Run, interleaved
+from benchmarks.step import TIGHT, arm_errors, random_data, steps_of
+from benchmarks.timing import Run, interleaved
 from depthmix.cli import build_config
 from depthmix.study.arms import check_arms, parse_arms
 from depthmix.train.config import CompareConfig, TrainConfig
@@ -66,19 +66,6 @@ def demo_config() -> TrainConfig:
     kept = {f.name: getattr(recipe, f.name) for f in dataclasses.fields(TrainConfig)}
     own = {"data": "random tokens", "device": "cpu", "precision": "fp32", "steps": 10**6, "quiet": True}
     return TrainConfig(**{**kept, **own})
-
-
-def steps_of(trainer: Trainer) -> Run:
-    """A run that takes the trainer's next step."""
-    done = 0
-
-    def run(mark: Mark) -> None:
-        nonlocal done
-        trainer.step(done)
-        done += 1
-        mark()
-
-    return run
 
 
 @contextmanager

@@ -98,7 +98,7 @@ def _case(
     for arm in arms:
         with options.device:  # drawing a billion weights on the CPU takes longer than all the rest
             trainer = Trainer(_of(config, arm), data, options.device)
-        runs[arm.label] = _run(trainer)
+        runs[arm.label] = steps_of(trainer)
         seconds = Clock(options.device).seconds(lambda run=runs[arm.label]: run(lambda: None))  # type: ignore[misc]
         report.add(case, arm.label, "first step", seconds, "s")
     timings = interleaved(runs, options.repeats, options.warmup, options.device)
@@ -114,7 +114,8 @@ def _of(config: TrainConfig, arm: Arm) -> TrainConfig:
     return dataclasses.replace(config, mixer=arm.name, mixer_options=arm.options)
 
 
-def _run(trainer: Trainer) -> Run:
+def steps_of(trainer: Trainer) -> Run:
+    """A run that takes the trainer's next step."""
     done = 0
 
     def run(mark: Mark) -> None:

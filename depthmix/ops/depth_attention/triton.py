@@ -29,12 +29,14 @@ def load_row(address, t, d, D: tl.constexpr, like, ALIGNED: tl.constexpr, mask):
 
 
 @triton.jit
-def _attend(v, r, u, m, z, acc):
-    """One more source in a running softmax: its logit, and the new maximum, sum and weighted sum."""
+def _attend(v, r, u, m, z, acc, at, KEEP: tl.constexpr):
+    """One more source in a running softmax: the new maximum, sum and weighted sum; its logit is stored."""
     s = tl.sum(v * u, 0) * r
+    if KEEP:
+        tl.store(at, s)
     top = tl.maximum(m, s)
     old, new = tl.exp(m - top), tl.exp(s - top)
-    return s, top, z * old + new, acc * old + new * v
+    return top, z * old + new, acc * old + new * v
 
 
 @triton.jit
@@ -71,15 +73,10 @@ def _read_kernel(
         v = load_row(tl.load(table + i), t, d, D, y0, ALIGNED, ok)
         r = tl.rsqrt(tl.sum(v * v, 0) / D + eps)
         at = s + i * N + t
-        s0, m0, z0, acc0 = _attend(v, r, u0, m0, z0, acc0)
-        if KEEP:
-            tl.store(at, s0)
+        m0, z0, acc0 = _attend(v, r, u0, m0, z0, acc0, at, KEEP)
         if WAYS == 3:
-            s1, m1, z1, acc1 = _attend(v, r, u1, m1, z1, acc1)
-            s2, m2, z2, acc2 = _attend(v, r, u2, m2, z2, acc2)
-            if KEEP:
-                tl.store(at + way, s1)
-                tl.store(at + 2 * way, s2)
+            m1, z1, acc1 = _attend(v, r, u1, m1, z1, acc1, at + way, KEEP)
+            m2, z2, acc2 = _attend(v, r, u2, m2, z2, acc2, at + 2 * way, KEEP)
     if ADD:
         v = load_row(tl.load(table + n - 1), t, d, D, y0, ALIGNED, ok) + tl.load(add + t * D + d, mask=ok, other=0.0)
         v = v.to(fresh.dtype.element_ty)
@@ -87,15 +84,10 @@ def _read_kernel(
         v = v.to(tl.float32)
         r = tl.rsqrt(tl.sum(v * v, 0) / D + eps)
         at = s + (n - 1) * N + t
-        s0, m0, z0, acc0 = _attend(v, r, u0, m0, z0, acc0)
-        if KEEP:
-            tl.store(at, s0)
+        m0, z0, acc0 = _attend(v, r, u0, m0, z0, acc0, at, KEEP)
         if WAYS == 3:
-            s1, m1, z1, acc1 = _attend(v, r, u1, m1, z1, acc1)
-            s2, m2, z2, acc2 = _attend(v, r, u2, m2, z2, acc2)
-            if KEEP:
-                tl.store(at + way, s1)
-                tl.store(at + 2 * way, s2)
+            m1, z1, acc1 = _attend(v, r, u1, m1, z1, acc1, at + way, KEEP)
+            m2, z2, acc2 = _attend(v, r, u2, m2, z2, acc2, at + 2 * way, KEEP)
     _deliver(z0, acc0, y0, o0, gain, t * D, d, ok, out_eps, D, NORM, KEEP)
     if KEEP:
         tl.store(lse + t, m0 + tl.log(z0))
