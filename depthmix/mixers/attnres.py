@@ -19,7 +19,7 @@ from depthmix.mixers.options import OptionError, at_least
 from depthmix.mixers.state import State, register_state
 from depthmix.ops import depth_attention, depth_sum
 from depthmix.ops.backend import choose
-from depthmix.ops.depth_attention.op import collect_queries, far_sources, read_sources, why_unsupported
+from depthmix.ops.depth_attention.op import collect_queries, far_sources, known_sources, read_sources, why_unsupported
 from depthmix.ops.depth_attention.reference import weighted_sum
 from depthmix.ops.norm import eps_of, is_plain_rms_norm
 from depthmix.ops.precision import rms_normalize
@@ -31,7 +31,7 @@ class Tape(NamedTuple):
     queries: Tensor  # [R, D], key gains included, the ways of a site side by side
     blocks: tuple[Tensor, ...]
     partial: Tensor | None
-    far: Any = None  # what source_major.look_ahead found for the current group of sites
+    far: Any = None  # what far_sources or known_sources found for the sites to come
 
 
 @register_state
@@ -186,8 +186,9 @@ class AttnRes(Mixer):
         newest, add = (state.pending, None) if tape.partial is None else (tape.partial, state.pending)
         sources = (*self._windowed(tape.blocks), newest)
         gain = None if out_gain is None else out_gain.float()
-        if self.block_size == 1 and self.n_ways == 1 and self.window is None:
-            tape = tape._replace(far=far_sources(tape.queries, row, sources[:-1], tape.far, self.eps))
+        ahead = known_sources if self.n_ways > 1 else far_sources if self.block_size == 1 else None
+        if ahead is not None and self.window is None:
+            tape = tape._replace(far=ahead(tape.queries, row, sources[:-1], tape.far, self.eps))
         h, newest = read_sources(tape.queries, row, ways, sources, add, gain, self.eps, out_eps, tape.far)
         state.leave_note((newest, tape))
         return tuple(h)

@@ -17,17 +17,20 @@ source_major = importlib.import_module("depthmix.ops.depth_attention.source_majo
 
 @pytest.fixture(autouse=True)
 def groups(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """Groups from the first that can be, at any number of tokens; the rows at which one began are noted, and there must be some."""
+    """Groups from the first that can be, at any number of tokens; the rows that looked ahead are noted, and there must be some."""
     monkeypatch.setattr(op, "FAR_TOKENS", 1)
     monkeypatch.setattr(op, "FAR_SOURCES", 4)
     begun: list[int] = []
-    look_ahead = source_major.look_ahead
 
-    def noted(queries: Tensor, row: int, *rest: Any) -> Any:
-        begun.append(row)
-        return look_ahead(queries, row, *rest)
+    def noted(function: Any) -> Any:
+        def wrapped(queries: Tensor, row: int, *rest: Any) -> Any:
+            begun.append(row)
+            return function(queries, row, *rest)
 
-    monkeypatch.setattr(source_major, "look_ahead", noted)
+        return wrapped
+
+    for name in ("look_ahead", "know"):
+        monkeypatch.setattr(source_major, name, noted(getattr(source_major, name)))
     yield begun
     assert begun
 
@@ -39,30 +42,44 @@ def test_every_gradient(n_blocks: int, norm: bool, groups: list[int]) -> None:
     assert groups == list(range(4, 2 * n_blocks, 4))
 
 
-def test_without_gradients() -> None:
+WAYS: list[dict[str, Any]] = [{"ways": 3}, {"ways": 3, "block_size": 2}, {"ways": 3, "block_size": 3, "norm": True}]
+
+
+@pytest.mark.parametrize("options", WAYS, ids=str)
+def test_every_gradient_of_several_ways(options: dict[str, Any], groups: list[int]) -> None:
+    """Of finished sources every later row knows the logits; only those of the newest are left to a read."""
+    assert_as_reference(plain, tokens(shape=(2, 24)), n_blocks=4, tol=4e-6, **options)
+    assert groups == sorted({*range(3, 16, 4), *range(4, 17, 4)})
+
+
+@pytest.mark.parametrize("options", [{}, *WAYS], ids=str)
+def test_without_gradients(options: dict[str, Any]) -> None:
     def forward(stack: Stack, x: Tensor) -> Results:
         with torch.no_grad():
             return [stack(x)]
 
-    assert_as_reference(forward, tokens(shape=(3, 24)), n_blocks=4)
+    assert_as_reference(forward, tokens(shape=(3, 24)), n_blocks=4, **options)
 
 
-def test_half_precision() -> None:
+@pytest.mark.parametrize("options", [{}, *WAYS], ids=str)
+def test_half_precision(options: dict[str, Any]) -> None:
     """One rounding: what the first site of a group worked out for the others is kept in fp32."""
-    assert_as_reference(plain, tokens(dtype=torch.float16), n_blocks=4, tol=8e-3)
+    assert_as_reference(plain, tokens(dtype=torch.float16), n_blocks=4, tol=8e-3, **options)
 
 
-def test_whole_blocks_checkpointed() -> None:
+@pytest.mark.parametrize("options", [{"norm": True}, *WAYS], ids=str)
+def test_whole_blocks_checkpointed(options: dict[str, Any]) -> None:
     def scenario(stack: Stack, x: Tensor) -> Results:
         state = stack.mixer.start(x)
         for site in range(stack.mixer.n_sites):
             state = checkpoint(stack.step, state, site, use_reentrant=False)
         return backward(stack, x, stack.mixer.finish(state))
 
-    assert_as_reference(scenario, tokens(), n_blocks=4, norm=True, tol=4e-6)
+    assert_as_reference(scenario, tokens(), n_blocks=4, tol=4e-6, **options)
 
 
-def test_twice_and_in_part() -> None:
+@pytest.mark.parametrize("options", [{}, *WAYS], ids=str)
+def test_twice_and_in_part(options: dict[str, Any]) -> None:
     """A second backward over the same graph, and one that asks only for the queries."""
 
     def scenario(stack: Stack, x: Tensor) -> Results:
@@ -72,10 +89,11 @@ def test_twice_and_in_part() -> None:
             found += torch.autograd.grad(out, wanted, cotangent(out), retain_graph=True, allow_unused=True)
         return [*found, *torch.autograd.grad(out, [stack.mixer.query], cotangent(out, 5))]
 
-    assert_as_reference(scenario, tokens(), n_blocks=4, tol=4e-6)
+    assert_as_reference(scenario, tokens(), n_blocks=4, tol=4e-6, **options)
 
 
-def test_a_fork_in_the_middle_of_a_group() -> None:
+@pytest.mark.parametrize("options", [{}, *WAYS], ids=str)
+def test_a_fork_in_the_middle_of_a_group(options: dict[str, Any]) -> None:
     """Two stacks that part after the group has begun."""
 
     def scenario(stack: Stack, x: Tensor) -> Results:
@@ -91,7 +109,7 @@ def test_a_fork_in_the_middle_of_a_group() -> None:
             ends.append(stack.mixer.finish(fork))
         return backward(stack, x, ends[0] + 2 * ends[1])
 
-    assert_as_reference(scenario, tokens(), n_blocks=4, tol=4e-6)
+    assert_as_reference(scenario, tokens(), n_blocks=4, tol=4e-6, **options)
 
 
 @pytest.mark.parametrize("site", [4, 5, 7, 8])

@@ -19,6 +19,10 @@ _library.define(  # of what is left when the mixture of older sources is known; 
     "depth_read_near(Tensor u, Tensor[] sources, Tensor? add, Tensor? gain, float eps, float out_eps, bool keep,"
     " Tensor bank, Tensor bank_lse) -> (Tensor[] y, Tensor[] o, Tensor s, Tensor lse, Tensor fresh)"
 )
+_library.define(  # of which all logits but the newest source's are known; source_major.py differentiates it
+    "depth_read_known(Tensor u, Tensor[] sources, Tensor[] logits, Tensor? add, Tensor? gain, float eps, float out_eps,"
+    " bool keep) -> (Tensor[] y, Tensor[] o, Tensor s, Tensor lse, Tensor fresh)"
+)
 _library.define(
     "depth_read_backward(Tensor[] dy, Tensor[] o, Tensor u, Tensor? gain, Tensor s, Tensor lse, Tensor[] sources,"
     " Tensor? g, float eps, float out_eps) -> (Tensor[] dv, Tensor du, Tensor dgain)"
@@ -38,6 +42,23 @@ def _read(
     add, gain = (None if t is None else t.contiguous() for t in (add, gain))
     y, o, s, lse, fresh = triton.read(u, sources, add, gain, eps, out_eps, keep, bank, bank_lse)
     return y, o, s, lse, u.new_empty(0) if fresh is None else fresh
+
+
+def _read_known(
+    u: Tensor, sources: list[Tensor], logits: list[Tensor], add: Tensor | None, gain: Tensor | None,
+    eps: float, out_eps: float, keep: bool,
+) -> Read:  # fmt: skip
+    from depthmix.ops.depth_attention import tiling
+
+    y, o, s, lse, fresh = tiling.read_known(u.contiguous(), sources, logits, add, gain, eps, out_eps, keep)
+    return y, o, s, lse, u.new_empty(0) if fresh is None else fresh
+
+
+def _read_known_fake(
+    u: Tensor, sources: list[Tensor], logits: list[Tensor], add: Tensor | None, gain: Tensor | None,
+    eps: float, out_eps: float, keep: bool,
+) -> Read:  # fmt: skip
+    return _read_fake(u, sources[-1:], add, gain, eps, out_eps, keep)
 
 
 def _read_fake(
@@ -77,7 +98,7 @@ def _read_backward(
     dv: list[Tensor] = []
     du = torch.zeros_like(u)
     for i, v in enumerate(sources):
-        readers = [triton.Reader(x.do, s[w, i], x.ld, u[w], len(sources) > 1) for w, x in enumerate(found)]
+        readers = [triton.Reader(x.do, [s[w, i]], x.ld, u[w], len(sources) > 1) for w, x in enumerate(found)]
         source = triton.Source(v, g if i == len(sources) - 1 else None)
         (d,), part = triton.source_backward([source], readers, eps, need_du=True)
         assert d is not None
@@ -98,9 +119,11 @@ def _read_backward_fake(
 for _device in ("CUDA", "CPU"):  # CPU: in Triton's interpreter
     _library.impl("depth_read", _read, _device)
     _library.impl("depth_read_near", _read, _device)
+    _library.impl("depth_read_known", _read_known, _device)
     _library.impl("depth_read_backward", _read_backward, _device)
 torch.library.register_fake("depthmix::depth_read", _read_fake, lib=_library)
 torch.library.register_fake("depthmix::depth_read_near", _read_fake, lib=_library)
+torch.library.register_fake("depthmix::depth_read_known", _read_known_fake, lib=_library)
 torch.library.register_fake("depthmix::depth_read_backward", _read_backward_fake, lib=_library)
 
 

@@ -213,10 +213,10 @@ def read_sources(
 
     queries: [R, D] fp32, key gains included. gain: [W, D] of the norm that follows, or None. A stack of reads is
     differentiated in source-major order if `queries` came through `collect_queries`, the sources are newest sources that
-    earlier reads returned, and nothing is being compiled. far: what source_major.look_ahead found for this row's group.
+    earlier reads returned, and nothing is being compiled. far: what `far_sources` or `known_sources` found for this row.
     The caller has checked that the kernels can do it.
     """
-    from depthmix.ops.depth_attention.source_major import ReadSources
+    from depthmix.ops.depth_attention.source_major import ReadSources, read
 
     queries, sources = queries.contiguous(), [v.contiguous() for v in sources]
     add, gain = (None if t is None else t.contiguous() for t in (add, gain))
@@ -225,12 +225,7 @@ def read_sources(
     if wanted and not torch.compiler.is_compiling():
         *y, fresh = ReadSources.apply((row, ways), (eps, out_eps), far, queries, gain, add, *sources)
         return y, fresh
-    u = queries[row : row + ways]
-    if far is None:
-        y, _, _, _, fresh = torch.ops.depthmix.depth_read(u, sources, add, gain, eps, out_eps, wanted)
-    else:
-        near, *bank = far.of(row, sources)
-        y, _, _, _, fresh = torch.ops.depthmix.depth_read_near(u, near, add, gain, eps, out_eps, wanted, *bank)
+    (y, _, _, _, fresh), _ = read(queries, row, ways, sources, far, add, gain, eps, out_eps, wanted)
     return y, sources[-1] if add is None else fresh
 
 
@@ -244,14 +239,28 @@ def far_sources(queries: Tensor, row: int, olds: Sequence[Tensor], far: Any, eps
     queries are known beforehand, so the first site of a group reads the older sources once for the whole group.
     """
     from depthmix.ops.depth_attention.source_major import look_ahead
-    from depthmix.ops.depth_attention.triton import GROUP
+    from depthmix.ops.depth_attention.tiling import GROUP
 
-    tokens = olds[0].numel() // olds[0].shape[-1] if olds else 0
-    if torch.compiler.is_compiling() or len(olds) != row or tokens < FAR_TOKENS:
+    if not _worth_it(olds) or len(olds) != row:
         return None
     if row % GROUP == 0 and FAR_SOURCES <= row <= len(queries) - 2:
         return look_ahead(queries, row, [v.contiguous() for v in olds], far, eps)
     return far if far is not None and far.row <= row < far.row + len(far.bank) else None
+
+
+def known_sources(queries: Tensor, row: int, olds: Sequence[Tensor], known: Any, eps: float) -> Any:
+    """The logits of the older sources of a row for all the rows from it on, for `read_sources`; None if that does not pay.
+
+    For reads of several ways, whose dot products would take longer than their memory. known: what the last call returned.
+    """
+    from depthmix.ops.depth_attention.source_major import know
+
+    return know(queries, row, [v.contiguous() for v in olds], known, eps) if _worth_it(olds) else None
+
+
+def _worth_it(olds: Sequence[Tensor]) -> bool:
+    tokens = olds[0].numel() // olds[0].shape[-1] if olds else 0
+    return tokens >= FAR_TOKENS and not torch.compiler.is_compiling()
 
 
 def collect_queries(queries: Tensor) -> Tensor:

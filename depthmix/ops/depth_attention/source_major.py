@@ -20,7 +20,7 @@ from depthmix.ops.depth_attention import library  # noqa: F401  (registers the o
 from depthmix.ops.depth_attention.reference import depth_attention_reference
 from depthmix.ops.precision import rms_normalize, without_autocast
 
-FEWEST_READERS = 4  # for which it pays to leave a source's gradient unfinished and take it up again
+FEWEST_READERS = 2  # for which it pays to leave a source's gradient unfinished and take it up again
 
 
 class Far(NamedTuple):
@@ -34,11 +34,30 @@ class Far(NamedTuple):
     bank: Tensor  # mixtures [rows, N, D] fp32
     lse: Tensor  # [rows, N]
 
-    def of(self, row: int, sources: Sequence[Tensor]) -> tuple[Sequence[Tensor], Tensor, Tensor]:
-        """What a row has still to read, and what it need not read: the mixture of the rest and its log-sum-exp."""
-        from depthmix.ops.depth_attention import triton
+    def logits(self, rows: int, ways: int) -> list[Tensor]:
+        """Of each older source for the queries that are so many rows from the end: [W, N]."""
+        return [s[_from_end(s, rows, ways), k] for s in self.scores for k in range(s.shape[1])]
 
-        return sources[triton.GROUP * len(self.scores) :], self.bank[row - self.row], self.lse[row - self.row]
+    def read(self, row: int, u: Tensor, sources: Sequence[Tensor], logits: list[Tensor], *rest: Any) -> Any:
+        bank, lse = self.bank[row - self.row], self.lse[row - self.row]
+        return torch.ops.depthmix.depth_read_near(u, sources[len(logits) :], *rest, bank, lse)
+
+
+class Known(NamedTuple):
+    """Logits of the sources that are finished for all the rows to come. A cache, like Far."""
+
+    scores: tuple[Tensor, ...]  # of each source for the rows from some row to the last: [R', N]
+
+    def logits(self, rows: int, ways: int) -> list[Tensor]:
+        """Of each older source for the queries that are so many rows from the end: [W, N]."""
+        return [s[_from_end(s, rows, ways)] for s in self.scores]
+
+    def read(self, row: int, u: Tensor, sources: Sequence[Tensor], logits: list[Tensor], *rest: Any) -> Any:
+        return torch.ops.depthmix.depth_read_known(u, sources, logits, *rest)
+
+
+def _from_end(scores: Tensor, rows: int, ways: int) -> slice:
+    return slice(len(scores) - rows, len(scores) - rows + ways)
 
 
 def look_ahead(queries: Tensor, row: int, sources: Sequence[Tensor], before: Far | None, eps: float) -> Far:
@@ -49,15 +68,35 @@ def look_ahead(queries: Tensor, row: int, sources: Sequence[Tensor], before: Far
         known = () if before is None else before.scores
         groups = range(tiling.GROUP * len(known), len(sources), tiling.GROUP)
         new = (tiling.scores(queries[row:], sources[i : i + tiling.GROUP], eps) for i in groups)
-        scores = (*known, *new)
-        first = [_from_last(s, len(queries) - row)[k] for s in scores for k in range(tiling.GROUP)]
+        far = Far(row, (*known, *new), queries, queries)
+        first = [s[0] for s in far.logits(len(queries) - row, 1)]
         rows = min(tiling.GROUP, len(queries) - row)
-        return Far(row, scores, *tiling.make_bank(first, sources, rows))
+        return Far(row, far.scores, *tiling.make_bank(first, sources, rows))
 
 
-def _from_last(scores: Tensor, rows: int) -> Tensor:
-    """Logits for the row that is so many rows from the end: [GROUP, N]."""
-    return scores[len(scores) - rows]
+def know(queries: Tensor, row: int, sources: Sequence[Tensor], before: Known | None, eps: float) -> Known:
+    """Known for the read at a row, whose older sources these are; before: that of an earlier read."""
+    from depthmix.ops.depth_attention import tiling
+
+    with torch.no_grad():
+        known = () if before is None else before.scores
+        return Known((*known, *(tiling.scores(queries[row:], [v], eps).squeeze(1) for v in sources[len(known) :])))
+
+
+def read(
+    queries: Tensor,
+    row: int,
+    ways: int,
+    sources: Sequence[Tensor],
+    far: Far | Known | None,
+    *rest: Any,
+) -> tuple[Any, list[Tensor]]:
+    """What depth_read returns for queries[row : row + ways], and logits [W, N] of the sources that it did not look at."""
+    u = queries[row : row + ways]
+    if far is None:
+        return torch.ops.depthmix.depth_read(u, sources, *rest), []
+    logits = far.logits(len(queries) - row, ways)
+    return far.read(row, u, sources, logits, *rest), logits
 
 
 class Reading(NamedTuple):
@@ -65,7 +104,7 @@ class Reading(NamedTuple):
 
     do: list[Tensor]  # of each way, like a source
     s: Tensor  # logits [W, n, N], of the sources after those that `far` holds
-    far: list[Tensor]  # logits [GROUP, N] of every GROUP sources before them
+    far: list[Tensor]  # logits [W, N] of each of these
     n: int  # sources that were read
     ld: list[Tensor]  # log-sum-exp and δ of each way: [2, N]
     u: Tensor  # [W, D]
@@ -108,20 +147,14 @@ class ReadSources(torch.autograd.Function):
         ctx: Any,
         place: tuple[int, int],
         eps: tuple[float, float],
-        far: Far | None,
+        far: Far | Known | None,
         queries: Tensor,
         gain: Tensor | None,
         add: Tensor | None,
         *sources: Tensor,
     ) -> tuple[Tensor, ...]:
         row, ways = place
-        u = queries[row : row + ways]
-        if far is None:
-            y, o, s, lse, fresh = torch.ops.depthmix.depth_read(u, sources, add, gain, *eps, True)
-        else:
-            near, *bank = far.of(row, sources)
-            y, o, s, lse, fresh = torch.ops.depthmix.depth_read_near(u, near, add, gain, *eps, True, *bank)
-        ctx.far = [] if far is None else [_from_last(x, len(queries) - row) for x in far.scores]
+        (y, o, s, lse, fresh), ctx.far = read(queries, row, ways, sources, far, add, gain, *eps, True)
         fresh = sources[-1].detach() if add is None else fresh
         ctx.row, ctx.ways, ctx.eps, ctx.left, ctx.part, ctx.n = row, ways, eps, {}, {}, len(sources)
         ctx.hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
@@ -166,9 +199,9 @@ def _backward(ctx: Any, saved: Sequence[Tensor], grads: Sequence[Tensor | None])
     if any(d is not None for d in dy):
         makers = [(i, m) for i, m in enumerate(ctx.makers) if m is not None and torch._C._will_engine_execute_node(m)]
         local = [(i, next(local_sources)) for i, m in enumerate(ctx.makers) if m is None]
-        # One way and no later reader: the newest source's gradient is computed here, while its reader's is at hand.
-        at_once = ctx.ways == 1 and not left and task not in ctx.part
-        newest = triton.Newest(fresh, g, need_fresh) if at_once else None
+        # One way and no reader left: the newest source's gradient is computed here, while its reader's is at hand.
+        at_once = ctx.ways == 1 and not left
+        newest = triton.Newest(fresh, g, need_fresh, ctx.part.pop(task, None)) if at_once else None
         u = queries[ctx.row : ctx.row + ctx.ways]
         store = bool(makers or local or not at_once)
         ways = []
@@ -216,13 +249,13 @@ def _from_own_read(
     return dv, du
 
 
-def _readers(reading: Reading, i: int) -> list[Any]:
+def _readers(reading: Reading, *sources: int) -> list[Any]:
+    """The ways of a read, as these of its sources see them."""
     from depthmix.ops.depth_attention import triton
 
-    before = triton.GROUP * len(reading.far)
-    group, k = divmod(i, triton.GROUP)
-    s = reading.s[:, i - before :] if i >= before else reading.far[group][None, k:]
-    ways = zip(reading.do, s, reading.ld, reading.u, strict=True)
+    before = len(reading.far)
+    s = [reading.far[i] if i < before else reading.s[:, i - before] for i in sources]
+    ways = zip(reading.do, zip(*s, strict=True), reading.ld, reading.u, strict=True)
     return [triton.Reader(*way, several=reading.n > 1) for way in ways]
 
 
@@ -249,10 +282,10 @@ def _gradient_of_source(
         need_du = queries is not None and torch._C._will_engine_execute_node(queries)
         if not (need_du or need_dv):
             continue
-        older = _older_of_its_group(ctx, left, task) if need_dv and len(by_queries) == 1 else []
+        older = _older_of_its_pair(ctx, left, task) if need_dv and len(by_queries) == 1 else []
         sources = [triton.Source(x, None, m.part.pop(task, None), whole=False) for m, x in older]
         sources.append(triton.Source(v, g, part, need_dv=need_dv))
-        readers = [reader for reading, i in items for reader in _readers(reading, i - len(older))]
+        readers = [reader for reading, i in items for reader in _readers(reading, *range(i - len(older), i + 1))]
         found, du = triton.source_backward(sources, readers, ctx.eps[0], need_du)
         for (maker, _), d in zip(older, found, strict=False):
             maker.part[task] = d
@@ -266,29 +299,19 @@ def _gradient_of_source(
     return g
 
 
-def _older_of_its_group(ctx: Any, left: list[tuple[Reading, int]], task: int) -> list[tuple[Any, Tensor]]:
-    """Up to three older sources whose readers so far are those of this one, so that each reader is read once for all of them."""
+def _older_of_its_pair(ctx: Any, left: list[tuple[Reading, int]], task: int) -> list[tuple[Any, Tensor]]:
+    """The source before this one, if its readers so far are the same, so that each of them is read once for both."""
     from depthmix.ops.depth_attention import triton
 
-    found: list[tuple[Any, Tensor]] = []
-    if sum(len(reading.do) for reading, _ in left) < FEWEST_READERS:
-        return found
+    if ctx.n % triton.PAIR or sum(len(reading.do) for reading, _ in left) < FEWEST_READERS:
+        return []
+    maker = ctx.makers[-1]
+    # A maker in a checkpointed region recomputes what it saved, and only once.
+    if maker is None or maker.hooked or not torch._C._will_engine_execute_node(maker):
+        return []
     mine = sorted((id(reading), i) for reading, i in left)
-    group = (ctx.n - 1) % triton.GROUP  # sources of one group have their logits side by side
-    for back, maker in enumerate(reversed(ctx.makers[ctx.n - 1 - group :]), start=1):
-        # A maker in a checkpointed region recomputes what it saved, and only once.
-        if (
-            maker is None
-            or maker.hooked
-            or not torch._C._will_engine_execute_node(maker)
-            or not any(maker.needs_input_grad[5:])
-        ):
-            break
-        theirs = sorted((id(reading), i + back) for reading, i in maker.left.get(task, []))
-        if theirs != mine:
-            break
-        found.insert(0, (maker, maker.saved_tensors[0]))
-    return found
+    theirs = sorted((id(reading), i + 1) for reading, i in maker.left.get(task, []))
+    return [(maker, maker.saved_tensors[0])] if theirs == mine and any(maker.needs_input_grad[5:]) else []
 
 
 def _differentiable_backward(

@@ -1,7 +1,8 @@
-"""Depth tiling: what a group of sites sees of the sources before it, each of which is read once for the whole group.
+"""Depth tiling: the queries are known beforehand, so a source can be looked at once for many of the sites that will read it.
 
-scores      the logits of a source for many queries: a thin matrix product
-make_bank   the mixtures of the older sources for up to four queries in a row
+scores       the logits of a source for many queries: a thin matrix product
+make_bank    the mixtures of the older sources for up to four queries in a row
+read_known   a read whose older sources have known logits: plain weighted sums, without a dot product a source and way
 """
 
 from collections.abc import Sequence
@@ -12,7 +13,9 @@ import triton.language as tl
 from torch import Tensor
 
 from depthmix.ops.addresses import address_table, aligned
-from depthmix.ops.depth_attention.triton import GROUP, load_row
+from depthmix.ops.depth_attention.triton import Result, deliver, load_row, three
+
+GROUP = 4  # sites that look at older sources together
 
 
 @triton.jit(do_not_specialize=["N", "n", "rows"])
@@ -45,10 +48,10 @@ def _scores_kernel(
 
 
 @triton.jit
-def _log_sum(table, n, t, N, j, BN: tl.constexpr):
-    """The log-sum-exp of row j's logits over all sources of one token."""
+def _log_sum(table, n, at, BN: tl.constexpr):
+    """The log-sum-exp over all sources of the logits that lie at an offset from those in the table."""
     i = tl.arange(0, BN)
-    at = tl.load(table + 2 * i + 1, mask=i < n, other=0).to(tl.pointer_type(tl.float32)) + j * (4 * N) + t
+    at += tl.load(table + 2 * i + 1, mask=i < n, other=0).to(tl.pointer_type(tl.float32))
     s = tl.load(at, mask=i < n, other=float("-inf"))
     top = tl.max(s, 0)
     return top + tl.log(tl.sum(tl.exp(s - top), 0))
@@ -63,15 +66,15 @@ def _bank_kernel(
     d = tl.program_id(1) * BD + tl.arange(0, BD)
     ok = d < D
     first = tl.program_id(1) == 0
-    l0, l1 = _log_sum(table, n, t, N, 0, BN), _log_sum(table, n, t, N, 1, BN)
+    l0, l1 = _log_sum(table, n, t, BN), _log_sum(table, n, t + 4 * N, BN)
     tl.store(lse + t, l0, mask=first)
     tl.store(lse + N + t, l1, mask=first)
     acc0, acc1 = tl.zeros([BD], tl.float32), tl.zeros([BD], tl.float32)
     if ROWS > 2:
-        l2, acc2 = _log_sum(table, n, t, N, 2, BN), tl.zeros([BD], tl.float32)
+        l2, acc2 = _log_sum(table, n, t + 8 * N, BN), tl.zeros([BD], tl.float32)
         tl.store(lse + 2 * N + t, l2, mask=first)
     if ROWS > 3:
-        l3, acc3 = _log_sum(table, n, t, N, 3, BN), tl.zeros([BD], tl.float32)
+        l3, acc3 = _log_sum(table, n, t + 12 * N, BN), tl.zeros([BD], tl.float32)
         tl.store(lse + 3 * N + t, l3, mask=first)
     for i in tl.range(0, n, num_stages=STAGES):
         v = load_row(tl.load(table + 2 * i), t, d, D, like, ALIGNED, ok)
@@ -91,18 +94,77 @@ def _bank_kernel(
         tl.store(out + 3 * N * D, acc3, mask=ok)
 
 
+@triton.jit
+def _with(lse, s):
+    """The log-sum-exp of one more logit."""
+    top = tl.maximum(lse, s)
+    return top + tl.log(tl.exp(lse - top) + tl.exp(s - top))
+
+
+@triton.jit(do_not_specialize=["N", "n"])
+def _read_known_kernel(
+    table, newest, add, fresh, u, gain, y0, y1, y2, o0, o1, o2, s, lse, N: tl.int64, n: tl.int32, eps, out_eps,
+    D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, WAYS: tl.constexpr, ADD: tl.constexpr, NORM: tl.constexpr,
+    KEEP: tl.constexpr, ALIGNED: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    t = tl.program_id(0).to(tl.int64)
+    d = tl.arange(0, BD)
+    ok = d < D
+    v = tl.load(newest + t * D + d, mask=ok, other=0.0)
+    if ADD:
+        v = v.to(tl.float32) + tl.load(add + t * D + d, mask=ok, other=0.0)
+        v = v.to(fresh.dtype.element_ty)
+        tl.store(fresh + t * D + d, v, mask=ok)
+    v = v.to(tl.float32)
+    u0 = tl.load(u + d, mask=ok, other=0.0)
+    if WAYS == 3:  # one reduction for all
+        u1, u2 = tl.load(u + D + d, mask=ok, other=0.0), tl.load(u + 2 * D + d, mask=ok, other=0.0)
+        front, back = tl.split(tl.sum(tl.join(tl.join(v * v, v * u0), tl.join(v * u1, v * u2)), 0))
+        square, s0 = tl.split(front)
+        s1, s2 = tl.split(back)
+    else:
+        square, s0 = tl.split(tl.sum(tl.join(v * v, v * u0), 0))
+    r = tl.rsqrt(square / D + eps)
+    s0 *= r
+    l0 = _with(_log_sum(table, n, t, BN), s0)
+    acc0 = tl.exp(s0 - l0) * v
+    if KEEP:
+        tl.store(s + t, s0)
+        tl.store(lse + t, l0)
+    if WAYS == 3:
+        s1, s2 = s1 * r, s2 * r
+        l1, l2 = _with(_log_sum(table, n, t + N, BN), s1), _with(_log_sum(table, n, t + 2 * N, BN), s2)
+        acc1, acc2 = tl.exp(s1 - l1) * v, tl.exp(s2 - l2) * v
+        if KEEP:
+            tl.store(s + N + t, s1)
+            tl.store(s + 2 * N + t, s2)
+            tl.store(lse + N + t, l1)
+            tl.store(lse + 2 * N + t, l2)
+    for i in tl.range(0, n, num_stages=STAGES):
+        v = load_row(tl.load(table + 2 * i), t, d, D, y0, ALIGNED, ok)
+        p = tl.load(table + 2 * i + 1).to(tl.pointer_type(tl.float32)) + t
+        acc0 = tl.fma(tl.exp(tl.load(p) - l0), v, acc0)
+        if WAYS == 3:
+            acc1 = tl.fma(tl.exp(tl.load(p + N) - l1), v, acc1)
+            acc2 = tl.fma(tl.exp(tl.load(p + 2 * N) - l2), v, acc2)
+    deliver(1.0, acc0, y0, o0, gain, t * D, d, ok, out_eps, D, NORM, KEEP)
+    if WAYS == 3:
+        deliver(1.0, acc1, y1, o1, gain + D, t * D, d, ok, out_eps, D, NORM, KEEP)
+        deliver(1.0, acc2, y2, o2, gain + 2 * D, t * D, d, ok, out_eps, D, NORM, KEEP)
+
+
 def scores(queries: Tensor, sources: Sequence[Tensor], eps: float) -> Tensor:
-    """Logits of up to GROUP sources for all the queries [R, D], each source read once: [R, GROUP, N]."""
+    """Logits of n sources for all the queries [R, D], each source read once: [R, n, N]."""
     v, (rows, dim) = sources[0], queries.shape
     tokens, kind = v.numel() // dim, v.dtype
-    out = torch.empty(rows, GROUP, tokens, dtype=torch.float32, device=v.device)
+    out = torch.empty(rows, len(sources), tokens, dtype=torch.float32, device=v.device)
     high = queries.to(kind)
     low = (queries - high.float()).to(kind)  # so that nothing of a query is lost in half precision
     table = address_table(tuple(x.data_ptr() for x in sources), v.device)
     for at in range(0, rows, 128):
         n = min(128, rows - at)
         _scores_kernel[(triton.cdiv(tokens, 64), len(sources))](
-            table, high[at:], low[at:], out[at:], v, tokens, GROUP, n, eps,
+            table, high[at:], low[at:], out[at:], v, tokens, len(sources), n, eps,
             D=dim, BT=64, BR=max(16, triton.next_power_of_2(n)), BK=min(64, max(16, triton.next_power_of_2(dim))),
             SPLIT=kind != torch.float32, ALIGNED=aligned(dim, sources), num_warps=4,
         )  # fmt: skip
@@ -112,7 +174,7 @@ def scores(queries: Tensor, sources: Sequence[Tensor], eps: float) -> Tensor:
 def make_bank(logits: Sequence[Tensor], sources: Sequence[Tensor], rows: int) -> tuple[Tensor, Tensor]:
     """The mixtures of the sources that `rows` (2 to GROUP) queries in a row see, [rows, N, D] fp32, and their log-sum-exp.
 
-    logits: of each source for the first of these queries, [N], a row of what `scores` returned.
+    logits: of each source for the first of these queries, [N], a row of what `scores` returned for GROUP sources.
     """
     v = sources[0]
     dim = v.shape[-1]
@@ -126,3 +188,29 @@ def make_bank(logits: Sequence[Tensor], sources: Sequence[Tensor], rows: int) ->
         num_warps=1,
     )  # fmt: skip
     return bank, lse
+
+
+def read_known(
+    u: Tensor,
+    sources: Sequence[Tensor],
+    logits: Sequence[Tensor],
+    add: Tensor | None,
+    gain: Tensor | None,
+    eps: float,
+    out_eps: float,
+    keep: bool,
+) -> Result:
+    """As `triton.read`, given the logits [W, N] of every source but the newest; s is that of the newest alone."""
+    newest, n, (ways, dim) = sources[-1], len(sources) - 1, u.shape
+    tokens = newest.numel() // dim
+    result = Result.empty(newest, ways, gain is not None, add is not None, keep, 1)
+    block = triton.next_power_of_2(dim)
+    pairs = [(x.data_ptr(), s.data_ptr()) for x, s in zip(sources, logits, strict=False)]
+    _read_known_kernel[(tokens,)](
+        address_table(tuple(a for pair in pairs for a in pair), newest.device), newest, newest if add is None else add,
+        newest if result.fresh is None else result.fresh, u, u if gain is None else gain,
+        *three(result.y), *three(result.o or result.y), result.s, result.lse, tokens, n, eps, out_eps,
+        D=dim, BD=block, BN=triton.next_power_of_2(n), WAYS=ways, ADD=int(add is not None), NORM=gain is not None,
+        KEEP=keep, ALIGNED=aligned(dim, sources), STAGES=3, num_warps=max(1, block // 1024),
+    )  # fmt: skip
+    return result

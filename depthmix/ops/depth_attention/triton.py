@@ -5,7 +5,7 @@ The equations are in reference.py. Sources are never stacked: kernels find them 
     read             o_w = Σ_i p_wi v_i for W ways from one read of the sources, the add that makes the newest source
                      and the RMSNorm that follows
     read_backward    of one way: of the norm, and of the newest source while it is at hand
-    source_backward  of up to four sources from all their readers: each source and each reader's gradient read once
+    source_backward  of one or two sources from all their readers: each source and each reader's gradient read once
 """
 
 from collections.abc import Sequence
@@ -40,7 +40,7 @@ def _attend(v, r, u, m, z, acc, at, KEEP: tl.constexpr):
 
 
 @triton.jit
-def _deliver(z, acc, y, o, gain, at, d, ok, out_eps, D: tl.constexpr, NORM: tl.constexpr, KEEP: tl.constexpr):
+def deliver(z, acc, y, o, gain, at, d, ok, out_eps, D: tl.constexpr, NORM: tl.constexpr, KEEP: tl.constexpr):
     """Store a way's result: the sum, and with NORM its RMSNorm."""
     acc = acc / z
     if NORM:
@@ -88,12 +88,12 @@ def _read_kernel(
         if WAYS == 3:
             m1, z1, acc1 = _attend(v, r, u1, m1, z1, acc1, at + way, KEEP)
             m2, z2, acc2 = _attend(v, r, u2, m2, z2, acc2, at + 2 * way, KEEP)
-    _deliver(z0, acc0, y0, o0, gain, t * D, d, ok, out_eps, D, NORM, KEEP)
+    deliver(z0, acc0, y0, o0, gain, t * D, d, ok, out_eps, D, NORM, KEEP)
     if KEEP:
         tl.store(lse + t, m0 + tl.log(z0))
     if WAYS == 3:
-        _deliver(z1, acc1, y1, o1, gain + D, t * D, d, ok, out_eps, D, NORM, KEEP)
-        _deliver(z2, acc2, y2, o2, gain + 2 * D, t * D, d, ok, out_eps, D, NORM, KEEP)
+        deliver(z1, acc1, y1, o1, gain + D, t * D, d, ok, out_eps, D, NORM, KEEP)
+        deliver(z2, acc2, y2, o2, gain + 2 * D, t * D, d, ok, out_eps, D, NORM, KEEP)
         if KEEP:
             tl.store(lse + N + t, m1 + tl.log(z1))
             tl.store(lse + 2 * N + t, m2 + tl.log(z2))
@@ -101,9 +101,9 @@ def _read_kernel(
 
 @triton.jit(do_not_specialize=["N", "several"])
 def _read_backward_kernel(
-    dy, o, do, u, gain, s, lse, ld, v, g, dv, part, N: tl.int64, several: tl.int32, eps, out_eps,
+    dy, o, do, u, gain, s, lse, ld, v, g, before, dv, part, N: tl.int64, several: tl.int32, eps, out_eps,
     D: tl.constexpr, BD: tl.constexpr, NORM: tl.constexpr, STORE: tl.constexpr, LOCAL: tl.constexpr,
-    HAS_G: tl.constexpr, NEED_DV: tl.constexpr, STAGES: tl.constexpr,
+    HAS_G: tl.constexpr, HAS_BEFORE: tl.constexpr, NEED_DV: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     d = tl.arange(0, BD)
     ok = d < D
@@ -140,6 +140,8 @@ def _read_backward_kernel(
                 y = p * y + (ds * r) * q - (ds * logit * r * r / D) * x
                 if HAS_G:
                     y += tl.load(g + t * D + d, mask=ok, other=0.0).to(tl.float32)
+                if HAS_BEFORE:
+                    y += tl.load(before + t * D + d, mask=ok, other=0.0)
                 tl.store(dv + t * D + d, y.to(dv.dtype.element_ty), mask=ok)
     at = part + tl.program_id(0).to(tl.int64) * 2 * D + d
     tl.store(at, du, mask=ok)
@@ -160,16 +162,31 @@ def _open_source(table, t, d, ok, eps, D: tl.constexpr, like, ALIGNED: tl.conste
 
 
 @triton.jit
-def _pair(x, r, acc, c, y, u, s, lse, delta, high, low, SPLIT: tl.constexpr):
+def _fetch(do, s0, s1, ld, t, d, ok, N, D: tl.constexpr, like, S: tl.constexpr, ALIGNED: tl.constexpr):
+    """A reader's row of do, as it lies in memory, log-sum-exp and δ, and the logits of the sources."""
+    row = do.to(tl.pointer_type(like.dtype.element_ty)) + t * D + d
+    if ALIGNED:
+        row = tl.multiple_of(row, 16)
+    y = tl.load(row, mask=ok, other=0.0, cache_modifier=".cg")  # read once: the first cache is left to the queries
+    ld = ld.to(tl.pointer_type(tl.float32)) + t
+    a = tl.load(s0.to(tl.pointer_type(tl.float32)) + t)
+    b = a
+    if S == 2:
+        b = tl.load(s1.to(tl.pointer_type(tl.float32)) + t)
+    return y, tl.load(ld), tl.load(ld + N), a, b
+
+
+@triton.jit
+def _pair(x, dot, r, acc, c, y, u, s, lse, delta, high, low, SPLIT: tl.constexpr):
     """One reader's part of a source's gradient and of c = Σ ds s; ds r goes to memory, for du."""
     p = tl.exp(s - lse)
-    ds = p * (tl.sum(x * y, 0) - delta)
+    ds = p * (dot - delta)
     w = ds * r
     head = w.to(high.dtype.element_ty)
     tl.store(high, head)
     if SPLIT:
         tl.store(low, (w - head.to(tl.float32)).to(high.dtype.element_ty))
-    return acc + p * y + w * u, c + ds * s
+    return tl.fma(w, u, tl.fma(p, y, acc)), c + ds * s
 
 
 @triton.jit
@@ -187,52 +204,43 @@ def _close_source(table, t, d, ok, x, r, acc, c, D: tl.constexpr, like, ALIGNED:
 
 @triton.jit(do_not_specialize=["N", "n"])
 def _source_backward_kernel(
-    sources, readers, like, ds_high, ds_low, N: tl.int64, n: tl.int32, eps,
+    sources, readers, u, like, ds_high, ds_low, N: tl.int64, n: tl.int32, eps,
     D: tl.constexpr, BD: tl.constexpr, S: tl.constexpr, SPLIT: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BD)
     ok = d < D
+    # The loop is limited by latency, so each reader is fetched while the one before it is at work, and its addresses,
+    # [do, log-sum-exp and δ, whether it read several sources, logits, logits], while the one before that is.
+    s0, s1 = tl.load(readers + 3), tl.load(readers + 4)
+    y, lse, delta, a, b = _fetch(tl.load(readers), s0, s1, tl.load(readers + 1), t, d, ok, N, D, like, S, ALIGNED)
+    at = readers + 5 * tl.minimum(1, n - 1)
+    do, ld, s0, s1 = tl.load(at), tl.load(at + 1), tl.load(at + 3), tl.load(at + 4)
     x0, r0, acc0 = _open_source(sources, t, d, ok, eps, D, like, ALIGNED)
     c0 = 0.0
-    if S > 1:
+    if S == 2:
         x1, r1, acc1 = _open_source(sources + 5, t, d, ok, eps, D, like, ALIGNED)
         c1 = 0.0
-    if S > 2:
-        x2, r2, acc2 = _open_source(sources + 10, t, d, ok, eps, D, like, ALIGNED)
-        c2 = 0.0
-    if S > 3:
-        x3, r3, acc3 = _open_source(sources + 15, t, d, ok, eps, D, like, ALIGNED)
-        c3 = 0.0
     for e in range(n):
-        y = load_row(tl.load(readers + 5 * e), t, d, D, like, ALIGNED, ok)
-        s = tl.load(readers + 5 * e + 1).to(tl.pointer_type(tl.float32)) + t
-        ld = tl.load(readers + 5 * e + 2).to(tl.pointer_type(tl.float32)) + t
-        lse, delta = tl.load(ld), tl.load(ld + N)
-        u = tl.load(readers + 5 * e + 3).to(tl.pointer_type(tl.float32)) + d
-        if ALIGNED:
-            u = tl.multiple_of(u, 16)
-        u = tl.load(u, mask=ok, other=0.0)
-        if S == 1:  # the weight of an only source is 1 whatever its logit: its δ is what its dot product is
-            delta = tl.where(tl.load(readers + 5 * e + 4) != 0, delta, tl.sum(x0 * y, 0))
-        at = e * N + t
-        acc0, c0 = _pair(x0, r0, acc0, c0, y, u, tl.load(s), lse, delta, ds_high + at, ds_low + at, SPLIT)
-        if S > 1:
-            at += (1 + SPLIT) * n * N
-            acc1, c1 = _pair(x1, r1, acc1, c1, y, u, tl.load(s + N), lse, delta, ds_high + at, ds_low + at, SPLIT)
-        if S > 2:
-            at += (1 + SPLIT) * n * N
-            acc2, c2 = _pair(x2, r2, acc2, c2, y, u, tl.load(s + 2 * N), lse, delta, ds_high + at, ds_low + at, SPLIT)
-        if S > 3:
-            at += (1 + SPLIT) * n * N
-            acc3, c3 = _pair(x3, r3, acc3, c3, y, u, tl.load(s + 3 * N), lse, delta, ds_high + at, ds_low + at, SPLIT)
+        q = tl.load(u + e * D + d, mask=ok, other=0.0)
+        z, m, minus, s, s_next = y.to(tl.float32), lse, delta, a, b
+        y, lse, delta, a, b = _fetch(do, s0, s1, ld, t, d, d < tl.where(e + 1 < n, D, 0), N, D, like, S, ALIGNED)
+        at = readers + 5 * tl.minimum(e + 2, n - 1)
+        do, ld, s0, s1 = tl.load(at), tl.load(at + 1), tl.load(at + 3), tl.load(at + 4)
+        high, low = ds_high + e * N + t, ds_low + e * N + t
+        if S == 1:
+            dot = tl.sum(x0 * z, 0)
+            # The weight of an only source is 1 whatever its logit: its δ is what its dot product is.
+            minus = tl.where(tl.load(readers + 5 * e + 2) != 0, minus, dot)
+            acc0, c0 = _pair(x0, dot, r0, acc0, c0, z, q, s, m, minus, high, low, SPLIT)
+        else:
+            dot, other = tl.split(tl.sum(tl.join(x0 * z, x1 * z), 0))  # one reduction for both
+            step = (1 + SPLIT) * n * N
+            acc0, c0 = _pair(x0, dot, r0, acc0, c0, z, q, s, m, minus, high, low, SPLIT)
+            acc1, c1 = _pair(x1, other, r1, acc1, c1, z, q, s_next, m, minus, high + step, low + step, SPLIT)
     _close_source(sources, t, d, ok, x0, r0, acc0, c0, D, like, ALIGNED)
-    if S > 1:
+    if S == 2:
         _close_source(sources + 5, t, d, ok, x1, r1, acc1, c1, D, like, ALIGNED)
-    if S > 2:
-        _close_source(sources + 10, t, d, ok, x2, r2, acc2, c2, D, like, ALIGNED)
-    if S > 3:
-        _close_source(sources + 15, t, d, ok, x3, r3, acc3, c3, D, like, ALIGNED)
 
 
 def _warps(block: int, registers: int) -> int:
@@ -248,6 +256,18 @@ class Result(NamedTuple):
     s: Tensor  # logits [W, n, N]
     lse: Tensor  # their log-sum-exp [W, N]
     fresh: Tensor | None  # the newest source, if it was added up here
+
+    @classmethod
+    def empty(cls, like: Tensor, ways: int, norm: bool, add: bool, keep: bool, n: int) -> "Result":
+        """Memory for a read like a source; keep: also for what the backward needs of n sources."""
+        tokens = like.numel() // like.shape[-1]
+        return cls(
+            [torch.empty_like(like) for _ in range(ways)],
+            [torch.empty_like(like) for _ in range(ways)] if norm and keep else [],
+            torch.empty(ways, n if keep else 0, tokens, dtype=torch.float32, device=like.device),
+            torch.empty(ways, tokens if keep else 0, dtype=torch.float32, device=like.device),
+            torch.empty_like(like) if add else None,
+        )
 
 
 def read(
@@ -268,29 +288,26 @@ def read(
     """
     first, n, (ways, dim) = sources[-1], len(sources), u.shape
     tokens = first.numel() // dim
-    y = [torch.empty_like(first) for _ in range(ways)]
-    o = [torch.empty_like(first) for _ in range(ways)] if gain is not None and keep else []
-    s = torch.empty(ways, n if keep else 0, tokens, dtype=torch.float32, device=first.device)
-    lse = torch.empty(ways, tokens if keep else 0, dtype=torch.float32, device=first.device)
-    fresh = torch.empty_like(first) if add is not None else None
+    result = Result.empty(first, ways, gain is not None, add is not None, keep, n)
+    y, o, s, lse, fresh = result
     if tokens:
         block = triton.next_power_of_2(dim)
         table = address_table(tuple(v.data_ptr() for v in sources), first.device)
         _read_kernel[(tokens,)](
             table, first if add is None else add, first if fresh is None else fresh, u if bank is None else bank,
             u if bank_lse is None else bank_lse, u, u if gain is None else gain,
-            *_three(y), *_three(o or y), s, lse, tokens, n, eps, out_eps,
+            *three(y), *three(o or y), s, lse, tokens, n, eps, out_eps,
             D=dim, BD=block, WAYS=ways, ADD=int(add is not None), BANK=bank is not None, NORM=gain is not None, KEEP=keep,
             ALIGNED=aligned(dim, sources), STAGES=4, num_warps=_warps(block, 1 + ways),
         )  # fmt: skip
-    return Result(y, o, s, lse, fresh)
+    return result
 
 
-def _three(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+def three(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     return (tensors[0], tensors[-1], tensors[-1]) if len(tensors) < 3 else (tensors[0], tensors[1], tensors[2])
 
 
-GROUP = 4  # sites that look at older sources together, and sources whose gradients are computed together
+PAIR = 2  # sources whose gradients are computed together
 
 
 class Newest(NamedTuple):
@@ -299,6 +316,7 @@ class Newest(NamedTuple):
     v: Tensor
     g: Tensor | None  # a gradient it has from elsewhere
     need_dv: bool
+    part: Tensor | None = None  # one that it has from other readers, fp32
 
 
 class ReadGradients(NamedTuple):
@@ -342,13 +360,13 @@ def read_backward(
         tokens, per_core * torch.cuda.get_device_properties(dy.device).multi_processor_count if dy.is_cuda else 3
     )
     part = torch.empty(programs, 2, dim, dtype=torch.float32, device=dy.device)
-    has_g = newest is not None and newest.g is not None
+    g, before = (None, None) if newest is None else (newest.g, newest.part)
     _read_backward_kernel[(programs,)](
         dy, o, do, u, u if gain is None else gain, s[-1], lse, ld, dy if newest is None else newest.v,
-        newest.g if newest is not None and newest.g is not None else dy, dy if dv is None else dv, part,
+        dy if g is None else g, u if before is None else before, dy if dv is None else dv, part,
         tokens, int(several), eps, out_eps,
-        D=dim, BD=block, NORM=gain is not None, STORE=store, LOCAL=newest is not None, HAS_G=has_g,
-        NEED_DV=dv is not None, STAGES=3, num_warps=warps,
+        D=dim, BD=block, NORM=gain is not None, STORE=store, LOCAL=newest is not None, HAS_G=g is not None,
+        HAS_BEFORE=before is not None, NEED_DV=dv is not None, STAGES=3, num_warps=warps,
     )  # fmt: skip
     du, dgain = part.sum(0)
     return ReadGradients(do, ld, dv, du, dgain)
@@ -358,7 +376,7 @@ class Reader(NamedTuple):
     """One way of a read, as the gradient of its sources sees it."""
 
     do: Tensor  # like a source
-    s: Tensor  # logits of the sources in question [S, N]
+    s: Sequence[Tensor]  # logits of each of the sources in question, [N]
     ld: Tensor  # log-sum-exp and δ: [2, N]
     u: Tensor  # [D]
     several: bool = True  # sources were read
@@ -377,7 +395,7 @@ class Source(NamedTuple):
 def source_backward(
     sources: Sequence[Source], readers: Sequence[Reader], eps: float, need_du: bool
 ) -> tuple[list[Tensor | None], Tensor | None]:
-    """Gradients of up to four sources that lie side by side for all the readers, and their part of du [readers, D].
+    """Gradients of one or two sources from all their readers, and these sources' part of du [readers, D].
 
     A gradient is rounded to the source's dtype if these are its last readers, and stays in fp32 otherwise.
     """
@@ -394,14 +412,16 @@ def source_backward(
             (x.v, x.g, x.part, o if x.whole else None, None if x.whole else o)
             for x, o in zip(sources, out, strict=True)
         ]
-        columns = ((x.do.data_ptr(), x.s.data_ptr(), x.ld.data_ptr(), x.u.data_ptr(), int(x.several)) for x in readers)
+        columns = (
+            (x.do.data_ptr(), x.ld.data_ptr(), int(x.several), x.s[0].data_ptr(), x.s[-1].data_ptr()) for x in readers
+        )
+        u = _side_by_side([x.u for x in readers])
         _source_backward_kernel[(tokens,)](
             address_table(tuple(0 if a is None else a.data_ptr() for row in rows for a in row), v.device),
             address_table(tuple(a for column in columns for a in column), v.device),
-            v, ds[0, 0], ds[0, -1], tokens, n, eps,
-            D=dim, BD=block, S=len(sources), SPLIT=split,
-            ALIGNED=aligned(dim, *rows, [x.do for x in readers], [x.u for x in readers]),
-            num_warps=_warps(block, 2 * len(sources)), num_stages=1,
+            u, v, ds[0, 0], ds[0, -1], tokens, n, eps,
+            D=dim, BD=block, S=len(sources), SPLIT=split, ALIGNED=aligned(dim, *rows, [x.do for x in readers]),
+            num_warps=max(1, block // 512), num_stages=1,
         )  # fmt: skip
     if not need_du:
         return out, None
@@ -414,3 +434,11 @@ def source_backward(
         else:
             du += ds[k].float().sum(0) @ values.float()
     return out, du
+
+
+def _side_by_side(rows: Sequence[Tensor]) -> Tensor:
+    """Rows [D] one after the other in memory: where they are, as the queries of a stack mostly do, or as a copy."""
+    start = rows[0].data_ptr()
+    if all(row.data_ptr() == start + k * row.nbytes for k, row in enumerate(rows)):
+        return rows[0]
+    return torch.stack(list(rows))
