@@ -62,7 +62,7 @@ def read(ways: int) -> Callable[[int, int, torch.device], Work]:
         found: list[triton.Result] = []
 
         def run() -> None:
-            found[:] = [triton.read(u, sources, add, gain, EPS, EPS, keep=True)]
+            found[:] = [triton.read(u, sources, add, gain, EPS, EPS, keep=2)]
 
         def errors() -> dict[str, float]:
             assert found[0].fresh is not None
@@ -89,15 +89,13 @@ def read_backward(tokens: int, dim: int, device: torch.device) -> Work:
     like = torch.empty(tokens, dim, device=device, dtype=torch.bfloat16)
     sources, dy, g = [torch.randn_like(like) for _ in range(2)], torch.randn_like(like), torch.randn_like(like)
     u, gain = torch.randn(1, dim, device=device) / dim**0.5, torch.rand(1, dim, device=device) + 0.5
-    forward = triton.read(u, sources, None, gain, EPS, EPS, keep=True)
+    forward = triton.read(u, sources, None, gain, EPS, EPS, keep=2)
     newest = triton.Newest(sources[1], g, True)
     found: list[triton.ReadGradients] = []
 
     def run() -> None:
         found[:] = [
-            triton.read_backward(
-                dy, forward.o[0], u[0], gain[0], forward.s[0], forward.lse[0], newest, EPS, EPS, store=True
-            )
+            triton.read_backward(dy, forward.o[0], u[0], gain[0], forward.s[0], forward.lse[0], newest, EPS, store=True)
         ]
 
     def errors() -> dict[str, float]:
@@ -119,10 +117,8 @@ def source_backward(n_sources: int) -> Callable[[int, int, torch.device], Work]:
         sources, u = [torch.randn_like(like) for _ in range(4)], torch.randn(N_SOURCES, dim, device=device) / dim**0.5
         dy, readers = [torch.randn_like(like) for _ in u], []
         for q, d in zip(u, dy, strict=True):
-            forward = triton.read(q[None], sources, None, None, EPS, EPS, keep=True)
-            back = triton.read_backward(
-                d, forward.y[0], q, None, forward.s[0], forward.lse[0], None, EPS, EPS, store=True
-            )
+            forward = triton.read(q[None], sources, None, None, EPS, EPS, keep=2)
+            back = triton.read_backward(d, forward.y[0], q, None, forward.s[0], forward.lse[0], None, EPS, store=True)
             readers.append(triton.Reader(back.do, list(forward.s[0, 4 - n_sources :]), back.ld, q))
         last = [triton.Source(v) for v in sources[-n_sources:]]
         found: list[Tensor | None] = []

@@ -190,7 +190,7 @@ class AttnRes(Mixer):
         if ahead is not None and self.window is None:
             tape = tape._replace(far=ahead(tape.queries, row, sources[:-1], tape.far, self.eps))
         h, newest = read_sources(tape.queries, row, ways, sources, add, gain, self.eps, out_eps, tape.far)
-        state.leave_note((newest, tape))
+        state.leave_note((newest, tape if tape.far is None else tape._replace(far=tape.far.after(row))))
         return tuple(h)
 
     def _route(self, state: AttnResState, mixed: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

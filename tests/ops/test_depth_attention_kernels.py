@@ -26,7 +26,7 @@ from ops.test_depth_attention import naive
 pytest.importorskip("triton")
 pytestmark = pytest.mark.usefixtures("quick_interpreter")
 FP32, FP16 = torch.float32, torch.float16
-TOL = 2e-6  # of the largest number, in fp32
+TOL = 4e-6  # of the largest number, in fp32: gradients of queries are sums of differences
 Fn = Callable[..., tuple[Tensor, ...]]
 
 

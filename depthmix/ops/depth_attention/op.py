@@ -225,7 +225,7 @@ def read_sources(
     if wanted and not torch.compiler.is_compiling():
         *y, fresh = ReadSources.apply((row, ways), (eps, out_eps), far, queries, gain, add, *sources)
         return y, fresh
-    (y, _, _, _, fresh), _ = read(queries, row, ways, sources, far, add, gain, eps, out_eps, wanted)
+    (y, _, _, _, fresh), _ = read(queries, row, ways, sources, far, add, gain, eps, out_eps, int(wanted))
     return y, sources[-1] if add is None else fresh
 
 
@@ -245,7 +245,7 @@ def far_sources(queries: Tensor, row: int, olds: Sequence[Tensor], far: Any, eps
         return None
     if row % GROUP == 0 and FAR_SOURCES <= row <= len(queries) - 2:
         return look_ahead(queries, row, [v.contiguous() for v in olds], far, eps)
-    return far if far is not None and far.row <= row < far.row + len(far.bank) else None
+    return far if far is not None and far.row <= row < far.row + len(far.lse) else None
 
 
 def known_sources(queries: Tensor, row: int, olds: Sequence[Tensor], known: Any, eps: float) -> Any:

@@ -31,7 +31,7 @@ class Far(NamedTuple):
 
     row: int  # of the group's first site among the queries
     scores: tuple[Tensor, ...]  # logits of every GROUP sources for the rows from some row to the last: [R', GROUP, N]
-    bank: Tensor  # mixtures [rows, N, D] fp32
+    bank: tuple[Tensor, ...]  # mixtures of the rows that have not read them, the last of them last: [N, D] fp32
     lse: Tensor  # [rows, N]
 
     def logits(self, rows: int, ways: int) -> list[Tensor]:
@@ -39,8 +39,17 @@ class Far(NamedTuple):
         return [s[_from_end(s, rows, ways), k] for s in self.scores for k in range(s.shape[1])]
 
     def read(self, row: int, u: Tensor, sources: Sequence[Tensor], logits: list[Tensor], *rest: Any) -> Any:
-        bank, lse = self.bank[row - self.row], self.lse[row - self.row]
+        left = self._left(row)
+        bank, lse = self.bank[len(self.bank) - left], self.lse[len(self.lse) - left]
         return torch.ops.depthmix.depth_read_near(u, sources[len(logits) :], *rest, bank, lse)
+
+    def after(self, row: int) -> "Far":
+        """What the rows after this one need."""
+        return self._replace(bank=self.bank[len(self.bank) + 1 - self._left(row) :])
+
+    def _left(self, row: int) -> int:
+        """Rows of the group from this one on."""
+        return self.row + len(self.lse) - row
 
 
 class Known(NamedTuple):
@@ -55,6 +64,10 @@ class Known(NamedTuple):
     def read(self, row: int, u: Tensor, sources: Sequence[Tensor], logits: list[Tensor], *rest: Any) -> Any:
         return torch.ops.depthmix.depth_read_known(u, sources, logits, *rest)
 
+    def after(self, row: int) -> "Known":
+        """What the rows after this one need."""
+        return self
+
 
 def _from_end(scores: Tensor, rows: int, ways: int) -> slice:
     return slice(len(scores) - rows, len(scores) - rows + ways)
@@ -68,10 +81,11 @@ def look_ahead(queries: Tensor, row: int, sources: Sequence[Tensor], before: Far
         known = () if before is None else before.scores
         groups = range(tiling.GROUP * len(known), len(sources), tiling.GROUP)
         new = (tiling.scores(queries[row:], sources[i : i + tiling.GROUP], eps) for i in groups)
-        far = Far(row, (*known, *new), queries, queries)
+        far = Far(row, (*known, *new), (), queries)
         first = [s[0] for s in far.logits(len(queries) - row, 1)]
         rows = min(tiling.GROUP, len(queries) - row)
-        return Far(row, far.scores, *tiling.make_bank(first, sources, rows))
+        bank, lse = tiling.make_bank(first, sources, rows)
+        return far._replace(bank=tuple(bank), lse=lse)
 
 
 def know(queries: Tensor, row: int, sources: Sequence[Tensor], before: Known | None, eps: float) -> Known:
@@ -154,7 +168,7 @@ class ReadSources(torch.autograd.Function):
         *sources: Tensor,
     ) -> tuple[Tensor, ...]:
         row, ways = place
-        (y, o, s, lse, fresh), ctx.far = read(queries, row, ways, sources, far, add, gain, *eps, True)
+        (y, o, s, lse, fresh), ctx.far = read(queries, row, ways, sources, far, add, gain, *eps, 2)
         fresh = sources[-1].detach() if add is None else fresh
         ctx.row, ctx.ways, ctx.eps, ctx.left, ctx.part, ctx.n = row, ways, eps, {}, {}, len(sources)
         ctx.hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
@@ -184,19 +198,28 @@ def _maker(source: Tensor) -> Any:
 
 def _backward(ctx: Any, saved: Sequence[Tensor], grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
     from depthmix.ops.depth_attention import triton
+    from depthmix.ops.depth_attention.layer_major import layer_backward
 
     fresh, queries, gain, s, lse, *rest = saved
     o, local_sources = rest[: ctx.ways], iter(rest[ctx.ways :])
     *dy, g = grads
     g = None if g is None else g.contiguous()
-    task, (eps, out_eps) = torch._C._current_graph_task_id(), ctx.eps
+    task, eps = torch._C._current_graph_task_id(), ctx.eps[0]
     left: list[tuple[Reading, int]] = ctx.left.pop(task, [])  # by the later readers of the newest source
     needs_add, *needs = ctx.needs_input_grad[5:]
     need_fresh = needs_add or needs[-1]
     dgain, dqueries = None, None
     dv: list[Tensor | None] = [None] * ctx.n
+    alone = ctx.n > 1 and not any(ctx.makers) and not ctx.far and not left and task not in ctx.part
 
-    if any(d is not None for d in dy):
+    if alone and any(d is not None for d in dy):  # not one of a stack: nothing is to be gained from another order
+        given = [torch.zeros_like(fresh) if d is None else d.contiguous() for d in dy]
+        u, sources = queries[ctx.row : ctx.row + ctx.ways], [*local_sources, fresh]
+        found, du, dgain = layer_backward(given, u, gain, s, lse[:, 0].contiguous(), sources, g, *ctx.eps)
+        dv = [d if need else None for d, need in zip(found, [*needs[:-1], need_fresh], strict=True)]
+        dgain, g = None if gain is None else dgain, dv[-1]
+        dqueries = _give_du(ctx, queries, du, task)
+    elif any(d is not None for d in dy):
         makers = [(i, m) for i, m in enumerate(ctx.makers) if m is not None and torch._C._will_engine_execute_node(m)]
         local = [(i, next(local_sources)) for i, m in enumerate(ctx.makers) if m is None]
         # One way and no reader left: the newest source's gradient is computed here, while its reader's is at hand.
@@ -208,7 +231,7 @@ def _backward(ctx: Any, saved: Sequence[Tensor], grads: Sequence[Tensor | None])
         for w, d in enumerate(dy):
             d = torch.zeros_like(fresh) if d is None else d.contiguous()
             k = None if gain is None else gain[w]
-            ways.append(triton.read_backward(d, o[w], u[w], k, s[w], lse[w], newest, eps, out_eps, store, ctx.n > 1))
+            ways.append(triton.read_backward(d, o[w], u[w], k, s[w], lse[w], newest, eps, store, ctx.n > 1))
         dgain = None if gain is None else torch.stack([x.dgain for x in ways])
         reading = Reading([x.do for x in ways], s, ctx.far, ctx.n, [x.ld for x in ways], u, ctx.row, ctx.queries)
         for i, maker in makers:
@@ -226,15 +249,20 @@ def _backward(ctx: Any, saved: Sequence[Tensor], grads: Sequence[Tensor | None])
         else:
             left.append((reading, ctx.n - 1))
         if parts:
-            du = parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
-            if ctx.queries is None:
-                dqueries = _in_rows(du, queries, ctx.row) if ctx.needs_input_grad[3] else None
-            elif torch._C._will_engine_execute_node(ctx.queries):
-                _leave_du(ctx.queries, task, range(ctx.row, ctx.row + ctx.ways), du)
+            dqueries = _give_du(ctx, queries, parts[0] if len(parts) == 1 else torch.stack(parts).sum(0), task)
     if left or task in ctx.part:
         g = _gradient_of_source(ctx, fresh, g, left, need_fresh, task)
     dv[-1] = g
     return (None, None, None, dqueries, dgain, g if needs_add else None, *dv)
+
+
+def _give_du(ctx: Any, queries: Tensor, du: Tensor, task: int) -> Tensor | None:
+    """Leave a read's du with the node that collects it; where there is none, the gradient of the queries."""
+    if ctx.queries is None:
+        return _in_rows(du, queries, ctx.row) if ctx.needs_input_grad[3] else None
+    if torch._C._will_engine_execute_node(ctx.queries):
+        _leave_du(ctx.queries, task, range(ctx.row, ctx.row + ctx.ways), du)
+    return None
 
 
 def _from_own_read(

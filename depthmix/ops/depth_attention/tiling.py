@@ -59,7 +59,7 @@ def _log_sum(table, n, at, BN: tl.constexpr):
 
 @triton.jit(do_not_specialize=["N", "n"])
 def _bank_kernel(
-    table, bank, lse, like, N: tl.int64, n: tl.int32,
+    table, bank0, bank1, bank2, bank3, lse, like, N: tl.int64, n: tl.int32,
     D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0).to(tl.int64)
@@ -85,13 +85,13 @@ def _bank_kernel(
             acc2 += tl.exp(tl.load(s + 8 * N) - l2) * v
         if ROWS > 3:
             acc3 += tl.exp(tl.load(s + 12 * N) - l3) * v
-    out = bank + t * D + d
-    tl.store(out, acc0, mask=ok)
-    tl.store(out + N * D, acc1, mask=ok)
+    at = t * D + d
+    tl.store(bank0 + at, acc0, mask=ok)
+    tl.store(bank1 + at, acc1, mask=ok)
     if ROWS > 2:
-        tl.store(out + 2 * N * D, acc2, mask=ok)
+        tl.store(bank2 + at, acc2, mask=ok)
     if ROWS > 3:
-        tl.store(out + 3 * N * D, acc3, mask=ok)
+        tl.store(bank3 + at, acc3, mask=ok)
 
 
 @triton.jit
@@ -128,18 +128,15 @@ def _read_known_kernel(
     s0 *= r
     l0 = _with(_log_sum(table, n, t, BN), s0)
     acc0 = tl.exp(s0 - l0) * v
-    if KEEP:
+    if KEEP > 0:
         tl.store(s + t, s0)
-        tl.store(lse + t, l0)
     if WAYS == 3:
         s1, s2 = s1 * r, s2 * r
         l1, l2 = _with(_log_sum(table, n, t + N, BN), s1), _with(_log_sum(table, n, t + 2 * N, BN), s2)
         acc1, acc2 = tl.exp(s1 - l1) * v, tl.exp(s2 - l2) * v
-        if KEEP:
+        if KEEP > 0:
             tl.store(s + N + t, s1)
             tl.store(s + 2 * N + t, s2)
-            tl.store(lse + N + t, l1)
-            tl.store(lse + 2 * N + t, l2)
     for i in tl.range(0, n, num_stages=STAGES):
         v = load_row(tl.load(table + 2 * i), t, d, D, y0, ALIGNED, ok)
         p = tl.load(table + 2 * i + 1).to(tl.pointer_type(tl.float32)) + t
@@ -147,10 +144,11 @@ def _read_known_kernel(
         if WAYS == 3:
             acc1 = tl.fma(tl.exp(tl.load(p + N) - l1), v, acc1)
             acc2 = tl.fma(tl.exp(tl.load(p + 2 * N) - l2), v, acc2)
-    deliver(1.0, acc0, y0, o0, gain, t * D, d, ok, out_eps, D, NORM, KEEP)
+    rows = N * (1 + (NORM and KEEP == 2))  # from one way's totals to the next
+    deliver(1.0, acc0, l0, y0, o0, gain, lse, t, N, d, ok, out_eps, D, NORM, KEEP)
     if WAYS == 3:
-        deliver(1.0, acc1, y1, o1, gain + D, t * D, d, ok, out_eps, D, NORM, KEEP)
-        deliver(1.0, acc2, y2, o2, gain + 2 * D, t * D, d, ok, out_eps, D, NORM, KEEP)
+        deliver(1.0, acc1, l1, y1, o1, gain + D, lse + rows, t, N, d, ok, out_eps, D, NORM, KEEP)
+        deliver(1.0, acc2, l2, y2, o2, gain + 2 * D, lse + 2 * rows, t, N, d, ok, out_eps, D, NORM, KEEP)
 
 
 def scores(queries: Tensor, sources: Sequence[Tensor], eps: float) -> Tensor:
@@ -171,21 +169,21 @@ def scores(queries: Tensor, sources: Sequence[Tensor], eps: float) -> Tensor:
     return out
 
 
-def make_bank(logits: Sequence[Tensor], sources: Sequence[Tensor], rows: int) -> tuple[Tensor, Tensor]:
-    """The mixtures of the sources that `rows` (2 to GROUP) queries in a row see, [rows, N, D] fp32, and their log-sum-exp.
+def make_bank(logits: Sequence[Tensor], sources: Sequence[Tensor], rows: int) -> tuple[list[Tensor], Tensor]:
+    """The mixtures of the sources that `rows` (2 to GROUP) queries in a row see, each [N, D] fp32, and their log-sum-exp.
 
     logits: of each source for the first of these queries, [N], a row of what `scores` returned for GROUP sources.
     """
     v = sources[0]
     dim = v.shape[-1]
-    tokens, block = v.numel() // dim, min(512, triton.next_power_of_2(dim))
-    bank = torch.empty(rows, tokens, dim, dtype=torch.float32, device=v.device)
+    tokens, block = v.numel() // dim, min(1024, triton.next_power_of_2(dim))
+    bank = [torch.empty(tokens, dim, dtype=torch.float32, device=v.device) for _ in range(rows)]
     lse = torch.empty(rows, tokens, dtype=torch.float32, device=v.device)
     pairs = [(x.data_ptr(), s.data_ptr()) for x, s in zip(sources, logits, strict=True)]
     _bank_kernel[(tokens, triton.cdiv(dim, block))](
-        address_table(tuple(a for pair in pairs for a in pair), v.device), bank, lse, v, tokens, len(sources),
-        D=dim, BD=block, BN=triton.next_power_of_2(len(sources)), ROWS=rows, ALIGNED=aligned(dim, sources), STAGES=3,
-        num_warps=1,
+        address_table(tuple(a for pair in pairs for a in pair), v.device), *bank, *bank[: GROUP - rows], lse, v, tokens, len(sources),
+        D=dim, BD=block, BN=triton.next_power_of_2(len(sources)), ROWS=rows, ALIGNED=aligned(dim, sources),
+        STAGES=4 if block > 512 else 3, num_warps=1,
     )  # fmt: skip
     return bank, lse
 
@@ -198,7 +196,7 @@ def read_known(
     gain: Tensor | None,
     eps: float,
     out_eps: float,
-    keep: bool,
+    keep: int,
 ) -> Result:
     """As `triton.read`, given the logits [W, N] of every source but the newest; s is that of the newest alone."""
     newest, n, (ways, dim) = sources[-1], len(sources) - 1, u.shape

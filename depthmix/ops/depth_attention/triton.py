@@ -32,7 +32,7 @@ def load_row(address, t, d, D: tl.constexpr, like, ALIGNED: tl.constexpr, mask):
 def _attend(v, r, u, m, z, acc, at, KEEP: tl.constexpr):
     """One more source in a running softmax: the new maximum, sum and weighted sum; its logit is stored."""
     s = tl.sum(v * u, 0) * r
-    if KEEP:
+    if KEEP > 0:
         tl.store(at, s)
     top = tl.maximum(m, s)
     old, new = tl.exp(m - top), tl.exp(s - top)
@@ -40,14 +40,21 @@ def _attend(v, r, u, m, z, acc, at, KEEP: tl.constexpr):
 
 
 @triton.jit
-def deliver(z, acc, y, o, gain, at, d, ok, out_eps, D: tl.constexpr, NORM: tl.constexpr, KEEP: tl.constexpr):
-    """Store a way's result: the sum, and with NORM its RMSNorm."""
+def deliver(
+    z, acc, lse, y, xhat, gain, total, t, N, d, ok, out_eps, D: tl.constexpr, NORM: tl.constexpr, KEEP: tl.constexpr
+):
+    """Store a way's result acc / z: the sum, or with NORM its RMSNorm; and what a backward needs (Result)."""
     acc = acc / z
+    if KEEP > 0:
+        tl.store(total + t, lse)
     if NORM:
-        if KEEP:
-            tl.store(o + at + d, acc.to(o.dtype.element_ty), mask=ok)
-        acc = acc * tl.rsqrt(tl.sum(acc * acc, 0) / D + out_eps) * tl.load(gain + d, mask=ok, other=0.0)
-    tl.store(y + at + d, acc.to(y.dtype.element_ty), mask=ok)
+        r = tl.rsqrt(tl.sum(acc * acc, 0) / D + out_eps)
+        acc = acc * r
+        if KEEP == 2:
+            tl.store(xhat + t * D + d, acc.to(xhat.dtype.element_ty), mask=ok)
+            tl.store(total + N + t, r)
+        acc = acc * tl.load(gain + d, mask=ok, other=0.0)
+    tl.store(y + t * D + d, acc.to(y.dtype.element_ty), mask=ok)
 
 
 @triton.jit(do_not_specialize=["N", "n"])
@@ -88,20 +95,16 @@ def _read_kernel(
         if WAYS == 3:
             m1, z1, acc1 = _attend(v, r, u1, m1, z1, acc1, at + way, KEEP)
             m2, z2, acc2 = _attend(v, r, u2, m2, z2, acc2, at + 2 * way, KEEP)
-    deliver(z0, acc0, y0, o0, gain, t * D, d, ok, out_eps, D, NORM, KEEP)
-    if KEEP:
-        tl.store(lse + t, m0 + tl.log(z0))
+    rows = N * (1 + (NORM and KEEP == 2))  # from one way's totals to the next
+    deliver(z0, acc0, m0 + tl.log(z0), y0, o0, gain, lse, t, N, d, ok, out_eps, D, NORM, KEEP)
     if WAYS == 3:
-        deliver(z1, acc1, y1, o1, gain + D, t * D, d, ok, out_eps, D, NORM, KEEP)
-        deliver(z2, acc2, y2, o2, gain + 2 * D, t * D, d, ok, out_eps, D, NORM, KEEP)
-        if KEEP:
-            tl.store(lse + N + t, m1 + tl.log(z1))
-            tl.store(lse + 2 * N + t, m2 + tl.log(z2))
+        deliver(z1, acc1, m1 + tl.log(z1), y1, o1, gain + D, lse + rows, t, N, d, ok, out_eps, D, NORM, KEEP)
+        deliver(z2, acc2, m2 + tl.log(z2), y2, o2, gain + 2 * D, lse + 2 * rows, t, N, d, ok, out_eps, D, NORM, KEEP)
 
 
 @triton.jit(do_not_specialize=["N", "several"])
 def _read_backward_kernel(
-    dy, o, do, u, gain, s, lse, ld, v, g, before, dv, part, N: tl.int64, several: tl.int32, eps, out_eps,
+    dy, o, do, u, gain, s, lse, ld, v, g, before, dv, part, N: tl.int64, several: tl.int32, eps,
     D: tl.constexpr, BD: tl.constexpr, NORM: tl.constexpr, STORE: tl.constexpr, LOCAL: tl.constexpr,
     HAS_G: tl.constexpr, HAS_BEFORE: tl.constexpr, NEED_DV: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -115,11 +118,12 @@ def _read_backward_kernel(
     for t in tl.range(tl.program_id(0).to(tl.int64), N, tl.num_programs(0), num_stages=STAGES):
         y = tl.load(dy + t * D + d, mask=ok, other=0.0).to(tl.float32)
         x = tl.load(o + t * D + d, mask=ok, other=0.0).to(tl.float32)
-        if NORM:
-            r = tl.rsqrt(tl.sum(x * x, 0) / D + out_eps)
-            dgain += y * x * r
+        if NORM:  # x is the normed result
+            r = tl.load(lse + N + t)
+            dgain += y * x
             y = y * k
-            y = r * (y - x * (tl.sum(y * x, 0) * r * r / D))
+            y = r * (y - x * (tl.sum(y * x, 0) / D))
+            x = x / r
             y = y.to(dy.dtype.element_ty)  # as the other sources will read it
             if STORE:
                 tl.store(do + t * D + d, y, mask=ok)
@@ -248,24 +252,35 @@ def _warps(block: int, registers: int) -> int:
     return min(32, max(1, triton.next_power_of_2(block * registers) // (32 * 128)))
 
 
+def _stages(most: int, like: Tensor, rows: int) -> int:
+    """How many steps of a loop are loaded ahead, each of them rows like one of a tensor: as shared memory allows."""
+    return max(1, min(most, 1 + 2**17 // (rows * triton.next_power_of_2(like.shape[-1]) * like.element_size())))
+
+
 class Result(NamedTuple):
     """What a read returns and what its backward needs."""
 
     y: list[Tensor]  # W results like a source
-    o: list[Tensor]  # the same before the norm; empty without one
+    o: list[Tensor]  # with keep=2 and a norm: the same before the gain, like a source but never bf16
     s: Tensor  # logits [W, n, N]
-    lse: Tensor  # their log-sum-exp [W, N]
+    lse: Tensor  # their log-sum-exp [W, 1, N]; with keep=2 and a norm also 1 / RMS of the mixture, [W, 2, N]
     fresh: Tensor | None  # the newest source, if it was added up here
 
     @classmethod
-    def empty(cls, like: Tensor, ways: int, norm: bool, add: bool, keep: bool, n: int) -> "Result":
-        """Memory for a read like a source; keep: also for what the backward needs of n sources."""
+    def empty(cls, like: Tensor, ways: int, norm: bool, add: bool, keep: int, n: int) -> "Result":
+        """Memory for a read like a source, of n sources whose logits are stored.
+
+        A normed result is of the order of one: fp16 holds it in as many bytes as bf16 and eight times as exactly, and the
+        backward takes differences of what it computes from it.
+        """
         tokens = like.numel() // like.shape[-1]
+        kind = torch.float16 if like.dtype == torch.bfloat16 else like.dtype
+        rows = min(1, keep) + (norm and keep == 2)
         return cls(
             [torch.empty_like(like) for _ in range(ways)],
-            [torch.empty_like(like) for _ in range(ways)] if norm and keep else [],
+            [torch.empty_like(like, dtype=kind) for _ in range(ways if norm and keep == 2 else 0)],
             torch.empty(ways, n if keep else 0, tokens, dtype=torch.float32, device=like.device),
-            torch.empty(ways, tokens if keep else 0, dtype=torch.float32, device=like.device),
+            torch.empty(ways, rows, tokens, dtype=torch.float32, device=like.device),
             torch.empty_like(like) if add else None,
         )
 
@@ -277,13 +292,13 @@ def read(
     gain: Tensor | None,
     eps: float,
     out_eps: float,
-    keep: bool,
+    keep: int,
     bank: Tensor | None = None,
     bank_lse: Tensor | None = None,
 ) -> Result:
     """W mixtures of the sources [..., D], the last of which is sources[-1] + add if that is given.
 
-    u, gain: [W, D] fp32. keep: also what the backward needs. bank, bank_lse: the mixture of further sources that one way
+    u, gain: [W, D] fp32. keep: also what a backward needs, 1: layer by layer, 2: in the order of the sources. bank, bank_lse: the mixture of further sources that one way
     has already read, [N, D] fp32 with its log-sum-exp [N]; s is then that of the others.
     """
     first, n, (ways, dim) = sources[-1], len(sources), u.shape
@@ -298,7 +313,7 @@ def read(
             u if bank_lse is None else bank_lse, u, u if gain is None else gain,
             *three(y), *three(o or y), s, lse, tokens, n, eps, out_eps,
             D=dim, BD=block, WAYS=ways, ADD=int(add is not None), BANK=bank is not None, NORM=gain is not None, KEEP=keep,
-            ALIGNED=aligned(dim, sources), STAGES=4, num_warps=_warps(block, 1 + ways),
+            ALIGNED=aligned(dim, sources), STAGES=_stages(4, first, 1), num_warps=_warps(block, 1 + ways),
         )  # fmt: skip
     return result
 
@@ -338,13 +353,12 @@ def read_backward(
     lse: Tensor,
     newest: Newest | None,
     eps: float,
-    out_eps: float,
     store: bool,
     several: bool = True,
 ) -> ReadGradients:
-    """Gradients of one way, with result o before the norm, given that of its output.
+    """Gradients of one way, given that of its output; o: its result, with a norm before the gain (Result).
 
-    u, gain: [D]; s: logits [n, N], the newest source's last; lse: [N]. store: also do and δ, which the other sources need.
+    u, gain: [D]; s: logits [n, N], the newest source's last; lse: [1 or 2, N]. store: also do and δ, for the other sources.
     several: sources were read, those in a bank included: the weight of an only one is 1 whatever its logit.
     """
     dim, tokens = u.shape[0], s.shape[1]
@@ -355,21 +369,24 @@ def read_backward(
         return ReadGradients(do, ld, dv, torch.zeros_like(u), torch.zeros_like(u))
     block = triton.next_power_of_2(dim)
     warps = _warps(block, 4)
-    per_core = max(1, 8 // warps)
-    programs = min(
-        tokens, per_core * torch.cuda.get_device_properties(dy.device).multi_processor_count if dy.is_cuda else 3
-    )
+    programs = programs_for(tokens, warps, dy)
     part = torch.empty(programs, 2, dim, dtype=torch.float32, device=dy.device)
     g, before = (None, None) if newest is None else (newest.g, newest.part)
     _read_backward_kernel[(programs,)](
         dy, o, do, u, u if gain is None else gain, s[-1], lse, ld, dy if newest is None else newest.v,
         dy if g is None else g, u if before is None else before, dy if dv is None else dv, part,
-        tokens, int(several), eps, out_eps,
+        tokens, int(several), eps,
         D=dim, BD=block, NORM=gain is not None, STORE=store, LOCAL=newest is not None, HAS_G=g is not None,
-        HAS_BEFORE=before is not None, NEED_DV=dv is not None, STAGES=3, num_warps=warps,
+        HAS_BEFORE=before is not None, NEED_DV=dv is not None, STAGES=_stages(3, dy, 5), num_warps=warps,
     )  # fmt: skip
     du, dgain = part.sum(0)
     return ReadGradients(do, ld, dv, du, dgain)
+
+
+def programs_for(tokens: int, warps: int, like: Tensor) -> int:
+    """How many programs share the tokens, where each adds up a gradient of its own: few, and enough to fill a GPU."""
+    cores = torch.cuda.get_device_properties(like.device).multi_processor_count if like.is_cuda else 3
+    return min(tokens, max(1, 8 // warps) * cores)
 
 
 class Reader(NamedTuple):

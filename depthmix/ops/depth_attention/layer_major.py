@@ -1,0 +1,132 @@
+"""Depth attention's backward read by read: the gradients of all sources of one read in one kernel, and nothing rounded before them.
+
+A token's sources are read twice, the second time from the cache: o is mixed again, since a stored one would be rounded.
+source_major.py has the faster order, for stacks of reads; this one needs nothing but the read itself.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from depthmix.ops.addresses import address_table, aligned
+from depthmix.ops.depth_attention.triton import load_row, programs_for, three
+
+
+@triton.jit
+def _through_norm(y, o, k, dgain, out_eps, D: tl.constexpr, NORM: tl.constexpr):
+    """The gradient of o, the norm's gain's with this token's part, and δ = do · o."""
+    if NORM:
+        r = tl.rsqrt(tl.sum(o * o, 0) / D + out_eps)
+        dgain += y * o * r
+        y *= k
+        y = r * (y - o * (tl.sum(y * o, 0) * r * r / D))
+    return y, dgain, tl.sum(y * o, 0)
+
+
+@triton.jit
+def _pair(v, r, y, u, s, lse, delta, several, acc, c, du):
+    """One way's part of a source's gradient, of c = Σ ds s and of du."""
+    p = tl.exp(s - lse)
+    ds = p * (tl.sum(y * v, 0) - delta) * several
+    w = ds * r
+    return tl.fma(w, u, tl.fma(p, y, acc)), c + ds * s, tl.fma(w, v, du)
+
+
+@triton.jit(do_not_specialize=["N", "n"])
+def _layer_backward_kernel(
+    table, dy0, dy1, dy2, u, gain, s, lse, part, N: tl.int64, n: tl.int32, eps, out_eps,
+    D: tl.constexpr, BD: tl.constexpr, WAYS: tl.constexpr, NORM: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    d = tl.arange(0, BD)
+    ok = d < D
+    several = tl.where(n > 1, 1.0, 0.0)  # the weight of an only source is 1 whatever its logit
+    way = N * n  # from one way's logits to the next
+    u0, k0 = tl.load(u + d, mask=ok, other=0.0), tl.load(gain + d, mask=ok, other=0.0)
+    du0, dg0 = tl.zeros([BD], tl.float32), tl.zeros([BD], tl.float32)
+    if WAYS == 3:
+        u1, k1 = tl.load(u + D + d, mask=ok, other=0.0), tl.load(gain + D + d, mask=ok, other=0.0)
+        u2, k2 = tl.load(u + 2 * D + d, mask=ok, other=0.0), tl.load(gain + 2 * D + d, mask=ok, other=0.0)
+        du1, dg1 = tl.zeros([BD], tl.float32), tl.zeros([BD], tl.float32)
+        du2, dg2 = tl.zeros([BD], tl.float32), tl.zeros([BD], tl.float32)
+    for t in tl.range(tl.program_id(0).to(tl.int64), N, tl.num_programs(0), num_stages=1):
+        l0, o0 = tl.load(lse + t), tl.zeros([BD], tl.float32)
+        if WAYS == 3:
+            l1, o1 = tl.load(lse + N + t), tl.zeros([BD], tl.float32)
+            l2, o2 = tl.load(lse + 2 * N + t), tl.zeros([BD], tl.float32)
+        for i in range(n):
+            v = load_row(tl.load(table + 3 * i), t, d, D, dy0, ALIGNED, ok)
+            at = s + i * N + t
+            o0 = tl.fma(tl.exp(tl.load(at) - l0), v, o0)
+            if WAYS == 3:
+                o1 = tl.fma(tl.exp(tl.load(at + way) - l1), v, o1)
+                o2 = tl.fma(tl.exp(tl.load(at + 2 * way) - l2), v, o2)
+        y0 = tl.load(dy0 + t * D + d, mask=ok, other=0.0).to(tl.float32)
+        y0, dg0, delta0 = _through_norm(y0, o0, k0, dg0, out_eps, D, NORM)
+        if WAYS == 3:
+            y1 = tl.load(dy1 + t * D + d, mask=ok, other=0.0).to(tl.float32)
+            y2 = tl.load(dy2 + t * D + d, mask=ok, other=0.0).to(tl.float32)
+            y1, dg1, delta1 = _through_norm(y1, o1, k1, dg1, out_eps, D, NORM)
+            y2, dg2, delta2 = _through_norm(y2, o2, k2, dg2, out_eps, D, NORM)
+        for i in range(n):
+            v = load_row(tl.load(table + 3 * i), t, d, D, dy0, ALIGNED, ok)
+            r = tl.rsqrt(tl.sum(v * v, 0) / D + eps)
+            g, out = tl.load(table + 3 * i + 1), tl.load(table + 3 * i + 2)
+            acc = load_row(g, t, d, D, dy0, ALIGNED, d < tl.where(g != 0, D, 0))
+            c = 0.0
+            at = s + i * N + t
+            acc, c, du0 = _pair(v, r, y0, u0, tl.load(at), l0, delta0, several, acc, c, du0)
+            if WAYS == 3:
+                acc, c, du1 = _pair(v, r, y1, u1, tl.load(at + way), l1, delta1, several, acc, c, du1)
+                acc, c, du2 = _pair(v, r, y2, u2, tl.load(at + 2 * way), l2, delta2, several, acc, c, du2)
+            acc -= (c * r * r / D) * v
+            out = out.to(tl.pointer_type(dy0.dtype.element_ty)) + t * D + d
+            if ALIGNED:
+                out = tl.multiple_of(out, 16)
+            tl.store(out, acc.to(dy0.dtype.element_ty), mask=ok)
+    part += tl.program_id(0).to(tl.int64) * (2 * WAYS * D) + d
+    tl.store(part, du0, mask=ok)
+    tl.store(part + WAYS * D, dg0, mask=ok)
+    if WAYS == 3:
+        tl.store(part + D, du1, mask=ok)
+        tl.store(part + 2 * D, du2, mask=ok)
+        tl.store(part + 4 * D, dg1, mask=ok)
+        tl.store(part + 5 * D, dg2, mask=ok)
+
+
+def layer_backward(
+    dy: Sequence[Tensor],
+    u: Tensor,
+    gain: Tensor | None,
+    s: Tensor,
+    lse: Tensor,
+    sources: Sequence[Tensor],
+    g: Tensor | None,
+    eps: float,
+    out_eps: float,
+) -> tuple[list[Tensor], Tensor, Tensor]:
+    """Gradients of every source, of u [W, D] and of the gain [W, D] (zeros without one), given those of the results.
+
+    s, lse: logits [W, n, N] and their log-sum-exp [W, N]. g: a gradient that the newest source has from elsewhere.
+    """
+    v, (ways, dim) = sources[0], u.shape
+    tokens = v.numel() // dim
+    dv = [torch.empty_like(x) for x in sources]
+    if not tokens:
+        return dv, torch.zeros_like(u), torch.zeros_like(u)
+    block = triton.next_power_of_2(dim)
+    warps = min(32, max(1, block // 256))
+    programs = programs_for(tokens, warps, v)
+    part = torch.empty(programs, 2, ways, dim, dtype=torch.float32, device=v.device)
+    gs = [*[None] * (len(sources) - 1), g]
+    rows = [
+        (x.data_ptr(), 0 if h is None else h.data_ptr(), o.data_ptr()) for x, h, o in zip(sources, gs, dv, strict=True)
+    ]
+    _layer_backward_kernel[(programs,)](
+        address_table(tuple(a for row in rows for a in row), v.device),
+        *three(dy), u, u if gain is None else gain, s, lse, part, tokens, len(sources), eps, out_eps,
+        D=dim, BD=block, WAYS=ways, NORM=gain is not None, ALIGNED=aligned(dim, sources, gs, dv), num_warps=warps,
+    )  # fmt: skip
+    return dv, part[:, 0].sum(0), torch.zeros_like(u) if gain is None else part[:, 1].sum(0)
