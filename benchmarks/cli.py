@@ -50,10 +50,10 @@ HELP = {
 LIMITS = {
     "full-stack": 60,
     "block-stack": 110,
-    "errors": 30,
+    "errors": 100,
     "bandwidth": 20,
     "first-call": 40,
-    "step": 120,
+    "step": 200,
     "cpu-step": 60,
 }
 WRONG = 3  # exit code when ours is wrong and was not timed

@@ -101,7 +101,7 @@ def _case(
         runs[arm.label] = steps_of(trainer)
         seconds = Clock(options.device).seconds(lambda run=runs[arm.label]: run(lambda: None))  # type: ignore[misc]
         report.add(case, arm.label, "first step", seconds, "s")
-    timings = interleaved(runs, options.repeats, options.warmup, options.device)
+    timings = interleaved(runs, options.repeats, options.warmup, options.device, hide=False)
     base = timings[arms[0].label].total
     for label, timing in timings.items():
         report.add(case, label, f"step / {arms[0].label}", timing.total / base, target=targets.get(label, ""))

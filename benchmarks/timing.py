@@ -11,9 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-# GPU cycles, some 50 ms, that the GPU sleeps before a run: what is launched meanwhile then runs without gaps. Otherwise a
-# kernel shorter than its launch measures the launch, and a stack without real sublayers the speed of Python.
-HIDDEN = 100_000_000
+CYCLES = 2.0e9  # of a GPU, a second, at most
 Mark = Callable[[], None]
 Run = Callable[[Mark], None]  # does the work and calls its argument at the end of every phase
 
@@ -38,8 +36,24 @@ class Clock:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def phases(self, run: Run) -> list[float]:
-        """Milliseconds between the marks of one run."""
+    def launch(self, run: Run) -> float:
+        """Seconds that launching a run takes."""
+        if self.device.type != "cuda":
+            return 0.0
+        self.synchronize()
+        torch.cuda._sleep(int(0.2 * CYCLES))
+        begun = time.perf_counter()
+        run(lambda: None)
+        took = time.perf_counter() - begun
+        self.synchronize()
+        return took
+
+    def phases(self, run: Run, asleep: float = 0.0) -> list[float]:
+        """Milliseconds between the marks of one run.
+
+        asleep: seconds that the GPU sleeps before; what is launched meanwhile runs without gaps. Otherwise a kernel
+        shorter than its launch measures the launch, and a stack without real sublayers the speed of Python.
+        """
         self.synchronize()
         if self.device.type != "cuda":
             times = [time.perf_counter()]
@@ -51,7 +65,7 @@ class Clock:
             events.append(torch.cuda.Event(enable_timing=True))
             events[-1].record()
 
-        torch.cuda._sleep(HIDDEN)
+        torch.cuda._sleep(int(asleep * CYCLES))
         mark()
         run(mark)
         self.synchronize()
@@ -66,19 +80,23 @@ class Clock:
         return time.perf_counter() - begun
 
 
-def interleaved(runs: Mapping[str, Run], rounds: int, warmup: int, device: torch.device) -> dict[str, Timing]:
-    """Each run `warmup` times, then `rounds` rounds in which every run takes its turn."""
-    clock = Clock(device)
-    for run in runs.values():
+def interleaved(
+    runs: Mapping[str, Run], rounds: int, warmup: int, device: torch.device, hide: bool = True
+) -> dict[str, Timing]:
+    """Each run `warmup` times, then `rounds` rounds in which every run takes its turn; hide: what launching costs."""
+    clock, asleep = Clock(device), dict.fromkeys(runs, 0.0)
+    for name, run in runs.items():
         for _ in range(warmup):
             clock.phases(run)
+        if hide:
+            asleep[name] = 0.005 + 1.5 * clock.launch(run)
     times: dict[str, list[list[float]]] = {name: [] for name in runs}
     gc.collect()
     gc.disable()  # a collection in the middle of a pass would be counted as the kernel's
     try:
         for _ in range(rounds):
             for name, run in runs.items():
-                times[name].append(clock.phases(run))
+                times[name].append(clock.phases(run, asleep[name]))
     finally:
         gc.enable()
     return {name: _summary(t) for name, t in times.items()}

@@ -51,6 +51,8 @@ LINES = [
     (f"{TRAIN} --eval-tokens 0", USAGE, "eval_tokens must be at least 1 or none"),
     (f"{TRAIN} --micro-batch-size 0", USAGE, "micro_batch_size must be at least 1 or none"),
     (f"{TRAIN} --micro-batch-size 3", USAGE, "micro_batch_size must divide batch_size=4, got 3"),
+    (f"{TRAIN} --micro-batch-size 2 --cuda-graph", USAGE, "cuda_graph records a step in one piece: leave out"),
+    (f"{TRAIN} --checkpoint-activations --cuda-graph", USAGE, "cuda_graph records a step in one piece: leave out"),
     (f"{TRAIN} --micro-batch-size some", USAGE, "micro_batch_size must be a whole number or none, got 'some'"),
     (f"{TRAIN} --warmup 6", USAGE, "warmup must be shorter than the run of 6 steps, got 6"),
     (f"{TRAIN} --warmup=-1", USAGE, "warmup must be at least 0, got -1"),

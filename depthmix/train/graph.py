@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from depthmix.train.errors import UserError
+
 WARM_UP = 3  # passes before the recording, in which kernels are compiled and chosen
 
 
@@ -34,3 +36,14 @@ class GraphedBackward:
         self.batch.copy_(batch)
         self.graph.replay()
         return self.loss.detach()
+
+
+def record(loss: Callable[[Tensor], Tensor], parameters: Sequence[Tensor], batch: Tensor) -> GraphedBackward:
+    """Record a step; one that cannot be recorded, as where a number is read back from the GPU, is the user's to change."""
+    try:
+        return GraphedBackward(loss, parameters, batch)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(f"cuda_graph: the step cannot be recorded ({reason}); train with cuda_graph off") from error

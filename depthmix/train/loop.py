@@ -29,7 +29,7 @@ from depthmix.train.device import PeakMemory, autocast, choose_device, release_m
 from depthmix.train.errors import CHECKPOINT, DIVERGED, INTERRUPTED, UserError
 from depthmix.train.evaluate import Evaluation, check_tokens, evaluate, token_losses
 from depthmix.train.folder import RunFolder
-from depthmix.train.graph import GraphedBackward
+from depthmix.train.graph import GraphedBackward, record
 from depthmix.train.optim import (
     build_optimizers,
     learning_rate,
@@ -133,7 +133,7 @@ class Trainer:
         micro = self.config.micro_batch_size or self.config.batch_size
         set_learning_rate(self.optimizers, learning_rate(self.config, step))
         if self.config.cuda_graph and self.device.type == "cuda":
-            self.graphed = self.graphed or GraphedBackward(self.loss, self.parameters, batch)
+            self.graphed = self.graphed or record(self.loss, self.parameters, batch)
             total = self.graphed(batch)
         else:
             total = torch.zeros((), device=self.device)

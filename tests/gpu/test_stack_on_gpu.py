@@ -44,11 +44,14 @@ def errors(exact: Stack, x: Tensor, backend: str) -> dict[str, float]:
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
 @pytest.mark.parametrize(("tokens", "dim", "n_blocks", "options"), STACKS)
 def test_every_gradient(tokens: int, dim: int, n_blocks: int, options: dict[str, Any], dtype: torch.dtype) -> None:
-    """Within a few roundings of fp64; where roundings add up from site to site, within twice what the reference makes of them."""
+    """Within a few roundings of fp64; where they add up from site to site, within four times what the reference makes of them.
+
+    Gradients of queries are sums of differences, and without a norm the kernels know a mixture only as it was rounded.
+    """
     exact, x = Stack(n_blocks, dim, **options).double(), draw(tokens, dim, seed=1, dtype=dtype)
     got, allowed = (errors(exact, x, backend) for backend in ("triton", "reference"))
     near, far = TOLERANCE[dtype]
-    limits = {name: max(near if name == "output" else far, 2 * e) for name, e in allowed.items()}
+    limits = {name: max(near if name == "output" else far, 4 * e) for name, e in allowed.items()}
     assert {name: (e, limits[name]) for name, e in got.items() if e > limits[name]} == {}
 
 
@@ -163,6 +166,19 @@ def test_a_graphed_training_step(options: dict[str, Any]) -> None:
         assert error(got, expected) < 1e-5
         for (name, p), t in zip(model.named_parameters(), twin.parameters(), strict=True):
             assert error(p.grad, t.grad) < 1e-4, name
+
+
+def test_a_step_that_cannot_be_recorded() -> None:
+    """A number read back from the GPU in the middle of a step: one sentence."""
+    record, user_error = (pytest.importorskip(f"depthmix.train.{m}") for m in ("graph", "errors"))
+    model = decoder()
+
+    def loss(batch: Tensor) -> Tensor:
+        out = model(batch).square().mean()
+        return out * 2 if out.item() > 0 else out
+
+    with pytest.raises(user_error.UserError, match=r"cannot be recorded .* cuda_graph off"):
+        record.record(loss, list(model.parameters()), ids(4, 33))
 
 
 def test_inductor() -> None:

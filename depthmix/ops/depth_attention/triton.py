@@ -442,15 +442,14 @@ def source_backward(
         )  # fmt: skip
     if not need_du:
         return out, None
-    du = torch.zeros(n, dim, dtype=torch.float32, device=v.device)
-    for k, x in enumerate(sources):
-        values = x.v.reshape(tokens, dim)
-        if split and v.is_cuda:
-            halves = torch.mm(ds[k].view(2 * n, tokens), values, out_dtype=torch.float32)
-            du += halves[:n] + halves[n:]
-        else:
-            du += ds[k].float().sum(0) @ values.float()
-    return out, du
+    if split and v.is_cuda:
+        parts = [
+            torch.mm(d.view(2 * n, tokens), x.v.reshape(tokens, dim), out_dtype=torch.float32)
+            for d, x in zip(ds, sources, strict=True)
+        ]
+        return out, (parts[0] if len(parts) == 1 else parts[0] + parts[1]).view(2, n, dim).sum(0)
+    whole = [d.float().sum(0) @ x.v.reshape(tokens, dim).float() for d, x in zip(ds, sources, strict=True)]
+    return out, whole[0] if len(whole) == 1 else whole[0] + whole[1]
 
 
 def _side_by_side(rows: Sequence[Tensor]) -> Tensor:
