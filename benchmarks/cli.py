@@ -51,8 +51,8 @@ LIMITS = {
     "full-stack": 60,
     "block-stack": 110,
     "errors": 100,
-    "bandwidth": 20,
-    "first-call": 40,
+    "bandwidth": 60,
+    "first-call": 90,
     "step": 200,
     "cpu-step": 60,
 }

@@ -53,7 +53,7 @@ def first_call(options: Options, report: Report) -> None:
                 continue
         for line in (x for x in done.stdout.splitlines() if x.startswith("[")):
             name, seconds = json.loads(line)
-            report.add(case, name, "first call", seconds, "s", TARGET)
+            report.add(case, name, "first call", seconds, "s", TARGET if what == "kernels" else "")
         if done.returncode:
             why = done.stderr.strip().splitlines() or ["it said nothing"]
             report.add(case, "ours", "first call", None, "s", TARGET, f"failed: {why[-1][:200]}")

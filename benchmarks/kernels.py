@@ -78,6 +78,89 @@ def read(ways: int) -> Callable[[int, int, torch.device], Work]:
     return make
 
 
+def read_known(tokens: int, dim: int, device: torch.device) -> Work:
+    """The same, three ways, where the logits of the seven older sources are known."""
+    from depthmix.ops.depth_attention import tiling, triton
+
+    like = torch.empty(tokens, dim, device=device, dtype=torch.bfloat16)
+    sources = [torch.randn_like(like) for _ in range(N_SOURCES)]
+    add, u = torch.randn_like(like), torch.randn(3, dim, device=device) / dim**0.5
+    gain = torch.rand(3, dim, device=device) + 0.5
+    logits = [tiling.scores(u, [v], EPS).squeeze(1) for v in sources[:-1]]
+    found: list[triton.Result] = []
+
+    def run() -> None:
+        found[:] = [tiling.read_known(u, sources, logits, add, gain, EPS, EPS, keep=2)]
+
+    def errors() -> dict[str, float]:
+        assert found[0].fresh is not None
+        seen, ones = _rows([*sources[:-1], found[0].fresh]), torch.ones(dim, device=device).double()
+        wanted = [_normed(reference.read(q.double(), seen, ones), k) for q, k in zip(u, gain, strict=True)]
+        return {"y": max(map(relative_error, _rows(found[0].y), wanted))}
+
+    return Work(run, (N_SOURCES + 2 + 6) * like.nbytes, errors)
+
+
+def scores(tokens: int, dim: int, device: torch.device) -> Work:
+    """The logits of four sources for 32 queries."""
+    from depthmix.ops.depth_attention import tiling
+
+    like = torch.empty(tokens, dim, device=device, dtype=torch.bfloat16)
+    sources, u = [torch.randn_like(like) for _ in range(4)], torch.randn(32, dim, device=device) / dim**0.5
+    found: list[Tensor] = []
+
+    def run() -> None:
+        found[:] = [tiling.scores(u, sources, EPS)]
+
+    def errors() -> dict[str, float]:
+        wanted = [_normed(v, torch.ones_like(u[0])) @ u.double().T for v in _rows(sources)]  # [ROWS, 32] each
+        return {"s": max(relative_error(found[0][:, k, :ROWS].T.double(), w) for k, w in enumerate(wanted))}
+
+    return Work(run, 4 * like.nbytes + 4 * 32 * 4 * tokens, errors)
+
+
+def make_bank(tokens: int, dim: int, device: torch.device) -> Work:
+    """The mixtures, in fp32, of sixteen sources for four queries."""
+    from depthmix.ops.depth_attention import tiling
+
+    like = torch.empty(tokens, dim, device=device, dtype=torch.bfloat16)
+    sources, u = [torch.randn_like(like) for _ in range(16)], torch.randn(4, dim, device=device) / dim**0.5
+    groups = [tiling.scores(u, sources[i : i + 4], EPS) for i in range(0, 16, 4)]
+    first = [s[0, k] for s in groups for k in range(4)]
+    found: list[Tensor] = []
+
+    def run() -> None:
+        found[:] = tiling.make_bank(first, sources, 4)[0]
+
+    def errors() -> dict[str, float]:
+        wanted = [reference.read(q.double(), _rows(sources), torch.ones_like(q).double()) for q in u]
+        return {"bank": max(map(relative_error, _rows(found), wanted))}
+
+    return Work(run, (16 + 2 * 4) * like.nbytes + 16 * 4 * 4 * tokens, errors)
+
+
+def layer_backward(tokens: int, dim: int, device: torch.device) -> Work:
+    """All gradients of a read of eight sources with the norm that follows, layer-major: its sources are in the cache at best."""
+    from depthmix.ops.depth_attention import triton
+    from depthmix.ops.depth_attention.layer_major import layer_backward
+
+    like = torch.empty(tokens, dim, device=device, dtype=torch.bfloat16)
+    sources, dy = [torch.randn_like(like) for _ in range(N_SOURCES)], torch.randn_like(like)
+    u, gain = torch.randn(1, dim, device=device) / dim**0.5, torch.rand(1, dim, device=device) + 0.5
+    forward = triton.read(u, sources, None, gain, EPS, EPS, keep=1)
+    found: list[Tensor] = []
+
+    def run() -> None:
+        found[:] = layer_backward([dy], u, gain, forward.s, forward.lse[:, 0], sources, None, EPS, EPS)[0]
+
+    def errors() -> dict[str, float]:
+        seen = [v.requires_grad_() for v in _rows(sources)]
+        out = _normed(reference.read(u[0].double(), seen, torch.ones_like(u[0]).double()), gain[0])
+        return {"dv": max(map(relative_error, _rows(found), torch.autograd.grad(out, seen, _rows([dy])[0])))}
+
+    return Work(run, (2 * N_SOURCES + 1) * like.nbytes, errors)
+
+
 def _normed(o: Tensor, gain: Tensor) -> Tensor:
     return o * torch.rsqrt(o.square().mean(-1, keepdim=True) + EPS) * gain.double()
 
@@ -144,8 +227,12 @@ def registry() -> list[Kernel]:
         kernels += [
             Kernel("read", read(1)),
             Kernel("read, three ways", read(3)),
+            Kernel("read_known, three ways", read_known),
+            Kernel("scores", scores),
+            Kernel("make_bank", make_bank),
             Kernel("read_backward", read_backward),
             Kernel("source_backward, one source", source_backward(1)),
             Kernel("source_backward, two sources", source_backward(2)),
+            Kernel("layer_backward", layer_backward),
         ]
     return kernels

@@ -126,10 +126,11 @@ class Trainer:
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.too_large = 3 * math.log(data.vocab_size)  # a loss far above guessing has exploded
         self.graphed: GraphedBackward | None = None
+        self.ahead: tuple[int, Tensor] | None = None  # the next step's number and batch
 
     def step(self, step: int) -> tuple[float, float]:
         """One optimizer step on batch `step`: (loss, gradient norm). A loss that is not usable leaves the weights alone."""
-        batch = self.checked(self.batches.get(step)).to(self.device, non_blocking=True)
+        batch = self.checked(self.batch(step)).to(self.device, non_blocking=True)
         micro = self.config.micro_batch_size or self.config.batch_size
         set_learning_rate(self.optimizers, learning_rate(self.config, step))
         if self.config.cuda_graph and self.device.type == "cuda":
@@ -142,6 +143,8 @@ class Trainer:
                 loss.backward()
                 total += loss.detach()
         norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.config.clip or math.inf)
+        if self.device.type == "cuda":
+            self.ahead = step + 1, self.batches.get(step + 1)  # while the GPU works on this one
         loss_value, norm_value = torch.stack([total, norm.to(total)]).tolist()
         if self.usable(loss_value, norm_value):
             for optimizer in self.optimizers.values():
@@ -163,6 +166,10 @@ class Trainer:
         """The validation batches, the same at every evaluation."""
         micro = self.config.micro_batch_size or self.config.batch_size
         return map(self.checked, validation_batches(self.val, self.config.seq_len, micro, self.config.eval_tokens))
+
+    def batch(self, step: int) -> Tensor:
+        """Batch `step`, read before or now."""
+        return self.ahead[1] if self.ahead is not None and self.ahead[0] == step else self.batches.get(step)
 
     def checked(self, batch: Tensor) -> Tensor:
         """The batch, if all of it is in the vocabulary."""
@@ -344,6 +351,9 @@ def _result(
     }
 
 
+A_SECOND = 1.0  # of steps at least: a few short ones would measure what else the machine does at that moment
+
+
 def measure_step_times(configs: list[TrainConfig], warmup: int = 3, steps: int = 5, rounds: int = 3) -> list[float]:
     """Median seconds of a training step for each configuration: the median of its rounds.
 
@@ -362,9 +372,9 @@ def measure_step_times(configs: list[TrainConfig], warmup: int = 3, steps: int =
 def _step_seconds(config: TrainConfig, warmup: int, steps: int) -> float:
     check_config(config)
     trainer = Trainer(config, TokenData.open(config.data), choose_device(config.device))
-    taken = []
-    for step in range(warmup + steps):
+    taken: list[float] = []
+    while len(taken) < warmup + steps or sum(taken[warmup:]) < A_SECOND:
         begun = time.perf_counter()
-        trainer.step(step)
+        trainer.step(len(taken))
         taken.append(time.perf_counter() - begun)
     return statistics.median(taken[warmup:])

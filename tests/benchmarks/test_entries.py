@@ -157,7 +157,10 @@ def test_ratios_against_the_better_rival(tmp_path, monkeypatch):
 
 def test_step_takes_other_arms_and_compares_with_the_first(tmp_path):
     _, rows = run("step", tmp_path, "--arms", "attnres", "residual")
-    assert {r.who: r.value for r in rows if r.metric == "step / attnres"}["attnres"] == 1
+    ratios = {r.who: r for r in rows if r.metric == "step / attnres"}
+    times = {r.metric: r.value for r in rows if r.who == "residual" and r.unit == "ms"}
+    assert list(ratios) == ["residual"]
+    assert ratios["residual"].value == pytest.approx(times["step"] / times["step of attnres beside it"])
     assert cli.main(["step", "--device", "cpu", "--small", "--out", str(tmp_path), "--arms", "nothing"]) == 2
 
 

@@ -182,7 +182,7 @@ def make_bank(logits: Sequence[Tensor], sources: Sequence[Tensor], rows: int) ->
     pairs = [(x.data_ptr(), s.data_ptr()) for x, s in zip(sources, logits, strict=True)]
     _bank_kernel[(tokens, triton.cdiv(dim, block))](
         address_table(tuple(a for pair in pairs for a in pair), v.device), *bank, *bank[: GROUP - rows], lse, v, tokens, len(sources),
-        D=dim, BD=block, BN=triton.next_power_of_2(len(sources)), ROWS=rows, ALIGNED=aligned(dim, sources),
+        D=dim, BD=block, BN=max(32, triton.next_power_of_2(len(sources))), ROWS=rows, ALIGNED=aligned(dim, sources),
         STAGES=4 if block > 512 else 3, num_warps=1,
     )  # fmt: skip
     return bank, lse
@@ -208,7 +208,7 @@ def read_known(
         address_table(tuple(a for pair in pairs for a in pair), newest.device), newest, newest if add is None else add,
         newest if result.fresh is None else result.fresh, u, u if gain is None else gain,
         *three(result.y), *three(result.o or result.y), result.s, result.lse, tokens, n, eps, out_eps,
-        D=dim, BD=block, BN=triton.next_power_of_2(n), WAYS=ways, ADD=int(add is not None), NORM=gain is not None,
+        D=dim, BD=block, BN=max(16, triton.next_power_of_2(n)), WAYS=ways, ADD=int(add is not None), NORM=gain is not None,
         KEEP=keep, ALIGNED=aligned(dim, sources), STAGES=3, num_warps=max(1, block // 1024),
     )  # fmt: skip
     return result

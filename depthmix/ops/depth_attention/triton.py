@@ -118,30 +118,40 @@ def _read_backward_kernel(
     for t in tl.range(tl.program_id(0).to(tl.int64), N, tl.num_programs(0), num_stages=STAGES):
         y = tl.load(dy + t * D + d, mask=ok, other=0.0).to(tl.float32)
         x = tl.load(o + t * D + d, mask=ok, other=0.0).to(tl.float32)
+        w, square, rho = x, 0.0, 1.0
+        if LOCAL:
+            w = tl.load(v + t * D + d, mask=ok, other=0.0).to(tl.float32)
         if NORM:  # x is the normed result
-            r = tl.load(lse + N + t)
+            rho = tl.load(lse + N + t)
             dgain += y * x
             y = y * k
-            y = r * (y - x * (tl.sum(y * x, 0) / D))
-            x = x / r
-            y = y.to(dy.dtype.element_ty)  # as the other sources will read it
+            if LOCAL:
+                along, square = tl.split(tl.sum(tl.join(y * x, w * w), 0))  # one reduction for both
+            else:
+                along = tl.sum(y * x, 0)
+            y = (rho * (y - x * (along / D))).to(dy.dtype.element_ty)  # as the other sources will read it
             if STORE:
                 tl.store(do + t * D + d, y, mask=ok)
             y = y.to(tl.float32)
-        delta = tl.sum(y * x, 0)
+        elif LOCAL:
+            square = tl.sum(w * w, 0)
+        if LOCAL:
+            delta, dot = tl.split(tl.sum(tl.join(y * x, y * w), 0))
+        else:
+            delta, dot = tl.sum(y * x, 0), 0.0
+        delta = delta / rho
         total = tl.load(lse + t)
         if STORE:
             tl.store(ld + t, total)
             tl.store(ld + N + t, delta)
         if LOCAL:
-            x = tl.load(v + t * D + d, mask=ok, other=0.0).to(tl.float32)
-            r = tl.rsqrt(tl.sum(x * x, 0) / D + eps)
+            r = tl.rsqrt(square / D + eps)
             logit = tl.load(s + t)
             p = tl.exp(logit - total)
-            ds = p * (tl.sum(y * x, 0) - delta) * several
-            du += (ds * r) * x
+            ds = p * (dot - delta) * several
+            du += (ds * r) * w
             if NEED_DV:
-                y = p * y + (ds * r) * q - (ds * logit * r * r / D) * x
+                y = p * y + (ds * r) * q - (ds * logit * r * r / D) * w
                 if HAS_G:
                     y += tl.load(g + t * D + d, mask=ok, other=0.0).to(tl.float32)
                 if HAS_BEFORE:
