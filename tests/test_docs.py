@@ -47,6 +47,17 @@ print(mixer.mixing([torch.randn(2, 4) for _ in range(3)])[0].tolist(), "halving"
     assert python(code + check).strip() == "[[1.0, 0.0, 0.0], [0.5, 1.0, 0.0], [0.25, 0.5, 1.0]] True"
 
 
+def test_the_page_on_speed_quotes_its_result_file():
+    """Every line of the step table, and every ratio in the page's other table, is one of the committed results."""
+    page, results = ((ROOT / "docs" / name).read_text() for name in ("speed.md", "results/h200/all.md"))
+    steps = [line for line in page.splitlines() if line.startswith("|") and "tokens | " in line]
+    assert len(steps) == 8
+    assert set(steps) <= set(results.splitlines())
+    for line in re.findall(r"^\| (?:Full|Block), .*", page, re.M):
+        for ratio in re.findall(r"\| (0\.\d+|1\.\d+) (?=\|)", line):
+            assert re.search(rf"\| {float(ratio):g}\b", results), (line, ratio)
+
+
 def test_make_targets_in_the_documents_exist():
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
     for page in ("README.md", "CONTRIBUTING.md"):
