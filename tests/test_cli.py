@@ -416,3 +416,9 @@ def test_eval_and_generate_have_one_flat_class_each():
         "data": DataConfig,
     } == CONFIGS
     assert cli.describe(typing.get_type_hints(TrainConfig)["n_kv_heads"]) == "a whole number or none"
+
+
+def test_it_runs_as_a_module():
+    """Where the program is not on the path, as on a machine with a torch of its own."""
+    command = [sys.executable, "-m", "depthmix", "--version"]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.startswith("depthmix ")

@@ -258,7 +258,7 @@ def test_a_second_signal_leaves_at_once(tmp_path, ask, name):
     after = str(tmp_path / "run" / "log.txt"), "starting"
     argv = ["train", *small.flags(config)]
     # The first comes in the first step, which takes long; the second finds it still at work.
-    ended = ask("send_signals", argv=argv, log=str(tmp_path / "output.txt"), name=name, after=after, pauses=[0.3, 0.3])
+    ended = ask("send_signals", argv=argv, log=str(tmp_path / "output.txt"), name=name, after=after, pauses=[0.3, 1.0])
     assert ended["seconds"] < 5
     assert ended["code"] == (130 if name == "SIGINT" else -signal.SIGTERM), ended
     assert ended["output"] == ("depthmix: interrupted\n" if name == "SIGINT" else "")

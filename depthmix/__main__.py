@@ -1,0 +1,7 @@
+"""`python -m depthmix`, the same as `depthmix`."""
+
+import sys
+
+from depthmix.cli import main
+
+sys.exit(main())
