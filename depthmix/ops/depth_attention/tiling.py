@@ -159,12 +159,13 @@ def scores(queries: Tensor, sources: Sequence[Tensor], eps: float) -> Tensor:
     high = queries.to(kind)
     low = (queries - high.float()).to(kind)  # so that nothing of a query is lost in half precision
     table = address_table(tuple(x.data_ptr() for x in sources), v.device)
-    for at in range(0, rows, 128):
-        n = min(128, rows - at)
-        _scores_kernel[(triton.cdiv(tokens, 64), len(sources))](
+    for at in range(0, rows, 64):  # more would not fit in the shared memory of smaller GPUs
+        n = min(64, rows - at)
+        _scores_kernel[(triton.cdiv(tokens, 128), len(sources))](
             table, high[at:], low[at:], out[at:], v, tokens, len(sources), n, eps,
-            D=dim, BT=64, BR=max(16, triton.next_power_of_2(n)), BK=min(64, max(16, triton.next_power_of_2(dim))),
-            SPLIT=kind != torch.float32, ALIGNED=aligned(dim, sources), num_warps=4,
+            D=dim, BT=128, BR=max(16, triton.next_power_of_2(n)), BK=min(64, max(16, triton.next_power_of_2(dim))),
+            SPLIT=kind != torch.float32, ALIGNED=aligned(dim, sources), num_warps=8,
+            num_stages=3 if kind != torch.float32 else 2,
         )  # fmt: skip
     return out
 

@@ -263,8 +263,8 @@ def _warps(block: int, registers: int) -> int:
 
 
 def _stages(most: int, like: Tensor, rows: int) -> int:
-    """How many steps of a loop are loaded ahead, each of them rows like one of a tensor: as shared memory allows."""
-    return max(1, min(most, 1 + 2**17 // (rows * triton.next_power_of_2(like.shape[-1]) * like.element_size())))
+    """How many steps of a loop are loaded ahead, each of them rows like one of a tensor: as small GPUs' shared memory allows."""
+    return max(1, min(most, 1 + 90_000 // (rows * triton.next_power_of_2(like.shape[-1]) * like.element_size())))
 
 
 class Result(NamedTuple):

@@ -1,0 +1,85 @@
+"""The kernels of depth tiling one by one, in Triton's interpreter, against the equations in fp64."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from ops.helpers import assert_near, rand
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.usefixtures("quick_interpreter")
+EPS = 1e-3
+
+
+def logits(u: Tensor, v: Tensor) -> Tensor:
+    """u · RMS(v) of every query and token: [R, N]."""
+    v = v.double()
+    return u.double() @ (v / (v.square().mean(-1, keepdim=True) + EPS).sqrt()).T
+
+
+def single(*shape: int, seed: int) -> Tensor:
+    return rand(*shape, seed=seed, dtype=torch.float32).detach()
+
+
+def drawn(n: int, tokens: int, dim: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    return [rand(tokens, dim, seed=i, dtype=dtype).detach() for i in range(n)]
+
+
+@pytest.mark.parametrize(("tokens", "dim"), [(130, 33), (1, 7), (128, 80)])
+@pytest.mark.parametrize("rows", [1, 17, 64, 65, 130])  # 64 are looked at together
+def test_scores(rows: int, tokens: int, dim: int) -> None:
+    from depthmix.ops.depth_attention.tiling import scores
+
+    u, sources = single(rows, dim, seed=50), drawn(3, tokens, dim)
+    found = scores(u, sources, EPS)
+    assert found.shape == (rows, 3, tokens)
+    assert_near([found], [torch.stack([logits(u, v) for v in sources], 1)], 2e-6)
+
+
+def test_half_precision_loses_nothing_of_a_query() -> None:
+    """Queries in fp32 go through products of fp16 halves."""
+    from depthmix.ops.depth_attention.tiling import scores
+
+    u, sources = single(5, 64, seed=50), drawn(2, 40, 64, torch.float16)
+    assert_near([scores(u, sources, EPS)], [torch.stack([logits(u, v) for v in sources], 1)], 4e-6)
+
+
+@pytest.mark.parametrize("rows", [2, 3, 4])
+@pytest.mark.parametrize("n", [4, 40])
+def test_make_bank(n: int, rows: int) -> None:
+    from depthmix.ops.depth_attention.tiling import make_bank, scores
+
+    u, sources = single(rows, 21, seed=50), drawn(n, 9, 21)
+    groups = [scores(u, sources[i : i + 4], EPS) for i in range(0, n, 4)]
+    bank, lse = make_bank([s[0, k] for s in groups for k in range(4)], sources, rows)
+    exact = torch.stack([logits(u, v) for v in sources])  # [n, rows, N]
+    values = torch.stack(sources).double()
+    mixed = torch.einsum("nrt,ntd->rtd", exact.softmax(0), values)
+    assert_near([torch.stack(bank), lse], [mixed, exact.logsumexp(0)], 2e-6)
+
+
+@pytest.mark.parametrize("ways", [1, 3])
+@pytest.mark.parametrize("add", [False, True])
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("n", [2, 19])  # sources
+def test_read_known(n: int, norm: bool, add: bool, ways: int) -> None:
+    from depthmix.ops.depth_attention.tiling import read_known, scores
+
+    u, sources = single(ways, 21, seed=50), drawn(n, 9, 21)
+    pending = single(9, 21, seed=60) if add else None
+    gain = single(ways, 21, seed=70) if norm else None
+    known = [scores(u, [v], EPS).squeeze(1) for v in sources[:-1]]
+    found = read_known(u, sources, known, pending, gain, EPS, 0.1, keep=2)
+    values = [v.double() for v in sources]
+    values[-1] = values[-1] if pending is None else values[-1] + pending.double()
+    exact = torch.stack([logits(u, v) for v in values])  # [n, W, N]
+    mixed = torch.einsum("nwt,ntd->wtd", exact.softmax(0), torch.stack(values))
+    rho = (mixed.square().mean(-1) + 0.1).rsqrt()
+    assert_near([found.s[:, 0], found.lse[:, 0]], [exact[-1], exact.logsumexp(0)], 2e-6)
+    if gain is not None:
+        assert_near([torch.stack(found.o), found.lse[:, 1]], [mixed * rho[..., None], rho], 2e-6)
+        mixed = mixed * rho[..., None] * gain.double()[:, None]
+    assert_near(found.y, list(mixed), 2e-6)
+    assert (found.fresh is None) == (pending is None)
+    if found.fresh is not None:
+        assert_near([found.fresh], [values[-1]], 1e-6)
