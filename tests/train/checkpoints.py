@@ -1,0 +1,53 @@
+"""Small checkpoints that can be told apart, for the tests of saving and loading them."""
+
+import hashlib
+import json
+
+import pytest
+import torch
+
+from depthmix.train.checkpoint import save_checkpoint
+from depthmix.train.errors import CHECKPOINT, UserError
+
+FILES = ["model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"]
+
+
+def save(folder, step, keep=2, n=None, size=64):
+    n = step if n is None else n
+    model = {"w": torch.full((size,), float(n)), "b": torch.arange(n, n + 3)}
+    return save_checkpoint(folder, step, model, {"exp_avg/w": torch.full((size,), n / 8)}, {"n": n}, keep)
+
+
+def holds(checkpoint, n):
+    return (
+        checkpoint.state == {"n": n}
+        and bool((checkpoint.model["w"] == n).all())
+        and checkpoint.model["b"].tolist() == [n, n + 1, n + 2]
+        and bool((checkpoint.optimizer["exp_avg/w"] == n / 8).all())
+    )
+
+
+def refused(call, *words, code=CHECKPOINT):
+    with pytest.raises(UserError) as caught:
+        call()
+    message = str(caught.value)
+    assert caught.value.exit_code == code, message
+    for word in words:
+        assert str(word) in message
+    assert "\n" not in message
+    return message
+
+
+def no_warning(sentence):
+    raise AssertionError(sentence)
+
+
+def forge(path, **contents):
+    """Replace files of a checkpoint and make the manifest agree, as only malice or a bug would."""
+    for name, data in contents.items():
+        (path / name.replace("_", ".")).write_bytes(data)
+    manifest = json.loads((path / "manifest.json").read_bytes())
+    for name, entry in manifest["files"].items():
+        data = (path / name).read_bytes()
+        entry["size"], entry["sha256"] = len(data), hashlib.sha256(data).hexdigest()
+    (path / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
