@@ -179,6 +179,19 @@ def test_opcheck(depth_read: Any, ways: int, n: int, add: bool, norm: bool) -> N
         torch.library.opcheck(depth_read, (given[0], [t.detach() for t in v[:n]], *given[1:], 1e-6, 1e-3, False))
 
 
+@pytest.mark.parametrize(("add", "norm"), [(False, True), (True, False)])
+def test_opcheck_of_reads_that_know_something(depth_read: Any, add: bool, norm: bool) -> None:
+    """The mixture of older sources, or their logits; both are differentiated by what calls them."""
+    u, *v = [rand(3, 8, seed=9, dtype=FP32), *[rand(2, 8, seed=i, dtype=FP32) for i in range(4)]]
+    rest = (v[3] if add else None, rand(3, 8, seed=8, dtype=FP32) if norm else None, 1e-6, 1e-3)
+    logits = [rand(3, 2, seed=20 + i, dtype=FP32) for i in range(2)]
+    one = (rest[0], None if rest[1] is None else rest[1][:1], *rest[2:])
+    for keep in (0, 1, 2):
+        torch.library.opcheck(torch.ops.depthmix.depth_read_known.default, (u, v[:3], logits, *rest, keep))
+        bank, lse = rand(2, 8, seed=30, dtype=FP32), rand(2, seed=31, dtype=FP32)
+        torch.library.opcheck(torch.ops.depthmix.depth_read_near.default, (u[:1], v[:2], *one, keep, bank, lse))
+
+
 @pytest.mark.parametrize("layout", ["strided", "transposed"])
 def test_the_operator_with_any_layout(depth_read: Any, layout: str) -> None:
     """Non-contiguous tensors are read as what they are, or refused."""

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from ops.test_source_major import Results, Stack, assert_as_reference, backward, cotangent, leaves, plain, tokens
 
 op = importlib.import_module("depthmix.ops.depth_attention.op")
-source_major = importlib.import_module("depthmix.ops.depth_attention.source_major")
+ahead = importlib.import_module("depthmix.ops.depth_attention.ahead")
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +30,7 @@ def groups(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         return wrapped
 
     for name in ("look_ahead", "know"):
-        monkeypatch.setattr(source_major, name, noted(getattr(source_major, name)))
+        monkeypatch.setattr(ahead, name, noted(getattr(ahead, name)))
     yield begun
     assert begun
 

@@ -216,7 +216,8 @@ def read_sources(
     earlier reads returned, and nothing is being compiled. far: what `far_sources` or `known_sources` found for this row.
     The caller has checked that the kernels can do it.
     """
-    from depthmix.ops.depth_attention.source_major import ReadSources, read
+    from depthmix.ops.depth_attention.ahead import read
+    from depthmix.ops.depth_attention.source_major import ReadSources
 
     queries, sources = queries.contiguous(), [v.contiguous() for v in sources]
     add, gain = (None if t is None else t.contiguous() for t in (add, gain))
@@ -238,7 +239,7 @@ def far_sources(queries: Tensor, row: int, olds: Sequence[Tensor], far: Any, eps
     For stacks in which site number `row` reads `row` older sources. far: what the last call returned. Depth is tiled: the
     queries are known beforehand, so the first site of a group reads the older sources once for the whole group.
     """
-    from depthmix.ops.depth_attention.source_major import look_ahead
+    from depthmix.ops.depth_attention.ahead import look_ahead
     from depthmix.ops.depth_attention.tiling import GROUP
 
     if not _worth_it(olds) or len(olds) != row:
@@ -253,7 +254,7 @@ def known_sources(queries: Tensor, row: int, olds: Sequence[Tensor], known: Any,
 
     For reads of several ways, whose dot products would take longer than their memory. known: what the last call returned.
     """
-    from depthmix.ops.depth_attention.source_major import know
+    from depthmix.ops.depth_attention.ahead import know
 
     return know(queries, row, [v.contiguous() for v in olds], known, eps) if _worth_it(olds) else None
 

@@ -16,101 +16,11 @@ import torch
 from torch import Tensor
 
 from depthmix.ops.autograd import reference_gradients
-from depthmix.ops.depth_attention import library  # noqa: F401  (registers the operators)
+from depthmix.ops.depth_attention.ahead import Far, Known, read
 from depthmix.ops.depth_attention.reference import depth_attention_reference
 from depthmix.ops.precision import rms_normalize, without_autocast
 
 FEWEST_READERS = 2  # for which it pays to leave a source's gradient unfinished and take it up again
-
-
-class Far(NamedTuple):
-    """What the sites of a group see of the sources before the group, worked out for all of them together.
-
-    A cache: it has no history, since gradients go from each read to each of its sources in any case.
-    """
-
-    row: int  # of the group's first site among the queries
-    scores: tuple[Tensor, ...]  # logits of every GROUP sources for the rows from some row to the last: [R', GROUP, N]
-    bank: tuple[Tensor, ...]  # mixtures of the rows that have not read them, the last of them last: [N, D] fp32
-    lse: Tensor  # [rows, N]
-
-    def logits(self, rows: int, ways: int) -> list[Tensor]:
-        """Of each older source for the queries that are so many rows from the end: [W, N]."""
-        return [s[_from_end(s, rows, ways), k] for s in self.scores for k in range(s.shape[1])]
-
-    def read(self, row: int, u: Tensor, sources: Sequence[Tensor], logits: list[Tensor], *rest: Any) -> Any:
-        left = self._left(row)
-        bank, lse = self.bank[len(self.bank) - left], self.lse[len(self.lse) - left]
-        return torch.ops.depthmix.depth_read_near(u, sources[len(logits) :], *rest, bank, lse)
-
-    def after(self, row: int) -> "Far":
-        """What the rows after this one need."""
-        return self._replace(bank=self.bank[len(self.bank) + 1 - self._left(row) :])
-
-    def _left(self, row: int) -> int:
-        """Rows of the group from this one on."""
-        return self.row + len(self.lse) - row
-
-
-class Known(NamedTuple):
-    """Logits of the sources that are finished for all the rows to come. A cache, like Far."""
-
-    scores: tuple[Tensor, ...]  # of each source for the rows from some row to the last: [R', N]
-
-    def logits(self, rows: int, ways: int) -> list[Tensor]:
-        """Of each older source for the queries that are so many rows from the end: [W, N]."""
-        return [s[_from_end(s, rows, ways)] for s in self.scores]
-
-    def read(self, row: int, u: Tensor, sources: Sequence[Tensor], logits: list[Tensor], *rest: Any) -> Any:
-        return torch.ops.depthmix.depth_read_known(u, sources, logits, *rest)
-
-    def after(self, row: int) -> "Known":
-        """What the rows after this one need."""
-        return self
-
-
-def _from_end(scores: Tensor, rows: int, ways: int) -> slice:
-    return slice(len(scores) - rows, len(scores) - rows + ways)
-
-
-def look_ahead(queries: Tensor, row: int, sources: Sequence[Tensor], before: Far | None, eps: float) -> Far:
-    """Far for the group of sites that begins at a row; before: that of an earlier group."""
-    from depthmix.ops.depth_attention import tiling
-
-    with torch.no_grad():
-        known = () if before is None else before.scores
-        groups = range(tiling.GROUP * len(known), len(sources), tiling.GROUP)
-        new = (tiling.scores(queries[row:], sources[i : i + tiling.GROUP], eps) for i in groups)
-        far = Far(row, (*known, *new), (), queries)
-        first = [s[0] for s in far.logits(len(queries) - row, 1)]
-        rows = min(tiling.GROUP, len(queries) - row)
-        bank, lse = tiling.make_bank(first, sources, rows)
-        return far._replace(bank=tuple(bank), lse=lse)
-
-
-def know(queries: Tensor, row: int, sources: Sequence[Tensor], before: Known | None, eps: float) -> Known:
-    """Known for the read at a row, whose older sources these are; before: that of an earlier read."""
-    from depthmix.ops.depth_attention import tiling
-
-    with torch.no_grad():
-        known = () if before is None else before.scores
-        return Known((*known, *(tiling.scores(queries[row:], [v], eps).squeeze(1) for v in sources[len(known) :])))
-
-
-def read(
-    queries: Tensor,
-    row: int,
-    ways: int,
-    sources: Sequence[Tensor],
-    far: Far | Known | None,
-    *rest: Any,
-) -> tuple[Any, list[Tensor]]:
-    """What depth_read returns for queries[row : row + ways], and logits [W, N] of the sources that it did not look at."""
-    u = queries[row : row + ways]
-    if far is None:
-        return torch.ops.depthmix.depth_read(u, sources, *rest), []
-    logits = far.logits(len(queries) - row, ways)
-    return far.read(row, u, sources, logits, *rest), logits
 
 
 class Reading(NamedTuple):

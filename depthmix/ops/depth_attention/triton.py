@@ -191,7 +191,7 @@ def _fetch(do, s0, s1, ld, t, d, ok, N, D: tl.constexpr, like, S: tl.constexpr, 
 
 
 @triton.jit
-def _pair(x, dot, r, acc, c, y, u, s, lse, delta, high, low, SPLIT: tl.constexpr):
+def _pair(dot, r, acc, c, y, u, s, lse, delta, high, low, SPLIT: tl.constexpr):
     """One reader's part of a source's gradient and of c = Σ ds s; ds r goes to memory, for du."""
     p = tl.exp(s - lse)
     ds = p * (dot - delta)
@@ -246,12 +246,12 @@ def _source_backward_kernel(
             dot = tl.sum(x0 * z, 0)
             # The weight of an only source is 1 whatever its logit: its δ is what its dot product is.
             minus = tl.where(tl.load(readers + 5 * e + 2) != 0, minus, dot)
-            acc0, c0 = _pair(x0, dot, r0, acc0, c0, z, q, s, m, minus, high, low, SPLIT)
+            acc0, c0 = _pair(dot, r0, acc0, c0, z, q, s, m, minus, high, low, SPLIT)
         else:
             dot, other = tl.split(tl.sum(tl.join(x0 * z, x1 * z), 0))  # one reduction for both
             step = (1 + SPLIT) * n * N
-            acc0, c0 = _pair(x0, dot, r0, acc0, c0, z, q, s, m, minus, high, low, SPLIT)
-            acc1, c1 = _pair(x1, other, r1, acc1, c1, z, q, s_next, m, minus, high + step, low + step, SPLIT)
+            acc0, c0 = _pair(dot, r0, acc0, c0, z, q, s, m, minus, high, low, SPLIT)
+            acc1, c1 = _pair(other, r1, acc1, c1, z, q, s_next, m, minus, high + step, low + step, SPLIT)
     _close_source(sources, t, d, ok, x0, r0, acc0, c0, D, like, ALIGNED)
     if S == 2:
         _close_source(sources + 5, t, d, ok, x1, r1, acc1, c1, D, like, ALIGNED)
