@@ -6,7 +6,7 @@ from depthmix.cli import main
 from depthmix.train.errors import CHECKPOINT, DISK
 from train import bad, small
 from train.bad import TRAIN, table
-from train.test_folder import file_size_limit
+from train.full_disk import file_size_limit
 
 fails = bad.fails
 

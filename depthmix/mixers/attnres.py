@@ -158,7 +158,7 @@ class AttnRes(Mixer):
             tape = Tape(collect_queries(self._queries()), state.blocks, state.partial)
         trained = torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters())
         if tape is not None and trained and not tape.queries.requires_grad:  # made under no_grad
-            tape = tape._replace(queries=collect_queries(self._queries()))
+            tape = tape._replace(queries=collect_queries(self._queries()), far=None)  # of the queries of then
         return tape
 
     def _why_no_kernels(self, tensors: Sequence[Tensor]) -> str | None:
@@ -222,15 +222,14 @@ class AttnRes(Mixer):
             newest = state.pending if state.partial is None else state.partial + state.pending
         opens = site % self.block_size == 0  # the newest source is finished, and y begins a block
         if tape is not None:
-            tape = (
-                tape._replace(blocks=(*tape.blocks, newest), partial=None) if opens else tape._replace(partial=newest)
-            )
+            blocks = self._windowed((*tape.blocks, newest)) if opens else tape.blocks
+            tape = tape._replace(blocks=blocks, partial=None if opens else newest)
             # Later reads leave the gradient of a source with its maker, so it never reaches the tensor they pass on.
             # A state holds another: whoever asks for its gradient is told that it is not in the graph.
             newest = newest.view_as(newest)
-        changes = {"blocks": (*state.blocks, newest), "partial": None} if opens else {"partial": newest}
+        blocks = self._windowed((*state.blocks, newest)) if opens else state.blocks
         stream = None if state.stream is None else state.stream + y
-        return state.next(pending=y, stream=stream, tape=tape, **changes)
+        return state.next(blocks=blocks, partial=None if opens else newest, pending=y, stream=stream, tape=tape)
 
     def _finish(self, state: AttnResState) -> Tensor:
         return self._route(state, self._mix(state, self.n_sites))[0]

@@ -120,3 +120,22 @@ def test_the_gradient_of_one_output(site: int) -> None:
         return backward(stack, x, stack.outputs(x)[site])
 
     assert_as_reference(scenario, tokens(), n_blocks=5, norm=True, tol=4e-6)
+
+
+@pytest.mark.parametrize("options", [{}, {"ways": 3, "block_size": 2}], ids=str)
+def test_other_queries_see_nothing_of_the_old_ones(options: dict[str, Any]) -> None:
+    """A state made without gradients, queries that change, and the rest with gradients: what was looked up is not used."""
+
+    def scenario(stack: Stack, x: Tensor) -> Results:
+        with torch.no_grad():
+            state = stack.mixer.start(x)
+            for site in range(5):
+                state = stack.step(state, site)
+            for name, p in stack.mixer.named_parameters():
+                if name.startswith("query"):
+                    p.neg_()
+        for site in range(5, stack.mixer.n_sites):
+            state = stack.step(state, site)
+        return backward(stack, x, stack.mixer.finish(state))
+
+    assert_as_reference(scenario, tokens(), n_blocks=4, tol=4e-6, **options)

@@ -234,12 +234,14 @@ import sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from depthmix.ops.depth_attention import layer_major, tiling
 from depthmix.ops.depth_attention import triton as kernels
 
 OTHERS = {"N": "i64", "n": "i32", "eps": "fp32", "out_eps": "fp32"}
-OTHERS |= dict.fromkeys(("table", "sources", "readers"), "*i64") | dict.fromkeys(("u", "gain", "s", "lse"), "*fp32")
+OTHERS |= dict.fromkeys(("table", "sources", "readers"), "*i64") | dict.fromkeys(("u", "gain", "s", "lse", "part"), "*fp32")
+OTHERS |= dict.fromkeys(("bank0", "bank1", "bank2", "bank3"), "*fp32")
 for name, constants in eval(sys.argv[1]):
-    fn = getattr(kernels, name)
+    fn = next(getattr(m, name) for m in (kernels, tiling, layer_major) if hasattr(m, name))
     constants = {p.name: constants[p.name] for p in fn.params if p.is_constexpr}
     types = {p.name: "constexpr" if p.name in constants else OTHERS.get(p.name, "*bf16") for p in fn.params}
     aligned = {(i,): [["tt.divisibility", 16]] for i, t in enumerate(types.values()) if t.startswith("*")}
@@ -247,10 +249,27 @@ for name, constants in eval(sys.argv[1]):
     warps = max(1, constants["D"] // 1024)
     print(triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps}).asm["ptx"], end="----")
 """
-CONSTANTS = {"WAYS": 1, "ADD": 0, "BANK": False, "NORM": True, "KEEP": True, "STAGES": 1, "S": 2, "SPLIT": True}
+CONSTANTS = {
+    "WAYS": 1,
+    "ADD": 0,
+    "BANK": False,
+    "NORM": True,
+    "KEEP": 2,
+    "STAGES": 1,
+    "S": 2,
+    "SPLIT": True,
+    "BN": 32,
+    "ROWS": 4,
+}
 COMPILED = [
     (kernel, CONSTANTS | {"D": dim, "BD": dim, "ALIGNED": aligned})
-    for kernel in ("_read_kernel", "_source_backward_kernel")
+    for kernel in (
+        "_read_kernel",
+        "_source_backward_kernel",
+        "_bank_kernel",
+        "_read_known_kernel",
+        "_layer_backward_kernel",
+    )
     for dim, aligned in ((512, True), (2048, True), (2048, False))
 ]
 
@@ -264,6 +283,6 @@ def test_rows_are_loaded_sixteen_bytes_wide() -> None:
         pytest.skip("Triton has no assembler for this machine")
     assert done.returncode == 0, done.stderr[-2000:]
     for (kernel, constants), code in zip(COMPILED, done.stdout.split("----")[:-1], strict=True):
-        narrow = "ld.global.b16" in code or "ld.global.v2" in code
+        narrow = "ld.global.b16" in code or "ld.global.v2.b32" in code or "ld.global.v2.b16" in code
         assert narrow != constants["ALIGNED"], (kernel, constants)
         assert "ld.global.v4.b32" in code or narrow, (kernel, constants)

@@ -397,3 +397,18 @@ SCENARIOS: dict[str, Scenario] = {
 def test_what_people_do(scenario: Scenario, options: dict[str, Any]) -> None:
     """The gradients are the reference's."""
     assert_as_reference(scenario, tokens(), tol=1e-5, **options)
+
+
+@pytest.mark.parametrize("block_size", [1, 3])
+@pytest.mark.parametrize("window", [1, 2])
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+def test_what_has_left_the_window_is_forgotten(backend: str, window: int, block_size: int) -> None:
+    """A state holds e, what the window still shows of the finished blocks, and the newest source: not one block more."""
+    with use_backend(backend), torch.no_grad():
+        stack = Stack(4, block_size=block_size, window=window)
+        state = stack.mixer.start(tokens())
+        for site in range(stack.mixer.n_sites):
+            state = stack.step(state, site)
+            assert len(state.blocks) <= window
+            assert state.tape is None or len(state.tape.blocks) <= window
+        assert len(state.blocks) == window

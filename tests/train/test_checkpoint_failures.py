@@ -5,7 +5,6 @@ Run as a script, this file is the process that gets killed (see `killed` and `ki
 
 import os
 import random
-import resource
 import shutil
 import signal
 import struct
@@ -22,18 +21,9 @@ import torch
 from depthmix.train.checkpoint import latest_checkpoint, list_checkpoints, load_checkpoint
 from depthmix.train.errors import DISK
 from train.checkpoints import holds, no_warning, refused, save
+from train.full_disk import file_size_limit
 
 # A disk that fails
-
-
-@contextmanager
-def file_size_limit(size):
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_a_file_that_cannot_be_written_whole(tmp_path):

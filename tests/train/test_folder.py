@@ -8,13 +8,11 @@ import json
 import math
 import os
 import random
-import resource
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -23,6 +21,7 @@ import yaml
 from depthmix.train.config import CompareConfig, TrainConfig
 from depthmix.train.errors import CHECKPOINT, DATA, DISK, UserError
 from depthmix.train.folder import RunFolder
+from train.full_disk import file_size_limit
 
 CONFIG = TrainConfig(data="d", out="o", mixer="attnres", mixer_options={"ways": (1, 2), "x": 1e-9}, device="cpu")
 
@@ -256,16 +255,6 @@ def test_data(run, tmp_path):
     assert not (run.path / "data.json").exists()
 
 
-@contextmanager
-def file_size_limit(size):
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
 def test_a_disk_that_takes_no_more(run, tmp_path):
     run.append_metrics({"step": 1, "loss": 2.0})
     run.write_result({"a": 1})
@@ -286,7 +275,9 @@ def test_a_disk_that_takes_no_more(run, tmp_path):
 
 
 def test_two_processes(tmp_path, run):
-    other = subprocess.Popen([sys.executable, __file__, str(run.path)], stdout=subprocess.PIPE, text=True)
+    here = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    command = [sys.executable, __file__, str(run.path)]
+    other = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=here)
     try:
         assert other.stdout.readline() == "locked\n"
         refused(run.locked().__enter__, f"process {other.pid} ")

@@ -22,7 +22,7 @@ class Far(NamedTuple):
 
     def logits(self, rows: int, ways: int) -> list[Tensor]:
         """Of each older source for the queries that are so many rows from the end: [W, N]."""
-        return [s[_from_end(s, rows, ways), k] for s in self.scores for k in range(s.shape[1])]
+        return _logits(self.scores, rows, ways)
 
     def read(self, row: int, u: Tensor, sources: Sequence[Tensor], logits: list[Tensor], *rest: Any) -> Any:
         left = self._left(row)
@@ -41,11 +41,11 @@ class Far(NamedTuple):
 class Known(NamedTuple):
     """Logits of the sources that are finished for all the rows to come."""
 
-    scores: tuple[Tensor, ...]  # of each source for the rows from some row to the last: [R', N]
+    scores: tuple[Tensor, ...]  # of each source for the rows from some row to the last: [R', 1, N]
 
     def logits(self, rows: int, ways: int) -> list[Tensor]:
         """Of each older source for the queries that are so many rows from the end: [W, N]."""
-        return [s[_from_end(s, rows, ways)] for s in self.scores]
+        return _logits(self.scores, rows, ways)
 
     def read(self, row: int, u: Tensor, sources: Sequence[Tensor], logits: list[Tensor], *rest: Any) -> Any:
         return torch.ops.depthmix.depth_read_known(u, sources, logits, *rest)
@@ -55,8 +55,8 @@ class Known(NamedTuple):
         return self
 
 
-def _from_end(scores: Tensor, rows: int, ways: int) -> slice:
-    return slice(len(scores) - rows, len(scores) - rows + ways)
+def _logits(scores: Sequence[Tensor], rows: int, ways: int) -> list[Tensor]:
+    return [s[len(s) - rows : len(s) - rows + ways, k] for s in scores for k in range(s.shape[1])]
 
 
 def look_ahead(queries: Tensor, row: int, sources: Sequence[Tensor], before: Far | None, eps: float) -> Far:
@@ -67,11 +67,10 @@ def look_ahead(queries: Tensor, row: int, sources: Sequence[Tensor], before: Far
         known = () if before is None else before.scores
         groups = range(tiling.GROUP * len(known), len(sources), tiling.GROUP)
         new = (tiling.scores(queries[row:], sources[i : i + tiling.GROUP], eps) for i in groups)
-        far = Far(row, (*known, *new), (), queries)
-        first = [s[0] for s in far.logits(len(queries) - row, 1)]
-        rows = min(tiling.GROUP, len(queries) - row)
-        bank, lse = tiling.make_bank(first, sources, rows)
-        return far._replace(bank=tuple(bank), lse=lse)
+        scores, left = (*known, *new), len(queries) - row
+        first = [s[0] for s in _logits(scores, left, 1)]
+        bank, lse = tiling.make_bank(first, sources, min(tiling.GROUP, left))
+        return Far(row, scores, tuple(bank), lse)
 
 
 def know(queries: Tensor, row: int, sources: Sequence[Tensor], before: Known | None, eps: float) -> Known:
@@ -80,7 +79,7 @@ def know(queries: Tensor, row: int, sources: Sequence[Tensor], before: Known | N
 
     with torch.no_grad():
         known = () if before is None else before.scores
-        return Known((*known, *(tiling.scores(queries[row:], [v], eps).squeeze(1) for v in sources[len(known) :])))
+        return Known((*known, *(tiling.scores(queries[row:], [v], eps) for v in sources[len(known) :])))
 
 
 def read(

@@ -70,6 +70,8 @@ def _layer_backward_kernel(
             y2 = tl.load(dy2 + t * D + d, mask=ok, other=0.0).to(tl.float32)
             y1, dg1, delta1 = _through_norm(y1, o1, k1, dg1, out_eps, D, NORM)
             y2, dg2, delta2 = _through_norm(y2, o2, k2, dg2, out_eps, D, NORM)
+            own1, own2 = tl.zeros([BD], tl.float32), tl.zeros([BD], tl.float32)
+        own0 = tl.zeros([BD], tl.float32)  # this token's part of du: long sums are added up in two steps
         for i in range(n):
             v = load_row(tl.load(table + 3 * i), t, d, D, dy0, ALIGNED, ok)
             r = tl.rsqrt(tl.sum(v * v, 0) / D + eps)
@@ -77,15 +79,19 @@ def _layer_backward_kernel(
             acc = load_row(g, t, d, D, dy0, ALIGNED, d < tl.where(g != 0, D, 0))
             c = 0.0
             at = s + i * N + t
-            acc, c, du0 = _pair(v, r, y0, u0, tl.load(at), l0, delta0, several, acc, c, du0)
+            acc, c, own0 = _pair(v, r, y0, u0, tl.load(at), l0, delta0, several, acc, c, own0)
             if WAYS == 3:
-                acc, c, du1 = _pair(v, r, y1, u1, tl.load(at + way), l1, delta1, several, acc, c, du1)
-                acc, c, du2 = _pair(v, r, y2, u2, tl.load(at + 2 * way), l2, delta2, several, acc, c, du2)
+                acc, c, own1 = _pair(v, r, y1, u1, tl.load(at + way), l1, delta1, several, acc, c, own1)
+                acc, c, own2 = _pair(v, r, y2, u2, tl.load(at + 2 * way), l2, delta2, several, acc, c, own2)
             acc -= (c * r * r / D) * v
             out = out.to(tl.pointer_type(dy0.dtype.element_ty)) + t * D + d
             if ALIGNED:
                 out = tl.multiple_of(out, 16)
             tl.store(out, acc.to(dy0.dtype.element_ty), mask=ok)
+        du0 += own0
+        if WAYS == 3:
+            du1 += own1
+            du2 += own2
     part += tl.program_id(0).to(tl.int64) * (2 * WAYS * D) + d
     tl.store(part, du0, mask=ok)
     tl.store(part + WAYS * D, dg0, mask=ok)
@@ -118,7 +124,7 @@ def layer_backward(
         return dv, torch.zeros_like(u), torch.zeros_like(u)
     block = triton.next_power_of_2(dim)
     warps = min(32, max(1, block // 256))
-    programs = programs_for(tokens, warps, v)
+    programs = programs_for(tokens, max(1, warps // 2), v)
     part = torch.empty(programs, 2, ways, dim, dtype=torch.float32, device=v.device)
     gs = [*[None] * (len(sources) - 1), g]
     rows = [
