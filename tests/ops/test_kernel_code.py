@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo  # imported at first use, it would keep its caller's frames until Python's collector comes by
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
@@ -258,6 +259,8 @@ CONSTANTS = {
     "STAGES": 1,
     "S": 2,
     "SPLIT": True,
+    "AHEAD": 2,
+    "LANES": 32,
     "BN": 32,
     "ROWS": 4,
 }
@@ -286,3 +289,4 @@ def test_rows_are_loaded_sixteen_bytes_wide() -> None:
         narrow = "ld.global.b16" in code or "ld.global.v2.b32" in code or "ld.global.v2.b16" in code
         assert narrow != constants["ALIGNED"], (kernel, constants)
         assert "ld.global.v4.b32" in code or narrow, (kernel, constants)
+        assert ("prefetch.global.L2" in code) == (kernel == "_source_backward_kernel"), kernel
