@@ -120,6 +120,7 @@ class Trainer:
         self.config, self.device, self.vocab_size = config, device, data.vocab_size
         self.model = build_model(config, data.vocab_size, device)
         self.optimizers = build_optimizers(self.model, config)
+        self.fused = all(g.get("fused") for o in self.optimizers.values() for g in o.param_groups)
         self.batches = Batches(data.split("train"), config.seq_len, config.batch_size, config.seed)
         self.val = data.split("val")
         self.validation()  # a split that is too short is said now
@@ -143,10 +144,16 @@ class Trainer:
                 loss.backward()
                 total += loss.detach()
         norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.config.clip or math.inf)
+        numbers = torch.stack([total, norm.to(total)])
+        if self.fused:  # launched before the numbers are known here: the GPU itself leaves the weights alone
+            unusable = (~torch.isfinite(numbers).all() | (total > self.too_large)).float()
+            for optimizer in self.optimizers.values():
+                optimizer.found_inf = unusable  # type: ignore[attr-defined]  # as a gradient scaler tells it
+                optimizer.step()
         if self.device.type == "cuda":
             self.ahead = step + 1, self.batches.get(step + 1)  # while the GPU works on this one
-        loss_value, norm_value = torch.stack([total, norm.to(total)]).tolist()
-        if self.usable(loss_value, norm_value):
+        loss_value, norm_value = numbers.tolist()
+        if not self.fused and self.usable(loss_value, norm_value):
             for optimizer in self.optimizers.values():
                 optimizer.step()
         if self.graphed is None:  # a replay overwrites the gradients it recorded

@@ -206,8 +206,15 @@ def test_clipping_and_decay_matter(tmp_path):
 # Losses that are no numbers.
 
 
+@pytest.fixture(params=[False, True], ids=["told by the host", "fused"])
+def either_optimizer(monkeypatch, request):
+    """AdamW as on a CPU, which is not called for a step that is not usable, and fused as on a GPU, where it is called and told."""
+    adamw = torch.optim.AdamW
+    monkeypatch.setattr(torch.optim, "AdamW", lambda *args, **given: adamw(*args, **{**given, "fused": request.param}))
+
+
 @pytest.fixture
-def bad_batch(monkeypatch):
+def bad_batch(monkeypatch, either_optimizer):
     """Batch 4 gives NaN, until told otherwise."""
     bad = {"on": True, "step": 4}
     real_get = loop.Batches.get
@@ -255,7 +262,7 @@ def test_a_skipped_batch_leaves_the_weights_alone(tmp_path, bad_batch):
 
 
 @pytest.mark.parametrize("lr", [1e3, 1e30])
-def test_a_learning_rate_beyond_all_measure(tmp_path, lr):
+def test_a_learning_rate_beyond_all_measure(tmp_path, either_optimizer, lr):
     """A real explosion: finite and huge, or past what a float holds."""
     config = small.config(tmp_path / "run", lr=lr, save_every=1, warmup=0, qk_norm=False)
     refused(config, "loss became", "at step 2 (batch 1 of seed 0)", "no good checkpoint", "lower lr", code=DIVERGED)
