@@ -48,7 +48,7 @@ HELP = {
     "all": "every entry, each with a limit in seconds",
 }
 LIMITS = {
-    "full-stack": 60,
+    "full-stack": 120,
     "block-stack": 110,
     "errors": 100,
     "bandwidth": 60,
