@@ -47,15 +47,29 @@ print(mixer.mixing([torch.randn(2, 4) for _ in range(3)])[0].tolist(), "halving"
     assert python(code + check).strip() == "[[1.0, 0.0, 0.0], [0.5, 1.0, 0.0], [0.25, 0.5, 1.0]] True"
 
 
-def test_the_page_on_speed_quotes_its_result_file():
-    """Every line of the step table, and every ratio in the page's other table, is one of the committed results."""
-    page, results = ((ROOT / "docs" / name).read_text() for name in ("speed.md", "results/h200/all.md"))
+def test_the_page_on_speed_quotes_its_result_files():
+    """Every line of the step table, and every ratio and share in the page's other tables, is one of the committed results."""
+    page = (ROOT / "docs" / "speed.md").read_text()
+    results = "\n".join(f.read_text() for f in sorted((ROOT / "docs" / "results" / "h200").glob("*.md")))
     steps = [line for line in page.splitlines() if line.startswith("|") and "tokens | " in line]
     assert len(steps) == 8
     assert set(steps) <= set(results.splitlines())
-    for line in re.findall(r"^\| (?:Full|Block), .*", page, re.M):
-        for ratio in re.findall(r"\| (0\.\d+|1\.\d+) (?=\|)", line):
+    others = re.findall(r"^\| (?:Full|Block|read|make_bank|scores|source_backward|layer_backward).*", page, re.M)
+    assert len(others) == 13
+    for line in others:
+        for ratio in re.findall(r"\| ([01]\.\d+) (?=\|)", line):
             assert re.search(rf"\| {float(ratio):g}\b", results), (line, ratio)
+
+
+def test_the_readme_quotes_the_comparison_at_equal_time():
+    """Every number of its table is in the comparison's own."""
+    rows = (ROOT / "docs" / "results" / "gutenberg-54m-time" / "table.md").read_text().splitlines()
+    own = {row.split(" | ")[0]: row for row in rows if row.startswith("| ")}
+    quoted = [line for line in (ROOT / "README.md").read_text().splitlines() if " ± " in line and line.startswith("| ")]
+    assert len(quoted) == 3
+    for line in quoted:
+        arm, *cells = line.strip("| ").split(" | ")
+        assert all(f"| {cell} |" in own[f"| {arm}"] for cell in cells), line
 
 
 def test_make_targets_in_the_documents_exist():
