@@ -86,7 +86,8 @@ def read_known(tokens: int, dim: int, device: torch.device) -> Work:
     sources = [torch.randn_like(like) for _ in range(N_SOURCES)]
     add, u = torch.randn_like(like), torch.randn(3, dim, device=device) / dim**0.5
     gain = torch.rand(3, dim, device=device) + 0.5
-    logits = [tiling.scores(u, [v], EPS).squeeze(1) for v in sources[:-1]]
+    halves = tiling.Halves.of(u, like.dtype)
+    logits = [tiling.scores(halves, [v], EPS).squeeze(1) for v in sources[:-1]]
     found: list[triton.Result] = []
 
     def run() -> None:
@@ -107,10 +108,10 @@ def scores(tokens: int, dim: int, device: torch.device) -> Work:
 
     like = torch.empty(tokens, dim, device=device, dtype=torch.bfloat16)
     sources, u = [torch.randn_like(like) for _ in range(4)], torch.randn(32, dim, device=device) / dim**0.5
-    found: list[Tensor] = []
+    halves, found = tiling.Halves.of(u, like.dtype), list[Tensor]()
 
     def run() -> None:
-        found[:] = [tiling.scores(u, sources, EPS)]
+        found[:] = [tiling.scores(halves, sources, EPS)]
 
     def errors() -> dict[str, float]:
         wanted = [_normed(v, torch.ones_like(u[0])) @ u.double().T for v in _rows(sources)]  # [ROWS, 32] each
@@ -125,7 +126,8 @@ def make_bank(tokens: int, dim: int, device: torch.device) -> Work:
 
     like = torch.empty(tokens, dim, device=device, dtype=torch.bfloat16)
     sources, u = [torch.randn_like(like) for _ in range(16)], torch.randn(4, dim, device=device) / dim**0.5
-    groups = [tiling.scores(u, sources[i : i + 4], EPS) for i in range(0, 16, 4)]
+    halves = tiling.Halves.of(u, like.dtype)
+    groups = [tiling.scores(halves, sources[i : i + 4], EPS) for i in range(0, 16, 4)]
     first = [s[0, k] for s in groups for k in range(4)]
     found: list[Tensor] = []
 

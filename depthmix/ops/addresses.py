@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from depthmix.ops.recording import write_afterwards
+
 _CHUNK = 64  # addresses that one launch of _set_addresses stores
 
 
@@ -51,8 +53,9 @@ _tables: dict[tuple[Any, ...], Tensor] = {}
 def address_table(addresses: tuple[int, ...], device: torch.device) -> Tensor:
     """The addresses in device memory.
 
-    They travel as arguments of a kernel, which a CUDA graph replays as they were; a copy from the host would be read again.
-    Training asks for the same ones at every step (the allocator repeats itself), so tables are kept.
+    They travel as arguments of a kernel, which a CUDA graph replays as they were (a copy from the host would be read again),
+    unless whoever records the graph writes them afterwards. Training asks for the same ones at every step (the allocator
+    repeats itself), so tables are kept.
     """
     capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
@@ -62,7 +65,7 @@ def address_table(addresses: tuple[int, ...], device: torch.device) -> Tensor:
     table = torch.empty(len(addresses), dtype=torch.int64, device=device)
     if device.type != "cuda":
         table.copy_(torch.tensor(addresses, dtype=torch.int64))
-    else:
+    elif not (capturing and write_afterwards(table, addresses)):
         for start in range(0, len(addresses), _CHUNK):
             chunk = addresses[start : start + _CHUNK]
             _set_addresses[(1,)](table[start:], len(chunk), *chunk, *(0,) * (_CHUNK - len(chunk)), num_warps=1)

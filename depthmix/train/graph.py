@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from depthmix.ops.recording import written_afterwards
 from depthmix.train.errors import UserError
 
 WARM_UP = 3  # passes before the recording, in which kernels are compiled and chosen
@@ -27,7 +28,7 @@ class GraphedBackward:
         torch.cuda.current_stream().wait_stream(side)
         self.graph = torch.cuda.CUDAGraph()
         # On the same stream: the nodes that accumulate gradients remember where they first ran.
-        with torch.cuda.graph(self.graph, stream=side):
+        with written_afterwards() as self.constants, torch.cuda.graph(self.graph, stream=side):
             self.loss = loss(self.batch)
             self.loss.backward()
 

@@ -28,29 +28,31 @@ def drawn(n: int, tokens: int, dim: int, dtype: torch.dtype = torch.float32) -> 
 @pytest.mark.parametrize(("tokens", "dim"), [(130, 33), (1, 7), (128, 80)])
 @pytest.mark.parametrize("rows", [1, 17, 64, 65, 130])  # 64 are looked at together
 def test_scores(rows: int, tokens: int, dim: int) -> None:
-    from depthmix.ops.depth_attention.tiling import scores
+    from depthmix.ops.depth_attention.tiling import Halves, scores
 
     u, sources = single(rows, dim, seed=50), drawn(3, tokens, dim)
-    found = scores(u, sources, EPS)
+    found = scores(Halves.of(u, sources[0].dtype), sources, EPS)
     assert found.shape == (rows, 3, tokens)
     assert_near([found], [torch.stack([logits(u, v) for v in sources], 1)], 2e-6)
 
 
 def test_half_precision_loses_nothing_of_a_query() -> None:
     """Queries in fp32 go through products of fp16 halves."""
-    from depthmix.ops.depth_attention.tiling import scores
+    from depthmix.ops.depth_attention.tiling import Halves, scores
 
     u, sources = single(5, 64, seed=50), drawn(2, 40, 64, torch.float16)
-    assert_near([scores(u, sources, EPS)], [torch.stack([logits(u, v) for v in sources], 1)], 4e-6)
+    assert_near(
+        [scores(Halves.of(u, sources[0].dtype), sources, EPS)], [torch.stack([logits(u, v) for v in sources], 1)], 4e-6
+    )
 
 
 @pytest.mark.parametrize("rows", [2, 3, 4])
 @pytest.mark.parametrize("n", [4, 40])
 def test_make_bank(n: int, rows: int) -> None:
-    from depthmix.ops.depth_attention.tiling import make_bank, scores
+    from depthmix.ops.depth_attention.tiling import Halves, make_bank, scores
 
     u, sources = single(rows, 21, seed=50), drawn(n, 9, 21)
-    groups = [scores(u, sources[i : i + 4], EPS) for i in range(0, n, 4)]
+    groups = [scores(Halves.of(u, sources[0].dtype), sources[i : i + 4], EPS) for i in range(0, n, 4)]
     bank, lse = make_bank([s[0, k] for s in groups for k in range(4)], sources, rows)
     exact = torch.stack([logits(u, v) for v in sources])  # [n, rows, N]
     values = torch.stack(sources).double()
@@ -63,12 +65,12 @@ def test_make_bank(n: int, rows: int) -> None:
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("n", [2, 19])  # sources
 def test_read_known(n: int, norm: bool, add: bool, ways: int) -> None:
-    from depthmix.ops.depth_attention.tiling import read_known, scores
+    from depthmix.ops.depth_attention.tiling import Halves, read_known, scores
 
     u, sources = single(ways, 21, seed=50), drawn(n, 9, 21)
     pending = single(9, 21, seed=60) if add else None
     gain = single(ways, 21, seed=70) if norm else None
-    known = [scores(u, [v], EPS).squeeze(1) for v in sources[:-1]]
+    known = [scores(Halves.of(u, sources[0].dtype), [v], EPS).squeeze(1) for v in sources[:-1]]
     found = read_known(u, sources, known, pending, gain, EPS, 0.1, keep=2)
     values = [v.double() for v in sources]
     values[-1] = values[-1] if pending is None else values[-1] + pending.double()

@@ -15,7 +15,8 @@ from depthmix.ops.depth_attention import library  # noqa: F401  (registers the o
 class Far(NamedTuple):
     """What the sites of a group see of the sources before the group, worked out for all of them together."""
 
-    row: int  # of the group's first site among the queries
+    queries: Any  # of all sites, as `tiling.Halves`
+    row: int  # of the group's first site among them
     scores: tuple[Tensor, ...]  # logits of every GROUP sources for the rows from some row to the last: [R', GROUP, N]
     bank: tuple[Tensor, ...]  # mixtures of the rows that have not read them, the last of them last: [N, D] fp32
     lse: Tensor  # [rows, N]
@@ -41,6 +42,7 @@ class Far(NamedTuple):
 class Known(NamedTuple):
     """Logits of the sources that are finished for all the rows to come."""
 
+    queries: Any  # of all sites, as `tiling.Halves`
     scores: tuple[Tensor, ...]  # of each source for the rows from some row to the last: [R', 1, N]
 
     def logits(self, rows: int, ways: int) -> list[Tensor]:
@@ -64,13 +66,14 @@ def look_ahead(queries: Tensor, row: int, sources: Sequence[Tensor], before: Far
     from depthmix.ops.depth_attention import tiling
 
     with torch.no_grad():
+        halves = tiling.Halves.of(queries, sources[0].dtype) if before is None else before.queries
         known = () if before is None else before.scores
         groups = range(tiling.GROUP * len(known), len(sources), tiling.GROUP)
-        new = (tiling.scores(queries[row:], sources[i : i + tiling.GROUP], eps) for i in groups)
+        new = (tiling.scores(halves.after(row), sources[i : i + tiling.GROUP], eps) for i in groups)
         scores, left = (*known, *new), len(queries) - row
         first = [s[0] for s in _logits(scores, left, 1)]
         bank, lse = tiling.make_bank(first, sources, min(tiling.GROUP, left))
-        return Far(row, scores, tuple(bank), lse)
+        return Far(halves, row, scores, tuple(bank), lse)
 
 
 def know(queries: Tensor, row: int, sources: Sequence[Tensor], before: Known | None, eps: float) -> Known:
@@ -78,8 +81,10 @@ def know(queries: Tensor, row: int, sources: Sequence[Tensor], before: Known | N
     from depthmix.ops.depth_attention import tiling
 
     with torch.no_grad():
+        halves = tiling.Halves.of(queries, sources[0].dtype) if before is None else before.queries
         known = () if before is None else before.scores
-        return Known((*known, *(tiling.scores(queries[row:], [v], eps) for v in sources[len(known) :])))
+        new = (tiling.scores(halves.after(row), [v], eps) for v in sources[len(known) :])
+        return Known(halves, (*known, *new))
 
 
 def read(

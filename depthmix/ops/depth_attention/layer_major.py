@@ -124,7 +124,9 @@ def layer_backward(
         return dv, torch.zeros_like(u), torch.zeros_like(u)
     block = triton.next_power_of_2(dim)
     warps = min(32, max(1, block // 256))
-    programs = min(tokens, 8 * programs_for(tokens, warps, v))  # more than run at a time: each adds up few tokens, exactly
+    programs = min(
+        tokens, 8 * programs_for(tokens, warps, v)
+    )  # more than run at a time: each adds up few tokens, exactly
     part = torch.empty(programs, 2, ways, dim, dtype=torch.float32, device=v.device)
     gs = [*[None] * (len(sources) - 1), g]
     rows = [

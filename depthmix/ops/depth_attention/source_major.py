@@ -48,16 +48,31 @@ class CollectQueries(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor | None) -> Tensor | None:
-        total = ctx.left.pop(torch._C._current_graph_task_id(), None)
+        left = ctx.left.pop(torch._C._current_graph_task_id(), None)
+        total = None if left is None else _add_up(left, ctx.shape)
         return g if total is None else total if g is None else total + g
 
 
 def _leave_du(queries: Any, task: int, rows: Sequence[int], du: Tensor) -> None:
-    total = queries.left.get(task)
-    if total is None:
-        total = queries.left[task] = torch.zeros(queries.shape, dtype=du.dtype, device=du.device)
-    if list(rows) == list(range(rows[0], rows[0] + len(rows))):
-        total[rows[0] : rows[0] + len(rows)] += du
+    queries.left.setdefault(task, []).append((rows, du))
+
+
+def _add_up(parts: list[tuple[Sequence[int], Tensor]], shape: torch.Size) -> Tensor:
+    """The sum of gradients of some rows each; those of one row, every second read's of a stack, are added as one."""
+    total = torch.zeros(shape, dtype=parts[0][1].dtype, device=parts[0][1].device)
+    single = sorted(((rows[0], du) for rows, du in parts if len(rows) == 1), key=lambda item: item[0])
+    if single:
+        _add_rows(total, [row for row, _ in single], torch.cat([du for _, du in single]))
+    for rows, du in parts:
+        if len(rows) > 1:
+            _add_rows(total, rows, du)
+    return total
+
+
+def _add_rows(total: Tensor, rows: Sequence[int], du: Tensor) -> None:
+    step = max(1, rows[1] - rows[0]) if len(rows) > 1 else 1
+    if list(rows) == list(range(rows[0], rows[-1] + 1, step)):
+        total[rows[0] : rows[-1] + 1 : step] += du
     else:  # a site read twice, or not at all
         for row, d in zip(rows, du, strict=True):
             total[row] += d

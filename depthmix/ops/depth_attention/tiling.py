@@ -6,6 +6,7 @@ read_known   a read whose older sources have known logits: plain weighted sums, 
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton
@@ -151,13 +152,28 @@ def _read_known_kernel(
         deliver(1.0, acc2, l2, y2, o2, gain + 2 * D, lse + 2 * rows, t, N, d, ok, out_eps, D, NORM, KEEP)
 
 
-def scores(queries: Tensor, sources: Sequence[Tensor], eps: float) -> Tensor:
-    """Logits of n sources for all the queries [R, D], each source read once: [R, n, N]."""
-    v, (rows, dim) = sources[0], queries.shape
-    tokens, kind = v.numel() // dim, v.dtype
+class Halves(NamedTuple):
+    """Queries [R, D] as sums of two numbers in the sources' precision, so that a matrix product loses nothing of them."""
+
+    high: Tensor
+    low: Tensor
+
+    @classmethod
+    def of(cls, queries: Tensor, kind: torch.dtype) -> "Halves":
+        high = queries.to(kind)
+        return cls(high, high if kind == torch.float32 else (queries - high.float()).to(kind))
+
+    def after(self, row: int) -> "Halves":
+        """Those from a row on."""
+        return Halves(self.high[row:], self.low[row:])
+
+
+def scores(queries: Halves, sources: Sequence[Tensor], eps: float) -> Tensor:
+    """Logits of n sources for all the queries, each source read once: [R, n, N]."""
+    v, (high, low) = sources[0], queries
+    (rows, dim), kind = high.shape, v.dtype
+    tokens = v.numel() // dim
     out = torch.empty(rows, len(sources), tokens, dtype=torch.float32, device=v.device)
-    high = queries.to(kind)
-    low = (queries - high.float()).to(kind)  # so that nothing of a query is lost in half precision
     table = address_table(tuple(x.data_ptr() for x in sources), v.device)
     for at in range(0, rows, 64):  # more would not fit in the shared memory of smaller GPUs
         n = min(64, rows - at)

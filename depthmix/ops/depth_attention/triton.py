@@ -408,7 +408,7 @@ def read_backward(
         D=dim, BD=block, NORM=gain is not None, STORE=store, LOCAL=newest is not None, HAS_G=g is not None,
         HAS_BEFORE=before is not None, NEED_DV=dv is not None, STAGES=_stages(4 if newest is None else 3, dy, 5), num_warps=warps,
     )  # fmt: skip
-    du, dgain = part.sum(0)
+    du, dgain = part[0] if newest is None and gain is None else part.sum(0)  # all zeros, or to be added up
     return ReadGradients(do, ld, dv, du, dgain)
 
 
