@@ -57,15 +57,17 @@ def address_table(addresses: tuple[int, ...], device: torch.device) -> Tensor:
     unless whoever records the graph writes them afterwards. Training asks for the same ones at every step (the allocator
     repeats itself), so tables are kept.
     """
-    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    capturing = _capturing(device)
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     key = (device, stream, addresses)
     if not capturing and key in _tables:
         return _tables[key]
     table = torch.empty(len(addresses), dtype=torch.int64, device=device)
+    if capturing and write_afterwards(table, addresses):
+        return table
     if device.type != "cuda":
         table.copy_(torch.tensor(addresses, dtype=torch.int64))
-    elif not (capturing and write_afterwards(table, addresses)):
+    else:
         for start in range(0, len(addresses), _CHUNK):
             chunk = addresses[start : start + _CHUNK]
             _set_addresses[(1,)](table[start:], len(chunk), *chunk, *(0,) * (_CHUNK - len(chunk)), num_warps=1)
@@ -74,6 +76,10 @@ def address_table(addresses: tuple[int, ...], device: torch.device) -> Tensor:
             _tables.clear()
         _tables[key] = table
     return table
+
+
+def _capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def aligned(dim: int, *groups: Sequence[Tensor | None]) -> bool:

@@ -31,3 +31,19 @@ def test_a_recording_that_fails_writes_nothing() -> None:
         fail()
     assert not table.any()
     assert not write_afterwards(table, (1,))
+
+
+def test_a_recorded_table_is_written_once_and_belongs_to_its_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    addresses = pytest.importorskip("depthmix.ops.addresses")
+    monkeypatch.setattr(addresses, "_capturing", lambda device: True)
+    monkeypatch.setattr(addresses, "_tables", {})
+    cpu, held = torch.device("cpu"), (3, 2**41)
+    with written_afterwards() as kept:
+        table = addresses.address_table(held, cpu)
+        table.zero_()
+    assert table.tolist() == list(held)
+    assert [t is table for t in kept] == [True]
+    alone = addresses.address_table(held, cpu)  # someone else's recording, who writes nothing: the graph does
+    assert alone.tolist() == list(held)
+    assert alone is not table
+    assert not addresses._tables
