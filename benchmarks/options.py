@@ -45,7 +45,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags that make `Options`."""
     parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:N or auto")
     parser.add_argument("--small", action="store_true", help="tiny sizes: everything runs on a CPU in seconds")
-    parser.add_argument("--repeats", type=int, help="timed rounds, of which the median counts (10; 3 with --small)")
+    parser.add_argument(
+        "--repeats",
+        type=int,
+        help="timed rounds, of which the median counts (10; 3 with --small); step takes four times as many",
+    )
     parser.add_argument("--rivals", default=",".join(RIVALS), help="whom to compare with, separated by commas; or none")
     parser.add_argument("--cases", default="", metavar="TEXT", help="only the cases whose name holds this text")
     parser.add_argument(

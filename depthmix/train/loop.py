@@ -125,7 +125,8 @@ class Trainer:
         self.val = data.split("val")
         self.validation()  # a split that is too short is said now
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
-        self.too_large = 3 * math.log(data.vocab_size)  # a loss far above guessing has exploded
+        # A loss far above guessing has exploded. As a float32, so that host and GPU judge alike.
+        self.too_large = torch.tensor(3 * math.log(data.vocab_size), dtype=torch.float32).item()
         self.graphed: GraphedBackward | None = None
         self.ahead: tuple[int, Tensor] | None = None  # the next step's number and batch
 

@@ -1,24 +1,14 @@
 """The trainer's step on a GPU, where the update is launched before anyone knows whether the loss is usable."""
 
 import math
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-np = pytest.importorskip("numpy")
-dataset = pytest.importorskip("depthmix.train.dataset")
+random_data = pytest.importorskip("benchmarks.step").random_data
 loop = pytest.importorskip("depthmix.train.loop")
 TrainConfig = pytest.importorskip("depthmix.train.config").TrainConfig
-
-VOCAB = 64
-
-
-def random_tokens() -> object:
-    ids = np.random.default_rng(0).integers(0, VOCAB, 4096)
-    splits = {name: dataset.Split(name, 4096, 4096, 1, [ids]) for name in ("train", "val")}
-    return dataset.TokenData(Path("random"), {"vocab_size": VOCAB, "tokenizer": "none"}, splits)
 
 
 @pytest.mark.parametrize("cuda_graph", [False, True])
@@ -28,7 +18,7 @@ def test_an_unusable_step_leaves_the_weights_alone(mixer: str, cuda_graph: bool)
     config = TrainConfig(
         mixer=mixer, steps=100, warmup=1, cuda_graph=cuda_graph, data="random tokens", quiet=True, **sizes
     )
-    trainer = loop.Trainer(config, random_tokens(), torch.device("cuda"))
+    trainer = loop.Trainer(config, random_data(64, 4096), torch.device("cuda"))
     assert trainer.fused
     adamw = trainer.optimizers["adamw"]
 

@@ -1,7 +1,6 @@
 """The training loop: what it learns, that it repeats itself exactly, and what it does when things go wrong."""
 
 import dataclasses
-import itertools
 import json
 import math
 import shutil
@@ -16,30 +15,10 @@ import torch
 from depthmix.train import device, loop, progress
 from depthmix.train.checkpoint import list_checkpoints, load_checkpoint
 from depthmix.train.dataset import TokenData
-from depthmix.train.errors import CHECKPOINT, DATA, DIVERGED, USAGE, UserError
-from depthmix.train.evaluate import token_losses
+from depthmix.train.errors import CHECKPOINT, DATA, UserError
 from depthmix.train.loop import Trainer, build_model, measure_step_times, train
 from train import small
-
-
-def metrics(folder) -> bytes:
-    return (folder.path / "metrics.jsonl").read_bytes()
-
-
-def losses(folder, key="loss"):
-    return [line[key] for line in folder.read_metrics() if key in line]
-
-
-def refused(config, *words, code=USAGE):
-    with pytest.raises(UserError) as caught:
-        train(config)
-    message = str(caught.value)
-    assert caught.value.exit_code == code, message
-    assert "\n" not in message
-    for word in words:
-        assert str(word) in message
-    return message
-
+from train.runs import losses, metrics, refused
 
 # Learning.
 
@@ -201,80 +180,6 @@ def test_clipping_and_decay_matter(tmp_path):
     }
     assert len({tuple(found) for found in runs.values()}) == len(runs)
     assert runs["clipped"][-1] > runs["plain"][-1]  # it hardly moves
-
-
-# Losses that are no numbers.
-
-
-@pytest.fixture(params=[False, True], ids=["told by the host", "fused"])
-def either_optimizer(monkeypatch, request):
-    """AdamW as on a CPU, which is not called for a step that is not usable, and fused as on a GPU, where it is called and told."""
-    adamw = torch.optim.AdamW
-    monkeypatch.setattr(torch.optim, "AdamW", lambda *args, **given: adamw(*args, **{**given, "fused": request.param}))
-
-
-@pytest.fixture
-def bad_batch(monkeypatch, either_optimizer):
-    """Batch 4 gives NaN, until told otherwise."""
-    bad = {"on": True, "step": 4}
-    real_get = loop.Batches.get
-
-    def get(self, step):
-        bad["now"] = step
-        return real_get(self, step)
-
-    def spoiled(model, batch):
-        found = token_losses(model, batch)
-        return found * math.nan if bad["on"] and bad["now"] == bad["step"] else found
-
-    monkeypatch.setattr(loop.Batches, "get", get)
-    monkeypatch.setattr(loop, "token_losses", spoiled)
-    return bad
-
-
-def test_nan_stops_the_run(tmp_path, bad_batch):
-    config = small.config(tmp_path / "run", seed=7, steps=8)
-    good = tmp_path / "run" / "checkpoints" / "step-00000003"
-    refused(config, "loss became nan", "step 5 (batch 4 of seed 7)", f"last good checkpoint is {good}", code=DIVERGED)
-    assert load_checkpoint(good).step == 3
-    assert not (tmp_path / "run" / "result.json").exists()
-    assert "nan" in (tmp_path / "run" / "log.txt").read_text()
-    bad_batch["on"] = False  # whatever it was, it is gone
-    assert metrics(train(config)) == metrics(train(small.config(tmp_path / "whole", seed=7, steps=8)))
-
-
-def test_nan_is_skipped_when_asked_to(tmp_path, bad_batch):
-    run = train(small.config(tmp_path / "run", steps=8, on_nan="skip"))
-    result = run.read_result()
-    assert result["skipped_batches"] == 1
-    assert math.isfinite(result["val_loss"])
-    assert losses(run)[4] is None
-    assert all(math.isfinite(x) for i, x in enumerate(losses(run)) if i != 4)
-    assert load_checkpoint(list_checkpoints(run.checkpoints)[0]).state["skipped"] == 1
-
-
-def test_a_skipped_batch_leaves_the_weights_alone(tmp_path, bad_batch):
-    bad_batch["step"] = 2
-    train(small.config(tmp_path / "run", save_every=1, keep=9, on_nan="skip"))
-    saved = [load_checkpoint(tmp_path / "run" / "checkpoints" / f"step-{n:08d}") for n in (2, 3, 4)]
-    same = [all(torch.equal(a.model[k], b.model[k]) for k in a.model) for a, b in itertools.pairwise(saved)]
-    assert same == [True, False]
-
-
-@pytest.mark.parametrize("lr", [1e3, 1e30])
-def test_a_learning_rate_beyond_all_measure(tmp_path, either_optimizer, lr):
-    """A real explosion: finite and huge, or past what a float holds."""
-    config = small.config(tmp_path / "run", lr=lr, save_every=1, warmup=0, qk_norm=False)
-    refused(config, "loss became", "at step 2 (batch 1 of seed 0)", "no good checkpoint", "lower lr", code=DIVERGED)
-    run = train(dataclasses.replace(config, out=str(tmp_path / "skipping"), on_nan="skip"))
-    assert run.read_result()["skipped_batches"] == 5  # all that came after the first step
-    assert [p.name for p in list_checkpoints(run.checkpoints)] == ["step-00000006", "step-00000005"]
-
-
-def test_an_explosion_seen_in_the_validation(tmp_path):
-    config = small.config(tmp_path / "run", lr=1e3, warmup=0, eval_every=1, qk_norm=False)
-    refused(config, "validation loss became", "at step 1 (batch 0 of seed 0)", code=DIVERGED)
-    assert not list_checkpoints(tmp_path / "run" / "checkpoints")
 
 
 # Folders.

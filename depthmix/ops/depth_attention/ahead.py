@@ -4,18 +4,21 @@ Caches without a history: gradients go from each read to each of its sources in 
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from depthmix.ops.depth_attention import library  # noqa: F401  (registers the operators)
 
+if TYPE_CHECKING:  # it imports triton
+    from depthmix.ops.depth_attention.tiling import Halves
+
 
 class Far(NamedTuple):
     """What the sites of a group see of the sources before the group, worked out for all of them together."""
 
-    queries: Any  # of all sites, as `tiling.Halves`
+    queries: "Halves"  # of all sites
     row: int  # of the group's first site among them
     scores: tuple[Tensor, ...]  # logits of every GROUP sources for the rows from some row to the last: [R', GROUP, N]
     bank: tuple[Tensor, ...]  # mixtures of the rows that have not read them, the last of them last: [N, D] fp32
@@ -42,7 +45,7 @@ class Far(NamedTuple):
 class Known(NamedTuple):
     """Logits of the sources that are finished for all the rows to come."""
 
-    queries: Any  # of all sites, as `tiling.Halves`
+    queries: "Halves"  # of all sites
     scores: tuple[Tensor, ...]  # of each source for the rows from some row to the last: [R', 1, N]
 
     def logits(self, rows: int, ways: int) -> list[Tensor]:

@@ -327,8 +327,8 @@ def read(
 ) -> Result:
     """W mixtures of the sources [..., D], the last of which is sources[-1] + add if that is given.
 
-    u, gain: [W, D] fp32. keep: also what a backward needs, 1: layer by layer, 2: in the order of the sources. bank, bank_lse: the mixture of further sources that one way
-    has already read, [N, D] fp32 with its log-sum-exp [N]; s is then that of the others.
+    u, gain: [W, D] fp32. keep: also what a backward needs, 1: layer by layer, 2: in the order of the sources. bank, bank_lse:
+    the mixture of further sources that one way has read, [N, D] fp32, and its log-sum-exp [N]; s is then that of the others.
     """
     first, n, (ways, dim) = sources[-1], len(sources), u.shape
     tokens = first.numel() // dim
@@ -469,7 +469,7 @@ def source_backward(
             u, v, ds[0, 0], ds[0, -1], tokens, n, eps,
             D=dim, BD=block, S=len(sources), SPLIT=split, ALIGNED=aligned(dim, *rows, [x.do for x in readers]),
             AHEAD=ahead, LANES=32 * warps, num_warps=warps, num_stages=1,
-            maxnreg=128 if ahead and split else None,  # two programs more a core are worth more than a few registers
+            maxnreg=128 if ahead and split else None,  # sixteen warps a core are worth more than a few registers
         )  # fmt: skip
     if not need_du:
         return out, None
