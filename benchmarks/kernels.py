@@ -196,7 +196,7 @@ def source_backward(n_sources: int) -> Callable[[int, int, torch.device], Work]:
     """The gradient of sources that eight reads of four have read, without the readers' own du."""
 
     def make(tokens: int, dim: int, device: torch.device) -> Work:
-        from depthmix.ops.depth_attention import triton
+        from depthmix.ops.depth_attention import source_backward, triton
 
         like = torch.empty(tokens, dim, device=device, dtype=torch.bfloat16)
         sources, u = [torch.randn_like(like) for _ in range(4)], torch.randn(N_SOURCES, dim, device=device) / dim**0.5
@@ -204,12 +204,12 @@ def source_backward(n_sources: int) -> Callable[[int, int, torch.device], Work]:
         for q, d in zip(u, dy, strict=True):
             forward = triton.read(q[None], sources, None, None, EPS, EPS, keep=2)
             back = triton.read_backward(d, forward.y[0], q, None, forward.s[0], forward.lse[0], None, EPS, store=True)
-            readers.append(triton.Reader(back.do, list(forward.s[0, 4 - n_sources :]), back.ld, q))
-        last = [triton.Source(v) for v in sources[-n_sources:]]
+            readers.append(source_backward.Reader(back.do, list(forward.s[0, 4 - n_sources :]), back.ld, q))
+        last = [source_backward.Source(v) for v in sources[-n_sources:]]
         found: list[Tensor | None] = []
 
         def run() -> None:
-            found[:] = triton.source_backward(last, readers, EPS, need_du=False)[0]
+            found[:] = source_backward.source_backward(last, readers, EPS, need_du=False)[0]
 
         def errors() -> dict[str, float]:
             seen = [v.requires_grad_() for v in _rows(sources)]

@@ -62,9 +62,10 @@ def address_table(addresses: tuple[int, ...], device: torch.device) -> Tensor:
     key = (device, stream, addresses)
     if not capturing and key in _tables:
         return _tables[key]
-    table = torch.empty(len(addresses), dtype=torch.int64, device=device)
-    if capturing and write_afterwards(table, addresses):
+    table = write_afterwards(addresses, device) if capturing else None
+    if table is not None:
         return table
+    table = torch.empty(len(addresses), dtype=torch.int64, device=device)
     if device.type != "cuda":
         table.copy_(torch.tensor(addresses, dtype=torch.int64))
     else:

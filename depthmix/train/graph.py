@@ -28,7 +28,7 @@ class GraphedBackward:
         torch.cuda.current_stream().wait_stream(side)
         self.graph = torch.cuda.CUDAGraph()
         # On the same stream: the nodes that accumulate gradients remember where they first ran.
-        with written_afterwards() as self.constants, torch.cuda.graph(self.graph, stream=side):
+        with written_afterwards(batch.device) as self.constants, torch.cuda.graph(self.graph, stream=side):
             self.loss = loss(self.batch)
             self.loss.backward()
 

@@ -5,45 +5,64 @@ import torch
 
 from depthmix.ops.recording import write_afterwards, written_afterwards
 
+CPU = torch.device("cpu")
 
-def test_numbers_come_after_the_recording() -> None:
-    table = torch.zeros(3, dtype=torch.int64)
-    with written_afterwards() as kept:
-        assert write_afterwards(table, (1, 2**40, 3))
-        assert not table.any()
-    assert table.tolist() == [1, 2**40, 3]
-    assert [t is table for t in kept] == [True]  # a graph's memory, which must not be used again
+
+def test_numbers_come_after_the_recording_and_lie_apart() -> None:
+    with written_afterwards(CPU) as constants:
+        tables = [write_afterwards(values, CPU) for values in ((1, 2**40, 3), (4,))]
+        assert not constants.memory.any()
+    assert [t is not None and t.tolist() for t in tables] == [[1, 2**40, 3], [4]]
+    assert [t is not None and t.data_ptr() % 16 for t in tables] == [0, 0]
+    assert constants.memory.sum() == 8 + 2**40
 
 
 def test_nobody_writes_without_a_recording() -> None:
-    assert not write_afterwards(torch.zeros(1, dtype=torch.int64), (1,))
+    assert write_afterwards((1,), CPU) is None
+
+
+def test_what_has_no_room_is_left_to_the_graph() -> None:
+    with written_afterwards(CPU, room=20) as constants:
+        assert write_afterwards(range(21), CPU) is None
+        assert write_afterwards((1, 2), CPU) is not None
+        last = write_afterwards((3, 4, 5, 6), CPU)
+        assert write_afterwards((7,), CPU) is None
+    assert last is not None
+    assert last.tolist() == [3, 4, 5, 6]
+    assert constants.memory.tolist() == [1, 2, *[0] * 14, 3, 4, 5, 6]
+
+
+def test_another_device_is_left_to_the_graph() -> None:
+    with written_afterwards(torch.device("meta")):
+        assert write_afterwards((1,), CPU) is None
 
 
 def test_a_recording_that_fails_writes_nothing() -> None:
-    table = torch.zeros(1, dtype=torch.int64)
+    tables = []
 
     def fail() -> None:
-        with written_afterwards():
-            write_afterwards(table, (1,))
+        with written_afterwards(CPU):
+            tables.append(write_afterwards((1,), CPU))
             raise RuntimeError("cannot be recorded")
 
     with pytest.raises(RuntimeError, match="cannot be recorded"):
         fail()
-    assert not table.any()
-    assert not write_afterwards(table, (1,))
+    assert tables[0] is not None
+    assert not tables[0].any()
+    assert write_afterwards((1,), CPU) is None
 
 
 def test_a_recorded_table_is_written_once_and_belongs_to_its_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     addresses = pytest.importorskip("depthmix.ops.addresses")
     monkeypatch.setattr(addresses, "_capturing", lambda device: True)
     monkeypatch.setattr(addresses, "_tables", {})
-    cpu, held = torch.device("cpu"), (3, 2**41)
-    with written_afterwards() as kept:
-        table = addresses.address_table(held, cpu)
+    held = (3, 2**41)
+    with written_afterwards(CPU) as constants:
+        table = addresses.address_table(held, CPU)
         table.zero_()
     assert table.tolist() == list(held)
-    assert [t is table for t in kept] == [True]
-    alone = addresses.address_table(held, cpu)  # someone else's recording, who writes nothing: the graph does
+    assert table.data_ptr() == constants.memory.data_ptr()
+    alone = addresses.address_table(held, CPU)  # someone else's recording, who writes nothing: the graph does
     assert alone.tolist() == list(held)
     assert alone is not table
     assert not addresses._tables

@@ -194,22 +194,22 @@ def _from_own_read(
     v: Tensor, g: Tensor | None, reading: Reading, i: int, eps: float, need_dv: bool
 ) -> tuple[Tensor | None, Tensor]:
     """The gradient of a read's source i that leaves through this read, and its part of du."""
-    from depthmix.ops.depth_attention import triton
+    from depthmix.ops.depth_attention.source_backward import Source, source_backward
 
-    source = triton.Source(v, g, need_dv=need_dv)
-    (dv,), du = triton.source_backward([source], _readers(reading, i), eps, need_du=True)
+    source = Source(v, g, need_dv=need_dv)
+    (dv,), du = source_backward([source], _readers(reading, i), eps, need_du=True)
     assert du is not None
     return dv, du
 
 
 def _readers(reading: Reading, *sources: int) -> list[Any]:
     """The ways of a read, as these of its sources see them."""
-    from depthmix.ops.depth_attention import triton
+    from depthmix.ops.depth_attention.source_backward import Reader
 
     before = len(reading.far)
     s = [reading.far[i] if i < before else reading.s[:, i - before] for i in sources]
     ways = zip(reading.do, zip(*s, strict=True), reading.ld, reading.u, strict=True)
-    return [triton.Reader(*way, several=reading.n > 1) for way in ways]
+    return [Reader(*way, several=reading.n > 1) for way in ways]
 
 
 def _in_rows(du: Tensor, queries: Tensor, row: int) -> Tensor:
@@ -223,7 +223,7 @@ def _in_rows(du: Tensor, queries: Tensor, row: int) -> Tensor:
 def _gradient_of_source(
     ctx: Any, v: Tensor, g: Tensor | None, left: list[tuple[Reading, int]], need_dv: bool, task: int
 ) -> Tensor | None:
-    from depthmix.ops.depth_attention import triton
+    from depthmix.ops.depth_attention.source_backward import Source, source_backward
 
     by_queries: dict[int, list[tuple[Reading, int]]] = {}
     for item in left:
@@ -236,10 +236,10 @@ def _gradient_of_source(
         if not (need_du or need_dv):
             continue
         older = _older_of_its_pair(ctx, left, task) if need_dv and len(by_queries) == 1 else []
-        sources = [triton.Source(x, None, m.part.pop(task, None), whole=False) for m, x in older]
-        sources.append(triton.Source(v, g, part, need_dv=need_dv))
+        sources = [Source(x, None, m.part.pop(task, None), whole=False) for m, x in older]
+        sources.append(Source(v, g, part, need_dv=need_dv))
         readers = [reader for reading, i in items for reader in _readers(reading, *range(i - len(older), i + 1))]
-        found, du = triton.source_backward(sources, readers, ctx.eps[0], need_du)
+        found, du = source_backward(sources, readers, ctx.eps[0], need_du)
         for (maker, _), d in zip(older, found, strict=False):
             maker.part[task] = d
             maker.left[task] = []
@@ -254,9 +254,9 @@ def _gradient_of_source(
 
 def _older_of_its_pair(ctx: Any, left: list[tuple[Reading, int]], task: int) -> list[tuple[Any, Tensor]]:
     """The source before this one, if its readers so far are the same, so that each of them is read once for both."""
-    from depthmix.ops.depth_attention import triton
+    from depthmix.ops.depth_attention.source_backward import PAIR
 
-    if ctx.n % triton.PAIR or sum(len(reading.do) for reading, _ in left) < FEWEST_READERS:
+    if ctx.n % PAIR or sum(len(reading.do) for reading, _ in left) < FEWEST_READERS:
         return []
     maker = ctx.makers[-1]
     # A maker in a checkpointed region recomputes what it saved, and only once.

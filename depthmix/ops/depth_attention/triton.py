@@ -5,7 +5,6 @@ The equations are in reference.py. Sources are never stacked: kernels find them 
     read             o_w = Σ_i p_wi v_i for W ways from one read of the sources, the add that makes the newest source
                      and the RMSNorm that follows
     read_backward    of one way: of the norm, and of the newest source while it is at hand
-    source_backward  of one or two sources from all their readers: each source and each reader's gradient read once
 """
 
 from collections.abc import Sequence
@@ -162,120 +161,6 @@ def _read_backward_kernel(
     tl.store(at + D, dgain, mask=ok)
 
 
-@triton.jit
-def _open_source(table, t, d, ok, eps, D: tl.constexpr, like, ALIGNED: tl.constexpr):
-    """A source's row, its 1 / RMS, and the gradients it has so far: from elsewhere, and from readers seen before."""
-    x = load_row(tl.load(table), t, d, D, like, ALIGNED, ok)
-    elsewhere, before = tl.load(table + 1), tl.load(table + 2)
-    acc = load_row(elsewhere, t, d, D, like, ALIGNED, d < tl.where(elsewhere != 0, D, 0))
-    row = before.to(tl.pointer_type(tl.float32)) + t * D + d
-    if ALIGNED:
-        row = tl.multiple_of(row, 16)
-    acc += tl.load(row, mask=d < tl.where(before != 0, D, 0), other=0.0)
-    return x, tl.rsqrt(tl.sum(x * x, 0) / D + eps), acc
-
-
-@triton.jit
-def _fetch(do, s0, s1, ld, t, d, ok, N, D: tl.constexpr, like, S: tl.constexpr, ALIGNED: tl.constexpr):
-    """A reader's row of do, as it lies in memory, log-sum-exp and δ, and the logits of the sources."""
-    row = do.to(tl.pointer_type(like.dtype.element_ty)) + t * D + d
-    if ALIGNED:
-        row = tl.multiple_of(row, 16)
-    y = tl.load(row, mask=ok, other=0.0, cache_modifier=".cg")  # read once: the first cache is left to the queries
-    ld = ld.to(tl.pointer_type(tl.float32)) + t
-    a = tl.load(s0.to(tl.pointer_type(tl.float32)) + t)
-    b = a
-    if S == 2:
-        b = tl.load(s1.to(tl.pointer_type(tl.float32)) + t)
-    return y, tl.load(ld), tl.load(ld + N), a, b
-
-
-@triton.jit
-def _prefetch(do, t, lane, D: tl.constexpr, LANES: tl.constexpr, like):
-    """Ask for a row to be brought to the second cache: a hint, for which no register waits."""
-    size: tl.constexpr = like.dtype.element_ty.primitive_bitwidth // 8
-    at = do + t * (D * size) + lane * (D * size // LANES)
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1
-    )
-
-
-@triton.jit
-def _pair(dot, r, acc, c, y, u, s, lse, delta, high, low, SPLIT: tl.constexpr):
-    """One reader's part of a source's gradient and of c = Σ ds s; ds r goes to memory, for du."""
-    p = tl.exp(s - lse)
-    ds = p * (dot - delta)
-    w = ds * r
-    head = w.to(high.dtype.element_ty)
-    tl.store(high, head)
-    if SPLIT:
-        tl.store(low, (w - head.to(tl.float32)).to(high.dtype.element_ty))
-    return tl.fma(w, u, tl.fma(p, y, acc)), c + ds * s
-
-
-@triton.jit
-def _close_source(table, t, d, ok, x, r, acc, c, D: tl.constexpr, like, ALIGNED: tl.constexpr):
-    """Store a source's gradient, rounded if it is whole, in fp32 if more readers will come."""
-    acc -= (c * r * r / D) * x
-    whole, part = tl.load(table + 3), tl.load(table + 4)
-    out = whole.to(tl.pointer_type(like.dtype.element_ty)) + t * D + d
-    rest = part.to(tl.pointer_type(tl.float32)) + t * D + d
-    if ALIGNED:
-        out, rest = tl.multiple_of(out, 16), tl.multiple_of(rest, 16)
-    tl.store(out, acc.to(like.dtype.element_ty), mask=d < tl.where(whole != 0, D, 0))
-    tl.store(rest, acc, mask=d < tl.where(part != 0, D, 0))
-
-
-@triton.jit(do_not_specialize=["N", "n"])
-def _source_backward_kernel(
-    sources, readers, u, like, ds_high, ds_low, N: tl.int64, n: tl.int32, eps,
-    D: tl.constexpr, BD: tl.constexpr, S: tl.constexpr, SPLIT: tl.constexpr, ALIGNED: tl.constexpr,
-    AHEAD: tl.constexpr, LANES: tl.constexpr,
-):  # fmt: skip
-    t = tl.program_id(0).to(tl.int64)
-    d = tl.arange(0, BD)
-    ok = d < D
-    lane = tl.arange(0, LANES)
-    for k in tl.static_range(1, AHEAD):
-        _prefetch(tl.load(readers + 5 * tl.minimum(k, n - 1)), t, lane, D, LANES, like)
-    later = tl.load(readers + 5 * tl.minimum(AHEAD, n - 1))
-    # The loop waits for memory, so each reader is fetched while the one before it is at work, and its addresses,
-    # [do, log-sum-exp and δ, whether it read several sources, logits, logits], while the one before that is.
-    # Registers allow no more, so what is further ahead is prefetched.
-    s0, s1 = tl.load(readers + 3), tl.load(readers + 4)
-    y, lse, delta, a, b = _fetch(tl.load(readers), s0, s1, tl.load(readers + 1), t, d, ok, N, D, like, S, ALIGNED)
-    at = readers + 5 * tl.minimum(1, n - 1)
-    do, ld, s0, s1 = tl.load(at), tl.load(at + 1), tl.load(at + 3), tl.load(at + 4)
-    x0, r0, acc0 = _open_source(sources, t, d, ok, eps, D, like, ALIGNED)
-    c0 = 0.0
-    if S == 2:
-        x1, r1, acc1 = _open_source(sources + 5, t, d, ok, eps, D, like, ALIGNED)
-        c1 = 0.0
-    for e in range(n):
-        if AHEAD > 0:
-            _prefetch(later, t, lane, D, LANES, like)
-            later = tl.load(readers + 5 * tl.minimum(e + AHEAD + 1, n - 1))
-        q = tl.load(u + e * D + d, mask=ok, other=0.0)
-        z, m, minus, s, s_next = y.to(tl.float32), lse, delta, a, b
-        y, lse, delta, a, b = _fetch(do, s0, s1, ld, t, d, d < tl.where(e + 1 < n, D, 0), N, D, like, S, ALIGNED)
-        at = readers + 5 * tl.minimum(e + 2, n - 1)
-        do, ld, s0, s1 = tl.load(at), tl.load(at + 1), tl.load(at + 3), tl.load(at + 4)
-        high, low = ds_high + e * N + t, ds_low + e * N + t
-        if S == 1:
-            dot = tl.sum(x0 * z, 0)
-            # The weight of an only source is 1 whatever its logit: its δ is what its dot product is.
-            minus = tl.where(tl.load(readers + 5 * e + 2) != 0, minus, dot)
-            acc0, c0 = _pair(dot, r0, acc0, c0, z, q, s, m, minus, high, low, SPLIT)
-        else:
-            dot, other = tl.split(tl.sum(tl.join(x0 * z, x1 * z), 0))  # one reduction for both
-            step = (1 + SPLIT) * n * N
-            acc0, c0 = _pair(dot, r0, acc0, c0, z, q, s, m, minus, high, low, SPLIT)
-            acc1, c1 = _pair(other, r1, acc1, c1, z, q, s_next, m, minus, high + step, low + step, SPLIT)
-    _close_source(sources, t, d, ok, x0, r0, acc0, c0, D, like, ALIGNED)
-    if S == 2:
-        _close_source(sources + 5, t, d, ok, x1, r1, acc1, c1, D, like, ALIGNED)
-
-
 def _warps(block: int, registers: int) -> int:
     """As few warps as hold `registers` fp32 rows of a block: one, without a reduction between warps, if it can be."""
     return min(32, max(1, triton.next_power_of_2(block * registers) // (32 * 128)))
@@ -351,9 +236,6 @@ def three(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     return (tensors[0], tensors[-1], tensors[-1]) if len(tensors) < 3 else (tensors[0], tensors[1], tensors[2])
 
 
-PAIR = 2  # sources whose gradients are computed together
-
-
 class Newest(NamedTuple):
     """The newest source of a read, if its gradient is to be computed there and then."""
 
@@ -416,84 +298,3 @@ def programs_for(tokens: int, warps: int, like: Tensor) -> int:
     """How many programs share the tokens, where each adds up a gradient of its own: few, and enough to fill a GPU."""
     cores = torch.cuda.get_device_properties(like.device).multi_processor_count if like.is_cuda else 3
     return min(tokens, max(1, 8 // warps) * cores)
-
-
-class Reader(NamedTuple):
-    """One way of a read, as the gradient of its sources sees it."""
-
-    do: Tensor  # like a source
-    s: Sequence[Tensor]  # logits of each of the sources in question, [N]
-    ld: Tensor  # log-sum-exp and δ: [2, N]
-    u: Tensor  # [D]
-    several: bool = True  # sources were read
-
-
-class Source(NamedTuple):
-    """A source and what is known of its gradient."""
-
-    v: Tensor
-    g: Tensor | None = None  # from elsewhere
-    part: Tensor | None = None  # from readers seen before, fp32
-    whole: bool = True  # whether these are the last readers
-    need_dv: bool = True
-
-
-def source_backward(
-    sources: Sequence[Source], readers: Sequence[Reader], eps: float, need_du: bool
-) -> tuple[list[Tensor | None], Tensor | None]:
-    """Gradients of one or two sources from all their readers, and these sources' part of du [readers, D].
-
-    A gradient is rounded to the source's dtype if these are its last readers, and stays in fp32 otherwise.
-    """
-    v = sources[0].v
-    dim, n = v.shape[-1], len(readers)
-    tokens = v.numel() // dim
-    split = v.dtype == torch.bfloat16  # ds in two bf16 halves, so that a bf16 matrix product loses nothing
-    kind = v.dtype if split else torch.float32
-    ds = torch.empty(len(sources), 1 + split, n, tokens, dtype=kind, device=v.device)
-    out = [torch.empty_like(x.v, dtype=x.v.dtype if x.whole else torch.float32) if x.need_dv else None for x in sources]
-    if tokens:
-        block = triton.next_power_of_2(dim)
-        warps, ahead = min(32, max(1, block // 512)), _ahead(v, len(sources), n)
-        rows = [
-            (x.v, x.g, x.part, o if x.whole else None, None if x.whole else o)
-            for x, o in zip(sources, out, strict=True)
-        ]
-        columns = (
-            (x.do.data_ptr(), x.ld.data_ptr(), int(x.several), x.s[0].data_ptr(), x.s[-1].data_ptr()) for x in readers
-        )
-        u = _side_by_side([x.u for x in readers])
-        _source_backward_kernel[(tokens,)](
-            address_table(tuple(0 if a is None else a.data_ptr() for row in rows for a in row), v.device),
-            address_table(tuple(a for column in columns for a in column), v.device),
-            u, v, ds[0, 0], ds[0, -1], tokens, n, eps,
-            D=dim, BD=block, S=len(sources), SPLIT=split, ALIGNED=aligned(dim, *rows, [x.do for x in readers]),
-            AHEAD=ahead, LANES=32 * warps, num_warps=warps, num_stages=1,
-            maxnreg=128 if ahead and split else None,  # sixteen warps a core are worth more than a few registers
-        )  # fmt: skip
-    if not need_du:
-        return out, None
-    if split and v.is_cuda:
-        parts = [
-            torch.mm(d.view(2 * n, tokens), x.v.reshape(tokens, dim), out_dtype=torch.float32)
-            for d, x in zip(ds, sources, strict=True)
-        ]
-        return out, (parts[0] if len(parts) == 1 else parts[0] + parts[1]).view(2, n, dim).sum(0)
-    whole = [d.float().sum(0) @ x.v.reshape(tokens, dim).float() for d, x in zip(ds, sources, strict=True)]
-    return out, whole[0] if len(whole) == 1 else whole[0] + whole[1]
-
-
-def _ahead(like: Tensor, sources: int, readers: int) -> int:
-    """How many readers ahead a row is prefetched: what was fastest on an H200. The instruction is NVIDIA's."""
-    if not like.is_cuda or torch.version.hip is not None or sources == 1:
-        return 0
-    block = triton.next_power_of_2(like.shape[-1])
-    return 3 if block == 1024 else 2 if block > 512 or readers > 8 else 0
-
-
-def _side_by_side(rows: Sequence[Tensor]) -> Tensor:
-    """Rows [D] one after the other in memory: where they are, as the queries of a stack mostly do, or as a copy."""
-    start = rows[0].data_ptr()
-    if all(row.data_ptr() == start + k * row.nbytes for k, row in enumerate(rows)):
-        return rows[0]
-    return torch.stack(list(rows))

@@ -1,0 +1,286 @@
+"""Gradients of one or two sources from all their readers: each source and each reader's gradient is read once.
+
+One program a token. With p = exp(s - lse) of a reader and r = 1 / RMS of the source v,
+
+    ds = p (do · v - δ)        dv = Σ (p do + r ds u) - v r² / D Σ ds s        du = Σ_tokens r ds v
+
+Weights of GROUP readers at a time are worked out side by side and left in memory, from where the loop over the rows of do
+takes them one by one; r ds goes to memory for du, which is a matrix product.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from depthmix.ops.addresses import address_table, aligned
+from depthmix.ops.depth_attention.triton import load_row
+
+PAIR = 2  # sources whose gradients are computed together
+GROUP = 16  # readers whose weights are computed together
+
+
+@triton.jit
+def _open_source(table, t, d, ok, eps, D: tl.constexpr, like, ALIGNED: tl.constexpr):
+    """A source's row, its 1 / RMS, and the gradients it has so far: from elsewhere, and from readers seen before."""
+    x = load_row(tl.load(table), t, d, D, like, ALIGNED, ok)
+    elsewhere, before = tl.load(table + 1), tl.load(table + 2)
+    acc = load_row(elsewhere, t, d, D, like, ALIGNED, d < tl.where(elsewhere != 0, D, 0))
+    row = before.to(tl.pointer_type(tl.float32)) + t * D + d
+    if ALIGNED:
+        row = tl.multiple_of(row, 16)
+    acc += tl.load(row, mask=d < tl.where(before != 0, D, 0), other=0.0)
+    return x, tl.rsqrt(tl.sum(x * x, 0) / D + eps), acc
+
+
+@triton.jit
+def _row(do, t, d, mask, D: tl.constexpr, like, ALIGNED: tl.constexpr):
+    """A reader's row of do, as it lies in memory."""
+    row = do.to(tl.pointer_type(like.dtype.element_ty)) + t * D + d
+    if ALIGNED:
+        row = tl.multiple_of(row, 16)
+    return tl.load(row, mask=mask, other=0.0, cache_modifier=".cg")  # read once: the first cache is left to the queries
+
+
+@triton.jit
+def _prefetch(do, t, lane, D: tl.constexpr, LANES: tl.constexpr, like):
+    """Ask for a row to be brought to the second cache: a hint, for which no register waits."""
+    size: tl.constexpr = like.dtype.element_ty.primitive_bitwidth // 8
+    at = do + t * (D * size) + lane * (D * size // LANES)
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def _chain(z, acc, LEVELS: tl.constexpr, NEAR: tl.constexpr):
+    """Add 2^LEVELS parts of z to acc one after the other, which compiles to one instruction each if z is a product."""
+    half: tl.constexpr = z.shape[0] // 2
+    if LEVELS == 0:
+        acc += z
+    elif NEAR > 0:
+        a, b = tl.split(tl.reshape(z, [half, 2]))
+        acc = _chain(b, _chain(a, acc, LEVELS - 1, NEAR - 1), LEVELS - 1, NEAR - 1)
+    else:
+        a, b = tl.split(tl.permute(tl.reshape(z, [2, half]), (1, 0)))
+        acc = _chain(b, _chain(a, acc, LEVELS - 1, 0), LEVELS - 1, 0)
+    return acc
+
+
+@triton.jit
+def _fold(z, LEVELS: tl.constexpr, NEAR: tl.constexpr):
+    """The sum of the 2^LEVELS numbers that a lane holds, of which 2^NEAR are neighbours."""
+    return _chain(z, tl.zeros([z.shape[0] >> LEVELS], tl.float32), LEVELS, NEAR)
+
+
+@triton.jit
+def _weights(at, t, some, r, lse, delta, S_AT: tl.constexpr):
+    """Of a group of readers and one source: logits, p, p r and -δ p r; zeros where there is no reader."""
+    s = tl.load(tl.load(at + S_AT, mask=some, other=0).to(tl.pointer_type(tl.float32)) + t, mask=some, other=0.0)
+    p = tl.where(some, tl.exp(s - lse), 0.0)
+    # The weight of an only source is 1 whatever its logit: no gradient goes that way.
+    w = tl.where(tl.load(at + 2, mask=some, other=0) != 0, p * r, 0.0)
+    return s, tl.join(tl.join(p, w), tl.join(-delta * w, p))
+
+
+@triton.jit
+def _four(x):
+    a, b = tl.split(tl.reshape(x, [2, 2]))
+    p, w = tl.split(a)
+    rest, _ = tl.split(b)
+    return p, rest, w
+
+
+@triton.jit
+def _leave(w, s, r, some, at, C, SPLIT: tl.constexpr):
+    """Store r ds of a group of readers and return Σ ds s."""
+    head = w.to(at.dtype.element_ty)
+    tl.store(at, head, mask=some)
+    if SPLIT:
+        tl.store(at + C, (w - head.to(tl.float32)).to(at.dtype.element_ty), mask=some)
+    return tl.sum(w * s, 0) / r
+
+
+@triton.jit
+def _close_source(table, t, d, ok, x, r, acc, c, D: tl.constexpr, like, ALIGNED: tl.constexpr):
+    """Store a source's gradient, rounded if it is whole, in fp32 if more readers will come."""
+    acc -= (c * r * r / D) * x
+    whole, part = tl.load(table + 3), tl.load(table + 4)
+    out = whole.to(tl.pointer_type(like.dtype.element_ty)) + t * D + d
+    rest = part.to(tl.pointer_type(tl.float32)) + t * D + d
+    if ALIGNED:
+        out, rest = tl.multiple_of(out, 16), tl.multiple_of(rest, 16)
+    tl.store(out, acc.to(like.dtype.element_ty), mask=d < tl.where(whole != 0, D, 0))
+    tl.store(rest, acc, mask=d < tl.where(part != 0, D, 0))
+
+
+@triton.jit(do_not_specialize=["N", "n", "C"])
+def _source_backward_kernel(
+    sources, readers, u, like, ds, weights, N: tl.int64, n: tl.int32, C: tl.int32, eps,
+    D: tl.constexpr, BD: tl.constexpr, S: tl.constexpr, G: tl.constexpr, SPLIT: tl.constexpr, ALIGNED: tl.constexpr,
+    LEVELS: tl.constexpr, NEAR: tl.constexpr, AHEAD: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    # sources: rows [v, g, part, whole, rest]; readers: [do, log-sum-exp and δ, whether it read several, logits, logits]
+    t = tl.program_id(0).to(tl.int64)
+    d = tl.arange(0, BD)
+    ok = d < D
+    j = tl.arange(0, G)
+    lane = tl.arange(0, LANES)
+    for i in tl.static_range(1, AHEAD):
+        _prefetch(tl.load(readers + 5 * tl.minimum(i, n - 1)), t, lane, D, LANES, like)
+    x0, r0, acc0 = _open_source(sources, t, d, ok, eps, D, like, ALIGNED)
+    c0 = 0.0
+    if S == 2:
+        x1, r1, acc1 = _open_source(sources + 5, t, d, ok, eps, D, like, ALIGNED)
+        c1 = 0.0
+    four = tl.arange(0, 4 * S)
+    mine = weights + t * (4 * S * G)
+    ds += t * (1 + SPLIT) * C
+    # The loop waits for memory, so each row of do is fetched while the one before it is at work, its address while the one
+    # before that is. Registers allow no more, so what is further ahead is prefetched.
+    y = _row(tl.load(readers), t, d, ok, D, like, ALIGNED)
+    do = tl.load(readers + 5 * tl.minimum(1, n - 1))
+    later = tl.load(readers + 5 * tl.minimum(AHEAD, n - 1))
+    for start in range(0, n, G):
+        e = start + j
+        some = e < n
+        at = readers + 5 * e
+        ld = tl.load(at + 1, mask=some, other=0).to(tl.pointer_type(tl.float32)) + t
+        lse, delta = tl.load(ld, mask=some, other=0.0), tl.load(ld + N, mask=some, other=0.0)
+        s0, a = _weights(at, t, some, r0, lse, delta, 3)
+        found0 = tl.zeros([G], tl.float32)
+        if S == 2:
+            s1, b = _weights(at, t, some, r1, lse, delta, 4)
+            found1 = tl.zeros([G], tl.float32)
+            a = tl.join(a, b)
+        tl.store(mine + j[:, None] * (4 * S) + four[None, :], tl.reshape(a, [G, 4 * S]))
+        tl.debug_barrier()
+        for k in tl.range(0, tl.minimum(n - start, G)):
+            z = y.to(tl.float32)
+            now = tl.load(mine + k * (4 * S) + four)
+            if AHEAD > 0:
+                _prefetch(later, t, lane, D, LANES, like)
+                later = tl.load(readers + 5 * tl.minimum(start + k + AHEAD + 1, n - 1))
+            y = _row(do, t, d, d < tl.where(start + k + 1 < n, D, 0), D, like, ALIGNED)
+            do = tl.load(readers + 5 * tl.minimum(start + k + 2, n - 1))
+            q = tl.load(u + (start + k) * D + d, mask=ok, other=0.0, eviction_policy="evict_last")
+            if S == 1:
+                p, rest, w = _four(now)
+                w = tl.fma(tl.sum(_fold(x0 * z, LEVELS, NEAR), 0), w, rest)
+                acc0 = tl.fma(w, q, tl.fma(p, z, acc0))
+                found0 = tl.where(j == k, w, found0)
+            else:
+                now, second = tl.split(tl.reshape(now, [4, 2]))
+                dots = tl.join(_fold(x0 * z, LEVELS, NEAR), _fold(x1 * z, LEVELS, NEAR))
+                dot, other = tl.split(tl.sum(dots, 0))  # one reduction for both
+                p, rest, w = _four(now)
+                w = tl.fma(dot, w, rest)
+                acc0 = tl.fma(w, q, tl.fma(p, z, acc0))
+                found0 = tl.where(j == k, w, found0)
+                p, rest, w = _four(second)
+                w = tl.fma(other, w, rest)
+                acc1 = tl.fma(w, q, tl.fma(p, z, acc1))
+                found1 = tl.where(j == k, w, found1)
+        c0 += _leave(found0, s0, r0, some, ds + e, C, SPLIT)
+        if S == 2:
+            c1 += _leave(found1, s1, r1, some, ds + N * (1 + SPLIT) * C + e, C, SPLIT)
+        tl.debug_barrier()
+    _close_source(sources, t, d, ok, x0, r0, acc0, c0, D, like, ALIGNED)
+    if S == 2:
+        _close_source(sources + 5, t, d, ok, x1, r1, acc1, c1, D, like, ALIGNED)
+
+
+class Reader(NamedTuple):
+    """One way of a read, as the gradient of its sources sees it."""
+
+    do: Tensor  # like a source
+    s: Sequence[Tensor]  # logits of each of the sources in question, [N]
+    ld: Tensor  # log-sum-exp and δ: [2, N]
+    u: Tensor  # [D]
+    several: bool = True  # sources were read
+
+
+class Source(NamedTuple):
+    """A source and what is known of its gradient."""
+
+    v: Tensor
+    g: Tensor | None = None  # from elsewhere
+    part: Tensor | None = None  # from readers seen before, fp32
+    whole: bool = True  # whether these are the last readers
+    need_dv: bool = True
+
+
+def source_backward(
+    sources: Sequence[Source], readers: Sequence[Reader], eps: float, need_du: bool
+) -> tuple[list[Tensor | None], Tensor | None]:
+    """Gradients of one or two sources from all their readers, and these sources' part of du [readers, D].
+
+    A gradient is rounded to the source's dtype if these are its last readers, and stays in fp32 otherwise.
+    """
+    v = sources[0].v
+    dim, n = v.shape[-1], len(readers)
+    tokens = v.numel() // dim
+    split = v.dtype == torch.bfloat16  # r ds in two bf16 halves, so that a bf16 matrix product loses nothing
+    columns = -(-n // 4) * 4  # whole rows of 16 bytes; those without a reader stay unwritten, and unread
+    kind = v.dtype if split else torch.float32
+    ds = torch.empty(len(sources), tokens, (1 + split) * columns, dtype=kind, device=v.device)
+    out = [torch.empty_like(x.v, dtype=x.v.dtype if x.whole else torch.float32) if x.need_dv else None for x in sources]
+    if tokens:
+        _launch(sources, readers, out, ds, columns, eps)
+    if not need_du:
+        return out, None
+    if split and v.is_cuda:
+        parts = [
+            torch.mm(d.t(), x.v.reshape(tokens, dim), out_dtype=torch.float32) for d, x in zip(ds, sources, strict=True)
+        ]
+        return out, (parts[0] if len(parts) == 1 else parts[0] + parts[1]).view(2, columns, dim)[:, :n].sum(0)
+    whole = ds.view(len(sources), tokens, 1 + split, columns)[..., :n].float().sum(2)
+    parts = [d.t() @ x.v.reshape(tokens, dim).float() for d, x in zip(whole, sources, strict=True)]
+    return out, parts[0] if len(parts) == 1 else parts[0] + parts[1]
+
+
+def _launch(
+    sources: Sequence[Source],
+    readers: Sequence[Reader],
+    out: Sequence[Tensor | None],
+    ds: Tensor,
+    columns: int,
+    eps: float,
+) -> None:
+    v = sources[0].v
+    dim, tokens = v.shape[-1], ds.shape[1]
+    block = triton.next_power_of_2(dim)
+    warps, ahead = min(32, max(1, block // 512)), _ahead(v)
+    rows = [
+        (x.v, x.g, x.part, o if x.whole else None, None if x.whole else o) for x, o in zip(sources, out, strict=True)
+    ]
+    known = ((x.do.data_ptr(), x.ld.data_ptr(), int(x.several), x.s[0].data_ptr(), x.s[-1].data_ptr()) for x in readers)
+    wide = aligned(dim, *rows, [x.do for x in readers])
+    levels = max(1, block // (32 * warps)).bit_length() - 1  # numbers of a row that a lane holds, as a power of two
+    near = (16 // v.element_size()).bit_length() - 1 if wide else 0  # and of those it loads at once
+    _source_backward_kernel[(tokens,)](
+        address_table(tuple(0 if a is None else a.data_ptr() for row in rows for a in row), v.device),
+        address_table(tuple(a for reader in known for a in reader), v.device),
+        _side_by_side([x.u for x in readers]), v, ds,
+        torch.empty(tokens, GROUP, 4 * len(sources), dtype=torch.float32, device=v.device), tokens, len(readers), columns, eps,
+        D=dim, BD=block, S=len(sources), G=GROUP, SPLIT=ds.dtype == torch.bfloat16, ALIGNED=wide,
+        LEVELS=levels, NEAR=min(levels, near), AHEAD=ahead, LANES=32 * warps, num_warps=warps, num_stages=1,
+        # Many warps a core are worth more than a few registers.
+        maxnreg=(96 if len(sources) == 1 else 128) if ahead and ds.dtype == torch.bfloat16 else None,
+    )  # fmt: skip
+
+
+def _ahead(like: Tensor) -> int:
+    """How many readers ahead a row is prefetched: what was fastest on an H200. The instruction is NVIDIA's."""
+    return 2 if like.is_cuda and torch.version.hip is None else 0
+
+
+def _side_by_side(rows: Sequence[Tensor]) -> Tensor:
+    """Rows [D] one after the other in memory: where they are, as the queries of a stack mostly do, or as a copy."""
+    start = rows[0].data_ptr()
+    if all(row.data_ptr() == start + k * row.nbytes for k, row in enumerate(rows)):
+        return rows[0]
+    return torch.stack(list(rows))
