@@ -4,7 +4,7 @@ One program a token. With p = exp(s - lse) of a reader and r = 1 / RMS of the so
 
     ds = p (do · v - δ)        dv = Σ (p do + r ds u) - v r² / D Σ ds s        du = Σ_tokens r ds v
 
-Weights of GROUP readers at a time are worked out side by side and left in memory, from where the loop over the rows of do
+Weights of a group of readers at a time are worked out side by side and left in memory, from where the loop over the rows of do
 takes them one by one; r ds goes to memory for du, which is a matrix product.
 """
 
@@ -20,7 +20,6 @@ from depthmix.ops.addresses import address_table, aligned
 from depthmix.ops.depth_attention.triton import load_row
 
 PAIR = 2  # sources whose gradients are computed together
-GROUP = 16  # readers whose weights are computed together
 
 
 @triton.jit
@@ -42,7 +41,9 @@ def _row(do, t, d, mask, D: tl.constexpr, like, ALIGNED: tl.constexpr):
     row = do.to(tl.pointer_type(like.dtype.element_ty)) + t * D + d
     if ALIGNED:
         row = tl.multiple_of(row, 16)
-    return tl.load(row, mask=mask, other=0.0, cache_modifier=".cg")  # read once: the first cache is left to the queries
+    return tl.load(
+        row, mask=mask, other=0.0, eviction_policy="evict_first"
+    )  # read once: caches are left to the queries
 
 
 @triton.jit
@@ -77,13 +78,24 @@ def _fold(z, LEVELS: tl.constexpr, NEAR: tl.constexpr):
 
 
 @triton.jit
-def _weights(at, t, some, r, lse, delta, S_AT: tl.constexpr):
-    """Of a group of readers and one source: logits, p, p r and -δ p r; zeros where there is no reader."""
-    s = tl.load(tl.load(at + S_AT, mask=some, other=0).to(tl.pointer_type(tl.float32)) + t, mask=some, other=0.0)
-    p = tl.where(some, tl.exp(s - lse), 0.0)
-    # The weight of an only source is 1 whatever its logit: no gradient goes that way.
-    w = tl.where(tl.load(at + 2, mask=some, other=0) != 0, p * r, 0.0)
-    return s, tl.join(tl.join(p, w), tl.join(-delta * w, p))
+def _known(readers, e, n, t, N, S: tl.constexpr):
+    """What is known of a group of readers: log-sum-exp, δ, whether they read several sources, and logits of the sources."""
+    at, some = readers + 5 * e, e < n
+    ld = tl.load(at + 1, mask=some, other=0).to(tl.pointer_type(tl.float32)) + t
+    a = tl.load(tl.load(at + 3, mask=some, other=0).to(tl.pointer_type(tl.float32)) + t, mask=some, other=0.0)
+    b = a
+    if S == 2:
+        b = tl.load(tl.load(at + 4, mask=some, other=0).to(tl.pointer_type(tl.float32)) + t, mask=some, other=0.0)
+    lse = tl.load(ld, mask=some, other=float("inf"))  # no reader, no weight
+    return lse, tl.load(ld + N, mask=some, other=0.0), tl.load(at + 2, mask=some, other=0), a, b
+
+
+@triton.jit
+def _weights(s, r, lse, delta, several):
+    """Of a group of readers and one source: p, p r and -δ p r."""
+    p = tl.exp(s - lse)
+    w = tl.where(several != 0, p * r, 0.0)  # the weight of an only source is 1 whatever its logit
+    return tl.join(tl.join(p, w), tl.join(-delta * w, p))
 
 
 @triton.jit
@@ -131,6 +143,7 @@ def _source_backward_kernel(
     lane = tl.arange(0, LANES)
     for i in tl.static_range(1, AHEAD):
         _prefetch(tl.load(readers + 5 * tl.minimum(i, n - 1)), t, lane, D, LANES, like)
+    lse, delta, several, s0, s1 = _known(readers, j, n, t, N, S)
     x0, r0, acc0 = _open_source(sources, t, d, ok, eps, D, like, ALIGNED)
     c0 = 0.0
     if S == 2:
@@ -145,19 +158,15 @@ def _source_backward_kernel(
     do = tl.load(readers + 5 * tl.minimum(1, n - 1))
     later = tl.load(readers + 5 * tl.minimum(AHEAD, n - 1))
     for start in range(0, n, G):
-        e = start + j
-        some = e < n
-        at = readers + 5 * e
-        ld = tl.load(at + 1, mask=some, other=0).to(tl.pointer_type(tl.float32)) + t
-        lse, delta = tl.load(ld, mask=some, other=0.0), tl.load(ld + N, mask=some, other=0.0)
-        s0, a = _weights(at, t, some, r0, lse, delta, 3)
+        group = _weights(s0, r0, lse, delta, several)
         found0 = tl.zeros([G], tl.float32)
         if S == 2:
-            s1, b = _weights(at, t, some, r1, lse, delta, 4)
+            group = tl.join(group, _weights(s1, r1, lse, delta, several))
             found1 = tl.zeros([G], tl.float32)
-            a = tl.join(a, b)
-        tl.store(mine + j[:, None] * (4 * S) + four[None, :], tl.reshape(a, [G, 4 * S]))
+        tl.store(mine + j[:, None] * (4 * S) + four[None, :], tl.reshape(group, [G, 4 * S]))
         tl.debug_barrier()
+        logits0, logits1 = s0, s1
+        lse, delta, several, s0, s1 = _known(readers, start + G + j, n, t, N, S)
         for k in tl.range(0, tl.minimum(n - start, G)):
             z = y.to(tl.float32)
             now = tl.load(mine + k * (4 * S) + four)
@@ -184,9 +193,10 @@ def _source_backward_kernel(
                 w = tl.fma(other, w, rest)
                 acc1 = tl.fma(w, q, tl.fma(p, z, acc1))
                 found1 = tl.where(j == k, w, found1)
-        c0 += _leave(found0, s0, r0, some, ds + e, C, SPLIT)
+        e = start + j
+        c0 += _leave(found0, logits0, r0, e < n, ds + e, C, SPLIT)
         if S == 2:
-            c1 += _leave(found1, s1, r1, some, ds + N * (1 + SPLIT) * C + e, C, SPLIT)
+            c1 += _leave(found1, logits1, r1, e < n, ds + N * (1 + SPLIT) * C + e, C, SPLIT)
         tl.debug_barrier()
     _close_source(sources, t, d, ok, x0, r0, acc0, c0, D, like, ALIGNED)
     if S == 2:
@@ -216,7 +226,7 @@ class Source(NamedTuple):
 def source_backward(
     sources: Sequence[Source], readers: Sequence[Reader], eps: float, need_du: bool
 ) -> tuple[list[Tensor | None], Tensor | None]:
-    """Gradients of one or two sources from all their readers, and these sources' part of du [readers, D].
+    """Gradients of one or two sources from all their readers, and these sources' part of du, [1 or 2, readers, D] to be summed.
 
     A gradient is rounded to the source's dtype if these are its last readers, and stays in fp32 otherwise.
     """
@@ -232,14 +242,13 @@ def source_backward(
         _launch(sources, readers, out, ds, columns, eps)
     if not need_du:
         return out, None
+    rows = [x.v.reshape(tokens, dim) for x in sources]
     if split and v.is_cuda:
-        parts = [
-            torch.mm(d.t(), x.v.reshape(tokens, dim), out_dtype=torch.float32) for d, x in zip(ds, sources, strict=True)
-        ]
-        return out, (parts[0] if len(parts) == 1 else parts[0] + parts[1]).view(2, columns, dim)[:, :n].sum(0)
-    whole = ds.view(len(sources), tokens, 1 + split, columns)[..., :n].float().sum(2)
-    parts = [d.t() @ x.v.reshape(tokens, dim).float() for d, x in zip(whole, sources, strict=True)]
-    return out, parts[0] if len(parts) == 1 else parts[0] + parts[1]
+        parts = [torch.mm(d.t(), x, out_dtype=torch.float32) for d, x in zip(ds, rows, strict=True)]
+    else:
+        parts = [d.t().float() @ x.float() for d, x in zip(ds, rows, strict=True)]
+    du = parts[0] if len(parts) == 1 else parts[0].add_(parts[1])
+    return out, du.view(1 + split, columns, dim)[:, :n]
 
 
 def _launch(
@@ -253,7 +262,10 @@ def _launch(
     v = sources[0].v
     dim, tokens = v.shape[-1], ds.shape[1]
     block = triton.next_power_of_2(dim)
-    warps, ahead = min(32, max(1, block // 512)), _ahead(v)
+    # A lane holds 16 numbers of each row, or more where that saves a reduction between warps and registers allow it.
+    held = 2048 if len(sources) == 1 else 1024
+    warps = 1 if v.element_size() == 2 and block <= held else min(32, max(1, block // 512))
+    ahead = _ahead(v)
     rows = [
         (x.v, x.g, x.part, o if x.whole else None, None if x.whole else o) for x, o in zip(sources, out, strict=True)
     ]
@@ -261,15 +273,16 @@ def _launch(
     wide = aligned(dim, *rows, [x.do for x in readers])
     levels = max(1, block // (32 * warps)).bit_length() - 1  # numbers of a row that a lane holds, as a power of two
     near = (16 // v.element_size()).bit_length() - 1 if wide else 0  # and of those it loads at once
+    group = 16 if levels <= 4 else 32  # more readers side by side cost registers, which smaller programs lack
     _source_backward_kernel[(tokens,)](
         address_table(tuple(0 if a is None else a.data_ptr() for row in rows for a in row), v.device),
         address_table(tuple(a for reader in known for a in reader), v.device),
         _side_by_side([x.u for x in readers]), v, ds,
-        torch.empty(tokens, GROUP, 4 * len(sources), dtype=torch.float32, device=v.device), tokens, len(readers), columns, eps,
-        D=dim, BD=block, S=len(sources), G=GROUP, SPLIT=ds.dtype == torch.bfloat16, ALIGNED=wide,
+        torch.empty(tokens, group, 4 * len(sources), dtype=torch.float32, device=v.device), tokens, len(readers), columns, eps,
+        D=dim, BD=block, S=len(sources), G=group, SPLIT=ds.dtype == torch.bfloat16, ALIGNED=wide,
         LEVELS=levels, NEAR=min(levels, near), AHEAD=ahead, LANES=32 * warps, num_warps=warps, num_stages=1,
         # Many warps a core are worth more than a few registers.
-        maxnreg=(96 if len(sources) == 1 else 128) if ahead and ds.dtype == torch.bfloat16 else None,
+        maxnreg=(96 if len(sources) == 1 else 128) if ahead and levels == 4 and ds.dtype == torch.bfloat16 else None,
     )  # fmt: skip
 
 

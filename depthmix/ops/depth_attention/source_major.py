@@ -58,24 +58,25 @@ def _leave_du(queries: Any, task: int, rows: Sequence[int], du: Tensor) -> None:
 
 
 def _add_up(parts: list[tuple[Sequence[int], Tensor]], shape: torch.Size) -> Tensor:
-    """The sum of gradients of some rows each; those of one row, every second read's of a stack, are added as one."""
-    total = torch.zeros(shape, dtype=parts[0][1].dtype, device=parts[0][1].device)
-    single = sorted(((rows[0], du) for rows, du in parts if len(rows) == 1), key=lambda item: item[0])
+    """The sum of gradients [1 or 2, rows, D] of some rows each; those of one row, every second read's, are added as one."""
+    halves = max(len(du) for _, du in parts)
+    total = torch.zeros(halves, *shape, dtype=parts[0][1].dtype, device=parts[0][1].device)
+    single = sorted(((rows[0], du[0]) for rows, du in parts if du.shape[:2] == (1, 1)), key=lambda item: item[0])
     if single:
-        _add_rows(total, [row for row, _ in single], torch.cat([du for _, du in single]))
+        _add_rows(total[0], [row for row, _ in single], torch.cat([du for _, du in single]))
     for rows, du in parts:
-        if len(rows) > 1:
-            _add_rows(total, rows, du)
-    return total
+        if du.shape[:2] != (1, 1):
+            _add_rows(total[: len(du)], rows, du)
+    return total.sum(0) if halves > 1 else total[0]
 
 
 def _add_rows(total: Tensor, rows: Sequence[int], du: Tensor) -> None:
     step = max(1, rows[1] - rows[0]) if len(rows) > 1 else 1
     if list(rows) == list(range(rows[0], rows[-1] + 1, step)):
-        total[rows[0] : rows[-1] + 1 : step] += du
+        total[..., rows[0] : rows[-1] + 1 : step, :] += du
     else:  # a site read twice, or not at all
-        for row, d in zip(rows, du, strict=True):
-            total[row] += d
+        for k, row in enumerate(rows):
+            total[..., row, :] += du[..., k, :]
 
 
 class ReadSources(torch.autograd.Function):
@@ -186,7 +187,7 @@ def _give_du(ctx: Any, queries: Tensor, du: Tensor, task: int) -> Tensor | None:
     if ctx.queries is None:
         return _in_rows(du, queries, ctx.row) if ctx.needs_input_grad[3] else None
     if torch._C._will_engine_execute_node(ctx.queries):
-        _leave_du(ctx.queries, task, range(ctx.row, ctx.row + ctx.ways), du)
+        _leave_du(ctx.queries, task, range(ctx.row, ctx.row + ctx.ways), du.unsqueeze(0))
     return None
 
 
@@ -199,7 +200,7 @@ def _from_own_read(
     source = Source(v, g, need_dv=need_dv)
     (dv,), du = source_backward([source], _readers(reading, i), eps, need_du=True)
     assert du is not None
-    return dv, du
+    return dv, du.sum(0)
 
 
 def _readers(reading: Reading, *sources: int) -> list[Any]:
