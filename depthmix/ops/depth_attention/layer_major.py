@@ -123,10 +123,10 @@ def layer_backward(
     if not tokens:
         return dv, torch.zeros_like(u), torch.zeros_like(u)
     block = triton.next_power_of_2(dim)
-    warps = min(32, max(1, block // 256))
-    programs = min(
-        tokens, 8 * programs_for(tokens, warps, v)
-    )  # more than run at a time: each adds up few tokens, exactly
+    small = ways == 1 and v.element_size() == 2  # enough that a lane may hold 32 numbers of each row
+    warps = min(32, max(1, block // (1024 if small else 256)))
+    # More programs than run at a time, so that each adds up few tokens: long sums are less exact.
+    programs = min(tokens, (4 if small else 8) * programs_for(tokens, warps, v))
     part = torch.empty(programs, 2, ways, dim, dtype=torch.float32, device=v.device)
     gs = [*[None] * (len(sources) - 1), g]
     rows = [
