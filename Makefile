@@ -1,6 +1,8 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3)
 BIN := .venv/bin
 STAMP := .venv/.installed
+TRAIN := .venv/.installed-train
+INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable
 
 .PHONY: setup demo test test-gpu bench lint format wheel clean
 
@@ -9,10 +11,16 @@ setup: $(STAMP)
 # Newer than what it was installed from: nothing to do.
 $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
+	$(INSTALL) ".[dev]"
 	@touch $(STAMP)
 
-demo: $(STAMP)
+# A third of the above in bytes: what a user of the command line installs.
+$(TRAIN): pyproject.toml constraints.txt
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(INSTALL) ".[train]"
+	@touch $(TRAIN)
+
+demo: $(if $(wildcard $(STAMP)),$(STAMP),$(TRAIN))
 	@test -f data/sotu/meta.json || $(BIN)/depthmix data --input corpora/sotu --out data/sotu --vocab-size 512
 	$(BIN)/depthmix compare --recipe recipes/demo.yaml
 
