@@ -37,13 +37,11 @@ def _open_source(table, t, d, ok, eps, D: tl.constexpr, like, ALIGNED: tl.conste
 
 @triton.jit
 def _row(do, t, d, mask, D: tl.constexpr, like, ALIGNED: tl.constexpr):
-    """A reader's row of do, as it lies in memory."""
+    """A reader's row of do, as it lies in memory; read once, so caches are left to the queries."""
     row = do.to(tl.pointer_type(like.dtype.element_ty)) + t * D + d
     if ALIGNED:
         row = tl.multiple_of(row, 16)
-    return tl.load(
-        row, mask=mask, other=0.0, eviction_policy="evict_first"
-    )  # read once: caches are left to the queries
+    return tl.load(row, mask=mask, other=0.0, eviction_policy="evict_first")
 
 
 @triton.jit
@@ -100,6 +98,7 @@ def _weights(s, r, lse, delta, several):
 
 @triton.jit
 def _four(x):
+    """p, -δ p r and p r of one reader and source, as _weights joined them."""
     a, b = tl.split(tl.reshape(x, [2, 2]))
     p, w = tl.split(a)
     rest, _ = tl.split(b)
