@@ -9,7 +9,8 @@ from ops.helpers import assert_near, rand
 pytest.importorskip("triton")
 pytestmark = pytest.mark.usefixtures("quick_interpreter")
 EPS, TOKENS, READ = 1e-3, 3, 3
-ROUNDED = {torch.float32: 4e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+# One rounding; the interpreter cuts bf16 off instead (tests/gpu has the exact bound).
+ROUNDED = {torch.float32: 4e-6, torch.float16: 5e-4, torch.bfloat16: 8e-3}
 
 
 class Case:

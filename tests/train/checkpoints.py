@@ -3,11 +3,9 @@
 import hashlib
 import json
 
-import pytest
 import torch
 
 from depthmix.train.checkpoint import save_checkpoint
-from depthmix.train.errors import CHECKPOINT, UserError
 
 FILES = ["model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"]
 
@@ -25,17 +23,6 @@ def holds(checkpoint, n):
         and checkpoint.model["b"].tolist() == [n, n + 1, n + 2]
         and bool((checkpoint.optimizer["exp_avg/w"] == n / 8).all())
     )
-
-
-def refused(call, *words, code=CHECKPOINT):
-    with pytest.raises(UserError) as caught:
-        call()
-    message = str(caught.value)
-    assert caught.value.exit_code == code, message
-    for word in words:
-        assert str(word) in message
-    assert "\n" not in message
-    return message
 
 
 def no_warning(sentence):

@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from depthmix.train.checkpoint import latest_checkpoint, list_checkpoints, load_checkpoint, save_checkpoint
 from depthmix.train.errors import DISK
-from train.checkpoints import FILES, forge, holds, no_warning, refused, save
+from train.checkpoints import FILES, forge, holds, no_warning, save
+from train.refused import refused
 
 # What is saved is what is loaded
 

@@ -20,8 +20,9 @@ import torch
 
 from depthmix.train.checkpoint import latest_checkpoint, list_checkpoints, load_checkpoint
 from depthmix.train.errors import DISK
-from train.checkpoints import holds, no_warning, refused, save
+from train.checkpoints import holds, no_warning, save
 from train.full_disk import file_size_limit
+from train.refused import refused
 
 # A disk that fails
 

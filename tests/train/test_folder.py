@@ -19,9 +19,10 @@ import pytest
 import yaml
 
 from depthmix.train.config import CompareConfig, TrainConfig
-from depthmix.train.errors import CHECKPOINT, DATA, DISK, UserError
+from depthmix.train.errors import DATA, DISK
 from depthmix.train.folder import RunFolder
 from train.full_disk import file_size_limit
+from train.refused import refused
 
 CONFIG = TrainConfig(data="d", out="o", mixer="attnres", mixer_options={"ways": (1, 2), "x": 1e-9}, device="cpu")
 
@@ -29,17 +30,6 @@ CONFIG = TrainConfig(data="d", out="o", mixer="attnres", mixer_options={"ways": 
 @pytest.fixture
 def run(tmp_path):
     return RunFolder.create(tmp_path / "run", CONFIG, ["depthmix", "train"])
-
-
-def refused(call, *words, code=CHECKPOINT):
-    with pytest.raises(UserError) as caught:
-        call()
-    message = str(caught.value)
-    assert caught.value.exit_code == code, message
-    assert "\n" not in message
-    for word in words:
-        assert str(word) in message
-    return message
 
 
 def test_recipe_and_environment(tmp_path):

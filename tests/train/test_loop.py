@@ -18,7 +18,7 @@ from depthmix.train.dataset import TokenData
 from depthmix.train.errors import CHECKPOINT, DATA, UserError
 from depthmix.train.loop import Trainer, build_model, measure_step_times, train
 from train import small
-from train.runs import losses, metrics, refused
+from train.runs import losses, metrics, train_refused
 
 # Learning.
 
@@ -189,7 +189,7 @@ def test_another_recipe_is_refused(tmp_path):
     config = small.config(tmp_path / "run")
     run = train(config)
     for name, value in (("lr", 0.02), ("seed", 1), ("mixer", "dca"), ("steps", 7), ("dim", 32)):
-        refused(dataclasses.replace(config, **{name: value}), f"{name} was", run.path, code=CHECKPOINT)
+        train_refused(dataclasses.replace(config, **{name: value}), f"{name} was", run.path, code=CHECKPOINT)
     train(dataclasses.replace(config, save_every=2, keep=1))  # what no number depends on may change
 
 
@@ -223,7 +223,7 @@ def test_a_run_that_died_at_its_first_step_takes_another_recipe(tmp_path, monkey
             train(config)
     smaller = dataclasses.replace(config, batch_size=2)
     assert train(smaller).read_recipe()["batch_size"] == 2
-    refused(config, "batch_size was 2 and is 4", code=CHECKPOINT)
+    train_refused(config, "batch_size was 2 and is 4", code=CHECKPOINT)
 
 
 def test_other_data_is_refused_and_a_copy_of_it_is_not(tmp_path):
@@ -237,7 +237,9 @@ def test_other_data_is_refused_and_a_copy_of_it_is_not(tmp_path):
     meta["sha256"]["train-00000.bin"] = "0" * 64
     (copy / "meta.json").write_text(json.dumps(meta))
     for finished in (True, False):
-        refused(dataclasses.replace(config, data=str(copy)), "not that of the data this run began with", code=DATA)
+        train_refused(
+            dataclasses.replace(config, data=str(copy)), "not that of the data this run began with", code=DATA
+        )
         if finished:
             (run.path / "result.json").unlink()
 
@@ -249,7 +251,7 @@ def test_another_tokenizer_is_refused(tmp_path):
     other = tmp_path / "data"
     shutil.copytree(small.data(), other)
     (other / "tokenizer.json").write_text((other / "tokenizer.json").read_text() + "\n")
-    refused(dataclasses.replace(config, data=str(other)), "not the tokenizer this run began with", code=DATA)
+    train_refused(dataclasses.replace(config, data=str(other)), "not the tokenizer this run began with", code=DATA)
 
 
 # Elsewhere: TensorBoard, Weights & Biases, the screen.
@@ -301,7 +303,7 @@ def test_wandb(tmp_path, monkeypatch):
 def test_a_logger_that_is_not_installed(tmp_path, monkeypatch, option, module):
     monkeypatch.setitem(sys.modules, module, None)
     value = "depths" if option == "wandb" else True
-    refused(small.config(tmp_path / "run", **{option: value}), f"{option} is not installed", "pip install")
+    train_refused(small.config(tmp_path / "run", **{option: value}), f"{option} is not installed", "pip install")
 
 
 def test_progress_in_plain_lines(tmp_path, capsys):

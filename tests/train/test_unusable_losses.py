@@ -13,7 +13,7 @@ from depthmix.train.errors import DIVERGED
 from depthmix.train.evaluate import token_losses
 from depthmix.train.loop import Trainer, train
 from train import small
-from train.runs import losses, metrics, refused
+from train.runs import losses, metrics, train_refused
 
 
 def test_host_and_gpu_judge_by_the_same_number():
@@ -54,7 +54,9 @@ def bad_batch(monkeypatch, either_optimizer):
 def test_nan_stops_the_run(tmp_path, bad_batch):
     config = small.config(tmp_path / "run", seed=7, steps=8)
     good = tmp_path / "run" / "checkpoints" / "step-00000003"
-    refused(config, "loss became nan", "step 5 (batch 4 of seed 7)", f"last good checkpoint is {good}", code=DIVERGED)
+    train_refused(
+        config, "loss became nan", "step 5 (batch 4 of seed 7)", f"last good checkpoint is {good}", code=DIVERGED
+    )
     assert load_checkpoint(good).step == 3
     assert not (tmp_path / "run" / "result.json").exists()
     assert "nan" in (tmp_path / "run" / "log.txt").read_text()
@@ -84,7 +86,9 @@ def test_a_skipped_batch_leaves_the_weights_alone(tmp_path, bad_batch):
 def test_a_learning_rate_beyond_all_measure(tmp_path, either_optimizer, lr):
     """A real explosion: finite and huge, or past what a float holds."""
     config = small.config(tmp_path / "run", lr=lr, save_every=1, warmup=0, qk_norm=False)
-    refused(config, "loss became", "at step 2 (batch 1 of seed 0)", "no good checkpoint", "lower lr", code=DIVERGED)
+    train_refused(
+        config, "loss became", "at step 2 (batch 1 of seed 0)", "no good checkpoint", "lower lr", code=DIVERGED
+    )
     run = train(dataclasses.replace(config, out=str(tmp_path / "skipping"), on_nan="skip"))
     assert run.read_result()["skipped_batches"] == 5  # all that came after the first step
     assert [p.name for p in list_checkpoints(run.checkpoints)] == ["step-00000006", "step-00000005"]
@@ -92,5 +96,5 @@ def test_a_learning_rate_beyond_all_measure(tmp_path, either_optimizer, lr):
 
 def test_an_explosion_seen_in_the_validation(tmp_path):
     config = small.config(tmp_path / "run", lr=1e3, warmup=0, eval_every=1, qk_norm=False)
-    refused(config, "validation loss became", "at step 1 (batch 0 of seed 0)", code=DIVERGED)
+    train_refused(config, "validation loss became", "at step 1 (batch 0 of seed 0)", code=DIVERGED)
     assert not list_checkpoints(tmp_path / "run" / "checkpoints")
