@@ -24,7 +24,7 @@ from benchmarks.precompile import tune
 from benchmarks.report import Report, read_rows
 from benchmarks.stack_entries import block_stack, full_stack
 from benchmarks.step import step
-from depthmix.train.errors import UserError
+from depthmix.errors import UserError
 
 Entry = Callable[[Options, Report], None]
 ENTRIES: dict[str, Entry] = {

@@ -53,16 +53,16 @@ def read(ways: int) -> Callable[[int, int, torch.device], Work]:
     """A read of eight sources, the last one added up on the way, with the norm that follows."""
 
     def make(tokens: int, dim: int, device: torch.device) -> Work:
-        from depthmix.ops.depth_attention import triton
+        from depthmix.ops.depth_attention.kernels import read as kernel
 
         like = torch.empty(tokens, dim, device=device, dtype=torch.bfloat16)
         sources = [torch.randn_like(like) for _ in range(N_SOURCES)]
         add, u = torch.randn_like(like), torch.randn(ways, dim, device=device) / dim**0.5
         gain = torch.rand(ways, dim, device=device) + 0.5
-        found: list[triton.Result] = []
+        found: list[kernel.Result] = []
 
         def run() -> None:
-            found[:] = [triton.read(u, sources, add, gain, EPS, EPS, keep=2)]
+            found[:] = [kernel.read(u, sources, add, gain, EPS, EPS, keep=2)]
 
         def errors() -> dict[str, float]:
             assert found[0].fresh is not None
@@ -80,7 +80,8 @@ def read(ways: int) -> Callable[[int, int, torch.device], Work]:
 
 def read_known(tokens: int, dim: int, device: torch.device) -> Work:
     """The same, three ways, where the logits of the seven older sources are known."""
-    from depthmix.ops.depth_attention import tiling, triton
+    from depthmix.ops.depth_attention.kernels import tiling
+    from depthmix.ops.depth_attention.kernels.read import Result
 
     like = torch.empty(tokens, dim, device=device, dtype=torch.bfloat16)
     sources = [torch.randn_like(like) for _ in range(N_SOURCES)]
@@ -88,7 +89,7 @@ def read_known(tokens: int, dim: int, device: torch.device) -> Work:
     gain = torch.rand(3, dim, device=device) + 0.5
     halves = tiling.Halves.of(u, like.dtype)
     logits = [tiling.scores(halves, [v], EPS).squeeze(1) for v in sources[:-1]]
-    found: list[triton.Result] = []
+    found: list[Result] = []
 
     def run() -> None:
         found[:] = [tiling.read_known(u, sources, logits, add, gain, EPS, EPS, keep=2)]
@@ -104,7 +105,7 @@ def read_known(tokens: int, dim: int, device: torch.device) -> Work:
 
 def scores(tokens: int, dim: int, device: torch.device) -> Work:
     """The logits of four sources for 32 queries."""
-    from depthmix.ops.depth_attention import tiling
+    from depthmix.ops.depth_attention.kernels import tiling
 
     like = torch.empty(tokens, dim, device=device, dtype=torch.bfloat16)
     sources, u = [torch.randn_like(like) for _ in range(4)], torch.randn(32, dim, device=device) / dim**0.5
@@ -122,7 +123,7 @@ def scores(tokens: int, dim: int, device: torch.device) -> Work:
 
 def make_bank(tokens: int, dim: int, device: torch.device) -> Work:
     """The mixtures, in fp32, of sixteen sources for four queries."""
-    from depthmix.ops.depth_attention import tiling
+    from depthmix.ops.depth_attention.kernels import tiling
 
     like = torch.empty(tokens, dim, device=device, dtype=torch.bfloat16)
     sources, u = [torch.randn_like(like) for _ in range(16)], torch.randn(4, dim, device=device) / dim**0.5
@@ -143,13 +144,13 @@ def make_bank(tokens: int, dim: int, device: torch.device) -> Work:
 
 def layer_backward(tokens: int, dim: int, device: torch.device) -> Work:
     """All gradients of a read of eight sources with the norm that follows, layer-major: its sources are in the cache at best."""
-    from depthmix.ops.depth_attention import triton
-    from depthmix.ops.depth_attention.layer_major import layer_backward
+    from depthmix.ops.depth_attention.kernels import read as kernel
+    from depthmix.ops.depth_attention.kernels.layer_backward import layer_backward
 
     like = torch.empty(tokens, dim, device=device, dtype=torch.bfloat16)
     sources, dy = [torch.randn_like(like) for _ in range(N_SOURCES)], torch.randn_like(like)
     u, gain = torch.randn(1, dim, device=device) / dim**0.5, torch.rand(1, dim, device=device) + 0.5
-    forward = triton.read(u, sources, None, gain, EPS, EPS, keep=1)
+    forward = kernel.read(u, sources, None, gain, EPS, EPS, keep=1)
     found: list[Tensor] = []
 
     def run() -> None:
@@ -169,18 +170,18 @@ def _normed(o: Tensor, gain: Tensor) -> Tensor:
 
 def read_backward(tokens: int, dim: int, device: torch.device) -> Work:
     """The norm's gradient and that of the newest source, of a read of two."""
-    from depthmix.ops.depth_attention import triton
+    from depthmix.ops.depth_attention.kernels import read as kernel
 
     like = torch.empty(tokens, dim, device=device, dtype=torch.bfloat16)
     sources, dy, g = [torch.randn_like(like) for _ in range(2)], torch.randn_like(like), torch.randn_like(like)
     u, gain = torch.randn(1, dim, device=device) / dim**0.5, torch.rand(1, dim, device=device) + 0.5
-    forward = triton.read(u, sources, None, gain, EPS, EPS, keep=2)
-    newest = triton.Newest(sources[1], g, True)
-    found: list[triton.ReadGradients] = []
+    forward = kernel.read(u, sources, None, gain, EPS, EPS, keep=2)
+    newest = kernel.Newest(sources[1], g, True)
+    found: list[kernel.ReadGradients] = []
 
     def run() -> None:
         found[:] = [
-            triton.read_backward(dy, forward.o[0], u[0], gain[0], forward.s[0], forward.lse[0], newest, EPS, store=True)
+            kernel.read_backward(dy, forward.o[0], u[0], gain[0], forward.s[0], forward.lse[0], newest, EPS, store=True)
         ]
 
     def errors() -> dict[str, float]:
@@ -196,14 +197,15 @@ def source_backward(n_sources: int) -> Callable[[int, int, torch.device], Work]:
     """The gradient of sources that eight reads of four have read, without the readers' own du."""
 
     def make(tokens: int, dim: int, device: torch.device) -> Work:
-        from depthmix.ops.depth_attention import source_backward, triton
+        from depthmix.ops.depth_attention.kernels import read as kernel
+        from depthmix.ops.depth_attention.kernels import source_backward
 
         like = torch.empty(tokens, dim, device=device, dtype=torch.bfloat16)
         sources, u = [torch.randn_like(like) for _ in range(4)], torch.randn(N_SOURCES, dim, device=device) / dim**0.5
         dy, readers = [torch.randn_like(like) for _ in u], []
         for q, d in zip(u, dy, strict=True):
-            forward = triton.read(q[None], sources, None, None, EPS, EPS, keep=2)
-            back = triton.read_backward(d, forward.y[0], q, None, forward.s[0], forward.lse[0], None, EPS, store=True)
+            forward = kernel.read(q[None], sources, None, None, EPS, EPS, keep=2)
+            back = kernel.read_backward(d, forward.y[0], q, None, forward.s[0], forward.lse[0], None, EPS, store=True)
             readers.append(source_backward.Reader(back.do, list(forward.s[0, 4 - n_sources :]), back.ld, q))
         last = [source_backward.Source(v) for v in sources[-n_sources:]]
         found: list[Tensor | None] = []

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from depthmix import ops
-from depthmix.train.device import choose_device
+from depthmix.device import choose_device
 
 RIVALS = ("fla", "flash-attn-res")
 KNOWN_RIVALS = (*RIVALS, "fla-level0")

@@ -23,11 +23,11 @@ from benchmarks.options import Options, backend
 from benchmarks.report import Report
 from benchmarks.timing import Clock, Mark, Run, interleaved
 from depthmix.cli import build_config
+from depthmix.config import CompareConfig, TrainConfig
+from depthmix.data.dataset import Split, TokenData
+from depthmix.device import autocast
 from depthmix.models import Decoder
 from depthmix.study.arms import Arm, check_arms, parse_arms
-from depthmix.train.config import CompareConfig, TrainConfig
-from depthmix.train.dataset import Split, TokenData
-from depthmix.train.device import autocast
 from depthmix.train.evaluate import token_losses
 from depthmix.train.loop import Trainer, model_config
 

@@ -14,9 +14,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
+from depthmix.config import CompareConfig, DataConfig, EvalConfig, GenerateConfig, TrainConfig
+from depthmix.errors import DISK, INTERRUPTED, USAGE, UserError
 from depthmix.mixers.options import nearest as nearest_of
-from depthmix.train.config import CompareConfig, DataConfig, EvalConfig, GenerateConfig, TrainConfig
-from depthmix.train.errors import DISK, INTERRUPTED, USAGE, UserError
 
 EXIT_CODES = "Exit codes: 0 done; 2 wrong option or recipe; 3 unusable data; 4 unusable checkpoint; 5 diverged; 6 disk full or not writable; 130 interrupted and saved."
 
@@ -151,7 +151,7 @@ def build_config(command: str, config: type, given: dict[str, Any]) -> Any:
 
 
 def run_data(config: DataConfig) -> None:
-    from depthmix.train.prepare import prepare
+    from depthmix.data.prepare import prepare
     from depthmix.train.progress import phases
 
     with phases() as progress:

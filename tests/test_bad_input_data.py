@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 
-from depthmix.train.errors import DATA
+from depthmix.errors import DATA
 from train import bad, small
 from train.bad import TRAIN, cut, meta, remove, table, write
 

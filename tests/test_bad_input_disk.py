@@ -3,7 +3,7 @@
 import shlex
 
 from depthmix.cli import main
-from depthmix.train.errors import CHECKPOINT, DISK
+from depthmix.errors import CHECKPOINT, DISK
 from train import bad, small
 from train.bad import TRAIN, table
 from train.full_disk import file_size_limit

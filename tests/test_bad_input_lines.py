@@ -4,7 +4,7 @@ import subprocess
 
 import pytest
 
-from depthmix.train.errors import CHECKPOINT, DATA, DISK, USAGE
+from depthmix.errors import CHECKPOINT, DATA, DISK, USAGE
 from train import bad
 from train.bad import COMPARE, PROGRAM, TRAIN, one_sentence, table
 

@@ -1,6 +1,6 @@
 """Recipes that cannot be read or say what no option means. Each ends in one clear sentence."""
 
-from depthmix.train.errors import USAGE
+from depthmix.errors import USAGE
 from train import bad
 from train.bad import one_sentence, table
 

@@ -11,9 +11,9 @@ import torch
 import yaml
 
 from depthmix.cli import main
-from depthmix.train.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
-from depthmix.train.config import TrainConfig
-from depthmix.train.errors import CHECKPOINT, DATA, DISK
+from depthmix.config import TrainConfig
+from depthmix.errors import CHECKPOINT, DATA, DISK
+from depthmix.runs.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
 from train import bad, small
 from train.bad import cut, meta, remove, table, write
 

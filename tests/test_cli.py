@@ -21,10 +21,10 @@ from torch.nn import functional
 import depthmix
 from depthmix import cli, list_mixers
 from depthmix.cli import COMMANDS, main
+from depthmix.config import CompareConfig, DataConfig, EvalConfig, GenerateConfig, TrainConfig
+from depthmix.data.dataset import TokenData
 from depthmix.mixers import mixer_class
-from depthmix.train.config import CompareConfig, DataConfig, EvalConfig, GenerateConfig, TrainConfig
-from depthmix.train.dataset import TokenData
-from depthmix.train.restore import load_model
+from depthmix.runs.restore import load_model
 from train import small
 
 PROGRAM = Path(sys.executable).with_name("depthmix")

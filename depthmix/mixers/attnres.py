@@ -19,8 +19,10 @@ from depthmix.mixers.options import OptionError, at_least
 from depthmix.mixers.state import State, register_state
 from depthmix.ops import depth_attention, depth_sum
 from depthmix.ops.backend import choose
-from depthmix.ops.depth_attention.op import collect_queries, far_sources, known_sources, read_sources, why_unsupported
+from depthmix.ops.depth_attention.ahead import Far, Known, far_sources, known_sources
+from depthmix.ops.depth_attention.op import why_unsupported
 from depthmix.ops.depth_attention.reference import weighted_sum
+from depthmix.ops.depth_attention.source_major import collect_queries, read_sources
 from depthmix.ops.norm import eps_of, is_plain_rms_norm
 from depthmix.ops.precision import rms_normalize
 
@@ -31,7 +33,7 @@ class Tape(NamedTuple):
     queries: Tensor  # [R, D], key gains included, the ways of a site side by side
     blocks: tuple[Tensor, ...]
     partial: Tensor | None
-    far: Any = None  # what far_sources or known_sources found for the sites to come
+    far: Far | Known | None = None  # what far_sources or known_sources found for the sites to come
 
 
 @register_state

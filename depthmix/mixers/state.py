@@ -7,7 +7,8 @@ from typing import Any, TypeVar, dataclass_transform
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
+
+from depthmix.ops.torch_internals import pytree
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)

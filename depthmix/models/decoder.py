@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
-from depthmix.mixers.base import DEFAULT_MIXER, Read, create_mixer, mixer_class
+from depthmix.mixers.base import DEFAULT_MIXER, create_mixer, mixer_class
 from depthmix.mixers.options import check_options
+from depthmix.models.layers import Attention, Context, Mlp, MlpKind, Rotary, causal_mask
 from depthmix.ops.norm import RMSNorm
 
 EMBEDDING_STD = 0.02
+LEFT_OUT: Any = None  # __post_init__ works it out from the rest
 
 
 @dataclass
@@ -29,11 +30,10 @@ class DecoderConfig:
     dim: int
     n_blocks: int
     n_heads: int
-    # The three that may be left out are filled in by __post_init__.
-    n_kv_heads: int = None  # type: ignore[assignment]  # as many as heads
-    head_dim: int = None  # type: ignore[assignment]  # dim / n_heads
-    mlp: Literal["swiglu", "relu2"] = "swiglu"
-    mlp_dim: int = None  # type: ignore[assignment]  # 4 dim for relu2; 8/3 dim, rounded up to a multiple of 64, for swiglu
+    n_kv_heads: int = LEFT_OUT  # as many as heads
+    head_dim: int = LEFT_OUT  # dim / n_heads
+    mlp: MlpKind = "swiglu"
+    mlp_dim: int = LEFT_OUT  # 4 dim for relu2; 8/3 dim, rounded up to a multiple of 64, for swiglu
     qk_norm: bool = False  # RMSNorm on the queries and keys of every head
     tie_embeddings: bool = False
     rope_theta: float = 10000.0
@@ -67,84 +67,6 @@ class DecoderConfig:
             raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
 
 
-class Rotary(nn.Module):
-    """Rotary positions: channel pairs (i, i + d/2) of a head turn by position * theta^(-2i/d)."""
-
-    def __init__(self, head_dim: int, theta: float) -> None:
-        super().__init__()
-        self.head_dim, self.theta = head_dim, theta
-
-    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin [B, 1, T, d] in fp32 for positions [B, T]."""
-        exponent = torch.arange(0, self.head_dim, 2, device=positions.device, dtype=torch.float32) / self.head_dim
-        angle = positions.float().unsqueeze(-1) * self.theta**-exponent  # [B, T, d/2]
-        angle = torch.cat([angle, angle], dim=-1).unsqueeze(1)
-        return angle.cos(), angle.sin()
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Apply rotary positions to x [B, heads, T, d], in fp32, rounded once."""
-    a, b = x.chunk(2, dim=-1)
-    return (x * cos + torch.cat([-b, a], dim=-1) * sin).to(x.dtype)
-
-
-class Attention(nn.Module):
-    """Causal grouped-query attention; queries, keys and values may come from three different inputs."""
-
-    def __init__(self, config: DecoderConfig, block: int) -> None:
-        super().__init__()
-        self.block, self.head_dim = block, config.head_dim
-        q_dim, kv_dim = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
-        self.q_proj = nn.Linear(config.dim, q_dim, bias=False)
-        self.k_proj = nn.Linear(config.dim, kv_dim, bias=False)
-        self.v_proj = nn.Linear(config.dim, kv_dim, bias=False)
-        self.out_proj = nn.Linear(q_dim, config.dim, bias=False)
-        self.q_norm = RMSNorm(config.head_dim, eps=config.norm_eps) if config.qk_norm else None
-        self.k_norm = RMSNorm(config.head_dim, eps=config.norm_eps) if config.qk_norm else None
-
-    def forward(self, h: Read, context: Context) -> Tensor:
-        h_q, h_k, h_v = h if isinstance(h, tuple) else (h, h, h)
-        q = self.q_proj(h_q).unflatten(-1, (-1, self.head_dim))
-        k = self.k_proj(h_k).unflatten(-1, (-1, self.head_dim))
-        v = self.v_proj(h_v).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [B, kv heads, T, d]
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q = rotate(q.transpose(1, 2), context.cos, context.sin).to(v.dtype)
-        k = rotate(k.transpose(1, 2), context.cos, context.sin).to(v.dtype)
-        if context.cache is not None:
-            k, v = context.cache.update(k, v, self.block)
-        causal = context.mask is None and q.shape[2] > 1
-        y = functional.scaled_dot_product_attention(
-            q, k, v, attn_mask=context.mask, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1]
-        )
-        return self.out_proj(y.transpose(1, 2).flatten(2))
-
-
-class Mlp(nn.Module):
-    """SwiGLU, down(silu(gate x) * up x), or squared ReLU, down(relu(up x)^2)."""
-
-    def __init__(self, config: DecoderConfig) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(config.dim, config.mlp_dim, bias=False) if config.mlp == "swiglu" else None
-        self.up_proj = nn.Linear(config.dim, config.mlp_dim, bias=False)
-        self.out_proj = nn.Linear(config.mlp_dim, config.dim, bias=False)
-
-    def forward(self, h: Tensor, context: Context) -> Tensor:
-        if self.gate_proj is None:
-            return self.out_proj(functional.relu(self.up_proj(h)).square())
-        return self.out_proj(functional.silu(self.gate_proj(h)) * self.up_proj(h))
-
-
-@dataclass
-class Context:
-    """What attention needs besides its input: the same for every block of one pass."""
-
-    cos: Tensor
-    sin: Tensor
-    mask: Tensor | None  # True or 0 where a query may look; None: causal
-    cache: Any  # a Hugging Face Cache, or None
-
-
 class Decoder(nn.Module):
     """Token ids [B, T] in, logits [B, T, vocab] out."""
 
@@ -161,13 +83,21 @@ class Decoder(nn.Module):
         for site in range(self.mixer.n_sites):
             ways = self.mixer.ways(site)
             self.norms.append(nn.ModuleList(RMSNorm(config.dim, eps=config.norm_eps) for _ in range(ways)))
-            self.sublayers.append(Attention(config, site // 2) if site % 2 == 0 else Mlp(config))
+            self.sublayers.append(self._attention(site // 2) if site % 2 == 0 else self._mlp())
         self.final_norm = RMSNorm(config.dim, eps=config.norm_eps)
         self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
         if config.tie_embeddings:
             self.head.weight = self.embedding.weight
         self.mixer.to_empty(device=self.embedding.weight.device)
         self.reset_parameters()
+
+    def _attention(self, block: int) -> Attention:
+        c = self.config
+        qk_norm_eps = c.norm_eps if c.qk_norm else None
+        return Attention(block, c.dim, c.n_heads, c.n_kv_heads, c.head_dim, qk_norm_eps)
+
+    def _mlp(self) -> Mlp:
+        return Mlp(self.config.mlp, self.config.dim, self.config.mlp_dim)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -241,14 +171,3 @@ class Decoder(nn.Module):
         extra = sum(self.config.dim * (self.mixer.ways(s) - 1) for s in range(self.mixer.n_sites))
         counts["added_by_mixer"] = counts["mixer"] + extra
         return counts
-
-
-def causal_mask(padding: Tensor | None, past: int, length: int, n_keys: int, device: torch.device) -> Tensor:
-    """[B or 1, 1, T, keys], True where a query may look: at keys up to its own position that are not padding."""
-    keys, own = torch.arange(n_keys, device=device), torch.arange(past, past + length, device=device).unsqueeze(-1)
-    mask = (keys <= own)[None, None]
-    if padding is not None:
-        padding = functional.pad(padding.bool(), (0, n_keys - padding.shape[-1]))
-        # A padded query may see no key at all, and a softmax over nothing is NaN: let it look at itself.
-        mask = mask & (padding[:, None, None, :] | (keys == own)[None, None])
-    return mask

@@ -10,6 +10,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from depthmix.ops.torch_internals import constant_for_compiler
+
 BACKENDS = ("reference", "triton")
 _forced: str | None = None
 
@@ -35,13 +37,10 @@ def use_backend(name: str | None) -> Iterator[None]:
         _forced = before
 
 
+@constant_for_compiler
 def why_no_kernels(device_type: str, index: int | None = None) -> str | None:
     """Why no kernel can run on a device, or None if they can."""
     return _why_no_kernels(device_type, index)
-
-
-# What torch.compiler.assume_constant_result does, without importing the compiler for it.
-why_no_kernels._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @functools.cache

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
+from depthmix.errors import UserError
 from depthmix.mixers import OptionError, create_mixer, mixer_class
 from depthmix.mixers.options import Option, check_options, nearest
-from depthmix.train.errors import UserError
 
 
 @dataclass(frozen=True)

@@ -10,16 +10,17 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from depthmix.config import CompareConfig, TrainConfig
+from depthmix.data.dataset import TokenData
+from depthmix.device import choose_device, release_memory
+from depthmix.errors import CHECKPOINT, DISK, DIVERGED, UserError
+from depthmix.files import check_above, write_text
 from depthmix.mixers.base import DEFAULT_MIXER
+from depthmix.runs.folder import RunFolder
 from depthmix.study.arms import Arm, check_arms, parse_arms
 from depthmix.study.figures import draw_figures, load
 from depthmix.study.report import continuation, make_report
-from depthmix.study.table import Row, Run, make_rows, print_table, read_run, to_csv, to_markdown, verdict, write_text
-from depthmix.train.config import CompareConfig, TrainConfig
-from depthmix.train.dataset import TokenData
-from depthmix.train.device import choose_device, release_memory
-from depthmix.train.errors import CHECKPOINT, DISK, DIVERGED, UserError
-from depthmix.train.folder import RunFolder, check_above
+from depthmix.study.table import Row, Run, make_rows, print_table, read_run, to_csv, to_markdown, verdict
 
 # What may change between two calls for one folder, since no number in the table depends on it.
 FREE = {

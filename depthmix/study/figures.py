@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import os
+import io
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from depthmix.files import write_file, writing
 from depthmix.study.table import Run, human
-from depthmix.train.errors import DISK, UserError
 
 MISSING = "No figures: matplotlib is not installed (pip install matplotlib), everything else is complete."
 INK = "#1f2428"  # text, axes and the first arm; the report replaces it by the page's own colour
@@ -142,14 +142,9 @@ def _time_unit(longest: float) -> tuple[float, str]:
 
 
 def _save(figure: Any, stem: Path) -> None:
-    for ending, options in ((".svg", {"metadata": {"Date": None}}), (".png", {"dpi": 160})):
-        path = stem.with_name(stem.name + ending)
-        temporary = stem.with_name(stem.name + ".tmp" + ending)
-        try:
+    for ending, options in (("svg", {"metadata": {"Date": None}}), ("png", {"dpi": 160})):
+        path, picture = stem.with_name(f"{stem.name}.{ending}"), io.BytesIO()
+        figure.savefig(picture, format=ending, **options)
+        with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            figure.savefig(temporary, **options)
-            os.replace(temporary, path)
-        except OSError as error:
-            raise UserError(
-                f"cannot write {path} ({error.strerror or error}); free space or choose another folder", DISK
-            ) from None
+            write_file(path, picture.getvalue())

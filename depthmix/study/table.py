@@ -6,7 +6,6 @@ import csv
 import io
 import json
 import math
-import os
 import shutil
 import statistics
 import sys
@@ -15,7 +14,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, TextIO
 
-from depthmix.train.errors import CHECKPOINT, DISK, DIVERGED, UserError
+from depthmix.errors import CHECKPOINT, DIVERGED, UserError
 
 Point = tuple[float, float, float]  # tokens, seconds, validation loss
 
@@ -422,16 +421,3 @@ def _markdown(text: str) -> str:
     for character, entity in (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;"), ("|", "\\|")):
         text = text.replace(character, entity)
     return text
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a whole file or leave the old one as it was."""
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, path)
-    except OSError as error:
-        raise UserError(
-            f"cannot write {path} ({error.strerror or error}); free space or choose another folder", DISK
-        ) from None

@@ -8,8 +8,8 @@ import platform
 import torch
 
 import depthmix
+from depthmix.device import choose_device
 from depthmix.ops.backend import why_no_kernels
-from depthmix.train.device import choose_device
 
 PACKAGES = {
     "numpy": "needed",

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from depthmix.train.device import autocast
-from depthmix.train.errors import DATA, UserError
+from depthmix.device import autocast
+from depthmix.errors import DATA, UserError
 
 
 @dataclass

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from depthmix.device import choose_device
+from depthmix.errors import DIVERGED, UserError
 from depthmix.models import Decoder
 from depthmix.models.cache import KVCache
-from depthmix.train.device import choose_device
-from depthmix.train.errors import DIVERGED, UserError
-from depthmix.train.restore import load_model
+from depthmix.runs.restore import load_model
 
 
 def sample(logits: Tensor, temperature: float, top_p: float, generator: torch.Generator) -> int:

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from depthmix.ops.recording import written_afterwards
-from depthmix.train.errors import UserError
+from depthmix.errors import UserError
+from depthmix.ops.gpu.recording import written_afterwards
 
 WARM_UP = 3  # passes before the recording, in which kernels are compiled and chosen
 

@@ -20,15 +20,16 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from depthmix.models import Decoder, DecoderConfig
+from depthmix.config import TrainConfig
+from depthmix.data.dataset import Batches, TokenData, validation_batches
+from depthmix.device import PeakMemory, autocast, choose_device, release_memory
+from depthmix.errors import CHECKPOINT, DIVERGED, INTERRUPTED, UserError
+from depthmix.models import Decoder
 from depthmix.ops.norm import RMSNorm
-from depthmix.train.checkpoint import Checkpoint, latest_checkpoint, list_checkpoints, save_checkpoint
-from depthmix.train.config import TrainConfig
-from depthmix.train.dataset import Batches, TokenData, validation_batches
-from depthmix.train.device import PeakMemory, autocast, choose_device, release_memory
-from depthmix.train.errors import CHECKPOINT, DIVERGED, INTERRUPTED, UserError
+from depthmix.runs.checkpoint import Checkpoint, latest_checkpoint, list_checkpoints, save_checkpoint
+from depthmix.runs.folder import RunFolder
+from depthmix.runs.restore import load_parameters, model_config
 from depthmix.train.evaluate import Evaluation, check_tokens, evaluate, token_losses
-from depthmix.train.folder import RunFolder
 from depthmix.train.graph import GraphedBackward, record
 from depthmix.train.optim import (
     build_optimizers,
@@ -79,12 +80,6 @@ def check_config(config: TrainConfig) -> None:
         raise UserError(f"seed must be below 2**64, got {config.seed}")
     if config.warmup >= config.steps:
         raise UserError(f"warmup must be shorter than the run of {config.steps} steps, got {config.warmup}")
-
-
-def model_config(config: TrainConfig, vocab_size: int) -> DecoderConfig:
-    """The decoder a training configuration describes."""
-    shared = {f.name for f in dataclasses.fields(DecoderConfig)} & {f.name for f in dataclasses.fields(config)}
-    return DecoderConfig(vocab_size=vocab_size, **{name: getattr(config, name) for name in shared})
 
 
 def check_run(config: TrainConfig, data: TokenData) -> None:
@@ -206,24 +201,6 @@ class Trainer:
             raise UserError(
                 f"the checkpoint at step {saved.step} is of another optimizer: {error}", CHECKPOINT
             ) from None
-
-
-def load_parameters(model: Decoder, tensors: dict[str, Tensor], mixer: str, what: str) -> None:
-    """Copy a checkpoint's tensors into the model; UserError if they are those of another mechanism or size."""
-    named = dict(model.named_parameters())
-    for name in (*named, *tensors):
-        if name not in named or name not in tensors:
-            kind = "has" if name in tensors else "lacks"
-            raise UserError(
-                f"the checkpoint at {what} {kind} {name}: it is of another mechanism or size than {mixer} as configured",
-                CHECKPOINT,
-            )
-        if named[name].shape != tensors[name].shape:
-            shapes = f"{list(tensors[name].shape)}, not {list(named[name].shape)}"
-            raise UserError(f"the checkpoint at {what} has {name} of shape {shapes}: it is of another size", CHECKPOINT)
-    with torch.no_grad():
-        for name, p in named.items():
-            p.copy_(tensors[name])
 
 
 def train(config: TrainConfig, *, label: str = "") -> RunFolder:

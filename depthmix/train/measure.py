@@ -9,13 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from depthmix.train.config import EvalConfig
-from depthmix.train.corpus import documents
-from depthmix.train.dataset import TokenData, validation_batches
-from depthmix.train.device import choose_device
-from depthmix.train.errors import DATA, UserError
+from depthmix.config import EvalConfig
+from depthmix.data.corpus import documents
+from depthmix.data.dataset import TokenData, validation_batches
+from depthmix.device import choose_device
+from depthmix.errors import DATA, UserError
+from depthmix.runs.restore import Trained, load_model
 from depthmix.train.evaluate import Evaluation, check_tokens, evaluate
-from depthmix.train.restore import Trained, load_model
 
 
 def evaluate_run(config: EvalConfig) -> Evaluation:

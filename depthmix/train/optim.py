@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from depthmix.config import TrainConfig
 from depthmix.mixers import Mixer
-from depthmix.train.config import TrainConfig
 
 
 def decays(model: nn.Module) -> dict[str, bool]:

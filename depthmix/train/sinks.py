@@ -5,9 +5,9 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from depthmix.train.config import TrainConfig
-from depthmix.train.errors import UserError
-from depthmix.train.folder import RunFolder
+from depthmix.config import TrainConfig
+from depthmix.errors import UserError
+from depthmix.runs.folder import RunFolder
 
 
 class Sinks:

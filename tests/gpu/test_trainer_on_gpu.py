@@ -8,7 +8,7 @@ from torch import Tensor
 
 random_data = pytest.importorskip("benchmarks.step").random_data
 loop = pytest.importorskip("depthmix.train.loop")
-TrainConfig = pytest.importorskip("depthmix.train.config").TrainConfig
+TrainConfig = pytest.importorskip("depthmix.config").TrainConfig
 
 
 @pytest.mark.parametrize("cuda_graph", [False, True])

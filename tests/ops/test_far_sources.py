@@ -11,15 +11,14 @@ from torch.utils.checkpoint import checkpoint
 
 from ops.test_source_major import Results, Stack, assert_as_reference, backward, cotangent, leaves, plain, tokens
 
-op = importlib.import_module("depthmix.ops.depth_attention.op")
 ahead = importlib.import_module("depthmix.ops.depth_attention.ahead")
 
 
 @pytest.fixture(autouse=True)
 def groups(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """Groups from the first that can be, at any number of tokens; the rows that looked ahead are noted, and there must be some."""
-    monkeypatch.setattr(op, "FAR_TOKENS", 1)
-    monkeypatch.setattr(op, "FAR_SOURCES", 4)
+    monkeypatch.setattr(ahead, "FAR_TOKENS", 1)
+    monkeypatch.setattr(ahead, "FAR_SOURCES", 4)
     begun: list[int] = []
 
     def noted(function: Any) -> Any:

@@ -235,14 +235,13 @@ import sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from depthmix.ops.depth_attention import layer_major, source_backward, tiling
-from depthmix.ops.depth_attention import triton as kernels
+from depthmix.ops.depth_attention.kernels import layer_backward, read, source_backward, tiling
 
 OTHERS = {"N": "i64", "n": "i32", "C": "i32", "eps": "fp32", "out_eps": "fp32"}
 OTHERS |= dict.fromkeys(("table", "sources", "readers"), "*i64") | dict.fromkeys(("u", "gain", "s", "lse", "part"), "*fp32")
 OTHERS |= dict.fromkeys(("bank0", "bank1", "bank2", "bank3", "weights"), "*fp32")
 for name, constants in eval(sys.argv[1]):
-    fn = next(getattr(m, name) for m in (kernels, source_backward, tiling, layer_major) if hasattr(m, name))
+    fn = next(getattr(m, name) for m in (read, source_backward, tiling, layer_backward) if hasattr(m, name))
     constants = {p.name: constants[p.name] for p in fn.params if p.is_constexpr}
     types = {p.name: "constexpr" if p.name in constants else OTHERS.get(p.name, "*bf16") for p in fn.params}
     aligned = {(i,): [["tt.divisibility", 16]] for i, t in enumerate(types.values()) if t.startswith("*")}

@@ -33,14 +33,14 @@ class Case:
         self.sources = sources
 
     def readers(self, several: bool = True) -> list:
-        from depthmix.ops.depth_attention.source_backward import Reader
+        from depthmix.ops.depth_attention.kernels.source_backward import Reader
 
         s = self.s.detach().float()[:, -self.sources :]
         return [Reader(*known, several) for known in zip(self.do, map(list, s), self.ld.detach(), self.u, strict=True)]
 
 
 def backward(case: Case, need_du: bool = True, **known: Tensor | bool) -> tuple[list[Tensor | None], Tensor | None]:
-    from depthmix.ops.depth_attention.source_backward import Source, source_backward
+    from depthmix.ops.depth_attention.kernels.source_backward import Source, source_backward
 
     sources = [Source(v) for v in case.v[-case.sources :]]
     sources[-1] = sources[-1]._replace(**known)
@@ -95,7 +95,7 @@ def test_only_what_is_needed_is_returned() -> None:
 
 def test_an_only_source_gets_do_and_its_query_nothing() -> None:
     """Even where the stored logits say otherwise."""
-    from depthmix.ops.depth_attention.source_backward import Source, source_backward
+    from depthmix.ops.depth_attention.kernels.source_backward import Source, source_backward
 
     case = Case(3, 24, 1, torch.float32, read=1)
     case.ld[:, 1] += 1.0  # δ as a rounded result would give it

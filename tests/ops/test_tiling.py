@@ -28,7 +28,7 @@ def drawn(n: int, tokens: int, dim: int, dtype: torch.dtype = torch.float32) -> 
 @pytest.mark.parametrize(("tokens", "dim"), [(130, 33), (1, 7), (128, 80)])
 @pytest.mark.parametrize("rows", [1, 17, 64, 65, 130])  # 64 are looked at together
 def test_scores(rows: int, tokens: int, dim: int) -> None:
-    from depthmix.ops.depth_attention.tiling import Halves, scores
+    from depthmix.ops.depth_attention.kernels.tiling import Halves, scores
 
     u, sources = single(rows, dim, seed=50), drawn(3, tokens, dim)
     found = scores(Halves.of(u, sources[0].dtype), sources, EPS)
@@ -38,7 +38,7 @@ def test_scores(rows: int, tokens: int, dim: int) -> None:
 
 def test_half_precision_loses_nothing_of_a_query() -> None:
     """Queries in fp32 go through products of fp16 halves."""
-    from depthmix.ops.depth_attention.tiling import Halves, scores
+    from depthmix.ops.depth_attention.kernels.tiling import Halves, scores
 
     u, sources = single(5, 64, seed=50), drawn(2, 40, 64, torch.float16)
     assert_near(
@@ -49,7 +49,7 @@ def test_half_precision_loses_nothing_of_a_query() -> None:
 @pytest.mark.parametrize("rows", [2, 3, 4])
 @pytest.mark.parametrize("n", [4, 40])
 def test_make_bank(n: int, rows: int) -> None:
-    from depthmix.ops.depth_attention.tiling import Halves, make_bank, scores
+    from depthmix.ops.depth_attention.kernels.tiling import Halves, make_bank, scores
 
     u, sources = single(rows, 21, seed=50), drawn(n, 9, 21)
     groups = [scores(Halves.of(u, sources[0].dtype), sources[i : i + 4], EPS) for i in range(0, n, 4)]
@@ -65,7 +65,7 @@ def test_make_bank(n: int, rows: int) -> None:
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("n", [2, 19])  # sources
 def test_read_known(n: int, norm: bool, add: bool, ways: int) -> None:
-    from depthmix.ops.depth_attention.tiling import Halves, read_known, scores
+    from depthmix.ops.depth_attention.kernels.tiling import Halves, read_known, scores
 
     u, sources = single(ways, 21, seed=50), drawn(n, 9, 21)
     pending = single(9, 21, seed=60) if add else None

@@ -2,9 +2,9 @@
 
 import pytest
 
+from depthmix.errors import USAGE, UserError
 from depthmix.mixers import list_mixers
 from depthmix.study.arms import Arm, check_arms, parse_arm, parse_arms
-from depthmix.train.errors import USAGE, UserError
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from depthmix.config import CompareConfig
+from depthmix.errors import CHECKPOINT, DISK, DIVERGED, INTERRUPTED, UserError
 from depthmix.study.arms import parse_arms
 from depthmix.study.compare import check_config, compare, make_plan
 from depthmix.study.figures import MISSING, curve_over_seeds, draw_figures
 from depthmix.study.report import make_report
 from depthmix.study.table import from_csv, make_rows, read_run
-from depthmix.train.config import CompareConfig
-from depthmix.train.errors import CHECKPOINT, DISK, DIVERGED, INTERRUPTED, UserError
 from study.test_table import write_run
 from train import small
 

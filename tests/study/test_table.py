@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from depthmix.errors import CHECKPOINT, DIVERGED, UserError
 from depthmix.study.table import (
     Row,
     from_csv,
@@ -21,9 +22,7 @@ from depthmix.study.table import (
     to_markdown,
     to_text,
     verdict,
-    write_text,
 )
-from depthmix.train.errors import CHECKPOINT, DISK, DIVERGED, UserError
 
 PLAIN = [6.0, 5.0, 4.5, 4.0]
 
@@ -258,10 +257,3 @@ def test_the_table_prints_with_and_without_rich(rows, rich, monkeypatch, capsys)
         monkeypatch.setitem(sys.modules, "rich.console", None)
     print_table(rows)
     assert capsys.readouterr().out.strip() == to_text(rows, 120).strip()
-
-
-def test_a_folder_that_cannot_be_written_is_a_clear_error(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="cannot write") as caught:
-        write_text(tmp_path / "file" / "table.csv", "")
-    assert caught.value.exit_code == DISK

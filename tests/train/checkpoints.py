@@ -5,7 +5,7 @@ import json
 
 import torch
 
-from depthmix.train.checkpoint import save_checkpoint
+from depthmix.runs.checkpoint import save_checkpoint
 
 FILES = ["model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"]
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from depthmix.train.errors import CHECKPOINT, UserError
+from depthmix.errors import CHECKPOINT, UserError
 
 
 def refused(call: Callable[[], object], *words: object, code: int = CHECKPOINT) -> str:

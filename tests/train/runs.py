@@ -1,6 +1,6 @@
 """What tests ask of a run: its metrics and losses, or that it is refused."""
 
-from depthmix.train.errors import USAGE
+from depthmix.errors import USAGE
 from depthmix.train.loop import train
 from train.refused import refused
 

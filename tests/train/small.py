@@ -7,10 +7,10 @@ from pathlib import Path
 
 import torch
 
-from depthmix.train.config import DataConfig, TrainConfig
-from depthmix.train.folder import RunFolder
+from depthmix.config import DataConfig, TrainConfig
+from depthmix.data.prepare import prepare
+from depthmix.runs.folder import RunFolder
 from depthmix.train.loop import train
-from depthmix.train.prepare import prepare
 
 torch.set_num_threads(1)  # for tensors this small, threads only get into each other's way
 

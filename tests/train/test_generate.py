@@ -5,11 +5,11 @@ import itertools
 import pytest
 import torch
 
+from depthmix.errors import DIVERGED, UserError
 from depthmix.models import Decoder, DecoderConfig
 from depthmix.models.cache import KVCache
-from depthmix.train.errors import DIVERGED, UserError
+from depthmix.runs.restore import load_model
 from depthmix.train.generate import generate_stream, generate_text, generate_tokens, sample, stream_text
-from depthmix.train.restore import load_model
 from train import small
 
 CPU = torch.device("cpu")

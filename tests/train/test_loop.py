@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from depthmix.train import device, loop, progress
-from depthmix.train.checkpoint import list_checkpoints, load_checkpoint
-from depthmix.train.dataset import TokenData
-from depthmix.train.errors import CHECKPOINT, DATA, UserError
+from depthmix import device
+from depthmix.data.dataset import TokenData
+from depthmix.errors import CHECKPOINT, DATA, UserError
+from depthmix.runs.checkpoint import list_checkpoints, load_checkpoint
+from depthmix.train import loop, progress
 from depthmix.train.loop import Trainer, build_model, measure_step_times, train
 from train import small
 from train.runs import losses, metrics, train_refused

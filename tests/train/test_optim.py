@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
+from depthmix.config import TrainConfig
 from depthmix.models import Decoder, DecoderConfig
-from depthmix.train.config import TrainConfig
 from depthmix.train.optim import (
     Muon,
     build_optimizers,

@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 
 from depthmix.cli import main
-from depthmix.train.checkpoint import list_checkpoints, load_checkpoint
-from depthmix.train.errors import CHECKPOINT, UserError
-from depthmix.train.folder import RunFolder
+from depthmix.errors import CHECKPOINT, UserError
+from depthmix.runs.checkpoint import list_checkpoints, load_checkpoint
+from depthmix.runs.folder import RunFolder
 from depthmix.train.loop import train
 from project import ROOT
 from train import small
@@ -217,7 +217,7 @@ def test_a_broken_newest_checkpoint_is_passed_over_and_said_so(tmp_path, capsys)
 
 
 def test_a_checkpoint_of_somebody_else_is_refused(tmp_path):
-    from depthmix.train.checkpoint import save_checkpoint
+    from depthmix.runs.checkpoint import save_checkpoint
 
     config = small.config(tmp_path / "run")
     folder = train(config)

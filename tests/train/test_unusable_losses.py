@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
+from depthmix.errors import DIVERGED
+from depthmix.runs.checkpoint import list_checkpoints, load_checkpoint
 from depthmix.train import loop
-from depthmix.train.checkpoint import list_checkpoints, load_checkpoint
-from depthmix.train.errors import DIVERGED
 from depthmix.train.evaluate import token_losses
 from depthmix.train.loop import Trainer, train
 from train import small

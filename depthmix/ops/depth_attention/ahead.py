@@ -12,7 +12,7 @@ from torch import Tensor
 from depthmix.ops.depth_attention import library  # noqa: F401  (registers the operators)
 
 if TYPE_CHECKING:  # it imports triton
-    from depthmix.ops.depth_attention.tiling import Halves
+    from depthmix.ops.depth_attention.kernels.tiling import Halves
 
 
 class Far(NamedTuple):
@@ -64,9 +64,44 @@ def _logits(scores: Sequence[Tensor], rows: int, ways: int) -> list[Tensor]:
     return [s[len(s) - rows : len(s) - rows + ways, k] for s in scores for k in range(s.shape[1])]
 
 
+FAR_TOKENS, FAR_SOURCES = 512, 8  # from which on it pays to look at old sources for a group of sites at once
+
+
+def far_sources(queries: Tensor, row: int, olds: Sequence[Tensor], far: Far | Known | None, eps: float) -> Far | None:
+    """What the group of sites that a row belongs to sees of the sources before it, for `read_sources`; None if nothing.
+
+    For stacks in which site number `row` reads `row` older sources. far: what the last call returned. Depth is tiled: the
+    queries are known beforehand, so the first site of a group reads the older sources once for the whole group.
+    """
+    from depthmix.ops.depth_attention.kernels.tiling import GROUP
+
+    assert not isinstance(far, Known)
+    if not _worth_it(olds) or len(olds) != row:
+        return None
+    if row % GROUP == 0 and FAR_SOURCES <= row <= len(queries) - 2:
+        return look_ahead(queries, row, [v.contiguous() for v in olds], far, eps)
+    return far if far is not None and far.row <= row < far.row + len(far.lse) else None
+
+
+def known_sources(
+    queries: Tensor, row: int, olds: Sequence[Tensor], known: Far | Known | None, eps: float
+) -> Known | None:
+    """The logits of the older sources of a row for all the rows from it on, for `read_sources`; None if that does not pay.
+
+    For reads of several ways, whose dot products would take longer than their memory. known: what the last call returned.
+    """
+    assert not isinstance(known, Far)
+    return know(queries, row, [v.contiguous() for v in olds], known, eps) if _worth_it(olds) else None
+
+
+def _worth_it(olds: Sequence[Tensor]) -> bool:
+    tokens = olds[0].numel() // olds[0].shape[-1] if olds else 0
+    return tokens >= FAR_TOKENS and not torch.compiler.is_compiling()
+
+
 def look_ahead(queries: Tensor, row: int, sources: Sequence[Tensor], before: Far | None, eps: float) -> Far:
     """Far for the group of sites that begins at a row; before: that of an earlier group."""
-    from depthmix.ops.depth_attention import tiling
+    from depthmix.ops.depth_attention.kernels import tiling
 
     with torch.no_grad():
         halves = tiling.Halves.of(queries, sources[0].dtype) if before is None else before.queries
@@ -81,7 +116,7 @@ def look_ahead(queries: Tensor, row: int, sources: Sequence[Tensor], before: Far
 
 def know(queries: Tensor, row: int, sources: Sequence[Tensor], before: Known | None, eps: float) -> Known:
     """Known for the read at a row, whose older sources these are; before: that of an earlier read."""
-    from depthmix.ops.depth_attention import tiling
+    from depthmix.ops.depth_attention.kernels import tiling
 
     with torch.no_grad():
         halves = tiling.Halves.of(queries, sources[0].dtype) if before is None else before.queries

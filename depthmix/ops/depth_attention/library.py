@@ -36,11 +36,11 @@ def _read(
     u: Tensor, sources: list[Tensor], add: Tensor | None, gain: Tensor | None, eps: float, out_eps: float, keep: int,
     bank: Tensor | None = None, bank_lse: Tensor | None = None,
 ) -> Read:  # fmt: skip
-    from depthmix.ops.depth_attention import triton
+    from depthmix.ops.depth_attention.kernels.read import read
 
     u, sources = u.contiguous(), [v.contiguous() for v in sources]
     add, gain = (None if t is None else t.contiguous() for t in (add, gain))
-    y, o, s, lse, fresh = triton.read(u, sources, add, gain, eps, out_eps, keep, bank, bank_lse)
+    y, o, s, lse, fresh = read(u, sources, add, gain, eps, out_eps, keep, bank, bank_lse)
     return y, o, s, lse, u.new_empty(0) if fresh is None else fresh
 
 
@@ -48,7 +48,7 @@ def _read_known(
     u: Tensor, sources: list[Tensor], logits: list[Tensor], add: Tensor | None, gain: Tensor | None,
     eps: float, out_eps: float, keep: int,
 ) -> Read:  # fmt: skip
-    from depthmix.ops.depth_attention import tiling
+    from depthmix.ops.depth_attention.kernels import tiling
 
     y, o, s, lse, fresh = tiling.read_known(u.contiguous(), sources, logits, add, gain, eps, out_eps, keep)
     return y, o, s, lse, u.new_empty(0) if fresh is None else fresh
@@ -65,9 +65,9 @@ def _read_fake(
     u: Tensor, sources: list[Tensor], add: Tensor | None, gain: Tensor | None, eps: float, out_eps: float, keep: int,
     bank: Tensor | None = None, bank_lse: Tensor | None = None,
 ) -> Read:  # fmt: skip
-    from depthmix.ops.depth_attention import triton
+    from depthmix.ops.depth_attention.kernels.read import Result
 
-    result = triton.Result.empty(sources[-1], u.shape[0], gain is not None, add is not None, keep, len(sources))
+    result = Result.empty(sources[-1], u.shape[0], gain is not None, add is not None, keep, len(sources))
     return *result[:-1], u.new_empty(0) if result.fresh is None else result.fresh
 
 
@@ -82,7 +82,7 @@ def _read_backward(
     eps: float,
     out_eps: float,
 ) -> Gradients:
-    from depthmix.ops.depth_attention.layer_major import layer_backward
+    from depthmix.ops.depth_attention.kernels.layer_backward import layer_backward
 
     gain, g = (None if t is None else t.contiguous() for t in (gain, g))
     dy, sources = [d.contiguous() for d in dy], [v.contiguous() for v in sources]

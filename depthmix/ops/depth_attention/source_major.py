@@ -19,6 +19,7 @@ from depthmix.ops.autograd import reference_gradients
 from depthmix.ops.depth_attention.ahead import Far, Known, read
 from depthmix.ops.depth_attention.reference import depth_attention_reference
 from depthmix.ops.precision import rms_normalize, without_autocast
+from depthmix.ops.torch_internals import backward_pass, node_will_run, saving_is_hooked
 
 FEWEST_READERS = 2  # for which it pays to leave a source's gradient unfinished and take it up again
 
@@ -36,6 +37,41 @@ class Reading(NamedTuple):
     queries: Any  # the node that collects du
 
 
+def collect_queries(queries: Tensor) -> Tensor:
+    """The queries of a stack of reads, [R, D], as `read_sources` wants them."""
+    collect = queries.requires_grad and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    return CollectQueries.apply(queries) if collect else queries
+
+
+def read_sources(
+    queries: Tensor,
+    row: int,
+    ways: int,
+    sources: Sequence[Tensor],
+    add: Tensor | None,
+    gain: Tensor | None,
+    eps: float,
+    out_eps: float,
+    far: Far | Known | None = None,
+) -> tuple[list[Tensor], Tensor]:
+    """Read with kernels: the results of queries[row : row + ways] and the newest source, sources[-1] (+ add).
+
+    queries: [R, D] fp32, key gains included. gain: [W, D] of the norm that follows, or None. A stack of reads is
+    differentiated in source-major order if `queries` came through `collect_queries`, the sources are newest sources that
+    earlier reads returned, and nothing is being compiled. far: what `far_sources` or `known_sources` found for this row.
+    The caller has checked that the kernels can do it.
+    """
+    queries, sources = queries.contiguous(), [v.contiguous() for v in sources]
+    add, gain = (None if t is None else t.contiguous() for t in (add, gain))
+    given = (queries, gain, add, *sources)
+    wanted = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given)
+    if wanted and not torch.compiler.is_compiling():
+        *y, fresh = ReadSources.apply((row, ways), (eps, out_eps), far, queries, gain, add, *sources)
+        return y, fresh
+    (y, _, _, _, fresh), _ = read(queries, row, ways, sources, far, add, gain, eps, out_eps, int(wanted))
+    return y, sources[-1] if add is None else fresh
+
+
 class CollectQueries(torch.autograd.Function):
     """The identity on the queries [R, D]; its backward runs after every read's and returns what they left."""
 
@@ -48,7 +84,7 @@ class CollectQueries(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor | None) -> Tensor | None:
-        left = ctx.left.pop(torch._C._current_graph_task_id(), None)
+        left = ctx.left.pop(backward_pass(), None)
         total = None if left is None else _add_up(left, ctx.shape)
         return g if total is None else total if g is None else total + g
 
@@ -97,7 +133,7 @@ class ReadSources(torch.autograd.Function):
         (y, o, s, lse, fresh), ctx.far = read(queries, row, ways, sources, far, add, gain, *eps, 2)
         fresh = sources[-1].detach() if add is None else fresh
         ctx.row, ctx.ways, ctx.eps, ctx.left, ctx.part, ctx.n = row, ways, eps, {}, {}, len(sources)
-        ctx.hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        ctx.hooked = saving_is_hooked()
         ctx.queries = queries.grad_fn if isinstance(queries.grad_fn, CollectQueries._backward_cls) else None
         later = ctx.queries is not None or not queries.requires_grad  # du may come after this read's own backward
         ctx.makers = [_maker(v) if later else None for v in sources[:-1]]
@@ -123,14 +159,14 @@ def _maker(source: Tensor) -> Any:
 
 
 def _backward(ctx: Any, saved: Sequence[Tensor], grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-    from depthmix.ops.depth_attention import triton
-    from depthmix.ops.depth_attention.layer_major import layer_backward
+    from depthmix.ops.depth_attention.kernels.layer_backward import layer_backward
+    from depthmix.ops.depth_attention.kernels.read import Newest, read_backward
 
     fresh, queries, gain, s, lse, *rest = saved
     o, local_sources = rest[: ctx.ways], iter(rest[ctx.ways :])
     *dy, g = grads
     g = None if g is None else g.contiguous()
-    task, eps = torch._C._current_graph_task_id(), ctx.eps[0]
+    task, eps = backward_pass(), ctx.eps[0]
     left: list[tuple[Reading, int]] = ctx.left.pop(task, [])  # by the later readers of the newest source
     needs_add, *needs = ctx.needs_input_grad[5:]
     need_fresh = needs_add or needs[-1]
@@ -146,18 +182,18 @@ def _backward(ctx: Any, saved: Sequence[Tensor], grads: Sequence[Tensor | None])
         dgain, g = None if gain is None else dgain, dv[-1]
         dqueries = _give_du(ctx, queries, du, task)
     elif any(d is not None for d in dy):
-        makers = [(i, m) for i, m in enumerate(ctx.makers) if m is not None and torch._C._will_engine_execute_node(m)]
+        makers = [(i, m) for i, m in enumerate(ctx.makers) if m is not None and node_will_run(m)]
         local = [(i, next(local_sources)) for i, m in enumerate(ctx.makers) if m is None]
         # One way and no reader left: the newest source's gradient is computed here, while its reader's is at hand.
         at_once = ctx.ways == 1 and not left
-        newest = triton.Newest(fresh, g, need_fresh, ctx.part.pop(task, None)) if at_once else None
+        newest = Newest(fresh, g, need_fresh, ctx.part.pop(task, None)) if at_once else None
         u = queries[ctx.row : ctx.row + ctx.ways]
         store = bool(makers or local or not at_once)
         ways = []
         for w, d in enumerate(dy):
             d = torch.zeros_like(fresh) if d is None else d.contiguous()
             k = None if gain is None else gain[w]
-            ways.append(triton.read_backward(d, o[w], u[w], k, s[w], lse[w], newest, eps, store, ctx.n > 1))
+            ways.append(read_backward(d, o[w], u[w], k, s[w], lse[w], newest, eps, store, ctx.n > 1))
         dgain = None if gain is None else torch.stack([x.dgain for x in ways])
         reading = Reading([x.do for x in ways], s, ctx.far, ctx.n, [x.ld for x in ways], u, ctx.row, ctx.queries)
         for i, maker in makers:
@@ -186,7 +222,7 @@ def _give_du(ctx: Any, queries: Tensor, du: Tensor, task: int) -> Tensor | None:
     """Leave a read's du with the node that collects it; where there is none, the gradient of the queries."""
     if ctx.queries is None:
         return _in_rows(du, queries, ctx.row) if ctx.needs_input_grad[3] else None
-    if torch._C._will_engine_execute_node(ctx.queries):
+    if node_will_run(ctx.queries):
         _leave_du(ctx.queries, task, range(ctx.row, ctx.row + ctx.ways), du.unsqueeze(0))
     return None
 
@@ -195,7 +231,7 @@ def _from_own_read(
     v: Tensor, g: Tensor | None, reading: Reading, i: int, eps: float, need_dv: bool
 ) -> tuple[Tensor | None, Tensor]:
     """The gradient of a read's source i that leaves through this read, and its part of du."""
-    from depthmix.ops.depth_attention.source_backward import Source, source_backward
+    from depthmix.ops.depth_attention.kernels.source_backward import Source, source_backward
 
     source = Source(v, g, need_dv=need_dv)
     (dv,), du = source_backward([source], _readers(reading, i), eps, need_du=True)
@@ -205,7 +241,7 @@ def _from_own_read(
 
 def _readers(reading: Reading, *sources: int) -> list[Any]:
     """The ways of a read, as these of its sources see them."""
-    from depthmix.ops.depth_attention.source_backward import Reader
+    from depthmix.ops.depth_attention.kernels.source_backward import Reader
 
     before = len(reading.far)
     s = [reading.far[i] if i < before else reading.s[:, i - before] for i in sources]
@@ -224,7 +260,7 @@ def _in_rows(du: Tensor, queries: Tensor, row: int) -> Tensor:
 def _gradient_of_source(
     ctx: Any, v: Tensor, g: Tensor | None, left: list[tuple[Reading, int]], need_dv: bool, task: int
 ) -> Tensor | None:
-    from depthmix.ops.depth_attention.source_backward import Source, source_backward
+    from depthmix.ops.depth_attention.kernels.source_backward import Source, source_backward
 
     by_queries: dict[int, list[tuple[Reading, int]]] = {}
     for item in left:
@@ -233,7 +269,7 @@ def _gradient_of_source(
     for items in by_queries.values():  # one, unless two stacks read the same source
         items.sort(key=lambda item: item[0].row)
         queries = items[0][0].queries
-        need_du = queries is not None and torch._C._will_engine_execute_node(queries)
+        need_du = queries is not None and node_will_run(queries)
         if not (need_du or need_dv):
             continue
         older = _older_of_its_pair(ctx, left, task) if need_dv and len(by_queries) == 1 else []
@@ -255,13 +291,13 @@ def _gradient_of_source(
 
 def _older_of_its_pair(ctx: Any, left: list[tuple[Reading, int]], task: int) -> list[tuple[Any, Tensor]]:
     """The source before this one, if its readers so far are the same, so that each of them is read once for both."""
-    from depthmix.ops.depth_attention.source_backward import PAIR
+    from depthmix.ops.depth_attention.kernels.source_backward import PAIR
 
     if ctx.n % PAIR or sum(len(reading.do) for reading, _ in left) < FEWEST_READERS:
         return []
     maker = ctx.makers[-1]
     # A maker in a checkpointed region recomputes what it saved, and only once.
-    if maker is None or maker.hooked or not torch._C._will_engine_execute_node(maker):
+    if maker is None or maker.hooked or not node_will_run(maker):
         return []
     mine = sorted((id(reading), i) for reading, i in left)
     theirs = sorted((id(reading), i + 1) for reading, i in maker.left.get(task, []))

@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from depthmix.train.checkpoint import latest_checkpoint, list_checkpoints, load_checkpoint
-from depthmix.train.errors import DISK
+from depthmix.errors import DISK
+from depthmix.runs.checkpoint import latest_checkpoint, list_checkpoints, load_checkpoint
 from train.checkpoints import holds, no_warning, save
 from train.full_disk import file_size_limit
 from train.refused import refused

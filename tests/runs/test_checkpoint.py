@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from depthmix.train.checkpoint import latest_checkpoint, list_checkpoints, load_checkpoint, save_checkpoint
-from depthmix.train.errors import DISK
+from depthmix.errors import DISK
+from depthmix.runs.checkpoint import latest_checkpoint, list_checkpoints, load_checkpoint, save_checkpoint
 from train.checkpoints import FILES, forge, holds, no_warning, save
 from train.refused import refused
 

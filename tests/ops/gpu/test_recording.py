@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from depthmix.ops.recording import write_afterwards, written_afterwards
+from depthmix.ops.gpu.recording import write_afterwards, written_afterwards
 
 CPU = torch.device("cpu")
 
@@ -53,7 +53,7 @@ def test_a_recording_that_fails_writes_nothing() -> None:
 
 
 def test_a_recorded_table_is_written_once_and_belongs_to_its_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    addresses = pytest.importorskip("depthmix.ops.addresses")
+    addresses = pytest.importorskip("depthmix.ops.gpu.addresses")
     monkeypatch.setattr(addresses, "_capturing", lambda device: True)
     monkeypatch.setattr(addresses, "_tables", {})
     held = (3, 2**41)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from depthmix.train.errors import DATA, USAGE, UserError
+from depthmix.errors import DATA, USAGE, UserError
 
 VERSION = 1
 DTYPES: dict[str, np.dtype] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from depthmix.models import Decoder
-from depthmix.train.checkpoint import Checkpoint, latest_checkpoint, load_checkpoint
-from depthmix.train.config import TrainConfig
-from depthmix.train.errors import CHECKPOINT, DATA, UserError
-from depthmix.train.folder import RECIPE, TOKENIZER, RunFolder
-from depthmix.train.loop import load_parameters, model_config
-from depthmix.train.tokenizer import load_tokenizer, vocabulary
+from depthmix.config import TrainConfig
+from depthmix.data.tokenizer import load_tokenizer, vocabulary
+from depthmix.errors import CHECKPOINT, DATA, UserError
+from depthmix.models import Decoder, DecoderConfig
+from depthmix.runs.checkpoint import Checkpoint, latest_checkpoint, load_checkpoint
+from depthmix.runs.folder import RECIPE, TOKENIZER, RunFolder
 
 
 @dataclass
@@ -76,3 +76,27 @@ def _tokenizer(folder: RunFolder) -> Any:
     except UserError as error:
         code = CHECKPOINT if error.exit_code == DATA else error.exit_code
         raise UserError(f"run {folder.path} cannot be used: {error}", code) from None
+
+
+def model_config(config: TrainConfig, vocab_size: int) -> DecoderConfig:
+    """The decoder a training configuration describes."""
+    shared = {f.name for f in fields(DecoderConfig)} & {f.name for f in fields(config)}
+    return DecoderConfig(vocab_size=vocab_size, **{name: getattr(config, name) for name in shared})
+
+
+def load_parameters(model: Decoder, tensors: dict[str, Tensor], mixer: str, what: str) -> None:
+    """Copy a checkpoint's tensors into the model; UserError if they are those of another mechanism or size."""
+    named = dict(model.named_parameters())
+    for name in (*named, *tensors):
+        if name not in named or name not in tensors:
+            kind = "has" if name in tensors else "lacks"
+            raise UserError(
+                f"the checkpoint at {what} {kind} {name}: it is of another mechanism or size than {mixer} as configured",
+                CHECKPOINT,
+            )
+        if named[name].shape != tensors[name].shape:
+            shapes = f"{list(tensors[name].shape)}, not {list(named[name].shape)}"
+            raise UserError(f"the checkpoint at {what} has {name} of shape {shapes}: it is of another size", CHECKPOINT)
+    with torch.no_grad():
+        for name, p in named.items():
+            p.copy_(tensors[name])

@@ -16,8 +16,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from depthmix.train.checkpoint import list_checkpoints, reason, sync_folder
-from depthmix.train.errors import CHECKPOINT, DATA, DISK, UserError
+from depthmix.errors import CHECKPOINT, DATA, DISK, UserError
+from depthmix.files import TEMPORARY, check_above, reading, reason, sync_folder, write_file, writing
+from depthmix.runs.checkpoint import list_checkpoints
 
 RECIPE, ENVIRONMENT, METRICS, SPEED = "recipe.yaml", "environment.json", "metrics.jsonl", "speed.jsonl"
 LOG, RESULT, TOKENIZER, CHECKPOINTS, LOCK = "log.txt", "result.json", "tokenizer.json", "checkpoints", ".lock"
@@ -42,11 +43,11 @@ class RunFolder:
         """A new run folder for the configuration (a dataclass); the folder must be new or empty."""
         self = cls(path)
         self._refuse_foreign()
-        with _writing(self.path):
+        with writing(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
         with self.locked():
             self._refuse_foreign()  # somebody else may have been faster
-            with _writing(self.checkpoints):
+            with writing(self.checkpoints):
                 self.checkpoints.mkdir(exist_ok=True)
             self._replace(ENVIRONMENT, _json(environment(command, getattr(config, "device", "auto"))))
             self._write_recipe(dataclasses.asdict(config))
@@ -58,7 +59,7 @@ class RunFolder:
     def open(cls, path: str | Path) -> RunFolder:
         """A run folder that is there."""
         self = cls(path)
-        with _reading(self.path):
+        with reading(self.path):
             if not self.path.is_dir():
                 what = "is a file, not a run folder" if self.path.exists() else "does not exist"
                 raise UserError(f"{self.path} {what}: give the folder that `depthmix train` wrote.", CHECKPOINT)
@@ -75,7 +76,7 @@ class RunFolder:
         A run that died before there was anything to lose (out of memory, say) takes any configuration.
         """
         check_above(Path(path))
-        with _reading(Path(path)):
+        with reading(Path(path)):
             begun = (Path(path) / RECIPE).is_file()
         if not begun:
             return cls.create(path, config, command)
@@ -110,7 +111,7 @@ class RunFolder:
         import fcntl  # not on Windows, where folders can still be read
 
         path = self.path / LOCK
-        with _writing(path):
+        with writing(path):
             file = open(path, "a+b", buffering=0)  # noqa: SIM115 (closed below, once the lock is held)
         with file:
             try:
@@ -124,10 +125,10 @@ class RunFolder:
                 if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
                     raise UserError(f"Could not lock {path}: {reason(error, path)}.", DISK) from error
                 self.log("this file system has no locks: take care that only one process trains into this folder")
-            with _writing(path):
+            with writing(path):
                 file.truncate(0)
                 file.write(f"{os.getpid()} on {socket.gethostname()}\n".encode())
-            for leftover in self.path.glob(".tmp-*"):
+            for leftover in self.path.glob(f"{TEMPORARY}*"):
                 with suppress(OSError):
                     leftover.unlink()
             yield
@@ -150,11 +151,11 @@ class RunFolder:
         """Make every line so far durable; before a checkpoint, so that none of it is missing after a power failure."""
         for name in (METRICS, SPEED, LOG):
             path = self.path / name
-            with _writing(path):
+            with writing(path):
                 if path.exists():
                     with open(path, "rb") as file:
                         os.fsync(file.fileno())
-        with _writing(self.path):
+        with writing(self.path):
             sync_folder(self.path)
 
     def cut(self, step: int) -> None:
@@ -169,7 +170,7 @@ class RunFolder:
                     break
                 kept += len(line) + 1
             if kept < sum(len(line) + 1 for line in lines) + len(torn):
-                with _writing(path), open(path, "r+b") as file:
+                with writing(path), open(path, "r+b") as file:
                     file.truncate(kept)  # atomic, and possible on a full disk
                     os.fsync(file.fileno())
 
@@ -189,7 +190,7 @@ class RunFolder:
 
     def has_result(self) -> bool:
         """Whether the run has finished."""
-        with _reading(self.path):
+        with reading(self.path):
             return (self.path / RESULT).is_file()
 
     def write_result(self, result: dict[str, Any]) -> None:
@@ -255,7 +256,7 @@ class RunFolder:
             raise UserError(f"Cannot read {self.path}: {reason(error, self.path)}.", CHECKPOINT) from error
         if RECIPE in names:
             raise UserError(f"{self.path} already holds a run; choose another folder.", CHECKPOINT)
-        foreign = sorted(name for name in names - BEGUN if not name.startswith(".tmp-"))
+        foreign = sorted(name for name in names - BEGUN if not name.startswith(TEMPORARY))
         if foreign:
             what = f"it holds {foreign[0]} and no {RECIPE}"
             raise UserError(f"{self.path} is not a run folder ({what}); choose a new or empty folder.", CHECKPOINT)
@@ -266,24 +267,13 @@ class RunFolder:
         self._replace(RECIPE, yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True).encode("utf-8"))
 
     def _replace(self, name: str, data: bytes) -> None:
-        """Write a file whole or not at all."""
-        path, temporary = self.path / name, self.path / f".tmp-{name}-{os.getpid()}"
-        with _writing(path):
-            try:
-                with open(temporary, "wb") as file:
-                    file.write(data)
-                    file.flush()
-                    os.fsync(file.fileno())
-                os.replace(temporary, path)
-                sync_folder(self.path)
-            finally:
-                with suppress(OSError):
-                    temporary.unlink(missing_ok=True)
+        with writing(self.path / name):
+            write_file(self.path / name, data)
 
     def _append(self, name: str, data: bytes) -> None:
         path = self.path / name
         # Opened for each line: nothing goes to a file that was replaced or removed meanwhile.
-        with _writing(path), open(path, "ab", buffering=0) as file:
+        with writing(path), open(path, "ab", buffering=0) as file:
             size, rest = os.fstat(file.fileno()).st_size, memoryview(data)
             try:
                 while rest:
@@ -304,15 +294,8 @@ class RunFolder:
         return [_record(path, number, line) for number, line in enumerate(lines, 1)]
 
     def _read_bytes(self, path: Path) -> bytes:
-        with _reading(path):
+        with reading(path):
             return path.read_bytes() if path.exists() else b""
-
-
-def check_above(path: Path) -> None:
-    """UserError for a path below something that is no folder."""
-    above = next((p for p in path.parents if os.path.exists(p) and not os.path.isdir(p)), None)
-    if above:
-        raise UserError(f"{path} cannot be written: {above} is a file; choose another folder.", DISK)
 
 
 def environment(command: Sequence[str], device: str = "auto") -> dict[str, Any]:
@@ -321,7 +304,7 @@ def environment(command: Sequence[str], device: str = "auto") -> dict[str, Any]:
     import torch
 
     import depthmix
-    from depthmix.train.device import choose_device
+    from depthmix.device import choose_device
 
     chosen = choose_device(device)
     name = torch.cuda.get_device_name(chosen) if chosen.type == "cuda" else _processor()
@@ -392,20 +375,3 @@ def _record(path: Path, number: int, line: bytes) -> dict[str, Any]:
     if not isinstance(record, dict) or type(record.get("step")) is not int:
         raise UserError(f"{path}:{number} is damaged: it is not a JSON object with a step.", CHECKPOINT)
     return record
-
-
-@contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        advice = "make room or make it writable, then run the same command again"
-        raise UserError(f"Could not write {path}: {reason(error, path)}; {advice}.", DISK) from error
-
-
-@contextmanager
-def _reading(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise UserError(f"Cannot read {path}: {reason(error, path)}.", CHECKPOINT) from error

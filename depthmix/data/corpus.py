@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from depthmix.train.errors import DATA, USAGE, UserError
+from depthmix.errors import DATA, USAGE, UserError
 
 PLAIN = (".txt", ".md")
 EXTENSIONS = (*PLAIN, ".jsonl", ".jsonl.gz", ".parquet")

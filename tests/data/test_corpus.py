@@ -12,9 +12,9 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from depthmix.train import corpus
-from depthmix.train.corpus import documents, find_sources, pieces
-from depthmix.train.errors import DATA, USAGE, UserError
+from depthmix.data import corpus
+from depthmix.data.corpus import documents, find_sources, pieces
+from depthmix.errors import DATA, USAGE, UserError
 
 
 def refuses(message, *inputs, code=DATA, **options):

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from depthmix.train.errors import UserError
+from depthmix.errors import UserError
 
 
 def choose_device(name: str) -> torch.device:

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from depthmix.train.dataset import Batches, ShardWriter, TokenData, validation_batches
-from depthmix.train.errors import DATA, USAGE, UserError
+from depthmix.data.dataset import Batches, ShardWriter, TokenData, validation_batches
+from depthmix.errors import DATA, USAGE, UserError
 
 TRAIN = np.random.default_rng(0).integers(0, 300, 1003)
 VAL = np.arange(95) % 300

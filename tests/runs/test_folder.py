@@ -18,9 +18,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from depthmix.train.config import CompareConfig, TrainConfig
-from depthmix.train.errors import DATA, DISK
-from depthmix.train.folder import RunFolder
+from depthmix.config import CompareConfig, TrainConfig
+from depthmix.errors import DATA, DISK
+from depthmix.runs.folder import RunFolder
 from train.full_disk import file_size_limit
 from train.refused import refused
 
@@ -49,7 +49,7 @@ def test_recipe_and_environment(tmp_path):
 
 
 def test_the_commit_is_that_of_depthmix_and_of_nobody_else(tmp_path):
-    from depthmix.train.folder import _git_commit
+    from depthmix.runs.folder import _git_commit
 
     source = tmp_path / "pkg" / "__init__.py"
     source.parent.mkdir()

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from depthmix.ops.recording import write_afterwards
+from depthmix.ops.gpu.recording import write_afterwards
 
 _CHUNK = 64  # addresses that one launch of _set_addresses stores
 

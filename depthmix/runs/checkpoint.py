@@ -8,7 +8,6 @@ without a dot is always a complete checkpoint. Nothing here unpickles. One proce
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
@@ -26,7 +25,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from depthmix.train.errors import CHECKPOINT, DISK, UserError
+from depthmix.errors import CHECKPOINT, DISK, UserError
+from depthmix.files import reason, sync_folder
 
 FORMAT = "depthmix checkpoint"
 VERSION = 1
@@ -169,30 +169,6 @@ def latest_checkpoint(
             raise UserError(f"No checkpoint in {folder} can be used; {advice}. {problems[0]}", CHECKPOINT)
         # A process that trains has replaced what was listed: look again.
     return None
-
-
-def sync_folder(folder: Path) -> None:
-    """Make the names in a folder durable, on systems that can."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # file systems that do not sync folders
-            raise
-    finally:
-        os.close(descriptor)
-
-
-def reason(error: OSError, path: Path | None = None) -> str:
-    """What the system said, in words a user can act on, and where, unless it is the path already named."""
-    where = f" ({error.filename})" if error.filename and str(error.filename) != str(path) else ""
-    if error.errno == errno.ENOSPC:
-        return f"the disk is full{where}"
-    if error.errno == errno.EDQUOT:
-        return f"the disk quota is used up{where}"
-    if error.errno == errno.EFBIG:
-        return f"the file is larger than a limit of this system allows{where}"
-    return f"{(error.strerror or str(error)).lower()}{where}"
 
 
 def _not_written(error: OSError, step: int, folder: Path) -> str:

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from depthmix.ops.addresses import address_table, aligned
+from depthmix.ops.gpu.addresses import address_table, aligned
 
 
 @triton.jit

@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from depthmix.ops.addresses import address_table, aligned
-from depthmix.ops.depth_attention.triton import Result, deliver, load_row, three
+from depthmix.ops.depth_attention.kernels.read import Result, deliver, load_row, three
+from depthmix.ops.gpu.addresses import address_table, aligned
 
 GROUP = 4  # sites that look at older sources together
 
@@ -215,7 +215,7 @@ def read_known(
     out_eps: float,
     keep: int,
 ) -> Result:
-    """As `triton.read`, given the logits [W, N] of every source but the newest; s is that of the newest alone."""
+    """As `read`, given the logits [W, N] of every source but the newest; s is that of the newest alone."""
     newest, n, (ways, dim) = sources[-1], len(sources) - 1, u.shape
     tokens = newest.numel() // dim
     result = Result.empty(newest, ways, gain is not None, add is not None, keep, 1)

@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from depthmix.train.config import DataConfig
-from depthmix.train.corpus import Listing, find_sources, pieces
-from depthmix.train.dataset import VERSION, ShardWriter
-from depthmix.train.errors import DATA, DISK, USAGE, UserError
-from depthmix.train.folder import check_above
-from depthmix.train.tokenizer import BYTES, END, chunks, encode, load_tokenizer, train_tokenizer, vocabulary
+from depthmix.config import DataConfig
+from depthmix.data.corpus import Listing, find_sources, pieces
+from depthmix.data.dataset import VERSION, ShardWriter
+from depthmix.data.tokenizer import BYTES, END, chunks, encode, load_tokenizer, train_tokenizer, vocabulary
+from depthmix.errors import DATA, DISK, USAGE, UserError
+from depthmix.files import check_above, sync_folder, write_file
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -88,7 +88,7 @@ def prepare(
         meta["split"] = {**split, "val_fraction": config.val_fraction, "seed": config.seed}
         meta["document"], meta["text_field"] = config.document, config.text_field
         text = json.dumps(meta, indent=2, ensure_ascii=False)
-        _save(folder / "meta.json", text.encode("utf-8", "backslashreplace") + b"\n")
+        write_file(folder / "meta.json", text.encode("utf-8", "backslashreplace") + b"\n")
     return Path(config.out)
 
 
@@ -227,7 +227,7 @@ def _write(
         raise UserError("The corpus changed while it was read: prepare it again.", DATA)
     report("encode", total, total)
     text = tokenizer.to_str(pretty=True).encode()
-    _save(folder / "tokenizer.json", text)
+    write_file(folder / "tokenizer.json", text)
     return {
         "version": VERSION,
         "dtype": "uint16" if dtype.itemsize == 2 else "uint32",
@@ -240,13 +240,6 @@ def _write(
             **{name: digest for s in splits for name, digest in s.sha256.items()},
         },
     }
-
-
-def _save(path: Path, data: bytes) -> None:
-    with open(path, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 @contextlib.contextmanager
@@ -264,14 +257,14 @@ def _staged(target: Path, overwrite: bool) -> Iterator[Path]:
         try:
             yield folder
             _check_target(target, overwrite)  # again: it took a while
-            _sync_folder(folder)
+            sync_folder(folder)
             if _is_prepared(target):
                 _lock(target, locks)  # it moves to where the next writer would look
                 _exchange(folder, target)
             else:
                 os.replace(folder, target)
                 rest = False
-            _sync_folder(target.parent)
+            sync_folder(target.parent)
         finally:
             if rest:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -357,12 +350,3 @@ def _exchange(new: Path, old: Path) -> None:
         os.rename(aside, old)
         raise
     os.rename(aside, new)
-
-
-def _sync_folder(folder: Path) -> None:
-    if os.name == "posix":
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)

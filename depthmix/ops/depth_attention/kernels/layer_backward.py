@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from depthmix.ops.addresses import address_table, aligned
-from depthmix.ops.depth_attention.triton import load_row, programs_for, three
+from depthmix.ops.depth_attention.kernels.read import load_row, programs_for, three
+from depthmix.ops.gpu.addresses import address_table, aligned
 
 
 @triton.jit

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from depthmix.train.errors import DATA, UserError
+from depthmix.errors import DATA, UserError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -14,15 +14,15 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from depthmix.train import dataset
-from depthmix.train import prepare as module
-from depthmix.train import tokenizer as tokenizing
-from depthmix.train.config import DataConfig
-from depthmix.train.corpus import documents, find_sources, pieces
-from depthmix.train.dataset import TokenData
-from depthmix.train.errors import DATA, DISK, USAGE, UserError
-from depthmix.train.prepare import prepare
-from depthmix.train.tokenizer import END, chunks, encode, load_tokenizer, train_tokenizer, vocabulary
+from depthmix.config import DataConfig
+from depthmix.data import dataset
+from depthmix.data import prepare as module
+from depthmix.data import tokenizer as tokenizing
+from depthmix.data.corpus import documents, find_sources, pieces
+from depthmix.data.dataset import TokenData
+from depthmix.data.prepare import prepare
+from depthmix.data.tokenizer import END, chunks, encode, load_tokenizer, train_tokenizer, vocabulary
+from depthmix.errors import DATA, DISK, USAGE, UserError
 from project import ROOT
 
 SOTU = ROOT / "corpora" / "sotu"
@@ -148,7 +148,7 @@ def test_two_runs_write_the_same_bytes(corpus, tmp_path):
         shutil.copy(path, other)
     again = tmp_path / "again"
     code = (
-        "from depthmix.train.config import DataConfig; from depthmix.train.prepare import prepare;"
+        "from depthmix.config import DataConfig; from depthmix.data.prepare import prepare;"
         f"prepare(DataConfig(input=[{str(other)!r}], out={str(again)!r}, vocab_size=300))"
     )
     subprocess.run(
@@ -417,8 +417,8 @@ def test_a_really_full_disk_and_a_place_that_is_no_folder(corpus, tmp_path, monk
 
 SLOW = """
 import sys, time
-from depthmix.train import prepare as module
-from depthmix.train.config import DataConfig
+from depthmix.data import prepare as module
+from depthmix.config import DataConfig
 write = module.ShardWriter.write
 def slow(self, *args):
     write(self, *args)
@@ -459,9 +459,9 @@ def test_interrupted_on_the_way(corpus, tmp_path):
 
 MEMORY = """
 import resource, sys
-from depthmix.train.config import DataConfig
-from depthmix.train.prepare import prepare
-from depthmix.train import tokenizer
+from depthmix.config import DataConfig
+from depthmix.data.prepare import prepare
+from depthmix.data import tokenizer
 import tokenizers
 tokenizer.BATCH = 1 << 18
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

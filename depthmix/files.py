@@ -1,0 +1,90 @@
+"""Files that are there whole or not at all, and what to say when the system refuses."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from depthmix.errors import CHECKPOINT, DISK, UserError
+
+TEMPORARY = ".tmp-"  # how the names of unfinished files begin
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Write a file whole and durably, or leave the old one as it was. OSError, naming the file, if it cannot be."""
+    temporary = path.with_name(f"{TEMPORARY}{path.name}-{os.getpid()}")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        sync_folder(path.parent)
+    except OSError as error:
+        error.filename = str(path)  # writing does not say where, and nobody knows the temporary name
+        raise
+    finally:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """`write_file` of a text, with the folders above it; UserError if it cannot be."""
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_file(path, text.encode("utf-8"))
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder durable, on systems that can."""
+    if os.name != "posix":
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # file systems that do not sync folders
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def reason(error: OSError, path: Path | None = None) -> str:
+    """What the system said, in words a user can act on, and where, unless it is the path already named."""
+    where = f" ({error.filename})" if error.filename and str(error.filename) != str(path) else ""
+    if error.errno == errno.ENOSPC:
+        return f"the disk is full{where}"
+    if error.errno == errno.EDQUOT:
+        return f"the disk quota is used up{where}"
+    if error.errno == errno.EFBIG:
+        return f"the file is larger than a limit of this system allows{where}"
+    return f"{(error.strerror or str(error)).lower()}{where}"
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """UserError for what the system refuses while a path is written."""
+    try:
+        yield
+    except OSError as error:
+        advice = "make room or make it writable, then run the same command again"
+        raise UserError(f"Could not write {path}: {reason(error, path)}; {advice}.", DISK) from error
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """UserError for what the system refuses while a path is read."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"Cannot read {path}: {reason(error, path)}.", CHECKPOINT) from error
+
+
+def check_above(path: Path) -> None:
+    """UserError for a path below something that is no folder."""
+    above = next((p for p in path.parents if os.path.exists(p) and not os.path.isdir(p)), None)
+    if above:
+        raise UserError(f"{path} cannot be written: {above} is a file; choose another folder.", DISK)

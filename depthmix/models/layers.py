@@ -1,0 +1,106 @@
+"""What models are made of: attention, MLP, rotary positions, masks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from depthmix.mixers.base import Read
+from depthmix.ops.norm import RMSNorm
+
+MlpKind = Literal["swiglu", "relu2"]
+
+
+class Rotary(nn.Module):
+    """Rotary positions: channel pairs (i, i + d/2) of a head turn by position * theta^(-2i/d)."""
+
+    def __init__(self, head_dim: int, theta: float) -> None:
+        super().__init__()
+        self.head_dim, self.theta = head_dim, theta
+
+    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin [B, 1, T, d] in fp32 for positions [B, T]."""
+        exponent = torch.arange(0, self.head_dim, 2, device=positions.device, dtype=torch.float32) / self.head_dim
+        angle = positions.float().unsqueeze(-1) * self.theta**-exponent  # [B, T, d/2]
+        angle = torch.cat([angle, angle], dim=-1).unsqueeze(1)
+        return angle.cos(), angle.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Apply rotary positions to x [B, heads, T, d], in fp32, rounded once."""
+    a, b = x.chunk(2, dim=-1)
+    return (x * cos + torch.cat([-b, a], dim=-1) * sin).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Causal grouped-query attention; queries, keys and values may come from three different inputs."""
+
+    def __init__(
+        self, block: int, dim: int, n_heads: int, n_kv_heads: int, head_dim: int, qk_norm_eps: float | None
+    ) -> None:
+        super().__init__()
+        self.block, self.head_dim = block, head_dim  # block: whose keys and values these are in a cache
+        q_dim, kv_dim = n_heads * head_dim, n_kv_heads * head_dim
+        self.q_proj = nn.Linear(dim, q_dim, bias=False)
+        self.k_proj = nn.Linear(dim, kv_dim, bias=False)
+        self.v_proj = nn.Linear(dim, kv_dim, bias=False)
+        self.out_proj = nn.Linear(q_dim, dim, bias=False)
+        self.q_norm = None if qk_norm_eps is None else RMSNorm(head_dim, eps=qk_norm_eps)
+        self.k_norm = None if qk_norm_eps is None else RMSNorm(head_dim, eps=qk_norm_eps)
+
+    def forward(self, h: Read, context: Context) -> Tensor:
+        h_q, h_k, h_v = h if isinstance(h, tuple) else (h, h, h)
+        q = self.q_proj(h_q).unflatten(-1, (-1, self.head_dim))
+        k = self.k_proj(h_k).unflatten(-1, (-1, self.head_dim))
+        v = self.v_proj(h_v).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [B, kv heads, T, d]
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q = rotate(q.transpose(1, 2), context.cos, context.sin).to(v.dtype)
+        k = rotate(k.transpose(1, 2), context.cos, context.sin).to(v.dtype)
+        if context.cache is not None:
+            k, v = context.cache.update(k, v, self.block)
+        causal = context.mask is None and q.shape[2] > 1
+        y = functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=context.mask, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1]
+        )
+        return self.out_proj(y.transpose(1, 2).flatten(2))
+
+
+class Mlp(nn.Module):
+    """SwiGLU, down(silu(gate x) * up x), or squared ReLU, down(relu(up x)^2)."""
+
+    def __init__(self, kind: MlpKind, dim: int, hidden: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(dim, hidden, bias=False) if kind == "swiglu" else None
+        self.up_proj = nn.Linear(dim, hidden, bias=False)
+        self.out_proj = nn.Linear(hidden, dim, bias=False)
+
+    def forward(self, h: Tensor, context: Context) -> Tensor:
+        if self.gate_proj is None:
+            return self.out_proj(functional.relu(self.up_proj(h)).square())
+        return self.out_proj(functional.silu(self.gate_proj(h)) * self.up_proj(h))
+
+
+@dataclass
+class Context:
+    """What attention needs besides its input: the same for every block of one pass."""
+
+    cos: Tensor
+    sin: Tensor
+    mask: Tensor | None  # True or 0 where a query may look; None: causal
+    cache: Any  # a Hugging Face Cache, or None
+
+
+def causal_mask(padding: Tensor | None, past: int, length: int, n_keys: int, device: torch.device) -> Tensor:
+    """[B or 1, 1, T, keys], True where a query may look: at keys up to its own position that are not padding."""
+    keys, own = torch.arange(n_keys, device=device), torch.arange(past, past + length, device=device).unsqueeze(-1)
+    mask = (keys <= own)[None, None]
+    if padding is not None:
+        padding = functional.pad(padding.bool(), (0, n_keys - padding.shape[-1]))
+        # A padded query may see no key at all, and a softmax over nothing is NaN: let it look at itself.
+        mask = mask & (padding[:, None, None, :] | (keys == own)[None, None])
+    return mask

@@ -1,0 +1,56 @@
+"""Names that PyTorch calls private and that nothing public replaces: all of them, here, so that one test notices a change.
+
+tests/ops/test_torch_internals.py uses each for what it is for.
+"""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+__all__ = ["backward_pass", "constant_for_compiler", "has_hooks", "node_will_run", "pytree", "saving_is_hooked"]
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def backward_pass() -> int:
+    """The number of the backward pass that runs in this thread; -1 outside of one."""
+    return torch._C._current_graph_task_id()
+
+
+def node_will_run(node: Any) -> bool:
+    """Whether the backward pass that runs now comes by a node; only inside a backward."""
+    return torch._C._will_engine_execute_node(node)
+
+
+def saving_is_hooked() -> bool:
+    """Whether somebody packs and unpacks what is saved for the backward, as checkpointing does."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def constant_for_compiler(function: Function) -> Function:
+    """What torch.compiler.assume_constant_result does, without importing the compiler for it."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+_OWN_HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+_GLOBAL_HOOKS = (
+    "_global_forward_hooks",
+    "_global_forward_pre_hooks",
+    "_global_backward_hooks",
+    "_global_backward_pre_hooks",
+)
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether a call of the module runs anything besides its forward: hooks of its own, or of all modules."""
+    everywhere = torch.nn.modules.module
+    return any(getattr(module, name) for name in _OWN_HOOKS) or any(getattr(everywhere, name) for name in _GLOBAL_HOOKS)

@@ -1,0 +1,1 @@
+"""A run's folder: checkpoints, metrics, and the trained model in it."""

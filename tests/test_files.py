@@ -1,0 +1,49 @@
+"""The one atomic write: a file is there whole or not at all, nothing is left beside it, and a refusal is one sentence."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from depthmix.errors import DISK, UserError
+from depthmix.files import write_file, write_text
+
+
+def test_writes_and_replaces(tmp_path):
+    write_text(tmp_path / "new" / "table.csv", "é")
+    assert (tmp_path / "new" / "table.csv").read_bytes() == "é".encode()
+    write_file(tmp_path / "new" / "table.csv", b"2")
+    assert [(p.name, p.read_bytes()) for p in (tmp_path / "new").iterdir()] == [("table.csv", b"2")]
+
+
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch, call):
+    path = tmp_path / "comparison.json"
+    write_file(path, b"old")
+
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, call, full)
+    with pytest.raises(UserError, match=r"comparison\.json: the disk is full; make room") as caught:
+        write_text(path, "new")
+    assert caught.value.exit_code == DISK
+    assert [(p.name, p.read_bytes()) for p in tmp_path.iterdir()] == [("comparison.json", b"old")]
+
+
+def test_what_is_written_is_durable_before_it_has_its_name(tmp_path, monkeypatch):
+    """fsync of the content, then the rename, then fsync of the folder."""
+    calls, fsync, replace = [], os.fsync, os.replace
+    monkeypatch.setattr(
+        os, "fsync", lambda d: (calls.append("folder" if Path(f"/proc/self/fd/{d}").is_dir() else "file"), fsync(d))
+    )
+    monkeypatch.setattr(os, "replace", lambda a, b: (calls.append("replace"), replace(a, b)))
+    write_file(tmp_path / "a", b"1")
+    assert calls == ["file", "replace", "folder"]
+
+
+def test_a_folder_that_cannot_be_written_is_a_clear_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="Could not write") as caught:
+        write_text(tmp_path / "file" / "table.csv", "")
+    assert caught.value.exit_code == DISK
