@@ -22,9 +22,11 @@ from depthmix.ops.backend import choose
 from depthmix.ops.depth_attention.ahead import Far, Known, far_sources, known_sources
 from depthmix.ops.depth_attention.op import why_unsupported
 from depthmix.ops.depth_attention.reference import weighted_sum
-from depthmix.ops.depth_attention.source_major import collect_queries, read_sources
+from depthmix.ops.depth_attention.source_major import collect_queries, read_sources, seen_from_outside
+from depthmix.ops.matmul import matmul
 from depthmix.ops.norm import eps_of, is_plain_rms_norm
 from depthmix.ops.precision import rms_normalize
+from depthmix.ops.torch_internals import transformed
 
 
 class Tape(NamedTuple):
@@ -55,6 +57,10 @@ class AttnRes(Mixer):
     """query [S+1, D] = 0 and key_gain [S+1, D] = 1, the last row for finish; ways=3: query_kv, key_gain_kv [N, 2, D]."""
 
     decayed = frozenset({"query_proj", "query_proj_kv"})
+    query: Tensor
+    key_gain: Tensor
+    query_kv: Tensor
+    key_gain_kv: Tensor
 
     def __init__(
         self,
@@ -133,7 +139,7 @@ class AttnRes(Mixer):
             query = self._rows("query", site)
         else:
             seen = rms_normalize(state.observe(newest), self.eps)
-            query = torch.stack([seen @ w.to(seen.dtype).T for w in self._rows("query_proj", site)])
+            query = torch.stack([matmul(seen, w.to(seen.dtype).T) for w in self._rows("query_proj", site)])
         gain = self._rows("key_gain", site) if self.key_norm else None
         shape: dict[str, Any] = {"key_norm": self.key_norm, "heads": self.heads, "activation": self.weights}
         if not state.frozen:
@@ -153,7 +159,7 @@ class AttnRes(Mixer):
     def _tape(self, state: AttnResState) -> Tape | None:
         """What the kernels work with, made anew if the state comes from elsewhere; None where they cannot be used."""
         why = self._why_no_kernels([*state.blocks, state.pending, *(() if state.partial is None else (state.partial,))])
-        tape = state.tape if why is None else None
+        tape = state.tape if why is None and not transformed() else None
         if why is not None and state.blocks:  # an output in another dtype: the reference steps in
             return None
         if tape is None and choose("attnres", state.pending, why) == "triton":
@@ -172,11 +178,11 @@ class AttnRes(Mixer):
 
     def _queries(self) -> Tensor:
         """query ⊙ key_gain of every site: [R, D], the ways of a site side by side, finish's last."""
-        query, gain = self.get_parameter("query"), self.get_parameter("key_gain")
+        query, gain = self.query, self.key_gain
         u = query.float() * gain.float()
         if self.n_ways == 1:
             return u
-        kv = self.get_parameter("query_kv").float() * self.get_parameter("key_gain_kv").float()  # [N, 2, D]
+        kv = self.query_kv.float() * self.key_gain_kv.float()  # [N, 2, D]
         sites = u[:-1].unflatten(0, (self.n_blocks, 2))  # [N, 2, D]: attention, MLP
         return torch.cat([torch.cat([sites[:, :1], kv, sites[:, 1:]], dim=1).flatten(0, 1), u[-1:]])
 
@@ -226,9 +232,7 @@ class AttnRes(Mixer):
         if tape is not None:
             blocks = self._windowed((*tape.blocks, newest)) if opens else tape.blocks
             tape = tape._replace(blocks=blocks, partial=None if opens else newest)
-            # Later reads leave the gradient of a source with its maker, so it never reaches the tensor they pass on.
-            # A state holds another: whoever asks for its gradient is told that it is not in the graph.
-            newest = newest.view_as(newest)
+            newest = seen_from_outside(newest)
         blocks = self._windowed((*state.blocks, newest)) if opens else state.blocks
         stream = None if state.stream is None else state.stream + y
         return state.next(blocks=blocks, partial=None if opens else newest, pending=y, stream=stream, tape=tape)

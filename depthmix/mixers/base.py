@@ -48,6 +48,7 @@ class Mixer(nn.Module):
         for name, value in (("dim", dim), ("n_blocks", n_blocks)):
             Option(name, None, (int,), (), False, 1).check(self.name, value)
         self.dim, self.n_blocks, self.n_sites = dim, n_blocks, 2 * n_blocks
+        self._sites = list(range(self.n_sites))
 
     # What a mechanism implements. It computes without autocast, in fp32 or wider, and rounds once.
 
@@ -90,7 +91,7 @@ class Mixer(nn.Module):
 
     def read(self, state: Any, site: int, norm: Norm | Sequence[Norm] | None = None) -> Read:
         """What site sees: [..., D], or a tuple of `ways(site)` of them. norm, one a way, is applied to it."""
-        self._check_order("read", state, site)
+        site = self._check_order("read", state, site)
         x, norms = state.template(), self._norms(norm, site)
         with without_autocast(x):
             if norms is not None:
@@ -105,7 +106,7 @@ class Mixer(nn.Module):
 
     def write(self, state: Any, site: int, y: Tensor) -> Any:
         """The state after site produced y [..., D]."""
-        self._check_order("write", state, site)
+        site = self._check_order("write", state, site)
         x = state.template()
         self._check_tensor("write", y)
         if y.shape != x.shape:
@@ -149,7 +150,7 @@ class Mixer(nn.Module):
         if not isinstance(state, State):
             raise ContractError(f"{call}: expected the state that start or write returned, got {type(state).__name__}")
 
-    def _check_order(self, call: str, state: Any, site: int) -> None:
+    def _check_order(self, call: str, state: Any, site: int) -> int:
         self._check_state(call, state)
         if not 0 <= site < self.n_sites:
             raise ContractError(
@@ -158,6 +159,8 @@ class Mixer(nn.Module):
         if site != state.site:
             expected = f"site {state.site}" if state.site < self.n_sites else "finish, since every site is written"
             raise ContractError(f"{call} at site {site} is out of order: this state expects {expected}")
+        # A site is a place in the program, not a size: taken from a list, torch.compile(dynamic=True) sees a plain number.
+        return self._sites[site]
 
     def _check_tensor(self, call: str, x: Tensor) -> None:
         if not isinstance(x, Tensor):

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from depthmix.mixers.base import register
 from depthmix.mixers.residual import OneStream
 from depthmix.mixers.state import StreamState
+from depthmix.ops.matmul import matmul
 from depthmix.ops.precision import rms_normalize
 
 EPS = 1e-6
@@ -43,6 +44,8 @@ class Highway(OneStream):
     def _join(self, state: StreamState, site: int, y: Tensor) -> Tensor:
         seen = rms_normalize(state.observe(state.x), EPS)
         w, b = self.W_T[site].to(seen.dtype), self.b_T[site].to(seen.dtype)
-        gate = torch.sigmoid(seen @ w.T + b) if self.gate == "vector" else torch.sigmoid(seen @ w + b).unsqueeze(-1)
+        gate = (
+            torch.sigmoid(matmul(seen, w.T) + b) if self.gate == "vector" else torch.sigmoid(seen @ w + b).unsqueeze(-1)
+        )
         x = state.x.to(seen.dtype)
         return x + gate * (y - x)

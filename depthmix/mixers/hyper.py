@@ -19,6 +19,7 @@ from depthmix.mixers.base import Mixer, register
 from depthmix.mixers.options import at_least
 from depthmix.mixers.state import State, register_state
 from depthmix.ops import stream_read, stream_write
+from depthmix.ops.matmul import matmul
 from depthmix.ops.precision import compute_dtype, rms_normalize
 
 LAYERNORM_EPS, RMSNORM_EPS = 1e-5, 1e-6
@@ -96,7 +97,7 @@ class HyperConnections(Mixer):
             else:
                 streams = rms_normalize(streams, RMSNORM_EPS)
             w = torch.cat([self.W_m[site].unsqueeze(-1), self.W_beta[site].unsqueeze(-1), self.W_r[site]], dim=-1)
-            z = streams @ w.to(wide)  # [..., n, n + 2]
+            z = matmul(streams, w.to(wide))  # [..., n, n + 2]
             z = torch.tanh(z) if self.tanh else z
             s_alpha, s_beta = self.s_alpha[site].to(wide), self.s_beta[site].to(wide)
             a_m, b, a_r = a_m + s_alpha * z[..., 0], b + s_beta * z[..., 1], a_r + s_alpha * z[..., 2:]

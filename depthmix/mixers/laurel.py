@@ -15,6 +15,7 @@ from depthmix.mixers.options import OptionError, at_least
 from depthmix.mixers.residual import OneStream
 from depthmix.mixers.state import StreamState, register_state
 from depthmix.ops import depth_sum
+from depthmix.ops.matmul import matmul
 from depthmix.ops.precision import compute_dtype
 
 DEFAULT_RANK = 16
@@ -71,7 +72,7 @@ class Laurel(OneStream):
 
     def _low_rank(self, x: Tensor, site: int) -> Tensor:
         x = x.to(compute_dtype(x))
-        return x @ self.A[site].to(x.dtype).T @ self.B[site].to(x.dtype).T
+        return matmul(matmul(x, self.A[site].to(x.dtype).T), self.B[site].to(x.dtype).T)
 
     def _join(self, state: StreamState, site: int, y: Tensor) -> Tensor:
         wide = compute_dtype(state.x)

@@ -22,6 +22,7 @@ from depthmix.mixers.hyper import StreamsState, copies
 from depthmix.mixers.options import OptionError, at_least
 from depthmix.mixers.state import register_state
 from depthmix.ops import sinkhorn, stream_read, stream_write
+from depthmix.ops.matmul import matmul
 from depthmix.ops.precision import compute_dtype, rms_normalize
 
 PAPER_EPS, DEEPSEEK_EPS = 1e-20, 1e-6
@@ -126,7 +127,7 @@ class MHC(Mixer):
     def _coefficients(self, state: StreamsState, site: int) -> tuple[Tensor, Tensor, Tensor | None]:
         """H_pre and H_post [..., n] and H_res [..., n, n] (output stream first; None for the identity)."""
         x = self._normalized(state)
-        z = (x @ self.phi[site].to(x.dtype)).split(self.sizes, dim=-1)
+        z = matmul(x, self.phi[site].to(x.dtype)).split(self.sizes, dim=-1)
         b = self.b[site].to(x.dtype).split(self.sizes, dim=-1)
         alpha = self.alpha[site].to(x.dtype)
         pre, post, *res = (alpha[i] * z[i] + b[i] for i in range(len(self.sizes)))
@@ -135,7 +136,9 @@ class MHC(Mixer):
 
     def _residual_map(self, logits: Tensor) -> Tensor:
         if self.residual_map == "birkhoff":
-            return (torch.softmax(logits, dim=-1) @ self.permutations.to(logits.dtype)).unflatten(-1, (self.n, self.n))
+            return matmul(torch.softmax(logits, dim=-1), self.permutations.to(logits.dtype)).unflatten(
+                -1, (self.n, self.n)
+            )
         m = sinkhorn(logits.unflatten(-1, (self.n, self.n)), self.iterations, self.convention)
         return m.transpose(-1, -2) if self.convention == "deepseek" else m
 
@@ -158,7 +161,7 @@ class MHC(Mixer):
             return stream_read(state.x, state.pre)
         if self.head == "learned":
             x = self._normalized(state)
-            z = self.alpha_head.to(x.dtype) * (x @ self.phi_head.to(x.dtype)) + self.b_head.to(x.dtype)
+            z = self.alpha_head.to(x.dtype) * matmul(x, self.phi_head.to(x.dtype)) + self.b_head.to(x.dtype)
             return stream_read(state.x, torch.sigmoid(z) + DEEPSEEK_EPS)
         total = state.x.sum(-2, dtype=compute_dtype(state.x))
         return total / self.n if self.head == "mean" else total

@@ -17,6 +17,7 @@ from torch.nn import functional
 from depthmix.mixers.base import Mixer, Read, register
 from depthmix.mixers.state import State, register_state
 from depthmix.ops import depth_sum
+from depthmix.ops.matmul import matmul
 from depthmix.ops.precision import rms_normalize
 
 EPS = 1e-6
@@ -66,7 +67,7 @@ class Mudd(Mixer):
             return state.blocks * WAYS
         x = rms_normalize(state.observe(state.blocks[-1]), EPS)
         w_1, w_2, b = [p[str(reader)].to(x.dtype) for p in (self.W_1, self.W_2, self.b)]
-        a = (functional.gelu(x @ w_1.T) @ w_2.T).unflatten(-1, b.shape) + b  # [..., C, l]
+        a = matmul(functional.gelu(matmul(x, w_1.T)), w_2.T).unflatten(-1, b.shape) + b  # [..., C, l]
         return depth_sum(state.blocks, dynamic=a)
 
     def _start(self, x: Tensor) -> MuddState:

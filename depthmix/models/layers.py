@@ -63,9 +63,8 @@ class Attention(nn.Module):
         k = rotate(k.transpose(1, 2), context.cos, context.sin).to(v.dtype)
         if context.cache is not None:
             k, v = context.cache.update(k, v, self.block)
-        causal = context.mask is None and q.shape[2] > 1
         y = functional.scaled_dot_product_attention(
-            q, k, v, attn_mask=context.mask, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1]
+            q, k, v, attn_mask=context.mask, is_causal=context.causal, enable_gqa=q.shape[1] != k.shape[1]
         )
         return self.out_proj(y.transpose(1, 2).flatten(2))
 
@@ -93,6 +92,12 @@ class Context:
     sin: Tensor
     mask: Tensor | None  # True or 0 where a query may look; None: causal
     cache: Any  # a Hugging Face Cache, or None
+
+    @property
+    def causal(self) -> bool:
+        """Whether the kernel is to hide later tokens itself; of a single one there is nothing to hide."""
+        several = self.cos.shape[-2] > 1
+        return self.mask is None and (True if several else False)  # noqa: SIM210 (with dynamic shapes it is no bool yet)
 
 
 def causal_mask(padding: Tensor | None, past: int, length: int, n_keys: int, device: torch.device) -> Tensor:

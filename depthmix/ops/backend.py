@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from depthmix.ops.torch_internals import constant_for_compiler
+from depthmix.ops.torch_internals import constant_for_compiler, transformed
 
 BACKENDS = ("reference", "triton")
 _forced: str | None = None
@@ -71,6 +71,8 @@ def choose(op: str, x: Tensor, unsupported: str | None, backend: str | None = No
     if asked is None and not x.is_cuda:
         return "reference"
     why = why_no_kernels(x.device.type, x.device.index) or unsupported
+    if why is None and transformed():
+        why = "torch.func and forward-mode derivatives go through the reference"
     if asked == "triton" and why is not None:
         raise BackendError(f"{op}: the triton backend cannot be used: {why}")
     return "reference" if why is not None else "triton"

@@ -3,6 +3,7 @@
 tests/ops/test_torch_internals.py uses each for what it is for.
 """
 
+import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -10,7 +11,17 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-__all__ = ["backward_pass", "constant_for_compiler", "has_hooks", "node_will_run", "pytree", "saving_is_hooked"]
+__all__ = [
+    "autograd_is_compiled",
+    "backward_pass",
+    "constant_for_compiler",
+    "has_hooks",
+    "node_will_run",
+    "pytree",
+    "saving_is_hooked",
+    "transformed",
+    "when_pass_ends",
+]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -25,6 +36,17 @@ def node_will_run(node: Any) -> bool:
     return torch._C._will_engine_execute_node(node)
 
 
+def autograd_is_compiled() -> bool:
+    """Whether a backward pass runs as compiled autograd replays it, not by PyTorch's engine."""
+    compiler = sys.modules.get("torch._dynamo.compiled_autograd")
+    return compiler is not None and compiler.in_compiled_autograd_region
+
+
+def when_pass_ends(call: Callable[[], None]) -> None:
+    """Have something called when the backward pass that runs now is over."""
+    torch.autograd.Variable._execution_engine.queue_callback(call)
+
+
 def saving_is_hooked() -> bool:
     """Whether somebody packs and unpacks what is saved for the backward, as checkpointing does."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
@@ -34,6 +56,12 @@ def constant_for_compiler(function: Function) -> Function:
     """What torch.compiler.assume_constant_result does, without importing the compiler for it."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+@constant_for_compiler  # which guards on both by itself
+def transformed() -> bool:
+    """Whether tensors may be those of torch.func (grad, vmap, jvp, ...) or carry forward-mode derivatives."""
+    return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
 
 
 _OWN_HOOKS = (

@@ -8,9 +8,10 @@ from torch import Tensor
 
 from depthmix.ops.backend import choose
 from depthmix.ops.checks import check_shape, check_sources, leading
-from depthmix.ops.depth_attention.reference_autograd import DepthAttention, attend
+from depthmix.ops.depth_attention.reference_autograd import DepthAttention, attend, differentiable
 from depthmix.ops.depth_attention.source_major import read_sources
 from depthmix.ops.precision import compute_dtype, promoted_dtype, widen, without_autocast
+from depthmix.ops.torch_internals import transformed
 
 MAX_DIM = 16384  # channels of a row that fit in the registers of 32 warps
 MAX_WAYS = 3  # mixtures that one kernel reads at once
@@ -104,8 +105,9 @@ def depth_attention(
                 results += read_sources(u, w, step, sources, None, gain, eps, norm_eps)[0]
             return tuple(results) if many else results[0]
         options = (eps, key_norm, heads, activation)
-        if torch.is_grad_enabled():
-            found = DepthAttention.apply(options, norm_eps, return_weights, u, gains, *sources)
+        if transformed() or torch.is_grad_enabled():
+            compute = differentiable if transformed() else DepthAttention.apply
+            found: list[Tensor] = [*compute(options, norm_eps, return_weights, u, gains, *sources)]
             outs, p = found[:n_ways], found[n_ways:]
         else:
             outs, p = attend(options, norm_eps, u, gains, sources)[:2]
@@ -113,5 +115,5 @@ def depth_attention(
     result = tuple(outs) if many else outs[0]
     if not return_weights:
         return result
-    p = torch.stack([p_w.movedim(0, -2) if heads > 1 else p_w.squeeze(-1).movedim(0, -1) for p_w in p])
-    return result, (p if many else p[0])
+    weights = torch.stack([p_w.movedim(0, -2) if heads > 1 else p_w.squeeze(-1).movedim(0, -1) for p_w in p])
+    return result, (weights if many else weights[0])

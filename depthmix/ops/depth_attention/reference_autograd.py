@@ -57,16 +57,17 @@ class DepthAttention(torch.autograd.Function):
         mixed = Mixed([], by_way[:ways], by_way[ways : 2 * ways], by_way[2 * ways :], r)
         with without_autocast(u):
             if torch.is_grad_enabled():
-                reference = partial(_reference, ctx.options, ctx.out_eps, ctx.with_weights)
+                reference = partial(differentiable, ctx.options, ctx.out_eps, ctx.with_weights)
                 found = reference_gradients(reference, (u, gain, *sources), needs, grads)
             else:
                 found = _backward(ctx.options, u, gain, sources, mixed, grads[:ways], grads[ways:], needs)
         return (None, None, None, *found)
 
 
-def _reference(
+def differentiable(
     options: Options, out_eps: float, with_weights: bool, u: Tensor, gain: Tensor | None, *sources: Tensor
 ) -> tuple[Tensor, ...]:
+    """What DepthAttention computes, by the reference itself: in any order and mode of differentiation."""
     outs, p = depth_attention_reference(u, sources, *options)
     if gain is not None:
         outs = tuple(rms_normalize(o, out_eps) * g for o, g in zip(outs, gain, strict=True))

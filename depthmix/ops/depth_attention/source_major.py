@@ -14,12 +14,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import CheckpointError
 
 from depthmix.ops.autograd import reference_gradients
 from depthmix.ops.depth_attention.ahead import Far, Known, read
+from depthmix.ops.depth_attention.left import INSTEAD, arrive, leave, stream_of, this_pass
 from depthmix.ops.depth_attention.reference import depth_attention_reference
 from depthmix.ops.precision import rms_normalize, without_autocast
-from depthmix.ops.torch_internals import backward_pass, node_will_run, saving_is_hooked
+from depthmix.ops.torch_internals import node_will_run, saving_is_hooked
 
 FEWEST_READERS = 2  # for which it pays to leave a source's gradient unfinished and take it up again
 
@@ -35,6 +37,30 @@ class Reading(NamedTuple):
     u: Tensor  # [W, D]
     row: int  # of u's first row among all queries
     queries: Any  # the node that collects du
+    stream: torch.cuda.Stream | None  # on which all this was computed
+
+    def arrive(self) -> "Reading":
+        """The same, once the current stream may use it."""
+        arrive(self.stream, *self.do, self.s, *self.far, *self.ld, self.u)
+        return self
+
+
+def seen_from_outside(newest: Tensor) -> Tensor:
+    """A source for whoever looks at a state.
+
+    Later reads leave the gradient of a source with its maker, so it never reaches the tensor they pass on. Whoever asks for it
+    is told so: by autograd that this tensor is not in the graph, and here where autograd would say nothing.
+    """
+    seen = newest.view_as(newest)
+    if seen.requires_grad:
+        for name in ("retain_grad", "register_hook"):
+            setattr(seen, name, _no_gradient)
+    return seen
+
+
+def _no_gradient(*_: Any) -> None:
+    what = "with kernels the gradient of a state's tensor is never formed by itself"
+    raise RuntimeError(f"depth_attention: {what}; {INSTEAD}")
 
 
 def collect_queries(queries: Tensor) -> Tensor:
@@ -84,23 +110,25 @@ class CollectQueries(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor | None) -> Tensor | None:
-        left = ctx.left.pop(backward_pass(), None)
+        left = ctx.left.pop(this_pass(), None)
         total = None if left is None else _add_up(left, ctx.shape)
         return g if total is None else total if g is None else total + g
 
 
 def _leave_du(queries: Any, task: int, rows: Sequence[int], du: Tensor) -> None:
-    queries.left.setdefault(task, []).append((rows, du))
+    leave(queries, task, (rows, du, stream_of(du)))
 
 
-def _add_up(parts: list[tuple[Sequence[int], Tensor]], shape: torch.Size) -> Tensor:
+def _add_up(parts: list[tuple[Sequence[int], Tensor, torch.cuda.Stream | None]], shape: torch.Size) -> Tensor:
     """The sum of gradients [1 or 2, rows, D] of some rows each; those of one row, every second read's, are added as one."""
-    halves = max(len(du) for _, du in parts)
+    for _, du, stream in parts:
+        arrive(stream, du)
+    halves = max(len(du) for _, du, _ in parts)
     total = torch.zeros(halves, *shape, dtype=parts[0][1].dtype, device=parts[0][1].device)
-    single = sorted(((rows[0], du[0]) for rows, du in parts if du.shape[:2] == (1, 1)), key=lambda item: item[0])
+    single = sorted(((rows[0], du[0]) for rows, du, _ in parts if du.shape[:2] == (1, 1)), key=lambda item: item[0])
     if single:
         _add_rows(total[0], [row for row, _ in single], torch.cat([du for _, du in single]))
-    for rows, du in parts:
+    for rows, du, _ in parts:
         if du.shape[:2] != (1, 1):
             _add_rows(total[: len(du)], rows, du)
     return total.sum(0) if halves > 1 else total[0]
@@ -144,11 +172,21 @@ class ReadSources(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors  # once: a second access fails inside a checkpointed region
+        saved = _saved(ctx)
         with without_autocast(saved[0]):
             if torch.is_grad_enabled():
                 return _differentiable_backward(ctx, saved, grads)
             return _backward(ctx, saved, grads)
+
+
+def _saved(ctx: Any) -> Sequence[Tensor]:
+    try:
+        return ctx.saved_tensors  # once: a second access fails inside a checkpointed region
+    except CheckpointError:
+        if not torch.is_grad_enabled():
+            raise
+        what = "kernels cannot differentiate a checkpointed region twice"
+        raise RuntimeError(f"depth_attention: {what}; {INSTEAD}") from None
 
 
 def _maker(source: Tensor) -> Any:
@@ -166,8 +204,10 @@ def _backward(ctx: Any, saved: Sequence[Tensor], grads: Sequence[Tensor | None])
     o, local_sources = rest[: ctx.ways], iter(rest[ctx.ways :])
     *dy, g = grads
     g = None if g is None else g.contiguous()
-    task, eps = backward_pass(), ctx.eps[0]
+    task, eps = this_pass(), ctx.eps[0]
     left: list[tuple[Reading, int]] = ctx.left.pop(task, [])  # by the later readers of the newest source
+    for reading, _ in left:
+        reading.arrive()
     needs_add, *needs = ctx.needs_input_grad[5:]
     need_fresh = needs_add or needs[-1]
     dgain, dqueries = None, None
@@ -186,7 +226,7 @@ def _backward(ctx: Any, saved: Sequence[Tensor], grads: Sequence[Tensor | None])
         local = [(i, next(local_sources)) for i, m in enumerate(ctx.makers) if m is None]
         # One way and no reader left: the newest source's gradient is computed here, while its reader's is at hand.
         at_once = ctx.ways == 1 and not left
-        newest = Newest(fresh, g, need_fresh, ctx.part.pop(task, None)) if at_once else None
+        newest = Newest(fresh, g, need_fresh, _take_part(ctx, task)) if at_once else None
         u = queries[ctx.row : ctx.row + ctx.ways]
         store = bool(makers or local or not at_once)
         ways = []
@@ -195,9 +235,11 @@ def _backward(ctx: Any, saved: Sequence[Tensor], grads: Sequence[Tensor | None])
             k = None if gain is None else gain[w]
             ways.append(read_backward(d, o[w], u[w], k, s[w], lse[w], newest, eps, store, ctx.n > 1))
         dgain = None if gain is None else torch.stack([x.dgain for x in ways])
-        reading = Reading([x.do for x in ways], s, ctx.far, ctx.n, [x.ld for x in ways], u, ctx.row, ctx.queries)
+        reading = Reading(
+            [x.do for x in ways], s, ctx.far, ctx.n, [x.ld for x in ways], u, ctx.row, ctx.queries, stream_of(u)
+        )
         for i, maker in makers:
-            maker.left.setdefault(task, []).append((reading, i))
+            leave(maker, task, (reading, i))
         parts = []  # of du
         for i, v in local:
             dv[i], du = _from_own_read(v, None, reading, i, eps, needs[i])
@@ -265,7 +307,7 @@ def _gradient_of_source(
     by_queries: dict[int, list[tuple[Reading, int]]] = {}
     for item in left:
         by_queries.setdefault(id(item[0].queries), []).append(item)
-    part = ctx.part.pop(task, None)
+    part = _take_part(ctx, task)
     for items in by_queries.values():  # one, unless two stacks read the same source
         items.sort(key=lambda item: item[0].row)
         queries = items[0][0].queries
@@ -273,13 +315,13 @@ def _gradient_of_source(
         if not (need_du or need_dv):
             continue
         older = _older_of_its_pair(ctx, left, task) if need_dv and len(by_queries) == 1 else []
-        sources = [Source(x, None, m.part.pop(task, None), whole=False) for m, x in older]
+        sources = [Source(x, None, _take_part(m, task), whole=False) for m, x in older]
         sources.append(Source(v, g, part, need_dv=need_dv))
         readers = [reader for reading, i in items for reader in _readers(reading, *range(i - len(older), i + 1))]
         found, du = source_backward(sources, readers, ctx.eps[0], need_du)
         for (maker, _), d in zip(older, found, strict=False):
-            maker.part[task] = d
-            maker.left[task] = []
+            maker.part[task] = d, stream_of(v)
+            maker.left[task].clear()
         g, part = (found[-1] if need_dv else g), None
         if du is not None:
             rows = [reading.row + w for reading, _ in items for w in range(len(reading.do))]
@@ -287,6 +329,14 @@ def _gradient_of_source(
     if part is not None and need_dv:  # no reader was left
         g = (part if g is None else part + g).to(v.dtype)
     return g
+
+
+def _take_part(node: Any, task: int) -> Tensor | None:
+    """What a source has of its gradient from readers that were seen together with a newer source."""
+    part, stream = node.part.pop(task, (None, None))
+    if part is not None:
+        arrive(stream, part)
+    return part
 
 
 def _older_of_its_pair(ctx: Any, left: list[tuple[Reading, int]], task: int) -> list[tuple[Any, Tensor]]:
@@ -310,7 +360,7 @@ def _differentiable_backward(
     """Under create_graph=True: gradients of all sources at once, by autograd through the reference."""
     fresh, queries, gain, _, _, *rest = saved
     local = iter(rest[ctx.ways :])
-    olds = [next(local) if m is None else m.saved_tensors[0] for m in ctx.makers]
+    olds = [next(local) if m is None else _saved(m)[0] for m in ctx.makers]
     needs_add, *needs = ctx.needs_input_grad[5:]
 
     def reference(queries: Tensor, gain: Tensor | None, *sources: Tensor) -> tuple[Tensor, ...]:

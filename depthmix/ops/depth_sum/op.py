@@ -11,6 +11,7 @@ from depthmix.ops.autograd import reference_gradients
 from depthmix.ops.checks import check_shape, check_sources, leading
 from depthmix.ops.depth_sum.reference import depth_scores_reference, depth_sum_reference
 from depthmix.ops.precision import promoted_dtype, without_autocast
+from depthmix.ops.torch_internals import transformed
 
 
 class DepthSum(torch.autograd.Function):
@@ -97,7 +98,7 @@ def depth_sum(
         check_shape(op, "dynamic", dynamic, first, (*first.shape[:-1], n_ways, n))
     dtype = promoted_dtype(tuple(sources))
     with without_autocast(first):
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and not transformed():
             outs = DepthSum.apply(relu, static, dynamic, *sources)
         else:
             outs = depth_sum_reference(sources, static, dynamic, relu)

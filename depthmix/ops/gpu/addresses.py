@@ -1,14 +1,15 @@
 """Tables of addresses, through which kernels find tensors that lie anywhere, and how those are aligned."""
 
+import threading
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from depthmix.ops.gpu.recording import write_afterwards
+from depthmix.ops.gpu.launch import launch, on_device
+from depthmix.ops.gpu.recording import ALIGNED, ROOM, write_afterwards
 
 _CHUNK = 64  # addresses that one launch of _set_addresses stores
 
@@ -47,40 +48,79 @@ def _set_addresses(
     _store_eight(table + 56, n - 56, a56, a57, a58, a59, a60, a61, a62, a63)
 
 
-_tables: dict[tuple[Any, ...], Tensor] = {}
+class Arena:
+    """The tables of one stream, kept: training asks for the same ones at every step, since the allocator repeats itself.
 
-
-def address_table(addresses: tuple[int, ...], device: torch.device) -> Tensor:
-    """The addresses in device memory.
-
-    They travel as arguments of a kernel, which a CUDA graph replays as they were (a copy from the host would be read again),
-    unless whoever records the graph writes them afterwards. Training asks for the same ones at every step (the allocator
-    repeats itself), so tables are kept.
+    When it is full it begins again from its start, which the order of the stream makes safe.
     """
-    capturing = _capturing(device)
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    key = (device, stream, addresses)
-    if not capturing and key in _tables:
-        return _tables[key]
-    table = write_afterwards(addresses, device) if capturing else None
-    if table is not None:
+
+    def __init__(self, device: torch.device, room: int = ROOM) -> None:
+        self.memory = outside_pools(room, device)
+        self.tables: dict[tuple[int, ...], Tensor] = {}
+        self.used = 0
+
+    def table(self, addresses: tuple[int, ...]) -> Tensor:
+        table = self.tables.get(addresses)
+        if table is None:
+            size = -(-len(addresses) // ALIGNED) * ALIGNED
+            if self.used + size > len(self.memory):
+                self.tables.clear()
+                self.used = 0
+            if size > len(self.memory):
+                return write(torch.empty(len(addresses), dtype=torch.int64, device=self.memory.device), addresses)
+            table = write(self.memory[self.used : self.used + len(addresses)], addresses)
+            self.tables[addresses] = table
+            self.used += size
         return table
-    table = torch.empty(len(addresses), dtype=torch.int64, device=device)
+
+
+def outside_pools(room: int, device: torch.device) -> Tensor:
+    """Memory for so many numbers that outlives CUDA graphs.
+
+    Whoever warms up or records one (torch.compile's "reduce-overhead" among them) claims what the current thread allocates
+    and takes it back later, so another thread allocates this.
+    """
     if device.type != "cuda":
-        table.copy_(torch.tensor(addresses, dtype=torch.int64))
-    else:
-        for start in range(0, len(addresses), _CHUNK):
-            chunk = addresses[start : start + _CHUNK]
-            _set_addresses[(1,)](table[start:], len(chunk), *chunk, *(0,) * (_CHUNK - len(chunk)), num_warps=1)
-    if not capturing:  # a graph owns what it makes
-        if len(_tables) > 4096:
-            _tables.clear()
-        _tables[key] = table
+        return torch.empty(room, dtype=torch.int64, device=device)
+    found: list[Tensor] = []
+    thread = threading.Thread(target=lambda: found.append(torch.empty(room, dtype=torch.int64, device=device)))
+    thread.start()
+    thread.join()
+    # That thread's stream is the default one, on which the memory may still be in use by what was freed there.
+    torch.cuda.current_stream(device).wait_stream(torch.cuda.default_stream(device))
+    return found[0]
+
+
+def write(table: Tensor, addresses: tuple[int, ...]) -> Tensor:
+    """The table, filled: the addresses travel as arguments of a kernel, which a CUDA graph replays as they were."""
+    if table.device.type != "cuda":
+        return table.copy_(torch.tensor(addresses, dtype=torch.int64))
+    for start in range(0, len(addresses), _CHUNK):
+        chunk = addresses[start : start + _CHUNK]
+        rest = (0,) * (_CHUNK - len(chunk))
+        launch(_set_addresses, (1,), table, table[start:], len(chunk), *chunk, *rest, num_warps=1)
     return table
 
 
-def _capturing(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+_arenas: dict[tuple[torch.device, int], Arena] = {}
+
+
+def address_table(addresses: tuple[int, ...], device: torch.device) -> Tensor:
+    """The addresses in device memory: kept ones, or, while a CUDA graph is recorded, ones of its own."""
+    with on_device(device):
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return recorded_table(addresses, device)
+        key = (device, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0)
+        arena = _arenas.get(key)
+        if arena is None:
+            arena = _arenas[key] = Arena(device)
+        return arena.table(addresses)
+
+
+def recorded_table(addresses: tuple[int, ...], device: torch.device) -> Tensor:
+    """A table for a graph: written once by whoever records it, if they do that, or else by the graph at every replay."""
+    table = write_afterwards(addresses, device)
+    return write(torch.empty(len(addresses), dtype=torch.int64, device=device), addresses) if table is None else table
 
 
 def aligned(dim: int, *groups: Sequence[Tensor | None]) -> bool:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 ROOM = 1 << 19  # numbers, 4 MiB
-_ALIGNED = 16  # numbers; kernels are compiled for addresses of such tables
+ALIGNED = 16  # numbers; kernels are compiled for addresses of such tables
 
 
 class Constants:
@@ -25,7 +25,7 @@ class Constants:
         start = len(self.values)
         if start + len(values) > len(self.memory):
             return None
-        self.values += [*values, *(0,) * (-len(values) % _ALIGNED)]
+        self.values += [*values, *(0,) * (-len(values) % ALIGNED)]
         return self.memory[start : start + len(values)]
 
     def write(self) -> None:

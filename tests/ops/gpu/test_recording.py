@@ -54,15 +54,27 @@ def test_a_recording_that_fails_writes_nothing() -> None:
 
 def test_a_recorded_table_is_written_once_and_belongs_to_its_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     addresses = pytest.importorskip("depthmix.ops.gpu.addresses")
-    monkeypatch.setattr(addresses, "_capturing", lambda device: True)
-    monkeypatch.setattr(addresses, "_tables", {})
     held = (3, 2**41)
     with written_afterwards(CPU) as constants:
-        table = addresses.address_table(held, CPU)
+        table = addresses.recorded_table(held, CPU)
         table.zero_()
     assert table.tolist() == list(held)
     assert table.data_ptr() == constants.memory.data_ptr()
-    alone = addresses.address_table(held, CPU)  # someone else's recording, who writes nothing: the graph does
+    alone = addresses.recorded_table(held, CPU)  # someone else's recording, who writes nothing: the graph does
     assert alone.tolist() == list(held)
-    assert alone is not table
-    assert not addresses._tables
+    assert alone.data_ptr() != table.data_ptr()
+
+
+def test_kept_tables_lie_in_one_memory_that_begins_again_when_it_is_full() -> None:
+    addresses = pytest.importorskip("depthmix.ops.gpu.addresses")
+    arena = addresses.Arena(CPU, room=64)
+    first = arena.table((1, 2, 3))
+    assert arena.table((1, 2, 3)) is first
+    others = [arena.table((k, 2**41, 7)) for k in range(10, 13)]
+    assert [t.tolist() for t in (first, *others)] == [[1, 2, 3], *([k, 2**41, 7] for k in range(10, 13))]
+    start, end = arena.memory.data_ptr(), arena.memory.data_ptr() + arena.memory.nbytes
+    assert all(start <= t.data_ptr() < end and t.data_ptr() % 128 == start % 128 for t in others)
+    again = arena.table((5,))  # the fifth of four
+    assert again.data_ptr() == start
+    assert arena.table((1, 2, 3)).tolist() == [1, 2, 3]  # written anew
+    assert arena.table(tuple(range(100))).tolist() == list(range(100))  # more than there is room for

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from depthmix.ops.depth_attention.kernels.read import load_row, programs_for, three
 from depthmix.ops.gpu.addresses import address_table, aligned
+from depthmix.ops.gpu.launch import launch
 
 
 @triton.jit
@@ -132,7 +133,8 @@ def layer_backward(
     rows = [
         (x.data_ptr(), 0 if h is None else h.data_ptr(), o.data_ptr()) for x, h, o in zip(sources, gs, dv, strict=True)
     ]
-    _layer_backward_kernel[(programs,)](
+    launch(
+        _layer_backward_kernel, (programs,), v,
         address_table(tuple(a for row in rows for a in row), v.device),
         *three(dy), u, u if gain is None else gain, s, lse, part, tokens, len(sources), eps, out_eps,
         D=dim, BD=block, WAYS=ways, NORM=gain is not None, ALIGNED=aligned(dim, sources, gs, dv), num_warps=warps,

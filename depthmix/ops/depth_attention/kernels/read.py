@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from depthmix.ops.gpu.addresses import address_table, aligned
+from depthmix.ops.gpu.launch import launch
 
 
 @triton.jit
@@ -222,7 +223,8 @@ def read(
     if tokens:
         block = triton.next_power_of_2(dim)
         table = address_table(tuple(v.data_ptr() for v in sources), first.device)
-        _read_kernel[(tokens,)](
+        launch(
+            _read_kernel, (tokens,), first,
             table, first if add is None else add, first if fresh is None else fresh, u if bank is None else bank,
             u if bank_lse is None else bank_lse, u, u if gain is None else gain,
             *three(y), *three(o or y), s, lse, tokens, n, eps, out_eps,
@@ -283,7 +285,8 @@ def read_backward(
     programs = programs_for(tokens, warps, dy)
     part = torch.empty(programs, 2, dim, dtype=torch.float32, device=dy.device)
     g, before = (None, None) if newest is None else (newest.g, newest.part)
-    _read_backward_kernel[(programs,)](
+    launch(
+        _read_backward_kernel, (programs,), dy,
         dy, o, do, u, u if gain is None else gain, s[-1], lse, ld, dy if newest is None else newest.v,
         dy if g is None else g, u if before is None else before, dy if dv is None else dv, part,
         tokens, int(several), eps,

@@ -18,6 +18,8 @@ from torch import Tensor
 
 from depthmix.ops.depth_attention.kernels.read import load_row
 from depthmix.ops.gpu.addresses import address_table, aligned
+from depthmix.ops.gpu.launch import launch
+from depthmix.ops.matmul import matmul
 
 PAIR = 2  # sources whose gradients are computed together
 
@@ -245,7 +247,7 @@ def source_backward(
     if split and v.is_cuda:
         parts = [torch.mm(d.t(), x, out_dtype=torch.float32) for d, x in zip(ds, rows, strict=True)]
     else:
-        parts = [d.t().float() @ x.float() for d, x in zip(ds, rows, strict=True)]
+        parts = [matmul(d.t().float(), x.float()) for d, x in zip(ds, rows, strict=True)]
     du = parts[0] if len(parts) == 1 else parts[0].add_(parts[1])
     return out, du.view(1 + split, columns, dim)[:, :n]
 
@@ -273,7 +275,8 @@ def _launch(
     levels = max(1, block // (32 * warps)).bit_length() - 1  # numbers of a row that a lane holds, as a power of two
     near = (16 // v.element_size()).bit_length() - 1 if wide else 0  # and of those it loads at once
     group = 16 if levels <= 4 else 32  # more readers side by side cost registers, which smaller programs lack
-    _source_backward_kernel[(tokens,)](
+    launch(
+        _source_backward_kernel, (tokens,), v,
         address_table(tuple(0 if a is None else a.data_ptr() for row in rows for a in row), v.device),
         address_table(tuple(a for reader in known for a in reader), v.device),
         _side_by_side([x.u for x in readers]), v, ds,

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from depthmix.ops.depth_attention.kernels.read import Result, deliver, load_row, three
 from depthmix.ops.gpu.addresses import address_table, aligned
+from depthmix.ops.gpu.launch import launch
 
 GROUP = 4  # sites that look at older sources together
 
@@ -177,7 +178,8 @@ def scores(queries: Halves, sources: Sequence[Tensor], eps: float) -> Tensor:
     table = address_table(tuple(x.data_ptr() for x in sources), v.device)
     for at in range(0, rows, 64):  # more would not fit in the shared memory of smaller GPUs
         n = min(64, rows - at)
-        _scores_kernel[(triton.cdiv(tokens, 128), len(sources))](
+        launch(
+            _scores_kernel, (triton.cdiv(tokens, 128), len(sources)), v,
             table, high[at:], low[at:], out[at:], v, tokens, len(sources), n, eps,
             D=dim, BT=128, BR=max(16, triton.next_power_of_2(n)), BK=min(64, max(16, triton.next_power_of_2(dim))),
             SPLIT=kind != torch.float32, ALIGNED=aligned(dim, sources), num_warps=8,
@@ -197,7 +199,8 @@ def make_bank(logits: Sequence[Tensor], sources: Sequence[Tensor], rows: int) ->
     bank = [torch.empty(tokens, dim, dtype=torch.float32, device=v.device) for _ in range(rows)]
     lse = torch.empty(rows, tokens, dtype=torch.float32, device=v.device)
     pairs = [(x.data_ptr(), s.data_ptr()) for x, s in zip(sources, logits, strict=True)]
-    _bank_kernel[(tokens, triton.cdiv(dim, block))](
+    launch(
+        _bank_kernel, (tokens, triton.cdiv(dim, block)), v,
         address_table(tuple(a for pair in pairs for a in pair), v.device), *bank, *bank[: GROUP - rows], lse, v, tokens, len(sources),
         D=dim, BD=block, BN=max(32, triton.next_power_of_2(len(sources))), ROWS=rows, ALIGNED=aligned(dim, sources),
         STAGES=4 if block > 512 else 3, num_warps=1,
@@ -221,7 +224,8 @@ def read_known(
     result = Result.empty(newest, ways, gain is not None, add is not None, keep, 1)
     block = triton.next_power_of_2(dim)
     pairs = [(x.data_ptr(), s.data_ptr()) for x, s in zip(sources, logits, strict=False)]
-    _read_known_kernel[(tokens,)](
+    launch(
+        _read_known_kernel, (tokens,), newest,
         address_table(tuple(a for pair in pairs for a in pair), newest.device), newest, newest if add is None else add,
         newest if result.fresh is None else result.fresh, u, u if gain is None else gain,
         *three(result.y), *three(result.o or result.y), result.s, result.lse, tokens, n, eps, out_eps,

@@ -1,0 +1,73 @@
+"""Products of matrices in fp32, whatever a process allows: mixing arithmetic is lowered neither to TF32 nor to bf16.
+
+`torch.set_float32_matmul_precision("high")` is for a model's large products. Where it is in force, an operator of ours
+takes the place of @ and puts IEEE precision in force around its own product, forward and backward.
+"""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from depthmix.ops.torch_internals import constant_for_compiler, transformed
+
+_library = torch.library.Library("depthmix", "FRAGMENT")
+_library.define("ieee_matmul(Tensor a, Tensor b) -> Tensor")
+_lock = threading.RLock()  # the setting is the process's, and backward passes have threads of their own
+
+
+def _settings(device_type: str) -> Any:
+    return {"cuda": torch.backends.cuda.matmul, "cpu": getattr(torch.backends.mkldnn, "matmul", None)}.get(device_type)
+
+
+@constant_for_compiler  # which guards on the setting by itself
+def lowered(device_type: str) -> bool:
+    """Whether products of fp32 matrices may be computed in fewer bits on such a device."""
+    settings = _settings(device_type)
+    return settings is not None and settings.fp32_precision not in ("ieee", "none")
+
+
+@contextmanager
+def _ieee(device_type: str) -> Iterator[None]:
+    settings = _settings(device_type)
+    with _lock:
+        before = settings.fp32_precision
+        settings.fp32_precision = "ieee"
+        try:
+            yield
+        finally:
+            settings.fp32_precision = before
+
+
+def _ieee_matmul(a: Tensor, b: Tensor) -> Tensor:
+    with _ieee(a.device.type):
+        return a @ b
+
+
+for _device in ("CUDA", "CPU"):
+    _library.impl("ieee_matmul", _ieee_matmul, _device)
+torch.library.register_fake("depthmix::ieee_matmul", lambda a, b: a @ b, lib=_library)
+
+
+def _setup(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    a, b = ctx.saved_tensors
+    da = torch.ops.depthmix.ieee_matmul(g, b.t()) if ctx.needs_input_grad[0] else None
+    db = torch.ops.depthmix.ieee_matmul(a.flatten(0, -2).t(), g.flatten(0, -2)) if ctx.needs_input_grad[1] else None
+    return da, db
+
+
+torch.library.register_autograd("depthmix::ieee_matmul", _backward, setup_context=_setup, lib=_library)
+
+
+def matmul(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b for a [..., K] and b [K, M], in the precision of their dtype. (torch.func does not know the operator: plain @.)"""
+    if a.dtype != torch.float32 or not lowered(a.device.type) or transformed():
+        return a @ b
+    return torch.ops.depthmix.ieee_matmul(a, b)
