@@ -105,8 +105,9 @@ def depth_attention(
                 results += read_sources(u, w, step, sources, None, gain, eps, norm_eps)[0]
             return tuple(results) if many else results[0]
         options = (eps, key_norm, heads, activation)
-        if transformed() or torch.is_grad_enabled():
-            compute = differentiable if transformed() else DepthAttention.apply
+        by_torch = transformed() or torch.compiler.is_compiling()  # who derive and plan a backward of their own
+        if by_torch or torch.is_grad_enabled():
+            compute = differentiable if by_torch else DepthAttention.apply
             found: list[Tensor] = [*compute(options, norm_eps, return_weights, u, gains, *sources)]
             outs, p = found[:n_ways], found[n_ways:]
         else:

@@ -1,0 +1,54 @@
+"""torch.compile(dynamic=True): lengths are symbols, sites are not."""
+
+import pytest
+import torch
+from torch import nn
+
+from depthmix import Decoder, DecoderConfig, create_mixer
+from depthmix.ops import use_backend
+
+pytestmark = pytest.mark.no_cover
+
+
+def worst(run, model, x):
+    """The largest difference between a compiled model's gradients and its own."""
+    wanted = list(model.parameters())
+    found, expected = (torch.autograd.grad(f(x).square().mean(), wanted, allow_unused=True) for f in (run, model))
+    return max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True) if a is not None)
+
+
+@pytest.mark.parametrize(("mixer", "options"), [("attnres", {"block_size": 2}), ("dca", {})])
+def test_a_decoder_is_one_graph_for_all_lengths(mixer, options):
+    config = DecoderConfig(vocab_size=40, dim=16, n_blocks=1, n_heads=2, mixer=mixer, mixer_options=options)
+    model = Decoder(config)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, dynamic=True, fullgraph=True, backend="aot_eager")
+    for length in (8, 11):
+        assert worst(compiled, model, torch.randint(0, 40, (2, length))) < 1e-6
+
+
+class Broken(nn.Module):
+    """A model of one's own, with a graph break after every read."""
+
+    def __init__(self):
+        super().__init__()
+        self.mixer = create_mixer("attnres", dim=16, n_blocks=1)
+        self.norms = nn.ModuleList(nn.RMSNorm(16, eps=1e-6) for _ in range(2))
+
+    def forward(self, x):
+        state = self.mixer.start(x)
+        for site, norm in enumerate(self.norms):
+            h = self.mixer.read(state, site, norm)
+            torch._dynamo.graph_break()
+            state = self.mixer.write(state, site, h.tanh())
+        return self.mixer.finish(state)
+
+
+def test_a_site_is_a_plain_number_in_pieces_of_a_model():
+    """As a symbol it would reach the compiled code of a piece that does not define it."""
+    pytest.importorskip("triton")
+    model = Broken()
+    torch._dynamo.reset()
+    compiled = torch.compile(model, dynamic=True)
+    with use_backend("triton"):
+        assert worst(compiled, model, torch.randn(2, 5, 16)) < 1e-6
