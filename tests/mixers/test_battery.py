@@ -11,12 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from depthmix import create_mixer
 from harness import CASE_IDS, CASES, DIM, MIXERS, B, Sublayers, T, as_tuple, build, embedding, run_stack
-
-# Rows (sites or readers) of parameters that cannot receive a gradient, by mixer: see docs/mechanisms.md.
-DEAD_ROWS = {
-    "attnres": {("query", 0), ("key_gain", 0)},  # site 0 has a single source
-    "mhc": {("b_res", 0)},  # at site 0 the streams are copies, and the residual map's rows sum to one
-}
+from oracles import MODULES
 
 every_mixer = pytest.mark.parametrize("name", MIXERS)
 every_case = pytest.mark.parametrize(("name", "choice"), CASES, ids=CASE_IDS)
@@ -74,7 +69,7 @@ def test_every_parameter_receives_a_gradient_at_step_0_or_1(name):
         optimizer.step()
         assert step == 1 or sublayers.weight.grad is not None
     dead = {k for k, g in size.items() if g < 1e-13}
-    assert dead == DEAD_ROWS.get(name, set())
+    assert dead == MODULES[name].DEAD_ROWS
 
 
 @every_case
@@ -263,8 +258,9 @@ def test_decay_names_exist(name):
     names = {k.split(".")[0] for k, _ in mixer.named_parameters()}
     for key, p in mixer.named_parameters():
         assert not mixer.decays(key) or p.ndim >= 2, f"{key} decays but is no matrix"
-    optional = {"query_proj", "query_proj_kv", "phi_head"}  # present with other options
-    assert mixer.decayed <= names | optional
+    for choice in MODULES[name].OPTIONS:
+        names |= {k.split(".")[0] for k, _ in build(name, 2, choice).named_parameters()}
+    assert mixer.decayed <= names
 
 
 def test_a_state_names_its_tensors():

@@ -4,7 +4,8 @@ import pytest
 
 import depthmix
 from depthmix import OptionError, create_mixer
-from depthmix.mixers import AttnRes, mixer_class
+from depthmix.mixers import mixer_class
+from depthmix.mixers.attnres import AttnRes
 from depthmix.mixers.options import nearest
 from harness import MIXERS
 

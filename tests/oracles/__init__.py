@@ -1,23 +1,22 @@
-"""Reference implementations written from docs/mechanisms.md and the papers alone; they share no code with depthmix."""
+"""Reference implementations written from docs/mechanisms.md and the papers alone; they share no code with depthmix.
 
-from . import attnres, dca, denseformer, grn, highway, hyper, laurel, layerscale, mhc, mudd, residual, rezero
-from .defaults import DEFAULTS
-from .shapes import initial, random_parameters, shapes
-from .trace import Trace
+One file per mechanism: `run`, and before it what docs/mechanisms.md says in tables,
 
-ORACLES = {
-    "residual": residual.run,
-    "rezero": rezero.run,
-    "layerscale": layerscale.run,
-    "highway": highway.run,
-    "denseformer": denseformer.run,
-    "hyper": hyper.run,
-    "mhc": mhc.run,
-    "grn": grn.run,
-    "dca": dca.run,
-    "attnres": attnres.run,
-    "laurel": laurel.run,
-    "mudd": mudd.run,
+    DEFAULTS                 every option's default
+    OPTIONS                  option combinations worth trying
+    DEAD_ROWS                {(parameter, row)}: rows (of sites or readers) that cannot receive a gradient with the defaults
+    parameters(o, D, N, S)   {name: (shape, initial value)}; the value is a number, a function of the shape, or None where it is random
+    starts_plain(options)    whether the logits at step 0 are those of the plain residual
+"""
+
+import importlib
+import pkgutil
+
+SHARED = {"cases", "shapes", "tables", "test_oracles", "trace"}
+MODULES = {
+    m.name: importlib.import_module(f".{m.name}", __name__)
+    for m in pkgutil.iter_modules(__path__)
+    if m.name not in SHARED
 }
-
-__all__ = ["DEFAULTS", "ORACLES", "Trace", "initial", "random_parameters", "shapes"]
+ORACLES = {name: module.run for name, module in MODULES.items()}
+DEFAULTS = {name: module.DEFAULTS for name, module in MODULES.items()}

@@ -6,9 +6,51 @@ partial sum from the last block boundary to s, unless it is empty. window W: e a
 M[s, i+1] = p of the source that contains y_i, 0 if a window dropped it; plus 1 with routing="add".
 """
 
+import math
+
 import torch
 
+from .tables import combine
 from .trace import Trace, no_mixing, rms
+
+DEFAULTS = {
+    "block_size": None,
+    "ways": 1,
+    "query": "learned",
+    "weights": "softmax",
+    "key_norm": True,
+    "heads": 1,
+    "window": None,
+    "routing": "replace",
+    "eps": 1e-6,
+}
+OPTIONS = (
+    combine(block_size=[None, 1, 2, 3, 5, 8, 20], ways=[1, 3], window=[None, 1, 2])
+    + combine(query=["learned", "input"], weights=["softmax", "sigmoid"], key_norm=[True, False], heads=[1, 2, 8])
+    + combine(block_size=[None, 3], ways=[1, 3], query=["learned", "input"], routing=["replace", "add"], heads=[1, 4])
+    + combine(block_size=[None, 3], ways=[1, 3], weights=["static"], window=[None, 2], routing=["replace", "add"])
+)
+DEAD_ROWS = {("query", 0), ("key_gain", 0)}  # site 0 has a single source
+
+
+def parameters(o, D, N, S):
+    most = 1 + math.ceil(S / (o["block_size"] or 1))
+    if o["window"] is not None:
+        most = min(most, 1 + o["window"])
+    if o["weights"] == "static":
+        rows = {"logits": ((most,), 0)}
+    else:
+        rows = {"query": ((D,), 0)} if o["query"] == "learned" else {"query_proj": ((D, D), 0)}
+        if o["key_norm"]:
+            rows["key_gain"] = ((D,), 1)
+    out = {name: ((S + 1, *shape), value) for name, (shape, value) in rows.items()}
+    if o["ways"] == 3:
+        out |= {name + "_kv": ((N, 2, *shape), value) for name, (shape, value) in rows.items()}
+    return out
+
+
+def starts_plain(options):
+    return options["window"] is None
 
 
 def members(s, block_size, window):

@@ -3,8 +3,21 @@
 h_{2i} = (g^q, g^k, g^v);   h_{2i+1} = y_{2i} + g^q;   f_{i+1} = y_{2i} + y_{2i+1};   h_S = g_N.      (see grn.py)
 """
 
-from .grn import run_ways
+from .grn import run_ways, stacked
+from .tables import combine
 from .trace import Trace
+
+DEFAULTS = {"window": None, "relu_on": "dynamic", "w_per_entry": False}
+OPTIONS = combine(window=[None, 1, 2], relu_on=["dynamic", "sum"], w_per_entry=[False, True])
+DEAD_ROWS = set()
+
+
+def parameters(o, D, N, S):
+    return stacked(o, D, N, 3)
+
+
+def starts_plain(options):
+    return True
 
 
 def run(p, options, n_blocks, e, sublayer) -> Trace:

@@ -8,7 +8,20 @@ With delta = [e, delta_1 ... delta_N], Y = A X and X = S A X + delta (S shifts d
 
 import torch
 
+from .tables import combine, last_is_one
 from .trace import Trace, block_level, unit_lower_inverse
+
+DEFAULTS = {"dilation": 1, "period": 1}
+OPTIONS = combine(dilation=[1, 2, 3, 9], period=[1, 2, 3, 9])
+DEAD_ROWS = set()
+
+
+def parameters(o, D, N, S):
+    return {f"alpha.{i}": ((i // o["dilation"] + 1,), last_is_one) for i in range(1, N + 1) if i % o["period"] == 0}
+
+
+def starts_plain(options):
+    return True
 
 
 def weights(p, options, i, dtype):

@@ -10,7 +10,35 @@ M: f_j's two outputs share the coefficient of the stack entry that holds f_j.
 
 import torch
 
+from .tables import combine
 from .trace import Trace, block_level
+
+DEFAULTS = {"version": 3, "window": None, "relu_on": "dynamic", "w_per_entry": False}
+OPTIONS = combine(version=[1, 2, 3], window=[None, 1, 2, 9]) + combine(
+    window=[None, 2], relu_on=["dynamic", "sum"], w_per_entry=[False, True]
+)
+DEAD_ROWS = set()
+
+
+def stacked(o, D, N, ways):
+    """Of grn and dca."""
+    version = o.get("version", 3)
+    out = {}
+    for i in range(1, N + 1):
+        t = i + 1 if o["window"] is None else min(i + 1, o["window"] + 2)
+        c = ways if i < N else 1
+        out[f"b.{i}"] = ((c, t, 1 if version == 1 else D), 1)
+        if version == 3:
+            out[f"w.{i}"] = ((c, t if o["w_per_entry"] else 1, D), 0)
+    return out
+
+
+def parameters(o, D, N, S):
+    return stacked(o, D, N, 1)
+
+
+def starts_plain(options):
+    return True
 
 
 def relu(x):

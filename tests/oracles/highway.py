@@ -5,9 +5,22 @@ M[s, 0] = prod_{m<s} (1 - T_m);   M[s, i+1] = T_i prod_{i<m<s} (1 - T_m).
 
 import torch
 
+from .tables import combine
 from .trace import Trace, no_mixing, rms
 
+DEFAULTS = {"gate": "vector", "bias": -2.0}
+OPTIONS = combine(gate=["vector", "scalar"])
+DEAD_ROWS = set()
 EPS = 1e-6
+
+
+def parameters(o, D, N, S):
+    gate = (D,) if o["gate"] == "vector" else ()
+    return {"W_T": ((S, *gate, D), None), "b_T": ((S, *gate), o["bias"])}
+
+
+def starts_plain(options):
+    return False
 
 
 def gate(p, options, s, x):

@@ -9,7 +9,29 @@ M[s, i+1] = A_m,s^T A_r,s-1^T ... A_r,i+1^T B_i.
 
 import torch
 
+from .tables import combine, one_hot_by_site
 from .trace import Trace, multi_stream, rms
+
+DEFAULTS = {"n": 4, "static": False, "tanh": True, "norm": "layernorm"}
+OPTIONS = combine(n=[1, 2, 4], static=[False, True], tanh=[True, False], norm=["layernorm", "rmsnorm"])
+DEAD_ROWS = set()
+
+
+def parameters(o, D, N, S):
+    n = o["n"]
+    out = {
+        "A_m": ((S, n), one_hot_by_site(1, 0)),
+        "A_r": ((S, n, n), lambda shape: torch.eye(n, dtype=torch.float64).repeat(S, 1, 1)),
+        "B": ((S, n), 1),
+    }
+    if not o["static"]:
+        out |= {"W_beta": ((S, D), 0), "W_m": ((S, D), 0), "W_r": ((S, D, n), 0)}
+        out |= {"s_alpha": ((S,), 0.01), "s_beta": ((S,), 0.01)}
+    return out
+
+
+def starts_plain(options):
+    return True
 
 
 def norm(options, H):

@@ -8,7 +8,24 @@ block (s, i+1) of (I - L)^-1, where L holds the coefficients of x_{s+1} = sum_j 
 
 import torch
 
+from .tables import combine
 from .trace import Trace, no_mixing, unit_lower_inverse
+
+DEFAULTS = {"variant": "lr", "rank": None}
+OPTIONS = [{"variant": "rw"}, *combine(variant=["lr", "pa"], rank=[None, 2])]
+DEAD_ROWS = set()
+
+
+def parameters(o, D, N, S):
+    if o["variant"] == "rw":
+        return {"alpha": ((S,), 1), "beta": ((S,), 1)}
+    rank = min(16, D) if o["rank"] is None else o["rank"]
+    out = {"A": ((S, rank, D), None), "B": ((S, D, rank), 0)}
+    return out | ({"gamma": ((S, S), 1)} if o["variant"] == "pa" else {})
+
+
+def starts_plain(options):
+    return True
 
 
 def step(p, variant, s, x, y):

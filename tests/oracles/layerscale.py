@@ -2,6 +2,19 @@
 
 from .trace import Trace, no_mixing
 
+DEFAULTS = {"init": None}
+OPTIONS = [{}, {"init": 0.5}]
+DEAD_ROWS = set()
+
+
+def parameters(o, D, N, S):
+    by_depth = 0.1 if N <= 18 else 1e-5 if N <= 24 else 1e-6
+    return {"gamma": ((S, D), by_depth if o["init"] is None else o["init"])}
+
+
+def starts_plain(options):
+    return False
+
 
 def run(p, options, n_blocks, e, sublayer) -> Trace:
     gamma = p["gamma"]  # [S, D]

@@ -8,11 +8,69 @@
 M[s, i+1] = H_pre,s H_res,s-1 ... H_res,i+1 H_post,i.
 """
 
+import math
 from itertools import permutations
 
 import torch
 
+from .tables import combine, full, one_hot_by_site
 from .trace import Trace, multi_stream, rms
+
+DEFAULTS = {
+    "n": 4,
+    "residual_map": "sinkhorn",
+    "convention": "paper",
+    "iterations": 20,
+    "head": "sum",
+    "init": "identity",
+    "schedule": "standard",
+}
+OPTIONS = (
+    combine(n=[2, 3], residual_map=["sinkhorn"], convention=["paper", "deepseek"], iterations=[1, 3, 20])
+    + combine(residual_map=["birkhoff", "identity"], head=["sum", "mean", "learned"])
+    + combine(convention=["paper", "deepseek"], head=["mean", "learned"])
+    + combine(residual_map=["sinkhorn", "birkhoff", "identity"], init=["identity", "uniform", "symmetry"])
+    + combine(schedule=["single_pass"], residual_map=["sinkhorn", "birkhoff", "identity"])
+    + combine(schedule=["single_pass"], convention=["deepseek"], n=[2, 4])
+)
+DEAD_ROWS = {("b_res", 0)}  # at site 0 the streams are copies, and the residual map's rows sum to one
+
+
+def logit(q):
+    return math.log(q / (1 - q))
+
+
+def b_start(o, S, R):
+    n = o["n"]
+    if o["init"] == "uniform":
+        return full((S, 2 * n + R), 0)
+    pre = one_hot_by_site(1, -1)((S, n))
+    post = pre
+    if o["init"] == "identity":
+        pre, post = one_hot_by_site(logit(2 / (n + 1)), logit(1 / (n + 1)))((S, n)), full((S, n), 0)
+    res = full((S, R), -8)
+    if o["residual_map"] == "sinkhorn":
+        res[:, [i * n + i for i in range(n)]] = 0.0
+    elif o["residual_map"] == "birkhoff":
+        res[:, 0] = 0.0
+    return torch.cat([pre, post, res], dim=1)
+
+
+def parameters(o, D, N, S):
+    n = o["n"]
+    R = {"sinkhorn": n * n, "birkhoff": math.factorial(n), "identity": 0}[o["residual_map"]]
+    out = {
+        "phi": ((S, n * D, 2 * n + R), None if o["init"] == "uniform" else 0),
+        "b": ((S, 2 * n + R), lambda shape: b_start(o, S, R)),
+        "alpha": ((S, 3 if R else 2), 0.01),
+    }
+    if o["schedule"] == "standard" and o["head"] == "learned":
+        out |= {"phi_head": ((n * D, n), 0), "alpha_head": ((1,), 0.01), "b_head": ((n,), -math.log(n - 1))}
+    return out
+
+
+def starts_plain(options):
+    return options["init"] == "identity"
 
 
 def deepseek(options) -> bool:

@@ -11,9 +11,29 @@ import math
 
 import torch
 
+from .tables import last_is_one
 from .trace import Trace, block_level, rms, unit_lower_inverse
 
+DEFAULTS = {}
+OPTIONS = [{}]
+DEAD_ROWS = set()
 EPS = 1e-6
+
+
+def parameters(o, D, N, S):
+    out = {}
+    for i in range(1, N + 1):
+        entries = i + 1
+        C = 4 if i < N else 1
+        K = (C * entries // 64 + 1) * 64 * (1 if i < N else 4)
+        out[f"W_1.{i}"] = ((K, D), None)
+        out[f"W_2.{i}"] = ((C * entries, K), 0)
+        out[f"b.{i}"] = ((C, entries), last_is_one)
+    return out
+
+
+def starts_plain(options):
+    return True
 
 
 def gelu(x):

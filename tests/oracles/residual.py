@@ -2,6 +2,18 @@
 
 from .trace import Trace, no_mixing
 
+DEFAULTS = {}
+OPTIONS = [{}]
+DEAD_ROWS = set()
+
+
+def parameters(o, D, N, S):
+    return {}
+
+
+def starts_plain(options):
+    return True
+
 
 def run(p, options, n_blocks, e, sublayer) -> Trace:
     x, reads = e, []

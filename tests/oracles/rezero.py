@@ -2,6 +2,18 @@
 
 from .trace import Trace, no_mixing
 
+DEFAULTS = {}
+OPTIONS = [{}]
+DEAD_ROWS = set()
+
+
+def parameters(o, D, N, S):
+    return {"alpha": ((S,), 0)}
+
+
+def starts_plain(options):
+    return False
+
 
 def run(p, options, n_blocks, e, sublayer) -> Trace:
     alpha = p["alpha"]

@@ -3,18 +3,19 @@
 import torch
 from torch import Tensor
 
-from .parameters import TABLES, full
+from . import MODULES
+from .tables import full
 
 
 def shapes(name: str, options: dict, dim: int, n_blocks: int) -> dict[str, tuple[int, ...]]:
     """Every parameter's state_dict name and shape."""
-    return {key: shape for key, (shape, _) in TABLES[name](options, dim, n_blocks, 2 * n_blocks).items()}
+    return {key: shape for key, (shape, _) in MODULES[name].parameters(options, dim, n_blocks, 2 * n_blocks).items()}
 
 
 def initial(name: str, options: dict, dim: int, n_blocks: int) -> dict[str, Tensor | None]:
     """Every parameter's initial value, fp64; None where it is random (W_T, phi with init="uniform", A, W_1)."""
     out = {}
-    for key, (shape, value) in TABLES[name](options, dim, n_blocks, 2 * n_blocks).items():
+    for key, (shape, value) in MODULES[name].parameters(options, dim, n_blocks, 2 * n_blocks).items():
         out[key] = None if value is None else value(shape) if callable(value) else full(shape, value)
     return out
 

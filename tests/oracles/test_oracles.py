@@ -3,11 +3,12 @@
 import pytest
 import torch
 
-from oracles import DEFAULTS, ORACLES, attnres, denseformer, grn, initial, random_parameters, shapes
+from oracles import DEFAULTS, MODULES, ORACLES, attnres, denseformer, grn
 from oracles.cases import complete
 from oracles.laurel import transfer
 from oracles.mhc import birkhoff, sinkhorn_deepseek, sinkhorn_paper
 from oracles.mhc import coefficients as mhc_coefficients
+from oracles.shapes import initial, random_parameters, shapes
 from oracles.trace import rms
 
 DIM, BLOCKS = 8, 4
@@ -16,12 +17,6 @@ DIM, BLOCKS = 8, 4
 def cases(*names, keep=lambda name, options: True):
     params = [pytest.param(name, options, id=label) for name, options, label in complete(*names, keep=keep)]
     return pytest.mark.parametrize(("name", "options"), params)
-
-
-def starts_plain(name, options):
-    if name == "attnres" and options["window"] is not None:
-        return False
-    return name not in ("rezero", "layerscale", "highway") and options.get("init") not in ("uniform", "symmetry")
 
 
 def smooth_sublayer(seed, log):
@@ -94,7 +89,7 @@ def test_every_parameter_is_used(name, options):
             assert g.abs().sum() > 0, key
 
 
-@cases(keep=starts_plain)
+@cases(keep=lambda name, options: MODULES[name].starts_plain(options))
 def test_plain_at_step_0(name, options):
     start = initial(name, options, DIM, BLOCKS)
     for key, shape in shapes(name, options, DIM, BLOCKS).items():
