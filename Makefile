@@ -4,7 +4,7 @@ STAMP := .venv/.installed
 TRAIN := .venv/.installed-train
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable
 
-.PHONY: setup demo test test-gpu bench lint format wheel clean
+.PHONY: setup demo test test-gpu bench lint format new-mixer wheel clean
 
 setup: $(STAMP)
 
@@ -42,6 +42,9 @@ lint: $(STAMP)
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+new-mixer:
+	@$(if $(wildcard $(BIN)/python),$(BIN)/python,python3) tools/new_mixer.py "$(NAME)"
 
 wheel: $(STAMP)
 	$(BIN)/python -m build --wheel --no-isolation --outdir dist

@@ -8,8 +8,15 @@ import torch
 from depthmix import list_mixers
 from depthmix.mixers import mixer_class
 from harness import MIXERS, Sublayers, embedding, run_stack
-from project import ROOT, code_blocks, python
+from project import ROOT, code_blocks
 
+README = (ROOT / "README.md").read_text()
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "benchmarks" / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 MECHANISMS = (ROOT / "docs" / "mechanisms.md").read_text()
 
 
@@ -27,24 +34,48 @@ def test_every_mixer_option_and_parameter_is_described(name):
         assert re.search(rf"`{word}\b", text), f"{name}: {word} is not described"
 
 
-def test_readme_lists_every_mixer_and_fits_a_screen():
-    readme = (ROOT / "README.md").read_text()
-    assert all(f"`{name}`" in readme for name in list_mixers())
-    assert len(readme.splitlines()) <= 60
+def rows_of_mixers():
+    """The README's table: {mixer: its options}."""
+    rows = re.findall(r"^\| `(\w+)` \| .* \|(.*)\|$", README, re.M)
+    return {name: re.findall(r"`(\w+)`", options) for name, options in rows}
+
+
+def test_readme_lists_every_mixer_with_its_options():
+    assert rows_of_mixers() == {name: list(mixer_class(name).options) for name in list_mixers()}
+
+
+def test_readme_is_short():
+    """But for a row per mixer it fits a screen."""
+    assert len([line for line in README.splitlines() if not line.startswith("| `")]) <= 60
     assert len(code_blocks(ROOT / "README.md")[0].strip().splitlines()) <= 12
-    for target in re.findall(r"\]\(([^)#]+)", readme):
-        assert (ROOT / target).exists(), target
 
 
-def test_the_example_in_contributing_is_a_mixer():
-    """In a process of its own: it registers a name."""
-    (code,) = code_blocks(ROOT / "CONTRIBUTING.md")
-    check = """
-import torch, depthmix
-mixer = depthmix.create_mixer("halving", dim=4, n_blocks=1)
-print(mixer.mixing([torch.randn(2, 4) for _ in range(3)])[0].tolist(), "halving" in depthmix.list_mixers())
-"""
-    assert python(code + check).strip() == "[[1.0, 0.0, 0.0], [0.5, 1.0, 0.0], [0.25, 0.5, 1.0]] True"
+def test_readme_says_what_its_words_mean_before_it_uses_them():
+    for word in ("site", "way", "arm", "Full", "Block"):
+        assert README[README.index(f"*{word}*") + 1 :].startswith(word)
+        assert not re.search(rf"\b{word}s?\b", README[: README.index(f"*{word}*")]), word
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_links_and_paths_lead_somewhere(page):
+    text = page.read_text()
+    for target in re.findall(r"\]\(([^)#:]+)\)", text):
+        assert (page.parent / target).exists(), target
+    for path in re.findall(r"`((?:benchmarks|corpora|depthmix|docs|recipes|tests|tools)/[\w./=-]*)(?:::\w+)?`", text):
+        assert (ROOT / path).exists(), path
+
+
+def test_the_layout_in_contributing_is_the_layout():
+    """Every folder and file it names is there, and every folder that is there has a line."""
+    layout = re.search(r"^## Where things are\n\n(.*?)\n\n", (ROOT / "CONTRIBUTING.md").read_text(), re.S | re.M)[1]
+    lines = dict(line.split(maxsplit=1) for line in layout.splitlines())
+    for path, words in lines.items():
+        folder = ROOT / path if path.endswith("/") else (ROOT / path).parent
+        assert (ROOT / path).exists(), path
+        for name in re.findall(r"[\w/]+(?:\.py\b|/)", words):
+            assert any(folder.rglob(name.rstrip("/"))) or (ROOT / name).exists(), (path, name)
+    packages = {f"depthmix/{p.parent.name}/" for p in (ROOT / "depthmix").glob("*/__init__.py")}
+    assert packages <= set(lines)
 
 
 def test_the_page_on_speed_quotes_its_result_files():

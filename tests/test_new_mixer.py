@@ -1,0 +1,84 @@
+"""`make new-mixer` begins a mechanism that passes its battery, and what is left to do cannot be forgotten."""
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from project import ROOT, code_blocks
+
+KEPT = {"__init__", "base", "mixing", "options", "state", "residual", "cases", "shapes", "tables", "trace"}
+
+
+@pytest.fixture
+def tree(tmp_path):
+    """The project with one mechanism of its own, so that pytest has little to collect."""
+    for name in ("depthmix", "tests/mixers", "tests/oracles", "docs", "tools"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__", "results"))
+    for path in (*(tmp_path / "depthmix/mixers").glob("*.py"), *(tmp_path / "tests/oracles").glob("*.py")):
+        if path.stem not in KEPT:
+            path.unlink()
+    for name in ("conftest.py", "harness.py", "project.py", "test_docs.py"):
+        shutil.copy(ROOT / "tests" / name, tmp_path / "tests")
+    for name in ("pyproject.toml", "Makefile", "README.md"):
+        shutil.copy(ROOT / name, tmp_path)
+    return tmp_path
+
+
+def new_mixer(tree, name):
+    command = [sys.executable, tree / "tools" / "new_mixer.py", name]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def marks(root):
+    files = [*root.glob("depthmix/**/*.py"), *root.glob("tests/oracles/*.py"), *root.glob("docs/*.md")]
+    return {str(f.relative_to(root)) for f in (*files, root / "README.md") if "YOURS:" in f.read_text()}
+
+
+def test_a_new_mixer_is_listed_and_passes_its_battery(tree):
+    made = new_mixer(tree, "halving")
+    assert made.returncode == 0, made.stderr
+    files = {"depthmix/mixers/halving.py", "tests/oracles/halving.py", "docs/mechanisms.md", "README.md"}
+    assert marks(tree) == files == set(made.stdout.splitlines()[:-1])
+    rows = [line for line in (tree / "README.md").read_text().splitlines() if line.startswith("| `")]
+    assert rows[-1] == "| `halving` | YOURS: the rule in a few words | `init` |"
+    # Compiling a rule is the same for all of them, and takes as long as everything else here together.
+    chosen = "(halving and not compile) or oracle"
+    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-k", chosen]
+    command += ["tests/mixers/test_battery.py", "tests/mixers/test_exact.py", "tests/test_docs.py"]
+    environment = {**os.environ, "PYTHONPATH": str(tree), "PYTEST_ADDOPTS": ""}
+    done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+    for test in ("step_0_or_1[halving]", "in_fp64[halving-init=0.9-5]", "parameter_is_described[halving]"):
+        assert f"{test} PASSED" in done.stdout
+
+
+def test_the_example_in_contributing_is_what_is_written(tree):
+    new_mixer(tree, "halving")
+    assert code_blocks(ROOT / "CONTRIBUTING.md") == [(tree / "depthmix/mixers/halving.py").read_text()]
+
+
+def test_no_place_is_left_marked():
+    """A mechanism that was begun with `make new-mixer` is finished."""
+    assert marks(ROOT) == set()
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("", "NAME must be a lower-case Python name, as in NAME=halving, got ''"),
+        ("Halving", "got 'Halving'"),
+        ("../halving", "got '../halving'"),
+        ("for", "got 'for'"),
+        ("residual", "depthmix/mixers/residual.py exists already"),
+        ("trace", "tests/oracles/trace.py exists already"),
+    ],
+)
+def test_a_name_that_cannot_be_is_refused_and_nothing_is_written(name, said, tree):
+    before = {f: f.read_bytes() for f in tree.rglob("*") if f.is_file()}
+    made = new_mixer(tree, name)
+    assert made.returncode == 1
+    assert said in made.stderr
+    assert {f: f.read_bytes() for f in tree.rglob("*") if f.is_file()} == before
