@@ -60,7 +60,7 @@ WRONG = 3  # exit code when ours is wrong and was not timed
 
 
 def parser() -> argparse.ArgumentParser:
-    """One subcommand an entry, all with the same flags."""
+    """One subcommand per entry, all with the same flags."""
     top = argparse.ArgumentParser(prog="python -m benchmarks", description="Ours against the peers, in one run.")
     commands = top.add_subparsers(dest="entry", required=True, metavar="ENTRY")
     for name, text in HELP.items():

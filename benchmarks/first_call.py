@@ -60,7 +60,7 @@ def first_call(options: Options, report: Report) -> None:
 
 
 def _child(what: str, sites: int, tokens: int, dim: int, device: str, backend_name: str) -> None:
-    """Print one JSON line a first call: [name, seconds]."""
+    """Print one JSON line per first call: [name, seconds]."""
     with backend(backend_name):
         _first_calls(what, sites, tokens, dim, torch.device(device))
 

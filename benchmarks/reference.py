@@ -71,6 +71,6 @@ def _pairs(problem: Problem) -> int:
 
 
 def _parts(tokens: int, dim: int, pairs: int, device: torch.device) -> list[slice]:
-    """Slices of tokens whose graph (two fp64 values a pair and channel, and as many in passing) fits into MEMORY."""
+    """Slices of tokens whose graph (two fp64 values per pair and channel, and as many in passing) fits into MEMORY."""
     step = max(1, MEMORY.get(device.type, MEMORY["cpu"]) // (pairs * dim * 32))
     return [slice(start, min(start + step, tokens)) for start in range(0, tokens, step)]

@@ -114,7 +114,7 @@ def _verdict(row: Row) -> str:
 
 
 def markdown(rows: Sequence[Row], environment: dict[str, str]) -> str:
-    """For each entry a table with a line a contender and a column a metric; targets beside the numbers, notes below."""
+    """For each entry a table with a line per contender and a column per metric; targets beside the numbers, notes below."""
     parts = []
     for entry in dict.fromkeys(r.entry for r in rows):
         mine = [r for r in rows if r.entry == entry]

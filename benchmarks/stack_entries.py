@@ -49,7 +49,7 @@ def _case(
     report: Report,
 ) -> None:
     sites, tokens, dim = size
-    case = f"L={sites}, N={tokens}, D={dim}" + (f", {block_size} sites a block" if block_size else "")
+    case = f"L={sites}, N={tokens}, D={dim}" + (f", {block_size} sites per block" if block_size else "")
     if not options.wanted(case):
         return
     problem = Problem.make(sites, tokens, dim, block_size, options.dtype, options.device)

@@ -26,7 +26,7 @@ class Problem:
     """One stack: sizes, parameters, input and the gradient of its output."""
 
     sites: int
-    block_size: int | None  # sites a block; None: Full
+    block_size: int | None  # sites per block; None: Full
     x: Tensor  # [1, N, D]
     query: Tensor  # [L + 1, D], fp32
     key_gain: Tensor  # [L + 1, D], fp32

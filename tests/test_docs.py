@@ -92,6 +92,16 @@ def test_the_page_on_speed_quotes_its_result_files():
             assert re.search(rf"\| {float(ratio):g}\b", results), (line, ratio)
 
 
+def test_the_page_on_speed_says_how_long_first_calls_take():
+    """The slowest kernel's, and the slowest stack's."""
+    page = (ROOT / "docs" / "speed.md").read_text()
+    results = (ROOT / "docs" / "results" / "h200" / "all.md").read_text()
+    kernels = re.findall(r"^\| each kernel, .* \| ([\d.]+) \(", results, re.M)
+    stacks = re.findall(r"^\| (?:Full|Block) stack, forward\+backward, .* \| ([\d.]+) \|$", results, re.M)
+    said = re.search(r"first call of a kernel takes ([\d.]+) s at most, .* of a stack, .*, ([\d.]+) s\.", page)
+    assert said.groups() == tuple(f"{max(map(float, found)):.1f}" for found in (kernels, stacks))
+
+
 def test_the_readme_quotes_the_comparison_at_equal_time():
     """Every number of its table is in the comparison's own."""
     rows = (ROOT / "docs" / "results" / "gutenberg-54m-time" / "table.md").read_text().splitlines()

@@ -1,8 +1,8 @@
-"""DeepCrossAttention (Heddes et al. 2025, arXiv 2502.06785): three GRN-v3 a block, for the queries, keys and values of its attention.
+"""DeepCrossAttention (Heddes et al. 2025, arXiv 2502.06785): three GRN-v3 per block, for the queries, keys and values of its attention.
 
     h_{2i} = (g^q, g^k, g^v);    h_{2i+1} = g^q + y_{2i};    f_{i+1} = y_{2i} + y_{2i+1};    h_S = g_N
 
-The stack, its window (k-DCA) and the parameters b and w are those of grn.py, with three ways a block and one at finish.
+The stack, its window (k-DCA) and the parameters b and w are those of grn.py, with three ways per block and one at finish.
 """
 
 from typing import Annotated, Literal

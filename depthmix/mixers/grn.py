@@ -32,7 +32,7 @@ class StackState(State):
 
 
 class DeltaStack(Mixer):
-    """What GRN and DCA share: the stack of block deltas, read by `n_ways` GRNs a block and one at finish.
+    """What GRN and DCA share: the stack of block deltas, read by `n_ways` GRNs per block and one at finish.
 
     b["i"] [ways, t, D] (version 1: [ways, t, 1]) = 1 and w["i"] [ways, 1, D] (w_per_entry: [ways, t, D]) = 0
     for readers i = 1 … N; reader 0 sees only e and has none.
@@ -108,7 +108,7 @@ class DeltaStack(Mixer):
 
 @register("grn")
 class GRN(DeltaStack):
-    """One GRN a block, shared by queries, keys and values."""
+    """One GRN per block, shared by queries, keys and values."""
 
     def __init__(
         self,

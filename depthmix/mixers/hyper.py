@@ -1,6 +1,6 @@
 """Hyper-Connections (Zhu et al. 2024, arXiv 2409.19606): n residual streams, read, mixed and written with learned weights.
 
-H [n, D] a token, n copies of e at the start. At every site
+H [n, D] per token, n copies of e at the start. At every site
 
     h_s = A_mᵀ H;      H ← A_rᵀ H + Bᵀ y_sᵀ;      h_S = the sum of H's rows
 

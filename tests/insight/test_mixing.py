@@ -32,7 +32,7 @@ def cases(*pairs):
 
 
 class OwnModel(nn.Module):
-    """A user's model: no tokens, no norms, a Linear a site, and a mixer (or several)."""
+    """A user's model: no tokens, no norms, a Linear per site, and a mixer (or several)."""
 
     def __init__(self, *mixers):
         super().__init__()

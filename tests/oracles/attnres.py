@@ -1,6 +1,6 @@
 """attnres: logit_i = q_s . (g_s * RMS(v_i));  p = softmax over the sources;  h_s = sum_i p_i v_i.
 
-Sources of reader s with B sites a block: e; the sums of y over sites [0, B), [B, 2B), ... that end at or before s; the
+Sources of reader s with B sites per block: e; the sums of y over sites [0, B), [B, 2B), ... that end at or before s; the
 partial sum from the last block boundary to s, unless it is empty. window W: e and the last W of the others.
 
 M[s, i+1] = p of the source that contains y_i, 0 if a window dropped it; plus 1 with routing="add".

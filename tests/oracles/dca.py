@@ -1,4 +1,4 @@
-"""dca: three GRN-v3 a block on the same stack, one at the end:
+"""dca: three GRN-v3 per block on the same stack, one at the end:
 
 h_{2i} = (g^q, g^k, g^v);   h_{2i+1} = y_{2i} + g^q;   f_{i+1} = y_{2i} + y_{2i+1};   h_S = g_N.      (see grn.py)
 """

@@ -54,7 +54,7 @@ def members(i, window):
 
 
 def coefficients(p, options, i, way, G):
-    """A list of coefficients, one a stack entry, each broadcastable to [B, T, D]."""
+    """A list of coefficients, one per stack entry, each broadcastable to [B, T, D]."""
     if i == 0:
         return [torch.ones_like(G[0])]
     b = p[f"b.{i}"][way]

@@ -24,7 +24,7 @@ def starts_plain(options):
 
 
 def gate(p, options, s, x):
-    """[B, T, D], or [B, T, 1] with one gate a token."""
+    """[B, T, D], or [B, T, 1] with one gate per token."""
     z = rms(x, EPS)
     if options["gate"] == "vector":
         return torch.sigmoid(torch.einsum("oi,bti->bto", p["W_T"][s], z) + p["b_T"][s])

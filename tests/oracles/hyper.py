@@ -1,4 +1,4 @@
-"""hyper (Hyper-Connections). H = n copies of e, [n, D] a token. At every site, from the H it reads,
+"""hyper (Hyper-Connections). H = n copies of e, [n, D] per token. At every site, from the H it reads,
 
     h_s = A_m^T H;    H'_j = sum_i A_r[i, j] H_i + B_j y_s;    h_S = sum_j H_j
 

@@ -1,4 +1,4 @@
-"""mhc. x = n copies of e, [n, D] a token. At every site, x_vec the n streams one after the other:
+"""mhc. x = n copies of e, [n, D] per token. At every site, x_vec the n streams one after the other:
 
     z = RMS(x_vec) phi_s = [z_pre | z_post | z_res];   H~ = alpha_s z + b_s, each part with its own alpha
     H_pre = sigmoid(H~_pre);   H_post = 2 sigmoid(H~_post);   H_res = map(H~_res)
