@@ -75,7 +75,7 @@ def test_the_layout_in_contributing_is_the_layout():
         for name in re.findall(r"[\w/]+(?:\.py\b|/)", words):
             assert any(folder.rglob(name.rstrip("/"))) or (ROOT / name).exists(), (path, name)
     packages = {f"depthmix/{p.parent.name}/" for p in (ROOT / "depthmix").glob("*/__init__.py")}
-    assert packages <= set(lines)
+    assert packages | {"benchmarks/", "docs/", "recipes/", "tests/", "tools/"} <= set(lines)
 
 
 def test_the_page_on_speed_quotes_its_result_files():
@@ -111,6 +111,12 @@ def test_the_readme_quotes_the_comparison_at_equal_time():
     for line in quoted:
         arm, *cells = line.strip("| ").split(" | ")
         assert all(f"| {cell} |" in own[f"| {arm}"] for cell in cells), line
+
+
+def test_the_pages_agree_on_how_long_the_demo_takes():
+    said = re.findall(r"(?:about \w+ minutes|\d+ min \d+ s)\b", README + (ROOT / "docs" / "quickstart.md").read_text())
+    assert len(said) == 2
+    assert len(set(said)) == 1
 
 
 def test_make_targets_in_the_documents_exist():
