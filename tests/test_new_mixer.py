@@ -46,19 +46,9 @@ def test_a_new_mixer_is_listed_and_passes_its_battery(tree):
     assert rows[-1] == "| `halving` | YOURS: the rule in a few words | `init` |"
     # Compiling a rule is the same for all of them, and takes as long as everything else here together.
     chosen = "(halving and not compile) or oracle"
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-v",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "no:hypothesispytest",
-        "-k",
-        chosen,
-    ]
-    command += ["tests/mixers/test_battery.py", "tests/mixers/test_exact.py", "tests/test_docs.py"]
+    quick = ["-v", "-p", "no:cacheprovider", "-p", "no:hypothesispytest"]
+    files = ["tests/mixers/test_battery.py", "tests/mixers/test_exact.py", "tests/test_docs.py"]
+    command = [sys.executable, "-m", "pytest", *quick, "-k", chosen, *files]
     environment = {**os.environ, "PYTHONPATH": str(tree), "PYTEST_ADDOPTS": ""}
     done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
