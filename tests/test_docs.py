@@ -1,5 +1,7 @@
 """The documents say what is true."""
 
+import ast
+import importlib
 import re
 
 import pytest
@@ -63,6 +65,14 @@ def test_links_and_paths_lead_somewhere(page):
         assert (page.parent / target).exists(), target
     for path in re.findall(r"`((?:benchmarks|corpora|depthmix|docs|recipes|tests|tools)/[\w./=-]*)(?:::\w+)?`", text):
         assert (ROOT / path).exists(), path
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_what_the_pages_import_is_there(page):
+    for node in (node for block in code_blocks(page) for node in ast.walk(ast.parse(block))):
+        if isinstance(node, ast.ImportFrom):
+            module = importlib.import_module(node.module)
+            assert all(hasattr(module, alias.name) for alias in node.names), ast.unparse(node)
 
 
 def test_the_layout_in_contributing_is_the_layout():

@@ -52,8 +52,9 @@ def test_a_new_mixer_is_listed_and_passes_its_battery(tree):
     environment = {**os.environ, "PYTHONPATH": str(tree), "PYTEST_ADDOPTS": ""}
     done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
-    for test in ("step_0_or_1[halving]", "in_fp64[halving-init=0.9-5]", "parameter_is_described[halving]"):
-        assert f"{test} PASSED" in done.stdout
+    passed = [line for line in done.stdout.splitlines() if " PASSED" in line]
+    for test in ("step_0_or_1[halving", "in_fp64[halving-init=0.9", "is_described[halving"):
+        assert any(test in line for line in passed), test
 
 
 def test_the_example_in_contributing_is_what_is_written(tree):
