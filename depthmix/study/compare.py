@@ -20,7 +20,9 @@ from depthmix.runs.folder import RunFolder
 from depthmix.study.arms import Arm, check_arms, parse_arms
 from depthmix.study.figures import draw_figures, load
 from depthmix.study.report import continuation, make_report
-from depthmix.study.table import Row, Run, make_rows, print_table, read_run, to_csv, to_markdown, verdict
+from depthmix.study.rows import Row, Run, make_rows, read_run
+from depthmix.study.table import print_table, to_csv, to_markdown
+from depthmix.study.verdict import verdict
 
 # What may change between two calls for one folder, since no number in the table depends on it.
 FREE = {

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from depthmix.files import write_file, writing
-from depthmix.study.table import Run, human
+from depthmix.study.rows import Run
+from depthmix.study.table import human
 
 MISSING = "No figures: matplotlib is not installed (pip install matplotlib), everything else is complete."
 INK = "#1f2428"  # text, axes and the first arm; the report replaces it by the page's own colour

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from depthmix.study.figures import INK, NAMES, PAPER
-from depthmix.study.table import Row, cells, footnotes, human, human_time, verdict
+from depthmix.study.rows import Row
+from depthmix.study.table import cells, human, human_time
+from depthmix.study.verdict import footnotes, verdict
 
 CAPTIONS = {
     "tokens": "Loss against tokens: who learns more from the same text.",
@@ -112,7 +114,7 @@ def _how_to_read(recipe: Mapping[str, Any], rows: Sequence[Row]) -> str:
     cost = "training time" if recipe.get("budget") == "time" else "training text"
     return (
         f"<h2>How to read this</h2>\n<p>Validation loss says how surprised a model is by text it has never seen, so lower is better, and all arms got the same amount of {cost}. "
-        f"The column “against {first}” is what counts: believe a difference when it is clearly larger than the ± beside it, which is how much it moves with the random seed. "
+        f"The column “against {first}” is what counts: believe a difference when the sentence at the top gives an interval that leaves zero out, and remember that it speaks of one arm at a time. "
         "“Ratio” and “time to reach” are the price: an arm that learns more from each token but whose steps are much slower can still be the worse choice for your time.</p>"
     )
 

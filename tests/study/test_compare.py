@@ -15,7 +15,8 @@ from depthmix.study.arms import parse_arms
 from depthmix.study.compare import check_config, compare, make_plan
 from depthmix.study.figures import MISSING, curve_over_seeds, draw_figures
 from depthmix.study.report import make_report
-from depthmix.study.table import from_csv, make_rows, read_run
+from depthmix.study.rows import make_rows, read_run
+from depthmix.study.table import from_csv
 from study.test_table import write_run
 from train import small
 
@@ -155,7 +156,7 @@ def test_a_comparison_writes_everything(tmp_path, trainer):
 def test_show_prints_the_table_the_sample_and_where_the_report_lies(tmp_path, trainer, capsys):
     compare(configuration(tmp_path, prompt="We")).show()
     text = capsys.readouterr().out
-    for words in ("against residual", "0.1000 nats below", "We and <script>", str(tmp_path / "out" / "report.html")):
+    for words in ("against residual", "0.100 nats below", "We and <script>", str(tmp_path / "out" / "report.html")):
         assert words in text
 
 
