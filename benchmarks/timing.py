@@ -80,16 +80,13 @@ class Clock:
         return time.perf_counter() - begun
 
 
-def interleaved(
-    runs: Mapping[str, Run], rounds: int, warmup: int, device: torch.device, hide: bool = True
-) -> dict[str, Timing]:
-    """Each run `warmup` times, then `rounds` rounds in which every run takes its turn; hide: what launching costs."""
+def interleaved(runs: Mapping[str, Run], rounds: int, warmup: int, device: torch.device) -> dict[str, Timing]:
+    """Each run `warmup` times, then `rounds` rounds in which every run takes its turn; what launching costs is hidden."""
     clock, asleep = Clock(device), dict.fromkeys(runs, 0.0)
     for name, run in runs.items():
         for _ in range(warmup):
             clock.phases(run)
-        if hide:
-            asleep[name] = 0.005 + 1.5 * clock.launch(run)
+        asleep[name] = 0.005 + 1.5 * clock.launch(run)
     times: dict[str, list[list[float]]] = {name: [] for name in runs}
     gc.collect()
     gc.disable()  # a collection in the middle of a pass would be counted as the kernel's

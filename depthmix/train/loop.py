@@ -29,6 +29,7 @@ from depthmix.ops.norm import RMSNorm
 from depthmix.runs.checkpoint import Checkpoint, latest_checkpoint, list_checkpoints, save_checkpoint
 from depthmix.runs.folder import RunFolder
 from depthmix.runs.restore import load_parameters, model_config
+from depthmix.train.clock import CoreWait, StepClock, quartiles
 from depthmix.train.evaluate import Evaluation, check_tokens, evaluate, token_losses
 from depthmix.train.graph import GraphedBackward, record
 from depthmix.train.optim import (
@@ -122,14 +123,26 @@ class Trainer:
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         # A loss far above guessing has exploded. As a float32, so that host and GPU judge alike.
         self.too_large = torch.tensor(3 * math.log(data.vocab_size), dtype=torch.float32).item()
+        self.clock = StepClock(device)
         self.graphed: GraphedBackward | None = None
         self.ahead: tuple[int, Tensor] | None = None  # the next step's number and batch
 
     def step(self, step: int) -> tuple[float, float]:
         """One optimizer step on batch `step`: (loss, gradient norm). A loss that is not usable leaves the weights alone."""
+        numbers = self.launch(step)
+        if self.device.type == "cuda":
+            self.ahead = step + 1, self.read(step + 1)  # while the GPU works on this one
+        loss, norm = numbers.tolist()
+        if not self.fused:
+            self._update(self.usable(loss, norm))
+        return loss, norm
+
+    def launch(self, step: int) -> Tensor:
+        """A step's loss and gradient norm, which a GPU may still be working on; with a fused optimizer all of the step."""
         batch = self.checked(self.batch(step)).to(self.device, non_blocking=True)
         micro = self.config.micro_batch_size or self.config.batch_size
         set_learning_rate(self.optimizers, learning_rate(self.config, step))
+        self.clock.start()
         if self.config.cuda_graph and self.device.type == "cuda":
             self.graphed = self.graphed or record(self.loss, self.parameters, batch)
             total = self.graphed(batch)
@@ -145,16 +158,15 @@ class Trainer:
             unusable = (~torch.isfinite(numbers).all() | (total > self.too_large)).float()
             for optimizer in self.optimizers.values():
                 optimizer.found_inf = unusable  # type: ignore[attr-defined]  # as a gradient scaler tells it
-                optimizer.step()
-        if self.device.type == "cuda":
-            self.ahead = step + 1, self.batches.get(step + 1)  # while the GPU works on this one
-        loss_value, norm_value = numbers.tolist()
-        if not self.fused and self.usable(loss_value, norm_value):
-            for optimizer in self.optimizers.values():
-                optimizer.step()
+            self._update(True)
+        return numbers
+
+    def _update(self, usable: bool) -> None:
+        for optimizer in self.optimizers.values() if usable else ():
+            optimizer.step()
+        self.clock.stop()
         if self.graphed is None:  # a replay overwrites the gradients it recorded
             self.model.zero_grad(set_to_none=True)
-        return loss_value, norm_value
 
     def loss(self, batch: Tensor) -> Tensor:
         """The mean loss of a batch's tokens."""
@@ -172,7 +184,12 @@ class Trainer:
 
     def batch(self, step: int) -> Tensor:
         """Batch `step`, read before or now."""
-        return self.ahead[1] if self.ahead is not None and self.ahead[0] == step else self.batches.get(step)
+        return self.ahead[1] if self.ahead is not None and self.ahead[0] == step else self.read(step)
+
+    def read(self, step: int) -> Tensor:
+        """Batch `step`, for a GPU in memory that it copies from without anyone waiting."""
+        batch = self.batches.get(step)
+        return batch.pin_memory() if self.device.type == "cuda" else batch
 
     def checked(self, batch: Tensor) -> Tensor:
         """The batch, if all of it is in the vocabulary."""
@@ -237,6 +254,7 @@ def _run(trainer: Trainer, folder: RunFolder, saved: Checkpoint | None, memory: 
     folder.log(f"{'starting' if saved is None else 'resuming'} at step {first} of {config.steps} on {device}")
     tokens_a_step = config.batch_size * config.seq_len
     times: list[float] = []
+    waiting = CoreWait()
     sinks = open_sinks(config, folder, first)
     progress = TrainingProgress(label, first, config.steps, config.quiet)
 
@@ -296,7 +314,7 @@ def _run(trainer: Trainer, folder: RunFolder, saved: Checkpoint | None, memory: 
                         INTERRUPTED,
                     )
         evaluated = evaluated if config.steps > first and evaluated is not None else trainer.evaluate()
-        folder.write_result(_result(trainer, evaluated, times, seconds, skipped, memory.read()))
+        folder.write_result(_result(trainer, evaluated, waiting.share(), seconds, skipped, memory.read()))
         folder.log(f"finished: validation loss {evaluated.loss:.4f}")
     finally:
         progress.close()
@@ -316,9 +334,14 @@ def _diverged(config: TrainConfig, folder: RunFolder, step: int, what: str) -> N
 
 
 def _result(
-    trainer: Trainer, evaluated: Evaluation, times: list[float], seconds: float, skipped: int, peak_memory: int | None
+    trainer: Trainer,
+    evaluated: Evaluation,
+    core_wait: float | None,
+    seconds: float,
+    skipped: int,
+    peak_memory: int | None,
 ) -> dict[str, Any]:
-    config = trainer.config
+    config, times = trainer.config, trainer.clock.seconds()
     return {
         "mixer": config.mixer,
         "mixer_options": config.mixer_options,
@@ -330,6 +353,8 @@ def _result(
         "bits_per_byte": evaluated.bits_per_byte,
         "parameters": trainer.model.parameter_counts(),
         "step_seconds": statistics.median(times) if times else seconds / config.steps,
+        "step_quartiles": quartiles(times),
+        "core_wait": core_wait if trainer.device.type == "cpu" else None,  # a GPU's own time does not wait for cores
         "seconds": seconds,
         "peak_memory": peak_memory,
         "skipped_batches": skipped,
@@ -357,9 +382,10 @@ def measure_step_times(configs: list[TrainConfig], warmup: int = 3, steps: int =
 def _step_seconds(config: TrainConfig, warmup: int, steps: int) -> float:
     check_config(config)
     trainer = Trainer(config, TokenData.open(config.data), choose_device(config.device))
-    taken: list[float] = []
-    while len(taken) < warmup + steps or sum(taken[warmup:]) < A_SECOND:
-        begun = time.perf_counter()
-        trainer.step(len(taken))
-        taken.append(time.perf_counter() - begun)
-    return statistics.median(taken[warmup:])
+    for step in range(warmup):
+        trainer.step(step)
+    begun, done = time.perf_counter(), warmup
+    while done < warmup + steps or time.perf_counter() - begun < A_SECOND:
+        trainer.step(done)
+        done += 1
+    return statistics.median(trainer.clock.seconds()[warmup:])

@@ -9,6 +9,7 @@ import torch
 from benchmarks import check, reference, rivals, stacks, timing
 from benchmarks.environment import COLUMNS, environment
 from benchmarks.report import CSV_COLUMNS, Report, Row, markdown, read_rows
+from benchmarks.step import steps_of
 from depthmix.ops import depth_attention
 
 CPU = torch.device("cpu")
@@ -92,6 +93,19 @@ def test_contenders_take_turns():
     assert order == ["a", "b", *["a", "b"] * 3]
     assert all(len(t.phases) == 2 and t.total >= 0 for t in found.values())
     assert timing.extra_memory(contender("a"), CPU) is None
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_fused_step_is_launched_and_never_waited_for(fused):
+    calls = []
+    trainer = types.SimpleNamespace(fused=fused)
+    trainer.launch = lambda step: calls.append(("launch", step))
+    trainer.step = lambda step: calls.append(("step", step))
+    run = steps_of(trainer)
+    for _ in range(2):
+        run(lambda: calls.append("mark"))
+    name = "launch" if fused else "step"
+    assert calls == [(name, 0), "mark", (name, 1), "mark"]
 
 
 def test_medians():

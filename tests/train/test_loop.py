@@ -57,6 +57,8 @@ def test_metrics_and_result(tmp_path):
         "bits_per_byte",
         "parameters",
         "step_seconds",
+        "step_quartiles",
+        "core_wait",
         "seconds",
         "peak_memory",
         "skipped_batches",
@@ -376,10 +378,12 @@ def test_step_times_are_taken_in_turns_with_one_model_at_a_time(tmp_path, monkey
             self.circle = self  # as checkpointed activations leave
             turns.append(config.mixer)
             alive.add(self)
-            self.clock = next(seconds[config.mixer])
+            self.pace = next(seconds[config.mixer])
 
         def step(self, step):
-            clock[0] += self.clock * (100 if step == 0 else 1)  # the first is warm-up
+            self.clock.start()
+            clock[0] += self.pace * (100 if step == 0 else 1)  # the first is warm-up
+            self.clock.stop()
 
     clock = [0.0]
     monkeypatch.setattr(loop, "Trainer", Counted)
