@@ -33,6 +33,8 @@ class Run:
     seconds: float | None  # by the clock, with compilation and pauses
     peak_memory: int | None
     curve: list[Point]
+    step_quartiles: tuple[float, float] | None = None
+    core_wait: float | None = None  # share of the CPU time wanted that others had
 
     @property
     def train_seconds(self) -> float:
@@ -77,13 +79,14 @@ def read_run(path: str | Path, arm: str) -> Run:
         parameters = result["parameters"]
         seconds: Any = result.get("seconds")
         step_seconds = float(result.get("step_seconds") or seconds / steps)
+        quartiles, wait = result.get("step_quartiles"), result.get("core_wait")
         run = Run(
             arm=arm,
             seed=int(result["seed"]),
             path=str(path),
             steps=steps,
             tokens=tokens,
-            val_loss=float(result["val_loss"]),
+            val_loss=math.nan if result["val_loss"] is None else float(result["val_loss"]),  # null: not a number
             bits_per_byte=result.get("bits_per_byte"),
             parameters=int(parameters["total"]),
             added_by_mixer=int(parameters.get("added_by_mixer", 0)),
@@ -91,16 +94,17 @@ def read_run(path: str | Path, arm: str) -> Run:
             seconds=seconds,
             peak_memory=result.get("peak_memory"),
             curve=[],
+            step_quartiles=None if quartiles is None else (float(quartiles[0]), float(quartiles[1])),
+            core_wait=None if wait is None else float(wait),
         )
-    except (KeyError, TypeError, ValueError, ZeroDivisionError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, ZeroDivisionError, AttributeError, IndexError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise UserError(
             f"{path / 'result.json'} is not the result of a training ({reason}); delete {path} and run again",
             CHECKPOINT,
         ) from None
     if not math.isfinite(run.val_loss):
-        message = f"the run in {path} diverged: its validation loss is {run.val_loss}; lower the learning rate"
-        raise UserError(f"{message} or leave the arm out", DIVERGED)
+        raise UserError(f"the validation loss at the end of {path} is {run.val_loss}", DIVERGED)
     if not (math.isfinite(step_seconds) and step_seconds > 0 and steps > 0):
         raise UserError(f"{path / 'result.json'} has no usable step time; delete {path} and run again", CHECKPOINT)
     run.curve.extend(_read_curve(path, run))

@@ -1,7 +1,6 @@
 """Comparisons with a training that is not one: budgets, resuming, and what is written."""
 
 import json
-import math
 import shutil
 import sys
 from html.parser import HTMLParser
@@ -9,64 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from depthmix.config import CompareConfig
 from depthmix.errors import CHECKPOINT, DISK, DIVERGED, INTERRUPTED, UserError
 from depthmix.study.arms import parse_arms
-from depthmix.study.compare import check_config, compare, make_plan
+from depthmix.study.compare import compare
 from depthmix.study.figures import MISSING, curve_over_seeds, draw_figures
+from depthmix.study.plan import check_config, make_plan
 from depthmix.study.report import make_report
 from depthmix.study.rows import make_rows, read_run
 from depthmix.study.table import from_csv
+from study.fake_training import SECONDS, configuration
 from study.test_table import write_run
 from train import small
-
-SECONDS = {"residual": 0.2, "attnres": 0.3, "dca": 0.5, "rezero": 0.2}
-FINAL = {"residual": 4.0, "attnres": 3.9, "dca": 4.1, "rezero": 3.95}
-
-
-def configuration(tmp_path, **values):
-    defaults = {"data": str(small.data()), "out": str(tmp_path / "out"), "steps": 400, "warmup": 40, "eval_every": 100}
-    defaults |= {"arms": ["residual", "attnres:block_size=4", "dca"], "quiet": True, "device": "cpu"}
-    defaults |= {"dim": 8, "n_blocks": 2, "n_heads": 2, "seq_len": 16, "batch_size": 4}
-    return CompareConfig(**(defaults | values))
-
-
-class Trainer:
-    """Stands in for the loop: writes the run folder that a training would have left."""
-
-    def __init__(self):
-        self.calls, self.measured, self.fail, self.generated = [], [], {}, []
-
-    def train(self, config, *, label=""):
-        self.calls.append((config.mixer, config.seed))
-        if error := self.fail.get((config.mixer, config.seed)):
-            raise error
-        points = math.ceil(config.steps / config.eval_every)
-        final = FINAL[config.mixer] + 0.01 * config.seed
-        losses = [final + (points - 1 - i) * 0.5 for i in range(points)]
-        options = {"steps": config.steps, "seed": config.seed, "mixer": config.mixer}
-        write_run(config.out, losses, eval_every=config.eval_every, step_seconds=SECONDS[config.mixer], **options)
-
-    def measure_step_times(self, configs):
-        self.measured.append([config.mixer for config in configs])
-        return [SECONDS[config.mixer] * (1 + 0.5 * (len(self.measured) - 1)) for config in configs]
-
-    def generate_text(self, run, prompt, max_tokens, temperature, top_p, seed):
-        self.generated.append(str(run))
-        return prompt + " and <script>alert('sample')</script>"
-
-
-@pytest.fixture
-def trainer(monkeypatch):
-    fake = Trainer()
-    monkeypatch.setattr("depthmix.train.loop.train", fake.train)
-    monkeypatch.setattr("depthmix.train.loop.measure_step_times", fake.measure_step_times)
-    monkeypatch.setattr("depthmix.train.generate.generate_text", fake.generate_text)
-    monkeypatch.setattr(sys.modules["depthmix.study.compare"], "release_memory", lambda device: None)  # slow in here
-    # Drawing takes most of the time; the figures have tests of their own.
-    monkeypatch.setattr(sys.modules["depthmix.study.compare"], "draw_figures", lambda *_: [])
-    return fake
-
 
 # Budgets.
 
@@ -338,9 +290,9 @@ def test_an_arm_that_diverges_does_not_stop_the_others(tmp_path, trainer):
     [
         (lambda out: out.write_text(""), "is a file"),
         (lambda out: write_run(out, [4.0]), "run folder of one training"),
-        (lambda out: write_run(out / "dca" / "seed-0", [4.0]), "no comparison.json"),
-        (lambda out: (out.mkdir(), (out / "comparison.json").write_text("{")), "cannot be read"),
-        (lambda out: (out.mkdir(), (out / "comparison.json").write_text("[]")), "not what depthmix wrote"),
+        (lambda out: write_run(out / "dca" / "seed-0", [4.0]), "recipe.yaml is missing"),
+        (lambda out: (out.mkdir(), (out / "comparison.json").write_text("{")), "not a comparison"),
+        (lambda out: (out.mkdir(), (out / "comparison.json").write_text("[]")), "not a comparison"),
         (lambda out: (out.mkdir(), (out / "comparison.json").write_text("{}")), "not a comparison"),
     ],
 )
