@@ -17,6 +17,7 @@ from typing import Any, Literal, get_args, get_origin
 from depthmix.config import CompareConfig, DataConfig, EvalConfig, GenerateConfig, TrainConfig
 from depthmix.errors import DISK, INTERRUPTED, USAGE, UserError
 from depthmix.mixers.options import nearest as nearest_of
+from depthmix.mixers.options import parse_value
 
 EXIT_CODES = "Exit codes: 0 done; 2 wrong option or recipe; 3 unusable data; 4 unusable checkpoint; 5 diverged; 6 disk full or not writable; 130 interrupted and saved."
 
@@ -29,19 +30,6 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> typing.NoReturn:
         raise UserError(f"{message.strip()}; see `{self.prog} --help`")
-
-
-def value_of(text: str) -> Any:
-    """A value written on the command line: none, true, false, a number, or the text itself."""
-    simple = {"none": None, "true": True, "false": False}
-    if text.lower() in simple:
-        return simple[text.lower()]
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text
 
 
 def coerce(command: str, name: str, hint: Any, value: Any) -> Any:
@@ -76,10 +64,15 @@ def coerce(command: str, name: str, hint: Any, value: Any) -> Any:
 
 def pairs(command: str, name: str, value: Any) -> dict[str, Any]:
     """A dictionary, or a list of key=value as on the command line."""
-    if isinstance(value, dict) and all(isinstance(k, str) for k in value):
-        return value
     if isinstance(value, list) and all(isinstance(v, str) and "=" in v for v in value):
-        return {k: value_of(v) for k, _, v in (item.partition("=") for item in value)}
+        given: dict[str, Any] = {}
+        for key, _, text in ((part.strip() for part in item.partition("=")) for item in value):
+            if key in given:
+                raise UserError(f"{command}: {name} gives {key} twice")
+            given[key] = text
+        value = given
+    if isinstance(value, dict) and all(isinstance(k, str) for k in value):
+        return {k: parse_value(v) if isinstance(v, str) else v for k, v in value.items()}
     raise UserError(f"{command}: {name} must be written as option=value option=value, got {value!r}")
 
 

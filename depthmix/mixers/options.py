@@ -9,12 +9,15 @@ from __future__ import annotations
 import difflib
 import inspect
 import math
+import re
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args, get_origin
 
+WORDS = {"none": None, "null": None, "true": True, "false": False}
+INTEGER, NUMBER = r"[+-]?\d{1,18}", r"[+-]?((\d+\.?\d*|\.\d+)([eE][+-]?\d+)?|inf|nan)"
 REQUIRED = ("dim", "n_blocks")  # every mixer's own, not options
 
 
@@ -91,6 +94,21 @@ def options_of(constructor: Callable[..., Any]) -> dict[str, Option]:
     parameters = inspect.signature(constructor).parameters
     names = [n for n in parameters if n not in ("self", *REQUIRED)]
     return {n: parse_option(n, hints[n], parameters[n].default) for n in names}
+
+
+def parse_value(text: str) -> Any:
+    """What an option's value means as text, on the command line, in an arm and in a recipe alike.
+
+    none or null, true, false, a number, or the text itself; quotes keep what is in them text.
+    """
+    if text.lower() in WORDS:
+        return WORDS[text.lower()]
+    if re.fullmatch(INTEGER, text):
+        return int(text)
+    if re.fullmatch(NUMBER, text, re.IGNORECASE):
+        return float(text)
+    quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
+    return text[1:-1] if quoted else text
 
 
 def check_options(owner: str, options: Mapping[str, Option], given: Mapping[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +13,8 @@ import torch
 
 from depthmix.errors import UserError
 from depthmix.mixers import OptionError, create_mixer, mixer_class
-from depthmix.mixers.options import Option, check_options, nearest
+from depthmix.mixers.options import check_options, nearest, parse_value
+from depthmix.study.same import same_mechanism
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ def parse_arm(text: str) -> Arm:
                 raise UserError(f"arm {text!r}: expected option=value, got {part.strip()!r}{hint}")
             if key in given:
                 raise UserError(f"arm {text!r} gives {key} twice")
-            given[key] = parse_value(value, known.get(key))
+            given[key] = parse_value(value)
         check_options(name, known, given)
     except OptionError as error:
         raise UserError(f"arm {text!r}: {error}") from None
@@ -80,29 +82,17 @@ def parse_arms(texts: Sequence[str]) -> list[Arm]:
 
 
 def check_arms(arms: Sequence[Arm], dim: int, n_blocks: int) -> None:
-    """Build every arm's mixer without memory, so that options that do not fit the model fail now and not in an hour."""
+    """Options that do not fit the model, and arms that are one mechanism in it, fail now and not in an hour."""
     for arm in arms:
         try:
-            with torch.device("meta"):
+            with torch.device("meta"):  # without memory
                 create_mixer(arm.name, dim=dim, n_blocks=n_blocks, **arm.options)
         except OptionError as error:
             raise UserError(f"arm {arm.label!r}: {error}") from None
-
-
-def parse_value(text: str, option: Option | None = None) -> Any:
-    """An int, float, bool, None or string; what the option names as a choice stays the string it is."""
-    if option is not None and text in option.choices:
-        return text
-    words = {"none": None, "null": None, "true": True, "false": False}
-    if text.lower() in words:
-        return words[text.lower()]
-    if re.fullmatch(r"[+-]?\d{1,18}", text):
-        return int(text)
-    try:
-        return float(text)
-    except ValueError:
-        quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
-        return text[1:-1] if quoted else text
+    for one, other in itertools.combinations(arms, 2):
+        if one.name == other.name and same_mechanism(one.name, one.options, other.options, dim, n_blocks):
+            what = f"are the same mechanism in a model of {n_blocks} blocks"
+            raise UserError(f"arms {one.label!r} and {other.label!r} {what}; remove one")
 
 
 def _format(value: Any) -> str:

@@ -2,8 +2,10 @@
 
 import pytest
 
+from depthmix.cli import pairs
 from depthmix.errors import USAGE, UserError
-from depthmix.mixers import list_mixers
+from depthmix.mixers import OptionError, list_mixers, mixer_class
+from depthmix.mixers.options import check_options
 from depthmix.study.arms import Arm, check_arms, parse_arm, parse_arms
 
 
@@ -79,6 +81,81 @@ def test_duplicates_and_empty_lists_are_refused():
     for empty in ([], "residual"):
         with pytest.raises(UserError, match="list of at least one"):
             parse_arms(empty)
+
+
+def outcome(read):
+    """What an option comes to: its type and value, or what is wrong with it."""
+    try:
+        value = read()
+    except (UserError, OptionError) as error:
+        return str(error).partition("attnres: ")[2]
+    return type(value), value
+
+
+@pytest.mark.parametrize(
+    ("option", "text", "expected"),
+    [
+        ("block_size", "null", None),
+        ("block_size", "None", None),
+        ("block_size", "+4", 4),
+        ("block_size", " 4 ", 4),
+        ("block_size", "1_0", "'1_0'"),
+        ("block_size", "1e3", "1000.0"),
+        ("block_size", "'4'", "'4'"),
+        ("key_norm", "FALSE", False),
+        ("key_norm", "1", "got 1"),
+        ("weights", "'static'", "static"),
+        ("weights", '"none"', "'none'"),
+        ("eps", ".5", 0.5),
+        ("eps", "1E-5", 1e-5),
+        ("eps", "-inf", "-inf"),
+        ("eps", "infinity", "'infinity'"),
+        ("eps", "9" * 400, "inf"),
+    ],
+)
+def test_a_value_means_the_same_in_an_arm_and_on_the_command_line_and_in_a_recipe(option, text, expected):
+    def checked(given):
+        check_options("attnres", mixer_class("attnres").options, given)
+        return given[option]
+
+    found = outcome(lambda: parse_arm(f"attnres:{option}={text}").options[option])
+    assert found == outcome(lambda: checked(pairs("train", "mixer_options", [f"{option}={text}"])))
+    assert found == outcome(lambda: checked(pairs("train", "mixer_options", {option: text.strip()})))
+    assert found == (type(expected), expected) or expected in found
+
+
+def test_an_option_given_twice_on_the_command_line_is_refused():
+    with pytest.raises(UserError, match="mixer_options gives ways twice"):
+        pairs("train", "mixer_options", ["ways=3", "block_size=4", "ways=1"])
+
+
+@pytest.mark.parametrize(
+    "same",
+    [
+        ["attnres", "attnres:block_size=1"],
+        ["attnres:block_size=12", "residual", "attnres:block_size=100"],  # in six blocks both hold every site
+        ["attnres:heads=5", "attnres:heads=5,window=40"],
+        ["mhc", "mhc:head=sum"],
+    ],
+)
+def test_one_mechanism_under_two_names_is_refused(same):
+    names = [repr(text) for text in same if text != "residual"]
+    with pytest.raises(UserError, match=f"{names[0]} and {names[1]} are the same mechanism in a model of 6 blocks"):
+        check_arms(parse_arms(same), dim=40, n_blocks=6)
+
+
+@pytest.mark.parametrize(
+    "different",
+    [
+        ["attnres", "attnres:block_size=2", "attnres:block_size=11", "attnres:eps=1e-5", "attnres:window=2"],
+        ["highway", "highway:bias=-1"],  # the same function with another start
+        ["layerscale", "layerscale:init=1e-5"],
+        ["laurel:rank=4", "laurel:rank=8"],
+        ["dca", "dca:relu_on=sum"],
+    ],
+)
+def test_mechanisms_that_differ_are_not(different):
+    check_arms(parse_arms(different), dim=40, n_blocks=6)
 
 
 def test_options_that_do_not_fit_the_model_fail_before_anything_runs():
