@@ -18,6 +18,7 @@ PAPER = "#fffffe"  # the background; the report makes it transparent
 # Okabe and Ito's colours without yellow, which is too pale for a line; dashes tell arms apart without colour.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 DASHES = ("-", "--", "-.", ":")
+LEGEND_COLUMNS = 2
 AXES = {"tokens": "training tokens", "time": "training time"}
 NAMES = {"tokens": "loss-tokens", "time": "loss-time"}
 
@@ -43,10 +44,8 @@ def load() -> bool:
 
 
 def draw(runs: Sequence[Run], arms: Sequence[str], axis: str, stem: Path) -> None:
-    """One figure: axis is "tokens" or "time", stem the path without its ending."""
+    """One figure as files: axis is "tokens" or "time", stem the path without its ending."""
     import matplotlib
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
 
     style: Any = {
         "svg.fonttype": "none",
@@ -62,11 +61,19 @@ def draw(runs: Sequence[Run], arms: Sequence[str], axis: str, stem: Path) -> Non
         "ytick.color": INK,
     }
     with matplotlib.rc_context(style):
-        figure = Figure(figsize=(8.4, 4.8), layout="constrained")
-        FigureCanvasAgg(figure)
-        axes = figure.add_subplot()
-        _plot(axes, runs, arms, axis)
-        _save(figure, stem)
+        _save(plot(runs, arms, axis), stem)
+
+
+def plot(runs: Sequence[Run], arms: Sequence[str], axis: str) -> Any:
+    """One figure: the axes, and below them the legend."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    lines = -(-len({run.arm for run in runs}) // LEGEND_COLUMNS)
+    figure = Figure(figsize=(8.4, 4.8 + 0.2 * lines), layout="constrained")
+    FigureCanvasAgg(figure)
+    _plot(figure.add_subplot(), runs, arms, axis)
+    return figure
 
 
 def curve_over_seeds(runs: Sequence[Run], axis: str) -> tuple[list[float], list[float], list[float], list[float]]:
@@ -108,17 +115,16 @@ def _plot(axes: Any, runs: Sequence[Run], arms: Sequence[str], axis: str) -> Non
 
 
 def _legend(axes: Any, curves: dict[str, Any], first: str) -> None:
+    """Below the axes, where it hides no curve."""
     handles, labels = axes.get_legend_handles_labels()
     order = sorted(range(len(labels)), key=lambda i: list(curves.values())[i][1][-1], reverse=True)
-    title = f"final loss (dotted: {first}'s)"
-    legend = axes.legend(
+    legend = axes.figure.legend(
         [handles[i] for i in order],
         [labels[i] for i in order],
-        title=title,
-        loc="upper right",
-        facecolor=PAPER,
-        edgecolor="none",
-        framealpha=0.85,
+        title=f"final loss (dotted: {first}'s)",
+        loc="outside lower left",
+        ncols=LEGEND_COLUMNS,
+        frameon=False,
         alignment="left",
         fontsize=9.5,
         title_fontsize=9.5,

@@ -11,30 +11,36 @@ from typing import Any
 
 from depthmix.study.figures import INK, NAMES, PAPER
 from depthmix.study.rows import Row
-from depthmix.study.table import cells, human, human_time
+from depthmix.study.table import AGAINST, COSTS, LEARNT, VAL_LOSS, Column, cells, human, human_time
 from depthmix.study.verdict import footnotes, verdict
 
 CAPTIONS = {
     "tokens": "Loss against tokens: who learns more from the same text.",
     "time": "Loss against training time: who is further after the same wait. Only the end of a line is a finished schedule.",
 }
+RESULTS = (AGAINST, VAL_LOSS, *LEARNT)  # what counts comes first, where a narrow screen shows it
 STYLE = """
-:root { color-scheme: light dark; --ink: #1f2428; --soft: #57606a; --page: #ffffff; --card: #f5f7f9; --line: #d5dbe1; --best: #0b7a4b; }
+:root { color-scheme: light dark; --ink: #1f2428; --soft: #57606a; --page: #ffffff; --card: #f5f7f9; --line: #d5dbe1; --best: #0b7a4b; --shade: #8a919966; }
 @media (prefers-color-scheme: dark) {
   :root { --ink: #e6eaee; --soft: #9aa5b1; --page: #14181c; --card: #1d2328; --line: #353d45; --best: #4cc38a; }
 }
 * { box-sizing: border-box; }
 body { margin: 0 auto; padding: 2rem 1.2rem 4rem; max-width: 76rem; background: var(--page); color: var(--ink); font: 16px/1.55 system-ui, sans-serif; }
-h1 { font-size: 1.7rem; line-height: 1.25; margin: 0 0 .4rem; } h2 { font-size: 1.15rem; margin: 2.4rem 0 .6rem; }
+h1 { font-size: 1.7rem; line-height: 1.25; margin: 0 0 .4rem; } h2 { font-size: 1.15rem; margin: 2.4rem 0 .6rem; } h3 { font-size: 1rem; margin: 1.6rem 0 .4rem; }
 p, li { max-width: 50rem; } .soft, figcaption { color: var(--soft); } .soft { font-size: .92rem; }
 ul { padding-left: 1.2rem; } .verdict li { margin: .15rem 0; }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: .15rem 1.2rem; margin: 1rem 0; } dt { color: var(--soft); } dd { margin: 0; overflow-wrap: anywhere; }
-.scroll { overflow-x: auto; } table { border-collapse: collapse; font-size: .92rem; font-variant-numeric: tabular-nums; }
+.scroll { overflow-x: auto; background: linear-gradient(to left, var(--page) 40%, transparent) right / 3rem 100% no-repeat local, linear-gradient(to left, var(--shade), transparent) right / 1.2rem 100% no-repeat scroll; }
+table { border-collapse: separate; border-spacing: 0; font-size: .92rem; font-variant-numeric: tabular-nums; }
 th, td { padding: .4rem .75rem; text-align: right; white-space: nowrap; border-bottom: 1px solid var(--line); } th { font-weight: 600; color: var(--soft); vertical-align: bottom; }
-th:first-child, td:first-child { text-align: left; padding-left: 0; } td:first-child { font-weight: 600; } tr.best td:first-child { color: var(--best); }
+th:first-child, td:first-child { text-align: left; padding-left: 0; white-space: normal; position: sticky; left: 0; background: var(--page); } td:first-child { font-weight: 600; } tr.best td:first-child { color: var(--best); }
 figure { margin: 0 0 1.5rem; } figure svg, figure img { width: 100%; max-width: 56rem; height: auto; display: block; }
 pre, .sample { background: var(--card); border-radius: 8px; padding: .8rem 1rem; white-space: pre-wrap; overflow-wrap: anywhere; max-width: 56rem; }
 pre { font-size: .88rem; } .sample { margin: .3rem 0 1.1rem; } .sample b { font-weight: 600; } .warn { border-left: 4px solid #d98200; padding-left: .8rem; }
+@media (max-width: 40rem) {
+  body { padding: 1.2rem .9rem 3rem; } table { font-size: .8rem; } th, td { padding: .4rem .45rem; } td:first-child { min-width: 6rem; }
+  figure svg { min-width: 36rem; }
+}
 """
 
 
@@ -52,7 +58,8 @@ def make_report(
     parts = [f"<h1>{escape(title)}</h1>"]
     if not finished:
         parts.append('<p class="warn">This comparison is not finished: run the same command again and it goes on.</p>')
-    parts += [_list(verdict(rows), "verdict"), _facts(recipe, rows), "<h2>Results</h2>", _table(rows)]
+    parts += [_list(verdict(rows), "verdict"), _facts(recipe, rows), "<h2>Results</h2>", _table(rows, RESULTS)]
+    parts += ["<h3>What it cost</h3>", _table(rows, COSTS)] if rows else []
     parts += [_list([*notes, *footnotes(rows)] if rows else notes, "soft"), _how_to_read(recipe, rows)]
     parts += [_figure(axis, figures) for axis in NAMES]
     parts += [_samples(samples), "<h2>Recipe</h2>", f"<pre>{escape(_recipe_text(recipe))}</pre>"]
@@ -97,15 +104,17 @@ def _facts(recipe: Mapping[str, Any], rows: Sequence[Row]) -> str:
     return "<dl>" + "".join(f"<dt>{escape(k)}</dt><dd>{escape(v)}</dd>" for k, v in facts) + "</dl>"
 
 
-def _table(rows: Sequence[Row]) -> str:
+def _table(rows: Sequence[Row], columns: Sequence[Column]) -> str:
     if not rows:
         return "<p>No run has finished yet.</p>"
-    heading, *lines = cells(rows)
+    heading, *lines = cells(rows, columns)
     best = min(row.val_loss for row in rows)
     html = ["<tr>" + "".join(f'<th scope="col">{escape(cell)}</th>' for cell in heading) + "</tr>"]
     for row, line in zip(rows, lines, strict=True):
         css = ' class="best"' if row.val_loss == best else ""
-        html.append(f"<tr{css}>" + "".join(f"<td>{escape(cell)}</td>" for cell in line) + "</tr>")
+        arm, *rest = map(escape, line)
+        arm = arm.replace(":", ":<wbr>").replace(",", ",<wbr>")  # where a long name may go on below
+        html.append(f"<tr{css}><td>{arm}</td>" + "".join(f"<td>{cell}</td>" for cell in rest) + "</tr>")
     return f'<div class="scroll"><table><thead>{html[0]}</thead><tbody>{"".join(html[1:])}</tbody></table></div>'
 
 
@@ -135,7 +144,9 @@ def _figure(axis: str, folder: Path) -> str:
         .replace("<svg", f'<svg role="img" aria-label="{escape(CAPTIONS[axis])}"', 1)
     )
     svg = re.sub(r'\bid="(figure_|axes_|patch_|line2d_|text_|matplotlib)', rf'id="{axis}-\1', svg)
-    return f"<h2>{escape(CAPTIONS[axis].partition(':')[0])}</h2>\n<figure>{svg}<figcaption>{escape(CAPTIONS[axis])}</figcaption></figure>"
+    caption = escape(CAPTIONS[axis])
+    figure = f'<figure><div class="scroll">{svg}</div><figcaption>{caption}</figcaption></figure>'
+    return f"<h2>{caption.partition(':')[0]}</h2>\n{figure}"
 
 
 def continuation(sample: Mapping[str, str]) -> str:

@@ -57,13 +57,15 @@ def human_time(seconds: float) -> str:
     return f"{seconds / 60:.1f} min" if seconds < 6000 else f"{seconds / 3600:.2f} h"
 
 
-COLUMNS = (
-    Column(lambda first: "val. loss", lambda r: _plus_minus(r.val_loss, r.val_loss_spread, ".4f")),
-    Column(lambda first: f"against {first}", lambda r: _plus_minus(r.difference, r.difference_spread, "+z.4f")),
+VAL_LOSS = Column(lambda first: "val. loss", lambda r: _plus_minus(r.val_loss, r.val_loss_spread, ".4f"))
+AGAINST = Column(lambda first: f"against {first}", lambda r: _plus_minus(r.difference, r.difference_spread, "+z.4f"))
+LEARNT = (
     Column(lambda first: "perplexity", lambda r: f"{r.perplexity:.2f}"),
     Column(lambda first: "bits/byte", lambda r: _or_dash(r.bits_per_byte, ".4f")),
     Column(lambda first: "tokens to reach", lambda r: _fraction(r.tokens_to_reach, r)),
     Column(lambda first: "time to reach", lambda r: _fraction(r.time_to_reach, r)),
+)
+COSTS = (
     Column(lambda first: "parameters", lambda r: human(r.parameters)),
     Column(lambda first: "of the mixer", lambda r: human(r.added_by_mixer)),
     Column(lambda first: "step, ms", lambda r: f"{r.step_ms:.1f}"),
@@ -73,13 +75,14 @@ COLUMNS = (
     Column(lambda first: "time", lambda r: human_time(r.train_seconds)),
     Column(lambda first: "seeds", lambda r: str(r.seeds)),
 )
+COLUMNS = (VAL_LOSS, AGAINST, *LEARNT, *COSTS)
 
 
-def cells(rows: Sequence[Row]) -> list[list[str]]:
-    """Heading and one line a row, as strings."""
+def cells(rows: Sequence[Row], columns: Sequence[Column] = COLUMNS) -> list[list[str]]:
+    """Heading and one line for each row, as strings; the arm comes first."""
     first = rows[0].baseline.partition(":")[0] if rows else ""
-    heading = ["arm", *(c.heading(first) for c in COLUMNS)]
-    return [heading, *([r.arm, *(c.cell(r) for c in COLUMNS)] for r in rows)]
+    heading = ["arm", *(c.heading(first) for c in columns)]
+    return [heading, *([r.arm, *(c.cell(r) for c in columns)] for r in rows)]
 
 
 def to_text(rows: Sequence[Row], width: int | None = None) -> str:

@@ -3,18 +3,13 @@
 import json
 import shutil
 import sys
-from html.parser import HTMLParser
-from pathlib import Path
 
 import pytest
 
 from depthmix.errors import CHECKPOINT, DISK, DIVERGED, INTERRUPTED, UserError
 from depthmix.study.arms import parse_arms
 from depthmix.study.compare import compare
-from depthmix.study.figures import MISSING, curve_over_seeds, draw_figures
 from depthmix.study.plan import check_config, make_plan
-from depthmix.study.report import make_report
-from depthmix.study.rows import make_rows, read_run
 from depthmix.study.table import from_csv
 from study.fake_training import SECONDS, configuration
 from study.test_table import write_run
@@ -310,80 +305,3 @@ def test_a_foreign_run_in_an_arms_folder_is_named(tmp_path, trainer):
     with pytest.raises(UserError, match="another run") as caught:
         compare(configuration(tmp_path))
     assert str(path) in str(caught.value)
-
-
-# Figures and report.
-
-
-def two_arms(tmp_path, label="arm"):
-    runs = []
-    for name, shift in (("plain", 0.0), (label, -0.1)):
-        for seed in (0, 1):
-            losses = [x + shift + 0.02 * seed for x in (6.0, 5.0, 4.5, 4.2, 4.0)]
-            folder = tmp_path / f"run{len(runs)}"
-            runs.append(read_run(write_run(folder, losses, seed=seed, step_seconds=0.5 + seed), name))
-    return runs
-
-
-def test_curves_are_means_over_seeds(tmp_path):
-    x, mean, low, high = curve_over_seeds(two_arms(tmp_path)[:2], "time")
-    assert x == [100.0, 200.0, 300.0, 400.0, 500.0]  # half a second and one and a half
-    assert mean[-1] == pytest.approx(4.01)
-    assert (low[-1], high[-1]) == (4.0, 4.02)
-    assert curve_over_seeds(two_arms(tmp_path)[:2], "tokens")[0] == [1000, 2000, 3000, 4000, 5000]
-
-
-class Page(HTMLParser):
-    """Tags, references and text of a page."""
-
-    def __init__(self, html):
-        super().__init__()
-        self.tags, self.links, self.text = [], [], ""
-        self.feed(html)
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append(tag)
-        self.links += [v for k, v in attrs if k in ("src", "href", "xlink:href") and v]
-
-    def handle_data(self, data):
-        self.text += data
-
-
-def test_figures_and_report(tmp_path):
-    pytest.importorskip("matplotlib")
-    evil = "<script>alert('arm')</script>$x^"
-    runs = two_arms(tmp_path, evil)
-    assert draw_figures(runs, ["plain", evil], tmp_path / "figures") == []
-    for name in ("loss-tokens", "loss-time"):
-        assert (tmp_path / "figures" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-        assert "<svg" in (tmp_path / "figures" / f"{name}.svg").read_text()
-    before = (tmp_path / "figures" / "loss-time.svg").read_bytes()
-    draw_figures(runs, ["plain", evil], tmp_path / "figures")
-    assert (tmp_path / "figures" / "loss-time.svg").read_bytes() == before
-
-    recipe = {"arms": ["plain", evil], "data": "<img src=x>", "budget": "tokens", "steps": 500, "seeds": [0, 1]}
-    sample = {"arm": evil, "prompt": "<b>Once", "text": "<b>Once</b><script>alert('sample')</script>"}
-    rows = make_rows(runs, ["plain", evil])
-    html = make_report(recipe, rows, [sample], ["note <i>"], tmp_path / "figures")
-    page = Page(html)
-    assert not {"script", "img", "i", "link", "iframe"} & set(page.tags)
-    assert page.tags.count("svg") == 2
-    assert page.links
-    assert all(link.startswith("#") for link in page.links)  # nothing is fetched
-    for text in ("alert('arm')", "alert('sample')", "<b>Once", "<img src=x>", "note <i>", "How to read this"):
-        assert text in page.text
-    assert "prefers-color-scheme: dark" in html
-    assert "currentColor" in html
-
-
-def test_without_matplotlib_everything_else_is_there(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    runs = two_arms(tmp_path)
-    notes = draw_figures(runs, ["plain", "arm"], tmp_path / "figures")
-    assert notes == [MISSING]
-    assert not (tmp_path / "figures").exists()
-    recipe = {"arms": ["plain", "arm"], "budget": "time", "seeds": [0, 1]}
-    page = Page(make_report(recipe, make_rows(runs, ["plain", "arm"]), [], notes, Path(tmp_path / "figures")))
-    assert MISSING in page.text
-    assert "svg" not in page.tags
-    assert "table" in page.tags
