@@ -97,7 +97,7 @@ def test_a_comparison_writes_everything(tmp_path, trainer):
     assert row.time_to_reach == pytest.approx((300 + 80) / 400 * 1.5)
     assert len(trainer.generated) == 3
     assert "attnres:block_size=4" in (tmp_path / "out" / "table.md").read_text()
-    assert not list((tmp_path / "out").glob("*.tmp"))
+    assert not list((tmp_path / "out").glob(".tmp*"))
 
 
 def test_show_prints_the_table_the_sample_and_where_the_report_lies(tmp_path, trainer, capsys):

@@ -1,13 +1,19 @@
 """What a comparison does when files of it are lost or damaged, or every run diverged: its advice leads somewhere."""
 
+import errno
 import json
+import os
+from pathlib import Path
 
 import pytest
 
-from depthmix.errors import CHECKPOINT, DIVERGED, UserError
+from depthmix.errors import CHECKPOINT, DISK, DIVERGED, UserError
 from depthmix.study.compare import compare
+from depthmix.study.figures import draw_figures
 from depthmix.study.plan import check_config
+from depthmix.study.rows import read_run
 from study.fake_training import configuration
+from study.test_table import write_run
 
 DAMAGE = {"empty": lambda text: "", "truncated": lambda text: text[: len(text) // 2], "gone": None}
 
@@ -99,3 +105,42 @@ def test_a_run_that_finished_without_a_loss_stops_no_other_run(tmp_path, trainer
 def test_a_single_seed_is_refused_with_the_way_to_say_it(tmp_path):
     with pytest.raises(UserError, match="not from --seed: --seeds 3"):
         check_config(configuration(tmp_path, seed=3))
+
+
+@pytest.fixture
+def full_disk(monkeypatch):
+    """From now on there is no room for a new version of the file of this name."""
+
+    def full(name):
+        def replace(source, target, put=os.replace):
+            if Path(target).name == name:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            put(source, target)
+
+        monkeypatch.setattr(os, "replace", replace)
+
+    return full
+
+
+@pytest.mark.parametrize("name", ["comparison.json", "table.csv", "table.md", "report.html", "step_times.json"])
+def test_a_full_disk_leaves_the_old_file_and_no_other(tmp_path, trainer, full_disk, name):
+    compare(configuration(tmp_path, budget="time"))
+    out = tmp_path / "out"
+    before = (out / name).read_bytes()
+    full_disk(name)
+    with pytest.raises(UserError, match=f"{name}: the disk is full") as caught:
+        compare(configuration(tmp_path, budget="time", arms=["residual", "attnres:block_size=4", "dca", "rezero"]))
+    assert caught.value.exit_code == DISK
+    assert (out / name).read_bytes() == before
+    assert not list(out.glob(".tmp*"))
+
+
+def test_a_full_disk_leaves_the_old_figure(tmp_path, full_disk):
+    pytest.importorskip("matplotlib")
+    run = read_run(write_run(tmp_path / "run", [6.0, 5.0, 4.0]), "arm")
+    (tmp_path / "loss-tokens.svg").write_text("old")
+    full_disk("loss-tokens.svg")
+    with pytest.raises(UserError, match=r"loss-tokens.svg: the disk is full"):
+        draw_figures([run], ["arm"], tmp_path)
+    assert {p.name for p in tmp_path.iterdir()} == {"run", "loss-tokens.svg"}
+    assert (tmp_path / "loss-tokens.svg").read_text() == "old"
