@@ -131,7 +131,7 @@ def compare(config: CompareConfig, *, say: Callable[[str], None] | None = None) 
     arms = check_config(config)
     comparison = open_comparison(config, arms)
     if config.budget == "time":
-        if not (comparison.path / COMPARISON).exists():
+        if not (comparison.rebuilt or (comparison.path / COMPARISON).exists()):
             comparison.save()  # so that step times are never found without the recipe they belong to
         comparison.step_times = measured_step_times(config, arms, say)
         plan = make_plan(config, arms, comparison.step_times)
@@ -146,9 +146,9 @@ def compare(config: CompareConfig, *, say: Callable[[str], None] | None = None) 
         say(f"{comparison.path / COMPARISON} was lost and is made again from the runs.")
     diverged: list[str] = []
 
-    def take(arm: Arm, run_config: TrainConfig, label: str = "") -> None:
+    def take(arm: Arm, run_config: TrainConfig, label: str | None = None) -> None:
         try:
-            if label:
+            if label is not None:  # else it has finished before
                 train(run_config, label=label)
             comparison.runs.append(_checked_run(arm, run_config))
         except UserError as error:

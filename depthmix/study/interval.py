@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 from collections.abc import Sequence
@@ -25,6 +26,7 @@ def student_probability(t: float, df: int) -> float:
     return 2 / math.pi * (theta + sine * cosine * total) if odd else sine * total
 
 
+@functools.cache
 def student_t(df: int, confidence: float = CONFIDENCE) -> float:
     """The t with P(|T| <= t) = confidence, by bisection over theta."""
     low, high = 0.0, math.pi / 2

@@ -36,16 +36,21 @@ def test_a_lost_comparison_is_made_again_from_its_runs(tmp_path, trainer, how, b
     assert json.loads((tmp_path / "out" / "comparison.json").read_text()) == before
 
 
-def test_runs_of_another_recipe_are_not_taken_over(tmp_path, trainer):
-    compare(configuration(tmp_path))
-    (tmp_path / "out" / "comparison.json").write_text("")
-    with pytest.raises(UserError, match=r"seed-0 is a run of another recipe \(lr was 0.0015 and is 0.1\)") as caught:
-        compare(configuration(tmp_path, lr=0.1))
-    assert caught.value.exit_code == CHECKPOINT
+@pytest.mark.parametrize("budget", ["tokens", "time"])
+@pytest.mark.parametrize("how", ["empty", "gone"])
+def test_runs_of_another_recipe_are_not_taken_over(tmp_path, trainer, how, budget):
+    compare(configuration(tmp_path, budget=budget))
+    damage(tmp_path / "out" / "comparison.json", how)
+    for _ in range(2):
+        with pytest.raises(
+            UserError, match=r"seed-0 is a run of another recipe \(lr was 0.0015 and is 0.1\)"
+        ) as caught:
+            compare(configuration(tmp_path, lr=0.1, budget=budget))
+        assert caught.value.exit_code == CHECKPOINT
     meta = tmp_path / "out" / "residual" / "seed-0" / "data.json"
     meta.write_text(meta.read_text() + "\n")
     with pytest.raises(UserError, match="its data was prepared otherwise"):
-        compare(configuration(tmp_path))
+        compare(configuration(tmp_path, budget=budget))
 
 
 def test_without_budgets_runs_at_equal_time_cannot_go_on(tmp_path, trainer):
