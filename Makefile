@@ -25,7 +25,7 @@ demo: $(if $(wildcard $(STAMP)),$(STAMP),$(TRAIN))
 	$(BIN)/depthmix compare --recipe recipes/demo.yaml
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 2 --dist worksteal --cov --cov-report=term:skip-covered --cov-fail-under=95 $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal --cov --cov-report=term:skip-covered --cov-fail-under=95 --durations=10 $(PYTEST_ARGS)
 
 # Without `make setup`: a GPU machine has a torch of its own.
 test-gpu:

@@ -1,5 +1,6 @@
 """What every test gets: fresh tensors full of NaN, so that memory nobody wrote cannot pass, and kernels without a GPU."""
 
+import gc
 import os
 
 import pytest
@@ -33,6 +34,19 @@ def _poison_fresh_memory():
         for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
             patch.setattr(owner, name, _poisoned(getattr(owner, name)))
         yield
+
+
+def pytest_collection_finish():
+    """What is there before the first test stays: Python's collector need not look through it again and again."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_collection_modifyitems(items):
+    """Coverage doubles the interpreter's time: of the tests that run kernels in it, those marked `covered` are measured."""
+    for item in items:
+        if "quick_interpreter" in getattr(item, "fixturenames", ()) and not item.get_closest_marker("covered"):
+            item.add_marker(pytest.mark.no_cover)
 
 
 @pytest.fixture(autouse=True)

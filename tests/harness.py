@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from depthmix import create_mixer, list_mixers
 from oracles import DEFAULTS
-from oracles.cases import OPTIONS
+from oracles.cases import OPTIONS, pairwise
 
 B, T, DIM = 2, 5, 24  # odd on purpose
 
@@ -64,6 +64,8 @@ def label(name, choice):
 MIXERS = list_mixers()
 CASES = [(name, choice) for name in MIXERS for choice in OPTIONS.get(name, [{}])]
 CASE_IDS = [label(*case) for case in CASES]
+PAIRWISE = [(name, choice) for name in MIXERS for choice in pairwise(name, OPTIONS.get(name, [{}]))]
+PAIRWISE_IDS = [label(*case) for case in PAIRWISE]
 
 
 def complete(name, choice):

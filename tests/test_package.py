@@ -5,8 +5,10 @@ import subprocess
 import sys
 import tomllib
 import venv
+from importlib.metadata import Distribution, distribution
 
 import pytest
+from packaging.requirements import Requirement
 
 import depthmix
 from project import ROOT, code_blocks, python
@@ -18,13 +20,16 @@ LAYERS |= {"data": 4, "runs": 5, "train": 6, "study": 7}
 def test_import_is_light():
     """Neither triton nor transformers, nor what is slow in torch; at most 0.3 s more than torch. The best of three: others share the machine."""
     code = (
-        "import sys, time, torch; before = set(sys.modules); t = time.perf_counter(); import depthmix; "
-        "t = time.perf_counter() - t; new = {m.split('.')[0] for m in set(sys.modules) - before}; "
+        "import sys, time, torch; before = set(sys.modules); t = time.process_time(); import depthmix; "
+        "t = time.process_time() - t; new = {m.split('.')[0] for m in set(sys.modules) - before}; "
         "print(t, sorted(new & {'triton', 'transformers', 'safetensors', 'numpy', 'sympy'}), 'torch._dynamo' in sys.modules)"
     )
-    results = [python(code).split(maxsplit=1) for _ in range(3)]
-    assert all(rest.strip() == "[] False" for _, rest in results), results
-    assert min(float(seconds) for seconds, _ in results) < 0.3
+    for _ in range(3):
+        seconds, rest = python(code).split(maxsplit=1)
+        assert rest.strip() == "[] False"
+        if float(seconds) < 0.3:
+            return
+    pytest.fail(f"{seconds} s")
 
 
 def imports(path):
@@ -72,37 +77,46 @@ def test_torch_is_a_range_for_users_and_pinned_for_developers():
     assert "torch==2.13.0" in (ROOT / "constraints.txt").read_text()
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
-    out = tmp_path_factory.mktemp("dist")
-    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(out), str(ROOT)]
-    subprocess.run(command, check=True, capture_output=True)
-    return next(out.glob("depthmix-*.whl"))
+def needed(*requirements):
+    """The installed distributions that these requirements and theirs come to, without extras."""
+    found, left = {}, list(requirements)
+    while left:
+        requirement = Requirement(left.pop())
+        if requirement.marker and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        own = distribution(requirement.name)
+        assert requirement.specifier.contains(own.version, prereleases=True), f"{requirement}: {own.version}"
+        if own.name not in found:
+            found[own.name] = own
+            left += own.requires or []
+    return found.values()
 
 
-def test_wheel_runs_the_readme_in_a_fresh_environment_without_extras(wheel, tmp_path):
-    venv.create(tmp_path / "env", with_pip=True)
+def test_wheel_runs_the_readme_in_a_fresh_environment_without_extras(tmp_path, monkeypatch):
+    """What the wheel says it needs is linked from here: nobody has to install torch again to see that it suffices."""
+    monkeypatch.delenv("PYTHONPATH", raising=False)  # or it is not the wheel that runs
+    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)]
+    subprocess.run(build, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("depthmix-*.whl")
+    venv.create(tmp_path / "env")
     interpreter = tmp_path / "env" / "bin" / "python"
-    command = [
-        interpreter,
-        "-m",
-        "pip",
-        "install",
-        "-q",
-        "--disable-pip-version-check",
-        "-c",
-        ROOT / "constraints.txt",
-        wheel,
-    ]
-    subprocess.run([str(c) for c in command], check=True, capture_output=True)
-    out = python(code_blocks(ROOT / "README.md")[0], interpreter=interpreter, cwd=tmp_path)
-    assert out.strip() == "torch.Size([2, 16, 64])"
-    where = python(
-        "import depthmix; print(depthmix.__file__, depthmix.__version__)", interpreter=interpreter, cwd=tmp_path
+    install = ["install", "--quiet", "--no-deps", "--no-index", str(wheel)]
+    subprocess.run(
+        [sys.executable, "-m", "pip", "--python", str(interpreter), *install], check=True, capture_output=True
     )
-    assert str(tmp_path) in where
+    (packages,) = (tmp_path / "env").glob("lib/python*/site-packages")
+    (metadata,) = packages.glob("depthmix-*.dist-info")
+    for own in needed(*(Distribution.at(metadata).requires or [])):
+        for name in {path.parts[0] for path in own.files or []} - {"..", "__pycache__"}:
+            if not (packages / name).exists():
+                (packages / name).symlink_to(own.locate_file(name))
+    code = code_blocks(ROOT / "README.md")[0] + (
+        "\nimport importlib.util as u, depthmix; print(depthmix.__file__, depthmix.__version__)"
+        "\nprint(u.find_spec('transformers'), u.find_spec('pytest'))"
+    )
+    shape, where, extras = python(code, interpreter=interpreter, cwd=tmp_path).splitlines()
+    assert shape == "torch.Size([2, 16, 64])"
+    assert str(packages) in where
     assert depthmix.__version__ in where
-    extras = python(
-        "import importlib.util as u; print(u.find_spec('transformers'), u.find_spec('pytest'))", interpreter=interpreter
-    )
-    assert extras.strip() == "None None"
+    assert extras == "None None"
+    assert interpreter.with_name("depthmix").exists()

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from depthmix.mixers import mixer_class
-from harness import CASE_IDS, CASES, DIM, MIXERS, Sublayers, build, complete, embedding, run_stack
+from harness import CASE_IDS, CASES, DIM, MIXERS, PAIRWISE, Sublayers, build, complete, embedding, label, run_stack
 from oracles import DEFAULTS, ORACLES
 from oracles.shapes import initial, shapes
 
@@ -34,8 +34,12 @@ def test_defaults_are_the_documented_ones(name):
     assert defaults == documented
 
 
-@pytest.mark.parametrize("n_blocks", [3, 5])
-@pytest.mark.parametrize(("name", "choice"), CASES, ids=CASE_IDS)
+# All combinations where every window and block size matters, and of another depth those that every pair of values needs.
+DEPTHS = [(*case, n_blocks) for n_blocks, cases in ((5, CASES), (3, PAIRWISE)) for case in cases]
+DEPTH_IDS = [f"{label(name, choice)}-{n_blocks}" for name, choice, n_blocks in DEPTHS]
+
+
+@pytest.mark.parametrize(("name", "choice", "n_blocks"), DEPTHS, ids=DEPTH_IDS)
 def test_output_and_every_gradient_agree_in_fp64(name, choice, n_blocks):
     mixer = build(name, n_blocks, choice, random=True)
     sublayers, e = Sublayers(n_blocks), embedding().requires_grad_()

@@ -336,11 +336,12 @@ def test_forward_takes_ids_or_embeddings_but_not_both():
 
 @pytest.mark.no_cover
 @pytest.mark.parametrize(
-    ("mixer", "options"), [("attnres", {"block_size": 3, "ways": 3}), ("mhc", {}), ("dca", {"window": 1})]
+    ("mixer", "n_blocks", "options"),
+    [("attnres", 1, {"block_size": 3, "ways": 3}), ("mhc", 1, {"iterations": 3}), ("dca", 2, {"window": 1})],
 )
-def test_a_whole_model_compiles_as_one_graph(mixer, options):
+def test_a_whole_model_compiles_as_one_graph(mixer, n_blocks, options):
     """Logits and gradients of the compiled model are those of the eager one."""
-    model = Decoder(DecoderConfig(vocab_size=40, dim=24, n_blocks=2, n_heads=2, mixer=mixer, mixer_options=options))
+    model = Decoder(DecoderConfig(40, dim=24, n_blocks=n_blocks, n_heads=2, mixer=mixer, mixer_options=options))
     ids = torch.randint(0, 40, (2, 7))
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")

@@ -72,6 +72,7 @@ def assert_exact(op: Fn, expected: Fn, leaves: Sequence[Tensor], tol: float = TO
     assert_near(grads, exact_grads, tol)
 
 
+@pytest.mark.covered
 @pytest.mark.parametrize(
     "options", combinations(ways=(0, 1, 2, 3), key_gain=(False, True), out_gain=(False, True)), ids=name
 )

@@ -16,20 +16,22 @@ ROUNDED = {torch.float32: 4e-6, torch.float16: 5e-4, torch.bfloat16: 8e-3}
 class Case:
     """Readers of READ sources each, and the gradients of the last of them, from the equations."""
 
-    def __init__(self, n: int, dim: int, sources: int, dtype: torch.dtype, read: int = READ) -> None:
-        self.v = [rand(TOKENS, dim, seed=i, dtype=dtype) for i in range(read)]
+    def __init__(
+        self, n: int, dim: int, sources: int, dtype: torch.dtype, read: int = READ, tokens: int = TOKENS
+    ) -> None:
+        self.v = [rand(tokens, dim, seed=i, dtype=dtype) for i in range(read)]
         self.u = rand(n, dim, seed=50, dtype=torch.float32) / dim**0.5
-        self.do = [rand(TOKENS, dim, seed=100 + e, dtype=dtype) for e in range(n)]
+        self.do = [rand(tokens, dim, seed=100 + e, dtype=dtype) for e in range(n)]
         v = [x.double().requires_grad_() for x in self.v]
         # Of u, the part that comes from the sources in question: theirs is a copy of its own.
         u = [self.u.double().requires_grad_(i >= read - sources) for i in range(read)]
         keys = [x / (x.square().mean(-1, keepdim=True) + EPS).sqrt() for x in v]
-        self.s = torch.stack([q @ k.T for q, k in zip(u, keys, strict=True)], 1)  # [n, read, TOKENS]
+        self.s = torch.stack([q @ k.T for q, k in zip(u, keys, strict=True)], 1)  # [n, read, tokens]
         o = torch.einsum("nit,itd->ntd", self.s.softmax(1), torch.stack(v))
         do = torch.stack(self.do).double()
         wanted = torch.autograd.grad((o * do).sum(), [*v[-sources:], *u[-sources:]])
         self.dv, self.du = list(wanted[:sources]), sum(wanted[sources:])
-        self.ld = torch.stack([self.s.logsumexp(1), (o * do).sum(-1)], 1).float()  # log-sum-exp and δ: [n, 2, TOKENS]
+        self.ld = torch.stack([self.s.logsumexp(1), (o * do).sum(-1)], 1).float()  # log-sum-exp and δ: [n, 2, tokens]
         self.sources = sources
 
     def readers(self, several: bool = True) -> list:
@@ -48,22 +50,34 @@ def backward(case: Case, need_du: bool = True, **known: Tensor | bool) -> tuple[
     return dv, None if du is None else du.sum(0)
 
 
+@pytest.mark.covered
 @pytest.mark.parametrize("sources", [1, 2])
-@pytest.mark.parametrize("n", [1, 2, 15, 16, 17, 33])  # weights are computed for sixteen readers at a time
-@pytest.mark.parametrize("dim", [7, 24, 80])
+@pytest.mark.parametrize(
+    ("n", "dim"),  # weights are computed for sixteen readers at a time
+    [(1, 24), (2, 7), (15, 80), (16, 24), (17, 7), (33, 80)],
+)
 def test_every_number_of_readers(n: int, dim: int, sources: int) -> None:
     case = Case(n, dim, sources, torch.float32)
     dv, du = backward(case)
     assert_near([*dv, du], [*case.dv, case.du], 4e-6)
 
 
-@pytest.mark.parametrize("dtype", ROUNDED)
+FP32, FP16, BF16 = ROUNDED
+
+
 @pytest.mark.parametrize(
-    ("dim", "sources"), [(200, 2), (1000, 2), (1024, 2), (1024, 1), (2048, 1), (2048, 2), (3000, 1)]
-)
+    ("dim", "sources", "dtype"),
+    [
+        (200, 2, FP32), (200, 2, FP16), (200, 2, BF16),  # 8 numbers of a row in a lane
+        (1000, 2, FP32), (2048, 1, FP32),  # 16, on more warps
+        (1000, 2, BF16), (1024, 2, FP16), (1024, 1, BF16),  # 32
+        (2048, 1, BF16),  # 64
+        (2048, 2, FP16), (3000, 1, BF16),  # 16 again: there are no more registers
+    ],
+)  # fmt: skip
 def test_every_width_and_precision(dim: int, sources: int, dtype: torch.dtype) -> None:
-    """A lane holds 16 numbers of a row, 32 or 64, and readers come in groups of 16 or 32."""
-    case = Case(33, dim, sources, dtype)
+    """A lane holds 8 to 64 numbers of a row, readers come in groups of 16 or 32, and bf16's r ds in two halves."""
+    case = Case(33, dim, sources, dtype, tokens=2)
     dv, du = backward(case)
     assert [d is not None and d.dtype for d in dv] == [dtype] * sources
     assert_near(dv, case.dv, ROUNDED[dtype])

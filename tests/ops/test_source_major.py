@@ -131,6 +131,7 @@ def test_a_deep_stack(options: dict[str, Any]) -> None:
     assert_as_reference(plain, tokens(), n_blocks=9, norm=True, tol=4e-6, **options)
 
 
+@pytest.mark.covered
 @pytest.mark.parametrize("options", [{}, {"block_size": 3, "ways": 3}, {"window": 2}], ids=str)
 def test_against_the_oracle(options: dict[str, Any]) -> None:
     """Output and gradients are those of the implementation written from the paper, in fp64."""
@@ -392,7 +393,7 @@ SCENARIOS: dict[str, Scenario] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("options", [{"norm": True, "n_blocks": 3}, BLOCK_WAYS], ids=["full", "block-ways"])
+@pytest.mark.parametrize("options", [FULL_NORMED, BLOCK_WAYS], ids=["full", "block-ways"])
 @pytest.mark.parametrize("scenario", SCENARIOS.values(), ids=SCENARIOS)
 def test_what_people_do(scenario: Scenario, options: dict[str, Any]) -> None:
     """The gradients are the reference's."""

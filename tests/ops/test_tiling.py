@@ -9,6 +9,7 @@ from ops.helpers import assert_near, rand
 pytest.importorskip("triton")
 pytestmark = pytest.mark.usefixtures("quick_interpreter")
 EPS = 1e-3
+TOKENS = 3  # of the kernels with a program each
 
 
 def logits(u: Tensor, v: Tensor) -> Tensor:
@@ -47,11 +48,12 @@ def test_half_precision_loses_nothing_of_a_query() -> None:
 
 
 @pytest.mark.parametrize("rows", [2, 3, 4])
-@pytest.mark.parametrize("n", [4, 40])
+@pytest.mark.covered
+@pytest.mark.parametrize("n", [4, 36])  # up to 32 are weighed at once
 def test_make_bank(n: int, rows: int) -> None:
     from depthmix.ops.depth_attention.kernels.tiling import Halves, make_bank, scores
 
-    u, sources = single(rows, 21, seed=50), drawn(n, 9, 21)
+    u, sources = single(rows, 21, seed=50), drawn(n, TOKENS, 21)
     groups = [scores(Halves.of(u, sources[0].dtype), sources[i : i + 4], EPS) for i in range(0, n, 4)]
     bank, lse = make_bank([s[0, k] for s in groups for k in range(4)], sources, rows)
     exact = torch.stack([logits(u, v) for v in sources])  # [n, rows, N]
@@ -60,6 +62,7 @@ def test_make_bank(n: int, rows: int) -> None:
     assert_near([torch.stack(bank), lse], [mixed, exact.logsumexp(0)], 2e-6)
 
 
+@pytest.mark.covered
 @pytest.mark.parametrize("ways", [1, 3])
 @pytest.mark.parametrize("add", [False, True])
 @pytest.mark.parametrize("norm", [False, True])
@@ -67,8 +70,8 @@ def test_make_bank(n: int, rows: int) -> None:
 def test_read_known(n: int, norm: bool, add: bool, ways: int) -> None:
     from depthmix.ops.depth_attention.kernels.tiling import Halves, read_known, scores
 
-    u, sources = single(ways, 21, seed=50), drawn(n, 9, 21)
-    pending = single(9, 21, seed=60) if add else None
+    u, sources = single(ways, 21, seed=50), drawn(n, TOKENS, 21)
+    pending = single(TOKENS, 21, seed=60) if add else None
     gain = single(ways, 21, seed=70) if norm else None
     known = [scores(Halves.of(u, sources[0].dtype), [v], EPS).squeeze(1) for v in sources[:-1]]
     found = read_known(u, sources, known, pending, gain, EPS, 0.1, keep=2)

@@ -14,8 +14,8 @@ from oracles.trace import rms
 DIM, BLOCKS = 8, 4
 
 
-def cases(*names, keep=lambda name, options: True):
-    params = [pytest.param(name, options, id=label) for name, options, label in complete(*names, keep=keep)]
+def cases(*names, **chosen):
+    params = [pytest.param(name, options, id=label) for name, options, label in complete(*names, **chosen)]
     return pytest.mark.parametrize(("name", "options"), params)
 
 
@@ -66,7 +66,7 @@ def test_reads_are_m_times_the_sources(name, options):
             torch.testing.assert_close(reads[w if len(reads) > 1 else 0], want, rtol=1e-10, atol=1e-10)
 
 
-@cases()
+@cases(pairs=True)
 def test_every_parameter_is_used(name, options):
     """Zero gradients are exactly the ones docs/mechanisms.md explains."""
     p = random_parameters(name, options, DIM, BLOCKS)
@@ -89,7 +89,7 @@ def test_every_parameter_is_used(name, options):
             assert g.abs().sum() > 0, key
 
 
-@cases(keep=lambda name, options: MODULES[name].starts_plain(options))
+@cases(keep=lambda name, options: MODULES[name].starts_plain(options), pairs=True)
 def test_plain_at_step_0(name, options):
     start = initial(name, options, DIM, BLOCKS)
     for key, shape in shapes(name, options, DIM, BLOCKS).items():
