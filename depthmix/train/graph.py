@@ -41,10 +41,12 @@ class GraphedBackward:
 
 def record(loss: Callable[[Tensor], Tensor], parameters: Sequence[Tensor], batch: Tensor) -> GraphedBackward:
     """Record a step; one that cannot be recorded, as where a number is read back from the GPU, is the user's to change."""
+    stream = torch.cuda.current_stream(batch.device)
     try:
         return GraphedBackward(loss, parameters, batch)
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
+        torch.cuda.set_stream(stream)  # torch.cuda.graph ends a recording that failed without giving the stream back
         reason = str(error).strip().splitlines()[0]
         raise UserError(f"cuda_graph: the step cannot be recorded ({reason}); train with cuda_graph off") from error

@@ -12,7 +12,9 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from depthmix import Decoder, DecoderConfig
+from depthmix.errors import UserError
 from depthmix.ops import use_backend
+from depthmix.train import graph
 from gpu.exact import BF16, DEVICE, FP32, Stack, draw, error, exact_stack
 
 STACKS: list[tuple[int, int, int, dict[str, Any]]] = [  # tokens, channels, blocks, options
@@ -141,22 +143,21 @@ def record(f: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
         for _ in range(2):
             f()
     torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    recorded = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(recorded):
         out = f()
-    return graph.replay, out
+    return recorded.replay, out
 
 
 @pytest.mark.parametrize("options", [{}, {"block_size": 4, "ways": 3}], ids=str)
 def test_a_graphed_training_step(options: dict[str, Any]) -> None:
     """Forward and backward as one CUDA graph give the gradients of the eager step, batch after batch."""
-    graphed_backward = pytest.importorskip("depthmix.train.graph").GraphedBackward
     model, twin = decoder(**options), decoder(**options)
 
     def loss(of: Decoder, batch: Tensor) -> Tensor:
         return functional.cross_entropy(of(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
 
-    step = graphed_backward(lambda batch: loss(model, batch), list(model.parameters()), ids(4, 33))
+    step = graph.GraphedBackward(lambda batch: loss(model, batch), list(model.parameters()), ids(4, 33))
     for seed in range(1, 4):
         batch = ids(4, 33, seed=seed)
         got = step(batch).clone()
@@ -169,16 +170,16 @@ def test_a_graphed_training_step(options: dict[str, Any]) -> None:
 
 
 def test_a_step_that_cannot_be_recorded() -> None:
-    """A number read back from the GPU in the middle of a step: one sentence."""
-    record, user_error = pytest.importorskip("depthmix.train.graph"), pytest.importorskip("depthmix.errors")
-    model = decoder()
+    """A number read back from the GPU in the middle of a step: one sentence, and what comes next runs where it did."""
+    model, stream = decoder(), torch.cuda.current_stream()
 
     def loss(batch: Tensor) -> Tensor:
         out = model(batch).square().mean()
         return out * 2 if out.item() > 0 else out
 
-    with pytest.raises(user_error.UserError, match=r"cannot be recorded .* cuda_graph off"):
-        record.record(loss, list(model.parameters()), ids(4, 33))
+    with pytest.raises(UserError, match=r"cannot be recorded .* cuda_graph off"):
+        graph.record(loss, list(model.parameters()), ids(4, 33))
+    assert torch.cuda.current_stream() == stream
 
 
 def test_inductor() -> None:
