@@ -234,9 +234,9 @@ def test_a_compiled_stack(depth_read: Any, options: dict[str, Any]) -> None:
 @pytest.mark.no_cover
 def test_a_compiled_decoder(depth_read: Any) -> None:
     """A whole model as one graph, in training and without gradients, each compiled once; the kernels are in it."""
-    options = {"block_size": 3, "ways": 3}
+    options = {"block_size": 2, "ways": 3}
     config = DecoderConfig(
-        vocab_size=11, dim=16, n_blocks=2, n_heads=2, mlp_dim=16, mixer="attnres", mixer_options=options
+        vocab_size=11, dim=16, n_blocks=1, n_heads=2, mlp_dim=16, mixer="attnres", mixer_options=options
     )
     model, ids = Decoder(config), torch.arange(3).unsqueeze(0)
     for p in model.mixer.parameters():

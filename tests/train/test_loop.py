@@ -142,8 +142,17 @@ def check_compiled(tmp_path, what):
 
 @pytest.mark.no_cover
 @pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="no C++ compiler")
-def test_compiled_sublayers(tmp_path):
+def test_compiled_sublayers(tmp_path, monkeypatch):
+    """With Inductor's code for one kind of module: for each of the others it takes as long again."""
+    real, calls = torch.nn.Module.compile, []
+
+    def compile_one(module):
+        calls.append(type(module).__name__)
+        real(module, backend="inductor" if calls[-1] == "Mlp" else "aot_eager")
+
+    monkeypatch.setattr(torch.nn.Module, "compile", compile_one)
     check_compiled(tmp_path, "sublayers")
+    assert set(calls) == {"Attention", "Mlp", "RMSNorm"}
 
 
 @pytest.mark.no_cover
