@@ -16,22 +16,20 @@ ROUNDED = {torch.float32: 4e-6, torch.float16: 5e-4, torch.bfloat16: 8e-3}
 class Case:
     """Readers of READ sources each, and the gradients of the last of them, from the equations."""
 
-    def __init__(
-        self, n: int, dim: int, sources: int, dtype: torch.dtype, read: int = READ, tokens: int = TOKENS
-    ) -> None:
-        self.v = [rand(tokens, dim, seed=i, dtype=dtype) for i in range(read)]
+    def __init__(self, n: int, dim: int, sources: int, dtype: torch.dtype, read: int = READ) -> None:
+        self.v = [rand(TOKENS, dim, seed=i, dtype=dtype) for i in range(read)]
         self.u = rand(n, dim, seed=50, dtype=torch.float32) / dim**0.5
-        self.do = [rand(tokens, dim, seed=100 + e, dtype=dtype) for e in range(n)]
+        self.do = [rand(TOKENS, dim, seed=100 + e, dtype=dtype) for e in range(n)]
         v = [x.double().requires_grad_() for x in self.v]
         # Of u, the part that comes from the sources in question: theirs is a copy of its own.
         u = [self.u.double().requires_grad_(i >= read - sources) for i in range(read)]
         keys = [x / (x.square().mean(-1, keepdim=True) + EPS).sqrt() for x in v]
-        self.s = torch.stack([q @ k.T for q, k in zip(u, keys, strict=True)], 1)  # [n, read, tokens]
+        self.s = torch.stack([q @ k.T for q, k in zip(u, keys, strict=True)], 1)  # [n, read, TOKENS]
         o = torch.einsum("nit,itd->ntd", self.s.softmax(1), torch.stack(v))
         do = torch.stack(self.do).double()
         wanted = torch.autograd.grad((o * do).sum(), [*v[-sources:], *u[-sources:]])
         self.dv, self.du = list(wanted[:sources]), sum(wanted[sources:])
-        self.ld = torch.stack([self.s.logsumexp(1), (o * do).sum(-1)], 1).float()  # log-sum-exp and δ: [n, 2, tokens]
+        self.ld = torch.stack([self.s.logsumexp(1), (o * do).sum(-1)], 1).float()  # log-sum-exp and δ: [n, 2, TOKENS]
         self.sources = sources
 
     def readers(self, several: bool = True) -> list:
@@ -77,7 +75,7 @@ FP32, FP16, BF16 = ROUNDED
 )  # fmt: skip
 def test_every_width_and_precision(dim: int, sources: int, dtype: torch.dtype) -> None:
     """A lane holds 8 to 64 numbers of a row, readers come in groups of 16 or 32, and bf16's r ds in two halves."""
-    case = Case(33, dim, sources, dtype, tokens=2)
+    case = Case(33, dim, sources, dtype)
     dv, du = backward(case)
     assert [d is not None and d.dtype for d in dv] == [dtype] * sources
     assert_near(dv, case.dv, ROUNDED[dtype])
