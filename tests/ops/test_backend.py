@@ -179,7 +179,7 @@ def test_opcheck(depth_read: Any, ways: int, n: int, add: bool, norm: bool) -> N
         torch.library.opcheck(depth_read, (given[0], [t.detach() for t in v[:n]], *given[1:], 1e-6, 1e-3, False))
 
 
-@pytest.mark.parametrize(("add", "norm"), [(False, True), (True, False)])
+@pytest.mark.parametrize(("add", "norm"), [(False, True), pytest.param(True, False, marks=pytest.mark.covered)])
 def test_opcheck_of_reads_that_know_something(depth_read: Any, add: bool, norm: bool) -> None:
     """The mixture of older sources, or their logits; both are differentiated by what calls them."""
     u, *v = [rand(3, 8, seed=9, dtype=FP32), *[rand(2, 8, seed=i, dtype=FP32) for i in range(4)]]
@@ -258,6 +258,7 @@ def test_a_compiled_decoder(depth_read: Any) -> None:
     assert_near([*got, decoded], [*expected, expected[0]], 1e-5)
 
 
+@pytest.mark.covered
 @pytest.mark.parametrize("save", [True, False])
 def test_selective_checkpointing(depth_read: Any, save: bool) -> None:
     """A policy sees each read as one operator, and may keep its results or have them computed again."""

@@ -5,7 +5,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from depthmix.ops.matmul import _ieee_matmul, lowered, matmul
-from harness import CASE_IDS, CASES, Sublayers, build, embedding, run_stack
+from harness import PAIRWISE, PAIRWISE_IDS, Sublayers, build, embedding, run_stack
 
 PRODUCTS = {"matmul", "mm", "bmm", "addmm", "baddbmm", "convolution"}
 
@@ -71,7 +71,7 @@ def test_the_setting_is_ieee_inside_and_as_it_was_outside(lowered_precision):
     assert torch.get_float32_matmul_precision() == lowered_precision
 
 
-@pytest.mark.parametrize(("name", "choice"), CASES, ids=CASE_IDS)
+@pytest.mark.parametrize(("name", "choice"), PAIRWISE, ids=PAIRWISE_IDS)
 def test_no_product_of_a_mixer_is_lowered(name, choice):
     """Forward and backward, in every form of every rule."""
     mixer, e = build(name, 2, choice, random=True, dtype=torch.float32), embedding(torch.float32).requires_grad_()

@@ -393,7 +393,9 @@ SCENARIOS: dict[str, Scenario] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("options", [FULL_NORMED, BLOCK_WAYS], ids=["full", "block-ways"])
+@pytest.mark.parametrize(
+    "options", [FULL_NORMED, pytest.param(BLOCK_WAYS, marks=pytest.mark.covered)], ids=["full", "block-ways"]
+)
 @pytest.mark.parametrize("scenario", SCENARIOS.values(), ids=SCENARIOS)
 def test_what_people_do(scenario: Scenario, options: dict[str, Any]) -> None:
     """The gradients are the reference's."""

@@ -1,10 +1,12 @@
 """The oracles' own checks; they need nothing of depthmix."""
 
+from itertools import product
+
 import pytest
 import torch
 
 from oracles import DEFAULTS, MODULES, ORACLES, attnres, denseformer, grn
-from oracles.cases import complete
+from oracles.cases import OPTIONS, complete, pairwise
 from oracles.laurel import transfer
 from oracles.mhc import birkhoff, sinkhorn_deepseek, sinkhorn_paper
 from oracles.mhc import coefficients as mhc_coefficients
@@ -42,6 +44,15 @@ def trace(name, options, p, seed=1):
     t = ORACLES[name](p, options, BLOCKS, e, smooth_sublayer(seed, log))
     assert len(log) == 2 * BLOCKS
     return t, torch.stack([e, *log])
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_pairwise_leaves_out_combinations_but_no_pair(name):
+    def pairs(choices):
+        return {pair for c in choices for pair in product((DEFAULTS[name] | c).items(), repeat=2)}
+
+    assert pairs(pairwise(name, OPTIONS[name])) == pairs(OPTIONS[name])
+    assert name != "attnres" or len(pairwise(name, OPTIONS[name])) < len(OPTIONS[name]) / 3
 
 
 @cases()

@@ -254,7 +254,8 @@ def test_a_signal_stops_and_saves(tmp_path, ask, name):
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
 def test_a_second_signal_leaves_at_once(tmp_path, ask, name):
-    config = small.config(tmp_path / "run", dim=128, n_blocks=4, seq_len=512, batch_size=512, micro_batch_size=2)
+    # A step of many short parts: two signals within one call of torch's would be one to Python.
+    config = small.config(tmp_path / "run", dim=128, n_blocks=4, seq_len=64, batch_size=4096, micro_batch_size=2)
     after = str(tmp_path / "run" / "log.txt"), "starting"
     argv = ["train", *small.flags(config)]
     # The first comes in the first step, which takes long; the second finds it still at work.
