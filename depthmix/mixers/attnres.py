@@ -214,12 +214,12 @@ class AttnRes(Mixer):
         return h if len(h) > 1 else h[0]
 
     def _read_normed(self, state: AttnResState, site: int, norms: Sequence[Norm]) -> Read | None:
-        if self.routing == "add" or self.weights == "static" or state.frozen or not all(map(is_plain_rms_norm, norms)):
+        if self.routing == "add" or self.weights == "static" or state.frozen:
             return None
-        rms: Sequence[Any] = norms
-        if any(n.eps != rms[0].eps for n in rms):
+        rms = [n for n in norms if is_plain_rms_norm(n, self.dim)]
+        if len(rms) < len(norms) or any(n.eps != rms[0].eps for n in rms):
             return None
-        eps = eps_of(rms[0], state.template().dtype)
+        eps = eps_of(rms[0], state.template())
         gain = rms[0].weight.unsqueeze(0) if len(rms) == 1 else torch.stack([n.weight for n in rms])
         h = self._mix(state, site, out_gain=gain, out_eps=eps)
         return h if len(h) > 1 else h[0]

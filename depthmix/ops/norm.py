@@ -1,10 +1,13 @@
 """RMSNorm as the mixers round it: computed in fp32 (fp64 for fp64), one rounding to the input's dtype."""
 
+from typing import TypeGuard
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from depthmix.ops.precision import compute_dtype
+from depthmix.ops.torch_internals import calls_only_its_forward
 
 
 class RMSNorm(nn.RMSNorm):
@@ -12,19 +15,27 @@ class RMSNorm(nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         wide = compute_dtype(x, self.weight)
-        return functional.rms_norm(x.to(wide), self.normalized_shape, self.weight.to(wide), self.eps).to(x.dtype)
+        gain = self.weight.to(wide)
+        return functional.rms_norm(x.to(wide), self.normalized_shape, gain, eps_of(self, x)).to(x.dtype)
 
 
-def is_plain_rms_norm(norm: object) -> bool:
-    """Whether a norm is an RMSNorm with a gain over the channels that nothing hooks into, so that a kernel may do its work."""
-    if type(norm) not in (nn.RMSNorm, RMSNorm):
+_FORWARD = {nn.RMSNorm: nn.RMSNorm.forward, RMSNorm: RMSNorm.forward}
+
+
+def is_plain_rms_norm(norm: object, dim: int) -> TypeGuard[nn.RMSNorm]:
+    """Whether a norm is for certain an RMSNorm with a gain over the channels and nothing else, so that a kernel may do its work.
+
+    Not with hooks, its own or everybody's, nor with a forward that someone put in its place, nor with a gain that is computed
+    or not here as a whole (parametrised, quantised, sharded).
+    """
+    if type(norm) not in _FORWARD:
         return False
     assert isinstance(norm, nn.RMSNorm)
-    if norm.weight is None or len(norm.normalized_shape) != 1:
+    if type(norm).forward is not _FORWARD[type(norm)] or not calls_only_its_forward(norm):
         return False
-    return not (norm._forward_hooks or norm._forward_pre_hooks or norm._backward_hooks)
+    return type(norm.weight) in (nn.Parameter, Tensor) and norm.weight.shape == norm.normalized_shape == (dim,)
 
 
-def eps_of(norm: nn.RMSNorm, dtype: torch.dtype) -> float:
-    """The norm's eps; torch's default depends on the dtype it computes in."""
-    return torch.finfo(dtype).eps if norm.eps is None else norm.eps
+def eps_of(norm: nn.RMSNorm, x: Tensor) -> float:
+    """The norm's eps; torch's default is that of the dtype it computes in, which for bf16 and fp16 is fp32."""
+    return torch.finfo(compute_dtype(x)).eps if norm.eps is None else norm.eps

@@ -14,8 +14,8 @@ from torch.utils import _pytree as pytree
 __all__ = [
     "autograd_is_compiled",
     "backward_pass",
+    "calls_only_its_forward",
     "constant_for_compiler",
-    "has_hooks",
     "node_will_run",
     "pytree",
     "saving_is_hooked",
@@ -76,9 +76,15 @@ _GLOBAL_HOOKS = (
     "_global_backward_hooks",
     "_global_backward_pre_hooks",
 )
+_IN_PLACE_OF_FORWARD = ("forward", "_call_impl")  # as PEFT, quantisation and profilers do it
 
 
-def has_hooks(module: nn.Module) -> bool:
-    """Whether a call of the module runs anything besides its forward: hooks of its own, or of all modules."""
+def calls_only_its_forward(module: nn.Module) -> bool:
+    """Whether a call of the module is one of its class's forward: no hooks, its own or everybody's, and nothing in its place."""
     everywhere = torch.nn.modules.module
-    return any(getattr(module, name) for name in _OWN_HOOKS) or any(getattr(everywhere, name) for name in _GLOBAL_HOOKS)
+    return not (
+        any(getattr(module, name) for name in _OWN_HOOKS)
+        or any(getattr(everywhere, name) for name in _GLOBAL_HOOKS)
+        or any(name in module.__dict__ for name in _IN_PLACE_OF_FORWARD)
+        or module._compiled_call_impl is not None
+    )

@@ -10,6 +10,8 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from depthmix import create_mixer
+from depthmix.ops import use_backend
+from depthmix.ops.norm import RMSNorm
 from harness import DIM, MIXERS, PAIRWISE, PAIRWISE_IDS, B, Sublayers, T, as_tuple, build, embedding, run_stack
 from oracles import MODULES
 
@@ -233,23 +235,83 @@ def test_autocast_does_not_lower_the_precision_of_mixing(name):
             assert torch.equal(x, y)
 
 
+class OwnNorm(torch.nn.Module):
+    """As users write theirs."""
+
+    def __init__(self, dim):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(dim))
+
+    def forward(self, x):
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        return (self.weight * wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
+NORMS = {
+    "torch's": lambda dim: torch.nn.RMSNorm(dim),
+    "torch's with eps": lambda dim: torch.nn.RMSNorm(dim, eps=1e-5),
+    "ours": lambda dim: RMSNorm(dim),
+    "ours with eps": lambda dim: RMSNorm(dim, eps=1e-5),
+    "a user's": OwnNorm,
+    "a function": lambda dim: lambda x: torch.nn.functional.rms_norm(x, (dim,)),
+}
+
+
+def assert_norm_inside_is_norm_after(mixer, state, site, reads, norm):
+    """Up to the rounding of what was read, token by token."""
+    norms = [norm(DIM) for _ in reads]
+    for f in norms:
+        if isinstance(f, torch.nn.Module):
+            torch.nn.init.normal_(f.to(reads[0].dtype).weight)
+    expected = [f(h) for f, h in zip(norms, reads, strict=True)]
+    got = as_tuple(mixer.read(state, site, norms if len(norms) > 1 else norms[0]))
+    for a, b in zip(got, expected, strict=True):
+        assert a.dtype == b.dtype == reads[0].dtype
+        assert ((a - b).abs() <= 4 * torch.finfo(b.dtype).eps * b.abs().amax(-1, keepdim=True)).all()
+
+
+EVERY_SCALE = torch.tensor([1e-4, 1e-3, 0.02, 1.0, 16.0], dtype=torch.float64).unsqueeze(
+    -1
+)  # of tokens: eps counts for the first
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 @every_mixer
-def test_norms_are_applied_one_a_way(name):
-    """Fused or not, read(norm) is norm(read)."""
-    mixer = build(name, 2, random=True)
-    sources, state = [embedding() for _ in range(5)], None
+def test_a_norm_inside_a_read_is_the_norm_after_it(name, dtype):
+    """For tiny activations and large ones, however the norm is given."""
+    mixer = build(name, 2, random=True, dtype=torch.promote_types(dtype, torch.float32))
+    sources = [(EVERY_SCALE * embedding()).to(dtype) for _ in range(5)]
+    state = mixer.start(sources[0])
     for site in range(mixer.n_sites):
-        state = mixer.start(sources[0]) if state is None else state
-        norms = [torch.nn.RMSNorm(DIM, eps=1e-5, dtype=torch.float64) for _ in range(mixer.ways(site))]
-        for norm in norms:
-            torch.nn.init.normal_(norm.weight)
-        expected = [norm(h) for norm, h in zip(norms, as_tuple(mixer.read(state, site)), strict=True)]
-        hooked = [lambda h, norm=norm: norm(h) for norm in norms]
-        for given in (norms, torch.nn.ModuleList(norms), hooked):
-            got = as_tuple(mixer.read(state, site, given if len(norms) > 1 else given[0]))
-            for a, b in zip(got, expected, strict=True):
-                torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+        reads = as_tuple(mixer.read(state, site))
+        for norm in NORMS.values():
+            assert_norm_inside_is_norm_after(mixer, state, site, reads, norm)
         state = mixer.write(state, site, sources[site + 1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_norm_inside_a_read_by_kernels_is_the_norm_after_it(dtype, quick_interpreter):
+    mixer = build("attnres", 1, random=True, dtype=torch.float32)
+    first, second = ((EVERY_SCALE[:3] * torch.randn(3, DIM)).to(dtype) for _ in range(2))
+    with use_backend("triton"), torch.no_grad():
+        state = mixer.write(mixer.start(first), 0, second)
+        reads = as_tuple(mixer.read(state, 1))
+        for norm in ("torch's", "ours with eps"):
+            assert_norm_inside_is_norm_after(mixer, state, 1, reads, NORMS[norm])
+
+
+@every_mixer
+def test_norms_come_one_per_way_in_a_list_or_a_module_list(name):
+    mixer = build(name, 1)
+    state, ways = mixer.start(embedding()), mixer.ways(0)
+    norms = [RMSNorm(DIM, dtype=torch.float64) for _ in range(ways)]
+    for norm in norms:
+        torch.nn.init.normal_(norm.weight)
+    for given in (norms, tuple(norms), torch.nn.ModuleList(norms)):
+        for norm, h, read in zip(
+            norms, as_tuple(mixer.read(state, 0, given)), as_tuple(mixer.read(state, 0)), strict=True
+        ):
+            torch.testing.assert_close(h, norm(read), rtol=1e-12, atol=1e-12)
 
 
 @every_mixer

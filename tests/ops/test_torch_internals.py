@@ -1,0 +1,165 @@
+"""Each private name of torch, used for what depthmix uses it for: a release that renames one fails here, and says which."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as everywhere
+from torch.utils.checkpoint import checkpoint
+
+from depthmix.ops import torch_internals
+from depthmix.ops.torch_internals import (
+    backward_pass,
+    calls_only_its_forward,
+    constant_for_compiler,
+    node_will_run,
+    pytree,
+    saving_is_hooked,
+)
+
+
+class Watch(torch.autograd.Function):
+    """The identity, which asks in its backward."""
+
+    asked: list[Any] = []
+    about: Any = None
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        Watch.asked.append((backward_pass(), None if Watch.about is None else node_will_run(Watch.about)))
+        return g
+
+
+@pytest.fixture
+def asked() -> list[Any]:
+    Watch.asked, Watch.about = [], None
+    return Watch.asked
+
+
+def test_every_name_is_tested_here() -> None:
+    assert set(torch_internals.__all__) <= set(globals())
+
+
+def test_backward_passes_have_numbers_of_their_own(asked: list[Any]) -> None:
+    x = torch.ones(1, requires_grad=True)
+    assert backward_pass() == -1
+    for _ in range(2):
+        Watch.apply(Watch.apply(x)).backward()
+    first, again, second, _ = (task for task, _ in asked)
+    assert first == again != second
+    assert min(first, second) >= 0
+    assert backward_pass() == -1
+
+
+def test_a_node_says_whether_the_pass_comes_by(asked: list[Any]) -> None:
+    a, b = (torch.ones(1, requires_grad=True) for _ in range(2))
+    doubled, tripled = 2 * a, 3 * b
+    out = Watch.apply(doubled + tripled)
+    Watch.about = doubled.grad_fn
+    torch.autograd.grad(out, a, retain_graph=True)
+    torch.autograd.grad(out, b)
+    assert [will for _, will in asked] == [True, False]
+
+
+def test_checkpointing_is_noticed() -> None:
+    found = []
+
+    def region(x: Tensor) -> Tensor:
+        found.append(saving_is_hooked())
+        return x.sin()
+
+    assert not saving_is_hooked()
+    checkpoint(region, torch.ones(1, requires_grad=True), use_reentrant=False)
+    assert found == [True]
+    assert not saving_is_hooked()
+
+
+def test_the_compiler_takes_a_marked_function_for_a_constant() -> None:
+    """It calls it while it traces, and never looks inside: what it cannot trace passes only if the mark is honoured."""
+    calls = []
+
+    def answer() -> int:
+        torch._dynamo.graph_break()
+        calls.append(None)
+        return 3
+
+    def uses(x: Tensor) -> Tensor:
+        return x * answer()
+
+    def marked(x: Tensor) -> Tensor:
+        return x * constant()
+
+    constant, x = constant_for_compiler(lambda: answer()), torch.ones(1)
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        torch.compile(uses, fullgraph=True, backend="eager")(x)
+    calls.clear()
+    compiled = torch.compile(marked, fullgraph=True, backend="eager")
+    assert compiled(x) == compiled(x) == 3
+    assert len(calls) == 1
+
+
+OWN = {
+    "_forward_hooks": "register_forward_hook",
+    "_forward_pre_hooks": "register_forward_pre_hook",
+    "_backward_hooks": "register_full_backward_hook",
+    "_backward_pre_hooks": "register_full_backward_pre_hook",
+}
+GLOBAL = {
+    "_global_forward_hooks": "register_module_forward_hook",
+    "_global_forward_pre_hooks": "register_module_forward_pre_hook",
+    "_global_backward_hooks": "register_module_full_backward_hook",
+    "_global_backward_pre_hooks": "register_module_full_backward_pre_hook",
+}
+
+
+@pytest.mark.parametrize("name", [*OWN, *GLOBAL])
+def test_hooks_are_where_they_are_looked_for(name: str) -> None:
+    """Each way to register one is noticed, and only under the name that is listed for it."""
+    assert set(OWN) == set(torch_internals._OWN_HOOKS)
+    assert set(GLOBAL) == set(torch_internals._GLOBAL_HOOKS)
+    module = nn.Identity()
+    assert calls_only_its_forward(module)
+    owner: Any = module if name in OWN else everywhere
+    handle = getattr(owner, (OWN | GLOBAL)[name])(lambda *args: None)
+    assert len(getattr(owner, name)) == 1
+    assert not calls_only_its_forward(module)
+    handle.remove()
+    assert calls_only_its_forward(module)
+
+
+@pytest.mark.parametrize("name", torch_internals._IN_PLACE_OF_FORWARD)
+def test_a_call_goes_through_what_may_be_replaced(name: str) -> None:
+    module, x = nn.Identity(), torch.ones(1)
+    setattr(module, name, lambda x: x + 1)
+    assert module(x) == 2
+    assert not calls_only_its_forward(module)
+
+
+def test_a_compiled_module_says_so() -> None:
+    module = nn.Identity()
+    module.compile(backend="eager")
+    assert not calls_only_its_forward(module)
+
+
+def test_pytrees_take_new_nodes_with_named_children() -> None:
+    class Pair:
+        def __init__(self, a: Any, b: Any) -> None:
+            self.a, self.b = a, b
+
+    pytree.register_pytree_node(
+        Pair,
+        lambda p: ([p.a, p.b], None),
+        lambda children, _: Pair(*children),
+        serialized_type_name="depthmix.tests.Pair",
+        flatten_with_keys_fn=lambda p: ([(pytree.GetAttrKey("a"), p.a), (pytree.GetAttrKey("b"), p.b)], None),
+    )
+    leaves, spec = pytree.tree_flatten(Pair(1, 2))
+    assert leaves == [1, 2]
+    assert pytree.tree_unflatten([3, 4], spec).b == 4
+    assert [pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(Pair(1, 2))[0]] == [".a", ".b"]
