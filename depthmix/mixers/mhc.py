@@ -73,7 +73,8 @@ class MHC(Mixer):
         self.b = nn.Parameter(torch.empty(self.n_sites, sum(self.sizes)))
         self.alpha = nn.Parameter(torch.empty(self.n_sites, len(self.sizes)))
         if residual_map == "birkhoff":
-            self.register_buffer("permutations", torch.empty(n_res, n * n), persistent=False)
+            # A constant, and saved all the same: a model built on the meta device has nothing else to take it from.
+            self.register_buffer("permutations", torch.empty(n_res, n * n))
         if self.head == "learned":
             self.phi_head = nn.Parameter(torch.empty(n * dim, n))
             self.b_head = nn.Parameter(torch.empty(n))

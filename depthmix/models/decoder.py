@@ -86,8 +86,8 @@ class Decoder(nn.Module):
             self.sublayers.append(self._attention(site // 2) if site % 2 == 0 else self._mlp())
         self.final_norm = RMSNorm(config.dim, eps=config.norm_eps)
         self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
-        if config.tie_embeddings:
-            self.head.weight = self.embedding.weight
+        self.register_load_state_dict_post_hook(_tie)
+        _tie(self)
         self.mixer.to_empty(device=self.embedding.weight.device)
         self.reset_parameters()
 
@@ -99,11 +99,14 @@ class Decoder(nn.Module):
     def _mlp(self) -> Mlp:
         return Mlp(self.config.mlp, self.config.dim, self.config.mlp_dim)
 
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        super()._apply(fn, recurse)
+        _tie(self)  # to_empty gives every module weights of its own
+        return self
+
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Matrices N(0, 1/fan_in), output projections divided by sqrt(sites), embedding and head N(0, 0.02²)."""
-        if self.config.tie_embeddings:
-            self.head.weight = self.embedding.weight  # to_empty unties them
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear):
                 scale = math.sqrt(self.mixer.n_sites) if name.endswith("out_proj") else 1.0
@@ -171,3 +174,9 @@ class Decoder(nn.Module):
         extra = sum(self.config.dim * (self.mixer.ways(s) - 1) for s in range(self.mixer.n_sites))
         counts["added_by_mixer"] = counts["mixer"] + extra
         return counts
+
+
+def _tie(decoder: Decoder, loaded: Any = None) -> None:
+    """Make the head's weight the embedding's where the configuration says so; a hook of load_state_dict, which may untie them."""
+    if decoder.config.tie_embeddings:
+        decoder.head.weight = decoder.embedding.weight
