@@ -4,6 +4,7 @@
 
 Full: the sources are e and every earlier output. Block: e, the sums of the finished blocks of `block_size` sites, and,
 unless the site is the first of its block, the partial sum of its own. finish reads all of them with a query of its own.
+routing="add" (arXiv 2605.18855): h_0 = e, then the plain stream + Σ_i p_i v_i; finish returns the plain stream.
 With ways=3 an attention site reads three mixtures, for queries, keys and values. Queries start at zero: plain at step 0.
 """
 
@@ -54,7 +55,7 @@ class AttnResState(State):
 
 @register("attnres")
 class AttnRes(Mixer):
-    """query [S+1, D] = 0 and key_gain [S+1, D] = 1, the last row for finish; ways=3: query_kv, key_gain_kv [N, 2, D]."""
+    """query [S+1, D] = 0 and key_gain [S+1, D] = 1, the last row for finish (none with routing="add"); ways=3: query_kv, key_gain_kv [N, 2, D]."""
 
     decayed = frozenset({"query_proj", "query_proj_kv"})
     query: Tensor
@@ -96,12 +97,16 @@ class AttnRes(Mixer):
         self.reset_parameters()
 
     def _add(self, name: str, *shape: int) -> None:
-        self.register_parameter(name, nn.Parameter(torch.empty(self.n_sites + 1, *shape)))
+        self.register_parameter(name, nn.Parameter(torch.empty(self._n_readers(), *shape)))
         if self.n_ways == 3:
             self.register_parameter(f"{name}_kv", nn.Parameter(torch.empty(self.n_blocks, 2, *shape)))
 
+    def _n_readers(self) -> int:
+        """Sites, and finish unless it returns the plain stream."""
+        return self.n_sites if self.routing == "add" else self.n_sites + 1
+
     def _most_sources(self) -> int:
-        others = -(-self.n_sites // self.block_size)
+        others = -(-(self._n_readers() - 1) // self.block_size)
         return 1 + (others if self.window is None else min(others, self.window))
 
     def reset_parameters(self) -> None:
@@ -177,14 +182,14 @@ class AttnRes(Mixer):
         )
 
     def _queries(self) -> Tensor:
-        """query ⊙ key_gain of every site: [R, D], the ways of a site side by side, finish's last."""
+        """query ⊙ key_gain of every reader: [R, D], the ways of a site side by side, finish's last."""
         query, gain = self.query, self.key_gain
         u = query.float() * gain.float()
         if self.n_ways == 1:
             return u
         kv = self.query_kv.float() * self.key_gain_kv.float()  # [N, 2, D]
-        sites = u[:-1].unflatten(0, (self.n_blocks, 2))  # [N, 2, D]: attention, MLP
-        return torch.cat([torch.cat([sites[:, :1], kv, sites[:, 1:]], dim=1).flatten(0, 1), u[-1:]])
+        sites = u[: self.n_sites].unflatten(0, (self.n_blocks, 2))  # [N, 2, D]: attention, MLP
+        return torch.cat([torch.cat([sites[:, :1], kv, sites[:, 1:]], dim=1).flatten(0, 1), u[self.n_sites :]])
 
     def _mix_with_kernels(
         self, state: AttnResState, tape: Tape, site: int, out_gain: Tensor | None = None, out_eps: float = 0.0
@@ -202,7 +207,11 @@ class AttnRes(Mixer):
         return tuple(h)
 
     def _route(self, state: AttnResState, mixed: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return mixed if state.stream is None else tuple(state.stream + h for h in mixed)
+        if state.stream is None:
+            return mixed
+        if state.site == 0:  # nothing but e is there, and it is the stream
+            return (state.stream,) * len(mixed)
+        return tuple(state.stream + h for h in mixed)
 
     def _start(self, x: Tensor) -> AttnResState:
         state = AttnResState(pending=x, stream=x if self.routing == "add" else None)
@@ -238,4 +247,4 @@ class AttnRes(Mixer):
         return state.next(blocks=blocks, partial=None if opens else newest, pending=y, stream=stream, tape=tape)
 
     def _finish(self, state: AttnResState) -> Tensor:
-        return self._route(state, self._mix(state, self.n_sites))[0]
+        return self._mix(state, self.n_sites)[0] if state.stream is None else state.stream

@@ -46,7 +46,7 @@ class Mudd(Mixer):
         self.W_1, self.W_2, self.b = nn.ParameterDict(), nn.ParameterDict(), nn.ParameterDict()
         for i in range(1, n_blocks + 1):
             ways, entries = (WAYS if i < n_blocks else 1), i + 1
-            hidden = (ways * entries // 64 + 1) * 64 * (1 if i < n_blocks else 4)
+            hidden = (WAYS * entries // 64 + 1) * 64  # of finish too
             self.W_1[str(i)] = nn.Parameter(torch.empty(hidden, dim))
             self.W_2[str(i)] = nn.Parameter(torch.empty(ways * entries, hidden))
             self.b[str(i)] = nn.Parameter(torch.empty(ways, entries))

@@ -195,6 +195,26 @@ def test_no_linear_layer_hides_in_a_mixer(name):
     assert not [m for m in mixer.modules() if isinstance(m, (nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm))]
 
 
+@pytest.mark.parametrize("block_size", [None, 3])
+def test_additive_routing_begins_and_ends_on_the_plain_stream(block_size):
+    """The first site reads e, not e + e, and nothing is routed once more at the end; sites between read the stream and a mixture."""
+    mixer = build("attnres", 2, {"routing": "add", "block_size": block_size}, random=True)
+    sources = [embedding() for _ in range(5)]
+    assert torch.equal(mixer.read(mixer.start(sources[0]), 0), sources[0])
+    torch.testing.assert_close(replay_to_finish(mixer, sources), sum(sources), rtol=1e-14, atol=1e-14)
+    second = mixer.read(mixer.write(mixer.start(sources[0]), 0, sources[1]), 1)
+    mixture = by_the_book(mixer.query[1], mixer.key_gain[1], sources[:2])
+    torch.testing.assert_close(second, sources[0] + sources[1] + mixture, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("n_blocks", "hidden"), [(12, 64), (15, 128), (32, 192)])
+def test_the_last_reader_of_mudd_is_as_wide_as_released_weights(n_blocks, hidden):
+    """Widened fourfold and then rounded up to a multiple of 64, not the other way round."""
+    mixer = build("mudd", n_blocks)
+    assert mixer.W_1[str(n_blocks)].shape == (hidden, DIM)
+    assert mixer.W_2[str(n_blocks)].shape == (n_blocks + 1, hidden)
+
+
 @pytest.mark.parametrize("same", [True, False])
 def test_norms_with_different_eps_are_not_fused_into_one(same):
     mixer, e = build("attnres", 1, {"ways": 3}), 1e-3 * embedding()

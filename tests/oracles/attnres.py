@@ -3,7 +3,9 @@
 Sources of reader s with B sites per block: e; the sums of y over sites [0, B), [B, 2B), ... that end at or before s; the
 partial sum from the last block boundary to s, unless it is empty. window W: e and the last W of the others.
 
-M[s, i+1] = p of the source that contains y_i, 0 if a window dropped it; plus 1 with routing="add".
+M[s, i+1] = p of the source that contains y_i, 0 if a window dropped it.
+
+routing="add": h_0 = e;  h_s = stream + mixture for s >= 1;  h_S = stream = e + sum_i y_i. Rows of M: 1; p + 1; 1.
 """
 
 import math
@@ -34,7 +36,8 @@ DEAD_ROWS = {("query", 0), ("key_gain", 0)}  # site 0 has a single source
 
 
 def parameters(o, D, N, S):
-    most = 1 + math.ceil(S / (o["block_size"] or 1))
+    readers = S + 1 if o["routing"] == "replace" else S  # without finish
+    most = 1 + math.ceil((readers - 1) / (o["block_size"] or 1))
     if o["window"] is not None:
         most = min(most, 1 + o["window"])
     if o["weights"] == "static":
@@ -43,7 +46,7 @@ def parameters(o, D, N, S):
         rows = {"query": ((D,), 0)} if o["query"] == "learned" else {"query_proj": ((D, D), 0)}
         if o["key_norm"]:
             rows["key_gain"] = ((D,), 1)
-    out = {name: ((S + 1, *shape), value) for name, (shape, value) in rows.items()}
+    out = {name: ((readers, *shape), value) for name, (shape, value) in rows.items()}
     if o["ways"] == 3:
         out |= {name + "_kv": ((N, 2, *shape), value) for name, (shape, value) in rows.items()}
     return out
@@ -92,7 +95,10 @@ def weights(p, options, s, way, v):
 
 
 def read(p, options, s, way, sources, row):
-    """The mixture; row [S+1, B, T, D] receives its coefficients over [e, y_0, y_1 ...]."""
+    """What reader s sees; row [S+1, B, T, D] receives its coefficients over [e, y_0, y_1 ...]."""
+    if options["routing"] == "add" and s in (0, len(row) - 1):
+        row[: s + 1] = 1.0
+        return sum(sources)
     groups = members(s, options["block_size"], options["window"])
     v = torch.stack([sum(sources[j] for j in group) for group in groups])
     w = weights(p, options, s, way, v)

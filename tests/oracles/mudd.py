@@ -25,7 +25,7 @@ def parameters(o, D, N, S):
     for i in range(1, N + 1):
         entries = i + 1
         C = 4 if i < N else 1
-        K = (C * entries // 64 + 1) * 64 * (1 if i < N else 4)
+        K = (4 * entries // 64 + 1) * 64
         out[f"W_1.{i}"] = ((K, D), None)
         out[f"W_2.{i}"] = ((C * entries, K), 0)
         out[f"b.{i}"] = ((C, entries), last_is_one)
