@@ -83,23 +83,21 @@ class MHC(Mixer):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        n = self.n
-        wide = torch.zeros((), dtype=torch.float64)
+        n, like = self.n, self.b.new_zeros(())
         self.alpha.fill_(INITIAL_ALPHA)
         self.phi.zero_()
         self.b.zero_()
-        own = torch.zeros(self.n_sites, n, dtype=torch.bool)
-        own[torch.arange(self.n_sites), torch.arange(self.n_sites) % n] = True
+        own = torch.eye(n, dtype=torch.bool, device=like.device).repeat(-(-self.n_sites // n), 1)[: self.n_sites]
         if self.init == "uniform":
             for phi in self.phi:
                 nn.init.xavier_uniform_(phi)
         else:
             if self.init == "identity":  # weights 2 : 1 : … : 1 over the streams, summing to one
-                pre = torch.where(own, wide.new_tensor(math.log(2 / (n - 1))), wide.new_tensor(-math.log(n)))
+                pre = torch.where(own, like.new_tensor(math.log(2 / (n - 1))), like.new_tensor(-math.log(n)))
                 post = torch.zeros_like(pre)
             else:
-                pre = post = torch.where(own, wide.new_tensor(1.0), wide.new_tensor(-1.0))
-            res = wide.new_full((sum(self.sizes) - 2 * n,), OFF_LOGIT)
+                pre = post = torch.where(own, like.new_tensor(1.0), like.new_tensor(-1.0))
+            res = like.new_full((sum(self.sizes) - 2 * n,), OFF_LOGIT)
             if self.residual_map == "sinkhorn":
                 res[:: n + 1] = 0.0
             elif self.residual_map == "birkhoff":

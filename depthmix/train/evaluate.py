@@ -57,7 +57,7 @@ def evaluate(
     for batch in batches:
         with autocast(device, precision):
             losses = token_losses(model, batch.to(device))
-        total += float(losses.double().sum())
+        total += float(losses.cpu().double().sum())  # there: MPS has no fp64
         tokens += losses.numel()
     model.train()
     return Evaluation(total / tokens, tokens, bytes_per_token)
