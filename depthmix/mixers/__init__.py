@@ -4,7 +4,9 @@ import importlib
 import pkgutil
 
 from depthmix.mixers.base import ContractError, Mixer, create_mixer, list_mixers, mixer_class, register
+from depthmix.mixers.decay import param_groups
 from depthmix.mixers.options import OptionError
+from depthmix.mixers.sharding import shard_mixer
 from depthmix.mixers.state import State, register_state
 
 for _module in pkgutil.iter_modules(__path__):
@@ -18,6 +20,8 @@ __all__ = [
     "create_mixer",
     "list_mixers",
     "mixer_class",
+    "param_groups",
     "register",
     "register_state",
+    "shard_mixer",
 ]

@@ -88,3 +88,8 @@ def calls_only_its_forward(module: nn.Module) -> bool:
         or any(name in module.__dict__ for name in _IN_PLACE_OF_FORWARD)
         or module._compiled_call_impl is not None
     )
+
+
+def inside_sharded_model(module: Any) -> bool:
+    """Whether a module sharded by FSDP2 is part of a larger one that is, whose forward has begun."""
+    return module._get_fsdp_state()._is_root is False

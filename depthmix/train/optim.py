@@ -10,17 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from depthmix.config import TrainConfig
-from depthmix.mixers import Mixer
-
-
-def decays(model: nn.Module) -> dict[str, bool]:
-    """Whether weight decay applies, by parameter name: to matrices, and in a mixer to what its paper decays."""
-    result = {name: p.ndim >= 2 for name, p in model.named_parameters()}
-    for prefix, module in model.named_modules():
-        if isinstance(module, Mixer):
-            for name, _ in module.named_parameters():
-                result[f"{prefix}.{name}" if prefix else name] = module.decays(name)
-    return result
+from depthmix.mixers.decay import decays
 
 
 def hidden_matrices(model: nn.Module) -> set[str]:
@@ -47,8 +37,16 @@ class Muon(torch.optim.Muon):
                 mean = self.state[p]["momentum_buffer"].lerp_(p.grad, 1 - momentum)
                 update = p.grad.lerp(mean, momentum) if group["nesterov"] else mean
                 update = _orthogonal(update, group["ns_coefficients"], group["ns_steps"], group["eps"])
-                p.mul_(1 - lr * group["weight_decay"]).add_(update, alpha=-lr * math.sqrt(max(1, len(p) / p.shape[1])))
+                scale = _scale_of_update(p.shape[0], p.shape[1], group["adjust_lr_fn"])
+                p.mul_(1 - lr * group["weight_decay"]).add_(update, alpha=-lr * scale)
         return None
+
+
+def _scale_of_update(rows: int, columns: int, adjust_lr_fn: str | None) -> float:
+    """Keller Jordan's factor, or Moonshot's, with which an update is as large as AdamW's; torch has refused anything else."""
+    if adjust_lr_fn == "match_rms_adamw":
+        return 0.2 * math.sqrt(max(rows, columns))
+    return math.sqrt(max(1, rows / columns))
 
 
 def _orthogonal(x: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:

@@ -1,5 +1,6 @@
 """Each private name of torch, used for what depthmix uses it for: a release that renames one fails here, and says which."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from depthmix.ops.torch_internals import (
     backward_pass,
     calls_only_its_forward,
     constant_for_compiler,
+    inside_sharded_model,
     node_will_run,
     pytree,
     saving_is_hooked,
@@ -145,6 +147,24 @@ def test_a_compiled_module_says_so() -> None:
     module = nn.Identity()
     module.compile(backend="eager")
     assert not calls_only_its_forward(module)
+
+
+def test_sharded_modules_know_whether_a_larger_one_is_around_them(tmp_path: Path) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        mesh = torch.distributed.init_device_mesh("cpu", (1,))
+        inner, alone = nn.Linear(2, 2), nn.Linear(2, 2)
+        outer = nn.Sequential(inner)
+        for module in (inner, outer, alone):
+            fully_shard(module, mesh=mesh)
+        assert not inside_sharded_model(inner)
+        for module in (outer, alone):
+            module(torch.ones(1, 2))
+        assert [inside_sharded_model(m) for m in (inner, outer, alone)] == [True, False, False]
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_pytrees_take_new_nodes_with_named_children() -> None:

@@ -10,6 +10,7 @@ import torch
 from depthmix import ops
 from depthmix.ops.backend import BACKENDS
 from depthmix.train import doctor
+from project import ROOT
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 
@@ -60,3 +61,10 @@ def test_it_says_how_to_force_one(monkeypatch):
     (said,) = [line for line in lines(monkeypatch, None) if "to force one" in line]
     assert all(f'"{name}"' in said for name in BACKENDS)
     assert "depthmix.ops.use_backend" in said
+
+
+def test_it_says_when_the_order_of_the_backward_is_lost(monkeypatch):
+    said = " ".join(lines(monkeypatch, None))
+    assert "source by source" in said
+    assert "FSDP2" in said
+    assert (ROOT / "docs" / "speed.md").read_text().count("FSDP2")

@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 from depthmix.config import TrainConfig
+from depthmix.mixers.decay import decays
 from depthmix.models import Decoder, DecoderConfig
 from depthmix.train.optim import (
     Muon,
     build_optimizers,
-    decays,
     hidden_matrices,
     learning_rate,
     load_optimizer_tensors,
@@ -161,14 +161,16 @@ def test_tied_embeddings_come_once_and_stay_with_adamw():
 # Muon.
 
 
-def test_muon_on_the_cpu_is_torchs_up_to_bf16():
+@pytest.mark.parametrize("adjust_lr_fn", [None, "original", "match_rms_adamw"])
+def test_muon_on_the_cpu_is_torchs_up_to_bf16(adjust_lr_fn):
     torch.manual_seed(1)
     start = [torch.randn(12, 8), torch.randn(8, 12), torch.randn(8, 8)]
     grads = [[torch.randn_like(p) for p in start] for _ in range(3)]
     ends = []
     for kind in (Muon, torch.optim.Muon):
         params = [nn.Parameter(p.clone()) for p in start]
-        optimizer = kind([("a", params[0]), ("b", params[1]), ("c", params[2])], lr=0.1, weight_decay=0.2)
+        named = [("a", params[0]), ("b", params[1]), ("c", params[2])]
+        optimizer = kind(named, lr=0.1, weight_decay=0.2, adjust_lr_fn=adjust_lr_fn)
         for step in grads:
             for p, g in zip(params, step, strict=True):
                 p.grad = g.clone()

@@ -1,0 +1,60 @@
+"""A mixer as a group of its own under FSDP2, in fp32 whatever the rest of the model is sharded in."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+
+from depthmix.mixers.base import ContractError, Mixer
+from depthmix.ops.torch_internals import inside_sharded_model
+
+CONTRACT = ("start", "read", "write", "finish")
+
+
+def shard_mixer(mixer: Mixer, **options: Any) -> Mixer:
+    """Shard a mixer's parameters with FSDP2, before `fully_shard` is called on the model around it; options: of fully_shard.
+
+    FSDP2 gathers parameters around `forward`, which a mixer has not: the first call of the contract gathers them here. They stay
+    until the model's backward ends, and are reduced once for all sites. States pass untouched, and no policy rounds the parameters.
+    """
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard  # slow to import
+
+    policy = MixedPrecisionPolicy(cast_forward_inputs=False)
+    fully_shard(mixer, reshard_after_forward=False, mp_policy=policy, **options)
+    sharded = cast(FSDPModule, mixer)
+
+    def gathered(call: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(call)
+        def gather_and_call(*args: Any, **kwargs: Any) -> Any:
+            trains = torch.is_grad_enabled() and any(p.requires_grad for p in mixer.parameters())
+            if trains and not inside_sharded_model(mixer):
+                where = "the mixer is sharded and the model around it is not, so nothing would reduce its gradients"
+                raise ContractError(f"{call.__name__}: {where}; call fully_shard on the model, and run it as a whole")
+            sharded.unshard()
+            return call(*args, **kwargs)
+
+        return gather_and_call
+
+    def gathered_finish(state: Any) -> torch.Tensor:
+        out = finish(state)
+        if out.requires_grad:
+            out.register_hook(lambda _: sharded.unshard())  # the backward of another pass may have been first
+        elif not torch.is_grad_enabled():
+            sharded.reshard()
+        return out
+
+    def sharded_afterwards(*args: Any, **kwargs: Any) -> torch.Tensor:
+        try:
+            return mixing(*args, **kwargs)
+        finally:
+            sharded.reshard()  # no backward of the model follows that would
+
+    for name in CONTRACT:
+        setattr(mixer, name, gathered(getattr(mixer, name)))
+    finish, mixing = mixer.finish, mixer.mixing
+    mixer.finish = functools.wraps(finish)(gathered_finish)  # type: ignore[method-assign]
+    mixer.mixing = functools.wraps(mixing)(sharded_afterwards)  # type: ignore[method-assign]
+    return mixer
