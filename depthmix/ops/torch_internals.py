@@ -16,6 +16,7 @@ __all__ = [
     "backward_pass",
     "calls_only_its_forward",
     "constant_for_compiler",
+    "inside_sharded_model",
     "node_will_run",
     "pytree",
     "saving_is_hooked",

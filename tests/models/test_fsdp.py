@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import multiprocessing, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -104,6 +105,12 @@ def check_training(make, name, options, mesh):
                 m(ids)  # someone evaluates in between
             for loss in losses:
                 loss.backward()
+            if passes == 1:  # or looks at M before the step
+                m.mixer.mixing([torch.ones(1, 12)] * (m.mixer.n_sites + 1))
+            else:
+                with torch.no_grad():
+                    m(ids)
+        model.reshard()  # after an evaluation FSDP2 leaves the root's parameters to its user
         assert_close(gradients(model), gradients(plain), what)
         for optimizer in optimizers:
             optimizer.step()
@@ -127,6 +134,18 @@ def check_policy(name, options, mesh):
         assert p.dtype == p.grad.dtype == torch.float32
 
 
+def check_built_empty(name, options, mesh):
+    """Built on the meta device, sharded, given memory, loaded: as large models begin."""
+    plain = decoder(name, options)
+    with torch.device("meta"):
+        model = sharded(decoder(name, options), mesh)
+    model.to_empty(device="cpu")
+    set_model_state_dict(model, plain.state_dict(), options=StateDictOptions(full_state_dict=True))
+    assert model.head.weight is model.embedding.weight
+    with torch.no_grad():
+        torch.testing.assert_close(model(IDS), plain(IDS))
+
+
 def check_alone(mesh):
     """Without a model around it nothing would reduce the gradients."""
     mixer = shard_mixer(create_mixer("attnres", dim=12, n_blocks=1), mesh=mesh)
@@ -144,6 +163,7 @@ def checks(rank, size, store):
         for name, options in CASES:
             check_training(decoder, name, options, mesh)
             check_policy(name, options, mesh)
+            check_built_empty(name, options, mesh)
         check_training(Blocks, "attnres", {"block_size": 3}, mesh)
         check_alone(mesh)
     finally:
