@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from depthmix.ops import torch_internals
 from depthmix.ops.torch_internals import (
+    autograd_is_compiled,
     backward_pass,
     calls_only_its_forward,
     constant_for_compiler,
@@ -19,6 +20,8 @@ from depthmix.ops.torch_internals import (
     node_will_run,
     pytree,
     saving_is_hooked,
+    transformed,
+    when_pass_ends,
 )
 
 
@@ -69,6 +72,62 @@ def test_a_node_says_whether_the_pass_comes_by(asked: list[Any]) -> None:
     torch.autograd.grad(out, a, retain_graph=True)
     torch.autograd.grad(out, b)
     assert [will for _, will in asked] == [True, False]
+
+
+class Note(torch.autograd.Function):
+    """The identity, which calls something in its backward."""
+
+    call: Any = None
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        Note.call()
+        return g
+
+
+def test_what_is_left_for_the_end_of_a_pass_is_called_there() -> None:
+    order: list[str] = []
+    x = torch.ones(1, requires_grad=True)
+    x.register_hook(lambda g: order.append("gradient"))
+    Note.call = lambda: when_pass_ends(lambda: order.append("end"))
+    Note.apply(x).backward()
+    assert order == ["gradient", "end"]
+
+
+def test_compiled_autograd_is_noticed() -> None:
+    from torch._dynamo import compiled_autograd
+
+    found: list[bool] = []
+    Note.call = lambda: found.append(autograd_is_compiled())
+    out = Note.apply(torch.ones(1, requires_grad=True))
+    out.backward(retain_graph=True)
+    with compiled_autograd._enable(lambda graph: graph):
+        out.backward()
+    assert found[0] is False
+    assert found[-1] is True
+    assert not autograd_is_compiled()
+
+
+def test_transforms_are_noticed() -> None:
+    found = []
+
+    def square(x: Tensor) -> Tensor:
+        found.append(transformed())
+        return x.square().sum()
+
+    x = torch.ones(2)
+    assert not transformed()
+    torch.func.grad(square)(x)
+    torch.func.vmap(square)(x)
+    torch.func.jvp(square, (x,), (x,))
+    with torch.autograd.forward_ad.dual_level():
+        square(x)
+    assert found == [True] * 4
+    assert not transformed()
 
 
 def test_checkpointing_is_noticed() -> None:
