@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from depthmix import Decoder, DecoderConfig, create_mixer
-from harness import CASE_IDS, CASES, DIM, MIXERS, Sublayers, build, embedding, run_stack
+from harness import DIM, MIXERS, PAIRWISE, PAIRWISE_IDS, Sublayers, build, embedding, run_stack
 
 SHAPE = {"vocab_size": 11, "dim": 24, "n_blocks": 1, "n_heads": 2, "n_kv_heads": 1, "mlp_dim": 8, "qk_norm": True}
 TOKENS = torch.arange(6).reshape(2, 3)
@@ -34,7 +34,7 @@ def weights_of(model):
     return {name: t.clone() for name, t in model.state_dict().items()}
 
 
-@pytest.mark.parametrize(("name", "choice"), CASES, ids=CASE_IDS)
+@pytest.mark.parametrize(("name", "choice"), PAIRWISE, ids=PAIRWISE_IDS)
 def test_a_mixer_built_empty_and_loaded_gives_the_same(name, choice):
     mixer, sublayers, e = build(name, 2, choice, random=True), Sublayers(2), embedding()
     with torch.no_grad():
