@@ -81,13 +81,12 @@ _IN_PLACE_OF_FORWARD = ("forward", "_call_impl")  # as PEFT, quantisation and pr
 
 
 def calls_only_its_forward(module: nn.Module) -> bool:
-    """Whether a call of the module is one of its class's forward: no hooks, its own or everybody's, and nothing in its place."""
+    """Whether a call of the module is one of its class's forward, compiled or not: no hooks, its own or everybody's, and nothing in its place."""
     everywhere = torch.nn.modules.module
     return not (
         any(getattr(module, name) for name in _OWN_HOOKS)
         or any(getattr(everywhere, name) for name in _GLOBAL_HOOKS)
         or any(name in module.__dict__ for name in _IN_PLACE_OF_FORWARD)
-        or module._compiled_call_impl is not None
     )
 
 

@@ -107,6 +107,13 @@ def test_a_patched_class_is_called(kind: type[nn.RMSNorm], monkeypatch: pytest.M
     assert torch.equal(mixer.read(mixer.start(x), 0, norm), x + 1)
 
 
+def test_a_compiled_norm_is_still_fused() -> None:
+    """Compiled sublayers and norms are how models train here: a kernel does the work of a compiled norm as of any."""
+    norm = RMSNorm(DIM)
+    norm.compile()
+    assert is_plain_rms_norm(norm, DIM)
+
+
 @pytest.mark.parametrize("norm", [nn.RMSNorm(DIM, elementwise_affine=False), nn.RMSNorm((1, DIM)), nn.LayerNorm(DIM)])
 def test_another_norm_is_called(norm: nn.Module) -> None:
     mixer, x = create_mixer("attnres", dim=DIM, n_blocks=1), torch.randn(2, 1, DIM)

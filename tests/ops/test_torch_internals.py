@@ -205,12 +205,6 @@ def test_a_call_goes_through_what_may_be_replaced(name: str) -> None:
     assert not calls_only_its_forward(module)
 
 
-def test_a_compiled_module_says_so() -> None:
-    module = nn.Identity()
-    module.compile(backend="eager")
-    assert not calls_only_its_forward(module)
-
-
 def test_sharded_modules_know_whether_a_larger_one_is_around_them(tmp_path: Path) -> None:
     from torch.distributed.fsdp import fully_shard
 
