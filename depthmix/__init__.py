@@ -1,9 +1,15 @@
 """depthmix: mixing over depth in Transformers."""
 
-from depthmix import ops
-from depthmix.insight import depth_mixing
-from depthmix.mixers import ContractError, Mixer, OptionError, create_mixer, list_mixers, param_groups, shard_mixer
-from depthmix.models import Decoder, DecoderConfig
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from depthmix import ops
+    from depthmix.insight import depth_mixing
+    from depthmix.mixers import ContractError, Mixer, OptionError, create_mixer, list_mixers, param_groups, shard_mixer
+    from depthmix.models import Decoder, DecoderConfig
 
 __version__ = "0.1.0"
 __all__ = [
@@ -19,3 +25,24 @@ __all__ = [
     "param_groups",
     "shard_mixer",
 ]
+# Looked up on first use: torch takes seconds to import, which `depthmix --version` and a mistyped flag need not wait for.
+_HOMES = {
+    "depthmix.insight": ("depth_mixing",),
+    "depthmix.mixers": ("ContractError", "Mixer", "OptionError", "create_mixer", "list_mixers", "param_groups", "shard_mixer"),
+    "depthmix.models": ("Decoder", "DecoderConfig"),
+    "depthmix.ops": (),
+}
+
+
+def __getattr__(name: str) -> Any:
+    if f"depthmix.{name}" in _HOMES:
+        return importlib.import_module(f"depthmix.{name}")
+    for home, names in _HOMES.items():
+        if name in names:
+            globals()[name] = getattr(importlib.import_module(home), name)
+            return globals()[name]
+    raise AttributeError(f"module 'depthmix' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

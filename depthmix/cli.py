@@ -8,18 +8,19 @@ import functools
 import math
 import os
 import sys
+import traceback
 import types
 import typing
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from depthmix.config import CompareConfig, DataConfig, EvalConfig, GenerateConfig, TrainConfig
-from depthmix.errors import DISK, INTERRUPTED, USAGE, UserError
-from depthmix.mixers.options import nearest as nearest_of
-from depthmix.mixers.options import parse_value
+from depthmix.errors import DISK, INTERNAL, INTERRUPTED, PIPE, USAGE, UserError
+from depthmix.names import nearest as nearest_of
 
-EXIT_CODES = "Exit codes: 0 done; 2 wrong option or recipe; 3 unusable data; 4 unusable checkpoint; 5 diverged; 6 disk full or not writable; 130 interrupted and saved."
+EXIT_CODES = "Exit codes: 0 done; 1 a bug (--debug shows where); 2 wrong option or recipe; 3 unusable data; 4 unusable checkpoint; 5 diverged; 6 disk full or not writable; 130 interrupted and saved."
 
 
 nearest = functools.partial(nearest_of, cutoff=0.65)  # flags are many and alike: suggest only what is close
@@ -223,11 +224,14 @@ def build_parser() -> argparse.ArgumentParser:
         epilog=EXIT_CODES,
     )
     parser.add_argument("--version", action="version", version=f"depthmix {depthmix.__version__}")
+    debug: Any = {"action": "store_true", "default": argparse.SUPPRESS, "help": "show the traceback of an error"}
+    parser.add_argument("--debug", **debug)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
     for name, (config, _, text) in COMMANDS.items():
         sub = commands.add_parser(
             name, help=text, description=(config.__doc__ if config else text.capitalize() + "."), allow_abbrev=False
         )
+        sub.add_argument("--debug", **debug)
         if config:
             add_flags(sub, config)
     completion = commands.add_parser("completion", help='print shell completion: eval "$(depthmix completion bash)"')
@@ -235,11 +239,12 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def dispatch(argv: Sequence[str] | None) -> None:
+def dispatch(argv: Sequence[str]) -> None:
     parser = build_parser()
     namespace, unknown = parser.parse_known_args(argv)
     given = vars(namespace)
     command = given.pop("command")
+    given.pop("debug", None)  # `main` looks for it, so that it also shows what goes wrong in here
     if unknown:
         config = COMMANDS[command][0] if command in COMMANDS else None
         flags = ["--" + f.name.replace("_", "-") for f in dataclasses.fields(config)] if config else []
@@ -258,10 +263,10 @@ def dispatch(argv: Sequence[str] | None) -> None:
     run(build_config(command, config, given)) if config else run()
 
 
-def of_the_machine(error: Exception) -> str:
+def of_the_machine(error: BaseException) -> str:
     """What a user can do about an error of torch; nothing for one that nobody foresaw."""
     text = str(error)
-    words = ("out of memory", "not enough memory", "can't allocate memory")
+    words = ("out of memory", "not enough memory", "can't allocate memory", "size calculation overflowed")
     if isinstance(error, MemoryError) or any(w in text.lower() for w in words):
         return "out of memory: use a smaller model, batch_size, micro_batch_size or seq_len, or checkpoint_activations"
     if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
@@ -269,33 +274,51 @@ def of_the_machine(error: Exception) -> str:
     return ""
 
 
+def explain(error: BaseException) -> tuple[str, int]:
+    """The sentence and the exit code an error ends in."""
+    if isinstance(error, UserError):
+        return str(error), error.exit_code
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted", INTERRUPTED
+    if isinstance(error, ModuleNotFoundError) and not (error.name or "").startswith("depthmix"):
+        return f"this needs the package {error.name}: pip install 'depthmix[train]'", USAGE
+    if isinstance(error, OSError):
+        where = f" {error.filename}" if error.filename else ""
+        return f"cannot write or read{where}: {error.strerror or error}", DISK
+    if known := of_the_machine(error):
+        return known, USAGE
+    what = f"internal error ({type(error).__name__}: {error})"
+    advice = "run again with --debug for the traceback"
+    return f"{what}: this is a bug in depthmix, or in a mixer of your own, not in the command; {advice}", INTERNAL
+
+
+def prepare_streams() -> None:
+    """Streams that can be written to whatever comes: a closed one swallows all, and what has no letters here is spelt out."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
+        elif hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; what a user got wrong ends in one sentence on stderr and a code that says which kind it was."""
+    argv = sys.argv[1:] if argv is None else argv
+    prepare_streams()
     try:
         dispatch(argv)
         sys.stdout.flush()  # here, where a full disk or a reader that has left is still noticed
         return 0
-    except UserError as error:
-        message, code = str(error), error.exit_code
-    except ModuleNotFoundError as error:
-        if (error.name or "").startswith("depthmix"):
-            raise
-        message, code = f"this needs the package {error.name}: pip install 'depthmix[train]'", USAGE
-    except ValueError as error:  # of the library: OptionError, ContractError, DecoderConfig
-        message, code = str(error), USAGE
-    except BrokenPipeError:  # whoever read our output has left
+    except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python still flushes at its end
-        return 0
-    except OSError as error:
-        where = f" {error.filename}" if error.filename else ""
-        message, code = f"cannot write or read{where}: {error.strerror or error}", DISK
-    except KeyboardInterrupt:
-        message, code = "interrupted", INTERRUPTED
-    except (MemoryError, RuntimeError) as error:
-        if not (known := of_the_machine(error)):
-            raise
-        message, code = known, USAGE
-    print(f"depthmix: {' '.join(message.splitlines())}", file=sys.stderr)
+        return PIPE
+    except (Exception, KeyboardInterrupt) as error:
+        if "--debug" in argv:
+            traceback.print_exc()
+        message, code = explain(error)
+    with suppress(OSError):
+        print(f"depthmix: {' '.join(message.splitlines())}", file=sys.stderr)
     return code
 
 

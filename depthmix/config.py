@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from depthmix.mixers.base import DEFAULT_MIXER
+from depthmix.names import DEFAULT_MIXER
 
 
 def option(default: Any, help: str) -> Any:

@@ -1,11 +1,13 @@
 """What a user can get wrong, with the exit code it ends in."""
 
+INTERNAL = 1  # not the user's mistake: a bug, here or in what was plugged in
 USAGE = 2  # a wrong option, recipe or combination
 DATA = 3  # a corpus or prepared data that cannot be used
 CHECKPOINT = 4  # a checkpoint or run folder that cannot be used
 DIVERGED = 5  # a loss that is not a number, or exploded
 DISK = 6  # a disk that is full or cannot be written
 INTERRUPTED = 130  # SIGINT or SIGTERM; everything is saved
+PIPE = 141  # whoever read the output has left: what a shell says of a program that SIGPIPE ended
 
 
 class UserError(Exception):

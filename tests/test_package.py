@@ -13,14 +13,24 @@ from packaging.requirements import Requirement
 import depthmix
 from project import ROOT, code_blocks, python
 
-LAYERS = {"errors": 0, "files": 1, "ops": 0, "mixers": 1, "models": 2, "insight": 3, "config": 3, "device": 3}
+LAYERS = {
+    "errors": 0,
+    "names": 0,
+    "files": 1,
+    "ops": 0,
+    "mixers": 1,
+    "models": 2,
+    "insight": 3,
+    "config": 3,
+    "device": 3,
+}
 LAYERS |= {"data": 4, "runs": 5, "train": 6, "study": 7}
 
 
 def test_import_is_light():
     """Neither triton nor transformers, nor what is slow in torch; at most 0.3 s more than torch. The best of three: others share the machine."""
     code = (
-        "import sys, time, torch; before = set(sys.modules); t = time.process_time(); import depthmix; "
+        "import sys, time, torch; before = set(sys.modules); t = time.process_time(); from depthmix import *; "
         "t = time.process_time() - t; new = {m.split('.')[0] for m in set(sys.modules) - before}; "
         "print(t, sorted(new & {'triton', 'transformers', 'safetensors', 'numpy', 'sympy'}), 'torch._dynamo' in sys.modules)"
     )

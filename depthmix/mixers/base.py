@@ -21,8 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from depthmix.mixers.mixing import mixing_matrix
-from depthmix.mixers.options import Option, OptionError, check_options, nearest, options_of
+from depthmix.mixers.options import Option, OptionError, check_options, options_of
 from depthmix.mixers.state import State
+from depthmix.names import nearest
 from depthmix.ops.precision import promoted_dtype, without_autocast
 
 Norm = Callable[[Tensor], Tensor]
@@ -196,7 +197,6 @@ class Mixer(nn.Module):
 
 MixerType = TypeVar("MixerType", bound=type[Mixer])
 _MIXERS: dict[str, type[Mixer]] = {}
-DEFAULT_MIXER = "residual"
 
 
 def register(name: str) -> Callable[[MixerType], MixerType]:

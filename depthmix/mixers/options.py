@@ -6,19 +6,21 @@ and that is what is validated, what an error message lists and what documentatio
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import math
 import re
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args, get_origin
+
+from depthmix.names import nearest
 
 WORDS = {"none": None, "null": None, "true": True, "false": False}
 INTEGER, NUMBER = r"[+-]?\d{1,18}", r"[+-]?((\d+\.?\d*|\.\d+)([eE][+-]?\d+)?|inf|nan)"
 REQUIRED = ("dim", "n_blocks")  # every mixer's own, not options
+FLOAT32_MAX = 3.4028234663852886e38  # parameters are fp32, and a larger number cannot be put into one
 
 
 class OptionError(ValueError):
@@ -58,7 +60,9 @@ class Option:
         """Raise OptionError unless the value fits."""
         if self._fits(value):
             return
-        message = f"{owner}: {self.name} must be {self.describe()}, got {value!r}"
+        huge = float in self.kinds and isinstance(value, int | float) and FLOAT32_MAX < abs(value) < math.inf
+        limit = f" within ±{FLOAT32_MAX:.1e}, which is what float32 holds" if huge else ""
+        message = f"{owner}: {self.name} must be {self.describe()}{limit}, got {value!r}"
         if isinstance(value, str):
             message += nearest(value, [c for c in self.choices if isinstance(c, str)])
         raise OptionError(message)
@@ -70,7 +74,7 @@ class Option:
             return True
         if isinstance(value, bool) or not isinstance(value, int | float):
             return type(value) in self.kinds
-        if not (type(value) in self.kinds or float in self.kinds) or not math.isfinite(value):
+        if not (abs(value) <= FLOAT32_MAX if float in self.kinds else type(value) in self.kinds):
             return False
         return self.low is None or value >= self.low
 
@@ -118,9 +122,3 @@ def check_options(owner: str, options: Mapping[str, Option], given: Mapping[str,
             valid = f"its options are {', '.join(options)}" if options else "it has no options"
             raise OptionError(f"{owner}: unknown option {name!r}; {valid}{nearest(name, options)}")
         options[name].check(owner, value)
-
-
-def nearest(name: str, valid: Iterable[str], cutoff: float = 0.5) -> str:
-    """A "did you mean" for the message, or nothing; a higher cutoff suggests less."""
-    close = difflib.get_close_matches(name, list(valid), n=1, cutoff=cutoff)
-    return f"; did you mean {close[0]!r}?" if close else ""

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from depthmix.mixers.base import DEFAULT_MIXER, create_mixer, mixer_class
+from depthmix.mixers.base import create_mixer, mixer_class
 from depthmix.mixers.options import check_options
 from depthmix.models.layers import Attention, Context, Mlp, MlpKind, Rotary, causal_mask
+from depthmix.names import DEFAULT_MIXER
 from depthmix.ops.norm import RMSNorm
 
 EMBEDDING_STD = 0.02

@@ -13,6 +13,7 @@ from torch import Tensor
 from depthmix.config import TrainConfig
 from depthmix.data.tokenizer import load_tokenizer, vocabulary
 from depthmix.errors import CHECKPOINT, DATA, UserError
+from depthmix.mixers import OptionError
 from depthmix.models import Decoder, DecoderConfig
 from depthmix.runs.checkpoint import Checkpoint, latest_checkpoint, load_checkpoint
 from depthmix.runs.folder import RECIPE, TOKENIZER, RunFolder
@@ -51,8 +52,8 @@ def load_model(run: str | Path, device: torch.device) -> Trained:
         what = f"has {vocabulary(tokenizer)} entries and the model {vocab_size}"
         raise UserError(f"{folder.path / TOKENIZER} {what}: it is of another run", CHECKPOINT)
     try:
-        model = Decoder(model_config(config, vocab_size)).to(device)
-    except ValueError as error:
+        model = build_decoder(config, vocab_size).to(device)
+    except UserError as error:
         raise UserError(f"{folder.path / RECIPE} describes no model: {error}", CHECKPOINT) from None
     load_parameters(model, saved.model, config.mixer, f"step {saved.step} of {folder.path}")
     return Trained(model.eval(), tokenizer, config, saved.step)
@@ -79,9 +80,21 @@ def _tokenizer(folder: RunFolder) -> Any:
 
 
 def model_config(config: TrainConfig, vocab_size: int) -> DecoderConfig:
-    """The decoder a training configuration describes."""
+    """The decoder a training configuration describes; UserError if there is none."""
     shared = {f.name for f in fields(DecoderConfig)} & {f.name for f in fields(config)}
-    return DecoderConfig(vocab_size=vocab_size, **{name: getattr(config, name) for name in shared})
+    try:
+        return DecoderConfig(vocab_size=vocab_size, **{name: getattr(config, name) for name in shared})
+    except ValueError as error:
+        raise UserError(str(error)) from error
+
+
+def build_decoder(config: TrainConfig, vocab_size: int) -> Decoder:
+    """That decoder; UserError for options of the mixer that do not go together, which show when it is built."""
+    described = model_config(config, vocab_size)
+    try:
+        return Decoder(described)
+    except OptionError as error:
+        raise UserError(str(error)) from error
 
 
 def load_parameters(model: Decoder, tensors: dict[str, Tensor], mixer: str, what: str) -> None:

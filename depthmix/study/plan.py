@@ -10,12 +10,14 @@ from pathlib import Path
 from depthmix.config import CompareConfig, TrainConfig
 from depthmix.data.dataset import TokenData
 from depthmix.errors import UserError
-from depthmix.mixers.base import DEFAULT_MIXER
+from depthmix.names import DEFAULT_MIXER
 from depthmix.study.arms import Arm, check_arms, parse_arms
 
 
 def check_config(config: CompareConfig) -> list[Arm]:
     """The arms, or a UserError for what can be known to be wrong before anything runs."""
+    from depthmix.train.generate import check_prompt
+
     if not config.out:
         raise UserError("compare needs --out, the folder for its runs and its report")
     if config.mixer != DEFAULT_MIXER or config.mixer_options:
@@ -31,6 +33,7 @@ def check_config(config: CompareConfig) -> list[Arm]:
     for name in ("steps", "eval_every", "save_every", "sample_tokens"):
         if getattr(config, name) < 1:
             raise UserError(f"{name} must be at least 1, got {getattr(config, name)}")
+    check_prompt(config.prompt)
     arms = parse_arms(config.arms)
     check_arms(arms, config.dim, config.n_blocks)
     _check_plan(make_plan(config, arms))

@@ -25,6 +25,7 @@ FREE = {
     "wandb",
     "keep",
     "save_every",
+    "log_every",
     "on_nan",
     "prompt",
     "sample_tokens",

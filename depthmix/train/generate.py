@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -63,18 +64,27 @@ def stream_text(tokenizer: Any, tokens: Iterator[int]) -> Iterator[str]:
         yield text[len(shown) :]
 
 
+def check_prompt(prompt: str) -> None:
+    """UserError for a prompt with bytes that are no text, which Python keeps as halves of surrogate pairs."""
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"prompt must be UTF-8 text, and its character {error.start + 1} is not") from None
+
+
 def generate_stream(
     run: str | Path, prompt: str, max_tokens: int, temperature: float, top_p: float, seed: int, device: str = "auto"
 ) -> Iterator[str]:
     """The continuation of a prompt by the model in a run folder, piece by piece."""
     if max_tokens < 1:
         raise UserError(f"max_tokens must be at least 1, got {max_tokens}")
-    if not temperature >= 0 or temperature == float("inf"):
-        raise UserError(f"temperature must be a number of at least 0, got {temperature}")
+    if not 0 <= temperature < math.inf:
+        raise UserError(f"temperature must be a finite number of at least 0, got {temperature}")
     if not 0 < top_p <= 1:
         raise UserError(f"top_p must be above 0 and at most 1, got {top_p}")
     if not 0 <= seed < 2**64:
         raise UserError(f"seed must be at least 0 and below 2**64, got {seed}")
+    check_prompt(prompt)
     trained = load_model(run, choose_device(device))
     end = trained.tokenizer.token_to_id("<|endoftext|>")
     ids = trained.tokenizer.encode(prompt, add_special_tokens=False).ids or ([0] if end is None else [end])

@@ -12,7 +12,9 @@ import math
 import statistics
 import sys
 import time
+import traceback
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,7 @@ from depthmix.models import Decoder
 from depthmix.ops.norm import RMSNorm
 from depthmix.runs.checkpoint import Checkpoint, latest_checkpoint, list_checkpoints, save_checkpoint
 from depthmix.runs.folder import RunFolder
-from depthmix.runs.restore import load_parameters, model_config
+from depthmix.runs.restore import build_decoder, load_parameters, model_config
 from depthmix.train.clock import CoreWait, StepClock, quartiles
 from depthmix.train.evaluate import Evaluation, check_tokens, evaluate, token_losses
 from depthmix.train.graph import GraphedBackward, record
@@ -84,7 +86,7 @@ def check_config(config: TrainConfig) -> None:
 
 
 def check_run(config: TrainConfig, data: TokenData) -> None:
-    """UserError or ValueError for a configuration that does not fit its device, its data or itself, without building it."""
+    """UserError for a configuration that does not fit its device, its data or itself, without building it."""
     choose_device(config.device)
     model_config(config, data.vocab_size)
     Batches(data.split("train"), config.seq_len, config.batch_size, config.seed)
@@ -96,7 +98,7 @@ def build_model(config: TrainConfig, vocab_size: int, device: torch.device) -> D
     if config.compile != "off":
         torch.compiler.reset()  # after a handful of models in one process torch would no longer compile, and not say so
     torch.manual_seed(config.seed)
-    model = Decoder(model_config(config, vocab_size)).to(device)
+    model = build_decoder(config, vocab_size).to(device)
     if config.checkpoint_activations:
         for sublayer in model.sublayers:
             sublayer.forward = functools.partial(checkpoint, sublayer.forward, use_reentrant=False)
@@ -240,7 +242,13 @@ def train(config: TrainConfig, *, label: str = "") -> RunFolder:
         saved = latest_checkpoint(folder.checkpoints, warn=tell)
         if saved is not None:
             trainer.restore(saved)
-        _run(trainer, folder, saved, memory, label or config.mixer)
+        try:
+            _run(trainer, folder, saved, memory, label or config.mixer)
+        except Exception as error:
+            if not isinstance(error, UserError):
+                with suppress(UserError):
+                    folder.log(traceback.format_exc())  # after hours of training nobody wants to run it again to see
+            raise
     return folder
 
 

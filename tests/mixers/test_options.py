@@ -6,7 +6,7 @@ import depthmix
 from depthmix import OptionError, create_mixer
 from depthmix.mixers import mixer_class
 from depthmix.mixers.attnres import AttnRes
-from depthmix.mixers.options import nearest
+from depthmix.names import nearest
 from harness import MIXERS
 
 BAD = [

@@ -1,0 +1,14 @@
+"""Names: the mixer that is taken when none is named, and the nearest to a misspelt one."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+DEFAULT_MIXER = "residual"
+
+
+def nearest(name: str, valid: Iterable[str], cutoff: float = 0.5) -> str:
+    """A "did you mean" for the message, or nothing; a higher cutoff suggests less."""
+    close = difflib.get_close_matches(name, list(valid), n=1, cutoff=cutoff)
+    return f"; did you mean {close[0]!r}?" if close else ""
