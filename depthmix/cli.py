@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import math
 import os
 import sys
 import traceback
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from depthmix.config import CompareConfig, DataConfig, EvalConfig, GenerateConfig, TrainConfig
-from depthmix.errors import DISK, INTERNAL, INTERRUPTED, PIPE, USAGE, UserError
+from depthmix.errors import DISK, DIVERGED, INTERNAL, INTERRUPTED, PIPE, USAGE, UserError
 from depthmix.names import nearest as nearest_of
 
 EXIT_CODES = "Exit codes: 0 done; 1 a bug (--debug shows where); 2 wrong option or recipe; 3 unusable data; 4 unusable checkpoint; 5 diverged; 6 disk full or not writable; 130 interrupted and saved."
@@ -65,6 +64,8 @@ def coerce(command: str, name: str, hint: Any, value: Any) -> Any:
 
 def pairs(command: str, name: str, value: Any) -> dict[str, Any]:
     """A dictionary, or a list of key=value as on the command line."""
+    from depthmix.mixers.options import parse_value
+
     if isinstance(value, list) and all(isinstance(v, str) and "=" in v for v in value):
         given: dict[str, Any] = {}
         for key, _, text in ((part.strip() for part in item.partition("=")) for item in value):
@@ -110,7 +111,8 @@ def add_flags(parser: argparse.ArgumentParser, config: type) -> None:
             )
         elif get_origin(hint) in (list, dict):
             metavar = "OPTION=VALUE" if get_origin(hint) is dict else "VALUE"
-            parser.add_argument(flag, dest=field.name, nargs="+", default=argparse.SUPPRESS, metavar=metavar, help=text)
+            several: Any = {"nargs": "+", "action": "extend"}  # a second --input comes on top of the first
+            parser.add_argument(flag, dest=field.name, default=argparse.SUPPRESS, metavar=metavar, help=text, **several)
         else:
             metavar = "{" + ",".join(get_args(hint)) + "}" if get_origin(hint) is Literal else "VALUE"
             parser.add_argument(flag, dest=field.name, default=argparse.SUPPRESS, metavar=metavar, help=text)
@@ -120,8 +122,20 @@ def read_recipe(command: str, path: str) -> dict[str, Any]:
     """The lines of a YAML recipe."""
     import yaml
 
+    class Once(yaml.SafeLoader):
+        """Plain YAML lets the last of two lines with one name win, silently."""
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+            seen: set[str] = set()
+            for key, _ in node.value:
+                if (name := str(key.value)) in seen:
+                    line = key.start_mark.line + 1
+                    raise UserError(f"{command}: the recipe {path} gives {name} twice, again at line {line}")
+                seen.add(name)
+            return super().construct_mapping(node, deep)
+
     try:
-        loaded = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        loaded = yaml.load(Path(path).read_text(encoding="utf-8"), Once)
     except OSError as error:
         raise UserError(f"{command}: cannot read the recipe {path}: {error.strerror}") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
@@ -158,10 +172,10 @@ def run_train(config: TrainConfig) -> None:
 
     folder = train(config)
     result = folder.read_result()
-    # A number that is not finite is null there.
-    loss, perplexity, bits = (
-        math.nan if result[k] is None else result[k] for k in ("val_loss", "perplexity", "bits_per_byte")
-    )
+    loss, perplexity, bits = (result[k] for k in ("val_loss", "perplexity", "bits_per_byte"))
+    if loss is None:  # not finite: older versions let a run end so
+        what = f"the run in {folder.path} ended in a loss that is not a number"
+        raise UserError(f"{what}: its weights are not usable; start again in another folder, with a lower lr", DIVERGED)
     print(f"validation loss {loss:.4f}, perplexity {perplexity:.2f}, {bits:.4f} bits per byte; run in {folder.path}")
 
 

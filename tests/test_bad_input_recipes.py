@@ -47,7 +47,9 @@ RECIPES = [
     ("numbers as options", b"mixer_options: {3: 4}\n", "mixer_options must be written as option=value"),
     ("a list as an option", b"mixer: attnres\nmixer_options: {ways: [3]}\n", "ways must be 1 or 3, got [3]"),
     ("a date as an option", b"mixer: attnres\nmixer_options: {ways: 2024-01-01}\n", "ways must be 1 or 3"),
-    ("negative", b"lr: -1\n", "lr must be a number above 0"),
+    ("a line twice", b"lr: 1\ndim: 16\nlr: 2\n", "gives lr twice, again at line 3"),
+    ("an option twice", b"mixer: attnres\nmixer_options: {ways: 3, ways: 1}\n", "gives ways twice, again at line 2"),
+    ("negative", b"lr: -1\n", "lr must be a finite number above 0"),
 ]
 
 

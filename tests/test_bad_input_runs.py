@@ -154,12 +154,28 @@ def test_a_broken_checkpoint_is_passed_over_with_a_warning(copied, capsys):
 
 
 def test_the_data_of_a_run_has_gone_or_changed(fails, copied, tmp_path):
-    recipe(data="gone")(copied)
-    fails("eval --run {run}", DATA, "There is no folder gone", run=copied)
-    shutil.copytree(small.data(), tmp_path / "data")
-    meta(vocab_size=400)(tmp_path / "data")
-    recipe(data=str(tmp_path / "data"))(copied)
-    fails("eval --run {run}", DATA, "has 400 entries and the model's 300", run=copied)
+    environment = json.loads((copied / "environment.json").read_text())
+    (copied / "environment.json").write_text(json.dumps({**environment, "data": "/gone/data"}))
+    recipe(data="data/of then")(copied)
+    here = tmp_path / "data" / "of then"
+    words = f"is not there any more: tried /gone/data and {here}, and data/of then above the run; use --input"
+    fails("eval --run {run}", DATA, words, run=copied)
+    shutil.copytree(small.data(), here)
+    meta(vocab_size=400)(here)
+    fails("eval --run {run}", DATA, f"the vocabulary of {here} has 400 entries and the model's 300", run=copied)
+
+
+def test_a_comparisons_folder_names_its_runs(fails, copied, tmp_path):
+    study = tmp_path / "study"
+    for arm in ("attnres-ways=3", "residual"):
+        shutil.copytree(copied, study / arm / "seed-0")
+    names = f"the runs in it are {study}/attnres-ways=3/seed-0, {study}/residual/seed-0: give one of them"
+    for command in ("eval", "generate"):
+        fails(f"{command} --run {study}", CHECKPOINT, "is not a run folder", names)
+    fails(f"eval --run {study / 'residual'}", CHECKPOINT, f"the runs in it are {study}/residual/seed-0: give")
+    for seed in range(1, 9):
+        shutil.copytree(copied, study / "residual" / f"seed-{seed}")
+    fails(f"eval --run {study / 'residual'}", CHECKPOINT, "seed-7 and 1 more: give one of them")
 
 
 RESUMED = [

@@ -27,6 +27,7 @@ from depthmix.cli import COMMANDS, main
 from depthmix.config import CompareConfig, DataConfig, EvalConfig, GenerateConfig, TrainConfig
 from depthmix.data.dataset import TokenData
 from depthmix.mixers import mixer_class
+from depthmix.runs.folder import RunFolder
 from depthmix.runs.restore import load_model
 from project import ROOT
 from train import small
@@ -194,6 +195,12 @@ def test_values_of_mixer_options(parsed):
     assert type(found["d"]) is bool
 
 
+def test_flags_that_take_several_values_come_twice(parsed):
+    assert parsed("data", "--input", "a", "b", "--input", "c").input == ["a", "b", "c"]
+    found = parsed("train", "--mixer-options", "a=1", "--mixer-options", "b=2").mixer_options
+    assert found == {"a": 1, "b": 2}
+
+
 def test_none_and_negative_numbers_on_the_command_line(parsed):
     found = parsed("train", "--n-kv-heads", "None", "--seed", "-3", "--lr=-1e-3")
     assert (found.n_kv_heads, found.seed, found.lr) == (None, -3, -0.001)
@@ -278,6 +285,29 @@ def test_eval_on_the_validation_split(made, capsys):
     assert found["loss"] == pytest.approx(loss, rel=1e-6)
     assert found["tokens"] == count
     assert found["bits_per_byte"] == pytest.approx(loss / math.log(2) * val.n_tokens / val.n_bytes, rel=1e-6)
+
+
+def test_eval_from_another_folder(made, tmp_path, monkeypatch, capsys):
+    """The recipe keeps the relative path as it was written; the run knows from where."""
+    shutil.copytree(made / "data", tmp_path / "project" / "data")
+    monkeypatch.chdir(tmp_path / "project")
+    config = small.config("runs/one", data="data", steps=3)
+    assert main(["train", *small.flags(config)]) == 0
+    (tmp_path / "elsewhere").mkdir()
+    shutil.copytree("runs/one", tmp_path / "elsewhere" / "runs" / "one")
+
+    def loss(run):
+        capsys.readouterr()
+        return json.loads(spoken(capsys, "eval", "--run", run, "--json"))["loss"]
+
+    expected = loss("runs/one")
+    assert RunFolder("runs/one").read_recipe()["data"] == "data"
+    monkeypatch.chdir(tmp_path)
+    assert loss("project/runs/one") == loss("elsewhere/runs/one") == expected
+    # Moved as a whole, and with a folder of the same name and another content in the way.
+    (tmp_path / "project").rename(tmp_path / "moved")
+    assert main(["data", "--input", str(small.corpus()), "--out", "data", "--vocab-size", "280", "--seed", "9"]) == 0
+    assert loss("moved/runs/one") == expected
 
 
 def test_text_and_split_agree(made, tmp_path, capsys):

@@ -11,6 +11,7 @@ import os
 import platform
 import socket
 import subprocess
+import uuid
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -22,6 +23,7 @@ from depthmix.runs.checkpoint import list_checkpoints
 
 RECIPE, ENVIRONMENT, METRICS, SPEED = "recipe.yaml", "environment.json", "metrics.jsonl", "speed.jsonl"
 LOG, RESULT, TOKENIZER, CHECKPOINTS, LOCK = "log.txt", "result.json", "tokenizer.json", "checkpoints", ".lock"
+WANDB = "wandb.json"  # the run's id, by project
 DATA_META = "data.json"  # the meta.json of the data, whose checksums say what the run is trained on
 # What a process killed while it created the folder may have left; recipe.yaml comes last and makes it a run folder.
 BEGUN = {ENVIRONMENT, CHECKPOINTS, LOCK, LOG}
@@ -64,7 +66,8 @@ class RunFolder:
                 what = "is a file, not a run folder" if self.path.exists() else "does not exist"
                 raise UserError(f"{self.path} {what}: give the folder that `depthmix train` wrote.", CHECKPOINT)
             if not (self.path / RECIPE).is_file():
-                raise UserError(f"{self.path} is not a run folder: it has no {RECIPE}.", CHECKPOINT)
+                what = f"{self.path} is not a run folder: it has no {RECIPE}"
+                raise UserError(f"{what}{_runs_below(self.path)}.", CHECKPOINT)
         return self
 
     @classmethod
@@ -244,6 +247,37 @@ class RunFolder:
             # A finished run of an older version does not say what it was trained on, and this may not be it.
             if kept != wanted and not self.has_result():
                 self._replace(name, wanted)
+        place = str(Path(meta).parent.absolute())
+        if not self.has_result() and (noted := self._read_object(ENVIRONMENT)).get("data") != place:
+            self._replace(ENVIRONMENT, _json({**noted, "data": place}))
+
+    def wandb_id(self, project: str) -> str:
+        """The run's name in a Weights & Biases project, the same whenever it goes on."""
+        known = self._read_object(WANDB)
+        if not isinstance(known.get(project), str):
+            known[project] = uuid.uuid4().hex[:8]
+            self._replace(WANDB, _json(known))
+        return known[project]
+
+    def find_data(self, data: str) -> Path:
+        """Where the data of the recipe lies, from whatever folder it is asked for; UserError with what was tried.
+
+        A relative path is meant from where the run was trained, which is noted; else from here, else, the project having moved
+        as a whole, from a folder above the run.
+        """
+        noted = self._read_object(ENVIRONMENT).get("data")
+        near = [Path(p).absolute() for p in (noted, data) if isinstance(p, str) and p]
+        above = [] if os.path.isabs(data) else [p / data for p in self.path.absolute().parents]
+        found = [p for p in (*near, *above) if (p / "meta.json").is_file()]
+        kept = self._read_bytes(self.path / DATA_META)
+        for place in found:
+            with reading(place):
+                if (place / "meta.json").read_bytes() == kept:
+                    return place
+        if not found:
+            tried = " and ".join(dict.fromkeys(map(str, near))) + (f", and {data} above the run" if above else "")
+            raise UserError(f"The data of {self.path} is not there any more: tried {tried}; use --input.", DATA)
+        return found[0]
 
     def _refuse_foreign(self) -> None:
         try:
@@ -293,6 +327,14 @@ class RunFolder:
         lines = self._read_bytes(path).split(b"\n")[:-1]  # what follows the last line end is torn, or nothing
         return [_record(path, number, line) for number, line in enumerate(lines, 1)]
 
+    def _read_object(self, name: str) -> dict[str, Any]:
+        """What a JSON file holds that no run depends on; nothing if it is missing or damaged."""
+        try:
+            found = json.loads(self._read_bytes(self.path / name))
+        except (ValueError, RecursionError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
     def _read_bytes(self, path: Path) -> bytes:
         with reading(path):
             return path.read_bytes() if path.exists() else b""
@@ -322,6 +364,15 @@ def environment(command: Sequence[str], device: str = "auto") -> dict[str, Any]:
         "command": list(command),
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
+
+
+def _runs_below(folder: Path) -> str:
+    """The runs in a folder of runs, such as a comparison's, for a message."""
+    with suppress(OSError):
+        runs = sorted(p.parent for pattern in ("*", "*/*") for p in folder.glob(f"{pattern}/{RECIPE}"))
+        more = f" and {len(runs) - 8} more" if len(runs) > 8 else ""
+        return f"; the runs in it are {', '.join(map(str, runs[:8]))}{more}: give one of them" if runs else ""
+    return ""
 
 
 def _processor() -> str:

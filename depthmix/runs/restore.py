@@ -26,7 +26,8 @@ class Trained:
     model: Decoder
     tokenizer: Any  # of the tokenizers library
     config: TrainConfig
-    step: int
+    step: int  # of the checkpoint
+    folder: RunFolder
 
 
 def load_model(run: str | Path, device: torch.device) -> Trained:
@@ -56,7 +57,7 @@ def load_model(run: str | Path, device: torch.device) -> Trained:
     except UserError as error:
         raise UserError(f"{folder.path / RECIPE} describes no model: {error}", CHECKPOINT) from None
     load_parameters(model, saved.model, config.mixer, f"step {saved.step} of {folder.path}")
-    return Trained(model.eval(), tokenizer, config, saved.step)
+    return Trained(model.eval(), tokenizer, config, saved.step, folder)
 
 
 def _config(folder: RunFolder) -> TrainConfig:

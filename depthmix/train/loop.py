@@ -47,7 +47,8 @@ from depthmix.train.sinks import open_sinks
 
 RNG = "rng/torch"  # the generator's state, saved among the optimizer's tensors
 # What may change between resumes; of the data it is the place, the content is compared.
-FREE = {"data", "out", "quiet", "tensorboard", "wandb", "keep", "save_every", "device", "on_nan"}
+FREE = {"data", "out", "quiet", "tensorboard", "wandb", "keep", "save_every", "log_every", "device", "on_nan"}
+FLOAT32 = torch.finfo(torch.float32)
 
 
 def check_config(config: TrainConfig) -> None:
@@ -68,11 +69,17 @@ def check_config(config: TrainConfig) -> None:
     if config.cuda_graph and (config.micro_batch_size is not None or config.checkpoint_activations):
         raise UserError("cuda_graph records a step in one piece: leave out micro_batch_size and checkpoint_activations")
     for name in ("lr", "muon_lr", "adam_eps", "rope_theta", "norm_eps"):
-        if not 0 < getattr(config, name) < math.inf:
-            raise UserError(f"{name} must be a number above 0, got {getattr(config, name)}")
-    for name in ("weight_decay", "clip", "warmup", "seed"):
-        if not 0 <= getattr(config, name) < math.inf:
+        if not 0 < (value := getattr(config, name)) < math.inf:
+            raise UserError(f"{name} must be a finite number above 0, got {value}")
+        if not FLOAT32.tiny <= value <= FLOAT32.max:
+            held = f"from {FLOAT32.tiny:.1e} to {FLOAT32.max:.1e}"
+            raise UserError(f"{name} must be a number that float32 holds, {held}, got {value}")
+    for name in ("warmup", "seed"):
+        if getattr(config, name) < 0:
             raise UserError(f"{name} must be at least 0, got {getattr(config, name)}")
+    for name in ("weight_decay", "clip"):
+        if not 0 <= getattr(config, name) < math.inf:
+            raise UserError(f"{name} must be a finite number of at least 0, got {getattr(config, name)}")
     for name in ("final_lr", "decay_fraction"):
         if not 0 <= getattr(config, name) <= 1:
             raise UserError(f"{name} must be from 0 to 1, got {getattr(config, name)}")
@@ -175,9 +182,24 @@ class Trainer:
         with autocast(self.device, self.config.precision):
             return token_losses(self.model, batch).mean()
 
-    def usable(self, loss: float, norm: float) -> bool:
+    def usable(self, loss: float, norm: float = 0.0) -> bool:
         """Whether the numbers of a step are ones to learn from."""
         return math.isfinite(loss) and math.isfinite(norm) and loss <= self.too_large
+
+    def complaint(self, loss: float, norm: float = 0.0) -> str:
+        """What is wrong with numbers that are not usable."""
+        if math.isfinite(loss) and loss <= self.too_large:
+            return f"gradient's norm became {norm} (at a loss of {loss:.4g})"
+        far = f", three times that of guessing ({self.too_large / 3:.4g}) and more" if math.isfinite(loss) else ""
+        return f"loss became {loss:.4g}{far}"
+
+    def astray(self) -> bool:
+        """Whether the weights are beyond use, whatever the batch: loss or gradient of validation text is not usable either."""
+        loss = self.loss(next(self.validation()).to(self.device))
+        # Not backward(): a recorded step's gradients stay where they are.
+        gradients = torch.autograd.grad(loss, self.parameters, allow_unused=True)
+        norm = torch.nn.utils.get_total_norm([g for g in gradients if g is not None])
+        return not self.usable(loss.item(), norm.item())
 
     def validation(self) -> Iterator[Tensor]:
         """The validation batches, the same at every evaluation."""
@@ -272,6 +294,12 @@ def _run(trainer: Trainer, folder: RunFolder, saved: Checkpoint | None, memory: 
         state = {"seconds": seconds, "skipped": skipped, "val_loss": val_loss, "config": dataclasses.asdict(config)}
         save_checkpoint(folder.checkpoints, step, model, optimizer, state, config.keep)
 
+    def validate(step: int) -> Evaluation:
+        found = trainer.evaluate()
+        if not trainer.usable(found.loss):
+            _diverged(config, folder, step, f"the validation {trainer.complaint(found.loss)}", astray=True)
+        return found
+
     try:
         with StopSignal() as stop:
             for step in range(first, config.steps):
@@ -281,14 +309,12 @@ def _run(trainer: Trainer, folder: RunFolder, saved: Checkpoint | None, memory: 
                 seconds += times[-1]
                 done = step + 1
                 if not trainer.usable(loss, norm):
-                    _diverged(config, folder, step, f"the loss became {loss:.4g} (gradient norm {norm:.4g})")
+                    _diverged(config, folder, step, f"the {trainer.complaint(loss, norm)}", trainer.astray())
                     skipped += 1
                 evaluated = None
                 if done % config.eval_every == 0 or done == config.steps:
-                    evaluated = trainer.evaluate()
-                    val_loss = evaluated.loss if math.isfinite(evaluated.loss) else None
-                    if not trainer.usable(evaluated.loss, 0.0):
-                        _diverged(config, folder, step, f"the validation loss became {evaluated.loss:.4g}")
+                    evaluated = validate(step)
+                    val_loss = evaluated.loss
                 if done % config.log_every == 0 or done == config.steps:
                     line = {
                         "step": done,
@@ -321,7 +347,7 @@ def _run(trainer: Trainer, folder: RunFolder, saved: Checkpoint | None, memory: 
                         f"stopped by {stop.name} after step {done} of {config.steps}, and saved; the same command goes on from there",
                         INTERRUPTED,
                     )
-        evaluated = evaluated if config.steps > first and evaluated is not None else trainer.evaluate()
+        evaluated = evaluated if config.steps > first and evaluated is not None else validate(config.steps - 1)
         folder.write_result(_result(trainer, evaluated, waiting.share(), seconds, skipped, memory.read()))
         folder.log(f"finished: validation loss {evaluated.loss:.4f}")
     finally:
@@ -329,16 +355,22 @@ def _run(trainer: Trainer, folder: RunFolder, saved: Checkpoint | None, memory: 
         sinks.close()
 
 
-def _diverged(config: TrainConfig, folder: RunFolder, step: int, what: str) -> None:
-    where = f"step {step + 1} (batch {step} of seed {config.seed})"
-    folder.log(f"{what} at {where}")
-    if config.on_nan == "skip":
+def _diverged(config: TrainConfig, folder: RunFolder, step: int, what: str, astray: bool) -> None:
+    """End the run, unless the batch alone is to blame and may be left out: weights that went astray no batch brings back."""
+    what = f"{what} at step {step + 1} (batch {step} of seed {config.seed})"
+    folder.log(f"{what}; the weights are {'not usable any more' if astray else 'still usable'}")
+    if config.on_nan == "skip" and not astray:
         return
     # A checkpoint at this very step holds the weights that gave the loss; an older one was trained on from.
     older = [p for p in list_checkpoints(folder.checkpoints) if p.name < f"step-{step:08d}"]
     good = f"the last good checkpoint is {older[0]}" if older else "no good checkpoint was saved before it"
-    advice = "lower lr, or pass --on-nan skip to leave such batches out"
-    raise UserError(f"{what} at {where}; {good}; {advice}", DIVERGED)
+    if not astray:
+        advice = "the weights are still usable: the same command with --on-nan skip goes on and leaves such batches out"
+        raise UserError(f"{what}; {good}; {advice}", DIVERGED)
+    advice = (
+        f"start again in another folder, with an lr lower than {config.lr:g} or a warmup longer than {config.warmup}"
+    )
+    raise UserError(f"{what}: the weights are not usable any more, whatever the batch; {good}; {advice}", DIVERGED)
 
 
 def _result(

@@ -29,10 +29,10 @@ def evaluate_run(config: EvalConfig) -> Evaluation:
         ids, n_bytes = _encode(trained, config)
         batches, ratio = _windows(ids, seq_len, config.batch_size), n_bytes / len(ids)
     else:
-        data = TokenData.open(trained.config.data)
+        data = TokenData.open(trained.folder.find_data(trained.config.data))
         if data.vocab_size != trained.model.config.vocab_size:
             what = f"has {data.vocab_size} entries and the model's {trained.model.config.vocab_size}"
-            raise UserError(f"the vocabulary of {trained.config.data} {what}: it is other data than then", DATA)
+            raise UserError(f"the vocabulary of {data.folder} {what}: it is other data than then", DATA)
         val = data.split("val")
         batches, ratio = validation_batches(val, seq_len, config.batch_size, None), val.n_bytes / val.n_tokens
         batches = (check_tokens(batch, data.vocab_size, data.folder) for batch in batches)

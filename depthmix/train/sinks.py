@@ -29,7 +29,10 @@ class Sinks:
                 wandb = importlib.import_module("wandb")
             except ImportError:
                 raise UserError("wandb is not installed: pip install wandb, or leave --wandb out") from None
-            self.wandb = wandb.init(project=config.wandb, dir=str(folder.path), config=vars(config), resume="allow")
+            name = folder.wandb_id(config.wandb)
+            self.wandb = wandb.init(
+                project=config.wandb, id=name, dir=str(folder.path), config=vars(config), resume="allow"
+            )
 
     def write(self, line: dict[str, Any]) -> None:
         """One line of metrics with its step."""

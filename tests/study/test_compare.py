@@ -198,7 +198,7 @@ def test_data_is_known_by_its_content(tmp_path, trainer):
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"lr": 0}, "lr must be a number above 0"),
+        ({"lr": 0}, "lr must be a finite number above 0"),
         ({"warmup": 400}, "warmup must be shorter"),
         ({"seeds": [0, -4]}, "seed must be at least 0, got -4"),
         ({"dim": 15}, "n_heads must divide dim=15"),

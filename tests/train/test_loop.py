@@ -238,6 +238,21 @@ def test_a_run_that_died_at_its_first_step_takes_another_recipe(tmp_path, monkey
     train_refused(config, "batch_size was 2 and is 4", code=CHECKPOINT)
 
 
+def test_another_interval_of_the_metrics_does_not_make_another_run(tmp_path):
+    """Every line is the one an uninterrupted run has at that step; there are only more or fewer of them."""
+    whole = train(small.config(tmp_path / "whole", steps=9, eval_every=9))
+    config = small.config(tmp_path / "run", steps=9, eval_every=9, log_every=2)
+    train(config)
+    (tmp_path / "run" / "result.json").unlink()
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000009")
+    run = train(dataclasses.replace(config, log_every=1))
+    assert run.read_recipe()["log_every"] == 1
+    lines = {line["step"]: line for line in whole.read_metrics() if "loss" in line}
+    found = [line for line in run.read_metrics() if "loss" in line]
+    assert [line["step"] for line in found] == [2, 4, 6, 7, 8, 9]  # on from step 6
+    assert all(line == lines[line["step"]] for line in found)
+
+
 def test_other_data_is_refused_and_a_copy_of_it_is_not(tmp_path):
     config = small.config(tmp_path / "run")
     run = train(config)
@@ -299,16 +314,27 @@ def test_wandb(tmp_path, monkeypatch):
         def finish(self):
             calls.append("finished")
 
-    def init(project, **rest):
-        assert project == "depths"
+    ids = []
+
+    def init(project, id, resume, **rest):
+        assert resume == "allow"
         assert rest["config"]["dim"] == 16
+        ids.append((project, id))
         return Run()
 
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
-    run = train(small.config(tmp_path / "run", wandb="depths"))
+    config = small.config(tmp_path / "run", wandb="depths")
+    run = train(config)
     assert calls[-1] == "finished"
     assert [n["loss"] for _, n in calls[:-1] if "loss" in n] == losses(run)
     assert calls[0][0] == 1
+    for project in ("depths", "others", "depths"):  # going on, in another project, and back
+        (run.path / "result.json").unlink()
+        train(dataclasses.replace(config, wandb=project))
+    assert [project for project, _ in ids] == ["depths", "depths", "others", "depths"]
+    assert ids[0] == ids[1] == ids[3]
+    train(dataclasses.replace(config, out=str(tmp_path / "another")))
+    assert len({name for _, name in ids}) == 3
 
 
 @pytest.mark.parametrize(("option", "module"), [("wandb", "wandb"), ("tensorboard", "torch.utils.tensorboard")])

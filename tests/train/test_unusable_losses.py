@@ -3,10 +3,12 @@
 import dataclasses
 import itertools
 import math
+import shutil
 
 import pytest
 import torch
 
+from depthmix.cli import main
 from depthmix.errors import DIVERGED
 from depthmix.runs.checkpoint import list_checkpoints, load_checkpoint
 from depthmix.train import loop
@@ -39,12 +41,13 @@ def bad_batch(monkeypatch, either_optimizer):
     real_get = loop.Batches.get
 
     def get(self, step):
-        bad["now"] = step
-        return real_get(self, step)
+        batch = real_get(self, step)
+        bad["batch"] = batch if bad["on"] and step == bad["step"] else None
+        return batch
 
     def spoiled(model, batch):
         found = token_losses(model, batch)
-        return found * math.nan if bad["on"] and bad["now"] == bad["step"] else found
+        return found * math.nan if bad["batch"] is not None and torch.equal(batch, bad["batch"]) else found
 
     monkeypatch.setattr(loop.Batches, "get", get)
     monkeypatch.setattr(loop, "token_losses", spoiled)
@@ -55,11 +58,19 @@ def test_nan_stops_the_run(tmp_path, bad_batch):
     config = small.config(tmp_path / "run", seed=7, steps=8)
     good = tmp_path / "run" / "checkpoints" / "step-00000003"
     train_refused(
-        config, "loss became nan", "step 5 (batch 4 of seed 7)", f"last good checkpoint is {good}", code=DIVERGED
+        config,
+        "the loss became nan at step 5 (batch 4 of seed 7)",
+        f"last good checkpoint is {good}",
+        "the weights are still usable: the same command with --on-nan skip goes on",
+        code=DIVERGED,
     )
     assert load_checkpoint(good).step == 3
     assert not (tmp_path / "run" / "result.json").exists()
     assert "nan" in (tmp_path / "run" / "log.txt").read_text()
+    skipped = train(dataclasses.replace(config, on_nan="skip"))  # as advised
+    assert skipped.read_result()["skipped_batches"] == 1
+    shutil.rmtree(tmp_path / "run")
+    train_refused(config, code=DIVERGED)
     bad_batch["on"] = False  # whatever it was, it is gone
     assert metrics(train(config)) == metrics(train(small.config(tmp_path / "whole", seed=7, steps=8)))
 
@@ -82,19 +93,68 @@ def test_a_skipped_batch_leaves_the_weights_alone(tmp_path, bad_batch):
     assert same == [True, False]
 
 
-@pytest.mark.parametrize("lr", [1e3, 1e30])
-def test_a_learning_rate_beyond_all_measure(tmp_path, either_optimizer, lr):
-    """A real explosion: finite and huge, or past what a float holds."""
-    config = small.config(tmp_path / "run", lr=lr, save_every=1, warmup=0, qk_norm=False)
-    train_refused(
-        config, "loss became", "at step 2 (batch 1 of seed 0)", "no good checkpoint", "lower lr", code=DIVERGED
+@pytest.mark.parametrize("on_nan", ["stop", "skip"])
+@pytest.mark.parametrize(("lr", "what"), [(1e3, "loss"), (1e30, "gradient")])
+def test_a_learning_rate_beyond_all_measure(tmp_path, either_optimizer, lr, what, on_nan):
+    """A real explosion, finite and huge or past what a float holds: leaving batches out does not mend the weights."""
+    config = small.config(tmp_path / "run", lr=lr, save_every=1, warmup=0, qk_norm=False, on_nan=on_nan)
+    found = {
+        "loss": ", three times that of guessing (5.704) and more at step 2",
+        "gradient": "the gradient's norm became nan (at a loss of 5.704) at step 2",
+    }
+    sentence = train_refused(
+        config,
+        found[what],
+        "(batch 1 of seed 0): the weights are not usable any more, whatever the batch",
+        "no good checkpoint was saved before it",
+        f"start again in another folder, with an lr lower than {lr:g}",
+        code=DIVERGED,
     )
-    run = train(dataclasses.replace(config, out=str(tmp_path / "skipping"), on_nan="skip"))
-    assert run.read_result()["skipped_batches"] == 5  # all that came after the first step
-    assert [p.name for p in list_checkpoints(run.checkpoints)] == ["step-00000006", "step-00000005"]
+    assert "--on-nan" not in sentence  # it was tried, or would not help
+    assert not (tmp_path / "run" / "result.json").exists()
+    assert train_refused(config, code=DIVERGED) == sentence  # from the checkpoint, at once
+    other = dataclasses.replace(config, on_nan="skip" if on_nan == "stop" else "stop")
+    assert train_refused(other, code=DIVERGED) == sentence
+    train(dataclasses.replace(config, lr=1e-3, out=str(tmp_path / "advised")))
+
+
+def test_weights_beyond_use_do_not_push_out_good_checkpoints(tmp_path, monkeypatch):
+    """Step 4 spoils the weights; its checkpoint is the only one that holds them."""
+    real = Trainer.step
+
+    def step(self, step):
+        found = real(self, step)
+        if step == 3:
+            with torch.no_grad():
+                self.model.head.weight.normal_(std=1e30)
+        return found
+
+    monkeypatch.setattr(Trainer, "step", step)
+    config = small.config(tmp_path / "run", steps=9, eval_every=9, save_every=1, on_nan="skip")
+    good = tmp_path / "run" / "checkpoints" / "step-00000003"
+    train_refused(config, "at step 5 (batch 4", f"the last good checkpoint is {good};", code=DIVERGED)
+    assert all(p.isfinite().all() and p.abs().max() < 10 for p in load_checkpoint(good).model.values())
 
 
 def test_an_explosion_seen_in_the_validation(tmp_path):
-    config = small.config(tmp_path / "run", lr=1e3, warmup=0, eval_every=1, qk_norm=False)
-    train_refused(config, "validation loss became", "at step 1 (batch 0 of seed 0)", code=DIVERGED)
-    assert not list_checkpoints(tmp_path / "run" / "checkpoints")
+    for on_nan in ("stop", "skip"):
+        config = small.config(tmp_path / on_nan, lr=1e3, warmup=0, eval_every=1, qk_norm=False, on_nan=on_nan)
+        train_refused(
+            config, "the validation loss became", "at step 1 (batch 0 of seed 0)", "not usable", code=DIVERGED
+        )
+        assert not list_checkpoints(tmp_path / on_nan / "checkpoints")
+
+
+def test_a_gradient_that_is_no_number(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *_: torch.tensor(math.nan))
+    config = small.config(tmp_path / "run")
+    words = "the gradient's norm became nan (at a loss of 5.", "at step 1", "the weights are still usable"
+    train_refused(config, *words, code=DIVERGED)
+
+
+def test_a_run_that_an_older_version_let_end_in_nan(tmp_path, capsys):
+    config = small.config(tmp_path / "run", steps=3)
+    run = train(config)
+    run.write_result({**run.read_result(), "val_loss": math.nan})
+    assert main(["train", *small.flags(config)]) == DIVERGED
+    assert "ended in a loss that is not a number: its weights are not usable" in capsys.readouterr().err
