@@ -6,10 +6,15 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    import torch
+
     from depthmix import ops
     from depthmix.insight import depth_mixing
     from depthmix.mixers import ContractError, Mixer, OptionError, create_mixer, list_mixers, param_groups, shard_mixer
     from depthmix.models import Decoder, DecoderConfig
+    from depthmix.runs.restore import Trained
 
 __version__ = "0.1.0"
 __all__ = [
@@ -21,6 +26,7 @@ __all__ = [
     "create_mixer",
     "depth_mixing",
     "list_mixers",
+    "load",
     "ops",
     "param_groups",
     "shard_mixer",
@@ -32,6 +38,18 @@ _HOMES = {
     "depthmix.models": ("Decoder", "DecoderConfig"),
     "depthmix.ops": (),
 }
+
+
+def load(run: str | Path, device: str | torch.device = "auto") -> Trained:
+    """The model that `depthmix train` left in a run folder, or in one checkpoint of it, ready for use on a device.
+
+    It comes with its tokenizer, the configuration it was trained with and its step. What cannot be loaded raises
+    `depthmix.errors.UserError`, which says why.
+    """
+    from depthmix.device import choose_device
+    from depthmix.runs.restore import load_model
+
+    return load_model(run, choose_device(str(device)))
 
 
 def __getattr__(name: str) -> Any:

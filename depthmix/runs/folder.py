@@ -215,7 +215,10 @@ class RunFolder:
 
     def read_recipe(self) -> dict[str, Any]:
         """What recipe.yaml holds."""
-        import yaml
+        try:
+            import yaml
+        except ModuleNotFoundError:
+            raise UserError("Reading a run needs the package yaml: pip install 'depthmix[train]'.") from None
 
         path = self.path / RECIPE
         raw = self._read_bytes(path)

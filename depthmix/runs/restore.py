@@ -21,10 +21,10 @@ from depthmix.runs.folder import RECIPE, TOKENIZER, RunFolder
 
 @dataclass
 class Trained:
-    """A model with what it takes to use it."""
+    """A trained model with what it takes to use it."""
 
-    model: Decoder
-    tokenizer: Any  # of the tokenizers library
+    model: Decoder  # in eval mode
+    tokenizer: Any  # a tokenizers.Tokenizer
     config: TrainConfig
     step: int  # of the checkpoint
     folder: RunFolder
