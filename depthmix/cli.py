@@ -159,12 +159,12 @@ def build_config(command: str, config: type, given: dict[str, Any]) -> Any:
 
 
 def run_data(config: DataConfig) -> None:
-    from depthmix.data.prepare import prepare
+    from depthmix.data.prepare import prepare, summary
     from depthmix.train.progress import phases
 
     with phases() as progress:
         folder = prepare(config, progress)
-    print(f"prepared data in {folder}")
+    print(summary(folder))
 
 
 def run_train(config: TrainConfig) -> None:

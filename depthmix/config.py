@@ -21,7 +21,7 @@ class DataConfig:
 
     input: list[str] = option(
         [],
-        "files or folders of .txt, .md, .jsonl, .jsonl.gz or .parquet, or hf:NAME[:SPLIT] for a Hugging Face dataset",
+        "files or folders of text (.txt, .md and the like, source code), .jsonl or .parquet, all but the last also as .gz, or hf:NAME[:SPLIT] for a Hugging Face dataset",
     )
     out: str = option("", "folder to write")
     vocab_size: int = option(16384, "entries of the byte-level BPE trained on the corpus")

@@ -220,6 +220,26 @@ def made(tmp_path_factory):
     return folder
 
 
+def test_data_says_what_it_took_and_what_it_skipped(tmp_path, capsys):
+    texts, out = tmp_path / "texts", tmp_path / "out"
+    texts.mkdir()
+    for i in range(3):
+        (texts / f"{i}.txt").write_text(f"{i} " + "The sea is wide.\n" * 60)
+    (texts / "one.py").write_text("print('the sea')\n")
+    for name in ("a.csv", "b.csv", "Makefile"):
+        (texts / name).write_text("x")
+    said = spoken(capsys, "data", "--input", texts, "--out", out, "--vocab-size", 262, "--val-fraction", 0.25)
+    train, val = (TokenData.open(out).split(name) for name in ("train", "val"))
+    assert said.splitlines() == [
+        f"prepared data in {out}, with a vocabulary of 262",
+        f"    train: 3 documents, {train.n_tokens:,} tokens, {train.n_bytes:,} bytes",
+        f"    val: 1 document, {val.n_tokens:,} tokens, {val.n_bytes:,} bytes",
+        "    read: 4 files (3 .txt, 1 .py)",
+        "    skipped: 3 files (2 .csv, 1 without extension)",
+    ]
+    assert train.n_bytes + val.n_bytes == 3 * 1022 + 17
+
+
 def test_data_and_train(made, capsys):
     assert TokenData.open(made / "data").vocab_size == 280
     assert main(["train", "--recipe", str(made / "run" / "recipe.yaml")]) == 0  # finished: said again

@@ -10,6 +10,7 @@ import os
 import re
 import stat
 import zlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,8 +18,15 @@ from typing import Any, BinaryIO
 
 from depthmix.errors import DATA, USAGE, UserError
 
-PLAIN = (".txt", ".md")
-EXTENSIONS = (*PLAIN, ".jsonl", ".jsonl.gz", ".parquet")
+PROSE = (".txt", ".md", ".rst", ".tex")
+# Not markup, configuration and data, such as .html, .json or .csv: most of it is not written by people.
+SOURCE = (
+    ".bash .c .cc .clj .cpp .cs .cu .cuh .cxx .dart .erl .ex .exs .f90 .go .h .hpp .hs .java .jl .js .jsx .kt .lua .m .mjs "
+    ".ml .php .pl .pm .proto .py .pyi .r .rb .rs .s .scala .sh .sql .swift .ts .tsx .v .vhd .zig"
+)
+CODE = tuple(SOURCE.split())
+JSONL, PARQUET, GZIP = ".jsonl", ".parquet", ".gz"
+KNOWN = f"{', '.join(PROSE)}, source code (.c, .py, .rs and so on), {JSONL}, any of these with {GZIP}, or {PARQUET}"
 ABOUT = {"readme", "license", "licence", "notice", "copying"}  # in a folder these speak of the corpus
 BLOCK = 1 << 20  # bytes read at a time
 PARQUET_ROWS = 64  # rows decoded at a time: rows may be books
@@ -37,13 +45,23 @@ class Source:
     def extension(self) -> str:
         return _extension(self.name)
 
+    @property
+    def kind(self) -> str:
+        """What one would call it: its extension with .gz, or the dataset's name."""
+        return f"hf:{self.name}" if self.hub else _splitext(self.name)
+
 
 @dataclass
 class Listing:
-    """What the inputs come to: the sources in order, and the files in folders that were passed over."""
+    """What the inputs come to: the sources in order, and the files in folders that were passed over, with why."""
 
     sources: list[Source] = field(default_factory=list)
-    skipped: list[str] = field(default_factory=list)
+    skipped: dict[str, str] = field(default_factory=dict)
+
+    def counts(self) -> dict[str, dict[str, int]]:
+        """How many files of which kind were taken, and how many skipped for which reason, the most first."""
+        kinds = {"files": [s.kind for s in self.sources], "skipped_files": list(self.skipped.values())}
+        return {name: dict(Counter(sorted(found)).most_common()) for name, found in kinds.items()}
 
 
 def documents(inputs: Sequence[str | Path], text_field: str = "text", document: str = "file") -> Iterator[str]:
@@ -75,14 +93,14 @@ def find_sources(inputs: Sequence[str | Path]) -> Listing:
         if stat.S_ISDIR(info.st_mode):
             if not _walk(item, listing, seen, {(info.st_dev, info.st_ino): item}):
                 raise UserError(
-                    f"The folder {item} holds no corpus: none of its files ends in {_known()}"
+                    f"The folder {item} holds no corpus: none of its files ends in {KNOWN}"
                     f" ({len(listing.skipped)} skipped; README and LICENSE files and empty files do not count).",
                     DATA,
                 )
         elif not stat.S_ISREG(info.st_mode):
             raise UserError(f"{item} is neither a file nor a folder (it is read several times, so no pipe).", DATA)
         elif not _extension(item):
-            raise UserError(f"{item} has an extension that is not known: use {_known()}.", DATA)
+            raise UserError(f"{item} has an extension that is not known: use {KNOWN}.", DATA)
         elif info.st_size == 0:
             raise UserError(f"The file {item} is empty.", DATA)
         elif (key := (info.st_dev, info.st_ino)) not in seen:
@@ -110,15 +128,15 @@ def pieces(listing: Listing, text_field: str = "text", document: str = "file") -
 def _read(source: Source, text_field: str, document: str) -> Iterator[tuple[str, bool]]:
     if source.hub:
         texts = _hub(source, text_field)
-    elif source.extension == ".parquet":
+    elif source.extension == PARQUET:
         texts = _parquet(source.name, text_field)
-    elif source.extension in PLAIN and document == "file":
+    elif source.extension == JSONL:
+        texts = _jsonl(source.name, text_field)
+    elif document == "file":
         yield from _whole(source.name)
         return
-    elif source.extension in PLAIN:
-        texts = _lines(source.name) if document == "line" else _paragraphs(source.name)
     else:
-        texts = _jsonl(source.name, text_field)
+        texts = _lines(source.name) if document == "line" else _paragraphs(source.name)
     for text in texts:
         if _TEXT.search(text):
             yield text, True
@@ -134,13 +152,14 @@ def _walk(folder: str, listing: Listing, seen: set[tuple[int, int]], above: dict
     for name in names:
         path = os.path.join(folder, name)
         if name.startswith("."):
-            listing.skipped.append(path)
+            listing.skipped[path] = "hidden"
             continue
+        ending = _extension(name)
         try:
             info = os.stat(path)
         except OSError as e:
-            if not _extension(name):  # a dangling link that nobody would read
-                listing.skipped.append(path)
+            if not ending:  # a dangling link that nobody would read
+                listing.skipped[path] = "broken link"
                 continue
             raise _unreadable(path, e) from e
         key = info.st_dev, info.st_ino
@@ -148,13 +167,14 @@ def _walk(folder: str, listing: Listing, seen: set[tuple[int, int]], above: dict
             if key in above:
                 raise UserError(f"{path} is a link back to the folder {above[key]}: the folders go in a circle.", DATA)
             found += _walk(path, listing, seen, {**above, key: path})
-        elif (
-            not stat.S_ISREG(info.st_mode)
-            or not _extension(name)
-            or info.st_size == 0
-            or name.split(".")[0].lower() in ABOUT
-        ):
-            listing.skipped.append(path)
+        elif not stat.S_ISREG(info.st_mode):
+            listing.skipped[path] = "no file"
+        elif ending not in CODE and name.split(".")[0].lower() in ABOUT:
+            listing.skipped[path] = "README or the like"
+        elif not ending:
+            listing.skipped[path] = _splitext(name) or "without extension"
+        elif info.st_size == 0:
+            listing.skipped[path] = "empty"
         else:
             found += 1
             if key not in seen:
@@ -163,13 +183,17 @@ def _walk(folder: str, listing: Listing, seen: set[tuple[int, int]], above: dict
     return found
 
 
+def _splitext(name: str) -> str:
+    """The extension of a name, with .gz: that of x.TXT.gz is .txt.gz."""
+    plain = name.lower().removesuffix(GZIP)
+    return os.path.splitext(plain)[1] + name.lower()[len(plain) :]
+
+
 def _extension(name: str) -> str:
-    """The longest known extension of a name, or nothing."""
-    return max((e for e in EXTENSIONS if name.lower().endswith(e)), key=len, default="")
-
-
-def _known() -> str:
-    return f"{', '.join(EXTENSIONS[:-1])} or {EXTENSIONS[-1]}"
+    """The known extension of a name, without .gz, or nothing."""
+    extension = _splitext(name)
+    bare = extension.removesuffix(GZIP)
+    return bare if bare in (*PROSE, *CODE, JSONL) or extension == PARQUET else ""
 
 
 def _stat(path: str) -> os.stat_result:
@@ -335,7 +359,7 @@ def _no_column(where: str, column: str, names: Sequence[str]) -> UserError:
 
 def _open(path: str) -> BinaryIO:
     try:
-        file: Any = gzip.open(path, "rb") if path.lower().endswith(".gz") else open(path, "rb")  # noqa: SIM115
+        file: Any = gzip.open(path, "rb") if path.lower().endswith(GZIP) else open(path, "rb")  # noqa: SIM115
     except OSError as e:
         raise _unreadable(path, e) from e
     return file

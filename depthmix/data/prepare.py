@@ -20,7 +20,7 @@ import numpy as np
 
 from depthmix.config import DataConfig
 from depthmix.data.corpus import Listing, find_sources, pieces
-from depthmix.data.dataset import VERSION, ShardWriter
+from depthmix.data.dataset import VERSION, ShardWriter, TokenData
 from depthmix.data.tokenizer import BYTES, END, chunks, encode, load_tokenizer, train_tokenizer, vocabulary
 from depthmix.errors import DATA, DISK, USAGE, UserError
 from depthmix.files import check_above, sync_folder, write_file
@@ -84,12 +84,29 @@ def prepare(
             tokenizer = train_tokenizer(sample, config.vocab_size)
         meta = _write(folder, tokenizer, corpus(), in_val, total, shard_tokens, report)
         meta["source"] = [str(item) for item in config.input]
-        meta["skipped_files"] = len(listing.skipped)
+        meta |= listing.counts()
         meta["split"] = {**split, "val_fraction": config.val_fraction, "seed": config.seed}
         meta["document"], meta["text_field"] = config.document, config.text_field
         text = json.dumps(meta, indent=2, ensure_ascii=False)
         write_file(folder / "meta.json", text.encode("utf-8", "backslashreplace") + b"\n")
     return Path(config.out)
+
+
+def summary(folder: str | Path) -> str:
+    """What prepared data holds and what it came from, in a few lines."""
+    meta = TokenData.open(folder).meta
+    lines = [f"prepared data in {folder}, with a vocabulary of {meta['vocab_size']:,}"]
+    for name, split in meta["splits"].items():
+        sizes = (_count(split[f"{what}s"], what) for what in ("document", "token", "byte"))
+        lines.append(f"    {name}: {', '.join(sizes)}")
+    for name, what in (("files", "read"), ("skipped_files", "skipped")):
+        kinds = ", ".join(f"{n:,} {kind}" for kind, n in meta[name].items())
+        lines += [f"    {what}: {_count(sum(meta[name].values()), 'file')} ({kinds})"] if kinds else []
+    return "\n".join(lines)
+
+
+def _count(n: int, what: str) -> str:
+    return f"{n:,} {what}{'' if n == 1 else 's'}"
 
 
 def _check(config: DataConfig) -> None:

@@ -15,6 +15,7 @@ import pytest
 from depthmix.data import corpus
 from depthmix.data.corpus import documents, find_sources, pieces
 from depthmix.errors import DATA, USAGE, UserError
+from project import ROOT
 
 
 def refuses(message, *inputs, code=DATA, **options):
@@ -48,14 +49,26 @@ def test_folders_are_walked_in_sorted_order(tmp_path):
 
 
 def test_other_files_in_folders_are_skipped_and_counted(tmp_path):
-    for name in ("a.txt", "b.png", "README.md", "LICENSE", ".hidden.txt", "license.txt"):
+    for name in ("a.txt", "b.png", "c.PNG", "d.csv.gz", "README.md", "LICENSE", ".hidden.txt", "license.txt"):
         (tmp_path / name).write_text("text")
     (tmp_path / "empty.txt").touch()
     (tmp_path / "nowhere").symlink_to(tmp_path / "gone")
     os.mkfifo(tmp_path / "pipe.txt")
     listing = find_sources([tmp_path])
     assert [os.path.basename(s.name) for s in listing.sources] == ["a.txt"]
-    assert len(listing.skipped) == 8
+    assert len(listing.skipped) == 10
+    assert listing.counts() == {
+        "files": {".txt": 1},
+        "skipped_files": {
+            "README or the like": 3,
+            ".png": 2,
+            ".csv.gz": 1,
+            "broken link": 1,
+            "empty": 1,
+            "hidden": 1,
+            "no file": 1,
+        },
+    }
     assert list(documents([tmp_path / "README.md"])) == ["text"]  # named directly it is read
 
 
@@ -70,6 +83,28 @@ def test_other_files_in_folders_are_skipped_and_counted(tmp_path):
 def test_what_a_document_is(tmp_path, document, expected):
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfone\ntwo\r\n \r\n\n  three\n\n\nfour")
     assert list(documents([tmp_path / "a.txt"], document=document)) == expected
+
+
+def test_source_code_and_compressed_text(tmp_path):
+    for name in ("a.py", "b.C", "c.tar.rs", "license.js", "notes.rst", "readme.py"):
+        (tmp_path / name).write_text(f"# {name}\n")
+    for name in ("d.txt.gz", "e.py.GZ", "notes.md.gz", "readme.txt.gz", "f.parquet.gz", "g.gz"):
+        (tmp_path / name).write_bytes(gzip.compress(f"# {name}\nand more\n".encode()))
+    listing = find_sources([tmp_path])
+    names = ["a.py", "b.C", "c.tar.rs", "d.txt.gz", "e.py.GZ", "license.js", "notes.md.gz", "notes.rst", "readme.py"]
+    assert [os.path.basename(s.name) for s in listing.sources] == names
+    assert sorted(os.path.basename(p) for p in listing.skipped) == ["f.parquet.gz", "g.gz", "readme.txt.gz"]
+    found = list(documents([tmp_path]))
+    assert [text.split("\n")[0] for text in found] == [f"# {name}" for name in names]
+    assert list(documents([tmp_path / "d.txt.gz"], document="line")) == ["# d.txt.gz", "and more"]
+    (tmp_path / "d.txt.gz").write_bytes((tmp_path / "d.txt.gz").read_bytes()[:-9])
+    refuses("d.txt.gz is damaged: it does not decompress", tmp_path)
+
+
+def test_the_page_lists_what_is_source_code():
+    page = (ROOT / "docs" / "data.md").read_text()
+    listed = page[page.index("Source code is") :].split("\n\n")[0].split("Markup")[0]
+    assert tuple(re.findall(r"`(\.\w+)`", listed)) == corpus.CODE
 
 
 def test_jsonl_gzip_and_parquet_say_the_same(tmp_path):

@@ -118,7 +118,8 @@ def test_the_bundled_corpus(tmp_path):
     assert sorted(splits["train"] + splits["val"]) == sorted(texts)
     data = TokenData.open(out)
     data.verify()
-    assert (data.vocab_size, data.meta["dtype"], data.meta["skipped_files"]) == (512, "uint16", 2)
+    assert (data.vocab_size, data.meta["dtype"], data.meta["files"]) == (512, "uint16", {".txt": 52})
+    assert data.meta["skipped_files"] == {"README or the like": 2}
     assert len(splits["val"]) == 3
     for name, documents_ in splits.items():
         assert data.split(name).n_bytes == sum(len(t.encode()) for t in documents_)
