@@ -90,12 +90,13 @@ def describe(hint: Any) -> str:
     return words.get(hint, "option=value pairs")
 
 
-def add_flags(parser: argparse.ArgumentParser, config: type) -> None:
-    """One flag a field; its default is left to the recipe and the dataclass."""
+def add_flags(parser: argparse.ArgumentParser, config: type, completing: bool) -> None:
+    """One flag per field; its default is left to the recipe and the dataclass."""
     hints, plain = typing.get_type_hints(config), config()
-    parser.add_argument(
+    recipe = parser.add_argument(
         "--recipe", metavar="FILE", help="YAML file with any of the options below; flags come on top of it"
     )
+    actions: list[argparse.Action] = [recipe]
     for field in dataclasses.fields(config):
         flag, hint = "--" + field.name.replace("_", "-"), hints[field.name]
         default = getattr(plain, field.name)
@@ -105,17 +106,31 @@ def add_flags(parser: argparse.ArgumentParser, config: type) -> None:
             else f" (default: {' '.join(map(str, default)) if isinstance(default, list) else default})"
         )
         text = field.metadata["help"].replace("%", "%%") + shown
+        how: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS, "help": text}
         if hint is bool:
-            parser.add_argument(
-                flag, dest=field.name, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text
-            )
+            how["action"] = argparse.BooleanOptionalAction
         elif get_origin(hint) in (list, dict):
-            metavar = "OPTION=VALUE" if get_origin(hint) is dict else "VALUE"
-            several: Any = {"nargs": "+", "action": "extend"}  # a second --input comes on top of the first
-            parser.add_argument(flag, dest=field.name, default=argparse.SUPPRESS, metavar=metavar, help=text, **several)
+            how["metavar"] = "OPTION=VALUE" if get_origin(hint) is dict else "VALUE"
+            how |= {"nargs": "+", "action": "extend"}  # a second --input comes on top of the first
         else:
-            metavar = "{" + ",".join(get_args(hint)) + "}" if get_origin(hint) is Literal else "VALUE"
-            parser.add_argument(flag, dest=field.name, default=argparse.SUPPRESS, metavar=metavar, help=text)
+            how["metavar"] = "{" + ",".join(get_args(hint)) + "}" if get_origin(hint) is Literal else "VALUE"
+        actions.append(parser.add_argument(flag, **how))
+    for action in actions if completing else ():
+        offer(action, hints.get(action.dest))
+
+
+def offer(action: argparse.Action, hint: Any) -> None:
+    """Tell shell completion what a flag takes. Not for parsing, where argparse would refuse the rest in its own words."""
+    import shtab
+
+    from depthmix.mixers import list_mixers
+
+    words = {"mixer": list_mixers(), "arms": list_mixers(), "device": ["auto", "cpu", "cuda", "mps"]}
+    paths = dict.fromkeys(("data", "out", "run"), shtab.DIRECTORY)
+    paths |= dict.fromkeys(("recipe", "input", "tokenizer"), shtab.FILE)
+    action.choices = get_args(hint) if get_origin(hint) is Literal else words.get(action.dest)
+    if action.dest in paths:
+        action.complete = paths[action.dest]  # type: ignore[attr-defined]  # where shtab looks for it
 
 
 def read_recipe(command: str, path: str) -> dict[str, Any]:
@@ -228,8 +243,8 @@ COMMANDS: dict[str, tuple[type | None, Callable[..., None], str]] = {
 }
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """The whole program's parser, also for shell completion."""
+def build_parser(completing: bool = False) -> argparse.ArgumentParser:
+    """The whole program's parser, or the one that shell completion is made from."""
     import depthmix
 
     parser = Parser(
@@ -247,7 +262,7 @@ def build_parser() -> argparse.ArgumentParser:
         )
         sub.add_argument("--debug", **debug)
         if config:
-            add_flags(sub, config)
+            add_flags(sub, config, completing)
     completion = commands.add_parser("completion", help='print shell completion: eval "$(depthmix completion bash)"')
     completion.add_argument("shell", choices=["bash", "zsh", "tcsh"])
     return parser
@@ -271,7 +286,7 @@ def dispatch(argv: Sequence[str]) -> None:
     if command == "completion":
         import shtab
 
-        print(shtab.complete(parser, given["shell"]))
+        print(shtab.complete(build_parser(completing=True), given["shell"]))
         return
     config, run, _ = COMMANDS[command]
     run(build_config(command, config, given)) if config else run()

@@ -387,14 +387,29 @@ def test_bash_completes(capsys, tmp_path):
     if not bash:
         pytest.skip("no bash")
     (tmp_path / "script").write_text(spoken(capsys, "completion", "bash"))
-    ask = f"""
-        source {tmp_path / "script"}
-        COMP_WORDS=(depthmix generate --top) COMP_CWORD=2
-        $(complete -p depthmix | sed 's/.*-F \\([^ ]*\\).*/\\1/') depthmix --top generate
-        echo "${{COMPREPLY[@]}}"
-    """
-    done = subprocess.run([bash, "-c", ask], capture_output=True, text=True, check=False)
-    assert done.stdout.strip() == "--top-p", done.stderr
+    asked = {
+        "generate --top": ["--top-p"],
+        "train --mixer att": ["attnres"],
+        "train --mixer ": list_mixers(),
+        "compare --arms residual m": [name for name in list_mixers() if name.startswith("m")],
+        "train --schedule ": ["cosine", "wsd", "rsqrt"],
+        "compare --seeds 0 --budget t": ["tokens", "time"],
+        "data --document ": ["file", "line", "blank"],
+        f"eval --run {tmp_path}/scr": [],  # a folder is wanted
+        f"eval --input {tmp_path}/scr": [f"{tmp_path}/script"],
+    }
+    lines = [f"source {tmp_path / 'script'}"]
+    for line in asked:
+        words = ["depthmix", *line.split(" ")]
+        quoted = " ".join(f"'{word}'" for word in words)
+        lines += [
+            f"COMP_WORDS=({quoted}) COMP_CWORD={len(words) - 1} COMPREPLY=()",
+            f"$(complete -p depthmix | sed 's/.*-F \\([^ ]*\\).*/\\1/') depthmix '{words[-1]}' '{words[-2]}'",
+            'echo "${COMPREPLY[@]}"',
+        ]
+    done = subprocess.run([bash, "-c", "\n".join(lines)], capture_output=True, text=True, check=False)
+    found = [line.split() for line in done.stdout.splitlines()]
+    assert [sorted(words) for words in found] == [sorted(words) for words in asked.values()], done.stderr
 
 
 # What the program does when it is not the user's mistake.
