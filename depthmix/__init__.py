@@ -34,7 +34,15 @@ __all__ = [
 # Looked up on first use: torch takes seconds to import, which `depthmix --version` and a mistyped flag need not wait for.
 _HOMES = {
     "depthmix.insight": ("depth_mixing",),
-    "depthmix.mixers": ("ContractError", "Mixer", "OptionError", "create_mixer", "list_mixers", "param_groups", "shard_mixer"),
+    "depthmix.mixers": (
+        "ContractError",
+        "Mixer",
+        "OptionError",
+        "create_mixer",
+        "list_mixers",
+        "param_groups",
+        "shard_mixer",
+    ),
     "depthmix.models": ("Decoder", "DecoderConfig"),
     "depthmix.ops": (),
 }

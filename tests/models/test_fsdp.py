@@ -176,12 +176,13 @@ def test_with_one_process(tmp_path):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the page leaves the device to FSDP2, and gloo is for the CPU")
 def test_the_page_on_ones_own_model(tmp_path):
-    """Its code, one block after the other."""
+    """Its code, one block after the other, but for the one on loading a run, which has a test where there is a run."""
     dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
     try:
         names = {}
         for code in code_blocks(ROOT / "docs" / "own-model.md"):
-            exec(code, names)
+            if "depthmix.load(" not in code:
+                exec(code, names)
         names["model"](IDS).sum().backward()
         assert names["model"].mixer.query.grad.dtype == torch.float32
     finally:
