@@ -9,17 +9,16 @@ import pytest
 
 from project import ROOT, code_blocks
 
-KEPT = {"__init__", "base", "mixing", "options", "state", "residual", "cases", "shapes", "tables", "trace"}
-
 
 @pytest.fixture
 def tree(tmp_path):
     """The project with one mechanism of its own, so that pytest has little to collect."""
     for name in ("depthmix", "tests/mixers", "tests/oracles", "docs", "tools"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__", "results"))
-    for path in (*(tmp_path / "depthmix/mixers").glob("*.py"), *(tmp_path / "tests/oracles").glob("*.py")):
-        if path.stem not in KEPT:
+    for path in (tmp_path / "depthmix/mixers").glob("*.py"):
+        if "@register(" in path.read_text() and path.stem != "residual":
             path.unlink()
+            (tmp_path / "tests/oracles" / path.name).unlink()
     for name in ("conftest.py", "harness.py", "project.py", "test_docs.py"):
         shutil.copy(ROOT / "tests" / name, tmp_path / "tests")
     for name in ("pyproject.toml", "Makefile", "README.md"):

@@ -47,6 +47,10 @@ def record(loss: Callable[[Tensor], Tensor], parameters: Sequence[Tensor], batch
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
-        torch.cuda.set_stream(stream)  # torch.cuda.graph ends a recording that failed without giving the stream back
+        # torch.cuda.graph ends a recording that failed without giving the stream back, nor the random generator, which would
+        # refuse every number from then on.
+        torch.cuda.set_stream(stream)
+        generator = torch.cuda.default_generators[torch.cuda.current_device()]
+        generator.graphsafe_set_state(generator.clone_state())
         reason = str(error).strip().splitlines()[0]
         raise UserError(f"cuda_graph: the step cannot be recorded ({reason}); train with cuda_graph off") from error

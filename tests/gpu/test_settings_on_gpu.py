@@ -111,11 +111,14 @@ def test_the_gradient_of_queries_is_fp32_too(tf32: None) -> None:
         assert error(found[1:], expected[1:]) < limit
 
 
-def test_reads_on_one_stream_and_their_sources_on_another() -> None:
+@pytest.mark.parametrize(
+    "late", [(0, 10), (60, 3)]
+)  # ms of a and b: gradients that come late; memory that is freed early
+def test_reads_on_one_stream_and_their_sources_on_another(late: tuple[int, int]) -> None:
     """What reads leave with the node of an older source is waited for, and its memory is not given away before.
 
     Site 0 makes the source on stream a; later sites, on stream b, are connected to it by what they leave alone: their own
-    inputs have no gradient. b is late with its gradients, a is late with reading them, and whatever b frees is overwritten.
+    inputs have no gradient. b is late with its gradients, or a is late with reading them, and whatever b frees is overwritten.
     """
     a, b, main = torch.cuda.Stream(), torch.cuda.Stream(), torch.cuda.current_stream()
     dim, tokens = 256, 4096
@@ -123,7 +126,7 @@ def test_reads_on_one_stream_and_their_sources_on_another() -> None:
     x = draw(tokens, dim, seed=1, dtype=torch.bfloat16)
     ys = [draw(tokens, dim, seed=10 + s, dtype=torch.bfloat16) for s in range(8)]
 
-    def results(streams: list[torch.cuda.Stream], late: bool) -> list[Tensor]:
+    def results(streams: list[torch.cuda.Stream], late: tuple[int, int] | None) -> list[Tensor]:
         leaf = x.clone().requires_grad_()
         for s in set(streams):
             s.wait_stream(main)
@@ -136,7 +139,7 @@ def test_reads_on_one_stream_and_their_sources_on_another() -> None:
             with torch.cuda.stream(streams[site]):
                 h = stack.mixer.read(state, site, stack.norms[site])
                 if late:
-                    h.register_hook(lambda g, site=site: torch.cuda._sleep((60 if site == 0 else 3) * MS))
+                    h.register_hook(lambda g, ms=late[site > 0]: torch.cuda._sleep(ms * MS))
                 reads.append(h)
                 state = stack.mixer.write(state, site, ys[site])
         with torch.cuda.stream(streams[-1]):
@@ -151,9 +154,9 @@ def test_reads_on_one_stream_and_their_sources_on_another() -> None:
         torch.cuda.synchronize()
         return list(grads)
 
-    expected = results([main] * 8, late=False)
+    expected = results([main] * 8, None)
     for _ in range(3):
-        found = results([a] + [b] * 7, late=True)
+        found = results([a] + [b] * 7, late)
         assert worst(found, expected) < 1e-3
 
 

@@ -180,6 +180,7 @@ def test_a_step_that_cannot_be_recorded() -> None:
     with pytest.raises(UserError, match=r"cannot be recorded .* cuda_graph off"):
         graph.record(loss, list(model.parameters()), ids(4, 33))
     assert torch.cuda.current_stream() == stream
+    assert torch.isfinite(torch.randn(3, device=DEVICE)).all()  # the generator would go on refusing
 
 
 def test_inductor() -> None:
