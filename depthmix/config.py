@@ -1,4 +1,4 @@
-"""One flat dataclass a command: every field is a flag of the command line and a line of a YAML recipe."""
+"""One flat dataclass per command: every field is a flag of the command line and a line of a YAML recipe."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """What every test gets: fresh tensors full of NaN, so that memory nobody wrote cannot pass, and kernels without a GPU."""
 
+import functools
 import gc
 import importlib
 import os
@@ -72,9 +73,18 @@ def _seed():
 
 @pytest.fixture(scope="session")
 def quick_interpreter():
-    """Triton's interpreter patches its language again at every call of a function inside a kernel: half of its time."""
+    """Triton's interpreter patches its language again at every call of a function inside a kernel: half of its time.
+
+    And it makes a table of all dtypes whenever it looks one up.
+    """
     interpreter = pytest.importorskip("triton.runtime.interpreter")
     patched, slow = set(), interpreter.InterpretedFunction.__call__
+    scalar, known = type(interpreter.tl.float32), functools.cache(interpreter._get_np_dtype)
+
+    def np_dtype(dtype):
+        element = dtype if type(dtype) is scalar else dtype.element_ty
+        block = type(dtype) in (scalar, interpreter.tl.block_type) and type(element) is scalar
+        return known(element) if block else known.__wrapped__(dtype)  # others cannot be keys
 
     def call(self, *args, **kwargs):
         if self.fn.__module__ in patched:
@@ -84,4 +94,5 @@ def quick_interpreter():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(interpreter.InterpretedFunction, "__call__", call)
+        patch.setattr(interpreter, "_get_np_dtype", np_dtype)
         yield

@@ -263,7 +263,7 @@ def test_generate(made, capsys):
 
 
 def by_hand(run, rows) -> tuple[float, int]:
-    """Mean nats a token over rows of token ids, one row at a time."""
+    """Mean nats per token over rows of token ids, one row at a time."""
     trained = load_model(run, torch.device("cpu"))
     total, count = 0.0, 0
     with torch.no_grad():
@@ -293,7 +293,7 @@ def test_eval_on_text(made, tmp_path, capsys):
     assert found["bits_per_byte"] == pytest.approx(loss * len(ids) / n_bytes / math.log(2), rel=1e-6)
     line = spoken(capsys, *argv)
     assert line == (
-        f"loss {loss:.4f} nats a token, perplexity {math.exp(loss):.2f}, {found['bits_per_byte']:.4f} bits per byte, {count} tokens\n"
+        f"loss {loss:.4f} nats per token, perplexity {math.exp(loss):.2f}, {found['bits_per_byte']:.4f} bits per byte, {count} tokens\n"
     )
 
 

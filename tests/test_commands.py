@@ -7,6 +7,7 @@ import shutil
 import pytest
 
 from depthmix.cli import main
+from depthmix.train import loop
 from project import ROOT
 
 MODEL = "--n-blocks 2 --dim 32 --n-heads 2 --seq-len 32 --batch-size 4"
@@ -41,6 +42,7 @@ def place(tmp_path, monkeypatch):
     for path in sorted((ROOT / "corpora" / "sotu").glob("*.txt"))[:6]:
         shutil.copy(path, tmp_path / "corpora" / "sotu")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(loop, "A_SECOND", 0.05)  # how exact step times are is tested elsewhere
     return tmp_path
 
 

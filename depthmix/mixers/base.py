@@ -91,7 +91,7 @@ class Mixer(nn.Module):
             return self._start(x)
 
     def read(self, state: Any, site: int, norm: Norm | Sequence[Norm] | None = None) -> Read:
-        """What site sees: [..., D], or a tuple of `ways(site)` of them. norm, one a way, is applied to it."""
+        """What site sees: [..., D], or a tuple of `ways(site)` of them. norm, one per way, is applied to it."""
         site = self._check_order("read", state, site)
         x, norms = state.template(), self._norms(norm, site)
         with without_autocast(x):
@@ -141,7 +141,7 @@ class Mixer(nn.Module):
         site s reads them (row S: finish), averaged over tokens and channels: [W, S+1, S+1]; per_token=True keeps the tokens: [..., W, S+1, S+1].
         """
         if len(sources) != self.n_sites + 1:
-            expected = f"{self.n_sites + 1} sources, the embedding and one a site"
+            expected = f"{self.n_sites + 1} sources, the embedding and one per site"
             raise ContractError(f"mixing: expected {expected}, got {len(sources)}")
         return mixing_matrix(self, sources, per_token)
 
@@ -176,7 +176,7 @@ class Mixer(nn.Module):
             return None
         norms: Any = norm if isinstance(norm, (list, tuple, nn.ModuleList)) else (norm,)
         if len(norms) != self.ways(site):
-            expected = f"{self.ways(site)} norm{'s' * (self.ways(site) > 1)}, one a way"
+            expected = f"{self.ways(site)} norm{'s' * (self.ways(site) > 1)}, one per way"
             raise ContractError(f"read at site {site}: expected {expected}, got {len(norms)}")
         return norms
 

@@ -83,7 +83,7 @@ def _facts(recipe: Mapping[str, Any], rows: Sequence[Row]) -> str:
     size = f"{get('n_blocks')} blocks, width {get('dim')}, {get('n_heads')} heads"
     if rows:
         size += f", {human(rows[0].parameters)} parameters"
-    per_step = f"{get('batch_size')} sequences of {get('seq_len')} tokens a step, {get('optimizer')}, {get('schedule')} schedule"
+    per_step = f"{get('batch_size')} sequences of {get('seq_len')} tokens per step, {get('optimizer')}, {get('schedule')} schedule"
     if get("budget") == "time":
         budget = (
             "equal time: each arm gets as many steps as fit into the first arm's time, and a full schedule over them"

@@ -18,7 +18,7 @@ from depthmix.errors import DATA, UserError
 class Evaluation:
     """What a model makes of a text."""
 
-    loss: float  # nats a token
+    loss: float  # nats per token
     tokens: int
     bytes_per_token: float
 

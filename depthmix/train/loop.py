@@ -282,7 +282,7 @@ def _run(trainer: Trainer, folder: RunFolder, saved: Checkpoint | None, memory: 
     val_loss = None if saved is None else saved.state["val_loss"]
     folder.cut(first)
     folder.log(f"{'starting' if saved is None else 'resuming'} at step {first} of {config.steps} on {device}")
-    tokens_a_step = config.batch_size * config.seq_len
+    tokens_per_step = config.batch_size * config.seq_len
     times: list[float] = []
     waiting = CoreWait()
     sinks = open_sinks(config, folder, first)
@@ -318,7 +318,7 @@ def _run(trainer: Trainer, folder: RunFolder, saved: Checkpoint | None, memory: 
                 if done % config.log_every == 0 or done == config.steps:
                     line = {
                         "step": done,
-                        "tokens": done * tokens_a_step,
+                        "tokens": done * tokens_per_step,
                         "loss": loss,
                         "lr": config.lr * learning_rate(config, step),
                         "grad_norm": norm,
@@ -327,18 +327,18 @@ def _run(trainer: Trainer, folder: RunFolder, saved: Checkpoint | None, memory: 
                     speed = {
                         "step": done,
                         "seconds": seconds,
-                        "tokens_per_s": tokens_a_step / times[-1],
+                        "tokens_per_s": tokens_per_step / times[-1],
                         "memory_bytes": memory.read(),
                     }
                     folder.append_speed(speed)
                     sinks.write({**line, **speed})
                 if evaluated is not None:
-                    line = {"step": done, "tokens": done * tokens_a_step, "val_loss": evaluated.loss}
+                    line = {"step": done, "tokens": done * tokens_per_step, "val_loss": evaluated.loss}
                     folder.append_metrics(line)
                     sinks.write(line)
                 recent = statistics.mean(times[-20:])
                 shown = memory.read() if done % 20 == 0 else None
-                progress.update(done, loss, tokens_a_step / recent, shown, val_loss)
+                progress.update(done, loss, tokens_per_step / recent, shown, val_loss)
                 if done % config.save_every == 0 or done == config.steps or stop.requested:
                     save(done)
                 if stop.requested and done < config.steps:

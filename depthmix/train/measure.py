@@ -75,5 +75,5 @@ def measure(config: EvalConfig) -> None:
         print(json.dumps(numbers))
     else:
         print(
-            f"loss {found.loss:.4f} nats a token, perplexity {found.perplexity:.2f}, {found.bits_per_byte:.4f} bits per byte, {found.tokens:,} tokens"
+            f"loss {found.loss:.4f} nats per token, perplexity {found.perplexity:.2f}, {found.bits_per_byte:.4f} bits per byte, {found.tokens:,} tokens"
         )

@@ -25,7 +25,7 @@ def duration(seconds: float) -> str:
 
 
 class TrainingProgress:
-    """A bar with loss, tokens a second, time left and memory; without a terminal a line every ten seconds."""
+    """A bar with loss, tokens per second, time left and memory; without a terminal a line every ten seconds."""
 
     def __init__(self, label: str, start: int, steps: int, quiet: bool) -> None:
         self.label, self.steps, self.quiet, self.begun, self.first = label, steps, quiet, time.monotonic(), start

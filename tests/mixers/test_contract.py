@@ -105,13 +105,13 @@ def test_as_many_norms_as_ways(name, e):
     mixer = make(name)
     ways = mixer.ways(0)
     wrong = [nn.RMSNorm(DIM)] * (4 - ways)
-    with pytest.raises(ContractError, match=f"read at site 0: expected {ways} norm.*, one a way, got {4 - ways}"):
+    with pytest.raises(ContractError, match=f"read at site 0: expected {ways} norm.*, one per way, got {4 - ways}"):
         mixer.read(mixer.start(e), 0, wrong)
 
 
 @every_mixer
 def test_mixing_wants_all_sources(name, e):
-    with pytest.raises(ContractError, match="mixing: expected 5 sources, the embedding and one a site, got 4"):
+    with pytest.raises(ContractError, match="mixing: expected 5 sources, the embedding and one per site, got 4"):
         make(name).mixing([e] * 4)
 
 

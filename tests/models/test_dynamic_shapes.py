@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 
 from depthmix import Decoder, DecoderConfig, create_mixer
 from depthmix.ops import use_backend
@@ -17,14 +18,15 @@ def worst(run, model, x):
     return max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True) if a is not None)
 
 
-@pytest.mark.parametrize(("mixer", "options"), [("attnres", {"block_size": 2}), ("dca", {})])
-def test_a_decoder_is_one_graph_for_all_lengths(mixer, options):
-    config = DecoderConfig(vocab_size=40, dim=16, n_blocks=1, n_heads=2, mixer=mixer, mixer_options=options)
-    model = Decoder(config)
+def test_a_decoder_is_one_graph_for_all_lengths():
+    """Traced once; what becomes of symbols behind the trace is tested below, and on a GPU."""
+    model = Decoder(DecoderConfig(vocab_size=40, dim=16, n_blocks=1, n_heads=2, mixer="attnres"))
     torch._dynamo.reset()
-    compiled = torch.compile(model, dynamic=True, fullgraph=True, backend="aot_eager")
+    counter = CompileCounter()
+    compiled = torch.compile(model, dynamic=True, fullgraph=True, backend=counter)
     for length in (8, 11):
         assert worst(compiled, model, torch.randint(0, 40, (2, length))) < 1e-6
+    assert counter.frame_count == 1
 
 
 class Broken(nn.Module):
@@ -49,6 +51,6 @@ def test_a_site_is_a_plain_number_in_pieces_of_a_model():
     pytest.importorskip("triton")
     model = Broken()
     torch._dynamo.reset()
-    compiled = torch.compile(model, dynamic=True)
-    with use_backend("triton"):
-        assert worst(compiled, model, torch.randn(2, 5, 16)) < 1e-6
+    compiled, x = torch.compile(model, dynamic=True), torch.randn(2, 5, 16)
+    with use_backend("triton"), torch.no_grad():
+        torch.testing.assert_close(compiled(x), model(x))

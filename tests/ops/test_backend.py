@@ -160,8 +160,7 @@ def depth_read(quick_interpreter: None) -> Any:
 
 OPERATOR = {
     "one source": (1, 1, False, False),
-    "sources": (1, 3, False, False),
-    "norm": (1, 2, False, True),
+    "sources, norm": (1, 3, False, True),
     "add": (1, 2, True, False),
     "ways, add, norm": (3, 2, True, True),
 }
@@ -186,7 +185,7 @@ def test_opcheck_of_reads_that_know_something(depth_read: Any, add: bool, norm: 
     rest = (v[3] if add else None, rand(3, 8, seed=8, dtype=FP32) if norm else None, 1e-6, 1e-3)
     logits = [rand(3, 2, seed=20 + i, dtype=FP32) for i in range(2)]
     one = (rest[0], None if rest[1] is None else rest[1][:1], *rest[2:])
-    for keep in (0, 1, 2):
+    for keep in (0, 2):
         torch.library.opcheck(torch.ops.depthmix.depth_read_known.default, (u, v[:3], logits, *rest, keep))
         bank, lse = rand(2, 8, seed=30, dtype=FP32), rand(2, seed=31, dtype=FP32)
         torch.library.opcheck(torch.ops.depthmix.depth_read_near.default, (u[:1], v[:2], *one, keep, bank, lse))

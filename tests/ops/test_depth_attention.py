@@ -155,7 +155,7 @@ def test_layouts_against_naive(layout: str, kind: str) -> None:
 
 
 def test_two_dimensional_query_means_ways() -> None:
-    """A query [N, D] beside sources [N, D] is N static queries, never one a token."""
+    """A query [N, D] beside sources [N, D] is N static queries, never one per token."""
     query, v = rand(3, 24, seed=5), [rand(3, 24, seed=i) for i in range(2)]
     outs = depth_attention(query, v)
     assert len(outs) == 3

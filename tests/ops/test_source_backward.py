@@ -75,7 +75,10 @@ FP32, FP16, BF16 = ROUNDED
 )  # fmt: skip
 def test_every_width_and_precision(dim: int, sources: int, dtype: torch.dtype) -> None:
     """A lane holds 8 to 64 numbers of a row, readers come in groups of 16 or 32, and bf16's r ds in two halves."""
-    case = Case(33, dim, sources, dtype)
+    lane = (
+        dim >= 1000 and dtype != FP32 and not (dim > 2048 or (dim == 2048 and sources == 2))
+    )  # 32 numbers in it, or 64
+    case = Case(33 if lane else 17, dim, sources, dtype)  # one more than a group
     dv, du = backward(case)
     assert [d is not None and d.dtype for d in dv] == [dtype] * sources
     assert_near(dv, case.dv, ROUNDED[dtype])

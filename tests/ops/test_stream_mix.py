@@ -44,7 +44,7 @@ def naive_write(x: Tensor, res: Tensor | None, post: Tensor, y: Tensor) -> Tenso
 
 
 def parameter(kind: str, tokens: Sequence[int], *shape: int, **how: Any) -> Tensor:
-    """A weight a token, or one for all tokens; fp32 beside half-precision activations."""
+    """A weight per token, or one for all tokens; fp32 beside half-precision activations."""
     if how.get("dtype") in (torch.bfloat16, torch.float16):
         how = how | {"dtype": torch.float32}
     return rand(*(tokens if kind == "token" else ()), *shape, **how)

@@ -18,7 +18,7 @@ from depthmix.study.verdict import verdict
 PLAIN = [6.0, 5.0, 4.5, 4.0]
 
 
-def write_run(path, losses, *, eval_every=100, tokens_a_step=10, step_seconds=0.5, seed=0, **result):
+def write_run(path, losses, *, eval_every=100, tokens_per_step=10, step_seconds=0.5, seed=0, **result):
     """A finished run whose evaluations are the losses given, the last one at its last step."""
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
@@ -26,8 +26,8 @@ def write_run(path, losses, *, eval_every=100, tokens_a_step=10, step_seconds=0.
     lines = []
     for i, loss in enumerate(losses, 1):
         step = min(i * eval_every, steps)
-        lines.append({"step": step, "tokens": step * tokens_a_step, "loss": loss, "lr": 0.1, "grad_norm": 1.0})
-        lines.append({"step": step, "tokens": step * tokens_a_step, "val_loss": loss})
+        lines.append({"step": step, "tokens": step * tokens_per_step, "loss": loss, "lr": 0.1, "grad_norm": 1.0})
+        lines.append({"step": step, "tokens": step * tokens_per_step, "val_loss": loss})
     (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     final = losses[-1]
     values = {
@@ -35,7 +35,7 @@ def write_run(path, losses, *, eval_every=100, tokens_a_step=10, step_seconds=0.
         "mixer_options": {},
         "seed": seed,
         "steps": steps,
-        "tokens": steps * tokens_a_step,
+        "tokens": steps * tokens_per_step,
         "val_loss": final,
         "perplexity": math.exp(final) if math.isfinite(final) else final,
         "bits_per_byte": final / 2,

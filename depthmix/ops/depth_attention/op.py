@@ -47,7 +47,7 @@ def depth_attention(
 ) -> Any:
     """Attention of one token's query over its sources in depth (equations in reference.py).
 
-    query: [D], the same for every token, or [..., D] like the sources (three dimensions or more), one a token;
+    query: [D], the same for every token, or [..., D] like the sources (three dimensions or more), one per token;
         with a leading dimension W, W queries read the same sources and a tuple of W results comes back.
     sources: a list of n tensors [..., D]; they are neither stacked nor copied.
     key_gain: [D] or [W, D], the gain of the keys' RMSNorm.

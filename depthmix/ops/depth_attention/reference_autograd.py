@@ -25,7 +25,7 @@ class Mixed(NamedTuple):
 
 
 class DepthAttention(torch.autograd.Function):
-    """The reference in few operators, and a backward that keeps references to the sources and a few numbers a token.
+    """The reference in few operators, and a backward that keeps references to the sources and a few numbers per token.
 
     With a gain g for the norm of the result, y = g ⊙ ρ o with ρ = (mean(o²) + out_eps)^(-1/2), and o is mixed again:
 
@@ -149,7 +149,7 @@ def _by_head(x: Tensor, heads: int) -> Tensor:
 
 
 def _to_group(p: Tensor) -> Tensor:
-    """A number a head, [..., H], so that it multiplies the head's group of channels in `_by_head`."""
+    """A number per head, [..., H], so that it multiplies the head's group of channels in `_by_head`."""
     return p if p.shape[-1] == 1 else p.unsqueeze(-1)
 
 

@@ -1,6 +1,6 @@
 """Depth attention's backward in the order of the sources, not of the reads: one read per (site, source) pair.
 
-A read's backward gives autograd no gradient for its older sources. It only leaves its own do (and a few numbers a token) with
+A read's backward gives autograd no gradient for its older sources. It only leaves its own do (and a few numbers per token) with
 each of them; PyTorch's engine runs the node that made a source after all of its readers, and that node then reads the source
 once, each reader's do once, and writes the source's gradient once, summed in fp32. Every source is made by one node: the read
 that saw it first, when it was the newest, and that may have added it up. The queries enter through a node of their own, which

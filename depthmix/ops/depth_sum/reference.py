@@ -1,6 +1,6 @@
 """Weighted sums over depth in plain PyTorch: the specification.
 
-    out_w = Σ_i (static[w, i] + dynamic[w, i]) ⊙ v_i        static [W, n, D] or [W, n, 1]: parameters;  dynamic [..., W, n]: one number a token
+    out_w = Σ_i (static[w, i] + dynamic[w, i]) ⊙ v_i        static [W, n, D] or [W, n, 1]: parameters;  dynamic [..., W, n]: one number per token
     relu:  Σ_i max(static[w, i] + dynamic[w, i], 0) ⊙ v_i
     scores[w, i] = w[w, i] · v_i                            w [W, n, D] or [W, 1, D]
 

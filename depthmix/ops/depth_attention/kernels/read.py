@@ -1,4 +1,4 @@
-"""Depth attention on a GPU: one program a token, its row of D channels in registers, every source read once.
+"""Depth attention on a GPU: one program per token, its row of D channels in registers, every source read once.
 
 The equations are in reference.py. Sources are never stacked: kernels find them through tables of addresses.
 

@@ -1,6 +1,6 @@
 """Gradients of one or two sources from all their readers: each source and each reader's gradient is read once.
 
-One program a token. With p = exp(s - lse) of a reader and r = 1 / RMS of the source v,
+One program per token. With p = exp(s - lse) of a reader and r = 1 / RMS of the source v,
 
     ds = p (do · v - δ)        dv = Σ (p do + r ds u) - v r² / D Σ ds s        du = Σ_tokens r ds v
 
@@ -283,7 +283,7 @@ def _launch(
         torch.empty(tokens, group, 4 * len(sources), dtype=torch.float32, device=v.device), tokens, len(readers), columns, eps,
         D=dim, BD=block, S=len(sources), G=group, SPLIT=ds.dtype == torch.bfloat16, ALIGNED=wide,
         LEVELS=levels, NEAR=min(levels, near), AHEAD=ahead, LANES=32 * warps, num_warps=warps, num_stages=1,
-        # Many warps a core are worth more than a few registers.
+        # Many warps per core are worth more than a few registers.
         maxnreg=(96 if len(sources) == 1 else 128) if ahead and levels == 4 and ds.dtype == torch.bfloat16 else None,
     )  # fmt: skip
 

@@ -2,7 +2,7 @@
 
 scores       the logits of a source for many queries: a thin matrix product
 make_bank    the mixtures of the older sources for up to four queries in a row
-read_known   a read whose older sources have known logits: plain weighted sums, without a dot product a source and way
+read_known   a read whose older sources have known logits: plain weighted sums, without a dot product per source and way
 """
 
 from collections.abc import Sequence
