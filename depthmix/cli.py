@@ -243,6 +243,7 @@ COMMANDS: dict[str, tuple[type | None, Callable[..., None], str]] = {
 }
 
 
+@functools.cache
 def build_parser(completing: bool = False) -> argparse.ArgumentParser:
     """The whole program's parser, or the one that shell completion is made from."""
     import depthmix

@@ -5,6 +5,7 @@ import gc
 import importlib
 import os
 import pkgutil
+from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 
@@ -60,9 +61,13 @@ def pytest_collection_modifyitems(items):
         with suppress(ImportError):  # here, where it is measured, and not first by a test that is not
             for module in pkgutil.walk_packages([HERE.parent / "depthmix" / "ops"], "depthmix.ops."):
                 importlib.import_module(module.name)
+    nth = Counter()  # of a test's cases: every second shows the same lines
     for item in items:
         own = not {"mixers", "ops"}.isdisjoint(item.path.relative_to(HERE).parts)
-        if not own or (item in interpreted and not item.get_closest_marker("covered")):
+        kernels = item in interpreted
+        covered = own and (not kernels or (item.get_closest_marker("covered") and nth[item.originalname] % 2 == 0))
+        nth[item.originalname] += 1
+        if not covered:
             item.add_marker(pytest.mark.no_cover)
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from depthmix.errors import UserError
+from depthmix.ops.gpu.launch import on_device
 from depthmix.ops.gpu.recording import written_afterwards
 
 WARM_UP = 3  # passes before the recording, in which kernels are compiled and chosen
@@ -43,14 +44,15 @@ def record(loss: Callable[[Tensor], Tensor], parameters: Sequence[Tensor], batch
     """Record a step; one that cannot be recorded, as where a number is read back from the GPU, is the user's to change."""
     stream = torch.cuda.current_stream(batch.device)
     try:
-        return GraphedBackward(loss, parameters, batch)
+        with on_device(batch.device):  # streams and graphs are those of the current one
+            return GraphedBackward(loss, parameters, batch)
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
         # torch.cuda.graph ends a recording that failed without giving the stream back, nor the random generator, which would
         # refuse every number from then on.
         torch.cuda.set_stream(stream)
-        generator = torch.cuda.default_generators[torch.cuda.current_device()]
+        generator = torch.cuda.default_generators[stream.device_index]
         generator.graphsafe_set_state(generator.clone_state())
         reason = str(error).strip().splitlines()[0]
         raise UserError(f"cuda_graph: the step cannot be recorded ({reason}); train with cuda_graph off") from error

@@ -5,7 +5,6 @@ import torch
 
 from depthmix.mixers import mixer_class
 from harness import (
-    CASE_IDS,
     CASES,
     DIM,
     MIXERS,
@@ -92,15 +91,16 @@ def test_mixing_matrix_equals_the_closed_form(name, choice):
     assert_agree(mixer.mixing(sources), expected.mean((0, 1)))
 
 
-@pytest.mark.parametrize("n_blocks", [1, 3])
-@pytest.mark.parametrize(("name", "choice"), CASES, ids=CASE_IDS)
-def test_parameters_have_the_documented_names_shapes_and_initial_values(name, choice, n_blocks):
-    mixer = build(name, n_blocks, choice, dtype=torch.float32)
-    assert {k: tuple(p.shape) for k, p in mixer.named_parameters()} == shapes(
-        name, complete(name, choice), DIM, n_blocks
-    )
-    for k, expected in initial(name, complete(name, choice), DIM, n_blocks).items():
-        value = mixer.get_parameter(k)
-        assert torch.isfinite(value).all(), k
-        if expected is not None:
-            torch.testing.assert_close(value, expected.float())
+@pytest.mark.parametrize("name", MIXERS)
+def test_parameters_have_the_documented_names_shapes_and_initial_values(name):
+    """All combinations at three blocks, and at one those that every pair of values needs."""
+    for n_blocks, cases in ((3, CASES), (1, PAIRWISE)):
+        for choice in (choice for other, choice in cases if other == name):
+            mixer, options = build(name, n_blocks, choice, dtype=torch.float32), complete(name, choice)
+            found = {k: tuple(p.shape) for k, p in mixer.named_parameters()}
+            assert found == shapes(name, options, DIM, n_blocks), choice
+            for k, expected in initial(name, options, DIM, n_blocks).items():
+                value = mixer.get_parameter(k)
+                assert torch.isfinite(value).all(), (choice, k)
+                if expected is not None:
+                    torch.testing.assert_close(value, expected.float(), msg=lambda m, c=choice, k=k: f"{c}, {k}: {m}")

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from transformers import DynamicCache, LlamaConfig, StaticCache
 
 from depthmix import Decoder, DecoderConfig, list_mixers
 
@@ -24,6 +23,8 @@ def decoder(mixer="attnres", **options):
 
 
 def new_cache(kind):
+    from transformers import DynamicCache, LlamaConfig, StaticCache  # which takes seconds, in every worker
+
     if kind == "dynamic":
         return DynamicCache()
     heads = {"num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM}

@@ -58,7 +58,7 @@ def test_every_gradient_of_several_ways(options: dict[str, Any], groups: list[in
     assert groups == sorted({*range(3, 16, 4), *range(4, 17, 4)})
 
 
-@pytest.mark.parametrize("options", [{}, *WAYS], ids=str)
+@pytest.mark.parametrize("options", BOTH, ids=str)
 def test_without_gradients(options: dict[str, Any]) -> None:
     def forward(stack: Stack, x: Tensor) -> Results:
         with torch.no_grad():
@@ -67,7 +67,7 @@ def test_without_gradients(options: dict[str, Any]) -> None:
     assert_as_reference(forward, tokens(shape=(3, 24)), n_blocks=4, **options)
 
 
-@pytest.mark.parametrize("options", [{}, *WAYS], ids=str)
+@pytest.mark.parametrize("options", BOTH, ids=str)
 def test_half_precision(options: dict[str, Any]) -> None:
     """One rounding: what the first site of a group worked out for the others is kept in fp32."""
     assert_as_reference(plain, tokens(dtype=torch.float16), n_blocks=4, tol=8e-3, **options)
@@ -118,14 +118,14 @@ def test_a_fork_in_the_middle_of_a_group(options: dict[str, Any]) -> None:
     assert_as_reference(scenario, tokens(), n_blocks=4, tol=4e-6, **options)
 
 
-@pytest.mark.parametrize("site", [4, 5, 7, 8])
+@pytest.mark.parametrize("site", [4, 7])  # the first of its group, and the last
 def test_the_gradient_of_one_output(site: int) -> None:
     """No later read is in the graph: the newest source's gradient is computed at once, beside a mixture of older ones."""
 
     def scenario(stack: Stack, x: Tensor) -> Results:
         return backward(stack, x, stack.outputs(x)[site])
 
-    assert_as_reference(scenario, tokens(), n_blocks=5, norm=True, tol=4e-6)
+    assert_as_reference(scenario, tokens(), n_blocks=4, norm=True, tol=4e-6)
 
 
 @pytest.mark.parametrize("options", [{}, {"ways": 3, "block_size": 2}], ids=str)

@@ -35,18 +35,18 @@ def nodes(out: Tensor) -> list[Any]:
 def test_gradients_of_what_a_site_reads_leave_nothing_behind(options: dict[str, Any]) -> None:
     """The node of a read whose own output is asked about does not run, whatever its readers left with it."""
     with use_backend("triton"):
-        stack, x = Stack(n_blocks=3, norm=True, **options), tokens()
+        stack, x = Stack(n_blocks=2, norm=True, **options), tokens()
         state, read = stack.mixer.start(x), []
-        for site in range(6):
+        for site in range(4):
             read.append(stack.read(state, site))
             state = stack.mixer.write(state, site, stack.sublayer(site, read[-1]))
         out = stack.mixer.finish(state)
         wanted = [h[0] if isinstance(h, tuple) else h for h in read]
-        for _ in range(3):
+        for _ in range(2):
             for h in wanted:
                 torch.autograd.grad(out, h, cotangent(out), retain_graph=True)
         found = nodes(out)
-        assert len(found) >= 7
+        assert len(found) >= 5
         assert all(not node.left and not getattr(node, "part", None) for node in found)
         assert not left._visits
 

@@ -65,8 +65,7 @@ def test_make_bank(n: int, rows: int) -> None:
 @pytest.mark.covered
 @pytest.mark.parametrize("ways", [1, 3])
 @pytest.mark.parametrize("add", [False, True])
-@pytest.mark.parametrize("norm", [False, True])
-@pytest.mark.parametrize("n", [2, 19])  # sources
+@pytest.mark.parametrize(("n", "norm"), [(2, True), (19, True), (19, False)])  # n: sources
 def test_read_known(n: int, norm: bool, add: bool, ways: int) -> None:
     from depthmix.ops.depth_attention.kernels.tiling import Halves, read_known, scores
 

@@ -55,7 +55,7 @@ def test_pairwise_leaves_out_combinations_but_no_pair(name):
     assert name != "attnres" or len(pairwise(name, OPTIONS[name])) < len(OPTIONS[name]) / 3
 
 
-@cases()
+@cases(pairs=True)
 def test_reads_are_m_times_the_sources(name, options):
     p = random_parameters(name, options, DIM, BLOCKS)
     t, sources = trace(name, options, p)
