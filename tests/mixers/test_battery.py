@@ -359,9 +359,9 @@ def test_compiles_as_one_graph_and_gives_the_same(name):
 
 
 @pytest.mark.no_cover
-@pytest.mark.parametrize("name", ["attnres", "grn", "hyper"])
+@pytest.mark.parametrize("name", ["attnres", "hyper"])
 def test_inductor_gives_the_same(name):
-    """What Inductor makes of the graph, for one mixer of each kind: softmax over sources, weighted sums, streams."""
+    """What Inductor makes of the graph, for one mixer of each kind: mixtures of sources, and streams."""
     backend = "inductor" if shutil.which("g++") or shutil.which("clang++") else "aot_eager"
     mixer, sublayers, e = (
         build(name, 1, random=True, dtype=torch.float32),

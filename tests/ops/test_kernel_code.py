@@ -281,7 +281,7 @@ COMPILED = [
         "_read_known_kernel",
         "_layer_backward_kernel",
     )
-    for dim, aligned in ((512, True), (2048, True), (2048, False))
+    for dim, aligned in ((512, True), (2048, False))
 ]
 
 
