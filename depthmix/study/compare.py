@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -50,6 +51,7 @@ class Comparison:
     finished: bool = False
     rebuilt: bool = False  # its file was lost: whether the runs are of this recipe, only they can say
     drawn: tuple[list[Run], list[str]] = ([], [])  # runs that the figures show, and why there are none
+    draw_again: float = 0.0  # when drawing will have taken a twentieth of the time at most
 
     @property
     def labels(self) -> list[str]:
@@ -93,8 +95,8 @@ class Comparison:
             print(f"\n{sample['arm']}: {sample['prompt']}{continuation(sample)}")
         print(f"\nTable: {self.path / 'table.md'}\nReport: {self.report}")
 
-    def save(self) -> None:
-        """comparison.json, table.csv, table.md, the figures and report.html."""
+    def save(self, last: bool = False) -> None:
+        """comparison.json, table.csv, table.md, the figures and report.html; the figures of short runs only the last time."""
         rows, notes = self.rows, self.remarks
         everything = {
             "version": 1,
@@ -112,9 +114,10 @@ class Comparison:
         if rows:
             write_text(self.path / "table.csv", to_csv(rows))
             write_text(self.path / "table.md", to_markdown(rows, notes))
-            costed = self.costed
-            if self.drawn[0] != costed:  # drawing takes longer than all the rest
+            costed, now = self.costed, time.monotonic()
+            if self.drawn[0] != costed and (last or now >= self.draw_again):  # it takes longer than all the rest
                 self.drawn = list(costed), draw_figures(costed, self.labels, self.path)
+                self.draw_again = now + 20 * (time.monotonic() - now)
             notes += self.drawn[1]
         page = make_report(self.recipe, rows, self.samples, notes, self.path, self.finished)
         write_text(self.report, page)
@@ -172,7 +175,7 @@ def compare(config: CompareConfig, *, say: Callable[[str], None] | None = None) 
         comparison.step_times = measured_step_times(config, arms, say)
     comparison.samples = _make_samples(config, comparison, plan)
     comparison.finished = not diverged
-    comparison.save()
+    comparison.save(last=True)
     if diverged:
         others = (
             f"the others are in {comparison.path / 'table.md'}" if comparison.runs else "there is nothing to compare"

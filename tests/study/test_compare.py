@@ -3,6 +3,7 @@
 import json
 import shutil
 import sys
+import time
 
 import pytest
 
@@ -260,6 +261,19 @@ def test_figures_are_drawn_once_for_the_same_runs(tmp_path, trainer, monkeypatch
     compare(configuration(tmp_path))
     assert drawn == [1, 2, 3]
     assert "no figures" in (tmp_path / "out" / "report.html").read_text()
+
+
+def test_figures_that_take_long_are_drawn_at_the_first_run_and_at_the_end(tmp_path, trainer, monkeypatch):
+    drawn = []
+
+    def slowly(runs, *_):
+        drawn.append(len(runs))
+        time.sleep(0.1)
+        return []
+
+    monkeypatch.setattr(sys.modules["depthmix.study.compare"], "draw_figures", slowly)
+    compare(configuration(tmp_path))
+    assert drawn == [1, 3]
 
 
 def test_a_place_below_a_file(tmp_path, trainer):
