@@ -20,6 +20,7 @@ from benchmarks.environment import environment
 from benchmarks.errors import errors
 from benchmarks.first_call import first_call
 from benchmarks.options import Options, add_arguments, backend, from_arguments
+from benchmarks.peers import mhc_ops, peer_step
 from benchmarks.precompile import tune
 from benchmarks.report import Report, read_rows
 from benchmarks.stack_entries import block_stack, full_stack
@@ -34,6 +35,8 @@ ENTRIES: dict[str, Entry] = {
     "bandwidth": bandwidth,
     "first-call": first_call,
     "step": step,
+    "peer-step": peer_step,
+    "mhc-ops": mhc_ops,
     "cpu-step": cpu_step,
 }
 HELP = {
@@ -43,6 +46,8 @@ HELP = {
     "bandwidth": "the share of the copy bandwidth each kernel achieves",
     "first-call": "seconds of each kernel's first call, with cold caches",
     "step": "training step time by mechanism against the plain residual",
+    "peer-step": "training step time of DCA and Hyper-Connections against the published modules",
+    "mhc-ops": "sites of mHC alone against Liger's operators",
     "cpu-step": "training step time at the demo's size on the CPU, Block against the plain residual",
     "tune": "let flash-linear-attention tune, with its kernels compiled side by side; keep it with --tuned",
     "all": "every entry, each with a limit in seconds",
@@ -53,7 +58,9 @@ LIMITS = {
     "errors": 100,
     "bandwidth": 60,
     "first-call": 90,
-    "step": 200,
+    "step": 300,
+    "peer-step": 150,
+    "mhc-ops": 60,
     "cpu-step": 60,
 }
 WRONG = 3  # exit code when ours is wrong and was not timed
