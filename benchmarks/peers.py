@@ -132,7 +132,7 @@ class WithHyperConnections(nn.Module):
         context = d._context(x[: len(ids)], None, None, None)
         for connection, norm, sublayer in zip(self.connections, d.norms, d.sublayers, strict=True):
             h, add = connection(x)
-            for way in norm:  # type: ignore[union-attr]  # one
+            for way in norm:  # type: ignore[attr-defined]  # one
                 h = way(h)
             x = add(sublayer(h, context))
         return d.head(d.final_norm(self.reduce(x)))
