@@ -5,7 +5,8 @@
 Full: the sources are e and every earlier output. Block: e, the sums of the finished blocks of `block_size` sites, and,
 unless the site is the first of its block, the partial sum of its own. finish reads all of them with a query of its own.
 routing="add" (arXiv 2605.18855): h_0 = e, then the plain stream + Σ_i p_i v_i; finish returns the plain stream.
-With ways=3 an attention site reads three mixtures, for queries, keys and values. Queries start at zero: plain at step 0.
+With ways=2 an attention site reads two mixtures, one for queries and keys and one for values; with ways=3 each has its own.
+Queries start at zero: plain at step 0.
 """
 
 import dataclasses
@@ -20,7 +21,7 @@ from depthmix.mixers.options import OptionError, at_least
 from depthmix.mixers.state import State, register_state
 from depthmix.ops import depth_attention, depth_sum
 from depthmix.ops.backend import choose
-from depthmix.ops.depth_attention.ahead import Far, Known, far_sources, known_sources
+from depthmix.ops.depth_attention.ahead import KNOWN_WAYS, Far, Known, far_sources, known_sources
 from depthmix.ops.depth_attention.op import why_unsupported
 from depthmix.ops.depth_attention.reference import weighted_sum
 from depthmix.ops.depth_attention.source_major import collect_queries, read_sources, seen_from_outside
@@ -39,6 +40,9 @@ class Tape(NamedTuple):
     far: Far | Known | None = None  # what far_sources or known_sources found for the sites to come
 
 
+OWN = {2: "_v", 3: "_kv"}  # by ways: how parameters end that belong to an attention site's ways after the first
+
+
 @register_state
 class AttnResState(State):
     """The sources, the newest not yet added up, and, with additive routing, the plain stream beside them."""
@@ -55,13 +59,14 @@ class AttnResState(State):
 
 @register("attnres")
 class AttnRes(Mixer):
-    """query [S+1, D] = 0 and key_gain [S+1, D] = 1, the last row for finish (none with routing="add"); ways=3: query_kv, key_gain_kv [N, 2, D]."""
+    """query [S+1, D] = 0 and key_gain [S+1, D] = 1, the last row for finish (none with routing="add").
 
-    decayed = frozenset({"query_proj", "query_proj_kv"})
+    The rows of the values with ways=2: query_v, key_gain_v [N, D]; of keys and values with ways=3: query_kv, key_gain_kv [N, 2, D].
+    """
+
+    decayed = frozenset({"query_proj", "query_proj_v", "query_proj_kv"})
     query: Tensor
     key_gain: Tensor
-    query_kv: Tensor
-    key_gain_kv: Tensor
 
     def __init__(
         self,
@@ -69,7 +74,7 @@ class AttnRes(Mixer):
         n_blocks: int,
         *,
         block_size: Annotated[int | None, at_least(1)] = None,
-        ways: Literal[1, 3] = 1,
+        ways: Literal[1, 2, 3] = 1,
         query: Literal["learned", "input"] = "learned",
         weights: Literal["softmax", "sigmoid", "static"] = "softmax",
         key_norm: bool = True,
@@ -98,8 +103,10 @@ class AttnRes(Mixer):
 
     def _add(self, name: str, *shape: int) -> None:
         self.register_parameter(name, nn.Parameter(torch.empty(self._n_readers(), *shape)))
-        if self.n_ways == 3:
-            self.register_parameter(f"{name}_kv", nn.Parameter(torch.empty(self.n_blocks, 2, *shape)))
+        if self.n_ways > 1:
+            ways = () if self.n_ways == 2 else (self.n_ways - 1,)
+            own = nn.Parameter(torch.empty(self.n_blocks, *ways, *shape))
+            self.register_parameter(name + OWN[self.n_ways], own)
 
     def _n_readers(self) -> int:
         """Sites, and finish unless it returns the plain stream."""
@@ -121,7 +128,12 @@ class AttnRes(Mixer):
         row = getattr(self, name)[site].unsqueeze(0)
         if self.n_ways == 1 or site % 2 == 1 or site == self.n_sites:
             return row
-        return torch.cat([row, getattr(self, f"{name}_kv")[site // 2]])
+        return torch.cat([row, self._own(name)[site // 2]])
+
+    def _own(self, name: str) -> Tensor:
+        """The parameter's rows for the ways of attention sites after the first: [N, W-1, ...]."""
+        rows: Tensor = getattr(self, name + OWN[self.n_ways])
+        return rows.unsqueeze(1) if self.n_ways == 2 else rows
 
     def _windowed(self, blocks: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """The blocks that a site reads besides the newest source."""
@@ -187,19 +199,20 @@ class AttnRes(Mixer):
         u = query.float() * gain.float()
         if self.n_ways == 1:
             return u
-        kv = self.query_kv.float() * self.key_gain_kv.float()  # [N, 2, D]
+        own = self._own("query").float() * self._own("key_gain").float()  # [N, W-1, D]
         sites = u[: self.n_sites].unflatten(0, (self.n_blocks, 2))  # [N, 2, D]: attention, MLP
-        return torch.cat([torch.cat([sites[:, :1], kv, sites[:, 1:]], dim=1).flatten(0, 1), u[self.n_sites :]])
+        return torch.cat([torch.cat([sites[:, :1], own, sites[:, 1:]], dim=1).flatten(0, 1), u[self.n_sites :]])
 
     def _mix_with_kernels(
         self, state: AttnResState, tape: Tape, site: int, out_gain: Tensor | None = None, out_eps: float = 0.0
     ) -> tuple[Tensor, ...]:
-        row = site if self.n_ways == 1 else 4 * (site // 2) + 3 * (site % 2)
+        row = (self.n_ways + 1) * (site // 2) + self.n_ways * (site % 2)  # attention's ways, then the MLP's
         ways = 1 if site == self.n_sites else self.ways(site)
         newest, add = (state.pending, None) if tape.partial is None else (tape.partial, state.pending)
         sources = (*self._windowed(tape.blocks), newest)
         gain = None if out_gain is None else out_gain.float()
-        ahead = known_sources if self.n_ways > 1 else far_sources if self.block_size == 1 else None
+        full = self.block_size == 1 and self.n_ways == 1
+        ahead = known_sources if self.n_ways >= KNOWN_WAYS else far_sources if full else None
         if ahead is not None and self.window is None:
             tape = tape._replace(far=ahead(tape.queries, row, sources[:-1], tape.far, self.eps))
         h, newest = read_sources(tape.queries, row, ways, sources, add, gain, self.eps, out_eps, tape.far)

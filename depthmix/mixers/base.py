@@ -3,7 +3,7 @@
 A *site* is one sublayer: attention of block i is site 2i, its MLP is site 2i + 1. A *mixer* owns the rule and its parameters:
 
     state = mixer.start(x)                 # the embedding enters      [..., D]
-    h     = mixer.read(state, site, norm)  # what this sublayer sees   [..., D], or three of them (q, k, v)
+    h     = mixer.read(state, site, norm)  # what this sublayer sees   [..., D], or several (see `ways`)
     state = mixer.write(state, site, y)    # what it produced          [..., D]
     out   = mixer.finish(state)            # what the final norm sees  [..., D]
 
@@ -57,7 +57,7 @@ class Mixer(nn.Module):
         """Set every parameter to its initial value."""
 
     def ways(self, site: int) -> int:
-        """How many mixtures `read` returns at a site: 1, or 3 (for queries, keys and values)."""
+        """How many mixtures `read` returns at a site: 1, 2 (for queries and keys, for values) or 3 (one for each)."""
         return 1
 
     def _start(self, x: Tensor) -> State:

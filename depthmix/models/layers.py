@@ -37,7 +37,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Causal grouped-query attention; queries, keys and values may come from three different inputs."""
+    """Causal grouped-query attention; it takes one input, two (for queries and keys, for values) or three."""
 
     def __init__(
         self, block: int, dim: int, n_heads: int, n_kv_heads: int, head_dim: int, qk_norm_eps: float | None
@@ -53,7 +53,9 @@ class Attention(nn.Module):
         self.k_norm = None if qk_norm_eps is None else RMSNorm(head_dim, eps=qk_norm_eps)
 
     def forward(self, h: Read, context: Context) -> Tensor:
-        h_q, h_k, h_v = h if isinstance(h, tuple) else (h, h, h)
+        ways = h if isinstance(h, tuple) else (h,)
+        h_q, h_v = ways[0], ways[-1]
+        h_k = ways[1] if len(ways) == 3 else h_q
         q = self.q_proj(h_q).unflatten(-1, (-1, self.head_dim))
         k = self.k_proj(h_k).unflatten(-1, (-1, self.head_dim))
         v = self.v_proj(h_v).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [B, kv heads, T, d]

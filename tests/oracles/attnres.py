@@ -27,10 +27,11 @@ DEFAULTS = {
     "eps": 1e-6,
 }
 OPTIONS = (
-    combine(block_size=[None, 1, 2, 3, 5, 8, 20], ways=[1, 3], window=[None, 1, 2])
+    combine(block_size=[None, 1, 2, 3, 5, 8, 20], ways=[1, 2, 3], window=[None, 1, 2])
     + combine(query=["learned", "input"], weights=["softmax", "sigmoid"], key_norm=[True, False], heads=[1, 2, 8])
-    + combine(block_size=[None, 3], ways=[1, 3], query=["learned", "input"], routing=["replace", "add"], heads=[1, 4])
-    + combine(block_size=[None, 3], ways=[1, 3], weights=["static"], window=[None, 2], routing=["replace", "add"])
+    + combine(ways=[2], weights=["sigmoid"], key_norm=[True, False], heads=[1, 2])
+    + combine(block_size=[None, 3], ways=[1, 2, 3], query=["learned", "input"], routing=["replace", "add"], heads=[1, 4])
+    + combine(block_size=[None, 3], ways=[1, 2, 3], weights=["static"], window=[None, 2], routing=["replace", "add"])
 )
 DEAD_ROWS = {("query", 0), ("key_gain", 0)}  # site 0 has a single source
 
@@ -47,6 +48,8 @@ def parameters(o, D, N, S):
         if o["key_norm"]:
             rows["key_gain"] = ((D,), 1)
     out = {name: ((readers, *shape), value) for name, (shape, value) in rows.items()}
+    if o["ways"] == 2:
+        out |= {name + "_v": ((N, *shape), value) for name, (shape, value) in rows.items()}
     if o["ways"] == 3:
         out |= {name + "_kv": ((N, 2, *shape), value) for name, (shape, value) in rows.items()}
     return out
@@ -66,8 +69,10 @@ def members(s, block_size, window):
 
 
 def pick(p, name, s, way):
-    """Ways 1 and 2 (k and v) of an attention site have their own tensors."""
-    return p[name][s] if way == 0 else p[name + "_kv"][s // 2, way - 1]
+    """Of an attention site with two ways, v (way 1) has its own tensors; with three, k and v (ways 1 and 2) have."""
+    if way == 0:
+        return p[name][s]
+    return p[name + "_v"][s // 2] if name + "_v" in p else p[name + "_kv"][s // 2, way - 1]
 
 
 def logits(p, options, s, way, v):

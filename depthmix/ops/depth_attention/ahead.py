@@ -64,6 +64,7 @@ def _logits(scores: Sequence[Tensor], rows: int, ways: int) -> list[Tensor]:
     return [s[len(s) - rows : len(s) - rows + ways, k] for s in scores for k in range(s.shape[1])]
 
 
+KNOWN_WAYS = 2  # ways of a site from which on it pays to work out the logits of old sources beforehand
 FAR_TOKENS, FAR_SOURCES = 512, 8  # from which on it pays to look at old sources for a group of sites at once
 
 

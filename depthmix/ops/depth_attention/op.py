@@ -99,8 +99,8 @@ def depth_attention(
         )
         if choose(op, first, why, backend) == "triton":
             results = []
-            step = MAX_WAYS if n_ways % MAX_WAYS == 0 else 1
-            for w in range(0, n_ways, step):
+            for w in range(0, n_ways, MAX_WAYS):
+                step = min(MAX_WAYS, n_ways - w)
                 gain = None if gains is None else gains[w : w + step].contiguous()
                 results += read_sources(u, w, step, sources, None, gain, eps, norm_eps)[0]
             return tuple(results) if many else results[0]

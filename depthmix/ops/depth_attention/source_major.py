@@ -23,6 +23,7 @@ from depthmix.ops.depth_attention.reference import depth_attention_reference
 from depthmix.ops.precision import rms_normalize, without_autocast
 from depthmix.ops.torch_internals import node_will_run, saving_is_hooked
 
+AT_ONCE = 2  # ways of a read, at most, that share one pass over the newest source for its gradient
 FEWEST_READERS = 2  # for which it pays to leave a source's gradient unfinished and take it up again
 
 
@@ -224,20 +225,20 @@ def _backward(ctx: Any, saved: Sequence[Tensor], grads: Sequence[Tensor | None])
     elif any(d is not None for d in dy):
         makers = [(i, m) for i, m in enumerate(ctx.makers) if m is not None and node_will_run(m)]
         local = [(i, next(local_sources)) for i, m in enumerate(ctx.makers) if m is None]
-        # One way and no reader left: the newest source's gradient is computed here, while its reader's is at hand.
-        at_once = ctx.ways == 1 and not left
+        # Few ways and no reader left: the newest source's gradient is computed here, while its reader's is at hand.
+        at_once = ctx.ways <= AT_ONCE and not left
         newest = Newest(fresh, g, need_fresh, _take_part(ctx, task)) if at_once else None
         u = queries[ctx.row : ctx.row + ctx.ways]
         store = bool(makers or local or not at_once)
-        ways = []
-        for w, d in enumerate(dy):
-            d = torch.zeros_like(fresh) if d is None else d.contiguous()
-            k = None if gain is None else gain[w]
-            ways.append(read_backward(d, o[w], u[w], k, s[w], lse[w], newest, eps, store, ctx.n > 1))
-        dgain = None if gain is None else torch.stack([x.dgain for x in ways])
-        reading = Reading(
-            [x.do for x in ways], s, ctx.far, ctx.n, [x.ld for x in ways], u, ctx.row, ctx.queries, stream_of(u)
-        )
+        given = [torch.zeros_like(fresh) if d is None else d.contiguous() for d in dy]
+        back = []
+        step = ctx.ways if ctx.ways <= AT_ONCE else 1
+        for w in range(0, ctx.ways, step):
+            own, k = slice(w, w + step), None if gain is None else gain[w : w + step]
+            back.append(read_backward(given[own], o[own], u[own], k, s[own], lse[own], newest, eps, store, ctx.n > 1))
+        dgain = None if gain is None else back[0].dgain if len(back) == 1 else torch.cat([x.dgain for x in back])
+        do, ld = [d for x in back for d in x.do], [t for x in back for t in x.ld]
+        reading = Reading(do, s, ctx.far, ctx.n, ld, u, ctx.row, ctx.queries, stream_of(u))
         for i, maker in makers:
             leave(maker, task, (reading, i))
         parts = []  # of du
@@ -245,8 +246,8 @@ def _backward(ctx: Any, saved: Sequence[Tensor], grads: Sequence[Tensor | None])
             dv[i], du = _from_own_read(v, None, reading, i, eps, needs[i])
             parts.append(du)
         if at_once:
-            g = ways[0].dv
-            parts.append(ways[0].du.unsqueeze(0))
+            g = back[0].dv
+            parts.append(back[0].du)
         elif ctx.queries is None and not left and task not in ctx.part:
             g, du = _from_own_read(fresh, g, reading, ctx.n - 1, eps, need_fresh)
             parts.append(du)

@@ -47,32 +47,37 @@ def _layer_backward_kernel(
     way = N * n  # from one way's logits to the next
     u0, k0 = tl.load(u + d, mask=ok, other=0.0), tl.load(gain + d, mask=ok, other=0.0)
     du0, dg0 = tl.zeros([BD], tl.float32), tl.zeros([BD], tl.float32)
-    if WAYS == 3:
+    if WAYS >= 2:
         u1, k1 = tl.load(u + D + d, mask=ok, other=0.0), tl.load(gain + D + d, mask=ok, other=0.0)
-        u2, k2 = tl.load(u + 2 * D + d, mask=ok, other=0.0), tl.load(gain + 2 * D + d, mask=ok, other=0.0)
         du1, dg1 = tl.zeros([BD], tl.float32), tl.zeros([BD], tl.float32)
+    if WAYS >= 3:
+        u2, k2 = tl.load(u + 2 * D + d, mask=ok, other=0.0), tl.load(gain + 2 * D + d, mask=ok, other=0.0)
         du2, dg2 = tl.zeros([BD], tl.float32), tl.zeros([BD], tl.float32)
     for t in tl.range(tl.program_id(0).to(tl.int64), N, tl.num_programs(0), num_stages=1):
         l0, o0 = tl.load(lse + t), tl.zeros([BD], tl.float32)
-        if WAYS == 3:
+        if WAYS >= 2:
             l1, o1 = tl.load(lse + N + t), tl.zeros([BD], tl.float32)
+        if WAYS >= 3:
             l2, o2 = tl.load(lse + 2 * N + t), tl.zeros([BD], tl.float32)
         for i in range(n):
             v = load_row(tl.load(table + 3 * i), t, d, D, dy0, ALIGNED, ok)
             at = s + i * N + t
             o0 = tl.fma(tl.exp(tl.load(at) - l0), v, o0)
-            if WAYS == 3:
+            if WAYS >= 2:
                 o1 = tl.fma(tl.exp(tl.load(at + way) - l1), v, o1)
+            if WAYS >= 3:
                 o2 = tl.fma(tl.exp(tl.load(at + 2 * way) - l2), v, o2)
         y0 = tl.load(dy0 + t * D + d, mask=ok, other=0.0).to(tl.float32)
         y0, dg0, delta0 = _through_norm(y0, o0, k0, dg0, out_eps, D, NORM)
-        if WAYS == 3:
-            y1 = tl.load(dy1 + t * D + d, mask=ok, other=0.0).to(tl.float32)
-            y2 = tl.load(dy2 + t * D + d, mask=ok, other=0.0).to(tl.float32)
-            y1, dg1, delta1 = _through_norm(y1, o1, k1, dg1, out_eps, D, NORM)
-            y2, dg2, delta2 = _through_norm(y2, o2, k2, dg2, out_eps, D, NORM)
-            own1, own2 = tl.zeros([BD], tl.float32), tl.zeros([BD], tl.float32)
         own0 = tl.zeros([BD], tl.float32)  # this token's part of du: long sums are added up in two steps
+        if WAYS >= 2:
+            y1 = tl.load(dy1 + t * D + d, mask=ok, other=0.0).to(tl.float32)
+            y1, dg1, delta1 = _through_norm(y1, o1, k1, dg1, out_eps, D, NORM)
+            own1 = tl.zeros([BD], tl.float32)
+        if WAYS >= 3:
+            y2 = tl.load(dy2 + t * D + d, mask=ok, other=0.0).to(tl.float32)
+            y2, dg2, delta2 = _through_norm(y2, o2, k2, dg2, out_eps, D, NORM)
+            own2 = tl.zeros([BD], tl.float32)
         for i in range(n):
             v = load_row(tl.load(table + 3 * i), t, d, D, dy0, ALIGNED, ok)
             r = tl.rsqrt(tl.sum(v * v, 0) / D + eps)
@@ -81,8 +86,9 @@ def _layer_backward_kernel(
             c = 0.0
             at = s + i * N + t
             acc, c, own0 = _pair(v, r, y0, u0, tl.load(at), l0, delta0, several, acc, c, own0)
-            if WAYS == 3:
+            if WAYS >= 2:
                 acc, c, own1 = _pair(v, r, y1, u1, tl.load(at + way), l1, delta1, several, acc, c, own1)
+            if WAYS >= 3:
                 acc, c, own2 = _pair(v, r, y2, u2, tl.load(at + 2 * way), l2, delta2, several, acc, c, own2)
             acc -= (c * r * r / D) * v
             out = out.to(tl.pointer_type(dy0.dtype.element_ty)) + t * D + d
@@ -90,17 +96,19 @@ def _layer_backward_kernel(
                 out = tl.multiple_of(out, 16)
             tl.store(out, acc.to(dy0.dtype.element_ty), mask=ok)
         du0 += own0
-        if WAYS == 3:
+        if WAYS >= 2:
             du1 += own1
+        if WAYS >= 3:
             du2 += own2
     part += tl.program_id(0).to(tl.int64) * (2 * WAYS * D) + d
     tl.store(part, du0, mask=ok)
     tl.store(part + WAYS * D, dg0, mask=ok)
-    if WAYS == 3:
+    if WAYS >= 2:
         tl.store(part + D, du1, mask=ok)
+        tl.store(part + (WAYS + 1) * D, dg1, mask=ok)
+    if WAYS >= 3:
         tl.store(part + 2 * D, du2, mask=ok)
-        tl.store(part + 4 * D, dg1, mask=ok)
-        tl.store(part + 5 * D, dg2, mask=ok)
+        tl.store(part + (WAYS + 2) * D, dg2, mask=ok)
 
 
 def layer_backward(

@@ -4,7 +4,7 @@ The equations are in reference.py. Sources are never stacked: kernels find them 
 
     read             o_w = Σ_i p_wi v_i for W ways from one read of the sources, the add that makes the newest source
                      and the RMSNorm that follows
-    read_backward    of one way: of the norm, and of the newest source while it is at hand
+    read_backward    of one way or two: of the norm, and of the newest source while it is at hand
 """
 
 from collections.abc import Sequence
@@ -71,18 +71,20 @@ def _read_kernel(
     m0, z0, acc0 = float("-inf"), 0.0, tl.zeros([BD], tl.float32)
     if BANK:  # the mixture of older sources, with weights that sum to one
         m0, z0, acc0 = tl.load(bank_lse + t), 1.0, tl.load(bank + t * D + d, mask=ok, other=0.0)
-    if WAYS == 3:
+    if WAYS >= 2:
         u1 = tl.load(u + D + d, mask=ok, other=0.0)
-        u2 = tl.load(u + 2 * D + d, mask=ok, other=0.0)
         m1, z1, acc1 = float("-inf"), 0.0, tl.zeros([BD], tl.float32)
+    if WAYS >= 3:
+        u2 = tl.load(u + 2 * D + d, mask=ok, other=0.0)
         m2, z2, acc2 = float("-inf"), 0.0, tl.zeros([BD], tl.float32)
     for i in tl.range(0, n - ADD, num_stages=STAGES):
         v = load_row(tl.load(table + i), t, d, D, y0, ALIGNED, ok)
         r = tl.rsqrt(tl.sum(v * v, 0) / D + eps)
         at = s + i * N + t
         m0, z0, acc0 = _attend(v, r, u0, m0, z0, acc0, at, KEEP)
-        if WAYS == 3:
+        if WAYS >= 2:
             m1, z1, acc1 = _attend(v, r, u1, m1, z1, acc1, at + way, KEEP)
+        if WAYS >= 3:
             m2, z2, acc2 = _attend(v, r, u2, m2, z2, acc2, at + 2 * way, KEEP)
     if ADD:
         v = load_row(tl.load(table + n - 1), t, d, D, y0, ALIGNED, ok) + tl.load(add + t * D + d, mask=ok, other=0.0)
@@ -92,74 +94,135 @@ def _read_kernel(
         r = tl.rsqrt(tl.sum(v * v, 0) / D + eps)
         at = s + (n - 1) * N + t
         m0, z0, acc0 = _attend(v, r, u0, m0, z0, acc0, at, KEEP)
-        if WAYS == 3:
+        if WAYS >= 2:
             m1, z1, acc1 = _attend(v, r, u1, m1, z1, acc1, at + way, KEEP)
+        if WAYS >= 3:
             m2, z2, acc2 = _attend(v, r, u2, m2, z2, acc2, at + 2 * way, KEEP)
     rows = N * (1 + (NORM and KEEP == 2))  # from one way's totals to the next
     deliver(z0, acc0, m0 + tl.log(z0), y0, o0, gain, lse, t, N, d, ok, out_eps, D, NORM, KEEP)
-    if WAYS == 3:
+    if WAYS >= 2:
         deliver(z1, acc1, m1 + tl.log(z1), y1, o1, gain + D, lse + rows, t, N, d, ok, out_eps, D, NORM, KEEP)
+    if WAYS >= 3:
         deliver(z2, acc2, m2 + tl.log(z2), y2, o2, gain + 2 * D, lse + 2 * rows, t, N, d, ok, out_eps, D, NORM, KEEP)
 
 
-@triton.jit(do_not_specialize=["N", "several"])
+@triton.jit
+def _four_sums(a, b, c, e):
+    """Four sums over a row in one reduction."""
+    front, back = tl.split(tl.sum(tl.join(tl.join(a, b), tl.join(c, e)), 0))
+    first, second = tl.split(front)
+    third, fourth = tl.split(back)
+    return first, second, third, fourth
+
+
+@triton.jit
+def _through_norm(y, x, along, rho, do, at, ok, D: tl.constexpr, like, STORE: tl.constexpr):
+    """The gradient of a mixture from that of its normed self x, as the other sources will read it."""
+    y = (rho * (y - x * (along / D))).to(like.dtype.element_ty)
+    if STORE:
+        tl.store(do + at, y, mask=ok)
+    return y.to(tl.float32)
+
+
+@triton.jit
+def _to_newest(y, w, q, r, logit, total, delta, dot, several, D: tl.constexpr):
+    """A way's part of the newest source's gradient, and of its query's."""
+    p = tl.exp(logit - total)
+    ds = p * (dot - delta) * several
+    return p * y + (ds * r) * q - (ds * logit * r * r / D) * w, (ds * r) * w
+
+
+@triton.jit(do_not_specialize=["N", "several", "way"])
 def _read_backward_kernel(
-    dy, o, do, u, gain, s, lse, ld, v, g, before, dv, part, N: tl.int64, several: tl.int32, eps,
-    D: tl.constexpr, BD: tl.constexpr, NORM: tl.constexpr, STORE: tl.constexpr, LOCAL: tl.constexpr,
+    dy0, dy1, o0, o1, do0, do1, u, gain, s, lse, ld, v, g, before, dv, part, N: tl.int64, several: tl.int32, way: tl.int64, eps,
+    D: tl.constexpr, BD: tl.constexpr, WAYS: tl.constexpr, NORM: tl.constexpr, STORE: tl.constexpr, LOCAL: tl.constexpr,
     HAS_G: tl.constexpr, HAS_BEFORE: tl.constexpr, NEED_DV: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     d = tl.arange(0, BD)
     ok = d < D
-    du, dgain = tl.zeros([BD], tl.float32), tl.zeros([BD], tl.float32)
+    rows = N * (1 + NORM)  # from one way's totals to the next
+    du0, dgain0 = tl.zeros([BD], tl.float32), tl.zeros([BD], tl.float32)
+    if WAYS == 2:
+        du1, dgain1 = tl.zeros([BD], tl.float32), tl.zeros([BD], tl.float32)
     if LOCAL:
-        q = tl.load(u + d, mask=ok, other=0.0)
+        q0 = tl.load(u + d, mask=ok, other=0.0)
+        if WAYS == 2:
+            q1 = tl.load(u + D + d, mask=ok, other=0.0)
     if NORM:
-        k = tl.load(gain + d, mask=ok, other=0.0)
+        k0 = tl.load(gain + d, mask=ok, other=0.0)
+        if WAYS == 2:
+            k1 = tl.load(gain + D + d, mask=ok, other=0.0)
     for t in tl.range(tl.program_id(0).to(tl.int64), N, tl.num_programs(0), num_stages=STAGES):
-        y = tl.load(dy + t * D + d, mask=ok, other=0.0).to(tl.float32)
-        x = tl.load(o + t * D + d, mask=ok, other=0.0).to(tl.float32)
-        w, square, rho = x, 0.0, 1.0
+        at = t * D + d
+        y0 = tl.load(dy0 + at, mask=ok, other=0.0).to(tl.float32)
+        x0 = tl.load(o0 + at, mask=ok, other=0.0).to(tl.float32)
+        w, square, rho0, rho1 = x0, 0.0, 1.0, 1.0
+        if WAYS == 2:
+            y1 = tl.load(dy1 + at, mask=ok, other=0.0).to(tl.float32)
+            x1 = tl.load(o1 + at, mask=ok, other=0.0).to(tl.float32)
         if LOCAL:
-            w = tl.load(v + t * D + d, mask=ok, other=0.0).to(tl.float32)
+            w = tl.load(v + at, mask=ok, other=0.0).to(tl.float32)
         if NORM:  # x is the normed result
-            rho = tl.load(lse + N + t)
-            dgain += y * x
-            y = y * k
-            if LOCAL:
-                along, square = tl.split(tl.sum(tl.join(y * x, w * w), 0))  # one reduction for both
+            rho0 = tl.load(lse + N + t)
+            dgain0 += y0 * x0
+            y0 = y0 * k0
+            if WAYS == 2:
+                rho1 = tl.load(lse + rows + N + t)
+                dgain1 += y1 * x1
+                y1 = y1 * k1
+            # One reduction for all.
+            if WAYS == 2 and LOCAL:
+                along0, square, along1, _ = _four_sums(y0 * x0, w * w, y1 * x1, w * w)
+            elif WAYS == 2:
+                along0, along1 = tl.split(tl.sum(tl.join(y0 * x0, y1 * x1), 0))
+            elif LOCAL:
+                along0, square = tl.split(tl.sum(tl.join(y0 * x0, w * w), 0))
             else:
-                along = tl.sum(y * x, 0)
-            y = (rho * (y - x * (along / D))).to(dy.dtype.element_ty)  # as the other sources will read it
-            if STORE:
-                tl.store(do + t * D + d, y, mask=ok)
-            y = y.to(tl.float32)
+                along0 = tl.sum(y0 * x0, 0)
+            y0 = _through_norm(y0, x0, along0, rho0, do0, at, ok, D, dy0, STORE)
+            if WAYS == 2:
+                y1 = _through_norm(y1, x1, along1, rho1, do1, at, ok, D, dy0, STORE)
         elif LOCAL:
             square = tl.sum(w * w, 0)
-        if LOCAL:
-            delta, dot = tl.split(tl.sum(tl.join(y * x, y * w), 0))
+        delta1, dot0, dot1 = 0.0, 0.0, 0.0
+        if WAYS == 2 and LOCAL:
+            delta0, dot0, delta1, dot1 = _four_sums(y0 * x0, y0 * w, y1 * x1, y1 * w)
+        elif WAYS == 2:
+            delta0, delta1 = tl.split(tl.sum(tl.join(y0 * x0, y1 * x1), 0))
+        elif LOCAL:
+            delta0, dot0 = tl.split(tl.sum(tl.join(y0 * x0, y0 * w), 0))
         else:
-            delta, dot = tl.sum(y * x, 0), 0.0
-        delta = delta / rho
-        total = tl.load(lse + t)
+            delta0 = tl.sum(y0 * x0, 0)
+        delta0, delta1 = delta0 / rho0, delta1 / rho1
+        total0 = tl.load(lse + t)
         if STORE:
-            tl.store(ld + t, total)
-            tl.store(ld + N + t, delta)
+            tl.store(ld + t, total0)
+            tl.store(ld + N + t, delta0)
+        if WAYS == 2:
+            total1 = tl.load(lse + rows + t)
+            if STORE:
+                tl.store(ld + 2 * N + t, total1)
+                tl.store(ld + 3 * N + t, delta1)
         if LOCAL:
             r = tl.rsqrt(square / D + eps)
-            logit = tl.load(s + t)
-            p = tl.exp(logit - total)
-            ds = p * (dot - delta) * several
-            du += (ds * r) * w
+            y, more = _to_newest(y0, w, q0, r, tl.load(s + t), total0, delta0, dot0, several, D)
+            du0 += more
+            if WAYS == 2:
+                other, more = _to_newest(y1, w, q1, r, tl.load(s + way + t), total1, delta1, dot1, several, D)
+                y += other
+                du1 += more
             if NEED_DV:
-                y = p * y + (ds * r) * q - (ds * logit * r * r / D) * w
                 if HAS_G:
-                    y += tl.load(g + t * D + d, mask=ok, other=0.0).to(tl.float32)
+                    y += tl.load(g + at, mask=ok, other=0.0).to(tl.float32)
                 if HAS_BEFORE:
-                    y += tl.load(before + t * D + d, mask=ok, other=0.0)
-                tl.store(dv + t * D + d, y.to(dv.dtype.element_ty), mask=ok)
-    at = part + tl.program_id(0).to(tl.int64) * 2 * D + d
-    tl.store(at, du, mask=ok)
-    tl.store(at + D, dgain, mask=ok)
+                    y += tl.load(before + at, mask=ok, other=0.0)
+                tl.store(dv + at, y.to(dv.dtype.element_ty), mask=ok)
+    part += tl.program_id(0).to(tl.int64) * (2 * WAYS * D) + d
+    tl.store(part, du0, mask=ok)
+    tl.store(part + WAYS * D, dgain0, mask=ok)
+    if WAYS == 2:
+        tl.store(part + D, du1, mask=ok)
+        tl.store(part + 3 * D, dgain1, mask=ok)
 
 
 def _warps(block: int, registers: int) -> int:
@@ -248,18 +311,18 @@ class Newest(NamedTuple):
 
 
 class ReadGradients(NamedTuple):
-    """Gradients of one way of a read."""
+    """Gradients of one way of a read, or of two."""
 
-    do: Tensor  # of o
-    ld: Tensor  # log-sum-exp and δ = do · o: [2, N]
+    do: list[Tensor]  # of each o
+    ld: Tensor  # log-sum-exp and δ = do · o: [W, 2, N]
     dv: Tensor | None  # of the newest source
-    du: Tensor  # [D], the newest source's part; zero without one
-    dgain: Tensor  # [D]; zero without a norm
+    du: Tensor  # [W, D], the newest source's part; zero without one
+    dgain: Tensor  # [W, D]; zero without a norm
 
 
 def read_backward(
-    dy: Tensor,
-    o: Tensor,
+    dy: Sequence[Tensor],
+    o: Sequence[Tensor],
     u: Tensor,
     gain: Tensor | None,
     s: Tensor,
@@ -269,29 +332,30 @@ def read_backward(
     store: bool,
     several: bool = True,
 ) -> ReadGradients:
-    """Gradients of one way, given that of its output; o: its result, with a norm before the gain (Result).
+    """Gradients of one way or two, given those of their outputs; o: their results, with a norm before the gain (Result).
 
-    u, gain: [D]; s: logits [n, N], the newest source's last; lse: [1 or 2, N]. store: also do and δ, for the other sources.
-    several: sources were read, those in a bank included: the weight of an only one is 1 whatever its logit.
+    u, gain: [W, D]; s: logits [W, n, N], the newest source's last; lse: [W, 1 or 2, N]. store: also do and δ, for the other
+    sources. several: sources were read, those in a bank included: the weight of an only one is 1 whatever its logit.
     """
-    dim, tokens = u.shape[0], s.shape[1]
-    do = torch.empty_like(dy) if store and gain is not None else dy
-    ld = torch.empty(2, tokens if store else 0, dtype=torch.float32, device=dy.device)
-    dv = torch.empty_like(dy) if newest is not None and newest.need_dv else None
+    first, (ways, dim), tokens = dy[0], u.shape, s.shape[-1]
+    do = [torch.empty_like(d) if store and gain is not None else d for d in dy]
+    ld = torch.empty(ways, 2, tokens if store else 0, dtype=torch.float32, device=first.device)
+    dv = torch.empty_like(first) if newest is not None and newest.need_dv else None
     if not tokens:
         return ReadGradients(do, ld, dv, torch.zeros_like(u), torch.zeros_like(u))
     block = triton.next_power_of_2(dim)
-    warps = _warps(block, 8)
-    programs = programs_for(tokens, warps, dy)
-    part = torch.empty(programs, 2, dim, dtype=torch.float32, device=dy.device)
+    warps = _warps(block, 8 * ways)
+    programs = programs_for(tokens, warps, first)
+    part = torch.empty(programs, 2, ways, dim, dtype=torch.float32, device=first.device)
     g, before = (None, None) if newest is None else (newest.g, newest.part)
     launch(
-        _read_backward_kernel, (programs,), dy,
-        dy, o, do, u, u if gain is None else gain, s[-1], lse, ld, dy if newest is None else newest.v,
-        dy if g is None else g, u if before is None else before, dy if dv is None else dv, part,
-        tokens, int(several), eps,
-        D=dim, BD=block, NORM=gain is not None, STORE=store, LOCAL=newest is not None, HAS_G=g is not None,
-        HAS_BEFORE=before is not None, NEED_DV=dv is not None, STAGES=_stages(4 if newest is None else 3, dy, 5), num_warps=warps,
+        _read_backward_kernel, (programs,), first,
+        dy[0], dy[-1], o[0], o[-1], do[0], do[-1], u, u if gain is None else gain, s[0, -1], lse, ld,
+        first if newest is None else newest.v, first if g is None else g, u if before is None else before,
+        first if dv is None else dv, part, tokens, int(several), s.stride(0), eps,
+        D=dim, BD=block, WAYS=ways, NORM=gain is not None, STORE=store, LOCAL=newest is not None, HAS_G=g is not None,
+        HAS_BEFORE=before is not None, NEED_DV=dv is not None, STAGES=_stages(4 if newest is None else 3, first, 3 + 2 * ways),
+        num_warps=warps,
     )  # fmt: skip
     du, dgain = part[0] if newest is None and gain is None else part.sum(0)  # all zeros, or to be added up
     return ReadGradients(do, ld, dv, du, dgain)

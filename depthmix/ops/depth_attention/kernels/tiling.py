@@ -119,8 +119,11 @@ def _read_known_kernel(
         tl.store(fresh + t * D + d, v, mask=ok)
     v = v.to(tl.float32)
     u0 = tl.load(u + d, mask=ok, other=0.0)
-    if WAYS == 3:  # one reduction for all
-        u1, u2 = tl.load(u + D + d, mask=ok, other=0.0), tl.load(u + 2 * D + d, mask=ok, other=0.0)
+    if WAYS >= 2:  # one reduction for all
+        u1 = tl.load(u + D + d, mask=ok, other=0.0)
+        u2 = u1
+        if WAYS >= 3:
+            u2 = tl.load(u + 2 * D + d, mask=ok, other=0.0)
         front, back = tl.split(tl.sum(tl.join(tl.join(v * v, v * u0), tl.join(v * u1, v * u2)), 0))
         square, s0 = tl.split(front)
         s1, s2 = tl.split(back)
@@ -132,24 +135,31 @@ def _read_known_kernel(
     acc0 = tl.exp(s0 - l0) * v
     if KEEP > 0:
         tl.store(s + t, s0)
-    if WAYS == 3:
-        s1, s2 = s1 * r, s2 * r
-        l1, l2 = _with(_log_sum(table, n, t + N, BN), s1), _with(_log_sum(table, n, t + 2 * N, BN), s2)
-        acc1, acc2 = tl.exp(s1 - l1) * v, tl.exp(s2 - l2) * v
+    if WAYS >= 2:
+        s1 *= r
+        l1 = _with(_log_sum(table, n, t + N, BN), s1)
+        acc1 = tl.exp(s1 - l1) * v
         if KEEP > 0:
             tl.store(s + N + t, s1)
+    if WAYS >= 3:
+        s2 *= r
+        l2 = _with(_log_sum(table, n, t + 2 * N, BN), s2)
+        acc2 = tl.exp(s2 - l2) * v
+        if KEEP > 0:
             tl.store(s + 2 * N + t, s2)
     for i in tl.range(0, n, num_stages=STAGES):
         v = load_row(tl.load(table + 2 * i), t, d, D, y0, ALIGNED, ok)
         p = tl.load(table + 2 * i + 1).to(tl.pointer_type(tl.float32)) + t
         acc0 = tl.fma(tl.exp(tl.load(p) - l0), v, acc0)
-        if WAYS == 3:
+        if WAYS >= 2:
             acc1 = tl.fma(tl.exp(tl.load(p + N) - l1), v, acc1)
+        if WAYS >= 3:
             acc2 = tl.fma(tl.exp(tl.load(p + 2 * N) - l2), v, acc2)
     rows = N * (1 + (NORM and KEEP == 2))  # from one way's totals to the next
     deliver(1.0, acc0, l0, y0, o0, gain, lse, t, N, d, ok, out_eps, D, NORM, KEEP)
-    if WAYS == 3:
+    if WAYS >= 2:
         deliver(1.0, acc1, l1, y1, o1, gain + D, lse + rows, t, N, d, ok, out_eps, D, NORM, KEEP)
+    if WAYS >= 3:
         deliver(1.0, acc2, l2, y2, o2, gain + 2 * D, lse + 2 * rows, t, N, d, ok, out_eps, D, NORM, KEEP)
 
 
