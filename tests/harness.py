@@ -21,7 +21,7 @@ class Sublayers(nn.Module):
         w = self.weight[site]
         if site % 2 == 1:
             return torch.tanh(reads[0] @ w[0]) @ w[1]
-        q, k, v = reads if len(reads) == 3 else reads * 3
+        q, k, v = {1: reads * 3, 2: (reads[0], *reads), 3: reads}[len(reads)]
         seen = torch.tanh(k @ w[1])
         past = seen.cumsum(-2) / torch.arange(1, seen.shape[-2] + 1, dtype=seen.dtype).unsqueeze(-1)
         return torch.tanh(q @ w[0]) * past + v @ w[2]

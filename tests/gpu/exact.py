@@ -86,6 +86,8 @@ def exact_stack(stack: Stack, x: Tensor, dtype: torch.dtype) -> Tensor:
     for site in range(n_sites + 1):
         sources = blocks if partial is None else [*blocks, partial]
         rows = [m.query[site] * m.key_gain[site]]
+        if site < n_sites and m.ways(site) == 2:
+            rows.append(m.query_v[site // 2] * m.key_gain_v[site // 2])
         if site < n_sites and m.ways(site) == 3:
             rows += list(m.query_kv[site // 2] * m.key_gain_kv[site // 2])
         if site == n_sites:

@@ -91,7 +91,7 @@ def test_at_step_0_rezero_reads_the_embedding_alone_and_full_attnres_averages():
 @cases(
     ("attnres", {}),
     *(("attnres", {"block_size": b}) for b in (2, 3, 5)),
-    ("attnres", {"block_size": 3, "ways": 3}),
+    ("attnres", {"block_size": 3, "ways": 2}),
     ("attnres", {"ways": 3}),
     ("attnres", {"query": "input"}),
     ("attnres", {"weights": "static"}),
@@ -141,7 +141,7 @@ SCALAR = [
     ("mhc", {"head": "learned", "convention": "deepseek"}),
     ("mhc", {"schedule": "single_pass"}),
     ("attnres", {"block_size": 4}),
-    ("attnres", {"ways": 3, "query": "input"}),
+    ("attnres", {"ways": 2, "query": "input"}),
     ("attnres", {"window": 2, "weights": "sigmoid"}),
     ("attnres", {"routing": "add", "weights": "static"}),
     ("grn", {"version": 1}),

@@ -40,7 +40,7 @@ def assert_same(a, b):
 def rows_of(mixer):
     """(name, row) -> a view of the parameter that belongs to one site, way or reader."""
     for name, p in mixer.named_parameters():
-        if "." in name or name.endswith(("_head", "_kv")):
+        if "." in name or name.endswith(("_head", "_v", "_kv")):
             yield name, 0, lambda g: g
         elif mixer.name == "mhc" and name == "b":  # its parts have different fates
             n = mixer.n

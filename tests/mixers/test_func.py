@@ -11,7 +11,7 @@ from harness import MIXERS, Sublayers, as_tuple, build
 D, BLOCKS = 8, 2
 # The rules whose operators have a backward of their own, in the forms that reach it.
 CASES = [(name, {}) for name in MIXERS] + [
-    ("attnres", {"block_size": 2, "ways": 3}),
+    ("attnres", {"block_size": 2, "ways": 2}),
     ("attnres", {"weights": "static"}),
     ("grn", {"version": 3, "relu_on": "sum"}),
 ]

@@ -17,7 +17,7 @@ from project import ROOT, code_blocks
 SHAPE = {"vocab_size": 11, "dim": 12, "n_blocks": 1, "n_heads": 2, "mlp_dim": 8}
 IDS = torch.arange(12).reshape(4, 3) % 11
 BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)  # a state may hold fp32
-CASES = [("attnres", {"ways": 3}), ("dca", {}), ("mhc", {"residual_map": "birkhoff", "schedule": "single_pass"})]
+CASES = [("attnres", {"ways": 2}), ("dca", {}), ("mhc", {"residual_map": "birkhoff", "schedule": "single_pass"})]
 
 
 def decoder(name, options):

@@ -14,8 +14,9 @@ from depthmix import Decoder, DecoderConfig, create_mixer, list_mixers
 from depthmix.mixers import mixer_class
 
 SMALL = {"vocab_size": 13, "dim": 16, "n_blocks": 3, "n_heads": 4, "n_kv_heads": 2, "mlp_dim": 24}
-THREE_WAYS = [(name, {}) for name in list_mixers() if create_mixer(name, dim=4, n_blocks=1).ways(0) == 3]
-THREE_WAYS.append(("attnres", {"ways": 3}))
+SEVERAL_WAYS = [(name, {}) for name in list_mixers() if create_mixer(name, dim=4, n_blocks=1).ways(0) > 1]
+SEVERAL_WAYS += [("attnres", {"ways": ways}) for ways in (2, 3)]
+SEEN_BY = {2: ("qk", "v"), 3: ("q", "k", "v")}  # by ways: the projections that see each
 
 
 def small(mixer="residual", options=None, seed=0, random=False, dtype=torch.float64, **changes):
@@ -133,7 +134,7 @@ def plain(mixer, **options):
 
 
 PLAIN_AT_STEP_0 = [
-    *plain("attnres", block_size=(None, 1, 2, 3, 4, 5), ways=(3,), query=("input",), weights=("sigmoid", "static")),
+    *plain("attnres", block_size=(None, 1, 2, 3, 4, 5), ways=(2, 3), query=("input",), weights=("sigmoid", "static")),
     *plain("attnres", heads=(4,), key_norm=(False,), routing=("add",)),
     *plain("dca", window=(None, 1), relu_on=("sum",), w_per_entry=(True,)),
     *plain("denseformer", dilation=(1, 2), period=(2,)),
@@ -180,11 +181,14 @@ def test_rezero_starts_as_the_embedding_alone():
 # Whatever the mixer.
 
 
-@pytest.mark.parametrize(("mixer", "options"), THREE_WAYS, ids=str)
+@pytest.mark.parametrize(("mixer", "options"), SEVERAL_WAYS, ids=str)
 @pytest.mark.parametrize("way", range(3))
-def test_each_of_three_norms_reaches_its_own_projection_and_no_other(mixer, options, way):
+def test_each_of_several_norms_reaches_its_own_projections_and_no_other(mixer, options, way):
     model, site = small(mixer, options, random=True), 2
-    assert [len(norms) for norms in model.norms] == [3, 1] * SMALL["n_blocks"]
+    ways = model.mixer.ways(site)
+    assert ways == options.get("ways", 3)
+    assert [len(norms) for norms in model.norms] == [ways, 1] * SMALL["n_blocks"]
+    way = min(way, ways - 1)
     attention, projected = model.sublayers[site], defaultdict(list)
     for name in ("q_proj", "k_proj", "v_proj"):
         getattr(attention, name).register_forward_hook(lambda m, i, out, name=name: projected[name].append(out))
@@ -192,7 +196,7 @@ def test_each_of_three_norms_reaches_its_own_projection_and_no_other(mixer, opti
     nn.init.zeros_(model.norms[site][way].weight)
     assert (model(tokens()) - before).abs().max() > 1e-6
     changed = [not torch.equal(*projected[name]) for name in ("q_proj", "k_proj", "v_proj")]
-    assert changed == [w == way for w in range(3)]
+    assert changed == [w in SEEN_BY[ways][way] for w in "qkv"]
 
 
 @pytest.mark.parametrize("mixer", list_mixers())
@@ -337,7 +341,7 @@ def test_forward_takes_ids_or_embeddings_but_not_both():
 @pytest.mark.no_cover
 def test_a_whole_model_compiles_as_one_graph():
     """Logits and gradients of the compiled model are those of the eager one."""
-    options = {"block_size": 3, "ways": 3}
+    options = {"block_size": 3, "ways": 2}
     model = Decoder(DecoderConfig(40, dim=24, n_blocks=1, n_heads=2, mixer="attnres", mixer_options=options))
     ids = torch.randint(0, 40, (2, 7))
     torch._dynamo.reset()

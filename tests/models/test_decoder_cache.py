@@ -86,7 +86,7 @@ def test_decoding_token_by_token_with_a_static_cache_equals_the_full_forward(mix
 @pytest.mark.parametrize("kind", CACHES)
 @pytest.mark.parametrize("chunks", [(LENGTH,), (3, 4, 1), (1, 5, 2), (1,) * LENGTH], ids=str)
 def test_prefill_in_chunks_equals_the_full_forward(kind, chunks):
-    model, ids = decoder(ways=3, block_size=2), tokens()
+    model, ids = decoder(ways=2, block_size=2), tokens()
     torch.testing.assert_close(in_chunks(model, ids, new_cache(kind), chunks), model(ids), **CLOSE)
 
 

@@ -91,8 +91,8 @@ def test_every_option(options: dict[str, Any]) -> None:
         ((2, 2), 3, 0),
         ((2, 17), 4, 3),  # neither even nor a power of two
         ((2, 40), 5, 0),
-        ((1, 257), 2, 3),
-        ((2, 16), 3, 6),  # more ways than a kernel reads at once
+        ((1, 257), 2, 2),
+        ((2, 16), 3, 5),  # more ways than a kernel reads at once
         ((7, 8), 2, 0),  # more tokens than programs in a kernel that walks over them
         ((2, 8), 16, 0),
         ((1, 8), 17, 3),
@@ -106,7 +106,7 @@ def test_shapes(shape: tuple[int, ...], n: int, ways: int) -> None:
 
 
 @pytest.mark.parametrize("shape", [(0, 24), (2, 0, 8), (0, 1)])
-@pytest.mark.parametrize("ways", [0, 3])
+@pytest.mark.parametrize("ways", [0, 2])
 def test_no_tokens(shape: tuple[int, ...], ways: int) -> None:
     """Nothing in, nothing out, and gradients of zero for what all tokens share."""
     op, _, leaves = case(shape, 3, ways, True, True)
@@ -134,7 +134,7 @@ def test_layouts_of_gradients(layout: str) -> None:
     assert_near(grads, exact, TOL)
 
 
-@pytest.mark.parametrize("options", combinations(ways=(0, 3), out_gain=(False, True)), ids=name)
+@pytest.mark.parametrize("options", combinations(ways=(0, 2, 3), out_gain=(False, True)), ids=name)
 def test_half_precision(options: dict[str, Any]) -> None:
     """fp16 sources with fp32 parameters: outputs are the exact ones rounded once.
 
@@ -196,7 +196,7 @@ WANTED = {
 
 
 @pytest.mark.parametrize("wanted", WANTED.values(), ids=WANTED)
-@pytest.mark.parametrize("ways", [0, 3])
+@pytest.mark.parametrize("ways", [0, 2])
 def test_some_inputs_are_constants(wanted: tuple[int, ...], ways: int) -> None:
     """Any part of the inputs may be without a gradient; the others' is the same."""
     op, expected, leaves = case((2, 24), 4, ways, True, True)

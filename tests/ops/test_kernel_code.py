@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from depthmix.ops import use_backend
 from ops.helpers import assert_near, saved_storages
-from ops.test_source_major import BLOCK_WAYS, FULL_NORMED, D, Stack, Stopped, backward, cotangent, tokens
+from ops.test_source_major import BLOCK_WAYS, FULL_NORMED, TWO_WAYS, D, Stack, Stopped, backward, cotangent, tokens
 from project import ROOT
 
 pytest.importorskip("triton")
@@ -58,7 +58,7 @@ def forget_launches() -> None:
                     cell.cell_contents.clear()
 
 
-@pytest.mark.parametrize("options", [FULL_NORMED, BLOCK_WAYS], ids=str)
+@pytest.mark.parametrize("options", [FULL_NORMED, TWO_WAYS, BLOCK_WAYS], ids=str)
 def test_the_kernels_run_and_in_source_major_order(options: dict[str, Any]) -> None:
     """What is compared above is not the reference with itself, and no read writes a gradient for each of its sources."""
     for backend, expected in (("triton", True), ("reference", False), (None, False)):
@@ -129,7 +129,7 @@ def stop(_: Tensor) -> None:
     raise Stopped
 
 
-WAYS = {"norm": True, "n_blocks": 1, "block_size": 2, "ways": 3}
+WAYS = {"norm": True, "n_blocks": 1, "block_size": 2, "ways": 2}
 
 
 @pytest.mark.parametrize(
@@ -171,7 +171,7 @@ def test_a_full_stack_keeps_two_tensors_a_site(norm: bool) -> None:
 
 def test_without_gradients_nothing_is_kept() -> None:
     """no_grad gives the bits that training gives, and keeps nothing."""
-    stack, x = Stack(norm=True, ways=3), tokens()
+    stack, x = Stack(norm=True, ways=2), tokens()
     with use_backend("triton"):
         expected = stack(x)
         with torch.no_grad(), saved_storages(1) as kept:

@@ -23,6 +23,7 @@ pytestmark = pytest.mark.usefixtures("quick_interpreter")
 D = 24
 FULL_NORMED = {"norm": True}
 BLOCK_WAYS = {"norm": True, "block_size": 3, "ways": 3}
+TWO_WAYS = {"norm": True, "block_size": 4, "ways": 2}
 
 
 class Stack(nn.Module):
@@ -110,8 +111,10 @@ OPTIONS: list[dict[str, Any]] = [
     {"block_size": 2},
     {"block_size": 3},
     {"block_size": 4},
-    {"ways": 3},
+    {"ways": 2},
     {"block_size": 3, "ways": 3},
+    {"block_size": 4, "ways": 2},
+    {"ways": 3},
     {"window": 2},
     {"block_size": 2, "window": 1},
     {"routing": "add"},
@@ -119,7 +122,7 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize(
-    ("options", "norm"), [(o, True) for o in OPTIONS] + [(o, False) for o in OPTIONS[:2] + OPTIONS[4:6]]
+    ("options", "norm"), [(o, True) for o in OPTIONS] + [(o, False) for o in OPTIONS[:2] + OPTIONS[4:7]]
 )
 def test_every_gradient(options: dict[str, Any], norm: bool) -> None:
     """Full, Block, ways and window, with and without the norms after the reads."""
@@ -133,7 +136,7 @@ def test_a_deep_stack(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.covered
-@pytest.mark.parametrize("options", [{}, {"block_size": 3, "ways": 3}, {"window": 2}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"block_size": 4, "ways": 2}, {"block_size": 3, "ways": 3}, {"window": 2}], ids=str)
 def test_against_the_oracle(options: dict[str, Any]) -> None:
     """Output and gradients are those of the implementation written from the paper, in fp64."""
     stack, x = Stack(**options), tokens()
@@ -159,7 +162,7 @@ def test_a_source_s_gradient_is_rounded_once() -> None:
     assert torch.equal(x.grad, torch.full_like(x, 1025.0))
 
 
-@pytest.mark.parametrize("options", [FULL_NORMED, BLOCK_WAYS], ids=str)
+@pytest.mark.parametrize("options", [FULL_NORMED, TWO_WAYS, BLOCK_WAYS], ids=str)
 def test_half_precision(options: dict[str, Any]) -> None:
     """fp16 activations under autocast: a few roundings from the reference."""
 
@@ -172,7 +175,7 @@ def test_half_precision(options: dict[str, Any]) -> None:
 
 def test_no_tokens() -> None:
     """An empty batch goes through, forward and backward."""
-    stack, x = Stack(norm=True, ways=3), tokens(shape=(0, 2, D))
+    stack, x = Stack(norm=True, ways=2), tokens(shape=(0, 2, D))
     with use_backend("triton"):
         out, *grads = backward(stack, x, stack(x))
     assert out.shape == x.shape
@@ -436,6 +439,12 @@ APART = (
 )
 def test_what_people_do_with_full(scenario: Scenario) -> None:
     assert_as_reference(scenario, tokens(), tol=1e-5, **FULL_NORMED)
+
+
+@pytest.mark.parametrize("scenario", [one_leaf_at_a_time, middle_outputs, read_twice, fork])
+def test_what_people_do_with_two_ways(scenario: Scenario) -> None:
+    """Both ways of a read share the newest source's gradient, unless a later reader of it is in the graph."""
+    assert_as_reference(scenario, tokens(), tol=1e-5, **TWO_WAYS)
 
 
 @pytest.mark.parametrize("block_size", [1, 3])

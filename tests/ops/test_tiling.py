@@ -63,7 +63,7 @@ def test_make_bank(n: int, rows: int) -> None:
 
 
 @pytest.mark.covered
-@pytest.mark.parametrize("ways", [1, 3])
+@pytest.mark.parametrize("ways", [1, 2, 3])
 @pytest.mark.parametrize("add", [False, True])
 @pytest.mark.parametrize(("n", "norm"), [(2, True), (19, True), (19, False)])  # n: sources
 def test_read_known(n: int, norm: bool, add: bool, ways: int) -> None:

@@ -27,11 +27,14 @@ DEFAULTS = {
     "eps": 1e-6,
 }
 OPTIONS = (
-    combine(block_size=[None, 1, 2, 3, 5, 8, 20], ways=[1, 2, 3], window=[None, 1, 2])
+    combine(block_size=[None, 1, 2, 3, 5, 8, 20], ways=[1, 2], window=[None, 1, 2])
+    + combine(block_size=[None, 3, 8], ways=[3], window=[None, 1, 2])
     + combine(query=["learned", "input"], weights=["softmax", "sigmoid"], key_norm=[True, False], heads=[1, 2, 8])
-    + combine(ways=[2], weights=["sigmoid"], key_norm=[True, False], heads=[1, 2])
-    + combine(block_size=[None, 3], ways=[1, 2, 3], query=["learned", "input"], routing=["replace", "add"], heads=[1, 4])
-    + combine(block_size=[None, 3], ways=[1, 2, 3], weights=["static"], window=[None, 2], routing=["replace", "add"])
+    + combine(ways=[2, 3], weights=["sigmoid"], key_norm=[True, False])
+    + combine(block_size=[None, 3], ways=[1, 2], query=["learned", "input"], routing=["replace", "add"], heads=[1, 4])
+    + combine(block_size=[3], ways=[3], query=["learned", "input"], routing=["replace", "add"], heads=[1, 4])
+    + combine(block_size=[None, 3], ways=[1, 2], weights=["static"], window=[None, 2], routing=["replace", "add"])
+    + combine(block_size=[3], ways=[3], weights=["static"], window=[None, 2], routing=["replace", "add"])
 )
 DEAD_ROWS = {("query", 0), ("key_gain", 0)}  # site 0 has a single source
 

@@ -46,11 +46,11 @@ def test_labels_do_not_depend_on_the_order_and_folders_are_plain():
         ("attnres:block_size=four", "block_size must be an integer"),
         ("attnres:block_size=0", "at least 1"),
         ("attnres:block_size=4.5", "block_size must be an integer"),
-        ("attnres:ways=2", "ways must be 1 or 3"),
+        ("attnres:ways=4", "ways must be 1, 2 or 3"),
         ("attnres:weights=sofmax", "did you mean 'softmax'"),
         ("attnres:eps=nan", "finite"),
         ("attnres:ways=3,ways=1", "ways twice"),
-        ("attnres:ways", "ways needs a value, ways=…: 1 or 3"),
+        ("attnres:ways", "ways needs a value, ways=…: 1, 2 or 3"),
         ("attnres:ways=", "ways needs a value"),
         ("attnres:block_size=4,ways", "ways needs a value"),
         ("attnres:way", "expected option=value, got 'way'; did you mean 'ways'?"),
@@ -77,7 +77,7 @@ def test_duplicates_and_empty_lists_are_refused():
     for same in (["dca", "dca"], ["attnres", "attnres:block_size=none"], ["attnres:ways=1", "attnres:key_norm=true"]):
         with pytest.raises(UserError, match="are the same"):
             parse_arms(same)
-    assert len(parse_arms(["attnres", "attnres:ways=3"])) == 2
+    assert len(parse_arms(["attnres", "attnres:ways=2", "attnres:ways=3"])) == 3
     for empty in ([], "residual"):
         with pytest.raises(UserError, match="list of at least one"):
             parse_arms(empty)
