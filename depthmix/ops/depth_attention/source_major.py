@@ -121,27 +121,34 @@ def _leave_du(queries: Any, task: int, rows: Sequence[int], du: Tensor) -> None:
 
 
 def _add_up(parts: list[tuple[Sequence[int], Tensor, torch.cuda.Stream | None]], shape: torch.Size) -> Tensor:
-    """The sum of gradients [1 or 2, rows, D] of some rows each; those of one row, every second read's, are added as one."""
+    """The sum of gradients [1 or 2, rows, D] of some rows each; those of the rows of one read are added as one."""
     for _, du, stream in parts:
         arrive(stream, du)
     halves = max(len(du) for _, du, _ in parts)
     total = torch.zeros(halves, *shape, dtype=parts[0][1].dtype, device=parts[0][1].device)
-    single = sorted(((rows[0], du[0]) for rows, du, _ in parts if du.shape[:2] == (1, 1)), key=lambda item: item[0])
-    if single:
-        _add_rows(total[0], [row for row, _ in single], torch.cat([du for _, du in single]))
+    own = sorted(((rows, du[0]) for rows, du, _ in parts if _of_one_read(du)), key=lambda item: item[0][0])
+    if own:
+        _add_rows(total[0], [row for rows, _ in own for row in rows], torch.cat([du for _, du in own]))
     for rows, du, _ in parts:
-        if du.shape[:2] != (1, 1):
+        if not _of_one_read(du):
             _add_rows(total[: len(du)], rows, du)
     return total.sum(0) if halves > 1 else total[0]
 
 
+def _of_one_read(du: Tensor) -> bool:
+    return len(du) == 1 and du.shape[1] <= AT_ONCE
+
+
 def _add_rows(total: Tensor, rows: Sequence[int], du: Tensor) -> None:
-    step = max(1, rows[1] - rows[0]) if len(rows) > 1 else 1
-    if list(rows) == list(range(rows[0], rows[-1] + 1, step)):
-        total[..., rows[0] : rows[-1] + 1 : step, :] += du
-    else:  # a site read twice, or not at all
-        for k, row in enumerate(rows):
-            total[..., row, :] += du[..., k, :]
+    """Add du to rows of total, those at equal steps together; a site that was read twice has its row twice."""
+    first = 0
+    while first < len(rows):
+        last = first
+        step = rows[first + 1] - rows[first] if first + 1 < len(rows) else 1
+        while step > 0 and last + 1 < len(rows) and rows[last + 1] - rows[last] == step:
+            last += 1
+        total[..., rows[first] : rows[last] + 1 : max(1, step), :] += du[..., first : last + 1, :]
+        first = last + 1
 
 
 class ReadSources(torch.autograd.Function):
