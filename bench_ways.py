@@ -116,18 +116,20 @@ class First(torch.autograd.Function):
     """The first of several mixtures; its gradient goes to all of them."""
 
     @staticmethod
-    def forward(ctx, *h: Tensor) -> Tensor:  # noqa: ANN001
+    def forward(ctx, *h: Tensor) -> Tensor:
         ctx.ways = len(h)
         return h[0].view_as(h[0])
 
     @staticmethod
-    def backward(ctx, g: Tensor) -> tuple[Tensor, ...]:  # noqa: ANN001
+    def backward(ctx, g: Tensor) -> tuple[Tensor, ...]:
         return (g,) * ctx.ways
 
 
 def times() -> None:
     for tokens, dim, n_blocks, block_size in TIMED:
-        print(f"\n{2 * n_blocks} sites, N={tokens} D={dim}, block_size={block_size}: ms of forward and backward, graphs in turn")
+        print(
+            f"\n{2 * n_blocks} sites, N={tokens} D={dim}, block_size={block_size}: ms of forward and backward, graphs in turn"
+        )
         graphs = {}
         for name, (ways, known, at_once) in CHOICES.items():
             choose(known, at_once)

@@ -78,29 +78,33 @@ def read(ways: int) -> Callable[[int, int, torch.device], Work]:
     return make
 
 
-def read_known(tokens: int, dim: int, device: torch.device) -> Work:
-    """The same, three ways, where the logits of the seven older sources are known."""
-    from depthmix.ops.depth_attention.kernels import tiling
-    from depthmix.ops.depth_attention.kernels.read import Result
+def read_known(ways: int) -> Callable[[int, int, torch.device], Work]:
+    """The same where the logits of the seven older sources are known."""
 
-    like = torch.empty(tokens, dim, device=device, dtype=torch.bfloat16)
-    sources = [torch.randn_like(like) for _ in range(N_SOURCES)]
-    add, u = torch.randn_like(like), torch.randn(3, dim, device=device) / dim**0.5
-    gain = torch.rand(3, dim, device=device) + 0.5
-    halves = tiling.Halves.of(u, like.dtype)
-    logits = [tiling.scores(halves, [v], EPS).squeeze(1) for v in sources[:-1]]
-    found: list[Result] = []
+    def make(tokens: int, dim: int, device: torch.device) -> Work:
+        from depthmix.ops.depth_attention.kernels import tiling
+        from depthmix.ops.depth_attention.kernels.read import Result
 
-    def run() -> None:
-        found[:] = [tiling.read_known(u, sources, logits, add, gain, EPS, EPS, keep=2)]
+        like = torch.empty(tokens, dim, device=device, dtype=torch.bfloat16)
+        sources = [torch.randn_like(like) for _ in range(N_SOURCES)]
+        add, u = torch.randn_like(like), torch.randn(ways, dim, device=device) / dim**0.5
+        gain = torch.rand(ways, dim, device=device) + 0.5
+        halves = tiling.Halves.of(u, like.dtype)
+        logits = [tiling.scores(halves, [v], EPS).squeeze(1) for v in sources[:-1]]
+        found: list[Result] = []
 
-    def errors() -> dict[str, float]:
-        assert found[0].fresh is not None
-        seen, ones = _rows([*sources[:-1], found[0].fresh]), torch.ones(dim, device=device).double()
-        wanted = [_normed(reference.read(q.double(), seen, ones), k) for q, k in zip(u, gain, strict=True)]
-        return {"y": max(map(relative_error, _rows(found[0].y), wanted))}
+        def run() -> None:
+            found[:] = [tiling.read_known(u, sources, logits, add, gain, EPS, EPS, keep=2)]
 
-    return Work(run, (N_SOURCES + 2 + 6) * like.nbytes, errors)
+        def errors() -> dict[str, float]:
+            assert found[0].fresh is not None
+            seen, ones = _rows([*sources[:-1], found[0].fresh]), torch.ones(dim, device=device).double()
+            wanted = [_normed(reference.read(q.double(), seen, ones), k) for q, k in zip(u, gain, strict=True)]
+            return {"y": max(map(relative_error, _rows(found[0].y), wanted))}
+
+        return Work(run, (N_SOURCES + 2 + 2 * ways) * like.nbytes, errors)
+
+    return make
 
 
 def scores(tokens: int, dim: int, device: torch.device) -> Work:
@@ -168,29 +172,32 @@ def _normed(o: Tensor, gain: Tensor) -> Tensor:
     return o * torch.rsqrt(o.square().mean(-1, keepdim=True) + EPS) * gain.double()
 
 
-def read_backward(tokens: int, dim: int, device: torch.device) -> Work:
+def read_backward(ways: int) -> Callable[[int, int, torch.device], Work]:
     """The norm's gradient and that of the newest source, of a read of two."""
-    from depthmix.ops.depth_attention.kernels import read as kernel
 
-    like = torch.empty(tokens, dim, device=device, dtype=torch.bfloat16)
-    sources, dy, g = [torch.randn_like(like) for _ in range(2)], torch.randn_like(like), torch.randn_like(like)
-    u, gain = torch.randn(1, dim, device=device) / dim**0.5, torch.rand(1, dim, device=device) + 0.5
-    forward = kernel.read(u, sources, None, gain, EPS, EPS, keep=2)
-    newest = kernel.Newest(sources[1], g, True)
-    found: list[kernel.ReadGradients] = []
+    def make(tokens: int, dim: int, device: torch.device) -> Work:
+        from depthmix.ops.depth_attention.kernels import read as kernel
 
-    def run() -> None:
-        found[:] = [
-            kernel.read_backward(dy, forward.o[0], u[0], gain[0], forward.s[0], forward.lse[0], newest, EPS, store=True)
-        ]
+        like = torch.empty(tokens, dim, device=device, dtype=torch.bfloat16)
+        sources, g = [torch.randn_like(like) for _ in range(2)], torch.randn_like(like)
+        dy = [torch.randn_like(like) for _ in range(ways)]
+        u, gain = torch.randn(ways, dim, device=device) / dim**0.5, torch.rand(ways, dim, device=device) + 0.5
+        forward = kernel.read(u, sources, None, gain, EPS, EPS, keep=2)
+        newest = kernel.Newest(sources[1], g, True)
+        found: list[kernel.ReadGradients] = []
 
-    def errors() -> dict[str, float]:
-        seen = [v.requires_grad_() for v in _rows(sources)]
-        out = _normed(reference.read(u[0].double(), seen, torch.ones_like(u[0]).double()), gain[0])
-        (wanted,) = torch.autograd.grad(out, [seen[1]], _rows([dy])[0])
-        return {"dv": relative_error(_rows([found[0].dv])[0], wanted + _rows([g])[0])}
+        def run() -> None:
+            found[:] = [kernel.read_backward(dy, forward.o, u, gain, forward.s, forward.lse, newest, EPS, store=True)]
 
-    return Work(run, 6 * like.nbytes, errors)
+        def errors() -> dict[str, float]:
+            seen, ones = [v.requires_grad_() for v in _rows(sources)], torch.ones(dim, device=device).double()
+            outs = [_normed(reference.read(q.double(), seen, ones), k) for q, k in zip(u, gain, strict=True)]
+            (wanted,) = torch.autograd.grad(outs, [seen[1]], _rows(dy))
+            return {"dv": relative_error(_rows([found[0].dv])[0], wanted + _rows([g])[0])}
+
+        return Work(run, (3 + 3 * ways) * like.nbytes, errors)
+
+    return make
 
 
 def source_backward(n_sources: int) -> Callable[[int, int, torch.device], Work]:
@@ -205,8 +212,8 @@ def source_backward(n_sources: int) -> Callable[[int, int, torch.device], Work]:
         dy, readers = [torch.randn_like(like) for _ in u], []
         for q, d in zip(u, dy, strict=True):
             forward = kernel.read(q[None], sources, None, None, EPS, EPS, keep=2)
-            back = kernel.read_backward(d, forward.y[0], q, None, forward.s[0], forward.lse[0], None, EPS, store=True)
-            readers.append(source_backward.Reader(back.do, list(forward.s[0, 4 - n_sources :]), back.ld, q))
+            back = kernel.read_backward([d], forward.y, q[None], None, forward.s, forward.lse, None, EPS, store=True)
+            readers.append(source_backward.Reader(back.do[0], list(forward.s[0, 4 - n_sources :]), back.ld[0], q))
         last = [source_backward.Source(v) for v in sources[-n_sources:]]
         found: list[Tensor | None] = []
 
@@ -230,11 +237,14 @@ def registry() -> list[Kernel]:
     if torch.cuda.is_available() and why_no_kernels("cuda", torch.cuda.current_device()) is None:
         kernels += [
             Kernel("read", read(1)),
+            Kernel("read, two ways", read(2)),
             Kernel("read, three ways", read(3)),
-            Kernel("read_known, three ways", read_known),
+            Kernel("read_known, two ways", read_known(2)),
+            Kernel("read_known, three ways", read_known(3)),
             Kernel("scores", scores),
             Kernel("make_bank", make_bank),
-            Kernel("read_backward", read_backward),
+            Kernel("read_backward", read_backward(1)),
+            Kernel("read_backward, two ways", read_backward(2)),
             Kernel("source_backward, one source", source_backward(1)),
             Kernel("source_backward, two sources", source_backward(2)),
             Kernel("layer_backward", layer_backward),

@@ -37,12 +37,14 @@ RECIPE = {
     "residual": "",
     "attnres": "<= 1.12",
     "attnres:block_size=4": "<= 1.07",
+    "attnres:block_size=4,ways=2": "<= 1.065",
     "attnres:block_size=4,ways=3": "<= 1.12",
 }
 WIDE = {
     "residual": "",
     "attnres": "<= 1.06",
     "attnres:block_size=8": "<= 1.03",
+    "attnres:block_size=8,ways=2": "<= 1.03",
     "attnres:block_size=8,ways=3": "<= 1.05",
 }
 FEW_BLOCKS, FEW_TOKENS = 8, 128  # of the models that are checked

@@ -136,7 +136,9 @@ def test_a_deep_stack(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.covered
-@pytest.mark.parametrize("options", [{}, {"block_size": 4, "ways": 2}, {"block_size": 3, "ways": 3}, {"window": 2}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"block_size": 4, "ways": 2}, {"block_size": 3, "ways": 3}, {"window": 2}], ids=str
+)
 def test_against_the_oracle(options: dict[str, Any]) -> None:
     """Output and gradients are those of the implementation written from the paper, in fp64."""
     stack, x = Stack(**options), tokens()
