@@ -256,7 +256,7 @@ for name, constants in eval(sys.argv[1]):
     print(triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps}).asm["ptx"], end="----")
 """
 CONSTANTS = {
-    "WAYS": 1,
+    "WAYS": 2,
     "ADD": 0,
     "BANK": False,
     "NORM": True,

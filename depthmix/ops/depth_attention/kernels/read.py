@@ -156,8 +156,9 @@ def _read_backward_kernel(
         at = t * D + d
         y0 = tl.load(dy0 + at, mask=ok, other=0.0).to(tl.float32)
         x0 = tl.load(o0 + at, mask=ok, other=0.0).to(tl.float32)
-        w, square, rho0, rho1 = x0, 0.0, 1.0, 1.0
+        rho0 = 1.0
         if WAYS == 2:
+            rho1 = 1.0
             y1 = tl.load(dy1 + at, mask=ok, other=0.0).to(tl.float32)
             x1 = tl.load(o1 + at, mask=ok, other=0.0).to(tl.float32)
         if LOCAL:
@@ -184,7 +185,6 @@ def _read_backward_kernel(
                 y1 = _through_norm(y1, x1, along1, rho1, do1, at, ok, D, dy0, STORE)
         elif LOCAL:
             square = tl.sum(w * w, 0)
-        delta1, dot0, dot1 = 0.0, 0.0, 0.0
         if WAYS == 2 and LOCAL:
             delta0, dot0, delta1, dot1 = _four_sums(y0 * x0, y0 * w, y1 * x1, y1 * w)
         elif WAYS == 2:
@@ -193,12 +193,13 @@ def _read_backward_kernel(
             delta0, dot0 = tl.split(tl.sum(tl.join(y0 * x0, y0 * w), 0))
         else:
             delta0 = tl.sum(y0 * x0, 0)
-        delta0, delta1 = delta0 / rho0, delta1 / rho1
+        delta0 = delta0 / rho0
         total0 = tl.load(lse + t)
         if STORE:
             tl.store(ld + t, total0)
             tl.store(ld + N + t, delta0)
         if WAYS == 2:
+            delta1 = delta1 / rho1
             total1 = tl.load(lse + rows + t)
             if STORE:
                 tl.store(ld + 2 * N + t, total1)
