@@ -16,17 +16,19 @@ from depthmix import create_mixer
 from depthmix.mixers import attnres
 from depthmix.ops import use_backend
 from depthmix.ops.depth_attention import source_major
+from depthmix.ops.depth_attention.kernels import read
 
 sys.path.insert(0, "tests")
 from gpu.exact import BF16, DEVICE, Stack, draw, error, exact_stack
 
-CHOICES = {  # name: ways, KNOWN_WAYS, AT_ONCE
-    "1 way": (1, 2, 2),
-    "2 ways, known, at once": (2, 2, 2),
-    "2 ways, known, apart": (2, 2, 1),
-    "2 ways, not known, at once": (2, 3, 2),
-    "2 ways, not known, apart": (2, 3, 1),
-    "3 ways": (3, 2, 2),
+CHOICES = {  # name: ways, KNOWN_WAYS, AT_ONCE, whether read_backward has half the warps for two ways
+    "1 way": (1, 2, 2, False),
+    "2 ways, known, at once": (2, 2, 2, False),
+    "2 ways, the same, half warps": (2, 2, 2, True),
+    "2 ways, known, apart": (2, 2, 1, False),
+    "2 ways, not known, at once": (2, 3, 2, False),
+    "2 ways, not known, apart": (2, 3, 1, False),
+    "3 ways": (3, 2, 2, False),
 }
 EVERY, USUAL = [*CHOICES], ["2 ways, known, at once"]
 CORRECT = [  # tokens, channels, blocks, block_size, choices
@@ -37,8 +39,12 @@ CORRECT = [  # tokens, channels, blocks, block_size, choices
 TIMED = [(32768, 512, 12, 4), (16384, 2048, 16, 8)]
 
 
-def choose(known: int, at_once: int) -> None:
+def choose(known: int, at_once: int, half: bool) -> None:
     attnres.KNOWN_WAYS, source_major.AT_ONCE = known, at_once
+    read._warps = (lambda block, rows: warps(block, 8 if rows == 16 else rows)) if half else warps
+
+
+warps = read._warps
 
 
 def errors(exact: Stack, x: Tensor, backend: str) -> dict[str, float]:
@@ -63,8 +69,8 @@ def correctness() -> bool:
         references: dict[int, dict[str, float]] = {}
         print(f"\nN={tokens} D={dim} {n_blocks} blocks, block_size={block_size}: errors of kernels (of the reference)")
         for name in names:
-            ways, known, at_once = CHOICES[name]
-            choose(known, at_once)
+            ways, *choice = CHOICES[name]
+            choose(*choice)
             exact = Stack(n_blocks, dim, block_size=block_size, ways=ways).double()
             x = draw(tokens, dim, seed=1, dtype=BF16)
             got = errors(exact, x, "triton")
@@ -131,8 +137,8 @@ def times() -> None:
             f"\n{2 * n_blocks} sites, N={tokens} D={dim}, block_size={block_size}: ms of forward and backward, graphs in turn"
         )
         graphs = {}
-        for name, (ways, known, at_once) in CHOICES.items():
-            choose(known, at_once)
+        for name, (ways, *choice) in CHOICES.items():
+            choose(*choice)
             graphs[name] = recorded(ways, tokens, dim, n_blocks, block_size)
         found: dict[str, list[float]] = {name: [] for name in graphs}
         for turn in range(25):
