@@ -345,7 +345,7 @@ def read_backward(
     if not tokens:
         return ReadGradients(do, ld, dv, torch.zeros_like(u), torch.zeros_like(u))
     block = triton.next_power_of_2(dim)
-    warps = _warps(block, 8 * ways)
+    warps = _warps(block, 8)  # twice as many for two ways are slower, at every width
     programs = programs_for(tokens, warps, first)
     part = torch.empty(programs, 2, ways, dim, dtype=torch.float32, device=first.device)
     g, before = (None, None) if newest is None else (newest.g, newest.part)
