@@ -1,4 +1,4 @@
-"""`cpu-step`: a training step at the demo's size on the CPU, Block Attention Residuals on the reference against plain.
+"""`cpu-step`: a training step at the demo's size on the CPU, mechanisms on the reference against the plain residual.
 
 Two threads, fp32, nothing compiled: what `make demo` runs. Models take turns step by step, and the ratio is one of medians,
 so that a neighbour who takes the cores away slows all of them down.
@@ -25,7 +25,7 @@ from depthmix.train.loop import Trainer
 
 DEMO = Path(__file__).parents[1] / "recipes" / "demo.yaml"
 VOCAB = 512  # of the demo's tokenizer
-TARGETS = {"residual": "", "attnres:block_size=4": "<= 1.25"}
+TARGETS = {"residual": "", "attnres:block_size=4": "<= 1.25", "dca": "<= 1.35", "hyper": "<= 1.6"}
 THREADS = 2
 ROUNDS = 4  # for every round of the other entries: a step is short and a CPU restless
 CPU = torch.device("cpu")

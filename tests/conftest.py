@@ -6,17 +6,47 @@ import importlib
 import os
 import pkgutil
 from collections import Counter
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
-import torch
-from torch.utils import _device
 
 try:  # a GPU machine has none
     from coverage import Coverage
 except ImportError:
     Coverage = None
+
+
+class Meter:
+    """Coverage, on only while something runs that it is of: the tracer slows down whatever else Python does."""
+
+    def __init__(self):
+        self.coverage = None
+        self.pause()
+
+    def pause(self):
+        """Stop what pytest-cov has started, which in a worker happens after this file is loaded."""
+        running = None if Coverage is None else Coverage.current()
+        if running is not None:
+            self.coverage = running
+            running.stop()
+
+    @contextmanager
+    def on(self):
+        if self.coverage is None:
+            yield
+            return
+        self.coverage.start()
+        try:
+            yield
+        finally:
+            self.coverage.stop()
+
+
+METER = Meter()
+
+import torch  # noqa: E402 (not measured)
+from torch.utils import _device  # noqa: E402
 
 HERE = Path(__file__).parent
 COVERED = pytest.StashKey[bool]()
@@ -60,13 +90,20 @@ def pytest_unconfigure():
     gc.unfreeze()  # or Triton complains of leaks when Python ends
 
 
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection(session):
+    METER.pause()
+    if hasattr(session.config, "workerinput") or not getattr(session.config.option, "numprocesses", None):
+        with METER.on(), suppress(ImportError):  # where it is measured, and not first by a test that is not
+            for name in ("mixers", "ops"):
+                for module in pkgutil.walk_packages([HERE.parent / "depthmix" / name], f"depthmix.{name}."):
+                    importlib.import_module(module.name)
+    return (yield)
+
+
 def pytest_collection_modifyitems(items):
     """Coverage is measured by the tests of what it is of. It doubles the interpreter's time, so of kernels by those marked `covered`."""
     interpreted = {item for item in items if "quick_interpreter" in getattr(item, "fixturenames", ())}
-    if interpreted:
-        with suppress(ImportError):  # here, where it is measured, and not first by a test that is not
-            for module in pkgutil.walk_packages([HERE.parent / "depthmix" / "ops"], "depthmix.ops."):
-                importlib.import_module(module.name)
     nth = Counter()  # of a test's cases: every second shows the same lines
     for item in items:
         own = not {"mixers", "ops"}.isdisjoint(item.path.relative_to(HERE).parts)
@@ -77,15 +114,10 @@ def pytest_collection_modifyitems(items):
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item):
-    """Without the tracer pytest's own work around a test is faster too, so it is off for all of that and not only for the call."""
-    measured = None if Coverage is None or item.stash[COVERED] else Coverage.current()
-    if measured is None:
+    if not item.stash[COVERED]:
         return (yield)
-    measured.stop()
-    try:
+    with METER.on():
         return (yield)
-    finally:
-        measured.start()
 
 
 @pytest.fixture(autouse=True)
