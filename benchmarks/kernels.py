@@ -5,7 +5,7 @@ To add one: a function make(N, D, device) that allocates its tensors and returns
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -14,15 +14,9 @@ from torch import Tensor
 from benchmarks import reference
 from benchmarks.check import relative_error
 from benchmarks.stacks import EPS
+from benchmarks.sum_kernels import add_and_score, sum_read, sum_read_backward, sum_source_backward
+from benchmarks.work import ROWS, Work, first_rows
 from depthmix.ops.backend import why_no_kernels
-
-
-class Work(NamedTuple):
-    """One kernel on one set of tensors."""
-
-    run: Callable[[], object]
-    bytes: int  # moved by a call if every tensor is read or written once
-    errors: Callable[[], dict[str, float]]  # relative errors of its results, after a run, against fp64
 
 
 class Kernel(NamedTuple):
@@ -42,11 +36,6 @@ def copy(tokens: int, dim: int, device: torch.device) -> Work:
 
 
 N_SOURCES = 8  # of a read, and readers of a source
-ROWS = 64  # tokens whose results are checked
-
-
-def _rows(tensors: Sequence[Tensor | None]) -> list[Tensor]:
-    return [t.reshape(-1, t.shape[-1])[:ROWS].double() for t in tensors if t is not None]
 
 
 def read(ways: int) -> Callable[[int, int, torch.device], Work]:
@@ -66,12 +55,12 @@ def read(ways: int) -> Callable[[int, int, torch.device], Work]:
 
         def errors() -> dict[str, float]:
             assert found[0].fresh is not None
-            seen = _rows([*sources[:-1], found[0].fresh])
+            seen = first_rows([*sources[:-1], found[0].fresh])
             wanted = [
                 _normed(reference.read(q.double(), seen, torch.ones_like(q).double()), k)
                 for q, k in zip(u, gain, strict=True)
             ]
-            return {"y": max(map(relative_error, _rows(found[0].y), wanted))}
+            return {"y": max(map(relative_error, first_rows(found[0].y), wanted))}
 
         return Work(run, (N_SOURCES + 2 + 2 * ways) * like.nbytes, errors)
 
@@ -98,9 +87,9 @@ def read_known(ways: int) -> Callable[[int, int, torch.device], Work]:
 
         def errors() -> dict[str, float]:
             assert found[0].fresh is not None
-            seen, ones = _rows([*sources[:-1], found[0].fresh]), torch.ones(dim, device=device).double()
+            seen, ones = first_rows([*sources[:-1], found[0].fresh]), torch.ones(dim, device=device).double()
             wanted = [_normed(reference.read(q.double(), seen, ones), k) for q, k in zip(u, gain, strict=True)]
-            return {"y": max(map(relative_error, _rows(found[0].y), wanted))}
+            return {"y": max(map(relative_error, first_rows(found[0].y), wanted))}
 
         return Work(run, (N_SOURCES + 2 + 2 * ways) * like.nbytes, errors)
 
@@ -119,7 +108,7 @@ def scores(tokens: int, dim: int, device: torch.device) -> Work:
         found[:] = [tiling.scores(halves, sources, EPS)]
 
     def errors() -> dict[str, float]:
-        wanted = [_normed(v, torch.ones_like(u[0])) @ u.double().T for v in _rows(sources)]  # [ROWS, 32] each
+        wanted = [_normed(v, torch.ones_like(u[0])) @ u.double().T for v in first_rows(sources)]  # [ROWS, 32] each
         return {"s": max(relative_error(found[0][:, k, :ROWS].T.double(), w) for k, w in enumerate(wanted))}
 
     return Work(run, 4 * like.nbytes + 4 * 32 * 4 * tokens, errors)
@@ -140,8 +129,8 @@ def make_bank(tokens: int, dim: int, device: torch.device) -> Work:
         found[:] = tiling.make_bank(first, sources, 4)[0]
 
     def errors() -> dict[str, float]:
-        wanted = [reference.read(q.double(), _rows(sources), torch.ones_like(q).double()) for q in u]
-        return {"bank": max(map(relative_error, _rows(found), wanted))}
+        wanted = [reference.read(q.double(), first_rows(sources), torch.ones_like(q).double()) for q in u]
+        return {"bank": max(map(relative_error, first_rows(found), wanted))}
 
     return Work(run, (16 + 2 * 4) * like.nbytes + 16 * 4 * 4 * tokens, errors)
 
@@ -161,9 +150,9 @@ def layer_backward(tokens: int, dim: int, device: torch.device) -> Work:
         found[:] = layer_backward([dy], u, gain, forward.s, forward.lse[:, 0], sources, None, EPS, EPS)[0]
 
     def errors() -> dict[str, float]:
-        seen = [v.requires_grad_() for v in _rows(sources)]
+        seen = [v.requires_grad_() for v in first_rows(sources)]
         out = _normed(reference.read(u[0].double(), seen, torch.ones_like(u[0]).double()), gain[0])
-        return {"dv": max(map(relative_error, _rows(found), torch.autograd.grad(out, seen, _rows([dy])[0])))}
+        return {"dv": max(map(relative_error, first_rows(found), torch.autograd.grad(out, seen, first_rows([dy])[0])))}
 
     return Work(run, (2 * N_SOURCES + 1) * like.nbytes, errors)
 
@@ -190,10 +179,10 @@ def read_backward(ways: int) -> Callable[[int, int, torch.device], Work]:
             found[:] = [kernel.read_backward(dy, forward.o, u, gain, forward.s, forward.lse, newest, EPS, store=True)]
 
         def errors() -> dict[str, float]:
-            seen, ones = [v.requires_grad_() for v in _rows(sources)], torch.ones(dim, device=device).double()
+            seen, ones = [v.requires_grad_() for v in first_rows(sources)], torch.ones(dim, device=device).double()
             outs = [_normed(reference.read(q.double(), seen, ones), k) for q, k in zip(u, gain, strict=True)]
-            (wanted,) = torch.autograd.grad(outs, [seen[1]], _rows(dy))
-            return {"dv": relative_error(_rows([found[0].dv])[0], wanted + _rows([g])[0])}
+            (wanted,) = torch.autograd.grad(outs, [seen[1]], first_rows(dy))
+            return {"dv": relative_error(first_rows([found[0].dv])[0], wanted + first_rows([g])[0])}
 
         return Work(run, (3 + 3 * ways) * like.nbytes, errors)
 
@@ -221,10 +210,10 @@ def source_backward(n_sources: int) -> Callable[[int, int, torch.device], Work]:
             found[:] = source_backward.source_backward(last, readers, EPS, need_du=False)[0]
 
         def errors() -> dict[str, float]:
-            seen = [v.requires_grad_() for v in _rows(sources)]
+            seen = [v.requires_grad_() for v in first_rows(sources)]
             outs = [reference.read(q.double(), seen, torch.ones_like(q).double()) for q in u]
-            wanted = torch.autograd.grad(outs, seen[-n_sources:], _rows(dy))
-            return {"dv": max(map(relative_error, _rows(found), wanted))}
+            wanted = torch.autograd.grad(outs, seen[-n_sources:], first_rows(dy))
+            return {"dv": max(map(relative_error, first_rows(found), wanted))}
 
         return Work(run, (N_SOURCES + 2 * n_sources) * like.nbytes, errors)
 
@@ -248,5 +237,11 @@ def registry() -> list[Kernel]:
             Kernel("source_backward, one source", source_backward(1)),
             Kernel("source_backward, two sources", source_backward(2)),
             Kernel("layer_backward", layer_backward),
+            Kernel("sum read, DCA", sum_read(3)),
+            Kernel("sum read, DenseFormer", sum_read(1)),
+            Kernel("sum read_backward, DCA", sum_read_backward(3)),
+            Kernel("sum read_backward, DenseFormer", sum_read_backward(1)),
+            Kernel("sum source_backward, two sources", sum_source_backward),
+            Kernel("add_and_score", add_and_score),
         ]
     return kernels

@@ -21,12 +21,14 @@ from depthmix.mixers.options import OptionError, at_least
 from depthmix.mixers.state import State, register_state
 from depthmix.ops import depth_attention, depth_sum
 from depthmix.ops.backend import choose
+from depthmix.ops.collect import collect_rows
 from depthmix.ops.depth_attention.ahead import KNOWN_WAYS, Far, Known, far_sources, known_sources
 from depthmix.ops.depth_attention.op import why_unsupported
 from depthmix.ops.depth_attention.reference import weighted_sum
-from depthmix.ops.depth_attention.source_major import collect_queries, read_sources, seen_from_outside
+from depthmix.ops.depth_attention.source_major import OP, read_sources
+from depthmix.ops.left import seen_from_outside
 from depthmix.ops.matmul import matmul
-from depthmix.ops.norm import eps_of, is_plain_rms_norm
+from depthmix.ops.norm import fused_norms
 from depthmix.ops.precision import rms_normalize
 from depthmix.ops.torch_internals import transformed
 
@@ -180,10 +182,10 @@ class AttnRes(Mixer):
         if why is not None and state.blocks:  # an output in another dtype: the reference steps in
             return None
         if tape is None and choose("attnres", state.pending, why) == "triton":
-            tape = Tape(collect_queries(self._queries()), state.blocks, state.partial)
+            tape = Tape(collect_rows(self._queries(), OP), state.blocks, state.partial)
         trained = torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters())
         if tape is not None and trained and not tape.queries.requires_grad:  # made under no_grad
-            tape = tape._replace(queries=collect_queries(self._queries()), far=None)  # of the queries of then
+            tape = tape._replace(queries=collect_rows(self._queries(), OP), far=None)  # of the queries of then
         return tape
 
     def _why_no_kernels(self, tensors: Sequence[Tensor]) -> str | None:
@@ -238,12 +240,10 @@ class AttnRes(Mixer):
     def _read_normed(self, state: AttnResState, site: int, norms: Sequence[Norm]) -> Read | None:
         if self.routing == "add" or self.weights == "static" or state.frozen:
             return None
-        rms = [n for n in norms if is_plain_rms_norm(n, self.dim)]
-        if len(rms) < len(norms) or any(n.eps != rms[0].eps for n in rms):
+        fused = fused_norms(norms, state.template())
+        if fused is None:
             return None
-        eps = eps_of(rms[0], state.template())
-        gain = rms[0].weight.unsqueeze(0) if len(rms) == 1 else torch.stack([n.weight for n in rms])
-        h = self._mix(state, site, out_gain=gain, out_eps=eps)
+        h = self._mix(state, site, out_gain=fused[0], out_eps=fused[1])
         return h if len(h) > 1 else h[0]
 
     def _write(self, state: AttnResState, site: int, y: Tensor) -> AttnResState:
@@ -254,7 +254,7 @@ class AttnRes(Mixer):
         if tape is not None:
             blocks = self._windowed((*tape.blocks, newest)) if opens else tape.blocks
             tape = tape._replace(blocks=blocks, partial=None if opens else newest)
-            newest = seen_from_outside(newest)
+            newest = seen_from_outside(newest, OP)
         blocks = self._windowed((*state.blocks, newest)) if opens else state.blocks
         stream = None if state.stream is None else state.stream + y
         return state.next(blocks=blocks, partial=None if opens else newest, pending=y, stream=stream, tape=tape)

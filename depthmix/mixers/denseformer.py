@@ -10,26 +10,18 @@ from typing import Annotated
 import torch
 from torch import Tensor, nn
 
-from depthmix.mixers.base import Mixer, register
+from depthmix.mixers.base import register
+from depthmix.mixers.block_stack import BlockStack, StackState, Tape
 from depthmix.mixers.options import at_least
-from depthmix.mixers.state import State, register_state
 from depthmix.ops import depth_sum
-
-
-@register_state
-class DenseFormerState(State):
-    """The results of the finished blocks, and the stream of the current one."""
-
-    blocks: tuple[Tensor, ...]  # X_0 … X_{i-1}
-    x: Tensor  # [..., D]
-
-    def template(self) -> Tensor:
-        return self.blocks[0]
+from depthmix.ops.depth_sum.source_order import Weights
 
 
 @register("denseformer")
-class DenseFormer(Mixer):
+class DenseFormer(BlockStack):
     """alpha["i"] [i // dilation + 1], oldest first: 0 but for the newest, which is 1."""
+
+    accumulates = static = True
 
     def __init__(
         self,
@@ -50,21 +42,14 @@ class DenseFormer(Mixer):
             for alpha in self.alpha.values():
                 alpha.zero_()[-1] = 1.0
 
-    def _start(self, x: Tensor) -> DenseFormerState:
-        return DenseFormerState(blocks=(x,), x=x)
+    def _mix(self, state: StackState, reader: int) -> tuple[Tensor, ...]:
+        if reader % self.period:
+            return state.stack[-1:]
+        seen = state.stack[reader % self.dilation :: self.dilation]
+        return depth_sum(seen, static=self.alpha[str(reader)][None, :, None], backend=state.backend())
 
-    def _read(self, state: DenseFormerState, site: int) -> Tensor:
-        return state.x
-
-    def _write(self, state: DenseFormerState, site: int, y: Tensor) -> DenseFormerState:
-        x = state.x + y
-        if site % 2 == 0:
-            return state.next(x=x)
-        i = site // 2 + 1
-        blocks = (*state.blocks, x)
-        if i % self.period == 0:
-            x = depth_sum(blocks[i % self.dilation :: self.dilation], static=self.alpha[str(i)][None, :, None])[0]
-        return state.next(blocks=blocks, x=x)
-
-    def _finish(self, state: DenseFormerState) -> Tensor:
-        return state.x
+    def _weights(self, tape: Tape, reader: int) -> tuple[slice, Weights] | None:
+        if reader % self.period:
+            return None
+        seen = slice(reader % self.dilation, None, self.dilation)
+        return seen, Weights(static=self.alpha[str(reader)].float()[None, :, None])

@@ -13,25 +13,14 @@ from typing import Annotated, Literal
 import torch
 from torch import Tensor, nn
 
-from depthmix.mixers.base import Mixer, Read, register
+from depthmix.mixers.base import register
+from depthmix.mixers.block_stack import BlockStack, StackState, Tape
 from depthmix.mixers.options import OptionError, at_least
-from depthmix.mixers.state import State, register_state
 from depthmix.ops import depth_scores, depth_sum
+from depthmix.ops.depth_sum.source_order import CLAMPED, SUM_CLAMPED, Weights
 
 
-@register_state
-class StackState(State):
-    """The stack and, between the two sites of a block, what its second site needs."""
-
-    stack: tuple[Tensor, ...]  # e, the older deltas or their sum, the newest last
-    g: Tensor | None = None  # the first mixture this block read
-    a: Tensor | None = None  # what its attention produced
-
-    def template(self) -> Tensor:
-        return self.stack[0]
-
-
-class DeltaStack(Mixer):
+class DeltaStack(BlockStack):
     """What GRN and DCA share: the stack of block deltas, read by `n_ways` GRNs per block and one at finish.
 
     b["i"] [ways, t, D] (version 1: [ways, t, 1]) = 1 and w["i"] [ways, 1, D] (w_per_entry: [ways, t, D]) = 0
@@ -50,14 +39,16 @@ class DeltaStack(Mixer):
     ) -> None:
         super().__init__(dim, n_blocks)
         self.n_ways, self.version, self.window = n_ways, version, window
-        self.relu_on, self.w_per_entry = relu_on, w_per_entry
+        self.relu_on, self.w_per_entry, self.static = relu_on, w_per_entry, version < 3
         self.b, self.w = nn.ParameterDict(), nn.ParameterDict()
+        self._first_row = {1: 0}  # of a reader's w in the table of all
         for i in range(1, n_blocks + 1):
             ways = n_ways if i < n_blocks else 1
             entries = i + 1 if window is None else min(i + 1, window + 2)
             self.b[str(i)] = nn.Parameter(torch.empty(ways, entries, 1 if version == 1 else dim))
             if version == 3:
                 self.w[str(i)] = nn.Parameter(torch.empty(ways, entries if w_per_entry else 1, dim))
+                self._first_row[i + 1] = self._first_row[i] + ways * self.w[str(i)].shape[1]
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -66,44 +57,43 @@ class DeltaStack(Mixer):
         for w in self.w.values():
             nn.init.zeros_(w)
 
-    def ways(self, site: int) -> int:
-        return self.n_ways if site % 2 == 0 else 1
-
     def _mix(self, state: StackState, reader: int) -> tuple[Tensor, ...]:
-        if reader == 0:
-            return state.stack * self.n_ways
         b = self.b[str(reader)]
         if self.version < 3:
-            return depth_sum(state.stack, static=b)
+            return depth_sum(state.stack, static=b, backend=state.backend())
         scores = depth_scores([state.observe(v) for v in state.stack], self.w[str(reader)])
         if self.relu_on == "dynamic":  # clamp, not relu: w = 0 puts every score at 0, where relu's derivative is 0
-            return depth_sum(state.stack, static=b, dynamic=scores.clamp(min=0))
-        return depth_sum(state.stack, static=b, dynamic=scores, relu=True)
+            return depth_sum(state.stack, static=b, dynamic=scores.clamp(min=0), backend=state.backend())
+        return depth_sum(state.stack, static=b, dynamic=scores, relu=True, backend=state.backend())
 
-    def _start(self, x: Tensor) -> StackState:
-        return StackState(stack=(x,))
+    def _weights(self, tape: Tape, reader: int) -> tuple[slice, Weights]:
+        b = self.b[str(reader)].float()
+        if self.version < 3:
+            return slice(None), Weights(static=b)
+        relu = CLAMPED if self.relu_on == "dynamic" else SUM_CLAMPED
+        ways, entries = b.shape[:2]
+        scores = [s.of(reader, self.n_ways, ways) for s in tape.scores if s is not None]
+        rows = [[self._row(reader, way, slot) for way in range(ways)] for slot in range(entries)]
+        return slice(None), Weights(static=b, scores=scores, table=tape.w, rows=rows, relu=relu)
 
-    def _read(self, state: StackState, site: int) -> Read:
-        if site % 2 == 1:
-            assert state.g is not None
-            assert state.a is not None
-            return state.g + state.a
-        g = self._mix(state, site // 2)
-        state.leave_note(g[0])
-        return g if self.n_ways > 1 else g[0]
+    def _table(self) -> Tensor | None:
+        return torch.cat([w.flatten(0, 1) for w in self.w.values()]).float() if self.version == 3 else None
 
-    def _write(self, state: StackState, site: int, y: Tensor) -> StackState:
-        if site % 2 == 0:
-            g = state.take_note()
-            return state.next(g=self._mix(state, site // 2)[0] if g is None else g, a=y)
-        assert state.a is not None
-        stack = (*state.stack, state.a + y)
-        if self.window is not None and len(stack) > self.window + 2:
-            stack = (stack[0], stack[1] + stack[2], *stack[3:])  # the oldest delta leaves the window
-        return state.next(stack=stack, g=None, a=None)
+    def _row(self, reader: int, way: int, slot: int) -> int:
+        """Where the table has the vector for the entry at a place of the stack."""
+        return self._first_row[reader] + (way * self.w[str(reader)].shape[1] + slot if self.w_per_entry else way)
 
-    def _finish(self, state: StackState) -> Tensor:
-        return self._mix(state, self.n_blocks)[0]
+    def _rows(self, table: Tensor, reader: int, slot: int) -> Tensor:
+        first, places = reader, []
+        while reader <= self.n_blocks and slot >= 0:
+            places.append((reader, slot))
+            if slot > 0 and self.window is not None and reader + 1 >= self.window + 2:  # the next push moves all but e
+                slot = slot - 1 if slot > 2 else -1
+            reader += 1
+        if not self.w_per_entry:
+            return table[self._first_row[first] : self._first_row[reader]]
+        of_reader = {r: table[self._first_row[r] : self._first_row[r + 1]] for r, _ in places}  # [W t, D]
+        return torch.cat([of_reader[r][i :: self.w[str(r)].shape[1]] for r, i in places])
 
 
 @register("grn")

@@ -15,34 +15,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from depthmix.mixers.base import Mixer, register
+from depthmix.mixers.base import register
 from depthmix.mixers.options import at_least
-from depthmix.mixers.state import State, register_state
-from depthmix.ops import stream_read, stream_write
+from depthmix.mixers.streams import StreamMixer, StreamsState
 from depthmix.ops.matmul import matmul
 from depthmix.ops.precision import compute_dtype, rms_normalize
+from depthmix.ops.stream_mix.rules import Rule
 
 LAYERNORM_EPS, RMSNORM_EPS = 1e-5, 1e-6
 INITIAL_SCALE = 0.01
 
 
-@register_state
-class StreamsState(State):
-    """n streams, as in Hyper-Connections and mHC."""
-
-    x: Tensor  # [..., n, D]
-
-    def template(self) -> Tensor:
-        return self.x.select(-2, 0)
-
-
-def copies(x: Tensor, n: int) -> Tensor:
-    """n streams that are all the embedding: [..., D] -> [..., n, D]."""
-    return x.unsqueeze(-2).expand(*x.shape[:-1], n, x.shape[-1])
-
-
 @register("hyper")
-class HyperConnections(Mixer):
+class HyperConnections(StreamMixer):
     """A_m [S, n] one-hot at s mod n, A_r [S, n, n] identity, B [S, n] one; W_* zero, s_* 0.01: plain at step 0."""
 
     decayed = frozenset({"W_beta", "W_m", "W_r"})
@@ -83,9 +68,6 @@ class HyperConnections(Mixer):
             for s in (self.s_alpha, self.s_beta):
                 s.fill_(INITIAL_SCALE)
 
-    def _start(self, x: Tensor) -> StreamsState:
-        return StreamsState(x=copies(x, self.n))
-
     def _coefficients(self, state: StreamsState, site: int) -> tuple[Tensor, Tensor, Tensor]:
         """A_m and B [..., n] and A_rᵀ [..., n, n] (output stream first) for the H this site reads."""
         wide = compute_dtype(state.x)
@@ -103,14 +85,17 @@ class HyperConnections(Mixer):
             a_m, b, a_r = a_m + s_alpha * z[..., 0], b + s_beta * z[..., 1], a_r + s_alpha * z[..., 2:]
         return a_m, b, a_r.transpose(-1, -2)
 
-    def _read(self, state: StreamsState, site: int) -> Tensor:
-        a_m, b, mix = self._coefficients(state, site)
-        state.leave_note((b, mix))
-        return stream_read(state.x, a_m)
+    def _rule(self) -> Rule | None:
+        if self.static:
+            return None
+        eps = LAYERNORM_EPS if self.norm == "layernorm" else RMSNORM_EPS
+        return Rule(self.n, joint=False, eps=eps, centred=self.norm == "layernorm", tanh=self.tanh)
 
-    def _write(self, state: StreamsState, site: int, y: Tensor) -> StreamsState:
-        b, mix = state.take_note() or self._coefficients(state, site)[1:]
-        return state.next(x=stream_write(state.x, mix, b, y))
-
-    def _finish(self, state: StreamsState) -> Tensor:
-        return state.x.sum(-2, dtype=compute_dtype(state.x))
+    def _for_kernels(self) -> tuple[Tensor, Tensor, Tensor]:
+        if self.static:
+            return self.A_m, self.B, self.A_r.transpose(1, 2).contiguous()
+        w = torch.cat([self.W_m.unsqueeze(-1), self.W_beta.unsqueeze(-1), self.W_r], dim=-1)  # [S, D, n + 2]
+        if self.norm == "layernorm":
+            w = w - w.mean(1, keepdim=True)
+        base = torch.cat([self.A_m, self.B, self.A_r.flatten(1)], dim=-1)
+        return w, base, torch.stack([self.s_alpha, self.s_beta], dim=-1)

@@ -17,28 +17,21 @@ from typing import Annotated, Literal
 import torch
 from torch import Tensor, nn
 
-from depthmix.mixers.base import Mixer, register
-from depthmix.mixers.hyper import StreamsState, copies
+from depthmix.mixers.base import register
 from depthmix.mixers.options import OptionError, at_least
-from depthmix.mixers.state import register_state
-from depthmix.ops import sinkhorn, stream_read, stream_write
+from depthmix.mixers.streams import StreamMixer, StreamsState
+from depthmix.ops import sinkhorn
 from depthmix.ops.matmul import matmul
 from depthmix.ops.precision import compute_dtype, rms_normalize
+from depthmix.ops.stream_mix.rules import Rule
 
 PAPER_EPS, DEEPSEEK_EPS = 1e-20, 1e-6
 INITIAL_ALPHA = 0.01
 OFF_LOGIT = -8.0  # of the residual map's entries that start near zero
 
 
-@register_state
-class SinglePassState(StreamsState):
-    """n streams and the read weights that the site before predicted."""
-
-    pre: Tensor  # [..., n]
-
-
 @register("mhc")
-class MHC(Mixer):
+class MHC(StreamMixer):
     """phi [S, nD, K], b [S, K], alpha [S, 3 or 2]; K = n + n + (n², n! or 0) in the order pre, post, res."""
 
     decayed = frozenset({"phi", "phi_head"})
@@ -111,13 +104,11 @@ class MHC(Mixer):
             self.b_head.fill_(-math.log(n - 1))
             self.alpha_head.fill_(INITIAL_ALPHA)
 
-    def _start(self, x: Tensor) -> StreamsState:
-        streams = copies(x, self.n)
+    def _first_read(self, x: Tensor) -> Tensor | None:
         if self.schedule == "standard":
-            return StreamsState(x=streams)
-        first = torch.zeros(self.n, device=x.device, dtype=compute_dtype(x))
-        first[0] = 1.0
-        return SinglePassState(x=streams, pre=first.expand(*x.shape[:-1], self.n))
+            return None
+        first = (torch.arange(self.n, device=x.device) == 0).to(compute_dtype(x))
+        return first.expand(*x.shape[:-1], self.n)
 
     def _normalized(self, state: StreamsState) -> Tensor:
         eps = DEEPSEEK_EPS if self.convention == "deepseek" else PAPER_EPS
@@ -141,26 +132,34 @@ class MHC(Mixer):
         m = sinkhorn(logits.unflatten(-1, (self.n, self.n)), self.iterations, self.convention)
         return m.transpose(-1, -2) if self.convention == "deepseek" else m
 
-    def _read(self, state: StreamsState, site: int) -> Tensor:
-        if isinstance(state, SinglePassState):
-            return stream_read(state.x, state.pre)
-        pre, post, res = self._coefficients(state, site)
-        state.leave_note((post, res))
-        return stream_read(state.x, pre)
+    def _rule(self) -> Rule:
+        deepseek = self.convention == "deepseek"
+        return Rule(
+            self.n,
+            joint=True,
+            eps=DEEPSEEK_EPS if deepseek else PAPER_EPS,
+            sinkhorn=self.residual_map == "sinkhorn",
+            convention=self.convention,
+            iterations=self.iterations,
+            pre_eps=DEEPSEEK_EPS if deepseek else 0.0,
+        )
 
-    def _write(self, state: StreamsState, site: int, y: Tensor) -> StreamsState:
-        if isinstance(state, SinglePassState):
-            pre, post, res = self._coefficients(state, site)
-            return state.next(x=stream_write(state.x, res, post, y), pre=pre)
-        post, res = state.take_note() or self._coefficients(state, site)[1:]
-        return state.next(x=stream_write(state.x, res, post, y))
+    def _for_kernels(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.phi, self.b, self.alpha
 
-    def _finish(self, state: StreamsState) -> Tensor:
-        if isinstance(state, SinglePassState):
-            return stream_read(state.x, state.pre)
+    def _why_no_kernels(self) -> str | None:
+        return "they do not know the birkhoff map" if self.residual_map == "birkhoff" else None
+
+    def _last_read(self, state: StreamsState) -> Tensor | None:
+        if state.pre is not None:
+            return state.pre
         if self.head == "learned":
-            x = self._normalized(state)
-            z = self.alpha_head.to(x.dtype) * matmul(x, self.phi_head.to(x.dtype)) + self.b_head.to(x.dtype)
-            return stream_read(state.x, torch.sigmoid(z) + DEEPSEEK_EPS)
-        total = state.x.sum(-2, dtype=compute_dtype(state.x))
-        return total / self.n if self.head == "mean" else total
+            return None
+        ones = super()._last_read(state)
+        assert ones is not None
+        return ones / self.n if self.head == "mean" else ones
+
+    def _head(self, state: StreamsState) -> Tensor:
+        x = self._normalized(state)
+        z = self.alpha_head.to(x.dtype) * matmul(x, self.phi_head.to(x.dtype)) + self.b_head.to(x.dtype)
+        return torch.sigmoid(z) + DEEPSEEK_EPS

@@ -12,34 +12,24 @@ import math
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
-from depthmix.mixers.base import Mixer, Read, register
-from depthmix.mixers.state import State, register_state
+from depthmix.mixers.base import register
+from depthmix.mixers.block_stack import BlockStack, StackState, Tape
 from depthmix.ops import depth_sum
-from depthmix.ops.matmul import matmul
-from depthmix.ops.precision import rms_normalize
+from depthmix.ops.depth_sum.coefficients import coefficients, coefficients_reference
+from depthmix.ops.depth_sum.source_order import Weights
 
 EPS = 1e-6
 WAYS = 4  # q, k, v, r
 
 
-@register_state
-class MuddState(State):
-    """The blocks' results and, inside a block, its residual path."""
-
-    blocks: tuple[Tensor, ...]  # X_0 … X_i
-    r: Tensor | None = None  # X̄^r + y_{2i}
-
-    def template(self) -> Tensor:
-        return self.blocks[0]
-
-
 @register("mudd")
-class Mudd(Mixer):
+class Mudd(BlockStack):
     """W_1["i"] [K, D] ~ N(0, 1/D), W_2["i"] [C l, K] = 0, b["i"] [C, l] = 0 but 1 for the newest, i = 1 … N."""
 
     decayed = frozenset({"W_1", "W_2"})
+    accumulates = True
+    n_ways, goes_on = 3, 3
 
     def __init__(self, dim: int, n_blocks: int) -> None:
         super().__init__(dim, n_blocks)
@@ -59,34 +49,14 @@ class Mudd(Mixer):
             self.W_2[i].zero_()
             self.b[i].zero_()[:, -1] = 1.0
 
-    def ways(self, site: int) -> int:
-        return 3 if site % 2 == 0 else 1
+    def _of(self, reader: int) -> tuple[Tensor, Tensor, Tensor]:
+        """A reader's parameters."""
+        i = str(reader)
+        return self.W_1[i], self.W_2[i], self.b[i]
 
-    def _mix(self, state: MuddState, reader: int) -> tuple[Tensor, ...]:
-        if reader == 0:
-            return state.blocks * WAYS
-        x = rms_normalize(state.observe(state.blocks[-1]), EPS)
-        w_1, w_2, b = [p[str(reader)].to(x.dtype) for p in (self.W_1, self.W_2, self.b)]
-        a = matmul(functional.gelu(matmul(x, w_1.T)), w_2.T).unflatten(-1, b.shape) + b  # [..., C, l]
-        return depth_sum(state.blocks, dynamic=a)
+    def _mix(self, state: StackState, reader: int) -> tuple[Tensor, ...]:
+        a = coefficients_reference(state.observe(state.stack[-1]), *self._of(reader), EPS)
+        return depth_sum(state.stack, dynamic=a, backend=state.backend())
 
-    def _start(self, x: Tensor) -> MuddState:
-        return MuddState(blocks=(x,))
-
-    def _read(self, state: MuddState, site: int) -> Read:
-        if site % 2 == 1:
-            assert state.r is not None
-            return state.r
-        q, k, v, r = self._mix(state, site // 2)
-        state.leave_note(r)
-        return q, k, v
-
-    def _write(self, state: MuddState, site: int, y: Tensor) -> MuddState:
-        if site % 2 == 0:
-            r = state.take_note()
-            return state.next(r=(self._mix(state, site // 2)[3] if r is None else r) + y)
-        assert state.r is not None
-        return state.next(blocks=(*state.blocks, state.r + y), r=None)
-
-    def _finish(self, state: MuddState) -> Tensor:
-        return self._mix(state, self.n_blocks)[0]
+    def _weights(self, tape: Tape, reader: int) -> tuple[slice, Weights]:
+        return slice(None), Weights(dynamic=coefficients(tape.stack[-1], *self._of(reader), EPS))

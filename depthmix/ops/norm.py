@@ -1,6 +1,7 @@
 """RMSNorm as the mixers round it: computed in fp32 (fp64 for fp64), one rounding to the input's dtype."""
 
-from typing import TypeGuard
+from collections.abc import Sequence
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -39,3 +40,12 @@ def is_plain_rms_norm(norm: object, dim: int) -> TypeGuard[nn.RMSNorm]:
 def eps_of(norm: nn.RMSNorm, x: Tensor) -> float:
     """The norm's eps; torch's default is that of the dtype it computes in, which for bf16 and fp16 is fp32."""
     return torch.finfo(compute_dtype(x)).eps if norm.eps is None else norm.eps
+
+
+def fused_norms(norms: Sequence[Any], x: Tensor) -> tuple[Tensor, float] | None:
+    """The gains [W, D] and the one eps of norms that a kernel may do the work of; None if it may not."""
+    rms = [n for n in norms if is_plain_rms_norm(n, x.shape[-1])]
+    if len(rms) < len(norms) or any(n.eps != rms[0].eps for n in rms):
+        return None
+    gain = rms[0].weight.unsqueeze(0) if len(rms) == 1 else torch.stack([n.weight for n in rms])
+    return gain, eps_of(rms[0], x)

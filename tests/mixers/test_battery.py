@@ -290,14 +290,27 @@ def test_a_norm_inside_a_read_is_the_norm_after_it(name, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_a_norm_inside_a_read_by_kernels_is_the_norm_after_it(dtype, quick_interpreter):
-    mixer = build("attnres", 1, random=True, dtype=torch.float32)
-    first, second = ((EVERY_SCALE[:3] * torch.randn(3, DIM)).to(dtype) for _ in range(2))
+@pytest.mark.parametrize(
+    ("name", "choice"),
+    [
+        ("attnres", {}),
+        ("dca", {}),
+        ("denseformer", {}),
+        ("mudd", {}),
+        ("hyper", {"n": 2}),
+        ("mhc", {"n": 2, "iterations": 2}),
+    ],
+)
+def test_a_norm_inside_a_read_by_kernels_is_the_norm_after_it(name, choice, dtype, quick_interpreter):
+    mixer = build(name, 2 if name in ("dca", "denseformer", "mudd") else 1, choice, random=True, dtype=torch.float32)
+    sources = [(EVERY_SCALE[:3] * torch.randn(3, DIM)).to(dtype) for _ in range(3)]
     with use_backend("triton"), torch.no_grad():
-        state = mixer.write(mixer.start(first), 0, second)
-        reads = as_tuple(mixer.read(state, 1))
-        for norm in ("torch's", "ours with eps"):
-            assert_norm_inside_is_norm_after(mixer, state, 1, reads, NORMS[norm])
+        state = mixer.start(sources[0])
+        for site, y in enumerate(sources[1 : mixer.n_sites]):
+            state = mixer.write(state, site, y)
+            reads = as_tuple(mixer.read(state, site + 1))
+            for norm in ("torch's", "ours with eps"):
+                assert_norm_inside_is_norm_after(mixer, state, site + 1, reads, NORMS[norm])
 
 
 @every_mixer

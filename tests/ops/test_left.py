@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from depthmix.ops import use_backend
-from depthmix.ops.depth_attention import left
+from depthmix.ops import left, use_backend
 from ops.test_source_major import Stack, cotangent, leaves, tokens
 
 pytest.importorskip("triton")

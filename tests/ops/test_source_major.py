@@ -90,12 +90,14 @@ def backward(stack: Stack, x: Tensor, out: Tensor) -> Results:
     return [out.detach(), *[t.grad for t in leaves(stack, x)]]
 
 
-def assert_as_reference(scenario: Scenario, x: Tensor, tol: float = 2e-6, **options: Any) -> None:
+def assert_as_reference(
+    scenario: Scenario, x: Tensor, tol: float = 2e-6, make: Callable[..., Stack] = Stack, **options: Any
+) -> None:
     """What a scenario returns is the same with either backend, gradients that are not there included."""
     results = []
     for backend in ("triton", "reference"):
         with use_backend(backend):
-            results.append(scenario(Stack(**options), x.detach().clone().requires_grad_()))
+            results.append(scenario(make(**options), x.detach().clone().requires_grad_()))
     assert [t is None for t in results[0]] == [t is None for t in results[1]]
     got, expected = ([t for t in r if t is not None] for r in results)
     assert expected
@@ -198,7 +200,7 @@ def second_backward(stack: Stack, x: Tensor) -> Results:
 def one_leaf_at_a_time(stack: Stack, x: Tensor) -> Results:
     """Only a part of the graph runs for each."""
     out, results = stack(x), []
-    for leaf in (x, stack.mixer.query, stack.weight[0], stack.weight[2], stack.norms[1][0].weight):
+    for leaf in (x, next(stack.mixer.parameters()), stack.weight[0], stack.weight[2], stack.norms[1][0].weight):
         results += grads_of(out, [leaf], retain_graph=True)
     return results
 
@@ -214,7 +216,7 @@ def middle_outputs(stack: Stack, x: Tensor) -> Results:
 def some_leaves(stack: Stack, x: Tensor) -> Results:
     """backward(inputs=...) leaves the other leaves alone."""
     out = stack(x)
-    out.backward(cotangent(out), inputs=[stack.mixer.query, stack.weight[1]])
+    out.backward(cotangent(out), inputs=[next(stack.mixer.parameters()), stack.weight[1]])
     return [t.grad for t in leaves(stack, x)]
 
 

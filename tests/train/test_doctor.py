@@ -24,8 +24,7 @@ def lines(monkeypatch, why):
 def test_each_operator_has_a_line(monkeypatch):
     found = lines(monkeypatch, "the moon is full")
     assert "    depth_attention: reference, because the moon is full" in found
-    for op in ("depth_sum", "stream_mix", "sinkhorn"):
-        assert f"    {op}: reference, because it has no kernels yet" in found
+    assert "    depth_sum: reference, because it has no kernels yet" in found
 
 
 def test_every_operator_of_the_library_is_named():

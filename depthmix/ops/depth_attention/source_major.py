@@ -14,15 +14,16 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import CheckpointError
 
 from depthmix.ops.autograd import reference_gradients
+from depthmix.ops.collect import CollectRows, leave_rows
 from depthmix.ops.depth_attention.ahead import Far, Known, read
-from depthmix.ops.depth_attention.left import INSTEAD, arrive, leave, stream_of, this_pass
 from depthmix.ops.depth_attention.reference import depth_attention_reference
+from depthmix.ops.left import arrive, leave, saved_once, stream_of, take_part, this_pass
 from depthmix.ops.precision import rms_normalize, without_autocast
 from depthmix.ops.torch_internals import node_will_run, saving_is_hooked
 
+OP = "depth_attention"
 AT_ONCE = 2  # ways of a read, at most, that share one pass over the newest source for its gradient
 FEWEST_READERS = 2  # for which it pays to leave a source's gradient unfinished and take it up again
 
@@ -46,30 +47,6 @@ class Reading(NamedTuple):
         return self
 
 
-def seen_from_outside(newest: Tensor) -> Tensor:
-    """A source for whoever looks at a state.
-
-    Later reads leave the gradient of a source with its maker, so it never reaches the tensor they pass on. Whoever asks for it
-    is told so: by autograd that this tensor is not in the graph, and here where autograd would say nothing.
-    """
-    seen = newest.view_as(newest)
-    if seen.requires_grad:
-        for name in ("retain_grad", "register_hook"):
-            setattr(seen, name, _no_gradient)
-    return seen
-
-
-def _no_gradient(*_: Any) -> None:
-    what = "with kernels the gradient of a state's tensor is never formed by itself"
-    raise RuntimeError(f"depth_attention: {what}; {INSTEAD}")
-
-
-def collect_queries(queries: Tensor) -> Tensor:
-    """The queries of a stack of reads, [R, D], as `read_sources` wants them."""
-    collect = queries.requires_grad and torch.is_grad_enabled() and not torch.compiler.is_compiling()
-    return CollectQueries.apply(queries) if collect else queries
-
-
 def read_sources(
     queries: Tensor,
     row: int,
@@ -84,7 +61,7 @@ def read_sources(
     """Read with kernels: the results of queries[row : row + ways] and the newest source, sources[-1] (+ add).
 
     queries: [R, D] fp32, key gains included. gain: [W, D] of the norm that follows, or None. A stack of reads is
-    differentiated in source-major order if `queries` came through `collect_queries`, the sources are newest sources that
+    differentiated in source-major order if `queries` came through `collect_rows`, the sources are newest sources that
     earlier reads returned, and nothing is being compiled. far: what `far_sources` or `known_sources` found for this row.
     The caller has checked that the kernels can do it.
     """
@@ -97,58 +74,6 @@ def read_sources(
         return y, fresh
     (y, _, _, _, fresh), _ = read(queries, row, ways, sources, far, add, gain, eps, out_eps, int(wanted))
     return y, sources[-1] if add is None else fresh
-
-
-class CollectQueries(torch.autograd.Function):
-    """The identity on the queries [R, D]; its backward runs after every read's and returns what they left."""
-
-    @staticmethod
-    def forward(ctx: Any, queries: Tensor) -> Tensor:
-        ctx.left = {}
-        ctx.shape = queries.shape
-        ctx.set_materialize_grads(False)
-        return queries.detach()
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor | None) -> Tensor | None:
-        left = ctx.left.pop(this_pass(), None)
-        total = None if left is None else _add_up(left, ctx.shape)
-        return g if total is None else total if g is None else total + g
-
-
-def _leave_du(queries: Any, task: int, rows: Sequence[int], du: Tensor) -> None:
-    leave(queries, task, (rows, du, stream_of(du)))
-
-
-def _add_up(parts: list[tuple[Sequence[int], Tensor, torch.cuda.Stream | None]], shape: torch.Size) -> Tensor:
-    """The sum of gradients [1 or 2, rows, D] of some rows each; those of the rows of one read are added as one."""
-    for _, du, stream in parts:
-        arrive(stream, du)
-    halves = max(len(du) for _, du, _ in parts)
-    total = torch.zeros(halves, *shape, dtype=parts[0][1].dtype, device=parts[0][1].device)
-    own = sorted(((rows, du[0]) for rows, du, _ in parts if _of_one_read(du)), key=lambda item: item[0][0])
-    if own:
-        _add_rows(total[0], [row for rows, _ in own for row in rows], torch.cat([du for _, du in own]))
-    for rows, du, _ in parts:
-        if not _of_one_read(du):
-            _add_rows(total[: len(du)], rows, du)
-    return total.sum(0) if halves > 1 else total[0]
-
-
-def _of_one_read(du: Tensor) -> bool:
-    return len(du) == 1 and du.shape[1] <= AT_ONCE
-
-
-def _add_rows(total: Tensor, rows: Sequence[int], du: Tensor) -> None:
-    """Add du to rows of total, those at equal steps together; a site that was read twice has its row twice."""
-    first = 0
-    while first < len(rows):
-        last = first
-        step = rows[first + 1] - rows[first] if first + 1 < len(rows) else 1
-        while step > 0 and last + 1 < len(rows) and rows[last + 1] - rows[last] == step:
-            last += 1
-        total[..., rows[first] : rows[last] + 1 : max(1, step), :] += du[..., first : last + 1, :]
-        first = last + 1
 
 
 class ReadSources(torch.autograd.Function):
@@ -170,7 +95,7 @@ class ReadSources(torch.autograd.Function):
         fresh = sources[-1].detach() if add is None else fresh
         ctx.row, ctx.ways, ctx.eps, ctx.left, ctx.part, ctx.n = row, ways, eps, {}, {}, len(sources)
         ctx.hooked = saving_is_hooked()
-        ctx.queries = queries.grad_fn if isinstance(queries.grad_fn, CollectQueries._backward_cls) else None
+        ctx.queries = queries.grad_fn if isinstance(queries.grad_fn, CollectRows._backward_cls) else None
         later = ctx.queries is not None or not queries.requires_grad  # du may come after this read's own backward
         ctx.makers = [_maker(v) if later else None for v in sources[:-1]]
         local = [v for v, maker in zip(sources, ctx.makers, strict=False) if maker is None]
@@ -180,21 +105,11 @@ class ReadSources(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        saved = _saved(ctx)
+        saved = saved_once(ctx, OP)
         with without_autocast(saved[0]):
             if torch.is_grad_enabled():
                 return _differentiable_backward(ctx, saved, grads)
             return _backward(ctx, saved, grads)
-
-
-def _saved(ctx: Any) -> Sequence[Tensor]:
-    try:
-        return ctx.saved_tensors  # once: a second access fails inside a checkpointed region
-    except CheckpointError:
-        if not torch.is_grad_enabled():
-            raise
-        what = "kernels cannot differentiate a checkpointed region twice"
-        raise RuntimeError(f"depth_attention: {what}; {INSTEAD}") from None
 
 
 def _maker(source: Tensor) -> Any:
@@ -212,7 +127,7 @@ def _backward(ctx: Any, saved: Sequence[Tensor], grads: Sequence[Tensor | None])
     o, local_sources = rest[: ctx.ways], iter(rest[ctx.ways :])
     *dy, g = grads
     g = None if g is None else g.contiguous()
-    task, eps = this_pass(), ctx.eps[0]
+    task, eps = this_pass(OP), ctx.eps[0]
     left: list[tuple[Reading, int]] = ctx.left.pop(task, [])  # by the later readers of the newest source
     for reading, _ in left:
         reading.arrive()
@@ -234,7 +149,7 @@ def _backward(ctx: Any, saved: Sequence[Tensor], grads: Sequence[Tensor | None])
         local = [(i, next(local_sources)) for i, m in enumerate(ctx.makers) if m is None]
         # Few ways and no reader left: the newest source's gradient is computed here, while its reader's is at hand.
         at_once = ctx.ways <= AT_ONCE and not left
-        newest = Newest(fresh, g, need_fresh, _take_part(ctx, task)) if at_once else None
+        newest = Newest(fresh, g, need_fresh, take_part(ctx, task)) if at_once else None
         u = queries[ctx.row : ctx.row + ctx.ways]
         store = bool(makers or local or not at_once)
         given = [torch.zeros_like(fresh) if d is None else d.contiguous() for d in dy]
@@ -273,7 +188,7 @@ def _give_du(ctx: Any, queries: Tensor, du: Tensor, task: int) -> Tensor | None:
     if ctx.queries is None:
         return _in_rows(du, queries, ctx.row) if ctx.needs_input_grad[3] else None
     if node_will_run(ctx.queries):
-        _leave_du(ctx.queries, task, range(ctx.row, ctx.row + ctx.ways), du.unsqueeze(0))
+        leave_rows(ctx.queries, task, range(ctx.row, ctx.row + ctx.ways), du.unsqueeze(0))
     return None
 
 
@@ -315,7 +230,7 @@ def _gradient_of_source(
     by_queries: dict[int, list[tuple[Reading, int]]] = {}
     for item in left:
         by_queries.setdefault(id(item[0].queries), []).append(item)
-    part = _take_part(ctx, task)
+    part = take_part(ctx, task)
     for items in by_queries.values():  # one, unless two stacks read the same source
         items.sort(key=lambda item: item[0].row)
         queries = items[0][0].queries
@@ -323,7 +238,7 @@ def _gradient_of_source(
         if not (need_du or need_dv):
             continue
         older = _older_of_its_pair(ctx, left, task) if need_dv and len(by_queries) == 1 else []
-        sources = [Source(x, None, _take_part(m, task), whole=False) for m, x in older]
+        sources = [Source(x, None, take_part(m, task), whole=False) for m, x in older]
         sources.append(Source(v, g, part, need_dv=need_dv))
         readers = [reader for reading, i in items for reader in _readers(reading, *range(i - len(older), i + 1))]
         found, du = source_backward(sources, readers, ctx.eps[0], need_du)
@@ -333,18 +248,10 @@ def _gradient_of_source(
         g, part = (found[-1] if need_dv else g), None
         if du is not None:
             rows = [reading.row + w for reading, _ in items for w in range(len(reading.do))]
-            _leave_du(queries, task, rows, du)
+            leave_rows(queries, task, rows, du)
     if part is not None and need_dv:  # no reader was left
         g = (part if g is None else part + g).to(v.dtype)
     return g
-
-
-def _take_part(node: Any, task: int) -> Tensor | None:
-    """What a source has of its gradient from readers that were seen together with a newer source."""
-    part, stream = node.part.pop(task, (None, None))
-    if part is not None:
-        arrive(stream, part)
-    return part
 
 
 def _older_of_its_pair(ctx: Any, left: list[tuple[Reading, int]], task: int) -> list[tuple[Any, Tensor]]:
@@ -368,7 +275,7 @@ def _differentiable_backward(
     """Under create_graph=True: gradients of all sources at once, by autograd through the reference."""
     fresh, queries, gain, _, _, *rest = saved
     local = iter(rest[ctx.ways :])
-    olds = [next(local) if m is None else _saved(m)[0] for m in ctx.makers]
+    olds = [next(local) if m is None else saved_once(m, OP)[0] for m in ctx.makers]
     needs_add, *needs = ctx.needs_input_grad[5:]
 
     def reference(queries: Tensor, gain: Tensor | None, *sources: Tensor) -> tuple[Tensor, ...]:

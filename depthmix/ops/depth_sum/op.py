@@ -1,4 +1,4 @@
-"""depth_sum and depth_scores: checks, autograd that rounds once, and (when kernels come) the choice between them and the reference."""
+"""depth_sum and depth_scores: checks, autograd that rounds once, and the choice between kernels and the reference."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -8,8 +8,11 @@ import torch
 from torch import Tensor
 
 from depthmix.ops.autograd import reference_gradients
+from depthmix.ops.backend import choose
 from depthmix.ops.checks import check_shape, check_sources, leading
+from depthmix.ops.depth_sum import library  # noqa: F401  (registers the operators)
 from depthmix.ops.depth_sum.reference import depth_scores_reference, depth_sum_reference
+from depthmix.ops.depth_sum.source_order import ADDED, SUM_CLAMPED, Weights, read_sums
 from depthmix.ops.precision import promoted_dtype, without_autocast
 from depthmix.ops.torch_internals import transformed
 
@@ -79,12 +82,32 @@ def _backward(
     ]
 
 
+MAX_DIM = 16384  # channels of a row that fit in the registers of 32 warps
+MAX_WAYS = 4  # sums that one kernel forms at once
+
+
+def why_unsupported(sources: Sequence[Tensor], *, wide: bool) -> str | None:
+    """Why the kernels cannot read these sources, or None if they can. wide: the weights are float64."""
+    dtype, dim = sources[0].dtype, sources[0].shape[-1]
+    if wide:
+        return "they compute in float32, and the weights are float64"
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16) or any(v.dtype != dtype for v in sources):
+        return "they know sources of one dtype, float32, bfloat16 or float16"
+    return None if dim <= MAX_DIM else f"a token's {dim} channels do not fit; they hold up to {MAX_DIM}"
+
+
 def depth_sum(
-    sources: Sequence[Tensor], static: Tensor | None = None, dynamic: Tensor | None = None, relu: bool = False
+    sources: Sequence[Tensor],
+    static: Tensor | None = None,
+    dynamic: Tensor | None = None,
+    relu: bool = False,
+    *,
+    backend: str | None = None,
 ) -> tuple[Tensor, ...]:
     """W weighted sums of the same n sources [..., D] (equations in reference.py), rounded once to the sources' dtype.
 
     static: [W, n, D] or [W, n, 1]; dynamic: [..., W, n]; at least one of them. relu clamps the weights at zero, with derivative 1 there.
+    backend: "triton" or "reference" forces one; by default, and unless `use_backend` says otherwise, kernels run where they can.
     """
     op = "depth_sum"
     check_sources(op, sources)
@@ -97,7 +120,16 @@ def depth_sum(
         n_ways = leading(static) if static is not None else dynamic.shape[-2] if dynamic.ndim > 1 else 1
         check_shape(op, "dynamic", dynamic, first, (*first.shape[:-1], n_ways, n))
     dtype = promoted_dtype(tuple(sources))
+    given = [t for t in (static, dynamic) if t is not None]
+    n_ways = leading(static) if static is not None else given[0].shape[-2]
+    why = why_unsupported(sources, wide=any(t.dtype == torch.float64 for t in given))
+    why = why or ("they form up to 4 sums at once" if n_ways > MAX_WAYS else None)
     with without_autocast(first):
+        if choose(op, first, why, backend) == "triton":
+            b, a = (None if t is None else t.float() for t in (static, dynamic))
+            if torch.compiler.is_compiling():
+                return tuple(torch.ops.depthmix.depth_sum_read(sources, b, a, relu))
+            return read_sums(sources, Weights(static=b, dynamic=a, relu=SUM_CLAMPED if relu else ADDED)).y
         if torch.is_grad_enabled() and not transformed():
             outs = DepthSum.apply(relu, static, dynamic, *sources)
         else:

@@ -1,10 +1,28 @@
-"""stream_read and stream_write: checks and (when kernels come) the choice between them and the reference."""
+"""stream_read and stream_write: checks, and what kernels can do. The kernels themselves do both at once: step.py."""
 
+import torch
 from torch import Tensor
 
 from depthmix.ops.checks import check_shape
 from depthmix.ops.precision import without_autocast
 from depthmix.ops.stream_mix.reference import stream_read_reference, stream_write_reference
+from depthmix.ops.stream_mix.reference_autograd import StreamRead, StreamWrite
+from depthmix.ops.torch_internals import transformed
+
+MAX_STREAMS = 4  # whose n² weights and sums a token fit in registers
+MAX_DIM = 16384  # channels of a row that fit in the registers of 32 warps
+
+
+def why_unsupported(x: Tensor, y: Tensor | None, n: int, *, wide: bool) -> str | None:
+    """Why the kernels cannot do a step, or None if they can. wide: parameters in float64."""
+    known = (torch.float32, torch.bfloat16, torch.float16)
+    if x.dtype not in known or (y is not None and y.dtype not in known):
+        return "they know streams in float32, bfloat16 or float16"
+    if wide:
+        return "they compute in float32, and the parameters are float64"
+    if n > MAX_STREAMS:
+        return f"they hold up to {MAX_STREAMS} streams, got {n}"
+    return None if x.shape[-1] <= MAX_DIM else f"a token's {x.shape[-1]} channels do not fit; they hold up to {MAX_DIM}"
 
 
 def stream_read(x: Tensor, pre: Tensor) -> Tensor:
@@ -12,6 +30,8 @@ def stream_read(x: Tensor, pre: Tensor) -> Tensor:
     n = _streams("stream_read", x)
     check_shape("stream_read", "pre", pre, x, (n,), tuple(x.shape[:-1]))
     with without_autocast(x):
+        if _own_backward():
+            return StreamRead.apply(x, pre)
         return stream_read_reference(x, pre).to(x.dtype)
 
 
@@ -27,7 +47,14 @@ def stream_write(x: Tensor, res: Tensor | None, post: Tensor, y: Tensor) -> Tens
     check_shape(op, "post", post, x, (n,), (*tokens, n))
     check_shape(op, "y", y, x, (*tokens, x.shape[-1]))
     with without_autocast(x):
+        if _own_backward():
+            return StreamWrite.apply(x, res, post, y)
         return stream_write_reference(x, res, post, y).to(x.dtype)
+
+
+def _own_backward() -> bool:
+    """Not where a compiler or torch.func derives one itself."""
+    return torch.is_grad_enabled() and not torch.compiler.is_compiling() and not transformed()
 
 
 def _streams(op: str, x: Tensor) -> int:

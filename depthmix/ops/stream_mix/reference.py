@@ -6,6 +6,7 @@
 x [..., n, C]; pre, post [..., n] and res [..., n, n] a token, or without the leading dimensions the same for every token.
 """
 
+import torch
 from torch import Tensor
 
 from depthmix.ops.precision import compute_dtype
@@ -23,5 +24,5 @@ def stream_write_reference(x: Tensor, res: Tensor | None, post: Tensor, y: Tenso
     if res is None:
         return out + x
     for i in range(x.shape[-2]):  # products, not a matmul: its backward would run in bf16 if called under autocast
-        out = out + res[..., i].to(wide).unsqueeze(-1) * x[..., i, :].unsqueeze(-2)
+        out = torch.addcmul(out, res[..., i].to(wide).unsqueeze(-1), x[..., i, :].unsqueeze(-2).to(wide))
     return out

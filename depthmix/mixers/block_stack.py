@@ -1,0 +1,235 @@
+"""What the rules share that keep a stack of one entry per block and read weighted sums of it: GRN, DCA, DenseFormer, MUDD.
+
+    h_{2i} = some weighted sums of the stack, one of them g_i, which goes on;    h_{2i+1} = g_i + y_{2i};    h_S: one more sum
+    entry i+1 = y_{2i} + y_{2i+1}, the block's delta, or with `accumulates` its result g_i + y_{2i} + y_{2i+1}
+
+A rule says how reader i (a block, or finish, i = N) weighs the stack: in plain PyTorch (`_mix`) and for the kernels (`_weights`).
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from depthmix.mixers.base import Mixer, Norm, Read
+from depthmix.mixers.state import State, register_state
+from depthmix.ops.backend import choose
+from depthmix.ops.collect import collect_rows
+from depthmix.ops.depth_sum.op import why_unsupported
+from depthmix.ops.depth_sum.source_order import OP, Weights, halves, make_source, read_sums
+from depthmix.ops.left import seen_from_outside
+from depthmix.ops.norm import fused_norms
+
+
+class Scores(NamedTuple):
+    """What the readers' vectors w make of one entry."""
+
+    s: Tensor  # [N, R]: the ways of `first`, those of the reader after it, and so on
+    first: int
+
+    def of(self, reader: int, n_ways: int, ways: int) -> Tensor:
+        """Those of one reader, [N, ways]; each before it has n_ways."""
+        start = (reader - self.first) * n_ways
+        return self.s[:, start : start + ways]
+
+
+class Tape(NamedTuple):
+    """What kernels pass from read to read: the stack as their autograd knows it, and its scores."""
+
+    stack: tuple[Tensor, ...]
+    scores: tuple[Scores | None, ...]
+    w: Tensor | None  # of all readers, where weights are scores: [R, D]
+    halves: Any  # the same in two parts, as scores are made with them
+    differentiable: bool
+
+
+@register_state
+class StackState(State):
+    """The stack and, between the two sites of a block, what its second site needs."""
+
+    stack: tuple[Tensor, ...]  # e, then an entry per finished block, with a window the older ones in one
+    pending: tuple[Tensor, Tensor] | None = None  # the sum of these is the newest entry, which the next read adds up
+    g: Tensor | None = None  # the mixture this block read that goes on
+    a: Tensor | None = None  # what its attention produced
+    tape: Tape | None = dataclasses.field(default=None, repr=False, metadata={"cache": True})
+
+    def template(self) -> Tensor:
+        return self.stack[0]
+
+    def backend(self) -> str | None:
+        """Of the operators in plain PyTorch code, which runs where the kernels cannot, and when a program is compiled."""
+        return None if torch.compiler.is_compiling() and not self.frozen else "reference"
+
+
+class BlockStack(Mixer):
+    """The contract for rules with a stack; they implement `_mix` and `_weights`, and `_rows` if their weights are scores."""
+
+    accumulates: ClassVar[bool] = False
+    static: bool = False  # weights are known before the newest entry is, so that a read can add that up
+    n_ways: int = 1  # of the first site of a block
+    goes_on: int = 0  # which of a block's mixtures is g
+    window: int | None = None  # the stack is e, the sum of everything between, and the last `window` entries
+
+    def ways(self, site: int) -> int:
+        return self.n_ways if site % 2 == 0 else 1
+
+    def _mix(self, state: StackState, reader: int) -> tuple[Tensor, ...]:
+        """The mixtures of a reader, in plain PyTorch."""
+        raise NotImplementedError
+
+    def _weights(self, tape: Tape, reader: int) -> tuple[slice, Weights] | None:
+        """The entries that a reader sees and what it weighs them with; None if it sees the newest as it is."""
+        raise NotImplementedError
+
+    def _table(self) -> Tensor | None:
+        """The vectors w of all readers, where weights are scores: [R, D]."""
+        return None
+
+    def _rows(self, table: Tensor, reader: int, slot: int) -> Tensor:
+        """Those that readers from this one on have for the entry at a place of the stack."""
+        raise NotImplementedError
+
+    # The kernels' side.
+
+    def _use_kernels(self, state: StackState) -> bool:
+        if state.frozen or torch.compiler.is_compiling():
+            return False
+        tensors = [*state.stack, *(state.pending or ()), *(t for t in (state.g, state.a) if t is not None)]
+        wide = any(p.dtype == torch.float64 for p in itertools.islice(self.parameters(), 1))  # all are alike
+        why = why_unsupported(tensors, wide=wide)
+        if why is not None and len(tensors) > 1:  # an output in another dtype: the reference steps in
+            return False
+        return choose(self.name, state.stack[0], why) == "triton"
+
+    def _tape(self, state: StackState) -> Tape:
+        """What the kernels work with, without the pending entry; made anew if the state comes from elsewhere."""
+        tape = state.tape
+        if tape is None or (torch.is_grad_enabled() and not tape.differentiable):
+            w = self._table()
+            both = None if w is None else halves(w, state.stack[0])
+            tape = Tape((), (), None if w is None else collect_rows(w, OP), both, torch.is_grad_enabled())
+            for slot, v in enumerate(state.stack):
+                tape = self._append(tape, v, None, state.site // 2 - (state.pending is not None), slot)
+        return tape
+
+    def _append(self, tape: Tape, v: Tensor, add: Tensor | None, reader: int, slot: int) -> Tape:
+        """A tape with the entry v (+ add) at a place that `reader` is the first to see."""
+        reader = max(reader, 1)  # the first block reads e alone
+        rows = None if tape.w is None else tape.halves._make(self._rows(t, reader, slot) for t in tape.halves)
+        v, s = make_source(v, add, rows)
+        return tape._replace(stack=(*tape.stack, v), scores=(*tape.scores, None if s is None else Scores(s, reader)))
+
+    def _read_with_kernels(
+        self, state: StackState, reader: int, gain: Tensor | None, eps: float
+    ) -> tuple[tuple[Tensor, ...], Tensor, tuple[Tensor, ...], Tape]:
+        """A reader's mixtures, normed with a gain; the one that goes on, which is not; the whole stack, and its tape."""
+        tape, stack, add = self._tape(state), state.stack, None
+        if state.pending is not None:
+            if self._is_full(stack):
+                (v,), (s,), *_ = self._append(
+                    tape._replace(stack=(), scores=()), tape.stack[1], tape.stack[2], reader, 1
+                )
+                tape = tape._replace(stack=_merged(tape.stack, v), scores=_merged(tape.scores, s))
+                stack = _merged(stack, seen_from_outside(v, OP))
+            before, add = state.pending
+            if self.static and not (gain is None and self._weights(tape, reader) is None):
+                tape = tape._replace(stack=(*tape.stack, before), scores=(*tape.scores, None))
+            else:
+                tape, add = self._append(tape, before, add, reader, len(tape.stack)), None
+        found = self._weights(tape, reader) if reader else None
+        if found is not None:
+            goes_on = self.goes_on if reader < self.n_blocks else 0
+            h, g, fresh = read_sums(tape.stack[found[0]], found[1], add, gain, eps, goes_on)
+        elif gain is not None:
+            h, g, fresh = read_sums(tape.stack[-1:], plain_sum(gain, len(gain)), add, gain, eps)
+        else:
+            h, g, fresh = (tape.stack[-1].view_as(tape.stack[-1]),) * self.n_ways, None, None
+        if fresh is not None:
+            tape = tape._replace(stack=(*tape.stack[:-1], fresh))
+        newest = seen_from_outside(tape.stack[-1], OP)
+        stack = stack if state.pending is None else (*stack, newest)
+        return h, newest if g is None else g, stack, tape
+
+    def _is_full(self, stack: tuple[Tensor, ...]) -> bool:
+        """Whether the window's oldest entry leaves it for the next one."""
+        return self.window is not None and len(stack) == self.window + 2
+
+    # The contract.
+
+    def _start(self, x: Tensor) -> StackState:
+        state = StackState(stack=(x,))
+        state.tape = self._tape(state) if self._use_kernels(state) else None
+        return state
+
+    def _mixtures(
+        self, state: StackState, reader: int, gain: Tensor | None = None, eps: float = 0.0
+    ) -> tuple[Tensor, ...]:
+        """What a reader sees; a gain, if there is one, only with kernels."""
+        if self._use_kernels(state):
+            h, *note = self._read_with_kernels(state, reader, gain, eps)
+        else:
+            whole = state
+            if state.pending is not None:
+                stack = state.stack
+                stack = _merged(stack, stack[1] + stack[2]) if self._is_full(stack) else stack
+                whole = dataclasses.replace(state, stack=(*stack, state.pending[0] + state.pending[1]), pending=None)
+            h = self._mix(whole, reader) if reader else whole.stack * max(self.n_ways, self.goes_on + 1)
+            note = [h[self.goes_on if reader < self.n_blocks else 0], whole.stack, None]
+        state.leave_note(note)
+        return h[: self.n_ways]
+
+    def _read(self, state: StackState, site: int) -> Read:
+        if site % 2 == 0:
+            h = self._mixtures(state, site // 2)
+            return h if self.n_ways > 1 else h[0]
+        assert state.g is not None
+        assert state.a is not None
+        g = state.g + state.a
+        state.leave_note(g)
+        return g
+
+    def _read_normed(self, state: StackState, site: int, norms: Sequence[Norm]) -> Read | None:
+        fused = fused_norms(norms, state.template()) if self._use_kernels(state) else None
+        if fused is None:
+            return None
+        gain, eps = fused[0].float(), fused[1]
+        if site % 2 == 0:
+            h = self._mixtures(state, site // 2, gain, eps)
+            return h if self.n_ways > 1 else h[0]
+        assert state.g is not None
+        assert state.a is not None
+        goes_on = 0 if self.accumulates else None  # the sum before its norm
+        found = read_sums([state.g, state.a], plain_sum(gain, 1, 2), None, gain, eps, goes_on)
+        state.leave_note(found.raw)
+        return found.y[0]
+
+    def _write(self, state: StackState, site: int, y: Tensor) -> StackState:
+        note = state.take_note()
+        if site % 2 == 0:
+            if note is None:
+                self._mixtures(state, site // 2)
+                note = state.take_note()
+            g, stack, tape = note
+            return state.next(stack=stack, pending=None, g=g, a=y, tape=tape)
+        assert state.g is not None
+        assert state.a is not None
+        before = state.a
+        if self.accumulates:
+            before = state.g + state.a if note is None else note
+        return state.next(pending=(before, y), g=None, a=None)
+
+    def _finish(self, state: StackState) -> Tensor:
+        return self._mixtures(state, self.n_blocks)[0]
+
+
+def _merged(entries: tuple[Any, ...], middle: Any) -> tuple[Any, ...]:
+    """A stack whose second and third entry are one."""
+    return (entries[0], middle, *entries[3:])
+
+
+def plain_sum(like: Tensor, ways: int, n: int = 1) -> Weights:
+    """Weights that are all one."""
+    return Weights(static=torch.ones(ways, n, 1, device=like.device), plain=True)

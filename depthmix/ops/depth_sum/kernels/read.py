@@ -1,0 +1,238 @@
+"""W weighted sums of the same n sources from one read of them, and the add before and the RMSNorm after it.
+
+    o_w = Σ_i weight_wi ⊙ v_i;      y_w = o_w, or RMSNorm(o_w) ⊙ gain_w
+
+All weights are known beforehand, so the loop over sources has no reduction in it. One program holds a few tokens, so that the
+fp32 rows of static weights, W for each source, are loaded once for all of them.
+"""
+
+# ruff: noqa: RUF005 (Triton adds tuples and does not unpack them)
+# mypy: disable-error-code="assignment,var-annotated"
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from depthmix.ops.depth_sum.kernels.rows import load_rows, load_scalars, sums, tokens_of, weight
+from depthmix.ops.gpu.addresses import address_table, aligned
+from depthmix.ops.gpu.launch import launch
+
+FIELDS = 4  # of a source in the table: its address, that of its dynamic weights, and their strides for tokens and ways
+
+
+@triton.jit
+def _load_dynamic(table, i, t, some, BT: tl.constexpr, WAYS: tl.constexpr, DYNAMIC: tl.constexpr):
+    """The dynamic weights of source i: WAYS x BT numbers."""
+    numbers = ()
+    if DYNAMIC:
+        address, token, way = tl.load(table + 4 * i + 1), tl.load(table + 4 * i + 2), tl.load(table + 4 * i + 3)
+        for w in tl.static_range(WAYS):
+            numbers = numbers + load_scalars(address + 4 * w * way, token, t, some, BT)
+    return numbers
+
+
+@triton.jit
+def _load_static(static, i, n, d, ok, D: tl.constexpr, WAYS: tl.constexpr, STATIC: tl.constexpr, BRANCH: tl.constexpr):
+    """The static weights of source i: WAYS rows, or numbers. In a branch of its own a load does not go through shared memory."""
+    rows = ()
+    for w in tl.static_range(WAYS):
+        if STATIC == 1:
+            at = static + (w * n + i).to(tl.int64) * D + d  # n is a tensor, so the sum is one too
+            if BRANCH:
+                row = tl.zeros(d.shape, tl.float32)
+                if n > 0:
+                    row = tl.load(at, mask=ok, other=0.0, eviction_policy="evict_last")
+            else:
+                row = tl.load(at, mask=ok, other=0.0, eviction_policy="evict_last")
+            rows = rows + (row,)
+        elif STATIC == 2:
+            rows = rows + (tl.load(static + w * n + i),)
+    return rows
+
+
+@triton.jit
+def _accumulate(
+    acc, rows, b, p, BT: tl.constexpr, WAYS: tl.constexpr, STATIC: tl.constexpr, DYNAMIC: tl.constexpr, RELU: tl.constexpr
+):  # fmt: skip
+    """One more source in all the sums."""
+    wide = ()
+    for k in tl.static_range(BT):
+        wide = wide + (rows[k].to(tl.float32),)
+    new = ()
+    for w in tl.static_range(WAYS):
+        for k in tl.static_range(BT):
+            x = weight(b[w] if STATIC > 0 else 0.0, p[w * BT + k] if DYNAMIC else 0.0, STATIC, DYNAMIC, RELU)
+            new = new + (tl.fma(x, wide[k], acc[w * BT + k]),)
+    return new
+
+
+@triton.jit(do_not_specialize=["N", "n"])
+def _read_kernel(
+    table, add, fresh, static, gain, y0, y1, y2, y3, x0, x1, x2, x3, raw, rms, N: tl.int64, n: tl.int32, out_eps,
+    D: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr, WAYS: tl.constexpr, STATIC: tl.constexpr, DYNAMIC: tl.constexpr,
+    RELU: tl.constexpr, ADD: tl.constexpr, NORM: tl.constexpr, RAW: tl.constexpr, KEEP: tl.constexpr, UP: tl.constexpr,
+    ALIGNED: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    t = tl.minimum(tl.program_id(0).to(tl.int64) * BT, N - BT)
+    d = tl.arange(0, BD)
+    ok = d < D
+    acc = ()
+    for _ in tl.static_range(WAYS * BT):
+        acc = acc + (tl.zeros([BD], tl.float32),)
+    if STAGES > 1:  # rows of sources through shared memory, of weights not: hence the branches
+        p = _load_dynamic(table, 0, t, True, BT, WAYS, DYNAMIC)
+        for i in tl.range(0, n - ADD, num_stages=STAGES):
+            rows = load_rows(tl.load(table + 4 * i), t, d, ok, y0, D, BT, ALIGNED)
+            next_p = p
+            if DYNAMIC:  # noqa: SIM102 (decided by the compiler)
+                if n > 0:
+                    next_p = _load_dynamic(table, tl.minimum(i + 1, n - 1), t, True, BT, WAYS, DYNAMIC)
+            b = _load_static(static, i, n, d, ok, D, WAYS, STATIC, True)
+            acc = _accumulate(acc, rows, b, p, BT, WAYS, STATIC, DYNAMIC, RELU)
+            p = next_p
+    else:  # the next source's rows and numbers in registers while this one's are at work, an address one further ahead
+        rows = load_rows(tl.load(table), t, d, d < tl.where(n > ADD, D, 0), y0, D, BT, ALIGNED)
+        p = _load_dynamic(table, 0, t, True, BT, WAYS, DYNAMIC)
+        later = tl.load(table + 4 * tl.minimum(1, n - 1))
+        for i in tl.range(0, n - ADD):
+            b = _load_static(static, i, n, d, ok, D, WAYS, STATIC, False)
+            some = i + 1 < n - ADD
+            next_rows = load_rows(later, t, d, d < tl.where(some, D, 0), y0, D, BT, ALIGNED)
+            next_p = _load_dynamic(table, tl.minimum(i + 1, n - 1), t, some, BT, WAYS, DYNAMIC)
+            later = tl.load(table + 4 * tl.minimum(i + 2, n - 1))
+            acc = _accumulate(acc, rows, b, p, BT, WAYS, STATIC, DYNAMIC, RELU)
+            rows, p = next_rows, next_p
+    if ADD:
+        rows = load_rows(tl.load(table + 4 * (n - 1)), t, d, ok, y0, D, BT, ALIGNED)
+        other = load_rows(add.to(tl.int64), t, d, ok, y0, D, BT, ALIGNED)
+        made = ()
+        for k in tl.static_range(BT):
+            v = (rows[k].to(tl.float32) + other[k].to(tl.float32)).to(y0.dtype.element_ty)
+            tl.store(fresh + (t + k) * D + d, v, mask=ok)
+            made = made + (v,)
+        p = _load_dynamic(table, n - 1, t, True, BT, WAYS, DYNAMIC)
+        b = _load_static(static, n - 1, n, d, ok, D, WAYS, STATIC, False)
+        acc = _accumulate(acc, made, b, p, BT, WAYS, STATIC, DYNAMIC, RELU)
+    if NORM > 0:
+        squares = ()
+        for k in tl.static_range(NORM * BT):
+            squares = squares + (acc[k] * acc[k],)
+        squares = sums(squares, NORM * BT, UP, 0)
+    ys, xs = (y0, y1, y2, y3), (x0, x1, x2, x3)
+    for w in tl.static_range(WAYS):
+        if w < NORM:
+            g = tl.load(gain + w * D + d, mask=ok, other=0.0)
+        for k in tl.static_range(BT):
+            o = acc[w * BT + k]
+            row = t + k
+            if w == RAW:
+                tl.store(raw + row * D + d, o.to(raw.dtype.element_ty), mask=ok)
+            if w < NORM:
+                r = tl.rsqrt(squares[w * BT + k] / D + out_eps)
+                o = o * r
+                if KEEP:
+                    tl.store(xs[w] + row * D + d, o.to(xs[w].dtype.element_ty), mask=ok)
+                    tl.store(rms + w * N + row, r)
+                o = o * g
+            if NORM == 0 or w < NORM:
+                tl.store(ys[w] + row * D + d, o.to(ys[w].dtype.element_ty), mask=ok)
+
+
+class Sums(NamedTuple):
+    """What a read returns and what its backward needs."""
+
+    y: list[Tensor]  # W results like a source, or those of the ways with a norm
+    raw: Tensor | None  # one way's mixture before its norm, like a source
+    xhat: list[Tensor]  # with keep and a norm: the results before the gain, like a source but never bf16
+    rms: Tensor  # with keep and a norm: 1 / RMS of the mixtures, [G, N]
+    fresh: Tensor | None  # the newest source, if it was added up here
+
+
+def read(
+    sources: Sequence[Tensor],
+    add: Tensor | None,
+    static: Tensor | None,
+    dynamic: Sequence[Tensor] | None,
+    relu: int,
+    gain: Tensor | None,
+    out_eps: float,
+    raw: int | None,
+    keep: bool,
+    *,
+    tile: int | None = None,
+    warps: int | None = None,
+    stages: int | None = None,
+    registers: int | None = None,
+) -> Sums:
+    """W sums of the sources [..., D], the last of which is sources[-1] + add if that is given.
+
+    static: [W, n, D] or [W, n, 1] fp32; dynamic: for each source [N, W] fp32, any strides; gain: [G, D] fp32, of the norms of
+    the first G ways; others beside them have a result only as `raw`: the way whose mixture is returned as it is before a norm.
+    keep: also what a backward of the norm needs.
+    """
+    v, n, dim = sources[-1], len(sources), sources[-1].shape[-1]
+    tokens, ways = v.numel() // dim, static.shape[0] if static is not None else dynamic[0].shape[1]  # type: ignore[index]
+    norm = 0 if gain is None else len(gain)
+    kept = norm if keep else 0
+    kind = torch.float16 if v.dtype == torch.bfloat16 else v.dtype  # of the order of one: eight times as exact as bf16
+    result = Sums(
+        [torch.empty_like(v) for _ in range(norm or ways)],
+        None if raw is None else torch.empty_like(v),
+        [torch.empty_like(v, dtype=kind) for _ in range(kept)],
+        torch.empty(kept, tokens, dtype=torch.float32, device=v.device),
+        None if add is None else torch.empty_like(v),
+    )
+    if not tokens:
+        return result
+    block = triton.next_power_of_2(dim)
+    shape = _shape(block, ways, kind_of(static, dim) == 1, v.element_size())
+    tile, warps, stages = tokens_of(tile or shape[0], tokens), warps or shape[1], stages or shape[2]
+    fp32 = next(t for t in (static, gain, result.rms) if t is not None)
+    launch(
+        _read_kernel, (triton.cdiv(tokens, tile),), v,
+        source_table(sources, dynamic), v if add is None else add, v if result.fresh is None else result.fresh,
+        fp32 if static is None else static, fp32 if gain is None else gain, *four(result.y), *four(result.xhat or result.y),
+        v if result.raw is None else result.raw, result.rms, tokens, n, out_eps,
+        D=dim, BD=block, BT=tile, WAYS=ways, STATIC=kind_of(static, dim), DYNAMIC=dynamic is not None, RELU=relu,
+        ADD=int(add is not None), NORM=norm, RAW=-1 if raw is None else raw, KEEP=kept > 0,
+        UP=triton.next_power_of_2((norm or ways) * tile), ALIGNED=aligned(dim, sources, [add]), STAGES=stages, num_warps=warps,
+        num_stages=1, maxnreg=registers,
+    )  # fmt: skip
+    return result
+
+
+def _shape(block: int, ways: int, rows: bool, size: int) -> tuple[int, int, int]:
+    """Tokens of a tile, warps, and sources loaded ahead: what was fastest on an H200, by what the static weights are.
+
+    Rows of parameters are worth a tile of tokens, for which they are loaded once; without them few tokens, loaded further ahead.
+    """
+    narrow = block <= 1024
+    if rows:
+        tile, lane, stages = (2, 512, 1) if ways == 1 else (4, 128, 1) if narrow else (2, 256, 1)
+    else:
+        tile, lane, stages = (1, 512, 4) if ways == 1 else (4, 256, 3) if narrow else (1, 512, 1)
+    fit = 1 + 90_000 // (tile * block * size)  # in the shared memory of small GPUs
+    return tile, min(32, max(1, block // lane)), min(stages, fit)
+
+
+def source_table(sources: Sequence[Tensor], dynamic: Sequence[Tensor] | None) -> Tensor:
+    """Where the sources are, and their dynamic weights."""
+    known = [(0, 0, 0)] * len(sources)
+    if dynamic is not None:
+        known = [(p.data_ptr(), p.stride(0), p.stride(1)) for p in dynamic]
+    rows = [(v.data_ptr(), *p) for v, p in zip(sources, known, strict=True)]
+    return address_table(tuple(a for row in rows for a in row), sources[0].device)
+
+
+def kind_of(static: Tensor | None, dim: int) -> int:
+    """0: no static weights, 1: rows of channels, 2: numbers."""
+    return 0 if static is None else 1 if static.shape[-1] == dim else 2
+
+
+def four(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Four arguments for up to four ways."""
+    return (*tensors, *(tensors[-1],) * (4 - len(tensors)))

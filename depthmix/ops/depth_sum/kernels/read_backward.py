@@ -1,0 +1,266 @@
+"""Gradients of what W weighted sums were read with: through the norm, then one read of the sources.
+
+    do = dy, or with a norm  r (gain ⊙ dy - x̂ mean(gain ⊙ dy ⊙ x̂));      dgain = Σ_tokens dy ⊙ x̂
+    ddynamic_wi = do_w · v_i;      dstatic_wi = Σ_tokens do_w ⊙ v_i;      both only where relu lets them through
+
+Sums over tokens of one number for each channel, way and source are more than the registers of one program hold, and in memory
+they would be more traffic than the sources themselves. So a program walks over tokens with a group of sources only, whose sums it
+holds, and do, which every group of the same tokens reads, comes from the second cache for all but one of them.
+"""
+
+# ruff: noqa: RUF005 (Triton adds tuples and does not unpack them)
+# mypy: disable-error-code="assignment,var-annotated"
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from depthmix.ops.depth_sum.kernels.read import four, kind_of, source_table
+from depthmix.ops.depth_sum.kernels.rows import sums, sums_side_by_side
+from depthmix.ops.depth_sum.kernels.scores import score_backward
+from depthmix.ops.gpu.addresses import aligned
+from depthmix.ops.gpu.launch import launch
+
+
+@triton.jit(do_not_specialize=["N"])
+def _norm_backward_kernel(
+    g0, g1, g2, g3, draw, x0, x1, x2, x3, rms, gain, o0, o1, o2, o3, dgain, N: tl.int64,
+    D: tl.constexpr, BD: tl.constexpr, WAYS: tl.constexpr, UP: tl.constexpr, NORM: tl.constexpr, RAW: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0).to(tl.int64)
+    d = tl.arange(0, BD)
+    ok = d < D
+    dys, xhats, dos = (g0, g1, g2, g3), (x0, x1, x2, x3), (o0, o1, o2, o3)
+    acc, gains = (), ()
+    if NORM:
+        for w in tl.static_range(WAYS):
+            acc = acc + (tl.zeros([BD], tl.float32),)
+            gains = gains + (tl.load(gain + w * D + d, mask=ok, other=0.0),)
+    for t in tl.range(program, N, tl.num_programs(0), num_stages=STAGES):
+        at = t * D + d
+        ys, xs, products, new = (), (), (), ()
+        for w in tl.static_range(WAYS):
+            if NORM or w == RAW:
+                y = tl.load(dys[w] + at, mask=ok, other=0.0).to(tl.float32)
+                if NORM:
+                    x = tl.load(xhats[w] + at, mask=ok, other=0.0).to(tl.float32)
+                    new = new + (tl.fma(y, x, acc[w]),)
+                    y *= gains[w]
+                    xs = xs + (x,)
+                    products = products + (y * x,)
+                ys = ys + (y,)
+            else:
+                ys = ys + (0.0,)
+        if NORM:
+            along = sums(products, WAYS, UP, 0)
+        for w in tl.static_range(WAYS):
+            if NORM or w == RAW:
+                y = ys[w]
+                if NORM:
+                    y = tl.load(rms + w * N + t) * (y - xs[w] * (along[w] / D))
+                if w == RAW:
+                    y += tl.load(draw + at, mask=ok, other=0.0).to(tl.float32)
+                tl.store(dos[w] + at, y.to(g0.dtype.element_ty), mask=ok)
+        acc = new
+    if NORM:
+        for w in tl.static_range(WAYS):
+            tl.store(dgain + (program * WAYS + w) * D + d, acc[w], mask=ok)
+
+
+@triton.jit
+def _lets_through(table, i, w, n, t, static, d, ok, D: tl.constexpr, STATIC: tl.constexpr, DYNAMIC: tl.constexpr):
+    """The sum that relu looks at: of the static and the dynamic weight."""
+    s = tl.zeros(d.shape, tl.float32)
+    if STATIC == 1:
+        s += tl.load(static + (w * n + i).to(tl.int64) * D + d, mask=ok, other=0.0)
+    if STATIC == 2:
+        s += tl.load(static + w * n + i)
+    if DYNAMIC:
+        s += _dynamic(table, i, w, t)
+    return s
+
+
+@triton.jit
+def _dynamic(table, i, w, t):
+    at = tl.load(table + 4 * i + 1).to(tl.pointer_type(tl.float32))
+    return tl.load(at + (t * tl.load(table + 4 * i + 2) + w * tl.load(table + 4 * i + 3)))
+
+
+@triton.jit(do_not_specialize=["N", "n"])
+def _weight_backward_kernel(
+    table, o0, o1, o2, o3, static, dots, part, N: tl.int64, n: tl.int32,
+    D: tl.constexpr, BD: tl.constexpr, WAYS: tl.constexpr, G: tl.constexpr, UP: tl.constexpr, STATIC: tl.constexpr,
+    DYNAMIC: tl.constexpr, RELU: tl.constexpr, DOTS: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    # dots: [N, WAYS, n]; part: [programs, WAYS, n, D]. Programs of the same tokens follow each other: do is then in the second cache
+    start, program = tl.program_id(0) * G, tl.program_id(1).to(tl.int64)
+    d = tl.arange(0, BD)
+    ok = d < D
+    dos = (o0, o1, o2, o3)
+    acc, bases = (), ()
+    for j in tl.static_range(G):
+        bases = bases + (tl.load(table + 4 * tl.minimum(start + j, n - 1)).to(tl.pointer_type(o0.dtype.element_ty)),)
+    k = tl.arange(0, UP)  # dot products side by side, those of a source's ways together
+    way, i = k % WAYS, start + k // WAYS
+    some = (k < WAYS * G) & (i < n)
+    if RELU == 1 and DYNAMIC:
+        own = tl.load(table + 4 * i + 1, mask=some, other=0).to(tl.pointer_type(tl.float32))
+        own += way * tl.load(table + 4 * i + 3, mask=some, other=0)
+        stride = tl.load(table + 4 * i + 2, mask=some, other=0)
+    if ROWS:
+        for _ in tl.static_range(WAYS * G):
+            acc = acc + (tl.zeros([BD], tl.float32),)
+    for t in tl.range(program, N, tl.num_programs(1), num_stages=STAGES):
+        ys = ()
+        for w in tl.static_range(WAYS):
+            ys = ys + (tl.load(dos[w] + (t * D + d), mask=ok, other=0.0).to(tl.float32),)
+        products, new = (), ()
+        for j in tl.static_range(G):
+            at = bases[j] + (t * D + d)
+            if ALIGNED:
+                at = tl.multiple_of(at, 16)
+            v = tl.load(at, mask=d < tl.where(start + j < n, D, 0), other=0.0).to(tl.float32)
+            for w in tl.static_range(WAYS):
+                y = ys[w]
+                if RELU == 2:
+                    s = _lets_through(table, tl.minimum(start + j, n - 1), w, n, t, static, d, ok, D, STATIC, DYNAMIC)
+                    y = tl.where(s >= 0, y, 0.0)
+                products = products + (y * v,)
+                if ROWS:
+                    new = new + (tl.fma(y, v, acc[j * WAYS + w]),)
+        acc = new
+        if DOTS:  # one reduction for all
+            found = sums_side_by_side(products, WAYS * G, UP)
+            if RELU == 1 and DYNAMIC:
+                p = tl.load(own + t * stride, mask=some, other=0.0)
+                found = tl.where(p >= 0, found, 0.0)
+            tl.store(dots + ((t * WAYS + way) * n + i), found, mask=some)
+    if ROWS:
+        for j in tl.static_range(G):
+            for w in tl.static_range(WAYS):
+                at = part + ((program * WAYS + w) * n + start + j) * D + d
+                tl.store(at, acc[j * WAYS + w], mask=d < tl.where(start + j < n, D, 0))
+
+
+class Need(NamedTuple):
+    """Which gradients are wanted besides those of the mixtures and the gain."""
+
+    static: bool
+    dynamic: bool
+    w: bool
+
+
+class ReadGradients(NamedTuple):
+    """Gradients of W weighted sums, all but those of the sources."""
+
+    do: list[Tensor]  # of the mixtures, like a source
+    dgain: Tensor | None  # [G, D]
+    dstatic: Tensor | None  # like static
+    ddynamic: Tensor | None  # [N, W, n] fp32
+    dw: Tensor | None  # like w
+
+
+def read_backward(
+    dy: Sequence[Tensor],
+    draw: Tensor | None,
+    raw: int | None,
+    xhat: Sequence[Tensor],
+    rms: Tensor,
+    gain: Tensor | None,
+    sources: Sequence[Tensor],
+    static: Tensor | None,
+    dynamic: Sequence[Tensor] | None,
+    relu: int,
+    w: Tensor | None,
+    need: Need,
+    *,
+    group: int | None = None,
+    warps: int | None = None,
+    stages: int | None = None,
+    programs: int | None = None,
+    norm_warps: int | None = None,
+    norm_stages: int = 2,
+    norm_programs: int | None = None,
+    registers: int | None = None,
+) -> ReadGradients:
+    """Gradients given those of the results and of the raw one; xhat, rms: what the read kept; the rest as it was read.
+
+    dy: of all ways, or with a gain [G, D] of the first G: the mixtures of the others have no gradient but that of the raw one.
+    w: [W, 1 or n, D], the rows that made the scores which are the dynamic weights.
+    """
+    v, n, normed = sources[0], len(sources), len(dy)
+    ways = static.shape[0] if static is not None else dynamic[0].shape[1] if dynamic is not None else normed
+    dim = v.shape[-1]
+    tokens = v.numel() // dim
+    norm, has_raw = gain is not None, draw is not None and raw is not None and raw < normed
+    dots_wanted = need.dynamic or need.w or (need.static and kind_of(static, dim) == 2)
+    rows_wanted = need.static and kind_of(static, dim) == 1
+    if not (norm or has_raw or dots_wanted or rows_wanted):
+        return ReadGradients(list(dy), None, None, None, None)
+    do = [torch.empty_like(g) if norm or (has_raw and i == raw) else g for i, g in enumerate(dy)]
+    do += [draw if draw is not None and i == raw else torch.zeros_like(v) for i in range(normed, ways)]
+    # The dynamic part's own clamp is not that of the static one: where both are wanted as numbers it is applied below.
+    clamp_later = relu == 1 and need.static and kind_of(static, dim) == 2
+    fp32: Any = {"dtype": torch.float32, "device": v.device}
+    block = triton.next_power_of_2(dim)
+    cores = torch.cuda.get_device_properties(v.device).multi_processor_count if v.is_cuda else 2
+    make: Any = torch.empty if tokens else torch.zeros
+    dgain = None
+    if norm or has_raw:
+        own = norm_warps or min(32, max(1, block // 512))
+        resident = (
+            16 if normed == 1 else 12
+        )  # warps that a core's registers hold at once: more would come after them, alone
+        share = min(max(tokens, 1), norm_programs or cores * max(1, resident // own))
+        dgain = make(share, normed if norm else 0, dim, **fp32)
+        if tokens:
+            launch(
+                _norm_backward_kernel, (share,), v,
+                *four(dy), dy[0] if draw is None else draw, *four(xhat or dy), rms, rms if gain is None else gain, *four(do),
+                dgain, tokens,
+                D=dim, BD=block, WAYS=normed, UP=triton.next_power_of_2(normed), NORM=norm, RAW=raw if has_raw else -1,
+                STAGES=norm_stages, num_warps=own, num_stages=1,
+            )  # fmt: skip
+    dots = torch.empty(tokens if dots_wanted else 0, ways, n, **fp32)
+    part = torch.empty(0, **fp32)
+    if dots_wanted or rows_wanted:
+        group = group or (
+            4 if ways == 1 and n > 2 and relu != 2 else 2
+        )  # more would hold more than there are registers
+        warps = warps or min(32, max(1, block // 512))
+        groups = triton.cdiv(n, group)
+        programs = min(max(tokens, 1), programs or max(1, 12 * cores // groups))
+        part = make(programs, ways, n if rows_wanted else 0, dim, **fp32)
+        if tokens:
+            launch(
+                _weight_backward_kernel, (groups, programs), v,
+                source_table(sources, dynamic), *four(do), rms if static is None else static, dots, part, tokens, n,
+                D=dim, BD=block, WAYS=ways, G=group, UP=max(2, triton.next_power_of_2(ways * group)), STATIC=kind_of(static, dim),
+                DYNAMIC=dynamic is not None, RELU=0 if clamp_later else relu, DOTS=dots_wanted, ROWS=rows_wanted,
+                ALIGNED=aligned(dim, sources), STAGES=stages or (1 if relu == 2 else 3), num_warps=warps, num_stages=1, maxnreg=registers,
+            )  # fmt: skip
+    dstatic = None
+    if need.static:
+        dstatic = part.sum(0) if rows_wanted else dots.sum(0).unsqueeze(-1)
+    if clamp_later and dynamic is not None:
+        dots = dots * (torch.stack(list(dynamic), -1) >= 0)
+    return ReadGradients(
+        do,
+        dgain.sum(0) if norm and dgain is not None else None,
+        dstatic,
+        dots if need.dynamic else None,
+        _dw(dots, sources, w) if need.w and w is not None else None,
+    )
+
+
+def _dw(ds: Tensor, sources: Sequence[Tensor], w: Tensor) -> Tensor:
+    """Gradients of the rows that made the scores, one source after the other; a source with many readers: score_backward."""
+    parts = [score_backward(v, [ds[:, way, i] for way in range(ds.shape[1])]) for i, v in enumerate(sources)]
+    each = torch.stack(parts, 1)  # [W, n, D]
+    return each if w.shape[1] == len(sources) and w.shape[1] > 1 else each.sum(1, keepdim=True)

@@ -1,0 +1,121 @@
+"""The scores of a fresh source for all of its readers, from one read of it, and their gradient: thin matrix products.
+
+    fresh = v + add;      scores = fresh wᵀ;      dw = dscoresᵀ v
+
+Tensor cores, with fp32 weights and gradients in two halves of the sources' precision, so that nothing of them is lost.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from depthmix.ops.depth_attention.kernels.tiling import Halves
+from depthmix.ops.gpu.addresses import address_table
+from depthmix.ops.gpu.launch import launch
+from depthmix.ops.matmul import matmul
+
+
+@triton.jit(do_not_specialize=["N", "rows"])
+def _score_kernel(
+    v, add, fresh, high, low, s, N: tl.int64, rows: tl.int32,
+    D: tl.constexpr, BT: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, ADD: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
+    row = tl.arange(0, BR)
+    dots = tl.zeros([BT, BR], tl.float32)
+    for k in range(0, D, BK):
+        d = k + tl.arange(0, BK)
+        at, inside = t[:, None] * D + d[None, :], (t < N)[:, None] & (d < D)[None, :]
+        x = tl.load(v + at, mask=inside, other=0.0)
+        if ADD:
+            x = (x.to(tl.float32) + tl.load(add + at, mask=inside, other=0.0).to(tl.float32)).to(v.dtype.element_ty)
+            tl.store(fresh + at, x, mask=inside)
+        given = (row < rows)[:, None] & (d < D)[None, :]
+        w = tl.load(high + row[:, None] * D + d[None, :], mask=given, other=0.0)
+        dots = tl.dot(x, tl.trans(w), dots, input_precision="ieee")
+        if SPLIT:
+            w = tl.load(low + row[:, None] * D + d[None, :], mask=given, other=0.0)
+            dots = tl.dot(x, tl.trans(w), dots, input_precision="ieee")
+    tl.store(s + t[:, None] * rows + row[None, :], dots, mask=(t < N)[:, None] & (row < rows)[None, :])
+
+
+def add_and_score(
+    v: Tensor,
+    add: Tensor | None,
+    w: Tensor | Halves,
+    *,
+    tile: int | None = None,
+    depth: int | None = None,
+    warps: int | None = None,
+    stages: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """v + add, rounded once (v itself without add), and its dot products with the rows of w [R, D] fp32: [N, R] fp32."""
+    dim = v.shape[-1]
+    tokens = v.numel() // dim
+    high, low = w if isinstance(w, Halves) else Halves.of(w, v.dtype)
+    fresh = v if add is None else torch.empty_like(v)
+    scores = torch.empty(tokens, len(high), dtype=torch.float32, device=v.device)
+    if tokens:
+        small = v.element_size() == 2
+        up = max(16, triton.next_power_of_2(len(high)))
+        tile = tile or (128 if up <= 64 and small else 64)
+        depth = depth or min(64 if small else 32, max(16, triton.next_power_of_2(dim)))
+        launch(
+            _score_kernel, (triton.cdiv(tokens, tile),), v,
+            v, v if add is None else add, fresh, high, low, scores, tokens, len(high),
+            D=dim, BT=tile, BR=up, BK=depth, ADD=add is not None, SPLIT=small,
+            num_warps=warps or (8 if tile == 128 else 4), num_stages=stages or (3 if small and up <= 64 else 2),
+        )  # fmt: skip
+    return fresh, scores
+
+
+@triton.jit(do_not_specialize=["N", "columns"])
+def _gather_kernel(table, out, N: tl.int64, columns: tl.int32, BT: tl.constexpr, BC: tl.constexpr, SPLIT: tl.constexpr):
+    t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
+    c = tl.program_id(1) * BC + tl.arange(0, BC)
+    some = c < columns
+    base = tl.load(table + 2 * c, mask=some, other=0)
+    stride = tl.load(table + 2 * c + 1, mask=some, other=0)
+    there = some & (base != 0)  # columns that only fill up have no address
+    at = base.to(tl.pointer_type(tl.float32))[None, :] + t[:, None] * stride[None, :]
+    x = tl.load(at, mask=(t < N)[:, None] & there[None, :], other=0.0)
+    head = x.to(out.dtype.element_ty)
+    to = out + t[:, None] * ((1 + SPLIT) * columns) + c[None, :]
+    inside = (t < N)[:, None] & some[None, :]
+    tl.store(to, head, mask=inside)
+    if SPLIT:
+        tl.store(to + columns, (x - head.to(tl.float32)).to(out.dtype.element_ty), mask=inside)
+
+
+def score_backward(v: Tensor, ds: Sequence[Tensor]) -> Tensor:
+    """Gradients of the R rows that made a source's scores, [R, D] fp32: ds: the gradient of each score, R times [N], any stride.
+
+    One read of the source for all of its readers.
+    """
+    dim, n = v.shape[-1], len(ds)
+    tokens = v.numel() // dim
+    if not tokens or not n:
+        return torch.zeros(n, dim, dtype=torch.float32, device=v.device)
+    split = v.dtype == torch.bfloat16  # fp16 has too small a range for gradients
+    columns = -(-n // 8) * 8  # whole rows of 16 bytes
+    both = torch.empty(tokens, (1 + split) * columns, dtype=v.dtype if split else torch.float32, device=v.device)
+    known = [(x.data_ptr(), x.stride(0)) for x in ds] + [(0, 0)] * (columns - n)
+    wide = min(128, triton.next_power_of_2(columns))
+    launch(
+        _gather_kernel, (triton.cdiv(tokens, 32), triton.cdiv(columns, wide)), v,
+        address_table(tuple(a for pair in known for a in pair), v.device), both, tokens, columns,
+        BT=32, BC=wide, SPLIT=split, num_warps=4,
+    )  # fmt: skip
+    return rows_from_halves(both, v, columns)[:n]
+
+
+def rows_from_halves(both: Tensor, v: Tensor, columns: int) -> Tensor:
+    """The sums over tokens of a column's number times v: [columns, D] fp32. both: [N, columns], of bf16 two halves side by side."""
+    rows = v.reshape(-1, v.shape[-1])
+    if both.dtype == torch.float32:
+        return matmul(both.t(), rows.float())
+    dw = torch.mm(both.t(), rows, out_dtype=torch.float32) if v.is_cuda else matmul(both.t().float(), rows.float())
+    return dw[:columns] + dw[columns:]

@@ -1,0 +1,264 @@
+"""Gradients of up to four sources from all their readers: weights are known, so nothing is reduced and D is cut as one likes.
+
+    dv_j = g_j + part_j + Σ_r (weight_rj ⊙ do_r + ds_rj w_rj)
+
+Each do is read once for all the sources. A program holds some channels of a few tokens, so that rows of parameters are loaded
+once for all of them, and programs of the same channels follow each other, so that those rows stay in the first cache.
+"""
+
+# ruff: noqa: RUF005 (Triton adds tuples and does not unpack them)
+# mypy: disable-error-code="assignment,var-annotated"
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from depthmix.ops.depth_sum.kernels.rows import load_rows, load_scalars, tokens_of, weight
+from depthmix.ops.gpu.addresses import address_table, aligned
+from depthmix.ops.gpu.launch import launch
+
+
+@triton.jit
+def _open(targets, j, t, d, ok, like, D: tl.constexpr, BT: tl.constexpr, HAS_G: tl.constexpr, HAS_PART: tl.constexpr,
+          ALIGNED: tl.constexpr):  # fmt: skip
+    """The gradients that source j has so far: from elsewhere, and from readers seen before."""
+    acc = ()
+    if HAS_G:
+        g = tl.load(targets + 4 * j)
+        rows = load_rows(g, t, d, d < tl.where(g != 0, D, 0), like, D, BT, ALIGNED)
+        for k in tl.static_range(BT):
+            acc = acc + (rows[k].to(tl.float32),)
+    else:
+        for _ in tl.static_range(BT):
+            acc = acc + (tl.zeros(d.shape, tl.float32),)
+    if HAS_PART:
+        before = tl.load(targets + 4 * j + 1)
+        both = ()
+        for k in tl.static_range(BT):
+            at = before.to(tl.pointer_type(tl.float32)) + (t + k) * D + d
+            if ALIGNED:
+                at = tl.multiple_of(at, 16)
+            both = both + (acc[k] + tl.load(at, mask=d < tl.where(before != 0, D, 0), other=0.0),)
+        acc = both
+    return acc
+
+
+@triton.jit
+def _load_row(address, d, ok, ALIGNED: tl.constexpr):
+    """A row of parameters."""
+    at = address.to(tl.pointer_type(tl.float32)) + d
+    if ALIGNED:
+        at = tl.multiple_of(at, 16)
+    return tl.load(at, mask=ok, other=0.0, eviction_policy="evict_last")
+
+
+@triton.jit
+def _load_numbers(reader, t, some, BT: tl.constexpr, S: tl.constexpr, DYNAMIC: tl.constexpr, SCORED: tl.constexpr):
+    """A reader's dynamic weights of the S sources and the gradients of their scores, for BT tokens each."""
+    numbers = ()
+    for j in tl.static_range(S):
+        if DYNAMIC:
+            numbers = numbers + load_scalars(tl.load(reader + 6 * j + 2), tl.load(reader + 6 * j + 3), t, some, BT)
+        if SCORED:
+            numbers = numbers + load_scalars(tl.load(reader + 6 * j + 4), tl.load(reader + 6 * j + 5), t, some, BT)
+    return numbers
+
+
+@triton.jit
+def _load_parameters(reader, d, ok, S: tl.constexpr, STATIC: tl.constexpr, SCORED: tl.constexpr, SAME_W: tl.constexpr,
+                     ROWS_ALIGNED: tl.constexpr):  # fmt: skip
+    """A reader's static weights of the S sources, and what scored them."""
+    b, u = (), ()
+    for j in tl.static_range(S):
+        if STATIC == 1:
+            b = b + (_load_row(tl.load(reader + 6 * j), d, ok, ROWS_ALIGNED),)
+        elif STATIC == 2:
+            b = b + (tl.load(tl.load(reader + 6 * j).to(tl.pointer_type(tl.float32))),)
+        if SCORED and (j == 0 or not SAME_W):
+            u = u + (_load_row(tl.load(reader + 6 * j + 1), d, ok, ROWS_ALIGNED),)
+    return b, u
+
+
+@triton.jit(do_not_specialize=["N", "n"])
+def _source_backward_kernel(
+    targets, readers, like, N: tl.int64, n: tl.int32,
+    D: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr, S: tl.constexpr, STATIC: tl.constexpr, DYNAMIC: tl.constexpr,
+    SCORED: tl.constexpr, SAME_W: tl.constexpr, RELU: tl.constexpr, HAS_G: tl.constexpr, HAS_PART: tl.constexpr,
+    WHOLE: tl.constexpr, ALIGNED: tl.constexpr, ROWS_ALIGNED: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    # targets: [g, part, whole, rest]; readers: [do], then for each target [static, w, dynamic, stride, ds, stride]
+    size: tl.constexpr = 1 + 6 * S
+    t = tl.minimum(tl.program_id(0).to(tl.int64) * BT, N - BT)
+    d = tl.program_id(1) * BD + tl.arange(0, BD)
+    ok = d < D
+    rows = load_rows(tl.load(readers), t, d, ok, like, D, BT, ALIGNED)
+    numbers = _load_numbers(readers + 1, t, True, BT, S, DYNAMIC, SCORED)
+    if AHEAD == 2:
+        second = readers + size * tl.minimum(1, n - 1)
+        rows_2 = load_rows(tl.load(second), t, d, d < tl.where(n > 1, D, 0), like, D, BT, ALIGNED)
+        numbers_2 = _load_numbers(second + 1, t, n > 1, BT, S, DYNAMIC, SCORED)
+    later = tl.load(readers + size * tl.minimum(AHEAD, n - 1))
+    acc = ()
+    for j in tl.static_range(S):
+        acc = acc + _open(targets, j, t, d, ok, like, D, BT, HAS_G, HAS_PART, ALIGNED)
+    if EARLY:
+        b, u = _load_parameters(readers + 1, d, ok, S, STATIC, SCORED, SAME_W, ROWS_ALIGNED)
+    for r in tl.range(0, n):
+        if not EARLY:
+            b, u = _load_parameters(readers + size * r + 1, d, ok, S, STATIC, SCORED, SAME_W, ROWS_ALIGNED)
+        some = r + AHEAD < n
+        next_rows = load_rows(later, t, d, d < tl.where(some, D, 0), like, D, BT, ALIGNED)
+        follower = readers + size * tl.minimum(r + AHEAD, n - 1) + 1
+        next_numbers = _load_numbers(follower, t, some, BT, S, DYNAMIC, SCORED)
+        later = tl.load(readers + size * tl.minimum(r + 1 + AHEAD, n - 1))
+        if EARLY:
+            follower = readers + size * tl.minimum(r + 1, n - 1) + 1
+            next_b, next_u = _load_parameters(follower, d, ok, S, STATIC, SCORED, SAME_W, ROWS_ALIGNED)
+        wide = ()
+        for k in tl.static_range(BT):
+            wide = wide + (rows[k].to(tl.float32),)
+        new = ()
+        for j in tl.static_range(S):
+            for k in tl.static_range(BT):
+                p = numbers[j * BT * (1 + SCORED) + k] if DYNAMIC else 0.0
+                x = weight(b[j] if STATIC > 0 else 0.0, p, STATIC, DYNAMIC, RELU)
+                total = tl.fma(x, wide[k], acc[j * BT + k])
+                if SCORED:
+                    total = tl.fma(numbers[j * BT * (1 + DYNAMIC) + DYNAMIC * BT + k], u[0 if SAME_W else j], total)
+                new = new + (total,)
+        acc = new
+        if AHEAD == 2:
+            rows, numbers = rows_2, numbers_2
+            rows_2, numbers_2 = next_rows, next_numbers
+        else:
+            rows, numbers = next_rows, next_numbers
+        if EARLY:
+            b, u = next_b, next_u
+    for j in tl.static_range(S):
+        whole, rest = tl.load(targets + 4 * j + 2), tl.load(targets + 4 * j + 3)
+        for k in tl.static_range(BT):
+            row = (t + k) * D + d
+            out, part = (
+                whole.to(tl.pointer_type(like.dtype.element_ty)) + row,
+                rest.to(tl.pointer_type(tl.float32)) + row,
+            )
+            if ALIGNED:
+                out, part = tl.multiple_of(out, 16), tl.multiple_of(part, 16)
+            if WHOLE != 0:  # 0: no source is, 1: some are, 2: all are
+                tl.store(out, acc[j * BT + k].to(like.dtype.element_ty), mask=d < tl.where(whole != 0, D, 0))
+            if WHOLE != 2:
+                tl.store(part, acc[j * BT + k], mask=d < tl.where(rest != 0, D, 0))
+
+
+class Target(NamedTuple):
+    """A source whose gradient is wanted, and what is known of it."""
+
+    like: Tensor  # the source, or a tensor like it
+    g: Tensor | None = None  # from elsewhere, like the source
+    part: Tensor | None = None  # from readers seen before, fp32
+    whole: bool = True  # whether these are the last readers
+
+
+class Reader(NamedTuple):
+    """One way of a read, as the gradients of some sources see it."""
+
+    do: Tensor  # like a source
+    static: Sequence[Tensor] | None  # for each target [D] or [1]
+    dynamic: Sequence[Tensor] | None  # for each target [N], any stride
+    relu: int = 0
+    ds: Sequence[Tensor] | None = None  # gradients of the scores: for each target [N], any stride
+    w: Sequence[Tensor] | None = None  # what made the scores: for each target [D]
+
+
+def source_backward(
+    targets: Sequence[Target],
+    readers: Sequence[Reader],
+    *,
+    tile: int | None = None,
+    block: int | None = None,
+    warps: int | None = None,
+    registers: int | None = None,
+    ahead: int = 1,
+    early: bool = False,
+) -> list[Tensor]:
+    """Gradients of one, two or four sources: rounded to their dtype if these are the last readers, fp32 otherwise."""
+    options: Any = {
+        "tile": tile, "block": block, "warps": warps, "registers": registers, "ahead": ahead, "early": early,
+    }  # fmt: skip
+    if len(targets) not in (1, 2, 4):
+        halves = targets[:2], targets[2:]
+        cut = [[_of(r, slice(0, 2)) for r in readers], [_of(r, slice(2, None)) for r in readers]]
+        return [g for some, own in zip(halves, cut, strict=True) for g in source_backward(some, own, **options)]
+    kinds = [list(same) for _, same in groupby(readers, _kind)]
+    for same in kinds[:-1]:  # readers that differ in kind, one kind after the other
+        parts = source_backward([x._replace(whole=False) for x in targets], same, **options)
+        targets = [x._replace(g=None, part=part) for x, part in zip(targets, parts, strict=True)]
+    out = [torch.empty_like(x.like, dtype=x.like.dtype if x.whole else torch.float32) for x in targets]
+    if not kinds:
+        return [o.copy_(_known(x)) for o, x in zip(out, targets, strict=True)]
+    if out[0].numel():
+        _launch(targets, kinds[-1], out, **options)
+    return out
+
+
+def _of(reader: Reader, some: slice) -> Reader:
+    """A reader as some of the targets see it."""
+    lists: Any = [None if x is None else x[some] for x in (reader.static, reader.dynamic, reader.ds, reader.w)]
+    return Reader(reader.do, lists[0], lists[1], reader.relu, lists[2], lists[3])
+
+
+def _kind(reader: Reader) -> tuple[int, bool, bool, int]:
+    static = 0 if reader.static is None else 1 if reader.static[0].shape[0] == reader.do.shape[-1] else 2
+    return static, reader.dynamic is not None, reader.ds is not None, reader.relu
+
+
+def _known(target: Target) -> Tensor:
+    """A gradient that no reader adds to."""
+    given = [x.float() for x in (target.g, target.part) if x is not None]
+    return sum(x.view(target.like.shape) for x in given) if given else torch.zeros_like(target.like)  # type: ignore[return-value]
+
+
+def _launch(
+    targets: Sequence[Target],
+    readers: Sequence[Reader],
+    out: Sequence[Tensor],
+    tile: int | None,
+    block: int | None,
+    warps: int | None,
+    registers: int | None,
+    ahead: int,
+    early: bool,
+) -> None:
+    v, s = targets[0].like, len(targets)
+    dim = v.shape[-1]
+    tokens = v.numel() // dim
+    static, dynamic, scored, relu = _kind(readers[0])
+    block = min(block or 256, triton.next_power_of_2(dim))
+    tile = tokens_of(tile or {1: 4, 2: 2, 4: 2}[s], tokens)
+    none = (0, 0)
+    entries: list[int] = []
+    for r in readers:
+        entries.append(r.do.data_ptr())
+        for j in range(s):
+            entries += [0 if r.static is None else r.static[j].data_ptr(), 0 if r.w is None else r.w[j].data_ptr()]
+            entries += none if r.dynamic is None else (r.dynamic[j].data_ptr(), r.dynamic[j].stride(0))
+            entries += none if r.ds is None else (r.ds[j].data_ptr(), r.ds[j].stride(0))
+    rows = [(x.g, x.part, o if x.whole else None, None if x.whole else o) for x, o in zip(targets, out, strict=True)]
+    parameters = [p for r in readers for given in (r.static if static == 1 else None, r.w) for p in given or ()]
+    wholes = sum(x.whole for x in targets)
+    launch(
+        _source_backward_kernel, (triton.cdiv(tokens, tile), triton.cdiv(dim, block)), v,
+        address_table(tuple(0 if a is None else a.data_ptr() for row in rows for a in row), v.device),
+        address_table(tuple(entries), v.device), v, tokens, len(readers),
+        D=dim, BD=block, BT=tile, S=s, STATIC=static, DYNAMIC=dynamic, SCORED=scored,
+        SAME_W=scored and all(u.data_ptr() == r.w[0].data_ptr() for r in readers if r.w is not None for u in r.w), RELU=relu,
+        HAS_G=any(x.g is not None for x in targets), HAS_PART=any(x.part is not None for x in targets),
+        WHOLE=2 if wholes == s else int(wholes > 0), ALIGNED=aligned(dim, *rows, [r.do for r in readers]),
+        ROWS_ALIGNED=aligned(dim, parameters), num_warps=warps or max(1, block // 256), num_stages=1,
+        AHEAD=ahead, EARLY=early, maxnreg=registers,
+    )  # fmt: skip

@@ -1,0 +1,325 @@
+"""The weights of reads and writes from the streams' products, and their backward: a tile of tokens at a time, all in registers.
+
+For mHC a token is a lane and its numbers are registers (sinkhorn/lanes.py). z comes whole or in two parts LOW columns apart
+(products.py), a row ZS columns long; dz goes in fp32 or, with LAST > 0, as high, high and low, LAST columns in all.
+
+The equations are in rules.py. The backward starts from the products again. With H' the gradient of what scale and base made,
+r = 1 / RMS over C channels, and r' = Σ dz ⊙ z / r:
+
+    dbase = Σ_tokens H';    dscale = Σ_tokens H' ⊙ r z;    dz = r scale ⊙ H';    slope = -r³ r' / C;    shift = -slope · mean
+
+slope x + shift is what the norm's sums add to the gradient of the streams. Sums over tokens are left one row a program.
+"""
+
+# Triton knows no other way to add to a tuple:
+# ruff: noqa: RUF005
+# mypy: disable-error-code="assignment, var-annotated"
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from depthmix.ops.gpu.launch import launch
+from depthmix.ops.sinkhorn.kernels import TILE, WARPS, side
+from depthmix.ops.sinkhorn.lanes import LANES, lanes_scratch, load_lanes, sinkhorn_lanes, sinkhorn_lanes_backward
+from depthmix.ops.stream_mix.products import HALF, padded
+from depthmix.ops.stream_mix.rules import Coefficients, Rule
+
+ROWS = ["base", "scale"]  # of parameters, aligned or not from site to site: that is no reason to compile twice
+
+
+@triton.jit
+def _load(z, at, mask, LOW: tl.constexpr):
+    """z, or the sum of its two parts."""
+    v = tl.load(z + at, mask=mask, other=0.0)
+    if LOW > 0:
+        v += tl.load(z + at + LOW, mask=mask, other=0.0)
+    return v
+
+
+@triton.jit
+def _store(dz, row, column, v, mask, K: tl.constexpr, LAST: tl.constexpr):
+    """dz at a row and a column: in fp32, or as high, high and low."""
+    if LAST > 0:
+        at = dz + row * LAST + column
+        high = v.to(tl.bfloat16)
+        tl.store(at, high, mask=mask)
+        tl.store(at + LAST // 3, high, mask=mask)
+        tl.store(at + LAST // 3 * 2, (v - high.to(tl.float32)).to(tl.bfloat16), mask=mask)
+    else:
+        tl.store(dz + row * K + column, v, mask=mask)
+
+
+@triton.jit
+def _square_transposed(t, n: tl.constexpr, P: tl.constexpr):
+    i, j = tl.arange(0, P)[None, :, None], tl.arange(0, P)[None, None, :]
+    return t[:, None, None] * (n * n) + j * n + i
+
+
+@triton.jit
+def _scaled(z, t, inside, r, FIRST: tl.constexpr, COUNT: tl.constexpr, ZS: tl.constexpr, LOW: tl.constexpr):
+    """Columns of r z, a tuple of [BT]."""
+    out = ()
+    for k in tl.static_range(COUNT):
+        out = out + (_load(z, t * ZS + FIRST + k, inside, LOW) * r,)
+    return out
+
+
+@triton.jit
+def _logits(v, a, base, COUNT: tl.constexpr):
+    """scale and base."""
+    out = ()
+    for k in tl.static_range(COUNT):
+        out = out + (a * v[k] + tl.load(base + k),)
+    return out
+
+
+@triton.jit
+def _transposed(m, n: tl.constexpr):
+    out = ()
+    for e in tl.static_range(n * n):
+        out = out + (m[e % n * n + e // n],)
+    return out
+
+
+@triton.jit(do_not_specialize=["N", "iterations"], do_not_specialize_on_alignment=ROWS)
+def _joint_kernel(
+    z, sums, base, scale, pre, post, res, N: tl.int64, iterations: tl.int32, eps, pre_eps,
+    D: tl.constexpr, n: tl.constexpr, ZS: tl.constexpr, LOW: tl.constexpr, BT: tl.constexpr, RES: tl.constexpr, DEEPSEEK: tl.constexpr,
+):  # fmt: skip
+    t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
+    inside = t < N
+    r = tl.rsqrt(tl.load(sums + t, mask=inside, other=1.0) / (n * D) + eps)
+    v = _logits(_scaled(z, t, inside, r, 0, n, ZS, LOW), tl.load(scale), base, n)
+    for k in tl.static_range(n):
+        tl.store(pre + t * n + k, tl.sigmoid(v[k]) + pre_eps, mask=inside)
+    v = _logits(_scaled(z, t, inside, r, n, n, ZS, LOW), tl.load(scale + 1), base + n, n)
+    for k in tl.static_range(n):
+        tl.store(post + t * n + k, 2 * tl.sigmoid(v[k]), mask=inside)
+    if RES:
+        v = _logits(_scaled(z, t, inside, r, 2 * n, n * n, ZS, LOW), tl.load(scale + 2), base + 2 * n, n * n)
+        m = sinkhorn_lanes(v, iterations, n, DEEPSEEK)
+        if DEEPSEEK:
+            m = _transposed(m, n)
+        for e in tl.static_range(n * n):
+            tl.store(res + t * (n * n) + e, m[e], mask=inside)
+
+
+@triton.jit
+def _joint_part(
+    g, v, a, r, dz, part, row, t, inside, FIRST: tl.constexpr, COUNT: tl.constexpr, K: tl.constexpr, LAST: tl.constexpr
+):  # fmt: skip
+    """dz and the sums over tokens from H' and r z of some columns. Their Σ H' ⊙ r z comes back."""
+    total = g[0] * v[0]
+    for k in tl.static_range(1, COUNT):
+        total += g[k] * v[k]
+    for k in tl.static_range(COUNT):
+        tl.store(row + FIRST + k, tl.sum(g[k], 0))
+        _store(dz, t, FIRST + k, g[k] * a * r, inside, K, LAST)
+    tl.store(row + K + part, tl.sum(total, 0))
+    return total * a
+
+
+@triton.jit(do_not_specialize=["N", "iterations"], do_not_specialize_on_alignment=ROWS)
+def _joint_backward_kernel(
+    z, sums, base, scale, dpre, dpost, dres, dz, slopes, part, scratch, N: tl.int64, iterations: tl.int32, eps,
+    D: tl.constexpr, n: tl.constexpr, K: tl.constexpr, ZS: tl.constexpr, LOW: tl.constexpr, LAST: tl.constexpr, BT: tl.constexpr,
+    RES: tl.constexpr, DEEPSEEK: tl.constexpr, HAS_PRE: tl.constexpr, HAS_POST: tl.constexpr, HAS_RES: tl.constexpr,
+):  # fmt: skip
+    t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
+    inside = t < N
+    r = tl.rsqrt(tl.load(sums + t, mask=inside, other=1.0) / (n * D) + eps)
+    row = part + tl.program_id(0) * (K + 3)
+    along = tl.zeros([BT], tl.float32)
+    for which in tl.static_range(2):
+        a = tl.load(scale + which)
+        v = _scaled(z, t, inside, r, which * n, n, ZS, LOW)
+        logits = _logits(v, a, base + which * n, n)
+        g = ()
+        for k in tl.static_range(n):
+            s = tl.sigmoid(logits[k])
+            d = tl.zeros([BT], tl.float32)
+            if which == 0 and HAS_PRE:
+                d = tl.load(dpre + t * n + k, mask=inside, other=0.0)
+            if which == 1 and HAS_POST:
+                d = 2 * tl.load(dpost + t * n + k, mask=inside, other=0.0)
+            g = g + (d * s * (1 - s),)
+        along += _joint_part(g, v, a, r, dz, which, row, t, inside, which * n, n, K, LAST)
+    if RES:
+        a = tl.load(scale + 2)
+        v = _scaled(z, t, inside, r, 2 * n, n * n, ZS, LOW)
+        g = ()
+        if HAS_RES:
+            g = load_lanes(dres + t * (n * n), inside, n * n)
+            if DEEPSEEK:
+                g = _transposed(g, n)
+            logits = _logits(v, a, base + 2 * n, n * n)
+            g = sinkhorn_lanes_backward(logits, g, scratch, t, N, inside, iterations, n, DEEPSEEK)
+        else:
+            for _ in tl.static_range(n * n):
+                g = g + (tl.zeros([BT], tl.float32),)
+        along += _joint_part(g, v, a, r, dz, 2, row, t, inside, 2 * n, n * n, K, LAST)
+    else:
+        tl.store(row + K + 2, 0.0)
+    tl.store(slopes + 2 * t, -r * r * along / (n * D), mask=inside)
+    tl.store(slopes + 2 * t + 1, tl.zeros([BT], tl.float32), mask=inside)
+
+
+@triton.jit
+def _tanh(x):
+    """Accurate near zero, too, where (1 - e) / (1 + e) is not."""
+    e = tl.exp(-2 * tl.abs(x))
+    far = tl.where(x < 0, -1.0, 1.0) * (1 - e) / (1 + e)
+    square = x * x
+    return tl.where(tl.abs(x) < 0.05, x * (1 - square * (1.0 / 3 - square * (2.0 / 15))), far)
+
+
+@triton.jit
+def _of_streams(
+    z, sums, t, inside, eps, D: tl.constexpr, n: tl.constexpr, ZS: tl.constexpr, LOW: tl.constexpr, P: tl.constexpr, CENTRED: tl.constexpr
+):  # fmt: skip
+    """Of every stream: 1 / RMS, mean, r z for pre, post and res, and where they are."""
+    i, j = tl.arange(0, P)[None, :], tl.arange(0, P)[None, None, :]
+    some = inside[:, None] & (i < n)
+    stream = t[:, None] * n + i
+    mean = tl.load(sums + 2 * stream, mask=some, other=0.0) / D
+    variance = tl.load(sums + 2 * stream + 1, mask=some, other=1.0) / D
+    if CENTRED:
+        variance = tl.maximum(variance - mean * mean, 0.0)
+    else:
+        mean = tl.zeros_like(mean)
+    r = tl.rsqrt(variance + eps)
+    every = some[:, :, None] & (j < n)
+    a = _load(z, stream * ZS, some, LOW) * r
+    b = _load(z, stream * ZS + 1, some, LOW) * r
+    c = _load(z, stream[:, :, None] * ZS + 2 + j, every, LOW) * r[:, :, None]
+    return r, mean, a, b, c, some, every
+
+
+@triton.jit(do_not_specialize=["N"], do_not_specialize_on_alignment=ROWS)
+def _each_kernel(
+    z, sums, base, scale, pre, post, res, N: tl.int64, eps,
+    D: tl.constexpr, n: tl.constexpr, ZS: tl.constexpr, LOW: tl.constexpr, P: tl.constexpr, BT: tl.constexpr,
+    CENTRED: tl.constexpr, TANH: tl.constexpr,
+):  # fmt: skip
+    t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
+    inside = t < N
+    _, _, a, b, c, some, every = _of_streams(z, sums, t, inside, eps, D, n, ZS, LOW, P, CENTRED)
+    if TANH:
+        a, b, c = _tanh(a), _tanh(b), _tanh(c)
+    i, j = tl.arange(0, P)[None, :], tl.arange(0, P)[None, None, :]
+    s_alpha, s_beta = tl.load(scale), tl.load(scale + 1)
+    at = t[:, None] * n + i
+    tl.store(pre + at, s_alpha * a + tl.load(base + i, mask=i < n, other=0.0), mask=some)
+    tl.store(post + at, s_beta * b + tl.load(base + n + i, mask=i < n, other=0.0), mask=some)
+    static = tl.load(base + 2 * n + i[:, :, None] * n + j, mask=(i < n)[:, :, None] & (j < n), other=0.0)
+    tl.store(res + _square_transposed(t, n, P), s_alpha * c + static, mask=every)
+
+
+@triton.jit(do_not_specialize=["N"], do_not_specialize_on_alignment=ROWS)
+def _each_backward_kernel(
+    z, sums, scale, dpre, dpost, dres, dz, slopes, part, N: tl.int64, eps,
+    D: tl.constexpr, n: tl.constexpr, ZS: tl.constexpr, LOW: tl.constexpr, LAST: tl.constexpr, P: tl.constexpr, BT: tl.constexpr,
+    CENTRED: tl.constexpr, TANH: tl.constexpr, HAS_PRE: tl.constexpr, HAS_POST: tl.constexpr, HAS_RES: tl.constexpr,
+):  # fmt: skip
+    K: tl.constexpr = n + 2
+    t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
+    inside = t < N
+    r, mean, a, b, c, some, every = _of_streams(z, sums, t, inside, eps, D, n, ZS, LOW, P, CENTRED)
+    i, j = tl.arange(0, P)[None, :], tl.arange(0, P)[None, None, :]
+    at = t[:, None] * n + i
+    da, db, dc = tl.zeros([BT, P], tl.float32), tl.zeros([BT, P], tl.float32), tl.zeros([BT, P, P], tl.float32)
+    if HAS_PRE:
+        da = tl.load(dpre + at, mask=some, other=0.0)
+    if HAS_POST:
+        db = tl.load(dpost + at, mask=some, other=0.0)
+    if HAS_RES:
+        dc = tl.load(dres + _square_transposed(t, n, P), mask=every, other=0.0)
+    line = tl.arange(0, P)
+    row = part + tl.program_id(0) * (2 * n + n * n + 2)
+    tl.store(row + line, tl.sum(da, 0), mask=line < n)
+    tl.store(row + n + line, tl.sum(db, 0), mask=line < n)
+    entry = line[:, None] * n + line[None, :]
+    tl.store(row + 2 * n + entry, tl.sum(dc, 0), mask=(line < n)[:, None] & (line < n)[None, :])
+    fa, fb, fc = a, b, c
+    if TANH:
+        fa, fb, fc = _tanh(a), _tanh(b), _tanh(c)
+    tl.store(row + 2 * n + n * n, tl.sum(tl.sum(da * fa, 1) + tl.sum(tl.sum(dc * fc, 2), 1), 0))
+    tl.store(row + 2 * n + n * n + 1, tl.sum(tl.sum(db * fb, 1), 0))
+    s_alpha, s_beta = tl.load(scale), tl.load(scale + 1)
+    da, db, dc = da * s_alpha, db * s_beta, dc * s_alpha
+    if TANH:
+        da, db, dc = da * (1 - fa * fa), db * (1 - fb * fb), dc * (1 - fc * fc)
+    along = da * a + db * b + tl.sum(dc * c, 2)
+    da, db, dc = da * r, db * r, dc * r[:, :, None]
+    _store(dz, at, 0, da, some, K, LAST)
+    _store(dz, at, 1, db, some, K, LAST)
+    _store(dz, at[:, :, None], 2 + j, dc, every, K, LAST)
+    slope = -r * r * along / D
+    tl.store(slopes + 2 * at, slope, mask=some)
+    tl.store(slopes + 2 * at + 1, -slope * mean, mask=some)
+
+
+def columns_of(rule: Rule) -> int:
+    """K."""
+    return 2 * rule.n + rule.n * rule.n * rule.sinkhorn if rule.joint else rule.n + 2
+
+
+def _parts(rule: Rule, z: Tensor) -> dict[str, int]:
+    width = z.shape[-1]
+    return {"ZS": width, "LOW": 0 if width == columns_of(rule) else width // 2}
+
+
+def forward(rule: Rule, dim: int, z: Tensor, sums: Tensor, base: Tensor, scale: Tensor) -> Coefficients:
+    """pre and post [N, n] and res [N, n, n] or None. z: [N, K] or [N, n, K], or its two parts (products.py)."""
+    n, tokens = rule.n, len(z)
+    pre, post = (torch.empty(tokens, n, dtype=torch.float32, device=z.device) for _ in range(2))
+    res = None
+    if not rule.joint or rule.sinkhorn:
+        res = torch.empty(tokens, n, n, dtype=torch.float32, device=z.device)
+    if not tokens:
+        return pre, post, res
+    given = (z, sums, base, scale, pre, post, z if res is None else res, tokens)
+    shape = {"D": dim, "n": n, **_parts(rule, z)}
+    if rule.joint:
+        launch(
+            _joint_kernel, (triton.cdiv(tokens, LANES),), z, *given, rule.iterations, rule.eps, rule.pre_eps,
+            BT=LANES, RES=res is not None, DEEPSEEK=rule.convention == "deepseek", num_warps=1, **shape,
+        )  # fmt: skip
+    else:
+        launch(
+            _each_kernel, (triton.cdiv(tokens, TILE),), z, *given, rule.eps,
+            P=side(n), BT=TILE, CENTRED=rule.centred, TANH=rule.tanh, num_warps=WARPS, **shape,
+        )  # fmt: skip
+    return pre, post, res
+
+
+def backward(
+    rule: Rule, dim: int, z: Tensor, sums: Tensor, base: Tensor, scale: Tensor,
+    dpre: Tensor | None, dpost: Tensor | None, dres: Tensor | None, kind: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """dz; slope and shift [N, 2] or [N, n, 2]; dbase; dscale. dz: [..., K] in fp32, for bf16 streams [..., 3 K'] (products.py)."""
+    n, tokens, columns = rule.n, len(z), columns_of(rule)
+    last = 3 * padded(columns) if kind == HALF else 0
+    empty = torch.zeros if last != 3 * columns and last else torch.empty  # no kernel writes to columns that pad
+    dz = empty(*z.shape[:-1], last or columns, dtype=HALF if last else torch.float32, device=z.device)
+    slopes = torch.empty(*z.shape[:-1], 2, dtype=torch.float32, device=z.device)
+    programs = triton.cdiv(tokens, LANES if rule.joint else TILE)
+    part = torch.empty(programs, len(base) + (3 if rule.joint else 2), dtype=torch.float32, device=z.device)
+    grads = [z if g is None else g for g in (dpre, dpost, dres)]
+    options: dict[str, int | bool] = {"D": dim, "n": n, "LAST": last, **_parts(rule, z)}
+    options |= {"HAS_PRE": dpre is not None, "HAS_POST": dpost is not None, "HAS_RES": dres is not None}
+    if tokens and rule.joint:
+        scratch = lanes_scratch(z, tokens, n, rule.iterations) if dres is not None else z
+        launch(
+            _joint_backward_kernel, (programs,), z, z, sums, base, scale, *grads, dz, slopes, part, scratch, tokens, rule.iterations, rule.eps,
+            K=columns, BT=LANES, RES=rule.sinkhorn, DEEPSEEK=rule.convention == "deepseek", num_warps=1, **options,
+        )  # fmt: skip
+    elif tokens:
+        launch(
+            _each_backward_kernel, (programs,), z, z, sums, scale, *grads, dz, slopes, part, tokens, rule.eps,
+            P=side(n), BT=TILE, CENTRED=rule.centred, TANH=rule.tanh, num_warps=WARPS, **options,
+        )  # fmt: skip
+    total = part.sum(0)
+    return dz, slopes, total[: len(base)], total[len(base) : len(base) + len(scale)]

@@ -1,0 +1,120 @@
+"""The read of n streams with the RMSNorm that follows, and its backward: whole rows, every stream read once.
+
+    u = Σ_i pre_i x_i;    h = gain ⊙ u rho, rho = 1 / RMS(u);    without a norm h = u
+
+backward, for what du = rho (gain ⊙ dh - u rho c) needs, and with a_i = Σ_D gain ⊙ dh ⊙ x_i, c = rho Σ_i pre_i a_i / D:
+
+    dpre_i = rho (a_i - c rho Σ_D u ⊙ x_i);    dgain = Σ_tokens dh ⊙ u rho
+
+du itself is never stored: the backward of the write works it out again from u.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from depthmix.ops.gpu.launch import launch
+from depthmix.ops.stream_mix.kernels.tiles import load_streams, load_weights, row_tile, weighted
+
+SMS, WARPS = 132, 24  # of an H200, and of each that the backward keeps busy
+
+
+@triton.jit(do_not_specialize=["N"])
+def _read_kernel(
+    x, pre, gain, h, rho, N: tl.int64, eps,
+    D: tl.constexpr, BD: tl.constexpr, n: tl.constexpr, BT: tl.constexpr, COPIES: tl.constexpr, STATIC: tl.constexpr,
+    NORM: tl.constexpr,
+):  # fmt: skip
+    t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
+    inside = t < N
+    d = tl.arange(0, BD)
+    ok = inside[:, None] & (d < D)[None, :]
+    a_pre = load_weights(pre, t, inside, n, STATIC)
+    u = weighted(load_streams(x, t, d, ok, D, n, COPIES), a_pre, n, 0, 1)
+    if NORM:
+        r = tl.rsqrt(tl.sum(u * u, 1) / D + eps)
+        tl.store(rho + t, r, mask=inside)
+        u = u * r[:, None] * tl.load(gain + d, mask=d < D, other=0.0)[None, :]
+    tl.store(h + t[:, None] * D + d[None, :], u.to(h.dtype.element_ty), mask=ok)
+
+
+@triton.jit(do_not_specialize=["N"])
+def _read_backward_kernel(
+    dh, x, pre, gain, rho, dpre, c, dgain, N: tl.int64,
+    D: tl.constexpr, BD: tl.constexpr, n: tl.constexpr, BT: tl.constexpr, COPIES: tl.constexpr, STATIC: tl.constexpr,
+    NORM: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    d = tl.arange(0, BD)
+    sums = tl.zeros([BT, BD], tl.float32)
+    if NORM:
+        k = tl.load(gain + d, mask=d < D, other=0.0)[None, :]
+    for start in tl.range(tl.program_id(0).to(tl.int64) * BT, N, tl.num_programs(0) * BT, num_stages=STAGES):
+        t = start + tl.arange(0, BT)
+        inside = t < N
+        ok = inside[:, None] & (d < D)[None, :]
+        g = tl.load(dh + t[:, None] * D + d[None, :], mask=ok, other=0.0).to(tl.float32)
+        xs = load_streams(x, t, d, ok, D, n, COPIES)
+        if NORM:
+            a_pre = load_weights(pre, t, inside, n, STATIC)
+            r = tl.load(rho + t, mask=inside, other=0.0)
+            u = weighted(xs, a_pre, n, 0, 1) * r[:, None]
+            sums += g * u
+            g = g * k
+            along = tl.sum(g * u, 1) / D
+            tl.store(c + t, along, mask=inside)
+            g = r[:, None] * (g - u * along[:, None])
+        for i in tl.static_range(n):
+            tl.store(dpre + t * n + i, tl.sum(g * xs[i], 1), mask=inside)
+    if NORM:
+        tl.store(dgain + tl.program_id(0) * D + d, tl.sum(sums, 0), mask=d < D)
+
+
+def _options(x: Tensor, copies: bool, n: int, pre: Tensor, gain: Tensor | None) -> dict[str, int | bool]:
+    tile, block = row_tile(x.shape[-1], x.shape[0])
+    shape: dict[str, int | bool] = {"D": x.shape[-1], "BD": block, "n": n, "BT": tile}
+    return shape | {"COPIES": copies, "STATIC": pre.ndim == 1, "NORM": gain is not None}
+
+
+def read(
+    x: Tensor, copies: bool, n: int, pre: Tensor, gain: Tensor | None, eps: float, warps: int | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """h [N, D] in x's dtype, and with a norm rho [N]. pre: [N, n], or [n] for all tokens."""
+    tokens, dim = x.shape[0], x.shape[-1]
+    h = torch.empty(tokens, dim, dtype=x.dtype, device=x.device)
+    rho = None if gain is None else torch.empty(tokens, dtype=torch.float32, device=x.device)
+    if tokens:
+        options = _options(x, copies, n, pre, gain)
+        launch(
+            _read_kernel, (triton.cdiv(tokens, int(options["BT"])),), x,
+            x, pre, x if gain is None else gain, h, x if rho is None else rho, tokens, eps,
+            **options, num_warps=warps or _warps(options),
+        )  # fmt: skip
+    return h, rho
+
+
+def read_backward(
+    dh: Tensor, x: Tensor, copies: bool, n: int, pre: Tensor, gain: Tensor | None, rho: Tensor | None,
+    tile: tuple[int, int, int] | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    """dpre [N, n], c [N] and dgain [D]. tile: tokens, warps and stages of a program; the programs share all tokens."""
+    tokens, dim = x.shape[0], x.shape[-1]
+    dpre = torch.empty(tokens, n, dtype=torch.float32, device=x.device)
+    c = part = None
+    options = _options(x, copies, n, pre, gain)
+    bt, warps, stages = tile or (1, max(1, min(32, int(options["BD"]) // 512)), 1)
+    programs = min(SMS * max(1, WARPS // warps), triton.cdiv(tokens, bt))  # each leaves a row of sums for dgain
+    if gain is not None:
+        c = torch.empty(tokens, dtype=torch.float32, device=x.device)
+        part = torch.empty(programs, dim, dtype=torch.float32, device=x.device)
+    if tokens:
+        launch(
+            _read_backward_kernel, (programs,), x,
+            dh, x, pre, x if gain is None else gain, x if rho is None else rho, dpre, x if c is None else c,
+            x if part is None else part, tokens, **(options | {"BT": bt}), STAGES=stages, num_warps=warps,
+        )  # fmt: skip
+    return dpre, c, None if part is None else part.sum(0)
+
+
+def _warps(options: dict[str, int | bool]) -> int:
+    return max(1, min(32, options["BT"] * options["BD"] // 512))

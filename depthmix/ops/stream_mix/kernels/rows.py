@@ -1,0 +1,106 @@
+"""The write to n streams by whole rows, with the read of what was written where its weights are known before: one pass over memory.
+
+    x'_o = Σ_i res[o, i] x_i + post[o] y, rounded;    Σ x'²  (and Σ x' of each stream);    u = Σ_i pre_i x'_i;    h = gain ⊙ u / RMS(u)
+
+z = x' W is a matrix product of its own (products.py).
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from depthmix.ops.gpu.launch import launch
+from depthmix.ops.stream_mix.kernels.tiles import load_streams, load_weights, written
+
+MAX_ROW = 4096  # channels of a row whose n streams a program holds
+
+
+@triton.jit(do_not_specialize=["N"])
+def _write_rows_kernel(
+    x, y, post, res, out, sums, pre, gain, h, rho, N: tl.int64, eps,
+    D: tl.constexpr, BD: tl.constexpr, n: tl.constexpr, BT: tl.constexpr, COPIES: tl.constexpr, RES: tl.constexpr, STATIC: tl.constexpr,
+    SCAN: tl.constexpr, READ: tl.constexpr, STATIC_PRE: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
+    inside = t < N
+    d = tl.arange(0, BD)
+    ok = inside[:, None] & (d < D)[None, :]
+    xs = load_streams(x, t, d, ok, D, n, COPIES)
+    b = tl.load(y + t[:, None] * D + d[None, :], mask=ok, other=0.0).to(tl.float32)
+    a_post = load_weights(post, t, inside, n, STATIC)
+    a_res = a_post
+    if RES:
+        a_res = load_weights(res, t, inside, n * n, STATIC)
+    new = written(xs, b, a_res, a_post, out.dtype.element_ty, n, RES)
+    u = tl.zeros([BT, BD], tl.float32)
+    squares = tl.zeros([BT, BD], tl.float32)
+    if READ:
+        a_pre = load_weights(pre, t, inside, n, STATIC_PRE)
+    for o in tl.static_range(n):
+        tl.store(out + t[:, None] * (n * D) + o * D + d[None, :], new[o], mask=ok)
+        v = new[o].to(tl.float32)
+        if READ:
+            u += a_pre[o] * v
+        if SCAN == 1:
+            squares += v * v
+        if SCAN == 2:
+            tl.store(sums + (t * n + o) * 2, tl.sum(v, 1), mask=inside)
+            tl.store(sums + (t * n + o) * 2 + 1, tl.sum(v * v, 1), mask=inside)
+    if SCAN == 1:
+        tl.store(sums + t, tl.sum(squares, 1), mask=inside)
+    if READ:
+        if NORM:
+            r = tl.rsqrt(tl.sum(u * u, 1) / D + eps)
+            tl.store(rho + t, r, mask=inside)
+            u = u * r[:, None] * tl.load(gain + d, mask=d < D, other=0.0)[None, :]
+        tl.store(h + t[:, None] * D + d[None, :], u.to(h.dtype.element_ty), mask=ok)
+
+
+class Reading(NamedTuple):
+    """A read whose weights are known."""
+
+    pre: Tensor  # [N, n] or [n]
+    gain: Tensor | None  # [D], of the norm; None: no norm
+    eps: float
+
+
+class Rows(NamedTuple):
+    """What was written and read."""
+
+    x: Tensor  # [N, n, D]
+    sums: Tensor | None  # Σ x'² [N] for all streams together, Σ x' and Σ x'² [N, n, 2] for each of them
+    h: Tensor | None  # [N, D]
+    rho: Tensor | None  # [N]
+
+
+def write_rows(
+    x: Tensor, copies: bool, n: int, y: Tensor, post: Tensor, res: Tensor | None, scan: int,
+    reading: Reading | None = None, tile: tuple[int, ...] | None = None,
+) -> Rows:  # fmt: skip
+    """x: [N, n, D], or with copies [N, D]. scan: 1 for the sum of all streams, 2 for those of each. tile: tokens and warps of a program."""
+    tokens, dim = x.shape[0], x.shape[-1]
+    out = torch.empty(tokens, n, dim, dtype=x.dtype, device=x.device)
+    sums = h = rho = None
+    if scan:
+        sums = torch.empty((tokens,) if scan == 1 else (tokens, n, 2), dtype=torch.float32, device=x.device)
+    pre, gain, eps = reading or (None, None, 0.0)
+    if pre is not None:
+        h = torch.empty(tokens, dim, dtype=x.dtype, device=x.device)
+        rho = None if gain is None else torch.empty(tokens, dtype=torch.float32, device=x.device)
+    if tokens:
+        block = triton.next_power_of_2(dim)
+        bt, warps = tile or (1, max(1, block // 512))
+
+        def or_x(tensor: Tensor | None) -> Tensor:
+            return x if tensor is None else tensor
+
+        launch(
+            _write_rows_kernel, (triton.cdiv(tokens, bt),), x,
+            x, y, post, or_x(res), out, or_x(sums), or_x(pre), or_x(gain), or_x(h), or_x(rho), tokens, eps,
+            D=dim, BD=block, n=n, BT=bt, COPIES=copies, RES=res is not None, STATIC=post.ndim == 1, SCAN=scan,
+            READ=pre is not None, STATIC_PRE=pre is not None and pre.ndim == 1, NORM=gain is not None, num_warps=warps,
+        )  # fmt: skip
+    return Rows(out, sums, h, rho)

@@ -1,0 +1,106 @@
+"""What the kernels of residual streams share. A tile is BT tokens by BK channels; the n streams are a tuple of n tiles.
+
+A lane holds V neighbouring channels of a tile, so a sum over channels is kept as L = BK / V partial sums a token until the
+last chunk: one shuffle a program instead of one a chunk.
+"""
+
+# Triton knows no other way to add to a tuple:
+# ruff: noqa: RUF005
+# mypy: disable-error-code="assignment, var-annotated"
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def load_streams(x, t, d, ok, D: tl.constexpr, n: tl.constexpr, COPIES: tl.constexpr):
+    """n tiles in fp32. COPIES: x is [N, D], of which every stream is a copy."""
+    out = ()
+    for i in tl.static_range(n):
+        at = t[:, None] * D if COPIES else t[:, None] * (n * D) + i * D
+        out = out + (tl.load(x + at + d[None, :], mask=ok, other=0.0).to(tl.float32),)
+    return out
+
+
+@triton.jit
+def load_weights(at, t, inside, n: tl.constexpr, STATIC: tl.constexpr):
+    """n numbers a token, a tuple of n [BT, 1]. STATIC: the same for every token."""
+    out = ()
+    for i in tl.static_range(n):
+        p = at + t * 0 + i if STATIC else at + t * n + i
+        out = out + (tl.load(p, mask=inside, other=0.0)[:, None],)
+    return out
+
+
+@triton.jit
+def weighted(xs, weights, n: tl.constexpr, FIRST: tl.constexpr, STEP: tl.constexpr):
+    """Σ_i weights[FIRST + i STEP] x_i."""
+    acc = weights[FIRST] * xs[0]
+    for i in tl.static_range(1, n):
+        acc = acc + weights[FIRST + i * STEP] * xs[i]
+    return acc
+
+
+@triton.jit
+def written(xs, y, res, post, kind, n: tl.constexpr, RES: tl.constexpr):
+    """x'_o = Σ_i res[o, i] x_i + post[o] y for every o, rounded: n tiles of the streams' dtype."""
+    out = ()
+    for o in tl.static_range(n):
+        acc = weighted(xs, res, n, o * n, 1) if RES else xs[o]
+        out = out + ((acc + post[o] * y).to(kind),)
+    return out
+
+
+@triton.jit
+def fold(v, BT: tl.constexpr, L: tl.constexpr, V: tl.constexpr):
+    """Partial sums over channels: [BT, L V] -> [BT, L]."""
+    return tl.sum(tl.reshape(v, [BT, L, V]), 2)
+
+
+@triton.jit
+def zeros(count: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr):
+    """A tuple of accumulators."""
+    out = ()
+    for _ in tl.static_range(count):
+        out = out + (tl.zeros([BT, BK], tl.float32),)
+    return out
+
+
+@triton.jit
+def load_products(w, row, some, k, STRIDE: tl.constexpr, SPLIT: tl.constexpr):
+    """Rows of W [BK, KP], and with SPLIT what its first half leaves (products.py)."""
+    at = w + row[:, None] * STRIDE + k[None, :]
+    high = tl.load(at, mask=some, other=0.0)
+    low = high
+    if SPLIT:
+        low = tl.load(at + STRIDE // 3, mask=some, other=0.0)
+    return high, low
+
+
+@triton.jit
+def dot_right(a, high, low, acc, SPLIT: tl.constexpr):
+    """acc + a W for a in the activations' precision, of which nothing is lost."""
+    if SPLIT:
+        acc = tl.dot(a, low, acc)
+        acc = tl.dot(a, high, acc)
+    else:
+        acc = tl.dot(a, high, acc, input_precision="ieee")
+    return acc
+
+
+def vector(x: Tensor) -> int:
+    """Channels that one load of 16 bytes brings."""
+    return 16 // x.element_size()
+
+
+def splits(x: Tensor) -> bool:
+    """Whether products with fp32 weights are done in two halves: bf16's range is fp32's, fp16's is not."""
+    return x.dtype == torch.bfloat16
+
+
+def row_tile(dim: int, tokens: int) -> tuple[int, int]:
+    """Tokens and channels of a tile that holds whole rows: 2048 numbers, so that 4 warps keep those of n streams in registers."""
+    block = triton.next_power_of_2(dim)
+    return max(1, min(2048 // block, 16, triton.next_power_of_2(tokens))), block

@@ -1,0 +1,181 @@
+"""The backward of a step's write, after those of its read and its coefficients: every tensor is read once and written once.
+
+The gradient of what was written, x', has four parts: from the next step, from the read, from the products, from the norm's sums:
+
+    g_o = dx'_o + pre_o du + P_o + slope_o x'_o + shift_o,    P_o = W_o dz
+    dx_i = Σ_o res[o, i] g_o;    dy = Σ_o post[o] g_o;    dpost[o] = g_o · y;    dres[o, i] = g_o · x_i
+
+x' is worked out again from x and y, and du from dh and x' (read.py): neither is read. P is a matrix product of its own
+(products.py): inside this kernel it would ask for a layout in which everything else is slow.
+"""
+
+# Triton knows no other way to add to a tuple:
+# ruff: noqa: RUF005
+# mypy: disable-error-code="assignment, var-annotated"
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from depthmix.ops.gpu.launch import launch
+from depthmix.ops.stream_mix.kernels.tiles import (
+    fold,
+    load_streams,
+    load_weights,
+    vector,
+    weighted,
+    written,
+    zeros,
+)
+
+
+@triton.jit(do_not_specialize=["N"])
+def _write_backward_kernel(
+    g, x, y, post, res, dh, gain, pre, rho, c, products, slopes, dx, dy, dpost, dres, N: tl.int64,
+    D: tl.constexpr, n: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, V: tl.constexpr,
+    COPIES: tl.constexpr, WRITE: tl.constexpr, RES: tl.constexpr, STATIC: tl.constexpr, NEXT: tl.constexpr,
+    READ: tl.constexpr, NORM: tl.constexpr, STATIC_PRE: tl.constexpr, SCAN: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    L: tl.constexpr = BK // V
+    kind = x.dtype.element_ty
+    t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
+    inside = t < N
+    if WRITE:
+        a_post = load_weights(post, t, inside, n, STATIC)
+        a_res = a_post
+        if RES:
+            a_res = load_weights(res, t, inside, n * n, STATIC)
+    if READ:
+        a_pre = load_weights(pre, t, inside, n, STATIC_PRE)
+        if NORM:
+            r = tl.load(rho + t, mask=inside, other=0.0)[:, None]
+            along = tl.load(c + t, mask=inside, other=0.0)[:, None]
+    if SCAN > 0:
+        a_norm = load_weights(slopes, t, inside, 2 * n if SCAN == 2 else 2, False)  # slope and shift of each
+    d_post = zeros(n if WRITE else 1, BT, L)
+    d_res = zeros(n * n if WRITE and RES else 1, BT, L)
+    for start in tl.range(0, D, BK, num_stages=STAGES):
+        d = start + tl.arange(0, BK)
+        ok = inside[:, None] & (d < D)[None, :]
+        at = t[:, None] * D + d[None, :]
+        xs = load_streams(x, t, d, ok, D, n, COPIES)
+        new = xs
+        if WRITE:
+            b = tl.load(y + at, mask=ok, other=0.0).to(tl.float32)
+            rounded = written(xs, b, a_res, a_post, kind, n, RES)
+            new = ()
+            for o in tl.static_range(n):
+                new = new + (rounded[o].to(tl.float32),)
+        if READ:
+            du = tl.load(dh + at, mask=ok, other=0.0).to(tl.float32)
+            if NORM:
+                du = du * tl.load(gain + d, mask=d < D, other=0.0)[None, :]
+                du = r * (du - weighted(new, a_pre, n, 0, 1) * (r * along))
+        gs = ()
+        for o in tl.static_range(n):
+            acc = tl.zeros([BT, BK], tl.float32)
+            at_stream = t[:, None] * (n * D) + o * D + d[None, :]
+            if SCAN > 0:
+                acc = tl.load(products + at_stream, mask=ok, other=0.0).to(tl.float32)
+                acc += a_norm[2 * o if SCAN == 2 else 0] * new[o]
+                if SCAN == 2:
+                    acc += a_norm[2 * o + 1]
+            if NEXT:
+                acc += tl.load(g + at_stream, mask=ok, other=0.0).to(tl.float32)
+            if READ:
+                acc += a_pre[o] * du
+            gs = gs + (acc,)  # where there is no channel it may be the shift, and what it is multiplied with is zero
+        if WRITE:
+            tl.store(dy + at, weighted(gs, a_post, n, 0, 1).to(dy.dtype.element_ty), mask=ok)
+            more = ()
+            for o in tl.static_range(n):
+                more = more + (d_post[o] + fold(gs[o] * b, BT, L, V),)
+            d_post = more
+            if RES:
+                more = ()
+                for oi in tl.static_range(n * n):
+                    more = more + (d_res[oi] + fold(gs[oi // n] * xs[oi % n], BT, L, V),)
+                d_res = more
+        total = tl.zeros([BT, BK], tl.float32)
+        for i in tl.static_range(n):
+            back = gs[i]
+            if WRITE and RES:
+                back = weighted(gs, a_res, n, i, n)
+            if COPIES:
+                total += back
+            else:
+                tl.store(dx + t[:, None] * (n * D) + i * D + d[None, :], back.to(kind), mask=ok)
+        if COPIES:
+            tl.store(dx + at, total.to(kind), mask=ok)
+    if WRITE:
+        for o in tl.static_range(n):
+            tl.store(dpost + t * n + o, tl.sum(d_post[o], 1), mask=inside)
+        if RES:
+            for oi in tl.static_range(n * n):
+                tl.store(dres + t * (n * n) + oi, tl.sum(d_res[oi], 1), mask=inside)
+
+
+class ReadGradient(NamedTuple):
+    """What the backward of a read left (read.py)."""
+
+    dh: Tensor  # [N, D]
+    pre: Tensor  # [N, n] or [n]
+    gain: Tensor | None
+    rho: Tensor | None  # [N]
+    c: Tensor | None  # [N]
+
+
+class ScanGradient(NamedTuple):
+    """What the backward of the coefficients left."""
+
+    products: Tensor  # W dz: [N, n, D]
+    slopes: Tensor  # slope and shift: [N, 2] or [N, n, 2]
+
+
+class WriteGradients(NamedTuple):
+    """Of a step's inputs; of weights that all tokens share, token by token."""
+
+    dx: Tensor
+    dy: Tensor | None
+    dpost: Tensor | None  # [N, n]
+    dres: Tensor | None  # [N, n, n]
+
+
+def write_backward(
+    g: Tensor | None, x: Tensor, copies: bool, n: int, y: Tensor | None, post: Tensor | None, res: Tensor | None,
+    read: ReadGradient | None, scan: ScanGradient | None, tile: tuple[int, int, int, int] | None = None,
+) -> WriteGradients:  # fmt: skip
+    """g: the gradient of x' from the next step, [N, n, D]. tile: tokens, channels, warps and stages of a program."""
+    tokens, dim = x.shape[0], x.shape[-1]
+    dx, dy, dpost, dres = out = _gradients_like(x, n, y, res)
+    if tokens:
+        bt, bk, warps, stages = tile or (1, 32 * vector(x), 1, 2)
+
+        def or_x(tensor: Tensor | None) -> Tensor:
+            return x if tensor is None else tensor
+
+        parts = (None,) * 5 if read is None else read
+        found = (None,) * 2 if scan is None else scan
+        launch(
+            _write_backward_kernel, (triton.cdiv(tokens, bt),), x,
+            or_x(g), x, or_x(y), or_x(post), or_x(res), or_x(parts[0]), or_x(parts[2]), or_x(parts[1]), or_x(parts[3]), or_x(parts[4]),
+            *(or_x(f) for f in found), dx, or_x(dy), or_x(dpost), or_x(dres), tokens,
+            D=dim, n=n, BT=bt, BK=bk, V=min(vector(x), bt * bk // (32 * warps)), COPIES=copies,
+            WRITE=y is not None, RES=res is not None, STATIC=post is not None and post.ndim == 1, NEXT=g is not None,
+            READ=read is not None, NORM=read is not None and read.gain is not None,
+            STATIC_PRE=read is not None and read.pre.ndim == 1,
+            SCAN=0 if scan is None else scan.slopes.ndim - 1, STAGES=stages, num_warps=warps,
+        )  # fmt: skip
+    return out
+
+
+def _gradients_like(x: Tensor, n: int, y: Tensor | None, res: Tensor | None) -> WriteGradients:
+    def numbers(*shape: int) -> Tensor:
+        return torch.empty(len(x), *shape, dtype=torch.float32, device=x.device)
+
+    if y is None:
+        return WriteGradients(torch.empty_like(x), None, None, None)
+    return WriteGradients(torch.empty_like(x), torch.empty_like(y), numbers(n), None if res is None else numbers(n, n))

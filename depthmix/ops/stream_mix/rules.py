@@ -1,0 +1,69 @@
+"""How the weights of a read and a write follow from the streams, in plain PyTorch: the specification of coefficients.py.
+
+From the products z = x W and the sums of the streams, with r = 1 / RMS:
+
+    joint (mHC):               H = scale ⊙ (r z) + base, W [n D, K];   pre = sigmoid(H_pre) + eps', post = 2 sigmoid(H_post),
+                               res = Sinkhorn of H_res, or None (identity)
+    each (Hyper-Connections):  for every stream f(r z), W [D, n + 2], f = tanh or none;   pre = s_alpha f_0 + base_pre,
+                               post = s_beta f_1 + base_post,   res = (s_alpha f_2: + base_res)ᵀ
+
+base: what is added to pre, post and res, one after the other. A LayerNorm is an RMSNorm of centred streams, and their
+products are those of the streams with a centred W: whoever makes W centres it.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from depthmix.ops.sinkhorn.reference import DEEPSEEK_EPS, sinkhorn_reference
+
+
+class Rule(NamedTuple):
+    """One way to make the weights."""
+
+    n: int
+    joint: bool  # the streams of a token together, as mHC; otherwise each for itself, as Hyper-Connections
+    eps: float  # of the norm
+    centred: bool = False  # a LayerNorm
+    tanh: bool = False
+    sinkhorn: bool = True  # a residual map for mHC
+    convention: str = "paper"
+    iterations: int = 20
+    pre_eps: float = 0.0
+
+
+Coefficients = tuple[Tensor, Tensor, Tensor | None]  # pre [..., n], post [..., n], res [..., n, n], output stream first
+
+
+def products(rule: Rule, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    """z and the sums of streams x [..., n, D] in w's precision: Σ x² [...] if joint, otherwise Σ x and Σ x² [..., n, 2]."""
+    x = x.to(w.dtype)
+    if rule.joint:
+        return x.flatten(-2) @ w, x.square().sum((-1, -2))
+    return x @ w, torch.stack([x.sum(-1), x.square().sum(-1)], dim=-1)
+
+
+def coefficients(rule: Rule, dim: int, z: Tensor, sums: Tensor, base: Tensor, scale: Tensor) -> Coefficients:
+    """The weights from products and sums."""
+    n = rule.n
+    if rule.joint:
+        z = z * torch.rsqrt(sums / (n * dim) + rule.eps).unsqueeze(-1)
+        sizes = (n, n, n * n) if rule.sinkhorn else (n, n)
+        parts = [a * v + b for a, v, b in zip(scale, z.split(sizes, -1), base.split(sizes), strict=True)]
+        pre, post = torch.sigmoid(parts[0]) + rule.pre_eps, 2 * torch.sigmoid(parts[1])
+        if not rule.sinkhorn:
+            return pre, post, None
+        res = sinkhorn_reference(parts[2].unflatten(-1, (n, n)), rule.iterations, rule.convention)
+        return pre, post, res.transpose(-1, -2) if rule.convention == "deepseek" else res
+    variance = sums[..., 1] / dim
+    if rule.centred:
+        variance = (variance - (sums[..., 0] / dim).square()).clamp(min=0)
+    z = z * torch.rsqrt(variance + rule.eps).unsqueeze(-1)
+    z = torch.tanh(z) if rule.tanh else z
+    pre, post, res = base.split((n, n, n * n))
+    res = scale[0] * z[..., 2:] + res.view(n, n)
+    return scale[0] * z[..., 0] + pre, scale[1] * z[..., 1] + post, res.transpose(-1, -2)
+
+
+__all__ = ["DEEPSEEK_EPS", "Coefficients", "Rule", "coefficients", "products"]

@@ -1,0 +1,164 @@
+"""One step of a stack of residual streams, as one node of autograd: the write of a site and the read of the next one.
+
+    x' = the write of y to x;    pre, post, res = the coefficients of x';    h = RMSNorm of the read of x' with pre
+
+Between two steps only x' is handed on and nothing else reads it, so no gradient [..., n, D] is ever added to another.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from depthmix.ops.autograd import reference_gradients
+from depthmix.ops.precision import compute_dtype
+from depthmix.ops.stream_mix.products import halves_of, product_backward, weight_gradient
+from depthmix.ops.stream_mix.reference import stream_read_reference, stream_write_reference
+from depthmix.ops.stream_mix.rules import Rule, coefficients, products
+
+
+class Step(NamedTuple):
+    """What comes out: x' is x if nothing was written; pre, post and res are None without a rule."""
+
+    x: Tensor
+    h: Tensor
+    pre: Tensor | None
+    post: Tensor | None
+    res: Tensor | None
+
+
+class Inputs(NamedTuple):
+    """What goes in."""
+
+    x: Tensor  # [N, n, D], or [N, D] of which every stream is a copy
+    y: Tensor | None = None  # [N, D], what is written; None: nothing
+    post: Tensor | None = None  # [N, n] or [n]
+    res: Tensor | None = None  # [N, n, n] or [n, n], output stream first; None: the identity
+    pre: Tensor | None = None  # [N, n] or [n], to read with; None: those of the rule
+    w: Tensor | None = None  # the three of the rule
+    base: Tensor | None = None
+    scale: Tensor | None = None
+    gain: Tensor | None = None  # [D], of the norm; None: no norm
+    halves: Tensor | None = None  # of w, as kernels with bf16 streams want it: no input of its own
+
+
+def step_reference(rule: Rule | None, n: int, eps: float, given: Inputs) -> Step:
+    """The step in plain PyTorch, with the kernels' roundings."""
+    x, kind = given.x, given.x.dtype
+    streams = x.unsqueeze(1).expand(-1, n, -1) if x.ndim == 2 else x
+    if given.y is not None:
+        assert given.post is not None
+        streams = stream_write_reference(streams, given.res, given.post, given.y).to(kind)
+    pre, post, res = given.pre, None, None
+    found = None
+    if rule is not None:
+        assert given.w is not None
+        assert given.base is not None
+        assert given.scale is not None
+        found, post, res = coefficients(rule, x.shape[-1], *products(rule, streams, given.w), given.base, given.scale)
+        pre = found if pre is None else pre
+    assert pre is not None
+    h = stream_read_reference(streams, pre)
+    if given.gain is not None:
+        h = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + eps) * given.gain.to(compute_dtype(h))
+    return Step(x if given.y is None else streams, h.to(kind), found, post, res)
+
+
+class _Step(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rule: Rule | None, n: int, eps: float, *given: Tensor | None) -> Any:
+        from depthmix.ops.stream_mix.kernels import coefficients as weights
+        from depthmix.ops.stream_mix.kernels.read import read
+        from depthmix.ops.stream_mix.kernels.rows import Reading
+        from depthmix.ops.stream_mix.kernels.write import EACH, JOINT, NO_SCAN, write
+
+        a = Inputs(*given)  # type: ignore[arg-type]
+        copies, scan = a.x.ndim == 2, NO_SCAN if rule is None else JOINT if rule.joint else EACH
+        reading = None if a.pre is None else Reading(a.pre, a.gain, eps)
+        x, z, sums, h, rho = write(a.x, copies, n, a.y, a.post, a.res, a.w, a.halves, scan, reading)
+        pre, post, res = a.pre, None, None
+        found = None
+        if rule is not None:
+            assert z is not None
+            assert sums is not None
+            assert a.base is not None
+            assert a.scale is not None
+            found, post, res = weights.forward(rule, x.shape[-1], z, sums, a.base, a.scale)
+            pre = found if pre is None else pre
+        assert pre is not None
+        if h is None:
+            h, rho = read(x, copies and a.y is None, n, pre, a.gain, eps)
+        ctx.rule, ctx.n, ctx.eps = rule, n, eps
+        new = None if a.y is None else x
+        ctx.save_for_backward(*a, new, found if a.pre is None else None, z, sums, rho)
+        ctx.set_materialize_grads(False)
+        return new, h, found, post, res
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        *given, new, found, z, sums, rho = ctx.saved_tensors
+        a: Any = Inputs(*given)
+        needed = ctx.needs_input_grad[3:]
+        if torch.is_grad_enabled():  # create_graph=True
+            return None, None, None, *_reference_backward(ctx, a, needed, grads)
+        from depthmix.ops.stream_mix.kernels import coefficients as weights
+        from depthmix.ops.stream_mix.kernels.read import read_backward
+        from depthmix.ops.stream_mix.kernels.write_backward import ReadGradient, ScanGradient, write_backward
+
+        rule, n = ctx.rule, ctx.n
+        dx, dh, dpre, dpost, dres = (None if g is None else g.contiguous() for g in grads)
+        x, copies = (a.x, a.x.ndim == 2) if new is None else (new, False)
+        pre = a.pre if a.pre is not None else found
+        dread: Tensor | None = None
+        dgain, read = None, None
+        if dh is not None:
+            c = None
+            if a.gain is not None or a.pre is None or needed[4]:
+                dread, c, dgain = read_backward(dh, x, copies, n, pre, a.gain, rho)
+            read = ReadGradient(dh, pre, a.gain, rho, c)
+            if a.pre is None and dread is not None:
+                dpre, dread = dread if dpre is None else dread + dpre, None
+        scan, dw, dbase, dscale = None, None, None, None
+        if rule is not None and not (dpre is None and dpost is None and dres is None):
+            dz, slopes, dbase, dscale = weights.backward(
+                rule, x.shape[-1], z, sums, a.base, a.scale, dpre, dpost, dres, x.dtype
+            )
+            scan = ScanGradient(product_backward(dz, a.w, a.halves, n), slopes)
+            dw = weight_gradient(x, dz, a.w, n) if needed[5] else None
+        found_grads = write_backward(dx, a.x, a.x.ndim == 2, n, a.y, a.post, a.res, read, scan)
+        out = [
+            found_grads.dx,
+            found_grads.dy,
+            _shared(found_grads.dpost, a.post, 1),
+            _shared(found_grads.dres, a.res, 2),
+            _shared(dread, a.pre, 1),
+            dw,
+            dbase,
+            dscale,
+            dgain,
+            None,
+        ]
+        return None, None, None, *(g if need else None for g, need in zip(out, needed, strict=True))
+
+
+def _shared(g: Tensor | None, weight: Tensor | None, ndim: int) -> Tensor | None:
+    """The gradient of weights that all tokens share is the sum of the tokens'."""
+    return g.sum(0) if g is not None and weight is not None and weight.ndim == ndim else g
+
+
+def _reference_backward(ctx: Any, a: Inputs, needed: Any, grads: Any) -> list[Tensor | None]:
+    def reference(*given: Tensor | None) -> list[Tensor]:
+        found = step_reference(ctx.rule, ctx.n, ctx.eps, Inputs(*given))  # type: ignore[arg-type]
+        outs = (None if given[1] is None else found.x, *found[1:])
+        return [o for o, g in zip(outs, grads, strict=True) if o is not None and g is not None]
+
+    return reference_gradients(reference, a, needed, [g for g in grads if g is not None])
+
+
+def step(rule: Rule | None, n: int, eps: float, given: Inputs) -> Step:
+    """The step by kernels, differentiable."""
+    if given.w is not None and given.x.dtype == torch.bfloat16 and given.halves is None:
+        given = given._replace(halves=halves_of(given.w.detach()))
+    laid_out = [None if t is None else t.contiguous() for t in given]
+    x, *rest = _Step.apply(rule, n, eps, *laid_out)
+    return Step(given.x if x is None else x, *rest)

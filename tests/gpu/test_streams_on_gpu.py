@@ -1,0 +1,102 @@
+"""Hyper-Connections and mHC on a GPU: bf16 against fp64, no worse than the reference; the same bits twice and in a CUDA graph."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from depthmix import create_mixer
+from depthmix.ops import sinkhorn, use_backend
+from depthmix.ops.norm import RMSNorm
+from gpu.exact import DEVICE, FP32, draw, error
+
+ROUNDING = 2e-3  # relative, of one rounding to bf16
+CASES = [
+    ("hyper", {}),
+    ("hyper", {"n": 3, "norm": "rmsnorm", "tanh": False}),
+    ("hyper", {"static": True}),
+    ("mhc", {}),
+    ("mhc", {"n": 2, "convention": "deepseek", "head": "learned"}),
+    ("mhc", {"residual_map": "identity", "head": "mean"}),
+    ("mhc", {"schedule": "single_pass"}),
+]
+
+
+class Stack(nn.Module):
+    """Sublayers that scale channels, so that what is compared is the mixer's."""
+
+    def __init__(self, name: str, options: dict[str, Any], dim: int, n_blocks: int = 2) -> None:
+        super().__init__()
+        self.mixer = create_mixer(name, dim=dim, n_blocks=n_blocks, **options)
+        self.norms = nn.ModuleList(RMSNorm(dim, eps=1e-6) for _ in range(2 * n_blocks))
+        self.weight = nn.Parameter(torch.ones(2 * n_blocks, dim))
+        self.to(DEVICE)
+        with torch.no_grad():
+            for i, (key, p) in enumerate(self.named_parameters()):
+                wide = key.split(".")[-1] in ("phi", "phi_head", "W_m", "W_beta", "W_r")
+                p += (0.5 / dim**0.5 if wide else 0.3) * draw(*p.shape, seed=i)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = self.mixer.start(x)
+        for site in range(self.mixer.n_sites):
+            h = self.mixer.read(state, site, self.norms[site])
+            state = self.mixer.write(state, site, h * self.weight[site].to(h.dtype))
+        return self.mixer.finish(state)
+
+
+def results(stack: nn.Module, x: Tensor, g: Tensor, backend: str) -> list[Tensor]:
+    x = x.detach().requires_grad_()
+    with use_backend(backend):
+        out = stack(x)
+        return [out, *torch.autograd.grad(out, [x, *stack.parameters()], g.to(out.dtype))]
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(("name", "options"), CASES, ids=str)
+def test_errors_are_the_references(name: str, options: dict[str, Any], kind: torch.dtype) -> None:
+    stack, dim, tokens = Stack(name, options, 136), 136, 67
+    x, g = draw(tokens, dim, seed=90, dtype=kind), draw(tokens, dim, seed=91, dtype=kind)
+    exact = results(copy.deepcopy(stack).double(), x.double(), g.double(), "reference")
+    found, reference = results(stack, x, g, "triton"), results(stack, x, g, "reference")
+    names = ["out", "x", *(k for k, _ in stack.named_parameters())]
+    slack = {torch.bfloat16: ROUNDING, torch.float16: ROUNDING / 4, FP32: 2e-5}[kind]
+    for key, a, r, e in zip(names, found, reference, exact, strict=True):
+        assert error(a, e) <= 1.5 * error(r, e) + slack, key
+
+
+@pytest.mark.parametrize(("name", "options"), [CASES[0], CASES[3], CASES[6]], ids=str)
+def test_the_same_bits_twice_and_in_a_graph(name: str, options: dict[str, Any]) -> None:
+    stack, x, g = Stack(name, options, 512), draw(515, 512, dtype=torch.bfloat16), draw(515, 512, dtype=torch.bfloat16)
+    first, second = (results(stack, x, g, "triton") for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        results(stack, x, g, "triton")
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        recorded = results(stack, x, g, "triton")
+    for _ in range(2):
+        graph.replay()
+        assert all(torch.equal(a, b) for a, b in zip(first, recorded, strict=True))
+
+
+@pytest.mark.parametrize("name", ["hyper", "mhc"])
+def test_compiled_as_one_graph(name: str) -> None:
+    """torch.compile sees the reference."""
+    stack, x = Stack(name, {"n": 2} if name == "hyper" else {"n": 2, "iterations": 2}, 64, 1), draw(9, 64)
+    with torch.no_grad():
+        assert error(torch.compile(stack, fullgraph=True)(x), stack(x)) < 1e-5
+
+
+@pytest.mark.parametrize("convention", ["paper", "deepseek"])
+@pytest.mark.parametrize("n", [2, 3, 4, 8])
+def test_sinkhorn(n: int, convention: str) -> None:
+    logits = draw(1003, n, n, scale=5.0).requires_grad_()
+    g, wide = draw(1003, n, n, seed=1), logits.detach().double().requires_grad_()
+    m, exact = sinkhorn(logits, 20, convention, backend="triton"), sinkhorn(wide, 20, convention, backend="reference")
+    assert error(m, exact) < 2e-6
+    assert error(torch.autograd.grad(m, logits, g)[0], torch.autograd.grad(exact, wide, g.double())[0]) < 2e-5

@@ -1,0 +1,68 @@
+"""The machine code of the kernels of weighted sums, compiled for an H200 without one: wide loads, and registers that suffice."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from project import ROOT
+
+pytest.importorskip("triton")
+
+CODE = """
+import sys
+import tempfile
+import subprocess
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.backends.nvidia.compiler import get_ptxas
+from depthmix.ops.depth_sum.kernels import read, read_backward, source_backward
+
+TYPES = {"N": "i64", "n": "i32", "out_eps": "fp32"} | dict.fromkeys(("table", "targets", "readers"), "*i64")
+TYPES |= dict.fromkeys(("static", "gain", "rms", "dots", "part", "dgain"), "*fp32")
+TYPES |= dict.fromkeys(("x0", "x1", "x2", "x3"), "*fp16")
+for name, constants, warps in eval(sys.argv[1]):
+    fn = next(getattr(m, name) for m in (read, read_backward, source_backward) if hasattr(m, name))
+    constants = {p.name: constants[p.name] for p in fn.params if p.is_constexpr}
+    types = {p.name: "constexpr" if p.name in constants else TYPES.get(p.name, "*bf16") for p in fn.params}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, t in enumerate(types.values()) if t.startswith("*")}
+    source = ASTSource(fn=fn, signature=types, constexprs=constants, attrs=aligned)
+    code = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps, "num_stages": 1}).asm["ptx"]
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(code)
+        file.flush()
+        command = [get_ptxas(90).path, "-v", "-arch=sm_90a", "-o", "/dev/null", file.name]
+        print(code, subprocess.run(command, capture_output=True, text=True).stderr, end="----")
+"""
+CONSTANTS = {
+    "D": 512, "BD": 512, "BT": 2, "WAYS": 3, "STATIC": 1, "DYNAMIC": True, "RELU": 1, "ADD": 0, "NORM": 3, "RAW": 0, "KEEP": True,
+    "UP": 8, "ALIGNED": True, "ROWS_ALIGNED": True, "STAGES": 1, "G": 2, "DOTS": True, "ROWS": True, "S": 2, "SCORED": True,
+    "SAME_W": True, "HAS_G": True, "HAS_PART": False, "WHOLE": 2,
+    "AHEAD": 1, "EARLY": False,
+}  # fmt: skip
+COMPILED = [
+    ("_read_kernel", CONSTANTS, 2),
+    ("_read_kernel", CONSTANTS | {"ALIGNED": False, "WAYS": 1, "NORM": 1, "UP": 2}, 2),
+    ("_norm_backward_kernel", CONSTANTS | {"UP": 4}, 1),
+    ("_weight_backward_kernel", CONSTANTS, 1),
+    ("_source_backward_kernel", CONSTANTS | {"BD": 256}, 1),
+]
+
+
+def test_rows_are_loaded_sixteen_bytes_wide_and_registers_suffice() -> None:
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", CODE, repr(COMPILED)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
+    if done.returncode and "ptxas" in done.stderr:
+        pytest.skip("Triton has no assembler for this machine")
+    assert done.returncode == 0, done.stderr[-2000:]
+    for (kernel, constants, _), code in zip(COMPILED, done.stdout.split("----")[:-1], strict=True):
+        loads = set(re.findall(r"(?:ld\.global|cp\.async)\S*", code))
+        wide = not any(load.endswith(".b16") for load in loads) and any(
+            load.endswith((".v4.b32", ".cg")) for load in loads
+        )
+        assert wide == constants["ALIGNED"], kernel
+        assert " 0 bytes spill stores" in code, kernel

@@ -1,0 +1,324 @@
+"""Stacks of weighted sums with kernels: what people do with a graph gives the reference's gradients, or an error.
+
+Plain stand-ins take the kernels' place here, so what is asked is whether their autograd loses, doubles or mixes up anything:
+a read gives its sources no gradient and leaves it with the nodes that made them. A few stacks run with the kernels themselves.
+"""
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from depthmix import create_mixer
+from depthmix.ops import depth_sum, left, use_backend
+from ops import plain_sums
+from ops.helpers import assert_near, rand
+from ops.test_source_major import SCENARIOS, Stack, assert_as_reference, backward, cotangent, leaves, plain, tokens
+from oracles import DEFAULTS, ORACLES
+
+pytest.importorskip("triton")
+D = 24
+RULES: dict[str, tuple[str, dict[str, Any]]] = {
+    "grn1": ("grn", {"version": 1}),
+    "grn2": ("grn", {"version": 2}),
+    "grn3": ("grn", {"relu_on": "sum"}),
+    "dca": ("dca", {}),
+    "dca per entry": ("dca", {"w_per_entry": True}),
+    "1-dca": ("dca", {"window": 1}),
+    "2-dca per entry": ("dca", {"window": 2, "w_per_entry": True, "relu_on": "sum"}),
+    "denseformer": ("denseformer", {}),
+    "dilated": ("denseformer", {"dilation": 2, "period": 2}),
+    "mudd": ("mudd", {}),
+}
+every_rule = pytest.mark.parametrize("rule", RULES)
+
+
+class SumStack(Stack):
+    """A stack as attention's tests make them, of any rule."""
+
+    def __init__(self, rule: str = "dca", n_blocks: int = 3, norm: bool = True, seed: int = 0) -> None:
+        nn.Module.__init__(self)
+        name, options = RULES[rule]
+        self.mixer = create_mixer(name, dim=D, n_blocks=n_blocks, **options)
+        sites = range(2 * n_blocks)
+        self.weight = nn.ParameterList(torch.empty(D) for _ in sites)
+        self.norms = nn.ModuleList(
+            nn.ModuleList(nn.RMSNorm(D, eps=1e-3) for _ in range(self.mixer.ways(s))) for s in sites if norm
+        )
+        drawn = torch.Generator().manual_seed(seed)
+        for name, p in self.named_parameters():
+            # unnormed, numbers grow from block to block, and with W_2 of 64 columns so do errors of any fp32
+            std = 0.03 if ".W_2." in name else 0.5 if norm else 0.2
+            nn.init.normal_(p, std=std, generator=drawn)
+
+
+@pytest.fixture
+def plain_kernels() -> Iterator[None]:
+    with plain_sums.plain_kernels():
+        yield
+
+
+def check(scenario: Callable[[Any, Tensor], Any], x: Tensor, tol: float = 1e-5, **options: Any) -> None:
+    """As with attention's stacks: the same with either backend, gradients that are not there included."""
+    assert_as_reference(scenario, x, tol, make=SumStack, **options)
+
+
+@pytest.mark.parametrize(
+    ("rule", "norm"), [(rule, True) for rule in RULES] + [(rule, False) for rule in ("1-dca", "dilated", "mudd")]
+)
+@pytest.mark.usefixtures("plain_kernels")
+def test_every_gradient(rule: str, norm: bool) -> None:
+    check(plain, tokens(shape=(2, 3, D)), rule=rule, n_blocks=6, norm=norm)
+
+
+# Of what people do with a graph (attention's tests say what), with DCA all, and with others what their graphs differ in.
+APART = ("second_backward", "one_leaf_at_a_time", "middle_outputs", "two_losses", "read_twice", "fork", "second_derivatives",
+         "checkpointed block", "half without gradients", "only the mixer", "loss_on_a_held_tensor")  # fmt: skip
+
+
+@pytest.mark.covered
+@pytest.mark.usefixtures("plain_kernels")
+@pytest.mark.parametrize(
+    ("rule", "scenario"),
+    [("dca", name) for name in SCENARIOS]
+    + [(rule, name) for rule in ("grn1", "1-dca", "dilated", "mudd") for name in APART],
+)
+def test_what_people_do(rule: str, scenario: str) -> None:
+    """The gradients are the reference's, whatever part of a graph runs, as often and in whatever order."""
+    check(SCENARIOS[scenario], tokens(), rule=rule)
+
+
+@pytest.mark.usefixtures("quick_interpreter")
+@pytest.mark.parametrize("rule", ["grn1", "grn3", "2-dca per entry", "denseformer", "mudd"])
+def test_with_the_kernels_themselves(rule: str) -> None:
+    """Either is up to 7e-6 from fp64 here."""
+    check(plain, tokens(shape=(2, D)), tol=2e-5, rule=rule, n_blocks=2)
+
+
+@pytest.mark.usefixtures("quick_interpreter")
+def test_half_precision_with_the_kernels_themselves() -> None:
+    """fp16 activations under autocast: a few roundings from the reference."""
+
+    def scenario(stack: Any, x: Tensor) -> Any:
+        with torch.autocast("cpu", dtype=torch.float16):
+            return plain(stack, x)
+
+    check(scenario, tokens(dtype=torch.float16), tol=6e-3, rule="dca", n_blocks=2)
+
+
+@pytest.mark.usefixtures("plain_kernels")
+@every_rule
+def test_against_the_oracle(rule: str) -> None:
+    """Output and gradients are those of the implementation written from the paper, in fp64."""
+    stack, x = SumStack(rule, norm=False), tokens()
+    with use_backend("triton"):
+        got = backward(stack, x, stack(x))
+    exact, y = SumStack(rule, norm=False).double(), x.detach().double().requires_grad_()
+    name, options = RULES[rule]
+    out = ORACLES[name](dict(exact.mixer.named_parameters()), DEFAULTS[name] | options, 3, y, exact.sublayer).out
+    assert_near(got, backward(exact, y, out), 1e-5)
+
+
+def test_each_gradient_is_read_once_for_two_sources(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight blocks of DCA: 152 pairs of a way and a source that it reads; one by one every do would be read for each of them."""
+    calls: list[tuple[int, int]] = []
+    summed = plain_sums.source_backward
+    monkeypatch.setattr(plain_sums, "source_backward", lambda t, r: (calls.append((len(t), len(r))), summed(t, r))[1])
+    with plain_sums.plain_kernels(), use_backend("triton"):
+        stack, x = SumStack("dca", n_blocks=8), tokens()
+        stack(x).sum().backward()
+    pairs = sum(3 * (1 + reader) for reader in range(1, 8)) + 9 + 3
+    attention = [(t, r) for t, r in calls if t]
+    assert sum(t * r for t, r in attention) == pairs
+    assert sum(r for _, r in attention) <= 70
+
+
+def test_the_scores_of_a_source_are_made_and_differentiated_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    score, back = plain_sums.add_and_score, plain_sums.score_backward
+    monkeypatch.setattr(plain_sums, "add_and_score", lambda *a: (made.append(len(a[2].high)), score(*a))[1])
+    monkeypatch.setattr(plain_sums, "score_backward", lambda v, ds: (made.append(-len(ds)), back(v, ds))[1])
+    with plain_sums.plain_kernels(), use_backend("triton"):
+        SumStack("dca", n_blocks=3)(tokens()).sum().backward()
+    assert made == [
+        7,
+        7,
+        4,
+        1,
+        -1,
+        -4,
+        -7,
+        -7,
+    ]  # e, then a delta a block: two readers of three ways and finish, and so on
+
+
+@pytest.mark.usefixtures("plain_kernels")
+def test_a_sources_gradient_is_rounded_once() -> None:
+    """What four readers leave with x is summed in fp32: of 1024 + 0.75, roundings to fp16 on the way would make 1024."""
+    mixer = create_mixer("grn", dim=D, n_blocks=4, version=1)
+    x = torch.ones(1, D, dtype=torch.float16, requires_grad=True)
+    with use_backend("triton"):
+        state, reads = mixer.start(x), []
+        for site in range(8):
+            h = mixer.read(state, site)
+            reads += [h] if site % 2 == 0 else []
+            state = mixer.write(state, site, torch.zeros_like(x))
+    torch.autograd.backward(reads, [torch.full_like(x, w) for w in (0.25, 1024.0, 0.25, 0.25)])
+    assert torch.equal(x.grad, torch.full_like(x, 1025.0))
+
+
+@pytest.mark.usefixtures("plain_kernels")
+@pytest.mark.parametrize("rule", ["dca", "denseformer", "mudd"])
+def test_no_tokens(rule: str) -> None:
+    stack, x = SumStack(rule), tokens(shape=(0, 2, D))
+    with use_backend("triton"):
+        out, *grads = backward(stack, x, stack(x))
+    assert out.shape == x.shape
+    assert all(g is not None and not g.any() for g in grads)
+
+
+def nodes(out: Tensor) -> list[Any]:
+    seen, todo = {}, [out.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is not None and node not in seen:
+            seen[node] = hasattr(node, "left")
+            todo += [n for n, _ in node.next_functions]
+    return [node for node, kept in seen.items() if kept]
+
+
+@pytest.mark.usefixtures("plain_kernels")
+@pytest.mark.parametrize("rule", ["1-dca", "mudd"])
+def test_nothing_is_left_behind(rule: str) -> None:
+    """Of passes that run a part of the graph, of one that fails, and of the graph when it is over."""
+    with use_backend("triton"):
+        stack, x = SumStack(rule), tokens()
+        *made, out = stack.outputs(x)
+        for y in made:
+            torch.autograd.grad(out, y, cotangent(out), retain_graph=True)
+        hook = made[0].register_hook(lambda g: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            out.backward(cotangent(out), retain_graph=True)
+        hook.remove()
+        found = nodes(out)
+        assert len(found) > 8
+        failed = {id(node) for node in found if node.left}
+        out.backward(cotangent(out), retain_graph=True)
+        assert {id(node) for node in found if node.left or getattr(node, "part", None)} <= failed
+        assert not left._visits
+        node = weakref.ref(out.grad_fn)
+        del out, made, found, y
+        gc.collect()
+        assert node() is None
+
+
+@pytest.mark.usefixtures("plain_kernels")
+@pytest.mark.parametrize("ask", ["retain_grad", "register_hook"])
+def test_the_gradient_of_a_states_tensor(ask: str) -> None:
+    """Kernels never form it, and say so; what a read or finish returns is the caller's own."""
+    with use_backend("triton"):
+        stack, state = SumStack("dilated", n_blocks=3), None
+        for site in range(6):
+            state = stack.step(stack.mixer.start(tokens()) if state is None else state, site)
+        held = [*state.stack[1:], stack.step(stack.mixer.start(tokens()), 0).g]
+        for t in held:
+            with pytest.raises(RuntimeError, match=r"depth_sum: .*gradient of a state's tensor .*\"reference\""):
+                getattr(t, ask)(*[print] * (ask == "register_hook"))
+        getattr(stack.mixer.finish(state), ask)(*[print] * (ask == "register_hook"))
+
+
+@pytest.mark.parametrize(("rule", "adds"), [("grn2", 3), ("denseformer", 3), ("dilated", 2), ("mudd", 0), ("dca", 0)])
+def test_additions_inside_reads(rule: str, adds: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block's entry, where its weights do not depend on it; finish without an average only adds."""
+    added: list[bool] = []
+    summed = plain_sums.read
+    monkeypatch.setattr(plain_sums, "read", lambda *args: (added.append(args[1] is not None), summed(*args))[1])
+    with plain_sums.plain_kernels(), use_backend("triton"):
+        SumStack(rule, n_blocks=3)(tokens())
+    assert sum(added) == adds
+
+
+@pytest.mark.usefixtures("plain_kernels")
+def test_second_derivatives_of_checkpointed_blocks() -> None:
+    """Each read saves all that it needs for them, so a region is computed again no more often than PyTorch allows."""
+
+    def scenario(stack: Any, x: Tensor) -> Any:
+        state = stack.mixer.start(x)
+        for site in range(4):
+            state = checkpoint(stack.step, state, site, use_reentrant=False)
+        out = stack.mixer.finish(state)
+        (g,) = torch.autograd.grad(out, x, cotangent(out), create_graph=True)
+        return torch.autograd.grad(g.square().sum(), leaves(stack, x), allow_unused=True)
+
+    check(scenario, tokens(), rule="dca", n_blocks=2)
+
+
+@pytest.mark.usefixtures("plain_kernels")
+def test_compiled_autograd_is_refused_in_one_sentence() -> None:
+    compiled_autograd = pytest.importorskip("torch._dynamo.compiled_autograd")
+    torch._dynamo.reset()
+    with use_backend("triton"):
+        stack, x = SumStack("dca", n_blocks=1), tokens()
+        out = stack(x)
+        with (
+            compiled_autograd._enable(torch.compile(backend="eager")),
+            pytest.raises(RuntimeError, match=r"depth_sum: compiled autograd .*\"reference\""),
+        ):
+            out.backward(cotangent(out))
+
+
+SHAPES = {
+    "static": (3, 1, True, False, False),
+    "numbers": (2, 5, True, False, True),
+    "dynamic": (4, 2, False, True, False),
+    "both, relu": (1, 3, True, True, False),
+}
+
+
+@pytest.mark.usefixtures("plain_kernels")
+@pytest.mark.parametrize(("ways", "n", "static", "dynamic", "numbers"), SHAPES.values(), ids=SHAPES)
+def test_the_operator(ways: int, n: int, static: bool, dynamic: bool, numbers: bool) -> None:
+    """depth_sum with kernels: the reference's sums and gradients; as an operator that PyTorch knows, well-formed."""
+    given = [rand(2, 3, 8, seed=i, dtype=torch.float32) for i in range(n)]
+    if static:
+        given.append(rand(ways, n, 1 if numbers else 8, seed=50, dtype=torch.float32))
+    if dynamic:
+        given.append(rand(2, 3, ways, n, seed=51, dtype=torch.float32))
+
+    def split(given: Any) -> tuple[Any, ...]:
+        return list(given[:n]), given[n] if static else None, given[-1] if dynamic else None, static and dynamic
+
+    def run(backend: str) -> list[Tensor]:
+        leaves = [t.clone().requires_grad_() for t in given]
+        outs = depth_sum(*split(leaves), backend=backend)
+        return [*outs, *torch.autograd.grad(outs, leaves, [rand(*o.shape, seed=60).to(o) for o in outs])]
+
+    assert_near(run("triton"), run("reference"), 2e-6)
+    if n > 2:
+        leaves = [t.requires_grad_() for t in given]
+        torch.library.opcheck(torch.ops.depthmix.depth_sum_read.default, split(leaves))
+
+
+@pytest.mark.no_cover  # tracing the compiler itself takes minutes
+@pytest.mark.usefixtures("plain_kernels")
+@pytest.mark.parametrize("rule", ["grn3"])
+def test_compiled_as_one_graph(rule: str) -> None:
+    """Reads are operators then, differentiated layer by layer; states that eager code made go on in compiled code."""
+    stack, x = SumStack(rule, n_blocks=2), tokens()
+    with use_backend("triton"):
+        state = stack.step(stack.step(stack.mixer.start(x), 0), 1)
+
+        def rest(state: Any) -> Tensor:
+            return stack.mixer.finish(stack.step(stack.step(state, 2), 3))
+
+        torch._dynamo.reset()
+        expected = torch.autograd.grad(rest(state).square().sum(), leaves(stack, x), retain_graph=True)
+        got = torch.autograd.grad(
+            torch.compile(rest, fullgraph=True, backend="aot_eager")(state).square().sum(), leaves(stack, x)
+        )
+    assert_near(got, expected, 1e-5)
