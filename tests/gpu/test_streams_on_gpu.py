@@ -1,6 +1,8 @@
 """Hyper-Connections and mHC on a GPU: bf16 against fp64, no worse than the reference; the same bits twice and in a CUDA graph."""
 
 import copy
+import math
+import statistics
 from typing import Any
 
 import pytest
@@ -56,14 +58,20 @@ def results(stack: nn.Module, x: Tensor, g: Tensor, backend: str) -> list[Tensor
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize(("name", "options"), CASES, ids=str)
 def test_errors_are_the_references(name: str, options: dict[str, Any], kind: torch.dtype) -> None:
-    stack, dim, tokens = Stack(name, options, 136), 136, 67
-    x, g = draw(tokens, dim, seed=90, dtype=kind), draw(tokens, dim, seed=91, dtype=kind)
-    exact = results(copy.deepcopy(stack).double(), x.double(), g.double(), "reference")
-    found, reference = results(stack, x, g, "triton"), results(stack, x, g, "reference")
-    names = ["out", "x", *(k for k, _ in stack.named_parameters())]
-    slack = {torch.bfloat16: ROUNDING, torch.float16: ROUNDING / 4, FP32: 2e-5}[kind]
-    for key, a, r, e in zip(names, found, reference, exact, strict=True):
-        assert error(a, e) <= 1.5 * error(r, e) + slack, key
+    """In the mean of the logarithms over eight draws: gradients here are small differences, and one draw says little."""
+    dim, tokens = 136, 67
+    stack = Stack(name, options, dim)
+    errors: dict[str, list[float]] = {}
+    for draws in range(90, 106, 2):
+        x, g = (draw(tokens, dim, seed=seed, dtype=kind) for seed in (draws, draws + 1))
+        exact = results(copy.deepcopy(stack).double(), x.double(), g.double(), "reference")
+        found, reference = results(stack, x, g, "triton"), results(stack, x, g, "reference")
+        names = ["out", "x", *(k for k, _ in stack.named_parameters())]
+        slack = {torch.bfloat16: ROUNDING, torch.float16: ROUNDING / 4, FP32: 2e-5}[kind]
+        for key, a, r, e in zip(names, found, reference, exact, strict=True):
+            errors.setdefault(key, []).append(math.log((error(a, e) + slack) / (error(r, e) + slack)))
+    worse = {key: math.exp(statistics.fmean(logs)) for key, logs in errors.items()}
+    assert {key: ratio for key, ratio in worse.items() if ratio > 1.5} == {}
 
 
 @pytest.mark.parametrize(("name", "options"), [CASES[0], CASES[3], CASES[6]], ids=str)

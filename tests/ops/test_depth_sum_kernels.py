@@ -267,7 +267,7 @@ def test_source_backward(
         ))  # fmt: skip
     if same_w:
         readers.append(Reader(numbers(tokens, dim, seed=99), [numbers(1, seed=j) for j in range(n)], None))
-    done = source_backward(targets, readers, ahead=1 + n % 2, early=n > 2)
+    done = source_backward(targets, readers)
     for j, (target, found) in enumerate(zip(targets, done, strict=True)):
         expected: Any = sum(x.double() for x in (target.g, target.part) if x is not None)
         for r in readers:

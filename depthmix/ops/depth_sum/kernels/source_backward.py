@@ -89,7 +89,7 @@ def _source_backward_kernel(
     targets, readers, like, N: tl.int64, n: tl.int32,
     D: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr, S: tl.constexpr, STATIC: tl.constexpr, DYNAMIC: tl.constexpr,
     SCORED: tl.constexpr, SAME_W: tl.constexpr, RELU: tl.constexpr, HAS_G: tl.constexpr, HAS_PART: tl.constexpr,
-    WHOLE: tl.constexpr, ALIGNED: tl.constexpr, ROWS_ALIGNED: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr,
+    WHOLE: tl.constexpr, ALIGNED: tl.constexpr, ROWS_ALIGNED: tl.constexpr,
 ):  # fmt: skip
     # targets: [g, part, whole, rest]; readers: [do], then for each target [static, w, dynamic, stride, ds, stride]
     size: tl.constexpr = 1 + 6 * S
@@ -98,27 +98,16 @@ def _source_backward_kernel(
     ok = d < D
     rows = load_rows(tl.load(readers), t, d, ok, like, D, BT, ALIGNED)
     numbers = _load_numbers(readers + 1, t, True, BT, S, DYNAMIC, SCORED)
-    if AHEAD == 2:
-        second = readers + size * tl.minimum(1, n - 1)
-        rows_2 = load_rows(tl.load(second), t, d, d < tl.where(n > 1, D, 0), like, D, BT, ALIGNED)
-        numbers_2 = _load_numbers(second + 1, t, n > 1, BT, S, DYNAMIC, SCORED)
-    later = tl.load(readers + size * tl.minimum(AHEAD, n - 1))
+    later = tl.load(readers + size * tl.minimum(1, n - 1))
     acc = ()
     for j in tl.static_range(S):
         acc = acc + _open(targets, j, t, d, ok, like, D, BT, HAS_G, HAS_PART, ALIGNED)
-    if EARLY:
-        b, u = _load_parameters(readers + 1, d, ok, S, STATIC, SCORED, SAME_W, ROWS_ALIGNED)
     for r in tl.range(0, n):
-        if not EARLY:
-            b, u = _load_parameters(readers + size * r + 1, d, ok, S, STATIC, SCORED, SAME_W, ROWS_ALIGNED)
-        some = r + AHEAD < n
-        next_rows = load_rows(later, t, d, d < tl.where(some, D, 0), like, D, BT, ALIGNED)
-        follower = readers + size * tl.minimum(r + AHEAD, n - 1) + 1
-        next_numbers = _load_numbers(follower, t, some, BT, S, DYNAMIC, SCORED)
-        later = tl.load(readers + size * tl.minimum(r + 1 + AHEAD, n - 1))
-        if EARLY:
-            follower = readers + size * tl.minimum(r + 1, n - 1) + 1
-            next_b, next_u = _load_parameters(follower, d, ok, S, STATIC, SCORED, SAME_W, ROWS_ALIGNED)
+        b, u = _load_parameters(readers + size * r + 1, d, ok, S, STATIC, SCORED, SAME_W, ROWS_ALIGNED)
+        next_rows = load_rows(later, t, d, d < tl.where(r + 1 < n, D, 0), like, D, BT, ALIGNED)
+        follower = readers + size * tl.minimum(r + 1, n - 1) + 1
+        next_numbers = _load_numbers(follower, t, r + 1 < n, BT, S, DYNAMIC, SCORED)
+        later = tl.load(readers + size * tl.minimum(r + 2, n - 1))
         wide = ()
         for k in tl.static_range(BT):
             wide = wide + (rows[k].to(tl.float32),)
@@ -132,13 +121,7 @@ def _source_backward_kernel(
                     total = tl.fma(numbers[j * BT * (1 + DYNAMIC) + DYNAMIC * BT + k], u[0 if SAME_W else j], total)
                 new = new + (total,)
         acc = new
-        if AHEAD == 2:
-            rows, numbers = rows_2, numbers_2
-            rows_2, numbers_2 = next_rows, next_numbers
-        else:
-            rows, numbers = next_rows, next_numbers
-        if EARLY:
-            b, u = next_b, next_u
+        rows, numbers = next_rows, next_numbers
     for j in tl.static_range(S):
         whole, rest = tl.load(targets + 4 * j + 2), tl.load(targets + 4 * j + 3)
         for k in tl.static_range(BT):
@@ -183,13 +166,9 @@ def source_backward(
     block: int | None = None,
     warps: int | None = None,
     registers: int | None = None,
-    ahead: int = 1,
-    early: bool = False,
 ) -> list[Tensor]:
     """Gradients of one, two or four sources: rounded to their dtype if these are the last readers, fp32 otherwise."""
-    options: Any = {
-        "tile": tile, "block": block, "warps": warps, "registers": registers, "ahead": ahead, "early": early,
-    }  # fmt: skip
+    options: Any = {"tile": tile, "block": block, "warps": warps, "registers": registers}
     if len(targets) not in (1, 2, 4):
         halves = targets[:2], targets[2:]
         cut = [[_of(r, slice(0, 2)) for r in readers], [_of(r, slice(2, None)) for r in readers]]
@@ -231,8 +210,6 @@ def _launch(
     block: int | None,
     warps: int | None,
     registers: int | None,
-    ahead: int,
-    early: bool,
 ) -> None:
     v, s = targets[0].like, len(targets)
     dim = v.shape[-1]
@@ -260,5 +237,5 @@ def _launch(
         HAS_G=any(x.g is not None for x in targets), HAS_PART=any(x.part is not None for x in targets),
         WHOLE=2 if wholes == s else int(wholes > 0), ALIGNED=aligned(dim, *rows, [r.do for r in readers]),
         ROWS_ALIGNED=aligned(dim, parameters), num_warps=warps or max(1, block // 256), num_stages=1,
-        AHEAD=ahead, EARLY=early, maxnreg=registers,
+        maxnreg=registers,
     )  # fmt: skip
