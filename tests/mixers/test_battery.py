@@ -350,7 +350,7 @@ COMPILED = {"mhc": {"iterations": 3}}
 OWN_BACKWARD = ("attnres", "denseformer")  # of their operators, which the compiler has to trace; others have torch's
 
 
-@pytest.mark.no_cover  # tracing the compiler itself takes minutes
+@pytest.mark.uncovered  # tracing the compiler itself takes minutes
 @every_mixer
 def test_compiles_as_one_graph_and_gives_the_same(name):
     """Traced as one graph, the backward too where it is our own: output and gradients. A block has a first site, a later one and an end."""
@@ -371,7 +371,7 @@ def test_compiles_as_one_graph_and_gives_the_same(name):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9, check_dtype=False)
 
 
-@pytest.mark.no_cover
+@pytest.mark.uncovered
 @pytest.mark.parametrize("name", ["attnres", "hyper"])
 def test_inductor_gives_the_same(name):
     """What Inductor makes of the graph, for one mixer of each kind: mixtures of sources, and streams."""

@@ -20,7 +20,7 @@ from harness import (
 from oracles import DEFAULTS, ORACLES
 from oracles.shapes import initial, shapes
 
-pytestmark = pytest.mark.no_cover  # the battery runs the same lines
+pytestmark = pytest.mark.uncovered  # the battery runs the same lines
 
 
 def assert_agree(got, expected, what=""):

@@ -338,7 +338,7 @@ def test_forward_takes_ids_or_embeddings_but_not_both():
             model(**inputs)
 
 
-@pytest.mark.no_cover
+@pytest.mark.uncovered
 def test_a_whole_model_compiles_as_one_graph():
     """Logits and gradients of the compiled model are those of the eager one."""
     options = {"block_size": 3, "ways": 2}

@@ -8,7 +8,7 @@ from torch._dynamo.testing import CompileCounter
 from depthmix import Decoder, DecoderConfig, create_mixer
 from depthmix.ops import use_backend
 
-pytestmark = pytest.mark.no_cover
+pytestmark = pytest.mark.uncovered
 
 
 def worst(run, model, x):

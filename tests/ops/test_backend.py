@@ -212,7 +212,7 @@ def gradients(f: Callable[[Tensor], Tensor], x: Tensor, wanted: list[Tensor]) ->
     return [out, *torch.autograd.grad(out.square().sum(), wanted)]
 
 
-@pytest.mark.no_cover  # tracing the compiler itself takes minutes
+@pytest.mark.uncovered  # tracing the compiler itself takes minutes
 def test_a_compiled_stack(depth_read: Any) -> None:
     """One graph, the same output and gradients, compiled once."""
     stack, x = Stack(**BLOCK_WAYS), tokens()
@@ -230,7 +230,7 @@ def test_a_compiled_stack(depth_read: Any) -> None:
         assert_near(got, gradients(stack, x, leaves(stack, x)), 1e-5)
 
 
-@pytest.mark.no_cover
+@pytest.mark.uncovered
 def test_a_compiled_decoder(depth_read: Any) -> None:
     """A whole model as one graph, in training and without gradients, each compiled once; the kernels are in it."""
     options = {"block_size": 2, "ways": 2}

@@ -304,7 +304,7 @@ def test_the_operator(ways: int, n: int, static: bool, dynamic: bool, numbers: b
         torch.library.opcheck(torch.ops.depthmix.depth_sum_read.default, split(leaves))
 
 
-@pytest.mark.no_cover  # tracing the compiler itself takes minutes
+@pytest.mark.uncovered  # tracing the compiler itself takes minutes
 @pytest.mark.usefixtures("plain_kernels")
 @pytest.mark.parametrize("rule", ["grn3"])
 def test_compiled_as_one_graph(rule: str) -> None:

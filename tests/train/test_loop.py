@@ -140,7 +140,7 @@ def check_compiled(tmp_path, what):
     assert saved[0].keys() == saved[1].keys()
 
 
-@pytest.mark.no_cover
+@pytest.mark.uncovered
 @pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="no C++ compiler")
 def test_compiled_sublayers(tmp_path, monkeypatch):
     """With Inductor's code for one kind of module: for each of the others it takes as long again."""
@@ -155,7 +155,7 @@ def test_compiled_sublayers(tmp_path, monkeypatch):
     assert set(calls) == {"Attention", "Mlp", "RMSNorm"}
 
 
-@pytest.mark.no_cover
+@pytest.mark.uncovered
 def test_compiled_as_one_graph(tmp_path, monkeypatch):
     real, calls = torch.nn.Module.compile, []
 

@@ -23,7 +23,7 @@ from depthmix.ops.precision import rms_normalize, without_autocast
 from depthmix.ops.torch_internals import node_will_run
 
 OP = "depth_sum"
-AT_ONCE = (2,)  # sources whose gradients are formed together: four are slower than two times two
+AT_ONCE = (2,)  # sources whose gradients are formed together: four are no faster than two times two
 FEWEST = 2  # ways of readers for which it pays to leave a source's gradient unfinished and take it up again
 ADDED, CLAMPED, SUM_CLAMPED = 0, 1, 2  # relu: static + dynamic, static + max(dynamic, 0), max(static + dynamic, 0)
 
