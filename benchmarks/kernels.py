@@ -5,6 +5,7 @@ To add one: a function make(N, D, device) that allocates its tensors and returns
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ from benchmarks import reference
 from benchmarks.check import relative_error
 from benchmarks.stacks import EPS
 from benchmarks.sum_kernels import add_and_score, sum_read, sum_read_backward, sum_source_backward
-from benchmarks.work import ROWS, Work, first_rows
+from benchmarks.work import ROWS, Work, first_rows, normed
 from depthmix.ops.backend import why_no_kernels
 
 
@@ -35,6 +36,7 @@ def copy(tokens: int, dim: int, device: torch.device) -> Work:
     )
 
 
+_norm = functools.partial(normed, eps=EPS)
 N_SOURCES = 8  # of a read, and readers of a source
 
 
@@ -57,7 +59,7 @@ def read(ways: int) -> Callable[[int, int, torch.device], Work]:
             assert found[0].fresh is not None
             seen = first_rows([*sources[:-1], found[0].fresh])
             wanted = [
-                _normed(reference.read(q.double(), seen, torch.ones_like(q).double()), k)
+                _norm(reference.read(q.double(), seen, torch.ones_like(q).double()), k)
                 for q, k in zip(u, gain, strict=True)
             ]
             return {"y": max(map(relative_error, first_rows(found[0].y), wanted))}
@@ -88,7 +90,7 @@ def read_known(ways: int) -> Callable[[int, int, torch.device], Work]:
         def errors() -> dict[str, float]:
             assert found[0].fresh is not None
             seen, ones = first_rows([*sources[:-1], found[0].fresh]), torch.ones(dim, device=device).double()
-            wanted = [_normed(reference.read(q.double(), seen, ones), k) for q, k in zip(u, gain, strict=True)]
+            wanted = [_norm(reference.read(q.double(), seen, ones), k) for q, k in zip(u, gain, strict=True)]
             return {"y": max(map(relative_error, first_rows(found[0].y), wanted))}
 
         return Work(run, (N_SOURCES + 2 + 2 * ways) * like.nbytes, errors)
@@ -108,7 +110,7 @@ def scores(tokens: int, dim: int, device: torch.device) -> Work:
         found[:] = [tiling.scores(halves, sources, EPS)]
 
     def errors() -> dict[str, float]:
-        wanted = [_normed(v, torch.ones_like(u[0])) @ u.double().T for v in first_rows(sources)]  # [ROWS, 32] each
+        wanted = [_norm(v, torch.ones_like(u[0])) @ u.double().T for v in first_rows(sources)]  # [ROWS, 32] each
         return {"s": max(relative_error(found[0][:, k, :ROWS].T.double(), w) for k, w in enumerate(wanted))}
 
     return Work(run, 4 * like.nbytes + 4 * 32 * 4 * tokens, errors)
@@ -151,14 +153,10 @@ def layer_backward(tokens: int, dim: int, device: torch.device) -> Work:
 
     def errors() -> dict[str, float]:
         seen = [v.requires_grad_() for v in first_rows(sources)]
-        out = _normed(reference.read(u[0].double(), seen, torch.ones_like(u[0]).double()), gain[0])
+        out = _norm(reference.read(u[0].double(), seen, torch.ones_like(u[0]).double()), gain[0])
         return {"dv": max(map(relative_error, first_rows(found), torch.autograd.grad(out, seen, first_rows([dy])[0])))}
 
     return Work(run, (2 * N_SOURCES + 1) * like.nbytes, errors)
-
-
-def _normed(o: Tensor, gain: Tensor) -> Tensor:
-    return o * torch.rsqrt(o.square().mean(-1, keepdim=True) + EPS) * gain.double()
 
 
 def read_backward(ways: int) -> Callable[[int, int, torch.device], Work]:
@@ -180,7 +178,7 @@ def read_backward(ways: int) -> Callable[[int, int, torch.device], Work]:
 
         def errors() -> dict[str, float]:
             seen, ones = [v.requires_grad_() for v in first_rows(sources)], torch.ones(dim, device=device).double()
-            outs = [_normed(reference.read(q.double(), seen, ones), k) for q, k in zip(u, gain, strict=True)]
+            outs = [_norm(reference.read(q.double(), seen, ones), k) for q, k in zip(u, gain, strict=True)]
             (wanted,) = torch.autograd.grad(outs, [seen[1]], first_rows(dy))
             return {"dv": relative_error(first_rows([found[0].dv])[0], wanted + first_rows([g])[0])}
 

@@ -6,8 +6,8 @@
 * mhc-ops: sites of mHC without sublayers, coefficients, Sinkhorn, read and write, forward and backward, against Liger's operators.
 
 Mechanisms of one name are not always one function: deep-cross-attention norms the stack before its weights, hyper-connections has
-an RMSNorm with a gain where the paper has a LayerNorm. What is timed is therefore the same job, not the same numbers, and ours is
-checked against fp64 by `step`.
+an RMSNorm with a gain where the paper has a LayerNorm. What is timed is therefore the same job, not the same numbers; ours is
+checked against fp64 first, theirs is not.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks import check
 from benchmarks.options import Options
 from benchmarks.report import Report
-from benchmarks.step import VOCAB, random_data, steps_of
+from benchmarks.step import TIGHT, VOCAB, arm_errors, random_data, steps_of
 from benchmarks.timing import Mark, Run, interleaved
 from depthmix import create_mixer
 from depthmix.config import TrainConfig
@@ -58,6 +59,7 @@ def peer_step(options: Options, report: Report) -> None:
             continue
         (parsed,) = parse_arms([arm])
         config = dataclasses.replace(base, mixer=parsed.name, mixer_options=parsed.options)
+        _require_right(case, arm, config, options, report)
         vocab = 64 if options.small else VOCAB
         data = random_data(vocab, 4 * config.batch_size * config.seq_len + 1)
         with options.device:
@@ -75,6 +77,13 @@ def peer_step(options: Options, report: Report) -> None:
         if options.device.type == "cuda":
             torch.compiler.reset()
             torch.cuda.empty_cache()
+
+
+def _require_right(case: str, who: str, config: TrainConfig, options: Options, report: Report) -> None:
+    """WrongResult unless ours agrees with fp64, before it is timed."""
+    errors = arm_errors(config, options.device)
+    report.add(case, who, "error of fp32", errors["fp32"])
+    check.require(who, {"fp32": errors["fp32"]}, TIGHT)
 
 
 def _steps(model: nn.Module, ours: Trainer, options: Options) -> Run:
@@ -143,6 +152,10 @@ def mhc_ops(options: Options, report: Report) -> None:
     tokens, dim, sites = (64, 32, 4) if options.small else (16384, 2048, 8)
     case = f"{sites} sites, n={STREAMS}, N={tokens}, D={dim}"
     device = options.device
+    config = TrainConfig(
+        dim=dim, n_blocks=2, n_heads=2, seq_len=32, mixer="mhc", mixer_options={"n": STREAMS, "init": "uniform"}
+    )
+    _require_right(case, "ours", config, options, report)
     runs: dict[str, Run] = {"ours": _ours(tokens, dim, sites, device)}
     if importlib.util.find_spec("liger_kernel") is None or device.type != "cuda":
         note = "skipped: needs a GPU and liger-kernel (pip install '.[bench]')"

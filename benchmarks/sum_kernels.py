@@ -9,7 +9,7 @@ from torch import Tensor
 
 from benchmarks.check import relative_error
 from benchmarks.stacks import EPS
-from benchmarks.work import Work, first_rows
+from benchmarks.work import Work, first_rows, normed
 
 N_SOURCES, READERS = 8, 15
 CLAMPED = 1  # the dynamic weights
@@ -59,7 +59,7 @@ def sum_read(ways: int) -> Callable[[int, int, torch.device], Work]:
         def errors() -> dict[str, float]:
             wanted = [case.exact(w) for w in range(ways)]
             if case.gain is not None:
-                wanted = [_normed(o, k) for o, k in zip(wanted, case.gain, strict=True)]
+                wanted = [normed(o, k, EPS) for o, k in zip(wanted, case.gain, strict=True)]
             return {"y": max(map(relative_error, first_rows(found[0].y), wanted))}  # type: ignore[attr-defined]
 
         return Work(run, case.units * case.like.nbytes, errors)
@@ -75,13 +75,13 @@ def sum_read_backward(ways: int) -> Callable[[int, int, torch.device], Work]:
 
         case = Read(ways, tokens, dim, device)
         kept, dca = case(), case.gain is not None
-        need, found = Need(True, dca, False), list[object]()
+        need, found = Need(True, dca), list[object]()
         raw, draw = (0, torch.randn_like(case.like)) if dca else (None, None)
 
         def run() -> None:
             xhat, rms = kept.xhat, kept.rms  # type: ignore[attr-defined]
             given = (case.dy, draw, raw, xhat, rms, case.gain, case.sources, case.static, case.dynamic, CLAMPED)
-            found[:] = [read_backward(*given, None, need)]
+            found[:] = [read_backward(*given, need)]
 
         def errors() -> dict[str, float]:
             do = found[0].do  # type: ignore[attr-defined]
@@ -142,7 +142,3 @@ def add_and_score(tokens: int, dim: int, device: torch.device) -> Work:
         return {"scores": relative_error(first_rows(found[1:])[0], fresh @ w.double().T)}
 
     return Work(run, 3 * like.nbytes + 4 * 33 * tokens, errors)
-
-
-def _normed(o: Tensor, gain: Tensor) -> Tensor:
-    return o * torch.rsqrt(o.square().mean(-1, keepdim=True) + EPS) * gain.double()

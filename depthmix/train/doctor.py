@@ -22,9 +22,9 @@ PACKAGES = {
     "tensorboard": "for --tensorboard",
     "wandb": "for --wandb",
     "transformers": "for its caches",
-    "triton": "for the kernels of depth_attention, residual streams and sinkhorn on NVIDIA GPUs",
+    "triton": "for the kernels on NVIDIA GPUs",
 }
-WITH_KERNELS, WITHOUT_KERNELS = ("depth_attention", "stream_mix", "sinkhorn"), ("depth_sum",)
+OPERATORS = ("depth_attention", "depth_sum", "stream_mix", "sinkhorn")  # all of them have kernels
 
 
 def backends(device: torch.device) -> dict[str, str]:
@@ -32,8 +32,7 @@ def backends(device: torch.device) -> dict[str, str]:
     why = why_no_kernels(device.type, device.index)
     if why is None and device.type != "cuda":  # only in Triton's interpreter
         why = f"on {device.type} kernels are interpreted, for tests, and run only where they are forced"
-    kernels = dict.fromkeys(WITH_KERNELS, "triton kernels" if why is None else f"reference, because {why}")
-    return kernels | dict.fromkeys(WITHOUT_KERNELS, "reference, because it has no kernels yet")
+    return dict.fromkeys(OPERATORS, "triton kernels" if why is None else f"reference, because {why}")
 
 
 def report() -> str:

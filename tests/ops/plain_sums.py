@@ -26,7 +26,6 @@ class Sums(NamedTuple):
 class Need(NamedTuple):
     static: bool
     dynamic: bool
-    w: bool
 
 
 class ReadGradients(NamedTuple):
@@ -34,7 +33,6 @@ class ReadGradients(NamedTuple):
     dgain: Tensor | None
     dstatic: Tensor | None
     ddynamic: Tensor | None
-    dw: Tensor | None
 
 
 class Target(NamedTuple):
@@ -127,7 +125,7 @@ def read(
 def read_backward(
     dy: Sequence[Tensor | None], draw: Tensor | None, raw: int | None, xhat: Sequence[Tensor], rms: Tensor | None,
     gain: Tensor | None, sources: Sequence[Tensor], static: Tensor | None, dynamic: Sequence[Tensor] | None, relu: int,
-    w: Tensor | None, need: Need,
+    need: Need,
 ) -> ReadGradients:  # fmt: skip
     like, n = sources[-1], len(sources)
     ways = len(static) if static is not None else dynamic[0].shape[-1]
@@ -146,7 +144,6 @@ def read_backward(
     tokens = rows(like).shape[0]
     dstatic = None if static is None else torch.zeros_like(static)
     ddynamic = torch.zeros(tokens, ways, n) if dynamic is not None else None
-    dw = None if w is None else torch.zeros_like(w)
     for way in range(ways):
         for i, v in enumerate(sources):
             s, t = at(static, way, i), None if dynamic is None else dynamic[i][:, way]
@@ -156,11 +153,7 @@ def read_backward(
                 dstatic[way, i] = total if dstatic.shape[-1] > 1 or len(total) == 1 else total.sum()
             if ddynamic is not None:
                 ddynamic[:, way, i] = (product * counts(s, t, relu)).sum(-1)
-            if dw is not None:
-                dw[way, i if dw.shape[1] > 1 else 0] += ddynamic[:, way, i] @ rows(v)
-    return ReadGradients(
-        do, dgain, dstatic if need[0] else None, ddynamic if need[1] else None, dw if need[2] else None
-    )
+    return ReadGradients(do, dgain, dstatic if need[0] else None, ddynamic if need[1] else None)
 
 
 @torch.no_grad()

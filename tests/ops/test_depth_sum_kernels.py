@@ -157,13 +157,12 @@ def test_read_backward(
 ) -> None:
     """All gradients but the sources', with more tiles than programs; scores are what sources and rows w give."""
     case = Case(tokens, dim, n, ways, static, dynamic, relu, norm)
-    w = numbers(ways, 1 if n % 2 else n, dim, seed=70)
     dy = [numbers(tokens, dim, seed=80 + k) for k in range(ways)]
     draw = numbers(tokens, dim, seed=90)
     kept = case.kernel(keep=True)
     found = read_backward(
-        dy, draw, ways - 1, kept.xhat, kept.rms, case.gain, case.sources, case.static, case.dynamic, relu, w,
-        Need(static is not None, dynamic, dynamic), group=2, programs=2,
+        dy, draw, ways - 1, kept.xhat, kept.rms, case.gain, case.sources, case.static, case.dynamic, relu,
+        Need(static is not None, dynamic), group=2, programs=2,
     )  # fmt: skip
     sources, *wide = case.wide()
     leaves = [None if x is None else x.requires_grad_() for x in wide]
@@ -177,9 +176,6 @@ def test_read_backward(
         assert (a is None) == (e is None)
         if a is not None and e is not None:
             assert_near([a], [e], 2 * TOL[FP32])
-    if ddynamic is not None:
-        dw = torch.einsum("twi,itd->wid", ddynamic, torch.stack(sources))
-        assert_near([found.dw], [dw if w.shape[1] > 1 else dw.sum(1, keepdim=True)], 4 * TOL[FP32])
 
 
 @pytest.mark.parametrize("has_draw", [False, True])
@@ -196,8 +192,8 @@ def test_a_way_without_a_norm_beside_others(has_draw: bool) -> None:
     assert found.rms.shape == (3, 7)
     dy, draw = [numbers(7, 20, seed=80 + k) for k in range(3)], numbers(7, 20, seed=90)
     back = read_backward(
-        dy, draw if has_draw else None, 3, found.xhat, found.rms, case.gain, case.sources, None, case.dynamic, 0, None,
-        Need(False, True, False),
+        dy, draw if has_draw else None, 3, found.xhat, found.rms, case.gain, case.sources, None, case.dynamic, 0,
+        Need(False, True),
     )  # fmt: skip
     outs, cotangents = [*y, o[3]], [*(g.double() for g in dy), draw.double() * has_draw]
     dgain, ddynamic, *do = torch.autograd.grad(outs, [gain, dynamic, *o], cotangents)
@@ -208,11 +204,11 @@ def test_a_way_without_a_norm_beside_others(has_draw: bool) -> None:
 def test_read_backward_does_what_is_needed() -> None:
     case = Case(7, 20, 2, 2, "rows", True, 0, False)
     dy = [numbers(7, 20, seed=80 + k) for k in range(2)]
-    arguments = ([], torch.empty(0), None, case.sources, case.static, case.dynamic, 0, None)
-    found = read_backward(dy, None, None, *arguments, Need(False, False, False))
+    arguments = ([], torch.empty(0), None, case.sources, case.static, case.dynamic, 0)
+    found = read_backward(dy, None, None, *arguments, Need(False, False))
     assert all(a is b for a, b in zip(found.do, dy, strict=True))
-    assert found[1:] == (None, None, None, None)
-    found = read_backward(dy, None, None, *arguments, Need(False, True, False))
+    assert found[1:] == (None, None, None)
+    found = read_backward(dy, None, None, *arguments, Need(False, True))
     assert found.dstatic is None
     expected = torch.einsum("wtd,itd->twi", torch.stack(dy).double(), torch.stack(case.sources).double())
     assert_near([found.ddynamic], [expected], TOL[FP32])

@@ -123,7 +123,7 @@ def depth_sum(
     given = [t for t in (static, dynamic) if t is not None]
     n_ways = leading(static) if static is not None else given[0].shape[-2]
     why = why_unsupported(sources, wide=any(t.dtype == torch.float64 for t in given))
-    why = why or ("they form up to 4 sums at once" if n_ways > MAX_WAYS else None)
+    why = why or (f"they form up to {MAX_WAYS} sums at once" if n_ways > MAX_WAYS else None)
     with without_autocast(first):
         if choose(op, first, why, backend) == "triton":
             b, a = (None if t is None else t.float() for t in (static, dynamic))

@@ -313,7 +313,7 @@ def differentiate(
     rms, xhat = kept or (torch.empty(0, dtype=torch.float32, device=sources[0].device), [])
     filled = [torch.zeros_like(sources[-1]) if d is None else d for d in dy]
     return read_backward(
-        filled, draw, plan.raw, xhat, rms, gain, sources, static, dynamic, plan.weights.relu, None, Need(*need, False)
+        filled, draw, plan.raw, xhat, rms, gain, sources, static, dynamic, plan.weights.relu, Need(*need)
     )
 
 

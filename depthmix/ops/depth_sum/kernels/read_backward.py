@@ -21,7 +21,6 @@ from torch import Tensor
 
 from depthmix.ops.depth_sum.kernels.read import four, kind_of, source_table
 from depthmix.ops.depth_sum.kernels.rows import sums, sums_side_by_side
-from depthmix.ops.depth_sum.kernels.scores import score_backward
 from depthmix.ops.gpu.addresses import aligned
 from depthmix.ops.gpu.launch import launch
 
@@ -153,7 +152,6 @@ class Need(NamedTuple):
 
     static: bool
     dynamic: bool
-    w: bool
 
 
 class ReadGradients(NamedTuple):
@@ -163,7 +161,6 @@ class ReadGradients(NamedTuple):
     dgain: Tensor | None  # [G, D]
     dstatic: Tensor | None  # like static
     ddynamic: Tensor | None  # [N, W, n] fp32
-    dw: Tensor | None  # like w
 
 
 def read_backward(
@@ -177,32 +174,26 @@ def read_backward(
     static: Tensor | None,
     dynamic: Sequence[Tensor] | None,
     relu: int,
-    w: Tensor | None,
     need: Need,
     *,
     group: int | None = None,
     warps: int | None = None,
     stages: int | None = None,
     programs: int | None = None,
-    norm_warps: int | None = None,
-    norm_stages: int = 2,
-    norm_programs: int | None = None,
-    registers: int | None = None,
 ) -> ReadGradients:
     """Gradients given those of the results and of the raw one; xhat, rms: what the read kept; the rest as it was read.
 
     dy: of all ways, or with a gain [G, D] of the first G: the mixtures of the others have no gradient but that of the raw one.
-    w: [W, 1 or n, D], the rows that made the scores which are the dynamic weights.
     """
     v, n, normed = sources[0], len(sources), len(dy)
     ways = static.shape[0] if static is not None else dynamic[0].shape[1] if dynamic is not None else normed
     dim = v.shape[-1]
     tokens = v.numel() // dim
     norm, has_raw = gain is not None, draw is not None and raw is not None and raw < normed
-    dots_wanted = need.dynamic or need.w or (need.static and kind_of(static, dim) == 2)
+    dots_wanted = need.dynamic or (need.static and kind_of(static, dim) == 2)
     rows_wanted = need.static and kind_of(static, dim) == 1
     if not (norm or has_raw or dots_wanted or rows_wanted):
-        return ReadGradients(list(dy), None, None, None, None)
+        return ReadGradients(list(dy), None, None, None)
     do = [torch.empty_like(g) if norm or (has_raw and i == raw) else g for i, g in enumerate(dy)]
     do += [draw if draw is not None and i == raw else torch.zeros_like(v) for i in range(normed, ways)]
     # The dynamic part's own clamp is not that of the static one: where both are wanted as numbers it is applied below.
@@ -213,11 +204,11 @@ def read_backward(
     make: Any = torch.empty if tokens else torch.zeros
     dgain = None
     if norm or has_raw:
-        own = norm_warps or min(32, max(1, block // 512))
+        own = min(32, max(1, block // 512))
         resident = (
             16 if normed == 1 else 12
         )  # warps that a core's registers hold at once: more would come after them, alone
-        share = min(max(tokens, 1), norm_programs or cores * max(1, resident // own))
+        share = min(max(tokens, 1), cores * max(1, resident // own))
         dgain = make(share, normed if norm else 0, dim, **fp32)
         if tokens:
             launch(
@@ -225,7 +216,7 @@ def read_backward(
                 *four(dy), dy[0] if draw is None else draw, *four(xhat or dy), rms, rms if gain is None else gain, *four(do),
                 dgain, tokens,
                 D=dim, BD=block, WAYS=normed, UP=triton.next_power_of_2(normed), NORM=norm, RAW=raw if has_raw else -1,
-                STAGES=norm_stages, num_warps=own, num_stages=1,
+                STAGES=2, num_warps=own, num_stages=1,
             )  # fmt: skip
     dots = torch.empty(tokens if dots_wanted else 0, ways, n, **fp32)
     part = torch.empty(0, **fp32)
@@ -243,7 +234,7 @@ def read_backward(
                 source_table(sources, dynamic), *four(do), rms if static is None else static, dots, part, tokens, n,
                 D=dim, BD=block, WAYS=ways, G=group, UP=max(2, triton.next_power_of_2(ways * group)), STATIC=kind_of(static, dim),
                 DYNAMIC=dynamic is not None, RELU=0 if clamp_later else relu, DOTS=dots_wanted, ROWS=rows_wanted,
-                ALIGNED=aligned(dim, sources), STAGES=stages or (1 if relu == 2 else 3), num_warps=warps, num_stages=1, maxnreg=registers,
+                ALIGNED=aligned(dim, sources), STAGES=stages or (1 if relu == 2 else 3), num_warps=warps, num_stages=1,
             )  # fmt: skip
     dstatic = None
     if need.static:
@@ -255,12 +246,4 @@ def read_backward(
         dgain.sum(0) if norm and dgain is not None else None,
         dstatic,
         dots if need.dynamic else None,
-        _dw(dots, sources, w) if need.w and w is not None else None,
     )
-
-
-def _dw(ds: Tensor, sources: Sequence[Tensor], w: Tensor) -> Tensor:
-    """Gradients of the rows that made the scores, one source after the other; a source with many readers: score_backward."""
-    parts = [score_backward(v, [ds[:, way, i] for way in range(ds.shape[1])]) for i, v in enumerate(sources)]
-    each = torch.stack(parts, 1)  # [W, n, D]
-    return each if w.shape[1] == len(sources) and w.shape[1] > 1 else each.sum(1, keepdim=True)
