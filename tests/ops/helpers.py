@@ -1,15 +1,21 @@
 """What the operators' tests share: running with every gradient, comparing, odd layouts, and watching what PyTorch does."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import product
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
+
+from project import ROOT
 
 quick = settings(
     max_examples=30, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
@@ -182,3 +188,26 @@ def combinations(**options: Sequence[Any]) -> list[dict[str, Any]]:
 def name(options: dict[str, Any]) -> str:
     """A test id out of options."""
     return "-".join(f"{k}={v}" for k, v in options.items())
+
+
+def nodes_that_are_left_something(out: Tensor) -> list[Any]:
+    """Every node of a graph with which others leave something."""
+    seen, todo = {}, [out.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is not None and node not in seen:
+            seen[node] = hasattr(node, "left")
+            todo += [n for n, _ in node.next_functions]
+            todo += getattr(node, "makers", [])
+    return [node for node, kept in seen.items() if kept]
+
+
+def compiled_in_its_own_process(code: str, cases: Sequence[Any]) -> list[str]:
+    """What a program prints of each case, compiled for a GPU that need not be here: without Triton's interpreter."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", code, repr(cases)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
+    if done.returncode and "ptxas" in done.stderr:
+        pytest.skip("Triton has no assembler for this machine")
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout.split("----")[:-1]

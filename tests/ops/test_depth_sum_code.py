@@ -1,13 +1,10 @@
 """The machine code of the kernels of weighted sums, compiled for an H200 without one: wide loads, and registers that suffice."""
 
-import os
 import re
-import subprocess
-import sys
 
 import pytest
 
-from project import ROOT
+from ops.helpers import compiled_in_its_own_process
 
 pytest.importorskip("triton")
 
@@ -53,13 +50,7 @@ COMPILED = [
 
 
 def test_rows_are_loaded_sixteen_bytes_wide_and_registers_suffice() -> None:
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", CODE, repr(COMPILED)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
-    if done.returncode and "ptxas" in done.stderr:
-        pytest.skip("Triton has no assembler for this machine")
-    assert done.returncode == 0, done.stderr[-2000:]
-    for (kernel, constants, _), code in zip(COMPILED, done.stdout.split("----")[:-1], strict=True):
+    for (kernel, constants, _), code in zip(COMPILED, compiled_in_its_own_process(CODE, COMPILED), strict=True):
         loads = set(re.findall(r"(?:ld\.global|cp\.async)\S*", code))
         wide = not any(load.endswith(".b16") for load in loads) and any(
             load.endswith((".v4.b32", ".cg")) for load in loads

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from depthmix import create_mixer
 from depthmix.ops import depth_sum, left, use_backend
 from ops import plain_sums
-from ops.helpers import assert_near, rand
+from ops.helpers import assert_near, nodes_that_are_left_something, rand
 from ops.test_source_major import SCENARIOS, Stack, assert_as_reference, backward, cotangent, leaves, plain, tokens
 from oracles import DEFAULTS, ORACLES
 
@@ -182,16 +182,6 @@ def test_no_tokens(rule: str) -> None:
     assert all(g is not None and not g.any() for g in grads)
 
 
-def nodes(out: Tensor) -> list[Any]:
-    seen, todo = {}, [out.grad_fn]
-    while todo:
-        node = todo.pop()
-        if node is not None and node not in seen:
-            seen[node] = hasattr(node, "left")
-            todo += [n for n, _ in node.next_functions]
-    return [node for node, kept in seen.items() if kept]
-
-
 @pytest.mark.usefixtures("plain_kernels")
 @pytest.mark.parametrize("rule", ["1-dca", "mudd"])
 def test_nothing_is_left_behind(rule: str) -> None:
@@ -205,7 +195,7 @@ def test_nothing_is_left_behind(rule: str) -> None:
         with pytest.raises(ZeroDivisionError):
             out.backward(cotangent(out), retain_graph=True)
         hook.remove()
-        found = nodes(out)
+        found = nodes_that_are_left_something(out)
         assert len(found) > 8
         failed = {id(node) for node in found if node.left}
         out.backward(cotangent(out), retain_graph=True)

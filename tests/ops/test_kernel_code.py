@@ -1,9 +1,6 @@
 """What the kernels keep and what they are: memory that a graph holds and gives back, changes in place, and the machine code."""
 
 import gc
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FunctionType
@@ -18,9 +15,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from depthmix.ops import use_backend
-from ops.helpers import assert_near, saved_storages
+from ops.helpers import assert_near, compiled_in_its_own_process, saved_storages
 from ops.test_source_major import BLOCK_WAYS, FULL_NORMED, TWO_WAYS, D, Stack, Stopped, backward, cotangent, tokens
-from project import ROOT
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.usefixtures("quick_interpreter")
@@ -287,13 +283,7 @@ COMPILED = [
 
 def test_rows_are_loaded_sixteen_bytes_wide() -> None:
     """Compiled for an H100, without one: rows of bf16 come in 16-byte loads, unless nothing is known of their alignment."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", PTX, repr(COMPILED)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
-    if done.returncode and "ptxas" in done.stderr:
-        pytest.skip("Triton has no assembler for this machine")
-    assert done.returncode == 0, done.stderr[-2000:]
-    for (kernel, constants), code in zip(COMPILED, done.stdout.split("----")[:-1], strict=True):
+    for (kernel, constants), code in zip(COMPILED, compiled_in_its_own_process(PTX, COMPILED), strict=True):
         narrow = "ld.global.b16" in code or "ld.global.v2.b32" in code or "ld.global.v2.b16" in code
         assert narrow != constants["ALIGNED"], (kernel, constants)
         assert "ld.global.v4.b32" in code or narrow, (kernel, constants)

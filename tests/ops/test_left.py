@@ -11,23 +11,12 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from depthmix.ops import left, use_backend
+from ops.helpers import nodes_that_are_left_something
 from ops.test_source_major import Stack, cotangent, leaves, tokens
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.usefixtures("quick_interpreter")
 BOTH = pytest.mark.parametrize("options", [{}, {"block_size": 2, "ways": 2}], ids=str)
-
-
-def nodes(out: Tensor) -> list[Any]:
-    """Every node of a graph with which others leave something."""
-    seen, todo = {}, [out.grad_fn]
-    while todo:
-        node = todo.pop()
-        if node is not None and node not in seen:
-            seen[node] = hasattr(node, "left")
-            todo += [n for n, _ in node.next_functions]
-            todo += getattr(node, "makers", [])
-    return [node for node, kept in seen.items() if kept]
 
 
 @BOTH
@@ -44,7 +33,7 @@ def test_gradients_of_what_a_site_reads_leave_nothing_behind(options: dict[str, 
         for _ in range(2):
             for h in wanted:
                 torch.autograd.grad(out, h, cotangent(out), retain_graph=True)
-        found = nodes(out)
+        found = nodes_that_are_left_something(out)
         assert len(found) >= 5
         assert all(not node.left and not getattr(node, "part", None) for node in found)
         assert not left._visits

@@ -166,7 +166,6 @@ def read(
     tile: int | None = None,
     warps: int | None = None,
     stages: int | None = None,
-    registers: int | None = None,
 ) -> Sums:
     """W sums of the sources [..., D], the last of which is sources[-1] + add if that is given.
 
@@ -200,7 +199,7 @@ def read(
         D=dim, BD=block, BT=tile, WAYS=ways, STATIC=kind_of(static, dim), DYNAMIC=dynamic is not None, RELU=relu,
         ADD=int(add is not None), NORM=norm, RAW=-1 if raw is None else raw, KEEP=kept > 0,
         UP=triton.next_power_of_2((norm or ways) * tile), ALIGNED=aligned(dim, sources, [add]), STAGES=stages, num_warps=warps,
-        num_stages=1, maxnreg=registers,
+        num_stages=1,
     )  # fmt: skip
     return result
 

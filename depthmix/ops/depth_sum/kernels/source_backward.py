@@ -165,10 +165,9 @@ def source_backward(
     tile: int | None = None,
     block: int | None = None,
     warps: int | None = None,
-    registers: int | None = None,
 ) -> list[Tensor]:
     """Gradients of one, two or four sources: rounded to their dtype if these are the last readers, fp32 otherwise."""
-    options: Any = {"tile": tile, "block": block, "warps": warps, "registers": registers}
+    options: Any = {"tile": tile, "block": block, "warps": warps}
     if len(targets) not in (1, 2, 4):
         halves = targets[:2], targets[2:]
         cut = [[_of(r, slice(0, 2)) for r in readers], [_of(r, slice(2, None)) for r in readers]]
@@ -209,7 +208,6 @@ def _launch(
     tile: int | None,
     block: int | None,
     warps: int | None,
-    registers: int | None,
 ) -> None:
     v, s = targets[0].like, len(targets)
     dim = v.shape[-1]
@@ -237,5 +235,4 @@ def _launch(
         HAS_G=any(x.g is not None for x in targets), HAS_PART=any(x.part is not None for x in targets),
         WHOLE=2 if wholes == s else int(wholes > 0), ALIGNED=aligned(dim, *rows, [r.do for r in readers]),
         ROWS_ALIGNED=aligned(dim, parameters), num_warps=warps or max(1, block // 256), num_stages=1,
-        maxnreg=registers,
     )  # fmt: skip
