@@ -128,14 +128,14 @@ def test_every_gradient(rule: str, tokens: int, dim: int, n_blocks: int, dtype: 
     ("tokens", "dim", "hidden", "rows"), [(4100, 512, 64, 52), (333, 520, 128, 65), (77, 2048, 64, 13)]
 )
 def test_coefficients(tokens: int, dim: int, hidden: int, rows: int, dtype: torch.dtype) -> None:
-    """Of two small layers, and their gradients: what is fp32 as exact as fp32 sums are, whatever the source."""
+    """Of two small layers, and their gradients: what is fp32 as exact as two halves of a weight are, whatever the source."""
     x, w_1 = draw(tokens, dim, seed=1, dtype=dtype), draw(hidden, dim, seed=2, scale=dim**-0.5)
     w_2, b = draw(rows, hidden, seed=3, scale=hidden**-0.5), draw(1, rows, seed=4)
     leaves = [t.requires_grad_() for t in (x, w_1, w_2, b)]
     wide = [t.detach().double().requires_grad_() for t in leaves]
     da = draw(tokens, 1, rows, seed=5)
     found, exact = coefficients(*leaves, 1e-6), coefficients_reference(*wide, 1e-6)
-    assert error(found, exact) < 2e-6
+    assert error(found, exact) < (2e-6 if dtype == FP32 else 8e-6)  # 2^-17
     dx, *rest = torch.autograd.grad(found, leaves, da)
     exact_dx, *exact_rest = torch.autograd.grad(exact, wide, da.double())
     assert error(dx, exact_dx) < {BF16: 3e-3, FP16: 4e-4, FP32: 2e-6}[dtype]

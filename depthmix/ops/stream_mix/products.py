@@ -2,10 +2,11 @@
 
     z = x' W;      P = dz Wᵀ, what z adds to the gradient of x';      dW = x'ᵀ dz
 
-of all n D channels for mHC (W [n D, K]), stream by stream for Hyper-Connections (W [D, K]). For bf16 streams they run in bf16
-with fp32 sums, and W and dz, which are fp32, as sums of two bf16 numbers, side by side with K' columns each, K' whole 16 bytes:
+of all n D channels for mHC (W [n D, K]), stream by stream for Hyper-Connections (W [D, K], so few columns that the backward of
+the write forms P itself). For bf16 streams they run in bf16 with fp32 sums, and W and dz, which are fp32, as sums of two bf16
+numbers, K' of them, whole 16 bytes, one part after the other:
 
-    W: high, low, high;      dz: high, high, low
+    Wᵀ: high, low, high;      dz: high, high, low
 
 so that z and dW lose nothing, and P, one product over 3 K' columns, only what is below 2^-16 and its own rounding.
 """
@@ -24,42 +25,52 @@ def padded(columns: int) -> int:
 
 
 def halves_of(w: Tensor) -> Tensor:
-    """W [..., K] in fp32 as high, low and high again: [..., 3 K'] in bf16."""
-    columns = w.shape[-1]
-    out = torch.zeros(*w.shape[:-1], 3, padded(columns), dtype=HALF, device=w.device)
-    high = out[..., 0, :columns].copy_(w)
-    out[..., 1, :columns].copy_(w - high)
-    out[..., 2, :columns].copy_(high)
-    return out.flatten(-2)
+    """W [..., C, K] in fp32 as rows high, low and high again: [..., 3 K', C] in bf16."""
+    rows, columns = w.mT, w.shape[-1]
+    out = torch.zeros(*w.shape[:-2], 3, padded(columns), w.shape[-2], dtype=HALF, device=w.device)
+    high = out[..., 0, :columns, :].copy_(rows)
+    out[..., 1, :columns, :].copy_(rows - high)
+    out[..., 2, :columns, :].copy_(high)
+    return out.flatten(-3, -2)
 
 
 def product(x: Tensor, w: Tensor, halves: Tensor | None, joint: bool) -> Tensor:
-    """z of streams [N, n, D]: [N, K] or [N, n, K] in fp32; of bf16 streams two parts, still to be added: [..., 2 K']."""
-    rows = _rows(x, w)
-    z = matmul(rows.float(), w) if halves is None else _wide_mm(rows, halves[:, : halves.shape[-1] // 3 * 2])
-    return z if joint else z.view(*x.shape[:2], z.shape[-1])
+    """z of streams [N, n, D]: [N, K] or [N, n, K] in fp32."""
+    rows, columns = _rows(x, w), w.shape[-1]
+    if halves is None:
+        z = matmul(rows.float(), w)
+    else:
+        half = padded(columns)
+        high, low = halves[:columns], halves[half : half + columns]
+        if x.is_cuda:
+            from depthmix.ops.depth_sum.kernels.scores import Halves, add_and_score
+
+            z = add_and_score(rows, None, Halves(high, low))[1]
+        else:
+            z = matmul(rows.float(), (high.float() + low.float()).t())
+    return z if joint else z.view(*x.shape[:2], columns)
 
 
 def product_backward(dz: Tensor, w: Tensor, halves: Tensor | None, n: int) -> Tensor:
-    """P [N, n, D] of dz as `coefficients.backward` leaves it: in bf16 if it is in parts, otherwise in fp32."""
-    flat = dz.view(-1, dz.shape[-1])
+    """P [N, n, D] of mHC's dz [N, K] in fp32, or in parts [N, 3 K']: then P is in bf16."""
     if halves is None:
-        p = matmul(flat, w.t())
+        p = matmul(dz, w.t())
     elif dz.is_cuda:
-        p = torch.mm(flat, halves.t())
+        p = torch.mm(dz, halves)
     else:
-        p = matmul(flat.float(), halves.t().float()).to(HALF)
-    return p.view(len(dz), n, len(w) // n if dz.ndim == 2 else len(w))
+        p = matmul(dz.float(), halves.float()).to(HALF)
+    return p.view(len(dz), n, len(w) // n)
 
 
 def weight_gradient(x: Tensor, dz: Tensor, w: Tensor, n: int) -> Tensor:
-    """dW in fp32. x: [N, n, D], or [N, D] of which every stream is a copy."""
+    """dW in fp32. x: [N, n, D], or [N, D] of which every stream is a copy. dz: in fp32, or parts that end with high and low."""
     if x.ndim == 2:
         x = x.unsqueeze(1).expand(-1, n, -1)
     columns, half = w.shape[-1], padded(w.shape[-1])
     if dz.dtype != HALF:
         return matmul(dz.view(-1, columns).t(), _rows(x, w).float()).t()
-    both = _wide_mm(dz.view(-1, 3 * half)[:, half:].t(), _rows(x, w))
+    high_and_low = dz.view(-1, dz.shape[-1])[:, -2 * half :].t()
+    both = _wide_mm(high_and_low, _rows(x, w))
     return (both[:columns] + both[half : half + columns]).t()
 
 

@@ -120,11 +120,16 @@ class _Step(torch.autograd.Function):
                 dpre, dread = dread if dpre is None else dread + dpre, None
         scan, dw, dbase, dscale = None, None, None, None
         if rule is not None and not (dpre is None and dpost is None and dres is None):
-            dz, slopes, dbase, dscale = weights.backward(
+            dz, parts, slopes, dbase, dscale = weights.backward(
                 rule, x.shape[-1], z, sums, a.base, a.scale, dpre, dpost, dres, x.dtype
             )
-            scan = ScanGradient(product_backward(dz, a.w, a.halves, n), slopes)
-            dw = weight_gradient(x, dz, a.w, n) if needed[5] else None
+            in_products: Any = dz if parts is None else parts
+            if rule.joint:
+                scan = ScanGradient(product_backward(in_products, a.w, a.halves, n), slopes)
+            else:
+                assert dz is not None
+                scan = ScanGradient(dz, slopes, a.w if a.halves is None else a.halves)
+            dw = weight_gradient(x, in_products, a.w, n) if needed[5] else None
         found_grads = write_backward(dx, a.x, a.x.ndim == 2, n, a.y, a.post, a.res, read, scan)
         out = [
             found_grads.dx,

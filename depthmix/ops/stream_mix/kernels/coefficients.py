@@ -1,7 +1,7 @@
 """The weights of reads and writes from the streams' products, and their backward: a tile of tokens at a time, all in registers.
 
-For mHC a token is a lane and its numbers are registers (sinkhorn/lanes.py). z comes whole or in two parts LOW columns apart
-(products.py), a row ZS columns long; dz goes in fp32 or, with LAST > 0, as high, high and low, LAST columns in all.
+For mHC a token is a lane and its numbers are registers (sinkhorn/lanes.py). dz goes in fp32 and, for products in bf16, in
+parts of LAST columns each (products.py).
 
 The equations are in rules.py. The backward starts from the products again. With H' the gradient of what scale and base made,
 r = 1 / RMS over C channels, and r' = Σ dz ⊙ z / r:
@@ -14,6 +14,8 @@ slope x + shift is what the norm's sums add to the gradient of the streams. Sums
 # Triton knows no other way to add to a tuple:
 # ruff: noqa: RUF005
 # mypy: disable-error-code="assignment, var-annotated"
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -30,25 +32,24 @@ ROWS = ["base", "scale"]  # of parameters, aligned or not from site to site: tha
 
 
 @triton.jit
-def _load(z, at, mask, LOW: tl.constexpr):
-    """z, or the sum of its two parts."""
-    v = tl.load(z + at, mask=mask, other=0.0)
-    if LOW > 0:
-        v += tl.load(z + at + LOW, mask=mask, other=0.0)
-    return v
+def _side_by_side(values, FIRST: tl.constexpr, STEP: tl.constexpr, COUNT: tl.constexpr, LAST: tl.constexpr, BT: tl.constexpr):
+    """A tuple of [BT] as [BT, COUNT], one store instead of COUNT; beyond LAST the last of them again."""
+    if COUNT == 1:
+        return tl.reshape(values[FIRST if FIRST < LAST else LAST], [BT, 1])
+    else:
+        half: tl.constexpr = COUNT // 2
+        even = _side_by_side(values, FIRST, 2 * STEP, half, LAST, BT)
+        odd = _side_by_side(values, FIRST + STEP, 2 * STEP, half, LAST, BT)
+        return tl.reshape(tl.join(even, odd), [BT, COUNT])
 
 
 @triton.jit
-def _store(dz, row, column, v, mask, K: tl.constexpr, LAST: tl.constexpr):
-    """dz at a row and a column: in fp32, or as high, high and low."""
-    if LAST > 0:
-        at = dz + row * LAST + column
-        high = v.to(tl.bfloat16)
-        tl.store(at, high, mask=mask)
-        tl.store(at + LAST // 3, high, mask=mask)
-        tl.store(at + LAST // 3 * 2, (v - high.to(tl.float32)).to(tl.bfloat16), mask=mask)
-    else:
-        tl.store(dz + row * K + column, v, mask=mask)
+def _store_parts(at, v, mask, LAST: tl.constexpr, PARTS: tl.constexpr):
+    """A number as high, high and low, or as high and low, LAST apart."""
+    high = v.to(tl.bfloat16)
+    for i in tl.static_range(PARTS - 1):
+        tl.store(at + i * LAST, high, mask=mask)
+    tl.store(at + (PARTS - 1) * LAST, (v - high.to(tl.float32)).to(tl.bfloat16), mask=mask)
 
 
 @triton.jit
@@ -58,11 +59,11 @@ def _square_transposed(t, n: tl.constexpr, P: tl.constexpr):
 
 
 @triton.jit
-def _scaled(z, t, inside, r, FIRST: tl.constexpr, COUNT: tl.constexpr, ZS: tl.constexpr, LOW: tl.constexpr):
+def _scaled(z, t, inside, r, FIRST: tl.constexpr, COUNT: tl.constexpr, K: tl.constexpr):
     """Columns of r z, a tuple of [BT]."""
     out = ()
     for k in tl.static_range(COUNT):
-        out = out + (_load(z, t * ZS + FIRST + k, inside, LOW) * r,)
+        out = out + (tl.load(z + t * K + FIRST + k, mask=inside, other=0.0) * r,)
     return out
 
 
@@ -86,19 +87,19 @@ def _transposed(m, n: tl.constexpr):
 @triton.jit(do_not_specialize=["N", "iterations"], do_not_specialize_on_alignment=ROWS)
 def _joint_kernel(
     z, sums, base, scale, pre, post, res, N: tl.int64, iterations: tl.int32, eps, pre_eps,
-    D: tl.constexpr, n: tl.constexpr, ZS: tl.constexpr, LOW: tl.constexpr, BT: tl.constexpr, RES: tl.constexpr, DEEPSEEK: tl.constexpr,
+    D: tl.constexpr, n: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, RES: tl.constexpr, DEEPSEEK: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
     inside = t < N
     r = tl.rsqrt(tl.load(sums + t, mask=inside, other=1.0) / (n * D) + eps)
-    v = _logits(_scaled(z, t, inside, r, 0, n, ZS, LOW), tl.load(scale), base, n)
+    v = _logits(_scaled(z, t, inside, r, 0, n, K), tl.load(scale), base, n)
     for k in tl.static_range(n):
         tl.store(pre + t * n + k, tl.sigmoid(v[k]) + pre_eps, mask=inside)
-    v = _logits(_scaled(z, t, inside, r, n, n, ZS, LOW), tl.load(scale + 1), base + n, n)
+    v = _logits(_scaled(z, t, inside, r, n, n, K), tl.load(scale + 1), base + n, n)
     for k in tl.static_range(n):
         tl.store(post + t * n + k, 2 * tl.sigmoid(v[k]), mask=inside)
     if RES:
-        v = _logits(_scaled(z, t, inside, r, 2 * n, n * n, ZS, LOW), tl.load(scale + 2), base + 2 * n, n * n)
+        v = _logits(_scaled(z, t, inside, r, 2 * n, n * n, K), tl.load(scale + 2), base + 2 * n, n * n)
         m = sinkhorn_lanes(v, iterations, n, DEEPSEEK)
         if DEEPSEEK:
             m = _transposed(m, n)
@@ -107,24 +108,23 @@ def _joint_kernel(
 
 
 @triton.jit
-def _joint_part(
-    g, v, a, r, dz, part, row, t, inside, FIRST: tl.constexpr, COUNT: tl.constexpr, K: tl.constexpr, LAST: tl.constexpr
-):  # fmt: skip
-    """dz and the sums over tokens from H' and r z of some columns. Their Σ H' ⊙ r z comes back."""
+def _joint_part(g, v, a, r, part, row, FIRST: tl.constexpr, COUNT: tl.constexpr, K: tl.constexpr):
+    """dz of some columns and their Σ H' ⊙ r z, from H' and r z; the sums over tokens go to memory."""
     total = g[0] * v[0]
     for k in tl.static_range(1, COUNT):
         total += g[k] * v[k]
+    dz = ()
     for k in tl.static_range(COUNT):
         tl.store(row + FIRST + k, tl.sum(g[k], 0))
-        _store(dz, t, FIRST + k, g[k] * a * r, inside, K, LAST)
+        dz = dz + (g[k] * a * r,)
     tl.store(row + K + part, tl.sum(total, 0))
-    return total * a
+    return dz, total * a
 
 
 @triton.jit(do_not_specialize=["N", "iterations"], do_not_specialize_on_alignment=ROWS)
 def _joint_backward_kernel(
     z, sums, base, scale, dpre, dpost, dres, dz, slopes, part, scratch, N: tl.int64, iterations: tl.int32, eps,
-    D: tl.constexpr, n: tl.constexpr, K: tl.constexpr, ZS: tl.constexpr, LOW: tl.constexpr, LAST: tl.constexpr, BT: tl.constexpr,
+    D: tl.constexpr, n: tl.constexpr, K: tl.constexpr, UP: tl.constexpr, LAST: tl.constexpr, BT: tl.constexpr,
     RES: tl.constexpr, DEEPSEEK: tl.constexpr, HAS_PRE: tl.constexpr, HAS_POST: tl.constexpr, HAS_RES: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
@@ -132,9 +132,10 @@ def _joint_backward_kernel(
     r = tl.rsqrt(tl.load(sums + t, mask=inside, other=1.0) / (n * D) + eps)
     row = part + tl.program_id(0) * (K + 3)
     along = tl.zeros([BT], tl.float32)
+    found = ()
     for which in tl.static_range(2):
         a = tl.load(scale + which)
-        v = _scaled(z, t, inside, r, which * n, n, ZS, LOW)
+        v = _scaled(z, t, inside, r, which * n, n, K)
         logits = _logits(v, a, base + which * n, n)
         g = ()
         for k in tl.static_range(n):
@@ -145,10 +146,11 @@ def _joint_backward_kernel(
             if which == 1 and HAS_POST:
                 d = 2 * tl.load(dpost + t * n + k, mask=inside, other=0.0)
             g = g + (d * s * (1 - s),)
-        along += _joint_part(g, v, a, r, dz, which, row, t, inside, which * n, n, K, LAST)
+        more, total = _joint_part(g, v, a, r, which, row, which * n, n, K)
+        found, along = found + more, along + total
     if RES:
         a = tl.load(scale + 2)
-        v = _scaled(z, t, inside, r, 2 * n, n * n, ZS, LOW)
+        v = _scaled(z, t, inside, r, 2 * n, n * n, K)
         g = ()
         if HAS_RES:
             g = load_lanes(dres + t * (n * n), inside, n * n)
@@ -159,9 +161,16 @@ def _joint_backward_kernel(
         else:
             for _ in tl.static_range(n * n):
                 g = g + (tl.zeros([BT], tl.float32),)
-        along += _joint_part(g, v, a, r, dz, 2, row, t, inside, 2 * n, n * n, K, LAST)
+        more, total = _joint_part(g, v, a, r, 2, row, 2 * n, n * n, K)
+        found, along = found + more, along + total
     else:
         tl.store(row + K + 2, 0.0)
+    k = tl.arange(0, UP)
+    whole, some = _side_by_side(found, 0, 1, UP, K - 1, BT), inside[:, None] & (k < K)[None, :]
+    if LAST > 0:
+        _store_parts(dz + t[:, None] * (3 * LAST) + k[None, :], whole, some, LAST, 3)
+    else:
+        tl.store(dz + t[:, None] * K + k[None, :], whole, mask=some)
     tl.store(slopes + 2 * t, -r * r * along / (n * D), mask=inside)
     tl.store(slopes + 2 * t + 1, tl.zeros([BT], tl.float32), mask=inside)
 
@@ -177,7 +186,7 @@ def _tanh(x):
 
 @triton.jit
 def _of_streams(
-    z, sums, t, inside, eps, D: tl.constexpr, n: tl.constexpr, ZS: tl.constexpr, LOW: tl.constexpr, P: tl.constexpr, CENTRED: tl.constexpr
+    z, sums, t, inside, eps, D: tl.constexpr, n: tl.constexpr, P: tl.constexpr, CENTRED: tl.constexpr
 ):  # fmt: skip
     """Of every stream: 1 / RMS, mean, r z for pre, post and res, and where they are."""
     i, j = tl.arange(0, P)[None, :], tl.arange(0, P)[None, None, :]
@@ -191,21 +200,22 @@ def _of_streams(
         mean = tl.zeros_like(mean)
     r = tl.rsqrt(variance + eps)
     every = some[:, :, None] & (j < n)
-    a = _load(z, stream * ZS, some, LOW) * r
-    b = _load(z, stream * ZS + 1, some, LOW) * r
-    c = _load(z, stream[:, :, None] * ZS + 2 + j, every, LOW) * r[:, :, None]
+    at = z + stream * (n + 2)
+    a = tl.load(at, mask=some, other=0.0) * r
+    b = tl.load(at + 1, mask=some, other=0.0) * r
+    c = tl.load(at[:, :, None] + 2 + j, mask=every, other=0.0) * r[:, :, None]
     return r, mean, a, b, c, some, every
 
 
 @triton.jit(do_not_specialize=["N"], do_not_specialize_on_alignment=ROWS)
 def _each_kernel(
     z, sums, base, scale, pre, post, res, N: tl.int64, eps,
-    D: tl.constexpr, n: tl.constexpr, ZS: tl.constexpr, LOW: tl.constexpr, P: tl.constexpr, BT: tl.constexpr,
+    D: tl.constexpr, n: tl.constexpr, P: tl.constexpr, BT: tl.constexpr,
     CENTRED: tl.constexpr, TANH: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
     inside = t < N
-    _, _, a, b, c, some, every = _of_streams(z, sums, t, inside, eps, D, n, ZS, LOW, P, CENTRED)
+    _, _, a, b, c, some, every = _of_streams(z, sums, t, inside, eps, D, n, P, CENTRED)
     if TANH:
         a, b, c = _tanh(a), _tanh(b), _tanh(c)
     i, j = tl.arange(0, P)[None, :], tl.arange(0, P)[None, None, :]
@@ -219,14 +229,14 @@ def _each_kernel(
 
 @triton.jit(do_not_specialize=["N"], do_not_specialize_on_alignment=ROWS)
 def _each_backward_kernel(
-    z, sums, scale, dpre, dpost, dres, dz, slopes, part, N: tl.int64, eps,
-    D: tl.constexpr, n: tl.constexpr, ZS: tl.constexpr, LOW: tl.constexpr, LAST: tl.constexpr, P: tl.constexpr, BT: tl.constexpr,
+    z, sums, scale, dpre, dpost, dres, dz, parts, slopes, part, N: tl.int64, eps,
+    D: tl.constexpr, n: tl.constexpr, LAST: tl.constexpr, P: tl.constexpr, BT: tl.constexpr,
     CENTRED: tl.constexpr, TANH: tl.constexpr, HAS_PRE: tl.constexpr, HAS_POST: tl.constexpr, HAS_RES: tl.constexpr,
 ):  # fmt: skip
     K: tl.constexpr = n + 2
     t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
     inside = t < N
-    r, mean, a, b, c, some, every = _of_streams(z, sums, t, inside, eps, D, n, ZS, LOW, P, CENTRED)
+    r, mean, a, b, c, some, every = _of_streams(z, sums, t, inside, eps, D, n, P, CENTRED)
     i, j = tl.arange(0, P)[None, :], tl.arange(0, P)[None, None, :]
     at = t[:, None] * n + i
     da, db, dc = tl.zeros([BT, P], tl.float32), tl.zeros([BT, P], tl.float32), tl.zeros([BT, P, P], tl.float32)
@@ -253,9 +263,15 @@ def _each_backward_kernel(
         da, db, dc = da * (1 - fa * fa), db * (1 - fb * fb), dc * (1 - fc * fc)
     along = da * a + db * b + tl.sum(dc * c, 2)
     da, db, dc = da * r, db * r, dc * r[:, :, None]
-    _store(dz, at, 0, da, some, K, LAST)
-    _store(dz, at, 1, db, some, K, LAST)
-    _store(dz, at[:, :, None], 2 + j, dc, every, K, LAST)
+    to = dz + at * K
+    tl.store(to, da, mask=some)
+    tl.store(to + 1, db, mask=some)
+    tl.store(to[:, :, None] + 2 + j, dc, mask=every)
+    if LAST > 0:
+        to = parts + at * (2 * LAST)
+        _store_parts(to, da, some, LAST, 2)
+        _store_parts(to + 1, db, some, LAST, 2)
+        _store_parts(to[:, :, None] + 2 + j, dc, every, LAST, 2)
     slope = -r * r * along / D
     tl.store(slopes + 2 * at, slope, mask=some)
     tl.store(slopes + 2 * at + 1, -slope * mean, mask=some)
@@ -266,13 +282,8 @@ def columns_of(rule: Rule) -> int:
     return 2 * rule.n + rule.n * rule.n * rule.sinkhorn if rule.joint else rule.n + 2
 
 
-def _parts(rule: Rule, z: Tensor) -> dict[str, int]:
-    width = z.shape[-1]
-    return {"ZS": width, "LOW": 0 if width == columns_of(rule) else width // 2}
-
-
 def forward(rule: Rule, dim: int, z: Tensor, sums: Tensor, base: Tensor, scale: Tensor) -> Coefficients:
-    """pre and post [N, n] and res [N, n, n] or None. z: [N, K] or [N, n, K], or its two parts (products.py)."""
+    """pre and post [N, n] and res [N, n, n] or None. z: [N, K] or [N, n, K]."""
     n, tokens = rule.n, len(z)
     pre, post = (torch.empty(tokens, n, dtype=torch.float32, device=z.device) for _ in range(2))
     res = None
@@ -281,11 +292,11 @@ def forward(rule: Rule, dim: int, z: Tensor, sums: Tensor, base: Tensor, scale: 
     if not tokens:
         return pre, post, res
     given = (z, sums, base, scale, pre, post, z if res is None else res, tokens)
-    shape = {"D": dim, "n": n, **_parts(rule, z)}
+    shape = {"D": dim, "n": n}
     if rule.joint:
         launch(
             _joint_kernel, (triton.cdiv(tokens, LANES),), z, *given, rule.iterations, rule.eps, rule.pre_eps,
-            BT=LANES, RES=res is not None, DEEPSEEK=rule.convention == "deepseek", num_warps=1, **shape,
+            K=z.shape[-1], BT=LANES, RES=res is not None, DEEPSEEK=rule.convention == "deepseek", num_warps=1, **shape,
         )  # fmt: skip
     else:
         launch(
@@ -295,31 +306,46 @@ def forward(rule: Rule, dim: int, z: Tensor, sums: Tensor, base: Tensor, scale: 
     return pre, post, res
 
 
+class Gradients(NamedTuple):
+    """Of everything before the coefficients."""
+
+    dz: Tensor | None  # [N, K] or [N, n, K] in fp32; None for mHC's in parts
+    parts: Tensor | None  # for bf16 streams, high, high and low [N, 3 K'] or high and low [N, n, 2 K'] (products.py)
+    slopes: Tensor  # slope and shift: [N, 2] or [N, n, 2]
+    dbase: Tensor
+    dscale: Tensor
+
+
 def backward(
     rule: Rule, dim: int, z: Tensor, sums: Tensor, base: Tensor, scale: Tensor,
     dpre: Tensor | None, dpost: Tensor | None, dres: Tensor | None, kind: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """dz; slope and shift [N, 2] or [N, n, 2]; dbase; dscale. dz: [..., K] in fp32, for bf16 streams [..., 3 K'] (products.py)."""
-    n, tokens, columns = rule.n, len(z), columns_of(rule)
-    last = 3 * padded(columns) if kind == HALF else 0
-    empty = torch.zeros if last != 3 * columns and last else torch.empty  # no kernel writes to columns that pad
-    dz = empty(*z.shape[:-1], last or columns, dtype=HALF if last else torch.float32, device=z.device)
+) -> Gradients:  # fmt: skip
+    """kind: of the streams."""
+    n, tokens, columns = rule.n, *z.shape[:: z.ndim - 1]
+    last = padded(columns) if kind == HALF else 0
+    parts = dz = None
+    if last:
+        empty = torch.empty if last == columns else torch.zeros  # no kernel writes to columns that pad
+        parts = empty(*z.shape[:-1], (3 if rule.joint else 2) * last, dtype=HALF, device=z.device)
+    if not last or not rule.joint:
+        dz = torch.empty_like(z)
     slopes = torch.empty(*z.shape[:-1], 2, dtype=torch.float32, device=z.device)
     programs = triton.cdiv(tokens, LANES if rule.joint else TILE)
     part = torch.empty(programs, len(base) + (3 if rule.joint else 2), dtype=torch.float32, device=z.device)
     grads = [z if g is None else g for g in (dpre, dpost, dres)]
-    options: dict[str, int | bool] = {"D": dim, "n": n, "LAST": last, **_parts(rule, z)}
+    options: dict[str, int | bool] = {"D": dim, "n": n, "LAST": last}
     options |= {"HAS_PRE": dpre is not None, "HAS_POST": dpost is not None, "HAS_RES": dres is not None}
     if tokens and rule.joint:
         scratch = lanes_scratch(z, tokens, n, rule.iterations) if dres is not None else z
         launch(
-            _joint_backward_kernel, (programs,), z, z, sums, base, scale, *grads, dz, slopes, part, scratch, tokens, rule.iterations, rule.eps,
-            K=columns, BT=LANES, RES=rule.sinkhorn, DEEPSEEK=rule.convention == "deepseek", num_warps=1, **options,
+            _joint_backward_kernel, (programs,), z, z, sums, base, scale, *grads, dz if parts is None else parts, slopes, part, scratch,
+            tokens, rule.iterations, rule.eps, K=columns, UP=triton.next_power_of_2(columns), BT=LANES, RES=rule.sinkhorn,
+            DEEPSEEK=rule.convention == "deepseek", num_warps=1, **options,
         )  # fmt: skip
     elif tokens:
         launch(
-            _each_backward_kernel, (programs,), z, z, sums, scale, *grads, dz, slopes, part, tokens, rule.eps,
+            _each_backward_kernel, (programs,), z, z, sums, scale, *grads, dz, dz if parts is None else parts, slopes, part, tokens, rule.eps,
             P=side(n), BT=TILE, CENTRED=rule.centred, TANH=rule.tanh, num_warps=WARPS, **options,
         )  # fmt: skip
     total = part.sum(0)
-    return dz, slopes, total[: len(base)], total[len(base) : len(base) + len(scale)]
+    return Gradients(dz, parts, slopes, total[: len(base)], total[len(base) : len(base) + len(scale)])

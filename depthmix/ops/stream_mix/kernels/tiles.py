@@ -69,13 +69,14 @@ def zeros(count: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr):
 
 
 @triton.jit
-def load_products(w, row, some, k, STRIDE: tl.constexpr, SPLIT: tl.constexpr):
-    """Rows of W [BK, KP], and with SPLIT what its first half leaves (products.py)."""
-    at = w + row[:, None] * STRIDE + k[None, :]
-    high = tl.load(at, mask=some, other=0.0)
-    low = high
-    if SPLIT:
-        low = tl.load(at + STRIDE // 3, mask=some, other=0.0)
+def load_products(w, row, some, k, C: tl.constexpr, K: tl.constexpr, LOW: tl.constexpr):
+    """Rows of W [BK, KP]; with LOW > 0 from the rows of its transpose [.., C] in two parts that far apart (products.py)."""
+    if LOW > 0:
+        at = w + k.to(tl.int64)[None, :] * C + row[:, None]
+        high, low = tl.load(at, mask=some, other=0.0), tl.load(at + LOW, mask=some, other=0.0)
+    else:
+        high = tl.load(w + row[:, None] * K + k[None, :], mask=some, other=0.0)
+        low = high
     return high, low
 
 

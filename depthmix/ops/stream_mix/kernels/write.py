@@ -31,7 +31,7 @@ from depthmix.ops.stream_mix.kernels.tiles import (
     written,
     zeros,
 )
-from depthmix.ops.stream_mix.products import product
+from depthmix.ops.stream_mix.products import padded, product
 
 NO_SCAN, JOINT, EACH = 0, 1, 2  # what z is of: nothing, all streams together, each of them
 
@@ -39,9 +39,11 @@ NO_SCAN, JOINT, EACH = 0, 1, 2  # what z is of: nothing, all streams together, e
 @triton.jit(do_not_specialize=["N"])
 def _write_kernel(
     x, y, post, res, out, w, z, sums, N: tl.int64,
-    D: tl.constexpr, n: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, STRIDE: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, V: tl.constexpr,
-    COPIES: tl.constexpr, WRITE: tl.constexpr, RES: tl.constexpr, STATIC: tl.constexpr, SCAN: tl.constexpr, SPLIT: tl.constexpr,
+    D: tl.constexpr, n: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, LOW: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, V: tl.constexpr,
+    COPIES: tl.constexpr, WRITE: tl.constexpr, RES: tl.constexpr, STATIC: tl.constexpr, SCAN: tl.constexpr,
 ):  # fmt: skip
+    SPLIT: tl.constexpr = LOW > 0
+    C: tl.constexpr = D * n if SCAN == 1 else D
     L: tl.constexpr = BK // V
     t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
     inside = t < N
@@ -73,7 +75,7 @@ def _write_kernel(
             joint, joint_squares = dots[0], squares[0]
             for o in tl.static_range(n):
                 row = d.to(tl.int64) + (o * D if SCAN == 1 else 0)
-                high, low = load_products(w, row, some, k, STRIDE, SPLIT)
+                high, low = load_products(w, row, some, k, C, K, LOW)
                 v = new[o].to(tl.float32)
                 a = new[o] if SPLIT else v
                 if SCAN == 1:
@@ -100,7 +102,7 @@ def _write_kernel(
 
 
 class Written(NamedTuple):
-    """x' [N, n, D], or x if nothing was written; z, maybe in two parts (products.py); its sums; and the read, where it was done."""
+    """x' [N, n, D], or x if nothing was written; z; its sums; and the read, where it was done."""
 
     x: Tensor
     z: Tensor | None
@@ -141,13 +143,13 @@ def _write_and_scan(
     if tokens and (y is not None or scan != NO_SCAN):
         v = vector(x)
         bt, bk, warps, stages = tile or (64, 4 * v, 4, 2)
-        w = w if halves is None or not splits(x) else halves
+        low = 0 if w is None or halves is None or not splits(x) else padded(columns) * len(w)
         launch(
             _write_kernel, (triton.cdiv(tokens, bt),), x,
             x, x if y is None else y, x if post is None else post, x if res is None else res, out,
-            x if w is None else w, x if z is None else z, x if sums is None else sums, tokens,
-            D=dim, n=n, K=columns, KP=max(16, triton.next_power_of_2(columns)), STRIDE=0 if w is None else w.shape[-1], BT=bt, BK=bk, V=v, COPIES=copies,
-            WRITE=y is not None, RES=res is not None, STATIC=post is not None and post.ndim == 1, SCAN=scan, SPLIT=splits(x),
+            (halves if low else w) if w is not None else x, x if z is None else z, x if sums is None else sums, tokens,
+            D=dim, n=n, K=columns, KP=max(16, triton.next_power_of_2(columns)), LOW=low, BT=bt, BK=bk, V=v, COPIES=copies,
+            WRITE=y is not None, RES=res is not None, STATIC=post is not None and post.ndim == 1, SCAN=scan,
             num_warps=warps, num_stages=stages,
         )  # fmt: skip
     return out, z, sums

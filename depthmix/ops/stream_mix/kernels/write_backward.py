@@ -5,8 +5,9 @@ The gradient of what was written, x', has four parts: from the next step, from t
     g_o = dx'_o + pre_o du + P_o + slope_o x'_o + shift_o,    P_o = W_o dz
     dx_i = Σ_o res[o, i] g_o;    dy = Σ_o post[o] g_o;    dpost[o] = g_o · y;    dres[o, i] = g_o · x_i
 
-x' is worked out again from x and y, and du from dh and x' (read.py): neither is read. P is a matrix product of its own
-(products.py): inside this kernel it would ask for a layout in which everything else is slow.
+x' is worked out again from x and y, and du from dh and x' (read.py): neither is read. For Hyper-Connections P is formed here, from
+the few numbers dz of a stream and as many rows of W. For mHC it is a matrix product of its own (products.py), which inside this
+kernel would ask for a layout in which everything else is slow.
 """
 
 # Triton knows no other way to add to a tuple:
@@ -30,12 +31,24 @@ from depthmix.ops.stream_mix.kernels.tiles import (
     written,
     zeros,
 )
+from depthmix.ops.stream_mix.products import padded
+
+
+@triton.jit
+def _row_of(w, k, d, D: tl.constexpr, K: tl.constexpr, LOW: tl.constexpr):
+    """Column k of W [D, K], or the two parts of that row of its transpose (products.py): [1, BK]."""
+    if LOW > 0:
+        high = tl.load(w + k * D + d, mask=d < D, other=0.0, eviction_policy="evict_last").to(tl.float32)
+        row = high + tl.load(w + (LOW + k * D) + d, mask=d < D, other=0.0, eviction_policy="evict_last").to(tl.float32)
+    else:
+        row = tl.load(w + d * K + k, mask=d < D, other=0.0, eviction_policy="evict_last")
+    return row[None, :]
 
 
 @triton.jit(do_not_specialize=["N"])
 def _write_backward_kernel(
-    g, x, y, post, res, dh, gain, pre, rho, c, products, slopes, dx, dy, dpost, dres, N: tl.int64,
-    D: tl.constexpr, n: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, V: tl.constexpr,
+    g, x, y, post, res, dh, gain, pre, rho, c, products, w, slopes, dx, dy, dpost, dres, N: tl.int64,
+    D: tl.constexpr, n: tl.constexpr, K: tl.constexpr, LOW: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, V: tl.constexpr,
     COPIES: tl.constexpr, WRITE: tl.constexpr, RES: tl.constexpr, STATIC: tl.constexpr, NEXT: tl.constexpr,
     READ: tl.constexpr, NORM: tl.constexpr, STATIC_PRE: tl.constexpr, SCAN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -55,6 +68,8 @@ def _write_backward_kernel(
             along = tl.load(c + t, mask=inside, other=0.0)[:, None]
     if SCAN > 0:
         a_norm = load_weights(slopes, t, inside, 2 * n if SCAN == 2 else 2, False)  # slope and shift of each
+    if SCAN == 2:
+        dz = load_weights(products, t, inside, n * K, False)
     d_post = zeros(n if WRITE else 1, BT, L)
     d_res = zeros(n * n if WRITE and RES else 1, BT, L)
     for start in tl.range(0, D, BK, num_stages=STAGES):
@@ -74,15 +89,21 @@ def _write_backward_kernel(
             if NORM:
                 du = du * tl.load(gain + d, mask=d < D, other=0.0)[None, :]
                 du = r * (du - weighted(new, a_pre, n, 0, 1) * (r * along))
+        ps = zeros(n, BT, BK)
+        if SCAN == 2:
+            for k in tl.static_range(K):
+                row, more = _row_of(w, k, d, D, K, LOW), ()
+                for o in tl.static_range(n):
+                    more = more + (ps[o] + dz[o * K + k] * row,)
+                ps = more
         gs = ()
         for o in tl.static_range(n):
-            acc = tl.zeros([BT, BK], tl.float32)
+            acc = ps[o]
             at_stream = t[:, None] * (n * D) + o * D + d[None, :]
-            if SCAN > 0:
-                acc = tl.load(products + at_stream, mask=ok, other=0.0).to(tl.float32)
-                acc += a_norm[2 * o if SCAN == 2 else 0] * new[o]
-                if SCAN == 2:
-                    acc += a_norm[2 * o + 1]
+            if SCAN == 1:
+                acc += tl.load(products + at_stream, mask=ok, other=0.0).to(tl.float32) + a_norm[0] * new[o]
+            if SCAN == 2:
+                acc += a_norm[2 * o] * new[o] + a_norm[2 * o + 1]
             if NEXT:
                 acc += tl.load(g + at_stream, mask=ok, other=0.0).to(tl.float32)
             if READ:
@@ -131,8 +152,9 @@ class ReadGradient(NamedTuple):
 class ScanGradient(NamedTuple):
     """What the backward of the coefficients left."""
 
-    products: Tensor  # W dz: [N, n, D]
+    products: Tensor  # mHC: P [N, n, D]; Hyper-Connections: dz [N, n, K]
     slopes: Tensor  # slope and shift: [N, 2] or [N, n, 2]
+    w: Tensor | None = None  # Hyper-Connections: W [D, K], or its parts (products.py) for bf16 streams
 
 
 class WriteGradients(NamedTuple):
@@ -158,16 +180,18 @@ def write_backward(
             return x if tensor is None else tensor
 
         parts = (None,) * 5 if read is None else read
-        found = (None,) * 2 if scan is None else scan
+        products, slopes, w = (None,) * 3 if scan is None else scan
+        columns = 0 if w is None or products is None else products.shape[-1]
+        low = padded(columns) * dim if w is not None and w.dtype != torch.float32 else 0
         launch(
             _write_backward_kernel, (triton.cdiv(tokens, bt),), x,
             or_x(g), x, or_x(y), or_x(post), or_x(res), or_x(parts[0]), or_x(parts[2]), or_x(parts[1]), or_x(parts[3]), or_x(parts[4]),
-            *(or_x(f) for f in found), dx, or_x(dy), or_x(dpost), or_x(dres), tokens,
-            D=dim, n=n, BT=bt, BK=bk, V=min(vector(x), bt * bk // (32 * warps)), COPIES=copies,
+            or_x(products), or_x(w), or_x(slopes), dx, or_x(dy), or_x(dpost), or_x(dres), tokens,
+            D=dim, n=n, K=columns, LOW=low, BT=bt, BK=bk, V=min(vector(x), bt * bk // (32 * warps)), COPIES=copies,
             WRITE=y is not None, RES=res is not None, STATIC=post is not None and post.ndim == 1, NEXT=g is not None,
             READ=read is not None, NORM=read is not None and read.gain is not None,
             STATIC_PRE=read is not None and read.pre.ndim == 1,
-            SCAN=0 if scan is None else scan.slopes.ndim - 1, STAGES=stages, num_warps=warps,
+            SCAN=0 if slopes is None else slopes.ndim - 1, STAGES=stages, num_warps=warps,
         )  # fmt: skip
     return out
 
