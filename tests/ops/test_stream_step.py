@@ -49,7 +49,7 @@ def by_the_book(rule: Rule | None, n: int, a: Inputs) -> Step:
 
 
 def inputs(rule: Rule | None, n: int, dim: int, tokens: int, **given: Any) -> Inputs:
-    """All of them, as `given` says: first ("copies", "nothing"), static, res, pre and norm."""
+    """All of them, as `given` says: first ("copies", "nothing"), static, res, pre, norm and zero (one of the gains)."""
     lead = () if given.get("static") else (tokens,)
     first = given.get("first")
     writes = first != "nothing"
@@ -61,6 +61,8 @@ def inputs(rule: Rule | None, n: int, dim: int, tokens: int, **given: Any) -> In
         pre=rand(*lead, n, seed=4) if given.get("pre") or rule is None else None,
         gain=rand(dim, seed=5) if given.get("norm", True) else None,
     )
+    if given.get("zero"):
+        a.gain[1] = 0.0
     if rule is None:
         return a
     columns = 2 * n + n * n * rule.sinkhorn if rule.joint else n + 2
@@ -104,6 +106,7 @@ HYPER = Rule(2, joint=False, eps=1e-5, centred=True, tanh=True)
     [
         (MHC._replace(n=4), 24, 5, {}),
         (MHC._replace(n=3, convention="deepseek", pre_eps=1e-6), 40, 3, {"pre": True}),
+        (MHC, 24, 5, {"pre": True, "zero": True}),
         (MHC, 24, 70, {"first": "copies"}),
         (MHC, 7, 2, {"first": "nothing", "norm": False}),
         (MHC._replace(sinkhorn=False), 24, 1, {"res": False}),

@@ -90,34 +90,35 @@ class _Step(torch.autograd.Function):
             h, rho = read(x, copies and a.y is None, n, pre, a.gain, eps)
         ctx.rule, ctx.n, ctx.eps = rule, n, eps
         new = None if a.y is None else x
-        ctx.save_for_backward(*a, new, found if a.pre is None else None, z, sums, rho)
+        known = a.pre is not None and a.gain is not None  # then the backward of the norm needs h instead of the streams
+        ctx.save_for_backward(*a, new, found if a.pre is None else None, z, sums, rho, h if known else None)
         ctx.set_materialize_grads(False)
         return new, h, found, post, res
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        *given, new, found, z, sums, rho = ctx.saved_tensors
+        *given, new, found, z, sums, rho, h = ctx.saved_tensors
         a: Any = Inputs(*given)
         needed = ctx.needs_input_grad[3:]
         if torch.is_grad_enabled():  # create_graph=True
             return None, None, None, *_reference_backward(ctx, a, needed, grads)
         from depthmix.ops.stream_mix.kernels import coefficients as weights
-        from depthmix.ops.stream_mix.kernels.read import read_backward
+        from depthmix.ops.stream_mix.kernels.read import norm_backward, read_backward
         from depthmix.ops.stream_mix.kernels.write_backward import ReadGradient, ScanGradient, write_backward
 
         rule, n = ctx.rule, ctx.n
         dx, dh, dpre, dpost, dres = (None if g is None else g.contiguous() for g in grads)
         x, copies = (a.x, a.x.ndim == 2) if new is None else (new, False)
-        pre = a.pre if a.pre is not None else found
-        dread: Tensor | None = None
         dgain, read = None, None
-        if dh is not None:
+        if dh is not None and a.pre is None:
+            found_dpre, c, dgain = read_backward(dh, x, copies, n, found, a.gain, rho)
+            dpre = found_dpre if dpre is None else found_dpre + dpre
+            read = ReadGradient(dh, found, a.gain, rho, c)
+        elif dh is not None:
             c = None
-            if a.gain is not None or a.pre is None or needed[4]:
-                dread, c, dgain = read_backward(dh, x, copies, n, pre, a.gain, rho)
-            read = ReadGradient(dh, pre, a.gain, rho, c)
-            if a.pre is None and dread is not None:
-                dpre, dread = dread if dpre is None else dread + dpre, None
+            if h is not None:
+                c, dgain = norm_backward(dh, h, x, copies, n, a.pre, a.gain, rho)
+            read = ReadGradient(dh, a.pre, a.gain, rho, c, wanted=needed[4])
         scan, dw, dbase, dscale = None, None, None, None
         if rule is not None and not (dpre is None and dpost is None and dres is None):
             dz, parts, slopes, dbase, dscale = weights.backward(
@@ -136,7 +137,7 @@ class _Step(torch.autograd.Function):
             found_grads.dy,
             _shared(found_grads.dpost, a.post, 1),
             _shared(found_grads.dres, a.res, 2),
-            _shared(dread, a.pre, 1),
+            _shared(found_grads.dpre, a.pre, 1),
             dw,
             dbase,
             dscale,

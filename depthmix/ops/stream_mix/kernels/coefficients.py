@@ -32,7 +32,9 @@ ROWS = ["base", "scale"]  # of parameters, aligned or not from site to site: tha
 
 
 @triton.jit
-def _side_by_side(values, FIRST: tl.constexpr, STEP: tl.constexpr, COUNT: tl.constexpr, LAST: tl.constexpr, BT: tl.constexpr):
+def _side_by_side(
+    values, FIRST: tl.constexpr, STEP: tl.constexpr, COUNT: tl.constexpr, LAST: tl.constexpr, BT: tl.constexpr
+):
     """A tuple of [BT] as [BT, COUNT], one store instead of COUNT; beyond LAST the last of them again."""
     if COUNT == 1:
         return tl.reshape(values[FIRST if FIRST < LAST else LAST], [BT, 1])

@@ -6,7 +6,8 @@ backward, for what du = rho (gain ⊙ dh - u rho c) needs, and with a_i = Σ_D g
 
     dpre_i = rho (a_i - c rho Σ_D u ⊙ x_i);    dgain = Σ_tokens dh ⊙ u rho
 
-du itself is never stored: the backward of the write works it out again from u.
+du itself is never stored: the backward of the write works it out again from u. Where the weights pre do not depend on the
+streams, it forms dpre as well, and what is left, c and dgain, follows from h alone: u rho = h / gain.
 """
 
 import torch
@@ -70,6 +71,32 @@ def _read_backward_kernel(
         tl.store(dgain + tl.program_id(0) * D + d, tl.sum(sums, 0), mask=d < D)
 
 
+@triton.jit(do_not_specialize=["N"])
+def _norm_backward_kernel(
+    dh, h, x, pre, gain, rho, c, dgain, N: tl.int64,
+    D: tl.constexpr, BD: tl.constexpr, n: tl.constexpr, BT: tl.constexpr, COPIES: tl.constexpr, STATIC: tl.constexpr,
+    SMALL: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    d = tl.arange(0, BD)
+    k = tl.load(gain + d, mask=d < D, other=1.0)[None, :]
+    lost = tl.min(tl.min(tl.abs(k), 1), 0) < SMALL  # then h does not say what u was
+    back = 1.0 / tl.where(tl.abs(k) < SMALL, 1.0, k)
+    sums = tl.zeros([BT, BD], tl.float32)
+    for start in tl.range(tl.program_id(0).to(tl.int64) * BT, N, tl.num_programs(0) * BT, num_stages=STAGES):
+        t = start + tl.arange(0, BT)
+        inside = t < N
+        ok = inside[:, None] & (d < D)[None, :]
+        at = t[:, None] * D + d[None, :]
+        g = tl.load(dh + at, mask=ok, other=0.0).to(tl.float32)
+        u = tl.load(h + at, mask=ok, other=0.0).to(tl.float32) * back
+        if lost:
+            u = weighted(load_streams(x, t, d, ok, D, n, COPIES), load_weights(pre, t, inside, n, STATIC), n, 0, 1)
+            u = u * tl.load(rho + t, mask=inside, other=0.0)[:, None]
+        sums += g * u
+        tl.store(c + t, tl.sum(g * k * u, 1) / D, mask=inside)
+    tl.store(dgain + tl.program_id(0) * D + d, tl.sum(sums, 0), mask=d < D)
+
+
 def _options(x: Tensor, copies: bool, n: int, pre: Tensor, gain: Tensor | None) -> dict[str, int | bool]:
     tile, block = row_tile(x.shape[-1], x.shape[0])
     shape: dict[str, int | bool] = {"D": x.shape[-1], "BD": block, "n": n, "BT": tile}
@@ -114,6 +141,26 @@ def read_backward(
             x if part is None else part, tokens, **(options | {"BT": bt}), STAGES=stages, num_warps=warps,
         )  # fmt: skip
     return dpre, c, None if part is None else part.sum(0)
+
+
+def norm_backward(
+    dh: Tensor, h: Tensor, x: Tensor, copies: bool, n: int, pre: Tensor, gain: Tensor, rho: Tensor,
+    tile: tuple[int, int, int] | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """c [N] and dgain [D], from the result h of the read; the streams are looked at only if a gain is next to zero."""
+    tokens = len(x)
+    options = _options(x, copies, n, pre, None)
+    del options["NORM"]
+    bt, warps, stages = tile or (1, max(1, min(32, int(options["BD"]) // 512)), 2)
+    programs = min(SMS * max(1, WARPS // warps), triton.cdiv(tokens, bt))
+    c = torch.empty(tokens, dtype=torch.float32, device=x.device)
+    part = torch.empty(programs, x.shape[-1], dtype=torch.float32, device=x.device)
+    if tokens:
+        launch(
+            _norm_backward_kernel, (programs,), x, dh, h, x, pre, gain, rho, c, part, tokens,
+            **(options | {"BT": bt}), SMALL=2**-7 if h.dtype == torch.float16 else 1e-30, STAGES=stages, num_warps=warps,
+        )  # fmt: skip
+    return c, part.sum(0)
 
 
 def _warps(options: dict[str, int | bool]) -> int:

@@ -3,7 +3,7 @@
 The gradient of what was written, x', has four parts: from the next step, from the read, from the products, from the norm's sums:
 
     g_o = dx'_o + pre_o du + P_o + slope_o x'_o + shift_o,    P_o = W_o dz
-    dx_i = Σ_o res[o, i] g_o;    dy = Σ_o post[o] g_o;    dpost[o] = g_o · y;    dres[o, i] = g_o · x_i
+    dx_i = Σ_o res[o, i] g_o;    dy = Σ_o post[o] g_o;    dpost[o] = g_o · y;    dres[o, i] = g_o · x_i;    dpre[o] = du · x'_o
 
 x' is worked out again from x and y, and du from dh and x' (read.py): neither is read. For Hyper-Connections P is formed here, from
 the few numbers dz of a stream and as many rows of W. For mHC it is a matrix product of its own (products.py), which inside this
@@ -47,10 +47,10 @@ def _row_of(w, k, d, D: tl.constexpr, K: tl.constexpr, LOW: tl.constexpr):
 
 @triton.jit(do_not_specialize=["N"])
 def _write_backward_kernel(
-    g, x, y, post, res, dh, gain, pre, rho, c, products, w, slopes, dx, dy, dpost, dres, N: tl.int64,
+    g, x, y, post, res, dh, gain, pre, rho, c, products, w, slopes, dx, dy, dpost, dres, dpre, N: tl.int64,
     D: tl.constexpr, n: tl.constexpr, K: tl.constexpr, LOW: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, V: tl.constexpr,
     COPIES: tl.constexpr, WRITE: tl.constexpr, RES: tl.constexpr, STATIC: tl.constexpr, NEXT: tl.constexpr,
-    READ: tl.constexpr, NORM: tl.constexpr, STATIC_PRE: tl.constexpr, SCAN: tl.constexpr, STAGES: tl.constexpr,
+    READ: tl.constexpr, NORM: tl.constexpr, STATIC_PRE: tl.constexpr, DPRE: tl.constexpr, SCAN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     L: tl.constexpr = BK // V
     kind = x.dtype.element_ty
@@ -72,6 +72,7 @@ def _write_backward_kernel(
         dz = load_weights(products, t, inside, n * K, False)
     d_post = zeros(n if WRITE else 1, BT, L)
     d_res = zeros(n * n if WRITE and RES else 1, BT, L)
+    d_pre = zeros(n if DPRE else 1, BT, L)
     for start in tl.range(0, D, BK, num_stages=STAGES):
         d = start + tl.arange(0, BK)
         ok = inside[:, None] & (d < D)[None, :]
@@ -89,6 +90,11 @@ def _write_backward_kernel(
             if NORM:
                 du = du * tl.load(gain + d, mask=d < D, other=0.0)[None, :]
                 du = r * (du - weighted(new, a_pre, n, 0, 1) * (r * along))
+            if DPRE:
+                more = ()
+                for o in tl.static_range(n):
+                    more = more + (d_pre[o] + fold(du * new[o], BT, L, V),)
+                d_pre = more
         ps = zeros(n, BT, BK)
         if SCAN == 2:
             for k in tl.static_range(K):
@@ -137,6 +143,9 @@ def _write_backward_kernel(
         if RES:
             for oi in tl.static_range(n * n):
                 tl.store(dres + t * (n * n) + oi, tl.sum(d_res[oi], 1), mask=inside)
+    if DPRE:
+        for o in tl.static_range(n):
+            tl.store(dpre + t * n + o, tl.sum(d_pre[o], 1), mask=inside)
 
 
 class ReadGradient(NamedTuple):
@@ -147,6 +156,7 @@ class ReadGradient(NamedTuple):
     gain: Tensor | None
     rho: Tensor | None  # [N]
     c: Tensor | None  # [N]
+    wanted: bool = False  # dpre
 
 
 class ScanGradient(NamedTuple):
@@ -164,6 +174,7 @@ class WriteGradients(NamedTuple):
     dy: Tensor | None
     dpost: Tensor | None  # [N, n]
     dres: Tensor | None  # [N, n, n]
+    dpre: Tensor | None  # [N, n], if it was wanted
 
 
 def write_backward(
@@ -172,34 +183,35 @@ def write_backward(
 ) -> WriteGradients:  # fmt: skip
     """g: the gradient of x' from the next step, [N, n, D]. tile: tokens, channels, warps and stages of a program."""
     tokens, dim = x.shape[0], x.shape[-1]
-    dx, dy, dpost, dres = out = _gradients_like(x, n, y, res)
+    dx, dy, dpost, dres, dpre = out = _gradients_like(x, n, y, res, read is not None and read.wanted)
     if tokens:
         bt, bk, warps, stages = tile or (1, 32 * vector(x), 1, 2)
 
         def or_x(tensor: Tensor | None) -> Tensor:
             return x if tensor is None else tensor
 
-        parts = (None,) * 5 if read is None else read
+        dh, pre, gain, rho, c = (None,) * 5 if read is None else read[:5]
         products, slopes, w = (None,) * 3 if scan is None else scan
         columns = 0 if w is None or products is None else products.shape[-1]
         low = padded(columns) * dim if w is not None and w.dtype != torch.float32 else 0
         launch(
             _write_backward_kernel, (triton.cdiv(tokens, bt),), x,
-            or_x(g), x, or_x(y), or_x(post), or_x(res), or_x(parts[0]), or_x(parts[2]), or_x(parts[1]), or_x(parts[3]), or_x(parts[4]),
-            or_x(products), or_x(w), or_x(slopes), dx, or_x(dy), or_x(dpost), or_x(dres), tokens,
+            or_x(g), x, or_x(y), or_x(post), or_x(res), or_x(dh), or_x(gain), or_x(pre), or_x(rho), or_x(c),
+            or_x(products), or_x(w), or_x(slopes), dx, or_x(dy), or_x(dpost), or_x(dres), or_x(dpre), tokens,
             D=dim, n=n, K=columns, LOW=low, BT=bt, BK=bk, V=min(vector(x), bt * bk // (32 * warps)), COPIES=copies,
             WRITE=y is not None, RES=res is not None, STATIC=post is not None and post.ndim == 1, NEXT=g is not None,
-            READ=read is not None, NORM=read is not None and read.gain is not None,
-            STATIC_PRE=read is not None and read.pre.ndim == 1,
+            READ=dh is not None, NORM=gain is not None, STATIC_PRE=pre is not None and pre.ndim == 1, DPRE=dpre is not None,
             SCAN=0 if slopes is None else slopes.ndim - 1, STAGES=stages, num_warps=warps,
         )  # fmt: skip
     return out
 
 
-def _gradients_like(x: Tensor, n: int, y: Tensor | None, res: Tensor | None) -> WriteGradients:
+def _gradients_like(x: Tensor, n: int, y: Tensor | None, res: Tensor | None, pre: bool) -> WriteGradients:
     def numbers(*shape: int) -> Tensor:
         return torch.empty(len(x), *shape, dtype=torch.float32, device=x.device)
 
+    dpre = numbers(n) if pre else None
     if y is None:
-        return WriteGradients(torch.empty_like(x), None, None, None)
-    return WriteGradients(torch.empty_like(x), torch.empty_like(y), numbers(n), None if res is None else numbers(n, n))
+        return WriteGradients(torch.empty_like(x), None, None, None, dpre)
+    dres = None if res is None else numbers(n, n)
+    return WriteGradients(torch.empty_like(x), torch.empty_like(y), numbers(n), dres, dpre)
