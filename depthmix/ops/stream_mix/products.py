@@ -45,7 +45,10 @@ def product(x: Tensor, w: Tensor, halves: Tensor | None, joint: bool) -> Tensor:
         if x.is_cuda:
             from depthmix.ops.depth_sum.kernels.scores import Halves, add_and_score
 
-            z = add_and_score(rows, None, Halves(high, low))[1]
+            deep = len(w) >= 128 and columns <= 32  # fastest, and no more than small GPUs hold
+            z = add_and_score(
+                rows, None, Halves(high, low), **({"tile": 64, "depth": 128, "warps": 4} if deep else {})
+            )[1]
         else:
             z = matmul(rows.float(), (high.float() + low.float()).t())
     return z if joint else z.view(*x.shape[:2], columns)

@@ -18,7 +18,10 @@ from torch import Tensor
 from depthmix.ops.gpu.launch import launch
 from depthmix.ops.stream_mix.kernels.tiles import load_streams, load_weights, row_tile, weighted
 
-SMS, WARPS = 132, 24  # of an H200, and of each that the backward keeps busy
+SMS, WARPS = (
+    132,
+    8,
+)  # of an H200, and of each that the backward keeps busy: more would leave more sums than they save time
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -129,7 +132,7 @@ def read_backward(
     dpre = torch.empty(tokens, n, dtype=torch.float32, device=x.device)
     c = part = None
     options = _options(x, copies, n, pre, gain)
-    bt, warps, stages = tile or (1, max(1, min(32, int(options["BD"]) // 512)), 1)
+    bt, warps, stages = tile or (1, max(1, min(32, int(options["BD"]) // 512)), _stages(x, n + 1, 3))
     programs = min(SMS * max(1, WARPS // warps), triton.cdiv(tokens, bt))  # each leaves a row of sums for dgain
     if gain is not None:
         c = torch.empty(tokens, dtype=torch.float32, device=x.device)
@@ -151,7 +154,7 @@ def norm_backward(
     tokens = len(x)
     options = _options(x, copies, n, pre, None)
     del options["NORM"]
-    bt, warps, stages = tile or (1, max(1, min(32, int(options["BD"]) // 512)), 2)
+    bt, warps, stages = tile or (1, max(1, min(32, int(options["BD"]) // 512)), _stages(x, 2, 4))
     programs = min(SMS * max(1, WARPS // warps), triton.cdiv(tokens, bt))
     c = torch.empty(tokens, dtype=torch.float32, device=x.device)
     part = torch.empty(programs, x.shape[-1], dtype=torch.float32, device=x.device)
@@ -161,6 +164,11 @@ def norm_backward(
             **(options | {"BT": bt}), SMALL=2**-7 if h.dtype == torch.float16 else 1e-30, STAGES=stages, num_warps=warps,
         )  # fmt: skip
     return c, part.sum(0)
+
+
+def _stages(x: Tensor, rows: int, wanted: int) -> int:
+    """Tokens ahead whose rows fit in the shared memory of small GPUs."""
+    return max(1, min(wanted, 90_000 // (rows * triton.next_power_of_2(x.shape[-1]) * x.element_size())))
 
 
 def _warps(options: dict[str, int | bool]) -> int:

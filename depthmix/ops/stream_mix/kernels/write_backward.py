@@ -98,7 +98,9 @@ def _write_backward_kernel(
         ps = zeros(n, BT, BK)
         if SCAN == 2:
             for k in tl.static_range(K):
-                row, more = _row_of(w, k, d, D, K, LOW), ()
+                row, more = tl.zeros([1, BK], tl.float32), ()
+                if N > 0:  # in a branch of its own a load does not go through shared memory
+                    row = _row_of(w, k, d, D, K, LOW)
                 for o in tl.static_range(n):
                     more = more + (ps[o] + dz[o * K + k] * row,)
                 ps = more
