@@ -15,6 +15,13 @@ from torch import Tensor
 from benchmarks import reference
 from benchmarks.check import relative_error
 from benchmarks.stacks import EPS
+from benchmarks.stream_kernels import (
+    stream_products,
+    stream_read,
+    stream_read_backward,
+    stream_write,
+    stream_write_backward,
+)
 from benchmarks.sum_kernels import add_and_score, sum_read, sum_read_backward, sum_source_backward
 from benchmarks.work import ROWS, Work, first_rows, normed
 from depthmix.ops.backend import why_no_kernels
@@ -241,5 +248,14 @@ def registry() -> list[Kernel]:
             Kernel("sum read_backward, DenseFormer", sum_read_backward(1)),
             Kernel("sum source_backward, two sources", sum_source_backward),
             Kernel("add_and_score", add_and_score),
+            Kernel("stream write", stream_write(False)),
+            Kernel("stream write and read", stream_write(True)),
+            Kernel("stream read", stream_read),
+            Kernel("stream products, mHC", stream_products(24)),
+            Kernel("stream products, Hyper-Connections", stream_products(6)),
+            Kernel("stream read_backward", stream_read_backward(False)),
+            Kernel("stream read_backward, known weights", stream_read_backward(True)),
+            Kernel("stream write_backward, mHC", stream_write_backward(24)),
+            Kernel("stream write_backward, Hyper-Connections", stream_write_backward(6)),
         ]
     return kernels

@@ -1,0 +1,176 @@
+"""Kernels of residual streams, for the registry in kernels.py: a site of Hyper-Connections or mHC with four streams, and its backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from benchmarks.check import relative_error
+from benchmarks.stacks import EPS
+from benchmarks.work import ROWS, Work, normed
+
+STREAMS = 4
+
+
+class Site:
+    """The tensors of one site, with weights for every token."""
+
+    def __init__(self, tokens: int, dim: int, device: torch.device) -> None:
+        def rand(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+            return torch.randn(tokens, *shape, device=device).to(dtype)
+
+        self.x, self.y, self.dh, self.g = rand(STREAMS, dim), rand(dim), rand(dim), rand(STREAMS, dim)
+        self.post, self.res = rand(STREAMS, dtype=torch.float32), rand(STREAMS, STREAMS, dtype=torch.float32)
+        self.pre, self.gain = rand(STREAMS, dtype=torch.float32), torch.rand(dim, device=device) + 0.5
+        self.unit = self.y.nbytes
+
+    def first(self, *names: str) -> list[Tensor]:
+        """Some tokens in fp64."""
+        return [getattr(self, name)[:ROWS].double() for name in names]
+
+    def written(self, x: Tensor, y: Tensor) -> Tensor:
+        """What the site writes, exactly."""
+        post, res = self.first("post", "res")
+        return torch.einsum("toi,tid->tod", res, x) + torch.einsum("to,td->tod", post, y)
+
+    def normed(self, x: Tensor) -> Tensor:
+        """What it reads of such streams, exactly."""
+        return normed(torch.einsum("ti,tid->td", *self.first("pre"), x), self.gain, EPS)
+
+
+def stream_write(reads: bool) -> Callable[[int, int, torch.device], Work]:
+    """The write to all streams with the sums that mHC's weights need, and the next read where its weights are known."""
+
+    def make(tokens: int, dim: int, device: torch.device) -> Work:
+        from depthmix.ops.stream_mix.kernels.rows import Reading, Rows, write_rows
+
+        site, found = Site(tokens, dim, device), list[Rows]()
+        reading = Reading(site.pre, site.gain, EPS) if reads else None
+
+        def run() -> None:
+            found[:] = [write_rows(site.x, False, STREAMS, site.y, site.post, site.res, 1, reading)]
+
+        def errors() -> dict[str, float]:
+            x = site.written(*site.first("x", "y"))
+            seen = {"x": relative_error(found[0].x[:ROWS].double(), x)}
+            if found[0].h is not None:
+                seen["h"] = relative_error(found[0].h[:ROWS].double(), site.normed(x))
+            return seen
+
+        return Work(run, (2 * STREAMS + 1 + reads) * site.unit, errors)
+
+    return make
+
+
+def stream_read(tokens: int, dim: int, device: torch.device) -> Work:
+    """A read with the norm that follows."""
+    from depthmix.ops.stream_mix.kernels.read import read
+
+    site, found = Site(tokens, dim, device), list[Tensor]()
+
+    def run() -> None:
+        found[:] = [read(site.x, False, STREAMS, site.pre, site.gain, EPS)[0]]
+
+    def errors() -> dict[str, float]:
+        return {"h": relative_error(found[0][:ROWS].double(), site.normed(*site.first("x")))}
+
+    return Work(run, (STREAMS + 1) * site.unit, errors)
+
+
+def stream_products(columns: int) -> Callable[[int, int, torch.device], Work]:
+    """The products of all streams with W, for mHC of all channels together (24 columns), for Hyper-Connections of each stream (6)."""
+
+    def make(tokens: int, dim: int, device: torch.device) -> Work:
+        from depthmix.ops.stream_mix.products import halves_of, product
+
+        site, joint, found = Site(tokens, dim, device), columns > STREAMS + 2, list[Tensor]()
+        w = torch.randn(STREAMS * dim if joint else dim, columns, device=device) / dim**0.5
+        halves = halves_of(w)
+
+        def run() -> None:
+            found[:] = [product(site.x, w, halves, joint)]
+
+        def errors() -> dict[str, float]:
+            (x,) = site.first("x")
+            wanted = x.flatten(1) @ w.double() if joint else x @ w.double()
+            return {"z": relative_error(found[0][:ROWS].double(), wanted)}
+
+        return Work(run, STREAMS * site.unit + tokens * (columns if joint else columns * STREAMS) * 4, errors)
+
+    return make
+
+
+def stream_read_backward(known: bool) -> Callable[[int, int, torch.device], Work]:
+    """The sums that the backward of a read and its norm takes over channels: of the streams, or where the weights were known of the result."""
+
+    def make(tokens: int, dim: int, device: torch.device) -> Work:
+        from depthmix.ops.stream_mix.kernels.read import norm_backward, read, read_backward
+
+        site, found = Site(tokens, dim, device), list[Tensor | None]()
+        h, rho = read(site.x, False, STREAMS, site.pre, site.gain, EPS)
+        assert rho is not None
+        given = (site.x, False, STREAMS, site.pre, site.gain, rho)
+
+        def run() -> None:
+            found[:] = norm_backward(site.dh, h, *given) if known else read_backward(site.dh, *given)[1:]
+
+        def errors() -> dict[str, float]:
+            (dh, x), c = site.first("dh", "x"), found[0]
+            assert c is not None
+            return {"c": relative_error(c[:ROWS].double(), (dh * site.normed(x)).mean(-1))}
+
+        return Work(run, (2 if known else STREAMS + 1) * site.unit, errors)
+
+    return make
+
+
+def stream_write_backward(columns: int) -> Callable[[int, int, torch.device], Work]:
+    """The gradients of the streams, of what was written and of its weights; mHC's (24 columns) reads a product, the other forms it."""
+
+    def make(tokens: int, dim: int, device: torch.device) -> Work:
+        from depthmix.ops.stream_mix.kernels.read import read, read_backward
+        from depthmix.ops.stream_mix.kernels.write_backward import (
+            ReadGradient,
+            ScanGradient,
+            WriteGradients,
+            write_backward,
+        )
+        from depthmix.ops.stream_mix.products import halves_of
+
+        site, joint, found = Site(tokens, dim, device), columns > STREAMS + 2, list[WriteGradients]()
+        new = torch.einsum("toi,tid->tod", site.res, site.x.float()) + site.post[..., None] * site.y[:, None]
+        new = new.bfloat16()
+        _, rho = read(new, False, STREAMS, site.pre, site.gain, EPS)
+        assert rho is not None
+        _, c, _ = read_backward(site.dh, new, False, STREAMS, site.pre, site.gain, rho)
+        reading = ReadGradient(site.dh, site.pre, site.gain, rho, c)
+        slopes = torch.randn(tokens, *(() if joint else (STREAMS,)), 2, device=device)
+        if joint:
+            slopes[..., 1] = 0.0  # streams that are not centred
+            scan = ScanGradient(torch.randn_like(new), slopes)
+        else:
+            w = torch.randn(dim, columns, device=device)
+            scan = ScanGradient(torch.randn(tokens, STREAMS, columns, device=device), slopes, halves_of(w))
+
+        def run() -> None:
+            found[:] = [write_backward(site.g, site.x, False, STREAMS, site.y, site.post, site.res, reading, scan)]
+
+        def errors() -> dict[str, float]:
+            """By autograd of a function that has these gradients."""
+            x, y = (t.requires_grad_() for t in site.first("x", "y"))
+            g, dh = site.first("g", "dh")
+            p = scan.products[:ROWS].double()
+            p = p if joint else p @ w.double().t()
+            slope, shift = slopes[:ROWS].double().view(len(g), -1, 1, 2).unbind(-1)
+            z = site.written(x, y)
+            total = (z * (g + p + shift)).sum() + (slope * z.square()).sum() / 2 + (dh * site.normed(z)).sum()
+            wanted = torch.autograd.grad(total, (x, y))
+            got = (found[0].dx, found[0].dy)
+            pairs = zip("xy", got, wanted, strict=True)
+            return {f"d{k}": relative_error(a[:ROWS].double(), b) for k, a, b in pairs if a is not None}
+
+        return Work(run, (3 * STREAMS + 3 + STREAMS * joint) * site.unit, errors)
+
+    return make
