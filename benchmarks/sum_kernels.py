@@ -26,9 +26,7 @@ class Read:
         self.dynamic = [torch.randn(tokens, ways, device=device) for _ in self.sources] if dca else None
         self.gain = torch.rand(ways, dim, device=device) + 0.5 if dca else None
         self.dy = [torch.randn_like(self.like) for _ in range(ways)]
-        self.units = (
-            N_SOURCES + ways + (ways + 1 if dca else 0)
-        )  # results, and with norms x̂ and the first way's mixture
+        self.units = N_SOURCES + ways * (1 + dca)  # results, and with norms x̂, or the mixture where it is returned
 
     def __call__(self) -> object:
         from depthmix.ops.depth_sum.kernels.read import read
@@ -81,7 +79,7 @@ def sum_read_backward(ways: int) -> Callable[[int, int, torch.device], Work]:
         def run() -> None:
             xhat, rms = kept.xhat, kept.rms  # type: ignore[attr-defined]
             given = (case.dy, draw, raw, xhat, rms, case.gain, case.sources, case.static, case.dynamic, CLAMPED)
-            found[:] = [read_backward(*given, need)]
+            found[:] = [read_backward(*given, need, kept.mixtures)]  # type: ignore[attr-defined]
 
         def errors() -> dict[str, float]:
             do = found[0].do  # type: ignore[attr-defined]

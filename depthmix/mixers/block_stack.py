@@ -142,9 +142,9 @@ class BlockStack(Mixer):
         found = self._weights(tape, reader) if reader else None
         if found is not None:
             goes_on = self.goes_on if reader < self.n_blocks else 0
-            h, g, fresh = read_sums(tape.stack[found[0]], found[1], add, gain, eps, goes_on)
+            h, g, fresh, _ = read_sums(tape.stack[found[0]], found[1], add, gain, eps, goes_on)
         elif gain is not None:
-            h, g, fresh = read_sums(tape.stack[-1:], plain_sum(gain, len(gain)), add, gain, eps)
+            h, g, fresh, _ = read_sums(tape.stack[-1:], plain_sum(gain, len(gain)), add, gain, eps)
         else:
             h, g, fresh = (tape.stack[-1].view_as(tape.stack[-1]),) * self.n_ways, None, None
         if fresh is not None:
@@ -188,7 +188,7 @@ class BlockStack(Mixer):
         assert state.g is not None
         assert state.a is not None
         g = state.g + state.a
-        state.leave_note(g)
+        state.leave_note(g if self.accumulates else None)
         return g
 
     def _read_normed(self, state: StackState, site: int, norms: Sequence[Norm]) -> Read | None:
@@ -202,8 +202,11 @@ class BlockStack(Mixer):
         assert state.g is not None
         assert state.a is not None
         goes_on = 0 if self.accumulates else None  # the sum before its norm
-        found = read_sums([state.g, state.a], plain_sum(gain, 1, 2), None, gain, eps, goes_on)
-        state.leave_note(found.raw)
+        passes = (
+            not self.accumulates and state.a.requires_grad
+        )  # its gradient from the entry is added in this read's backward
+        found = read_sums([state.g, state.a], plain_sum(gain, 1, 2), None, gain, eps, goes_on, passes)
+        state.leave_note(found.raw if self.accumulates else found.passed)
         return found.y[0]
 
     def _write(self, state: StackState, site: int, y: Tensor) -> StackState:
@@ -216,9 +219,9 @@ class BlockStack(Mixer):
             return state.next(stack=stack, pending=None, g=g, a=y, tape=tape)
         assert state.g is not None
         assert state.a is not None
-        before = state.a
-        if self.accumulates:
-            before = state.g + state.a if note is None else note
+        before = note  # what this block's entry begins with, if the read has left it
+        if before is None:
+            before = state.g + state.a if self.accumulates else state.a
         return state.next(pending=(before, y), g=None, a=None)
 
     def _finish(self, state: StackState) -> Tensor:

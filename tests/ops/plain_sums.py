@@ -19,6 +19,7 @@ class Sums(NamedTuple):
     y: list[Tensor]
     raw: Tensor | None
     xhat: list[Tensor]
+    mixtures: int
     rms: Tensor | None
     fresh: Tensor | None
 
@@ -26,6 +27,7 @@ class Sums(NamedTuple):
 class Need(NamedTuple):
     static: bool
     dynamic: bool
+    by_source: bool = False
 
 
 class ReadGradients(NamedTuple):
@@ -33,6 +35,7 @@ class ReadGradients(NamedTuple):
     dgain: Tensor | None
     dstatic: Tensor | None
     ddynamic: Tensor | None
+    through: Tensor | None
 
 
 class Target(NamedTuple):
@@ -65,7 +68,7 @@ def add_and_score(v: Tensor, add: Tensor | None, w: Halves) -> tuple[Tensor, Ten
 
 @torch.no_grad()
 def score_backward(v: Tensor, ds: Sequence[Tensor]) -> Tensor:
-    return torch.stack(list(ds)) @ rows(v)
+    return (torch.stack(list(ds)) @ rows(v)).unsqueeze(0)
 
 
 def weight(static: Tensor | None, dynamic: Tensor | None, relu: int) -> Tensor:
@@ -92,7 +95,7 @@ def at(x: Tensor | None, w: int, i: int) -> Tensor | None:
 @torch.no_grad()
 def read(
     sources: Sequence[Tensor], add: Tensor | None, static: Tensor | None, dynamic: Sequence[Tensor] | None, relu: int,
-    gain: Tensor | None, out_eps: float, raw: int | None, keep: bool,
+    gain: Tensor | None, out_eps: float, raw: int | None, keep: bool, plain: bool = False,
 ) -> Sums:  # fmt: skip
     fresh = None
     if add is not None:
@@ -108,7 +111,7 @@ def read(
         mixed.append(out)
     if gain is None:
         assert raw is None
-        return Sums([o.to(like.dtype).view_as(like).clone() for o in mixed], None, [], None, fresh)
+        return Sums([o.to(like.dtype).view_as(like).clone() for o in mixed], None, [], 0, None, fresh)
     normed = mixed[: len(gain)]
     rms = torch.stack([(o.square().mean(-1) + out_eps).rsqrt() for o in normed])
     kind = torch.float16 if like.dtype == torch.bfloat16 else like.dtype
@@ -118,29 +121,34 @@ def read(
         for o, r, k in zip(normed, rms, gain, strict=True)
     ]
     rough = None if raw is None else mixed[raw].to(like.dtype).view_as(like).clone()
-    return Sums(y, rough, xhat if keep else [], rms, fresh)
+    own = [like if plain and len(sources) == 1 else rough if w == raw else None for w in range(len(gain))]
+    xhat = [x if m is None else m for x, m in zip(xhat, own, strict=True)]
+    mixtures = sum(1 << w for w, m in enumerate(own) if m is not None)
+    return Sums(y, rough, xhat if keep else [], mixtures, rms, fresh)
 
 
 @torch.no_grad()
 def read_backward(
     dy: Sequence[Tensor | None], draw: Tensor | None, raw: int | None, xhat: Sequence[Tensor], rms: Tensor | None,
     gain: Tensor | None, sources: Sequence[Tensor], static: Tensor | None, dynamic: Sequence[Tensor] | None, relu: int,
-    need: Need,
+    need: Need, mixtures: int = 0, passed: Tensor | None = None,
 ) -> ReadGradients:  # fmt: skip
     like, n = sources[-1], len(sources)
     ways = len(static) if static is not None else dynamic[0].shape[-1]
-    do, dgain = [], None if gain is None else torch.zeros_like(gain)
+    do, dgain, through = [], None if gain is None else torch.zeros_like(gain), None
     for way in range(ways):
         given = dy[way] if way < len(dy) else None
         d = torch.zeros_like(rows(like)) if given is None else rows(given)
         if gain is not None and way < len(gain):
-            x = rows(xhat[way])
+            x = rows(xhat[way]) * (rms[way].unsqueeze(-1) if (mixtures >> way) % 2 else 1.0)
             dgain[way] = (d * x).sum(0)
             d = d * gain[way]
             d = (d - x * (d * x).mean(-1, keepdim=True)) * rms[way].unsqueeze(-1)
         if draw is not None and way == raw:
             d = d + rows(draw)
         do.append(d.to(like.dtype).view_as(like))
+        if way == 0 and passed is not None:
+            through = (d + rows(passed)).to(like.dtype).view_as(like)
     tokens = rows(like).shape[0]
     dstatic = None if static is None else torch.zeros_like(static)
     ddynamic = torch.zeros(tokens, ways, n) if dynamic is not None else None
@@ -153,7 +161,7 @@ def read_backward(
                 dstatic[way, i] = total if dstatic.shape[-1] > 1 or len(total) == 1 else total.sum()
             if ddynamic is not None:
                 ddynamic[:, way, i] = (product * counts(s, t, relu)).sum(-1)
-    return ReadGradients(do, dgain, dstatic if need[0] else None, ddynamic if need[1] else None)
+    return ReadGradients(do, dgain, dstatic if need[0] else None, ddynamic if need[1] else None, through)
 
 
 @torch.no_grad()
@@ -163,6 +171,8 @@ def source_backward(targets: Sequence[Target], readers: Sequence[Reader]) -> lis
     for k, target in enumerate(targets):
         total = torch.zeros_like(rows(torch.zeros_like(target.like)))
         for reader in readers:
+            if all(x is None or x[k] is None for x in (reader.static, reader.dynamic)):
+                continue  # it does not read this source
             static, dynamic = (None if x is None else x[k] for x in (reader.static, reader.dynamic))
             total = total + weight(static, dynamic, reader.relu) * rows(reader.do)
             if reader.ds is not None:

@@ -38,7 +38,7 @@ CONSTANTS = {
     "D": 512, "BD": 512, "BT": 2, "WAYS": 3, "STATIC": 1, "DYNAMIC": True, "RELU": 1, "ADD": 0, "NORM": 3, "RAW": 0, "KEEP": True,
     "UP": 8, "ALIGNED": True, "ROWS_ALIGNED": True, "STAGES": 1, "G": 2, "DOTS": True, "ROWS": True, "S": 2, "SCORED": True,
     "SAME_W": True, "HAS_G": True, "HAS_PART": False, "WHOLE": 2,
-    "AHEAD": 1, "EARLY": False,
+    "MIXTURES": 1, "SOME": False, "PASSED": False, "BY_SOURCE": True,
 }  # fmt: skip
 COMPILED = [
     ("_read_kernel", CONSTANTS, 2),
@@ -46,6 +46,7 @@ COMPILED = [
     ("_norm_backward_kernel", CONSTANTS | {"UP": 4}, 1),
     ("_weight_backward_kernel", CONSTANTS, 1),
     ("_source_backward_kernel", CONSTANTS | {"BD": 256}, 1),
+    ("_source_backward_kernel", CONSTANTS | {"BD": 256, "SOME": True}, 1),
 ]
 
 

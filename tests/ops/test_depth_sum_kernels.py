@@ -18,7 +18,8 @@ pytestmark = pytest.mark.usefixtures("quick_interpreter")
 from depthmix.ops.depth_sum.kernels.read import read  # noqa: E402
 from depthmix.ops.depth_sum.kernels.read_backward import Need, read_backward  # noqa: E402
 from depthmix.ops.depth_sum.kernels.scores import add_and_score, score_backward  # noqa: E402
-from depthmix.ops.depth_sum.kernels.source_backward import Reader, Target, source_backward  # noqa: E402
+from depthmix.ops.depth_sum.kernels.source_backward import Reader, Target, _side_by_side, source_backward  # noqa: E402
+from depthmix.ops.depth_sum.kernels.totals import total  # noqa: E402
 
 FP32, FP16 = torch.float32, torch.float16
 EPS = 0.1  # far from zero, so that no mixture is blown up
@@ -124,7 +125,9 @@ def test_read(
     assert found.fresh is None
     if norm:
         rms = torch.stack([torch.rsqrt(m.square().mean(-1) + EPS) for m in o])
-        assert_near([*found.xhat, found.rms], [*xhat, rms], TOL[FP32])
+        assert found.xhat[-1] is found.raw  # which is in memory anyway, so that x̂ need not be
+        assert found.mixtures == 1 << (ways - 1)
+        assert_near([*found.xhat[:-1], found.rms], [*xhat[:-1], rms], TOL[FP32])
     else:
         assert not found.xhat
         assert found.rms.numel() == 0
@@ -159,10 +162,10 @@ def test_read_backward(
     case = Case(tokens, dim, n, ways, static, dynamic, relu, norm)
     dy = [numbers(tokens, dim, seed=80 + k) for k in range(ways)]
     draw = numbers(tokens, dim, seed=90)
-    kept = case.kernel(keep=True)
+    kept = case.kernel(raw=ways - 1, keep=True)
     found = read_backward(
         dy, draw, ways - 1, kept.xhat, kept.rms, case.gain, case.sources, case.static, case.dynamic, relu,
-        Need(static is not None, dynamic), group=2, programs=2,
+        Need(static is not None, dynamic), kept.mixtures, group=2, programs=2,
     )  # fmt: skip
     sources, *wide = case.wide()
     leaves = [None if x is None else x.requires_grad_() for x in wide]
@@ -184,6 +187,7 @@ def test_a_way_without_a_norm_beside_others(has_draw: bool) -> None:
     case = Case(7, 20, 3, 4, None, True, 0, True)
     case.gain = case.gain[:3]
     found = case.kernel(raw=3, keep=True)
+    assert found.mixtures == 0  # the way that is returned as it is has no norm
     sources, _, dynamic, gain = case.wide()
     gain, dynamic = gain.requires_grad_(), dynamic.requires_grad_()
     o, xhat, _ = case.exact(sources, None, dynamic, torch.ones(4, 20).double())
@@ -201,17 +205,64 @@ def test_a_way_without_a_norm_beside_others(has_draw: bool) -> None:
     assert back.do[3] is draw or not has_draw
 
 
+@pytest.mark.parametrize("has_add", [False, True])
+def test_one_source_as_it_is_is_kept_for_all_norms(has_add: bool) -> None:
+    """The norms of three ways that see the same source: nothing is written for their backward but the sizes."""
+    case = Case(7, 20, 1, 3, "numbers", False, 0, True)
+    case.static = torch.ones_like(case.static)
+    add = numbers(7, 20, seed=60) if has_add else None
+    kept = case.kernel(add=add, keep=True, plain=True)
+    assert kept.mixtures == 0b111
+    assert all(x is (kept.fresh if has_add else case.sources[0]) for x in kept.xhat)
+    dy = [numbers(7, 20, seed=80 + k) for k in range(3)]
+    found = read_backward(
+        dy, None, None, kept.xhat, kept.rms, case.gain, kept.xhat[:1], case.static, None, 0, Need(False, False), kept.mixtures
+    )  # fmt: skip
+    sources, static, _, gain = case.wide()
+    sources = [sources[0] + (0 if add is None else add.double())]
+    gain = gain.requires_grad_()
+    o, _, y = case.exact([sources[0].requires_grad_()], static, None, gain)
+    dgain, *do = torch.autograd.grad(y, [gain, *o], [d.double() for d in dy])
+    assert_near([*found.do, found.dgain], [*do, dgain], 2 * TOL[FP32])
+
+
+@pytest.mark.parametrize("norm", [False, True])
+def test_what_is_passed_is_added_to_a_copy(norm: bool) -> None:
+    """In fp32, before the one rounding; do itself is without it."""
+    case = Case(7, 20, 2, 1, "numbers", False, 0, norm, FP16)
+    dy, passed = [numbers(7, 20, seed=80, dtype=FP16)], 1000 * numbers(7, 20, seed=81, dtype=FP16)
+    kept = case.kernel(keep=True)
+    given = (dy, None, None, kept.xhat, kept.rms, case.gain, case.sources, case.static, None, 0, Need(False, False), 0)
+    without, found = read_backward(*given), read_backward(*given, passed)
+    assert without.through is None
+    assert torch.equal(found.do[0], without.do[0])
+    assert (found.do[0] is dy[0]) != norm
+    assert_near([found.through], [without.do[0].double() + passed.double()], 1e-3)
+
+
+@pytest.mark.parametrize("shape", [(1, 2, 20), (700, 3, 7), (130, 1100), (3, 0, 20)])
+def test_total(shape: tuple[int, ...]) -> None:
+    part = numbers(*shape, seed=1)
+    found = total(part)
+    assert found.shape == shape[1:]
+    assert_near([found], [part.double().sum(0)], TOL[FP32])
+
+
 def test_read_backward_does_what_is_needed() -> None:
     case = Case(7, 20, 2, 2, "rows", True, 0, False)
     dy = [numbers(7, 20, seed=80 + k) for k in range(2)]
     arguments = ([], torch.empty(0), None, case.sources, case.static, case.dynamic, 0)
     found = read_backward(dy, None, None, *arguments, Need(False, False))
     assert all(a is b for a, b in zip(found.do, dy, strict=True))
-    assert found[1:] == (None, None, None)
+    assert found[1:] == (None, None, None, None)
     found = read_backward(dy, None, None, *arguments, Need(False, True))
     assert found.dstatic is None
     expected = torch.einsum("wtd,itd->twi", torch.stack(dy).double(), torch.stack(case.sources).double())
     assert_near([found.ddynamic], [expected], TOL[FP32])
+    assert found.ddynamic.stride() == (4, 2, 1)
+    found = read_backward(dy, None, None, *arguments, Need(False, True, by_source=True))
+    assert_near([found.ddynamic], [expected], TOL[FP32])
+    assert found.ddynamic.stride() == (4, 1, 2)
 
 
 @pytest.mark.covered
@@ -228,7 +279,7 @@ def test_scores(rows: int, tokens: int, dim: int, dtype: torch.dtype, has_add: b
     assert torch.equal(fresh, expected)
     assert_near([scores], [expected.double() @ w.double().T], TOL[FP32])
     ds = [strided(tokens, 1, seed=4 + k)[:, 0] for k in range(rows)]
-    assert_near([score_backward(v, ds)], [torch.stack(ds).double() @ v.double()], 4 * TOL[FP32])
+    assert_near([score_backward(v, ds).sum(0)], [torch.stack(ds).double() @ v.double()], 4 * TOL[FP32])
 
 
 @pytest.mark.covered
@@ -273,6 +324,74 @@ def test_source_backward(
                 expected = expected + r.ds[j].double()[:, None] * r.w[j].double()
         assert found.dtype == FP32
         assert_near([found], [expected], TOL[FP32])
+
+
+@pytest.mark.parametrize(
+    ("static", "dynamic", "relu"), [("rows", True, 1), ("rows", True, 2), ("numbers", False, 0), (None, True, 0)]
+)
+def test_readers_of_one_of_two_sources(static: Any, dynamic: bool, relu: int) -> None:
+    """What a reader has for a source that it does not read is None, and nothing comes of it."""
+    kind = {"rows": 20, "numbers": 1, None: 0}[static]
+    readers, expected = [], [torch.zeros(5, 20, dtype=torch.float64) for _ in range(2)]
+    for r, seen in enumerate([(True, False), (True, True), (False, True)]):
+        own = [
+            (numbers(kind, seed=3 + 9 * r + j) if kind else None, numbers(5, seed=33 + 9 * r + j), numbers(5, seed=63 + 9 * r + j))
+            if there else (None, None, None)
+            for j, there in enumerate(seen)
+        ]  # fmt: skip
+        do, u = numbers(5, 20, seed=90 + r), numbers(20, seed=95 + r)
+        b, p, ds = (list(x) for x in zip(*own, strict=True))
+        w = [u if there else None for there in seen]
+        readers.append(
+            Reader(do, b if kind else None, p if dynamic else None, relu, *((ds, w) if dynamic else (None, None)))
+        )
+        for j, there in enumerate(seen):
+            if there:
+                wide = [x[j].double() if x[j] is not None else None for x in (b, p)]
+                expected[j] += weight(wide[0], wide[1] if dynamic else None, relu) * do.double()
+                expected[j] += ds[j].double()[:, None] * u.double() if dynamic else 0
+    like = numbers(5, 20, seed=1)
+    assert_near(source_backward([Target(like), Target(like)], readers), expected, TOL[FP32])
+
+
+@pytest.mark.parametrize(
+    ("n", "relu", "scored", "holes", "dim"),
+    [(2, 1, True, False, 40), (2, 2, True, True, 20), (1, 1, True, False, 24), (2, 0, False, True, 24)],
+)
+@pytest.mark.parametrize("together", [False, True])
+def test_neighbours_side_by_side(n: int, relu: int, scored: bool, holes: bool, dim: int, together: bool) -> None:
+    """Three reads of two ways, whose parameters and numbers lie as a stack has them, give the same with their own kernel."""
+    columns = [numbers(9, 8, seed=j)[:, j:] for j in range(n)]  # those of the second source begin elsewhere
+    readers = []
+    for r in range(3):
+        static, ds, w = (
+            numbers(2, r + 3, dim, seed=10 + r),
+            numbers(9, r + 3, 2, seed=20 + r),
+            numbers(2, dim, seed=30 + r),
+        )
+        there = [not (holes and (r, j) in ((0, 0), (2, 1))) for j in range(n)]
+        for k in range(2):
+            own = [
+                [x if seen else None for x, seen in zip(found, there, strict=True)]
+                for found in (
+                    static[k, 1:][:n],
+                    [c[:, 2 * r + k] for c in columns],
+                    [ds[:, 1 + j, k] for j in range(n)],
+                    [w[k]] * n,
+                )
+            ]
+            readers.append(Reader(numbers(9, dim, seed=40 + 2 * r + k), *own[:2], relu, *(own[2:] if scored else ())))
+    assert _side_by_side(readers, dim, n) is not None
+    targets = [
+        Target(numbers(9, dim, seed=50 + j), numbers(9, dim, seed=60), numbers(9, dim, seed=70 + j), j > 0)
+        for j in range(n)
+    ]
+    expected = [d.double() for d in source_backward(targets, readers, lean=False)]
+    assert_near(source_backward(targets, readers, lean=True, together=together, tile=4, block=16), expected, TOL[FP32])
+    other = readers[0]._replace(
+        static=[numbers(dim, seed=80 + j) for j in range(n)], dynamic=[numbers(9, seed=90 + j) for j in range(n)]
+    )
+    assert _side_by_side([*readers, other], dim, n) is None
 
 
 def test_source_backward_rounds_what_is_finished() -> None:

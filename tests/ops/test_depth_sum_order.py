@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from depthmix import create_mixer
 from depthmix.ops import depth_sum, left, use_backend
+from depthmix.ops.depth_sum import source_order
 from ops import plain_sums
 from ops.helpers import assert_near, nodes_that_are_left_something, rand
 from ops.test_source_major import SCENARIOS, Stack, assert_as_reference, backward, cotangent, leaves, plain, tokens
@@ -136,6 +137,45 @@ def test_each_gradient_is_read_once_for_two_sources(monkeypatch: pytest.MonkeyPa
     attention = [(t, r) for t, r in calls if t]
     assert sum(t * r for t, r in attention) == pairs
     assert sum(r for _, r in attention) <= 70
+
+
+@pytest.mark.parametrize(("rule", "added"), [("dca", 3), ("grn2", 3), ("mudd", 0)])
+def test_the_two_gradients_of_attentions_output_are_added_in_the_norms_backward(
+    rule: str, added: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It goes to the second site and into the block's entry; MUDD's entry begins with the sum that the second site reads."""
+    gone: list[bool] = []
+    back = plain_sums.read_backward
+    monkeypatch.setattr(plain_sums, "read_backward", lambda *a: (gone.append(a[-1] is not None), back(*a))[1])
+    with plain_sums.plain_kernels(), use_backend("triton"):
+        SumStack(rule, n_blocks=3)(tokens()).sum().backward()
+    assert sum(gone) == added
+
+
+@pytest.mark.usefixtures("plain_kernels")
+def test_an_entry_of_constants_needs_no_gradient() -> None:
+    """Outputs that have none stay without, though the read between them has gradients."""
+    with use_backend("triton"):
+        stack = SumStack("dca", n_blocks=2)
+        state = stack.mixer.start(tokens())
+        for site in range(2):
+            h = stack.read(state, site)
+            assert (h[0] if site == 0 else h).requires_grad
+            state = stack.mixer.write(state, site, rand(1, 1, D, seed=site, dtype=torch.float32))
+    assert not any(t.requires_grad for t in state.pending)
+
+
+def test_neighbours_in_a_window_share_what_they_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """3-DCA of six blocks: every do once for two neighbours, also where a later reader sees one of them in the sum of older ones."""
+    calls: list[tuple[int, int]] = []
+    summed = plain_sums.source_backward
+    monkeypatch.setattr(plain_sums, "source_backward", lambda t, r: (calls.append((len(t), len(r))), summed(t, r))[1])
+    monkeypatch.setattr(source_order, "UNFINISHED", 16)  # four ways of a read, as in bf16
+    monkeypatch.setitem(RULES, "3-dca", ("dca", {"window": 3}))
+    with plain_sums.plain_kernels(), use_backend("triton"):
+        SumStack("3-dca", n_blocks=6)(tokens()).sum().backward()
+    # f_5 and f_4 have reader 5 and finish; f_3 and f_2 readers 3 and 4, f_3 also 5; f_1 and e 1 to 4, e also 5 and finish
+    assert [(t, r) for t, r in calls if t == 2] == [(2, 4), (2, 9), (2, 16)]
 
 
 def test_the_scores_of_a_source_are_made_and_differentiated_once(monkeypatch: pytest.MonkeyPatch) -> None:

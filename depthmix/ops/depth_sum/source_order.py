@@ -5,7 +5,7 @@
 
 A read's backward gives autograd no gradient for its sources. It only leaves its do and ds with each of them; PyTorch's engine
 runs the node that made a source after all of its readers, and that node then reads each reader's do once and writes the
-gradient once, summed in fp32. Neighbours with the same readers are summed together, and each do is read once for all of them.
+gradient once, summed in fp32. Neighbours that share readers are summed together, and each do is read once for both of them.
 The rows w of all reads come in one table, through a node of its own that runs last and collects their gradients.
 """
 
@@ -24,7 +24,7 @@ from depthmix.ops.torch_internals import node_will_run
 
 OP = "depth_sum"
 AT_ONCE = (2,)  # sources whose gradients are formed together: four are no faster than two times two
-FEWEST = 2  # ways of readers for which it pays to leave a source's gradient unfinished and take it up again
+UNFINISHED = 8  # bytes that a number of an unfinished gradient costs, written and read again
 ADDED, CLAMPED, SUM_CLAMPED = 0, 1, 2  # relu: static + dynamic, static + max(dynamic, 0), max(static + dynamic, 0)
 
 
@@ -46,6 +46,7 @@ class Result(NamedTuple):
     y: tuple[Tensor, ...]  # the ways, normed if there is a norm
     raw: Tensor | None  # the way asked for before its norm
     fresh: Tensor | None  # the newest source with `add`, as later reads must pass it on
+    passed: Tensor | None = None  # the newest source as it is, if that was asked for: its gradient is then added here
 
 
 def make_source(v: Tensor, add: Tensor | None = None, rows: Any = None) -> tuple[Tensor, Tensor | None]:
@@ -81,22 +82,25 @@ def read_sums(
     gain: Tensor | None = None,
     eps: float = 0.0,
     raw: int | None = None,
+    passes: bool = False,
 ) -> Result:
     """Read with kernels. The caller has checked that they can do it.
 
     add: the newest source is sources[-1] + add; only without dynamic weights. gain: [G, D], of the norms of the first G ways.
     raw: a way that is wanted as it is before its norm too; ways without a norm beside others with one have no other result.
+    passes: for a plain sum whose newest source goes on elsewhere: autograd would add up its two gradients in a pass of its own.
     """
-    plan = Plan(weights._replace(static=None, dynamic=None, table=None), eps, None if gain is None else raw)
+    plan = Plan(weights._replace(static=None, dynamic=None, table=None), eps, None if gain is None else raw, passes)
     given = (weights.static, weights.table, weights.dynamic, gain, add, *sources)
     given = tuple(None if t is None else t.contiguous() for t in given)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given):
         outs = list(ReadSums.apply(plan, *given))
     else:
-        outs = _outputs(_read(plan, given, keep=False))
+        outs = [*_outputs(_read(plan, given, keep=False)), *given[-1:] * passes]
+    passed = outs.pop() if passes else None
     fresh = None if add is None else outs.pop()
     rough = None if plan.raw is None else outs.pop()
-    return Result(tuple(outs), outs[raw] if gain is None and raw is not None else rough, fresh)
+    return Result(tuple(outs), outs[raw] if gain is None and raw is not None else rough, fresh, passed)
 
 
 class Plan(NamedTuple):
@@ -105,6 +109,7 @@ class Plan(NamedTuple):
     weights: Weights  # without static, dynamic and table, which have
     eps: float = 0.0
     raw: int | None = None
+    passes: bool = False
 
 
 def _read(plan: Plan, given: Sequence[Any], keep: bool) -> Any:
@@ -112,7 +117,7 @@ def _read(plan: Plan, given: Sequence[Any], keep: bool) -> Any:
 
     static, _, dynamic, gain, add, *sources = given
     seen = by_source(dynamic, plan.weights.scores)
-    return read(sources, add, static, seen, plan.weights.relu, gain, plan.eps, plan.raw, keep)
+    return read(sources, add, static, seen, plan.weights.relu, gain, plan.eps, plan.raw, keep, plan.weights.plain)
 
 
 def by_source(dynamic: Tensor | None, scores: Sequence[Tensor] = ()) -> list[Tensor] | None:
@@ -152,12 +157,12 @@ class Reading(NamedTuple):
             arrive(self.stream, *self.do, *views)
         return self
 
-    def seen_by(self, sources: Sequence[int]) -> list[Any]:
-        """The ways of this read as these of its sources see them."""
+    def seen_by(self, sources: Sequence[int | None]) -> list[Any]:
+        """The ways of this read as these of its sources see them; None: a source that it does not read."""
         from depthmix.ops.depth_sum.kernels.source_backward import Reader
 
-        def of(x: Views, k: int) -> list[Tensor] | None:
-            return None if x is None else [x[i][k] for i in sources]
+        def of(x: Views, k: int) -> list[Tensor | None] | None:
+            return None if x is None else [None if i is None else x[i][k] for i in sources]
 
         static, dynamic, ds, w = self.static, self.dynamic, self.ds, self.w
         ways = enumerate(self.do)
@@ -192,7 +197,7 @@ class MakeSource(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Any, v: Tensor, add: Tensor | None) -> Any:
-        ctx.left, ctx.part, ctx.scored, ctx.fresh_nr, ctx.dtype = {}, {}, {}, 0, v.dtype
+        ctx.left, ctx.part, ctx.scored, ctx.fresh_nr, ctx.dtype, ctx.place = {}, {}, {}, 0, v.dtype, None
         ctx.set_materialize_grads(False)
         fresh, scores = _add_and_score(v, add, rows)
         fresh = v.detach() if fresh is v else fresh
@@ -223,10 +228,12 @@ class ReadSums(torch.autograd.Function):
         static, table, dynamic, gain, add, *sources = given
         sums = _read(plan, given, keep=True)
         outs = _outputs(sums)
-        ctx.n, ctx.kept = len(sources), len(sums.xhat)
-        ctx.left, ctx.part, ctx.scored, ctx.dtype = {}, {}, {}, sources[-1].dtype  # type: ignore[union-attr]
+        ctx.n, ctx.kept, ctx.mixtures = len(sources), len(sums.xhat), sums.mixtures
+        ctx.left, ctx.part, ctx.scored, ctx.place = {}, {}, {}, None
+        ctx.dtype = sources[-1].dtype  # type: ignore[union-attr]
         ctx.fresh_nr = None if add is None else len(outs) - 1
         ctx.makers = [_maker(v) for v in sources]
+        _count(ctx.makers if add is None else [*ctx.makers[:-1], ctx])
         ctx.collector = None if table is None else table.grad_fn
         if add is not None:
             ctx.makers[-1] = None  # this node itself, but with a reference to it would never go away
@@ -236,13 +243,13 @@ class ReadSums(torch.autograd.Function):
         ctx.save_for_backward(static, table, dynamic, gain, sums.rms, *sums.xhat, *sources, *plan.weights.scores)
         ctx.set_materialize_grads(False)
         ctx.plan = plan._replace(weights=plan.weights._replace(scores=()))
-        return tuple(outs)
+        return (*outs, *given[-1:] * plan.passes)  # type: ignore[arg-type]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         saved = saved_once(ctx, OP)
         rest = iter(saved[4:])
-        kept = next(rest), [next(rest) for _ in range(ctx.kept)]
+        kept = next(rest), [next(rest) for _ in range(ctx.kept)], ctx.mixtures
         sources, scores = [next(rest) for _ in range(ctx.n)], list(rest)
         with without_autocast(sources[-1]):
             if torch.is_grad_enabled():
@@ -258,11 +265,12 @@ def _maker(source: Any) -> Any:
 
 
 def _backward(
-    ctx: Any, given: Sequence[Any], kept: tuple[Any, Any], sources: list[Tensor], scores: list[Tensor], grads: Any
+    ctx: Any, given: Sequence[Any], kept: tuple[Any, Any, int], sources: list[Tensor], scores: list[Tensor], grads: Any
 ) -> tuple[Tensor | None, ...]:
     static, table, dynamic, gain = given
     need_static, _, need_dynamic, _, need_add, *needs = ctx.needs_input_grad[1:]
     dy = [None if g is None else g.contiguous() for g in grads]
+    passed = dy.pop() if ctx.plan.passes else None
     g = None if ctx.fresh_nr is None else dy.pop()
     draw = None if ctx.plan.raw is None else dy.pop()
     need_fresh = ctx.fresh_nr is not None and (need_add or needs[-1])
@@ -274,7 +282,8 @@ def _backward(
         collector = ctx.collector if ctx.collector is not None and node_will_run(ctx.collector) else None
         need_ds = need_dynamic or (table is not None and (collector is not None or any(needs)))
         seen = by_source(dynamic, scores)
-        found = differentiate(ctx.plan, dy, draw, kept, gain, sources, static, seen, (need_static, need_ds))
+        need = need_static, need_ds, table is not None
+        found = differentiate(ctx.plan, dy, draw, kept, gain, sources, static, seen, need, passed)
         dgain, dstatic = found.dgain, found.dstatic
         ddynamic = found.ddynamic.view(dynamic.shape) if need_dynamic else None
         scored = table is not None and need_ds
@@ -297,23 +306,38 @@ def _backward(
                     _leave_dw(sources[i], [reading.scored(i)], task)
         plain = ctx.plan.weights.plain and len(found.do) == 1  # each has the whole gradient
         for i, d in zip(alone, found.do * len(alone) if plain else gradients(reading, alone), strict=True):
-            dv[i] = d
+            dv[i] = d if passed is None or i < ctx.n - 1 else found.through
+    if passed is not None and needs[-1] and dv[-1] is None:
+        dv[-1] = passed
     if need_fresh:
         dv[-1] = _gradient_of_source(ctx, g, left, task)
     return None, dstatic, None, ddynamic, dgain, dv[-1] if need_add else None, *dv
 
 
 def differentiate(
-    plan: Plan, dy: Sequence[Tensor | None], draw: Tensor | None, kept: tuple[Any, Any] | None, gain: Tensor | None,
-    sources: list[Tensor], static: Tensor | None, dynamic: list[Tensor] | None, need: tuple[bool, bool],
+    plan: Plan, dy: Sequence[Tensor | None], draw: Tensor | None, kept: tuple[Any, Any, int] | None, gain: Tensor | None,
+    sources: list[Tensor], static: Tensor | None, dynamic: list[Tensor] | None, need: tuple[bool, ...],
+    passed: Tensor | None = None,
 ) -> Any:  # fmt: skip
     """The gradients of a read's mixtures and of its parameters; kept: what the norm saved."""
     from depthmix.ops.depth_sum.kernels.read_backward import Need, read_backward
 
-    rms, xhat = kept or (torch.empty(0, dtype=torch.float32, device=sources[0].device), [])
+    rms, xhat, mixtures = kept or (torch.empty(0, dtype=torch.float32, device=sources[0].device), [], 0)
     filled = [torch.zeros_like(sources[-1]) if d is None else d for d in dy]
     return read_backward(
-        filled, draw, plan.raw, xhat, rms, gain, sources, static, dynamic, plan.weights.relu, Need(*need)
+        filled,
+        draw,
+        plan.raw,
+        xhat,
+        rms,
+        gain,
+        sources,
+        static,
+        dynamic,
+        plan.weights.relu,
+        Need(*need),
+        mixtures,
+        passed,
     )
 
 
@@ -340,8 +364,7 @@ def _leave_dw(v: Tensor, scored: list[Scored], task: int) -> None:
             by_collector.setdefault(collector, []).extend(zip(rows, ds, strict=True))
     for collector, columns in by_collector.items():
         columns.sort(key=lambda column: column[0])
-        dw = score_backward(v, [ds for _, ds in columns])
-        leave_rows(collector, task, [row for row, _ in columns], dw.unsqueeze(0))
+        leave_rows(collector, task, [row for row, _ in columns], score_backward(v, [ds for _, ds in columns]))
 
 
 def _gradient_of_source(node: Any, g: Tensor | None, left: list[tuple[Reading, int]], task: int) -> Tensor | None:
@@ -351,37 +374,48 @@ def _gradient_of_source(node: Any, g: Tensor | None, left: list[tuple[Reading, i
     part = take_part(node, task)
     if not left:
         return g if part is None else (part if g is None else part + g).to(node.dtype)
-    for reading, _ in left:
-        reading.arrive()
     like = left[0][0].do[0]
-    older = _older_with_the_same_readers(node, left, task)
-    targets = [Target(like, None, take_part(maker, task), False) for maker in older]
-    targets.append(Target(like, None if g is None else g.contiguous(), part, True))
-    readers = [way for reading, i in left for way in reading.seen_by(range(i - len(older), i + 1))]
-    *parts, whole = source_backward(targets, readers)
-    for maker, d in zip(older, parts, strict=True):
-        maker.part[task] = d, stream_of(like)
-        maker.scored.setdefault(task, []).extend(reading.scored(i) for reading, i in maker.left[task])
-        maker.left[task].clear()
+    target = Target(like, None if g is None else g.contiguous(), part, True)
+    older = _older_neighbour(node, left, task)
+    theirs = {} if older is None else {id(reading): (reading, i) for reading, i in older.left[task]}
+    readers = []
+    for reading, i in left:
+        also = [] if older is None else [theirs.pop(id(reading), (None, None))[1]]
+        readers += reading.arrive().seen_by([*also, i])
+    for reading, i in theirs.values():  # those that read the older one alone
+        readers += reading.arrive().seen_by([i, None])
+    if older is None:
+        return source_backward([target], readers)[0]
+    unfinished, whole = source_backward([Target(like, None, take_part(older, task), False), target], readers)
+    older.part[task] = unfinished, stream_of(like)
+    older.scored.setdefault(task, []).extend(reading.scored(i) for reading, i in older.left[task])
+    older.left[task].clear()
     return whole
 
 
-def _older_with_the_same_readers(node: Any, left: list[tuple[Reading, int]], task: int) -> list[Any]:
-    """The makers of the sources before this one, one or three, if what was left with them so far is the same."""
-    reading, i = left[0]
-    if sum(len(reading.do) for reading, _ in left) < FEWEST:
-        return []
-    mine = sorted((id(reading), i) for reading, i in left)
-    for count in (k - 1 for k in AT_ONCE if (i + 1) % k == 0):
-        makers = reading.makers[i - count : i]
-        if len({id(m) for m in (node, *makers)}) == count + 1 and all(
-            maker is not None
-            and node_will_run(maker)
-            and sorted((id(r), j + count - k) for r, j in maker.left.get(task, [])) == mine
-            for k, maker in enumerate(makers)
-        ):
-            return list(makers)
-    return []
+def _older_neighbour(node: Any, left: list[tuple[Reading, int]], task: int) -> Any:
+    """The maker of the source before this one, if it pays to form what is known of its gradient in the same pass.
+
+    Every second source looks for one, counted from the oldest, so that this has a partner: it has the most readers.
+    """
+    reading, i = left[-1]  # the oldest: with a window, later ones may see a sum in the older one's place
+    maker = reading.makers[i - 1] if node.place % 2 and i > 0 else None
+    if maker is None or maker is node or not node_will_run(maker):
+        return None
+    mine, theirs = [{id(reading) for reading, _ in found} for found in (left, maker.left.get(task, []))]
+    if len(mine) < len(left) or len(theirs) < len(maker.left.get(task, [])):  # a source that is read twice in one read
+        return None
+    shared = sum(len(reading.do) for reading, _ in left if id(reading) in theirs)
+    return maker if shared * reading.do[0].element_size() >= UNFINISHED else None
+
+
+def _count(makers: Sequence[Any]) -> None:
+    """Give each source of a read its place, unless an earlier read has: one more than the place of the source before it."""
+    place = -1
+    for maker in makers:
+        if maker is not None and maker.place is None:
+            maker.place = place + 1
+        place = place + 1 if maker is None else maker.place
 
 
 def _differentiable_backward(
@@ -398,7 +432,7 @@ def _differentiable_backward(
         mixed = depth_sum_reference(sources, static, dynamic, relu == SUM_CLAMPED)
         y = mixed if gain is None else [rms_normalize(o, plan.eps) * k for o, k in zip(mixed, gain, strict=False)]
         outs = [*y, *([] if raw is None else [mixed[raw]])]
-        return (*(o.to(ctx.dtype) for o in outs), *([] if ctx.fresh_nr is None else sources[-1:]))
+        return (*(o.to(ctx.dtype) for o in outs), *sources[-1:] * (ctx.fresh_nr is not None or plan.passes))
 
     full = [torch.zeros_like(sources[-1]) if g is None else g for g in grads]
     *needs, need_add = ctx.needs_input_grad[1:6]

@@ -75,7 +75,7 @@ def _read_kernel(
     table, add, fresh, static, gain, y0, y1, y2, y3, x0, x1, x2, x3, raw, rms, N: tl.int64, n: tl.int32, out_eps,
     D: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr, WAYS: tl.constexpr, STATIC: tl.constexpr, DYNAMIC: tl.constexpr,
     RELU: tl.constexpr, ADD: tl.constexpr, NORM: tl.constexpr, RAW: tl.constexpr, KEEP: tl.constexpr, UP: tl.constexpr,
-    ALIGNED: tl.constexpr, STAGES: tl.constexpr,
+    MIXTURES: tl.constexpr, ALIGNED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     t = tl.minimum(tl.program_id(0).to(tl.int64) * BT, N - BT)
     d = tl.arange(0, BD)
@@ -135,7 +135,8 @@ def _read_kernel(
                 r = tl.rsqrt(squares[w * BT + k] / D + out_eps)
                 o = o * r
                 if KEEP:
-                    tl.store(xs[w] + row * D + d, o.to(xs[w].dtype.element_ty), mask=ok)
+                    if (MIXTURES >> w) % 2 == 0:
+                        tl.store(xs[w] + row * D + d, o.to(xs[w].dtype.element_ty), mask=ok)
                     tl.store(rms + w * N + row, r)
                 o = o * g
             if NORM == 0 or w < NORM:
@@ -147,7 +148,8 @@ class Sums(NamedTuple):
 
     y: list[Tensor]  # W results like a source, or those of the ways with a norm
     raw: Tensor | None  # one way's mixture before its norm, like a source
-    xhat: list[Tensor]  # with keep and a norm: the results before the gain, like a source but never bf16
+    xhat: list[Tensor]  # with keep and a norm: the results before the gain, like a source but never bf16,
+    mixtures: int  # or for ways whose bit is set here the mixture itself, where that is in memory anyway
     rms: Tensor  # with keep and a norm: 1 / RMS of the mixtures, [G, N]
     fresh: Tensor | None  # the newest source, if it was added up here
 
@@ -162,28 +164,35 @@ def read(
     out_eps: float,
     raw: int | None,
     keep: bool,
+    plain: bool = False,
     *,
     tile: int | None = None,
     warps: int | None = None,
     stages: int | None = None,
+    registers: int | None = None,
 ) -> Sums:
     """W sums of the sources [..., D], the last of which is sources[-1] + add if that is given.
 
     static: [W, n, D] or [W, n, 1] fp32; dynamic: for each source [N, W] fp32, any strides; gain: [G, D] fp32, of the norms of
     the first G ways; others beside them have a result only as `raw`: the way whose mixture is returned as it is before a norm.
-    keep: also what a backward of the norm needs.
+    keep: also what a backward of the norm needs. plain: all weights are one.
     """
     v, n, dim = sources[-1], len(sources), sources[-1].shape[-1]
     tokens, ways = v.numel() // dim, static.shape[0] if static is not None else dynamic[0].shape[1]  # type: ignore[index]
     norm = 0 if gain is None else len(gain)
     kept = norm if keep else 0
+    fresh = None if add is None else torch.empty_like(v)
+    rough = None if raw is None else torch.empty_like(v)
     kind = torch.float16 if v.dtype == torch.bfloat16 else v.dtype  # of the order of one: eight times as exact as bf16
+    only = (v if fresh is None else fresh) if plain and n == 1 else None
+    own = [only if only is not None else rough if w == raw else None for w in range(kept)]
     result = Sums(
         [torch.empty_like(v) for _ in range(norm or ways)],
-        None if raw is None else torch.empty_like(v),
-        [torch.empty_like(v, dtype=kind) for _ in range(kept)],
+        rough,
+        [torch.empty_like(v, dtype=kind) if t is None else t for t in own],
+        sum(1 << w for w, t in enumerate(own) if t is not None),
         torch.empty(kept, tokens, dtype=torch.float32, device=v.device),
-        None if add is None else torch.empty_like(v),
+        fresh,
     )
     if not tokens:
         return result
@@ -198,8 +207,8 @@ def read(
         v if result.raw is None else result.raw, result.rms, tokens, n, out_eps,
         D=dim, BD=block, BT=tile, WAYS=ways, STATIC=kind_of(static, dim), DYNAMIC=dynamic is not None, RELU=relu,
         ADD=int(add is not None), NORM=norm, RAW=-1 if raw is None else raw, KEEP=kept > 0,
-        UP=triton.next_power_of_2((norm or ways) * tile), ALIGNED=aligned(dim, sources, [add]), STAGES=stages, num_warps=warps,
-        num_stages=1,
+        UP=triton.next_power_of_2((norm or ways) * tile), MIXTURES=result.mixtures, ALIGNED=aligned(dim, sources, [add]), STAGES=stages,
+        num_warps=warps, num_stages=1, **({} if registers is None else {"maxnreg": registers}),
     )  # fmt: skip
     return result
 

@@ -21,15 +21,16 @@ from torch import Tensor
 
 from depthmix.ops.depth_sum.kernels.read import four, kind_of, source_table
 from depthmix.ops.depth_sum.kernels.rows import sums, sums_side_by_side
+from depthmix.ops.depth_sum.kernels.totals import total
 from depthmix.ops.gpu.addresses import aligned
 from depthmix.ops.gpu.launch import launch
 
 
 @triton.jit(do_not_specialize=["N"])
 def _norm_backward_kernel(
-    g0, g1, g2, g3, draw, x0, x1, x2, x3, rms, gain, o0, o1, o2, o3, dgain, N: tl.int64,
+    g0, g1, g2, g3, draw, x0, x1, x2, x3, rms, gain, o0, o1, o2, o3, passed, through, dgain, N: tl.int64,
     D: tl.constexpr, BD: tl.constexpr, WAYS: tl.constexpr, UP: tl.constexpr, NORM: tl.constexpr, RAW: tl.constexpr,
-    STAGES: tl.constexpr,
+    MIXTURES: tl.constexpr, PASSED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BD)
@@ -42,12 +43,16 @@ def _norm_backward_kernel(
             gains = gains + (tl.load(gain + w * D + d, mask=ok, other=0.0),)
     for t in tl.range(program, N, tl.num_programs(0), num_stages=STAGES):
         at = t * D + d
-        ys, xs, products, new = (), (), (), ()
+        ys, xs, products, new, scales = (), (), (), (), ()
         for w in tl.static_range(WAYS):
-            if NORM or w == RAW:
+            if NORM:
+                scales = scales + (tl.load(rms + w * N + t),)
+            if NORM or w == RAW or (PASSED and w == 0):
                 y = tl.load(dys[w] + at, mask=ok, other=0.0).to(tl.float32)
                 if NORM:
                     x = tl.load(xhats[w] + at, mask=ok, other=0.0).to(tl.float32)
+                    if (MIXTURES >> w) % 2 == 1:
+                        x *= scales[w]
                     new = new + (tl.fma(y, x, acc[w]),)
                     y *= gains[w]
                     xs = xs + (x,)
@@ -58,13 +63,17 @@ def _norm_backward_kernel(
         if NORM:
             along = sums(products, WAYS, UP, 0)
         for w in tl.static_range(WAYS):
-            if NORM or w == RAW:
+            if NORM or w == RAW or (PASSED and w == 0):
                 y = ys[w]
                 if NORM:
-                    y = tl.load(rms + w * N + t) * (y - xs[w] * (along[w] / D))
+                    y = scales[w] * (y - xs[w] * (along[w] / D))
                 if w == RAW:
                     y += tl.load(draw + at, mask=ok, other=0.0).to(tl.float32)
-                tl.store(dos[w] + at, y.to(g0.dtype.element_ty), mask=ok)
+                if NORM or w == RAW:
+                    tl.store(dos[w] + at, y.to(g0.dtype.element_ty), mask=ok)
+                if PASSED and w == 0:
+                    y += tl.load(passed + at, mask=ok, other=0.0).to(tl.float32)
+                    tl.store(through + at, y.to(g0.dtype.element_ty), mask=ok)
         acc = new
     if NORM:
         for w in tl.static_range(WAYS):
@@ -95,9 +104,9 @@ def _weight_backward_kernel(
     table, o0, o1, o2, o3, static, dots, part, N: tl.int64, n: tl.int32,
     D: tl.constexpr, BD: tl.constexpr, WAYS: tl.constexpr, G: tl.constexpr, UP: tl.constexpr, STATIC: tl.constexpr,
     DYNAMIC: tl.constexpr, RELU: tl.constexpr, DOTS: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
-    STAGES: tl.constexpr,
+    BY_SOURCE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    # dots: [N, WAYS, n]; part: [programs, WAYS, n, D]. Programs of the same tokens follow each other: do is then in the second cache
+    # dots: [N, WAYS, n], or BY_SOURCE [N, n, WAYS]; part: [programs, WAYS, n, D]. Programs of the same tokens follow each other: do is then in the second cache
     start, program = tl.program_id(0) * G, tl.program_id(1).to(tl.int64)
     d = tl.arange(0, BD)
     ok = d < D
@@ -139,7 +148,10 @@ def _weight_backward_kernel(
             if RELU == 1 and DYNAMIC:
                 p = tl.load(own + t * stride, mask=some, other=0.0)
                 found = tl.where(p >= 0, found, 0.0)
-            tl.store(dots + ((t * WAYS + way) * n + i), found, mask=some)
+            if BY_SOURCE:
+                tl.store(dots + ((t * n + start) * WAYS + k), found, mask=some)
+            else:
+                tl.store(dots + ((t * WAYS + way) * n + i), found, mask=some)
     if ROWS:
         for j in tl.static_range(G):
             for w in tl.static_range(WAYS):
@@ -152,6 +164,9 @@ class Need(NamedTuple):
 
     static: bool
     dynamic: bool
+    by_source: bool = (
+        False  # ddynamic with the ways of a source side by side in memory, as a source's gradient reads them
+    )
 
 
 class ReadGradients(NamedTuple):
@@ -161,6 +176,7 @@ class ReadGradients(NamedTuple):
     dgain: Tensor | None  # [G, D]
     dstatic: Tensor | None  # like static
     ddynamic: Tensor | None  # [N, W, n] fp32
+    through: Tensor | None = None  # do of the first way + what was passed
 
 
 def read_backward(
@@ -175,14 +191,20 @@ def read_backward(
     dynamic: Sequence[Tensor] | None,
     relu: int,
     need: Need,
+    mixtures: int = 0,
+    passed: Tensor | None = None,
     *,
     group: int | None = None,
     warps: int | None = None,
     stages: int | None = None,
     programs: int | None = None,
+    norm_warps: int | None = None,
+    norm_stages: int | None = None,
+    norm_programs: int | None = None,
 ) -> ReadGradients:
-    """Gradients given those of the results and of the raw one; xhat, rms: what the read kept; the rest as it was read.
+    """Gradients given those of the results and of the raw one; xhat, rms, mixtures: what the read kept; the rest as it was read.
 
+    passed: what else is known of the gradient of a source that is in the first way as it is; added to a copy of its do.
     dy: of all ways, or with a gain [G, D] of the first G: the mixtures of the others have no gradient but that of the raw one.
     """
     v, n, normed = sources[0], len(sources), len(dy)
@@ -192,7 +214,7 @@ def read_backward(
     norm, has_raw = gain is not None, draw is not None and raw is not None and raw < normed
     dots_wanted = need.dynamic or (need.static and kind_of(static, dim) == 2)
     rows_wanted = need.static and kind_of(static, dim) == 1
-    if not (norm or has_raw or dots_wanted or rows_wanted):
+    if not (norm or has_raw or passed is not None or dots_wanted or rows_wanted):
         return ReadGradients(list(dy), None, None, None)
     do = [torch.empty_like(g) if norm or (has_raw and i == raw) else g for i, g in enumerate(dy)]
     do += [draw if draw is not None and i == raw else torch.zeros_like(v) for i in range(normed, ways)]
@@ -202,23 +224,24 @@ def read_backward(
     block = triton.next_power_of_2(dim)
     cores = torch.cuda.get_device_properties(v.device).multi_processor_count if v.is_cuda else 2
     make: Any = torch.empty if tokens else torch.zeros
-    dgain = None
-    if norm or has_raw:
-        own = min(32, max(1, block // 512))
+    dgain, through = None, None if passed is None else torch.empty_like(v)
+    if norm or has_raw or through is not None:
+        own = norm_warps or min(32, max(1, block // 512))
         resident = (
             16 if normed == 1 else 12
         )  # warps that a core's registers hold at once: more would come after them, alone
-        share = min(max(tokens, 1), cores * max(1, resident // own))
+        share = min(max(tokens, 1), norm_programs or cores * max(1, resident // own))
         dgain = make(share, normed if norm else 0, dim, **fp32)
         if tokens:
             launch(
                 _norm_backward_kernel, (share,), v,
                 *four(dy), dy[0] if draw is None else draw, *four(xhat or dy), rms, rms if gain is None else gain, *four(do),
-                dgain, tokens,
+                dy[0] if passed is None else passed, do[0] if through is None else through, dgain, tokens,
                 D=dim, BD=block, WAYS=normed, UP=triton.next_power_of_2(normed), NORM=norm, RAW=raw if has_raw else -1,
-                STAGES=2, num_warps=own, num_stages=1,
+                MIXTURES=mixtures, PASSED=through is not None, STAGES=norm_stages or 2, num_warps=own, num_stages=1,
             )  # fmt: skip
-    dots = torch.empty(tokens if dots_wanted else 0, ways, n, **fp32)
+    by_source = need.by_source and not clamp_later
+    dots = torch.empty(tokens if dots_wanted else 0, *((n, ways) if by_source else (ways, n)), **fp32)
     part = torch.empty(0, **fp32)
     if dots_wanted or rows_wanted:
         group = group or (
@@ -234,16 +257,18 @@ def read_backward(
                 source_table(sources, dynamic), *four(do), rms if static is None else static, dots, part, tokens, n,
                 D=dim, BD=block, WAYS=ways, G=group, UP=max(2, triton.next_power_of_2(ways * group)), STATIC=kind_of(static, dim),
                 DYNAMIC=dynamic is not None, RELU=0 if clamp_later else relu, DOTS=dots_wanted, ROWS=rows_wanted,
-                ALIGNED=aligned(dim, sources), STAGES=stages or (1 if relu == 2 else 3), num_warps=warps, num_stages=1,
+                ALIGNED=aligned(dim, sources), BY_SOURCE=by_source, STAGES=stages or (1 if relu == 2 else 3), num_warps=warps, num_stages=1,
             )  # fmt: skip
+    dots = dots.transpose(1, 2) if by_source else dots
     dstatic = None
     if need.static:
-        dstatic = part.sum(0) if rows_wanted else dots.sum(0).unsqueeze(-1)
+        dstatic = total(part) if rows_wanted else dots.sum(0).unsqueeze(-1)
     if clamp_later and dynamic is not None:
         dots = dots * (torch.stack(list(dynamic), -1) >= 0)
     return ReadGradients(
         do,
-        dgain.sum(0) if norm and dgain is not None else None,
+        total(dgain) if norm and dgain is not None else None,
         dstatic,
         dots if need.dynamic else None,
+        through,
     )

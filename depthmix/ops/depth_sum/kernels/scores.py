@@ -91,14 +91,14 @@ def _gather_kernel(table, out, N: tl.int64, columns: tl.int32, BT: tl.constexpr,
 
 
 def score_backward(v: Tensor, ds: Sequence[Tensor]) -> Tensor:
-    """Gradients of the R rows that made a source's scores, [R, D] fp32: ds: the gradient of each score, R times [N], any stride.
+    """Gradients of the R rows that made a source's scores: their sum over the first of [1 or 2, R, D], fp32.
 
-    One read of the source for all of its readers.
+    ds: the gradient of each score, R times [N], any stride. One read of the source for all of its readers.
     """
     dim, n = v.shape[-1], len(ds)
     tokens = v.numel() // dim
     if not tokens or not n:
-        return torch.zeros(n, dim, dtype=torch.float32, device=v.device)
+        return torch.zeros(1, n, dim, dtype=torch.float32, device=v.device)
     split = v.dtype == torch.bfloat16  # fp16 has too small a range for gradients
     columns = -(-n // 8) * 8  # whole rows of 16 bytes
     both = torch.empty(tokens, (1 + split) * columns, dtype=v.dtype if split else torch.float32, device=v.device)
@@ -109,13 +109,19 @@ def score_backward(v: Tensor, ds: Sequence[Tensor]) -> Tensor:
         address_table(tuple(a for pair in known for a in pair), v.device), both, tokens, columns,
         BT=32, BC=wide, SPLIT=split, num_warps=4,
     )  # fmt: skip
-    return rows_from_halves(both, v, columns)[:n]
+    return _products(both, v, columns)[:, :n]
 
 
 def rows_from_halves(both: Tensor, v: Tensor, columns: int) -> Tensor:
     """The sums over tokens of a column's number times v: [columns, D] fp32. both: [N, columns], of bf16 two halves side by side."""
+    dw = _products(both, v, columns)
+    return dw[0] if len(dw) == 1 else dw[0] + dw[1]
+
+
+def _products(both: Tensor, v: Tensor, columns: int) -> Tensor:
+    """The same of each half: [1 or 2, columns, D]."""
     rows = v.reshape(-1, v.shape[-1])
     if both.dtype == torch.float32:
-        return matmul(both.t(), rows.float())
+        return matmul(both.t(), rows.float()).unsqueeze(0)
     dw = torch.mm(both.t(), rows, out_dtype=torch.float32) if v.is_cuda else matmul(both.t().float(), rows.float())
-    return dw[:columns] + dw[columns:]
+    return dw.view(2, columns, -1)

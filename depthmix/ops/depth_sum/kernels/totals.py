@@ -1,0 +1,44 @@
+"""The sum of what many programs have added up, each over its own tokens: a few rows of parameters from each.
+
+    total = Σ_programs part
+
+What they wrote is still in the second cache; a program here adds up a few columns, always in the same order.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from depthmix.ops.gpu.launch import launch
+
+TILE = 8192  # numbers that a program adds to its sums at a time
+
+
+@triton.jit(do_not_specialize=["programs", "columns"])
+def _total_kernel(
+    part, out, programs: tl.int64, columns: tl.int64, UNIT: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr
+):
+    width = columns * UNIT
+    c = tl.program_id(0).to(tl.int64) * BC + tl.arange(0, BC)
+    acc = tl.zeros([BP, BC], tl.float32)
+    for start in range(0, programs, BP):
+        p = start + tl.arange(0, BP)
+        acc += tl.load(
+            part + (p[:, None] * width + c[None, :]), mask=(p < programs)[:, None] & (c < width)[None, :], other=0.0
+        )
+    tl.store(out + c, tl.sum(acc, 0), mask=c < width)
+
+
+def total(part: Tensor) -> Tensor:
+    """Over the first dimension, which is not empty, of a contiguous fp32 tensor."""
+    out = torch.empty(part.shape[1:], dtype=torch.float32, device=part.device)
+    width = out.numel()
+    if width:
+        unit = 4 if width % 4 == 0 else 1
+        block = 16 if width <= 1024 else 32 if width <= 8192 else 64  # enough programs for all cores
+        launch(
+            _total_kernel, (triton.cdiv(width, block),), part,
+            part, out, len(part), width // unit, UNIT=unit, BP=TILE // block, BC=block, num_warps=8, num_stages=1,
+        )  # fmt: skip
+    return out
