@@ -26,7 +26,7 @@ class Read:
         self.dynamic = [torch.randn(tokens, ways, device=device) for _ in self.sources] if dca else None
         self.gain = torch.rand(ways, dim, device=device) + 0.5 if dca else None
         self.dy = [torch.randn_like(self.like) for _ in range(ways)]
-        self.units = N_SOURCES + ways * (1 + dca)  # results, and with norms x̂, or the mixture where it is returned
+        self.units = N_SOURCES + ways + dca  # results, and one mixture before its norm
 
     def __call__(self) -> object:
         from depthmix.ops.depth_sum.kernels.read import read
@@ -77,8 +77,8 @@ def sum_read_backward(ways: int) -> Callable[[int, int, torch.device], Work]:
         raw, draw = (0, torch.randn_like(case.like)) if dca else (None, None)
 
         def run() -> None:
-            xhat, rms = kept.xhat, kept.rms  # type: ignore[attr-defined]
-            given = (case.dy, draw, raw, xhat, rms, case.gain, case.sources, case.static, case.dynamic, CLAMPED)
+            rows, rms = kept.kept, kept.rms  # type: ignore[attr-defined]
+            given = (case.dy, draw, raw, rows, rms, case.gain, case.sources, case.static, case.dynamic, CLAMPED)
             found[:] = [read_backward(*given, need, kept.mixtures)]  # type: ignore[attr-defined]
 
         def errors() -> dict[str, float]:

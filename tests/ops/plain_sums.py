@@ -18,7 +18,7 @@ from depthmix.ops.depth_attention.kernels.tiling import Halves
 class Sums(NamedTuple):
     y: list[Tensor]
     raw: Tensor | None
-    xhat: list[Tensor]
+    kept: list[Tensor]
     mixtures: int
     rms: Tensor | None
     fresh: Tensor | None
@@ -114,22 +114,20 @@ def read(
         return Sums([o.to(like.dtype).view_as(like).clone() for o in mixed], None, [], 0, None, fresh)
     normed = mixed[: len(gain)]
     rms = torch.stack([(o.square().mean(-1) + out_eps).rsqrt() for o in normed])
-    kind = torch.float16 if like.dtype == torch.bfloat16 else like.dtype
-    xhat = [(o * r.unsqueeze(-1)).to(kind).view_as(like) for o, r in zip(normed, rms, strict=True)]
     y = [
         (o * r.unsqueeze(-1) * k).to(like.dtype).view_as(like).clone()
         for o, r, k in zip(normed, rms, gain, strict=True)
     ]
     rough = None if raw is None else mixed[raw].to(like.dtype).view_as(like).clone()
     own = [like if plain and len(sources) == 1 else rough if w == raw else None for w in range(len(gain))]
-    xhat = [x if m is None else m for x, m in zip(xhat, own, strict=True)]
+    kept = [x if m is None else m for x, m in zip(y, own, strict=True)]
     mixtures = sum(1 << w for w, m in enumerate(own) if m is not None)
-    return Sums(y, rough, xhat if keep else [], mixtures, rms, fresh)
+    return Sums(y, rough, kept if keep else [], mixtures, rms, fresh)
 
 
 @torch.no_grad()
 def read_backward(
-    dy: Sequence[Tensor | None], draw: Tensor | None, raw: int | None, xhat: Sequence[Tensor], rms: Tensor | None,
+    dy: Sequence[Tensor | None], draw: Tensor | None, raw: int | None, kept: Sequence[Tensor], rms: Tensor | None,
     gain: Tensor | None, sources: Sequence[Tensor], static: Tensor | None, dynamic: Sequence[Tensor] | None, relu: int,
     need: Need, mixtures: int = 0, passed: Tensor | None = None,
 ) -> ReadGradients:  # fmt: skip
@@ -140,7 +138,8 @@ def read_backward(
         given = dy[way] if way < len(dy) else None
         d = torch.zeros_like(rows(like)) if given is None else rows(given)
         if gain is not None and way < len(gain):
-            x = rows(xhat[way]) * (rms[way].unsqueeze(-1) if (mixtures >> way) % 2 else 1.0)
+            assert gain[way].all()  # otherwise the sources would have to be mixed again
+            x = rows(kept[way]) * (rms[way].unsqueeze(-1) if (mixtures >> way) % 2 else 1 / gain[way])
             dgain[way] = (d * x).sum(0)
             d = d * gain[way]
             d = (d - x * (d * x).mean(-1, keepdim=True)) * rms[way].unsqueeze(-1)
@@ -166,7 +165,7 @@ def read_backward(
 
 @torch.no_grad()
 def source_backward(targets: Sequence[Target], readers: Sequence[Reader]) -> list[Tensor]:
-    assert len(targets) in (1, 2, 4)
+    assert len(targets) in (1, 2)
     found = []
     for k, target in enumerate(targets):
         total = torch.zeros_like(rows(torch.zeros_like(target.like)))

@@ -23,7 +23,6 @@ from depthmix.ops.precision import rms_normalize, without_autocast
 from depthmix.ops.torch_internals import node_will_run
 
 OP = "depth_sum"
-AT_ONCE = (2,)  # sources whose gradients are formed together: four are no faster than two times two
 UNFINISHED = 8  # bytes that a number of an unfinished gradient costs, written and read again
 ADDED, CLAMPED, SUM_CLAMPED = 0, 1, 2  # relu: static + dynamic, static + max(dynamic, 0), max(static + dynamic, 0)
 
@@ -228,7 +227,7 @@ class ReadSums(torch.autograd.Function):
         static, table, dynamic, gain, add, *sources = given
         sums = _read(plan, given, keep=True)
         outs = _outputs(sums)
-        ctx.n, ctx.kept, ctx.mixtures = len(sources), len(sums.xhat), sums.mixtures
+        ctx.n, ctx.kept, ctx.mixtures = len(sources), len(sums.kept), sums.mixtures
         ctx.left, ctx.part, ctx.scored, ctx.place = {}, {}, {}, None
         ctx.dtype = sources[-1].dtype  # type: ignore[union-attr]
         ctx.fresh_nr = None if add is None else len(outs) - 1
@@ -240,7 +239,7 @@ class ReadSums(torch.autograd.Function):
             if not (add.requires_grad or sources[-1].requires_grad):  # type: ignore[union-attr]
                 ctx.mark_non_differentiable(sums.fresh)
             sources[-1] = sums.fresh
-        ctx.save_for_backward(static, table, dynamic, gain, sums.rms, *sums.xhat, *sources, *plan.weights.scores)
+        ctx.save_for_backward(static, table, dynamic, gain, sums.rms, *sums.kept, *sources, *plan.weights.scores)
         ctx.set_materialize_grads(False)
         ctx.plan = plan._replace(weights=plan.weights._replace(scores=()))
         return (*outs, *given[-1:] * plan.passes)  # type: ignore[arg-type]
@@ -322,23 +321,11 @@ def differentiate(
     """The gradients of a read's mixtures and of its parameters; kept: what the norm saved."""
     from depthmix.ops.depth_sum.kernels.read_backward import Need, read_backward
 
-    rms, xhat, mixtures = kept or (torch.empty(0, dtype=torch.float32, device=sources[0].device), [], 0)
+    rms, rows, mixtures = kept or (torch.empty(0, dtype=torch.float32, device=sources[0].device), [], 0)
     filled = [torch.zeros_like(sources[-1]) if d is None else d for d in dy]
     return read_backward(
-        filled,
-        draw,
-        plan.raw,
-        xhat,
-        rms,
-        gain,
-        sources,
-        static,
-        dynamic,
-        plan.weights.relu,
-        Need(*need),
-        mixtures,
-        passed,
-    )
+        filled, draw, plan.raw, rows, rms, gain, sources, static, dynamic, plan.weights.relu, Need(*need), mixtures, passed
+    )  # fmt: skip
 
 
 def gradients(reading: Reading, sources: list[int]) -> list[Tensor]:
@@ -346,9 +333,8 @@ def gradients(reading: Reading, sources: list[int]) -> list[Tensor]:
     from depthmix.ops.depth_sum.kernels.source_backward import Target, source_backward
 
     found: list[Tensor] = []
-    while len(found) < len(sources):
-        rest = sources[len(found) :]
-        some = rest[: next((k for k in AT_ONCE if k <= len(rest)), 1)]
+    for start in range(0, len(sources), 2):  # two at once: four are no faster than two times two
+        some = sources[start : start + 2]
         found += source_backward([Target(reading.do[0], None, None, True) for _ in some], reading.seen_by(some))
     return found
 

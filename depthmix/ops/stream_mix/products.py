@@ -59,7 +59,9 @@ def product_backward(dz: Tensor, w: Tensor, halves: Tensor | None, n: int) -> Te
     if halves is None:
         p = matmul(dz, w.t())
     elif dz.is_cuda:
-        p = torch.mm(dz, halves)
+        from depthmix.ops.stream_mix.kernels.thin import thin_product
+
+        p = thin_product(dz, halves)
     else:
         p = matmul(dz.float(), halves.float()).to(HALF)
     return p.view(len(dz), n, len(w) // n)

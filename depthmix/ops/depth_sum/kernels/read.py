@@ -72,10 +72,10 @@ def _accumulate(
 
 @triton.jit(do_not_specialize=["N", "n"])
 def _read_kernel(
-    table, add, fresh, static, gain, y0, y1, y2, y3, x0, x1, x2, x3, raw, rms, N: tl.int64, n: tl.int32, out_eps,
+    table, add, fresh, static, gain, y0, y1, y2, y3, raw, rms, N: tl.int64, n: tl.int32, out_eps,
     D: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr, WAYS: tl.constexpr, STATIC: tl.constexpr, DYNAMIC: tl.constexpr,
     RELU: tl.constexpr, ADD: tl.constexpr, NORM: tl.constexpr, RAW: tl.constexpr, KEEP: tl.constexpr, UP: tl.constexpr,
-    MIXTURES: tl.constexpr, ALIGNED: tl.constexpr, STAGES: tl.constexpr,
+    ALIGNED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     t = tl.minimum(tl.program_id(0).to(tl.int64) * BT, N - BT)
     d = tl.arange(0, BD)
@@ -122,7 +122,7 @@ def _read_kernel(
         for k in tl.static_range(NORM * BT):
             squares = squares + (acc[k] * acc[k],)
         squares = sums(squares, NORM * BT, UP, 0)
-    ys, xs = (y0, y1, y2, y3), (x0, x1, x2, x3)
+    ys = (y0, y1, y2, y3)
     for w in tl.static_range(WAYS):
         if w < NORM:
             g = tl.load(gain + w * D + d, mask=ok, other=0.0)
@@ -133,12 +133,9 @@ def _read_kernel(
                 tl.store(raw + row * D + d, o.to(raw.dtype.element_ty), mask=ok)
             if w < NORM:
                 r = tl.rsqrt(squares[w * BT + k] / D + out_eps)
-                o = o * r
                 if KEEP:
-                    if (MIXTURES >> w) % 2 == 0:
-                        tl.store(xs[w] + row * D + d, o.to(xs[w].dtype.element_ty), mask=ok)
                     tl.store(rms + w * N + row, r)
-                o = o * g
+                o = o * r * g
             if NORM == 0 or w < NORM:
                 tl.store(ys[w] + row * D + d, o.to(ys[w].dtype.element_ty), mask=ok)
 
@@ -148,8 +145,8 @@ class Sums(NamedTuple):
 
     y: list[Tensor]  # W results like a source, or those of the ways with a norm
     raw: Tensor | None  # one way's mixture before its norm, like a source
-    xhat: list[Tensor]  # with keep and a norm: the results before the gain, like a source but never bf16,
-    mixtures: int  # or for ways whose bit is set here the mixture itself, where that is in memory anyway
+    kept: list[Tensor]  # with keep and a norm, what the mixtures of the ways can be had from: their results,
+    mixtures: int  # or for ways whose bit is set here the mixture itself, where that is in memory
     rms: Tensor  # with keep and a norm: 1 / RMS of the mixtures, [G, N]
     fresh: Tensor | None  # the newest source, if it was added up here
 
@@ -169,7 +166,6 @@ def read(
     tile: int | None = None,
     warps: int | None = None,
     stages: int | None = None,
-    registers: int | None = None,
 ) -> Sums:
     """W sums of the sources [..., D], the last of which is sources[-1] + add if that is given.
 
@@ -183,13 +179,13 @@ def read(
     kept = norm if keep else 0
     fresh = None if add is None else torch.empty_like(v)
     rough = None if raw is None else torch.empty_like(v)
-    kind = torch.float16 if v.dtype == torch.bfloat16 else v.dtype  # of the order of one: eight times as exact as bf16
     only = (v if fresh is None else fresh) if plain and n == 1 else None
     own = [only if only is not None else rough if w == raw else None for w in range(kept)]
+    y = [torch.empty_like(v) for _ in range(norm or ways)]
     result = Sums(
-        [torch.empty_like(v) for _ in range(norm or ways)],
+        y,
         rough,
-        [torch.empty_like(v, dtype=kind) if t is None else t for t in own],
+        [out if t is None else t for out, t in zip(y, own, strict=False)],
         sum(1 << w for w, t in enumerate(own) if t is not None),
         torch.empty(kept, tokens, dtype=torch.float32, device=v.device),
         fresh,
@@ -197,18 +193,22 @@ def read(
     if not tokens:
         return result
     block = triton.next_power_of_2(dim)
-    shape = _shape(block, ways, kind_of(static, dim) == 1, v.element_size())
+    rows = kind_of(static, dim) == 1
+    shape = _shape(block, ways, rows, v.element_size())
+    limit = (
+        {"maxnreg": 96} if rows and ways > 1 and block <= 512 else {}
+    )  # a quarter more warps on a core, for four numbers that are spilled
     tile, warps, stages = tokens_of(tile or shape[0], tokens), warps or shape[1], stages or shape[2]
     fp32 = next(t for t in (static, gain, result.rms) if t is not None)
     launch(
         _read_kernel, (triton.cdiv(tokens, tile),), v,
         source_table(sources, dynamic), v if add is None else add, v if result.fresh is None else result.fresh,
-        fp32 if static is None else static, fp32 if gain is None else gain, *four(result.y), *four(result.xhat or result.y),
+        fp32 if static is None else static, fp32 if gain is None else gain, *four(result.y),
         v if result.raw is None else result.raw, result.rms, tokens, n, out_eps,
         D=dim, BD=block, BT=tile, WAYS=ways, STATIC=kind_of(static, dim), DYNAMIC=dynamic is not None, RELU=relu,
         ADD=int(add is not None), NORM=norm, RAW=-1 if raw is None else raw, KEEP=kept > 0,
-        UP=triton.next_power_of_2((norm or ways) * tile), MIXTURES=result.mixtures, ALIGNED=aligned(dim, sources, [add]), STAGES=stages,
-        num_warps=warps, num_stages=1, **({} if registers is None else {"maxnreg": registers}),
+        UP=triton.next_power_of_2((norm or ways) * tile), ALIGNED=aligned(dim, sources, [add]), STAGES=stages,
+        num_warps=warps, num_stages=1, **limit,
     )  # fmt: skip
     return result
 
@@ -220,7 +220,7 @@ def _shape(block: int, ways: int, rows: bool, size: int) -> tuple[int, int, int]
     """
     narrow = block <= 1024
     if rows:
-        tile, lane, stages = (2, 512, 1) if ways == 1 else (4, 128, 1) if narrow else (2, 256, 1)
+        tile, lane, stages = (2, 512, 1) if ways == 1 else (4, 128, 1) if block == 1024 else (2, 256, 1)
     else:
         tile, lane, stages = (1, 512, 4) if ways == 1 else (4, 256, 3) if narrow else (1, 512, 1)
     fit = 1 + 90_000 // (tile * block * size)  # in the shared memory of small GPUs

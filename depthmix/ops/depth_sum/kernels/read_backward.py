@@ -1,11 +1,14 @@
 """Gradients of what W weighted sums were read with: through the norm, then one read of the sources.
 
-    do = dy, or with a norm  r (gain ⊙ dy - x̂ mean(gain ⊙ dy ⊙ x̂));      dgain = Σ_tokens dy ⊙ x̂
+    do = dy, or with a norm  r (gain ⊙ dy - x̂ mean(gain ⊙ dy ⊙ x̂));      dgain = Σ_tokens dy ⊙ x̂,  x̂ = r o
     ddynamic_wi = do_w · v_i;      dstatic_wi = Σ_tokens do_w ⊙ v_i;      both only where relu lets them through
 
 Sums over tokens of one number for each channel, way and source are more than the registers of one program hold, and in memory
 they would be more traffic than the sources themselves. So a program walks over tokens with a group of sources only, whose sums it
 holds, and do, which every group of the same tokens reads, comes from the second cache for all but one of them.
+
+No read keeps x̂: it is the mixture times r where that is in memory, and otherwise the result divided by its gain. Where a gain is
+next to zero the result does not say, and the mixture is formed again.
 """
 
 # ruff: noqa: RUF005 (Triton adds tuples and does not unpack them)
@@ -20,27 +23,58 @@ import triton.language as tl
 from torch import Tensor
 
 from depthmix.ops.depth_sum.kernels.read import four, kind_of, source_table
-from depthmix.ops.depth_sum.kernels.rows import sums, sums_side_by_side
-from depthmix.ops.depth_sum.kernels.totals import total
+from depthmix.ops.depth_sum.kernels.rows import sums, sums_side_by_side, weight
 from depthmix.ops.gpu.addresses import aligned
 from depthmix.ops.gpu.launch import launch
+from depthmix.ops.gpu.totals import total
 
 
-@triton.jit(do_not_specialize=["N"])
-def _norm_backward_kernel(
-    g0, g1, g2, g3, draw, x0, x1, x2, x3, rms, gain, o0, o1, o2, o3, passed, through, dgain, N: tl.int64,
+@triton.jit
+def _mixture(
+    table,
+    w,
+    n,
+    t,
+    static,
+    like,
+    d,
+    ok,
+    D: tl.constexpr,
+    STATIC: tl.constexpr,
+    DYNAMIC: tl.constexpr,
+    RELU: tl.constexpr,
+):
+    """What way w made of a token."""
+    o = tl.zeros(d.shape, tl.float32)
+    for i in range(n):
+        v = tl.load(tl.load(table + 4 * i).to(tl.pointer_type(like.dtype.element_ty)) + (t * D + d), mask=ok, other=0.0)
+        b, p = 0.0, 0.0
+        if STATIC == 1:
+            b = tl.load(static + (w * n + i).to(tl.int64) * D + d, mask=ok, other=0.0)
+        if STATIC == 2:
+            b = tl.load(static + w * n + i)
+        if DYNAMIC:
+            p = _dynamic(table, i, w, t)
+        o += weight(b, p, STATIC, DYNAMIC, RELU) * v.to(tl.float32)
+    return o
+
+
+@triton.jit
+def _norm_backward(
+    dys, kept, dos, draw, rms, gain, passed, through, dgain, table, static, N, n,
     D: tl.constexpr, BD: tl.constexpr, WAYS: tl.constexpr, UP: tl.constexpr, NORM: tl.constexpr, RAW: tl.constexpr,
-    MIXTURES: tl.constexpr, PASSED: tl.constexpr, STAGES: tl.constexpr,
+    MIXTURES: tl.constexpr, PASSED: tl.constexpr, AGAIN: tl.constexpr, STATIC: tl.constexpr, DYNAMIC: tl.constexpr, RELU: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
+    """All tokens of a program. AGAIN: ways that left their result are mixed again."""
     program = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BD)
     ok = d < D
-    dys, xhats, dos = (g0, g1, g2, g3), (x0, x1, x2, x3), (o0, o1, o2, o3)
     acc, gains = (), ()
     if NORM:
         for w in tl.static_range(WAYS):
             acc = acc + (tl.zeros([BD], tl.float32),)
-            gains = gains + (tl.load(gain + w * D + d, mask=ok, other=0.0),)
+            gains = gains + (tl.load(gain + w * D + d, mask=ok, other=1.0),)
     for t in tl.range(program, N, tl.num_programs(0), num_stages=STAGES):
         at = t * D + d
         ys, xs, products, new, scales = (), (), (), (), ()
@@ -50,9 +84,12 @@ def _norm_backward_kernel(
             if NORM or w == RAW or (PASSED and w == 0):
                 y = tl.load(dys[w] + at, mask=ok, other=0.0).to(tl.float32)
                 if NORM:
-                    x = tl.load(xhats[w] + at, mask=ok, other=0.0).to(tl.float32)
                     if (MIXTURES >> w) % 2 == 1:
-                        x *= scales[w]
+                        x = tl.load(kept[w] + at, mask=ok, other=0.0).to(tl.float32) * scales[w]
+                    elif AGAIN:
+                        x = _mixture(table, w, n, t, static, dys[0], d, ok, D, STATIC, DYNAMIC, RELU) * scales[w]
+                    else:
+                        x = tl.load(kept[w] + at, mask=ok, other=0.0).to(tl.float32) / gains[w]
                     new = new + (tl.fma(y, x, acc[w]),)
                     y *= gains[w]
                     xs = xs + (x,)
@@ -70,14 +107,36 @@ def _norm_backward_kernel(
                 if w == RAW:
                     y += tl.load(draw + at, mask=ok, other=0.0).to(tl.float32)
                 if NORM or w == RAW:
-                    tl.store(dos[w] + at, y.to(g0.dtype.element_ty), mask=ok)
+                    tl.store(dos[w] + at, y.to(dys[0].dtype.element_ty), mask=ok)
                 if PASSED and w == 0:
                     y += tl.load(passed + at, mask=ok, other=0.0).to(tl.float32)
-                    tl.store(through + at, y.to(g0.dtype.element_ty), mask=ok)
+                    tl.store(through + at, y.to(dys[0].dtype.element_ty), mask=ok)
         acc = new
     if NORM:
         for w in tl.static_range(WAYS):
             tl.store(dgain + (program * WAYS + w) * D + d, acc[w], mask=ok)
+
+
+@triton.jit(do_not_specialize=["N", "n"])
+def _norm_backward_kernel(
+    g0, g1, g2, g3, draw, x0, x1, x2, x3, rms, gain, o0, o1, o2, o3, passed, through, dgain, table, static, N: tl.int64, n: tl.int32,
+    D: tl.constexpr, BD: tl.constexpr, WAYS: tl.constexpr, UP: tl.constexpr, NORM: tl.constexpr, RAW: tl.constexpr,
+    MIXTURES: tl.constexpr, PASSED: tl.constexpr, SMALL: tl.constexpr, STATIC: tl.constexpr, DYNAMIC: tl.constexpr, RELU: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    dys, kept, dos = (g0, g1, g2, g3), (x0, x1, x2, x3), (o0, o1, o2, o3)
+    smallest = 1.0
+    if NORM:
+        d = tl.arange(0, BD)
+        for w in tl.static_range(WAYS):
+            if (MIXTURES >> w) % 2 == 0:
+                smallest = tl.minimum(smallest, tl.min(tl.abs(tl.load(gain + w * D + d, mask=d < D, other=1.0)), 0))
+    if smallest < SMALL:
+        _norm_backward(dys, kept, dos, draw, rms, gain, passed, through, dgain, table, static, N, n, D, BD, WAYS, UP, NORM, RAW,
+                       MIXTURES, PASSED, True, STATIC, DYNAMIC, RELU, 1)  # fmt: skip
+    else:
+        _norm_backward(dys, kept, dos, draw, rms, gain, passed, through, dgain, table, static, N, n, D, BD, WAYS, UP, NORM, RAW,
+                       MIXTURES, PASSED, False, STATIC, DYNAMIC, RELU, STAGES)  # fmt: skip
 
 
 @triton.jit
@@ -183,7 +242,7 @@ def read_backward(
     dy: Sequence[Tensor],
     draw: Tensor | None,
     raw: int | None,
-    xhat: Sequence[Tensor],
+    kept: Sequence[Tensor],
     rms: Tensor,
     gain: Tensor | None,
     sources: Sequence[Tensor],
@@ -198,11 +257,8 @@ def read_backward(
     warps: int | None = None,
     stages: int | None = None,
     programs: int | None = None,
-    norm_warps: int | None = None,
-    norm_stages: int | None = None,
-    norm_programs: int | None = None,
 ) -> ReadGradients:
-    """Gradients given those of the results and of the raw one; xhat, rms, mixtures: what the read kept; the rest as it was read.
+    """Gradients given those of the results and of the raw one; kept, mixtures, rms: what the read kept; the rest as it was read.
 
     passed: what else is known of the gradient of a source that is in the first way as it is; added to a copy of its do.
     dy: of all ways, or with a gain [G, D] of the first G: the mixtures of the others have no gradient but that of the raw one.
@@ -225,20 +281,21 @@ def read_backward(
     cores = torch.cuda.get_device_properties(v.device).multi_processor_count if v.is_cuda else 2
     make: Any = torch.empty if tokens else torch.zeros
     dgain, through = None, None if passed is None else torch.empty_like(v)
+    table = source_table(sources, dynamic)
     if norm or has_raw or through is not None:
-        own = norm_warps or min(32, max(1, block // 512))
-        resident = (
-            16 if normed == 1 else 12
-        )  # warps that a core's registers hold at once: more would come after them, alone
-        share = min(max(tokens, 1), norm_programs or cores * max(1, resident // own))
+        own = min(32, max(1, block // 256))
+        share = min(max(tokens, 1), cores * max(1, 16 // own))  # that a core holds at once
         dgain = make(share, normed if norm else 0, dim, **fp32)
         if tokens:
             launch(
                 _norm_backward_kernel, (share,), v,
-                *four(dy), dy[0] if draw is None else draw, *four(xhat or dy), rms, rms if gain is None else gain, *four(do),
-                dy[0] if passed is None else passed, do[0] if through is None else through, dgain, tokens,
+                *four(dy), dy[0] if draw is None else draw, *four(kept or dy), rms, rms if gain is None else gain, *four(do),
+                dy[0] if passed is None else passed, do[0] if through is None else through, dgain,
+                table, rms if static is None else static, tokens, n,
                 D=dim, BD=block, WAYS=normed, UP=triton.next_power_of_2(normed), NORM=norm, RAW=raw if has_raw else -1,
-                MIXTURES=mixtures, PASSED=through is not None, STAGES=norm_stages or 2, num_warps=own, num_stages=1,
+                MIXTURES=mixtures, PASSED=through is not None, SMALL=2**-7 if v.dtype == torch.float16 else 1e-30,
+                STATIC=kind_of(static, dim), DYNAMIC=dynamic is not None, RELU=relu, STAGES=2 if normed > 1 else 3,
+                num_warps=own, num_stages=1,
             )  # fmt: skip
     by_source = need.by_source and not clamp_later
     dots = torch.empty(tokens if dots_wanted else 0, *((n, ways) if by_source else (ways, n)), **fp32)
@@ -254,10 +311,10 @@ def read_backward(
         if tokens:
             launch(
                 _weight_backward_kernel, (groups, programs), v,
-                source_table(sources, dynamic), *four(do), rms if static is None else static, dots, part, tokens, n,
+                table, *four(do), rms if static is None else static, dots, part, tokens, n,
                 D=dim, BD=block, WAYS=ways, G=group, UP=max(2, triton.next_power_of_2(ways * group)), STATIC=kind_of(static, dim),
                 DYNAMIC=dynamic is not None, RELU=0 if clamp_later else relu, DOTS=dots_wanted, ROWS=rows_wanted,
-                ALIGNED=aligned(dim, sources), BY_SOURCE=by_source, STAGES=stages or (1 if relu == 2 else 3), num_warps=warps, num_stages=1,
+                ALIGNED=aligned(dim, sources), BY_SOURCE=by_source, STAGES=stages or (1 if relu == 2 else 4), num_warps=warps, num_stages=1,
             )  # fmt: skip
     dots = dots.transpose(1, 2) if by_source else dots
     dstatic = None

@@ -61,13 +61,14 @@ def add_and_score(
     if tokens:
         small = v.element_size() == 2
         up = max(16, triton.next_power_of_2(len(high)))
-        tile = tile or (128 if up <= 64 and small else 64)
+        long = dim >= 1024 and small and up <= 64
+        tile = tile or (128 if up <= 64 and small and not long else 64)
         depth = depth or min(64 if small else 32, max(16, triton.next_power_of_2(dim)))
         launch(
             _score_kernel, (triton.cdiv(tokens, tile),), v,
             v, v if add is None else add, fresh, high, low, scores, tokens, len(high),
             D=dim, BT=tile, BR=up, BK=depth, ADD=add is not None, SPLIT=small,
-            num_warps=warps or (8 if tile == 128 else 4), num_stages=stages or (3 if small and up <= 64 else 2),
+            num_warps=warps or (8 if tile == 128 else 4), num_stages=stages or (4 if long else 3 if small and up <= 64 else 2),
         )  # fmt: skip
     return fresh, scores
 

@@ -1,0 +1,50 @@
+"""mHC's P = dz Wᵀ for bf16 streams: a product of so few columns that writing its result is all its time.
+
+P = dz_high W_highᵀ + dz_high W_lowᵀ + dz_low W_highᵀ        (products.py), rounded once
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from depthmix.ops.gpu.launch import launch
+
+TOKENS, CHANNELS, WARPS, PARTS = 128, 128, 8, 4  # of a tile and its program, which walks over a part of the channels
+
+
+@triton.jit(do_not_specialize=["N"])
+def _thin_kernel(
+    dz, w, out, N: tl.int64,
+    C: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, PART: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    # dz: [N, 3 K], high, high and low; w: [3 K, C], high, low and high
+    t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
+    k = tl.arange(0, KP)
+    inside = (t < N)[:, None]
+    at = dz + t[:, None] * (3 * K) + k[None, :]
+    high = tl.load(at, mask=inside & (k < K)[None, :], other=0.0)
+    low = tl.load(at + 2 * K, mask=inside & (k < K)[None, :], other=0.0)
+    first = tl.program_id(1) * PART
+    for start in tl.range(first, first + PART, BC, num_stages=3):
+        c = start + tl.arange(0, BC)
+        at = w + k[:, None] * C + c[None, :]
+        some = (k < K)[:, None] & (c < C)[None, :]
+        w_high, w_low = tl.load(at, mask=some, other=0.0), tl.load(at + K * C, mask=some, other=0.0)
+        acc = tl.dot(low, w_high)
+        acc = tl.dot(high, w_low, acc)
+        acc = tl.dot(high, w_high, acc)
+        tl.store(out + t[:, None] * C + c[None, :], acc.to(out.dtype.element_ty), mask=inside & (c < C)[None, :])
+
+
+def thin_product(dz: Tensor, halves: Tensor) -> Tensor:
+    """dz [N, 3 K'] and the parts of Wᵀ [3 K', C], both bf16 -> [N, C]."""
+    tokens, channels, k = len(dz), halves.shape[1], len(halves) // 3
+    out = torch.empty(tokens, channels, dtype=dz.dtype, device=dz.device)
+    if tokens:
+        part = triton.cdiv(triton.cdiv(channels, PARTS), CHANNELS) * CHANNELS
+        launch(
+            _thin_kernel, (triton.cdiv(tokens, TOKENS), triton.cdiv(channels, part)), dz, dz, halves, out, tokens,
+            C=channels, K=k, KP=max(16, triton.next_power_of_2(k)), PART=part, BT=TOKENS, BC=CHANNELS, num_warps=WARPS,
+        )  # fmt: skip
+    return out
