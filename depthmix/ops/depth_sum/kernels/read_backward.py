@@ -70,11 +70,12 @@ def _norm_backward(
     program = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BD)
     ok = d < D
-    acc, gains = (), ()
+    acc, gains, inverse = (), (), ()
     if NORM:
         for w in tl.static_range(WAYS):
             acc = acc + (tl.zeros([BD], tl.float32),)
             gains = gains + (tl.load(gain + w * D + d, mask=ok, other=1.0),)
+            inverse = inverse + (gains[w] if AGAIN else 1.0 / gains[w],)
     for t in tl.range(program, N, tl.num_programs(0), num_stages=STAGES):
         at = t * D + d
         ys, xs, products, new, scales = (), (), (), (), ()
@@ -89,11 +90,14 @@ def _norm_backward(
                     elif AGAIN:
                         x = _mixture(table, w, n, t, static, dys[0], d, ok, D, STATIC, DYNAMIC, RELU) * scales[w]
                     else:
-                        x = tl.load(kept[w] + at, mask=ok, other=0.0).to(tl.float32) / gains[w]
-                    new = new + (tl.fma(y, x, acc[w]),)
-                    y *= gains[w]
+                        x = tl.load(kept[w] + at, mask=ok, other=0.0).to(tl.float32)
+                    along = y * x
+                    if AGAIN or (MIXTURES >> w) % 2 == 1:
+                        products = products + (along * gains[w],)
+                    else:  # x is gain ⊙ x̂, and so is what is added up
+                        products = products + (along,)
+                    new = new + (acc[w] + along,)
                     xs = xs + (x,)
-                    products = products + (y * x,)
                 ys = ys + (y,)
             else:
                 ys = ys + (0.0,)
@@ -103,7 +107,10 @@ def _norm_backward(
             if NORM or w == RAW or (PASSED and w == 0):
                 y = ys[w]
                 if NORM:
-                    y = scales[w] * (y - xs[w] * (along[w] / D))
+                    x = xs[w] * (along[w] / D)
+                    if not AGAIN and (MIXTURES >> w) % 2 == 0:
+                        x *= inverse[w]
+                    y = scales[w] * (y * gains[w] - x)
                 if w == RAW:
                     y += tl.load(draw + at, mask=ok, other=0.0).to(tl.float32)
                 if NORM or w == RAW:
@@ -114,7 +121,10 @@ def _norm_backward(
         acc = new
     if NORM:
         for w in tl.static_range(WAYS):
-            tl.store(dgain + (program * WAYS + w) * D + d, acc[w], mask=ok)
+            found = acc[w]
+            if not AGAIN and (MIXTURES >> w) % 2 == 0:
+                found *= inverse[w]
+            tl.store(dgain + (program * WAYS + w) * D + d, found, mask=ok)
 
 
 @triton.jit(do_not_specialize=["N", "n"])

@@ -22,9 +22,9 @@ def _thin_kernel(
     t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
     k = tl.arange(0, KP)
     inside = (t < N)[:, None]
-    at = dz + t[:, None] * (3 * K) + k[None, :]
-    high = tl.load(at, mask=inside & (k < K)[None, :], other=0.0)
-    low = tl.load(at + 2 * K, mask=inside & (k < K)[None, :], other=0.0)
+    own = dz + t[:, None] * (3 * K) + k[None, :]
+    high = tl.load(own, mask=inside & (k < K)[None, :], other=0.0)
+    low = tl.load(own + 2 * K, mask=inside & (k < K)[None, :], other=0.0)
     first = tl.program_id(1) * PART
     for start in tl.range(first, first + PART, BC, num_stages=3):
         c = start + tl.arange(0, BC)
