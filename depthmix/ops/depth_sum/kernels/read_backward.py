@@ -293,7 +293,8 @@ def read_backward(
     dgain, through = None, None if passed is None else torch.empty_like(v)
     table = source_table(sources, dynamic)
     if norm or has_raw or through is not None:
-        own = min(32, max(1, block // 256))
+        own = min(32, max(1, block // 256 if normed == 1 else max(min(8, block // 128), block // 256)))
+        ahead = 1 + 90_000 // ((2 * normed + 1) * block * v.element_size())  # tokens whose rows small GPUs hold
         share = min(max(tokens, 1), cores * max(1, 16 // own))  # that a core holds at once
         dgain = make(share, normed if norm else 0, dim, **fp32)
         if tokens:
@@ -304,7 +305,7 @@ def read_backward(
                 table, rms if static is None else static, tokens, n,
                 D=dim, BD=block, WAYS=normed, UP=triton.next_power_of_2(normed), NORM=norm, RAW=raw if has_raw else -1,
                 MIXTURES=mixtures, PASSED=through is not None, SMALL=2**-7 if v.dtype == torch.float16 else 1e-30,
-                STATIC=kind_of(static, dim), DYNAMIC=dynamic is not None, RELU=relu, STAGES=2 if normed > 1 else 3,
+                STATIC=kind_of(static, dim), DYNAMIC=dynamic is not None, RELU=relu, STAGES=min(3, ahead),
                 num_warps=own, num_stages=1,
             )  # fmt: skip
     by_source = need.by_source and not clamp_later
