@@ -16,12 +16,13 @@ from torch import Tensor
 
 from depthmix.mixers.base import Mixer, Norm, Read
 from depthmix.mixers.state import State, register_state
+from depthmix.ops.autograd import own_backward
 from depthmix.ops.backend import choose
 from depthmix.ops.collect import collect_rows
-from depthmix.ops.depth_sum.op import why_unsupported
+from depthmix.ops.depth_sum.op import depth_sum, depth_sum_normed, source_scores, why_unsupported
 from depthmix.ops.depth_sum.source_order import OP, Weights, halves, make_source, read_sums
 from depthmix.ops.left import seen_from_outside
-from depthmix.ops.norm import fused_norms
+from depthmix.ops.norm import fused_norms, rms_norm
 
 
 class Scores(NamedTuple):
@@ -36,6 +37,14 @@ class Scores(NamedTuple):
         return self.s[:, start : start + ways]
 
 
+class InsideNorm(NamedTuple):
+    """Norms of mixtures that are part of their sum: then the mixture that goes on comes once more, as it is, at the end."""
+
+    gain: Tensor  # [ways, D]
+    eps: float
+    goes_on: int
+
+
 class Tape(NamedTuple):
     """What kernels pass from read to read: the stack as their autograd knows it, and its scores."""
 
@@ -46,6 +55,16 @@ class Tape(NamedTuple):
     differentiable: bool
 
 
+EntryScores = tuple[int, tuple[Tensor, ...]]  # the first reader, and [ways, ...] for each from it on
+
+
+class Ahead(NamedTuple):
+    """What the reference passes from read to read where weights are scores: those of every entry, made once for all readers to come."""
+
+    w: Tensor  # of all readers: [R, D]
+    scores: tuple[EntryScores, ...]
+
+
 @register_state
 class StackState(State):
     """The stack and, between the two sites of a block, what its second site needs."""
@@ -54,14 +73,17 @@ class StackState(State):
     pending: tuple[Tensor, Tensor] | None = None  # the sum of these is the newest entry, which the next read adds up
     g: Tensor | None = None  # the mixture this block read that goes on
     a: Tensor | None = None  # what its attention produced
-    tape: Tape | None = dataclasses.field(default=None, repr=False, metadata={"cache": True})
+    tape: Tape | Ahead | None = dataclasses.field(default=None, repr=False, metadata={"cache": True})
 
     def template(self) -> Tensor:
         return self.stack[0]
 
-    def backend(self) -> str | None:
-        """Of the operators in plain PyTorch code, which runs where the kernels cannot, and when a program is compiled."""
-        return None if torch.compiler.is_compiling() and not self.frozen else "reference"
+    def sums(self, sources: Sequence[Tensor], norm: InsideNorm | None, **weights: Any) -> tuple[Tensor, ...]:
+        """depth_sum in plain PyTorch code, which runs where the kernels cannot, and when a program is compiled."""
+        if norm is not None:
+            return depth_sum_normed(sources, *norm, **weights)
+        backend = None if torch.compiler.is_compiling() and not self.frozen else "reference"
+        return depth_sum(sources, **weights, backend=backend)
 
 
 class BlockStack(Mixer):
@@ -69,6 +91,7 @@ class BlockStack(Mixer):
 
     accumulates: ClassVar[bool] = False
     static: bool = False  # weights are known before the newest entry is, so that a read can add that up
+    scores: bool = False  # weights are scores of the entries
     n_ways: int = 1  # of the first site of a block
     goes_on: int = 0  # which of a block's mixtures is g
     window: int | None = None  # the stack is e, the sum of everything between, and the last `window` entries
@@ -76,9 +99,13 @@ class BlockStack(Mixer):
     def ways(self, site: int) -> int:
         return self.n_ways if site % 2 == 0 else 1
 
-    def _mix(self, state: StackState, reader: int) -> tuple[Tensor, ...]:
-        """The mixtures of a reader, in plain PyTorch."""
+    def _mix(self, state: StackState, reader: int, norm: InsideNorm | None) -> tuple[Tensor, ...]:
+        """The mixtures of a reader, in plain PyTorch: `state.sums` of some entries."""
         raise NotImplementedError
+
+    def _sums_at(self, reader: int) -> bool:
+        """Whether a reader's mixtures are sums, and not an entry as it is."""
+        return reader > 0
 
     def _weights(self, tape: Tape, reader: int) -> tuple[slice, Weights] | None:
         """The entries that a reader sees and what it weighs them with; None if it sees the newest as it is."""
@@ -91,6 +118,27 @@ class BlockStack(Mixer):
     def _rows(self, table: Tensor, reader: int, slot: int) -> Tensor:
         """Those that readers from this one on have for the entry at a place of the stack."""
         raise NotImplementedError
+
+    def _ahead(self, state: StackState, stack: tuple[Tensor, ...], reader: int) -> Ahead | None:
+        """The scores of a stack, those that the state has and those of the entries that this reader is the first to see."""
+        if not self.scores or not reader or state.frozen or not own_backward():
+            return None
+        known = state.tape if isinstance(state.tape, Ahead) else None
+        if known is None:
+            w = self._table()
+            assert w is not None
+            return Ahead(w, tuple(self._score(w, v, reader, slot) for slot, v in enumerate(stack)))
+        if state.pending is None:
+            return known
+        w, scores = known
+        scores = _merged(scores, self._score(w, stack[1], reader, 1)) if self._is_full(state.stack) else scores
+        return Ahead(w, (*scores, self._score(w, stack[-1], reader, len(stack) - 1)))
+
+    def _score(self, w: Tensor, v: Tensor, reader: int, slot: int) -> EntryScores:
+        """An entry's part of `Ahead`."""
+        rows = self._rows(w, reader, slot)
+        whole, last = divmod(len(rows), self.n_ways)  # finish has one way
+        return reader, source_scores(v, rows, [self.n_ways] * whole + [1] * last)
 
     # The kernels' side.
 
@@ -106,9 +154,10 @@ class BlockStack(Mixer):
 
     def _tape(self, state: StackState) -> Tape:
         """What the kernels work with, without the pending entry; made anew if the state comes from elsewhere."""
-        tape = state.tape
+        tape = state.tape if isinstance(state.tape, Tape) else None
         if tape is None or (torch.is_grad_enabled() and not tape.differentiable):
             w = self._table()
+            w = None if w is None else w.float()
             both = None if w is None else halves(w, state.stack[0])
             tape = Tape((), (), None if w is None else collect_rows(w, OP), both, torch.is_grad_enabled())
             for slot, v in enumerate(state.stack):
@@ -167,7 +216,7 @@ class BlockStack(Mixer):
     def _mixtures(
         self, state: StackState, reader: int, gain: Tensor | None = None, eps: float = 0.0
     ) -> tuple[Tensor, ...]:
-        """What a reader sees; a gain, if there is one, only with kernels."""
+        """What a reader sees, normed with a gain."""
         if self._use_kernels(state):
             h, *note = self._read_with_kernels(state, reader, gain, eps)
         else:
@@ -176,8 +225,12 @@ class BlockStack(Mixer):
                 stack = state.stack
                 stack = _merged(stack, stack[1] + stack[2]) if self._is_full(stack) else stack
                 whole = dataclasses.replace(state, stack=(*stack, state.pending[0] + state.pending[1]), pending=None)
-            h = self._mix(whole, reader) if reader else whole.stack * max(self.n_ways, self.goes_on + 1)
-            note = [h[self.goes_on if reader < self.n_blocks else 0], whole.stack, None]
+            goes_on = self.goes_on if reader < self.n_blocks else 0
+            norm = None if gain is None else InsideNorm(gain, eps, goes_on)
+            ahead = self._ahead(state, whole.stack, reader)
+            whole = dataclasses.replace(whole, tape=ahead)
+            h = self._mix(whole, reader, norm) if reader else whole.stack * max(self.n_ways, self.goes_on + 1)
+            note = [h[goes_on if norm is None else -1], whole.stack, ahead]
         state.leave_note(note)
         return h[: self.n_ways]
 
@@ -192,19 +245,27 @@ class BlockStack(Mixer):
         return g
 
     def _read_normed(self, state: StackState, site: int, norms: Sequence[Norm]) -> Read | None:
-        fused = fused_norms(norms, state.template()) if self._use_kernels(state) else None
+        kernels = self._use_kernels(state)
+        fused = fused_norms(norms, state.template()) if kernels or (own_backward() and not state.frozen) else None
         if fused is None:
             return None
-        gain, eps = fused[0].float(), fused[1]
+        gain, eps = fused[0].float() if kernels else fused[0], fused[1]
         if site % 2 == 0:
-            h = self._mixtures(state, site // 2, gain, eps)
+            if kernels or self._sums_at(site // 2):
+                h = self._mixtures(state, site // 2, gain, eps)
+            else:
+                entry = self._mixtures(state, site // 2)
+                h = tuple(rms_norm(t, g, eps) for t, g in zip(entry, gain, strict=True))
             return h if self.n_ways > 1 else h[0]
         assert state.g is not None
         assert state.a is not None
+        if not kernels:
+            g = state.g + state.a
+            state.leave_note(g if self.accumulates else None)
+            return rms_norm(g, gain[0], eps)
         goes_on = 0 if self.accumulates else None  # the sum before its norm
-        passes = (
-            not self.accumulates and state.a.requires_grad
-        )  # its gradient from the entry is added in this read's backward
+        # Attention's output goes on to the entry, whose gradient is then added in this read's backward.
+        passes = not self.accumulates and state.a.requires_grad
         found = read_sums([state.g, state.a], plain_sum(gain, 1, 2), None, gain, eps, goes_on, passes)
         state.leave_note(found.raw if self.accumulates else found.passed)
         return found.y[0]

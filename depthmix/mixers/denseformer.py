@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from depthmix.mixers.base import register
-from depthmix.mixers.block_stack import BlockStack, StackState, Tape
+from depthmix.mixers.block_stack import BlockStack, InsideNorm, StackState, Tape
 from depthmix.mixers.options import at_least
-from depthmix.ops import depth_sum
 from depthmix.ops.depth_sum.source_order import Weights
 
 
@@ -42,14 +41,17 @@ class DenseFormer(BlockStack):
             for alpha in self.alpha.values():
                 alpha.zero_()[-1] = 1.0
 
-    def _mix(self, state: StackState, reader: int) -> tuple[Tensor, ...]:
-        if reader % self.period:
+    def _mix(self, state: StackState, reader: int, norm: InsideNorm | None) -> tuple[Tensor, ...]:
+        if not self._sums_at(reader):
             return state.stack[-1:]
         seen = state.stack[reader % self.dilation :: self.dilation]
-        return depth_sum(seen, static=self.alpha[str(reader)][None, :, None], backend=state.backend())
+        return state.sums(seen, norm, static=self.alpha[str(reader)][None, :, None])
+
+    def _sums_at(self, reader: int) -> bool:
+        return reader > 0 and reader % self.period == 0
 
     def _weights(self, tape: Tape, reader: int) -> tuple[slice, Weights] | None:
-        if reader % self.period:
+        if not self._sums_at(reader):
             return None
         seen = slice(reader % self.dilation, None, self.dilation)
         return seen, Weights(static=self.alpha[str(reader)].float()[None, :, None])

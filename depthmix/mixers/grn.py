@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from depthmix.mixers.base import register
-from depthmix.mixers.block_stack import BlockStack, StackState, Tape
+from depthmix.mixers.block_stack import Ahead, BlockStack, InsideNorm, StackState, Tape
 from depthmix.mixers.options import OptionError, at_least
-from depthmix.ops import depth_scores, depth_sum
+from depthmix.ops import depth_scores
 from depthmix.ops.depth_sum.source_order import CLAMPED, SUM_CLAMPED, Weights
 
 
@@ -39,7 +39,7 @@ class DeltaStack(BlockStack):
     ) -> None:
         super().__init__(dim, n_blocks)
         self.n_ways, self.version, self.window = n_ways, version, window
-        self.relu_on, self.w_per_entry, self.static = relu_on, w_per_entry, version < 3
+        self.relu_on, self.w_per_entry, self.static, self.scores = relu_on, w_per_entry, version < 3, version == 3
         self.b, self.w = nn.ParameterDict(), nn.ParameterDict()
         self._first_row = {1: 0}  # of a reader's w in the table of all
         for i in range(1, n_blocks + 1):
@@ -57,14 +57,18 @@ class DeltaStack(BlockStack):
         for w in self.w.values():
             nn.init.zeros_(w)
 
-    def _mix(self, state: StackState, reader: int) -> tuple[Tensor, ...]:
+    def _mix(self, state: StackState, reader: int, norm: InsideNorm | None) -> tuple[Tensor, ...]:
         b = self.b[str(reader)]
         if self.version < 3:
-            return depth_sum(state.stack, static=b, backend=state.backend())
-        scores = depth_scores([state.observe(v) for v in state.stack], self.w[str(reader)])
+            return state.sums(state.stack, norm, static=b)
+        if isinstance(state.tape, Ahead):
+            by_entry = [by_reader[reader - first] for first, by_reader in state.tape.scores]  # [W, ...] each
+            scores = torch.stack(by_entry, dim=1).movedim((0, 1), (-2, -1))
+        else:
+            scores = depth_scores([state.observe(v) for v in state.stack], self.w[str(reader)])
         if self.relu_on == "dynamic":  # clamp, not relu: w = 0 puts every score at 0, where relu's derivative is 0
-            return depth_sum(state.stack, static=b, dynamic=scores.clamp(min=0), backend=state.backend())
-        return depth_sum(state.stack, static=b, dynamic=scores, relu=True, backend=state.backend())
+            return state.sums(state.stack, norm, static=b, dynamic=scores.clamp(min=0))
+        return state.sums(state.stack, norm, static=b, dynamic=scores, relu=True)
 
     def _weights(self, tape: Tape, reader: int) -> tuple[slice, Weights]:
         b = self.b[str(reader)].float()
@@ -77,7 +81,7 @@ class DeltaStack(BlockStack):
         return slice(None), Weights(static=b, scores=scores, table=tape.w, rows=rows, relu=relu)
 
     def _table(self) -> Tensor | None:
-        return torch.cat([w.flatten(0, 1) for w in self.w.values()]).float() if self.version == 3 else None
+        return torch.cat([w.flatten(0, 1) for w in self.w.values()]) if self.scores else None
 
     def _row(self, reader: int, way: int, slot: int) -> int:
         """Where the table has the vector for the entry at a place of the stack."""

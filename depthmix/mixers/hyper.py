@@ -13,14 +13,12 @@ from typing import Annotated, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from depthmix.mixers.base import register
 from depthmix.mixers.options import at_least
 from depthmix.mixers.streams import StreamMixer, StreamsState
-from depthmix.ops.matmul import matmul
-from depthmix.ops.precision import compute_dtype, rms_normalize
-from depthmix.ops.stream_mix.rules import Rule
+from depthmix.ops.precision import compute_dtype
+from depthmix.ops.stream_mix.rules import Coefficients, Rule, coefficients, products
 
 LAYERNORM_EPS, RMSNORM_EPS = 1e-5, 1e-6
 INITIAL_SCALE = 0.01
@@ -68,22 +66,14 @@ class HyperConnections(StreamMixer):
             for s in (self.s_alpha, self.s_beta):
                 s.fill_(INITIAL_SCALE)
 
-    def _coefficients(self, state: StreamsState, site: int) -> tuple[Tensor, Tensor, Tensor]:
+    def _coefficients(self, state: StreamsState, site: int) -> Coefficients:
         """A_m and B [..., n] and A_rᵀ [..., n, n] (output stream first) for the H this site reads."""
-        wide = compute_dtype(state.x)
-        a_m, a_r, b = (p[site].to(wide) for p in (self.A_m, self.A_r, self.B))
-        if not self.static:
-            streams = state.observe(state.x).to(wide)
-            if self.norm == "layernorm":
-                streams = functional.layer_norm(streams, (self.dim,), eps=LAYERNORM_EPS)
-            else:
-                streams = rms_normalize(streams, RMSNORM_EPS)
-            w = torch.cat([self.W_m[site].unsqueeze(-1), self.W_beta[site].unsqueeze(-1), self.W_r[site]], dim=-1)
-            z = matmul(streams, w.to(wide))  # [..., n, n + 2]
-            z = torch.tanh(z) if self.tanh else z
-            s_alpha, s_beta = self.s_alpha[site].to(wide), self.s_beta[site].to(wide)
-            a_m, b, a_r = a_m + s_alpha * z[..., 0], b + s_beta * z[..., 1], a_r + s_alpha * z[..., 2:]
-        return a_m, b, a_r.transpose(-1, -2)
+        x = state.observe(state.x)
+        wide, rule = compute_dtype(x), self._rule()
+        first, second, third = (p.to(wide) for p in self._any_tape(state).rules[site][:3])
+        if rule is None:
+            return first, second, third
+        return coefficients(rule, self.dim, *products(rule, x, first), second, third)
 
     def _rule(self) -> Rule | None:
         if self.static:
@@ -91,7 +81,7 @@ class HyperConnections(StreamMixer):
         eps = LAYERNORM_EPS if self.norm == "layernorm" else RMSNORM_EPS
         return Rule(self.n, joint=False, eps=eps, centred=self.norm == "layernorm", tanh=self.tanh)
 
-    def _for_kernels(self) -> tuple[Tensor, Tensor, Tensor]:
+    def _for_all_sites(self) -> tuple[Tensor, Tensor, Tensor]:
         if self.static:
             return self.A_m, self.B, self.A_r.transpose(1, 2).contiguous()
         w = torch.cat([self.W_m.unsqueeze(-1), self.W_beta.unsqueeze(-1), self.W_r], dim=-1)  # [S, D, n + 2]

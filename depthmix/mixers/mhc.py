@@ -117,9 +117,8 @@ class MHC(StreamMixer):
     def _coefficients(self, state: StreamsState, site: int) -> tuple[Tensor, Tensor, Tensor | None]:
         """H_pre and H_post [..., n] and H_res [..., n, n] (output stream first; None for the identity)."""
         x = self._normalized(state)
-        z = matmul(x, self.phi[site].to(x.dtype)).split(self.sizes, dim=-1)
-        b = self.b[site].to(x.dtype).split(self.sizes, dim=-1)
-        alpha = self.alpha[site].to(x.dtype)
+        phi, b, alpha = (p.to(x.dtype) for p in self._any_tape(state).rules[site][:3])
+        z, b = matmul(x, phi).split(self.sizes, dim=-1), b.split(self.sizes, dim=-1)
         pre, post, *res = (alpha[i] * z[i] + b[i] for i in range(len(self.sizes)))
         h_pre = torch.sigmoid(pre) + (DEEPSEEK_EPS if self.convention == "deepseek" else 0.0)
         return h_pre, 2 * torch.sigmoid(post), self._residual_map(res[0]) if res else None
@@ -144,7 +143,7 @@ class MHC(StreamMixer):
             pre_eps=DEEPSEEK_EPS if deepseek else 0.0,
         )
 
-    def _for_kernels(self) -> tuple[Tensor, Tensor, Tensor]:
+    def _for_all_sites(self) -> tuple[Tensor, Tensor, Tensor]:
         return self.phi, self.b, self.alpha
 
     def _why_no_kernels(self) -> str | None:

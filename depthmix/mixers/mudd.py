@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from depthmix.mixers.base import register
-from depthmix.mixers.block_stack import BlockStack, StackState, Tape
-from depthmix.ops import depth_sum
+from depthmix.mixers.block_stack import BlockStack, InsideNorm, StackState, Tape
 from depthmix.ops.depth_sum.coefficients import coefficients, coefficients_reference
 from depthmix.ops.depth_sum.source_order import Weights
 
@@ -54,9 +53,9 @@ class Mudd(BlockStack):
         i = str(reader)
         return self.W_1[i], self.W_2[i], self.b[i]
 
-    def _mix(self, state: StackState, reader: int) -> tuple[Tensor, ...]:
+    def _mix(self, state: StackState, reader: int, norm: InsideNorm | None) -> tuple[Tensor, ...]:
         a = coefficients_reference(state.observe(state.stack[-1]), *self._of(reader), EPS)
-        return depth_sum(state.stack, dynamic=a, backend=state.backend())
+        return state.sums(state.stack, norm, dynamic=a)
 
     def _weights(self, tape: Tape, reader: int) -> tuple[slice, Weights]:
         return slice(None), Weights(dynamic=coefficients(tape.stack[-1], *self._of(reader), EPS))

@@ -5,6 +5,7 @@ holds the streams before the write beside what is to be written. `settled` is wh
 """
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -14,21 +15,31 @@ from torch import Tensor
 from depthmix.mixers.base import Mixer, Norm
 from depthmix.mixers.state import State, register_state
 from depthmix.ops import stream_read, stream_write
+from depthmix.ops.autograd import own_backward
 from depthmix.ops.backend import choose
 from depthmix.ops.norm import eps_of, is_plain_rms_norm
 from depthmix.ops.precision import compute_dtype
-from depthmix.ops.stream_mix.op import why_unsupported
+from depthmix.ops.stream_mix.op import stream_rule_read, why_unsupported
 from depthmix.ops.stream_mix.products import halves_of
-from depthmix.ops.stream_mix.rules import Rule
+from depthmix.ops.stream_mix.rules import Rule, by_column
 from depthmix.ops.stream_mix.step import Inputs, Step, step
 
 
 class Tape(NamedTuple):
-    """What kernels pass from site to site: the embedding as long as the streams are its copies, and what each site's rule needs."""
+    """What passes from site to site: what each site's rule needs and, for kernels, the embedding as long as the streams are its copies."""
 
     first: Tensor | None  # [..., D]
     rules: Sequence[tuple[Tensor, ...]]  # w, base, scale and w's halves; or pre, post and res that all tokens share
     trained: bool  # made with gradients
+    columns: bool = False  # w, base and scale by column, as the reference reads with them at once
+
+
+class Note(NamedTuple):
+    """What a read leaves for the write of its site."""
+
+    found: Step
+    tape: Tape
+    kernels: bool  # they wrote what waited, and let the write wait that comes
 
 
 @register_state
@@ -65,14 +76,15 @@ class StreamMixer(Mixer):
     def _coefficients(self, state: StreamsState, site: int) -> tuple[Tensor, Tensor, Tensor | None]:
         """pre and post [..., n] and res [..., n, n] (output stream first; None for the identity) of streams with nothing left to write.
 
-        pre is for the read of this site or, where reads have the weights of the site before, of the next."""
+        pre is for the read of this site or, where reads have the weights of the site before, of the next. The site's
+        parameters are those of `_any_tape`."""
         raise NotImplementedError
 
     def _rule(self) -> Rule | None:
         """How kernels make these weights; None if they are the same for every token."""
         raise NotImplementedError
 
-    def _for_kernels(self) -> tuple[Tensor, Tensor, Tensor]:
+    def _for_all_sites(self) -> tuple[Tensor, Tensor, Tensor]:
         """w, base and scale of the rule for all sites, [S, ...], or without a rule pre, post and res."""
         raise NotImplementedError
 
@@ -90,25 +102,36 @@ class StreamMixer(Mixer):
     # Whether kernels do the work.
 
     def _tape(self, state: StreamsState) -> Tape | None:
-        """What kernels work with, made anew if the state comes from elsewhere; None where they are not used."""
+        """What kernels work with; None where they are not used."""
         if state.frozen or torch.compiler.is_compiling():
             return None
-        wide = any(p.dtype == torch.float64 for p in self.parameters())
+        wide = any(p.dtype == torch.float64 for p in itertools.islice(self.parameters(), 1))  # all are alike
         why = self._why_no_kernels() or why_unsupported(state.x, state.y, self.n, wide=wide)
         if choose(self.name, state.x, why) == "reference":
             return None
-        trained = torch.is_grad_enabled()
-        tape = state.tape
-        if tape is None or tape.trained != trained:
-            tape = Tape(None, self._by_site(state.x.dtype), trained)
+        return self._any_tape(state)
+
+    def _any_tape(self, state: StreamsState, columns: bool = False) -> Tape:
+        """The tape of a state, made anew if it comes from elsewhere."""
+        tape, trained = state.tape, torch.is_grad_enabled()
+        if tape is None or tape.trained != trained or tape.columns != columns:
+            tape = Tape(None, self._by_site(state.x.dtype, columns), trained, columns)
         return tape
 
-    def _by_site(self, kind: torch.dtype) -> Sequence[tuple[Tensor, ...]]:
+    def _by_site(self, kind: torch.dtype, columns: bool) -> Sequence[tuple[Tensor, ...]]:
         """Taken apart once a pass, so that a parameter's gradient is put together once."""
-        parameters = list(self._for_kernels())
-        if kind == torch.bfloat16 and self._rule() is not None:
+        parameters, rule = list(self._for_all_sites()), self._rule()
+        if columns:
+            assert rule is not None
+            parameters = list(by_column(rule, *parameters))
+        elif kind == torch.bfloat16 and rule is not None:
             parameters.append(halves_of(parameters[0].detach()))
         return list(zip(*(p.unbind(0) for p in parameters), strict=True))
+
+    def _reads_at_once(self, state: StreamsState) -> bool:
+        """Whether the reference makes a site's weights and reads with them as one node of autograd."""
+        rule = self._rule()
+        return rule is not None and not rule.joint and not state.frozen and own_backward()
 
     def _step(
         self, state: StreamsState, tape: Tape, rule: Rule | None, pre: Tensor | None, parameters: Sequence[Tensor] = (),
@@ -147,7 +170,7 @@ class StreamMixer(Mixer):
     def _start(self, x: Tensor) -> StreamsState:
         state = StreamsState(x=copies(x, self.n), pre=self._first_read(x))
         tape = self._tape(state)
-        state.tape = None if tape is None else tape._replace(first=x)
+        state.tape = self._any_tape(state, self._reads_at_once(state)) if tape is None else tape._replace(first=x)
         return state
 
     def _first_read(self, x: Tensor) -> Tensor | None:
@@ -158,48 +181,63 @@ class StreamMixer(Mixer):
         """The state with nothing left to write."""
         return state if state.y is None else dataclasses.replace(state, x=state.settled(), y=None, post=None, res=None)
 
-    def _by_kernels(
-        self, state: StreamsState, site: int, gain: Tensor | None = None, eps: float = 0.0
-    ) -> tuple[Step, Tape] | None:
+    def _by_kernels(self, state: StreamsState, site: int, gain: Tensor | None = None, eps: float = 0.0) -> Note | None:
         tape = self._tape(state)
         if tape is None:
             return None
         found = self._step_at(state, tape, site, gain, eps)
-        return found, tape if state.y is None else tape._replace(first=None)
+        return Note(found, tape if state.y is None else tape._replace(first=None), kernels=True)
+
+    def _without_kernels(self, state: StreamsState, site: int) -> Note:
+        """The write that waits, and the weights of a site."""
+        tape = self._any_tape(state)
+        plain = dataclasses.replace(self._plain(state), tape=tape)
+        return Note(Step(plain.x, plain.x, *self._coefficients(plain, site)), tape, kernels=False)
+
+    def _at_once(self, state: StreamsState, site: int, gain: Tensor | None = None, eps: float = 0.0) -> Note | None:
+        """The write that waits, the weights of a site and its read, where the reference can do the last two at once."""
+        if not self._reads_at_once(state):
+            return None
+        rule, tape, x = self._rule(), self._any_tape(state, columns=True), state.settled()
+        assert rule is not None
+        columns, bases, scales = tape.rules[site]
+        h, post, res = stream_rule_read(rule, x, columns, bases, scales, gain, eps)
+        return Note(Step(x, h, None, post, res), tape, kernels=False)
 
     def _read(self, state: StreamsState, site: int) -> Tensor:
-        found = self._by_kernels(state, site)
-        if found is not None:
-            state.leave_note(found)
-            return found[0].h
-        plain = self._plain(state)
-        if plain.pre is not None:
-            return stream_read(plain.x, plain.pre)
-        pre, post, res = self._coefficients(plain, site)
-        h = stream_read(plain.x, pre)
-        state.leave_note((Step(plain.x, h, None, post, res), None))
-        return h
+        note = self._by_kernels(state, site)
+        if note is None and state.pre is not None:
+            return stream_read(state.settled(), state.pre)
+        note = note or self._at_once(state, site)
+        if note is None:
+            note = self._without_kernels(state, site)
+            assert note.found.pre is not None
+            note = note._replace(found=note.found._replace(h=stream_read(note.found.x, note.found.pre)))
+        state.leave_note(note)
+        return note.found.h
 
     def _read_normed(self, state: StreamsState, site: int, norms: Sequence[Norm]) -> Tensor | None:
         norm = norms[0]
-        if not is_plain_rms_norm(norm, self.dim) or norm.weight.dtype == torch.float64:
+        if not is_plain_rms_norm(norm, self.dim):
             return None
-        found = self._by_kernels(state, site, norm.weight.float(), eps_of(norm, state.x))
-        if found is None:
+        gain, eps = norm.weight, eps_of(norm, state.x)
+        if gain.dtype == torch.float64 != state.x.dtype:  # kernels could not norm with it
             return None
-        state.leave_note(found)
-        return found[0].h
+        note = self._by_kernels(state, site, gain.float(), eps) or self._at_once(state, site, gain, eps)
+        if note is None:
+            return None
+        state.leave_note(note)
+        return note.found.h
 
     def _write(self, state: StreamsState, site: int, y: Tensor) -> StreamsState:
-        found, tape = state.take_note() or self._by_kernels(state, site) or (None, None)
-        if found is not None and tape is not None:
-            pre = None if state.pre is None else found.pre
-            return state.next(x=found.x, y=y, post=found.post, res=found.res, pre=pre, tape=tape)
-        plain = self._plain(state)
-        pre, post, res = self._coefficients(plain, site) if found is None else (None, found.post, found.res)
-        assert post is not None
-        x = stream_write(plain.x if found is None else found.x, res, post, y)
-        return state.next(x=x, y=None, post=None, res=None, pre=None if state.pre is None else pre, tape=None)
+        note = state.take_note() or self._by_kernels(state, site) or self._at_once(state, site)
+        note = note or self._without_kernels(state, site)
+        found, pre = note.found, None if state.pre is None else note.found.pre
+        if note.kernels:
+            return state.next(x=found.x, y=y, post=found.post, res=found.res, pre=pre, tape=note.tape)
+        assert found.post is not None
+        x = stream_write(found.x, found.res, found.post, y)
+        return state.next(x=x, y=None, post=None, res=None, pre=pre, tape=note.tape)
 
     def _finish(self, state: StreamsState) -> Tensor:
         pre = self._last_read(state)

@@ -1,10 +1,17 @@
-"""A second derivative for operators whose own backward has only a first."""
+"""Where operators bring a backward of their own, and a second derivative for those whose own has only a first."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from depthmix.ops.torch_internals import transformed
+
+
+def own_backward() -> bool:
+    """Whether an operator may bring a backward of its own: not where a compiler or torch.func derives one itself."""
+    return torch.is_grad_enabled() and not torch.compiler.is_compiling() and not transformed()
 
 
 def reference_gradients(

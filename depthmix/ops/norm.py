@@ -1,13 +1,15 @@
 """RMSNorm as the mixers round it: computed in fp32 (fp64 for fp64), one rounding to the input's dtype."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from depthmix.ops.precision import compute_dtype
+from depthmix.ops.autograd import reference_gradients
+from depthmix.ops.precision import compute_dtype, rms_normalize, widen, without_autocast
 from depthmix.ops.torch_internals import calls_only_its_forward
 
 
@@ -18,6 +20,54 @@ class RMSNorm(nn.RMSNorm):
         wide = compute_dtype(x, self.weight)
         gain = self.weight.to(wide)
         return functional.rms_norm(x.to(wide), self.normalized_shape, gain, eps_of(self, x)).to(x.dtype)
+
+
+def normed(o: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """y = gain ⊙ ρ o with ρ = (mean(o²) + eps)^(-1/2), and ρ [..., 1]; for operators with a backward of their own."""
+    rho = torch.linalg.vector_norm(o, dim=-1, keepdim=True).square_().div_(o.shape[-1]).add_(eps).rsqrt_()
+    return (o * rho).mul_(gain), rho
+
+
+def normed_backward(o: Tensor, gain: Tensor, rho: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
+    """do = ρ (gain ⊙ dy − (gain · (o ⊙ dy)) ρ² / D · o) and dgain = Σ_tokens ρ o ⊙ dy."""
+    dim = o.shape[-1]
+    product = (o * dy).reshape(-1, dim)
+    along = product.mv(gain).view(rho.shape).mul_(rho).mul_(rho)
+    do = (dy * gain).addcmul_(o, along, value=-1 / dim).mul_(rho)
+    return do, product.T.mv(rho.reshape(-1))
+
+
+class _Normed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, eps: float, x: Tensor, gain: Tensor) -> Tensor:
+        wide = compute_dtype(x, gain)
+        y, rho = normed(widen(x, wide), widen(gain, wide), eps)
+        ctx.eps = eps
+        ctx.save_for_backward(x, gain, rho)
+        return widen(y, x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, gain, rho = ctx.saved_tensors
+        with without_autocast(dy):
+            if torch.is_grad_enabled():
+                needed = ctx.needs_input_grad[1:]
+                return None, *reference_gradients(partial(_normed_reference, ctx.eps), (x, gain), needed, [dy])
+            wide = rho.dtype
+            dx, dgain = normed_backward(widen(x, wide), widen(gain, wide), rho, widen(dy, wide))
+            return None, widen(dx, x.dtype), widen(dgain, gain.dtype)
+
+
+def _normed_reference(eps: float, x: Tensor, gain: Tensor) -> Tensor:
+    wide = compute_dtype(x, gain)
+    return (rms_normalize(x.to(wide), eps) * gain.to(wide)).to(x.dtype)
+
+
+def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
+    """RMSNorm as one node of autograd, for reads that take their norm with them: x [..., D], gain [D]; rounded once to x's dtype."""
+    with without_autocast(x):
+        found: Tensor = _Normed.apply(eps, x, gain)
+        return found
 
 
 _FORWARD = {nn.RMSNorm: nn.RMSNorm.forward, RMSNorm: RMSNorm.forward}

@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from depthmix.ops import depth_scores, depth_sum
+from depthmix.ops.depth_sum.op import depth_sum_normed, source_scores
+from depthmix.ops.precision import rms_normalize
 from ops.helpers import (
     LAYOUTS,
     assert_agrees,
@@ -306,3 +308,63 @@ def test_bad_score_vectors_are_refused(w: Tensor, message: str) -> None:
     """depth_scores refuses vectors of another shape or device."""
     with pytest.raises(ValueError, match=f"^depth_scores: .*{message}"):
         depth_scores([A], w)
+
+
+def normed_case(
+    gains: int, raw: int, shape: Sequence[int] = (2, 5, 6), static: bool = True, dynamic: bool = True, **how: Any
+) -> tuple[Op, Op, list[Tensor]]:
+    """depth_sum_normed and the naive sums under RMSNorms, of three sources and three ways, and the leaves."""
+    _, naive, leaves = sum_case(shape, 3, 3, "D" if static else None, dynamic, **how)
+    kind = torch.float32 if leaves[0].dtype.itemsize == 2 else leaves[0].dtype
+    leaves.append(rand(gains, shape[-1], seed=60, dtype=kind))
+    names = ["static"] * static + ["dynamic"] * dynamic
+
+    def ours(*t: Tensor) -> tuple[Tensor, ...]:
+        return depth_sum_normed(t[:3], t[-1], 1e-3, raw, **dict(zip(names, t[3:-1], strict=True)))
+
+    def expected(*t: Tensor) -> tuple[Tensor, ...]:
+        outs = naive(*t[:-1])
+        return (*(rms_normalize(o, 1e-3) * g for o, g in zip(outs, t[-1], strict=False)), outs[raw])
+
+    return ours, expected, leaves
+
+
+NORMED = {"all": (3, 0), "last way goes on": (2, 2)}
+
+
+@pytest.mark.parametrize("case", NORMED.values(), ids=NORMED.keys())
+@pytest.mark.parametrize("shape", [(2, 5, 6), (0, 5, 8), (24,)], ids=str)
+def test_norms_inside_a_sum(case: tuple[int, int], shape: tuple[int, ...]) -> None:
+    """The first sums normed and one as it is; outputs and all gradients, and those of gradients."""
+    assert_agrees(*normed_case(*case, shape))
+    assert_agrees(*normed_case(*case, shape, static=False))
+    assert_agrees(*normed_case(*case, shape, layout="transposed"))
+    op, _, leaves = normed_case(*case, (2, 3))
+    assert torch.autograd.gradgradcheck(op, [t.clone().requires_grad_() for t in leaves])
+
+
+def test_norms_inside_a_sum_round_once_and_ignore_autocast() -> None:
+    """bf16 sources: the sum is not rounded before its norm."""
+    assert_rounded_once(*normed_case(3, 0, (2, 5, 24), dtype=torch.bfloat16))
+    op, _, leaves = normed_case(3, 0, dtype=torch.float32)
+    assert_ignores_autocast(op, leaves)
+    assert_backward_ignores_autocast(op, leaves)
+    assert_inputs_untouched(op, leaves)
+
+
+@pytest.mark.parametrize("shape", [(2, 5, 6), (0, 5, 8), (24,)], ids=str)
+def test_scores_of_one_source_for_many_readers(shape: tuple[int, ...]) -> None:
+    """One product, apart by reader; a reader that nobody asked about has gradient zero."""
+
+    def ours(v: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        return source_scores(v, w, (3, 1, 2))[:2]
+
+    def expected(v: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        return torch.einsum("rd,...d->r...", w, v).split((3, 1, 2))[:2]
+
+    leaves = [rand(*shape, seed=1), rand(6, shape[-1], seed=2)]
+    assert_agrees(ours, expected, leaves)
+    assert torch.autograd.gradgradcheck(ours, [t.clone().requires_grad_() for t in leaves])
+    leaves = [t.float() for t in leaves]
+    assert_ignores_autocast(ours, leaves)
+    assert_backward_ignores_autocast(ours, leaves)

@@ -11,7 +11,7 @@ from torch.nn.modules import module as everywhere
 from torch.nn.utils import parametrize, prune
 
 from depthmix import create_mixer
-from depthmix.ops.norm import RMSNorm, is_plain_rms_norm
+from depthmix.ops.norm import RMSNorm, is_plain_rms_norm, rms_norm
 
 DIM = 6
 Watched = Callable[..., None]
@@ -124,3 +124,24 @@ def test_a_norm_of_another_width_says_so() -> None:
     mixer = create_mixer("attnres", dim=DIM, n_blocks=1)
     with pytest.raises(RuntimeError, match="normalized_shape"):
         mixer.read(mixer.start(torch.randn(2, DIM)), 0, nn.RMSNorm(DIM + 1))
+
+
+@pytest.mark.parametrize("shape", [(2, 5, DIM), (0, DIM), (DIM,)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_the_norm_of_reads_is_rms_norm(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Values and gradients of the module's, to the rounding of the dtype; second derivatives by finite differences."""
+    norm = RMSNorm(DIM, eps=1e-3, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
+    with torch.no_grad():
+        norm.weight.uniform_(0.5, 1.5)
+    x = torch.randn(shape, dtype=dtype, requires_grad=True)
+    found, expected = rms_norm(x, norm.weight, 1e-3), norm(x)
+    assert found.dtype == dtype
+    torch.testing.assert_close(found, expected)
+    g = torch.randn_like(found)
+    inputs = (x, norm.weight)
+    tolerance = {"rtol": 2e-2, "atol": 5e-2} if dtype == torch.bfloat16 else {}
+    torch.testing.assert_close(
+        torch.autograd.grad(found, inputs, g), torch.autograd.grad(expected, inputs, g), **tolerance
+    )
+    if dtype == torch.float64:
+        assert torch.autograd.gradgradcheck(lambda x, gain: rms_norm(x, gain, 1e-3), inputs)

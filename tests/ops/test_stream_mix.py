@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from depthmix.ops import sinkhorn, stream_read, stream_write
+from depthmix.ops.stream_mix.op import stream_rule_read
+from depthmix.ops.stream_mix.rules import Rule, by_column
 from ops.helpers import (
     LAYOUTS,
     assert_agrees,
@@ -203,3 +205,76 @@ def test_refusals(op: Op, args: tuple[Any, ...], message: str) -> None:
     """Every bad argument is refused with the op, the argument, what was expected and what came."""
     with pytest.raises(ValueError, match=f"^{op.__name__}: .*{message}"):
         op(*args)
+
+
+RULES = combinations(centred=(False, True), tanh=(False, True))
+
+
+def rule_case(
+    shape: Sequence[int], centred: bool = True, tanh: bool = True, gain: bool = True, **how: Any
+) -> tuple[Op, Op, list[Tensor]]:
+    """stream_rule_read and Hyper-Connections' equations as functions of the same leaves (x, W, base, scale and perhaps the gain)."""
+    *_, n, width = shape
+    rule = Rule(n, joint=False, eps=1e-3, centred=centred, tanh=tanh)
+    small = how | ({"dtype": torch.float32} if how.get("dtype") == torch.bfloat16 else {})
+    small.pop("layout", None)
+    leaves = [rand(*shape, seed=1, **how), rand(width, n + 2, seed=2, **small), rand(n * (n + 2), seed=3, **small)]
+    leaves += [rand(2, seed=4, **small), *([rand(width, seed=5, **small)] if gain else [])]
+
+    def ours(x: Tensor, w: Tensor, base: Tensor, scale: Tensor, gain: Tensor | None = None) -> Any:
+        w = w - w.mean(0) if centred else w
+        site = [p[0] for p in by_column(rule, w[None], base[None], scale[None])]
+        return stream_rule_read(rule, x, site[0], site[1], site[2], gain, 1e-2)
+
+    def naive(x: Tensor, w: Tensor, base: Tensor, scale: Tensor, gain: Tensor | None = None) -> Any:
+        h = x - x.mean(-1, keepdim=True) if centred else x
+        z = (h / (h.square().mean(-1, keepdim=True) + 1e-3).sqrt()) @ w
+        z = torch.tanh(z) if tanh else z
+        pre, post = base[:n] + scale[0] * z[..., 0], base[n : 2 * n] + scale[1] * z[..., 1]
+        a_r = base[2 * n :].view(n, n) + scale[0] * z[..., 2:]
+        u = naive_read(x, pre)
+        if gain is not None:
+            u = gain * u / (u.square().mean(-1, keepdim=True) + 1e-2).sqrt()
+        return u, post, a_r.transpose(-1, -2)
+
+    return ours, naive, leaves
+
+
+@pytest.mark.parametrize("options", RULES, ids=name)
+@pytest.mark.parametrize("shape", SHAPES[:6], ids=str)
+def test_a_rule_and_its_read(shape: tuple[int, ...], options: dict[str, Any]) -> None:
+    """Weights, read and norm at odd shapes: outputs and all gradients."""
+    assert_agrees(*rule_case(shape, **options))
+    assert_agrees(*rule_case(shape, **options, gain=False))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_rule_and_its_read_of_any_layout(layout: str) -> None:
+    """Transposed, strided and expanded streams."""
+    assert_agrees(*rule_case((2, 5, 4, 6), layout=layout))
+
+
+@pytest.mark.parametrize("options", RULES, ids=name)
+def test_second_derivatives_of_a_rule(options: dict[str, Any]) -> None:
+    """Finite differences of gradients."""
+    op, _, leaves = rule_case((2, 2, 3), **options)
+    leaves = [t.clone().requires_grad_() for t in leaves]
+    assert torch.autograd.gradcheck(op, leaves)
+    assert torch.autograd.gradgradcheck(op, leaves)
+
+
+def test_a_rule_rounds_once_and_ignores_autocast() -> None:
+    """bf16 streams; bit-equal in fp32 under autocast, backward inside or outside of it; no input is written to."""
+    assert_rounded_once(*rule_case((2, 5, 4, 24), dtype=torch.bfloat16))
+    op, _, leaves = rule_case((2, 5, 4, 24), dtype=torch.float32)
+    assert_ignores_autocast(op, leaves)
+    assert_backward_ignores_autocast(op, leaves)
+    assert_inputs_untouched(op, leaves)
+
+
+def test_a_rule_without_gradients_is_the_same() -> None:
+    """Plain PyTorch where autograd is off."""
+    op, _, leaves = rule_case((2, 5, 4, 24))
+    with torch.no_grad():
+        without = op(*leaves)
+    assert_near(list(without), [t.detach() for t in op(*(t.requires_grad_() for t in leaves))])

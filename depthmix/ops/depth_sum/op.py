@@ -1,86 +1,18 @@
-"""depth_sum and depth_scores: checks, autograd that rounds once, and the choice between kernels and the reference."""
+"""depth_sum and depth_scores: checks, and the choice between kernels and the reference."""
 
 from collections.abc import Sequence
-from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from depthmix.ops.autograd import reference_gradients
 from depthmix.ops.backend import choose
 from depthmix.ops.checks import check_shape, check_sources, leading
 from depthmix.ops.depth_sum import library  # noqa: F401  (registers the operators)
 from depthmix.ops.depth_sum.reference import depth_scores_reference, depth_sum_reference
+from depthmix.ops.depth_sum.reference_autograd import DepthScores, DepthSum, SourceScores, scores, sums
 from depthmix.ops.depth_sum.source_order import ADDED, SUM_CLAMPED, Weights, read_sums
 from depthmix.ops.precision import promoted_dtype, without_autocast
 from depthmix.ops.torch_internals import transformed
-
-
-class DepthSum(torch.autograd.Function):
-    """The reference with a backward that sums a source's gradient over ways and terms in fp32 and rounds it once.
-
-        dv_i = Σ_w weight[w, i] ⊙ do_w;    dstatic[w, i] = Σ_tokens do_w ⊙ v_i;    ddynamic[w, i] = do_w · v_i
-
-    with relu only where static + dynamic ≥ 0.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, relu: bool, static: Tensor | None, dynamic: Tensor | None, *sources: Tensor
-    ) -> tuple[Tensor, ...]:
-        ctx.relu = relu
-        ctx.save_for_backward(static, dynamic, *sources)
-        return depth_sum_reference(sources, static, dynamic, relu)
-
-    @staticmethod
-    def backward(ctx: Any, *do: Tensor) -> tuple[Tensor | None, ...]:
-        static, dynamic, *sources = ctx.saved_tensors
-        with without_autocast(do[0]):
-            if torch.is_grad_enabled():
-                inputs, needed = (static, dynamic, *sources), ctx.needs_input_grad[1:]
-                return (None, *reference_gradients(partial(_reference, ctx.relu), inputs, needed, do))
-            return (None, *_backward(ctx.relu, static, dynamic, sources, do, ctx.needs_input_grad[3:]))
-
-
-def _reference(relu: bool, static: Tensor | None, dynamic: Tensor | None, *sources: Tensor) -> tuple[Tensor, ...]:
-    return depth_sum_reference(sources, static, dynamic, relu)
-
-
-def _backward(
-    relu: bool,
-    static: Tensor | None,
-    dynamic: Tensor | None,
-    sources: Sequence[Tensor],
-    do: Sequence[Tensor],
-    need_v: Sequence[bool],
-) -> list[Tensor | None]:
-    wide = do[0].dtype
-    dstatic = None if static is None else torch.zeros_like(static, dtype=wide)
-    ddynamic = None if dynamic is None else torch.zeros_like(dynamic, dtype=wide)
-    dv: list[Tensor | None] = []
-    for i, v in enumerate(sources):
-        total: Any = 0
-        for w, d in enumerate(do):
-            weight: Any = 0 if static is None else static[w, i].to(wide)
-            weight = weight if dynamic is None else weight + dynamic[..., w, i].to(wide).unsqueeze(-1)
-            product = d * v
-            if relu:
-                weight, product = weight.clamp(min=0), product * (weight >= 0)
-            if need_v[i]:
-                total = total + weight * d
-            if dstatic is not None:
-                channels = product.reshape(-1, product.shape[-1]).sum(0)
-                dstatic[w, i] = channels if dstatic.shape[-1] == len(channels) else channels.sum()
-            if ddynamic is not None:
-                ddynamic[..., w, i] = product.sum(-1)
-        dv.append(total.to(v.dtype) if need_v[i] else None)
-    return [
-        None if dstatic is None or static is None else dstatic.to(static.dtype),
-        None if ddynamic is None or dynamic is None else ddynamic.to(dynamic.dtype),
-        *dv,
-    ]
-
 
 MAX_DIM = 16384  # channels of a row that fit in the registers of 32 warps
 MAX_WAYS = 4  # sums that one kernel forms at once
@@ -130,10 +62,31 @@ def depth_sum(
             if torch.compiler.is_compiling():
                 return tuple(torch.ops.depthmix.depth_sum_read(sources, b, a, relu))
             return read_sums(sources, Weights(static=b, dynamic=a, relu=SUM_CLAMPED if relu else ADDED)).y
-        if torch.is_grad_enabled() and not transformed():
-            outs = DepthSum.apply(relu, static, dynamic, *sources)
-        else:
+        if transformed():
             outs = depth_sum_reference(sources, static, dynamic, relu)
+        elif torch.is_grad_enabled():
+            outs = DepthSum.apply(relu, None, static, dynamic, None, *sources)
+        else:
+            outs = sums(relu, static, dynamic, sources)
+        return tuple(out.to(dtype) for out in outs)
+
+
+def depth_sum_normed(
+    sources: Sequence[Tensor],
+    gain: Tensor,
+    eps: float,
+    raw: int,
+    static: Tensor | None = None,
+    dynamic: Tensor | None = None,
+    relu: bool = False,
+) -> tuple[Tensor, ...]:
+    """depth_sum on the reference, the first sums under RMSNorms with the rows of gain [V, D] and rounded after them; then sum `raw` as it is.
+
+    For those who have checked what they give, and want gradients: it is one node of autograd.
+    """
+    dtype = promoted_dtype(tuple(sources))
+    with without_autocast(sources[0]):
+        outs = DepthSum.apply(relu, (eps, raw), static, dynamic, gain, *sources)
         return tuple(out.to(dtype) for out in outs)
 
 
@@ -145,4 +98,13 @@ def depth_scores(sources: Sequence[Tensor], w: Tensor) -> Tensor:
     n_ways, dim = leading(w), first.shape[-1]
     check_shape(op, "w", w, first, (n_ways, len(sources), dim), (n_ways, 1, dim))
     with without_autocast(first):
-        return depth_scores_reference(sources, w)
+        if transformed():
+            return depth_scores_reference(sources, w)
+        return DepthScores.apply(w, *sources) if torch.is_grad_enabled() else scores(w, sources)
+
+
+def source_scores(v: Tensor, w: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
+    """The dot products of one source [..., D] with the vectors w [R, D] of several readers, [size, ...] for each; as depth_sum_normed."""
+    with without_autocast(v):
+        found: tuple[Tensor, ...] = SourceScores.apply(tuple(sizes), w, v)
+        return found

@@ -1,13 +1,14 @@
-"""stream_read and stream_write: checks, and what kernels can do. The kernels themselves do both at once: step.py."""
+"""stream_read, stream_write and stream_rule_read: checks, and what kernels can do. The kernels themselves do both at once: step.py."""
 
 import torch
 from torch import Tensor
 
+from depthmix.ops.autograd import own_backward
 from depthmix.ops.checks import check_shape
 from depthmix.ops.precision import without_autocast
 from depthmix.ops.stream_mix.reference import stream_read_reference, stream_write_reference
-from depthmix.ops.stream_mix.reference_autograd import StreamRead, StreamWrite
-from depthmix.ops.torch_internals import transformed
+from depthmix.ops.stream_mix.reference_autograd import StreamRead, StreamRuleRead, StreamWrite, rule_read_reference
+from depthmix.ops.stream_mix.rules import Rule
 
 MAX_STREAMS = 4  # whose n² weights and sums a token fit in registers
 MAX_DIM = 16384  # channels of a row that fit in the registers of 32 warps
@@ -30,7 +31,7 @@ def stream_read(x: Tensor, pre: Tensor) -> Tensor:
     n = _streams("stream_read", x)
     check_shape("stream_read", "pre", pre, x, (n,), tuple(x.shape[:-1]))
     with without_autocast(x):
-        if _own_backward():
+        if own_backward():
             return StreamRead.apply(x, pre)
         return stream_read_reference(x, pre).to(x.dtype)
 
@@ -47,14 +48,30 @@ def stream_write(x: Tensor, res: Tensor | None, post: Tensor, y: Tensor) -> Tens
     check_shape(op, "post", post, x, (n,), (*tokens, n))
     check_shape(op, "y", y, x, (*tokens, x.shape[-1]))
     with without_autocast(x):
-        if _own_backward():
+        if own_backward():
             return StreamWrite.apply(x, res, post, y)
         return stream_write_reference(x, res, post, y).to(x.dtype)
 
 
-def _own_backward() -> bool:
-    """Not where a compiler or torch.func derives one itself."""
-    return torch.is_grad_enabled() and not torch.compiler.is_compiling() and not transformed()
+def stream_rule_read(
+    rule: Rule, x: Tensor, columns: Tensor, bases: Tensor, scales: Tensor, gain: Tensor | None = None, eps: float = 0.0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """u, post and res of a rule of Hyper-Connections from streams x [..., n, C]; u is rounded once.
+
+    columns, bases and scales: a site's of rules.by_column. gain: [C], of an RMSNorm of u with this eps.
+    """
+    op = "stream_rule_read"
+    n, width = _streams(op, x), x.shape[-1]
+    check_shape(op, "columns", columns, x, (n + 2 + rule.centred, width))
+    check_shape(op, "bases", bases, x, (n + 2, n))
+    check_shape(op, "scales", scales, x, (n + 2,))
+    if gain is not None:
+        check_shape(op, "gain", gain, x, (width,))
+    with without_autocast(x):
+        if own_backward():
+            u, post, res = StreamRuleRead.apply(rule, eps, x, columns, bases, scales, gain)
+            return u, post, res
+        return rule_read_reference(rule, eps, x, columns, bases, scales, gain)
 
 
 def _streams(op: str, x: Tensor) -> int:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from depthmix.ops.matmul import matmul
 from depthmix.ops.sinkhorn.reference import DEEPSEEK_EPS, sinkhorn_reference
 
 
@@ -40,8 +41,8 @@ def products(rule: Rule, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     """z and the sums of streams x [..., n, D] in w's precision: Σ x² [...] if joint, otherwise Σ x and Σ x² [..., n, 2]."""
     x = x.to(w.dtype)
     if rule.joint:
-        return x.flatten(-2) @ w, x.square().sum((-1, -2))
-    return x @ w, torch.stack([x.sum(-1), x.square().sum(-1)], dim=-1)
+        return matmul(x.flatten(-2), w), x.square().sum((-1, -2))
+    return matmul(x, w), torch.stack([x.sum(-1), x.square().sum(-1)], dim=-1)
 
 
 def coefficients(rule: Rule, dim: int, z: Tensor, sums: Tensor, base: Tensor, scale: Tensor) -> Coefficients:
@@ -66,4 +67,16 @@ def coefficients(rule: Rule, dim: int, z: Tensor, sums: Tensor, base: Tensor, sc
     return scale[0] * z[..., 0] + pre, scale[1] * z[..., 1] + post, res.transpose(-1, -2)
 
 
-__all__ = ["DEEPSEEK_EPS", "Coefficients", "Rule", "coefficients", "products"]
+def by_column(rule: Rule, w: Tensor, base: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """w, base and scale of Hyper-Connections for all sites by column of w: [S, n + 2, D], [S, n + 2, n] and [S, n + 2].
+
+    A rule that centres has one column more, of 1/D: its products are the means."""
+    n, columns = rule.n, w.transpose(-1, -2)
+    if rule.centred:
+        columns = torch.cat([columns, columns.new_full((len(w), 1, w.shape[1]), 1 / w.shape[1])], dim=1)
+    pre_post, res = base[:, : 2 * n].unflatten(-1, (2, n)), base[:, 2 * n :].unflatten(-1, (n, n))
+    s_alpha, s_beta = scale.unbind(-1)
+    return columns, torch.cat([pre_post, res.transpose(1, 2)], 1), torch.stack([s_alpha, s_beta, *[s_alpha] * n], 1)
+
+
+__all__ = ["DEEPSEEK_EPS", "Coefficients", "Rule", "by_column", "coefficients", "products"]

@@ -75,7 +75,7 @@ def _norm_backward(
         for w in tl.static_range(WAYS):
             acc = acc + (tl.zeros([BD], tl.float32),)
             gains = gains + (tl.load(gain + w * D + d, mask=ok, other=1.0),)
-            inverse = inverse + (gains[w] if AGAIN else 1.0 / gains[w],)
+            inverse = inverse + (gains[w] if AGAIN or (MIXTURES >> w) % 2 == 1 else 1.0 / gains[w],)
     for t in tl.range(program, N, tl.num_programs(0), num_stages=STAGES):
         at = t * D + d
         ys, xs, products, new, scales = (), (), (), (), ()
