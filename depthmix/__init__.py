@@ -29,6 +29,8 @@ __all__ = [
     "load",
     "ops",
     "param_groups",
+    "restore",
+    "retrofit",
     "shard_mixer",
 ]
 # Looked up on first use: torch takes seconds to import, which `depthmix --version` and a mistyped flag need not wait for.
@@ -49,15 +51,29 @@ _HOMES = {
 
 
 def load(run: str | Path, device: str | torch.device = "auto") -> Trained:
-    """The model that `depthmix train` left in a run folder, or in one checkpoint of it, ready for use on a device.
+    """The model that `depthmix train` left in a run folder, or in one checkpoint of it, or that Hugging Face's `save_pretrained` wrote.
 
-    It comes with its tokenizer, the configuration it was trained with and its step. What cannot be loaded raises
+    It is ready for use on a device and comes with its tokenizer, the configuration it was trained with and its step. What cannot be loaded raises
     `depthmix.errors.UserError`, which says why.
     """
     from depthmix.device import choose_device
     from depthmix.runs.restore import load_model
 
     return load_model(run, choose_device(str(device)))
+
+
+def retrofit(model: Any, mixer: str, *, quiet: bool = False, **options: Any) -> Any:
+    """Make a Hugging Face decoder mix over depth by a rule, in place; prints by how much its logits changed (depthmix.hf)."""
+    from depthmix.hf import retrofit as change
+
+    return change(model, mixer, quiet=quiet, **options)
+
+
+def restore(model: Any) -> Any:
+    """Undo `retrofit` (depthmix.hf)."""
+    from depthmix.hf import restore as undo
+
+    return undo(model)
 
 
 def __getattr__(name: str) -> Any:

@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
-from depthmix.config import CompareConfig, DataConfig, EvalConfig, GenerateConfig, TrainConfig
+from depthmix.config import CompareConfig, DataConfig, EvalConfig, GenerateConfig, RetrofitConfig, TrainConfig
 from depthmix.errors import DISK, DIVERGED, INTERNAL, INTERRUPTED, PIPE, USAGE, UserError
 from depthmix.names import nearest as nearest_of
 
@@ -215,6 +215,12 @@ def run_generate(config: GenerateConfig) -> None:
     print()
 
 
+def run_retrofit(config: RetrofitConfig) -> None:
+    from depthmix.runs.retrofit import retrofit_folder
+
+    print(retrofit_folder(config))
+
+
 def run_list() -> None:
     from depthmix.mixers import list_mixers, mixer_class
 
@@ -237,6 +243,11 @@ COMMANDS: dict[str, tuple[type | None, Callable[..., None], str]] = {
     "compare": (CompareConfig, run_compare, "train several mechanisms on the same data and compare them at equal cost"),
     "eval": (EvalConfig, run_eval, "loss, perplexity and bits per byte of a trained model on any text"),
     "generate": (GenerateConfig, run_generate, "continue a text with a trained model"),
+    "retrofit": (
+        RetrofitConfig,
+        run_retrofit,
+        "give a pretrained Hugging Face model a mechanism, with the same logits",
+    ),
     "data": (DataConfig, run_data, "prepare a corpus"),
     "list": (None, run_list, "mechanisms and their options"),
     "doctor": (None, run_doctor, "versions, device, and what will be used"),

@@ -116,7 +116,7 @@ class CompareConfig(TrainConfig):
 class EvalConfig:
     """Measure a trained model on any text: loss, perplexity, bits per byte."""
 
-    run: str = option("", "run folder of `depthmix train`, or one checkpoint in it")
+    run: str = option("", "run folder of `depthmix train`, one checkpoint in it, or a folder of `save_pretrained`")
     input: list[str] = option([], "files or folders of text; none: the validation split the model was trained with")
     text_field: str = option("text", "field or column that holds the text in jsonl and parquet")
     batch_size: int = option(16, "sequences at a time")
@@ -129,10 +129,20 @@ class EvalConfig:
 class GenerateConfig:
     """Continue a text with a trained model."""
 
-    run: str = option("", "run folder of `depthmix train`, or one checkpoint in it")
+    run: str = option("", "run folder of `depthmix train`, one checkpoint in it, or a folder of `save_pretrained`")
     prompt: str = option("", "text to continue; none: start from nothing")
     max_tokens: int = option(100, "tokens to generate")
     temperature: float = option(0.8, "0 always takes the likeliest token")
     top_p: float = option(0.95, "sample from the likeliest tokens that together have this probability")
     seed: int = option(0, "seed of the sampling")
     device: str = option("auto", "cpu, cuda, cuda:N, mps, or auto")
+
+
+@dataclass
+class RetrofitConfig:
+    """Give a pretrained Hugging Face decoder another rule for mixing over depth; its logits stay the same until it is trained."""
+
+    model: str = option("", "folder of `save_pretrained` with the model, which is left as it is")
+    mixer: str = option("attnres", "mechanism; `depthmix list` shows them")
+    mixer_options: dict[str, Any] = option({}, "options of the mixer, e.g. block_size=4 ways=3")
+    out: str = option("", "folder to write, which must not exist; AutoModelForCausalLM.from_pretrained reads it")

@@ -24,7 +24,7 @@ from torch.nn import functional
 import depthmix
 from depthmix import cli, list_mixers
 from depthmix.cli import COMMANDS, main
-from depthmix.config import CompareConfig, DataConfig, EvalConfig, GenerateConfig, TrainConfig
+from depthmix.config import CompareConfig, DataConfig, EvalConfig, GenerateConfig, RetrofitConfig, TrainConfig
 from depthmix.data.dataset import TokenData
 from depthmix.mixers import mixer_class
 from depthmix.runs.folder import RunFolder
@@ -543,6 +543,7 @@ def test_eval_and_generate_have_one_flat_class_each():
         "eval": EvalConfig,
         "generate": GenerateConfig,
         "data": DataConfig,
+        "retrofit": RetrofitConfig,
     } == CONFIGS
     assert cli.describe(typing.get_type_hints(TrainConfig)["n_kv_heads"]) == "a whole number or none"
 

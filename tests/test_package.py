@@ -21,6 +21,7 @@ LAYERS = {
     "mixers": 1,
     "models": 2,
     "insight": 3,
+    "hf": 3,
     "config": 3,
     "device": 3,
 }

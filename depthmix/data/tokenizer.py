@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -59,8 +60,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     return _ready(tokenizer)
 
 
-def load_tokenizer(path: str | Path) -> Tokenizer:
-    """A saved tokenizer.json; <|endoftext|> is added where it is missing."""
+def load_tokenizer(path: str | Path, add_end: bool = True) -> Tokenizer:
+    """A saved tokenizer.json; <|endoftext|> is added where it is missing, unless add_end says otherwise."""
     _require_tokenizers()
     from tokenizers import Tokenizer
 
@@ -77,7 +78,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     except Exception as e:  # the library raises nothing narrower
         reason = (str(e) or type(e).__name__).splitlines()[0].rstrip(".")
         raise UserError(f"{path} is not a tokenizer.json of the tokenizers library: {reason}.", DATA) from e
-    return _ready(tokenizer)
+    return _ready(tokenizer, add_end)
 
 
 def _require_tokenizers() -> None:
@@ -85,10 +86,10 @@ def _require_tokenizers() -> None:
         raise UserError("Tokenizing needs the tokenizers library: pip install 'depthmix[train]'.")
 
 
-def _ready(tokenizer: Tokenizer) -> Tokenizer:
+def _ready(tokenizer: Tokenizer, add_end: bool = True) -> Tokenizer:
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    if tokenizer.token_to_id(END) is None:
+    if add_end and tokenizer.token_to_id(END) is None:
         taken = set(tokenizer.get_vocab().values())
         tokenizer.add_special_tokens([END])
         if tokenizer.token_to_id(END) in taken:  # the library counts entries, whatever their ids
@@ -97,6 +98,15 @@ def _ready(tokenizer: Tokenizer) -> Tokenizer:
             )
     tokenizer.encode_special_tokens = True  # "<|endoftext|>" written in a document is text, not the end of it
     return tokenizer
+
+
+def end_token(path: Path) -> int | None:
+    """The id of <|endoftext|> in the tokenizer.json of prepared data, read without the tokenizers library; None if it does not say."""
+    try:
+        added = json.loads(path.read_bytes())["added_tokens"]
+        return next((token["id"] for token in added if token["content"] == END), None)
+    except (OSError, ValueError, RecursionError, KeyError, TypeError):
+        return None
 
 
 def vocabulary(tokenizer: Tokenizer) -> int:

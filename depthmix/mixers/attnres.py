@@ -125,6 +125,15 @@ class AttnRes(Mixer):
     def ways(self, site: int) -> int:
         return self.n_ways if site % 2 == 0 else 1
 
+    def plain_share(self, site: int) -> float | None:
+        if self.routing == "add" and site in (0, self.n_sites):
+            return 1.0
+        others = -(-site // self.block_size)  # sources besides e
+        if self.window is not None and others > self.window:
+            return None
+        share = 0.5 if self.weights == "sigmoid" else 1 / (1 + others)
+        return 1 + share if self.routing == "add" else share
+
     def _rows(self, name: str, site: int) -> Tensor:
         """The parameter's rows for every way of a site: [W, ...]."""
         row = getattr(self, name)[site].unsqueeze(0)

@@ -60,6 +60,10 @@ class Mixer(nn.Module):
         """How many mixtures `read` returns at a site: 1, 2 (for queries and keys, for values) or 3 (one for each)."""
         return 1
 
+    def plain_share(self, site: int) -> float | None:
+        """What part of the plain stream, e + every output so far, a read (S: finish) is at step 0; None if it is none of it."""
+        return 1.0
+
     def _start(self, x: Tensor) -> State:
         raise NotImplementedError
 

@@ -41,6 +41,9 @@ class Highway(OneStream):
         nn.init.uniform_(self.W_T, -bound, bound)
         nn.init.constant_(self.b_T, self.bias)
 
+    def plain_share(self, site: int) -> float | None:
+        return None if site else 1.0
+
     def _join(self, state: StreamState, site: int, y: Tensor) -> Tensor:
         seen = rms_normalize(state.observe(state.x), EPS)
         w, b = self.W_T[site].to(seen.dtype), self.b_T[site].to(seen.dtype)

@@ -25,5 +25,8 @@ class LayerScale(OneStream):
     def reset_parameters(self) -> None:
         nn.init.constant_(self.gamma, self.init)
 
+    def plain_share(self, site: int) -> float | None:
+        return 1.0 if site == 0 or self.init == 1 else None
+
     def _join(self, state: StreamState, site: int, y: Tensor) -> Tensor:
         return state.x + self.gamma[site].to(compute_dtype(state.x)) * y

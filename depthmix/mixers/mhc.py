@@ -104,6 +104,11 @@ class MHC(StreamMixer):
             self.b_head.fill_(-math.log(n - 1))
             self.alpha_head.fill_(INITIAL_ALPHA)
 
+    def plain_share(self, site: int) -> float | None:
+        if self.init != "identity":
+            return None
+        return float(self.n) if site == self.n_sites and self.head == "sum" else 1.0
+
     def _first_read(self, x: Tensor) -> Tensor | None:
         if self.schedule == "standard":
             return None

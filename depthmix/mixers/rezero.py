@@ -24,6 +24,9 @@ class ReZero(OneStream):
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.alpha)
 
+    def plain_share(self, site: int) -> float | None:
+        return None if site else 1.0
+
     def _join(self, state: StreamState, site: int, y: Tensor) -> Tensor:
         wide = compute_dtype(state.x)
         return state.x.to(wide) + self.alpha[site].to(wide) * y.to(wide)

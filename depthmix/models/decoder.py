@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from depthmix.mixers.base import create_mixer, mixer_class
+from depthmix.mixers.base import Read, create_mixer, mixer_class
 from depthmix.mixers.options import check_options
 from depthmix.models.layers import Attention, Context, Mlp, MlpKind, Rotary, causal_mask
 from depthmix.names import DEFAULT_MIXER
@@ -68,12 +68,21 @@ class DecoderConfig:
             raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
 
 
-class Decoder(nn.Module):
-    """Token ids [B, T] in, logits [B, T, vocab] out."""
+@dataclass
+class Trace:
+    """What to keep of one pass, for those who look; a list that is not given is not kept."""
 
-    def __init__(self, config: DecoderConfig) -> None:
-        super().__init__()
-        self.config = config
+    sources: list[Tensor] | None = None  # the embedding, then the output of every sublayer
+    mixtures: list[Tensor] | None = None  # what every block reads before its norm (with several ways: for its queries)
+
+
+class Backbone(nn.Module):
+    """A decoder without its head: embedding, then read, sublayer, write for every site, then the final norm.
+
+    It has no `__init__`, so that models of other libraries, which have one of their own, can be one: `_build` makes its modules.
+    """
+
+    def _build(self, config: DecoderConfig) -> None:
         with torch.device(
             "meta"
         ):  # nothing is drawn yet, so one seed gives the same weights elsewhere whatever the mixer
@@ -84,21 +93,71 @@ class Decoder(nn.Module):
         for site in range(self.mixer.n_sites):
             ways = self.mixer.ways(site)
             self.norms.append(nn.ModuleList(RMSNorm(config.dim, eps=config.norm_eps) for _ in range(ways)))
-            self.sublayers.append(self._attention(site // 2) if site % 2 == 0 else self._mlp())
+            self.sublayers.append(_attention(config, site // 2) if site % 2 == 0 else _mlp(config))
         self.final_norm = RMSNorm(config.dim, eps=config.norm_eps)
+        self.mixer.to_empty(device=self.embedding.weight.device)
+
+    def embed(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
+        """What enters the first block: [B, T, D]."""
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("forward: expected either input_ids or inputs_embeds")
+        x = self.embedding(input_ids) if inputs_embeds is None else inputs_embeds
+        if torch.is_autocast_enabled(x.device.type):  # autocast leaves the embedding in fp32, and the state follows it
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        return x
+
+    def through_blocks(self, x: Tensor, context: Context, trace: Trace | None = None) -> Tensor:
+        """What the head sees of embeddings [B, T, D]: the blocks' output after the final norm."""
+        mixer, trace = self.mixer, trace or Trace()
+        sources, mixtures = trace.sources, trace.mixtures
+        if sources is not None:
+            sources.append(x)
+        state = mixer.start(x)
+        for site, (norm, sublayer) in enumerate(zip(self.norms, self.sublayers, strict=True)):
+            if mixtures is not None and site % 2 == 0:
+                h = mixer.read(state, site)
+                mixtures.append(h[0] if isinstance(h, tuple) else h)
+            y = self._run_sublayer(sublayer, mixer.read(state, site, norm), context)
+            if sources is not None:
+                sources.append(y)
+            state = mixer.write(state, site, y)
+        return self.final_norm(mixer.finish(state))
+
+    def _run_sublayer(self, sublayer: nn.Module, h: Read, context: Context) -> Tensor:
+        return sublayer(h, context)
+
+
+def _attention(c: DecoderConfig, block: int) -> Attention:
+    return Attention(block, c.dim, c.n_heads, c.n_kv_heads, c.head_dim, c.norm_eps if c.qk_norm else None)
+
+
+def _mlp(c: DecoderConfig) -> Mlp:
+    return Mlp(c.mlp, c.dim, c.mlp_dim)
+
+
+def init_matrix(linear: nn.Linear, n_sites: int = 1) -> None:
+    """A matrix N(0, 1/fan_in); an output projection's, of which `n_sites` add up, is divided by sqrt(n_sites)."""
+    nn.init.normal_(linear.weight, std=1 / math.sqrt(linear.in_features) / math.sqrt(n_sites))
+
+
+def token_positions(mask: Tensor | None, past: Any, length: int, device: torch.device) -> Tensor:
+    """The positions [B or 1, T] of the last `length` tokens, without the padding of a mask [B, keys]; past: tokens before them."""
+    if mask is not None and mask.ndim == 2:
+        return (mask.long().cumsum(-1) - 1).clamp(min=0)[:, -length:]
+    return (torch.arange(length, device=device) + past).unsqueeze(0)
+
+
+class Decoder(Backbone):
+    """Token ids [B, T] in, logits [B, T, vocab] out."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.config = config
+        self._build(config)
         self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
         self.register_load_state_dict_post_hook(_tie)
         _tie(self)
-        self.mixer.to_empty(device=self.embedding.weight.device)
         self.reset_parameters()
-
-    def _attention(self, block: int) -> Attention:
-        c = self.config
-        qk_norm_eps = c.norm_eps if c.qk_norm else None
-        return Attention(block, c.dim, c.n_heads, c.n_kv_heads, c.head_dim, qk_norm_eps)
-
-    def _mlp(self) -> Mlp:
-        return Mlp(self.config.mlp, self.config.dim, self.config.mlp_dim)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         super()._apply(fn, recurse)
@@ -110,8 +169,7 @@ class Decoder(nn.Module):
         """Matrices N(0, 1/fan_in), output projections divided by sqrt(sites), embedding and head N(0, 0.02²)."""
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear):
-                scale = math.sqrt(self.mixer.n_sites) if name.endswith("out_proj") else 1.0
-                nn.init.normal_(module.weight, std=1 / math.sqrt(module.in_features) / scale)
+                init_matrix(module, self.mixer.n_sites if name.endswith("out_proj") else 1)
             elif isinstance(module, RMSNorm):
                 nn.init.ones_(module.weight)
         nn.init.normal_(self.head.weight, std=EMBEDDING_STD)
@@ -132,26 +190,13 @@ class Decoder(nn.Module):
         takes it (then causality is the caller's). position_ids: [B, T], by default counted from what the cache holds, without padding.
         cache: a Hugging Face Cache (`update(k, v, layer_idx)`, `get_seq_length()`, `get_mask_sizes(length, layer_idx)`).
         """
-        if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("forward: expected either input_ids or inputs_embeds")
-        x = self.embedding(input_ids) if inputs_embeds is None else inputs_embeds  # [B, T, D]
-        if torch.is_autocast_enabled(x.device.type):  # autocast leaves the embedding in fp32, and the state follows it
-            x = x.to(torch.get_autocast_dtype(x.device.type))
-        context = self._context(x, attention_mask, position_ids, cache)
-        state = self.mixer.start(x)
-        for site, (norm, sublayer) in enumerate(zip(self.norms, self.sublayers, strict=True)):
-            state = self.mixer.write(state, site, sublayer(self.mixer.read(state, site, norm), context))
-        return self.head(self.final_norm(self.mixer.finish(state)))
+        x = self.embed(input_ids, inputs_embeds)  # [B, T, D]
+        return self.head(self.through_blocks(x, self._context(x, attention_mask, position_ids, cache)))
 
     def _context(self, x: Tensor, mask: Tensor | None, positions: Tensor | None, cache: Any) -> Context:
         batch, length = x.shape[:2]
         past = 0 if cache is None else int(cache.get_seq_length())
-        if positions is None:
-            if mask is not None and mask.ndim == 2:
-                positions = (mask.long().cumsum(-1) - 1).clamp(min=0)[:, -length:]
-            else:
-                positions = torch.arange(past, past + length, device=x.device).unsqueeze(0)
-        cos, sin = self.rotary(positions)
+        cos, sin = self.rotary(token_positions(mask, past, length, x.device) if positions is None else positions)
         if mask is not None and mask.ndim == 4:
             return Context(cos, sin, mask, cache)
         if mask is not None and tuple(mask.shape) != (batch, past + length):

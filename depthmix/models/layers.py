@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -43,7 +44,10 @@ class Attention(nn.Module):
         self, block: int, dim: int, n_heads: int, n_kv_heads: int, head_dim: int, qk_norm_eps: float | None
     ) -> None:
         super().__init__()
-        self.block, self.head_dim = block, head_dim  # block: whose keys and values these are in a cache
+        self.head_dim = head_dim
+        # By these names caches and attention functions know whose keys and values these are, and how they are used.
+        self.layer_idx, self.num_key_value_groups = block, n_heads // n_kv_heads
+        self.scaling, self.is_causal = head_dim**-0.5, True
         q_dim, kv_dim = n_heads * head_dim, n_kv_heads * head_dim
         self.q_proj = nn.Linear(dim, q_dim, bias=False)
         self.k_proj = nn.Linear(dim, kv_dim, bias=False)
@@ -64,11 +68,16 @@ class Attention(nn.Module):
         q = rotate(q.transpose(1, 2), context.cos, context.sin).to(v.dtype)
         k = rotate(k.transpose(1, 2), context.cos, context.sin).to(v.dtype)
         if context.cache is not None:
-            k, v = context.cache.update(k, v, self.block)
-        y = functional.scaled_dot_product_attention(
-            q, k, v, attn_mask=context.mask, is_causal=context.causal, enable_gqa=q.shape[1] != k.shape[1]
-        )
-        return self.out_proj(y.transpose(1, 2).flatten(2))
+            k, v = context.cache.update(k, v, self.layer_idx)
+        return self.out_proj(context.attend(self, q, k, v, context).flatten(2))
+
+
+def scaled_dot_product(attention: Attention, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
+    """Torch's own attention of q [B, heads, T, d] to k and v [B, kv heads, keys, d]: [B, T, heads, d]."""
+    y = functional.scaled_dot_product_attention(
+        q, k, v, attn_mask=context.mask, is_causal=context.causal, enable_gqa=q.shape[1] != k.shape[1]
+    )
+    return y.transpose(1, 2)
 
 
 class Mlp(nn.Module):
@@ -92,8 +101,9 @@ class Context:
 
     cos: Tensor
     sin: Tensor
-    mask: Tensor | None  # True or 0 where a query may look; None: causal
+    mask: Any  # True or 0 where a query may look; None: causal; whatever else `attend` takes
     cache: Any  # a Hugging Face Cache, or None
+    attend: Callable[[Attention, Tensor, Tensor, Tensor, Context], Tensor] = scaled_dot_product
 
     @property
     def causal(self) -> bool:

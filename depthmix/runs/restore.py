@@ -1,4 +1,4 @@
-"""A trained model from its run folder."""
+"""A trained model from its run folder, or from one that Hugging Face's `save_pretrained` wrote."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from depthmix.config import TrainConfig
-from depthmix.data.tokenizer import load_tokenizer, vocabulary
+from depthmix.data.tokenizer import END, load_tokenizer, vocabulary
 from depthmix.errors import CHECKPOINT, DATA, UserError
 from depthmix.mixers import OptionError
 from depthmix.models import Decoder, DecoderConfig
 from depthmix.runs.checkpoint import Checkpoint, latest_checkpoint, load_checkpoint
 from depthmix.runs.folder import RECIPE, TOKENIZER, RunFolder
+from depthmix.runs.pretrained import CONFIG, is_pretrained, read_pretrained
 
 
 @dataclass
@@ -25,18 +26,21 @@ class Trained:
 
     model: Decoder  # in eval mode
     tokenizer: Any  # a tokenizers.Tokenizer
-    config: TrainConfig
-    step: int  # of the checkpoint
+    config: TrainConfig  # of a model that was not trained here: what is known, and no data
+    step: int  # of the checkpoint; 0 where there are none
     folder: RunFolder
+    end: int | None = None  # the token that ends a text
 
 
 def load_model(run: str | Path, device: torch.device) -> Trained:
-    """The newest good checkpoint of a run folder, or the checkpoint given itself."""
+    """The newest good checkpoint of a run folder, or the checkpoint given itself, or a model that `save_pretrained` wrote."""
     if not str(run):
         raise UserError("run is needed: the folder that `depthmix train` wrote, or one checkpoint in it")
     path = Path(run).absolute()
     if not path.exists():
         raise UserError(f"run {str(run)!r} does not exist: give the folder that `depthmix train` wrote", CHECKPOINT)
+    if is_pretrained(path):
+        return _load_pretrained(path, device)
     saved: Checkpoint | None
     if path.parent.name == "checkpoints":
         folder, saved = RunFolder.open(path.parent.parent), load_checkpoint(path)
@@ -49,15 +53,39 @@ def load_model(run: str | Path, device: torch.device) -> Trained:
     config, tokenizer = _config(folder), _tokenizer(folder)
     embedding = saved.model.get("embedding.weight")
     vocab_size = len(embedding) if embedding is not None and embedding.ndim else vocabulary(tokenizer)
-    if vocabulary(tokenizer) > vocab_size:
-        what = f"has {vocabulary(tokenizer)} entries and the model {vocab_size}"
-        raise UserError(f"{folder.path / TOKENIZER} {what}: it is of another run", CHECKPOINT)
+    _check_vocabulary(folder, tokenizer, vocab_size, "run")
     try:
         model = build_decoder(config, vocab_size).to(device)
     except UserError as error:
         raise UserError(f"{folder.path / RECIPE} describes no model: {error}", CHECKPOINT) from None
     load_parameters(model, saved.model, config.mixer, f"step {saved.step} of {folder.path}")
-    return Trained(model.eval(), tokenizer, config, saved.step, folder)
+    return Trained(model.eval(), tokenizer, config, saved.step, folder, tokenizer.token_to_id(END))
+
+
+def _load_pretrained(path: Path, device: torch.device) -> Trained:
+    found, folder = read_pretrained(path), RunFolder(path)
+    tokenizer = _tokenizer(folder, add_end=False)
+    _check_vocabulary(folder, tokenizer, found.decoder.vocab_size, "model")
+    config = TrainConfig(**{name: getattr(found.decoder, name) for name in _shared()})
+    config.seq_len = found.seq_len or config.seq_len
+    try:
+        model = Decoder(found.decoder).to(device)
+    except OptionError as error:
+        raise UserError(f"{path / CONFIG} describes no model: {error}", CHECKPOINT) from None
+    buffers = dict(model.named_buffers())  # constants, which this version makes itself
+    tensors = {name: t for name, t in found.tensors.items() if name not in buffers}
+    load_parameters(model, tensors, config.mixer, str(path))
+    end = tokenizer.token_to_id(END) if found.end is None else found.end
+    if end is not None and end >= found.decoder.vocab_size:
+        what = f"the token {end} that ends a text is beyond the vocabulary of {found.decoder.vocab_size}"
+        raise UserError(f"{path} cannot be used: {what}", CHECKPOINT)
+    return Trained(model.eval(), tokenizer, config, 0, folder, end)
+
+
+def _check_vocabulary(folder: RunFolder, tokenizer: Any, vocab_size: int, of: str) -> None:
+    if vocabulary(tokenizer) > vocab_size:
+        what = f"has {vocabulary(tokenizer)} entries and the model {vocab_size}"
+        raise UserError(f"{folder.path / TOKENIZER} {what}: it is of another {of}", CHECKPOINT)
 
 
 def _config(folder: RunFolder) -> TrainConfig:
@@ -72,19 +100,23 @@ def _config(folder: RunFolder) -> TrainConfig:
     return TrainConfig(**known)
 
 
-def _tokenizer(folder: RunFolder) -> Any:
+def _tokenizer(folder: RunFolder, add_end: bool = True) -> Any:
     try:
-        return load_tokenizer(folder.path / TOKENIZER)
+        return load_tokenizer(folder.path / TOKENIZER, add_end)
     except UserError as error:
         code = CHECKPOINT if error.exit_code == DATA else error.exit_code
         raise UserError(f"run {folder.path} cannot be used: {error}", code) from None
 
 
+def _shared() -> set[str]:
+    """The fields of a decoder that a training configuration has, too."""
+    return {f.name for f in fields(DecoderConfig)} & {f.name for f in fields(TrainConfig)}
+
+
 def model_config(config: TrainConfig, vocab_size: int) -> DecoderConfig:
     """The decoder a training configuration describes; UserError if there is none."""
-    shared = {f.name for f in fields(DecoderConfig)} & {f.name for f in fields(config)}
     try:
-        return DecoderConfig(vocab_size=vocab_size, **{name: getattr(config, name) for name in shared})
+        return DecoderConfig(vocab_size=vocab_size, **{name: getattr(config, name) for name in _shared()})
     except ValueError as error:
         raise UserError(str(error)) from error
 

@@ -86,7 +86,7 @@ def generate_stream(
         raise UserError(f"seed must be at least 0 and below 2**64, got {seed}")
     check_prompt(prompt)
     trained = load_model(run, choose_device(device))
-    end = trained.tokenizer.token_to_id("<|endoftext|>")
+    end = trained.end
     ids = trained.tokenizer.encode(prompt, add_special_tokens=False).ids or ([0] if end is None else [end])
     return stream_text(
         trained.tokenizer, generate_tokens(trained.model, ids, max_tokens, temperature, top_p, seed, end)

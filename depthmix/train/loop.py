@@ -24,12 +24,14 @@ from torch.utils.checkpoint import checkpoint
 
 from depthmix.config import TrainConfig
 from depthmix.data.dataset import Batches, TokenData, validation_batches
+from depthmix.data.tokenizer import end_token
 from depthmix.device import PeakMemory, autocast, choose_device, release_memory
 from depthmix.errors import CHECKPOINT, DIVERGED, INTERRUPTED, UserError
 from depthmix.models import Decoder
 from depthmix.ops.norm import RMSNorm
 from depthmix.runs.checkpoint import Checkpoint, latest_checkpoint, list_checkpoints, save_checkpoint
 from depthmix.runs.folder import RunFolder
+from depthmix.runs.pretrained import describe_run
 from depthmix.runs.restore import build_decoder, load_parameters, model_config
 from depthmix.train.clock import CoreWait, StepClock, quartiles
 from depthmix.train.evaluate import Evaluation, check_tokens, evaluate, token_losses
@@ -128,6 +130,7 @@ class Trainer:
         self.fused = all(g.get("fused") for o in self.optimizers.values() for g in o.param_groups)
         self.batches = Batches(data.split("train"), config.seq_len, config.batch_size, config.seed)
         self.val = data.split("val")
+        self.end = end_token(data.tokenizer_path)
         self.validation()  # a split that is too short is said now
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         # A loss far above guessing has exploded. As a float32, so that host and GPU judge alike.
@@ -229,6 +232,10 @@ class Trainer:
         model = {n: p.detach() for n, p in self.model.named_parameters()}  # tied weights come once
         return model, {**optimizer_tensors(self.optimizers), RNG: torch.get_rng_state()}
 
+    def describe(self, folder: RunFolder, checkpoint: Path) -> None:
+        """Let Hugging Face's `from_pretrained` find a checkpoint in the run's folder."""
+        describe_run(folder.path, checkpoint, self.model, self.config.seq_len, self.end)
+
     def restore(self, saved: Checkpoint) -> None:
         """Go on from a checkpoint of the same model."""
         load_parameters(self.model, saved.model, self.config.mixer, f"step {saved.step}")
@@ -260,10 +267,13 @@ def train(config: TrainConfig, *, label: str = "") -> RunFolder:
     with folder.locked():
         folder.keep_data(data.meta_path, data.tokenizer_path)
         if folder.has_result():
+            for newest in list_checkpoints(folder.checkpoints)[:1]:
+                trainer.describe(folder, newest)  # a run of an older version is not described yet
             return folder
         saved = latest_checkpoint(folder.checkpoints, warn=tell)
         if saved is not None:
             trainer.restore(saved)
+            trainer.describe(folder, saved.path)  # a newer one may be broken or, after a kill, not described yet
         try:
             _run(trainer, folder, saved, memory, label or config.mixer)
         except Exception as error:
@@ -292,7 +302,7 @@ def _run(trainer: Trainer, folder: RunFolder, saved: Checkpoint | None, memory: 
         folder.sync()
         model, optimizer = trainer.tensors()
         state = {"seconds": seconds, "skipped": skipped, "val_loss": val_loss, "config": dataclasses.asdict(config)}
-        save_checkpoint(folder.checkpoints, step, model, optimizer, state, config.keep)
+        trainer.describe(folder, save_checkpoint(folder.checkpoints, step, model, optimizer, state, config.keep))
 
     def validate(step: int) -> Evaluation:
         found = trainer.evaluate()

@@ -28,6 +28,9 @@ def evaluate_run(config: EvalConfig) -> Evaluation:
     if config.input:
         ids, n_bytes = _encode(trained, config)
         batches, ratio = _windows(ids, seq_len, config.batch_size), n_bytes / len(ids)
+    elif not trained.config.data:
+        what = f"{trained.folder.path} does not say what its model was trained on"
+        raise UserError(f"{what}: give the text to measure it on with --input", DATA)
     else:
         data = TokenData.open(trained.folder.find_data(trained.config.data))
         if data.vocab_size != trained.model.config.vocab_size:
@@ -40,7 +43,7 @@ def evaluate_run(config: EvalConfig) -> Evaluation:
 
 
 def _encode(trained: Trained, config: EvalConfig) -> tuple[np.ndarray, int]:
-    end = trained.tokenizer.token_to_id("<|endoftext|>")
+    end = trained.end
     ids: list[int] = []
     n_bytes = 0
     for text in documents(config.input, config.text_field, "file"):

@@ -1,0 +1,18 @@
+"""Hugging Face: the decoder as a PreTrainedModel, and other people's decoders with a mixer of ours.
+
+Importing this makes the Auto classes know the model type `depthmix` and those of retrofitted models.
+"""
+
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+from depthmix.hf.configuration import DepthmixConfig
+from depthmix.hf.modeling import DepthmixForCausalLM, DepthmixModel
+from depthmix.hf.retrofitted import register
+from depthmix.hf.surgery import mixer_of, restore, retrofit
+
+AutoConfig.register(DepthmixConfig.model_type, DepthmixConfig, exist_ok=True)
+AutoModel.register(DepthmixConfig, DepthmixModel, exist_ok=True)
+AutoModelForCausalLM.register(DepthmixConfig, DepthmixForCausalLM, exist_ok=True)
+register()
+
+__all__ = ["DepthmixConfig", "DepthmixForCausalLM", "DepthmixModel", "mixer_of", "restore", "retrofit"]

@@ -1,0 +1,91 @@
+"""Which Hugging Face decoders can be retrofitted, and where their parts are.
+
+A pre-norm layer is a chain of sites: x = x + after(sublayer(norm(x))). What has no such chain, or scales its residuals, is
+refused with the reason: a mixer would silently change it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import nn
+
+
+class Site(NamedTuple):
+    """One sublayer of a layer, by the names of its modules."""
+
+    norm: str
+    sublayer: str
+    after: tuple[str, ...] = ()  # applied to what it returns, in this order
+    attention: bool = False
+
+
+class Architecture(NamedTuple):
+    """How the layers of a model type are made."""
+
+    layers: str  # of the base model
+    final_norm: str
+    sites: tuple[Site, ...]
+    projections: tuple[str, ...]  # of queries, keys and values in the attention; one name: of all three at once,
+    by_head: bool = False  # whose output has them head by head, not one after the other
+
+
+_LLAMA = Architecture(
+    "layers",
+    "norm",
+    (Site("input_layernorm", "self_attn", attention=True), Site("post_attention_layernorm", "mlp")),
+    ("q_proj", "k_proj", "v_proj"),
+)
+_GEMMA2 = _LLAMA._replace(
+    sites=(
+        Site("input_layernorm", "self_attn", ("post_attention_layernorm",), attention=True),
+        Site("pre_feedforward_layernorm", "mlp", ("post_feedforward_layernorm",)),
+    )
+)
+_GPT2 = Architecture("h", "ln_f", (Site("ln_1", "attn", attention=True), Site("ln_2", "mlp")), ("c_attn",))
+_NEOX = Architecture(
+    "layers",
+    "final_layer_norm",
+    (
+        Site("input_layernorm", "attention", ("post_attention_dropout",), attention=True),
+        Site("post_attention_layernorm", "mlp", ("post_mlp_dropout",)),
+    ),
+    ("query_key_value",),
+    by_head=True,
+)
+ARCHITECTURES = {
+    "llama": _LLAMA,
+    "mistral": _LLAMA,
+    "qwen2": _LLAMA,
+    "qwen3": _LLAMA,
+    "gemma": _LLAMA,
+    "gemma2": _GEMMA2,
+    "gemma3_text": _GEMMA2,
+    "gpt2": _GPT2,
+    "gpt_neox": _NEOX,
+}
+PREFIX = "depthmix_"  # of the model types of retrofitted models
+POST_NORM = {"olmo2", "olmo3", "bert", "roberta", "opt"}  # some or all of whose norms come after the addition
+
+
+def why_not(model: Any) -> str | None:
+    """Why a model cannot be retrofitted, or None if it can."""
+    config = getattr(model, "config", None)
+    kind = getattr(config, "model_type", None)
+    if kind is None or not hasattr(model, "base_model"):
+        return f"expected a Hugging Face model, got {type(model).__name__}"
+    if kind in POST_NORM:
+        return f"{kind} norms what a sublayer returns after it is added: a post-norm model has no stream that a mixer could read"
+    if kind not in ARCHITECTURES:
+        return f"the architecture {kind!r} is not known; known are {', '.join(sorted(ARCHITECTURES))}"
+    if kind == "gpt_neox" and config.use_parallel_residual:  # type: ignore[union-attr]
+        return "gpt_neox with use_parallel_residual has one site a layer, where attention and MLP read the same"
+    if kind == "gpt2" and config.add_cross_attention:  # type: ignore[union-attr]
+        return "gpt2 with cross attention has three sublayers a layer"
+    found, base = ARCHITECTURES[kind], model.base_model
+    layers: Any = getattr(base, found.layers, None)
+    if not isinstance(layers, nn.ModuleList) or not hasattr(base, found.final_norm):
+        return f"this {kind} has no {found.layers} and {found.final_norm} where they are expected"
+    names = [n for site in found.sites for n in (site.norm, site.sublayer, *site.after)]
+    missing = [n for n in names if any(not hasattr(layer, n) for layer in layers)]
+    return f"a layer of this {kind} has no {missing[0]}" if missing else None

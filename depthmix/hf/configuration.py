@@ -1,0 +1,95 @@
+"""A decoder's configuration as Hugging Face's tools read it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from depthmix.models import DecoderConfig
+from depthmix.models.exchange import FIELDS, MODEL_TYPE
+from depthmix.names import DEFAULT_MIXER
+
+
+class DepthmixConfig(PreTrainedConfig):
+    """The fields of `DecoderConfig` under Hugging Face's names, checked as it checks them, and what only its tools need.
+
+    max_position_embeddings is the length of the sequences in training: tools take it for the context's length. Rotary positions
+    go further, so nothing here refuses a longer text.
+    """
+
+    model_type = MODEL_TYPE
+    keys_to_ignore_at_inference = ["past_key_values"]
+    # The state over depth and the mixer's parameters are the same on every rank: a row-wise projection ends in their sum.
+    base_model_tp_plan = {
+        "sublayers.*.q_proj": "colwise",
+        "sublayers.*.k_proj": "colwise",
+        "sublayers.*.v_proj": "colwise",
+        "sublayers.*.q_norm": "replicated_with_grad_allreduce",  # a rank normalises its own heads only
+        "sublayers.*.k_norm": "replicated_with_grad_allreduce",
+        "sublayers.*.gate_proj": "colwise",
+        "sublayers.*.up_proj": "colwise",
+        "sublayers.*.out_proj": "rowwise",
+    }
+    base_model_fsdp_plan = {
+        "embedding": "free_full_weight",
+        "sublayers.*": "free_full_weight",
+        "final_norm": "keep_full_weight",
+    }
+
+    def __init__(
+        self,
+        vocab_size: int = 32000,
+        hidden_size: int = 512,
+        num_hidden_layers: int = 12,
+        num_attention_heads: int = 8,
+        num_key_value_heads: int | None = None,
+        head_dim: int | None = None,
+        mlp: str = "swiglu",
+        intermediate_size: int | None = None,
+        qk_norm: bool = False,
+        tie_word_embeddings: bool = False,
+        rope_theta: float = 10000.0,
+        rms_norm_eps: float = 1e-6,
+        mixer: str = DEFAULT_MIXER,
+        mixer_options: dict[str, Any] | None = None,
+        max_position_embeddings: int = 2048,
+        use_cache: bool = True,
+        bos_token_id: int | None = None,
+        eos_token_id: int | list[int] | None = None,
+        pad_token_id: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        given: dict[str, Any] = {
+            "vocab_size": vocab_size,
+            "hidden_size": hidden_size,
+            "num_hidden_layers": num_hidden_layers,
+            "num_attention_heads": num_attention_heads,
+            "num_key_value_heads": num_key_value_heads,
+            "head_dim": head_dim,
+            "mlp": mlp,
+            "intermediate_size": intermediate_size,
+            "qk_norm": qk_norm,
+            "tie_word_embeddings": tie_word_embeddings,
+            "rope_theta": rope_theta,
+            "rms_norm_eps": rms_norm_eps,
+            "mixer": mixer,
+            "mixer_options": dict(mixer_options or {}),
+        }
+        checked = DecoderConfig(**{ours: given[theirs] for ours, theirs in FIELDS.items()})
+        for ours, theirs in FIELDS.items():
+            setattr(self, theirs, getattr(checked, ours))
+        self.max_position_embeddings, self.use_cache = max_position_embeddings, use_cache
+        ids: dict[str, Any] = {"bos_token_id": bos_token_id, "eos_token_id": eos_token_id, "pad_token_id": pad_token_id}
+        for name, value in ids.items():
+            setattr(self, name, value)
+        super().__init__(**ids, tie_word_embeddings=tie_word_embeddings, **kwargs)
+
+    @classmethod
+    def from_decoder(cls, config: DecoderConfig, **kwargs: Any) -> DepthmixConfig:
+        """The same decoder as Hugging Face describes it; kwargs: what only its tools need."""
+        return cls(**{theirs: getattr(config, ours) for ours, theirs in FIELDS.items()}, **kwargs)
+
+    def decoder_config(self) -> DecoderConfig:
+        """The decoder this describes."""
+        return DecoderConfig(**{ours: getattr(self, theirs) for ours, theirs in FIELDS.items()})

@@ -1,0 +1,279 @@
+"""The decoder's own modules as a PreTrainedModel, so that Hugging Face's tools take it as one of theirs.
+
+Depth mixing is local to a token, so between tokens there is nothing to keep but keys and values: the stock caches do. What is
+different from the decoder elsewhere is attention: masks and functions are those of transformers' attention interface.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, GenerationMixin, PreTrainedModel
+from transformers.masking_utils import create_causal_mask
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils import can_return_tuple
+
+from depthmix.hf.configuration import DepthmixConfig
+from depthmix.mixers.base import Read
+from depthmix.models.decoder import EMBEDDING_STD, Backbone, Trace, init_matrix, token_positions
+from depthmix.models.layers import Attention, Context
+from depthmix.ops.norm import RMSNorm
+
+
+@dataclass
+class DepthmixOutput(BaseModelOutputWithPast):
+    """The base model's output; depth_weights: [B, T, ways, sites + 1, sites + 1], see `DepthmixModel`."""
+
+    depth_weights: Tensor | None = None
+
+
+@dataclass
+class DepthmixCausalLMOutput(CausalLMOutputWithPast):
+    """The causal language model's output; depth_weights: [B, T, ways, sites + 1, sites + 1], see `DepthmixModel`."""
+
+    depth_weights: Tensor | None = None
+
+
+def eager_attention(
+    module: Any,
+    q: Tensor,  # [B, heads, T, d]
+    k: Tensor,  # [B, kv heads, keys, d]
+    v: Tensor,
+    mask: Tensor | None,
+    scaling: float,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor]:
+    """Attention written out, for those who want its weights [B, heads, T, keys]; mask: added to the logits."""
+    k, v = (t.repeat_interleave(module.num_key_value_groups, dim=1) for t in (k, v))
+    logits = q @ k.transpose(-1, -2) * scaling
+    if mask is not None:
+        logits = logits + mask
+    weights = torch.softmax(logits, dim=-1, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
+    return (weights @ v).transpose(1, 2), weights
+
+
+class DepthmixPreTrainedModel(PreTrainedModel):
+    """What transformers wants to know of every model here."""
+
+    config: DepthmixConfig
+    config_class = DepthmixConfig
+    post_init: Callable[[], None]  # transformers'
+    _gradient_checkpointing_func: Callable[..., Tensor]  # set by gradient_checkpointing_enable
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["Attention", "Mlp"]
+    _skip_keys_device_placement = ["past_key_values"]
+    _keep_in_fp32_modules_strict = ["mixer"]
+    _supports_flash_attn = True
+    _supports_sdpa = True
+    _supports_flex_attn = True
+    _can_compile_fullgraph = True
+    _supports_attention_backend = True
+    _input_embed_layer = "embedding"
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+        """As everywhere; the head of a run folder's checkpoint goes by another name."""
+        mapping = {r"^head\.": "lm_head.", **(kwargs.pop("key_mapping", None) or {})}
+        loaded = super().from_pretrained(*args, key_mapping=mapping, **kwargs)
+        model = loaded[0] if isinstance(loaded, tuple) else loaded
+        if getattr(model, "_weight_conversions", None):
+            model._weight_conversions = None  # else save_pretrained would go back to the run folder's names
+        return loaded
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """As `Decoder.reset_parameters` does, module by module; weights that were loaded stay as they are."""
+        mixer = getattr(self, "mixer", None)
+        if mixer is not None and any(module is part for part in mixer.modules()):
+            # Mixers set their parameters without torch.nn.init, whose functions transformers makes leave loaded weights alone.
+            tensors = (*mixer.parameters(), *mixer.buffers())
+            loaded = [(t, t.clone()) for t in tensors if getattr(t, "_is_hf_initialized", False)]
+            mixer.reset_parameters()
+            for tensor, value in loaded:
+                tensor.copy_(value)
+        elif isinstance(module, nn.Embedding) or module is getattr(self, "lm_head", None):
+            nn.init.normal_(module.weight, std=EMBEDDING_STD)
+        elif isinstance(module, nn.Linear):
+            outputs = [sublayer.out_proj for sublayer in getattr(self, "sublayers", ())]
+            init_matrix(module, len(outputs) if any(module is out for out in outputs) else 1)
+        elif isinstance(module, RMSNorm):
+            nn.init.ones_(module.weight)
+
+
+class DepthmixModel(DepthmixPreTrainedModel, Backbone):
+    """The decoder without its head: final hidden states [B, T, D].
+
+    output_hidden_states: what each block reads, n_blocks tensors, then the final norm's output. With depth mixing no single
+    stream runs through the model: a block reads a mixture of the embedding and all earlier outputs, and it is these mixtures,
+    before the block's norm, that stand here (with several ways: the one for the queries). With the plain residual they are the usual ones.
+
+    output_depth_weights: M[b, t, way, s, i], the weight with which site s (attention of block j is site 2j, its MLP 2j + 1, the
+    last row is the final norm) reads the embedding (i = 0) or the output of site i - 1: `Mixer.mixing` of every token, without gradient.
+    """
+
+    def __init__(self, config: DepthmixConfig) -> None:
+        super().__init__(config)
+        self._build(config.decoder_config())
+        for sublayer in self.sublayers:
+            if isinstance(sublayer, Attention):
+                sublayer.config = config  # where attention functions look for it
+        self.gradient_checkpointing = False
+        # A run's checkpoint holds parameters alone: a mixer's constants are made anew.
+        self._keys_to_ignore_on_load_missing = [rf"mixer\.{name}$" for name, _ in self.mixer.named_buffers()]
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | dict[str, Any] | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        output_depth_weights: bool | None = None,
+        **kwargs: Any,
+    ) -> DepthmixOutput:
+        """kwargs go to the attention function, as transformers' own models pass them."""
+        c = self.config
+        use_cache = c.use_cache if use_cache is None else use_cache
+        if self.gradient_checkpointing and self.training:
+            use_cache, past_key_values = False, None  # a recomputed sublayer would write its keys a second time
+        if use_cache and past_key_values is None:
+            past_key_values = DynamicCache(config=c)
+        _check_ids(input_ids, c.vocab_size)
+        x = self.embed(input_ids, inputs_embeds)
+        if position_ids is None:
+            past = 0 if past_key_values is None else past_key_values.get_seq_length()
+            padding = attention_mask if isinstance(attention_mask, Tensor) else None
+            position_ids = token_positions(padding, past, x.shape[1], x.device)
+        if isinstance(attention_mask, dict):  # prepared by `generate` or a server
+            mask = attention_mask["full_attention"]
+        else:
+            mask = create_causal_mask(
+                config=c,
+                inputs_embeds=x,
+                attention_mask=attention_mask,
+                past_key_values=past_key_values,
+                position_ids=position_ids,
+            )
+        attentions: list[Tensor] | None = [] if _asked(output_attentions, c, "output_attentions") else None
+        trace = Trace(
+            sources=[] if _asked(output_depth_weights, c, "output_depth_weights") else None,
+            mixtures=[] if _asked(output_hidden_states, c, "output_hidden_states") else None,
+        )
+        attend = self._attend({**kwargs, "position_ids": position_ids}, attentions)
+        cos, sin = self.rotary(position_ids)
+        context = Context(cos, sin, mask, past_key_values, attend)
+        hidden = self.through_blocks(x, context, trace)
+        return DepthmixOutput(
+            last_hidden_state=hidden,
+            past_key_values=past_key_values if use_cache else None,
+            hidden_states=None if trace.mixtures is None else (*trace.mixtures, hidden),
+            attentions=None if attentions is None else tuple(attentions),
+            depth_weights=None if trace.sources is None else self.mixer.mixing(trace.sources, per_token=True),
+        )
+
+    def _attend(self, kwargs: dict[str, Any], attentions: list[Tensor] | None) -> Callable[..., Tensor]:
+        """The attention function that the configuration names, with the calls of `Context.attend`."""
+        function = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
+
+        def attend(module: Attention, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
+            y, weights = function(module, q, k, v, context.mask, dropout=0.0, scaling=module.scaling, **kwargs)
+            if attentions is not None and weights is not None:  # most functions never have them
+                attentions.append(weights)
+            return y  # [B, T, heads, d]
+
+        return attend
+
+    def _run_sublayer(self, sublayer: nn.Module, h: Read, context: Context) -> Tensor:
+        if not (self.gradient_checkpointing and self.training):
+            return sublayer(h, context)
+        ways = (
+            h if isinstance(h, tuple) else (h,)
+        )  # one argument each: checkpoints of the older kind see no tensor in a tuple
+
+        def run(*ways: Tensor) -> Tensor:
+            return sublayer(ways if len(ways) > 1 else ways[0], context)
+
+        return self._gradient_checkpointing_func(run, *ways)
+
+
+class DepthmixForCausalLM(DepthmixPreTrainedModel, GenerationMixin):
+    """The decoder with its head: logits [B, T, vocab], a loss where labels are given, and `generate`."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.embedding.weight"}
+    _tp_plan = {"lm_head": "colwise_gather_output"}
+
+    def __init__(self, config: DepthmixConfig) -> None:
+        super().__init__(config)
+        self.model = DepthmixModel(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | dict[str, Any] | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        output_depth_weights: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **kwargs: Any,
+    ) -> DepthmixCausalLMOutput:
+        """labels: token ids as they came in, shifted here; -100 counts for nothing. logits_to_keep: the last so many, or which; 0: all."""
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            output_attentions=output_attentions,
+            output_hidden_states=output_hidden_states,
+            output_depth_weights=output_depth_weights,
+            return_dict=True,
+            **kwargs,
+        )
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(outputs.last_hidden_state[:, kept])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        return DepthmixCausalLMOutput(
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+            depth_weights=outputs.depth_weights,
+        )
+
+
+def _check_ids(ids: Tensor | None, vocab_size: int) -> None:
+    """IndexError for a token that the embedding does not have; on a GPU looking would make the host wait for it."""
+    if ids is None or ids.device.type != "cpu" or not ids.numel() or torch.compiler.is_compiling():
+        return
+    low, high = (int(t) for t in ids.aminmax())
+    if low < 0 or high >= vocab_size:
+        raise IndexError(f"token id {low if low < 0 else high} is not in the vocabulary of {vocab_size} entries")
+
+
+def _asked(given: bool | None, config: DepthmixConfig, name: str) -> bool:
+    """Whether an output was asked for in the call or, where the call does not say, in the configuration."""
+    return bool(getattr(config, name, False) if given is None else given)

@@ -1,0 +1,139 @@
+"""Folders that Hugging Face's `from_pretrained` reads: a run made into one, and one read as a model.
+
+A run folder gets a config.json, a generation_config.json, a tokenizer_config.json beside its tokenizer.json, and a
+model.safetensors.index.json that says that the weights lie in the newest checkpoint: nothing is copied. Neither way needs
+transformers. Nothing here unpickles.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from depthmix.data.tokenizer import END
+from depthmix.errors import CHECKPOINT, UserError
+from depthmix.files import reading, write_file, writing
+from depthmix.mixers import OptionError
+from depthmix.models import Decoder, DecoderConfig
+from depthmix.models.exchange import ARCHITECTURE, BASE, FIELDS, HEAD, MODEL_TYPE
+from depthmix.runs.checkpoint import MODEL
+from depthmix.runs.folder import CHECKPOINTS, RECIPE
+
+CONFIG, GENERATION, TOKENIZER_CONFIG = "config.json", "generation_config.json", "tokenizer_config.json"
+INDEX = f"{MODEL}.index.json"
+
+
+def describe_run(run: Path, checkpoint: Path, model: Decoder, seq_len: int, end: int | None) -> None:
+    """Make a run folder one that `from_pretrained` reads, with the model's weights in a checkpoint; end: the token between documents."""
+    ids = {f"{kind}_token_id": end for kind in ("bos", "eos", "pad")} if end is not None else {}
+    fields = {theirs: getattr(model.config, ours) for ours, theirs in FIELDS.items()}
+    tokens = {f"{kind}_token": END for kind in ("bos", "eos", "pad")} if end is not None else {}
+    named = dict(model.named_parameters())  # tied weights come once, as in the checkpoint
+    size = sum(p.numel() * p.element_size() for p in named.values())
+    place = f"{checkpoint.relative_to(run).as_posix()}/{MODEL}"
+    files: dict[str, dict[str, Any]] = {
+        CONFIG: {
+            "model_type": MODEL_TYPE,
+            "architectures": [ARCHITECTURE],
+            **fields,
+            "max_position_embeddings": seq_len,
+            "dtype": "float32",
+            **ids,
+        },
+        GENERATION: ids,
+        TOKENIZER_CONFIG: {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "model_max_length": seq_len,
+            "padding_side": "left",  # a continuation follows its prompt
+            "clean_up_tokenization_spaces": False,
+            **tokens,
+        },
+        INDEX: {"metadata": {"total_size": size}, "weight_map": dict.fromkeys(named, place)},
+    }
+    for name, content in files.items():
+        data = (json.dumps(content, indent=2) + "\n").encode()
+        path = run / name
+        with writing(path):
+            if not path.exists() or path.read_bytes() != data:
+                write_file(path, data)
+
+
+@dataclass
+class Pretrained:
+    """What a folder of `save_pretrained` holds, under the decoder's own names."""
+
+    decoder: DecoderConfig
+    tensors: dict[str, Tensor]
+    seq_len: int | None  # tokens in a sequence of training, where it is known
+    end: int | None  # the token that ends a text, where there is one
+
+
+def is_pretrained(path: Path) -> bool:
+    """Whether a folder looks like one of `save_pretrained`, and not like a run's."""
+    with reading(path):
+        return (path / CONFIG).is_file() and not any((path / name).exists() for name in (RECIPE, CHECKPOINTS))
+
+
+def read_pretrained(path: Path) -> Pretrained:
+    """A model that `save_pretrained` wrote; UserError for one of another kind, or damaged."""
+    config = _object(path / CONFIG)
+    kind = config.get("model_type")
+    if kind != MODEL_TYPE:
+        advice = f"only models of type {MODEL_TYPE!r} can be used here"
+        raise UserError(f"{path} holds a model of type {kind!r}: {advice}", CHECKPOINT)
+    try:
+        known = {ours: config[theirs] for ours, theirs in FIELDS.items() if theirs in config}
+        decoder = DecoderConfig(**known)
+    except (OptionError, TypeError, ValueError) as error:
+        raise UserError(f"{path / CONFIG} describes no model: {error}", CHECKPOINT) from None
+    generation = _object(path / GENERATION) if (path / GENERATION).is_file() else {}
+    ends = generation.get("eos_token_id", config.get("eos_token_id"))
+    end = ends[0] if isinstance(ends, list) and ends else ends
+    length = config.get("max_position_embeddings")
+    return Pretrained(decoder, _weights(path), length if type(length) is int and length > 0 else None, _token(end))
+
+
+def _token(value: Any) -> int | None:
+    return value if type(value) is int and value >= 0 else None
+
+
+def _weights(path: Path) -> dict[str, Tensor]:
+    if (path / INDEX).is_file():
+        places = _object(path / INDEX).get("weight_map")
+        if not isinstance(places, dict) or not all(isinstance(p, str) for p in places.values()):
+            raise UserError(f"{path / INDEX} is damaged: it has no weight_map", CHECKPOINT)
+        files = sorted(set(places.values()))
+    elif (path / MODEL).is_file():
+        files = [MODEL]
+    else:
+        what = "a folder with an adapter alone, or with pickled weights, cannot be used"
+        raise UserError(f"{path} has neither {MODEL} nor {INDEX}: {what}", CHECKPOINT)
+    tensors: dict[str, Tensor] = {}
+    for name in files:
+        try:
+            tensors |= load_file(path / name)
+        except (SafetensorError, OSError, ValueError) as error:
+            raise UserError(f"{path / name} cannot be read as safetensors ({error})", CHECKPOINT) from error
+    return {_own_name(name): tensor for name, tensor in tensors.items()}
+
+
+def _own_name(name: str) -> str:
+    return f"head.{name.removeprefix(HEAD)}" if name.startswith(HEAD) else name.removeprefix(BASE)
+
+
+def _object(path: Path) -> dict[str, Any]:
+    with reading(path):
+        raw = path.read_bytes()
+    try:
+        found = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} is damaged: it is not JSON ({error})", CHECKPOINT) from error
+    if not isinstance(found, dict):
+        raise UserError(f"{path} is damaged: it is not a JSON object", CHECKPOINT)
+    return found

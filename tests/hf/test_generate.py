@@ -1,0 +1,152 @@
+"""`generate` with the stock caches: the tokens that the cache-free forward gives, for every mixer and way of decoding."""
+
+import functools
+
+import pytest
+import torch
+
+from depthmix import list_mixers
+from hf.tiny import HEAD_DIM, KV_HEADS, VOCAB, causal_lm, tokens
+
+CACHES = ["dynamic", "static"]
+NEW = 5
+CLOSE = {"rtol": 1e-9, "atol": 1e-9}
+
+
+@functools.cache
+def model_of(mixer):
+    """In fp64, where no two logits are as near as rounding, whatever the order of summation."""
+    return causal_lm(mixer).double().requires_grad_(False)
+
+
+def new_cache(kind, model, length=20):
+    from transformers import DynamicCache, StaticCache
+
+    if kind == "dynamic":
+        return DynamicCache(config=model.config)
+    return StaticCache(config=model.config, max_cache_len=length)
+
+
+def continued(model, ids, new=NEW, **how):
+    """What generate makes of full rows; without a mask it would take token 0 for padding."""
+    how = {"attention_mask": torch.ones_like(ids), "do_sample": False, "pad_token_id": 0, **how}
+    return model.generate(ids, max_new_tokens=new, **how)
+
+
+def without_cache(model, row, new=NEW):
+    """The greedy continuation of one row, every token from a whole forward."""
+    for _ in range(new):
+        row = torch.cat([row, model(row[None], use_cache=False).logits[0, -1:].argmax(-1)])
+    return row
+
+
+@pytest.mark.parametrize("kind", CACHES)
+@pytest.mark.parametrize("mixer", list_mixers())
+def test_logits_through_a_cache_are_those_of_the_whole_forward(mixer, kind):
+    model, ids = model_of(mixer), tokens()
+    cache, parts = new_cache(kind, model), []
+    for chunk in ids.split([4, 1, 2, 1], dim=1):
+        parts.append(model(chunk, past_key_values=cache, use_cache=True).logits)
+    torch.testing.assert_close(torch.cat(parts, dim=1), model(ids, use_cache=False).logits, **CLOSE)
+
+
+@pytest.mark.parametrize("kind", CACHES)
+@pytest.mark.parametrize("mixer", list_mixers())
+def test_greedy_decoding_of_unequal_lengths_padded_on_the_left_equals_each_row_alone(mixer, kind):
+    model, ids = model_of(mixer), tokens(3)
+    mask = torch.ones_like(ids)
+    for row, padding in enumerate((0, 3, 7)):
+        mask[row, :padding] = 0
+    made = model.generate(
+        ids,
+        attention_mask=mask,
+        max_new_tokens=NEW,
+        do_sample=False,
+        pad_token_id=0,
+        cache_implementation=None if kind == "dynamic" else "static",
+        disable_compile=True,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+    for row, kept, sequence in zip(ids, mask.bool(), made.sequences, strict=True):
+        assert torch.equal(sequence[ids.shape[1] :], without_cache(model, row[kept])[int(kept.sum()) :])
+    first = torch.stack(
+        [model(row[kept][None], use_cache=False).logits[0, -1] for row, kept in zip(ids, mask.bool(), strict=True)]
+    )
+    torch.testing.assert_close(made.logits[0].double(), first, rtol=1e-6, atol=1e-6)
+
+
+def test_a_cache_is_used_and_holds_keys_and_values_alone():
+    model, ids = model_of("attnres"), tokens()
+    made = continued(model, ids, return_dict_in_generate=True)
+    from transformers import DynamicCache
+
+    assert type(made.past_key_values) is DynamicCache
+    shapes = [tuple(layer.keys.shape) for layer in made.past_key_values.layers]
+    assert shapes == [(2, KV_HEADS, ids.shape[1] + NEW - 1, HEAD_DIM)] * model.config.num_hidden_layers
+
+
+@pytest.mark.parametrize("mixer", ["residual", "attnres", "mhc"])
+def test_sampling_with_a_cache_draws_what_it_draws_without(mixer):
+    model, ids = model_of(mixer), tokens()
+    made = []
+    for use_cache in (True, False):
+        torch.manual_seed(3)
+        made.append(continued(model, ids, 8, do_sample=True, top_k=0, use_cache=use_cache))
+    assert torch.equal(*made)
+    torch.manual_seed(4)
+    assert not torch.equal(made[0], continued(model, ids, 8, do_sample=True, top_k=0))
+
+
+@pytest.mark.parametrize("mixer", ["residual", "attnres", "dca"])
+def test_beam_search_with_a_cache_finds_what_it_finds_without(mixer):
+    model, ids = model_of(mixer), tokens()
+    how = {"num_beams": 3, "return_dict_in_generate": True, "output_scores": True}
+    cached, whole = (continued(model, ids, 4, use_cache=use_cache, **how) for use_cache in (True, False))
+    assert torch.equal(cached.sequences, whole.sequences)
+    torch.testing.assert_close(cached.sequences_scores, whole.sequences_scores, rtol=1e-5, atol=1e-5)
+
+
+def test_beam_search_finds_the_likeliest_of_all_continuations():
+    """With as many beams as the vocabulary, two tokens are an exhaustive search."""
+    model, ids = model_of("attnres"), tokens(1)
+    pairs = torch.cartesian_prod(torch.arange(VOCAB), torch.arange(VOCAB))
+    logits = model(torch.cat([ids.expand(len(pairs), -1), pairs], dim=1), use_cache=False).logits.log_softmax(-1)
+    scores = logits[:, -3].gather(1, pairs[:, :1]) + logits[:, -2].gather(1, pairs[:, 1:])
+    made = continued(model, ids, 2, num_beams=VOCAB)
+    assert torch.equal(made[0, -2:], pairs[scores.argmax()])
+
+
+def test_assisted_decoding_gives_the_models_own_greedy_tokens():
+    model, assistant, ids = model_of("attnres"), model_of("residual"), tokens(1)
+    plain = continued(model, ids, 10)
+    assisted = continued(model, ids, 10, assistant_model=assistant)
+    assert torch.equal(assisted, plain)
+    looked_up = continued(model, ids, 10, prompt_lookup_num_tokens=2)
+    assert torch.equal(looked_up, plain)
+
+
+def test_a_quantized_cache_stays_near_the_full_one():
+    if not (importable("optimum.quanto") or importable("hqq")):
+        pytest.skip("neither optimum-quanto nor hqq, one of which a quantized cache needs, is installed")
+    model, ids = causal_lm(), tokens(1)
+    backend, bits = ("quanto", 4) if importable("optimum.quanto") else ("hqq", 8)
+    made = continued(model, ids, 3, cache_implementation="quantized", cache_config={"backend": backend, "nbits": bits})
+    assert made.shape == (1, ids.shape[1] + 3)
+
+
+def importable(name):
+    import importlib.util
+
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def test_generate_returns_hidden_states_of_every_step():
+    model, ids = model_of("attnres"), tokens()
+    made = continued(model, ids, 3, return_dict_in_generate=True, output_hidden_states=True)
+    assert [len(step) for step in made.hidden_states] == [model.config.num_hidden_layers + 1] * 3
+    whole = model(made.sequences, output_hidden_states=True).hidden_states
+    torch.testing.assert_close(made.hidden_states[-1][-1], whole[-1][:, -2:-1], **CLOSE)

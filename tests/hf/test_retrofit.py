@@ -1,0 +1,193 @@
+"""Pretrained Hugging Face decoders with another rule for mixing over depth: the same logits at step 0, and everything else intact."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from depthmix import list_mixers, restore, retrofit
+from depthmix.errors import UserError
+from depthmix.hf import mixer_of
+from depthmix.hf.architectures import ARCHITECTURES
+
+VOCAB = 61
+NAMES = {
+    "vocab_size": VOCAB,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+}
+LIKE_LLAMA = NAMES | {"num_key_value_heads": 2, "head_dim": 8}
+SIZES: dict[str, dict[str, Any]] = {
+    "gpt2": {
+        "vocab_size": VOCAB,
+        "n_embd": 32,
+        "n_layer": 3,
+        "n_head": 4,
+        "n_positions": 64,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    },
+    "gpt_neox": NAMES | {"use_parallel_residual": False, "eos_token_id": 0},
+}
+EXACT = ["attnres", "dca", "denseformer", "grn", "hyper", "laurel", "mhc", "mudd", "residual"]
+
+
+def make(kind: str, **more: Any) -> Any:
+    """A small model with random weights, with the small embeddings that make an RMSNorm's eps count."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, **(SIZES.get(kind, LIKE_LLAMA) | more))
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+def ids(batch: int = 2, length: int = 6) -> torch.Tensor:
+    return torch.randint(1, VOCAB, (batch, length), generator=torch.Generator().manual_seed(1))
+
+
+def stir(model: Any) -> Any:
+    """Away from step 0."""
+    with torch.no_grad():
+        for i, p in enumerate(mixer_of(model).parameters()):
+            p += 0.1 * torch.randn(p.shape, generator=torch.Generator().manual_seed(i))
+    return model
+
+
+def test_every_mixer_that_says_it_is_plain_is_tried() -> None:
+    assert set(EXACT) == set(list_mixers()) - {"highway", "layerscale", "rezero"}
+
+
+@pytest.mark.parametrize("mixer", EXACT)
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_logits_do_not_change_at_step_0(kind: str, mixer: str, capsys: pytest.CaptureFixture[str]) -> None:
+    model = make(kind)
+    before = model(ids()).logits
+    assert retrofit(model, mixer) is model
+    assert "the logits changed by" in capsys.readouterr().out
+    assert ((model(ids()).logits - before).abs().max() / before.abs().max()).item() <= 1e-5
+    assert not torch.allclose(stir(model)(ids()).logits, before) or mixer == "residual"
+    assert torch.equal(restore(model)(ids()).logits, before)
+    assert type(model).__name__ == type(make(kind)).__name__
+
+
+@pytest.mark.parametrize("kind", sorted(set(ARCHITECTURES) - {"llama", "gpt2"}))
+def test_every_architecture(kind: str) -> None:
+    model = make(kind)
+    before = model(ids()).logits
+    retrofit(model, "attnres", block_size=2, ways=3, quiet=True)
+    assert ((model(ids()).logits - before).abs().max() / before.abs().max()).item() <= 1e-5
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "gpt_neox"])
+def test_ways_reach_their_part_of_a_fused_projection(kind: str) -> None:
+    """With one mixture for all, by three equal queries, as with three: what is different is what each projection sees."""
+    one, three = (retrofit(make(kind), "attnres", ways=ways, quiet=True) for ways in (1, 3))
+    with torch.no_grad():
+        query = torch.randn(mixer_of(one).query.shape, generator=torch.Generator().manual_seed(0))
+        mixer_of(one).query.copy_(query)
+        mixer_of(three).query.copy_(query)
+        mixer_of(three).query_kv.copy_(query[:-1:2].unsqueeze(1).expand(-1, 2, -1))
+    torch.testing.assert_close(three(ids()).logits, one(ids()).logits)
+    for row in (0, 1):  # keys, values
+        changed = copy.deepcopy(three)
+        with torch.no_grad():
+            mixer_of(changed).query_kv[:, row] *= -3
+        assert not torch.allclose(changed(ids()).logits, one(ids()).logits, atol=1e-4)
+
+
+@pytest.mark.parametrize(("mixer", "options"), [("attnres", {"block_size": 2}), ("dca", {}), ("mhc", {"n": 2})])
+def test_generation_with_a_cache_and_padding(mixer: str, options: dict[str, Any]) -> None:
+    model = stir(retrofit(make("llama"), mixer, quiet=True, **options))
+    given: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    with_cache, without = (model.generate(ids(), use_cache=cache, **given) for cache in (True, False))
+    assert torch.equal(with_cache, without)
+    assert torch.equal(model.generate(ids(), cache_implementation="static", **given), without)
+    alone = model.generate(ids()[:1, 2:], **given)
+    mask = torch.ones(2, 6, dtype=torch.long)
+    mask[0, :2] = 0
+    padded = model.generate(ids().masked_fill(mask == 0, 0), attention_mask=mask, **given)
+    assert torch.equal(padded[0, 6:], alone[0, 4:])
+
+
+@pytest.mark.parametrize(("mixer", "options"), [("attnres", {"ways": 3}), ("hyper", {}), ("grn", {})])
+def test_saved_and_loaded_as_an_ordinary_folder(mixer: str, options: dict[str, Any], tmp_path: Path) -> None:
+    model = stir(retrofit(make("qwen3"), mixer, quiet=True, **options))
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(again) is type(model)
+    assert torch.equal(again.eval()(ids()).logits, model(ids()).logits)
+    half = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert {p.dtype for p in mixer_of(half).parameters()} == {torch.float32}
+    assert half.lm_head.weight.dtype == torch.bfloat16
+    assert torch.isfinite(half(ids()).logits).all()
+
+
+def test_one_model_only() -> None:
+    one, other = make("llama"), make("llama")
+    retrofit(one, "denseformer", quiet=True)
+    assert type(other.model.layers[0]) is not type(one.model.layers[0])
+    assert torch.equal(other(ids()).logits, make("llama")(ids()).logits)
+    twin = stir(copy.deepcopy(one))
+    assert mixer_of(twin) is not mixer_of(one)
+    assert not torch.allclose(twin(ids()).logits, one(ids()).logits)
+
+
+@pytest.mark.parametrize(("mixer", "options"), [("attnres", {"block_size": 2, "ways": 2}), ("mhc", {"n": 2})])
+def test_gradient_checkpointing(mixer: str, options: dict[str, Any]) -> None:
+    model = stir(retrofit(make("llama"), mixer, quiet=True, **options)).train()
+    grads = []
+    for on in (False, True):
+        if on:
+            model.gradient_checkpointing_enable()
+        model.zero_grad()
+        model(input_ids=ids(), labels=ids()).loss.backward()
+        grads.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
+    assert grads[0].keys() == grads[1].keys()
+    assert any("depth_mixer" in n for n in grads[0])
+    for n, g in grads[0].items():
+        torch.testing.assert_close(g, grads[1][n], rtol=1e-4, atol=1e-6)
+
+
+def test_lora_with_the_mixer_saved_beside_it(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    model = retrofit(make("llama"), "dca", quiet=True)
+    plain = copy.deepcopy(model)
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], modules_to_save=["depth_mixer"])
+    tuned = peft.get_peft_model(model, config)
+    tuned(input_ids=ids(), labels=ids()).loss.backward()
+    trained = {n for n, p in tuned.named_parameters() if p.grad is not None}
+    assert any("lora" in n for n in trained)
+    assert any("depth_mixer" in n for n in trained)
+    assert not any("mlp" in n for n in trained)
+    with torch.no_grad():
+        for n, p in tuned.named_parameters():
+            if n in trained:
+                p += 0.05
+    tuned.save_pretrained(tmp_path)
+    loaded = peft.PeftModel.from_pretrained(plain, tmp_path)
+    torch.testing.assert_close(loaded(ids()).logits, tuned(ids()).logits)
+
+
+def test_what_cannot_be_is_refused() -> None:
+    model = make("llama")
+    before = model(ids()).logits
+    for call, reason in (
+        (lambda: retrofit(model, "attnres", block_size=0), "block_size"),
+        (lambda: retrofit(model, "nothing"), "nothing"),
+        (lambda: restore(model), "not retrofitted"),
+        (lambda: retrofit(make("olmo2"), "attnres"), "post-norm"),
+        (lambda: retrofit(make("gpt_neox", use_parallel_residual=True), "attnres"), "parallel"),
+        (lambda: retrofit(torch.nn.Linear(2, 2), "attnres"), "Hugging Face model"),
+        (lambda: retrofit(make("stablelm"), "attnres"), "not known"),
+    ):
+        with pytest.raises((UserError, ValueError), match=reason):
+            call()
+    assert torch.equal(model(ids()).logits, before)
+    retrofit(model, "dca", quiet=True)
+    with pytest.raises(UserError, match="already"):
+        retrofit(model, "dca")

@@ -1,0 +1,55 @@
+"""`depthmix retrofit`: from folder to folder, and what it says when it cannot."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+from transformers import AutoModelForCausalLM
+
+from depthmix.cli import main
+from depthmix.errors import CHECKPOINT, USAGE
+from hf.test_retrofit import ids, make
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("plain")
+    make("llama").save_pretrained(folder)
+    (folder / "tokenizer.json").write_text("{}")
+    return folder
+
+
+def test_a_folder_with_the_same_logits(plain: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "mixed"
+    given = ["--model", str(plain), "--mixer", "attnres", "--mixer-options", "block_size=2", "--out", str(out)]
+    assert main(["retrofit", *given]) == 0
+    said = capsys.readouterr().out
+    assert "the logits changed by" in said
+    assert "DepthmixLlamaForCausalLM with attnres" in said
+    before, after = (AutoModelForCausalLM.from_pretrained(f).eval()(ids()).logits for f in (plain, out))
+    torch.testing.assert_close(after, before, rtol=1e-5, atol=1e-6)
+    assert (out / "tokenizer.json").read_text() == "{}"
+    assert main(["retrofit", *given]) == USAGE
+    assert "exists already" in capsys.readouterr().err
+
+
+def test_what_is_wrong_is_said(plain: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    empty, foreign, broken = (tmp_path / name for name in ("empty", "foreign", "broken"))
+    for folder in (empty, foreign, broken):
+        folder.mkdir()
+    (foreign / "config.json").write_text('{"model_type": "nobody-knows"}')
+    make("stablelm").save_pretrained(broken)
+    for options, code, words in (
+        (["--out", "x"], USAGE, "--model is missing"),
+        (["--model", str(plain)], USAGE, "--out is missing"),
+        (["--model", str(tmp_path / "nowhere"), "--out", "x"], CHECKPOINT, "does not exist"),
+        (["--model", str(empty), "--out", "x"], CHECKPOINT, "no config.json"),
+        (["--model", str(foreign), "--out", "x"], CHECKPOINT, "cannot be loaded"),
+        (["--model", str(broken), "--out", str(tmp_path / "x")], USAGE, "the architecture 'stablelm' is not known"),
+        (["--model", str(plain), "--out", str(tmp_path / "x"), "--mixer", "nothing"], USAGE, "nothing"),
+    ):
+        assert main(["retrofit", *options]) == code
+        assert words in capsys.readouterr().err
+    assert not (tmp_path / "x").exists()
