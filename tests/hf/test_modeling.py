@@ -188,7 +188,7 @@ def test_hidden_states_are_the_sources_weighted_by_the_depth_weights(options):
 def test_depth_weights_are_those_of_the_decoder(mixer):
     model, ids = causal_lm(mixer), tokens()
     found = model(ids, output_depth_weights=True).depth_weights
-    torch.testing.assert_close(found, depth_mixing(as_decoder(model), ids, per_token=True), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found, depth_mixing(as_decoder(model), ids, per_token=True), rtol=1e-4, atol=2e-5)
     assert found.shape[:2] == ids.shape
     assert found.shape[-2:] == (SITES + 1, SITES + 1)
     assert not found.requires_grad
