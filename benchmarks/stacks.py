@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -78,7 +79,7 @@ Build = Callable[[Problem], Built]
 def ours(problem: Problem) -> Built:
     """depthmix: the mixer's own four calls, as a model makes them."""
     dim, x = problem.x.shape[-1], problem.x.detach().clone().requires_grad_()
-    options = {} if problem.block_size is None else {"block_size": problem.block_size}
+    options: dict[str, Any] = {} if problem.block_size is None else {"block_size": problem.block_size}
     mixer = depthmix.create_mixer("attnres", dim=dim, n_blocks=problem.sites // 2, eps=EPS, **options).to(x.device)
     parameters = dict(mixer.named_parameters())
     with torch.no_grad():

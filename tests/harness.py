@@ -5,21 +5,31 @@ from torch import Tensor, nn
 
 from depthmix import create_mixer, list_mixers
 from oracles import DEFAULTS
+from oracles.blocks import Blocks
 from oracles.cases import OPTIONS, pairwise
 
 B, T, DIM = 2, 5, 24  # odd on purpose
 
 
+# Blocks as `sites` of create_mixer has them, beside the usual two sites: what models of one's own look like.
+LAYOUTS = {
+    "parallel": [("attention",)] * 3,
+    "cross": [("attention", "cross_attention", "mlp")] * 2,
+    "uneven": [("attention", "mlp"), ("mlp",), ("attention", "cross_attention", "mlp"), ("attention",)],
+}
+
+
 class Sublayers(nn.Module):
     """Smooth stand-ins for attention, which mixes tokens causally and reads q, k and v, and for the MLP."""
 
-    def __init__(self, n_blocks: int, dim: int = DIM, dtype: torch.dtype = torch.float64) -> None:
+    def __init__(self, blocks, dim: int = DIM, dtype: torch.dtype = torch.float64) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(2 * n_blocks, 3, dim, dim, dtype=dtype) / dim**0.5)
+        self.names = [name for block in Blocks(blocks).names for name in block]
+        self.weight = nn.Parameter(torch.randn(len(self.names), 3, dim, dim, dtype=dtype) / dim**0.5)
 
     def forward(self, site: int, reads: tuple[Tensor, ...]) -> Tensor:
         w = self.weight[site]
-        if site % 2 == 1:
+        if self.names[site] == "mlp":
             return torch.tanh(reads[0] @ w[0]) @ w[1]
         q, k, v = {1: reads * 3, 2: (reads[0], *reads), 3: reads}[len(reads)]
         seen = torch.tanh(k @ w[1])
@@ -42,9 +52,10 @@ def run_stack(mixer, sublayers, e, around=lambda f, *args: f(*args)):
     return mixer.finish(state), reads, sources
 
 
-def build(name, n_blocks, choice=None, random=False, dim=DIM, dtype=torch.float64):
-    """A mixer; with random=True every parameter is moved away from its initial value by noise."""
-    mixer = create_mixer(name, dim=dim, n_blocks=n_blocks, **(choice or {})).to(dtype)
+def build(name, blocks, choice=None, random=False, dim=DIM, dtype=torch.float64):
+    """A mixer for blocks, or for a number of the usual ones; with random=True every parameter is moved away from its initial value by noise."""
+    size = {"n_blocks": blocks} if isinstance(blocks, int) else {"sites": blocks}
+    mixer = create_mixer(name, dim=dim, **size, **(choice or {})).to(dtype)
     if random:
         with torch.no_grad():
             for p in mixer.parameters():

@@ -58,12 +58,16 @@ def test_readme_says_what_its_words_mean_before_it_uses_them():
         assert not re.search(rf"\b{word}s?\b", README[: README.index(f"*{word}*")]), word
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "page", [*PAGES, *sorted((ROOT / "docs" / "models").glob("*.md"))], ids=lambda p: str(p.relative_to(ROOT))
+)
 def test_links_and_paths_lead_somewhere(page):
     text = page.read_text()
     for target in re.findall(r"\]\(([^)#:]+)\)", text):
         assert (page.parent / target).exists(), target
-    for path in re.findall(r"`((?:benchmarks|corpora|depthmix|docs|recipes|tests|tools)/[\w./=-]*)(?:::\w+)?`", text):
+    for path in re.findall(
+        r"`((?:benchmarks|corpora|depthmix|docs|examples|recipes|tests|tools)/[\w./=-]*)(?:::\w+)?`", text
+    ):
         assert (ROOT / path).exists(), path
 
 
@@ -85,7 +89,7 @@ def test_the_layout_in_contributing_is_the_layout():
         for name in re.findall(r"[\w/]+(?:\.py\b|/)", words):
             assert any(folder.rglob(name.rstrip("/"))) or (ROOT / name).exists(), (path, name)
     packages = {f"depthmix/{p.parent.name}/" for p in (ROOT / "depthmix").glob("*/__init__.py")}
-    assert packages | {"benchmarks/", "docs/", "recipes/", "tests/", "tools/"} <= set(lines)
+    assert packages | {"benchmarks/", "docs/", "examples/", "recipes/", "tests/", "tools/"} <= set(lines)
 
 
 def test_the_page_on_speed_quotes_its_result_files():

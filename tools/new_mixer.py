@@ -54,23 +54,23 @@ OPTIONS = [{}, {"init": 0.9}]  # YOURS: combinations of options worth trying
 DEAD_ROWS = set()  # YOURS: {(parameter, row)} that cannot receive a gradient with the defaults, and why
 
 
-def parameters(o, D, N, S):
-    return {"a": ((S,), o["init"])}  # YOURS: {name: (shape, initial value)}; the value None where it is random
+def parameters(o, D, blocks):
+    return {"a": ((blocks.S,), o["init"])}  # YOURS: {name: (shape, initial value)}; the value None where it is random
 
 
 def starts_plain(options):
     return options["init"] == 1  # YOURS: whether the logits at step 0 are the plain residual's
 
 
-def run(p, options, n_blocks, e, sublayer) -> Trace:
+def run(p, options, blocks, e, sublayer) -> Trace:
     a = p["a"]
     x, reads = e, []
-    for s in range(2 * n_blocks):
+    for s in range(blocks.S):  # YOURS: blocks.sites has the sites of each block, blocks.attention those that are attention
         reads.append((x,))
         x = a[s] * x + sublayer(s, (x,))
     reads.append((x,))
-    M = no_mixing(1, n_blocks, e)
-    for s in range(2 * n_blocks + 1):
+    M = no_mixing(1, blocks, e)
+    for s in range(blocks.S + 1):
         for i in range(s + 1):
             M[:, s, i] = a[i:s].detach().prod()
     return Trace(x, reads, M)

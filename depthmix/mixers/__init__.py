@@ -5,6 +5,7 @@ import pkgutil
 
 from depthmix.mixers.base import ContractError, Mixer, create_mixer, list_mixers, mixer_class, register
 from depthmix.mixers.decay import param_groups
+from depthmix.mixers.layout import Layout
 from depthmix.mixers.options import OptionError
 from depthmix.mixers.sharding import shard_mixer
 from depthmix.mixers.state import State, register_state
@@ -14,6 +15,7 @@ for _module in pkgutil.iter_modules(__path__):
 
 __all__ = [
     "ContractError",
+    "Layout",
     "Mixer",
     "OptionError",
     "State",

@@ -4,12 +4,14 @@
 
 Full: the sources are e and every earlier output. Block: e, the sums of the finished blocks of `block_size` sites, and,
 unless the site is the first of its block, the partial sum of its own. finish reads all of them with a query of its own.
+These blocks count sites, whatever the model's own blocks are.
 routing="add" (arXiv 2605.18855): h_0 = e, then the plain stream + Σ_i p_i v_i; finish returns the plain stream.
 With ways=2 an attention site reads two mixtures, one for queries and keys and one for values; with ways=3 each has its own.
 Queries start at zero: plain at step 0.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -63,7 +65,8 @@ class AttnResState(State):
 class AttnRes(Mixer):
     """query [S+1, D] = 0 and key_gain [S+1, D] = 1, the last row for finish (none with routing="add").
 
-    The rows of the values with ways=2: query_v, key_gain_v [N, D]; of keys and values with ways=3: query_kv, key_gain_kv [N, 2, D].
+    The rows of the values with ways=2: query_v, key_gain_v [A, D]; of keys and values with ways=3: query_kv, key_gain_kv [A, 2, D],
+    for the A attention sites, of which blocks of two sites have one each.
     """
 
     decayed = frozenset({"query_proj", "query_proj_v", "query_proj_kv"})
@@ -93,7 +96,12 @@ class AttnRes(Mixer):
             raise OptionError(
                 "attnres: weights='static' has no queries and keys, so query, key_norm and heads cannot be set"
             )
+        if ways > 1 and not self.layout.attention:
+            raise OptionError(
+                f"attnres: ways={ways} is for attention, and no site is: a name that ends in 'attention' makes it one"
+            )
         self.block_size, self.n_ways, self.query_from, self.weights = block_size or 1, ways, query, weights
+        self._nth_attention = {site: i for i, site in enumerate(self.layout.attention)}
         self.key_norm, self.heads, self.window, self.routing, self.eps = key_norm, heads, window, routing, eps
         if weights == "static":
             self._add("logits", self._most_sources())
@@ -107,7 +115,7 @@ class AttnRes(Mixer):
         self.register_parameter(name, nn.Parameter(torch.empty(self._n_readers(), *shape)))
         if self.n_ways > 1:
             ways = () if self.n_ways == 2 else (self.n_ways - 1,)
-            own = nn.Parameter(torch.empty(self.n_blocks, *ways, *shape))
+            own = nn.Parameter(torch.empty(len(self.layout.attention), *ways, *shape))
             self.register_parameter(name + OWN[self.n_ways], own)
 
     def _n_readers(self) -> int:
@@ -123,7 +131,7 @@ class AttnRes(Mixer):
             nn.init.constant_(p, 1.0 if name.startswith("key_gain") else 0.0)
 
     def ways(self, site: int) -> int:
-        return self.n_ways if site % 2 == 0 else 1
+        return self.n_ways if site in self._nth_attention else 1
 
     def plain_share(self, site: int) -> float | None:
         if self.routing == "add" and site in (0, self.n_sites):
@@ -137,12 +145,12 @@ class AttnRes(Mixer):
     def _rows(self, name: str, site: int) -> Tensor:
         """The parameter's rows for every way of a site: [W, ...]."""
         row = getattr(self, name)[site].unsqueeze(0)
-        if self.n_ways == 1 or site % 2 == 1 or site == self.n_sites:
+        if self.ways(site) == 1:
             return row
-        return torch.cat([row, self._own(name)[site // 2]])
+        return torch.cat([row, self._own(name)[self._nth_attention[site]]])
 
     def _own(self, name: str) -> Tensor:
-        """The parameter's rows for the ways of attention sites after the first: [N, W-1, ...]."""
+        """The parameter's rows for the ways of attention sites after the first: [A, W-1, ...]."""
         rows: Tensor = getattr(self, name + OWN[self.n_ways])
         return rows.unsqueeze(1) if self.n_ways == 2 else rows
 
@@ -210,15 +218,19 @@ class AttnRes(Mixer):
         u = query.float() * gain.float()
         if self.n_ways == 1:
             return u
-        own = self._own("query").float() * self._own("key_gain").float()  # [N, W-1, D]
-        sites = u[: self.n_sites].unflatten(0, (self.n_blocks, 2))  # [N, 2, D]: attention, MLP
-        return torch.cat([torch.cat([sites[:, :1], own, sites[:, 1:]], dim=1).flatten(0, 1), u[self.n_sites :]])
+        own = self._own("query").float() * self._own("key_gain").float()  # [A, W-1, D]
+        ends = [0, *(site + 1 for site in self.layout.attention), len(u)]
+        *parts, rest = u.split([b - a for a, b in itertools.pairwise(ends)])  # each ends with an attention site
+        return torch.cat([*itertools.chain(*zip(parts, own.unbind(0), strict=True)), rest])
+
+    def _first_row(self, site: int) -> int:
+        """Where the rows of a site begin among those of all: [R, D]."""
+        return site + (self.n_ways - 1) * sum(a < site for a in self.layout.attention)
 
     def _mix_with_kernels(
         self, state: AttnResState, tape: Tape, site: int, out_gain: Tensor | None = None, out_eps: float = 0.0
     ) -> tuple[Tensor, ...]:
-        row = (self.n_ways + 1) * (site // 2) + self.n_ways * (site % 2)  # attention's ways, then the MLP's
-        ways = 1 if site == self.n_sites else self.ways(site)
+        row, ways = self._first_row(site), self.ways(site)
         newest, add = (state.pending, None) if tape.partial is None else (tape.partial, state.pending)
         sources = (*self._windowed(tape.blocks), newest)
         gain = None if out_gain is None else out_gain.float()

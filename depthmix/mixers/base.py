@@ -1,6 +1,7 @@
 """The contract between a model and a rule for mixing over depth, and the registry of rules.
 
-A *site* is one sublayer: attention of block i is site 2i, its MLP is site 2i + 1. A *mixer* owns the rule and its parameters:
+A *site* is one sublayer. Unless a model says otherwise (layout.py), attention of block i is site 2i, its MLP is site 2i + 1.
+A *mixer* owns the rule and its parameters:
 
     state = mixer.start(x)                 # the embedding enters      [..., D]
     h     = mixer.read(state, site, norm)  # what this sublayer sees   [..., D], or several (see `ways`)
@@ -9,6 +10,7 @@ A *site* is one sublayer: attention of block i is site 2i, its MLP is site 2i + 
 
 The state is a value: `write` returns a new one and leaves the old one as it was; nothing is kept on the module.
 A new mechanism subclasses `Mixer`, implements `_start`, `_read`, `_write` and `_finish`, and is decorated with `register`.
+Where it needs to know what a site is, or where a block begins, it asks `self.layout`, never the site's number.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor, nn
 
+from depthmix.mixers.layout import BLOCK, Layout, Sites
 from depthmix.mixers.mixing import mixing_matrix
 from depthmix.mixers.options import Option, OptionError, check_options, options_of
 from depthmix.mixers.state import State
@@ -44,11 +47,12 @@ class Mixer(nn.Module):
         False  # M's entries are D x D matrices, the same for every token; `mixing` gives their mean diagonal
     )
 
+    layout: Layout  # set by `register` before the constructor runs, which therefore need not pass it on
+
     def __init__(self, dim: int, n_blocks: int) -> None:
         super().__init__()
-        for name, value in (("dim", dim), ("n_blocks", n_blocks)):
-            Option(name, None, (int,), (), False, 1).check(self.name, value)
-        self.dim, self.n_blocks, self.n_sites = dim, n_blocks, 2 * n_blocks
+        Option("dim", None, (int,), (), False, 1).check(self.name, dim)
+        self.dim, self.n_blocks, self.n_sites = dim, n_blocks, self.layout.n_sites
         self._sites = list(range(self.n_sites))
 
     # What a mechanism implements. It computes without autocast, in fp32 or wider, and rounds once.
@@ -57,7 +61,7 @@ class Mixer(nn.Module):
         """Set every parameter to its initial value."""
 
     def ways(self, site: int) -> int:
-        """How many mixtures `read` returns at a site: 1, 2 (for queries and keys, for values) or 3 (one for each)."""
+        """How many mixtures `read` returns at a site: 1 or, of attention, 2 (for queries and keys, for values) or 3 (one for each)."""
         return 1
 
     def plain_share(self, site: int) -> float | None:
@@ -158,9 +162,8 @@ class Mixer(nn.Module):
     def _check_order(self, call: str, state: Any, site: int) -> int:
         self._check_state(call, state)
         if not 0 <= site < self.n_sites:
-            raise ContractError(
-                f"{call}: there is no site {site}; {self.n_blocks} blocks have sites 0 to {self.n_sites - 1}"
-            )
+            have = "1 block has" if self.n_blocks == 1 else f"{self.n_blocks} blocks have"
+            raise ContractError(f"{call}: there is no site {site}; {have} sites 0 to {self.n_sites - 1}")
         if site != state.site:
             expected = f"site {state.site}" if state.site < self.n_sites else "finish, since every site is written"
             raise ContractError(f"{call} at site {site} is out of order: this state expects {expected}")
@@ -194,7 +197,10 @@ class Mixer(nn.Module):
 
     def extra_repr(self) -> str:
         given = {n: getattr(self, n) for n in self.options if isinstance(getattr(self, n, None), int | float | str)}
-        return ", ".join(f"{k}={v!r}" for k, v in {"dim": self.dim, "n_blocks": self.n_blocks, **given}.items())
+        sizes: dict[str, Any] = {"dim": self.dim, "n_blocks": self.n_blocks}
+        if set(self.layout.blocks) != {BLOCK}:
+            sizes["sites"] = self.layout.short()
+        return ", ".join(f"{k}={v!r}" for k, v in {**sizes, **given}.items())
 
 
 # The registry.
@@ -211,12 +217,18 @@ def register(name: str) -> Callable[[MixerType], MixerType]:
         build = cls.__init__
 
         @functools.wraps(build)
-        def checked(self: Mixer, dim: int, n_blocks: int, **options: Any) -> None:
+        def checked(
+            self: Mixer, dim: int, n_blocks: int | None = None, *, sites: Sites | None = None, **options: Any
+        ) -> None:
             check_options(name, cls.options, options)
+            layout = self.__dict__.get("layout")  # there already if this is the constructor of a base class
+            if layout is None:
+                layout = Layout.of(name, n_blocks, sites)
+                object.__setattr__(self, "layout", layout)  # nn.Module is not there yet
             default = torch.get_default_dtype()  # a bf16 default must not reach a mixer's parameters
             torch.set_default_dtype(torch.promote_types(default, torch.float32))
             try:
-                build(self, dim, n_blocks, **options)
+                build(self, dim, layout.n_blocks, **options)
             finally:
                 torch.set_default_dtype(default)
 
@@ -239,6 +251,13 @@ def mixer_class(name: str) -> type[Mixer]:
     return _MIXERS[name]
 
 
-def create_mixer(name: str, *, dim: int, n_blocks: int, **options: Any) -> Mixer:
-    """Build a mixer: dim channels, n_blocks Transformer blocks (two sites each), and the mechanism's own options."""
-    return mixer_class(name)(dim=dim, n_blocks=n_blocks, **options)
+def create_mixer(
+    name: str, *, dim: int, n_blocks: int | None = None, sites: Sites | None = None, **options: Any
+) -> Mixer:
+    """Build a mixer: dim channels, n_blocks Transformer blocks, and the mechanism's own options.
+
+    A block has two sites, attention and an MLP, unless `sites` names others: those of every block, as in
+    ("attention", "cross_attention", "mlp"), or a list of blocks, each with its own, which then says how many there are.
+    """
+    build: Any = mixer_class(name)
+    return build(dim=dim, n_blocks=n_blocks, sites=sites, **options)

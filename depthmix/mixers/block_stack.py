@@ -1,9 +1,14 @@
 """What the rules share that keep a stack of one entry per block and read weighted sums of it: GRN, DCA, DenseFormer, MUDD.
 
-    h_{2i} = some weighted sums of the stack, one of them g_i, which goes on;    h_{2i+1} = g_i + y_{2i};    h_S: one more sum
-    entry i+1 = y_{2i} + y_{2i+1}, the block's delta, or with `accumulates` its result g_i + y_{2i} + y_{2i+1}
+Block i has sites s, s + 1, …, t, as many as the model gives it (two in the papers):
 
-A rule says how reader i (a block, or finish, i = N) weighs the stack: in plain PyTorch (`_mix`) and for the kernels (`_weights`).
+    h_s = some weighted sums of the stack, one of them g_i, which goes on;    h_{s+j} = g_i + y_s + … + y_{s+j-1}
+    h_S = one more sum
+    entry i+1 = y_s + … + y_t, the block's delta, or with `accumulates` its result g_i + y_s + … + y_t
+
+Only attention reads several sums, for its queries, keys and values, and it is the first site of its block: a block that begins
+with anything else reads g_i alone. A rule says how reader i (a block, or finish, i = N) weighs the stack: in plain PyTorch
+(`_mix`) and for the kernels (`_weights`).
 """
 
 import dataclasses
@@ -15,6 +20,7 @@ import torch
 from torch import Tensor
 
 from depthmix.mixers.base import Mixer, Norm, Read
+from depthmix.mixers.options import OptionError
 from depthmix.mixers.state import State, register_state
 from depthmix.ops.autograd import own_backward
 from depthmix.ops.backend import choose
@@ -31,10 +37,10 @@ class Scores(NamedTuple):
     s: Tensor  # [N, R]: the ways of `first`, those of the reader after it, and so on
     first: int
 
-    def of(self, reader: int, n_ways: int, ways: int) -> Tensor:
-        """Those of one reader, [N, ways]; each before it has n_ways."""
-        start = (reader - self.first) * n_ways
-        return self.s[:, start : start + ways]
+    def of(self, reader: int, ways: Sequence[int]) -> Tensor:
+        """Those of one reader, [N, W]; ways: how many every reader has."""
+        start = sum(ways[self.first : reader])
+        return self.s[:, start : start + ways[reader]]
 
 
 class InsideNorm(NamedTuple):
@@ -67,12 +73,12 @@ class Ahead(NamedTuple):
 
 @register_state
 class StackState(State):
-    """The stack and, between the two sites of a block, what its second site needs."""
+    """The stack and, between the sites of a block, what the next one needs."""
 
     stack: tuple[Tensor, ...]  # e, then an entry per finished block, with a window the older ones in one
-    pending: tuple[Tensor, Tensor] | None = None  # the sum of these is the newest entry, which the next read adds up
-    g: Tensor | None = None  # the mixture this block read that goes on
-    a: Tensor | None = None  # what its attention produced
+    pending: tuple[Tensor, ...] | None = None  # the sum of these one or two is the newest entry: the next read adds up
+    g: Tensor | None = None  # the mixture this block read that goes on; with `accumulates`, what its last site read
+    a: Tensor | None = None  # what its sites produced, added up; with `accumulates`, the last site
     tape: Tape | Ahead | None = dataclasses.field(default=None, repr=False, metadata={"cache": True})
 
     def template(self) -> Tensor:
@@ -92,12 +98,32 @@ class BlockStack(Mixer):
     accumulates: ClassVar[bool] = False
     static: bool = False  # weights are known before the newest entry is, so that a read can add that up
     scores: bool = False  # weights are scores of the entries
-    n_ways: int = 1  # of the first site of a block
-    goes_on: int = 0  # which of a block's mixtures is g
+    goes_on: int = 0  # which of the mixtures of a block with several is g
     window: int | None = None  # the stack is e, the sum of everything between, and the last `window` entries
 
+    def __init__(self, dim: int, n_blocks: int, n_ways: int = 1) -> None:
+        """n_ways: of a block's attention."""
+        super().__init__(dim, n_blocks)
+        self.reader_ways = (*self._ways_of_blocks(n_ways), 1)  # [N + 1], the last for finish
+
+    def _ways_of_blocks(self, n_ways: int) -> list[int]:
+        layout, first = self.layout, [s for s in range(self.n_sites) if self.layout.begins[s]]
+        late = [s for s in layout.attention if s not in first]
+        if n_ways > 1 and (late or not layout.attention):
+            rule = f"{self.name} reads the mixtures of queries, keys and values at the first site of a block"
+            if not late:
+                what = "no site is attention: a name that ends in 'attention' makes it one"
+            else:
+                what = f"attention has to come first, and block {layout.block[late[0]]} is {layout.blocks[layout.block[late[0]]]}"
+            raise OptionError(f"{rule}; {what}")
+        return [n_ways if s in layout.attention else 1 for s in first]
+
     def ways(self, site: int) -> int:
-        return self.n_ways if site % 2 == 0 else 1
+        return self.reader_ways[self.layout.block[site]] if self.layout.begins[site] else 1
+
+    def _goes_on(self, reader: int) -> int:
+        """Which of a reader's mixtures is g."""
+        return self.goes_on if self.reader_ways[reader] > 1 else 0
 
     def _mix(self, state: StackState, reader: int, norm: InsideNorm | None) -> tuple[Tensor, ...]:
         """The mixtures of a reader, in plain PyTorch: `state.sums` of some entries."""
@@ -137,8 +163,8 @@ class BlockStack(Mixer):
     def _score(self, w: Tensor, v: Tensor, reader: int, slot: int) -> EntryScores:
         """An entry's part of `Ahead`."""
         rows = self._rows(w, reader, slot)
-        whole, last = divmod(len(rows), self.n_ways)  # finish has one way
-        return reader, source_scores(v, rows, [self.n_ways] * whole + [1] * last)
+        ways, end = self.reader_ways[reader:], list(itertools.accumulate(self.reader_ways[reader:])).index(len(rows))
+        return reader, source_scores(v, rows, ways[: end + 1])
 
     # The kernels' side.
 
@@ -161,7 +187,8 @@ class BlockStack(Mixer):
             both = None if w is None else halves(w, state.stack[0])
             tape = Tape((), (), None if w is None else collect_rows(w, OP), both, torch.is_grad_enabled())
             for slot, v in enumerate(state.stack):
-                tape = self._append(tape, v, None, state.site // 2 - (state.pending is not None), slot)
+                reader = self.layout.block[state.site] - (state.pending is not None)
+                tape = self._append(tape, v, None, reader, slot)
         return tape
 
     def _append(self, tape: Tape, v: Tensor, add: Tensor | None, reader: int, slot: int) -> Tape:
@@ -183,19 +210,18 @@ class BlockStack(Mixer):
                 )
                 tape = tape._replace(stack=_merged(tape.stack, v), scores=_merged(tape.scores, s))
                 stack = _merged(stack, seen_from_outside(v, OP))
-            before, add = state.pending
-            if self.static and not (gain is None and self._weights(tape, reader) is None):
+            before, add = state.pending[0], state.pending[1] if len(state.pending) > 1 else None
+            if add is not None and self.static and not (gain is None and self._weights(tape, reader) is None):
                 tape = tape._replace(stack=(*tape.stack, before), scores=(*tape.scores, None))
             else:
                 tape, add = self._append(tape, before, add, reader, len(tape.stack)), None
         found = self._weights(tape, reader) if reader else None
         if found is not None:
-            goes_on = self.goes_on if reader < self.n_blocks else 0
-            h, g, fresh, _ = read_sums(tape.stack[found[0]], found[1], add, gain, eps, goes_on)
+            h, g, fresh, _ = read_sums(tape.stack[found[0]], found[1], add, gain, eps, self._goes_on(reader))
         elif gain is not None:
             h, g, fresh, _ = read_sums(tape.stack[-1:], plain_sum(gain, len(gain)), add, gain, eps)
         else:
-            h, g, fresh = (tape.stack[-1].view_as(tape.stack[-1]),) * self.n_ways, None, None
+            h, g, fresh = (tape.stack[-1].view_as(tape.stack[-1]),) * self.reader_ways[reader], None, None
         if fresh is not None:
             tape = tape._replace(stack=(*tape.stack[:-1], fresh))
         newest = seen_from_outside(tape.stack[-1], OP)
@@ -224,20 +250,20 @@ class BlockStack(Mixer):
             if state.pending is not None:
                 stack = state.stack
                 stack = _merged(stack, stack[1] + stack[2]) if self._is_full(stack) else stack
-                whole = dataclasses.replace(state, stack=(*stack, state.pending[0] + state.pending[1]), pending=None)
-            goes_on = self.goes_on if reader < self.n_blocks else 0
+                whole = dataclasses.replace(state, stack=(*stack, _sum(state.pending)), pending=None)
+            goes_on = self._goes_on(reader)
             norm = None if gain is None else InsideNorm(gain, eps, goes_on)
             ahead = self._ahead(state, whole.stack, reader)
             whole = dataclasses.replace(whole, tape=ahead)
-            h = self._mix(whole, reader, norm) if reader else whole.stack * max(self.n_ways, self.goes_on + 1)
+            h = self._mix(whole, reader, norm) if reader else whole.stack * max(self.reader_ways[0], goes_on + 1)
             note = [h[goes_on if norm is None else -1], whole.stack, ahead]
         state.leave_note(note)
-        return h[: self.n_ways]
+        return h[: self.reader_ways[reader]]
 
     def _read(self, state: StackState, site: int) -> Read:
-        if site % 2 == 0:
-            h = self._mixtures(state, site // 2)
-            return h if self.n_ways > 1 else h[0]
+        if self.layout.begins[site]:
+            h = self._mixtures(state, self.layout.block[site])
+            return h if len(h) > 1 else h[0]
         assert state.g is not None
         assert state.a is not None
         g = state.g + state.a
@@ -250,13 +276,14 @@ class BlockStack(Mixer):
         if fused is None:
             return None
         gain, eps = fused[0].float() if kernels else fused[0], fused[1]
-        if site % 2 == 0:
-            if kernels or self._sums_at(site // 2):
-                h = self._mixtures(state, site // 2, gain, eps)
+        if self.layout.begins[site]:
+            reader = self.layout.block[site]
+            if kernels or self._sums_at(reader):
+                h = self._mixtures(state, reader, gain, eps)
             else:
-                entry = self._mixtures(state, site // 2)
+                entry = self._mixtures(state, reader)
                 h = tuple(rms_norm(t, g, eps) for t, g in zip(entry, gain, strict=True))
-            return h if self.n_ways > 1 else h[0]
+            return h if len(h) > 1 else h[0]
         assert state.g is not None
         assert state.a is not None
         if not kernels:
@@ -264,7 +291,7 @@ class BlockStack(Mixer):
             state.leave_note(g if self.accumulates else None)
             return rms_norm(g, gain[0], eps)
         goes_on = 0 if self.accumulates else None  # the sum before its norm
-        # Attention's output goes on to the entry, whose gradient is then added in this read's backward.
+        # The outputs so far go on to the entry, whose gradient is then added in this read's backward.
         passes = not self.accumulates and state.a.requires_grad
         found = read_sums([state.g, state.a], plain_sum(gain, 1, 2), None, gain, eps, goes_on, passes)
         state.leave_note(found.raw if self.accumulates else found.passed)
@@ -272,21 +299,29 @@ class BlockStack(Mixer):
 
     def _write(self, state: StackState, site: int, y: Tensor) -> StackState:
         note = state.take_note()
-        if site % 2 == 0:
+        if self.layout.begins[site]:
             if note is None:
-                self._mixtures(state, site // 2)
+                self._mixtures(state, self.layout.block[site])
                 note = state.take_note()
             g, stack, tape = note
+            if self.layout.ends[site]:
+                return state.next(stack=stack, pending=(g, y) if self.accumulates else (y,), tape=tape)
             return state.next(stack=stack, pending=None, g=g, a=y, tape=tape)
         assert state.g is not None
         assert state.a is not None
         before = note  # what this block's entry begins with, if the read has left it
         if before is None:
             before = state.g + state.a if self.accumulates else state.a
-        return state.next(pending=(before, y), g=None, a=None)
+        if self.layout.ends[site]:
+            return state.next(pending=(before, y), g=None, a=None)
+        return state.next(g=before, a=y) if self.accumulates else state.next(a=before + y)
 
     def _finish(self, state: StackState) -> Tensor:
         return self._mixtures(state, self.n_blocks)[0]
+
+
+def _sum(parts: tuple[Tensor, ...]) -> Tensor:
+    return parts[0] if len(parts) == 1 else parts[0] + parts[1]
 
 
 def _merged(entries: tuple[Any, ...], middle: Any) -> tuple[Any, ...]:

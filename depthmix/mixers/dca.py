@@ -1,8 +1,10 @@
 """DeepCrossAttention (Heddes et al. 2025, arXiv 2502.06785): three GRN-v3 per block, for the queries, keys and values of its attention.
 
-    h_{2i} = (g^q, g^k, g^v);    h_{2i+1} = g^q + y_{2i};    f_{i+1} = y_{2i} + y_{2i+1};    h_S = g_N
+    h of block i's attention = (g^q, g^k, g^v);    of a later site = g^q + the block's outputs so far
+    f_{i+1} = the sum of its outputs;    h_S = g_N
 
-The stack, its window (k-DCA) and the parameters b and w are those of grn.py, with three ways per block and one at finish.
+A block without attention has g^q alone. The stack, its window (k-DCA) and the parameters b and w are those of grn.py, with
+three ways per block and one at finish.
 """
 
 from typing import Annotated, Literal
@@ -14,7 +16,7 @@ from depthmix.mixers.options import at_least
 
 @register("dca")
 class DCA(DeltaStack):
-    """b["i"] [3, t, D] = 1, w["i"] [3, 1, D] = 0; one way at finish."""
+    """b["i"] [3, t, D] = 1, w["i"] [3, 1, D] = 0; one way at finish, and where a block has no attention."""
 
     def __init__(
         self,

@@ -3,7 +3,8 @@
 The stack G holds e and the deltas f of the finished blocks. Block i (and finish, i = N) reads
 
     version 1: g = Σ_j b_j G_j (numbers);    2: g = Σ_j b_j ⊙ G_j (vectors);    3: g = Σ_j (b_j + ReLU(w · G_j)) ⊙ G_j
-    h_{2i} = g_i;    h_{2i+1} = g_i + y_{2i};    f_{i+1} = y_{2i} + y_{2i+1};    h_S = g_N
+    h of block i's first site = g_i;    of a later one = g_i + the block's outputs so far
+    f_{i+1} = the sum of its outputs;    h_S = g_N
 
 window k: the stack is e, the sum of everything between, and the last k deltas. b = 1 and w = 0: plain at step 0.
 """
@@ -23,6 +24,8 @@ from depthmix.ops.depth_sum.source_order import CLAMPED, SUM_CLAMPED, Weights
 class DeltaStack(BlockStack):
     """What GRN and DCA share: the stack of block deltas, read by `n_ways` GRNs per block and one at finish.
 
+    A block without attention has one GRN.
+
     b["i"] [ways, t, D] (version 1: [ways, t, 1]) = 1 and w["i"] [ways, 1, D] (w_per_entry: [ways, t, D]) = 0
     for readers i = 1 … N; reader 0 sees only e and has none.
     """
@@ -37,14 +40,13 @@ class DeltaStack(BlockStack):
         relu_on: str,
         w_per_entry: bool,
     ) -> None:
-        super().__init__(dim, n_blocks)
-        self.n_ways, self.version, self.window = n_ways, version, window
+        super().__init__(dim, n_blocks, n_ways)
+        self.version, self.window = version, window
         self.relu_on, self.w_per_entry, self.static, self.scores = relu_on, w_per_entry, version < 3, version == 3
         self.b, self.w = nn.ParameterDict(), nn.ParameterDict()
         self._first_row = {1: 0}  # of a reader's w in the table of all
         for i in range(1, n_blocks + 1):
-            ways = n_ways if i < n_blocks else 1
-            entries = i + 1 if window is None else min(i + 1, window + 2)
+            ways, entries = self.reader_ways[i], i + 1 if window is None else min(i + 1, window + 2)
             self.b[str(i)] = nn.Parameter(torch.empty(ways, entries, 1 if version == 1 else dim))
             if version == 3:
                 self.w[str(i)] = nn.Parameter(torch.empty(ways, entries if w_per_entry else 1, dim))
@@ -76,7 +78,7 @@ class DeltaStack(BlockStack):
             return slice(None), Weights(static=b)
         relu = CLAMPED if self.relu_on == "dynamic" else SUM_CLAMPED
         ways, entries = b.shape[:2]
-        scores = [s.of(reader, self.n_ways, ways) for s in tape.scores if s is not None]
+        scores = [s.of(reader, self.reader_ways) for s in tape.scores if s is not None]
         rows = [[self._row(reader, way, slot) for way in range(ways)] for slot in range(entries)]
         return slice(None), Weights(static=b, scores=scores, table=tape.w, rows=rows, relu=relu)
 

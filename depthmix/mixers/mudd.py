@@ -1,9 +1,11 @@
 """MUDDFormer (Xiao et al. 2025, arXiv 2502.12170): per-token mixtures of all blocks' results, for q, k, v and the residual r.
 
-X_0 = e, X_i the result of block i (from 1). Reader i ≥ 1 has l = i + 1 entries and C = 4 mixtures (finish: 1):
+X_0 = e, X_i the result of block i (from 1). Reader i ≥ 1 has l = i + 1 entries and C = 4 mixtures; finish has one, and a block
+without attention r alone:
 
     a = W_2 GELU(W_1 RMS(X_i)) + b  [C, l];      X̄^c = Σ_j a[c, j] X_j
-    h_{2i} = (X̄^q, X̄^k, X̄^v);    h_{2i+1} = X̄^r + y_{2i};    X_{i+1} = X̄^r + y_{2i} + y_{2i+1};    h_S = X̄
+    h of block i's attention = (X̄^q, X̄^k, X̄^v);    of a later site = X̄^r + the block's outputs so far
+    X_{i+1} = X̄^r + the sum of its outputs;    h_S = X̄
 
 W_2 = 0 and b = 1 for the newest entry: plain at step 0. Block 0 reads e in all four ways.
 """
@@ -28,13 +30,13 @@ class Mudd(BlockStack):
 
     decayed = frozenset({"W_1", "W_2"})
     accumulates = True
-    n_ways, goes_on = 3, 3
+    goes_on = 3
 
     def __init__(self, dim: int, n_blocks: int) -> None:
-        super().__init__(dim, n_blocks)
+        super().__init__(dim, n_blocks, n_ways=3)
         self.W_1, self.W_2, self.b = nn.ParameterDict(), nn.ParameterDict(), nn.ParameterDict()
         for i in range(1, n_blocks + 1):
-            ways, entries = (WAYS if i < n_blocks else 1), i + 1
+            ways, entries = WAYS if self.reader_ways[i] > 1 else 1, i + 1
             hidden = (WAYS * entries // 64 + 1) * 64  # of finish too
             self.W_1[str(i)] = nn.Parameter(torch.empty(hidden, dim))
             self.W_2[str(i)] = nn.Parameter(torch.empty(ways * entries, hidden))

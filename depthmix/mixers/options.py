@@ -19,7 +19,7 @@ from depthmix.names import nearest
 
 WORDS = {"none": None, "null": None, "true": True, "false": False}
 INTEGER, NUMBER = r"[+-]?\d{1,18}", r"[+-]?((\d+\.?\d*|\.\d+)([eE][+-]?\d+)?|inf|nan)"
-REQUIRED = ("dim", "n_blocks")  # every mixer's own, not options
+REQUIRED = ("dim", "n_blocks", "sites")  # every mixer's own, not options
 FLOAT32_MAX = 3.4028234663852886e38  # parameters are fp32, and a larger number cannot be put into one
 
 

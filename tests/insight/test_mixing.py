@@ -233,6 +233,42 @@ def test_a_model_without_a_mixer_or_with_two_is_refused(n_mixers):
         depth_mixing(model, torch.zeros(1, DIM))
 
 
+class Two(nn.Module):
+    """Two stacks of their own, such as an encoder and a decoder."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.decoder, self.spare = own("attnres"), own("rezero"), own("residual")
+
+    def forward(self, x):
+        return self.decoder(self.encoder(x))
+
+
+def test_of_two_mixers_one_is_chosen_by_name_or_by_itself():
+    model, x = Two(), torch.randn(B, T, DIM).double()
+    for name in ("encoder", "decoder"):
+        inner = getattr(model, name)
+        expected = depth_mixing(inner, x if name == "encoder" else model.encoder(x))
+        assert torch.equal(depth_mixing(model, x, mixer=f"{name}.mixers.0"), expected)
+        assert torch.equal(depth_mixing(model, x, mixer=inner.mixers[0]), expected)
+
+
+@pytest.mark.parametrize(
+    ("mixer", "said"),
+    [
+        (None, "found 3; say which with mixer=, one of 'encoder.mixers.0', 'decoder.mixers.0', 'spare.mixers.0'"),
+        ("encodr.mixers.0", "'encodr.mixers.0' is no mixer of the model; .* did you mean 'encoder.mixers.0'"),
+        ("encoder", "'encoder' is no mixer of the model; its mixers are 'encoder.mixers.0', "),
+        (create_mixer("residual", dim=DIM, n_blocks=2), "this module is no mixer of the model"),
+        ("spare.mixers.0", "the model did not use this mixer on this batch"),
+    ],
+    ids=str,
+)
+def test_which_mixer_is_meant_must_be_clear(mixer, said):
+    with pytest.raises(ValueError, match=said):
+        depth_mixing(Two(), torch.randn(B, T, DIM).double(), mixer=mixer)
+
+
 @pytest.mark.parametrize("mixer", list_mixers())
 @pytest.mark.parametrize("batch", [(), (3,), (2, 3, 2)], ids=str)
 def test_a_users_own_module_with_any_leading_dimensions(mixer, batch):

@@ -12,10 +12,12 @@ from torch.utils.checkpoint import checkpoint
 from depthmix import create_mixer
 from depthmix.ops import use_backend
 from depthmix.ops.norm import RMSNorm
-from harness import DIM, MIXERS, PAIRWISE, PAIRWISE_IDS, B, Sublayers, T, as_tuple, build, embedding, run_stack
+from harness import DIM, LAYOUTS, MIXERS, PAIRWISE, PAIRWISE_IDS, B, Sublayers, T, as_tuple, build, embedding, run_stack
 from oracles import MODULES
+from oracles.blocks import Blocks
 
 every_mixer = pytest.mark.parametrize("name", MIXERS)
+every_layout = pytest.mark.parametrize("blocks", [3, *LAYOUTS.values()], ids=["usual", *LAYOUTS])
 every_pair = pytest.mark.parametrize(("name", "choice"), PAIRWISE, ids=PAIRWISE_IDS)  # all: test_exact.py
 
 
@@ -53,10 +55,11 @@ def rows_of(mixer):
                 yield name, s, lambda g, s=s: g[s]
 
 
+@every_layout
 @every_mixer
-def test_every_parameter_receives_a_gradient_at_step_0_or_1(name):
+def test_every_parameter_receives_a_gradient_at_step_0_or_1(name, blocks):
     """Row by row (a row is a site's), so that one dead site among live ones is seen."""
-    mixer, sublayers = build(name, 3), Sublayers(3)
+    mixer, sublayers = build(name, blocks), Sublayers(blocks)
     optimizer = torch.optim.SGD([*mixer.parameters(), *sublayers.parameters()], lr=0.3)
     size = {}
     for step in range(2):
@@ -87,11 +90,12 @@ def test_no_token_sees_a_later_one(name, choice):
     assert not torch.allclose(before[:, 3:], after[:, 3:])
 
 
+@every_layout
 @every_mixer
-def test_a_pass_over_flat_tokens_is_the_same(name):
+def test_a_pass_over_flat_tokens_is_the_same(name, blocks):
     """The rule is token-local: only the last dimension means anything to it."""
-    mixer = build(name, 2, random=True)
-    sources = [embedding() for _ in range(5)]
+    mixer = build(name, blocks, random=True)
+    sources = [embedding() for _ in range(mixer.n_sites + 1)]
     reads = [as_tuple(h) for h in replay(mixer, sources)]
     flat = [as_tuple(h) for h in replay(mixer, [s.reshape(B * T, DIM) for s in sources])]
     for one, other in zip(reads, flat, strict=True):
@@ -108,13 +112,14 @@ def replay(mixer, sources):
     return [*reads, mixer.finish(state)]
 
 
+@every_layout
 @every_mixer
-def test_state_dict_and_deepcopy_round_trips(name, tmp_path):
-    mixer, sublayers, e = build(name, 3, random=True), Sublayers(3), embedding()
+def test_state_dict_and_deepcopy_round_trips(name, blocks, tmp_path):
+    mixer, sublayers, e = build(name, blocks, random=True), Sublayers(blocks), embedding()
     expected = gradients(mixer, sublayers, e)
     twin = copy.deepcopy(mixer)
     safetensors.torch.save_file(mixer.state_dict(), tmp_path / "mixer.safetensors")
-    loaded = build(name, 3)
+    loaded = build(name, blocks)
     loaded.load_state_dict(safetensors.torch.load_file(tmp_path / "mixer.safetensors"))
     for other in (twin, loaded):
         out, grads = gradients(other, sublayers, e)
@@ -133,8 +138,18 @@ def test_checkpointed_sublayers_give_identical_gradients(name, choice):
 
 @every_pair
 def test_checkpointed_blocks_give_identical_gradients(name, choice):
+    check_checkpointed_blocks(name, choice, 2)
+
+
+@pytest.mark.parametrize("blocks", LAYOUTS.values(), ids=LAYOUTS)
+@every_mixer
+def test_checkpointed_blocks_of_other_sites_give_identical_gradients(name, blocks):
+    check_checkpointed_blocks(name, {}, blocks)
+
+
+def check_checkpointed_blocks(name, choice, blocks):
     """Read, sublayer and write inside the region, the state in and out: how whole blocks are checkpointed."""
-    mixer, sublayers = build(name, 2, choice, random=True), Sublayers(2)
+    mixer, sublayers = build(name, blocks, choice, random=True), Sublayers(blocks)
     e = embedding()
 
     def block(state, sites):
@@ -145,7 +160,10 @@ def test_checkpointed_blocks_give_identical_gradients(name, choice):
     results = []
     for run in (block, lambda *args: checkpoint(block, *args, use_reentrant=False)):
         leaf = e.clone().requires_grad_()
-        out = mixer.finish(run(run(mixer.start(leaf), (0, 1)), (2, 3)))
+        state = mixer.start(leaf)
+        for sites in Blocks(blocks).sites:
+            state = run(state, sites)
+        out = mixer.finish(state)
         wanted = [leaf, sublayers.weight, *mixer.parameters()]
         results.append(torch.autograd.grad(out.square().mean(), wanted, allow_unused=True))
     for a, b in zip(*results, strict=True):
@@ -173,9 +191,19 @@ def tensors(state):
 
 @every_pair
 def test_a_state_is_a_value(name, choice):
+    check_a_state_is_a_value(name, choice, 2)
+
+
+@pytest.mark.parametrize("blocks", LAYOUTS.values(), ids=LAYOUTS)
+@every_mixer
+def test_a_state_is_a_value_between_other_sites(name, blocks):
+    check_a_state_is_a_value(name, {}, blocks)
+
+
+def check_a_state_is_a_value(name, choice, blocks):
     """Writing twice from one state, with or without the read before it, and after a pytree round trip, gives the same."""
-    mixer = build(name, 2, choice, random=True)
-    sources = [embedding() for _ in range(5)]
+    mixer = build(name, blocks, choice, random=True)
+    sources = [embedding() for _ in range(mixer.n_sites + 1)]
     state = mixer.start(sources[0])
     for site in range(mixer.n_sites):
         leaves, spec = pytree.tree_flatten(state)
@@ -193,11 +221,12 @@ def test_a_state_is_a_value(name, choice):
         state = second
 
 
+@pytest.mark.parametrize("blocks", [3, LAYOUTS["parallel"], LAYOUTS["cross"]], ids=["usual", "parallel", "cross"])
 @every_mixer
-def test_bf16_is_within_rounding_of_fp32(name):
+def test_bf16_is_within_rounding_of_fp32(name, blocks):
     """On the same bf16 values: a mixture rounds once, a stream once a write, so the bound is a rounding a site of the largest value."""
-    sources = [embedding(torch.bfloat16) for _ in range(7)]
-    mixer = build(name, 3, random=True, dtype=torch.float32)
+    mixer = build(name, blocks, random=True, dtype=torch.float32)
+    sources = [embedding(torch.bfloat16) for _ in range(mixer.n_sites + 1)]
     wide = replay(mixer, [s.float() for s in sources])
     for site, (h, exact) in enumerate(zip(replay(mixer, sources), wide, strict=True)):
         for a, b in zip(as_tuple(h), as_tuple(exact), strict=True):
@@ -278,9 +307,18 @@ EVERY_SCALE = torch.tensor([1e-4, 1e-3, 0.02, 1.0, 16.0], dtype=torch.float64).u
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 @every_mixer
 def test_a_norm_inside_a_read_is_the_norm_after_it(name, dtype):
+    check_a_norm_inside_a_read(name, dtype, 2)
+
+
+@every_mixer
+def test_a_norm_inside_a_read_of_other_sites_is_the_norm_after_it(name):
+    check_a_norm_inside_a_read(name, torch.float32, LAYOUTS["uneven"])
+
+
+def check_a_norm_inside_a_read(name, dtype, blocks):
     """For tiny activations and large ones, however the norm is given."""
-    mixer = build(name, 2, random=True, dtype=torch.promote_types(dtype, torch.float32))
-    sources = [(EVERY_SCALE * embedding()).to(dtype) for _ in range(5)]
+    mixer = build(name, blocks, random=True, dtype=torch.promote_types(dtype, torch.float32))
+    sources = [(EVERY_SCALE * embedding()).to(dtype) for _ in range(mixer.n_sites + 1)]
     state = mixer.start(sources[0])
     for site in range(mixer.n_sites):
         reads = as_tuple(mixer.read(state, site))
@@ -369,6 +407,19 @@ def test_compiles_as_one_graph_and_gives_the_same(name):
         results.append([out, *(torch.zeros(()) if g is None else g for g in grads)])
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9, check_dtype=False)
+
+
+@pytest.mark.uncovered
+def test_other_sites_compile_as_one_graph():
+    """With a rule by blocks, which asks the layout at every site."""
+    blocks = [("attention", "cross_attention", "mlp"), ("mlp",)]
+    mixer, sublayers, e = build("grn", blocks, random=True), Sublayers(blocks), embedding()
+
+    def forward(e):
+        return run_stack(mixer, sublayers, e)[0]
+
+    torch._dynamo.reset()
+    torch.testing.assert_close(torch.compile(forward, fullgraph=True, backend="eager")(e), forward(e))
 
 
 @pytest.mark.uncovered

@@ -7,6 +7,7 @@ from depthmix.mixers import mixer_class
 from harness import (
     CASES,
     DIM,
+    LAYOUTS,
     MIXERS,
     PAIRWISE,
     PAIRWISE_IDS,
@@ -31,7 +32,7 @@ def assert_agree(got, expected, what=""):
 
 def reference(mixer, name, choice, sublayers, e):
     parameters = {k: p.detach().clone().requires_grad_() for k, p in mixer.named_parameters()}
-    return parameters, ORACLES[name](parameters, complete(name, choice), mixer.n_blocks, e, sublayers)
+    return parameters, ORACLES[name](parameters, complete(name, choice), mixer.layout.blocks, e, sublayers)
 
 
 def test_every_mixer_has_an_oracle():
@@ -48,20 +49,24 @@ def test_defaults_are_the_documented_ones(name):
     assert defaults == documented
 
 
-# All combinations where every window and block size matters, and of another depth those that every pair of values needs.
+# All combinations where every window and block size matters, and of another depth and of blocks of one, two and three sites
+# those that every pair of values needs.
 DEPTHS = [(*case, n_blocks) for n_blocks, cases in ((5, CASES), (3, PAIRWISE)) for case in cases]
-DEPTH_IDS = [f"{label(name, choice)}-{n_blocks}" for name, choice, n_blocks in DEPTHS]
+DEPTHS += [(*case, "uneven") for case in PAIRWISE]
+DEPTHS += [(name, {}, layout) for layout in ("parallel", "cross") for name in MIXERS]
+DEPTH_IDS = [f"{label(name, choice)}-{depth}" for name, choice, depth in DEPTHS]
 
 
-@pytest.mark.parametrize(("name", "choice", "n_blocks"), DEPTHS, ids=DEPTH_IDS)
-def test_output_and_every_gradient_agree_in_fp64(name, choice, n_blocks):
-    mixer = build(name, n_blocks, choice, random=True)
-    sublayers, e = Sublayers(n_blocks), embedding().requires_grad_()
+@pytest.mark.parametrize(("name", "choice", "depth"), DEPTHS, ids=DEPTH_IDS)
+def test_output_and_every_gradient_agree_in_fp64(name, choice, depth):
+    blocks = LAYOUTS.get(depth, depth)
+    mixer = build(name, blocks, choice, random=True)
+    sublayers, e = Sublayers(blocks), embedding().requires_grad_()
     direction = torch.randn_like(e)
     out, reads, _ = run_stack(mixer, sublayers, e)
     (out * direction).sum().backward()
 
-    again, e2 = Sublayers(n_blocks), e.detach().clone().requires_grad_()
+    again, e2 = Sublayers(blocks), e.detach().clone().requires_grad_()
     again.load_state_dict(sublayers.state_dict())
     parameters, trace = reference(mixer, name, choice, again, e2)
     (trace.out * direction).sum().backward()
@@ -81,9 +86,19 @@ def test_output_and_every_gradient_agree_in_fp64(name, choice, n_blocks):
 
 @pytest.mark.parametrize(("name", "choice"), PAIRWISE, ids=PAIRWISE_IDS)
 def test_mixing_matrix_equals_the_closed_form(name, choice):
-    mixer = build(name, 3, choice, random=True)
+    check_mixing(name, choice, 3)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", MIXERS)
+def test_mixing_matrix_of_other_sites_equals_the_closed_form(name, layout):
+    check_mixing(name, {}, LAYOUTS[layout])
+
+
+def check_mixing(name, choice, blocks):
+    mixer = build(name, blocks, choice, random=True)
     with torch.no_grad():
-        sublayers, e = Sublayers(3), embedding()
+        sublayers, e = Sublayers(blocks), embedding()
         _, _, sources = run_stack(mixer, sublayers, e)
     _, trace = reference(mixer, name, choice, sublayers, e)
     expected = trace.M.mean(-1).permute(3, 4, 0, 1, 2)  # [B, T, W, S+1, S+1]
@@ -93,13 +108,13 @@ def test_mixing_matrix_equals_the_closed_form(name, choice):
 
 @pytest.mark.parametrize("name", MIXERS)
 def test_parameters_have_the_documented_names_shapes_and_initial_values(name):
-    """All combinations at three blocks, and at one those that every pair of values needs."""
-    for n_blocks, cases in ((3, CASES), (1, PAIRWISE)):
+    """All combinations at three blocks, and at one and with other sites those that every pair of values needs."""
+    for blocks, cases in ((3, CASES), *((blocks, PAIRWISE) for blocks in (1, LAYOUTS["uneven"]))):
         for choice in (choice for other, choice in cases if other == name):
-            mixer, options = build(name, n_blocks, choice, dtype=torch.float32), complete(name, choice)
+            mixer, options = build(name, blocks, choice, dtype=torch.float32), complete(name, choice)
             found = {k: tuple(p.shape) for k, p in mixer.named_parameters()}
-            assert found == shapes(name, options, DIM, n_blocks), choice
-            for k, expected in initial(name, options, DIM, n_blocks).items():
+            assert found == shapes(name, options, DIM, blocks), choice
+            for k, expected in initial(name, options, DIM, blocks).items():
                 value = mixer.get_parameter(k)
                 assert torch.isfinite(value).all(), (choice, k)
                 if expected is not None:

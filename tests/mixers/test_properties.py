@@ -1,4 +1,4 @@
-"""Any options, any shape: hypothesis draws them, the oracle says what is right."""
+"""Any options, any shape, any blocks: hypothesis draws them, the oracle says what is right."""
 
 import torch
 from hypothesis import HealthCheck, assume, given, settings
@@ -33,26 +33,28 @@ def cases(draw):
     chosen = draw(st.sets(st.sampled_from(sorted(options)), max_size=4)) if options else set()
     choice = {o: draw(values(options[o], dim)) for o in sorted(chosen)}
     tokens = (draw(st.integers(1, 3)), draw(st.integers(1, 4)))
-    return name, choice, dim, draw(st.integers(1, 4)), tokens
+    some = st.sampled_from([("attention", "mlp"), ("attention",), ("mlp",), ("attention", "cross_attention", "mlp")])
+    blocks = draw(st.one_of(st.integers(1, 4), st.lists(some, min_size=1, max_size=4)))
+    return name, choice, dim, blocks, tokens
 
 
 @settings(max_examples=80, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(cases())
 def test_any_options_and_shape_agree_with_the_oracle(case):
-    name, choice, dim, n_blocks, tokens = case
+    name, choice, dim, blocks, tokens = case
     torch.manual_seed(0)
     try:
-        mixer = build(name, n_blocks, choice, random=True, dim=dim)
-    except OptionError:  # some options exclude each other: test_options.py has what they say
+        mixer = build(name, blocks, choice, random=True, dim=dim)
+    except OptionError:  # some options exclude each other, and some need attention: test_options.py and test_layout.py
         assume(False)
-    sublayers = Sublayers(n_blocks, dim)
+    sublayers = Sublayers(blocks, dim)
     e = torch.randn(*tokens, dim, dtype=torch.float64, requires_grad=True)
     out, _, sources = run_stack(mixer, sublayers, e)
     parameters = {k: p.detach().clone().requires_grad_() for k, p in mixer.named_parameters()}
     trace = ORACLES[name](
         parameters,
         {**complete(name, choice), **({"head": mixer.head} if name == "mhc" else {})},
-        n_blocks,
+        blocks,
         e,
         sublayers,
     )

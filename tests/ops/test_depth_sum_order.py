@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from depthmix import create_mixer
 from depthmix.ops import depth_sum, left, use_backend
 from depthmix.ops.depth_sum import source_order
+from harness import LAYOUTS
 from ops import plain_sums
 from ops.helpers import assert_near, nodes_that_are_left_something, rand
 from ops.test_source_major import SCENARIOS, Stack, assert_as_reference, backward, cotangent, leaves, plain, tokens
@@ -42,11 +43,13 @@ every_rule = pytest.mark.parametrize("rule", RULES)
 class SumStack(Stack):
     """A stack as attention's tests make them, of any rule."""
 
-    def __init__(self, rule: str = "dca", n_blocks: int = 3, norm: bool = True, seed: int = 0) -> None:
+    def __init__(
+        self, rule: str = "dca", n_blocks: int = 3, norm: bool = True, seed: int = 0, sites: Any = None
+    ) -> None:
         nn.Module.__init__(self)
         name, options = RULES[rule]
-        self.mixer = create_mixer(name, dim=D, n_blocks=n_blocks, **options)
-        sites = range(2 * n_blocks)
+        self.mixer = create_mixer(name, dim=D, n_blocks=n_blocks, sites=sites, **options)
+        sites = range(self.mixer.n_sites)
         self.weight = nn.ParameterList(torch.empty(D) for _ in sites)
         self.norms = nn.ModuleList(
             nn.ModuleList(nn.RMSNorm(D, eps=1e-3) for _ in range(self.mixer.ways(s))) for s in sites if norm
@@ -77,6 +80,24 @@ def test_every_gradient(rule: str, norm: bool) -> None:
     check(plain, tokens(shape=(2, 3, D)), rule=rule, n_blocks=6, norm=norm)
 
 
+@pytest.mark.parametrize(
+    ("rule", "layout", "norm"),
+    [(rule, "uneven", norm) for rule in RULES for norm in (True, False)]
+    + [(rule, layout, True) for rule in ("grn2", "dca", "denseformer", "mudd") for layout in ("parallel", "cross")],
+)
+@pytest.mark.usefixtures("plain_kernels")
+def test_every_gradient_with_other_sites(rule: str, layout: str, norm: bool) -> None:
+    """Blocks of one site, of three, and of one to three."""
+    blocks = LAYOUTS[layout]
+    check(plain, tokens(), rule=rule, n_blocks=len(blocks), sites=blocks, norm=norm)
+
+
+@pytest.mark.usefixtures("quick_interpreter")
+@pytest.mark.parametrize("rule", ["grn1", "dca", "denseformer", "mudd"])
+def test_other_sites_with_the_kernels_themselves(rule: str) -> None:
+    check(plain, tokens(shape=(2, D)), tol=2e-5, rule=rule, n_blocks=3, sites=LAYOUTS["uneven"][1:])
+
+
 # Of what people do with a graph (attention's tests say what), with DCA all, and with others what their graphs differ in.
 APART = ("second_backward", "one_leaf_at_a_time", "middle_outputs", "two_losses", "read_twice", "fork", "second_derivatives",
          "checkpointed block", "half without gradients", "only the mixer", "loss_on_a_held_tensor")  # fmt: skip
@@ -92,6 +113,15 @@ APART = ("second_backward", "one_leaf_at_a_time", "middle_outputs", "two_losses"
 def test_what_people_do(rule: str, scenario: str) -> None:
     """The gradients are the reference's, whatever part of a graph runs, as often and in whatever order."""
     check(SCENARIOS[scenario], tokens(), rule=rule)
+
+
+@pytest.mark.usefixtures("plain_kernels")
+@pytest.mark.parametrize(
+    "scenario", ["read_twice", "fork", "second_derivatives", "checkpointed block", "middle_outputs"]
+)
+@pytest.mark.parametrize("rule", ["dca", "denseformer"])
+def test_what_people_do_with_other_sites(rule: str, scenario: str) -> None:
+    check(SCENARIOS[scenario], tokens(), tol=2e-5, rule=rule, n_blocks=4, sites=LAYOUTS["uneven"])
 
 
 @pytest.mark.usefixtures("quick_interpreter")

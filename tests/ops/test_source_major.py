@@ -4,6 +4,7 @@ A read's backward gives its older sources no gradient; it leaves it with the nod
 mostly: whatever part of the graph runs, as often and in whatever order, nothing is lost, doubled or mixed up.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,8 +16,10 @@ from torch.utils.checkpoint import checkpoint
 
 from depthmix import create_mixer
 from depthmix.ops import use_backend
+from harness import LAYOUTS
 from ops.helpers import assert_near
 from oracles import DEFAULTS, ORACLES
+from oracles.blocks import Blocks
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.usefixtures("quick_interpreter")
@@ -32,7 +35,7 @@ class Stack(nn.Module):
     def __init__(self, n_blocks: int = 2, norm: bool = False, dim: int = D, seed: int = 0, **options: Any) -> None:
         super().__init__()
         self.mixer = create_mixer("attnres", dim=dim, n_blocks=n_blocks, **options)
-        sites = range(2 * n_blocks)
+        sites = range(self.mixer.n_sites)
         self.weight = nn.ParameterList(torch.empty(dim) for _ in sites)
         self.norms = nn.ModuleList(
             nn.ModuleList(nn.RMSNorm(dim, eps=1e-3) for _ in range(self.mixer.ways(s))) for s in sites if norm
@@ -129,6 +132,16 @@ OPTIONS: list[dict[str, Any]] = [
 def test_every_gradient(options: dict[str, Any], norm: bool) -> None:
     """Full, Block, ways and window, with and without the norms after the reads."""
     assert_as_reference(plain, tokens(shape=(2, D)), norm=norm, **options)
+
+
+UNEVEN: dict[str, Any] = {"n_blocks": 4, "sites": LAYOUTS["uneven"]}
+
+
+@pytest.mark.parametrize(
+    "options", [{"ways": 3, "block_size": 2}, {"ways": 2, "window": 2}, {"block_size": 3}], ids=str
+)
+def test_every_gradient_with_blocks_of_one_two_and_three_sites(options: dict[str, Any]) -> None:
+    assert_as_reference(plain, tokens(), norm=True, **options, **UNEVEN)
 
 
 @pytest.mark.parametrize("options", [{}, {"block_size": 8}, {"block_size": 4, "window": 3}], ids=str)
@@ -255,15 +268,15 @@ def frozen(*prefixes: str) -> Scenario:
 
 
 def checkpointed(what: str, **options: Any) -> Scenario:
-    """Activation checkpointing around a sublayer, a read and its sublayer, or a block of two sites."""
+    """Activation checkpointing around a sublayer, a read and its sublayer, or a block."""
 
     def scenario(stack: Stack, x: Tensor) -> Results:
         mixer, state = stack.mixer, stack.mixer.start(x)
-        for site in range(0, mixer.n_sites, 2):
+        for sites in Blocks(mixer.layout.blocks).sites:
             if what == "block":
-                state = checkpoint(lambda st, k=site: stack.step(stack.step(st, k), k + 1), state, **options)
+                state = checkpoint(lambda st, sites=sites: functools.reduce(stack.step, sites, st), state, **options)
                 continue
-            for k in (site, site + 1):
+            for k in sites:
                 if what == "read":
                     y = checkpoint(lambda st, k=k: stack.sublayer(k, stack.read(st, k)), state, **options)
                 else:

@@ -39,7 +39,8 @@ OPTIONS = (
 DEAD_ROWS = {("query", 0), ("key_gain", 0)}  # site 0 has a single source
 
 
-def parameters(o, D, N, S):
+def parameters(o, D, blocks):
+    A, S = len(blocks.attention), blocks.S
     readers = S + 1 if o["routing"] == "replace" else S  # without finish
     most = 1 + math.ceil((readers - 1) / (o["block_size"] or 1))
     if o["window"] is not None:
@@ -52,9 +53,9 @@ def parameters(o, D, N, S):
             rows["key_gain"] = ((D,), 1)
     out = {name: ((readers, *shape), value) for name, (shape, value) in rows.items()}
     if o["ways"] == 2:
-        out |= {name + "_v": ((N, *shape), value) for name, (shape, value) in rows.items()}
+        out |= {name + "_v": ((A, *shape), value) for name, (shape, value) in rows.items()}
     if o["ways"] == 3:
-        out |= {name + "_kv": ((N, 2, *shape), value) for name, (shape, value) in rows.items()}
+        out |= {name + "_kv": ((A, 2, *shape), value) for name, (shape, value) in rows.items()}
     return out
 
 
@@ -71,45 +72,45 @@ def members(s, block_size, window):
     return [[0], *blocks]
 
 
-def pick(p, name, s, way):
-    """Of an attention site with two ways, v (way 1) has its own tensors; with three, k and v (ways 1 and 2) have."""
+def pick(p, name, s, way, nth):
+    """Of the nth attention site with two ways, v (way 1) has its own tensors; with three, k and v (ways 1 and 2) have."""
     if way == 0:
         return p[name][s]
-    return p[name + "_v"][s // 2] if name + "_v" in p else p[name + "_kv"][s // 2, way - 1]
+    return p[name + "_v"][nth] if name + "_v" in p else p[name + "_kv"][nth, way - 1]
 
 
-def logits(p, options, s, way, v):
+def logits(p, options, s, way, nth, v):
     """v [n, B, T, D] -> [n, B, T, heads]."""
     n, heads = v.shape[0], options["heads"]
     if options["query"] == "input":
-        q = torch.einsum("oi,bti->bto", pick(p, "query_proj", s, way), rms(v[-1], options["eps"]))
+        q = torch.einsum("oi,bti->bto", pick(p, "query_proj", s, way, nth), rms(v[-1], options["eps"]))
     else:
-        q = pick(p, "query", s, way)
+        q = pick(p, "query", s, way, nth)
     keys = v
     if options["key_norm"]:
-        keys = pick(p, "key_gain", s, way) * rms(v, options["eps"])
+        keys = pick(p, "key_gain", s, way, nth) * rms(v, options["eps"])
     product = q * keys
     return product.reshape(n, *v.shape[1:3], heads, -1).sum(-1)
 
 
-def weights(p, options, s, way, v):
+def weights(p, options, s, way, nth, v):
     """v [n, B, T, D] -> [n, B, T, D]."""
     n, dim = v.shape[0], v.shape[-1]
     if options["weights"] == "static":
-        return torch.softmax(pick(p, "logits", s, way)[:n], dim=0)[:, None, None, None].expand_as(v)
-    z = logits(p, options, s, way, v)
+        return torch.softmax(pick(p, "logits", s, way, nth)[:n], dim=0)[:, None, None, None].expand_as(v)
+    z = logits(p, options, s, way, nth, v)
     w = torch.softmax(z, dim=0) if options["weights"] == "softmax" else torch.sigmoid(z)
     return w.repeat_interleave(dim // options["heads"], dim=-1)
 
 
-def read(p, options, s, way, sources, row):
+def read(p, options, s, way, nth, sources, row):
     """What reader s sees; row [S+1, B, T, D] receives its coefficients over [e, y_0, y_1 ...]."""
     if options["routing"] == "add" and s in (0, len(row) - 1):
         row[: s + 1] = 1.0
         return sum(sources)
     groups = members(s, options["block_size"], options["window"])
     v = torch.stack([sum(sources[j] for j in group) for group in groups])
-    w = weights(p, options, s, way, v)
+    w = weights(p, options, s, way, nth, v)
     for k, group in enumerate(groups):
         for j in group:
             row[j] = w[k].detach()
@@ -120,16 +121,17 @@ def read(p, options, s, way, sources, row):
     return h
 
 
-def run(p, options, n_blocks, e, sublayer) -> Trace:
-    ways = options["ways"]
-    M = no_mixing(ways, n_blocks, e)
+def run(p, options, blocks, e, sublayer) -> Trace:
+    M = no_mixing(options["ways"], blocks, e)
     sources, reads = [e], []
-    for s in range(2 * n_blocks + 1):
-        attention = s % 2 == 0 and s < 2 * n_blocks
-        h = tuple(read(p, options, s, way, sources, M[way, s]) for way in range(ways if attention else 1))
+    for s in range(blocks.S + 1):
+        attention = s in blocks.attention
+        nth = blocks.attention.index(s) if attention else None
+        ways = range(options["ways"] if attention else 1)
+        h = tuple(read(p, options, s, way, nth, sources, M[way, s]) for way in ways)
         if not attention:
             M[:, s] = M[0, s].clone()
         reads.append(h)
-        if s < 2 * n_blocks:
+        if s < blocks.S:
             sources.append(sublayer(s, h))
     return Trace(reads[-1][0], reads, M)

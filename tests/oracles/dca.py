@@ -1,6 +1,8 @@
 """dca: three GRN-v3 per block on the same stack, one at the end:
 
 h_{2i} = (g^q, g^k, g^v);   h_{2i+1} = y_{2i} + g^q;   f_{i+1} = y_{2i} + y_{2i+1};   h_S = g_N.      (see grn.py)
+
+A block that has no attention has no keys and values: one mixture, that of q, goes through it.
 """
 
 from .grn import run_ways, stacked
@@ -12,13 +14,13 @@ OPTIONS = combine(window=[None, 1, 2], relu_on=["dynamic", "sum"], w_per_entry=[
 DEAD_ROWS = set()
 
 
-def parameters(o, D, N, S):
-    return stacked(o, D, N, 3)
+def parameters(o, D, blocks):
+    return stacked(o, D, blocks, 3)
 
 
 def starts_plain(options):
     return True
 
 
-def run(p, options, n_blocks, e, sublayer) -> Trace:
-    return run_ways(p, options, n_blocks, e, sublayer, ways=3)
+def run(p, options, blocks, e, sublayer) -> Trace:
+    return run_ways(p, options, blocks, e, sublayer, ways=3)

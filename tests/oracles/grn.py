@@ -5,7 +5,9 @@ window k and i > k: [e, f_1 + ... + f_{i-k}, f_{i-k+1} ... f_i].
                                                relu_on="sum": g = sum_j relu(b_j + w . G_j) * G_j
     g_0 = e;  h_{2i} = g_i;  h_{2i+1} = g_i + y_{2i};  h_S = g_N.       relu has derivative 1 at 0.
 
-M: f_j's two outputs share the coefficient of the stack entry that holds f_j.
+The paper's block is a residual network of its own, x -> g + f(g), whatever f is: with other sites in a block each reads g_i and
+the block's outputs before it, and f_{i+1} is the sum of all the block's outputs.
+M: f_j's outputs share the coefficient of the stack entry that holds f_j.
 """
 
 import torch
@@ -20,21 +22,21 @@ OPTIONS = combine(version=[1, 2, 3], window=[None, 1, 2, 9]) + combine(
 DEAD_ROWS = set()
 
 
-def stacked(o, D, N, ways):
+def stacked(o, D, blocks, ways):
     """Of grn and dca."""
     version = o.get("version", 3)
     out = {}
-    for i in range(1, N + 1):
+    for i in range(1, blocks.N + 1):
         t = i + 1 if o["window"] is None else min(i + 1, o["window"] + 2)
-        c = ways if i < N else 1
+        c = blocks.ways(i, ways)
         out[f"b.{i}"] = ((c, t, 1 if version == 1 else D), 1)
         if version == 3:
             out[f"w.{i}"] = ((c, t if o["w_per_entry"] else 1, D), 0)
     return out
 
 
-def parameters(o, D, N, S):
-    return stacked(o, D, N, 1)
+def parameters(o, D, blocks):
+    return stacked(o, D, blocks, 1)
 
 
 def starts_plain(options):
@@ -80,22 +82,26 @@ def read(p, options, i, way, deltas, row):
     return sum(c * g for c, g in zip(coefs, G, strict=True))
 
 
-def run_ways(p, options, n_blocks, e, sublayer, ways) -> Trace:
-    """grn (ways = 1) and dca (ways = 3: q, k, v; the q mixture goes on to the MLP; a single one at the end)."""
-    rows = torch.zeros(ways, n_blocks + 1, n_blocks + 1, *e.shape, dtype=e.dtype)
+def run_ways(p, options, blocks, e, sublayer, ways) -> Trace:
+    """grn (ways = 1) and dca (ways = 3: q, k, v; the q mixture goes on through the block; a single one at the end)."""
+    N = blocks.N
+    rows = torch.zeros(ways, N + 1, N + 1, *e.shape, dtype=e.dtype)
     deltas, reads = [e], []
-    for i in range(n_blocks):
-        g = tuple(read(p, options, i, way, deltas, rows[way, i]) for way in range(ways))
+    for i, (first, *later) in enumerate(blocks.sites):
+        g = tuple(read(p, options, i, way, deltas, rows[way, i]) for way in range(blocks.ways(i, ways)))
+        if len(g) == 1:
+            rows[:, i] = rows[0, i].clone()
         reads.append(g)
-        attn = sublayer(2 * i, g)
-        reads.append((attn + g[0],))
-        mlp = sublayer(2 * i + 1, reads[-1])
-        deltas.append(attn + mlp)
-    out = read(p, options, n_blocks, 0, deltas, rows[0, n_blocks])
-    rows[:, n_blocks] = rows[0, n_blocks].clone()
+        delta = sublayer(first, g)
+        for s in later:
+            reads.append((g[0] + delta,))
+            delta = delta + sublayer(s, reads[-1])
+        deltas.append(delta)
+    out = read(p, options, N, 0, deltas, rows[0, N])
+    rows[:, N] = rows[0, N].clone()
     reads.append((out,))
-    return Trace(out, reads, block_level(rows, n_blocks, e, middle=rows[0, :-1]))
+    return Trace(out, reads, block_level(rows, blocks, e, middle=rows[0, :-1]))
 
 
-def run(p, options, n_blocks, e, sublayer) -> Trace:
-    return run_ways(p, options, n_blocks, e, sublayer, ways=1)
+def run(p, options, blocks, e, sublayer) -> Trace:
+    return run_ways(p, options, blocks, e, sublayer, ways=1)

@@ -14,7 +14,8 @@ DEAD_ROWS = set()
 EPS = 1e-6
 
 
-def parameters(o, D, N, S):
+def parameters(o, D, blocks):
+    S = blocks.S
     gate = (D,) if o["gate"] == "vector" else ()
     return {"W_T": ((S, *gate, D), None), "b_T": ((S, *gate), o["bias"])}
 
@@ -31,16 +32,16 @@ def gate(p, options, s, x):
     return torch.sigmoid(torch.einsum("i,bti->bt", p["W_T"][s], z) + p["b_T"][s])[..., None]
 
 
-def run(p, options, n_blocks, e, sublayer) -> Trace:
+def run(p, options, blocks, e, sublayer) -> Trace:
     x, reads, gates = e, [], []
-    for s in range(2 * n_blocks):
+    for s in range(blocks.S):
         reads.append((x,))
         t = gate(p, options, s, x)
         gates.append(t.detach())
         x = t * sublayer(s, (x,)) + (1 - t) * x
     reads.append((x,))
-    M = no_mixing(1, n_blocks, e)
-    for s in range(2 * n_blocks + 1):
+    M = no_mixing(1, blocks, e)
+    for s in range(blocks.S + 1):
         for source in range(s + 1):
             weight = torch.ones_like(e) if source == 0 else gates[source - 1].expand(e.shape)
             for m in range(source, s):  # the sites after the one that wrote the source

@@ -17,7 +17,8 @@ OPTIONS = combine(n=[1, 2, 4], static=[False, True], tanh=[True, False], norm=["
 DEAD_ROWS = set()
 
 
-def parameters(o, D, N, S):
+def parameters(o, D, blocks):
+    S = blocks.S
     n = o["n"]
     out = {
         "A_m": ((S, n), one_hot_by_site(1, 0)),
@@ -56,10 +57,10 @@ def coefficients(p, options, s, H):
     return A_m, A_r, B
 
 
-def run(p, options, n_blocks, e, sublayer) -> Trace:
+def run(p, options, blocks, e, sublayer) -> Trace:
     H = torch.stack([e] * options["n"], dim=2)  # [B, T, n, D]
     reads, qs, Rs, ps = [], [], [], []
-    for s in range(2 * n_blocks):
+    for s in range(blocks.S):
         A_m, A_r, B = coefficients(p, options, s, H)
         h = torch.einsum("btn,btnd->btd", A_m, H)
         reads.append((h,))
@@ -71,4 +72,4 @@ def run(p, options, n_blocks, e, sublayer) -> Trace:
     out = H.sum(2)
     reads.append((out,))
     qs.append(torch.ones_like(qs[0]))
-    return Trace(out, reads, multi_stream(qs, Rs, ps, n_blocks, e))
+    return Trace(out, reads, multi_stream(qs, Rs, ps, blocks, e))

@@ -16,7 +16,8 @@ OPTIONS = [{"variant": "rw"}, *combine(variant=["lr", "pa"], rank=[None, 2])]
 DEAD_ROWS = set()
 
 
-def parameters(o, D, N, S):
+def parameters(o, D, blocks):
+    S = blocks.S
     if o["variant"] == "rw":
         return {"alpha": ((S,), 1), "beta": ((S,), 1)}
     rank = min(16, D) if o["rank"] is None else o["rank"]
@@ -77,12 +78,12 @@ def transfer(p, options, sites, dim):
     return {"rw": transfer_rw, "lr": transfer_lr, "pa": transfer_pa}[options["variant"]](p, sites, dim)
 
 
-def run(p, options, n_blocks, e, sublayer) -> Trace:
+def run(p, options, blocks, e, sublayer) -> Trace:
     x = [e]
-    for s in range(2 * n_blocks):
+    for s in range(blocks.S):
         y = sublayer(s, (x[s],))
         x.append(step(p, options["variant"], s, x, y))
-    M = no_mixing(1, n_blocks, e)
-    diagonal = transfer(p, options, 2 * n_blocks, e.shape[-1]).diagonal(dim1=-2, dim2=-1)
+    M = no_mixing(1, blocks, e)
+    diagonal = transfer(p, options, blocks.S, e.shape[-1]).diagonal(dim1=-2, dim2=-1)
     M[0] = diagonal[:, :, None, None, :]
     return Trace(x[-1], [(h,) for h in x], M)

@@ -7,7 +7,8 @@ OPTIONS = [{}, {"init": 0.5}]
 DEAD_ROWS = set()
 
 
-def parameters(o, D, N, S):
+def parameters(o, D, blocks):
+    N, S = blocks.N, blocks.S
     by_depth = 0.1 if N <= 18 else 1e-5 if N <= 24 else 1e-6
     return {"gamma": ((S, D), by_depth if o["init"] is None else o["init"])}
 
@@ -16,15 +17,15 @@ def starts_plain(options):
     return False
 
 
-def run(p, options, n_blocks, e, sublayer) -> Trace:
+def run(p, options, blocks, e, sublayer) -> Trace:
     gamma = p["gamma"]  # [S, D]
     x, reads = e, []
-    for s in range(2 * n_blocks):
+    for s in range(blocks.S):
         reads.append((x,))
         x = x + gamma[s] * sublayer(s, (x,))
     reads.append((x,))
-    M = no_mixing(1, n_blocks, e)
-    for s in range(2 * n_blocks + 1):
+    M = no_mixing(1, blocks, e)
+    for s in range(blocks.S + 1):
         M[:, s, 0] = 1.0
         for i in range(s):
             M[:, s, i + 1] = gamma[i].detach()

@@ -56,7 +56,8 @@ def b_start(o, S, R):
     return torch.cat([pre, post, res], dim=1)
 
 
-def parameters(o, D, N, S):
+def parameters(o, D, blocks):
+    S = blocks.S
     n = o["n"]
     R = {"sinkhorn": n * n, "birkhoff": math.factorial(n), "identity": 0}[o["residual_map"]]
     out = {
@@ -149,13 +150,13 @@ def head(p, options, x):
     return torch.sigmoid(p["alpha_head"] * z + p["b_head"]) + 1e-6
 
 
-def run(p, options, n_blocks, e, sublayer) -> Trace:
+def run(p, options, blocks, e, sublayer) -> Trace:
     single_pass = options["schedule"] == "single_pass"
     x = torch.stack([e] * options["n"], dim=2)  # [B, T, n, D]
     late = torch.zeros(x.shape[:3], dtype=e.dtype)
     late[..., 0] = 1.0
     reads, qs, Rs, ps = [], [], [], []
-    for s in range(2 * n_blocks):
+    for s in range(blocks.S):
         pre, post, res = coefficients(p, options, s, x)
         q, late = (late, pre) if single_pass else (pre, None)
         h = torch.einsum("btn,btnd->btd", q, x)
@@ -169,4 +170,4 @@ def run(p, options, n_blocks, e, sublayer) -> Trace:
     out = torch.einsum("btn,btnd->btd", q, x)
     reads.append((out,))
     qs.append(q.detach())
-    return Trace(out, reads, multi_stream(qs, Rs, ps, n_blocks, e))
+    return Trace(out, reads, multi_stream(qs, Rs, ps, blocks, e))

@@ -3,6 +3,8 @@
     a = W_2 GELU(W_1 RMS(X_i)) + b  [C, l];   Xbar^c = sum_j a[c, j] X_j        C = 4 (q, k, v, r), 1 at the end
     h_{2i} = (Xbar^q, Xbar^k, Xbar^v);  h_{2i+1} = Xbar^r + y_{2i};  X_{i+1} = Xbar^r + y_{2i} + y_{2i+1};  h_S = Xbar
 
+With other sites in a block, each after the first reads Xbar^r and the block's outputs before it. A block that has no attention
+has no q, k and v: C = 1, and Xbar^r is what its first site reads.
 Reader 0 reads e in all four ways.  X = S A^r X + [e, delta_1 ... delta_N] (S shifts down by one), so way c reads
 A^c (I - S A^r)^-1 [e, delta_1 ... delta_N], token by token.
 """
@@ -20,11 +22,11 @@ DEAD_ROWS = set()
 EPS = 1e-6
 
 
-def parameters(o, D, N, S):
+def parameters(o, D, blocks):
     out = {}
-    for i in range(1, N + 1):
+    for i in range(1, blocks.N + 1):
         entries = i + 1
-        C = 4 if i < N else 1
+        C = blocks.ways(i, 4)
         K = (4 * entries // 64 + 1) * 64
         out[f"W_1.{i}"] = ((K, D), None)
         out[f"W_2.{i}"] = ((C * entries, K), 0)
@@ -58,24 +60,27 @@ def mixtures(p, i, X, A):
     return [sum(a[..., c, j, None] * X[j] for j in range(i + 1)) for c in range(a.shape[2])]
 
 
-def matrix(A, n_blocks, e):
+def matrix(A, blocks, e):
     A = A.permute(0, 3, 4, 1, 2)  # [4, B, T, N+1, N+1]
     SA = torch.zeros_like(A[3])
     SA[..., 1:, :] = A[3][..., :-1, :]
     G = unit_lower_inverse(SA)
     rows = (A @ G).permute(0, 3, 4, 1, 2)[..., None].expand(*([-1] * 5), e.shape[-1])
-    return block_level(rows[:3], n_blocks, e, middle=rows[3, :-1])
+    return block_level(rows[:3], blocks, e, middle=rows[3, :-1])
 
 
-def run(p, options, n_blocks, e, sublayer) -> Trace:
-    A = torch.zeros(4, n_blocks + 1, n_blocks + 1, *e.shape[:2], dtype=e.dtype)
+def run(p, options, blocks, e, sublayer) -> Trace:
+    N = blocks.N
+    A = torch.zeros(4, N + 1, N + 1, *e.shape[:2], dtype=e.dtype)
     X, reads = [e], []
-    for i in range(n_blocks):
-        q, k, v, r = mixtures(p, i, X, A)
-        reads.append((q, k, v))
-        x = r + sublayer(2 * i, (q, k, v))
-        reads.append((x,))
-        X.append(x + sublayer(2 * i + 1, (x,)))
-    (out,) = mixtures(p, n_blocks, X, A)
+    for i, (first, *later) in enumerate(blocks.sites):
+        *qkv, r = mixtures(p, i, X, A)[: 4 if blocks.ways(i, 4) == 4 else 1]
+        reads.append(tuple(qkv) or (r,))
+        x = r + sublayer(first, reads[-1])
+        for s in later:
+            reads.append((x,))
+            x = x + sublayer(s, (x,))
+        X.append(x)
+    (out,) = mixtures(p, N, X, A)
     reads.append((out,))
-    return Trace(out, reads, matrix(A, n_blocks, e))
+    return Trace(out, reads, matrix(A, blocks, e))

@@ -7,7 +7,7 @@ OPTIONS = [{}]
 DEAD_ROWS = set()
 
 
-def parameters(o, D, N, S):
+def parameters(o, D, blocks):
     return {}
 
 
@@ -15,13 +15,13 @@ def starts_plain(options):
     return True
 
 
-def run(p, options, n_blocks, e, sublayer) -> Trace:
+def run(p, options, blocks, e, sublayer) -> Trace:
     x, reads = e, []
-    for s in range(2 * n_blocks):
+    for s in range(blocks.S):
         reads.append((x,))
         x = x + sublayer(s, (x,))
     reads.append((x,))
-    M = no_mixing(1, n_blocks, e)
-    for s in range(2 * n_blocks + 1):
+    M = no_mixing(1, blocks, e)
+    for s in range(blocks.S + 1):
         M[:, s, : s + 1] = 1.0
     return Trace(x, reads, M)

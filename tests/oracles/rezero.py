@@ -7,7 +7,8 @@ OPTIONS = [{}]
 DEAD_ROWS = set()
 
 
-def parameters(o, D, N, S):
+def parameters(o, D, blocks):
+    S = blocks.S
     return {"alpha": ((S,), 0)}
 
 
@@ -15,15 +16,15 @@ def starts_plain(options):
     return False
 
 
-def run(p, options, n_blocks, e, sublayer) -> Trace:
+def run(p, options, blocks, e, sublayer) -> Trace:
     alpha = p["alpha"]
     x, reads = e, []
-    for s in range(2 * n_blocks):
+    for s in range(blocks.S):
         reads.append((x,))
         x = x + alpha[s] * sublayer(s, (x,))
     reads.append((x,))
-    M = no_mixing(1, n_blocks, e)
-    for s in range(2 * n_blocks + 1):
+    M = no_mixing(1, blocks, e)
+    for s in range(blocks.S + 1):
         M[:, s, 0] = 1.0
         for i in range(s):
             M[:, s, i + 1] = alpha[i].detach()

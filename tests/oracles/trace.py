@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .blocks import Blocks
+
 
 @dataclass
 class Trace:
@@ -24,41 +26,46 @@ def unit_lower_inverse(L: Tensor) -> Tensor:
     return torch.linalg.solve_triangular(eye - L, eye, upper=False, unitriangular=True)
 
 
-def no_mixing(ways: int, n_blocks: int, e: Tensor) -> Tensor:
+def no_mixing(ways: int, blocks: Blocks, e: Tensor) -> Tensor:
     """An M of zeros. M[way, reader, source]: source 0 is e, source i + 1 is y_i."""
-    sites = 2 * n_blocks
-    return torch.zeros(ways, sites + 1, sites + 1, *e.shape, dtype=e.dtype)
+    return torch.zeros(ways, blocks.S + 1, blocks.S + 1, *e.shape, dtype=e.dtype)
 
 
-def block_level(rows: Tensor, n_blocks: int, e: Tensor, middle: Tensor) -> Tensor:
+def block_level(rows: Tensor, blocks: Blocks, e: Tensor, middle: Tensor) -> Tensor:
     """M of a block-level rule from its rows over [e, delta_1 ... delta_N].
 
-    rows [ways, N+1, N+1, B, T, D]: how reader i (block i, or the end) reads e and delta_j = y_{2j-2} + y_{2j-1}.
-    middle [N, N+1, B, T, D]: the same for what block i's MLP reads, before its own y_{2i} is added with weight 1.
+    rows [ways, N+1, N+1, B, T, D]: how reader i (block i, or the end) reads e and delta_j, the sum of y over the sites of block j-1.
+    middle [N, N+1, B, T, D]: the same for what block i's later sites read, before its own earlier y are added with weight 1.
     """
-    M = no_mixing(rows.shape[0], n_blocks, e)
-    for i in range(n_blocks + 1):
-        M[:, 2 * i, 0] = rows[:, i, 0]
-        for j in range(1, i + 1):
-            M[:, 2 * i, 2 * j - 1] = rows[:, i, j]
-            M[:, 2 * i, 2 * j] = rows[:, i, j]
-    for i in range(n_blocks):
-        M[:, 2 * i + 1, 0] = middle[i, 0]
-        for j in range(1, i + 1):
-            M[:, 2 * i + 1, 2 * j - 1] = middle[i, j]
-            M[:, 2 * i + 1, 2 * j] = middle[i, j]
-        M[:, 2 * i + 1, 2 * i + 1] = 1.0
+    M = no_mixing(rows.shape[0], blocks, e)
+
+    def spread(i, row):
+        """A row over [e, delta_1 ... delta_i] as one over [e, y_0 ...]: [..., S+1, B, T, D]."""
+        out = torch.zeros_like(M[0, 0]).expand(*row.shape[:-4], *M.shape[2:]).clone()
+        out[..., 0, :, :, :] = row[..., 0, :, :, :]
+        for j in range(i):
+            for s in blocks.sites[j]:
+                out[..., s + 1, :, :, :] = row[..., j + 1, :, :, :]
+        return out
+
+    for i, sites in enumerate(blocks.sites):
+        M[:, sites[0]] = spread(i, rows[:, i])
+        for k in range(1, len(sites)):
+            M[:, sites[k]] = spread(i, middle[i])
+            for earlier in sites[:k]:
+                M[:, sites[k], earlier + 1] = 1.0
+    M[:, blocks.S] = spread(blocks.N, rows[:, blocks.N])
     return M
 
 
-def multi_stream(q: list[Tensor], R: list[Tensor], p: list[Tensor], n_blocks: int, e: Tensor) -> Tensor:
+def multi_stream(q: list[Tensor], R: list[Tensor], p: list[Tensor], blocks: Blocks, e: Tensor) -> Tensor:
     """M[s, i+1] = q_s R_{s-1} ... R_{i+1} p_i and M[s, 0] = q_s R_{s-1} ... R_0 1, per token.
 
     q: S+1 read vectors [B, T, n]; R: S residual maps [B, T, n_out, n_in]; p: S write vectors [B, T, n].
     """
-    M = no_mixing(1, n_blocks, e)
+    M = no_mixing(1, blocks, e)
     writes = [torch.ones_like(q[0]), *p]
-    for s in range(2 * n_blocks + 1):
+    for s in range(blocks.S + 1):
         for source in range(s + 1):
             row = q[s]
             for m in range(s - 1, source - 1, -1):
