@@ -143,6 +143,6 @@ class RetrofitConfig:
     """Give a pretrained Hugging Face decoder another rule for mixing over depth; its logits stay the same until it is trained."""
 
     model: str = option("", "folder of `save_pretrained` with the model, which is left as it is")
-    mixer: str = option("attnres", "mechanism; `depthmix list` shows them")
+    mixer: str = option("", "mechanism; `depthmix list` shows them")
     mixer_options: dict[str, Any] = option({}, "options of the mixer, e.g. block_size=4 ways=3")
     out: str = option("", "folder to write, which must not exist; AutoModelForCausalLM.from_pretrained reads it")

@@ -197,9 +197,8 @@ class DepthmixModel(DepthmixPreTrainedModel, Backbone):
     def _run_sublayer(self, sublayer: nn.Module, h: Read, context: Context) -> Tensor:
         if not (self.gradient_checkpointing and self.training):
             return sublayer(h, context)
-        ways = (
-            h if isinstance(h, tuple) else (h,)
-        )  # one argument each: checkpoints of the older kind see no tensor in a tuple
+        # One argument each: checkpoints of the older kind see no tensor in a tuple.
+        ways = h if isinstance(h, tuple) else (h,)
 
         def run(*ways: Tensor) -> Tensor:
             return sublayer(ways if len(ways) > 1 else ways[0], context)

@@ -29,8 +29,8 @@ PROBE = 8  # tokens with which logits are compared
 def retrofit(model: Any, mixer: str, *, quiet: bool = False, **options: Any) -> Any:
     """Make a decoder mix over depth by a rule, in place; prints by how much its logits changed, which for most rules is rounding.
 
-    options: of the mixer. The model keeps its class, its methods and its weights; `depth_mixer` is a module of its base model
-    and is trained, saved and loaded with it. `restore` undoes it.
+    options: of the mixer. The model keeps its methods and weights, its class becomes a subclass that saves and loads the mixer;
+    `depth_mixer` is a module of its base model and is trained with it. `restore` undoes it.
     """
     if _is_retrofitted(model):
         raise UserError("this model is retrofitted already; depthmix.restore(model) undoes that")
@@ -96,6 +96,7 @@ def _patched(base: Any, found: Architecture) -> list[Any]:
 
 
 def _class(x: Any) -> Any:
+    """Its class, which to mypy is not hashable."""
     return type(x)
 
 
@@ -125,10 +126,8 @@ class MixedLayer:
 
     def forward(self, hidden_states: Tensor | State, *args: Any, **kwargs: Any) -> State:
         base, i, found = self.__dict__[OURS]
-        own, norms = (
-            getattr(base, MIXER),
-            getattr(base, NORMS, {}),
-        )  # looked up: an adapter may have put a copy in its place
+        # Looked up: an adapter may have put a copy in its place.
+        own, norms = getattr(base, MIXER), getattr(base, NORMS, {})
         state = hidden_states if isinstance(hidden_states, State) else own.start(hidden_states)
         given = _by_name(type(self).__mro__[2].forward, args, kwargs)  # type: ignore[attr-defined]
         for k, site in enumerate(found.sites):

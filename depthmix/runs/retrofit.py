@@ -19,7 +19,7 @@ TOKENIZER = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "
 def retrofit_folder(config: RetrofitConfig) -> str:
     """Retrofit and save; a sentence on what was done."""
     given, out = Path(config.model), Path(config.out)
-    for name, value in (("model", config.model), ("out", config.out)):
+    for name, value in (("model", config.model), ("mixer", config.mixer), ("out", config.out)):
         if not value:
             raise UserError(f"retrofit: --{name} is missing; see `depthmix retrofit --help`")
     if not (given / CONFIG).is_file():
@@ -50,10 +50,11 @@ def retrofit_folder(config: RetrofitConfig) -> str:
 
 
 def _load(folder: Path) -> Any:
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
     try:
         return AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, use_safetensors=True)
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(f"retrofit: the model in {folder} cannot be loaded: {first}", CHECKPOINT) from None

@@ -36,18 +36,26 @@ def test_a_folder_with_the_same_logits(plain: Path, tmp_path: Path, capsys: pyte
 
 
 def test_what_is_wrong_is_said(plain: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    empty, foreign, broken = (tmp_path / name for name in ("empty", "foreign", "broken"))
-    for folder in (empty, foreign, broken):
+    empty, foreign, broken, corrupt = (tmp_path / name for name in ("empty", "foreign", "broken", "corrupt"))
+    for folder in (empty, foreign, broken, corrupt):
         folder.mkdir()
+    (corrupt / "config.json").write_bytes((plain / "config.json").read_bytes())
+    (corrupt / "model.safetensors").write_bytes(b"nothing like it")
     (foreign / "config.json").write_text('{"model_type": "nobody-knows"}')
     make("stablelm").save_pretrained(broken)
     for options, code, words in (
         (["--out", "x"], USAGE, "--model is missing"),
-        (["--model", str(plain)], USAGE, "--out is missing"),
-        (["--model", str(tmp_path / "nowhere"), "--out", "x"], CHECKPOINT, "does not exist"),
-        (["--model", str(empty), "--out", "x"], CHECKPOINT, "no config.json"),
-        (["--model", str(foreign), "--out", "x"], CHECKPOINT, "cannot be loaded"),
-        (["--model", str(broken), "--out", str(tmp_path / "x")], USAGE, "the architecture 'stablelm' is not known"),
+        (["--model", str(plain), "--mixer", "dca"], USAGE, "--out is missing"),
+        (["--model", str(plain), "--out", "x"], USAGE, "--mixer is missing"),
+        (["--mixer", "dca", "--model", str(corrupt), "--out", "x"], CHECKPOINT, "cannot be loaded"),
+        (["--mixer", "dca", "--model", str(tmp_path / "nowhere"), "--out", "x"], CHECKPOINT, "does not exist"),
+        (["--mixer", "dca", "--model", str(empty), "--out", "x"], CHECKPOINT, "no config.json"),
+        (["--mixer", "dca", "--model", str(foreign), "--out", "x"], CHECKPOINT, "cannot be loaded"),
+        (
+            ["--mixer", "dca", "--model", str(broken), "--out", str(tmp_path / "x")],
+            USAGE,
+            "the architecture 'stablelm' is not known",
+        ),
         (["--model", str(plain), "--out", str(tmp_path / "x"), "--mixer", "nothing"], USAGE, "nothing"),
     ):
         assert main(["retrofit", *options]) == code

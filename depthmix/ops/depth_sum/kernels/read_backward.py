@@ -233,9 +233,7 @@ class Need(NamedTuple):
 
     static: bool
     dynamic: bool
-    by_source: bool = (
-        False  # ddynamic with the ways of a source side by side in memory, as a source's gradient reads them
-    )
+    by_source: bool = False  # ddynamic with a source's ways side by side in memory, as its gradient reads them
 
 
 class ReadGradients(NamedTuple):

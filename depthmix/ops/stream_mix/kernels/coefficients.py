@@ -279,11 +279,6 @@ def _each_backward_kernel(
     tl.store(slopes + 2 * at + 1, -slope * mean, mask=some)
 
 
-def columns_of(rule: Rule) -> int:
-    """K."""
-    return 2 * rule.n + rule.n * rule.n * rule.sinkhorn if rule.joint else rule.n + 2
-
-
 def forward(rule: Rule, dim: int, z: Tensor, sums: Tensor, base: Tensor, scale: Tensor) -> Coefficients:
     """pre and post [N, n] and res [N, n, n] or None. z: [N, K] or [N, n, K]."""
     n, tokens = rule.n, len(z)
