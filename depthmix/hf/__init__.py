@@ -6,6 +6,7 @@ Importing this makes the Auto classes know the model type `depthmix` and those o
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from depthmix.hf.configuration import DepthmixConfig
+from depthmix.hf.decay import PaperDecay
 from depthmix.hf.modeling import DepthmixForCausalLM, DepthmixModel
 from depthmix.hf.retrofitted import register
 from depthmix.hf.surgery import mixer_of, restore, retrofit
@@ -15,4 +16,4 @@ AutoModel.register(DepthmixConfig, DepthmixModel, exist_ok=True)
 AutoModelForCausalLM.register(DepthmixConfig, DepthmixForCausalLM, exist_ok=True)
 register()
 
-__all__ = ["DepthmixConfig", "DepthmixForCausalLM", "DepthmixModel", "mixer_of", "restore", "retrofit"]
+__all__ = ["DepthmixConfig", "DepthmixForCausalLM", "DepthmixModel", "PaperDecay", "mixer_of", "restore", "retrofit"]

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from depthmix.models.exchange import MODEL_TYPE
+
 
 class Site(NamedTuple):
     """One sublayer of a layer, by the names of its modules."""
@@ -74,6 +76,8 @@ def why_not(model: Any) -> str | None:
     kind = getattr(config, "model_type", None)
     if kind is None or not hasattr(model, "base_model"):
         return f"expected a Hugging Face model, got {type(model).__name__}"
+    if kind == MODEL_TYPE:
+        return "a model of depthmix has a mixer already, which is chosen when it is made"
     if kind in POST_NORM:
         return f"{kind} norms what a sublayer returns after it is added: a post-norm model has no stream that a mixer could read"
     if kind not in ARCHITECTURES:

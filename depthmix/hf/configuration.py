@@ -6,12 +6,13 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
+from depthmix.hf.carried import CarriesCode
 from depthmix.models import DecoderConfig
-from depthmix.models.exchange import FIELDS, MODEL_TYPE
+from depthmix.models.exchange import CLASSES, FIELDS, MODEL_TYPE
 from depthmix.names import DEFAULT_MIXER
 
 
-class DepthmixConfig(PreTrainedConfig):
+class DepthmixConfig(CarriesCode, PreTrainedConfig):
     """The fields of `DecoderConfig` under Hugging Face's names, checked as it checks them, and what only its tools need.
 
     max_position_embeddings is the length of the sequences in training: tools take it for the context's length. Rotary positions
@@ -84,6 +85,10 @@ class DepthmixConfig(PreTrainedConfig):
         for name, value in ids.items():
             setattr(self, name, value)
         super().__init__(**ids, tie_word_embeddings=tie_word_embeddings, **kwargs)
+
+    def classes(self) -> tuple[dict[str, str], str]:
+        """See `CarriesCode`."""
+        return CLASSES, "depthmix.hf"
 
     @classmethod
     def from_decoder(cls, config: DecoderConfig, **kwargs: Any) -> DepthmixConfig:

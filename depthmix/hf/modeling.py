@@ -19,6 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import can_return_tuple
 
 from depthmix.hf.configuration import DepthmixConfig
+from depthmix.hf.rounding import warn_if_rounded
 from depthmix.mixers.base import Read
 from depthmix.models.decoder import EMBEDDING_STD, Backbone, Trace, init_matrix, token_positions
 from depthmix.models.layers import Attention, Context
@@ -150,6 +151,7 @@ class DepthmixModel(DepthmixPreTrainedModel, Backbone):
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=c)
         _check_ids(input_ids, c.vocab_size)
+        warn_if_rounded(self.mixer)
         x = self.embed(input_ids, inputs_embeds)
         if position_ids is None:
             past = 0 if past_key_values is None else past_key_values.get_seq_length()
@@ -219,6 +221,14 @@ class DepthmixForCausalLM(DepthmixPreTrainedModel, GenerationMixin):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
+    def generate(self, inputs: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
+        """As everywhere; of an empty prompt it says so, where transformers fails at an index."""
+        ids = kwargs.get("input_ids") if inputs is None else inputs
+        if ids is not None and ids.ndim == 2 and not ids.shape[1] and kwargs.get("inputs_embeds") is None:
+            advice = "begin with a token, such as the one between texts (tokenizer.bos_token)"
+            raise ValueError(f"generate: the prompt is empty; {advice}")
+        return super().generate(inputs, *args, **kwargs)
+
     @can_return_tuple
     def forward(
         self,
@@ -265,7 +275,9 @@ class DepthmixForCausalLM(DepthmixPreTrainedModel, GenerationMixin):
 
 
 def _check_ids(ids: Tensor | None, vocab_size: int) -> None:
-    """IndexError for a token that the embedding does not have; on a GPU looking would make the host wait for it."""
+    """ValueError for what are no token ids, IndexError for one that the embedding does not have; on a GPU looking would make the host wait for it."""
+    if ids is not None and (ids.ndim != 2 or ids.is_floating_point()):
+        raise ValueError(f"input_ids must be integers [batch, tokens], got {ids.dtype} of shape {list(ids.shape)}")
     if ids is None or ids.device.type != "cpu" or not ids.numel() or torch.compiler.is_compiling():
         return
     low, high = (int(t) for t in ids.aminmax())

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from depthmix.errors import UserError
 from depthmix.hf.architectures import ARCHITECTURES, PREFIX, Architecture, Site, why_not
+from depthmix.hf.rounding import warn_if_rounded
 from depthmix.mixers.base import Mixer, create_mixer
 from depthmix.mixers.state import State
 
@@ -34,10 +35,13 @@ def retrofit(model: Any, mixer: str, *, quiet: bool = False, **options: Any) -> 
     """
     if _is_retrofitted(model):
         raise UserError("this model is retrofitted already; depthmix.restore(model) undoes that")
+    given = [name for name in ("dim", "n_blocks", "sites") if name in options]
+    if given:
+        raise UserError(f"cannot retrofit: {given[0]} is the model's own and not to be given")
     reason = why_not(model)
     if reason is not None:
         raise UserError(f"cannot retrofit: {reason}")
-    before = None if quiet else _logits(model)
+    before = None if quiet or _place(model)[0].type == "meta" else _logits(model)  # without weights there are none
     install(model, mixer, options)
     _rename(model)
     device, dtype = _place(model)
@@ -63,8 +67,9 @@ def restore(model: Any) -> Any:
     for name in (MIXER, NORMS):
         if hasattr(base, name):
             delattr(base, name)
-    model.__class__, model.config.__class__ = (type(x).__mro__[1] for x in (model, model.config))
+    model.__class__, model.config.__class__ = (type(x).__bases__[-1] for x in (model, model.config))
     del model.config.depthmix
+    vars(model.config).pop("auto_map", None)
     return model
 
 
@@ -110,8 +115,9 @@ def _plain_type(config: Any) -> str:
 
 def _rename(model: Any) -> None:
     """Give the model and its configuration the classes that save and load it with its mixer."""
-    from depthmix.hf.retrofitted import config_class, model_class
+    from depthmix.hf.retrofitted import config_class, model_class, register_models
 
+    register_models(_class(model.config))
     model.__class__, model.config.__class__ = model_class(_class(model)), config_class(_class(model.config))
 
 
@@ -128,7 +134,11 @@ class MixedLayer:
         base, i, found = self.__dict__[OURS]
         # Looked up: an adapter may have put a copy in its place.
         own, norms = getattr(base, MIXER), getattr(base, NORMS, {})
-        state = hidden_states if isinstance(hidden_states, State) else own.start(hidden_states)
+        if isinstance(hidden_states, State):
+            state = hidden_states
+        else:
+            warn_if_rounded(own)
+            state = own.start(hidden_states)
         given = _by_name(type(self).__mro__[2].forward, args, kwargs)  # type: ignore[attr-defined]
         for k, site in enumerate(found.sites):
             number = len(found.sites) * i + k
@@ -225,6 +235,9 @@ def _logits(model: Any) -> Tensor:
 
 
 def mixer_of(model: Any) -> Mixer:
-    """The mixer of a retrofitted model."""
-    found: Mixer = getattr(model.base_model, MIXER)
+    """The mixer of a retrofitted model, or of one of depthmix."""
+    base = getattr(model, "base_model", None)
+    found = getattr(base, MIXER, getattr(base, "mixer", None))
+    if not isinstance(found, Mixer):
+        raise UserError("this model is not retrofitted: it has no mixer")
     return found

@@ -1,9 +1,11 @@
-"""The names under which Hugging Face knows what a decoder is made of: its configuration's fields and its weights.
+"""The names under which Hugging Face knows what a decoder is made of: its configuration's fields, its weights, its classes.
 
 Nothing here imports transformers: `depthmix generate` reads such a folder without it, and `depthmix train` writes one.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 MODEL_TYPE, ARCHITECTURE = "depthmix", "DepthmixForCausalLM"
 BASE, HEAD = "model.", "lm_head."  # how the weights' names begin in a model with a head: the backbone's, the head's
@@ -25,3 +27,19 @@ FIELDS = {
     "mixer": "mixer",
     "mixer_options": "mixer_options",
 }
+
+# A folder carries two lines of code, as folders of models that transformers does not know do: with `trust_remote_code=True`
+# tools that never heard of depthmix (evaluation harnesses, servers) find the classes, and find them in the package.
+CODE = "modeling_depthmix.py"
+CLASSES = {"AutoConfig": "DepthmixConfig", "AutoModel": "DepthmixModel", "AutoModelForCausalLM": ARCHITECTURE}
+
+
+def auto_map(classes: Mapping[str, str] = CLASSES) -> dict[str, str]:
+    """The entry of a config.json that says which class of the folder's code each Auto class is to use."""
+    return {auto: f"{CODE.removesuffix('.py')}.{name}" for auto, name in classes.items()}
+
+
+def code(classes: Mapping[str, str] = CLASSES, module: str = "depthmix.hf") -> str:
+    """The folder's code."""
+    names = ", ".join(sorted(set(classes.values())))
+    return f"# The model is in the package depthmix: pip install 'depthmix[hf]'.\nfrom {module} import {names}  # noqa: F401\n"

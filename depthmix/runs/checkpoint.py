@@ -68,9 +68,11 @@ def save_checkpoint(
     optimizer: Mapping[str, Tensor],
     state: dict[str, Any],
     keep: int,
+    announce: Callable[[Path], object] = lambda path: None,
 ) -> Path:
-    """Write a checkpoint, then remove those older than the `keep` newest up to this step.
+    """Write a checkpoint, announce it, then remove those older than the `keep` newest up to this step.
 
+    What names a checkpoint is to be changed by `announce`: the new one is complete, and the one named so far still there.
     The parent of `folder` must exist. What is saved is complete and on the disk when this returns; until then, and when
     it raises, every checkpoint that was there is untouched. State that JSON would not give back as it was is refused.
     """
@@ -105,6 +107,7 @@ def save_checkpoint(
         if isinstance(error, OSError):
             raise UserError(_not_written(error, step, folder), DISK) from error
         raise
+    announce(path)
     # The new one is complete: failing to remove an old one costs space, not the run, and is tried again at the next save.
     with suppress(OSError):
         _tidy(folder)

@@ -1,8 +1,8 @@
 """Folders that Hugging Face's `from_pretrained` reads: a run made into one, and one read as a model.
 
-A run folder gets a config.json, a generation_config.json, a tokenizer_config.json beside its tokenizer.json, and a
-model.safetensors.index.json that says that the weights lie in the newest checkpoint: nothing is copied. Neither way needs
-transformers. Nothing here unpickles.
+A run folder gets a config.json, a generation_config.json, a tokenizer_config.json beside its tokenizer.json, two lines of code
+that say where the model's classes are, and a model.safetensors.index.json that says that the weights lie in the newest
+checkpoint: nothing is copied. Neither way needs transformers. Nothing here unpickles, and nothing runs the code of a folder.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from depthmix.errors import CHECKPOINT, UserError
 from depthmix.files import reading, write_file, writing
 from depthmix.mixers import OptionError
 from depthmix.models import Decoder, DecoderConfig
-from depthmix.models.exchange import ARCHITECTURE, BASE, FIELDS, HEAD, MODEL_TYPE
+from depthmix.models.exchange import ARCHITECTURE, BASE, CODE, FIELDS, HEAD, MODEL_TYPE, auto_map, code
 from depthmix.runs.checkpoint import MODEL
 from depthmix.runs.folder import CHECKPOINTS, RECIPE
 
@@ -41,6 +41,7 @@ def describe_run(run: Path, checkpoint: Path, model: Decoder, seq_len: int, end:
         CONFIG: {
             "model_type": MODEL_TYPE,
             "architectures": [ARCHITECTURE],
+            "auto_map": auto_map(),
             **fields,
             "max_position_embeddings": seq_len,
             "dtype": "float32",
@@ -56,9 +57,10 @@ def describe_run(run: Path, checkpoint: Path, model: Decoder, seq_len: int, end:
         },
         INDEX: {"metadata": {"total_size": size}, "weight_map": dict.fromkeys(named, place)},
     }
-    for name, content in files.items():
-        data = (json.dumps(content, indent=2) + "\n").encode()
-        path = run / name
+    # The index comes last: once it names the checkpoint, everything else is there.
+    texts = {CODE: code(), **{name: json.dumps(content, indent=2) + "\n" for name, content in files.items()}}
+    for name, text in texts.items():
+        path, data = run / name, text.encode()
         with writing(path):
             if not path.exists() or path.read_bytes() != data:
                 write_file(path, data)
@@ -85,7 +87,10 @@ def read_pretrained(path: Path) -> Pretrained:
     config = _object(path / CONFIG)
     kind = config.get("model_type")
     if kind != MODEL_TYPE:
+        retrofitted = str(kind).startswith(f"{MODEL_TYPE}_")
         advice = f"only models of type {MODEL_TYPE!r} can be used here"
+        if retrofitted:
+            advice += ", and a retrofitted one is loaded by transformers' AutoModelForCausalLM"
         raise UserError(f"{path} holds a model of type {kind!r}: {advice}", CHECKPOINT)
     try:
         known = {ours: config[theirs] for ours, theirs in FIELDS.items() if theirs in config}

@@ -1,4 +1,4 @@
-"""`depthmix retrofit`: a folder with a pretrained model in, one with a mixer in it out. Nothing is fetched, nothing unpickled."""
+"""`depthmix retrofit`: a folder with a pretrained model in, one with a mixer in it out. Nothing is fetched, nothing unpickled, no code of a folder run."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ def retrofit_folder(config: RetrofitConfig) -> str:
         if not value:
             raise UserError(f"retrofit: --{name} is missing; see `depthmix retrofit --help`")
     if not (given / CONFIG).is_file():
-        what = "is not a folder of `save_pretrained`: it has no config.json" if given.is_dir() else "does not exist"
-        raise UserError(f"retrofit: {given} {what}", CHECKPOINT)
+        what = "has no config.json" if given.is_dir() else "is a file" if given.exists() else "does not exist"
+        advice = "give a folder that `save_pretrained` wrote; nothing is fetched"
+        raise UserError(f"retrofit: {given} {what}: {advice}", CHECKPOINT)
     if out.exists():
         raise UserError(f"retrofit: {out} exists already; choose another folder for --out")
     try:
@@ -50,11 +51,24 @@ def retrofit_folder(config: RetrofitConfig) -> str:
 
 
 def _load(folder: Path) -> Any:
-    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
     try:
-        return AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, use_safetensors=True)
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise UserError(f"retrofit: the model in {folder} cannot be loaded: {first}", CHECKPOINT) from None
+        model, found = AutoModelForCausalLM.from_pretrained(
+            folder,
+            local_files_only=True,
+            use_safetensors=True,
+            trust_remote_code=False,
+            ignore_mismatched_sizes=True,  # which are refused below, by name
+            output_loading_info=True,
+        )
+    except Exception as error:  # of many kinds: transformers, safetensors and the hub's validation have their own
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+        said = " ".join(lines[: 2 if lines[0].endswith(":") else 1])
+        raise UserError(f"retrofit: the model in {folder} cannot be loaded: {said}", CHECKPOINT) from None
+    for name, *shapes in sorted(found["mismatched_keys"]):
+        sizes = " and not ".join(str(list(shape)) for shape in shapes)
+        raise UserError(f"retrofit: {folder} does not fit together: {name} has the shape {sizes}", CHECKPOINT)
+    for name in sorted(found["missing_keys"]):
+        raise UserError(f"retrofit: {folder} does not fit together: {name} is not in its weights", CHECKPOINT)
+    return model

@@ -88,6 +88,9 @@ def generate_stream(
     trained = load_model(run, choose_device(device))
     end = trained.end
     ids = trained.tokenizer.encode(prompt, add_special_tokens=False).ids or ([0] if end is None else [end])
+    if len(ids) > trained.config.seq_len:
+        what = f"the prompt has {len(ids)} tokens and the model was trained on sequences of {trained.config.seq_len}"
+        raise UserError(f"{what}: shorten the prompt")
     return stream_text(
         trained.tokenizer, generate_tokens(trained.model, ids, max_tokens, temperature, top_p, seed, end)
     )

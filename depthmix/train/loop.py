@@ -302,7 +302,8 @@ def _run(trainer: Trainer, folder: RunFolder, saved: Checkpoint | None, memory: 
         folder.sync()
         model, optimizer = trainer.tensors()
         state = {"seconds": seconds, "skipped": skipped, "val_loss": val_loss, "config": dataclasses.asdict(config)}
-        trainer.describe(folder, save_checkpoint(folder.checkpoints, step, model, optimizer, state, config.keep))
+        announce = functools.partial(trainer.describe, folder)
+        save_checkpoint(folder.checkpoints, step, model, optimizer, state, config.keep, announce)
 
     def validate(step: int) -> Evaluation:
         found = trainer.evaluate()

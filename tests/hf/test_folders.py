@@ -9,6 +9,7 @@ import torch
 import depthmix
 from depthmix.cli import main
 from depthmix.errors import CHECKPOINT, DATA
+from depthmix.runs import checkpoint
 from depthmix.runs.checkpoint import list_checkpoints
 from depthmix.train.loop import train
 from train import small
@@ -114,6 +115,22 @@ def test_the_index_follows_the_newest_checkpoint(tmp_path):
     index = json.loads((folder.path / "model.safetensors.index.json").read_text())
     (newest,) = list_checkpoints(folder.checkpoints)
     assert set(index["weight_map"].values()) == {f"checkpoints/{newest.name}/model.safetensors"}
+
+
+def test_no_checkpoint_goes_before_the_index_names_another(tmp_path, monkeypatch):
+    """A kill at that moment would leave a folder that does not load."""
+    run, gone = tmp_path / "run", []
+    remove = checkpoint._remove
+
+    def checked_remove(path):
+        index = json.loads((run / "model.safetensors.index.json").read_text())
+        assert all((run / place).is_file() for place in index["weight_map"].values())
+        gone.append(path)
+        remove(path)
+
+    monkeypatch.setattr(checkpoint, "_remove", checked_remove)
+    train(small.config(run, save_every=2, keep=1))
+    assert gone
 
 
 def test_the_commands_take_a_saved_folder_as_they_take_the_run(saved, capsys):

@@ -126,13 +126,36 @@ def test_assisted_decoding_gives_the_models_own_greedy_tokens():
     assert torch.equal(looked_up, plain)
 
 
-def test_a_quantized_cache_stays_near_the_full_one():
-    if not (importable("optimum.quanto") or importable("hqq")):
-        pytest.skip("neither optimum-quanto nor hqq, one of which a quantized cache needs, is installed")
-    model, ids = causal_lm(), tokens(1)
-    backend, bits = ("quanto", 4) if importable("optimum.quanto") else ("hqq", 8)
-    made = continued(model, ids, 3, cache_implementation="quantized", cache_config={"backend": backend, "nbits": bits})
-    assert made.shape == (1, ids.shape[1] + 3)
+# By backend: what its cache takes, and by how much of their spread logits may change. Quanto compiles for minutes at its first use.
+QUANTIZED = {
+    "fp8": ({}, 0.5),
+    "hqq": ({"nbits": 8, "q_group_size": 32, "residual_length": 4, "axis_key": 1, "axis_value": 1}, 0.1),
+    "quanto": ({"nbits": 4, "q_group_size": 32, "residual_length": 4}, 0.8),
+}
+
+
+def has_backend(backend):
+    if backend == "fp8":  # of transformers' own, in newer versions
+        import transformers.cache_utils
+
+        return hasattr(transformers.cache_utils, "Fp8QuantizedLayer")
+    return importable({"quanto": "optimum.quanto"}.get(backend, backend))
+
+
+@pytest.mark.parametrize("mixer", ["residual", "attnres", "dca", "mhc", "hyper"])
+@pytest.mark.parametrize("backend", QUANTIZED)
+def test_a_quantized_cache_stays_near_the_full_one(mixer, backend):
+    if not has_backend(backend):
+        pytest.skip(f"the quantized cache {backend!r} is not installed")
+    settings, limit = QUANTIZED[backend]
+    model, ids = causal_lm(mixer, {"head_dim": 16}).requires_grad_(False), tokens(2, 16)  # heads that groups of 32 fit
+    how = {"cache_implementation": "quantized", "cache_config": {"backend": backend, **settings}}
+    made = continued(model, ids, 8, return_dict_in_generate=True, output_logits=True, **how)
+    assert type(made.past_key_values).__name__ == "QuantizedCache"
+    whole = model(made.sequences, use_cache=False).logits[:, ids.shape[1] - 1 : -1]
+    change = ((torch.stack(made.logits, dim=1) - whole).abs().amax((0, 2)) / whole.std()).tolist()  # by step
+    assert change[0] < 1e-4  # the prompt's own logits come before anything is rounded
+    assert 1e-4 < sorted(change[1:])[3] < limit
 
 
 def importable(name):

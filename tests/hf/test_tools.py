@@ -1,11 +1,14 @@
 """PEFT, accelerate with FSDP2, torch.export: the model goes through each as it is."""
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
 
-from depthmix import shard_mixer
+from depthmix import retrofit, shard_mixer
+from depthmix.hf import mixer_of
+from hf.test_retrofit import make
 from hf.tiny import causal_lm, tokens
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "out_proj", "up_proj", "gate_proj"]
@@ -140,6 +143,26 @@ def test_a_step_under_fsdp2_is_the_plain_one(accelerator, mixer, precision, apar
     assert saved.keys() == plain.state_dict().keys()
     for name, value in plain.state_dict().items():
         torch.testing.assert_close(saved[name].float(), value, **near, msg=name)
+
+
+@pytest.mark.parametrize("apart", [True, False])
+@pytest.mark.parametrize("kind", ["own", "retrofitted"])
+def test_a_mixer_under_a_bf16_policy_computes_in_fp32_if_it_is_sharded_by_itself(accelerator, kind, apart):
+    """Its parameters in memory are fp32 either way; a policy rounds what is computed with, and that is said."""
+    model, ids, seen = causal_lm("mhc") if kind == "own" else make("llama"), tokens(), []
+    if kind == "retrofitted":
+        retrofit(model, "mhc", quiet=True)
+    mixer = model.model.mixer if kind == "own" else mixer_of(model)
+    start = mixer.start
+    mixer.start = lambda x: (seen.extend(p.dtype for p in mixer.parameters()), start(x))[1]
+    accelerator = accelerator("bf16")
+    if apart:
+        shard_mixer(mixer)
+    model, _ = accelerator.prepare(model.train(), torch.optim.SGD(model.parameters(), lr=0.1))
+    with nullcontext() if apart else pytest.warns(UserWarning, match="rounded to bfloat16: call depthmix.shard_mixer"):
+        accelerator.backward(model(ids, labels=ids).loss)
+    assert set(seen) == {torch.float32 if apart else torch.bfloat16}
+    assert {p.dtype for p in model.parameters()} == {p.grad.dtype for p in mixer.parameters()} == {torch.float32}
 
 
 @pytest.mark.parametrize("mixer", ["attnres", "mhc"])  # one input and several streams

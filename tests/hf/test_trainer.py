@@ -4,8 +4,10 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from depthmix import list_mixers, param_groups
+from depthmix import list_mixers, param_groups, retrofit
+from depthmix.mixers.decay import decays
 from depthmix.train.evaluate import token_losses
+from hf.test_retrofit import make
 from hf.tiny import SITES, as_decoder, causal_lm, tokens
 
 BATCH, LENGTH = 4, 12
@@ -141,13 +143,46 @@ def test_a_model_in_bf16_trains_its_mixer_in_fp32(tmp_path):
         assert change.max() < 1e-3  # less than bf16 could tell from nothing at a gain of one
 
 
+def decayed(model, optimizer):
+    """Names of the parameters in the groups of an optimizer that decay."""
+    found = {id(p) for group in optimizer.param_groups if group["weight_decay"] for p in group["params"]}
+    return {name for name, p in model.named_parameters() if id(p) in found}
+
+
 def test_the_trainer_takes_the_groups_that_decay_as_the_papers_say(tmp_path):
     """Its own grouping goes by names and would decay gains and the mixer, too."""
     model = causal_lm("attnres")
     optimizer = torch.optim.AdamW(param_groups(model, weight_decay=0.1), lr=0.01)
     run = trainer(model, tmp_path, optimizers=(optimizer, None), max_steps=1)
     run.train()
-    decayed = {id(p) for group in optimizer.param_groups if group["weight_decay"] for p in group["params"]}
-    names = {name for name, p in model.named_parameters() if id(p) in decayed}
+    names = decayed(model, optimizer)
     assert names
     assert not any("mixer" in name or "norm" in name for name in names)
+
+
+@pytest.mark.parametrize("kind", ["own", "retrofitted", "adapted"])
+def test_a_trainer_with_paper_decay_makes_the_same_groups_itself(tmp_path, kind):
+    from peft import LoraConfig, get_peft_model
+    from transformers import Trainer, TrainingArguments
+
+    from depthmix.hf import PaperDecay
+
+    class MyTrainer(PaperDecay, Trainer):
+        pass
+
+    model = make("llama") if kind == "retrofitted" else causal_lm("mudd")  # whose paper decays a part of the mixer
+    if kind == "retrofitted":
+        retrofit(model, "mudd", quiet=True)
+    if kind == "adapted":
+        lora = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], modules_to_save=["mixer"])
+        model = get_peft_model(model, lora)
+    arguments = TrainingArguments(output_dir=str(tmp_path), weight_decay=0.1, use_cpu=True, report_to=[])
+    names, theirs = (
+        decayed(model, made(model=model, args=arguments).create_optimizer()) for made in (MyTrainer, Trainer)
+    )
+    applies, trained = decays(model), {name for name, p in model.named_parameters() if p.requires_grad}
+    assert names == {name for name in trained if applies[name]}
+    mixers = {name for name in trained if "mixer" in name}
+    assert names & mixers
+    assert mixers - names
+    assert (theirs & mixers) - names  # what this is for

@@ -1,8 +1,9 @@
 """Checkpoints under real failures: full disks and kills.
 
-Run as a script, this file is the process that gets killed (see `killed` and `killed_everywhere`).
+Run as a script, this file is the process that gets killed (see `killed`, `killed_everywhere` and `described_everywhere`).
 """
 
+import json
 import os
 import random
 import shutil
@@ -17,9 +18,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from depthmix import Decoder, DecoderConfig
 from depthmix.errors import DISK
-from depthmix.runs.checkpoint import latest_checkpoint, list_checkpoints, load_checkpoint
+from depthmix.runs.checkpoint import latest_checkpoint, list_checkpoints, load_checkpoint, save_checkpoint
+from depthmix.runs.pretrained import describe_run
 from train.checkpoints import holds, no_warning, save
 from train.full_disk import file_size_limit
 from train.refused import refused
@@ -123,6 +127,8 @@ def test_a_folder_that_may_not_be_written(request):
 
 # Kills
 
+WATCHED = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree", "os.listdir", "os.scandir"}
+
 
 def check_after_kill(folder, announced):
     latest = latest_checkpoint(folder, warn=no_warning)
@@ -169,7 +175,6 @@ def killed(base):
 
 def killed_everywhere(base):
     """Die before the k-th thing a save does to the file system, for every k."""
-    watched = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree", "os.listdir", "os.scandir"}
     for same_step in (False, True):
         folder = base / f"everywhere-{same_step}"
         n = check_after_kill(folder, -1)
@@ -184,7 +189,7 @@ def killed_everywhere(base):
 
                 def hook(event, arguments):
                     nonlocal seen
-                    if event in watched:
+                    if event in WATCHED:
                         seen += 1
                         if seen == k:  # noqa: B023
                             os.kill(os.getpid(), signal.SIGKILL)
@@ -205,9 +210,54 @@ def killed_everywhere(base):
         print("events of a save", same_step, k)
 
 
+def described_everywhere(base):
+    """The same, for a run folder that keeps one checkpoint: what its index names is there and whole after every kill."""
+    run, model = (
+        base / "described",
+        Decoder(DecoderConfig(vocab_size=5, dim=4, n_blocks=1, n_heads=1, mixer="residual")),
+    )
+    run.mkdir()
+    tensors = {name: p.detach() for name, p in model.named_parameters()}
+
+    def save_and_describe(step):
+        named = {name: torch.full_like(p, step) for name, p in tensors.items()}
+        announce = lambda path: describe_run(run, path, model, 8, None)  # noqa: E731
+        save_checkpoint(run / "checkpoints", step, named, {}, {"n": step}, 1, announce)
+
+    save_and_describe(1)
+    steps, found = 1, set()
+    for k in range(1, 200):
+        steps += 1
+        child = os.fork()
+        if child == 0:
+            seen = 0
+
+            def hook(event, arguments):
+                nonlocal seen
+                if event in WATCHED:
+                    seen += 1
+                    if seen == k:  # noqa: B023
+                        os.kill(os.getpid(), signal.SIGKILL)
+
+            sys.addaudithook(hook)
+            save_and_describe(steps)
+            os._exit(0)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        places = json.loads((run / "model.safetensors.index.json").read_text())["weight_map"]
+        assert places.keys() == tensors.keys()
+        for name, place in places.items():
+            found.add(load_file(run / place)[name].unique().item())
+        if code == 0:
+            break
+        assert code == -signal.SIGKILL
+    assert max(found) == steps, (found, steps)
+    assert 15 < k < 199, k
+    print("events of a described save", k)
+
+
 def test_a_kill_at_any_instant(tmp_path):
     command = [sys.executable, __file__, str(tmp_path)]  # a process of one thread, which can fork without danger
-    here = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    here = {**os.environ, "PYTHONPATH": os.pathsep.join(str(p) for p in Path(__file__).parents[1:3])}
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=here)
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -216,3 +266,4 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     killed(Path(sys.argv[1]))
     killed_everywhere(Path(sys.argv[1]))
+    described_everywhere(Path(sys.argv[1]))
