@@ -7,22 +7,26 @@ import dataclasses
 import functools
 import os
 import sys
+import time
 import traceback
-import types
 import typing
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
-from depthmix.config import CompareConfig, DataConfig, EvalConfig, GenerateConfig, RetrofitConfig, TrainConfig
+from depthmix.config import (
+    CompareConfig,
+    DataConfig,
+    EvalConfig,
+    GenerateConfig,
+    RetrofitConfig,
+    StudyConfig,
+    TrainConfig,
+)
 from depthmix.errors import DISK, DIVERGED, INTERNAL, INTERRUPTED, PIPE, USAGE, UserError
-from depthmix.names import nearest as nearest_of
+from depthmix.values import build_config, nearest
 
 EXIT_CODES = "Exit codes: 0 done; 1 a bug (--debug shows where); 2 wrong option or recipe; 3 unusable data; 4 unusable checkpoint; 5 diverged; 6 disk full or not writable; 130 interrupted and saved."
-
-
-nearest = functools.partial(nearest_of, cutoff=0.65)  # flags are many and alike: suggest only what is close
 
 
 class Parser(argparse.ArgumentParser):
@@ -30,64 +34,6 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> typing.NoReturn:
         raise UserError(f"{message.strip()}; see `{self.prog} --help`")
-
-
-def coerce(command: str, name: str, hint: Any, value: Any) -> Any:
-    """A flag's text or a recipe's value as the field's type; UserError where it does not fit."""
-    members = get_args(hint) if get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
-    expected = describe(hint)
-    if type(None) in members and (value is None or (isinstance(value, str) and value.lower() == "none")):
-        return None
-    for kind in members:
-        if get_origin(kind) is Literal:
-            value = "off" if value is False and "off" in get_args(kind) else value  # YAML reads off as false
-            if value in get_args(kind):
-                return value
-        if get_origin(kind) is list and isinstance(value, list):
-            return [coerce(command, name, get_args(kind)[0], v) for v in value]
-        if get_origin(kind) is dict:
-            return pairs(command, name, value)
-        if kind is bool and isinstance(value, bool):
-            return value
-        if kind is str and isinstance(value, str) and "\0" not in value:
-            return value
-        if kind in (int, float) and not isinstance(value, bool):
-            try:
-                number = kind(value)
-            except (TypeError, ValueError, OverflowError):
-                continue
-            if isinstance(value, str) or number == value:
-                return number
-    near = nearest(str(value), [c for k in members if get_origin(k) is Literal for c in get_args(k)])
-    raise UserError(f"{command}: {name} must be {expected}, got {value!r}{near}")
-
-
-def pairs(command: str, name: str, value: Any) -> dict[str, Any]:
-    """A dictionary, or a list of key=value as on the command line."""
-    from depthmix.mixers.options import parse_value
-
-    if isinstance(value, list) and all(isinstance(v, str) and "=" in v for v in value):
-        given: dict[str, Any] = {}
-        for key, _, text in ((part.strip() for part in item.partition("=")) for item in value):
-            if key in given:
-                raise UserError(f"{command}: {name} gives {key} twice")
-            given[key] = text
-        value = given
-    if isinstance(value, dict) and all(isinstance(k, str) for k in value):
-        return {k: parse_value(v) if isinstance(v, str) else v for k, v in value.items()}
-    raise UserError(f"{command}: {name} must be written as option=value option=value, got {value!r}")
-
-
-def describe(hint: Any) -> str:
-    """A type in words."""
-    if get_origin(hint) in (typing.Union, types.UnionType):
-        return " or ".join("none" if m is type(None) else describe(m) for m in get_args(hint))
-    if get_origin(hint) is Literal:
-        return " or ".join(get_args(hint))
-    if get_origin(hint) is list:
-        return "a list"
-    words = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
-    return words.get(hint, "option=value pairs")
 
 
 def add_flags(parser: argparse.ArgumentParser, config: type, completing: bool) -> None:
@@ -110,11 +56,14 @@ def add_flags(parser: argparse.ArgumentParser, config: type, completing: bool) -
         if hint is bool:
             how["action"] = argparse.BooleanOptionalAction
         elif get_origin(hint) in (list, dict):
-            how["metavar"] = "OPTION=VALUE" if get_origin(hint) is dict else "VALUE"
+            one = hint if get_origin(hint) is dict else get_args(hint)[0]
+            how["metavar"] = "OPTION=VALUE" if get_origin(one) is dict else "VALUE"
             how |= {"nargs": "+", "action": "extend"}  # a second --input comes on top of the first
         else:
             how["metavar"] = "{" + ",".join(get_args(hint)) + "}" if get_origin(hint) is Literal else "VALUE"
         actions.append(parser.add_argument(flag, **how))
+        if field.metadata.get("first"):
+            parser.add_argument(field.name, nargs="?", metavar="NAME", default=argparse.SUPPRESS, help=text)
     for action in actions if completing else ():
         offer(action, hints.get(action.dest))
 
@@ -131,46 +80,6 @@ def offer(action: argparse.Action, hint: Any) -> None:
     action.choices = get_args(hint) if get_origin(hint) is Literal else words.get(action.dest)
     if action.dest in paths:
         action.complete = paths[action.dest]  # type: ignore[attr-defined]  # where shtab looks for it
-
-
-def read_recipe(command: str, path: str) -> dict[str, Any]:
-    """The lines of a YAML recipe."""
-    import yaml
-
-    class Once(yaml.SafeLoader):
-        """Plain YAML lets the last of two lines with one name win, silently."""
-
-        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-            seen: set[str] = set()
-            for key, _ in node.value:
-                if (name := str(key.value)) in seen:
-                    line = key.start_mark.line + 1
-                    raise UserError(f"{command}: the recipe {path} gives {name} twice, again at line {line}")
-                seen.add(name)
-            return super().construct_mapping(node, deep)
-
-    try:
-        loaded = yaml.load(Path(path).read_text(encoding="utf-8"), Once)
-    except OSError as error:
-        raise UserError(f"{command}: cannot read the recipe {path}: {error.strerror}") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f" at line {mark.line + 1}" if mark else ""
-        raise UserError(f"{command}: the recipe {path} is not YAML{where}") from None
-    if not isinstance(loaded, dict) or not all(isinstance(k, str) for k in loaded):
-        raise UserError(f"{command}: the recipe {path} must hold lines of option: value")
-    return loaded
-
-
-def build_config(command: str, config: type, given: dict[str, Any]) -> Any:
-    """The dataclass from its defaults, the recipe and the flags, in this order."""
-    hints = typing.get_type_hints(config)
-    recipe = given.pop("recipe", None)
-    values = {**(read_recipe(command, recipe) if recipe is not None else {}), **given}
-    for name in values:
-        if name not in hints:
-            raise UserError(f"{command}: unknown option {name!r} in the recipe {recipe}{nearest(name, list(hints))}")
-    return config(**{name: coerce(command, name, hints[name], value) for name, value in values.items()})
 
 
 def run_data(config: DataConfig) -> None:
@@ -198,6 +107,13 @@ def run_compare(config: CompareConfig) -> None:
     from depthmix.study import compare
 
     compare(config).show()
+
+
+def run_study(config: StudyConfig) -> None:
+    begun = time.monotonic()  # torch, which is imported now, counts as well
+    from depthmix.study.study import study
+
+    study(config, begun=begun)
 
 
 def run_eval(config: EvalConfig) -> None:
@@ -241,6 +157,11 @@ def run_doctor() -> None:
 COMMANDS: dict[str, tuple[type | None, Callable[..., None], str]] = {
     "train": (TrainConfig, run_train, "train one language model"),
     "compare": (CompareConfig, run_compare, "train several mechanisms on the same data and compare them at equal cost"),
+    "study": (
+        StudyConfig,
+        run_study,
+        "run a study, a file of arms and seeds, in pieces, and write its table and figures",
+    ),
     "eval": (EvalConfig, run_eval, "loss, perplexity and bits per byte of a trained model on any text"),
     "generate": (GenerateConfig, run_generate, "continue a text with a trained model"),
     "retrofit": (

@@ -8,11 +8,12 @@ from typing import Any, Literal
 from depthmix.names import DEFAULT_MIXER
 
 
-def option(default: Any, help: str) -> Any:
-    """A field with its help text; lists and dictionaries are copied for every instance."""
+def option(default: Any, help: str, first: bool = False) -> Any:
+    """A field with its help text; lists and dictionaries are copied for every instance. first: also without its flag."""
+    about = {"help": help, "first": first}
     if isinstance(default, list | dict):
-        return field(default_factory=default.copy, metadata={"help": help})
-    return field(default=default, metadata={"help": help})
+        return field(default_factory=default.copy, metadata=about)
+    return field(default=default, metadata=about)
 
 
 @dataclass
@@ -51,6 +52,7 @@ class TrainConfig:
     mlp: Literal["swiglu", "relu2"] = option("relu2", "kind of MLP")
     mlp_dim: int | None = option(None, "width of the MLP; none: 4 dim for relu2, 8/3 dim for swiglu")
     qk_norm: bool = option(True, "normalise queries and keys")
+    qk_gain: bool = option(True, "learned gains on those norms")
     tie_embeddings: bool = option(False, "share the embedding with the head")
     rope_theta: float = option(10000.0, "base of the rotary positions")
     norm_eps: float = option(1e-6, "eps of the norms")
@@ -72,6 +74,10 @@ class TrainConfig:
     beta2: float = option(0.95, "AdamW's second moment")
     adam_eps: float = option(1e-8, "AdamW's eps")
     weight_decay: float = option(0.1, "on matrices only")
+    groups: list[dict[str, Any]] = option(
+        [],
+        "parameters with an lr (a factor) or weight_decay of their own, the first that match, e.g. match=mixer.b.*,lr=0.1,weight_decay=0.1",
+    )
     clip: float = option(1.0, "largest norm of the gradient; 0: no clipping")
     seed: int = option(0, "seed of the initial weights and of the data order")
 
@@ -84,6 +90,9 @@ class TrainConfig:
         False, "on a GPU, record a step's forward and backward once and replay it: no launch costs"
     )
     checkpoint_activations: bool = option(False, "recompute sublayers in the backward to save memory")
+    deterministic: bool = option(
+        False, "sums in a fixed order: on a GPU, too, one seed gives the same losses bit for bit"
+    )
 
     log_every: int = option(10, "steps between lines of the metrics")
     eval_every: int = option(100, "steps between evaluations; the last step is always evaluated")
@@ -110,6 +119,23 @@ class CompareConfig(TrainConfig):
     )
     prompt: str = option("", "text every model continues at the end; none: no sample")
     sample_tokens: int = option(60, "tokens of that sample")
+
+
+@dataclass
+class StudyConfig:
+    """Run what is missing of a study, a file of arms and seeds, and write its table and figures."""
+
+    study: str = option("", "name of a file in recipes/studies, or a path; also as the first word", first=True)
+    data: list[str] = option(
+        [], "folder of the prepared data, or DOMAIN=FOLDER for each domain; none: as the study says"
+    )
+    out: str = option("", "folder for the results; none: docs/results/NAME, whose results count in any case")
+    results: list[str] = option([], "more files of results, say of another machine")
+    minutes: float = option(0.0, "end within so many minutes: a run that would take longer is not begun; 0: no limit")
+    report: bool = option(False, "run nothing: table and figures again from the results")
+    accept_code: str = option("", "REASON why results of other code count; it is kept and written into the table")
+    device: str = option("auto", "cpu, cuda, cuda:N, mps, or auto")
+    quiet: bool = option(False, "no progress bar")
 
 
 @dataclass

@@ -22,9 +22,17 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch.nn import functional
 
 import depthmix
-from depthmix import cli, list_mixers
+from depthmix import list_mixers, values
 from depthmix.cli import COMMANDS, main
-from depthmix.config import CompareConfig, DataConfig, EvalConfig, GenerateConfig, RetrofitConfig, TrainConfig
+from depthmix.config import (
+    CompareConfig,
+    DataConfig,
+    EvalConfig,
+    GenerateConfig,
+    RetrofitConfig,
+    StudyConfig,
+    TrainConfig,
+)
 from depthmix.data.dataset import TokenData
 from depthmix.mixers import mixer_class
 from depthmix.runs.folder import RunFolder
@@ -108,6 +116,8 @@ def another(hint, default):
     if get_origin(hint) is Literal:
         return next(choice for choice in get_args(hint) if choice != default)
     if get_origin(hint) is list:
+        if get_origin(get_args(hint)[0]) is dict:
+            return [{"match": "a.*", "lr": 0.25}, {"match": "b", "none": None}]
         return [3, 5] if get_args(hint) == (int,) else ["one", "two words", "x:a=1,b=none"]
     if get_origin(hint) is dict:
         return {"block_size": 4, "on": True, "none": None, "word": "a=b", "share": 0.25}
@@ -544,8 +554,9 @@ def test_eval_and_generate_have_one_flat_class_each():
         "generate": GenerateConfig,
         "data": DataConfig,
         "retrofit": RetrofitConfig,
+        "study": StudyConfig,
     } == CONFIGS
-    assert cli.describe(typing.get_type_hints(TrainConfig)["n_kv_heads"]) == "a whole number or none"
+    assert values.describe(typing.get_type_hints(TrainConfig)["n_kv_heads"]) == "a whole number or none"
 
 
 def test_it_runs_as_a_module():

@@ -12,13 +12,13 @@ from project import ROOT
 
 MODEL = "--n-blocks 2 --dim 32 --n-heads 2 --seq-len 32 --batch-size 4"
 SMALL = f"{MODEL} --steps 6 --warmup 2 --eval-every 3 --eval-tokens 500 --quiet"
-PAGES = ("quickstart", "data", "comparing")
+PAGES = ("quickstart", "data", "comparing", "study")
 DEMO = "depthmix compare --recipe recipes/demo.yaml"
 
 
 def commands(page):
     text = (ROOT / "docs" / f"{page}.md").read_text()
-    found = re.findall(r"^    (depthmix (?:data|train|compare|eval|generate|list|doctor)\b.*)$", text, re.M)
+    found = re.findall(r"^    (depthmix (?:data|train|compare|study|eval|generate|list|doctor)\b.*)$", text, re.M)
     assert found, page
     return found
 
@@ -36,8 +36,10 @@ def small(command):
 @pytest.fixture
 def place(tmp_path, monkeypatch):
     """A folder like the project's, where commands may write."""
-    for name in ("recipes", "README.md"):
-        (tmp_path / name).symlink_to(ROOT / name)
+    (tmp_path / "README.md").symlink_to(ROOT / "README.md")
+    shutil.copytree(ROOT / "recipes", tmp_path / "recipes")
+    tiny = tmp_path / "recipes" / "studies" / "tiny.yaml"
+    tiny.write_text(tiny.read_text().replace("steps: 40, warmup: 4", "steps: 4, warmup: 1"))
     (tmp_path / "corpora" / "sotu").mkdir(parents=True)
     for path in sorted((ROOT / "corpora" / "sotu").glob("*.txt"))[:6]:
         shutil.copy(path, tmp_path / "corpora" / "sotu")
@@ -59,3 +61,6 @@ def test_every_command_of_the_pages_runs(place, capsys):
     report = (place / "runs" / "demo" / "report.html").read_text()
     assert "<svg" in report or "data:image" in report
     assert (place / "runs" / "demo" / "table.csv").read_text().count("\n") >= 4
+    assert "6 of 6 runs are done." in shown["depthmix study tiny"]
+    assert "6 of 6 are done" in (place / "docs" / "results" / "tiny" / "table.md").read_text()
+    assert (place / "docs" / "results" / "tiny" / "differences.png").stat().st_size > 1000

@@ -23,6 +23,7 @@ LAYERS = {
     "insight": 3,
     "hf": 3,
     "config": 3,
+    "values": 3,
     "device": 3,
 }
 LAYERS |= {"data": 4, "runs": 5, "train": 6, "study": 7}

@@ -36,6 +36,7 @@ class DecoderConfig:
     mlp: MlpKind = "swiglu"
     mlp_dim: int = LEFT_OUT  # 4 dim for relu2; 8/3 dim, rounded up to a multiple of 64, for swiglu
     qk_norm: bool = False  # RMSNorm on the queries and keys of every head
+    qk_gain: bool = True  # with learned gains
     tie_embeddings: bool = False
     rope_theta: float = 10000.0
     norm_eps: float = 1e-6
@@ -128,7 +129,8 @@ class Backbone(nn.Module):
 
 
 def _attention(c: DecoderConfig, block: int) -> Attention:
-    return Attention(block, c.dim, c.n_heads, c.n_kv_heads, c.head_dim, c.norm_eps if c.qk_norm else None)
+    eps = c.norm_eps if c.qk_norm else None
+    return Attention(block, c.dim, c.n_heads, c.n_kv_heads, c.head_dim, eps, c.qk_gain)
 
 
 def _mlp(c: DecoderConfig) -> Mlp:
@@ -170,7 +172,7 @@ class Decoder(Backbone):
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear):
                 init_matrix(module, self.mixer.n_sites if name.endswith("out_proj") else 1)
-            elif isinstance(module, RMSNorm):
+            elif isinstance(module, RMSNorm) and module.weight is not None:
                 nn.init.ones_(module.weight)
         nn.init.normal_(self.head.weight, std=EMBEDDING_STD)
         nn.init.normal_(self.embedding.weight, std=EMBEDDING_STD)

@@ -21,6 +21,7 @@ FIELDS = {
     "mlp": "mlp",
     "mlp_dim": "intermediate_size",
     "qk_norm": "qk_norm",
+    "qk_gain": "qk_gain",
     "tie_embeddings": "tie_word_embeddings",
     "rope_theta": "rope_theta",
     "norm_eps": "rms_norm_eps",

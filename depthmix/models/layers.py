@@ -41,7 +41,14 @@ class Attention(nn.Module):
     """Causal grouped-query attention; it takes one input, two (for queries and keys, for values) or three."""
 
     def __init__(
-        self, block: int, dim: int, n_heads: int, n_kv_heads: int, head_dim: int, qk_norm_eps: float | None
+        self,
+        block: int,
+        dim: int,
+        n_heads: int,
+        n_kv_heads: int,
+        head_dim: int,
+        qk_norm_eps: float | None,
+        qk_gain: bool = True,
     ) -> None:
         super().__init__()
         self.head_dim = head_dim
@@ -53,8 +60,10 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(dim, kv_dim, bias=False)
         self.v_proj = nn.Linear(dim, kv_dim, bias=False)
         self.out_proj = nn.Linear(q_dim, dim, bias=False)
-        self.q_norm = None if qk_norm_eps is None else RMSNorm(head_dim, eps=qk_norm_eps)
-        self.k_norm = None if qk_norm_eps is None else RMSNorm(head_dim, eps=qk_norm_eps)
+        self.q_norm, self.k_norm = (
+            None if qk_norm_eps is None else RMSNorm(head_dim, eps=qk_norm_eps, elementwise_affine=qk_gain)
+            for _ in range(2)
+        )
 
     def forward(self, h: Read, context: Context) -> Tensor:
         ways = h if isinstance(h, tuple) else (h,)

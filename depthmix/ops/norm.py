@@ -17,8 +17,8 @@ class RMSNorm(nn.RMSNorm):
     """torch's RMSNorm, for inputs narrower than its gain too: under autocast the gain is fp32 and the activations are bf16."""
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = compute_dtype(x, self.weight)
-        gain = self.weight.to(wide)
+        wide = compute_dtype(x) if self.weight is None else compute_dtype(x, self.weight)
+        gain = None if self.weight is None else self.weight.to(wide)
         return functional.rms_norm(x.to(wide), self.normalized_shape, gain, eps_of(self, x)).to(x.dtype)
 
 

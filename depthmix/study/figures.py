@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,11 +45,16 @@ def load() -> bool:
 
 def draw(runs: Sequence[Run], arms: Sequence[str], axis: str, stem: Path) -> None:
     """One figure as files: axis is "tokens" or "time", stem the path without its ending."""
+    save_figure(lambda: plot(runs, arms, axis), stem, axis)
+
+
+def save_figure(make: Callable[[], Any], stem: Path, salt: str) -> None:
+    """A figure, made in the style of all of them, as files; the same figure with the same salt gives the same files."""
     import matplotlib
 
     style: Any = {
         "svg.fonttype": "none",
-        "svg.hashsalt": axis,  # the same runs give the same file
+        "svg.hashsalt": salt,
         "font.family": "sans-serif",
         "font.size": 10.5,
         "text.color": INK,
@@ -61,7 +66,7 @@ def draw(runs: Sequence[Run], arms: Sequence[str], axis: str, stem: Path) -> Non
         "ytick.color": INK,
     }
     with matplotlib.rc_context(style):
-        _save(plot(runs, arms, axis), stem)
+        _save(make(), stem)
 
 
 def plot(runs: Sequence[Run], arms: Sequence[str], axis: str) -> Any:

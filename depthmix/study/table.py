@@ -163,19 +163,21 @@ def to_markdown(rows: Sequence[Row], notes: Sequence[str] = ()) -> str:
     if not rows:
         return "No run has finished yet.\n"
     heading, *lines = cells(rows)
-    text = [_markdown_line(heading), "|" + "---|" + "---:|" * (len(heading) - 1)]
-    text += [_markdown_line(line) for line in lines]
+    text = [markdown_line(heading), "|" + "---|" + "---:|" * (len(heading) - 1)]
+    text += [markdown_line(line) for line in lines]
     for block in (verdict(rows), [*notes, *footnotes(rows)]):
         if block:
-            text += ["", *(f"* {_markdown(sentence)}" for sentence in block)]
+            text += ["", *(f"* {markdown_text(sentence)}" for sentence in block)]
     return "\n".join(text) + "\n"
 
 
-def _markdown_line(line: Sequence[str]) -> str:
-    return "| " + " | ".join(_markdown(cell) for cell in line) + " |"
+def markdown_line(line: Sequence[str]) -> str:
+    """A line of a Markdown table."""
+    return "| " + " | ".join(markdown_text(cell) for cell in line) + " |"
 
 
-def _markdown(text: str) -> str:
+def markdown_text(text: str) -> str:
+    """Text that Markdown shows as it is, on one line."""
     text = " ".join(text.split())
     for character, entity in (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;"), ("|", "\\|")):
         text = text.replace(character, entity)

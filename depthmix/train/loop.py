@@ -34,10 +34,13 @@ from depthmix.runs.folder import RunFolder
 from depthmix.runs.pretrained import describe_run
 from depthmix.runs.restore import build_decoder, load_parameters, model_config
 from depthmix.train.clock import CoreWait, StepClock, quartiles
+from depthmix.train.compiled import begin_model
+from depthmix.train.deterministic import deterministic
 from depthmix.train.evaluate import Evaluation, check_tokens, evaluate, token_losses
 from depthmix.train.graph import GraphedBackward, record
 from depthmix.train.optim import (
     build_optimizers,
+    check_groups,
     learning_rate,
     load_optimizer_tensors,
     optimizer_tensors,
@@ -90,6 +93,7 @@ def check_config(config: TrainConfig) -> None:
             raise UserError(f"{name} must be at least 0 and below 1, got {getattr(config, name)}")
     if config.seed >= 2**64:
         raise UserError(f"seed must be below 2**64, got {config.seed}")
+    check_groups(config.groups)
     if config.warmup >= config.steps:
         raise UserError(f"warmup must be shorter than the run of {config.steps} steps, got {config.warmup}")
 
@@ -105,7 +109,7 @@ def check_run(config: TrainConfig, data: TokenData) -> None:
 def build_model(config: TrainConfig, vocab_size: int, device: torch.device) -> Decoder:
     """The model as training wants it: seeded, on its device, compiled or checkpointed sublayer by sublayer."""
     if config.compile != "off":
-        torch.compiler.reset()  # after a handful of models in one process torch would no longer compile, and not say so
+        begin_model()  # after a handful of models in one process torch would no longer compile, and not say so
     torch.manual_seed(config.seed)
     model = build_decoder(config, vocab_size).to(device)
     if config.checkpoint_activations:
@@ -254,6 +258,11 @@ class Trainer:
 def train(config: TrainConfig, *, label: str = "") -> RunFolder:
     """Train, or go on with a run that was interrupted; a finished run is returned as it is."""
     check_config(config)
+    with deterministic(config.deterministic):
+        return _train(config, label)
+
+
+def _train(config: TrainConfig, label: str) -> RunFolder:
     device = choose_device(config.device)
     data = TokenData.open(config.data)
     memory = PeakMemory(device)
@@ -359,7 +368,7 @@ def _run(trainer: Trainer, folder: RunFolder, saved: Checkpoint | None, memory: 
                         INTERRUPTED,
                     )
         evaluated = evaluated if config.steps > first and evaluated is not None else validate(config.steps - 1)
-        folder.write_result(_result(trainer, evaluated, waiting.share(), seconds, skipped, memory.read()))
+        folder.write_result(result_of(trainer, evaluated, waiting.share(), seconds, skipped, memory.read()))
         folder.log(f"finished: validation loss {evaluated.loss:.4f}")
     finally:
         progress.close()
@@ -384,7 +393,7 @@ def _diverged(config: TrainConfig, folder: RunFolder, step: int, what: str, astr
     raise UserError(f"{what}: the weights are not usable any more, whatever the batch; {good}; {advice}", DIVERGED)
 
 
-def _result(
+def result_of(
     trainer: Trainer,
     evaluated: Evaluation,
     core_wait: float | None,
@@ -392,6 +401,7 @@ def _result(
     skipped: int,
     peak_memory: int | None,
 ) -> dict[str, Any]:
+    """A finished training in numbers: what result.json holds."""
     config, times = trainer.config, trainer.clock.seconds()
     return {
         "mixer": config.mixer,
@@ -432,11 +442,12 @@ def measure_step_times(configs: list[TrainConfig], warmup: int = 3, steps: int =
 
 def _step_seconds(config: TrainConfig, warmup: int, steps: int) -> float:
     check_config(config)
-    trainer = Trainer(config, TokenData.open(config.data), choose_device(config.device))
-    for step in range(warmup):
-        trainer.step(step)
-    begun, done = time.perf_counter(), warmup
-    while done < warmup + steps or time.perf_counter() - begun < A_SECOND:
-        trainer.step(done)
-        done += 1
+    with deterministic(config.deterministic):
+        trainer = Trainer(config, TokenData.open(config.data), choose_device(config.device))
+        for step in range(warmup):
+            trainer.step(step)
+        begun, done = time.perf_counter(), warmup
+        while done < warmup + steps or time.perf_counter() - begun < A_SECOND:
+            trainer.step(done)
+            done += 1
     return statistics.median(trainer.clock.seconds()[warmup:])

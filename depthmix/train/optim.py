@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from depthmix.config import TrainConfig
+from depthmix.errors import UserError
 from depthmix.mixers.decay import decays
+from depthmix.names import nearest
 
 
 def hidden_matrices(model: nn.Module) -> set[str]:
@@ -64,12 +67,13 @@ def _orthogonal(x: Tensor, coefficients: tuple[float, float, float], steps: int,
 def build_optimizers(model: nn.Module, config: TrainConfig) -> dict[str, torch.optim.Optimizer]:
     """AdamW for everything, or Muon for the hidden matrices and AdamW for the rest."""
     named, decay = dict(model.named_parameters()), decays(model)
+    own = own_settings(named, config.groups)
     matrices = hidden_matrices(model) if config.optimizer == "muon" else set()
     fused = next(iter(named.values())).device.type == "cuda"
     rest = {n: p for n, p in named.items() if n not in matrices}
     optimizers: dict[str, torch.optim.Optimizer] = {
         "adamw": torch.optim.AdamW(
-            _groups(rest, decay, config.weight_decay),
+            _groups(rest, decay, config.weight_decay, config.lr, own),
             lr=config.lr,
             betas=(config.beta1, config.beta2),
             eps=config.adam_eps,
@@ -77,7 +81,8 @@ def build_optimizers(model: nn.Module, config: TrainConfig) -> dict[str, torch.o
         )
     }
     if matrices:
-        groups = _groups({n: named[n] for n in named if n in matrices}, decay, config.weight_decay)
+        hidden = {n: named[n] for n in named if n in matrices}
+        groups = _groups(hidden, decay, config.weight_decay, config.muon_lr, own)
         optimizers["muon"] = Muon(groups, lr=config.muon_lr)
     for optimizer in optimizers.values():
         for group in optimizer.param_groups:
@@ -85,13 +90,47 @@ def build_optimizers(model: nn.Module, config: TrainConfig) -> dict[str, torch.o
     return optimizers
 
 
-def _groups(named: Mapping[str, Tensor], decay: dict[str, bool], weight_decay: float) -> list[dict[str, Any]]:
-    groups = []
+def check_groups(groups: Sequence[Mapping[str, Any]]) -> None:
+    """UserError for a group that no model can have."""
+    for group in groups:
+        for key in group:
+            if key not in ("match", "lr", "weight_decay"):
+                what = "a group has match, lr (a factor) and weight_decay"
+                raise UserError(f"groups: unknown key {key!r}; {what}{nearest(key, ('match', 'lr', 'weight_decay'))}")
+        if not isinstance(group.get("match"), str) or len(group) < 2:
+            raise UserError(f"groups: a group needs match, a pattern, and lr or weight_decay, got {dict(group)!r}")
+        for key in ("lr", "weight_decay"):
+            value = group.get(key, 0.0)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+                raise UserError(f"groups: {key} must be a finite number of at least 0, got {value!r}")
+
+
+def own_settings(names: Iterable[str], groups: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    """The parameters that the groups name, each with the first group that matches; UserError for one that matches nothing."""
+    names = list(names)
+    for group in groups:
+        if not any(fnmatchcase(name, group["match"]) for name in names):
+            near = nearest(group["match"].rstrip("*."), names, cutoff=0.3)
+            raise UserError(f"groups: {group['match']!r} matches no parameter of this model{near}")
+    first = {name: next((g for g in groups if fnmatchcase(name, g["match"])), None) for name in names}
+    return {name: group for name, group in first.items() if group is not None}
+
+
+def _groups(
+    named: Mapping[str, Tensor],
+    decay: dict[str, bool],
+    weight_decay: float,
+    peak_lr: float,
+    own: Mapping[str, Mapping[str, Any]],
+) -> list[dict[str, Any]]:
+    found: dict[tuple[float, float], list[tuple[str, Tensor]]] = {}
     for on in (True, False):
-        chosen = [(n, p) for n, p in named.items() if decay[n] == on]
-        if chosen:
-            groups.append({"params": chosen, "weight_decay": weight_decay if on else 0.0})
-    return groups
+        for name, p in named.items():
+            if decay[name] == on:
+                said = own.get(name, {})
+                setting = said.get("lr", 1.0), said.get("weight_decay", weight_decay if on else 0.0)
+                found.setdefault(setting, []).append((name, p))
+    return [{"params": chosen, "weight_decay": d, "lr": peak_lr * factor} for (factor, d), chosen in found.items()]
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:

@@ -2,11 +2,11 @@
 
 import pytest
 
-from depthmix.cli import pairs
 from depthmix.errors import USAGE, UserError
 from depthmix.mixers import OptionError, list_mixers, mixer_class
 from depthmix.mixers.options import check_options
 from depthmix.study.arms import Arm, check_arms, parse_arm, parse_arms
+from depthmix.values import pairs
 
 
 @pytest.mark.parametrize(

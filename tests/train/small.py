@@ -90,7 +90,8 @@ def written(value) -> list[str]:
     """A value as the arguments of its flag."""
     if isinstance(value, dict):
         return [f"{k}={v}" for k, v in value.items()]
-    return [str(v) for v in value] if isinstance(value, list) else [str(value)]
+    several = value if isinstance(value, list) else [value]
+    return [",".join(written(v)) if isinstance(v, dict) else str(v) for v in several]
 
 
 @functools.cache

@@ -8,8 +8,10 @@ import torch
 from torch import nn
 
 from depthmix.config import TrainConfig
+from depthmix.errors import USAGE
 from depthmix.mixers.decay import decays
 from depthmix.models import Decoder, DecoderConfig
+from depthmix.train import optim
 from depthmix.train.optim import (
     Muon,
     build_optimizers,
@@ -20,6 +22,7 @@ from depthmix.train.optim import (
     set_learning_rate,
 )
 from harness import CASES, MIXERS, build
+from train.refused import refused
 
 
 def model(mixer="residual", options=None, **changes):
@@ -240,3 +243,57 @@ def test_state_that_does_not_fit_is_refused():
     ):
         with pytest.raises(ValueError, match=words):
             load_optimizer_tensors(optimizers, tensors)
+
+
+# Groups of one's own.
+
+
+def settings_of(optimizers):
+    """{parameter: (peak learning rate, weight decay)}."""
+    groups = [g for o in optimizers.values() for g in o.param_groups]
+    return {n: (g["peak_lr"], g["weight_decay"]) for g in groups for n in g["param_names"]}
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_groups_change_what_they_name_and_nothing_else(optimizer):
+    groups = [{"match": "mixer.b.1", "lr": 0.5}, {"match": "mixer.b.*", "lr": 0.1, "weight_decay": 0.3}]
+    groups.append({"match": "sublayers.0.q_proj.weight", "lr": 2})
+    decoder = model("dca")
+    sizes = {"optimizer": optimizer, "lr": 0.01, "muon_lr": 0.04, "weight_decay": 0.2}
+    plain = settings_of(build_optimizers(decoder, TrainConfig(**sizes)))
+    found = settings_of(build_optimizers(decoder, TrainConfig(groups=groups, **sizes)))
+    assert set(found) == set(plain)
+    changed = {n: v for n, v in found.items() if v != plain[n]}
+    assert changed == {
+        "mixer.b.1": (0.005, 0.0),  # the first that matches
+        "mixer.b.2": (0.001, 0.3),
+        "mixer.b.3": (0.001, 0.3),
+        "sublayers.0.q_proj.weight": (2 * plain["sublayers.0.q_proj.weight"][0], 0.2),
+    }
+
+
+def test_groups_follow_the_schedule():
+    optimizers = build_optimizers(model("dca"), TrainConfig(lr=0.01, groups=[{"match": "mixer.b.*", "lr": 0.1}]))
+    set_learning_rate(optimizers, 0.5)
+    rates = {n: g["lr"] for g in optimizers["adamw"].param_groups for n in g["param_names"]}
+    assert rates["mixer.b.1"] == pytest.approx(0.0005)
+    assert rates["mixer.w.1"] == pytest.approx(0.005)
+
+
+@pytest.mark.parametrize(
+    ("group", "words"),
+    [
+        ({"match": "mixer.c.*", "lr": 1}, ["'mixer.c.*' matches no parameter", "did you mean 'mixer."]),
+        ({"match": "mixer.b.*", "lrr": 1}, ["unknown key 'lrr'", "did you mean 'lr'?"]),
+        ({"lr": 1}, ["needs match"]),
+        ({"match": "mixer.b.*"}, ["lr or weight_decay"]),
+        ({"match": "mixer.b.*", "lr": -1}, ["lr must be a finite number"]),
+        ({"match": "mixer.b.*", "weight_decay": "x"}, ["weight_decay must be a finite number"]),
+    ],
+)
+def test_groups_that_cannot_be(group, words):
+    def build():
+        optim.check_groups([group])
+        build_optimizers(model("dca"), TrainConfig(groups=[group]))
+
+    refused(build, *words, code=USAGE)

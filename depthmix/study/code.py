@@ -1,0 +1,180 @@
+"""Which code a run's numbers come from: a checksum of every source file that they depend on.
+
+For each arm the files are found by following imports from what trains any model (ROOTS) and from the arm's own mechanism,
+so another mechanism's file is not among them. Comments, docstrings and blank lines do not count. What a kernel computes is
+held to its reference by tests: a change there moves roundings and step times, not what an arm is. So the operators' own
+files count together as one checksum, which matters only where arms are given equal time.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import hashlib
+import inspect
+import io
+import tokenize
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import depthmix
+from depthmix.mixers import mixer_class
+
+PACKAGE = Path(depthmix.__file__).parent
+ROOTS = (
+    "models/decoder.py",
+    "train/loop.py",
+    "train/optim.py",
+    "train/evaluate.py",
+    "train/graph.py",
+    "data/dataset.py",
+)
+# Of a file that does other things, too, what a step is made of.
+PARTS = {"train/loop.py": ("Trainer", "build_model")}
+COUNTS = (
+    "models/",
+    "mixers/",
+    "ops/",
+    "data/dataset.py",
+    "train/optim.py",
+    "train/evaluate.py",
+    "train/graph.py",
+    "train/loop.py",
+    "device.py",
+)
+SILENT = ("mixers/mixing.py", "mixers/options.py")  # they look and check, and no number depends on them
+# Of the operators, what says what they compute; the rest makes them fast.
+SPECIFICATIONS = ("reference.py", "rules.py", "coefficients.py", "norm.py", "precision.py", "matmul.py")
+KERNELS = "kernels of "  # and a mechanism
+
+
+def code_of(mixer: str) -> dict[str, str]:
+    """{file: checksum} for runs with a mechanism, and one checksum of all the kernels they use."""
+    files = _files(Path(inspect.getfile(mixer_class(mixer))))
+    meaning = {_name(path): checksum(path) for path in files if not _is_kernel(path)}
+    kernels = hashlib.sha256("".join(checksum(path) for path in files if _is_kernel(path)).encode())
+    return {**meaning, KERNELS + mixer: kernels.hexdigest()[:12]}
+
+
+def code_id(table: Mapping[str, str]) -> str:
+    """A short name for a table of checksums."""
+    return hashlib.sha256(repr(sorted(table.items())).encode()).hexdigest()[:12]
+
+
+@functools.cache
+def checksum(path: Path) -> str:
+    """Of what a file does: its lines without comments, docstrings and blank ones."""
+    source, tree = path.read_text(encoding="utf-8"), _tree(path)
+    lines = source.split("\n")  # as Python counts them
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            row, column = token.start
+            lines[row - 1] = lines[row - 1][:column]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and ast.get_docstring(
+            node
+        ):
+            first, last = node.body[0].lineno, node.body[0].end_lineno or node.body[0].lineno
+            lines[first - 1 : last] = [""] * (last - first + 1)
+    wanted = PARTS.get(_name(path))
+    if wanted:
+        parts = [n for n in tree.body if getattr(n, "name", None) in wanted]
+        lines = [line for n in parts for line in lines[n.lineno - 1 : n.end_lineno]]
+    text = "\n".join(line.rstrip() for line in lines if line.strip())
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+@functools.cache
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def _name(path: Path) -> str:
+    return path.relative_to(PACKAGE).as_posix() if path.is_relative_to(PACKAGE) else path.name
+
+
+def _is_kernel(path: Path) -> bool:
+    """Whether a file is among the operators and no specification."""
+    return _name(path).startswith("ops/") and path.name not in SPECIFICATIONS
+
+
+@functools.cache
+def _files(mechanism: Path) -> list[Path]:
+    found = _closure([mechanism, *(PACKAGE / root for root in ROOTS)])
+    return sorted(path for path in found if _name(path) not in SILENT)
+
+
+def _closure(start: Iterable[Path]) -> set[Path]:
+    """The files, and those they import, at any place in them, as far as they count."""
+    found: set[Path] = set()
+    waiting = list(start)
+    while waiting:
+        path = waiting.pop()
+        if path not in found:
+            found.add(path)
+            waiting += [p for p in _imports(path) if _name(p).startswith(COUNTS)]
+    return found
+
+
+@functools.cache
+def _imports(path: Path) -> frozenset[Path]:
+    found: set[Path] = set()
+    for node in ast.walk(_tree(path)):
+        if isinstance(node, ast.Import):
+            found |= {file for alias in node.names if (file := _file(alias.name))}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                found |= _named(node.module, alias.name)
+    return frozenset(found)
+
+
+def _named(module: str, name: str) -> set[Path]:
+    """The file that `from module import name` takes a name from: a package is looked through, for it also imports the others."""
+    if (submodule := _file(f"{module}.{name}")) is not None:
+        return {submodule}
+    file = _file(module)
+    if file is None or file.name != "__init__.py":
+        return {file} if file else set()
+    for node in _tree(file).body:
+        if isinstance(node, ast.ImportFrom) and node.module and name in [a.asname or a.name for a in node.names]:
+            return _named(node.module, name)
+    return {file}
+
+
+def _file(module: str) -> Path | None:
+    first, *rest = module.split(".")
+    if first != PACKAGE.name:
+        return None
+    path = PACKAGE.joinpath(*rest)
+    return next((p for p in (path.with_suffix(".py"), path / "__init__.py") if rest and p.is_file()), None)
+
+
+def differences(tables: Iterable[tuple[str, Mapping[str, str]]], kernels: bool) -> dict[str, set[str]]:
+    """{file: its checksums} of the files that are not the same in all tables, each given with its mechanism.
+
+    kernels: whether they matter.
+
+    A mechanism's own tables must also have the same files: one that is in some only has the checksum "none" in the others.
+    """
+    tables = list(tables)
+    seen: dict[str, set[str]] = {}
+    by_mixer: dict[str, list[Mapping[str, str]]] = {}
+    for mixer, table in tables:
+        by_mixer.setdefault(mixer, []).append(table)
+        for file, digest in table.items():
+            seen.setdefault(file, set()).add(digest)
+    for own in by_mixer.values():
+        for file in {file for table in own for file in table}:
+            if not all(file in table for table in own):
+                seen[file].add("none")
+    return {f: sums for f, sums in seen.items() if len(sums) > 1 and (kernels or not f.startswith(KERNELS))}
+
+
+def accepted(file: str, digests: set[str], acceptances: Iterable[Mapping[str, Any]]) -> bool:
+    """Whether somebody has said that these versions of a file may be mixed, each with some other."""
+    groups = [set(a["files"].get(file, [])) for a in acceptances]
+    joined = {min(digests)}
+    while more := {d for group in groups if group & joined for d in group} - joined:
+        joined |= more
+    return digests <= joined

@@ -1,0 +1,126 @@
+"""Two figures of a study: every arm's difference to the first, beside the paper's, and where on the way it arises."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from depthmix.study.figures import COLOURS, DASHES, INK, MISSING, load, save_figure
+from depthmix.study.interval import half_width
+from depthmix.study.recipe import Study
+from depthmix.study.rows import Run
+from depthmix.study.table import human
+
+DIFFERENCES, LOSSES = "differences", "training"
+LATER = "; `depthmix study NAME --report` draws them later from the results."
+Curves = Mapping[tuple[str, str, int], Sequence[tuple[float, float]]]  # (cell, arm, seed): (tokens, loss)
+
+
+def draw_study(study: Study, by_cell: Mapping[str, Sequence[Run]], curves: Curves, folder: Path) -> list[str]:
+    """Write differences and training as .svg and .png; returns notes for the user (none: all is well)."""
+    if not load():
+        return [MISSING.rstrip(".") + LATER]
+    if len(study.arms) > 1:
+        save_figure(lambda: plot_differences(study, by_cell), folder / DIFFERENCES, DIFFERENCES)
+        save_figure(lambda: plot_training(study, list(by_cell), curves), folder / LOSSES, LOSSES)
+    return []
+
+
+def _panels(names: Sequence[str], width: float, height: float) -> tuple[Any, list[Any]]:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width * len(names), height), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = list(figure.subplots(1, len(names), squeeze=False, sharey=True)[0])
+    for axes, name in zip(panels, names, strict=True):
+        axes.set_title(name, fontsize=10.5)
+        axes.grid(color="#8a9199", alpha=0.25, linewidth=0.7)
+        axes.spines[["top", "right"]].set_visible(False)
+    return figure, panels
+
+
+def plot_differences(study: Study, by_cell: Mapping[str, Sequence[Run]]) -> Any:
+    """A row an arm: small dots are seeds, the large one their mean with its 95% interval, diamonds what papers found."""
+    names, others = list(by_cell), study.labels[1:]
+    figure, panels = _panels(names, 6.4 if len(names) == 1 else 5.0, 1.4 + 0.32 * len(others))
+    for axes, name in zip(panels, names, strict=True):
+        runs = by_cell[name]
+        base = {run.seed: run.val_loss for run in runs if run.arm == study.labels[0]}
+        for place, label in enumerate(others):
+            own = [r.val_loss - base[r.seed] for r in runs if r.arm == label and r.seed in base]
+            axes.plot(own, [place] * len(own), "o", color=COLOURS[0], markersize=3, alpha=0.6, zorder=3)
+            if own:
+                around = half_width(own)
+                axes.errorbar(
+                    [statistics.fmean(own)], [place], xerr=None if around is None else [around], fmt="o", color=COLOURS[0],
+                    markersize=6, linewidth=1.4, capsize=3, zorder=4,
+                )  # fmt: skip
+        _draw_paper(axes, study)
+        axes.axvline(0, color=INK, linewidth=1)
+        axes.set_xlabel(f"nats per token against {study.labels[0]}").set_parse_math(False)
+        axes.margins(x=0.1)
+    panels[0].set_ylim(-0.6, len(others) - 0.4)
+    panels[0].set_yticks(range(len(others)), others)
+    for text in panels[0].get_yticklabels():
+        text.set_parse_math(False)
+    panels[0].invert_yaxis()
+    _legend(figure, panels[0])
+    return figure
+
+
+def _draw_paper(axes: Any, study: Study) -> None:
+    for i, (name, source) in enumerate(study.paper.items()):
+        first = study.arms[0].paper.get(name)
+        found = [(p, arm.paper[name]) for p, arm in enumerate(study.arms[1:]) if name in arm.paper]
+        if first is not None and found:
+            x = [source.difference(value, first) for _, value in found]
+            colour = COLOURS[1 + i % (len(COLOURS) - 1)]
+            axes.plot(x, [p for p, _ in found], "D", mfc="none", color=colour, markersize=6, label=f"paper: {name}")
+
+
+def plot_training(study: Study, names: Sequence[str], curves: Curves) -> Any:
+    """The training loss of every arm minus the first's, on the same batches, over the tokens; mean over seeds."""
+    figure, panels = _panels(names, 6.4 if len(names) == 1 else 5.0, 4.2 + 0.12 * len(study.arms))
+    settled: list[float] = [0.0]  # what there is to see: the steep start would flatten it
+    for axes, name in zip(panels, names, strict=True):
+        for i, label in enumerate(study.labels[1:]):
+            x, y = mean_difference(curves, name, label, study.labels[0])
+            if x:
+                dashes, colour = DASHES[i // len(COLOURS) % len(DASHES)], COLOURS[i % len(COLOURS)]
+                axes.plot(x, y, dashes, color=colour, linewidth=1.6, label=label)
+                settled += y[len(y) // 5 :]
+        axes.axhline(0, color=INK, linewidth=1)
+        axes.set_xlabel("training tokens")
+        axes.xaxis.set_major_formatter(lambda value, _: human(value) if value > 0 else "0")
+    margin = 0.06 * (max(settled) - min(settled)) or 0.01
+    panels[0].set_ylim(min(settled) - margin, max(settled) + margin)
+    panels[0].set_ylabel(f"training loss minus {study.labels[0]}'s").set_parse_math(False)
+    _legend(figure, panels[0])
+    return figure
+
+
+def mean_difference(curves: Curves, cell: str, arm: str, first: str) -> tuple[list[float], list[float]]:
+    """Tokens and the arm's training loss minus the first's, mean over the seeds that both have; nothing if there are none.
+
+    Only at the same steps of the same schedule: an arm with another number of steps is at another point of its own.
+    """
+    keys = [(key, (cell, first, key[2])) for key in curves if key[:2] == (cell, arm)]
+    pairs = [(curves[key], curves[base]) for key, base in keys if base in curves]
+    same = [
+        (own, base) for own, base in pairs if [p[0] for p in own] == [p[0] for p in base] == [p[0] for p in pairs[0][0]]
+    ]
+    if not same:
+        return [], []
+    x = [tokens for tokens, _ in same[0][0]]
+    return x, [statistics.fmean(own[k][1] - base[k][1] for own, base in same) for k in range(len(x))]
+
+
+def _legend(figure: Any, axes: Any) -> None:
+    handles, labels = axes.get_legend_handles_labels()
+    if handles:
+        legend = figure.legend(handles, labels, loc="outside lower left", ncols=2, frameon=False, fontsize=9.5)
+        for text in legend.get_texts():
+            text.set_parse_math(False)  # a label is text, whatever it holds

@@ -1,0 +1,299 @@
+"""A study's file: a question, arms and seeds, on one or several data sets and sizes, and what the papers found.
+
+question: in words
+base: ../gutenberg-54m.yaml        # a recipe, from this file; its arms, seeds and budget do not count
+set: {steps: 600}                  # any option of `depthmix train`, for all arms
+seeds: [0, 1, 2]
+budget: tokens                     # or time, as with `depthmix compare`
+data: {books: data/books}          # domains; or one folder
+sizes: {54m: {}, 6m: {dim: 256}}   # options by size
+power: {difference: 0.01, spread: [0.004, 0.008]}
+paper: {lm1b: {source: "Table 5", unit: perplexity}}
+notes: [what has to be said under the table]
+arms:
+  - residual                       # the first is what the others are compared with
+  - {label: slow b, mixer: "dca:window=2", set: {lr: 0.001}, seeds: [0], paper: {lm1b: 18.06}}
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import typing
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import depthmix
+from depthmix.config import CompareConfig, TrainConfig
+from depthmix.errors import UserError
+from depthmix.names import nearest
+from depthmix.study.arms import Arm, parse_arm
+from depthmix.values import coerce, read_recipe
+
+FOLDER = Path("recipes") / "studies"
+KEYS = ("question", "base", "set", "seeds", "budget", "data", "sizes", "power", "paper", "notes", "arms")
+ARM_KEYS = ("label", "mixer", "set", "seeds", "paper")
+UNITS = ("nats", "perplexity")
+# What a study says in other words, and what a run without a folder has no use for.
+ELSEWHERE = {
+    "data": "data",
+    "out": "--out",
+    "seed": "seeds",
+    "mixer": "arms",
+    "mixer_options": "arms",
+    "device": "--device",
+    "quiet": "--quiet",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class StudyArm:
+    """One arm: a mechanism, and how its training differs from the others'."""
+
+    label: str
+    arm: Arm
+    settings: dict[str, Any]
+    seeds: list[int]
+    paper: dict[str, float]
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """One data set and size: where arms are compared with each other."""
+
+    domain: str
+    size: str
+    settings: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        """What tables call it; nothing where there is only one."""
+        return " ".join(word for word in (self.domain, self.size) if word)
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """A column of a paper: where its numbers are from, and what they are."""
+
+    source: str
+    unit: str
+
+    def difference(self, value: float, first: float) -> float:
+        """In nats per token, below zero is better: a ratio of perplexities is a difference of losses."""
+        return math.log(value / first) if self.unit == "perplexity" else value - first
+
+
+@dataclasses.dataclass(frozen=True)
+class Study:
+    """A study's file, checked."""
+
+    name: str
+    path: Path
+    question: str
+    settings: dict[str, Any]  # of TrainConfig, for every run
+    seeds: list[int]
+    budget: str
+    domains: dict[str, str]  # folders
+    active: list[str]  # domains to run now
+    cells: list[Cell]
+    arms: list[StudyArm]
+    paper: dict[str, Source]
+    power: dict[str, Any]
+    notes: list[str]
+
+    @property
+    def labels(self) -> list[str]:
+        """The arms' names."""
+        return [arm.label for arm in self.arms]
+
+    def config(self, arm: StudyArm, cell: Cell, seed: int, **more: Any) -> TrainConfig:
+        """One run: evaluated once, at its end, unless the study asks for more."""
+        said = {**self.settings, **cell.settings, **arm.settings}
+        own = {"data": self.domains[cell.domain], "mixer": arm.arm.name, "mixer_options": dict(arm.arm.options)}
+        config = TrainConfig(**{**said, **own, "seed": seed, **more})
+        return config if "eval_every" in said else dataclasses.replace(config, eval_every=max(1, config.steps))
+
+
+def find_study(name: str) -> Path:
+    """The file of a study, by name or path."""
+    if not name:
+        raise UserError(f"study needs the name of a file in {FOLDER}, or a path")
+    places = [FOLDER, Path(depthmix.__file__).parents[1] / FOLDER]
+    tried = [Path(name), *(folder / f"{name}.yaml" for folder in places)]
+    found = next((path for path in tried if path.is_file()), None)
+    if found is None:
+        known = sorted({path.stem for folder in places for path in folder.glob("*.yaml")})
+        there = f"there are {', '.join(known)}" if known else f"there is none in {FOLDER}"
+        raise UserError(f"unknown study {name!r}; {there}, or give the path of a file{nearest(name, known)}")
+    return found
+
+
+def read_study(name: str, data: Iterable[str] = ()) -> Study:
+    """A study's file with everything in it checked that needs no data; data: folders that take the place of its own."""
+    path = find_study(name)
+    given = read_recipe("study", str(path))
+    _known(given, KEYS, str(path))
+    question = given.get("question")
+    if not isinstance(question, str) or not question.strip():
+        raise UserError(f"{path}: question is needed, what the study asks, in words")
+    base = _base(path, given.get("base"))
+    said = base.pop("data", None)
+    domains, active = _domains(path, given.get("data", said), list(data))
+    sizes = given.get("sizes", {"": {}})
+    if not isinstance(sizes, dict) or not sizes:
+        raise UserError(f"{path}: sizes maps names to options, got {sizes!r}")
+    cells = [
+        Cell(domain, str(size), _settings(path, f"sizes, {size}", said))
+        for domain in domains
+        for size, said in sizes.items()
+    ]
+    paper = _paper(path, given.get("paper", {}))
+    seeds = _seeds(path, given.get("seeds", [0]))
+    budget = given.get("budget", "tokens")
+    if budget not in ("tokens", "time"):
+        raise UserError(
+            f"{path}: budget must be tokens or time, got {budget!r}{nearest(str(budget), ('tokens', 'time'))}"
+        )
+    notes = given.get("notes", [])
+    if not isinstance(notes, list) or not all(isinstance(note, str) for note in notes):
+        raise UserError(f"{path}: notes is a list of sentences")
+    return Study(
+        name=path.stem,
+        path=path,
+        question=" ".join(question.split()),
+        settings={**base, **_settings(path, "set", given.get("set", {}))},
+        seeds=seeds,
+        budget=budget,
+        domains=domains,
+        active=active,
+        cells=cells,
+        arms=_arms(path, given.get("arms"), seeds, paper),
+        paper=paper,
+        power=_power(path, given.get("power", {})),
+        notes=[" ".join(note.split()) for note in notes],
+    )
+
+
+def _known(given: Mapping[str, Any], keys: Iterable[str], where: str) -> None:
+    for key in given:
+        if key not in keys:
+            raise UserError(f"{where}: unknown key {key!r}; there are {', '.join(keys)}{nearest(str(key), keys)}")
+
+
+def _base(path: Path, base: Any) -> dict[str, Any]:
+    """The options of a recipe that are those of a training; what it says of arms, seeds and budgets does not count."""
+    if base is None:
+        return {}
+    if not isinstance(base, str):
+        raise UserError(f"{path}: base is the path of a recipe, got {base!r}")
+    found = read_recipe("study", str(path.parent / base))
+    known = {f.name for f in dataclasses.fields(TrainConfig)}
+    _known(found, {f.name for f in dataclasses.fields(CompareConfig)}, str(path.parent / base))
+    dropped = {*ELSEWHERE, "eval_every"} - {"data"}
+    kept = {key: value for key, value in found.items() if key in known and key not in dropped}
+    return {**_coerced(str(path.parent / base), {k: v for k, v in kept.items() if k != "data"}), **_only(kept, "data")}
+
+
+def _only(given: Mapping[str, Any], key: str) -> dict[str, Any]:
+    return {key: given[key]} if key in given else {}
+
+
+def _settings(path: Path, where: str, given: Any) -> dict[str, Any]:
+    given = {} if given is None else given
+    if not isinstance(given, dict):
+        raise UserError(f"{path}: {where} holds options of a training, option: value, got {given!r}")
+    for key in given:
+        if key in ELSEWHERE:
+            raise UserError(f"{path}: {where} cannot hold {key}; a study says it with {ELSEWHERE[key]}")
+    return _coerced(f"{path}, {where}", given)
+
+
+def _coerced(where: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    hints = typing.get_type_hints(TrainConfig)
+    for key in given:
+        if key not in hints:
+            raise UserError(f"{where}: unknown option {str(key)!r}{nearest(str(key), hints)}")
+    return {key: coerce(where, key, hints[key], value) for key, value in given.items()}
+
+
+def _domains(path: Path, said: Any, given: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """Folders by domain, and which to run: all of the study's, or those the command line names, as DOMAIN=FOLDER or, of one, FOLDER."""
+    if isinstance(said, str):
+        said = {"": said}
+    if not isinstance(said, dict) or not said or not all(isinstance(v, str) and v for v in said.values()):
+        raise UserError(f"{path}: data is a folder, or maps the names of domains to folders, got {said!r}")
+    domains = {str(name): folder for name, folder in said.items()}
+    active = []
+    for text in given:
+        name, equals, folder = text.partition("=")
+        if not equals and len(domains) == 1:
+            domains, active = dict.fromkeys(domains, text), list(domains)
+        elif equals and name in domains and folder:
+            domains[name] = folder
+            active.append(name)
+        else:
+            wanted = " ".join(f"{name}=FOLDER" for name in domains) if domains.keys() != {""} else "one folder"
+            raise UserError(f"study: --data {text} does not fit; {path} wants {wanted}{nearest(name, domains)}")
+    return domains, active or list(domains)
+
+
+def _seeds(path: Path, seeds: Any) -> list[int]:
+    numbers = isinstance(seeds, list) and all(isinstance(s, int) and not isinstance(s, bool) for s in seeds)
+    if not numbers or not seeds or len(set(seeds)) < len(seeds):
+        raise UserError(f"{path}: seeds is a list of different whole numbers, got {seeds!r}")
+    return seeds
+
+
+def _paper(path: Path, given: Any) -> dict[str, Source]:
+    if not isinstance(given, dict):
+        raise UserError(f"{path}: paper maps columns to their source and unit, got {given!r}")
+    columns = {}
+    for name, said in given.items():
+        said = {"source": said} if isinstance(said, str) else said
+        if not isinstance(said, dict) or not isinstance(said.get("source"), str):
+            raise UserError(f"{path}: paper, {name}: a column needs its source in words")
+        _known(said, ("source", "unit"), f"{path}: paper, {name}")
+        unit = said.get("unit", "nats")
+        if unit not in UNITS:
+            raise UserError(f"{path}: paper, {name}: unit must be {' or '.join(UNITS)}, got {unit!r}")
+        columns[str(name)] = Source(" ".join(said["source"].split()), unit)
+    return columns
+
+
+def _power(path: Path, given: Any) -> dict[str, Any]:
+    if not isinstance(given, dict):
+        raise UserError(f"{path}: power holds difference and spread, got {given!r}")
+    _known(given, ("difference", "spread"), f"{path}: power")
+    spread = given.get("spread", [])
+    values = [*(spread if isinstance(spread, list) else [spread]), *_only(given, "difference").values()]
+    if not all(isinstance(v, int | float) and not isinstance(v, bool) and 0 < v < math.inf for v in values):
+        raise UserError(f"{path}: power, difference and spread are numbers above 0, in nats, got {given!r}")
+    return {**given, "spread": spread if isinstance(spread, list) else [spread]}
+
+
+def _arms(path: Path, given: Any, seeds: list[int], paper: Mapping[str, Source]) -> list[StudyArm]:
+    if not isinstance(given, list) or not given:
+        raise UserError(f"{path}: arms is a list of at least one arm")
+    arms: list[StudyArm] = []
+    for item in given:
+        said = {"mixer": item} if isinstance(item, str) else item
+        if not isinstance(said, dict) or not isinstance(said.get("mixer"), str):
+            raise UserError(f"{path}: an arm is a mechanism, or has mixer and other keys, got {item!r}")
+        label = said.get("label", said["mixer"])
+        _known(said, ARM_KEYS, f"{path}, arm {label!r}")
+        if not isinstance(label, str) or not label.strip() or "\n" in label:
+            raise UserError(f"{path}: the label of an arm is one line of text, got {label!r}")
+        if label in [arm.label for arm in arms]:
+            raise UserError(f"{path}: two arms are called {label!r}; give one a label of its own")
+        numbers = said.get("paper", {})
+        _known(numbers, paper, f"{path}, arm {label!r}, paper")
+        if not all(isinstance(v, int | float) and v > 0 for v in numbers.values()):
+            raise UserError(f"{path}, arm {label!r}: the paper's numbers are numbers, got {numbers!r}")
+        settings = _settings(path, f"arm {label!r}", said.get("set", {}))
+        own = _seeds(path, said["seeds"]) if "seeds" in said else seeds
+        arms.append(StudyArm(label, parse_arm(said["mixer"]), settings, own, dict(numbers)))
+    for arm in arms:
+        if sum(other.arm == arm.arm and other.settings == arm.settings for other in arms) > 1:
+            raise UserError(f"{path}: arm {arm.label!r} is there twice, under another label; remove one")
+    return arms

@@ -1,0 +1,278 @@
+"""What a study found: results.csv with a line a run, table.md with paper and ours side by side, and two figures."""
+
+from __future__ import annotations
+
+import csv
+import io
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from depthmix.files import write_text
+from depthmix.study.code import KERNELS
+from depthmix.study.costs import cost_note, doubts
+from depthmix.study.pictures import DIFFERENCES, LOSSES, draw_study
+from depthmix.study.power import POWER, detectable, seeds_needed
+from depthmix.study.recipe import Cell, Study
+from depthmix.study.records import RUNS, Records
+from depthmix.study.rows import Row, Run, make_rows
+from depthmix.study.table import COSTS, DASH, LEARNT, Column, cells, markdown_line, markdown_text
+from depthmix.study.verdict import footnotes, verdict
+
+RESULTS, TABLE = "results.csv", "table.md"
+NAMES = ("arm", "domain", "size", "seed", "mixer", "steps", "tokens", "val_loss", "bits_per_byte", "parameters")
+NUMBERS = ("step_seconds", "seconds", "wall_seconds", "peak_memory")
+OTHERS = ("diverged", "device_name", "torch", "git_commit", "code", "data")
+
+
+def write_sheet(study: Study, records: Records, used: Sequence[dict[str, Any]], out: Path, figures: bool) -> list[str]:
+    """Write everything into the folder; returns what to tell the user."""
+    write_text(out / RESULTS, to_csv(study, used))
+    by_cell = {cell.name: as_runs(used, cell) for cell in study.cells}
+    said = draw_study(study, by_cell, train_curves(used), out) if figures and any(by_cell.values()) else []
+    drawn = [name for name in (DIFFERENCES, LOSSES) if (out / f"{name}.png").is_file()]
+    write_text(out / TABLE, to_markdown(study, records, used, by_cell, drawn))
+    return [*said, f"Table: {out / TABLE}"]
+
+
+def as_runs(used: Iterable[Mapping[str, Any]], cell: Cell) -> list[Run]:
+    """The runs of one cell that finished, as comparisons have them."""
+    runs = []
+    for record in used:
+        if (record["domain"], record["size"]) != (cell.domain, cell.size) or "result" not in record:
+            continue
+        r = record["result"]
+        parameters, per_step = r.get("parameters", {}), r["tokens"] / r["steps"]
+        curve = [(step * per_step, step * r["step_seconds"], loss) for step, loss in r.get("val_curve", [])][:-1]
+        quartiles = r.get("step_quartiles")
+        runs.append(
+            Run(
+                arm=record["arm"],
+                seed=record["seed"],
+                path="",
+                steps=r["steps"],
+                tokens=r["tokens"],
+                val_loss=r["val_loss"],
+                bits_per_byte=r.get("bits_per_byte"),
+                parameters=parameters.get("total", 0),
+                added_by_mixer=parameters.get("added_by_mixer", 0),
+                step_seconds=r["step_seconds"],
+                seconds=r["seconds"],
+                peak_memory=r.get("peak_memory"),
+                curve=[*curve, (r["tokens"], r["steps"] * r["step_seconds"], r["val_loss"])],
+                step_quartiles=(quartiles[0], quartiles[1]) if quartiles else None,
+                core_wait=r.get("core_wait"),
+            )
+        )
+    return runs
+
+
+def train_curves(used: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str, int], list[tuple[float, float]]]:
+    """{(cell, arm, seed): [(tokens, training loss)]}."""
+    return {
+        (" ".join(w for w in (r["domain"], r["size"]) if w), r["arm"], r["seed"]): [
+            (step * r["result"]["tokens"] / r["result"]["steps"], loss) for step, loss in r["result"]["train_curve"]
+        ]
+        for r in used
+        if r.get("result", {}).get("train_curve")
+    }
+
+
+def to_csv(study: Study, used: Sequence[Mapping[str, Any]]) -> str:
+    """A line a run in the study's order, with full precision; empty where there is no value."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow([*NAMES, *NUMBERS, *OTHERS])
+    order = {label: i for i, label in enumerate(study.labels)}
+    for run in sorted(used, key=lambda r: (r["domain"], r["size"], order[r["arm"]], r["seed"])):
+        result, where = run.get("result", {}), run["environment"]
+        known = {**where, **run["config"], **result, **run, "parameters": result.get("parameters", {}).get("total")}
+        writer.writerow(["" if (v := known.get(name)) is None else v for name in (*NAMES, *NUMBERS, *OTHERS)])
+    return out.getvalue()
+
+
+def to_markdown(
+    study: Study,
+    records: Records,
+    used: Sequence[Mapping[str, Any]],
+    by_cell: Mapping[str, Sequence[Run]],
+    drawn: Sequence[str],
+) -> str:
+    """The question, the table of paper and ours, costs and verdicts by cell, what the seeds can show, and how it was made."""
+    rows = {name: make_rows(runs, study.labels) for name, runs in by_cell.items()}
+    text = [f"# {study.name}", "", study.question, ""]
+    if not any(rows.values()):
+        text.append("No run has finished yet.")
+    else:
+        diverged = {(r["arm"], " ".join(w for w in (r["domain"], r["size"]) if w)) for r in used if "diverged" in r}
+        text += [
+            *_main_table(study, rows, diverged),
+            "",
+            *_bullets(_legend(study)),
+            *(f"\n![{n}]({n}.png)" for n in drawn),
+        ]
+        for name, own in rows.items():
+            text += ["", *_cell(name, own, by_cell[name])]
+    measured = {
+        name: spread for name, runs in by_cell.items() if (spread := paired_spread(runs, study.labels[0])) is not None
+    }
+    text += ["", "## What the seeds can show", "", *_bullets([*power_lines(study), *_measured(study, measured)])]
+    text += ["", "## How this was made", "", *_bullets(_made(study, records, used))]
+    return "\n".join(text) + "\n"
+
+
+def _main_table(study: Study, rows: Mapping[str, Sequence[Row]], diverged: set[tuple[str, str]]) -> list[str]:
+    """A row an arm, whether it has finished or not."""
+    first = study.labels[0]
+    heading = ["arm", *(f"paper: {name}" for name in study.paper)]
+    for name in rows:
+        of = f"ours, {name}" if name else "ours"
+        heading += [f"{of}: val. loss", f"{of}: against {first}", "seeds"]
+    lines = [markdown_line(heading), "|---|" + "---:|" * (len(heading) - 1)]
+    base = study.arms[0].paper
+    for arm in study.arms:
+        cells_ = [arm.label]
+        for name, source in study.paper.items():
+            value = arm.paper.get(name)
+            cells_.append(DASH if value is None else f"{value:g}")
+            if value is not None and name in base and arm is not study.arms[0]:
+                cells_[-1] += f" ({source.difference(value, base[name]):+.4f})"
+        for name, own in rows.items():
+            row = next((row for row in own if row.arm == arm.label), None)
+            none = "diverged" if (arm.label, name) in diverged else DASH
+            cells_ += [none, DASH, "0"] if row is None else [f"{row.val_loss:.4f}", _against(row), str(row.seeds)]
+        lines.append(markdown_line(cells_))
+    return lines
+
+
+def _against(row: Row) -> str:
+    if row.difference is None:
+        return DASH
+    return f"{row.difference:+z.4f}" + ("" if row.difference_interval is None else f" ± {row.difference_interval:.4f}")
+
+
+def _legend(study: Study) -> list[str]:
+    lines = [f"paper, {name}: {source.source} ({source.unit})" for name, source in study.paper.items()]
+    if study.paper:
+        lines.append(
+            "In brackets: the paper's difference to the first arm in nats per token, for perplexities the logarithm of their ratio."
+        )
+    budget = "the same steps" if study.budget == "tokens" else "the steps that fit into the first arm's time"
+    return [
+        *lines,
+        f"ours: nats per token on the validation split at the end, mean over seeds; every arm makes {budget}. Differences are taken seed by seed, ± half the 95% interval of their mean.",
+    ]
+
+
+def _cell(name: str, rows: Sequence[Row], runs: Sequence[Run]) -> list[str]:
+    """Costs and verdicts of one cell."""
+    if not rows:
+        return [f"## {name or 'Costs'}", "", "No run has finished yet."]
+    several = all(len(run.curve) > 1 for run in runs)
+    columns: list[Column] = [*LEARNT[: 4 if several else 2], *COSTS]
+    heading, *lines = cells(rows, columns)
+    notes = [n for n in footnotes(rows) if "±" not in n and (several or "to reach" not in n)]  # of these columns
+    remarks = cost_note(doubts(runs, [row.arm for row in rows]), False)
+    table = [markdown_line(heading), "|---|" + "---:|" * (len(heading) - 1), *map(markdown_line, lines)]
+    verdicts = _bullets(verdict(rows))
+    return [
+        f"## {name or 'Verdicts and costs'}",
+        "",
+        *verdicts,
+        *[""] * bool(verdicts),
+        *table,
+        "",
+        *_bullets([*remarks, *notes]),
+    ]
+
+
+def power_lines(study: Study) -> list[str]:
+    """How many paired seeds the difference of interest needs, and what those of the study can show."""
+    lines, difference = [], study.power.get("difference")
+    seeds = len(study.seeds)
+    for spread in study.power["spread"]:
+        begin = f"If a paired difference varies by {spread:g} nats from seed to seed (standard deviation)"
+        if difference is not None:
+            needed = seeds_needed(difference, spread)
+            words = "more seeds than anyone runs" if needed is None else f"{needed} paired seeds"
+            lines.append(
+                f"{begin}, one of {difference:g} needs {words} to be shown with a chance of {POWER:.0%}; {_shows(spread, seeds)}."
+            )
+        else:
+            lines.append(f"{begin}: {_shows(spread, seeds)}.")
+    return lines
+
+
+def _shows(spread: float, seeds: int) -> str:
+    least = detectable(spread, seeds)
+    return "one seed shows nothing" if least is None else f"{seeds} seeds show {least:.3f}"
+
+
+def paired_spread(runs: Sequence[Run], first: str) -> float | None:
+    """The standard deviation of paired differences, pooled over arms; None before two seeds of two arms."""
+    base = {run.seed: run.val_loss for run in runs if run.arm == first}
+    squares, freedom = 0.0, 0
+    for arm in {run.arm for run in runs} - {first}:
+        differences = [run.val_loss - base[run.seed] for run in runs if run.arm == arm and run.seed in base]
+        if len(differences) > 1:
+            squares += statistics.variance(differences) * (len(differences) - 1)
+            freedom += len(differences) - 1
+    return (squares / freedom) ** 0.5 if freedom else None
+
+
+def _measured(study: Study, spreads: Mapping[str, float]) -> list[str]:
+    lines, difference = [], study.power.get("difference")
+    for name, spread in spreads.items():
+        line = f"Measured here{', ' * bool(name)}{name}: {spread:.4f}, pooled over the arms"
+        if difference is not None:
+            needed = seeds_needed(difference, spread)
+            line += f"; a difference of {difference:g} needs {'too many' if needed is None else needed} paired seeds"
+        lines.append(f"{line}; {_shows(spread, len(study.seeds))}.")
+    return lines
+
+
+def _made(study: Study, records: Records, used: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The commands, where it ran, and what the reader has to know of the code."""
+    planned = sum(len(arm.seeds) for arm in study.arms) * len(study.cells)
+    data = " ".join(f"{name}=FOLDER" if name else "FOLDER" for name in study.domains)
+    lines = [
+        f"Runs: `depthmix study {study.name} --data {data}`, in pieces with `--minutes`; {len(used)} of {planned} are done ({RUNS}, {RESULTS}).",
+        f"This page and its figures: `depthmix study {study.name} --report`.",
+    ]
+    places = {(r["environment"].get("device_name"), r["environment"].get("torch")) for r in used}
+    lines += [
+        f"{n} runs on {name}, torch {torch}."
+        for name, torch in sorted(places, key=str)
+        if (n := _count(used, name, torch))
+    ]
+    lines += [
+        f"{r['arm']} with seed {r['seed']}{', ' * bool(r['domain'])}{r['domain']} diverged: {r['diverged']}."
+        for r in used
+        if "diverged" in r
+    ]
+    kernels = {(m, records.code(dict(r)).get(f"{KERNELS}{m}")) for r in used for m in [r["config"].get("mixer")]}
+    twice = sorted({str(m) for m, _ in kernels if sum(m == other for other, _ in kernels) > 1})
+    if twice:
+        lines.append(
+            f"Runs of {', '.join(twice)} were made with more than one version of the kernels, which differ in speed and rounding."
+        )
+    for line in records.of("accept"):
+        lines.append(
+            f"Results of different code are mixed ({', '.join(sorted(line['files']))}), accepted because: {line['reason']}."
+        )
+    left_out = len({(r["arm"], r["domain"], r["size"], r["seed"]) for r in records.runs}) - len(used)
+    if left_out:
+        lines.append(
+            f"{left_out} runs in {RUNS} are of arms, seeds or data that the study does not name, and are left out."
+        )
+    return [*lines, *study.notes]
+
+
+def _count(used: Sequence[Mapping[str, Any]], name: Any, torch: Any) -> int:
+    where = [(r["environment"].get("device_name"), r["environment"].get("torch")) for r in used]
+    return where.count((name, torch))
+
+
+def _bullets(sentences: Iterable[str]) -> list[str]:
+    return [f"* {markdown_text(sentence)}" for sentence in sentences]

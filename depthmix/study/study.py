@@ -1,0 +1,246 @@
+"""`depthmix study`: run what is missing of a study, in pieces, and write what it found.
+
+After every run its numbers are on disk: a kill at any moment loses the run in progress and nothing else.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from depthmix.config import StudyConfig
+from depthmix.data.dataset import TokenData
+from depthmix.device import choose_device, release_memory
+from depthmix.errors import CHECKPOINT, DIVERGED, INTERNAL, INTERRUPTED, UserError
+from depthmix.runs.folder import environment
+from depthmix.study.checks import check_code, check_pieces, check_runs, data_mark, plain_config
+from depthmix.study.code import code_id, code_of
+from depthmix.study.pieces import Deadline, Piece, in_order, predicted
+from depthmix.study.recipe import Study, read_study
+from depthmix.study.records import RUNS, Records, read_records, write_records
+from depthmix.study.sheet import power_lines, write_sheet
+
+RESULTS = Path("docs") / "results"
+# Of a run's environment what is kept: no paths.
+KEPT = ("depthmix", "git_commit", "python", "torch", "cuda", "device", "device_name", "started")
+
+
+def study(config: StudyConfig, *, begun: float | None = None) -> Records:
+    """Run what is missing and fits into the time, then write table and figures; returns all results.
+
+    begun: when the time given began, by time.monotonic(); now, if it is left out.
+    """
+    if config.minutes < 0:
+        raise UserError(f"study: minutes must be at least 0, got {config.minutes:g}")
+    said = read_study(config.study, config.data)
+    usual = RESULTS / said.name
+    out = Path(config.out) if config.out else usual
+    lost = next((name for name in config.results if not Path(name).is_file()), None)
+    if lost:
+        raise UserError(f"study: there is no file of results {lost}", CHECKPOINT)
+    records = read_records(dict.fromkeys([out / RUNS, usual / RUNS, *map(Path, config.results)]))
+    say = _silent if config.quiet else functools.partial(print, flush=True)
+    for line in (said.question, *power_lines(said)):
+        say(line)
+    if config.report:
+        used = chosen(said, records.runs)
+        check_runs(used, planned(said, records, config, out), {}, None)
+        check_code(said, records, used, [], config.accept_code)
+        _finish(said, records, out, say, figures=True)
+    else:
+        Worker(said, config, records, out, say, begun).run()
+    return records
+
+
+def _silent(text: str) -> None:
+    pass
+
+
+def chosen(said: Study, runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The runs that the study names, the first of each; others stay in the file and out of the table."""
+    wanted = {(a.label, c.domain, c.size, seed) for a in said.arms for c in said.cells for seed in a.seeds}
+    found: dict[tuple[str, str, str, int], dict[str, Any]] = {}
+    for run in runs:
+        key = run["arm"], run["domain"], run["size"], run["seed"]
+        if key in wanted:
+            found.setdefault(key, run)
+    return list(found.values())
+
+
+def planned(said: Study, records: Records, config: StudyConfig, out: Path) -> list[Piece]:
+    """Every run of the study, in its order; at equal time those whose steps are known."""
+    times: dict[tuple[str, str], dict[str, float]] = {}
+    for line in records.of("step_times"):
+        times.setdefault((line["domain"], line["size"]), line["seconds"])
+    return in_order(said, config.device, str(out), config.quiet, times)
+
+
+class Worker:
+    """One call of a study: it opens the data once, checks everything it will run, and runs it."""
+
+    def __init__(
+        self,
+        said: Study,
+        config: StudyConfig,
+        records: Records,
+        out: Path,
+        say: Callable[[str], None],
+        begun: float | None,
+    ) -> None:
+        self.study, self.config, self.records, self.out, self.say = said, config, records, out, say
+        self.deadline = Deadline(config.minutes, time.monotonic() if begun is None else begun)
+        self.device = choose_device(config.device)
+        self.environment = {key: value for key, value in environment([], config.device).items() if key in KEPT}
+        self.data = {name: _open(said.domains[name]) for name in said.active}
+        self.marks = {name: data_mark(data) for name, data in self.data.items()}
+        self.failed: dict[str, str] = {}  # by arm
+
+    def run(self) -> None:
+        """Everything that is missing and fits, then the table."""
+        from depthmix.train.compiled import compiled_once
+        from depthmix.train.signals import StopSignal
+
+        with StopSignal() as signal, compiled_once(self._compiles()):
+            if self.study.budget == "time":
+                self._measure()
+            pieces = self._planned()
+            used, missing = chosen(self.study, self.records.runs), self._missing(pieces)
+            check_runs(used, pieces, self.marks, self.device.type)
+            check_pieces(self.study, missing, self.data)
+            check_code(self.study, self.records, used, missing, self.config.accept_code)
+            self.say(f"{self.study.name}: {len(pieces) - len(missing)} of {len(pieces)} runs are done.")
+            for piece in missing:
+                if signal.requested or not self._begin(piece, signal):
+                    break
+        missing = self._missing(pieces)
+        _finish(self.study, self.records, self.out, self.say, figures=not signal.requested)
+        where = f"{len(pieces) - len(missing)} of {len(pieces)} runs are done"
+        again = f"{where}; the same command goes on from there"
+        if signal.requested and missing:
+            raise UserError(f"stopped by {signal.name}: {again}", INTERRUPTED)
+        if self.failed:
+            what = "; ".join(f"{arm}: {error}" for arm, error in self.failed.items())
+            raise UserError(f"{len(self.failed)} arms could not be run ({what}); {again}", INTERNAL)
+        self.say(f"{where}." if not missing else f"{again}.")
+
+    def _planned(self) -> list[Piece]:
+        pieces = planned(self.study, self.records, self.config, self.out)
+        return [piece for piece in pieces if piece.cell.domain in self.study.active]
+
+    def _missing(self, pieces: Sequence[Piece]) -> list[Piece]:
+        done = {(r["arm"], r["domain"], r["size"], r["seed"]) for r in self.records.runs}
+        return [piece for piece in pieces if piece.key not in done]
+
+    def _compiles(self) -> bool:
+        said = self.study
+        settings = [said.settings, *(cell.settings for cell in said.cells), *(arm.settings for arm in said.arms)]
+        return any(s.get("compile", "off") != "off" for s in settings)
+
+    def _begin(self, piece: Piece, signal: Any) -> bool:
+        """Make one run; whether to go on with the next."""
+        from depthmix.train.brief import train_briefly
+
+        if piece.arm.label in self.failed:
+            return True
+        takes = predicted(piece, self.records.runs, self.environment["device_name"])
+        if not self.deadline.fits(takes):
+            self.say(f"No time for {piece.title}{f', which takes about {takes:.0f} s' if takes else ''}.")
+            return False
+        evaluating = [r["result"].get("eval_seconds", 0.0) for r in self.records.runs if "result" in r]
+
+        def stop(left: float) -> bool:
+            return signal.requested or not self.deadline.fits(left + max(evaluating, default=left / 20))
+
+        release_memory(self.device)  # the last run's memory is not this one's
+        table = code_of(piece.config.mixer)
+        record: dict[str, Any] = {
+            "kind": "run",
+            "arm": piece.arm.label,
+            "domain": piece.cell.domain,
+            "size": piece.cell.size,
+            "seed": piece.config.seed,
+            "config": plain_config(piece.config),
+            "data": self.marks[piece.cell.domain],
+            "code": code_id(table),
+            "environment": self.environment | {"started": time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime())},
+        }
+        try:
+            result = train_briefly(piece.config, self.data[piece.cell.domain], label=piece.title, stop=stop)
+        except Exception as error:  # one arm that cannot run must not cost the others their time
+            if isinstance(error, UserError) and error.exit_code == DIVERGED:
+                record["diverged"] = str(error)
+                self.say(f"{piece.title} diverged: {error}.")
+            else:
+                if not isinstance(error, UserError):
+                    traceback.print_exc()
+                self.failed[piece.arm.label] = " ".join(str(error).split())[:300] or type(error).__name__
+                print(f"{piece.title} failed: {self.failed[piece.arm.label]}", file=sys.stderr, flush=True)
+                return True
+        else:
+            if result is None:
+                self.say(
+                    f"{piece.title} would not end in time and is left out." if not signal.requested else "Stopping."
+                )
+                return False
+            record["result"] = rounded(result)
+            parts = [f"{result[f'{part}_seconds']:.1f}" for part in ("build", "first", "eval")]
+            around = f"{parts[0]} to build it, {parts[1]} for its first steps, {parts[2]} to evaluate it"
+            self.say(f"{piece.title}: {result['val_loss']:.4f} in {result['wall_seconds']:.0f} s ({around})")
+        self.records.add({"kind": "code", "id": code_id(table), "files": table}, record)
+        write_records(self.out, self.records)
+        return True
+
+    def _measure(self) -> None:
+        """Step times in turns, where a cell lacks some, so that arms get equal time; they are kept with the results."""
+        from depthmix.train.loop import measure_step_times
+
+        first = self.study.arms[0]
+        more = {"device": self.config.device, "out": str(self.out), "quiet": True}
+        for cell in (cell for cell in self.study.cells if cell.domain in self.study.active):
+            place = (cell.domain, cell.size)
+            lines = [r for r in self.records.of("step_times") if (r["domain"], r["size"]) == place]
+            known: dict[str, float] = dict(lines[0]["seconds"]) if lines else {}
+            missing = [arm for arm in self.study.arms if arm.label not in known]
+            if not missing:
+                continue
+            # The first arm is measured again with arms that came later, and they are scaled to its saved time.
+            group = missing if missing[0] is first else [first, *missing]
+            configs = [self.study.config(arm, cell, self.study.seeds[0], **more) for arm in group]
+            check_pieces(self.study, map(Piece, group, [cell] * len(group), configs), self.data)
+            self.say("Measuring step times …")
+            times = measure_step_times(configs)
+            scale = known.get(first.label, times[0]) / times[0]
+            known = {**{arm.label: t * scale for arm, t in zip(group, times, strict=True)}, **known}
+            self.records.lines = [r for r in self.records.lines if r not in lines]
+            line = {"kind": "step_times", "domain": cell.domain, "size": cell.size, "seconds": known}
+            self.records.add({**line, "environment": self.environment})
+            write_records(self.out, self.records)
+
+
+def _open(folder: str) -> TokenData:
+    data = TokenData.open(folder)
+    data.verify()  # a fingerprint of other tokens than those read would be worth nothing
+    return data
+
+
+def rounded(result: dict[str, Any]) -> dict[str, Any]:
+    """The result with curves of five digits: they are for drawing, and the file is committed."""
+    return {
+        key: [[step, float(f"{loss:.5g}")] for step, loss in value] if key.endswith("_curve") else value
+        for key, value in result.items()
+    }
+
+
+def _finish(said: Study, records: Records, out: Path, say: Callable[[str], None], figures: bool) -> None:
+    """Write the results, the table and the figures."""
+    if not records.runs:
+        say("No run has finished yet.")
+        return
+    write_records(out, records)
+    for sentence in write_sheet(said, records, chosen(said, records.runs), out, figures):
+        say(sentence)

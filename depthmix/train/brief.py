@@ -1,0 +1,90 @@
+"""A training that leaves no folder: final numbers and thinned curves, for studies of many short runs.
+
+The steps are the trainer's own. Left out is what stands around them in `depthmix train`: a run folder, checkpoints, and
+evaluations on the way unless eval_every asks for them.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from depthmix.config import TrainConfig
+from depthmix.data.dataset import TokenData
+from depthmix.device import PeakMemory, choose_device
+from depthmix.errors import DIVERGED, UserError
+from depthmix.train.clock import CoreWait
+from depthmix.train.deterministic import deterministic
+from depthmix.train.loop import Trainer, check_config, result_of
+from depthmix.train.progress import TrainingProgress
+
+POINTS = 60  # of a curve of training losses, each the mean of its part of the steps
+SETTLED = 5  # steps after which the compilers are done
+
+
+def train_briefly(
+    config: TrainConfig, data: TokenData, *, label: str = "", stop: Callable[[float], bool] = lambda left: False
+) -> dict[str, Any] | None:
+    """The result of a training, with its curves; None if `stop`, which is told how many seconds are left, ended it.
+
+    The numbers are those of `train`'s result.json. UserError, with exit code DIVERGED, if the loss is beyond use.
+    """
+    check_config(config)
+    with deterministic(config.deterministic):
+        return _train(config, data, label, stop)
+
+
+def _train(config: TrainConfig, data: TokenData, label: str, stop: Callable[[float], bool]) -> dict[str, Any] | None:
+    begun = time.perf_counter()
+    device = choose_device(config.device)
+    memory, waiting = PeakMemory(device), CoreWait()
+    trainer = Trainer(config, data, device)
+    built = time.perf_counter() - begun
+    progress = TrainingProgress(label or config.mixer, 0, config.steps, config.quiet)
+    losses: list[float] = []
+    took: list[float] = []
+    evaluations: list[tuple[int, float]] = []
+    skipped = 0
+    try:
+        for step in range(config.steps):
+            started, done = time.perf_counter(), step + 1
+            loss, norm = trainer.step(step)
+            took.append(time.perf_counter() - started)
+            losses.append(loss)
+            if not trainer.usable(loss, norm):
+                if config.on_nan == "stop" or trainer.astray():
+                    raise UserError(f"the {trainer.complaint(loss, norm)} at step {done}", DIVERGED)
+                skipped += 1
+            if done % config.eval_every == 0 or done == config.steps:
+                started = time.perf_counter()
+                found = trainer.evaluate()
+                evaluating = time.perf_counter() - started
+                if not trainer.usable(found.loss):
+                    raise UserError(f"the validation {trainer.complaint(found.loss)} at step {done}", DIVERGED)
+                evaluations.append((done, found.loss))
+            tokens = config.batch_size * config.seq_len
+            progress.update(done, loss, tokens / statistics.mean(took[-20:]), None, None)
+            known = took[SETTLED:][-100:]
+            if done < config.steps and stop((config.steps - done) * statistics.median(known) if known else 0.0):
+                return None
+    finally:
+        progress.close()
+    result = result_of(trainer, found, waiting.share(), sum(took), skipped, memory.read())
+    return {
+        **result,
+        "wall_seconds": time.perf_counter() - begun,
+        "build_seconds": built,
+        "first_seconds": sum(took[:SETTLED]),  # with what is compiled and recorded
+        "eval_seconds": evaluating,
+        "train_curve": thinned(losses),
+        "val_curve": [[step, loss] for step, loss in evaluations],
+    }
+
+
+def thinned(losses: Sequence[float], points: int = POINTS) -> list[list[float]]:
+    """[step, mean loss of the steps since the point before] at up to so many points, the last at the last step."""
+    points = min(points, len(losses))
+    ends = [(i + 1) * len(losses) // points for i in range(points)]
+    return [[end, statistics.fmean(losses[start:end])] for start, end in zip([0, *ends], ends, strict=False)]

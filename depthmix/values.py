@@ -1,0 +1,114 @@
+"""What a command is given, a flag's text or a line of a YAML recipe, as the values of its dataclass."""
+
+from __future__ import annotations
+
+import functools
+import types
+import typing
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+from depthmix.errors import UserError
+from depthmix.names import nearest as nearest_of
+
+nearest = functools.partial(nearest_of, cutoff=0.65)  # flags are many and alike: suggest only what is close
+
+
+def coerce(command: str, name: str, hint: Any, value: Any) -> Any:
+    """A flag's text or a recipe's value as the field's type; UserError where it does not fit."""
+    members = get_args(hint) if get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+    expected = describe(hint)
+    if type(None) in members and (value is None or (isinstance(value, str) and value.lower() == "none")):
+        return None
+    for kind in members:
+        if get_origin(kind) is Literal:
+            value = "off" if value is False and "off" in get_args(kind) else value  # YAML reads off as false
+            if value in get_args(kind):
+                return value
+        if get_origin(kind) is list and isinstance(value, list):
+            item = get_args(kind)[0]
+            parts = [v.split(",") if get_origin(item) is dict and isinstance(v, str) else v for v in value]
+            return [coerce(command, name, item, v) for v in parts]
+        if get_origin(kind) is dict:
+            return pairs(command, name, value)
+        if kind is bool and isinstance(value, bool):
+            return value
+        if kind is str and isinstance(value, str) and "\0" not in value:
+            return value
+        if kind in (int, float) and not isinstance(value, bool):
+            try:
+                number = kind(value)
+            except (TypeError, ValueError, OverflowError):
+                continue
+            if isinstance(value, str) or number == value:
+                return number
+    near = nearest(str(value), [c for k in members if get_origin(k) is Literal for c in get_args(k)])
+    raise UserError(f"{command}: {name} must be {expected}, got {value!r}{near}")
+
+
+def pairs(command: str, name: str, value: Any) -> dict[str, Any]:
+    """A dictionary, or a list of key=value as on the command line."""
+    from depthmix.mixers.options import parse_value
+
+    if isinstance(value, list) and all(isinstance(v, str) and "=" in v for v in value):
+        given: dict[str, Any] = {}
+        for key, _, text in ((part.strip() for part in item.partition("=")) for item in value):
+            if key in given:
+                raise UserError(f"{command}: {name} gives {key} twice")
+            given[key] = text
+        value = given
+    if isinstance(value, dict) and all(isinstance(k, str) for k in value):
+        return {k: parse_value(v) if isinstance(v, str) else v for k, v in value.items()}
+    raise UserError(f"{command}: {name} must be written as option=value option=value, got {value!r}")
+
+
+def describe(hint: Any) -> str:
+    """A type in words."""
+    if get_origin(hint) in (typing.Union, types.UnionType):
+        return " or ".join("none" if m is type(None) else describe(m) for m in get_args(hint))
+    if get_origin(hint) is Literal:
+        return " or ".join(get_args(hint))
+    if get_origin(hint) is list:
+        return "a list"
+    words = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+    return words.get(hint, "option=value pairs")
+
+
+def read_recipe(command: str, path: str) -> dict[str, Any]:
+    """The lines of a YAML recipe."""
+    import yaml
+
+    class Once(yaml.SafeLoader):
+        """Plain YAML lets the last of two lines with one name win, silently."""
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+            seen: set[str] = set()
+            for key, _ in node.value:
+                if (name := str(key.value)) in seen:
+                    line = key.start_mark.line + 1
+                    raise UserError(f"{command}: the recipe {path} gives {name} twice, again at line {line}")
+                seen.add(name)
+            return super().construct_mapping(node, deep)
+
+    try:
+        loaded = yaml.load(Path(path).read_text(encoding="utf-8"), Once)
+    except OSError as error:
+        raise UserError(f"{command}: cannot read the recipe {path}: {error.strerror}") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f" at line {mark.line + 1}" if mark else ""
+        raise UserError(f"{command}: the recipe {path} is not YAML{where}") from None
+    if not isinstance(loaded, dict) or not all(isinstance(k, str) for k in loaded):
+        raise UserError(f"{command}: the recipe {path} must hold lines of option: value")
+    return loaded
+
+
+def build_config(command: str, config: type, given: dict[str, Any]) -> Any:
+    """The dataclass from its defaults, the recipe and the flags, in this order."""
+    hints = typing.get_type_hints(config)
+    recipe = given.pop("recipe", None)
+    values = {**(read_recipe(command, recipe) if recipe is not None else {}), **given}
+    for name in values:
+        if name not in hints:
+            raise UserError(f"{command}: unknown option {name!r} in the recipe {recipe}{nearest(name, list(hints))}")
+    return config(**{name: coerce(command, name, hints[name], value) for name, value in values.items()})

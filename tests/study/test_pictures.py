@@ -1,0 +1,73 @@
+"""The figures of a study: what they show, and what is said where they cannot be drawn."""
+
+import math
+
+import pytest
+
+from depthmix.study import pictures
+from depthmix.study.pictures import draw_study, mean_difference, plot_differences, plot_training
+from depthmix.study.recipe import read_study
+from depthmix.study.records import Records
+from depthmix.study.sheet import as_runs, train_curves, write_sheet
+from study import studies
+
+
+def records(study, seeds=(0, 1), steps=6):
+    training = studies.Training()
+    found = []
+    for arm in study.arms:
+        for seed in seeds:
+            config = study.config(arm, study.cells[0], seed, steps=steps)
+            place = {"arm": arm.label, "domain": "words", "size": "", "seed": seed}
+            found.append({"kind": "run", **place, "result": training(config, None), "config": {}, "environment": {}})
+    return found
+
+
+@pytest.fixture
+def study(tmp_path):
+    return read_study(str(studies.write(tmp_path)))
+
+
+def test_differences_stand_beside_the_papers(study):
+    axes = plot_differences(study, {"words": as_runs(records(study), study.cells[0])}).axes[0]
+    means = sorted(
+        line.get_xdata()[0] for line in axes.lines if len(line.get_xdata()) == 1 and line.get_marker() == "o"
+    )
+    assert means == pytest.approx([-0.1, -0.05])
+    paper = next(line for line in axes.lines if line.get_marker() == "D")
+    assert paper.get_xdata() == pytest.approx([math.log(19 / 20)])
+    assert list(paper.get_ydata()) == [0]
+    assert [text.get_text() for text in axes.get_yticklabels()] == study.labels[1:]
+
+
+def test_training_is_compared_at_the_same_steps_only(study):
+    curves = train_curves([*records(study), *records(study, seeds=[5], steps=8)[:2]])
+    x, y = mean_difference(curves, "words", "slow", "residual")
+    assert x == [192, 384]
+    assert y == pytest.approx([-0.05, -0.05])
+    odd = {key: value for key, value in curves.items() if key[2] != 5 or key[1] != "residual"}
+    odd["words", "residual", 5] = [(1.0, 4.0)]
+    assert mean_difference(odd, "words", "slow", "residual")[1] == pytest.approx([-0.05, -0.05])
+    assert mean_difference(curves, "words", "nobody", "residual") == ([], [])
+    figure = plot_training(study, ["words"], curves)
+    assert [line.get_label() for line in figure.axes[0].lines][:2] == study.labels[1:]
+
+
+def test_files_are_written_or_it_is_said_how(study, tmp_path, monkeypatch):
+    found = records(study)
+    curves, runs = train_curves(found), {"words": as_runs(found, study.cells[0])}
+    monkeypatch.setattr(pictures, "load", lambda: False)
+    (said,) = draw_study(study, runs, curves, tmp_path)
+    assert "matplotlib is not installed" in said
+    assert "--report" in said
+    assert not list(tmp_path.glob("*.png"))
+    monkeypatch.undo()
+    assert draw_study(study, runs, curves, tmp_path) == []
+    for name in ("differences", "training"):
+        assert (tmp_path / f"{name}.svg").read_text().startswith("<?xml")
+        assert (tmp_path / f"{name}.png").stat().st_size > 1000
+
+
+def test_a_study_without_a_finished_run_has_a_page_all_the_same(study, tmp_path):
+    write_sheet(study, Records(), [], tmp_path, figures=True)
+    assert "No run has finished yet." in (tmp_path / "table.md").read_text()

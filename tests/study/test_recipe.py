@@ -1,0 +1,117 @@
+"""A study's file: what it comes to, what is wrong with it, and the studies of this repository."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from depthmix import create_mixer, list_mixers
+from depthmix.errors import USAGE
+from depthmix.runs.restore import model_config
+from depthmix.study.recipe import read_study
+from depthmix.train.loop import check_config
+from depthmix.train.optim import own_settings
+from project import ROOT
+from study import studies
+from train.refused import refused
+
+STUDIES = sorted((ROOT / "recipes" / "studies").glob("*.yaml"))
+
+
+def test_what_is_said_last_counts(tmp_path):
+    (tmp_path / "base.yaml").write_text(
+        "data: data/base\nlr: 0.5\nclip: 2.0\neval_every: 7\narms: [dca]\nseeds: [9]\nbudget: time\nquiet: true\n"
+    )
+    arms = [{"label": "one", "mixer": "attnres:ways=2", "set": {"warmup": 1}}, "residual"]
+    said = {
+        "base": "base.yaml",
+        "set": {"steps": 20, "clip": 3.0},
+        "sizes": {"s": {"dim": 32, "warmup": 5}},
+        "data": None,
+    }
+    study = read_study(str(studies.write(tmp_path, arms=arms, **said)))
+    assert (study.seeds, study.budget, study.domains) == ([0, 1], "tokens", {"": "data/base"})
+    found = study.config(study.arms[0], study.cells[0], 4)
+    assert (found.lr, found.clip, found.steps, found.dim, found.warmup) == (0.5, 3.0, 20, 32, 1)
+    assert (found.mixer, found.mixer_options, found.seed, found.data) == ("attnres", {"ways": 2}, 4, "data/base")
+    assert found.eval_every == 20  # once, at the end
+    assert not found.quiet
+    assert study.config(study.arms[1], study.cells[0], 4).warmup == 5
+    study = read_study(str(studies.write(tmp_path, **{**said, "set": {"steps": 20, "eval_every": 5}})), ["elsewhere"])
+    found = study.config(study.arms[0], study.cells[0], 4)
+    assert (found.eval_every, found.data) == (5, "elsewhere")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"question": None}, ["question is needed"]),
+        ({"sed": [0]}, ["unknown key 'sed'", "did you mean 'seeds'?"]),
+        ({"seeds": [0, 0]}, ["seeds is a list of different whole numbers"]),
+        ({"seeds": "0"}, ["seeds"]),
+        ({"set": {"stepz": 3}}, ["unknown option 'stepz'", "did you mean 'steps'?"]),
+        ({"set": {"steps": "many"}}, ["steps must be a whole number, got 'many'"]),
+        ({"set": {"seed": 3}}, ["cannot hold seed", "seeds"]),
+        ({"set": {"mixer": "dca"}}, ["cannot hold mixer", "arms"]),
+        ({"set": 3}, ["set holds options"]),
+        ({"sizes": {"a": {"dimm": 3}}}, ["unknown option 'dimm'", "'dim'"]),
+        ({"sizes": []}, ["sizes maps names"]),
+        ({"budget": "tame"}, ["budget must be tokens or time", "'time'"]),
+        ({"data": 3}, ["data is a folder"]),
+        ({"base": "none.yaml"}, ["cannot read the recipe"]),
+        ({"base": 3}, ["base is the path"]),
+        ({"power": {"spred": 1}}, ["unknown key 'spred'", "'spread'"]),
+        ({"power": {"spread": -1}}, ["numbers above 0"]),
+        ({"paper": {"t": {"source": "x", "unit": "bits"}}}, ["unit must be nats or perplexity"]),
+        ({"paper": {"t": {}}}, ["needs its source"]),
+        ({"paper": 1}, ["paper maps columns"]),
+        ({"notes": "one"}, ["notes is a list"]),
+        ({"arms": []}, ["at least one arm"]),
+        ({"arms": ["residul"]}, ["unknown mixer 'residul'", "'residual'"]),
+        ({"arms": ["attnres:wys=2"]}, ["wys", "'ways'"]),
+        ({"arms": [{"mixer": "dca", "sett": {}}]}, ["arm 'dca'", "unknown key 'sett'", "'set'"]),
+        ({"arms": [{"mixer": "dca", "set": {"lrr": 1}}]}, ["arm 'dca'", "unknown option 'lrr'", "'lr'"]),
+        ({"arms": [{"mixer": "dca", "paper": {"u": 1}}]}, ["unknown key 'u'", "there are t"]),
+        ({"arms": [{"mixer": "dca", "paper": {"t": "x"}}]}, ["the paper's numbers"]),
+        ({"arms": [{"label": "x"}]}, ["an arm is a mechanism"]),
+        ({"arms": [{"label": "a\nb", "mixer": "dca"}]}, ["one line"]),
+        ({"arms": ["dca", "dca"]}, ["two arms are called 'dca'"]),
+        ({"arms": ["dca", {"label": "x", "mixer": "dca"}]}, ["is there twice"]),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_sentence(tmp_path, changes, words):
+    refused(lambda: read_study(str(studies.write(tmp_path, **changes))), *words, code=USAGE)
+
+
+def test_unknown_studies_and_domains(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    refused(lambda: read_study("tinny"), "unknown study 'tinny'", "did you mean 'tiny'?", code=USAGE)
+    refused(lambda: read_study(""), "recipes/studies", code=USAGE)
+    path = str(studies.write(tmp_path, data={"books": "a", "code": "b"}))
+    refused(lambda: read_study(path, ["c"]), "--data c", "books=FOLDER code=FOLDER", code=USAGE)
+    refused(lambda: read_study(path, ["boks=c"]), "did you mean 'books'?", code=USAGE)
+    assert read_study(path, ["code=c"]).domains == {"books": "a", "code": "c"}
+    assert read_study(path, ["code=c"]).active == ["code"]
+    assert read_study(path).active == ["books", "code"]
+
+
+@pytest.mark.parametrize("path", STUDIES, ids=lambda p: p.stem)
+def test_every_arm_of_our_studies_can_be_built(path):
+    study = read_study(str(path))
+    for arm in study.arms:
+        config = study.config(arm, study.cells[0], 0)
+        check_config(dataclasses.replace(config, out="nowhere"))
+        model_config(config, 32)
+        with torch.device("meta"):
+            mixer = create_mixer(config.mixer, dim=config.dim, n_blocks=config.n_blocks, **config.mixer_options)
+        own_settings([f"mixer.{name}" for name, _ in mixer.named_parameters()], config.groups)
+    for name in study.paper:
+        assert name in study.arms[0].paper  # else there is no difference to quote
+
+
+def test_the_code_of_studies_names_no_mechanism():
+    for name in ("study", "recipe", "records", "checks", "pieces", "sheet", "pictures", "power", "code"):
+        text = (
+            (ROOT / "depthmix" / "study" / f"{name}.py").read_text().split('"""', 2)[2]
+        )  # docstrings may give examples
+        assert not [m for m in list_mixers() if f'"{m}"' in text or f"'{m}'" in text], name

@@ -1,0 +1,364 @@
+"""Studies in pieces: order, resuming, deadlines and signals, results of several machines, other code, and what is written."""
+
+import csv
+import json
+import os
+import signal
+import time
+
+import pytest
+
+from depthmix.cli import main
+from depthmix.errors import CHECKPOINT, DATA, DIVERGED, INTERNAL, INTERRUPTED, USAGE
+from depthmix.study import code
+from depthmix.study import study as module
+from depthmix.study.recipe import read_study
+from depthmix.study.records import read_records
+from study import studies
+from train import small
+from train.refused import refused
+
+
+@pytest.fixture
+def training(monkeypatch, tmp_path):
+    fake = studies.Training()
+    monkeypatch.setattr("depthmix.train.brief.train_briefly", fake)
+    monkeypatch.setattr("depthmix.study.sheet.draw_study", lambda *_: [])  # figures have a test of their own
+    monkeypatch.setattr(module, "release_memory", lambda device: None)  # slow in here
+    monkeypatch.chdir(tmp_path)
+    return fake
+
+
+def run(path, tmp_path, **changes):
+    return module.study(studies.config(path, tmp_path / "out", **changes))
+
+
+def lines(tmp_path):
+    return [json.loads(line) for line in (tmp_path / "out" / "runs.jsonl").read_text().splitlines()]
+
+
+def table(tmp_path):
+    return (tmp_path / "out" / "table.md").read_text()
+
+
+def test_all_arms_of_a_seed_come_before_the_next(training, tmp_path):
+    arms = [*studies.ARMS, {"mixer": "rezero", "seeds": [1, 5]}]
+    run(studies.write(tmp_path, arms=arms), tmp_path)
+    first = [("residual", 0), ("attnres", 0), ("dca", 0)]
+    assert training.made == [*first, ("residual", 1), ("attnres", 1), ("dca", 1), ("rezero", 1), ("rezero", 5)]
+
+
+def test_it_goes_on_where_it_stopped_and_repeats_nothing(training, tmp_path):
+    path = studies.write(tmp_path)
+
+    def kill(config):
+        if len(training.made) == 4:
+            raise KeyboardInterrupt  # as a kill would, in the midst of a run
+
+    training.during = kill
+    with pytest.raises(KeyboardInterrupt):
+        run(path, tmp_path)
+    assert len([x for x in lines(tmp_path) if x["kind"] == "run"]) == 4
+    training.during = None
+    run(path, tmp_path)
+    assert len(training.made) == 6
+    assert len(set(training.made)) == 6
+    run(path, tmp_path)
+    assert len(training.made) == 6
+    assert not list((tmp_path / "out").glob(".*"))
+
+
+def test_paper_and_ours_stand_side_by_side(training, tmp_path):
+    run(studies.write(tmp_path), tmp_path)
+    rows = [line for line in table(tmp_path).splitlines() if line.startswith("| ")]
+    assert rows[0] == "| arm | paper: t | ours, words: val. loss | ours, words: against residual | seeds |"
+    assert rows[1] == "| residual | 20 | 4.0050 | – | 2 |"
+    assert rows[2] == "| attnres:block_size=2 | 19 (-0.0513) | 3.9050 | -0.1000 ± 0.0000 | 2 |"  # log(19 / 20)
+    assert rows[3] == "| slow | – | 3.9550 | -0.0500 ± 0.0000 | 2 |"
+    text = table(tmp_path)
+    for words in (
+        "Which \\| is better?".replace("\\|", "|"),
+        "paper, t: Table 1 (perplexity)",
+        "`depthmix study small --data words=FOLDER`",
+        "`depthmix study small --report`",
+        "6 of 6 are done",
+        "varies by 0.005 nats",
+        "needs 5 paired seeds",
+        "Measured here, words: 0.0000",
+    ):
+        assert words in text
+    assert str(tmp_path) not in text
+    found = list(csv.DictReader((tmp_path / "out" / "results.csv").read_text().splitlines()))
+    assert [(r["arm"], r["seed"], r["domain"]) for r in found[2:4]] == [
+        ("attnres:block_size=2", s, "words") for s in "01"
+    ]
+    assert float(found[2]["val_loss"]) == 3.9
+    assert found[0]["parameters"] == "1000"
+
+
+def test_results_are_small_and_hold_no_paths(training, tmp_path):
+    run(studies.write(tmp_path), tmp_path)
+    text = (tmp_path / "out" / "runs.jsonl").read_text()
+    assert len(text) < 20_000
+    assert str(tmp_path) not in text
+    assert str(small.place()) not in text
+    first = next(x for x in lines(tmp_path) if x["kind"] == "run")
+    assert first["result"]["train_curve"] == [[3, 5.1235], [6, 4.0]]
+    assert first["config"]["mixer"] == "residual"
+    assert first["environment"]["torch"]
+
+
+# Time.
+
+
+def test_a_run_that_would_not_fit_is_not_begun(training, tmp_path, capsys):
+    path = studies.write(tmp_path)
+    run(path, tmp_path, minutes=0.5, quiet=False)  # runs say that they take a hundred seconds
+    assert training.made == [("residual", 0)]
+    said = capsys.readouterr().out
+    assert "No time for attnres:block_size=2, words, seed 0" in said
+    assert "1 of 6 runs are done; the same command goes on" in said
+    run(path, tmp_path, minutes=10)
+    assert len(training.made) == 6
+
+
+def test_a_run_that_turns_out_too_long_is_left_out(training, tmp_path):
+    training.during = lambda config: time.sleep(0.3)
+    run(studies.write(tmp_path), tmp_path, minutes=0.2 / 60)
+    assert training.made == []
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_signal_ends_it_cleanly(training, tmp_path):
+    path = studies.write(tmp_path)
+    training.during = lambda config: len(training.made) == 2 and os.kill(os.getpid(), signal.SIGTERM)
+    refused(lambda: run(path, tmp_path), "stopped by SIGTERM", "2 of 6", "goes on", code=INTERRUPTED)
+    assert "2 of 6 are done" in table(tmp_path)
+    training.during = None
+    run(path, tmp_path)
+    assert len(training.made) == 6
+
+
+def test_equal_time(training, tmp_path, monkeypatch):
+    measured = []
+
+    def measure(configs):
+        measured.append([c.mixer for c in configs])
+        return [
+            {"residual": 0.1, "attnres": 0.2, "dca": 0.3, "rezero": 0.05}[c.mixer] * 3 ** (len(measured) - 1)
+            for c in configs
+        ]
+
+    monkeypatch.setattr("depthmix.train.loop.measure_step_times", measure)
+    sizes = {"set": {**studies.SIZES, "steps": 12}, "budget": "time", "seeds": [0]}
+    run(studies.write(tmp_path, **sizes), tmp_path)
+
+    def steps():
+        return {x["arm"]: (x["config"]["steps"], x["config"]["warmup"]) for x in lines(tmp_path) if x["kind"] == "run"}
+
+    assert steps() == {"residual": (12, 2), "attnres:block_size=2": (6, 1), "slow": (4, 1)}
+    run(studies.write(tmp_path, arms=[*studies.ARMS, "rezero"], **sizes), tmp_path)  # on a machine three times slower
+    assert measured == [["residual", "attnres", "dca"], ["residual", "rezero"]]
+    assert steps()["rezero"] == (24, 4)
+    assert len(training.made) == 4
+    run(studies.write(tmp_path, arms=[*studies.ARMS, "rezero"], **sizes), tmp_path, report=True)
+    assert "the steps that fit into the first arm's time" in table(tmp_path)
+
+
+# Several machines, several data sets.
+
+
+def test_results_of_other_machines_count(training, tmp_path):
+    path = studies.write(tmp_path)
+    training.during = lambda config: len(training.made) == 3 and os.kill(os.getpid(), signal.SIGTERM)
+    refused(lambda: module.study(studies.config(path, tmp_path / "docs" / "results" / "small")), code=INTERRUPTED)
+    training.during = None
+    run(path, tmp_path)  # what is in docs/results/NAME counts wherever the new ones go
+    assert len(training.made) == 6
+    assert len([x for x in lines(tmp_path) if x["kind"] == "run"]) == 6
+    module.study(studies.config(path, tmp_path / "third", results=[str(tmp_path / "out" / "runs.jsonl")], report=True))
+    assert (tmp_path / "third" / "runs.jsonl").read_text() == (tmp_path / "out" / "runs.jsonl").read_text()
+    assert len(training.made) == 6
+
+
+def test_two_processes_lose_nothing_to_each_other(training, tmp_path):
+    path = studies.write(tmp_path)
+
+    def another(config):
+        training.during = None
+        run(path, tmp_path)  # a whole study meanwhile
+
+    training.during = another
+    run(path, tmp_path)
+    assert len([x for x in lines(tmp_path) if x["kind"] == "run"]) == 6
+
+
+def test_domains_and_sizes_are_cells(training, tmp_path):
+    data = str(small.data())
+    said = {"data": {"words": data, "more": data}, "sizes": {"s": {}, "m": {"dim": 32}}, "seeds": [3]}
+    path = studies.write(tmp_path, **said)
+    run(path, tmp_path, data=[f"more={data}"])  # only what is here
+    assert len(training.made) == 6
+    assert {(x["domain"], x["size"], x["config"]["dim"]) for x in lines(tmp_path) if x["kind"] == "run"} == {
+        ("more", "s", 16),
+        ("more", "m", 32),
+    }
+    run(path, tmp_path)
+    assert len(training.made) == 12
+    assert "ours, words m: against residual" in table(tmp_path)
+    assert "12 of 12 are done" in table(tmp_path)
+
+
+# What does not go together.
+
+
+def test_another_recipe_is_refused(training, tmp_path):
+    run(studies.write(tmp_path), tmp_path)
+    before = (tmp_path / "out" / "runs.jsonl").read_bytes()
+    path = studies.write(tmp_path, set={**studies.SIZES, "lr": 0.5})
+    for more in ({}, {"report": True}):
+        refused(lambda more=more: run(path, tmp_path, **more), "residual", "lr was 0.0015 and is 0.5", code=CHECKPOINT)
+    assert (tmp_path / "out" / "runs.jsonl").read_bytes() == before
+    run(
+        studies.write(tmp_path, set={**studies.SIZES, "eval_every": 2, "log_every": 3}), tmp_path
+    )  # no number depends on it
+
+
+def test_other_data_is_refused(training, tmp_path, monkeypatch):
+    path = studies.write(tmp_path)
+    run(path, tmp_path)
+    monkeypatch.setattr(module, "data_mark", lambda data: "other")
+    refused(lambda: run(path, tmp_path), "residual", "trained on other data", code=CHECKPOINT)
+
+
+def test_a_result_of_another_kind_of_device_is_refused(training, tmp_path):
+    path = studies.write(tmp_path)
+    run(path, tmp_path)
+    file = tmp_path / "out" / "runs.jsonl"
+    file.write_text(file.read_text().replace('"device": "cpu"', '"device": "cuda:0"'))
+    refused(lambda: run(path, tmp_path), "it ran on cuda and this is cpu", code=CHECKPOINT)
+
+
+def changed_code(monkeypatch, *names):
+    """As if files had other lines."""
+    real = code.checksum
+    monkeypatch.setattr(code, "checksum", lambda p: "changed" if code._name(p) in names else real(p))
+
+
+def test_other_code_is_refused_until_somebody_says_why_not(training, tmp_path, monkeypatch):
+    run(studies.write(tmp_path, seeds=[0]), tmp_path)
+    changed_code(monkeypatch, "models/layers.py")
+    run(studies.write(tmp_path, seeds=[0]), tmp_path)  # nothing to run, nothing to mix
+    path = studies.write(tmp_path)
+    refused(lambda: run(path, tmp_path), "models/layers.py", "--accept-code", code=CHECKPOINT)
+    assert len(training.made) == 3
+    run(path, tmp_path, accept_code="a renamed\nvariable")
+    assert len(training.made) == 6
+    assert "models/layers.py), accepted because: a renamed variable" in table(tmp_path)
+    run(studies.write(tmp_path, seeds=[0, 1, 2]), tmp_path)  # it need not be said again
+    assert len(training.made) == 9
+
+
+def test_code_of_another_mechanism_does_not_matter(training, tmp_path, monkeypatch):
+    arms = studies.ARMS[:2]
+    run(studies.write(tmp_path, arms=arms, seeds=[0]), tmp_path)
+    changed_code(monkeypatch, "mixers/dca.py", "mixers/grn.py")
+    run(studies.write(tmp_path, arms=arms), tmp_path)
+    assert len(training.made) == 4
+    changed_code(monkeypatch, "mixers/attnres.py")
+    path = studies.write(tmp_path, arms=arms, seeds=[0, 1, 2])
+    refused(lambda: run(path, tmp_path), "mixers/attnres.py", code=CHECKPOINT)
+
+
+def test_kernels_matter_at_equal_time_only(training, tmp_path, monkeypatch):
+    monkeypatch.setattr("depthmix.train.loop.measure_step_times", lambda configs: [0.1 for _ in configs])
+    for budget in ("tokens", "time"):
+        run(studies.write(tmp_path, budget, budget=budget, seeds=[0]), tmp_path / budget)
+    changed_code(monkeypatch, "ops/depth_attention/op.py")
+    run(studies.write(tmp_path, "tokens"), tmp_path / "tokens")
+    assert "attnres were made with more than one version of the kernels" in table(tmp_path / "tokens")
+    path = studies.write(tmp_path, "time", budget="time")
+    refused(lambda: run(path, tmp_path / "time"), "kernels of attnres changed", code=CHECKPOINT)
+
+
+# What goes wrong in a run.
+
+
+def test_a_run_that_diverges_is_a_result(training, tmp_path):
+    training.fail["dca", 0] = studies.diverged()
+    path = studies.write(tmp_path)
+    run(path, tmp_path)
+    assert "slow with seed 0, words diverged: the loss became nan at step 3." in table(tmp_path)
+    run(path, tmp_path)
+    assert ("dca", 0) not in training.made
+    assert len(training.made) == 5
+    run(studies.write(tmp_path, "one", seeds=[0]), tmp_path / "one")
+    assert "| slow | – | diverged | – | 0 |" in table(tmp_path / "one")
+
+
+def test_an_arm_that_cannot_run_does_not_stop_the_others(training, tmp_path, capsys):
+    training.fail["attnres", 0] = RuntimeError("no such\nkernel")
+    path = studies.write(tmp_path)
+    refused(lambda: run(path, tmp_path), "1 arms could not be run", "no such kernel", "4 of 6", code=INTERNAL)
+    assert "Traceback" in capsys.readouterr().err
+    assert ("attnres", 1) not in training.made
+    training.fail.clear()
+    run(path, tmp_path)
+    assert len(training.made) == 6
+
+
+@pytest.mark.parametrize("damage", ['{"kind": "run"', '{"kind": "ran"}', "[]", '{"kind": "run", "arm": "residual"}'])
+def test_a_damaged_line_is_named_and_nothing_is_lost(training, tmp_path, damage):
+    path = studies.write(tmp_path)
+    run(path, tmp_path)
+    file = tmp_path / "out" / "runs.jsonl"
+    text = file.read_text().splitlines()
+    text[2] = damage
+    file.write_text("\n".join(text) + "\n")
+    before = file.read_bytes()
+    refused(lambda: run(path, tmp_path), f"{file}:3", "damaged", code=CHECKPOINT)
+    assert file.read_bytes() == before
+    assert not read_records([tmp_path / "nowhere"]).lines
+
+
+def test_a_run_without_its_code_is_refused(training, tmp_path):
+    path = studies.write(tmp_path)
+    run(path, tmp_path)
+    file = tmp_path / "out" / "runs.jsonl"
+    file.write_text("".join(f"{json.dumps(x)}\n" for x in lines(tmp_path) if x["kind"] != "code"))
+    refused(lambda: run(path, tmp_path), "lack the line on the code", code=CHECKPOINT)
+
+
+def test_data_that_is_not_there(training, tmp_path):
+    path = studies.write(tmp_path, data={"words": "data/none"})
+    refused(lambda: run(path, tmp_path), "no folder data/none", "depthmix data", code=DATA)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"arms": [{"mixer": "residual", "set": {"groups": [{"match": "mixer.b.*", "lr": 2}]}}]},
+            ["matches no parameter"],
+        ),
+        ({"arms": [{"mixer": "residual", "set": {"n_heads": 3}}]}, ["arm 'residual'", "n_heads"]),
+        ({"arms": ["attnres:heads=5"]}, ["arm 'attnres:heads=5'", "heads"]),
+    ],
+)
+def test_what_cannot_be_built_is_said_before_anything_runs(training, tmp_path, changes, words):
+    refused(lambda: run(studies.write(tmp_path, **changes), tmp_path), *words, code=USAGE)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_command(training, tmp_path, capsys):
+    path = studies.write(tmp_path)
+    argv = ["study", str(path), "--out", str(tmp_path / "out"), "--device", "cpu"]
+    assert main(argv) == 0
+    assert "6 of 6 runs are done." in capsys.readouterr().out
+    assert main(["study", "--study", str(path), "--out", str(tmp_path / "out"), "--report", "--quiet"]) == 0
+    assert capsys.readouterr().out == ""
+    assert main(["study", str(path), "--results", "nothing.jsonl"]) == CHECKPOINT
+    assert main(["study", str(path), "--minutes", "-1"]) == USAGE
+    assert main(["study"]) == USAGE
+    assert read_study(str(path)).name == "small"
+    assert DIVERGED != CHECKPOINT
