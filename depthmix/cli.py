@@ -12,6 +12,7 @@ import traceback
 import typing
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from depthmix.config import (
@@ -75,7 +76,7 @@ def offer(action: argparse.Action, hint: Any) -> None:
     from depthmix.mixers import list_mixers
 
     words = {"mixer": list_mixers(), "arms": list_mixers(), "device": ["auto", "cpu", "cuda", "mps"]}
-    paths = dict.fromkeys(("data", "out", "run"), shtab.DIRECTORY)
+    paths = dict.fromkeys(("data", "out", "run", "init", "model"), shtab.DIRECTORY)
     paths |= dict.fromkeys(("recipe", "input", "tokenizer"), shtab.FILE)
     action.choices = get_args(hint) if get_origin(hint) is Literal else words.get(action.dest)
     if action.dest in paths:
@@ -222,7 +223,17 @@ def dispatch(argv: Sequence[str]) -> None:
         print(shtab.complete(build_parser(completing=True), given["shell"]))
         return
     config, run, _ = COMMANDS[command]
-    run(build_config(command, config, given)) if config else run()
+    run(build_config(command, config, given, of_init)) if config else run()
+
+
+def of_init(given: dict[str, Any]) -> dict[str, Any]:
+    """What the model that init names decides."""
+    if not given.get("init") or not Path(given["init"]).exists():  # then the command says so
+        return {}
+    from depthmix.runs.init import init_values
+
+    # The options of the folder's mixer are not those of another, nor a comparison's.
+    return init_values(given["init"], not {"mixer", "arms"} & given.keys())
 
 
 def of_the_machine(error: BaseException) -> str:

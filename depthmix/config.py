@@ -44,11 +44,17 @@ class TrainConfig:
     out: str = option("", "run folder; an interrupted run found there is resumed")
     mixer: str = option(DEFAULT_MIXER, "how layers are mixed over depth (see `depthmix list`)")
     mixer_options: dict[str, Any] = option({}, "options of the mixer, e.g. block_size=4 ways=3")
+    init: str = option(
+        "",
+        "folder with a model to start from instead of random weights: a run, one checkpoint in it, or one of `depthmix retrofit` or `save_pretrained`; the model's shape is then its own, and a plain one takes any mixer that begins as plain",
+    )
+    tune: Literal["all", "mixer"] = option("all", "with init, what is trained: all, or what the mixer has added alone")
 
     dim: int = option(512, "width of the model")
     n_blocks: int = option(12, "Transformer blocks")
     n_heads: int = option(8, "attention heads")
     n_kv_heads: int | None = option(None, "key and value heads; none: as many as heads")
+    head_dim: int | None = option(None, "width of a head; none: dim / heads")
     mlp: Literal["swiglu", "relu2"] = option("relu2", "kind of MLP")
     mlp_dim: int | None = option(None, "width of the MLP; none: 4 dim for relu2, 8/3 dim for swiglu")
     qk_norm: bool = option(True, "normalise queries and keys")
@@ -56,6 +62,9 @@ class TrainConfig:
     tie_embeddings: bool = option(False, "share the embedding with the head")
     rope_theta: float = option(10000.0, "base of the rotary positions")
     norm_eps: float = option(1e-6, "eps of the norms")
+    plain_eps: bool = option(
+        False, "norms count eps as on the plain stream, of which reads begin as a share; init sets it"
+    )
 
     seq_len: int = option(512, "tokens in a sequence")
     batch_size: int = option(64, "sequences in a step")
@@ -166,9 +175,12 @@ class GenerateConfig:
 
 @dataclass
 class RetrofitConfig:
-    """Give a pretrained Hugging Face decoder another rule for mixing over depth; its logits stay the same until it is trained."""
+    """Give a pretrained decoder another rule for mixing over depth; its logits stay the same until it is trained."""
 
-    model: str = option("", "folder of `save_pretrained` with the model, which is left as it is")
+    model: str = option("", "folder of `save_pretrained`, or run folder, with the model, which is left as it is")
     mixer: str = option("", "mechanism; `depthmix list` shows them")
     mixer_options: dict[str, Any] = option({}, "options of the mixer, e.g. block_size=4 ways=3")
-    out: str = option("", "folder to write, which must not exist; AutoModelForCausalLM.from_pretrained reads it")
+    out: str = option(
+        "",
+        "folder to write, which must not exist; `depthmix train --init` and AutoModelForCausalLM.from_pretrained read it",
+    )

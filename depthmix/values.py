@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import types
 import typing
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -103,12 +104,15 @@ def read_recipe(command: str, path: str) -> dict[str, Any]:
     return loaded
 
 
-def build_config(command: str, config: type, given: dict[str, Any]) -> Any:
-    """The dataclass from its defaults, the recipe and the flags, in this order."""
+def build_config(
+    command: str, config: type, given: dict[str, Any], known: Callable[[dict[str, Any]], dict[str, Any]] = lambda _: {}
+) -> Any:
+    """The dataclass from its defaults, what is `known` given the rest, the recipe and the flags, in this order."""
     hints = typing.get_type_hints(config)
     recipe = given.pop("recipe", None)
     values = {**(read_recipe(command, recipe) if recipe is not None else {}), **given}
     for name in values:
         if name not in hints:
             raise UserError(f"{command}: unknown option {name!r} in the recipe {recipe}{nearest(name, list(hints))}")
-    return config(**{name: coerce(command, name, hints[name], value) for name, value in values.items()})
+    given = {name: coerce(command, name, hints[name], value) for name, value in values.items()}
+    return config(**{**known(given), **given})

@@ -1,7 +1,8 @@
 """Which Hugging Face decoders can be retrofitted, and where their parts are.
 
-A pre-norm layer is a chain of sites: x = x + after(sublayer(norm(x))). What has no such chain, or scales its residuals, is
-refused with the reason: a mixer would silently change it.
+A pre-norm layer is a chain of sites: x = x + after(sublayer(norm(x))). In a parallel layer the sublayers are one site: they read
+the same, each with its own norm, and their outputs are added. What has no such chain, or scales its residuals, is refused with the
+reason: a mixer would silently change it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from depthmix.models.exchange import MODEL_TYPE
 
 
 class Site(NamedTuple):
-    """One sublayer of a layer, by the names of its modules."""
+    """One sublayer of a layer, by the names of its modules; a site of its own unless the layer is parallel."""
 
     norm: str
     sublayer: str
@@ -30,6 +31,11 @@ class Architecture(NamedTuple):
     sites: tuple[Site, ...]
     projections: tuple[str, ...]  # of queries, keys and values in the attention; one name: of all three at once,
     by_head: bool = False  # whose output has them head by head, not one after the other
+    parallel: bool = False  # the sublayers of a layer are one site
+
+    def layout(self, n_layers: int) -> dict[str, Any]:
+        """What `create_mixer` is told of the sites."""
+        return {"n_blocks": n_layers, "sites": ("attention",) if self.parallel else None}
 
 
 _LLAMA = Architecture(
@@ -70,6 +76,17 @@ PREFIX = "depthmix_"  # of the model types of retrofitted models
 POST_NORM = {"olmo2", "olmo3", "bert", "roberta", "opt"}  # some or all of whose norms come after the addition
 
 
+def plain_type(config: Any) -> str:
+    """The model type without ours before it."""
+    return str(config.model_type).removeprefix(PREFIX)
+
+
+def architecture(config: Any) -> Architecture:
+    """How the layers of a model with this configuration are made."""
+    found = ARCHITECTURES[plain_type(config)]
+    return found._replace(parallel=True) if getattr(config, "use_parallel_residual", False) else found
+
+
 def why_not(model: Any) -> str | None:
     """Why a model cannot be retrofitted, or None if it can."""
     config = getattr(model, "config", None)
@@ -82,8 +99,6 @@ def why_not(model: Any) -> str | None:
         return f"{kind} norms what a sublayer returns after it is added: a post-norm model has no stream that a mixer could read"
     if kind not in ARCHITECTURES:
         return f"the architecture {kind!r} is not known; known are {', '.join(sorted(ARCHITECTURES))}"
-    if kind == "gpt_neox" and config.use_parallel_residual:  # type: ignore[union-attr]
-        return "gpt_neox with use_parallel_residual has one site a layer, where attention and MLP read the same"
     if kind == "gpt2" and config.add_cross_attention:  # type: ignore[union-attr]
         return "gpt2 with cross attention has three sublayers a layer"
     found, base = ARCHITECTURES[kind], model.base_model

@@ -53,6 +53,7 @@ class DepthmixConfig(CarriesCode, PreTrainedConfig):
         tie_word_embeddings: bool = False,
         rope_theta: float = 10000.0,
         rms_norm_eps: float = 1e-6,
+        plain_eps: bool = False,
         mixer: str = DEFAULT_MIXER,
         mixer_options: dict[str, Any] | None = None,
         max_position_embeddings: int = 2048,
@@ -76,6 +77,7 @@ class DepthmixConfig(CarriesCode, PreTrainedConfig):
             "tie_word_embeddings": tie_word_embeddings,
             "rope_theta": rope_theta,
             "rms_norm_eps": rms_norm_eps,
+            "plain_eps": plain_eps,
             "mixer": mixer,
             "mixer_options": dict(mixer_options or {}),
         }

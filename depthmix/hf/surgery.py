@@ -3,6 +3,7 @@
 The state of the mixer takes the place of the hidden states that one layer hands to the next: the first layer starts it, every
 layer reads and writes it, the final norm finishes it. Only this model changes: its layers get a subclass of their class whose
 forward does that, and everything else (cache, masks, rotary positions, generation, checkpointing, adapters) stays as it is.
+This package's own decoder has a mixer already; it is given another.
 """
 
 from __future__ import annotations
@@ -18,18 +19,22 @@ import torch
 from torch import Tensor, nn
 
 from depthmix.errors import UserError
-from depthmix.hf.architectures import ARCHITECTURES, PREFIX, Architecture, Site, why_not
+from depthmix.hf.architectures import Architecture, Site, architecture, why_not
+from depthmix.hf.modeling import DepthmixPreTrainedModel
 from depthmix.hf.rounding import warn_if_rounded
 from depthmix.mixers.base import Mixer, create_mixer
+from depthmix.mixers.plain import is_plain, why_not_plain
 from depthmix.mixers.state import State
+from depthmix.names import DEFAULT_MIXER
 
 MIXER, NORMS, OURS = "depth_mixer", "depth_norms", "_depthmix"  # modules of the base model, and what a layer knows
 PROBE = 8  # tokens with which logits are compared
 
 
 def retrofit(model: Any, mixer: str, *, quiet: bool = False, **options: Any) -> Any:
-    """Make a decoder mix over depth by a rule, in place; prints by how much its logits changed, which for most rules is rounding.
+    """Make a decoder mix over depth by a rule, in place; prints by how much its logits changed, which is rounding.
 
+    A rule that does not begin as the plain residual is refused.
     options: of the mixer. The model keeps its methods and weights, its class becomes a subclass that saves and loads the mixer;
     `depth_mixer` is a module of its base model and is trained with it. `restore` undoes it.
     """
@@ -38,17 +43,23 @@ def retrofit(model: Any, mixer: str, *, quiet: bool = False, **options: Any) -> 
     given = [name for name in ("dim", "n_blocks", "sites") if name in options]
     if given:
         raise UserError(f"cannot retrofit: {given[0]} is the model's own and not to be given")
-    reason = why_not(model)
+    own = isinstance(model, DepthmixPreTrainedModel)
+    reason = _why_not_own(model) if own else why_not(model)
+    if reason is None:
+        reason = why_not_plain(_on_meta(model, mixer, options))
     if reason is not None:
         raise UserError(f"cannot retrofit: {reason}")
     before = None if quiet or _place(model)[0].type == "meta" else _logits(model)  # without weights there are none
-    install(model, mixer, options)
-    _rename(model)
-    device, dtype = _place(model)
-    getattr(model.base_model, MIXER).to(device)
-    norms = getattr(model.base_model, NORMS, None)
-    if norms is not None:
-        norms.to(device, dtype)
+    if own:
+        _change_own(model, mixer, options, plain_eps=True)
+    else:
+        install(model, mixer, options)
+        _rename(model)
+        device, dtype = _place(model)
+        getattr(model.base_model, MIXER).to(device)
+        norms = getattr(model.base_model, NORMS, None)
+        if norms is not None:
+            norms.to(device, dtype)
     if before is not None:
         after = _logits(model)
         change = ((after - before).abs().max() / before.abs().max()).item()
@@ -60,8 +71,13 @@ def restore(model: Any) -> Any:
     """Undo `retrofit`: the model adds up its sublayers' outputs again. What the mixer learned is dropped."""
     if not _is_retrofitted(model):
         raise UserError("this model is not retrofitted")
+    if isinstance(model, DepthmixPreTrainedModel):
+        _change_own(model, DEFAULT_MIXER, {}, plain_eps=False)
+        return model
     base = model.base_model
-    for module in _patched(base, ARCHITECTURES[_plain_type(model.config)]):
+    for key in [key for key, hook in base._forward_hooks.items() if hook is _hidden_states]:
+        del base._forward_hooks[key]
+    for module in _patched(base, architecture(model.config)):
         module.__class__ = type(module).__mro__[2]
         del module.__dict__[OURS]
     for name in (MIXER, NORMS):
@@ -75,16 +91,15 @@ def restore(model: Any) -> Any:
 
 def install(model: Any, mixer: str, options: dict[str, Any]) -> None:
     """Put a mixer in, with its initial parameters."""
-    base, found = model.base_model, ARCHITECTURES[_plain_type(model.config)]
+    base, found = model.base_model, architecture(model.config)
     layers: Any = getattr(base, found.layers)
-    dim = model.get_input_embeddings().weight.shape[1]
-    own = create_mixer(mixer, dim=dim, n_blocks=len(layers), **options)
+    own = _create(model, mixer, options)
     several = [site for site in range(own.n_sites) if own.ways(site) > 1]
     base.add_module(MIXER, own)
     if several:
         norms = nn.ModuleDict()
         for site in several:
-            norm = getattr(layers[site // 2], found.sites[0].norm)
+            norm = getattr(layers[own.layout.block[site]], found.sites[0].norm)
             norms[str(site)] = nn.ModuleList(copy.deepcopy(norm) for _ in range(own.ways(site) - 1))
         base.add_module(NORMS, norms)
     model.config.depthmix = {"mixer": mixer, "options": dict(options)}
@@ -94,6 +109,36 @@ def install(model: Any, mixer: str, options: dict[str, Any]) -> None:
     norm = getattr(base, found.final_norm)
     norm.__dict__[OURS] = (base,)
     norm.__class__ = _mixed(_class(norm), FinishingNorm)
+    base.register_forward_hook(_hidden_states)
+
+
+def _create(model: Any, mixer: str, options: dict[str, Any]) -> Mixer:
+    found = architecture(model.config)
+    layout = found.layout(len(getattr(model.base_model, found.layers)))
+    return create_mixer(mixer, dim=model.get_input_embeddings().weight.shape[1], **layout, **options)
+
+
+def _on_meta(model: Any, mixer: str, options: dict[str, Any]) -> Mixer:
+    """The mixer as the model would have it, without memory; OptionError if it cannot have it."""
+    with torch.device("meta"):
+        if not isinstance(model, DepthmixPreTrainedModel):
+            return _create(model, mixer, options)
+        c = model.config.decoder_config()
+        return create_mixer(mixer, dim=c.dim, n_blocks=c.n_blocks, **options)
+
+
+def _why_not_own(model: Any) -> str | None:
+    now = model.base_model.mixer
+    return (
+        None if is_plain(now) else f"this model was trained with {now.name}, and only plain residuals can be replaced"
+    )
+
+
+def _change_own(model: Any, mixer: str, options: dict[str, Any], plain_eps: bool) -> None:
+    """Another mixer for this package's decoder."""
+    config = model.config
+    config.mixer, config.mixer_options, config.plain_eps = mixer, dict(options), plain_eps
+    model.base_model.change_mixer(config.decoder_config())
 
 
 def _patched(base: Any, found: Architecture) -> list[Any]:
@@ -106,11 +151,9 @@ def _class(x: Any) -> Any:
 
 
 def _is_retrofitted(model: Any) -> bool:
+    if isinstance(model, DepthmixPreTrainedModel):
+        return bool(model.config.plain_eps)
     return getattr(getattr(model, "config", None), "depthmix", None) is not None
-
-
-def _plain_type(config: Any) -> str:
-    return str(config.model_type).removeprefix(PREFIX)
 
 
 def _rename(model: Any) -> None:
@@ -140,13 +183,33 @@ class MixedLayer:
             warn_if_rounded(own)
             state = own.start(hidden_states)
         given = _by_name(type(self).__mro__[2].forward, args, kwargs)  # type: ignore[attr-defined]
+
+        def norms_at(number: int, site: Site) -> list[Any]:
+            """One for each way of a site."""
+            added = norms[str(number)] if str(number) in norms else []  # noqa: SIM401 (modules)
+            share = own.plain_share(number)
+            return [scaled(norm, share) for norm in (getattr(self, site.norm), *added)]
+
+        if found.parallel:
+            h = own.read(state, i)
+            ways = h if isinstance(h, tuple) else (h,)
+            total: Any = None
+            for site in found.sites:  # all but attention take the first way, that of its queries
+                some = norms_at(i, site)[: len(ways) if site.attention else 1]
+                seen = tuple(norm(t) for norm, t in zip(some, ways, strict=False))
+                y = _sublayer(self, site, found, seen if len(seen) > 1 else seen[0], given)
+                total = y if total is None else y + total
+            return _write(own, state, i, total)
         for k, site in enumerate(found.sites):
             number = len(found.sites) * i + k
-            some = [getattr(self, site.norm), *(norms[str(number)] if str(number) in norms else [])]  # noqa: SIM401 (modules)
-            share = own.plain_share(number)
-            h = own.read(state, number, [scaled(norm, share) for norm in some])
-            state = own.write(state, number, _sublayer(self, site, found, h, given))
+            h = own.read(state, number, norms_at(number, site))
+            state = _write(own, state, number, _sublayer(self, site, found, h, given))
         return state
+
+
+def _write(own: Mixer, state: Any, site: int, y: Tensor) -> Any:
+    """Under autocast a model's stream is in fp32 and its outputs are not: widened, as adding them would, so that kernels see one dtype."""
+    return own.write(state, site, y.to(torch.promote_types(y.dtype, state.template().dtype)))
 
 
 class FinishingNorm:
@@ -154,11 +217,32 @@ class FinishingNorm:
 
     def forward(self, hidden_states: Tensor | State) -> Tensor:
         if isinstance(hidden_states, State):
-            own = getattr(self.__dict__[OURS][0], MIXER)
-            share = own.plain_share(own.n_sites)
-            hidden_states = own.finish(hidden_states)
-            hidden_states = hidden_states if share in (None, 1.0) else hidden_states / share
+            hidden_states = _next_read(getattr(self.__dict__[OURS][0], MIXER), hidden_states)
         return super().forward(hidden_states)  # type: ignore[misc]
+
+
+def _next_read(own: Mixer, state: State) -> Tensor:
+    """What the next site (or finish) makes of a state, before its norm; of several ways the first. At step 0 the plain stream."""
+    h = own.finish(state) if state.site == own.n_sites else own.read(state, state.site)
+    share = own.plain_share(state.site)
+    h = h[0] if isinstance(h, tuple) else h
+    return h if share is None or share == 1.0 else h / share
+
+
+def _hidden_states(base: Any, args: Any, output: Any) -> Any:
+    """A hook of the base model: hidden states as tensors, what each layer reads, where layers have handed on states."""
+    own = getattr(base, MIXER)
+
+    def readable(value: Any) -> Any:
+        if not isinstance(value, tuple) or not any(isinstance(x, State) for x in value):
+            return value
+        return tuple(_next_read(own, x) if isinstance(x, State) else x for x in value)
+
+    if isinstance(output, tuple):
+        return tuple(map(readable, output))
+    if getattr(output, "hidden_states", None) is not None:
+        output.hidden_states = readable(output.hidden_states)
+    return output
 
 
 def scaled(norm: Any, share: float | None) -> Any:

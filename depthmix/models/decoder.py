@@ -6,6 +6,7 @@ site write(sublayer(read)), then finish; which rule the mixer follows is its own
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +16,9 @@ from torch import Tensor, nn
 
 from depthmix.mixers.base import Read, create_mixer, mixer_class
 from depthmix.mixers.options import check_options
+from depthmix.mixers.plain import eps_of_plain
+from depthmix.models.cache import KVCache
+from depthmix.models.exchange import ARCHITECTURE, FIELDS, MODEL_TYPE, auto_map, code
 from depthmix.models.layers import Attention, Context, Mlp, MlpKind, Rotary, causal_mask
 from depthmix.names import DEFAULT_MIXER
 from depthmix.ops.norm import RMSNorm
@@ -40,6 +44,7 @@ class DecoderConfig:
     tie_embeddings: bool = False
     rope_theta: float = 10000.0
     norm_eps: float = 1e-6
+    plain_eps: bool = False  # a norm's eps counts as on the plain stream, of which its reads begin as a share
     mixer: str = DEFAULT_MIXER
     mixer_options: dict[str, Any] = field(default_factory=dict)
 
@@ -92,11 +97,25 @@ class Backbone(nn.Module):
         self.rotary = Rotary(config.head_dim, config.rope_theta)
         self.norms, self.sublayers = nn.ModuleList(), nn.ModuleList()  # by site
         for site in range(self.mixer.n_sites):
-            ways = self.mixer.ways(site)
-            self.norms.append(nn.ModuleList(RMSNorm(config.dim, eps=config.norm_eps) for _ in range(ways)))
+            ways, eps = self.mixer.ways(site), self._eps(config, site)
+            self.norms.append(nn.ModuleList(RMSNorm(config.dim, eps=eps) for _ in range(ways)))
             self.sublayers.append(_attention(config, site // 2) if site % 2 == 0 else _mlp(config))
-        self.final_norm = RMSNorm(config.dim, eps=config.norm_eps)
+        self.final_norm = RMSNorm(config.dim, eps=self._eps(config, self.mixer.n_sites))
         self.mixer.to_empty(device=self.embedding.weight.device)
+
+    def _eps(self, config: DecoderConfig, site: int) -> float:
+        return eps_of_plain(self.mixer, site, config.norm_eps) if config.plain_eps else config.norm_eps
+
+    def change_mixer(self, config: DecoderConfig) -> None:
+        """Put the configuration's mixer in, at its start, for the same sublayers; ways that it adds get copies of the first way's norm."""
+        own = create_mixer(config.mixer, dim=config.dim, n_blocks=config.n_blocks, **config.mixer_options)
+        self.mixer = own.to(self.embedding.weight.device)
+        norms: Any = self.norms
+        for site in range(own.n_sites):
+            first = norms[site][0]
+            first.eps = self._eps(config, site)
+            norms[site] = nn.ModuleList([first, *(copy.deepcopy(first) for _ in range(own.ways(site) - 1))])
+        self.final_norm.eps = self._eps(config, own.n_sites)
 
     def embed(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
         """What enters the first block: [B, T, D]."""
@@ -219,9 +238,37 @@ class Decoder(Backbone):
                 part = "attention" if int(name.split(".")[1]) % 2 == 0 else "mlp"
             counts["norms" if part == "final_norm" else part] += p.numel()
         counts["total"] = sum(counts.values())
-        extra = sum(self.config.dim * (self.mixer.ways(s) - 1) for s in range(self.mixer.n_sites))
-        counts["added_by_mixer"] = counts["mixer"] + extra
+        named = dict(self.named_parameters())
+        counts["added_by_mixer"] = sum(named[name].numel() for name in self.added_by_mixer())
         return counts
+
+    def added_by_mixer(self) -> list[str]:
+        """The names of the parameters that are there for the mixer: its own, and the norms of ways after the first."""
+        parts = ((name, name.split(".")) for name, _ in self.named_parameters())
+        return [name for name, part in parts if part[0] == "mixer" or (part[0] == "norms" and part[2] != "0")]
+
+    def change_mixer(self, config: DecoderConfig) -> None:
+        super().change_mixer(config)
+        self.config = config
+
+    def new_cache(self) -> KVCache:
+        """An empty cache for `forward`."""
+        return KVCache()
+
+    def described(self, seq_len: int) -> dict[str, Any]:
+        """The model as a config.json of Hugging Face has it; seq_len: tokens in a sequence of training."""
+        kind = {"model_type": MODEL_TYPE, "architectures": [ARCHITECTURE], "auto_map": auto_map()}
+        fields = {theirs: getattr(self.config, ours) for ours, theirs in FIELDS.items()}
+        return {**kind, **fields, "max_position_embeddings": seq_len, "dtype": "float32"}
+
+    def code(self) -> str:
+        """The code that its folders carry."""
+        return code()
+
+    def repeated_parts(self) -> tuple[list[nn.Module], list[nn.Module]]:
+        """What can be recomputed or compiled piece by piece: the sublayers, and the norms around them."""
+        norms = [n for n in self.norms.modules() if isinstance(n, RMSNorm)]
+        return list(self.sublayers), [*norms, self.final_norm]
 
 
 def _tie(decoder: Decoder, loaded: Any = None) -> None:

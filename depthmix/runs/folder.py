@@ -254,6 +254,13 @@ class RunFolder:
         if not self.has_result() and (noted := self._read_object(ENVIRONMENT)).get("data") != place:
             self._replace(ENVIRONMENT, _json({**noted, "data": place}))
 
+    def keep_origin(self, origin: dict[str, Any] | None) -> None:
+        """Note the model whose weights the run starts with, if it starts with any; once it has begun, they are its own."""
+        if origin is not None and not self.has_begun():
+            noted = self._read_object(ENVIRONMENT)
+            if noted.get("init") != origin:
+                self._replace(ENVIRONMENT, _json({**noted, "init": origin}))
+
     def wandb_id(self, project: str) -> str:
         """The run's name in a Weights & Biases project, the same whenever it goes on."""
         known = self._read_object(WANDB)

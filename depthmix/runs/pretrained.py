@@ -8,6 +8,7 @@ checkpoint: nothing is copied. Neither way needs transformers. Nothing here unpi
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,8 @@ from depthmix.data.tokenizer import END
 from depthmix.errors import CHECKPOINT, UserError
 from depthmix.files import reading, write_file, writing
 from depthmix.mixers import OptionError
-from depthmix.models import Decoder, DecoderConfig
-from depthmix.models.exchange import ARCHITECTURE, BASE, CODE, FIELDS, HEAD, MODEL_TYPE, auto_map, code
+from depthmix.models import DecoderConfig
+from depthmix.models.exchange import BASE, CODE, FIELDS, HEAD, MODEL_TYPE
 from depthmix.runs.checkpoint import MODEL
 from depthmix.runs.folder import CHECKPOINTS, RECIPE
 
@@ -29,24 +30,15 @@ CONFIG, GENERATION, TOKENIZER_CONFIG = "config.json", "generation_config.json", 
 INDEX = f"{MODEL}.index.json"
 
 
-def describe_run(run: Path, checkpoint: Path, model: Decoder, seq_len: int, end: int | None) -> None:
+def describe_run(run: Path, checkpoint: Path, model: Any, seq_len: int, end: int | None) -> None:
     """Make a run folder one that `from_pretrained` reads, with the model's weights in a checkpoint; end: the token between documents."""
     ids = {f"{kind}_token_id": end for kind in ("bos", "eos", "pad")} if end is not None else {}
-    fields = {theirs: getattr(model.config, ours) for ours, theirs in FIELDS.items()}
     tokens = {f"{kind}_token": END for kind in ("bos", "eos", "pad")} if end is not None else {}
     named = dict(model.named_parameters())  # tied weights come once, as in the checkpoint
     size = sum(p.numel() * p.element_size() for p in named.values())
     place = f"{checkpoint.relative_to(run).as_posix()}/{MODEL}"
     files: dict[str, dict[str, Any]] = {
-        CONFIG: {
-            "model_type": MODEL_TYPE,
-            "architectures": [ARCHITECTURE],
-            "auto_map": auto_map(),
-            **fields,
-            "max_position_embeddings": seq_len,
-            "dtype": "float32",
-            **ids,
-        },
+        CONFIG: {**model.described(seq_len), **ids},
         GENERATION: ids,
         TOKENIZER_CONFIG: {
             "tokenizer_class": "PreTrainedTokenizerFast",
@@ -58,7 +50,9 @@ def describe_run(run: Path, checkpoint: Path, model: Decoder, seq_len: int, end:
         INDEX: {"metadata": {"total_size": size}, "weight_map": dict.fromkeys(named, place)},
     }
     # The index comes last: once it names the checkpoint, everything else is there.
-    texts = {CODE: code(), **{name: json.dumps(content, indent=2) + "\n" for name, content in files.items()}}
+    texts = {name: json.dumps(content, indent=2) + "\n" for name, content in files.items()}
+    if (code := model.code()) is not None:
+        texts = {CODE: code, **texts}
     for name, text in texts.items():
         path, data = run / name, text.encode()
         with writing(path):
@@ -82,22 +76,33 @@ def is_pretrained(path: Path) -> bool:
         return (path / CONFIG).is_file() and not any((path / name).exists() for name in (RECIPE, CHECKPOINTS))
 
 
-def read_pretrained(path: Path) -> Pretrained:
-    """A model that `save_pretrained` wrote; UserError for one of another kind, or damaged."""
-    config = _object(path / CONFIG)
-    kind = config.get("model_type")
+def model_type(path: Path) -> str | None:
+    """The type of model that a folder's config.json names; None if there is none, or it does not say."""
+    with suppress(UserError):
+        kind = read_object(path / CONFIG).get("model_type")
+        return kind if isinstance(kind, str) else None
+    return None
+
+
+def read_config(path: Path) -> DecoderConfig:
+    """The decoder that a folder's config.json describes; UserError for one of another kind, or damaged."""
+    config, kind = read_object(path / CONFIG), model_type(path)
     if kind != MODEL_TYPE:
-        retrofitted = str(kind).startswith(f"{MODEL_TYPE}_")
         advice = f"only models of type {MODEL_TYPE!r} can be used here"
-        if retrofitted:
+        if str(kind).startswith(f"{MODEL_TYPE}_"):
             advice += ", and a retrofitted one is loaded by transformers' AutoModelForCausalLM"
         raise UserError(f"{path} holds a model of type {kind!r}: {advice}", CHECKPOINT)
     try:
         known = {ours: config[theirs] for ours, theirs in FIELDS.items() if theirs in config}
-        decoder = DecoderConfig(**known)
+        return DecoderConfig(**known)
     except (OptionError, TypeError, ValueError) as error:
         raise UserError(f"{path / CONFIG} describes no model: {error}", CHECKPOINT) from None
-    generation = _object(path / GENERATION) if (path / GENERATION).is_file() else {}
+
+
+def read_pretrained(path: Path) -> Pretrained:
+    """A model that `save_pretrained` wrote; UserError for one of another kind, or damaged."""
+    decoder, config = read_config(path), read_object(path / CONFIG)
+    generation = read_object(path / GENERATION) if (path / GENERATION).is_file() else {}
     ends = generation.get("eos_token_id", config.get("eos_token_id"))
     end = ends[0] if isinstance(ends, list) and ends else ends
     length = config.get("max_position_embeddings")
@@ -110,7 +115,7 @@ def _token(value: Any) -> int | None:
 
 def _weights(path: Path) -> dict[str, Tensor]:
     if (path / INDEX).is_file():
-        places = _object(path / INDEX).get("weight_map")
+        places = read_object(path / INDEX).get("weight_map")
         if not isinstance(places, dict) or not all(isinstance(p, str) for p in places.values()):
             raise UserError(f"{path / INDEX} is damaged: it has no weight_map", CHECKPOINT)
         files = sorted(set(places.values()))
@@ -132,7 +137,8 @@ def _own_name(name: str) -> str:
     return f"head.{name.removeprefix(HEAD)}" if name.startswith(HEAD) else name.removeprefix(BASE)
 
 
-def _object(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
+    """A JSON file that holds an object."""
     with reading(path):
         raw = path.read_bytes()
     try:

@@ -15,16 +15,18 @@ from depthmix.data.tokenizer import END, load_tokenizer, vocabulary
 from depthmix.errors import CHECKPOINT, DATA, UserError
 from depthmix.mixers import OptionError
 from depthmix.models import Decoder, DecoderConfig
+from depthmix.models.exchange import MODEL_TYPE
+from depthmix.runs import foreign
 from depthmix.runs.checkpoint import Checkpoint, latest_checkpoint, load_checkpoint
 from depthmix.runs.folder import RECIPE, TOKENIZER, RunFolder
-from depthmix.runs.pretrained import CONFIG, is_pretrained, read_pretrained
+from depthmix.runs.pretrained import CONFIG, Pretrained, is_pretrained, model_type, read_pretrained
 
 
 @dataclass
 class Trained:
     """A trained model with what it takes to use it."""
 
-    model: Decoder  # in eval mode
+    model: Any  # a Decoder, or another library's model behind the same calls; in eval mode
     tokenizer: Any  # a tokenizers.Tokenizer
     config: TrainConfig  # of a model that was not trained here: what is known, and no data
     step: int  # of the checkpoint; 0 where there are none
@@ -41,6 +43,14 @@ def load_model(run: str | Path, device: torch.device) -> Trained:
         raise UserError(f"run {str(run)!r} does not exist: give the folder that `depthmix train` wrote", CHECKPOINT)
     if is_pretrained(path):
         return _load_pretrained(path, device)
+    folder, saved = open_checkpoint(path)
+    config, tokenizer = read_train_config(folder), _tokenizer(folder)
+    model = model_of_run(folder, saved, config, vocabulary(tokenizer))
+    return Trained(model.to(device).eval(), tokenizer, config, saved.step, folder, tokenizer.token_to_id(END))
+
+
+def open_checkpoint(path: Path) -> tuple[RunFolder, Checkpoint]:
+    """The newest good checkpoint of a run folder, or the checkpoint given itself."""
     saved: Checkpoint | None
     if path.parent.name == "checkpoints":
         folder, saved = RunFolder.open(path.parent.parent), load_checkpoint(path)
@@ -49,32 +59,46 @@ def load_model(run: str | Path, device: torch.device) -> Trained:
         advice = "put good ones back from a copy, or give another run"
         saved = latest_checkpoint(folder.checkpoints, lambda sentence: print(sentence, file=sys.stderr), advice)
     if saved is None:
-        raise UserError(f"run {run} has no checkpoint yet", CHECKPOINT)
-    config, tokenizer = _config(folder), _tokenizer(folder)
-    embedding = saved.model.get("embedding.weight")
-    vocab_size = len(embedding) if embedding is not None and embedding.ndim else vocabulary(tokenizer)
-    _check_vocabulary(folder, tokenizer, vocab_size, "run")
-    try:
-        model = build_decoder(config, vocab_size).to(device)
-    except UserError as error:
-        raise UserError(f"{folder.path / RECIPE} describes no model: {error}", CHECKPOINT) from None
+        raise UserError(f"run {path} has no checkpoint yet", CHECKPOINT)
+    return folder, saved
+
+
+def model_of_run(folder: RunFolder, saved: Checkpoint, config: TrainConfig, tokens: int) -> Any:
+    """A run's model with the weights of a checkpoint; tokens: how many it must at least know."""
+    kind = model_type(folder.path)
+    if kind not in (None, MODEL_TYPE):
+        model = foreign.from_description(folder.path)
+    else:
+        embedding = saved.model.get("embedding.weight")
+        vocab_size = len(embedding) if embedding is not None and embedding.ndim else tokens
+        try:
+            model = build_decoder(config, vocab_size)
+        except UserError as error:
+            raise UserError(f"{folder.path / RECIPE} describes no model: {error}", CHECKPOINT) from None
+    _check_vocabulary(folder, tokens, model.config.vocab_size, "run")
     load_parameters(model, saved.model, config.mixer, f"step {saved.step} of {folder.path}")
-    return Trained(model.eval(), tokenizer, config, saved.step, folder, tokenizer.token_to_id(END))
+    return model
+
+
+def model_of_pretrained(path: Path, found: Pretrained) -> Decoder:
+    """The decoder that `save_pretrained` wrote, with its weights."""
+    try:
+        model = Decoder(found.decoder)
+    except OptionError as error:
+        raise UserError(f"{path / CONFIG} describes no model: {error}", CHECKPOINT) from None
+    buffers = dict(model.named_buffers())  # constants, which this version makes itself
+    tensors = {name: t for name, t in found.tensors.items() if name not in buffers}
+    load_parameters(model, tensors, found.decoder.mixer, str(path))
+    return model
 
 
 def _load_pretrained(path: Path, device: torch.device) -> Trained:
     found, folder = read_pretrained(path), RunFolder(path)
     tokenizer = _tokenizer(folder, add_end=False)
-    _check_vocabulary(folder, tokenizer, found.decoder.vocab_size, "model")
-    config = TrainConfig(**{name: getattr(found.decoder, name) for name in _shared()})
+    _check_vocabulary(folder, vocabulary(tokenizer), found.decoder.vocab_size, "model")
+    config = TrainConfig(**{name: getattr(found.decoder, name) for name in shared_fields()})
     config.seq_len = found.seq_len or config.seq_len
-    try:
-        model = Decoder(found.decoder).to(device)
-    except OptionError as error:
-        raise UserError(f"{path / CONFIG} describes no model: {error}", CHECKPOINT) from None
-    buffers = dict(model.named_buffers())  # constants, which this version makes itself
-    tensors = {name: t for name, t in found.tensors.items() if name not in buffers}
-    load_parameters(model, tensors, config.mixer, str(path))
+    model = model_of_pretrained(path, found).to(device)
     end = tokenizer.token_to_id(END) if found.end is None else found.end
     if end is not None and end >= found.decoder.vocab_size:
         what = f"the token {end} that ends a text is beyond the vocabulary of {found.decoder.vocab_size}"
@@ -82,13 +106,13 @@ def _load_pretrained(path: Path, device: torch.device) -> Trained:
     return Trained(model.eval(), tokenizer, config, 0, folder, end)
 
 
-def _check_vocabulary(folder: RunFolder, tokenizer: Any, vocab_size: int, of: str) -> None:
-    if vocabulary(tokenizer) > vocab_size:
-        what = f"has {vocabulary(tokenizer)} entries and the model {vocab_size}"
+def _check_vocabulary(folder: RunFolder, tokens: int, vocab_size: int, of: str) -> None:
+    if tokens > vocab_size:
+        what = f"has {tokens} entries and the model {vocab_size}"
         raise UserError(f"{folder.path / TOKENIZER} {what}: it is of another {of}", CHECKPOINT)
 
 
-def _config(folder: RunFolder) -> TrainConfig:
+def read_train_config(folder: RunFolder) -> TrainConfig:
     """The run's recipe, with every value of its field's type."""
     recipe, plain = folder.read_recipe(), TrainConfig()
     known = {f.name: recipe[f.name] for f in fields(TrainConfig) if f.name in recipe}
@@ -108,7 +132,7 @@ def _tokenizer(folder: RunFolder, add_end: bool = True) -> Any:
         raise UserError(f"run {folder.path} cannot be used: {error}", code) from None
 
 
-def _shared() -> set[str]:
+def shared_fields() -> set[str]:
     """The fields of a decoder that a training configuration has, too."""
     return {f.name for f in fields(DecoderConfig)} & {f.name for f in fields(TrainConfig)}
 
@@ -116,7 +140,7 @@ def _shared() -> set[str]:
 def model_config(config: TrainConfig, vocab_size: int) -> DecoderConfig:
     """The decoder a training configuration describes; UserError if there is none."""
     try:
-        return DecoderConfig(vocab_size=vocab_size, **{name: getattr(config, name) for name in _shared()})
+        return DecoderConfig(vocab_size=vocab_size, **{name: getattr(config, name) for name in shared_fields()})
     except ValueError as error:
         raise UserError(str(error)) from error
 
@@ -130,7 +154,7 @@ def build_decoder(config: TrainConfig, vocab_size: int) -> Decoder:
         raise UserError(str(error)) from error
 
 
-def load_parameters(model: Decoder, tensors: dict[str, Tensor], mixer: str, what: str) -> None:
+def load_parameters(model: Any, tensors: dict[str, Tensor], mixer: str, what: str) -> None:
     """Copy a checkpoint's tensors into the model; UserError if they are those of another mechanism or size."""
     named = dict(model.named_parameters())
     for name in (*named, *tensors):

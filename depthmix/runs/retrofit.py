@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 from depthmix.config import RetrofitConfig
 from depthmix.errors import CHECKPOINT, UserError
 from depthmix.files import writing
 from depthmix.mixers import OptionError, mixer_class
 from depthmix.mixers.options import check_options
+from depthmix.runs import foreign
 
 CONFIG = "config.json"
 TOKENIZER = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "chat_template*")
@@ -29,12 +29,8 @@ def retrofit_folder(config: RetrofitConfig) -> str:
     if out.exists():
         raise UserError(f"retrofit: {out} exists already; choose another folder for --out")
     try:
-        from depthmix.hf import retrofit
-    except ImportError:
-        raise UserError("retrofit needs transformers: pip install 'depthmix[hf]'") from None
-    try:
         check_options(config.mixer, mixer_class(config.mixer).options, config.mixer_options)
-        model = retrofit(_load(given), config.mixer, **config.mixer_options)
+        model = foreign.retrofitted(foreign.load(given, "retrofit"), config.mixer, config.mixer_options)
     except OptionError as error:
         raise UserError(f"retrofit: {error}") from None
     unfinished = out.with_name(f".tmp-{out.name}")
@@ -47,28 +43,5 @@ def retrofit_folder(config: RetrofitConfig) -> str:
             unfinished.rename(out)
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
-    return f"{type(model).__name__} with {config.mixer} in {out}; AutoModelForCausalLM.from_pretrained reads it after `import depthmix.hf`"
-
-
-def _load(folder: Path) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    try:
-        model, found = AutoModelForCausalLM.from_pretrained(
-            folder,
-            local_files_only=True,
-            use_safetensors=True,
-            trust_remote_code=False,
-            ignore_mismatched_sizes=True,  # which are refused below, by name
-            output_loading_info=True,
-        )
-    except Exception as error:  # of many kinds: transformers, safetensors and the hub's validation have their own
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-        said = " ".join(lines[: 2 if lines[0].endswith(":") else 1])
-        raise UserError(f"retrofit: the model in {folder} cannot be loaded: {said}", CHECKPOINT) from None
-    for name, *shapes in sorted(found["mismatched_keys"]):
-        sizes = " and not ".join(str(list(shape)) for shape in shapes)
-        raise UserError(f"retrofit: {folder} does not fit together: {name} has the shape {sizes}", CHECKPOINT)
-    for name in sorted(found["missing_keys"]):
-        raise UserError(f"retrofit: {folder} does not fit together: {name} is not in its weights", CHECKPOINT)
-    return model
+    how = "train it with `depthmix train --init`, or read it with AutoModelForCausalLM.from_pretrained after `import depthmix.hf`"
+    return f"{type(model).__name__} with {config.mixer} in {out}; {how}"

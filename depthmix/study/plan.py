@@ -11,6 +11,7 @@ from depthmix.config import CompareConfig, TrainConfig
 from depthmix.data.dataset import TokenData
 from depthmix.errors import UserError
 from depthmix.names import DEFAULT_MIXER
+from depthmix.runs.init import check_finished, settled
 from depthmix.study.arms import Arm, check_arms, parse_arms
 
 
@@ -35,6 +36,7 @@ def check_config(config: CompareConfig) -> list[Arm]:
             raise UserError(f"{name} must be at least 1, got {getattr(config, name)}")
     check_prompt(config.prompt)
     arms = parse_arms(config.arms)
+    check_finished(config.init)
     check_arms(arms, config.dim, config.n_blocks)
     _check_plan(make_plan(config, arms))
     return arms
@@ -86,7 +88,7 @@ def run_config(config: CompareConfig, arm: Arm, seed: int, steps: int) -> TrainC
         "eval_every": max(1, round(config.eval_every * share)),
         "save_every": max(1, round(config.save_every * share)),
     }
-    return TrainConfig(**values)
+    return settled(TrainConfig(**values))
 
 
 def is_finished(config: TrainConfig) -> bool:

@@ -13,7 +13,6 @@ from torch import Tensor
 from depthmix.device import choose_device
 from depthmix.errors import DIVERGED, UserError
 from depthmix.models import Decoder
-from depthmix.models.cache import KVCache
 from depthmix.runs.restore import load_model
 
 
@@ -33,7 +32,7 @@ def generate_tokens(
 ) -> Iterator[int]:
     """Continue a prompt of token ids until `end` or max_tokens."""
     device = next(model.parameters()).device
-    generator, cache = torch.Generator().manual_seed(seed), KVCache()
+    generator, cache = torch.Generator().manual_seed(seed), model.new_cache()
     ids = torch.tensor([prompt], device=device)
     model.eval()
     for _ in range(max_tokens):

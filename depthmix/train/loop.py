@@ -27,12 +27,11 @@ from depthmix.data.dataset import Batches, TokenData, validation_batches
 from depthmix.data.tokenizer import end_token
 from depthmix.device import PeakMemory, autocast, choose_device, release_memory
 from depthmix.errors import CHECKPOINT, DIVERGED, INTERRUPTED, UserError
-from depthmix.models import Decoder
-from depthmix.ops.norm import RMSNorm
 from depthmix.runs.checkpoint import Checkpoint, latest_checkpoint, list_checkpoints, save_checkpoint
 from depthmix.runs.folder import RunFolder
+from depthmix.runs.init import check_vocabulary, settled, start_model
 from depthmix.runs.pretrained import describe_run
-from depthmix.runs.restore import build_decoder, load_parameters, model_config
+from depthmix.runs.restore import load_parameters, model_config
 from depthmix.train.clock import CoreWait, StepClock, quartiles
 from depthmix.train.compiled import begin_model
 from depthmix.train.deterministic import deterministic
@@ -101,25 +100,33 @@ def check_config(config: TrainConfig) -> None:
 def check_run(config: TrainConfig, data: TokenData) -> None:
     """UserError for a configuration that does not fit its device, its data or itself, without building it."""
     choose_device(config.device)
-    model_config(config, data.vocab_size)
+    if config.init:
+        settled(config)
+        check_vocabulary(config, data)
+    else:
+        model_config(config, data.vocab_size)
     Batches(data.split("train"), config.seq_len, config.batch_size, config.seed)
     validation_batches(data.split("val"), config.seq_len, config.batch_size)
 
 
-def build_model(config: TrainConfig, vocab_size: int, device: torch.device) -> Decoder:
+def build_model(config: TrainConfig, vocab_size: int, device: torch.device) -> Any:
     """The model as training wants it: seeded, on its device, compiled or checkpointed sublayer by sublayer."""
+    return prepare_model(start_model(config, vocab_size).model, config, device)
+
+
+def prepare_model(model: Any, config: TrainConfig, device: torch.device) -> Any:
+    """A model moved to its device, compiled or checkpointed sublayer by sublayer."""
     if config.compile != "off":
         begin_model()  # after a handful of models in one process torch would no longer compile, and not say so
-    torch.manual_seed(config.seed)
-    model = build_decoder(config, vocab_size).to(device)
+    model = model.to(device)
+    sublayers, norms = model.repeated_parts()
     if config.checkpoint_activations:
-        for sublayer in model.sublayers:
+        for sublayer in sublayers:
             sublayer.forward = functools.partial(checkpoint, sublayer.forward, use_reentrant=False)
     if config.compile == "model":
         model.compile()
     elif config.compile == "sublayers":
-        norms = (n for n in model.norms.modules() if isinstance(n, RMSNorm))
-        for module in (*model.sublayers, *norms, model.final_norm):
+        for module in (*sublayers, *norms):
             module.compile()
     return model
 
@@ -129,7 +136,10 @@ class Trainer:
 
     def __init__(self, config: TrainConfig, data: TokenData, device: torch.device) -> None:
         self.config, self.device, self.vocab_size = config, device, data.vocab_size
-        self.model = build_model(config, data.vocab_size, device)
+        check_vocabulary(config, data)
+        start = start_model(config, data.vocab_size)
+        self.origin = start.origin  # where the weights came from; None: they are random
+        self.model = prepare_model(start.model, config, device)
         self.optimizers = build_optimizers(self.model, config)
         self.fused = all(g.get("fused") for o in self.optimizers.values() for g in o.param_groups)
         self.batches = Batches(data.split("train"), config.seq_len, config.batch_size, config.seed)
@@ -258,6 +268,7 @@ class Trainer:
 def train(config: TrainConfig, *, label: str = "") -> RunFolder:
     """Train, or go on with a run that was interrupted; a finished run is returned as it is."""
     check_config(config)
+    config = settled(config)
     with deterministic(config.deterministic):
         return _train(config, label)
 
@@ -275,6 +286,7 @@ def _train(config: TrainConfig, label: str) -> RunFolder:
 
     with folder.locked():
         folder.keep_data(data.meta_path, data.tokenizer_path)
+        folder.keep_origin(trainer.origin)
         if folder.has_result():
             for newest in list_checkpoints(folder.checkpoints)[:1]:
                 trainer.describe(folder, newest)  # a run of an older version is not described yet
@@ -300,12 +312,18 @@ def _run(trainer: Trainer, folder: RunFolder, saved: Checkpoint | None, memory: 
     skipped = 0 if saved is None else int(saved.state["skipped"])
     val_loss = None if saved is None else saved.state["val_loss"]
     folder.cut(first)
+    opening = [] if saved is not None else _opening(trainer, folder)
     folder.log(f"{'starting' if saved is None else 'resuming'} at step {first} of {config.steps} on {device}")
     tokens_per_step = config.batch_size * config.seq_len
     times: list[float] = []
     waiting = CoreWait()
     sinks = open_sinks(config, folder, first)
     progress = TrainingProgress(label, first, config.steps, config.quiet)
+
+    def note(line: dict[str, Any]) -> None:
+        while opening:  # not before: a run that dies in its first step has nothing to lose yet
+            folder.append_metrics(opening.pop())
+        folder.append_metrics(line)
 
     def save(step: int) -> None:
         folder.sync()
@@ -343,7 +361,7 @@ def _run(trainer: Trainer, folder: RunFolder, saved: Checkpoint | None, memory: 
                         "lr": config.lr * learning_rate(config, step),
                         "grad_norm": norm,
                     }
-                    folder.append_metrics(line)
+                    note(line)
                     speed = {
                         "step": done,
                         "seconds": seconds,
@@ -354,7 +372,7 @@ def _run(trainer: Trainer, folder: RunFolder, saved: Checkpoint | None, memory: 
                     sinks.write({**line, **speed})
                 if evaluated is not None:
                     line = {"step": done, "tokens": done * tokens_per_step, "val_loss": evaluated.loss}
-                    folder.append_metrics(line)
+                    note(line)
                     sinks.write(line)
                 recent = statistics.mean(times[-20:])
                 shown = memory.read() if done % 20 == 0 else None
@@ -373,6 +391,19 @@ def _run(trainer: Trainer, folder: RunFolder, saved: Checkpoint | None, memory: 
     finally:
         progress.close()
         sinks.close()
+
+
+def _opening(trainer: Trainer, folder: RunFolder) -> list[dict[str, Any]]:
+    """The first line of the metrics: what a model is worth that was trained before."""
+    if trainer.origin is None:
+        return []
+    step = "" if trainer.origin["step"] is None else f" at step {trainer.origin['step']}"
+    folder.log(f"the weights are those of {trainer.origin['folder']}{step}; trained: {trainer.config.tune}")
+    found = trainer.evaluate()
+    if not trainer.usable(found.loss):
+        what = f"the model in {trainer.config.init} is of no use on this data: its validation"
+        raise UserError(f"{what} {trainer.complaint(found.loss).replace('became', 'is')}", CHECKPOINT)
+    return [{"step": 0, "tokens": 0, "val_loss": found.loss}]
 
 
 def _diverged(config: TrainConfig, folder: RunFolder, step: int, what: str, astray: bool) -> None:
@@ -403,6 +434,7 @@ def result_of(
 ) -> dict[str, Any]:
     """A finished training in numbers: what result.json holds."""
     config, times = trainer.config, trainer.clock.seconds()
+    trained = sum(p.numel() for p in trainer.parameters)
     return {
         "mixer": config.mixer,
         "mixer_options": config.mixer_options,
@@ -419,6 +451,7 @@ def result_of(
         "seconds": seconds,
         "peak_memory": peak_memory,
         "skipped_batches": skipped,
+        **({} if trainer.origin is None else {"init": trainer.origin, "trained_parameters": trained}),
     }
 
 
@@ -443,7 +476,7 @@ def measure_step_times(configs: list[TrainConfig], warmup: int = 3, steps: int =
 def _step_seconds(config: TrainConfig, warmup: int, steps: int) -> float:
     check_config(config)
     with deterministic(config.deterministic):
-        trainer = Trainer(config, TokenData.open(config.data), choose_device(config.device))
+        trainer = Trainer(settled(config), TokenData.open(config.data), choose_device(config.device))
         for step in range(warmup):
             trainer.step(step)
         begun, done = time.perf_counter(), warmup

@@ -33,7 +33,8 @@ def evaluate_run(config: EvalConfig) -> Evaluation:
         raise UserError(f"{what}: give the text to measure it on with --input", DATA)
     else:
         data = TokenData.open(trained.folder.find_data(trained.config.data))
-        if data.vocab_size != trained.model.config.vocab_size:
+        rows = trained.model.config.vocab_size
+        if data.vocab_size != rows and not (trained.config.init and data.vocab_size < rows):  # theirs may have more
             what = f"has {data.vocab_size} entries and the model's {trained.model.config.vocab_size}"
             raise UserError(f"the vocabulary of {data.folder} {what}: it is other data than then", DATA)
         val = data.split("val")

@@ -65,23 +65,22 @@ def _orthogonal(x: Tensor, coefficients: tuple[float, float, float], steps: int,
 
 
 def build_optimizers(model: nn.Module, config: TrainConfig) -> dict[str, torch.optim.Optimizer]:
-    """AdamW for everything, or Muon for the hidden matrices and AdamW for the rest."""
-    named, decay = dict(model.named_parameters()), decays(model)
+    """AdamW for everything that trains, or Muon for the hidden matrices and AdamW for the rest."""
+    named, decay = {n: p for n, p in model.named_parameters() if p.requires_grad}, decays(model)
     own = own_settings(named, config.groups)
     matrices = hidden_matrices(model) if config.optimizer == "muon" else set()
     fused = next(iter(named.values())).device.type == "cuda"
-    rest = {n: p for n, p in named.items() if n not in matrices}
-    optimizers: dict[str, torch.optim.Optimizer] = {
-        "adamw": torch.optim.AdamW(
+    rest, hidden = ({n: p for n, p in named.items() if (n in matrices) == taken} for taken in (False, True))
+    optimizers: dict[str, torch.optim.Optimizer] = {}
+    if rest:
+        optimizers["adamw"] = torch.optim.AdamW(
             _groups(rest, decay, config.weight_decay, config.lr, own),
             lr=config.lr,
             betas=(config.beta1, config.beta2),
             eps=config.adam_eps,
             fused=fused,
         )
-    }
-    if matrices:
-        hidden = {n: named[n] for n in named if n in matrices}
+    if hidden:
         groups = _groups(hidden, decay, config.weight_decay, config.muon_lr, own)
         optimizers["muon"] = Muon(groups, lr=config.muon_lr)
     for optimizer in optimizers.values():

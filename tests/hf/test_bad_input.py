@@ -69,7 +69,7 @@ def test_retrofit_with_what_is_the_models_own(name):
 
 
 def test_models_that_cannot_be_retrofitted_or_have_no_mixer():
-    with pytest.raises(UserError, match="has a mixer already, which is chosen when it is made"):
+    with pytest.raises(UserError, match="was trained with attnres, and only plain residuals can be replaced"):
         retrofit(causal_lm(), "dca")
     with pytest.raises(UserError, match="not retrofitted"):
         mixer_of(make("llama"))

@@ -1,5 +1,6 @@
-"""docs/huggingface.md: its blocks run one after the other, and its commands after them."""
+"""docs/huggingface.md and docs/retrofit.md: their blocks run one after the other, and their commands."""
 
+import importlib
 import re
 import shlex
 import shutil
@@ -10,7 +11,10 @@ from depthmix.cli import main
 from project import ROOT, code_blocks
 from train import small
 
-PAGE = ROOT / "docs" / "huggingface.md"
+PAGE, RETROFIT = ROOT / "docs" / "huggingface.md", ROOT / "docs" / "retrofit.md"
+SMALL = (
+    "--steps 2 --warmup 1 --seq-len 16 --batch-size 4 --eval-tokens 32 --device cpu --quiet"  # on top of a page's own
+)
 
 
 def test_the_page_runs_from_top_to_bottom(tmp_path, monkeypatch, capsys):
@@ -24,11 +28,32 @@ def test_the_page_runs_from_top_to_bottom(tmp_path, monkeypatch, capsys):
     out = capsys.readouterr().out
     assert "The sea is" in out
     assert "torch.Size([2, 7, 1, 9, 9])" in out
-    assert "attnres: the logits changed by" in out
     assert (tmp_path / "adapter" / "adapter_model.safetensors").is_file()
     assert place["new"].config._attn_implementation == "mine"
     assert torch.isfinite(place["new"](place["ids"]).logits).all()
     commands = re.findall(r"^depthmix .*$", PAGE.read_text(), re.M)
-    assert len(commands) == 3
+    assert len(commands) == 2
     for command in commands:
         assert main(shlex.split(command)[1:]) == 0, command
+
+
+def test_the_page_on_retrofit(tmp_path, monkeypatch, capsys):
+    shutil.copytree(small.run().path, tmp_path / "runs" / "plain")
+    shutil.copytree(small.data(), tmp_path / "data" / "mine")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(importlib.import_module("depthmix.study.compare"), "draw_figures", lambda *_: [])  # slow
+    place: dict = {}
+    for block in code_blocks(RETROFIT):
+        exec(block, place)
+    assert place["config"].dim == 32
+    assert type(place["again"]).__name__ == "DepthmixLlamaForCausalLM"
+    assert type(place["pretrained"]).__name__ == "LlamaForCausalLM"
+    commands = re.findall(r"^depthmix .*$", RETROFIT.read_text(), re.M)
+    assert len(commands) == 5
+    for command in commands:
+        more = "" if command.startswith("depthmix retrofit") else SMALL
+        assert main(shlex.split(f"{command.removesuffix(' --seeds 1 2 3')} {more}")[1:]) == 0, command
+    out = capsys.readouterr().out
+    assert out.count("attnres: the logits changed by") == 2
+    assert out.count("validation loss") == 3
+    assert len(list((tmp_path / "runs" / "worth").glob("*/seed-*/result.json"))) == 3

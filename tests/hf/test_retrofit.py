@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from depthmix import list_mixers, restore, retrofit
 from depthmix.errors import UserError
-from depthmix.hf import mixer_of
+from depthmix.hf import DepthmixConfig, DepthmixForCausalLM, mixer_of
 from depthmix.hf.architectures import ARCHITECTURES
 
 VOCAB = 61
@@ -81,6 +81,73 @@ def test_every_architecture(kind: str) -> None:
     before = model(ids()).logits
     retrofit(model, "attnres", block_size=2, ways=3, quiet=True)
     assert ((model(ids()).logits - before).abs().max() / before.abs().max()).item() <= 1e-5
+
+
+@pytest.mark.parametrize("mixer", EXACT)
+def test_parallel_blocks_are_one_site(mixer: str) -> None:
+    """Attention and MLP of GPT-NeoX read the same and are added; with several ways the MLP reads that of the queries."""
+    model = make("gpt_neox", use_parallel_residual=True)
+    before = model(ids()).logits
+    retrofit(model, mixer, quiet=True)
+    assert mixer_of(model).n_sites == 3
+    assert ((model(ids()).logits - before).abs().max() / before.abs().max()).item() <= 1e-5
+    assert not torch.allclose(stir(model)(ids()).logits, before) or mixer == "residual"
+    assert torch.equal(restore(model)(ids()).logits, before)
+
+
+def test_parallel_blocks_saved_cached_and_with_ways_of_their_own(tmp_path: Path) -> None:
+    model = make("gpt_neox", use_parallel_residual=True)
+    before = model(ids()).logits
+    stir(retrofit(model, "attnres", ways=3, quiet=True)).save_pretrained(tmp_path)
+    assert not torch.allclose(model(ids()).logits, before, atol=1e-4)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert torch.equal(again(ids()).logits, model(ids()).logits)
+    given: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(again.generate(ids(), use_cache=True, **given), model.generate(ids(), use_cache=False, **given))
+
+
+@pytest.mark.parametrize(("kind", "more"), [("llama", {}), ("gpt2", {}), ("gpt_neox", {"use_parallel_residual": True})])
+@pytest.mark.parametrize(("mixer", "options"), [("attnres", {"block_size": 2}), ("dca", {}), ("mhc", {"n": 2})])
+def test_hidden_states_are_tensors(kind: str, more: dict[str, Any], mixer: str, options: dict[str, Any]) -> None:
+    """At step 0 the plain model's own; later what each layer reads, the last after the final norm."""
+    model = make(kind, **more)
+    plain = model(ids(), output_hidden_states=True).hidden_states
+    retrofit(model, mixer, quiet=True, **options)
+    for found in (
+        model(ids(), output_hidden_states=True).hidden_states,
+        model(ids(), output_hidden_states=True, return_dict=False)[-1],
+    ):
+        assert len(found) == len(plain)
+        for ours, theirs in zip(found, plain, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+    assert model(ids()).hidden_states is None
+    out = stir(model)(ids(), output_hidden_states=True)
+    assert not torch.allclose(out.hidden_states[-1], plain[-1], atol=1e-4)
+    assert torch.equal(out.logits, model.get_output_embeddings()(out.hidden_states[-1]))
+    assert all(h.shape == plain[0].shape for h in out.hidden_states)
+    restore(model)
+    again = model(ids(), output_hidden_states=True).hidden_states
+    assert all(map(torch.equal, again, plain))
+
+
+@pytest.mark.parametrize(("mixer", "options"), [("attnres", {"ways": 3}), ("dca", {}), ("hyper", {})])
+def test_our_own_decoder_is_retrofitted_too(mixer: str, options: dict[str, Any], tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
+    model = DepthmixForCausalLM(DepthmixConfig(**sizes, rms_norm_eps=1e-4)).eval()
+    before = model(ids()).logits
+    retrofit(model, mixer, quiet=True, **options)
+    assert mixer_of(model).name == mixer
+    assert ((model(ids()).logits - before).abs().max() / before.abs().max()).item() <= 1e-5
+    with pytest.raises(UserError, match="already"):
+        retrofit(model, mixer)
+    stir(model).save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert torch.equal(again(ids()).logits, model(ids()).logits)
+    assert torch.equal(restore(model)(ids()).logits, before)
+    scratch = DepthmixForCausalLM(DepthmixConfig(**sizes, mixer="attnres"))
+    with pytest.raises(UserError, match="was trained with attnres"):
+        retrofit(scratch, "dca")
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "gpt_neox"])
@@ -181,7 +248,8 @@ def test_what_cannot_be_is_refused() -> None:
         (lambda: retrofit(model, "nothing"), "nothing"),
         (lambda: restore(model), "not retrofitted"),
         (lambda: retrofit(make("olmo2"), "attnres"), "post-norm"),
-        (lambda: retrofit(make("gpt_neox", use_parallel_residual=True), "attnres"), "parallel"),
+        (lambda: retrofit(model, "highway"), "highway .* does not begin as the plain residual: what site 1 reads"),
+        (lambda: retrofit(model, "attnres", window=1), "does not begin as the plain residual"),
         (lambda: retrofit(torch.nn.Linear(2, 2), "attnres"), "Hugging Face model"),
         (lambda: retrofit(make("stablelm"), "attnres"), "not known"),
     ):

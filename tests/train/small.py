@@ -8,8 +8,10 @@ from pathlib import Path
 import torch
 
 from depthmix.config import DataConfig, TrainConfig
+from depthmix.data.dataset import TokenData
 from depthmix.data.prepare import prepare
 from depthmix.runs.folder import RunFolder
+from depthmix.runs.restore import Trained, load_model
 from depthmix.train.loop import train
 
 torch.set_num_threads(1)  # for tensors this small, threads only get into each other's way
@@ -47,6 +49,18 @@ def data() -> Path:
     """The corpus, prepared."""
     config = DataConfig(input=[str(corpus())], out=str(place() / "data"), vocab_size=VOCAB, val_fraction=0.2)
     return prepare(config)
+
+
+@functools.cache
+def other_data() -> Path:
+    """The corpus, prepared with other tokens."""
+    config = DataConfig(input=[str(corpus())], out=str(place() / "other"), vocab_size=VOCAB - 20, val_fraction=0.2)
+    return prepare(config)
+
+
+def token_data() -> TokenData:
+    """The prepared data, opened."""
+    return TokenData.open(data())
 
 
 def config(out, **changes) -> TrainConfig:
@@ -98,3 +112,8 @@ def written(value) -> list[str]:
 def run() -> RunFolder:
     """A finished run of 60 steps, which has learned its lines somewhat."""
     return train(config(place() / "run", dim=32, n_blocks=2, batch_size=8, seq_len=32, steps=60, save_every=20))
+
+
+def load_run(path=None) -> Trained:
+    """The model of a run, by default of that one."""
+    return load_model(path or run().path, torch.device("cpu"))

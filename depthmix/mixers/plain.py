@@ -1,0 +1,34 @@
+"""What it takes to give a model that was trained with the plain residual another rule: the same function at step 0.
+
+Where a read begins as a share c of the plain stream x, its norm sees c x. RMSNorm and LayerNorm undo the factor, but for their eps:
+
+    norm(c x; c² eps) = norm(x; eps)
+"""
+
+from __future__ import annotations
+
+from depthmix.mixers.base import Mixer
+
+
+def is_plain(mixer: Mixer) -> bool:
+    """Whether the rule is the plain residual and stays it: there is nothing to learn."""
+    shares = {mixer.plain_share(site) for site in range(mixer.n_sites + 1)}
+    return shares == {1.0} and next(mixer.parameters(), None) is None
+
+
+def why_not_plain(mixer: Mixer) -> str | None:
+    """Why a model of plain residuals would not stay the same with this mixer at its start; None if it would."""
+    for site in range(mixer.n_sites + 1):
+        if mixer.plain_share(site) is None:
+            reader = "the final norm" if site == mixer.n_sites else f"site {site}"
+            rule = f"{mixer.name}{' with these options' if mixer.options else ''}"
+            return (
+                f"{rule} does not begin as the plain residual: what {reader} reads then is no part of the plain stream"
+            )
+    return None
+
+
+def eps_of_plain(mixer: Mixer, site: int, eps: float) -> float:
+    """The eps with which the norm of a read (S: of finish) does what the plain stream's does with eps."""
+    share = mixer.plain_share(site)
+    return eps if share is None else eps * share**2

@@ -1,0 +1,119 @@
+"""Models of other people's in runs: Hugging Face's, from folders. Nothing is fetched, nothing unpickled."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from depthmix.errors import CHECKPOINT, UserError
+from depthmix.models.exchange import MODEL_TYPE
+from depthmix.runs.pretrained import CONFIG
+
+
+def need_transformers(what: str) -> None:
+    """UserError where there is no transformers."""
+    try:
+        import depthmix.hf  # noqa: F401  (registers the model types)
+    except ImportError:
+        raise UserError(f"{what} needs transformers: pip install 'depthmix[hf]'") from None
+
+
+def retrofitted(model: Any, mixer: str, options: dict[str, Any], quiet: bool = False) -> Any:
+    """A loaded model with a mixer."""
+    from depthmix.hf import retrofit
+
+    return retrofit(model, mixer, quiet=quiet, **options)
+
+
+def load(folder: Path, what: str, **options: Any) -> Any:
+    """A causal language model that `save_pretrained` wrote; what: who an error speaks of."""
+    need_transformers(what)
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    bars = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()  # theirs; a command has its own
+    try:
+        model, found = AutoModelForCausalLM.from_pretrained(
+            folder,
+            local_files_only=True,
+            use_safetensors=True,
+            trust_remote_code=False,
+            ignore_mismatched_sizes=True,  # which are refused below, by name
+            output_loading_info=True,
+            **options,
+        )
+    except Exception as error:  # of many kinds: transformers, safetensors and the hub's validation have their own
+        raise UserError(f"{what}: the model in {folder} cannot be loaded: {_first(error)}", CHECKPOINT) from None
+    finally:
+        if bars:
+            logging.enable_progress_bar()
+    for name, *shapes in sorted(found["mismatched_keys"]):
+        sizes = " and not ".join(str(list(shape)) for shape in shapes)
+        raise UserError(f"{what}: {folder} does not fit together: {name} has the shape {sizes}", CHECKPOINT)
+    for name in sorted(found["missing_keys"]):
+        raise UserError(f"{what}: {folder} does not fit together: {name} is not in its weights", CHECKPOINT)
+    return model
+
+
+class Description(NamedTuple):
+    """What a config.json says of a model."""
+
+    shape: dict[str, int]  # dim, n_blocks, n_heads
+    vocab_size: int
+    seq_len: int | None  # the longest sequence that it takes
+    mixer: dict[str, Any] | None  # its name and options, if it has been retrofitted
+    sites: dict[str, Any]  # what `create_mixer` is told of them
+
+
+def describe(folder: Path, what: str) -> Description:
+    """The model in a folder, without its weights; what: who an error speaks of."""
+    config = _config(folder, what)
+    from depthmix.hf.architectures import ARCHITECTURES, architecture, plain_type
+
+    if plain_type(config) not in ARCHITECTURES:
+        known = ", ".join([MODEL_TYPE, *sorted(ARCHITECTURES)])
+        raise UserError(f"{what} {folder} holds a model of type {config.model_type!r}; known are {known}", CHECKPOINT)
+    own = getattr(config, "depthmix", None)
+    right = isinstance(own, dict) and isinstance(own.get("mixer"), str) and isinstance(own.get("options"), dict)
+    if own is not None and not right:
+        raise UserError(f"{folder / CONFIG} is damaged: depthmix is {own!r}", CHECKPOINT)
+    n_blocks = config.num_hidden_layers
+    shape = {"dim": config.hidden_size, "n_blocks": n_blocks, "n_heads": config.num_attention_heads}
+    longest, sites = getattr(config, "max_position_embeddings", None), architecture(config).layout(n_blocks)
+    return Description(shape, config.vocab_size, longest, own, sites)
+
+
+def from_description(folder: Path) -> Any:
+    """The model that a run folder's config.json describes, behind the calls of a Decoder; its weights are for the caller to load."""
+    config = _config(folder, "run")
+    from transformers import AutoModelForCausalLM
+
+    from depthmix.hf.adapter import Adapter
+
+    return Adapter(AutoModelForCausalLM.from_config(config, dtype=torch.float32))
+
+
+def load_adapted(folder: Path, what: str) -> Any:
+    """A model that `save_pretrained` wrote, in fp32, behind the calls of a Decoder."""
+    model = load(folder, what, dtype=torch.float32)
+    from depthmix.hf.adapter import Adapter
+
+    return Adapter(model)
+
+
+def _config(folder: Path, what: str) -> Any:
+    need_transformers(what)
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise UserError(f"{what}: the model in {folder} cannot be loaded: {_first(error)}", CHECKPOINT) from None
+
+
+def _first(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return " ".join(lines[: 2 if lines[0].endswith(":") else 1])

@@ -1,0 +1,215 @@
+"""`--init`: a training that starts from a model in a folder, with its own mixer or, if it is plain, with another.
+
+The folder holds a run, a model that `save_pretrained` wrote, or one of `depthmix retrofit`; a path to one checkpoint of a run is as good.
+A plain model gets its mixer as `depthmix.retrofit` gives it: the loss at step 0 is the plain model's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from depthmix.config import TrainConfig
+from depthmix.data.dataset import TokenData
+from depthmix.data.tokenizer import load_tokenizer
+from depthmix.errors import CHECKPOINT, DATA, UserError
+from depthmix.mixers import Mixer, OptionError, create_mixer, mixer_class
+from depthmix.mixers.plain import is_plain, why_not_plain
+from depthmix.models import DecoderConfig
+from depthmix.models.exchange import MODEL_TYPE
+from depthmix.runs import foreign
+from depthmix.runs.folder import RECIPE, TOKENIZER, RunFolder
+from depthmix.runs.pretrained import is_pretrained, model_type, read_config, read_pretrained
+from depthmix.runs.restore import (
+    build_decoder,
+    model_config,
+    model_of_pretrained,
+    model_of_run,
+    open_checkpoint,
+    read_train_config,
+    shared_fields,
+)
+
+NOT_SHAPE = ("mixer", "mixer_options", "plain_eps")  # fields of a model that may be other than the folder's
+
+
+@dataclass
+class Source:
+    """What a folder says of the model in it."""
+
+    path: Path
+    folder: Path  # the run's, where the path is that of a checkpoint
+    values: dict[str, Any]  # fields of TrainConfig that the model decides
+    sites: dict[str, Any]  # what create_mixer is told of the model's sites
+    foreign: bool  # a model of Hugging Face's
+    run: bool
+    vocab_size: int | None = None  # where it is known without the weights
+    seq_len: int | None = None  # the longest sequence that it takes
+
+    def mixer(self, name: str, options: dict[str, Any]) -> Mixer:
+        """A mixer as this model would have it, without memory."""
+        try:
+            with torch.device("meta"):
+                return create_mixer(name, dim=self.values["dim"], **self.sites, **options)
+        except OptionError as error:
+            raise UserError(str(error)) from None
+
+
+def read_source(init: str) -> Source:
+    """The model that `init` names, without its weights."""
+    path = Path(init).absolute()
+    if not path.exists():
+        raise UserError(f"init {init!r} does not exist: give a run folder, or one with a saved model", CHECKPOINT)
+    checkpoint = path.parent.name == "checkpoints"
+    folder, run = (path.parent.parent if checkpoint else path), not is_pretrained(path)
+    if run:
+        RunFolder.open(folder)
+    if model_type(folder) not in (None, MODEL_TYPE):
+        return _read_foreign(path, folder, run)
+    found = _of_run(RunFolder(folder)) if run else read_config(path)
+    values = {name: getattr(found, name) for name in shared_fields()}
+    return Source(path, folder, values, {"n_blocks": found.n_blocks}, False, run, None if run else found.vocab_size)
+
+
+def _of_run(folder: RunFolder) -> DecoderConfig:
+    """The decoder of a run, for all but its vocabulary."""
+    config = read_train_config(folder)
+    try:
+        return model_config(config, 1)
+    except UserError as error:
+        raise UserError(f"{folder.path / RECIPE} describes no model: {error}", CHECKPOINT) from None
+
+
+def _read_foreign(path: Path, folder: Path, run: bool) -> Source:
+    found = foreign.describe(folder, "init")
+    own = found.mixer or {"mixer": TrainConfig.mixer, "options": {}}
+    values = {**found.shape, "mixer": own["mixer"], "mixer_options": own["options"]}
+    return Source(path, folder, values, found.sites, True, run, found.vocab_size, found.seq_len)
+
+
+def init_values(init: str, mixer: bool = True) -> dict[str, Any]:
+    """The fields of a TrainConfig that the model in a folder decides: its shape and, unless it gets another, its mixer."""
+    values = read_source(init).values
+    return values if mixer else {name: value for name, value in values.items() if name not in NOT_SHAPE}
+
+
+def settled(config: TrainConfig) -> TrainConfig:
+    """The configuration with what follows from its init; UserError where the two do not fit."""
+    if not config.init:
+        if config.tune != "all":
+            raise UserError(f"tune {config.tune} needs init: in a model with random weights all is to be learned")
+        return config
+    source = read_source(config.init)
+    mixer = source.mixer(config.mixer, config.mixer_options)
+    if config.tune == "mixer" and next(mixer.parameters(), None) is None:
+        raise UserError(f"tune mixer: {config.mixer} has no parameters to train")
+    _check_shape(config, source)
+    if source.seq_len is not None and config.seq_len > source.seq_len:
+        what = f"the positions of the model in {config.init}"
+        raise UserError(f"seq_len must be at most {source.seq_len}, {what}, got {config.seq_len}")
+    if _same_mixer(config, source):
+        return dataclasses.replace(config, plain_eps=bool(source.values.get("plain_eps")))
+    _check_exchange(config, source, mixer)
+    return dataclasses.replace(config, plain_eps=True)
+
+
+def _check_shape(config: TrainConfig, source: Source) -> None:
+    given: Any = config if source.foreign else model_config(config, 1)
+    for name, value in source.values.items():
+        if name not in NOT_SHAPE and getattr(given, name) != value:
+            what = f"{name} is {getattr(config, name)!r} and that of the model in {config.init} is {value!r}"
+            raise UserError(f"{what}: leave {name} out, the model's shape is its own")
+
+
+def _same_mixer(config: TrainConfig, source: Source) -> bool:
+    if config.mixer != source.values["mixer"]:
+        return False
+    defaults = {name: option.default for name, option in mixer_class(config.mixer).options.items()}
+    return {**defaults, **config.mixer_options} == {**defaults, **source.values["mixer_options"]}
+
+
+def _check_exchange(config: TrainConfig, source: Source, mixer: Mixer) -> None:
+    """UserError unless the folder's mixer is plain and the other begins so."""
+    old = source.mixer(source.values["mixer"], source.values["mixer_options"])
+    if not is_plain(old):
+        options = "".join(f" {k}={v}" for k, v in source.values["mixer_options"].items())
+        what = f"the model in {config.init} was trained with {old.name}{options}"
+        raise UserError(f"{what}: it can go on with that, and only plain residuals can be replaced by another rule")
+    if reason := why_not_plain(mixer):
+        raise UserError(f"init: {reason}, so the model in {config.init} would not stay what it is")
+
+
+def check_vocabulary(config: TrainConfig, data: TokenData) -> None:
+    """UserError if the data's tokens are not those of the model that a training starts from."""
+    if not config.init:
+        return
+    source = read_source(config.init)
+    _check_size(config, data.vocab_size, source.vocab_size)
+    path = source.folder / TOKENIZER
+    if not path.is_file():
+        return  # nothing says what its tokens mean
+    theirs, ours = (load_tokenizer(p, add_end=False).get_vocab() for p in (path, data.tokenizer_path))
+    if any(
+        ours.get(token) != number for token, number in theirs.items()
+    ):  # more of them need but rows of the embedding
+        advice = f"prepare it with `depthmix data --tokenizer {path}`"
+        raise UserError(f"{config.data} has other tokens than the model in {config.init}: {advice}", DATA)
+
+
+def _check_size(config: TrainConfig, data: int, model: int | None) -> None:
+    if model is not None and model < data:
+        what = f"the vocabulary of {config.data} has {data} entries and that of the model in {config.init} {model}"
+        raise UserError(f"{what}: a model to start from needs a row for every token", DATA)
+
+
+@dataclass
+class Start:
+    """A model to train, and where it came from."""
+
+    model: Any  # a Decoder, or what has its calls
+    origin: dict[str, Any] | None = None
+
+
+def start_model(config: TrainConfig, vocab_size: int) -> Start:
+    """The model that a training begins with: of random weights, or `init`'s; vocab_size: of the data."""
+    torch.manual_seed(config.seed)
+    if not config.init:
+        return Start(build_decoder(config, vocab_size))
+    source = read_source(config.init)
+    model, step = _load(source)
+    torch.manual_seed(config.seed)  # whatever loading has drawn
+    _check_size(config, vocab_size, model.config.vocab_size)
+    if source.foreign:
+        model.give_mixer(config.mixer, config.mixer_options, keep=_same_mixer(config, source))
+    elif not _same_mixer(config, source):
+        model.change_mixer(model_config(config, model.config.vocab_size))
+    origin = {"folder": str(source.path), "mixer": source.values["mixer"], "options": source.values["mixer_options"]}
+    model.train()
+    if config.tune == "mixer":
+        added = set(model.added_by_mixer())
+        for name, p in model.named_parameters():
+            p.requires_grad_(name in added)
+    return Start(model, {**origin, "step": step})
+
+
+def _load(source: Source) -> tuple[Any, int | None]:
+    """The model with its weights, and the step of its run."""
+    if not source.run:
+        if source.foreign:
+            return foreign.load_adapted(source.path, "init"), None
+        return model_of_pretrained(source.path, read_pretrained(source.path)), None
+    folder, saved = open_checkpoint(source.path)
+    return model_of_run(folder, saved, read_train_config(folder), 1), saved.step
+
+
+def check_finished(init: str) -> None:
+    """UserError for a run that is not finished: whoever starts from it several times would not start from the same weights."""
+    source = read_source(init) if init else None
+    if source is None or not source.run or source.path != source.folder or RunFolder(source.folder).has_result():
+        return
+    what = f"init {init} is a run that has not finished, and every arm must start from the same weights"
+    raise UserError(f"{what}: give one checkpoint in it", CHECKPOINT)
