@@ -20,6 +20,7 @@ from depthmix.config import (
     DataConfig,
     EvalConfig,
     GenerateConfig,
+    InspectConfig,
     RetrofitConfig,
     StudyConfig,
     TrainConfig,
@@ -63,8 +64,9 @@ def add_flags(parser: argparse.ArgumentParser, config: type, completing: bool) -
         else:
             how["metavar"] = "{" + ",".join(get_args(hint)) + "}" if get_origin(hint) is Literal else "VALUE"
         actions.append(parser.add_argument(flag, **how))
-        if field.metadata.get("first"):
-            parser.add_argument(field.name, nargs="?", metavar="NAME", default=argparse.SUPPRESS, help=text)
+        if field.metadata["first"]:
+            how = {"nargs": "?", "default": argparse.SUPPRESS, "metavar": field.name.upper()}
+            actions.append(parser.add_argument(field.name, help=f"the same as {flag}", **how))
     for action in actions if completing else ():
         offer(action, hints.get(action.dest))
 
@@ -132,6 +134,12 @@ def run_generate(config: GenerateConfig) -> None:
     print()
 
 
+def run_inspect(config: InspectConfig) -> None:
+    from depthmix.train.inspect import inspect
+
+    inspect(config)
+
+
 def run_retrofit(config: RetrofitConfig) -> None:
     from depthmix.runs.retrofit import retrofit_folder
 
@@ -165,6 +173,7 @@ COMMANDS: dict[str, tuple[type | None, Callable[..., None], str]] = {
     ),
     "eval": (EvalConfig, run_eval, "loss, perplexity and bits per byte of a trained model on any text"),
     "generate": (GenerateConfig, run_generate, "continue a text with a trained model"),
+    "inspect": (InspectConfig, run_inspect, "look inside a trained model: what layers read from each other"),
     "retrofit": (
         RetrofitConfig,
         run_retrofit,

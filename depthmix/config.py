@@ -9,11 +9,11 @@ from depthmix.names import DEFAULT_MIXER
 
 
 def option(default: Any, help: str, first: bool = False) -> Any:
-    """A field with its help text; lists and dictionaries are copied for every instance. first: also without its flag."""
-    about = {"help": help, "first": first}
+    """A field with its help text; lists and dictionaries are copied for every instance. first: its flag may be left out on the command line."""
+    metadata = {"help": help, "first": first}
     if isinstance(default, list | dict):
-        return field(default_factory=default.copy, metadata=about)
-    return field(default=default, metadata=about)
+        return field(default_factory=default.copy, metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
 @dataclass
@@ -108,6 +108,9 @@ class TrainConfig:
     eval_tokens: int | None = option(None, "validation tokens to use; none: all")
     save_every: int = option(200, "steps between checkpoints; the last step is always saved")
     keep: int = option(2, "checkpoints to keep")
+    dynamics_every: int | None = option(
+        None, "steps between lines of dynamics.jsonl, magnitudes and gradients over depth; none: no such lines"
+    )
     on_nan: Literal["stop", "skip"] = option("stop", "what to do when the loss is not a number or explodes")
     tensorboard: bool = option(False, "also write TensorBoard events")
     wandb: str = option("", "also log to this Weights & Biases project")
@@ -184,3 +187,24 @@ class RetrofitConfig:
         "",
         "folder to write, which must not exist; `depthmix train --init` and AutoModelForCausalLM.from_pretrained read it",
     )
+
+
+@dataclass
+class InspectConfig:
+    """Look inside a trained model: what layers read from each other, magnitudes over depth, which connections matter."""
+
+    run: str = option(
+        "", "run folder of `depthmix train`, one checkpoint in it, or a folder of `save_pretrained`", first=True
+    )
+    input: list[str] = option([], "files or folders of text to measure on; none: the validation split of the data")
+    data: str = option("", "folder written by `depthmix data`; none: the one the model was trained with")
+    text_field: str = option("text", "field or column that holds the text in jsonl and parquet")
+    text: str = option("", "a text to show token by token")
+    tokens: int = option(20000, "tokens to measure depth-mixing matrices on")
+    causal_tokens: int = option(
+        4096, "tokens to measure cut connections and skipped sublayers on, which takes longest; 0: leave both out"
+    )
+    batch_size: int = option(8, "sequences at a time")
+    seq_len: int | None = option(None, "tokens in a sequence; none: as in training")
+    device: str = option("auto", "cpu, cuda, cuda:N, mps, or auto")
+    json: str = option("", "file to write everything to")

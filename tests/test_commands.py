@@ -7,18 +7,20 @@ import shutil
 import pytest
 
 from depthmix.cli import main
-from depthmix.train import loop
+from depthmix.train import step_times
 from project import ROOT
 
 MODEL = "--n-blocks 2 --dim 32 --n-heads 2 --seq-len 32 --batch-size 4"
 SMALL = f"{MODEL} --steps 6 --warmup 2 --eval-every 3 --eval-tokens 500 --quiet"
-PAGES = ("quickstart", "data", "comparing", "study")
+PAGES = ("quickstart", "data", "comparing", "study", "insight")
 DEMO = "depthmix compare --recipe recipes/demo.yaml"
 
 
 def commands(page):
     text = (ROOT / "docs" / f"{page}.md").read_text()
-    found = re.findall(r"^    (depthmix (?:data|train|compare|study|eval|generate|list|doctor)\b.*)$", text, re.M)
+    found = re.findall(
+        r"^    (depthmix (?:data|train|compare|study|eval|generate|inspect|list|doctor)\b.*)$", text, re.M
+    )
     assert found, page
     return found
 
@@ -28,6 +30,8 @@ def small(command):
     argv = shlex.split(re.sub(r" --seeds( \d+)+", "", command))[1:]
     if argv[0] in ("train", "compare"):
         argv += shlex.split(SMALL)
+    if argv[0] == "inspect":
+        argv += shlex.split("--tokens 100 --causal-tokens 64 --batch-size 2")
     if argv[0] == "compare":  # more seeds: tests/study
         argv += ["--seeds", "0"]
     return argv
@@ -44,7 +48,7 @@ def place(tmp_path, monkeypatch):
     for path in sorted((ROOT / "corpora" / "sotu").glob("*.txt"))[:6]:
         shutil.copy(path, tmp_path / "corpora" / "sotu")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(loop, "A_SECOND", 0.05)  # how exact step times are is tested elsewhere
+    monkeypatch.setattr(step_times, "A_SECOND", 0.05)  # how exact step times are is tested elsewhere
     return tmp_path
 
 

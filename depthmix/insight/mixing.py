@@ -2,38 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from depthmix.insight.intercept import record_sources
 from depthmix.mixers import Mixer
 from depthmix.names import nearest
-
-
-@contextmanager
-def record_sources(mixer: Mixer) -> Iterator[list[Tensor]]:
-    """Collect the embedding and every site's raw output from the passes made inside; each new pass starts the list afresh."""
-    sources: list[Tensor] = []
-    start, write = mixer.start, mixer.write
-    before = {k: v for k, v in vars(mixer).items() if k in ("start", "write")}
-
-    def recording_start(x: Tensor) -> Any:
-        sources[:] = [x.detach()]
-        return start(x)
-
-    def recording_write(state: Any, site: int, y: Tensor) -> Any:
-        sources.append(y.detach())
-        return write(state, site, y)
-
-    mixer.start, mixer.write = recording_start, recording_write  # type: ignore[method-assign]
-    try:
-        yield sources
-    finally:
-        del mixer.start, mixer.write
-        vars(mixer).update(before)
 
 
 def depth_mixing(
@@ -45,15 +21,21 @@ def depth_mixing(
     M[w, s, 0] is the weight with which site s reads the embedding, M[w, s, i + 1] that of site i's raw output; the last row is finish.
     Averaged over tokens and channels, or with per_token=True over channels only: [..., W, S+1, S+1].
     """
-    chosen = _choose(model, mixer)
-    with torch.no_grad(), record_sources(chosen) as sources:
+    chosen = choose_mixer(model, mixer)
+    return chosen.mixing(sources_of(model, chosen, *inputs, **kwargs), per_token)
+
+
+def sources_of(model: nn.Module, mixer: Mixer, *inputs: Any, **kwargs: Any) -> list[Tensor]:
+    """The embedding and the raw output of every site when the model runs on a batch: S + 1 tensors [..., D]."""
+    with torch.no_grad(), record_sources(mixer) as sources:
         model(*inputs, **kwargs)
     if not sources:
         raise ValueError("depth_mixing: the model did not use this mixer on this batch")
-    return chosen.mixing(sources, per_token)
+    return sources
 
 
-def _choose(model: nn.Module, mixer: Mixer | str | None) -> Mixer:
+def choose_mixer(model: nn.Module, mixer: Mixer | str | None = None) -> Mixer:
+    """The model's mixer or, where it has several, the one meant: the module itself or its name in the model."""
     mixers = {name: m for name, m in model.named_modules() if isinstance(m, Mixer)}
     if mixer is None:
         if len(mixers) == 1:

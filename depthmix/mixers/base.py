@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from depthmix.mixers.layout import BLOCK, Layout, Sites
-from depthmix.mixers.mixing import mixing_matrix
+from depthmix.mixers.mixing import Contributions, contributions, mixing_matrix
 from depthmix.mixers.options import Option, OptionError, check_options, options_of
 from depthmix.mixers.state import State
 from depthmix.names import nearest
@@ -82,6 +82,16 @@ class Mixer(nn.Module):
 
     def _read_normed(self, state: Any, site: int, norms: Sequence[Norm]) -> Read | None:
         """The read with its norms applied, for rules that can do both at once; None leaves the norms to `read`."""
+        return None
+
+    # What a mechanism that keeps several residual streams implements besides.
+
+    def streams(self, state: Any) -> Tensor | None:
+        """The n streams of a state: [..., n, D]; None of a rule that keeps no such streams."""
+        return None
+
+    def stream_map(self, state: Any) -> Tensor | None:
+        """The matrix by which the write of the state's site mixes them: [..., n, n], the stream it writes to first."""
         return None
 
     # The contract.
@@ -152,6 +162,16 @@ class Mixer(nn.Module):
             expected = f"{self.n_sites + 1} sources, the embedding and one per site"
             raise ContractError(f"mixing: expected {expected}, got {len(sources)}")
         return mixing_matrix(self, sources, per_token)
+
+    def contributions(self, sources: Sequence[Tensor]) -> tuple[Contributions, ...]:
+        """What every source adds to the read that comes after them, one per way: parts [k, ..., D] whose sum is the read, before a norm.
+
+        sources: the embedding and the raw outputs of the sites up to then; S + 1 of them: the read is finish's.
+        """
+        if not 1 <= len(sources) <= self.n_sites + 1:
+            expected = f"1 to {self.n_sites + 1} sources, the embedding and one per site so far"
+            raise ContractError(f"contributions: expected {expected}, got {len(sources)}")
+        return contributions(self, sources)
 
     # Checks.
 

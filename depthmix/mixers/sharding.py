@@ -12,6 +12,7 @@ from depthmix.mixers.base import ContractError, Mixer
 from depthmix.ops.torch_internals import inside_sharded_model
 
 CONTRACT = ("start", "read", "write", "finish")
+LOOKING = ("mixing", "contributions")
 
 
 def shard_mixer(mixer: Mixer, **options: Any) -> Mixer:
@@ -46,15 +47,20 @@ def shard_mixer(mixer: Mixer, **options: Any) -> Mixer:
             sharded.reshard()
         return out
 
-    def sharded_afterwards(*args: Any, **kwargs: Any) -> torch.Tensor:
-        try:
-            return mixing(*args, **kwargs)
-        finally:
-            sharded.reshard()  # no backward of the model follows that would
+    def sharded_afterwards(call: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(call)
+        def call_and_reshard(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return call(*args, **kwargs)
+            finally:
+                sharded.reshard()  # no backward of the model follows that would
+
+        return call_and_reshard
 
     for name in CONTRACT:
         setattr(mixer, name, gathered(getattr(mixer, name)))
-    finish, mixing = mixer.finish, mixer.mixing
+    finish = mixer.finish
     mixer.finish = functools.wraps(finish)(gathered_finish)  # type: ignore[method-assign]
-    mixer.mixing = functools.wraps(mixing)(sharded_afterwards)  # type: ignore[method-assign]
+    for name in LOOKING:
+        setattr(mixer, name, sharded_afterwards(getattr(mixer, name)))
     return mixer

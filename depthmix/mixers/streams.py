@@ -18,7 +18,7 @@ from depthmix.ops import stream_read, stream_write
 from depthmix.ops.autograd import own_backward
 from depthmix.ops.backend import choose
 from depthmix.ops.norm import eps_of, is_plain_rms_norm
-from depthmix.ops.precision import compute_dtype
+from depthmix.ops.precision import compute_dtype, without_autocast
 from depthmix.ops.stream_mix.op import stream_rule_read, why_unsupported
 from depthmix.ops.stream_mix.products import halves_of
 from depthmix.ops.stream_mix.rules import Rule, by_column
@@ -98,6 +98,18 @@ class StreamMixer(Mixer):
     def _head(self, state: StreamsState) -> Tensor:
         """The weights of finish, where they follow from the streams."""
         raise NotImplementedError
+
+    # What those who look ask for.
+
+    def streams(self, state: StreamsState) -> Tensor:
+        return state.settled()
+
+    def stream_map(self, state: StreamsState) -> Tensor:
+        with without_autocast(state.x):
+            res = self._without_kernels(state, self._sites[state.site]).found.res
+        if res is None:
+            res = torch.eye(self.n, device=state.x.device, dtype=compute_dtype(state.x))
+        return res.expand(*state.x.shape[:-2], self.n, self.n)
 
     # Whether kernels do the work.
 

@@ -22,6 +22,7 @@ from depthmix.files import TEMPORARY, check_above, reading, reason, sync_folder,
 from depthmix.runs.checkpoint import list_checkpoints
 
 RECIPE, ENVIRONMENT, METRICS, SPEED = "recipe.yaml", "environment.json", "metrics.jsonl", "speed.jsonl"
+DYNAMICS = "dynamics.jsonl"
 LOG, RESULT, TOKENIZER, CHECKPOINTS, LOCK = "log.txt", "result.json", "tokenizer.json", "checkpoints", ".lock"
 WANDB = "wandb.json"  # the run's id, by project
 DATA_META = "data.json"  # the meta.json of the data, whose checksums say what the run is trained on
@@ -144,6 +145,10 @@ class RunFolder:
         """One line of speed.jsonl."""
         self._append_record(SPEED, record)
 
+    def append_dynamics(self, record: dict[str, Any]) -> None:
+        """One line of dynamics.jsonl, of the weights after `step` steps."""
+        self._append_record(DYNAMICS, record)
+
     def log(self, message: str) -> None:
         """A line of log.txt with the time."""
         now = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
@@ -152,7 +157,7 @@ class RunFolder:
 
     def sync(self) -> None:
         """Make every line so far durable; before a checkpoint, so that none of it is missing after a power failure."""
-        for name in (METRICS, SPEED, LOG):
+        for name in (METRICS, SPEED, DYNAMICS, LOG):
             path = self.path / name
             with writing(path):
                 if path.exists():
@@ -162,14 +167,17 @@ class RunFolder:
             sync_folder(self.path)
 
     def cut(self, step: int) -> None:
-        """Drop the lines of metrics.jsonl and speed.jsonl after this step, and a torn last line."""
-        for name in (METRICS, SPEED):
+        """Drop the lines of metrics.jsonl and speed.jsonl after this step, of dynamics.jsonl those from it on, and a torn last line.
+
+        A line of dynamics is written before the step that follows, so a run that goes on writes that of `step` itself.
+        """
+        for name, last in ((METRICS, step), (SPEED, step), (DYNAMICS, step - 1)):
             path = self.path / name
             *lines, torn = self._read_bytes(path).split(b"\n")
             kept = 0
             for number, line in enumerate(lines, 1):
                 # After a power failure, what was not synced may read as zeros; what a checkpoint needs was synced.
-                if line.startswith(b"\0") or _record(path, number, line)["step"] > step:
+                if line.startswith(b"\0") or _record(path, number, line)["step"] > last:
                     break
                 kept += len(line) + 1
             if kept < sum(len(line) + 1 for line in lines) + len(torn):
@@ -184,6 +192,10 @@ class RunFolder:
     def read_speed(self) -> list[dict[str, Any]]:
         """The lines of speed.jsonl, without a torn last one."""
         return self._read_records(SPEED)
+
+    def read_dynamics(self) -> list[dict[str, Any]]:
+        """The lines of dynamics.jsonl, without a torn last one."""
+        return self._read_records(DYNAMICS)
 
     def has_begun(self) -> bool:
         """Whether there is anything that another recipe would lose: a line of metrics, a checkpoint, a result."""

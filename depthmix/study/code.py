@@ -31,7 +31,7 @@ ROOTS = (
     "data/dataset.py",
 )
 # Of a file that does other things, too, what a step is made of.
-PARTS = {"train/loop.py": ("Trainer", "build_model")}
+PARTS = {"train/loop.py": ("Trainer", "build_model", "prepare_model")}
 COUNTS = (
     "models/",
     "mixers/",

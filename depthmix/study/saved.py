@@ -26,6 +26,7 @@ FREE = {
     "keep",
     "save_every",
     "log_every",
+    "dynamics_every",
     "on_nan",
     "prompt",
     "sample_tokens",

@@ -20,7 +20,7 @@ def measured_step_times(config: CompareConfig, arms: Sequence[Arm], say: Callabl
     known = saved_step_times(Path(config.out))
     missing = [arm for arm in arms if arm.label not in known]
     if missing:
-        from depthmix.train.loop import measure_step_times
+        from depthmix.train.step_times import measure_step_times
 
         say("Measuring step times …")
         # The first arm is measured again with arms that came later, and they are scaled to its saved time.

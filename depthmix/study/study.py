@@ -197,7 +197,7 @@ class Worker:
 
     def _measure(self) -> None:
         """Step times in turns, where a cell lacks some, so that arms get equal time; they are kept with the results."""
-        from depthmix.train.loop import measure_step_times
+        from depthmix.train.step_times import measure_step_times
 
         first = self.study.arms[0]
         more = {"device": self.config.device, "out": str(self.out), "quiet": True}

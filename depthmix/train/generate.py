@@ -63,12 +63,12 @@ def stream_text(tokenizer: Any, tokens: Iterator[int]) -> Iterator[str]:
         yield text[len(shown) :]
 
 
-def check_prompt(prompt: str) -> None:
-    """UserError for a prompt with bytes that are no text, which Python keeps as halves of surrogate pairs."""
+def check_prompt(prompt: str, name: str = "prompt") -> None:
+    """UserError for a text with bytes that are no text, which Python keeps as halves of surrogate pairs."""
     try:
         prompt.encode()
     except UnicodeEncodeError as error:
-        raise UserError(f"prompt must be UTF-8 text, and its character {error.start + 1} is not") from None
+        raise UserError(f"{name} must be UTF-8 text, and its character {error.start + 1} is not") from None
 
 
 def generate_stream(

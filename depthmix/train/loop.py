@@ -14,7 +14,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,10 @@ from torch.utils.checkpoint import checkpoint
 from depthmix.config import TrainConfig
 from depthmix.data.dataset import Batches, TokenData, validation_batches
 from depthmix.data.tokenizer import end_token
-from depthmix.device import PeakMemory, autocast, choose_device, release_memory
+from depthmix.device import PeakMemory, autocast, choose_device
 from depthmix.errors import CHECKPOINT, DIVERGED, INTERRUPTED, UserError
+from depthmix.insight.document import rounded
+from depthmix.insight.dynamics import gradient_norms, magnitudes
 from depthmix.runs.checkpoint import Checkpoint, latest_checkpoint, list_checkpoints, save_checkpoint
 from depthmix.runs.folder import RunFolder
 from depthmix.runs.init import check_vocabulary, settled, start_model
@@ -51,8 +53,10 @@ from depthmix.train.sinks import open_sinks
 
 RNG = "rng/torch"  # the generator's state, saved among the optimizer's tensors
 # What may change between resumes; of the data it is the place, the content is compared.
-FREE = {"data", "out", "quiet", "tensorboard", "wandb", "keep", "save_every", "log_every", "device", "on_nan"}
+FREE = {"data", "out", "quiet", "tensorboard", "wandb", "keep", "save_every", "log_every", "dynamics_every"}
+FREE |= {"device", "on_nan"}
 FLOAT32 = torch.finfo(torch.float32)
+WATCHED = 4096  # tokens of a batch that magnitudes are taken of, about
 
 
 def check_config(config: TrainConfig) -> None:
@@ -65,7 +69,7 @@ def check_config(config: TrainConfig) -> None:
     for name in ("seq_len", "batch_size", "steps", "log_every", "eval_every", "save_every", "keep"):
         if getattr(config, name) < 1:
             raise UserError(f"{name} must be at least 1, got {getattr(config, name)}")
-    for name in ("micro_batch_size", "eval_tokens"):
+    for name in ("micro_batch_size", "eval_tokens", "dynamics_every"):
         if getattr(config, name) is not None and getattr(config, name) < 1:
             raise UserError(f"{name} must be at least 1 or none, got {getattr(config, name)}")
     if config.micro_batch_size is not None and config.batch_size % config.micro_batch_size:
@@ -139,6 +143,10 @@ class Trainer:
         check_vocabulary(config, data)
         start = start_model(config, data.vocab_size)
         self.origin = start.origin  # where the weights came from; None: they are random
+        if config.dynamics_every is not None and not hasattr(start.model, "sublayers"):
+            raise UserError(
+                "dynamics_every looks into this package's own decoder: leave it out for a model of Hugging Face's"
+            )
         self.model = prepare_model(start.model, config, device)
         self.optimizers = build_optimizers(self.model, config)
         self.fused = all(g.get("fused") for o in self.optimizers.values() for g in o.param_groups)
@@ -152,6 +160,7 @@ class Trainer:
         self.clock = StepClock(device)
         self.graphed: GraphedBackward | None = None
         self.ahead: tuple[int, Tensor] | None = None  # the next step's number and batch
+        self.gradients: Tensor | None = None  # norms by site, of the last step that was watched
 
     def step(self, step: int) -> tuple[float, float]:
         """One optimizer step on batch `step`: (loss, gradient norm). A loss that is not usable leaves the weights alone."""
@@ -178,6 +187,8 @@ class Trainer:
                 loss = self.loss(part) * (len(part) / len(batch))
                 loss.backward()
                 total += loss.detach()
+        if self.watches(step):
+            self.gradients = gradient_norms(self.model.sublayers)  # before they are clipped
         norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.config.clip or math.inf)
         numbers = torch.stack([total, norm.to(total)])
         if self.fused:  # launched before the numbers are known here: the GPU itself leaves the weights alone
@@ -198,6 +209,20 @@ class Trainer:
         """The mean loss of a batch's tokens."""
         with autocast(self.device, self.config.precision):
             return token_losses(self.model, batch).mean()
+
+    def watches(self, step: int) -> bool:
+        """Whether a step's dynamics are taken down."""
+        every = self.config.dynamics_every
+        return every is not None and (step % every == 0 or step == self.config.steps - 1)
+
+    def magnitudes(self, step: int) -> dict[str, Any]:
+        """RMS values over depth before a step, on a few rows of its batch: a pass of its own, without gradients, neither recorded nor compiled."""
+        rows = self.checked(self.batch(step))[: max(1, WATCHED // self.config.seq_len), :-1].to(self.device)
+        with ExitStack() as stack:
+            stack.enter_context(autocast(self.device, self.config.precision))
+            if self.config.compile != "off":  # a smaller batch would be compiled anew
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
+            return magnitudes(self.model, rows)
 
     def usable(self, loss: float, norm: float = 0.0) -> bool:
         """Whether the numbers of a step are ones to learn from."""
@@ -341,11 +366,15 @@ def _run(trainer: Trainer, folder: RunFolder, saved: Checkpoint | None, memory: 
     try:
         with StopSignal() as stop:
             for step in range(first, config.steps):
+                watched = trainer.magnitudes(step) if trainer.watches(step) else None
                 begun = time.perf_counter()
                 loss, norm = trainer.step(step)
                 times.append(time.perf_counter() - begun)
                 seconds += times[-1]
                 done = step + 1
+                if watched is not None and trainer.gradients is not None:
+                    found = {**watched, "gradient_norm": trainer.gradients.tolist()}
+                    folder.append_dynamics({"step": step, **rounded(found)})
                 if not trainer.usable(loss, norm):
                     _diverged(config, folder, step, f"the {trainer.complaint(loss, norm)}", trainer.astray())
                     skipped += 1
@@ -453,34 +482,3 @@ def result_of(
         "skipped_batches": skipped,
         **({} if trainer.origin is None else {"init": trainer.origin, "trained_parameters": trained}),
     }
-
-
-A_SECOND = 1.0  # of steps at least: a few short ones would measure what else the machine does at that moment
-
-
-def measure_step_times(configs: list[TrainConfig], warmup: int = 3, steps: int = 5, rounds: int = 3) -> list[float]:
-    """Median seconds of a training step for each configuration: the median of its rounds.
-
-    One model at a time is in memory. Rounds go to and fro, so that all see the same machine, one that slows down too.
-    """
-    times: list[list[float]] = [[] for _ in configs]
-    turns = list(zip(configs, times, strict=True))
-    for _ in range(rounds):
-        for config, taken in turns:
-            taken.append(_step_seconds(config, warmup, steps))
-            release_memory(choose_device(config.device))
-        turns.reverse()
-    return [statistics.median(taken) for taken in times]
-
-
-def _step_seconds(config: TrainConfig, warmup: int, steps: int) -> float:
-    check_config(config)
-    with deterministic(config.deterministic):
-        trainer = Trainer(settled(config), TokenData.open(config.data), choose_device(config.device))
-        for step in range(warmup):
-            trainer.step(step)
-        begun, done = time.perf_counter(), warmup
-        while done < warmup + steps or time.perf_counter() - begun < A_SECOND:
-            trainer.step(done)
-            done += 1
-    return statistics.median(trainer.clock.seconds()[warmup:])

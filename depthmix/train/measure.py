@@ -9,9 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from depthmix.config import EvalConfig
+from depthmix.config import EvalConfig, InspectConfig
 from depthmix.data.corpus import documents
 from depthmix.data.dataset import TokenData, validation_batches
+from depthmix.data.tokenizer import load_tokenizer
 from depthmix.device import choose_device
 from depthmix.errors import DATA, UserError
 from depthmix.runs.restore import Trained, load_model
@@ -24,26 +25,35 @@ def evaluate_run(config: EvalConfig) -> Evaluation:
         raise UserError("batch_size and seq_len must be at least 1")
     device = choose_device(config.device)
     trained = load_model(config.run, device)
-    seq_len = config.seq_len or trained.config.seq_len
-    if config.input:
-        ids, n_bytes = _encode(trained, config)
-        batches, ratio = _windows(ids, seq_len, config.batch_size), n_bytes / len(ids)
-    elif not trained.config.data:
-        what = f"{trained.folder.path} does not say what its model was trained on"
-        raise UserError(f"{what}: give the text to measure it on with --input", DATA)
-    else:
-        data = TokenData.open(trained.folder.find_data(trained.config.data))
-        rows = trained.model.config.vocab_size
-        if data.vocab_size != rows and not (trained.config.init and data.vocab_size < rows):  # theirs may have more
-            what = f"has {data.vocab_size} entries and the model's {trained.model.config.vocab_size}"
-            raise UserError(f"the vocabulary of {data.folder} {what}: it is other data than then", DATA)
-        val = data.split("val")
-        batches, ratio = validation_batches(val, seq_len, config.batch_size, None), val.n_bytes / val.n_tokens
-        batches = (check_tokens(batch, data.vocab_size, data.folder) for batch in batches)
+    batches, ratio = batches_of_text(trained, config)
     return evaluate(trained.model, batches, device, trained.config.precision, ratio)
 
 
-def _encode(trained: Trained, config: EvalConfig) -> tuple[np.ndarray, int]:
+def batches_of_text(
+    trained: Trained, config: EvalConfig | InspectConfig, data: str = ""
+) -> tuple[Iterator[Tensor], float]:
+    """Batches [B, T + 1] of the input or else of a validation split, and bytes per token; data: other than the model was trained with."""
+    seq_len = config.seq_len or trained.config.seq_len
+    if config.input:
+        ids, n_bytes = _encode(trained, config)
+        return _windows(ids, seq_len, config.batch_size), n_bytes / len(ids)
+    if not data and not trained.config.data:
+        what = f"{trained.folder.path} does not say what its model was trained on"
+        raise UserError(f"{what}: give the text to measure it on with --input", DATA)
+    opened = TokenData.open(data or trained.folder.find_data(trained.config.data))
+    rows = trained.model.config.vocab_size
+    if opened.vocab_size != rows and not (trained.config.init and opened.vocab_size < rows):  # theirs may have more
+        what = f"has {opened.vocab_size} entries and the model's {rows}"
+        raise UserError(f"the vocabulary of {opened.folder} {what}: it is other data than then", DATA)
+    if data and load_tokenizer(opened.tokenizer_path).get_vocab() != trained.tokenizer.get_vocab():
+        raise UserError(f"{opened.folder} was prepared with another tokenizer than the model's: use --input", DATA)
+    val = opened.split("val")
+    batches = validation_batches(val, seq_len, config.batch_size, None)
+    checked = (check_tokens(batch, opened.vocab_size, opened.folder) for batch in batches)
+    return checked, val.n_bytes / val.n_tokens
+
+
+def _encode(trained: Trained, config: EvalConfig | InspectConfig) -> tuple[np.ndarray, int]:
     end = trained.end
     ids: list[int] = []
     n_bytes = 0

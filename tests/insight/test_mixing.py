@@ -6,7 +6,7 @@ from torch import nn
 
 import depthmix
 from depthmix import Decoder, DecoderConfig, create_mixer, depth_mixing, list_mixers
-from depthmix.insight.mixing import record_sources
+from depthmix.insight import record_sources
 
 B, T, DIM = 2, 4, 16
 

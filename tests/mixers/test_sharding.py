@@ -10,8 +10,10 @@ from torch import multiprocessing, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils import _pytree as pytree
 
 from depthmix import ContractError, Decoder, DecoderConfig, create_mixer, shard_mixer
+from depthmix.insight import gradient_norms, magnitudes
 from project import ROOT, code_blocks
 
 SHAPE = {"vocab_size": 11, "dim": 12, "n_blocks": 1, "n_heads": 2, "mlp_dim": 8}
@@ -134,6 +136,19 @@ def check_policy(name, options, mesh):
         assert p.dtype == p.grad.dtype == torch.float32
 
 
+def check_dynamics(name, options, mesh):
+    """Magnitudes are those of a process's own tokens, gradient norms those of all shards; looking leaves training alone."""
+    plain = decoder(name, options)
+    model, own = sharded(copy.deepcopy(plain), mesh), IDS.chunk(mesh.size())[mesh.get_rank()]
+    expected, found = magnitudes(plain, own), magnitudes(model, own)
+    for key, value in expected.items():
+        assert torch.tensor(pytree.tree_leaves(found[key])).allclose(torch.tensor(pytree.tree_leaves(value)), atol=1e-6)
+    for m, ids in ((plain, IDS), (model, own)):
+        loss_of(m, ids).backward()
+    assert_close(gradients(model), gradients(plain), (name, options))
+    torch.testing.assert_close(gradient_norms(model.sublayers), gradient_norms(plain.sublayers), rtol=1e-4, atol=1e-6)
+
+
 def check_built_empty(name, options, mesh):
     """Built on the meta device, sharded, given memory, loaded: as large models begin."""
     plain = decoder(name, options)
@@ -163,6 +178,7 @@ def checks(rank, size, store):
         for name, options in CASES:
             check_training(decoder, name, options, mesh)
             check_policy(name, options, mesh)
+            check_dynamics(name, options, mesh)
             check_built_empty(name, options, mesh)
         check_training(Blocks, "attnres", {"block_size": 3}, mesh)
         check_alone(mesh)

@@ -11,7 +11,7 @@ from study.fake_training import Trainer
 def trainer(monkeypatch):
     fake = Trainer()
     monkeypatch.setattr("depthmix.train.loop.train", fake.train)
-    monkeypatch.setattr("depthmix.train.loop.measure_step_times", fake.measure_step_times)
+    monkeypatch.setattr("depthmix.train.step_times.measure_step_times", fake.measure_step_times)
     monkeypatch.setattr("depthmix.train.generate.generate_text", fake.generate_text)
     monkeypatch.setattr(sys.modules["depthmix.study.compare"], "release_memory", lambda device: None)  # slow in here
     # Drawing takes most of the time; the figures have tests of their own.

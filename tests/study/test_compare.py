@@ -245,7 +245,7 @@ def test_step_times_never_lie_without_their_recipe(tmp_path, trainer, monkeypatc
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("depthmix.train.loop.measure_step_times", interrupted)
+        patch.setattr("depthmix.train.step_times.measure_step_times", interrupted)
         with pytest.raises(KeyboardInterrupt):
             compare(configuration(tmp_path, budget="time"))
     assert compare(configuration(tmp_path, budget="time")).finished

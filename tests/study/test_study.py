@@ -149,7 +149,7 @@ def test_equal_time(training, tmp_path, monkeypatch):
             for c in configs
         ]
 
-    monkeypatch.setattr("depthmix.train.loop.measure_step_times", measure)
+    monkeypatch.setattr("depthmix.train.step_times.measure_step_times", measure)
     sizes = {"set": {**studies.SIZES, "steps": 12}, "budget": "time", "seeds": [0]}
     run(studies.write(tmp_path, **sizes), tmp_path)
 
@@ -271,7 +271,7 @@ def test_code_of_another_mechanism_does_not_matter(training, tmp_path, monkeypat
 
 
 def test_kernels_matter_at_equal_time_only(training, tmp_path, monkeypatch):
-    monkeypatch.setattr("depthmix.train.loop.measure_step_times", lambda configs: [0.1 for _ in configs])
+    monkeypatch.setattr("depthmix.train.step_times.measure_step_times", lambda configs: [0.1 for _ in configs])
     for budget in ("tokens", "time"):
         run(studies.write(tmp_path, budget, budget=budget, seeds=[0]), tmp_path / budget)
     changed_code(monkeypatch, "ops/depth_attention/op.py")

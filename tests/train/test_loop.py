@@ -16,8 +16,9 @@ from depthmix import device
 from depthmix.data.dataset import TokenData
 from depthmix.errors import CHECKPOINT, DATA, UserError
 from depthmix.runs.checkpoint import list_checkpoints, load_checkpoint
-from depthmix.train import loop, progress
-from depthmix.train.loop import Trainer, build_model, measure_step_times, train
+from depthmix.train import progress, step_times
+from depthmix.train.loop import Trainer, build_model, train
+from depthmix.train.step_times import measure_step_times
 from train import small
 from train.runs import losses, metrics, train_refused
 
@@ -421,8 +422,8 @@ def test_step_times_are_taken_in_turns_with_one_model_at_a_time(tmp_path, monkey
             self.clock.stop()
 
     clock = [0.0]
-    monkeypatch.setattr(loop, "Trainer", Counted)
-    monkeypatch.setattr(loop.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(step_times, "Trainer", Counted)
+    monkeypatch.setattr(step_times.time, "perf_counter", lambda: clock[0])
     configs = [small.config(tmp_path / "x", mixer=mixer) for mixer in ("residual", "mhc")]
     assert measure_step_times(configs, warmup=1) == [2.0, 4.0]
     assert turns == ["residual", "mhc", "mhc", "residual", "residual", "mhc"]

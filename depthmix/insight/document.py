@@ -1,0 +1,88 @@
+"""Everything that was measured as one JSON document: docs/insight.md says what its fields are.
+
+Lists over readers have one entry per site and a last one for finish. What a reader has by way and by source is [reader][way][source],
+where reader s has s + 1 sources, the embedding first.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+from torch import Tensor
+
+from depthmix.insight.edges import EdgeEffects
+from depthmix.insight.maps import MEASURES, DepthMap, by_kind
+from depthmix.insight.ranks import Structure
+from depthmix.insight.skips import SkipEffects
+from depthmix.insight.statistics import QUANTILES
+from depthmix.insight.streams import Streams
+from depthmix.mixers import Mixer
+
+SCHEMA = 1
+DIGITS = 5
+
+
+def describe_mixer(mixer: Mixer) -> dict[str, Any]:
+    """Who reads, and what there is to read."""
+    layout = mixer.layout
+    readers = [{"name": n, "block": layout.block[s], "ways": mixer.ways(s)} for s, n in enumerate(layout.names)]
+    sources = ["embedding", *(f"{name} {layout.block[s]}" for s, name in enumerate(layout.names))]
+    return {"readers": [*readers, {"name": "finish", "block": layout.n_blocks, "ways": 1}], "sources": sources}
+
+
+def of_depth_map(mixer: Mixer, found: DepthMap) -> dict[str, Any]:
+    return {
+        "tokens": found.tokens,
+        "signed": found.signed,
+        "mean": by_reader(mixer, found.mean),
+        "std": by_reader(mixer, found.std),
+        "quantiles": {str(q): by_reader(mixer, m) for q, m in zip(QUANTILES, found.quantiles, strict=True)},
+        **{name: by_reader(mixer, found.measures[name]) for name in MEASURES},
+        **{f"{name}_std": by_reader(mixer, found.measures_std[name]) for name in MEASURES},
+        "by_kind": by_kind(mixer, found.measures),
+    }
+
+
+def of_structure(found: list[Structure] | None) -> list[dict[str, int]] | None:
+    return None if found is None else [dataclasses.asdict(way) for way in found]
+
+
+def of_edges(found: EdgeEffects) -> dict[str, Any]:
+    return {"tokens": found.tokens, "loss": found.loss, "change": [row.tolist() for row in found.change]}
+
+
+def of_skips(found: SkipEffects) -> dict[str, Any]:
+    return {"tokens": found.tokens, "loss": found.loss, "change": found.change.tolist()}
+
+
+def of_streams(found: Streams | None) -> dict[str, Any] | None:
+    return None if found is None else {f.name: getattr(found, f.name).tolist() for f in dataclasses.fields(found)}
+
+
+def of_tokens(mixer: Mixer, pieces: list[str], losses: list[float | None], m: Tensor) -> dict[str, Any]:
+    """A text token by token; m: [T, W, S+1, S+1]."""
+    return {"tokens": pieces, "losses": losses, "weights": [by_reader(mixer, token) for token in m]}
+
+
+def by_reader(mixer: Mixer, m: Tensor) -> list[Any]:
+    """[W, S+1, S+1] as [reader][way][source], or [W, S+1] as [reader][way], without the ways that a reader does not have."""
+    ways = [*(mixer.ways(s) for s in range(mixer.n_sites)), 1]
+    by = m.transpose(0, 1).tolist()
+    if m.ndim == 2:
+        return [row[:w] for row, w in zip(by, ways, strict=True)]
+    return [[way[: s + 1] for way in row[:w]] for s, (row, w) in enumerate(zip(by, ways, strict=True))]
+
+
+def rounded(value: Any) -> Any:
+    """A document with five digits of every number, and null for what JSON cannot say."""
+    if isinstance(value, dict):
+        return {key: rounded(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [rounded(item) for item in value]
+    if isinstance(value, Tensor):
+        return rounded(value.tolist())
+    if isinstance(value, float):
+        return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None
+    return value

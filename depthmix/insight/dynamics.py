@@ -1,0 +1,112 @@
+"""Magnitudes and gradients over depth, from one pass without gradients and from the gradients that a step has left.
+
+RMS(x) = sqrt(mean over tokens and channels of x²)
+input: of what a site reads, before its norm;    output: of what it produces;    stream: of e + every output so far
+block: of the sum of a block's outputs;    share of source j: Σ <what j adds to h_S, h_S> / Σ <h_S, h_S>, which add up to 1
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from depthmix.insight.intercept import as_ways, intercepted, normed
+from depthmix.insight.mixing import choose_mixer
+from depthmix.insight.sampling import some_tokens
+from depthmix.mixers import Mixer
+from depthmix.ops.precision import compute_dtype
+
+SHARE_TOKENS = 256
+
+
+class Magnitudes:
+    """Takes down the RMS of everything that passes between a model and its mixer."""
+
+    def __init__(self, mixer: Mixer) -> None:
+        self.mixer = mixer
+        self.calls = {name: getattr(mixer, name) for name in ("start", "read", "write", "finish")}
+
+    def watching(self) -> AbstractContextManager[None]:
+        """A context: passes made inside are taken down, the last one stays."""
+        return intercepted(self.mixer, start=self.start, read=self.read, write=self.write, finish=self.finish)
+
+    def start(self, x: Tensor) -> Any:
+        self.inputs: list[list[Tensor]] = []
+        self.outputs: list[Tensor] = []
+        self.streams: list[Tensor] = [rms(x)]
+        self.blocks: list[Tensor] = []
+        self.few = some_tokens([x], SHARE_TOKENS)
+        self.stream, self.block = x.detach().to(compute_dtype(x)), torch.zeros((), device=x.device)
+        return self.calls["start"](x)
+
+    def read(self, state: Any, site: int, norm: Any = None) -> Any:
+        h = as_ways(self.calls["read"](state, site))
+        self.inputs.append([rms(t) for t in h])
+        return normed(self.mixer, site, h, norm)
+
+    def write(self, state: Any, site: int, y: Tensor) -> Any:
+        layout = self.mixer.layout
+        self.outputs.append(rms(y))
+        self.few += some_tokens([y.detach()], SHARE_TOKENS)
+        self.stream = self.stream + y
+        self.streams.append(rms(self.stream))
+        self.block = y.detach().to(compute_dtype(y)) if layout.begins[site] else self.block + y
+        if layout.ends[site]:
+            self.blocks.append(rms(self.block))
+        return self.calls["write"](state, site, y)
+
+    def finish(self, state: Any) -> Tensor:
+        h = self.calls["finish"](state)
+        self.inputs.append([rms(h)])
+        return h
+
+    def numbers(self) -> dict[str, list[Any]]:
+        """All of the last pass, read from the device at once."""
+        shares = shares_of_output(self.mixer, self.few)
+        flat = torch.stack([*(t for ways in self.inputs for t in ways), *self.outputs, *self.streams, *self.blocks])
+        left = iter(torch.cat([flat, shares.to(flat)]).tolist())
+        return {
+            "input_rms": [[next(left) for _ in ways] for ways in self.inputs],
+            "output_rms": [next(left) for _ in self.outputs],
+            "stream_rms": [next(left) for _ in self.streams],
+            "block_rms": [next(left) for _ in self.blocks],
+            "share": list(left),
+        }
+
+
+def rms(x: Tensor) -> Tensor:
+    """Over everything, in fp32 or wider."""
+    return torch.linalg.vector_norm(x.detach(), dtype=compute_dtype(x)) / math.sqrt(x.numel())
+
+
+def shares_of_output(mixer: Mixer, sources: list[Tensor]) -> Tensor:
+    """Every source's share of what finish reads: [S + 1]."""
+    parts = mixer.contributions(sources)[0].parts
+    h = parts.sum(0)
+    return (parts * h).flatten(1).sum(1) / h.square().sum()
+
+
+@torch.no_grad()
+def magnitudes(model: nn.Module, *inputs: Any, mixer: Mixer | str | None = None, **kwargs: Any) -> dict[str, list[Any]]:
+    """input_rms [S+1][ways] (the last of finish), output_rms [S], stream_rms [S+1], block_rms [N] and share [S+1] of model(*inputs, **kwargs)."""
+    taken = Magnitudes(choose_mixer(model, mixer))
+    with taken.watching():
+        model(*inputs, **kwargs)
+    return taken.numbers()
+
+
+def gradient_norms(modules: Iterable[nn.Module]) -> Tensor:
+    """The norm of each module's gradients, wherever they lie and however they are sharded: [len(modules)], not waited for."""
+    return torch.stack([_gradient_norm(list(module.parameters())) for module in modules])
+
+
+def _gradient_norm(parameters: list[nn.Parameter]) -> Tensor:
+    total = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    whole = getattr(total, "full_tensor", None)  # of gradients that are shards, the norm of all
+    total = total if whole is None else whole()
+    return total.to(parameters[0].device) if parameters else total  # of no gradients at all: 0, wherever

@@ -1,0 +1,153 @@
+"""Causal use: how the loss changes when one reader no longer gets one source.
+
+A read is a sum of contributions (`Mixer.contributions`): without source j, and with the other weights scaled so that their sizes
+add up to what all did,
+
+    h' = (Σ|M_i| / Σ_{i≠j}|M_i|) Σ_{i≠j} (what source i adds)
+
+for every token. Only this read changes: weights are those of the whole model, and later readers see source j as before. Where a site
+reads several mixtures, each has edges of its own.
+
+Cuts are copies of the batch. Up to the reader there is one copy; there the batch grows, so that nothing before it is computed twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from depthmix.insight.intercept import intercepted, normed
+from depthmix.insight.losses import next_token_loss
+from depthmix.insight.mixing import choose_mixer
+from depthmix.mixers import Mixer
+from depthmix.mixers.mixing import Contributions
+
+AT_ONCE = 32768  # tokens of all copies together
+
+Cut = tuple[int, int] | None  # a way and a source, or nothing
+
+
+@dataclass
+class EdgeEffects:
+    """The loss of the model as it is, and by how much it rises when an edge is cut."""
+
+    tokens: int
+    loss: float
+    change: list[Tensor]  # by reader, the last for finish: [ways, sources]
+
+
+class Cutting:
+    """One pass in which a reader's mixture is cut in several ways at once, each in a copy of the batch of its own."""
+
+    def __init__(self, mixer: Mixer, reader: int) -> None:
+        self.mixer, self.reader = mixer, reader
+        self.sources: list[Tensor] = []
+        self.found: tuple[Contributions, ...] | None = None  # the same in every pass over the batch
+        self.calls = {name: getattr(mixer, name) for name in ("start", "read", "write", "finish")}
+
+    def losses(self, model: nn.Module, batch: Tensor, cuts: Sequence[Cut]) -> Tensor:
+        """The loss for each cut: [len(cuts)]."""
+        with torch.no_grad(), self.applied(cuts):
+            return next_token_loss(model, batch)
+
+    def applied(self, cuts: Sequence[Cut]) -> AbstractContextManager[None]:
+        """A context: what a model returns inside has its first dimension len(cuts) times over."""
+        self.cuts = cuts
+        return intercepted(self.mixer, start=self.start, read=self.read, write=self.write, finish=self.finish)
+
+    def start(self, x: Tensor) -> Any:
+        self.sources = [x]
+        return self.calls["start"](x)
+
+    def read(self, state: Any, site: int, norm: Any = None) -> Any:
+        if site != self.reader:
+            return self.calls["read"](state, site, norm)
+        return normed(self.mixer, site, self.mixtures(), norm)
+
+    def write(self, state: Any, site: int, y: Tensor) -> Any:
+        if site < self.reader:
+            self.sources.append(y)
+        elif site == self.reader:
+            state = self.grown_state()
+        return self.calls["write"](state, site, y)
+
+    def finish(self, state: Any) -> Tensor:
+        return self.mixtures()[0] if self.reader == self.mixer.n_sites else self.calls["finish"](state)
+
+    def mixtures(self) -> tuple[Tensor, ...]:
+        """What the reader sees of the cuts, copy after copy: [E * B, ..., D] for each way."""
+        if self.found is None:
+            with intercepted(self.mixer, **self.calls):
+                self.found = self.mixer.contributions(self.sources)
+        dtype = self.sources[0].dtype
+        seen = []
+        for way, (parts, weights) in enumerate(self.found):
+            whole, size = parts.sum(0), weights.abs()
+            total = size.sum(0)
+            copies = []
+            for cut in self.cuts:
+                if cut is None or cut[0] != way:
+                    copies.append(whole.to(dtype))
+                    continue
+                rest = total - size[cut[1]]
+                # Where the others weigh nothing, nothing is left to read; what rounding left of them is not scaled up.
+                scale = torch.where(rest > 1e-6 * total, total / rest, 0.0).unsqueeze(-1)
+                copies.append((scale * (whole - parts[cut[1]])).to(dtype))
+            seen.append(torch.cat(copies))
+        return tuple(seen)
+
+    def grown_state(self) -> Any:
+        """The state before the reader's write, of all copies."""
+        n = len(self.cuts)
+        e, *outputs = (s.repeat(n, *[1] * (s.ndim - 1)) for s in self.sources)
+        state = self.calls["start"](e)
+        for site, y in enumerate(outputs):
+            state = self.calls["write"](state, site, y)
+        return state
+
+
+def edge_effects(
+    model: nn.Module,
+    batches: Iterable[Tensor],
+    mixer: Mixer | str | None = None,
+    at_once: int = AT_ONCE,
+    progress: Callable[[], None] | None = None,
+) -> EdgeEffects:
+    """All edges of a model over batches of token ids [B, T + 1]: model(ids) gives logits, whose first dimension may be longer than the ids'.
+
+    progress(): called for every reader of every batch.
+    """
+    chosen = choose_mixer(model, mixer)
+    n = chosen.n_sites + 1
+    total, tokens = 0.0, 0
+    change = [torch.zeros(_ways(chosen, reader), reader + 1, dtype=torch.float64) for reader in range(n)]
+    for batch in batches:
+        size = batch[:, 1:].numel()
+        for reader in range(n):
+            edges: list[Cut] = [(way, source) for way in range(_ways(chosen, reader)) for source in range(reader + 1)]
+            cutting, found = Cutting(chosen, reader), []
+            some = max(1, at_once // size)
+            for cuts in _chunks([None, *edges], some):
+                found.append(cutting.losses(model, batch, cuts).cpu().double())
+            plain, *losses = torch.cat(found).unbind(0)
+            change[reader] += size * (torch.stack(losses) - plain).view_as(change[reader])
+            total += size * float(plain) / n
+            if progress is not None:
+                progress()
+        tokens += size
+    if not tokens:
+        raise ValueError("edge_effects: there are no tokens")
+    return EdgeEffects(tokens, total / tokens, [c / tokens for c in change])
+
+
+def _ways(mixer: Mixer, reader: int) -> int:
+    return mixer.ways(reader) if reader < mixer.n_sites else 1
+
+
+def _chunks(cuts: list[Cut], size: int) -> Iterable[list[Cut]]:
+    return (cuts[i : i + size] for i in range(0, len(cuts), size))

@@ -1,0 +1,20 @@
+"""The loss of next tokens when a model's batch may have grown on the way."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from depthmix.ops.precision import compute_dtype
+
+
+def next_token_loss(model: nn.Module, batch: Tensor) -> Tensor:
+    """The mean loss in nats of a batch [B, T + 1]; of each copy of it, [E], where the logits are of E copies one after the other."""
+    logits = model(batch[:, :-1])
+    targets = batch[:, 1:].flatten()
+    copies = logits.unflatten(0, (-1, len(batch))).unbind(0)
+    # One copy at a time: logits in fp32 are the largest tensor there is.
+    return torch.stack(
+        [functional.cross_entropy(copy.flatten(0, 1).to(compute_dtype(copy)), targets) for copy in copies]
+    )

@@ -1,0 +1,96 @@
+"""Depth-mixing matrices over many tokens: the mean, how far tokens differ, and how widely every reader reads.
+
+With p_j = |M_j| / Σ|M| over the sources of a reader, for every token (weights may be signed: their size counts):
+
+    entropy = −Σ p_j log p_j;    effective sources = exp(entropy);    newest = p of the last output;    embedding = p_0
+
+Sources are the embedding and raw outputs: a sum of four outputs that is read with one weight counts as four.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from depthmix.insight.mixing import choose_mixer, sources_of
+from depthmix.insight.statistics import EvenSample, Moments
+from depthmix.mixers import Mixer
+
+AT_ONCE = 1024  # tokens
+MEASURES = ("entropy", "effective", "newest", "embedding")
+
+
+@dataclass
+class DepthMap:
+    """M and how it is spread, over the tokens of a text; a reader is a site or, last, finish."""
+
+    tokens: int
+    signed: bool  # whether any token has a negative weight
+    mean: Tensor  # [W, S+1, S+1]
+    std: Tensor  # [W, S+1, S+1], over tokens
+    quantiles: Tensor  # [Q, W, S+1, S+1]
+    measures: dict[str, Tensor]  # of MEASURES, the mean over tokens: [W, S+1]
+    measures_std: dict[str, Tensor]
+
+
+def reading(m: Tensor) -> dict[str, Tensor]:
+    """MEASURES of matrices [..., S+1, S+1]: [..., S+1]."""
+    size = m.abs()
+    p = size / size.sum(-1, keepdim=True).clamp(min=torch.finfo(m.dtype).tiny)
+    entropy = -torch.special.xlogy(p, p).sum(-1)
+    return {
+        "entropy": entropy,
+        "effective": entropy.exp(),
+        "newest": p.diagonal(dim1=-2, dim2=-1),
+        "embedding": p[..., 0],
+    }
+
+
+def depth_map(model: nn.Module, batches: Iterable[Any], mixer: Mixer | str | None = None) -> DepthMap:
+    """The matrices of a model over batches, of which one at a time is run: model(batch)."""
+    chosen = choose_mixer(model, mixer)
+    whole, sample, signed = Moments(), EvenSample(), False
+    measures = {name: Moments() for name in MEASURES}
+    for batch in batches:
+        for m in _by_token(chosen, sources_of(model, chosen, batch)):
+            whole.add(m)
+            sample.add(m)
+            signed = signed or bool((m < 0).any())
+            for name, value in reading(m).items():
+                measures[name].add(value)
+    if not whole.count:
+        raise ValueError("depth_map: there are no tokens")
+    return DepthMap(
+        whole.count,
+        signed,
+        whole.mean,
+        whole.std(),
+        sample.quantiles(),
+        {name: moments.mean for name, moments in measures.items()},
+        {name: moments.std() for name, moments in measures.items()},
+    )
+
+
+def _by_token(mixer: Mixer, sources: list[Tensor]) -> Iterator[Tensor]:
+    """M of some tokens at a time: [N, W, S+1, S+1]. Every token is mixed by itself, and what autograd keeps of a read is many times its size."""
+    flat = [s.reshape(-1, s.shape[-1]).split(AT_ONCE) for s in sources]
+    for some in zip(*flat, strict=True):
+        yield mixer.mixing(some, per_token=True)
+
+
+def by_kind(mixer: Mixer, measures: dict[str, Tensor]) -> dict[str, dict[str, float]]:
+    """MEASURES averaged over the sites of each name, and over their ways; site 0 has one source, so nothing to choose, and is left out."""
+    names = mixer.layout.names
+    found: dict[str, dict[str, float]] = {}
+    for kind in dict.fromkeys(names):
+        sites = [s for s in range(1, len(names)) if names[s] == kind]
+        if not sites:
+            continue
+        found[kind] = {name: float(value[:, sites].mean()) for name, value in measures.items()}
+        share = measures["effective"][:, sites] / (torch.tensor(sites) + 1)
+        found[kind]["effective_share"] = float(share.mean())
+    return found

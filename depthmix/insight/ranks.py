@@ -1,0 +1,70 @@
+"""The structure of M: its numerical rank, and its semiseparable rank.
+
+Readers from s on see what came before s through M[s:, :s+1]; the largest rank of these blocks is M's semiseparable rank, the number
+of streams that the rule could be carried out with: 1 where one stream is scaled and added to, n for n streams, and as large as a
+block can be, (S+2)//2, where every reader weighs every source anew (arXiv 2603.15031, section 6.2).
+
+Ranks are those of single tokens and channels: averages over tokens have a higher one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from depthmix.insight.sampling import some_tokens
+from depthmix.mixers import Mixer
+from depthmix.mixers.mixing import mixing_by_channel
+
+TOKENS, CHANNELS = 32, 4
+LARGEST = 2048  # rows of a matrix of matrices whose rank is still worth the time
+ROUNDING = 30.0  # of the usual bound on what rounding adds to singular values: M is itself a result of many operations
+
+
+@dataclass
+class Structure:
+    """Of one way: medians over tokens and channels."""
+
+    rank: int
+    semiseparable: int
+    most: int  # the largest semiseparable rank that a matrix of this size can have
+
+
+def structure(mixer: Mixer, sources: Sequence[Tensor]) -> list[Structure] | None:
+    """One per way, from a few tokens; None where entries are matrices too large to look into.
+
+    sources: the embedding and the raw output of every site. Where entries of M are matrices [D, D], ranks are in units of D.
+    """
+    n, dim = mixer.n_sites + 1, mixer.dim
+    if mixer.channel_mixing:
+        if n * dim > LARGEST:
+            return None
+        m = mixing_by_channel(mixer, sources).permute(2, 3, 0, 4, 1)  # [W, reader, out, source, in]
+        m = m.reshape(1, m.shape[0], n * dim, n * dim)
+        unit = dim
+    else:
+        m = mixing_by_channel(mixer, some_tokens(sources, TOKENS))  # [N, D, W, S+1, S+1]
+        m = m[:, torch.linspace(0, dim - 1, min(dim, CHANNELS)).long()].flatten(0, 1)
+        unit = 1
+    m = m.cpu().double()
+    eps = torch.finfo(torch.float64 if sources[0].dtype == torch.float64 else torch.float32).eps
+    whole = ranks(m, eps)  # [N, W]
+    blocks = [ranks(m[..., s * unit :, : (s + 1) * unit], eps) for s in range(n)]
+    widest = torch.stack(blocks).amax(0)
+    found = []
+    for way in range(m.shape[1]):
+        rank, semiseparable = (
+            -(-int(r[:, way].median()) // unit) for r in (whole, widest)
+        )  # a stream of D channels counts once
+        found.append(Structure(rank, semiseparable, (n + 1) // 2))
+    return found
+
+
+def ranks(m: Tensor, eps: float) -> Tensor:
+    """Numerical ranks of matrices [..., a, b] whose entries are exact to about eps."""
+    values = torch.linalg.svdvals(m)
+    bound = ROUNDING * eps * max(m.shape[-2:])
+    return (values > bound * values[..., :1]).sum(-1)

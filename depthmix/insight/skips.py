@@ -1,0 +1,48 @@
+"""Redundancy: how the loss changes when a whole sublayer is skipped, its output replaced by zero."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from depthmix.insight.intercept import intercepted
+from depthmix.insight.losses import next_token_loss
+from depthmix.insight.mixing import choose_mixer
+from depthmix.mixers import Mixer
+
+
+@dataclass
+class SkipEffects:
+    """The loss of the model as it is, and by how much it rises without a site's sublayer."""
+
+    tokens: int
+    loss: float
+    change: Tensor  # [S]
+
+
+@torch.no_grad()
+def skip_effects(model: nn.Module, batches: Iterable[Tensor], mixer: Mixer | str | None = None) -> SkipEffects:
+    """Over batches of token ids [B, T + 1]: model(ids) gives logits."""
+    chosen = choose_mixer(model, mixer)
+    write = chosen.write
+    losses, tokens = torch.zeros(chosen.n_sites + 1, dtype=torch.float64), 0
+    for batch in batches:
+        found = []
+        for skipped in range(-1, chosen.n_sites):
+
+            def skipping_write(state: Any, site: int, y: Tensor, skipped: int = skipped) -> Any:
+                return write(state, site, torch.zeros_like(y) if site == skipped else y)
+
+            with intercepted(chosen, write=skipping_write):
+                found.append(next_token_loss(model, batch))
+        size = batch[:, 1:].numel()
+        losses += size * torch.cat(found).cpu().double()
+        tokens += size
+    if not tokens:
+        raise ValueError("skip_effects: there are no tokens")
+    loss, *others = (losses / tokens).unbind(0)
+    return SkipEffects(tokens, float(loss), torch.stack(others) - loss)

@@ -1,0 +1,54 @@
+"""Numbers over many tokens in bounded memory: mean and spread of all of them, quantiles of an even selection."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
+KEPT = 2048  # tokens that quantiles are of, at most
+
+
+class Moments:
+    """The mean and the standard deviation over tokens, summed up in fp64 batch by batch."""
+
+    def __init__(self) -> None:
+        self.count, self.mean, self.squares = 0, torch.zeros(()), torch.zeros(())
+
+    def add(self, x: Tensor) -> None:
+        """More tokens: [N, ...]."""
+        if not len(x):
+            return
+        x = x.cpu().double()  # there: MPS has no fp64
+        count, mean = self.count + len(x), x.mean(0)
+        away = mean - self.mean  # of this batch from those before: squares of deviations, not of values, lose no digits
+        self.squares = self.squares + (x - mean).square().sum(0) + away.square() * (self.count * len(x) / count)
+        self.mean, self.count = self.mean + away * (len(x) / count), count
+
+    def std(self) -> Tensor:
+        """Of the tokens seen, not an estimate for more."""
+        return (self.squares / max(1, self.count)).sqrt()
+
+
+class EvenSample:
+    """Every k-th token, with k doubled whenever there are too many: no chance in it, and as many from the end as from the start."""
+
+    def __init__(self, most: int = KEPT) -> None:
+        self.most, self.stride, self.seen = most, 1, 0
+        self.kept: list[Tensor] = []
+        self.length = 0
+
+    def add(self, x: Tensor) -> None:
+        """More tokens: [N, ...]."""
+        first = -self.seen % self.stride
+        self.seen += len(x)
+        if len(chosen := x[first :: self.stride]):
+            self.kept.append(chosen.float().cpu())
+            self.length += len(chosen)
+        while self.length > self.most:
+            self.kept, self.stride = [torch.cat(self.kept)[::2].clone()], self.stride * 2
+            self.length = len(self.kept[0])
+
+    def quantiles(self) -> Tensor:
+        """[len(QUANTILES), ...] of the tokens kept."""
+        return torch.quantile(torch.cat(self.kept), torch.tensor(QUANTILES), dim=0)

@@ -1,0 +1,139 @@
+"""A document in a terminal: a table over depth, attention sites against the others, and the rest in sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+WAYS = {1: ("",), 2: ("qk", "v"), 3: ("q", "k", "v")}
+DASH = "–"
+
+
+def summary(found: dict[str, Any]) -> str:
+    """All of it, in lines."""
+    parts = [_title(found), table(*_over_depth(found)), _legend(found), table(*_by_kind(found)), _structure(found)]
+    if found["streams"]:
+        parts.append(_streams(found["streams"]))
+    if found["text"]:
+        parts.append(table(*_by_token(found)))
+    return "\n\n".join(parts)
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Columns as wide as they need to be: the first to the left, numbers to the right."""
+    widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
+    lines = [head, ["─" * w for w in widths], *rows]
+    return "\n".join(
+        "  ".join(cell.rjust(w) if i else cell.ljust(w) for i, (cell, w) in enumerate(zip(line, widths, strict=True)))
+        for line in lines
+    )
+
+
+def number(value: float | None, form: str = ".3g") -> str:
+    """Or a dash for none."""
+    return DASH if value is None else format(value, form)
+
+
+def way_names(reader: dict[str, Any]) -> list[str]:
+    """What a reader's ways are called: nothing where there is one."""
+    return list(WAYS.get(reader["ways"], [str(w) for w in range(reader["ways"])]))
+
+
+def _title(found: dict[str, Any]) -> str:
+    options = "".join(f", {k}={v}" for k, v in found["mixer_options"].items())
+    what = f"{found['mixer']}{options}: {len(found['sources']) - 1} sites, {found['parameters']['total']:,} parameters"
+    on = f"loss {number(found['loss'], '.4f')} on {found['dynamics']['tokens']:,} tokens"
+    return f"{found['run']}: {what}, step {found['step']}; {on}, depth maps over {found['mixing']['tokens']:,}."
+
+
+def _over_depth(found: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    mixing, dynamics, edges, skips = (found[k] for k in ("mixing", "dynamics", "edges", "skips"))
+    head = ["site", "newest", "embedding", "effective", "RMS read", "RMS output", "gradient", "share"]
+    head += ["skipped", "most needed"] if edges else []
+    rows = []
+    for r, reader in enumerate(found["readers"]):
+        site = r < len(found["readers"]) - 1
+        for w, way in enumerate(way_names(reader)):
+            name = f"{r:2d} {reader['name']} {way}".rstrip() if site else "   finish"
+            row = [name, *(number(mixing[k][r][w], ".2f") for k in ("newest", "embedding"))]
+            row += [f"{number(mixing['effective'][r][w], '.1f')} of {r + 1}", number(dynamics["input_rms"][r][w])]
+            own = site and w == 0  # what a site has once, whatever its ways
+            row += [number(dynamics[k][r]) if own else "" for k in ("output_rms", "gradient_norm")]
+            row.append(number(dynamics["share"][r + 1], "z.2f") if own else "")
+            if edges:
+                row.append(number(skips["change"][r], "+z.4f") if own else "")
+                row.append(_most_needed(edges["change"][r][w], found["sources"]))
+            rows.append(row)
+    return head, rows
+
+
+def _most_needed(changes: list[float | None], sources: list[str]) -> str:
+    known = [(c, source) for c, source in zip(changes, sources, strict=False) if c is not None]
+    if not known:
+        return DASH
+    change, source = max(known)
+    return f"{source} {number(change, '+z.4f')}"
+
+
+def _legend(found: dict[str, Any]) -> str:
+    share = "the sizes of weights, some of which are negative" if found["mixing"]["signed"] else "the weights"
+    lines = [
+        f"newest, embedding: share of {share} that the last output and the embedding have; effective: exp(entropy) of the shares, of all sources;",
+        "RMS read: before the norm; gradient: norm over the sublayer's parameters; share: of what finish reads"
+        f" (the embedding's is {number(found['dynamics']['share'][0], 'z.2f')});",
+    ]
+    if found["edges"]:
+        tokens = f"{found['edges']['tokens']:,} tokens"
+        lines.append(
+            f"skipped, most needed: rise of the loss without the sublayer, without its best source ({tokens})."
+        )
+    return "\n".join(lines)
+
+
+def _by_kind(found: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    head = ["sites", "newest", "embedding", "effective", "of all there are"]
+    rows = []
+    for kind, value in found["mixing"]["by_kind"].items():
+        shares = [number(value[k], ".2f") for k in ("newest", "embedding")]
+        rows.append([kind, *shares, number(value["effective"], ".2f"), number(value["effective_share"], ".2f")])
+    return head, rows
+
+
+def _structure(found: dict[str, Any]) -> str:
+    if found["structure"] is None:
+        return "Ranks of M are not measured: its entries are matrices, and too large."
+    ways = way_names({"ways": len(found["structure"])})
+    said = [
+        f"{way + ': ' if way else ''}{s['semiseparable']} (at most {s['most']}), rank {s['rank']}"
+        for way, s in zip(ways, found["structure"], strict=True)
+    ]
+    return f"Semiseparable rank of M, the streams it amounts to, for a typical token: {'; '.join(said)}."
+
+
+def _streams(streams: dict[str, Any]) -> str:
+    n = len(streams["rms"][0])
+    alike = [
+        sum(m[i][j] for i in range(n) for j in range(n) if i != j) / (n * (n - 1)) if n > 1 else 1.0
+        for m in (streams["similarity"][0], streams["similarity"][-1])
+    ]
+    signals, gradients = streams["composite_gain"][-1]
+    return "\n".join(
+        [
+            f"{n} streams: mean cosine between them {alike[0]:.2f} at the start, {alike[1]:.2f} at the end;",
+            f"their maps: row sums off by {max(streams['row_error']):.2g}, column sums by {max(streams['column_error']):.2g} at most over depth;"
+            f" composite gain {signals:.3g} of signals, {gradients:.3g} of gradients.",
+        ]
+    )
+
+
+def _by_token(found: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """Means over the readers that have a choice, and over their ways."""
+    text = found["text"]
+    head = ["token", "loss", "newest", "embedding"]
+    rows = []
+    for piece, loss, readers in zip(text["tokens"], text["losses"], text["weights"], strict=True):
+        shares = [[abs(v) for v in way] for reader in readers[1:] for way in reader]
+        sums = [(way[-1], way[0], sum(way) or 1.0) for way in shares]
+        means = [sum(s[i] / s[2] for s in sums) / len(sums) for i in (0, 1)]
+        rows.append([repr(piece), number(loss, ".3f"), *(number(m, ".2f") for m in means)])
+    return head, rows

@@ -1,0 +1,165 @@
+"""`depthmix inspect`: everything that can be measured inside a trained model, as one document and as tables."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from depthmix.config import InspectConfig
+from depthmix.device import autocast, choose_device
+from depthmix.errors import CHECKPOINT, DATA, DIVERGED, UserError
+from depthmix.files import check_above, write_text
+from depthmix.insight import document as doc
+from depthmix.insight.dynamics import gradient_norms, magnitudes
+from depthmix.insight.edges import edge_effects
+from depthmix.insight.losses import next_token_loss
+from depthmix.insight.maps import depth_map
+from depthmix.insight.mixing import depth_mixing, sources_of
+from depthmix.insight.ranks import structure
+from depthmix.insight.skips import skip_effects
+from depthmix.insight.streams import stream_report
+from depthmix.insight.summary import summary
+from depthmix.models import Decoder
+from depthmix.runs.restore import Trained, load_model
+from depthmix.train.evaluate import token_losses
+from depthmix.train.generate import check_prompt
+from depthmix.train.measure import batches_of_text
+from depthmix.train.progress import phases
+
+Progress = Callable[[str, int, int | None], None]
+
+
+def inspect(config: InspectConfig) -> None:
+    """Print the tables, and write the document where it was asked for."""
+    if config.json:
+        check_above(Path(config.json))
+    with phases() as progress:
+        found = inspect_run(config, progress)
+    print(summary(found))
+    if config.json:
+        write_text(Path(config.json), json.dumps(found, allow_nan=False) + "\n")
+        print(f"Everything, token by token too: {config.json}")
+
+
+def inspect_run(config: InspectConfig, progress: Progress | None = None) -> dict[str, Any]:
+    """The document (docs/insight.md) of a run's model, or of one that `save_pretrained` wrote."""
+    tell = progress or (lambda phase, done, total: None)
+    _check(config)
+    device = choose_device(config.device)
+    trained = load_model(config.run, device)
+    if not isinstance(trained.model, Decoder):
+        what = f"{config.run} holds a model of Hugging Face's"
+        raise UserError(f"{what}: depthmix.depth_mixing shows what its layers read", CHECKPOINT)
+    model, mixer = trained.model, trained.model.mixer
+    ids, pieces = encode_text(trained, config.text, config.seq_len)
+    batches = [batch.to(device) for batch in _measured_on(trained, config, ids)]
+    with autocast(device, trained.config.precision):
+        loss, found = _over_depth(model, batches[0])
+        if not math.isfinite(loss):
+            what = "the model's output is not a number"
+            raise UserError(f"{what}: this run has diverged, use an older checkpoint", DIVERGED)
+        inputs = [batch[:, :-1] for batch in batches]
+        found["mixing"] = doc.of_depth_map(mixer, depth_map(model, _told(inputs, "depth maps", tell)))
+        sources = sources_of(model, mixer, inputs[0])
+        found["structure"] = doc.of_structure(structure(mixer, sources))
+        found["streams"] = doc.of_streams(stream_report(mixer, sources))
+        del sources
+        found |= _causal(model, batches, config.causal_tokens, tell)
+        found["text"] = text_by_token(model, ids, pieces) if pieces else None
+    described = {
+        "schema": doc.SCHEMA,
+        "run": str(config.run),
+        "step": trained.step,
+        "mixer": trained.config.mixer,
+        "mixer_options": trained.config.mixer_options,
+        "parameters": model.parameter_counts(),
+        **doc.describe_mixer(mixer),
+        "loss": loss,
+    }
+    return doc.rounded({**described, **found, "training": trained.folder.read_dynamics()})
+
+
+def _check(config: InspectConfig) -> None:
+    for name in ("tokens", "batch_size"):
+        if getattr(config, name) < 1:
+            raise UserError(f"{name} must be at least 1, got {getattr(config, name)}")
+    if config.seq_len is not None and config.seq_len < 1:
+        raise UserError(f"seq_len must be at least 1 or none, got {config.seq_len}")
+    if config.causal_tokens < 0:
+        raise UserError(f"causal_tokens must be at least 0, got {config.causal_tokens}")
+    if config.data and config.input:
+        raise UserError("give either data or input, not both")
+    check_prompt(config.text, "text")
+
+
+def encode_text(trained: Trained, text: str, seq_len: int | None = None) -> tuple[Tensor, list[str]]:
+    """The ids [1, T] of a text, and the piece of it that each stands for; UserError for one longer than the model's sequences."""
+    encoded, longest = trained.tokenizer.encode(text, add_special_tokens=False), seq_len or trained.config.seq_len
+    if len(encoded.ids) > longest:
+        what = f"the text has {len(encoded.ids)} tokens and the model's sequences {longest}"
+        raise UserError(f"{what}: give a shorter one, or a longer --seq-len")
+    device = next(trained.model.parameters()).device
+    return torch.tensor([encoded.ids], device=device), [text[a:b] for a, b in encoded.offsets]
+
+
+def _measured_on(trained: Trained, config: InspectConfig, ids: Tensor) -> Iterator[Tensor]:
+    """Batches [B, T + 1] of about as many tokens as were asked for; of a model without data, the text to show."""
+    if not (config.input or config.data or trained.config.data) and config.text:
+        if ids.shape[1] < 2:
+            raise UserError("the text is too short to measure the model on: give another with --input", DATA)
+        yield ids
+        return
+    batches, _ = batches_of_text(trained, config, config.data)
+    yield from first_tokens(batches, config.tokens)
+
+
+def first_tokens(batches: Iterable[Tensor], tokens: int) -> Iterator[Tensor]:
+    """Rows of batches until they have so many tokens; one row at least."""
+    for batch in batches:
+        length = batch.shape[1] - 1
+        yield batch[: max(1, tokens // length)]
+        tokens -= batch[:, 1:].numel()
+        if tokens < length:
+            return
+
+
+def _over_depth(model: Decoder, batch: Tensor) -> tuple[float, dict[str, Any]]:
+    """The loss of a batch, and the dynamics of its pass and of its backward."""
+    with torch.enable_grad():
+        loss = next_token_loss(model, batch).mean()
+        loss.backward()
+    norms = gradient_norms(model.sublayers).tolist()
+    model.zero_grad(set_to_none=True)
+    numbers = magnitudes(model, batch[:, :-1])
+    return loss.item(), {"dynamics": {"tokens": batch[:, 1:].numel(), **numbers, "gradient_norm": norms}}
+
+
+def _causal(model: Decoder, batches: list[Tensor], tokens: int, tell: Progress) -> dict[str, Any]:
+    if not tokens:
+        return {"edges": None, "skips": None}
+    some = list(first_tokens(batches, tokens))
+    done, n = itertools.count(1), (model.mixer.n_sites + 1) * len(some)
+    edges = edge_effects(model, some, progress=lambda: tell("cut connections", next(done), n))
+    skips = skip_effects(model, _told(some, "skipped sublayers", tell))
+    return {"edges": doc.of_edges(edges), "skips": doc.of_skips(skips)}
+
+
+def text_by_token(model: Decoder, ids: Tensor, pieces: list[str]) -> dict[str, Any]:
+    """Where every token of a text was read from, as in the document: of what `encode_text` gives."""
+    with torch.no_grad():
+        losses = token_losses(model, ids)[0].tolist() if ids.shape[1] > 1 else []
+    m = depth_mixing(model, ids, per_token=True)[0]
+    return doc.of_tokens(model.mixer, pieces, [None, *losses], m)
+
+
+def _told(batches: list[Tensor], phase: str, tell: Progress) -> Iterator[Tensor]:
+    for i, batch in enumerate(batches):
+        yield batch
+        tell(phase, i + 1, len(batches))

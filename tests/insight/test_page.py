@@ -1,0 +1,9 @@
+"""The example on the page runs as it stands."""
+
+from project import ROOT, code_blocks
+
+
+def test_the_example_runs(capsys):
+    (example,) = code_blocks(ROOT / "docs" / "insight.md")
+    exec(example, {})
+    assert len(capsys.readouterr().out.splitlines()) >= 5

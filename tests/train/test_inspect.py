@@ -1,0 +1,167 @@
+"""`depthmix inspect`: the document of every mixer's model, the tables, and what a user can get wrong."""
+
+import dataclasses
+import json
+import shutil
+
+import pytest
+import torch
+
+from depthmix import Decoder, list_mixers
+from depthmix.cli import main
+from depthmix.config import DataConfig, InspectConfig
+from depthmix.data.prepare import prepare
+from depthmix.errors import CHECKPOINT, DATA, DISK, USAGE
+from depthmix.insight.summary import summary, table
+from depthmix.runs.checkpoint import list_checkpoints
+from depthmix.runs.restore import load_model
+from depthmix.train import inspect as command
+from depthmix.train.inspect import first_tokens, inspect_run
+from train import small
+from train.refused import refused
+
+SENTENCE = "The sea is deep, and the sky."
+
+
+def config(**changes):
+    values = {"run": str(small.run().path), "tokens": 100, "causal_tokens": 32, "batch_size": 2, "device": "cpu"}
+    return InspectConfig(**{**values, **changes})
+
+
+def pretrained(folder):
+    """A run as a folder of `save_pretrained`: nothing but its model and tokenizer."""
+    run, newest = small.run(), list_checkpoints(small.run().checkpoints)[0]
+    folder.mkdir()
+    for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(run.path / name, folder)
+    shutil.copy(newest / "model.safetensors", folder)
+    return str(folder)
+
+
+def ragged(found, depth, sources=True):
+    """Every reader has its ways, and of each as many sources as there are by then."""
+    assert len(found) == len(depth)
+    for r, (ways, reader) in enumerate(zip(found, depth, strict=True)):
+        assert len(ways) == reader["ways"]
+        assert not sources or all(len(way) == r + 1 for way in ways)
+
+
+@pytest.mark.parametrize("mixer", list_mixers())
+def test_the_document_of_every_mixer_is_whole(mixer, monkeypatch):
+    trained = load_model(small.run().path, torch.device("cpu"))
+    model = Decoder(dataclasses.replace(trained.model.config, mixer=mixer))
+    trained = dataclasses.replace(
+        trained, model=model, config=dataclasses.replace(trained.config, mixer=mixer, mixer_options={})
+    )
+    monkeypatch.setattr(command, "load_model", lambda run, device: trained)
+    found = inspect_run(config(tokens=64, causal_tokens=32, text="sea"))
+    assert json.loads(json.dumps(found, allow_nan=False)) == found
+    readers, n = found["readers"], 4
+    assert [r["name"] for r in readers] == ["attention", "mlp"] * 2 + ["finish"]
+    assert [r["ways"] for r in readers] == [*(model.mixer.ways(s) for s in range(n)), 1]
+    assert found["sources"] == ["embedding", "attention 0", "mlp 0", "attention 1", "mlp 1"]
+    for name in ("mean", "std"):
+        ragged(found["mixing"][name], readers)
+    for name in ("entropy", "effective", "newest", "embedding", "effective_std"):
+        ragged(found["mixing"][name], readers, sources=False)
+    for each in found["mixing"]["quantiles"].values():
+        ragged(each, readers)
+    ragged(found["edges"]["change"], readers)
+    ragged(found["dynamics"]["input_rms"], readers, sources=False)
+    assert len(found["skips"]["change"]) == len(found["dynamics"]["gradient_norm"]) == n
+    assert len(found["structure"]) == max(r["ways"] for r in readers)
+    assert (found["streams"] is None) == (model.mixer.streams(model.mixer.start(torch.zeros(1, 32))) is None)
+    assert "".join(found["text"]["tokens"]) == "sea"
+    for token in found["text"]["weights"]:
+        ragged(token, readers)
+    assert found["loss"] == pytest.approx(found["skips"]["loss"], rel=0.2)
+    assert all(p.grad is None for p in model.parameters())
+    shown = summary(found)
+    assert "most needed" in shown
+    assert ("streams:" in shown) == (found["streams"] is not None)
+
+
+def test_the_command_prints_tables_and_writes_the_document(tmp_path, capsys):
+    out = tmp_path / "new" / "out.json"
+    flags = ["--tokens", "100", "--causal-tokens", "0", "--device", "cpu", "--text", SENTENCE, "--json", str(out)]
+    assert main(["inspect", str(small.run().path), *flags]) == 0
+    shown = capsys.readouterr().out
+    found = json.loads(out.read_text())
+    assert found["schema"] == 1
+    assert found["step"] == 60
+    assert found["mixing"]["tokens"] == 96  # rows of 32
+    assert found["edges"] is found["skips"] is None
+    for words in ("step 60", " 3 mlp", "finish", "of 5", "Semiseparable rank", "'T", str(out)):
+        assert words in shown
+    assert "skipped" not in shown
+    assert "".join(found["text"]["tokens"]) == SENTENCE
+    assert found["text"]["losses"][0] is None
+
+
+def test_lines_of_training_come_along(tmp_path):
+    from depthmix.train.loop import train
+
+    run = train(small.config(tmp_path / "run", steps=2, warmup=0, dynamics_every=1))
+    found = inspect_run(config(run=str(run.path), causal_tokens=0))
+    assert [line["step"] for line in found["training"]] == [0, 1]
+    assert found["training"][0].keys() == {"step", *found["dynamics"]} - {"tokens"}
+
+
+def test_a_folder_of_save_pretrained_is_measured_on_text_on_data_or_on_the_text_to_show(tmp_path):
+    folder = pretrained(tmp_path / "model")
+    run = inspect_run(config(causal_tokens=0))
+    by_data = inspect_run(config(run=folder, data=str(small.data()), causal_tokens=0))
+    assert by_data["mixing"] == run["mixing"]
+    assert by_data["step"] == 0
+    by_text = inspect_run(config(run=folder, text=SENTENCE, causal_tokens=0))
+    assert by_text["mixing"]["tokens"] == len(by_text["text"]["tokens"]) - 1
+    by_input = inspect_run(config(run=folder, input=[str(small.corpus())], causal_tokens=0))
+    assert by_input["mixing"]["tokens"] == 96
+    words = ("does not say what its model was trained on", "--input")
+    refused(lambda: inspect_run(config(run=folder)), *words, code=DATA)
+    refused(lambda: inspect_run(config(run=folder, text="s")), "too short to measure", code=DATA)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said", "code"),
+    [
+        ({"run": ""}, "run is needed", USAGE),
+        ({"run": "/nowhere"}, "'/nowhere' does not exist", CHECKPOINT),
+        ({"tokens": 0}, "tokens must be at least 1, got 0", USAGE),
+        ({"batch_size": 0}, "batch_size must be at least 1, got 0", USAGE),
+        ({"seq_len": 0}, "seq_len must be at least 1 or none, got 0", USAGE),
+        ({"causal_tokens": -1}, "causal_tokens must be at least 0, got -1", USAGE),
+        ({"data": "a", "input": ["b"]}, "either data or input", USAGE),
+        ({"data": "/nowhere"}, "/nowhere", DATA),
+        ({"input": ["/nowhere"]}, "/nowhere", DATA),
+        ({"text": SENTENCE * 9}, "tokens and the model's sequences 32: give a shorter one", USAGE),
+        ({"text": "a\udcff"}, "text must be UTF-8 text", USAGE),
+        ({"device": "cuda:77"}, "cuda:77", USAGE),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_is_said_in_one_sentence(changes, said, code):
+    refused(lambda: inspect_run(config(**changes)), said, code=code)
+
+
+def test_data_of_another_tokenizer_is_refused(tmp_path):
+    other = tmp_path / "other.txt"
+    other.write_text("Entirely different words make other merges; zebras jump quickly over vexed wizards.\n" * 400)
+    data = prepare(DataConfig(input=[str(other)], out=str(tmp_path / "data"), vocab_size=small.VOCAB, document="line"))
+    refused(lambda: inspect_run(config(data=str(data))), str(tmp_path / "data"), code=DATA)
+
+
+def test_a_place_that_cannot_be_written_is_said_before_anything_is_measured(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(command, "load_model", None)
+    refused(lambda: command.inspect(config(json=str(tmp_path / "file" / "out.json"))), "is a file", code=DISK)
+
+
+@pytest.mark.parametrize(("tokens", "rows"), [(1, [1]), (31, [1]), (64, [2]), (100, [2, 1]), (1000, [2, 2, 1])])
+def test_as_many_rows_as_have_so_many_tokens(tokens, rows):
+    batches = [torch.zeros(2, 33), torch.zeros(2, 33), torch.zeros(1, 33)]
+    assert [len(b) for b in first_tokens(batches, tokens)] == rows
+
+
+def test_columns_of_a_table_are_as_wide_as_they_need_to_be():
+    assert table(["a", "long"], [["name", "1"]]).splitlines() == ["a     long", "────  ────", "name     1"]
