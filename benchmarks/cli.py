@@ -19,12 +19,14 @@ from benchmarks.cpu_step import cpu_step
 from benchmarks.environment import environment
 from benchmarks.errors import errors
 from benchmarks.first_call import first_call
+from benchmarks.inference import decode, prefill, prefill_memory
 from benchmarks.options import Options, add_arguments, backend, from_arguments
 from benchmarks.peers import mhc_ops, peer_step
 from benchmarks.precompile import tune
 from benchmarks.report import Report, read_rows
 from benchmarks.stack_entries import block_stack, full_stack
 from benchmarks.step import step
+from benchmarks.tokens import tokens
 from depthmix.errors import UserError
 
 Entry = Callable[[Options, Report], None]
@@ -38,6 +40,10 @@ ENTRIES: dict[str, Entry] = {
     "peer-step": peer_step,
     "mhc-ops": mhc_ops,
     "cpu-step": cpu_step,
+    "decode": decode,
+    "prefill": prefill,
+    "prefill-memory": prefill_memory,
+    "tokens": tokens,
 }
 HELP = {
     "full-stack": "a Full stack alone against flash-linear-attention",
@@ -49,6 +55,10 @@ HELP = {
     "peer-step": "training step time of DCA and Hyper-Connections against the published modules",
     "mhc-ops": "sites of mHC alone against Liger's operators",
     "cpu-step": "training step time at the demo's size on the CPU, Block against the plain residual",
+    "decode": "a step of decoding by mechanism against the plain residual, batch 1, 8 and 64",
+    "prefill": "a prompt of 8k tokens by mechanism against the plain residual",
+    "prefill-memory": "the peak memory of a prompt of 128k tokens in chunks against the plain residual",
+    "tokens": "tokens a second of the plain model against Hugging Face's Llama with the same weights",
     "tune": "let flash-linear-attention tune, with its kernels compiled side by side; keep it with --tuned",
     "all": "every entry, each with a limit in seconds",
 }
@@ -62,6 +72,10 @@ LIMITS = {
     "peer-step": 150,
     "mhc-ops": 60,
     "cpu-step": 60,
+    "decode": 200,
+    "prefill": 150,
+    "prefill-memory": 120,
+    "tokens": 200,
 }
 WRONG = 3  # exit code when ours is wrong and was not timed
 

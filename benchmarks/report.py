@@ -37,7 +37,17 @@ ROW_COLUMNS = tuple(f.name for f in fields(Row))
 CSV_COLUMNS = (*ROW_COLUMNS, *COLUMNS)
 # In the CSV only, to keep the tables short: single errors where the entry is not about them, and ratios of half a pass.
 DETAILS = ("error of ", "forward / ", "backward / ")
-PLOTTED = ("forward+backward", "share of copy bandwidth", "step / ", "first call", "error of output", "tuning")
+PLOTTED = (
+    "forward+backward",
+    "share of copy bandwidth",
+    "step / ",
+    "time / ",
+    "peak memory / ",
+    "tokens / ",
+    "first call",
+    "error of output",
+    "tuning",
+)
 
 
 class Report:

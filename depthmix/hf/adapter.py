@@ -24,9 +24,10 @@ class Adapter:
     def __init__(self, model: Any) -> None:
         self.model = model
 
-    def __call__(self, input_ids: Tensor, cache: Any = None) -> Tensor:
-        """Logits [B, T, vocab] of ids [B, T]."""
-        found: Tensor = self.model(input_ids=input_ids, past_key_values=cache, use_cache=cache is not None).logits
+    def __call__(self, input_ids: Tensor, cache: Any = None, logits_to_keep: int = 0) -> Tensor:
+        """Logits [B, T, vocab] of ids [B, T], or of the last logits_to_keep of them."""
+        kept: dict[str, Any] = {"past_key_values": cache, "use_cache": cache is not None}
+        found: Tensor = self.model(input_ids=input_ids, logits_to_keep=logits_to_keep, **kept).logits
         return found
 
     def __getattr__(self, name: str) -> Any:

@@ -20,18 +20,20 @@ from torch import Tensor, nn
 
 from depthmix.mixers.base import Mixer, Norm, Read, register
 from depthmix.mixers.options import OptionError, at_least
+from depthmix.mixers.slots import SlotState
 from depthmix.mixers.state import State, register_state
 from depthmix.ops import depth_attention, depth_sum
 from depthmix.ops.backend import choose
 from depthmix.ops.collect import collect_rows
-from depthmix.ops.depth_attention.ahead import KNOWN_WAYS, Far, Known, far_sources, known_sources
+from depthmix.ops.depth_attention.ahead import KNOWN_WAYS, Far, Known, far_blocks, far_sources, known_sources
 from depthmix.ops.depth_attention.op import why_unsupported
 from depthmix.ops.depth_attention.reference import weighted_sum
 from depthmix.ops.depth_attention.source_major import OP, read_sources
 from depthmix.ops.left import seen_from_outside
 from depthmix.ops.matmul import matmul
-from depthmix.ops.norm import fused_norms
+from depthmix.ops.norm import fused_gains, fused_norms
 from depthmix.ops.precision import rms_normalize
+from depthmix.ops.slots.op import GROUP, attend, few_tokens, look_back, rows_at_once, usable
 from depthmix.ops.torch_internals import transformed
 
 
@@ -233,11 +235,18 @@ class AttnRes(Mixer):
         row, ways = self._first_row(site), self.ways(site)
         newest, add = (state.pending, None) if tape.partial is None else (tape.partial, state.pending)
         sources = (*self._windowed(tape.blocks), newest)
-        gain = None if out_gain is None else out_gain.float()
-        full = self.block_size == 1 and self.n_ways == 1
-        ahead = known_sources if self.n_ways >= KNOWN_WAYS else far_sources if full else None
-        if ahead is not None and self.window is None:
-            tape = tape._replace(far=ahead(tape.queries, row, sources[:-1], tape.far, self.eps))
+        trains = torch.is_grad_enabled()
+        gain = out_gain.float() if trains and out_gain is not None else out_gain  # kernels take any; a gradient is fp32
+        known = (tape.queries, row, sources[:-1], tape.far, self.eps)
+        far: Far | Known | None = None
+        if self.window is None:
+            if self.n_ways >= KNOWN_WAYS:
+                far = known_sources(*known)
+            elif self.block_size == 1:
+                far = far_sources(*known)
+            elif not trains:
+                far = far_blocks(*known, size=self.block_size)
+        tape = tape._replace(far=far)
         h, newest = read_sources(tape.queries, row, ways, sources, add, gain, self.eps, out_eps, tape.far)
         state.leave_note((newest, tape if tape.far is None else tape._replace(far=tape.far.after(row))))
         return tuple(h)
@@ -249,25 +258,94 @@ class AttnRes(Mixer):
             return (state.stream,) * len(mixed)
         return tuple(state.stream + h for h in mixed)
 
-    def _start(self, x: Tensor) -> AttnResState:
+    # Decoding: one launch a site.
+
+    def _decodes(self, x: Tensor) -> bool:
+        known = self.routing == "replace" and self._why_no_kernels([x]) is None
+        return known and few_tokens(x) and usable("attnres", x)
+
+    def _read_slots(self, state: SlotState, site: int, gain: Sequence[Tensor] = (), out_eps: float = 0.0) -> Tensor:
+        """The mixtures of a site (or finish), [W, ..., D]; the newest source of site s lies in slot s.
+
+        Slots 0, S, 2S, … of blocks of S sites are then the finished sources.
+        """
+        size, newest = self.block_size, state.claim(site)
+        finished = -(-site // size)  # sources before the newest
+        before = -1 if site == 0 or (site - 1) % size == 0 else site - 1
+        oldest = 1 if self.window is None else max(1, finished + 1 - self.window)  # after e
+        place = (1, oldest - 1, min(finished, 1 + finished - oldest))
+        bank: tuple[Tensor, ...] = ()
+        if self._look_back(state, site):
+            first, found, lse = state.ahead
+            place = (0, first // size, finished - first // size)
+            bank = found[site - first], lse[site - first]
+        rows = self._slot_rows("query", site), self._slot_rows("key_gain", site)
+        return attend(newest, state.pending, before, site, size, *place, *rows, gain, self.eps, out_eps, *bank)
+
+    def _look_back(self, state: SlotState, site: int) -> bool:
+        """Whether a site's group reads the sources before it in a launch of its own: where they are more than one launch holds."""
+        size = self.block_size
+        group = GROUP if size == 1 else size
+        first = site - site % group
+        last = min(first + group, self._n_readers()) - 1
+        few = -(-last // size) <= rows_at_once(self.dim)
+        if few or first == 0 or last == first or self.n_ways > 1 or self.window is not None:
+            return False
+        if state.ahead is None or state.ahead[0] != first:
+            rows = slice(first, last + 1)
+            found = look_back(state.slots, size, first // size, self.query[rows], self.key_gain[rows], self.eps)
+            state.ahead = (first, *found)
+        return True
+
+    def _slot_rows(self, name: str, site: int) -> list[Tensor]:
+        """The parameter's row for every way of a site, where they lie."""
+        row = getattr(self, name)[site]
+        return [row] if self.ways(site) == 1 else [row, *self._own(name)[self._nth_attention[site]].unbind(0)]
+
+    def _with_gradients(self, state: SlotState) -> AttnResState:
+        site, size = state.site, self.block_size
+        blocks = tuple(state.slots[i * size] for i in range(-(-site // size)))
+        partial = state.slots[site - 1] if site and (site - 1) % size else None
+        kept: dict[str, Any] = {"site": site, "frozen": state.frozen, "pending": state.pending}
+        return AttnResState(blocks=self._windowed(blocks), partial=partial, **kept)
+
+    # The contract.
+
+    def _start(self, x: Tensor) -> AttnResState | SlotState:
+        if self._decodes(x):
+            return SlotState.of(x, self.n_sites + 1)
         state = AttnResState(pending=x, stream=x if self.routing == "add" else None)
         state.tape = self._tape(state)
         return state
 
-    def _read(self, state: AttnResState, site: int) -> Read:
-        h = self._route(state, self._mix(state, site))
+    def _read(self, state: AttnResState | SlotState, site: int) -> Read:
+        if isinstance(state, SlotState):
+            h = self._read_slots(state, site).unbind(0)
+        else:
+            h = self._route(state, self._mix(state, site))
         return h if len(h) > 1 else h[0]
 
-    def _read_normed(self, state: AttnResState, site: int, norms: Sequence[Norm]) -> Read | None:
-        if self.routing == "add" or self.weights == "static" or state.frozen:
-            return None
-        fused = fused_norms(norms, state.template())
-        if fused is None:
-            return None
-        h = self._mix(state, site, out_gain=fused[0], out_eps=fused[1])
+    def _read_normed(self, state: AttnResState | SlotState, site: int, norms: Sequence[Norm]) -> Read | None:
+        h: tuple[Tensor, ...]
+        if isinstance(state, SlotState):
+            gains = fused_gains(norms, state.slots)
+            if gains is None:
+                return None
+            h = self._read_slots(state, site, *gains).unbind(0)
+        else:
+            if self.routing == "add" or self.weights == "static" or state.frozen:
+                return None
+            fused = fused_norms(norms, state.template())
+            if fused is None:
+                return None
+            h = self._mix(state, site, out_gain=fused[0], out_eps=fused[1])
         return h if len(h) > 1 else h[0]
 
-    def _write(self, state: AttnResState, site: int, y: Tensor) -> AttnResState:
+    def _write(self, state: AttnResState | SlotState, site: int, y: Tensor) -> AttnResState | SlotState:
+        if isinstance(state, SlotState):
+            if not state.filled(site):  # nobody has read
+                self._read_slots(state, site)
+            return state.next(pending=y)
         newest, tape = state.take_note() or (None, None)
         if newest is None:
             newest = state.pending if state.partial is None else state.partial + state.pending
@@ -280,5 +358,14 @@ class AttnRes(Mixer):
         stream = None if state.stream is None else state.stream + y
         return state.next(blocks=blocks, partial=None if opens else newest, pending=y, stream=stream, tape=tape)
 
-    def _finish(self, state: AttnResState) -> Tensor:
+    def _finish(self, state: AttnResState | SlotState) -> Tensor:
+        if isinstance(state, SlotState):
+            return self._read_slots(state, self.n_sites)[0]
         return self._mix(state, self.n_sites)[0] if state.stream is None else state.stream
+
+    def _finish_normed(self, state: AttnResState | SlotState, norm: Norm) -> Tensor | None:
+        if torch.is_grad_enabled() or (isinstance(state, AttnResState) and state.tape is None):
+            return None
+        h = self._read_normed(state, self.n_sites, [norm])
+        assert not isinstance(h, tuple)
+        return h

@@ -6,7 +6,7 @@ A *mixer* owns the rule and its parameters:
     state = mixer.start(x)                 # the embedding enters      [..., D]
     h     = mixer.read(state, site, norm)  # what this sublayer sees   [..., D], or several (see `ways`)
     state = mixer.write(state, site, y)    # what it produced          [..., D]
-    out   = mixer.finish(state)            # what the final norm sees  [..., D]
+    out   = mixer.finish(state, norm)      # what the final norm sees  [..., D]
 
 The state is a value: `write` returns a new one and leaves the old one as it was; nothing is kept on the module.
 A new mechanism subclasses `Mixer`, implements `_start`, `_read`, `_write` and `_finish`, and is decorated with `register`.
@@ -84,6 +84,14 @@ class Mixer(nn.Module):
         """The read with its norms applied, for rules that can do both at once; None leaves the norms to `read`."""
         return None
 
+    def _finish_normed(self, state: Any, norm: Norm) -> Tensor | None:
+        """The same of finish."""
+        return None
+
+    def _with_gradients(self, state: Any) -> State:
+        """For a state that was begun without gradients and is used with them: the same in the form that training has."""
+        raise NotImplementedError
+
     # What a mechanism that keeps several residual streams implements besides.
 
     def streams(self, state: Any) -> Tensor | None:
@@ -110,7 +118,7 @@ class Mixer(nn.Module):
 
     def read(self, state: Any, site: int, norm: Norm | Sequence[Norm] | None = None) -> Read:
         """What site sees: [..., D], or a tuple of `ways(site)` of them. norm, one per way, is applied to it."""
-        site = self._check_order("read", state, site)
+        site, state = self._check_order("read", state, site), self._for_autograd(state)
         x, norms = state.template(), self._norms(norm, site)
         with without_autocast(x):
             if norms is not None:
@@ -125,7 +133,7 @@ class Mixer(nn.Module):
 
     def write(self, state: Any, site: int, y: Tensor) -> Any:
         """The state after site produced y [..., D]."""
-        site = self._check_order("write", state, site)
+        site, state = self._check_order("write", state, site), self._for_autograd(state)
         x = state.template()
         self._check_tensor("write", y)
         if y.shape != x.shape:
@@ -139,14 +147,19 @@ class Mixer(nn.Module):
         with without_autocast(x):
             return self._write(state, site, y)
 
-    def finish(self, state: Any) -> Tensor:
-        """What the final norm sees: [..., D]."""
+    def finish(self, state: Any, norm: Norm | None = None) -> Tensor:
+        """What the final norm sees: [..., D]. norm is applied to it."""
         self._check_state("finish", state)
         if state.site != self.n_sites:
             raise ContractError(f"finish is out of order: site {state.site} of {self.n_sites} has not been written yet")
+        state = self._for_autograd(state)
         x = state.template()
         with without_autocast(x):
-            return self._finish(state).to(x.dtype)
+            normed = None if norm is None else self._finish_normed(state, norm)
+            if normed is not None:
+                return normed
+            h = self._finish(state).to(x.dtype)
+        return h if norm is None else norm(h)
 
     def decays(self, name: str) -> bool:
         """Whether weight decay applies to the mixer's parameter of this name (`b`, or `b.3` in a dictionary)."""
@@ -172,6 +185,9 @@ class Mixer(nn.Module):
             expected = f"1 to {self.n_sites + 1} sources, the embedding and one per site so far"
             raise ContractError(f"contributions: expected {expected}, got {len(sources)}")
         return contributions(self, sources)
+
+    def _for_autograd(self, state: Any) -> Any:
+        return self._with_gradients(state) if state.without_gradients and torch.is_grad_enabled() else state
 
     # Checks.
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from depthmix.mixers.base import Mixer, Norm, Read
 from depthmix.mixers.options import OptionError
+from depthmix.mixers.slots import SlotState
 from depthmix.mixers.state import State, register_state
 from depthmix.ops.autograd import own_backward
 from depthmix.ops.backend import choose
@@ -28,7 +29,8 @@ from depthmix.ops.collect import collect_rows
 from depthmix.ops.depth_sum.op import depth_sum, depth_sum_normed, source_scores, why_unsupported
 from depthmix.ops.depth_sum.source_order import OP, Weights, halves, make_source, read_sums
 from depthmix.ops.left import seen_from_outside
-from depthmix.ops.norm import fused_norms, rms_norm
+from depthmix.ops.norm import fused_gains, fused_norms, rms_norm
+from depthmix.ops.slots.op import add_norm, add_up, few_tokens, usable
 
 
 class Scores(NamedTuple):
@@ -92,8 +94,17 @@ class StackState(State):
         return depth_sum(sources, **weights, backend=backend)
 
 
+class SlotWeights(NamedTuple):
+    """What a reader weighs all entries with when tokens are decoded; nothing at all: an only entry as it is."""
+
+    static: Tensor | None = None  # [W, n, D] or [W, n, 1]
+    w: Tensor | None = None  # [W, n or 1, D]: their products with the entries are added
+    relu: int = 0  # as in Weights
+
+
 class BlockStack(Mixer):
-    """The contract for rules with a stack; they implement `_mix` and `_weights`, and `_rows` if their weights are scores."""
+    """The contract for rules with a stack; they implement `_mix` and `_weights`, `_rows` if their weights are scores, and
+    `_slot_weights` where decoding is to take one launch a site."""
 
     accumulates: ClassVar[bool] = False
     static: bool = False  # weights are known before the newest entry is, so that a read can add that up
@@ -232,9 +243,73 @@ class BlockStack(Mixer):
         """Whether the window's oldest entry leaves it for the next one."""
         return self.window is not None and len(stack) == self.window + 2
 
+    # Decoding: one launch a site.
+
+    def _slot_weights(self, reader: int) -> SlotWeights | None:
+        """A reader's weights; None: this rule has no such launch."""
+        return None
+
+    def _decodes(self, x: Tensor) -> bool:
+        if self.window is not None or self._slot_weights(self.n_blocks) is None or not few_tokens(x):
+            return False
+        wide = any(p.dtype == torch.float64 for p in itertools.islice(self.parameters(), 1))
+        return not wide and usable(self.name, x)
+
+    def _read_slots(self, state: SlotState, reader: int, gain: Sequence[Tensor] = (), eps: float = 0.0) -> Tensor:
+        """A reader's mixtures, [W, ..., D]; the entry that it is the first to see goes to its slot."""
+        slots, ways, goes_on = state.claim(reader), self.reader_ways[reader], self._goes_on(reader)
+        weights = self._slot_weights(reader) if reader else SlotWeights()
+        assert weights is not None
+        h, raw = add_up(slots, state.pending, state.before, reader, ways, *weights, gain, eps, goes_on)
+        state.leave_note(raw)
+        return h
+
+    def _read_step(self, state: SlotState, site: int, norms: Sequence[Norm] | None) -> Read | None:
+        """A site's read; None where the norms have to be applied to it afterwards."""
+        fused = None if norms is None else fused_gains(norms, state.slots)
+        if norms is not None and fused is None:
+            return None
+        if self.layout.begins[site]:
+            h = self._read_slots(state, self.layout.block[site], *(fused or ())).unbind(0)
+            return h if len(h) > 1 else h[0]
+        assert state.g is not None
+        assert state.a is not None
+        if fused is None:
+            total = normed = state.g + state.a
+        else:
+            total, normed = add_norm(state.g, state.a, fused[0][0], fused[1])
+        state.leave_note(total)
+        return normed
+
+    def _write_step(self, state: SlotState, site: int, y: Tensor) -> SlotState:
+        begins, ends = self.layout.begins[site], self.layout.ends[site]
+        note = state.take_note()
+        if note is None:
+            self._read_step(state, site, None)
+            note = state.take_note()
+        if begins and not ends:
+            return state.next(g=note, a=y)
+        before = note if self.accumulates else state.a  # nothing, where a block is one site
+        if ends:
+            return state.next(pending=y, before=before, g=None, a=None)
+        assert state.a is not None
+        return state.next(g=note, a=y) if self.accumulates else state.next(a=state.a + y)
+
+    def _with_gradients(self, state: SlotState) -> StackState:
+        kept: dict[str, Any] = {"site": state.site, "frozen": state.frozen}
+        if state.site == 0:
+            return StackState(stack=(state.pending,), **kept)
+        n = self.layout.block[state.site] if state.site < self.n_sites else self.n_blocks
+        if state.g is not None:
+            return StackState(stack=tuple(state.slots[: n + 1]), g=state.g, a=state.a, **kept)
+        newest = (state.pending,) if state.before is None else (state.before, state.pending)
+        return StackState(stack=tuple(state.slots[:n]), pending=newest, **kept)
+
     # The contract.
 
-    def _start(self, x: Tensor) -> StackState:
+    def _start(self, x: Tensor) -> StackState | SlotState:
+        if self._decodes(x):
+            return SlotState.of(x, self.n_blocks + 1)
         state = StackState(stack=(x,))
         state.tape = self._tape(state) if self._use_kernels(state) else None
         return state
@@ -260,7 +335,11 @@ class BlockStack(Mixer):
         state.leave_note(note)
         return h[: self.reader_ways[reader]]
 
-    def _read(self, state: StackState, site: int) -> Read:
+    def _read(self, state: StackState | SlotState, site: int) -> Read:
+        if isinstance(state, SlotState):
+            read = self._read_step(state, site, None)
+            assert read is not None
+            return read
         if self.layout.begins[site]:
             h = self._mixtures(state, self.layout.block[site])
             return h if len(h) > 1 else h[0]
@@ -270,12 +349,15 @@ class BlockStack(Mixer):
         state.leave_note(g if self.accumulates else None)
         return g
 
-    def _read_normed(self, state: StackState, site: int, norms: Sequence[Norm]) -> Read | None:
+    def _read_normed(self, state: StackState | SlotState, site: int, norms: Sequence[Norm]) -> Read | None:
+        if isinstance(state, SlotState):
+            return self._read_step(state, site, norms)
         kernels = self._use_kernels(state)
         fused = fused_norms(norms, state.template()) if kernels or (own_backward() and not state.frozen) else None
         if fused is None:
             return None
-        gain, eps = fused[0].float() if kernels else fused[0], fused[1]
+        trains = torch.is_grad_enabled()
+        gain, eps = fused[0].float() if kernels and trains else fused[0], fused[1]  # a gradient is fp32
         if self.layout.begins[site]:
             reader = self.layout.block[site]
             if kernels or self._sums_at(reader):
@@ -290,6 +372,10 @@ class BlockStack(Mixer):
             g = state.g + state.a
             state.leave_note(g if self.accumulates else None)
             return rms_norm(g, gain[0], eps)
+        if not trains and not torch.compiler.is_compiling():
+            total, h_normed = add_norm(state.g, state.a, gain[0], eps)
+            state.leave_note(total if self.accumulates else None)
+            return h_normed
         goes_on = 0 if self.accumulates else None  # the sum before its norm
         # The outputs so far go on to the entry, whose gradient is then added in this read's backward.
         passes = not self.accumulates and state.a.requires_grad
@@ -297,7 +383,9 @@ class BlockStack(Mixer):
         state.leave_note(found.raw if self.accumulates else found.passed)
         return found.y[0]
 
-    def _write(self, state: StackState, site: int, y: Tensor) -> StackState:
+    def _write(self, state: StackState | SlotState, site: int, y: Tensor) -> StackState | SlotState:
+        if isinstance(state, SlotState):
+            return self._write_step(state, site, y)
         note = state.take_note()
         if self.layout.begins[site]:
             if note is None:
@@ -316,8 +404,20 @@ class BlockStack(Mixer):
             return state.next(pending=(before, y), g=None, a=None)
         return state.next(g=before, a=y) if self.accumulates else state.next(a=before + y)
 
-    def _finish(self, state: StackState) -> Tensor:
+    def _finish(self, state: StackState | SlotState) -> Tensor:
+        if isinstance(state, SlotState):
+            return self._read_slots(state, self.n_blocks)[0]
         return self._mixtures(state, self.n_blocks)[0]
+
+    def _finish_normed(self, state: StackState | SlotState, norm: Norm) -> Tensor | None:
+        if torch.is_grad_enabled():
+            return None
+        fused = fused_gains([norm], state.template())
+        if isinstance(state, SlotState):
+            return None if fused is None else self._read_slots(state, self.n_blocks, *fused)[0]
+        if fused is None or not self._use_kernels(state):
+            return None
+        return self._mixtures(state, self.n_blocks, fused[0][0].unsqueeze(0), fused[1])[0]
 
 
 def _sum(parts: tuple[Tensor, ...]) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from depthmix.mixers.base import register
-from depthmix.mixers.block_stack import BlockStack, InsideNorm, StackState, Tape
+from depthmix.mixers.block_stack import BlockStack, InsideNorm, SlotWeights, StackState, Tape
 from depthmix.mixers.options import at_least
 from depthmix.ops.depth_sum.source_order import Weights
 
@@ -55,3 +55,7 @@ class DenseFormer(BlockStack):
             return None
         seen = slice(reader % self.dilation, None, self.dilation)
         return seen, Weights(static=self.alpha[str(reader)].float()[None, :, None])
+
+    def _slot_weights(self, reader: int) -> SlotWeights | None:
+        every = self.dilation == self.period == 1  # every reader sees every entry
+        return SlotWeights(self.alpha[str(reader)][None, :, None]) if every else None

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from depthmix.mixers.base import register
-from depthmix.mixers.block_stack import Ahead, BlockStack, InsideNorm, StackState, Tape
+from depthmix.mixers.block_stack import Ahead, BlockStack, InsideNorm, SlotWeights, StackState, Tape
 from depthmix.mixers.options import OptionError, at_least
 from depthmix.ops import depth_scores
 from depthmix.ops.depth_sum.source_order import CLAMPED, SUM_CLAMPED, Weights
@@ -81,6 +81,12 @@ class DeltaStack(BlockStack):
         scores = [s.of(reader, self.reader_ways) for s in tape.scores if s is not None]
         rows = [[self._row(reader, way, slot) for way in range(ways)] for slot in range(entries)]
         return slice(None), Weights(static=b, scores=scores, table=tape.w, rows=rows, relu=relu)
+
+    def _slot_weights(self, reader: int) -> SlotWeights:
+        b = self.b[str(reader)]
+        if self.version < 3:
+            return SlotWeights(b)
+        return SlotWeights(b, self.w[str(reader)], CLAMPED if self.relu_on == "dynamic" else SUM_CLAMPED)
 
     def _table(self) -> Tensor | None:
         return torch.cat([w.flatten(0, 1) for w in self.w.values()]) if self.scores else None

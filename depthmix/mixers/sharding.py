@@ -39,8 +39,8 @@ def shard_mixer(mixer: Mixer, **options: Any) -> Mixer:
 
         return gather_and_call
 
-    def gathered_finish(state: Any) -> torch.Tensor:
-        out = finish(state)
+    def gathered_finish(*args: Any, **kwargs: Any) -> torch.Tensor:
+        out = finish(*args, **kwargs)
         if out.requires_grad:
             out.register_hook(lambda _: sharded.unshard())  # the backward of another pass may have been first
         elif not torch.is_grad_enabled():

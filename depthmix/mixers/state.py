@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, TypeVar, dataclass_transform
+from typing import Any, ClassVar, TypeVar, dataclass_transform
 
 import torch
 from torch import Tensor
@@ -14,6 +14,10 @@ from depthmix.ops.torch_internals import pytree
 @dataclasses.dataclass(eq=False, kw_only=True)
 class State:
     """Base of all states. Subclasses add their tensors and are decorated with `register_state`."""
+
+    without_gradients: ClassVar[bool] = (
+        False  # it knows nothing of autograd; `Mixer._with_gradients` gives one that does
+    )
 
     site: int = 0  # the site that reads and writes next
     frozen: bool = False  # coefficients are constants for autograd: how `Mixer.mixing` sees the linear map

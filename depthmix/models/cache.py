@@ -1,7 +1,15 @@
 """Keys and values of the tokens seen so far, with the calls of a Hugging Face Cache."""
 
+from __future__ import annotations
+
+from typing import Any
+
 import torch
 from torch import Tensor
+
+from depthmix.ops.norm import eps_of, is_plain_rms_norm
+from depthmix.ops.slots.op import usable
+from depthmix.ops.sublayer.op import turn_and_store
 
 
 class KVCache:
@@ -28,3 +36,58 @@ class KVCache:
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """How many keys an update with so many queries will return, and the position of the first."""
         return self.get_seq_length(layer_idx) + query_length, 0
+
+
+class StaticKVCache:
+    """Keys and values in memory that is there beforehand, so that a step of decoding can be recorded and replayed.
+
+    `position` is where the next token goes, on the device; `filled` the same on the host, which a replay does not change. Several
+    tokens at once see the slots up to their own, a single one sees all of them, and hides later ones with a mask.
+    """
+
+    def __init__(
+        self, n_layers: int, batch: int, n_kv_heads: int, length: int, head_dim: int, dtype: torch.dtype, device: Any
+    ) -> None:
+        shape = (n_layers, batch, n_kv_heads, length, head_dim)
+        self.keys, self.values = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
+        self.position = torch.zeros(1, dtype=torch.int64, device=device)
+        self.filled, self.length = 0, length
+
+    def advance(self, tokens: int) -> None:
+        """After a pass through all layers."""
+        self.position += tokens
+        self.filled += tokens
+
+    def _seen(self, layer_idx: int, tokens: int) -> tuple[Tensor, Tensor]:
+        keys, values = self.keys[layer_idx], self.values[layer_idx]
+        if tokens == 1:
+            return keys, values
+        return keys[:, :, : self.filled + tokens], values[:, :, : self.filled + tokens]
+
+    def update(self, k: Tensor, v: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
+        """Put k and v [B, heads, T, d] of one layer in their places and return what these tokens may see."""
+        places = self.position + torch.arange(k.shape[-2], device=k.device)
+        self.keys[layer_idx].index_copy_(2, places, k)
+        self.values[layer_idx].index_copy_(2, places, v)
+        return self._seen(layer_idx, k.shape[-2])
+
+    def take(self, attention: Any, q: Tensor, k: Tensor, v: Tensor, context: Any) -> tuple[Tensor, ...] | None:
+        """The same and the queries, from what the projections gave, [B, T, heads, d]: in one launch; None where there is none."""
+        norms = [n for n in (attention.q_norm, attention.k_norm) if n is not None]
+        plain = all(is_plain_rms_norm(n, attention.head_dim) for n in norms) and k.dtype == v.dtype == self.keys.dtype
+        if not plain or not usable("attention", q):
+            return None
+        eps = eps_of(norms[0], q) if norms else 0.0
+        gains = (norms[0].weight, norms[1].weight) if norms else None
+        layer = attention.layer_idx
+        cache = self.keys[layer], self.values[layer]
+        q = turn_and_store(q, k, v, context.cos, context.sin, gains, eps, self.position, *cache)
+        return q, *self._seen(layer, k.shape[1])
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens held."""
+        return self.filled
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """How many keys an update with so many queries will return, and the position of the first."""
+        return self.length if query_length == 1 else self.filled + query_length, 0

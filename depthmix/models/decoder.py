@@ -19,7 +19,7 @@ from depthmix.mixers.options import check_options
 from depthmix.mixers.plain import eps_of_plain
 from depthmix.models.cache import KVCache
 from depthmix.models.exchange import ARCHITECTURE, FIELDS, MODEL_TYPE, auto_map, code
-from depthmix.models.layers import Attention, Context, Mlp, MlpKind, Rotary, causal_mask
+from depthmix.models.layers import Attention, Context, Mlp, MlpKind, Rotary, causal_mask, last_tokens
 from depthmix.names import DEFAULT_MIXER
 from depthmix.ops.norm import RMSNorm
 
@@ -141,7 +141,7 @@ class Backbone(nn.Module):
             if sources is not None:
                 sources.append(y)
             state = mixer.write(state, site, y)
-        return self.final_norm(mixer.finish(state))
+        return mixer.finish(state, self.final_norm)
 
     def _run_sublayer(self, sublayer: nn.Module, h: Read, context: Context) -> Tensor:
         return sublayer(h, context)
@@ -204,15 +204,18 @@ class Decoder(Backbone):
         position_ids: Tensor | None = None,
         cache: Any = None,
         inputs_embeds: Tensor | None = None,
+        logits_to_keep: int = 0,
     ) -> Tensor:
         """Logits for token ids, or for embeddings [B, T, D] in their place.
 
         attention_mask: [B, keys], 1 for tokens and 0 for padding, or [B or 1, heads or 1, T, keys] as scaled_dot_product_attention
         takes it (then causality is the caller's). position_ids: [B, T], by default counted from what the cache holds, without padding.
         cache: a Hugging Face Cache (`update(k, v, layer_idx)`, `get_seq_length()`, `get_mask_sizes(length, layer_idx)`).
+        logits_to_keep: of the last so many tokens; 0: of all.
         """
         x = self.embed(input_ids, inputs_embeds)  # [B, T, D]
-        return self.head(self.through_blocks(x, self._context(x, attention_mask, position_ids, cache)))
+        hidden = self.through_blocks(x, self._context(x, attention_mask, position_ids, cache))
+        return self.head(hidden[:, -logits_to_keep:])
 
     def _context(self, x: Tensor, mask: Tensor | None, positions: Tensor | None, cache: Any) -> Context:
         batch, length = x.shape[:2]
@@ -227,6 +230,8 @@ class Decoder(Backbone):
             return Context(cos, sin, None, cache)
         # A static cache returns all its slots, filled or not; later slots are hidden like later tokens.
         n_keys = past + length if cache is None else cache.get_mask_sizes(length, 0)[0]
+        if mask is None and n_keys == past + length and not torch.compiler.is_compiling():
+            return Context(cos, sin, last_tokens(length, n_keys), cache)
         return Context(cos, sin, causal_mask(mask, past, length, n_keys, x.device), cache)
 
     def parameter_counts(self) -> dict[str, int]:

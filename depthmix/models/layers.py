@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from depthmix.mixers.base import Read
+from depthmix.models.cache import StaticKVCache
 from depthmix.ops.norm import RMSNorm
+from depthmix.ops.sublayer.op import activate
 
 MlpKind = Literal["swiglu", "relu2"]
 
@@ -71,13 +73,18 @@ class Attention(nn.Module):
         h_k = ways[1] if len(ways) == 3 else h_q
         q = self.q_proj(h_q).unflatten(-1, (-1, self.head_dim))
         k = self.k_proj(h_k).unflatten(-1, (-1, self.head_dim))
-        v = self.v_proj(h_v).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [B, kv heads, T, d]
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q = rotate(q.transpose(1, 2), context.cos, context.sin).to(v.dtype)
-        k = rotate(k.transpose(1, 2), context.cos, context.sin).to(v.dtype)
-        if context.cache is not None:
-            k, v = context.cache.update(k, v, self.layer_idx)
+        v = self.v_proj(h_v).unflatten(-1, (-1, self.head_dim))  # [B, T, kv heads, d]
+        found = context.cache.take(self, q, k, v, context) if isinstance(context.cache, StaticKVCache) else None
+        if found is None:
+            v = v.transpose(1, 2)
+            if self.q_norm is not None and self.k_norm is not None:
+                q, k = self.q_norm(q), self.k_norm(k)
+            q = rotate(q.transpose(1, 2), context.cos, context.sin).to(v.dtype)
+            k = rotate(k.transpose(1, 2), context.cos, context.sin).to(v.dtype)
+            if context.cache is not None:
+                k, v = context.cache.update(k, v, self.layer_idx)
+        else:
+            q, k, v = found
         return self.out_proj(context.attend(self, q, k, v, context).flatten(2))
 
 
@@ -99,9 +106,7 @@ class Mlp(nn.Module):
         self.out_proj = nn.Linear(hidden, dim, bias=False)
 
     def forward(self, h: Tensor, context: Context) -> Tensor:
-        if self.gate_proj is None:
-            return self.out_proj(functional.relu(self.up_proj(h)).square())
-        return self.out_proj(functional.silu(self.gate_proj(h)) * self.up_proj(h))
+        return self.out_proj(activate(None if self.gate_proj is None else self.gate_proj(h), self.up_proj(h)))
 
 
 @dataclass
@@ -130,3 +135,12 @@ def causal_mask(padding: Tensor | None, past: int, length: int, n_keys: int, dev
         # A padded query may see no key at all, and a softmax over nothing is NaN: let it look at itself.
         mask = mask & (padding[:, None, None, :] | (keys == own)[None, None])
     return mask
+
+
+def last_tokens(length: int, n_keys: int) -> Any:
+    """A mask for the last `length` of n_keys tokens, nowhere written out; None where the kernel knows what to do without."""
+    if length in (1, n_keys):
+        return None
+    from torch.nn.attention.bias import causal_lower_right  # which imports the compiler
+
+    return causal_lower_right(length, n_keys)

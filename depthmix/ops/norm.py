@@ -92,10 +92,18 @@ def eps_of(norm: nn.RMSNorm, x: Tensor) -> float:
     return torch.finfo(compute_dtype(x)).eps if norm.eps is None else norm.eps
 
 
-def fused_norms(norms: Sequence[Any], x: Tensor) -> tuple[Tensor, float] | None:
-    """The gains [W, D] and the one eps of norms that a kernel may do the work of; None if it may not."""
+def fused_gains(norms: Sequence[Any], x: Tensor) -> tuple[list[Tensor], float] | None:
+    """The gain [D] of each and the one eps of norms that a kernel may do the work of; None if it may not."""
     rms = [n for n in norms if is_plain_rms_norm(n, x.shape[-1])]
     if len(rms) < len(norms) or any(n.eps != rms[0].eps for n in rms):
         return None
-    gain = rms[0].weight.unsqueeze(0) if len(rms) == 1 else torch.stack([n.weight for n in rms])
-    return gain, eps_of(rms[0], x)
+    return [n.weight for n in rms], eps_of(rms[0], x)
+
+
+def fused_norms(norms: Sequence[Any], x: Tensor) -> tuple[Tensor, float] | None:
+    """The same, the gains as one tensor [W, D]."""
+    fused = fused_gains(norms, x)
+    if fused is None:
+        return None
+    gains, eps = fused
+    return gains[0].unsqueeze(0) if len(gains) == 1 else torch.stack(gains), eps

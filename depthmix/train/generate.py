@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from depthmix.device import choose_device
 from depthmix.errors import DIVERGED, UserError
 from depthmix.models import Decoder
+from depthmix.models.decoding import CHUNK, Decoding
 from depthmix.runs.restore import load_model
 
 
@@ -32,11 +33,11 @@ def generate_tokens(
 ) -> Iterator[int]:
     """Continue a prompt of token ids until `end` or max_tokens."""
     device = next(model.parameters()).device
-    generator, cache = torch.Generator().manual_seed(seed), model.new_cache()
+    generator, advance = torch.Generator().manual_seed(seed), _steps(model, len(prompt) + max_tokens)
     ids = torch.tensor([prompt], device=device)
     model.eval()
     for _ in range(max_tokens):
-        logits = model(ids, cache=cache)[0, -1].float().cpu()
+        logits = advance(ids).float().cpu()
         if not logits.isfinite().all():
             raise UserError(
                 "the model's output is not a number: this run has diverged, use an older checkpoint", DIVERGED
@@ -46,6 +47,21 @@ def generate_tokens(
             return
         yield token
         ids = torch.tensor([[token]], device=device)
+
+
+def _steps(model: Decoder, length: int) -> Callable[[Tensor], Tensor]:
+    """A function of the next tokens [1, T] of a sequence that gives the logits [V] after them: a prompt goes through in chunks."""
+    if isinstance(model, Decoder) and model.embedding.weight.is_cuda:
+        decoding = Decoding(model, 1, length)
+        return lambda ids: (decoding.prefill(ids) if ids.shape[1] > 1 else decoding.step(ids[:, 0]))[0]
+    cache = model.new_cache()
+
+    def advance(ids: Tensor) -> Tensor:
+        for part in ids.split(CHUNK, dim=1):
+            logits = model(part, cache=cache, logits_to_keep=1)
+        return logits[0, -1]
+
+    return advance
 
 
 def stream_text(tokenizer: Any, tokens: Iterator[int]) -> Iterator[str]:

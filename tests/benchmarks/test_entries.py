@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import bandwidth, cli, first_call, kernels, rivals, stack_entries, stacks, step, tuned
+from benchmarks import bandwidth, cli, first_call, inference, kernels, rivals, stack_entries, stacks, step, tuned
 from benchmarks.report import CSV_COLUMNS, read_rows
 from project import ROOT
 
@@ -18,6 +18,10 @@ MEASURED = {
     "bandwidth": {"share of copy bandwidth", "bandwidth", "time"},
     "first-call": {"first call"},
     "step": {"step", "step / residual", "first step", "error of fp32"},
+    "decode": {"time / residual", "time", "error of fp32, prompt", "error of fp32, steps"},
+    "prefill": {"time / residual", "time of residual beside it", "error of fp32, steps"},
+    "prefill-memory": {"prompt"},
+    "tokens": {"tokens a second", "tokens / transformers'", "difference of logits in fp32"},
     "tune": set(),
 }
 
@@ -97,6 +101,14 @@ def test_refuses_to_time_a_wrong_kernel(tmp_path, monkeypatch):
     code, rows = run("bandwidth", tmp_path)
     assert code == cli.WRONG
     assert {r.who for r in rows if r.value is not None} == {"copy"}
+
+
+def test_refuses_to_time_a_step_of_decoding_that_is_wrong(tmp_path, monkeypatch):
+    right = inference.Decoding.step
+    monkeypatch.setattr(inference.Decoding, "step", lambda self, ids: 1.01 * right(self, ids))
+    code, rows = run("decode", tmp_path, "--arms", "residual", "dca")
+    assert code == cli.WRONG
+    assert not any(r.metric == "time" for r in rows)
 
 
 def test_refuses_to_time_a_wrong_arm(tmp_path, monkeypatch):

@@ -76,6 +76,15 @@ def test_greedy_decoding_of_unequal_lengths_padded_on_the_left_equals_each_row_a
     torch.testing.assert_close(made.logits[0].double(), first, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("kind", CACHES)
+@pytest.mark.parametrize("mixer", ["residual", "attnres", "dca"])
+def test_a_prompt_in_chunks_gives_the_same_tokens(mixer, kind):
+    """The depth state of a chunk is gone before the next one begins, and nothing of it is missed."""
+    model, ids = model_of(mixer), tokens()
+    how = {"cache_implementation": None if kind == "dynamic" else "static", "disable_compile": True}
+    assert torch.equal(continued(model, ids, prefill_chunk_size=3, **how), continued(model, ids, **how))
+
+
 def test_a_cache_is_used_and_holds_keys_and_values_alone():
     model, ids = model_of("attnres"), tokens()
     made = continued(model, ids, return_dict_in_generate=True)

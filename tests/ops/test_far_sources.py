@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from depthmix.ops import use_backend
+from ops.helpers import assert_near
 from ops.test_source_major import Results, Stack, assert_as_reference, backward, cotangent, leaves, plain, tokens
 
 pytest.importorskip("triton")
@@ -146,3 +148,21 @@ def test_other_queries_see_nothing_of_the_old_ones(options: dict[str, Any]) -> N
         return backward(stack, x, stack.mixer.finish(state))
 
     assert_as_reference(scenario, tokens(), n_blocks=4, tol=4e-6, **options)
+
+
+@pytest.mark.parametrize(("size", "n_blocks", "fewest", "begun"), [(3, 9, 4, [12, 15]), (6, 6, 2, [10])])
+def test_without_gradients_blocks_read_finished_sources_in_two_phases(
+    size: int, n_blocks: int, fewest: int, begun: list[int], groups: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first phase at the first of up to four sites of a block, and in training not at all."""
+    monkeypatch.setattr(ahead, "FAR_SOURCES", fewest)
+    monkeypatch.setattr(importlib.import_module("depthmix.ops.slots.op"), "STEP_TOKENS", 0)
+    stack, x = Stack(n_blocks=n_blocks, block_size=size, norm=True), tokens(shape=(2, 24))
+    with use_backend("reference"), torch.no_grad():
+        expected = stack(x)
+    with use_backend("triton"):
+        assert_near([stack(x).detach()], [expected], 4e-6)
+        assert not groups
+        with torch.no_grad():
+            assert_near([stack(x)], [expected], 4e-6)
+    assert groups == begun

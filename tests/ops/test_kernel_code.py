@@ -267,6 +267,7 @@ CONSTANTS = {
     "LANES": 32,
     "BN": 32,
     "ROWS": 4,
+    "STEP": 4,
 }
 COMPILED = [
     (kernel, CONSTANTS | {"D": dim, "BD": dim, "ALIGNED": aligned})

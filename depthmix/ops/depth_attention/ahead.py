@@ -84,6 +84,27 @@ def far_sources(queries: Tensor, row: int, olds: Sequence[Tensor], far: Far | Kn
     return far if far is not None and far.row <= row < far.row + len(far.lse) else None
 
 
+def far_blocks(
+    queries: Tensor, row: int, olds: Sequence[Tensor], far: Far | Known | None, eps: float, size: int
+) -> Far | None:
+    """The same for blocks of `size` sites, whose finished sources are old for all sites of a block: the two-phase schedule.
+
+    The first phase reads each of n sources once for up to GROUP sites and writes a mixture in fp32 for each, which the second
+    reads: n + 4 GROUP units of memory in the place of n GROUP, and less from six sources on.
+    """
+    from depthmix.ops.depth_attention.kernels.tiling import GROUP
+
+    assert not isinstance(far, Known)
+    if not _worth_it(olds):
+        return None
+    inside = row % size
+    begins, rows = inside % GROUP == 0, min(GROUP, size - inside, len(queries) - row)
+    if begins and rows > 1 and len(olds) >= FAR_SOURCES:
+        return look_ahead(queries, row, [v.contiguous() for v in olds], far, eps, rows, 1)
+    held = far is not None and not begins and far.row <= row < far.row + len(far.lse)
+    return far if held else None
+
+
 def known_sources(
     queries: Tensor, row: int, olds: Sequence[Tensor], known: Far | Known | None, eps: float
 ) -> Known | None:
@@ -100,18 +121,28 @@ def _worth_it(olds: Sequence[Tensor]) -> bool:
     return tokens >= FAR_TOKENS and not torch.compiler.is_compiling()
 
 
-def look_ahead(queries: Tensor, row: int, sources: Sequence[Tensor], before: Far | None, eps: float) -> Far:
-    """Far for the group of sites that begins at a row; before: that of an earlier group."""
+def look_ahead(
+    queries: Tensor,
+    row: int,
+    sources: Sequence[Tensor],
+    before: Far | None,
+    eps: float,
+    rows: int | None = None,
+    step: int | None = None,
+) -> Far:
+    """Far for the group of `rows` sites that begins at a row; before: that of an earlier group. step: sources scored at a time."""
     from depthmix.ops.depth_attention.kernels import tiling
+
+    step = step or tiling.GROUP
 
     with torch.no_grad():
         halves = tiling.Halves.of(queries, sources[0].dtype) if before is None else before.queries
         known = () if before is None else before.scores
-        groups = range(tiling.GROUP * len(known), len(sources), tiling.GROUP)
-        new = (tiling.scores(halves.after(row), sources[i : i + tiling.GROUP], eps) for i in groups)
+        groups = range(step * len(known), len(sources), step)
+        new = (tiling.scores(halves.after(row), sources[i : i + step], eps) for i in groups)
         scores, left = (*known, *new), len(queries) - row
         first = [s[0] for s in _logits(scores, left, 1)]
-        bank, lse = tiling.make_bank(first, sources, min(tiling.GROUP, left))
+        bank, lse = tiling.make_bank(first, sources, rows or min(tiling.GROUP, left), step)
         return Far(halves, row, scores, tuple(bank), lse)
 
 

@@ -62,31 +62,31 @@ def _log_sum(table, n, at, BN: tl.constexpr):
 @triton.jit(do_not_specialize=["N", "n"])
 def _bank_kernel(
     table, bank0, bank1, bank2, bank3, lse, like, N: tl.int64, n: tl.int32,
-    D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr, STAGES: tl.constexpr,
+    D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr, ALIGNED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BD + tl.arange(0, BD)
     ok = d < D
     first = tl.program_id(1) == 0
-    l0, l1 = _log_sum(table, n, t, BN), _log_sum(table, n, t + 4 * N, BN)
+    l0, l1 = _log_sum(table, n, t, BN), _log_sum(table, n, t + STEP * N, BN)
     tl.store(lse + t, l0, mask=first)
     tl.store(lse + N + t, l1, mask=first)
     acc0, acc1 = tl.zeros([BD], tl.float32), tl.zeros([BD], tl.float32)
     if ROWS > 2:
-        l2, acc2 = _log_sum(table, n, t + 8 * N, BN), tl.zeros([BD], tl.float32)
+        l2, acc2 = _log_sum(table, n, t + 2 * STEP * N, BN), tl.zeros([BD], tl.float32)
         tl.store(lse + 2 * N + t, l2, mask=first)
     if ROWS > 3:
-        l3, acc3 = _log_sum(table, n, t + 12 * N, BN), tl.zeros([BD], tl.float32)
+        l3, acc3 = _log_sum(table, n, t + 3 * STEP * N, BN), tl.zeros([BD], tl.float32)
         tl.store(lse + 3 * N + t, l3, mask=first)
     for i in tl.range(0, n, num_stages=STAGES):
         v = load_row(tl.load(table + 2 * i), t, d, D, like, ALIGNED, ok)
         s = tl.load(table + 2 * i + 1).to(tl.pointer_type(tl.float32)) + t
         acc0 += tl.exp(tl.load(s) - l0) * v
-        acc1 += tl.exp(tl.load(s + 4 * N) - l1) * v
+        acc1 += tl.exp(tl.load(s + STEP * N) - l1) * v
         if ROWS > 2:
-            acc2 += tl.exp(tl.load(s + 8 * N) - l2) * v
+            acc2 += tl.exp(tl.load(s + 2 * STEP * N) - l2) * v
         if ROWS > 3:
-            acc3 += tl.exp(tl.load(s + 12 * N) - l3) * v
+            acc3 += tl.exp(tl.load(s + 3 * STEP * N) - l3) * v
     at = t * D + d
     tl.store(bank0 + at, acc0, mask=ok)
     tl.store(bank1 + at, acc1, mask=ok)
@@ -198,10 +198,12 @@ def scores(queries: Halves, sources: Sequence[Tensor], eps: float) -> Tensor:
     return out
 
 
-def make_bank(logits: Sequence[Tensor], sources: Sequence[Tensor], rows: int) -> tuple[list[Tensor], Tensor]:
+def make_bank(
+    logits: Sequence[Tensor], sources: Sequence[Tensor], rows: int, step: int = GROUP
+) -> tuple[list[Tensor], Tensor]:
     """The mixtures of the sources that `rows` (2 to GROUP) queries in a row see, each [N, D] fp32, and their log-sum-exp.
 
-    logits: of each source for the first of these queries, [N], a row of what `scores` returned for GROUP sources.
+    logits: of each source for the first of these queries, [N], a row of what `scores` returned for `step` sources.
     """
     v = sources[0]
     dim = v.shape[-1]
@@ -212,7 +214,7 @@ def make_bank(logits: Sequence[Tensor], sources: Sequence[Tensor], rows: int) ->
     launch(
         _bank_kernel, (tokens, triton.cdiv(dim, block)), v,
         address_table(tuple(a for pair in pairs for a in pair), v.device), *bank, *bank[: GROUP - rows], lse, v, tokens, len(sources),
-        D=dim, BD=block, BN=max(32, triton.next_power_of_2(len(sources))), ROWS=rows, ALIGNED=aligned(dim, sources),
+        D=dim, BD=block, BN=max(32, triton.next_power_of_2(len(sources))), ROWS=rows, STEP=step, ALIGNED=aligned(dim, sources),
         STAGES=4 if block > 512 else 3, num_warps=1,
     )  # fmt: skip
     return bank, lse

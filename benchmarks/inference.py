@@ -1,0 +1,261 @@
+"""`decode`, `prefill` and `prefill-memory`: what depth mixing costs when a model is used, against the plain residual.
+
+Weights and caches in bf16, mixers' parameters in fp32; random weights. A step of decoding, and a prompt, is one CUDA graph that
+is replayed; the plain residual's adds and norms are one launch a site as well, so the rival is a strong one. Every arm takes turns
+with the first. Nothing is timed before its logits, through the cache, agreed with those of a whole pass in fp64.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import gc
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from benchmarks import check
+from benchmarks.options import Options, backend
+from benchmarks.report import Report
+from benchmarks.timing import Clock, Mark, Run, interleaved
+from depthmix.models import Decoder, DecoderConfig
+from depthmix.models.decoding import Decoding
+from depthmix.ops.gpu.recording import written_afterwards
+from depthmix.study.arms import Arm, check_arms, parse_arms
+
+M54 = DecoderConfig(vocab_size=16384, dim=512, n_blocks=12, n_heads=8, mlp="relu2", qk_norm=True)
+B1 = DecoderConfig(vocab_size=32768, dim=2048, n_blocks=16, n_heads=16, mlp_dim=8192)
+TINY = DecoderConfig(vocab_size=64, dim=32, n_blocks=4, n_heads=2)
+SIZES = {"54m": (M54, 4), "1b": (B1, 8)}  # and the sites of a block
+BATCHES = (1, 8, 64)
+STEPS = 8  # of decoding that are timed together
+PAST, SLOTS = 256, 512  # tokens that a step of decoding looks back at, and room in the cache
+PROMPT, LONG, CHUNK = 8192, 131072, 2048
+ROUNDS = 4  # for each that a kernel gets
+FEW_BLOCKS = 8  # of the models that are checked
+FEW_TOKENS, MANY_TOKENS = (
+    100,
+    600,
+)  # of the prompts they are checked with: for the kernels of decoding, and for the others
+TIGHT, LOOSE = 1e-3, 1.5e-1  # fp32; bf16
+DECODE = {"block": "<= 1.03", "full": "<= 1.05", "ways": "<= 1.04", "dca": "<= 1.05"}
+PREFILL = {"block": "<= 1.05", "full": "<= 1.08", "ways": "<= 1.08", "dca": "<= 1.08"}
+MEMORY = dict.fromkeys(PREFILL, "<= 1.05")
+GIB = 2**30
+
+
+def decode(options: Options, report: Report) -> None:
+    """A step of decoding for every batch."""
+    batches = (1,) if options.small else BATCHES
+    for name, config, targets in _sizes(options, DECODE):
+        case = f"decode {name}: {config.n_blocks} blocks, D={config.dim}"
+        if not options.wanted(case):
+            continue
+        arms = _arms(options, config, targets)
+        _check(case, config, arms, FEW_TOKENS, options, report)
+        first = build(config, arms[0], options)
+        for arm in arms[1:]:
+            model = build(config, arm, options)
+            for batch in batches:
+                runs = {a.label: steps_of(_filled(m, batch, options)) for a, m in ((arms[0], first), (arm, model))}
+                _compare(f"{case}, batch {batch}", arms[0], arm, runs, STEPS, targets, options, report)
+                del runs
+            del model
+            _free(options)
+
+
+def prefill(options: Options, report: Report) -> None:
+    """A prompt as one chunk."""
+    for name, config, targets in _sizes(options, PREFILL):
+        tokens = 32 if options.small else PROMPT
+        case = f"prefill {name}: {config.n_blocks} blocks, D={config.dim}, {tokens} tokens"
+        if not options.wanted(case):
+            continue
+        arms = _arms(options, config, targets)
+        _check(case, config, arms, MANY_TOKENS, options, report)
+        first = prompt_of(build(config, arms[0], options), tokens, options)
+        for arm in arms[1:]:
+            runs = {arms[0].label: first, arm.label: prompt_of(build(config, arm, options), tokens, options)}
+            _compare(case, arms[0], arm, runs, 1, targets, options, report)
+            del runs
+            _free(options)
+
+
+def prefill_memory(options: Options, report: Report) -> None:
+    """A long prompt in chunks: the most memory at any time, weights, keys and values included."""
+    for name, config, targets in _sizes(options, MEMORY):
+        tokens, chunk = (64, 16) if options.small else (LONG, CHUNK)
+        case = f"prefill-memory {name}: {config.n_blocks} blocks, D={config.dim}, {tokens} tokens in chunks of {chunk}"
+        if not options.wanted(case):
+            continue
+        base = None
+        for arm in _arms(options, config, targets):
+            seconds, peak = _long_prompt(config, arm, tokens, chunk, options)
+            report.add(case, arm.label, "prompt", seconds, "s")
+            if peak is not None:
+                base = base or peak
+                report.add(case, arm.label, "peak memory", peak / GIB, "GiB")
+                report.add(case, arm.label, "peak memory / residual", peak / base, target=targets.get(arm.label, ""))
+
+
+def _long_prompt(
+    config: DecoderConfig, arm: Arm, tokens: int, chunk: int, options: Options
+) -> tuple[float, int | None]:
+    """Seconds, and on a GPU the most bytes at any time."""
+    _free(options)
+    on_gpu = options.device.type == "cuda"
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats(options.device)
+    before = torch.cuda.memory_allocated(options.device) if on_gpu else 0
+    ids = torch.randint(0, config.vocab_size, (1, tokens), device=options.device)
+    decoding = Decoding(build(config, arm, options), 1, tokens, chunk=chunk)
+    seconds = Clock(options.device).seconds(lambda: decoding.prefill(ids))
+    return seconds, torch.cuda.max_memory_allocated(options.device) - before if on_gpu else None
+
+
+def _sizes(options: Options, required: dict[str, str]) -> list[tuple[str, DecoderConfig, dict[str, str]]]:
+    """Name, model, and what is required of each arm, the plain residual first."""
+    if options.small:
+        return [("small", TINY, dict.fromkeys(("residual", "attnres:block_size=4,ways=2", "dca"), ""))]
+    return [(name, config, _targets(size, required)) for name, (config, size) in SIZES.items()]
+
+
+def _targets(size: int, required: dict[str, str]) -> dict[str, str]:
+    return {
+        "residual": "",
+        f"attnres:block_size={size}": required["block"],
+        "attnres": required["full"],
+        f"attnres:block_size={size},ways=2": required["ways"],
+        "dca": required["dca"],
+    }
+
+
+def _arms(options: Options, config: DecoderConfig, targets: dict[str, str]) -> list[Arm]:
+    arms = parse_arms(options.arms or tuple(targets))
+    check_arms(arms, config.dim, config.n_blocks)
+    return arms
+
+
+def build(config: DecoderConfig, arm: Arm, options: Options, dtype: torch.dtype | None = None) -> Decoder:
+    """A decoder with random weights and a mixer away from where it begins; on a CPU in fp32."""
+    torch.manual_seed(0)
+    with options.device:  # drawing a billion weights on the CPU takes longer than all the rest
+        model = Decoder(dataclasses.replace(config, mixer=arm.name, mixer_options=arm.options)).requires_grad_(False)
+    for p in model.mixer.parameters():
+        p.add_(torch.randn_like(p) / config.dim**0.5)
+    half = options.device.type == "cuda" and dtype is None
+    return model.to(torch.bfloat16 if half else dtype or torch.float32).eval()
+
+
+def _filled(model: Decoder, batch: int, options: Options) -> Decoding:
+    """As after a prompt."""
+    past, slots = (4, 16) if options.small else (PAST, SLOTS)
+    decoding = Decoding(model, batch, slots)
+    decoding.cache.keys[:, :, :, :past].normal_()
+    decoding.cache.values[:, :, :, :past].normal_()
+    decoding.cache.advance(past)
+    return decoding
+
+
+def steps_of(decoding: Decoding) -> Run:
+    """A run of STEPS steps, always from the same place."""
+    ids, past = decoding.ids[:, 0].clone(), decoding.cache.filled
+
+    def run(mark: Mark) -> None:
+        decoding.cache.position.fill_(past)
+        decoding.cache.filled = past
+        for _ in range(STEPS):
+            decoding.step(ids)
+        mark()
+
+    return run
+
+
+def recorded(call: Callable[[], object], device: torch.device) -> Callable[[], object]:
+    """A call as a CUDA graph, on a GPU; as it is elsewhere."""
+    if device.type != "cuda":
+        return call
+    side = torch.cuda.Stream(device)
+    side.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            call()
+    torch.cuda.current_stream(device).wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with written_afterwards(device) as constants, torch.cuda.graph(graph, stream=side):
+        kept = call()
+
+    def replay(_: object = (constants, kept)) -> object:
+        graph.replay()
+        return kept
+
+    return replay
+
+
+@torch.no_grad()
+def prompt_of(model: Decoder, tokens: int, options: Options) -> Run:
+    """A run that takes a prompt and gives the logits after it."""
+    decoding = Decoding(model, 1, tokens, chunk=tokens)
+    ids = torch.randint(0, model.config.vocab_size, (1, tokens), device=options.device)
+    replay = recorded(lambda: model.head(decoding._through_blocks(ids)[:, -1]), options.device)
+
+    def run(mark: Mark) -> None:
+        with torch.no_grad():
+            replay()
+        mark()
+
+    return run
+
+
+def _compare(
+    case: str,
+    base: Arm,
+    arm: Arm,
+    runs: dict[str, Run],
+    steps: int,
+    targets: dict[str, str],
+    options: Options,
+    report: Report,
+) -> None:
+    rounds = options.repeats * (1 if options.small else ROUNDS)
+    timings = interleaved(runs, rounds, options.warmup, options.device)
+    own, other = timings[arm.label].total / steps, timings[base.label].total / steps
+    report.add(case, arm.label, f"time / {base.label}", own / other, target=targets.get(arm.label, ""))
+    report.add(case, arm.label, "time", own, "ms")
+    report.add(case, arm.label, f"time of {base.label} beside it", other, "ms")
+
+
+def _check(case: str, config: DecoderConfig, arms: list[Arm], prompt: int, options: Options, report: Report) -> None:
+    few = dataclasses.replace(config, n_blocks=min(config.n_blocks, FEW_BLOCKS), vocab_size=64)
+    for arm in arms:
+        found = errors(few, arm, 12 if options.small else prompt, options)
+        for name, error in found.items():
+            report.add(case, arm.label, f"error of {name}", error)
+        check.require(arm.label, {n: e for n, e in found.items() if "fp32" in n}, TIGHT)
+        check.require(arm.label, {n: e for n, e in found.items() if "fp32" not in n}, LOOSE)
+
+
+@torch.no_grad()
+def errors(config: DecoderConfig, arm: Arm, prompt: int, options: Options) -> dict[str, float]:
+    """Logits through the cache, of a prompt and of single tokens after it, against a whole pass in fp64 on plain PyTorch."""
+    exact = build(config, arm, options, torch.float32)
+    new = 3
+    ids = torch.randint(0, config.vocab_size, (2, prompt + new), device=options.device)
+    with backend("reference"):
+        expected = copy.deepcopy(exact).double()(ids)[:, prompt - 1 :]
+    found = {}
+    kinds = {"fp32": torch.float32, **({"bf16": torch.bfloat16} if options.device.type == "cuda" else {})}
+    for name, dtype in kinds.items():
+        decoding = Decoding(copy.deepcopy(exact).to(dtype), 2, prompt + new)
+        parts: list[Tensor] = [decoding.prefill(ids[:, :prompt])]
+        parts += [decoding.step(ids[:, prompt + i]).clone() for i in range(new)]
+        found[f"{name}, prompt"] = check.relative_error(parts[0], expected[:, 0])
+        found[f"{name}, steps"] = check.relative_error(torch.stack(parts[1:], 1), expected[:, 1:])
+    return found
+
+
+def _free(options: Options) -> None:
+    gc.collect()
+    if options.device.type == "cuda":
+        torch.cuda.empty_cache()

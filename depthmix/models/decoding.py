@@ -1,0 +1,97 @@
+"""Decoding: prompts in chunks, then token by token; on a GPU a step is one replay of a CUDA graph.
+
+Depth mixing is local to a token, so the depth state of a chunk is gone before the next one begins: what a long prompt needs is
+its keys and values, and the activations of one chunk. Logits are formed for the last token alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from depthmix.models.cache import StaticKVCache
+from depthmix.models.decoder import Decoder
+from depthmix.models.layers import Context, last_tokens
+from depthmix.ops.gpu.recording import written_afterwards
+
+CHUNK = 2048  # tokens of a prompt that go through the model at a time: enough for its products, few for the state of many sources
+WARMUP = 2  # steps before one is recorded
+
+
+class Decoding:
+    """A batch of sequences of one length that is continued together."""
+
+    def __init__(self, model: Decoder, batch: int, length: int, chunk: int = CHUNK) -> None:
+        """length: tokens that a sequence may have in the end."""
+        config, weight = model.config, model.embedding.weight
+        slots = -(-length // 16) * 16  # attention pads masks of other lengths, at every step
+        self.model, self.chunk, self.length = model.eval(), chunk, length
+        shape = (config.n_blocks, batch, config.n_kv_heads, slots, config.head_dim)
+        self.cache = StaticKVCache(*shape, weight.dtype, weight.device)
+        self.ids = torch.zeros(batch, 1, dtype=torch.int64, device=weight.device)
+        self.places = torch.arange(slots, device=weight.device)
+        with torch.no_grad():
+            self.cos, self.sin = model.rotary(self.places.unsqueeze(0))  # [1, 1, slots, d]
+        self.seen, self.hidden = (torch.tensor(x, dtype=weight.dtype, device=weight.device) for x in (0.0, -torch.inf))
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.constants: Any = None  # what the graph reads and never changes
+
+    @torch.no_grad()
+    def prefill(self, ids: Tensor) -> Tensor:
+        """Logits [B, V] for what comes after the tokens [B, T], which go on from those before."""
+        self._check(ids.shape[1])
+        hidden = self.ids.new_zeros(0)
+        for part in ids.split(self.chunk, dim=1):
+            hidden = self._through_blocks(part)[:, -1]
+            self.cache.advance(part.shape[1])
+        return self.model.head(hidden)
+
+    @torch.no_grad()
+    def step(self, ids: Tensor) -> Tensor:
+        """Logits [B, V] for what comes after one more token each, [B]. The next step writes to the same memory."""
+        self._check(1)
+        self.ids.copy_(ids.view(-1, 1))
+        if self.ids.is_cuda:
+            if self.graph is None:
+                self._record()
+            assert self.graph is not None
+            self.graph.replay()
+        else:
+            self.logits = self._step()
+        self.cache.filled += 1
+        return self.logits
+
+    def _check(self, tokens: int) -> None:
+        if tokens < 1 or self.cache.filled + tokens > self.length:
+            room = f"there is room for {self.length - self.cache.filled} more of {self.length}"
+            raise ValueError(f"decoding: expected at least one token, and {room}; got {tokens}")
+
+    def _through_blocks(self, ids: Tensor) -> Tensor:
+        tokens, past = ids.shape[1], self.cache.filled
+        if tokens == 1:  # by what is on the device, so that a replay finds its place
+            cos, sin = (t.index_select(2, self.cache.position) for t in (self.cos, self.sin))
+            mask: Any = torch.where(self.places <= self.cache.position, self.seen, self.hidden)[None, None, None]
+        else:
+            cos, sin = (t[:, :, past : past + tokens] for t in (self.cos, self.sin))
+            mask = last_tokens(tokens, past + tokens)
+        return self.model.through_blocks(self.model.embed(ids, None), Context(cos, sin, mask, self.cache))
+
+    def _step(self) -> Tensor:
+        logits = self.model.head(self._through_blocks(self.ids)[:, -1])
+        self.cache.position += 1
+        return logits
+
+    def _record(self) -> None:
+        device, place = self.ids.device, self.cache.position.clone()
+        side = torch.cuda.Stream(device)
+        side.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(side):
+            for _ in range(WARMUP):
+                self._step()
+                self.cache.position.copy_(place)
+        torch.cuda.current_stream(device).wait_stream(side)
+        self.graph = torch.cuda.CUDAGraph()
+        with written_afterwards(device) as self.constants, torch.cuda.graph(self.graph, stream=side):
+            self.logits = self._step()

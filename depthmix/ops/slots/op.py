@@ -1,0 +1,185 @@
+"""The reads of decoding as operators that PyTorch knows: for torch.compile and CUDA graphs. They change `slots` and have no gradient."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from depthmix.ops.backend import choose, why_no_kernels
+
+KINDS = (torch.float32, torch.bfloat16, torch.float16)
+MAX_DIM = 16384  # channels of a row that fit in the registers of 16 warps
+STEP_TOKENS = 256  # up to which a site's launch takes longer than what it reads
+GROUP = 8  # sites of a Full stack that look at the sources before them together
+
+_library = torch.library.Library("depthmix", "FRAGMENT")
+_library.define(
+    "slots_attend(Tensor(a!) slots, Tensor y, int before, int slot, int stride, int head, int skip, int n, Tensor[] query,"
+    " Tensor[] key_gain, Tensor[] gain, float eps, float out_eps, Tensor? bank, Tensor? bank_lse) -> Tensor"
+)
+_library.define(
+    "slots_look_back(Tensor slots, int stride, int n, Tensor query, Tensor key_gain, float eps) -> (Tensor, Tensor)"
+)
+_library.define(
+    "slots_add_up(Tensor(a!) slots, Tensor y, Tensor? before, int slot, int ways, Tensor? static, Tensor? w, int relu,"
+    " Tensor[] gain, float out_eps, int raw) -> (Tensor, Tensor)"
+)
+_library.define("slots_add_norm(Tensor x, Tensor? y, Tensor gain, float eps) -> (Tensor, Tensor)")
+
+
+def _contiguous(rows: Sequence[Tensor]) -> list[Tensor]:
+    return [t.contiguous() for t in rows]
+
+
+def _attend(
+    slots: Tensor, y: Tensor, before: int, slot: int, stride: int, head: int, skip: int, n: int, query: list[Tensor],
+    key_gain: list[Tensor], gain: list[Tensor], eps: float, out_eps: float, bank: Tensor | None, bank_lse: Tensor | None,
+) -> Tensor:  # fmt: skip
+    from depthmix.ops.slots import kernels
+
+    partial = None if before < 0 else slots[before]
+    rows = (_contiguous(query), _contiguous(key_gain), _contiguous(gain))
+    return kernels.attend(
+        slots, y.contiguous(), partial, slot, stride, head, skip, n, *rows, eps, out_eps, bank, bank_lse
+    )
+
+
+def _attend_fake(
+    slots: Tensor, y: Tensor, before: int, slot: int, stride: int, head: int, skip: int, n: int, query: list[Tensor],
+    key_gain: list[Tensor], gain: list[Tensor], eps: float, out_eps: float, bank: Tensor | None, bank_lse: Tensor | None,
+) -> Tensor:  # fmt: skip
+    return slots.new_empty(len(query), *y.shape)
+
+
+def _look_back(
+    slots: Tensor, stride: int, n: int, query: Tensor, key_gain: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    from depthmix.ops.slots import kernels
+
+    return kernels.look_back(slots, stride, n, query.contiguous(), key_gain.contiguous(), eps)
+
+
+def _look_back_fake(
+    slots: Tensor, stride: int, n: int, query: Tensor, key_gain: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    dim = slots.shape[-1]
+    tokens, kind = slots[0].numel() // dim, torch.float32
+    return slots.new_empty(len(query), tokens, dim, dtype=kind), slots.new_empty(len(query), tokens, dtype=kind)
+
+
+def _add_up(
+    slots: Tensor, y: Tensor, before: Tensor | None, slot: int, ways: int, static: Tensor | None, w: Tensor | None,
+    relu: int, gain: list[Tensor], out_eps: float, raw: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    from depthmix.ops.slots import kernels
+
+    y, (before, static, w) = y.contiguous(), (None if t is None else t.contiguous() for t in (before, static, w))
+    return kernels.add_up(slots, y, before, slot, ways, static, w, relu, _contiguous(gain), out_eps, raw)
+
+
+def _add_up_fake(
+    slots: Tensor, y: Tensor, before: Tensor | None, slot: int, ways: int, static: Tensor | None, w: Tensor | None,
+    relu: int, gain: list[Tensor], out_eps: float, raw: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return slots.new_empty(ways, *y.shape), slots.new_empty(y.shape)
+
+
+def _add_norm(x: Tensor, y: Tensor | None, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    from depthmix.ops.slots import kernels
+
+    total, out = kernels.add_norm(x.contiguous(), None if y is None else y.contiguous(), gain.contiguous(), eps)
+    return x.new_empty(0) if total is None else total, out
+
+
+def _add_norm_fake(x: Tensor, y: Tensor | None, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    return x.new_empty(0 if y is None else x.shape), x.new_empty(x.shape)
+
+
+for _name, _run, _fake in (
+    ("attend", _attend, _attend_fake),
+    ("look_back", _look_back, _look_back_fake),
+    ("add_up", _add_up, _add_up_fake),
+    ("add_norm", _add_norm, _add_norm_fake),
+):
+    for _device in ("CUDA", "CPU"):  # CPU: in Triton's interpreter
+        _library.impl(f"slots_{_name}", _run, _device)
+    torch.library.register_fake(f"depthmix::slots_{_name}", _fake, lib=_library)
+
+
+def usable(op: str, x: Tensor) -> bool:
+    """Whether a pass that begins with x can be one without gradients on kernels; a compiler fuses by itself."""
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or type(x) is not Tensor:  # DTensor and the like
+        return False
+    if x.requires_grad:  # a leaf, whose gradient somebody may want who goes on with gradients: a copy has none
+        return False
+    if x.dtype not in KINDS or x.shape[-1] > MAX_DIM:
+        return False
+    return why_no_kernels(x.device.type, x.device.index) is None and choose(op, x, None) == "triton"
+
+
+def few_tokens(x: Tensor) -> bool:
+    """Whether launches count and not bytes."""
+    return x.numel() <= STEP_TOKENS * x.shape[-1]
+
+
+def attend(
+    slots: Tensor,
+    y: Tensor,
+    before: int,
+    slot: int,
+    stride: int,
+    head: int,
+    skip: int,
+    n: int,
+    query: Sequence[Tensor],
+    key_gain: Sequence[Tensor],
+    gain: Sequence[Tensor],
+    eps: float,
+    out_eps: float,
+    bank: Tensor | None = None,
+    bank_lse: Tensor | None = None,
+) -> Tensor:
+    """kernels.attend; before: the slot of what is added to y, or -1. slots: [..., N or more dimensions, D], contiguous."""
+    found: Tensor = torch.ops.depthmix.slots_attend(
+        slots, y, before, slot, stride, head, skip, n, query, key_gain, gain, eps, out_eps, bank, bank_lse
+    )
+    return found
+
+
+def look_back(slots: Tensor, stride: int, n: int, query: Tensor, key_gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """kernels.look_back."""
+    found: tuple[Tensor, Tensor] = torch.ops.depthmix.slots_look_back(slots, stride, n, query, key_gain, eps)
+    return found
+
+
+def add_up(
+    slots: Tensor,
+    y: Tensor,
+    before: Tensor | None,
+    slot: int,
+    ways: int,
+    static: Tensor | None,
+    w: Tensor | None,
+    relu: int,
+    gain: Sequence[Tensor],
+    out_eps: float,
+    raw: int = -1,
+) -> tuple[Tensor, Tensor]:
+    """kernels.add_up."""
+    found: tuple[Tensor, Tensor] = torch.ops.depthmix.slots_add_up(
+        slots, y, before, slot, ways, static, w, relu, gain, out_eps, raw
+    )
+    return found
+
+
+def add_norm(x: Tensor, y: Tensor | None, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x + y, rounded (x itself without y), and its RMSNorm, rounded: one launch for any number of tokens."""
+    total, out = torch.ops.depthmix.slots_add_norm(x, y, gain, eps)
+    return x if y is None else total, out
+
+
+def rows_at_once(dim: int) -> int:
+    """Sources that one launch holds at once, and up to which two phases have nothing to save."""
+    from depthmix.ops.slots import kernels
+
+    return kernels.rows_at_once(dim)

@@ -1,0 +1,1 @@
+"""What sublayers do between their matrix products, when no gradient is wanted."""

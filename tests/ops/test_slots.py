@@ -1,0 +1,202 @@
+"""Reads of decoding against their specification, and two phases against one: fp32 and fp16, odd shapes, no tokens."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from depthmix.ops.slots import op, reference
+from ops.helpers import compiled_in_its_own_process, rand
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.usefixtures("quick_interpreter")
+FLOATS = {torch.float32: 3e-6, torch.float16: 2e-3}
+
+
+def near(actual: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(actual, expected, rtol=FLOATS[expected.dtype], atol=FLOATS[expected.dtype])
+
+
+def rows(n: int, dim: int, seed: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    return list(rand(n, dim, seed=seed, dtype=dtype))
+
+
+def slots_of(n: int, tokens: tuple[int, ...], dim: int, dtype: torch.dtype, filled: int) -> Tensor:
+    """Slots of which the first are filled; what nobody has written is not a number."""
+    slots = torch.full((n, *tokens, dim), float("nan"), dtype=dtype)
+    slots[:filled] = rand(filled, *tokens, dim, seed=1, dtype=dtype)
+    return slots
+
+
+ATTEND = [  # tokens, D, ways, block size, site, dtype, norm
+    ((1,), 16, 1, 1, 0, torch.float32, True),
+    ((2, 1), 24, 2, 1, 5, torch.float32, True),
+    ((3,), 7, 3, 2, 5, torch.float32, True),
+    ((1, 1), 48, 1, 3, 6, torch.float16, True),
+    ((2,), 20, 2, 3, 8, torch.float16, False),
+    ((0,), 16, 2, 1, 3, torch.float32, True),
+]
+
+
+@pytest.mark.parametrize(("tokens", "dim", "ways", "size", "site", "dtype", "norm"), ATTEND)
+def test_attend(tokens, dim, ways, size, site, dtype, norm):
+    slots, y = slots_of(site + 2, tokens, dim, dtype, site), rand(*tokens, dim, seed=2, dtype=dtype)
+    query, key_gain = rows(ways, dim, 3), rows(ways, dim, 4)
+    gain = rows(ways, dim, 5, dtype) if norm else []
+    before = -1 if site == 0 or (site - 1) % size == 0 else site - 1
+    place = (site, size, 1, 0, -(-site // size))
+    expected_slots = slots.clone()
+    partial = None if before < 0 else expected_slots[before].clone()
+    expected = reference.attend(expected_slots, y, partial, *place, query, key_gain, gain, 1e-6, 1e-5, None, None)
+    found = op.attend(slots, y, before, *place, query, key_gain, gain, 1e-6, 1e-5)
+    near(found, expected)
+    assert torch.equal(slots[: site + 1], expected_slots[: site + 1])
+    assert slots[site + 1 :].isnan().all()
+
+
+def test_the_specification_is_depth_attention():
+    """Written with slots, it is the softmax of the operator that training uses."""
+    from depthmix.ops import depth_attention
+
+    slots, y = slots_of(7, (3,), 12, torch.float32, 5), rand(3, 12, seed=2, dtype=torch.float32)
+    query, key_gain, gain = rows(2, 12, 3), rows(2, 12, 4), rows(2, 12, 5)
+    found = reference.attend(slots, y, slots[4].clone(), 5, 2, 1, 0, 3, query, key_gain, gain, 1e-6, 1e-5, None, None)
+    sources = [slots[0], slots[2], slots[4], slots[4] + y]
+    expected = depth_attention(
+        torch.stack(query), sources, torch.stack(key_gain), out_gain=torch.stack(gain), out_eps=1e-5
+    )
+    near(found, torch.stack(expected))
+
+
+def test_a_window_skips_sources_after_the_first():
+    slots, y = slots_of(9, (2,), 8, torch.float32, 8), rand(2, 8, seed=2, dtype=torch.float32)
+    query, key_gain = rows(1, 8, 3), rows(1, 8, 4)
+    found = op.attend(slots.clone(), y, -1, 8, 1, 1, 4, 4, query, key_gain, [], 1e-6, 0.0)
+    few = torch.cat([slots[:1], slots[5:8], torch.full_like(slots[:1], float("nan"))])
+    near(found, op.attend(few, y, -1, 4, 1, 1, 0, 4, query, key_gain, [], 1e-6, 0.0))
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(("size", "group", "site"), [(1, 4, 7), (1, 4, 4), (3, 3, 8), (3, 3, 6)])
+def test_two_phases_are_one_softmax(size, group, site, dtype):
+    """What look_back found for a group of sites and a site's own sources, merged, against the direct read."""
+    slots, y = slots_of(site + 1, (2,), 20, dtype, site), rand(2, 20, seed=2, dtype=dtype)
+    query, key_gain, gain = (rand(site + 1, 20, seed=s, dtype=torch.float32) for s in (3, 4, 5))
+    first = site - site % group
+    done, finished = first // size, -(-site // size)
+    own = ([query[site]], [key_gain[site]], [gain[site]], 1e-6, 1e-5)
+    before = -1 if (site - 1) % size == 0 else site - 1
+    direct = op.attend(slots.clone(), y, before, site, size, 1, 0, finished, *own)
+    bank, lse = op.look_back(slots, size, done, query[first : first + group], key_gain[first : first + group], 1e-6)
+    expected = reference.look_back(
+        slots, size, done, query[first : first + group], key_gain[first : first + group], 1e-6
+    )
+    near(bank, expected[0])
+    near(lse, expected[1])
+    row = site - first
+    near(op.attend(slots, y, before, site, size, 0, done, finished - done, *own, bank[row], lse[row]), direct)
+
+
+def test_more_sources_than_a_tile_holds(monkeypatch):
+    from depthmix.ops.slots import kernels
+
+    slots, y = slots_of(12, (2,), 8, torch.float32, 11), rand(2, 8, seed=2, dtype=torch.float32)
+    query, key_gain, gain = rows(1, 8, 3), rows(1, 8, 4), rows(1, 8, 5)
+    arguments = (y, 10, 11, 1, 1, 0, 11, query, key_gain, gain, 1e-6, 1e-5)
+    whole = op.attend(slots.clone(), *arguments)
+    monkeypatch.setattr(kernels, "LANE", 1)
+    near(op.attend(slots, *arguments), whole)
+
+
+SUMS = [  # tokens, D, ways, slot, static, scores, relu, dtype
+    ((1,), 16, 3, 0, 0, False, 0, torch.float32),
+    ((2, 1), 7, 3, 5, 1, True, 1, torch.float32),
+    ((3,), 24, 1, 4, 1, True, 2, torch.float16),
+    ((2,), 12, 2, 3, 2, False, 0, torch.float32),
+    ((1,), 8, 2, 6, 1, "each", 1, torch.float32),
+    ((0,), 8, 3, 2, 1, True, 1, torch.float32),
+]
+
+
+@pytest.mark.parametrize(("tokens", "dim", "ways", "slot", "static", "scores", "relu", "dtype"), SUMS)
+def test_add_up(tokens, dim, ways, slot, static, scores, relu, dtype):
+    slots = slots_of(slot + 2, tokens, dim, dtype, slot)
+    y, before = (rand(*tokens, dim, seed=s, dtype=dtype) for s in (2, 3))
+    b = rand(ways, slot + 1, dim if static == 1 else 1, seed=4, dtype=torch.float32) if static else None
+    w = rand(ways, slot + 1 if scores == "each" else 1, dim, seed=5, dtype=torch.float32) / dim if scores else None
+    arguments = (y, before if slot else None, slot, ways, b, w, relu, rows(ways, dim, 6, dtype), 1e-5, ways - 1)
+    expected_slots = slots.clone()
+    expected = reference.add_up(expected_slots, *arguments)
+    for a, e in zip(op.add_up(slots, *arguments), expected, strict=True):
+        near(a, e)
+    assert torch.equal(slots[: slot + 1], expected_slots[: slot + 1])
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("shape", [(1, 16), (3, 1, 7), (0, 8)])
+def test_add_norm(shape, dtype):
+    x, y, gain = rand(*shape, seed=1, dtype=dtype), rand(*shape, seed=2, dtype=dtype), rand(shape[-1], dtype=dtype)
+    for other in (y, None):
+        total, out = reference.add_norm(x, other, gain, 1e-5)
+        found = op.add_norm(x, other, gain, 1e-5)
+        assert torch.equal(found[0], x if total is None else total)
+        near(found[1], out)
+
+
+def test_the_operators_compile():
+    """As the compiler sees them: shapes of fakes are those of results, and what changes in place is known to."""
+    query, key_gain, gain = rows(2, 8, 3), rows(2, 8, 4), rows(2, 8, 5)
+    y, b = rand(3, 8, seed=2, dtype=torch.float32), rand(2, 3, 8, seed=4, dtype=torch.float32)
+
+    def step(slots: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        first = op.attend(slots, y, -1, 2, 1, 1, 0, 2, query, key_gain, gain, 1e-6, 1e-5)
+        bank, lse = op.look_back(slots, 1, 2, torch.stack(query), torch.stack(key_gain), 1e-6)
+        sums, raw = op.add_up(slots, first[0], y, 2, 2, b, None, 0, gain, 1e-5, 0)
+        return first, bank, lse, sums, raw, *op.add_norm(raw, y, gain[0], 1e-5)
+
+    made = [slots_of(3, (3,), 8, torch.float32, 2) for _ in range(2)]
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        for a, e in zip(compiled(made[0], y), step(made[1], y), strict=True):
+            near(a, e)
+    near(made[0], made[1])
+
+
+PTX = """
+import sys
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from depthmix.ops.slots import kernels as slots
+from depthmix.ops.sublayer import kernels as sublayer
+
+OTHERS = dict.fromkeys(("slot", "stride", "head", "skip", "n", "T", "cos_row"), "i32") | {"N": "i64", "slots": "*bf16"}
+OTHERS |= dict.fromkeys(("eps", "out_eps"), "fp32") | {"position": "*i64"}
+names = ("q0", "q1", "q2", "k0", "k1", "k2", "bank", "bank_lse", "query", "key_gain", "lse", "static", "w", "cos", "sin")
+OTHERS |= dict.fromkeys(names, "*fp32")
+for name, constants in eval(sys.argv[1]):
+    fn = next(getattr(m, name) for m in (slots, sublayer) if hasattr(m, name))
+    mine = OTHERS | ({"slots": "i64"} if name == "_turn_kernel" else {}) | ({"n": "i64"} if name == "_activate_kernel" else {})
+    constants = {p.name: constants[p.name] for p in fn.params if p.is_constexpr}
+    types = {p.name: "constexpr" if p.name in constants else mine.get(p.name, "*bf16") for p in fn.params}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, t in enumerate(types.values()) if t.startswith("*")}
+    source = ASTSource(fn=fn, signature=types, constexprs=constants, attrs=aligned)
+    print(triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 2}).asm["ptx"], end="----")
+"""
+CONSTANTS = {
+    "D": 512, "BD": 512, "NS": 2, "MANY": False, "WAYS": 2, "BEFORE": True, "BANK": True, "NORM": True, "ALIGNED": True,
+    "STATIC": 1, "SCORES": True, "PER_ENTRY": False, "RELU": 1, "RAW": 0, "ADD": True, "UNIT": 8, "BLOCK": 1024, "GATED": True,
+}  # fmt: skip
+HEADS = {"H": 6, "BH": 8, "KV": 3, "BKV": 4, "HALF": 32, "BHALF": 32}
+COMPILED = [
+    *((name, CONSTANTS) for name in ("_attend_kernel", "_look_back_kernel", "_add_up_kernel", "_add_norm_kernel")),
+    ("_attend_kernel", CONSTANTS | {"MANY": True}),
+    ("_turn_kernel", CONSTANTS | HEADS),
+    ("_activate_kernel", CONSTANTS),
+]
+
+
+def test_rows_are_loaded_sixteen_bytes_wide():
+    """Compiled for an H100, without one."""
+    for (kernel, _), code in zip(COMPILED, compiled_in_its_own_process(PTX, COMPILED), strict=True):
+        assert "ld.global.v4.b32" in code, kernel
+        assert "ld.global.b16" not in code, kernel
