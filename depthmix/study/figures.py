@@ -48,7 +48,7 @@ def draw(runs: Sequence[Run], arms: Sequence[str], axis: str, stem: Path) -> Non
     save_figure(lambda: plot(runs, arms, axis), stem, axis)
 
 
-def save_figure(make: Callable[[], Any], stem: Path, salt: str) -> None:
+def save_figure(make: Callable[[], Any], stem: Path, salt: str, endings: Sequence[str] = ("svg", "png")) -> None:
     """A figure, made in the style of all of them, as files; the same figure with the same salt gives the same files."""
     import matplotlib
 
@@ -66,7 +66,7 @@ def save_figure(make: Callable[[], Any], stem: Path, salt: str) -> None:
         "ytick.color": INK,
     }
     with matplotlib.rc_context(style):
-        _save(make(), stem)
+        _save(make(), stem, endings)
 
 
 def plot(runs: Sequence[Run], arms: Sequence[str], axis: str) -> Any:
@@ -153,8 +153,9 @@ def _time_unit(longest: float) -> tuple[float, str]:
     return (1.0, "seconds") if longest < 180 else (60.0, "minutes") if longest < 10800 else (3600.0, "hours")
 
 
-def _save(figure: Any, stem: Path) -> None:
-    for ending, options in (("svg", {"metadata": {"Date": None}}), ("png", {"dpi": 160})):
+def _save(figure: Any, stem: Path, endings: Sequence[str]) -> None:
+    how: dict[str, dict[str, Any]] = {"svg": {"metadata": {"Date": None}}, "png": {"dpi": 160}}
+    for ending, options in ((ending, how[ending]) for ending in endings):
         path, picture = stem.with_name(f"{stem.name}.{ending}"), io.BytesIO()
         figure.savefig(picture, format=ending, **options)
         with writing(path):
