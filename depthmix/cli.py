@@ -21,11 +21,13 @@ from depthmix.config import (
     EvalConfig,
     GenerateConfig,
     InspectConfig,
+    PlanConfig,
     RetrofitConfig,
     StudyConfig,
     TrainConfig,
 )
 from depthmix.errors import DISK, DIVERGED, INTERNAL, INTERRUPTED, PIPE, USAGE, UserError
+from depthmix.names import DEFAULT_MIXER
 from depthmix.values import build_config, nearest
 
 EXIT_CODES = "Exit codes: 0 done; 1 a bug (--debug shows where); 2 wrong option or recipe; 3 unusable data; 4 unusable checkpoint; 5 diverged; 6 disk full or not writable; 130 interrupted and saved."
@@ -119,6 +121,28 @@ def run_study(config: StudyConfig) -> None:
     study(config, begun=begun)
 
 
+def run_plan(config: PlanConfig) -> None:
+    from depthmix.mixers import list_mixers
+    from depthmix.parallel.plan.figure import check_path, draw
+    from depthmix.parallel.plan.plan import plan
+    from depthmix.study.arms import Arm, parse_arms
+
+    if config.figure:
+        check_path(config.figure)
+    if config.arms and config.mixer_options:
+        raise UserError("plan: mixer_options belong to one mixer: write them behind its arm, as in NAME:option=value")
+    named = config.mixer != DEFAULT_MIXER or config.mixer_options  # a recipe of `train`
+    chosen = [Arm(config.mixer, config.mixer_options).label] if named else list_mixers()
+    plain_first = [DEFAULT_MIXER, *(label for label in chosen if label != DEFAULT_MIXER)]
+    arms = parse_arms(config.arms or plain_first)
+    found = plan(config, [(arm.label, arm.name, arm.options) for arm in arms])
+    print(found.text)
+    for warning in found.warnings:
+        print(f"depthmix: warning: {warning}", file=sys.stderr)
+    if config.figure:
+        draw(found.rows, config, config.figure)
+
+
 def run_eval(config: EvalConfig) -> None:
     from depthmix.train.measure import measure
 
@@ -171,6 +195,7 @@ COMMANDS: dict[str, tuple[type | None, Callable[..., None], str]] = {
         run_study,
         "run a study, a file of arms and seeds, in pieces, and write its table and figures",
     ),
+    "plan": (PlanConfig, run_plan, "memory, communication and step time of a recipe on GPUs that are not here"),
     "eval": (EvalConfig, run_eval, "loss, perplexity and bits per byte of a trained model on any text"),
     "generate": (GenerateConfig, run_generate, "continue a text with a trained model"),
     "inspect": (InspectConfig, run_inspect, "look inside a trained model: what layers read from each other"),
@@ -206,6 +231,9 @@ def build_parser(completing: bool = False) -> argparse.ArgumentParser:
         sub.add_argument("--debug", **debug)
         if config:
             add_flags(sub, config, completing)
+        if config is PlanConfig:
+            how: Any = {"nargs": "?", "default": argparse.SUPPRESS, "metavar": "RECIPE", "help": "the same as --recipe"}
+            sub.add_argument("recipe", **how)
     completion = commands.add_parser("completion", help='print shell completion: eval "$(depthmix completion bash)"')
     completion.add_argument("shell", choices=["bash", "zsh", "tcsh"])
     return parser

@@ -151,6 +151,23 @@ class StudyConfig:
 
 
 @dataclass
+class PlanConfig(CompareConfig):
+    """What a recipe needs and how fast it would run on GPUs that are not here: memory, communication and step time of every arm."""
+
+    gpus: int = option(1, "GPUs")
+    gpu: str = option("h200", "their kind: h100, h200 or b200")
+    layout: str = option("", "how they share the work, e.g. dp=4,tp=2,pp=1,virtual=1; none: the fastest that fits")
+    vocab_size: int | None = option(None, "entries of the vocabulary; none: 16384")
+    params: float = option(0.0, "parameters in all, of a model with experts; 0: those of the decoder")
+    active_params: float = option(0.0, "parameters that a token meets; 0: all")
+    prefill: int = option(0, "tokens of a prompt whose depth state is to be told; 0: none")
+    chunk: int | None = option(None, "tokens of it at a time; none: all")
+    figure: str = option(
+        "", "file for a figure of this model's pipelines: waiting and communication with up to 16 ranks"
+    )
+
+
+@dataclass
 class EvalConfig:
     """Measure a trained model on any text: loss, perplexity, bits per byte."""
 

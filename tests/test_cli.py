@@ -30,6 +30,7 @@ from depthmix.config import (
     EvalConfig,
     GenerateConfig,
     InspectConfig,
+    PlanConfig,
     RetrofitConfig,
     StudyConfig,
     TrainConfig,
@@ -551,6 +552,7 @@ def test_eval_and_generate_have_one_flat_class_each():
     assert {
         "train": TrainConfig,
         "compare": CompareConfig,
+        "plan": PlanConfig,
         "eval": EvalConfig,
         "generate": GenerateConfig,
         "inspect": InspectConfig,

@@ -22,6 +22,7 @@ LAYERS = {
     "models": 2,
     "insight": 3,
     "hf": 3,
+    "parallel": 4,
     "config": 3,
     "values": 3,
     "device": 3,

@@ -59,6 +59,9 @@ class DeltaStack(BlockStack):
         for w in self.w.values():
             nn.init.zeros_(w)
 
+    def _kind(self) -> str:
+        return "vectors" if self.version == 2 else super()._kind()
+
     def _mix(self, state: StackState, reader: int, norm: InsideNorm | None) -> tuple[Tensor, ...]:
         b = self.b[str(reader)]
         if self.version < 3:

@@ -48,6 +48,7 @@ class Laurel(OneStream):
             raise OptionError(f"laurel: rank must be {expected}, got {rank}")
         self.variant, self.rank = variant, min(DEFAULT_RANK, dim) if rank is None else rank
         self.channel_mixing = variant != "rw"
+        self.units = (25, 26, 2) if variant != "rw" else (23, 36, 4)  # without the history of pa
         sites = self.n_sites
         if variant == "rw":
             self.alpha = nn.Parameter(torch.empty(sites))
@@ -66,6 +67,11 @@ class Laurel(OneStream):
                     nn.init.orthogonal_(a)
             else:
                 nn.init.constant_(p, 0.0 if name == "B" else 1.0)
+
+    def state_tensors(self) -> list[dict[int, float]]:
+        if self.variant != "pa":
+            return super().state_tensors()
+        return [dict.fromkeys(range(site + 1), 1.0) for site in range(self.n_sites + 1)]  # with its history
 
     def _start(self, x: Tensor) -> StreamState:
         return HistoryState(x=x) if self.variant == "pa" else StreamState(x=x)

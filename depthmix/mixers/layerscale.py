@@ -16,6 +16,8 @@ from depthmix.ops.precision import compute_dtype
 class LayerScale(OneStream):
     """gamma [S, D] = init; None takes CaiT's value for the depth: 0.1 up to 18 blocks, 1e-5 up to 24, 1e-6 beyond."""
 
+    units = (11, 23, 1)
+
     def __init__(self, dim: int, n_blocks: int, *, init: float | None = None) -> None:
         super().__init__(dim, n_blocks)
         self.init = (0.1 if n_blocks <= 18 else 1e-5 if n_blocks <= 24 else 1e-6) if init is None else init

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from depthmix.mixers.base import register
 from depthmix.mixers.options import OptionError, at_least
 from depthmix.mixers.streams import StreamMixer, StreamsState
+from depthmix.mixers.traffic import Published
 from depthmix.ops import sinkhorn
 from depthmix.ops.matmul import matmul
 from depthmix.ops.precision import compute_dtype, rms_normalize
@@ -59,7 +60,7 @@ class MHC(StreamMixer):
             )
         self.n, self.residual_map, self.convention, self.iterations = n, residual_map, convention, iterations
         self.head = None if schedule == "single_pass" else head or "sum"
-        self.init, self.schedule = init, schedule
+        self.init, self.schedule, self._known_reads = init, schedule, schedule == "single_pass"
         n_res = {"sinkhorn": n * n, "birkhoff": math.factorial(n), "identity": 0}[residual_map]
         self.sizes = (n, n, n_res) if n_res else (n, n)
         self.phi = nn.Parameter(torch.empty(self.n_sites, n * dim, sum(self.sizes)))
@@ -103,6 +104,11 @@ class MHC(StreamMixer):
             self.phi_head.zero_()
             self.b_head.fill_(-math.log(n - 1))
             self.alpha_head.fill_(INITIAL_ALPHA)
+
+    def published(self) -> Published:
+        n = self.n
+        read, written = [n, n, 1, n, 2 * n], [0, 1, n, n, n]  # coefficients, their use for pre, post and res, the sum
+        return Published(sum(read), sum(written), 2 * n * n + 4 * n)
 
     def plain_share(self, site: int) -> float | None:
         if self.init != "identity":

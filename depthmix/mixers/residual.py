@@ -10,12 +10,22 @@ from torch import Tensor
 
 from depthmix.mixers.base import Mixer, Norm, Read, register
 from depthmix.mixers.state import State, StreamState, register_state
+from depthmix.mixers.traffic import NORM, Published, Traffic, one_stream
 from depthmix.ops.norm import fused_gains
 from depthmix.ops.slots.op import add_norm, usable
 
 
 class OneStream(Mixer):
     """Base of the rules with one running stream: they differ in how an output joins it."""
+
+    units: tuple[float, float, float] = (3, 3, 0)  # of _join: moved forward and backward, kept besides the stream
+
+    def traffic(self) -> list[Traffic]:
+        forward, backward, kept = self.units
+        return [Traffic(forward + NORM[0], backward + NORM[1], kept + 1)] * self.n_sites + [Traffic(*NORM, 1)]
+
+    def state_tensors(self) -> list[dict[int, float]]:
+        return one_stream(self.n_sites)
 
     def _start(self, x: Tensor) -> StreamState:
         return StreamState(x=x)
@@ -56,6 +66,9 @@ class Residual(OneStream):
 
     def __init__(self, dim: int, n_blocks: int) -> None:
         super().__init__(dim, n_blocks)
+
+    def published(self) -> Published:
+        return Published(2, 1)  # the stream and the output, the stream
 
     def _join(self, state: StreamState, site: int, y: Tensor) -> Tensor:
         return state.x + y

@@ -16,6 +16,8 @@ from depthmix.ops.precision import compute_dtype
 class ReZero(OneStream):
     """alpha [S] = 0."""
 
+    units = (19, 24, 2)
+
     def __init__(self, dim: int, n_blocks: int) -> None:
         super().__init__(dim, n_blocks)
         self.alpha = nn.Parameter(torch.empty(self.n_sites))

@@ -1,0 +1,91 @@
+"""What a model has and does, counted: parameters, FLOPs, activations kept and elements moved, per token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from depthmix.mixers import Mixer, create_mixer
+from depthmix.mixers.traffic import Published, Traffic
+from depthmix.models import DecoderConfig
+
+LOGITS_KEPT, LOGITS_MOVED = (
+    6,
+    18,
+)  # of the size of bf16 logits: in fp32 their logarithms and two gradients; every pass over them
+UPDATE = 52  # bytes moved per parameter and step: casts to bf16 and back, clipping, AdamW
+
+
+@dataclass(frozen=True)
+class Counts:
+    """A decoder with its mixer. Activations and traffic are in units of [tokens, dim] in bf16."""
+
+    config: DecoderConfig
+    parameters: dict[str, int]  # by part, as Decoder.parameter_counts has them
+    total: float  # of all, and
+    active: float  # what a token meets of them; fewer where experts share the work
+    ways: list[int]  # by site
+    traffic: list[Traffic]  # by site, and finish
+    states: list[dict[int, float]]  # by site, and finish
+    published: Published | None  # the paper's own count of its inference
+
+    @property
+    def widths(self) -> tuple[float, float, float]:
+        """Of queries, of keys, and of the MLP, in units of dim."""
+        c = self.config
+        return c.n_heads * c.head_dim / c.dim, c.n_kv_heads * c.head_dim / c.dim, c.mlp_dim / c.dim
+
+    def kept(self, site: int) -> float:
+        """Units that a sublayer keeps for its backward besides its inputs."""
+        c, (q, kv, m) = self.config, self.widths
+        if site % 2:
+            return m * (2 if c.mlp == "relu2" else 3)
+        return q + kv + kv + q + (q + kv) * c.qk_norm  # queries and keys turned, values, the output; before their norms
+
+    def moved(self, site: int) -> float:
+        """Units that a sublayer's products and elementwise passes move, forward and backward."""
+        c, (q, kv, m) = self.config, self.widths
+        if site % 2:
+            inner = 2 if c.mlp == "swiglu" else 1
+            return 3 * (inner * (1 + m) + m + 1) + (5 if c.mlp == "relu2" else 8) * m
+        return 3 * (3 + q + 2 * kv + q + 1) + 5 * (q + kv)
+
+    def flops(self, seq_len: int) -> tuple[float, float]:
+        """Per token, forward and backward: of products with parameters, and of causal attention."""
+        c = self.config
+        attention = 2 * seq_len * c.n_heads * c.head_dim * c.n_blocks
+        return 6 * (self.active - (0 if c.tie_embeddings else self.parameters["embedding"])), 3.5 * attention
+
+    def useful_flops(self, seq_len: int) -> float:
+        """What MFU counts: attention's backward without the scores that it forms again."""
+        products, attention = self.flops(seq_len)
+        return products + attention * 3 / 3.5
+
+
+def parts_of(config: DecoderConfig, mixer: Mixer) -> dict[str, int]:
+    """What `Decoder.parameter_counts` says, without building one."""
+    c, ways = config, [mixer.ways(site) for site in range(mixer.n_sites)]
+    q, kv = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
+    parts = {
+        "embedding": c.vocab_size * c.dim,
+        "attention": c.n_blocks * (2 * c.dim * (q + kv) + 2 * c.head_dim * c.qk_norm),
+        "mlp": c.n_blocks * c.dim * c.mlp_dim * (3 if c.mlp == "swiglu" else 2),
+        "norms": c.dim * (sum(ways) + 1),
+        "mixer": sum(p.numel() for p in mixer.parameters()),
+        "head": 0 if c.tie_embeddings else c.vocab_size * c.dim,
+    }
+    added = parts["mixer"] + c.dim * (sum(ways) - len(ways))
+    return {**parts, "total": sum(parts.values()), "added_by_mixer": added}
+
+
+def count(config: DecoderConfig, total: float | None = None, active: float | None = None) -> Counts:
+    """A decoder of that configuration; total and active: its parameters where it has experts, which this decoder has not."""
+    with torch.device("meta"):
+        mixer = create_mixer(config.mixer, dim=config.dim, n_blocks=config.n_blocks, **config.mixer_options)
+    parts = parts_of(config, mixer)
+    ways = [mixer.ways(site) for site in range(mixer.n_sites)]
+    total = float(parts["total"]) if total is None else total + parts["added_by_mixer"]
+    active = float(parts["total"]) if active is None else active + parts["added_by_mixer"]
+    states = mixer.state_tensors()
+    return Counts(config, parts, total, min(active, total), ways, mixer.traffic(), states, mixer.published())

@@ -1,0 +1,78 @@
+"""What mixers say of their traffic, of what they keep and of their state is what they do."""
+
+import pytest
+
+from depthmix import create_mixer
+from depthmix.mixers.residual import OneStream
+from depthmix.mixers.streams import StreamMixer
+from depthmix.mixers.traffic import Traffic, state_by_site
+from depthmix.ops import use_backend
+from depthmix.ops.depth_attention import ahead, traffic
+from harness import LAYOUTS, MIXERS
+from mixers.counting import DIM, STREAMS, metered, units_of
+
+pytest.importorskip("triton")
+SIZES = {  # enough for pairs and groups; two blocks elsewhere
+    "denseformer": {"n_blocks": 3},
+    "attnres": {"n_blocks": 3},
+    "hyper": {"n_blocks": 1, "n": STREAMS},
+    "mhc": {"n_blocks": 1, "n": STREAMS, "iterations": 2},
+}
+UNEVEN = {"sites": LAYOUTS["uneven"]}
+CASES = [(name, SIZES.get(name, {"n_blocks": 2})) for name in MIXERS]
+CASES += [
+    ("attnres", {"sites": [("attention", "mlp"), ("mlp",), ("attention", "mlp")], "block_size": 3, "ways": 2}),
+    ("attnres", {"n_blocks": 2, "block_size": 2, "ways": 3}),
+    ("mhc", {**SIZES["mhc"], "schedule": "single_pass"}),
+    ("laurel", {"n_blocks": 2, "variant": "rw"}),
+    ("highway", {"n_blocks": 2, "gate": "scalar"}),
+]
+
+
+@pytest.mark.usefixtures("quick_interpreter")
+@pytest.mark.parametrize(("name", "options"), CASES, ids=str)
+def test_counted(name, options, monkeypatch):
+    """Units forward and backward and activations kept, of kernels where there are any."""
+    monkeypatch.setattr(ahead, "FAR_TOKENS", 1)
+    for module in (ahead, traffic):
+        monkeypatch.setattr(module, "FAR_SOURCES", 4)
+    mixer = create_mixer(name, dim=DIM, **options)
+    kernels = not isinstance(mixer, OneStream)
+    with (
+        use_backend("triton" if kernels else None),
+        metered(monkeypatch, kernels, isinstance(mixer, StreamMixer)) as meter,
+    ):
+        counted = units_of(mixer, meter, monkeypatch)
+    assert tuple(Traffic.total(mixer.traffic()))[:3] == pytest.approx(counted)
+
+
+def test_groups_and_pairs_are_those_of_the_kernels():
+    from depthmix.ops.depth_attention.kernels.source_backward import PAIR
+    from depthmix.ops.depth_attention.kernels.tiling import GROUP
+
+    assert (traffic.PAIR, traffic.GROUP) == (PAIR, GROUP)
+
+
+STATES = [(name, {"n_blocks": 3}) for name in MIXERS]
+STATES += [
+    ("attnres", {"n_blocks": 4, "block_size": 3}),
+    ("attnres", {"n_blocks": 3, "window": 3}),
+    ("attnres", {"n_blocks": 2, "block_size": 2, "routing": "add"}),
+    ("laurel", {"n_blocks": 2, "variant": "pa"}),
+    ("grn", {"n_blocks": 5, "version": 1, "window": 2}),
+    ("grn", {"version": 1, **UNEVEN}),
+    ("denseformer", UNEVEN),
+    ("denseformer", {"n_blocks": 4, "period": 2}),
+]
+
+
+@pytest.mark.parametrize(("name", "options"), STATES, ids=str)
+def test_the_state_holds_what_a_mixer_says(name, options):
+    """As many activations before every site, and between any two sites as many that are the same."""
+    mixer = create_mixer(name, dim=8, **options)
+    said, found = mixer.state_tensors(), state_by_site(mixer)
+    assert [sum(s.values()) for s in said] == [sum(s.values()) for s in found]
+    sites = range(len(said))
+    assert [[len(said[a].keys() & said[b]) for a in sites] for b in sites] == [
+        [len(found[a].keys() & found[b]) for a in sites] for b in sites
+    ]
