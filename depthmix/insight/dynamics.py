@@ -60,10 +60,10 @@ class Magnitudes:
             self.blocks.append(rms(self.block))
         return self.calls["write"](state, site, y)
 
-    def finish(self, state: Any) -> Tensor:
+    def finish(self, state: Any, norm: Any = None) -> Any:
         h = self.calls["finish"](state)
         self.inputs.append([rms(h)])
-        return h
+        return h if norm is None else norm(h)
 
     def numbers(self) -> dict[str, list[Any]]:
         """All of the last pass, read from the device at once."""

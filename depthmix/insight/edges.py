@@ -76,8 +76,11 @@ class Cutting:
             state = self.grown_state()
         return self.calls["write"](state, site, y)
 
-    def finish(self, state: Any) -> Tensor:
-        return self.mixtures()[0] if self.reader == self.mixer.n_sites else self.calls["finish"](state)
+    def finish(self, state: Any, norm: Any = None) -> Any:
+        if self.reader != self.mixer.n_sites:
+            return self.calls["finish"](state, norm)
+        h = self.mixtures()[0]
+        return h if norm is None else norm(h)
 
     def mixtures(self) -> tuple[Tensor, ...]:
         """What the reader sees of the cuts, copy after copy: [E * B, ..., D] for each way."""
