@@ -17,7 +17,7 @@ from depthmix.ops.torch_internals import pytree
 from ops.helpers import rand
 
 pytest.importorskip("triton")
-pytestmark = pytest.mark.usefixtures("quick_interpreter")
+pytestmark = [pytest.mark.usefixtures("quick_interpreter"), pytest.mark.covered]
 D, N_BLOCKS = 8, 2
 RULES: list[tuple[str, dict[str, Any]]] = [
     ("residual", {}),

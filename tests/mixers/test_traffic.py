@@ -46,6 +46,18 @@ def test_counted(name, options, monkeypatch):
     assert tuple(Traffic.total(mixer.traffic()))[:3] == pytest.approx(counted)
 
 
+@pytest.mark.parametrize("options", [{}, {"n_blocks": 16}], ids=str)
+@pytest.mark.parametrize("name", MIXERS)
+def test_every_read_takes_something_in_and_gives_something_out(name, options):
+    """A deeper model of the same rule moves at least as much at each of its sites."""
+    small, large = (create_mixer(name, dim=DIM, **{"n_blocks": 2, **o}).traffic() for o in ({}, options))
+    assert len(large) == 2 * options.get("n_blocks", 2) + 1
+    for site, found in enumerate(large):
+        assert found.forward >= 1, site
+        assert found.backward >= 1, site
+    assert Traffic.total(large).forward >= Traffic.total(small).forward
+
+
 def test_groups_and_pairs_are_those_of_the_kernels():
     from depthmix.ops.depth_attention.kernels.source_backward import PAIR
     from depthmix.ops.depth_attention.kernels.tiling import GROUP

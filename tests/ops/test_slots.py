@@ -8,7 +8,7 @@ from depthmix.ops.slots import op, reference
 from ops.helpers import compiled_in_its_own_process, rand
 
 pytest.importorskip("triton")
-pytestmark = pytest.mark.usefixtures("quick_interpreter")
+pytestmark = [pytest.mark.usefixtures("quick_interpreter"), pytest.mark.covered]
 FLOATS = {torch.float32: 3e-6, torch.float16: 2e-3}
 
 
@@ -142,6 +142,7 @@ def test_add_norm(shape, dtype):
         near(found[1], out)
 
 
+@pytest.mark.uncovered  # tracing the compiler itself takes minutes
 def test_the_operators_compile():
     """As the compiler sees them: shapes of fakes are those of results, and what changes in place is known to."""
     query, key_gain, gain = rows(2, 8, 3), rows(2, 8, 4), rows(2, 8, 5)
@@ -195,6 +196,7 @@ COMPILED = [
 ]
 
 
+@pytest.mark.uncovered
 def test_rows_are_loaded_sixteen_bytes_wide():
     """Compiled for an H100, without one."""
     for (kernel, _), code in zip(COMPILED, compiled_in_its_own_process(PTX, COMPILED), strict=True):

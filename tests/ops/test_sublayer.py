@@ -11,7 +11,7 @@ from depthmix.ops.sublayer.op import activate, turn_and_store
 from ops.helpers import rand
 
 pytest.importorskip("triton")
-pytestmark = pytest.mark.usefixtures("quick_interpreter")
+pytestmark = [pytest.mark.usefixtures("quick_interpreter"), pytest.mark.covered]
 
 
 @pytest.mark.parametrize(
