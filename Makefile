@@ -4,7 +4,7 @@ STAMP := .venv/.installed
 TRAIN := .venv/.installed-train
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable
 
-.PHONY: setup demo test test-gpu bench lint format new-mixer wheel clean
+.PHONY: setup demo test test-harness test-gpu bench lint format new-mixer wheel clean
 
 setup: $(STAMP)
 
@@ -26,6 +26,11 @@ demo: $(if $(wildcard $(STAMP)),$(STAMP),$(TRAIN))
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist worksteal --cov --cov-report=term:skip-covered --cov-fail-under=95 --durations=10 $(PYTEST_ARGS)
+
+# 470 MB more, so not part of `test`, where it is skipped.
+test-harness: $(STAMP)
+	$(INSTALL) ".[dev,eval]"
+	$(BIN)/python -m pytest tests/hf/test_harness.py $(PYTEST_ARGS)
 
 # Without `make setup`: a GPU machine has a torch of its own.
 test-gpu:

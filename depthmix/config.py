@@ -197,7 +197,9 @@ class GenerateConfig:
 class RetrofitConfig:
     """Give a pretrained decoder another rule for mixing over depth; its logits stay the same until it is trained."""
 
-    model: str = option("", "folder of `save_pretrained`, or run folder, with the model, which is left as it is")
+    model: str = option(
+        "", "folder of `save_pretrained`, or run folder, with the model, which is left as it is", first=True
+    )
     mixer: str = option("", "mechanism; `depthmix list` shows them")
     mixer_options: dict[str, Any] = option({}, "options of the mixer, e.g. block_size=4 ways=3")
     out: str = option(

@@ -23,7 +23,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_folder_with_the_same_logits(plain: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "mixed"
-    given = ["--model", str(plain), "--mixer", "attnres", "--mixer-options", "block_size=2", "--out", str(out)]
+    given = [str(plain), "--mixer", "attnres", "--mixer-options", "block_size=2", "--out", str(out)]
     assert main(["retrofit", *given]) == 0
     said = capsys.readouterr().out
     assert "the logits changed by" in said

@@ -173,6 +173,20 @@ def killed(base):
         print("random kills", same_step, "saves", n, "kills inside a save", left)
 
 
+def die_at(k):
+    """From now on, die before the k-th thing that is done to the file system."""
+    seen = 0
+
+    def hook(event, arguments):
+        nonlocal seen
+        if event in WATCHED:
+            seen += 1
+            if seen == k:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(hook)
+
+
 def killed_everywhere(base):
     """Die before the k-th thing a save does to the file system, for every k."""
     for same_step in (False, True):
@@ -185,16 +199,7 @@ def killed_everywhere(base):
             n += 1
             child = os.fork()
             if child == 0:
-                seen = 0
-
-                def hook(event, arguments):
-                    nonlocal seen
-                    if event in WATCHED:
-                        seen += 1
-                        if seen == k:  # noqa: B023
-                            os.kill(os.getpid(), signal.SIGKILL)
-
-                sys.addaudithook(hook)
+                die_at(k)
                 save(folder, 7 if same_step else n, n=n)
                 os._exit(0)
             code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -230,16 +235,7 @@ def described_everywhere(base):
         steps += 1
         child = os.fork()
         if child == 0:
-            seen = 0
-
-            def hook(event, arguments):
-                nonlocal seen
-                if event in WATCHED:
-                    seen += 1
-                    if seen == k:  # noqa: B023
-                        os.kill(os.getpid(), signal.SIGKILL)
-
-            sys.addaudithook(hook)
+            die_at(k)
             save_and_describe(steps)
             os._exit(0)
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
