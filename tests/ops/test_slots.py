@@ -185,7 +185,7 @@ for name, constants in eval(sys.argv[1]):
 """
 CONSTANTS = {
     "D": 512, "BD": 512, "NS": 2, "MANY": False, "WAYS": 2, "BEFORE": True, "BANK": True, "NORM": True, "ALIGNED": True,
-    "STATIC": 1, "SCORES": True, "PER_ENTRY": False, "RELU": 1, "RAW": 0, "ADD": True, "UNIT": 8, "BLOCK": 1024, "GATED": True,
+    "STATIC": 1, "SCORES": True, "PER_ENTRY": False, "RELU": 1, "RAW": 0, "ADD": True, "UNIT": 8, "BLOCK": 1024, "GATED": True, "EARLY": True,
 }  # fmt: skip
 HEADS = {"H": 6, "BH": 8, "KV": 3, "BKV": 4, "HALF": 32, "BHALF": 32}
 COMPILED = [
@@ -202,3 +202,4 @@ def test_rows_are_loaded_sixteen_bytes_wide():
     for (kernel, _), code in zip(COMPILED, compiled_in_its_own_process(PTX, COMPILED), strict=True):
         assert "ld.global.v4.b32" in code, kernel
         assert "ld.global.b16" not in code, kernel
+        assert ("griddepcontrol.wait" in code) == (kernel != "_look_back_kernel"), kernel

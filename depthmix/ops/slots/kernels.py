@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from depthmix.ops.gpu.addresses import aligned
+from depthmix.ops.gpu.early import early, wait_for_last
 from depthmix.ops.gpu.launch import launch
 
 LANE = 128  # numbers of sources that a lane holds at most
@@ -70,19 +71,21 @@ def _attend_kernel(
     slots, y, before, q0, q1, q2, k0, k1, k2, g0, g1, g2, bank, bank_lse, out,
     N: tl.int64, slot: tl.int32, stride: tl.int32, head: tl.int32, skip: tl.int32, n: tl.int32, eps, out_eps,
     D: tl.constexpr, BD: tl.constexpr, NS: tl.constexpr, MANY: tl.constexpr, WAYS: tl.constexpr, BEFORE: tl.constexpr,
-    BANK: tl.constexpr, NORM: tl.constexpr, ALIGNED: tl.constexpr,
+    BANK: tl.constexpr, NORM: tl.constexpr, ALIGNED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0).to(tl.int64)
     way = tl.program_id(1)
     d = tl.arange(0, BD)
     ok = d < D
+    u = _row_of_way(q0, q1, q2, way, d, D, WAYS) * _row_of_way(k0, k1, k2, way, d, D, WAYS)
+    if NORM:
+        gain = _row_of_way(g0, g1, g2, way, d, D, WAYS)
+    if EARLY:
+        wait_for_last()
     i = tl.arange(0, NS)
     if not MANY:  # on their way before anything else is looked at
         at = (i + tl.where(i >= head, skip, 0)) * stride
         x = _rows(slots, at, t, N, d, (i < n)[:, None] & ok[None, :], D, ALIGNED)
-    u = _row_of_way(q0, q1, q2, way, d, D, WAYS) * _row_of_way(k0, k1, k2, way, d, D, WAYS)
-    if NORM:
-        gain = _row_of_way(g0, g1, g2, way, d, D, WAYS)
     v = _newest(slots, y, before, slot, t, way, N, d, ok, D, BEFORE)
     square, dot = tl.split(tl.sum(tl.join(v * v, v * u), 0))
     m, z, acc = dot * tl.rsqrt(square / D + eps), 1.0, v
@@ -137,7 +140,7 @@ def _weight(b, s, SCORES: tl.constexpr, RELU: tl.constexpr):
 def _add_up_kernel(
     slots, y, before, static, w, g0, g1, g2, out, raw, N: tl.int64, slot: tl.int32, out_eps,
     D: tl.constexpr, BD: tl.constexpr, NS: tl.constexpr, WAYS: tl.constexpr, STATIC: tl.constexpr, SCORES: tl.constexpr,
-    PER_ENTRY: tl.constexpr, RELU: tl.constexpr, BEFORE: tl.constexpr, NORM: tl.constexpr, RAW: tl.constexpr, ALIGNED: tl.constexpr,
+    PER_ENTRY: tl.constexpr, RELU: tl.constexpr, BEFORE: tl.constexpr, NORM: tl.constexpr, RAW: tl.constexpr, ALIGNED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0).to(tl.int64)
     way = tl.program_id(1)
@@ -145,7 +148,6 @@ def _add_up_kernel(
     ok = d < D
     # Everything that does not depend on a sum is asked for before the first one.
     first = (way * (slot + 1)).to(tl.int64)  # of a way's rows, where there is one for each entry
-    v = _newest(slots, y, before, slot, t, way, N, d, ok, D, BEFORE)
     u, own = tl.zeros([BD], tl.float32), tl.zeros([BD], tl.float32)
     if SCORES:
         u = tl.load(w + (first + slot if PER_ENTRY else way) * D + d, mask=ok, other=0.0)
@@ -157,6 +159,9 @@ def _add_up_kernel(
         own += 1.0
     if NORM:
         gain = _row_of_way(g0, g1, g2, way, d, D, WAYS)
+    if EARLY:
+        wait_for_last()
+    v = _newest(slots, y, before, slot, t, way, N, d, ok, D, BEFORE)
     acc = tl.zeros([BD], tl.float32)
     i = tl.arange(0, NS)
     for start in range(0, slot, NS):
@@ -185,12 +190,16 @@ def _add_up_kernel(
 
 
 @triton.jit(do_not_specialize=["N"])
-def _add_norm_kernel(x, y, gain, total, out, N: tl.int64, eps, D: tl.constexpr, BD: tl.constexpr, ADD: tl.constexpr):
+def _add_norm_kernel(
+    x, y, gain, total, out, N: tl.int64, eps, D: tl.constexpr, BD: tl.constexpr, ADD: tl.constexpr, EARLY: tl.constexpr
+):  # fmt: skip
     t = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BD)
     ok = d < D
-    v = tl.load(x + t * D + d, mask=ok, other=0.0).to(tl.float32)
     scale = tl.load(gain + d, mask=ok, other=0.0).to(tl.float32)
+    if EARLY:
+        wait_for_last()
+    v = tl.load(x + t * D + d, mask=ok, other=0.0).to(tl.float32)
     if ADD:
         v = (v + tl.load(y + t * D + d, mask=ok, other=0.0).to(tl.float32)).to(total.dtype.element_ty)
         tl.store(total + t * D + d, v, mask=ok)
@@ -249,7 +258,7 @@ def attend(
             query[0] if bank is None else bank, query[0] if bank_lse is None else bank_lse, out,
             tokens, slot, stride, head, skip, n, eps, out_eps,
             D=dim, BD=block, NS=rows, MANY=n > rows, WAYS=ways, BEFORE=before is not None, BANK=bank is not None,
-            NORM=len(gain) > 0, ALIGNED=aligned(dim, [slots]), num_warps=_warps(block),
+            NORM=len(gain) > 0, ALIGNED=aligned(dim, [slots]), num_warps=_warps(block), **early(y),
         )  # fmt: skip
     return out
 
@@ -303,7 +312,7 @@ def add_up(
             slots, y, y if before is None else before, fp32 if static is None else static, fp32 if w is None else w,
             *_three(gain, fp32), out, rough, tokens, slot, out_eps,
             D=dim, BD=block, NS=rows, WAYS=ways, STATIC=kind, SCORES=w is not None,
-            PER_ENTRY=w is not None and w.shape[1] > 1, RELU=relu, BEFORE=before is not None, NORM=len(gain) > 0, RAW=raw, ALIGNED=aligned(dim, [slots]), num_warps=_warps(block),
+            PER_ENTRY=w is not None and w.shape[1] > 1, RELU=relu, BEFORE=before is not None, NORM=len(gain) > 0, RAW=raw, ALIGNED=aligned(dim, [slots]), num_warps=_warps(block), **early(y),
         )  # fmt: skip
     return out, rough
 
@@ -318,6 +327,6 @@ def add_norm(x: Tensor, y: Tensor | None, gain: Tensor, eps: float) -> tuple[Ten
         launch(
             _add_norm_kernel, (tokens,), x,
             x, x if y is None else y, gain, x if total is None else total, out, tokens, eps,
-            D=dim, BD=block, ADD=y is not None, num_warps=min(16, max(1, block // 512)),
+            D=dim, BD=block, ADD=y is not None, num_warps=min(16, max(1, block // 512)), **early(x),
         )  # fmt: skip
     return total, out

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from depthmix.ops.gpu.early import early, wait_for_last
 from depthmix.ops.gpu.launch import launch
 
 
@@ -39,9 +40,11 @@ def _turn(x, out, at, to, gain, c, ok, cos, sin, eps, HALF: tl.constexpr, NORM: 
 def _turn_kernel(
     q, k, v, cos, sin, q_gain, k_gain, position, q_out, keys, values, T: tl.int32, cos_row: tl.int32, slots: tl.int64, eps,
     H: tl.constexpr, BH: tl.constexpr, KV: tl.constexpr, BKV: tl.constexpr, HALF: tl.constexpr, BHALF: tl.constexpr,
-    NORM: tl.constexpr,
+    NORM: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     D: tl.constexpr = 2 * HALF
+    if EARLY:
+        wait_for_last()
     token = tl.program_id(0).to(tl.int64)  # of B * T
     b, t = token // T, token % T
     c = tl.arange(0, BHALF)
@@ -63,7 +66,11 @@ def _turn_kernel(
 
 
 @triton.jit(do_not_specialize=["n"])
-def _activate_kernel(gate, up, out, n: tl.int64, UNIT: tl.constexpr, BLOCK: tl.constexpr, GATED: tl.constexpr):
+def _activate_kernel(
+    gate, up, out, n: tl.int64, UNIT: tl.constexpr, BLOCK: tl.constexpr, GATED: tl.constexpr, EARLY: tl.constexpr
+):  # fmt: skip
+    if EARLY:
+        wait_for_last()
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     ok = i < n * UNIT  # whole rows of 16 bytes, if that is what there is
     x = tl.load(up + i, mask=ok, other=0.0).to(tl.float32)
@@ -91,7 +98,7 @@ def turn_and_store(
             q, k, v, cos, sin, q if q_gain is None else q_gain, q if k_gain is None else k_gain, position, out, keys, values,
             length, length if len(cos) > 1 else 0, keys.shape[2], eps,
             H=heads, BH=rows, KV=k.shape[2], BKV=triton.next_power_of_2(k.shape[2]), HALF=dim // 2, BHALF=block,
-            NORM=q_gain is not None, num_warps=min(8, max(1, rows * block // 256)),
+            NORM=q_gain is not None, num_warps=min(8, max(1, rows * block // 256)), **early(q),
         )  # fmt: skip
     return out
 
@@ -105,6 +112,6 @@ def activate(gate: Tensor | None, up: Tensor) -> Tensor:
         launch(
             _activate_kernel, (triton.cdiv(n, block),), up,
             up if gate is None else gate, up, out, n // unit, UNIT=unit, BLOCK=block, GATED=gate is not None,
-            num_warps=max(1, block // 256),
+            num_warps=max(1, block // 256), **early(up),
         )  # fmt: skip
     return out
