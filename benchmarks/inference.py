@@ -186,7 +186,7 @@ def recorded(call: Callable[[], object], device: torch.device) -> Callable[[], o
     with written_afterwards(device) as constants, torch.cuda.graph(graph, stream=side):
         kept = call()
 
-    def replay(_: object = (constants, kept)) -> object:
+    def replay(_: object = (constants, kept, call)) -> object:  # with all that the graph reads and writes
         graph.replay()
         return kept
 
