@@ -87,21 +87,23 @@ def _attend_kernel(
         at = (i + tl.where(i >= head, skip, 0)) * stride
         x = _rows(slots, at, t, N, d, (i < n)[:, None] & ok[None, :], D, ALIGNED)
     v = _newest(slots, y, before, slot, t, way, N, d, ok, D, BEFORE)
-    square, dot = tl.split(tl.sum(tl.join(v * v, v * u), 0))
-    m, z, acc = dot * tl.rsqrt(square / D + eps), 1.0, v
-    if BANK:  # the mixture of older sources, with weights that sum to one
-        lse = tl.load(bank_lse + t)
-        top = tl.maximum(m, lse)
-        own, old = tl.exp(m - top), tl.exp(lse - top)
-        m, z, acc = top, own + old, own * v + old * tl.load(bank + t * D + d, mask=ok, other=0.0)
+    m, z, acc = float("-inf"), 0.0, tl.zeros([BD], tl.float32)
     if MANY:
+        square, dot = tl.split(tl.sum(tl.join(v * v, v * u), 0))
+        m, z, acc = dot * tl.rsqrt(square / D + eps), 1.0, v
         for start in range(0, n, NS):
             j = start + i
             at = (j + tl.where(j >= head, skip, 0)) * stride
             x = _rows(slots, at, t, N, d, (j < n)[:, None] & ok[None, :], D, ALIGNED)
             m, z, acc = _attend(x.to(tl.float32), j < n, u, m, z, acc, eps, D)
-    else:
-        m, z, acc = _attend(x.to(tl.float32), i < n, u, m, z, acc, eps, D)
+    else:  # the newest is one more row of the tile: one reduction for all logits
+        x = tl.where((i == n)[:, None], v.to(x.dtype)[None, :], x)
+        m, z, acc = _attend(x.to(tl.float32), i <= n, u, m, z, acc, eps, D)
+    if BANK:  # the mixture of older sources, with weights that sum to one
+        lse = tl.load(bank_lse + t)
+        top = tl.maximum(m, lse)
+        own, old = tl.exp(m - top), tl.exp(lse - top)
+        z, acc = own * z + old, own * acc + old * tl.load(bank + t * D + d, mask=ok, other=0.0)
     acc = acc / z
     if NORM:
         acc = acc * tl.rsqrt(tl.sum(acc * acc, 0) / D + out_eps) * gain
@@ -251,13 +253,14 @@ def attend(
     out = torch.empty(ways, *y.shape, dtype=slots.dtype, device=y.device)
     if tokens:
         block = triton.next_power_of_2(dim)
-        rows = min(triton.next_power_of_2(max(1, n)), rows_at_once(dim))
+        rows = rows_at_once(dim)  # the newest among them, if all fit
+        many = n + 1 > rows
         launch(
             _attend_kernel, (tokens, ways), y,
             slots, y, y if before is None else before, *_three(query, y), *_three(key_gain, y), *_three(gain, query[0]),
             query[0] if bank is None else bank, query[0] if bank_lse is None else bank_lse, out,
             tokens, slot, stride, head, skip, n, eps, out_eps,
-            D=dim, BD=block, NS=rows, MANY=n > rows, WAYS=ways, BEFORE=before is not None, BANK=bank is not None,
+            D=dim, BD=block, NS=rows if many else triton.next_power_of_2(n + 1), MANY=many, WAYS=ways, BEFORE=before is not None, BANK=bank is not None,
             NORM=len(gain) > 0, ALIGNED=aligned(dim, [slots]), num_warps=_warps(block), **early(y),
         )  # fmt: skip
     return out
