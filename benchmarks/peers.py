@@ -29,9 +29,10 @@ from depthmix import create_mixer
 from depthmix.config import TrainConfig
 from depthmix.device import autocast
 from depthmix.models import Decoder
+from depthmix.runs.restore import model_config
 from depthmix.study.arms import parse_arms
 from depthmix.train.evaluate import token_losses
-from depthmix.train.loop import Trainer, model_config
+from depthmix.train.loop import Trainer
 
 STREAMS = 4
 TARGET = "<= 0.5"

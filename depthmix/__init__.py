@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from depthmix import ops
     from depthmix.insight import depth_mixing
     from depthmix.mixers import ContractError, Mixer, OptionError, create_mixer, list_mixers, param_groups, shard_mixer
-    from depthmix.models import Decoder, DecoderConfig
+    from depthmix.models import Decoder, DecoderConfig, Vit, VitConfig
     from depthmix.runs.restore import Trained
 
 __version__ = "0.1.0"
@@ -23,6 +23,8 @@ __all__ = [
     "DecoderConfig",
     "Mixer",
     "OptionError",
+    "Vit",
+    "VitConfig",
     "create_mixer",
     "depth_mixing",
     "list_mixers",
@@ -45,7 +47,7 @@ _HOMES = {
         "param_groups",
         "shard_mixer",
     ),
-    "depthmix.models": ("Decoder", "DecoderConfig"),
+    "depthmix.models": ("Decoder", "DecoderConfig", "Vit", "VitConfig"),
     "depthmix.ops": (),
 }
 

@@ -81,19 +81,21 @@ def offer(action: argparse.Action, hint: Any) -> None:
 
     words = {"mixer": list_mixers(), "arms": list_mixers(), "device": ["auto", "cpu", "cuda", "mps"]}
     paths = dict.fromkeys(("data", "out", "run", "init", "model"), shtab.DIRECTORY)
-    paths |= dict.fromkeys(("recipe", "input", "tokenizer"), shtab.FILE)
+    paths |= dict.fromkeys(("recipe", "input", "images", "tokenizer"), shtab.FILE)
     action.choices = get_args(hint) if get_origin(hint) is Literal else words.get(action.dest)
     if action.dest in paths:
         action.complete = paths[action.dest]  # type: ignore[attr-defined]  # where shtab looks for it
 
 
 def run_data(config: DataConfig) -> None:
-    from depthmix.data.prepare import prepare, summary
+    from depthmix.data import prepare, prepare_images
     from depthmix.train.progress import phases
 
     with phases() as progress:
-        folder = prepare(config, progress)
-    print(summary(folder))
+        if config.images:
+            print(prepare_images.summary(prepare_images.prepare_images(config, progress)))
+        else:
+            print(prepare.summary(prepare.prepare(config, progress)))
 
 
 def run_train(config: TrainConfig) -> None:
@@ -101,11 +103,15 @@ def run_train(config: TrainConfig) -> None:
 
     folder = train(config)
     result = folder.read_result()
-    loss, perplexity, bits = (result[k] for k in ("val_loss", "perplexity", "bits_per_byte"))
+    loss = result["val_loss"]
     if loss is None:  # not finite: older versions let a run end so
         what = f"the run in {folder.path} ended in a loss that is not a number"
         raise UserError(f"{what}: its weights are not usable; start again in another folder, with a lower lr", DIVERGED)
-    print(f"validation loss {loss:.4f}, perplexity {perplexity:.2f}, {bits:.4f} bits per byte; run in {folder.path}")
+    if "accuracy" in result:
+        learnt = f"accuracy {result['accuracy']:.2%}"
+    else:
+        learnt = f"perplexity {result['perplexity']:.2f}, {result['bits_per_byte']:.4f} bits per byte"
+    print(f"validation loss {loss:.4f}, {learnt}; run in {folder.path}")
 
 
 def run_compare(config: CompareConfig) -> None:
@@ -188,7 +194,7 @@ def run_doctor() -> None:
 
 
 COMMANDS: dict[str, tuple[type | None, Callable[..., None], str]] = {
-    "train": (TrainConfig, run_train, "train one language model"),
+    "train": (TrainConfig, run_train, "train one model, on text or on images"),
     "compare": (CompareConfig, run_compare, "train several mechanisms on the same data and compare them at equal cost"),
     "study": (
         StudyConfig,
@@ -196,7 +202,11 @@ COMMANDS: dict[str, tuple[type | None, Callable[..., None], str]] = {
         "run a study, a file of arms and seeds, in pieces, and write its table and figures",
     ),
     "plan": (PlanConfig, run_plan, "memory, communication and step time of a recipe on GPUs that are not here"),
-    "eval": (EvalConfig, run_eval, "loss, perplexity and bits per byte of a trained model on any text"),
+    "eval": (
+        EvalConfig,
+        run_eval,
+        "loss, perplexity and bits per byte of a trained model on any text, accuracy on images",
+    ),
     "generate": (GenerateConfig, run_generate, "continue a text with a trained model"),
     "inspect": (InspectConfig, run_inspect, "look inside a trained model: what layers read from each other"),
     "retrofit": (
@@ -204,7 +214,7 @@ COMMANDS: dict[str, tuple[type | None, Callable[..., None], str]] = {
         run_retrofit,
         "give a pretrained Hugging Face model a mechanism, with the same logits",
     ),
-    "data": (DataConfig, run_data, "prepare a corpus"),
+    "data": (DataConfig, run_data, "prepare a corpus or images"),
     "list": (None, run_list, "mechanisms and their options"),
     "doctor": (None, run_doctor, "versions, device, and what will be used"),
 }

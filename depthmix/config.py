@@ -18,12 +18,17 @@ def option(default: Any, help: str, first: bool = False) -> Any:
 
 @dataclass
 class DataConfig:
-    """Prepare a corpus: train a tokenizer on it (or take one) and write its tokens to disk."""
+    """Prepare data: a corpus, for which a tokenizer is trained (or taken), or images; tokens or pixels are written to disk."""
 
     input: list[str] = option(
         [],
         "files or folders of text (.txt, .md and the like, source code), .jsonl or .parquet, all but the last also as .gz, or hf:NAME[:SPLIT] for a Hugging Face dataset",
     )
+    images: str = option(
+        "",
+        "images in the place of a corpus: a folder with a folder of pictures for each class (or train/CLASS and val/CLASS), one with images.npy and labels.npy, or an .npz with images and labels",
+    )
+    image_size: int | None = option(None, "make pictures so high and wide, by their middle; none: all are of one size")
     out: str = option("", "folder to write")
     vocab_size: int = option(16384, "entries of the byte-level BPE trained on the corpus")
     tokenizer: str = option("", "a saved tokenizer.json to use instead of training one")
@@ -31,14 +36,14 @@ class DataConfig:
     document: Literal["file", "line", "blank"] = option(
         "file", "what one document is in plain text: the file, a line, or paragraphs between two blank lines"
     )
-    val_fraction: float = option(0.05, "share of the documents kept for validation")
+    val_fraction: float = option(0.05, "share of the documents, or of the images of each class, kept for validation")
     seed: int = option(0, "seed of the split")
     overwrite: bool = option(False, "replace prepared data that is already there")
 
 
 @dataclass
 class TrainConfig:
-    """Train one language model."""
+    """Train one model: a language model on text, a vision transformer on images."""
 
     data: str = option("", "folder written by `depthmix data`")
     out: str = option("", "run folder; an interrupted run found there is resumed")
@@ -65,10 +70,19 @@ class TrainConfig:
     plain_eps: bool = option(
         False, "norms count eps as on the plain stream, of which reads begin as a share; init sets it"
     )
+    patch_size: int = option(4, "images: height and width of a patch, in pixels")
+    pool: Literal["token", "mean"] = option(
+        "mean", "images: what the head reads, a class token or the mean of the patches"
+    )
+    positions: Literal["learned", "sincos"] = option("learned", "images: positions of the patches")
+    crop: int = option(0, "images: move each by up to so many pixels each way, for training")
+    flip: bool = option(False, "images: mirror half of them, for training")
 
     seq_len: int = option(512, "tokens in a sequence")
-    batch_size: int = option(64, "sequences in a step")
-    micro_batch_size: int | None = option(None, "sequences at a time (gradients accumulate); none: the whole batch")
+    batch_size: int = option(64, "sequences or images in a step")
+    micro_batch_size: int | None = option(
+        None, "sequences or images at a time (gradients accumulate); none: the whole batch"
+    )
     steps: int = option(1200, "optimizer steps")
     optimizer: Literal["adamw", "muon"] = option("adamw", "muon takes the hidden matrices, AdamW the rest")
     lr: float = option(1.5e-3, "peak learning rate")
@@ -115,6 +129,11 @@ class TrainConfig:
     tensorboard: bool = option(False, "also write TensorBoard events")
     wandb: str = option("", "also log to this Weights & Biases project")
     quiet: bool = option(False, "no progress bar")
+
+
+# What of it means nothing to the other kind of data.
+OF_TEXT = ("seq_len", "tie_embeddings", "rope_theta", "eval_tokens", "init", "tune", "plain_eps")
+OF_IMAGES = ("patch_size", "pool", "positions", "crop", "flip")
 
 
 @dataclass
@@ -169,7 +188,7 @@ class PlanConfig(CompareConfig):
 
 @dataclass
 class EvalConfig:
-    """Measure a trained model on any text: loss, perplexity, bits per byte."""
+    """Measure a trained model on any text: loss, perplexity, bits per byte; or one of images on what it was validated with: loss, accuracy."""
 
     run: str = option("", "run folder of `depthmix train`, one checkpoint in it, or a folder of `save_pretrained`")
     input: list[str] = option([], "files or folders of text; none: the validation split the model was trained with")

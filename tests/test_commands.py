@@ -3,9 +3,13 @@
 import re
 import shlex
 import shutil
+import sys
 
+import numpy as np
 import pytest
+from PIL import Image
 
+import depthmix.study.compare  # noqa: F401 (for sys.modules: the package names a function so)
 from depthmix.cli import main
 from depthmix.train import step_times
 from project import ROOT
@@ -50,6 +54,27 @@ def place(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(step_times, "A_SECOND", 0.05)  # how exact step times are is tested elsewhere
     return tmp_path
+
+
+def test_every_command_of_the_page_on_vision_runs(place, capsys, monkeypatch):
+    """On a few images of noise, in the shapes that the page speaks of."""
+    monkeypatch.setattr(
+        sys.modules["depthmix.study.compare"], "draw_figures", lambda *_: []
+    )  # tests/train/test_images.py
+    noise = np.random.default_rng(0).integers(0, 256, (20, 32, 32, 3), dtype=np.uint8)
+    np.savez("digits.npz", images=noise[:, :8, :8, 0], labels=np.arange(20) % 4)
+    for split in ("train", "test"):
+        for i, image in enumerate(noise):
+            folder = place / "cifar10" / split / f"class-{i % 2}"
+            folder.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(image).save(folder / f"{i}.png")
+    few = "--n-blocks 1 --dim 12 --n-heads 1 --batch-size 4 --steps 2 --warmup 1 --eval-every 1 --quiet"
+    for command in commands("vision"):
+        argv = shlex.split(re.sub(r" --seeds( \d+)+", "", command))[1:]
+        argv += shlex.split(few) if argv[0] in ("train", "compare") else []
+        argv += ["--seeds", "0", "--compile", "off", "--no-cuda-graph"] if argv[0] == "compare" else []
+        assert main(argv) == 0, f"{command}: {capsys.readouterr().err}"
+    assert "accuracy" in (place / "runs" / "cifar10-vit" / "table.md").read_text()
 
 
 def test_every_command_of_the_pages_runs(place, capsys):

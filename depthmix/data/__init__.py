@@ -1,1 +1,1 @@
-"""Corpora in, tokens out."""
+"""Corpora in, tokens out; images in, pixels out."""

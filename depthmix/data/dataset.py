@@ -108,18 +108,18 @@ class TokenData:
     def open(cls, folder: str | Path) -> TokenData:
         """Check the folder against its meta.json (versions and sizes; `verify` reads everything) and map its files."""
         folder = Path(folder)
-        if not folder.is_dir():
-            raise UserError(
-                f"There is no folder {folder}: make it with `depthmix data --input … --out {folder}`.", DATA
-            )
-        meta = _read_meta(folder)
+        meta = read_meta(folder)
+        if "classes" in meta:
+            raise UserError(f"{folder} holds images, and this needs text: choose another folder.", DATA)
+        if (wrong := _wrong(meta)) is not None:
+            raise UserError(f"{folder / 'meta.json'} is damaged ({wrong}): prepare the data again.", DATA)
         dtype = DTYPES[meta["dtype"]]
         if not (folder / meta["tokenizer"]).is_file():
             raise UserError(f"{folder} is incomplete: {meta['tokenizer']} is missing; prepare the data again.", DATA)
         splits = {}
         for name in SPLITS:
             info = meta["splits"][name]
-            shards = [_map(folder / shard, dtype) for shard in info["shards"]]
+            shards = [map_file(folder / shard, dtype) for shard in info["shards"]]
             if (found := sum(map(len, shards))) != info["tokens"]:
                 raise UserError(
                     f"{folder} is damaged: its {name} split has {found} tokens on disk and {info['tokens']} in meta.json"
@@ -137,14 +137,22 @@ class TokenData:
 
     def verify(self) -> None:
         """Compare every file with its checksum."""
-        for name, expected in self.meta["sha256"].items():
-            with open(self.folder / name, "rb") as file:
-                found = hashlib.file_digest(file, "sha256").hexdigest()
-            if found != expected:
-                raise UserError(f"{self.folder / name} is damaged (wrong checksum): prepare the data again.", DATA)
+        verify(self.folder, self.meta)
 
 
-def _read_meta(folder: Path) -> dict[str, Any]:
+def verify(folder: Path, meta: dict[str, Any]) -> None:
+    """Compare every file of prepared data with its checksum."""
+    for name, expected in meta["sha256"].items():
+        with open(folder / name, "rb") as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+        if found != expected:
+            raise UserError(f"{folder / name} is damaged (wrong checksum): prepare the data again.", DATA)
+
+
+def read_meta(folder: Path) -> dict[str, Any]:
+    """The meta.json of prepared data, of whatever kind."""
+    if not folder.is_dir():
+        raise UserError(f"There is no folder {folder}: make it with `depthmix data --input … --out {folder}`.", DATA)
     try:
         meta = json.loads((folder / "meta.json").read_bytes())
     except FileNotFoundError as e:
@@ -161,8 +169,6 @@ def _read_meta(folder: Path) -> dict[str, Any]:
             f"{folder} has version {version} of the format and this depthmix reads {VERSION}: prepare the data again.",
             DATA,
         )
-    if (wrong := _wrong(meta)) is not None:
-        raise UserError(f"{folder / 'meta.json'} is damaged ({wrong}): prepare the data again.", DATA)
     return meta
 
 
@@ -170,32 +176,35 @@ def _wrong(meta: dict[str, Any]) -> str | None:
     """What makes a meta.json unusable; names are checked too, for nothing outside the folder may be read."""
     if meta.get("dtype") not in DTYPES:
         return "dtype"
-    if not _count(meta.get("vocab_size"), 1):
+    if not is_count(meta.get("vocab_size"), 1):
         return "vocab_size"
-    if not _name(meta.get("tokenizer")):
+    if not is_name(meta.get("tokenizer")):
         return "tokenizer"
     sums = meta.get("sha256")
-    if not isinstance(sums, dict) or not all(map(_name, sums)):
+    if not isinstance(sums, dict) or not all(map(is_name, sums)):
         return "sha256"
     for split in SPLITS:
         info = meta["splits"].get(split) if isinstance(meta["splits"], dict) else None
-        if not isinstance(info, dict) or not all(_count(info.get(k), 0) for k in ("tokens", "bytes", "documents")):
+        if not isinstance(info, dict) or not all(is_count(info.get(k), 0) for k in ("tokens", "bytes", "documents")):
             return f"split {split}"
         shards = info.get("shards")
-        if not isinstance(shards, list) or not shards or not all(map(_name, shards)):
+        if not isinstance(shards, list) or not shards or not all(map(is_name, shards)):
             return f"shards of {split}"
     return None
 
 
-def _count(value: Any, least: int) -> bool:
+def is_count(value: Any, least: int) -> bool:
+    """Whether a value of meta.json is a whole number of at least so much."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
-def _name(value: Any) -> bool:
+def is_name(value: Any) -> bool:
+    """Whether a value of meta.json names a file in its own folder."""
     return isinstance(value, str) and value not in ("", ".", "..") and not set(value) & set("/\\:\0")
 
 
-def _map(path: Path, dtype: np.dtype) -> np.ndarray:
+def map_file(path: Path, dtype: np.dtype) -> np.ndarray:
+    """A file of prepared data, memory-mapped."""
     try:
         size = path.stat().st_size
         if size == 0 or size % dtype.itemsize:
@@ -221,38 +230,49 @@ def _windows(split: Split, seq_len: int, batch_size: int) -> int:
     return (split.n_tokens - 1) // seq_len
 
 
-class Batches:
-    """Training batches: `get(step)` is a function of the data, the arguments and the step, and of nothing else.
+class Order:
+    """In which order a seed takes n things, epoch after epoch: every epoch takes all of them once, in an order of its own."""
 
-    Windows of seq_len + 1 tokens start at multiples of seq_len. Every epoch takes all of them once, in an order of its
-    own, and the next epoch goes on where it ends, within a batch if need be.
-    """
-
-    def __init__(self, split: Split, seq_len: int, batch_size: int, seed: int) -> None:
-        self.split, self.seq_len, self.batch_size, self.seed = split, seq_len, batch_size, seed
-        self.n_windows = _windows(split, seq_len, batch_size)
-        self.steps_per_epoch = -(-self.n_windows // batch_size)  # after so many steps every window was seen
+    def __init__(self, n: int, seed: int) -> None:
+        self.n, self.seed = n, seed
         self._orders: dict[int, np.ndarray] = {}
 
-    def get(self, step: int) -> Tensor:
-        """Batch `step` (from 0), a LongTensor [batch_size, seq_len + 1]."""
-        if step < 0:
-            raise IndexError(f"step {step}")
-        out = np.empty((self.batch_size, self.seq_len + 1), np.int64)
-        for i in range(self.batch_size):
-            epoch, position = divmod(step * self.batch_size + i, self.n_windows)
-            self.split.read(int(self._order(epoch)[position]) * self.seq_len, out[i])
-        return torch.from_numpy(out)
+    def take(self, first: int, count: int) -> list[int]:
+        """The things number `first` to `first + count`; where an epoch ends, the next one goes on."""
+        places = (divmod(first + i, self.n) for i in range(count))
+        return [int(self._order(epoch)[position]) for epoch, position in places]
 
     def _order(self, epoch: int) -> np.ndarray:
         order = self._orders.get(epoch)
         if order is None:
             # Sorting raw bits: numpy promises the bits of Philox, not what its shuffles make of them.
             key = np.array([self.seed % 2**64, epoch], np.uint64)
-            bits = np.random.Philox(key=key).random_raw(self.n_windows)
+            bits = np.random.Philox(key=key).random_raw(self.n)
             order = bits.argsort(kind="stable")
             self._orders = {k: v for k, v in self._orders.items() if k == epoch - 1} | {epoch: order}
         return order
+
+
+class Batches:
+    """Training batches: `get(step)` is a function of the data, the arguments and the step, and of nothing else.
+
+    Windows of seq_len + 1 tokens start at multiples of seq_len; a batch may lie in two epochs.
+    """
+
+    def __init__(self, split: Split, seq_len: int, batch_size: int, seed: int) -> None:
+        self.split, self.seq_len, self.batch_size, self.seed = split, seq_len, batch_size, seed
+        self.n_windows = _windows(split, seq_len, batch_size)
+        self.steps_per_epoch = -(-self.n_windows // batch_size)  # after so many steps every window was seen
+        self.order = Order(self.n_windows, seed)
+
+    def get(self, step: int) -> Tensor:
+        """Batch `step` (from 0), a LongTensor [batch_size, seq_len + 1]."""
+        if step < 0:
+            raise IndexError(f"step {step}")
+        out = np.empty((self.batch_size, self.seq_len + 1), np.int64)
+        for row, window in zip(out, self.order.take(step * self.batch_size, self.batch_size), strict=True):
+            self.split.read(window * self.seq_len, row)
+        return torch.from_numpy(out)
 
 
 def validation_batches(

@@ -61,7 +61,7 @@ def prepare(
     _check(config)
     report: Progress = progress or (lambda phase, done, total: None)
     tokenizer = load_tokenizer(config.tokenizer) if config.tokenizer else None
-    with _staged(Path(config.out), config.overwrite) as folder:
+    with staged(Path(config.out), config.overwrite) as folder:
         listing = find_sources(config.input)
         scan = _scan(_pieces(listing, config), config.seed, report)
         total = int(scan.sizes.sum())
@@ -72,7 +72,7 @@ def prepare(
             split = {"by": boundary, "character": at, "note": "one document only: its end is the validation split"}
         else:
             at = 0
-            in_val, by = _choose(scan.keys, config.val_fraction, config.seed)
+            in_val, by = choose(scan.keys, config.val_fraction, config.seed)
             split = {"by": by}
 
         def corpus() -> Iterator[tuple[str, bool]]:
@@ -149,7 +149,7 @@ def _scan(corpus: Pieces, seed: int, report: Progress) -> Scan:
     return Scan(np.array(keys, np.uint64), np.array(sizes, np.int64), characters)
 
 
-def _choose(keys: np.ndarray, fraction: float, seed: int) -> tuple[np.ndarray, str]:
+def choose(keys: np.ndarray, fraction: float, seed: int) -> tuple[np.ndarray, str]:
     """Which documents are for validation: those with the smallest keys, copies of one document together, so that none is on both sides."""
     unique, group, counts = np.unique(keys, return_inverse=True, return_counts=True)
     by = "document"
@@ -260,7 +260,7 @@ def _write(
 
 
 @contextlib.contextmanager
-def _staged(target: Path, overwrite: bool) -> Iterator[Path]:
+def staged(target: Path, overwrite: bool) -> Iterator[Path]:
     """A folder beside the target to fill: it takes the target's place when the block ends well and goes away when it does not.
 
     What a killed process left there is removed by the next one.
@@ -323,7 +323,7 @@ def _is_prepared(folder: Path) -> bool:
         meta = json.loads((folder / "meta.json").read_bytes())
     except (OSError, ValueError):
         return False
-    return isinstance(meta, dict) and "splits" in meta and "vocab_size" in meta
+    return isinstance(meta, dict) and "splits" in meta and ("vocab_size" in meta or "classes" in meta)
 
 
 def _take(folder: Path, target: Path, locks: contextlib.ExitStack) -> None:

@@ -21,7 +21,8 @@ from transformers.utils import can_return_tuple
 from depthmix.hf.configuration import DepthmixConfig
 from depthmix.hf.rounding import warn_if_rounded
 from depthmix.mixers.base import Read
-from depthmix.models.decoder import EMBEDDING_STD, Backbone, Trace, init_matrix, token_positions
+from depthmix.models.blocks import Trace, init_matrix
+from depthmix.models.decoder import EMBEDDING_STD, Backbone, token_positions
 from depthmix.models.layers import Attention, Context
 from depthmix.ops.norm import RMSNorm
 

@@ -1,27 +1,24 @@
 """A Llama-style decoder whose connections over depth are a choice.
 
-Pre-norm, RMSNorm, rotary positions, grouped-query attention, SwiGLU or squared ReLU. The whole model is: start, then for each
-site write(sublayer(read)), then finish; which rule the mixer follows is its own business.
+Pre-norm, RMSNorm, rotary positions, grouped-query attention, SwiGLU or squared ReLU; how its layers are connected is in blocks.py.
 """
 
 from __future__ import annotations
 
 import copy
-import math
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from depthmix.mixers.base import Read, create_mixer, mixer_class
-from depthmix.mixers.options import check_options
+from depthmix.mixers.base import create_mixer
 from depthmix.mixers.plain import eps_of_plain
+from depthmix.models.blocks import Blocks, as_autocast, complete_sizes
 from depthmix.models.cache import KVCache
 from depthmix.models.exchange import ARCHITECTURE, FIELDS, MODEL_TYPE, auto_map, code
-from depthmix.models.layers import Attention, Context, Mlp, MlpKind, Rotary, causal_mask, last_tokens
+from depthmix.models.layers import Context, MlpKind, Rotary, causal_mask, last_tokens
 from depthmix.names import DEFAULT_MIXER
-from depthmix.ops.norm import RMSNorm
 
 EMBEDDING_STD = 0.02
 LEFT_OUT: Any = None  # __post_init__ works it out from the rest
@@ -49,61 +46,21 @@ class DecoderConfig:
     mixer_options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.n_kv_heads = self.n_heads if self.n_kv_heads is None else self.n_kv_heads
-        for name in ("vocab_size", "dim", "n_blocks", "n_heads", "n_kv_heads"):
-            self._at_least_one(name)
-        if self.n_heads % self.n_kv_heads:
-            raise ValueError(f"n_kv_heads must divide n_heads={self.n_heads}, got {self.n_kv_heads}")
-        if self.head_dim is None:
-            if self.dim % self.n_heads:
-                raise ValueError(f"n_heads must divide dim={self.dim} unless head_dim is given, got {self.n_heads}")
-            self.head_dim = self.dim // self.n_heads
-        self._at_least_one("head_dim")
+        complete_sizes(self, "vocab_size")
         if self.head_dim % 2:
             raise ValueError(f"head_dim must be even for rotary positions, got {self.head_dim}")
-        if self.mlp not in ("swiglu", "relu2"):
-            raise ValueError(f"mlp must be 'swiglu' or 'relu2', got {self.mlp!r}")
-        if self.mlp_dim is None:
-            self.mlp_dim = 4 * self.dim if self.mlp == "relu2" else 64 * math.ceil(8 * self.dim / 3 / 64)
-        self._at_least_one("mlp_dim")
-        check_options(self.mixer, mixer_class(self.mixer).options, self.mixer_options)
-
-    def _at_least_one(self, name: str) -> None:
-        value = getattr(self, name)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
 
 
-@dataclass
-class Trace:
-    """What to keep of one pass, for those who look; a list that is not given is not kept."""
-
-    sources: list[Tensor] | None = None  # the embedding, then the output of every sublayer
-    mixtures: list[Tensor] | None = None  # what every block reads before its norm (with several ways: for its queries)
-
-
-class Backbone(nn.Module):
-    """A decoder without its head: embedding, then read, sublayer, write for every site, then the final norm.
-
-    It has no `__init__`, so that models of other libraries, which have one of their own, can be one: `_build` makes its modules.
-    """
+class Backbone(Blocks):
+    """A decoder without its head: embedding, blocks, final norm."""
 
     def _build(self, config: DecoderConfig) -> None:
-        with torch.device(
-            "meta"
-        ):  # nothing is drawn yet, so one seed gives the same weights elsewhere whatever the mixer
-            self.mixer = create_mixer(config.mixer, dim=config.dim, n_blocks=config.n_blocks, **config.mixer_options)
+        self._build_mixer(config)
         self.embedding = nn.Embedding(config.vocab_size, config.dim)
         self.rotary = Rotary(config.head_dim, config.rope_theta)
-        self.norms, self.sublayers = nn.ModuleList(), nn.ModuleList()  # by site
-        for site in range(self.mixer.n_sites):
-            ways, eps = self.mixer.ways(site), self._eps(config, site)
-            self.norms.append(nn.ModuleList(RMSNorm(config.dim, eps=eps) for _ in range(ways)))
-            self.sublayers.append(_attention(config, site // 2) if site % 2 == 0 else _mlp(config))
-        self.final_norm = RMSNorm(config.dim, eps=self._eps(config, self.mixer.n_sites))
-        self.mixer.to_empty(device=self.embedding.weight.device)
+        self._build_blocks(config)
 
-    def _eps(self, config: DecoderConfig, site: int) -> float:
+    def _eps(self, config: Any, site: int) -> float:
         return eps_of_plain(self.mixer, site, config.norm_eps) if config.plain_eps else config.norm_eps
 
     def change_mixer(self, config: DecoderConfig) -> None:
@@ -121,44 +78,7 @@ class Backbone(nn.Module):
         """What enters the first block: [B, T, D]."""
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("forward: expected either input_ids or inputs_embeds")
-        x = self.embedding(input_ids) if inputs_embeds is None else inputs_embeds
-        if torch.is_autocast_enabled(x.device.type):  # autocast leaves the embedding in fp32, and the state follows it
-            x = x.to(torch.get_autocast_dtype(x.device.type))
-        return x
-
-    def through_blocks(self, x: Tensor, context: Context, trace: Trace | None = None) -> Tensor:
-        """What the head sees of embeddings [B, T, D]: the blocks' output after the final norm."""
-        mixer, trace = self.mixer, trace or Trace()
-        sources, mixtures = trace.sources, trace.mixtures
-        if sources is not None:
-            sources.append(x)
-        state = mixer.start(x)
-        for site, (norm, sublayer) in enumerate(zip(self.norms, self.sublayers, strict=True)):
-            if mixtures is not None and site % 2 == 0:
-                h = mixer.read(state, site)
-                mixtures.append(h[0] if isinstance(h, tuple) else h)
-            y = self._run_sublayer(sublayer, mixer.read(state, site, norm), context)
-            if sources is not None:
-                sources.append(y)
-            state = mixer.write(state, site, y)
-        return mixer.finish(state, self.final_norm)
-
-    def _run_sublayer(self, sublayer: nn.Module, h: Read, context: Context) -> Tensor:
-        return sublayer(h, context)
-
-
-def _attention(c: DecoderConfig, block: int) -> Attention:
-    eps = c.norm_eps if c.qk_norm else None
-    return Attention(block, c.dim, c.n_heads, c.n_kv_heads, c.head_dim, eps, c.qk_gain)
-
-
-def _mlp(c: DecoderConfig) -> Mlp:
-    return Mlp(c.mlp, c.dim, c.mlp_dim)
-
-
-def init_matrix(linear: nn.Linear, n_sites: int = 1) -> None:
-    """A matrix N(0, 1/fan_in); an output projection's, of which `n_sites` add up, is divided by sqrt(n_sites)."""
-    nn.init.normal_(linear.weight, std=1 / math.sqrt(linear.in_features) / math.sqrt(n_sites))
+        return as_autocast(self.embedding(input_ids) if inputs_embeds is None else inputs_embeds)
 
 
 def token_positions(mask: Tensor | None, past: Any, length: int, device: torch.device) -> Tensor:
@@ -188,11 +108,7 @@ class Decoder(Backbone):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Matrices N(0, 1/fan_in), output projections divided by sqrt(sites), embedding and head N(0, 0.02²)."""
-        for name, module in self.named_modules():
-            if isinstance(module, nn.Linear):
-                init_matrix(module, self.mixer.n_sites if name.endswith("out_proj") else 1)
-            elif isinstance(module, RMSNorm) and module.weight is not None:
-                nn.init.ones_(module.weight)
+        self._reset_blocks()
         nn.init.normal_(self.head.weight, std=EMBEDDING_STD)
         nn.init.normal_(self.embedding.weight, std=EMBEDDING_STD)
         self.mixer.reset_parameters()
@@ -234,24 +150,6 @@ class Decoder(Backbone):
             return Context(cos, sin, last_tokens(length, n_keys), cache)
         return Context(cos, sin, causal_mask(mask, past, length, n_keys, x.device), cache)
 
-    def parameter_counts(self) -> dict[str, int]:
-        """Parameters by part, `total`, and `added_by_mixer`: the mixer's own and the norms that its extra ways need."""
-        counts = dict.fromkeys(("embedding", "attention", "mlp", "norms", "mixer", "head"), 0)
-        for name, p in self.named_parameters():  # tied weights come once
-            part = name.split(".")[0]
-            if part == "sublayers":
-                part = "attention" if int(name.split(".")[1]) % 2 == 0 else "mlp"
-            counts["norms" if part == "final_norm" else part] += p.numel()
-        counts["total"] = sum(counts.values())
-        named = dict(self.named_parameters())
-        counts["added_by_mixer"] = sum(named[name].numel() for name in self.added_by_mixer())
-        return counts
-
-    def added_by_mixer(self) -> list[str]:
-        """The names of the parameters that are there for the mixer: its own, and the norms of ways after the first."""
-        parts = ((name, name.split(".")) for name, _ in self.named_parameters())
-        return [name for name, part in parts if part[0] == "mixer" or (part[0] == "norms" and part[2] != "0")]
-
     def change_mixer(self, config: DecoderConfig) -> None:
         super().change_mixer(config)
         self.config = config
@@ -269,11 +167,6 @@ class Decoder(Backbone):
     def code(self) -> str:
         """The code that its folders carry."""
         return code()
-
-    def repeated_parts(self) -> tuple[list[nn.Module], list[nn.Module]]:
-        """What can be recomputed or compiled piece by piece: the sublayers, and the norms around them."""
-        norms = [n for n in self.norms.modules() if isinstance(n, RMSNorm)]
-        return list(self.sublayers), [*norms, self.final_norm]
 
 
 def _tie(decoder: Decoder, loaded: Any = None) -> None:

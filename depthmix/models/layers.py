@@ -33,8 +33,10 @@ class Rotary(nn.Module):
         return angle.cos(), angle.sin()
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Apply rotary positions to x [B, heads, T, d], in fp32, rounded once."""
+def rotate(x: Tensor, cos: Tensor | None, sin: Tensor | None) -> Tensor:
+    """Apply rotary positions, if any, to x [B, heads, T, d], in fp32, rounded once."""
+    if cos is None or sin is None:
+        return x
     a, b = x.chunk(2, dim=-1)
     return (x * cos + torch.cat([-b, a], dim=-1) * sin).to(x.dtype)
 
@@ -96,6 +98,12 @@ def scaled_dot_product(attention: Attention, q: Tensor, k: Tensor, v: Tensor, co
     return y.transpose(1, 2)
 
 
+def in_all_directions(attention: Attention, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
+    """The same with nothing hidden: every query looks at every key."""
+    y = functional.scaled_dot_product_attention(q, k, v, enable_gqa=q.shape[1] != k.shape[1])
+    return y.transpose(1, 2)
+
+
 class Mlp(nn.Module):
     """SwiGLU, down(silu(gate x) * up x), or squared ReLU, down(relu(up x)^2)."""
 
@@ -113,8 +121,8 @@ class Mlp(nn.Module):
 class Context:
     """What attention needs besides its input: the same for every block of one pass."""
 
-    cos: Tensor
-    sin: Tensor
+    cos: Tensor | None  # none: positions are in the embedding
+    sin: Tensor | None
     mask: Any  # True or 0 where a query may look; None: causal; whatever else `attend` takes
     cache: Any  # a Hugging Face Cache, or None
     attend: Callable[[Attention, Tensor, Tensor, Tensor, Context], Tensor] = scaled_dot_product
@@ -122,7 +130,7 @@ class Context:
     @property
     def causal(self) -> bool:
         """Whether the kernel is to hide later tokens itself; of a single one there is nothing to hide."""
-        several = self.cos.shape[-2] > 1
+        several = self.cos is None or self.cos.shape[-2] > 1
         return self.mask is None and (True if several else False)  # noqa: SIM210 (with dynamic shapes it is no bool yet)
 
 

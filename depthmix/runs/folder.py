@@ -245,12 +245,10 @@ class RunFolder:
             raise UserError(f"{path} is damaged: it does not map names to values.", CHECKPOINT)
         return recipe
 
-    def keep_data(self, meta: str | Path, tokenizer: str | Path) -> None:
-        """Keep the data's meta.json and tokenizer.json with the run; data other than the run began with is refused."""
-        for name, source, what in (
-            (TOKENIZER, Path(tokenizer), "the tokenizer"),
-            (DATA_META, Path(meta), "that of the data"),
-        ):
+    def keep_data(self, meta: str | Path, tokenizer: str | Path | None) -> None:
+        """Keep the data's meta.json and, if any, tokenizer.json with the run; data other than the run began with is refused."""
+        of_text = [] if tokenizer is None else [(TOKENIZER, Path(tokenizer), "the tokenizer")]
+        for name, source, what in (*of_text, (DATA_META, Path(meta), "that of the data")):
             try:
                 wanted = source.read_bytes()
             except OSError as error:
@@ -272,6 +270,10 @@ class RunFolder:
             noted = self._read_object(ENVIRONMENT)
             if noted.get("init") != origin:
                 self._replace(ENVIRONMENT, _json({**noted, "init": origin}))
+
+    def data_meta(self) -> dict[str, Any]:
+        """The meta.json of the run's data; empty where it was not kept, or is damaged."""
+        return self._read_object(DATA_META)
 
     def wandb_id(self, project: str) -> str:
         """The run's name in a Weights & Biases project, the same whenever it goes on."""

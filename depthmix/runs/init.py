@@ -66,8 +66,8 @@ def read_source(init: str) -> Source:
         raise UserError(f"init {init!r} does not exist: give a run folder, or one with a saved model", CHECKPOINT)
     checkpoint = path.parent.name == "checkpoints"
     folder, run = (path.parent.parent if checkpoint else path), not is_pretrained(path)
-    if run:
-        RunFolder.open(folder)
+    if run and "classes" in RunFolder.open(folder).data_meta():
+        raise UserError(f"init {init!r} was trained on images: only models of text can be started from", CHECKPOINT)
     if model_type(folder) not in (None, MODEL_TYPE):
         return _read_foreign(path, folder, run)
     found = _of_run(RunFolder(folder)) if run else read_config(path)

@@ -14,7 +14,7 @@ from depthmix.config import TrainConfig
 from depthmix.data.tokenizer import END, load_tokenizer, vocabulary
 from depthmix.errors import CHECKPOINT, DATA, UserError
 from depthmix.mixers import OptionError
-from depthmix.models import Decoder, DecoderConfig
+from depthmix.models import Decoder, DecoderConfig, Vit, VitConfig
 from depthmix.models.exchange import MODEL_TYPE
 from depthmix.runs import foreign
 from depthmix.runs.checkpoint import Checkpoint, latest_checkpoint, load_checkpoint
@@ -26,8 +26,8 @@ from depthmix.runs.pretrained import CONFIG, Pretrained, is_pretrained, model_ty
 class Trained:
     """A trained model with what it takes to use it."""
 
-    model: Any  # a Decoder, or another library's model behind the same calls; in eval mode
-    tokenizer: Any  # a tokenizers.Tokenizer
+    model: Any  # a Decoder, another library's model behind the same calls, or a Vit where the data are images; in eval mode
+    tokenizer: Any  # a tokenizers.Tokenizer; of images there is none
     config: TrainConfig  # of a model that was not trained here: what is known, and no data
     step: int  # of the checkpoint; 0 where there are none
     folder: RunFolder
@@ -44,7 +44,10 @@ def load_model(run: str | Path, device: torch.device) -> Trained:
     if is_pretrained(path):
         return _load_pretrained(path, device)
     folder, saved = open_checkpoint(path)
-    config, tokenizer = read_train_config(folder), _tokenizer(folder)
+    config = read_train_config(folder)
+    if "classes" in (meta := folder.data_meta()):
+        return _load_vit(folder, config, meta, saved, device)
+    tokenizer = _tokenizer(folder)
     model = model_of_run(folder, saved, config, vocabulary(tokenizer))
     return Trained(model.to(device).eval(), tokenizer, config, saved.step, folder, tokenizer.token_to_id(END))
 
@@ -92,6 +95,17 @@ def model_of_pretrained(path: Path, found: Pretrained) -> Decoder:
     return model
 
 
+def _load_vit(
+    folder: RunFolder, config: TrainConfig, meta: dict[str, Any], saved: Checkpoint, device: torch.device
+) -> Trained:
+    try:
+        model = build_vit(config, meta).to(device)
+    except UserError as error:
+        raise UserError(f"{folder.path} describes no model: {error}", CHECKPOINT) from None
+    load_parameters(model, saved.model, config.mixer, f"step {saved.step} of {folder.path}")
+    return Trained(model.eval(), None, config, saved.step, folder)
+
+
 def _load_pretrained(path: Path, device: torch.device) -> Trained:
     found, folder = read_pretrained(path), RunFolder(path)
     tokenizer = _tokenizer(folder, add_end=False)
@@ -132,9 +146,9 @@ def _tokenizer(folder: RunFolder, add_end: bool = True) -> Any:
         raise UserError(f"run {folder.path} cannot be used: {error}", code) from None
 
 
-def shared_fields() -> set[str]:
-    """The fields of a decoder that a training configuration has, too."""
-    return {f.name for f in fields(DecoderConfig)} & {f.name for f in fields(TrainConfig)}
+def shared_fields(model: type = DecoderConfig) -> set[str]:
+    """The fields of a model's configuration that a training configuration has, too."""
+    return {f.name for f in fields(model)} & {f.name for f in fields(TrainConfig)}
 
 
 def model_config(config: TrainConfig, vocab_size: int) -> DecoderConfig:
@@ -150,6 +164,27 @@ def build_decoder(config: TrainConfig, vocab_size: int) -> Decoder:
     described = model_config(config, vocab_size)
     try:
         return Decoder(described)
+    except OptionError as error:
+        raise UserError(str(error)) from error
+
+
+def vit_config(config: TrainConfig, meta: dict[str, Any]) -> VitConfig:
+    """The vision transformer a training configuration describes, for images whose meta.json this is; UserError if there is none."""
+    try:
+        shape = {"image_size": (meta["height"], meta["width"]), "channels": meta["channels"]}
+        own = {name: getattr(config, name) for name in shared_fields(VitConfig)}
+        return VitConfig(n_classes=len(meta["classes"]), **shape, **own)
+    except (KeyError, TypeError) as error:
+        raise UserError(f"the meta.json of its images is damaged ({error})", DATA) from None
+    except ValueError as error:
+        raise UserError(str(error)) from error
+
+
+def build_vit(config: TrainConfig, meta: dict[str, Any]) -> Vit:
+    """That vision transformer; UserError for options of the mixer that do not go together."""
+    described = vit_config(config, meta)
+    try:
+        return Vit(described)
     except OptionError as error:
         raise UserError(str(error)) from error
 

@@ -19,7 +19,7 @@ PAPER = "#fffffe"  # the background; the report makes it transparent
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 DASHES = ("-", "--", "-.", ":")
 LEGEND_COLUMNS = 2
-AXES = {"tokens": "training tokens", "time": "training time"}
+AXES = {"tokens": "training {unit}", "time": "training time"}
 NAMES = {"tokens": "loss-tokens", "time": "loss-time"}
 
 
@@ -110,8 +110,9 @@ def _plot(axes: Any, runs: Sequence[Run], arms: Sequence[str], axis: str) -> Non
     _limits(axes, curves)
     first = next(iter(curves))
     axes.axhline(curves[first][1][-1], color=INK, linewidth=0.9, linestyle=(0, (2, 3)), alpha=0.7, zorder=1)
-    axes.set_xlabel(AXES[axis] + (f", {unit}" if unit else ""))
-    axes.set_ylabel("validation loss, nats per token")
+    seen = "images" if any(run.accuracy is not None for run in runs) else "tokens"
+    axes.set_xlabel(AXES[axis].format(unit=seen) + (f", {unit}" if unit else ""))
+    axes.set_ylabel(f"validation loss, nats per {seen[:-1]}")
     if axis == "tokens":
         axes.xaxis.set_major_formatter(lambda value, _: human(value) if value > 0 else "0")
     axes.grid(color="#8a9199", alpha=0.25, linewidth=0.7)

@@ -8,7 +8,8 @@ from dataclasses import fields
 from pathlib import Path
 
 from depthmix.config import CompareConfig, TrainConfig
-from depthmix.data.dataset import TokenData
+from depthmix.data.images import ImageData
+from depthmix.data.prepared import open_data
 from depthmix.errors import UserError
 from depthmix.names import DEFAULT_MIXER
 from depthmix.runs.init import check_finished, settled
@@ -38,11 +39,11 @@ def check_config(config: CompareConfig) -> list[Arm]:
     arms = parse_arms(config.arms)
     check_finished(config.init)
     check_arms(arms, config.dim, config.n_blocks)
-    _check_plan(make_plan(config, arms))
+    _check_plan(make_plan(config, arms), bool(config.prompt))
     return arms
 
 
-def _check_plan(plan: Sequence[tuple[Arm, TrainConfig]]) -> None:
+def _check_plan(plan: Sequence[tuple[Arm, TrainConfig]], prompted: bool) -> None:
     """What would stop a run is said before anything is written, or the folder would refuse the corrected command."""
     from depthmix.train.loop import check_config, check_run
 
@@ -50,8 +51,10 @@ def _check_plan(plan: Sequence[tuple[Arm, TrainConfig]]) -> None:
     for _, config in plan:
         check_config(config)
         if not is_finished(config):  # those that are do not need the data any more
-            data = data or TokenData.open(config.data)
+            data = data or open_data(config.data)
             check_run(config, data)
+            if prompted and isinstance(data, ImageData):
+                raise UserError(f"prompt is for text, and {config.data} holds images: leave it out")
 
 
 def make_plan(

@@ -11,14 +11,13 @@ from typing import Any
 
 from depthmix.study.figures import INK, NAMES, PAPER
 from depthmix.study.rows import Row
-from depthmix.study.table import AGAINST, COSTS, LEARNT, VAL_LOSS, Column, cells, human, human_time
+from depthmix.study.table import AGAINST, COSTS, VAL_LOSS, Column, cells, human, human_time, learnt, of_images
 from depthmix.study.verdict import footnotes, verdict
 
 CAPTIONS = {
-    "tokens": "Loss against tokens: who learns more from the same text.",
+    "tokens": "Loss against {unit}: who learns more from the same {data}.",
     "time": "Loss against training time: who is further after the same wait. Only the end of a line is a finished schedule.",
 }
-RESULTS = (AGAINST, VAL_LOSS, *LEARNT)  # what counts comes first, where a narrow screen shows it
 STYLE = """
 :root { color-scheme: light dark; --ink: #1f2428; --soft: #57606a; --page: #ffffff; --card: #f5f7f9; --line: #d5dbe1; --best: #0b7a4b; --shade: #8a919966; }
 @media (prefers-color-scheme: dark) {
@@ -58,10 +57,11 @@ def make_report(
     parts = [f"<h1>{escape(title)}</h1>"]
     if not finished:
         parts.append('<p class="warn">This comparison is not finished: run the same command again and it goes on.</p>')
-    parts += [_list(verdict(rows), "verdict"), _facts(recipe, rows), "<h2>Results</h2>", _table(rows, RESULTS)]
+    parts += [_list(verdict(rows), "verdict"), _facts(recipe, rows), "<h2>Results</h2>"]
+    parts.append(_table(rows, (AGAINST, VAL_LOSS, *learnt(rows))))  # what counts first, where a narrow screen shows it
     parts += ["<h3>What it cost</h3>", _table(rows, COSTS)] if rows else []
     parts += [_list([*notes, *footnotes(rows)] if rows else notes, "soft"), _how_to_read(recipe, rows)]
-    parts += [_figure(axis, figures) for axis in NAMES]
+    parts += [_figure(axis, figures, of_images(rows)) for axis in NAMES]
     parts += [_samples(samples), "<h2>Recipe</h2>", f"<pre>{escape(_recipe_text(recipe))}</pre>"]
     head = '<meta charset="utf-8">\n<meta name="viewport" content="width=device-width, initial-scale=1">'
     # Nothing on the page runs or loads: text from a corpus or a model stays text even if an escape were forgotten.
@@ -83,15 +83,18 @@ def _facts(recipe: Mapping[str, Any], rows: Sequence[Row]) -> str:
     size = f"{get('n_blocks')} blocks, width {get('dim')}, {get('n_heads')} heads"
     if rows:
         size += f", {human(rows[0].parameters)} parameters"
-    per_step = f"{get('batch_size')} sequences of {get('seq_len')} tokens per step, {get('optimizer')}, {get('schedule')} schedule"
+    images = of_images(rows)
+    kind = "images" if images else f"sequences of {get('seq_len')} tokens" if rows else "examples"
+    batch = f"{get('batch_size')} {kind}"
+    per_step = f"{batch} per step, {get('optimizer')}, {get('schedule')} schedule"
     if get("budget") == "time":
         budget = (
             "equal time: each arm gets as many steps as fit into the first arm's time, and a full schedule over them"
         )
         budget += f" ({human_time(rows[0].train_seconds)})" if rows else ""
     else:
-        budget = f"equal tokens: every arm makes {get('steps'):,} steps"
-        budget += f" ({human(rows[0].tokens)} tokens)" if rows else ""
+        budget = f"equal {'images' if images else 'tokens'}: every arm makes {get('steps'):,} steps"
+        budget += f" ({human(rows[0].tokens)} {'images' if images else 'tokens'})" if rows else ""
     seeds = ", ".join(str(seed) for seed in get("seeds", []))
     facts = (
         ("arms", ", ".join(str(arm) for arm in get("arms", []))),
@@ -120,15 +123,18 @@ def _table(rows: Sequence[Row], columns: Sequence[Column]) -> str:
 
 def _how_to_read(recipe: Mapping[str, Any], rows: Sequence[Row]) -> str:
     first = escape(rows[0].baseline if rows else "the first arm")
-    cost = "training time" if recipe.get("budget") == "time" else "training text"
+    data, each = ("images", "image") if of_images(rows) else ("text", "token")
+    cost = "training time" if recipe.get("budget") == "time" else f"training {data}"
     return (
-        f"<h2>How to read this</h2>\n<p>Validation loss says how surprised a model is by text it has never seen, so lower is better, and all arms got the same amount of {cost}. "
+        f"<h2>How to read this</h2>\n<p>Validation loss says how surprised a model is by {data} it has never seen, so lower is better, and all arms got the same amount of {cost}. "
         f"The column “against {first}” is what counts: believe a difference when the sentence at the top gives an interval that leaves zero out, and remember that it speaks of one arm at a time. "
-        "“Ratio” and “time to reach” are the price: an arm that learns more from each token but whose steps are much slower can still be the worse choice for your time.</p>"
+        f"“Ratio” and “time to reach” are the price: an arm that learns more from each {each} but whose steps are much slower can still be the worse choice for your time.</p>"
     )
 
 
-def _figure(axis: str, folder: Path) -> str:
+def _figure(axis: str, folder: Path, images: bool) -> str:
+    words = {"unit": "images", "data": "images"} if images else {"unit": "tokens", "data": "text"}
+    caption = escape(CAPTIONS[axis].format(**words))
     try:
         svg = (folder / f"{NAMES[axis]}.svg").read_text(encoding="utf-8")
     except OSError:
@@ -141,10 +147,9 @@ def _figure(axis: str, folder: Path) -> str:
     svg = (
         svg.replace(INK, "currentColor")
         .replace(PAPER, "none")
-        .replace("<svg", f'<svg role="img" aria-label="{escape(CAPTIONS[axis])}"', 1)
+        .replace("<svg", f'<svg role="img" aria-label="{caption}"', 1)
     )
     svg = re.sub(r'\bid="(figure_|axes_|patch_|line2d_|text_|matplotlib)', rf'id="{axis}-\1', svg)
-    caption = escape(CAPTIONS[axis])
     figure = f'<figure><div class="scroll">{svg}</div><figcaption>{caption}</figcaption></figure>'
     return f"<h2>{caption.partition(':')[0]}</h2>\n{figure}"
 

@@ -13,7 +13,7 @@ from typing import Any
 from depthmix.errors import CHECKPOINT, DIVERGED, UserError
 from depthmix.study.interval import half_width
 
-Point = tuple[float, float, float]  # tokens, seconds, validation loss
+Point = tuple[float, float, float]  # tokens or images, seconds, validation loss
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Run:
     seed: int
     path: str
     steps: int
-    tokens: int
+    tokens: int  # or images
     val_loss: float
     bits_per_byte: float | None
     parameters: int
@@ -35,6 +35,7 @@ class Run:
     curve: list[Point]
     step_quartiles: tuple[float, float] | None = None
     core_wait: float | None = None  # share of the CPU time wanted that others had
+    accuracy: float | None = None  # of images
 
     @property
     def train_seconds(self) -> float:
@@ -50,7 +51,7 @@ class Row:
     baseline: str  # the first arm, which the others are compared with
     seeds: int
     steps: int
-    tokens: int
+    tokens: int  # or, where there is an accuracy, images
     val_loss: float
     val_loss_spread: float | None
     difference: float | None  # to the baseline, seed by seed
@@ -68,6 +69,8 @@ class Row:
     time_to_reach: float | None
     reached: int  # seeds that reached it
     paired: int  # seeds both arms have finished
+    accuracy: float | None = None  # of images
+    accuracy_spread: float | None = None
 
 
 def read_run(path: str | Path, arm: str) -> Run:
@@ -75,7 +78,8 @@ def read_run(path: str | Path, arm: str) -> Run:
     path = Path(path)
     result = _read_result(path)
     try:
-        steps, tokens = int(result["steps"]), int(result["tokens"])
+        accuracy = result.get("accuracy")
+        steps, tokens = int(result["steps"]), int(result["tokens" if accuracy is None else "images"])
         parameters = result["parameters"]
         seconds: Any = result.get("seconds")
         step_seconds = float(result.get("step_seconds") or seconds / steps)
@@ -96,6 +100,7 @@ def read_run(path: str | Path, arm: str) -> Run:
             curve=[],
             step_quartiles=None if quartiles is None else (float(quartiles[0]), float(quartiles[1])),
             core_wait=None if wait is None else float(wait),
+            accuracy=None if accuracy is None else float(accuracy),
         )
     except (KeyError, TypeError, ValueError, ZeroDivisionError, AttributeError, IndexError) as error:
         reason = f"{type(error).__name__}: {error}"
@@ -139,7 +144,7 @@ def _read_curve(path: Path, run: Run) -> list[Point]:
             loss = entry.get("val_loss")
             if loss is not None and math.isfinite(loss):
                 step = int(entry["step"])
-                points[step] = (entry["tokens"], step * run.step_seconds, loss)
+                points[step] = (entry["tokens" if run.accuracy is None else "images"], step * run.step_seconds, loss)
     except FileNotFoundError:
         raise UserError(f"{path} has no metrics.jsonl; delete the folder and run again", CHECKPOINT) from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -183,6 +188,7 @@ def _row(own: Sequence[Run], base: dict[int, Run], baseline: str) -> Row:
     everywhere = bool(pairs) and len(fractions) == len(pairs)
     losses = [run.val_loss for run in own]
     bits = [run.bits_per_byte for run in own if run.bits_per_byte is not None]
+    accuracies = [run.accuracy for run in own if run.accuracy is not None]
     memory = [run.peak_memory for run in own if run.peak_memory is not None]
     ratio = [median_seconds([p[i] for p in pairs]) for i in (0, 1)] if pairs else None
     return Row(
@@ -208,6 +214,8 @@ def _row(own: Sequence[Run], base: dict[int, Run], baseline: str) -> Row:
         time_to_reach=statistics.fmean(f[1] for f in fractions) if everywhere else None,
         reached=len(fractions),
         paired=len(pairs),
+        accuracy=statistics.fmean(accuracies) if len(accuracies) == len(own) else None,
+        accuracy_spread=spread(accuracies) if len(accuracies) == len(own) else None,
     )
 
 

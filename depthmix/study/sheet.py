@@ -17,7 +17,7 @@ from depthmix.study.power import POWER, detectable, seeds_needed
 from depthmix.study.recipe import Cell, Study
 from depthmix.study.records import RUNS, Records
 from depthmix.study.rows import Row, Run, make_rows
-from depthmix.study.table import COSTS, DASH, LEARNT, Column, cells, markdown_line, markdown_text
+from depthmix.study.table import COSTS, DASH, OF_TEXT, Column, cells, markdown_line, markdown_text
 from depthmix.study.verdict import footnotes, verdict
 
 RESULTS, TABLE = "results.csv", "table.md"
@@ -170,7 +170,7 @@ def _cell(name: str, rows: Sequence[Row], runs: Sequence[Run]) -> list[str]:
     if not rows:
         return [f"## {name or 'Costs'}", "", "No run has finished yet."]
     several = all(len(run.curve) > 1 for run in runs)
-    columns: list[Column] = [*LEARNT[: 4 if several else 2], *COSTS]
+    columns: list[Column] = [*OF_TEXT[: 4 if several else 2], *COSTS]
     heading, *lines = cells(rows, columns)
     notes = [n for n in footnotes(rows) if "±" not in n and (several or "to reach" not in n)]  # of these columns
     remarks = cost_note(doubts(runs, [row.arm for row in rows]), False)

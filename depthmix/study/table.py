@@ -34,6 +34,12 @@ def _plus_minus(value: float | None, around: float | None, form: str) -> str:
     return format(value, form) + ("" if around is None else f" ± {around:.4f}")
 
 
+def _percent(value: float | None, around: float | None) -> str:
+    if value is None:
+        return DASH
+    return f"{value:.2%}" + ("" if around is None else f" ± {100 * around:.2f}")
+
+
 def _fraction(value: float | None, row: Row) -> str:
     if value is not None:
         return f"{value:.2f}"
@@ -59,11 +65,17 @@ def human_time(seconds: float) -> str:
 
 VAL_LOSS = Column(lambda first: "val. loss", lambda r: _plus_minus(r.val_loss, r.val_loss_spread, ".4f"))
 AGAINST = Column(lambda first: f"against {first}", lambda r: _plus_minus(r.difference, r.difference_spread, "+z.4f"))
-LEARNT = (
+TIME_TO_REACH = Column(lambda first: "time to reach", lambda r: _fraction(r.time_to_reach, r))
+OF_TEXT = (
     Column(lambda first: "perplexity", lambda r: f"{r.perplexity:.2f}"),
     Column(lambda first: "bits/byte", lambda r: _or_dash(r.bits_per_byte, ".4f")),
     Column(lambda first: "tokens to reach", lambda r: _fraction(r.tokens_to_reach, r)),
-    Column(lambda first: "time to reach", lambda r: _fraction(r.time_to_reach, r)),
+    TIME_TO_REACH,
+)
+OF_IMAGES = (
+    Column(lambda first: "accuracy", lambda r: _percent(r.accuracy, r.accuracy_spread)),
+    Column(lambda first: "images to reach", lambda r: _fraction(r.tokens_to_reach, r)),
+    TIME_TO_REACH,
 )
 COSTS = (
     Column(lambda first: "parameters", lambda r: human(r.parameters)),
@@ -75,11 +87,21 @@ COSTS = (
     Column(lambda first: "time", lambda r: human_time(r.train_seconds)),
     Column(lambda first: "seeds", lambda r: str(r.seeds)),
 )
-COLUMNS = (VAL_LOSS, AGAINST, *LEARNT, *COSTS)
 
 
-def cells(rows: Sequence[Row], columns: Sequence[Column] = COLUMNS) -> list[list[str]]:
+def of_images(rows: Sequence[Row]) -> bool:
+    """Whether the runs were trained on images."""
+    return any(row.accuracy is not None for row in rows)
+
+
+def learnt(rows: Sequence[Row]) -> tuple[Column, ...]:
+    """What is said of what was learnt besides the loss: it depends on the data."""
+    return OF_IMAGES if of_images(rows) else OF_TEXT
+
+
+def cells(rows: Sequence[Row], columns: Sequence[Column] | None = None) -> list[list[str]]:
     """Heading and one line for each row, as strings; the arm comes first."""
+    columns = (VAL_LOSS, AGAINST, *learnt(rows), *COSTS) if columns is None else columns
     first = rows[0].baseline.partition(":")[0] if rows else ""
     heading = ["arm", *(c.heading(first) for c in columns)]
     return [heading, *([r.arm, *(c.cell(r) for c in columns)] for r in rows)]

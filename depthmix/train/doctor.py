@@ -19,6 +19,7 @@ PACKAGES = {
     "rich": "for progress bars and tables",
     "matplotlib": "for figures",
     "pyarrow": "for parquet",
+    "pillow": "for pictures",
     "tensorboard": "for --tensorboard",
     "wandb": "for --wandb",
     "transformers": "for its caches",

@@ -1,9 +1,9 @@
-"""Loss, perplexity and bits per byte."""
+"""Loss, perplexity and bits per byte of text; loss and accuracy of images."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -29,6 +29,31 @@ class Evaluation:
     @property
     def bits_per_byte(self) -> float:
         return self.loss / math.log(2) / self.bytes_per_token
+
+    def curve(self) -> dict[str, float]:
+        """What is logged on the way."""
+        return {"val_loss": self.loss}
+
+    def numbers(self) -> dict[str, float]:
+        """What else a result says."""
+        return {"perplexity": self.perplexity, "bits_per_byte": self.bits_per_byte}
+
+
+@dataclass
+class ImageEvaluation:
+    """What a model makes of images."""
+
+    loss: float  # nats per image
+    images: int
+    accuracy: float  # the share whose likeliest class is the right one
+
+    def curve(self) -> dict[str, float]:
+        """What is logged on the way."""
+        return {"val_loss": self.loss, "val_accuracy": self.accuracy}
+
+    def numbers(self) -> dict[str, float]:
+        """What else a result says."""
+        return {"accuracy": self.accuracy}
 
 
 def check_tokens(batch: Tensor, vocab_size: int, folder: object) -> Tensor:
@@ -61,3 +86,25 @@ def evaluate(
         tokens += losses.numel()
     model.train()
     return Evaluation(total / tokens, tokens, bytes_per_token)
+
+
+@torch.no_grad()
+def evaluate_images(
+    logits: Callable[[Tensor], tuple[Tensor, Tensor]],
+    model: nn.Module,
+    batches: Iterable[Tensor],
+    device: torch.device,
+    precision: str,
+) -> ImageEvaluation:
+    """The mean loss over all batches, summed in fp64, and the accuracy; logits(batch) gives logits and labels."""
+    model.eval()
+    total, images, right = 0.0, 0, 0
+    for batch in batches:
+        with autocast(device, precision):
+            found, labels = logits(batch.to(device))
+        losses = functional.cross_entropy(found, labels, reduction="none")
+        total += float(losses.cpu().double().sum())
+        right += int((found.argmax(-1) == labels).sum())
+        images += len(labels)
+    model.train()
+    return ImageEvaluation(total / images, images, right / images)

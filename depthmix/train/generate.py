@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from depthmix.device import choose_device
-from depthmix.errors import DIVERGED, UserError
+from depthmix.errors import CHECKPOINT, DIVERGED, UserError
 from depthmix.models import Decoder
 from depthmix.models.decoding import CHUNK, Decoding
 from depthmix.runs.restore import load_model
@@ -101,6 +101,8 @@ def generate_stream(
         raise UserError(f"seed must be at least 0 and below 2**64, got {seed}")
     check_prompt(prompt)
     trained = load_model(run, choose_device(device))
+    if trained.tokenizer is None:
+        raise UserError(f"{run} was trained on images: it has no text to continue", CHECKPOINT)
     end = trained.end
     ids = trained.tokenizer.encode(prompt, add_special_tokens=False).ids or ([0] if end is None else [end])
     if len(ids) > trained.config.seq_len:

@@ -54,6 +54,9 @@ def inspect_run(config: InspectConfig, progress: Progress | None = None) -> dict
     _check(config)
     device = choose_device(config.device)
     trained = load_model(config.run, device)
+    if trained.tokenizer is None:
+        what = f"{config.run} was trained on images"
+        raise UserError(f"{what}: depthmix.insight measures such models from Python, on images", CHECKPOINT)
     if not isinstance(trained.model, Decoder):
         what = f"{config.run} holds a model of Hugging Face's"
         raise UserError(f"{what}: depthmix.depth_mixing shows what its layers read", CHECKPOINT)

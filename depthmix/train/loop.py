@@ -13,7 +13,6 @@ import statistics
 import sys
 import time
 import traceback
-from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -23,21 +22,21 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from depthmix.config import TrainConfig
-from depthmix.data.dataset import Batches, TokenData, validation_batches
-from depthmix.data.tokenizer import end_token
+from depthmix.data.dataset import TokenData
+from depthmix.data.images import ImageData
+from depthmix.data.prepared import open_data
 from depthmix.device import PeakMemory, autocast, choose_device
 from depthmix.errors import CHECKPOINT, DIVERGED, INTERRUPTED, UserError
 from depthmix.insight.document import rounded
 from depthmix.insight.dynamics import gradient_norms, magnitudes
 from depthmix.runs.checkpoint import Checkpoint, latest_checkpoint, list_checkpoints, save_checkpoint
 from depthmix.runs.folder import RunFolder
-from depthmix.runs.init import check_vocabulary, settled, start_model
-from depthmix.runs.pretrained import describe_run
-from depthmix.runs.restore import load_parameters, model_config
+from depthmix.runs.init import settled, start_model
+from depthmix.runs.restore import load_parameters
 from depthmix.train.clock import CoreWait, StepClock, quartiles
 from depthmix.train.compiled import begin_model
 from depthmix.train.deterministic import deterministic
-from depthmix.train.evaluate import Evaluation, check_tokens, evaluate, token_losses
+from depthmix.train.evaluate import Evaluation, ImageEvaluation
 from depthmix.train.graph import GraphedBackward, record
 from depthmix.train.optim import (
     build_optimizers,
@@ -50,6 +49,7 @@ from depthmix.train.optim import (
 from depthmix.train.progress import TrainingProgress
 from depthmix.train.signals import StopSignal
 from depthmix.train.sinks import open_sinks
+from depthmix.train.task import make_task
 
 RNG = "rng/torch"  # the generator's state, saved among the optimizer's tensors
 # What may change between resumes; of the data it is the place, the content is compared.
@@ -101,16 +101,10 @@ def check_config(config: TrainConfig) -> None:
         raise UserError(f"warmup must be shorter than the run of {config.steps} steps, got {config.warmup}")
 
 
-def check_run(config: TrainConfig, data: TokenData) -> None:
+def check_run(config: TrainConfig, data: TokenData | ImageData) -> None:
     """UserError for a configuration that does not fit its device, its data or itself, without building it."""
     choose_device(config.device)
-    if config.init:
-        settled(config)
-        check_vocabulary(config, data)
-    else:
-        model_config(config, data.vocab_size)
-    Batches(data.split("train"), config.seq_len, config.batch_size, config.seed)
-    validation_batches(data.split("val"), config.seq_len, config.batch_size)
+    make_task(config, data).check()
 
 
 def build_model(config: TrainConfig, vocab_size: int, device: torch.device) -> Any:
@@ -138,25 +132,23 @@ def prepare_model(model: Any, config: TrainConfig, device: torch.device) -> Any:
 class Trainer:
     """A model, its optimizers and its data: everything one step needs."""
 
-    def __init__(self, config: TrainConfig, data: TokenData, device: torch.device) -> None:
-        self.config, self.device, self.vocab_size = config, device, data.vocab_size
-        check_vocabulary(config, data)
-        start = start_model(config, data.vocab_size)
+    def __init__(self, config: TrainConfig, data: TokenData | ImageData, device: torch.device) -> None:
+        self.config, self.device, self.task = config, device, make_task(config, data)
+        self.task.check()
+        start = self.task.start()
         self.origin = start.origin  # where the weights came from; None: they are random
         if config.dynamics_every is not None and not hasattr(start.model, "sublayers"):
             raise UserError(
-                "dynamics_every looks into this package's own decoder: leave it out for a model of Hugging Face's"
+                "dynamics_every looks into this package's own models: leave it out for a model of Hugging Face's"
             )
         self.model = prepare_model(start.model, config, device)
         self.optimizers = build_optimizers(self.model, config)
         self.fused = all(g.get("fused") for o in self.optimizers.values() for g in o.param_groups)
-        self.batches = Batches(data.split("train"), config.seq_len, config.batch_size, config.seed)
-        self.val = data.split("val")
-        self.end = end_token(data.tokenizer_path)
-        self.validation()  # a split that is too short is said now
+        self.batches = self.task.batches
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         # A loss far above guessing has exploded. As a float32, so that host and GPU judge alike.
-        self.too_large = torch.tensor(3 * math.log(data.vocab_size), dtype=torch.float32).item()
+        self.guessing = math.log(self.task.outcomes)
+        self.too_large = torch.tensor(self.task.exploded * self.guessing, dtype=torch.float32).item()
         self.clock = StepClock(device)
         self.graphed: GraphedBackward | None = None
         self.ahead: tuple[int, Tensor] | None = None  # the next step's number and batch
@@ -174,7 +166,7 @@ class Trainer:
 
     def launch(self, step: int) -> Tensor:
         """A step's loss and gradient norm, which a GPU may still be working on; with a fused optimizer all of the step."""
-        batch = self.checked(self.batch(step)).to(self.device, non_blocking=True)
+        batch = self.task.checked(self.batch(step)).to(self.device, non_blocking=True)
         micro = self.config.micro_batch_size or self.config.batch_size
         set_learning_rate(self.optimizers, learning_rate(self.config, step))
         self.clock.start()
@@ -206,9 +198,9 @@ class Trainer:
             self.model.zero_grad(set_to_none=True)
 
     def loss(self, batch: Tensor) -> Tensor:
-        """The mean loss of a batch's tokens."""
+        """The mean loss of a batch."""
         with autocast(self.device, self.config.precision):
-            return token_losses(self.model, batch).mean()
+            return self.task.loss(self.model, batch)
 
     def watches(self, step: int) -> bool:
         """Whether a step's dynamics are taken down."""
@@ -217,12 +209,12 @@ class Trainer:
 
     def magnitudes(self, step: int) -> dict[str, Any]:
         """RMS values over depth before a step, on a few rows of its batch: a pass of its own, without gradients, neither recorded nor compiled."""
-        rows = self.checked(self.batch(step))[: max(1, WATCHED // self.config.seq_len), :-1].to(self.device)
+        rows = self.task.checked(self.batch(step))[: max(1, WATCHED // self.task.tokens)].to(self.device)
         with ExitStack() as stack:
             stack.enter_context(autocast(self.device, self.config.precision))
             if self.config.compile != "off":  # a smaller batch would be compiled anew
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
-            return magnitudes(self.model, rows)
+            return magnitudes(self.model, self.task.inputs(rows))
 
     def usable(self, loss: float, norm: float = 0.0) -> bool:
         """Whether the numbers of a step are ones to learn from."""
@@ -232,21 +224,17 @@ class Trainer:
         """What is wrong with numbers that are not usable."""
         if math.isfinite(loss) and loss <= self.too_large:
             return f"gradient's norm became {norm} (at a loss of {loss:.4g})"
-        far = f", three times that of guessing ({self.too_large / 3:.4g}) and more" if math.isfinite(loss) else ""
+        times = {3: "three", 10: "ten"}[self.task.exploded]
+        far = f", {times} times that of guessing ({self.guessing:.4g}) and more" if math.isfinite(loss) else ""
         return f"loss became {loss:.4g}{far}"
 
     def astray(self) -> bool:
-        """Whether the weights are beyond use, whatever the batch: loss or gradient of validation text is not usable either."""
-        loss = self.loss(next(self.validation()).to(self.device))
+        """Whether the weights are beyond use, whatever the batch: loss or gradient of validation data is not usable either."""
+        loss = self.loss(next(self.task.validation()).to(self.device))
         # Not backward(): a recorded step's gradients stay where they are.
         gradients = torch.autograd.grad(loss, self.parameters, allow_unused=True)
         norm = torch.nn.utils.get_total_norm([g for g in gradients if g is not None])
         return not self.usable(loss.item(), norm.item())
-
-    def validation(self) -> Iterator[Tensor]:
-        """The validation batches, the same at every evaluation."""
-        micro = self.config.micro_batch_size or self.config.batch_size
-        return map(self.checked, validation_batches(self.val, self.config.seq_len, micro, self.config.eval_tokens))
 
     def batch(self, step: int) -> Tensor:
         """Batch `step`, read before or now."""
@@ -257,14 +245,9 @@ class Trainer:
         batch = self.batches.get(step)
         return batch.pin_memory() if self.device.type == "cuda" else batch
 
-    def checked(self, batch: Tensor) -> Tensor:
-        """The batch, if all of it is in the vocabulary."""
-        return check_tokens(batch, self.vocab_size, self.config.data)
-
-    def evaluate(self) -> Evaluation:
-        """The validation loss."""
-        ratio = self.val.n_bytes / self.val.n_tokens
-        return evaluate(self.model, self.validation(), self.device, self.config.precision, ratio)
+    def evaluate(self) -> Evaluation | ImageEvaluation:
+        """What the model makes of the validation split."""
+        return self.task.evaluate(self.model, self.device)
 
     def tensors(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Everything a checkpoint holds: the model's tensors, and the optimizers' with the random generator's."""
@@ -272,8 +255,8 @@ class Trainer:
         return model, {**optimizer_tensors(self.optimizers), RNG: torch.get_rng_state()}
 
     def describe(self, folder: RunFolder, checkpoint: Path) -> None:
-        """Let Hugging Face's `from_pretrained` find a checkpoint in the run's folder."""
-        describe_run(folder.path, checkpoint, self.model, self.config.seq_len, self.end)
+        """Let other programs find a checkpoint in the run's folder."""
+        self.task.describe(folder, checkpoint, self.model)
 
     def restore(self, saved: Checkpoint) -> None:
         """Go on from a checkpoint of the same model."""
@@ -300,7 +283,7 @@ def train(config: TrainConfig, *, label: str = "") -> RunFolder:
 
 def _train(config: TrainConfig, label: str) -> RunFolder:
     device = choose_device(config.device)
-    data = TokenData.open(config.data)
+    data = open_data(config.data)
     memory = PeakMemory(device)
     trainer = Trainer(config, data, device)  # before anything is written: what cannot be built leaves no folder
     folder = RunFolder.open_or_create(Path(config.out), config, sys.argv, FREE)
@@ -310,7 +293,7 @@ def _train(config: TrainConfig, label: str) -> RunFolder:
         print(sentence, file=sys.stderr, flush=True)
 
     with folder.locked():
-        folder.keep_data(data.meta_path, data.tokenizer_path)
+        trainer.task.keep(folder)
         folder.keep_origin(trainer.origin)
         if folder.has_result():
             for newest in list_checkpoints(folder.checkpoints)[:1]:
@@ -339,11 +322,11 @@ def _run(trainer: Trainer, folder: RunFolder, saved: Checkpoint | None, memory: 
     folder.cut(first)
     opening = [] if saved is not None else _opening(trainer, folder)
     folder.log(f"{'starting' if saved is None else 'resuming'} at step {first} of {config.steps} on {device}")
-    tokens_per_step = config.batch_size * config.seq_len
+    unit, per_step = trainer.task.unit, trainer.task.per_step
     times: list[float] = []
     waiting = CoreWait()
     sinks = open_sinks(config, folder, first)
-    progress = TrainingProgress(label, first, config.steps, config.quiet)
+    progress = TrainingProgress(label, first, config.steps, config.quiet, unit)
 
     def note(line: dict[str, Any]) -> None:
         while opening:  # not before: a run that dies in its first step has nothing to lose yet
@@ -357,7 +340,7 @@ def _run(trainer: Trainer, folder: RunFolder, saved: Checkpoint | None, memory: 
         announce = functools.partial(trainer.describe, folder)
         save_checkpoint(folder.checkpoints, step, model, optimizer, state, config.keep, announce)
 
-    def validate(step: int) -> Evaluation:
+    def validate(step: int) -> Evaluation | ImageEvaluation:
         found = trainer.evaluate()
         if not trainer.usable(found.loss):
             _diverged(config, folder, step, f"the validation {trainer.complaint(found.loss)}", astray=True)
@@ -385,7 +368,7 @@ def _run(trainer: Trainer, folder: RunFolder, saved: Checkpoint | None, memory: 
                 if done % config.log_every == 0 or done == config.steps:
                     line = {
                         "step": done,
-                        "tokens": done * tokens_per_step,
+                        unit: done * per_step,
                         "loss": loss,
                         "lr": config.lr * learning_rate(config, step),
                         "grad_norm": norm,
@@ -394,18 +377,18 @@ def _run(trainer: Trainer, folder: RunFolder, saved: Checkpoint | None, memory: 
                     speed = {
                         "step": done,
                         "seconds": seconds,
-                        "tokens_per_s": tokens_per_step / times[-1],
+                        f"{unit}_per_s": per_step / times[-1],
                         "memory_bytes": memory.read(),
                     }
                     folder.append_speed(speed)
                     sinks.write({**line, **speed})
                 if evaluated is not None:
-                    line = {"step": done, "tokens": done * tokens_per_step, "val_loss": evaluated.loss}
+                    line = {"step": done, unit: done * per_step, **evaluated.curve()}
                     note(line)
                     sinks.write(line)
                 recent = statistics.mean(times[-20:])
                 shown = memory.read() if done % 20 == 0 else None
-                progress.update(done, loss, tokens_per_step / recent, shown, val_loss)
+                progress.update(done, loss, per_step / recent, shown, val_loss)
                 if done % config.save_every == 0 or done == config.steps or stop.requested:
                     save(done)
                 if stop.requested and done < config.steps:
@@ -432,7 +415,7 @@ def _opening(trainer: Trainer, folder: RunFolder) -> list[dict[str, Any]]:
     if not trainer.usable(found.loss):
         what = f"the model in {trainer.config.init} is of no use on this data: its validation"
         raise UserError(f"{what} {trainer.complaint(found.loss).replace('became', 'is')}", CHECKPOINT)
-    return [{"step": 0, "tokens": 0, "val_loss": found.loss}]
+    return [{"step": 0, trainer.task.unit: 0, **found.curve()}]
 
 
 def _diverged(config: TrainConfig, folder: RunFolder, step: int, what: str, astray: bool) -> None:
@@ -455,7 +438,7 @@ def _diverged(config: TrainConfig, folder: RunFolder, step: int, what: str, astr
 
 def result_of(
     trainer: Trainer,
-    evaluated: Evaluation,
+    evaluated: Evaluation | ImageEvaluation,
     core_wait: float | None,
     seconds: float,
     skipped: int,
@@ -469,10 +452,9 @@ def result_of(
         "mixer_options": config.mixer_options,
         "seed": config.seed,
         "steps": config.steps,
-        "tokens": config.steps * config.batch_size * config.seq_len,
+        trainer.task.unit: config.steps * trainer.task.per_step,
         "val_loss": evaluated.loss,
-        "perplexity": evaluated.perplexity,
-        "bits_per_byte": evaluated.bits_per_byte,
+        **evaluated.numbers(),
         "parameters": trainer.model.parameter_counts(),
         "step_seconds": statistics.median(times) if times else seconds / config.steps,
         "step_quartiles": quartiles(times),

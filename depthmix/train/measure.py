@@ -1,9 +1,10 @@
-"""`depthmix eval`: a trained model on any text."""
+"""`depthmix eval`: a trained model on any text, or on the images it was validated with."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -12,21 +13,34 @@ from torch import Tensor
 from depthmix.config import EvalConfig, InspectConfig
 from depthmix.data.corpus import documents
 from depthmix.data.dataset import TokenData, validation_batches
+from depthmix.data.images import ImageData
 from depthmix.data.tokenizer import load_tokenizer
 from depthmix.device import choose_device
 from depthmix.errors import DATA, UserError
 from depthmix.runs.restore import Trained, load_model
-from depthmix.train.evaluate import Evaluation, check_tokens, evaluate
+from depthmix.train.evaluate import Evaluation, ImageEvaluation, check_tokens, evaluate
+from depthmix.train.task import Pictures
 
 
-def evaluate_run(config: EvalConfig) -> Evaluation:
+def evaluate_run(config: EvalConfig) -> Evaluation | ImageEvaluation:
     """Loss of a run's model on text files, or on the validation split it was trained with."""
     if config.batch_size < 1 or (config.seq_len is not None and config.seq_len < 1):
         raise UserError("batch_size and seq_len must be at least 1")
     device = choose_device(config.device)
     trained = load_model(config.run, device)
+    if trained.tokenizer is None:
+        return _on_images(trained, config, device)
     batches, ratio = batches_of_text(trained, config)
     return evaluate(trained.model, batches, device, trained.config.precision, ratio)
+
+
+def _on_images(trained: Trained, config: EvalConfig, device: torch.device) -> ImageEvaluation:
+    if config.input or config.seq_len is not None:
+        raise UserError(f"{trained.folder.path} was trained on images: leave input and seq_len out")
+    data = ImageData.open(trained.folder.find_data(trained.config.data))
+    if data.classes != trained.folder.data_meta()["classes"] or data.shape[2] != trained.model.config.channels:
+        raise UserError(f"the images of {data.folder} are others than then", DATA)
+    return Pictures(replace(trained.config, micro_batch_size=config.batch_size), data).evaluate(trained.model, device)
 
 
 def batches_of_text(
@@ -79,15 +93,11 @@ def _windows(ids: np.ndarray, seq_len: int, batch_size: int) -> Iterator[Tensor]
 def measure(config: EvalConfig) -> None:
     """Print what `evaluate_run` finds."""
     found = evaluate_run(config)
-    numbers = {
-        "loss": found.loss,
-        "perplexity": found.perplexity,
-        "bits_per_byte": found.bits_per_byte,
-        "tokens": found.tokens,
-    }
-    if config.json:
-        print(json.dumps(numbers))
+    numbers: dict[str, float] = {"loss": found.loss, **found.numbers()}
+    if isinstance(found, ImageEvaluation):
+        numbers["images"] = found.images
+        text = f"loss {found.loss:.4f} nats per image, accuracy {found.accuracy:.2%}, {found.images:,} images"
     else:
-        print(
-            f"loss {found.loss:.4f} nats per token, perplexity {found.perplexity:.2f}, {found.bits_per_byte:.4f} bits per byte, {found.tokens:,} tokens"
-        )
+        numbers["tokens"] = found.tokens
+        text = f"loss {found.loss:.4f} nats per token, perplexity {found.perplexity:.2f}, {found.bits_per_byte:.4f} bits per byte, {found.tokens:,} tokens"
+    print(json.dumps(numbers) if config.json else text)

@@ -25,9 +25,10 @@ def duration(seconds: float) -> str:
 
 
 class TrainingProgress:
-    """A bar with loss, tokens per second, time left and memory; without a terminal a line every ten seconds."""
+    """A bar with loss, speed, time left and memory; without a terminal a line every ten seconds."""
 
-    def __init__(self, label: str, start: int, steps: int, quiet: bool) -> None:
+    def __init__(self, label: str, start: int, steps: int, quiet: bool, unit: str = "tokens") -> None:
+        self.unit = unit
         self.label, self.steps, self.quiet, self.begun, self.first = label, steps, quiet, time.monotonic(), start
         self.bar: Any = None
         self.printed = self.begun
@@ -47,14 +48,14 @@ class TrainingProgress:
         self.bar.start()
         self.task = self.bar.add_task(label, total=steps, completed=start, shown="")
 
-    def update(self, step: int, loss: float, tokens_per_s: float, memory: int | None, val_loss: float | None) -> None:
+    def update(self, step: int, loss: float, per_second: float, memory: int | None, val_loss: float | None) -> None:
         """Show the state after `step` steps."""
         if self.quiet:
             return
         shown = (
             f"loss {loss:.3f}"
             + (f"  val {val_loss:.3f}" if val_loss is not None else "")
-            + f"  {tokens_per_s:,.0f} tokens/s"
+            + f"  {per_second:,.0f} {self.unit}/s"
         )
         shown += f"  {memory / 2**30:.1f} GiB" if memory else ""
         if self.bar is not None:

@@ -6,7 +6,7 @@ import statistics
 import time
 
 from depthmix.config import TrainConfig
-from depthmix.data.dataset import TokenData
+from depthmix.data.prepared import open_data
 from depthmix.device import choose_device, release_memory
 from depthmix.runs.init import settled
 from depthmix.train.deterministic import deterministic
@@ -33,7 +33,7 @@ def measure_step_times(configs: list[TrainConfig], warmup: int = 3, steps: int =
 def _step_seconds(config: TrainConfig, warmup: int, steps: int) -> float:
     check_config(config)
     with deterministic(config.deterministic):
-        trainer = Trainer(settled(config), TokenData.open(config.data), choose_device(config.device))
+        trainer = Trainer(settled(config), open_data(config.data), choose_device(config.device))
         for step in range(warmup):
             trainer.step(step)
         begun, done = time.perf_counter(), warmup

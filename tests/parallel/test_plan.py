@@ -147,6 +147,7 @@ def fails(argv, capsys):
         ("--active-params 1e9", "active_params is a part of params"),
         ("--figure pipeline.txt", "figure must end in .png, .svg or .pdf"),
         ("--n-heads 5", "n_heads must divide dim=64"),
+        ("--crop 4", "crop is for images"),
     ],
     ids=str,
 )  # fmt: skip

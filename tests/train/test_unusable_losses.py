@@ -11,7 +11,7 @@ import torch
 from depthmix.cli import main
 from depthmix.errors import DIVERGED
 from depthmix.runs.checkpoint import list_checkpoints, load_checkpoint
-from depthmix.train import loop
+from depthmix.train import loop, task
 from depthmix.train.evaluate import token_losses
 from depthmix.train.loop import Trainer, train
 from train import small
@@ -38,7 +38,7 @@ def either_optimizer(monkeypatch, request):
 def bad_batch(monkeypatch, either_optimizer):
     """Batch 4 gives NaN, until told otherwise."""
     bad = {"on": True, "step": 4}
-    real_get = loop.Batches.get
+    real_get = task.Batches.get
 
     def get(self, step):
         batch = real_get(self, step)
@@ -49,8 +49,8 @@ def bad_batch(monkeypatch, either_optimizer):
         found = token_losses(model, batch)
         return found * math.nan if bad["batch"] is not None and torch.equal(batch, bad["batch"]) else found
 
-    monkeypatch.setattr(loop.Batches, "get", get)
-    monkeypatch.setattr(loop, "token_losses", spoiled)
+    monkeypatch.setattr(task.Batches, "get", get)
+    monkeypatch.setattr(task, "token_losses", spoiled)
     return bad
 
 

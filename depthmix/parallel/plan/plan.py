@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from depthmix.config import PlanConfig
+from depthmix.config import OF_IMAGES, PlanConfig
 from depthmix.errors import UserError
 from depthmix.mixers import OptionError
 from depthmix.models import DecoderConfig
@@ -87,6 +87,9 @@ def _check(config: PlanConfig) -> None:
         value = getattr(config, name)
         if value is not None and value < 1 and not (name == "prefill" and value == 0):
             raise UserError(f"plan: {name} must be at least 1, got {value}")
+    for name in OF_IMAGES:
+        if getattr(config, name) != getattr(PlanConfig, name):
+            raise UserError(f"plan: {name} is for images, and what is planned are decoders of text: leave it out")
     if config.active_params and not config.params:
         raise UserError("plan: active_params is a part of params: give both")
     if not 0 <= config.active_params <= config.params < math.inf:

@@ -1,0 +1,342 @@
+"""`depthmix data --images`: pictures in folders by class, or arrays, become bytes that are memory-mapped, all of it or nothing.
+
+FOLDER/CLASS/*.png …                        pictures, a share of each class kept for validation
+FOLDER/train/CLASS/*, FOLDER/val/CLASS/*    pictures that are split already (val, valid, validation or test)
+FOLDER/images.npy, labels.npy; FILE.npz     arrays: images uint8 [N, H, W, C] or [N, H, W], labels [N]; with val_images and
+                                            val_labels they are split already
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from depthmix.config import DataConfig
+from depthmix.data.dataset import SPLITS, VERSION
+from depthmix.data.images import LABEL, ImageData
+from depthmix.data.prepare import Progress, choose, staged
+from depthmix.errors import DATA, USAGE, UserError
+from depthmix.files import write_file
+
+PICTURES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
+HELD_OUT = ("val", "valid", "validation", "test")  # names of a folder for validation, the first that is there
+ARRAYS = ("images", "labels", "val_images", "val_labels")
+CHUNK = 256  # images hashed or written at a time
+
+
+@dataclass
+class Images:
+    """Images of one split, or not split yet; `read` gives one of them, uint8 [H, W, C], `key` what tells two apart."""
+
+    labels: np.ndarray  # int32 [N]
+    read: Callable[[int], np.ndarray]
+    key: Callable[[int], bytes]
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+
+@dataclass
+class Source:
+    """What an input holds: the classes' names, and images with a split or, val being none, without."""
+
+    classes: list[str]
+    train: Images
+    val: Images | None
+
+
+def prepare_images(config: DataConfig, progress: Progress | None = None) -> Path:
+    """Write the prepared images to config.out. `progress` gets (phase, done, total) with phases scan and encode, in images."""
+    _check(config)
+    report: Progress = progress or (lambda phase, done, total: None)
+    with staged(Path(config.out), config.overwrite) as folder:
+        source = _find(Path(config.images), config.image_size)
+        if source.val is None:
+            train, val = _split(source, config.val_fraction, config.seed, report)
+            parts = {"train": (source.train, train), "val": (source.train, val)}
+            split: dict[str, Any] = {"by": "image", "val_fraction": config.val_fraction, "seed": config.seed}
+        else:
+            parts = {
+                "train": (source.train, np.arange(len(source.train))),
+                "val": (source.val, np.arange(len(source.val))),
+            }
+            split = {"by": "the input"}
+        writer = _Writer(folder, sum(len(chosen) for _, chosen in parts.values()), report)
+        for name in SPLITS:
+            writer.write(name, *parts[name])
+        meta = {
+            "version": VERSION,
+            **writer.meta(),
+            "classes": source.classes,
+            "split": split,
+            "source": config.images,
+        }
+        text = json.dumps(meta, indent=2, ensure_ascii=False)
+        write_file(folder / "meta.json", text.encode("utf-8", "backslashreplace") + b"\n")
+    return Path(config.out)
+
+
+def summary(folder: str | Path) -> str:
+    """What prepared images hold, in a few lines."""
+    data = ImageData.open(folder)
+    height, width, channels = data.shape
+    of = f"{len(data.classes)} classes, {height} x {width} pixels, {channels} channel{'' if channels == 1 else 's'}"
+    return "\n".join(
+        [f"prepared images in {folder}: {of}", *(f"    {s}: {len(data.split(s)):,} images" for s in SPLITS)]
+    )
+
+
+def _check(config: DataConfig) -> None:
+    if config.input:
+        raise UserError("Give text with input or images with images, not both.", USAGE)
+    if not config.out:
+        raise UserError("No folder to write was given: set out.", USAGE)
+    if not 0 < config.val_fraction < 1:
+        raise UserError(f"val_fraction is {config.val_fraction}: it must lie between 0 and 1, both excluded.", USAGE)
+    if config.image_size is not None and config.image_size < 1:
+        raise UserError(f"image_size is {config.image_size}: it must be at least 1.", USAGE)
+
+
+def _find(path: Path, size: int | None) -> Source:
+    if not path.exists():
+        raise UserError(f"There is no file or folder {path}.", DATA)
+    if path.is_dir() and not (path / "images.npy").exists():
+        return _pictures(path, size)
+    if path.is_file() and path.suffix.lower() != ".npz":
+        raise UserError(f"{path} is neither a folder nor an .npz file.", DATA)
+    if size is not None:
+        raise UserError("image_size is for pictures: arrays are taken as they are, so leave it out.", USAGE)
+    return _arrays(path)
+
+
+# Pictures in folders.
+
+
+def _pictures(folder: Path, size: int | None) -> Source:
+    names = _subfolders(folder)
+    held_out = next((name for name in HELD_OUT if name in names), None)
+    if "train" in names and held_out:
+        classes = _subfolders(folder / "train")
+        other = _subfolders(folder / held_out)
+        if unknown := sorted(set(other) - set(classes)):
+            raise UserError(f"{folder / held_out} has the class {unknown[0]}, which {folder / 'train'} has not.", DATA)
+        splits = [_listing(folder / part, classes, part == "train") for part in ("train", held_out)]
+    else:
+        classes = names
+        splits = [_listing(folder, classes, True)]
+    if len(classes) < 2:
+        found = f"one class only, {classes[0]}" if classes else "no folders with pictures"
+        what = f"two classes at least, each a folder of pictures ({', '.join(PICTURES)})"
+        raise UserError(f"{folder} holds {found}: it needs {what}, or images.npy and labels.npy.", DATA)
+    reader = _Pictures(size)
+
+    def images(listing: list[tuple[Path, int]]) -> Images:
+        labels = np.array([label for _, label in listing], LABEL)
+        return Images(labels, lambda i: reader.read(listing[i][0]), lambda i: _bytes(listing[i][0]))
+
+    return Source(classes, images(splits[0]), images(splits[1]) if len(splits) == 2 else None)
+
+
+def _subfolders(folder: Path) -> list[str]:
+    try:
+        return sorted(p.name for p in folder.iterdir() if p.is_dir() and not p.name.startswith("."))
+    except OSError as error:
+        raise UserError(f"{folder} cannot be read: {error.strerror or error}.", DATA) from error
+
+
+def _listing(folder: Path, classes: list[str], every: bool) -> list[tuple[Path, int]]:
+    """The pictures with their labels, in order; every: each class must have some."""
+    found = []
+    for label, name in enumerate(classes):
+        own = sorted(Path(top) / f for top, _, files in os.walk(folder / name) for f in files if _is_picture(f))
+        if every and not own:
+            raise UserError(f"The class {folder / name} is empty: no file in it ends in {', '.join(PICTURES)}.", DATA)
+        found += [(path, label) for path in own]
+    if not found and classes:
+        raise UserError(f"{folder} holds no pictures.", DATA)
+    return found
+
+
+def _is_picture(name: str) -> bool:
+    return name.lower().endswith(PICTURES) and not name.startswith(".")
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror or error}.", DATA) from error
+
+
+class _Pictures:
+    """Reads pictures as RGB, of one size: that of the first, or all made so large."""
+
+    def __init__(self, size: int | None) -> None:
+        try:
+            from PIL import Image, ImageOps
+        except ImportError:
+            raise UserError("Pictures need Pillow: pip install pillow, or give arrays.", USAGE) from None
+        self.image, self.fit, self.size = Image, ImageOps.fit, size
+        self.first: tuple[Path, tuple[int, int]] | None = None
+
+    def read(self, path: Path) -> np.ndarray:
+        try:
+            with self.image.open(path) as file:
+                if file.mode.startswith(("I", "F")):  # Pillow would cut them off at 255
+                    raise UserError(f"{path} has more than 8 bits a channel: give arrays instead.", DATA)
+                picture = file.convert("RGB")
+        except (OSError, SyntaxError, ValueError, self.image.DecompressionBombError) as error:
+            raise UserError(f"{path} cannot be read as a picture: {str(error).rstrip('.')}.", DATA) from error
+        if self.size is not None:
+            picture = self.fit(picture, (self.size, self.size))  # the middle, as much of it as is square
+        self.first = self.first or (path, picture.size)
+        if picture.size != self.first[1]:
+            sizes = f"{picture.width} x {picture.height} pixels, and {self.first[0]} has {self.first[1][0]} x {self.first[1][1]}"
+            raise UserError(f"{path} has {sizes}: set image_size to make all of them alike.", DATA)
+        return np.asarray(picture)
+
+
+# Arrays.
+
+
+def _arrays(path: Path) -> Source:
+    found = _load(path)
+    for name in ("images", "labels"):
+        if name not in found:
+            raise UserError(
+                f"{path} has no {name}: it needs images and labels (it has {', '.join(found) or 'nothing'}).", DATA
+            )
+    if ("val_images" in found) != ("val_labels" in found):
+        raise UserError(f"{path} has one of val_images and val_labels: give both or none.", DATA)
+    images, labels = _checked(path, found["images"], found["labels"], "")
+    values = np.unique(labels)
+    if len(values) < 2:
+        raise UserError(f"{path} holds one class only, {values[0]}: it needs two at least.", DATA)
+    val = None
+    if "val_images" in found:
+        val_images, val_labels = _checked(path, found["val_images"], found["val_labels"], "val_")
+        if val_images.shape[1:] != images.shape[1:]:
+            raise UserError(
+                f"{path}: images are {list(images.shape[1:])} and val_images {list(val_images.shape[1:])}.", DATA
+            )
+        if unknown := sorted(set(val_labels.tolist()) - set(values.tolist())):
+            raise UserError(f"{path}: val_labels has the class {unknown[0]}, which labels has not.", DATA)
+        val = _array_images(val_images, np.searchsorted(values, val_labels))
+    return Source([str(v) for v in values.tolist()], _array_images(images, np.searchsorted(values, labels)), val)
+
+
+def _array_images(images: np.ndarray, labels: np.ndarray) -> Images:
+    return Images(labels.astype(LABEL), lambda i: images[i], lambda i: np.ascontiguousarray(images[i]).tobytes())
+
+
+def _load(path: Path) -> dict[str, np.ndarray]:
+    """The arrays by name; pickled ones, which could run anything, are refused."""
+    try:
+        if path.is_dir():
+            files = {name: path / f"{name}.npy" for name in ARRAYS}
+            return {n: np.load(f, mmap_mode="r", allow_pickle=False) for n, f in files.items() if f.exists()}
+        with np.load(path, allow_pickle=False) as archive:
+            return {name: archive[name] for name in archive.files}
+    except (OSError, ValueError, EOFError) as error:
+        raise UserError(f"{path} cannot be read as arrays of numbers: {str(error).splitlines()[0]}.", DATA) from error
+    except Exception as error:  # zipfile's own, of a damaged archive
+        raise UserError(f"{path} cannot be read as arrays: {error}.", DATA) from error
+
+
+def _checked(path: Path, images: np.ndarray, labels: np.ndarray, prefix: str) -> tuple[np.ndarray, np.ndarray]:
+    """images as [N, H, W, C]; UserError for shapes and kinds that do not go together."""
+    if images.dtype != np.uint8:
+        raise UserError(f"{path}: {prefix}images must be uint8, from 0 to 255, got {images.dtype}.", DATA)
+    if images.ndim not in (3, 4) or 0 in images.shape:
+        expected = "[N, H, W, C] or [N, H, W], none of them zero"
+        raise UserError(f"{path}: {prefix}images must be {expected}, got {list(images.shape)}.", DATA)
+    if labels.dtype.kind not in "iu" or labels.shape != images.shape[:1]:
+        got = f"{labels.dtype} {list(labels.shape)}"
+        raise UserError(f"{path}: {prefix}labels must be whole numbers [{len(images)}], one an image, got {got}.", DATA)
+    return images if images.ndim == 4 else images[..., None], labels
+
+
+# Splitting and writing.
+
+
+def _split(source: Source, fraction: float, seed: int, report: Progress) -> tuple[np.ndarray, np.ndarray]:
+    """Which images are for training and which for validation, class by class; copies of one image stay together."""
+    images, start = source.train, f"{seed}\n".encode()
+    keys = np.empty(len(images), np.uint64)
+    for i in range(len(images)):
+        digest = hashlib.blake2b(start + images.key(i), digest_size=8).digest()
+        keys[i] = int.from_bytes(digest, "little")
+        if i % CHUNK == 0:
+            report("scan", i, len(images))
+    report("scan", len(images), len(images))
+    held_out = np.zeros(len(images), bool)
+    for label, name in enumerate(source.classes):
+        own = np.flatnonzero(images.labels == label)
+        if len(own) < 2:
+            raise UserError(f"The class {name} has one image: it needs two, one of them for validation.", DATA)
+        held_out[own] = choose(keys[own], fraction, seed)[0]
+    return np.flatnonzero(~held_out), np.flatnonzero(held_out)
+
+
+class _Writer:
+    """Writes splits and takes checksums and, of the training images, each channel's mean and deviation."""
+
+    def __init__(self, folder: Path, total: int, report: Progress) -> None:
+        self.folder, self.total, self.report = folder, total, report
+        self.done = 0
+        self.shape: tuple[int, ...] = ()
+        self.splits: dict[str, dict[str, Any]] = {}
+        self.sha256: dict[str, str] = {}
+        self.moments: np.ndarray = np.zeros((3, 1))  # pixels, their sum, the sum of their squares, by channel
+
+    def write(self, name: str, images: Images, chosen: np.ndarray) -> None:
+        """One split: its pixels, image after image, and its labels."""
+        files = {"pixels": f"{name}-pixels.bin", "labels": f"{name}-labels.bin"}
+        self._file(files["pixels"], self._pixels(images, chosen, name == "train"))
+        self._file(files["labels"], iter([images.labels[chosen].astype(LABEL).tobytes()]))
+        self.splits[name] = {"images": len(chosen), **files}
+
+    def _pixels(self, images: Images, chosen: np.ndarray, counted: bool) -> Iterator[bytes]:
+        for first in range(0, len(chosen), CHUNK):
+            part = np.stack([images.read(int(i)) for i in chosen[first : first + CHUNK]])
+            self.shape = self.shape or part.shape[1:]
+            if counted:
+                flat = part.reshape(-1, part.shape[-1]).astype(np.float64)
+                moments = np.stack([np.full(flat.shape[1], len(flat)), flat.sum(0), (flat**2).sum(0)])
+                self.moments = self.moments + moments
+            self.done += len(part)
+            self.report("encode", self.done, self.total)
+            yield part.tobytes()
+
+    def _file(self, name: str, parts: Iterator[bytes]) -> None:
+        digest = hashlib.sha256()
+        with open(self.folder / name, "wb") as file:
+            for part in parts:
+                file.write(part)
+                digest.update(part)
+            file.flush()
+            os.fsync(file.fileno())
+        self.sha256[name] = digest.hexdigest()
+
+    def meta(self) -> dict[str, Any]:
+        """What was written."""
+        count, total, squares = self.moments
+        mean = total / count
+        std = np.sqrt(np.maximum(squares / count - mean**2, 0))
+        height, width, channels = self.shape
+        return {
+            "height": height,
+            "width": width,
+            "channels": channels,
+            "mean": (mean / 255).tolist(),
+            "std": (std / 255).tolist(),
+            "splits": self.splits,
+            "sha256": self.sha256,
+        }

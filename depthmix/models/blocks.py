@@ -1,0 +1,170 @@
+"""The blocks that every model here is made of: attention and an MLP, pre-norm, whose connections over depth are a choice.
+
+The whole of it is: start, then for each site write(sublayer(read)), then finish; which rule the mixer follows is its own business.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from depthmix.mixers.base import Read, create_mixer, mixer_class
+from depthmix.mixers.options import check_options
+from depthmix.models.layers import Attention, Context, Mlp, MlpKind
+from depthmix.ops.norm import RMSNorm
+
+
+class Sizes(Protocol):
+    """What blocks need of a model's configuration; `complete_sizes` works out what was left out."""
+
+    dim: int
+    n_blocks: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    mlp: MlpKind
+    mlp_dim: int
+    qk_norm: bool
+    qk_gain: bool
+    norm_eps: float
+    mixer: str
+    mixer_options: dict[str, Any]
+
+
+def complete_sizes(config: Sizes, *more: str) -> None:
+    """Fill in a configuration's sizes that were left out; ValueError for those that do not fit, `more` of its own included."""
+    config.n_kv_heads = config.n_heads if config.n_kv_heads is None else config.n_kv_heads
+    for name in (*more, "dim", "n_blocks", "n_heads", "n_kv_heads"):
+        _at_least_one(config, name)
+    if config.n_heads % config.n_kv_heads:
+        raise ValueError(f"n_kv_heads must divide n_heads={config.n_heads}, got {config.n_kv_heads}")
+    if config.head_dim is None:
+        if config.dim % config.n_heads:
+            raise ValueError(f"n_heads must divide dim={config.dim} unless head_dim is given, got {config.n_heads}")
+        config.head_dim = config.dim // config.n_heads
+    _at_least_one(config, "head_dim")
+    if config.mlp not in ("swiglu", "relu2"):
+        raise ValueError(f"mlp must be 'swiglu' or 'relu2', got {config.mlp!r}")
+    if config.mlp_dim is None:
+        config.mlp_dim = 4 * config.dim if config.mlp == "relu2" else 64 * math.ceil(8 * config.dim / 3 / 64)
+    _at_least_one(config, "mlp_dim")
+    check_options(config.mixer, mixer_class(config.mixer).options, config.mixer_options)
+
+
+def _at_least_one(config: Sizes, name: str) -> None:
+    value = getattr(config, name)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
+
+
+@dataclass
+class Trace:
+    """What to keep of one pass, for those who look; a list that is not given is not kept."""
+
+    sources: list[Tensor] | None = None  # the embedding, then the output of every sublayer
+    mixtures: list[Tensor] | None = None  # what every block reads before its norm (with several ways: for its queries)
+
+
+class Blocks(nn.Module):
+    """Read, sublayer, write for every site, then the final norm.
+
+    It has no `__init__`, so that models of other libraries, which have one of their own, can be one: `_build_mixer` and
+    `_build_blocks` make its modules, with those of the model's embedding between them.
+    """
+
+    config: Any
+
+    def _build_mixer(self, config: Sizes) -> None:
+        with torch.device(
+            "meta"
+        ):  # nothing is drawn yet, so one seed gives the same weights elsewhere whatever the mixer
+            self.mixer = create_mixer(config.mixer, dim=config.dim, n_blocks=config.n_blocks, **config.mixer_options)
+
+    def _build_blocks(self, config: Sizes) -> None:
+        self.norms, self.sublayers = nn.ModuleList(), nn.ModuleList()  # by site
+        for site in range(self.mixer.n_sites):
+            ways, eps = self.mixer.ways(site), self._eps(config, site)
+            self.norms.append(nn.ModuleList(RMSNorm(config.dim, eps=eps) for _ in range(ways)))
+            self.sublayers.append(_attention(config, site // 2) if site % 2 == 0 else _mlp(config))
+        self.final_norm = RMSNorm(config.dim, eps=self._eps(config, self.mixer.n_sites))
+        self.mixer.to_empty(device=self.final_norm.weight.device)
+
+    def _eps(self, config: Any, site: int) -> float:
+        """Eps of the norms in front of a site; after the last comes the final norm."""
+        return config.norm_eps
+
+    def through_blocks(self, x: Tensor, context: Context, trace: Trace | None = None) -> Tensor:
+        """What the head sees of embeddings [B, T, D]: the blocks' output after the final norm."""
+        mixer, trace = self.mixer, trace or Trace()
+        sources, mixtures = trace.sources, trace.mixtures
+        if sources is not None:
+            sources.append(x)
+        state = mixer.start(x)
+        for site, (norm, sublayer) in enumerate(zip(self.norms, self.sublayers, strict=True)):
+            if mixtures is not None and site % 2 == 0:
+                h = mixer.read(state, site)
+                mixtures.append(h[0] if isinstance(h, tuple) else h)
+            y = self._run_sublayer(sublayer, mixer.read(state, site, norm), context)
+            if sources is not None:
+                sources.append(y)
+            state = mixer.write(state, site, y)
+        return mixer.finish(state, self.final_norm)
+
+    def _run_sublayer(self, sublayer: nn.Module, h: Read, context: Context) -> Tensor:
+        return sublayer(h, context)
+
+    def _reset_blocks(self) -> None:
+        """Matrices N(0, 1/fan_in), output projections divided by sqrt(sites), gains one; the mixer is left to the caller."""
+        for name, module in self.named_modules():
+            if isinstance(module, nn.Linear):
+                init_matrix(module, self.mixer.n_sites if name.endswith("out_proj") else 1)
+            elif isinstance(module, RMSNorm) and module.weight is not None:
+                nn.init.ones_(module.weight)
+
+    def parameter_counts(self) -> dict[str, int]:
+        """Parameters by part, `total`, and `added_by_mixer`: the mixer's own and the norms that its extra ways need."""
+        counts = dict.fromkeys(("embedding", "attention", "mlp", "norms", "mixer", "head"), 0)
+        for name, p in self.named_parameters():  # tied weights come once
+            part = name.split(".")[0]
+            if part == "sublayers":
+                part = "attention" if int(name.split(".")[1]) % 2 == 0 else "mlp"
+            counts["norms" if part == "final_norm" else part] += p.numel()
+        counts["total"] = sum(counts.values())
+        named = dict(self.named_parameters())
+        counts["added_by_mixer"] = sum(named[name].numel() for name in self.added_by_mixer())
+        return counts
+
+    def added_by_mixer(self) -> list[str]:
+        """The names of the parameters that are there for the mixer: its own, and the norms of ways after the first."""
+        parts = ((name, name.split(".")) for name, _ in self.named_parameters())
+        return [name for name, part in parts if part[0] == "mixer" or (part[0] == "norms" and part[2] != "0")]
+
+    def repeated_parts(self) -> tuple[list[nn.Module], list[nn.Module]]:
+        """What can be recomputed or compiled piece by piece: the sublayers, and the norms around them."""
+        norms = [n for n in self.norms.modules() if isinstance(n, RMSNorm)]
+        return list(self.sublayers), [*norms, self.final_norm]
+
+
+def _attention(c: Sizes, block: int) -> Attention:
+    eps = c.norm_eps if c.qk_norm else None
+    return Attention(block, c.dim, c.n_heads, c.n_kv_heads, c.head_dim, eps, c.qk_gain)
+
+
+def _mlp(c: Sizes) -> Mlp:
+    return Mlp(c.mlp, c.dim, c.mlp_dim)
+
+
+def init_matrix(linear: nn.Linear, n_sites: int = 1) -> None:
+    """A matrix N(0, 1/fan_in); an output projection's, of which `n_sites` add up, is divided by sqrt(n_sites)."""
+    nn.init.normal_(linear.weight, std=1 / math.sqrt(linear.in_features) / math.sqrt(n_sites))
+
+
+def as_autocast(x: Tensor) -> Tensor:
+    """An embedding in the dtype of autocast, which leaves it in fp32, and the state follows it."""
+    if torch.is_autocast_enabled(x.device.type):
+        return x.to(torch.get_autocast_dtype(x.device.type))
+    return x
