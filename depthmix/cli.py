@@ -19,6 +19,7 @@ from depthmix.config import (
     CompareConfig,
     DataConfig,
     EvalConfig,
+    ExploreConfig,
     GenerateConfig,
     InspectConfig,
     PlanConfig,
@@ -80,7 +81,7 @@ def offer(action: argparse.Action, hint: Any) -> None:
     from depthmix.mixers import list_mixers
 
     words = {"mixer": list_mixers(), "arms": list_mixers(), "device": ["auto", "cpu", "cuda", "mps"]}
-    paths = dict.fromkeys(("data", "out", "run", "init", "model"), shtab.DIRECTORY)
+    paths = dict.fromkeys(("data", "out", "run", "against", "init", "model"), shtab.DIRECTORY)
     paths |= dict.fromkeys(("recipe", "input", "images", "tokenizer"), shtab.FILE)
     action.choices = get_args(hint) if get_origin(hint) is Literal else words.get(action.dest)
     if action.dest in paths:
@@ -170,6 +171,12 @@ def run_inspect(config: InspectConfig) -> None:
     inspect(config)
 
 
+def run_explore(config: ExploreConfig) -> None:
+    from depthmix.page.serve import explore
+
+    explore(config)
+
+
 def run_retrofit(config: RetrofitConfig) -> None:
     from depthmix.runs.retrofit import retrofit_folder
 
@@ -209,6 +216,7 @@ COMMANDS: dict[str, tuple[type | None, Callable[..., None], str]] = {
     ),
     "generate": (GenerateConfig, run_generate, "continue a text with a trained model"),
     "inspect": (InspectConfig, run_inspect, "look inside a trained model: what layers read from each other"),
+    "explore": (ExploreConfig, run_explore, "type a text in a browser and see where each of its tokens is read from"),
     "retrofit": (
         RetrofitConfig,
         run_retrofit,

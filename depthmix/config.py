@@ -246,3 +246,18 @@ class InspectConfig:
     seq_len: int | None = option(None, "tokens in a sequence; none: as in training")
     device: str = option("auto", "cpu, cuda, cuda:N, mps, or auto")
     json: str = option("", "file to write everything to")
+
+
+@dataclass
+class ExploreConfig:
+    """Look into a trained model in a browser: type a text, choose a token, see where each site read it from."""
+
+    run: str = option(
+        "", "run folder of `depthmix train`, one checkpoint in it, or a folder of `save_pretrained`", first=True
+    )
+    against: str = option("", "another, to be shown beside it; also as the second word", first=True)
+    text: str = option("", "a text to begin with; none: a sentence of ours")
+    seq_len: int | None = option(None, "longest text, in tokens; none: the length of the sequences in training")
+    host: str = option("127.0.0.1", "address to listen on; any but this machine's own lets others in")
+    port: int = option(0, "port to listen on; 0: any that is free")
+    device: str = option("auto", "cpu, cuda, cuda:N, mps, or auto")

@@ -11,19 +11,20 @@ from PIL import Image
 
 import depthmix.study.compare  # noqa: F401 (for sys.modules: the package names a function so)
 from depthmix.cli import main
+from depthmix.page.serve import Server
 from depthmix.train import step_times
 from project import ROOT
 
 MODEL = "--n-blocks 2 --dim 32 --n-heads 2 --seq-len 32 --batch-size 4"
 SMALL = f"{MODEL} --steps 6 --warmup 2 --eval-every 3 --eval-tokens 500 --quiet"
-PAGES = ("quickstart", "data", "comparing", "study", "insight")
+PAGES = ("quickstart", "data", "comparing", "study", "insight", "explore")
 DEMO = "depthmix compare --recipe recipes/demo.yaml"
 
 
 def commands(page):
     text = (ROOT / "docs" / f"{page}.md").read_text()
     found = re.findall(
-        r"^    (depthmix (?:data|train|compare|study|eval|generate|inspect|list|doctor)\b.*)$", text, re.M
+        r"^    (depthmix (?:data|train|compare|study|eval|generate|inspect|explore|list|doctor)\b.*)$", text, re.M
     )
     assert found, page
     return found
@@ -41,6 +42,10 @@ def small(command):
     return argv
 
 
+def interrupted(self, poll_interval):
+    raise KeyboardInterrupt
+
+
 @pytest.fixture
 def place(tmp_path, monkeypatch):
     """A folder like the project's, where commands may write."""
@@ -53,6 +58,7 @@ def place(tmp_path, monkeypatch):
         shutil.copy(path, tmp_path / "corpora" / "sotu")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(step_times, "A_SECOND", 0.05)  # how exact step times are is tested elsewhere
+    monkeypatch.setattr(Server, "serve_forever", interrupted)  # what is served is tested elsewhere, too
     return tmp_path
 
 
@@ -85,6 +91,7 @@ def test_every_command_of_the_pages_runs(place, capsys):
             shutil.copytree("data/sotu", "data/my-corpus")
         assert main(small(command)) == 0, f"{command}: {capsys.readouterr().err}"
         shown[command] = capsys.readouterr().out
+    assert all("Open http://127.0.0.1:" in text for c, text in shown.items() if c.startswith("depthmix explore"))
     assert "residual" in shown[DEMO]
     assert "My fellow Americans" in shown[DEMO]
     report = (place / "runs" / "demo" / "report.html").read_text()

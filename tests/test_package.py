@@ -27,7 +27,7 @@ LAYERS = {
     "values": 3,
     "device": 3,
 }
-LAYERS |= {"data": 4, "runs": 5, "train": 6, "study": 7}
+LAYERS |= {"data": 4, "runs": 5, "train": 6, "page": 7, "study": 8}
 
 
 def test_import_is_light():
@@ -56,7 +56,7 @@ def imports(path):
 
 @pytest.mark.parametrize("path", sorted((ROOT / "depthmix").rglob("*.py")), ids=lambda p: str(p.relative_to(ROOT)))
 def test_imports_point_one_way(path):
-    """ops <- mixers <- models <- insight, config <- data <- runs <- train <- study."""
+    """ops <- mixers <- models <- insight, config <- data <- runs <- train <- page <- study."""
     own = path.relative_to(ROOT / "depthmix").with_suffix("").parts[0]
     if own in ("__init__", "__main__", "cli"):
         return
@@ -118,6 +118,8 @@ def test_wheel_runs_the_readme_in_a_fresh_environment_without_extras(tmp_path, m
         [sys.executable, "-m", "pip", "--python", str(interpreter), *install], check=True, capture_output=True
     )
     (packages,) = (tmp_path / "env").glob("lib/python*/site-packages")
+    own = {f.name for f in (ROOT / "depthmix" / "page").iterdir() if f.suffix in (".css", ".js")}
+    assert own == {f.name for f in (packages / "depthmix" / "page").iterdir() if f.suffix in (".css", ".js")} != set()
     (metadata,) = packages.glob("depthmix-*.dist-info")
     for own in needed(*(Distribution.at(metadata).requires or [])):
         for name in {path.parts[0] for path in own.files or []} - {"..", "__pycache__"}:

@@ -103,13 +103,20 @@ def _check(config: InspectConfig) -> None:
 
 
 def encode_text(trained: Trained, text: str, seq_len: int | None = None) -> tuple[Tensor, list[str]]:
-    """The ids [1, T] of a text, and the piece of it that each stands for; UserError for one longer than the model's sequences."""
+    """The ids [1, T] of a text, and the piece of it that each stands for; UserError for one longer than the model's sequences.
+
+    The pieces add up to the text: of the tokens that share a character's bytes the first has it, and those that bring nothing else are "".
+    """
     encoded, longest = trained.tokenizer.encode(text, add_special_tokens=False), seq_len or trained.config.seq_len
     if len(encoded.ids) > longest:
         what = f"the text has {len(encoded.ids)} tokens and the model's sequences {longest}"
         raise UserError(f"{what}: give a shorter one, or a longer --seq-len")
     device = next(trained.model.parameters()).device
-    return torch.tensor([encoded.ids], device=device), [text[a:b] for a, b in encoded.offsets]
+    pieces, shown = [], 0
+    for a, b in encoded.offsets:
+        pieces.append(text[max(a, shown) : b])
+        shown = max(shown, b)
+    return torch.tensor([encoded.ids], device=device), pieces
 
 
 def _measured_on(trained: Trained, config: InspectConfig, ids: Tensor) -> Iterator[Tensor]:

@@ -16,7 +16,7 @@ from depthmix.insight.summary import summary, table
 from depthmix.runs.checkpoint import list_checkpoints
 from depthmix.runs.restore import load_model
 from depthmix.train import inspect as command
-from depthmix.train.inspect import first_tokens, inspect_run
+from depthmix.train.inspect import encode_text, first_tokens, inspect_run
 from train import small
 from train.refused import refused
 
@@ -142,6 +142,12 @@ def test_a_folder_of_save_pretrained_is_measured_on_text_on_data_or_on_the_text_
 )
 def test_what_cannot_be_is_said_in_one_sentence(changes, said, code):
     refused(lambda: inspect_run(config(**changes)), said, code=code)
+
+
+def test_pieces_add_up_to_the_text_whatever_its_characters_take():
+    ids, pieces = encode_text(small.load_run(), "é 🌊!\n東")
+    assert pieces == ["é", "", " ", "🌊", "", "", "", "!", "\n", "東", "", ""]
+    assert ids.shape == (1, 12)
 
 
 def test_data_of_another_tokenizer_is_refused(tmp_path):

@@ -1,0 +1,319 @@
+"""`depthmix explore`: the token explorer in a browser, with a box for new text, which the models here compute.
+
+One process and the standard library's server. A page of another site must not be able to use it, not even through a name that it points
+at this machine: requests need this server's own Host and, where they have one, its own Origin.
+"""
+
+from __future__ import annotations
+
+import base64
+import errno
+import hashlib
+import ipaddress
+import json
+import math
+import socket
+import socketserver
+import sys
+import threading
+from collections.abc import Sequence
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler
+from typing import Any
+
+from depthmix.config import ExploreConfig
+from depthmix.device import autocast, choose_device
+from depthmix.errors import CHECKPOINT, DIVERGED, UserError
+from depthmix.insight import document as doc
+from depthmix.models import Decoder
+from depthmix.page.explorer import EXPLORER_SCRIPT, EXPLORER_STYLE, HERE, explorer, explorer_data
+from depthmix.runs.restore import Trained, load_model
+from depthmix.train.generate import check_prompt
+from depthmix.train.inspect import encode_text, text_by_token
+
+START = "The sun had set, and the old man walked slowly home along the river."
+LONGEST = 1 << 16  # bytes of a request: more than any context here holds
+PATIENCE = 10.0  # seconds for a client to send what it promised
+QUEUE = 60.0  # seconds to wait while another text is computed
+SCRIPT = EXPLORER_SCRIPT + (HERE / "live.js").read_text(encoding="utf-8")
+STYLE = (HERE / "plain.css").read_text(encoding="utf-8") + EXPLORER_STYLE
+
+
+def explore(config: ExploreConfig) -> None:
+    """Serve until interrupted."""
+    _check(config)
+    device = choose_device(config.device)
+    runs = [run for run in (config.run, config.against) if run] or [""]
+    models = Models([(run, load_model(run, device)) for run in runs], config.seq_len)
+    first = models.documents(config.text) if config.text else models.documents_or_none(START)
+    with listen(config, models, page(first)) as server:
+        if not (config.host == "localhost" or _is(config.host, "is_loopback")):
+            warning = f"whoever reaches port {server.port} of {config.host} can use this page and these models"
+            print(f"depthmix: warning: {warning}", file=sys.stderr)
+        print(f"Open {server.url} in a browser; Ctrl-C ends it.", flush=True)
+        try:
+            server.serve_forever(poll_interval=0.2)
+        except KeyboardInterrupt:
+            print("\nThe page is no longer served.")
+
+
+def _check(config: ExploreConfig) -> None:
+    if not 0 <= config.port <= 65535:
+        raise UserError(f"port must be from 1 to 65535, or 0 for any that is free, got {config.port}")
+    if not config.host:
+        raise UserError("host must not be empty: 127.0.0.1 is this machine alone, 0.0.0.0 whoever can reach it")
+    if config.seq_len is not None and config.seq_len < 1:
+        raise UserError(f"seq_len must be at least 1 or none, got {config.seq_len}")
+    check_prompt(config.text, "text")
+
+
+class Models:
+    """The models of one or two runs, and what a text looks like inside them. One text at a time."""
+
+    def __init__(self, runs: Sequence[tuple[str, Trained]], seq_len: int | None = None) -> None:
+        self.runs, self.seq_len, self.lock = runs, seq_len, threading.Lock()
+        for run, trained in runs:
+            if not isinstance(trained.model, Decoder):
+                what = f"{run} holds a model of Hugging Face's"
+                raise UserError(f"{what}: depthmix.depth_mixing shows what its layers read", CHECKPOINT)
+
+    def documents(self, text: str) -> list[dict[str, Any]]:
+        """As much of `depthmix inspect`'s document as the explorer shows; UserError for a text that cannot be shown."""
+        check_prompt(text, "the text")
+        if not text.strip():
+            raise UserError("the text is empty: write a sentence")
+        return [self._document(run, trained, text) for run, trained in self.runs]
+
+    def documents_or_none(self, text: str) -> list[dict[str, Any]]:
+        """Nothing where the text is too long for a model."""
+        try:
+            return self.documents(text)
+        except UserError as error:
+            if error.exit_code == DIVERGED:
+                raise
+            return []
+
+    def _document(self, run: str, trained: Trained, text: str) -> dict[str, Any]:
+        ids, pieces = encode_text(trained, text, self.seq_len)
+        if not pieces:
+            raise UserError(f"the tokenizer of {run} makes no tokens of this text")
+        with autocast(ids.device, trained.config.precision):
+            found = text_by_token(trained.model, ids, pieces)
+        means = mean(found["weights"])
+        if not all(math.isfinite(n) for n in [*found["losses"][1:], *(w for r in means for way in r for w in way)]):
+            what = f"the output of the model in {run} is not a number"
+            raise UserError(f"{what}: this run has diverged, use an older checkpoint", DIVERGED)
+        described = {
+            "run": run,
+            "mixer": trained.config.mixer,
+            "mixer_options": trained.config.mixer_options,
+            **doc.describe_mixer(trained.model.mixer),
+            "mixing": {"tokens": len(pieces), "over": f"the {len(pieces)} tokens of this text", "mean": means},
+            "text": found,
+        }
+        return doc.rounded(described)
+
+
+def mean(weights: list[list[list[list[float]]]]) -> list[list[list[float]]]:
+    """[token][reader][way][source], ragged, averaged over tokens."""
+    by_reader = zip(*weights, strict=True)
+    by_way = (zip(*reader, strict=True) for reader in by_reader)
+    return [[[sum(source) / len(source) for source in zip(*way, strict=True)] for way in ways] for ways in by_way]
+
+
+def page(documents: Sequence[dict[str, Any]]) -> bytes:
+    """The whole page."""
+    head = '<meta charset="utf-8">\n<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+    head += f'<title>depthmix explore</title>\n<link rel="icon" href="data:,">\n<style>{STYLE}</style>'
+    body = f"<main>\n<h1>What layers read from each other</h1>\n{explorer(documents, live=True)}</main>"
+    return f'<!doctype html>\n<html lang="en">\n<head>\n{head}\n</head>\n<body>\n{body}\n<script>{SCRIPT}</script>\n</body>\n</html>\n'.encode()
+
+
+def _hash(code: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(code.encode()).digest()).decode()}'"
+
+
+HEADERS = {
+    # Nothing runs or is loaded but what is in the page; it talks to this server alone, and no other page shows it.
+    "Content-Security-Policy": f"default-src 'none'; script-src {_hash(SCRIPT)}; style-src {_hash(STYLE)}; img-src data:; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+
+
+class Refused(Exception):
+    """A request that is answered with a sentence instead of a result."""
+
+    def __init__(self, status: HTTPStatus, sentence: str) -> None:
+        super().__init__(sentence)
+        self.status = status
+
+
+class Server(socketserver.ThreadingTCPServer):
+    """A thread for each connection: browsers open some that they do not use."""
+
+    daemon_threads = True
+    allow_reuse_address = True
+
+    def __init__(self, host: str, port: int, models: Models, page: bytes) -> None:
+        self.models, self.page, self.host = models, page, host.lower()
+        (self.address_family, _, _, _, address), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        super().__init__((str(address[0]), port), Handler)
+        self.port = int(self.server_address[1])
+        shown = "127.0.0.1" if _is(host, "is_unspecified") else f"[{host}]" if ":" in host else host
+        self.url = f"http://{shown}:{self.port}/"
+
+    def is_own(self, host: str) -> bool:
+        """Whether a Host header means this server. Of all addresses of the machine any will do: it is names that can be made to point here."""
+        name, colon, port = host.rpartition(":")
+        if not (colon and port.isdecimal()):
+            name, port = host, "80"
+        bare = name[1:-1] if name.startswith("[") and name.endswith("]") else name
+        own = {self.host}
+        if self.host == "localhost" or _is(self.host, "is_loopback"):
+            own |= {"localhost", "127.0.0.1", "::1"}
+        elif _is(self.host, "is_unspecified"):
+            own |= {"localhost", socket.gethostname().lower()} | ({bare} if _is(bare, "version") else set())
+        return int(port) == self.port and bare in own
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that has left is not worth a word."""
+        if not isinstance(error := sys.exception(), OSError):
+            _tell(error)
+
+
+class Handler(BaseHTTPRequestHandler):
+    """GET / is the page, POST /text computes a text; everything else is refused in a sentence."""
+
+    server: Server
+    timeout = PATIENCE
+    unread = 0  # bytes of the request that are still to come
+
+    def _serve(self) -> None:
+        try:
+            self._check_sender()
+            if (self.command, self.path) == ("GET", "/"):
+                self._send(HTTPStatus.OK, self.server.page, "text/html; charset=utf-8")
+            elif (self.command, self.path) == ("POST", "/text"):
+                self._answer(HTTPStatus.OK, {"models": self._compute(self._text())})
+            else:
+                known = self.path in ("/", "/text")
+                status = HTTPStatus.METHOD_NOT_ALLOWED if known else HTTPStatus.NOT_FOUND
+                raise Refused(status, "only GET / and POST /text are served here")
+        except Refused as refused:
+            self._answer(refused.status, {"error": _sentence(refused)})
+
+    do_GET = do_POST = do_HEAD = do_PUT = do_DELETE = do_PATCH = do_OPTIONS = do_TRACE = do_CONNECT = _serve
+
+    def _check_sender(self) -> None:
+        """Not through another's name, and not from another site's page."""
+        host, *others = (value.strip().lower() for value in self.headers.get_all("Host", [""]))
+        origins = {value.strip().lower() for value in self.headers.get_all("Origin", [])}
+        length = self.headers.get("Content-Length", "")
+        self.unread = int(length) if length.isdecimal() else 0
+        if others or not self.server.is_own(host):
+            raise Refused(
+                HTTPStatus.MISDIRECTED_REQUEST, f"this server is {self.server.url} and answers to no other name"
+            )
+        site = self.headers.get("Sec-Fetch-Site", "none")
+        if origins - {f"http://{host}"} or (self.command != "GET" and site not in ("none", "same-origin")):
+            raise Refused(HTTPStatus.FORBIDDEN, "pages of other sites may not use this server")
+
+    def _text(self) -> str:
+        """What was sent to be looked into."""
+        lengths = self.headers.get_all("Content-Length", [])
+        if len(lengths) != 1 or not lengths[0].isdecimal() or "Transfer-Encoding" in self.headers:
+            raise Refused(HTTPStatus.LENGTH_REQUIRED, "say how long the text is, in Content-Length")
+        if self.headers.get_content_type() != "application/json":  # which no form of another page can send
+            raise Refused(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, 'send {"text": "…"} as application/json')
+        if self.unread > LONGEST:
+            raise Refused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"a text may take {LONGEST:,} bytes, and this is longer")
+        body = self.rfile.read(self.unread)
+        whole, self.unread = len(body) == self.unread, 0
+        try:
+            sent = json.loads(body.decode())
+        except (ValueError, RecursionError):
+            raise Refused(HTTPStatus.BAD_REQUEST, "this is not JSON in UTF-8") from None
+        if not whole or not isinstance(sent, dict) or not isinstance(sent.get("text"), str):
+            raise Refused(HTTPStatus.BAD_REQUEST, 'send {"text": "…"}')
+        return sent["text"]
+
+    def _compute(self, text: str) -> list[dict[str, Any]]:
+        models = self.server.models
+        if not models.lock.acquire(timeout=QUEUE):
+            raise Refused(HTTPStatus.SERVICE_UNAVAILABLE, "another text is still being computed: try again later")
+        try:
+            return explorer_data(models.documents(text))
+        except UserError as error:
+            broken = error.exit_code == DIVERGED
+            status = HTTPStatus.INTERNAL_SERVER_ERROR if broken else HTTPStatus.UNPROCESSABLE_ENTITY
+            raise Refused(status, str(error)) from None
+        except Exception as error:
+            _tell(error)
+            said = "this text could not be computed: the terminal of depthmix explore says why"
+            raise Refused(HTTPStatus.INTERNAL_SERVER_ERROR, said) from None
+        finally:
+            models.lock.release()
+
+    def _answer(self, status: HTTPStatus, answer: Any) -> None:
+        self._send(status, json.dumps(answer, allow_nan=False).encode(), "application/json")
+
+    def _send(self, status: HTTPStatus, body: bytes, kind: str) -> None:
+        self.send_response(status)
+        for name, value in {**HEADERS, "Content-Type": kind, "Content-Length": str(len(body))}.items():
+            self.send_header(name, value)
+        if status == HTTPStatus.METHOD_NOT_ALLOWED:
+            self.send_header("Allow", "GET" if self.path == "/" else "POST")
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+        self.connection.settimeout(1.0)
+        left = min(
+            self.unread, 64 * LONGEST
+        )  # or the client, still sending, would see a broken connection and no answer
+        while left > 0 and (part := self.rfile.read1(min(left, LONGEST))):
+            left -= len(part)
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """What is not even HTTP; the library's own pages would repeat the request."""
+        self._answer(HTTPStatus(code), {"error": f"{HTTPStatus(code).phrase}."})
+
+    def version_string(self) -> str:
+        return "depthmix"
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """No line for every request."""
+
+
+def listen(config: ExploreConfig, models: Models, page: bytes) -> Server:
+    """A server that takes requests; UserError where it cannot."""
+    where = f"{config.host}:{config.port}"
+    try:
+        return Server(config.host, config.port, models, page)
+    except socket.gaierror:
+        raise UserError(f"host {config.host!r} is no address of this machine") from None
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            said = f"port {config.port} is taken: give another with --port, or 0 for any that is free"
+            raise UserError(said) from None
+        raise UserError(f"cannot listen on {where}: {error.strerror or error}") from None
+
+
+def _is(host: str, what: str) -> bool:
+    """A property of an address; no name has any."""
+    try:
+        return bool(getattr(ipaddress.ip_address(host), what))
+    except ValueError:
+        return False
+
+
+def _sentence(error: Exception) -> str:
+    said = " ".join(str(error).split()).rstrip(".")
+    return f"{said[:1].upper()}{said[1:]}."
+
+
+def _tell(error: BaseException | None) -> None:
+    print(f"depthmix: {type(error).__name__}: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
