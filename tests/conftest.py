@@ -1,12 +1,11 @@
 """What every test gets: fresh tensors full of NaN, so that memory nobody wrote cannot pass, and kernels without a GPU."""
 
-import functools
 import gc
 import importlib
 import os
 import pkgutil
 from collections import Counter
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 import pytest
@@ -55,6 +54,9 @@ if not torch.cuda.is_available():
     # Kernels run in Triton's interpreter. Triton asks once, when it is first imported.
     os.environ["TRITON_INTERPRET"] = "1"
 
+# Inductor has one small file to compile at a time: processes to do that in take longer to start.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
 if "PYTEST_XDIST_WORKER" in os.environ:
     # As many workers as cores: with more threads than that they wait for each other and are several times slower.
     torch.set_num_threads(1)
@@ -84,6 +86,7 @@ def pytest_collection_finish():
     """What is there before the first test stays: Python's collector need not look through it again and again."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(10_000)  # graphs are made of many small objects, and reference counts free nearly all of them
 
 
 def pytest_unconfigure():
@@ -114,11 +117,13 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_runtest_protocol(item):
-    if not item.stash[COVERED]:
-        return (yield)
-    with METER.on():
-        return (yield)
+def pytest_runtest_protocol(item, nextitem):
+    with METER.on() if item.stash[COVERED] else nullcontext():
+        done = yield
+    if nextitem is not None and nextitem.path != item.path:  # what a file has imported stays too
+        gc.collect()
+        gc.freeze()
+    return done
 
 
 @pytest.fixture(autouse=True)
@@ -131,26 +136,10 @@ def _seed():
 
 @pytest.fixture(scope="session")
 def quick_interpreter():
-    """Triton's interpreter patches its language again at every call of a function inside a kernel: half of its time.
-
-    And it makes a table of all dtypes whenever it looks one up.
-    """
+    """Triton's interpreter without what it does again and again: most of its time."""
     interpreter = pytest.importorskip("triton.runtime.interpreter")
-    patched, slow = set(), interpreter.InterpretedFunction.__call__
-    scalar, known = type(interpreter.tl.float32), functools.cache(interpreter._get_np_dtype)
-
-    def np_dtype(dtype):
-        element = dtype if type(dtype) is scalar else dtype.element_ty
-        block = type(dtype) in (scalar, interpreter.tl.block_type) and type(element) is scalar
-        return known(element) if block else known.__wrapped__(dtype)  # others cannot be keys
-
-    def call(self, *args, **kwargs):
-        if self.fn.__module__ in patched:
-            return self.rewrite()(*args, **kwargs)
-        patched.add(self.fn.__module__)
-        return slow(self, *args, **kwargs)
+    from quick_interpreter import quicken
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(interpreter.InterpretedFunction, "__call__", call)
-        patch.setattr(interpreter, "_get_np_dtype", np_dtype)
+        quicken(interpreter, patch)
         yield

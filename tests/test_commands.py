@@ -39,6 +39,8 @@ def small(command):
         argv += shlex.split("--tokens 100 --causal-tokens 64 --batch-size 2")
     if argv[0] == "compare":  # more seeds: tests/study
         argv += ["--seeds", "0"]
+    if "--budget" in argv:  # the recipe's own arms run once
+        argv += ["--arms", "residual", "attnres"]
     return argv
 
 

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
+import forking
 from depthmix.config import DataConfig
 from depthmix.data import dataset
 from depthmix.data import prepare as module
@@ -475,7 +476,6 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path):
     """2.5 megabytes in one file: at 100 bytes a token all at once they would take over 120 MB."""
     (tmp_path / "a.txt").write_text(text(0, 20_000) * 30)
     train_tokenizer([text(0)], 300).save(str(tmp_path / "t.json"))
-    command = [sys.executable, "-c", MEMORY, tmp_path / "a.txt", tmp_path / "out", tmp_path / "t.json"]
-    used = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    used = int(forking.python(MEMORY, tmp_path / "a.txt", tmp_path / "out", tmp_path / "t.json").stdout)
     assert used < 60 * 1024
     assert (tmp_path / "a.txt").stat().st_size > 2_500_000

@@ -49,11 +49,11 @@ def test_defaults_are_the_documented_ones(name):
     assert defaults == documented
 
 
-# All combinations where every window and block size matters, and of another depth and of blocks of one, two and three sites
-# those that every pair of values needs.
-DEPTHS = [(*case, n_blocks) for n_blocks, cases in ((5, CASES), (3, PAIRWISE)) for case in cases]
+# All combinations where every window and block size matters; in four blocks of one, two and three sites those that every pair of
+# values needs; and the defaults at another depth and with other sites.
+DEPTHS = [(*case, 5) for case in CASES]
 DEPTHS += [(*case, "uneven") for case in PAIRWISE]
-DEPTHS += [(name, {}, layout) for layout in ("parallel", "cross") for name in MIXERS]
+DEPTHS += [(name, {}, depth) for depth in (3, "parallel", "cross") for name in MIXERS]
 DEPTH_IDS = [f"{label(name, choice)}-{depth}" for name, choice, depth in DEPTHS]
 
 

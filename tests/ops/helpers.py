@@ -1,8 +1,6 @@
 """What the operators' tests share: running with every gradient, comparing, odd layouts, and watching what PyTorch does."""
 
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import product
@@ -15,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from project import ROOT
+import forking
 
 quick = settings(
     max_examples=30, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
@@ -205,8 +203,7 @@ def nodes_that_are_left_something(out: Tensor) -> list[Any]:
 def compiled_in_its_own_process(code: str, cases: Sequence[Any]) -> list[str]:
     """What a program prints of each case, compiled for a GPU that need not be here: without Triton's interpreter."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", code, repr(cases)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
+    done = forking.python(code, repr(cases), env=environment)
     if done.returncode and "ptxas" in done.stderr:
         pytest.skip("Triton has no assembler for this machine")
     assert done.returncode == 0, done.stderr[-2000:]

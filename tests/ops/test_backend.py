@@ -2,8 +2,6 @@
 
 import functools
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -13,12 +11,12 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+import forking
 from depthmix import Decoder, DecoderConfig
 from depthmix.ops import BackendError, depth_attention, use_backend
 from ops.helpers import assert_near, rand
 from ops.test_depth_attention import naive
 from ops.test_source_major import BLOCK_WAYS, D, Stack, leaves, tokens
-from project import ROOT
 
 FP32 = torch.float32
 Q, V = torch.ones(8), [torch.ones(2, 3, 8), torch.zeros(2, 3, 8)]
@@ -116,7 +114,7 @@ def test_dtypes_the_kernels_do_not_know(sources: list[Tensor]) -> None:
 def python(code: str, **environment: str) -> str:
     """What a new process without Triton's interpreter prints."""
     clean = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | environment
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=clean)
+    done = forking.python(code, env=clean)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 

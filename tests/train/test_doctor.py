@@ -1,12 +1,11 @@
 """`depthmix doctor`: which backend each operator uses, and why."""
 
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
 
+import forking
 from depthmix import ops
 from depthmix.ops.backend import BACKENDS
 from depthmix.train import doctor
@@ -51,7 +50,7 @@ def test_without_a_gpu_it_says_so_itself():
     """In a process of its own, since the interpreter may be on in this one."""
     code = "import torch; from depthmix.train import doctor; print(doctor.backends(torch.device('cpu')))"
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    ran = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    ran = forking.python(code, env=environment)
     reasons = ("kernels run on GPUs, and the tensors are on cpu", "triton is not installed")
     assert any(f"reference, because {why}" in ran.stdout for why in reasons)
 

@@ -395,7 +395,8 @@ def test_devices(monkeypatch):
             device.choose_device(name)
 
 
-def test_step_times(tmp_path):
+def test_step_times(tmp_path, monkeypatch):
+    monkeypatch.setattr(step_times, "A_SECOND", 0.05)
     configs = [small.config(tmp_path / "x", mixer=mixer) for mixer in ("residual", "mhc")]
     times = measure_step_times(configs, warmup=1, steps=2, rounds=2)
     assert len(times) == 2

@@ -1,0 +1,71 @@
+"""Programs in processes of their own, forked from one that has imported torch: which takes two seconds every time.
+
+Run as a script, this file is that one. Nothing else is imported there, so that a program finds depthmix and Triton as new as it would.
+"""
+
+import atexit
+import functools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import traceback
+from pathlib import Path
+
+from project import ROOT
+
+
+@functools.cache
+def _server():
+    """One a worker, which ends when its input does."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "tests")}
+    server = subprocess.Popen([sys.executable, __file__], env=environment, **pipes)
+    atexit.register(server.communicate)
+    return server
+
+
+def python(code, *argv, env=None, cwd=ROOT):
+    """`python -c code argv`, as subprocess.run has it."""
+    with tempfile.TemporaryDirectory() as folder:
+        out, err = Path(folder, "out"), Path(folder, "err")
+        request = {"code": code, "argv": ["-c", *map(str, argv)], "env": {**(os.environ if env is None else env)}}
+        request |= {"cwd": str(cwd), "out": str(out), "err": str(err)}
+        print(json.dumps(request), file=_server().stdin, flush=True)
+        status = json.loads(_server().stdout.readline())
+        return subprocess.CompletedProcess(argv, status, out.read_text(), err.read_text())
+
+
+def _run(code, argv, env, cwd, out, err):
+    """In the child: never comes back."""
+    status = 1
+    try:
+        for path, stream in ((out, 1), (err, 2)):
+            os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), stream)
+        os.environ.clear()
+        os.environ.update(env)
+        os.chdir(cwd)
+        sys.argv, sys.path[0] = argv, ""
+        sys.path[1:1] = [path for path in env.get("PYTHONPATH", "").split(os.pathsep) if path]
+        exec(compile(code, "<string>", "exec"), {"__name__": "__main__"})
+        status = 0
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+if __name__ == "__main__":
+    import torch
+
+    torch.set_num_threads(1)  # no threads that a fork would lose
+    for line in sys.stdin:
+        child = os.fork()
+        if child == 0:
+            _run(**json.loads(line))
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
