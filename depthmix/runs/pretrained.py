@@ -88,10 +88,7 @@ def read_config(path: Path) -> DecoderConfig:
     """The decoder that a folder's config.json describes; UserError for one of another kind, or damaged."""
     config, kind = read_object(path / CONFIG), model_type(path)
     if kind != MODEL_TYPE:
-        advice = f"only models of type {MODEL_TYPE!r} can be used here"
-        if str(kind).startswith(f"{MODEL_TYPE}_"):
-            advice += ", and a retrofitted one is loaded by transformers' AutoModelForCausalLM"
-        raise UserError(f"{path} holds a model of type {kind!r}: {advice}", CHECKPOINT)
+        raise UserError(f"{path / CONFIG} describes no model: its model_type is {kind!r}", CHECKPOINT)
     try:
         known = {ours: config[theirs] for ours, theirs in FIELDS.items() if theirs in config}
         return DecoderConfig(**known)
@@ -102,15 +99,16 @@ def read_config(path: Path) -> DecoderConfig:
 def read_pretrained(path: Path) -> Pretrained:
     """A model that `save_pretrained` wrote; UserError for one of another kind, or damaged."""
     decoder, config = read_config(path), read_object(path / CONFIG)
-    generation = read_object(path / GENERATION) if (path / GENERATION).is_file() else {}
-    ends = generation.get("eos_token_id", config.get("eos_token_id"))
-    end = ends[0] if isinstance(ends, list) and ends else ends
     length = config.get("max_position_embeddings")
-    return Pretrained(decoder, _weights(path), length if type(length) is int and length > 0 else None, _token(end))
+    return Pretrained(decoder, _weights(path), length if type(length) is int and length > 0 else None, read_end(path))
 
 
-def _token(value: Any) -> int | None:
-    return value if type(value) is int and value >= 0 else None
+def read_end(path: Path) -> int | None:
+    """The token that ends a text, where a folder names one: of several the first."""
+    generation = read_object(path / GENERATION) if (path / GENERATION).is_file() else {}
+    ends = generation.get("eos_token_id", read_object(path / CONFIG).get("eos_token_id"))
+    end = ends[0] if isinstance(ends, list) and ends else ends
+    return end if type(end) is int and end >= 0 else None
 
 
 def _weights(path: Path) -> dict[str, Tensor]:

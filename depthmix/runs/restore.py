@@ -19,7 +19,7 @@ from depthmix.models.exchange import MODEL_TYPE
 from depthmix.runs import foreign
 from depthmix.runs.checkpoint import Checkpoint, latest_checkpoint, load_checkpoint
 from depthmix.runs.folder import RECIPE, TOKENIZER, RunFolder
-from depthmix.runs.pretrained import CONFIG, Pretrained, is_pretrained, model_type, read_pretrained
+from depthmix.runs.pretrained import CONFIG, Pretrained, is_pretrained, model_type, read_end, read_pretrained
 
 
 @dataclass
@@ -32,6 +32,7 @@ class Trained:
     step: int  # of the checkpoint; 0 where there are none
     folder: RunFolder
     end: int | None = None  # the token that ends a text
+    special: bool = False  # whether a prompt begins with what its tokenizer puts before a text
 
 
 def load_model(run: str | Path, device: torch.device) -> Trained:
@@ -42,7 +43,8 @@ def load_model(run: str | Path, device: torch.device) -> Trained:
     if not path.exists():
         raise UserError(f"run {str(run)!r} does not exist: give the folder that `depthmix train` wrote", CHECKPOINT)
     if is_pretrained(path):
-        return _load_pretrained(path, device)
+        ours = model_type(path) in (None, MODEL_TYPE)
+        return _load_pretrained(path, device) if ours else _load_foreign(path, device)
     folder, saved = open_checkpoint(path)
     config = read_train_config(folder)
     if "classes" in (meta := folder.data_meta()):
@@ -113,11 +115,32 @@ def _load_pretrained(path: Path, device: torch.device) -> Trained:
     config = TrainConfig(**{name: getattr(found.decoder, name) for name in shared_fields()})
     config.seq_len = found.seq_len or config.seq_len
     model = model_of_pretrained(path, found).to(device)
-    end = tokenizer.token_to_id(END) if found.end is None else found.end
-    if end is not None and end >= found.decoder.vocab_size:
-        what = f"the token {end} that ends a text is beyond the vocabulary of {found.decoder.vocab_size}"
+    return Trained(
+        model.eval(), tokenizer, config, 0, folder, _end(path, tokenizer, found.end, found.decoder.vocab_size)
+    )
+
+
+def _load_foreign(path: Path, device: torch.device) -> Trained:
+    """A model of Hugging Face's, retrofitted or plain, with the tokenizer beside it."""
+    found, folder = foreign.describe(path, "run"), RunFolder(path)
+    tokenizer = _tokenizer(folder, add_end=False)
+    _check_vocabulary(folder, vocabulary(tokenizer), found.vocab_size, "model")
+    end = _end(path, tokenizer, read_end(path), found.vocab_size)
+    config = TrainConfig(**found.shape)  # type: ignore[arg-type]
+    if found.mixer is not None:
+        config.mixer, config.mixer_options = found.mixer["mixer"], found.mixer["options"]
+    config.seq_len = found.seq_len or config.seq_len
+    model = foreign.load_adapted(path, "run").to(device).eval()
+    return Trained(model, tokenizer, config, 0, folder, end, special=True)
+
+
+def _end(path: Path, tokenizer: Any, said: int | None, vocab_size: int) -> int | None:
+    """The token that ends a text: the one that a folder names, or the tokenizer's."""
+    end = tokenizer.token_to_id(END) if said is None else said
+    if end is not None and end >= vocab_size:
+        what = f"the token {end} that ends a text is beyond the vocabulary of {vocab_size}"
         raise UserError(f"{path} cannot be used: {what}", CHECKPOINT)
-    return Trained(model.eval(), tokenizer, config, 0, folder, end)
+    return end
 
 
 def _check_vocabulary(folder: RunFolder, tokens: int, vocab_size: int, of: str) -> None:

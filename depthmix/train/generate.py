@@ -104,10 +104,14 @@ def generate_stream(
     if trained.tokenizer is None:
         raise UserError(f"{run} was trained on images: it has no text to continue", CHECKPOINT)
     end = trained.end
-    ids = trained.tokenizer.encode(prompt, add_special_tokens=False).ids or ([0] if end is None else [end])
+    ids = trained.tokenizer.encode(prompt, add_special_tokens=trained.special).ids or ([0] if end is None else [end])
     if len(ids) > trained.config.seq_len:
         what = f"the prompt has {len(ids)} tokens and the model was trained on sequences of {trained.config.seq_len}"
         raise UserError(f"{what}: shorten the prompt")
+    positions = getattr(trained.model.config, "max_position_embeddings", None)  # of a model of Hugging Face's
+    if positions is not None and len(ids) + max_tokens > positions:
+        what = f"the prompt has {len(ids)} tokens, {max_tokens} more are asked for, and the model has {positions} positions"
+        raise UserError(f"{what}: lower max_tokens")
     return stream_text(
         trained.tokenizer, generate_tokens(trained.model, ids, max_tokens, temperature, top_p, seed, end)
     )

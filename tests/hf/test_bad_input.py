@@ -51,14 +51,6 @@ def test_a_prompt_longer_than_the_sequences_of_training(capsys):
     assert f"tokens and the model was trained on sequences of {length}: shorten the prompt" in err
 
 
-def test_a_retrofitted_folder_given_to_generate(tmp_path, capsys):
-    model = make("llama")
-    retrofit(model, "dca", quiet=True)
-    model.save_pretrained(tmp_path)
-    assert main(["generate", "--run", str(tmp_path), "--prompt", "x"]) == CHECKPOINT
-    assert "a retrofitted one is loaded by transformers' AutoModelForCausalLM" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("name", ["dim", "n_blocks", "sites"])
 def test_retrofit_with_what_is_the_models_own(name):
     model = make("llama")

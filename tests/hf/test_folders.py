@@ -163,8 +163,10 @@ def test_folders_that_are_missing_or_foreign(tmp_path, capsys, copy):
     refused(capsys, "is not a run folder", run=tmp_path)
     (copy / "model.safetensors").unlink()
     refused(capsys, "has neither model.safetensors", run=copy)
-    edit(copy / "config.json", model_type="llama")
-    refused(capsys, "holds a model of type 'llama'", "depthmix", run=copy)
+    edit(copy / "config.json", model_type="bert")
+    refused(capsys, "holds a model of type 'bert'", "known are depthmix, ", run=copy)
+    edit(copy / "config.json", model_type=None)
+    refused(capsys, "describes no model", run=copy)
     (copy / "config.json").write_text("{")
     refused(capsys, "config.json is damaged", run=copy)
 
