@@ -99,6 +99,12 @@ def run_data(config: DataConfig) -> None:
             print(prepare.summary(prepare.prepare(config, progress)))
 
 
+def this_rank() -> int | None:
+    """The number of this process among those that torchrun has started; None if it is alone."""
+    rank, size = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
+    return int(rank) if rank.isdigit() and size.isdigit() and int(size) > 1 else None
+
+
 def run_train(config: TrainConfig) -> None:
     from depthmix.train.loop import train
 
@@ -108,6 +114,8 @@ def run_train(config: TrainConfig) -> None:
     if loss is None:  # not finite: older versions let a run end so
         what = f"the run in {folder.path} ended in a loss that is not a number"
         raise UserError(f"{what}: its weights are not usable; start again in another folder, with a lower lr", DIVERGED)
+    if this_rank():
+        return
     if "accuracy" in result:
         learnt = f"accuracy {result['accuracy']:.2%}"
     else:
@@ -345,8 +353,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if "--debug" in argv:
             traceback.print_exc()
         message, code = explain(error)
+        if this_rank() and getattr(error, "shared", False):  # the first of several processes says it
+            return code
+    which = "" if this_rank() is None else f"rank {this_rank()}: "
     with suppress(OSError):
-        print(f"depthmix: {' '.join(message.splitlines())}", file=sys.stderr)
+        print(f"depthmix: {which}{' '.join(message.splitlines())}", file=sys.stderr)
     return code
 
 

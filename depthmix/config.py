@@ -116,6 +116,10 @@ class TrainConfig:
     deterministic: bool = option(
         False, "sums in a fixed order: on a GPU, too, one seed gives the same losses bit for bit"
     )
+    parallel: dict[str, Any] = option(
+        {},
+        "processes of torchrun: dp=2 replicas, shard=4 parts of everything (FSDP2), tp=2 parts of matrices and sequences",
+    )
 
     log_every: int = option(10, "steps between lines of the metrics")
     eval_every: int = option(100, "steps between evaluations; the last step is always evaluated")

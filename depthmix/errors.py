@@ -13,6 +13,8 @@ PIPE = 141  # whoever read the output has left: what a shell says of a program t
 class UserError(Exception):
     """One clear sentence for the user; the command line prints it and exits with the code."""
 
+    shared = False  # whether all processes of a run raise it, so that one may say it for all
+
     def __init__(self, message: str, exit_code: int = USAGE) -> None:
         super().__init__(message)
         self.exit_code = exit_code

@@ -135,6 +135,16 @@ def _seed():
 
 
 @pytest.fixture(scope="session")
+def workers():
+    """Processes for jobs of several, started with the first such test."""
+    from parallel.workers import Workers
+
+    found = Workers()
+    yield found
+    found.close()
+
+
+@pytest.fixture(scope="session")
 def quick_interpreter():
     """Triton's interpreter without what it does again and again: most of its time."""
     interpreter = pytest.importorskip("triton.runtime.interpreter")

@@ -56,7 +56,7 @@ def imports(path):
 
 @pytest.mark.parametrize("path", sorted((ROOT / "depthmix").rglob("*.py")), ids=lambda p: str(p.relative_to(ROOT)))
 def test_imports_point_one_way(path):
-    """ops <- mixers <- models <- insight, config <- data <- runs <- train <- page <- study."""
+    """ops <- mixers <- models <- insight, config <- data, parallel <- runs <- train <- page <- study."""
     own = path.relative_to(ROOT / "depthmix").with_suffix("").parts[0]
     if own in ("__init__", "__main__", "cli"):
         return

@@ -259,18 +259,20 @@ class Batches:
     Windows of seq_len + 1 tokens start at multiples of seq_len; a batch may lie in two epochs.
     """
 
-    def __init__(self, split: Split, seq_len: int, batch_size: int, seed: int) -> None:
+    def __init__(self, split: Split, seq_len: int, batch_size: int, seed: int, rows: slice = slice(None)) -> None:
         self.split, self.seq_len, self.batch_size, self.seed = split, seq_len, batch_size, seed
+        self.rows = range(batch_size)[rows]  # of every batch: one process's, where several share them
         self.n_windows = _windows(split, seq_len, batch_size)
         self.steps_per_epoch = -(-self.n_windows // batch_size)  # after so many steps every window was seen
         self.order = Order(self.n_windows, seed)
 
-    def get(self, step: int) -> Tensor:
-        """Batch `step` (from 0), a LongTensor [batch_size, seq_len + 1]."""
+    def get(self, step: int, rows: range | None = None) -> Tensor:
+        """Rows of batch `step` (from 0), a LongTensor [rows, seq_len + 1]; none: those of this process."""
         if step < 0:
             raise IndexError(f"step {step}")
-        out = np.empty((self.batch_size, self.seq_len + 1), np.int64)
-        for row, window in zip(out, self.order.take(step * self.batch_size, self.batch_size), strict=True):
+        rows = self.rows if rows is None else rows
+        out = np.empty((len(rows), self.seq_len + 1), np.int64)
+        for row, window in zip(out, self.order.take(step * self.batch_size + rows.start, len(rows)), strict=True):
             self.split.read(window * self.seq_len, row)
         return torch.from_numpy(out)
 

@@ -132,20 +132,30 @@ def augment(images: Tensor, bits: np.ndarray, crop: int, flip: bool) -> Tensor:
 class ImageBatches:
     """Training batches: `get(step)` is a function of the data, the arguments and the step, and of nothing else."""
 
-    def __init__(self, split: ImageSplit, batch_size: int, seed: int, crop: int = 0, flip: bool = False) -> None:
+    def __init__(
+        self,
+        split: ImageSplit,
+        batch_size: int,
+        seed: int,
+        crop: int = 0,
+        flip: bool = False,
+        rows: slice = slice(None),
+    ) -> None:
         self.split, self.batch_size, self.seed, self.crop, self.flip = split, batch_size, seed, crop, flip
+        self.rows = range(batch_size)[rows]  # of every batch: one process's, where several share them
         self.order = Order(len(split), seed)
 
-    def get(self, step: int) -> Tensor:
-        """Batch `step` (from 0), packed."""
+    def get(self, step: int, rows: range | None = None) -> Tensor:
+        """Rows of batch `step` (from 0), packed; none: those of this process."""
         if step < 0:
             raise IndexError(f"step {step}")
-        taken = self.order.take(step * self.batch_size, self.batch_size)
+        rows = self.rows if rows is None else rows
+        taken = self.order.take(step * self.batch_size + rows.start, len(rows))
         images, labels = torch.from_numpy(self.split.images[taken]), torch.from_numpy(self.split.labels[taken])
         if self.crop or self.flip:
             key = np.array([self.seed % 2**64, AUGMENTED + step], np.uint64)
-            bits = np.random.Philox(key=key).random_raw(3 * len(taken)).reshape(-1, 3)
-            images = augment(images, bits, self.crop, self.flip)
+            bits = np.random.Philox(key=key).random_raw(3 * self.batch_size).reshape(-1, 3)
+            images = augment(images, bits[rows.start : rows.stop], self.crop, self.flip)
         return pack(images, labels)
 
 

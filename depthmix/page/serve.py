@@ -73,6 +73,8 @@ class Models:
     def __init__(self, runs: Sequence[tuple[str, Trained]], seq_len: int | None = None) -> None:
         self.runs, self.seq_len, self.lock = runs, seq_len, threading.Lock()
         for run, trained in runs:
+            if trained.tokenizer is None:
+                raise UserError(f"{run} was trained on images: the explorer shows text", CHECKPOINT)
             if not isinstance(trained.model, Decoder):
                 what = f"{run} holds a model of Hugging Face's"
                 raise UserError(f"{what}: depthmix.depth_mixing shows what its layers read", CHECKPOINT)

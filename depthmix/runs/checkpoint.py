@@ -3,7 +3,7 @@
 A checkpoint is a folder `step-00000400` of model.safetensors, optimizer.safetensors, state.json and manifest.json, which
 holds the size and the SHA-256 of the others. It is written under a temporary name, fsynced and renamed, so that a name
 without a dot is always a complete checkpoint. Nothing here unpickles. One process at a time may save into a folder
-(`RunFolder.lock`); any number may read.
+(`RunFolder.lock`); any number may read. Where many processes train, the optimizer lies in parts (sharded.py).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import re
 import shutil
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,8 +30,11 @@ from depthmix.files import reason, sync_folder
 
 FORMAT = "depthmix checkpoint"
 VERSION = 1
+VERSION_IN_PARTS = 2  # in the place of optimizer.safetensors a folder with the parts that processes wrote
+PARTS = "parts"
 MODEL, OPTIMIZER, STATE, MANIFEST = "model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"
 NAME = re.compile(r"(?:\.old-)?step-([0-9]{8,})")
+PART = re.compile(rf"{PARTS}/[\w.-]+\.safetensors")
 DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -51,9 +54,9 @@ class Checkpoint:
     """What was saved, on the CPU, and where it lies."""
 
     step: int
+    state: dict[str, Any]
     model: dict[str, Tensor]
     optimizer: dict[str, Tensor]
-    state: dict[str, Any]
     path: Path
 
 
@@ -81,33 +84,63 @@ def save_checkpoint(
     if keep < 1:
         raise ValueError(f"keep must be at least 1, got {keep}")
     folder = Path(folder)
-    path = folder / f"step-{step:08d}"
-    temporary = folder / f".tmp-{path.name}-{os.getpid()}"
-    text = _json({"step": step, "state": _checked(state)})
-    try:
-        if not folder.is_dir():
-            folder.mkdir()
-            sync_folder(folder.parent)
-        _tidy(folder)
-        temporary.mkdir()
+    text = state_file(step, state)
+    with writing_checkpoint(folder, step):
+        temporary = begin(folder, step)
         files = {
-            MODEL: _write(temporary / MODEL, _safetensors(model)),
-            OPTIMIZER: _write(temporary / OPTIMIZER, _safetensors(optimizer)),
-            STATE: _write(temporary / STATE, [text]),
+            MODEL: write_hashed(temporary / MODEL, safetensors(model)),
+            OPTIMIZER: write_hashed(temporary / OPTIMIZER, safetensors(optimizer)),
+            STATE: write_hashed(temporary / STATE, [text]),
         }
-        _write(temporary / MANIFEST, [_json({"format": FORMAT, "version": VERSION, "files": files})])
-        sync_folder(temporary)
-        if os.path.lexists(path):  # readers fall back on the name with the dot while the plain one is missing
-            path.rename(folder / f".old-{path.name}")
-        temporary.rename(path)
-        sync_folder(folder)
+        path = publish(temporary, folder, step, files, VERSION)
+    announce(path)
+    remove_old(folder, step, keep)
+    return path
+
+
+def state_file(step: int, state: dict[str, Any]) -> bytes:
+    """What state.json holds; ValueError for a state that JSON would not give back as it was."""
+    return _json({"step": step, "state": _checked(state)})
+
+
+@contextmanager
+def writing_checkpoint(folder: Path, step: int) -> Iterator[None]:
+    """Leave nothing half-written behind, and say in one sentence what the system refused."""
+    try:
+        yield
     except BaseException as error:
         with suppress(OSError):
             _tidy(folder)
         if isinstance(error, OSError):
             raise UserError(_not_written(error, step, folder), DISK) from error
         raise
-    announce(path)
+
+
+def begin(folder: Path, step: int) -> Path:
+    """A new folder under a temporary name, in which a checkpoint can be written."""
+    if not folder.is_dir():
+        folder.mkdir()
+        sync_folder(folder.parent)
+    _tidy(folder)
+    temporary = folder / f".tmp-step-{step:08d}-{os.getpid()}"
+    temporary.mkdir()
+    return temporary
+
+
+def publish(temporary: Path, folder: Path, step: int, files: dict[str, Any], version: int) -> Path:
+    """Give a checkpoint its manifest and its name."""
+    path = folder / f"step-{step:08d}"
+    write_hashed(temporary / MANIFEST, [_json({"format": FORMAT, "version": version, "files": files})])
+    sync_folder(temporary)
+    if os.path.lexists(path):  # readers fall back on the name with the dot while the plain one is missing
+        path.rename(folder / f".old-{path.name}")
+    temporary.rename(path)
+    sync_folder(folder)
+    return path
+
+
+def remove_old(folder: Path, step: int, keep: int) -> None:
+    """Remove checkpoints older than the `keep` newest up to this step."""
     # The new one is complete: failing to remove an old one costs space, not the run, and is tried again at the next save.
     with suppress(OSError):
         _tidy(folder)
@@ -116,7 +149,6 @@ def save_checkpoint(
             doomed = folder / f".tmp-{old.name}-{os.getpid()}"
             old.rename(doomed)
             _remove(doomed)
-    return path
 
 
 def list_checkpoints(folder: str | Path) -> list[Path]:
@@ -153,8 +185,9 @@ def latest_checkpoint(
     folder: str | Path,
     warn: Callable[[str], object] | None = None,
     advice: str = "move that folder away to start from the beginning",
+    tensors: bool = True,
 ) -> Checkpoint | None:
-    """The newest good checkpoint, or None if there is none at all.
+    """The newest good checkpoint, or None if there is none at all; tensors: whether to read them, too.
 
     `warn` hears one sentence for each newer broken one; where all are broken, `advice` is what the caller's user can do.
     """
@@ -163,7 +196,7 @@ def latest_checkpoint(
         problems = []
         for path in paths:
             try:
-                return _load(path)
+                return _load(path) if tensors else _without_tensors(path)
             except _Broken as broken:
                 if path.exists():
                     problems.append(f"The checkpoint {path} is broken and was passed over: {broken}.")
@@ -234,7 +267,7 @@ def _checked(state: dict[str, Any]) -> dict[str, Any]:
     return state
 
 
-def _write(path: Path, chunks: Iterable[bytes | memoryview]) -> dict[str, Any]:
+def write_hashed(path: Path, chunks: Iterable[bytes | memoryview]) -> dict[str, Any]:
     """Write and fsync a file; its entry in the manifest."""
     digest, size = hashlib.sha256(), 0
     try:
@@ -251,8 +284,13 @@ def _write(path: Path, chunks: Iterable[bytes | memoryview]) -> dict[str, Any]:
     return {"size": size, "sha256": digest.hexdigest()}
 
 
-def _safetensors(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
-    """The safetensors format, a tensor at a time: one copy on the CPU, and a full disk is an OSError."""
+def safetensors(
+    tensors: Mapping[str, Tensor], fetch: Callable[[str], Tensor] | None = None
+) -> Iterator[bytes | memoryview]:
+    """The safetensors format, a tensor at a time: one copy on the CPU, and a full disk is an OSError.
+
+    fetch: gets a tensor when its turn comes, so that `tensors` may be of the meta device.
+    """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     # The widest first keeps every tensor aligned.
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
@@ -267,7 +305,16 @@ def _safetensors(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
     text += b" " * (-len(text) % 8)
     yield len(text).to_bytes(8, "little") + text
     for name in names:
-        yield tensors[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+        yield (
+            (tensors[name] if fetch is None else fetch(name))
+            .detach()
+            .cpu()
+            .contiguous()
+            .reshape(-1)
+            .view(torch.uint8)
+            .numpy()
+            .data
+        )
 
 
 def _verify(path: Path) -> None:
@@ -301,10 +348,11 @@ def _manifest(raw: bytes) -> dict[str, dict[str, Any]]:
         raise _Broken(f"{MANIFEST} is damaged or was not written by depthmix") from error
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise _Broken(f"{MANIFEST} was not written by depthmix")
-    if type(manifest.get("version")) is not int or manifest["version"] != VERSION:
-        raise _Broken(f"{MANIFEST} has format version {manifest.get('version')!r}, this depthmix reads {VERSION}")
+    version = manifest.get("version")
+    if type(version) is not int or version not in (VERSION, VERSION_IN_PARTS):
+        raise _Broken(f"{MANIFEST} has format version {version!r}, this depthmix reads up to {VERSION_IN_PARTS}")
     files: Any = manifest.get("files")
-    entries = files.values() if isinstance(files, dict) and list(files) == [MODEL, OPTIMIZER, STATE] else [None]
+    entries = files.values() if isinstance(files, dict) and _right_names(list(files), version) else [None]
     known = list(manifest) == ["format", "version", "files"] and all(
         isinstance(entry, dict) and list(entry) == ["size", "sha256"] for entry in entries
     )
@@ -313,15 +361,34 @@ def _manifest(raw: bytes) -> dict[str, dict[str, Any]]:
     return files
 
 
+def _right_names(names: list[str], version: int) -> bool:
+    if version == VERSION:
+        return names == [MODEL, OPTIMIZER, STATE]
+    return names[:1] + names[-1:] == [MODEL, STATE] and all(PART.fullmatch(name) for name in names[1:-1])
+
+
 def _load(path: Path) -> Checkpoint:
     _verify(path)
     tensors = []
     for name in (MODEL, OPTIMIZER):
         try:
             # The loaded tensors are a view of the file; a copy does not depend on what becomes of it.
-            tensors.append({key: value.clone() for key, value in load_file(path / name).items()})
+            tensors.append({key: value.clone() for key, value in _read(path, name).items()})
         except (SafetensorError, OSError, ValueError) as error:
             raise _Broken(f"{name} cannot be read as safetensors ({error})") from error
+    return Checkpoint(*_read_state(path), tensors[0], tensors[1], path)
+
+
+def _read(path: Path, name: str) -> Mapping[str, Tensor]:
+    if name == MODEL or not (path / PARTS).is_dir():
+        return load_file(path / name)
+    from depthmix.runs.parts import Parts  # slow to import
+
+    parts = Parts(path / PARTS)
+    return {key: parts.get(key) for key in parts.shapes if "/" in key}  # names of the model's parameters have dots
+
+
+def _read_state(path: Path) -> tuple[int, dict[str, Any]]:
     try:
         content = json.loads((path / STATE).read_bytes(), parse_constant=_refuse)
     except (OSError, ValueError, RecursionError) as error:
@@ -331,7 +398,12 @@ def _load(path: Path) -> Checkpoint:
         raise _Broken(f"{STATE} does not hold a step and a state")
     if NAME.fullmatch(path.name) and _step(path) != step:
         raise _Broken(f"{STATE} is that of step {step}")
-    return Checkpoint(step, tensors[0], tensors[1], content["state"], path)
+    return step, content["state"]
+
+
+def _without_tensors(path: Path) -> Checkpoint:
+    _verify(path)
+    return Checkpoint(*_read_state(path), {}, {}, path)
 
 
 def _refuse(constant: str) -> None:

@@ -151,9 +151,12 @@ class RunFolder:
 
     def log(self, message: str) -> None:
         """A line of log.txt with the time."""
+        self._append(LOG, self._line(message))
+
+    def _line(self, message: str) -> bytes:
         now = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
         text = message.replace("\n", "\n    ")
-        self._append(LOG, f"{now} {text}\n".encode("utf-8", "backslashreplace"))
+        return f"{now} {text}\n".encode("utf-8", "backslashreplace")
 
     def sync(self) -> None:
         """Make every line so far durable; before a checkpoint, so that none of it is missing after a power failure."""

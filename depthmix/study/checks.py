@@ -41,7 +41,7 @@ def plain_config(config: Any) -> dict[str, Any]:
 def check_pieces(study: Study, pieces: Iterable[Piece], data: Mapping[str, TokenData]) -> None:
     """What would stop a run is said before anything runs: each arm is looked at once in each cell, without memory."""
     # Building a whole model takes a while even so, and is needed only where groups name parameters.
-    from depthmix.train.loop import check_config, check_run
+    from depthmix.train.check import check_config, check_run
     from depthmix.train.optim import own_settings
 
     looked: set[tuple[str, str, str]] = set()
@@ -52,6 +52,8 @@ def check_pieces(study: Study, pieces: Iterable[Piece], data: Mapping[str, Token
         tokens = data[piece.cell.domain]
         try:
             check_config(piece.config)
+            if piece.config.parallel:
+                raise UserError("studies run in one process: leave parallel out")
             check_run(piece.config, tokens)
             with torch.device("meta"):
                 if groups := piece.config.groups:

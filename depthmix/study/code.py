@@ -31,7 +31,7 @@ ROOTS = (
     "data/dataset.py",
 )
 # Of a file that does other things, too, what a step is made of.
-PARTS = {"train/loop.py": ("Trainer", "build_model", "prepare_model"), "train/task.py": ("Text",)}
+PARTS = {"train/loop.py": ("Trainer",), "train/task.py": ("Text",)}
 COUNTS = (
     "models/",
     "mixers/",
@@ -40,8 +40,10 @@ COUNTS = (
     "train/optim.py",
     "train/evaluate.py",
     "train/graph.py",
+    "train/build.py",
     "train/loop.py",
     "train/task.py",
+    "parallel/alone.py",
     "device.py",
 )
 # They look and check, or are for images: no number of a study depends on them.

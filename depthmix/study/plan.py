@@ -24,6 +24,8 @@ def check_config(config: CompareConfig) -> list[Arm]:
         raise UserError("compare needs --out, the folder for its runs and its report")
     if config.mixer != DEFAULT_MIXER or config.mixer_options:
         raise UserError("compare takes its mechanisms from --arms, not from --mixer and --mixer-options")
+    if config.parallel:
+        raise UserError("compare runs in one process: train the arms one by one with `depthmix train` and parallel")
     if config.seed != CompareConfig.seed:
         raise UserError(f"compare takes its seeds from --seeds, not from --seed: --seeds {config.seed}")
     if config.budget not in ("tokens", "time"):
@@ -45,7 +47,7 @@ def check_config(config: CompareConfig) -> list[Arm]:
 
 def _check_plan(plan: Sequence[tuple[Arm, TrainConfig]], prompted: bool) -> None:
     """What would stop a run is said before anything is written, or the folder would refuse the corrected command."""
-    from depthmix.train.loop import check_config, check_run
+    from depthmix.train.check import check_config, check_run
 
     data = None
     for _, config in plan:

@@ -15,9 +15,10 @@ from depthmix.config import TrainConfig
 from depthmix.data.dataset import TokenData
 from depthmix.device import PeakMemory, choose_device
 from depthmix.errors import DIVERGED, UserError
+from depthmix.train.check import check_config
 from depthmix.train.clock import CoreWait
 from depthmix.train.deterministic import deterministic
-from depthmix.train.loop import Trainer, check_config, result_of
+from depthmix.train.loop import Trainer, result_of
 from depthmix.train.progress import TrainingProgress
 
 POINTS = 60  # of a curve of training losses, each the mean of its part of the steps

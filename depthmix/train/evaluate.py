@@ -64,7 +64,7 @@ def check_tokens(batch: Tensor, vocab_size: int, folder: object) -> Tensor:
     return batch
 
 
-def token_losses(model: nn.Module, batch: Tensor) -> Tensor:
+def token_losses(model: Callable[[Tensor], Tensor], batch: Tensor) -> Tensor:
     """Nats for every token of a batch [B, T + 1] but the first of each row: [B, T]."""
     logits = model(batch[:, :-1])
     return functional.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten(), reduction="none").view_as(
@@ -73,6 +73,19 @@ def token_losses(model: nn.Module, batch: Tensor) -> Tensor:
 
 
 @torch.no_grad()
+def summed_loss(
+    model: Callable[[Tensor], Tensor],
+    batch: Tensor,
+    device: torch.device,
+    precision: str,
+    whole: Callable[[Tensor], Tensor] = lambda losses: losses,
+) -> tuple[float, int]:
+    """The sum of a batch's losses, in fp64, and how many there are; whole: makes plain tensors of divided ones."""
+    with autocast(device, precision):
+        losses = whole(token_losses(model, batch.to(device)))
+    return float(losses.cpu().double().sum()), losses.numel()  # there: MPS has no fp64
+
+
 def evaluate(
     model: nn.Module, batches: Iterable[Tensor], device: torch.device, precision: str, bytes_per_token: float
 ) -> Evaluation:
@@ -80,15 +93,23 @@ def evaluate(
     model.eval()
     total, tokens = 0.0, 0
     for batch in batches:
-        with autocast(device, precision):
-            losses = token_losses(model, batch.to(device))
-        total += float(losses.cpu().double().sum())  # there: MPS has no fp64
-        tokens += losses.numel()
+        found, n = summed_loss(model, batch, device, precision)
+        total, tokens = total + found, tokens + n
     model.train()
     return Evaluation(total / tokens, tokens, bytes_per_token)
 
 
 @torch.no_grad()
+def summed_images(
+    logits: Callable[[Tensor], tuple[Tensor, Tensor]], batch: Tensor, device: torch.device, precision: str
+) -> tuple[float, int, int]:
+    """The sum of a batch's losses, in fp64, how many images there are, and how many are right; logits(batch) gives logits and labels."""
+    with autocast(device, precision):
+        found, labels = logits(batch.to(device))
+    losses = functional.cross_entropy(found, labels, reduction="none")
+    return float(losses.cpu().double().sum()), len(labels), int((found.argmax(-1) == labels).sum())
+
+
 def evaluate_images(
     logits: Callable[[Tensor], tuple[Tensor, Tensor]],
     model: nn.Module,
@@ -96,15 +117,11 @@ def evaluate_images(
     device: torch.device,
     precision: str,
 ) -> ImageEvaluation:
-    """The mean loss over all batches, summed in fp64, and the accuracy; logits(batch) gives logits and labels."""
+    """The mean loss over all batches, summed in fp64, and the accuracy."""
     model.eval()
     total, images, right = 0.0, 0, 0
     for batch in batches:
-        with autocast(device, precision):
-            found, labels = logits(batch.to(device))
-        losses = functional.cross_entropy(found, labels, reduction="none")
-        total += float(losses.cpu().double().sum())
-        right += int((found.argmax(-1) == labels).sum())
-        images += len(labels)
+        sums = summed_images(logits, batch, device, precision)
+        total, images, right = total + sums[0], images + sums[1], right + sums[2]
     model.train()
     return ImageEvaluation(total / images, images, right / images)

@@ -15,34 +15,39 @@ import time
 import traceback
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from depthmix.config import TrainConfig
 from depthmix.data.dataset import TokenData
 from depthmix.data.images import ImageData
 from depthmix.data.prepared import open_data
-from depthmix.device import PeakMemory, autocast, choose_device
+from depthmix.device import PeakMemory, autocast
 from depthmix.errors import CHECKPOINT, DIVERGED, INTERRUPTED, UserError
 from depthmix.insight.document import rounded
 from depthmix.insight.dynamics import gradient_norms, magnitudes
-from depthmix.runs.checkpoint import Checkpoint, latest_checkpoint, list_checkpoints, save_checkpoint
+from depthmix.parallel.alone import Alone
+from depthmix.parallel.layout import Layout
+from depthmix.parallel.world import Lost, World, join
+from depthmix.runs.checkpoint import Checkpoint, latest_checkpoint, list_checkpoints
 from depthmix.runs.folder import RunFolder
-from depthmix.runs.init import settled, start_model
+from depthmix.runs.init import settled
+from depthmix.runs.ranks import RankFolder
 from depthmix.runs.restore import load_parameters
+from depthmix.runs.saver import open_saver
+from depthmix.train.build import divide_model, prepare_model
+from depthmix.train.check import check_config, check_run, facts
 from depthmix.train.clock import CoreWait, StepClock, quartiles
-from depthmix.train.compiled import begin_model
 from depthmix.train.deterministic import deterministic
 from depthmix.train.evaluate import Evaluation, ImageEvaluation
 from depthmix.train.graph import GraphedBackward, record
 from depthmix.train.optim import (
     build_optimizers,
-    check_groups,
     learning_rate,
     load_optimizer_tensors,
+    optimizer_place,
     optimizer_tensors,
     set_learning_rate,
 )
@@ -51,101 +56,41 @@ from depthmix.train.signals import StopSignal
 from depthmix.train.sinks import open_sinks
 from depthmix.train.task import make_task
 
+if TYPE_CHECKING:
+    from depthmix.parallel.apply import Parallel
+
 RNG = "rng/torch"  # the generator's state, saved among the optimizer's tensors
 # What may change between resumes; of the data it is the place, the content is compared.
 FREE = {"data", "out", "quiet", "tensorboard", "wandb", "keep", "save_every", "log_every", "dynamics_every"}
-FREE |= {"device", "on_nan"}
-FLOAT32 = torch.finfo(torch.float32)
+FREE |= {"device", "on_nan", "parallel"}
 WATCHED = 4096  # tokens of a batch that magnitudes are taken of, about
-
-
-def check_config(config: TrainConfig) -> None:
-    """UserError for a value no run can have."""
-    for name in ("data", "out"):
-        if not getattr(config, name):
-            raise UserError(
-                f"{name} is needed: {next(f.metadata['help'] for f in dataclasses.fields(config) if f.name == name)}"
-            )
-    for name in ("seq_len", "batch_size", "steps", "log_every", "eval_every", "save_every", "keep"):
-        if getattr(config, name) < 1:
-            raise UserError(f"{name} must be at least 1, got {getattr(config, name)}")
-    for name in ("micro_batch_size", "eval_tokens", "dynamics_every"):
-        if getattr(config, name) is not None and getattr(config, name) < 1:
-            raise UserError(f"{name} must be at least 1 or none, got {getattr(config, name)}")
-    if config.micro_batch_size is not None and config.batch_size % config.micro_batch_size:
-        raise UserError(f"micro_batch_size must divide batch_size={config.batch_size}, got {config.micro_batch_size}")
-    if config.cuda_graph and (config.micro_batch_size is not None or config.checkpoint_activations):
-        raise UserError("cuda_graph records a step in one piece: leave out micro_batch_size and checkpoint_activations")
-    for name in ("lr", "muon_lr", "adam_eps", "rope_theta", "norm_eps"):
-        if not 0 < (value := getattr(config, name)) < math.inf:
-            raise UserError(f"{name} must be a finite number above 0, got {value}")
-        if not FLOAT32.tiny <= value <= FLOAT32.max:
-            held = f"from {FLOAT32.tiny:.1e} to {FLOAT32.max:.1e}"
-            raise UserError(f"{name} must be a number that float32 holds, {held}, got {value}")
-    for name in ("warmup", "seed"):
-        if getattr(config, name) < 0:
-            raise UserError(f"{name} must be at least 0, got {getattr(config, name)}")
-    for name in ("weight_decay", "clip"):
-        if not 0 <= getattr(config, name) < math.inf:
-            raise UserError(f"{name} must be a finite number of at least 0, got {getattr(config, name)}")
-    for name in ("final_lr", "decay_fraction"):
-        if not 0 <= getattr(config, name) <= 1:
-            raise UserError(f"{name} must be from 0 to 1, got {getattr(config, name)}")
-    for name in ("beta1", "beta2"):
-        if not 0 <= getattr(config, name) < 1:
-            raise UserError(f"{name} must be at least 0 and below 1, got {getattr(config, name)}")
-    if config.seed >= 2**64:
-        raise UserError(f"seed must be below 2**64, got {config.seed}")
-    check_groups(config.groups)
-    if config.warmup >= config.steps:
-        raise UserError(f"warmup must be shorter than the run of {config.steps} steps, got {config.warmup}")
-
-
-def check_run(config: TrainConfig, data: TokenData | ImageData) -> None:
-    """UserError for a configuration that does not fit its device, its data or itself, without building it."""
-    choose_device(config.device)
-    make_task(config, data).check()
-
-
-def build_model(config: TrainConfig, vocab_size: int, device: torch.device) -> Any:
-    """The model as training wants it: seeded, on its device, compiled or checkpointed sublayer by sublayer."""
-    return prepare_model(start_model(config, vocab_size).model, config, device)
-
-
-def prepare_model(model: Any, config: TrainConfig, device: torch.device) -> Any:
-    """A model moved to its device, compiled or checkpointed sublayer by sublayer."""
-    if config.compile != "off":
-        begin_model()  # after a handful of models in one process torch would no longer compile, and not say so
-    model = model.to(device)
-    sublayers, norms = model.repeated_parts()
-    if config.checkpoint_activations:
-        for sublayer in sublayers:
-            sublayer.forward = functools.partial(checkpoint, sublayer.forward, use_reentrant=False)
-    if config.compile == "model":
-        model.compile()
-    elif config.compile == "sublayers":
-        for module in (*sublayers, *norms):
-            module.compile()
-    return model
 
 
 class Trainer:
     """A model, its optimizers and its data: everything one step needs."""
 
-    def __init__(self, config: TrainConfig, data: TokenData | ImageData, device: torch.device) -> None:
-        self.config, self.device, self.task = config, device, make_task(config, data)
+    def __init__(
+        self, config: TrainConfig, data: TokenData | ImageData, device: torch.device, world: World | None = None
+    ) -> None:
+        self.config, self.device, self.world = config, device, world or World(Layout(), device)
+        self.task = make_task(config, data, self.world.rows(config.batch_size))
         self.task.check()
-        start = self.task.start()
-        self.origin = start.origin  # where the weights came from; None: they are random
-        if config.dynamics_every is not None and not hasattr(start.model, "sublayers"):
+        self.engine: Alone | Parallel
+        if self.world.several:
+            self.engine, self.origin = divide_model(config, self.task, self.world)
+        else:
+            start = self.task.start()
+            self.origin = start.origin  # where the weights came from; None: they are random
+            self.engine = Alone(prepare_model(start.model, config, device))
+        self.model, self.parameters = self.engine.model, self.engine.parameters
+        if config.dynamics_every is not None and not hasattr(self.model, "sublayers"):
             raise UserError(
                 "dynamics_every looks into this package's own models: leave it out for a model of Hugging Face's"
             )
-        self.model = prepare_model(start.model, config, device)
         self.optimizers = build_optimizers(self.model, config)
         self.fused = all(g.get("fused") for o in self.optimizers.values() for g in o.param_groups)
         self.batches = self.task.batches
-        self.parameters = [p for p in self.model.parameters() if p.requires_grad]
+        self.asked_to_stop = False  # by a signal to this process
         # A loss far above guessing has exploded. As a float32, so that host and GPU judge alike.
         self.guessing = math.log(self.task.outcomes)
         self.too_large = torch.tensor(self.task.exploded * self.guessing, dtype=torch.float32).item()
@@ -167,24 +112,24 @@ class Trainer:
     def launch(self, step: int) -> Tensor:
         """A step's loss and gradient norm, which a GPU may still be working on; with a fused optimizer all of the step."""
         batch = self.task.checked(self.batch(step)).to(self.device, non_blocking=True)
-        micro = self.config.micro_batch_size or self.config.batch_size
         set_learning_rate(self.optimizers, learning_rate(self.config, step))
         self.clock.start()
         if self.config.cuda_graph and self.device.type == "cuda":
             self.graphed = self.graphed or record(self.loss, self.parameters, batch)
             total = self.graphed(batch)
         else:
-            total = torch.zeros((), device=self.device)
-            for part in batch.split(micro):
-                loss = self.loss(part) * (len(part) / len(batch))
-                loss.backward()
+            total, parts = torch.zeros((), device=self.device), batch.split(self.task.micro)
+            for part in parts:
+                with self.engine.part(last=part is parts[-1]):
+                    loss = self.loss(part) * (len(part) / len(batch))
+                    loss.backward()
                 total += loss.detach()
         if self.watches(step):
             self.gradients = gradient_norms(self.model.sublayers)  # before they are clipped
-        norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.config.clip or math.inf)
-        numbers = torch.stack([total, norm.to(total)])
+        norm = self.engine.clip(self.config.clip or math.inf)
+        numbers = self.world.average(torch.stack([total, norm.to(total)]), self.asked_to_stop)
         if self.fused:  # launched before the numbers are known here: the GPU itself leaves the weights alone
-            unusable = (~torch.isfinite(numbers).all() | (total > self.too_large)).float()
+            unusable = (~torch.isfinite(numbers).all() | (numbers[0] > self.too_large)).float()
             for optimizer in self.optimizers.values():
                 optimizer.found_inf = unusable  # type: ignore[attr-defined]  # as a gradient scaler tells it
             self._update(True)
@@ -200,7 +145,7 @@ class Trainer:
     def loss(self, batch: Tensor) -> Tensor:
         """The mean loss of a batch."""
         with autocast(self.device, self.config.precision):
-            return self.task.loss(self.model, batch)
+            return self.engine.whole(self.task.losses(self.engine, batch)).mean()
 
     def watches(self, step: int) -> bool:
         """Whether a step's dynamics are taken down."""
@@ -209,12 +154,16 @@ class Trainer:
 
     def magnitudes(self, step: int) -> dict[str, Any]:
         """RMS values over depth before a step, on a few rows of its batch: a pass of its own, without gradients, neither recorded nor compiled."""
-        rows = self.task.checked(self.batch(step))[: max(1, WATCHED // self.task.tokens)].to(self.device)
+        count = min(max(1, WATCHED // self.task.tokens), self.config.batch_size)
+        # The first rows of the batch, whosever they are: several processes look at the same ones.
+        rows = self.batches.get(step, range(count)) if self.world.several else self.batch(step)[:count]
         with ExitStack() as stack:
             stack.enter_context(autocast(self.device, self.config.precision))
             if self.config.compile != "off":  # a smaller batch would be compiled anew
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
-            return magnitudes(self.model, self.task.inputs(rows))
+            found = magnitudes(self.model, self.task.inputs(self.task.checked(rows).to(self.device)))
+        self.engine.rest()
+        return found
 
     def usable(self, loss: float, norm: float = 0.0) -> bool:
         """Whether the numbers of a step are ones to learn from."""
@@ -230,10 +179,9 @@ class Trainer:
 
     def astray(self) -> bool:
         """Whether the weights are beyond use, whatever the batch: loss or gradient of validation data is not usable either."""
-        loss = self.loss(next(self.task.validation()).to(self.device))
-        # Not backward(): a recorded step's gradients stay where they are.
-        gradients = torch.autograd.grad(loss, self.parameters, allow_unused=True)
-        norm = torch.nn.utils.get_total_norm([g for g in gradients if g is not None])
+        with self.engine.part():
+            loss = self.loss(next(self.task.validation()).to(self.device))
+            norm = self.engine.norm_of(loss)
         return not self.usable(loss.item(), norm.item())
 
     def batch(self, step: int) -> Tensor:
@@ -246,8 +194,19 @@ class Trainer:
         return batch.pin_memory() if self.device.type == "cuda" else batch
 
     def evaluate(self) -> Evaluation | ImageEvaluation:
-        """What the model makes of the validation split."""
-        return self.task.evaluate(self.model, self.device)
+        """What the model makes of the validation split, which the processes find out together."""
+        if not self.world.several:
+            return self.task.evaluate(self.model, self.device)
+        self.model.eval()
+        sums: list[float] = []
+        for batch, counts in self.world.deal(self.task.validation()):
+            with self.engine.part():
+                found = self.task.sums(self.engine, batch, self.device, self.engine.whole)
+            sums = sums or [0.0] * len(found)
+            sums = [a + b for a, b in zip(sums, found, strict=True)] if counts else sums
+        self.model.train()
+        self.engine.rest()
+        return self.task.evaluation(*self.world.add_up(*sums))
 
     def tensors(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Everything a checkpoint holds: the model's tensors, and the optimizers' with the random generator's."""
@@ -256,12 +215,20 @@ class Trainer:
 
     def describe(self, folder: RunFolder, checkpoint: Path) -> None:
         """Let other programs find a checkpoint in the run's folder."""
-        self.task.describe(folder, checkpoint, self.model)
+        self.task.describe(folder, checkpoint, self.engine.blueprint)
 
     def restore(self, saved: Checkpoint) -> None:
         """Go on from a checkpoint of the same model."""
-        load_parameters(self.model, saved.model, self.config.mixer, f"step {saved.step}")
-        optimizer = dict(saved.optimizer)
+        if self.world.several:
+            from depthmix.runs.sharded import load_into  # slow to import
+
+            model, places = self.tensors()[0], functools.partial(optimizer_place, self.optimizers)
+            optimizer = load_into(
+                saved.path, model, lambda name, shape: torch.get_rng_state() if name == RNG else places(name, shape)
+            )
+        else:
+            load_parameters(self.model, saved.model, self.config.mixer, f"step {saved.step}")
+            optimizer = dict(saved.optimizer)
         if RNG not in optimizer or not {"seconds", "skipped", "val_loss"} <= saved.state.keys():
             raise UserError(f"the checkpoint {saved.path} was not written by `depthmix train`", CHECKPOINT)
         torch.set_rng_state(optimizer.pop(RNG))
@@ -275,38 +242,49 @@ class Trainer:
 
 def train(config: TrainConfig, *, label: str = "") -> RunFolder:
     """Train, or go on with a run that was interrupted; a finished run is returned as it is."""
-    check_config(config)
-    config = settled(config)
-    with deterministic(config.deterministic):
-        return _train(config, label)
+    with (
+        join(Layout.of(config.parallel), config.device, given=bool(config.parallel)) as world,
+        deterministic(config.deterministic),
+    ):
+        return train_in(world, config, label)
 
 
-def _train(config: TrainConfig, label: str) -> RunFolder:
-    device = choose_device(config.device)
-    data = open_data(config.data)
+def train_in(world: World, config: TrainConfig, label: str = "") -> RunFolder:
+    """The same as one process of a world."""
+    world.together(lambda: check_config(config))
+    config = world.together(lambda: settled(config))
+    device = world.device
+    data = world.together(lambda: open_data(config.data))
+    if world.several:
+        world.together(lambda: check_run(config, data))  # before any of them waits for the others
+        world.agree(facts(config, data))
     memory = PeakMemory(device)
-    trainer = Trainer(config, data, device)  # before anything is written: what cannot be built leaves no folder
-    folder = RunFolder.open_or_create(Path(config.out), config, sys.argv, FREE)
+    # Before anything is written: what cannot be built leaves no folder.
+    trainer = world.together(lambda: Trainer(config, data, device, world))
+    path = Path(config.out)
+    folder = world.together(lambda: RunFolder.open_or_create(path, config, sys.argv, FREE) if world.first else None)
+    folder = folder or RankFolder(path, world.rank)
 
     def tell(sentence: str) -> None:
         folder.log(sentence)
         print(sentence, file=sys.stderr, flush=True)
 
     with folder.locked():
-        trainer.task.keep(folder)
-        folder.keep_origin(trainer.origin)
-        if folder.has_result():
-            for newest in list_checkpoints(folder.checkpoints)[:1]:
+        world.together(lambda: trainer.task.keep(folder))
+        world.together(lambda: folder.keep_origin(trainer.origin))
+        if world.by_first(folder.has_result):
+            for newest in list_checkpoints(folder.checkpoints)[:1] if world.first else ():
                 trainer.describe(folder, newest)  # a run of an older version is not described yet
             return folder
-        saved = latest_checkpoint(folder.checkpoints, warn=tell)
+        saved = world.by_first(lambda: latest_checkpoint(folder.checkpoints, tell, tensors=not world.several))
         if saved is not None:
-            trainer.restore(saved)
-            trainer.describe(folder, saved.path)  # a newer one may be broken or, after a kill, not described yet
+            world.together(lambda: trainer.restore(saved))
+            if world.first:
+                trainer.describe(folder, saved.path)  # a newer one may be broken or, after a kill, not described yet
         try:
             _run(trainer, folder, saved, memory, label or config.mixer)
         except Exception as error:
-            if not isinstance(error, UserError):
+            if isinstance(error, Lost) or not isinstance(error, UserError):
                 with suppress(UserError):
                     folder.log(traceback.format_exc())  # after hours of training nobody wants to run it again to see
             raise
@@ -325,8 +303,9 @@ def _run(trainer: Trainer, folder: RunFolder, saved: Checkpoint | None, memory: 
     unit, per_step = trainer.task.unit, trainer.task.per_step
     times: list[float] = []
     waiting = CoreWait()
-    sinks = open_sinks(config, folder, first)
-    progress = TrainingProgress(label, first, config.steps, config.quiet, unit)
+    sinks = open_sinks(config if trainer.world.first else TrainConfig(), folder, first)
+    progress = TrainingProgress(label, first, config.steps, config.quiet or not trainer.world.first, unit)
+    saver = open_saver(trainer.world, folder.checkpoints, config.keep, functools.partial(trainer.describe, folder))
 
     def note(line: dict[str, Any]) -> None:
         while opening:  # not before: a run that dies in its first step has nothing to lose yet
@@ -335,23 +314,27 @@ def _run(trainer: Trainer, folder: RunFolder, saved: Checkpoint | None, memory: 
 
     def save(step: int) -> None:
         folder.sync()
-        model, optimizer = trainer.tensors()
         state = {"seconds": seconds, "skipped": skipped, "val_loss": val_loss, "config": dataclasses.asdict(config)}
-        announce = functools.partial(trainer.describe, folder)
-        save_checkpoint(folder.checkpoints, step, model, optimizer, state, config.keep, announce)
+        saver.save(step, *trainer.tensors(), state)
+
+    def diverged(step: int, what: str, astray: bool) -> None:
+        saver.wait()  # the last good checkpoint may still be on its way
+        _diverged(trainer, folder, step, what, astray)
 
     def validate(step: int) -> Evaluation | ImageEvaluation:
         found = trainer.evaluate()
         if not trainer.usable(found.loss):
-            _diverged(config, folder, step, f"the validation {trainer.complaint(found.loss)}", astray=True)
+            diverged(step, f"the validation {trainer.complaint(found.loss)}", astray=True)
         return found
 
     try:
-        with StopSignal() as stop:
+        with StopSignal() as stop, trainer.world.naming_the_dead():
             for step in range(first, config.steps):
                 watched = trainer.magnitudes(step) if trainer.watches(step) else None
                 begun = time.perf_counter()
+                trainer.asked_to_stop = stop.requested
                 loss, norm = trainer.step(step)
+                stopping = trainer.world.stopping() if trainer.world.several else stop.requested
                 times.append(time.perf_counter() - begun)
                 seconds += times[-1]
                 done = step + 1
@@ -359,7 +342,7 @@ def _run(trainer: Trainer, folder: RunFolder, saved: Checkpoint | None, memory: 
                     found = {**watched, "gradient_norm": trainer.gradients.tolist()}
                     folder.append_dynamics({"step": step, **rounded(found)})
                 if not trainer.usable(loss, norm):
-                    _diverged(config, folder, step, f"the {trainer.complaint(loss, norm)}", trainer.astray())
+                    diverged(step, f"the {trainer.complaint(loss, norm)}", trainer.astray())
                     skipped += 1
                 evaluated = None
                 if done % config.eval_every == 0 or done == config.steps:
@@ -389,15 +372,18 @@ def _run(trainer: Trainer, folder: RunFolder, saved: Checkpoint | None, memory: 
                 recent = statistics.mean(times[-20:])
                 shown = memory.read() if done % 20 == 0 else None
                 progress.update(done, loss, per_step / recent, shown, val_loss)
-                if done % config.save_every == 0 or done == config.steps or stop.requested:
+                if done % config.save_every == 0 or done == config.steps or stopping:
                     save(done)
-                if stop.requested and done < config.steps:
-                    folder.log(f"stopped by {stop.name} at step {done}")
-                    raise UserError(
-                        f"stopped by {stop.name} after step {done} of {config.steps}, and saved; the same command goes on from there",
+                if stopping and done < config.steps:
+                    saver.wait()
+                    by = stop.name or "a signal to another process"
+                    folder.log(f"stopped by {by} at step {done}")
+                    raise trainer.world.error(
+                        f"stopped by {by} after step {done} of {config.steps}, and saved; the same command goes on from there",
                         INTERRUPTED,
                     )
         evaluated = evaluated if config.steps > first and evaluated is not None else validate(config.steps - 1)
+        saver.wait()
         folder.write_result(result_of(trainer, evaluated, waiting.share(), seconds, skipped, memory.read()))
         folder.log(f"finished: validation loss {evaluated.loss:.4f}")
     finally:
@@ -414,12 +400,14 @@ def _opening(trainer: Trainer, folder: RunFolder) -> list[dict[str, Any]]:
     found = trainer.evaluate()
     if not trainer.usable(found.loss):
         what = f"the model in {trainer.config.init} is of no use on this data: its validation"
-        raise UserError(f"{what} {trainer.complaint(found.loss).replace('became', 'is')}", CHECKPOINT)
+        complaint = trainer.complaint(found.loss).replace("became", "is")
+        raise trainer.world.error(f"{what} {complaint}", CHECKPOINT)
     return [{"step": 0, trainer.task.unit: 0, **found.curve()}]
 
 
-def _diverged(config: TrainConfig, folder: RunFolder, step: int, what: str, astray: bool) -> None:
+def _diverged(trainer: Trainer, folder: RunFolder, step: int, what: str, astray: bool) -> None:
     """End the run, unless the batch alone is to blame and may be left out: weights that went astray no batch brings back."""
+    config = trainer.config
     what = f"{what} at step {step + 1} (batch {step} of seed {config.seed})"
     folder.log(f"{what}; the weights are {'not usable any more' if astray else 'still usable'}")
     if config.on_nan == "skip" and not astray:
@@ -429,11 +417,13 @@ def _diverged(config: TrainConfig, folder: RunFolder, step: int, what: str, astr
     good = f"the last good checkpoint is {older[0]}" if older else "no good checkpoint was saved before it"
     if not astray:
         advice = "the weights are still usable: the same command with --on-nan skip goes on and leaves such batches out"
-        raise UserError(f"{what}; {good}; {advice}", DIVERGED)
+        raise trainer.world.error(f"{what}; {good}; {advice}", DIVERGED)
     advice = (
         f"start again in another folder, with an lr lower than {config.lr:g} or a warmup longer than {config.warmup}"
     )
-    raise UserError(f"{what}: the weights are not usable any more, whatever the batch; {good}; {advice}", DIVERGED)
+    raise trainer.world.error(
+        f"{what}: the weights are not usable any more, whatever the batch; {good}; {advice}", DIVERGED
+    )
 
 
 def result_of(

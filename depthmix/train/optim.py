@@ -122,14 +122,15 @@ def _groups(
     peak_lr: float,
     own: Mapping[str, Mapping[str, Any]],
 ) -> list[dict[str, Any]]:
-    found: dict[tuple[float, float], list[tuple[str, Tensor]]] = {}
+    found: dict[tuple[Any, float, float], list[tuple[str, Tensor]]] = {}
     for on in (True, False):
         for name, p in named.items():
             if decay[name] == on:
-                said = own.get(name, {})
+                said, mesh = own.get(name, {}), getattr(p, "device_mesh", None)
                 setting = said.get("lr", 1.0), said.get("weight_decay", weight_decay if on else 0.0)
-                found.setdefault(setting, []).append((name, p))
-    return [{"params": chosen, "weight_decay": d, "lr": peak_lr * factor} for (factor, d), chosen in found.items()]
+                # An optimizer takes parameters together that are divided among the same processes.
+                found.setdefault((mesh, *setting), []).append((name, p))
+    return [{"params": chosen, "weight_decay": d, "lr": peak_lr * factor} for (_, factor, d), chosen in found.items()]
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:
@@ -163,6 +164,16 @@ def optimizer_tensors(optimizers: dict[str, torch.optim.Optimizer]) -> dict[str,
                 for field, value in optimizer.state.get(p, {}).items():
                     tensors[f"{key}/{field}/{name}"] = torch.as_tensor(value)
     return tensors
+
+
+def optimizer_place(optimizers: dict[str, torch.optim.Optimizer], path: str, shape: torch.Size) -> Tensor | None:
+    """A tensor for one that `optimizer_tensors` gave under this name, divided as its parameter is; None if there is no such parameter."""
+    for optimizer in (o for key, o in optimizers.items() if path.startswith(f"{key}/")):
+        for group in optimizer.param_groups:
+            for name, p in zip(group["param_names"], group["params"], strict=True):
+                if path.split("/", 2)[-1] == name:
+                    return torch.zeros_like(p) if shape == p.shape else torch.zeros(shape)
+    return None
 
 
 def load_optimizer_tensors(optimizers: dict[str, torch.optim.Optimizer], tensors: dict[str, Tensor]) -> None:

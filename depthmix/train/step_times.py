@@ -9,8 +9,9 @@ from depthmix.config import TrainConfig
 from depthmix.data.prepared import open_data
 from depthmix.device import choose_device, release_memory
 from depthmix.runs.init import settled
+from depthmix.train.check import check_config
 from depthmix.train.deterministic import deterministic
-from depthmix.train.loop import Trainer, check_config
+from depthmix.train.loop import Trainer
 
 A_SECOND = 1.0  # of steps at least: a few short ones would measure what else the machine does at that moment
 

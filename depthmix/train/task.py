@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,12 +16,23 @@ from depthmix.data.dataset import Batches, TokenData, validation_batches
 from depthmix.data.images import ImageBatches, ImageData, image_batches, unpack
 from depthmix.data.tokenizer import end_token
 from depthmix.errors import UserError
-from depthmix.models import Vit
+from depthmix.models import Decoder, DecoderConfig, Vit, VitConfig
 from depthmix.runs.folder import RunFolder
-from depthmix.runs.init import Start, check_vocabulary, settled, start_model
+from depthmix.runs.init import Start, check_vocabulary, read_source, settled, start_model
 from depthmix.runs.pretrained import describe_run
-from depthmix.runs.restore import build_vit, model_config, vit_config
-from depthmix.train.evaluate import Evaluation, ImageEvaluation, check_tokens, evaluate, evaluate_images, token_losses
+from depthmix.runs.restore import build_decoder, build_vit, model_config, vit_config
+from depthmix.train.evaluate import (
+    Evaluation,
+    ImageEvaluation,
+    check_tokens,
+    evaluate,
+    evaluate_images,
+    summed_images,
+    summed_loss,
+    token_losses,
+)
+
+Model = Callable[[Tensor], Tensor]
 
 
 class Task(Protocol):
@@ -32,13 +43,17 @@ class Task(Protocol):
     unit: str  # what is counted, as metrics name it
     per_step: int  # of them in a step
     batches: Any  # get(step): what step `step` learns from
+    micro: int  # rows of them at a time
 
     @property
     def tokens(self) -> int:
         """That a model makes of a row of a batch."""
 
-    def check(self) -> None:
-        """UserError for a configuration that does not fit the data, without building a model."""
+    def check(self) -> DecoderConfig | VitConfig | None:
+        """The configuration of a model of ours, without building it; UserError for one that does not fit the data."""
+
+    def build(self) -> Any:
+        """The model with random weights, after whatever seed was set."""
 
     def start(self) -> Start:
         """The model as it starts, and where it came from."""
@@ -52,11 +67,17 @@ class Task(Protocol):
     def inputs(self, batch: Tensor) -> Tensor:
         """What the model takes of a batch, without what it is to find."""
 
-    def loss(self, model: Any, batch: Tensor) -> Tensor:
-        """The mean loss of a batch."""
+    def losses(self, model: Model, batch: Tensor) -> Tensor:
+        """Every loss of a batch: of its tokens, or of its images."""
 
     def evaluate(self, model: Any, device: torch.device) -> Evaluation | ImageEvaluation:
         """What the model makes of the validation split."""
+
+    def sums(self, model: Model, batch: Tensor, device: torch.device, whole: Model) -> tuple[float, ...]:
+        """What `evaluation` needs of each batch, to be added up; whole: makes plain tensors of divided ones."""
+
+    def evaluation(self, *sums: float) -> Evaluation | ImageEvaluation:
+        """What sums over the validation split say."""
 
     def keep(self, folder: RunFolder) -> None:
         """Keep with the run what says which data it is, and what it takes to use its model."""
@@ -70,21 +91,30 @@ class Text:
 
     unit, exploded = "tokens", 3
 
-    def __init__(self, config: TrainConfig, data: TokenData) -> None:
+    def __init__(self, config: TrainConfig, data: TokenData, rows: slice = slice(None)) -> None:
         self.config, self.data = config, data
         self.outcomes, self.per_step = data.vocab_size, config.batch_size * config.seq_len
         self.tokens = config.seq_len
-        self.micro = config.micro_batch_size or config.batch_size
-        self.batches = Batches(data.split("train"), config.seq_len, config.batch_size, config.seed)
+        self.batches = Batches(data.split("train"), config.seq_len, config.batch_size, config.seed, rows)
+        self.micro = config.micro_batch_size or len(self.batches.rows)
         self.val, self.end = data.split("val"), end_token(data.tokenizer_path)
         self.validation()  # a split that is too short is said now
 
-    def check(self) -> None:
+    def check(self) -> DecoderConfig | None:
         if self.config.init:
             settled(self.config)
             check_vocabulary(self.config, self.data)
-        else:
-            model_config(self.config, self.data.vocab_size)
+            if read_source(self.config.init).foreign:
+                if self.config.parallel:
+                    what = (
+                        f"parallel divides this package's own models, and that in {self.config.init} is Hugging Face's"
+                    )
+                    raise UserError(f"{what}: train it in one process, without parallel")
+                return None
+        return model_config(self.config, self.data.vocab_size)
+
+    def build(self) -> Decoder:
+        return build_decoder(self.config, self.data.vocab_size)
 
     def start(self) -> Start:
         return start_model(self.config, self.data.vocab_size)
@@ -98,12 +128,18 @@ class Text:
     def inputs(self, batch: Tensor) -> Tensor:
         return batch[:, :-1]
 
-    def loss(self, model: Any, batch: Tensor) -> Tensor:
-        return token_losses(model, batch).mean()
+    def losses(self, model: Model, batch: Tensor) -> Tensor:
+        return token_losses(model, batch)
 
     def evaluate(self, model: Any, device: torch.device) -> Evaluation:
-        ratio = self.val.n_bytes / self.val.n_tokens
-        return evaluate(model, self.validation(), device, self.config.precision, ratio)
+        return evaluate(model, self.validation(), device, self.config.precision, self.val.n_bytes / self.val.n_tokens)
+
+    def sums(self, model: Model, batch: Tensor, device: torch.device, whole: Model) -> tuple[float, ...]:
+        return summed_loss(model, batch, device, self.config.precision, whole)
+
+    def evaluation(self, *sums: float) -> Evaluation:
+        total, tokens = sums
+        return Evaluation(total / tokens, round(tokens), self.val.n_bytes / self.val.n_tokens)
 
     def keep(self, folder: RunFolder) -> None:
         folder.keep_data(self.data.meta_path, self.data.tokenizer_path)
@@ -117,16 +153,16 @@ class Pictures:
 
     unit, exploded = "images", 10  # one that is sure of a few wrong classes has only learnt its images by heart
 
-    def __init__(self, config: TrainConfig, data: ImageData) -> None:
+    def __init__(self, config: TrainConfig, data: ImageData, rows: slice = slice(None)) -> None:
         self.config, self.data = config, data
         self.outcomes, self.per_step = len(data.classes), config.batch_size
-        self.micro = config.micro_batch_size or config.batch_size
-        self.batches = ImageBatches(data.split("train"), config.batch_size, config.seed, config.crop, config.flip)
+        self.batches = ImageBatches(data.split("train"), config.batch_size, config.seed, config.crop, config.flip, rows)
+        self.micro = config.micro_batch_size or len(self.batches.rows)
 
-    def check(self) -> None:
+    def check(self) -> VitConfig:
         if not 0 <= self.config.crop <= min(self.data.shape[:2]):
             raise UserError(f"crop must be from 0 to the size of the images, got {self.config.crop}")
-        vit_config(self.config, self.data.meta)
+        return vit_config(self.config, self.data.meta)
 
     @property
     def tokens(self) -> int:
@@ -134,9 +170,12 @@ class Pictures:
         rows, columns = vit_config(self.config, self.data.meta).grid
         return rows * columns + (self.config.pool == "token")
 
+    def build(self) -> Vit:
+        return build_vit(self.config, self.data.meta)
+
     def start(self) -> Start:
         torch.manual_seed(self.config.seed)
-        return Start(build_vit(self.config, self.data.meta))
+        return Start(self.build())
 
     def checked(self, batch: Tensor) -> Tensor:
         return batch  # ImageData has looked at all labels, and every byte is a pixel
@@ -147,11 +186,11 @@ class Pictures:
     def inputs(self, batch: Tensor) -> Tensor:
         return normalised(unpack(batch, self.data.shape)[0], self.data)
 
-    def loss(self, model: Vit, batch: Tensor) -> Tensor:
+    def losses(self, model: Model, batch: Tensor) -> Tensor:
         logits, labels = self.logits(model, batch)
-        return functional.cross_entropy(logits, labels)
+        return functional.cross_entropy(logits, labels, reduction="none")
 
-    def logits(self, model: Vit, batch: Tensor) -> tuple[Tensor, Tensor]:
+    def logits(self, model: Model, batch: Tensor) -> tuple[Tensor, Tensor]:
         """Logits [B, classes] in fp32, and labels [B]."""
         return model(self.inputs(batch)).float(), unpack(batch, self.data.shape)[1]
 
@@ -159,6 +198,13 @@ class Pictures:
         return evaluate_images(
             lambda batch: self.logits(model, batch), model, self.validation(), device, self.config.precision
         )
+
+    def sums(self, model: Model, batch: Tensor, device: torch.device, whole: Model) -> tuple[float, ...]:
+        return summed_images(lambda batch: self.logits(model, batch), batch, device, self.config.precision)
+
+    def evaluation(self, *sums: float) -> ImageEvaluation:
+        total, images, right = sums
+        return ImageEvaluation(total / images, round(images), right / images)
 
     def keep(self, folder: RunFolder) -> None:
         folder.keep_data(self.data.meta_path, None)
@@ -177,12 +223,12 @@ def normalised(images: Tensor, data: ImageData) -> Tensor:
     return torch.stack(channels, dim=1)
 
 
-def make_task(config: TrainConfig, data: TokenData | ImageData) -> Task:
-    """The task of prepared data; UserError for options that mean nothing to it."""
+def make_task(config: TrainConfig, data: TokenData | ImageData, rows: slice = slice(None)) -> Task:
+    """The task of prepared data; UserError for options that mean nothing to it. rows: of every batch, this process's."""
     images = isinstance(data, ImageData)
     defaults = {f.name: f.default for f in fields(TrainConfig)}
     for name in OF_TEXT if images else OF_IMAGES:
         if getattr(config, name) != defaults[name]:
             kind, other = ("images", "text") if images else ("text", "images")
             raise UserError(f"{name} is for {other}, and {config.data} holds {kind}: leave it out")
-    return Pictures(config, data) if isinstance(data, ImageData) else Text(config, data)
+    return Pictures(config, data, rows) if isinstance(data, ImageData) else Text(config, data, rows)

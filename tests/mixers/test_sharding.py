@@ -1,12 +1,11 @@
 """FSDP2 with one process and with two (gloo): the same losses and gradients as without, mixers in fp32 under a bf16 policy."""
 
 import copy
-from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import multiprocessing, nn
+from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -170,24 +169,29 @@ def check_alone(mesh):
         assert mixer.read(mixer.start(torch.ones(2, 12)), 0).sum() == 24
 
 
-def checks(rank, size, store):
-    patience = timedelta(seconds=120)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=patience)
+def checks():
+    """All of the above, as one of the processes of a group."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for name, options in CASES:
+        check_training(decoder, name, options, mesh)
+        check_policy(name, options, mesh)
+        check_dynamics(name, options, mesh)
+        check_built_empty(name, options, mesh)
+    check_training(Blocks, "attnres", {"block_size": 3}, mesh)
+    check_alone(mesh)
+
+
+def test_with_one_process(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
     try:
-        mesh = init_device_mesh("cpu", (size,))
-        for name, options in CASES:
-            check_training(decoder, name, options, mesh)
-            check_policy(name, options, mesh)
-            check_dynamics(name, options, mesh)
-            check_built_empty(name, options, mesh)
-        check_training(Blocks, "attnres", {"block_size": 3}, mesh)
-        check_alone(mesh)
+        checks()
     finally:
         dist.destroy_process_group()
 
 
-def test_with_one_process(tmp_path):
-    checks(0, 1, tmp_path / "store")
+def test_with_two_processes(workers):
+    """Neither of them this one: what other tests have done here is no part of it, and nobody hangs up on the other."""
+    workers.run(2, "mixers.test_sharding:checks")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the page leaves the device to FSDP2, and gloo is for the CPU")
@@ -203,15 +207,3 @@ def test_the_page_on_ones_own_model(tmp_path):
         assert names["model"].mixer.query.grad.dtype == torch.float32
     finally:
         dist.destroy_process_group()
-
-
-def test_with_two_processes(tmp_path):
-    """This one and another."""
-    other = multiprocessing.get_context("spawn").Process(target=checks, args=(1, 2, tmp_path / "store"))
-    other.start()
-    try:
-        checks(0, 2, tmp_path / "store")
-        other.join(120)
-        assert other.exitcode == 0
-    finally:
-        other.kill()

@@ -224,6 +224,11 @@ def test_another_recipe_is_refused(training, tmp_path):
     )  # no number depends on it
 
 
+def test_many_processes_are_refused(training, tmp_path):
+    path = studies.write(tmp_path, set={**studies.SIZES, "parallel": {"dp": 2}})
+    refused(lambda: run(path, tmp_path), "residual", "studies run in one process", code=USAGE)
+
+
 def test_other_data_is_refused(training, tmp_path, monkeypatch):
     path = studies.write(tmp_path)
     run(path, tmp_path)

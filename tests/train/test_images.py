@@ -12,7 +12,7 @@ from torch.nn import functional
 
 import depthmix
 from depthmix.cli import main
-from depthmix.config import CompareConfig, DataConfig, TrainConfig
+from depthmix.config import CompareConfig, DataConfig
 from depthmix.data.images import ImageData
 from depthmix.data.prepare_images import prepare_images
 from depthmix.errors import CHECKPOINT, DATA, INTERRUPTED, UserError
@@ -23,30 +23,11 @@ from depthmix.study.table import from_csv
 from depthmix.train import step_times
 from depthmix.train.loop import Trainer, train
 from train import small
+from train.pictures import config, stripes
 from train.refused import refused
 from train.runs import losses, metrics, train_refused
 
 CPU = torch.device("cpu")
-
-
-@functools.cache
-def stripes():
-    """Two classes of 8 x 8 images, lying and standing stripes at any phase, prepared."""
-    rng = np.random.default_rng(0)
-    labels = np.arange(240) % 2
-    wave = 127 + 100 * np.sin(np.arange(8) * 1.6 + 6.28 * rng.random((240, 1)))
-    lying = np.repeat(wave[:, :, None], 8, 2)
-    images = np.where(labels[:, None, None] == 0, lying, lying.transpose(0, 2, 1)) + rng.normal(0, 20, (240, 8, 8))
-    folder = small.place() / "stripes"
-    np.savez(small.place() / "stripes.npz", images=images.clip(0, 255).astype(np.uint8), labels=labels)
-    config = DataConfig(images=str(small.place() / "stripes.npz"), out=str(folder), val_fraction=0.25)
-    return prepare_images(config)
-
-
-def config(out, **changes):
-    values = {"data": str(stripes()), "patch_size": 4, "batch_size": 16, "n_blocks": 1, "crop": 1, "flip": True}
-    text = {"seq_len": TrainConfig.seq_len, "eval_tokens": None}
-    return dataclasses.replace(small.config(out, data=""), **values | text | changes)
 
 
 @functools.cache
@@ -120,7 +101,7 @@ def test_the_commands(tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["accuracy"] == 0.5
     assert main(["eval", "--run", str(tmp_path / "run")]) == 0
     assert "nats per image, accuracy 50.00%, 2 images" in capsys.readouterr().out
-    for command in ("generate", "inspect"):
+    for command in ("generate", "inspect", "explore"):
         assert main([command, "--run", str(tmp_path / "run")]) == CHECKPOINT
         assert "was trained on images" in capsys.readouterr().err
     assert main(["eval", "--run", str(tmp_path / "run"), "--input", "x.txt"]) == 2

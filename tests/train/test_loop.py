@@ -17,7 +17,8 @@ from depthmix.data.dataset import TokenData
 from depthmix.errors import CHECKPOINT, DATA, UserError
 from depthmix.runs.checkpoint import list_checkpoints, load_checkpoint
 from depthmix.train import progress, step_times
-from depthmix.train.loop import Trainer, build_model, train
+from depthmix.train.build import build_model
+from depthmix.train.loop import Trainer, train
 from depthmix.train.step_times import measure_step_times
 from train import small
 from train.runs import losses, metrics, train_refused

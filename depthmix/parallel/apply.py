@@ -1,0 +1,125 @@
+"""A model for a world: tensor parallelism, then DDP or FSDP2, all of it from outside.
+
+The order is torchtitan's: divide matrices, then wrap sublayers for checkpointing and compilation, then shard or replicate.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import loss_parallel
+from torch.nn.parallel import DistributedDataParallel
+
+from depthmix.mixers.sharding import shard_mixer
+from depthmix.parallel import tensor
+from depthmix.parallel.gradients import clip, sum_over, whole
+from depthmix.parallel.weights import build_empty, materialize, take_over
+from depthmix.parallel.world import REPLICATE, SHARD, TENSOR, World
+
+# Two messages for a scalar, the norm, are no reason to warn in every process; nor is a view that nobody writes into.
+logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
+
+
+class Parallel:
+    """A model among the processes of a world, with what a trainer asks of it; names are those of the model in one piece."""
+
+    def __init__(
+        self,
+        world: World,
+        build: Callable[[], Any],
+        seed: int,
+        narrow: torch.dtype | None = None,
+        wrap: Callable[[Any], None] = lambda model: None,
+        weights: nn.Module | None = None,
+    ) -> None:
+        """build: the model; narrow: the dtype that sharded matrices are gathered in, if not their own; wrap: what is done to sublayers;
+        weights: a model in one piece to begin with, in the place of random weights.
+        """
+        assert world.mesh is not None
+        self.world, self.mesh, layout = world, world.mesh, world.layout
+        self.model = build_empty(build, seed)
+        self.blueprint = copy.deepcopy(self.model)  # without memory: names and shapes of the model in one piece
+        if layout.tp > 1:
+            tensor.parallelize(self.model, self.mesh[TENSOR])
+        divided = {name for name, p in self.model.named_parameters() if isinstance(p, DTensor)}
+        wrap(self.model)
+        if layout.sharded:
+            shard(self.model, self.mesh[REPLICATE, SHARD] if layout.dp > 1 else self.mesh[SHARD], narrow)
+        if weights is None:
+            materialize(self.model, self.blueprint.mixer, world.device)
+        else:
+            take_over(self.model, weights, world.device)
+        self.parameters = [p for p in self.model.parameters() if p.requires_grad]
+        # Of these each tensor-parallel process has found the gradient of its own tokens, or heads, alone.
+        named = self.model.named_parameters()
+        self.everywhere = [p for name, p in named if layout.tp > 1 and name not in divided]
+        self.replicated: DistributedDataParallel | None = None
+        if not layout.sharded and layout.tp == 1:
+            self.replicated = DistributedDataParallel(self.model)
+
+    def __call__(self, *args: Any) -> Tensor:
+        training = self.replicated is not None and torch.is_grad_enabled()
+        return self.replicated(*args) if training and self.replicated is not None else self.model(*args)
+
+    @contextmanager
+    def part(self, last: bool = True) -> Iterator[None]:
+        """Around the loss of a part of a batch and its backward: gradients are sent with the last one."""
+        with ExitStack() as stack:
+            if self.world.layout.tp > 1:
+                stack.enter_context(loss_parallel())
+            if isinstance(self.model, FSDPModule):
+                self.model.set_requires_gradient_sync(last)
+            elif self.replicated is not None and not last:
+                stack.enter_context(self.replicated.no_sync())
+            yield
+
+    def whole(self, losses: Tensor) -> Tensor:
+        """Losses of tokens as a plain tensor."""
+        return whole(losses)
+
+    def clip(self, limit: float) -> Tensor:
+        """The global norm of a finished batch's gradients, after which they are scaled so that it is at most the limit."""
+        if self.everywhere:
+            sum_over(self.everywhere, self.mesh[TENSOR])
+        return clip(self.parameters, limit)
+
+    def norm_of(self, loss: Tensor) -> Tensor:
+        """The norm of a loss's gradient, which is not kept."""
+        loss.backward()
+        norm = self.clip(math.inf)
+        self.model.zero_grad(set_to_none=True)
+        return norm
+
+    def rest(self) -> None:
+        """After a pass without a backward FSDP2 leaves the outermost parameters gathered."""
+        if isinstance(self.model, FSDPModule):
+            self.model.reshard()
+
+
+def shard(model: Any, mesh: Any, narrow: torch.dtype | None) -> None:
+    """FSDP2: a group for each sublayer, one for the mixer, which stays fp32, and one for the rest.
+
+    Matrices are gathered in the narrow dtype, and their gradients summed in fp32. Norms and the embedding, which a model under
+    autocast computes with in fp32 as well, are gathered as they are.
+    """
+    wide = None if narrow is None else torch.float32
+    policy = MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=wide, cast_forward_inputs=False)
+    plain = MixedPrecisionPolicy(cast_forward_inputs=False)
+    for sublayer in model.sublayers:
+        fully_shard(sublayer, mesh=mesh, mp_policy=policy)
+    if not getattr(model.config, "tie_embeddings", False):
+        fully_shard(model.head, mesh=mesh, mp_policy=policy)
+        fully_shard(model.embedding, mesh=mesh, mp_policy=plain)
+    shard_mixer(model.mixer, mesh=mesh)
+    fully_shard(model, mesh=mesh, mp_policy=plain)

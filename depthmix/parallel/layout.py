@@ -1,0 +1,102 @@
+"""How the processes of a run are laid out: the recipe's line `parallel`, and what it asks of the rest of the recipe.
+
+    parallel: {dp: 4}             four replicas (DDP)
+    parallel: {shard: 8}          parameters, gradients and optimizer in eight parts (FSDP2)
+    parallel: {dp: 2, shard: 8}   two replicas of eight parts each (HSDP)
+    parallel: {shard: 4, tp: 2}   matrices and sequences in two parts (tensor and sequence parallelism), each of those in four
+
+Their product is the number of processes. A batch is divided among dp x shard of them; tp processes work on the same sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from depthmix.config import TrainConfig
+from depthmix.errors import UserError
+from depthmix.models import DecoderConfig, VitConfig
+from depthmix.names import nearest
+
+SIZES = ("dp", "shard", "tp")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How many processes each dimension has; shard None: parameters are not sharded."""
+
+    dp: int = 1
+    shard: int | None = None
+    tp: int = 1
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Layout:
+        """From the recipe's line; UserError for what is none."""
+        for name, value in given.items():
+            if name not in SIZES:
+                raise UserError(f"parallel has {', '.join(SIZES)}, not {name!r}{nearest(name, SIZES)}")
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise UserError(f"parallel: {name} must be a whole number of at least 1, got {value!r}")
+        return cls(**given)
+
+    @property
+    def data(self) -> int:
+        """Processes that a batch is divided among."""
+        return self.dp * (self.shard or 1)
+
+    @property
+    def size(self) -> int:
+        """All processes."""
+        return self.data * self.tp
+
+    @property
+    def sharded(self) -> bool:
+        """Whether FSDP2 holds the parameters: also with tp, where DDP could not hold them."""
+        return self.shard is not None or (self.tp > 1 and self.dp > 1)
+
+    def __str__(self) -> str:
+        return " x ".join(f"{name} {n}" for name in SIZES if (n := getattr(self, name)) is not None)
+
+    def check_world(self, size: int, given: bool) -> None:
+        """UserError if another number of processes was started; given: whether the recipe has the line."""
+        if self.size == size:
+            return
+        if not given:
+            advice = f"give them a layout, such as `parallel: {{dp: {size}}}`"
+            raise UserError(f"torchrun has started {size} processes and the recipe has no line `parallel`: {advice}")
+        start = f"torchrun --nproc-per-node {self.size} -m depthmix train …"
+        ran = f"torchrun has started {size}" if size > 1 else "1 is here"
+        raise UserError(f"parallel: {self} needs {self.size} processes and {ran}; start `{start}`")
+
+    def check(self, config: TrainConfig, model: DecoderConfig | VitConfig | None) -> None:
+        """UserError, with the reason, for a recipe that cannot be run like this."""
+        if config.batch_size % self.data:
+            what = f"batch_size={config.batch_size} must be a multiple of {self.data}"
+            raise UserError(f"parallel: {what}, for every process takes as many sequences (dp x shard)")
+        own, micro = config.batch_size // self.data, config.micro_batch_size
+        if micro is not None and own % micro:
+            what = f"micro_batch_size={micro} must divide {own}"
+            raise UserError(f"parallel: {what}, the sequences of one process ({config.batch_size} / {self.data})")
+        if config.cuda_graph and self.size > 1:
+            raise UserError("cuda_graph records the step of one process: leave it out with parallel")
+        if config.compile == "model" and (self.sharded or self.tp > 1):
+            raise UserError(
+                "compile=model cannot see into shards that come and go: use compile=sublayers with parallel"
+            )
+        if config.optimizer == "muon" and (self.sharded or self.tp > 1):
+            raise UserError("muon needs whole matrices: use adamw, or dp alone, with parallel")
+        if self.tp > 1 and config.dynamics_every is not None:
+            raise UserError("dynamics_every looks at whole sequences, of which tp leaves a part: leave one of them out")
+        if self.tp > 1 and not isinstance(model, DecoderConfig):
+            raise UserError("parallel: tp divides the sequences of text: use dp or shard for images")
+        if isinstance(model, DecoderConfig) and self.tp > 1:
+            self._check_tensor_parallel(config, model)
+
+    def _check_tensor_parallel(self, config: TrainConfig, model: DecoderConfig) -> None:
+        parts = {"n_heads": model.n_heads, "n_kv_heads": model.n_kv_heads, "mlp_dim": model.mlp_dim}
+        for name, n in {**parts, "seq_len": config.seq_len}.items():
+            if n % self.tp:
+                raise UserError(f"parallel: tp={self.tp} must divide {name}={n}, of which every process takes a part")
+        if model.vocab_size < self.tp:
+            raise UserError(f"parallel: tp={self.tp} is more than the vocabulary of {model.vocab_size}")

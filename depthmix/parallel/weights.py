@@ -1,0 +1,110 @@
+"""Initial weights in parts: those that one process would draw, with no process holding more than one whole tensor.
+
+A model is built on the meta device, divided, given memory and drawn. Every process goes through all the random numbers, in the
+order of a model in one piece, and keeps its own part: so a run's losses do not depend on how many processes it has.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+DRAWS = (torch.ops.aten.normal_.default, torch.ops.aten.uniform_.default)
+
+
+class AsInOnePiece(TorchDispatchMode):
+    """Inside it a random draw into a tensor that is not here, or not as a whole, takes the numbers of the whole tensor."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function not in DRAWS or not (args[0].is_meta or isinstance(args[0], DTensor)):
+            return function(*args, **(kwargs or {}))
+        place = args[0]
+        whole = torch.empty(place.shape, dtype=place.dtype, device="cpu")
+        function(whole, *args[1:], **(kwargs or {}))
+        if isinstance(place, DTensor):
+            fill(place, whole)
+        return place
+
+
+class NotDrawing(TorchDispatchMode):
+    """Inside it nothing is drawn into tensors without memory: working out that nothing is to be done takes torch a while."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return args[0] if function in DRAWS and args[0].is_meta else function(*args, **(kwargs or {}))
+
+
+def part_of(whole: Tensor, like: Tensor) -> Tensor:
+    """What this process would hold of a tensor that every process has, if it were divided like another; nothing is sent."""
+    if not isinstance(like, DTensor):
+        return whole
+    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None).to_local()
+
+
+@torch.no_grad()
+def fill(place: Tensor, whole: Tensor) -> None:
+    """Copy a tensor that every process has into one that may be divided among them."""
+    local = place.to_local() if isinstance(place, DTensor) else place
+    local.copy_(part_of(whole.to(local.device), place))
+
+
+def build_empty(build: Callable[[], Any], seed: int) -> Any:
+    """A model without memory; the random numbers go on where they would after building it in one piece."""
+    torch.manual_seed(seed)
+    with torch.device("meta"), NotDrawing():
+        model = build()
+    with AsInOnePiece():
+        for name, module in model.named_modules():
+            if isinstance(module, nn.Linear | nn.Embedding | nn.Conv2d) and not name.startswith("mixer."):
+                module.reset_parameters()  # as torch itself does when it builds one; mixers are always built empty
+    return model
+
+
+def like(model: Any) -> Any:
+    """A model of the same make, where the surroundings put it."""
+    made = type(model)(model.config)
+    for (_, p), (_, q) in zip(made.named_parameters(), model.named_parameters(), strict=True):
+        p.requires_grad_(q.requires_grad)
+    return made
+
+
+def fingerprint(model: nn.Module) -> str:
+    """What tells a model's weights apart from others."""
+    found = hashlib.sha256()
+    for name, p in model.named_parameters():
+        found.update(name.encode() + b"\0")
+        found.update(p.detach().cpu().reshape(-1).view(torch.uint8).numpy().data)
+    return found.hexdigest()[:16]
+
+
+def take_over(model: Any, source: nn.Module, device: torch.device) -> None:
+    """Give a divided model memory and the weights of one in one piece, which every process has."""
+    model.to_empty(device=device)
+    whole = {**dict(source.named_parameters()), **dict(source.named_buffers())}
+    for name, place in (*model.named_parameters(), *model.named_buffers()):
+        fill(place, whole[name].detach())
+
+
+def materialize(model: Any, mixer: nn.Module, device: torch.device) -> None:
+    """Give a divided model memory and its initial weights; mixer: its mixer in one piece, on the meta device."""
+    model.to_empty(device=device)
+    whole = copy.deepcopy(mixer).to_empty(device="cpu")
+
+    def reset_mixer() -> None:  # a rule may set rows and entries one by one, which a divided tensor does not take
+        whole.reset_parameters()  # type: ignore[operator]
+        for own, drawn in ((model.mixer.parameters(), whole.parameters()), (model.mixer.buffers(), whole.buffers())):
+            for place, value in zip(own, drawn, strict=True):
+                fill(place, value.detach())
+
+    model.mixer.reset_parameters = reset_mixer
+    try:
+        with AsInOnePiece():
+            model.reset_parameters()
+    finally:
+        del model.mixer.reset_parameters

@@ -1,0 +1,218 @@
+"""The processes of a run, and what they say to each other: who am I, do we agree, what went wrong and where.
+
+A world of one process is a world too, in which nothing is sent. Under `torchrun` the processes meet where its environment says.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from depthmix.device import choose_device
+from depthmix.errors import INTERNAL, UserError
+from depthmix.parallel.layout import Layout
+from depthmix.parallel.liveness import Heartbeat
+from depthmix.parallel.meeting import new_corner
+
+Result = TypeVar("Result")
+PATIENCE = timedelta(minutes=10)  # for a collective; a process that dies is noticed at once, by its connections
+REPLICATE, SHARD, TENSOR = "dp", "shard", "tp"  # the dimensions of the mesh
+
+
+class SharedError(UserError):
+    """What all processes have found out together: one of them says it."""
+
+    shared = True
+
+
+class Lost(UserError):
+    """Another process has gone."""
+
+
+class World:
+    """This process among those of a run."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        device: torch.device | str,
+        rank: int = 0,
+        mesh: DeviceMesh | None = None,
+        beat: Heartbeat | None = None,
+    ) -> None:
+        self.layout, self.rank, self.size, self.mesh = layout, rank, layout.size, mesh
+        self._device, self._beat = device, beat
+        self.first = rank == 0
+        self.data_rank = rank // layout.tp
+        self._asked = torch.zeros(1)
+        self.beside: Any = None  # a group of its own for what happens beside the training, such as saving
+
+    @functools.cached_property
+    def device(self) -> torch.device:
+        """Where this process computes; UserError if there is no such device, said after what is wrong with the recipe."""
+        return choose_device(self._device) if isinstance(self._device, str) else self._device
+
+    @property
+    def several(self) -> bool:
+        """Whether processes were started for this run, be it one, so that torch's engine holds the model."""
+        return self.mesh is not None
+
+    def rows(self, batch_size: int) -> slice:
+        """Which sequences of a batch are this process's."""
+        own = batch_size // self.layout.data
+        return slice(self.data_rank * own, (self.data_rank + 1) * own)
+
+    def average(self, numbers: Tensor, asked: bool = False) -> Tensor:
+        """The mean of some numbers [n] over all processes; asked: whether this one was asked to stop (see `stopping`)."""
+        if not self.several:
+            return numbers
+        sent = torch.cat([numbers, numbers.new_tensor([float(asked)])])  # one message for both
+        dist.all_reduce(sent)
+        numbers, self._asked = (sent / self.size).split([len(numbers), 1])
+        return numbers
+
+    def stopping(self) -> bool:
+        """Whether any process had been asked to stop when numbers were last averaged: all stop after the same step."""
+        return bool(self._asked)
+
+    def deal(self, batches: Iterable[Tensor]) -> Iterator[tuple[Tensor, bool]]:
+        """This process's share of batches, each with whether it counts: all make as many passes, the last may be for company."""
+        n, dealt = self.layout.data, []
+        for batch in batches:
+            dealt.append(batch)
+            if len(dealt) == n:
+                yield dealt[self.data_rank], True
+                dealt = []
+        if dealt:
+            own = self.data_rank < len(dealt)
+            yield dealt[self.data_rank if own else 0], own
+
+    def add_up(self, *numbers: float) -> list[float]:
+        """The sums of some numbers over the processes that a batch is divided among, the same to the last bit in all."""
+        found = [there for rank, there in enumerate(self.gather(numbers)) if rank % self.layout.tp == 0]
+        return [math.fsum(column) for column in zip(*found, strict=True)]
+
+    def gather(self, value: Any) -> list[Any]:
+        """The value of every process, in the order of their ranks."""
+        if not self.several:
+            return [value]
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, value)
+        return found
+
+    def together(self, call: Callable[[], Result]) -> Result:
+        """What a call returns, in every process; where it raised a UserError in some, all raise it, with the ranks."""
+        result: Any = None
+        failed: tuple[str, int] | None = None
+        try:
+            result = call()
+        except UserError as error:
+            if not self.several:
+                raise
+            failed = str(error), error.exit_code
+        wrong = {rank: f for rank, f in enumerate(self.gather(failed)) if f is not None} if self.several else {}
+        if not wrong:
+            return result
+        (message, code), *others = wrong.values()
+        if len(wrong) == self.size and all(other == (message, code) for other in others):
+            raise SharedError(message, code)
+        raise SharedError("; ".join(f"rank {rank}: {text}" for rank, (text, _) in wrong.items()), code)
+
+    def by_first(self, call: Callable[[], Result]) -> Result:
+        """What a call returns in the first process alone, for all; its UserError is everybody's."""
+        return self.gather(self.together(lambda: call() if self.first else None))[0]
+
+    def error(self, message: str, exit_code: int) -> UserError:
+        """An error that all processes raise."""
+        return SharedError(message, exit_code) if self.several else UserError(message, exit_code)
+
+    @contextmanager
+    def naming_the_dead(self) -> Iterator[None]:
+        """Turn an error of torch's into one that says which process is gone, if one is.
+
+        Within what holds back signals: torchrun ends the others, too, and they should have said why.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            gone = None if self._beat is None else self._beat.gone()
+            if gone is None:
+                raise
+            advice = "the run stops; torchrun's --max-restarts, or the same command, goes on from the last checkpoint"
+            raise Lost(f"{gone}; {advice}", INTERNAL) from error
+
+    def agree(self, facts: Mapping[str, Any]) -> None:
+        """UserError, naming rank and difference, unless the facts are the same in every process."""
+        found = self.gather(dict(facts))
+        differences = [
+            f"rank {rank} differs from rank 0: {name} is {there.get(name)!r} there and {found[0].get(name)!r} on rank 0"
+            for rank, there in enumerate(found)
+            for name in dict.fromkeys((*found[0], *there))
+            if there.get(name) != found[0].get(name)
+        ]
+        if differences:
+            more = f" (and {len(differences) - 3} more differences)" if len(differences) > 3 else ""
+            advice = "start all processes with the same recipe, data and version of depthmix"
+            raise SharedError(f"{'; '.join(differences[:3])}{more}: {advice}")
+
+
+@contextmanager
+def join(layout: Layout, device: str, given: bool) -> Iterator[World]:
+    """Meet the other processes of a run, and leave them at its end; given: whether its recipe has a layout."""
+    started = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()  # by torchrun, or as it does
+    size = int(os.environ["WORLD_SIZE"]) if started else 1
+    layout.check_world(size, given)
+    if not given:
+        yield World(layout, device)
+        return
+    local = int(os.environ.get("LOCAL_RANK", 0))
+    chosen = choose_device(device)
+    if chosen.type == "cuda":
+        if chosen.index is None:
+            chosen = choose_device(f"cuda:{local}")  # UserError where there are fewer GPUs than processes
+        torch.cuda.set_device(chosen)
+    store: Any = dist.HashStore()
+    rank = 0
+    if started:
+        store, rank, size = next(iter(dist.rendezvous("env://", timeout=PATIENCE)))
+        store = new_corner(store, rank, size, PATIENCE)
+    backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
+    dist.init_process_group(
+        backend, store=dist.PrefixStore("depthmix", store), rank=rank, world_size=size, timeout=PATIENCE
+    )
+    beat = Heartbeat(dist.PrefixStore("alive", store), rank, size)
+    try:
+        world = World(layout, chosen, rank, _mesh(layout, chosen), beat)
+        world.beside = dist.new_group(backend="gloo", timeout=PATIENCE)
+        with world.naming_the_dead():
+            yield world
+            dist.barrier()  # nobody hangs up on one who still listens
+    except SharedError:
+        with suppress(RuntimeError):
+            dist.barrier()
+        raise
+    except Lost:
+        raise
+    except BaseException as error:
+        beat.leave(str(error) or type(error).__name__)  # its own affair, but the others will want to know
+        raise
+    finally:
+        beat.stop()
+        with suppress(RuntimeError):
+            dist.destroy_process_group()
+
+
+def _mesh(layout: Layout, device: torch.device) -> DeviceMesh:
+    """Neighbouring processes share matrices (tp), the next ones shards: the nearer, the more they send."""
+    sizes = (layout.dp, layout.shard or 1, layout.tp)
+    return init_device_mesh(device.type, sizes, mesh_dim_names=(REPLICATE, SHARD, TENSOR))

@@ -1,0 +1,39 @@
+"""Tensors that many processes wrote in parts, as torch.distributed.checkpoint lays them into safetensors files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from torch.distributed.checkpoint import HuggingFaceStorageReader
+
+
+class Parts:
+    """A folder of parts, of which whole tensors can be had one at a time. Headers alone are read before."""
+
+    def __init__(self, folder: Path) -> None:
+        metadata = HuggingFaceStorageReader(str(folder)).read_metadata()
+        described: Any = metadata.state_dict_metadata
+        self.shapes: dict[str, torch.Size] = {name: found.size for name, found in described.items()}
+        self.dtypes: dict[str, torch.dtype] = {name: found.properties.dtype for name, found in described.items()}
+        self._places: dict[str, list[tuple[str, Any, Any]]] = {}
+        stored: Any = metadata.storage_data
+        for index, info in stored.items():
+            self._places.setdefault(index.fqn, []).append((info.relative_path, index.offset, info.shape))
+
+    def get(self, name: str) -> Tensor:
+        """A tensor, put together on the CPU; ValueError if a part of it is missing."""
+        whole = torch.empty(self.shapes[name], dtype=self.dtypes[name])
+        filled = 0
+        for path, offset, shape in self._places[name]:
+            with safe_open(path, framework="pt") as file:
+                part = file.get_tensor(name)
+            place = whole[tuple(slice(o, o + n) for o, n in zip(offset or (), shape, strict=True))]
+            place.copy_(part)
+            filled += part.numel()
+        if filled != whole.numel():
+            raise ValueError(f"of {name} only {filled} numbers of {whole.numel()} are there")
+        return whole

@@ -1,0 +1,63 @@
+"""The model that a training begins with, as it wants it: on its device or among many, compiled or checkpointed sublayer by sublayer."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from depthmix.config import TrainConfig
+from depthmix.device import autocast
+from depthmix.parallel.world import World
+from depthmix.runs.init import start_model
+from depthmix.train.compiled import begin_model
+from depthmix.train.task import Task
+
+if TYPE_CHECKING:
+    from depthmix.parallel.apply import Parallel
+
+
+def build_model(config: TrainConfig, vocab_size: int, device: torch.device) -> Any:
+    """The model as training wants it: seeded, on its device, compiled or checkpointed sublayer by sublayer."""
+    return prepare_model(start_model(config, vocab_size).model, config, device)
+
+
+def prepare_model(model: Any, config: TrainConfig, device: torch.device) -> Any:
+    """A model moved to its device, compiled or checkpointed sublayer by sublayer."""
+    model = model.to(device)
+    wrap_sublayers(model, config)
+    return model
+
+
+def divide_model(config: TrainConfig, task: Task, world: World) -> tuple[Parallel, dict[str, Any] | None]:
+    """The model that a task starts with, among the processes of a world, and where its weights came from."""
+    from depthmix.parallel.apply import Parallel  # slow to import
+    from depthmix.parallel.weights import fingerprint, like
+
+    narrow = torch.bfloat16 if isinstance(autocast(world.device, config.precision), torch.autocast) else None
+    wrap = functools.partial(wrap_sublayers, config=config)
+    if not config.init:
+        return Parallel(world, task.build, config.seed, narrow, wrap), None
+    start = world.together(task.start)  # every process reads the whole model once, and keeps its part
+    world.agree({"the model in init": fingerprint(start.model)})
+    drawn = torch.get_rng_state()
+    engine = Parallel(world, functools.partial(like, start.model), config.seed, narrow, wrap, start.model)
+    torch.set_rng_state(drawn)
+    return engine, start.origin
+
+
+def wrap_sublayers(model: Any, config: TrainConfig) -> None:
+    """Checkpoint and compile what the configuration says."""
+    if config.compile != "off":
+        begin_model()  # after a handful of models in one process torch would no longer compile, and not say so
+    sublayers, norms = model.repeated_parts()
+    if config.checkpoint_activations:
+        for sublayer in sublayers:
+            sublayer.forward = functools.partial(checkpoint, sublayer.forward, use_reentrant=False)
+    if config.compile == "model":
+        model.compile()
+    elif config.compile == "sublayers":
+        for module in (*sublayers, *norms):
+            module.compile()

@@ -1,0 +1,86 @@
+"""What can be known to be wrong with a training before it begins."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import depthmix
+from depthmix.config import TrainConfig
+from depthmix.data.dataset import TokenData
+from depthmix.data.images import ImageData
+from depthmix.device import choose_device
+from depthmix.errors import UserError
+from depthmix.parallel.layout import Layout
+from depthmix.train.optim import check_groups
+from depthmix.train.task import make_task
+
+FLOAT32 = torch.finfo(torch.float32)
+OWN = {"device", "data", "quiet"}  # what processes of one run may differ in; of the data it is the place
+
+
+def check_config(config: TrainConfig) -> None:
+    """UserError for a value no run can have."""
+    for name in ("data", "out"):
+        if not getattr(config, name):
+            raise UserError(
+                f"{name} is needed: {next(f.metadata['help'] for f in dataclasses.fields(config) if f.name == name)}"
+            )
+    for name in ("seq_len", "batch_size", "steps", "log_every", "eval_every", "save_every", "keep"):
+        if getattr(config, name) < 1:
+            raise UserError(f"{name} must be at least 1, got {getattr(config, name)}")
+    for name in ("micro_batch_size", "eval_tokens", "dynamics_every"):
+        if getattr(config, name) is not None and getattr(config, name) < 1:
+            raise UserError(f"{name} must be at least 1 or none, got {getattr(config, name)}")
+    if config.micro_batch_size is not None and config.batch_size % config.micro_batch_size:
+        raise UserError(f"micro_batch_size must divide batch_size={config.batch_size}, got {config.micro_batch_size}")
+    if config.cuda_graph and (config.micro_batch_size is not None or config.checkpoint_activations):
+        raise UserError("cuda_graph records a step in one piece: leave out micro_batch_size and checkpoint_activations")
+    for name in ("lr", "muon_lr", "adam_eps", "rope_theta", "norm_eps"):
+        if not 0 < (value := getattr(config, name)) < math.inf:
+            raise UserError(f"{name} must be a finite number above 0, got {value}")
+        if not FLOAT32.tiny <= value <= FLOAT32.max:
+            held = f"from {FLOAT32.tiny:.1e} to {FLOAT32.max:.1e}"
+            raise UserError(f"{name} must be a number that float32 holds, {held}, got {value}")
+    for name in ("warmup", "seed"):
+        if getattr(config, name) < 0:
+            raise UserError(f"{name} must be at least 0, got {getattr(config, name)}")
+    for name in ("weight_decay", "clip"):
+        if not 0 <= getattr(config, name) < math.inf:
+            raise UserError(f"{name} must be a finite number of at least 0, got {getattr(config, name)}")
+    for name in ("final_lr", "decay_fraction"):
+        if not 0 <= getattr(config, name) <= 1:
+            raise UserError(f"{name} must be from 0 to 1, got {getattr(config, name)}")
+    for name in ("beta1", "beta2"):
+        if not 0 <= getattr(config, name) < 1:
+            raise UserError(f"{name} must be at least 0 and below 1, got {getattr(config, name)}")
+    if config.seed >= 2**64:
+        raise UserError(f"seed must be below 2**64, got {config.seed}")
+    check_groups(config.groups)
+    if config.warmup >= config.steps:
+        raise UserError(f"warmup must be shorter than the run of {config.steps} steps, got {config.warmup}")
+
+
+def check_run(config: TrainConfig, data: TokenData | ImageData) -> None:
+    """UserError for a configuration that does not fit its device, its data or itself, without building it."""
+    choose_device(config.device)
+    Layout.of(config.parallel).check(config, make_task(config, data).check())
+
+
+def facts(config: TrainConfig, data: TokenData | ImageData) -> dict[str, Any]:
+    """What the processes of one run must have in common: the recipe, the data, the code."""
+    recipe = {name: value for name, value in dataclasses.asdict(config).items() if name not in OWN}
+    code, package = hashlib.sha256(), Path(depthmix.__file__).parent
+    for path in sorted(package.rglob("*.py")):
+        code.update(path.relative_to(package).as_posix().encode() + b"\0" + path.read_bytes())
+    return {
+        **recipe,
+        "the data": hashlib.sha256(data.meta_path.read_bytes()).hexdigest()[:16],
+        "the version of depthmix": f"{depthmix.__version__} ({code.hexdigest()[:16]})",
+        "the version of torch": torch.__version__,
+    }

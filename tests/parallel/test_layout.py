@@ -1,0 +1,93 @@
+"""The recipe's line `parallel`: what it means, and what is refused before anything starts, with the reason."""
+
+import dataclasses
+
+import pytest
+
+from depthmix.cli import build_config
+from depthmix.config import CompareConfig, TrainConfig
+from depthmix.errors import USAGE, UserError
+from depthmix.models import VitConfig
+from depthmix.parallel.layout import Layout
+from depthmix.runs.restore import model_config
+from depthmix.train.loop import train
+from train.refused import refused
+
+CONFIG = TrainConfig(dim=64, n_heads=8, n_kv_heads=4, mlp_dim=96, seq_len=32, batch_size=24)
+
+
+@pytest.mark.parametrize(
+    ("given", "size", "data"),
+    [({}, 1, 1), ({"dp": 3}, 3, 3), ({"shard": 4}, 4, 4), ({"dp": 2, "shard": 4, "tp": 2}, 16, 8), ({"tp": 4}, 4, 1)],
+)
+def test_sizes(given, size, data):
+    layout = Layout.of(given)
+    assert (layout.size, layout.data) == (size, data)
+
+
+def test_flag_and_recipe_say_the_same(tmp_path):
+    (tmp_path / "recipe.yaml").write_text("parallel: {dp: 2, tp: 4}\n")
+    by_recipe = build_config("train", TrainConfig, {"recipe": str(tmp_path / "recipe.yaml")})
+    by_flag = build_config("train", TrainConfig, {"parallel": ["dp=2", "tp=4"]})
+    assert Layout.of(by_recipe.parallel) == Layout.of(by_flag.parallel) == Layout(dp=2, tp=4)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"sharded": 2}, "not 'sharded'; did you mean 'shard'?"),
+        ({"dp": 0}, "dp must be a whole number of at least 1, got 0"),
+        ({"shard": 1.5}, "shard must be a whole number"),
+        ({"tp": True}, "tp must be a whole number"),
+    ],
+)
+def test_lines_that_are_none(given, words):
+    assert words in refused(lambda: Layout.of(given), code=USAGE)
+
+
+@pytest.mark.parametrize(
+    ("given", "changes", "words"),
+    [
+        ({"dp": 5}, {}, "batch_size=24 must be a multiple of 5"),
+        ({"dp": 2, "shard": 2}, {"micro_batch_size": 4}, "micro_batch_size=4 must divide 6"),
+        ({"tp": 3}, {}, "tp=3 must divide n_heads=8"),
+        ({"tp": 8}, {}, "tp=8 must divide n_kv_heads=4"),
+        ({"tp": 4}, {"mlp_dim": 98}, "tp=4 must divide mlp_dim=98"),
+        ({"tp": 4}, {"seq_len": 30}, "tp=4 must divide seq_len=30"),
+        ({"shard": 2}, {"optimizer": "muon"}, "muon needs whole matrices"),
+        ({"shard": 2}, {"compile": "model"}, "use compile=sublayers"),
+        ({"dp": 2}, {"cuda_graph": True}, "cuda_graph records the step of one process"),
+        ({"tp": 2}, {"dynamics_every": 1}, "dynamics_every looks at whole sequences"),
+    ],
+)
+def test_recipes_that_a_layout_cannot_run(given, changes, words):
+    config = dataclasses.replace(CONFIG, **changes)
+    assert words in refused(lambda: Layout.of(given).check(config, model_config(config, 300)), code=USAGE)
+    Layout.of({"dp": 2}).check(CONFIG, model_config(CONFIG, 300))
+
+
+def test_tp_is_for_text():
+    vit = VitConfig(image_size=8, patch_size=4, n_classes=2, dim=64, n_blocks=1, n_heads=8)
+    assert "use dp or shard for images" in refused(lambda: Layout.of({"tp": 2}).check(CONFIG, vit), code=USAGE)
+    Layout.of({"dp": 2, "shard": 2}).check(CONFIG, vit)
+
+
+def test_another_number_of_processes(monkeypatch, tmp_path):
+    config = dataclasses.replace(CONFIG, out=str(tmp_path / "run"), parallel={"shard": 4})
+    message = refused(lambda: train(config), code=USAGE)
+    assert "shard 4" in message
+    assert "needs 4 processes and 1 is here; start `torchrun --nproc-per-node 4 -m depthmix train" in message
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert "needs 4 processes and torchrun has started 2" in refused(lambda: train(config), code=USAGE)
+    message = refused(lambda: train(dataclasses.replace(config, parallel={})), code=USAGE)
+    assert "torchrun has started 2 processes and the recipe has no line `parallel`" in message
+    assert not (tmp_path / "run").exists()
+
+
+def test_compare_runs_in_one_process(tmp_path):
+    from depthmix.study.plan import check_config
+
+    config = CompareConfig(out=str(tmp_path), arms=["residual"], parallel={"dp": 2})
+    with pytest.raises(UserError, match="compare runs in one process"):
+        check_config(config)
