@@ -23,6 +23,7 @@ from depthmix.config import (
     GenerateConfig,
     InspectConfig,
     PlanConfig,
+    ReportConfig,
     RetrofitConfig,
     StudyConfig,
     TrainConfig,
@@ -69,6 +70,7 @@ def add_flags(parser: argparse.ArgumentParser, config: type, completing: bool) -
         actions.append(parser.add_argument(flag, **how))
         if field.metadata["first"]:
             how = {"nargs": "?", "default": argparse.SUPPRESS, "metavar": field.name.upper()}
+            how |= {"nargs": "*", "action": "extend"} if get_origin(hint) is list else {}
             actions.append(parser.add_argument(field.name, help=f"the same as {flag}", **how))
     for action in actions if completing else ():
         offer(action, hints.get(action.dest))
@@ -134,6 +136,12 @@ def run_study(config: StudyConfig) -> None:
     from depthmix.study.study import study
 
     study(config, begun=begun)
+
+
+def run_report(config: ReportConfig) -> None:
+    from depthmix.study.report import report
+
+    print(f"Report: {report(config)}")
 
 
 def run_plan(config: PlanConfig) -> None:
@@ -216,6 +224,7 @@ COMMANDS: dict[str, tuple[type | None, Callable[..., None], str]] = {
         run_study,
         "run a study, a file of arms and seeds, in pieces, and write its table and figures",
     ),
+    "report": (ReportConfig, run_report, "one page of runs: results, costs, and what layers read from each other"),
     "plan": (PlanConfig, run_plan, "memory, communication and step time of a recipe on GPUs that are not here"),
     "eval": (
         EvalConfig,

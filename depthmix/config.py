@@ -174,6 +174,24 @@ class StudyConfig:
 
 
 @dataclass
+class ReportConfig:
+    """Write one page to open in a browser: what runs learnt, what it cost, and what their layers read from each other."""
+
+    run: list[str] = option([], "folders of `depthmix train`, or of `depthmix compare` with all its arms", first=True)
+    out: str = option("report.html", "page to write; figures for papers go into the folder figures beside it")
+    input: list[str] = option([], "files or folders of text to measure on; none: the validation split of the data")
+    data: str = option(
+        "", "folder written by `depthmix data` to measure on; none: the one the models were trained with"
+    )
+    text: str = option("", "a text to show token by token; none: the beginning of the validation split")
+    tokens: int = option(20000, "tokens to measure depth-mixing matrices on")
+    causal_tokens: int = option(
+        4096, "tokens to measure cut connections and skipped sublayers on, which takes longest; 0: leave both out"
+    )
+    device: str = option("auto", "cpu, cuda, cuda:N, mps, or auto")
+
+
+@dataclass
 class PlanConfig(CompareConfig):
     """What a recipe needs and how fast it would run on GPUs that are not here: memory, communication and step time of every arm."""
 

@@ -32,6 +32,7 @@ from depthmix.config import (
     GenerateConfig,
     InspectConfig,
     PlanConfig,
+    ReportConfig,
     RetrofitConfig,
     StudyConfig,
     TrainConfig,
@@ -559,6 +560,7 @@ def test_eval_and_generate_have_one_flat_class_each():
         "inspect": InspectConfig,
         "explore": ExploreConfig,
         "data": DataConfig,
+        "report": ReportConfig,
         "retrofit": RetrofitConfig,
         "study": StudyConfig,
     } == CONFIGS

@@ -17,14 +17,16 @@ from project import ROOT
 
 MODEL = "--n-blocks 2 --dim 32 --n-heads 2 --seq-len 32 --batch-size 4"
 SMALL = f"{MODEL} --steps 6 --warmup 2 --eval-every 3 --eval-tokens 500 --quiet"
-PAGES = ("quickstart", "data", "comparing", "study", "insight", "explore")
+PAGES = ("quickstart", "data", "comparing", "study", "insight", "explore", "report")
 DEMO = "depthmix compare --recipe recipes/demo.yaml"
 
 
 def commands(page):
     text = (ROOT / "docs" / f"{page}.md").read_text()
     found = re.findall(
-        r"^    (depthmix (?:data|train|compare|study|eval|generate|inspect|explore|list|doctor)\b.*)$", text, re.M
+        r"^    (depthmix (?:data|train|compare|study|eval|generate|inspect|explore|report|list|doctor)\b.*)$",
+        text,
+        re.M,
     )
     assert found, page
     return found
@@ -37,6 +39,8 @@ def small(command):
         argv += shlex.split(SMALL)
     if argv[0] == "inspect":
         argv += shlex.split("--tokens 100 --causal-tokens 64 --batch-size 2")
+    if argv[0] == "report":
+        argv += shlex.split("--tokens 100 --causal-tokens 64")
     if argv[0] == "compare":  # more seeds: tests/study
         argv += ["--seeds", "0"]
     if "--budget" in argv:  # the recipe's own arms run once
@@ -97,7 +101,9 @@ def test_every_command_of_the_pages_runs(place, capsys):
     assert "residual" in shown[DEMO]
     assert "My fellow Americans" in shown[DEMO]
     report = (place / "runs" / "demo" / "report.html").read_text()
-    assert "<svg" in report or "data:image" in report
+    assert report.count("<h4>Who reads what: the depth map") == 3
+    assert "What is inside" not in report  # what could not be shown
+    assert (place / "runs" / "figures" / "depth-map-residual.svg").is_file()
     assert (place / "runs" / "demo" / "table.csv").read_text().count("\n") >= 4
     assert "6 of 6 runs are done." in shown["depthmix study tiny"]
     assert "6 of 6 are done" in (place / "docs" / "results" / "tiny" / "table.md").read_text()

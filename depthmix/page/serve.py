@@ -6,9 +6,7 @@ at this machine: requests need this server's own Host and, where they have one, 
 
 from __future__ import annotations
 
-import base64
 import errno
-import hashlib
 import ipaddress
 import json
 import math
@@ -27,6 +25,8 @@ from depthmix.errors import CHECKPOINT, DIVERGED, UserError
 from depthmix.insight import document as doc
 from depthmix.models import Decoder
 from depthmix.page.explorer import EXPLORER_SCRIPT, EXPLORER_STYLE, HERE, explorer, explorer_data
+from depthmix.page.page import STYLE as page_style
+from depthmix.page.page import checksum
 from depthmix.runs.restore import Trained, load_model
 from depthmix.train.generate import check_prompt
 from depthmix.train.inspect import encode_text, text_by_token
@@ -36,7 +36,7 @@ LONGEST = 1 << 16  # bytes of a request: more than any context here holds
 PATIENCE = 10.0  # seconds for a client to send what it promised
 QUEUE = 60.0  # seconds to wait while another text is computed
 SCRIPT = EXPLORER_SCRIPT + (HERE / "live.js").read_text(encoding="utf-8")
-STYLE = (HERE / "plain.css").read_text(encoding="utf-8") + EXPLORER_STYLE
+STYLE = page_style + EXPLORER_STYLE
 
 
 def explore(config: ExploreConfig) -> None:
@@ -132,7 +132,7 @@ def page(documents: Sequence[dict[str, Any]]) -> bytes:
 
 
 def _hash(code: str) -> str:
-    return f"'sha256-{base64.b64encode(hashlib.sha256(code.encode()).digest()).decode()}'"
+    return f"'sha256-{checksum(code)}'"
 
 
 HEADERS = {

@@ -9,16 +9,19 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from depthmix.config import CompareConfig, TrainConfig
+from depthmix.config import CompareConfig, InspectConfig, TrainConfig
 from depthmix.device import choose_device, release_memory
 from depthmix.errors import CHECKPOINT, DISK, DIVERGED, UserError
 from depthmix.files import check_above, write_text
+from depthmix.page.measure import measured, opening_text
+from depthmix.page.page import load as load_plotly
+from depthmix.page.page import make_page
 from depthmix.runs.folder import RunFolder
 from depthmix.study.arms import Arm
 from depthmix.study.costs import at_step_times, cost_note, doubts
 from depthmix.study.figures import draw_figures, load
 from depthmix.study.plan import check_config, is_finished, make_plan
-from depthmix.study.report import continuation, make_report
+from depthmix.study.report import UNFINISHED, Found, command_of, content_of
 from depthmix.study.rows import Row, Run, make_rows, read_run
 from depthmix.study.saved import (
     COMPARISON,
@@ -34,6 +37,8 @@ from depthmix.study.table import print_table, to_csv, to_markdown
 from depthmix.study.verdict import verdict
 
 TEMPERATURE, TOP_P = 0.8, 0.95
+MAP_TOKENS = 2048  # that depth maps of the page are of
+CUTTING = 3.0  # seconds that cutting connections may take, of all arms together; `depthmix report` takes its time
 
 
 @dataclass
@@ -47,6 +52,7 @@ class Comparison:
     step_times: list[float] | None = None  # of the arms, timed in turns
     runs: list[Run] = field(default_factory=list)
     samples: list[dict[str, str]] = field(default_factory=list)
+    documents: list[dict[str, Any]] = field(default_factory=list)  # what is inside the arms' models
     notes: list[str] = field(default_factory=list)
     finished: bool = False
     rebuilt: bool = False  # its file was lost: whether the runs are of this recipe, only they can say
@@ -92,7 +98,7 @@ class Comparison:
         for sentence in [*verdict(rows), *self.remarks]:
             print(sentence)
         for sample in self.samples:
-            print(f"\n{sample['arm']}: {sample['prompt']}{continuation(sample)}")
+            print(f"\n{sample['arm']}: {sample['prompt']}{sample['text'].removeprefix(sample['prompt'])}")
         print(f"\nTable: {self.path / 'table.md'}\nReport: {self.report}")
 
     def save(self, last: bool = False) -> None:
@@ -119,8 +125,20 @@ class Comparison:
                 self.drawn = list(costed), draw_figures(costed, self.labels, self.path)
                 self.draw_again = now + 20 * (time.monotonic() - now)
             notes += self.drawn[1]
-        page = make_report(self.recipe, rows, self.samples, notes, self.path, self.finished)
-        write_text(self.report, page)
+        write_text(self.report, self.page(notes))
+
+    def page(self, notes: Sequence[str]) -> str:
+        """The report, with whatever there is so far."""
+        found = Found(self.costed, self.labels, recipe=self.recipe, samples=self.samples, notes=list(notes))
+        found.models = [(label, Path(run.path)) for label, run in self.first_runs()]
+        found.warnings += [] if self.finished else [UNFINISHED]
+        command = command_of("compare", CompareConfig(**self.recipe))
+        return make_page(content_of(found, self.documents, command))
+
+    def first_runs(self) -> list[tuple[str, Run]]:
+        """Every arm's first finished seed."""
+        firsts = ((label, next((run for run in self.runs if run.arm == label), None)) for label in self.labels)
+        return [(label, run) for label, run in firsts if run is not None]
 
 
 def compare(config: CompareConfig, *, say: Callable[[str], None] | None = None) -> Comparison:
@@ -167,13 +185,15 @@ def compare(config: CompareConfig, *, say: Callable[[str], None] | None = None) 
             take(arm, run_config)
     comparison.save()
     load()  # what is loaded between two runs would count as memory of the second
+    load_plotly()
     for i, arm, run_config in missing:
         release_memory(choose_device(run_config.device))  # the last run's memory is not this one's
         take(arm, run_config, f"{arm.label}, seed {run_config.seed} ({i} of {len(plan)})")
         comparison.save()
     if missing and comparison.step_times is None and comparison.doubts and turns_are_cheap(config, comparison.runs):
         comparison.step_times = measured_step_times(config, arms, say)
-    comparison.samples = _make_samples(config, comparison, plan)
+    comparison.samples = _make_samples(config, comparison)
+    comparison.documents = _look_inside(config, comparison)
     comparison.finished = not diverged
     comparison.save(last=True)
     if diverged:
@@ -240,9 +260,7 @@ def _checked_run(arm: Arm, config: TrainConfig) -> Run:
     return run
 
 
-def _make_samples(
-    config: CompareConfig, comparison: Comparison, plan: Sequence[tuple[Arm, TrainConfig]]
-) -> list[dict[str, str]]:
+def _make_samples(config: CompareConfig, comparison: Comparison) -> list[dict[str, str]]:
     """What every arm's first finished seed makes of the prompt; those made before are kept."""
     if not config.prompt:
         return []
@@ -250,11 +268,8 @@ def _make_samples(
 
     request = {"prompt": config.prompt, "tokens": str(config.sample_tokens)}
     samples = []
-    for arm in comparison.arms:
-        run = next((run for run in comparison.runs if run.arm == arm.label), None)
-        if run is None:
-            continue
-        known = {"arm": arm.label, "run": _within(run.path, comparison.path), **request}
+    for label, run in comparison.first_runs():
+        known = {"arm": label, "run": _within(run.path, comparison.path), **request}
         old = next((s for s in comparison.samples if known.items() <= s.items()), None)
         text = (
             old["text"]
@@ -263,6 +278,35 @@ def _make_samples(
         )
         samples.append({**known, "text": text})
     return samples
+
+
+def _look_inside(config: CompareConfig, comparison: Comparison) -> list[dict[str, Any]]:
+    """What `depthmix inspect` finds in every arm's first finished seed, on few tokens; one that cannot be shown is a note."""
+    documents = []
+    firsts = comparison.first_runs()
+    for label, run in firsts:
+        cut = affordable(run, config.n_blocks, config.batch_size * config.seq_len, CUTTING / len(firsts))
+        asked = InspectConfig(run.path, text=opening_text(run.path), tokens=MAP_TOKENS, device=config.device)
+        asked.causal_tokens = cut if cut >= config.seq_len else 0  # one sequence at least
+        try:
+            found = measured(asked)
+        except (UserError, RuntimeError) as error:  # out of memory, say: what was compared is there all the same
+            reason = str(error).strip().splitlines() or [type(error).__name__]
+            comparison.notes.append(f"What is inside {label} is not shown: {reason[0]}")
+            continue
+        documents.append({**found, "label": label})
+    return documents
+
+
+def affordable(run: Run, n_blocks: int, tokens: int, seconds: float) -> int:
+    """On how many tokens connections can be cut in the time, by the run's own step time; tokens: of a step.
+
+    A cut at reader r runs what comes after it once more for each of its r + 1 sources; ways and overheads come on top.
+    """
+    sites = 2 * n_blocks
+    passes = sum((r + 1) * (sites + 1 - r) for r in range(sites + 1)) / sites
+    forward = run.step_seconds / 3 / tokens
+    return min(4096, int(seconds / (3 * passes * forward)))
 
 
 def _time_notes(recipe: dict[str, Any], rows: Sequence[Row]) -> list[str]:

@@ -13,8 +13,7 @@ from depthmix.study.rows import Run
 from depthmix.study.table import human
 
 MISSING = "No figures: matplotlib is not installed (pip install matplotlib), everything else is complete."
-INK = "#1f2428"  # text, axes and the first arm; the report replaces it by the page's own colour
-PAPER = "#fffffe"  # the background; the report makes it transparent
+INK, PAPER = "#1f2428", "#ffffff"  # text, axes and the first arm; the background
 # Okabe and Ito's colours without yellow, which is too pale for a line; dashes tell arms apart without colour.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 DASHES = ("-", "--", "-.", ":")

@@ -1,174 +1,298 @@
-"""One self-contained page: what was compared, the table, the figures, samples, and how to read them."""
+"""The page of a comparison, and `depthmix report`: the same page of any runs, with what their layers read from each other."""
 
 from __future__ import annotations
 
 import json
-import re
+import shlex
 from collections.abc import Mapping, Sequence
-from html import escape
+from dataclasses import MISSING as NONE
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from depthmix.study.figures import INK, NAMES, PAPER
-from depthmix.study.rows import Row
+from depthmix.config import CompareConfig, InspectConfig, ReportConfig
+from depthmix.errors import CHECKPOINT, UserError
+from depthmix.files import check_above, write_text
+from depthmix.page.content import Content, Curve, Table
+from depthmix.page.measure import measured, opening_text
+from depthmix.page.page import make_page
+from depthmix.runs.folder import ENVIRONMENT, RunFolder
+from depthmix.study.arms import Arm
+from depthmix.study.costs import at_step_times, doubts
+from depthmix.study.figures import curve_over_seeds, draw_figures
+from depthmix.study.insides import draw_insides
+from depthmix.study.rows import Row, Run, make_rows, read_run
+from depthmix.study.saved import COMPARISON, is_time, read_json
 from depthmix.study.table import AGAINST, COSTS, VAL_LOSS, Column, cells, human, human_time, learnt, of_images
 from depthmix.study.verdict import footnotes, verdict
+from depthmix.train.progress import phases
 
-CAPTIONS = {
-    "tokens": "Loss against {unit}: who learns more from the same {data}.",
-    "time": "Loss against training time: who is further after the same wait. Only the end of a line is a finished schedule.",
-}
-STYLE = """
-:root { color-scheme: light dark; --ink: #1f2428; --soft: #57606a; --page: #ffffff; --card: #f5f7f9; --line: #d5dbe1; --best: #0b7a4b; --shade: #8a919966; }
-@media (prefers-color-scheme: dark) {
-  :root { --ink: #e6eaee; --soft: #9aa5b1; --page: #14181c; --card: #1d2328; --line: #353d45; --best: #4cc38a; }
-}
-* { box-sizing: border-box; }
-body { margin: 0 auto; padding: 2rem 1.2rem 4rem; max-width: 76rem; background: var(--page); color: var(--ink); font: 16px/1.55 system-ui, sans-serif; }
-h1 { font-size: 1.7rem; line-height: 1.25; margin: 0 0 .4rem; } h2 { font-size: 1.15rem; margin: 2.4rem 0 .6rem; } h3 { font-size: 1rem; margin: 1.6rem 0 .4rem; }
-p, li { max-width: 50rem; } .soft, figcaption { color: var(--soft); } .soft { font-size: .92rem; }
-ul { padding-left: 1.2rem; } .verdict li { margin: .15rem 0; }
-dl { display: grid; grid-template-columns: max-content 1fr; gap: .15rem 1.2rem; margin: 1rem 0; } dt { color: var(--soft); } dd { margin: 0; overflow-wrap: anywhere; }
-.scroll { overflow-x: auto; background: linear-gradient(to left, var(--page) 40%, transparent) right / 3rem 100% no-repeat local, linear-gradient(to left, var(--shade), transparent) right / 1.2rem 100% no-repeat scroll; }
-table { border-collapse: separate; border-spacing: 0; font-size: .92rem; font-variant-numeric: tabular-nums; }
-th, td { padding: .4rem .75rem; text-align: right; white-space: nowrap; border-bottom: 1px solid var(--line); } th { font-weight: 600; color: var(--soft); vertical-align: bottom; }
-th:first-child, td:first-child { text-align: left; padding-left: 0; white-space: normal; position: sticky; left: 0; background: var(--page); } td:first-child { font-weight: 600; } tr.best td:first-child { color: var(--best); }
-figure { margin: 0 0 1.5rem; } figure svg, figure img { width: 100%; max-width: 56rem; height: auto; display: block; }
-pre, .sample { background: var(--card); border-radius: 8px; padding: .8rem 1rem; white-space: pre-wrap; overflow-wrap: anywhere; max-width: 56rem; }
-pre { font-size: .88rem; } .sample { margin: .3rem 0 1.1rem; } .sample b { font-weight: 600; } .warn { border-left: 4px solid #d98200; padding-left: .8rem; }
-@media (max-width: 40rem) {
-  body { padding: 1.2rem .9rem 3rem; } table { font-size: .8rem; } th, td { padding: .4rem .45rem; } td:first-child { min-width: 6rem; }
-  figure svg { min-width: 36rem; }
-}
-"""
+KEPT = ("depthmix", "git_commit", "python", "torch", "cuda", "device_name", "started")  # of an environment: no paths
+# What may differ between runs that one table compares.
+OWN = {"out", "mixer", "mixer_options", "seed", "quiet", "tensorboard", "wandb", "keep", "save_every", "log_every", "dynamics_every"}  # fmt: skip
 
 
-def make_report(
-    recipe: Mapping[str, Any],
-    rows: Sequence[Row],
-    samples: Sequence[Mapping[str, str]],
-    notes: Sequence[str],
-    figures: Path,
-    finished: bool = True,
-) -> str:
-    """The page as HTML; figures is the folder that holds the .svg files (a missing one is left out)."""
-    arms = [str(arm) for arm in recipe.get("arms", [])]
-    title = f"{len(arms)} ways to mix over depth, compared" if len(arms) > 1 else "One way to mix over depth"
-    parts = [f"<h1>{escape(title)}</h1>"]
-    if not finished:
-        parts.append('<p class="warn">This comparison is not finished: run the same command again and it goes on.</p>')
-    parts += [_list(verdict(rows), "verdict"), _facts(recipe, rows), "<h2>Results</h2>"]
-    parts.append(_table(rows, (AGAINST, VAL_LOSS, *learnt(rows))))  # what counts first, where a narrow screen shows it
-    parts += ["<h3>What it cost</h3>", _table(rows, COSTS)] if rows else []
-    parts += [_list([*notes, *footnotes(rows)] if rows else notes, "soft"), _how_to_read(recipe, rows)]
-    parts += [_figure(axis, figures, of_images(rows)) for axis in NAMES]
-    parts += [_samples(samples), "<h2>Recipe</h2>", f"<pre>{escape(_recipe_text(recipe))}</pre>"]
-    head = '<meta charset="utf-8">\n<meta name="viewport" content="width=device-width, initial-scale=1">'
-    # Nothing on the page runs or loads: text from a corpus or a model stays text even if an escape were forgotten.
-    policy = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
-    head += f'\n<meta http-equiv="Content-Security-Policy" content="{policy}">'
-    body = "\n".join(part for part in parts if part)
-    return (
-        f'<!doctype html>\n<html lang="en">\n<head>\n{head}\n<title>depthmix: {escape(title)}</title>\n'
-        f"<style>{STYLE}</style>\n</head>\n<body>\n{body}\n</body>\n</html>\n"
+@dataclass
+class Found:
+    """Runs to report on: those of the table, and where the models lie that are looked into."""
+
+    runs: list[Run] = field(default_factory=list)
+    labels: list[str] = field(default_factory=list)  # in the order of the table
+    models: list[tuple[str, Path]] = field(default_factory=list)
+    recipe: dict[str, Any] = field(default_factory=dict)
+    samples: list[dict[str, str]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    comparable: bool = True
+
+
+def report(config: ReportConfig) -> Path:
+    """Measure what is not known yet and write the page, with figures for papers beside it."""
+    out = Path(config.out)
+    _check(config, out)
+    found = gather([Path(run) for run in config.run])
+    documents = []
+    with phases() as progress:
+        for label, path in found.models:
+            text = config.text or opening_text(path)
+            asked = InspectConfig(
+                run=str(path), input=config.input, data=config.data, text=text, tokens=config.tokens,
+                causal_tokens=config.causal_tokens, device=config.device,
+            )  # fmt: skip
+            documents.append({**measured(asked, progress), "label": label})
+    folder = out.parent / "figures"
+    notes = draw_figures(found.runs, found.labels, folder) or draw_insides(documents, folder)
+    found.notes += notes
+    page = make_page(content_of(found, documents, command_of("report", config)))
+    write_text(out, page)
+    return out
+
+
+def _check(config: ReportConfig, out: Path) -> None:
+    if not config.run:
+        raise UserError("report needs at least one run: folders of `depthmix train` or `depthmix compare`")
+    if config.data and config.input:
+        raise UserError("give either data or input, not both")
+    for name, least in (("tokens", 1), ("causal_tokens", 0)):
+        if getattr(config, name) < least:
+            raise UserError(f"{name} must be at least {least}, got {getattr(config, name)}")
+    if out.suffix.lower() not in (".html", ".htm"):
+        raise UserError(f"out must be a file that ends in .html, got {config.out!r}")
+    check_above(out)
+    if out.is_dir():
+        raise UserError(f"{out} is a folder; give a file that ends in .html")
+
+
+def gather(paths: Sequence[Path]) -> Found:
+    """The runs in folders of trainings and comparisons; UserError for anything else."""
+    if len(paths) == 1 and (paths[0] / COMPARISON).is_file():
+        return of_comparison(paths[0])
+    folders: list[Path] = []
+    for path in paths:
+        folders += [Path(r.path) for r in of_comparison(path).runs] if (path / COMPARISON).is_file() else [path]
+    seen: dict[Path, Path] = {folder.resolve(): folder for folder in folders}
+    return of_trainings(list(seen.values()))
+
+
+def of_comparison(path: Path) -> Found:
+    """All arms of a comparison; the inside is that of the first seed each."""
+    saved = read_json(path / COMPARISON)
+    try:
+        assert saved is not None
+        recipe = dict(saved["recipe"])
+        labels = [str(label) for label in recipe["arms"]]
+        places = [(str(run["arm"]), path / str(run["path"])) for run in saved["runs"]]
+        samples = [{key: str(s[key]) for key in ("arm", "prompt", "text")} for s in saved.get("samples") or []]
+        found = Found(labels=labels, recipe=recipe, samples=samples, notes=[str(n) for n in saved.get("notes") or []])
+        finished = bool(saved["finished"])
+    except (AssertionError, KeyError, TypeError, ValueError):
+        what = f"{path / COMPARISON} is damaged"
+        raise UserError(f"{what}: run the comparison again, which makes it from its runs", CHECKPOINT) from None
+    if not places:
+        raise UserError(f"no run of the comparison in {path} has finished yet", CHECKPOINT)
+    found.runs = [read_run(place, arm) for arm, place in places]
+    times = saved.get("step_times")
+    if (
+        isinstance(times, list)
+        and len(times) == len(labels)
+        and all(map(is_time, times))
+        and doubts(found.runs, labels)
+    ):
+        found.runs = at_step_times(found.runs, dict(zip(labels, times, strict=True)))  # as the comparison's own table
+    for label in labels:
+        first = next((place for arm, place in places if arm == label), None)
+        found.models += [] if first is None else [(label, first)]
+    found.warnings += [] if finished else [UNFINISHED]
+    return found
+
+
+UNFINISHED = "This comparison is not finished: run the same command again and it goes on."
+
+
+def of_trainings(folders: Sequence[Path]) -> Found:
+    """Runs given one by one: seeds of one arm are one row, if they are of one recipe but for what OWN names."""
+    opened = [RunFolder.open(folder) for folder in folders]
+    recipes = [folder.read_recipe() for folder in opened]
+    names = [Arm(str(r.get("mixer", "")), dict(r.get("mixer_options") or {})).label for r in recipes]
+    differ = sorted(
+        key for key in {k for r in recipes for k in r} - OWN if any(r.get(key) != recipes[0].get(key) for r in recipes)
+    )
+    seeds = [(name, r.get("seed")) for name, r in zip(names, recipes, strict=True)]
+    if differ or len(set(seeds)) < len(seeds):  # then each run is by itself
+        names = [
+            f"{name} ({folder})" if names.count(name) > 1 else name for name, folder in zip(names, folders, strict=True)
+        ]
+    found = Found(labels=list(dict.fromkeys(names)), recipe=recipes[0], comparable=not differ)
+    if differ:
+        shown = "; ".join(
+            f"{key}: {', '.join(map(repr, dict.fromkeys(str(r.get(key)) for r in recipes)))}" for key in differ
+        )
+        found.warnings.append(
+            f"These runs differ in more than their mechanism, so their losses do not compare ({shown})."
+        )
+    for name, folder in zip(names, opened, strict=True):
+        if folder.has_result():
+            found.runs.append(read_run(folder.path, name))
+        else:
+            found.notes.append(f"{folder.path} has not finished: the table and the curves are without it.")
+        if name not in [label for label, _ in found.models]:
+            found.models.append((name, folder.path))
+    return found
+
+
+def content_of(found: Found, documents: Sequence[Mapping[str, Any]], command: str) -> Content:
+    """What the page of some runs says."""
+    rows = make_rows(found.runs, found.labels)
+    several = len(found.labels) > 1
+    title = (
+        f"{len(found.labels)} ways to mix over depth, compared" if several else f"Mixing over depth: {found.labels[0]}"
+    )
+    return Content(
+        title=title,
+        warnings=found.warnings,
+        verdict=verdict(rows) if found.comparable else [],
+        facts=facts(found.recipe, found.labels, rows),
+        tables=tables(rows, found.comparable),
+        notes=[*found.notes, *(footnotes(rows) if rows else ["No run has finished yet."])],
+        reading=how_to_read(found.recipe, rows) if several and found.comparable else [],
+        curves=curves(found.runs, found.labels),
+        images=of_images(rows),
+        samples=found.samples,
+        documents=documents,
+        recipe=recipe_text(found.recipe),
+        environment=environments([path for _, path in found.models]),
+        command=command,
     )
 
 
-def _list(items: Sequence[str], css: str) -> str:
-    return f'<ul class="{css}">' + "".join(f"<li>{escape(item)}</li>" for item in items) + "</ul>" if items else ""
-
-
-def _facts(recipe: Mapping[str, Any], rows: Sequence[Row]) -> str:
+def facts(recipe: Mapping[str, Any], labels: Sequence[str], rows: Sequence[Row]) -> list[tuple[str, str]]:
+    """What was compared, in a few lines."""
     get = recipe.get
     size = f"{get('n_blocks')} blocks, width {get('dim')}, {get('n_heads')} heads"
     if rows:
         size += f", {human(rows[0].parameters)} parameters"
-    images = of_images(rows)
-    kind = "images" if images else f"sequences of {get('seq_len')} tokens" if rows else "examples"
-    batch = f"{get('batch_size')} {kind}"
-    per_step = f"{batch} per step, {get('optimizer')}, {get('schedule')} schedule"
+    unit = "images" if of_images(rows) else "tokens"
+    kind = "images" if of_images(rows) else f"sequences of {get('seq_len')} tokens" if rows else "examples"
+    per_step = f"{get('batch_size')} {kind} per step, {get('optimizer')}, {get('schedule')} schedule"
     if get("budget") == "time":
         budget = (
             "equal time: each arm gets as many steps as fit into the first arm's time, and a full schedule over them"
         )
         budget += f" ({human_time(rows[0].train_seconds)})" if rows else ""
     else:
-        budget = f"equal {'images' if images else 'tokens'}: every arm makes {get('steps'):,} steps"
-        budget += f" ({human(rows[0].tokens)} {'images' if images else 'tokens'})" if rows else ""
-    seeds = ", ".join(str(seed) for seed in get("seeds", []))
-    facts = (
-        ("arms", ", ".join(str(arm) for arm in get("arms", []))),
-        ("data", f"{get('data')}, in the same order for every arm"),
+        budget = f"equal {unit}: every arm makes {get('steps')} steps" if len(labels) > 1 else f"{get('steps')} steps"
+        budget += f" ({human(rows[0].tokens)} {unit})" if rows else ""
+    seeds = ", ".join(str(seed) for seed in get("seeds", [get("seed")]))
+    order = ", in the same order for every arm" if len(labels) > 1 else ""
+    return [
+        ("arms" if len(labels) > 1 else "arm", ", ".join(labels)),
+        ("data", f"{get('data')}{order}"),
         ("model", size),
         ("training", per_step),
         ("budget", budget),
         ("seeds", seeds),
-    )
-    return "<dl>" + "".join(f"<dt>{escape(k)}</dt><dd>{escape(v)}</dd>" for k, v in facts) + "</dl>"
+    ]
 
 
-def _table(rows: Sequence[Row], columns: Sequence[Column]) -> str:
+def tables(rows: Sequence[Row], comparable: bool = True) -> list[Table]:
+    """What was learnt, and what it cost."""
     if not rows:
-        return "<p>No run has finished yet.</p>"
-    heading, *lines = cells(rows, columns)
+        return []
     best = min(row.val_loss for row in rows)
-    html = ["<tr>" + "".join(f'<th scope="col">{escape(cell)}</th>' for cell in heading) + "</tr>"]
-    for row, line in zip(rows, lines, strict=True):
-        css = ' class="best"' if row.val_loss == best else ""
-        arm, *rest = map(escape, line)
-        arm = arm.replace(":", ":<wbr>").replace(",", ",<wbr>")  # where a long name may go on below
-        html.append(f"<tr{css}><td>{arm}</td>" + "".join(f"<td>{cell}</td>" for cell in rest) + "</tr>")
-    return f'<div class="scroll"><table><thead>{html[0]}</thead><tbody>{"".join(html[1:])}</tbody></table></div>'
+    marked = frozenset(i for i, row in enumerate(rows) if row.val_loss == best and len(rows) > 1 and comparable)
+    # What counts comes first, where a narrow screen shows it.
+    alone: Sequence[Column] = (VAL_LOSS, *learnt(rows)[:2])
+    if len(rows) > 1 and comparable:
+        alone = (AGAINST, VAL_LOSS, *learnt(rows))
+    return [
+        Table("", *_parted(cells(rows, alone)), best=marked),
+        Table("What it cost", *_parted(cells(rows, COSTS)), best=marked),
+    ]
 
 
-def _how_to_read(recipe: Mapping[str, Any], rows: Sequence[Row]) -> str:
-    first = escape(rows[0].baseline if rows else "the first arm")
+def _parted(lines: list[list[str]]) -> tuple[list[str], list[list[str]]]:
+    return lines[0], lines[1:]
+
+
+def how_to_read(recipe: Mapping[str, Any], rows: Sequence[Row]) -> list[str]:
+    if not rows:
+        return []
     data, each = ("images", "image") if of_images(rows) else ("text", "token")
     cost = "training time" if recipe.get("budget") == "time" else f"training {data}"
-    return (
-        f"<h2>How to read this</h2>\n<p>Validation loss says how surprised a model is by {data} it has never seen, so lower is better, and all arms got the same amount of {cost}. "
-        f"The column “against {first}” is what counts: believe a difference when the sentence at the top gives an interval that leaves zero out, and remember that it speaks of one arm at a time. "
-        f"“Ratio” and “time to reach” are the price: an arm that learns more from each {each} but whose steps are much slower can still be the worse choice for your time.</p>"
-    )
+    return [
+        f"Validation loss says how surprised a model is by {data} it has never seen, so lower is better, and all arms got the same amount of {cost}. "
+        f"The column “against {rows[0].baseline}” is what counts: believe a difference when the sentence at the top gives an interval that leaves zero out, and remember that it speaks of one arm at a time. "
+        f"“Ratio” and “time to reach” are the price: an arm that learns more from each {each} but whose steps are much slower can still be the worse choice for your time."
+    ]
 
 
-def _figure(axis: str, folder: Path, images: bool) -> str:
-    words = {"unit": "images", "data": "images"} if images else {"unit": "tokens", "data": "text"}
-    caption = escape(CAPTIONS[axis].format(**words))
-    try:
-        svg = (folder / f"{NAMES[axis]}.svg").read_text(encoding="utf-8")
-    except OSError:
-        return ""
-    svg = svg[svg.index("<svg") :]
-    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.S)
-    svg = re.sub(
-        r'(<svg[^>]*?) width="[^"]*"', r"\1", re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1), count=1
-    )
-    svg = (
-        svg.replace(INK, "currentColor")
-        .replace(PAPER, "none")
-        .replace("<svg", f'<svg role="img" aria-label="{caption}"', 1)
-    )
-    svg = re.sub(r'\bid="(figure_|axes_|patch_|line2d_|text_|matplotlib)', rf'id="{axis}-\1', svg)
-    figure = f'<figure><div class="scroll">{svg}</div><figcaption>{caption}</figcaption></figure>'
-    return f"<h2>{caption.partition(':')[0]}</h2>\n{figure}"
+def curves(runs: Sequence[Run], labels: Sequence[str]) -> list[Curve]:
+    """One for each arm that has runs."""
+    found = []
+    for label in labels:
+        if own := [run for run in runs if run.arm == label]:
+            tokens, mean, low, high = curve_over_seeds(own, "tokens")
+            found.append(Curve(label, tokens, curve_over_seeds(own, "time")[0], mean, low, high))
+    return found
 
 
-def continuation(sample: Mapping[str, str]) -> str:
-    """What the model added to the prompt, whether or not the generator repeated it."""
-    return sample["text"].removeprefix(sample["prompt"])
-
-
-def _samples(samples: Sequence[Mapping[str, str]]) -> str:
-    if not samples:
-        return ""
-    html = ["<h2>Samples</h2>", '<p class="soft">The same prompt (bold) and the same random numbers for every arm.</p>']
-    for sample in samples:
-        html.append(f"<strong>{escape(sample['arm'])}</strong>")
-        html.append(f'<div class="sample"><b>{escape(sample["prompt"])}</b>{escape(continuation(sample))}</div>')
-    return "\n".join(html)
-
-
-def _recipe_text(recipe: Mapping[str, Any]) -> str:
+def recipe_text(recipe: Mapping[str, Any]) -> str:
     """JSON values are YAML values: these lines can be pasted into a recipe."""
     return "\n".join(f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in recipe.items())
+
+
+def environments(paths: Sequence[Path]) -> list[tuple[str, str]]:
+    """Versions and devices of runs; where they differ, all that there are."""
+    seen: dict[str, list[str]] = {}
+    for path in paths:
+        known = read_json(path / ENVIRONMENT) or {}
+        for name in KEPT:
+            value = known.get(name)
+            if value is not None and str(value) not in seen.setdefault(name, []):
+                seen[name].append(str(value))
+    times = sorted(seen.pop("started", []))
+    seen["started"] = times if len(times) < 2 else [f"{times[0]} to {times[-1]}"]
+    return [(name.replace("_", " "), ", ".join(values)) for name, values in seen.items() if values]
+
+
+def command_of(command: str, config: ReportConfig | CompareConfig) -> str:
+    """The command line that a configuration comes from, with what is not as usual."""
+    words = ["depthmix", command]
+    for f in fields(config):
+        value = getattr(config, f.name)
+        usual = f.default_factory() if f.default_factory is not NONE else f.default
+        if value == usual or f.name == "quiet":
+            continue
+        flag = "--" + f.name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(flag if value else f"--no-{flag[2:]}")
+        elif isinstance(value, dict):
+            words += [flag, *(f"{k}={v}" for k, v in value.items())]
+        elif isinstance(value, list):
+            words += [] if f.metadata["first"] else [flag]
+            words += [
+                ",".join(f"{k}={v}" for k, v in item.items()) if isinstance(item, dict) else str(item) for item in value
+            ]
+        else:
+            words += [flag, str(value)]
+    return shlex.join(words)

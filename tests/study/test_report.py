@@ -1,16 +1,28 @@
 """Figures and the report: what they show, where, and that text stays text."""
 
-import re
+import json
+import shutil
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
+from depthmix.cli import main
+from depthmix.config import CompareConfig, ReportConfig
+from depthmix.errors import CHECKPOINT, DISK, USAGE
+from depthmix.page import measure
+from depthmix.page.page import make_page
+from depthmix.study.compare import affordable
 from depthmix.study.figures import MISSING, curve_over_seeds, draw_figures, plot
-from depthmix.study.report import make_report
-from depthmix.study.rows import make_rows, read_run
+from depthmix.study.insides import draw_insides, file_names
+from depthmix.study.report import Found, command_of, content_of, environments, gather
+from depthmix.study.rows import read_run
+from page.measured_documents import document
 from study.test_table import write_run
+from train import bad, small
+
+fails = bad.fails
 
 
 def two_arms(tmp_path, label="arm"):
@@ -56,7 +68,7 @@ class Page(HTMLParser):
             self.tables[-1][-1][-1] += data
 
 
-def test_figures_and_report(tmp_path):
+def test_figures_are_files_and_the_same_again(tmp_path):
     pytest.importorskip("matplotlib")
     evil = "<script>alert('arm')</script>$x^"
     runs = two_arms(tmp_path, evil)
@@ -68,31 +80,53 @@ def test_figures_and_report(tmp_path):
     draw_figures(runs, ["plain", evil], tmp_path / "figures")
     assert (tmp_path / "figures" / "loss-time.svg").read_bytes() == before
 
+
+def test_figures_of_the_inside_are_files(tmp_path):
+    pytest.importorskip("matplotlib")
+    documents = [document("a/b:c=1", ways=2), document("$x^", signed=True, seed=1)]
+    assert draw_insides(documents, tmp_path) == []
+    names = {"depth-map-a-b-c=1", "depth-map-x", "over-depth"}
+    assert {p.name for p in tmp_path.iterdir()} == {f"{name}.{ending}" for name in names for ending in ("svg", "png")}
+    svg = (tmp_path / "depth-map-a-b-c=1.svg").read_text()
+    assert all(f">{word}<" in svg for word in ("queries and keys", "values", "attention 1", "embedding", "finish"))
+    assert "$x^" in (tmp_path / "over-depth.svg").read_text()
+
+
+def test_files_of_two_models_have_two_names():
+    assert file_names(["a:b", "a,b", "a-b", "", "..", "x" * 200]) == ["a-b", "a-b-again1", "a-b-again2", "model", "model-again1", "x" * 80]  # fmt: skip
+
+
+@pytest.mark.usefixtures("light")
+def test_text_stays_text(tmp_path):
+    evil = "<script>alert('arm')</script>$x^"
+    runs = two_arms(tmp_path, evil)
     recipe = {"arms": ["plain", evil], "data": "<img src=x>", "budget": "tokens", "steps": 500, "seeds": [0, 1]}
     sample = {"arm": evil, "prompt": "<b>Once", "text": "<b>Once</b><script>alert('sample')</script>"}
-    rows = make_rows(runs, ["plain", evil])
-    html = make_report(recipe, rows, [sample], ["note <i>"], tmp_path / "figures")
-    page = Page(html)
-    assert not {"script", "img", "i", "link", "iframe"} & set(page.tags)
-    assert page.tags.count("svg") == 2
-    assert page.links
-    assert all(link.startswith("#") for link in page.links)  # nothing is fetched
-    for text in ("alert('arm')", "alert('sample')", "<b>Once", "<img src=x>", "note <i>", "How to read this"):
+    found = Found(runs, ["plain", evil], recipe=recipe, samples=[sample], notes=["note <i>"])
+    page = Page(make_page(content_of(found, [document(evil)], "depthmix report <u>")))
+    assert not {"img", "i", "u", "link", "iframe"} & set(page.tags)
+    for text in ("alert('arm')", "alert('sample')", "<b>Once", "<img src=x>", "note <i>", "How to read this", "<u>"):
         assert text in page.text
-    assert "prefers-color-scheme: dark" in html
-    assert "currentColor" in html
+    assert all(link.startswith("#") for link in page.links)
 
 
-def test_without_matplotlib_everything_else_is_there(tmp_path, monkeypatch):
+@pytest.fixture
+def light(monkeypatch):
+    """Pages without the five megabytes that every one of them has."""
+    monkeypatch.setattr("depthmix.page.page.plotly_source", lambda: "// plotly")
+
+
+def test_without_matplotlib_and_plotly_everything_else_is_there(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr("depthmix.page.page.plotly_source", lambda: "")
     runs = two_arms(tmp_path)
     notes = draw_figures(runs, ["plain", "arm"], tmp_path / "figures")
-    assert notes == [MISSING]
+    assert notes == [MISSING] == draw_insides([document("a")], tmp_path / "figures")
     assert not (tmp_path / "figures").exists()
     recipe = {"arms": ["plain", "arm"], "budget": "time", "seeds": [0, 1]}
-    page = Page(make_report(recipe, make_rows(runs, ["plain", "arm"]), [], notes, Path(tmp_path / "figures")))
+    page = Page(make_page(content_of(Found(runs, ["plain", "arm"], recipe=recipe, notes=notes), [], "")))
     assert MISSING in page.text
-    assert "svg" not in page.tags
+    assert "plotly is not installed" in page.text
     assert "table" in page.tags
 
 
@@ -121,18 +155,181 @@ def test_the_legend_of_six_arms_lies_on_no_curve(six_arms, axis):
     assert axes.bbox.height > 0.6 * figure.bbox.height
 
 
-def test_the_report_shows_what_counts_first_and_costs_in_a_table_of_their_own(six_arms, tmp_path):
+@pytest.mark.usefixtures("light")
+def test_the_report_shows_what_counts_first_and_costs_in_a_table_of_their_own(six_arms):
     recipe = {"arms": SIX, "budget": "tokens", "steps": 500, "seeds": [0]}
-    html = make_report(recipe, make_rows(six_arms, SIX), [], [], tmp_path)
+    html = make_page(content_of(Found(six_arms, SIX, recipe=recipe), [], ""))
     results, costs = Page(html).tables
     assert results[0][:3] == ["arm", "against residual", "val. loss"]
     assert costs[0][:1] + costs[0][3:5] == ["arm", "step, ms", "ratio"]
     assert [line[0] for line in results[1:]] == [line[0] for line in costs[1:]] == SIX
     assert max(len(results[0]), len(costs[0])) <= 9  # what fits 1,400 pixels
-    # Where it does not fit, the arm stays in sight, its name may go on below, and a shade says that there is more.
-    first = re.search(r"th:first-child, td:first-child \{([^}]*)\}", html).group(1)
-    assert "position: sticky" in first
-    assert "white-space: normal" in first
-    assert "attnres:<wbr>block_size=4,<wbr>ways=3" in html
-    assert re.search(r"\.scroll \{ overflow-x: auto; background: .* local, .* scroll; \}", html)
-    assert html.count('<div class="scroll"><table>') == 2
+    assert "attnres:<wbr>block_size=4,<wbr>ways=3" in html  # where a long name may go on below
+    assert html.count('<div class="scroll"') == 2
+
+
+# `depthmix report`.
+
+
+def test_the_command_that_made_a_page_makes_it_again():
+    config = ReportConfig(run=["runs/a b", "runs/c"], out="x.html", tokens=5)
+    assert command_of("report", config) == "depthmix report 'runs/a b' runs/c --out x.html --tokens 5"
+    compared = CompareConfig(
+        arms=["a:b=1", "c"], mixer_options={"ways": 2}, deterministic=True, qk_norm=False, quiet=True
+    )
+    assert command_of("compare", compared) == (
+        "depthmix compare --mixer-options ways=2 --no-qk-norm --deterministic --arms a:b=1 c"
+    )
+
+
+@pytest.fixture
+def run(tmp_path):
+    shutil.copytree(small.run().path, tmp_path / "first")
+    return tmp_path / "first"
+
+
+def test_a_report_of_a_run_is_measured_once_for_a_checkpoint(run, tmp_path, monkeypatch, capsys):
+    words = ["--tokens", "64", "--causal-tokens", "16", "--device", "cpu"]
+    assert main(["report", str(run), "--out", str(tmp_path / "out" / "report.html"), *words]) == 0
+    assert f"Report: {tmp_path / 'out' / 'report.html'}" in capsys.readouterr().out
+    html = (tmp_path / "out" / "report.html").read_text()
+    assert len(html) < 8e6
+    page = Page(html)
+    for word in (
+        "Who reads what: the depth map",
+        "Weight against need",
+        "What each site is worth",
+        "torch",
+        "n_blocks",
+    ):
+        assert word in page.text
+    assert f"depthmix report {run} --out" in page.text
+    kept = json.loads((run / measure.INSIGHT).read_text())
+    assert kept["checkpoint"].startswith("step-")
+    assert kept["asked"]["text"]  # of the validation split, as nobody gave one
+    assert kept["document"]["text"]["tokens"]
+    figures = {p.name for p in (tmp_path / "out" / "figures").iterdir()}
+    assert {"loss-tokens.svg", "over-depth.png"} <= figures
+    assert any(name.startswith("depth-map-") for name in figures)
+
+    asked = []
+    monkeypatch.setattr(
+        "depthmix.train.inspect.inspect_run", lambda config, _: asked.append(config) or kept["document"]
+    )
+    question = measure.InspectConfig(str(run), text=kept["asked"]["text"], tokens=64, causal_tokens=16, device="cpu")
+    assert measure.measured(question) == {**kept["document"], "run": str(run)}
+    assert not asked
+    (run / "checkpoints" / kept["checkpoint"].split()[0] / "manifest.json").open("a").write(" ")  # another checkpoint
+    measure.measured(question)
+    assert len(asked) == 1
+    question.tokens = 65
+    measure.measured(question)
+    assert len(asked) == 2
+    (run / measure.INSIGHT).write_text("{")
+    measure.measured(question)
+    assert len(asked) == 3
+
+
+def changed(run, name, **values):
+    import yaml
+
+    other = run.with_name(name)
+    shutil.copytree(run, other)
+    found = {**yaml.safe_load((other / "recipe.yaml").read_text()), **values}
+    (other / "recipe.yaml").write_text(yaml.safe_dump(found))
+    result = json.loads((other / "result.json").read_text())
+    (other / "result.json").write_text(json.dumps({**result, "seed": found["seed"]}))
+    return other
+
+
+def comparison_of(folder, *names):
+    runs = [{"arm": "residual", "path": name} for name in names]
+    said = {"finished": True, "recipe": {"arms": ["residual"]}, "runs": runs}
+    (folder / "comparison.json").write_text(json.dumps(said))
+    return folder
+
+
+def test_seeds_of_one_recipe_are_one_row_and_other_recipes_are_not_compared(run):
+    seeds = gather([run, changed(run, "second", seed=1)])
+    assert len(seeds.labels) == len(seeds.models) == 1
+    assert [r.seed for r in seeds.runs] == [0, 1]
+    together = gather([changed(run, "alone", seed=2), comparison_of(run.parent, "second", "first")])
+    assert [r.seed for r in together.runs] == [2, 1, 0]
+    assert together.models == [(together.labels[0], run.parent / "alone")]
+    twice = gather([run, run])
+    assert len(twice.runs) == 1
+    longer = gather([run, changed(run, "third", lr=0.5)])
+    assert not longer.comparable
+    assert len(longer.labels) == 2
+    content = content_of(longer, [], "")
+    assert "lr" in content.warnings[0]
+    assert not content.verdict
+    assert "against" not in " ".join(content.tables[0].heading)
+    unfinished = changed(run, "fourth", seed=2)
+    (unfinished / "result.json").unlink()
+    found = gather([run, unfinished])
+    assert len(found.runs) == 1
+    assert "has not finished" in found.notes[0]
+
+
+def test_a_comparison_is_reported_with_all_its_arms(tmp_path):
+    runs = [write_run(tmp_path / arm / "seed-0", [5.0, 4.0 - i]) for i, arm in enumerate(("residual", "dca"))]
+    saved = {
+        "finished": False,
+        "recipe": {"arms": ["residual", "dca"], "steps": 2},
+        "runs": [{"arm": p.parent.name, "path": p.relative_to(tmp_path).as_posix()} for p in map(Path, runs)],
+        "samples": [{"arm": "dca", "prompt": "a", "text": "ab"}],
+        "notes": ["a note"],
+    }
+    (tmp_path / "comparison.json").write_text(json.dumps(saved))
+    found = gather([tmp_path])
+    assert found.labels == [label for label, _ in found.models] == ["residual", "dca"]
+    assert found.samples == saved["samples"]
+    content = content_of(found, [], "")
+    assert "not finished" in content.warnings[0]
+    assert "1.000 nats below residual" in content.verdict[0]
+    assert content.notes[0] == "a note"
+    assert content.tables[1].lines[1][4] == "1.00"  # the ratio of the runs' own step times
+    for place in runs:  # which are not to be trusted where others had the cores
+        result = json.loads((Path(place) / "result.json").read_text())
+        (Path(place) / "result.json").write_text(json.dumps({**result, "core_wait": 0.6}))
+    (tmp_path / "comparison.json").write_text(json.dumps({**saved, "step_times": [0.1, 0.3]}))
+    assert content_of(gather([tmp_path]), [], "").tables[1].lines[1][4] == "3.00"
+    (tmp_path / "comparison.json").write_text("{}")
+    with pytest.raises(Exception, match="is damaged: run the comparison again"):
+        gather([tmp_path])
+
+
+def test_where_runs_were_made_is_said_once(tmp_path):
+    for i, torch in enumerate(("2.13", "2.13", "2.11")):
+        (tmp_path / str(i)).mkdir()
+        found = {"torch": torch, "started": f"2026-01-0{i + 1}", "command": ["/home/me/secret"], "git_commit": None}
+        (tmp_path / str(i) / "environment.json").write_text(json.dumps(found))
+    (tmp_path / "3").mkdir()
+    said = environments([tmp_path / str(i) for i in range(4)])
+    assert said == [("torch", "2.13, 2.11"), ("started", "2026-01-01 to 2026-01-03")]
+
+
+def test_what_cannot_be_reported_is_one_sentence(fails, run, tmp_path):
+    out = tmp_path / "r.html"
+    fails("report", USAGE, "report needs at least one run")
+    fails(f"report {tmp_path / 'nowhere'} --out {out}", CHECKPOINT, "does not exist")
+    fails(f"report {tmp_path} --out {out}", CHECKPOINT, "is not a run folder", str(run))
+    fails(f"report {run} --out {tmp_path / 'r.txt'}", USAGE, "ends in .html")
+    fails(f"report {run} --out {run}", USAGE, "ends in .html")
+    fails(f"report {run} --out {run / 'recipe.yaml' / 'r.html'}", DISK, "is a file")
+    fails(f"report {run} --out {out} --tokens 0", USAGE, "tokens must be at least 1")
+    fails(f"report {run} --out {out} --causal-tokens -1", USAGE, "causal_tokens must be at least 0")
+    fails(f"report {run} --out {out} --data {tmp_path / 'none'}", 3, "There is no folder")
+    shutil.rmtree(run / "checkpoints")
+    fails(f"report {run} --out {out}", CHECKPOINT, "has no checkpoint yet")
+    assert not out.exists()
+
+
+def test_cutting_connections_stays_within_its_time(six_arms):
+    """Twelve sites, 1,000 tokens in a step of one second: a third of a millisecond a token, 38 passes, three times that."""
+    fast = affordable(six_arms[0], 6, 1000, 4.0)
+    step = six_arms[0].step_seconds
+    assert fast == int(4.0 / (3 * (455 / 12) * step / 3000))
+    assert affordable(six_arms[0], 6, 10**9, 4.0) == 4096
+    assert affordable(six_arms[0], 64, 1000, 4.0) < fast

@@ -1,0 +1,374 @@
+"""The figures of one model's inside, from its document (docs/insight.md), beside those of the first model on the page."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from depthmix.page.plots import (
+    Figure,
+    Line,
+    bar_figure,
+    brief,
+    category_axis,
+    depth_figure,
+    distinct,
+    heat_figure,
+    shown,
+)
+
+Document = Mapping[str, Any]
+NOTHING = 1e-6  # nats: what is smaller is rounding
+WAYS = {1: ("",), 2: ("queries and keys", "values"), 3: ("queries", "keys", "values")}
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A figure with what a newcomer needs to read it. kind: "row" is drawn by page.js, for the row that was chosen in the "map"."""
+
+    title: str
+    caption: str
+    figures: Sequence[Figure]  # one, or one for each way
+    kind: str = "plain"
+
+
+def panels(document: Document, first: Document | None) -> list[Panel]:
+    """All that the document has; first: the model to show it beside, if it is another one."""
+    found = [depth_map(document), row_of_map(document)]
+    found += [edge_map(document), *edge_scatter(document)] if document["edges"] else []
+    found += over_depth(document, first)
+    if document["skips"]:
+        found.append(skips(document))
+    if document["streams"]:
+        found += streams(document)
+    return found + over_training(document)
+
+
+def way_names(document: Document) -> list[str]:
+    """What the ways of the reader with most of them are called; [""] where every reader has one."""
+    most = max(reader["ways"] for reader in document["readers"])
+    return list(WAYS.get(most, [f"mixture {way + 1}" for way in range(most)]))
+
+
+def names_of(document: Document) -> tuple[list[str], list[str]]:
+    """Readers, which are sites by name and block, and finish; and sources."""
+    *sites, last = document["readers"]
+    return distinct([*(f"{r['name']} {r['block']}" for r in sites), last["name"]]), distinct(document["sources"])
+
+
+def reader_names(document: Document) -> list[str]:
+    """As plotly takes them."""
+    return [shown(name) for name in names_of(document)[0]]
+
+
+def source_names(document: Document) -> list[str]:
+    """As plotly takes them."""
+    return [shown(name) for name in names_of(document)[1]]
+
+
+def rows(document: Document) -> dict[str, Any]:
+    """What page.js draws a row's distribution from."""
+    mixing = document["mixing"]
+    readers, sources = names_of(document)
+    kept = {"quantiles": mixing["quantiles"], "mean": mixing["mean"], "ways": way_names(document)}
+    return {"readers": readers, "sources": sources, **kept}
+
+
+def of_way(values: Sequence[Sequence[Any]], way: int) -> list[Any]:
+    """[reader][way] for one way; a reader with fewer ways has one for all."""
+    return [own[min(way, len(own) - 1)] for own in values]
+
+
+def square(values: Sequence[Sequence[float | None]]) -> list[list[float | None]]:
+    """Rows of growing length as a square, with nothing where a reader has no such source."""
+    return [[*row, *[None] * (len(values) - len(row))] for row in values]
+
+
+def largest(values: Sequence[Sequence[Sequence[float | None]]]) -> float:
+    """Of [reader][way][source], but for the first reader, which has one source and no choice; 1 where there is nothing."""
+    return max((abs(v) for ways in values[1:] for row in ways for v in row if v is not None), default=0.0) or 1.0
+
+
+def depth_map(document: Document) -> Panel:
+    mixing, readers, sources = document["mixing"], reader_names(document), source_names(document)
+    size = largest(mixing["mean"])
+    scale, limits = ("diverging", (-size, size)) if mixing["signed"] else ("sequential", (0.0, size))
+    template = "<b>%{y}</b> reads <b>%{x}</b><br>weight %{z:.4f}, mean over tokens<extra></extra>"
+    figures = [
+        as_map(heat_figure(sources, readers, square(of_way(mixing["mean"], way)), scale, limits, template), sources)
+        for way in range(len(way_names(document)))
+    ]
+    caption = (
+        f"Each row is a reader and each column something it can read: the stronger the colour, the larger the weight (mean over {mixing['tokens']:,} tokens). "
+        "Hover for the number; click a row, or choose one with the arrow keys and Enter, to see how it varies from token to token."
+    )
+    return Panel("Who reads what: the depth map", caption, figures, "map")
+
+
+def as_map(figure: Figure, sources: Sequence[str]) -> Figure:
+    figure["layout"]["xaxis"] |= {**category_axis(sources), "side": "bottom"}
+    return {**figure, "square": len(sources)}
+
+
+def row_of_map(document: Document) -> Panel:
+    caption = (
+        "How one reader's weights differ between tokens: a box holds the middle half of the tokens, its line the median, the whiskers 90% of them. "
+        "Long boxes mean that the token decides; flat ones that the weight is the same for all."
+    )
+    return Panel("One reader over tokens", caption, [], "row")
+
+
+def edge_map(document: Document) -> Panel:
+    change, readers, sources = document["edges"]["change"], reader_names(document), source_names(document)
+    size = largest(change)
+    ticks = [-1.0, -0.25, -1 / 16, 0.0, 1 / 16, 0.25, 1.0]
+    bar = {"tickvals": [root(t) for t in ticks], "ticktext": [brief(t * size) for t in ticks]}
+    template = "<b>%{y}</b> without <b>%{x}</b><br>loss %{customdata:+.4f}<extra></extra>"
+    figures = []
+    for way in range(len(way_names(document))):
+        own = square(of_way(change, way))
+        z = [[None if v is None else root(v / size) for v in row] for row in own]
+        heat = heat_figure(sources, readers, z, "diverging", (-1.0, 1.0), template, customdata=own, bar=bar)
+        figures.append(as_map(heat, sources))
+    caption = (
+        f"Weight is not importance: how much the loss rises when this one connection is cut, on {document['edges']['tokens']:,} tokens. "
+        "Compare with the depth map: a strong weight that is faint here is read and hardly needed. Colours follow the square root, since few connections matter most."
+    )
+    return Panel("What is needed: loss without a connection", caption, figures)
+
+
+def root(value: float) -> float:
+    return math.copysign(math.sqrt(abs(value)), value)
+
+
+def edge_scatter(document: Document) -> list[Panel]:
+    """One, or none where no cut raises the loss."""
+    readers, sources = reader_names(document), source_names(document)
+    ways = way_names(document)
+    groups: dict[str, list[tuple[float, float, str]]] = {
+        "the embedding": [],
+        "the newest output": [],
+        "an older output": [],
+    }
+    everything, unneeded = [], 0
+    for r, (weights, changes) in enumerate(zip(document["mixing"]["mean"], document["edges"]["change"], strict=True)):
+        for w, (row, change) in enumerate(zip(weights, changes, strict=True)):
+            total = sum(abs(v) for v in row if v is not None) or 1.0
+            for s, (weight, rise) in enumerate(zip(row, change, strict=True)):
+                if not weight or rise is None or r == 0:  # the first site has nothing to choose
+                    continue
+                everything.append((abs(weight) / total, rise))
+                if rise < NOTHING:
+                    unneeded += 1
+                    continue
+                group = "the embedding" if s == 0 else "the newest output" if s == r else "an older output"
+                of = f" ({ways[w]})" if len(weights) > 1 else ""
+                groups[group].append(
+                    (abs(weight) / total, rise, f"<b>{readers[r]}</b>{of} without <b>{sources[s]}</b>")
+                )
+    data = [
+        {
+            "x": [p[0] for p in points],
+            "y": [p[1] for p in points],
+            "text": [p[2] for p in points],
+            "mode": "markers",
+            "name": name,
+            "marker": {"color": colour, "size": 7, "opacity": 0.75, "symbol": symbol},
+            "hovertemplate": "%{text}<br>share of the weights %{x:.3f}<br>loss %{y:+.4f}<extra></extra>",
+        }
+        for (name, points), colour, symbol in zip(
+            groups.items(), ("@series2", "@series1", "@soft"), ("diamond", "circle", "circle-open"), strict=True
+        )
+        if points
+    ]
+    rises = [point[1] for points in groups.values() for point in points]
+    decades = bool(rises) and max(rises) > 100 * min(rises)
+    ticks = {"dtick": 1, "tickformat": ".0e"} if decades else {"dtick": "D2"}
+    layout = {
+        "xaxis": {"title": {"text": "share of the reader's weights"}, "type": "log", "dtick": "D2"},
+        "yaxis": {"title": {"text": "rise of the loss without it, nats"}, "type": "log", **ticks},
+        "showlegend": True,
+        "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0},
+    }
+    follow = rank_correlation(everything)
+    caption = (
+        "A point is one connection: to the right, read with more weight; higher up, missed more. If weight were importance, points would lie along a rising line"
+        + ("" if follow is None else f" (rank correlation here: {follow:.2f}; 1 would be that line)")
+        + "."
+        + (
+            f" {unneeded} of {len(everything)} connections are left out, whose cut does not raise the loss."
+            if unneeded
+            else ""
+        )
+    )
+    return [Panel("Weight against need", caption, [{"data": data, "layout": layout, "height": 440}])] if data else []
+
+
+def rank_correlation(pairs: Sequence[tuple[float, float]]) -> float | None:
+    """Spearman's, with mean ranks for what is equal; None where there is no order."""
+    if len(pairs) < 3:
+        return None
+    x, y = (_ranks([pair[i] for pair in pairs]) for i in (0, 1))
+    middle = (len(pairs) - 1) / 2
+    both = sum((a - middle) * (b - middle) for a, b in zip(x, y, strict=True))
+    spread = math.sqrt(sum((a - middle) ** 2 for a in x) * sum((b - middle) ** 2 for b in y))
+    return both / spread if spread else None
+
+
+def _ranks(values: Sequence[float]) -> list[float]:
+    order = sorted(range(len(values)), key=lambda i: values[i])
+    ranks, i = [0.0] * len(values), 0
+    while i < len(order):
+        j = i
+        while j + 1 < len(order) and values[order[j + 1]] == values[order[i]]:
+            j += 1
+        for k in order[i : j + 1]:
+            ranks[k] = (i + j) / 2
+        i = j + 1
+    return ranks
+
+
+def over_depth(document: Document, first: Document | None) -> list[Panel]:
+    """Each quantity over depth, with the first model's where it has as many sites."""
+    names = reader_names(document)
+    beside = first if first is not None and len(first["readers"]) == len(names) else None
+    compared = "" if beside is None else f", beside {beside['label']}"
+
+    def panel(
+        title: str, caption: str, axis: str, get: Callable[[Document], Sequence[float | None]], log: bool = True
+    ) -> Panel:
+        lines = [] if beside is None else [Line(beside["label"], get(beside), "@ink")]
+        lines.append(Line(document["label"], get(document), "@ink" if first is None else "@series1"))
+        return Panel(
+            title, caption.format(compared=compared), [depth_figure(names[: len(lines[0].y)], lines, axis, log)]
+        )
+
+    return [
+        panel(
+            "Size of what each site reads",
+            "The size (RMS) of what a site reads before its norm{compared}: where it grows with depth, later outputs have to be ever larger to count.",
+            "RMS",
+            lambda d: [_mean(ways) for ways in d["dynamics"]["input_rms"]],
+        ),
+        panel(
+            "Size of what each site puts out",
+            "The size (RMS) of what a site adds to the model{compared}: a rising line means that deep layers must shout to be heard.",
+            "RMS",
+            lambda d: d["dynamics"]["output_rms"],
+        ),
+        panel(
+            "Gradient at each site",
+            "Norm of the loss's gradient over a site's parameters{compared}: the flatter the line, the more evenly layers learn.",
+            "gradient norm",
+            lambda d: d["dynamics"]["gradient_norm"],
+        ),
+        panel(
+            "How widely each site reads",
+            "The number of sources a reader amounts to, were they read equally{compared}: 1 is a single source, and the plain residual reads all there are.",
+            "effective sources",
+            lambda d: [_mean(ways) for ways in d["mixing"]["effective"]],
+            log=False,
+        ),
+    ]
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [v for v in values if v is not None]
+    return sum(known) / len(known) if known else None
+
+
+def skips(document: Document) -> Panel:
+    caption = (
+        f"How much the loss rises when a site's output is replaced by nothing, on {document['skips']['tokens']:,} tokens: "
+        "the model would hardly miss sites with short bars."
+    )
+    figure = bar_figure(reader_names(document)[:-1], document["skips"]["change"], "rise of the loss, nats")
+    return Panel("What each site is worth", caption, [figure])
+
+
+def streams(document: Document) -> list[Panel]:
+    """Of rules that keep several streams: how alike they are, how large, and what their maps do."""
+    found, names = document["streams"], reader_names(document)
+    n = len(found["rms"][0])
+    pairs = [(i, j) for i in range(n) for j in range(i)]
+    alike = [[matrix[i][j] for i, j in pairs] for matrix in found["similarity"]]
+    lines = [
+        Line("mean", [_mean(values) for values in alike], "@series1"),
+        Line("most alike", [max(_known(values), default=None) for values in alike], "@soft", "dot"),
+        Line("least alike", [min(_known(values), default=None) for values in alike], "@soft", "dash"),
+    ]
+    sizes = [
+        Line(f"stream {i + 1}", [rms[i] for rms in found["rms"]], "@ink" if i == 0 else f"@series{(i - 1) % 6 + 1}")
+        for i in range(n)
+    ]
+    gains = [
+        Line(name, [gain[i] for gain in found["composite_gain"]], colour)
+        for i, (name, colour) in enumerate((("of signals", "@series1"), ("of gradients", "@series2")))
+    ]
+    panel = [
+        Panel(
+            "How large the streams are",
+            f"The size (RMS) of each of the {n} streams over depth: lines that part have come to hold different amounts.",
+            [depth_figure(names, sizes, "RMS")],
+        ),
+        Panel(
+            "What the streams' maps do to a signal",
+            "The largest factor by which all maps up to a site can grow a signal on its way up, and a gradient on its way down: near 1 nothing explodes.",
+            [depth_figure(names[:-1], gains, "composite gain")],
+        ),
+    ]
+    if pairs:
+        caption = f"Cosine between the {n} streams over depth: 1 means that they carry the same, and one would do; near 0 they are used for different things."
+        panel.insert(
+            0,
+            Panel(
+                "How alike the streams are",
+                caption,
+                [depth_figure(names, lines if len(pairs) > 1 else lines[:1], "cosine", log=False)],
+            ),
+        )
+    return panel
+
+
+def _known(values: Sequence[float | None]) -> list[float]:
+    return [v for v in values if v is not None]
+
+
+def over_training(document: Document) -> list[Panel]:
+    """Sizes and gradients as training went on, where they were recorded at several steps."""
+    lines = document["training"]
+    if len(lines) < 2:
+        return []
+    steps, names = [line["step"] for line in lines], reader_names(document)
+    quantities = (
+        (
+            "Over training: size of what each site reads",
+            "The size (RMS) of what each site reads at every recorded step, from left to right; rows are sites, the last is what the prediction is made from.",
+            [[_mean(ways) for ways in line["input_rms"]] for line in lines],
+        ),
+        (
+            "Over training: gradient at each site",
+            "The norm of the gradient over each site's parameters at every recorded step, before clipping: strong rows learn most.",
+            [line["gradient_norm"] for line in lines],
+        ),
+    )
+    found = []
+    for title, caption, by_step in quantities:
+        own = [list(site) for site in zip(*by_step, strict=True)]  # [site][step]
+        logs = [[math.log10(v) if v else None for v in row] for row in own]
+        known = [v for row in logs for v in row if v is not None]
+        if not known:
+            continue
+        low, high = min(known), max(known)
+        ticks = [low + (high - low) * i / 3 for i in range(4)]
+        bar = {"tickvals": ticks, "ticktext": [brief(10**t) for t in ticks]}
+        template = "step %{x}, <b>%{y}</b>: %{customdata:.4g}<extra></extra>"
+        limits = (low, high if high > low else low + 1e-6)
+        figure = heat_figure(
+            steps, names[: len(own)], logs, "sequential", limits, template, customdata=own, bar=bar, xgap=0
+        )
+        figure["layout"]["xaxis"] |= {"title": {"text": "step"}}
+        found.append(Panel(title, caption, [{**figure, "height": 340}]))
+    return found

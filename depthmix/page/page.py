@@ -1,0 +1,97 @@
+"""One self-contained HTML page: plotly, the style and the data are inside, and nothing is fetched.
+
+Only the page's own scripts may run: their checksums are in its Content-Security-Policy. Data lies in the page as JSON
+without a character that HTML gives a meaning, so a text stays text even if an escape were forgotten elsewhere.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import hashlib
+import importlib.util
+from collections.abc import Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from depthmix.page.content import Content
+from depthmix.page.explorer import EXPLORER_SCRIPT, EXPLORER_STYLE, explorer, script_json
+from depthmix.page.inside import Panel, panels, rows
+from depthmix.page.plots import Figure, loss_figure
+from depthmix.page.sections import closing, inside_section, loss_section, opening, results, samples
+
+HERE = Path(__file__).parent
+STYLE = (HERE / "style.css").read_text(encoding="utf-8")
+MISSING = "No interactive figures: plotly is not installed (pip install plotly), everything else is complete."
+
+
+def make_page(content: Content) -> str:
+    """The page as HTML."""
+    figures: dict[str, list[Figure]] = {}
+    drawing = load()
+    warnings = content.warnings if drawing else [*content.warnings, MISSING]
+
+    def add(own: Sequence[Figure]) -> str:
+        name = f"figure-{len(figures)}"
+        figures[name] = list(own)
+        return name
+
+    axes = ("tokens", "time") if content.curves else ()
+    curves = {axis: add([loss_figure(content.curves, axis, content.images)]) for axis in axes}
+    documents = list(content.documents)
+    inside = [[(add(p.figures), p) for p in _panels(documents, i)] for i in range(len(documents))]
+    fragment = explorer(documents)  # nothing where there is no text to explore
+    said = [
+        opening(Content(**{**vars(content), "warnings": warnings})),
+        results(content),
+        loss_section(curves, content.images) if drawing else "",
+        samples(content),
+        inside_section(documents, inside) if drawing else "",
+        fragment,
+        closing(content),
+        '<p id="keys" hidden>Arrow keys choose a row, Enter shows it.</p>',
+        '<noscript><p class="warn">The figures need JavaScript.</p></noscript>',
+    ]
+    data = {"figures": figures, "runs": [rows(document) for document in documents]}
+    said.append(f'<script type="application/json" id="page-data">{script_json(data)}</script>')
+    scripts = [plotly_source(), (HERE / "page.js").read_text(encoding="utf-8")] if drawing else []
+    scripts += [EXPLORER_SCRIPT] if fragment else []
+    style = STYLE + (EXPLORER_STYLE if fragment else "")
+    return _document(content.title, style, "\n".join(part for part in said if part), scripts)
+
+
+def _panels(documents: Sequence[Mapping[str, Any]], i: int) -> list[Panel]:
+    return panels(documents[i], documents[0] if i else None)
+
+
+def _document(title: str, style: str, body: str, scripts: Sequence[str]) -> str:
+    hashes = " ".join(f"'sha256-{checksum(script)}'" for script in scripts) or "'none'"
+    policy = f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data: blob:; base-uri 'none'; form-action 'none'"
+    head = '<meta charset="utf-8">\n<meta name="viewport" content="width=device-width, initial-scale=1">'
+    head += f'\n<meta http-equiv="Content-Security-Policy" content="{policy}">'
+    tags = "\n".join(f"<script>{script}</script>" for script in scripts)
+    return (
+        f'<!doctype html>\n<html lang="en">\n<head>\n{head}\n<title>depthmix: {escape(title)}</title>\n'
+        f"<style>{style}</style>\n</head>\n<body>\n<main>\n{body}\n</main>\n{tags}\n</body>\n</html>\n"
+    )
+
+
+def load() -> bool:
+    """Read plotly's script; whether there is one."""
+    return bool(plotly_source())
+
+
+@functools.cache
+def plotly_source() -> str:
+    """Plotly's own JavaScript, as its package brings it; "" where it is not installed. Its Python is not needed, and slow to import."""
+    found = importlib.util.find_spec("plotly")
+    folders = list(found.submodule_search_locations or []) if found else []
+    paths = [Path(folder) / "package_data" / "plotly.min.js" for folder in folders]
+    return next((path.read_text(encoding="utf-8") for path in paths if path.is_file()), "")
+
+
+@functools.lru_cache(maxsize=8)
+def checksum(script: str) -> str:
+    """As a Content-Security-Policy names an inline script."""
+    return base64.b64encode(hashlib.sha256(script.encode("utf-8")).digest()).decode("ascii")
