@@ -189,8 +189,9 @@ def run_inspect(config: InspectConfig) -> None:
 
 def run_explore(config: ExploreConfig) -> None:
     from depthmix.page.serve import explore
+    from depthmix.study.report import explored
 
-    explore(config)
+    explore(config, explored)
 
 
 def run_retrofit(config: RetrofitConfig) -> None:

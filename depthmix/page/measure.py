@@ -41,6 +41,14 @@ def measured(config: InspectConfig, progress: Callable[[str, int, int | None], N
     return document
 
 
+def known(run: str | Path) -> dict[str, Any] | None:
+    """The document kept in a run folder, whatever was asked, if it is of the newest checkpoint."""
+    folder = RunFolder.open(run)
+    kept = _read(folder.path / INSIGHT) or {}
+    fits = kept.get("schema") == SCHEMA and kept.get("checkpoint") == newest(folder)
+    return {**kept["document"], "run": str(run)} if fits and isinstance(kept.get("document"), dict) else None
+
+
 def newest(folder: RunFolder) -> str:
     """What tells a run's newest checkpoint from others: its manifest has the checksums of its files."""
     paths = list_checkpoints(folder.checkpoints)

@@ -23,11 +23,12 @@ from depthmix.page.sections import closing, inside_section, loss_section, openin
 
 HERE = Path(__file__).parent
 STYLE = (HERE / "style.css").read_text(encoding="utf-8")
+LIVE_SCRIPT = (HERE / "live.js").read_text(encoding="utf-8")
 MISSING = "No interactive figures: plotly is not installed (pip install plotly), everything else is complete."
 
 
-def make_page(content: Content) -> str:
-    """The page as HTML."""
+def make_page(content: Content, live: Sequence[Mapping[str, Any]] | None = None) -> str:
+    """The page as HTML. live: documents of a first text, where a server computes others; the explorer then comes first."""
     figures: dict[str, list[Figure]] = {}
     drawing = load()
     warnings = content.warnings if drawing else [*content.warnings, MISSING]
@@ -41,14 +42,15 @@ def make_page(content: Content) -> str:
     curves = {axis: add([loss_figure(content.curves, axis, content.images)]) for axis in axes}
     documents = list(content.documents)
     inside = [[(add(p.figures), p) for p in _panels(documents, i)] for i in range(len(documents))]
-    fragment = explorer(documents)  # nothing where there is no text to explore
+    fragment = explorer(documents) if live is None else explorer(live, live=True)
     said = [
         opening(Content(**{**vars(content), "warnings": warnings})),
+        "" if live is None else fragment,
         results(content),
         loss_section(curves, content.images) if drawing else "",
         samples(content),
-        inside_section(documents, inside) if drawing else "",
-        fragment,
+        inside_section(documents, inside) if drawing and documents else "",
+        fragment if live is None else "",
         closing(content),
         '<p id="keys" hidden>Arrow keys choose a row, Enter shows it.</p>',
         '<noscript><p class="warn">The figures need JavaScript.</p></noscript>',
@@ -57,19 +59,22 @@ def make_page(content: Content) -> str:
     said.append(f'<script type="application/json" id="page-data">{script_json(data)}</script>')
     scripts = [plotly_source(), (HERE / "page.js").read_text(encoding="utf-8")] if drawing else []
     scripts += [EXPLORER_SCRIPT] if fragment else []
+    scripts += [] if live is None else [LIVE_SCRIPT]
     style = STYLE + (EXPLORER_STYLE if fragment else "")
-    return _document(content.title, style, "\n".join(part for part in said if part), scripts)
+    own = "" if live is None else " connect-src 'self';"
+    return _document(content.title, style, "\n".join(part for part in said if part), scripts, own)
 
 
 def _panels(documents: Sequence[Mapping[str, Any]], i: int) -> list[Panel]:
     return panels(documents[i], documents[0] if i else None)
 
 
-def _document(title: str, style: str, body: str, scripts: Sequence[str]) -> str:
+def _document(title: str, style: str, body: str, scripts: Sequence[str], more: str) -> str:
     hashes = " ".join(f"'sha256-{checksum(script)}'" for script in scripts) or "'none'"
-    policy = f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data: blob:; base-uri 'none'; form-action 'none'"
+    policy = f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data: blob:;{more} base-uri 'none'; form-action 'none'"
     head = '<meta charset="utf-8">\n<meta name="viewport" content="width=device-width, initial-scale=1">'
     head += f'\n<meta http-equiv="Content-Security-Policy" content="{policy}">'
+    head += '\n<link rel="icon" href="data:,">' if more else ""  # which a browser would ask a server for
     tags = "\n".join(f"<script>{script}</script>" for script in scripts)
     return (
         f'<!doctype html>\n<html lang="en">\n<head>\n{head}\n<title>depthmix: {escape(title)}</title>\n'

@@ -1,4 +1,4 @@
-"""`depthmix explore`: the token explorer in a browser, with a box for new text, which the models here compute.
+"""`depthmix explore`: the page of a report with the token explorer first, and a box for new text, which the models here compute.
 
 One process and the standard library's server. A page of another site must not be able to use it, not even through a name that it points
 at this machine: requests need this server's own Host and, where they have one, its own Origin.
@@ -14,7 +14,7 @@ import socket
 import socketserver
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
 from typing import Any
@@ -24,9 +24,9 @@ from depthmix.device import autocast, choose_device
 from depthmix.errors import CHECKPOINT, DIVERGED, UserError
 from depthmix.insight import document as doc
 from depthmix.models import Decoder
-from depthmix.page.explorer import EXPLORER_SCRIPT, EXPLORER_STYLE, HERE, explorer, explorer_data
-from depthmix.page.page import STYLE as page_style
-from depthmix.page.page import checksum
+from depthmix.page.content import Content
+from depthmix.page.explorer import explorer_data
+from depthmix.page.page import make_page
 from depthmix.runs.restore import Trained, load_model
 from depthmix.train.generate import check_prompt
 from depthmix.train.inspect import encode_text, text_by_token
@@ -35,18 +35,17 @@ START = "The sun had set, and the old man walked slowly home along the river."
 LONGEST = 1 << 16  # bytes of a request: more than any context here holds
 PATIENCE = 10.0  # seconds for a client to send what it promised
 QUEUE = 60.0  # seconds to wait while another text is computed
-SCRIPT = EXPLORER_SCRIPT + (HERE / "live.js").read_text(encoding="utf-8")
-STYLE = page_style + EXPLORER_STYLE
+TITLE = "What layers read from each other"
 
 
-def explore(config: ExploreConfig) -> None:
-    """Serve until interrupted."""
+def explore(config: ExploreConfig, report: Callable[[Sequence[str]], Content | None] | None = None) -> None:
+    """Serve until interrupted. report: what the page says of the runs besides."""
     _check(config)
     device = choose_device(config.device)
     runs = [run for run in (config.run, config.against) if run] or [""]
     models = Models([(run, load_model(run, device)) for run in runs], config.seq_len)
     first = models.documents(config.text) if config.text else models.documents_or_none(START)
-    with listen(config, models, page(first)) as server:
+    with listen(config, models, page(first, report and report(runs))) as server:
         if not (config.host == "localhost" or _is(config.host, "is_loopback")):
             warning = f"whoever reaches port {server.port} of {config.host} can use this page and these models"
             print(f"depthmix: warning: {warning}", file=sys.stderr)
@@ -123,22 +122,14 @@ def mean(weights: list[list[list[list[float]]]]) -> list[list[list[float]]]:
     return [[[sum(source) / len(source) for source in zip(*way, strict=True)] for way in ways] for ways in by_way]
 
 
-def page(documents: Sequence[dict[str, Any]]) -> bytes:
+def page(documents: Sequence[dict[str, Any]], report: Content | None = None) -> bytes:
     """The whole page."""
-    head = '<meta charset="utf-8">\n<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-    head += f'<title>depthmix explore</title>\n<link rel="icon" href="data:,">\n<style>{STYLE}</style>'
-    body = f"<main>\n<h1>What layers read from each other</h1>\n{explorer(documents, live=True)}</main>"
-    return f'<!doctype html>\n<html lang="en">\n<head>\n{head}\n</head>\n<body>\n{body}\n<script>{SCRIPT}</script>\n</body>\n</html>\n'.encode()
-
-
-def _hash(code: str) -> str:
-    return f"'sha256-{checksum(code)}'"
+    return make_page(report or Content(title=TITLE), live=documents).encode()
 
 
 HEADERS = {
-    # Nothing runs or is loaded but what is in the page; it talks to this server alone, and no other page shows it.
-    "Content-Security-Policy": f"default-src 'none'; script-src {_hash(SCRIPT)}; style-src {_hash(STYLE)}; img-src data:; connect-src 'self'; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    # No other page shows it. What may run and be loaded, its own scripts and this server alone, the page says itself.
+    "Content-Security-Policy": "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Resource-Policy": "same-origin",

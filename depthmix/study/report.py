@@ -14,7 +14,7 @@ from depthmix.config import CompareConfig, InspectConfig, ReportConfig
 from depthmix.errors import CHECKPOINT, UserError
 from depthmix.files import check_above, write_text
 from depthmix.page.content import Content, Curve, Table
-from depthmix.page.measure import measured, opening_text
+from depthmix.page.measure import known, measured, opening_text
 from depthmix.page.page import make_page
 from depthmix.runs.folder import ENVIRONMENT, RunFolder
 from depthmix.study.arms import Arm
@@ -66,6 +66,20 @@ def report(config: ReportConfig) -> Path:
     page = make_page(content_of(found, documents, command_of("report", config)))
     write_text(out, page)
     return out
+
+
+def explored(runs: Sequence[str]) -> Content | None:
+    """The same of runs whose texts are looked into live: with what is known of them, or takes seconds to measure."""
+    try:
+        found = gather([Path(run) for run in runs])
+        with phases() as progress:
+            documents = [
+                {**(known(path) or measured(InspectConfig(run=str(path), causal_tokens=0), progress)), "label": label}
+                for label, path in found.models
+            ]
+    except UserError:  # a checkpoint alone, or a folder that `save_pretrained` wrote: the text is all there is to show
+        return None
+    return content_of(found, documents, shlex.join(["depthmix", "explore", *runs]))
 
 
 def _check(config: ReportConfig, out: Path) -> None:

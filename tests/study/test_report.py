@@ -16,7 +16,7 @@ from depthmix.page.page import make_page
 from depthmix.study.compare import affordable
 from depthmix.study.figures import MISSING, curve_over_seeds, draw_figures, plot
 from depthmix.study.insides import draw_insides, file_names
-from depthmix.study.report import Found, command_of, content_of, environments, gather
+from depthmix.study.report import Found, command_of, content_of, environments, explored, gather
 from depthmix.study.rows import read_run
 from page.measured_documents import document
 from study.test_table import write_run
@@ -216,6 +216,9 @@ def test_a_report_of_a_run_is_measured_once_for_a_checkpoint(run, tmp_path, monk
     monkeypatch.setattr(
         "depthmix.train.inspect.inspect_run", lambda config, _: asked.append(config) or kept["document"]
     )
+    served = Page(make_page(explored([str(run)]), live=[])).text  # whatever was asked, and cut connections with it
+    assert served.index("Text to look into") < served.index("Results") < served.index("Weight against need")
+    assert not asked
     question = measure.InspectConfig(str(run), text=kept["asked"]["text"], tokens=64, causal_tokens=16, device="cpu")
     assert measure.measured(question) == {**kept["document"], "run": str(run)}
     assert not asked
@@ -226,8 +229,10 @@ def test_a_report_of_a_run_is_measured_once_for_a_checkpoint(run, tmp_path, monk
     measure.measured(question)
     assert len(asked) == 2
     (run / measure.INSIGHT).write_text("{")
-    measure.measured(question)
+    assert explored([str(run)]) is not None
     assert len(asked) == 3
+    assert asked[-1].causal_tokens == 0
+    assert explored([str(run / "checkpoints")]) is None  # no run
 
 
 def changed(run, name, **values):
