@@ -89,7 +89,7 @@
       const button = el("button", { type: "button", tabindex: i ? -1 : 0, title: said, "aria-label": said });
       button.append(...written(piece));
       if (loss === null) button.classList.add("none");
-      else button.style.setProperty("--part", `${(100 * loss) / worst}%`);
+      else button.style.setProperty("--part", `${100 * (loss / worst)}%`);
       button.addEventListener("click", () => choose(this, i));
       return button;
     }

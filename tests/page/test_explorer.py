@@ -196,6 +196,18 @@ def test_tokens_can_be_read_whatever_their_loss_in_light_and_dark(shown):
     assert "2px inset" in marked  # not by colour alone
 
 
+def test_the_largest_loss_has_the_strongest_colour(shown):
+    """Also where 100 x / x is a hair more than 100."""
+    found = document(TOKENS)
+    found["text"]["losses"] = [None, 0.2, 1.289, 0.1, 1.0, 0.5]
+    parts = (
+        shown(found)
+        .locator(".tokens button")
+        .evaluate_all("all => all.map((b) => parseFloat(b.style.getPropertyValue('--part')))")
+    )
+    assert max(parts[1:]) == parts[2] == 100
+
+
 def test_a_phone_shows_all_of_it(shown):
     page = shown(document(TOKENS * 6, blocks=12, ways=2), width=390)
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
