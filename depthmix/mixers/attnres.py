@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from depthmix.mixers.base import Mixer, Norm, Read, register
+from depthmix.mixers.cutting import here
 from depthmix.mixers.options import OptionError, at_least
 from depthmix.mixers.slots import SlotState
 from depthmix.mixers.state import State, register_state
@@ -185,18 +186,20 @@ class AttnRes(Mixer):
     def state_tensors(self) -> list[dict[int, float]]:
         size, states = self.block_size, [{0: 1.0}]  # e, and the sums of finished blocks, have the labels 0, 1, …
         for site in range(1, self.n_sites + 1):
-            newest = -(
-                -site // size
-            )  # the label of the block that is begun; what a later site changes has a label of its own
+            newest = -(-site // size)
             first = 1 if self.window is None else max(1, newest + 1 - self.window)
-            since = (
-                site - 1
-            ) % size  # outputs of its block before the last, which is pending; the first is a sum as it is
-            changing = [newest if size == 1 else -3 * site]
-            changing += [-3 * (site - 1) if since == 1 else -3 * site - 1] * (since > 0)
-            changing += [-3 * site - 2] * (self.routing == "add")
+            changing = [newest if site % size == 0 else -2 * site]  # a sum that goes on has a label of its own
+            changing += [-2 * site - 1] * (self.routing == "add")
             states.append(dict.fromkeys((0, *range(first, newest), *changing), 1.0))
         return states
+
+    def owners(self, name: str) -> Sequence[int] | int:
+        return self.layout.attention if name.endswith(OWN.get(self.n_ways, " ")) else super().owners(name)
+
+    def _settled(self, state: AttnResState) -> AttnResState:
+        if state.partial is None:
+            return state
+        return dataclasses.replace(state, partial=None, pending=state.partial + state.pending, tape=None, note=None)
 
     def published(self) -> Published | None:
         """The two phases of the paper's inference, averaged over the sites; a Full stack is scheduled in 8 blocks."""
@@ -216,11 +219,12 @@ class AttnRes(Mixer):
         row = getattr(self, name)[site].unsqueeze(0)
         if self.ways(site) == 1:
             return row
-        return torch.cat([row, self._own(name)[self._nth_attention[site]]])
+        own = getattr(self, name + OWN[self.n_ways])[self._nth_attention[site]]
+        return torch.cat([row, own.unsqueeze(0) if self.n_ways == 2 else own])
 
     def _own(self, name: str) -> Tensor:
         """The parameter's rows for the ways of attention sites after the first: [A, W-1, ...]."""
-        rows: Tensor = getattr(self, name + OWN[self.n_ways])
+        rows = here(getattr(self, name + OWN[self.n_ways]))
         return rows.unsqueeze(1) if self.n_ways == 2 else rows
 
     def _windowed(self, blocks: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -283,18 +287,22 @@ class AttnRes(Mixer):
 
     def _queries(self) -> Tensor:
         """query ⊙ key_gain of every reader: [R, D], the ways of a site side by side, finish's last."""
-        query, gain = self.query, self.key_gain
+        query, gain, attention = here(self.query), here(self.key_gain), self._attention_before(self.held.stop)
         u = query.float() * gain.float()
-        if self.n_ways == 1:
+        if self.n_ways == 1 or not attention:
             return u
         own = self._own("query").float() * self._own("key_gain").float()  # [A, W-1, D]
-        ends = [0, *(site + 1 for site in self.layout.attention), len(u)]
+        ends = [0, *(site + 1 - self.held.start for site in attention), len(u)]
         *parts, rest = u.split([b - a for a, b in itertools.pairwise(ends)])  # each ends with an attention site
         return torch.cat([*itertools.chain(*zip(parts, own.unbind(0), strict=True)), rest])
 
     def _first_row(self, site: int) -> int:
         """Where the rows of a site begin among those of all: [R, D]."""
-        return site + (self.n_ways - 1) * sum(a < site for a in self.layout.attention)
+        return site - self.held.start + (self.n_ways - 1) * len(self._attention_before(site))
+
+    def _attention_before(self, site: int) -> list[int]:
+        """The attention sites before a site whose rows are here."""
+        return [a for a in self.layout.attention if self.held.start <= a < site]
 
     def _mix_with_kernels(
         self, state: AttnResState, tape: Tape, site: int, out_gain: Tensor | None = None, out_eps: float = 0.0
@@ -311,7 +319,7 @@ class AttnRes(Mixer):
                 far = known_sources(*known)
             elif self.block_size == 1:
                 far = far_sources(*known)
-            elif not trains:
+            elif not trains and len(self.held) > self.n_sites:  # it counts on all rows
                 far = far_blocks(*known, size=self.block_size)
         tape = tape._replace(far=far)
         h, newest = read_sources(tape.queries, row, ways, sources, add, gain, self.eps, out_eps, tape.far)
@@ -328,7 +336,7 @@ class AttnRes(Mixer):
     # Decoding: one launch a site.
 
     def _decodes(self, x: Tensor) -> bool:
-        known = self.routing == "replace" and self._why_no_kernels([x]) is None
+        known = self.routing == "replace" and len(self.held) > self.n_sites and self._why_no_kernels([x]) is None
         return known and few_tokens(x) and usable("attnres", x)
 
     def _read_slots(self, state: SlotState, site: int, gain: Sequence[Tensor] = (), out_eps: float = 0.0) -> Tensor:

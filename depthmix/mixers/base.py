@@ -22,6 +22,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor, nn
 
+from depthmix.mixers.cutting import CutError, Form, pack, unpack
 from depthmix.mixers.layout import BLOCK, Layout, Sites
 from depthmix.mixers.mixing import Contributions, contributions, mixing_matrix
 from depthmix.mixers.options import Option, OptionError, check_options, options_of
@@ -55,6 +56,9 @@ class Mixer(nn.Module):
         Option("dim", None, (int,), (), False, 1).check(self.name, dim)
         self.dim, self.n_blocks, self.n_sites = dim, n_blocks, self.layout.n_sites
         self._sites = list(range(self.n_sites))
+        self.held = range(
+            self.n_sites + 1
+        )  # sites whose parameters are here, S being finish; fewer in a part (cutting.py)
 
     # What a mechanism implements. It computes without autocast, in fp32 or wider, and rounds once.
 
@@ -74,7 +78,7 @@ class Mixer(nn.Module):
         return [Traffic(3 + NORM[0], 3 + NORM[1], 1)] * self.n_sites + [Traffic(*NORM, 1)]
 
     def state_tensors(self) -> list[dict[int, float]]:
-        """The activations in the state before every site, and before finish: {label: how many}; unchanged ones keep their label.
+        """The activations in the settled state before every site, and before finish: {label: how many}; unchanged ones keep their label.
 
         What a pipeline stage sends, and what it need not send again. By default the rule runs once, on one token, to see.
         """
@@ -107,6 +111,37 @@ class Mixer(nn.Module):
     def _with_gradients(self, state: Any) -> State:
         """For a state that was begun without gradients and is used with them: the same in the form that training has."""
         raise NotImplementedError
+
+    # What a stage of a pipeline asks.
+
+    def owners(self, name: str) -> Sequence[int] | int:
+        """The site (S: finish) that each row of a parameter is for, or one for all of it: what a stage holds.
+
+        By default there is a row for every site, and maybe one for finish.
+        """
+        shape = list(self.get_parameter(name).shape)
+        if not shape or shape[0] not in (self.n_sites, self.n_sites + 1):
+            rows = f"has the shape {shape}, not a row for each of the {self.n_sites} sites"
+            raise CutError(f"{self.name} cannot be cut by sites: {name} {rows}, and `owners` does not say whose it is")
+        return range(shape[0])
+
+    def settled(self, state: Any) -> Any:
+        """The state as it travels: in the form that training has, with nothing left to add up."""
+        state = self._with_gradients(state) if state.without_gradients else state
+        with without_autocast(state.template()):
+            return self._settled(state)
+
+    def _settled(self, state: Any) -> State:
+        return state
+
+    def pack(self, state: Any) -> list[Tensor]:
+        """The tensors that a state consists of, in an order that depends on the site alone."""
+        self._check_state("pack", state)
+        return pack(self.settled(state))
+
+    def unpack(self, form: Form, tensors: Sequence[Tensor]) -> Any:
+        """The state that was packed; form: what `cutting.forms` says of its site."""
+        return unpack(form, tensors)
 
     # What a mechanism that keeps several residual streams implements besides.
 

@@ -183,19 +183,40 @@ class BlockStack(Mixer):
             if self.layout.begins[site]:
                 if pending:
                     stack = _merged(stack, next(new)) if self._is_full(stack) else stack
-                    stack = (*stack, pending[0] if len(pending) == 1 else next(new))
+                    stack = (*stack, *pending)
                 g, before = [next(new) if self._sums_at(block) else stack[-1]], []
             else:
                 before = [next(new)] if self.accumulates else a
             y = [next(new)]
-            if ends:
-                g, a, pending = [], [], (before or g if self.accumulates else before) + y
+            if ends:  # settled: one entry, and a new one if it is a sum
+                g, a, pending = [], [], [next(new)] if before or self.accumulates else y
             elif self.layout.begins[site]:
                 a, pending = y, []
             else:
                 g, a = (before, y) if self.accumulates else (g, [next(new)])
             states.append(dict.fromkeys((*stack, *pending, *g, *a), 1.0))
         return states
+
+    def owners(self, name: str) -> Sequence[int] | int:
+        """A reader's are its first site's."""
+        reader = name.rpartition(".")[2]
+        return self.layout.block.index(int(reader)) if reader.isdecimal() else super().owners(name)
+
+    def _readers(self) -> range:
+        """Those whose parameters are here."""
+        first, end = (self._first_reader(site) for site in (self.held.start, self.held.stop))
+        return range(first, end)
+
+    def _first_reader(self, site: int) -> int:
+        """The first from a site on."""
+        if site > self.n_sites:
+            return self.n_blocks + 1
+        return self.layout.block[site] + (not self.layout.begins[site])
+
+    def _settled(self, state: StackState) -> StackState:
+        if state.pending is None or len(state.pending) == 1:
+            return state
+        return dataclasses.replace(state, pending=(_sum(state.pending),), tape=None, note=None)
 
     def _mix(self, state: StackState, reader: int, norm: InsideNorm | None) -> tuple[Tensor, ...]:
         """The mixtures of a reader, in plain PyTorch: `state.sums` of some entries."""
@@ -210,11 +231,11 @@ class BlockStack(Mixer):
         raise NotImplementedError
 
     def _table(self) -> Tensor | None:
-        """The vectors w of all readers, where weights are scores: [R, D]."""
+        """The vectors w of all readers that are here, where weights are scores: [R, D]."""
         return None
 
     def _rows(self, table: Tensor, reader: int, slot: int) -> Tensor:
-        """Those that readers from this one on have for the entry at a place of the stack."""
+        """Those that readers from this one on have for the entry at a place of the stack, as far as they are here."""
         raise NotImplementedError
 
     def _ahead(self, state: StackState, stack: tuple[Tensor, ...], reader: int) -> Ahead | None:
@@ -267,7 +288,9 @@ class BlockStack(Mixer):
         """A tape with the entry v (+ add) at a place that `reader` is the first to see."""
         reader = max(reader, 1)  # the first block reads e alone
         rows = None if tape.w is None else tape.halves._make(self._rows(t, reader, slot) for t in tape.halves)
+        rows = None if rows is None or not len(rows[0]) else rows  # no reader of this part sees it
         v, s = make_source(v, add, rows)
+        reader = max(reader, self._readers().start)
         return tape._replace(stack=(*tape.stack, v), scores=(*tape.scores, None if s is None else Scores(s, reader)))
 
     def _read_with_kernels(
@@ -311,7 +334,9 @@ class BlockStack(Mixer):
         return None
 
     def _decodes(self, x: Tensor) -> bool:
-        if self.window is not None or self._slot_weights(self.n_blocks) is None or not few_tokens(x):
+        if len(self.held) <= self.n_sites or self.window is not None or not few_tokens(x):
+            return False
+        if self._slot_weights(self.n_blocks) is None:
             return False
         wide = any(p.dtype == torch.float64 for p in itertools.islice(self.parameters(), 1))
         return not wide and usable(self.name, x)

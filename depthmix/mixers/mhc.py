@@ -12,12 +12,14 @@ docs/mechanisms.md has the two Sinkhorn conventions, the initialisations, and wh
 
 import itertools
 import math
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 import torch
 from torch import Tensor, nn
 
 from depthmix.mixers.base import register
+from depthmix.mixers.cutting import here
 from depthmix.mixers.options import OptionError, at_least
 from depthmix.mixers.streams import StreamMixer, StreamsState
 from depthmix.mixers.traffic import Published
@@ -155,7 +157,10 @@ class MHC(StreamMixer):
         )
 
     def _for_all_sites(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.phi, self.b, self.alpha
+        return here(self.phi), here(self.b), here(self.alpha)
+
+    def owners(self, name: str) -> Sequence[int] | int:
+        return self.n_sites if name.endswith("_head") else super().owners(name)
 
     def _why_no_kernels(self) -> str | None:
         return "they do not know the birkhoff map" if self.residual_map == "birkhoff" else None

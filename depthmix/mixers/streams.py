@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from depthmix.mixers.base import Mixer, Norm
+from depthmix.mixers.cutting import BySite
 from depthmix.mixers.state import State, register_state
 from depthmix.mixers.traffic import NORM, Traffic
 from depthmix.ops import stream_read, stream_write
@@ -86,7 +87,7 @@ class StreamMixer(Mixer):
         raise NotImplementedError
 
     def _for_all_sites(self) -> tuple[Tensor, Tensor, Tensor]:
-        """w, base and scale of the rule for all sites, [S, ...], or without a rule pre, post and res."""
+        """w, base and scale of the rule for all sites that are here, [S, ...], or without a rule pre, post and res."""
         raise NotImplementedError
 
     def _why_no_kernels(self) -> str | None:
@@ -137,6 +138,9 @@ class StreamMixer(Mixer):
     def state_tensors(self) -> list[dict[int, float]]:
         return [{site: float(self.n)} for site in range(self.n_sites + 1)]
 
+    def _settled(self, state: StreamsState) -> StreamsState:
+        return dataclasses.replace(self._plain(state), tape=None, note=None)
+
     # Whether kernels do the work.
 
     def _tape(self, state: StreamsState) -> Tape | None:
@@ -164,7 +168,8 @@ class StreamMixer(Mixer):
             parameters = list(by_column(rule, *parameters))
         elif kind == torch.bfloat16 and rule is not None:
             parameters.append(halves_of(parameters[0].detach()))
-        return list(zip(*(p.unbind(0) for p in parameters), strict=True))
+        rules = list(zip(*(p.unbind(0) for p in parameters), strict=True))
+        return BySite(rules, self.held.start) if self.held.start else rules
 
     def _reads_at_once(self, state: StreamsState) -> bool:
         """Whether the reference makes a site's weights and reads with them as one node of autograd."""

@@ -54,7 +54,7 @@ def state_by_site(mixer: Any) -> list[dict[int, float]]:
     """The activations in the state before every site, and before finish: {label: how many of them}, by `Mixer.state_tensors`.
 
     A tensor keeps its label as long as it goes from state to state unchanged. Found by running the rule on one token, without
-    any memory if it was built on the meta device.
+    any memory if it was built on the meta device; states are settled on the way, as they are between the stages of a pipeline.
     """
     labels: dict[int, int] = {}
     alive: list[Any] = []  # so that no id is used twice
@@ -72,7 +72,7 @@ def state_by_site(mixer: Any) -> list[dict[int, float]]:
         state = mixer.start(torch.zeros(1, mixer.dim, device=device))
         states = [of(state)]
         for site in range(mixer.n_sites):
-            state = mixer.write(state, site, torch.zeros(1, mixer.dim, device=device))
+            state = mixer.settled(mixer.write(state, site, torch.zeros(1, mixer.dim, device=device)))
             states.append(of(state))
     return states
 

@@ -26,7 +26,7 @@ def drive(channel):
     import torch
 
     torch.set_num_threads(1)
-    for module in ("parallel.jobs", "torch.distributed.checkpoint", "depthmix.train.loop"):
+    for module in ("parallel.jobs", "parallel.pipeline_jobs", "torch.distributed.checkpoint", "depthmix.train.loop"):
         importlib.import_module(module)
     torch.optim.AdamW([torch.zeros(1)]).zero_grad()  # which imports the compiler
     gc.collect()

@@ -1,0 +1,201 @@
+"""A decoder among the ranks of a pipeline, and its step.
+
+    pipe = pipeline(config, build, layout, "Interleaved1F1B", microbatches=8, device=device)
+    loss = pipe.step(batch)               # token ids [B, T + 1], the same on every rank; gradients are then in pipe.parameters()
+
+`build` gives the whole decoder, as one process would build it; a rank keeps its pieces of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining.schedules import get_schedule_class
+from torch.nn import functional
+
+from depthmix.models.decoder import Decoder, DecoderConfig
+from depthmix.parallel.pipeline.deferred import defer
+from depthmix.parallel.pipeline.hops import Cache, plan_hops
+from depthmix.parallel.pipeline.piece import Piece, cut_state, join_states
+from depthmix.parallel.pipeline.refusals import (
+    MOST_ACTIVATIONS,
+    ONE_STAGE,
+    Stages,
+    check_pipeline,
+    schedule_named,
+    stage_sites,
+    whole_mixer,
+)
+from depthmix.parallel.pipeline.stage import Bank, DepthStage
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+def mean_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """The mean of the tokens' losses, as the trainer's."""
+    return functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+class Pipeline:
+    """This rank's stages, under a schedule."""
+
+    def __init__(self, config: DecoderConfig, stages: list[DepthStage], pieces: dict[int, Piece], schedule: str, microbatches: int, loss: Loss) -> None:  # fmt: skip
+        self.config, self.stages, self.microbatches = config, stages, microbatches
+        self.pieces = nn.ModuleDict({str(index): piece for index, piece in pieces.items()})
+        self.group, self.device = stages[0].group, stages[0].device
+        self.rank, self.ranks = stages[0].group_rank, stages[0].group_size
+        self.has_first, self.has_last = stages[0].is_first, stages[-1].is_last
+        self._mixer = whole_mixer(config)
+
+        def of_step(logits: Tensor, targets: Tensor) -> Tensor:  # micro-batches are equal: the mean of their means
+            return loss(logits, targets) / microbatches
+
+        given: Any = stages[0] if schedule in ONE_STAGE else stages
+        self.schedule = get_schedule_class(schedule)(given, microbatches, loss_fn=of_step, scale_grads=False)
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """This rank's, of all its stages."""
+        return self.pieces.parameters()
+
+    def step(self, batch: Tensor) -> Tensor:
+        """The loss of a batch [B, T + 1], the same on every rank; gradients are added to what parameters have."""
+        tied = self._tied()
+        before = None if tied is None else tied.grad
+        if tied is not None:
+            tied.grad = None
+        loss = self._run(self.schedule.step, batch)
+        if tied is not None:
+            self._exchange(tied)
+            if before is not None and tied.grad is not None:
+                tied.grad += before
+        return loss
+
+    @torch.no_grad()
+    def evaluate(self, batch: Tensor) -> Tensor:
+        """The loss alone."""
+        loss = self._run(self.schedule.eval, batch)
+        for stage in self.stages:
+            stage.clear_runtime_states()  # which a backward would have done
+        return loss
+
+    def _run(self, call: Callable[..., Any], batch: Tensor) -> Tensor:
+        if len(batch) % self.microbatches:
+            raise ValueError(f"{len(batch)} sequences cannot be divided into {self.microbatches} equal micro-batches")
+        batch = batch.to(self.device)
+        for stage in self.stages:
+            stage.tokens = len(batch) // self.microbatches, batch.shape[1] - 1
+        losses: list[Tensor] = []
+        inputs = (batch[:, :-1],) if self.has_first else ()
+        call(*inputs, target=batch[:, 1:] if self.has_last else None, losses=losses)
+        total = (
+            torch.stack([x.detach().float() for x in losses]).sum() if losses else torch.zeros((), device=self.device)
+        )
+        dist.broadcast(total, group=self.group, group_src=self.ranks - 1)
+        return total
+
+    # An embedding that is the head's matrix too: the first and the last rank have it, and add up their gradients.
+
+    def _tied(self) -> Tensor | None:
+        if not self.config.tie_embeddings:
+            return None
+        ends: list[Any] = [self.pieces[str(stage.stage_index)] for stage in (self.stages[0], self.stages[-1])]
+        first, last = ends
+        weight: Tensor | None = (
+            first.embedding.weight if self.has_first else last.head.weight if self.has_last else None
+        )
+        return weight
+
+    def _exchange(self, weight: Tensor) -> None:
+        other = self.ranks - 1 if self.has_first else 0
+        weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
+        own = _local(weight.grad).contiguous()
+        theirs = torch.empty_like(own)
+        ops = [
+            dist.P2POp(dist.isend, own, group=self.group, group_peer=other),
+            dist.P2POp(dist.irecv, theirs, group=self.group, group_peer=other),
+        ]
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
+        _local(weight.grad).copy_(own + theirs)
+
+    def clip(self, limit: float) -> Tensor:
+        """The norm of the whole model's gradient, after which it is scaled so that it is at most the limit."""
+        counted_elsewhere = None if self.has_first else self._tied()
+        gradients: list[tuple[Tensor, Any]] = [(p, p.grad) for p in self.parameters() if p.grad is not None]
+        square = torch.zeros((), device=self.device)
+        for p, g in gradients:
+            if p is not counted_elsewhere:
+                part = g.float().square().sum()
+                square += part.full_tensor() if hasattr(part, "full_tensor") else part  # of all shards
+        dist.all_reduce(square, group=self.group)
+        norm = square.sqrt()
+        scale = (limit / (norm + 1e-6)).clamp(max=1.0)
+        for _, g in gradients:
+            _local(g).mul_(scale)
+        return norm
+
+    # State dicts.
+
+    def state_dict(self) -> dict[int, dict[str, Tensor]]:
+        """This rank's, by stage, under the whole decoder's names."""
+        return {int(index): piece.state_dict() for index, piece in self.pieces.items()}
+
+    def load(self, whole: Mapping[str, Tensor]) -> None:
+        """Take this rank's from a whole decoder's state dict."""
+        for piece in self.pieces.values():
+            assert isinstance(piece, Piece)
+            piece.load_state_dict(cut_state(self._mixer, whole, piece))
+
+    def whole(self, own: Mapping[int, Mapping[str, Tensor]] | None = None) -> dict[str, Tensor]:
+        """The whole decoder's state dict, on the CPU of every rank; own: other tensors of this rank's, by stage."""
+        mine = {i: {n: t.detach().cpu() for n, t in d.items()} for i, d in (own or self.state_dict()).items()}
+        found: list[Any] = [None] * self.ranks
+        dist.all_gather_object(found, mine, group=self.group)
+        by_stage = {i: d for rank in found for i, d in rank.items()}
+        return join_states(self._mixer, [by_stage[i] for i in sorted(by_stage)])
+
+
+def _local(t: Any) -> Tensor:
+    return t.to_local() if hasattr(t, "to_local") else t
+
+
+def pipeline(
+    config: DecoderConfig,
+    build: Callable[[], Decoder],
+    layout: Stages,
+    schedule: str,
+    microbatches: int,
+    *,
+    device: torch.device | str = "cpu",
+    group: Any = None,
+    cache: Cache = "all",
+    dtype: torch.dtype = torch.float32,
+    loss: Loss = mean_token_loss,
+    wrap: Callable[[Piece], nn.Module] = lambda piece: piece,
+    most: float = MOST_ACTIVATIONS,
+) -> Pipeline:
+    """This rank's part of a pipeline of `layout.pp` ranks with `layout.virtual` stages each; UserError, with the reason, if it cannot be.
+
+    build: the whole decoder, the same on every rank; one on the meta device is left there, for the caller to give memory.
+    group: the pipeline's ranks. cache: what a rank keeps (hops.py). dtype: of activations between stages, under autocast its own.
+    loss: the mean over a micro-batch. wrap: what is done to a piece, such as FSDP2; it may return another module around it.
+    most: activations that a state between stages may have.
+    """
+    device, name = torch.device(device), schedule_named(schedule)
+    forms = check_pipeline(config, layout, schedule, microbatches, None, dist.get_world_size(group), cache, most, dtype)
+    n_stages, rank = layout.pp * layout.virtual, dist.get_rank(group)
+    hops, sites = plan_hops(forms, layout.pp, cache), stage_sites(config, n_stages)
+    whole, bank = build(), Bank()
+    pieces, stages = {}, []
+    for index in range(rank, n_stages, layout.pp):
+        piece = Piece(whole, sites[index], forms[index], None if index + 1 == n_stages else forms[index + 1])
+        if not any(p.is_meta for p in piece.parameters()):
+            piece.to(device)
+        deferred = defer(piece) if name == "InterleavedZeroBubble" else None
+        pieces[index] = piece
+        stages.append(DepthStage(wrap(piece), index, hops, bank, device, group, deferred))
+    return Pipeline(config, stages, pieces, name, microbatches, loss)

@@ -1,0 +1,121 @@
+"""Why a pipeline cannot be, said before anything starts."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Protocol
+
+import torch
+
+from depthmix.errors import UserError
+from depthmix.mixers.base import Mixer, create_mixer
+from depthmix.mixers.cutting import Form, forms, why_not_cut
+from depthmix.models.decoder import DecoderConfig
+from depthmix.names import nearest
+from depthmix.parallel.pipeline.hops import CACHES
+from depthmix.parallel.plan.hops import cuts
+
+SCHEDULES = ("GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble")  # as torch calls them
+ONE_STAGE = ("GPipe", "1F1B")  # a rank
+MOST_ACTIVATIONS = 64  # in a state between stages: above, sending it takes longer than computing with it
+
+
+class Stages(Protocol):
+    """What a pipeline needs of a layout."""
+
+    @property
+    def pp(self) -> int:
+        """Ranks of a pipeline."""
+
+    @property
+    def virtual(self) -> int:
+        """Stages of a rank."""
+
+
+def schedule_named(name: str) -> str:
+    """The schedule's name as torch spells it; UserError if it has none such, or it is not for us."""
+    by_lower = {schedule.lower(): schedule for schedule in SCHEDULES}
+    if name.lower() in ("zbvzerobubble", "dualpipev"):
+        why = "puts neighbouring stages on one rank, of which the kept state knows nothing"
+        raise UserError(f"parallel: schedule={name} {why}; there are {', '.join(SCHEDULES)}")
+    if name.lower() not in by_lower:
+        there = f"there are {', '.join(SCHEDULES)}{nearest(name, SCHEDULES)}"
+        raise UserError(f"parallel: unknown schedule {name!r}; {there}")
+    return by_lower[name.lower()]
+
+
+def check_pipeline(
+    config: DecoderConfig,
+    layout: Stages,
+    schedule: str,
+    microbatches: int,
+    batch_size: int | None = None,
+    processes: int | None = None,
+    cache: str = "all",
+    most: float = MOST_ACTIVATIONS,
+    dtype: torch.dtype = torch.float32,
+) -> list[Form]:
+    """The state before every stage; UserError, with the reason, for a pipeline that cannot be.
+
+    most: activations that a state between stages may have. dtype: of an activation.
+    """
+    name, stages = schedule_named(schedule), layout.pp * layout.virtual
+    if layout.pp < 2:
+        raise UserError(f"parallel: a pipeline needs pp of at least 2, got {layout.pp}")
+    if processes is not None and processes != layout.pp:
+        raise UserError(f"parallel: pp={layout.pp} needs {layout.pp} processes, and {processes} are here")
+    if cache not in CACHES:
+        raise UserError(f"parallel: cache must be one of {', '.join(CACHES)}, got {cache!r}{nearest(cache, CACHES)}")
+    if stages > config.n_blocks:
+        what = f"{stages} stages (pp={layout.pp} x virtual={layout.virtual})"
+        raise UserError(f"parallel: {what} are more than the {config.n_blocks} blocks of the model")
+    if name in ONE_STAGE and layout.virtual > 1:
+        others = ", ".join(s for s in SCHEDULES if s not in ONE_STAGE)
+        raise UserError(f"parallel: schedule={name} has one stage a rank; virtual={layout.virtual} is for {others}")
+    if name == "Interleaved1F1B" and layout.virtual == 1:
+        raise UserError(
+            "parallel: schedule=Interleaved1F1B is for virtual of at least 2; with one stage a rank use 1F1B"
+        )
+    if microbatches < 1:
+        raise UserError(f"parallel: a step needs at least one micro-batch, got {microbatches}")
+    if name == "1F1B" and microbatches < stages:
+        raise UserError(f"parallel: schedule=1F1B needs a micro-batch for each of {stages} stages, got {microbatches}")
+    if name.startswith("Interleaved") and microbatches % layout.pp:
+        what = f"a multiple of pp={layout.pp} micro-batches"
+        raise UserError(f"parallel: schedule={name} goes through them in groups: it needs {what}, got {microbatches}")
+    if batch_size is not None and batch_size % microbatches:
+        raise UserError(f"parallel: {batch_size} sequences cannot be divided into {microbatches} equal micro-batches")
+    return state_forms(config, stages, dtype, most)
+
+
+def whole_mixer(config: DecoderConfig) -> Mixer:
+    """The model's mixer, without memory."""
+    return _mixer(config, config.n_blocks)
+
+
+def _mixer(config: DecoderConfig, n_blocks: int) -> Mixer:
+    with torch.device("meta"):
+        return create_mixer(config.mixer, dim=config.dim, n_blocks=n_blocks, **config.mixer_options)
+
+
+def stage_sites(config: DecoderConfig, stages: int) -> list[range]:
+    """The sites of every stage: whole blocks, the longer stages first."""
+    starts = [*cuts(config.n_blocks, stages), 2 * config.n_blocks]
+    return [range(a, b) for a, b in itertools.pairwise(starts)]
+
+
+def state_forms(config: DecoderConfig, stages: int, dtype: torch.dtype, most: float = MOST_ACTIVATIONS) -> list[Form]:
+    """The state before every stage; UserError for a mixer that cannot be cut, or whose states are too large."""
+    # With two blocks: no parameter has as many rows as there are sites by chance both there and in the model.
+    why = why_not_cut(_mixer(config, 2))
+    if why is not None:
+        raise UserError(f"parallel: {why}; so it cannot be divided into stages")
+    found = forms(whole_mixer(config), [sites.start for sites in stage_sites(config, stages)], dtype)
+    for stage, form in enumerate(found):
+        sizes = {label: form.numbers(label)[0] for label in form.labels}
+        size = sum(sizes.values()) / config.dim
+        if size > most:
+            advice = "a rule that keeps fewer sources (block_size, window) or fewer stages would send less"
+            what = f"the state of {config.mixer} before stage {stage} has {size:g} activations a token, at most {most:g} travel"
+            raise UserError(f"parallel: {what}; {advice}")
+    return found
