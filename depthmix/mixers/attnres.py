@@ -22,19 +22,19 @@ from depthmix.mixers.base import Mixer, Norm, Read, register
 from depthmix.mixers.cutting import here
 from depthmix.mixers.options import OptionError, at_least
 from depthmix.mixers.slots import SlotState
-from depthmix.mixers.state import State, register_state
+from depthmix.mixers.state import State, last_of, last_rows, register_state
 from depthmix.mixers.traffic import NORM, Published, Traffic
 from depthmix.ops import depth_attention, depth_sum
 from depthmix.ops.backend import choose
 from depthmix.ops.collect import collect_rows
-from depthmix.ops.depth_attention.ahead import KNOWN_WAYS, Far, Known, far_blocks, far_sources, known_sources
+from depthmix.ops.depth_attention.ahead import KNOWN_WAYS, Beside, Far, Known, far_blocks, far_sources, known_sources
 from depthmix.ops.depth_attention.op import why_unsupported
 from depthmix.ops.depth_attention.reference import weighted_sum
 from depthmix.ops.depth_attention.source_major import OP, read_sources
 from depthmix.ops.depth_attention.traffic import ReadOf, backward_units, forward_units
 from depthmix.ops.left import seen_from_outside
 from depthmix.ops.matmul import matmul
-from depthmix.ops.norm import fused_gains, fused_norms
+from depthmix.ops.norm import fused_gains, side_by_side
 from depthmix.ops.precision import rms_normalize
 from depthmix.ops.slots.op import GROUP, attend, few_tokens, look_back, rows_at_once, usable
 from depthmix.ops.torch_internals import transformed
@@ -65,6 +65,17 @@ class AttnResState(State):
 
     def template(self) -> Tensor:
         return self.blocks[0] if self.blocks else self.pending
+
+    def last(self, n: int) -> Any:
+        kept: dict[str, Any] = {
+            "blocks": last_of(self.blocks, n),
+            "partial": None if self.partial is None else last_rows(self.partial, n),
+        }
+        stream = None if self.stream is None else last_rows(self.stream, n)
+        tape = None if self.tape is None else self.tape._replace(**kept, far=None)
+        return dataclasses.replace(
+            self, **kept, pending=last_rows(self.pending, n), stream=stream, tape=tape, note=None
+        )
 
 
 @register("attnres")
@@ -233,11 +244,13 @@ class AttnRes(Mixer):
             return blocks
         return (blocks[0], *blocks[max(1, len(blocks) + 1 - self.window) :])
 
-    def _mix(self, state: AttnResState, site: int, **out_norm: Any) -> tuple[Tensor, ...]:
-        """The mixtures a site (or finish) reads; out_norm: arguments of depth_attention for the norm that follows."""
+    def _mix(
+        self, state: AttnResState, site: int, out_gain: Sequence[Tensor] = (), out_eps: float = 0.0
+    ) -> tuple[Tensor, ...]:
+        """The mixtures a site (or finish) reads; out_gain, out_eps: of the norms that follow, [D] for each way."""
         tape = None if state.frozen else self._tape(state)
         if tape is not None:
-            return self._mix_with_kernels(state, tape, site, **out_norm)
+            return self._mix_with_kernels(state, tape, site, out_gain, out_eps)
         newest = state.pending if state.partial is None else state.partial + state.pending
         state.leave_note((newest, state.tape))
         sources = (*self._windowed(state.blocks), newest)
@@ -252,7 +265,9 @@ class AttnRes(Mixer):
         gain = self._rows("key_gain", site) if self.key_norm else None
         shape: dict[str, Any] = {"key_norm": self.key_norm, "heads": self.heads, "activation": self.weights}
         if not state.frozen:
-            return depth_attention(query, sources, gain, self.eps, **shape, **out_norm, backend="reference")
+            if out_gain:
+                shape |= {"out_gain": side_by_side(out_gain), "out_eps": out_eps}
+            return depth_attention(query, sources, gain, self.eps, **shape, backend="reference")
         _, p = depth_attention(
             query,
             [state.observe(v) for v in sources],
@@ -305,20 +320,23 @@ class AttnRes(Mixer):
         return [a for a in self.layout.attention if self.held.start <= a < site]
 
     def _mix_with_kernels(
-        self, state: AttnResState, tape: Tape, site: int, out_gain: Tensor | None = None, out_eps: float = 0.0
+        self, state: AttnResState, tape: Tape, site: int, out_gain: Sequence[Tensor] = (), out_eps: float = 0.0
     ) -> tuple[Tensor, ...]:
         row, ways = self._first_row(site), self.ways(site)
         newest, add = (state.pending, None) if tape.partial is None else (tape.partial, state.pending)
         sources = (*self._windowed(tape.blocks), newest)
         trains = torch.is_grad_enabled()
-        gain = out_gain.float() if trains and out_gain is not None else out_gain  # kernels take any; a gradient is fp32
+        gain: Tensor | Sequence[Tensor] | None = out_gain or None  # kernels take any, where they lie
+        if trains and out_gain:
+            gain = side_by_side(out_gain).float()  # a gradient is fp32
         known = (tape.queries, row, sources[:-1], tape.far, self.eps)
         far: Far | Known | None = None
         if self.window is None:
             if self.n_ways >= KNOWN_WAYS:
                 far = known_sources(*known)
             elif self.block_size == 1:
-                far = far_sources(*known)
+                own = None if trains else Beside(newest, out_gain[0] if out_gain else None, out_eps)
+                far = far_sources(*known, own)
             elif not trains and len(self.held) > self.n_sites:  # it counts on all rows
                 far = far_blocks(*known, size=self.block_size)
         tape = tape._replace(far=far)
@@ -410,10 +428,10 @@ class AttnRes(Mixer):
         else:
             if self.routing == "add" or self.weights == "static" or state.frozen:
                 return None
-            fused = fused_norms(norms, state.template())
+            fused = fused_gains(norms, state.template())
             if fused is None:
                 return None
-            h = self._mix(state, site, out_gain=fused[0], out_eps=fused[1])
+            h = self._mix(state, site, *fused)
         return h if len(h) > 1 else h[0]
 
     def _write(self, state: AttnResState | SlotState, site: int, y: Tensor) -> AttnResState | SlotState:

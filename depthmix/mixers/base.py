@@ -6,7 +6,7 @@ A *mixer* owns the rule and its parameters:
     state = mixer.start(x)                 # the embedding enters      [..., D]
     h     = mixer.read(state, site, norm)  # what this sublayer sees   [..., D], or several (see `ways`)
     state = mixer.write(state, site, y)    # what it produced          [..., D]
-    out   = mixer.finish(state, norm)      # what the final norm sees  [..., D]
+    out   = mixer.finish(state, norm)      # what the final norm sees  [..., D], or of the last tokens of [..., T, D] alone
 
 The state is a value: `write` returns a new one and leaves the old one as it was; nothing is kept on the module.
 A new mechanism subclasses `Mixer`, implements `_start`, `_read`, `_write` and `_finish`, and is decorated with `register`.
@@ -198,12 +198,18 @@ class Mixer(nn.Module):
         with without_autocast(x):
             return self._write(state, site, y)
 
-    def finish(self, state: Any, norm: Norm | None = None) -> Tensor:
-        """What the final norm sees: [..., D]. norm is applied to it."""
+    def finish(self, state: Any, norm: Norm | None = None, last: int | None = None) -> Tensor:
+        """What the final norm sees: [..., D]. norm is applied to it. last: of so many tokens at the end of [..., T, D] alone."""
         self._check_state("finish", state)
         if state.site != self.n_sites:
             raise ContractError(f"finish is out of order: site {state.site} of {self.n_sites} has not been written yet")
         state = self._for_autograd(state)
+        if last is not None:  # rules are local to a token
+            state = state if torch.is_grad_enabled() else state.last(last)
+            return self._finish_all(state, norm)[..., -last:, :]
+        return self._finish_all(state, norm)
+
+    def _finish_all(self, state: Any, norm: Norm | None) -> Tensor:
         x = state.template()
         with without_autocast(x):
             normed = None if norm is None else self._finish_normed(state, norm)

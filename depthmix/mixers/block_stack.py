@@ -14,7 +14,7 @@ with anything else reads g_i alone. A rule says how reader i (a block, or finish
 import dataclasses
 import itertools
 from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -22,86 +22,17 @@ from torch import Tensor
 from depthmix.mixers.base import Mixer, Norm, Read
 from depthmix.mixers.options import OptionError
 from depthmix.mixers.slots import SlotState
-from depthmix.mixers.state import State, register_state
+from depthmix.mixers.stack_state import Ahead, EntryScores, Gains, InsideNorm, Scores, SlotWeights, StackState, Tape
 from depthmix.mixers.traffic import NORM, Traffic
 from depthmix.ops.autograd import own_backward
 from depthmix.ops.backend import choose
 from depthmix.ops.collect import collect_rows
-from depthmix.ops.depth_sum.op import depth_sum, depth_sum_normed, source_scores, why_unsupported
+from depthmix.ops.depth_sum.op import source_scores, why_unsupported
 from depthmix.ops.depth_sum.source_order import OP, Weights, halves, make_source, read_sums
 from depthmix.ops.depth_sum.traffic import ReadOf, ReadShape, backward_units, forward_units
 from depthmix.ops.left import seen_from_outside
-from depthmix.ops.norm import fused_gains, fused_norms, rms_norm
+from depthmix.ops.norm import fused_gains, fused_norms, rms_norm, side_by_side
 from depthmix.ops.slots.op import add_norm, add_up, few_tokens, usable
-
-
-class Scores(NamedTuple):
-    """What the readers' vectors w make of one entry."""
-
-    s: Tensor  # [N, R]: the ways of `first`, those of the reader after it, and so on
-    first: int
-
-    def of(self, reader: int, ways: Sequence[int]) -> Tensor:
-        """Those of one reader, [N, W]; ways: how many every reader has."""
-        start = sum(ways[self.first : reader])
-        return self.s[:, start : start + ways[reader]]
-
-
-class InsideNorm(NamedTuple):
-    """Norms of mixtures that are part of their sum: then the mixture that goes on comes once more, as it is, at the end."""
-
-    gain: Tensor  # [ways, D]
-    eps: float
-    goes_on: int
-
-
-class Tape(NamedTuple):
-    """What kernels pass from read to read: the stack as their autograd knows it, and its scores."""
-
-    stack: tuple[Tensor, ...]
-    scores: tuple[Scores | None, ...]
-    w: Tensor | None  # of all readers, where weights are scores: [R, D]
-    halves: Any  # the same in two parts, as scores are made with them
-    differentiable: bool
-
-
-EntryScores = tuple[int, tuple[Tensor, ...]]  # the first reader, and [ways, ...] for each from it on
-
-
-class Ahead(NamedTuple):
-    """What the reference passes from read to read where weights are scores: those of every entry, made once for all readers to come."""
-
-    w: Tensor  # of all readers: [R, D]
-    scores: tuple[EntryScores, ...]
-
-
-@register_state
-class StackState(State):
-    """The stack and, between the sites of a block, what the next one needs."""
-
-    stack: tuple[Tensor, ...]  # e, then an entry per finished block, with a window the older ones in one
-    pending: tuple[Tensor, ...] | None = None  # the sum of these one or two is the newest entry: the next read adds up
-    g: Tensor | None = None  # the mixture this block read that goes on; with `accumulates`, what its last site read
-    a: Tensor | None = None  # what its sites produced, added up; with `accumulates`, the last site
-    tape: Tape | Ahead | None = dataclasses.field(default=None, repr=False, metadata={"cache": True})
-
-    def template(self) -> Tensor:
-        return self.stack[0]
-
-    def sums(self, sources: Sequence[Tensor], norm: InsideNorm | None, **weights: Any) -> tuple[Tensor, ...]:
-        """depth_sum in plain PyTorch code, which runs where the kernels cannot, and when a program is compiled."""
-        if norm is not None:
-            return depth_sum_normed(sources, *norm, **weights)
-        backend = None if torch.compiler.is_compiling() and not self.frozen else "reference"
-        return depth_sum(sources, **weights, backend=backend)
-
-
-class SlotWeights(NamedTuple):
-    """What a reader weighs all entries with when tokens are decoded; nothing at all: an only entry as it is."""
-
-    static: Tensor | None = None  # [W, n, D] or [W, n, 1]
-    w: Tensor | None = None  # [W, n or 1, D]: their products with the entries are added
-    relu: int = 0  # as in Weights
 
 
 class BlockStack(Mixer):
@@ -294,7 +225,7 @@ class BlockStack(Mixer):
         return tape._replace(stack=(*tape.stack, v), scores=(*tape.scores, None if s is None else Scores(s, reader)))
 
     def _read_with_kernels(
-        self, state: StackState, reader: int, gain: Tensor | None, eps: float
+        self, state: StackState, reader: int, gain: Gains | None, eps: float
     ) -> tuple[tuple[Tensor, ...], Tensor, tuple[Tensor, ...], Tape]:
         """A reader's mixtures, normed with a gain; the one that goes on, which is not; the whole stack, and its tape."""
         tape, stack, add = self._tape(state), state.stack, None
@@ -314,7 +245,7 @@ class BlockStack(Mixer):
         if found is not None:
             h, g, fresh, _ = read_sums(tape.stack[found[0]], found[1], add, gain, eps, self._goes_on(reader))
         elif gain is not None:
-            h, g, fresh, _ = read_sums(tape.stack[-1:], plain_sum(gain, len(gain)), add, gain, eps)
+            h, g, fresh, _ = read_sums(tape.stack[-1:], plain_sum(tape.stack[0], len(gain)), add, gain, eps)
         else:
             h, g, fresh = (tape.stack[-1].view_as(tape.stack[-1]),) * self.reader_ways[reader], None, None
         if fresh is not None:
@@ -360,11 +291,12 @@ class BlockStack(Mixer):
             return h if len(h) > 1 else h[0]
         assert state.g is not None
         assert state.a is not None
+        total: Tensor | None
         if fused is None:
             total = normed = state.g + state.a
         else:
-            total, normed = add_norm(state.g, state.a, fused[0][0], fused[1])
-        state.leave_note(total)
+            total, normed = add_norm(state.g, state.a, fused[0][0], fused[1], keep=self.accumulates)
+        state.leave_note(normed if total is None else total)  # of use with `accumulates` alone
         return normed
 
     def _write_step(self, state: SlotState, site: int, y: Tensor) -> SlotState:
@@ -401,7 +333,7 @@ class BlockStack(Mixer):
         return state
 
     def _mixtures(
-        self, state: StackState, reader: int, gain: Tensor | None = None, eps: float = 0.0
+        self, state: StackState, reader: int, gain: Gains | None = None, eps: float = 0.0
     ) -> tuple[Tensor, ...]:
         """What a reader sees, normed with a gain."""
         if self._use_kernels(state):
@@ -413,7 +345,7 @@ class BlockStack(Mixer):
                 stack = _merged(stack, stack[1] + stack[2]) if self._is_full(stack) else stack
                 whole = dataclasses.replace(state, stack=(*stack, _sum(state.pending)), pending=None)
             goes_on = self._goes_on(reader)
-            norm = None if gain is None else InsideNorm(gain, eps, goes_on)
+            norm = None if gain is None else InsideNorm(side_by_side(gain), eps, goes_on)
             ahead = self._ahead(state, whole.stack, reader)
             whole = dataclasses.replace(whole, tape=ahead)
             h = self._mix(whole, reader, norm) if reader else whole.stack * max(self.reader_ways[0], goes_on + 1)
@@ -438,11 +370,14 @@ class BlockStack(Mixer):
     def _read_normed(self, state: StackState | SlotState, site: int, norms: Sequence[Norm]) -> Read | None:
         if isinstance(state, SlotState):
             return self._read_step(state, site, norms)
-        kernels = self._use_kernels(state)
-        fused = fused_norms(norms, state.template()) if kernels or (own_backward() and not state.frozen) else None
+        kernels, trains = self._use_kernels(state), torch.is_grad_enabled()
+        fused: Any = None
+        if kernels and not trains:  # which take the gains where they lie
+            fused = fused_gains(norms, state.template())
+        elif kernels or (own_backward() and not state.frozen):
+            fused = fused_norms(norms, state.template())
         if fused is None:
             return None
-        trains = torch.is_grad_enabled()
         gain, eps = fused[0].float() if kernels and trains else fused[0], fused[1]  # a gradient is fp32
         if self.layout.begins[site]:
             reader = self.layout.block[site]
@@ -459,8 +394,8 @@ class BlockStack(Mixer):
             state.leave_note(g if self.accumulates else None)
             return rms_norm(g, gain[0], eps)
         if not trains and not torch.compiler.is_compiling():
-            total, h_normed = add_norm(state.g, state.a, gain[0], eps)
-            state.leave_note(total if self.accumulates else None)
+            total, h_normed = add_norm(state.g, state.a, gain[0], eps, keep=self.accumulates)
+            state.leave_note(total)
             return h_normed
         goes_on = 0 if self.accumulates else None  # the sum before its norm
         # The outputs so far go on to the entry, whose gradient is then added in this read's backward.
@@ -503,7 +438,7 @@ class BlockStack(Mixer):
             return None if fused is None else self._read_slots(state, self.n_blocks, *fused)[0]
         if fused is None or not self._use_kernels(state):
             return None
-        return self._mixtures(state, self.n_blocks, fused[0][0].unsqueeze(0), fused[1])[0]
+        return self._mixtures(state, self.n_blocks, *fused)[0]
 
 
 def _sum(parts: tuple[Tensor, ...]) -> Tensor:

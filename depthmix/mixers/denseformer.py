@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from depthmix.mixers.base import register
-from depthmix.mixers.block_stack import BlockStack, InsideNorm, SlotWeights, StackState, Tape
+from depthmix.mixers.block_stack import BlockStack
 from depthmix.mixers.options import at_least
+from depthmix.mixers.stack_state import InsideNorm, SlotWeights, StackState, Tape
 from depthmix.ops.depth_sum.source_order import Weights
 
 

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from depthmix.mixers.base import register
-from depthmix.mixers.block_stack import Ahead, BlockStack, InsideNorm, SlotWeights, StackState, Tape
+from depthmix.mixers.block_stack import BlockStack
 from depthmix.mixers.options import OptionError, at_least
+from depthmix.mixers.stack_state import Ahead, InsideNorm, SlotWeights, StackState, Tape
 from depthmix.ops import depth_scores
 from depthmix.ops.depth_sum.source_order import CLAMPED, SUM_CLAMPED, Weights
 

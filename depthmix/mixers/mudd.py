@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from depthmix.mixers.base import register
-from depthmix.mixers.block_stack import BlockStack, InsideNorm, StackState, Tape
+from depthmix.mixers.block_stack import BlockStack
+from depthmix.mixers.stack_state import InsideNorm, StackState, Tape
 from depthmix.ops.depth_sum.coefficients import coefficients, coefficients_reference
 from depthmix.ops.depth_sum.source_order import Weights
 

@@ -3,13 +3,14 @@
 x_0 = e;   h_s = x_s;   x_{s+1} = x_s + y_s;   h_S = x_S
 """
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
 from depthmix.mixers.base import Mixer, Norm, Read, register
-from depthmix.mixers.state import State, StreamState, register_state
+from depthmix.mixers.state import State, StreamState, last_rows, register_state
 from depthmix.mixers.traffic import NORM, Published, Traffic, one_stream
 from depthmix.ops.norm import fused_gains
 from depthmix.ops.slots.op import add_norm, usable
@@ -54,6 +55,10 @@ class PendingStream(State):
 
     def template(self) -> Tensor:
         return self.x
+
+    def last(self, n: int) -> Any:
+        x, y = last_rows(self.x, n), None if self.y is None else last_rows(self.y, n)
+        return dataclasses.replace(self, x=x, y=y, note=None)
 
     def whole(self) -> Tensor:
         """x + y."""

@@ -30,6 +30,10 @@ class State:
         """A tensor with the embedding's shape, dtype and device."""
         raise NotImplementedError
 
+    def last(self, n: int) -> Any:
+        """The same of the last n tokens of a sequence [..., T, D] alone, where that is a matter of slices; otherwise of all."""
+        return self
+
     def observe(self, x: Tensor) -> Tensor:
         """x as an input of coefficients, cut off from autograd when they are frozen."""
         return x.detach() if self.frozen else x
@@ -46,6 +50,16 @@ class State:
     def next(self, **changes: Any) -> Any:
         """This state after one more write."""
         return dataclasses.replace(self, site=self.site + 1, note=None, **changes)
+
+
+def last_rows(x: Tensor, n: int) -> Tensor:
+    """Of the last n tokens: [..., n, D]."""
+    return x[..., -n:, :].contiguous()  # of one sequence they lie together already
+
+
+def last_of(parts: tuple[Tensor, ...], n: int) -> tuple[Tensor, ...]:
+    """Of each."""
+    return tuple(last_rows(x, n) for x in parts)
 
 
 StateType = TypeVar("StateType", bound=type[State])
@@ -86,3 +100,6 @@ class StreamState(State):
 
     def template(self) -> Tensor:
         return self.x
+
+    def last(self, n: int) -> Any:
+        return dataclasses.replace(self, x=last_rows(self.x, n), note=None)

@@ -97,8 +97,10 @@ class Blocks(nn.Module):
         """Eps of the norms in front of a site; after the last comes the final norm."""
         return config.norm_eps
 
-    def through_blocks(self, x: Tensor, context: Context, trace: Trace | None = None) -> Tensor:
-        """What the head sees of embeddings [B, T, D]: the blocks' output after the final norm."""
+    def through_blocks(
+        self, x: Tensor, context: Context, trace: Trace | None = None, last: int | None = None
+    ) -> Tensor:
+        """What the head sees of embeddings [B, T, D]: the blocks' output after the final norm; last: of so many tokens alone."""
         mixer, trace = self.mixer, trace or Trace()
         sources, mixtures = trace.sources, trace.mixtures
         if sources is not None:
@@ -112,7 +114,7 @@ class Blocks(nn.Module):
             if sources is not None:
                 sources.append(y)
             state = mixer.write(state, site, y)
-        return mixer.finish(state, self.final_norm)
+        return mixer.finish(state, self.final_norm, **({} if last is None else {"last": last}))
 
     def _run_sublayer(self, sublayer: nn.Module, h: Read, context: Context) -> Tensor:
         return sublayer(h, context)

@@ -69,6 +69,7 @@ class Decoding:
             raise ValueError(f"decoding: expected at least one token, and {room}; got {tokens}")
 
     def _through_blocks(self, ids: Tensor) -> Tensor:
+        """What the head sees of the last token: [B, 1, D]."""
         tokens, past = ids.shape[1], self.cache.filled
         if tokens == 1:  # by what is on the device, so that a replay finds its place
             cos, sin = (t.index_select(2, self.cache.position) for t in (self.cos, self.sin))
@@ -76,7 +77,8 @@ class Decoding:
         else:
             cos, sin = (t[:, :, past : past + tokens] for t in (self.cos, self.sin))
             mask = last_tokens(tokens, past + tokens)
-        return self.model.through_blocks(self.model.embed(ids, None), Context(cos, sin, mask, self.cache))
+        x, context = self.model.embed(ids, None), Context(cos, sin, mask, self.cache)
+        return self.model.through_blocks(x, context, last=1)
 
     def _step(self) -> Tensor:
         logits = self.model.head(self._through_blocks(self.ids)[:, -1])

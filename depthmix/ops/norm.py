@@ -103,7 +103,11 @@ def fused_gains(norms: Sequence[Any], x: Tensor) -> tuple[list[Tensor], float] |
 def fused_norms(norms: Sequence[Any], x: Tensor) -> tuple[Tensor, float] | None:
     """The same, the gains as one tensor [W, D]."""
     fused = fused_gains(norms, x)
-    if fused is None:
-        return None
-    gains, eps = fused
-    return gains[0].unsqueeze(0) if len(gains) == 1 else torch.stack(gains), eps
+    return None if fused is None else (side_by_side(fused[0]), fused[1])
+
+
+def side_by_side(rows: Tensor | Sequence[Tensor]) -> Tensor:
+    """[W, D]; of several rows a copy."""
+    if isinstance(rows, Tensor):
+        return rows
+    return rows[0].unsqueeze(0) if len(rows) == 1 else torch.stack(tuple(rows))

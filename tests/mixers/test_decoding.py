@@ -117,6 +117,30 @@ def test_norms_that_no_kernel_knows_and_outputs_in_another_precision(name, optio
             torch.testing.assert_close(a, e, rtol=1e-2, atol=1e-2)
 
 
+def finished(mixer: Any, x: Tensor, norms: Any, last: int | None) -> Tensor:
+    state = mixer.start(x)
+    for site in range(mixer.n_sites):
+        state = mixer.write(state, site, sublayer(site, mixer.read(state, site, norms[0][site])))
+    return mixer.finish(state, norms[1], last)
+
+
+LAST = [*RULES, ("dca", {"window": 1}), ("attnres", {"routing": "add"}), ("hyper", {}), ("laurel", {"variant": "pa"})]
+
+
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+@pytest.mark.parametrize(("name", "options"), LAST, ids=str)
+def test_finish_of_the_last_tokens_alone(name, options, backend, monkeypatch):
+    """Of several sequences, through the kernels for many tokens; with gradients or without."""
+    monkeypatch.setattr("depthmix.ops.slots.op.STEP_TOKENS", 0)
+    mixer, x = mixer_of(name, n_blocks=3, **options), rand(2, 3, D, dtype=torch.float32)
+    norms = norms_of(mixer)
+    with use_backend("reference"):
+        expected = finished(mixer, x, norms, None)[:, -2:]
+        near([finished(mixer, x, norms, 2)], [expected])
+    with use_backend(backend), torch.no_grad():
+        near([finished(mixer, x, norms, 2)], [expected])
+
+
 def test_full_reads_old_sources_in_groups_where_they_are_many(launched, monkeypatch):
     monkeypatch.setattr(slot_kernels, "LANE", 1)  # four sources at a time
     mixer, x = mixer_of("attnres", n_blocks=5), rand(1, D, dtype=torch.float32)

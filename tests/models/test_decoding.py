@@ -60,12 +60,14 @@ def test_with_kernels(mixer):
 def test_a_chunk_is_all_that_goes_through_the_blocks_at_once(monkeypatch):
     model, ids, seen = decoder(), tokens(), []
     right = model.through_blocks
-    monkeypatch.setattr(model, "through_blocks", lambda x, context: seen.append(x.shape[1]) or right(x, context))
-    heads = []
+    monkeypatch.setattr(model, "through_blocks", lambda x, *a, **k: seen.append(x.shape[1]) or right(x, *a, **k))
+    heads, finished = [], []
+    model.final_norm.register_forward_hook(lambda module, args, out: finished.append(out.shape[1]))
     model.head.register_forward_hook(lambda module, args, out: heads.append(tuple(out.shape)))
     Decoding(model, 2, LENGTH, chunk=4).prefill(ids)
     assert seen == [4, 4, 1]
     assert heads == [(2, VOCAB)]  # of the last token alone
+    assert finished == [1, 1, 1]
     assert decoding_module.CHUNK <= 8192
 
 

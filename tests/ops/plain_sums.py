@@ -60,10 +60,11 @@ def rows(x: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def add_and_score(v: Tensor, add: Tensor | None, w: Halves) -> tuple[Tensor, Tensor]:
+def add_and_score(v: Tensor, add: Tensor | None, w: Halves, across: bool = False) -> tuple[Tensor, Tensor]:
     fresh = v if add is None else (v.float() + add.float()).to(v.dtype)
     w = w.high if v.dtype == torch.float32 else w.high.float() + w.low.float()
-    return fresh, rows(fresh) @ w.T
+    scores = rows(fresh) @ w.T
+    return fresh, scores.t().contiguous().t() if across else scores
 
 
 @torch.no_grad()

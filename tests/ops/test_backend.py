@@ -185,7 +185,8 @@ def test_opcheck_of_reads_that_know_something(depth_read: Any, add: bool, norm: 
     logits = [rand(3, 2, seed=20 + i, dtype=FP32) for i in range(2)]
     one = (rest[0], None if rest[1] is None else rest[1][:1], *rest[2:])
     for keep in (0, 2):
-        torch.library.opcheck(torch.ops.depthmix.depth_read_known.default, (u, v[:3], logits, *rest, keep))
+        several = (rest[0], [] if rest[1] is None else list(rest[1].clone().split(1)), *rest[2:])
+        torch.library.opcheck(torch.ops.depthmix.depth_read_known.default, (u, v[:3], logits, *several, keep))
         bank, lse = rand(2, 8, seed=30, dtype=FP32), rand(2, seed=31, dtype=FP32)
         torch.library.opcheck(torch.ops.depthmix.depth_read_near.default, (u[:1], v[:2], *one, keep, bank, lse))
 

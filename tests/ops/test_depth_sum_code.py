@@ -19,9 +19,9 @@ from triton.backends.nvidia.compiler import get_ptxas
 from depthmix.ops.depth_sum.kernels import read, read_backward, source_backward
 
 TYPES = {"N": "i64", "n": "i32", "out_eps": "fp32"} | dict.fromkeys(("table", "targets", "readers"), "*i64")
-TYPES |= dict.fromkeys(("static", "gain", "rms", "dots", "part", "dgain"), "*fp32")
+TYPES |= dict.fromkeys(("static", "gain", "g0", "g1", "g2", "g3", "rms", "dots", "part", "dgain"), "*fp32")
 for name, constants, warps in eval(sys.argv[1]):
-    limit = {"maxnreg": 96} if name == "_read_kernel" else {}
+    limit = {"maxnreg": constants.get("LIMIT", 96)} if name == "_read_kernel" else {}
     fn = next(getattr(m, name) for m in (read, read_backward, source_backward) if hasattr(m, name))
     constants = {p.name: constants[p.name] for p in fn.params if p.is_constexpr}
     types = {p.name: "constexpr" if p.name in constants else TYPES.get(p.name, "*bf16") for p in fn.params}
@@ -38,10 +38,12 @@ CONSTANTS = {
     "D": 512, "BD": 512, "BT": 2, "WAYS": 3, "STATIC": 1, "DYNAMIC": True, "RELU": 1, "ADD": 0, "NORM": 3, "RAW": 0, "KEEP": True,
     "UP": 8, "ALIGNED": True, "ROWS_ALIGNED": True, "STAGES": 1, "G": 2, "DOTS": True, "ROWS": True, "S": 2, "SCORED": True,
     "SMALL": 1e-30, "SAME_W": True, "HAS_G": True, "HAS_PART": False, "WHOLE": 2,
-    "MIXTURES": 1, "SOME": False, "PASSED": False, "BY_SOURCE": True,
+    "MIXTURES": 1, "SOME": False, "PASSED": False, "BY_SOURCE": True, "LEAN": False, "PAIRS": True, "EARLY": False,
 }  # fmt: skip
 COMPILED = [
     ("_read_kernel", CONSTANTS, 2),
+    ("_read_kernel", CONSTANTS | {"KEEP": False, "LEAN": True, "EARLY": True}, 2),
+    ("_read_kernel", CONSTANTS | {"KEEP": False, "LEAN": True, "BT": 3, "UP": 16, "LIMIT": 128}, 2),
     ("_read_kernel", CONSTANTS | {"ALIGNED": False, "WAYS": 1, "NORM": 1, "UP": 2}, 2),
     ("_norm_backward_kernel", CONSTANTS | {"UP": 4, "MIXTURES": 1}, 2),
     ("_weight_backward_kernel", CONSTANTS, 1),

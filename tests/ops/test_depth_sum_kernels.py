@@ -90,7 +90,7 @@ class Case:
 
     def wide(self) -> tuple[list[Tensor], Tensor | None, Tensor | None, Tensor | None]:
         dynamic = None if self.dynamic is None else torch.stack(self.dynamic, -1).double()
-        static, gain = (None if x is None else x.double() for x in (self.static, self.gain))
+        static, gain = (None if x is None or isinstance(x, list) else x.double() for x in (self.static, self.gain))
         return [v.double() for v in self.sources], static, dynamic, gain
 
 
@@ -131,6 +131,44 @@ def test_read(
     else:
         assert not found.kept
         assert found.rms.numel() == 0
+
+
+def side_by_side(tokens: int, ways: int, seed: int) -> Tensor:
+    """[N, W] numbers, those of each way one after the other, among others."""
+    return numbers(ways + 2, tokens, seed=seed)[1 : ways + 1].t()
+
+
+@pytest.mark.covered
+@pytest.mark.parametrize(
+    ("ways", "n", "static", "dynamic", "relu", "norm", "tokens", "dim"), [c for c in CASES if c[3]]
+)
+def test_a_read_that_keeps_nothing(
+    ways: int, n: int, static: Any, dynamic: bool, relu: int, norm: bool, tokens: int, dim: int
+) -> None:
+    """With weights side by side, tiles that do not divide the tokens, and the gains of norms where they lie."""
+    case = Case(tokens, dim, n, ways, static, dynamic, relu, norm)
+    case.dynamic = [side_by_side(tokens, ways, seed=30 + i) for i in range(n)]
+    o, _, y = case.exact(*case.wide())
+    if norm:
+        case.gain = [numbers(2, dim, seed=40 + w)[1] for w in range(ways)]
+        y = case.exact(*case.wide()[:3], torch.stack(case.gain).double())[2]
+    found = case.kernel(raw=ways - 1, tile=3, stages=1)
+    assert_near([*found.y, found.raw], [*y, o[-1]], TOL[FP32])
+    assert not found.kept
+    assert found.rms.numel() == 0
+
+
+@pytest.mark.covered
+@pytest.mark.parametrize("pairs", [False, True])
+def test_a_read_of_bf16_that_keeps_nothing(pairs: bool) -> None:
+    """Numbers that bf16 holds exactly, so that it does not matter how the interpreter rounds: widened one by one, or two at a time."""
+    case = Case(7, 20, 3, 3, "rows", True, 1, False)
+    case.sources = [torch.randint(-3, 4, (7, 20)).to(torch.bfloat16) for _ in range(3)]
+    case.static = torch.randint(-2, 3, (3, 3, 20)).float()
+    case.dynamic = [torch.randint(-2, 3, (3, 7)).float().t() for _ in range(3)]
+    found = case.kernel(tile=3, stages=1, pairs=pairs)
+    for a, e in zip(found.y, case.exact(*case.wide())[2], strict=True):
+        assert torch.equal(a.double(), e)
 
 
 @pytest.mark.parametrize(("n", "stages"), [(1, 1), (3, 1), (2, 3)])
@@ -280,6 +318,10 @@ def test_scores(rows: int, tokens: int, dim: int, dtype: torch.dtype, has_add: b
     expected = v if add is None else (v.float() + add.float()).to(dtype)
     assert torch.equal(fresh, expected)
     assert_near([scores], [expected.double() @ w.double().T], TOL[FP32])
+    again, across = add_and_score(v, add, w, across=True)
+    assert torch.equal(again, fresh)
+    assert torch.equal(across, scores)
+    assert across.stride() == (1, tokens) or not tokens
     ds = [strided(tokens, 1, seed=4 + k)[:, 0] for k in range(rows)]
     assert_near([score_backward(v, ds).sum(0)], [torch.stack(ds).double() @ v.double()], 4 * TOL[FP32])
 

@@ -211,7 +211,7 @@ def test_neighbours_in_a_window_share_what_they_read(monkeypatch: pytest.MonkeyP
 def test_the_scores_of_a_source_are_made_and_differentiated_once(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
     score, back = plain_sums.add_and_score, plain_sums.score_backward
-    monkeypatch.setattr(plain_sums, "add_and_score", lambda *a: (made.append(len(a[2].high)), score(*a))[1])
+    monkeypatch.setattr(plain_sums, "add_and_score", lambda *a, **k: (made.append(len(a[2].high)), score(*a, **k))[1])
     monkeypatch.setattr(plain_sums, "score_backward", lambda v, ds: (made.append(-len(ds)), back(v, ds))[1])
     with plain_sums.plain_kernels(), use_backend("triton"):
         SumStack("dca", n_blocks=3)(tokens()).sum().backward()

@@ -61,7 +61,7 @@ def test_every_gradient_of_several_ways(options: dict[str, Any], groups: list[in
     assert groups == sorted({*range(step - 1, 4 * step, step), *range(step, 4 * step + 1, step)})
 
 
-@pytest.mark.parametrize("options", BOTH, ids=str)
+@pytest.mark.parametrize("options", [*BOTH, {"norm": True}], ids=str)
 def test_without_gradients(options: dict[str, Any]) -> None:
     def forward(stack: Stack, x: Tensor) -> Results:
         with torch.no_grad():

@@ -240,7 +240,7 @@ from triton.compiler import ASTSource
 from depthmix.ops.depth_attention.kernels import layer_backward, read, source_backward, tiling
 
 OTHERS = {"N": "i64", "n": "i32", "C": "i32", "eps": "fp32", "out_eps": "fp32"}
-OTHERS |= dict.fromkeys(("table", "sources", "readers"), "*i64") | dict.fromkeys(("u", "gain", "s", "lse", "part"), "*fp32")
+OTHERS |= dict.fromkeys(("table", "sources", "readers"), "*i64") | dict.fromkeys(("u", "gain", "g0", "g1", "g2", "s", "lse", "part"), "*fp32")
 OTHERS |= dict.fromkeys(("bank0", "bank1", "bank2", "bank3", "weights"), "*fp32")
 for name, constants in eval(sys.argv[1]):
     fn = next(getattr(m, name) for m in (read, source_backward, tiling, layer_backward) if hasattr(m, name))
@@ -268,6 +268,9 @@ CONSTANTS = {
     "BN": 32,
     "ROWS": 4,
     "STEP": 4,
+    "NEWEST": False,
+    "NEWEST_FIRST": False,
+    "EARLY": False,
 }
 COMPILED = [
     (kernel, CONSTANTS | {"D": dim, "BD": dim, "ALIGNED": aligned})
@@ -280,6 +283,18 @@ COMPILED = [
     )
     for dim, aligned in ((512, True), (2048, False))
 ]
+ALONE = {
+    "KEEP": 0,
+    "WAYS": 1,
+    "ADD": 1,
+    "NEWEST_FIRST": True,
+    "NEWEST": True,
+    "EARLY": True,
+    "D": 512,
+    "BD": 512,
+    "ALIGNED": True,
+}
+COMPILED += [(kernel, CONSTANTS | ALONE) for kernel in ("_read_kernel", "_bank_kernel", "_read_known_kernel")]
 
 
 def test_rows_are_loaded_sixteen_bytes_wide() -> None:
@@ -289,3 +304,4 @@ def test_rows_are_loaded_sixteen_bytes_wide() -> None:
         assert narrow != constants["ALIGNED"], (kernel, constants)
         assert "ld.global.v4.b32" in code or narrow, (kernel, constants)
         assert ("prefetch.global.L2" in code) == (kernel == "_source_backward_kernel"), kernel
+        assert ("griddepcontrol.wait" in code) == constants["EARLY"], kernel

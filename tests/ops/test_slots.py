@@ -140,6 +140,17 @@ def test_add_norm(shape, dtype):
         found = op.add_norm(x, other, gain, 1e-5)
         assert torch.equal(found[0], x if total is None else total)
         near(found[1], out)
+        nothing, out = op.add_norm(x, other, gain, 1e-5, keep=False)
+        assert nothing is None
+        near(out, reference.add_norm(x, other, gain, 1e-5, keep=False)[1])
+
+
+def test_a_sum_that_nobody_else_sees_is_not_rounded():
+    x, y, gain = (rand(*shape, seed=i, dtype=torch.float16) for i, shape in enumerate([(4, 64), (4, 64), (64,)]))
+    exact = reference.add_norm(x.float(), y.float(), gain, 0.0)[1].half()
+    kept, alone = (op.add_norm(x, y, gain, 0.0, keep)[1] for keep in (True, False))
+    assert (alone == exact).float().mean() > 0.98
+    assert (kept == exact).float().mean() < 0.9
 
 
 @pytest.mark.uncovered  # tracing the compiler itself takes minutes
@@ -152,7 +163,8 @@ def test_the_operators_compile():
         first = op.attend(slots, y, -1, 2, 1, 1, 0, 2, query, key_gain, gain, 1e-6, 1e-5)
         bank, lse = op.look_back(slots, 1, 2, torch.stack(query), torch.stack(key_gain), 1e-6)
         sums, raw = op.add_up(slots, first[0], y, 2, 2, b, None, 0, gain, 1e-5, 0)
-        return first, bank, lse, sums, raw, *op.add_norm(raw, y, gain[0], 1e-5)
+        norm = op.add_norm(raw, y, gain[0], 1e-5, keep=False)[1]
+        return first, bank, lse, sums, raw, norm, *op.add_norm(raw, y, gain[0], 1e-5)
 
     made = [slots_of(3, (3,), 8, torch.float32, 2) for _ in range(2)]
     compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
@@ -185,7 +197,7 @@ for name, constants in eval(sys.argv[1]):
 """
 CONSTANTS = {
     "D": 512, "BD": 512, "NS": 2, "MANY": False, "WAYS": 2, "BEFORE": True, "BANK": True, "NORM": True, "ALIGNED": True,
-    "STATIC": 1, "SCORES": True, "PER_ENTRY": False, "RELU": 1, "RAW": 0, "ADD": True, "UNIT": 8, "BLOCK": 1024, "GATED": True, "EARLY": True,
+    "STATIC": 1, "SCORES": True, "PER_ENTRY": False, "RELU": 1, "RAW": 0, "ADD": True, "KEEP": False, "UNIT": 8, "BLOCK": 1024, "GATED": True, "EARLY": True,
 }  # fmt: skip
 HEADS = {"H": 6, "BH": 8, "KV": 3, "BKV": 4, "HALF": 32, "BHALF": 32}
 COMPILED = [

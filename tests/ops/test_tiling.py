@@ -33,6 +33,7 @@ def test_scores(rows: int, tokens: int, dim: int) -> None:
 
     u, sources = single(rows, dim, seed=50), drawn(3, tokens, dim)
     found = scores(Halves.of(u, sources[0].dtype), sources, EPS)
+    assert_near([scores(Halves.of(u, sources[0].dtype), sources, EPS, soon=True)], [found], 1e-6)
     assert found.shape == (rows, 3, tokens)
     assert_near([found], [torch.stack([logits(u, v) for v in sources], 1)], 2e-6)
 
@@ -42,9 +43,11 @@ def test_half_precision_loses_nothing_of_a_query() -> None:
     from depthmix.ops.depth_attention.kernels.tiling import Halves, scores
 
     u, sources = single(5, 64, seed=50), drawn(2, 40, 64, torch.float16)
-    assert_near(
-        [scores(Halves.of(u, sources[0].dtype), sources, EPS)], [torch.stack([logits(u, v) for v in sources], 1)], 4e-6
-    )
+    halves = Halves.of(u, sources[0].dtype)
+    with torch.no_grad():
+        for a, e in zip(Halves.of(u, sources[0].dtype), halves, strict=True):
+            assert torch.equal(a, e)
+    assert_near([scores(halves, sources, EPS)], [torch.stack([logits(u, v) for v in sources], 1)], 4e-6)
 
 
 @pytest.mark.parametrize("rows", [2, 3, 4])
@@ -55,11 +58,36 @@ def test_make_bank(n: int, rows: int) -> None:
 
     u, sources = single(rows, 21, seed=50), drawn(n, TOKENS, 21)
     groups = [scores(Halves.of(u, sources[0].dtype), sources[i : i + 4], EPS) for i in range(0, n, 4)]
-    bank, lse = make_bank([s[0, k] for s in groups for k in range(4)], sources, rows)
+    bank, lse, _ = make_bank([s[0, k] for s in groups for k in range(4)], sources, rows)
     exact = torch.stack([logits(u, v) for v in sources])  # [n, rows, N]
     values = torch.stack(sources).double()
     mixed = torch.einsum("nrt,ntd->rtd", exact.softmax(0), values)
     assert_near([torch.stack(bank), lse], [mixed, exact.logsumexp(0)], 2e-6)
+
+
+@pytest.mark.covered
+@pytest.mark.parametrize(
+    ("n", "rows", "norm", "dtype"),
+    [(4, 4, True, torch.float32), (8, 2, False, torch.float32), (8, 3, True, torch.float16)],
+)
+def test_make_bank_and_read(n: int, rows: int, norm: bool, dtype: torch.dtype) -> None:
+    """The first of the sites reads at once, with a source more."""
+    from depthmix.ops.depth_attention.kernels.tiling import Halves, make_bank, scores
+
+    u, (*sources, newest) = single(rows, 21, seed=50), drawn(n + 1, TOKENS, 21, dtype)
+    gain = single(21, seed=70) if norm else None
+    groups = [scores(Halves.of(u, dtype), sources[i : i + 4], EPS) for i in range(0, n, 4)]
+    first = [s[0, k] for s in groups for k in range(4)]
+    bank, lse, y = make_bank(first, sources, rows, 4, newest, u[0], gain, EPS, 0.1)
+    exact = torch.stack([logits(u, v) for v in (*sources, newest)])  # [n + 1, rows, N]
+    values = torch.stack([*sources, newest]).double()
+    mixed = torch.einsum("nrt,ntd->rtd", exact[:n].softmax(0), values[:n])
+    assert_near([torch.stack(bank[1:]), lse[1:]], [mixed[1:], exact[:n, 1:].logsumexp(0)], 4e-6)
+    own = torch.einsum("nt,ntd->td", exact[:, 0].softmax(0), values)
+    if gain is not None:
+        own = own * (own.square().mean(-1, keepdim=True) + 0.1).rsqrt() * gain.double()
+    assert y is not None
+    assert_near([y], [own], 2e-6 if dtype == torch.float32 else 1e-3)
 
 
 @pytest.mark.covered
@@ -74,6 +102,9 @@ def test_read_known(n: int, norm: bool, add: bool, ways: int) -> None:
     gain = single(ways, 21, seed=70) if norm else None
     known = [scores(Halves.of(u, sources[0].dtype), [v], EPS).squeeze(1) for v in sources[:-1]]
     found = read_known(u, sources, known, pending, gain, EPS, 0.1, keep=2)
+    rows = None if gain is None else [k.clone() for k in gain]
+    for kept, alone in zip(found.y, read_known(u, sources, known, pending, rows, EPS, 0.1, keep=0).y, strict=True):
+        assert torch.equal(kept, alone)
     values = [v.double() for v in sources]
     values[-1] = values[-1] if pending is None else values[-1] + pending.double()
     exact = torch.stack([logits(u, v) for v in values])  # [n, W, N]

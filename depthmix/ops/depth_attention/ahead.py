@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from depthmix.ops.depth_attention import library  # noqa: F401  (registers the operators)
+from depthmix.ops.norm import side_by_side
 
 if TYPE_CHECKING:  # it imports triton
     from depthmix.ops.depth_attention.kernels.tiling import Halves
@@ -23,19 +24,24 @@ class Far(NamedTuple):
     scores: tuple[Tensor, ...]  # logits of every GROUP sources for the rows from some row to the last: [R', GROUP, N]
     bank: tuple[Tensor, ...]  # mixtures of the rows that have not read them, the last of them last: [N, D] fp32
     lse: Tensor  # [rows, N]
+    y: Tensor | None = None  # what the group's first site reads, if that was worked out too
 
     def logits(self, rows: int, ways: int) -> list[Tensor]:
         """Of each older source for the queries that are so many rows from the end: [W, N]."""
         return _logits(self.scores, rows, ways)
 
     def read(self, row: int, u: Tensor, sources: Sequence[Tensor], logits: list[Tensor], *rest: Any) -> Any:
-        left = self._left(row)
+        if self.y is not None and row == self.row:
+            nothing = u.new_empty(0)
+            return [self.y], [], nothing, nothing, nothing
+        add, gain, *others = rest
+        gain, left = None if gain is None else side_by_side(gain), self._left(row)
         bank, lse = self.bank[len(self.bank) - left], self.lse[len(self.lse) - left]
-        return torch.ops.depthmix.depth_read_near(u, sources[len(logits) :], *rest, bank, lse)
+        return torch.ops.depthmix.depth_read_near(u, sources[len(logits) :], add, gain, *others, bank, lse)
 
     def after(self, row: int) -> "Far":
         """What the rows after this one need."""
-        return self._replace(bank=self.bank[len(self.bank) + 1 - self._left(row) :])
+        return self._replace(bank=self.bank[len(self.bank) + 1 - self._left(row) :], y=None)
 
     def _left(self, row: int) -> int:
         """Rows of the group from this one on."""
@@ -53,7 +59,8 @@ class Known(NamedTuple):
         return _logits(self.scores, rows, ways)
 
     def read(self, row: int, u: Tensor, sources: Sequence[Tensor], logits: list[Tensor], *rest: Any) -> Any:
-        return torch.ops.depthmix.depth_read_known(u, sources, logits, *rest)
+        add, gain, *others = rest
+        return torch.ops.depthmix.depth_read_known(u, sources, logits, add, [] if gain is None else list(gain), *others)
 
     def after(self, row: int) -> "Known":
         """What the rows after this one need."""
@@ -68,7 +75,17 @@ KNOWN_WAYS = 2  # ways of a site from which on it pays to work out the logits of
 FAR_TOKENS, FAR_SOURCES = 512, 8  # from which on it pays to look at old sources for a group of sites at once
 
 
-def far_sources(queries: Tensor, row: int, olds: Sequence[Tensor], far: Far | Known | None, eps: float) -> Far | None:
+class Beside(NamedTuple):
+    """What a site reads besides its older sources, for those that may have it read at once: where no gradient is wanted."""
+
+    newest: Tensor
+    gain: Tensor | None  # of the norm that follows, [D]
+    out_eps: float
+
+
+def far_sources(
+    queries: Tensor, row: int, olds: Sequence[Tensor], far: Far | Known | None, eps: float, beside: Beside | None = None
+) -> Far | None:
     """What the group of sites that a row belongs to sees of the sources before it, for `read_sources`; None if nothing.
 
     For stacks in which site number `row` reads `row` older sources. far: what the last call returned. Depth is tiled: the
@@ -80,7 +97,7 @@ def far_sources(queries: Tensor, row: int, olds: Sequence[Tensor], far: Far | Kn
     if not _worth_it(olds) or len(olds) != row:
         return None
     if row % GROUP == 0 and FAR_SOURCES <= row <= len(queries) - 2:
-        return look_ahead(queries, row, [v.contiguous() for v in olds], far, eps)
+        return look_ahead(queries, row, [v.contiguous() for v in olds], far, eps, None, None, beside)
     return far if far is not None and far.row <= row < far.row + len(far.lse) else None
 
 
@@ -129,31 +146,33 @@ def look_ahead(
     eps: float,
     rows: int | None = None,
     step: int | None = None,
+    beside: Beside | None = None,
 ) -> Far:
     """Far for the group of `rows` sites that begins at a row; before: that of an earlier group. step: sources scored at a time."""
     from depthmix.ops.depth_attention.kernels import tiling
 
-    step = step or tiling.GROUP
-
+    step, soon = step or tiling.GROUP, not torch.is_grad_enabled()
+    own = () if beside is None else (beside.newest.contiguous(), queries[row], beside.gain, eps, beside.out_eps)
     with torch.no_grad():
         halves = tiling.Halves.of(queries, sources[0].dtype) if before is None else before.queries
         known = () if before is None else before.scores
         groups = range(step * len(known), len(sources), step)
-        new = (tiling.scores(halves.after(row), sources[i : i + step], eps) for i in groups)
+        new = (tiling.scores(halves.after(row), sources[i : i + step], eps, soon) for i in groups)
         scores, left = (*known, *new), len(queries) - row
         first = [s[0] for s in _logits(scores, left, 1)]
-        bank, lse = tiling.make_bank(first, sources, rows or min(tiling.GROUP, left), step)
-        return Far(halves, row, scores, tuple(bank), lse)
+        bank, lse, y = tiling.make_bank(first, sources, rows or min(tiling.GROUP, left), step, *own)
+        return Far(halves, row, scores, tuple(bank), lse, y)
 
 
 def know(queries: Tensor, row: int, sources: Sequence[Tensor], before: Known | None, eps: float) -> Known:
     """Known for the read at a row, whose older sources these are; before: that of an earlier read."""
     from depthmix.ops.depth_attention.kernels import tiling
 
+    soon = not torch.is_grad_enabled()
     with torch.no_grad():
         halves = tiling.Halves.of(queries, sources[0].dtype) if before is None else before.queries
         known = () if before is None else before.scores
-        new = (tiling.scores(halves.after(row), [v], eps) for v in sources[len(known) :])
+        new = (tiling.scores(halves.after(row), [v], eps, soon) for v in sources[len(known) :])
         return Known(halves, (*known, *new))
 
 
@@ -168,6 +187,8 @@ def read(
     """What depth_read returns for queries[row : row + ways], and logits [W, N] of the sources that it did not look at."""
     u = queries[row : row + ways]
     if far is None:
-        return torch.ops.depthmix.depth_read(u, sources, *rest), []
+        add, gain, *others = rest
+        gain = None if gain is None else side_by_side(gain)
+        return torch.ops.depthmix.depth_read(u, sources, add, gain, *others), []
     logits = far.logits(len(queries) - row, ways)
     return far.read(row, u, sources, logits, *rest), logits

@@ -20,7 +20,7 @@ _library.define(  # of what is left when the mixture of older sources is known; 
     " Tensor bank, Tensor bank_lse) -> (Tensor[] y, Tensor[] o, Tensor s, Tensor lse, Tensor fresh)"
 )
 _library.define(  # of which all logits but the newest source's are known; source_major.py differentiates it
-    "depth_read_known(Tensor u, Tensor[] sources, Tensor[] logits, Tensor? add, Tensor? gain, float eps, float out_eps,"
+    "depth_read_known(Tensor u, Tensor[] sources, Tensor[] logits, Tensor? add, Tensor[] gain, float eps, float out_eps,"
     " int keep) -> (Tensor[] y, Tensor[] o, Tensor s, Tensor lse, Tensor fresh)"
 )
 _library.define(
@@ -45,20 +45,20 @@ def _read(
 
 
 def _read_known(
-    u: Tensor, sources: list[Tensor], logits: list[Tensor], add: Tensor | None, gain: Tensor | None,
+    u: Tensor, sources: list[Tensor], logits: list[Tensor], add: Tensor | None, gain: list[Tensor],
     eps: float, out_eps: float, keep: int,
 ) -> Read:  # fmt: skip
     from depthmix.ops.depth_attention.kernels import tiling
 
-    y, o, s, lse, fresh = tiling.read_known(u.contiguous(), sources, logits, add, gain, eps, out_eps, keep)
+    y, o, s, lse, fresh = tiling.read_known(u.contiguous(), sources, logits, add, gain or None, eps, out_eps, keep)
     return y, o, s, lse, u.new_empty(0) if fresh is None else fresh
 
 
 def _read_known_fake(
-    u: Tensor, sources: list[Tensor], logits: list[Tensor], add: Tensor | None, gain: Tensor | None,
+    u: Tensor, sources: list[Tensor], logits: list[Tensor], add: Tensor | None, gain: list[Tensor],
     eps: float, out_eps: float, keep: int,
 ) -> Read:  # fmt: skip
-    return _read_fake(u, sources[-1:], add, gain, eps, out_eps, keep)
+    return _read_fake(u, sources[-1:], add, gain[0] if gain else None, eps, out_eps, keep)
 
 
 def _read_fake(

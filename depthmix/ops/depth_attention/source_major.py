@@ -53,21 +53,24 @@ def read_sources(
     ways: int,
     sources: Sequence[Tensor],
     add: Tensor | None,
-    gain: Tensor | None,
+    gain: Tensor | Sequence[Tensor] | None,
     eps: float,
     out_eps: float,
     far: Far | Known | None = None,
 ) -> tuple[list[Tensor], Tensor]:
     """Read with kernels: the results of queries[row : row + ways] and the newest source, sources[-1] (+ add).
 
-    queries: [R, D] fp32, key gains included. gain: [W, D] of the norm that follows, or None. A stack of reads is
+    queries: [R, D] fp32, key gains included. gain: [W, D] of the norm that follows, or None; without gradients also a row for
+    each way. A stack of reads is
     differentiated in source-major order if `queries` came through `collect_rows`, the sources are newest sources that
     earlier reads returned, and nothing is being compiled. far: what `far_sources` or `known_sources` found for this row.
     The caller has checked that the kernels can do it.
     """
     queries, sources = queries.contiguous(), [v.contiguous() for v in sources]
-    add, gain = (None if t is None else t.contiguous() for t in (add, gain))
-    given = (queries, gain, add, *sources)
+    add = None if add is None else add.contiguous()
+    if isinstance(gain, Tensor):
+        gain = gain.contiguous()
+    given = (queries, add, *sources, *([gain] if isinstance(gain, Tensor) else gain or ()))
     wanted = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given)
     if wanted and not torch.compiler.is_compiling():
         *y, fresh = ReadSources.apply((row, ways), (eps, out_eps), far, queries, gain, add, *sources)

@@ -53,7 +53,7 @@ def make_source(v: Tensor, add: Tensor | None = None, rows: Any = None) -> tuple
     if torch.is_grad_enabled() and (v.requires_grad or (add is not None and add.requires_grad)):
         found = MakeSource.apply(rows, v, add)
         return found if rows is not None else (found, None)
-    fresh, scores = _add_and_score(v, add, rows)
+    fresh, scores = _add_and_score(v, add, rows, across=not torch.is_grad_enabled())
     return v if add is None and v.is_contiguous() else fresh, scores
 
 
@@ -64,13 +64,13 @@ def halves(table: Tensor, like: Tensor) -> Any:
     return Halves.of(table.detach(), like.dtype)
 
 
-def _add_and_score(v: Tensor, add: Tensor | None, rows: Any) -> tuple[Tensor, Tensor | None]:
+def _add_and_score(v: Tensor, add: Tensor | None, rows: Any, across: bool = False) -> tuple[Tensor, Tensor | None]:
     v = v.contiguous()
     if rows is None:
         return (v if add is None else v + add), None
     from depthmix.ops.depth_sum.kernels.scores import add_and_score
 
-    fresh, scores = add_and_score(v, None if add is None else add.contiguous(), rows)
+    fresh, scores = add_and_score(v, None if add is None else add.contiguous(), rows, across=across)
     return v if add is None else fresh, scores
 
 
@@ -78,24 +78,26 @@ def read_sums(
     sources: Sequence[Tensor],
     weights: Weights,
     add: Tensor | None = None,
-    gain: Tensor | None = None,
+    gain: Tensor | Sequence[Tensor] | None = None,
     eps: float = 0.0,
     raw: int | None = None,
     passes: bool = False,
 ) -> Result:
     """Read with kernels. The caller has checked that they can do it.
 
-    add: the newest source is sources[-1] + add; only without dynamic weights. gain: [G, D], of the norms of the first G ways.
+    add: the newest source is sources[-1] + add; only without dynamic weights. gain: [G, D], of the norms of the first G ways; without
+    gradients also a row for each.
     raw: a way that is wanted as it is before its norm too; ways without a norm beside others with one have no other result.
     passes: for a plain sum whose newest source goes on elsewhere: autograd would add up its two gradients in a pass of its own.
     """
     plan = Plan(weights._replace(static=None, dynamic=None, table=None), eps, None if gain is None else raw, passes)
-    given = (weights.static, weights.table, weights.dynamic, gain, add, *sources)
+    rows = None if gain is None or isinstance(gain, Tensor) else [g.contiguous() for g in gain]
+    given: tuple[Any, ...] = (weights.static, weights.table, weights.dynamic, None if rows else gain, add, *sources)
     given = tuple(None if t is None else t.contiguous() for t in given)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given):
         outs = list(ReadSums.apply(plan, *given))
     else:
-        outs = [*_outputs(_read(plan, given, keep=False)), *given[-1:] * passes]
+        outs = [*_outputs(_read(plan, (*given[:3], rows or given[3], *given[4:]), keep=False)), *given[-1:] * passes]
     passed = outs.pop() if passes else None
     fresh = None if add is None else outs.pop()
     rough = None if plan.raw is None else outs.pop()

@@ -193,7 +193,8 @@ def _add_up_kernel(
 
 @triton.jit(do_not_specialize=["N"])
 def _add_norm_kernel(
-    x, y, gain, total, out, N: tl.int64, eps, D: tl.constexpr, BD: tl.constexpr, ADD: tl.constexpr, EARLY: tl.constexpr
+    x, y, gain, total, out, N: tl.int64, eps,
+    D: tl.constexpr, BD: tl.constexpr, ADD: tl.constexpr, KEEP: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BD)
@@ -203,9 +204,11 @@ def _add_norm_kernel(
         wait_for_last()
     v = tl.load(x + t * D + d, mask=ok, other=0.0).to(tl.float32)
     if ADD:
-        v = (v + tl.load(y + t * D + d, mask=ok, other=0.0).to(tl.float32)).to(total.dtype.element_ty)
-        tl.store(total + t * D + d, v, mask=ok)
-        v = v.to(tl.float32)
+        v += tl.load(y + t * D + d, mask=ok, other=0.0).to(tl.float32)
+        if KEEP:  # the norm is then that of what others will see
+            v = v.to(total.dtype.element_ty)
+            tl.store(total + t * D + d, v, mask=ok)
+            v = v.to(tl.float32)
     v = v * tl.rsqrt(tl.sum(v * v, 0) / D + eps) * scale
     tl.store(out + t * D + d, v.to(out.dtype.element_ty), mask=ok)
 
@@ -320,16 +323,16 @@ def add_up(
     return out, rough
 
 
-def add_norm(x: Tensor, y: Tensor | None, gain: Tensor, eps: float) -> tuple[Tensor | None, Tensor]:
-    """x + y, rounded, (None without y) and its RMSNorm."""
+def add_norm(x: Tensor, y: Tensor | None, gain: Tensor, eps: float, keep: bool = True) -> tuple[Tensor | None, Tensor]:
+    """x + y, rounded, (None without y, or if it is not kept) and its RMSNorm."""
     dim = x.shape[-1]
     tokens = x.numel() // dim
-    total, out = None if y is None else torch.empty_like(x), torch.empty_like(x)
+    total, out = torch.empty_like(x) if keep and y is not None else None, torch.empty_like(x)
     if tokens:
         block = triton.next_power_of_2(dim)
         launch(
             _add_norm_kernel, (tokens,), x,
             x, x if y is None else y, gain, x if total is None else total, out, tokens, eps,
-            D=dim, BD=block, ADD=y is not None, num_warps=min(16, max(1, block // 512)), **early(x),
+            D=dim, BD=block, ADD=y is not None, KEEP=keep, num_warps=min(16, max(1, block // 512)), **early(x),
         )  # fmt: skip
     return total, out

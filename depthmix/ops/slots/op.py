@@ -24,7 +24,7 @@ _library.define(
     "slots_add_up(Tensor(a!) slots, Tensor y, Tensor? before, int slot, int ways, Tensor? static, Tensor? w, int relu,"
     " Tensor[] gain, float out_eps, int raw) -> (Tensor, Tensor)"
 )
-_library.define("slots_add_norm(Tensor x, Tensor? y, Tensor gain, float eps) -> (Tensor, Tensor)")
+_library.define("slots_add_norm(Tensor x, Tensor? y, Tensor gain, float eps, bool keep=True) -> (Tensor, Tensor)")
 
 
 def _contiguous(rows: Sequence[Tensor]) -> list[Tensor]:
@@ -84,15 +84,16 @@ def _add_up_fake(
     return slots.new_empty(ways, *y.shape), slots.new_empty(y.shape)
 
 
-def _add_norm(x: Tensor, y: Tensor | None, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def _add_norm(x: Tensor, y: Tensor | None, gain: Tensor, eps: float, keep: bool = True) -> tuple[Tensor, Tensor]:
     from depthmix.ops.slots import kernels
 
-    total, out = kernels.add_norm(x.contiguous(), None if y is None else y.contiguous(), gain.contiguous(), eps)
+    y = None if y is None else y.contiguous()
+    total, out = kernels.add_norm(x.contiguous(), y, gain.contiguous(), eps, keep)
     return x.new_empty(0) if total is None else total, out
 
 
-def _add_norm_fake(x: Tensor, y: Tensor | None, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    return x.new_empty(0 if y is None else x.shape), x.new_empty(x.shape)
+def _add_norm_fake(x: Tensor, y: Tensor | None, gain: Tensor, eps: float, keep: bool = True) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape if keep and y is not None else 0), x.new_empty(x.shape)
 
 
 for _name, _run, _fake in (
@@ -172,10 +173,13 @@ def add_up(
     return found
 
 
-def add_norm(x: Tensor, y: Tensor | None, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """x + y, rounded (x itself without y), and its RMSNorm, rounded: one launch for any number of tokens."""
-    total, out = torch.ops.depthmix.slots_add_norm(x, y, gain, eps)
-    return x if y is None else total, out
+def add_norm(x: Tensor, y: Tensor | None, gain: Tensor, eps: float, keep: bool = True) -> tuple[Tensor | None, Tensor]:
+    """x + y, rounded (x itself without y), and its RMSNorm, rounded: one launch for any number of tokens.
+
+    keep=False: of a sum nobody else will see there is only the norm, and no other rounding.
+    """
+    total, out = torch.ops.depthmix.slots_add_norm(x, y, gain, eps, keep)
+    return (x if y is None else total) if keep else None, out
 
 
 def rows_at_once(dim: int) -> int:

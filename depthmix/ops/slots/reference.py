@@ -80,8 +80,9 @@ def add_up(
     return out, sums[raw].to(slots.dtype)
 
 
-def add_norm(x: Tensor, y: Tensor | None, gain: Tensor, eps: float) -> tuple[Tensor | None, Tensor]:
+def add_norm(x: Tensor, y: Tensor | None, gain: Tensor, eps: float, keep: bool = True) -> tuple[Tensor | None, Tensor]:
     """As in kernels.py."""
-    total = None if y is None else (x.float() + y.float()).to(x.dtype)
-    v = x if total is None else total
-    return total, (rms_normalize(v, eps) * gain.float()).to(x.dtype)
+    exact = x.float() if y is None else x.float() + y.float()
+    total = exact.to(x.dtype) if keep else exact
+    out = (rms_normalize(total, eps) * gain.float()).to(x.dtype)
+    return total if keep and y is not None else None, out

@@ -11,6 +11,8 @@ numbers, K' of them, whole 16 bytes, one part after the other:
 so that z and dW lose nothing, and P, one product over 3 K' columns, only what is below 2^-16 and its own rounding.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -46,9 +48,8 @@ def product(x: Tensor, w: Tensor, halves: Tensor | None, joint: bool) -> Tensor:
             from depthmix.ops.depth_sum.kernels.scores import Halves, add_and_score
 
             deep = len(w) >= 128 and columns <= 32  # fastest, and no more than small GPUs hold
-            z = add_and_score(
-                rows, None, Halves(high, low), **({"tile": 64, "depth": 128, "warps": 4} if deep else {})
-            )[1]
+            shape: dict[str, Any] = {"tile": 64, "depth": 128, "warps": 4} if deep else {}
+            z = add_and_score(rows, None, Halves(high, low), **shape)[1]
         else:
             z = matmul(rows.float(), (high.float() + low.float()).t())
     return z if joint else z.view(*x.shape[:2], columns)

@@ -1,7 +1,7 @@
 """Depth tiling: the queries are known beforehand, so a source can be looked at once for many of the sites that will read it.
 
 scores       the logits of a source for many queries: a thin matrix product
-make_bank    the mixtures of the older sources for up to four queries in a row
+make_bank    the mixtures of the older sources for up to four queries in a row; of the first also its site's whole read
 read_known   a read whose older sources have known logits: plain weighted sums, without a dot product per source and way
 """
 
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from depthmix.ops.depth_attention.kernels.read import Result, deliver, load_row, three
 from depthmix.ops.gpu.addresses import address_table, aligned
+from depthmix.ops.gpu.early import early, wait_for_last
 from depthmix.ops.gpu.launch import launch
 
 GROUP = 4  # sites that look at older sources together
@@ -24,7 +25,10 @@ GROUP = 4  # sites that look at older sources together
 def _scores_kernel(
     table, u_high, u_low, s, like, N: tl.int64, n: tl.int32, rows: tl.int32, eps,
     D: tl.constexpr, BT: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, ALIGNED: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    if EARLY:
+        wait_for_last()
     i = tl.program_id(1)
     t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
     row = tl.arange(0, BR)
@@ -61,17 +65,23 @@ def _log_sum(table, n, at, BN: tl.constexpr):
 
 @triton.jit(do_not_specialize=["N", "n"])
 def _bank_kernel(
-    table, bank0, bank1, bank2, bank3, lse, like, N: tl.int64, n: tl.int32,
-    D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr, ALIGNED: tl.constexpr, STAGES: tl.constexpr,
+    table, bank0, bank1, bank2, bank3, lse, like, newest, u, gain, y, N: tl.int64, n: tl.int32, eps, out_eps,
+    D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr, ALIGNED: tl.constexpr,
+    STAGES: tl.constexpr, NEWEST: tl.constexpr, NORM: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    if EARLY:
+        wait_for_last()
     t = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BD + tl.arange(0, BD)
     ok = d < D
     first = tl.program_id(1) == 0
     l0, l1 = _log_sum(table, n, t, BN), _log_sum(table, n, t + STEP * N, BN)
-    tl.store(lse + t, l0, mask=first)
     tl.store(lse + N + t, l1, mask=first)
     acc0, acc1 = tl.zeros([BD], tl.float32), tl.zeros([BD], tl.float32)
+    if NEWEST:
+        x = tl.load(newest + t * D + d, mask=ok, other=0.0)
+    else:
+        tl.store(lse + t, l0, mask=first)
     if ROWS > 2:
         l2, acc2 = _log_sum(table, n, t + 2 * STEP * N, BN), tl.zeros([BD], tl.float32)
         tl.store(lse + 2 * N + t, l2, mask=first)
@@ -88,7 +98,15 @@ def _bank_kernel(
         if ROWS > 3:
             acc3 += tl.exp(tl.load(s + 3 * STEP * N) - l3) * v
     at = t * D + d
-    tl.store(bank0 + at, acc0, mask=ok)
+    if NEWEST:  # the first query's site reads now, and has one source more
+        x = x.to(tl.float32)
+        square, s0 = tl.split(tl.sum(tl.join(x * x, x * tl.load(u + d, mask=ok, other=0.0)), 0))
+        s0 *= tl.rsqrt(square / D + eps)
+        both = _with(l0, s0)
+        acc0 = tl.exp(l0 - both) * acc0 + tl.exp(s0 - both) * x
+        deliver(1.0, acc0, both, y, y, gain, lse, t, N, d, ok, out_eps, D, NORM, 0)
+    else:
+        tl.store(bank0 + at, acc0, mask=ok)
     tl.store(bank1 + at, acc1, mask=ok)
     if ROWS > 2:
         tl.store(bank2 + at, acc2, mask=ok)
@@ -105,10 +123,12 @@ def _with(lse, s):
 
 @triton.jit(do_not_specialize=["N", "n"])
 def _read_known_kernel(
-    table, newest, add, fresh, u, gain, y0, y1, y2, o0, o1, o2, s, lse, N: tl.int64, n: tl.int32, eps, out_eps,
+    table, newest, add, fresh, u, g0, g1, g2, y0, y1, y2, o0, o1, o2, s, lse, N: tl.int64, n: tl.int32, eps, out_eps,
     D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, WAYS: tl.constexpr, ADD: tl.constexpr, NORM: tl.constexpr,
-    KEEP: tl.constexpr, ALIGNED: tl.constexpr, STAGES: tl.constexpr,
+    KEEP: tl.constexpr, ALIGNED: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    if EARLY:
+        wait_for_last()
     t = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BD)
     ok = d < D
@@ -156,11 +176,11 @@ def _read_known_kernel(
         if WAYS >= 3:
             acc2 = tl.fma(tl.exp(tl.load(p + 2 * N) - l2), v, acc2)
     rows = N * (1 + (NORM and KEEP == 2))  # from one way's totals to the next
-    deliver(1.0, acc0, l0, y0, o0, gain, lse, t, N, d, ok, out_eps, D, NORM, KEEP)
+    deliver(1.0, acc0, l0, y0, o0, g0, lse, t, N, d, ok, out_eps, D, NORM, KEEP)
     if WAYS >= 2:
-        deliver(1.0, acc1, l1, y1, o1, gain + D, lse + rows, t, N, d, ok, out_eps, D, NORM, KEEP)
+        deliver(1.0, acc1, l1, y1, o1, g1, lse + rows, t, N, d, ok, out_eps, D, NORM, KEEP)
     if WAYS >= 3:
-        deliver(1.0, acc2, l2, y2, o2, gain + 2 * D, lse + 2 * rows, t, N, d, ok, out_eps, D, NORM, KEEP)
+        deliver(1.0, acc2, l2, y2, o2, g2, lse + 2 * rows, t, N, d, ok, out_eps, D, NORM, KEEP)
 
 
 class Halves(NamedTuple):
@@ -172,52 +192,73 @@ class Halves(NamedTuple):
     @classmethod
     def of(cls, queries: Tensor, kind: torch.dtype) -> "Halves":
         high = queries.to(kind)
-        return cls(high, high if kind == torch.float32 else (queries - high.float()).to(kind))
+        if kind == torch.float32:
+            return cls(high, high)
+        if torch.is_grad_enabled():
+            return cls(high, (queries - high.float()).to(kind))
+        return cls(high, torch.sub(queries, high, out=torch.empty_like(high)))  # the same in one launch
 
     def after(self, row: int) -> "Halves":
         """Those from a row on."""
         return Halves(self.high[row:], self.low[row:])
 
 
-def scores(queries: Halves, sources: Sequence[Tensor], eps: float) -> Tensor:
-    """Logits of n sources for all the queries, each source read once: [R, n, N]."""
+def scores(queries: Halves, sources: Sequence[Tensor], eps: float, soon: bool = False) -> Tensor:
+    """Logits of n sources for all the queries, each source read once: [R, n, N]. soon: it may start while the last kernel ends."""
     v, (high, low) = sources[0], queries
     (rows, dim), kind = high.shape, v.dtype
     tokens = v.numel() // dim
     out = torch.empty(rows, len(sources), tokens, dtype=torch.float32, device=v.device)
     table = address_table(tuple(x.data_ptr() for x in sources), v.device)
+    tile = 64 if soon and tokens * len(sources) < 1 << 14 else 128  # larger ones would leave cores idle
     for at in range(0, rows, 64):  # more would not fit in the shared memory of smaller GPUs
         n = min(64, rows - at)
         launch(
-            _scores_kernel, (triton.cdiv(tokens, 128), len(sources)), v,
+            _scores_kernel, (triton.cdiv(tokens, tile), len(sources)), v,
             table, high[at:], low[at:], out[at:], v, tokens, len(sources), n, eps,
-            D=dim, BT=128, BR=max(16, triton.next_power_of_2(n)), BK=min(64, max(16, triton.next_power_of_2(dim))),
-            SPLIT=kind != torch.float32, ALIGNED=aligned(dim, sources), num_warps=8,
-            num_stages=3 if kind != torch.float32 else 2,
+            D=dim, BT=tile, BR=max(16, triton.next_power_of_2(n)), BK=min(64, max(16, triton.next_power_of_2(dim))),
+            SPLIT=kind != torch.float32, ALIGNED=aligned(dim, sources), num_warps=tile // 16,
+            num_stages=3 if kind != torch.float32 else 2, **early(v, soon),
         )  # fmt: skip
     return out
 
 
 def make_bank(
-    logits: Sequence[Tensor], sources: Sequence[Tensor], rows: int, step: int = GROUP
-) -> tuple[list[Tensor], Tensor]:
+    logits: Sequence[Tensor],
+    sources: Sequence[Tensor],
+    rows: int,
+    step: int = GROUP,
+    newest: Tensor | None = None,
+    u: Tensor | None = None,
+    gain: Tensor | None = None,
+    eps: float = 0.0,
+    out_eps: float = 0.0,
+) -> tuple[list[Tensor], Tensor, Tensor | None]:
     """The mixtures of the sources that `rows` (2 to GROUP) queries in a row see, each [N, D] fp32, and their log-sum-exp.
 
-    logits: of each source for the first of these queries, [N], a row of what `scores` returned for `step` sources.
+    logits: of each source for the first of these queries, [N], a row of what `scores` returned for `step` sources. newest: what
+    the site of the first query, u [D], reads besides; then its result, normed with a gain [D], comes last, and another's mixture
+    stands in the place of its own.
     """
     v = sources[0]
     dim = v.shape[-1]
-    tokens, block = v.numel() // dim, min(1024, triton.next_power_of_2(dim))
-    bank = [torch.empty(tokens, dim, dtype=torch.float32, device=v.device) for _ in range(rows)]
+    tokens, block = v.numel() // dim, triton.next_power_of_2(dim)
+    block = min(1024, block) if newest is None else block  # a norm needs the whole row
+    own = [torch.empty(tokens, dim, dtype=torch.float32, device=v.device) for _ in range(rows - (newest is not None))]
+    bank = own if newest is None else [own[0], *own]
     lse = torch.empty(rows, tokens, dtype=torch.float32, device=v.device)
+    y = None if newest is None else torch.empty_like(newest)
     pairs = [(x.data_ptr(), s.data_ptr()) for x, s in zip(sources, logits, strict=True)]
     launch(
         _bank_kernel, (tokens, triton.cdiv(dim, block)), v,
-        address_table(tuple(a for pair in pairs for a in pair), v.device), *bank, *bank[: GROUP - rows], lse, v, tokens, len(sources),
+        address_table(tuple(a for pair in pairs for a in pair), v.device), *bank, *bank[: GROUP - rows], lse, v,
+        v if newest is None else newest, lse if u is None else u, lse if gain is None else gain, v if y is None else y,
+        tokens, len(sources), eps, out_eps,
         D=dim, BD=block, BN=max(32, triton.next_power_of_2(len(sources))), ROWS=rows, STEP=step, ALIGNED=aligned(dim, sources),
-        STAGES=4 if block > 512 else 3, num_warps=1,
+        STAGES=4 if block > 512 else 3, NEWEST=y is not None, NORM=gain is not None, num_warps=max(1, block // 1024),
+        **early(v, y is not None),
     )  # fmt: skip
-    return bank, lse
+    return bank, lse, y
 
 
 def read_known(
@@ -225,12 +266,12 @@ def read_known(
     sources: Sequence[Tensor],
     logits: Sequence[Tensor],
     add: Tensor | None,
-    gain: Tensor | None,
+    gain: Tensor | Sequence[Tensor] | None,
     eps: float,
     out_eps: float,
     keep: int,
 ) -> Result:
-    """As `read`, given the logits [W, N] of every source but the newest; s is that of the newest alone."""
+    """As `read`, given the logits [W, N] of every source but the newest; s is that of the newest alone. gain: also a row for each way."""
     newest, n, (ways, dim) = sources[-1], len(sources) - 1, u.shape
     tokens = newest.numel() // dim
     result = Result.empty(newest, ways, gain is not None, add is not None, keep, 1)
@@ -239,9 +280,9 @@ def read_known(
     launch(
         _read_known_kernel, (tokens,), newest,
         address_table(tuple(a for pair in pairs for a in pair), newest.device), newest, newest if add is None else add,
-        newest if result.fresh is None else result.fresh, u, u if gain is None else gain,
+        newest if result.fresh is None else result.fresh, u, *three([u] if gain is None else list(gain)),
         *three(result.y), *three(result.o or result.y), result.s, result.lse, tokens, n, eps, out_eps,
         D=dim, BD=block, BN=max(16, triton.next_power_of_2(n)), WAYS=ways, ADD=int(add is not None), NORM=gain is not None,
-        KEEP=keep, ALIGNED=aligned(dim, sources), STAGES=3, num_warps=max(1, block // 1024),
+        KEEP=keep, ALIGNED=aligned(dim, sources), STAGES=3, num_warps=max(1, block // 1024), **early(newest, keep == 0),
     )  # fmt: skip
     return result

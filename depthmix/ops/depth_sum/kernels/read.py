@@ -17,8 +17,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from depthmix.ops.depth_sum.kernels.rows import load_rows, load_scalars, sums, tokens_of, weight
+from depthmix.ops.depth_sum.kernels.rows import load_rows, load_scalars, sums, tokens_of, weight, widened
 from depthmix.ops.gpu.addresses import address_table, aligned
+from depthmix.ops.gpu.early import early, wait_for_last
 from depthmix.ops.gpu.launch import launch
 
 FIELDS = 4  # of a source in the table: its address, that of its dynamic weights, and their strides for tokens and ways
@@ -56,12 +57,13 @@ def _load_static(static, i, n, d, ok, D: tl.constexpr, WAYS: tl.constexpr, STATI
 
 @triton.jit
 def _accumulate(
-    acc, rows, b, p, BT: tl.constexpr, WAYS: tl.constexpr, STATIC: tl.constexpr, DYNAMIC: tl.constexpr, RELU: tl.constexpr
+    acc, rows, b, p, BT: tl.constexpr, WAYS: tl.constexpr, STATIC: tl.constexpr, DYNAMIC: tl.constexpr, RELU: tl.constexpr,
+    PAIRS: tl.constexpr = False,
 ):  # fmt: skip
     """One more source in all the sums."""
     wide = ()
     for k in tl.static_range(BT):
-        wide = wide + (rows[k].to(tl.float32),)
+        wide = wide + (widened(rows[k], acc[0].shape[0], PAIRS),)
     new = ()
     for w in tl.static_range(WAYS):
         for k in tl.static_range(BT):
@@ -70,20 +72,78 @@ def _accumulate(
     return new
 
 
+@triton.jit
+def _load_lean(
+    address, t, like, D: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr, ALIGNED: tl.constexpr, PAIRS: tl.constexpr
+):  # fmt: skip
+    """load_rows, or of pairs of numbers as integers."""
+    if PAIRS:
+        d = tl.arange(0, BD // 2)
+        return load_rows(address, t, d, d < D // 2, address.to(tl.pointer_type(tl.int32)), D // 2, BT, ALIGNED)
+    else:
+        d = tl.arange(0, BD)
+        return load_rows(address, t, d, d < D, like, D, BT, ALIGNED)
+
+
+@triton.jit
+def _load_side(address, t, N, BT: tl.constexpr, WAYS: tl.constexpr):
+    """The dynamic weights of a source that lie side by side, tokens first: WAYS x BT numbers."""
+    at = address.to(tl.pointer_type(tl.float32)) + t
+    numbers = ()
+    for _ in tl.static_range(WAYS):
+        for k in tl.static_range(BT):
+            numbers = numbers + (tl.load(at + k),)
+        at += N
+    return numbers
+
+
+@triton.jit
+def _load_next(at, way, d, ok, WAYS: tl.constexpr, STATIC: tl.constexpr):
+    """The static rows of a source for all ways, which lie `way` numbers apart."""
+    rows = ()
+    for _ in tl.static_range(WAYS):
+        if STATIC == 1:
+            rows = rows + (tl.load(at + d, mask=ok, other=0.0),)
+        elif STATIC == 2:
+            rows = rows + (tl.load(at),)
+        at += way
+    return rows
+
+
 @triton.jit(do_not_specialize=["N", "n"])
 def _read_kernel(
-    table, add, fresh, static, gain, y0, y1, y2, y3, raw, rms, N: tl.int64, n: tl.int32, out_eps,
+    table, add, fresh, static, g0, g1, g2, g3, y0, y1, y2, y3, raw, rms, N: tl.int64, n: tl.int32, out_eps,
     D: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr, WAYS: tl.constexpr, STATIC: tl.constexpr, DYNAMIC: tl.constexpr,
     RELU: tl.constexpr, ADD: tl.constexpr, NORM: tl.constexpr, RAW: tl.constexpr, KEEP: tl.constexpr, UP: tl.constexpr,
-    ALIGNED: tl.constexpr, STAGES: tl.constexpr,
+    ALIGNED: tl.constexpr, STAGES: tl.constexpr, LEAN: tl.constexpr, PAIRS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    if EARLY:
+        wait_for_last()
     t = tl.minimum(tl.program_id(0).to(tl.int64) * BT, N - BT)
     d = tl.arange(0, BD)
     ok = d < D
     acc = ()
     for _ in tl.static_range(WAYS * BT):
         acc = acc + (tl.zeros([BD], tl.float32),)
-    if STAGES > 1:  # rows of sources through shared memory, of weights not: hence the branches
+    if LEAN:  # the same as below with as few instructions as can be, which here take longer than memory does
+        step: tl.constexpr = D if STATIC == 1 else 1
+        at, way = static, n.to(tl.int64) * step  # of the static weights, and from one way's to the next
+        rows = _load_lean(tl.load(table), t, y0, D, BD, BT, ALIGNED, PAIRS)
+        p = _load_side(tl.load(table + 1), t, N, BT, WAYS)
+        later = table + 4 * tl.minimum(1, n - 1)
+        row, numbers = tl.load(later), tl.load(later + 1)
+        for i in tl.range(1, n):
+            b = _load_next(at, way, d, ok, WAYS, STATIC)
+            next_rows = _load_lean(row, t, y0, D, BD, BT, ALIGNED, PAIRS)
+            next_p = _load_side(numbers, t, N, BT, WAYS)
+            later = table + 4 * tl.minimum(i + 1, n - 1)
+            row, numbers = tl.load(later), tl.load(later + 1)
+            acc = _accumulate(acc, rows, b, p, BT, WAYS, STATIC, DYNAMIC, RELU, PAIRS)
+            rows, p = next_rows, next_p
+            at += step
+        b = _load_next(at, way, d, ok, WAYS, STATIC)
+        acc = _accumulate(acc, rows, b, p, BT, WAYS, STATIC, DYNAMIC, RELU, PAIRS)
+    elif STAGES > 1:  # rows of sources through shared memory, of weights not: hence the branches
         p = _load_dynamic(table, 0, t, True, BT, WAYS, DYNAMIC)
         for i in tl.range(0, n - ADD, num_stages=STAGES):
             rows = load_rows(tl.load(table + 4 * i), t, d, ok, y0, D, BT, ALIGNED)
@@ -122,10 +182,10 @@ def _read_kernel(
         for k in tl.static_range(NORM * BT):
             squares = squares + (acc[k] * acc[k],)
         squares = sums(squares, NORM * BT, UP, 0)
-    ys = (y0, y1, y2, y3)
+    ys, gains = (y0, y1, y2, y3), (g0, g1, g2, g3)
     for w in tl.static_range(WAYS):
         if w < NORM:
-            g = tl.load(gain + w * D + d, mask=ok, other=0.0)
+            g = tl.load(gains[w] + d, mask=ok, other=0.0)
         for k in tl.static_range(BT):
             o = acc[w * BT + k]
             row = t + k
@@ -157,7 +217,7 @@ def read(
     static: Tensor | None,
     dynamic: Sequence[Tensor] | None,
     relu: int,
-    gain: Tensor | None,
+    gain: Tensor | Sequence[Tensor] | None,
     out_eps: float,
     raw: int | None,
     keep: bool,
@@ -166,11 +226,13 @@ def read(
     tile: int | None = None,
     warps: int | None = None,
     stages: int | None = None,
+    registers: int | None = None,
+    pairs: bool = True,
 ) -> Sums:
     """W sums of the sources [..., D], the last of which is sources[-1] + add if that is given.
 
-    static: [W, n, D] or [W, n, 1] fp32; dynamic: for each source [N, W] fp32, any strides; gain: [G, D] fp32, of the norms of
-    the first G ways; others beside them have a result only as `raw`: the way whose mixture is returned as it is before a norm.
+    static: [W, n, D] or [W, n, 1] fp32; dynamic: for each source [N, W] fp32, any strides; gain: [G, D] or a row for each, any
+    precision, of the norms of the first G ways; others beside them have a result only as `raw`: the way whose mixture is returned as it is before a norm.
     keep: also what a backward of the norm needs. plain: all weights are one.
     """
     v, n, dim = sources[-1], len(sources), sources[-1].shape[-1]
@@ -194,21 +256,24 @@ def read(
         return result
     block = triton.next_power_of_2(dim)
     rows = kind_of(static, dim) == 1
+    lean = not keep and add is None and _side_by_side(dynamic, tokens)
     shape = _shape(block, ways, rows, v.element_size())
-    limit = (
-        {"maxnreg": 96} if rows and ways > 1 and block <= 512 else {}
-    )  # a quarter more warps on a core, for four numbers that are spilled
+    if lean and rows and ways == 3 and v.element_size() == 2 and block <= 4096:  # as many tokens as registers hold
+        shape, registers = (3, max(1, block // 256), 1), registers or 128
+    if registers is None and rows and ways > 1 and block <= 512:
+        registers = 96  # a quarter more warps on a core, for four numbers that are spilled
+    limit = {} if registers is None else {"maxnreg": registers}
     tile, warps, stages = tokens_of(tile or shape[0], tokens), warps or shape[1], stages or shape[2]
-    fp32 = next(t for t in (static, gain, result.rms) if t is not None)
+    fp32 = result.rms if static is None else static
     launch(
         _read_kernel, (triton.cdiv(tokens, tile),), v,
         source_table(sources, dynamic), v if add is None else add, v if result.fresh is None else result.fresh,
-        fp32 if static is None else static, fp32 if gain is None else gain, *four(result.y),
+        fp32, *four([fp32] if gain is None else list(gain)), *four(result.y),
         v if result.raw is None else result.raw, result.rms, tokens, n, out_eps,
         D=dim, BD=block, BT=tile, WAYS=ways, STATIC=kind_of(static, dim), DYNAMIC=dynamic is not None, RELU=relu,
         ADD=int(add is not None), NORM=norm, RAW=-1 if raw is None else raw, KEEP=kept > 0,
         UP=triton.next_power_of_2((norm or ways) * tile), ALIGNED=aligned(dim, sources, [add]), STAGES=stages,
-        num_warps=warps, num_stages=1, **limit,
+        LEAN=lean and stages == 1, PAIRS=pairs and v.dtype == torch.bfloat16 and dim % 2 == 0, num_warps=warps, num_stages=1, **limit, **early(v, not keep),
     )  # fmt: skip
     return result
 
@@ -225,6 +290,11 @@ def _shape(block: int, ways: int, rows: bool, size: int) -> tuple[int, int, int]
         tile, lane, stages = (1, 512, 4) if ways == 1 else (4, 256, 3) if narrow else (1, 512, 1)
     fit = 1 + 90_000 // (tile * block * size)  # in the shared memory of small GPUs
     return tile, min(32, max(1, block // lane)), min(stages, fit)
+
+
+def _side_by_side(dynamic: Sequence[Tensor] | None, tokens: int) -> bool:
+    """Whether a way's numbers lie one after the other, and those of all ways too."""
+    return dynamic is not None and all(p.stride() == (1, tokens) for p in dynamic)
 
 
 def source_table(sources: Sequence[Tensor], dynamic: Sequence[Tensor] | None) -> Tensor:

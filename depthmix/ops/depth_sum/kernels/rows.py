@@ -27,6 +27,17 @@ def load_rows(address, t, d, mask, like, D: tl.constexpr, BT: tl.constexpr, ALIG
 
 
 @triton.jit
+def widened(x, BD: tl.constexpr, PAIRS: tl.constexpr):
+    """A row in fp32. PAIRS: two bf16 in each integer, for each of which one instruction suffices; the compiler takes up to two."""
+    if PAIRS:
+        low = (x << 16).to(tl.float32, bitcast=True)
+        high = (x & -65536).to(tl.float32, bitcast=True)
+        return tl.reshape(tl.join(low, high), [BD])
+    else:
+        return x.to(tl.float32)
+
+
+@triton.jit
 def load_scalars(address, stride, t, some, BT: tl.constexpr):
     """One fp32 number for each of BT tokens that lie `stride` numbers apart."""
     at = address.to(tl.pointer_type(tl.float32)) + t * stride

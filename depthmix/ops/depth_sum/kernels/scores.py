@@ -14,6 +14,7 @@ from torch import Tensor
 
 from depthmix.ops.depth_attention.kernels.tiling import Halves
 from depthmix.ops.gpu.addresses import address_table
+from depthmix.ops.gpu.early import early, wait_for_last
 from depthmix.ops.gpu.launch import launch
 from depthmix.ops.matmul import matmul
 
@@ -22,7 +23,10 @@ from depthmix.ops.matmul import matmul
 def _score_kernel(
     v, add, fresh, high, low, s, N: tl.int64, rows: tl.int32,
     D: tl.constexpr, BT: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, ADD: tl.constexpr, SPLIT: tl.constexpr,
+    ACROSS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    if EARLY:
+        wait_for_last()
     t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
     row = tl.arange(0, BR)
     dots = tl.zeros([BT, BR], tl.float32)
@@ -39,7 +43,8 @@ def _score_kernel(
         if SPLIT:
             w = tl.load(low + row[:, None] * D + d[None, :], mask=given, other=0.0)
             dots = tl.dot(x, tl.trans(w), dots, input_precision="ieee")
-    tl.store(s + t[:, None] * rows + row[None, :], dots, mask=(t < N)[:, None] & (row < rows)[None, :])
+    at = row.to(tl.int64)[None, :] * N + t[:, None] if ACROSS else t[:, None] * rows + row[None, :]
+    tl.store(s + at, dots, mask=(t < N)[:, None] & (row < rows)[None, :])
 
 
 def add_and_score(
@@ -47,30 +52,36 @@ def add_and_score(
     add: Tensor | None,
     w: Tensor | Halves,
     *,
+    across: bool = False,
     tile: int | None = None,
     depth: int | None = None,
     warps: int | None = None,
     stages: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """v + add, rounded once (v itself without add), and its dot products with the rows of w [R, D] fp32: [N, R] fp32."""
+    """v + add, rounded once (v itself without add), and its dot products with the rows of w [R, D] fp32: [N, R] fp32.
+
+    across: those of one row lie side by side, as reads without gradients like them best.
+    """
     dim = v.shape[-1]
     tokens = v.numel() // dim
     high, low = w if isinstance(w, Halves) else Halves.of(w, v.dtype)
     fresh = v if add is None else torch.empty_like(v)
-    scores = torch.empty(tokens, len(high), dtype=torch.float32, device=v.device)
+    shape = (len(high), tokens) if across else (tokens, len(high))
+    scores = torch.empty(shape, dtype=torch.float32, device=v.device)
     if tokens:
         small = v.element_size() == 2
         up = max(16, triton.next_power_of_2(len(high)))
         long = dim >= 1024 and small and up <= 64
-        tile = tile or (128 if up <= 64 and small and not long else 64)
+        few = across and tokens < 1 << 15  # then larger tiles leave cores idle
+        tile = tile or (128 if up <= 64 and small and not long and not few else 64)
         depth = depth or min(64 if small else 32, max(16, triton.next_power_of_2(dim)))
         launch(
             _score_kernel, (triton.cdiv(tokens, tile),), v,
             v, v if add is None else add, fresh, high, low, scores, tokens, len(high),
-            D=dim, BT=tile, BR=up, BK=depth, ADD=add is not None, SPLIT=small,
+            D=dim, BT=tile, BR=up, BK=depth, ADD=add is not None, SPLIT=small, ACROSS=across, **early(v, across),
             num_warps=warps or (8 if tile == 128 else 4), num_stages=stages or (4 if long else 3 if small and up <= 64 else 2),
         )  # fmt: skip
-    return fresh, scores
+    return fresh, scores.t() if across else scores
 
 
 @triton.jit(do_not_specialize=["N", "columns"])
