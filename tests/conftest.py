@@ -4,6 +4,7 @@ import gc
 import importlib
 import os
 import pkgutil
+import signal
 from collections import Counter
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
@@ -53,6 +54,10 @@ COVERED = pytest.StashKey[bool]()
 if not torch.cuda.is_available():
     # Kernels run in Triton's interpreter. Triton asks once, when it is first imported.
     os.environ["TRITON_INTERPRET"] = "1"
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A shell gives programs in the background no interruptions; tests send some, to programs of their own too.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Inductor has one small file to compile at a time: processes to do that in take longer to start.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")

@@ -11,7 +11,7 @@ from train.bad import COMPARE, PROGRAM, TRAIN, one_sentence, table
 fails = bad.fails
 
 LINES = [
-    ("", USAGE, "expected a command", "train, compare, study, plan, eval"),
+    ("", USAGE, "expected a command", "train, compare, study, report, plan, eval"),
     ("trian", USAGE, "invalid choice: 'trian'", "train", "--help"),
     ("--recipe x.yaml", USAGE, "invalid choice: 'x.yaml'", "choose from"),
     ("--verbose list", USAGE, "--verbose"),

@@ -57,7 +57,7 @@ def make_page(content: Content, live: Sequence[Mapping[str, Any]] | None = None)
     ]
     data = {"figures": figures, "runs": [rows(document) for document in documents]}
     said.append(f'<script type="application/json" id="page-data">{script_json(data)}</script>')
-    scripts = [plotly_source(), (HERE / "page.js").read_text(encoding="utf-8")] if drawing else []
+    scripts = [plotly_source(), (HERE / "page.js").read_text(encoding="utf-8")] if drawing and figures else []
     scripts += [EXPLORER_SCRIPT] if fragment else []
     scripts += [] if live is None else [LIVE_SCRIPT]
     style = STYLE + (EXPLORER_STYLE if fragment else "")

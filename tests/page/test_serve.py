@@ -315,14 +315,16 @@ def test_ctrl_c_ends_it(folders, capsys):
     seen = []
 
     def visit():
-        while not (line := capsys.readouterr().out):
-            time.sleep(0.01)
-        seen.append(line)
-        port = int(line.split(":")[2].split("/")[0])
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
-        connection.request("GET", "/")
-        seen.append(connection.getresponse().read())
-        _thread.interrupt_main()
+        try:
+            while not (line := capsys.readouterr().out):
+                time.sleep(0.01)
+            seen.append(line)
+            port = int(line.split(":")[2].split("/")[0])
+            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+            connection.request("GET", "/")
+            seen.append(connection.getresponse().read())
+        finally:
+            _thread.interrupt_main()
 
     visitor = threading.Thread(target=visit)
     visitor.start()
