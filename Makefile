@@ -3,8 +3,8 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 TRAIN := .venv/.installed-train
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt --editable
-# On all cores, where pip takes one; the architectures of transformers, of which few are ever imported, are left out.
-COMPILE = @$(BIN)/python -m compileall -qq -j 0 -x /transformers/models/ .venv/lib || true
+# On all cores, where pip takes one, and without what is not imported: packages' tests, most architectures of transformers, plotly's Python.
+COMPILE = @$(BIN)/python -m compileall -qq -j 0 -x '/(transformers/models|plotly|pip|setuptools|mypy|tests?)/' .venv/lib || true
 
 .PHONY: setup demo test test-harness test-gpu bench lint format new-mixer wheel clean
 
