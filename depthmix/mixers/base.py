@@ -56,9 +56,7 @@ class Mixer(nn.Module):
         Option("dim", None, (int,), (), False, 1).check(self.name, dim)
         self.dim, self.n_blocks, self.n_sites = dim, n_blocks, self.layout.n_sites
         self._sites = list(range(self.n_sites))
-        self.held = range(
-            self.n_sites + 1
-        )  # sites whose parameters are here, S being finish; fewer in a part (cutting.py)
+        self.held = range(self.n_sites + 1)  # sites whose parameters are here, S being finish: fewer in a part
 
     # What a mechanism implements. It computes without autocast, in fp32 or wider, and rounds once.
 
