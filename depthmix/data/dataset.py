@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from depthmix.errors import DATA, USAGE, UserError
 VERSION = 1
 DTYPES: dict[str, np.dtype] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 SPLITS = ("train", "val")
+SplitKind = TypeVar("SplitKind")
 
 
 class ShardWriter:
@@ -96,13 +97,30 @@ class Split:
             shard += 1
 
 
-class TokenData:
+class Prepared(Generic[SplitKind]):
+    """A folder of prepared data, of text or of images."""
+
+    def __init__(self, folder: Path, meta: dict[str, Any], splits: dict[str, SplitKind]) -> None:
+        self.folder, self.meta, self._splits, self.meta_path = folder, meta, splits, folder / "meta.json"
+
+    def split(self, name: str) -> SplitKind:
+        """`train` or `val`."""
+        if name not in self._splits:
+            raise UserError(f"There is no split {name!r}: it is train or val.", USAGE)
+        return self._splits[name]
+
+    def verify(self) -> None:
+        """Compare every file with its checksum."""
+        verify(self.folder, self.meta)
+
+
+class TokenData(Prepared[Split]):
     """A folder written by `depthmix data`."""
 
     def __init__(self, folder: Path, meta: dict[str, Any], splits: dict[str, Split]) -> None:
-        self.folder, self.meta, self._splits = folder, meta, splits
+        super().__init__(folder, meta, splits)
         self.vocab_size: int = meta["vocab_size"]
-        self.meta_path, self.tokenizer_path = folder / "meta.json", folder / meta["tokenizer"]
+        self.tokenizer_path = folder / meta["tokenizer"]
 
     @classmethod
     def open(cls, folder: str | Path) -> TokenData:
@@ -128,16 +146,6 @@ class TokenData:
                 )
             splits[name] = Split(name, info["tokens"], info["bytes"], info["documents"], shards)
         return cls(folder, meta, splits)
-
-    def split(self, name: str) -> Split:
-        """`train` or `val`."""
-        if name not in self._splits:
-            raise UserError(f"There is no split {name!r}: it is train or val.", USAGE)
-        return self._splits[name]
-
-    def verify(self) -> None:
-        """Compare every file with its checksum."""
-        verify(self.folder, self.meta)
 
 
 def verify(folder: Path, meta: dict[str, Any]) -> None:

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from depthmix.data.dataset import SPLITS, Order, is_count, is_name, map_file, read_meta, verify
-from depthmix.errors import DATA, USAGE, UserError
+from depthmix.data.dataset import SPLITS, Order, Prepared, is_count, is_name, map_file, read_meta
+from depthmix.errors import DATA, UserError
 
 LABEL = np.dtype("<i4")
 AUGMENTED = 2**63  # in the key of the random bits: they are not those of the order
@@ -34,12 +34,11 @@ class ImageSplit:
         return len(self.labels)
 
 
-class ImageData:
+class ImageData(Prepared[ImageSplit]):
     """A folder written by `depthmix data --images`."""
 
     def __init__(self, folder: Path, meta: dict[str, Any], splits: dict[str, ImageSplit]) -> None:
-        self.folder, self.meta, self._splits = folder, meta, splits
-        self.meta_path = folder / "meta.json"
+        super().__init__(folder, meta, splits)
         self.shape: tuple[int, int, int] = (meta["height"], meta["width"], meta["channels"])
         self.classes: list[str] = meta["classes"]
         self.mean: list[float] = meta["mean"]  # of the training images, by channel, of values from 0 to 1
@@ -66,16 +65,6 @@ class ImageData:
                 raise UserError(f"{folder} is damaged: a label is of no class; prepare the data again.", DATA)
             splits[name] = ImageSplit(name, pixels.reshape(-1, *shape), labels)
         return cls(folder, meta, splits)
-
-    def split(self, name: str) -> ImageSplit:
-        """`train` or `val`."""
-        if name not in self._splits:
-            raise UserError(f"There is no split {name!r}: it is train or val.", USAGE)
-        return self._splits[name]
-
-    def verify(self) -> None:
-        """Compare every file with its checksum."""
-        verify(self.folder, self.meta)
 
 
 def _wrong(meta: dict[str, Any]) -> str | None:

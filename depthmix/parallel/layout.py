@@ -34,6 +34,8 @@ class Layout:
     def of(cls, given: Mapping[str, Any]) -> Layout:
         """From the recipe's line; UserError for what is none."""
         for name, value in given.items():
+            if name == "pp":
+                raise UserError("parallel: training has no pp yet; depthmix.parallel.pipeline has (docs/pipeline.md)")
             if name not in SIZES:
                 raise UserError(f"parallel has {', '.join(SIZES)}, not {name!r}{nearest(name, SIZES)}")
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:

@@ -11,17 +11,11 @@ from torch.utils.checkpoint import checkpoint
 from depthmix.config import TrainConfig
 from depthmix.device import autocast
 from depthmix.parallel.world import World
-from depthmix.runs.init import start_model
 from depthmix.train.compiled import begin_model
 from depthmix.train.task import Task
 
 if TYPE_CHECKING:
     from depthmix.parallel.apply import Parallel
-
-
-def build_model(config: TrainConfig, vocab_size: int, device: torch.device) -> Any:
-    """The model as training wants it: seeded, on its device, compiled or checkpointed sublayer by sublayer."""
-    return prepare_model(start_model(config, vocab_size).model, config, device)
 
 
 def prepare_model(model: Any, config: TrainConfig, device: torch.device) -> Any:

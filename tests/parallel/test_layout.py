@@ -36,6 +36,7 @@ def test_flag_and_recipe_say_the_same(tmp_path):
     ("given", "words"),
     [
         ({"sharded": 2}, "not 'sharded'; did you mean 'shard'?"),
+        ({"pp": 2}, "training has no pp yet; depthmix.parallel.pipeline has"),
         ({"dp": 0}, "dp must be a whole number of at least 1, got 0"),
         ({"shard": 1.5}, "shard must be a whole number"),
         ({"tp": True}, "tp must be a whole number"),

@@ -10,8 +10,9 @@ from depthmix.ops import use_backend
 from depthmix.parallel.pipeline import check_pipeline
 from depthmix.parallel.pipeline.hops import plan_hops
 from depthmix.parallel.pipeline.piece import Piece
-from depthmix.parallel.plan.hops import bank_states, cuts, hop_sizes
+from depthmix.parallel.plan.hops import cuts, hop_sizes
 from depthmix.parallel.plan.layout import Layout
+from parallel.example import bank_states
 from parallel.pipeline_jobs import LENGTH, SHAPE, decoder
 
 MIXERS = list_mixers()

@@ -7,8 +7,9 @@ import pytest
 
 from depthmix.cli import main
 from depthmix.mixers import create_mixer
-from depthmix.parallel.plan.hops import bank_states, cuts, hop_sizes
+from depthmix.parallel.plan.hops import cuts, hop_sizes
 from depthmix.parallel.plan.schedule import orders, play, simulate
+from parallel.example import bank_states
 from project import ROOT
 
 

@@ -16,8 +16,8 @@ from depthmix import device
 from depthmix.data.dataset import TokenData
 from depthmix.errors import CHECKPOINT, DATA, UserError
 from depthmix.runs.checkpoint import list_checkpoints, load_checkpoint
+from depthmix.runs.init import start_model
 from depthmix.train import progress, step_times
-from depthmix.train.build import build_model
 from depthmix.train.loop import Trainer, train
 from depthmix.train.step_times import measure_step_times
 from train import small
@@ -72,7 +72,7 @@ def test_metrics_and_result(tmp_path):
     val = TokenData.open(config.data).split("val")
     ratio = val.n_bytes / val.n_tokens
     assert result["bits_per_byte"] == pytest.approx(result["val_loss"] / math.log(2) / ratio)
-    counts = build_model(config, small.VOCAB, torch.device("cpu")).parameter_counts()
+    counts = start_model(config, small.VOCAB).model.parameter_counts()
     assert result["parameters"] == counts
     assert counts["added_by_mixer"] > 0
     assert 0 < result["step_seconds"] <= result["seconds"]
@@ -89,7 +89,7 @@ def test_the_first_loss_is_that_of_the_first_batch(tmp_path):
     """By hand: the model of the seed on batch 0, and its gradient's norm."""
     config = small.config(tmp_path / "run", steps=2, warmup=0)
     first = train(config).read_metrics()[0]
-    model = build_model(config, small.VOCAB, torch.device("cpu"))
+    model = start_model(config, small.VOCAB).model
     batch = Trainer(config, TokenData.open(config.data), torch.device("cpu")).batches.get(0)
     logits = model(batch[:, :-1]).log_softmax(-1)
     loss = -logits.gather(-1, batch[:, 1:, None]).mean()

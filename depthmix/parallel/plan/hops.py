@@ -28,11 +28,6 @@ def hop_sizes(states: States, starts: Sequence[int], ranks: int, cached: bool) -
     return sizes
 
 
-def bank_states(chunks: int, per_rank: int = 1) -> list[dict[int, float]]:
-    """The paper's example: every stage adds `per_rank` tensors that never change, and a state is all of them."""
-    return [dict.fromkeys(range(per_rank * i), 1.0) for i in range(chunks + 1)]
-
-
 def lasting(states: States) -> float:
     """The most activations of a state that stay as they are until the end: what a prefill keeps for all of its tokens."""
     return max(sum(n for label, n in s.items() if label in states[-1]) for s in states[:-1])
