@@ -89,6 +89,19 @@ def test_every_command_of_the_page_on_vision_runs(place, capsys, monkeypatch):
     assert "accuracy" in (place / "runs" / "cifar10-vit" / "table.md").read_text()
 
 
+def test_the_page_of_the_gallery_is_made_from_what_was_kept(place, capsys, monkeypatch):
+    """Its models' weights are nowhere: what was measured of them is enough."""
+    for draw in ("draw_figures", "draw_insides"):  # tests/study has them
+        monkeypatch.setattr(f"depthmix.study.report.{draw}", lambda *_: [])
+    (place / "docs" / "results").mkdir(parents=True)
+    (place / "docs" / "results" / "gutenberg-54m-inside").symlink_to(ROOT / "docs" / "results" / "gutenberg-54m-inside")
+    (command,) = commands("gallery")
+    assert main(shlex.split(command)[1:]) == 0, capsys.readouterr().err
+    made = (place / "runs" / "gallery.html").read_text()
+    assert made.count("<h4>Who reads what: the depth map") == 5
+    assert "nobody" in made  # a word of the text that was read token by token
+
+
 def test_every_command_of_the_pages_runs(place, capsys):
     """In a reader's order, in one folder, and once where pages repeat each other; of the demo also what it promises."""
     shown = {}

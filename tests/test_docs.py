@@ -3,6 +3,7 @@
 import ast
 import importlib
 import re
+import runpy
 
 import pytest
 import torch
@@ -131,6 +132,11 @@ def test_the_pages_agree_on_how_long_the_demo_takes():
     said = re.findall(r"(?:about \w+ minutes|\d+ min \d+ s)\b", README + (ROOT / "docs" / "quickstart.md").read_text())
     assert len(said) == 2
     assert len(set(said)) == 1
+
+
+def test_the_findings_quote_what_was_measured():
+    found = runpy.run_path(str(ROOT / "tools" / "findings.py"))["table"](ROOT / "docs/results/gutenberg-54m-inside")
+    assert found in (ROOT / "docs" / "findings.md").read_text()
 
 
 def test_make_targets_in_the_documents_exist():

@@ -28,6 +28,8 @@ PIECES = 48  # tokens of a text that nobody chose
 def measured(config: InspectConfig, progress: Callable[[str, int, int | None], None] | None = None) -> dict[str, Any]:
     """The document of a run folder: the one kept there, if it is of the newest checkpoint and of the same questions."""
     folder = RunFolder.open(config.run)
+    if not list_checkpoints(folder.checkpoints) and (without := known(config.run)) is not None:
+        return without  # its weights were left behind, what was measured of them was not
     asked = {name: value for name, value in asdict(config).items() if name not in ELSEWHERE}
     key = {"schema": SCHEMA, "checkpoint": newest(folder), "asked": asked}
     kept = _read(folder.path / INSIGHT)
@@ -42,10 +44,10 @@ def measured(config: InspectConfig, progress: Callable[[str, int, int | None], N
 
 
 def known(run: str | Path) -> dict[str, Any] | None:
-    """The document kept in a run folder, whatever was asked, if it is of the newest checkpoint."""
+    """The document kept in a run folder, whatever was asked, if it is of the newest checkpoint, or of the last one there was."""
     folder = RunFolder.open(run)
     kept = _read(folder.path / INSIGHT) or {}
-    fits = kept.get("schema") == SCHEMA and kept.get("checkpoint") == newest(folder)
+    fits = kept.get("schema") == SCHEMA and newest(folder) in ("", kept.get("checkpoint"))
     return {**kept["document"], "run": str(run)} if fits and isinstance(kept.get("document"), dict) else None
 
 

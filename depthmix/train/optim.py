@@ -107,7 +107,10 @@ def check_groups(groups: Sequence[Mapping[str, Any]]) -> None:
 def own_settings(names: Iterable[str], groups: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
     """The parameters that the groups name, each with the first group that matches; UserError for one that matches nothing."""
     names = list(names)
+    ruled = any(name.startswith("mixer.") for name in names)  # a plain arm of a comparison has no parameter of a rule
     for group in groups:
+        if not ruled and group["match"].startswith("mixer."):
+            continue
         if not any(fnmatchcase(name, group["match"]) for name in names):
             near = nearest(group["match"].rstrip("*."), names, cutoff=0.3)
             raise UserError(f"groups: {group['match']!r} matches no parameter of this model{near}")
