@@ -11,6 +11,7 @@ import copy
 import dataclasses
 import gc
 from collections.abc import Callable
+from statistics import fmean
 
 import torch
 from torch import Tensor
@@ -33,6 +34,7 @@ STEPS = 8  # of decoding that are timed together
 PAST, SLOTS = 256, 512  # tokens that a step of decoding looks back at, and room in the cache
 PROMPT, LONG, CHUNK = 8192, 131072, 2048
 ROUNDS = 4  # for each that a kernel gets
+RECORDINGS = 4  # of a step of decoding: where its tensors happen to lie changes its time by up to a tenth, for as long as it is replayed
 FEW_BLOCKS = 8  # of the models that are checked
 FEW_TOKENS, MANY_TOKENS = (
     100,
@@ -58,9 +60,10 @@ def decode(options: Options, report: Report) -> None:
         for arm in arms[1:]:
             model = build(config, arm, options)
             for batch in batches:
-                runs = {a.label: steps_of(_filled(m, batch, options)) for a, m in ((arms[0], first), (arm, model))}
-                _compare(f"{case}, batch {batch}", arms[0], arm, runs, STEPS, targets, options, report)
-                del runs
+                both = {arms[0].label: first, arm.label: model}
+                recordings = [_placed_anew(both, batch, i, options) for i in range(1 if options.small else RECORDINGS)]
+                _compare(f"{case}, batch {batch}", arms[0], arm, recordings, STEPS, targets, options, report)
+                del recordings, both
             del model
             _free(options)
 
@@ -77,7 +80,7 @@ def prefill(options: Options, report: Report) -> None:
         first = prompt_of(build(config, arms[0], options), tokens, options)
         for arm in arms[1:]:
             runs = {arms[0].label: first, arm.label: prompt_of(build(config, arm, options), tokens, options)}
-            _compare(case, arms[0], arm, runs, 1, targets, options, report)
+            _compare(case, arms[0], arm, [runs], 1, targets, options, report)
             del runs
             _free(options)
 
@@ -158,6 +161,15 @@ def _filled(model: Decoder, batch: int, options: Options) -> Decoding:
     return decoding
 
 
+def _placed_anew(models: dict[str, Decoder], batch: int, i: int, options: Options) -> dict[str, Run]:
+    """Each with a cache and a recording of its own, somewhere else in memory than those before."""
+    runs, between = {}, []
+    for label, model in models.items():
+        between.append(torch.empty((1 + 7 * i) << 20, dtype=torch.uint8, device=options.device))
+        runs[label] = steps_of(_filled(model, batch, options))
+    return runs
+
+
 def steps_of(decoding: Decoding) -> Run:
     """A run of STEPS steps, always from the same place."""
     ids, past = decoding.ids[:, 0].clone(), decoding.cache.filled
@@ -212,15 +224,25 @@ def _compare(
     case: str,
     base: Arm,
     arm: Arm,
-    runs: dict[str, Run],
+    recordings: list[dict[str, Run]],
     steps: int,
     targets: dict[str, str],
     options: Options,
     report: Report,
 ) -> None:
-    rounds = options.repeats * (1 if options.small else ROUNDS)
-    timings = interleaved(runs, rounds, options.warmup, options.device)
-    own, other = timings[arm.label].total / steps, timings[base.label].total / steps
+    """Medians of a recording's rounds, means of recordings."""
+    rounds = max(1, options.repeats * (1 if options.small else ROUNDS) // len(recordings))
+    timings = [interleaved(runs, rounds, options.warmup, options.device) for runs in recordings]
+    own, other = (fmean(t[label].total for t in timings) / steps for label in (arm.label, base.label))
+    if len(timings) > 1:
+        ratios = [t[arm.label].total / t[base.label].total for t in timings]
+        report.add(
+            case,
+            arm.label,
+            "spread of the ratio over recordings",
+            max(ratios) - min(ratios),
+            note=f"{min(ratios):.3f} to {max(ratios):.3f}",
+        )
     report.add(case, arm.label, f"time / {base.label}", own / other, target=targets.get(arm.label, ""))
     report.add(case, arm.label, "time", own, "ms")
     report.add(case, arm.label, f"time of {base.label} beside it", other, "ms")

@@ -36,7 +36,7 @@ from depthmix.ops.left import seen_from_outside
 from depthmix.ops.matmul import matmul
 from depthmix.ops.norm import fused_gains, side_by_side
 from depthmix.ops.precision import rms_normalize
-from depthmix.ops.slots.op import GROUP, attend, few_tokens, look_back, rows_at_once, usable
+from depthmix.ops.slots.op import GROUP, attend, few_tokens, look_back, pass_on, rows_at_once, running, usable
 from depthmix.ops.torch_internals import transformed
 
 
@@ -362,9 +362,13 @@ class AttnRes(Mixer):
 
         Slots 0, S, 2S, … of blocks of S sites are then the finished sources.
         """
-        size, newest = self.block_size, state.claim(site)
+        size, again = self.block_size, state.filled(site)
+        newest = state.claim(site)
         finished = -(-site // size)  # sources before the newest
         before = -1 if site == 0 or (site - 1) % size == 0 else site - 1
+        if state.running is not None:
+            passed = site % size == 0 and not again
+            return self._read_and_pass_on(state, site, before, passed, gain, out_eps)
         oldest = 1 if self.window is None else max(1, finished + 1 - self.window)  # after e
         place = (1, oldest - 1, min(finished, 1 + finished - oldest))
         bank: tuple[Tensor, ...] = ()
@@ -374,6 +378,22 @@ class AttnRes(Mixer):
             bank = found[site - first], lse[site - first]
         rows = self._slot_rows("query", site), self._slot_rows("key_gain", site)
         return attend(newest, state.pending, before, site, size, *place, *rows, gain, self.eps, out_eps, *bank)
+
+    def _read_and_pass_on(
+        self, state: SlotState, site: int, before: int, passed: bool, gain: Sequence[Tensor], out_eps: float
+    ) -> Tensor:
+        """The same, with a finished source added to the mixtures of all readers to come."""
+        own, at = None, (0, 0)
+        if self.n_ways > 1:
+            own = (self._own("query").flatten(0, 1), self._own("key_gain").flatten(0, 1))
+            others = self.n_ways - 1  # of each attention site
+            at = (others * self._attentions_before(site), others * self._attentions_before(site + 1))
+        rows = here(self.query), here(self.key_gain)
+        source = state.pending, before, site, passed
+        return pass_on(state.slots, state.running, *source, *rows, own, *at, self.ways(site), gain, self.eps, out_eps)
+
+    def _attentions_before(self, site: int) -> int:
+        return sum(a < site for a in self.layout.attention)
 
     def _look_back(self, state: SlotState, site: int) -> bool:
         """Whether a site's group reads the sources before it in a launch of its own: where they are more than one launch holds."""
@@ -406,7 +426,11 @@ class AttnRes(Mixer):
 
     def _start(self, x: Tensor) -> AttnResState | SlotState:
         if self._decodes(x):
-            return SlotState.of(x, self.n_sites + 1)
+            slots = SlotState.of(x, self.n_sites + 1)
+            if self.window is None:
+                others = len(self.layout.attention) * (self.n_ways - 1)
+                slots.running = running(x, self.n_sites + 1 + others, self.block_size)
+            return slots
         state = AttnResState(pending=x, stream=x if self.routing == "add" else None)
         state.tape = self._tape(state)
         return state

@@ -27,6 +27,7 @@ class SlotState(State):
     g: Tensor | None = None  # between the sites of a block that reads once: what it read, and
     a: Tensor | None = None  # what its sites produced so far
     makers: list[Any] | None = dataclasses.field(default=None, repr=False, metadata={"cache": True})
+    running: Any = dataclasses.field(default=None, repr=False, metadata={"cache": True})  # mixtures of readers to come
     ahead: Any = dataclasses.field(default=None, repr=False, metadata={"cache": True})  # what a group of sites shares
 
     @classmethod
@@ -42,6 +43,7 @@ class SlotState(State):
         maker = None if self.makers is None else self.makers[slot]
         if self.makers is None or (maker is not None and maker() is not self.pending):
             self.slots, self.makers = self.slots.clone(), [None] * len(self.slots)
+            self.running = None  # the other's
         self.makers[slot] = weakref.ref(self.pending)
         return self.slots
 

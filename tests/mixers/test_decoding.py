@@ -13,6 +13,8 @@ from depthmix.mixers.state import State
 from depthmix.ops import use_backend
 from depthmix.ops.norm import RMSNorm
 from depthmix.ops.slots import kernels as slot_kernels
+from depthmix.ops.slots import op as slot_op
+from depthmix.ops.slots import passing
 from depthmix.ops.torch_internals import pytree
 from ops.helpers import rand
 
@@ -31,7 +33,7 @@ RULES: list[tuple[str, dict[str, Any]]] = [
     ("grn", {"version": 2}),
     ("denseformer", {}),
 ]
-STEP = {"residual": "add_norm", "attnres": "attend", "dca": "add_up", "grn": "add_up", "denseformer": "add_up"}
+STEP = {"residual": "add_norm", "attnres": "pass_on", "dca": "add_up", "grn": "add_up", "denseformer": "add_up"}
 
 
 def mixer_of(name: str, n_blocks: int = N_BLOCKS, **options: Any) -> Any:
@@ -88,6 +90,7 @@ def launched(monkeypatch):
 
     for name in ("attend", "look_back", "add_up", "add_norm"):
         monkeypatch.setattr(slot_kernels, name, noted(name, getattr(slot_kernels, name)))
+    monkeypatch.setattr(passing, "pass_on", noted("pass_on", passing.pass_on))
     return names
 
 
@@ -100,7 +103,7 @@ def test_without_gradients_a_site_is_one_launch_and_reads_what_training_reads(na
     with use_backend("triton"), torch.no_grad():
         near(run(mixer, x, norms), expected)
     assert len(launched) == mixer.n_sites + 1
-    assert STEP[name] in launched
+    assert ("attend" if "window" in options else STEP[name]) in launched
     with use_backend("triton"):
         near(run(mixer, x, norms), expected)
     assert len(launched) == mixer.n_sites + 1  # training has its own kernels
@@ -141,7 +144,24 @@ def test_finish_of_the_last_tokens_alone(name, options, backend, monkeypatch):
         near([finished(mixer, x, norms, 2)], [expected])
 
 
+def test_sources_are_passed_on_where_that_moves_little_and_read_again_elsewhere(launched, monkeypatch):
+    mixer, x = mixer_of("attnres", block_size=3, ways=2), rand(1, D, dtype=torch.float32)
+    norms = norms_of(mixer)
+    rows = mixer.n_sites + 1 + N_BLOCKS
+    seen = {}
+    for room in (rows * D * 8 / 6, rows * D * 8 / 6 - 1):  # every third source is passed on, to half of the readers
+        monkeypatch.setattr(slot_op, "PASS_BYTES", room)
+        launched.clear()
+        with use_backend("triton"), torch.no_grad():
+            found = run(mixer, x, norms)
+        assert len(set(launched)) == 1
+        seen[launched[0]] = found
+    assert set(seen) == {"pass_on", "attend"}
+    near(*seen.values())
+
+
 def test_full_reads_old_sources_in_groups_where_they_are_many(launched, monkeypatch):
+    monkeypatch.setattr(slot_op, "PASS_BYTES", 0)
     monkeypatch.setattr(slot_kernels, "LANE", 1)  # four sources at a time
     mixer, x = mixer_of("attnres", n_blocks=5), rand(1, D, dtype=torch.float32)
     norms = norms_of(mixer)
@@ -154,6 +174,7 @@ def test_full_reads_old_sources_in_groups_where_they_are_many(launched, monkeypa
 
 
 def test_block_reads_finished_blocks_in_two_phases_where_they_are_many(launched, monkeypatch):
+    monkeypatch.setattr(slot_op, "PASS_BYTES", 0)
     monkeypatch.setattr(slot_kernels, "LANE", 1)
     mixer, x = mixer_of("attnres", n_blocks=6, block_size=2), rand(1, D, dtype=torch.float32)
     norms = norms_of(mixer)
@@ -164,7 +185,7 @@ def test_block_reads_finished_blocks_in_two_phases_where_they_are_many(launched,
     assert launched.count("look_back") == 2  # of the blocks with more than four finished ones before their last site
 
 
-@pytest.mark.parametrize(("name", "options"), [RULES[2], RULES[5], RULES[0], RULES[9]], ids=str)
+@pytest.mark.parametrize(("name", "options"), [RULES[1], RULES[2], RULES[3], RULES[5], RULES[0], RULES[9]], ids=str)
 def test_a_state_is_a_value(name, options):
     """Two passes that go on from one state, reads that are repeated or left out, and a round trip as a pytree."""
     mixer, x = mixer_of(name, n_blocks=3, **options), rand(1, D, dtype=torch.float32)

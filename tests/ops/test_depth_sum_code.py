@@ -38,11 +38,11 @@ CONSTANTS = {
     "D": 512, "BD": 512, "BT": 2, "WAYS": 3, "STATIC": 1, "DYNAMIC": True, "RELU": 1, "ADD": 0, "NORM": 3, "RAW": 0, "KEEP": True,
     "UP": 8, "ALIGNED": True, "ROWS_ALIGNED": True, "STAGES": 1, "G": 2, "DOTS": True, "ROWS": True, "S": 2, "SCORED": True,
     "SMALL": 1e-30, "SAME_W": True, "HAS_G": True, "HAS_PART": False, "WHOLE": 2,
-    "MIXTURES": 1, "SOME": False, "PASSED": False, "BY_SOURCE": True, "LEAN": False, "PAIRS": True, "EARLY": False,
+    "MIXTURES": 1, "SOME": False, "PASSED": False, "BY_SOURCE": True, "LEAN": False, "PAIRS": True,
 }  # fmt: skip
 COMPILED = [
     ("_read_kernel", CONSTANTS, 2),
-    ("_read_kernel", CONSTANTS | {"KEEP": False, "LEAN": True, "EARLY": True}, 2),
+    ("_read_kernel", CONSTANTS | {"KEEP": False, "LEAN": True}, 2),
     ("_read_kernel", CONSTANTS | {"KEEP": False, "LEAN": True, "BT": 3, "UP": 16, "LIMIT": 128}, 2),
     ("_read_kernel", CONSTANTS | {"ALIGNED": False, "WAYS": 1, "NORM": 1, "UP": 2}, 2),
     ("_norm_backward_kernel", CONSTANTS | {"UP": 4, "MIXTURES": 1}, 2),

@@ -270,7 +270,6 @@ CONSTANTS = {
     "STEP": 4,
     "NEWEST": False,
     "NEWEST_FIRST": False,
-    "EARLY": False,
 }
 COMPILED = [
     (kernel, CONSTANTS | {"D": dim, "BD": dim, "ALIGNED": aligned})
@@ -289,7 +288,6 @@ ALONE = {
     "ADD": 1,
     "NEWEST_FIRST": True,
     "NEWEST": True,
-    "EARLY": True,
     "D": 512,
     "BD": 512,
     "ALIGNED": True,
@@ -304,4 +302,3 @@ def test_rows_are_loaded_sixteen_bytes_wide() -> None:
         assert narrow != constants["ALIGNED"], (kernel, constants)
         assert "ld.global.v4.b32" in code or narrow, (kernel, constants)
         assert ("prefetch.global.L2" in code) == (kernel == "_source_backward_kernel"), kernel
-        assert ("griddepcontrol.wait" in code) == constants["EARLY"], kernel

@@ -53,6 +53,47 @@ def test_attend(tokens, dim, ways, size, site, dtype, norm):
     assert slots[site + 1 :].isnan().all()
 
 
+PASS = [  # tokens, D, ways, attention sites, readers, slot, finished, dtype, norm
+    ((1,), 16, 1, 0, 4, 0, True, torch.float32, True),
+    ((2, 1), 24, 2, 3, 6, 2, True, torch.float32, True),
+    ((3,), 7, 3, 2, 5, 1, False, torch.float32, True),
+    ((1, 1), 48, 1, 2, 4, 3, True, torch.float16, True),
+    ((2,), 20, 2, 2, 5, 4, False, torch.float16, False),
+    ((0,), 16, 2, 2, 5, 1, True, torch.float32, True),
+]
+
+
+@pytest.mark.parametrize(("tokens", "dim", "ways", "sites", "readers", "slot", "finished", "dtype", "norm"), PASS)
+def test_pass_on(tokens, dim, ways, sites, readers, slot, finished, dtype, norm):
+    n, more = y_count(tokens), max(1, ways - 1)
+    slots, y = slots_of(slot + 1, tokens, dim, dtype, slot), rand(*tokens, dim, seed=2, dtype=dtype)
+    before = slot - 1 if slot and not finished else -1
+    own = tuple(rand(sites * more, dim, seed=seed, dtype=torch.float32) for seed in (6, 7)) if sites else None
+    rows_ = readers + sites * more
+    acc = rand(rows_, n, dim, seed=8, dtype=torch.float32)
+    stats = torch.stack(
+        [rand(rows_, n, seed=9, dtype=torch.float32), 1 + rand(rows_, n, seed=10, dtype=torch.float32).abs()]
+    )
+    query, key_gain = (rand(readers, dim, seed=seed, dtype=torch.float32) for seed in (3, 4))
+    gain = rows(ways, dim, 5, dtype) if norm else []
+    at = (min(slot, sites - 1) * more, min(slot + 1, sites) * more) if sites else (0, 0)
+    made = [[t.clone() for t in (slots, acc, stats)] for _ in range(2)]
+    partial = None if before < 0 else slots[before].clone()
+    place = (slot, finished, query, key_gain)
+    expected = reference.pass_on(*made[0], y, partial, *place, *(own or (None, None)), *at, ways, gain, 1e-6, 1e-5)
+    found = op.pass_on(made[1][0], tuple(made[1][1:]), y, before, *place, own, *at, ways, gain, 1e-6, 1e-5)
+    near(found, expected)
+    for a, e in zip(made[1], made[0], strict=True):
+        near(a, e)
+    changed = (made[1][1] != acc).flatten(1).any(1).nonzero().flatten().tolist()
+    to_come = [*range(slot + 1, readers), *range(readers + at[1], rows_)]
+    assert changed == (to_come if finished and n else [])
+
+
+def y_count(tokens: tuple[int, ...]) -> int:
+    return int(torch.Size(tokens).numel())
+
+
 def test_the_specification_is_depth_attention():
     """Written with slots, it is the softmax of the operator that training uses."""
     from depthmix.ops import depth_attention
@@ -164,7 +205,10 @@ def test_the_operators_compile():
         bank, lse = op.look_back(slots, 1, 2, torch.stack(query), torch.stack(key_gain), 1e-6)
         sums, raw = op.add_up(slots, first[0], y, 2, 2, b, None, 0, gain, 1e-5, 0)
         norm = op.add_norm(raw, y, gain[0], 1e-5, keep=False)[1]
-        return first, bank, lse, sums, raw, norm, *op.add_norm(raw, y, gain[0], 1e-5)
+        running = (torch.zeros(4, 3, 8), torch.ones(2, 4, 3))
+        main = torch.stack(query), torch.stack(key_gain)
+        passed = op.pass_on(slots, running, first[0], -1, 1, True, *main, main, 0, 0, 2, gain, 1e-6, 1e-5)
+        return passed, *running, first, bank, lse, sums, raw, norm, *op.add_norm(raw, y, gain[0], 1e-5)
 
     made = [slots_of(3, (3,), 8, torch.float32, 2) for _ in range(2)]
     compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
@@ -179,16 +223,17 @@ import sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from depthmix.ops.slots import kernels as slots
+from depthmix.ops.slots import kernels as slots, passing
 from depthmix.ops.sublayer import kernels as sublayer
 
 OTHERS = dict.fromkeys(("slot", "stride", "head", "skip", "n", "T", "cos_row"), "i32") | {"N": "i64", "slots": "*bf16"}
 OTHERS |= dict.fromkeys(("eps", "out_eps"), "fp32") | {"position": "*i64"}
-names = ("q0", "q1", "q2", "k0", "k1", "k2", "bank", "bank_lse", "query", "key_gain", "lse", "static", "w", "cos", "sin")
+OTHERS |= dict.fromkeys(("readers", "ahead", "own_at", "own_ahead"), "i32") | {"rows": "i64"}
+names = ("q0", "q1", "q2", "k0", "k1", "k2", "q", "k", "oq", "ok", "acc", "stats", "bank", "bank_lse", "query", "key_gain", "lse", "static", "w", "cos", "sin")
 OTHERS |= dict.fromkeys(names, "*fp32")
 for name, constants in eval(sys.argv[1]):
-    fn = next(getattr(m, name) for m in (slots, sublayer) if hasattr(m, name))
-    mine = OTHERS | ({"slots": "i64"} if name == "_turn_kernel" else {}) | ({"n": "i64"} if name == "_activate_kernel" else {})
+    fn = next(getattr(m, name) for m in (slots, passing, sublayer) if hasattr(m, name))
+    mine = OTHERS | (dict.fromkeys(("q", "k"), "*bf16") if name == "_turn_kernel" else {}) | ({"slots": "i64"} if name == "_turn_kernel" else {}) | ({"n": "i64"} if name == "_activate_kernel" else {})
     constants = {p.name: constants[p.name] for p in fn.params if p.is_constexpr}
     types = {p.name: "constexpr" if p.name in constants else mine.get(p.name, "*bf16") for p in fn.params}
     aligned = {(i,): [["tt.divisibility", 16]] for i, t in enumerate(types.values()) if t.startswith("*")}
@@ -198,10 +243,14 @@ for name, constants in eval(sys.argv[1]):
 CONSTANTS = {
     "D": 512, "BD": 512, "NS": 2, "MANY": False, "WAYS": 2, "BEFORE": True, "BANK": True, "NORM": True, "ALIGNED": True,
     "STATIC": 1, "SCORES": True, "PER_ENTRY": False, "RELU": 1, "RAW": 0, "ADD": True, "KEEP": False, "UNIT": 8, "BLOCK": 1024, "GATED": True, "EARLY": True,
+    "OWN": True, "FIRST": False,
 }  # fmt: skip
 HEADS = {"H": 6, "BH": 8, "KV": 3, "BKV": 4, "HALF": 32, "BHALF": 32}
 COMPILED = [
-    *((name, CONSTANTS) for name in ("_attend_kernel", "_look_back_kernel", "_add_up_kernel", "_add_norm_kernel")),
+    *(
+        (name, CONSTANTS)
+        for name in ("_attend_kernel", "_look_back_kernel", "_add_up_kernel", "_add_norm_kernel", "_pass_on_kernel")
+    ),
     ("_attend_kernel", CONSTANTS | {"MANY": True}),
     ("_turn_kernel", CONSTANTS | HEADS),
     ("_activate_kernel", CONSTANTS),

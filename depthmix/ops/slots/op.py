@@ -1,6 +1,7 @@
 """The reads of decoding as operators that PyTorch knows: for torch.compile and CUDA graphs. They change `slots` and have no gradient."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ KINDS = (torch.float32, torch.bfloat16, torch.float16)
 MAX_DIM = 16384  # channels of a row that fit in the registers of 16 warps
 STEP_TOKENS = 256  # up to which a site's launch takes longer than what it reads
 GROUP = 8  # sites of a Full stack that look at the sources before them together
+PASS_BYTES = 1 << 22  # that a launch may move to pass a source on to later readers, which then need not read it
 
 _library = torch.library.Library("depthmix", "FRAGMENT")
 _library.define(
@@ -23,6 +25,11 @@ _library.define(
 _library.define(
     "slots_add_up(Tensor(a!) slots, Tensor y, Tensor? before, int slot, int ways, Tensor? static, Tensor? w, int relu,"
     " Tensor[] gain, float out_eps, int raw) -> (Tensor, Tensor)"
+)
+_library.define(
+    "slots_pass_on(Tensor(a!) slots, Tensor(b!) acc, Tensor(c!) stats, Tensor y, int before, int slot, bool finished, Tensor query,"
+    " Tensor key_gain, Tensor? own_query, Tensor? own_key_gain, int own_at, int own_ahead, int ways, Tensor[] gain, float eps,"
+    " float out_eps) -> Tensor"
 )
 _library.define("slots_add_norm(Tensor x, Tensor? y, Tensor gain, float eps, bool keep=True) -> (Tensor, Tensor)")
 
@@ -84,6 +91,26 @@ def _add_up_fake(
     return slots.new_empty(ways, *y.shape), slots.new_empty(y.shape)
 
 
+def _pass_on(
+    slots: Tensor, acc: Tensor, stats: Tensor, y: Tensor, before: int, slot: int, finished: bool, query: Tensor, key_gain: Tensor,
+    own_query: Tensor | None, own_key_gain: Tensor | None, own_at: int, own_ahead: int, ways: int, gain: list[Tensor], eps: float,
+    out_eps: float,
+) -> Tensor:  # fmt: skip
+    from depthmix.ops.slots import passing
+
+    partial = None if before < 0 else slots[before]
+    own = [None if t is None else t.contiguous() for t in (own_query, own_key_gain)]
+    return passing.pass_on(
+        slots, acc, stats, y.contiguous(), partial, slot, finished, query.contiguous(), key_gain.contiguous(), own[0], own[1],
+        own_at, own_ahead, ways, _contiguous(gain), eps, out_eps,
+    )  # fmt: skip
+
+
+def _pass_on_fake(slots: Tensor, acc: Tensor, stats: Tensor, y: Tensor, *others: Any) -> Tensor:
+    ways: int = others[9]
+    return slots.new_empty(ways, *y.shape)
+
+
 def _add_norm(x: Tensor, y: Tensor | None, gain: Tensor, eps: float, keep: bool = True) -> tuple[Tensor, Tensor]:
     from depthmix.ops.slots import kernels
 
@@ -100,6 +127,7 @@ for _name, _run, _fake in (
     ("attend", _attend, _attend_fake),
     ("look_back", _look_back, _look_back_fake),
     ("add_up", _add_up, _add_up_fake),
+    ("pass_on", _pass_on, _pass_on_fake),
     ("add_norm", _add_norm, _add_norm_fake),
 ):
     for _device in ("CUDA", "CPU"):  # CPU: in Triton's interpreter
@@ -145,6 +173,41 @@ def attend(
         slots, y, before, slot, stride, head, skip, n, query, key_gain, gain, eps, out_eps, bank, bank_lse
     )
     return found
+
+
+def pass_on(
+    slots: Tensor,
+    running: tuple[Tensor, Tensor],
+    y: Tensor,
+    before: int,
+    slot: int,
+    finished: bool,
+    query: Tensor,
+    key_gain: Tensor,
+    own: tuple[Tensor, Tensor] | None,
+    own_at: int,
+    own_ahead: int,
+    ways: int,
+    gain: Sequence[Tensor],
+    eps: float,
+    out_eps: float,
+) -> Tensor:
+    """passing.pass_on; running: acc and stats; before: as in attend."""
+    found: Tensor = torch.ops.depthmix.slots_pass_on(
+        slots, *running, y, before, slot, finished, query, key_gain, *(own or (None, None)), own_at, own_ahead, ways, gain,
+        eps, out_eps,
+    )  # fmt: skip
+    return found
+
+
+def running(x: Tensor, rows: int, size: int) -> tuple[Tensor, Tensor] | None:
+    """Room for the running mixtures of so many readers of tokens x; None where passing a source on, every `size` sites, moves too much."""
+    if (
+        rows * x.numel() * 8 > 2 * size * PASS_BYTES
+    ):  # read and written in fp32; on average half of the readers are to come
+        return None
+    acc = torch.empty(rows, x.numel() // x.shape[-1], x.shape[-1], dtype=torch.float32, device=x.device)
+    return acc, torch.empty(2, *acc.shape[:2], dtype=torch.float32, device=x.device)
 
 
 def look_back(slots: Tensor, stride: int, n: int, query: Tensor, key_gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:

@@ -5,6 +5,7 @@ attend      o = Σ_i p_i v_i,  p = softmax of the logits of depth attention over
 look_back   of the finished sources alone, for several sites:  m = max s_i,  z = Σ exp(s_i - m),  a = Σ exp(s_i - m) v_i,
             kept as a / z and lse = m + log z
 merged      (exp(lse - t) a / z + exp(s - t) v) / (exp(lse - t) + exp(s - t)),  t = max(lse, s):  two phases make one softmax
+pass_on     the same softmax by a running maximum, sum and mixture of every reader, to which a finished source is added when it is there
 add_up      o = Σ_i (static_i + w_i · v_i) ⊙ v_i, clamped as relu says
 add_norm    x + y, rounded, and its RMSNorm
 """
@@ -49,6 +50,37 @@ def attend(
             values = torch.cat([bank.view(1, *v.shape[1:]), v])
         o = (torch.softmax(s, 0).unsqueeze(-1) * values).sum(0)
         outs.append(_out(o, gain, way, out_eps, slots))
+    return torch.stack(outs)
+
+
+def pass_on(
+    slots: Tensor, acc: Tensor, stats: Tensor, y: Tensor, before: Tensor | None, slot: int, finished: bool, query: Tensor,
+    key_gain: Tensor, own_query: Tensor | None, own_key_gain: Tensor | None, own_at: int, own_ahead: int, ways: int,
+    gain: Sequence[Tensor], eps: float, out_eps: float,
+) -> Tensor:  # fmt: skip
+    """As in passing.py."""
+    _newest(slots, y, before, slot)
+    v, readers = slots[slot].flatten(0, -2).float(), len(query)
+    u = query * key_gain
+    if own_query is not None and own_key_gain is not None:
+        u = torch.cat([u, own_query * own_key_gain])
+
+    def added(row: int) -> tuple[Tensor, Tensor, Tensor]:
+        s = _logits(v, u[row], eps)
+        if slot == 0:
+            return s, torch.ones_like(s), v
+        m, z = stats[:, row]
+        top = torch.maximum(m, s)
+        old, new = torch.exp(m - top), torch.exp(s - top)
+        return top, old * z + new, old.unsqueeze(-1) * acc[row] + new.unsqueeze(-1) * v
+
+    outs = []
+    for way in range(ways):
+        _, z, a = added(slot if way == 0 else readers + own_at + way - 1)
+        outs.append(_out((a / z.unsqueeze(-1)).view(y.shape), gain, way, out_eps, slots))
+    if finished:
+        for row in [*range(slot + 1, readers), *range(readers + own_ahead, len(acc))]:
+            stats[0, row], stats[1, row], acc[row] = added(row)
     return torch.stack(outs)
 
 

@@ -16,7 +16,6 @@ import triton.language as tl
 from torch import Tensor
 
 from depthmix.ops.gpu.addresses import address_table, aligned
-from depthmix.ops.gpu.early import early, wait_for_last
 from depthmix.ops.gpu.launch import launch
 
 NEWEST_FIRST = True  # whether reads without gradients ask for the newest source before the others
@@ -70,10 +69,8 @@ def deliver(
 def _read_kernel(
     table, add, fresh, bank, bank_lse, u, gain, y0, y1, y2, o0, o1, o2, s, lse, N: tl.int64, n: tl.int32, eps, out_eps,
     D: tl.constexpr, BD: tl.constexpr, WAYS: tl.constexpr, ADD: tl.constexpr, BANK: tl.constexpr, NORM: tl.constexpr,
-    KEEP: tl.constexpr, ALIGNED: tl.constexpr, STAGES: tl.constexpr, NEWEST_FIRST: tl.constexpr, EARLY: tl.constexpr,
+    KEEP: tl.constexpr, ALIGNED: tl.constexpr, STAGES: tl.constexpr, NEWEST_FIRST: tl.constexpr,
 ):  # fmt: skip
-    if EARLY:
-        wait_for_last()
     t = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BD)
     ok = d < D
@@ -313,7 +310,7 @@ def read(
             D=dim, BD=block, WAYS=ways, ADD=int(add is not None), BANK=bank is not None, NORM=gain is not None, KEEP=keep,
             ALIGNED=aligned(dim, sources), STAGES=_stages(4, first, 1),
             NEWEST_FIRST=NEWEST_FIRST and add is not None and keep == 0 and block <= 1024,  # wider rows would not fit in registers
-            num_warps=_warps(block, 1 + ways), **early(first, keep == 0),
+            num_warps=_warps(block, 1 + ways),
         )  # fmt: skip
     return result
 

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from depthmix.ops.depth_attention.kernels.read import Result, deliver, load_row, three
 from depthmix.ops.gpu.addresses import address_table, aligned
-from depthmix.ops.gpu.early import early, wait_for_last
 from depthmix.ops.gpu.launch import launch
 
 GROUP = 4  # sites that look at older sources together
@@ -25,10 +24,7 @@ GROUP = 4  # sites that look at older sources together
 def _scores_kernel(
     table, u_high, u_low, s, like, N: tl.int64, n: tl.int32, rows: tl.int32, eps,
     D: tl.constexpr, BT: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, ALIGNED: tl.constexpr,
-    EARLY: tl.constexpr,
 ):  # fmt: skip
-    if EARLY:
-        wait_for_last()
     i = tl.program_id(1)
     t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
     row = tl.arange(0, BR)
@@ -67,10 +63,8 @@ def _log_sum(table, n, at, BN: tl.constexpr):
 def _bank_kernel(
     table, bank0, bank1, bank2, bank3, lse, like, newest, u, gain, y, N: tl.int64, n: tl.int32, eps, out_eps,
     D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr, ALIGNED: tl.constexpr,
-    STAGES: tl.constexpr, NEWEST: tl.constexpr, NORM: tl.constexpr, EARLY: tl.constexpr,
+    STAGES: tl.constexpr, NEWEST: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    if EARLY:
-        wait_for_last()
     t = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BD + tl.arange(0, BD)
     ok = d < D
@@ -125,10 +119,8 @@ def _with(lse, s):
 def _read_known_kernel(
     table, newest, add, fresh, u, g0, g1, g2, y0, y1, y2, o0, o1, o2, s, lse, N: tl.int64, n: tl.int32, eps, out_eps,
     D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, WAYS: tl.constexpr, ADD: tl.constexpr, NORM: tl.constexpr,
-    KEEP: tl.constexpr, ALIGNED: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
+    KEEP: tl.constexpr, ALIGNED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    if EARLY:
-        wait_for_last()
     t = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BD)
     ok = d < D
@@ -203,14 +195,14 @@ class Halves(NamedTuple):
         return Halves(self.high[row:], self.low[row:])
 
 
-def scores(queries: Halves, sources: Sequence[Tensor], eps: float, soon: bool = False) -> Tensor:
-    """Logits of n sources for all the queries, each source read once: [R, n, N]. soon: it may start while the last kernel ends."""
+def scores(queries: Halves, sources: Sequence[Tensor], eps: float, few: bool = False) -> Tensor:
+    """Logits of n sources for all the queries, each source read once: [R, n, N]. few: no other work fills the GPU."""
     v, (high, low) = sources[0], queries
     (rows, dim), kind = high.shape, v.dtype
     tokens = v.numel() // dim
     out = torch.empty(rows, len(sources), tokens, dtype=torch.float32, device=v.device)
     table = address_table(tuple(x.data_ptr() for x in sources), v.device)
-    tile = 64 if soon and tokens * len(sources) < 1 << 14 else 128  # larger ones would leave cores idle
+    tile = 64 if few and tokens * len(sources) < 1 << 14 else 128  # larger ones would leave cores idle
     for at in range(0, rows, 64):  # more would not fit in the shared memory of smaller GPUs
         n = min(64, rows - at)
         launch(
@@ -218,7 +210,7 @@ def scores(queries: Halves, sources: Sequence[Tensor], eps: float, soon: bool = 
             table, high[at:], low[at:], out[at:], v, tokens, len(sources), n, eps,
             D=dim, BT=tile, BR=max(16, triton.next_power_of_2(n)), BK=min(64, max(16, triton.next_power_of_2(dim))),
             SPLIT=kind != torch.float32, ALIGNED=aligned(dim, sources), num_warps=tile // 16,
-            num_stages=3 if kind != torch.float32 else 2, **early(v, soon),
+            num_stages=3 if kind != torch.float32 else 2,
         )  # fmt: skip
     return out
 
@@ -256,7 +248,6 @@ def make_bank(
         tokens, len(sources), eps, out_eps,
         D=dim, BD=block, BN=max(32, triton.next_power_of_2(len(sources))), ROWS=rows, STEP=step, ALIGNED=aligned(dim, sources),
         STAGES=4 if block > 512 else 3, NEWEST=y is not None, NORM=gain is not None, num_warps=max(1, block // 1024),
-        **early(v, y is not None),
     )  # fmt: skip
     return bank, lse, y
 
@@ -283,6 +274,6 @@ def read_known(
         newest if result.fresh is None else result.fresh, u, *three([u] if gain is None else list(gain)),
         *three(result.y), *three(result.o or result.y), result.s, result.lse, tokens, n, eps, out_eps,
         D=dim, BD=block, BN=max(16, triton.next_power_of_2(n)), WAYS=ways, ADD=int(add is not None), NORM=gain is not None,
-        KEEP=keep, ALIGNED=aligned(dim, sources), STAGES=3, num_warps=max(1, block // 1024), **early(newest, keep == 0),
+        KEEP=keep, ALIGNED=aligned(dim, sources), STAGES=3, num_warps=max(1, block // 1024),
     )  # fmt: skip
     return result

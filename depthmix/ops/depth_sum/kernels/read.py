@@ -19,7 +19,6 @@ from torch import Tensor
 
 from depthmix.ops.depth_sum.kernels.rows import load_rows, load_scalars, sums, tokens_of, weight, widened
 from depthmix.ops.gpu.addresses import address_table, aligned
-from depthmix.ops.gpu.early import early, wait_for_last
 from depthmix.ops.gpu.launch import launch
 
 FIELDS = 4  # of a source in the table: its address, that of its dynamic weights, and their strides for tokens and ways
@@ -115,10 +114,8 @@ def _read_kernel(
     table, add, fresh, static, g0, g1, g2, g3, y0, y1, y2, y3, raw, rms, N: tl.int64, n: tl.int32, out_eps,
     D: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr, WAYS: tl.constexpr, STATIC: tl.constexpr, DYNAMIC: tl.constexpr,
     RELU: tl.constexpr, ADD: tl.constexpr, NORM: tl.constexpr, RAW: tl.constexpr, KEEP: tl.constexpr, UP: tl.constexpr,
-    ALIGNED: tl.constexpr, STAGES: tl.constexpr, LEAN: tl.constexpr, PAIRS: tl.constexpr, EARLY: tl.constexpr,
+    ALIGNED: tl.constexpr, STAGES: tl.constexpr, LEAN: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    if EARLY:
-        wait_for_last()
     t = tl.minimum(tl.program_id(0).to(tl.int64) * BT, N - BT)
     d = tl.arange(0, BD)
     ok = d < D
@@ -273,7 +270,7 @@ def read(
         D=dim, BD=block, BT=tile, WAYS=ways, STATIC=kind_of(static, dim), DYNAMIC=dynamic is not None, RELU=relu,
         ADD=int(add is not None), NORM=norm, RAW=-1 if raw is None else raw, KEEP=kept > 0,
         UP=triton.next_power_of_2((norm or ways) * tile), ALIGNED=aligned(dim, sources, [add]), STAGES=stages,
-        LEAN=lean and stages == 1, PAIRS=pairs and v.dtype == torch.bfloat16 and dim % 2 == 0, num_warps=warps, num_stages=1, **limit, **early(v, not keep),
+        LEAN=lean and stages == 1, PAIRS=pairs and v.dtype == torch.bfloat16 and dim % 2 == 0, num_warps=warps, num_stages=1, **limit,
     )  # fmt: skip
     return result
 

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from depthmix.ops.depth_attention.kernels.tiling import Halves
 from depthmix.ops.gpu.addresses import address_table
-from depthmix.ops.gpu.early import early, wait_for_last
 from depthmix.ops.gpu.launch import launch
 from depthmix.ops.matmul import matmul
 
@@ -23,10 +22,8 @@ from depthmix.ops.matmul import matmul
 def _score_kernel(
     v, add, fresh, high, low, s, N: tl.int64, rows: tl.int32,
     D: tl.constexpr, BT: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, ADD: tl.constexpr, SPLIT: tl.constexpr,
-    ACROSS: tl.constexpr, EARLY: tl.constexpr,
+    ACROSS: tl.constexpr,
 ):  # fmt: skip
-    if EARLY:
-        wait_for_last()
     t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
     row = tl.arange(0, BR)
     dots = tl.zeros([BT, BR], tl.float32)
@@ -78,7 +75,7 @@ def add_and_score(
         launch(
             _score_kernel, (triton.cdiv(tokens, tile),), v,
             v, v if add is None else add, fresh, high, low, scores, tokens, len(high),
-            D=dim, BT=tile, BR=up, BK=depth, ADD=add is not None, SPLIT=small, ACROSS=across, **early(v, across),
+            D=dim, BT=tile, BR=up, BK=depth, ADD=add is not None, SPLIT=small, ACROSS=across,
             num_warps=warps or (8 if tile == 128 else 4), num_stages=stages or (4 if long else 3 if small and up <= 64 else 2),
         )  # fmt: skip
     return fresh, scores.t() if across else scores

@@ -1,0 +1,123 @@
+"""A read of decoding that also passes its newest source on: to every reader to come, whose softmax over sources is a running one.
+
+    v = y (+ before), rounded, stored in its slot
+    own reader        s = logit of v;  t = max(m, s);  o, p = exp(m - t), exp(s - t);  h = (o a + p v) / (o z + p), and its norm
+    readers to come   m, z, a = t, o z + p, o a + p v,  if v is finished
+
+So no source is read twice, and what a site waits for is one access to memory and one reduction, as a plain add and norm: the
+mixture's square, which its norm needs, is o² a·a + 2 o p a·v + p² v·v, whose three products come with the logit's two sums.
+The readers to come are other programs of the launch. They write as many numbers as there are readers to come, for every finished
+source: where tokens are few that is nothing, where they are many `attend` reads sources again instead.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from depthmix.ops.gpu.early import early, wait_for_last
+from depthmix.ops.gpu.launch import launch
+from depthmix.ops.slots.kernels import _newest, _row_of_way, _three
+
+
+@triton.jit
+def _row(main, own, index, is_main, d, D: tl.constexpr, OWN: tl.constexpr):
+    """A row of one of two tensors, in fp32."""
+    at = index.to(tl.int64) * D + d
+    row = tl.load(main + at, mask=d < tl.where(is_main, D, 0), other=0.0)
+    if OWN:
+        row += tl.load(own + at, mask=d < tl.where(is_main, 0, D), other=0.0)
+    return row
+
+
+@triton.jit(do_not_specialize=["N", "slot", "readers", "ahead", "own_at", "own_ahead"])
+def _pass_on_kernel(
+    slots, acc, stats, y, before, q, k, oq, ok, g0, g1, g2, out,
+    N: tl.int64, slot: tl.int32, readers: tl.int32, ahead: tl.int32, own_at: tl.int32, own_ahead: tl.int32, rows: tl.int64, eps, out_eps,
+    D: tl.constexpr, BD: tl.constexpr, WAYS: tl.constexpr, OWN: tl.constexpr, FIRST: tl.constexpr, BEFORE: tl.constexpr,
+    NORM: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    t = tl.program_id(0).to(tl.int64)
+    j = tl.program_id(1)  # ways of this reader, readers to come, and their own ways
+    d = tl.arange(0, BD)
+    inside = d < D
+    i = j - WAYS
+    mine = j < WAYS
+    is_main = tl.where(mine, j == 0, i < ahead)
+    index = tl.where(is_main, slot + tl.where(mine, 0, 1 + i), tl.where(mine, own_at + j - 1, own_ahead + i - ahead))
+    row = index + tl.where(is_main, 0, readers)
+    u = _row(q, oq, index, is_main, d, D, OWN) * _row(k, ok, index, is_main, d, D, OWN)
+    if NORM:
+        gain = _row_of_way(g0, g1, g2, j, d, D, WAYS)
+    if EARLY:
+        wait_for_last()
+    at = row.to(tl.int64) * N + t
+    m, z, a = float("-inf"), 0.0, tl.zeros([BD], tl.float32)
+    if not FIRST:
+        a = tl.load(acc + at * D + d, mask=inside, other=0.0)
+        m, z = tl.load(stats + at), tl.load(stats + rows * N + at)
+    v = _newest(slots, y, before, slot, t, j, N, d, inside, D, BEFORE)
+    sums = tl.sum(tl.join(tl.join(v * v, v * u), tl.join(a * v, a * a)), 0)  # [2, 2]
+    of_new, of_old = tl.split(sums)
+    square, dot = tl.split(of_new)
+    across, old_square = tl.split(of_old)
+    s = dot * tl.rsqrt(square / D + eps)
+    top = tl.maximum(m, s)
+    o, p = tl.exp(m - top), tl.exp(s - top)
+    z = o * z + p
+    h = o * a + p * v
+    if mine:
+        h = h / z
+        if NORM:
+            total = tl.maximum(o * o * old_square + 2 * o * p * across + p * p * square, 0.0)
+            h = h * tl.rsqrt(total / (z * z) / D + out_eps) * gain
+        tl.store(out + (j * N + t) * D + d, h.to(out.dtype.element_ty), mask=inside)
+    else:
+        tl.store(acc + at * D + d, h, mask=inside)
+        tl.store(stats + at, top)
+        tl.store(stats + rows * N + at, z)
+
+
+def pass_on(
+    slots: Tensor,
+    acc: Tensor,
+    stats: Tensor,
+    y: Tensor,
+    before: Tensor | None,
+    slot: int,
+    finished: bool,
+    query: Tensor,
+    key_gain: Tensor,
+    own_query: Tensor | None,
+    own_key_gain: Tensor | None,
+    own_at: int,
+    own_ahead: int,
+    ways: int,
+    gain: Sequence[Tensor],
+    eps: float,
+    out_eps: float,
+) -> Tensor:
+    """The mixtures [W, ..., D] of reader `slot`: of all finished sources and the newest, y (+ before), which goes to its slot.
+
+    query, key_gain: [R, D] fp32, of every reader; own_…: [A, D], of further ways, of which this reader has rows `own_at` on and
+    readers to come rows `own_ahead` on. acc: [R + A, N, D], stats: [2, R + A, N], fp32, the running mixtures, nothing yet for slot 0;
+    if the newest source is finished it is passed on. gain: [D] for each way, any dtype, or none at all.
+    """
+    dim = y.shape[-1]
+    tokens = y.numel() // dim
+    out = torch.empty(ways, *y.shape, dtype=slots.dtype, device=y.device)
+    if tokens:
+        block, readers, rows = triton.next_power_of_2(dim), len(query), len(acc)
+        ahead = readers - 1 - slot if finished else 0
+        others = rows - readers - own_ahead if finished else 0
+        own = (query, key_gain) if own_query is None or own_key_gain is None else (own_query, own_key_gain)
+        launch(
+            _pass_on_kernel, (tokens, ways + ahead + others), y,
+            slots, acc, stats, y, y if before is None else before, query, key_gain, *own, *_three(gain, query), out,
+            tokens, slot, readers, ahead, own_at, own_ahead, rows, eps, out_eps,
+            D=dim, BD=block, WAYS=ways, OWN=own_query is not None, FIRST=slot == 0, BEFORE=before is not None,
+            NORM=len(gain) > 0, num_warps=min(16, max(1, block // 512)), **early(y),
+        )  # fmt: skip
+    return out
