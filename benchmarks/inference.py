@@ -33,6 +33,7 @@ BATCHES = (1, 8, 64)
 STEPS = 8  # of decoding that are timed together
 PAST, SLOTS = 256, 512  # tokens that a step of decoding looks back at, and room in the cache
 PROMPT, LONG, CHUNK = 8192, 131072, 2048
+CHUNKS = (2048, 4096, 8192)  # of a prompt: every arm has the one that suits it best, the plain residual too
 ROUNDS = 4  # for each that a kernel gets
 RECORDINGS = 4  # of a step of decoding: where its tensors happen to lie changes its time by up to a tenth, for as long as it is replayed
 FEW_BLOCKS = 8  # of the models that are checked
@@ -69,19 +70,24 @@ def decode(options: Options, report: Report) -> None:
 
 
 def prefill(options: Options, report: Report) -> None:
-    """A prompt as one chunk."""
+    """A prompt in chunks: what a chunk leaves behind is keys and values, and small ones keep its sources in the GPU's cache."""
     for name, config, targets in _sizes(options, PREFILL):
-        tokens = 32 if options.small else PROMPT
+        tokens, chunks = (32, (16, 32)) if options.small else (PROMPT, CHUNKS)
         case = f"prefill {name}: {config.n_blocks} blocks, D={config.dim}, {tokens} tokens"
         if not options.wanted(case):
             continue
         arms = _arms(options, config, targets)
         _check(case, config, arms, MANY_TOKENS, options, report)
-        first = prompt_of(build(config, arms[0], options), tokens, options)
+        plain = build(config, arms[0], options)
         for arm in arms[1:]:
-            runs = {arms[0].label: first, arm.label: prompt_of(build(config, arm, options), tokens, options)}
-            _compare(case, arms[0], arm, [runs], 1, targets, options, report)
-            del runs
+            both = ((arms[0].label, plain), (arm.label, build(config, arm, options)))
+            runs = {(label, c): prompt_of(model, tokens, c, options) for label, model in both for c in chunks}
+            timings = interleaved(runs, _rounds(options), options.warmup, options.device)
+            other, own = (min((timings[label, c].total, c) for c in chunks) for label, _ in both)
+            _add(case, arms[0], arm, own[0], other[0], targets, report)
+            report.add(case, arm.label, "best chunk", own[1], "tokens")
+            report.add(case, arm.label, f"best chunk of {arms[0].label}", other[1], "tokens")
+            del runs, both
             _free(options)
 
 
@@ -206,15 +212,20 @@ def recorded(call: Callable[[], object], device: torch.device) -> Callable[[], o
 
 
 @torch.no_grad()
-def prompt_of(model: Decoder, tokens: int, options: Options) -> Run:
-    """A run that takes a prompt and gives the logits after it."""
-    decoding = Decoding(model, 1, tokens, chunk=tokens)
+def prompt_of(model: Decoder, tokens: int, chunk: int, options: Options) -> Run:
+    """A run that takes a prompt in chunks and gives the logits after it."""
+    decoding = Decoding(model, 1, tokens, chunk=chunk)
     ids = torch.randint(0, model.config.vocab_size, (1, tokens), device=options.device)
-    replay = recorded(lambda: model.head(decoding._through_blocks(ids)[:, -1]), options.device)
+
+    def call() -> Tensor:
+        decoding.cache.position.zero_()
+        decoding.cache.filled = 0
+        return decoding.prefill(ids)
+
+    replay = recorded(call, options.device)
 
     def run(mark: Mark) -> None:
-        with torch.no_grad():
-            replay()
+        replay()
         mark()
 
     return run
@@ -231,7 +242,7 @@ def _compare(
     report: Report,
 ) -> None:
     """Medians of a recording's rounds, means of recordings."""
-    rounds = max(1, options.repeats * (1 if options.small else ROUNDS) // len(recordings))
+    rounds = max(1, _rounds(options) // len(recordings))
     timings = [interleaved(runs, rounds, options.warmup, options.device) for runs in recordings]
     own, other = (fmean(t[label].total for t in timings) / steps for label in (arm.label, base.label))
     if len(timings) > 1:
@@ -243,6 +254,14 @@ def _compare(
             max(ratios) - min(ratios),
             note=f"{min(ratios):.3f} to {max(ratios):.3f}",
         )
+    _add(case, base, arm, own, other, targets, report)
+
+
+def _rounds(options: Options) -> int:
+    return options.repeats * (1 if options.small else ROUNDS)
+
+
+def _add(case: str, base: Arm, arm: Arm, own: float, other: float, targets: dict[str, str], report: Report) -> None:
     report.add(case, arm.label, f"time / {base.label}", own / other, target=targets.get(arm.label, ""))
     report.add(case, arm.label, "time", own, "ms")
     report.add(case, arm.label, f"time of {base.label} beside it", other, "ms")

@@ -6,13 +6,15 @@ import gc
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
 CYCLES = 2.0e9  # of a GPU, a second, at most
 Mark = Callable[[], None]
+Name = TypeVar("Name", bound=Hashable)
 Run = Callable[[Mark], None]  # does the work and calls its argument at the end of every phase
 
 
@@ -80,14 +82,14 @@ class Clock:
         return time.perf_counter() - begun
 
 
-def interleaved(runs: Mapping[str, Run], rounds: int, warmup: int, device: torch.device) -> dict[str, Timing]:
+def interleaved(runs: Mapping[Name, Run], rounds: int, warmup: int, device: torch.device) -> dict[Name, Timing]:
     """Each run `warmup` times, then `rounds` rounds in which every run takes its turn; what launching costs is hidden."""
     clock, asleep = Clock(device), dict.fromkeys(runs, 0.0)
     for name, run in runs.items():
         for _ in range(warmup):
             clock.phases(run)
         asleep[name] = 0.005 + 1.5 * clock.launch(run)
-    times: dict[str, list[list[float]]] = {name: [] for name in runs}
+    times: dict[Name, list[list[float]]] = {name: [] for name in runs}
     gc.collect()
     gc.disable()  # a collection in the middle of a pass would be counted as the kernel's
     try:
