@@ -387,13 +387,10 @@ class AttnRes(Mixer):
         if self.n_ways > 1:
             own = (self._own("query").flatten(0, 1), self._own("key_gain").flatten(0, 1))
             others = self.n_ways - 1  # of each attention site
-            at = (others * self._attentions_before(site), others * self._attentions_before(site + 1))
+            at = (others * len(self._attention_before(site)), others * len(self._attention_before(site + 1)))
         rows = here(self.query), here(self.key_gain)
         source = state.pending, before, site, passed
         return pass_on(state.slots, state.running, *source, *rows, own, *at, self.ways(site), gain, self.eps, out_eps)
-
-    def _attentions_before(self, site: int) -> int:
-        return sum(a < site for a in self.layout.attention)
 
     def _look_back(self, state: SlotState, site: int) -> bool:
         """Whether a site's group reads the sources before it in a launch of its own: where they are more than one launch holds."""
@@ -428,7 +425,7 @@ class AttnRes(Mixer):
         if self._decodes(x):
             slots = SlotState.of(x, self.n_sites + 1)
             if self.window is None:
-                others = len(self.layout.attention) * (self.n_ways - 1)
+                others = len(self._nth_attention) * (self.n_ways - 1)
                 slots.running = running(x, self.n_sites + 1 + others, self.block_size)
             return slots
         state = AttnResState(pending=x, stream=x if self.routing == "add" else None)

@@ -64,7 +64,10 @@ class Mixer(nn.Module):
         """Set every parameter to its initial value."""
 
     def ways(self, site: int) -> int:
-        """How many mixtures `read` returns at a site: 1 or, of attention, 2 (for queries and keys, for values) or 3 (one for each)."""
+        """How many mixtures `read` returns at a site: 1 or, of attention, 2 (for queries and keys, for values) or 3 (one for each).
+
+        Of an MLP with a gate, 2: for the gate, for the up projection.
+        """
         return 1
 
     def plain_share(self, site: int) -> float | None:

@@ -88,6 +88,9 @@ class Blocks(nn.Module):
         self.norms, self.sublayers = nn.ModuleList(), nn.ModuleList()  # by site
         for site in range(self.mixer.n_sites):
             ways, eps = self.mixer.ways(site), self._eps(config, site)
+            if site % 2 and ways > (2 if config.mlp == "swiglu" else 1):
+                takes = "two, for its gate and its up projection" if config.mlp == "swiglu" else "one, and swiglu two"
+                raise ValueError(f"{config.mixer} reads {ways} mixtures at an MLP; {config.mlp} takes {takes}")
             self.norms.append(nn.ModuleList(RMSNorm(config.dim, eps=eps) for _ in range(ways)))
             self.sublayers.append(_attention(config, site // 2) if site % 2 == 0 else _mlp(config))
         self.final_norm = RMSNorm(config.dim, eps=self._eps(config, self.mixer.n_sites))

@@ -105,7 +105,7 @@ def in_all_directions(attention: Attention, q: Tensor, k: Tensor, v: Tensor, con
 
 
 class Mlp(nn.Module):
-    """SwiGLU, down(silu(gate x) * up x), or squared ReLU, down(relu(up x)^2)."""
+    """SwiGLU, down(silu(gate x) * up x), or squared ReLU, down(relu(up x)^2); SwiGLU takes one input, or two (for gate, for up)."""
 
     def __init__(self, kind: MlpKind, dim: int, hidden: int) -> None:
         super().__init__()
@@ -113,8 +113,9 @@ class Mlp(nn.Module):
         self.up_proj = nn.Linear(dim, hidden, bias=False)
         self.out_proj = nn.Linear(hidden, dim, bias=False)
 
-    def forward(self, h: Tensor, context: Context) -> Tensor:
-        return self.out_proj(activate(None if self.gate_proj is None else self.gate_proj(h), self.up_proj(h)))
+    def forward(self, h: Read, context: Context) -> Tensor:
+        h_gate, h_up = h if isinstance(h, tuple) else (h, h)
+        return self.out_proj(activate(None if self.gate_proj is None else self.gate_proj(h_gate), self.up_proj(h_up)))
 
 
 @dataclass

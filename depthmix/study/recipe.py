@@ -7,6 +7,7 @@ seeds: [0, 1, 2]
 budget: tokens                     # or time, as with `depthmix compare`
 data: {books: data/books}          # domains; or one folder
 sizes: {54m: {}, 6m: {dim: 256}}   # options by size
+modules: [../../examples/experiments]  # Python files that register mechanisms of their own, from this file
 power: {difference: 0.01, spread: [0.004, 0.008]}
 paper: {lm1b: {source: "Table 5", unit: perplexity}}
 notes: [what has to be said under the table]
@@ -29,10 +30,11 @@ from depthmix.config import CompareConfig, TrainConfig
 from depthmix.errors import UserError
 from depthmix.names import nearest
 from depthmix.study.arms import Arm, parse_arm
+from depthmix.study.modules import load_modules
 from depthmix.values import coerce, read_recipe
 
 FOLDER = Path("recipes") / "studies"
-KEYS = ("question", "base", "set", "seeds", "budget", "data", "sizes", "power", "paper", "notes", "arms")
+KEYS = ("question", "base", "set", "seeds", "budget", "data", "sizes", "modules", "power", "paper", "notes", "arms")
 ARM_KEYS = ("label", "mixer", "set", "seeds", "paper")
 UNITS = ("nats", "perplexity")
 # What a study says in other words, and what a run without a folder has no use for.
@@ -137,6 +139,7 @@ def read_study(name: str, data: Iterable[str] = ()) -> Study:
     question = given.get("question")
     if not isinstance(question, str) or not question.strip():
         raise UserError(f"{path}: question is needed, what the study asks, in words")
+    load_modules(path, given.get("modules", []))
     base = _base(path, given.get("base"))
     said = base.pop("data", None)
     domains, active = _domains(path, given.get("data", said), list(data))

@@ -4,7 +4,14 @@ import sys
 
 import pytest
 
+from depthmix.mixers import base
 from study.fake_training import Trainer
+
+
+@pytest.fixture(autouse=True)
+def registry(monkeypatch):
+    """What a study's modules register is gone after a test."""
+    monkeypatch.setattr(base, "_MIXERS", dict(base._MIXERS))
 
 
 @pytest.fixture

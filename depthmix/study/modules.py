@@ -1,0 +1,66 @@
+"""Mechanisms that a study brings along: Python files beside it, which register mixers and are part of no package.
+
+A file is run as it is, so only what the study names is loaded, and only from this machine's disk. It is counted among an
+arm's code like any mechanism's own file (code.py). It may add names, never take one that is there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+from depthmix.errors import UserError
+from depthmix.mixers import Mixer, base
+
+_loaded: dict[Path, dict[str, type[Mixer]]] = {}  # by file: what it registers
+
+
+def load_modules(study: Path, said: Any) -> list[Path]:
+    """Load the files and folders of a study's `modules`, paths from the study's file: the files, each once a process."""
+    if not isinstance(said, list) or not all(isinstance(text, str) and text for text in said):
+        raise UserError(f"{study}: modules is a list of Python files, or of folders of them, got {said!r}")
+    files = [file for text in said for file in _files(study, text)]
+    for file in files:
+        base._MIXERS.update(_loaded[file] if file in _loaded else _load(study, file))
+    return files
+
+
+def _files(study: Path, text: str) -> list[Path]:
+    path = (study.parent / text).resolve()
+    if path.is_file() and path.suffix == ".py":
+        return [path]
+    found = sorted(path.glob("[!_]*.py")) if path.is_dir() else []
+    if not found:
+        raise UserError(f"{study}: modules, {text}: there is no Python file there")
+    return found
+
+
+def _load(study: Path, file: Path) -> dict[str, type[Mixer]]:
+    """What a file registers."""
+    before = dict(base._MIXERS)
+    mark = hashlib.sha256(str(file).encode()).hexdigest()[:8]  # two folders may have files of one name
+    name = f"depthmix_study_{file.stem}_{mark}"
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # where Python looks for the source of its classes
+    try:
+        spec.loader.exec_module(module)
+        found = {n: c for n, c in base._MIXERS.items() if before.get(n) is not c}
+        taken = sorted(found.keys() & before.keys())
+        if taken:
+            raise UserError(f"{study}: {file.name} registers {', '.join(taken)}, which is there already; choose a name")
+    except BaseException as error:
+        base._MIXERS.clear()
+        base._MIXERS.update(before)
+        del sys.modules[name]
+        if isinstance(error, UserError) or not isinstance(error, Exception):
+            raise
+        what = " ".join(str(error).split())
+        raise UserError(f"{study}: {file.name} cannot be loaded: {type(error).__name__}: {what}") from error
+    _loaded[file] = found
+    return found

@@ -1,0 +1,134 @@
+"""Attention Residuals with a query that depends on the input through few numbers.
+
+    x = RMS(the newest source);      query_s(x) = query_s + U_sᵀ V_s x      (U_s, V_s [rank, D])
+    logit_i = query_s(x) · (key_gain_s ⊙ RMS(v_i));    p = softmax(logits) over the sources;    h_s = Σ_i p_i v_i
+
+Sources, blocks and finish are attnres'. Its query="input" has one D x D matrix a site in the place of U_sᵀ V_s, which gains 0.006
+nats in its paper and costs a product as large as an output projection and a query a token. Of low rank no query is formed:
+
+    logit_i = k_s0 · RMS(v_i) + Σ_r z_r (k_sr · RMS(v_i)),    z = V_s x,    k_s0 = key_gain_s ⊙ query_s,    k_sr = key_gain_s ⊙ U_sr
+
+so a source needs 1 + rank numbers for each of its readers, made once for all of them, and the newest `rank` more.
+query and U start at zero and V at N(0, 1/D): it begins as attnres, and U has a gradient from the first step on.
+
+What it costs beyond attnres: for every newest source about 3 activations forward (its products, its norm; it is added up by itself) and 6
+backward, 75 and 150 more than 196 and 222 in 12 blocks with block_size=4, and 1 + rank numbers a token for every pair of a source and
+a reader. In a kernel that holds the sources anyway it would be none: 1 + rank dot products of a source in the place of one.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Annotated, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from depthmix.mixers import register, register_state
+from depthmix.mixers.attnres import AttnRes, AttnResState
+from depthmix.mixers.options import at_least
+from depthmix.mixers.traffic import Traffic
+from depthmix.ops import depth_sum
+from depthmix.ops.backend import choose
+from depthmix.ops.depth_sum.op import why_unsupported
+from depthmix.ops.depth_sum.source_order import Weights, make_source, read_sums
+from depthmix.ops.norm import rms_norm, side_by_side
+from depthmix.ops.source_products import source_products
+
+
+class Tape(NamedTuple):
+    """What passes from read to read."""
+
+    k: Tensor  # [readers, 1 + rank, D]
+    blocks: tuple[Tensor, ...]
+    partial: Tensor | None
+    scores: tuple[tuple[int, tuple[Tensor, ...]], ...]  # by block: its first reader, and [1 + rank, ...] from it on
+    trained: bool
+    kernels: bool
+
+
+@register_state
+class LowRankState(AttnResState):
+    def last(self, n: int) -> Any:
+        self.tape = None  # its scores are of all tokens
+        return super().last(n)
+
+
+@register("low_rank_query")
+class LowRankQuery(AttnRes):
+    """query = 0, key_gain = 1, both [S+1, D], and U = 0, V ~ N(0, 1/D), both [S+1, rank, D]; the last rows are finish's."""
+
+    decayed = frozenset({"U", "V"})
+
+    def __init__(
+        self,
+        dim: int,
+        n_blocks: int,
+        *,
+        block_size: Annotated[int | None, at_least(1)] = None,
+        rank: Annotated[int, at_least(1)] = 8,
+    ) -> None:
+        super().__init__(dim, n_blocks, block_size=block_size)
+        self.rank = rank
+        self.U = nn.Parameter(torch.empty(self.n_sites + 1, rank, dim))
+        self.V = nn.Parameter(torch.empty(self.n_sites + 1, rank, dim))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        if "V" in self._parameters:  # the base class resets before it is there
+            nn.init.normal_(self.V, std=1 / math.sqrt(self.dim))
+
+    def traffic(self) -> list[Traffic]:
+        return [Traffic(t.forward + 3, t.backward + 6, t.kept) for t in super().traffic()]
+
+    def _decodes(self, x: Tensor) -> bool:
+        return False
+
+    def _start(self, x: Tensor) -> AttnResState:
+        return LowRankState(pending=x)
+
+    def _tape(self, state: AttnResState) -> Any:
+        """The state's, or a new one without scores if it comes from elsewhere."""
+        trained, kernels = torch.is_grad_enabled(), self._use_kernels(state)
+        tape: Any = state.tape
+        if tape is None or tape.kernels != kernels or (trained and not tape.trained):
+            k = torch.cat([self.query.unsqueeze(1), self.U], dim=1) * self.key_gain.unsqueeze(1)
+            blocks = tuple(make_source(v)[0] for v in state.blocks) if kernels else state.blocks
+            tape = Tape(k, blocks, state.partial, (), trained, kernels)
+        return tape
+
+    def _use_kernels(self, state: AttnResState) -> bool:
+        if state.frozen or torch.compiler.is_compiling():
+            return False
+        tensors = [*state.blocks, state.pending, *(() if state.partial is None else (state.partial,))]
+        why = why_unsupported(tensors, wide=self.query.dtype == torch.float64)
+        if why is not None and len(tensors) > 1:  # an output in another dtype: the reference steps in
+            return False
+        return choose(self.name, state.pending, why) == "triton"
+
+    def _mix(
+        self, state: AttnResState, site: int, out_gain: Sequence[Tensor] = (), out_eps: float = 0.0
+    ) -> tuple[Tensor, ...]:
+        tape: Tape = self._tape(state)
+        parts = (state.pending, None) if tape.partial is None else (tape.partial, state.pending)
+        newest = make_source(*parts)[0] if tape.kernels else parts[0] if parts[1] is None else parts[0] + parts[1]
+        own, rank = 1 + self.rank, self.rank
+        rows, sizes = tape.k[site:], [own] * (len(tape.k) - site)
+        known = [self._score(state, v, rows, sizes) for v in tape.blocks[len(tape.scores) :]]
+        scores = (*tape.scores, *((site, s) for s in known))
+        lasting = site % self.block_size == 0  # the newest source stays as it is, for all readers to come
+        rows, sizes = (rows, sizes) if lasting else (rows[:1], sizes[:1])
+        z, *found = self._score(state, newest, torch.cat([self.V[site], rows.flatten(0, 1)]), [rank, *sizes])
+        s = torch.stack([*(by_reader[site - first] for first, by_reader in scores), found[0]])  # [n, 1 + rank, ...]
+        p = (s[:, 0] + (s[:, 1:] * z).sum(1)).softmax(0).movedim(0, -1).unsqueeze(-2)  # [..., 1, n]
+        state.leave_note((newest, tape._replace(scores=(*scores, (site, tuple(found))) if lasting else scores)))
+        sources = (*tape.blocks, newest)
+        if tape.kernels:
+            gain: Any = out_gain or None
+            gain = side_by_side(out_gain).float() if gain and torch.is_grad_enabled() else gain  # a gradient is fp32
+            return read_sums(sources, Weights(dynamic=p), None, gain, out_eps).y
+        h = depth_sum(sources, dynamic=p.detach() if state.frozen else p, backend="reference")
+        return tuple(rms_norm(t, g, out_eps) for t, g in zip(h, out_gain, strict=True)) if out_gain else h
+
+    def _score(self, state: AttnResState, v: Tensor, w: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
+        return source_products(state.observe(v), w.reshape(-1, self.dim), self.eps).split(sizes)
