@@ -21,6 +21,7 @@ from benchmarks.errors import errors
 from benchmarks.first_call import first_call
 from benchmarks.inference import decode, prefill, prefill_memory
 from benchmarks.options import Options, add_arguments, backend, from_arguments
+from benchmarks.parallel_step import parallel_step
 from benchmarks.peers import mhc_ops, peer_step
 from benchmarks.precompile import tune
 from benchmarks.report import Report, read_rows
@@ -37,6 +38,7 @@ ENTRIES: dict[str, Entry] = {
     "bandwidth": bandwidth,
     "first-call": first_call,
     "step": step,
+    "parallel-step": parallel_step,
     "peer-step": peer_step,
     "mhc-ops": mhc_ops,
     "cpu-step": cpu_step,
@@ -52,6 +54,7 @@ HELP = {
     "bandwidth": "the share of the copy bandwidth each kernel achieves",
     "first-call": "seconds of each kernel's first call, with cold caches",
     "step": "training step time by mechanism against the plain residual",
+    "parallel-step": "training step time under DDP and FSDP2 in a world of one process against the plain loop",
     "peer-step": "training step time of DCA and Hyper-Connections against the published modules",
     "mhc-ops": "sites of mHC alone against Liger's operators",
     "cpu-step": "training step time at the demo's size on the CPU, Block against the plain residual",
@@ -69,6 +72,7 @@ LIMITS = {
     "bandwidth": 60,
     "first-call": 90,
     "step": 300,
+    "parallel-step": 240,
     "peer-step": 150,
     "mhc-ops": 60,
     "cpu-step": 60,

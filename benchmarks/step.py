@@ -70,7 +70,10 @@ STEPS = 4  # rounds for each that a kernel gets
 def step(options: Options, report: Report) -> None:
     """The recipe's model and one of 16 blocks and 2048 channels."""
     base = TrainConfig(compile="sublayers", steps=10**6, warmup=1, data="random tokens", quiet=True)
-    sizes = _small(base) if options.small else {**_from_recipe(base, options.recipe), **_wide(base)}
+    sizes: Sizes = {"small": (small_config(base), dict.fromkeys(SMALL, ""))}
+    if not options.small:
+        own = recipe_config(base, options.recipe)
+        sizes = {Path(options.recipe).stem: (own, RECIPE), **_wide(base)}
     for name, (config, targets) in sizes.items():
         case = f"{name}: {config.n_blocks} blocks, D={config.dim}, {config.batch_size * config.seq_len} tokens"
         if options.wanted(case):
@@ -84,11 +87,12 @@ def step(options: Options, report: Report) -> None:
 Sizes = dict[str, tuple[TrainConfig, dict[str, str]]]
 
 
-def _from_recipe(base: TrainConfig, path: str) -> Sizes:
+def recipe_config(base: TrainConfig, path: str) -> TrainConfig:
+    """The base with the model and the optimizer of a recipe."""
     recipe = build_config("benchmarks", CompareConfig, {"recipe": path})
     kept = ("data", "out", "steps", "warmup", "seed", "device", "compile")  # what is not the model or its optimizer
     names = [f.name for f in dataclasses.fields(TrainConfig) if f.name not in kept]
-    return {Path(path).stem: (dataclasses.replace(base, **{n: getattr(recipe, n) for n in names}), RECIPE)}
+    return dataclasses.replace(base, **{n: getattr(recipe, n) for n in names})
 
 
 def _wide(base: TrainConfig) -> Sizes:
@@ -96,9 +100,9 @@ def _wide(base: TrainConfig) -> Sizes:
     return {"wide": (config, WIDE)}
 
 
-def _small(base: TrainConfig) -> Sizes:
-    config = dataclasses.replace(base, dim=32, n_blocks=4, n_heads=2, seq_len=16, batch_size=2, compile="off")
-    return {"small": (config, dict.fromkeys(SMALL, ""))}
+def small_config(base: TrainConfig) -> TrainConfig:
+    """The base with a model that a CPU trains in milliseconds."""
+    return dataclasses.replace(base, dim=32, n_blocks=4, n_heads=2, seq_len=16, batch_size=2, compile="off")
 
 
 def _case(

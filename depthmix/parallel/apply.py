@@ -1,4 +1,4 @@
-"""A model for a world: tensor parallelism, then DDP or FSDP2, all of it from outside.
+"""A model for a world: tensor or context parallelism, then DDP or FSDP2, all of it from outside.
 
 The order is torchtitan's: divide matrices, then wrap sublayers for checkpointing and compilation, then shard or replicate.
 """
@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.parallel import DistributedDataParallel
 
 from depthmix.mixers.sharding import shard_mixer
-from depthmix.parallel import tensor
+from depthmix.parallel import context, tensor
 from depthmix.parallel.gradients import clip, sum_over, whole
 from depthmix.parallel.weights import build_empty, materialize, take_over
 from depthmix.parallel.world import REPLICATE, SHARD, TENSOR, World
@@ -52,6 +52,8 @@ class Parallel:
         self.blueprint = copy.deepcopy(self.model)  # without memory: names and shapes of the model in one piece
         if layout.tp > 1:
             tensor.parallelize(self.model, self.mesh[TENSOR])
+        if layout.cp > 1:
+            context.parallelize(self.model, world.context)
         divided = {name for name, p in self.model.named_parameters() if isinstance(p, DTensor)}
         wrap(self.model)
         if layout.sharded:
@@ -102,24 +104,27 @@ class Parallel:
         return norm
 
     def rest(self) -> None:
-        """After a pass without a backward FSDP2 leaves the outermost parameters gathered."""
-        if isinstance(self.model, FSDPModule):
-            self.model.reshard()
+        """After a pass without a backward FSDP2 leaves parameters gathered: the outermost ones, or all of them where nothing is shared out."""
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
 
 def shard(model: Any, mesh: Any, narrow: torch.dtype | None) -> None:
     """FSDP2: a group for each sublayer, one for the mixer, which stays fp32, and one for the rest.
 
     Matrices are gathered in the narrow dtype, and their gradients summed in fp32. Norms and the embedding, which a model under
-    autocast computes with in fp32 as well, are gathered as they are.
+    autocast computes with in fp32 as well, are gathered as they are. Where all shards are here, what a forward has cast is kept for
+    the backward, as autocast keeps it.
     """
+    again = mesh.size(mesh.ndim - 1) > 1
     wide = None if narrow is None else torch.float32
     policy = MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=wide, cast_forward_inputs=False)
     plain = MixedPrecisionPolicy(cast_forward_inputs=False)
     for sublayer in model.sublayers:
-        fully_shard(sublayer, mesh=mesh, mp_policy=policy)
+        fully_shard(sublayer, mesh=mesh, mp_policy=policy, reshard_after_forward=again)
     if not getattr(model.config, "tie_embeddings", False):
-        fully_shard(model.head, mesh=mesh, mp_policy=policy)
-        fully_shard(model.embedding, mesh=mesh, mp_policy=plain)
+        fully_shard(model.head, mesh=mesh, mp_policy=policy, reshard_after_forward=again)
+        fully_shard(model.embedding, mesh=mesh, mp_policy=plain, reshard_after_forward=again)
     shard_mixer(model.mixer, mesh=mesh)
     fully_shard(model, mesh=mesh, mp_policy=plain)

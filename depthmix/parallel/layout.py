@@ -4,8 +4,9 @@
     parallel: {shard: 8}          parameters, gradients and optimizer in eight parts (FSDP2)
     parallel: {dp: 2, shard: 8}   two replicas of eight parts each (HSDP)
     parallel: {shard: 4, tp: 2}   matrices and sequences in two parts (tensor and sequence parallelism), each of those in four
+    parallel: {dp: 2, cp: 4}      two replicas, each with every sequence in four parts, also in attention (context parallelism)
 
-Their product is the number of processes. A batch is divided among dp x shard of them; tp processes work on the same sequences.
+Their product is the number of processes. A batch is divided among dp x shard of them; cp or tp processes work on the same sequences.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from depthmix.errors import UserError
 from depthmix.models import DecoderConfig, VitConfig
 from depthmix.names import nearest
 
-SIZES = ("dp", "shard", "tp")
+SIZES = ("dp", "shard", "cp", "tp")
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class Layout:
 
     dp: int = 1
     shard: int | None = None
+    cp: int = 1
     tp: int = 1
 
     @classmethod
@@ -50,7 +52,7 @@ class Layout:
     @property
     def size(self) -> int:
         """All processes."""
-        return self.data * self.tp
+        return self.data * self.cp * self.tp
 
     @property
     def sharded(self) -> bool:
@@ -82,18 +84,31 @@ class Layout:
             raise UserError(f"parallel: {what}, the sequences of one process ({config.batch_size} / {self.data})")
         if config.cuda_graph and self.size > 1:
             raise UserError("cuda_graph records the step of one process: leave it out with parallel")
-        if config.compile == "model" and (self.sharded or self.tp > 1):
+        if config.compile == "model" and (self.sharded or self.tp > 1 or self.cp > 1):
             raise UserError(
                 "compile=model cannot see into shards that come and go: use compile=sublayers with parallel"
             )
         if config.optimizer == "muon" and (self.sharded or self.tp > 1):
             raise UserError("muon needs whole matrices: use adamw, or dp alone, with parallel")
-        if self.tp > 1 and config.dynamics_every is not None:
-            raise UserError("dynamics_every looks at whole sequences, of which tp leaves a part: leave one of them out")
-        if self.tp > 1 and not isinstance(model, DecoderConfig):
-            raise UserError("parallel: tp divides the sequences of text: use dp or shard for images")
+        for name in ("cp", "tp"):
+            if getattr(self, name) == 1:
+                continue
+            if config.dynamics_every is not None:
+                what = f"dynamics_every looks at whole sequences, of which {name} leaves a part"
+                raise UserError(f"{what}: leave one of them out")
+            if not isinstance(model, DecoderConfig):
+                raise UserError(f"parallel: {name} divides the sequences of text: use dp or shard for images")
+        if self.cp > 1:
+            self._check_context_parallel(config)
         if isinstance(model, DecoderConfig) and self.tp > 1:
             self._check_tensor_parallel(config, model)
+
+    def _check_context_parallel(self, config: TrainConfig) -> None:
+        if self.tp > 1:
+            raise UserError("parallel: cp and tp both divide sequences: use one of them, with dp or shard")
+        if config.seq_len % (2 * self.cp):
+            what = f"seq_len={config.seq_len} must be a multiple of {2 * self.cp}"
+            raise UserError(f"parallel: {what}, for every process takes two chunks of a sequence (cp={self.cp})")
 
     def _check_tensor_parallel(self, config: TrainConfig, model: DecoderConfig) -> None:
         parts = {"n_heads": model.n_heads, "n_kv_heads": model.n_kv_heads, "mlp_dim": model.mlp_dim}

@@ -23,10 +23,12 @@ from depthmix.errors import INTERNAL, UserError
 from depthmix.parallel.layout import Layout
 from depthmix.parallel.liveness import Heartbeat
 from depthmix.parallel.meeting import new_corner
+from depthmix.parallel.share import Share
 
 Result = TypeVar("Result")
 PATIENCE = timedelta(minutes=10)  # for a collective; a process that dies is noticed at once, by its connections
 REPLICATE, SHARD, TENSOR = "dp", "shard", "tp"  # the dimensions of the mesh
+CONTEXT = "cp"  # and of another
 
 
 class SharedError(UserError):
@@ -53,7 +55,8 @@ class World:
         self.layout, self.rank, self.size, self.mesh = layout, rank, layout.size, mesh
         self._device, self._beat = device, beat
         self.first = rank == 0
-        self.data_rank = rank // layout.tp
+        self.data_rank = rank // (layout.cp * layout.tp)
+        self.share = Share(rank % layout.cp, layout.cp)  # of every sequence
         self._asked = torch.zeros(1)
         self.beside: Any = None  # a group of its own for what happens beside the training, such as saving
 
@@ -61,6 +64,12 @@ class World:
     def device(self) -> torch.device:
         """Where this process computes; UserError if there is no such device, said after what is wrong with the recipe."""
         return choose_device(self._device) if isinstance(self._device, str) else self._device
+
+    @functools.cached_property
+    def context(self) -> DeviceMesh:
+        """The processes that have the parts of the same sequences."""
+        sizes = (self.size // self.layout.cp, self.layout.cp)
+        return init_device_mesh(self.device.type, sizes, mesh_dim_names=("others", CONTEXT))[CONTEXT]
 
     @property
     def several(self) -> bool:
@@ -98,7 +107,7 @@ class World:
             yield dealt[self.data_rank if own else 0], own
 
     def add_up(self, *numbers: float) -> list[float]:
-        """The sums of some numbers over the processes that a batch is divided among, the same to the last bit in all."""
+        """The sums of some numbers over the processes that have tokens of their own, the same to the last bit in all."""
         found = [there for rank, there in enumerate(self.gather(numbers)) if rank % self.layout.tp == 0]
         return [math.fsum(column) for column in zip(*found, strict=True)]
 
@@ -213,6 +222,12 @@ def join(layout: Layout, device: str, given: bool) -> Iterator[World]:
 
 
 def _mesh(layout: Layout, device: torch.device) -> DeviceMesh:
-    """Neighbouring processes share matrices (tp), the next ones shards: the nearer, the more they send."""
-    sizes = (layout.dp, layout.shard or 1, layout.tp)
+    """Neighbouring processes share matrices (tp), the next ones shards: the nearer, the more they send.
+
+    Those that share a sequence (cp) have the gradients of other tokens, as those with other sequences have: parameters are shared out
+    among them, too, or copied.
+    """
+    sizes = (layout.dp, (layout.shard or 1) * layout.cp, layout.tp)
+    if not layout.sharded:
+        sizes = (layout.dp * layout.cp, 1, layout.tp)
     return init_device_mesh(device.type, sizes, mesh_dim_names=(REPLICATE, SHARD, TENSOR))

@@ -12,6 +12,9 @@ from torch.nn import functional
 
 from depthmix.device import autocast
 from depthmix.errors import DATA, UserError
+from depthmix.parallel.share import Share
+
+ALL = Share()  # tokens of a sequence
 
 
 @dataclass
@@ -64,12 +67,10 @@ def check_tokens(batch: Tensor, vocab_size: int, folder: object) -> Tensor:
     return batch
 
 
-def token_losses(model: Callable[[Tensor], Tensor], batch: Tensor) -> Tensor:
-    """Nats for every token of a batch [B, T + 1] but the first of each row: [B, T]."""
-    logits = model(batch[:, :-1])
-    return functional.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten(), reduction="none").view_as(
-        batch[:, 1:]
-    )
+def token_losses(model: Callable[[Tensor], Tensor], batch: Tensor, own: Share = ALL) -> Tensor:
+    """Nats for every token of a batch [B, T + 1] but the first of each row, or for those of them that are this process's: [B, T]."""
+    logits, targets = model(own.of(batch[:, :-1], dim=1)), own.of(batch[:, 1:], dim=1)
+    return functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="none").view_as(targets)
 
 
 @torch.no_grad()
@@ -79,10 +80,11 @@ def summed_loss(
     device: torch.device,
     precision: str,
     whole: Callable[[Tensor], Tensor] = lambda losses: losses,
+    own: Share = ALL,
 ) -> tuple[float, int]:
-    """The sum of a batch's losses, in fp64, and how many there are; whole: makes plain tensors of divided ones."""
+    """The sum of a batch's losses, in fp64, and how many there are; whole: makes plain tensors of divided ones; own: tokens."""
     with autocast(device, precision):
-        losses = whole(token_losses(model, batch.to(device)))
+        losses = whole(token_losses(model, batch.to(device), own))
     return float(losses.cpu().double().sum()), losses.numel()  # there: MPS has no fp64
 
 

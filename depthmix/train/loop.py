@@ -73,7 +73,7 @@ class Trainer:
         self, config: TrainConfig, data: TokenData | ImageData, device: torch.device, world: World | None = None
     ) -> None:
         self.config, self.device, self.world = config, device, world or World(Layout(), device)
-        self.task = make_task(config, data, self.world.rows(config.batch_size))
+        self.task = make_task(config, data, self.world.rows(config.batch_size), self.world.share)
         self.task.check()
         self.engine: Alone | Parallel
         if self.world.several:

@@ -17,11 +17,13 @@ from depthmix.data.images import ImageBatches, ImageData, image_batches, unpack
 from depthmix.data.tokenizer import end_token
 from depthmix.errors import UserError
 from depthmix.models import Decoder, DecoderConfig, Vit, VitConfig
+from depthmix.parallel.share import Share
 from depthmix.runs.folder import RunFolder
 from depthmix.runs.init import Start, check_vocabulary, read_source, settled, start_model
 from depthmix.runs.pretrained import describe_run
 from depthmix.runs.restore import build_decoder, build_vit, model_config, vit_config
 from depthmix.train.evaluate import (
+    ALL,
     Evaluation,
     ImageEvaluation,
     check_tokens,
@@ -91,8 +93,8 @@ class Text:
 
     unit, exploded = "tokens", 3
 
-    def __init__(self, config: TrainConfig, data: TokenData, rows: slice = slice(None)) -> None:
-        self.config, self.data = config, data
+    def __init__(self, config: TrainConfig, data: TokenData, rows: slice = slice(None), own: Share = ALL) -> None:
+        self.config, self.data, self.own = config, data, own
         self.outcomes, self.per_step = data.vocab_size, config.batch_size * config.seq_len
         self.tokens = config.seq_len
         self.batches = Batches(data.split("train"), config.seq_len, config.batch_size, config.seed, rows)
@@ -129,13 +131,13 @@ class Text:
         return batch[:, :-1]
 
     def losses(self, model: Model, batch: Tensor) -> Tensor:
-        return token_losses(model, batch)
+        return token_losses(model, batch, self.own)
 
     def evaluate(self, model: Any, device: torch.device) -> Evaluation:
         return evaluate(model, self.validation(), device, self.config.precision, self.val.n_bytes / self.val.n_tokens)
 
     def sums(self, model: Model, batch: Tensor, device: torch.device, whole: Model) -> tuple[float, ...]:
-        return summed_loss(model, batch, device, self.config.precision, whole)
+        return summed_loss(model, batch, device, self.config.precision, whole, self.own)
 
     def evaluation(self, *sums: float) -> Evaluation:
         total, tokens = sums
@@ -223,12 +225,12 @@ def normalised(images: Tensor, data: ImageData) -> Tensor:
     return torch.stack(channels, dim=1)
 
 
-def make_task(config: TrainConfig, data: TokenData | ImageData, rows: slice = slice(None)) -> Task:
-    """The task of prepared data; UserError for options that mean nothing to it. rows: of every batch, this process's."""
+def make_task(config: TrainConfig, data: TokenData | ImageData, rows: slice = slice(None), own: Share = ALL) -> Task:
+    """The task of prepared data; UserError for options that mean nothing to it. rows, own: of a batch and a sequence, this process's."""
     images = isinstance(data, ImageData)
     defaults = {f.name: f.default for f in fields(TrainConfig)}
     for name in OF_TEXT if images else OF_IMAGES:
         if getattr(config, name) != defaults[name]:
             kind, other = ("images", "text") if images else ("text", "images")
             raise UserError(f"{name} is for {other}, and {config.data} holds {kind}: leave it out")
-    return Pictures(config, data, rows) if isinstance(data, ImageData) else Text(config, data, rows)
+    return Pictures(config, data, rows) if isinstance(data, ImageData) else Text(config, data, rows, own)

@@ -18,6 +18,7 @@ MEASURED = {
     "bandwidth": {"share of copy bandwidth", "bandwidth", "time"},
     "first-call": {"first call"},
     "step": {"step", "step / residual", "first step", "error of fp32"},
+    "parallel-step": {"step", "wall", "step / plain", "error of losses", "error of gradient norms"},
     "decode": {"time / residual", "time", "error of fp32, prompt", "error of fp32, steps"},
     "prefill": {"time / residual", "time of residual beside it", "error of fp32, steps"},
     "prefill-memory": {"prompt"},
@@ -25,7 +26,11 @@ MEASURED = {
     "tune": set(),
 }
 
-LESS = {"first-call": ("--cases", "kernel"), "step": ("--arms", "residual", "attnres:block_size=2,ways=2")}
+LESS = {
+    "first-call": ("--cases", "kernel"),
+    "step": ("--arms", "residual", "attnres:block_size=2,ways=2"),
+    "parallel-step": ("--arms", "attnres:block_size=2"),
+}
 
 
 def run(entry, folder, *more):

@@ -1,17 +1,20 @@
-"""DDP and FSDP2 over NCCL in a world of one process: the trainer's own losses, kernels included, and its checkpoint comes back."""
+"""DDP and FSDP2 over NCCL: the trainer's own losses, kernels included, in a world of one process and, where NCCL allows it, of two on one GPU."""
 
+import socket
+import time
 from pathlib import Path
 
 import pytest
+import torch
+from torch import multiprocessing
 
-random_data = pytest.importorskip("benchmarks.step").random_data
+from gpu.small_training import losses, take_part, training
+
+pytest.importorskip("benchmarks.step")
 loop = pytest.importorskip("depthmix.train.loop")
-TrainConfig = pytest.importorskip("depthmix.config").TrainConfig
 DEVICE = "cuda"
-
-
-def losses(trainer: loop.Trainer, steps: range) -> list[float]:
-    return [trainer.step(step)[0] for step in steps]
+LIMIT = 180  # seconds until two processes are taken to hang
+REFUSED = "Duplicate GPU detected"  # what NCCL says of two ranks on one device
 
 
 @pytest.mark.parametrize("layout", [{"dp": 1}, {"shard": 1}], ids=str)
@@ -22,9 +25,7 @@ def test_a_world_of_one_trains_as_without(tmp_path: Path, mixer: str, layout: di
     from depthmix.runs.checkpoint import latest_checkpoint
     from depthmix.runs.saver import open_saver
 
-    sizes = {"dim": 64, "n_blocks": 2, "n_heads": 2, "seq_len": 32, "batch_size": 4}
-    config = TrainConfig(mixer=mixer, steps=100, warmup=1, data="random tokens", quiet=True, parallel=layout, **sizes)
-    data = random_data(64, 4096)
+    config, data = training(mixer, layout)
     with join(Layout.of(layout), DEVICE, given=True) as world:
         expected = losses(loop.Trainer(config, data, world.device), range(4))
         trainer = loop.Trainer(config, data, world.device, world)
@@ -39,3 +40,30 @@ def test_a_world_of_one_trains_as_without(tmp_path: Path, mixer: str, layout: di
         again = loop.Trainer(config, data, world.device, world)
         again.restore(saved)
         assert losses(again, range(2, 4)) == pytest.approx(found[2:], rel=1e-3)
+
+
+@pytest.mark.parametrize("layout", [{"dp": 2}, {"shard": 2}], ids=str)
+def test_two_processes_share_a_gpu_where_nccl_allows_it(tmp_path: Path, layout: dict[str, int]) -> None:
+    """NCCL may refuse a second rank on a device: then its own words are the reason to skip. Anything else is a failure."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    device = "cuda:0" if DEVICE == "cuda" else DEVICE
+    started = multiprocessing.spawn(
+        take_part, (port, str(tmp_path), "attnres", layout, device), nprocs=2, join=False, daemon=True
+    )
+    begun = time.monotonic()
+    try:
+        while not started.join(timeout=5):
+            assert time.monotonic() - begun < LIMIT, "two processes on one GPU neither train nor fail"
+    except (multiprocessing.ProcessRaisedException, multiprocessing.ProcessExitedException) as error:
+        refused = next((line.strip() for line in str(error).splitlines() if REFUSED in line), None)
+        if refused is None:
+            raise
+        pytest.skip(f"NCCL: {refused}")
+    finally:
+        for process in started.processes:
+            process.kill()
+    config, data = training("attnres", {})
+    expected = losses(loop.Trainer(config, data, torch.device(device)), range(3))
+    assert torch.load(tmp_path / "losses.pt") == pytest.approx(expected, rel=1e-2)

@@ -10,6 +10,7 @@ from depthmix import retrofit, shard_mixer
 from depthmix.hf import mixer_of
 from hf.test_retrofit import make
 from hf.tiny import causal_lm, tokens
+from project import ROOT
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "out_proj", "up_proj", "gate_proj"]
 
@@ -83,6 +84,17 @@ def test_lora_with_gradient_checkpointing():
     ids = tokens()
     model(ids, labels=ids).loss.backward()
     assert all(p.grad is not None for n, p in model.named_parameters() if p.requires_grad and "lora_B" in n)
+
+
+def test_accelerate_reads_the_file_for_it():
+    """`accelerate launch --config_file` with the file of docs/scale.md, up to where it would start processes."""
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+
+    path = ROOT / "examples" / "accelerate-fsdp2.yaml"
+    given = launch_command_parser().parse_args(["--config_file", str(path), "script.py"])
+    found = _validate_launch_command(given)[0]
+    assert (found.use_fsdp, found.fsdp_version, found.mixed_precision, found.num_processes) == (True, 2, "bf16", 8)
+    assert found.fsdp_auto_wrap_policy == "TRANSFORMER_BASED_WRAP"
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import runpy
 from contextlib import nullcontext
 
 import torch
@@ -15,6 +16,8 @@ from depthmix.parallel.gradients import local, whole
 from depthmix.parallel.layout import Layout
 from depthmix.parallel.weights import fill, part_of
 from depthmix.parallel.world import World, _mesh
+from depthmix.train.evaluate import ALL
+from project import ROOT
 
 CPU = torch.device("cpu")
 SHAPE = {"vocab_size": 14, "dim": 16, "n_blocks": 2, "n_heads": 4, "n_kv_heads": 4, "mlp_dim": 12, "qk_norm": True}
@@ -43,10 +46,10 @@ def batch():
     return torch.randint(13, (ROWS, LENGTH + 1), generator=torch.Generator().manual_seed(7))
 
 
-def losses(model, ids):
+def losses(model, ids, own=ALL):
     """As the trainer's, but in the model's own dtype."""
-    logits = model(ids[:, :-1])
-    return whole(functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none"))
+    logits, targets = model(own.of(ids[:, :-1], 1)), own.of(ids[:, 1:], 1)
+    return whole(functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none"))
 
 
 def close(found, expected, what, scale=0.0):
@@ -91,13 +94,13 @@ def same_step(world, mixer, options, changes):
     ids = batch()
     own = ids[world.rows(len(ids))]
     in_parts, messages = mixer == "attnres" and len(own) > 1, Messages()
-    counted = in_parts and world.layout.tp == 1
+    counted = in_parts and world.layout.tp == world.layout.cp == 1
     total, parts = torch.zeros(()), own.split(len(own) // 2 if in_parts else len(own))
     with messages if counted else nullcontext():
         for part in parts:
             before = messages.gradients
             with divided.part(last=part is parts[-1]):
-                loss = losses(divided, part).mean() * (len(part) / len(own))
+                loss = losses(divided, part, world.share).mean() * (len(part) / len(own))
                 loss.backward()
             total += loss.detach()
             if counted:
@@ -127,3 +130,8 @@ def trains(sizes, config):
     here = world(**sizes)
     here.beside = here.beside or dist.new_group(backend="gloo")
     train_in(here, dataclasses.replace(config, parallel=sizes))
+
+
+def example(name, arguments):
+    """What the main function of an example returns."""
+    return runpy.run_path(str(ROOT / "examples" / name))["main"](**arguments)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from depthmix import list_mixers
+from parallel.jobs import example
 
 PLAIN = {}
 FULL = {"vocab_size": 13, "mlp": "swiglu", "n_kv_heads": 2}  # a vocabulary that two do not divide evenly
@@ -33,3 +34,11 @@ def test_every_mixer_with_two_processes(workers, sizes, others):
 def test_other_layouts_with_four(workers, sizes, case):
     """In fp64, where rounding hides nothing. Shards of parts of matrices are trained with, saved and loaded in test_training.py."""
     workers.run(4, "parallel.jobs:same_training", sizes, [case], torch.float64)
+
+
+def test_the_example_in_torchtitans_style(workers):
+    """Two parts of every sublayer, each sharded over two."""
+    name, given = "torchtitan_style.py", {"mixer": "dca", "steps": 3}
+    expected = example(name, given)
+    for losses in workers.run(4, "parallel.jobs:example", name, {**given, "tp": 2}):
+        assert losses == pytest.approx(expected, rel=1e-5)

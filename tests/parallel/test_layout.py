@@ -18,7 +18,14 @@ CONFIG = TrainConfig(dim=64, n_heads=8, n_kv_heads=4, mlp_dim=96, seq_len=32, ba
 
 @pytest.mark.parametrize(
     ("given", "size", "data"),
-    [({}, 1, 1), ({"dp": 3}, 3, 3), ({"shard": 4}, 4, 4), ({"dp": 2, "shard": 4, "tp": 2}, 16, 8), ({"tp": 4}, 4, 1)],
+    [
+        ({}, 1, 1),
+        ({"dp": 3}, 3, 3),
+        ({"shard": 4}, 4, 4),
+        ({"dp": 2, "shard": 4, "tp": 2}, 16, 8),
+        ({"tp": 4}, 4, 1),
+        ({"shard": 2, "cp": 4}, 8, 2),
+    ],
 )
 def test_sizes(given, size, data):
     layout = Layout.of(given)
@@ -58,7 +65,12 @@ def test_lines_that_are_none(given, words):
         ({"shard": 2}, {"optimizer": "muon"}, "muon needs whole matrices"),
         ({"shard": 2}, {"compile": "model"}, "use compile=sublayers"),
         ({"dp": 2}, {"cuda_graph": True}, "cuda_graph records the step of one process"),
-        ({"tp": 2}, {"dynamics_every": 1}, "dynamics_every looks at whole sequences"),
+        ({"tp": 2}, {"dynamics_every": 1}, "dynamics_every looks at whole sequences, of which tp leaves a part"),
+        ({"cp": 2}, {"dynamics_every": 1}, "dynamics_every looks at whole sequences, of which cp leaves a part"),
+        ({"cp": 2}, {"seq_len": 30}, "seq_len=30 must be a multiple of 4"),
+        ({"cp": 2, "tp": 2}, {}, "cp and tp both divide sequences"),
+        ({"cp": 2}, {"compile": "model"}, "use compile=sublayers"),
+        ({"cp": 2}, {"cuda_graph": True}, "cuda_graph records the step of one process"),
     ],
 )
 def test_recipes_that_a_layout_cannot_run(given, changes, words):
@@ -67,9 +79,10 @@ def test_recipes_that_a_layout_cannot_run(given, changes, words):
     Layout.of({"dp": 2}).check(CONFIG, model_config(CONFIG, 300))
 
 
-def test_tp_is_for_text():
+@pytest.mark.parametrize("name", ["tp", "cp"])
+def test_text_alone_has_sequences_to_divide(name):
     vit = VitConfig(image_size=8, patch_size=4, n_classes=2, dim=64, n_blocks=1, n_heads=8)
-    assert "use dp or shard for images" in refused(lambda: Layout.of({"tp": 2}).check(CONFIG, vit), code=USAGE)
+    assert "use dp or shard for images" in refused(lambda: Layout.of({name: 2}).check(CONFIG, vit), code=USAGE)
     Layout.of({"dp": 2, "shard": 2}).check(CONFIG, vit)
 
 
