@@ -7,7 +7,7 @@ unless the site is the first of its block, the partial sum of its own. finish re
 These blocks count sites, whatever the model's own blocks are.
 routing="add" (arXiv 2605.18855): h_0 = e, then the plain stream + Σ_i p_i v_i; finish returns the plain stream.
 With ways=2 an attention site reads two mixtures, one for queries and keys and one for values; with ways=3 each has its own.
-Queries start at zero: plain at step 0.
+Queries start at zero: plain at step 0. With query_init they start at N(0, query_init²), which the paper advises against.
 """
 
 import dataclasses
@@ -98,6 +98,7 @@ class AttnRes(Mixer):
         block_size: Annotated[int | None, at_least(1)] = None,
         ways: Literal[1, 2, 3] = 1,
         query: Literal["learned", "input"] = "learned",
+        query_init: Annotated[float, at_least(0)] = 0.0,
         weights: Literal["softmax", "sigmoid", "static"] = "softmax",
         key_norm: bool = True,
         heads: Annotated[int, at_least(1)] = 1,
@@ -109,15 +110,16 @@ class AttnRes(Mixer):
         if dim % heads:
             divisors = ", ".join(str(h) for h in range(1, dim + 1) if dim % h == 0)
             raise OptionError(f"attnres: heads must divide dim={dim} (one of {divisors}), got {heads}")
-        if weights == "static" and (query != "learned" or heads != 1 or not key_norm):
+        if weights == "static" and (query != "learned" or query_init or heads != 1 or not key_norm):
             raise OptionError(
-                "attnres: weights='static' has no queries and keys, so query, key_norm and heads cannot be set"
+                "attnres: weights='static' has no queries and keys, so query, query_init, key_norm and heads cannot be set"
             )
         if ways > 1 and not self.layout.attention:
             raise OptionError(
                 f"attnres: ways={ways} is for attention, and no site is: a name that ends in 'attention' makes it one"
             )
         self.block_size, self.n_ways, self.query_from, self.weights = block_size or 1, ways, query, weights
+        self.query_init = query_init
         self._nth_attention = {site: i for i, site in enumerate(self.layout.attention)}
         self.key_norm, self.heads, self.window, self.routing, self.eps = key_norm, heads, window, routing, eps
         if weights == "static":
@@ -145,7 +147,10 @@ class AttnRes(Mixer):
 
     def reset_parameters(self) -> None:
         for name, p in self.named_parameters():
-            nn.init.constant_(p, 1.0 if name.startswith("key_gain") else 0.0)
+            if self.query_init and name.startswith("query"):
+                nn.init.normal_(p, std=self.query_init)
+            else:
+                nn.init.constant_(p, 1.0 if name.startswith("key_gain") else 0.0)
 
     def ways(self, site: int) -> int:
         return self.n_ways if site in self._nth_attention else 1
@@ -155,6 +160,8 @@ class AttnRes(Mixer):
             return 1.0
         others = -(-site // self.block_size)  # sources besides e
         if self.window is not None and others > self.window:
+            return None
+        if self.query_init and others:
             return None
         share = 0.5 if self.weights == "sigmoid" else 1 / (1 + others)
         return 1 + share if self.routing == "add" else share

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from depthmix.data.dataset import TokenData
+from depthmix.data.images import ImageData
 from depthmix.errors import CHECKPOINT, USAGE, UserError
 from depthmix.mixers import OptionError, create_mixer
-from depthmix.runs.restore import build_decoder
 from depthmix.study.code import accepted, code_of, differences
 from depthmix.study.pieces import Piece
 from depthmix.study.recipe import Study
@@ -24,8 +24,10 @@ FREE = {"data", "out", "seed", "quiet", "device", "tensorboard", "wandb", "keep"
 CURVE = {"eval_every"}  # how many points a curve has
 
 
-def data_mark(data: TokenData) -> str:
-    """What tells prepared data apart: the checksums of its tokens, wherever and however it was made."""
+def data_mark(data: TokenData | ImageData) -> str:
+    """What tells prepared data apart: the checksums of its tokens or images, wherever and however it was made."""
+    if isinstance(data, ImageData):
+        return hashlib.sha256(json.dumps(data.meta["sha256"], sort_keys=True).encode()).hexdigest()[:16]
     shards = {s: data.meta["splits"][s]["shards"] for s in ("train", "val")}
     sums = {s: [data.meta["sha256"].get(shard) for shard in names] for s, names in shards.items()}
     known = [data.vocab_size, sums, {s: data.split(s).n_bytes for s in sums}]
@@ -38,11 +40,12 @@ def plain_config(config: Any) -> dict[str, Any]:
     return {key: value for key, value in found.items() if key not in FREE}
 
 
-def check_pieces(study: Study, pieces: Iterable[Piece], data: Mapping[str, TokenData]) -> None:
+def check_pieces(study: Study, pieces: Iterable[Piece], data: Mapping[str, TokenData | ImageData]) -> None:
     """What would stop a run is said before anything runs: each arm is looked at once in each cell, without memory."""
     # Building a whole model takes a while even so, and is needed only where groups name parameters.
     from depthmix.train.check import check_config, check_run
     from depthmix.train.optim import own_settings
+    from depthmix.train.task import make_task
 
     looked: set[tuple[str, str, str]] = set()
     for piece in pieces:
@@ -57,7 +60,7 @@ def check_pieces(study: Study, pieces: Iterable[Piece], data: Mapping[str, Token
             check_run(piece.config, tokens)
             with torch.device("meta"):
                 if groups := piece.config.groups:
-                    own_settings(dict(build_decoder(piece.config, tokens.vocab_size).named_parameters()), groups)
+                    own_settings(dict(make_task(piece.config, tokens).build().named_parameters()), groups)
                 c = piece.config
                 create_mixer(c.mixer, dim=c.dim, n_blocks=c.n_blocks, **c.mixer_options)
         except (UserError, OptionError) as error:
@@ -94,11 +97,20 @@ def check_runs(
 
 
 def check_code(
-    study: Study, records: Records, used: Sequence[dict[str, Any]], missing: Sequence[Piece], reason: str
+    study: Study,
+    records: Records,
+    used: Sequence[dict[str, Any]],
+    missing: Sequence[Piece],
+    reason: str,
+    images: Iterable[str] = (),
 ) -> None:
-    """UserError if results of different code would stand in one table, unless somebody says, or has said, why they may."""
+    """UserError if results of different code would stand in one table, unless somebody says, or has said, why they may.
+
+    images: the domains that hold them.
+    """
     tables = [(run["config"].get("mixer", ""), records.code(run)) for run in used]
-    tables += [(mixer, code_of(mixer)) for mixer in sorted({piece.config.mixer for piece in missing})]
+    kinds = sorted({(piece.config.mixer, piece.cell.domain in set(images)) for piece in missing})
+    tables += [(mixer, code_of(mixer, of_images)) for mixer, of_images in kinds]
     found = differences(tables, kernels=study.budget == "time")
     files = {f: sorted(sums) for f, sums in found.items() if not accepted(f, sums, records.of("accept"))}
     if files and not reason:

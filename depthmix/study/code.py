@@ -30,13 +30,16 @@ ROOTS = (
     "train/graph.py",
     "data/dataset.py",
 )
+OF_IMAGES = {"models/decoder.py": "models/vit.py", "data/dataset.py": "data/images.py"}  # what stands in a root's place
 # Of a file that does other things, too, what a step is made of.
-PARTS = {"train/loop.py": ("Trainer",), "train/task.py": ("Text",)}
+TASK, TASK_OF_IMAGES = "train/task.py", ("Pictures", "normalised")
+PARTS = {"train/loop.py": ("Trainer",), TASK: ("Text",)}
 COUNTS = (
     "models/",
     "mixers/",
     "ops/",
     "data/dataset.py",
+    "data/images.py",
     "train/optim.py",
     "train/evaluate.py",
     "train/graph.py",
@@ -46,17 +49,20 @@ COUNTS = (
     "parallel/alone.py",
     "device.py",
 )
-# They look and check, or are for images: no number of a study depends on them.
-SILENT = ("mixers/mixing.py", "mixers/options.py", "models/vit.py")
+# They look and check, or are for the other kind of data: no number of a study depends on them.
+SILENT = ("mixers/mixing.py", "mixers/options.py")
+SILENT_FOR_TEXT, SILENT_FOR_IMAGES = ("models/vit.py", "data/images.py"), ("models/decoder.py",)
 # Of the operators, what says what they compute; the rest makes them fast.
 SPECIFICATIONS = ("reference.py", "rules.py", "coefficients.py", "norm.py", "precision.py", "matmul.py")
 KERNELS = "kernels of "  # and a mechanism
 
 
-def code_of(mixer: str) -> dict[str, str]:
+def code_of(mixer: str, images: bool = False) -> dict[str, str]:
     """{file: checksum} for runs with a mechanism, and one checksum of all the kernels they use."""
-    files = _files(Path(inspect.getfile(mixer_class(mixer))))
+    files = _files(Path(inspect.getfile(mixer_class(mixer))), images)
     meaning = {_name(path): checksum(path) for path in files if not _is_kernel(path)}
+    if images:
+        meaning[TASK] = _checksum(PACKAGE / TASK, TASK_OF_IMAGES)
     kernels = hashlib.sha256("".join(checksum(path) for path in files if _is_kernel(path)).encode())
     return {**meaning, KERNELS + mixer: kernels.hexdigest()[:12]}
 
@@ -66,9 +72,13 @@ def code_id(table: Mapping[str, str]) -> str:
     return hashlib.sha256(repr(sorted(table.items())).encode()).hexdigest()[:12]
 
 
-@functools.cache
 def checksum(path: Path) -> str:
-    """Of what a file does: its lines without comments, docstrings and blank ones."""
+    """Of what a file does, or the parts of it that count: its lines without comments, docstrings and blank ones."""
+    return _checksum(path, PARTS.get(_name(path)))
+
+
+@functools.cache
+def _checksum(path: Path, wanted: tuple[str, ...] | None) -> str:
     source, tree = path.read_text(encoding="utf-8"), _tree(path)
     lines = source.split("\n")  # as Python counts them
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
@@ -81,7 +91,6 @@ def checksum(path: Path) -> str:
         ):
             first, last = node.body[0].lineno, node.body[0].end_lineno or node.body[0].lineno
             lines[first - 1 : last] = [""] * (last - first + 1)
-    wanted = PARTS.get(_name(path))
     if wanted:
         parts = [n for n in tree.body if getattr(n, "name", None) in wanted]
         lines = [line for n in parts for line in lines[n.lineno - 1 : n.end_lineno]]
@@ -104,9 +113,11 @@ def _is_kernel(path: Path) -> bool:
 
 
 @functools.cache
-def _files(mechanism: Path) -> list[Path]:
-    found = _closure([mechanism, *(PACKAGE / root for root in ROOTS)])
-    return sorted(path for path in found if _name(path) not in SILENT)
+def _files(mechanism: Path, images: bool) -> list[Path]:
+    roots = [OF_IMAGES.get(root, root) if images else root for root in ROOTS]
+    found = _closure([mechanism, *(PACKAGE / root for root in roots)])
+    silent = (*SILENT, *(SILENT_FOR_IMAGES if images else SILENT_FOR_TEXT))
+    return sorted(path for path in found if _name(path) not in silent)
 
 
 def _closure(start: Iterable[Path]) -> set[Path]:

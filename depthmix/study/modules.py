@@ -28,6 +28,18 @@ def load_modules(study: Path, said: Any) -> list[Path]:
     return files
 
 
+def loaded() -> tuple[Path, ...]:
+    """The files loaded so far."""
+    return tuple(_loaded)
+
+
+def load_too(files: tuple[Path, ...]) -> None:
+    """What another process has loaded, here too."""
+    for file in files:
+        if file not in _loaded:
+            _load(file, file)
+
+
 def _files(study: Path, text: str) -> list[Path]:
     path = (study.parent / text).resolve()
     if path.is_file() and path.suffix == ".py":

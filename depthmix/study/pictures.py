@@ -1,4 +1,4 @@
-"""Two figures of a study: every arm's difference to the first, beside the paper's, and where on the way it arises."""
+"""Figures of a study: every arm's difference to the first, beside the paper's; where on the way it arises; and power laws."""
 
 from __future__ import annotations
 
@@ -8,23 +8,36 @@ from pathlib import Path
 from typing import Any
 
 from depthmix.study.figures import COLOURS, DASHES, INK, MISSING, load, save_figure
+from depthmix.study.fits import FEWEST, Points, fit
 from depthmix.study.interval import half_width
 from depthmix.study.recipe import Study
 from depthmix.study.rows import Run
 from depthmix.study.table import human
 
-DIFFERENCES, LOSSES = "differences", "training"
+DIFFERENCES, LOSSES, LAWS = "differences", "training", "power-laws"
 LATER = "; `depthmix study NAME --report` draws them later from the results."
 Curves = Mapping[tuple[str, str, int], Sequence[tuple[float, float]]]  # (cell, arm, seed): (tokens, loss)
 
 
-def draw_study(study: Study, by_cell: Mapping[str, Sequence[Run]], curves: Curves, folder: Path) -> list[str]:
-    """Write differences and training as .svg and .png; returns notes for the user (none: all is well)."""
+def draw_study(
+    study: Study,
+    by_cell: Mapping[str, Sequence[Run]],
+    curves: Curves,
+    folder: Path,
+    laws: Mapping[str, Mapping[str, Points]] | None = None,
+) -> list[str]:
+    """Write differences and training, and power laws if given, as .svg and .png; returns notes for the user (none: all is well).
+
+    laws: by domain and arm, the points of each.
+    """
     if not load():
         return [MISSING.rstrip(".") + LATER]
+    counted = "images" if any(run.accuracy is not None for runs in by_cell.values() for run in runs) else "tokens"
     if len(study.arms) > 1:
         save_figure(lambda: plot_differences(study, by_cell), folder / DIFFERENCES, DIFFERENCES)
-        save_figure(lambda: plot_training(study, list(by_cell), curves), folder / LOSSES, LOSSES)
+        save_figure(lambda: plot_training(study, list(by_cell), curves, counted), folder / LOSSES, LOSSES)
+    if laws and any(laws.values()):
+        save_figure(lambda: plot_laws(study, laws), folder / LAWS, LAWS)
     return []
 
 
@@ -60,7 +73,7 @@ def plot_differences(study: Study, by_cell: Mapping[str, Sequence[Run]]) -> Any:
                 )  # fmt: skip
         _draw_paper(axes, study)
         axes.axvline(0, color=INK, linewidth=1)
-        axes.set_xlabel(f"nats per token against {study.labels[0]}").set_parse_math(False)
+        axes.set_xlabel(f"nats against {study.labels[0]}").set_parse_math(False)
         axes.margins(x=0.1)
     panels[0].set_ylim(-0.6, len(others) - 0.4)
     panels[0].set_yticks(range(len(others)), others)
@@ -75,13 +88,13 @@ def _draw_paper(axes: Any, study: Study) -> None:
     for i, (name, source) in enumerate(study.paper.items()):
         first = study.arms[0].paper.get(name)
         found = [(p, arm.paper[name]) for p, arm in enumerate(study.arms[1:]) if name in arm.paper]
-        if first is not None and found:
+        if first is not None and found and source.unit in ("nats", "perplexity"):
             x = [source.difference(value, first) for _, value in found]
             colour = COLOURS[1 + i % (len(COLOURS) - 1)]
             axes.plot(x, [p for p, _ in found], "D", mfc="none", color=colour, markersize=6, label=f"paper: {name}")
 
 
-def plot_training(study: Study, names: Sequence[str], curves: Curves) -> Any:
+def plot_training(study: Study, names: Sequence[str], curves: Curves, counted: str = "tokens") -> Any:
     """The training loss of every arm minus the first's, on the same batches, over the tokens; mean over seeds."""
     figure, panels = _panels(names, 6.4 if len(names) == 1 else 5.0, 4.2 + 0.12 * len(study.arms))
     settled: list[float] = [0.0]  # what there is to see: the steep start would flatten it
@@ -93,11 +106,32 @@ def plot_training(study: Study, names: Sequence[str], curves: Curves) -> Any:
                 axes.plot(x, y, dashes, color=colour, linewidth=1.6, label=label)
                 settled += y[len(y) // 5 :]
         axes.axhline(0, color=INK, linewidth=1)
-        axes.set_xlabel("training tokens")
+        axes.set_xlabel(f"training {counted}")
         axes.xaxis.set_major_formatter(lambda value, _: human(value) if value > 0 else "0")
     margin = 0.06 * (max(settled) - min(settled)) or 0.01
     panels[0].set_ylim(min(settled) - margin, max(settled) + margin)
     panels[0].set_ylabel(f"training loss minus {study.labels[0]}'s").set_parse_math(False)
+    _legend(figure, panels[0])
+    return figure
+
+
+def plot_laws(study: Study, laws: Mapping[str, Mapping[str, Points]]) -> Any:
+    """Loss over compute, a panel a domain: a point a size, and the power law through them."""
+    figure, panels = _panels(list(laws), 6.4 if len(laws) == 1 else 5.0, 4.4)
+    for axes, by_arm in zip(panels, laws.values(), strict=True):
+        for i, label in enumerate(label for label in study.labels if label in by_arm):
+            found = sorted(by_arm[label].values())
+            colour = INK if label == study.labels[0] else COLOURS[(i - 1) % len(COLOURS)]
+            axes.plot([c for c, _ in found], [loss for _, loss in found], "o", color=colour, markersize=5, label=label)
+            if len(found) >= FEWEST:
+                law = fit(found)
+                axes.plot([c for c, _ in found], [law.loss(c) for c, _ in found], color=colour, linewidth=1.3)
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axes.yaxis.set_minor_formatter(lambda value, _: f"{value:.3g}")
+        axes.set_xlabel("petaFLOP/s-days")
+    panels[0].set_ylabel("validation loss, nats per token")
     _legend(figure, panels[0])
     return figure
 

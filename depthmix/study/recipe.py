@@ -10,6 +10,8 @@ sizes: {54m: {}, 6m: {dim: 256}}   # options by size
 modules: [../../examples/experiments]  # Python files that register mechanisms of their own, from this file
 power: {difference: 0.01, spread: [0.004, 0.008]}
 paper: {lm1b: {source: "Table 5", unit: perplexity}}
+step_times: true                   # measured in turns when all runs are there, for the costs
+sections: [power-laws]             # what the table says besides: power-laws, stability, depth
 notes: [what has to be said under the table]
 arms:
   - residual                       # the first is what the others are compared with
@@ -34,9 +36,25 @@ from depthmix.study.modules import load_modules
 from depthmix.values import coerce, read_recipe
 
 FOLDER = Path("recipes") / "studies"
-KEYS = ("question", "base", "set", "seeds", "budget", "data", "sizes", "modules", "power", "paper", "notes", "arms")
+KEYS = (
+    "question",
+    "base",
+    "set",
+    "seeds",
+    "budget",
+    "data",
+    "sizes",
+    "modules",
+    "power",
+    "paper",
+    "step_times",
+    "sections",
+    "notes",
+    "arms",
+)
+SECTIONS = ("power-laws", "stability", "depth")
 ARM_KEYS = ("label", "mixer", "set", "seeds", "paper")
-UNITS = ("nats", "perplexity")
+UNITS = ("nats", "perplexity", "percent", "fraction")
 # What a study says in other words, and what a run without a folder has no use for.
 ELSEWHERE = {
     "data": "data",
@@ -82,7 +100,7 @@ class Source:
     unit: str
 
     def difference(self, value: float, first: float) -> float:
-        """In nats per token, below zero is better: a ratio of perplexities is a difference of losses."""
+        """In nats, below zero is better: a ratio of perplexities is a difference of losses. Percents and fractions stay what they are."""
         return math.log(value / first) if self.unit == "perplexity" else value - first
 
 
@@ -102,6 +120,8 @@ class Study:
     arms: list[StudyArm]
     paper: dict[str, Source]
     power: dict[str, Any]
+    step_times: bool  # measured in turns, for the costs
+    sections: list[str]
     notes: list[str]
 
     @property
@@ -174,6 +194,8 @@ def read_study(name: str, data: Iterable[str] = ()) -> Study:
         arms=_arms(path, given.get("arms"), seeds, paper),
         paper=paper,
         power=_power(path, given.get("power", {})),
+        step_times=_yes_or_no(path, "step_times", given.get("step_times", False)),
+        sections=_sections(path, given.get("sections", [])),
         notes=[" ".join(note.split()) for note in notes],
     )
 
@@ -273,6 +295,23 @@ def _power(path: Path, given: Any) -> dict[str, Any]:
     if not all(isinstance(v, int | float) and not isinstance(v, bool) and 0 < v < math.inf for v in values):
         raise UserError(f"{path}: power, difference and spread are numbers above 0, in nats, got {given!r}")
     return {**given, "spread": spread if isinstance(spread, list) else [spread]}
+
+
+def _yes_or_no(path: Path, name: str, given: Any) -> bool:
+    if not isinstance(given, bool):
+        raise UserError(f"{path}: {name} is true or false, got {given!r}")
+    return given
+
+
+def _sections(path: Path, given: Any) -> list[str]:
+    if not isinstance(given, list):
+        raise UserError(f"{path}: sections is a list of {', '.join(SECTIONS)}, got {given!r}")
+    for name in given:
+        if name not in SECTIONS:
+            raise UserError(
+                f"{path}: unknown section {name!r}; there are {', '.join(SECTIONS)}{nearest(str(name), SECTIONS)}"
+            )
+    return list(given)
 
 
 def _arms(path: Path, given: Any, seeds: list[int], paper: Mapping[str, Source]) -> list[StudyArm]:

@@ -5,7 +5,8 @@
     {"kind": "accept", "reason": …, "files": {file: [checksums]}}   which versions of it may be mixed
     {"kind": "step_times", "domain": …, "size": …, "seconds": {arm: seconds}}   at equal time
 
-A run that diverged has `diverged`, a sentence, in the place of its result. The file is written whole after every run.
+A run that diverged has `diverged`, a sentence, in the place of its result; one that shared its machine has `lanes`, how many
+there were at once, and its times and memory are no costs. Images are counted in the place of tokens. The file is written whole after every run.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ NEEDED: dict[str, dict[str, type]] = {
     "accept": {"reason": str, "files": dict},
     "step_times": {"domain": str, "size": str, "seconds": dict},
 }
-NUMBERS = ("steps", "tokens", "val_loss", "step_seconds", "seconds", "wall_seconds")
+NUMBERS = ("steps", "val_loss", "step_seconds", "seconds", "wall_seconds")
 
 
 @dataclass
@@ -104,7 +105,7 @@ def _checked(path: Path, number: int, line: bytes) -> dict[str, Any]:
         result = found.get("result")
         if not isinstance(result, dict):
             raise damaged("it has no result")
-        for key in NUMBERS:
+        for key in (*NUMBERS, "images" if "images" in result else "tokens"):
             if isinstance(result.get(key), bool) or not isinstance(result.get(key), int | float):
                 raise damaged(f"its result has no {key}")
     return found

@@ -36,6 +36,7 @@ class Run:
     step_quartiles: tuple[float, float] | None = None
     core_wait: float | None = None  # share of the CPU time wanted that others had
     accuracy: float | None = None  # of images
+    shared: bool = False  # whether other runs had the machine, too: its times and memory are no costs
 
     @property
     def train_seconds(self) -> float:

@@ -1,4 +1,4 @@
-"""What a study found: results.csv with a line a run, table.md with paper and ours side by side, and two figures."""
+"""What a study found: results.csv with a line a run, table.md with paper and ours side by side, and figures."""
 
 from __future__ import annotations
 
@@ -6,32 +6,48 @@ import csv
 import io
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from depthmix.files import write_text
 from depthmix.study.code import KERNELS
-from depthmix.study.costs import cost_note, doubts
-from depthmix.study.pictures import DIFFERENCES, LOSSES, draw_study
+from depthmix.study.costs import at_step_times, cost_note, doubts
+from depthmix.study.pictures import DIFFERENCES, LAWS, LOSSES, draw_study
 from depthmix.study.power import POWER, detectable, seeds_needed
 from depthmix.study.recipe import Cell, Study
 from depthmix.study.records import RUNS, Records
 from depthmix.study.rows import Row, Run, make_rows
-from depthmix.study.table import COSTS, DASH, OF_TEXT, Column, cells, markdown_line, markdown_text
+from depthmix.study.sections import points, sections
+from depthmix.study.table import (
+    COSTS,
+    DASH,
+    OF_A_MACHINE,
+    TIME_TO_REACH,
+    cells,
+    learnt,
+    markdown_line,
+    markdown_text,
+    of_images,
+)
 from depthmix.study.verdict import footnotes, verdict
 
 RESULTS, TABLE = "results.csv", "table.md"
 NAMES = ("arm", "domain", "size", "seed", "mixer", "steps", "tokens", "val_loss", "bits_per_byte", "parameters")
-NUMBERS = ("step_seconds", "seconds", "wall_seconds", "peak_memory")
-OTHERS = ("diverged", "device_name", "torch", "git_commit", "code", "data")
+NUMBERS = ("step_seconds", "seconds", "wall_seconds", "peak_memory")  # what it cost, if nothing else ran meanwhile
+OTHERS = ("diverged", "device_name", "torch", "git_commit", "code", "data", "images", "accuracy", "lanes")
+
+SHARED = "Several runs shared the machine, so what they took says nothing of what an arm costs, and is left out."
 
 
 def write_sheet(study: Study, records: Records, used: Sequence[dict[str, Any]], out: Path, figures: bool) -> list[str]:
     """Write everything into the folder; returns what to tell the user."""
     write_text(out / RESULTS, to_csv(study, used))
-    by_cell = {cell.name: as_runs(used, cell) for cell in study.cells}
-    said = draw_study(study, by_cell, train_curves(used), out) if figures and any(by_cell.values()) else []
-    drawn = [name for name in (DIFFERENCES, LOSSES) if (out / f"{name}.png").is_file()]
+    by_cell = {cell.name: at_known_times(study, records, cell, as_runs(used, cell)) for cell in study.cells}
+    asked = "power-laws" in study.sections
+    laws = {domain: points(study, used, by_cell, domain) for domain in study.domains} if asked else None
+    said = draw_study(study, by_cell, train_curves(used), out, laws) if figures and any(by_cell.values()) else []
+    drawn = [name for name in (DIFFERENCES, LOSSES, LAWS) if (out / f"{name}.png").is_file()]
     write_text(out / TABLE, to_markdown(study, records, used, by_cell, drawn))
     return [*said, f"Table: {out / TABLE}"]
 
@@ -43,7 +59,8 @@ def as_runs(used: Iterable[Mapping[str, Any]], cell: Cell) -> list[Run]:
         if (record["domain"], record["size"]) != (cell.domain, cell.size) or "result" not in record:
             continue
         r = record["result"]
-        parameters, per_step = r.get("parameters", {}), r["tokens"] / r["steps"]
+        counted = r["images"] if "images" in r else r["tokens"]
+        parameters, per_step = r.get("parameters", {}), counted / r["steps"]
         curve = [(step * per_step, step * r["step_seconds"], loss) for step, loss in r.get("val_curve", [])][:-1]
         quartiles = r.get("step_quartiles")
         runs.append(
@@ -52,7 +69,7 @@ def as_runs(used: Iterable[Mapping[str, Any]], cell: Cell) -> list[Run]:
                 seed=record["seed"],
                 path="",
                 steps=r["steps"],
-                tokens=r["tokens"],
+                tokens=counted,
                 val_loss=r["val_loss"],
                 bits_per_byte=r.get("bits_per_byte"),
                 parameters=parameters.get("total", 0),
@@ -60,19 +77,34 @@ def as_runs(used: Iterable[Mapping[str, Any]], cell: Cell) -> list[Run]:
                 step_seconds=r["step_seconds"],
                 seconds=r["seconds"],
                 peak_memory=r.get("peak_memory"),
-                curve=[*curve, (r["tokens"], r["steps"] * r["step_seconds"], r["val_loss"])],
+                curve=[*curve, (counted, r["steps"] * r["step_seconds"], r["val_loss"])],
                 step_quartiles=(quartiles[0], quartiles[1]) if quartiles else None,
                 core_wait=r.get("core_wait"),
+                accuracy=r.get("accuracy"),
+                shared=record.get("lanes", 1) > 1,
             )
         )
     return runs
+
+
+def at_known_times(study: Study, records: Records, cell: Cell, runs: Sequence[Run]) -> list[Run]:
+    """The runs of a cell at the step times that were measured in turns, where the study asks for them and all have one."""
+    lines = [r for r in records.of("step_times") if (r["domain"], r["size"]) == (cell.domain, cell.size)]
+    times: dict[str, float] = lines[0]["seconds"] if lines and study.step_times else {}
+    if not runs or not all(run.arm in times for run in runs):
+        return list(runs)
+    alone: dict[str, Any] = {"shared": False, "step_quartiles": None, "core_wait": None}
+    return [
+        replace(run, **alone, peak_memory=None if run.shared else run.peak_memory) for run in at_step_times(runs, times)
+    ]
 
 
 def train_curves(used: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str, int], list[tuple[float, float]]]:
     """{(cell, arm, seed): [(tokens, training loss)]}."""
     return {
         (" ".join(w for w in (r["domain"], r["size"]) if w), r["arm"], r["seed"]): [
-            (step * r["result"]["tokens"] / r["result"]["steps"], loss) for step, loss in r["result"]["train_curve"]
+            (step * r["result"].get("images", r["result"].get("tokens", 0)) / r["result"]["steps"], loss)
+            for step, loss in r["result"]["train_curve"]
         ]
         for r in used
         if r.get("result", {}).get("train_curve")
@@ -88,6 +120,7 @@ def to_csv(study: Study, used: Sequence[Mapping[str, Any]]) -> str:
     for run in sorted(used, key=lambda r: (r["domain"], r["size"], order[r["arm"]], r["seed"])):
         result, where = run.get("result", {}), run["environment"]
         known = {**where, **run["config"], **result, **run, "parameters": result.get("parameters", {}).get("total")}
+        known |= dict.fromkeys(NUMBERS) if "lanes" in run else {}
         writer.writerow(["" if (v := known.get(name)) is None else v for name in (*NAMES, *NUMBERS, *OTHERS)])
     return out.getvalue()
 
@@ -109,11 +142,12 @@ def to_markdown(
         text += [
             *_main_table(study, rows, diverged),
             "",
-            *_bullets(_legend(study)),
+            *_bullets(_legend(study, any(map(of_images, rows.values())))),
             *(f"\n![{n}]({n}.png)" for n in drawn),
         ]
         for name, own in rows.items():
-            text += ["", *_cell(name, own, by_cell[name])]
+            text += ["", *_cell(name, own, by_cell[name], _timed(study, records, name))]
+        text += sections(study, used, by_cell)
     measured = {
         name: spread for name, runs in by_cell.items() if (spread := paired_spread(runs, study.labels[0])) is not None
     }
@@ -136,8 +170,9 @@ def _main_table(study: Study, rows: Mapping[str, Sequence[Row]], diverged: set[t
         for name, source in study.paper.items():
             value = arm.paper.get(name)
             cells_.append(DASH if value is None else f"{value:g}")
-            if value is not None and name in base and arm is not study.arms[0]:
-                cells_[-1] += f" ({source.difference(value, base[name]):+.4f})"
+            if value is not None and name in base and arm is not study.arms[0] and source.unit != "fraction":
+                decimals = 1 if source.unit == "percent" else 4
+                cells_[-1] += f" ({source.difference(value, base[name]):+.{decimals}f})"
         for name, own in rows.items():
             row = next((row for row in own if row.arm == arm.label), None)
             none = "diverged" if (arm.label, name) in diverged else DASH
@@ -152,28 +187,42 @@ def _against(row: Row) -> str:
     return f"{row.difference:+z.4f}" + ("" if row.difference_interval is None else f" ± {row.difference_interval:.4f}")
 
 
-def _legend(study: Study) -> list[str]:
+def _legend(study: Study, images: bool) -> list[str]:
     lines = [f"paper, {name}: {source.source} ({source.unit})" for name, source in study.paper.items()]
     if study.paper:
+        percent = any(source.unit == "percent" for source in study.paper.values())
         lines.append(
-            "In brackets: the paper's difference to the first arm in nats per token, for perplexities the logarithm of their ratio."
+            "In brackets: the paper's difference to the first arm in nats"
+            + (
+                ", or in points of a percent."
+                if percent
+                else " per token, for perplexities the logarithm of their ratio."
+            )
         )
     budget = "the same steps" if study.budget == "tokens" else "the steps that fit into the first arm's time"
     return [
         *lines,
-        f"ours: nats per token on the validation split at the end, mean over seeds; every arm makes {budget}. Differences are taken seed by seed, ± half the 95% interval of their mean.",
+        f"ours: nats per {'image' if images else 'token'} on the validation split at the end, mean over seeds; every arm makes {budget}. Differences are taken seed by seed, ± half the 95% interval of their mean.",
     ]
 
 
-def _cell(name: str, rows: Sequence[Row], runs: Sequence[Run]) -> list[str]:
-    """Costs and verdicts of one cell."""
+def _cell(name: str, rows: Sequence[Row], runs: Sequence[Run], timed: Sequence[str]) -> list[str]:
+    """Costs and verdicts of one cell; timed: how its step times were measured, if not with the runs."""
     if not rows:
         return [f"## {name or 'Costs'}", "", "No run has finished yet."]
-    several = all(len(run.curve) > 1 for run in runs)
-    columns: list[Column] = [*OF_TEXT[: 4 if several else 2], *COSTS]
+    several, shared = all(len(run.curve) > 1 for run in runs), any(run.shared for run in runs)
+    found = learnt(rows)
+    columns = [c for c in found if several or "to reach" not in c.heading("")]
+    columns += [c for c in COSTS if not (shared and c in OF_A_MACHINE)]
+    if shared:
+        columns = [c for c in columns if c is not TIME_TO_REACH]
     heading, *lines = cells(rows, columns)
-    notes = [n for n in footnotes(rows) if "±" not in n and (several or "to reach" not in n)]  # of these columns
-    remarks = cost_note(doubts(runs, [row.arm for row in rows]), False)
+    notes = [
+        n
+        for n in footnotes(rows)
+        if "±" not in n and (several or "to reach" not in n) and not (shared and "ratio" in n)
+    ]  # of these columns
+    remarks = [SHARED] if shared else timed or cost_note(doubts(runs, [row.arm for row in rows]), False)
     table = [markdown_line(heading), "|---|" + "---:|" * (len(heading) - 1), *map(markdown_line, lines)]
     verdicts = _bullets(verdict(rows))
     return [
@@ -185,6 +234,17 @@ def _cell(name: str, rows: Sequence[Row], runs: Sequence[Run]) -> list[str]:
         "",
         *_bullets([*remarks, *notes]),
     ]
+
+
+def _timed(study: Study, records: Records, name: str) -> list[str]:
+    """Where the step times of a cell are from, if they were measured in turns."""
+    for line in records.of("step_times") if study.step_times else ():
+        if " ".join(word for word in (line["domain"], line["size"]) if word) == name:
+            where = line.get("environment", {})
+            return [
+                f"Step times were measured in turns on {where.get('device_name')}, apart from the runs (commit {str(where.get('git_commit'))[:12]})."
+            ]
+    return []
 
 
 def power_lines(study: Study) -> list[str]:

@@ -6,26 +6,31 @@ After every run its numbers are on disk: a kill at any moment loses the run in p
 from __future__ import annotations
 
 import functools
-import sys
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from depthmix.config import StudyConfig
 from depthmix.data.dataset import TokenData
+from depthmix.data.images import ImageData
+from depthmix.data.prepared import open_data
 from depthmix.device import choose_device, release_memory
-from depthmix.errors import CHECKPOINT, DIVERGED, INTERNAL, INTERRUPTED, UserError
+from depthmix.errors import CHECKPOINT, INTERNAL, INTERRUPTED, UserError
 from depthmix.runs.folder import environment
-from depthmix.study.checks import check_code, check_pieces, check_runs, data_mark, plain_config
-from depthmix.study.code import code_id, code_of
+from depthmix.study.checks import check_code, check_pieces, check_runs, data_mark
+from depthmix.study.lanes import Place, run_in_lanes
+from depthmix.study.making import Outcome, make_run
+from depthmix.study.modules import loaded
 from depthmix.study.pieces import Deadline, Piece, in_order, predicted
 from depthmix.study.recipe import Study, read_study
 from depthmix.study.records import RUNS, Records, read_records, write_records
 from depthmix.study.sheet import power_lines, write_sheet
 
 RESULTS = Path("docs") / "results"
+MEASURING = 20.0  # seconds that an arm's step times may take: a model is built three times, for a second of steps
 # Of a run's environment what is kept: no paths.
 KEPT = ("depthmix", "git_commit", "python", "torch", "cuda", "device", "device_name", "started")
 
@@ -37,7 +42,19 @@ def study(config: StudyConfig, *, begun: float | None = None) -> Records:
     """
     if config.minutes < 0:
         raise UserError(f"study: minutes must be at least 0, got {config.minutes:g}")
+    if config.lanes < 1:
+        raise UserError(f"study: lanes must be at least 1, got {config.lanes}")
+    if config.claims:
+        from depthmix.study.results_page import write_claims
+
+        page = write_claims()
+        if not config.quiet:
+            print(f"Claims: {page}")
+        return Records()
     said = read_study(config.study, config.data)
+    if config.lanes > 1 and said.budget == "time":
+        why = "runs that share a machine take each other's time, and this study gives every arm the same time"
+        raise UserError(f"study: {why}; leave --lanes out")
     usual = RESULTS / said.name
     out = Path(config.out) if config.out else usual
     lost = next((name for name in config.results if not Path(name).is_file()), None)
@@ -77,7 +94,7 @@ def planned(said: Study, records: Records, config: StudyConfig, out: Path) -> li
     times: dict[tuple[str, str], dict[str, float]] = {}
     for line in records.of("step_times"):
         times.setdefault((line["domain"], line["size"]), line["seconds"])
-    return in_order(said, config.device, str(out), config.quiet, times)
+    return in_order(said, config.device, str(out), config.quiet or config.lanes > 1, times)
 
 
 class Worker:
@@ -99,6 +116,7 @@ class Worker:
         self.data = {name: _open(said.domains[name]) for name in said.active}
         self.marks = {name: data_mark(data) for name, data in self.data.items()}
         self.failed: dict[str, str] = {}  # by arm
+        self.queue: list[Piece] = []  # what is to be run, in order
 
     def run(self) -> None:
         """Everything that is missing and fits, then the table."""
@@ -112,12 +130,14 @@ class Worker:
             used, missing = chosen(self.study, self.records.runs), self._missing(pieces)
             check_runs(used, pieces, self.marks, self.device.type)
             check_pieces(self.study, missing, self.data)
-            check_code(self.study, self.records, used, missing, self.config.accept_code)
+            images = [name for name, data in self.data.items() if isinstance(data, ImageData)]
+            check_code(self.study, self.records, used, missing, self.config.accept_code, images)
             self.say(f"{self.study.name}: {len(pieces) - len(missing)} of {len(pieces)} runs are done.")
-            for piece in missing:
-                if signal.requested or not self._begin(piece, signal):
-                    break
-        missing = self._missing(pieces)
+            self.queue = missing
+            (self._in_lanes if self.config.lanes > 1 else self._alone)(signal)
+            missing = self._missing(pieces)
+            if self.study.step_times and not missing and not signal.requested:
+                self._measure()
         _finish(self.study, self.records, self.out, self.say, figures=not signal.requested)
         where = f"{len(pieces) - len(missing)} of {len(pieces)} runs are done"
         again = f"{where}; the same command goes on from there"
@@ -141,62 +161,73 @@ class Worker:
         settings = [said.settings, *(cell.settings for cell in said.cells), *(arm.settings for arm in said.arms)]
         return any(s.get("compile", "off") != "off" for s in settings)
 
-    def _begin(self, piece: Piece, signal: Any) -> bool:
-        """Make one run; whether to go on with the next."""
-        from depthmix.train.brief import train_briefly
+    def _alone(self, signal: Any) -> None:
+        """One run after the other, in this process."""
+        while not signal.requested and (task := self._take()):
+            piece, evaluating = task
 
-        if piece.arm.label in self.failed:
-            return True
-        takes = predicted(piece, self.records.runs, self.environment["device_name"])
+            def stop(left: float, evaluating: float = evaluating) -> bool:
+                return signal.requested or not self.deadline.fits(left + (evaluating or left / 20))
+
+            release_memory(self.device)  # the last run's memory is not this one's
+            domain = piece.cell.domain
+            outcome = make_run(piece, self.data[domain], self.marks[domain], self.environment, stop)
+            if signal.requested and not outcome.lines and not outcome.error:
+                self.say("Stopping.")
+            else:
+                self._keep(piece, outcome)
+
+    def _in_lanes(self, signal: Any) -> None:
+        """Several runs at once, in processes of their own."""
+        place = Place(
+            lanes=min(self.config.lanes, len(self.queue)),
+            folders=self.study.domains,
+            marks=self.marks,
+            environment=self.environment,
+            deadline=self.deadline,
+            compiles=self._compiles(),
+            threads=torch.get_num_threads(),
+            modules=loaded(),
+        )
+        run_in_lanes(place, self._take, self._keep, lambda: signal.requested)
+
+    def _take(self) -> tuple[Piece, float] | None:
+        """The next run, if there is time for it, and the seconds that an evaluation has taken at most."""
+        while self.queue and self.queue[0].arm.label in self.failed:
+            self.queue.pop(0)
+        if not self.queue:
+            return None
+        piece = self.queue.pop(0)
+        takes = predicted(piece, self.records.runs, self.environment["device_name"], self.config.lanes)
         if not self.deadline.fits(takes):
             self.say(f"No time for {piece.title}{f', which takes about {takes:.0f} s' if takes else ''}.")
-            return False
+            self.queue.clear()
+            return None
         evaluating = [r["result"].get("eval_seconds", 0.0) for r in self.records.runs if "result" in r]
+        return piece, max(evaluating, default=0.0)
 
-        def stop(left: float) -> bool:
-            return signal.requested or not self.deadline.fits(left + max(evaluating, default=left / 20))
-
-        release_memory(self.device)  # the last run's memory is not this one's
-        table = code_of(piece.config.mixer)
-        record: dict[str, Any] = {
-            "kind": "run",
-            "arm": piece.arm.label,
-            "domain": piece.cell.domain,
-            "size": piece.cell.size,
-            "seed": piece.config.seed,
-            "config": plain_config(piece.config),
-            "data": self.marks[piece.cell.domain],
-            "code": code_id(table),
-            "environment": self.environment | {"started": time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime())},
-        }
-        try:
-            result = train_briefly(piece.config, self.data[piece.cell.domain], label=piece.title, stop=stop)
-        except Exception as error:  # one arm that cannot run must not cost the others their time
-            if isinstance(error, UserError) and error.exit_code == DIVERGED:
-                record["diverged"] = str(error)
-                self.say(f"{piece.title} diverged: {error}.")
-            else:
-                if not isinstance(error, UserError):
-                    traceback.print_exc()
-                self.failed[piece.arm.label] = " ".join(str(error).split())[:300] or type(error).__name__
-                print(f"{piece.title} failed: {self.failed[piece.arm.label]}", file=sys.stderr, flush=True)
-                return True
+    def _keep(self, piece: Piece, outcome: Outcome) -> None:
+        """Say what came of a run, and write what it found."""
+        if outcome.error:
+            self.failed[piece.arm.label] = outcome.error
+            return
+        if not outcome.lines:
+            self.say(f"{piece.title} would not end in time and is left out.")
+            self.queue.clear()
+            return
+        record = outcome.lines[-1]
+        if "diverged" in record:
+            self.say(f"{piece.title} diverged: {record['diverged']}.")
         else:
-            if result is None:
-                self.say(
-                    f"{piece.title} would not end in time and is left out." if not signal.requested else "Stopping."
-                )
-                return False
-            record["result"] = rounded(result)
+            result = record["result"]
             parts = [f"{result[f'{part}_seconds']:.1f}" for part in ("build", "first", "eval")]
             around = f"{parts[0]} to build it, {parts[1]} for its first steps, {parts[2]} to evaluate it"
             self.say(f"{piece.title}: {result['val_loss']:.4f} in {result['wall_seconds']:.0f} s ({around})")
-        self.records.add({"kind": "code", "id": code_id(table), "files": table}, record)
+        self.records.add(*outcome.lines)
         write_records(self.out, self.records)
-        return True
 
     def _measure(self) -> None:
-        """Step times in turns, where a cell lacks some, so that arms get equal time; they are kept with the results."""
+        """Step times in turns, where a cell lacks some, so that arms get equal time, or for the costs; they are kept with the results."""
         from depthmix.train.step_times import measure_step_times
 
         first = self.study.arms[0]
@@ -206,7 +237,7 @@ class Worker:
             lines = [r for r in self.records.of("step_times") if (r["domain"], r["size"]) == place]
             known: dict[str, float] = dict(lines[0]["seconds"]) if lines else {}
             missing = [arm for arm in self.study.arms if arm.label not in known]
-            if not missing:
+            if not missing or not self.deadline.fits(MEASURING * len(missing) * (self.study.budget == "tokens")):
                 continue
             # The first arm is measured again with arms that came later, and they are scaled to its saved time.
             group = missing if missing[0] is first else [first, *missing]
@@ -222,18 +253,10 @@ class Worker:
             write_records(self.out, self.records)
 
 
-def _open(folder: str) -> TokenData:
-    data = TokenData.open(folder)
+def _open(folder: str) -> TokenData | ImageData:
+    data = open_data(folder)
     data.verify()  # a fingerprint of other tokens than those read would be worth nothing
     return data
-
-
-def rounded(result: dict[str, Any]) -> dict[str, Any]:
-    """The result with curves of five digits: they are for drawing, and the file is committed."""
-    return {
-        key: [[step, float(f"{loss:.5g}")] for step, loss in value] if key.endswith("_curve") else value
-        for key, value in result.items()
-    }
 
 
 def _finish(said: Study, records: Records, out: Path, say: Callable[[str], None], figures: bool) -> None:

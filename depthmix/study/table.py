@@ -88,6 +88,8 @@ COSTS = (
     Column(lambda first: "seeds", lambda r: str(r.seeds)),
 )
 
+OF_A_MACHINE = tuple(COSTS[i] for i in (2, 3, 4, 6))  # step, ratio, memory and time: of runs that had it to themselves
+
 
 def of_images(rows: Sequence[Row]) -> bool:
     """Whether the runs were trained on images."""

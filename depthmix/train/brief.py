@@ -1,6 +1,7 @@
 """A training that leaves no folder: final numbers and thinned curves, for studies of many short runs.
 
-The steps are the trainer's own. Left out is what stands around them in `depthmix train`: a run folder, checkpoints, and
+The steps are the trainer's own; what a study asks of them, spikes and the last step's magnitudes and gradients over depth (where
+`dynamics_every` is given), is kept as well. Left out is what stands around them in `depthmix train`: a run folder, checkpoints, and
 evaluations on the way unless eval_every asks for them.
 """
 
@@ -13,6 +14,7 @@ from typing import Any
 
 from depthmix.config import TrainConfig
 from depthmix.data.dataset import TokenData
+from depthmix.data.images import ImageData
 from depthmix.device import PeakMemory, choose_device
 from depthmix.errors import DIVERGED, UserError
 from depthmix.train.check import check_config
@@ -20,13 +22,18 @@ from depthmix.train.clock import CoreWait
 from depthmix.train.deterministic import deterministic
 from depthmix.train.loop import Trainer, result_of
 from depthmix.train.progress import TrainingProgress
+from depthmix.train.spikes import find_spikes
 
 POINTS = 60  # of a curve of training losses, each the mean of its part of the steps
 SETTLED = 5  # steps after which the compilers are done
 
 
 def train_briefly(
-    config: TrainConfig, data: TokenData, *, label: str = "", stop: Callable[[float], bool] = lambda left: False
+    config: TrainConfig,
+    data: TokenData | ImageData,
+    *,
+    label: str = "",
+    stop: Callable[[float], bool] = lambda left: False,
 ) -> dict[str, Any] | None:
     """The result of a training, with its curves; None if `stop`, which is told how many seconds are left, ended it.
 
@@ -37,23 +44,31 @@ def train_briefly(
         return _train(config, data, label, stop)
 
 
-def _train(config: TrainConfig, data: TokenData, label: str, stop: Callable[[float], bool]) -> dict[str, Any] | None:
+def _train(
+    config: TrainConfig, data: TokenData | ImageData, label: str, stop: Callable[[float], bool]
+) -> dict[str, Any] | None:
     begun = time.perf_counter()
     device = choose_device(config.device)
     memory, waiting = PeakMemory(device), CoreWait()
     trainer = Trainer(config, data, device)
     built = time.perf_counter() - begun
-    progress = TrainingProgress(label or config.mixer, 0, config.steps, config.quiet)
+    progress = TrainingProgress(label or config.mixer, 0, config.steps, config.quiet, trainer.task.unit)
     losses: list[float] = []
+    norms: list[float] = []
+    depth: dict[str, Any] = {}
     took: list[float] = []
     evaluations: list[tuple[int, float]] = []
     skipped = 0
     try:
         for step in range(config.steps):
-            started, done = time.perf_counter(), step + 1
+            done = step + 1
+            if done == config.steps and trainer.watches(step):
+                depth = trainer.magnitudes(step)
+            started = time.perf_counter()
             loss, norm = trainer.step(step)
             took.append(time.perf_counter() - started)
             losses.append(loss)
+            norms.append(norm)
             if not trainer.usable(loss, norm):
                 if config.on_nan == "stop" or trainer.astray():
                     raise UserError(f"the {trainer.complaint(loss, norm)} at step {done}", DIVERGED)
@@ -65,16 +80,20 @@ def _train(config: TrainConfig, data: TokenData, label: str, stop: Callable[[flo
                 if not trainer.usable(found.loss):
                     raise UserError(f"the validation {trainer.complaint(found.loss)} at step {done}", DIVERGED)
                 evaluations.append((done, found.loss))
-            tokens = config.batch_size * config.seq_len
-            progress.update(done, loss, tokens / statistics.mean(took[-20:]), None, None)
+            progress.update(done, loss, trainer.task.per_step / statistics.mean(took[-20:]), None, None)
             known = took[SETTLED:][-100:]
             if done < config.steps and stop((config.steps - done) * statistics.median(known) if known else 0.0):
                 return None
     finally:
         progress.close()
     result = result_of(trainer, found, waiting.share(), sum(took), skipped, memory.read())
+    if depth and trainer.gradients is not None:
+        depth = {"block_rms": depth["block_rms"], "gradient_norm": trainer.gradients.tolist()}
+        result["depth"] = {name: [float(f"{value:.4g}") for value in values] for name, values in depth.items()}
     return {
         **result,
+        "spikes": [[step + 1, float(f"{above:.3g}")] for step, above in find_spikes(losses)],
+        "largest_gradient": max(norms[len(norms) // 10 :]),  # after the first steps, which are steep for all
         "wall_seconds": time.perf_counter() - begun,
         "build_seconds": built,
         "first_seconds": sum(took[:SETTLED]),  # with what is compiled and recorded

@@ -36,6 +36,8 @@ BAD = [
     ("attnres", {"key_norm": None}, "key_norm must be True or False, got None"),
     ("attnres", {"weights": "static", "heads": 2}, "weights='static' has no queries and keys"),
     ("attnres", {"weights": "static", "query": "input"}, "weights='static' has no queries and keys"),
+    ("attnres", {"weights": "static", "query_init": 0.02}, "weights='static' has no queries and keys"),
+    ("attnres", {"query_init": -0.02}, "query_init must be a finite number of at least 0, got -0.02"),
     ("attnres", {"weights": "static", "key_norm": False}, "weights='static' has no queries and keys"),
     ("attnres", {"routing": "plus"}, "routing must be 'replace' or 'add'"),
     ("dca", {"window": -2}, "dca: window must be an integer of at least 1 or None, got -2"),

@@ -12,6 +12,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in list_mixers()]
     ("attnres", {"block_size": 3, "ways": 3}),
     ("attnres", {"routing": "add", "block_size": 2}),
     ("attnres", {"weights": "sigmoid"}),
+    ("attnres", {"query_init": 0.5}),
     ("attnres", {"weights": "static", "window": 2}),
     ("layerscale", {"init": 1.0}),
     ("mhc", {"head": "mean"}),

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from depthmix import create_mixer
+from depthmix import Decoder, DecoderConfig, create_mixer
 from depthmix.mixers.mhc import OFF_LOGIT
 from harness import DIM, Sublayers, as_tuple, build, embedding, run_stack
 
@@ -233,3 +233,21 @@ def test_full_attnres_in_bf16_rounds_exactly_once():
     sources = [embedding(torch.bfloat16) for _ in range(9)]
     wide = replay_to_finish(mixer, [s.float() for s in sources])
     assert torch.equal(replay_to_finish(mixer, sources), wide.bfloat16())
+
+
+@pytest.mark.parametrize("options", [{}, {"ways": 3}, {"query": "input", "ways": 2}], ids=str)
+def test_queries_start_where_query_init_says(options):
+    """At zero by default, which makes a plain model of it; another start is for those who want to see why."""
+    model = Decoder(
+        DecoderConfig(
+            vocab_size=32, dim=64, n_blocks=4, n_heads=2, mixer="attnres", mixer_options={**options, "query_init": 0.02}
+        )
+    )
+    for name, p in model.mixer.named_parameters():
+        if name.startswith("query"):
+            torch.testing.assert_close(p.std(), torch.tensor(0.02), rtol=0.2, atol=0)
+            assert p.mean().abs() < 0.005
+        else:
+            assert (p == 1).all()
+    zero = create_mixer("attnres", dim=8, n_blocks=2, **options)
+    assert all((p == 0).all() for name, p in zero.named_parameters() if name.startswith("query"))

@@ -19,6 +19,7 @@ DEFAULTS = {
     "block_size": None,
     "ways": 1,
     "query": "learned",
+    "query_init": 0.0,
     "weights": "softmax",
     "key_norm": True,
     "heads": 1,

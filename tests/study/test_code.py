@@ -21,9 +21,9 @@ def of(tmp_path, text, name="a.py"):
     path = tmp_path / name
     path.write_text(text)
     found = checksum(path)
-    checksum.cache_clear()
     from depthmix.study import code
 
+    code._checksum.cache_clear()
     code._tree.cache_clear()
     return found
 

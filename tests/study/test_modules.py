@@ -5,6 +5,7 @@ import pytest
 from depthmix import create_mixer, list_mixers
 from depthmix.errors import USAGE
 from depthmix.mixers import base
+from depthmix.study import modules
 from depthmix.study.code import code_of
 from depthmix.study.recipe import read_study
 from study import studies
@@ -50,8 +51,20 @@ def test_a_study_is_read_twice_and_its_files_run_once(tmp_path):
     assert (tmp_path / "own.py.runs").read_text() == "."
 
 
+def test_a_lane_loads_what_the_study_has_loaded(tmp_path, monkeypatch):
+    write(tmp_path, own=OWN.format(name="own"))
+    read_study(str(studies.write(tmp_path, modules=["own.py"], arms=["own"])))
+    files = modules.loaded()
+    assert tmp_path / "own.py" in files
+    del base._MIXERS["own"]  # as in a new process
+    monkeypatch.setattr(modules, "_loaded", {})
+    modules.load_too((tmp_path / "own.py",))
+    modules.load_too((tmp_path / "own.py",))
+    assert create_mixer("own", dim=4, n_blocks=1).name == "own"
+
+
 @pytest.mark.parametrize(
-    ("modules", "text", "words"),
+    ("named", "text", "words"),
     [
         ("own.py", OWN.format(name="own"), ["modules is a list", "'own.py'"]),
         ([3], OWN.format(name="own"), ["modules is a list"]),
@@ -63,9 +76,9 @@ def test_a_study_is_read_twice_and_its_files_run_once(tmp_path):
         (["own.py"], OWN.format(name="own") + "raise KeyError('late')", ["own.py cannot be loaded", "late"]),
     ],
 )
-def test_what_cannot_be_loaded_changes_nothing(tmp_path, modules, text, words):
+def test_what_cannot_be_loaded_changes_nothing(tmp_path, named, text, words):
     write(tmp_path, own=text)
     (tmp_path / "own.yaml").write_text("")
     before = dict(base._MIXERS)
-    refused(lambda: read_study(str(studies.write(tmp_path, modules=modules))), *words, code=USAGE)
+    refused(lambda: read_study(str(studies.write(tmp_path, modules=named))), *words, code=USAGE)
     assert before == base._MIXERS

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from depthmix.study import pictures
-from depthmix.study.pictures import draw_study, mean_difference, plot_differences, plot_training
+from depthmix.study.pictures import draw_study, mean_difference, plot_differences, plot_laws, plot_training
 from depthmix.study.recipe import read_study
 from depthmix.study.records import Records
 from depthmix.study.sheet import as_runs, train_curves, write_sheet
@@ -38,6 +38,14 @@ def test_differences_stand_beside_the_papers(study):
     assert paper.get_xdata() == pytest.approx([math.log(19 / 20)])
     assert list(paper.get_ydata()) == [0]
     assert [text.get_text() for text in axes.get_yticklabels()] == study.labels[1:]
+
+
+def test_power_laws_are_drawn_through_their_points(study):
+    laws = {arm: {str(c): (c, a * c**-0.1) for c in (0.1, 1.0, 10.0)} for arm, a in (("residual", 2.0), ("slow", 1.9))}
+    laws["slow"].pop("10.0")  # two points have no law
+    lines = plot_laws(study, {"words": laws}).axes[0].lines
+    assert [line.get_marker() for line in lines] == ["o", "None", "o"]
+    assert list(lines[1].get_ydata()) == pytest.approx([2.0 * c**-0.1 for c in (0.1, 1.0, 10.0)])
 
 
 def test_training_is_compared_at_the_same_steps_only(study):

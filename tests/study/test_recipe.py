@@ -7,7 +7,7 @@ import torch
 
 from depthmix import create_mixer, list_mixers
 from depthmix.errors import USAGE
-from depthmix.runs.restore import model_config
+from depthmix.runs.restore import model_config, vit_config
 from depthmix.study.recipe import read_study
 from depthmix.train.loop import check_config
 from depthmix.train.optim import own_settings
@@ -66,6 +66,9 @@ def test_what_is_said_last_counts(tmp_path):
         ({"paper": {"t": {}}}, ["needs its source"]),
         ({"paper": 1}, ["paper maps columns"]),
         ({"notes": "one"}, ["notes is a list"]),
+        ({"step_times": "yes"}, ["step_times is true or false"]),
+        ({"sections": ["powerlaws"]}, ["unknown section 'powerlaws'", "did you mean 'power-laws'?"]),
+        ({"sections": "depth"}, ["sections is a list"]),
         ({"arms": []}, ["at least one arm"]),
         ({"arms": ["residul"]}, ["unknown mixer 'residul'", "'residual'"]),
         ({"arms": ["attnres:wys=2"]}, ["wys", "'ways'"]),
@@ -95,22 +98,43 @@ def test_unknown_studies_and_domains(tmp_path, monkeypatch):
     assert read_study(path).active == ["books", "code"]
 
 
+PICTURES = {"height": 32, "width": 32, "channels": 3, "classes": ["a", "b"]}
+
+
 @pytest.mark.parametrize("path", STUDIES, ids=lambda p: p.stem)
 def test_every_arm_of_our_studies_can_be_built(path):
     study = read_study(str(path))
+    sizes = {cell.size: cell for cell in study.cells}
     for arm in study.arms:
-        config = study.config(arm, study.cells[0], 0)
-        check_config(dataclasses.replace(config, out="nowhere"))
-        model_config(config, 32)
-        with torch.device("meta"):
-            mixer = create_mixer(config.mixer, dim=config.dim, n_blocks=config.n_blocks, **config.mixer_options)
-        own_settings([f"mixer.{name}" for name, _ in mixer.named_parameters()], config.groups)
+        for cell in sizes.values():
+            config = study.config(arm, cell, 0)
+            check_config(dataclasses.replace(config, out="nowhere"))
+            _ = model_config(config, 32) if not config.crop else vit_config(config, PICTURES)
+            with torch.device("meta"):
+                mixer = create_mixer(config.mixer, dim=config.dim, n_blocks=config.n_blocks, **config.mixer_options)
+            own_settings([f"mixer.{name}" for name, _ in mixer.named_parameters()], config.groups)
     for name in study.paper:
         assert name in study.arms[0].paper  # else there is no difference to quote
+    assert study.power["spread"]
+    assert study.name == "tiny" or "# On an H200" in path.read_text()  # what it will take
 
 
 def test_the_code_of_studies_names_no_mechanism():
-    for name in ("study", "recipe", "records", "checks", "pieces", "sheet", "pictures", "power", "code"):
+    for name in (
+        "study",
+        "recipe",
+        "records",
+        "checks",
+        "pieces",
+        "sheet",
+        "pictures",
+        "power",
+        "code",
+        "lanes",
+        "sections",
+        "claims",
+        "results_page",
+    ):
         text = (
             (ROOT / "depthmix" / "study" / f"{name}.py").read_text().split('"""', 2)[2]
         )  # docstrings may give examples

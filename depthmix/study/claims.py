@@ -1,0 +1,356 @@
+"""Claims of the papers: what each says, what decides it, and the verdict, from whatever results there are.
+
+A claim names a study, or several, of which the first that has the runs counts, and what to measure there:
+
+    contrast: {dca @ w768: 1, residual @ w768: -1}     a sum of final losses, seed by seed, with weights; arm, or arm @ cell
+    accuracy: {…}                                     the same of accuracies, in percent
+    tokens_to_reach, time_to_reach: arm @ cell         the first arm's final loss, as a fraction of what the first arm needs
+    step_ratio: arm @ cell                             of runs that had the machine to themselves, or timed in turns
+    compute_advantage, time_advantage: arm             by fitted power laws (fits.py)
+    spikes, growth, rate: {arm: …, against: …}         loss spikes; outputs' growth over depth; the largest stable rate, as a ratio
+
+`says` is the paper's number, or `above` or `below` where it gives none. The spread of a contrast is that of paired differences,
+pooled over all arms of the study; before two seeds of anything, the largest that the study's file assumes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from depthmix.errors import UserError
+from depthmix.names import nearest
+from depthmix.study.arms import Arm
+from depthmix.study.fits import advantage
+from depthmix.study.interval import student_t
+from depthmix.study.recipe import Study, read_study
+from depthmix.study.records import RUNS, Records, read_records
+from depthmix.study.rows import Run, make_rows, read_run
+from depthmix.study.sections import growth, largest_stable, points, spikes
+from depthmix.study.sheet import as_runs, at_known_times
+from depthmix.values import read_recipe
+
+RESULTS = Path("docs") / "results"
+CONFIRMED, IN_SIGN, NOT_SEEN = "confirmed", "confirmed in sign", "not seen at this scale"
+CONTRADICTED, UNDECIDED, NOT_MEASURED = "contradicted", "not decided yet", "not measured yet"
+VERDICTS = (CONFIRMED, IN_SIGN, NOT_SEEN, CONTRADICTED, UNDECIDED, NOT_MEASURED)
+ENOUGH = 0.5  # of the paper's effect: less is confirmed in sign only
+MEASURES = (
+    "contrast",
+    "accuracy",
+    "tokens_to_reach",
+    "time_to_reach",
+    "step_ratio",
+    "compute_advantage",
+    "time_advantage",
+    "spikes",
+    "growth",
+    "rate",
+)
+RATIOS = {"tokens_to_reach", "time_to_reach", "step_ratio", "compute_advantage", "time_advantage", "growth", "rate"}
+KEYS = ("claim", "source", "says", "study", "note", *MEASURES)
+
+
+@dataclass(frozen=True)
+class Found:
+    """A measured number with the ends of its 95% interval, over how many seeds, and what must be said of it."""
+
+    value: float
+    low: float
+    high: float
+    seeds: int
+    remark: str = ""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What a paper says, and what decides it."""
+
+    claim: str
+    source: str
+    says: float | str
+    studies: list[str]
+    measure: str
+    what: Any
+    note: str = ""
+
+    @property
+    def nothing(self) -> float:
+        """The number that no effect would have."""
+        return 1.0 if self.measure in RATIOS else 0.0
+
+
+@dataclass
+class Results:
+    """Everything that a study, or a comparison, has found."""
+
+    name: str
+    first: str
+    runs: dict[str, list[Run]]  # by cell
+    assumed: float | None = None  # spread of a paired difference
+    study: Study | None = None
+    records: list[dict[str, Any]] = field(default_factory=list)
+
+    def at(self, place: str) -> tuple[str, str]:
+        """`arm @ cell` taken apart; without a cell it is the first."""
+        arm, _, cell = (part.strip() for part in place.partition(" @ "))
+        return arm, cell or next(iter(self.runs), "")
+
+
+# Reading.
+
+
+def read_claims(path: Path) -> tuple[list[Claim], list[dict[str, Any]], list[str]]:
+    """The claims, the rules for the second table, and sentences under it; UserError for what makes no sense."""
+    given = read_recipe("study", str(path))
+    found = []
+    for item in given.get("claims", []):
+        where = f"{path}, {str(item.get('claim', item))[:60]!r}"
+        if wrong := [key for key in item if key not in KEYS]:
+            raise UserError(f"{where}: unknown key {wrong[0]!r}; there are {', '.join(KEYS)}")
+        if lost := [key for key in ("claim", "source", "says", "study") if key not in item]:
+            raise UserError(f"{where}: {lost[0]} is needed")
+        measures = [key for key in MEASURES if key in item]
+        if len(measures) != 1:
+            raise UserError(f"{where}: one of {', '.join(MEASURES)} is needed, got {measures or 'none'}")
+        says = item["says"]
+        if isinstance(says, bool) or not (isinstance(says, int | float) or says in ("above", "below")):
+            raise UserError(f"{where}: says is a number, above or below, got {says!r}")
+        studies = item["study"] if isinstance(item["study"], list) else [item["study"]]
+        found.append(
+            Claim(item["claim"], item["source"], says, studies, measures[0], item[measures[0]], item.get("note", ""))
+        )
+    return found, given.get("rules", []), given.get("answer", [])
+
+
+def places(claim: Claim) -> list[str]:
+    """The arms, or `arm @ cell`, that a claim is about."""
+    if isinstance(claim.what, str):
+        return [claim.what]
+    return [claim.what["arm"], claim.what["against"]] if "against" in claim.what else list(claim.what)
+
+
+def check_places(claim: Claim, study: Study) -> None:
+    """UserError for an arm or a cell that the study does not have: its claim would never be measured."""
+    cells = [*(cell.name for cell in study.cells), *study.domains]
+    for place in places(claim):
+        arm, _, cell = place.partition(" @ ")
+        for name, known in ((arm, study.labels), (cell, cells)):
+            if name and name not in known:
+                raise UserError(f"claim {claim.claim!r}: {study.name} has no {name!r}{nearest(name, known)}")
+
+
+def read_results(name: str, folder: Path = RESULTS) -> Results | None:
+    """What docs/results/NAME holds, of a study or of a comparison; None if there is nothing yet."""
+    place = folder / name
+    if (place / RUNS).is_file():
+        return of_study(read_study(name), read_records([place / RUNS]))
+    paths = sorted(place.glob("*/seed-*/result.json"))
+    if not paths:
+        return None
+    runs = []
+    for path in paths:
+        said = json.loads(path.read_text())
+        runs.append(read_run(path.parent, Arm(said["mixer"], said.get("mixer_options", {})).label))
+    order = (
+        json.loads((place / "comparison.json").read_text())["recipe"]["arms"]
+        if (place / "comparison.json").is_file()
+        else []
+    ) or [runs[0].arm]
+    return Results(name, order[0], {"": runs})
+
+
+def of_study(study: Study, records: Records) -> Results | None:
+    """A study's results as claims need them."""
+    from depthmix.study.study import chosen
+
+    used = chosen(study, records.runs)
+    runs = {cell.name: at_known_times(study, records, cell, as_runs(used, cell)) for cell in study.cells}
+    if not any(runs.values()):
+        return None
+    return Results(study.name, study.labels[0], runs, max(study.power["spread"], default=None), study, used)
+
+
+# Measuring.
+
+
+def measure(claim: Claim, results: Results) -> Found | None:
+    """What the results say of a claim; None where they do not have the runs."""
+    kind = claim.measure
+    if kind in ("contrast", "accuracy"):
+        return contrast(results, claim.what, kind == "accuracy")
+    if kind in ("tokens_to_reach", "time_to_reach", "step_ratio"):
+        return _of_row(results, claim.what, kind)
+    if kind in ("compute_advantage", "time_advantage"):
+        return _advantage(results, claim.what, kind == "time_advantage")
+    return {"spikes": _spikes, "growth": _growth, "rate": _rate}[kind](
+        results, claim.what["arm"], claim.what["against"]
+    )
+
+
+def contrast(results: Results, weights: Mapping[str, float], accuracy: bool = False) -> Found | None:
+    """A weighted sum of final losses (or accuracies), over the seeds that all its terms have."""
+    terms = []
+    for place, weight in weights.items():
+        arm, cell = results.at(place)
+        own = {run.seed: _number(run, accuracy) for run in results.runs.get(cell, []) if run.arm == arm}
+        terms.append((weight, {seed: value for seed, value in own.items() if value is not None}))
+    seeds = sorted(set.intersection(*(set(values) for _, values in terms)))
+    if not seeds:
+        return None
+    values = [sum(weight * values[seed] for weight, values in terms) for seed in seeds]
+    spread, freedom = pooled(results, accuracy)
+    remark = ""
+    if not freedom:
+        if results.assumed is None or accuracy:
+            return Found(values[0], -math.inf, math.inf, len(seeds), "one seed, which says nothing of chance")
+        spread, remark = results.assumed, "the spread is the one assumed in the study's file"
+    t = student_t(freedom) if freedom else student_t(1000)
+    half = t * spread * math.sqrt(sum(w * w for w, _ in terms) / 2 / len(seeds))
+    mean = statistics.fmean(values)
+    return Found(mean, mean - half, mean + half, len(seeds), remark)
+
+
+def pooled(results: Results, accuracy: bool = False) -> tuple[float, int]:
+    """The standard deviation of differences taken seed by seed, over all arms and cells, and its degrees of freedom."""
+    squares, freedom = 0.0, 0
+    for runs in results.runs.values():
+        base = {run.seed: _number(run, accuracy) for run in runs if run.arm == results.first}
+        for arm in {run.arm for run in runs} - {results.first}:
+            pairs = [(_number(r, accuracy), base.get(r.seed)) for r in runs if r.arm == arm]
+            differences = [a - b for a, b in pairs if a is not None and b is not None]
+            if len(differences) > 1:
+                squares += statistics.variance(differences) * (len(differences) - 1)
+                freedom += len(differences) - 1
+    return (math.sqrt(squares / freedom) if freedom else 0.0), freedom
+
+
+def _number(run: Run, accuracy: bool) -> float | None:
+    return (None if run.accuracy is None else 100 * run.accuracy) if accuracy else run.val_loss
+
+
+def _of_row(results: Results, place: str, kind: str) -> Found | None:
+    arm, cell = results.at(place)
+    runs = results.runs.get(cell, [])
+    if kind != "tokens_to_reach" and any(run.shared for run in runs):
+        return None
+    own = {run.seed: [r for r in runs if r.seed == run.seed and r.arm in (arm, results.first)] for run in runs}
+    values, missed = [], 0
+    for pair in own.values():
+        row = next((row for row in make_rows(pair, [results.first, arm]) if row.arm == arm and row.paired), None)
+        if row is not None:
+            value = getattr(row, kind)
+            missed += value is None
+            values += [] if value is None else [value]
+    if missed:
+        return Found(
+            math.inf,
+            math.inf,
+            math.inf,
+            missed + len(values),
+            f"{missed} of {missed + len(values)} seeds never reach it",
+        )
+    return _spread_of(values) if values else None
+
+
+def _spread_of(values: Sequence[float]) -> Found:
+    mean, n = statistics.fmean(values), len(values)
+    if n == 1:
+        return Found(mean, mean, mean, 1, "one seed, without an interval")
+    half = student_t(n - 1) * statistics.stdev(values) / math.sqrt(n)
+    return Found(mean, mean - half, mean + half, n)
+
+
+def _advantage(results: Results, place: str, timed: bool) -> Found | None:
+    if results.study is None:
+        return None
+    arm, domain = (part.strip() for part in f"{place} @ ".split(" @ ")[:2])
+    found = points(results.study, results.records, results.runs, domain or next(iter(results.study.domains)), timed)
+    if arm not in found or results.first not in found:
+        return None
+    saved = advantage(found[results.first], found[arm])
+    if saved is None:
+        return None
+    return Found(saved[1].factor, saved[1].low, saved[1].high, len(found[arm]), "by sizes, not seeds")
+
+
+def _spikes(results: Results, arm: str, against: str) -> Found | None:
+    """Spikes of one arm less those of another at the same rates and seeds, as counts by chance vary."""
+    own = {(r["domain"], r["size"], r["seed"]): r for r in results.records if r["arm"] == arm and "result" in r}
+    other = {(r["domain"], r["size"], r["seed"]): r for r in results.records if r["arm"] == against and "result" in r}
+    both = [key for key in own if key in other]
+    if not both:
+        return None
+    n, m = (spikes([runs[key] for key in both]) for runs in (own, other))
+    half = student_t(1000) * math.sqrt(n + m)
+    return Found(
+        n - m,
+        n - m - half,
+        n - m + half,
+        len({seed for *_, seed in both}),
+        f"{n} spikes against {m} in {len(both)} runs",
+    )
+
+
+def _growth(results: Results, arm: str, against: str) -> Found | None:
+    ratios = []
+    for seed in {r["seed"] for r in results.records}:
+        pair = []
+        for name in (arm, against):
+            own = [r for r in results.records if (r["arm"], r["seed"]) == (name, seed) and "result" in r]
+            found = [g[0] for r in own if (g := growth(r["result"]))]
+            pair += [statistics.fmean(found)] if found else []
+        ratios += [pair[0] / pair[1]] if len(pair) == 2 else []
+    return _spread_of(ratios) if ratios else None
+
+
+def _rate(results: Results, arm: str, against: str) -> Found | None:
+    if results.study is None:
+        return None
+    own, other = (largest_stable(results.study, results.records, name) for name in (arm, against))
+    if own is None or other is None:
+        return None
+    return Found(own / other, own / other, own / other, 1, f"{own:g} against {other:g}")
+
+
+# Judging.
+
+
+def judge(claim: Claim, found: Found | None) -> str:
+    """The verdict: the interval against no effect, on the paper's side or the other; and for its size the paper's."""
+    if found is None:
+        return NOT_MEASURED
+    side = {"above": 1.0, "below": -1.0}.get(claim.says) if isinstance(claim.says, str) else claim.says - claim.nothing
+    assert side is not None
+    low, high = (found.low, found.high) if side > 0 else (-found.high, -found.low)
+    nothing = claim.nothing if side > 0 else -claim.nothing
+    if low > nothing:
+        if isinstance(claim.says, str):
+            return CONFIRMED
+        near = abs(found.value - claim.nothing) >= ENOUGH * abs(side) or found.low <= claim.says <= found.high
+        return CONFIRMED if near else IN_SIGN
+    if high < nothing:
+        return CONTRADICTED
+    return UNDECIDED if not isinstance(claim.says, str) and found.low <= claim.says <= found.high else NOT_SEEN
+
+
+def verdicts(
+    claims: Sequence[Claim], look: Callable[[str], Results | None]
+) -> list[tuple[Claim, str, Found | None, str]]:
+    """(claim, verdict, number, study) of every claim: the first of its studies that has the runs counts."""
+    judged = []
+    for claim in claims:
+        found, name = None, claim.studies[0]
+        for study in claim.studies:
+            results = look(study)
+            found = measure(claim, results) if results else None
+            if found is not None:
+                name = study
+                break
+        judged.append((claim, judge(claim, found), found, name))
+    return judged

@@ -1,0 +1,151 @@
+"""docs/results.md: the verdicts on the papers' claims, and a table for the question which rule to use."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from depthmix.files import write_text
+from depthmix.study.claims import (
+    CONFIRMED,
+    CONTRADICTED,
+    IN_SIGN,
+    NOT_SEEN,
+    RESULTS,
+    UNDECIDED,
+    VERDICTS,
+    Found,
+    Results,
+    check_places,
+    contrast,
+    read_claims,
+    read_results,
+    verdicts,
+)
+from depthmix.study.recipe import FOLDER, read_study
+from depthmix.study.table import markdown_line, markdown_text
+
+CLAIMS, PAGE = "claims.yaml", Path("docs") / "results.md"
+
+
+def write_claims(path: Path = RESULTS / CLAIMS, page: Path = PAGE) -> Path:
+    """Write the page of verdicts from the claims and all results; returns it."""
+    claims, rules, answer = read_claims(path)
+    known: dict[str, Results | None] = {}
+
+    def look(name: str) -> Results | None:
+        if name not in known:
+            known[name] = read_results(name, path.parent)
+        return known[name]
+
+    for claim in claims:
+        for name in claim.studies:
+            if not (path.parent / name / "comparison.json").is_file():
+                check_places(claim, read_study(name))
+    judged = verdicts(claims, look)
+    count = Counter(verdict for _, verdict, _, _ in judged)
+    summary = ", ".join(f"{count[verdict]} {verdict}" for verdict in VERDICTS if count[verdict])
+    text = [
+        "# What the papers claim, and what we found",
+        "",
+        f"Of {len(judged)} claims: {summary}. Made by `depthmix study --claims` from [claims.yaml](results/{CLAIMS}) and the results beside it.",
+        "",
+        f"“{CONFIRMED}”: the 95% interval leaves no effect out, on the paper's side, and ours is at least half of the paper's or the interval holds it; “{IN_SIGN}”: smaller; “{NOT_SEEN}”: the interval holds no effect, and not the paper's; “{UNDECIDED}”: it holds both, so it takes more seeds; “{CONTRADICTED}”: it is on the other side. The papers' models are larger and train longer, on other data: compare signs before sizes. Intervals of losses are Student's, with the spread of paired differences pooled over all arms of a study.",
+        "",
+    ]
+    for source in dict.fromkeys(claim.source.partition(",")[0] for claim in claims):
+        heading = ["verdict", "claim", "paper", "ours", "seeds", "where"]
+        own = [entry for entry in judged if entry[0].source.partition(",")[0] == source]
+        text += [f"## {source}", "", markdown_line(heading), "|---|---|---:|---:|---:|---|"]
+        for claim, verdict, found, name in own:
+            place = claim.source.partition(",")[2].strip()
+            cells = [
+                f"**{verdict}**",
+                f"{claim.claim}{f' ({place})' if place else ''}",
+                _said(claim.says),
+                _shown(found),
+            ]
+            link = _link(name, path.parent)
+            text.append(markdown_line([*cells, str(found.seeds) if found else "0"]) + f" {link} |")
+        remarks = [
+            f"{c.claim}: {words}."
+            for c, _, f, _ in own
+            if (words := "; ".join(w for w in (c.note, f.remark if f else "") if w))
+        ]
+        text += ["", *(f"* {markdown_text(remark)}" for remark in remarks), *[""] * bool(remarks)]
+    text += _which(rules, answer, look, path.parent)
+    write_text(page, "\n".join(text).rstrip() + "\n")
+    return page
+
+
+def _said(says: float | str) -> str:
+    return says if isinstance(says, str) else f"{says:+.3f}" if abs(says) < 0.3 else f"{says:.2f}"
+
+
+def _shown(found: Found | None) -> str:
+    if found is None:
+        return "–"
+    if math.isinf(found.value):
+        return "never"
+    value = f"{found.value:+.4f}" if abs(found.value) < 0.5 else f"{found.value:.2f}"
+    if math.isinf(found.low) or found.low == found.high:
+        return value
+    ends = [f"{end:+.4f}" if abs(found.value) < 0.5 else f"{end:.2f}" for end in (found.low, found.high)]
+    return f"{value} ({ends[0]} to {ends[1]})"
+
+
+def _link(name: str, folder: Path) -> str:
+    """To the table where there is one, else to the study's file."""
+    if (folder / name / "table.md").is_file():
+        return f"[{name}](results/{name}/table.md)"
+    return f"[{name}](../{(FOLDER / name).as_posix()}.yaml)"
+
+
+def _which(
+    rules: Sequence[Mapping[str, Any]], answer: Sequence[str], look: Callable[[str], Results | None], folder: Path
+) -> list[str]:
+    """The second table: gains at equal tokens and at equal time, step ratios, and what a rule asks for."""
+    ratios: dict[tuple[str, str], float] = {}
+    steps = folder / "h200" / "step.csv"
+    if steps.is_file():
+        for line in csv.DictReader(steps.read_text().splitlines()):
+            if line["metric"].startswith("step / "):
+                ratios[line["who"], line["case"].partition(":")[0]] = float(line["value"])
+    cases = sorted({case for _, case in ratios})
+    heading = [
+        "rule",
+        "nats at equal tokens",
+        "nats at equal wall-clock",
+        *(f"step, {case}" for case in cases),
+        "what it takes",
+    ]
+    text = ["## Which rule should I use?", "", markdown_line(heading), "|---|" + "---:|" * (2 + len(cases)) + "---|"]
+    best: tuple[float, str] | None = None
+    for rule in rules:
+        arm = rule["arm"]
+        columns = [_gain(arm, rule.get(key, []), look) for key in ("tokens", "time")]
+        if columns[1] is not None and columns[1].high < 0 and (best is None or columns[1].value < best[0]):
+            best = columns[1].value, arm
+        shown = [f"{ratios[arm, case]:.2f}" if (arm, case) in ratios else "–" for case in cases]
+        text.append(markdown_line([rule.get("label", arm), *map(_shown, columns), *shown, rule.get("takes", "")]))
+    where = sorted({name for rule in rules for key in ("tokens", "time") for name in rule.get(key, []) if look(name)})
+    lines = [
+        f"Against the plain residual, below zero is better, with 95% intervals; 54M parameters, books. From {', '.join(_link(name, folder) for name in where)}; steps from [h200](results/h200/step.md)."
+    ]
+    if best:
+        lines.append(
+            f"At equal wall-clock the best measured is `{best[1]}`, {-best[0]:.3f} nats below the plain residual."
+        )
+    return [*text, "", *(f"* {line}" for line in lines), *(f"* {markdown_text(sentence)}" for sentence in answer)]
+
+
+def _gain(arm: str, names: Sequence[str], look: Callable[[str], Results | None]) -> Found | None:
+    for name in names:
+        results = look(name)
+        if results and arm != results.first and (found := contrast(results, {arm: 1, results.first: -1})):
+            return found
+    return None

@@ -1,0 +1,193 @@
+"""What a study's table says besides, where its file asks for it: power laws over sizes, stability over learning rates, and depth."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from depthmix.study.fits import FEWEST, Points, PowerLaw, advantage, fit
+from depthmix.study.recipe import Study
+from depthmix.study.rows import Run
+from depthmix.study.table import DASH, markdown_line, markdown_text
+
+PETAFLOP_DAY = 1e15 * 86400
+WORSE = 0.1  # nats above an arm's best rate: no longer a rate to train with
+Records = Sequence[Mapping[str, Any]]
+
+
+def sections(study: Study, used: Records, by_cell: Mapping[str, Sequence[Run]]) -> list[str]:
+    """Markdown lines, each section after a blank line."""
+    made = {
+        "power-laws": lambda: _power_laws(study, used, by_cell),
+        "stability": lambda: _stability(study, used),
+        "depth": lambda: _depth(study, used),
+    }
+    return [line for name in study.sections for line in ["", *made[name]()]]
+
+
+def _table(heading: Sequence[str], lines: Iterable[Sequence[str]], notes: Iterable[str]) -> list[str]:
+    rule = "|---|" + "---:|" * (len(heading) - 1)
+    return [markdown_line(heading), rule, *map(markdown_line, lines), "", *(f"* {markdown_text(n)}" for n in notes)]
+
+
+# Power laws.
+
+
+def points(
+    study: Study, used: Records, by_cell: Mapping[str, Sequence[Run]], domain: str, timed: bool = False
+) -> dict[str, Points]:
+    """{arm: {size: (petaFLOP/s-days, or seconds of GPU time, and loss)}}, means over the seeds that all arms of a size have."""
+    found: dict[str, dict[str, tuple[float, float]]] = {arm: {} for arm in study.labels}
+    for cell in (cell for cell in study.cells if cell.domain == domain):
+        runs = by_cell[cell.name]
+        if timed and any(run.shared for run in runs):
+            continue
+        seeds = [{run.seed for run in runs if run.arm == arm} for arm in study.labels]
+        both = set.intersection(*(s for s in seeds if s)) if any(seeds) else set()
+        for arm in study.labels:
+            own = [run for run in runs if run.arm == arm and run.seed in both]
+            if own:
+                x = own[0].train_seconds if timed else 6 * weights(used, own[0]) * own[0].tokens / PETAFLOP_DAY
+                found[arm][cell.size] = x, statistics.fmean(run.val_loss for run in own)
+    return {arm: sizes for arm, sizes in found.items() if sizes}
+
+
+def weights(used: Records, run: Run) -> int:
+    """Parameters that a token is multiplied with: all but the embedding."""
+    for record in used:
+        if (record["arm"], record["seed"]) == (run.arm, run.seed) and "result" in record:
+            counts = record["result"].get("parameters", {})
+            if counts.get("total") == run.parameters:
+                return int(counts["total"] - counts.get("embedding", 0))
+    return run.parameters
+
+
+def _power_laws(study: Study, used: Records, by_cell: Mapping[str, Sequence[Run]]) -> list[str]:
+    text = ["## Power laws", ""]
+    for domain in study.domains:
+        plain, clock = (points(study, used, by_cell, domain, timed) for timed in (False, True))
+        lines = []
+        for arm in study.labels:
+            law = fit(list(plain[arm].values())) if len(plain.get(arm, {})) >= FEWEST else None
+            lines.append(
+                [
+                    arm,
+                    str(len(plain.get(arm, {}))),
+                    _law(law),
+                    *(_saved(p, study.labels[0], arm) for p in (plain, clock)),
+                ]
+            )
+        heading = [
+            "arm" if not domain else f"arm, {domain}",
+            "sizes",
+            "loss",
+            "compute advantage",
+            "GPU time advantage",
+        ]
+        text += [*_table(heading, lines, []), ""]
+    notes = [
+        "“loss”: a power law of C = 6 N D in petaFLOP/s-days, N without the embedding, by least squares in logarithms.",
+        f"“advantage”: how much more {study.labels[0]} needs for the loss that the arm has at the largest size, by the two laws; in brackets the 95% interval of the jackknife over sizes.",
+        f"It takes {FEWEST} sizes, and for GPU time step times of a machine that was not shared.",
+    ]
+    return [*text[:-1], *(f"* {markdown_text(note)}" for note in notes)]
+
+
+def _law(law: PowerLaw | None) -> str:
+    return DASH if law is None else f"{law.a:.3f} C^-{law.b:.4f}"
+
+
+def _saved(found: Mapping[str, Points], first: str, arm: str) -> str:
+    if arm == first or first not in found or arm not in found:
+        return DASH
+    saved = advantage(found[first], found[arm])
+    return DASH if saved is None else f"{saved[1].factor:.2f} ({saved[1].low:.2f} to {saved[1].high:.2f})"
+
+
+# Stability.
+
+
+def rates(study: Study, used: Records, arm: str) -> dict[float, list[Mapping[str, Any]]]:
+    """An arm's runs by learning rate, lowest first."""
+    found: dict[float, list[Mapping[str, Any]]] = {}
+    for record in used:
+        if record["arm"] == arm:
+            found.setdefault(float(record["config"]["lr"]), []).append(record)
+    return dict(sorted(found.items()))
+
+
+def largest_stable(study: Study, used: Records, arm: str) -> float | None:
+    """The largest rate up to which every seed finishes and ends near the arm's best loss; None if there is none."""
+    by_rate = rates(study, used, arm)
+    means = {lr: statistics.fmean(losses) for lr, runs in by_rate.items() if (losses := _losses(runs))}
+    stable = None
+    for lr, runs in by_rate.items():
+        if len(_losses(runs)) < len(runs):
+            break
+        if means[lr] <= min(means.values()) + WORSE:
+            stable = lr
+        elif stable is not None:
+            break
+    return stable
+
+
+def _losses(runs: Records) -> list[float]:
+    return [run["result"]["val_loss"] for run in runs if "result" in run]
+
+
+def spikes(runs: Records) -> int:
+    """Loss spikes of runs, all of them together."""
+    return sum(len(run["result"].get("spikes", [])) for run in runs if "result" in run)
+
+
+def _stability(study: Study, used: Records) -> list[str]:
+    all_rates = sorted({lr for arm in study.labels for lr in rates(study, used, arm)})
+    lines = []
+    for arm in study.labels:
+        by_rate, stable = rates(study, used, arm), largest_stable(study, used, arm)
+        shown = [_at_rate(by_rate.get(lr, [])) for lr in all_rates]
+        lines.append([arm, *shown, DASH if stable is None else f"{stable:g}"])
+    notes = [
+        "A loss at each learning rate, mean over seeds, and in brackets the loss spikes of all of them: steps far above the median of the 50 before (depthmix/train/spikes.py).",
+        f"“stable up to”: the largest rate up to which every seed finishes and the loss is within {WORSE:g} nats of the arm's best.",
+    ]
+    return ["## Stability", "", *_table(["arm", *(f"lr {lr:g}" for lr in all_rates), "stable up to"], lines, notes)]
+
+
+def _at_rate(runs: Records) -> str:
+    losses = _losses(runs)
+    if not losses:
+        return "diverged" if runs else DASH
+    gone = len(runs) - len(losses)
+    return f"{statistics.fmean(losses):.4f} ({spikes(runs)}{f'; {gone} diverged' if gone else ''})"
+
+
+# Depth.
+
+
+def growth(result: Mapping[str, Any]) -> tuple[float, float] | None:
+    """How much larger the last block's output is than the first's, and the largest gradient of a sublayer than the median's."""
+    depth = result.get("depth")
+    if not depth or not depth["block_rms"][0] or not (middle := statistics.median(depth["gradient_norm"])):
+        return None
+    return depth["block_rms"][-1] / depth["block_rms"][0], max(depth["gradient_norm"]) / middle
+
+
+def _depth(study: Study, used: Records) -> list[str]:
+    lines = []
+    for arm in study.labels:
+        for size in dict.fromkeys(cell.size for cell in study.cells):
+            own = [r for r in used if (r["arm"], r["size"]) == (arm, size)]
+            found = [g for r in own if (g := growth(r.get("result", {})))]
+            if found:
+                means = [statistics.fmean(values) for values in zip(*found, strict=True)]
+                lines.append([f"{arm}, {size}" if size else arm, f"{means[0]:.2f}", f"{means[1]:.2f}", str(len(found))])
+    notes = [
+        "At the last step: what a block adds to the stream, its root mean square over the tokens of a few rows, last block over first; and the norm of a sublayer's gradients, largest over median."
+    ]
+    return [
+        "## Magnitudes and gradients over depth",
+        "",
+        *_table(["arm", "outputs, last / first", "gradients, largest / median", "seeds"], lines, notes),
+    ]

@@ -1,0 +1,162 @@
+"""Claims of papers: what is measured, the verdicts, and the page."""
+
+import math
+import re
+
+import pytest
+import yaml
+
+from depthmix.cli import main
+from depthmix.errors import USAGE
+from depthmix.study import results_page as module
+from depthmix.study.claims import (
+    CONFIRMED,
+    CONTRADICTED,
+    IN_SIGN,
+    NOT_MEASURED,
+    NOT_SEEN,
+    UNDECIDED,
+    Claim,
+    Found,
+    Results,
+    judge,
+    measure,
+)
+from depthmix.study.interval import student_t
+from depthmix.study.rows import Run
+from project import ROOT
+from train.refused import refused
+
+
+def a_run(arm, seed, loss, **more):
+    curve = more.pop("curve", [(100, 10.0, loss)])
+    return Run(arm, seed, "", 10, 100, loss, None, 1000, 0, 1.0, None, None, curve, **more)
+
+
+def results(runs, **more):
+    return Results("s", "plain", runs if isinstance(runs, dict) else {"": runs}, **more)
+
+
+def claim(says, measure_="contrast", what=None):
+    return Claim("c", "p", says, ["s"], measure_, what)
+
+
+@pytest.mark.parametrize(
+    ("says", "low", "high", "verdict"),
+    [
+        (-0.02, -0.03, -0.01, CONFIRMED),
+        (-0.02, -0.08, -0.05, CONFIRMED),  # more than the paper's
+        (-0.02, -0.007, -0.001, IN_SIGN),
+        (-0.02, -0.021, -0.001, CONFIRMED),  # the interval holds it
+        (-0.02, -0.01, 0.01, NOT_SEEN),
+        (-0.02, -0.03, 0.01, UNDECIDED),
+        (-0.02, 0.001, 0.02, CONTRADICTED),
+        (0.02, -0.02, -0.001, CONTRADICTED),
+        (0.02, 0.015, 0.03, CONFIRMED),
+        ("below", -0.02, -0.001, CONFIRMED),
+        ("below", -0.02, 0.001, NOT_SEEN),
+        ("above", -0.02, -0.001, CONTRADICTED),
+    ],
+)
+def test_verdicts(says, low, high, verdict):
+    assert judge(claim(says), Found((low + high) / 2, low, high, 2)) == verdict
+
+
+def test_a_ratio_of_one_is_no_effect():
+    ratio = claim(1.25, "compute_advantage")
+    assert judge(ratio, Found(1.2, 1.1, 1.3, 5)) == CONFIRMED
+    assert judge(ratio, Found(1.08, 1.02, 1.14, 5)) == IN_SIGN
+    assert judge(ratio, Found(0.9, 0.8, 0.95, 5)) == CONTRADICTED
+    assert judge(claim(0.33, "time_to_reach"), Found(0.7, 0.6, 0.8, 2)) == IN_SIGN
+    assert judge(claim(0.33, "time_to_reach"), Found(math.inf, math.inf, math.inf, 2)) == CONTRADICTED
+    assert judge(ratio, None) == NOT_MEASURED
+
+
+def test_a_contrast_is_taken_seed_by_seed_with_the_spread_of_all_arms():
+    runs = [a_run("plain", 0, 4.0), a_run("plain", 1, 5.0), a_run("a", 0, 3.9), a_run("a", 1, 4.92)]
+    runs += [a_run("b", 0, 3.99), a_run("b", 1, 4.97), a_run("c", 7, 1.0)]
+    found = measure(claim(-0.1, what={"a": 1, "plain": -1}), results(runs))
+    spread = math.sqrt((2 * 0.01**2 + 2 * 0.01**2) / 2)  # of -0.10, -0.08 and of -0.01, -0.03
+    half = student_t(2) * spread / math.sqrt(2)
+    assert found.value == pytest.approx(-0.09)
+    assert (found.low, found.high) == pytest.approx((-0.09 - half, -0.09 + half))
+    assert found.seeds == 2
+    both = measure(claim(1, what={"a": 1, "b": -2, "plain": 1}), results(runs))
+    assert both.high - both.value == pytest.approx(half * math.sqrt(3))  # 1 + 4 + 1 in the place of 2
+    assert measure(claim(1, what={"c": 1, "plain": -1}), results(runs)) is None  # no seed in common
+
+
+def test_cells_and_one_seed():
+    cells = {"w1": [a_run("plain", 0, 4.0), a_run("a", 0, 3.8)], "w2": [a_run("plain", 0, 3.0), a_run("a", 0, 2.9)]}
+    shrinks = claim(0.1, what={"a @ w2": 1, "plain @ w2": -1, "a @ w1": -1, "plain @ w1": 1})
+    found = measure(shrinks, results(cells, assumed=0.01))
+    assert found.value == pytest.approx(0.1)
+    assert found.high - found.value == pytest.approx(1.96 * 0.01 * math.sqrt(2), rel=0.01)
+    assert "assumed" in found.remark
+    assert judge(shrinks, measure(shrinks, results(cells))) == UNDECIDED  # nothing is known of chance
+
+
+def test_accuracy_and_what_it_takes_to_a_loss():
+    runs = [
+        a_run(arm, s, loss, accuracy=acc) for arm, loss, acc in (("plain", 4.0, 0.7), ("a", 3.5, 0.72)) for s in (0, 1)
+    ]
+    assert measure(claim(0.7, "accuracy", {"a": 1, "plain": -1}), results(runs)).value == pytest.approx(2.0)
+    falling = [(50, 10.0, 4.0), (100, 20.0, 3.5)]
+    runs = [a_run("plain", 0, 4.0), a_run("a", 0, 3.5, curve=falling), a_run("b", 0, 4.5)]
+    assert measure(claim(0.4, "tokens_to_reach", "a"), results(runs)).value == pytest.approx(0.5)
+    assert math.isinf(measure(claim(0.4, "time_to_reach", "b"), results(runs)).value)
+    shared = [a_run("plain", 0, 4.0, shared=True), a_run("a", 0, 3.5, shared=True)]
+    assert measure(claim(0.4, "step_ratio", "a"), results(shared)) is None
+
+
+def test_spikes_and_growth():
+    def record(arm, seed, spikes, rms):
+        depth = {"block_rms": rms, "gradient_norm": [1.0, 2.0]}
+        return {
+            "arm": arm,
+            "seed": seed,
+            "domain": "",
+            "size": "",
+            "result": {"spikes": [[1, 1.0]] * spikes, "depth": depth},
+        }
+
+    records = [
+        record(*x) for x in (("plain", 0, 9, [1, 8]), ("plain", 1, 7, [1, 8]), ("a", 0, 0, [1, 2]), ("a", 1, 1, [2, 4]))
+    ]
+    found = results([a_run("plain", 0, 4.0)], records=records)
+    pair = {"arm": "a", "against": "plain"}
+    assert measure(claim("below", "spikes", pair), found).value == -15
+    assert judge(claim("below", "spikes", pair), measure(claim("below", "spikes", pair), found)) == CONFIRMED
+    assert measure(claim("below", "growth", pair), found).value == pytest.approx(0.25)
+
+
+CLAIM = {"claim": "c", "source": "p, t", "says": -1, "study": "tiny", "contrast": {"residual": 1}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"sais": 1}, ["unknown key 'sais'"]),
+        ({"says": None}, ["says is a number"]),
+        ({"spikes": {}}, ["one of contrast"]),
+        ({"contrast": {"residul": 1}}, ["tiny has no 'residul'", "did you mean 'residual'?"]),
+        ({"contrast": {"residual @ code": 1}}, ["tiny has no 'code'"]),
+        ({"study": "tinny"}, ["unknown study 'tinny'"]),
+    ],
+)
+def test_what_is_wrong_with_a_claim_is_said(tmp_path, changes, words):
+    path = tmp_path / "claims.yaml"
+    path.write_text(yaml.safe_dump({"claims": [{**CLAIM, **changes}]}))
+    refused(lambda: module.write_claims(path, tmp_path / "page.md"), *words, code=USAGE)
+
+
+def test_the_page_is_made_of_what_is_there(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(module, "PAGE", tmp_path / "results.md")
+    monkeypatch.setattr(module.write_claims, "__defaults__", (module.RESULTS / module.CLAIMS, tmp_path / "results.md"))
+    assert main(["study", "--claims"]) == 0
+    made = (tmp_path / "results.md").read_text()
+    assert made == (ROOT / "docs" / "results.md").read_text()  # else: `depthmix study --claims`
+    assert "| **confirmed** | DCA ends 0.050 nats below the plain residual" in made
+    count = len(yaml.safe_load((ROOT / "docs" / "results" / "claims.yaml").read_text())["claims"])
+    assert len(re.findall(r"^\| \*\*", made, re.MULTILINE)) == count

@@ -1,0 +1,55 @@
+"""Power laws and advantages, on curves whose laws are known."""
+
+import math
+import random
+
+import pytest
+
+from depthmix.study.fits import advantage, fit
+
+
+def curve(a, b, noise=0.0, seed=0):
+    rng = random.Random(seed)
+    return {str(i): (c, a * c**-b * math.exp(rng.gauss(0, noise))) for i, c in enumerate((0.01, 0.03, 0.2, 1.0, 5.6))}
+
+
+def test_a_law_is_found_again():
+    law = fit(list(curve(1.891, 0.057).values()))
+    assert (law.a, law.b) == pytest.approx((1.891, 0.057))
+    assert law.compute(law.loss(3.0)) == pytest.approx(3.0)
+
+
+def test_the_papers_advantage():
+    """1.891 C^-0.057 and 1.870 C^-0.058 give 1.25 at C = 5.6 (Attention Residuals, Figure 4)."""
+    law, found = advantage(curve(1.891, 0.057), curve(1.870, 0.058))
+    assert law.a == pytest.approx(1.870)
+    assert found.factor == pytest.approx(1.25, abs=0.01)
+    assert found.low == pytest.approx(found.high)  # nothing is uncertain about exact laws
+
+
+def test_the_interval_holds_the_truth_and_grows_with_the_noise():
+    held, widths = 0, {0.0005: 0.0, 0.004: 0.0}
+    for noise in widths:
+        for seed in range(40):
+            first, own = curve(1.891, 0.057, noise, seed), curve(1.870, 0.058, noise, 1000 + seed)
+            found = advantage(first, own)[1]
+            held += found.low <= 1.254 <= found.high
+            widths[noise] += math.log(found.high / found.low) / 40
+    assert held / 80 > 0.8
+    assert widths[0.004] > 4 * widths[0.0005]
+
+
+def test_what_all_have_in_common_is_no_uncertainty():
+    first = curve(1.891, 0.057, 0.01)
+    own = {size: (c, loss * 0.99) for size, (c, loss) in first.items()}
+    found = advantage(first, own)[1]
+    assert found.high / found.low < 1.5
+    assert found.factor > 1
+
+
+def test_too_little_to_say():
+    few = {"a": (1.0, 2.0), "b": (2.0, 1.9)}
+    assert advantage(few, few) is None
+    rising = {"a": (1.0, 2.0), "b": (2.0, 2.1), "c": (3.0, 2.2)}
+    assert advantage(curve(1, 0.1), rising) is None
+    assert advantage(rising, rising) is None

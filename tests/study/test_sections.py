@@ -1,0 +1,117 @@
+"""What a study's table says besides: power laws, stability, depth; and a study of images."""
+
+import json
+
+import pytest
+
+from depthmix.study import code
+from depthmix.study import study as module
+from study import studies
+from train import pictures
+
+
+@pytest.fixture
+def training(monkeypatch, tmp_path):
+    fake = studies.Training()
+    monkeypatch.setattr("depthmix.train.brief.train_briefly", fake)
+    monkeypatch.setattr("depthmix.study.sheet.draw_study", lambda *_: [])
+    monkeypatch.setattr(module, "release_memory", lambda device: None)
+    monkeypatch.chdir(tmp_path)
+    return fake
+
+
+def table(tmp_path, **said):
+    path = studies.write(tmp_path, **said)
+    module.study(studies.config(path, tmp_path / "out" if path.stem == "small" else tmp_path / path.stem))
+    return (tmp_path / ("out" if path.stem == "small" else path.stem) / "table.md").read_text()
+
+
+def results(training, monkeypatch, change):
+    """What a training finds, with a change by its configuration."""
+
+    def train(config, data, **more):
+        return change(config, training(config, data, **more))
+
+    monkeypatch.setattr("depthmix.train.brief.train_briefly", train)
+
+
+def test_power_laws_over_sizes(training, tmp_path, monkeypatch):
+    def change(config, result):
+        compute = 6 * (result["parameters"]["total"] * config.dim) * result["tokens"] / (1e15 * 86400)
+        result["parameters"] = {"total": 1000 * config.dim + 7, "embedding": 7}
+        # attnres' loss is plain's at twice the compute; dca's at half of it
+        factor = {"residual": 1.0, "attnres": 2.0, "dca": 0.5}[config.mixer]
+        return result | {"val_loss": 2.0 * (factor * compute) ** -0.05, "step_seconds": 0.1 * config.dim}
+
+    results(training, monkeypatch, change)
+    sizes = {f"d{dim}": {"dim": dim} for dim in (16, 32, 64)}
+    text = table(tmp_path, sizes=sizes, sections=["power-laws"], seeds=[0])
+    rows = {line.split(" | ")[0].strip("| "): line for line in text.partition("## Power laws")[2].splitlines()}
+    assert "2.000 C^-0.0500" in rows["residual"]
+    assert (
+        rows["attnres:block_size=2"].count("2.00 (2.00 to 2.00)") == 2
+    )  # of compute, and of time, which is in proportion
+    assert rows["slow"].count("0.50 (0.50 to 0.50)") == 2
+    text = table(
+        tmp_path, name="two", sizes={"d16": {"dim": 16}, "d32": {"dim": 32}}, sections=["power-laws"], seeds=[0]
+    )
+    assert "| residual | 2 | – | – | – |" in text
+
+
+def test_stability_over_learning_rates(training, tmp_path, monkeypatch):
+    def change(config, result):
+        spikes = [[3, 1.0]] * (2 if config.mixer == "residual" and config.lr > 0.01 else 0)
+        return result | {"spikes": spikes, "val_loss": 3.0 + (config.lr > 0.05) * 0.2}
+
+    results(training, monkeypatch, change)
+    training.fail["residual", 1] = studies.diverged()  # at every rate
+    training.fail["attnres", 9] = studies.diverged()
+    rates = {f"lr {lr}": {"lr": lr} for lr in (0.001, 0.02, 0.1)}
+    text = table(tmp_path, sizes=rates, sections=["stability"], seeds=[0, 1])
+    lines = text.partition("## Stability")[2]
+    assert "| arm | lr 0.001 | lr 0.02 | lr 0.1 | stable up to |" in lines
+    assert "| residual | 3.0000 (0; 1 diverged) | 3.0000 (2; 1 diverged) | 3.2000 (2; 1 diverged) | – |" in lines
+    assert "| slow | 3.0000 (0) | 3.0000 (0) | 3.2000 (0) | 0.02 |" in lines
+
+
+def test_depth(training, tmp_path, monkeypatch):
+    results(
+        training,
+        monkeypatch,
+        lambda c, r: r | {"depth": {"block_rms": [2.0, 3.0, 8.0], "gradient_norm": [1.0, 2.0, 9.0]}},
+    )
+    assert "| slow | 4.00 | 4.50 | 2 |" in table(tmp_path, sections=["depth"])
+
+
+def test_a_study_of_images(tmp_path, monkeypatch):
+    monkeypatch.setattr("depthmix.study.sheet.draw_study", lambda *_: [])
+    monkeypatch.chdir(tmp_path)
+    sizes = {
+        "dim": 16,
+        "n_blocks": 1,
+        "n_heads": 2,
+        "batch_size": 16,
+        "steps": 6,
+        "warmup": 2,
+        "patch_size": 4,
+        "crop": 1,
+    }
+    said = {"set": sizes, "data": {"stripes": str(pictures.stripes())}, "seeds": [0]}
+    said |= {"paper": {"a": {"source": "Table 8", "unit": "percent"}, "f": {"source": "t", "unit": "fraction"}}}
+    arms = [{"mixer": "residual", "paper": {"a": 76.4, "f": 1}}, {"mixer": "dca", "paper": {"a": 77.1, "f": 0.33}}]
+    text = table(tmp_path, arms=arms, **said)
+    assert "| dca | 77.1 (+0.7) | 0.33 |" in text
+    assert "nats per image" in text
+    assert "| arm | accuracy | parameters |" in text
+    run = next(
+        r for r in map(json.loads, (tmp_path / "out" / "runs.jsonl").read_text().splitlines()) if r["kind"] == "run"
+    )
+    assert run["result"]["images"] == 6 * 16
+    assert 0 <= run["result"]["accuracy"] <= 1
+    text_code, own = code.code_of("dca"), code.code_of("dca", images=True)
+    assert {"models/vit.py", "data/images.py"} <= own.keys() - text_code.keys()
+    assert "models/decoder.py" in text_code.keys() - own.keys()
+    assert own["train/task.py"] != text_code["train/task.py"]
+    module.study(
+        studies.config(tmp_path / "small.yaml", tmp_path / "out")
+    )  # nothing is left to do, and nothing is refused
