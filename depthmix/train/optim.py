@@ -107,9 +107,8 @@ def check_groups(groups: Sequence[Mapping[str, Any]]) -> None:
 def own_settings(names: Iterable[str], groups: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
     """The parameters that the groups name, each with the first group that matches; UserError for one that matches nothing."""
     names = list(names)
-    ruled = any(name.startswith("mixer.") for name in names)  # a plain arm of a comparison has no parameter of a rule
     for group in groups:
-        if not ruled and group["match"].startswith("mixer."):
+        if group["match"] == "mixer.*":  # whatever the rule has: a plain arm of a comparison has nothing
             continue
         if not any(fnmatchcase(name, group["match"]) for name in names):
             near = nearest(group["match"].rstrip("*."), names, cutoff=0.3)
