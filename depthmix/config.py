@@ -118,7 +118,7 @@ class TrainConfig:
     )
     parallel: dict[str, Any] = option(
         {},
-        "processes of torchrun: dp=2 replicas, shard=4 parts of everything (FSDP2), cp=2 parts of sequences, tp=2 of matrices and sequences",
+        "processes of torchrun: dp=2 replicas, shard=4 parts of everything (FSDP2), cp=2 parts of sequences, tp=2 of matrices and sequences, pp=2 parts of the depth",
     )
 
     log_every: int = option(10, "steps between lines of the metrics")

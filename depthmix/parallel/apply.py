@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from depthmix.mixers.sharding import shard_mixer
 from depthmix.parallel import context, tensor
+from depthmix.parallel.alone import Alone, Loss
 from depthmix.parallel.gradients import clip, sum_over, whole
 from depthmix.parallel.weights import build_empty, materialize, take_over
 from depthmix.parallel.world import REPLICATE, SHARD, TENSOR, World
@@ -31,7 +32,7 @@ logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERR
 warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
 
 
-class Parallel:
+class Parallel(Alone):
     """A model among the processes of a world, with what a trainer asks of it; names are those of the model in one piece."""
 
     def __init__(
@@ -57,7 +58,7 @@ class Parallel:
         divided = {name for name, p in self.model.named_parameters() if isinstance(p, DTensor)}
         wrap(self.model)
         if layout.sharded:
-            shard(self.model, self.mesh[REPLICATE, SHARD] if layout.dp > 1 else self.mesh[SHARD], narrow)
+            shard(self.model, data_mesh(world), narrow)
         if weights is None:
             materialize(self.model, self.blueprint.mixer, world.device)
         else:
@@ -96,12 +97,12 @@ class Parallel:
             sum_over(self.everywhere, self.mesh[TENSOR])
         return clip(self.parameters, limit)
 
-    def norm_of(self, loss: Tensor) -> Tensor:
-        """The norm of a loss's gradient, which is not kept."""
-        loss.backward()
+    def probe(self, loss: Loss, batch: Tensor) -> tuple[Tensor, Tensor]:
+        """The loss of a batch, and the norm of its gradient, which is not kept."""
+        found = self.backward(loss, batch, len(batch))
         norm = self.clip(math.inf)
         self.model.zero_grad(set_to_none=True)
-        return norm
+        return found, norm
 
     def rest(self) -> None:
         """After a pass without a backward FSDP2 leaves parameters gathered: the outermost ones, or all of them where nothing is shared out."""
@@ -110,21 +111,28 @@ class Parallel:
                 module.reshard()
 
 
+def data_mesh(world: World) -> Any:
+    """The processes that parameters are sharded among, and replicated."""
+    assert world.mesh is not None
+    return world.mesh[REPLICATE, SHARD] if world.layout.dp > 1 else world.mesh[SHARD]
+
+
 def shard(model: Any, mesh: Any, narrow: torch.dtype | None) -> None:
     """FSDP2: a group for each sublayer, one for the mixer, which stays fp32, and one for the rest.
 
     Matrices are gathered in the narrow dtype, and their gradients summed in fp32. Norms and the embedding, which a model under
     autocast computes with in fp32 as well, are gathered as they are. Where all shards are here, what a forward has cast is kept for
-    the backward, as autocast keeps it.
+    the backward, as autocast keeps it. A piece of a model may lack one end of it, or both.
     """
     again = mesh.size(mesh.ndim - 1) > 1
     wide = None if narrow is None else torch.float32
     policy = MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=wide, cast_forward_inputs=False)
     plain = MixedPrecisionPolicy(cast_forward_inputs=False)
-    for sublayer in model.sublayers:
+    for sublayer in model.repeated_parts()[0]:
         fully_shard(sublayer, mesh=mesh, mp_policy=policy, reshard_after_forward=again)
-    if not getattr(model.config, "tie_embeddings", False):
-        fully_shard(model.head, mesh=mesh, mp_policy=policy, reshard_after_forward=again)
-        fully_shard(model.embedding, mesh=mesh, mp_policy=plain, reshard_after_forward=again)
+    ends = {name: rule for name, rule in (("head", policy), ("embedding", plain)) if hasattr(model, name)}
+    if len(ends) < 2 or not getattr(model.config, "tie_embeddings", False):
+        for name, rule in ends.items():
+            fully_shard(getattr(model, name), mesh=mesh, mp_policy=rule, reshard_after_forward=again)
     shard_mixer(model.mixer, mesh=mesh)
     fully_shard(model, mesh=mesh, mp_policy=plain)

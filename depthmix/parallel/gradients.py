@@ -48,10 +48,20 @@ def sum_over(parameters: Sequence[Tensor], mesh: DeviceMesh) -> None:
 
 def clip(parameters: Sequence[Tensor], limit: float) -> Tensor:
     """The norm of all gradients wherever they are, after which they are scaled so that it is at most the limit."""
+    total = norm(parameters)
+    scale(parameters, total, limit)
+    return total
+
+
+def norm(parameters: Iterable[Tensor]) -> Tensor:
+    """The norm of all gradients, wherever they are; there must be one."""
     groups = by_place(p.grad for p in parameters if p.grad is not None)
     norms = [whole(torch.nn.utils.get_total_norm(group)) for group in groups.values()]
-    total = torch.linalg.vector_norm(torch.stack(norms)) if len(norms) != 1 else norms[0]
+    return torch.linalg.vector_norm(torch.stack(norms)) if len(norms) != 1 else norms[0]
+
+
+def scale(parameters: Iterable[Tensor], total: Tensor, limit: float) -> None:
+    """Scale gradients whose norm is the total so that it is at most the limit."""
     # The arithmetic of torch's own clipping, on what is here: for divided gradients it takes torch long to see that this is all.
     factor = torch.clamp(limit / (total + 1e-6), max=1.0)
     torch._foreach_mul_([local(p.grad) for p in parameters if p.grad is not None], factor)
-    return total

@@ -5,8 +5,10 @@
     parallel: {dp: 2, shard: 8}   two replicas of eight parts each (HSDP)
     parallel: {shard: 4, tp: 2}   matrices and sequences in two parts (tensor and sequence parallelism), each of those in four
     parallel: {dp: 2, cp: 4}      two replicas, each with every sequence in four parts, also in attention (context parallelism)
+    parallel: {pp: 4, virtual: 2, schedule: Interleaved1F1B, microbatches: 8}   a pipeline of four, each with two stages
 
-Their product is the number of processes. A batch is divided among dp x shard of them; cp or tp processes work on the same sequences.
+The product of dp, shard, cp, tp and pp is the number of processes. A batch is divided among dp x shard of them; cp or tp processes
+work on the same sequences, and the pp processes of a pipeline pass them on, some at a time: own = microbatches x micro_batch_size.
 """
 
 from __future__ import annotations
@@ -20,28 +22,40 @@ from depthmix.errors import UserError
 from depthmix.models import DecoderConfig, VitConfig
 from depthmix.names import nearest
 
-SIZES = ("dp", "shard", "cp", "tp")
+SIZES = ("dp", "shard", "cp", "tp", "pp")
+OF_PIPELINES = ("virtual", "schedule", "microbatches")
+NAMES = (*SIZES, *OF_PIPELINES)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How many processes each dimension has; shard None: parameters are not sharded."""
+    """How many processes each dimension has; shard None: parameters are not sharded.
+
+    Of a pipeline: virtual, the stages of a process; schedule, None for the usual one; microbatches, None for those that the rest says.
+    """
 
     dp: int = 1
     shard: int | None = None
     cp: int = 1
     tp: int = 1
+    pp: int = 1
+    virtual: int = 1
+    schedule: str | None = None
+    microbatches: int | None = None
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Layout:
         """From the recipe's line; UserError for what is none."""
         for name, value in given.items():
-            if name == "pp":
-                raise UserError("parallel: training has no pp yet; depthmix.parallel.pipeline has (docs/pipeline.md)")
-            if name not in SIZES:
-                raise UserError(f"parallel has {', '.join(SIZES)}, not {name!r}{nearest(name, SIZES)}")
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            if name not in NAMES:
+                raise UserError(f"parallel has {', '.join(NAMES)}, not {name!r}{nearest(name, NAMES)}")
+            if name == "schedule":
+                if not isinstance(value, str):
+                    raise UserError(f"parallel: schedule must be a name, such as 1F1B, got {value!r}")
+            elif isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise UserError(f"parallel: {name} must be a whole number of at least 1, got {value!r}")
+            if name in OF_PIPELINES and given.get("pp", 1) == 1:
+                raise UserError(f"parallel: {name} is for pipelines, and pp is 1")
         return cls(**given)
 
     @property
@@ -52,15 +66,33 @@ class Layout:
     @property
     def size(self) -> int:
         """All processes."""
-        return self.data * self.cp * self.tp
+        return self.data * self.cp * self.tp * self.pp
 
     @property
     def sharded(self) -> bool:
-        """Whether FSDP2 holds the parameters: also with tp, where DDP could not hold them."""
-        return self.shard is not None or (self.tp > 1 and self.dp > 1)
+        """Whether FSDP2 holds the parameters: also with tp and pp, where DDP could not hold them."""
+        return self.shard is not None or (self.dp > 1 and (self.tp > 1 or self.pp > 1))
+
+    @property
+    def order(self) -> str:
+        """The schedule of a pipeline."""
+        return self.schedule or ("1F1B" if self.virtual == 1 else "Interleaved1F1B")
+
+    def place(self, rank: int) -> tuple[int, int, int]:
+        """Where a process is: in its pipeline, among those that a batch is divided among, among those that share its sequences."""
+        sharing = self.cp * self.tp
+        return rank // (self.data * sharing), rank // sharing % self.data, rank % sharing
+
+    def micro_batch_size(self, config: TrainConfig) -> int | None:
+        """Sequences at a time in one process; None: all of its own. A pipeline takes one unless the recipe says otherwise."""
+        own = config.batch_size // self.data
+        if self.pp == 1 or config.micro_batch_size is not None:
+            return config.micro_batch_size
+        return 1 if self.microbatches is None else own // self.microbatches
 
     def __str__(self) -> str:
-        return " x ".join(f"{name} {n}" for name in SIZES if (n := getattr(self, name)) is not None)
+        sizes = {name: getattr(self, name) for name in SIZES if name != "pp" or self.pp > 1}
+        return " x ".join(f"{name} {n}" for name, n in sizes.items() if n is not None)
 
     def check_world(self, size: int, given: bool) -> None:
         """UserError if another number of processes was started; given: whether the recipe has the line."""
@@ -88,8 +120,10 @@ class Layout:
             raise UserError(
                 "compile=model cannot see into shards that come and go: use compile=sublayers with parallel"
             )
+        if config.compile == "model" and self.pp > 1:
+            raise UserError("compile=model needs the model in one piece, and pp divides it: use compile=sublayers")
         if config.optimizer == "muon" and (self.sharded or self.tp > 1):
-            raise UserError("muon needs whole matrices: use adamw, or dp alone, with parallel")
+            raise UserError("muon needs whole matrices: use adamw, or dp or pp alone, with parallel")
         for name in ("cp", "tp"):
             if getattr(self, name) == 1:
                 continue
@@ -102,10 +136,14 @@ class Layout:
             self._check_context_parallel(config)
         if isinstance(model, DecoderConfig) and self.tp > 1:
             self._check_tensor_parallel(config, model)
+        if self.pp > 1:
+            self._check_pipeline(config, model)
 
     def _check_context_parallel(self, config: TrainConfig) -> None:
         if self.tp > 1:
             raise UserError("parallel: cp and tp both divide sequences: use one of them, with dp or shard")
+        if self.pp > 1:
+            raise UserError("parallel: the stages of a pipeline take whole sequences: use cp or pp, with dp or shard")
         if config.seq_len % (2 * self.cp):
             what = f"seq_len={config.seq_len} must be a multiple of {2 * self.cp}"
             raise UserError(f"parallel: {what}, for every process takes two chunks of a sequence (cp={self.cp})")
@@ -117,3 +155,17 @@ class Layout:
                 raise UserError(f"parallel: tp={self.tp} must divide {name}={n}, of which every process takes a part")
         if model.vocab_size < self.tp:
             raise UserError(f"parallel: tp={self.tp} is more than the vocabulary of {model.vocab_size}")
+
+    def _check_pipeline(self, config: TrainConfig, model: DecoderConfig | VitConfig | None) -> None:
+        from depthmix.parallel.pipeline import check_pipeline  # slow to import
+
+        if not isinstance(model, DecoderConfig):
+            raise UserError("parallel: pp divides models of text: use dp or shard for images")
+        if config.dynamics_every is not None:
+            raise UserError("dynamics_every looks at the whole depth, of which pp leaves a part: leave one of them out")
+        own, micros = config.batch_size // self.data, self.microbatches
+        micro = self.micro_batch_size(config) or 1
+        if config.micro_batch_size is not None and micros is not None and micros * micro != own:
+            made = f"microbatches={micros} of micro_batch_size={micro} make {micros * micro} sequences"
+            raise UserError(f"parallel: {made}, and a pipeline has {own} in a step: leave one of them out")
+        check_pipeline(model, self, self.order, micros or own // micro, own)

@@ -53,13 +53,14 @@ def _positions(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> t
     return args, kwargs
 
 
-def plan(model: Decoder) -> dict[str, ParallelStyle]:
-    """What becomes of each module; those that are not here stay whole."""
+def plan(model: Any) -> dict[str, ParallelStyle]:
+    """What becomes of each module of a decoder or a piece of one; those that are not here stay whole."""
     styles: dict[str, ParallelStyle] = {
         "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(SEQUENCE)),
         "head": ColwiseParallel(input_layouts=Shard(SEQUENCE), output_layouts=Shard(-1), use_local_output=False),
     }
-    for site, sublayer in enumerate(model.sublayers):
+    styles = {name: style for name, style in styles.items() if hasattr(model, name)}
+    for site, sublayer in model.sublayers.named_children():
         styles[f"sublayers.{site}"] = GatherSequence()
         for name, part in sublayer.named_children():
             if isinstance(part, nn.Linear):
@@ -70,9 +71,12 @@ def plan(model: Decoder) -> dict[str, ParallelStyle]:
     return styles
 
 
-def parallelize(model: Decoder, mesh: DeviceMesh) -> None:
-    """Divide a decoder among the processes of a mesh."""
+def parallelize(model: Any, mesh: DeviceMesh) -> None:
+    """Divide a decoder, or a pipeline's piece of one, among the processes of a mesh."""
     parallelize_module(model, mesh, plan(model))
+    if not isinstance(model, Decoder):
+        model.parts = mesh.size()
+        return
     if model.config.tie_embeddings:
         model.head.weight = model.embedding.weight  # both were divided alike, over the vocabulary
     model.register_forward_pre_hook(_positions, with_kwargs=True)

@@ -23,12 +23,12 @@ class AsInOnePiece(TorchDispatchMode):
     """Inside it a random draw into a tensor that is not here, or not as a whole, takes the numbers of the whole tensor."""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function not in DRAWS or not (args[0].is_meta or isinstance(args[0], DTensor)):
+        if function not in DRAWS or (args[0].device.type == "cpu" and not isinstance(args[0], DTensor)):
             return function(*args, **(kwargs or {}))
         place = args[0]
-        whole = torch.empty(place.shape, dtype=place.dtype, device="cpu")
+        whole = torch.empty(place.shape, dtype=place.dtype, device="cpu")  # a GPU would draw other numbers
         function(whole, *args[1:], **(kwargs or {}))
-        if isinstance(place, DTensor):
+        if not place.is_meta:
             fill(place, whole)
         return place
 
@@ -94,13 +94,22 @@ def take_over(model: Any, source: nn.Module, device: torch.device) -> None:
 def materialize(model: Any, mixer: nn.Module, device: torch.device) -> None:
     """Give a divided model memory and its initial weights; mixer: its mixer in one piece, on the meta device."""
     model.to_empty(device=device)
+
+    def take(whole: nn.Module) -> None:
+        for own, drawn in ((model.mixer.parameters(), whole.parameters()), (model.mixer.buffers(), whole.buffers())):
+            for place, value in zip(own, drawn, strict=True):
+                fill(place, value.detach())
+
+    draw(model, mixer, take)
+
+
+def draw(model: Any, mixer: nn.Module, take: Callable[[nn.Module], None]) -> None:
+    """Draw the initial weights of a model of which some may have no memory here; take: is given the mixer, drawn in one piece."""
     whole = copy.deepcopy(mixer).to_empty(device="cpu")
 
     def reset_mixer() -> None:  # a rule may set rows and entries one by one, which a divided tensor does not take
         whole.reset_parameters()  # type: ignore[operator]
-        for own, drawn in ((model.mixer.parameters(), whole.parameters()), (model.mixer.buffers(), whole.buffers())):
-            for place, value in zip(own, drawn, strict=True):
-                fill(place, value.detach())
+        take(whole)
 
     model.mixer.reset_parameters = reset_mixer
     try:

@@ -27,7 +27,7 @@ from depthmix.parallel.share import Share
 
 Result = TypeVar("Result")
 PATIENCE = timedelta(minutes=10)  # for a collective; a process that dies is noticed at once, by its connections
-REPLICATE, SHARD, TENSOR = "dp", "shard", "tp"  # the dimensions of the mesh
+PIPELINE, REPLICATE, SHARD, TENSOR = "pp", "dp", "shard", "tp"  # the dimensions of the mesh
 CONTEXT = "cp"  # and of another
 
 
@@ -55,8 +55,8 @@ class World:
         self.layout, self.rank, self.size, self.mesh = layout, rank, layout.size, mesh
         self._device, self._beat = device, beat
         self.first = rank == 0
-        self.data_rank = rank // (layout.cp * layout.tp)
-        self.share = Share(rank % layout.cp, layout.cp)  # of every sequence
+        _, self.data_rank, sharing = layout.place(rank)
+        self.share = Share(sharing // layout.tp, layout.cp)  # of every sequence
         self._asked = torch.zeros(1)
         self.beside: Any = None  # a group of its own for what happens beside the training, such as saving
 
@@ -107,8 +107,13 @@ class World:
             yield dealt[self.data_rank if own else 0], own
 
     def add_up(self, *numbers: float) -> list[float]:
-        """The sums of some numbers over the processes that have tokens of their own, the same to the last bit in all."""
-        found = [there for rank, there in enumerate(self.gather(numbers)) if rank % self.layout.tp == 0]
+        """The sums of some numbers over the processes that have tokens of their own, the same to the last bit in all.
+
+        Of a pipeline the end has them.
+        """
+        places = map(self.layout.place, range(self.size))
+        counted = [stage == self.layout.pp - 1 and sharing % self.layout.tp == 0 for stage, _, sharing in places]
+        found = [there for there, own in zip(self.gather(numbers), counted, strict=True) if own]
         return [math.fsum(column) for column in zip(*found, strict=True)]
 
     def gather(self, value: Any) -> list[Any]:
@@ -222,12 +227,13 @@ def join(layout: Layout, device: str, given: bool) -> Iterator[World]:
 
 
 def _mesh(layout: Layout, device: torch.device) -> DeviceMesh:
-    """Neighbouring processes share matrices (tp), the next ones shards: the nearer, the more they send.
+    """Neighbouring processes share matrices (tp), the next ones shards, the farthest a pipeline: the nearer, the more they send.
 
     Those that share a sequence (cp) have the gradients of other tokens, as those with other sequences have: parameters are shared out
     among them, too, or copied.
     """
-    sizes = (layout.dp, (layout.shard or 1) * layout.cp, layout.tp)
-    if not layout.sharded:
-        sizes = (layout.dp * layout.cp, 1, layout.tp)
-    return init_device_mesh(device.type, sizes, mesh_dim_names=(REPLICATE, SHARD, TENSOR))
+    sizes = {REPLICATE: layout.dp, SHARD: layout.shard or 1, TENSOR: layout.tp}
+    sizes[SHARD if layout.sharded else REPLICATE] *= layout.cp
+    if layout.pp > 1:
+        sizes = {PIPELINE: layout.pp, **sizes}
+    return init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))

@@ -40,10 +40,15 @@ class Saver:
         pass
 
 
-def open_saver(world: World, folder: Path, keep: int, saved: Callable[[Path], None]) -> Saves:
-    """What saves into a folder of checkpoints; saved: called, in the first process, with every one that is on the disk."""
+def open_saver(
+    world: World, folder: Path, keep: int, saved: Callable[[Path], None], names: Callable[[], list[str]]
+) -> Saves:
+    """What saves into a folder of checkpoints; saved: called, in the first process, with every one that is on the disk.
+
+    names: of the parameters of the model in one piece.
+    """
     if not world.several:
         return Saver(folder, keep, saved)
     from depthmix.runs import sharded  # slow to import
 
-    return sharded.Saver(world, folder, keep, saved)
+    return sharded.Saver(world, folder, keep, saved, names())

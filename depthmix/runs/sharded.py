@@ -43,9 +43,9 @@ from depthmix.runs.parts import Parts
 class Saver:
     """Saves checkpoints while the training goes on; one at a time, in the order they were asked for."""
 
-    def __init__(self, world: World, folder: Path, keep: int, saved: Callable[[Path], None]) -> None:
-        """saved: called in the first process when a checkpoint has its name."""
-        self.world, self.folder, self.keep, self.saved = world, folder, keep, saved
+    def __init__(self, world: World, folder: Path, keep: int, saved: Callable[[Path], None], names: list[str]) -> None:
+        """saved: called in the first process when a checkpoint has its name; names: of the parameters of the model in one piece."""
+        self.world, self.folder, self.keep, self.saved, self.names = world, folder, keep, saved, names
         self.thread: threading.Thread | None = None
         self.error: BaseException | None = None
 
@@ -61,8 +61,7 @@ class Saver:
         }
         writer = HuggingFaceStorageWriter(str(temporary / PARTS), save_distributed=True)
         written: Any = dcp.async_save(tensors, storage_writer=writer, process_group=self.world.beside)
-        names = list(model)
-        self.thread = threading.Thread(target=self._finish, args=(written, temporary, step, names, state), name="saver")
+        self.thread = threading.Thread(target=self._finish, args=(written, temporary, step, state), name="saver")
         self.thread.start()
 
     def wait(self) -> None:
@@ -80,7 +79,7 @@ class Saver:
             (temporary / PARTS).mkdir()
             return temporary
 
-    def _finish(self, written: Any, temporary: Path, step: int, names: list[str], state: dict[str, Any]) -> None:
+    def _finish(self, written: Any, temporary: Path, step: int, state: dict[str, Any]) -> None:
         """In a thread of its own, with a group of its own: what it sends does not get among the training's messages."""
         try:
             written.result()
@@ -89,7 +88,7 @@ class Saver:
             dist.all_gather_object(files, {f"{PARTS}/{p.name}": _entry(p) for p in own}, group=self.world.beside)
             outcome: list[Any] = [None]
             if self.world.first:
-                outcome[0] = self._publish(temporary, step, names, state, {k: v for f in files for k, v in f.items()})
+                outcome[0] = self._publish(temporary, step, state, {k: v for f in files for k, v in f.items()})
             dist.broadcast_object_list(outcome, src=0, group=self.world.beside)
             if outcome[0] is not None:
                 self.error = SharedError(*outcome[0])
@@ -97,13 +96,13 @@ class Saver:
             self.error = error
 
     def _publish(
-        self, temporary: Path, step: int, names: list[str], state: dict[str, Any], files: dict[str, Any]
+        self, temporary: Path, step: int, state: dict[str, Any], files: dict[str, Any]
     ) -> tuple[str, int] | None:
         """In the first process; what went wrong, with its exit code."""
         try:
             with writing_checkpoint(self.folder, step):
                 parts = Parts(temporary / PARTS)
-                empty = {n: torch.empty(parts.shapes[n], dtype=parts.dtypes[n], device="meta") for n in names}
+                empty = {n: torch.empty(parts.shapes[n], dtype=parts.dtypes[n], device="meta") for n in self.names}
                 files = {
                     MODEL: write_hashed(temporary / MODEL, safetensors(empty, parts.get)),
                     **files,
@@ -123,23 +122,27 @@ def _entry(path: Path) -> dict[str, Any]:
 
 
 def load_into(
-    path: Path, model: Mapping[str, Tensor], places: Callable[[str, torch.Size], Tensor | None]
+    path: Path, model: Mapping[str, torch.Size], places: Callable[[str, torch.Size], Tensor | None]
 ) -> dict[str, Tensor]:
-    """Fill a model's tensors, wherever they lie, from a checkpoint, and return what else it holds.
+    """Read a checkpoint into tensors that are divided as they are to be, and return those.
 
-    places: gives a tensor like the one that a name and a shape of the checkpoint is for, divided as it is to be; None if
-    there is no place for it.
+    model: the names and shapes of the model in one piece, all of which must be there. places: gives a tensor for one of the
+    checkpoint's, by its name and shape; one without memory if it is another process's; None if nobody has a place for it.
     """
     folder = path / PARTS if (path / PARTS).is_dir() else path
     found = Parts(folder).shapes
-    rest = {name: places(name, shape) for name, shape in found.items() if name not in model}
-    for name in (*model, *rest):
-        if name not in found or (name in rest and rest[name] is None):
-            kind = "lacks" if name in model else "has"
-            raise UserError(f"the checkpoint {path} {kind} {name}: it is of another model or optimizer", CHECKPOINT)
-        if name in model and found[name] != model[name].shape:
-            shapes = f"{list(found[name])}, not {list(model[name].shape)}"
+    for name, shape in model.items():
+        if name not in found:
+            raise UserError(f"the checkpoint {path} lacks {name}: it is of another model or optimizer", CHECKPOINT)
+        if found[name] != shape:
+            shapes = f"{list(found[name])}, not {list(shape)}"
             raise UserError(f"the checkpoint {path} has {name} of shape {shapes}: it is of another size", CHECKPOINT)
-    others = {name: place for name, place in rest.items() if place is not None}
-    dcp.load({**model, **others}, storage_reader=HuggingFaceStorageReader(str(folder)))
-    return others
+    own: dict[str, Tensor] = {}
+    for name, shape in found.items():
+        place = places(name, shape)
+        if place is None:
+            raise UserError(f"the checkpoint {path} has {name}: it is of another model or optimizer", CHECKPOINT)
+        if not place.is_meta:
+            own[name] = place
+    dcp.load(own, storage_reader=HuggingFaceStorageReader(str(folder)))
+    return own

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.utils.checkpoint import checkpoint
 
 from depthmix.config import TrainConfig
 from depthmix.device import autocast
+from depthmix.parallel.alone import Alone
 from depthmix.parallel.world import World
 from depthmix.train.compiled import begin_model
 from depthmix.train.task import Task
-
-if TYPE_CHECKING:
-    from depthmix.parallel.apply import Parallel
 
 
 def prepare_model(model: Any, config: TrainConfig, device: torch.device) -> Any:
@@ -25,21 +24,32 @@ def prepare_model(model: Any, config: TrainConfig, device: torch.device) -> Any:
     return model
 
 
-def divide_model(config: TrainConfig, task: Task, world: World) -> tuple[Parallel, dict[str, Any] | None]:
+def divide_model(config: TrainConfig, task: Task, world: World) -> tuple[Alone, dict[str, Any] | None]:
     """The model that a task starts with, among the processes of a world, and where its weights came from."""
-    from depthmix.parallel.apply import Parallel  # slow to import
-    from depthmix.parallel.weights import fingerprint, like
+    from depthmix.parallel.weights import fingerprint, like  # slow to import
 
     narrow = torch.bfloat16 if isinstance(autocast(world.device, config.precision), torch.autocast) else None
     wrap = functools.partial(wrap_sublayers, config=config)
+    divided = _engine(world, task)
     if not config.init:
-        return Parallel(world, task.build, config.seed, narrow, wrap), None
+        return divided(world, task.build, config.seed, narrow, wrap), None
     start = world.together(task.start)  # every process reads the whole model once, and keeps its part
     world.agree({"the model in init": fingerprint(start.model)})
     drawn = torch.get_rng_state()
-    engine = Parallel(world, functools.partial(like, start.model), config.seed, narrow, wrap, start.model)
+    engine = divided(world, functools.partial(like, start.model), config.seed, narrow, wrap, start.model)
     torch.set_rng_state(drawn)
     return engine, start.origin
+
+
+def _engine(world: World, task: Task) -> Callable[..., Alone]:
+    """What divides a model among processes as their layout says."""
+    if world.layout.pp > 1:
+        from depthmix.parallel.staged import Staged  # slow to import
+
+        return functools.partial(Staged, microbatches=len(task.batches.rows) // task.micro)
+    from depthmix.parallel.apply import Parallel  # slow to import
+
+    return Parallel
 
 
 def wrap_sublayers(model: Any, config: TrainConfig) -> None:

@@ -15,7 +15,7 @@ import time
 import traceback
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,10 +54,7 @@ from depthmix.train.optim import (
 from depthmix.train.progress import TrainingProgress
 from depthmix.train.signals import StopSignal
 from depthmix.train.sinks import open_sinks
-from depthmix.train.task import make_task
-
-if TYPE_CHECKING:
-    from depthmix.parallel.apply import Parallel
+from depthmix.train.task import Model, make_task
 
 RNG = "rng/torch"  # the generator's state, saved among the optimizer's tensors
 # What may change between resumes; of the data it is the place, the content is compared.
@@ -73,9 +70,10 @@ class Trainer:
         self, config: TrainConfig, data: TokenData | ImageData, device: torch.device, world: World | None = None
     ) -> None:
         self.config, self.device, self.world = config, device, world or World(Layout(), device)
-        self.task = make_task(config, data, self.world.rows(config.batch_size), self.world.share)
+        at_a_time = dataclasses.replace(config, micro_batch_size=self.world.layout.micro_batch_size(config))
+        self.task = make_task(at_a_time, data, self.world.rows(config.batch_size), self.world.share)
         self.task.check()
-        self.engine: Alone | Parallel
+        self.engine: Alone
         if self.world.several:
             self.engine, self.origin = divide_model(config, self.task, self.world)
         else:
@@ -87,7 +85,7 @@ class Trainer:
             raise UserError(
                 "dynamics_every looks into this package's own models: leave it out for a model of Hugging Face's"
             )
-        self.optimizers = build_optimizers(self.model, config)
+        self.optimizers = build_optimizers(self.model, config, self.engine.blueprint, self.engine.title)
         self.fused = all(g.get("fused") for o in self.optimizers.values() for g in o.param_groups)
         self.batches = self.task.batches
         self.asked_to_stop = False  # by a signal to this process
@@ -118,12 +116,7 @@ class Trainer:
             self.graphed = self.graphed or record(self.loss, self.parameters, batch)
             total = self.graphed(batch)
         else:
-            total, parts = torch.zeros((), device=self.device), batch.split(self.task.micro)
-            for part in parts:
-                with self.engine.part(last=part is parts[-1]):
-                    loss = self.loss(part) * (len(part) / len(batch))
-                    loss.backward()
-                total += loss.detach()
+            total = self.engine.backward(self.loss, batch, self.task.micro)
         if self.watches(step):
             self.gradients = gradient_norms(self.model.sublayers)  # before they are clipped
         norm = self.engine.clip(self.config.clip or math.inf)
@@ -142,10 +135,10 @@ class Trainer:
         if self.graphed is None:  # a replay overwrites the gradients it recorded
             self.model.zero_grad(set_to_none=True)
 
-    def loss(self, batch: Tensor) -> Tensor:
-        """The mean loss of a batch."""
+    def loss(self, batch: Tensor, model: Model | None = None) -> Tensor:
+        """The mean loss of a batch; model: what gives its logits, if not the engine."""
         with autocast(self.device, self.config.precision):
-            return self.engine.whole(self.task.losses(self.engine, batch)).mean()
+            return self.engine.whole(self.task.losses(model or self.engine, batch)).mean()
 
     def watches(self, step: int) -> bool:
         """Whether a step's dynamics are taken down."""
@@ -179,9 +172,7 @@ class Trainer:
 
     def astray(self) -> bool:
         """Whether the weights are beyond use, whatever the batch: loss or gradient of validation data is not usable either."""
-        with self.engine.part():
-            loss = self.loss(next(self.task.validation()).to(self.device))
-            norm = self.engine.norm_of(loss)
+        loss, norm = self.engine.probe(self.loss, next(self.task.validation()).to(self.device))
         return not self.usable(loss.item(), norm.item())
 
     def batch(self, step: int) -> Tensor:
@@ -198,20 +189,22 @@ class Trainer:
         if not self.world.several:
             return self.task.evaluate(self.model, self.device)
         self.model.eval()
-        sums: list[float] = []
-        for batch, counts in self.world.deal(self.task.validation()):
-            with self.engine.part():
-                found = self.task.sums(self.engine, batch, self.device, self.engine.whole)
-            sums = sums or [0.0] * len(found)
-            sums = [a + b for a, b in zip(sums, found, strict=True)] if counts else sums
+        sums = self.engine.sums(
+            lambda model, batch: self.task.sums(model, batch, self.device, self.engine.whole),
+            self.world.deal(self.task.validation()),
+        )
         self.model.train()
-        self.engine.rest()
         return self.task.evaluation(*self.world.add_up(*sums))
 
     def tensors(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Everything a checkpoint holds: the model's tensors, and the optimizers' with the random generator's."""
         model = {n: p.detach() for n, p in self.model.named_parameters()}  # tied weights come once
-        return model, {**optimizer_tensors(self.optimizers), RNG: torch.get_rng_state()}
+        optimizer = self.engine.saved(optimizer_tensors(self.optimizers))
+        return self.engine.saved(model), {**optimizer, RNG: torch.get_rng_state()}
+
+    def names(self) -> list[str]:
+        """The parameters of the model in one piece."""
+        return [name for name, _ in self.engine.blueprint.named_parameters()]
 
     def describe(self, folder: RunFolder, checkpoint: Path) -> None:
         """Let other programs find a checkpoint in the run's folder."""
@@ -222,10 +215,10 @@ class Trainer:
         if self.world.several:
             from depthmix.runs.sharded import load_into  # slow to import
 
-            model, places = self.tensors()[0], functools.partial(optimizer_place, self.optimizers)
-            optimizer = load_into(
-                saved.path, model, lambda name, shape: torch.get_rng_state() if name == RNG else places(name, shape)
-            )
+            def place(name: str, shape: torch.Size) -> Tensor | None:
+                return torch.get_rng_state() if name == RNG else optimizer_place(self.optimizers, name, shape)
+
+            optimizer = self.engine.load(functools.partial(load_into, saved.path), place)
         else:
             load_parameters(self.model, saved.model, self.config.mixer, f"step {saved.step}")
             optimizer = dict(saved.optimizer)
@@ -305,7 +298,9 @@ def _run(trainer: Trainer, folder: RunFolder, saved: Checkpoint | None, memory: 
     waiting = CoreWait()
     sinks = open_sinks(config if trainer.world.first else TrainConfig(), folder, first)
     progress = TrainingProgress(label, first, config.steps, config.quiet or not trainer.world.first, unit)
-    saver = open_saver(trainer.world, folder.checkpoints, config.keep, functools.partial(trainer.describe, folder))
+    saver = open_saver(
+        trainer.world, folder.checkpoints, config.keep, functools.partial(trainer.describe, folder), trainer.names
+    )
 
     def note(line: dict[str, Any]) -> None:
         while opening:  # not before: a run that dies in its first step has nothing to lose yet
@@ -436,7 +431,8 @@ def result_of(
 ) -> dict[str, Any]:
     """A finished training in numbers: what result.json holds."""
     config, times = trainer.config, trainer.clock.seconds()
-    trained = sum(p.numel() for p in trainer.parameters)
+    model = trainer.engine.blueprint
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     return {
         "mixer": config.mixer,
         "mixer_options": config.mixer_options,
@@ -445,7 +441,7 @@ def result_of(
         trainer.task.unit: config.steps * trainer.task.per_step,
         "val_loss": evaluated.loss,
         **evaluated.numbers(),
-        "parameters": trainer.model.parameter_counts(),
+        "parameters": model.parameter_counts(),
         "step_seconds": statistics.median(times) if times else seconds / config.steps,
         "step_quartiles": quartiles(times),
         "core_wait": core_wait if trainer.device.type == "cpu" else None,  # a GPU's own time does not wait for cores

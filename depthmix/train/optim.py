@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -64,13 +64,23 @@ def _orthogonal(x: Tensor, coefficients: tuple[float, float, float], steps: int,
     return x.T if tall else x
 
 
-def build_optimizers(model: nn.Module, config: TrainConfig) -> dict[str, torch.optim.Optimizer]:
-    """AdamW for everything that trains, or Muon for the hidden matrices and AdamW for the rest."""
+def build_optimizers(
+    model: nn.Module,
+    config: TrainConfig,
+    whole: nn.Module | None = None,
+    title: Callable[[str], str] = lambda name: name,
+) -> dict[str, torch.optim.Optimizer]:
+    """AdamW for everything that trains, or Muon for the hidden matrices and AdamW for the rest.
+
+    whole: the model that this one is a part of; title: what a parameter is called there, which is what groups match.
+    """
+    whole = whole or model
     named, decay = {n: p for n, p in model.named_parameters() if p.requires_grad}, decays(model)
-    own = own_settings(named, config.groups)
-    matrices = hidden_matrices(model) if config.optimizer == "muon" else set()
+    said = own_settings([n for n, p in whole.named_parameters() if p.requires_grad], config.groups)
+    own = {name: said[title(name)] for name in named if title(name) in said}
+    matrices = hidden_matrices(whole) if config.optimizer == "muon" else set()
     fused = next(iter(named.values())).device.type == "cuda"
-    rest, hidden = ({n: p for n, p in named.items() if (n in matrices) == taken} for taken in (False, True))
+    rest, hidden = ({n: p for n, p in named.items() if (title(n) in matrices) == taken} for taken in (False, True))
     optimizers: dict[str, torch.optim.Optimizer] = {}
     if rest:
         optimizers["adamw"] = torch.optim.AdamW(

@@ -4,16 +4,18 @@ import copy
 import functools
 
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from depthmix import Decoder, DecoderConfig, shard_mixer
+from depthmix import Decoder, DecoderConfig
+from depthmix.parallel.gradients import local, whole
 from depthmix.parallel.pipeline import pipeline
 from depthmix.parallel.pipeline.piece import cut_state
 from depthmix.parallel.plan.layout import Layout
+from depthmix.parallel.staged import Staged
+from depthmix.parallel.weights import fill, part_of
+from parallel.jobs import disturb, world
+from parallel.jobs import losses as token_losses
 
 SHAPE = {"vocab_size": 13, "dim": 16, "n_heads": 2, "n_kv_heads": 1, "mlp_dim": 12, "qk_norm": True}
 LENGTH = 6
@@ -23,9 +25,7 @@ def decoder(mixer, options, changes):
     """A decoder whose mixer is away from where it begins, which for many is where gradients vanish."""
     torch.manual_seed(3)
     model = Decoder(DecoderConfig(**{**SHAPE, **changes}, mixer=mixer, mixer_options=options))
-    with torch.no_grad():
-        for p in model.mixer.parameters():
-            p += 0.3 * torch.randn_like(p)
+    disturb(model)
     return model
 
 
@@ -38,10 +38,11 @@ def losses(model, ids):
 
 
 def close(found, expected, what):
-    """Within 1e-5 of the largest entry, or of a thousandth."""
+    """Within 1e-5 (in fp64 1e-9) of the largest entry, or of a thousandth."""
     assert found.shape == expected.shape, what
     largest = float(expected.abs().max()) if expected.numel() else 0.0
-    assert torch.allclose(found, expected, rtol=1e-5, atol=1e-5 * max(largest, 1e-3)), (what, found, expected)
+    near = 1e-5 if expected.dtype == torch.float32 else 1e-9
+    assert torch.allclose(found, expected, rtol=near, atol=near * max(largest, 1e-3)), (what, found, expected)
 
 
 def staged(model, sizes, schedule, micros, **options):
@@ -55,7 +56,7 @@ def same_gradients(pipe, plain, what):
     if plain.config.tie_embeddings:
         of_whole["head.weight"] = of_whole["embedding.weight"]
     for piece in pipe.pieces.values():
-        expected = cut_state(pipe._mixer, {n: g for n, g in of_whole.items() if g is not None}, piece)
+        expected = cut_state(pipe.mixer, {n: g for n, g in of_whole.items() if g is not None}, piece)
         seen = 0
         for name, p in piece.named_parameters():
             if name in expected:
@@ -122,72 +123,114 @@ def loads(sizes, schedule, case, micros):
     return rows
 
 
-def ten_steps(sizes, schedule, case, micros, optimizer):
-    """Ten steps stay together, and the loss falls."""
-    plain = decoder(*case)
-    pipe = staged(plain, sizes, schedule, micros)
-    make = {
-        "sgd": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9),
-        "adamw": lambda ps: torch.optim.AdamW(ps, lr=1e-2),
-    }
-    ours, theirs = make[optimizer](list(pipe.parameters())), make[optimizer](plain.parameters())
-    seen = []
-    for step in range(10):
-        ids = batch(2 * micros, step % 2)
-        ours.zero_grad()
-        theirs.zero_grad()
-        expected = losses(plain, ids)
-        expected.backward()
-        found = pipe.step(ids)
-        torch.testing.assert_close(
-            found, expected.detach(), rtol=1e-4, atol=1e-4, msg=lambda m, s=step: f"step {s}: {m}"
+def narrow(sizes, case, micros):
+    """Under autocast losses and gradients are those of micro-batches in one process; returns bytes sent forward for one."""
+    here, plain = world(**sizes), decoder(*case)
+    engine = Staged(here, lambda: copy.deepcopy(plain), 0, torch.bfloat16, weights=plain, microbatches=micros)
+
+    def loss(rows, model):
+        with torch.autocast("cpu", torch.bfloat16):
+            return token_losses(model, rows).mean()
+
+    ids, expected = batch(2 * micros), torch.zeros(())
+    for part in ids.split(2):
+        of_part = loss(part, plain) / micros
+        of_part.backward()
+        expected += of_part.detach()
+    torch.testing.assert_close(engine.backward(loss, ids, 2), expected, rtol=1e-6, atol=1e-6)
+    of_whole = {n: p.grad for n, p in plain.named_parameters() if p.grad is not None}
+    equal_parts(engine, of_whole, {n: p.grad for n, p in engine.model.named_parameters()}, ("narrow",))
+    return {s.stage_index: s.sent_forward / micros for s in engine.pipe.stages}
+
+
+def equal_parts(engine, of_whole, found, what):
+    """This process's tensors are the parts that it has of a whole decoder's, by name; where that has none, there is none."""
+    if engine.blueprint.config.tie_embeddings and "embedding.weight" in of_whole:
+        of_whole = {**of_whole, "head.weight": of_whole["embedding.weight"]}
+    for stage, piece in engine.pieces.items():
+        expected = cut_state(engine.pipe.mixer, of_whole, piece)
+        for name, _ in piece.named_parameters():
+            t = found[f"{stage}.{name}"]
+            assert (t is None) == (name not in expected), (*what, name)
+            if t is not None:
+                close(local(t), part_of(expected[name], t), (*what, name))
+
+
+def in_stages(sizes, cases, micros, dtype=torch.float32):
+    """Layouts with pp, as the trainer has them: weights, losses, gradients, their norm, sums and what is saved are those of one process.
+
+    Returns the bytes that this process's stages sent forward for a micro-batch of the last case.
+    """
+    here = world(**sizes)
+    torch.set_default_dtype(dtype)
+    try:
+        for case in cases:
+            engine = same_engine(here, micros, *case)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    return {s.stage_index: s.sent_forward / micros for s in engine.pipe.stages}
+
+
+def same_engine(here, micros, mixer, options, changes):
+    what = (str(here.layout), here.layout.order, mixer, options, changes)
+    build = lambda: Decoder(DecoderConfig(**{**SHAPE, **changes}, mixer=mixer, mixer_options=options))  # noqa: E731
+    torch.manual_seed(3)
+    plain = build()
+    drawn, parameters = torch.get_rng_state(), dict(plain.named_parameters())
+    engine = Staged(here, build, 3, microbatches=micros)
+    assert torch.equal(torch.get_rng_state(), drawn), (what, "random numbers go on elsewhere")
+    equal_parts(engine, {n: p.detach() for n, p in parameters.items()}, dict(engine.model.named_parameters()), what)
+    disturb(plain)
+
+    def read(shapes, place):
+        assert shapes == {n: p.shape for n, p in parameters.items()}
+        for n, p in parameters.items():
+            found = place(n, p.shape)
+            if not found.is_meta:
+                fill(found, p.detach())
+                yield n, found
+
+    assert engine.load(lambda *given: dict(read(*given)), None) == {}
+    loss = lambda rows, model: token_losses(model, rows).mean()  # noqa: E731
+
+    ids = batch(2 * micros * here.layout.data)
+    expected = token_losses(plain, ids).mean()
+    if changes["n_blocks"] > 2:  # the machinery is the same for all
+        looks(engine, plain, here, ids[:4], loss, what)
+    for stage in engine.pipe.stages:
+        stage.sent_forward = 0
+    expected.backward()
+    total = engine.backward(loss, ids[here.rows(len(ids))], 2)
+    close(here.average(total[None])[0], expected.detach(), (*what, "loss"))
+    close(engine.clip(0.5), torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5), (*what, "norm"))
+    of_whole = {n: p.grad for n, p in parameters.items() if p.grad is not None}
+    equal_parts(engine, of_whole, {n: p.grad for n, p in engine.model.named_parameters()}, (*what, "clipped"))
+
+    saved = engine.saved({f"adam/{n}": p.detach() for n, p in engine.model.named_parameters()})
+    for name, t in saved.items():
+        close(whole(t), parameters[name.removeprefix("adam/")].detach(), (*what, "saved", name))
+    names = [n for there in here.gather(list(saved)) for n in there]
+    assert {n.removeprefix("adam/") for n in names} == set(parameters), what
+    return engine
+
+
+def looks(engine, plain, here, ids, loss, what):
+    """What the trainer finds out between steps: a gradient's norm that is not kept, and sums over batches of which some do not count."""
+    few, parameters = (ids[:3], ids[3:]), list(plain.parameters())
+    if here.layout.tp == 1:
+        expected = loss(few[0], plain)
+        gradients = torch.autograd.grad(expected, parameters, allow_unused=True)
+        found, norm = engine.probe(loss, few[0])  # by every pipeline
+        close(found, expected.detach(), (*what, "probe"))
+        close(
+            norm, torch.nn.utils.get_total_norm([g for g in gradients if g is not None]), (*what, "norm of the probe")
         )
-        ours.step()
-        theirs.step()
-        seen.append(float(found))
-    assert min(seen[-2:]) < min(seen[:2]), seen
-
-
-def narrow(sizes, schedule, case, micros):
-    """Under autocast losses are exactly those of micro-batches in one process; returns bytes sent forward for one."""
-    plain = decoder(*case)
-    pipe = staged(plain, sizes, schedule, micros, dtype=torch.bfloat16)
-    ids = batch(2 * micros)
-    with torch.autocast("cpu", torch.bfloat16):
-        expected = torch.stack([losses(plain, part).detach().float() / micros for part in ids.split(2)]).sum()
-        found = pipe.step(ids)
-    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
-    assert all(p.grad is None or p.grad.isfinite().all() for p in pipe.parameters())
-    return {s.stage_index: s.sent_forward / micros for s in pipe.stages}
-
-
-def sharded(schedule, sizes, cases, micros):
-    """FSDP2 in every stage: each of two pipelines has half of the batch, and gradients are those of all of it."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "shard"))
-
-    def wrap(piece):
-        for module in (*piece.repeated_parts()[0], *([piece.head] if piece.last else [])):
-            fully_shard(module, mesh=mesh["shard"])
-        shard_mixer(piece.mixer, mesh=mesh["shard"])
-        return fully_shard(piece, mesh=mesh["shard"])
-
-    for case in cases:
-        plain = decoder(*case)
-        pipe = staged(plain, sizes, schedule, micros, group=mesh["pp"].get_group(), wrap=wrap)
-        ids = batch(4 * micros)
-        expected = losses(plain, ids)
-        expected.backward()
-        for _ in range(2):  # the second time shards have been together before
-            for p in pipe.parameters():
-                p.grad = None
-            loss = pipe.step(ids.chunk(2)[mesh["shard"].get_local_rank()])
-        dist.all_reduce(loss, group=mesh["shard"].get_group())
-        close(loss / 2, expected.detach(), (case, "loss"))
-        of_whole = {n: p.grad for n, p in plain.named_parameters() if p.grad is not None}
-        for again in ("", "clipped"):
-            for piece in pipe.pieces.values():
-                for name, part in cut_state(pipe._mixer, of_whole, piece).items():
-                    g = piece.get_parameter(name).grad
-                    close(torch.zeros_like(part) if g is None else g.full_tensor(), part, (case, name, again))
-            norms = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5), pipe.clip(0.5)
-            close(norms[1], norms[0], (case, "norm"))
+        assert all(p.grad is None for p in engine.parameters), what
+    sums = engine.sums(
+        lambda model, rows: [float(token_losses(model, rows).sum()), len(rows)],
+        [(few[0], True), (few[1], True), (few[0], False)],
+    )
+    if here.layout.place(here.rank)[0] == here.layout.pp - 1:
+        close(torch.tensor(sums), torch.tensor([float(token_losses(plain, ids).sum()), 4.0]), (*what, "sums"))
+    else:
+        assert sums == [], what

@@ -1,4 +1,4 @@
-"""docs/scale.md says what is true: its layouts can be had, and what it names is there."""
+"""docs/scale.md and docs/pipeline.md say what is true: their layouts can be had, and what they name is there."""
 
 import re
 import shlex
@@ -8,16 +8,29 @@ import yaml
 from torch.distributed.run import get_args_parser
 
 from depthmix.config import TrainConfig
-from depthmix.parallel.layout import SIZES, Layout
+from depthmix.parallel.layout import OF_PIPELINES, SIZES, Layout
+from depthmix.parallel.pipeline import SCHEDULES
 from project import ROOT
 
-PAGE = (ROOT / "docs" / "scale.md").read_text()
+PAGE, PIPELINES = ((ROOT / "docs" / name).read_text() for name in ("scale.md", "pipeline.md"))
 
 
 def test_the_line_of_the_recipe():
     block, comment = re.search(r"```yaml\n(parallel:.*?)# (\d+) processes\n```", PAGE, re.S).groups()
     assert Layout.of(yaml.safe_load(block)["parallel"]).size == int(comment)
     assert {name for name in SIZES if f"| `{name}`" in PAGE} == set(SIZES)
+
+
+def test_pipelines():
+    lines = re.findall(r"^parallel: \{.*?\}", PAGE + PIPELINES, re.M)
+    layouts = [Layout.of(yaml.safe_load(line)["parallel"]) for line in lines]
+    assert {layout.pp for layout in layouts} == {1, 4}
+    flags = re.search(r"--nproc-per-node (\d+) .*--parallel (.*)", PIPELINES)
+    given = (flag.split("=") for flag in flags[2].split())
+    assert Layout.of({name: int(value) for name, value in given}).size == int(flags[1])
+    assert {name for name in OF_PIPELINES if f"| `{name}`" in PIPELINES} == set(OF_PIPELINES)
+    for page in (PAGE, PIPELINES):
+        assert all(f"`{schedule}`" in page for schedule in SCHEDULES)
 
 
 def test_options_and_blocks_can_be_read():

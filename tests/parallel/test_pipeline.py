@@ -58,10 +58,10 @@ def test_losses_and_gradients_are_those_of_one_process(workers, schedule, sizes,
     run(workers, sizes, schedule, cases, micros)
 
 
-@pytest.mark.parametrize("schedule", ["Interleaved1F1B", "InterleavedZeroBubble"])
-def test_sublayers_can_be_recomputed(workers, schedule):
+def test_sublayers_can_be_recomputed_and_their_products_left(workers):
+    """That they can be recomputed under other schedules is in test_training_in_stages.py."""
     cases = [("attnres", {"block_size": 3}, FOUR)]
-    run(workers, {"pp": 2, "virtual": 2}, schedule, cases, 2, "all", True)
+    run(workers, {"pp": 2, "virtual": 2}, "InterleavedZeroBubble", cases, 2, "all", True)
 
 
 @pytest.mark.parametrize(("cache", "units"), [("none", 28), ("received", 22), ("all", 18)])
@@ -111,41 +111,45 @@ def test_what_ranks_make_need_not_come_back(ranks, virtual):
     assert carried == ranks * (ranks - 1) / 2 + (virtual - 1) * ranks * (ranks - 1)
 
 
-@pytest.mark.parametrize(
-    ("schedule", "sizes", "case", "optimizer"),
-    [
-        ("1F1B", {"pp": 2}, ("mhc", QUICK["mhc"], TWO), "adamw"),
-        (
-            "Interleaved1F1B",
-            {"pp": 2, "virtual": 2},
-            ("attnres", {"block_size": 3}, {**FOUR, "tie_embeddings": True}),
-            "sgd",
-        ),
-    ],
-    ids=["adamw", "sgd"],
-)
-def test_ten_steps_stay_together(workers, schedule, sizes, case, optimizer):
-    run(workers, sizes, schedule, case, 2, optimizer, job="ten_steps")
-
-
 def test_under_autocast_what_travels_is_narrow(workers):
-    found = run(workers, {"pp": 2}, "1F1B", ("attnres", {"block_size": 2}, TWO), 2, job="narrow")
+    found = run(workers, {"pp": 2}, ("attnres", {"block_size": 2}, TWO), 2, job="narrow")
     assert [sent for rank in found for sent in rank.values()] == [2 * 2 * LENGTH * SHAPE["dim"] * 2, 0]
 
 
-@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
+ZERO_BUBBLE = {"virtual": 2, "schedule": "InterleavedZeroBubble"}
+HEADS = {"n_kv_heads": 2}
+
+
 @pytest.mark.parametrize(
-    ("schedule", "sizes", "cases"),
+    ("sizes", "cases"),
     [
-        ("1F1B", {"pp": 2}, [("mhc", QUICK["mhc"], TWO)]),
-        ("Interleaved1F1B", {"pp": 2, "virtual": 2}, [("attnres", {"block_size": 3, "ways": 2}, FOUR)]),
-        ("InterleavedZeroBubble", {"pp": 2, "virtual": 2}, [("dca", {}, FOUR)]),
+        ({"pp": 2, "shard": 2}, [("mhc", QUICK["mhc"], TWO)]),
+        ({"pp": 2, "shard": 2, **ZERO_BUBBLE}, [("dca", {}, FOUR)]),
+        ({"pp": 2, "dp": 2, "schedule": "GPipe"}, [("highway", {}, TWO)]),
+        ({"pp": 2, "tp": 2, **ZERO_BUBBLE}, [("attnres", {"ways": 3}, {**FOUR, **HEADS, "tie_embeddings": True})]),
     ],
-    ids=lambda x: x if isinstance(x, str) else "",
+    ids=str,
 )
-def test_stages_can_be_sharded(workers, schedule, sizes, cases):
-    """FSDP2 x PP, on four processes."""
-    workers.run(4, "parallel.pipeline_jobs:sharded", schedule, sizes, cases, 2)
+def test_stages_can_be_sharded_and_divided(workers, sizes, cases):
+    """FSDP2 x PP and TP x PP, as the recipe has them, on four processes; the other schedules train in test_training_in_stages.py."""
+    found = workers.run(4, "parallel.pipeline_jobs:in_stages", sizes, cases, 2)
+    if "tp" in sizes:  # a hop carries the process's part of every sequence: bytes divide by tp
+        ((mixer, options, _),) = cases
+        with torch.device("meta"):
+            hops = plan_hops(forms(create_mixer(mixer, dim=SHAPE["dim"], n_blocks=4, **options), cuts(4, 4)), 2, "all")
+        sent = {stage: bytes_sent for rank in found for stage, bytes_sent in rank.items()}
+        assert sent == {
+            0: hops[1].bytes(2 * LENGTH) / 2,
+            1: hops[2].bytes(2 * LENGTH) / 2,
+            2: hops[3].bytes(2 * LENGTH) / 2,
+            3: 0,
+        }
+
+
+def test_three_dimensions(workers):
+    """FSDP2 x TP x PP, on eight processes, in fp64."""
+    case = ("grn", {"version": 3}, {**TWO, **HEADS})
+    workers.run(8, "parallel.pipeline_jobs:in_stages", {"pp": 2, "shard": 2, "tp": 2}, [case], 2, torch.float64)
 
 
 @pytest.mark.usefixtures("quick_interpreter")

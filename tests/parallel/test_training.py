@@ -15,6 +15,7 @@ from depthmix.data.images import ImageBatches, ImageData
 from depthmix.runs.checkpoint import list_checkpoints, load_checkpoint
 from depthmix.runs.folder import RunFolder
 from depthmix.train.loop import train
+from parallel.curves import interrupted, same_curve, same_weights
 from train import pictures, small
 
 SIZE = {"n_blocks": 1, "n_heads": 4, "dim": 16, "batch_size": 4, "eval_tokens": 48, "mixer": "attnres", "warmup": 1}
@@ -29,27 +30,6 @@ def config(out, **changes):
 def one(tmp_path_factory):
     """The run of one process."""
     return train(config(tmp_path_factory.mktemp("one") / "run", dynamics_every=2))
-
-
-def same_curve(found, expected, since=0):
-    lines = [line for line in expected.read_metrics() if line["step"] > since]
-    same = [line for line in found.read_metrics() if line["step"] > since]
-    assert [line.keys() for line in same] == [line.keys() for line in lines]
-    for ours, theirs in zip(same, lines, strict=True):
-        norms = ours.pop("grad_norm", 0.0), theirs.pop("grad_norm", 0.0)
-        assert norms[0] == pytest.approx(norms[1], rel=1e-4)  # Adam blows up the rounding of gradients near zero
-        assert ours == pytest.approx(theirs, rel=2e-5), (ours, theirs)
-
-
-def same_weights(found, expected):
-    ours, theirs = (load_checkpoint(list_checkpoints(f.checkpoints)[0]) for f in (found, expected))
-    assert ours.step == theirs.step
-    for kind in ("model", "optimizer"):
-        a, b = getattr(ours, kind), getattr(theirs, kind)
-        assert a.keys() == b.keys()
-        for name in a:
-            scale = max(1e-4, float(b[name].abs().max())) if b[name].is_floating_point() else 0
-            torch.testing.assert_close(a[name], b[name], rtol=1e-3, atol=1e-3 * scale)
 
 
 def same_dynamics(found, expected):
@@ -92,14 +72,6 @@ def test_in_bf16(workers, tmp_path, sizes):
         assert ours.get("loss", 0) == pytest.approx(theirs.get("loss", 0), rel=1e-3)
     saved = load_checkpoint(list_checkpoints(folder.checkpoints)[0])
     assert {t.dtype for t in saved.model.values()} == {torch.float32}
-
-
-def interrupted(source, target):
-    """A run as it was after step 2."""
-    shutil.copytree(source, target)
-    (target / "result.json").unlink()
-    shutil.rmtree(target / "checkpoints" / "step-00000003")
-    return RunFolder(target)
 
 
 @pytest.fixture(scope="module")
@@ -160,10 +132,12 @@ def test_everybody_else_reads_the_run(of_four):
     assert trained.step == 3
 
 
-@pytest.mark.parametrize(("sizes", "tune"), [({"shard": 2}, "mixer"), ({"tp": 2}, "all")], ids=str)
+@pytest.mark.parametrize(
+    ("sizes", "tune"), [({"shard": 2}, "mixer"), ({"tp": 2}, "all"), ({"pp": 2}, "mixer")], ids=str
+)
 def test_a_training_that_starts_from_a_model(workers, tmp_path, sizes, tune):
     """The loss before the first step is the plain model's, and what follows is as in one process."""
-    shape = {"mixer_options": {}, "steps": 2, "save_every": 2}
+    shape = {"mixer_options": {}, "steps": 2, "save_every": 2, "n_blocks": 1 + ("pp" in sizes)}
     plain = train(config(tmp_path / "plain", **shape, mixer="residual"))
     start = {**shape, "init": str(plain.path), "tune": tune}
     alone = train(config(tmp_path / "alone", **start))

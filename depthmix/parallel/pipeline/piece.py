@@ -29,6 +29,7 @@ class Piece(nn.Module):
         super().__init__()
         self.config, self.sites, self.before, self.after = model.config, sites, before, after
         self.first, self.last = sites.start == 0, after is None
+        self.parts = 1  # that sequences are in; a piece's states are of one
         self.mixer = cut(model.mixer, range(sites.start, sites.stop + self.last))
         self.rotary = model.rotary
         self.norms = nn.ModuleDict({str(site): model.norms[site] for site in sites})
@@ -42,7 +43,7 @@ class Piece(nn.Module):
         mixer = self.mixer
         state = mixer.start(as_autocast(self.embedding(*given))) if self.first else mixer.unpack(self.before, given)
         x = state.template()
-        cos, sin = self.rotary(token_positions(None, 0, x.shape[1], x.device))
+        cos, sin = self.rotary(token_positions(None, 0, self.parts * x.shape[1], x.device))
         context = Context(cos, sin, None, None)
         for site in self.sites:
             norm: Any = self.norms[str(site)]

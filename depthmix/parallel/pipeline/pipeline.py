@@ -15,9 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining.schedules import get_schedule_class
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from depthmix.models.decoder import Decoder, DecoderConfig
+from depthmix.parallel.gradients import local, norm, scale
 from depthmix.parallel.pipeline.deferred import defer
 from depthmix.parallel.pipeline.hops import Cache, plan_hops
 from depthmix.parallel.pipeline.piece import Piece, cut_state, join_states
@@ -35,9 +37,9 @@ from depthmix.parallel.pipeline.stage import Bank, DepthStage
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 
-def mean_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
+def mean_token_loss(logits: Tensor, rows: Tensor) -> Tensor:
     """The mean of the tokens' losses, as the trainer's."""
-    return functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+    return functional.cross_entropy(logits.flatten(0, 1).float(), rows[:, 1:].flatten())
 
 
 class Pipeline:
@@ -49,10 +51,11 @@ class Pipeline:
         self.group, self.device = stages[0].group, stages[0].device
         self.rank, self.ranks = stages[0].group_rank, stages[0].group_size
         self.has_first, self.has_last = stages[0].is_first, stages[-1].is_last
-        self._mixer = whole_mixer(config)
+        self.mixer = whole_mixer(config)  # without memory
+        self.loss = loss
 
-        def of_step(logits: Tensor, targets: Tensor) -> Tensor:  # micro-batches are equal: the mean of their means
-            return loss(logits, targets) / microbatches
+        def of_step(logits: Tensor, rows: Tensor) -> Tensor:  # micro-batches are equal: the mean of their means
+            return self.loss(logits, rows) / microbatches
 
         given: Any = stages[0] if schedule in ONE_STAGE else stages
         self.schedule = get_schedule_class(schedule)(given, microbatches, loss_fn=of_step, scale_grads=False)
@@ -87,13 +90,14 @@ class Pipeline:
             raise ValueError(f"{len(batch)} sequences cannot be divided into {self.microbatches} equal micro-batches")
         batch = batch.to(self.device)
         for stage in self.stages:
-            stage.tokens = len(batch) // self.microbatches, batch.shape[1] - 1
+            piece: Any = self.pieces[str(stage.stage_index)]
+            stage.tokens = len(batch) // self.microbatches, (batch.shape[1] - 1) // piece.parts
         losses: list[Tensor] = []
         inputs = (batch[:, :-1],) if self.has_first else ()
-        call(*inputs, target=batch[:, 1:] if self.has_last else None, losses=losses)
-        total = (
-            torch.stack([x.detach().float() for x in losses]).sum() if losses else torch.zeros((), device=self.device)
-        )
+        call(*inputs, target=batch if self.has_last else None, losses=losses)
+        total = torch.zeros((), device=self.device)  # of the same dtype in all
+        for loss in losses:
+            total += loss.detach()
         dist.broadcast(total, group=self.group, group_src=self.ranks - 1)
         return total
 
@@ -112,7 +116,9 @@ class Pipeline:
     def _exchange(self, weight: Tensor) -> None:
         other = self.ranks - 1 if self.has_first else 0
         weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
-        own = _local(weight.grad).contiguous()
+        if isinstance(weight, DTensor):  # an embedding's gradient may be divided otherwise than a head's
+            weight.grad = weight.grad.redistribute(placements=weight.placements)  # type: ignore[attr-defined]
+        own = local(weight.grad).contiguous()
         theirs = torch.empty_like(own)
         ops = [
             dist.P2POp(dist.isend, own, group=self.group, group_peer=other),
@@ -120,23 +126,16 @@ class Pipeline:
         ]
         for work in dist.batch_isend_irecv(ops):
             work.wait()
-        _local(weight.grad).copy_(own + theirs)
+        local(weight.grad).copy_(own + theirs)
 
     def clip(self, limit: float) -> Tensor:
         """The norm of the whole model's gradient, after which it is scaled so that it is at most the limit."""
         counted_elsewhere = None if self.has_first else self._tied()
-        gradients: list[tuple[Tensor, Any]] = [(p, p.grad) for p in self.parameters() if p.grad is not None]
-        square = torch.zeros((), device=self.device)
-        for p, g in gradients:
-            if p is not counted_elsewhere:
-                part = g.float().square().sum()
-                square += part.full_tensor() if hasattr(part, "full_tensor") else part  # of all shards
+        own = [p for p in self.parameters() if p.grad is not None and p is not counted_elsewhere]
+        square = norm(own).square() if own else torch.zeros((), device=self.device)
         dist.all_reduce(square, group=self.group)
-        norm = square.sqrt()
-        scale = (limit / (norm + 1e-6)).clamp(max=1.0)
-        for _, g in gradients:
-            _local(g).mul_(scale)
-        return norm
+        scale(self.parameters(), square.sqrt(), limit)
+        return square.sqrt()
 
     # State dicts.
 
@@ -148,7 +147,7 @@ class Pipeline:
         """Take this rank's from a whole decoder's state dict."""
         for piece in self.pieces.values():
             assert isinstance(piece, Piece)
-            piece.load_state_dict(cut_state(self._mixer, whole, piece))
+            piece.load_state_dict(cut_state(self.mixer, whole, piece))
 
     def whole(self, own: Mapping[int, Mapping[str, Tensor]] | None = None) -> dict[str, Tensor]:
         """The whole decoder's state dict, on the CPU of every rank; own: other tensors of this rank's, by stage."""
@@ -156,11 +155,7 @@ class Pipeline:
         found: list[Any] = [None] * self.ranks
         dist.all_gather_object(found, mine, group=self.group)
         by_stage = {i: d for rank in found for i, d in rank.items()}
-        return join_states(self._mixer, [by_stage[i] for i in sorted(by_stage)])
-
-
-def _local(t: Any) -> Tensor:
-    return t.to_local() if hasattr(t, "to_local") else t
+        return join_states(self.mixer, [by_stage[i] for i in sorted(by_stage)])
 
 
 def pipeline(
@@ -182,7 +177,7 @@ def pipeline(
 
     build: the whole decoder, the same on every rank; one on the meta device is left there, for the caller to give memory.
     group: the pipeline's ranks. cache: what a rank keeps (hops.py). dtype: of activations between stages, under autocast its own.
-    loss: the mean over a micro-batch. wrap: what is done to a piece, such as FSDP2; it may return another module around it.
+    loss: the mean over a micro-batch, from its logits and its rows [B, T + 1]. wrap: what is done to a piece, such as FSDP2; it may return another module around it.
     most: activations that a state between stages may have.
     """
     device, name = torch.device(device), schedule_named(schedule)

@@ -136,7 +136,7 @@ class DepthStage(PipelineStage):
         out = self.forward_maybe_with_nosync(*args)
         made: dict[int, Tensor] = {}
         if self.next is None:
-            self.output_chunks.append(out.new_zeros(1))  # schedules put outputs together: logits would be many
+            self.output_chunks.append(torch.zeros(1))  # schedules put outputs together: logits would be many
         else:
             # What came through as it was is passed on as it came: by kernels it may be another tensor with the same values.
             made = {label: t for label, t in zip(self.next.form.labels, out, strict=True) if label not in leaves}
