@@ -138,7 +138,7 @@ def test_an_error_and_a_divergence_come_back(training, tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_all_lanes(training, tmp_path, number):
-    parent, begun = os.getpid(), time.monotonic()
+    parent, begun, others = os.getpid(), time.monotonic(), set(multiprocessing.active_children())
 
     def wait(config):
         if config.seed == 1:
@@ -150,7 +150,7 @@ def test_a_signal_ends_all_lanes(training, tmp_path, number):
     refused(lambda: run(studies.write(tmp_path), tmp_path), f"stopped by {number.name}", "goes on", code=INTERRUPTED)
     assert time.monotonic() - begun < 20
     assert 2 <= len(runs(tmp_path / "out")) <= 3
-    assert not multiprocessing.active_children()
+    assert set(multiprocessing.active_children()) <= others  # other tests keep theirs
 
 
 def test_time_holds_for_lanes(training, tmp_path, capsys):

@@ -45,8 +45,8 @@ def bad_batch(monkeypatch, either_optimizer):
         bad["batch"] = batch if bad["on"] and step == bad["step"] else None
         return batch
 
-    def spoiled(model, batch):
-        found = token_losses(model, batch)
+    def spoiled(model, batch, *share):
+        found = token_losses(model, batch, *share)
         return found * math.nan if bad["batch"] is not None and torch.equal(batch, bad["batch"]) else found
 
     monkeypatch.setattr(task.Batches, "get", get)
