@@ -1,12 +1,14 @@
 """Runs compared with others, and cut short, for tests of trainings."""
 
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
 
 from depthmix.runs.checkpoint import list_checkpoints, load_checkpoint
 from depthmix.runs.folder import RunFolder
+from depthmix.train.loop import train
 
 
 def same_curve(found, expected, since=0):
@@ -36,3 +38,15 @@ def interrupted(source, target):
     (target / "result.json").unlink()
     shutil.rmtree(list_checkpoints(target / "checkpoints")[0])
     return RunFolder(target)
+
+
+def goes_on(workers, processes, sizes, saved, expected, given, begins):
+    """A run of others, interrupted, goes on with so many processes laid out so, or in one, as if it had always been theirs."""
+    folder = interrupted(saved.path, Path(given.out))
+    if sizes:
+        workers.run(processes, "parallel.jobs:trains", sizes, given)
+    else:
+        train(given)
+    assert f"resuming at step {begins}" in (folder.path / "log.txt").read_text()
+    same_curve(folder, expected)
+    same_weights(folder, expected)

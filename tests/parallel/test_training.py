@@ -15,7 +15,7 @@ from depthmix.data.images import ImageBatches, ImageData
 from depthmix.runs.checkpoint import list_checkpoints, load_checkpoint
 from depthmix.runs.folder import RunFolder
 from depthmix.train.loop import train
-from parallel.curves import interrupted, same_curve, same_weights
+from parallel.curves import goes_on, interrupted, same_curve, same_weights
 from train import pictures, small
 
 SIZE = {"n_blocks": 1, "n_heads": 4, "dim": 16, "batch_size": 4, "eval_tokens": 48, "mixer": "attnres", "warmup": 1}
@@ -84,15 +84,7 @@ def of_four(workers, tmp_path_factory):
 
 @pytest.mark.parametrize("sizes", [{"shard": 2}, {"tp": 2}, {"cp": 2}, {}], ids=str)
 def test_four_processes_save_and_others_go_on(workers, one, of_four, tmp_path, sizes):
-    folder = interrupted(of_four.path, tmp_path / "run")
-    given = config(folder.path, checkpoint_activations=True)
-    if sizes:
-        workers.run(2, "parallel.jobs:trains", sizes, given)
-    else:
-        train(given)
-    assert "resuming at step 2" in (folder.path / "log.txt").read_text()
-    same_curve(folder, one)
-    same_weights(folder, one)
+    goes_on(workers, 2, sizes, of_four, one, config(tmp_path / "run", checkpoint_activations=True), begins=2)
 
 
 def test_one_process_saves_and_two_go_on(workers, one, tmp_path):

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 import depthmix
 from depthmix.runs.folder import RunFolder
 from depthmix.train.loop import train
-from parallel.curves import interrupted, same_curve, same_weights
+from parallel.curves import goes_on, interrupted, same_curve, same_weights
 from train import small
 
 # Rows of the mixer's parameters are in several pieces, and the tied matrix at both ends; the validation split fills no schedule.
@@ -59,15 +59,7 @@ def test_everybody_else_reads_the_run(in_stages):
 
 @pytest.mark.parametrize("sizes", [{}, {"pp": 2, "shard": 2}], ids=str)
 def test_stages_save_and_others_go_on(workers, one, in_stages, tmp_path, sizes):
-    folder = interrupted(in_stages.path, tmp_path / "run")
-    given = config(folder.path, checkpoint_activations=True)
-    if sizes:
-        workers.run(4, "parallel.jobs:trains", sizes, given)
-    else:
-        train(given)
-    assert "resuming at step 8" in (folder.path / "log.txt").read_text()
-    same_curve(folder, one)
-    same_weights(folder, one)
+    goes_on(workers, 4, sizes, in_stages, one, config(tmp_path / "run", checkpoint_activations=True), begins=8)
 
 
 def test_one_process_saves_and_stages_go_on(workers, one, tmp_path):

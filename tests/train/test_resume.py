@@ -167,11 +167,12 @@ def ask():
         driver.stdin.close()
 
 
-def test_two_dozen_kills(tmp_path, ask):
+def test_a_dozen_kills(tmp_path, ask):
+    """Of one process; tests/parallel kills those of several."""
     changes = {"mixer": "attnres", "steps": 24, "save_every": 3, "eval_every": 5}
-    report = ask("drive", work=str(tmp_path), data=str(small.data()), changes=changes, kills=24, kills_a_run=12)
+    report = ask("drive", work=str(tmp_path), data=str(small.data()), changes=changes, kills=12, kills_a_run=6)
     print(report)
-    assert report["kills"] >= 24
+    assert report["kills"] >= 12
     assert report["lines"] == 29
 
 
