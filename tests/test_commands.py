@@ -13,6 +13,7 @@ import depthmix.study.compare  # for sys.modules: the package names a function s
 import depthmix.study.report
 import depthmix.study.sheet  # noqa: F401
 from depthmix.cli import main
+from depthmix.errors import CHECKPOINT
 from depthmix.page.serve import Server
 from depthmix.train import step_times
 from project import ROOT
@@ -102,6 +103,8 @@ def test_the_page_of_the_gallery_is_made_from_what_was_kept(place, capsys, monke
     made = (place / "runs" / "gallery.html").read_text()
     assert made.count("<h4>Who reads what: the depth map") == 5
     assert "nobody" in made  # a word of the text that was read token by token
+    assert main([*shlex.split(command)[1:], "--text", "another text"]) == CHECKPOINT
+    assert "has no weights any more" in capsys.readouterr().err
 
 
 FIGURES = ("compare.draw_figures", "report.draw_figures", "report.draw_insides", "sheet.draw_study")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Any
 from depthmix.config import InspectConfig
 from depthmix.data.dataset import TokenData
 from depthmix.data.tokenizer import load_tokenizer
-from depthmix.errors import UserError
+from depthmix.errors import CHECKPOINT, UserError
 from depthmix.files import write_text
 from depthmix.insight.document import SCHEMA
 from depthmix.runs.checkpoint import MANIFEST, list_checkpoints
@@ -25,14 +25,25 @@ ELSEWHERE = {"run", "json", "device", "batch_size"}  # options that no number de
 PIECES = 48  # tokens of a text that nobody chose
 
 
-def measured(config: InspectConfig, progress: Callable[[str, int, int | None], None] | None = None) -> dict[str, Any]:
-    """The document of a run folder: the one kept there, if it is of the newest checkpoint and of the same questions."""
+def measured(
+    config: InspectConfig,
+    progress: Callable[[str, int, int | None], None] | None = None,
+    chosen: Collection[str] = (),
+) -> dict[str, Any]:
+    """The document of a run folder: the one kept there, if it is of the newest checkpoint and of the same questions.
+
+    chosen: the options that somebody gave, which a folder without weights can only answer as it has before.
+    """
     folder = RunFolder.open(config.run)
-    if not list_checkpoints(folder.checkpoints) and (without := known(config.run)) is not None:
-        return without  # its weights were left behind, what was measured of them was not
     asked = {name: value for name, value in asdict(config).items() if name not in ELSEWHERE}
-    key = {"schema": SCHEMA, "checkpoint": newest(folder), "asked": asked}
     kept = _read(folder.path / INSIGHT)
+    if not list_checkpoints(folder.checkpoints) and (without := known(config.run)) is not None:
+        before = (kept or {}).get("asked", {})
+        if other := [name for name in chosen if before.get(name) != asked[name]]:
+            what = f"{config.run} has no weights any more, only what was measured of them"
+            raise UserError(f"{what}: leave --{other[0]} out", CHECKPOINT)
+        return without
+    key = {"schema": SCHEMA, "checkpoint": newest(folder), "asked": asked}
     if kept is not None and key == {name: kept.get(name) for name in key} and isinstance(kept.get("document"), dict):
         return {**kept["document"], "run": str(config.run)}
     from depthmix.train.inspect import inspect_run

@@ -15,7 +15,6 @@ pooled over all arms of the study; before two seeds of anything, the largest tha
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from depthmix.errors import UserError
+from depthmix.errors import CHECKPOINT, UserError
 from depthmix.names import nearest
 from depthmix.study.arms import Arm
 from depthmix.study.fits import advantage
@@ -31,6 +30,7 @@ from depthmix.study.interval import student_t
 from depthmix.study.recipe import Study, read_study
 from depthmix.study.records import RUNS, Records, read_records
 from depthmix.study.rows import Run, make_rows, read_run
+from depthmix.study.saved import read_json
 from depthmix.study.sections import growth, largest_stable, points, spikes
 from depthmix.study.sheet import as_runs, at_known_times
 from depthmix.values import read_recipe
@@ -39,6 +39,7 @@ RESULTS = Path("docs") / "results"
 CONFIRMED, IN_SIGN, NOT_SEEN = "confirmed", "confirmed in sign", "not seen at this scale"
 CONTRADICTED, UNDECIDED, NOT_MEASURED = "contradicted", "not decided yet", "not measured yet"
 VERDICTS = (CONFIRMED, IN_SIGN, NOT_SEEN, CONTRADICTED, UNDECIDED, NOT_MEASURED)
+CHANCE = "one seed, which says nothing of chance"
 ENOUGH = 0.5  # of the paper's effect: less is confirmed in sign only
 MEASURES = (
     "contrast",
@@ -52,6 +53,7 @@ MEASURES = (
     "growth",
     "rate",
 )
+PAIRS = ("spikes", "growth", "rate")
 RATIOS = {"tokens_to_reach", "time_to_reach", "step_ratio", "compute_advantage", "time_advantage", "growth", "rate"}
 KEYS = ("claim", "source", "says", "study", "note", *MEASURES)
 
@@ -109,7 +111,10 @@ def read_claims(path: Path) -> tuple[list[Claim], list[dict[str, Any]], list[str
     """The claims, the rules for the second table, and sentences under it; UserError for what makes no sense."""
     given = read_recipe("study", str(path))
     found = []
-    for item in given.get("claims", []):
+    listed = given.get("claims", [])
+    if not isinstance(listed, list) or not all(isinstance(item, dict) for item in listed):
+        raise UserError(f"{path}: claims is a list of claims, each with {', '.join(KEYS[:4])} and what decides it")
+    for item in listed:
         where = f"{path}, {str(item.get('claim', item))[:60]!r}"
         if wrong := [key for key in item if key not in KEYS]:
             raise UserError(f"{where}: unknown key {wrong[0]!r}; there are {', '.join(KEYS)}")
@@ -118,6 +123,7 @@ def read_claims(path: Path) -> tuple[list[Claim], list[dict[str, Any]], list[str
         measures = [key for key in MEASURES if key in item]
         if len(measures) != 1:
             raise UserError(f"{where}: one of {', '.join(MEASURES)} is needed, got {measures or 'none'}")
+        _check_shape(where, measures[0], item[measures[0]])
         says = item["says"]
         if isinstance(says, bool) or not (isinstance(says, int | float) or says in ("above", "below")):
             raise UserError(f"{where}: says is a number, above or below, got {says!r}")
@@ -126,6 +132,20 @@ def read_claims(path: Path) -> tuple[list[Claim], list[dict[str, Any]], list[str
             Claim(item["claim"], item["source"], says, studies, measures[0], item[measures[0]], item.get("note", ""))
         )
     return found, given.get("rules", []), given.get("answer", [])
+
+
+def _check_shape(where: str, kind: str, what: Any) -> None:
+    """UserError for a measure of something else than it is of."""
+    if kind in ("contrast", "accuracy"):
+        needed = "arms with weights, {arm: 1, other: -1}"
+        weights = list(what.values()) if isinstance(what, dict) else []
+        fits = bool(weights) and all(isinstance(w, int | float) and not isinstance(w, bool) for w in weights)
+    elif kind in PAIRS:
+        fits, needed = isinstance(what, dict) and set(what) == {"arm", "against"}, "{arm: …, against: …}"
+    else:
+        fits, needed = isinstance(what, str), "an arm"
+    if not fits:
+        raise UserError(f"{where}: {kind} needs {needed}, got {what!r}")
 
 
 def places(claim: Claim) -> list[str]:
@@ -155,14 +175,18 @@ def read_results(name: str, folder: Path = RESULTS) -> Results | None:
         return None
     runs = []
     for path in paths:
-        said = json.loads(path.read_text())
-        runs.append(read_run(path.parent, Arm(said["mixer"], said.get("mixer_options", {})).label))
-    order = (
-        json.loads((place / "comparison.json").read_text())["recipe"]["arms"]
-        if (place / "comparison.json").is_file()
-        else []
-    ) or [runs[0].arm]
+        said = _saved(path)
+        runs.append(read_run(path.parent, Arm(said.get("mixer", ""), said.get("mixer_options", {})).label))
+    order = _saved(place / "comparison.json").get("recipe", {}).get("arms") or [runs[0].arm]
     return Results(name, order[0], {"": runs})
+
+
+def _saved(path: Path) -> dict[str, Any]:
+    """What a file of results holds, nothing if it is not there; UserError for a damaged one."""
+    found = read_json(path)
+    if found is None and path.exists():
+        raise UserError(f"{path} is damaged: it should be a JSON object", CHECKPOINT)
+    return found or {}
 
 
 def of_study(study: Study, records: Records) -> Results | None:
@@ -208,7 +232,7 @@ def contrast(results: Results, weights: Mapping[str, float], accuracy: bool = Fa
     remark = ""
     if not freedom:
         if results.assumed is None or accuracy:
-            return Found(values[0], -math.inf, math.inf, len(seeds), "one seed, which says nothing of chance")
+            return Found(statistics.fmean(values), -math.inf, math.inf, len(seeds), CHANCE)
         spread, remark = results.assumed, "the spread is the one assumed in the study's file"
     t = student_t(freedom) if freedom else student_t(1000)
     half = t * spread * math.sqrt(sum(w * w for w, _ in terms) / 2 / len(seeds))
@@ -261,7 +285,7 @@ def _of_row(results: Results, place: str, kind: str) -> Found | None:
 def _spread_of(values: Sequence[float]) -> Found:
     mean, n = statistics.fmean(values), len(values)
     if n == 1:
-        return Found(mean, mean, mean, 1, "one seed, without an interval")
+        return Found(mean, -math.inf, math.inf, 1, CHANCE)
     half = student_t(n - 1) * statistics.stdev(values) / math.sqrt(n)
     return Found(mean, mean - half, mean + half, n)
 
@@ -325,6 +349,8 @@ def judge(claim: Claim, found: Found | None) -> str:
     """The verdict: the interval against no effect, on the paper's side or the other; and for its size the paper's."""
     if found is None:
         return NOT_MEASURED
+    if (found.low, found.high) == (-math.inf, math.inf):
+        return UNDECIDED
     side = {"above": 1.0, "below": -1.0}.get(claim.says) if isinstance(claim.says, str) else claim.says - claim.nothing
     assert side is not None
     low, high = (found.low, found.high) if side > 0 else (-found.high, -found.low)

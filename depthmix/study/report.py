@@ -59,7 +59,8 @@ def report(config: ReportConfig) -> Path:
                 run=str(path), input=config.input, data=config.data, text=text, tokens=config.tokens,
                 causal_tokens=config.causal_tokens, device=config.device,
             )  # fmt: skip
-            documents.append({**measured(asked, progress), "label": label})
+            chosen = [name for name in ("text", "input", "data") if getattr(config, name)]
+            documents.append({**measured(asked, progress, chosen), "label": label})
     folder = out.parent / "figures"
     notes = draw_figures(found.runs, found.labels, folder) or draw_insides(documents, folder)
     found.notes += notes

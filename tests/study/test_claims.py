@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from depthmix.cli import main
-from depthmix.errors import USAGE
+from depthmix.errors import CHECKPOINT, USAGE
 from depthmix.study import results_page as module
 from depthmix.study.claims import (
     CONFIRMED,
@@ -21,6 +21,7 @@ from depthmix.study.claims import (
     Results,
     judge,
     measure,
+    read_results,
 )
 from depthmix.study.interval import student_t
 from depthmix.study.rows import Run
@@ -103,7 +104,9 @@ def test_accuracy_and_what_it_takes_to_a_loss():
     assert measure(claim(0.7, "accuracy", {"a": 1, "plain": -1}), results(runs)).value == pytest.approx(2.0)
     falling = [(50, 10.0, 4.0), (100, 20.0, 3.5)]
     runs = [a_run("plain", 0, 4.0), a_run("a", 0, 3.5, curve=falling), a_run("b", 0, 4.5)]
-    assert measure(claim(0.4, "tokens_to_reach", "a"), results(runs)).value == pytest.approx(0.5)
+    half = claim(0.4, "tokens_to_reach", "a")
+    assert measure(half, results(runs)).value == pytest.approx(0.5)
+    assert judge(half, measure(half, results(runs))) == UNDECIDED  # one seed says nothing of chance
     assert math.isinf(measure(claim(0.4, "time_to_reach", "b"), results(runs)).value)
     shared = [a_run("plain", 0, 4.0, shared=True), a_run("a", 0, 3.5, shared=True)]
     assert measure(claim(0.4, "step_ratio", "a"), results(shared)) is None
@@ -128,9 +131,30 @@ def test_spikes_and_growth():
     assert measure(claim("below", "spikes", pair), found).value == -15
     assert judge(claim("below", "spikes", pair), measure(claim("below", "spikes", pair), found)) == CONFIRMED
     assert measure(claim("below", "growth", pair), found).value == pytest.approx(0.25)
+    alone = results([a_run("plain", 0, 4.0)], records=[r for r in records if r["seed"] == 0])
+    assert judge(claim("below", "growth", pair), measure(claim("below", "growth", pair), alone)) == UNDECIDED
 
 
 CLAIM = {"claim": "c", "source": "p, t", "says": -1, "study": "tiny", "contrast": {"residual": 1}}
+
+
+def test_a_damaged_result_is_named(tmp_path):
+    path = tmp_path / "some" / "residual" / "seed-0" / "result.json"
+    path.parent.mkdir(parents=True)
+    path.write_text("{")
+    refused(lambda: read_results("some", tmp_path), "result.json is damaged", code=CHECKPOINT)
+
+
+def test_what_a_measure_is_of(tmp_path):
+    bare = {k: v for k, v in CLAIM.items() if k != "contrast"}
+    for wrong, words in (
+        ({"growth": {"arm": "residual"}}, "growth needs {arm"),
+        ({"step_ratio": 3}, "an arm, got 3"),
+    ):
+        (tmp_path / "claims.yaml").write_text(yaml.safe_dump({"claims": [{**bare, **wrong}]}))
+        refused(lambda: module.write_claims(tmp_path / "claims.yaml", tmp_path / "page.md"), words, code=USAGE)
+    (tmp_path / "claims.yaml").write_text("claims: [words]")
+    refused(lambda: module.write_claims(tmp_path / "claims.yaml", tmp_path / "page.md"), "list of claims", code=USAGE)
 
 
 @pytest.mark.parametrize(
@@ -141,6 +165,8 @@ CLAIM = {"claim": "c", "source": "p, t", "says": -1, "study": "tiny", "contrast"
         ({"spikes": {}}, ["one of contrast"]),
         ({"contrast": {"residul": 1}}, ["tiny has no 'residul'", "did you mean 'residual'?"]),
         ({"contrast": {"residual @ code": 1}}, ["tiny has no 'code'"]),
+        ({"contrast": ["residual"]}, ["contrast needs arms with weights"]),
+        ({"contrast": {"residual": "much"}}, ["contrast needs arms with weights"]),
         ({"study": "tinny"}, ["unknown study 'tinny'"]),
     ],
 )

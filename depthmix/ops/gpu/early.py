@@ -9,12 +9,12 @@ from triton.language.extra.cuda import gdc_wait as wait_for_last
 __all__ = ["early", "wait_for_last"]
 
 
-def early(like: Tensor, wanted: bool = True) -> dict[str, bool]:
+def early(like: Tensor) -> dict[str, bool]:
     """Options of such a kernel, which calls wait_for_last if EARLY is set.
 
     Before that it may read parameters alone, which no kernel of a pass writes.
     """
-    return {"EARLY": True, "launch_pdl": True} if wanted and like.is_cuda and _can(like.device) else {"EARLY": False}
+    return {"EARLY": True, "launch_pdl": True} if like.is_cuda and _can(like.device) else {"EARLY": False}
 
 
 @lru_cache
