@@ -145,11 +145,11 @@ def test_finish_of_the_last_tokens_alone(name, options, backend, monkeypatch):
 
 
 def test_sources_are_passed_on_where_that_moves_little_and_read_again_elsewhere(launched, monkeypatch):
-    mixer, x = mixer_of("attnres", block_size=3, ways=2), rand(1, D, dtype=torch.float32)
+    mixer, x = mixer_of("attnres", ways=2), rand(1, D, dtype=torch.float32)
     norms = norms_of(mixer)
-    rows = mixer.n_sites + 1 + N_BLOCKS
+    half = (mixer.n_sites + 1 + N_BLOCKS) // 2  # of the readers are to come
     seen = {}
-    for room in (rows * D * 8 / 6, rows * D * 8 / 6 - 1):  # every third source is passed on, to half of the readers
+    for room in (half * D * 8, half * D * 8 - 1):
         monkeypatch.setattr(slot_op, "PASS_BYTES", room)
         launched.clear()
         with use_backend("triton"), torch.no_grad():
@@ -173,16 +173,18 @@ def test_full_reads_old_sources_in_groups_where_they_are_many(launched, monkeypa
     assert launched.count("attend") == 11
 
 
-def test_block_reads_finished_blocks_in_two_phases_where_they_are_many(launched, monkeypatch):
+@pytest.mark.parametrize("size", [2, 5, 30])
+def test_block_mixes_finished_sources_for_a_block_of_readers(size, launched, monkeypatch):
+    """Also where they are more than a tile holds, where the last block is cut off, and where there is one block."""
     monkeypatch.setattr(slot_op, "PASS_BYTES", 0)
-    monkeypatch.setattr(slot_kernels, "LANE", 1)
-    mixer, x = mixer_of("attnres", n_blocks=6, block_size=2), rand(1, D, dtype=torch.float32)
+    monkeypatch.setattr(slot_kernels, "LANE", 1)  # four sources at a time
+    mixer, x = mixer_of("attnres", n_blocks=6, block_size=size, ways=3), rand(1, D, dtype=torch.float32)
     norms = norms_of(mixer)
     with use_backend("reference"):
         expected = run(mixer, x, norms)
     with use_backend("triton"), torch.no_grad():
         near(run(mixer, x, norms), expected)
-    assert launched.count("look_back") == 2  # of the blocks with more than four finished ones before their last site
+    assert launched == ["pass_on"] * (mixer.n_sites + 1)
 
 
 @pytest.mark.parametrize(("name", "options"), [RULES[1], RULES[2], RULES[3], RULES[5], RULES[0], RULES[9]], ids=str)

@@ -53,41 +53,49 @@ def test_attend(tokens, dim, ways, size, site, dtype, norm):
     assert slots[site + 1 :].isnan().all()
 
 
-PASS = [  # tokens, D, ways, attention sites, readers, slot, finished, dtype, norm
-    ((1,), 16, 1, 0, 4, 0, True, torch.float32, True),
-    ((2, 1), 24, 2, 3, 6, 2, True, torch.float32, True),
-    ((3,), 7, 3, 2, 5, 1, False, torch.float32, True),
-    ((1, 1), 48, 1, 2, 4, 3, True, torch.float16, True),
-    ((2,), 20, 2, 2, 5, 4, False, torch.float16, False),
-    ((0,), 16, 2, 2, 5, 1, True, torch.float32, True),
+PASS = [  # tokens, D, ways, attention sites, readers, slot, stride, readers that are brought up to date, dtype, norm
+    ((1,), 16, 1, 0, 4, 0, 0, (1, 4), torch.float32, True),
+    ((2, 1), 24, 2, 3, 6, 2, 0, (3, 6), torch.float32, True),
+    ((2, 1), 24, 2, 3, 6, 4, 2, (5, 6), torch.float32, True),
+    ((3,), 7, 3, 2, 5, 3, 3, (4, 5), torch.float32, True),
+    ((3,), 7, 1, 0, 9, 4, 4, (5, 9), torch.float32, False),
+    ((1, 1), 48, 1, 2, 4, 3, 3, (4, 4), torch.float16, True),
+    ((2,), 20, 2, 2, 5, 2, 1, (3, 5), torch.float16, False),
+    ((0,), 16, 2, 2, 5, 1, 1, (2, 5), torch.float32, True),
 ]
 
 
-@pytest.mark.parametrize(("tokens", "dim", "ways", "sites", "readers", "slot", "finished", "dtype", "norm"), PASS)
-def test_pass_on(tokens, dim, ways, sites, readers, slot, finished, dtype, norm):
+@pytest.mark.parametrize(
+    ("tokens", "dim", "ways", "sites", "readers", "slot", "stride", "ahead", "dtype", "norm"), PASS
+)
+def test_pass_on(tokens, dim, ways, sites, readers, slot, stride, ahead, dtype, norm):
     n, more = y_count(tokens), max(1, ways - 1)
     slots, y = slots_of(slot + 1, tokens, dim, dtype, slot), rand(*tokens, dim, seed=2, dtype=dtype)
-    before = slot - 1 if slot and not finished else -1
+    before = slot - 1 if slot and len(range(*ahead)) < 2 else -1
     own = tuple(rand(sites * more, dim, seed=seed, dtype=torch.float32) for seed in (6, 7)) if sites else None
-    rows_ = readers + sites * more
-    acc = rand(rows_, n, dim, seed=8, dtype=torch.float32)
-    stats = torch.stack(
-        [rand(rows_, n, seed=9, dtype=torch.float32), 1 + rand(rows_, n, seed=10, dtype=torch.float32).abs()]
-    )
+    own_at, *own_ahead = (min(s, sites) * more for s in (min(slot, sites - 1), *ahead)) if sites else (0, 0, 0)
+    to_come = [*range(*ahead), *(readers + i for i in range(*own_ahead))]
+    acc = rand(readers + sites * more, n, dim, seed=8, dtype=torch.float32)
+    stats = torch.stack([acc[..., 0].clone(), 1 + acc[..., 1].abs()])
+    if slot == 0 or stride:  # nothing may be read there
+        empty = [*to_come, *([0] if slot == 0 else [])]
+        acc[empty] = stats[:, empty] = float("nan")
     query, key_gain = (rand(readers, dim, seed=seed, dtype=torch.float32) for seed in (3, 4))
     gain = rows(ways, dim, 5, dtype) if norm else []
-    at = (min(slot, sites - 1) * more, min(slot + 1, sites) * more) if sites else (0, 0)
     made = [[t.clone() for t in (slots, acc, stats)] for _ in range(2)]
     partial = None if before < 0 else slots[before].clone()
-    place = (slot, finished, query, key_gain)
-    expected = reference.pass_on(*made[0], y, partial, *place, *(own or (None, None)), *at, ways, gain, 1e-6, 1e-5)
-    found = op.pass_on(made[1][0], tuple(made[1][1:]), y, before, *place, own, *at, ways, gain, 1e-6, 1e-5)
+    expected = reference.pass_on(
+        *made[0], y, partial, slot, stride, *ahead, query, key_gain, *(own or (None, None)), own_at, *own_ahead, ways, gain, 1e-6, 1e-5
+    )  # fmt: skip
+    found = op.pass_on(
+        made[1][0], tuple(made[1][1:]), y, before, slot, stride, range(*ahead), query, key_gain, own, own_at, range(*own_ahead), ways, gain, 1e-6, 1e-5
+    )  # fmt: skip
     near(found, expected)
     for a, e in zip(made[1], made[0], strict=True):
-        near(a, e)
-    changed = (made[1][1] != acc).flatten(1).any(1).nonzero().flatten().tolist()
-    to_come = [*range(slot + 1, readers), *range(readers + at[1], rows_)]
-    assert changed == (to_come if finished and n else [])
+        assert torch.equal(a.isnan(), e.isnan())
+        near(a.nan_to_num(), e.nan_to_num())
+    changed = (made[1][1].nan_to_num() != acc.nan_to_num()).flatten(1).any(1).nonzero().flatten().tolist()
+    assert changed == (to_come if n else [])
 
 
 def y_count(tokens: tuple[int, ...]) -> int:
@@ -207,7 +215,9 @@ def test_the_operators_compile():
         norm = op.add_norm(raw, y, gain[0], 1e-5, keep=False)[1]
         running = (torch.zeros(4, 3, 8), torch.ones(2, 4, 3))
         main = torch.stack(query), torch.stack(key_gain)
-        passed = op.pass_on(slots, running, first[0], -1, 1, True, *main, main, 0, 0, 2, gain, 1e-6, 1e-5)
+        passed = op.pass_on(
+            slots, running, first[0], -1, 1, 0, range(2, 2), *main, main, 0, range(2), 2, gain, 1e-6, 1e-5
+        )
         return passed, *running, first, bank, lse, sums, raw, norm, *op.add_norm(raw, y, gain[0], 1e-5)
 
     made = [slots_of(3, (3,), 8, torch.float32, 2) for _ in range(2)]
@@ -228,7 +238,7 @@ from depthmix.ops.sublayer import kernels as sublayer
 
 OTHERS = dict.fromkeys(("slot", "stride", "head", "skip", "n", "T", "cos_row"), "i32") | {"N": "i64", "slots": "*bf16"}
 OTHERS |= dict.fromkeys(("eps", "out_eps"), "fp32") | {"position": "*i64"}
-OTHERS |= dict.fromkeys(("readers", "ahead", "own_at", "own_ahead"), "i32") | {"rows": "i64"}
+OTHERS |= dict.fromkeys(("begin", "ahead", "own_at", "own_begin", "readers"), "i32") | {"rows": "i64"}
 names = ("q0", "q1", "q2", "k0", "k1", "k2", "q", "k", "oq", "ok", "acc", "stats", "bank", "bank_lse", "query", "key_gain", "lse", "static", "w", "cos", "sin")
 OTHERS |= dict.fromkeys(names, "*fp32")
 for name, constants in eval(sys.argv[1]):
@@ -243,7 +253,7 @@ for name, constants in eval(sys.argv[1]):
 CONSTANTS = {
     "D": 512, "BD": 512, "NS": 2, "MANY": False, "WAYS": 2, "BEFORE": True, "BANK": True, "NORM": True, "ALIGNED": True,
     "STATIC": 1, "SCORES": True, "PER_ENTRY": False, "RELU": 1, "RAW": 0, "ADD": True, "KEEP": False, "UNIT": 8, "BLOCK": 1024, "GATED": True, "EARLY": True,
-    "OWN": True, "FIRST": False,
+    "OWN": True, "FIRST": False, "ANEW": True,
 }  # fmt: skip
 HEADS = {"H": 6, "BH": 8, "KV": 3, "BKV": 4, "HALF": 32, "BHALF": 32}
 COMPILED = [

@@ -151,13 +151,13 @@ def look_ahead(
     """Far for the group of `rows` sites that begins at a row; before: that of an earlier group. step: sources scored at a time."""
     from depthmix.ops.depth_attention.kernels import tiling
 
-    step, few = step or tiling.GROUP, not torch.is_grad_enabled()
+    step = step or tiling.GROUP
     own = () if beside is None else (beside.newest.contiguous(), queries[row], beside.gain, eps, beside.out_eps)
     with torch.no_grad():
         halves = tiling.Halves.of(queries, sources[0].dtype) if before is None else before.queries
         known = () if before is None else before.scores
         groups = range(step * len(known), len(sources), step)
-        new = (tiling.scores(halves.after(row), sources[i : i + step], eps, few) for i in groups)
+        new = (tiling.scores(halves.after(row), sources[i : i + step], eps) for i in groups)
         scores, left = (*known, *new), len(queries) - row
         first = [s[0] for s in _logits(scores, left, 1)]
         bank, lse, y = tiling.make_bank(first, sources, rows or min(tiling.GROUP, left), step, *own)
@@ -168,11 +168,10 @@ def know(queries: Tensor, row: int, sources: Sequence[Tensor], before: Known | N
     """Known for the read at a row, whose older sources these are; before: that of an earlier read."""
     from depthmix.ops.depth_attention.kernels import tiling
 
-    few = not torch.is_grad_enabled()
     with torch.no_grad():
         halves = tiling.Halves.of(queries, sources[0].dtype) if before is None else before.queries
         known = () if before is None else before.scores
-        new = (tiling.scores(halves.after(row), [v], eps, few) for v in sources[len(known) :])
+        new = (tiling.scores(halves.after(row), [v], eps) for v in sources[len(known) :])
         return Known(halves, (*known, *new))
 
 

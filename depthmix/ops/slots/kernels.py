@@ -218,10 +218,15 @@ def _warps(block: int) -> int:
     return max(min(4, max(1, block // 256)), block // 1024)
 
 
-def rows_at_once(dim: int, lane: int | None = None) -> int:
+def _sum_warps(block: int) -> int:
+    """The same beside weights of as many numbers, which would leave room for too few rows."""
+    return min(16, max(1, block // 256))
+
+
+def rows_at_once(dim: int) -> int:
     """Sources of so many channels that one tile holds."""
     block = triton.next_power_of_2(dim)
-    return max(1, (lane or LANE) * 32 * _warps(block) // block)
+    return max(1, LANE * 32 * _warps(block) // block)
 
 
 def _three(rows: Sequence[Tensor], other: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -310,7 +315,8 @@ def add_up(
     rough = torch.empty(y.shape, dtype=slots.dtype, device=y.device)
     if tokens:
         block = triton.next_power_of_2(dim)
-        rows = min(triton.next_power_of_2(max(1, slot)), rows_at_once(dim, SUM_LANE))
+        warps = _sum_warps(block)
+        rows = min(triton.next_power_of_2(max(1, slot)), max(1, SUM_LANE * 32 * warps // block))
         kind = 0 if static is None else 1 if static.shape[-1] == dim and dim > 1 else 2
         fp32 = next((t for t in (static, w) if t is not None), slots)
         launch(
@@ -318,7 +324,7 @@ def add_up(
             slots, y, y if before is None else before, fp32 if static is None else static, fp32 if w is None else w,
             *_three(gain, fp32), out, rough, tokens, slot, out_eps,
             D=dim, BD=block, NS=rows, WAYS=ways, STATIC=kind, SCORES=w is not None,
-            PER_ENTRY=w is not None and w.shape[1] > 1, RELU=relu, BEFORE=before is not None, NORM=len(gain) > 0, RAW=raw, ALIGNED=aligned(dim, [slots]), num_warps=_warps(block), **early(y),
+            PER_ENTRY=w is not None and w.shape[1] > 1, RELU=relu, BEFORE=before is not None, NORM=len(gain) > 0, RAW=raw, ALIGNED=aligned(dim, [slots]), num_warps=warps, **early(y),
         )  # fmt: skip
     return out, rough
 

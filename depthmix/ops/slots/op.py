@@ -12,7 +12,7 @@ KINDS = (torch.float32, torch.bfloat16, torch.float16)
 MAX_DIM = 16384  # channels of a row that fit in the registers of 16 warps
 STEP_TOKENS = 256  # up to which a site's launch takes longer than what it reads
 GROUP = 8  # sites of a Full stack that look at the sources before them together
-PASS_BYTES = 1 << 22  # that a launch may move to pass a source on to later readers, which then need not read it
+PASS_BYTES = 1 << 22  # that a launch may move to keep all readers to come up to date, which then need not read a source
 
 _library = torch.library.Library("depthmix", "FRAGMENT")
 _library.define(
@@ -27,9 +27,9 @@ _library.define(
     " Tensor[] gain, float out_eps, int raw) -> (Tensor, Tensor)"
 )
 _library.define(
-    "slots_pass_on(Tensor(a!) slots, Tensor(b!) acc, Tensor(c!) stats, Tensor y, int before, int slot, bool finished, Tensor query,"
-    " Tensor key_gain, Tensor? own_query, Tensor? own_key_gain, int own_at, int own_ahead, int ways, Tensor[] gain, float eps,"
-    " float out_eps) -> Tensor"
+    "slots_pass_on(Tensor(a!) slots, Tensor(b!) acc, Tensor(c!) stats, Tensor y, int before, int slot, int stride, int begin, int end,"
+    " Tensor query, Tensor key_gain, Tensor? own_query, Tensor? own_key_gain, int own_at, int own_begin, int own_end, int ways,"
+    " Tensor[] gain, float eps, float out_eps) -> Tensor"
 )
 _library.define("slots_add_norm(Tensor x, Tensor? y, Tensor gain, float eps, bool keep=True) -> (Tensor, Tensor)")
 
@@ -92,22 +92,22 @@ def _add_up_fake(
 
 
 def _pass_on(
-    slots: Tensor, acc: Tensor, stats: Tensor, y: Tensor, before: int, slot: int, finished: bool, query: Tensor, key_gain: Tensor,
-    own_query: Tensor | None, own_key_gain: Tensor | None, own_at: int, own_ahead: int, ways: int, gain: list[Tensor], eps: float,
-    out_eps: float,
+    slots: Tensor, acc: Tensor, stats: Tensor, y: Tensor, before: int, slot: int, stride: int, begin: int, end: int, query: Tensor,
+    key_gain: Tensor, own_query: Tensor | None, own_key_gain: Tensor | None, own_at: int, own_begin: int, own_end: int,
+    ways: int, gain: list[Tensor], eps: float, out_eps: float,
 ) -> Tensor:  # fmt: skip
     from depthmix.ops.slots import passing
 
     partial = None if before < 0 else slots[before]
     own = [None if t is None else t.contiguous() for t in (own_query, own_key_gain)]
     return passing.pass_on(
-        slots, acc, stats, y.contiguous(), partial, slot, finished, query.contiguous(), key_gain.contiguous(), own[0], own[1],
-        own_at, own_ahead, ways, _contiguous(gain), eps, out_eps,
+        slots, acc, stats, y.contiguous(), partial, slot, stride, begin, end, query.contiguous(), key_gain.contiguous(), own[0],
+        own[1], own_at, own_begin, own_end, ways, _contiguous(gain), eps, out_eps,
     )  # fmt: skip
 
 
 def _pass_on_fake(slots: Tensor, acc: Tensor, stats: Tensor, y: Tensor, *others: Any) -> Tensor:
-    ways: int = others[9]
+    ways: int = others[12]
     return slots.new_empty(ways, *y.shape)
 
 
@@ -181,33 +181,35 @@ def pass_on(
     y: Tensor,
     before: int,
     slot: int,
-    finished: bool,
+    stride: int,
+    ahead: range,
     query: Tensor,
     key_gain: Tensor,
     own: tuple[Tensor, Tensor] | None,
     own_at: int,
-    own_ahead: int,
+    own_ahead: range,
     ways: int,
     gain: Sequence[Tensor],
     eps: float,
     out_eps: float,
 ) -> Tensor:
-    """passing.pass_on; running: acc and stats; before: as in attend."""
+    """passing.pass_on; before: as in attend; ahead, own_ahead: the readers and further ways that are brought up to date."""
     found: Tensor = torch.ops.depthmix.slots_pass_on(
-        slots, *running, y, before, slot, finished, query, key_gain, *(own or (None, None)), own_at, own_ahead, ways, gain,
-        eps, out_eps,
+        slots, *running, y, before, slot, stride, ahead.start, ahead.stop, query, key_gain, *(own or (None, None)),
+        own_at, own_ahead.start, own_ahead.stop, ways, gain, eps, out_eps,
     )  # fmt: skip
     return found
 
 
-def running(x: Tensor, rows: int, size: int) -> tuple[Tensor, Tensor] | None:
-    """Room for the running mixtures of so many readers of tokens x; None where passing a source on, every `size` sites, moves too much."""
-    if (
-        rows * x.numel() * 8 > 2 * size * PASS_BYTES
-    ):  # read and written in fp32; on average half of the readers are to come
-        return None
+def running(x: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """Room for so many running mixtures of tokens x: sums, and their maxima and weights."""
     acc = torch.empty(rows, x.numel() // x.shape[-1], x.shape[-1], dtype=torch.float32, device=x.device)
     return acc, torch.empty(2, *acc.shape[:2], dtype=torch.float32, device=x.device)
+
+
+def passes_on(x: Tensor, rows: int) -> bool:
+    """Whether a source can go to all readers to come at once: half of so many, read and written in fp32."""
+    return rows // 2 * x.numel() * 8 <= PASS_BYTES
 
 
 def look_back(slots: Tensor, stride: int, n: int, query: Tensor, key_gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:

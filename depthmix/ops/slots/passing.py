@@ -1,13 +1,14 @@
-"""A read of decoding that also passes its newest source on: to every reader to come, whose softmax over sources is a running one.
+"""A read of decoding that goes on from a running softmax of the finished sources, and brings those of readers to come up to date.
 
     v = y (+ before), rounded, stored in its slot
     own reader        s = logit of v;  t = max(m, s);  o, p = exp(m - t), exp(s - t);  h = (o a + p v) / (o z + p), and its norm
-    readers to come   m, z, a = t, o z + p, o a + p v,  if v is finished
+    readers to come   m, z, a = t, o z + p, o a + p v,  if v is finished: either from what they have, or from nothing with
+                      all finished sources and v, for those of a block
 
-So no source is read twice, and what a site waits for is one access to memory and one reduction, as a plain add and norm: the
-mixture's square, which its norm needs, is o² a·a + 2 o p a·v + p² v·v, whose three products come with the logit's two sums.
-The readers to come are other programs of the launch. They write as many numbers as there are readers to come, for every finished
-source: where tokens are few that is nothing, where they are many `attend` reads sources again instead.
+So what a site waits for is one access to memory and one reduction, as a plain add and norm: the mixture's square, which its norm
+needs, is o² a·a + 2 o p a·v + p² v·v, whose three products come with the logit's two sums. The readers to come are other programs
+of the launch. For few tokens all of them add the source to what they have, and no source is read twice. For more tokens only the
+readers of the next block begin anew: reading a few sources moves less than keeping all readers up to date.
 """
 
 from collections.abc import Sequence
@@ -17,9 +18,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from depthmix.ops.gpu.addresses import aligned
 from depthmix.ops.gpu.early import early, wait_for_last
 from depthmix.ops.gpu.launch import launch
-from depthmix.ops.slots.kernels import _newest, _row_of_way, _three
+from depthmix.ops.slots.kernels import _attend, _newest, _row_of_way, _rows, _three, _warps, rows_at_once
 
 
 @triton.jit
@@ -32,12 +34,13 @@ def _row(main, own, index, is_main, d, D: tl.constexpr, OWN: tl.constexpr):
     return row
 
 
-@triton.jit(do_not_specialize=["N", "slot", "readers", "ahead", "own_at", "own_ahead"])
+@triton.jit(do_not_specialize=["N", "slot", "stride", "begin", "ahead", "own_at", "own_begin", "readers"])
 def _pass_on_kernel(
     slots, acc, stats, y, before, q, k, oq, ok, g0, g1, g2, out,
-    N: tl.int64, slot: tl.int32, readers: tl.int32, ahead: tl.int32, own_at: tl.int32, own_ahead: tl.int32, rows: tl.int64, eps, out_eps,
-    D: tl.constexpr, BD: tl.constexpr, WAYS: tl.constexpr, OWN: tl.constexpr, FIRST: tl.constexpr, BEFORE: tl.constexpr,
-    NORM: tl.constexpr, EARLY: tl.constexpr,
+    N: tl.int64, slot: tl.int32, stride: tl.int32, begin: tl.int32, ahead: tl.int32, own_at: tl.int32, own_begin: tl.int32,
+    readers: tl.int32, rows: tl.int64, eps, out_eps,
+    D: tl.constexpr, BD: tl.constexpr, NS: tl.constexpr, WAYS: tl.constexpr, OWN: tl.constexpr, FIRST: tl.constexpr,
+    ANEW: tl.constexpr, BEFORE: tl.constexpr, NORM: tl.constexpr, ALIGNED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0).to(tl.int64)
     j = tl.program_id(1)  # ways of this reader, readers to come, and their own ways
@@ -46,7 +49,7 @@ def _pass_on_kernel(
     i = j - WAYS
     mine = j < WAYS
     is_main = tl.where(mine, j == 0, i < ahead)
-    index = tl.where(is_main, slot + tl.where(mine, 0, 1 + i), tl.where(mine, own_at + j - 1, own_ahead + i - ahead))
+    index = tl.where(is_main, tl.where(mine, slot, begin + i), tl.where(mine, own_at + j - 1, own_begin + i - ahead))
     row = index + tl.where(is_main, 0, readers)
     u = _row(q, oq, index, is_main, d, D, OWN) * _row(k, ok, index, is_main, d, D, OWN)
     if NORM:
@@ -54,10 +57,17 @@ def _pass_on_kernel(
     if EARLY:
         wait_for_last()
     at = row.to(tl.int64) * N + t
-    m, z, a = float("-inf"), 0.0, tl.zeros([BD], tl.float32)
-    if not FIRST:
-        a = tl.load(acc + at * D + d, mask=inside, other=0.0)
-        m, z = tl.load(stats + at), tl.load(stats + rows * N + at)
+    known = (not FIRST) & (mine | (not ANEW))
+    a = tl.load(acc + at * D + d, mask=d < tl.where(known, D, 0), other=0.0)
+    m = tl.load(stats + at, mask=known, other=float("-inf"))
+    z = tl.load(stats + rows * N + at, mask=known, other=0.0)
+    if ANEW:
+        n = tl.where(mine, 0, slot // stride)  # finished before the newest
+        b = tl.arange(0, NS)
+        for start in range(0, n, NS):
+            there = start + b < n
+            x = _rows(slots, (start + b) * stride, t, N, d, there[:, None] & inside[None, :], D, ALIGNED)
+            m, z, a = _attend(x.to(tl.float32), there, u, m, z, a, eps, D)
     v = _newest(slots, y, before, slot, t, j, N, d, inside, D, BEFORE)
     sums = tl.sum(tl.join(tl.join(v * v, v * u), tl.join(a * v, a * a)), 0)  # [2, 2]
     of_new, of_old = tl.split(sums)
@@ -87,13 +97,16 @@ def pass_on(
     y: Tensor,
     before: Tensor | None,
     slot: int,
-    finished: bool,
+    stride: int,
+    begin: int,
+    end: int,
     query: Tensor,
     key_gain: Tensor,
     own_query: Tensor | None,
     own_key_gain: Tensor | None,
     own_at: int,
-    own_ahead: int,
+    own_begin: int,
+    own_end: int,
     ways: int,
     gain: Sequence[Tensor],
     eps: float,
@@ -101,23 +114,25 @@ def pass_on(
 ) -> Tensor:
     """The mixtures [W, ..., D] of reader `slot`: of all finished sources and the newest, y (+ before), which goes to its slot.
 
-    query, key_gain: [R, D] fp32, of every reader; own_…: [A, D], of further ways, of which this reader has rows `own_at` on and
-    readers to come rows `own_ahead` on. acc: [R + A, N, D], stats: [2, R + A, N], fp32, the running mixtures, nothing yet for slot 0;
-    if the newest source is finished it is passed on. gain: [D] for each way, any dtype, or none at all.
+    query, key_gain: [R, D] fp32, of every reader; own_…: [A, D], of further ways, of which this reader has rows `own_at` on.
+    acc: [R + A, N, D], stats: [2, R + A, N], fp32, the running mixtures; nothing in them before slot 0 was read. Those of readers
+    begin … end and further ways own_begin … own_end are brought up to date: with the newest source, or, if there is a stride, with
+    all of those in slots 0, stride, …, slot. gain: [D] for each way, any dtype, or none at all.
     """
     dim = y.shape[-1]
     tokens = y.numel() // dim
     out = torch.empty(ways, *y.shape, dtype=slots.dtype, device=y.device)
     if tokens:
-        block, readers, rows = triton.next_power_of_2(dim), len(query), len(acc)
-        ahead = readers - 1 - slot if finished else 0
-        others = rows - readers - own_ahead if finished else 0
+        block = triton.next_power_of_2(dim)
+        ahead, others = end - begin, own_end - own_begin
+        anew = stride > 0 and slot > 0 and ahead + others > 0
         own = (query, key_gain) if own_query is None or own_key_gain is None else (own_query, own_key_gain)
         launch(
             _pass_on_kernel, (tokens, ways + ahead + others), y,
             slots, acc, stats, y, y if before is None else before, query, key_gain, *own, *_three(gain, query), out,
-            tokens, slot, readers, ahead, own_at, own_ahead, rows, eps, out_eps,
-            D=dim, BD=block, WAYS=ways, OWN=own_query is not None, FIRST=slot == 0, BEFORE=before is not None,
-            NORM=len(gain) > 0, num_warps=min(16, max(1, block // 512)), **early(y),
+            tokens, slot, max(1, stride), begin, ahead, own_at, own_begin, len(query), len(acc), eps, out_eps,
+            D=dim, BD=block, NS=min(triton.next_power_of_2(slot // stride), rows_at_once(dim)) if anew else 1, WAYS=ways,
+            OWN=own_query is not None, FIRST=slot == 0, ANEW=anew, BEFORE=before is not None, NORM=len(gain) > 0,
+            ALIGNED=aligned(dim, [slots]), num_warps=_warps(block) if anew else min(16, max(1, block // 512)), **early(y),
         )  # fmt: skip
     return out

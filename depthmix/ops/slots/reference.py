@@ -54,33 +54,38 @@ def attend(
 
 
 def pass_on(
-    slots: Tensor, acc: Tensor, stats: Tensor, y: Tensor, before: Tensor | None, slot: int, finished: bool, query: Tensor,
-    key_gain: Tensor, own_query: Tensor | None, own_key_gain: Tensor | None, own_at: int, own_ahead: int, ways: int,
-    gain: Sequence[Tensor], eps: float, out_eps: float,
+    slots: Tensor, acc: Tensor, stats: Tensor, y: Tensor, before: Tensor | None, slot: int, stride: int, begin: int, end: int,
+    query: Tensor, key_gain: Tensor, own_query: Tensor | None, own_key_gain: Tensor | None, own_at: int, own_begin: int, own_end: int,
+    ways: int, gain: Sequence[Tensor], eps: float, out_eps: float,
 ) -> Tensor:  # fmt: skip
     """As in passing.py."""
     _newest(slots, y, before, slot)
-    v, readers = slots[slot].flatten(0, -2).float(), len(query)
-    u = query * key_gain
-    if own_query is not None and own_key_gain is not None:
-        u = torch.cat([u, own_query * own_key_gain])
 
-    def added(row: int) -> tuple[Tensor, Tensor, Tensor]:
-        s = _logits(v, u[row], eps)
-        if slot == 0:
-            return s, torch.ones_like(s), v
-        m, z = stats[:, row]
-        top = torch.maximum(m, s)
-        old, new = torch.exp(m - top), torch.exp(s - top)
-        return top, old * z + new, old.unsqueeze(-1) * acc[row] + new.unsqueeze(-1) * v
+    def added(u: Tensor, row: int, new: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+        """A running mixture with some more sources, from nothing if the first is among them."""
+        v = slots[list(new)].flatten(1, -2).float()  # [n, N, D]
+        s = _logits(v, u, eps)  # [n, N]
+        m, z, a = (*stats[:, row], acc[row]) if new[0] else (torch.full_like(s[0], -torch.inf), 0.0, 0.0)
+        top = torch.maximum(m, s.amax(0))
+        old, p = torch.exp(m - top).unsqueeze(-1), torch.exp(s - top).unsqueeze(-1)
+        old = torch.where(m.isinf().unsqueeze(-1), torch.zeros_like(old), old)
+        return top, old[..., 0] * z + p.sum(0)[..., 0], old * a + (p * v).sum(0)
+
+    def reader(i: int) -> tuple[Tensor, int]:
+        return query[i] * key_gain[i], i
+
+    def further(i: int) -> tuple[Tensor, int]:
+        assert own_query is not None
+        assert own_key_gain is not None
+        return own_query[i] * own_key_gain[i], len(query) + i
 
     outs = []
     for way in range(ways):
-        _, z, a = added(slot if way == 0 else readers + own_at + way - 1)
+        _, z, a = added(*(further(own_at + way - 1) if way else reader(slot)), [slot])
         outs.append(_out((a / z.unsqueeze(-1)).view(y.shape), gain, way, out_eps, slots))
-    if finished:
-        for row in [*range(slot + 1, readers), *range(readers + own_ahead, len(acc))]:
-            stats[0, row], stats[1, row], acc[row] = added(row)
+    new = list(range(0, slot + 1, stride)) if stride else [slot]
+    for u, row in [*map(reader, range(begin, end)), *map(further, range(own_begin, own_end))]:
+        stats[0, row], stats[1, row], acc[row] = added(u, row, new)
     return torch.stack(outs)
 
 

@@ -18,6 +18,7 @@ from depthmix.ops.gpu.addresses import address_table, aligned
 from depthmix.ops.gpu.launch import launch
 
 GROUP = 4  # sites that look at older sources together
+MANY = 1 << 15  # rows of sources from which on larger tiles keep all cores busy
 
 
 @triton.jit(do_not_specialize=["N", "n", "rows"])
@@ -27,24 +28,28 @@ def _scores_kernel(
 ):  # fmt: skip
     i = tl.program_id(1)
     t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
-    row = tl.arange(0, BR)
-    base = tl.load(table + i).to(tl.pointer_type(like.dtype.element_ty))
-    dots, squares = tl.zeros([BT, BR], tl.float32), tl.zeros([BT], tl.float32)
-    for k in range(0, D, BK):
-        d = k + tl.arange(0, BK)
-        at = base + t[:, None] * D + d[None, :]
-        if ALIGNED:
-            at = tl.multiple_of(at, (1, 16))
-        v = tl.load(at, mask=(t < N)[:, None] & (d < D)[None, :], other=0.0)
-        inside = (row < rows)[:, None] & (d < D)[None, :]
-        u = tl.load(u_high + row[:, None] * D + d[None, :], mask=inside, other=0.0)
-        dots = tl.dot(v, tl.trans(u), dots, input_precision="ieee")
+    row, column = tl.arange(0, BR), tl.arange(0, BK)
+    at = tl.load(table + i).to(tl.pointer_type(like.dtype.element_ty)) + t[:, None] * D + column[None, :]
+    if ALIGNED:
+        at = tl.multiple_of(at, (1, 16))
+    dots, squares = tl.zeros([BT, BR], tl.float32), tl.zeros([BT, BK], tl.float32)
+    v = tl.load(at, mask=(t < N)[:, None] & (column < D)[None, :], other=0.0)
+    for k in range(0, D, BK):  # the next part of a source is on its way in registers, see `scores`
+        d = k + column
+        of_u, inside = row[:, None] * D + d[None, :], (row < rows)[:, None] & (d < D)[None, :]
+        high = tl.load(u_high + of_u, mask=inside, other=0.0)
+        low = high
         if SPLIT:
-            u = tl.load(u_low + row[:, None] * D + d[None, :], mask=inside, other=0.0)
-            dots = tl.dot(v, tl.trans(u), dots, input_precision="ieee")
+            low = tl.load(u_low + of_u, mask=inside, other=0.0)
+        at += BK
+        later = tl.load(at, mask=(t < N)[:, None] & (d + BK < D)[None, :], other=0.0)
+        dots = tl.dot(v, tl.trans(high), dots, input_precision="ieee")
+        if SPLIT:
+            dots = tl.dot(v, tl.trans(low), dots, input_precision="ieee")
         v = v.to(tl.float32)
-        squares += tl.sum(v * v, 1)
-    dots = dots * tl.rsqrt(squares / D + eps)[:, None]
+        squares += v * v
+        v = later
+    dots = dots * tl.rsqrt(tl.sum(squares, 1) / D + eps)[:, None]
     at = s + (row.to(tl.int64)[None, :] * n + i) * N + t[:, None]
     tl.store(at, dots, mask=(t < N)[:, None] & (row < rows)[None, :])
 
@@ -195,22 +200,28 @@ class Halves(NamedTuple):
         return Halves(self.high[row:], self.low[row:])
 
 
-def scores(queries: Halves, sources: Sequence[Tensor], eps: float, few: bool = False) -> Tensor:
-    """Logits of n sources for all the queries, each source read once: [R, n, N]. few: no other work fills the GPU."""
+def scores(queries: Halves, sources: Sequence[Tensor], eps: float) -> Tensor:
+    """Logits of n sources for all the queries, each source read once: [R, n, N].
+
+    One stage: what a matrix product on Hopper reads is also squared, and such a load, where Triton 3.6 pipelines it, is overwritten
+    while another warp group's product still reads it (docs/log.md).
+    """
     v, (high, low) = sources[0], queries
     (rows, dim), kind = high.shape, v.dtype
     tokens = v.numel() // dim
     out = torch.empty(rows, len(sources), tokens, dtype=torch.float32, device=v.device)
     table = address_table(tuple(x.data_ptr() for x in sources), v.device)
-    tile = 64 if few and tokens * len(sources) < 1 << 14 else 128  # larger ones would leave cores idle
+    wide = max(16, triton.next_power_of_2(dim))
+    # Few tokens: larger tiles would leave cores idle. Long rows: more of them on their way at a time.
+    tile, depth = (64, 128) if dim > 1024 or tokens * len(sources) < MANY else (128, 64)
+    depth = min(wide, depth if kind != torch.float32 else 32)
     for at in range(0, rows, 64):  # more would not fit in the shared memory of smaller GPUs
         n = min(64, rows - at)
         launch(
             _scores_kernel, (triton.cdiv(tokens, tile), len(sources)), v,
             table, high[at:], low[at:], out[at:], v, tokens, len(sources), n, eps,
-            D=dim, BT=tile, BR=max(16, triton.next_power_of_2(n)), BK=min(64, max(16, triton.next_power_of_2(dim))),
-            SPLIT=kind != torch.float32, ALIGNED=aligned(dim, sources), num_warps=tile // 16,
-            num_stages=3 if kind != torch.float32 else 2,
+            D=dim, BT=tile, BR=max(16, triton.next_power_of_2(n)), BK=depth, SPLIT=kind != torch.float32,
+            ALIGNED=aligned(dim, sources), num_warps=tile // 16, num_stages=1,
         )  # fmt: skip
     return out
 

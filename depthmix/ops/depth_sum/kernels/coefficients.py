@@ -35,16 +35,23 @@ def _hidden_kernel(
 ):  # fmt: skip
     t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
     k = tl.program_id(1) * BK + tl.arange(0, BK)
+    d = tl.arange(0, BD)
     dots, squares = tl.zeros([BT, BK], tl.float32), tl.zeros([BT, BD], tl.float32)
-    for start in range(0, D, BD):
-        d = start + tl.arange(0, BD)
-        v = tl.load(x + (t[:, None] * D + d[None, :]), mask=(t < N)[:, None] & (d < D)[None, :], other=0.0)
+    v = tl.load(x + (t[:, None] * D + d[None, :]), mask=(t < N)[:, None] & (d < D)[None, :], other=0.0)
+    for _ in range(0, D, BD):  # the next part in registers, in one stage: as in depth attention's `scores`
         at, given = k[:, None] * D + d[None, :], (k < K)[:, None] & (d < D)[None, :]
-        dots = tl.dot(v, tl.trans(tl.load(high + at, mask=given, other=0.0)), dots, input_precision="ieee")
+        of_high = tl.load(high + at, mask=given, other=0.0)
+        of_low = of_high
         if SPLIT:
-            dots = tl.dot(v, tl.trans(tl.load(low + at, mask=given, other=0.0)), dots, input_precision="ieee")
+            of_low = tl.load(low + at, mask=given, other=0.0)
+        d += BD
+        later = tl.load(x + (t[:, None] * D + d[None, :]), mask=(t < N)[:, None] & (d < D)[None, :], other=0.0)
+        dots = tl.dot(v, tl.trans(of_high), dots, input_precision="ieee")
+        if SPLIT:
+            dots = tl.dot(v, tl.trans(of_low), dots, input_precision="ieee")
         v = v.to(tl.float32)
         squares += v * v
+        v = later
     scale = tl.rsqrt(tl.sum(squares, 1) / D + eps)
     tl.store(z + t[:, None] * K + k[None, :], dots * scale[:, None], mask=(t < N)[:, None] & (k < K)[None, :])
     tl.store(r + t, scale, mask=t < tl.where(tl.program_id(1) == 0, N, 0))
@@ -175,7 +182,7 @@ def coefficients(x: Tensor, w_1: Tensor, w_2: Tensor, b: Tensor, eps: float) -> 
             _hidden_kernel, (triton.cdiv(tokens, tile), triton.cdiv(hidden, BLOCK)), x,
             x, kept.high, kept.low, kept.z, kept.r, tokens, eps,
             D=dim, K=hidden, BT=tile, BK=BLOCK, BD=min(64 if small else 32, max(16, triton.next_power_of_2(dim))), SPLIT=small,
-            num_warps=8, num_stages=3 if small else 2,
+            num_warps=8, num_stages=1,
         )  # fmt: skip
         launch(
             _out_kernel, (triton.cdiv(tokens, tile), triton.cdiv(rows, BLOCK)), x,

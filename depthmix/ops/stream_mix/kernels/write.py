@@ -142,7 +142,7 @@ def _write_and_scan(
         sums = torch.empty(*shape, *(() if scan == JOINT else (2,)), dtype=torch.float32, device=x.device)
     if tokens and (y is not None or scan != NO_SCAN):
         v = vector(x)
-        bt, bk, warps, stages = tile or (64, 4 * v, 4, 2)
+        bt, bk, warps, stages = tile or (64, 4 * v, 4, 1)  # one stage: as in depth attention's `scores`
         low = 0 if w is None or halves is None or not splits(x) else padded(columns) * len(w)
         launch(
             _write_kernel, (triton.cdiv(tokens, bt),), x,
