@@ -269,7 +269,6 @@ CONSTANTS = {
     "ROWS": 4,
     "STEP": 4,
     "NEWEST": False,
-    "NEWEST_FIRST": False,
 }
 KERNELS = ("_read_kernel", "_source_backward_kernel", "_bank_kernel", "_read_known_kernel", "_layer_backward_kernel")
 COMPILED = [(kernel, CONSTANTS | {"D": 512, "BD": 512, "ALIGNED": True}) for kernel in KERNELS]
@@ -278,7 +277,6 @@ ALONE = {
     "KEEP": 0,
     "WAYS": 1,
     "ADD": 1,
-    "NEWEST_FIRST": True,
     "NEWEST": True,
     "D": 512,
     "BD": 512,

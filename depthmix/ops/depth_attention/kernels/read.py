@@ -18,22 +18,14 @@ from torch import Tensor
 from depthmix.ops.gpu.addresses import address_table, aligned
 from depthmix.ops.gpu.launch import launch
 
-NEWEST_FIRST = True  # whether reads without gradients ask for the newest source before the others
-
-
-@triton.jit
-def load_raw(address, t, d, D: tl.constexpr, like, ALIGNED: tl.constexpr, mask):
-    """Row t of the tensor at an address; zeros where the mask says so."""
-    row = address.to(tl.pointer_type(like.dtype.element_ty)) + t * D + d
-    if ALIGNED:
-        row = tl.multiple_of(row, 16)  # what comes from a table has no known alignment
-    return tl.load(row, mask=mask, other=0.0)
-
 
 @triton.jit
 def load_row(address, t, d, D: tl.constexpr, like, ALIGNED: tl.constexpr, mask):
-    """The same in fp32."""
-    return load_raw(address, t, d, D, like, ALIGNED, mask).to(tl.float32)
+    """Row t of the tensor at an address, in fp32; zeros where the mask says so."""
+    row = address.to(tl.pointer_type(like.dtype.element_ty)) + t * D + d
+    if ALIGNED:
+        row = tl.multiple_of(row, 16)  # what comes from a table has no known alignment
+    return tl.load(row, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -69,7 +61,7 @@ def deliver(
 def _read_kernel(
     table, add, fresh, bank, bank_lse, u, gain, y0, y1, y2, o0, o1, o2, s, lse, N: tl.int64, n: tl.int32, eps, out_eps,
     D: tl.constexpr, BD: tl.constexpr, WAYS: tl.constexpr, ADD: tl.constexpr, BANK: tl.constexpr, NORM: tl.constexpr,
-    KEEP: tl.constexpr, ALIGNED: tl.constexpr, STAGES: tl.constexpr, NEWEST_FIRST: tl.constexpr,
+    KEEP: tl.constexpr, ALIGNED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BD)
@@ -85,9 +77,6 @@ def _read_kernel(
     if WAYS >= 3:
         u2 = tl.load(u + 2 * D + d, mask=ok, other=0.0)
         m2, z2, acc2 = float("-inf"), 0.0, tl.zeros([BD], tl.float32)
-    if NEWEST_FIRST:  # the newest source's parts are on their way while the others are looked at
-        part = load_raw(tl.load(table + n - 1), t, d, D, y0, ALIGNED, ok)
-        other = tl.load(add + t * D + d, mask=ok, other=0.0)
     for i in tl.range(0, n - ADD, num_stages=STAGES):
         v = load_row(tl.load(table + i), t, d, D, y0, ALIGNED, ok)
         r = tl.rsqrt(tl.sum(v * v, 0) / D + eps)
@@ -98,11 +87,8 @@ def _read_kernel(
         if WAYS >= 3:
             m2, z2, acc2 = _attend(v, r, u2, m2, z2, acc2, at + 2 * way, KEEP)
     if ADD:
-        if NEWEST_FIRST:
-            v = part.to(tl.float32) + other
-        else:
-            v = load_row(tl.load(table + n - 1), t, d, D, y0, ALIGNED, ok)
-            v += tl.load(add + t * D + d, mask=ok, other=0.0)
+        v = load_row(tl.load(table + n - 1), t, d, D, y0, ALIGNED, ok)
+        v += tl.load(add + t * D + d, mask=ok, other=0.0)
         v = v.to(fresh.dtype.element_ty)
         tl.store(fresh + t * D + d, v, mask=ok)
         v = v.to(tl.float32)
@@ -309,7 +295,6 @@ def read(
             *three(y), *three(o or y), s, lse, tokens, n, eps, out_eps,
             D=dim, BD=block, WAYS=ways, ADD=int(add is not None), BANK=bank is not None, NORM=gain is not None, KEEP=keep,
             ALIGNED=aligned(dim, sources), STAGES=_stages(4, first, 1),
-            NEWEST_FIRST=NEWEST_FIRST and add is not None and keep == 0 and block <= 1024,  # wider rows would not fit in registers
             num_warps=_warps(block, 1 + ways),
         )  # fmt: skip
     return result

@@ -70,6 +70,8 @@ def add_and_score(
         up = max(16, triton.next_power_of_2(len(high)))
         long = dim >= 1024 and small and up <= 64
         few = across and tokens < 1 << 15  # then larger tiles leave cores idle
+        if few and add is not None and small and up <= 64:
+            tile, warps, stages = tile or 32, warps or 2, stages or 3
         tile = tile or (128 if up <= 64 and small and not long and not few else 64)
         depth = depth or min(64 if small else 32, max(16, triton.next_power_of_2(dim)))
         launch(
