@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
@@ -25,16 +25,20 @@ def shard_mixer(mixer: Mixer, **options: Any) -> Mixer:
 
     policy = MixedPrecisionPolicy(cast_forward_inputs=False)
     fully_shard(mixer, reshard_after_forward=False, mp_policy=policy, **options)
-    sharded = cast(FSDPModule, mixer)
+    sharded, modules = cast(FSDPModule, mixer), list(mixer.modules())
+
+    def own() -> Iterator[torch.Tensor]:
+        # Asked at every site, where `mixer.parameters()` would take longer than a kernel.
+        return (p for module in modules for p in module._parameters.values() if p is not None)
 
     def gathered(call: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(call)
         def gather_and_call(*args: Any, **kwargs: Any) -> Any:
-            trains = torch.is_grad_enabled() and any(p.requires_grad for p in mixer.parameters())
-            if trains and not inside_sharded_model(mixer):
+            if torch.is_grad_enabled() and not inside_sharded_model(mixer) and any(p.requires_grad for p in own()):
                 where = "the mixer is sharded and the model around it is not, so nothing would reduce its gradients"
                 raise ContractError(f"{call.__name__}: {where}; call fully_shard on the model, and run it as a whole")
-            sharded.unshard()
+            if any(hasattr(p, "to_local") for p in own()):  # or an earlier call of this pass has gathered them
+                sharded.unshard()
             return call(*args, **kwargs)
 
         return gather_and_call

@@ -69,7 +69,8 @@ class Parallel(Alone):
         self.everywhere = [p for name, p in named if layout.tp > 1 and name not in divided]
         self.replicated: DistributedDataParallel | None = None
         if not layout.sharded and layout.tp == 1:
-            self.replicated = DistributedDataParallel(self.model)
+            # Gradients stay in the buckets that they are summed in, where the optimizer finds them.
+            self.replicated = DistributedDataParallel(self.model, gradient_as_bucket_view=True)
 
     def __call__(self, *args: Any) -> Tensor:
         training = self.replicated is not None and torch.is_grad_enabled()
@@ -123,16 +124,20 @@ def shard(model: Any, mesh: Any, narrow: torch.dtype | None) -> None:
     Matrices are gathered in the narrow dtype, and their gradients summed in fp32. Norms and the embedding, which a model under
     autocast computes with in fp32 as well, are gathered as they are. Where all shards are here, what a forward has cast is kept for
     the backward, as autocast keeps it. A piece of a model may lack one end of it, or both.
+
+    Alone, a process sends nothing: no message is shorter for a narrow dtype, and none overlaps with another group's work. All but the
+    mixer is one group then, which autocast finds as it finds it in a plain model, and hooks run once a step.
     """
     again = mesh.size(mesh.ndim - 1) > 1
     wide = None if narrow is None else torch.float32
     policy = MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=wide, cast_forward_inputs=False)
     plain = MixedPrecisionPolicy(cast_forward_inputs=False)
-    for sublayer in model.repeated_parts()[0]:
-        fully_shard(sublayer, mesh=mesh, mp_policy=policy, reshard_after_forward=again)
-    ends = {name: rule for name, rule in (("head", policy), ("embedding", plain)) if hasattr(model, name)}
-    if len(ends) < 2 or not getattr(model.config, "tie_embeddings", False):
-        for name, rule in ends.items():
-            fully_shard(getattr(model, name), mesh=mesh, mp_policy=rule, reshard_after_forward=again)
+    if mesh.size() > 1:
+        for sublayer in model.repeated_parts()[0]:
+            fully_shard(sublayer, mesh=mesh, mp_policy=policy, reshard_after_forward=again)
+        ends = {name: rule for name, rule in (("head", policy), ("embedding", plain)) if hasattr(model, name)}
+        if len(ends) < 2 or not getattr(model.config, "tie_embeddings", False):
+            for name, rule in ends.items():
+                fully_shard(getattr(model, name), mesh=mesh, mp_policy=rule, reshard_after_forward=again)
     shard_mixer(model.mixer, mesh=mesh)
     fully_shard(model, mesh=mesh, mp_policy=plain)

@@ -85,7 +85,8 @@ class World:
         """The mean of some numbers [n] over all processes; asked: whether this one was asked to stop (see `stopping`)."""
         if not self.several:
             return numbers
-        sent = torch.cat([numbers, numbers.new_tensor([float(asked)])])  # one message for both
+        # One message for both. Filled where it is: a number sent to a GPU from here would wait for all that was launched before it.
+        sent = torch.cat([numbers, torch.full_like(numbers[:1], float(asked))])
         dist.all_reduce(sent)
         numbers, self._asked = (sent / self.size).split([len(numbers), 1])
         return numbers

@@ -22,6 +22,22 @@ def hidden_matrices(model: nn.Module) -> set[str]:
     return {f"{n}.weight" for n in linear}
 
 
+class AdamW(torch.optim.AdamW):
+    """torch's AdamW, given of divided parameters what is here: it works entry by entry, and to find that out takes torch's dispatch
+    longer than the update. Its state is divided as the parameters are, and saved so.
+    """
+
+    def _init_group(self, group: dict[str, Any], params: Any, grads: Any, *states: Any) -> bool:
+        """Fill lists with what an update takes, in the order of the parameters."""
+        is_complex = super()._init_group(group, params, grads, *states)
+        pairs = zip(params, grads, strict=True)
+        # A gradient that is divided in another way is left to torch.
+        if all(hasattr(p, "to_local") and p.placements == g.placements for p, g in pairs):
+            for tensors in (params, grads, *states):  # of which the counts of steps are never divided
+                tensors[:] = [t.to_local() if hasattr(t, "to_local") else t for t in tensors]
+        return is_complex
+
+
 class Muon(torch.optim.Muon):
     """torch's Muon, with its Newton-Schulz iteration in fp32 on a CPU: where bf16 is emulated that is a hundred times faster."""
 
@@ -83,7 +99,7 @@ def build_optimizers(
     rest, hidden = ({n: p for n, p in named.items() if (title(n) in matrices) == taken} for taken in (False, True))
     optimizers: dict[str, torch.optim.Optimizer] = {}
     if rest:
-        optimizers["adamw"] = torch.optim.AdamW(
+        optimizers["adamw"] = AdamW(
             _groups(rest, decay, config.weight_decay, config.lr, own),
             lr=config.lr,
             betas=(config.beta1, config.beta2),

@@ -42,6 +42,24 @@ def test_a_world_of_one_trains_as_without(tmp_path: Path, mixer: str, layout: di
         assert losses(again, range(2, 4)) == pytest.approx(found[2:], rel=1e-3)
 
 
+@pytest.mark.parametrize("layout", [{"dp": 1}, {"shard": 1}], ids=str)
+def test_launching_a_step_waits_for_nothing(layout: dict[str, int]) -> None:
+    """A host that waits in the middle of a step leaves the GPU idle while it launches the rest."""
+    from depthmix.parallel.layout import Layout
+    from depthmix.parallel.world import join
+
+    config, data = training("attnres", layout)
+    with join(Layout.of(layout), DEVICE, given=True) as world:
+        trainer = loop.Trainer(config, data, world.device, world)
+        losses(trainer, range(12))  # DDP takes the times of its first ten passes
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            numbers = trainer.launch(12)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert numbers.isfinite().all()
+
+
 @pytest.mark.parametrize("layout", [{"dp": 2}, {"shard": 2}], ids=str)
 def test_two_processes_share_a_gpu_where_nccl_allows_it(tmp_path: Path, layout: dict[str, int]) -> None:
     """NCCL may refuse a second rank on a device: then its own words are the reason to skip. Anything else is a failure."""

@@ -7,16 +7,19 @@ from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from depthmix import Decoder, DecoderConfig
 from depthmix.parallel.apply import Parallel
-from depthmix.parallel.gradients import local, whole
+from depthmix.parallel.gradients import clip, local, norm, whole
 from depthmix.parallel.layout import Layout
 from depthmix.parallel.weights import fill, part_of
 from depthmix.parallel.world import World, _mesh
 from depthmix.train.evaluate import ALL
+from depthmix.train.optim import AdamW
 from project import ROOT
 
 CPU = torch.device("cpu")
@@ -111,6 +114,31 @@ def same_step(world, mixer, options, changes):
         assert (p.grad is None) == (q.grad is None), (what, name)
         if q.grad is not None:
             close(local(p.grad), part_of(q.grad, p.grad), (*what, name), scale=0.5)
+
+
+def divided_gradients():
+    """Their norm, and AdamW's steps with them, are those of tensors in one piece, however they are divided."""
+    mesh = world(shard=2).mesh["shard"]
+    value = torch.arange(15.0).reshape(5, 3) - 4  # rows that two do not share evenly
+    term, size = value * (1 + dist.get_rank()) / 3, value.norm()  # one of two terms
+    gradients = [distribute_tensor(value, mesh, [Shard(0)]), distribute_tensor(value, mesh, [Replicate()])]
+    gradients += [DTensor.from_local(term, mesh, [Partial()]), value.clone()]
+    for gradient in gradients:
+        of_one, parameter = nn.Parameter(value.clone()), nn.Parameter(distribute_tensor(value, mesh, [Shard(0)]))
+        if not isinstance(gradient, DTensor):
+            parameter = nn.Parameter(value.clone())
+        of_one.grad, parameter.grad = value.clone(), gradient.clone()
+        close(norm([parameter]), size, (gradient, "norm"))
+        optimizers = [AdamW([p], lr=0.1) for p in (of_one, parameter)]
+        for optimizer in (*optimizers, *optimizers):
+            optimizer.step()
+        close(local(parameter), part_of(of_one.detach(), parameter), (gradient, "after two steps"))
+        assert type(optimizers[1].state[parameter]["exp_avg"]) is type(parameter.data), (gradient, "state")
+    together = [nn.Parameter(g.detach().clone()) for g in gradients]
+    for p, g in zip(together, gradients, strict=True):
+        p.grad = g
+    close(clip(together, 1.0), 2 * size, "the norm of all")
+    close(norm(together), torch.ones(()), "the norm after clipping")
 
 
 class Messages(TorchDispatchMode):

@@ -36,6 +36,10 @@ def test_other_layouts_with_four(workers, sizes, case):
     workers.run(4, "parallel.jobs:same_training", sizes, [case], torch.float64)
 
 
+def test_gradients_however_they_are_divided(workers):
+    workers.run(2, "parallel.jobs:divided_gradients")
+
+
 def test_the_example_in_torchtitans_style(workers):
     """Two parts of every sublayer, each sharded over two."""
     name, given = "torchtitan_style.py", {"mixer": "dca", "steps": 3}

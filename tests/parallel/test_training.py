@@ -56,7 +56,7 @@ def test_the_curve_of_one_process(workers, one, tmp_path):
 
 @pytest.mark.parametrize("sizes", [{"shard": 2}, {"shard": 1, "cp": 2}, {"shard": 1}], ids=str)
 def test_in_bf16(workers, tmp_path, sizes):
-    """Matrices are gathered in bf16, and everything else is as under autocast in one process: near it, and as far from fp32.
+    """Matrices of others are gathered in bf16, and everything else is as under autocast in one process: near it, and as far from fp32.
 
     What was gathered to evaluate, before the last checkpoint, is not what is saved.
     """
