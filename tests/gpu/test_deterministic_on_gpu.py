@@ -58,7 +58,7 @@ EVERY = [
 ]
 
 
-@pytest.mark.parametrize("dim", [512, 1024])
+@pytest.mark.parametrize("dim", [512, 1024, 2048])
 @pytest.mark.parametrize(("mixer", "options"), EVERY, ids=str)
 def test_a_pass_repeated_is_the_same(mixer: str, options: dict, dim: int) -> None:
     """At the size of a real step, with parameters away from where they begin: a kernel that races with itself shows here."""
