@@ -2,9 +2,12 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v p
 BIN := .venv/bin
 STAMP := .venv/.installed
 TRAIN := .venv/.installed-train
+LINT := .venv/.installed-lint
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt --editable
-# On all cores, where pip takes one, and without what is not imported: packages' tests, most architectures of transformers, plotly's Python.
-COMPILE = @$(BIN)/python -m compileall -qq -j 0 -x '/(transformers/models|plotly|pip|setuptools|mypy|tests?)/' .venv/lib || true
+# On all cores, where pip takes one, and of depthmix too, which processes of tests would compile again and again;
+# without what is not imported: packages' tests, most architectures of transformers, plotly's Python, and some large parts of others.
+UNUSED = transformers/models|plotly|pip|setuptools|mypy|mypyc|tests?|torch/testing/_internal|torchgen|sympy/physics|pygments/lexers|fontTools|pydantic|tensorboard|async_api
+COMPILE = @$(BIN)/python -m compileall -qq -j 0 -x '/($(UNUSED))/' .venv/lib depthmix || true
 
 .PHONY: setup demo test test-harness test-gpu bench lint format new-mixer wheel clean
 
@@ -43,12 +46,16 @@ test-gpu:
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks all $(BENCH_ARGS)
 
-lint: $(STAMP)
+$(LINT): $(STAMP)
+	$(INSTALL) ".[dev,lint]"
+	@touch $(LINT)
+
+lint: $(LINT)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-format: $(STAMP)
+format: $(LINT)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 

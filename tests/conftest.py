@@ -44,16 +44,8 @@ class Meter:
 
 
 METER = Meter()
-
-import torch  # noqa: E402 (not measured)
-from torch.utils import _device  # noqa: E402
-
 HERE = Path(__file__).parent
 COVERED = pytest.StashKey[bool]()
-
-if not torch.cuda.is_available():
-    # Kernels run in Triton's interpreter. Triton asks once, when it is first imported.
-    os.environ["TRITON_INTERPRET"] = "1"
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell gives programs in the background no interruptions; tests send some, to programs of their own too.
@@ -62,12 +54,29 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # Inductor has one small file to compile at a time: processes to do that in take longer to start.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
-if "PYTEST_XDIST_WORKER" in os.environ:
-    # As many workers as cores: with more threads than that they wait for each other and are several times slower.
-    torch.set_num_threads(1)
+
+def runs_tests(config) -> bool:
+    """With -n a process that only hands them out does not: it needs no torch, and the workers start seconds earlier."""
+    return hasattr(config, "workerinput") or not getattr(config.option, "numprocesses", None)
+
+
+def pytest_configure(config):
+    if not runs_tests(config):
+        return
+    METER.pause()
+    import torch  # not measured
+
+    if not torch.cuda.is_available():
+        # Kernels run in Triton's interpreter. Triton asks once, when it is first imported.
+        os.environ["TRITON_INTERPRET"] = "1"
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        # As many workers as cores: with more threads than that they wait for each other and are several times slower.
+        torch.set_num_threads(1)
 
 
 def _poisoned(make):
+    import torch
+
     def fresh(*args, **kwargs):
         t = make(*args, **kwargs)
         if t.is_floating_point() and t.device.type != "meta":
@@ -80,6 +89,9 @@ def _poisoned(make):
 
 @pytest.fixture(autouse=True, scope="session")
 def _poison_fresh_memory():
+    import torch
+    from torch.utils import _device
+
     _device._device_constructors()  # cached by identity: without it `with torch.device(...)` misses the patched ones
     with pytest.MonkeyPatch.context() as patch:
         for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
@@ -101,7 +113,7 @@ def pytest_unconfigure():
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection(session):
     METER.pause()
-    if hasattr(session.config, "workerinput") or not getattr(session.config.option, "numprocesses", None):
+    if runs_tests(session.config):
         with METER.on(), suppress(ImportError):  # where it is measured, and not first by a test that is not
             for name in ("mixers", "ops"):
                 for module in pkgutil.walk_packages([HERE.parent / "depthmix" / name], f"depthmix.{name}."):
@@ -133,6 +145,8 @@ def pytest_runtest_protocol(item, nextitem):
 
 @pytest.fixture(autouse=True)
 def _seed():
+    import torch
+
     if torch.cuda.is_available():
         torch.manual_seed(0)
     else:  # which would note for three kinds of GPU, with a trace each, what they are to be seeded with if they ever come

@@ -32,17 +32,28 @@ def python(code, *argv, env=None, cwd=ROOT):
         out, err = Path(folder, "out"), Path(folder, "err")
         request = {"code": code, "argv": ["-c", *map(str, argv)], "env": {**(os.environ if env is None else env)}}
         request |= {"cwd": str(cwd), "out": str(out), "err": str(err)}
-        print(json.dumps(request), file=_server().stdin, flush=True)
-        status = json.loads(_server().stdout.readline())
+        status = _ask(request, wait=True)
         return subprocess.CompletedProcess(argv, status, out.read_text(), err.read_text())
+
+
+def start(code, *argv, env):
+    """The same without waiting for its end, and with this process's output: the number of the process."""
+    request = {"code": code, "argv": ["-c", *map(str, argv)], "env": env, "cwd": str(ROOT), "out": None, "err": None}
+    return _ask(request, wait=False)
+
+
+def _ask(request, wait):
+    print(json.dumps([wait, request]), file=_server().stdin, flush=True)
+    return json.loads(_server().stdout.readline())
 
 
 def _run(code, argv, env, cwd, out, err):
     """In the child: never comes back."""
     status = 1
     try:
-        for path, stream in ((out, 1), (err, 2)):
-            os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), stream)
+        for path, stream in ((out or "/dev/null", 1), (err, 2)):  # the server's own output is its answers
+            if path:
+                os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), stream)
         os.environ.clear()
         os.environ.update(env)
         os.chdir(cwd)
@@ -65,7 +76,8 @@ if __name__ == "__main__":
 
     torch.set_num_threads(1)  # no threads that a fork would lose
     for line in sys.stdin:
+        wait, request = json.loads(line)
         child = os.fork()
         if child == 0:
-            _run(**json.loads(line))
-        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+            _run(**request)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) if wait else child, flush=True)

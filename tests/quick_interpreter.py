@@ -5,10 +5,44 @@ import functools
 
 def quicken(interpreter, patch):
     """Until the patch is undone."""
+    quicken_builtins(interpreter, patch)
+    quicken_handles(interpreter, patch)
     quicken_calls(interpreter, patch)
     quicken_dtypes(interpreter, patch)
     quicken_types(interpreter.tl, patch)
     quicken_broadcasts(interpreter, patch)
+    quicken_operands(interpreter, patch)
+    quicken_overflows(interpreter, patch)
+    quicken_comparisons(interpreter.tl, patch)
+
+
+def quicken_builtins(interpreter, patch):
+    """Every function of the language is called through two others, which copy its arguments and check that one is there."""
+    core, semantic = interpreter.tl.core, interpreter.interpreter_semantic
+    checks = core.builtin(lambda _semantic: None).__code__
+
+    def patch_attr(obj, name, member, builder, *scope):
+        member = member.__wrapped__ if getattr(member, "__code__", None) is checks else member
+
+        def call(*args, **kwargs):
+            kwargs["_semantic"] = semantic
+            return member(*args, **kwargs)
+
+        (scope[0].set_attr if scope else setattr)(obj, name, call)
+
+    patch.setattr(interpreter, "_patch_attr", patch_attr)
+
+
+def quicken_handles(interpreter, patch):
+    """What holds an array is a dataclass, which calls two functions to see that the array is not too wide."""
+    handle, scalar = interpreter.TensorHandle, type(interpreter.tl.float32)
+
+    def init(self, data, dtype, attr=None):
+        self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
+        if type(dtype) is scalar and 8 * data.itemsize > dtype.primitive_bitwidth:
+            self.__post_init__()
+
+    patch.setattr(handle, "__init__", init)
 
 
 def quicken_calls(interpreter, patch):
@@ -85,3 +119,41 @@ def quicken_broadcasts(interpreter, patch):
         return slow(self, lhs, rhs)
 
     patch.setattr(semantic, "broadcast_impl_value", broadcast)
+
+
+def quicken_operands(interpreter, patch):
+    """Operands of one dtype go through all rules of promotion, and casts that change nothing."""
+    tl, semantic = interpreter.tl, type(interpreter.interpreter_semantic)
+    slow, same = semantic.binary_op_type_checking_impl, {tl.float32, tl.int1, tl.int32, tl.int64}
+
+    def check(self, lhs, rhs, *args, **kwargs):
+        if type(lhs) is type(rhs) is tl.tensor and lhs.dtype is rhs.dtype and lhs.dtype in same:
+            return self.broadcast_impl_value(lhs, rhs)
+        return slow(self, lhs, rhs, *args, **kwargs)
+
+    patch.setattr(semantic, "binary_op_type_checking_impl", check)
+
+
+def quicken_overflows(interpreter, patch):
+    """Whether a sum, difference or product is within int32 is computed by ten operations, and looked at by nobody who does not debug."""
+    semantic = type(interpreter.interpreter_semantic)
+    slow = semantic.binary_op_sanitize_overflow_impl
+
+    def sanitize(self, lhs, rhs, binary_op):
+        if self.builder.options.debug:
+            slow(self, lhs, rhs, binary_op)
+
+    patch.setattr(semantic, "binary_op_sanitize_overflow_impl", sanitize)
+
+
+def quicken_comparisons(tl, patch):
+    """A dtype is mostly compared with itself, and what may be a constant mostly is a tensor or a number."""
+    equal, unwrap, constexpr = tl.dtype.__eq__, tl.core._unwrap_if_constexpr, tl.constexpr
+    plain = {tl.tensor, int, float, bool, str, type(None)}
+
+    def unwrap_quickly(o):
+        kind = type(o)
+        return o if kind in plain else o.value if kind is constexpr else unwrap(o)
+
+    patch.setattr(tl.dtype, "__eq__", lambda self, other: self is other or equal(self, other))
+    patch.setattr(tl.core, "_unwrap_if_constexpr", unwrap_quickly)

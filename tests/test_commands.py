@@ -45,7 +45,7 @@ def small(command):
     if argv[0] == "report":
         argv += shlex.split("--tokens 100 --causal-tokens 64")
     if argv[0] == "compare":  # more seeds: tests/study
-        argv += ["--seeds", "0"]
+        argv += ["--seeds", "0", "--sample-tokens", "8"]
     if "--budget" in argv:  # the recipe's own arms run once
         argv += ["--arms", "residual", "attnres"]
     return argv
@@ -108,11 +108,9 @@ def test_the_page_of_the_gallery_is_made_from_what_was_kept(place, capsys, monke
 
 
 FIGURES = ("compare.draw_figures", "report.draw_figures", "report.draw_insides", "sheet.draw_study")
-DRAWN = (
-    DEMO,
-    "depthmix study tiny",
-    "depthmix report runs/demo --out runs/demo-inside.html",
-)  # each kind of figures once
+INSIDE = ("compare._look_inside",)
+# Each kind of figures once; those of a comparison are the first of the report's.
+DRAWN = ("depthmix study tiny", "depthmix report runs/demo --out runs/demo-inside.html")
 
 
 def test_every_command_of_the_pages_runs(place, capsys):
@@ -122,7 +120,7 @@ def test_every_command_of_the_pages_runs(place, capsys):
         if "data/my-corpus" in command:
             shutil.copytree("data/sotu", "data/my-corpus")
         with pytest.MonkeyPatch.context() as patch:
-            for name in () if command in DRAWN else FIGURES:
+            for name in (*(() if command in DRAWN else FIGURES), *(() if command == DEMO else INSIDE)):
                 module, function = name.split(".")
                 patch.setattr(sys.modules[f"depthmix.study.{module}"], function, lambda *_: [])
             assert main(small(command)) == 0, f"{command}: {capsys.readouterr().err}"

@@ -4,13 +4,12 @@ import json
 import os
 import pickle
 import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
 
 import depthmix
+import forking
 from hf.test_retrofit import make
 from hf.tiny import causal_lm
 from train import small
@@ -54,8 +53,7 @@ def test_a_process_without_depthmix_finds_the_model_in_a_run_a_saved_and_a_retro
     }
     folders = [str(tmp_path / name) for name in wanted]
     environment = {**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-c", LOADED, json.dumps(folders)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    done = forking.python(LOADED, json.dumps(folders), env=environment)
     assert done.returncode == 0, done.stderr
     for folder, (name, base, logits, known, llamas) in json.loads(done.stdout.splitlines()[-1]).items():
         kind = os.path.basename(folder)

@@ -41,7 +41,8 @@ def test_the_page_on_retrofit(tmp_path, monkeypatch, capsys):
     shutil.copytree(small.run().path, tmp_path / "runs" / "plain")
     shutil.copytree(small.data(), tmp_path / "data" / "mine")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(importlib.import_module("depthmix.study.compare"), "draw_figures", lambda *_: [])  # slow
+    for slow in ("draw_figures", "_look_inside"):
+        monkeypatch.setattr(importlib.import_module("depthmix.study.compare"), slow, lambda *_: [])
     place: dict = {}
     for block in code_blocks(RETROFIT):
         exec(block, place)

@@ -1,12 +1,17 @@
 """The tensor-parallel plan, on two processes: logits, gradients and generated tokens of the model in one piece."""
 
-import multiprocessing
 import os
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 
 import torch
 from torch import distributed
 
+import forking
 from hf.tiny import causal_lm, tokens
+from project import ROOT
+
+LIMIT = timedelta(seconds=60)  # until the other is taken to be gone
 
 
 def load_sharded(folder):
@@ -26,7 +31,7 @@ def checks(rank, folder, store):
     torch.set_num_threads(1)
     before = dict(os.environ)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
-    distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=LIMIT)
     try:
         plain, sharded, ids = DepthmixForCausalLM.from_pretrained(folder), load_sharded(folder), tokens()
         weight = sharded.model.sublayers[0].q_proj.weight
@@ -51,11 +56,9 @@ def test_with_two_processes(tmp_path):
     """This one and another."""
     causal_lm("attnres", {"qk_norm": True, "vocab_size": 14}).save_pretrained(tmp_path / "model")
     given = (tmp_path / "model", tmp_path / "store")
-    other = multiprocessing.get_context("spawn").Process(target=checks, args=(1, *given))
-    other.start()
-    try:
+    code = "import sys; from hf.test_tensor_parallel import checks; checks(1, *sys.argv[1:])"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), str(ROOT)])}
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(forking.python, code, *given, env=environment)
         checks(0, *given)
-        other.join(120)
-        assert other.exitcode == 0
-    finally:
-        other.kill()
+        assert other.result().returncode == 0, other.result().stderr

@@ -5,6 +5,7 @@ import torch
 
 from depthmix.mixers import mixer_class
 from harness import (
+    BY_THREES,
     CASES,
     DIM,
     LAYOUTS,
@@ -49,9 +50,9 @@ def test_defaults_are_the_documented_ones(name):
     assert defaults == documented
 
 
-# All combinations where every window and block size matters; in four blocks of one, two and three sites those that every pair of
-# values needs; and the defaults at another depth and with other sites.
-DEPTHS = [(*case, 5) for case in CASES]
+# The combinations that every three values need where every window and block size matters; in four blocks of one, two and three
+# sites those that every pair of values needs; and the defaults at another depth and with other sites.
+DEPTHS = [(*case, 5) for case in BY_THREES]
 DEPTHS += [(*case, "uneven") for case in PAIRWISE]
 DEPTHS += [(name, {}, depth) for depth in (3, "parallel", "cross") for name in MIXERS]
 DEPTH_IDS = [f"{label(name, choice)}-{depth}" for name, choice, depth in DEPTHS]

@@ -7,10 +7,10 @@ from . import DEFAULTS, MODULES
 OPTIONS = {name: module.OPTIONS for name, module in MODULES.items()}
 
 
-def pairwise(name, choices):
-    """Few of the combinations, among which every two options still have every two values that meet in any of them."""
+def pairwise(name, choices, n=2):
+    """Few of the combinations, among which every two (or n) options still have every two values that meet in any of them."""
     values = [sorted((DEFAULTS.get(name, {}) | choice).items()) for choice in choices]
-    met = [{*v, *combinations(v, 2)} for v in values]
+    met = [{meeting for size in range(1, n + 1) for meeting in combinations(v, size)} for v in values]
     left, kept = set().union(*met), set()
     while left or not kept:
         best = max(range(len(met)), key=lambda i: len(met[i] & left))

@@ -48,10 +48,11 @@ def trace(name, options, p, seed=1):
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_pairwise_leaves_out_combinations_but_no_pair(name):
-    def pairs(choices):
-        return {pair for c in choices for pair in product((DEFAULTS[name] | c).items(), repeat=2)}
+    def met(choices, n):
+        return {meeting for c in choices for meeting in product((DEFAULTS[name] | c).items(), repeat=n)}
 
-    assert pairs(pairwise(name, OPTIONS[name])) == pairs(OPTIONS[name])
+    for n in (2, 3):
+        assert met(pairwise(name, OPTIONS[name], n), n) == met(OPTIONS[name], n)
     assert name != "attnres" or len(pairwise(name, OPTIONS[name])) < len(OPTIONS[name]) / 3
 
 
@@ -114,7 +115,7 @@ def test_plain_at_step_0(name, options):
             torch.testing.assert_close(rms(r, 0.0), rms(want, 0.0), rtol=tol, atol=tol)
 
 
-@cases("residual", "highway", "attnres")
+@cases("residual", "highway", "attnres", pairs=True)
 def test_rows_that_sum_to_one(name, options):
     """highway; attnres with a softmax over single sources; residual is all ones."""
     t, _ = trace(name, options, random_parameters(name, options, DIM, BLOCKS))

@@ -7,22 +7,27 @@ import gc
 import importlib
 import multiprocessing
 import os
+import signal
 import sys
 import tempfile
 import traceback
 from datetime import timedelta
+from multiprocessing.connection import Client, Listener
 from pathlib import Path
+
+import forking
 
 HERE = Path(__file__).parent
 LIMIT = 120  # seconds until a job is taken to hang
 
 
-def drive(channel):
+def drive(address):
     """Do jobs until there are no more: (number of processes, module:function, arguments) in, a list of outcomes out.
 
     With no processes the driver does the job itself, which may fork some of its own.
     """
     sys.path[:0] = [str(HERE.parent.parent), str(HERE.parent)]
+    channel = Client(address)
     import torch
 
     torch.set_num_threads(1)
@@ -99,14 +104,11 @@ class Workers:
     """The driver, from where the tests are."""
 
     def __init__(self):
-        context = multiprocessing.get_context("spawn")
-        before = dict(os.environ)
-        os.environ |= {"OMP_NUM_THREADS": "1"}
-        self.channel, theirs = context.Pipe()
-        self.process = context.Process(target=drive, args=(theirs,))
-        self.process.start()
-        os.environ.clear()
-        os.environ |= before
+        code = "import sys; from parallel.workers import drive; drive(sys.argv[1])"
+        with tempfile.TemporaryDirectory() as folder, Listener(f"{folder}/socket") as listener:
+            environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parent)}
+            self.process = forking.start(code, listener.address, env=environment)
+            self.channel = listener.accept()
 
     def run(self, size, name, *args):
         """What each of `size` processes returns of a job; an AssertionError with what they said if one did not."""
@@ -119,5 +121,6 @@ class Workers:
 
     def close(self):
         self.channel.send(None)
-        self.process.join(10)
-        self.process.kill()
+        if not self.channel.poll(10):  # it ends by closing its end
+            os.kill(self.process, signal.SIGKILL)
+        self.channel.close()

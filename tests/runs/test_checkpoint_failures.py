@@ -20,6 +20,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import forking
 from depthmix import Decoder, DecoderConfig
 from depthmix.errors import DISK
 from depthmix.runs.checkpoint import latest_checkpoint, list_checkpoints, load_checkpoint, save_checkpoint
@@ -252,9 +253,9 @@ def described_everywhere(base):
 
 
 def test_a_kill_at_any_instant(tmp_path):
-    command = [sys.executable, __file__, str(tmp_path)]  # a process of one thread, which can fork without danger
+    code = f"import runpy; runpy.run_path({__file__!r}, run_name='__main__')"
     here = {**os.environ, "PYTHONPATH": os.pathsep.join(str(p) for p in Path(__file__).parents[1:3])}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=here)
+    done = forking.python(code, tmp_path, env=here)  # a process of one thread, which can fork without danger
     assert done.returncode == 0, done.stdout + done.stderr
 
 

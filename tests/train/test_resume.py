@@ -1,21 +1,23 @@
 """Nothing lost: runs that are killed, or stopped by a signal, end as if nothing had happened, bit for bit.
 
-Run as a script, this file is the driver: it imports torch once and forks trainings that it kills at random instants, or
-sends signals to. Every other process a test needs would take two seconds to start.
+Run as a script, this file is the driver: it forks trainings that it kills at random instants, or sends signals to. Every other
+process a test needs would take seconds to start.
 """
 
 import json
 import os
 import random
 import signal
-import subprocess
 import sys
+import tempfile
 import time
 import traceback
+from multiprocessing.connection import Client, Listener
 from pathlib import Path
 
 import pytest
 
+import forking
 from depthmix.cli import main
 from depthmix.errors import CHECKPOINT, UserError
 from depthmix.runs.checkpoint import list_checkpoints, load_checkpoint
@@ -137,14 +139,15 @@ if __name__ == "__main__":
     import yaml  # noqa: F401 (what every training imports on its way, once for all of them)
 
     assert torch.get_num_threads() == 1  # by small: no OpenMP threads that a fork would lose
-    for line in sys.stdin:
-        what, arguments = json.loads(line)
+    channel = Client(sys.argv[1])
+    while (asked := channel.recv()) is not None:
+        what, arguments = asked
         signal.alarm(LIMIT)
         try:
             answer = {"drive": drive, "send_signals": send_signals}[what](**arguments)
         except Exception:
             answer = traceback.format_exc()
-        print(json.dumps(answer), flush=True)
+        channel.send(answer)
 
 
 # The tests.
@@ -154,17 +157,19 @@ if __name__ == "__main__":
 def ask():
     """A function that asks the driver; all tests of a worker share one."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), str(ROOT)])}
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen([sys.executable, __file__], env=environment, **pipes) as driver:
+    with tempfile.TemporaryDirectory() as folder, Listener(f"{folder}/socket") as listener:
+        code = f"import runpy; runpy.run_path({__file__!r}, run_name='__main__')"
+        forking.start(code, listener.address, env=environment)
+        with listener.accept() as driver:
 
-        def request(what, **arguments):
-            print(json.dumps([what, arguments]), file=driver.stdin, flush=True)
-            answer = json.loads(driver.stdout.readline())
-            assert isinstance(answer, dict), answer
-            return answer
+            def request(what, **arguments):
+                driver.send([what, arguments])
+                answer = driver.recv()
+                assert isinstance(answer, dict), answer
+                return answer
 
-        yield request
-        driver.stdin.close()
+            yield request
+            driver.send(None)
 
 
 def test_a_dozen_kills(tmp_path, ask):
