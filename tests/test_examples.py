@@ -27,16 +27,14 @@ def test_it_learns_as_it_is(path, capsys):
     assert "loss" in capsys.readouterr().out
 
 
-OTHERS = [
-    ("mhc", {}),
-    ("dca", {}),
-    ("mudd", {}),
-    ("attnres", {"ways": 3}),
-]  # streams; blocks, three ways; any site, three
+ONE, THREE = (
+    [("mhc", {}), ("hyper", {})],
+    [("dca", {}), ("mudd", {}), ("attnres", {"ways": 3})],
+)  # inputs of an attention
+OTHERS = [(path, *kinds[i % len(kinds)]) for i, path in enumerate(EXAMPLES) for kinds in (ONE, THREE)]
 
 
-@pytest.mark.parametrize(("mixer", "options"), OTHERS, ids=str)
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.stem)
+@pytest.mark.parametrize(("path", "mixer", "options"), OTHERS, ids=lambda x: getattr(x, "stem", str(x)))
 def test_it_takes_other_mixers(path, mixer, options):
     losses = load(path).main(mixer, steps=2, **options)
     assert torch.isfinite(torch.tensor(losses)).all()
