@@ -118,7 +118,7 @@ class SlotReads(Mixer):
             return False
         if state.ahead is None or state.ahead[0] != first:
             rows = slice(first, last + 1)
-            state.ahead = (first, *look_back(state.slots, 1, first, self.query[rows], self.key_gain[rows], self.eps))
+            state.ahead = (first, *look_back(state.slots, first, self.query[rows], self.key_gain[rows], self.eps))
         return True
 
     def _slot_rows(self, name: str, site: int) -> list[Tensor]:

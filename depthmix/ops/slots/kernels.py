@@ -110,9 +110,9 @@ def _attend_kernel(
     tl.store(out + (way * N + t) * D + d, acc.to(out.dtype.element_ty), mask=ok)
 
 
-@triton.jit(do_not_specialize=["N", "stride", "n"])
+@triton.jit(do_not_specialize=["N", "n"])
 def _look_back_kernel(
-    slots, query, key_gain, bank, lse, N: tl.int64, stride: tl.int32, n: tl.int32, eps,
+    slots, query, key_gain, bank, lse, N: tl.int64, n: tl.int32, eps,
     D: tl.constexpr, BD: tl.constexpr, NS: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0).to(tl.int64)
@@ -124,7 +124,7 @@ def _look_back_kernel(
     i = tl.arange(0, NS)
     for start in range(0, n, NS):
         j = start + i
-        x = _rows(slots, j * stride, t, N, d, (j < n)[:, None] & ok[None, :], D, ALIGNED).to(tl.float32)
+        x = _rows(slots, j, t, N, d, (j < n)[:, None] & ok[None, :], D, ALIGNED).to(tl.float32)
         m, z, acc = _attend(x, j < n, u, m, z, acc, eps, D)
     tl.store(bank + (row * N + t) * D + d, acc / z, mask=ok)
     tl.store(lse + row * N + t, m + tl.log(z))
@@ -274,7 +274,7 @@ def attend(
     return out
 
 
-def look_back(slots: Tensor, stride: int, n: int, query: Tensor, key_gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def look_back(slots: Tensor, n: int, query: Tensor, key_gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """For each of R queries [R, D] the mixture of sources 0 … n-1, [R, N, D] fp32, and their log-sum-exp, [R, N]."""
     dim = slots.shape[-1]
     tokens = slots[0].numel() // dim
@@ -285,7 +285,7 @@ def look_back(slots: Tensor, stride: int, n: int, query: Tensor, key_gain: Tenso
         rows = min(triton.next_power_of_2(max(1, n)), rows_at_once(dim))
         launch(
             _look_back_kernel, (tokens, len(query)), slots,
-            slots, query, key_gain, bank, lse, tokens, stride, n, eps,
+            slots, query, key_gain, bank, lse, tokens, n, eps,
             D=dim, BD=block, NS=rows, ALIGNED=aligned(dim, [slots]), num_warps=_warps(block),
         )  # fmt: skip
     return bank, lse

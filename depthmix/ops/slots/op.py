@@ -19,9 +19,7 @@ _library.define(
     "slots_attend(Tensor(a!) slots, Tensor y, int before, int slot, int stride, int head, int skip, int n, Tensor[] query,"
     " Tensor[] key_gain, Tensor[] gain, float eps, float out_eps, Tensor? bank, Tensor? bank_lse) -> Tensor"
 )
-_library.define(
-    "slots_look_back(Tensor slots, int stride, int n, Tensor query, Tensor key_gain, float eps) -> (Tensor, Tensor)"
-)
+_library.define("slots_look_back(Tensor slots, int n, Tensor query, Tensor key_gain, float eps) -> (Tensor, Tensor)")
 _library.define(
     "slots_add_up(Tensor(a!) slots, Tensor y, Tensor? before, int slot, int ways, Tensor? static, Tensor? w, int relu,"
     " Tensor[] gain, float out_eps, int raw) -> (Tensor, Tensor)"
@@ -58,17 +56,13 @@ def _attend_fake(
     return slots.new_empty(len(query), *y.shape)
 
 
-def _look_back(
-    slots: Tensor, stride: int, n: int, query: Tensor, key_gain: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
+def _look_back(slots: Tensor, n: int, query: Tensor, key_gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     from depthmix.ops.slots import kernels
 
-    return kernels.look_back(slots, stride, n, query.contiguous(), key_gain.contiguous(), eps)
+    return kernels.look_back(slots, n, query.contiguous(), key_gain.contiguous(), eps)
 
 
-def _look_back_fake(
-    slots: Tensor, stride: int, n: int, query: Tensor, key_gain: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
+def _look_back_fake(slots: Tensor, n: int, query: Tensor, key_gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     dim = slots.shape[-1]
     tokens, kind = slots[0].numel() // dim, torch.float32
     return slots.new_empty(len(query), tokens, dim, dtype=kind), slots.new_empty(len(query), tokens, dtype=kind)
@@ -212,9 +206,9 @@ def passes_on(x: Tensor, rows: int) -> bool:
     return rows // 2 * x.numel() * 8 <= PASS_BYTES
 
 
-def look_back(slots: Tensor, stride: int, n: int, query: Tensor, key_gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def look_back(slots: Tensor, n: int, query: Tensor, key_gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """kernels.look_back."""
-    found: tuple[Tensor, Tensor] = torch.ops.depthmix.slots_look_back(slots, stride, n, query, key_gain, eps)
+    found: tuple[Tensor, Tensor] = torch.ops.depthmix.slots_look_back(slots, n, query, key_gain, eps)
     return found
 
 

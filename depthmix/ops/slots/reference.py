@@ -89,9 +89,9 @@ def pass_on(
     return torch.stack(outs)
 
 
-def look_back(slots: Tensor, stride: int, n: int, query: Tensor, key_gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def look_back(slots: Tensor, n: int, query: Tensor, key_gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """As in kernels.py."""
-    v = slots[[i * stride for i in range(n)]].flatten(1, -2).float()  # [n, N, D]
+    v = slots[:n].flatten(1, -2).float()  # [n, N, D]
     s = torch.stack([_logits(v, u, eps) for u in query * key_gain])  # [R, n, N]
     return torch.einsum("rnt,ntd->rtd", torch.softmax(s, 1), v), torch.logsumexp(s, 1)
 
