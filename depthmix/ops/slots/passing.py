@@ -90,6 +90,11 @@ def _pass_on_kernel(
         tl.store(stats + rows * N + at, z)
 
 
+def _warps_of(block: int, others: int) -> int:
+    """Many for a read alone, which everything waits for; few where programs for readers to come keep the GPU busy."""
+    return min(16, max(1, block // 512)) if others else min(8, max(1, block // 128))
+
+
 def pass_on(
     slots: Tensor,
     acc: Tensor,
@@ -133,6 +138,6 @@ def pass_on(
             tokens, slot, max(1, stride), begin, ahead, own_at, own_begin, len(query), len(acc), eps, out_eps,
             D=dim, BD=block, NS=min(triton.next_power_of_2(slot // stride), rows_at_once(dim)) if anew else 1, WAYS=ways,
             OWN=own_query is not None, FIRST=slot == 0, ANEW=anew, BEFORE=before is not None, NORM=len(gain) > 0,
-            ALIGNED=aligned(dim, [slots]), num_warps=_warps(block) if anew else min(16, max(1, block // 512)), **early(y),
+            ALIGNED=aligned(dim, [slots]), num_warps=_warps(block) if anew else _warps_of(block, ahead + others), **early(y),
         )  # fmt: skip
     return out
