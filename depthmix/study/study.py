@@ -192,19 +192,20 @@ class Worker:
         run_in_lanes(place, self._take, self._keep, lambda: signal.requested)
 
     def _take(self) -> tuple[Piece, float] | None:
-        """The next run, if there is time for it, and the seconds that an evaluation has taken at most."""
-        while self.queue and self.queue[0].arm.label in self.failed:
-            self.queue.pop(0)
-        if not self.queue:
-            return None
-        piece = self.queue.pop(0)
-        takes = predicted(piece, self.records.runs, self.environment["device_name"], self.config.lanes)
-        if not self.deadline.fits(takes):
-            self.say(f"No time for {piece.title}{f', which takes about {takes:.0f} s' if takes else ''}.")
+        """The next run that there is time for, and the seconds that an evaluation has taken at most."""
+        self.queue = [piece for piece in self.queue if piece.arm.label not in self.failed]
+        name = self.environment["device_name"]
+        times = [predicted(piece, self.records.runs, name, self.config.lanes) for piece in self.queue]
+        for piece, seconds in zip(self.queue, times, strict=True):
+            if self.deadline.fits(seconds):  # a shorter one than the next, if need be
+                self.queue.remove(piece)
+                evaluating = [r["result"].get("eval_seconds", 0.0) for r in self.records.runs if "result" in r]
+                return piece, max(evaluating, default=0.0)
+        if self.queue:
+            takes = f", which takes about {times[0]:.0f} s" if times[0] else ""
+            self.say(f"No time for {self.queue[0].title}{takes}.")
             self.queue.clear()
-            return None
-        evaluating = [r["result"].get("eval_seconds", 0.0) for r in self.records.runs if "result" in r]
-        return piece, max(evaluating, default=0.0)
+        return None
 
     def _keep(self, piece: Piece, outcome: Outcome) -> None:
         """Say what came of a run, and write what it found."""

@@ -122,6 +122,14 @@ def test_a_run_that_would_not_fit_is_not_begun(training, tmp_path, capsys):
     assert len(training.made) == 6
 
 
+def test_where_the_next_does_not_fit_a_shorter_one_does(training, tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        "depthmix.study.study.predicted", lambda piece, *_: 100.0 if piece.config.mixer == "attnres" else 1.0
+    )
+    run(studies.write(tmp_path), tmp_path, minutes=0.5)
+    assert training.made == [("residual", 0), ("dca", 0), ("residual", 1), ("dca", 1)]
+
+
 def test_a_run_that_turns_out_too_long_is_left_out(training, tmp_path):
     training.during = lambda config: time.sleep(0.3)
     run(studies.write(tmp_path), tmp_path, minutes=0.2 / 60)
