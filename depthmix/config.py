@@ -67,6 +67,7 @@ class TrainConfig:
     tie_embeddings: bool = option(False, "share the embedding with the head")
     rope_theta: float = option(10000.0, "base of the rotary positions")
     norm_eps: float = option(1e-6, "eps of the norms")
+    embedding_std: float = option(0.02, "size of the embedding's numbers at the start")
     plain_eps: bool = option(
         False, "norms count eps as on the plain stream, of which reads begin as a share; init sets it"
     )
@@ -136,7 +137,7 @@ class TrainConfig:
 
 
 # What of it means nothing to the other kind of data.
-OF_TEXT = ("seq_len", "tie_embeddings", "rope_theta", "eval_tokens", "init", "tune", "plain_eps")
+OF_TEXT = ("seq_len", "tie_embeddings", "rope_theta", "eval_tokens", "init", "tune", "embedding_std", "plain_eps")
 OF_IMAGES = ("patch_size", "pool", "positions", "crop", "flip")
 
 

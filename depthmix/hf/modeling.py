@@ -22,7 +22,7 @@ from depthmix.hf.configuration import DepthmixConfig
 from depthmix.hf.rounding import warn_if_rounded
 from depthmix.mixers.base import Read
 from depthmix.models.blocks import Trace, init_matrix
-from depthmix.models.decoder import EMBEDDING_STD, Backbone, token_positions
+from depthmix.models.decoder import START_STD, Backbone, token_positions
 from depthmix.models.layers import Attention, Context
 from depthmix.ops.norm import RMSNorm
 
@@ -99,8 +99,10 @@ class DepthmixPreTrainedModel(PreTrainedModel):
             mixer.reset_parameters()
             for tensor, value in loaded:
                 tensor.copy_(value)
-        elif isinstance(module, nn.Embedding) or module is getattr(self, "lm_head", None):
-            nn.init.normal_(module.weight, std=EMBEDDING_STD)
+        elif isinstance(module, nn.Embedding):
+            nn.init.normal_(module.weight, std=self.config.initializer_range)
+        elif module is getattr(self, "lm_head", None):
+            nn.init.normal_(module.weight, std=START_STD)
         elif isinstance(module, nn.Linear):
             outputs = [sublayer.out_proj for sublayer in getattr(self, "sublayers", ())]
             init_matrix(module, len(outputs) if any(module is out for out in outputs) else 1)

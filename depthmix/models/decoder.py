@@ -6,6 +6,7 @@ Pre-norm, RMSNorm, rotary positions, grouped-query attention, SwiGLU or squared 
 from __future__ import annotations
 
 import copy
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +21,7 @@ from depthmix.models.exchange import ARCHITECTURE, FIELDS, MODEL_TYPE, auto_map,
 from depthmix.models.layers import Context, MlpKind, Rotary, causal_mask, last_tokens
 from depthmix.names import DEFAULT_MIXER
 
-EMBEDDING_STD = 0.02
+START_STD = 0.02  # of the head, and of an embedding that nothing else is said of
 LEFT_OUT: Any = None  # __post_init__ works it out from the rest
 
 
@@ -41,6 +42,7 @@ class DecoderConfig:
     tie_embeddings: bool = False
     rope_theta: float = 10000.0
     norm_eps: float = 1e-6
+    embedding_std: float = START_STD  # at the start; sublayers' outputs add up to about one
     plain_eps: bool = False  # a norm's eps counts as on the plain stream, of which its reads begin as a share
     mixer: str = DEFAULT_MIXER
     mixer_options: dict[str, Any] = field(default_factory=dict)
@@ -49,6 +51,8 @@ class DecoderConfig:
         complete_sizes(self, "vocab_size")
         if self.head_dim % 2:
             raise ValueError(f"head_dim must be even for rotary positions, got {self.head_dim}")
+        if not 0 < self.embedding_std < math.inf:
+            raise ValueError(f"embedding_std must be a positive number, got {self.embedding_std}")
 
 
 class Backbone(Blocks):
@@ -107,10 +111,10 @@ class Decoder(Backbone):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Matrices N(0, 1/fan_in), output projections divided by sqrt(sites), embedding and head N(0, 0.02²)."""
+        """Matrices N(0, 1/fan_in), output projections divided by sqrt(sites), head N(0, 0.02²), embedding N(0, embedding_std²), also where they are one."""
         self._reset_blocks()
-        nn.init.normal_(self.head.weight, std=EMBEDDING_STD)
-        nn.init.normal_(self.embedding.weight, std=EMBEDDING_STD)
+        nn.init.normal_(self.head.weight, std=START_STD)
+        nn.init.normal_(self.embedding.weight, std=self.config.embedding_std)
         self.mixer.reset_parameters()
 
     def forward(

@@ -25,6 +25,7 @@ FIELDS = {
     "tie_embeddings": "tie_word_embeddings",
     "rope_theta": "rope_theta",
     "norm_eps": "rms_norm_eps",
+    "embedding_std": "initializer_range",
     "plain_eps": "plain_eps",
     "mixer": "mixer",
     "mixer_options": "mixer_options",

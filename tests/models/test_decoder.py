@@ -280,14 +280,16 @@ def test_linear_wide_init_does_not_touch_mixers(mixer):
 
 @pytest.mark.parametrize(("mixer", "tied"), [*((name, False) for name in list_mixers()), ("residual", True)])
 def test_a_model_built_on_meta_initialises_like_any_other(mixer, tied):
-    expected = small(mixer, dtype=torch.float32, tie_embeddings=tied)
+    fields = {"dtype": torch.float32, "tie_embeddings": tied, "embedding_std": 0.5}
+    expected = small(mixer, **fields)
     with torch.device("meta"):
-        model = small(mixer, dtype=torch.float32, tie_embeddings=tied)
+        model = small(mixer, **fields)
     assert {p.device.type for p in model.parameters()} == {"meta"}
     for m in (model.to_empty(device="cpu"), expected):
         torch.manual_seed(0)
         m.reset_parameters()
     assert (model.head.weight is model.embedding.weight) == tied
+    assert model.embedding.weight.std().item() == pytest.approx(0.5, rel=0.1)
     for name, p in expected.named_parameters():
         assert torch.equal(model.get_parameter(name), p), name
     assert torch.equal(model(tokens()), expected(tokens()))
@@ -317,6 +319,7 @@ BAD += [
     ({"n_kv_heads": 3}, "n_kv_heads", "divide n_heads=4"),
     ({"head_dim": 5}, "head_dim", "even"),
     ({"dim": 18}, "n_heads", "divide dim=18"),
+    *(({"embedding_std": bad}, "embedding_std", "positive number") for bad in (0.0, -1.0, float("nan"))),
     ({"mlp": "gelu"}, "mlp", "'swiglu' or 'relu2'"),
     ({"mixer": "atnres"}, "mixer", "did you mean 'attnres'"),
     ({"mixer": "hyper", "mixer_options": {"statik": True}}, "statik", "did you mean 'static'"),
