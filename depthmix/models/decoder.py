@@ -51,8 +51,8 @@ class DecoderConfig:
         complete_sizes(self, "vocab_size")
         if self.head_dim % 2:
             raise ValueError(f"head_dim must be even for rotary positions, got {self.head_dim}")
-        if not 0 < self.embedding_std < math.inf:
-            raise ValueError(f"embedding_std must be a positive number, got {self.embedding_std}")
+        if not (isinstance(self.embedding_std, (int, float)) and 0 < self.embedding_std < math.inf):
+            raise ValueError(f"embedding_std must be a positive number, got {self.embedding_std!r}")
 
 
 class Backbone(Blocks):

@@ -34,7 +34,12 @@ from depthmix.runs.restore import (
     shared_fields,
 )
 
-NOT_SHAPE = ("mixer", "mixer_options", "embedding_std", "plain_eps")  # fields of a model that may be other than the folder's
+NOT_SHAPE = (
+    "mixer",
+    "mixer_options",
+    "embedding_std",
+    "plain_eps",
+)  # fields of a model that may be other than the folder's
 
 
 @dataclass

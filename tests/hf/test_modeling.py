@@ -93,7 +93,9 @@ def test_a_new_model_starts_as_the_mechanism_does(mixer):
 def test_matrices_start_as_the_decoders_do():
     from depthmix.hf import DepthmixForCausalLM
 
-    model = DepthmixForCausalLM(hf_config(fields={"dim": 128, "mlp_dim": 256, "head_dim": 32, "vocab_size": 200, "embedding_std": 0.5}))
+    model = DepthmixForCausalLM(
+        hf_config(fields={"dim": 128, "mlp_dim": 256, "head_dim": 32, "vocab_size": 200, "embedding_std": 0.5})
+    )
     wanted = {"q_proj": 128**-0.5, "out_proj": (128 * SITES) ** -0.5}  # of attention, where both have 128 inputs
     for name, std in wanted.items():
         assert getattr(model.model.sublayers[2], name).weight.std().item() == pytest.approx(std, rel=0.05)

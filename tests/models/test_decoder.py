@@ -319,7 +319,7 @@ BAD += [
     ({"n_kv_heads": 3}, "n_kv_heads", "divide n_heads=4"),
     ({"head_dim": 5}, "head_dim", "even"),
     ({"dim": 18}, "n_heads", "divide dim=18"),
-    *(({"embedding_std": bad}, "embedding_std", "positive number") for bad in (0.0, -1.0, float("nan"))),
+    *(({"embedding_std": bad}, "embedding_std", "positive number") for bad in (0.0, float("nan"), "1")),
     ({"mlp": "gelu"}, "mlp", "'swiglu' or 'relu2'"),
     ({"mixer": "atnres"}, "mixer", "did you mean 'attnres'"),
     ({"mixer": "hyper", "mixer_options": {"statik": True}}, "statik", "did you mean 'static'"),
