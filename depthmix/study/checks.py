@@ -40,6 +40,11 @@ def plain_config(config: Any) -> dict[str, Any]:
     return {key: value for key, value in found.items() if key not in FREE}
 
 
+def ran_on(run: Mapping[str, Any]) -> str:
+    """The kind of device that made a run."""
+    return str(run["environment"].get("device")).partition(":")[0]
+
+
 def check_pieces(study: Study, pieces: Iterable[Piece], data: Mapping[str, TokenData | ImageData]) -> None:
     """What would stop a run is said before anything runs: each arm is looked at once in each cell, without memory."""
     # Building a whole model takes a while even so, and is needed only where groups name parameters.
@@ -88,8 +93,8 @@ def check_runs(
         ]
         if run["data"] != marks.get(piece.cell.domain, run["data"]):
             changed.append("it was trained on other data")
-        if device is not None and (ran_on := str(run["environment"].get("device")).partition(":")[0]) != device:
-            changed.append(f"it ran on {ran_on} and this is {device}")
+        if device is not None and ran_on(run) != device:
+            changed.append(f"it ran on {ran_on(run)} and this is {device}")
         if changed:
             what = f"the results hold {piece.title} of another recipe ({', '.join(changed)})"
             advice = "go back to that recipe, remove that line from the results, or give the study another name"

@@ -20,6 +20,7 @@ from depthmix.data.prepared import open_data
 from depthmix.device import choose_device, release_memory
 from depthmix.errors import CHECKPOINT, INTERNAL, INTERRUPTED, UserError
 from depthmix.runs.folder import environment
+from depthmix.study.borrowed import borrow
 from depthmix.study.checks import check_code, check_pieces, check_runs, data_mark
 from depthmix.study.lanes import Place, run_in_lanes
 from depthmix.study.making import Outcome, make_run
@@ -115,6 +116,7 @@ class Worker:
         self.environment = {key: value for key, value in environment([], config.device).items() if key in KEPT}
         self.data = {name: _open(said.domains[name]) for name in said.active}
         self.marks = {name: data_mark(data) for name, data in self.data.items()}
+        self.images = [name for name, data in self.data.items() if isinstance(data, ImageData)]
         self.failed: dict[str, str] = {}  # by arm
         self.queue: list[Piece] = []  # what is to be run, in order
 
@@ -127,11 +129,11 @@ class Worker:
             if self.study.budget == "time":
                 self._measure()
             pieces = self._planned()
+            self._borrow(self._missing(pieces))
             used, missing = chosen(self.study, self.records.runs), self._missing(pieces)
             check_runs(used, pieces, self.marks, self.device.type)
             check_pieces(self.study, missing, self.data)
-            images = [name for name, data in self.data.items() if isinstance(data, ImageData)]
-            check_code(self.study, self.records, used, missing, self.config.accept_code, images)
+            check_code(self.study, self.records, used, missing, self.config.accept_code, self.images)
             self.say(f"{self.study.name}: {len(pieces) - len(missing)} of {len(pieces)} runs are done.")
             self.queue = missing
             (self._in_lanes if self.config.lanes > 1 else self._alone)(signal)
@@ -155,6 +157,15 @@ class Worker:
     def _missing(self, pieces: Sequence[Piece]) -> list[Piece]:
         done = {(r["arm"], r["domain"], r["size"], r["seed"]) for r in self.records.runs}
         return [piece for piece in pieces if piece.key not in done]
+
+    def _borrow(self, missing: Sequence[Piece]) -> None:
+        """Take over what other studies have made; at equal time a run's steps are this study's own."""
+        if self.study.budget == "time":
+            return
+        usual = RESULTS / self.study.name
+        for piece, lines in borrow(missing, RESULTS, usual, self.marks, self.device.type, self.images):
+            self.say(f"{piece.title}: made by {lines[-1]['from']}.")
+            self.records.add(*lines)
 
     def _compiles(self) -> bool:
         said = self.study

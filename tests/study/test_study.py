@@ -375,3 +375,38 @@ def test_the_command(training, tmp_path, capsys):
     assert main(["study"]) == USAGE
     assert read_study(str(path)).name == "small"
     assert DIVERGED != CHECKPOINT
+
+
+def test_what_another_study_has_made_is_not_made_again(training, tmp_path):
+    """The same training under another label and in a cell of another name; a training with another option is made."""
+    kept = {"docs/results/first": {}, "docs/results/other": {"groups": [{"match": "mixer.b.*", "lr": 0.5}]}}
+    for out, changes in kept.items():
+        arms = [{"label": "cross", "mixer": "dca", "set": {"lr": 0.002, **changes}}]
+        name = out.rpartition("/")[2]
+        module.study(studies.config(studies.write(tmp_path, name=name, arms=arms), out))
+    training.made.clear()
+    arms = [
+        "residual",
+        {"mixer": "dca", "set": {"lr": 0.002}},
+        {"label": "at 0.003", "mixer": "dca", "set": {"lr": 0.003}},
+    ]
+    run(studies.write(tmp_path, arms=arms, paper=None, sizes={"tiny": {}}), tmp_path)
+    assert training.made == [(arm, seed) for seed in (0, 1) for arm in ("residual", "dca")]
+    taken = [r for r in lines(tmp_path) if r["kind"] == "run" and "from" in r]
+    assert [(r["arm"], r["size"], r["seed"], r["from"]) for r in taken] == [("dca", "tiny", s, "first") for s in (0, 1)]
+    rows = [line for line in table(tmp_path).splitlines() if line.startswith("| dca ")]
+    assert rows[0].endswith("| 2 |")
+
+
+def test_what_another_study_has_made_with_other_code_or_data_is_made_again(training, tmp_path, monkeypatch):
+    arms = ["residual"]
+    module.study(studies.config(studies.write(tmp_path, name="first", arms=arms, paper=None), "docs/results/first"))
+    training.made.clear()
+    with monkeypatch.context() as changed:
+        changed.setattr(code, "checksum", lambda path: "other")
+        run(studies.write(tmp_path, arms=arms, paper=None), tmp_path)
+    assert len(training.made) == 2
+    training.made.clear()
+    monkeypatch.setattr(module, "data_mark", lambda data: "other")
+    module.study(studies.config(studies.write(tmp_path, arms=arms, paper=None), tmp_path / "again"))
+    assert len(training.made) == 2
