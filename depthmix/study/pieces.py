@@ -69,7 +69,7 @@ def at_equal_time(config: TrainConfig, first: float, own: float) -> TrainConfig:
 def predicted(piece: Piece, runs: Sequence[Mapping[str, Any]], device_name: str, lanes: int = 1) -> float:
     """Seconds that a run will take, from those finished on the same device; 0 where nothing is known.
 
-    lanes: how many runs share the device; where those known were fewer at a time, each may take so much longer.
+    lanes: how many runs share the device; a GPU that one fills gives each of several its part.
     """
     here = [r for r in runs if "result" in r and r["environment"].get("device_name") == device_name]
     cell = [r for r in here if (r["domain"], r["size"]) == (piece.cell.domain, piece.cell.size)]
@@ -81,7 +81,7 @@ def predicted(piece: Piece, runs: Sequence[Mapping[str, Any]], device_name: str,
 
 
 def _wall(run: Mapping[str, Any], lanes: int) -> float:
-    return float(run["result"]["wall_seconds"]) * max(1.0, lanes / run.get("lanes", 1))
+    return float(run["result"]["wall_seconds"]) * lanes / run.get("lanes", 1)
 
 
 class Deadline:

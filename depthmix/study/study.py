@@ -225,7 +225,7 @@ class Worker:
             return
         if not outcome.lines:
             self.say(f"{piece.title} would not end in time and is left out.")
-            self.queue.clear()
+            self.queue = [other for other in self.queue if other.arm is not piece.arm]
             return
         record = outcome.lines[-1]
         if "diverged" in record:

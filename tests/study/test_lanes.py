@@ -183,4 +183,4 @@ def test_what_runs_that_share_will_take(tmp_path):
     assert predicted(piece, [alone], "x") == 10
     assert predicted(piece, [alone], "x", lanes=3) == 30
     assert predicted(piece, [{**alone, "lanes": 3}], "x", lanes=3) == 10
-    assert predicted(piece, [{**alone, "lanes": 3}], "x") == 10
+    assert predicted(piece, [{**alone, "lanes": 5}], "x") == 2

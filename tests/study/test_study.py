@@ -137,6 +137,15 @@ def test_a_run_that_turns_out_too_long_is_left_out(training, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_after_a_run_that_was_too_long_the_other_arms_have_their_turn(training, tmp_path, monkeypatch):
+    def slow(config, *args, **kwargs):
+        return None if config.mixer == "attnres" else training(config, *args, **kwargs)
+
+    monkeypatch.setattr("depthmix.train.brief.train_briefly", slow)
+    run(studies.write(tmp_path), tmp_path)
+    assert training.made == [("residual", 0), ("dca", 0), ("residual", 1), ("dca", 1)]
+
+
 def test_a_signal_ends_it_cleanly(training, tmp_path):
     path = studies.write(tmp_path)
     training.during = lambda config: len(training.made) == 2 and os.kill(os.getpid(), signal.SIGTERM)
