@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from depthmix.device import autocast
 from depthmix.errors import DATA, UserError
+from depthmix.ops.token_loss import token_loss
 from depthmix.parallel.share import Share
 
 ALL = Share()  # tokens of a sequence
@@ -70,7 +71,7 @@ def check_tokens(batch: Tensor, vocab_size: int, folder: object) -> Tensor:
 def token_losses(model: Callable[[Tensor], Tensor], batch: Tensor, own: Share = ALL) -> Tensor:
     """Nats for every token of a batch [B, T + 1] but the first of each row, or for those of them that are this process's: [B, T]."""
     logits, targets = model(own.of(batch[:, :-1], dim=1)), own.of(batch[:, 1:], dim=1)
-    return functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="none").view_as(targets)
+    return token_loss(logits.flatten(0, 1), targets.flatten()).view_as(targets)
 
 
 @torch.no_grad()

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining.schedules import get_schedule_class
 from torch.distributed.tensor import DTensor
-from torch.nn import functional
 
 from depthmix.models.decoder import Decoder, DecoderConfig
+from depthmix.ops.token_loss import token_loss
 from depthmix.parallel.gradients import local, norm, scale
 from depthmix.parallel.pipeline.deferred import defer
 from depthmix.parallel.pipeline.hops import Cache, plan_hops
@@ -39,7 +39,7 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 def mean_token_loss(logits: Tensor, rows: Tensor) -> Tensor:
     """The mean of the tokens' losses, as the trainer's."""
-    return functional.cross_entropy(logits.flatten(0, 1).float(), rows[:, 1:].flatten())
+    return token_loss(logits.flatten(0, 1), rows[:, 1:].flatten()).mean()
 
 
 class Pipeline:

@@ -1,0 +1,5 @@
+"""The loss of every token from its logits."""
+
+from depthmix.ops.token_loss.op import token_loss
+
+__all__ = ["token_loss"]

@@ -1,0 +1,79 @@
+"""Loss and gradient of a row of logits, each in one pass over them, in the dtype that they came in.
+
+ℓ = log Σ_v exp(x_v) − x_t        dx_v = (exp(x_v − log Σ exp(x)) − [v = t]) dℓ
+
+PyTorch's operators write the logits three times in fp32 (widened, their logarithm, its gradient), which are the largest
+tensors of a training step. A target that is no column gives NaN.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from depthmix.ops.gpu.launch import launch
+
+BLOCK = 4096  # columns at a time
+
+
+@triton.jit(do_not_specialize=["units"])
+def _forward_kernel(logits, targets, losses, sums, units: tl.int32, UNIT: tl.constexpr, BLOCK: tl.constexpr):
+    row, V = tl.program_id(0).to(tl.int64), units * UNIT  # whole rows of 16 bytes, if that is what there is
+    logits += row * V
+    column = tl.arange(0, BLOCK)
+    top = tl.full([BLOCK], float("-inf"), tl.float32)  # of each lane, so that lanes meet once, at the end
+    total = tl.zeros([BLOCK], tl.float32)
+    for first in range(0, V, BLOCK):
+        x = tl.load(logits + first + column, mask=first + column < V, other=float("-inf")).to(tl.float32)
+        higher = tl.maximum(top, x, propagate_nan=tl.PropagateNan.ALL)
+        base = tl.where(higher == float("-inf"), 0.0, higher)  # of nothing but -inf, whose differences are NaN
+        total = total * tl.exp(top - base) + tl.exp(x - base)
+        top = higher
+    highest = tl.max(top, 0)
+    base = tl.where(highest == float("-inf"), 0.0, highest)
+    log_sum = tl.log(tl.sum(total * tl.exp(top - base), 0))  # above the highest, which may be large: kept apart
+    target = tl.load(targets + row)
+    inside = (target >= 0) & (target < V)
+    own = tl.load(logits + target, mask=inside, other=float("nan")).to(tl.float32)
+    tl.store(losses + row, log_sum - (own - base))
+    tl.store(sums + 2 * row, base)
+    tl.store(sums + 2 * row + 1, log_sum)
+
+
+@triton.jit(do_not_specialize=["units"])
+def _backward_kernel(
+    logits, targets, sums, dlosses, dlogits, units: tl.int32, UNIT: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    row, V = tl.program_id(0).to(tl.int64), units * UNIT
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    ok = column < V
+    x = tl.load(logits + row * V + column, mask=ok, other=0.0).to(tl.float32)
+    share = tl.exp((x - tl.load(sums + 2 * row)) - tl.load(sums + 2 * row + 1))
+    d = (share - tl.where(column == tl.load(targets + row), 1.0, 0.0)) * tl.load(dlosses + row)
+    tl.store(dlogits + row * V + column, d.to(dlogits.dtype.element_ty), mask=ok)
+
+
+def forward(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Losses [N] and, of each row, its largest logit and the logarithm of Σ exp(x − largest) [N, 2], fp32, from logits [N, V] and targets [N]."""
+    n, vocab = logits.shape
+    losses, sums = (logits.new_empty(*shape, dtype=torch.float32) for shape in ((n,), (n, 2)))
+    if n:
+        launch(_forward_kernel, (n,), logits, logits, targets, losses, sums, **_sizes(vocab))
+    return losses, sums
+
+
+def backward(logits: Tensor, targets: Tensor, sums: Tensor, dlosses: Tensor) -> Tensor:
+    """The gradient of the logits, rounded once to their dtype."""
+    n, vocab = logits.shape
+    dlogits = torch.empty_like(logits)
+    if n:
+        sizes = _sizes(vocab)
+        grid = n, triton.cdiv(vocab, sizes["BLOCK"])
+        launch(_backward_kernel, grid, logits, logits, targets, sums, dlosses, dlogits, **sizes)
+    return dlogits
+
+
+def _sizes(vocab: int) -> dict[str, int]:
+    block = min(BLOCK, max(128, triton.next_power_of_2(vocab)))
+    unit = 8 if vocab % 8 == 0 else 1
+    return {"units": vocab // unit, "UNIT": unit, "BLOCK": block, "num_warps": max(1, block // 512)}
