@@ -1,6 +1,6 @@
 """Claims of the papers: what each says, what decides it, and the verdict, from whatever results there are.
 
-A claim names a study, or several, of which the first that has the runs counts, and what to measure there:
+A claim names a study, or several, of which the one with most seeds counts, the first of equals, and what to measure there:
 
     contrast: {dca @ w768: 1, residual @ w768: -1}     a sum of final losses, seed by seed, with weights; arm, or arm @ cell
     accuracy: {…}                                     the same of accuracies, in percent
@@ -15,6 +15,7 @@ pooled over all arms of the study; before two seeds of anything, the largest tha
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -107,8 +108,8 @@ class Results:
 # Reading.
 
 
-def read_claims(path: Path) -> tuple[list[Claim], list[dict[str, Any]], list[str]]:
-    """The claims, the rules for the second table, and sentences under it; UserError for what makes no sense."""
+def read_claims(path: Path) -> tuple[list[Claim], dict[str, Any]]:
+    """The claims, and what the second table is made of; UserError for what makes no sense."""
     given = read_recipe("study", str(path))
     found = []
     listed = given.get("claims", [])
@@ -131,7 +132,7 @@ def read_claims(path: Path) -> tuple[list[Claim], list[dict[str, Any]], list[str
         found.append(
             Claim(item["claim"], item["source"], says, studies, measures[0], item[measures[0]], item.get("note", ""))
         )
-    return found, given.get("rules", []), given.get("answer", [])
+    return found, {key: given.get(key, []) for key in ("columns", "rules", "answer")}
 
 
 def _check_shape(where: str, kind: str, what: Any) -> None:
@@ -368,15 +369,17 @@ def judge(claim: Claim, found: Found | None) -> str:
 def verdicts(
     claims: Sequence[Claim], look: Callable[[str], Results | None]
 ) -> list[tuple[Claim, str, Found | None, str]]:
-    """(claim, verdict, number, study) of every claim: the first of its studies that has the runs counts."""
+    """(claim, verdict, number, study) of every claim."""
     judged = []
     for claim in claims:
-        found, name = None, claim.studies[0]
-        for study in claim.studies:
-            results = look(study)
-            found = measure(claim, results) if results else None
-            if found is not None:
-                name = study
-                break
-        judged.append((claim, judge(claim, found), found, name))
+        found, name = most_seeds(claim.studies, look, functools.partial(measure, claim))
+        judged.append((claim, judge(claim, found), found, name or claim.studies[0]))
     return judged
+
+
+def most_seeds(
+    names: Sequence[str], look: Callable[[str], Results | None], take: Callable[[Results], Found | None]
+) -> tuple[Found | None, str]:
+    """What a study says, of those that say anything the one with most seeds, and its name; the first of equals."""
+    there = [(take(results), name) for name in names if (results := look(name))]
+    return max(((f, name) for f, name in there if f), key=lambda pair: pair[0].seeds, default=(None, ""))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +23,7 @@ from depthmix.study.claims import (
     Results,
     check_places,
     contrast,
+    most_seeds,
     read_claims,
     read_results,
     verdicts,
@@ -34,7 +36,7 @@ CLAIMS, PAGE = "claims.yaml", Path("docs") / "results.md"
 
 def write_claims(path: Path = RESULTS / CLAIMS, page: Path = PAGE) -> Path:
     """Write the page of verdicts from the claims and all results; returns it."""
-    claims, rules, answer = read_claims(path)
+    claims, which = read_claims(path)
     known: dict[str, Results | None] = {}
 
     def look(name: str) -> Results | None:
@@ -77,7 +79,7 @@ def write_claims(path: Path = RESULTS / CLAIMS, page: Path = PAGE) -> Path:
             if (words := "; ".join(w for w in (c.note, f.remark if f else "") if w))
         ]
         text += ["", *(f"* {markdown_text(remark)}" for remark in remarks), *[""] * bool(remarks)]
-    text += _which(rules, answer, look, path.parent)
+    text += _which(**which, look=look, folder=path.parent)
     write_text(page, "\n".join(text).rstrip() + "\n")
     return page
 
@@ -106,9 +108,13 @@ def _link(name: str, folder: Path) -> str:
 
 
 def _which(
-    rules: Sequence[Mapping[str, Any]], answer: Sequence[str], look: Callable[[str], Results | None], folder: Path
+    columns: Sequence[Mapping[str, Any]],
+    rules: Sequence[Mapping[str, Any]],
+    answer: Sequence[str],
+    look: Callable[[str], Results | None],
+    folder: Path,
 ) -> list[str]:
-    """The second table: gains at equal tokens and at equal time, step ratios, and what a rule asks for."""
+    """The second table: gains in columns of studies, step ratios, and what a rule asks for."""
     ratios: dict[tuple[str, str], float] = {}
     steps = folder / "h200" / "step.csv"
     if steps.is_file():
@@ -116,36 +122,31 @@ def _which(
             if line["metric"].startswith("step / "):
                 ratios[line["who"], line["case"].partition(":")[0]] = float(line["value"])
     cases = sorted({case for _, case in ratios})
-    heading = [
-        "rule",
-        "nats at equal tokens",
-        "nats at equal wall-clock",
-        *(f"step, {case}" for case in cases),
-        "what it takes",
-    ]
-    text = ["## Which rule should I use?", "", markdown_line(heading), "|---|" + "---:|" * (2 + len(cases)) + "---|"]
-    best: tuple[float, str] | None = None
+    titles = [column["title"] for column in columns]
+    heading = ["rule", *titles, *(f"step, {case}" for case in cases), "what it takes"]
+    text = ["## Which rule should I use?", "", markdown_line(heading)]
+    text.append("|---|" + "---:|" * (len(columns) + len(cases)) + "---|")
+    gains: dict[str, dict[str, Found]] = {title: {} for title in titles}
     for rule in rules:
-        arm = rule["arm"]
-        columns = [_gain(arm, rule.get(key, []), look) for key in ("tokens", "time")]
-        if columns[1] is not None and columns[1].high < 0 and (best is None or columns[1].value < best[0]):
-            best = columns[1].value, arm
-        shown = [f"{ratios[arm, case]:.2f}" if (arm, case) in ratios else "–" for case in cases]
-        text.append(markdown_line([rule.get("label", arm), *map(_shown, columns), *shown, rule.get("takes", "")]))
-    where = sorted({name for rule in rules for key in ("tokens", "time") for name in rule.get(key, []) if look(name)})
+        arm, cells = rule["arm"], []
+        for column in columns:
+            found, _ = most_seeds(column["study"], look, functools.partial(_gain, arm))
+            cells.append(_shown(found) + (f", {found.seeds} seeds" if found and found.seeds > 1 else ""))
+            if found:
+                gains[column["title"]][arm] = found
+        cells += [f"{ratios[arm, case]:.2f}" if (arm, case) in ratios else "–" for case in cases]
+        text.append(markdown_line([rule.get("label", arm), *cells, rule.get("takes", "")]))
+    where = dict.fromkeys(name for column in columns for name in column["study"] if look(name))
     lines = [
-        f"Against the plain residual, below zero is better, with 95% intervals; 54M parameters, books. From {', '.join(_link(name, folder) for name in where)}; steps from [h200](results/h200/step.md)."
+        f"Nats against the plain residual, below zero is better, with 95% intervals. From {', '.join(_link(name, folder) for name in where)}; steps from [h200](results/h200/step.md)."
     ]
-    if best:
-        lines.append(
-            f"At equal wall-clock the best measured is `{best[1]}`, {-best[0]:.3f} nats below the plain residual."
-        )
+    for title, found_by_arm in gains.items():
+        shown = {arm: found for arm, found in found_by_arm.items() if found.high < 0}
+        if shown:
+            best = min(shown, key=lambda arm: shown[arm].value)
+            lines.append(f"{title}: the best that is shown is `{best}`, {-shown[best].value:.3f} below.")
     return [*text, "", *(f"* {line}" for line in lines), *(f"* {markdown_text(sentence)}" for sentence in answer)]
 
 
-def _gain(arm: str, names: Sequence[str], look: Callable[[str], Results | None]) -> Found | None:
-    for name in names:
-        results = look(name)
-        if results and arm != results.first and (found := contrast(results, {arm: 1, results.first: -1})):
-            return found
-    return None
+def _gain(arm: str, results: Results) -> Found | None:
+    return None if arm == results.first else contrast(results, {arm: 1, results.first: -1})

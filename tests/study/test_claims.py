@@ -22,6 +22,7 @@ from depthmix.study.claims import (
     judge,
     measure,
     read_results,
+    verdicts,
 )
 from depthmix.study.interval import student_t
 from depthmix.study.rows import Run
@@ -186,3 +187,20 @@ def test_the_page_is_made_of_what_is_there(tmp_path, monkeypatch, capsys):
     assert "| **confirmed** | DCA ends 0.050 nats below the plain residual" in made
     count = len(yaml.safe_load((ROOT / "docs" / "results" / "claims.yaml").read_text())["claims"])
     assert len(re.findall(r"^\| \*\*", made, re.MULTILINE)) == count
+
+
+def test_of_several_studies_the_one_with_most_seeds_counts():
+    one = [a_run("plain", 0, 4.0), a_run("a", 0, 3.0)]
+    two = [
+        a_run(arm, seed, loss) for seed in (0, 1) for arm, loss in (("plain", 4.0), ("a", 3.9), ("b", 3.8 + seed / 100))
+    ]
+    known = {"one": results(one), "two": results(two), "same": results(two), "none": None}
+    for names, found in (
+        (["one", "two"], "two"),
+        (["none", "one"], "one"),
+        (["same", "two"], "same"),
+        (["none"], "none"),
+    ):
+        asked = Claim("c", "p", -0.1, names, "contrast", {"a": 1, "plain": -1})
+        ((_, _, _, name),) = verdicts([asked], known.get)
+        assert name == found
