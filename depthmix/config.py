@@ -68,6 +68,9 @@ class TrainConfig:
     rope_theta: float = option(10000.0, "base of the rotary positions")
     norm_eps: float = option(1e-6, "eps of the norms")
     embedding_std: float = option(0.02, "size of the embedding's numbers at the start")
+    output_scale: float = option(
+        1.0, "factor on the output projections at the start; 0: sublayers begin by adding nothing"
+    )
     plain_eps: bool = option(
         False, "norms count eps as on the plain stream, of which reads begin as a share; init sets it"
     )

@@ -105,7 +105,8 @@ class DepthmixPreTrainedModel(PreTrainedModel):
             nn.init.normal_(module.weight, std=START_STD)
         elif isinstance(module, nn.Linear):
             outputs = [sublayer.out_proj for sublayer in getattr(self, "sublayers", ())]
-            init_matrix(module, len(outputs) if any(module is out for out in outputs) else 1)
+            is_one = any(module is out for out in outputs)
+            init_matrix(module, *((len(outputs), self.config.output_scale) if is_one else ()))
         elif isinstance(module, RMSNorm):
             nn.init.ones_(module.weight)
 

@@ -31,6 +31,7 @@ class Sizes(Protocol):
     qk_norm: bool
     qk_gain: bool
     norm_eps: float
+    output_scale: float
     mixer: str
     mixer_options: dict[str, Any]
 
@@ -52,6 +53,8 @@ def complete_sizes(config: Sizes, *more: str) -> None:
     if config.mlp_dim is None:
         config.mlp_dim = 4 * config.dim if config.mlp == "relu2" else 64 * math.ceil(8 * config.dim / 3 / 64)
     _at_least_one(config, "mlp_dim")
+    if not (isinstance(config.output_scale, int | float) and 0 <= config.output_scale < math.inf):
+        raise ValueError(f"output_scale must be a number of at least 0, got {config.output_scale!r}")
     check_options(config.mixer, mixer_class(config.mixer).options, config.mixer_options)
 
 
@@ -123,10 +126,11 @@ class Blocks(nn.Module):
         return sublayer(h, context)
 
     def _reset_blocks(self) -> None:
-        """Matrices N(0, 1/fan_in), output projections divided by sqrt(sites), gains one; the mixer is left to the caller."""
+        """Matrices N(0, 1/fan_in), output projections times output_scale / sqrt(sites), gains one; the mixer is left to the caller."""
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear):
-                init_matrix(module, self.mixer.n_sites if name.endswith("out_proj") else 1)
+                out = name.endswith("out_proj")
+                init_matrix(module, *((self.mixer.n_sites, self.config.output_scale) if out else ()))
             elif isinstance(module, RMSNorm) and module.weight is not None:
                 nn.init.ones_(module.weight)
 
@@ -163,9 +167,9 @@ def _mlp(c: Sizes) -> Mlp:
     return Mlp(c.mlp, c.dim, c.mlp_dim)
 
 
-def init_matrix(linear: nn.Linear, n_sites: int = 1) -> None:
-    """A matrix N(0, 1/fan_in); an output projection's, of which `n_sites` add up, is divided by sqrt(n_sites)."""
-    nn.init.normal_(linear.weight, std=1 / math.sqrt(linear.in_features) / math.sqrt(n_sites))
+def init_matrix(linear: nn.Linear, n_sites: int = 1, scale: float = 1.0) -> None:
+    """A matrix N(0, 1/fan_in) times a scale; an output projection's, of which `n_sites` add up, is divided by sqrt(n_sites)."""
+    nn.init.normal_(linear.weight, std=1 / math.sqrt(linear.in_features) / math.sqrt(n_sites) * scale)
 
 
 def as_autocast(x: Tensor) -> Tensor:

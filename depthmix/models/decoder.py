@@ -42,7 +42,8 @@ class DecoderConfig:
     tie_embeddings: bool = False
     rope_theta: float = 10000.0
     norm_eps: float = 1e-6
-    embedding_std: float = START_STD  # at the start; sublayers' outputs add up to about one
+    embedding_std: float = START_STD  # at the start
+    output_scale: float = 1.0  # of the output projections at the start, whose outputs otherwise add up to about one
     plain_eps: bool = False  # a norm's eps counts as on the plain stream, of which its reads begin as a share
     mixer: str = DEFAULT_MIXER
     mixer_options: dict[str, Any] = field(default_factory=dict)
@@ -111,7 +112,7 @@ class Decoder(Backbone):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Matrices N(0, 1/fan_in), output projections divided by sqrt(sites), head N(0, 0.02²), embedding N(0, embedding_std²), also where they are one."""
+        """Matrices N(0, 1/fan_in), output projections times output_scale / sqrt(sites), head N(0, 0.02²), embedding N(0, embedding_std²), also where they are one."""
         self._reset_blocks()
         nn.init.normal_(self.head.weight, std=START_STD)
         nn.init.normal_(self.embedding.weight, std=self.config.embedding_std)

@@ -26,6 +26,7 @@ FIELDS = {
     "rope_theta": "rope_theta",
     "norm_eps": "rms_norm_eps",
     "embedding_std": "initializer_range",
+    "output_scale": "output_scale",
     "plain_eps": "plain_eps",
     "mixer": "mixer",
     "mixer_options": "mixer_options",

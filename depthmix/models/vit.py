@@ -41,6 +41,7 @@ class VitConfig:
     qk_norm: bool = False  # RMSNorm on the queries and keys of every head
     qk_gain: bool = True  # with learned gains
     norm_eps: float = 1e-6
+    output_scale: float = 1.0  # of the output projections at the start
     mixer: str = DEFAULT_MIXER
     mixer_options: dict[str, Any] = field(default_factory=dict)
 
@@ -122,7 +123,7 @@ class Vit(Blocks):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Matrices N(0, 1/fan_in), output projections divided by sqrt(sites), the head N(0, 0.02²)."""
+        """Matrices N(0, 1/fan_in), output projections times output_scale / sqrt(sites), the head N(0, 0.02²)."""
         self._reset_blocks()
         self.embedding.reset_parameters()
         nn.init.normal_(self.head.weight, std=HEAD_STD)

@@ -38,6 +38,7 @@ NOT_SHAPE = (
     "mixer",
     "mixer_options",
     "embedding_std",
+    "output_scale",
     "plain_eps",
 )  # fields of a model that may be other than the folder's
 

@@ -94,12 +94,21 @@ def test_matrices_start_as_the_decoders_do():
     from depthmix.hf import DepthmixForCausalLM
 
     model = DepthmixForCausalLM(
-        hf_config(fields={"dim": 128, "mlp_dim": 256, "head_dim": 32, "vocab_size": 200, "embedding_std": 0.5})
+        hf_config(
+            fields={
+                "dim": 128,
+                "mlp_dim": 256,
+                "head_dim": 32,
+                "vocab_size": 200,
+                "embedding_std": 0.5,
+                "output_scale": 3.0,
+            }
+        )
     )
-    wanted = {"q_proj": 128**-0.5, "out_proj": (128 * SITES) ** -0.5}  # of attention, where both have 128 inputs
+    wanted = {"q_proj": 128**-0.5, "out_proj": 3 * (128 * SITES) ** -0.5}  # of attention, where both have 128 inputs
     for name, std in wanted.items():
         assert getattr(model.model.sublayers[2], name).weight.std().item() == pytest.approx(std, rel=0.05)
-    assert model.model.sublayers[3].out_proj.weight.std().item() == pytest.approx((256 * SITES) ** -0.5, rel=0.05)
+    assert model.model.sublayers[3].out_proj.weight.std().item() == pytest.approx(3 * (256 * SITES) ** -0.5, rel=0.05)
     assert model.lm_head.weight.std().item() == pytest.approx(0.02, rel=0.05)
     assert model.model.embedding.weight.std().item() == pytest.approx(0.5, rel=0.05)
     assert all((n.weight == 1).all() for site in model.model.norms for n in site)

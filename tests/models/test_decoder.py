@@ -280,7 +280,7 @@ def test_linear_wide_init_does_not_touch_mixers(mixer):
 
 @pytest.mark.parametrize(("mixer", "tied"), [*((name, False) for name in list_mixers()), ("residual", True)])
 def test_a_model_built_on_meta_initialises_like_any_other(mixer, tied):
-    fields = {"dtype": torch.float32, "tie_embeddings": tied, "embedding_std": 0.5}
+    fields = {"dtype": torch.float32, "tie_embeddings": tied, "embedding_std": 0.5, "output_scale": 0.0}
     expected = small(mixer, **fields)
     with torch.device("meta"):
         model = small(mixer, **fields)
@@ -290,6 +290,7 @@ def test_a_model_built_on_meta_initialises_like_any_other(mixer, tied):
         m.reset_parameters()
     assert (model.head.weight is model.embedding.weight) == tied
     assert model.embedding.weight.std().item() == pytest.approx(0.5, rel=0.1)
+    assert not any(sublayer.out_proj.weight.any() for sublayer in model.sublayers)
     for name, p in expected.named_parameters():
         assert torch.equal(model.get_parameter(name), p), name
     assert torch.equal(model(tokens()), expected(tokens()))
@@ -319,6 +320,7 @@ BAD += [
     ({"n_kv_heads": 3}, "n_kv_heads", "divide n_heads=4"),
     ({"head_dim": 5}, "head_dim", "even"),
     ({"dim": 18}, "n_heads", "divide dim=18"),
+    *(({"output_scale": bad}, "output_scale", "at least 0") for bad in (-1.0, float("inf"), "0")),
     *(({"embedding_std": bad}, "embedding_std", "positive number") for bad in (0.0, float("nan"), "1")),
     ({"mlp": "gelu"}, "mlp", "'swiglu' or 'relu2'"),
     ({"mixer": "atnres"}, "mixer", "did you mean 'attnres'"),
