@@ -9,14 +9,14 @@ from torch import Tensor, nn
 from depthmix.mixers.base import register
 from depthmix.mixers.residual import OneStream
 from depthmix.mixers.state import StreamState
-from depthmix.ops.precision import compute_dtype
+from depthmix.ops.scaled_add import scaled_add
 
 
 @register("rezero")
 class ReZero(OneStream):
     """alpha [S] = 0."""
 
-    units = (19, 24, 2)
+    units = (3, 6, 1)
 
     def __init__(self, dim: int, n_blocks: int) -> None:
         super().__init__(dim, n_blocks)
@@ -30,5 +30,4 @@ class ReZero(OneStream):
         return None if site else 1.0
 
     def _join(self, state: StreamState, site: int, y: Tensor) -> Tensor:
-        wide = compute_dtype(state.x)
-        return state.x.to(wide) + self.alpha[site].to(wide) * y.to(wide)
+        return scaled_add(state.x, y, self.alpha[site].expand(self.dim))
