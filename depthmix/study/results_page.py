@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +22,6 @@ from depthmix.study.claims import (
     Results,
     check_places,
     contrast,
-    most_seeds,
     read_claims,
     read_results,
     verdicts,
@@ -130,13 +128,13 @@ def _which(
     for rule in rules:
         arm, cells = rule["arm"], []
         for column in columns:
-            found, _ = most_seeds(column["study"], look, functools.partial(_gain, arm))
+            found = _gain(arm, column["study"], look)
             cells.append(_shown(found) + (f", {found.seeds} seeds" if found and found.seeds > 1 else ""))
             if found:
                 gains[column["title"]][arm] = found
         cells += [f"{ratios[arm, case]:.2f}" if (arm, case) in ratios else "–" for case in cases]
         text.append(markdown_line([rule.get("label", arm), *cells, rule.get("takes", "")]))
-    where = dict.fromkeys(name for column in columns for name in column["study"] if look(name))
+    where = dict.fromkeys(name for column in columns for name in map(_name, column["study"]) if look(name))
     lines = [
         f"Nats against the plain residual, below zero is better, with 95% intervals. From {', '.join(_link(name, folder) for name in where)}; steps from [h200](results/h200/step.md)."
     ]
@@ -148,5 +146,16 @@ def _which(
     return [*text, "", *(f"* {line}" for line in lines), *(f"* {markdown_text(sentence)}" for sentence in answer)]
 
 
-def _gain(arm: str, results: Results) -> Found | None:
-    return None if arm == results.first else contrast(results, {arm: 1, results.first: -1})
+def _gain(arm: str, places: Sequence[str], look: Callable[[str], Results | None]) -> Found | None:
+    """An arm against the first one in a study, or in one cell of it (study @ cell): of several places the one with most seeds."""
+    found = []
+    for place in places:
+        name, at, cell = place.partition(" @ ")
+        results = look(name)
+        if results and arm != results.first:
+            found.append(contrast(results, {f"{arm}{at}{cell}": 1, f"{results.first}{at}{cell}": -1}))
+    return max((f for f in found if f), key=lambda f: f.seeds, default=None)
+
+
+def _name(place: str) -> str:
+    return place.partition(" @ ")[0]
