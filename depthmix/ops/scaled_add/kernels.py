@@ -39,7 +39,7 @@ def _backward_kernel(
     d = tl.program_id(1) * BD + tl.arange(0, BD)
     scale = tl.load(g + d, mask=d < D, other=0.0).to(tl.float32)[None, :]
     sums = tl.zeros([BT, BD], tl.float32)
-    for first in range(tl.program_id(0).to(tl.int64) * BT, N, tl.num_programs(0) * BT):
+    for first in range(tl.program_id(0).to(tl.int64) * BT, N, tl.num_programs(0).to(tl.int64) * BT):
         t = first + tl.arange(0, BT)
         at, ok = t[:, None] * D + d[None, :], (t < N)[:, None] & (d < D)[None, :]
         back = tl.load(d_out + at, mask=ok, other=0.0).to(tl.float32)
