@@ -23,8 +23,9 @@ def _forward_kernel(logits, targets, losses, sums, units: tl.int32, UNIT: tl.con
     column = tl.arange(0, BLOCK)
     top = tl.full([BLOCK], float("-inf"), tl.float32)  # of each lane, so that lanes meet once, at the end
     total = tl.zeros([BLOCK], tl.float32)
-    for first in range(0, V, BLOCK):
-        x = tl.load(logits + first + column, mask=first + column < V, other=float("-inf")).to(tl.float32)
+    for first in range(0, units, BLOCK // UNIT):
+        at = first * UNIT + column
+        x = tl.load(logits + at, mask=at < V, other=float("-inf")).to(tl.float32)
         higher = tl.maximum(top, x, propagate_nan=tl.PropagateNan.ALL)
         base = tl.where(higher == float("-inf"), 0.0, higher)  # of nothing but -inf, whose differences are NaN
         total = total * tl.exp(top - base) + tl.exp(x - base)
