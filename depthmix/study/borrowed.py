@@ -13,11 +13,18 @@ from depthmix.study.records import RUNS, Records, read_records
 
 
 def borrow(
-    missing: Iterable[Piece], results: Path, own: Path, marks: Mapping[str, str], device: str, images: Iterable[str]
+    missing: Iterable[Piece],
+    results: Path,
+    own: Path,
+    marks: Mapping[str, str],
+    device: str,
+    images: Iterable[str],
+    any_code: bool,
 ) -> list[tuple[Piece, tuple[dict[str, Any], ...]]]:
     """For each run that another study has: its code and itself, as lines of this study.
 
-    results: the folder of all studies' results; own: this one's there; marks: of the data, by domain; images: domains that hold them.
+    results: the folder of all studies' results; own: this one's there; marks: of the data, by domain; images: domains that
+    hold them; any_code: somebody says why other code may be mixed.
     """
     others = {p.parent.name: read_records([p]) for p in sorted(results.glob(f"*/{RUNS}")) if p.parent != own}
     found: list[tuple[Piece, tuple[dict[str, Any], ...]]] = []
@@ -25,30 +32,24 @@ def borrow(
         domain, config = piece.cell.domain, plain_config(piece.config)
         code = code_of(piece.config.mixer, domain in set(images))
         for name, records in others.items():
-            run = next((r for r in records.runs if _is(r, piece, config, marks[domain], device, code, records)), None)
+            same = (r for r in records.runs if _is(r, piece, config, marks[domain], device))
+            run = next((r for r in same if any_code or _of_code(r, code, records)), None)
             if run is not None:
                 arm, domain, size, seed = piece.key
                 line = {**run, "arm": arm, "domain": domain, "size": size, "seed": seed}
-                kept = next(k for k in records.of("code") if k["id"] == run["code"])
+                kept = {"kind": "code", "id": run["code"], "files": records.code(run)}
                 found.append((piece, (kept, {**line, "from": run.get("from", name)})))
                 break
     return found
 
 
-def _is(
-    run: Mapping[str, Any],
-    piece: Piece,
-    config: Mapping[str, Any],
-    mark: str,
-    device: str,
-    code: Mapping[str, str],
-    records: Records,
-) -> bool:
+def _is(run: Mapping[str, Any], piece: Piece, config: Mapping[str, Any], mark: str, device: str) -> bool:
     """Whether a run is that of a piece, to the last option; what came later has its default in an older run."""
     if run["seed"] != piece.config.seed or run["data"] != mark or ran_on(run) != device:
         return False
-    plain = plain_config(type(piece.config)())
-    if {**plain, **run["config"]} != config:
-        return False
-    mixer = piece.config.mixer
-    return not differences([(mixer, code), (mixer, records.code(dict(run)))], kernels=False)
+    return {**plain_config(type(piece.config)()), **run["config"]} == config
+
+
+def _of_code(run: dict[str, Any], code: Mapping[str, str], records: Records) -> bool:
+    mixer = run["config"].get("mixer", "")
+    return not differences([(mixer, code), (mixer, records.code(run))], kernels=False)

@@ -132,7 +132,12 @@ def read_claims(path: Path) -> tuple[list[Claim], dict[str, Any]]:
         found.append(
             Claim(item["claim"], item["source"], says, studies, measures[0], item[measures[0]], item.get("note", ""))
         )
-    return found, {key: given.get(key, []) for key in ("columns", "rules", "answer")}
+    which = {key: given.get(key, []) for key in ("columns", "rules", "answer")}
+    for key, needed in (("columns", {"title": str, "study": list}), ("rules", {"arm": str})):
+        for item in which[key]:
+            if not isinstance(item, dict) or not all(isinstance(item.get(k), kind) for k, kind in needed.items()):
+                raise UserError(f"{path}: an entry of {key} has {' and '.join(needed)}, got {item!r}")
+    return found, which
 
 
 def _check_shape(where: str, kind: str, what: Any) -> None:

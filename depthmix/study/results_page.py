@@ -46,6 +46,9 @@ def write_claims(path: Path = RESULTS / CLAIMS, page: Path = PAGE) -> Path:
         for name in claim.studies:
             if not (path.parent / name / "comparison.json").is_file():
                 check_places(claim, read_study(name))
+    for name in (_name(place) for column in which["columns"] for place in column["study"]):
+        if not (path.parent / name / "comparison.json").is_file():
+            read_study(name)
     judged = verdicts(claims, look)
     count = Counter(verdict for _, verdict, _, _ in judged)
     summary = ", ".join(f"{count[verdict]} {verdict}" for verdict in VERDICTS if count[verdict])

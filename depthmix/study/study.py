@@ -163,7 +163,8 @@ class Worker:
         if self.study.budget == "time":
             return
         usual = RESULTS / self.study.name
-        for piece, lines in borrow(missing, RESULTS, usual, self.marks, self.device.type, self.images):
+        any_code = bool(self.config.accept_code)  # which is then kept with the files that differ
+        for piece, lines in borrow(missing, RESULTS, usual, self.marks, self.device.type, self.images, any_code):
             self.say(f"{piece.title}: made by {lines[-1]['from']}.")
             self.records.add(*lines)
 

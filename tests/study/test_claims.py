@@ -189,6 +189,19 @@ def test_the_page_is_made_of_what_is_there(tmp_path, monkeypatch, capsys):
     assert len(re.findall(r"^\| \*\*", made, re.MULTILINE)) == count
 
 
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"columns": [{"title": "t"}]}, ["columns has title and study"]),
+        ({"columns": [{"title": "t", "study": ["tinny @ books"]}]}, ["unknown study 'tinny'"]),
+        ({"rules": ["dca"]}, ["rules has arm", "'dca'"]),
+    ],
+)
+def test_what_is_wrong_with_the_second_table_is_said(tmp_path, more, words):
+    (tmp_path / "claims.yaml").write_text(yaml.safe_dump(more))
+    refused(lambda: module.write_claims(tmp_path / "claims.yaml", tmp_path / "page.md"), *words, code=USAGE)
+
+
 def test_of_several_studies_the_one_with_most_seeds_counts():
     one = [a_run("plain", 0, 4.0), a_run("a", 0, 3.0)]
     two = [

@@ -414,7 +414,11 @@ def test_what_another_study_has_made_with_other_code_or_data_is_made_again(train
     with monkeypatch.context() as changed:
         changed.setattr(code, "checksum", lambda path: "other")
         run(studies.write(tmp_path, arms=arms, paper=None), tmp_path)
-    assert len(training.made) == 2
+        assert len(training.made) == 2
+        path = studies.write(tmp_path, "third", arms=arms, paper=None, seeds=[0, 1, 2])
+        module.study(studies.config(path, tmp_path / "third", accept_code="nothing that matters"))
+    assert training.made[2:] == [("residual", 2)]
+    assert "accepted because: nothing that matters" in (tmp_path / "third" / "table.md").read_text()
     training.made.clear()
     monkeypatch.setattr(module, "data_mark", lambda data: "other")
     module.study(studies.config(studies.write(tmp_path, arms=arms, paper=None), tmp_path / "again"))
