@@ -1,10 +1,12 @@
 """What every test gets: fresh tensors full of NaN, so that memory nobody wrote cannot pass, and kernels without a GPU."""
 
+import atexit
 import gc
 import importlib
 import os
 import pkgutil
 import signal
+import sys
 from collections import Counter
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
@@ -51,6 +53,13 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell gives programs in the background no interruptions; tests send some, to programs of their own too.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# Files of tests in memory, where there is room: what is saved is waited for until the disk has it, a tenth of all the time.
+MEMORY = Path("/dev/shm")
+if hasattr(os, "ST_NOEXEC") and os.access(MEMORY, os.W_OK):
+    there = os.statvfs(MEMORY)
+    if there.f_bavail * there.f_frsize > 2**30 and not there.f_flag & os.ST_NOEXEC:  # tests run programs from there
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
+
 # Inductor has one small file to compile at a time: processes to do that in take longer to start.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
@@ -63,6 +72,7 @@ def runs_tests(config) -> bool:
 def pytest_configure(config):
     if not runs_tests(config):
         return
+    gc.disable()  # until all tests are there: it would look again and again through what only grows
     METER.pause()
     import torch  # not measured
 
@@ -72,6 +82,15 @@ def pytest_configure(config):
     if "PYTEST_XDIST_WORKER" in os.environ:
         # As many workers as cores: with more threads than that they wait for each other and are several times slower.
         torch.set_num_threads(1)
+        atexit.register(_end, os.getpid())
+
+
+def _end(worker):
+    """Last of all (what is registered first is), and not in processes forked from this one: giving back all objects takes seconds."""
+    if os.getpid() == worker:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
 
 
 def _poisoned(make):
@@ -103,6 +122,7 @@ def pytest_collection_finish():
     """What is there before the first test stays: Python's collector need not look through it again and again."""
     gc.collect()
     gc.freeze()
+    gc.enable()
     gc.set_threshold(10_000)  # graphs are made of many small objects, and reference counts free nearly all of them
 
 

@@ -7,10 +7,13 @@ import atexit
 import functools
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
+from contextlib import contextmanager
 from pathlib import Path
 
 from project import ROOT
@@ -37,9 +40,23 @@ def python(code, *argv, env=None, cwd=ROOT):
 
 
 def start(code, *argv, env):
-    """The same without waiting for its end, and with this process's output: the number of the process."""
+    """The same without waiting for its end, and without its output, but for errors: the number of the process."""
     request = {"code": code, "argv": ["-c", *map(str, argv)], "env": env, "cwd": str(ROOT), "out": None, "err": None}
     return _ask(request, wait=False)
+
+
+@contextmanager
+def started(code, *argv, until):
+    """One that is started, has brought `until()` about, and is killed in the end: the number of the process."""
+    process = start(code, *argv, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    try:
+        limit = time.monotonic() + 60
+        while not until():
+            assert time.monotonic() < limit, "it never came to be"
+            time.sleep(0.01)
+        yield process
+    finally:
+        _ask(process, wait=True)
 
 
 def _ask(request, wait):
@@ -77,6 +94,10 @@ if __name__ == "__main__":
     torch.set_num_threads(1)  # no threads that a fork would lose
     for line in sys.stdin:
         wait, request = json.loads(line)
+        if isinstance(request, int):  # one to kill
+            os.kill(request, signal.SIGKILL)
+            print(os.waitstatus_to_exitcode(os.waitpid(request, 0)[1]), flush=True)
+            continue
         child = os.fork()
         if child == 0:
             _run(**request)

@@ -1,6 +1,8 @@
 """Triton's interpreter, with what it does again at every operation of a kernel done once. The operations are its own."""
 
 import functools
+import inspect
+import types
 
 
 def quicken(interpreter, patch):
@@ -14,6 +16,7 @@ def quicken(interpreter, patch):
     quicken_operands(interpreter, patch)
     quicken_overflows(interpreter, patch)
     quicken_comparisons(interpreter.tl, patch)
+    quicken_launches(interpreter, patch)
 
 
 def quicken_builtins(interpreter, patch):
@@ -108,13 +111,21 @@ def quicken_types(tl, patch):
 
 
 def quicken_broadcasts(interpreter, patch):
-    """Operands of the same shape go through all of it too."""
+    """Operands of the same shape go through all of it too, and a number's new type through the types of a compiler."""
     semantic = type(interpreter.interpreter_semantic)
     slow = semantic.broadcast_impl_value
 
+    def spread(self, number, block):
+        wide = block.with_element_ty(number.type.scalar)
+        return self.make_tensor(self.builder.create_splat(wide, number.handle), wide)
+
     def broadcast(self, lhs, rhs):
         left, right = lhs.type, rhs.type
-        if left is right or (left.is_block() and right.is_block() and list(left.shape) == list(right.shape)):
+        if left is right:
+            return lhs, rhs
+        if left.is_block() != right.is_block():
+            return (lhs, spread(self, rhs, left)) if left.is_block() else (spread(self, lhs, right), rhs)
+        if not left.is_block() or list(left.shape) == list(right.shape):
             return lhs, rhs
         return slow(self, lhs, rhs)
 
@@ -122,14 +133,29 @@ def quicken_broadcasts(interpreter, patch):
 
 
 def quicken_operands(interpreter, patch):
-    """Operands of one dtype go through all rules of promotion, and casts that change nothing."""
+    """Operands of one dtype, pointers with offsets, and tensors with small numbers go through all rules of promotion."""
     tl, semantic = interpreter.tl, type(interpreter.interpreter_semantic)
     slow, same = semantic.binary_op_type_checking_impl, {tl.float32, tl.int1, tl.int32, tl.int64}
+    numbers = {tl.float32: (int, float), tl.int32: (int,), tl.int64: (int,)}  # which leave a dtype as it is
+    tensor, pointer, small = tl.tensor, tl.pointer_type, 2**31
 
-    def check(self, lhs, rhs, *args, **kwargs):
-        if type(lhs) is type(rhs) is tl.tensor and lhs.dtype is rhs.dtype and lhs.dtype in same:
-            return self.broadcast_impl_value(lhs, rhs)
-        return slow(self, lhs, rhs, *args, **kwargs)
+    def stays(dtype, number):
+        kind = type(number)
+        return type(dtype) is not pointer and kind in numbers.get(dtype, ()) and (kind is float or abs(number) < small)
+
+    def check(self, lhs, rhs, allow_lhs_ptr=False, allow_rhs_ptr=False, arithmetic_check=True, div_or_mod=False):
+        left, right = type(lhs), type(rhs)
+        if left is tensor and type(lhs.dtype) is pointer and allow_lhs_ptr:
+            if right is int or (right is tensor and rhs.dtype in (tl.int32, tl.int64)):
+                return self.broadcast_impl_value(lhs, self.to_tensor(rhs))
+        elif left is right is tensor:
+            if lhs.dtype is rhs.dtype and lhs.dtype in same:
+                return self.broadcast_impl_value(lhs, rhs)
+        elif arithmetic_check and left is tensor and stays(lhs.dtype, rhs):
+            return self.broadcast_impl_value(lhs, self.scalar_constant(rhs, dtype=lhs.dtype))
+        elif arithmetic_check and right is tensor and stays(rhs.dtype, lhs):
+            return self.broadcast_impl_value(self.scalar_constant(lhs, dtype=rhs.dtype), rhs)
+        return slow(self, lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
 
     patch.setattr(semantic, "binary_op_type_checking_impl", check)
 
@@ -157,3 +183,17 @@ def quicken_comparisons(tl, patch):
 
     patch.setattr(tl.dtype, "__eq__", lambda self, other: self is other or equal(self, other))
     patch.setattr(tl.core, "_unwrap_if_constexpr", unwrap_quickly)
+
+
+def quicken_launches(interpreter, patch):
+    """At every launch a kernel is asked for its parameters, three times, and a type is read from every argument's name."""
+    signature, argspec = functools.cache(inspect.signature), functools.cache(inspect.getfullargspec)
+
+    def call_args(fn, *args, **kwargs):
+        found = signature(fn).bind(*args, **kwargs)
+        found.apply_defaults()
+        return found.arguments
+
+    known = types.SimpleNamespace(**{**vars(inspect), "getfullargspec": argspec, "getcallargs": call_args})
+    patch.setattr(interpreter, "inspect", known)
+    patch.setattr(interpreter.tl, "str_to_ty", functools.cache(interpreter.tl.str_to_ty))

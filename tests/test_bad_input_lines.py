@@ -1,12 +1,14 @@
 """Command lines that people get wrong. Each ends in one clear sentence."""
 
-import subprocess
+import os
 
 import pytest
 
+import forking
 from depthmix.errors import CHECKPOINT, DATA, DISK, USAGE
+from project import ROOT
 from train import bad
-from train.bad import COMPARE, PROGRAM, TRAIN, one_sentence, table
+from train.bad import COMPARE, TRAIN, one_sentence, table
 
 fails = bad.fails
 
@@ -207,8 +209,9 @@ def test_command_lines(case, fails, tmp_path):
 
 def test_a_real_process(tmp_path):
     """What is tested above within one process, as a user sees it."""
-    command = [str(PROGRAM), "generate", "--run", "nowhere"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    program = "import sys; from depthmix.cli import main; sys.exit(main())"  # as pip writes it
+    here = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = forking.python(program, "generate", "--run", "nowhere", env=here, cwd=tmp_path)
     assert done.returncode == CHECKPOINT
     assert done.stdout == ""
     one_sentence(done.stderr, ["does not exist"])

@@ -18,8 +18,8 @@ from depthmix.page.serve import Server
 from depthmix.train import step_times
 from project import ROOT
 
-MODEL = "--n-blocks 2 --dim 32 --n-heads 2 --seq-len 32 --batch-size 4"
-SMALL = f"{MODEL} --steps 6 --warmup 2 --eval-every 3 --eval-tokens 500 --quiet"
+MODEL = "--n-blocks 1 --dim 16 --n-heads 2 --seq-len 32 --batch-size 2"
+SMALL = f"{MODEL} --steps 4 --warmup 1 --eval-every 4 --eval-tokens 100 --quiet"
 PAGES = ("quickstart", "data", "comparing", "study", "insight", "explore", "report")
 DEMO = "depthmix compare --recipe recipes/demo.yaml"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import errno
+import functools
 import json
 import math
 import os
@@ -379,7 +380,7 @@ def environment(command: Sequence[str], device: str = "auto") -> dict[str, Any]:
     name = torch.cuda.get_device_name(chosen) if chosen.type == "cuda" else _processor()
     return {
         "depthmix": depthmix.__version__,
-        "git_commit": _git_commit(Path(depthmix.__file__)),
+        "git_commit": _own_commit(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
@@ -408,6 +409,14 @@ def _processor() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
+
+
+@functools.cache
+def _own_commit() -> str | None:
+    """Asked once: what is imported does not change after that."""
+    import depthmix
+
+    return _git_commit(Path(depthmix.__file__))
 
 
 def _git_commit(source: Path) -> str | None:

@@ -6,9 +6,6 @@ import json
 import os
 import random
 import shutil
-import signal
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -142,7 +139,7 @@ def test_tokens_are_those_of_whole_documents(corpus, tmp_path, monkeypatch):
 
 
 def test_two_runs_write_the_same_bytes(corpus, tmp_path):
-    """In another process, with another hash seed, from a folder made in another order."""
+    """In another process, which has another hash seed, from a folder made in another order."""
     first = prepare(config(corpus, tmp_path))
     other = tmp_path / "other"
     other.mkdir()
@@ -153,9 +150,8 @@ def test_two_runs_write_the_same_bytes(corpus, tmp_path):
         "from depthmix.config import DataConfig; from depthmix.data.prepare import prepare;"
         f"prepare(DataConfig(input=[{str(other)!r}], out={str(again)!r}, vocab_size=300))"
     )
-    subprocess.run(
-        [sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONHASHSEED": "7", "RAYON_NUM_THREADS": "1"}
-    )
+    done = forking.python(code, env={**os.environ, "RAYON_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
     a, b = contents(first), contents(again)
     assert a.pop("meta.json") != b.pop("meta.json")  # the sources differ
     assert a == b
@@ -425,19 +421,17 @@ write = module.ShardWriter.write
 def slow(self, *args):
     write(self, *args)
     if self.documents > 2:
-        print("writing", flush=True)
+        open(sys.argv[3], "w").close()
         time.sleep(60)
 module.ShardWriter.write = slow
 module.prepare(DataConfig(input=[sys.argv[1]], out=sys.argv[2], vocab_size=300))
 """
 
 
-def test_killed_on_the_way(corpus, tmp_path):
-    out = tmp_path / "out"
-    with subprocess.Popen([sys.executable, "-c", SLOW, corpus, out], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout.readline() == "writing\n"
+def test_killed_on_the_way(corpus, tmp_path, tmp_path_factory):
+    out, writing = tmp_path / "out", tmp_path_factory.mktemp("said") / "writing"
+    with forking.started(SLOW, corpus, out, writing, until=writing.exists):
         refuses("Another process is writing .*out: wait", config(corpus, tmp_path), DATA)
-        process.send_signal(signal.SIGKILL)
     assert not out.exists()
     (partial,) = (p for p in tmp_path.iterdir() if p != corpus)
     assert partial.name == ".out.partial"

@@ -177,8 +177,10 @@ def test_a_mixer_under_a_bf16_policy_computes_in_fp32_if_it_is_sharded_by_itself
     assert {p.dtype for p in model.parameters()} == {p.grad.dtype for p in mixer.parameters()} == {torch.float32}
 
 
-@pytest.mark.parametrize("mixer", ["attnres", "mhc"])  # one input and several streams
-def test_an_exported_forward_gives_the_same_logits_at_other_sizes(mixer):
+@pytest.mark.parametrize(
+    ("mixer", "options"), [("attnres", {}), ("mhc", {"n": 2, "iterations": 2})], ids=["one input", "several streams"]
+)
+def test_an_exported_forward_gives_the_same_logits_at_other_sizes(mixer, options):
     class Logits(torch.nn.Module):
         def __init__(self, model):
             super().__init__()
@@ -187,7 +189,7 @@ def test_an_exported_forward_gives_the_same_logits_at_other_sizes(mixer):
         def forward(self, input_ids):
             return self.model(input_ids, use_cache=False).logits
 
-    model = causal_lm(mixer, {"n_blocks": 1}).requires_grad_(False)
+    model = causal_lm(mixer, {"n_blocks": 1, "mixer_options": options}).requires_grad_(False)
     sizes = {0: torch.export.Dim("batch", max=64), 1: torch.export.Dim("length", max=512)}
     exported = torch.export.export(Logits(model), (tokens(),), dynamic_shapes=(sizes,))
     other = tokens(3, 5)

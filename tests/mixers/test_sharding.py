@@ -1,4 +1,4 @@
-"""FSDP2 with one process and with two (gloo): the same losses and gradients as without, mixers in fp32 under a bf16 policy."""
+"""FSDP2 with one process and, in tests/parallel, with two (gloo): the same losses and gradients as without, mixers in fp32 under a bf16 policy."""
 
 import copy
 
@@ -187,11 +187,6 @@ def test_with_one_process(tmp_path):
         checks()
     finally:
         dist.destroy_process_group()
-
-
-def test_with_two_processes(workers):
-    """Neither of them this one: what other tests have done here is no part of it, and nobody hangs up on the other."""
-    workers.run(2, "mixers.test_sharding:checks")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the page leaves the device to FSDP2, and gloo is for the CPU")

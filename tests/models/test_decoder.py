@@ -341,20 +341,3 @@ def test_forward_takes_ids_or_embeddings_but_not_both():
     for inputs in ({}, {"input_ids": ids, "inputs_embeds": model.embedding(ids)}):
         with pytest.raises(ValueError, match="either input_ids or inputs_embeds"):
             model(**inputs)
-
-
-@pytest.mark.uncovered
-def test_a_whole_model_compiles_as_one_graph():
-    """Logits and gradients of the compiled model are those of the eager one."""
-    options = {"block_size": 3, "ways": 2}
-    model = Decoder(DecoderConfig(40, dim=24, n_blocks=1, n_heads=2, mixer="attnres", mixer_options=options))
-    ids = torch.randint(0, 40, (2, 7))
-    torch._dynamo.reset()
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    results = []
-    for run in (model, compiled):
-        logits = run(ids)
-        grads = torch.autograd.grad(logits.square().mean(), list(model.parameters()), allow_unused=True)
-        results.append([logits, *(g for g in grads if g is not None)])
-    for a, b in zip(*results, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)

@@ -1,7 +1,4 @@
-"""Run folders: what is written, what is refused, and what a kill leaves.
-
-Run as a script, this file is the other process: the one that holds the lock, or the one that is killed.
-"""
+"""Run folders: what is written, what is refused, and what a kill leaves."""
 
 import dataclasses
 import json
@@ -9,15 +6,13 @@ import math
 import os
 import random
 import shutil
-import signal
 import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 import yaml
 
+import forking
 from depthmix.config import CompareConfig, TrainConfig
 from depthmix.errors import DATA, DISK
 from depthmix.runs.folder import RunFolder
@@ -264,20 +259,24 @@ def test_a_disk_that_takes_no_more(run, tmp_path):
     refused(run.locked().__enter__, run.path, code=DISK)
 
 
+HOLDS = """
+import sys
+from pathlib import Path
+from depthmix.runs.folder import RunFolder
+
+mine = RunFolder.open(Path(sys.argv[1]))
+with mine.locked():
+    for i in range(1, 1_000_000):
+        mine.append_metrics({"step": i, "loss": 1 / i})
+"""
+
+
 def test_two_processes(tmp_path, run):
-    here = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
-    command = [sys.executable, __file__, str(run.path)]
-    other = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=here)
-    try:
-        assert other.stdout.readline() == "locked\n"
-        refused(run.locked().__enter__, f"process {other.pid} ")
+    with forking.started(HOLDS, run.path, until=lambda: len(run.read_metrics()) > 4) as other:
+        refused(run.locked().__enter__, f"process {other} ")
         changed = dataclasses.replace(CONFIG, keep=5)
-        refused(lambda: RunFolder.open_or_create(run.path, changed, [], {"keep"}), f"process {other.pid} ")
+        refused(lambda: RunFolder.open_or_create(run.path, changed, [], {"keep"}), f"process {other} ")
         time.sleep(random.Random(0).uniform(0.05, 0.2))  # it writes lines
-    finally:
-        other.send_signal(signal.SIGKILL)
-        other.wait()
-        other.stdout.close()
     with run.locked():  # a killed process holds nothing
         refused(RunFolder(run.path).locked().__enter__, f"process {os.getpid()} ")
         steps = [record["step"] for record in run.read_metrics()]
@@ -287,12 +286,3 @@ def test_two_processes(tmp_path, run):
         assert [record["step"] for record in run.read_metrics()] == [1, 2, 3, 4]
     with run.locked():
         pass
-
-
-if __name__ == "__main__":
-    mine = RunFolder.open(Path(sys.argv[1]))
-    with mine.locked():
-        for i in range(1, 1_000_000):
-            mine.append_metrics({"step": i, "loss": 1 / i})
-            if i == 5:
-                print("locked", flush=True)

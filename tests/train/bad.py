@@ -3,15 +3,11 @@
 import json
 import shlex
 import shutil
-import sys
-from pathlib import Path
 
 import pytest
 
 from depthmix.cli import main
 from train import small
-
-PROGRAM = Path(sys.executable).with_name("depthmix")
 
 
 def one_sentence(err: str, words: list[str]) -> None:

@@ -2,6 +2,7 @@
 
 import atexit
 import functools
+import os
 import tempfile
 from pathlib import Path
 
@@ -28,7 +29,7 @@ VOCAB = 300
 @functools.cache
 def place() -> Path:
     """A folder that goes away with the process."""
-    folder = tempfile.TemporaryDirectory(prefix="depthmix-test-")
+    folder = tempfile.TemporaryDirectory(prefix="depthmix-test-", dir=os.environ.get("PYTEST_DEBUG_TEMPROOT"))
     atexit.register(folder.cleanup)
     return Path(folder.name)
 
