@@ -15,10 +15,9 @@ pooled over all arms of the study; before two seeds of anything, the largest tha
 
 from __future__ import annotations
 
-import functools
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -377,14 +376,11 @@ def verdicts(
     """(claim, verdict, number, study) of every claim."""
     judged = []
     for claim in claims:
-        found, name = most_seeds(claim.studies, look, functools.partial(measure, claim))
+        found, name = most_seeds((measure(claim, r), name) for name in claim.studies if (r := look(name)))
         judged.append((claim, judge(claim, found), found, name or claim.studies[0]))
     return judged
 
 
-def most_seeds(
-    names: Sequence[str], look: Callable[[str], Results | None], take: Callable[[Results], Found | None]
-) -> tuple[Found | None, str]:
-    """What a study says, of those that say anything the one with most seeds, and its name; the first of equals."""
-    there = [(take(results), name) for name in names if (results := look(name))]
-    return max(((f, name) for f, name in there if f), key=lambda pair: pair[0].seeds, default=(None, ""))
+def most_seeds(said: Iterable[tuple[Found | None, str]]) -> tuple[Found | None, str]:
+    """What studies say, by name: of those that say anything the one with most seeds, the first of equals."""
+    return max(((f, name) for f, name in said if f), key=lambda pair: pair[0].seeds, default=(None, ""))

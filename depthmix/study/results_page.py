@@ -22,6 +22,7 @@ from depthmix.study.claims import (
     Results,
     check_places,
     contrast,
+    most_seeds,
     read_claims,
     read_results,
     verdicts,
@@ -156,8 +157,8 @@ def _gain(arm: str, places: Sequence[str], look: Callable[[str], Results | None]
         name, at, cell = place.partition(" @ ")
         results = look(name)
         if results and arm != results.first:
-            found.append(contrast(results, {f"{arm}{at}{cell}": 1, f"{results.first}{at}{cell}": -1}))
-    return max((f for f in found if f), key=lambda f: f.seeds, default=None)
+            found.append((contrast(results, {f"{arm}{at}{cell}": 1, f"{results.first}{at}{cell}": -1}), name))
+    return most_seeds(found)[0]
 
 
 def _name(place: str) -> str:

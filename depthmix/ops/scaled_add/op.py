@@ -5,11 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from depthmix.ops.autograd import own_backward, reference_gradients
+from depthmix.ops.autograd import reference_gradients
 from depthmix.ops.backend import choose
 from depthmix.ops.precision import compute_dtype, widen, without_autocast
-
-NARROW = (torch.float32, torch.bfloat16, torch.float16)
+from depthmix.ops.slots.op import KINDS
 
 
 class _ScaledAdd(torch.autograd.Function):
@@ -41,7 +40,7 @@ def why_unsupported(x: Tensor, y: Tensor, gamma: Tensor) -> str | None:
     """Why the kernels cannot take these, or None if they can."""
     if any(type(t) not in (Tensor, torch.nn.Parameter) for t in (x, y, gamma)):
         return "they take plain tensors"  # not ones that are divided among processes
-    wrong = next((t.dtype for t in (x, y, gamma) if t.dtype not in NARROW), None)
+    wrong = next((t.dtype for t in (x, y, gamma) if t.dtype not in KINDS), None)
     return None if wrong is None else f"they compute in float32, and got {wrong}"
 
 
@@ -52,7 +51,7 @@ def scaled_add(x: Tensor, y: Tensor, gamma: Tensor, *, backend: str | None = Non
     """
     with without_autocast(x):
         kernels = choose("scaled_add", x, why_unsupported(x, y, gamma), backend) == "triton"
-        if kernels and (own_backward() or not torch.is_grad_enabled()) and not torch.compiler.is_compiling():
+        if kernels and not torch.compiler.is_compiling():
             found: Tensor = _ScaledAdd.apply(x.contiguous(), y.contiguous(), gamma.contiguous())
             return found
         return _reference(x, y, gamma)

@@ -6,11 +6,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from depthmix.ops.autograd import own_backward, reference_gradients
+from depthmix.ops.autograd import reference_gradients
 from depthmix.ops.backend import choose
 from depthmix.ops.precision import without_autocast
-
-NARROW = (torch.float32, torch.bfloat16, torch.float16)
+from depthmix.ops.slots.op import KINDS
 
 
 class _TokenLoss(torch.autograd.Function):
@@ -41,7 +40,7 @@ def why_unsupported(logits: Tensor, targets: Tensor) -> str | None:
     """Why the kernels cannot take these, or None if they can."""
     if type(logits) is not Tensor or type(targets) is not Tensor:
         return "they take plain tensors"  # not one that is divided among processes
-    if logits.dtype not in NARROW:
+    if logits.dtype not in KINDS:
         return f"they compute in float32, and the logits are {logits.dtype}"
     return None if logits.shape[-1] < 2**30 else "they count columns in 32 bits"
 
@@ -53,7 +52,7 @@ def token_loss(logits: Tensor, targets: Tensor, *, backend: str | None = None) -
     """
     with without_autocast(logits):
         kernels = choose("token_loss", logits, why_unsupported(logits, targets), backend) == "triton"
-        if kernels and (own_backward() or not torch.is_grad_enabled()) and not torch.compiler.is_compiling():
+        if kernels and not torch.compiler.is_compiling():
             found: Tensor = _TokenLoss.apply(logits.contiguous(), targets.contiguous())
             return found
         return _reference(logits, targets)
