@@ -48,6 +48,8 @@ RECIPE = {
     "hyper": "<= 1.30",
     "mhc": "<= 1.30",
     "mhc:schedule=single_pass": "<= 1.25",
+    "layerscale": "",
+    "rezero": "",
 }
 WIDE = {
     "residual": "",

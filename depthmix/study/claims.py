@@ -9,7 +9,8 @@ A claim names a study, or several, of which the one with most seeds counts, the 
     compute_advantage, time_advantage: arm             by fitted power laws (fits.py)
     spikes, growth, rate: {arm: …, against: …}         loss spikes; outputs' growth over depth; the largest stable rate, as a ratio
 
-`says` is the paper's number, or `above` or `below` where it gives none. The spread of a contrast is that of paired differences,
+`says` is the paper's number, or `above` or `below` where it gives none. Columns `beside` show the same contrasts in a cell of
+another study, {title: …, study: start @ cell}, where it has the arms. The spread of a contrast is that of paired differences,
 pooled over all arms of the study; before two seeds of anything, the largest that the study's file assumes.
 """
 
@@ -131,8 +132,12 @@ def read_claims(path: Path) -> tuple[list[Claim], dict[str, Any]]:
         found.append(
             Claim(item["claim"], item["source"], says, studies, measures[0], item[measures[0]], item.get("note", ""))
         )
-    which = {key: given.get(key, []) for key in ("columns", "rules", "answer")}
-    for key, needed in (("columns", {"title": str, "study": list}), ("rules", {"arm": str})):
+    which = {key: given.get(key, []) for key in ("beside", "columns", "rules", "answer")}
+    for key, needed in (
+        ("beside", {"title": str, "study": str}),
+        ("columns", {"title": str, "study": list}),
+        ("rules", {"arm": str}),
+    ):
         for item in which[key]:
             if not isinstance(item, dict) or not all(isinstance(item.get(k), kind) for k, kind in needed.items()):
                 raise UserError(f"{path}: an entry of {key} has {' and '.join(needed)}, got {item!r}")
@@ -162,12 +167,18 @@ def places(claim: Claim) -> list[str]:
 
 def check_places(claim: Claim, study: Study) -> None:
     """UserError for an arm or a cell that the study does not have: its claim would never be measured."""
-    cells = [*(cell.name for cell in study.cells), *study.domains]
     for place in places(claim):
         arm, _, cell = place.partition(" @ ")
-        for name, known in ((arm, study.labels), (cell, cells)):
-            if name and name not in known:
-                raise UserError(f"claim {claim.claim!r}: {study.name} has no {name!r}{nearest(name, known)}")
+        if arm not in study.labels:
+            raise UserError(f"claim {claim.claim!r}: {study.name} has no {arm!r}{nearest(arm, study.labels)}")
+        check_cell(cell, study, f"claim {claim.claim!r}")
+
+
+def check_cell(cell: str, study: Study, where: str) -> None:
+    """UserError for a cell, or a domain, that the study does not have; "" is the first."""
+    cells = [*(known.name for known in study.cells), *study.domains]
+    if cell and cell not in cells:
+        raise UserError(f"{where}: {study.name} has no {cell!r}{nearest(cell, cells)}")
 
 
 def read_results(name: str, folder: Path = RESULTS) -> Results | None:
@@ -379,6 +390,15 @@ def verdicts(
         found, name = most_seeds((measure(claim, r), name) for name in claim.studies if (r := look(name)))
         judged.append((claim, judge(claim, found), found, name or claim.studies[0]))
     return judged
+
+
+def elsewhere(claim: Claim, place: str, look: Callable[[str], Results | None]) -> Found | None:
+    """A contrast of arms of no cell in particular, in another study's (study @ cell); it decides nothing."""
+    name, at, cell = place.partition(" @ ")
+    results = look(name)
+    if results is None or claim.measure != "contrast" or any(" @ " in arm for arm in claim.what):
+        return None
+    return contrast(results, {f"{arm}{at}{cell}": weight for arm, weight in claim.what.items()})
 
 
 def most_seeds(said: Iterable[tuple[Found | None, str]]) -> tuple[Found | None, str]:

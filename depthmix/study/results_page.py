@@ -20,8 +20,10 @@ from depthmix.study.claims import (
     VERDICTS,
     Found,
     Results,
+    check_cell,
     check_places,
     contrast,
+    elsewhere,
     most_seeds,
     read_claims,
     read_results,
@@ -47,9 +49,12 @@ def write_claims(path: Path = RESULTS / CLAIMS, page: Path = PAGE) -> Path:
         for name in claim.studies:
             if not (path.parent / name / "comparison.json").is_file():
                 check_places(claim, read_study(name))
-    for name in (_name(place) for column in which["columns"] for place in column["study"]):
+    beside = which.pop("beside")
+    shown_too = [column["study"] for column in beside]
+    for place in [*shown_too, *(place for column in which["columns"] for place in column["study"])]:
+        name, _, cell = place.partition(" @ ")
         if not (path.parent / name / "comparison.json").is_file():
-            read_study(name)
+            check_cell(cell, read_study(name), path.name)
     judged = verdicts(claims, look)
     count = Counter(verdict for _, verdict, _, _ in judged)
     summary = ", ".join(f"{count[verdict]} {verdict}" for verdict in VERDICTS if count[verdict])
@@ -62,9 +67,9 @@ def write_claims(path: Path = RESULTS / CLAIMS, page: Path = PAGE) -> Path:
         "",
     ]
     for source in dict.fromkeys(claim.source.partition(",")[0] for claim in claims):
-        heading = ["verdict", "claim", "paper", "ours", "seeds", "where"]
+        heading = ["verdict", "claim", "paper", "ours", "seeds", "where", *(column["title"] for column in beside)]
         own = [entry for entry in judged if entry[0].source.partition(",")[0] == source]
-        text += [f"## {source}", "", markdown_line(heading), "|---|---|---:|---:|---:|---|"]
+        text += [f"## {source}", "", markdown_line(heading), "|---|---|---:|---:|---:|---|" + "---:|" * len(beside)]
         for claim, verdict, found, name in own:
             place = claim.source.partition(",")[2].strip()
             cells = [
@@ -73,8 +78,9 @@ def write_claims(path: Path = RESULTS / CLAIMS, page: Path = PAGE) -> Path:
                 _said(claim.says),
                 _shown(found),
             ]
-            link = _link(name, path.parent)
-            text.append(markdown_line([*cells, str(found.seeds) if found else "0"]) + f" {link} |")
+            too = [_with_seeds(elsewhere(claim, study, look)) for study in shown_too]
+            line = markdown_line([*cells, str(found.seeds) if found else "0"]) + f" {_link(name, path.parent)} |"
+            text.append(line + "".join(f" {cell} |" for cell in too))
         remarks = [
             f"{c.claim}: {words}."
             for c, _, f, _ in own
@@ -100,6 +106,10 @@ def _shown(found: Found | None) -> str:
         return value
     ends = [f"{end:+.4f}" if abs(found.value) < 0.5 else f"{end:.2f}" for end in (found.low, found.high)]
     return f"{value} ({ends[0]} to {ends[1]})"
+
+
+def _with_seeds(found: Found | None) -> str:
+    return _shown(found) + (f", {found.seeds} seeds" if found and found.seeds > 1 else "")
 
 
 def _link(name: str, folder: Path) -> str:
@@ -133,7 +143,7 @@ def _which(
         arm, cells = rule["arm"], []
         for column in columns:
             found = _gain(arm, column["study"], look)
-            cells.append(_shown(found) + (f", {found.seeds} seeds" if found and found.seeds > 1 else ""))
+            cells.append(_with_seeds(found))
             if found:
                 gains[column["title"]][arm] = found
         cells += [f"{ratios[arm, case]:.2f}" if (arm, case) in ratios else "–" for case in cases]

@@ -19,6 +19,7 @@ from depthmix.study.claims import (
     Claim,
     Found,
     Results,
+    elsewhere,
     judge,
     measure,
     read_results,
@@ -194,6 +195,12 @@ def test_the_page_is_made_of_what_is_there(tmp_path, monkeypatch, capsys):
     [
         ({"columns": [{"title": "t"}]}, ["columns has title and study"]),
         ({"columns": [{"title": "t", "study": ["tinny @ books"]}]}, ["unknown study 'tinny'"]),
+        (
+            {"columns": [{"title": "t", "study": ["start @ 18m, output 0"]}]},
+            ["start has no", "'books 18m, outputs 0'?"],
+        ),
+        ({"beside": [{"title": "t", "study": ["tiny"]}]}, ["beside has title and study"]),
+        ({"beside": [{"title": "t", "study": "tiny @ code"}]}, ["tiny has no 'code'"]),
         ({"rules": ["dca"]}, ["rules has arm", "'dca'"]),
     ],
 )
@@ -217,3 +224,21 @@ def test_of_several_studies_the_one_with_most_seeds_counts():
         asked = Claim("c", "p", -0.1, names, "contrast", {"a": 1, "plain": -1})
         ((_, _, _, name),) = verdicts([asked], known.get)
         assert name == found
+
+
+def test_a_contrast_elsewhere_is_of_one_cell_and_of_contrasts_only():
+    cells = {
+        "first": [a_run("plain", 0, 4.0), a_run("a", 0, 3.9)],
+        "other": [a_run("plain", 0, 5.0), a_run("a", 0, 4.7)],
+    }
+    known = {"s": Results("s", "plain", cells, 0.01)}
+
+    def found(measure="contrast", what={"a": 1, "plain": -1}, place="s @ other"):  # noqa: B006
+        return elsewhere(Claim("c", "p", -0.1, ["s"], measure, what), place, known.get)
+
+    assert found().value == pytest.approx(-0.3)
+    assert found(place="s").value == pytest.approx(-0.1)
+    assert found(what={"b": 1, "plain": -1}) is None  # an arm that is not there
+    assert found(what={"a @ first": 1, "plain @ first": -1}) is None  # of a cell of its own
+    assert found(measure="accuracy") is None
+    assert found(place="t @ other") is None
