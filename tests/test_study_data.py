@@ -1,0 +1,42 @@
+"""tools/study_data.py: the texts that it cuts from the sets of the studies."""
+
+import bz2
+import importlib.util
+import json
+import lzma
+
+import pytest
+
+from project import ROOT
+
+_spec = importlib.util.spec_from_file_location("study_data", ROOT / "tools" / "study_data.py")
+study_data = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(study_data)
+
+
+def test_a_file_a_book_training_books_first(tmp_path):
+    index = [("valid", "éa"), ("train", "first"), ("train", "second")]
+    entries = [{"split": split, "bytes": len(text.encode())} for split, text in index]
+    (tmp_path / "index.json").write_text(json.dumps(entries))
+    (tmp_path / "train.txt.bz2").write_bytes(bz2.compress(b"first\n\n\n\nsecond"))
+    (tmp_path / "valid.txt.bz2").write_bytes(bz2.compress("éa".encode()))
+    out = tmp_path / "out"
+    out.mkdir()
+    study_data.books(tmp_path, out)
+    texts = [path.read_bytes().decode() for path in sorted(out.iterdir())]
+    assert texts == ["first", "\n\n\n\nse", "éa"]  # the index does not count what is between books
+
+
+def test_code_is_one_text_that_ends_with_the_validation_files(tmp_path):
+    for name, files in (("train", "abc"), ("valid", "xy")):
+        lines = "".join(json.dumps({"text": text}) + "\n" for text in files)
+        (tmp_path / f"{name}.jsonl.xz").write_bytes(lzma.compress(lines.encode()))
+    share = study_data.code(tmp_path, tmp_path)
+    text = (tmp_path / "code.txt").read_text()
+    assert text == "a\n\n\nc\n\n\nx\n\n\ny"
+    assert share * len(text) == pytest.approx(5)
+
+
+def test_sets_that_are_not_there_are_named(tmp_path):
+    with pytest.raises(SystemExit, match="neither gutenberg100 nor pycode"):
+        study_data.prepare(tmp_path, tmp_path)
