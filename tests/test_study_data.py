@@ -4,9 +4,13 @@ import bz2
 import importlib.util
 import json
 import lzma
+import tarfile
 
+import numpy as np
 import pytest
+from PIL import Image
 
+from depthmix.data.prepared import open_data
 from project import ROOT
 
 _spec = importlib.util.spec_from_file_location("study_data", ROOT / "tools" / "study_data.py")
@@ -37,6 +41,19 @@ def test_code_is_one_text_that_ends_with_the_validation_files(tmp_path):
     assert share * len(text) == pytest.approx(5)
 
 
+def test_pictures_are_prepared_from_their_archive(tmp_path):
+    pixels = np.zeros((8, 8, 3), np.uint8)
+    for split, name, n in (("train", "cat", 0), ("train", "dog", 90), ("test", "cat", 10), ("test", "dog", 99)):
+        (tmp_path / split / name).mkdir(parents=True, exist_ok=True)
+        Image.fromarray(pixels + n).save(tmp_path / split / name / "0.png")
+    (tmp_path / "sets" / "cifar10").mkdir(parents=True)
+    with tarfile.open(tmp_path / "sets" / "cifar10" / "a.tar.xz", "w:xz") as archive:
+        for split in ("train", "test"):
+            archive.add(tmp_path / split, split)
+    study_data.prepare(tmp_path / "sets", tmp_path / "data")
+    assert open_data(tmp_path / "data" / "cifar10").meta["classes"] == ["cat", "dog"]
+
+
 def test_sets_that_are_not_there_are_named(tmp_path):
-    with pytest.raises(SystemExit, match="neither gutenberg100 nor pycode"):
+    with pytest.raises(SystemExit, match="none of gutenberg100, pycode and cifar10"):
         study_data.prepare(tmp_path, tmp_path)

@@ -1,7 +1,7 @@
 """Prepare the data of the studies from the sets they were made with: python tools/study_data.py SETS [--out data].
 
-SETS holds gutenberg100 (train.txt.bz2, valid.txt.bz2, index.json) and pycode (train.jsonl.xz, valid.jsonl.xz); what is missing is
-left out. The same tokens come out bit for bit, so that results of several machines and days can be mixed: `depthmix study`
+SETS holds gutenberg100 (train.txt.bz2, valid.txt.bz2, index.json), pycode (train.jsonl.xz, valid.jsonl.xz) and cifar10 (an archive
+of JPEGs, a folder a class in train and in test); what is missing is left out. The same tokens come out bit for bit, so that results of several machines and days can be mixed: `depthmix study`
 compares their checksums. Anybody's texts do for studies of their own (docs/data.md).
 """
 
@@ -11,6 +11,7 @@ import argparse
 import bz2
 import json
 import lzma
+import tarfile
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -47,24 +48,35 @@ def _files(path: Path) -> Iterator[str]:
             yield json.loads(line)["text"]
 
 
+def images(source: Path, out: Path) -> None:
+    """The archive, unpacked."""
+    (archive,) = source.glob("*.tar.xz")
+    with tarfile.open(archive) as packed:
+        packed.extractall(out, filter="data")
+
+
 def prepare(sets: Path, out: Path) -> None:
-    """Both sets, as far as they are there."""
+    """All sets that are there and not yet prepared."""
     done = False
-    for name, target in (("gutenberg100", "gutenberg"), ("pycode", "pycode")):
+    for name, target in (("gutenberg100", "gutenberg"), ("pycode", "pycode"), ("cifar10", "cifar10")):
         if not (sets / name).is_dir() or (out / target).exists():
             continue
         with tempfile.TemporaryDirectory() as folder:
-            more: list[str] = []
-            if name == "pycode":
-                more = ["--val-fraction", f"{code(sets / name, Path(folder)):.9f}"]
+            given = ["--out", str(out / target)]
+            if name == "cifar10":
+                images(sets / name, Path(folder))
+                given += ["--images", folder]
             else:
-                books(sets / name, Path(folder))
-            given = ["--input", folder, "--out", str(out / target), "--vocab-size", VOCABULARY, *more]
+                given += ["--input", folder, "--vocab-size", VOCABULARY]
+                if name == "pycode":
+                    given += ["--val-fraction", f"{code(sets / name, Path(folder)):.9f}"]
+                else:
+                    books(sets / name, Path(folder))
             if failed := main(["data", *given]):
                 raise SystemExit(failed)
         done = True
     if not done:
-        raise SystemExit(f"{sets} has neither gutenberg100 nor pycode, or both are in {out} already")
+        raise SystemExit(f"{sets} has none of gutenberg100, pycode and cifar10 that is not in {out} already")
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ These blocks count sites, whatever the model's own blocks are.
 routing="add" (arXiv 2605.18855): h_0 = e, then the plain stream + Σ_i p_i v_i; finish returns the plain stream.
 With ways=2 an attention site reads two mixtures, one for queries and keys and one for values; with ways=3 each has its own.
 Queries start at zero: plain at step 0. With query_init they start at N(0, query_init²), which the paper advises against.
+query="input": query_s = W_s RMS(newest source) / D. The paper has no 1/D; without it a step of Adam moves logits by up to lr · D².
 """
 
 import dataclasses
@@ -268,7 +269,8 @@ class AttnRes(SlotReads):
             query = self._rows("query", site)
         else:
             seen = rms_normalize(state.observe(newest), self.eps)
-            query = torch.stack([matmul(seen, w.to(seen.dtype).T) for w in self._rows("query_proj", site)])
+            rows = self._rows("query_proj", site)
+            query = torch.stack([matmul(seen, w.to(seen.dtype).T) for w in rows]) / self.dim
         gain = self._rows("key_gain", site) if self.key_norm else None
         shape: dict[str, Any] = {"key_norm": self.key_norm, "heads": self.heads, "activation": self.weights}
         if not state.frozen:

@@ -26,7 +26,7 @@ from depthmix.study.lanes import Place, run_in_lanes
 from depthmix.study.making import Outcome, make_run
 from depthmix.study.modules import loaded
 from depthmix.study.pieces import Deadline, Piece, in_order, predicted
-from depthmix.study.recipe import Study, read_study
+from depthmix.study.recipe import Cell, Study, read_study
 from depthmix.study.records import RUNS, Records, read_records, write_records
 from depthmix.study.sheet import power_lines, write_sheet
 
@@ -248,22 +248,35 @@ class Worker:
         for cell in (cell for cell in self.study.cells if cell.domain in self.study.active):
             place = (cell.domain, cell.size)
             lines = [r for r in self.records.of("step_times") if (r["domain"], r["size"]) == place]
-            known: dict[str, float] = dict(lines[0]["seconds"]) if lines else {}
+            known = dict(lines[0]["seconds"]) if lines else self._times_of_same_shapes(cell)
             missing = [arm for arm in self.study.arms if arm.label not in known]
-            if not missing or not self.deadline.fits(MEASURING * len(missing) * (self.study.budget == "tokens")):
+            if not missing and lines:
                 continue
-            # The first arm is measured again with arms that came later, and they are scaled to its saved time.
-            group = missing if missing[0] is first else [first, *missing]
-            configs = [self.study.config(arm, cell, self.study.seeds[0], **more) for arm in group]
-            check_pieces(self.study, map(Piece, group, [cell] * len(group), configs), self.data)
-            self.say("Measuring step times …")
-            times = measure_step_times(configs)
-            scale = known.get(first.label, times[0]) / times[0]
-            known = {**{arm.label: t * scale for arm, t in zip(group, times, strict=True)}, **known}
+            if missing:
+                if not self.deadline.fits(MEASURING * len(missing) * (self.study.budget == "tokens")):
+                    continue
+                # The first arm is measured again with arms that came later, and they are scaled to its saved time.
+                group = missing if missing[0] is first else [first, *missing]
+                configs = [self.study.config(arm, cell, self.study.seeds[0], **more) for arm in group]
+                check_pieces(self.study, map(Piece, group, [cell] * len(group), configs), self.data)
+                self.say("Measuring step times …")
+                times = measure_step_times(configs)
+                scale = known.get(first.label, times[0]) / times[0]
+                known = {**{arm.label: t * scale for arm, t in zip(group, times, strict=True)}, **known}
             self.records.lines = [r for r in self.records.lines if r not in lines]
             line = {"kind": "step_times", "domain": cell.domain, "size": cell.size, "seconds": known}
             self.records.add({**line, "environment": self.environment})
             write_records(self.out, self.records)
+
+    def _times_of_same_shapes(self, cell: Cell) -> dict[str, float]:
+        """What another domain with as many words measured at this size on this device: its steps are the same."""
+        words = getattr(self.data[cell.domain], "vocab_size", None)
+        for line in self.records.of("step_times"):
+            other = getattr(self.data.get(line["domain"]), "vocab_size", None)
+            here = line["environment"].get("device_name") == self.environment.get("device_name")
+            if here and line["size"] == cell.size and words is not None and other == words:
+                return dict(line["seconds"])
+        return {}
 
 
 def _open(folder: str) -> TokenData | ImageData:

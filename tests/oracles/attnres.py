@@ -84,7 +84,7 @@ def logits(p, options, s, way, nth, v):
     """v [n, B, T, D] -> [n, B, T, heads]."""
     n, heads = v.shape[0], options["heads"]
     if options["query"] == "input":
-        q = torch.einsum("oi,bti->bto", pick(p, "query_proj", s, way, nth), rms(v[-1], options["eps"]))
+        q = torch.einsum("oi,bti->bto", pick(p, "query_proj", s, way, nth), rms(v[-1], options["eps"])) / v.shape[-1]
     else:
         q = pick(p, "query", s, way, nth)
     keys = v

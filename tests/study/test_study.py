@@ -182,6 +182,23 @@ def test_equal_time(training, tmp_path, monkeypatch):
     assert "the steps that fit into the first arm's time" in table(tmp_path)
 
 
+def test_domains_with_as_many_words_have_the_same_step_times(training, tmp_path, monkeypatch):
+    measured = []
+    monkeypatch.setattr(
+        "depthmix.train.step_times.measure_step_times",
+        lambda configs: measured.append(configs[0].data) or [0.1 * len(measured)] * len(configs),
+    )
+    words, fewer = str(small.data()), str(small.other_data())
+    data = {"words": words, "again": words, "fewer": fewer}
+    path = studies.write(tmp_path, budget="time", data=data, seeds=[0])
+    run(path, tmp_path)
+    times = {x["domain"]: x["seconds"]["slow"] for x in lines(tmp_path) if x["kind"] == "step_times"}
+    assert times == pytest.approx({"words": 0.1, "again": 0.1, "fewer": 0.2})
+    assert measured == [words, fewer]
+    run(path, tmp_path)
+    assert len(measured) == 2
+
+
 # Several machines, several data sets.
 
 
