@@ -171,7 +171,7 @@ class StudyConfig:
     out: str = option("", "folder for the results; none: docs/results/NAME, whose results count in any case")
     results: list[str] = option([], "more files of results, say of another machine")
     minutes: float = option(0.0, "end within so many minutes: a run that would take longer is not begun; 0: no limit")
-    lanes: int = option(1, "so many processes share the machine, each with a run of its own; at equal tokens only")
+    lanes: int = option(1, "so many processes share the machine, each with a run of its own")
     report: bool = option(False, "run nothing: table and figures again from the results")
     claims: bool = option(False, "run nothing: docs/results.md from all results, claim by claim; needs no study")
     accept_code: str = option("", "REASON why results of other code count; it is kept and written into the table")

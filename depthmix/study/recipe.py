@@ -10,7 +10,7 @@ sizes: {54m: {}, 6m: {dim: 256}}   # options by size
 modules: [../../examples/experiments]  # Python files that register mechanisms of their own, from this file
 power: {difference: 0.01, spread: [0.004, 0.008]}
 paper: {lm1b: {source: "Table 5", unit: perplexity}}
-step_times: true                   # measured in turns when all runs are there, for the costs
+step_times: true                   # measured in turns when all runs are there, for the costs; at equal time always, and first
 sections: [power-laws]             # what the table says besides: power-laws, stability, depth
 notes: [what has to be said under the table]
 arms:
@@ -194,7 +194,7 @@ def read_study(name: str, data: Iterable[str] = ()) -> Study:
         arms=_arms(path, given.get("arms"), seeds, paper),
         paper=paper,
         power=_power(path, given.get("power", {})),
-        step_times=_yes_or_no(path, "step_times", given.get("step_times", False)),
+        step_times=_yes_or_no(path, "step_times", given.get("step_times", False)) or budget == "time",
         sections=_sections(path, given.get("sections", [])),
         notes=[" ".join(note.split()) for note in notes],
     )

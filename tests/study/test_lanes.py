@@ -159,10 +159,18 @@ def test_time_holds_for_lanes(training, tmp_path, capsys):
     assert "No time for" in capsys.readouterr().out
 
 
-def test_equal_time_is_refused(training, tmp_path):
-    path = studies.write(tmp_path, budget="time")
-    refused(lambda: run(path, tmp_path), "share a machine", "same time", "--lanes", code=USAGE)
-    refused(lambda: run(path, tmp_path, lanes=0), "lanes must be at least 1", code=USAGE)
+def test_equal_time_is_that_of_steps_measured_before(training, tmp_path, monkeypatch):
+    monkeypatch.setattr("depthmix.train.step_times.measure_step_times", lambda configs: [0.1, 0.2, 0.3])
+    run(studies.write(tmp_path, budget="time"), tmp_path)
+    steps = {r["arm"]: r["config"]["steps"] for r in runs(tmp_path / "out")}
+    assert steps == {"residual": 6, "attnres:block_size=2": 3, "slow": 2}
+    text = (tmp_path / "out" / "table.md").read_text()
+    assert "Step times were measured in turns" in text
+    assert SHARED not in text
+
+
+def test_no_lane_is_refused(training, tmp_path):
+    refused(lambda: run(studies.write(tmp_path), tmp_path, lanes=0), "lanes must be at least 1", code=USAGE)
 
 
 def test_step_times_measured_apart_are_costs(training, tmp_path, monkeypatch):
