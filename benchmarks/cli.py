@@ -24,6 +24,7 @@ from benchmarks.options import Options, add_arguments, backend, from_arguments
 from benchmarks.parallel_step import parallel_step
 from benchmarks.peers import mhc_ops, peer_step
 from benchmarks.precompile import tune
+from benchmarks.profile import profile_step
 from benchmarks.report import Report, read_rows
 from benchmarks.stack_entries import block_stack, full_stack
 from benchmarks.step import step
@@ -38,6 +39,7 @@ ENTRIES: dict[str, Entry] = {
     "bandwidth": bandwidth,
     "first-call": first_call,
     "step": step,
+    "profile": profile_step,
     "parallel-step": parallel_step,
     "peer-step": peer_step,
     "mhc-ops": mhc_ops,
@@ -54,6 +56,7 @@ HELP = {
     "bandwidth": "the share of the copy bandwidth each kernel achieves",
     "first-call": "seconds of each kernel's first call, with cold caches",
     "step": "training step time by mechanism against the plain residual",
+    "profile": "what the kernels of a training step take, the longest by name",
     "parallel-step": "training step time under DDP and FSDP2 in a world of one process against the plain loop",
     "peer-step": "training step time of DCA and Hyper-Connections against the published modules",
     "mhc-ops": "sites of mHC alone against Liger's operators",
@@ -72,6 +75,7 @@ LIMITS = {
     "bandwidth": 60,
     "first-call": 90,
     "step": 300,
+    "profile": 60,
     "parallel-step": 240,
     "peer-step": 150,
     "mhc-ops": 60,

@@ -226,3 +226,15 @@ def test_findings_of_tuning_travel_in_one_file(tmp_path, monkeypatch):
     assert tuned.restore(tmp_path / "tuned.json") == 1
     assert tuned.holds("ker")
     assert tuned.restore(tmp_path / "missing.json") == 0
+
+
+def test_profile_has_the_longest_kernels_of_every_arm(tmp_path):
+    code, rows = run("profile", tmp_path, "--arms", "residual", "dca")
+    assert code == 0
+    times = {(row.case.rpartition(" ")[2], row.who): row.value for row in rows}
+    for arm in ("residual", "dca"):
+        own = {who: took for (case, who), took in times.items() if case == arm}
+        whole = own.pop("all kernels")
+        assert len(own) == 20
+        assert sum(own.values()) <= whole
+        assert any("mm" in who for who in own)  # a Linear's product
