@@ -1,24 +1,35 @@
 #!/usr/bin/env bash
-# Part of a study on a GPU that is lent by the minute: tools/studies.sh OUT SECONDS LANES STUDY [options of depthmix study]
-# Goes on from what is committed and from what an earlier call on the same machine found, and leaves OUT/STUDY-runs.jsonl, which
-# takes the place of docs/results/STUDY/runs.jsonl. Lanes share the GPU through NVIDIA's MPS where it is there. Compiled kernels
-# are kept between calls.
+# Parts of studies on a GPU that is lent by the minute: tools/studies.sh OUT SECONDS LANES STUDY ...
+# One after the other, each with the time that is left. Goes on from what is committed and from what an earlier call on the same
+# machine found, and leaves OUT/STUDY-runs.jsonl, which takes the place of docs/results/STUDY/runs.jsonl. Lanes share the GPU
+# through NVIDIA's MPS where it is there; compiled kernels are kept between calls. ACCEPT="reason" is passed on as --accept-code,
+# DEVICE as --device.
 set -u
-out=$1 seconds=$2 lanes=$3 study=$4
-shift 4
+out=$1 seconds=$2 lanes=$3
+shift 3
 kept=${TMPDIR:-/tmp}/depthmix-studies
-mkdir -p "$kept" "$out/$study"
+mkdir -p "$kept"
 export PYTHONPATH=$PWD PYTHONUNBUFFERED=1 TRITON_CACHE_DIR=$kept/triton TORCHINDUCTOR_CACHE_DIR=$kept/inductor
 if [ "$lanes" -gt 1 ] && command -v nvidia-cuda-mps-control > /dev/null; then
   export CUDA_MPS_PIPE_DIRECTORY=$kept/mps CUDA_MPS_LOG_DIRECTORY=$kept/mps-log
   mkdir -p "$kept/mps" "$kept/mps-log"
   pgrep -f nvidia-cuda-mps-control > /dev/null || nvidia-cuda-mps-control -d
 fi
-for earlier in "docs/results/$study/runs.jsonl" "$kept/$study-runs.jsonl"; do
-  [ -f "$earlier" ] && cp "$earlier" "$out/$study/runs.jsonl"
+failed=0
+for study in "$@"; do
+  left=$((seconds - SECONDS))
+  [ "$left" -gt 30 ] || break
+  mkdir -p "$out/$study"
+  for earlier in "docs/results/$study/runs.jsonl" "$kept/$study-runs.jsonl"; do
+    [ -f "$earlier" ] && cp "$earlier" "$out/$study/runs.jsonl"
+  done
+  python3 -m depthmix study "$study" --out "$out/$study" --minutes "$(awk "BEGIN {print $left / 60}")" --lanes "$lanes" --quiet \
+    --device "${DEVICE:-auto}" ${ACCEPT:+--accept-code "$ACCEPT"} || failed=1
+  if [ -f "$out/$study/runs.jsonl" ]; then
+    cp "$out/$study/runs.jsonl" "$kept/$study-runs.jsonl"
+    mv "$out/$study/runs.jsonl" "$out/$study-runs.jsonl"
+    echo "$study: $(grep -c '"kind": "run"' "$out/$study-runs.jsonl") runs after $SECONDS s"
+  fi
+  rm -rf "${out:?}/$study" # tables and figures are made again where the results go
 done
-python3 -m depthmix study "$study" --out "$out/$study" --minutes "$(awk "BEGIN {print $seconds / 60}")" --lanes "$lanes" --quiet "$@"
-code=$?
-[ -f "$out/$study/runs.jsonl" ] && cp "$out/$study/runs.jsonl" "$out/$study-runs.jsonl" && cp "$out/$study/runs.jsonl" "$kept/$study-runs.jsonl"
-echo "$study: $(grep -c '"kind": "run"' "$out/$study-runs.jsonl") runs in ${SECONDS} s"
-exit $code
+exit $failed
