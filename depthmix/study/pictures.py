@@ -41,7 +41,8 @@ def draw_study(
     return []
 
 
-def _panels(names: Sequence[str], width: float, height: float) -> tuple[Any, list[Any]]:
+def panels_of(names: Sequence[str], width: float, height: float) -> tuple[Any, list[Any]]:
+    """A figure with axes side by side, each with its title."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -58,7 +59,7 @@ def _panels(names: Sequence[str], width: float, height: float) -> tuple[Any, lis
 def plot_differences(study: Study, by_cell: Mapping[str, Sequence[Run]]) -> Any:
     """A row an arm: small dots are seeds, the large one their mean with its 95% interval, diamonds what papers found."""
     names, others = list(by_cell), study.labels[1:]
-    figure, panels = _panels(names, 6.4 if len(names) == 1 else 5.0, 1.4 + 0.32 * len(others))
+    figure, panels = panels_of(names, 6.4 if len(names) == 1 else 5.0, 1.4 + 0.32 * len(others))
     for axes, name in zip(panels, names, strict=True):
         runs = by_cell[name]
         base = {run.seed: run.val_loss for run in runs if run.arm == study.labels[0]}
@@ -96,7 +97,7 @@ def _draw_paper(axes: Any, study: Study) -> None:
 
 def plot_training(study: Study, names: Sequence[str], curves: Curves, counted: str = "tokens") -> Any:
     """The training loss of every arm minus the first's, on the same batches, over the tokens; mean over seeds."""
-    figure, panels = _panels(names, 6.4 if len(names) == 1 else 5.0, 4.2 + 0.12 * len(study.arms))
+    figure, panels = panels_of(names, 6.4 if len(names) == 1 else 5.0, 4.2 + 0.12 * len(study.arms))
     settled: list[float] = [0.0]  # what there is to see: the steep start would flatten it
     for axes, name in zip(panels, names, strict=True):
         for i, label in enumerate(study.labels[1:]):
@@ -117,7 +118,7 @@ def plot_training(study: Study, names: Sequence[str], curves: Curves, counted: s
 
 def plot_laws(study: Study, laws: Mapping[str, Mapping[str, Points]]) -> Any:
     """Loss over compute, a panel a domain: a point a size, and the power law through them."""
-    figure, panels = _panels(list(laws), 6.4 if len(laws) == 1 else 5.0, 4.4)
+    figure, panels = panels_of(list(laws), 6.4 if len(laws) == 1 else 5.0, 4.4)
     for axes, by_arm in zip(panels, laws.values(), strict=True):
         for i, label in enumerate(label for label in study.labels if label in by_arm):
             found = sorted(by_arm[label].values())

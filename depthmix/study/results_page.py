@@ -1,4 +1,4 @@
-"""docs/results.md: the verdicts on the papers' claims, and a table for the question which rule to use."""
+"""docs/results.md: the verdicts on the papers' claims, and a table and a figure for the question which rule to use."""
 
 from __future__ import annotations
 
@@ -29,10 +29,14 @@ from depthmix.study.claims import (
     read_results,
     verdicts,
 )
+from depthmix.study.figures import load, save_figure
 from depthmix.study.recipe import FOLDER, read_study
+from depthmix.study.rules_picture import plot_rules
 from depthmix.study.table import markdown_line, markdown_text
 
 CLAIMS, PAGE = "claims.yaml", Path("docs") / "results.md"
+FIGURE = Path("results") / "rules"  # beside the page
+Gains = dict[str, dict[str, Found]]  # by a column's title and an arm
 
 
 def write_claims(path: Path = RESULTS / CLAIMS, page: Path = PAGE) -> Path:
@@ -87,7 +91,11 @@ def write_claims(path: Path = RESULTS / CLAIMS, page: Path = PAGE) -> Path:
             if (words := "; ".join(w for w in (c.note, f.remark if f else "") if w))
         ]
         text += ["", *(f"* {markdown_text(remark)}" for remark in remarks), *[""] * bool(remarks)]
-    text += _which(**which, look=look, folder=path.parent)
+    gains = _gains(which["columns"], which["rules"], look)
+    text += _which(**which, gains=gains, look=look, folder=path.parent)
+    if load() and any(gains.values()):
+        labels = {rule["arm"]: rule.get("label", rule["arm"]) for rule in which["rules"]}
+        save_figure(lambda: plot_rules(labels, gains), page.parent / FIGURE, FIGURE.name)
     write_text(page, "\n".join(text).rstrip() + "\n")
     return page
 
@@ -123,6 +131,7 @@ def _which(
     columns: Sequence[Mapping[str, Any]],
     rules: Sequence[Mapping[str, Any]],
     answer: Sequence[str],
+    gains: Gains,
     look: Callable[[str], Results | None],
     folder: Path,
 ) -> list[str]:
@@ -138,14 +147,9 @@ def _which(
     heading = ["rule", *titles, *(f"step, {case}" for case in cases), "what it takes"]
     text = ["## Which rule should I use?", "", markdown_line(heading)]
     text.append("|---|" + "---:|" * (len(columns) + len(cases)) + "---|")
-    gains: dict[str, dict[str, Found]] = {title: {} for title in titles}
     for rule in rules:
-        arm, cells = rule["arm"], []
-        for column in columns:
-            found = _gain(arm, column["study"], look)
-            cells.append(_with_seeds(found))
-            if found:
-                gains[column["title"]][arm] = found
+        arm = rule["arm"]
+        cells = [_with_seeds(gains[title].get(arm)) for title in titles]
         cells += [f"{ratios[arm, case]:.2f}" if (arm, case) in ratios else "–" for case in cases]
         text.append(markdown_line([rule.get("label", arm), *cells, rule.get("takes", "")]))
     where = dict.fromkeys(name for column in columns for name in map(_name, column["study"]) if look(name))
@@ -157,7 +161,22 @@ def _which(
         if shown:
             best = min(shown, key=lambda arm: shown[arm].value)
             lines.append(f"{title}: the best that is shown is `{best}`, {-shown[best].value:.3f} below.")
-    return [*text, "", *(f"* {line}" for line in lines), *(f"* {markdown_text(sentence)}" for sentence in answer)]
+    figure = [f"![gains of the rules]({FIGURE.as_posix()}.png)", ""] if any(gains.values()) else []
+    return [
+        *text,
+        "",
+        *figure,
+        *(f"* {line}" for line in lines),
+        *(f"* {markdown_text(sentence)}" for sentence in answer),
+    ]
+
+
+def _gains(
+    columns: Sequence[Mapping[str, Any]], rules: Sequence[Mapping[str, Any]], look: Callable[[str], Results | None]
+) -> Gains:
+    """Every rule's gain in every column, where it was measured."""
+    by_column = {c["title"]: {rule["arm"]: _gain(rule["arm"], c["study"], look) for rule in rules} for c in columns}
+    return {title: {arm: gain for arm, gain in by_arm.items() if gain} for title, by_arm in by_column.items()}
 
 
 def _gain(arm: str, places: Sequence[str], look: Callable[[str], Results | None]) -> Found | None:

@@ -270,7 +270,7 @@ class Worker:
         words = getattr(self.data[cell.domain], "vocab_size", None)
         for line in self.records.of("step_times"):
             other = getattr(self.data.get(line["domain"]), "vocab_size", None)
-            here = line["environment"].get("device_name") == self.environment.get("device_name")
+            here = line.get("environment", {}).get("device_name") == self.environment.get("device_name")
             if here and line["size"] == cell.size and words is not None and other == words:
                 return dict(line["seconds"])
         return {}

@@ -188,6 +188,8 @@ def test_the_page_is_made_of_what_is_there(tmp_path, monkeypatch, capsys):
     assert "| **confirmed** | DCA ends 0.050 nats below the plain residual" in made
     count = len(yaml.safe_load((ROOT / "docs" / "results" / "claims.yaml").read_text())["claims"])
     assert len(re.findall(r"^\| \*\*", made, re.MULTILINE)) == count
+    figure = (tmp_path / "results" / "rules.svg").read_text()
+    assert all(words in figure for words in ("mudd", "Full (attnres)", "outputs start at 0", "hollow: one seed"))
 
 
 @pytest.mark.parametrize(
