@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from depthmix.config import TrainConfig
 from depthmix.parallel.plan.hops import cuts
 from depthmix.parallel.plan.layout import Layout, micro_batch
-from depthmix.parallel.plan.model import LOGITS_KEPT, Counts
+from depthmix.parallel.plan.model import Counts
 from depthmix.parallel.plan.schedule import play
 
 FREE = 0.08  # of a GPU's memory that fragments, NCCL and the driver's context take
@@ -52,7 +52,7 @@ def memory_by_rank(counts: Counts, layout: Layout, config: TrainConfig) -> list[
         inside = sum(counts.kept(s) for s in sites) * alive
         if config.checkpoint_activations:  # those of one sublayer at a time
             inside = max(counts.kept(s) for s in sites) * unit
-        logits = LOGITS_KEPT * 2.0 * tokens * c.vocab_size / layout.tp
+        logits = counts.logits(layout.tp)[0] * tokens / layout.tp
         kept = sum(counts.traffic[s].kept for s in sites) * alive
         received = sum(sum(counts.states[starts[i]].values()) for i in stages if i) * alive
         found.append(

@@ -10,10 +10,9 @@ from depthmix.mixers import Mixer, create_mixer
 from depthmix.mixers.traffic import Published, Traffic
 from depthmix.models import DecoderConfig
 
-LOGITS_KEPT, LOGITS_MOVED = (
-    6,
-    18,
-)  # of the size of bf16 logits: in fp32 their logarithms and two gradients; every pass over them
+# Of the size of bf16 logits, what is kept and what is moved, products of the head included: themselves and their gradient, and
+# where tensor parallelism splits them, which our loss does not do, in fp32 their logarithms and two gradients.
+LOGITS, SPLIT_LOGITS = (2, 6), (6, 18)
 UPDATE = 52  # bytes moved per parameter and step: casts to bf16 and back, clipping, AdamW
 
 
@@ -50,6 +49,11 @@ class Counts:
             inner = 2 if c.mlp == "swiglu" else 1
             return 3 * (inner * (1 + m) + m + 1) + (5 if c.mlp == "relu2" else 8) * m
         return 3 * (3 + q + 2 * kv + q + 1) + 5 * (q + kv)
+
+    def logits(self, tp: int) -> tuple[float, float]:
+        """Bytes a token: kept and moved."""
+        kept, moved = SPLIT_LOGITS if tp > 1 else LOGITS
+        return kept * 2.0 * self.config.vocab_size, moved * 2.0 * self.config.vocab_size
 
     def flops(self, seq_len: int) -> tuple[float, float]:
         """Per token, forward and backward: of products with parameters, and of causal attention."""

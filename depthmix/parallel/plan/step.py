@@ -9,7 +9,7 @@ from depthmix.mixers.traffic import Traffic
 from depthmix.parallel.plan.hardware import ATTENTION, COLLECTIVE, COPY, FP32, MATMUL, MIXING, START, Gpu
 from depthmix.parallel.plan.hops import cuts, hop_sizes
 from depthmix.parallel.plan.layout import Layout, micro_batch
-from depthmix.parallel.plan.model import LOGITS_MOVED, UPDATE, Counts
+from depthmix.parallel.plan.model import UPDATE, Counts
 from depthmix.parallel.plan.schedule import play
 
 
@@ -34,12 +34,12 @@ def mixing_seconds(counts: Counts, gpu: Gpu, tokens: float) -> float:
     return (moved.forward + moved.backward) * unit + 3 * moved.flops * tokens / (gpu.fp32_flops * FP32)
 
 
-def compute_seconds(counts: Counts, gpu: Gpu, config: TrainConfig, tokens: float) -> float:
+def compute_seconds(counts: Counts, gpu: Gpu, config: TrainConfig, tokens: float, tp: int) -> float:
     """Of everything but the optimizer's update and the mixing, for so many tokens."""
     c = counts.config
     products, attention = counts.flops(config.seq_len)
     again = 4 / 3 if config.checkpoint_activations else 1.0  # a forward more
-    moved = sum(counts.moved(site) for site in range(2 * c.n_blocks)) * 2.0 * c.dim + LOGITS_MOVED * 2.0 * c.vocab_size
+    moved = sum(counts.moved(site) for site in range(2 * c.n_blocks)) * 2.0 * c.dim + counts.logits(tp)[1]
     arithmetic = products / MATMUL + attention / ATTENTION
     return tokens * again * (arithmetic / gpu.flops + moved / (gpu.bandwidth * COPY))
 
@@ -56,7 +56,7 @@ def predict(counts: Counts, layout: Layout, config: TrainConfig, gpu: Gpu) -> Pr
     passes = sum(2 * (ways + 1) for ways in counts.ways)
     tp_bytes = passes * unit * (layout.tp - 1)
     tp_seconds = tp_bytes / (gpu.link * COLLECTIVE)
-    work = compute_seconds(counts, gpu, config, shared) + mixing + tp_seconds
+    work = compute_seconds(counts, gpu, config, shared, layout.tp) + mixing + tp_seconds
 
     starts = cuts(c.n_blocks, layout.chunks)
     hops, naive = (
