@@ -92,6 +92,7 @@ def write_claims(path: Path = RESULTS / CLAIMS, page: Path = PAGE) -> Path:
         ]
         text += ["", *(f"* {markdown_text(remark)}" for remark in remarks), *[""] * bool(remarks)]
     gains = _gains(which["columns"], which["rules"], look)
+    which["columns"] = [column for column in which["columns"] if gains[column["title"]]]
     text += _which(**which, gains=gains, look=look, folder=path.parent)
     if load() and any(gains.values()):
         labels = {rule["arm"]: rule.get("label", rule["arm"]) for rule in which["rules"]}
