@@ -34,13 +34,8 @@ from depthmix.runs.restore import (
     shared_fields,
 )
 
-NOT_SHAPE = (
-    "mixer",
-    "mixer_options",
-    "embedding_std",
-    "output_scale",
-    "plain_eps",
-)  # fields of a model that may be other than the folder's
+AT_RANDOM = ("embedding_std", "output_scale")  # how random weights begin
+NOT_SHAPE = ("mixer", "mixer_options", "plain_eps", *AT_RANDOM)  # fields of a model that may be other than the folder's
 
 
 @dataclass
@@ -129,6 +124,11 @@ def _check_shape(config: TrainConfig, source: Source) -> None:
         if name not in NOT_SHAPE and getattr(given, name) != value:
             what = f"{name} is {getattr(config, name)!r} and that of the model in {config.init} is {value!r}"
             raise UserError(f"{what}: leave {name} out, the model's shape is its own")
+    for name in AT_RANDOM:
+        value = getattr(config, name)
+        if value not in (getattr(TrainConfig, name), source.values.get(name)):
+            what = f"{name} says how random weights begin, and those of the model in {config.init} are loaded"
+            raise UserError(f"{what}: leave {name} out")
 
 
 def _same_mixer(config: TrainConfig, source: Source) -> bool:

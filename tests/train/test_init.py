@@ -171,6 +171,8 @@ CASES = [
     (TRAIN + "{run} --dim 64", USAGE, "dim is 64 and that of the model in {run} is 32"),
     (TRAIN + "{run} --dim 512", USAGE, "dim is 512 and that of the model in {run} is 32"),
     (TRAIN + "{run} --n-blocks 3", USAGE, "n_blocks is 3"),
+    (TRAIN + "{run} --output-scale 0", USAGE, "output_scale says how random weights begin", "{run} are loaded"),
+    (TRAIN + "{run} --embedding-std 0.5", USAGE, "embedding_std says how random weights begin"),
     (TRAIN + "{run} --tune mixer", USAGE, "residual has no parameters to train"),
     (TRAIN.replace(" --init ", "") + " --dim 16 --n-heads 2 --tune mixer", USAGE, "tune mixer needs init"),
     (TRAIN.replace("{data}", "{other}") + "{run}", DATA, "other tokens", "--tokenizer {run}/tokenizer.json"),
