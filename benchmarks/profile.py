@@ -6,17 +6,13 @@ itself takes time and kernels that overlap count twice.
 
 from __future__ import annotations
 
-import dataclasses
-from pathlib import Path
-
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.options import Options
 from benchmarks.report import Report
-from benchmarks.step import VOCAB, random_data, recipe_config, small_config, steps_of
+from benchmarks.step import case_of, data_of, of_arm, own_size, steps_of
 from benchmarks.timing import Clock
-from depthmix.config import TrainConfig
 from depthmix.study.arms import check_arms, parse_arms
 from depthmix.train.loop import Trainer
 
@@ -27,18 +23,15 @@ NAME = 60  # characters: the rest of a kernel's name are its template's argument
 
 def profile_step(options: Options, report: Report) -> None:
     """Every arm by itself, the plain residual if none is named."""
-    base = TrainConfig(compile="sublayers", steps=10**6, warmup=1, data="random tokens", quiet=True)
-    config = small_config(base) if options.small else recipe_config(base, options.recipe)
-    size = "small" if options.small else Path(options.recipe).stem
+    size, config = own_size(options)
     arms = parse_arms(options.arms or ("residual",))
     check_arms(arms, config.dim, config.n_blocks)
-    data = random_data(64 if options.small else VOCAB, 4 * config.batch_size * config.seq_len + 1)
+    data = data_of(config, options)
     for arm in arms:
-        case = f"{size}: {config.n_blocks} blocks, D={config.dim}, {config.batch_size * config.seq_len} tokens, {arm.label}"
+        case = f"{case_of(size, config)}, {arm.label}"
         if options.wanted(case):
-            mine = dataclasses.replace(config, mixer=arm.name, mixer_options=arm.options)
             with options.device:
-                trainer = Trainer(mine, data, options.device)
+                trainer = Trainer(of_arm(config, arm), data, options.device)
             found = kernels(trainer, options.device)
             report.add(case, "all kernels", "time of a step", sum(found.values()), "ms")
             for name, took in sorted(found.items(), key=lambda item: -item[1])[:LONGEST]:

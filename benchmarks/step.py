@@ -71,13 +71,12 @@ STEPS = 4  # rounds for each that a kernel gets
 
 def step(options: Options, report: Report) -> None:
     """The recipe's model and one of 16 blocks and 2048 channels."""
-    base = TrainConfig(compile="sublayers", steps=10**6, warmup=1, data="random tokens", quiet=True)
-    sizes: Sizes = {"small": (small_config(base), dict.fromkeys(SMALL, ""))}
+    name, own = own_size(options)
+    sizes: Sizes = {name: (own, dict.fromkeys(SMALL, "") if options.small else RECIPE)}
     if not options.small:
-        own = recipe_config(base, options.recipe)
-        sizes = {Path(options.recipe).stem: (own, RECIPE), **_wide(base)}
+        sizes |= _wide(BASE)
     for name, (config, targets) in sizes.items():
-        case = f"{name}: {config.n_blocks} blocks, D={config.dim}, {config.batch_size * config.seq_len} tokens"
+        case = case_of(name, config)
         if options.wanted(case):
             arms = options.arms or tuple(targets)
             _case(case, config, parse_arms(arms), targets, options, report)
@@ -87,6 +86,19 @@ def step(options: Options, report: Report) -> None:
 
 
 Sizes = dict[str, tuple[TrainConfig, dict[str, str]]]
+BASE = TrainConfig(compile="sublayers", steps=10**6, warmup=1, data="random tokens", quiet=True)
+
+
+def own_size(options: Options) -> tuple[str, TrainConfig]:
+    """The recipe's model with its name, or one that a CPU trains in milliseconds."""
+    if options.small:
+        return "small", small_config(BASE)
+    return Path(options.recipe).stem, recipe_config(BASE, options.recipe)
+
+
+def case_of(name: str, config: TrainConfig) -> str:
+    """What tables call a size."""
+    return f"{name}: {config.n_blocks} blocks, D={config.dim}, {config.batch_size * config.seq_len} tokens"
 
 
 def recipe_config(base: TrainConfig, path: str) -> TrainConfig:
@@ -111,18 +123,20 @@ def _case(
     case: str, config: TrainConfig, arms: Sequence[Arm], targets: dict[str, str], options: Options, report: Report
 ) -> None:
     check_arms(arms, config.dim, config.n_blocks)
-    vocab = 64 if options.small else VOCAB
     for arm in arms:
-        errors = arm_errors(_of(config, arm), options.device)
+        errors = arm_errors(of_arm(config, arm), options.device)
         for name, error in errors.items():
             report.add(case, arm.label, f"error of {name}", error)
         tight, loose = {"fp32": errors["fp32"]}, {n: e for n, e in errors.items() if n != "fp32"}
         check.require(arm.label, tight, TIGHT)
         check.require(arm.label, loose, LOOSE)
-    data = random_data(vocab, 4 * config.batch_size * config.seq_len + 1)
-    first = _first_step(case, _of(config, arms[0]), arms[0].label, data, options, report)
+    data = data_of(config, options)
+    first = _first_step(case, of_arm(config, arms[0]), arms[0].label, data, options, report)
     for arm in arms[1:]:
-        runs = {arms[0].label: first, arm.label: _first_step(case, _of(config, arm), arm.label, data, options, report)}
+        runs = {
+            arms[0].label: first,
+            arm.label: _first_step(case, of_arm(config, arm), arm.label, data, options, report),
+        }
         timings = interleaved(runs, STEPS * options.repeats, options.warmup, options.device)
         base, own = timings[arms[0].label], timings[arm.label]
         ratio, target = own.total / base.total, targets.get(arm.label, "")
@@ -147,7 +161,8 @@ def _first_step(case: str, config: TrainConfig, label: str, data: TokenData, opt
     return run
 
 
-def _of(config: TrainConfig, arm: Arm) -> TrainConfig:
+def of_arm(config: TrainConfig, arm: Arm) -> TrainConfig:
+    """The configuration with an arm's mixer."""
     return dataclasses.replace(config, mixer=arm.name, mixer_options=arm.options)
 
 
@@ -163,6 +178,11 @@ def steps_of(trainer: Trainer) -> Run:
         mark()
 
     return run
+
+
+def data_of(config: TrainConfig, options: Options) -> TokenData:
+    """Random tokens for some steps."""
+    return random_data(64 if options.small else VOCAB, 4 * config.batch_size * config.seq_len + 1)
 
 
 def random_data(vocab: int, tokens: int) -> TokenData:

@@ -1,14 +1,18 @@
 #!/usr/bin/env bash
 # Parts of studies on a GPU that is lent by the minute: tools/studies.sh OUT SECONDS LANES STUDY ...
 # One after the other, each with the time that is left. Goes on from what is committed and from what an earlier call on the same
-# machine found, and leaves OUT/STUDY-runs.jsonl, which takes the place of docs/results/STUDY/runs.jsonl. Lanes share the GPU
-# through NVIDIA's MPS where it is there; compiled kernels are kept between calls. ACCEPT="reason" is passed on as --accept-code,
-# DEVICE as --device.
+# machine found, and leaves OUT/STUDY-runs.jsonl, which takes the place of docs/results/STUDY/runs.jsonl, where tables and figures
+# are made again with --report. Lanes share the GPU through NVIDIA's MPS where it is there; compiled kernels are kept between
+# calls. ACCEPT="reason" is passed on as --accept-code, DEVICE as --device.
 set -u
+if [ $# -lt 4 ] || ! [ "$2" -gt 0 ] 2> /dev/null || ! [ "$3" -gt 0 ] 2> /dev/null; then
+  echo "usage: tools/studies.sh OUT SECONDS LANES STUDY ..., with whole numbers above 0" >&2
+  exit 2
+fi
 out=$1 seconds=$2 lanes=$3
 shift 3
 kept=${TMPDIR:-/tmp}/depthmix-studies
-mkdir -p "$kept"
+mkdir -p "$kept" "$out" || exit 1
 export PYTHONPATH=$PWD PYTHONUNBUFFERED=1 TRITON_CACHE_DIR=$kept/triton TORCHINDUCTOR_CACHE_DIR=$kept/inductor
 if [ "$lanes" -gt 1 ] && command -v nvidia-cuda-mps-control > /dev/null; then
   export CUDA_MPS_PIPE_DIRECTORY=$kept/mps CUDA_MPS_LOG_DIRECTORY=$kept/mps-log
@@ -18,18 +22,13 @@ fi
 failed=0
 for study in "$@"; do
   left=$((seconds - SECONDS))
-  [ "$left" -gt 30 ] || break
-  mkdir -p "$out/$study"
-  for earlier in "docs/results/$study/runs.jsonl" "$kept/$study-runs.jsonl"; do
-    [ -f "$earlier" ] && cp "$earlier" "$out/$study/runs.jsonl"
-  done
-  python3 -m depthmix study "$study" --out "$out/$study" --minutes "$(awk "BEGIN {print $left / 60}")" --lanes "$lanes" --quiet \
+  [ "$left" -gt 30 ] || break # no run would fit
+  runs=$kept/$study/runs.jsonl # beside those of docs/results, which count in any case
+  python3 -m depthmix study "$study" --out "$kept/$study" --minutes "$(awk "BEGIN {print $left / 60}")" --lanes "$lanes" --quiet \
     --device "${DEVICE:-auto}" ${ACCEPT:+--accept-code "$ACCEPT"} || failed=1
-  if [ -f "$out/$study/runs.jsonl" ]; then
-    cp "$out/$study/runs.jsonl" "$kept/$study-runs.jsonl"
-    mv "$out/$study/runs.jsonl" "$out/$study-runs.jsonl"
-    echo "$study: $(grep -c '"kind": "run"' "$out/$study-runs.jsonl") runs after $SECONDS s"
+  if [ -f "$runs" ]; then
+    cp "$runs" "$out/$study-runs.jsonl" || failed=1
+    echo "$study: $(grep -c '"kind": "run"' "$runs") runs after $SECONDS s"
   fi
-  rm -rf "${out:?}/$study" # tables and figures are made again where the results go
 done
 exit $failed

@@ -1,8 +1,8 @@
 """Prepare the data of the studies from the sets they were made with: python tools/study_data.py SETS [--out data].
 
 SETS holds gutenberg100 (train.txt.bz2, valid.txt.bz2, index.json), pycode (train.jsonl.xz, valid.jsonl.xz) and cifar10 (an archive
-of JPEGs, a folder a class in train and in test); what is missing is left out. The same tokens come out bit for bit, so that results of several machines and days can be mixed: `depthmix study`
-compares their checksums. Anybody's texts do for studies of their own (docs/data.md).
+of JPEGs, a folder a class in train and in test); a set that is missing is left out. The same tokens come out bit for bit, so that
+results of several machines and days can be mixed: `depthmix study` compares their checksums. Anybody's texts do for studies of their own (docs/data.md).
 """
 
 from __future__ import annotations
@@ -50,8 +50,10 @@ def _files(path: Path) -> Iterator[str]:
 
 def images(source: Path, out: Path) -> None:
     """The archive, unpacked."""
-    (archive,) = source.glob("*.tar.xz")
-    with tarfile.open(archive) as packed:
+    found = list(source.glob("*.tar.xz"))
+    if len(found) != 1:
+        raise FileNotFoundError(f"{source} has {len(found)} files .tar.xz, and one is needed")
+    with tarfile.open(found[0]) as packed:
         packed.extractall(out, filter="data")
 
 
@@ -84,4 +86,7 @@ if __name__ == "__main__":
     parser.add_argument("sets", type=Path, help="folder of the sets")
     parser.add_argument("--out", type=Path, default=Path("data"), help="where prepared folders go")
     options = parser.parse_args()
-    prepare(options.sets, options.out)
+    try:
+        prepare(options.sets, options.out)
+    except (OSError, EOFError, ValueError, KeyError, lzma.LZMAError, tarfile.TarError) as error:
+        raise SystemExit(f"study_data: a set in {options.sets} cannot be read: {error}") from None

@@ -394,11 +394,16 @@ def verdicts(
 
 def elsewhere(claim: Claim, place: str, look: Callable[[str], Results | None]) -> Found | None:
     """A contrast of arms of no cell in particular, in another study's (study @ cell); it decides nothing."""
-    name, at, cell = place.partition(" @ ")
+    name, _, cell = place.partition(" @ ")
     results = look(name)
     if results is None or claim.measure != "contrast" or any(" @ " in arm for arm in claim.what):
         return None
-    return contrast(results, {f"{arm}{at}{cell}": weight for arm, weight in claim.what.items()})
+    return contrast_in(results, cell, claim.what)
+
+
+def contrast_in(results: Results, cell: str, weights: Mapping[str, float]) -> Found | None:
+    """A contrast of arms in one cell; "" is the first."""
+    return contrast(results, {f"{arm} @ {cell}" if cell else arm: weight for arm, weight in weights.items()})
 
 
 def most_seeds(said: Iterable[tuple[Found | None, str]]) -> tuple[Found | None, str]:

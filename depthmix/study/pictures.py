@@ -56,6 +56,15 @@ def panels_of(names: Sequence[str], width: float, height: float) -> tuple[Any, l
     return figure, panels
 
 
+def name_rows(axes: Any, names: Sequence[str]) -> None:
+    """A row for each name, the first on top."""
+    axes.set_ylim(-0.6, len(names) - 0.4)
+    axes.set_yticks(range(len(names)), names)
+    for text in axes.get_yticklabels():
+        text.set_parse_math(False)
+    axes.invert_yaxis()
+
+
 def plot_differences(study: Study, by_cell: Mapping[str, Sequence[Run]]) -> Any:
     """A row an arm: small dots are seeds, the large one their mean with its 95% interval, diamonds what papers found."""
     names, others = list(by_cell), study.labels[1:]
@@ -76,11 +85,7 @@ def plot_differences(study: Study, by_cell: Mapping[str, Sequence[Run]]) -> Any:
         axes.axvline(0, color=INK, linewidth=1)
         axes.set_xlabel(f"nats against {study.labels[0]}").set_parse_math(False)
         axes.margins(x=0.1)
-    panels[0].set_ylim(-0.6, len(others) - 0.4)
-    panels[0].set_yticks(range(len(others)), others)
-    for text in panels[0].get_yticklabels():
-        text.set_parse_math(False)
-    panels[0].invert_yaxis()
+    name_rows(panels[0], others)
     _legend(figure, panels[0])
     return figure
 

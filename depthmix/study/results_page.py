@@ -22,7 +22,7 @@ from depthmix.study.claims import (
     Results,
     check_cell,
     check_places,
-    contrast,
+    contrast_in,
     elsewhere,
     most_seeds,
     read_claims,
@@ -184,10 +184,10 @@ def _gain(arm: str, places: Sequence[str], look: Callable[[str], Results | None]
     """An arm against the first one in a study, or in one cell of it (study @ cell): of several places the one with most seeds."""
     found = []
     for place in places:
-        name, at, cell = place.partition(" @ ")
+        name, _, cell = place.partition(" @ ")
         results = look(name)
         if results and arm != results.first:
-            found.append((contrast(results, {f"{arm}{at}{cell}": 1, f"{results.first}{at}{cell}": -1}), name))
+            found.append((contrast_in(results, cell, {arm: 1, results.first: -1}), name))
     return most_seeds(found)[0]
 
 

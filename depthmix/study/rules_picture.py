@@ -7,7 +7,7 @@ from typing import Any
 
 from depthmix.study.claims import Found
 from depthmix.study.figures import COLOURS, INK, PAPER
-from depthmix.study.pictures import panels_of
+from depthmix.study.pictures import name_rows, panels_of
 
 
 def plot_rules(labels: Mapping[str, str], gains: Mapping[str, Mapping[str, Found]]) -> Any:
@@ -30,9 +30,5 @@ def plot_rules(labels: Mapping[str, str], gains: Mapping[str, Mapping[str, Found
         axes.axvline(0, color=INK, linewidth=1)
         axes.set_xlim(low - margin, high + margin)
     panels[0].set_xlabel("nats against plain; hollow: one seed", loc="left")
-    panels[0].set_ylim(-0.6, len(labels) - 0.4)
-    panels[0].set_yticks(range(len(labels)), list(labels.values()))
-    for text in panels[0].get_yticklabels():
-        text.set_parse_math(False)
-    panels[0].invert_yaxis()
+    name_rows(panels[0], list(labels.values()))
     return figure

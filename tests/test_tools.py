@@ -1,9 +1,12 @@
-"""tools/study_data.py: the texts that it cuts from the sets of the studies."""
+"""tools/study_data.py: the texts that it cuts from the sets of the studies; and what is wrong with a call of either tool."""
 
 import bz2
 import importlib.util
 import json
 import lzma
+import os
+import subprocess
+import sys
 import tarfile
 
 import numpy as np
@@ -57,3 +60,20 @@ def test_pictures_are_prepared_from_their_archive(tmp_path):
 def test_sets_that_are_not_there_are_named(tmp_path):
     with pytest.raises(SystemExit, match="none of gutenberg100, pycode and cifar10"):
         study_data.prepare(tmp_path, tmp_path)
+
+
+def test_a_set_that_cannot_be_read_ends_in_one_sentence(tmp_path):
+    (tmp_path / "cifar10").mkdir()
+    call = [sys.executable, str(ROOT / "tools" / "study_data.py"), str(tmp_path), "--out", str(tmp_path / "data")]
+    ended = subprocess.run(call, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert ended.returncode == 1
+    assert "0 files .tar.xz, and one is needed" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize("given", [[], ["out", "many", "1", "tiny"], ["out", "60", "0", "tiny"]], ids=str)
+def test_studies_says_how_it_is_called(tmp_path, given):
+    ended = subprocess.run([str(ROOT / "tools" / "studies.sh"), *given], capture_output=True, text=True, cwd=tmp_path)
+    assert ended.returncode == 2
+    assert "usage: tools/studies.sh" in ended.stderr
+    assert not list(tmp_path.iterdir())
