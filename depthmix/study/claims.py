@@ -11,7 +11,8 @@ A claim names a study, or several, of which the one with most seeds counts, the 
 
 `says` is the paper's number, or `above` or `below` where it gives none. Columns `beside` show the same contrasts in a cell of
 another study, {title: …, study: start @ cell}, where it has the arms. The spread of a contrast is that of paired differences,
-pooled over all arms of the study; before two seeds of anything, the largest that the study's file assumes.
+pooled over all arms and sizes of its domains, since books and code vary differently, or of the study where those have one seed;
+before two seeds of anything, the largest that the study's file assumes.
 """
 
 from __future__ import annotations
@@ -103,6 +104,12 @@ class Results:
         """`arm @ cell` taken apart; without a cell it is the first."""
         arm, _, cell = (part.strip() for part in place.partition(" @ "))
         return arm, cell or next(iter(self.runs), "")
+
+    def like(self, cells: Iterable[str]) -> list[str]:
+        """The cells of the same domains."""
+        domains = {cell.name: cell.domain for cell in self.study.cells} if self.study else {}
+        wanted = {domains.get(cell) for cell in cells}
+        return [cell for cell in self.runs if domains.get(cell) in wanted]
 
 
 # Reading.
@@ -235,16 +242,19 @@ def measure(claim: Claim, results: Results) -> Found | None:
 
 def contrast(results: Results, weights: Mapping[str, float], accuracy: bool = False) -> Found | None:
     """A weighted sum of final losses (or accuracies), over the seeds that all its terms have."""
-    terms = []
+    terms, cells = [], set()
     for place, weight in weights.items():
         arm, cell = results.at(place)
+        cells.add(cell)
         own = {run.seed: _number(run, accuracy) for run in results.runs.get(cell, []) if run.arm == arm}
         terms.append((weight, {seed: value for seed, value in own.items() if value is not None}))
     seeds = sorted(set.intersection(*(set(values) for _, values in terms)))
     if not seeds:
         return None
     values = [sum(weight * values[seed] for weight, values in terms) for seed in seeds]
-    spread, freedom = pooled(results, accuracy)
+    spread, freedom = pooled(results, results.like(cells), accuracy)
+    if not freedom:
+        spread, freedom = pooled(results, results.runs, accuracy)
     remark = ""
     if not freedom:
         if results.assumed is None or accuracy:
@@ -256,10 +266,10 @@ def contrast(results: Results, weights: Mapping[str, float], accuracy: bool = Fa
     return Found(mean, mean - half, mean + half, len(seeds), remark)
 
 
-def pooled(results: Results, accuracy: bool = False) -> tuple[float, int]:
-    """The standard deviation of differences taken seed by seed, over all arms and cells, and its degrees of freedom."""
+def pooled(results: Results, cells: Iterable[str], accuracy: bool = False) -> tuple[float, int]:
+    """The standard deviation of differences taken seed by seed, over all arms of some cells, and its degrees of freedom."""
     squares, freedom = 0.0, 0
-    for runs in results.runs.values():
+    for runs in (results.runs[cell] for cell in cells):
         base = {run.seed: _number(run, accuracy) for run in runs if run.arm == results.first}
         for arm in {run.arm for run in runs} - {results.first}:
             pairs = [(_number(r, accuracy), base.get(r.seed)) for r in runs if r.arm == arm]
@@ -288,13 +298,15 @@ def _of_row(results: Results, place: str, kind: str) -> Found | None:
             missed += value is None
             values += [] if value is None else [value]
     if missed:
+        seeds = missed + len(values)
+        low = math.inf if seeds > 1 else -math.inf
         return Found(
-            math.inf,
-            math.inf,
-            math.inf,
-            missed + len(values),
-            f"{missed} of {missed + len(values)} seeds never reach it",
+            math.inf, low, math.inf, seeds, f"{missed} of {seeds} seeds never reach it" if seeds > 1 else CHANCE
         )
+    if (
+        kind == "step_ratio" and values and all(run.step_quartiles is None for run in runs)
+    ):  # which runs have of their own
+        return Found(values[0], values[0], values[0], len(values), "steps were timed in turns, apart from any seed")
     return _spread_of(values) if values else None
 
 
@@ -378,7 +390,9 @@ def judge(claim: Claim, found: Found | None) -> str:
         return CONFIRMED if near else IN_SIGN
     if high < nothing:
         return CONTRADICTED
-    return UNDECIDED if not isinstance(claim.says, str) and found.low <= claim.says <= found.high else NOT_SEEN
+    # Where the paper gives no number, any on its side would be its effect, and ours is the best guess.
+    possible = low + high > 2 * nothing if isinstance(claim.says, str) else found.low <= claim.says <= found.high
+    return UNDECIDED if possible else NOT_SEEN
 
 
 def verdicts(

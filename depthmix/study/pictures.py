@@ -32,6 +32,7 @@ def draw_study(
     """
     if not load():
         return [MISSING.rstrip(".") + LATER]
+    by_cell = {name: runs for name, runs in by_cell.items() if runs}
     counted = "images" if any(run.accuracy is not None for runs in by_cell.values() for run in runs) else "tokens"
     if len(study.arms) > 1:
         save_figure(lambda: plot_differences(study, by_cell), folder / DIFFERENCES, DIFFERENCES)

@@ -67,7 +67,7 @@ def write_claims(path: Path = RESULTS / CLAIMS, page: Path = PAGE) -> Path:
         "",
         f"Of {len(judged)} claims: {summary}. Made by `depthmix study --claims` from [claims.yaml](results/{CLAIMS}) and the results beside it.",
         "",
-        f"“{CONFIRMED}”: the 95% interval leaves no effect out, on the paper's side, and ours is at least half of the paper's or the interval holds it; “{IN_SIGN}”: smaller; “{NOT_SEEN}”: the interval holds no effect, and not the paper's; “{UNDECIDED}”: it holds both, so it takes more seeds; “{CONTRADICTED}”: it is on the other side. The papers' models are larger and train longer, on other data: compare signs before sizes. Intervals of losses are Student's, with the spread of paired differences pooled over all arms of a study.",
+        f"“{CONFIRMED}”: the 95% interval leaves no effect out, on the paper's side, and ours is at least half of the paper's or the interval holds it; “{IN_SIGN}”: smaller; “{NOT_SEEN}”: the interval holds no effect, and not the paper's, or, of a claim without a number, ours is on the other side; “{UNDECIDED}”: it holds both, so it takes more seeds; “{CONTRADICTED}”: it is on the other side. The papers' models are larger and train longer, on other data: compare signs before sizes. Intervals of losses are Student's, with the spread of paired differences pooled over all arms of a study on the same data.",
         "",
     ]
     for source in dict.fromkeys(claim.source.partition(",")[0] for claim in claims):
@@ -110,10 +110,10 @@ def _shown(found: Found | None) -> str:
         return "–"
     if math.isinf(found.value):
         return "never"
-    value = f"{found.value:+.4f}" if abs(found.value) < 0.5 else f"{found.value:.2f}"
+    value = f"{found.value:+.3f}" if abs(found.value) < 0.5 else f"{found.value:.2f}"
     if math.isinf(found.low) or found.low == found.high:
         return value
-    ends = [f"{end:+.4f}" if abs(found.value) < 0.5 else f"{end:.2f}" for end in (found.low, found.high)]
+    ends = [f"{end:+.3f}" if abs(found.value) < 0.5 else f"{end:.2f}" for end in (found.low, found.high)]
     return f"{value} ({ends[0]} to {ends[1]})"
 
 
@@ -136,7 +136,7 @@ def _which(
     look: Callable[[str], Results | None],
     folder: Path,
 ) -> list[str]:
-    """The second table: gains in columns of studies, step ratios, and what a rule asks for."""
+    """The answer, then the table behind it: gains in columns of studies, step ratios, and what a rule asks for."""
     ratios: dict[tuple[str, str], float] = {}
     steps = folder / "h200" / "step.csv"
     if steps.is_file():
@@ -146,7 +146,13 @@ def _which(
     cases = sorted({case for _, case in ratios})
     titles = [column["title"] for column in columns]
     heading = ["rule", *titles, *(f"step, {case}" for case in cases), "what it takes"]
-    text = ["## Which rule should I use?", "", markdown_line(heading)]
+    text = [
+        "## Which rule should I use?",
+        "",
+        *(f"* {markdown_text(sentence)}" for sentence in answer),
+        *[""] * bool(answer),
+    ]
+    text.append(markdown_line(heading))
     text.append("|---|" + "---:|" * (len(columns) + len(cases)) + "---|")
     for rule in rules:
         arm = rule["arm"]
@@ -163,13 +169,7 @@ def _which(
             best = min(shown, key=lambda arm: shown[arm].value)
             lines.append(f"{title}: the best that is shown is `{best}`, {-shown[best].value:.3f} below.")
     figure = [f"![gains of the rules]({FIGURE.as_posix()}.png)", ""] if any(gains.values()) else []
-    return [
-        *text,
-        "",
-        *figure,
-        *(f"* {line}" for line in lines),
-        *(f"* {markdown_text(sentence)}" for sentence in answer),
-    ]
+    return [*text, "", *figure, *(f"* {line}" for line in lines)]
 
 
 def _gains(

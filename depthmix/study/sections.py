@@ -31,6 +31,10 @@ def _table(heading: Sequence[str], lines: Iterable[Sequence[str]], notes: Iterab
     return [markdown_line(heading), rule, *map(markdown_line, lines), "", *(f"* {markdown_text(n)}" for n in notes)]
 
 
+def _of(what: str, domain: str) -> str:
+    return f"{what}, {domain}" if domain else what
+
+
 # Power laws.
 
 
@@ -79,7 +83,7 @@ def _power_laws(study: Study, used: Records, by_cell: Mapping[str, Sequence[Run]
                 ]
             )
         heading = [
-            "arm" if not domain else f"arm, {domain}",
+            _of("arm", domain),
             "sizes",
             "loss",
             "compute advantage",
@@ -142,17 +146,23 @@ def spikes(runs: Records) -> int:
 
 
 def _stability(study: Study, used: Records) -> list[str]:
-    all_rates = sorted({lr for arm in study.labels for lr in rates(study, used, arm)})
-    lines = []
-    for arm in study.labels:
-        by_rate, stable = rates(study, used, arm), largest_stable(study, used, arm)
-        shown = [_at_rate(by_rate.get(lr, [])) for lr in all_rates]
-        lines.append([arm, *shown, DASH if stable is None else f"{stable:g}"])
+    text = ["## Stability", ""]
+    for domain in study.domains:
+        own = [record for record in used if record["domain"] == domain]
+        by_arm = {arm: rates(study, own, arm) for arm in study.labels}
+        all_rates = sorted({lr for by_rate in by_arm.values() for lr in by_rate})
+        lines = []
+        for arm, by_rate in by_arm.items():
+            shown = [_at_rate(by_rate.get(lr, [])) for lr in all_rates]
+            stable = largest_stable(study, own, arm)
+            lines.append([arm, *shown, DASH if stable is None else f"{stable:g}"])
+        heading = [_of("arm", domain), *(f"lr {lr:g}" for lr in all_rates), "stable up to"]
+        text += [*_table(heading, lines, []), ""]
     notes = [
         "A loss at each learning rate, mean over seeds, and in brackets the loss spikes of all of them: steps far above the median of the 50 before (depthmix/train/spikes.py).",
         f"“stable up to”: the largest rate up to which every seed finishes and the loss is within {WORSE:g} nats of the arm's best.",
     ]
-    return ["## Stability", "", *_table(["arm", *(f"lr {lr:g}" for lr in all_rates), "stable up to"], lines, notes)]
+    return [*text[:-1], *(f"* {markdown_text(note)}" for note in notes)]
 
 
 def _at_rate(runs: Records) -> str:

@@ -2,6 +2,7 @@
 
 import math
 import re
+from dataclasses import replace
 
 import pytest
 import yaml
@@ -26,6 +27,7 @@ from depthmix.study.claims import (
     verdicts,
 )
 from depthmix.study.interval import student_t
+from depthmix.study.recipe import read_study
 from depthmix.study.rows import Run
 from project import ROOT
 from train.refused import refused
@@ -57,7 +59,9 @@ def claim(says, measure_="contrast", what=None):
         (0.02, -0.02, -0.001, CONTRADICTED),
         (0.02, 0.015, 0.03, CONFIRMED),
         ("below", -0.02, -0.001, CONFIRMED),
-        ("below", -0.02, 0.001, NOT_SEEN),
+        ("below", -0.02, 0.001, UNDECIDED),
+        ("below", -0.001, 0.02, NOT_SEEN),  # ours is on the other side
+        ("above", -0.001, 0.02, UNDECIDED),
         ("above", -0.02, -0.001, CONTRADICTED),
     ],
 )
@@ -89,6 +93,30 @@ def test_a_contrast_is_taken_seed_by_seed_with_the_spread_of_all_arms():
     assert measure(claim(1, what={"c": 1, "plain": -1}), results(runs)) is None  # no seed in common
 
 
+def test_domains_have_a_spread_of_their_own(tmp_path):
+    said = yaml.safe_load((ROOT / "recipes" / "studies" / "tiny.yaml").read_text())
+    said |= {
+        "base": str(ROOT / "recipes" / "demo.yaml"),
+        "data": {"books": "b", "code": "c"},
+        "sizes": {"s": {}, "m": {}},
+    }
+    (tmp_path / "two.yaml").write_text(yaml.safe_dump(said))
+    cells = {name: [a_run("plain", 0, 4.0), a_run("a", 0, 3.9)] for name in ("books s", "books m", "code s", "code m")}
+    for cell, loss in (("books s", 3.92), ("code s", 3.5)):
+        cells[cell] += [a_run("plain", 1, 4.0), a_run("a", 1, loss)]
+    found = results(cells, study=read_study(str(tmp_path / "two.yaml"), []))
+
+    def half(*cells):
+        weights = {f"{arm} @ {cell}": w for cell in cells for arm, w in (("a", 1), ("plain", -1))}
+        one = measure(claim(-0.1, what=weights), found)
+        return (one.high - one.value) / math.sqrt(len(cells))
+
+    books, code = (student_t(1) * half_range * math.sqrt(2) for half_range in (0.01, 0.2))
+    assert half("books m") == pytest.approx(books)  # of the other size: it has one seed itself
+    assert half("code m") == pytest.approx(code)
+    assert half("books m", "code m") == pytest.approx(student_t(2) * math.sqrt(0.01**2 + 0.2**2))
+
+
 def test_cells_and_one_seed():
     cells = {"w1": [a_run("plain", 0, 4.0), a_run("a", 0, 3.8)], "w2": [a_run("plain", 0, 3.0), a_run("a", 0, 2.9)]}
     shrinks = claim(0.1, what={"a @ w2": 1, "plain @ w2": -1, "a @ w1": -1, "plain @ w1": 1})
@@ -109,9 +137,18 @@ def test_accuracy_and_what_it_takes_to_a_loss():
     half = claim(0.4, "tokens_to_reach", "a")
     assert measure(half, results(runs)).value == pytest.approx(0.5)
     assert judge(half, measure(half, results(runs))) == UNDECIDED  # one seed says nothing of chance
-    assert math.isinf(measure(claim(0.4, "time_to_reach", "b"), results(runs)).value)
+    missed = claim(0.4, "time_to_reach", "b")
+    assert math.isinf(measure(missed, results(runs)).value)
+    assert judge(missed, measure(missed, results(runs))) == UNDECIDED  # nor does one that never comes there
+    twice = [replace(run, seed=seed) for run in runs for seed in (0, 1)]
+    assert judge(missed, measure(missed, results(twice))) == CONTRADICTED
     shared = [a_run("plain", 0, 4.0, shared=True), a_run("a", 0, 3.5, shared=True)]
-    assert measure(claim(0.4, "step_ratio", "a"), results(shared)) is None
+    ratio = claim(1.4, "step_ratio", "a")
+    assert measure(ratio, results(shared)) is None
+    turns = [a_run("plain", 0, 4.0), replace(a_run("a", 0, 3.5), step_seconds=1.3)]
+    assert judge(ratio, measure(ratio, results(turns))) == CONFIRMED  # timed in turns: seeds have no part in it
+    own = [replace(run, step_quartiles=(0.9, 1.1)) for run in turns]
+    assert judge(ratio, measure(ratio, results(own))) == UNDECIDED
 
 
 def test_spikes_and_growth():
@@ -189,7 +226,7 @@ def test_the_page_is_made_of_what_is_there(tmp_path, monkeypatch, capsys):
     count = len(yaml.safe_load((ROOT / "docs" / "results" / "claims.yaml").read_text())["claims"])
     assert len(re.findall(r"^\| \*\*", made, re.MULTILINE)) == count
     figure = (tmp_path / "results" / "rules.svg").read_text()
-    assert all(words in figure for words in ("mudd", "Full (attnres)", "outputs start at 0", "hollow: one seed"))
+    assert all(words in figure for words in ("mudd", "Full (attnres)", "zero start", "hollow: one seed"))
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,14 @@
 """What a study's table says besides: power laws, stability, depth; and a study of images."""
 
 import json
+import shutil
 
 import pytest
 
 from depthmix.study import code
 from depthmix.study import study as module
 from study import studies
-from train import pictures
+from train import pictures, small
 
 
 @pytest.fixture
@@ -69,9 +70,20 @@ def test_stability_over_learning_rates(training, tmp_path, monkeypatch):
     rates = {f"lr {lr}": {"lr": lr} for lr in (0.001, 0.02, 0.1)}
     text = table(tmp_path, sizes=rates, sections=["stability"], seeds=[0, 1])
     lines = text.partition("## Stability")[2]
-    assert "| arm | lr 0.001 | lr 0.02 | lr 0.1 | stable up to |" in lines
+    assert "| arm, words | lr 0.001 | lr 0.02 | lr 0.1 | stable up to |" in lines
     assert "| residual | 3.0000 (0; 1 diverged) | 3.0000 (2; 1 diverged) | 3.2000 (2; 1 diverged) | – |" in lines
     assert "| slow | 3.0000 (0) | 3.0000 (0) | 3.2000 (0) | 0.02 |" in lines
+
+
+def test_domains_have_stable_rates_of_their_own(training, tmp_path, monkeypatch):
+    results(training, monkeypatch, lambda c, r: r | {"val_loss": 3.0 + (c.lr > 0.01) * c.data.endswith("more") * 0.2})
+    said = {"data": {"words": str(small.data()), "more": str(tmp_path / "more")}, "sections": ["stability"]}
+    shutil.copytree(small.data(), tmp_path / "more")
+    text = table(tmp_path, sizes={f"lr {lr}": {"lr": lr} for lr in (0.001, 0.02)}, seeds=[0], **said)
+    first, second = text.partition("## Stability")[2].split("| arm, more |")
+    assert "| arm, words |" in first
+    assert "| slow | 3.0000 (0) | 3.0000 (0) | 0.02 |" in first
+    assert "| slow | 3.0000 (0) | 3.2000 (0) | 0.001 |" in second
 
 
 def test_depth(training, tmp_path, monkeypatch):
