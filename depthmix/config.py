@@ -168,6 +168,9 @@ class StudyConfig:
     data: list[str] = option(
         [], "folder of the prepared data, or DOMAIN=FOLDER for each domain; none: as the study says"
     )
+    arms: list[str] = option([], "run only these arms, by the names in its table")
+    sizes: list[str] = option([], "run only these sizes")
+    seeds: list[int] = option([], "run only these seeds")
     out: str = option("", "folder for the results; none: docs/results/NAME, whose results count in any case")
     results: list[str] = option([], "more files of results, say of another machine")
     minutes: float = option(0.0, "end within so many minutes: a run that would take longer is not begun; 0: no limit")

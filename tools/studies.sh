@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # Parts of studies on a GPU that is lent by the minute: tools/studies.sh OUT SECONDS LANES STUDY ...
+# STUDY may have options, as one word: "wall-clock --sizes 18m --seeds 0 1", "depth --sizes '6 blocks'", "dca-width --lanes 1".
 # One after the other, each with the time that is left. Goes on from what is committed and from what an earlier call on the same
 # machine found, and leaves OUT/STUDY-runs.jsonl, which takes the place of docs/results/STUDY/runs.jsonl, where tables and figures
 # are made again with --report. Lanes share the GPU through NVIDIA's MPS where it is there; compiled kernels are kept between
@@ -23,9 +24,11 @@ failed=0
 for study in "$@"; do
   left=$((seconds - SECONDS))
   [ "$left" -gt 30 ] || break # no run would fit
+  eval "part=($study)"
+  study=${part[0]}
   runs=$kept/$study/runs.jsonl # beside those of docs/results, which count in any case
   python3 -m depthmix study "$study" --out "$kept/$study" --minutes "$(awk "BEGIN {print $left / 60}")" --lanes "$lanes" --quiet \
-    --device "${DEVICE:-auto}" ${ACCEPT:+--accept-code "$ACCEPT"} || failed=1
+    --device "${DEVICE:-auto}" ${ACCEPT:+--accept-code "$ACCEPT"} "${part[@]:1}" || failed=1
   if [ -f "$runs" ]; then
     cp "$runs" "$out/$study-runs.jsonl" || failed=1
     echo "$study: $(grep -c '"kind": "run"' "$runs") runs after $SECONDS s"

@@ -19,6 +19,7 @@ from depthmix.data.images import ImageData
 from depthmix.data.prepared import open_data
 from depthmix.device import choose_device, release_memory
 from depthmix.errors import CHECKPOINT, INTERNAL, INTERRUPTED, UserError
+from depthmix.names import nearest
 from depthmix.runs.folder import environment
 from depthmix.study.borrowed import borrow
 from depthmix.study.checks import check_code, check_pieces, check_runs, data_mark
@@ -53,6 +54,7 @@ def study(config: StudyConfig, *, begun: float | None = None) -> Records:
             print(f"Claims: {page}")
         return Records()
     said = read_study(config.study, config.data)
+    check_part(said, config)
     usual = RESULTS / said.name
     out = Path(config.out) if config.out else usual
     lost = next((name for name in config.results if not Path(name).is_file()), None)
@@ -74,6 +76,17 @@ def study(config: StudyConfig, *, begun: float | None = None) -> Records:
 
 def _silent(text: str) -> None:
     pass
+
+
+def check_part(said: Study, config: StudyConfig) -> None:
+    """UserError for arms, sizes or seeds to be run that the study does not have."""
+    sizes = list(dict.fromkeys(cell.size for cell in said.cells))
+    for what, asked, known in (("arm", config.arms, said.labels), ("size", config.sizes, sizes)):
+        if lost := [name for name in asked if name not in known]:
+            raise UserError(f"study {said.name} has no {what} {lost[0]!r}{nearest(lost[0], known)}")
+    seeds = sorted({seed for arm in said.arms for seed in arm.seeds})
+    if other := [seed for seed in config.seeds if seed not in seeds]:
+        raise UserError(f"study {said.name} has no seed {other[0]}; it has {', '.join(map(str, seeds))}")
 
 
 def chosen(said: Study, runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -132,10 +145,10 @@ class Worker:
             check_pieces(self.study, missing, self.data)
             check_code(self.study, self.records, used, missing, self.config.accept_code, self.images)
             self.say(f"{self.study.name}: {len(pieces) - len(missing)} of {len(pieces)} runs are done.")
-            self.queue = missing
+            self.queue = self._asked_for(missing)
             (self._in_lanes if self.config.lanes > 1 else self._alone)(signal)
             missing = self._missing(pieces)
-            if self.study.step_times and not missing and not signal.requested:
+            if self.study.step_times and not self._asked_for(missing) and not signal.requested:
                 self._measure()
         _finish(self.study, self.records, self.out, self.say, figures=not signal.requested)
         where = f"{len(pieces) - len(missing)} of {len(pieces)} runs are done"
@@ -154,6 +167,17 @@ class Worker:
     def _missing(self, pieces: Sequence[Piece]) -> list[Piece]:
         done = {(r["arm"], r["domain"], r["size"], r["seed"]) for r in self.records.runs}
         return [piece for piece in pieces if piece.key not in done]
+
+    def _asked_for(self, pieces: Sequence[Piece]) -> list[Piece]:
+        """Those of the arms, sizes and seeds that are to be run, all where none are named."""
+        arms, sizes, seeds = self.config.arms, self.config.sizes, self.config.seeds
+        return [
+            piece
+            for piece in pieces
+            if (not arms or piece.arm.label in arms)
+            and (not sizes or piece.cell.size in sizes)
+            and (not seeds or piece.config.seed in seeds)
+        ]
 
     def _borrow(self, missing: Sequence[Piece]) -> None:
         """Take over what other studies have made; at equal time a run's steps are this study's own."""
@@ -242,11 +266,15 @@ class Worker:
 
         first = self.study.arms[0]
         more = {"device": self.config.device, "out": str(self.out), "quiet": True}
-        for cell in (cell for cell in self.study.cells if cell.domain in self.study.active):
+        asked, sizes = self.config.arms, self.config.sizes
+        arms = [arm for arm in self.study.arms if not asked or arm is first or arm.label in asked]
+        for cell in self.study.cells:
+            if cell.domain not in self.study.active or (sizes and cell.size not in sizes):
+                continue
             place = (cell.domain, cell.size)
             lines = [r for r in self.records.of("step_times") if (r["domain"], r["size"]) == place]
             known = dict(lines[0]["seconds"]) if lines else self._times_of_same_shapes(cell)
-            missing = [arm for arm in self.study.arms if arm.label not in known]
+            missing = [arm for arm in arms if arm.label not in known]
             if not missing and lines:
                 continue
             if missing:

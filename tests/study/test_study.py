@@ -199,6 +199,47 @@ def test_domains_with_as_many_words_have_the_same_step_times(training, tmp_path,
     assert len(measured) == 2
 
 
+def test_a_part_is_run_and_the_rest_is_still_to_do(training, tmp_path, monkeypatch):
+    measured = []
+    monkeypatch.setattr(
+        "depthmix.train.step_times.measure_step_times",
+        lambda configs: measured.append([(c.mixer, c.dim) for c in configs]) or [0.1] * len(configs),
+    )
+    path = studies.write(tmp_path, sizes={"s": {}, "m": {"dim": 32}}, step_times=True)
+    part = {"arms": ["residual", "slow"], "sizes": ["m"], "seeds": [1]}
+    run(path, tmp_path, **part)
+    assert training.made == [("residual", 1), ("dca", 1)]
+    assert measured == [[("residual", 32), ("dca", 32)]]  # as soon as that part is there
+    assert "2 of 12 are done" in table(tmp_path)
+    run(path, tmp_path)
+    assert len(training.made) == 12
+    assert measured[1:] == [[("residual", 16), ("attnres", 16), ("dca", 16)], [("residual", 32), ("attnres", 32)]]
+
+
+def test_a_part_at_equal_time_measures_what_it_needs(training, tmp_path, monkeypatch):
+    measured = []
+    monkeypatch.setattr(
+        "depthmix.train.step_times.measure_step_times",
+        lambda configs: measured.append([c.mixer for c in configs]) or [0.1] * len(configs),
+    )
+    run(studies.write(tmp_path, budget="time", seeds=[0]), tmp_path, arms=["slow"])
+    assert measured == [["residual", "dca"]]
+    assert training.made == [("dca", 0)]
+
+
+@pytest.mark.parametrize(
+    ("part", "words"),
+    [
+        ({"arms": ["slo"]}, ["small has no arm 'slo'", "did you mean 'slow'?"]),
+        ({"sizes": ["m"]}, ["small has no size 'm'"]),
+        ({"seeds": [7]}, ["small has no seed 7; it has 0, 1"]),
+    ],
+)
+def test_a_part_that_is_not_there_is_named(training, tmp_path, part, words):
+    refused(lambda: run(studies.write(tmp_path), tmp_path, **part), *words, code=USAGE)
+    assert not training.made
+
+
 # Several machines, several data sets.
 
 
