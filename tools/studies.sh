@@ -27,7 +27,7 @@ for study in "$@"; do
   eval "part=($study)"
   study=${part[0]}
   runs=$kept/$study/runs.jsonl # beside those of docs/results, which count in any case
-  python3 -m depthmix study "$study" --out "$kept/$study" --minutes "$(awk "BEGIN {print $left / 60}")" --lanes "$lanes" --quiet \
+  python3 -m depthmix study "$study" --out "$kept/$study" --minutes "$(awk "BEGIN {print $left / 60}")" --lanes "$lanes" \
     --device "${DEVICE:-auto}" ${ACCEPT:+--accept-code "$ACCEPT"} "${part[@]:1}" || failed=1
   if [ -f "$runs" ]; then
     cp "$runs" "$out/$study-runs.jsonl" || failed=1
