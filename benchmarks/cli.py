@@ -23,6 +23,7 @@ from benchmarks.inference import decode, prefill, prefill_memory
 from benchmarks.options import Options, add_arguments, backend, from_arguments
 from benchmarks.parallel_step import parallel_step
 from benchmarks.peers import mhc_ops, peer_step
+from benchmarks.plain_step import plain_step
 from benchmarks.precompile import tune
 from benchmarks.profile import profile_step
 from benchmarks.report import Report, read_rows
@@ -39,6 +40,7 @@ ENTRIES: dict[str, Entry] = {
     "bandwidth": bandwidth,
     "first-call": first_call,
     "step": step,
+    "plain-step": plain_step,
     "profile": profile_step,
     "parallel-step": parallel_step,
     "peer-step": peer_step,
@@ -56,6 +58,7 @@ HELP = {
     "bandwidth": "the share of the copy bandwidth each kernel achieves",
     "first-call": "seconds of each kernel's first call, with cold caches",
     "step": "training step time by mechanism against the plain residual",
+    "plain-step": "training step time of the plain residual: as it is, with sums and norms apart, compiled as a whole",
     "profile": "what the kernels of a training step take, the longest by name",
     "parallel-step": "training step time under DDP and FSDP2 in a world of one process against the plain loop",
     "peer-step": "training step time of DCA and Hyper-Connections against the published modules",
@@ -75,6 +78,7 @@ LIMITS = {
     "bandwidth": 60,
     "first-call": 90,
     "step": 300,
+    "plain-step": 200,
     "profile": 60,
     "parallel-step": 240,
     "peer-step": 150,

@@ -131,23 +131,25 @@ def _case(
         check.require(arm.label, tight, TIGHT)
         check.require(arm.label, loose, LOOSE)
     data = data_of(config, options)
-    first = _first_step(case, of_arm(config, arms[0]), arms[0].label, data, options, report)
+    first = first_step(case, of_arm(config, arms[0]), arms[0].label, data, options, report)
     for arm in arms[1:]:
-        runs = {
-            arms[0].label: first,
-            arm.label: _first_step(case, of_arm(config, arm), arm.label, data, options, report),
-        }
-        timings = interleaved(runs, STEPS * options.repeats, options.warmup, options.device)
-        base, own = timings[arms[0].label], timings[arm.label]
-        ratio, target = own.total / base.total, targets.get(arm.label, "")
-        report.add(case, arm.label, f"step / {arms[0].label}", ratio, target=target)
-        report.add(case, arm.label, "step", own.total, "ms")
-        report.add(case, arm.label, f"step of {arms[0].label} beside it", base.total, "ms")
-        del runs
+        own = first_step(case, of_arm(config, arm), arm.label, data, options, report)
+        in_turns(case, {arms[0].label: first, arm.label: own}, options, report, targets.get(arm.label, ""))
+        del own
         gc.collect()
 
 
-def _first_step(case: str, config: TrainConfig, label: str, data: TokenData, options: Options, report: Report) -> Run:
+def in_turns(case: str, runs: dict[str, Run], options: Options, report: Report, target: str = "") -> None:
+    """The second of two runs against the first, step by step."""
+    first, label = runs
+    timings = interleaved(runs, STEPS * options.repeats, options.warmup, options.device)
+    base, own = timings[first].total, timings[label].total
+    report.add(case, label, f"step / {first}", own / base, target=target)
+    report.add(case, label, "step", own, "ms")
+    report.add(case, label, f"step of {first} beside it", base, "ms")
+
+
+def first_step(case: str, config: TrainConfig, label: str, data: TokenData, options: Options, report: Report) -> Run:
     """A run that takes the next step, after the first, in which everything is compiled and recorded."""
     with options.device:  # drawing a billion weights on the CPU takes longer than all the rest
         run = steps_of(Trainer(config, data, options.device))

@@ -28,7 +28,7 @@ from depthmix.ops.autograd import own_backward
 from depthmix.ops.backend import choose
 from depthmix.ops.collect import collect_rows
 from depthmix.ops.depth_sum.op import source_scores, why_unsupported
-from depthmix.ops.depth_sum.source_order import OP, Weights, halves, make_source, read_sums
+from depthmix.ops.depth_sum.source_order import OP, Weights, halves, make_source, plain_sum, read_sums
 from depthmix.ops.depth_sum.traffic import ReadOf, ReadShape, backward_units, forward_units
 from depthmix.ops.left import seen_from_outside
 from depthmix.ops.norm import fused_gains, fused_norms, rms_norm, side_by_side
@@ -82,10 +82,11 @@ class BlockStack(Mixer):
         for i, (forward, backward) in enumerate(units):
             if i == self.n_blocks:
                 return [*found, Traffic(forward + NORM[0], backward + NORM[1], 2 + reads[i].shape.full)]
-            found.append(Traffic(forward, backward, (2 if i else 1) + reads[i].shape.full))
-            inside = (
-                Traffic(4, 4, 2) if self.accumulates else Traffic(3, 5, 1)
-            )  # g and the outputs so far, their sum and its norm
+            ways, weighs, *_, full = reads[i].shape
+            g_apart = i > 0 and not (self.accumulates and weighs > ways)  # else it is not kept: the next sum is
+            found.append(Traffic(forward, backward, 1 + g_apart + full))
+            # g and the outputs so far, their sum and its norm
+            inside = Traffic(4, 4, 1) if self.accumulates else Traffic(3, 5, 1)
             found += [inside] * (blocks[i] - 1)
         return found
 
@@ -448,8 +449,3 @@ def _sum(parts: tuple[Tensor, ...]) -> Tensor:
 def _merged(entries: tuple[Any, ...], middle: Any) -> tuple[Any, ...]:
     """A stack whose second and third entry are one."""
     return (entries[0], middle, *entries[3:])
-
-
-def plain_sum(like: Tensor, ways: int, n: int = 1) -> Weights:
-    """Weights that are all one."""
-    return Weights(static=torch.ones(ways, n, 1, device=like.device), plain=True)

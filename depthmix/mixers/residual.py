@@ -7,11 +7,15 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from depthmix.mixers.base import Mixer, Norm, Read, register
 from depthmix.mixers.state import State, StreamState, last_rows, register_state
 from depthmix.mixers.traffic import NORM, Published, Traffic, one_stream
+from depthmix.ops.backend import choose
+from depthmix.ops.depth_sum.op import why_unsupported
+from depthmix.ops.depth_sum.source_order import plain_sum, read_sums
 from depthmix.ops.norm import fused_gains
 from depthmix.ops.slots.op import add_norm, usable
 
@@ -47,9 +51,8 @@ class OneStream(Mixer):
 
 @register_state
 class PendingStream(State):
-    """The stream without gradients: the next read adds what was written last, in the launch of its norm."""
+    """A stream on kernels: the next read adds what was written last, in the launch of its norm."""
 
-    without_gradients = True
     x: Tensor  # [..., D]
     y: Tensor | None = None
 
@@ -65,6 +68,13 @@ class PendingStream(State):
         return self.x if self.y is None else (self.x + self.y).to(self.x.dtype)
 
 
+@register_state
+class DecodedStream(PendingStream):
+    """The same without gradients."""
+
+    without_gradients = True
+
+
 @register("residual")
 class Residual(OneStream):
     """Every earlier output with weight one."""
@@ -75,39 +85,54 @@ class Residual(OneStream):
     def published(self) -> Published:
         return Published(2, 1)  # the stream and the output, the stream
 
-    def _join(self, state: StreamState, site: int, y: Tensor) -> Tensor:
-        return state.x + y
-
-    # Without gradients, on a GPU.
+    def traffic(self) -> list[Traffic]:
+        first = Traffic(NORM[0], NORM[1] + 3, 1)  # whose gradient joins the stream's
+        # x and y in, their sum and its norm out; the sum and both gradients in, one for x and y out
+        return [first, *[Traffic(4, 4, 1)] * (self.n_sites - 1), Traffic(3 + NORM[0], NORM[1], 1)]
 
     def _start(self, x: Tensor) -> Any:
-        return PendingStream(x=x) if usable(self.name, x) else super()._start(x)
+        return DecodedStream(x=x) if usable(self.name, x) else StreamState(x=x)
 
     def _with_gradients(self, state: Any) -> StreamState:
-        return StreamState(site=state.site, frozen=state.frozen, x=state.whole())
+        return self._settled(state)
+
+    def _settled(self, state: Any) -> StreamState:
+        return StreamState(site=state.site, frozen=state.frozen, x=self._read(state, state.site))
 
     def _read(self, state: Any, site: int) -> Tensor:
-        return state.whole() if isinstance(state, PendingStream) else super()._read(state, site)
+        return state.whole() if isinstance(state, PendingStream) else state.x
 
-    def _normed(self, state: Any, norms: Sequence[Norm]) -> Tensor | None:
+    def _write(self, state: Any, site: int, y: Tensor) -> Any:
+        x = state.take_note() if isinstance(state, PendingStream) else None
+        x = self._read(state, site) if x is None else x
+        if isinstance(state, DecodedStream):
+            return state.next(x=x, y=y)
+        after: dict[str, Any] = {"site": state.site + 1, "frozen": state.frozen}
+        later = not state.frozen and self._adds_later(x, y)
+        return PendingStream(x=x, y=y, **after) if later else StreamState(x=(x + y).to(x.dtype), **after)
+
+    def _finish(self, state: Any) -> Tensor:
+        return self._read(state, self.n_sites)
+
+    def _adds_later(self, x: Tensor, y: Tensor) -> bool:
+        if torch.compiler.is_compiling() or y.dtype != x.dtype:  # a compiler fuses by itself
+            return False
+        whole = type(x) is type(y) is Tensor  # not divided among processes
+        return whole and choose(self.name, x, why_unsupported([x], wide=False)) == "triton"
+
+    def _read_normed(self, state: Any, site: int, norms: Sequence[Norm]) -> Read | None:
         fused = fused_gains(norms, state.x) if isinstance(state, PendingStream) else None
         if fused is None:
             return None
-        x, h = add_norm(state.x, state.y, fused[0][0], fused[1])
+        (gain,), eps = fused
+        if isinstance(state, DecodedStream):
+            x, h = add_norm(state.x, state.y, gain, eps)
+        else:
+            rows = gain.float().unsqueeze(0)
+            (h,), x, *_ = read_sums([state.x, state.y], plain_sum(rows, 1, 2), None, rows, eps, raw=0)
         state.leave_note(x)
         return h
 
-    def _read_normed(self, state: Any, site: int, norms: Sequence[Norm]) -> Read | None:
-        return self._normed(state, norms)
-
-    def _write(self, state: Any, site: int, y: Tensor) -> Any:
-        if not isinstance(state, PendingStream):
-            return super()._write(state, site, y)
-        x = state.take_note()
-        return state.next(x=state.whole() if x is None else x, y=y)
-
-    def _finish(self, state: Any) -> Tensor:
-        return state.whole() if isinstance(state, PendingStream) else super()._finish(state)
-
     def _finish_normed(self, state: Any, norm: Norm) -> Tensor | None:
-        return self._normed(state, [norm])
+        found: Any = self._read_normed(state, self.n_sites, [norm])
+        return found

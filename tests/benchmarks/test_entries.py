@@ -7,8 +7,22 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import bandwidth, cli, first_call, inference, kernels, rivals, stack_entries, stacks, step, tuned
+from benchmarks import (
+    bandwidth,
+    cli,
+    first_call,
+    inference,
+    kernels,
+    plain_step,
+    rivals,
+    stack_entries,
+    stacks,
+    step,
+    tuned,
+)
 from benchmarks.report import CSV_COLUMNS, read_rows
+from depthmix import create_mixer
+from depthmix.ops import use_backend
 from project import ROOT
 
 MEASURED = {
@@ -226,6 +240,21 @@ def test_findings_of_tuning_travel_in_one_file(tmp_path, monkeypatch):
     assert tuned.restore(tmp_path / "tuned.json") == 1
     assert tuned.holds("ker")
     assert tuned.restore(tmp_path / "missing.json") == 0
+
+
+def test_the_plain_step_is_held_against_itself_apart(tmp_path):
+    code, rows = run("plain-step", tmp_path)
+    assert code == 0
+    found = {(row.who, row.metric): row.value for row in rows}
+    assert found["sums and norms apart", "step"] > 0
+    assert found["sums and norms apart", "step / residual"] > 0
+
+    mixer = create_mixer("residual", dim=8, n_blocks=1)
+    x, seen = torch.zeros(3, 8), []
+    with use_backend("triton"):
+        plain_step._always_apart(lambda mark: seen.append(mixer._adds_later(x, x)))(lambda: None)
+        assert seen == [False]
+        assert mixer._adds_later(x, x)
 
 
 def test_profile_has_the_longest_kernels_of_every_arm(tmp_path):

@@ -37,7 +37,7 @@ def test_counted(name, options, monkeypatch):
     for module in (ahead, traffic):
         monkeypatch.setattr(module, "FAR_SOURCES", 4)
     mixer = create_mixer(name, dim=DIM, **options)
-    kernels = not isinstance(mixer, OneStream) or name in ("layerscale", "rezero")
+    kernels = not isinstance(mixer, OneStream) or name in ("residual", "layerscale", "rezero")
     with (
         use_backend("triton" if kernels else None),
         metered(monkeypatch, kernels, isinstance(mixer, StreamMixer)) as meter,

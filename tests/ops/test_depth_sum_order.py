@@ -36,6 +36,7 @@ RULES: dict[str, tuple[str, dict[str, Any]]] = {
     "denseformer": ("denseformer", {}),
     "dilated": ("denseformer", {"dilation": 2, "period": 2}),
     "mudd": ("mudd", {}),
+    "residual": ("residual", {}),
 }
 every_rule = pytest.mark.parametrize("rule", RULES)
 
@@ -101,6 +102,8 @@ def test_other_sites_with_the_kernels_themselves(rule: str) -> None:
 # Of what people do with a graph (attention's tests say what), with DCA all, and with others what their graphs differ in.
 APART = ("second_backward", "one_leaf_at_a_time", "middle_outputs", "two_losses", "read_twice", "fork", "second_derivatives",
          "checkpointed block", "half without gradients", "only the mixer", "loss_on_a_held_tensor")  # fmt: skip
+# Of a rule that has some, and whose state has one form with either backend.
+OF_PARAMETERS = ("one_leaf_at_a_time", "only the mixer", "loss_on_a_held_tensor")
 
 
 @pytest.mark.covered
@@ -108,7 +111,8 @@ APART = ("second_backward", "one_leaf_at_a_time", "middle_outputs", "two_losses"
 @pytest.mark.parametrize(
     ("rule", "scenario"),
     [("dca", name) for name in SCENARIOS]
-    + [(rule, name) for rule in ("grn1", "1-dca", "dilated", "mudd") for name in APART],
+    + [(rule, name) for rule in ("grn1", "1-dca", "dilated", "mudd") for name in APART]
+    + [("residual", name) for name in APART if name not in OF_PARAMETERS],
 )
 def test_what_people_do(rule: str, scenario: str) -> None:
     """The gradients are the reference's, whatever part of a graph runs, as often and in whatever order."""
@@ -125,7 +129,7 @@ def test_what_people_do_with_other_sites(rule: str, scenario: str) -> None:
 
 
 @pytest.mark.usefixtures("quick_interpreter")
-@pytest.mark.parametrize("rule", ["grn1", "grn3", "2-dca per entry", "denseformer", "mudd"])
+@pytest.mark.parametrize("rule", ["grn1", "grn3", "2-dca per entry", "denseformer", "mudd", "residual"])
 def test_with_the_kernels_themselves(rule: str) -> None:
     """Either is up to 7e-6 from fp64 here."""
     check(plain, tokens(shape=(2, D)), tol=2e-5, rule=rule, n_blocks=2)

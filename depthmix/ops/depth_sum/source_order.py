@@ -39,6 +39,11 @@ class Weights(NamedTuple):
     plain: bool = False  # static is ones, and nothing else counts
 
 
+def plain_sum(like: Tensor, ways: int, n: int = 1) -> Weights:
+    """Weights that are all one."""
+    return Weights(static=torch.ones(ways, n, 1, device=like.device), plain=True)
+
+
 class Result(NamedTuple):
     """What a read gives."""
 
@@ -241,6 +246,9 @@ class ReadSums(torch.autograd.Function):
             if not (add.requires_grad or sources[-1].requires_grad):  # type: ignore[union-attr]
                 ctx.mark_non_differentiable(sums.fresh)
             sources[-1] = sums.fresh
+        # The backward of a plain sum through its norm needs what it gave, and not what went into it.
+        ctx.whole = plan.weights.plain and sums.raw is not None and sums.kept[0] is sums.raw and add is None
+        sources = [sums.raw] if ctx.whole else sources
         ctx.save_for_backward(static, table, dynamic, gain, sums.rms, *sums.kept, *sources, *plan.weights.scores)
         ctx.set_materialize_grads(False)
         ctx.plan = plan._replace(weights=plan.weights._replace(scores=()))
@@ -251,11 +259,13 @@ class ReadSums(torch.autograd.Function):
         saved = saved_once(ctx, OP)
         rest = iter(saved[4:])
         kept = next(rest), [next(rest) for _ in range(ctx.kept)], ctx.mixtures
-        sources, scores = [next(rest) for _ in range(ctx.n)], list(rest)
+        sources, scores = [next(rest) for _ in range(1 if ctx.whole else ctx.n)], list(rest)
         with without_autocast(sources[-1]):
             if torch.is_grad_enabled():
+                others = range(ctx.n - len(sources))  # the same sum, and what it depends on is what the first does
+                sources += [torch.zeros_like(sources[0], requires_grad=True) for _ in others]
                 return _differentiable_backward(ctx, saved[:4], sources, grads)
-            return _backward(ctx, saved[:4], kept, sources, scores, grads)
+            return _backward(ctx, saved[:4], kept, sources * (ctx.n // len(sources)), scores, grads)
 
 
 def _maker(source: Any) -> Any:
