@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from depthmix.mixers.base import register
-from depthmix.mixers.residual import OneStream
+from depthmix.mixers.one_stream import OneStream
 from depthmix.mixers.state import StreamState
 from depthmix.ops.precision import compute_dtype
 

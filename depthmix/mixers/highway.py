@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from depthmix.mixers.base import register
-from depthmix.mixers.residual import OneStream
+from depthmix.mixers.one_stream import OneStream
 from depthmix.mixers.state import StreamState
 from depthmix.mixers.traffic import Traffic
 from depthmix.ops.matmul import matmul

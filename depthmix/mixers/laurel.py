@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from depthmix.mixers.base import register
+from depthmix.mixers.one_stream import OneStream
 from depthmix.mixers.options import OptionError, at_least
-from depthmix.mixers.residual import OneStream
 from depthmix.mixers.state import StreamState, register_state
 from depthmix.ops import depth_sum
 from depthmix.ops.matmul import matmul

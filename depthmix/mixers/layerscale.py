@@ -7,16 +7,12 @@ import torch
 from torch import Tensor, nn
 
 from depthmix.mixers.base import register
-from depthmix.mixers.residual import OneStream
-from depthmix.mixers.state import StreamState
-from depthmix.ops.scaled_add import scaled_add
+from depthmix.mixers.one_stream import AddedStream
 
 
 @register("layerscale")
-class LayerScale(OneStream):
+class LayerScale(AddedStream):
     """gamma [S, D] = init; None takes CaiT's value for the depth: 0.1 up to 18 blocks, 1e-5 up to 24, 1e-6 beyond."""
-
-    units = (3, 6, 1)
 
     def __init__(self, dim: int, n_blocks: int, *, init: float | None = None) -> None:
         super().__init__(dim, n_blocks)
@@ -30,5 +26,5 @@ class LayerScale(OneStream):
     def plain_share(self, site: int) -> float | None:
         return 1.0 if site == 0 or self.init == 1 else None
 
-    def _join(self, state: StreamState, site: int, y: Tensor) -> Tensor:
-        return scaled_add(state.x, y, self.gamma[site])
+    def scale(self, site: int) -> Tensor:
+        return self.gamma[site]

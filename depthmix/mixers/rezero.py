@@ -7,16 +7,12 @@ import torch
 from torch import Tensor, nn
 
 from depthmix.mixers.base import register
-from depthmix.mixers.residual import OneStream
-from depthmix.mixers.state import StreamState
-from depthmix.ops.scaled_add import scaled_add
+from depthmix.mixers.one_stream import AddedStream
 
 
 @register("rezero")
-class ReZero(OneStream):
+class ReZero(AddedStream):
     """alpha [S] = 0."""
-
-    units = (3, 6, 1)
 
     def __init__(self, dim: int, n_blocks: int) -> None:
         super().__init__(dim, n_blocks)
@@ -29,5 +25,5 @@ class ReZero(OneStream):
     def plain_share(self, site: int) -> float | None:
         return None if site else 1.0
 
-    def _join(self, state: StreamState, site: int, y: Tensor) -> Tensor:
-        return scaled_add(state.x, y, self.alpha[site].expand(self.dim))
+    def scale(self, site: int) -> Tensor:
+        return self.alpha[site].expand(self.dim)

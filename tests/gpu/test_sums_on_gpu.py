@@ -27,6 +27,8 @@ RULES: dict[str, tuple[str, dict[str, Any]]] = {
     "dilated": ("denseformer", {"dilation": 2, "period": 2}),
     "mudd": ("mudd", {}),
     "residual": ("residual", {}),
+    "layerscale": ("layerscale", {}),
+    "rezero": ("rezero", {}),
 }
 every_rule = pytest.mark.parametrize("rule", RULES)
 TOLERANCE = {BF16: (4e-3, 1e-2), FP32: (4e-6, 2e-5)}  # of the output, of gradients through many sites

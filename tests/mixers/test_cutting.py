@@ -10,7 +10,7 @@ from depthmix import DecoderConfig, create_mixer
 from depthmix.errors import UserError
 from depthmix.mixers import base
 from depthmix.mixers.cutting import CutError, Rows, cut, cut_tensors, forms, here, join_tensors, why_not_cut
-from depthmix.mixers.residual import OneStream
+from depthmix.mixers.one_stream import OneStream
 from depthmix.ops import use_backend
 from depthmix.parallel.pipeline import check_pipeline
 from depthmix.parallel.plan.layout import Layout

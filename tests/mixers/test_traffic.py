@@ -3,7 +3,7 @@
 import pytest
 
 from depthmix import create_mixer
-from depthmix.mixers.residual import OneStream
+from depthmix.mixers.one_stream import AddedStream, OneStream
 from depthmix.mixers.streams import StreamMixer
 from depthmix.mixers.traffic import Traffic, state_by_site
 from depthmix.ops import use_backend
@@ -37,7 +37,7 @@ def test_counted(name, options, monkeypatch):
     for module in (ahead, traffic):
         monkeypatch.setattr(module, "FAR_SOURCES", 4)
     mixer = create_mixer(name, dim=DIM, **options)
-    kernels = not isinstance(mixer, OneStream) or name in ("residual", "layerscale", "rezero")
+    kernels = isinstance(mixer, AddedStream) or not isinstance(mixer, OneStream)
     with (
         use_backend("triton" if kernels else None),
         metered(monkeypatch, kernels, isinstance(mixer, StreamMixer)) as meter,

@@ -38,6 +38,7 @@ RULES: dict[str, tuple[str, dict[str, Any]]] = {
     "mudd": ("mudd", {}),
     "residual": ("residual", {}),
 }
+ADDED = {"layerscale": ("layerscale", {}), "rezero": ("rezero", {})}
 every_rule = pytest.mark.parametrize("rule", RULES)
 
 
@@ -48,7 +49,7 @@ class SumStack(Stack):
         self, rule: str = "dca", n_blocks: int = 3, norm: bool = True, seed: int = 0, sites: Any = None
     ) -> None:
         nn.Module.__init__(self)
-        name, options = RULES[rule]
+        name, options = (RULES | ADDED)[rule]
         self.mixer = create_mixer(name, dim=D, n_blocks=n_blocks, sites=sites, **options)
         sites = range(self.mixer.n_sites)
         self.weight = nn.ParameterList(torch.empty(D) for _ in sites)
@@ -102,8 +103,8 @@ def test_other_sites_with_the_kernels_themselves(rule: str) -> None:
 # Of what people do with a graph (attention's tests say what), with DCA all, and with others what their graphs differ in.
 APART = ("second_backward", "one_leaf_at_a_time", "middle_outputs", "two_losses", "read_twice", "fork", "second_derivatives",
          "checkpointed block", "half without gradients", "only the mixer", "loss_on_a_held_tensor")  # fmt: skip
-# Of a rule that has some, and whose state has one form with either backend.
-OF_PARAMETERS = ("one_leaf_at_a_time", "only the mixer", "loss_on_a_held_tensor")
+OF_STACKS = ("loss_on_a_held_tensor",)  # whose state has one form with either backend
+OF_PARAMETERS = (*OF_STACKS, "one_leaf_at_a_time", "only the mixer")
 
 
 @pytest.mark.covered
@@ -133,6 +134,13 @@ def test_what_people_do_with_other_sites(rule: str, scenario: str) -> None:
 def test_with_the_kernels_themselves(rule: str) -> None:
     """Either is up to 7e-6 from fp64 here."""
     check(plain, tokens(shape=(2, D)), tol=2e-5, rule=rule, n_blocks=2)
+
+
+@pytest.mark.usefixtures("quick_interpreter")
+@pytest.mark.parametrize("scenario", ["plain", *(name for name in APART if name not in OF_STACKS)])
+@pytest.mark.parametrize("rule", ["layerscale", "rezero"])
+def test_outputs_that_are_scaled_and_added(rule: str, scenario: str) -> None:
+    check(plain if scenario == "plain" else SCENARIOS[scenario], tokens(shape=(2, D)), tol=2e-5, rule=rule, n_blocks=2)
 
 
 @pytest.mark.usefixtures("quick_interpreter")

@@ -8,7 +8,8 @@ import pytest
 from depthmix.cli import build_config, main
 from depthmix.config import PlanConfig
 from depthmix.mixers import create_mixer, list_mixers
-from depthmix.mixers.residual import OneStream, Residual
+from depthmix.mixers.one_stream import OneStream
+from depthmix.mixers.residual import Residual
 from depthmix.models import Decoder, DecoderConfig
 from depthmix.parallel.plan.hardware import GIB, GPUS
 from depthmix.parallel.plan.hops import lasting, prefill_bytes

@@ -1,5 +1,6 @@
-"""scaled_add: kernels where they can run, plain PyTorch elsewhere."""
+"""scaled_add, alone and with the norm after it: kernels where they can run, plain PyTorch elsewhere."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -7,8 +8,8 @@ from torch import Tensor
 
 from depthmix.ops.autograd import reference_gradients
 from depthmix.ops.backend import choose
-from depthmix.ops.precision import compute_dtype, widen, without_autocast
-from depthmix.ops.slots.op import KINDS
+from depthmix.ops.precision import compute_dtype, rms_normalize, widen, without_autocast
+from depthmix.ops.slots.op import KINDS, MAX_DIM
 
 
 class _ScaledAdd(torch.autograd.Function):
@@ -36,6 +37,45 @@ def _reference(x: Tensor, y: Tensor, gamma: Tensor) -> Tensor:
     return widen(widen(x, wide) + widen(gamma, wide) * widen(y, wide), x.dtype)
 
 
+class _ScaledAddNorm(torch.autograd.Function):
+    """The sum, and its RMSNorm."""
+
+    @staticmethod
+    def forward(ctx: Any, eps: float, x: Tensor, y: Tensor, gamma: Tensor, gain: Tensor) -> tuple[Tensor, Tensor]:
+        from depthmix.ops.scaled_add.norm_kernels import forward
+
+        out, h, rms = forward(x, y, gamma, gain, eps)
+        ctx.eps = eps
+        ctx.save_for_backward(out, y, gamma, gain, rms)
+        ctx.set_materialize_grads(False)
+        return out, h
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor | None, dh: Tensor | None) -> tuple[Tensor | None, ...]:
+        from depthmix.ops.scaled_add import kernels, norm_kernels
+
+        out, y, gamma, gain, rms = ctx.saved_tensors
+        if torch.is_grad_enabled():  # create_graph=True; x is what the sum is without y
+            grads = [torch.zeros_like(out) if d is None else d for d in (d_out, dh)]
+            x = out - (_reference(torch.zeros_like(out), y, gamma))
+            needed = (True, True, True, True)
+            return None, *reference_gradients(partial(_normed_reference, ctx.eps), (x, y, gamma, gain), needed, grads)
+        if dh is None:
+            if d_out is None:
+                return (None,) * 5
+            dy, dgamma = kernels.backward(d_out.contiguous(), y, gamma)
+            return None, d_out, dy, widen(dgamma, gamma.dtype), None
+        d_out = None if d_out is None else d_out.contiguous()
+        dx, dy, dgamma, dgain = norm_kernels.backward(d_out, dh.contiguous(), out, y, gamma, gain, rms)
+        return None, dx, dy, widen(dgamma, gamma.dtype), widen(dgain, gain.dtype)
+
+
+def _normed_reference(eps: float, x: Tensor, y: Tensor, gamma: Tensor, gain: Tensor) -> tuple[Tensor, Tensor]:
+    out = _reference(x, y, gamma)
+    wide = compute_dtype(out)
+    return out, widen(rms_normalize(widen(out, wide), eps) * widen(gain, wide), out.dtype)
+
+
 def why_unsupported(x: Tensor, y: Tensor, gamma: Tensor) -> str | None:
     """Why the kernels cannot take these, or None if they can."""
     if any(type(t) not in (Tensor, torch.nn.Parameter) for t in (x, y, gamma)):
@@ -55,3 +95,17 @@ def scaled_add(x: Tensor, y: Tensor, gamma: Tensor, *, backend: str | None = Non
             found: Tensor = _ScaledAdd.apply(x.contiguous(), y.contiguous(), gamma.contiguous())
             return found
         return _reference(x, y, gamma)
+
+
+def scaled_add_norm(
+    x: Tensor, y: Tensor, gamma: Tensor, gain: Tensor, eps: float, *, backend: str | None = None
+) -> tuple[Tensor, Tensor]:
+    """x + gamma ⊙ y as above, and gain ⊙ its RMSNorm, each rounded once to x's dtype; gain [D], and up to 16,384 channels in a kernel."""
+    with without_autocast(x):
+        why = why_unsupported(x, y, gamma) or why_unsupported(x, y, gain)
+        why = why or (None if x.shape[-1] <= MAX_DIM else f"a row of {x.shape[-1]} channels does not fit")
+        if choose("scaled_add", x, why, backend) == "triton" and not torch.compiler.is_compiling():
+            given = (t.contiguous() for t in (x, y, gamma, gain))
+            out, h = _ScaledAddNorm.apply(eps, *given)
+            return out, h
+        return _normed_reference(eps, x, y, gamma, gain)
