@@ -247,7 +247,8 @@ class ReadSums(torch.autograd.Function):
                 ctx.mark_non_differentiable(sums.fresh)
             sources[-1] = sums.fresh
         # The backward of a plain sum through its norm needs what it gave, and not what went into it.
-        ctx.whole = plan.weights.plain and sums.raw is not None and sums.kept[0] is sums.raw and add is None
+        alone = plan.weights.plain and len(sums.y) == 1 and add is None and not plan.passes
+        ctx.whole = alone and sums.raw is not None and sums.kept[0] is sums.raw
         sources = [sums.raw] if ctx.whole else sources
         ctx.save_for_backward(static, table, dynamic, gain, sums.rms, *sums.kept, *sources, *plan.weights.scores)
         ctx.set_materialize_grads(False)
