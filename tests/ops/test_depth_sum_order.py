@@ -137,8 +137,10 @@ def test_with_the_kernels_themselves(rule: str) -> None:
 
 
 @pytest.mark.usefixtures("quick_interpreter")
-@pytest.mark.parametrize("scenario", ["plain", *(name for name in APART if name not in OF_STACKS)])
-@pytest.mark.parametrize("rule", ["layerscale", "rezero"])
+@pytest.mark.parametrize(
+    ("rule", "scenario"),
+    [("rezero", "plain"), *(("layerscale", name) for name in ("plain", *APART) if name not in OF_STACKS)],
+)
 def test_outputs_that_are_scaled_and_added(rule: str, scenario: str) -> None:
     check(plain if scenario == "plain" else SCENARIOS[scenario], tokens(shape=(2, D)), tol=2e-5, rule=rule, n_blocks=2)
 
