@@ -13,7 +13,7 @@ from unittest import mock
 
 from benchmarks.options import Options
 from benchmarks.report import Report
-from benchmarks.step import case_of, data_of, first_step, in_turns, own_size
+from benchmarks.step import case_of, data_of, first_step, in_turns, own_size, require_exact
 from benchmarks.timing import Mark, Run
 from depthmix.mixers.residual import Residual
 
@@ -26,6 +26,7 @@ def plain_step(options: Options, report: Report) -> None:
     case, data = case_of(name, config), data_of(config, options)
     if not options.wanted(case):
         return
+    require_exact(case, config, OURS, options, report)
     ours = first_step(case, config, OURS, data, options, report)
     others = {APART: config}
     if config.compile != "off":

@@ -124,12 +124,7 @@ def _case(
 ) -> None:
     check_arms(arms, config.dim, config.n_blocks)
     for arm in arms:
-        errors = arm_errors(of_arm(config, arm), options.device)
-        for name, error in errors.items():
-            report.add(case, arm.label, f"error of {name}", error)
-        tight, loose = {"fp32": errors["fp32"]}, {n: e for n, e in errors.items() if n != "fp32"}
-        check.require(arm.label, tight, TIGHT)
-        check.require(arm.label, loose, LOOSE)
+        require_exact(case, of_arm(config, arm), arm.label, options, report)
     data = data_of(config, options)
     first = first_step(case, of_arm(config, arms[0]), arms[0].label, data, options, report)
     for arm in arms[1:]:
@@ -137,6 +132,15 @@ def _case(
         in_turns(case, {arms[0].label: first, arm.label: own}, options, report, targets.get(arm.label, ""))
         del own
         gc.collect()
+
+
+def require_exact(case: str, config: TrainConfig, label: str, options: Options, report: Report) -> None:
+    """Note the errors of a model's losses and gradients; WrongResult ends it before anything is timed."""
+    errors = arm_errors(config, options.device)
+    for name, error in errors.items():
+        report.add(case, label, f"error of {name}", error)
+    check.require(label, {"fp32": errors["fp32"]}, TIGHT)
+    check.require(label, {n: e for n, e in errors.items() if n != "fp32"}, LOOSE)
 
 
 def in_turns(case: str, runs: dict[str, Run], options: Options, report: Report, target: str = "") -> None:

@@ -71,6 +71,15 @@ def test_a_set_that_cannot_be_read_ends_in_one_sentence(tmp_path):
     assert "Traceback" not in ended.stderr
 
 
+def test_options_of_a_study_that_cannot_be_read_are_named_and_not_run(tmp_path):
+    call = [str(ROOT / "tools" / "studies.sh"), "out", "60", "1", "tiny --sizes '6 blocks"]
+    env = {**os.environ, "TMPDIR": str(tmp_path)}
+    ended = subprocess.run(call, capture_output=True, text=True, cwd=tmp_path, env=env)
+    assert ended.returncode == 1
+    assert "cannot read the options of: tiny --sizes '6 blocks" in ended.stderr
+    assert not list((tmp_path / "out").iterdir())
+
+
 @pytest.mark.parametrize("given", [[], ["out", "many", "1", "tiny"], ["out", "60", "0", "tiny"]], ids=str)
 def test_studies_says_how_it_is_called(tmp_path, given):
     ended = subprocess.run([str(ROOT / "tools" / "studies.sh"), *given], capture_output=True, text=True, cwd=tmp_path)

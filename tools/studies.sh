@@ -24,7 +24,12 @@ failed=0
 for study in "$@"; do
   left=$((seconds - SECONDS))
   [ "$left" -gt 30 ] || break # no run would fit
-  eval "part=($study)"
+  if ! words=$(printf '%s' "$study" | xargs -n1 printf '%s\n'); then # xargs reads quotes, and runs nothing that is in them
+    echo "tools/studies.sh: cannot read the options of: $study" >&2
+    failed=1
+    continue
+  fi
+  readarray -t part <<< "$words"
   study=${part[0]}
   runs=$kept/$study/runs.jsonl # beside those of docs/results, which count in any case
   python3 -m depthmix study "$study" --out "$kept/$study" --minutes "$(awk "BEGIN {print $left / 60}")" --lanes "$lanes" \

@@ -248,6 +248,7 @@ def test_the_plain_step_is_held_against_itself_apart(tmp_path):
     found = {(row.who, row.metric): row.value for row in rows}
     assert found["sums and norms apart", "step"] > 0
     assert found["sums and norms apart", "step / residual"] > 0
+    assert found["residual", "error of fp32"] < step.TIGHT  # before anything is timed
 
     mixer = create_mixer("residual", dim=8, n_blocks=1)
     x, seen = torch.zeros(3, 8), []

@@ -95,6 +95,19 @@ def test_the_second_derivative_is_that_of_the_reference(function):
         assert a.abs().max() > 0
 
 
+@pytest.mark.parametrize("function", [alone, with_its_norm])
+def test_the_second_derivative_with_a_weight_that_has_none(function):
+    sizes = ((2, 4), (2, 4), (4,), (4,))[: 4 if function is with_its_norm else 3]
+    found = []
+    for backend in ("triton", "reference"):
+        leaves = [rand(*s, seed=k, dtype=torch.float32).requires_grad_(k != 2) for k, s in enumerate(sizes)]
+        with use_backend(backend):
+            (first,) = torch.autograd.grad(function(*leaves), leaves[:1], create_graph=True)
+        found.append(torch.autograd.grad(first.square().sum(), leaves[:2]))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
 def test_only_the_output_and_the_weights_are_kept():
     x, y, gamma = (rand(*s, seed=1, dtype=torch.float32).requires_grad_() for s in ((3, 8), (3, 8), (8,)))
     out = scaled_add(x, y, gamma, backend="triton")

@@ -27,7 +27,7 @@ class _ScaledAdd(torch.autograd.Function):
         x, y, gamma = ctx.saved_tensors
         if torch.is_grad_enabled():  # create_graph=True; the sum does not depend on x
             zero = torch.zeros_like(y, dtype=x.dtype, requires_grad=True)
-            return tuple(reference_gradients(_reference, (zero, y, gamma), (True, True, True), [d]))
+            return tuple(reference_gradients(_reference, (zero, y, gamma), ctx.needs_input_grad, [d]))
         dy, dgamma = backward(d.contiguous(), y, gamma)
         return d, dy, widen(dgamma, gamma.dtype)
 
@@ -57,9 +57,8 @@ class _ScaledAddNorm(torch.autograd.Function):
         out, y, gamma, gain, rms = ctx.saved_tensors
         if torch.is_grad_enabled():  # create_graph=True; x is what the sum is without y
             grads = [torch.zeros_like(out) if d is None else d for d in (d_out, dh)]
-            x = out - (_reference(torch.zeros_like(out), y, gamma))
-            needed = (True, True, True, True)
-            return None, *reference_gradients(partial(_normed_reference, ctx.eps), (x, y, gamma, gain), needed, grads)
+            x, reference = out - _reference(torch.zeros_like(out), y, gamma), partial(_normed_reference, ctx.eps)
+            return None, *reference_gradients(reference, (x, y, gamma, gain), ctx.needs_input_grad[1:], grads)
         if dh is None:
             if d_out is None:
                 return (None,) * 5
@@ -103,7 +102,11 @@ def scaled_add_norm(
     """x + gamma ⊙ y as above, and gain ⊙ its RMSNorm, each rounded once to x's dtype; gain [D], and up to 16,384 channels in a kernel."""
     with without_autocast(x):
         why = why_unsupported(x, y, gamma) or why_unsupported(x, y, gain)
-        why = why or (None if x.shape[-1] <= MAX_DIM else f"a row of {x.shape[-1]} channels does not fit")
+        why = why or (
+            None
+            if x.shape[-1] <= MAX_DIM
+            else f"a token's {x.shape[-1]} channels do not fit; they hold up to {MAX_DIM}"
+        )
         if choose("scaled_add", x, why, backend) == "triton" and not torch.compiler.is_compiling():
             given = (t.contiguous() for t in (x, y, gamma, gain))
             out, h = _ScaledAddNorm.apply(eps, *given)
