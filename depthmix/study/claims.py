@@ -10,7 +10,7 @@ A claim names a study, or several, of which the one with most seeds counts, the 
     spikes, growth, rate: {arm: …, against: …}         loss spikes; outputs' growth over depth; the largest stable rate, as a ratio
 
 `says` is the paper's number, or `above` or `below` where it gives none. Columns `beside` show the same contrasts in a cell of
-another study, {title: …, study: start @ cell}, where it has the arms. The spread of a contrast is that of paired differences,
+another study, {title: …, study: start @ cell, of: [mechanisms]}, for claims that these studies decide, where it has the arms. The spread of a contrast is that of paired differences,
 pooled over all arms and sizes of its domains, since books and code vary differently, or of the study where those have one seed;
 before two seeds of anything, the largest that the study's file assumes.
 """
@@ -141,7 +141,7 @@ def read_claims(path: Path) -> tuple[list[Claim], dict[str, Any]]:
         )
     which = {key: given.get(key, []) for key in ("beside", "columns", "rules", "answer")}
     for key, needed in (
-        ("beside", {"title": str, "study": str}),
+        ("beside", {"title": str, "study": str, "of": list}),
         ("columns", {"title": str, "study": list}),
         ("rules", {"arm": str}),
     ):
@@ -406,13 +406,13 @@ def verdicts(
     return judged
 
 
-def elsewhere(claim: Claim, place: str, look: Callable[[str], Results | None]) -> Found | None:
+def elsewhere(claim: Claim, column: Mapping[str, Any], look: Callable[[str], Results | None]) -> Found | None:
     """A contrast of arms of no cell in particular, in another study's (study @ cell); it decides nothing."""
-    name, _, cell = place.partition(" @ ")
+    name, _, cell = column["study"].partition(" @ ")
     results = look(name)
     if results is None or claim.measure != "contrast" or any(" @ " in arm for arm in claim.what):
         return None
-    return contrast_in(results, cell, claim.what)
+    return contrast_in(results, cell, claim.what) if set(claim.studies) & set(column["of"]) else None
 
 
 def contrast_in(results: Results, cell: str, weights: Mapping[str, float]) -> Found | None:

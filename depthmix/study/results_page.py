@@ -54,8 +54,8 @@ def write_claims(path: Path = RESULTS / CLAIMS, page: Path = PAGE) -> Path:
             if not (path.parent / name / "comparison.json").is_file():
                 check_places(claim, read_study(name))
     beside = which.pop("beside")
-    shown_too = [column["study"] for column in beside]
-    for place in [*shown_too, *(place for column in which["columns"] for place in column["study"])]:
+    shown = [column["study"] for column in beside] + [place for column in which["columns"] for place in column["study"]]
+    for place in shown:
         name, _, cell = place.partition(" @ ")
         if not (path.parent / name / "comparison.json").is_file():
             check_cell(cell, read_study(name), path.name)
@@ -82,7 +82,7 @@ def write_claims(path: Path = RESULTS / CLAIMS, page: Path = PAGE) -> Path:
                 _said(claim.says),
                 _shown(found),
             ]
-            too = [_with_seeds(elsewhere(claim, study, look)) for study in shown_too]
+            too = [_with_seeds(elsewhere(claim, column, look)) for column in beside]
             line = markdown_line([*cells, str(found.seeds) if found else "0"]) + f" {_link(name, path.parent)} |"
             text.append(line + "".join(f" {cell} |" for cell in too))
         remarks = [

@@ -46,6 +46,19 @@ def gate_apart(p, o, blocks, e, sublayer):
     return over_sites(blocks, e, sublayer, read)
 
 
+def attention_reads(p, o, blocks, e, sublayer):
+    def read(s, seen):
+        v = sources_of(o, s, seen)
+        plain = v.sum(0) / len(v)  # what attending without a preference gives
+        if s not in blocks.attention:
+            return (plain,)
+        i = list(blocks.attention).index(s)
+        first = plain if o.get("only") == "values" else attend(p["query"][i], p["key_gain"][i], v)
+        return first, attend(p["query_v"][i], p["key_gain_v"][i], v)
+
+    return over_sites(blocks, e, sublayer, read)
+
+
 def low_rank_query(p, o, blocks, e, sublayer):
     def read(s, seen):
         v = sources_of(o, s, seen)

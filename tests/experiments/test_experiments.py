@@ -1,6 +1,7 @@
 """Every experiment: its equations, its start, the battery that every mixer passes, kernels, and a study that trains it."""
 
 import inspect
+import re
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from depthmix import Decoder, DecoderConfig, create_mixer
 from depthmix.mixers import base, mixer_class
 from depthmix.ops import use_backend
 from depthmix.ops.norm import RMSNorm
+from depthmix.study.arms import parse_arm
 from depthmix.study.code import KERNELS, code_of
 from depthmix.study.modules import load_modules
 from experiments import references
@@ -17,8 +19,10 @@ from mixers import test_battery as battery
 from oracles.blocks import Blocks
 from project import ROOT
 
-FILES = ["attnres_on_streams", "gate_apart", "low_rank_query", "softmax_dca"]
+FILES = ["attention_reads", "attnres_on_streams", "gate_apart", "low_rank_query", "softmax_dca"]
 CASES = [
+    ("attention_reads", {"block_size": 3}),
+    ("attention_reads", {"only": "values"}),
     ("gate_apart", {"block_size": 3}),
     ("gate_apart", {"values": True}),
     ("low_rank_query", {}),
@@ -32,6 +36,7 @@ every_case = pytest.mark.parametrize(("name", "choice"), CASES, ids=[label(*case
 every_experiment = pytest.mark.parametrize("name", FILES)
 # Site 0 has a single source; of an inner mixer the battery looks at whole tensors.
 SITE_0 = {
+    "attention_reads": {("query", 0), ("key_gain", 0)},
     "gate_apart": {("query", 0), ("key_gain", 0)},
     "low_rank_query": {("query", 0), ("key_gain", 0), ("U", 0), ("V", 0)},
     "attnres_on_streams": set(),
@@ -92,6 +97,7 @@ def test_output_reads_and_every_gradient_are_those_of_the_equations(name, choice
 
 
 STARTS = [
+    ("attention_reads", {"block_size": 3}, "attnres", {"block_size": 3}),
     ("gate_apart", {"block_size": 3}, "attnres", {"block_size": 3}),
     ("low_rank_query", {"block_size": 3}, "attnres", {"block_size": 3}),
     ("attnres_on_streams", {"block_size": 3}, "attnres", {"block_size": 3, "routing": "add"}),
@@ -153,6 +159,7 @@ def trained(mixer, norms, e, w, backend):
 @every_experiment
 def test_kernels_give_the_same_with_every_gradient(name, quick_interpreter):
     choice, blocks = {  # as small as shows what is an experiment's own
+        "attention_reads": ({"block_size": 3}, 1),
         "gate_apart": ({"block_size": 3}, 2),
         "low_rank_query": ({"block_size": 3}, 1),
         "attnres_on_streams": ({"n": 2}, 1),
@@ -177,15 +184,24 @@ def test_its_own_file_and_those_it_builds_on_are_its_code():
     assert not {"mixers/dca.py", "softmax_dca.py"} & set(table)
 
 
+def moved(name, options):
+    """Activations of a mixer of 12 blocks, forward and backward, as the page writes them."""
+    with torch.device("meta"):
+        found = create_mixer(name, dim=512, n_blocks=12, **options).traffic()
+    return " and ".join(f"{sum(getattr(t, way) for t in found):g}" for way in ("forward", "backward"))
+
+
 def test_the_page_says_what_they_move():
     page = (ROOT / "docs" / "study.md").read_text()
     lines = {name: next(line for line in page.splitlines() if f"`{name}.py`" in line) for name in FILES}
     for name, choice in [(name, {}) for name in FILES] + [("gate_apart", {"values": True})]:
-        given = choice if name == "softmax_dca" else {"block_size": 4, **choice}
-        with torch.device("meta"):
-            found = create_mixer(name, dim=512, n_blocks=12, **given).traffic()
-        forward, backward = (sum(getattr(t, way) for t in found) for way in ("forward", "backward"))
-        assert f" {forward:g} and {backward:g}" in lines[name]
+        assert f" {moved(name, choice if name == 'softmax_dca' else {'block_size': 4, **choice})}" in lines[name]
+    beside = next(line for line in page.splitlines() if line.startswith("By `Mixer.traffic`"))
+    named = re.findall(r"`(\w+(?::[\w=,]+)?)` (\d+ and \d+)", beside)
+    assert len(named) == 7
+    for text, numbers in named:
+        arm = parse_arm(text)
+        assert moved(arm.name, arm.options) == numbers, text
 
 
 def test_weight_decay_is_for_matrices_of_the_input():
@@ -195,6 +211,7 @@ def test_weight_decay_is_for_matrices_of_the_input():
     }
     below = {f"below.{k}" for k in mixer_class("hyper").decayed}
     assert decayed == {
+        "attention_reads": set(),
         "gate_apart": set(),
         "softmax_dca": set(),
         "low_rank_query": {"U", "V"},

@@ -19,6 +19,7 @@ loop = pytest.importorskip("depthmix.train.loop")
 TrainConfig = pytest.importorskip("depthmix.config").TrainConfig
 
 RULES: dict[str, dict[str, Any]] = {
+    "attention_reads": {"block_size": 8},
     "gate_apart": {"block_size": 4, "values": True},
     "low_rank_query": {"block_size": 4},
     "attnres_on_streams": {"block_size": 4},

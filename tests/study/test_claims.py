@@ -238,8 +238,8 @@ def test_the_page_is_made_of_what_is_there(tmp_path, monkeypatch, capsys):
             {"columns": [{"title": "t", "study": ["start @ 18m, output 0"]}]},
             ["start has no", "'books 18m, outputs 0'?"],
         ),
-        ({"beside": [{"title": "t", "study": ["tiny"]}]}, ["beside has title and study"]),
-        ({"beside": [{"title": "t", "study": "tiny @ code"}]}, ["tiny has no 'code'"]),
+        ({"beside": [{"title": "t", "study": ["tiny"], "of": []}]}, ["beside has title and study and of"]),
+        ({"beside": [{"title": "t", "study": "tiny @ code", "of": []}]}, ["tiny has no 'code'"]),
         ({"rules": ["dca"]}, ["rules has arm", "'dca'"]),
     ],
 )
@@ -272,8 +272,9 @@ def test_a_contrast_elsewhere_is_of_one_cell_and_of_contrasts_only():
     }
     known = {"s": Results("s", "plain", cells, 0.01)}
 
-    def found(measure="contrast", what={"a": 1, "plain": -1}, place="s @ other"):  # noqa: B006
-        return elsewhere(Claim("c", "p", -0.1, ["s"], measure, what), place, known.get)
+    def found(measure="contrast", what={"a": 1, "plain": -1}, place="s @ other", of=("s", "t")):  # noqa: B006
+        column = {"title": "c", "study": place, "of": of}
+        return elsewhere(Claim("c", "p", -0.1, ["s"], measure, what), column, known.get)
 
     assert found().value == pytest.approx(-0.3)
     assert found(place="s").value == pytest.approx(-0.1)
@@ -281,3 +282,4 @@ def test_a_contrast_elsewhere_is_of_one_cell_and_of_contrasts_only():
     assert found(what={"a @ first": 1, "plain @ first": -1}) is None  # of a cell of its own
     assert found(measure="accuracy") is None
     assert found(place="t @ other") is None
+    assert found(of=("t",)) is None  # of a claim that other studies decide
