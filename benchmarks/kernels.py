@@ -166,30 +166,37 @@ def layer_backward(tokens: int, dim: int, device: torch.device) -> Work:
     return Work(run, (2 * N_SOURCES + 1) * like.nbytes, errors)
 
 
-def read_backward(ways: int) -> Callable[[int, int, torch.device], Work]:
-    """The norm's gradient and that of the newest source, of a read of two."""
+def read_backward(ways: int, pair: bool = False) -> Callable[[int, int, torch.device], Work]:
+    """The norm's gradient and that of the newest source, of a read of two; pair: of both sources, from what is kept then."""
 
     def make(tokens: int, dim: int, device: torch.device) -> Work:
         from depthmix.ops.depth_attention.kernels import read as kernel
+        from depthmix.ops.depth_attention.kernels.pair_backward import pair_backward
 
         like = torch.empty(tokens, dim, device=device, dtype=torch.bfloat16)
         sources, g = [torch.randn_like(like) for _ in range(2)], torch.randn_like(like)
         dy = [torch.randn_like(like) for _ in range(ways)]
         u, gain = torch.randn(ways, dim, device=device) / dim**0.5, torch.rand(ways, dim, device=device) + 0.5
-        forward = kernel.read(u, sources, None, gain, EPS, EPS, keep=2)
+        _, o, s, lse, _ = kernel.read(u, sources, None, gain, EPS, EPS, keep=3 if pair else 2)
         newest = kernel.Newest(sources[1], g, True)
-        found: list[kernel.ReadGradients] = []
+        found: list[Tensor | None] = []
 
         def run() -> None:
-            found[:] = [kernel.read_backward(dy, forward.o, u, gain, forward.s, forward.lse, newest, EPS, store=True)]
+            if pair:
+                old, new = sources
+                back = pair_backward(dy, old, new, u, gain, s[:, 0], s[:, 1], lse, g, None, EPS, (True, True))
+                found[:] = [back.db, back.da]
+            else:
+                found[:] = [kernel.read_backward(dy, o, u, gain, s, lse, newest, EPS, store=True).dv]
 
         def errors() -> dict[str, float]:
             seen, ones = [v.requires_grad_() for v in first_rows(sources)], torch.ones(dim, device=device).double()
             outs = [_norm(reference.read(q.double(), seen, ones), k) for q, k in zip(u, gain, strict=True)]
-            (wanted,) = torch.autograd.grad(outs, [seen[1]], first_rows(dy))
-            return {"dv": relative_error(first_rows([found[0].dv])[0], wanted + first_rows([g])[0])}
+            older, newer = torch.autograd.grad(outs, seen, first_rows(dy))
+            wanted = [newer + first_rows([g])[0], older]
+            return {"dv": max(map(relative_error, first_rows(found), wanted))}
 
-        return Work(run, (3 + 3 * ways) * like.nbytes, errors)
+        return Work(run, (5 + ways if pair else 3 + 3 * ways) * like.nbytes, errors)
 
     return make
 
@@ -239,6 +246,8 @@ def registry() -> list[Kernel]:
             Kernel("make_bank", make_bank),
             Kernel("read_backward", read_backward(1)),
             Kernel("read_backward, two ways", read_backward(2)),
+            Kernel("pair_backward", read_backward(1, pair=True)),
+            Kernel("pair_backward, two ways", read_backward(2, pair=True)),
             Kernel("source_backward, one source", source_backward(1)),
             Kernel("source_backward, two sources", source_backward(2)),
             Kernel("layer_backward", layer_backward),

@@ -183,7 +183,7 @@ class AttnRes(SlotReads):
         reads.append(ReadOf(self._sources(end), 1, end % size != 1 and size > 1, False, norm=False))
         tiled = size == 1 and self.n_ways == 1 and self.window is None
         units = zip(forward_units(reads, tiled), backward_units(reads), strict=True)
-        found = [Traffic(f, b, 1 + r.ways) for r, (f, b) in zip(reads, units, strict=True)]
+        found = [Traffic(f, b, 1 + r.ways * (not r.pair)) for r, (f, b) in zip(reads, units, strict=True)]
         last = found[-1]
         found[-1] = Traffic(last.forward + NORM[0], last.backward + NORM[1], 2)
         return found
@@ -349,7 +349,8 @@ class AttnRes(SlotReads):
             elif not trains and len(self.held) > self.n_sites:  # it counts on all rows
                 far = far_blocks(*known, size=self.block_size)
         tape = tape._replace(far=far)
-        h, newest = read_sources(tape.queries, row, ways, sources, add, gain, self.eps, out_eps, tape.far)
+        lasts = site % self.block_size == 0 and site < self.n_sites
+        h, newest = read_sources(tape.queries, row, ways, sources, add, gain, self.eps, out_eps, tape.far, lasts)
         state.leave_note((newest, tape if tape.far is None else tape._replace(far=tape.far.after(row))))
         return tuple(h)
 

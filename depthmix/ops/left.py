@@ -58,7 +58,7 @@ class _Visits:
 
     def forget(self) -> None:
         for node in self.nodes:
-            for kept in ("left", "part", "scored"):
+            for kept in ("left", "part", "scored", "summands"):
                 getattr(node, kept, {}).pop(self.task, None)
 
 
@@ -66,8 +66,8 @@ class _Visits:
 _visits: weakref.WeakValueDictionary[int, _Visits] = weakref.WeakValueDictionary()
 
 
-def leave(node: Any, task: int, item: Any) -> None:
-    """Leave something with a node that runs later in this pass.
+def leave(node: Any, task: int, item: Any, where: str = "left") -> None:
+    """Leave something with a node that runs later in this pass, in one of its tables.
 
     A node whose output somebody asks the gradient of is only looked at: what it was left is dropped when the pass ends.
     """
@@ -75,10 +75,11 @@ def leave(node: Any, task: int, item: Any) -> None:
     if visits is None:
         visits = _visits[task] = _Visits(task)
         when_pass_ends(visits.forget)
-    if task not in node.left:
-        node.left[task] = []
+    table = getattr(node, where)
+    if task not in table:
+        table[task] = []
         visits.nodes.append(node)
-    node.left[task].append(item)
+    table[task].append(item)
 
 
 def take_part(node: Any, task: int) -> Tensor | None:

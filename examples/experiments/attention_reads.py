@@ -8,7 +8,7 @@ only="values": queries and keys have the plain sum too, and values alone choose.
 Queries start at zero: plain at step 0.
 
 What it costs is what attnres with ways=2 costs, of which kernels of its own could save the MLPs' reads: with one block for all sites,
-whose sources are e and the sum of all outputs, plain sites move 8 activations, attention's 19 with attnres' kernels.
+whose sources are e and the sum of all outputs, plain sites move 8 activations, attention's 14 with attnres' kernels.
 """
 
 from collections.abc import Sequence

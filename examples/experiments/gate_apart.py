@@ -11,8 +11,8 @@ from a mixture of their own. values=True: attention has one for its values as we
 Queries start at zero, where both mixtures are the same mean: it begins as attnres.
 
 What it costs beyond attnres with ways=1: at every MLP about 2.5 activations forward (a second normed mixture, from the same read of
-the sources) and 5 backward, which is what ways=2 costs at every attention; in 12 blocks with block_size=4, 30 and 60 more than the
-196 and 222 of one way.
+the sources) and 5 backward, which is what ways=2 costs at every attention; in 12 blocks with block_size=4, 28 and 54 more than the
+193 and 223 of one way.
 """
 
 from collections.abc import Sequence

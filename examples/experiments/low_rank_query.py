@@ -12,7 +12,7 @@ so a source needs 1 + rank numbers for each of its readers, made once for all of
 query and U start at zero and V at N(0, 1/D): it begins as attnres, and U has a gradient from the first step on.
 
 What it costs beyond attnres: for every newest source about 3 activations forward (its products, its norm; it is added up by itself) and 6
-backward, 75 and 150 more than 196 and 222 in 12 blocks with block_size=4, and 1 + rank numbers a token for every pair of a source and
+backward, 75 and 150 more than 193 and 223 in 12 blocks with block_size=4, and 1 + rank numbers a token for every pair of a source and
 a reader. In a kernel that holds the sources anyway it would be none: 1 + rank dot products of a source in the place of one.
 """
 

@@ -21,6 +21,8 @@ STACKS: list[tuple[int, int, int, dict[str, Any]]] = [  # tokens, channels, bloc
     (4096, 512, 6, {}),
     (4096, 512, 6, {"block_size": 4, "ways": 2}),
     (4096, 512, 6, {"block_size": 4, "ways": 3}),
+    (4096, 512, 6, {"block_size": 12, "ways": 2}),  # one block, whose reads have two sources
+    (777, 1000, 3, {"block_size": 6}),
     (1024, 2048, 16, {}),
     (1024, 2048, 16, {"block_size": 8}),
     (1024, 2048, 16, {"block_size": 8, "ways": 2}),

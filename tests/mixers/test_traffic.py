@@ -23,6 +23,7 @@ CASES = [(name, SIZES.get(name, {"n_blocks": 2})) for name in MIXERS]
 CASES += [
     ("attnres", {"sites": [("attention", "mlp"), ("mlp",), ("attention", "mlp")], "block_size": 3, "ways": 2}),
     ("attnres", {"n_blocks": 2, "block_size": 2, "ways": 3}),
+    ("attnres", {"n_blocks": 2, "block_size": 4, "ways": 2}),
     ("mhc", {**SIZES["mhc"], "schedule": "single_pass"}),
     ("laurel", {"n_blocks": 2, "variant": "rw"}),
     ("highway", {"n_blocks": 2, "gate": "scalar"}),

@@ -165,16 +165,20 @@ def test_against_the_oracle(options: dict[str, Any]) -> None:
     assert_near(got, backward(exact, y, out), 2e-6)
 
 
-def test_a_source_s_gradient_is_rounded_once() -> None:
-    """What five readers leave with x is summed in fp32: of 1024 + 0.75, three roundings to fp16 would make 1024."""
-    mixer = create_mixer("attnres", dim=D, n_blocks=2)  # zero queries: each site weighs its sources alike
+@pytest.mark.parametrize(
+    ("block_size", "weights"),
+    [(1, [1024.0, 0.5, 0.75, 1.0]), (4, [1024.0, 0.5, 0.75, 0.75])],  # of one to four sources, of one and then two
+)
+def test_a_source_s_gradient_is_rounded_once(block_size: int, weights: list[float]) -> None:
+    """What readers leave with x is summed in fp32: of 1024 + 0.75, three roundings to fp16 would make 1024."""
+    # Zero queries: each site weighs its sources alike.
+    mixer = create_mixer("attnres", dim=D, n_blocks=2, block_size=block_size)
     x = torch.ones(1, D, dtype=torch.float16, requires_grad=True)
     with use_backend("triton"):
         state, reads = mixer.start(x), []
         for site in range(4):
             reads.append(mixer.read(state, site))
             state = mixer.write(state, site, torch.ones_like(x))
-    weights = [1024.0, 0.5, 0.75, 1.0]  # of one, two, three and four sources
     torch.autograd.backward(reads, [torch.full_like(x, w) for w in weights])
     assert torch.equal(x.grad, torch.full_like(x, 1025.0))
 
@@ -447,20 +451,23 @@ APART = (
 )
 
 
-@pytest.mark.parametrize(
+every_part = pytest.mark.parametrize(
     "scenario",
     [
         *APART,
         *(SCENARIOS[name] for name in ("frozen mixer", "only the mixer", "checkpointed read", "checkpointed block")),
     ],
 )
+
+
+@every_part
 def test_what_people_do_with_full(scenario: Scenario) -> None:
     assert_as_reference(scenario, tokens(), tol=1e-5, **FULL_NORMED)
 
 
-@pytest.mark.parametrize("scenario", [one_leaf_at_a_time, middle_outputs, read_twice, fork])
+@every_part
 def test_what_people_do_with_two_ways(scenario: Scenario) -> None:
-    """Both ways of a read share the newest source's gradient, unless a later reader of it is in the graph."""
+    """All four sites are one block: from the second on a read has two sources, and both gradients at once."""
     assert_as_reference(scenario, tokens(), tol=1e-5, **TWO_WAYS)
 
 

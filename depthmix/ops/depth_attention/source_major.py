@@ -6,6 +6,9 @@ once, each reader's do once, and writes the source's gradient once, summed in fp
 that saw it first, when it was the newest, and that may have added it up. The queries enter through a node of their own, which
 collects their gradients and runs last.
 
+A read of two sources, of which the newest is a sum that only the next read goes on from, has all that its backward needs at hand:
+it keeps nothing of its mixtures, and leaves the older source's gradient itself. In a stack of one block all reads but the first do.
+
 What is left with a node is filed under the number of the backward pass that left it, so passes never see each other's.
 """
 
@@ -57,6 +60,7 @@ def read_sources(
     eps: float,
     out_eps: float,
     far: Far | Known | None = None,
+    lasts: bool = True,
 ) -> tuple[list[Tensor], Tensor]:
     """Read with kernels: the results of queries[row : row + ways] and the newest source, sources[-1] (+ add).
 
@@ -64,7 +68,7 @@ def read_sources(
     each way. A stack of reads is
     differentiated in source-major order if `queries` came through `collect_rows`, the sources are newest sources that
     earlier reads returned, and nothing is being compiled. far: what `far_sources` or `known_sources` found for this row.
-    The caller has checked that the kernels can do it.
+    lasts: later reads see this newest source as it is, too. The caller has checked that the kernels can do it.
     """
     queries, sources = queries.contiguous(), [v.contiguous() for v in sources]
     add = None if add is None else add.contiguous()
@@ -73,7 +77,7 @@ def read_sources(
     given = (queries, add, *sources, *([gain] if isinstance(gain, Tensor) else gain or ()))
     wanted = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given)
     if wanted and not torch.compiler.is_compiling():
-        *y, fresh = ReadSources.apply((row, ways), (eps, out_eps), far, queries, gain, add, *sources)
+        *y, fresh = ReadSources.apply((row, ways, lasts), (eps, out_eps), far, queries, gain, add, *sources)
         return y, fresh
     (y, _, _, _, fresh), _ = read(queries, row, ways, sources, far, add, gain, eps, out_eps, int(wanted))
     return y, sources[-1] if add is None else fresh
@@ -85,7 +89,7 @@ class ReadSources(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        place: tuple[int, int],
+        place: tuple[int, int, bool],
         eps: tuple[float, float],
         far: Far | Known | None,
         queries: Tensor,
@@ -93,16 +97,20 @@ class ReadSources(torch.autograd.Function):
         add: Tensor | None,
         *sources: Tensor,
     ) -> tuple[Tensor, ...]:
-        row, ways = place
-        (y, o, s, lse, fresh), ctx.far = read(queries, row, ways, sources, far, add, gain, *eps, 2)
+        row, ways, lasts = place
+        ctx.pair = len(sources) == 2 and ways <= AT_ONCE and not lasts  # else its gradient waits for other readers
+        (y, o, s, lse, fresh), ctx.far = read(queries, row, ways, sources, far, add, gain, *eps, 3 if ctx.pair else 2)
         fresh = sources[-1].detach() if add is None else fresh
         ctx.row, ctx.ways, ctx.eps, ctx.left, ctx.part, ctx.n = row, ways, eps, {}, {}, len(sources)
+        ctx.summands = {}  # gradients from reads of two sources
         ctx.hooked = saving_is_hooked()
         ctx.queries = queries.grad_fn if isinstance(queries.grad_fn, CollectRows._backward_cls) else None
         later = ctx.queries is not None or not queries.requires_grad  # du may come after this read's own backward
         ctx.makers = [_maker(v) if later else None for v in sources[:-1]]
         local = [v for v, maker in zip(sources, ctx.makers, strict=False) if maker is None]
-        ctx.save_for_backward(fresh, queries, gain, s, lse, *(o or y), *local)
+        kept = sources[:1] if ctx.pair else o or y
+        ctx.kept = len(kept)
+        ctx.save_for_backward(fresh, queries, gain, s, lse, *kept, *local)
         ctx.set_materialize_grads(False)
         return (*y, fresh)
 
@@ -124,23 +132,32 @@ def _maker(source: Tensor) -> Any:
 
 def _backward(ctx: Any, saved: Sequence[Tensor], grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
     from depthmix.ops.depth_attention.kernels.layer_backward import layer_backward
+    from depthmix.ops.depth_attention.kernels.pair_backward import add_up_rows
     from depthmix.ops.depth_attention.kernels.read import Newest, read_backward
 
     fresh, queries, gain, s, lse, *rest = saved
-    o, local_sources = rest[: ctx.ways], iter(rest[ctx.ways :])
+    o, local_sources = rest[: ctx.kept], iter(rest[ctx.kept :])
     *dy, g = grads
     g = None if g is None else g.contiguous()
     task, eps = this_pass(OP), ctx.eps[0]
     left: list[tuple[Reading, int]] = ctx.left.pop(task, [])  # by the later readers of the newest source
     for reading, _ in left:
         reading.arrive()
+    summands = _in_order(ctx.summands.pop(task, []))
+    if len(summands) == 1 and g is None:
+        g = summands[0]
+    elif summands:
+        ctx.part[task] = add_up_rows(summands, take_part(ctx, task)), stream_of(fresh)
     needs_add, *needs = ctx.needs_input_grad[5:]
     need_fresh = needs_add or needs[-1]
     dgain, dqueries = None, None
     dv: list[Tensor | None] = [None] * ctx.n
     alone = ctx.n > 1 and not any(ctx.makers) and not ctx.far and not left and task not in ctx.part
 
-    if alone and any(d is not None for d in dy):  # not one of a stack: nothing is to be gained from another order
+    if ctx.pair and any(d is not None for d in dy):
+        dv[0], g, du, dgain = _gradients_of_pair(ctx, saved, dy, g, bool(left), need_fresh, task)
+        dqueries = _give_du(ctx, queries, du, task)
+    elif alone and any(d is not None for d in dy):  # not one of a stack: nothing is to be gained from another order
         given = [torch.zeros_like(fresh) if d is None else d.contiguous() for d in dy]
         u, sources = queries[ctx.row : ctx.row + ctx.ways], [*local_sources, fresh]
         found, du, dgain = layer_backward(given, u, gain, s, lse[:, 0].contiguous(), sources, g, *ctx.eps)
@@ -184,6 +201,47 @@ def _backward(ctx: Any, saved: Sequence[Tensor], grads: Sequence[Tensor | None])
         g = _gradient_of_source(ctx, fresh, g, left, need_fresh, task)
     dv[-1] = g
     return (None, None, None, dqueries, dgain, g if needs_add else None, *dv)
+
+
+def _gradients_of_pair(
+    ctx: Any,
+    saved: Sequence[Tensor],
+    dy: Sequence[Tensor | None],
+    g: Tensor | None,
+    goes_on: bool,
+    need_fresh: bool,
+    task: int,
+) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor | None]:
+    """Of both sources, du and dgain. goes_on: the newest one has other readers, which take its gradient up from here."""
+    from depthmix.ops.depth_attention.kernels.pair_backward import pair_backward
+
+    fresh, queries, gain, s, lse, old, *_ = saved
+    maker = ctx.makers[0]
+    need_old = ctx.needs_input_grad[6] if maker is None else node_will_run(maker)
+    s_old, s_new = (ctx.far[0], s[:, 0]) if ctx.far else (s[:, 0], s[:, 1])
+    given = [torch.zeros_like(fresh) if d is None else d.contiguous() for d in dy]
+    u, part = queries[ctx.row : ctx.row + ctx.ways], take_part(ctx, task)
+    more = None if goes_on else g
+    found = pair_backward(
+        given, old, fresh, u, gain, s_old, s_new, lse, more, part, ctx.eps[0], (need_old, need_fresh), whole=not goes_on
+    )
+    if goes_on and found.db is not None:
+        ctx.part[task] = found.db, stream_of(fresh)
+    if maker is not None and found.da is not None:
+        leave(maker, task, (ctx.row, found.da, stream_of(fresh)), "summands")
+    return (
+        found.da if maker is None else None,
+        g if goes_on else found.db,
+        found.du,
+        None if gain is None else found.dgain,
+    )
+
+
+def _in_order(summands: list[tuple[int, Tensor, Any]]) -> list[Tensor]:
+    """What reads of two sources left, by their rows, once the current stream may use it."""
+    for _, da, stream in summands:
+        arrive(stream, da)
+    return [da for _, da, _ in sorted(summands, key=lambda item: item[0])]
 
 
 def _give_du(ctx: Any, queries: Tensor, du: Tensor, task: int) -> Tensor | None:
@@ -277,7 +335,7 @@ def _differentiable_backward(
 ) -> tuple[Tensor | None, ...]:
     """Under create_graph=True: gradients of all sources at once, by autograd through the reference."""
     fresh, queries, gain, _, _, *rest = saved
-    local = iter(rest[ctx.ways :])
+    local = iter(rest[ctx.kept :])
     olds = [next(local) if m is None else saved_once(m, OP)[0] for m in ctx.makers]
     needs_add, *needs = ctx.needs_input_grad[5:]
 

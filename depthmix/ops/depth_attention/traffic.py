@@ -23,6 +23,11 @@ class ReadOf(NamedTuple):
     lasts: bool  # later reads see the newest source too
     norm: bool = True
 
+    @property
+    def pair(self) -> bool:
+        """Whether both of its sources have their gradients at once."""
+        return self.n == PAIR and self.ways <= AT_ONCE and not self.lasts
+
 
 def forward_units(reads: Sequence[ReadOf], tiled: bool) -> list[int]:
     """Units of every read; tiled: read s has s older sources, which groups of sites look at together."""
@@ -36,7 +41,7 @@ def forward_units(reads: Sequence[ReadOf], tiled: bool) -> list[int]:
             bank = range(s, min(s + GROUP, len(reads)))
             units, scored = (olds - scored) + olds + WIDE * len(bank), olds
         units += r.n if s not in bank else r.n - bank[0] + WIDE
-        found.append(units + 2 * r.adds + r.ways * (1 + r.norm))
+        found.append(units + 2 * r.adds + r.ways * (1 + (r.norm and not r.pair)))
     return found
 
 
@@ -48,9 +53,14 @@ def backward_units(reads: Sequence[ReadOf]) -> list[int]:
         0,
         False,
     )  # of them those that the next lasting source was paired for, and that it has a part of its gradient
+    summands = 0  # gradients of e that reads of two sources left
     for s in reversed(range(len(reads))):
         r = reads[s]
         of_next = s + 1 < len(reads) and reads[s + 1].adds  # the gradient that the sum to come hands down
+        if r.pair:
+            summands += 1
+            found.append(r.ways + of_next + 4)  # dy; both sources and their gradients
+            continue
         left = before - done if r.lasts else 0
         at_once = r.ways <= AT_ONCE and not left
         units = 2 * r.ways + 2 + of_next + WIDE * (part and r.lasts)  # dy and o, the source and its gradient
@@ -62,6 +72,8 @@ def backward_units(reads: Sequence[ReadOf]) -> list[int]:
             units += (
                 readers + 1 + paired * (2 + WIDE)
             )  # every do, the source again for du; the older one twice, its part
+        if s == 0:  # added up in fp32, but one by itself
+            units += summands + 2 * WIDE * (summands > 1)
         before += r.ways
         if r.lasts:
             done, part = (before, True) if paired else (0, False)

@@ -52,6 +52,7 @@ def deliver(
         acc = acc * r
         if KEEP == 2:
             tl.store(xhat + t * D + d, acc.to(xhat.dtype.element_ty), mask=ok)
+        if KEEP >= 2:
             tl.store(total + N + t, r)
         acc = acc * tl.load(gain + d, mask=ok, other=0.0)
     tl.store(y + t * D + d, acc.to(y.dtype.element_ty), mask=ok)
@@ -99,7 +100,7 @@ def _read_kernel(
             m1, z1, acc1 = _attend(v, r, u1, m1, z1, acc1, at + way, KEEP)
         if WAYS >= 3:
             m2, z2, acc2 = _attend(v, r, u2, m2, z2, acc2, at + 2 * way, KEEP)
-    rows = N * (1 + (NORM and KEEP == 2))  # from one way's totals to the next
+    rows = N * (1 + (NORM and KEEP >= 2))  # from one way's totals to the next
     deliver(z0, acc0, m0 + tl.log(z0), y0, o0, gain, lse, t, N, d, ok, out_eps, D, NORM, KEEP)
     if WAYS >= 2:
         deliver(z1, acc1, m1 + tl.log(z1), y1, o1, gain + D, lse + rows, t, N, d, ok, out_eps, D, NORM, KEEP)
@@ -108,7 +109,7 @@ def _read_kernel(
 
 
 @triton.jit
-def _four_sums(a, b, c, e):
+def four_sums(a, b, c, e):
     """Four sums over a row in one reduction."""
     front, back = tl.split(tl.sum(tl.join(tl.join(a, b), tl.join(c, e)), 0))
     first, second = tl.split(front)
@@ -174,7 +175,7 @@ def _read_backward_kernel(
                 y1 = y1 * k1
             # One reduction for all.
             if WAYS == 2 and LOCAL:
-                along0, square, along1, _ = _four_sums(y0 * x0, w * w, y1 * x1, w * w)
+                along0, square, along1, _ = four_sums(y0 * x0, w * w, y1 * x1, w * w)
             elif WAYS == 2:
                 along0, along1 = tl.split(tl.sum(tl.join(y0 * x0, y1 * x1), 0))
             elif LOCAL:
@@ -187,7 +188,7 @@ def _read_backward_kernel(
         elif LOCAL:
             square = tl.sum(w * w, 0)
         if WAYS == 2 and LOCAL:
-            delta0, dot0, delta1, dot1 = _four_sums(y0 * x0, y0 * w, y1 * x1, y1 * w)
+            delta0, dot0, delta1, dot1 = four_sums(y0 * x0, y0 * w, y1 * x1, y1 * w)
         elif WAYS == 2:
             delta0, delta1 = tl.split(tl.sum(tl.join(y0 * x0, y1 * x1), 0))
         elif LOCAL:
@@ -227,12 +228,12 @@ def _read_backward_kernel(
         tl.store(part + 3 * D, dgain1, mask=ok)
 
 
-def _warps(block: int, registers: int) -> int:
+def warps_for(block: int, registers: int) -> int:
     """As few warps as hold `registers` fp32 rows of a block: one, without a reduction between warps, if it can be."""
     return min(32, max(1, triton.next_power_of_2(block * registers) // (32 * 128)))
 
 
-def _stages(most: int, like: Tensor, rows: int) -> int:
+def stages(most: int, like: Tensor, rows: int) -> int:
     """How many steps of a loop are loaded ahead, each of them rows like one of a tensor: as small GPUs' shared memory allows."""
     return max(1, min(most, 1 + 90_000 // (rows * triton.next_power_of_2(like.shape[-1]) * like.element_size())))
 
@@ -243,7 +244,7 @@ class Result(NamedTuple):
     y: list[Tensor]  # W results like a source
     o: list[Tensor]  # with keep=2 and a norm: the same before the gain, like a source but never bf16
     s: Tensor  # logits [W, n, N]
-    lse: Tensor  # their log-sum-exp [W, 1, N]; with keep=2 and a norm also 1 / RMS of the mixture, [W, 2, N]
+    lse: Tensor  # their log-sum-exp [W, 1, N]; with keep=2 or 3 and a norm also 1 / RMS of the mixture, [W, 2, N]
     fresh: Tensor | None  # the newest source, if it was added up here
 
     @classmethod
@@ -255,7 +256,7 @@ class Result(NamedTuple):
         """
         tokens = like.numel() // like.shape[-1]
         kind = torch.float16 if like.dtype == torch.bfloat16 else like.dtype
-        rows = min(1, keep) + (norm and keep == 2)
+        rows = min(1, keep) + (norm and keep >= 2)
         return cls(
             [torch.empty_like(like) for _ in range(ways)],
             [torch.empty_like(like, dtype=kind) for _ in range(ways if norm and keep == 2 else 0)],
@@ -278,7 +279,7 @@ def read(
 ) -> Result:
     """W mixtures of the sources [..., D], the last of which is sources[-1] + add if that is given.
 
-    u, gain: [W, D] fp32. keep: also what a backward needs, 1: layer by layer, 2: in the order of the sources. bank, bank_lse:
+    u, gain: [W, D] fp32. keep: also what a backward needs, 1: layer by layer, 2: in the order of the sources, 3: both sources at once. bank, bank_lse:
     the mixture of further sources that one way has read, [N, D] fp32, and its log-sum-exp [N]; s is then that of the others.
     """
     first, n, (ways, dim) = sources[-1], len(sources), u.shape
@@ -294,8 +295,8 @@ def read(
             u if bank_lse is None else bank_lse, u, u if gain is None else gain,
             *three(y), *three(o or y), s, lse, tokens, n, eps, out_eps,
             D=dim, BD=block, WAYS=ways, ADD=int(add is not None), BANK=bank is not None, NORM=gain is not None, KEEP=keep,
-            ALIGNED=aligned(dim, sources), STAGES=_stages(4, first, 1),
-            num_warps=_warps(block, 1 + ways),
+            ALIGNED=aligned(dim, sources), STAGES=stages(4, first, 1),
+            num_warps=warps_for(block, 1 + ways),
         )  # fmt: skip
     return result
 
@@ -347,7 +348,7 @@ def read_backward(
     if not tokens:
         return ReadGradients(do, ld, dv, torch.zeros_like(u), torch.zeros_like(u))
     block = triton.next_power_of_2(dim)
-    warps = _warps(block, 8)  # twice as many for two ways are slower, at every width
+    warps = warps_for(block, 8)  # twice as many for two ways are slower, at every width
     programs = programs_for(tokens, warps, first)
     part = torch.empty(programs, 2, ways, dim, dtype=torch.float32, device=first.device)
     g, before = (None, None) if newest is None else (newest.g, newest.part)
@@ -357,7 +358,7 @@ def read_backward(
         first if newest is None else newest.v, first if g is None else g, u if before is None else before,
         first if dv is None else dv, part, tokens, int(several), s.stride(0), eps,
         D=dim, BD=block, WAYS=ways, NORM=gain is not None, STORE=store, LOCAL=newest is not None, HAS_G=g is not None,
-        HAS_BEFORE=before is not None, NEED_DV=dv is not None, STAGES=_stages(4 if newest is None else 3, first, 3 + 2 * ways),
+        HAS_BEFORE=before is not None, NEED_DV=dv is not None, STAGES=stages(4 if newest is None else 3, first, 3 + 2 * ways),
         num_warps=warps,
     )  # fmt: skip
     du, dgain = part[0] if newest is None and gain is None else part.sum(0)  # all zeros, or to be added up
