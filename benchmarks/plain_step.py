@@ -1,23 +1,34 @@
 """`plain-step`: whether the plain residual that everything is measured against is as fast as it can be.
 
-The recipe's model three times: as it is, with sums and norms in launches of their own, and with all of it compiled by PyTorch,
-which then joins what it likes. The last two take turns with the first, step by step, as in `step`.
+The recipe's model as it is, with sums and norms in launches of their own, with a product for each of queries, keys and values, and
+with all of it compiled by PyTorch, which then joins what it likes. The others take turns with the first, step by step, as in `step`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import gc
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from unittest import mock
+
+from torch import Tensor, nn
 
 from benchmarks.options import Options
 from benchmarks.report import Report
 from benchmarks.step import case_of, data_of, first_step, in_turns, own_size, require_exact
 from benchmarks.timing import Mark, Run
+from depthmix.config import TrainConfig
 from depthmix.mixers.residual import Residual
+from depthmix.models import layers
 
-OURS, APART, WHOLE = "residual", "sums and norms apart", "the whole model compiled"
+Change = Callable[[], AbstractContextManager[object]]
+
+OURS, WHOLE = "residual", "the whole model compiled"
+APART: dict[str, Change] = {
+    "sums and norms apart": lambda: mock.patch.object(Residual, "_adds_later", return_value=False),
+    "projections apart": lambda: mock.patch.object(layers, "project", _one_by_one),
+}
 
 
 def plain_step(options: Options, report: Report) -> None:
@@ -28,24 +39,24 @@ def plain_step(options: Options, report: Report) -> None:
         return
     require_exact(case, config, OURS, options, report)
     ours = first_step(case, config, OURS, data, options, report)
-    others = {APART: config}
+    others: dict[str, tuple[TrainConfig, Change]] = {label: (config, change) for label, change in APART.items()}
     if config.compile != "off":
-        others[WHOLE] = dataclasses.replace(config, compile="model")
-    for label, other in others.items():
-        with _apart() if label == APART else nullcontext():  # what is recorded stays so
+        others[WHOLE] = dataclasses.replace(config, compile="model"), nullcontext
+    for label, (other, change) in others.items():
+        with change():  # what is recorded stays so
             own = first_step(case, other, label, data, options, report)
-        in_turns(case, {OURS: ours, label: _always_apart(own) if label == APART else own}, options, report)
+        in_turns(case, {OURS: ours, label: _changed(own, change)}, options, report)
         del own
         gc.collect()
 
 
-def _apart() -> AbstractContextManager[object]:
-    return mock.patch.object(Residual, "_adds_later", return_value=False)
+def _one_by_one(h: Tensor, *layers: nn.Linear) -> tuple[Tensor, ...]:
+    return tuple(layer(h) for layer in layers)
 
 
-def _always_apart(run: Run) -> Run:
-    def apart(mark: Mark) -> None:
-        with _apart():
+def _changed(run: Run, change: Change) -> Run:
+    def changed(mark: Mark) -> None:
+        with change():
             run(mark)
 
-    return apart
+    return changed

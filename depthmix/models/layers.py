@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from depthmix.mixers.base import Read
 from depthmix.models.cache import StaticKVCache
+from depthmix.models.projections import project
 from depthmix.ops.norm import RMSNorm
 from depthmix.ops.sublayer.op import activate
 
@@ -72,10 +73,13 @@ class Attention(nn.Module):
     def forward(self, h: Read, context: Context) -> Tensor:
         ways = h if isinstance(h, tuple) else (h,)
         h_q, h_v = ways[0], ways[-1]
-        h_k = ways[1] if len(ways) == 3 else h_q
-        q = self.q_proj(h_q).unflatten(-1, (-1, self.head_dim))
-        k = self.k_proj(h_k).unflatten(-1, (-1, self.head_dim))
-        v = self.v_proj(h_v).unflatten(-1, (-1, self.head_dim))  # [B, T, kv heads, d]
+        if len(ways) == 1:
+            projected = project(h_q, self.q_proj, self.k_proj, self.v_proj)
+        elif len(ways) == 2:
+            projected = (*project(h_q, self.q_proj, self.k_proj), self.v_proj(h_v))
+        else:
+            projected = self.q_proj(h_q), self.k_proj(ways[1]), self.v_proj(h_v)
+        q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in projected)  # [B, T, heads, d]; k, v: kv heads
         found = context.cache.take(self, q, k, v, context) if isinstance(context.cache, StaticKVCache) else None
         if found is None:
             v = v.transpose(1, 2)
@@ -114,8 +118,14 @@ class Mlp(nn.Module):
         self.out_proj = nn.Linear(hidden, dim, bias=False)
 
     def forward(self, h: Read, context: Context) -> Tensor:
-        h_gate, h_up = h if isinstance(h, tuple) else (h, h)
-        return self.out_proj(activate(None if self.gate_proj is None else self.gate_proj(h_gate), self.up_proj(h_up)))
+        if self.gate_proj is None:
+            assert isinstance(h, Tensor)
+            return self.out_proj(activate(None, self.up_proj(h)))
+        if isinstance(h, tuple):
+            gate, up = self.gate_proj(h[0]), self.up_proj(h[1])
+        else:
+            gate, up = project(h, self.gate_proj, self.up_proj)
+        return self.out_proj(activate(gate, up))
 
 
 @dataclass

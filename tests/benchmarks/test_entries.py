@@ -22,6 +22,7 @@ from benchmarks import (
 )
 from benchmarks.report import CSV_COLUMNS, read_rows
 from depthmix import create_mixer
+from depthmix.models import layers
 from depthmix.ops import use_backend
 from project import ROOT
 
@@ -246,16 +247,23 @@ def test_the_plain_step_is_held_against_itself_apart(tmp_path):
     code, rows = run("plain-step", tmp_path)
     assert code == 0
     found = {(row.who, row.metric): row.value for row in rows}
-    assert found["sums and norms apart", "step"] > 0
-    assert found["sums and norms apart", "step / residual"] > 0
+    for other in ("sums and norms apart", "projections apart"):
+        assert found[other, "step"] > 0
+        assert found[other, "step / residual"] > 0
     assert found["residual", "error of fp32"] < step.TIGHT  # before anything is timed
 
     mixer = create_mixer("residual", dim=8, n_blocks=1)
     x, seen = torch.zeros(3, 8), []
+    sums, projections = plain_step.APART.values()
     with use_backend("triton"):
-        plain_step._always_apart(lambda mark: seen.append(mixer._adds_later(x, x)))(lambda: None)
+        plain_step._changed(lambda mark: seen.append(mixer._adds_later(x, x)), sums)(lambda: None)
         assert seen == [False]
         assert mixer._adds_later(x, x)
+    linear = torch.nn.Linear(8, 8, bias=False)
+    with projections():
+        q, _ = layers.project(x.requires_grad_(), linear, linear)
+    assert q._base is None  # a product of its own
+    assert layers.project(x, linear, linear)[0]._base is not None
 
 
 def test_profile_has_the_longest_kernels_of_every_arm(tmp_path):
