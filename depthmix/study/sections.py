@@ -124,7 +124,7 @@ def rates(study: Study, used: Records, arm: str) -> dict[float, list[Mapping[str
 def largest_stable(study: Study, used: Records, arm: str) -> float | None:
     """The largest rate up to which every seed finishes and ends near the arm's best loss; None if there is none."""
     by_rate = rates(study, used, arm)
-    means = {lr: statistics.fmean(losses) for lr, runs in by_rate.items() if (losses := _losses(runs))}
+    means = _means(by_rate)
     stable = None
     for lr, runs in by_rate.items():
         if len(_losses(runs)) < len(runs):
@@ -134,6 +134,11 @@ def largest_stable(study: Study, used: Records, arm: str) -> float | None:
         elif stable is not None:
             break
     return stable
+
+
+def _means(by_rate: Mapping[float, Records]) -> dict[float, float]:
+    """The mean loss at each rate at which a seed finishes."""
+    return {lr: statistics.fmean(losses) for lr, runs in by_rate.items() if (losses := _losses(runs))}
 
 
 def _losses(runs: Records) -> list[float]:
@@ -152,14 +157,18 @@ def _stability(study: Study, used: Records) -> list[str]:
         by_arm = {arm: rates(study, own, arm) for arm in study.labels}
         all_rates = sorted({lr for by_rate in by_arm.values() for lr in by_rate})
         lines = []
+        base = min(_means(by_arm[study.labels[0]]).values(), default=None)
         for arm, by_rate in by_arm.items():
             shown = [_at_rate(by_rate.get(lr, [])) for lr in all_rates]
             stable = largest_stable(study, own, arm)
-            lines.append([arm, *shown, DASH if stable is None else f"{stable:g}"])
-        heading = [_of("arm", domain), *(f"lr {lr:g}" for lr in all_rates), "stable up to"]
+            best = min(_means(by_rate).values(), default=None)
+            ahead = DASH if best is None or base is None or arm == study.labels[0] else f"{best - base:+.4f}"
+            lines.append([arm, *shown, ahead, DASH if stable is None else f"{stable:g}"])
+        heading = [_of("arm", domain), *(f"lr {lr:g}" for lr in all_rates), "each at its best", "stable up to"]
         text += [*_table(heading, lines, []), ""]
     notes = [
         "A loss at each learning rate, mean over seeds, and in brackets the loss spikes of all of them: steps far above the median of the 50 before (depthmix/train/spikes.py).",
+        f"“each at its best”: the arm's loss at its best rate here less {study.labels[0]}'s at its own.",
         f"“stable up to”: the largest rate up to which every seed finishes and the loss is within {WORSE:g} nats of the arm's best.",
     ]
     return [*text[:-1], *(f"* {markdown_text(note)}" for note in notes)]
