@@ -62,7 +62,10 @@ def test_power_laws_over_sizes(training, tmp_path, monkeypatch):
 def test_stability_over_learning_rates(training, tmp_path, monkeypatch):
     def change(config, result):
         spikes = [[3, 1.0]] * (2 if config.mixer == "residual" and config.lr > 0.01 else 0)
-        return result | {"spikes": spikes, "val_loss": (2.9 if config.mixer == "dca" else 3.0) + (config.lr > 0.05) * 0.2}
+        return result | {
+            "spikes": spikes,
+            "val_loss": (2.9 if config.mixer == "dca" else 3.0) + (config.lr > 0.05) * 0.2,
+        }
 
     results(training, monkeypatch, change)
     training.fail["residual", 1] = studies.diverged()  # at every rate
