@@ -47,20 +47,24 @@ _norm = functools.partial(normed, eps=EPS)
 N_SOURCES = 8  # of a read, and readers of a source
 
 
-def read(ways: int) -> Callable[[int, int, torch.device], Work]:
-    """A read of eight sources, the last one added up on the way, with the norm that follows."""
+def read(ways: int, pair: bool = False) -> Callable[[int, int, torch.device], Work]:
+    """A read of eight sources, the last one added up on the way, with the norm that follows; pair: of two, by their own kernel."""
 
     def make(tokens: int, dim: int, device: torch.device) -> Work:
         from depthmix.ops.depth_attention.kernels import read as kernel
+        from depthmix.ops.depth_attention.kernels.pair import PairRead, pair_read
 
         like = torch.empty(tokens, dim, device=device, dtype=torch.bfloat16)
-        sources = [torch.randn_like(like) for _ in range(N_SOURCES)]
+        sources = [torch.randn_like(like) for _ in range(2 if pair else N_SOURCES)]
         add, u = torch.randn_like(like), torch.randn(ways, dim, device=device) / dim**0.5
         gain = torch.rand(ways, dim, device=device) + 0.5
-        found: list[kernel.Result] = []
+        found: list[kernel.Result | PairRead] = []
 
         def run() -> None:
-            found[:] = [kernel.read(u, sources, add, gain, EPS, EPS, keep=2)]
+            if pair:
+                found[:] = [pair_read(u, sources[0], sources[1], add, gain, EPS, EPS)]
+            else:
+                found[:] = [kernel.read(u, sources, add, gain, EPS, EPS, keep=2)]
 
         def errors() -> dict[str, float]:
             assert found[0].fresh is not None
@@ -71,7 +75,7 @@ def read(ways: int) -> Callable[[int, int, torch.device], Work]:
             ]
             return {"y": max(map(relative_error, first_rows(found[0].y), wanted))}
 
-        return Work(run, (N_SOURCES + 2 + 2 * ways) * like.nbytes, errors)
+        return Work(run, (len(sources) + 2 + (2 - pair) * ways) * like.nbytes, errors)
 
     return make
 
@@ -171,20 +175,21 @@ def read_backward(ways: int, pair: bool = False) -> Callable[[int, int, torch.de
 
     def make(tokens: int, dim: int, device: torch.device) -> Work:
         from depthmix.ops.depth_attention.kernels import read as kernel
-        from depthmix.ops.depth_attention.kernels.pair_backward import pair_backward
+        from depthmix.ops.depth_attention.kernels.pair import pair_backward, pair_read
 
         like = torch.empty(tokens, dim, device=device, dtype=torch.bfloat16)
         sources, g = [torch.randn_like(like) for _ in range(2)], torch.randn_like(like)
         dy = [torch.randn_like(like) for _ in range(ways)]
         u, gain = torch.randn(ways, dim, device=device) / dim**0.5, torch.rand(ways, dim, device=device) + 0.5
-        _, o, s, lse, _ = kernel.read(u, sources, None, gain, EPS, EPS, keep=3 if pair else 2)
-        newest = kernel.Newest(sources[1], g, True)
+        old, new = sources
+        _, o, s, lse, _ = kernel.read(u, sources, None, gain, EPS, EPS, keep=2)
+        both = pair_read(u, old, new, None, gain, EPS, EPS)
+        newest = kernel.Newest(new, g, True)
         found: list[Tensor | None] = []
 
         def run() -> None:
             if pair:
-                old, new = sources
-                back = pair_backward(dy, old, new, u, gain, s[:, 0], s[:, 1], lse, g, None, EPS, (True, True))
+                back = pair_backward(dy, old, new, u, gain, both.s, both.lse, g, None, EPS, (True, True))
                 found[:] = [back.db, back.da]
             else:
                 found[:] = [kernel.read_backward(dy, o, u, gain, s, lse, newest, EPS, store=True).dv]
@@ -246,6 +251,8 @@ def registry() -> list[Kernel]:
             Kernel("make_bank", make_bank),
             Kernel("read_backward", read_backward(1)),
             Kernel("read_backward, two ways", read_backward(2)),
+            Kernel("pair_read", read(1, pair=True)),
+            Kernel("pair_read, two ways", read(2, pair=True)),
             Kernel("pair_backward", read_backward(1, pair=True)),
             Kernel("pair_backward, two ways", read_backward(2, pair=True)),
             Kernel("source_backward, one source", source_backward(1)),

@@ -32,7 +32,7 @@ from depthmix.ops.collect import collect_rows
 from depthmix.ops.depth_attention.ahead import KNOWN_WAYS, Beside, Far, Known, far_blocks, far_sources, known_sources
 from depthmix.ops.depth_attention.op import why_unsupported
 from depthmix.ops.depth_attention.reference import weighted_sum
-from depthmix.ops.depth_attention.source_major import OP, read_sources
+from depthmix.ops.depth_attention.source_major import OP, is_pair, read_sources
 from depthmix.ops.depth_attention.traffic import ReadOf, backward_units, forward_units
 from depthmix.ops.left import seen_from_outside
 from depthmix.ops.matmul import matmul
@@ -340,7 +340,8 @@ class AttnRes(SlotReads):
             gain = side_by_side(out_gain).float()  # a gradient is fp32
         known = (tape.queries, row, sources[:-1], tape.far, self.eps)
         far: Far | Known | None = None
-        if self.window is None:
+        lasts = site % self.block_size == 0 and site < self.n_sites
+        if self.window is None and not (trains and is_pair(len(sources), ways, lasts)):  # it needs nothing from before
             if self.n_ways >= KNOWN_WAYS:
                 far = known_sources(*known)
             elif self.block_size == 1:
@@ -349,7 +350,6 @@ class AttnRes(SlotReads):
             elif not trains and len(self.held) > self.n_sites:  # it counts on all rows
                 far = far_blocks(*known, size=self.block_size)
         tape = tape._replace(far=far)
-        lasts = site % self.block_size == 0 and site < self.n_sites
         h, newest = read_sources(tape.queries, row, ways, sources, add, gain, self.eps, out_eps, tape.far, lasts)
         state.leave_note((newest, tape if tape.far is None else tape._replace(far=tape.far.after(row))))
         return tuple(h)

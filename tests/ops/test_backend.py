@@ -179,7 +179,7 @@ def test_opcheck(depth_read: Any, ways: int, n: int, add: bool, norm: bool) -> N
 
 @pytest.mark.parametrize(("add", "norm"), [(False, True), pytest.param(True, False, marks=pytest.mark.covered)])
 def test_opcheck_of_reads_that_know_something(depth_read: Any, add: bool, norm: bool) -> None:
-    """The mixture of older sources, or their logits; both are differentiated by what calls them."""
+    """The mixture of older sources, or their logits, or that there is one; all are differentiated by what calls them."""
     u, *v = [rand(3, 8, seed=9, dtype=FP32), *[rand(2, 8, seed=i, dtype=FP32) for i in range(4)]]
     rest = (v[3] if add else None, rand(3, 8, seed=8, dtype=FP32) if norm else None, 1e-6, 1e-3)
     logits = [rand(3, 2, seed=20 + i, dtype=FP32) for i in range(2)]
@@ -189,6 +189,8 @@ def test_opcheck_of_reads_that_know_something(depth_read: Any, add: bool, norm: 
         torch.library.opcheck(torch.ops.depthmix.depth_read_known.default, (u, v[:3], logits, *several, keep))
         bank, lse = rand(2, 8, seed=30, dtype=FP32), rand(2, seed=31, dtype=FP32)
         torch.library.opcheck(torch.ops.depthmix.depth_read_near.default, (u[:1], v[:2], *one, keep, bank, lse))
+    both = (rest[0], None if rest[1] is None else rest[1][:2], *rest[2:])
+    torch.library.opcheck(torch.ops.depthmix.depth_read_pair.default, (u[:2], *v[:2], *both))
 
 
 @pytest.mark.parametrize("layout", ["strided", "transposed"])

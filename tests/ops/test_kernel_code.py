@@ -237,14 +237,13 @@ import sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from depthmix.ops.depth_attention.kernels import layer_backward, pair_backward, read, source_backward, tiling
+from depthmix.ops.depth_attention.kernels import layer_backward, pair, read, source_backward, tiling
 
 OTHERS = {"N": "i64", "n": "i32", "C": "i32", "eps": "fp32", "out_eps": "fp32"}
 OTHERS |= dict.fromkeys(("table", "sources", "readers"), "*i64") | dict.fromkeys(("u", "gain", "g0", "g1", "g2", "s", "lse", "part"), "*fp32")
-OTHERS |= dict.fromkeys(("bank0", "bank1", "bank2", "bank3", "weights", "before", "s_a", "s_b"), "*fp32")
-OTHERS |= {"way_a": "i64", "way_b": "i64"}
+OTHERS |= dict.fromkeys(("bank0", "bank1", "bank2", "bank3", "weights", "before"), "*fp32")
 for name, constants in eval(sys.argv[1]):
-    fn = next(getattr(m, name) for m in (read, source_backward, tiling, layer_backward, pair_backward) if hasattr(m, name))
+    fn = next(getattr(m, name) for m in (read, source_backward, tiling, layer_backward, pair) if hasattr(m, name))
     constants = {p.name: constants[p.name] for p in fn.params if p.is_constexpr}
     types = {p.name: "constexpr" if p.name in constants else OTHERS.get(p.name, "*bf16") for p in fn.params}
     aligned = {(i,): [["tt.divisibility", 16]] for i, t in enumerate(types.values()) if t.startswith("*")}
@@ -288,7 +287,7 @@ ALONE = {
     "ALIGNED": True,
 }
 COMPILED += [(kernel, CONSTANTS | ALONE) for kernel in ("_read_kernel", "_bank_kernel", "_read_known_kernel")]
-COMPILED += [(kernel, COMPILED[0][1]) for kernel in ("_pair_backward_kernel", "_add_up_kernel")]
+COMPILED += [(kernel, COMPILED[0][1]) for kernel in ("_pair_read_kernel", "_pair_backward_kernel", "_add_up_kernel")]
 
 
 def test_rows_are_loaded_sixteen_bytes_wide() -> None:

@@ -23,6 +23,10 @@ _library.define(  # of which all logits but the newest source's are known; sourc
     "depth_read_known(Tensor u, Tensor[] sources, Tensor[] logits, Tensor? add, Tensor[] gain, float eps, float out_eps,"
     " int keep) -> (Tensor[] y, Tensor[] o, Tensor s, Tensor lse, Tensor fresh)"
 )
+_library.define(  # of two sources; source_major.py differentiates it
+    "depth_read_pair(Tensor u, Tensor old, Tensor newest, Tensor? add, Tensor? gain, float eps, float out_eps)"
+    " -> (Tensor[] y, Tensor s, Tensor lse, Tensor fresh)"
+)
 _library.define(
     "depth_read_backward(Tensor[] dy, Tensor u, Tensor? gain, Tensor s, Tensor lse, Tensor[] sources, Tensor? g,"
     " float eps, float out_eps) -> (Tensor[] dv, Tensor du, Tensor dgain)"
@@ -71,6 +75,24 @@ def _read_fake(
     return *result[:-1], u.new_empty(0) if result.fresh is None else result.fresh
 
 
+def _read_pair(
+    u: Tensor, old: Tensor, newest: Tensor, add: Tensor | None, gain: Tensor | None, eps: float, out_eps: float
+) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
+    from depthmix.ops.depth_attention.kernels.pair import pair_read
+
+    y, s, lse, fresh = pair_read(u.contiguous(), old, newest, add, gain, eps, out_eps)
+    return y, s, lse, u.new_empty(0) if fresh is None else fresh
+
+
+def _read_pair_fake(
+    u: Tensor, old: Tensor, newest: Tensor, add: Tensor | None, gain: Tensor | None, eps: float, out_eps: float
+) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
+    from depthmix.ops.depth_attention.kernels.pair import PairRead
+
+    y, s, lse, fresh = PairRead.empty(newest, u.shape[0], gain is not None, add is not None)
+    return y, s, lse, u.new_empty(0) if fresh is None else fresh
+
+
 def _read_backward(
     dy: list[Tensor],
     u: Tensor,
@@ -102,10 +124,12 @@ for _device in ("CUDA", "CPU"):  # CPU: in Triton's interpreter
     _library.impl("depth_read", _read, _device)
     _library.impl("depth_read_near", _read, _device)
     _library.impl("depth_read_known", _read_known, _device)
+    _library.impl("depth_read_pair", _read_pair, _device)
     _library.impl("depth_read_backward", _read_backward, _device)
 torch.library.register_fake("depthmix::depth_read", _read_fake, lib=_library)
 torch.library.register_fake("depthmix::depth_read_near", _read_fake, lib=_library)
 torch.library.register_fake("depthmix::depth_read_known", _read_known_fake, lib=_library)
+torch.library.register_fake("depthmix::depth_read_pair", _read_pair_fake, lib=_library)
 torch.library.register_fake("depthmix::depth_read_backward", _read_backward_fake, lib=_library)
 
 

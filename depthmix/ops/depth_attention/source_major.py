@@ -31,6 +31,11 @@ AT_ONCE = 2  # ways of a read, at most, that share one pass over the newest sour
 FEWEST_READERS = 2  # for which it pays to leave a source's gradient unfinished and take it up again
 
 
+def is_pair(n: int, ways: int, lasts: bool) -> bool:
+    """Whether a read of n sources has both gradients at once: of a newest one that lasts, it would wait for other readers."""
+    return n == 2 and ways <= AT_ONCE and not lasts
+
+
 class Reading(NamedTuple):
     """What a read leaves with its older sources."""
 
@@ -98,8 +103,13 @@ class ReadSources(torch.autograd.Function):
         *sources: Tensor,
     ) -> tuple[Tensor, ...]:
         row, ways, lasts = place
-        ctx.pair = len(sources) == 2 and ways <= AT_ONCE and not lasts  # else its gradient waits for other readers
-        (y, o, s, lse, fresh), ctx.far = read(queries, row, ways, sources, far, add, gain, *eps, 3 if ctx.pair else 2)
+        ctx.pair = is_pair(len(sources), ways, lasts)
+        if ctx.pair:
+            ctx.far, kept = [], sources[:1]
+            y, s, lse, fresh = torch.ops.depthmix.depth_read_pair(queries[row : row + ways], *sources, add, gain, *eps)
+        else:
+            (y, o, s, lse, fresh), ctx.far = read(queries, row, ways, sources, far, add, gain, *eps, 2)
+            kept = o or y
         fresh = sources[-1].detach() if add is None else fresh
         ctx.row, ctx.ways, ctx.eps, ctx.left, ctx.part, ctx.n = row, ways, eps, {}, {}, len(sources)
         ctx.summands = {}  # gradients from reads of two sources
@@ -108,7 +118,6 @@ class ReadSources(torch.autograd.Function):
         later = ctx.queries is not None or not queries.requires_grad  # du may come after this read's own backward
         ctx.makers = [_maker(v) if later else None for v in sources[:-1]]
         local = [v for v, maker in zip(sources, ctx.makers, strict=False) if maker is None]
-        kept = sources[:1] if ctx.pair else o or y
         ctx.kept = len(kept)
         ctx.save_for_backward(fresh, queries, gain, s, lse, *kept, *local)
         ctx.set_materialize_grads(False)
@@ -132,7 +141,7 @@ def _maker(source: Tensor) -> Any:
 
 def _backward(ctx: Any, saved: Sequence[Tensor], grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
     from depthmix.ops.depth_attention.kernels.layer_backward import layer_backward
-    from depthmix.ops.depth_attention.kernels.pair_backward import add_up_rows
+    from depthmix.ops.depth_attention.kernels.pair import add_up_rows
     from depthmix.ops.depth_attention.kernels.read import Newest, read_backward
 
     fresh, queries, gain, s, lse, *rest = saved
@@ -213,17 +222,16 @@ def _gradients_of_pair(
     task: int,
 ) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor | None]:
     """Of both sources, du and dgain. goes_on: the newest one has other readers, which take its gradient up from here."""
-    from depthmix.ops.depth_attention.kernels.pair_backward import pair_backward
+    from depthmix.ops.depth_attention.kernels.pair import pair_backward
 
     fresh, queries, gain, s, lse, old, *_ = saved
     maker = ctx.makers[0]
     need_old = ctx.needs_input_grad[6] if maker is None else node_will_run(maker)
-    s_old, s_new = (ctx.far[0], s[:, 0]) if ctx.far else (s[:, 0], s[:, 1])
     given = [torch.zeros_like(fresh) if d is None else d.contiguous() for d in dy]
     u, part = queries[ctx.row : ctx.row + ctx.ways], take_part(ctx, task)
     more = None if goes_on else g
     found = pair_backward(
-        given, old, fresh, u, gain, s_old, s_new, lse, more, part, ctx.eps[0], (need_old, need_fresh), whole=not goes_on
+        given, old, fresh, u, gain, s, lse, more, part, ctx.eps[0], (need_old, need_fresh), whole=not goes_on
     )
     if goes_on and found.db is not None:
         ctx.part[task] = found.db, stream_of(fresh)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from depthmix.ops.depth_attention.ahead import FAR_SOURCES, KNOWN_WAYS
-from depthmix.ops.depth_attention.source_major import AT_ONCE, FEWEST_READERS
+from depthmix.ops.depth_attention.source_major import AT_ONCE, FEWEST_READERS, is_pair
 
 GROUP, PAIR = 4, 2  # as kernels/tiling.py and kernels/source_backward.py have them, which import triton
 WIDE = 2  # units of a tensor in fp32
@@ -26,7 +26,7 @@ class ReadOf(NamedTuple):
     @property
     def pair(self) -> bool:
         """Whether both of its sources have their gradients at once."""
-        return self.n == PAIR and self.ways <= AT_ONCE and not self.lasts
+        return is_pair(self.n, self.ways, self.lasts)
 
 
 def forward_units(reads: Sequence[ReadOf], tiled: bool) -> list[int]:
@@ -35,7 +35,7 @@ def forward_units(reads: Sequence[ReadOf], tiled: bool) -> list[int]:
     found, scored, bank = [], 0, range(0)
     for s, r in enumerate(reads):
         olds, units = r.n - 1, 0
-        if known:
+        if known and not r.pair:
             units, scored = olds - scored, olds
         elif tiled and s % GROUP == 0 and FAR_SOURCES <= s <= len(reads) - 2:
             bank = range(s, min(s + GROUP, len(reads)))

@@ -53,7 +53,6 @@ def deliver(
         acc = acc * r
         if KEEP == 2:
             tl.store(xhat + t * D + d, acc.to(xhat.dtype.element_ty), mask=ok)
-        if KEEP >= 2:
             tl.store(total + N + t, r)
         acc = acc * tl.load(gain + d, mask=ok, other=0.0)
     tl.store(y + t * D + d, acc.to(y.dtype.element_ty), mask=ok)
@@ -101,7 +100,7 @@ def _read_kernel(
             m1, z1, acc1 = _attend(v, r, u1, m1, z1, acc1, at + way, KEEP)
         if WAYS >= 3:
             m2, z2, acc2 = _attend(v, r, u2, m2, z2, acc2, at + 2 * way, KEEP)
-    rows = N * (1 + (NORM and KEEP >= 2))  # from one way's totals to the next
+    rows = N * (1 + (NORM and KEEP == 2))  # from one way's totals to the next
     deliver(z0, acc0, m0 + tl.log(z0), y0, o0, gain, lse, t, N, d, ok, out_eps, D, NORM, KEEP)
     if WAYS >= 2:
         deliver(z1, acc1, m1 + tl.log(z1), y1, o1, gain + D, lse + rows, t, N, d, ok, out_eps, D, NORM, KEEP)
@@ -245,7 +244,7 @@ class Result(NamedTuple):
     y: list[Tensor]  # W results like a source
     o: list[Tensor]  # with keep=2 and a norm: the same before the gain, like a source but never bf16
     s: Tensor  # logits [W, n, N]
-    lse: Tensor  # their log-sum-exp [W, 1, N]; with keep=2 or 3 and a norm also 1 / RMS of the mixture, [W, 2, N]
+    lse: Tensor  # their log-sum-exp [W, 1, N]; with keep=2 and a norm also 1 / RMS of the mixture, [W, 2, N]
     fresh: Tensor | None  # the newest source, if it was added up here
 
     @classmethod
@@ -257,7 +256,7 @@ class Result(NamedTuple):
         """
         tokens = like.numel() // like.shape[-1]
         kind = torch.float16 if like.dtype == torch.bfloat16 else like.dtype
-        rows = min(1, keep) + (norm and keep >= 2)
+        rows = min(1, keep) + (norm and keep == 2)
         return cls(
             [torch.empty_like(like) for _ in range(ways)],
             [torch.empty_like(like, dtype=kind) for _ in range(ways if norm and keep == 2 else 0)],
@@ -280,7 +279,7 @@ def read(
 ) -> Result:
     """W mixtures of the sources [..., D], the last of which is sources[-1] + add if that is given.
 
-    u, gain: [W, D] fp32. keep: also what a backward needs, 1: layer by layer, 2: in the order of the sources, 3: both sources at once. bank, bank_lse:
+    u, gain: [W, D] fp32. keep: also what a backward needs, 1: layer by layer, 2: in the order of the sources. bank, bank_lse:
     the mixture of further sources that one way has read, [N, D] fp32, and its log-sum-exp [N]; s is then that of the others.
     """
     first, n, (ways, dim) = sources[-1], len(sources), u.shape

@@ -172,7 +172,7 @@ def _read_known_kernel(
             acc1 = tl.fma(tl.exp(tl.load(p + N) - l1), v, acc1)
         if WAYS >= 3:
             acc2 = tl.fma(tl.exp(tl.load(p + 2 * N) - l2), v, acc2)
-    rows = N * (1 + (NORM and KEEP >= 2))  # from one way's totals to the next
+    rows = N * (1 + (NORM and KEEP == 2))  # from one way's totals to the next
     deliver(1.0, acc0, l0, y0, o0, g0, lse, t, N, d, ok, out_eps, D, NORM, KEEP)
     if WAYS >= 2:
         deliver(1.0, acc1, l1, y1, o1, g1, lse + rows, t, N, d, ok, out_eps, D, NORM, KEEP)
