@@ -4,7 +4,8 @@
 
 reads h once and gives it one gradient, where three products read it three times and add three gradients up. Weights stay apart, as
 checkpoints and everybody who looks for them have them, and are joined for a pass: next to nothing beside thousands of tokens, and too
-much beside the one of a step of decoding, where layers are asked one by one.
+much beside the one of a step of decoding, where layers are asked one by one. So they are in a module that FSDP2 shards, for what is
+joined is kept until the backward, which whole weights are not.
 """
 
 from __future__ import annotations
@@ -14,12 +15,17 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 
-def project(h: Tensor, *layers: nn.Linear) -> tuple[Tensor, ...]:
-    """What layers make of h [..., D]; one that is wrapped, sharded, quantized or hooked into is asked by itself, and so are all."""
-    if len(layers) < 2 or not torch.is_grad_enabled() or not all(map(_untouched, layers)):
-        return tuple(layer(h) for layer in layers)
+def joined(h: Tensor, *layers: nn.Linear) -> tuple[Tensor, ...]:
+    """What layers make of h [..., D]; where one is wrapped, sharded, quantized or hooked into, all are asked by themselves."""
+    if not torch.is_grad_enabled() or not all(map(_untouched, layers)):
+        return one_by_one(h, *layers)
     weight = torch.cat([layer.weight for layer in layers])
     return functional.linear(h, weight).split([layer.out_features for layer in layers], dim=-1)
+
+
+def one_by_one(h: Tensor, *layers: nn.Linear) -> tuple[Tensor, ...]:
+    """The same, a product each."""
+    return tuple(layer(h) for layer in layers)
 
 
 def _untouched(layer: nn.Linear) -> bool:

@@ -261,9 +261,9 @@ def test_the_plain_step_is_held_against_itself_apart(tmp_path):
         assert mixer._adds_later(x, x)
     linear = torch.nn.Linear(8, 8, bias=False)
     with projections():
-        q, _ = layers.project(x.requires_grad_(), linear, linear)
+        q, _ = layers.joined(x.requires_grad_(), linear, linear)
     assert q._base is None  # a product of its own
-    assert layers.project(x, linear, linear)[0]._base is not None
+    assert layers.joined(x, linear, linear)[0]._base is not None
 
 
 def test_profile_has_the_longest_kernels_of_every_arm(tmp_path):
