@@ -10,9 +10,9 @@ A claim names a study, or several, of which the one with most seeds counts, the 
     spikes, growth, rate: {arm: …, against: …}         loss spikes; outputs' growth over depth; the largest stable rate, as a ratio
 
 `says` is the paper's number, or `above` or `below` where it gives none. Columns `beside` show the same contrasts in a cell of
-another study, {title: …, study: start @ cell, of: [mechanisms]}, for claims that these studies decide, where it has the arms. The spread of a contrast is that of paired differences,
-pooled over all arms and sizes of its domains, since books and code vary differently, or of the study where those have one seed;
-before two seeds of anything, the largest that the study's file assumes.
+another study, {title: …, study: start @ cell, of: [mechanisms]}, for claims that these studies decide, where it has the arms.
+The spread of a contrast is that of paired differences, pooled over all arms and sizes of its domains, since books and code vary
+differently, or of the study where those have one seed; before two seeds of anything, the largest that the study's file assumes.
 """
 
 from __future__ import annotations

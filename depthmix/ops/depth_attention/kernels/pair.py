@@ -251,7 +251,8 @@ def pair_backward(
 ) -> PairGradients:
     """Gradients of a read of `old` and `new`, given those of its results.
 
-    u, gain: [W, D] fp32; s, lse: as PairRead has them. g, part (fp32): what new's gradient has from elsewhere. need: of the old and of the new one. whole: new's is finished here, and not fp32.
+    u, gain: [W, D] fp32; s, lse: as PairRead has them. g, part (fp32): what new's gradient has from elsewhere. need: of the old
+    and of the new one. whole: new's is finished here, and not fp32.
     """
     first, (ways, dim), tokens = dy[0], u.shape, s.shape[-1]
     da = torch.empty_like(first) if need[0] else None
