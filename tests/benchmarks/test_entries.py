@@ -14,6 +14,7 @@ from benchmarks import (
     inference,
     kernels,
     plain_step,
+    profile,
     rivals,
     stack_entries,
     stacks,
@@ -266,7 +267,8 @@ def test_the_plain_step_is_held_against_itself_apart(tmp_path):
     assert layers.joined(x, linear, linear)[0]._base is not None
 
 
-def test_profile_has_the_longest_kernels_of_every_arm(tmp_path):
+def test_profile_has_the_longest_kernels_of_every_arm(tmp_path, monkeypatch):
+    monkeypatch.setattr(profile, "STEPS", 1)
     code, rows = run("profile", tmp_path, "--arms", "residual", "dca")
     assert code == 0
     times = {(row.case.rpartition(" ")[2], row.who): row.value for row in rows}

@@ -96,7 +96,7 @@ def test_on_a_phone_and_wider(open_page, report):
     page = open_page(report[0], width=390)
     draw_all(page)
     grounds = []
-    for width, scheme in ((390, "light"), (1024, "dark"), (1400, "dark")):
+    for width, scheme in ((390, "light"), (1024, "dark")):
         page.set_viewport_size({"width": width, "height": 900})
         page.emulate_media(color_scheme=scheme)
         svg = "document.querySelector('#figure-0 svg').getBoundingClientRect()"
@@ -106,8 +106,7 @@ def test_on_a_phone_and_wider(open_page, report):
             "getComputedStyle(document.querySelector('.xtick text')).fill === getComputedStyle(document.body).color",
         )
         nothing_is_cut_off(page, width)
-        if len(grounds) < 2:
-            grounds.append(everything_can_be_read(page))
+        grounds.append(everything_can_be_read(page))
     assert luminance(grounds[0]) > 0.9
     assert luminance(grounds[1]) < 0.05
     it_prints_in_light(page)
