@@ -169,7 +169,6 @@ def run_all(names: Sequence[str], limit: float | None, passed: Sequence[str], re
             )
         elif code:
             report.add("", "all", f"{name}: failed", None, note=f"{name} ended with exit code {code}")
-        report.write_table()
         print(f"{name}: {took:.0f} s", flush=True)
         worst = max(worst, code or 0)
     return worst

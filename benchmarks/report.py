@@ -83,6 +83,7 @@ class Report:
         self.rows.append(row)
         with self.csv.open("a", newline="") as f:
             csv.DictWriter(f, CSV_COLUMNS).writerow({**asdict(row), **self.environment})
+        self.write_table()  # whoever is stopped has a table, too
         if quiet:
             return
         shown = f"{format_value(row.value)} {row.unit}".strip()
@@ -90,7 +91,7 @@ class Report:
         print(f"{row.entry} | {row.case} | {row.who} | {row.metric}: {shown}{more}  {row.note}".rstrip(), flush=True)
 
     def close(self) -> None:
-        """Write the table and the plot beside the CSV."""
+        """Write the plot beside the CSV and the table."""
         self.write_table()
         plot(self.rows, self.folder / f"{self.entry}.png")
 

@@ -158,11 +158,12 @@ Measured on Some GPU, commit abc.
     )
 
 
-def test_csv_is_complete_at_every_moment(tmp_path):
+def test_csv_and_table_are_complete_at_every_moment(tmp_path):
     report = Report("full-stack", tmp_path, SETTING)
     for i, row in enumerate(ROWS, 1):
         report.append(row)
         assert read_rows(report.csv) == ROWS[:i]
+        assert (tmp_path / "full-stack.md").read_text() == markdown(ROWS[:i], SETTING)
     with report.csv.open("a") as f:
         f.write("full-stack,L=4,ou")  # stopped in the middle of a line
     assert read_rows(report.csv) == ROWS
