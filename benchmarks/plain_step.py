@@ -12,6 +12,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from unittest import mock
 
+from torch import Tensor, nn
+
 from benchmarks.options import Options
 from benchmarks.report import Report
 from benchmarks.step import case_of, data_of, first_step, in_turns, own_size, require_exact
@@ -25,7 +27,7 @@ Change = Callable[[], AbstractContextManager[object]]
 OURS, WHOLE = "residual", "the whole model compiled"
 APART: dict[str, Change] = {
     "sums and norms apart": lambda: mock.patch.object(Residual, "_adds_later", return_value=False),
-    "projections apart": lambda: mock.patch.object(layers, "joined", layers.one_by_one),
+    "projections apart": lambda: mock.patch.object(layers, "project", _one_by_one),
 }
 
 
@@ -46,6 +48,10 @@ def plain_step(options: Options, report: Report) -> None:
         in_turns(case, {OURS: ours, label: _changed(own, change)}, options, report)
         del own
         gc.collect()
+
+
+def _one_by_one(h: Tensor, *layers: nn.Linear) -> tuple[Tensor, ...]:
+    return tuple(layer(h) for layer in layers)
 
 
 def _changed(run: Run, change: Change) -> Run:

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from depthmix.mixers.base import Read
 from depthmix.models.cache import StaticKVCache
-from depthmix.models.projections import joined, one_by_one
+from depthmix.models.projections import project
 from depthmix.ops.norm import RMSNorm
 from depthmix.ops.sublayer.op import activate
 
@@ -73,7 +73,6 @@ class Attention(nn.Module):
     def forward(self, h: Read, context: Context) -> Tensor:
         ways = h if isinstance(h, tuple) else (h,)
         h_q, h_v = ways[0], ways[-1]
-        project = joined if type(self) is Attention else one_by_one  # FSDP2 changes the class
         if len(ways) == 1:
             projected = project(h_q, self.q_proj, self.k_proj, self.v_proj)
         elif len(ways) == 2:
@@ -125,7 +124,7 @@ class Mlp(nn.Module):
         if isinstance(h, tuple):
             gate, up = self.gate_proj(h[0]), self.up_proj(h[1])
         else:
-            gate, up = (joined if type(self) is Mlp else one_by_one)(h, self.gate_proj, self.up_proj)
+            gate, up = project(h, self.gate_proj, self.up_proj)
         return self.out_proj(activate(gate, up))
 
 

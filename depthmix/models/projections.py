@@ -1,11 +1,10 @@
-"""Linear layers that read one input: in one product while gradients are recorded.
+"""Linear layers that read one input: in one product where they are trained under autocast.
 
     [q, k, v] = h [W_q; W_k; W_v]ᵀ        dh = [dq, dk, dv] [W_q; W_k; W_v]
 
 reads h once and gives it one gradient, where three products read it three times and add three gradients up. Weights stay apart, as
-checkpoints and everybody who looks for them have them, and are joined for a pass: next to nothing beside thousands of tokens, and too
-much beside the one of a step of decoding, where layers are asked one by one. So they are in a module that FSDP2 shards, for what is
-joined is kept until the backward, which whole weights are not.
+checkpoints and everybody who looks for them have them, and are joined for a pass. What is joined is a copy that waits for the
+backward: autocast makes such copies anyway, in its own precision, and without it there is none, nor for a step of decoding.
 """
 
 from __future__ import annotations
@@ -15,17 +14,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 
-def joined(h: Tensor, *layers: nn.Linear) -> tuple[Tensor, ...]:
+def project(h: Tensor, *layers: nn.Linear) -> tuple[Tensor, ...]:
     """What layers make of h [..., D]; where one is wrapped, sharded, quantized or hooked into, all are asked by themselves."""
-    if not torch.is_grad_enabled() or not all(map(_untouched, layers)):
-        return one_by_one(h, *layers)
+    copied = torch.is_grad_enabled() and h.device.type != "meta" and torch.is_autocast_enabled(h.device.type)
+    if not copied or not all(map(_untouched, layers)):
+        return tuple(layer(h) for layer in layers)
     weight = torch.cat([layer.weight for layer in layers])
     return functional.linear(h, weight).split([layer.out_features for layer in layers], dim=-1)
-
-
-def one_by_one(h: Tensor, *layers: nn.Linear) -> tuple[Tensor, ...]:
-    """The same, a product each."""
-    return tuple(layer(h) for layer in layers)
 
 
 def _untouched(layer: nn.Linear) -> bool:

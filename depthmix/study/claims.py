@@ -148,6 +148,13 @@ def read_claims(path: Path) -> tuple[list[Claim], dict[str, Any]]:
         for item in which[key]:
             if not isinstance(item, dict) or not all(isinstance(item.get(k), kind) for k, kind in needed.items()):
                 raise UserError(f"{path}: an entry of {key} has {' and '.join(needed)}, got {item!r}")
+    decide = sorted({name for claim in found for name in claim.studies})
+    for column in which["beside"]:
+        for name in column["of"]:
+            if name not in decide:
+                raise UserError(
+                    f"{path}: beside {column['title']!r}: no claim names {name!r}{nearest(str(name), decide)}"
+                )
     return found, which
 
 

@@ -7,7 +7,8 @@ from torch.nn import functional
 from torch.nn.utils import parametrize
 
 from depthmix import Decoder, DecoderConfig
-from depthmix.models.projections import joined
+from depthmix.models.projections import project
+from depthmix.study.arms import parse_arm
 
 SIZES = (5, 3, 2)
 
@@ -15,6 +16,10 @@ SIZES = (5, 3, 2)
 def layers(dtype=torch.float64):
     torch.manual_seed(0)
     return [nn.Linear(7, n, bias=False, dtype=dtype) for n in SIZES]
+
+
+def autocast():
+    return torch.autocast("cpu", dtype=torch.bfloat16)  # which leaves fp64 as it is
 
 
 def products(monkeypatch):
@@ -33,7 +38,8 @@ def test_results_and_every_gradient_are_those_of_the_layers_one_by_one(monkeypat
     own, h = layers(), torch.randn(2, 3, 7, dtype=torch.float64, requires_grad=True)
     expected = [layer(h) for layer in own]
     made = products(monkeypatch)
-    found = joined(h, *own)
+    with autocast():
+        found = project(h, *own)
     assert made == [sum(SIZES)]
     wanted, given = [h, *(layer.weight for layer in own)], [torch.randn_like(y) for y in expected]
     for y, other in zip(found, expected, strict=True):
@@ -75,31 +81,38 @@ def test_a_layer_that_was_changed_is_asked(change, monkeypatch):
     expected = [layer(h) for layer in own]
     assert not torch.allclose(expected[1], before[1])
     made = products(monkeypatch)
-    assert all(map(torch.equal, joined(h, *own), expected))
+    with autocast():
+        assert all(map(torch.equal, project(h, *own), expected))
     assert made == list(SIZES)
 
 
-def test_without_gradients_weights_are_not_joined(monkeypatch):
-    made = products(monkeypatch)
-    with torch.no_grad():
-        joined(torch.randn(1, 7), *layers(torch.float32))
-    assert made == list(SIZES)
+def test_no_copy_is_made_that_would_not_be_made_anyway(monkeypatch):
+    made, h = products(monkeypatch), torch.randn(1, 7)
+    with torch.no_grad(), autocast():
+        project(h, *layers(torch.float32))
+    project(h, *layers(torch.float32))
+    assert made == [*SIZES, *SIZES]
 
 
 def test_a_hook_on_the_gradient_sees_it():
     own, seen = layers(), []
     own[2].register_full_backward_hook(lambda m, grad_in, grad_out: seen.append(grad_out[0]))
-    sum(y.sum() for y in joined(torch.randn(4, 7, dtype=torch.float64, requires_grad=True), *own)).backward()
+    with autocast():
+        found = project(torch.randn(4, 7, dtype=torch.float64, requires_grad=True), *own)
+    sum(y.sum() for y in found).backward()
     assert [g.shape for g in seen] == [(4, SIZES[2])]
 
 
-def test_attention_and_mlp_join_their_own_and_not_where_their_class_was_changed(monkeypatch):
-    model = Decoder(DecoderConfig(vocab_size=16, dim=8, n_blocks=1, n_heads=2, mlp="swiglu", mlp_dim=12))
-    made, ids = products(monkeypatch), torch.zeros(1, 3, dtype=torch.int64)
-    model(ids)
-    assert made == [24, 8, 24, 8, 16]  # queries, keys, values; what they become; gate and up; down; the head
-    made.clear()
-    for sublayer in model.sublayers:  # as FSDP2 does it
-        sublayer.__class__ = type(f"FSDP{type(sublayer).__name__}", (type(sublayer),), {})
-    model(ids)
-    assert made == [8, 8, 8, 8, 12, 12, 8, 16]
+@pytest.mark.parametrize("mixer", ["residual", "attnres:ways=2"])
+def test_a_model_trained_under_autocast_joins_what_reads_one_input(mixer, monkeypatch):
+    arm = parse_arm(mixer)
+    choice = {"mixer": arm.name, "mixer_options": arm.options}
+    model = Decoder(DecoderConfig(vocab_size=16, dim=8, n_blocks=1, n_heads=2, mlp="swiglu", mlp_dim=12, **choice))
+    ids = torch.zeros(1, 3, dtype=torch.int64)
+    with autocast():
+        with torch.no_grad():
+            apart = model(ids)
+        made = products(monkeypatch)
+        torch.testing.assert_close(model(ids), apart, rtol=2e-2, atol=2e-2)
+    together = [16, 8] if arm.options else [24]
+    assert made == [*together, 8, 24, 8, 16]  # queries, keys, values; what they become; gate and up; down; the head

@@ -240,6 +240,7 @@ def test_the_page_is_made_of_what_is_there(tmp_path, monkeypatch, capsys):
         ),
         ({"beside": [{"title": "t", "study": ["tiny"], "of": []}]}, ["beside has title and study and of"]),
         ({"beside": [{"title": "t", "study": "tiny @ code", "of": []}]}, ["tiny has no 'code'"]),
+        ({"beside": [{"title": "t", "study": "tiny", "of": ["tinny"]}]}, ["beside 't': no claim names 'tinny'"]),
         ({"rules": ["dca"]}, ["rules has arm", "'dca'"]),
     ],
 )

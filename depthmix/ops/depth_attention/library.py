@@ -80,7 +80,9 @@ def _read_pair(
 ) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
     from depthmix.ops.depth_attention.kernels.pair import pair_read
 
-    y, s, lse, fresh = pair_read(u.contiguous(), old, newest, add, gain, eps, out_eps)
+    u, old, newest = (t.contiguous() for t in (u, old, newest))
+    add, gain = (None if t is None else t.contiguous() for t in (add, gain))
+    y, s, lse, fresh = pair_read(u, old, newest, add, gain, eps, out_eps)
     return y, s, lse, u.new_empty(0) if fresh is None else fresh
 
 

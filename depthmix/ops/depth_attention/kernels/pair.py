@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from depthmix.ops.depth_attention.kernels.read import four_sums, load_row, programs_for, stages, warps_for
+from depthmix.ops.depth_attention.kernels.read import four_sums, load_row, programs_for, stages, store_sums, warps_for
 from depthmix.ops.gpu.addresses import address_table, aligned
 from depthmix.ops.gpu.launch import launch
 from depthmix.ops.gpu.totals import total
@@ -165,12 +165,9 @@ def _pair_backward_kernel(
             if HAS_BEFORE:
                 to_b += tl.load(before + at, mask=ok, other=0.0)
             tl.store(db + at, to_b.to(db.dtype.element_ty), mask=ok)
-    part += tl.program_id(0).to(tl.int64) * (2 * WAYS * D) + d
-    tl.store(part, du0, mask=ok)
-    tl.store(part + WAYS * D, dgain0, mask=ok)
+    store_sums(part, 0, du0, dgain0, d, ok, D, WAYS)
     if WAYS == 2:
-        tl.store(part + D, du1, mask=ok)
-        tl.store(part + 3 * D, dgain1, mask=ok)
+        store_sums(part, 1, du1, dgain1, d, ok, D, WAYS)
 
 
 @triton.jit(do_not_specialize=["n"])

@@ -118,6 +118,14 @@ def four_sums(a, b, c, e):
 
 
 @triton.jit
+def store_sums(part, way, du, dgain, d, ok, D: tl.constexpr, WAYS: tl.constexpr):
+    """What a program has added up of a way's query and gain: [programs, 2, W, D]."""
+    part += tl.program_id(0).to(tl.int64) * (2 * WAYS * D) + way * D + d
+    tl.store(part, du, mask=ok)
+    tl.store(part + WAYS * D, dgain, mask=ok)
+
+
+@triton.jit
 def _through_norm(y, x, along, rho, do, at, ok, D: tl.constexpr, like, STORE: tl.constexpr):
     """The gradient of a mixture from that of its normed self x, as the other sources will read it."""
     y = (rho * (y - x * (along / D))).to(like.dtype.element_ty)
@@ -220,12 +228,9 @@ def _read_backward_kernel(
                 if HAS_BEFORE:
                     y += tl.load(before + at, mask=ok, other=0.0)
                 tl.store(dv + at, y.to(dv.dtype.element_ty), mask=ok)
-    part += tl.program_id(0).to(tl.int64) * (2 * WAYS * D) + d
-    tl.store(part, du0, mask=ok)
-    tl.store(part + WAYS * D, dgain0, mask=ok)
+    store_sums(part, 0, du0, dgain0, d, ok, D, WAYS)
     if WAYS == 2:
-        tl.store(part + D, du1, mask=ok)
-        tl.store(part + 3 * D, dgain1, mask=ok)
+        store_sums(part, 1, du1, dgain1, d, ok, D, WAYS)
 
 
 def warps_for(block: int, registers: int) -> int:
