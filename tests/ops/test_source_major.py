@@ -451,21 +451,28 @@ APART = (
 )
 
 
-every_part = pytest.mark.parametrize(
+@pytest.mark.parametrize(
     "scenario",
     [
         *APART,
         *(SCENARIOS[name] for name in ("frozen mixer", "only the mixer", "checkpointed read", "checkpointed block")),
     ],
 )
-
-
-@every_part
 def test_what_people_do_with_full(scenario: Scenario) -> None:
     assert_as_reference(scenario, tokens(), tol=1e-5, **FULL_NORMED)
 
 
-@every_part
+@pytest.mark.parametrize(
+    "scenario",
+    [
+        one_leaf_at_a_time,
+        middle_outputs,
+        read_twice,
+        fork,
+        second_derivatives,
+        *(SCENARIOS[name] for name in ("only the mixer", "checkpointed block")),
+    ],
+)
 def test_what_people_do_with_two_ways(scenario: Scenario) -> None:
     """All four sites are one block: from the second on a read has two sources, and both gradients at once."""
     assert_as_reference(scenario, tokens(), tol=1e-5, **TWO_WAYS)
