@@ -4,6 +4,7 @@
 
 Full: the sources are e and every earlier output. Block: e, the sums of the finished blocks of `block_size` sites, and,
 unless the site is the first of its block, the partial sum of its own. finish reads all of them with a query of its own.
+block_size="all" is one block: e, and the sum of every output so far.
 These blocks count sites, whatever the model's own blocks are.
 routing="add" (arXiv 2605.18855): h_0 = e, then the plain stream + Σ_i p_i v_i; finish returns the plain stream.
 With ways=2 an attention site reads two mixtures, one for queries and keys and one for values; with ways=3 each has its own.
@@ -96,7 +97,7 @@ class AttnRes(SlotReads):
         dim: int,
         n_blocks: int,
         *,
-        block_size: Annotated[int | None, at_least(1)] = None,
+        block_size: Annotated[int | Literal["all"] | None, at_least(1)] = None,
         ways: Literal[1, 2, 3] = 1,
         query: Literal["learned", "input"] = "learned",
         query_init: Annotated[float, at_least(0)] = 0.0,
@@ -119,7 +120,8 @@ class AttnRes(SlotReads):
             raise OptionError(
                 f"attnres: ways={ways} is for attention, and no site is: a name that ends in 'attention' makes it one"
             )
-        self.block_size, self.n_ways, self.query_from, self.weights = block_size or 1, ways, query, weights
+        self.block_size = self.n_sites if block_size == "all" else block_size or 1
+        self.n_ways, self.query_from, self.weights = ways, query, weights
         self.query_init = query_init
         self._nth_attention = {site: i for i, site in enumerate(self.layout.attention)}
         self.key_norm, self.heads, self.window, self.routing, self.eps = key_norm, heads, window, routing, eps

@@ -18,7 +18,7 @@ BAD = [
         "attnres: unknown option 'blok_size'; its options are block_size, .* did you mean 'block_size'",
     ),
     ("residual", {"window": 1}, "residual: unknown option 'window'; it has no options"),
-    ("attnres", {"block_size": 0}, "attnres: block_size must be an integer of at least 1 or None, got 0"),
+    ("attnres", {"block_size": 0}, "attnres: block_size must be an integer of at least 1, 'all' or None, got 0"),
     ("attnres", {"block_size": 2.0}, "block_size must be an integer .* got 2.0"),
     ("attnres", {"block_size": "4"}, "block_size must be an integer .* got '4'"),
     ("attnres", {"block_size": True}, "block_size must be an integer .* got True"),

@@ -147,11 +147,11 @@ def by_the_book(query, gain, sources, eps=1e-6):
     return (p.unsqueeze(-1) * v).sum(0)
 
 
-@pytest.mark.parametrize("block_size", [1, 2, 3, 4, 5, 6, 7, 10, 11, None])
+@pytest.mark.parametrize("block_size", [1, 2, 3, 4, 5, 6, 7, 10, "all", None])
 def test_block_wiring_at_boundaries(block_size):
     """The procedure of the production models: append the running part to the list after it has been attended, then restart it."""
     mixer, sources = build("attnres", 5, {"block_size": block_size}, random=True), [embedding() for _ in range(11)]
-    size = block_size or 1
+    size = 10 if block_size == "all" else block_size or 1
     blocks, part = [], sources[0]
     state = mixer.start(sources[0])
     for site in range(10):

@@ -124,7 +124,7 @@ def test_rows_that_sum_to_one(name, options):
         torch.testing.assert_close(t.M.sum(2), ones)
         assert (t.M >= 0).all()
     elif name == "attnres" and options["weights"] != "sigmoid":
-        size = options["block_size"] or 1
+        size = attnres.size_of(options["block_size"])
         add = float(options["routing"] == "add")
         for s in range(1, 2 * BLOCKS) if add else range(2 * BLOCKS + 1):  # one representative per block: its first site
             representatives = [0] + [i + 1 for i in range(0, s, size)]
