@@ -21,6 +21,7 @@ arms:
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import typing
 from collections.abc import Iterable, Mapping, Sequence
@@ -234,8 +235,13 @@ def _settings(path: Path, where: str, given: Any) -> dict[str, Any]:
     return _coerced(f"{path}, {where}", given)
 
 
+@functools.cache  # it evaluates every annotation, and a study asks for each arm
+def _options() -> dict[str, Any]:
+    return typing.get_type_hints(TrainConfig)
+
+
 def _coerced(where: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    hints = typing.get_type_hints(TrainConfig)
+    hints = _options()
     for key in given:
         if key not in hints:
             raise UserError(f"{where}: unknown option {str(key)!r}{nearest(str(key), hints)}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -42,23 +43,22 @@ Gains = dict[str, dict[str, Found]]  # by a column's title and an arm
 def write_claims(path: Path = RESULTS / CLAIMS, page: Path = PAGE) -> Path:
     """Write the page of verdicts from the claims and all results; returns it."""
     claims, which = read_claims(path)
-    known: dict[str, Results | None] = {}
+    said = functools.cache(read_study)
 
+    @functools.cache
     def look(name: str) -> Results | None:
-        if name not in known:
-            known[name] = read_results(name, path.parent)
-        return known[name]
+        return read_results(name, path.parent)
 
     for claim in claims:
         for name in claim.studies:
             if not (path.parent / name / "comparison.json").is_file():
-                check_places(claim, read_study(name))
+                check_places(claim, said(name))
     beside = which.pop("beside")
     shown = [column["study"] for column in beside] + [place for column in which["columns"] for place in column["study"]]
     for place in shown:
         name, _, cell = place.partition(" @ ")
         if not (path.parent / name / "comparison.json").is_file():
-            check_cell(cell, read_study(name), path.name)
+            check_cell(cell, said(name), path.name)
     judged = verdicts(claims, look)
     count = Counter(verdict for _, verdict, _, _ in judged)
     summary = ", ".join(f"{count[verdict]} {verdict}" for verdict in VERDICTS if count[verdict])
