@@ -42,6 +42,16 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message.strip()}; see `{self.prog} --help`")
 
 
+class Once(argparse.Action):
+    """What may be given with its flag or as a word, and not as both: a word too many would win in silence."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        if hasattr(namespace, self.dest):
+            before = getattr(namespace, self.dest)
+            namespace.twice = f"{self.dest} is given twice, as {before!r} and as {values!r}"
+        setattr(namespace, self.dest, values)
+
+
 def add_flags(parser: argparse.ArgumentParser, config: type, completing: bool) -> None:
     """One flag per field; its default is left to the recipe and the dataclass."""
     hints, plain = typing.get_type_hints(config), config()
@@ -67,10 +77,12 @@ def add_flags(parser: argparse.ArgumentParser, config: type, completing: bool) -
             how |= {"nargs": "+", "action": "extend"}  # a second --input comes on top of the first
         else:
             how["metavar"] = "{" + ",".join(get_args(hint)) + "}" if get_origin(hint) is Literal else "VALUE"
+            how["action"] = Once if field.metadata["first"] else "store"
         actions.append(parser.add_argument(flag, **how))
         if field.metadata["first"]:
-            how = {"nargs": "?", "default": argparse.SUPPRESS, "metavar": field.name.upper()}
-            how |= {"nargs": "*", "action": "extend"} if get_origin(hint) is list else {}
+            several = get_origin(hint) is list
+            how = {"nargs": "*", "action": "extend"} if several else {"nargs": "?", "action": Once}
+            how |= {"default": argparse.SUPPRESS, "metavar": field.name.upper()}
             actions.append(parser.add_argument(field.name, help=f"the same as {flag}", **how))
     for action in actions if completing else ():
         offer(action, hints.get(action.dest))
@@ -281,12 +293,15 @@ def dispatch(argv: Sequence[str]) -> None:
     given = vars(namespace)
     command = given.pop("command")
     given.pop("debug", None)  # `main` looks for it, so that it also shows what goes wrong in here
+    twice = given.pop("twice", "")
     if unknown:
         config = COMMANDS[command][0] if command in COMMANDS else None
         flags = ["--" + f.name.replace("_", "-") for f in dataclasses.fields(config)] if config else []
         raise UserError(
             f"{command or 'depthmix'}: unknown argument {unknown[0]!r}{nearest(unknown[0], [*flags, '--recipe'])}"
         )
+    if twice:  # after what is unknown, of which the word may be the value
+        raise UserError(f"{command}: {twice}; quotes keep several words together")
     if command is None:
         parser.print_help()
         raise UserError(f"expected a command: {', '.join(COMMANDS)}")

@@ -221,7 +221,9 @@ class PlanConfig(CompareConfig):
 class EvalConfig:
     """Measure a trained model on any text: loss, perplexity, bits per byte; or one of images on what it was validated with: loss, accuracy."""
 
-    run: str = option("", "run folder of `depthmix train`, one checkpoint in it, or a folder of `save_pretrained`")
+    run: str = option(
+        "", "run folder of `depthmix train`, one checkpoint in it, or a folder of `save_pretrained`", first=True
+    )
     input: list[str] = option([], "files or folders of text; none: the validation split the model was trained with")
     text_field: str = option("text", "field or column that holds the text in jsonl and parquet")
     batch_size: int = option(16, "sequences at a time")
@@ -234,7 +236,9 @@ class EvalConfig:
 class GenerateConfig:
     """Continue a text with a trained model."""
 
-    run: str = option("", "run folder of `depthmix train`, one checkpoint in it, or a folder of `save_pretrained`")
+    run: str = option(
+        "", "run folder of `depthmix train`, one checkpoint in it, or a folder of `save_pretrained`", first=True
+    )
     prompt: str = option("", "text to continue; none: start from nothing")
     max_tokens: int = option(100, "tokens to generate")
     temperature: float = option(0.8, "0 always takes the likeliest token")
