@@ -59,6 +59,15 @@ def attention_reads(p, o, blocks, e, sublayer):
     return over_sites(blocks, e, sublayer, read)
 
 
+def embedding_again(p, o, blocks, e, sublayer):
+    def read(s, seen):
+        x = sum(seen)
+        h = x + p["b"][s] * e
+        return (h, x + p["b_v"][list(blocks.attention).index(s)] * e) if s in blocks.attention else (h,)
+
+    return over_sites(blocks, e, sublayer, read)
+
+
 def low_rank_query(p, o, blocks, e, sublayer):
     def read(s, seen):
         v = sources_of(o, s, seen)

@@ -19,10 +19,11 @@ from mixers import test_battery as battery
 from oracles.blocks import Blocks
 from project import ROOT
 
-FILES = ["attention_reads", "attnres_on_streams", "gate_apart", "low_rank_query", "softmax_dca"]
+FILES = ["attention_reads", "attnres_on_streams", "embedding_again", "gate_apart", "low_rank_query", "softmax_dca"]
 CASES = [
     ("attention_reads", {"block_size": 3}),
     ("attention_reads", {"only": "values"}),
+    ("embedding_again", {}),
     ("gate_apart", {"block_size": 3}),
     ("gate_apart", {"values": True}),
     ("low_rank_query", {}),
@@ -37,6 +38,7 @@ every_experiment = pytest.mark.parametrize("name", FILES)
 # Site 0 has a single source; of an inner mixer the battery looks at whole tensors.
 SITE_0 = {
     "attention_reads": {("query", 0), ("key_gain", 0)},
+    "embedding_again": set(),
     "gate_apart": {("query", 0), ("key_gain", 0)},
     "low_rank_query": {("query", 0), ("key_gain", 0), ("U", 0), ("V", 0)},
     "attnres_on_streams": set(),
@@ -98,6 +100,7 @@ def test_output_reads_and_every_gradient_are_those_of_the_equations(name, choice
 
 STARTS = [
     ("attention_reads", {"block_size": 3}, "attnres", {"block_size": 3}),
+    ("embedding_again", {}, "residual", {}),
     ("gate_apart", {"block_size": 3}, "attnres", {"block_size": 3}),
     ("low_rank_query", {"block_size": 3}, "attnres", {"block_size": 3}),
     ("attnres_on_streams", {"block_size": 3}, "attnres", {"block_size": 3, "routing": "add"}),
@@ -160,6 +163,7 @@ def trained(mixer, norms, e, w, backend):
 def test_kernels_give_the_same_with_every_gradient(name, quick_interpreter):
     choice, blocks = {  # as small as shows what is an experiment's own
         "attention_reads": ({"block_size": 3}, 1),
+        "embedding_again": ({}, 1),
         "gate_apart": ({"block_size": 3}, 2),
         "low_rank_query": ({"block_size": 3}, 1),
         "attnres_on_streams": ({"n": 2}, 1),
@@ -195,7 +199,8 @@ def test_the_page_says_what_they_move():
     page = (ROOT / "docs" / "study.md").read_text()
     lines = {name: next(line for line in page.splitlines() if f"`{name}.py`" in line) for name in FILES}
     for name, choice in [(name, {}) for name in FILES] + [("gate_apart", {"values": True})]:
-        assert f" {moved(name, choice if name == 'softmax_dca' else {'block_size': 4, **choice})}" in lines[name]
+        options = {"block_size": 4} if "block_size" in mixer_class(name).options else {}
+        assert f" {moved(name, {**options, **choice})}" in lines[name]
     beside = next(line for line in page.splitlines() if line.startswith("By `Mixer.traffic`"))
     named = re.findall(r"`(\w+(?::[\w=,]+)?)` (\d+ and \d+)", beside)
     assert len(named) == 7
@@ -212,6 +217,7 @@ def test_weight_decay_is_for_matrices_of_the_input():
     below = {f"below.{k}" for k in mixer_class("hyper").decayed}
     assert decayed == {
         "attention_reads": set(),
+        "embedding_again": set(),
         "gate_apart": set(),
         "softmax_dca": set(),
         "low_rank_query": {"U", "V"},

@@ -20,6 +20,7 @@ TrainConfig = pytest.importorskip("depthmix.config").TrainConfig
 
 RULES: dict[str, dict[str, Any]] = {
     "attention_reads": {"block_size": 8},
+    "embedding_again": {},
     "gate_apart": {"block_size": 4, "values": True},
     "low_rank_query": {"block_size": 4},
     "attnres_on_streams": {"block_size": 4},
