@@ -5,6 +5,7 @@
 
 The interval is that of the jackknife over sizes: both laws are fitted without each size in turn, so that what they have in common
 does not count as uncertainty. It says how much the answer hangs on single sizes, not how it would go on beyond them.
+Size by size an arm's advantage is (L' / L)^(1/b), L' the first arm's loss there and b the exponent of its law.
 """
 
 from __future__ import annotations
@@ -76,3 +77,11 @@ def advantage(first: Points, own: Points) -> tuple[PowerLaw, Advantage] | None:
     n, mean = len(known), statistics.fmean(known)
     half = student_t(n - 1) * math.sqrt((n - 1) / n * sum((part - mean) ** 2 for part in known))
     return fit([own[s] for s in sizes]), Advantage(math.exp(whole), math.exp(whole - half), math.exp(whole + half))
+
+
+def by_size(first: Points, own: Points) -> dict[str, float]:
+    """The advantage at each size, by what was measured there and the slope of the first arm's law; nothing for too few sizes."""
+    law = fit(list(first.values())) if len(first) >= FEWEST else None
+    if law is None or law.b <= 0:
+        return {}
+    return {size: float((first[size][1] / own[size][1]) ** (1 / law.b)) for size in first if size in own}

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from depthmix.study.fits import FEWEST, Points, PowerLaw, advantage, fit
+from depthmix.study.fits import FEWEST, Points, PowerLaw, advantage, by_size, fit
 from depthmix.study.recipe import Study
 from depthmix.study.rows import Run
 from depthmix.study.table import DASH, markdown_line, markdown_text
@@ -80,6 +80,7 @@ def _power_laws(study: Study, used: Records, by_cell: Mapping[str, Sequence[Run]
                     str(len(plain.get(arm, {}))),
                     _law(law),
                     *(_saved(p, study.labels[0], arm) for p in (plain, clock)),
+                    _saved_by_size(plain, study.labels[0], arm),
                 ]
             )
         heading = [
@@ -88,11 +89,13 @@ def _power_laws(study: Study, used: Records, by_cell: Mapping[str, Sequence[Run]
             "loss",
             "compute advantage",
             "GPU time advantage",
+            "of compute, size by size",
         ]
         text += [*_table(heading, lines, []), ""]
     notes = [
         "“loss”: a power law of C = 6 N D in petaFLOP/s-days, N without the embedding, by least squares in logarithms.",
         f"“advantage”: how much more {study.labels[0]} needs for the loss that the arm has at the largest size, by the two laws; in brackets the 95% interval of the jackknife over sizes.",
+        f"“size by size”: by the arm's loss and {study.labels[0]}'s at that size, and the exponent of the latter's law.",
         f"It takes {FEWEST} sizes, and for GPU time step times of a machine that was not shared.",
     ]
     return [*text[:-1], *(f"* {markdown_text(note)}" for note in notes)]
@@ -107,6 +110,12 @@ def _saved(found: Mapping[str, Points], first: str, arm: str) -> str:
         return DASH
     saved = advantage(found[first], found[arm])
     return DASH if saved is None else f"{saved[1].factor:.2f} ({saved[1].low:.2f} to {saved[1].high:.2f})"
+
+
+def _saved_by_size(found: Mapping[str, Points], first: str, arm: str) -> str:
+    if arm == first or first not in found or arm not in found:
+        return DASH
+    return ", ".join(f"{size} {factor:.2f}" for size, factor in by_size(found[first], found[arm]).items()) or DASH
 
 
 # Stability.

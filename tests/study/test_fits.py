@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from depthmix.study.fits import advantage, fit
+from depthmix.study.fits import advantage, by_size, fit
 
 
 def curve(a, b, noise=0.0, seed=0):
@@ -47,9 +47,17 @@ def test_what_all_have_in_common_is_no_uncertainty():
     assert found.factor > 1
 
 
+def test_size_by_size():
+    first = curve(1.891, 0.057)
+    own = {size: (c, 1.891 * (1.25 * c) ** -0.057) for size, (c, _) in first.items() if size != "0"}
+    assert by_size(first, own) == pytest.approx(dict.fromkeys("1234", 1.25))
+
+
 def test_too_little_to_say():
     few = {"a": (1.0, 2.0), "b": (2.0, 1.9)}
     assert advantage(few, few) is None
+    assert by_size(few, few) == {}
     rising = {"a": (1.0, 2.0), "b": (2.0, 2.1), "c": (3.0, 2.2)}
     assert advantage(curve(1, 0.1), rising) is None
     assert advantage(rising, rising) is None
+    assert by_size(rising, rising) == {}

@@ -53,10 +53,11 @@ def test_power_laws_over_sizes(training, tmp_path, monkeypatch):
         rows["attnres:block_size=2"].count("2.00 (2.00 to 2.00)") == 2
     )  # of compute, and of time, which is in proportion
     assert rows["slow"].count("0.50 (0.50 to 0.50)") == 2
+    assert rows["slow"].endswith("| d16 0.50, d32 0.50, d64 0.50 |")
     text = table(
         tmp_path, name="two", sizes={"d16": {"dim": 16}, "d32": {"dim": 32}}, sections=["power-laws"], seeds=[0]
     )
-    assert "| residual | 2 | – | – | – |" in text
+    assert "| residual | 2 | – | – | – | – |" in text
 
 
 def test_stability_over_learning_rates(training, tmp_path, monkeypatch):
