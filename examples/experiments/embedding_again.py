@@ -3,6 +3,11 @@
     x_s = e + Σ_{i<s} y_i;    h_s = x_s + b_s ⊙ e;    h_S = x_S + b_S ⊙ e
 
 Attention reads two, one for its queries and keys and one, with b_v in the place of b, for its values. b = 0: plain at step 0.
+into="stream", as modded-nanogpt has it: what is read is carried on, and a number for each block takes the place of the vectors:
+
+    x ← λ_i x + μ_i e before block i;    h_s = x;    x ← x + y_s;    h_S = x
+
+λ = 1 and μ = 0: plain at step 0.
 
 Why so: attnres with one block and values apart has the same two sources, and gains. There a token chooses one weight for all channels,
 between nothing and all of either; here channels have weights of their own, of either sign, and all tokens the same. So it asks which of
@@ -14,7 +19,7 @@ for two sources it would move less than attnres, whose backward needs dot produc
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -41,45 +46,76 @@ class Again(State):
 
 @register("embedding_again")
 class EmbeddingAgain(Mixer):
-    """b [S+1, D] = 0, the last row for finish, and b_v [A, D] = 0 for the values of the A attention sites."""
+    """b [S+1, D] = 0, the last row for finish, and b_v [A, D] = 0 for the A attention sites; into="stream": lam [N] = 1, mu [N] = 0."""
 
-    def __init__(self, dim: int, n_blocks: int) -> None:
+    b: Tensor
+    b_v: Tensor
+    lam: Tensor
+    mu: Tensor
+
+    def __init__(self, dim: int, n_blocks: int, *, into: Literal["reads", "stream"] = "reads") -> None:
         super().__init__(dim, n_blocks)
+        self.into = into
         self._nth_attention = {site: i for i, site in enumerate(self.layout.attention)}
-        self.b = nn.Parameter(torch.empty(self.n_sites + 1, dim))
-        self.b_v = nn.Parameter(torch.empty(len(self.layout.attention), dim))
+        shapes = {"b": (self.n_sites + 1, dim), "b_v": (len(self.layout.attention), dim)}
+        for name, shape in (shapes if into == "reads" else {"lam": (n_blocks,), "mu": (n_blocks,)}).items():
+            self.register_parameter(name, nn.Parameter(torch.empty(shape)))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        nn.init.zeros_(self.b)
-        nn.init.zeros_(self.b_v)
+        for name, p in self.named_parameters():
+            nn.init.constant_(p, float(name == "lam"))
 
     def ways(self, site: int) -> int:
-        return 2 if site in self._nth_attention else 1
+        return 2 if self.into == "reads" and site in self._nth_attention else 1
 
     def owners(self, name: str) -> Sequence[int] | int:
+        if name in ("lam", "mu"):
+            return [site for site in range(self.n_sites) if self.layout.begins[site]]
         return self.layout.attention if name == "b_v" else super().owners(name)
 
     def traffic(self) -> list[Traffic]:
         """x + y; x and e in and a sum for each way out, each with a norm; both gradients out and added to those that are there."""
-        ways = [self.ways(site) for site in range(self.n_sites)] + [1]
-        found = [Traffic(3 + 2 + w + NORM[0] * w, w + 1 + 2 + 6 + NORM[1] * w, 1 + w) for w in ways]
-        return [*found[:-1], found[-1]._replace(forward=found[-1].forward - 3)]  # nothing is written after finish
+        found = []
+        for site in range(self.n_sites + 1):
+            w, ends = self.ways(site) if site < self.n_sites else 1, site == self.n_sites
+            sums = self.into == "reads" or (self.layout.begins[site] and not ends)
+            forward, backward = (2 + w, w + 1 + 2 + 6) if sums else (0, 3)
+            found.append(Traffic(3 * (not ends) + forward + NORM[0] * w, backward + NORM[1] * w, 1 + w))
+        return found
 
     def _start(self, x: Tensor) -> Again:
         return Again(x=x, e=x)
 
-    def _sums(self, state: Again, b: Tensor) -> tuple[Tensor, ...]:
-        """x + b ⊙ e for every row of b [W, D]."""
-        return depth_sum((state.x, state.e), static=torch.stack([torch.ones_like(b), b], 1))
+    def _sums(self, state: Again, weights: Tensor) -> tuple[Tensor, ...]:
+        """Sums of x and e with weights [W, 2, D] or [W, 2, 1]."""
+        return depth_sum((state.x, state.e), static=weights)
+
+    def _stream(self, state: Again, site: int) -> Tensor:
+        """x, with what comes before a block."""
+        if self.into == "reads" or not self.layout.begins[site]:
+            return state.x
+        i = self.layout.block[site]
+        return self._sums(state, torch.stack([self.lam[i], self.mu[i]]).reshape(1, 2, 1))[0]
+
+    def _with_embedding(self, state: Again, *rows: Tensor) -> tuple[Tensor, ...]:
+        """x + b ⊙ e for every b [D]."""
+        b = torch.stack(rows)
+        return self._sums(state, torch.stack([torch.ones_like(b), b], 1))
 
     def _read(self, state: Again, site: int) -> Tensor | tuple[Tensor, ...]:
+        if self.into == "stream":
+            x = self._stream(state, site)
+            state.leave_note(x)
+            return x
         if self.ways(site) == 1:
-            return self._sums(state, self.b[site].unsqueeze(0))[0]
-        return self._sums(state, torch.stack([self.b[site], self.b_v[self._nth_attention[site]]]))
+            return self._with_embedding(state, self.b[site])[0]
+        return self._with_embedding(state, self.b[site], self.b_v[self._nth_attention[site]])
 
     def _write(self, state: Again, site: int, y: Tensor) -> Again:
-        return state.next(x=(state.x + y).to(state.x.dtype))
+        x = state.take_note()
+        x = self._stream(state, site) if x is None else x
+        return state.next(x=(x + y).to(x.dtype))
 
     def _finish(self, state: Again) -> Tensor:
-        return self._sums(state, self.b[self.n_sites].unsqueeze(0))[0]
+        return state.x if self.into == "stream" else self._with_embedding(state, self.b[self.n_sites])[0]

@@ -60,6 +60,15 @@ def attention_reads(p, o, blocks, e, sublayer):
 
 
 def embedding_again(p, o, blocks, e, sublayer):
+    if o.get("into") == "stream":
+        x, reads = e, []
+        for i, sites in enumerate(blocks.sites):
+            x = p["lam"][i] * x + p["mu"][i] * e
+            for s in sites:
+                reads.append((x,))
+                x = x + sublayer(s, reads[-1])
+        return x, reads
+
     def read(s, seen):
         x = sum(seen)
         h = x + p["b"][s] * e

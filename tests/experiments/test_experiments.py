@@ -24,6 +24,7 @@ CASES = [
     ("attention_reads", {"block_size": 3}),
     ("attention_reads", {"only": "values"}),
     ("embedding_again", {}),
+    ("embedding_again", {"into": "stream"}),
     ("gate_apart", {"block_size": 3}),
     ("gate_apart", {"values": True}),
     ("low_rank_query", {}),
@@ -101,6 +102,7 @@ def test_output_reads_and_every_gradient_are_those_of_the_equations(name, choice
 STARTS = [
     ("attention_reads", {"block_size": 3}, "attnres", {"block_size": 3}),
     ("embedding_again", {}, "residual", {}),
+    ("embedding_again", {"into": "stream"}, "residual", {}),
     ("gate_apart", {"block_size": 3}, "attnres", {"block_size": 3}),
     ("low_rank_query", {"block_size": 3}, "attnres", {"block_size": 3}),
     ("attnres_on_streams", {"block_size": 3}, "attnres", {"block_size": 3, "routing": "add"}),
@@ -108,7 +110,7 @@ STARTS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "choice", "other", "its"), STARTS, ids=[case[0] for case in STARTS])
+@pytest.mark.parametrize(("name", "choice", "other", "its"), STARTS, ids=[label(*case[:2]) for case in STARTS])
 def test_it_starts_as_the_mechanism_that_it_extends(name, choice, other, its):
     sources = [embedding() for _ in range(7)]
     *ours, out = battery.replay(build(name, 3, choice), sources)
@@ -198,7 +200,10 @@ def moved(name, options):
 def test_the_page_says_what_they_move():
     page = (ROOT / "docs" / "study.md").read_text()
     lines = {name: next(line for line in page.splitlines() if f"`{name}.py`" in line) for name in FILES}
-    for name, choice in [(name, {}) for name in FILES] + [("gate_apart", {"values": True})]:
+    for name, choice in [(name, {}) for name in FILES] + [
+        ("gate_apart", {"values": True}),
+        ("embedding_again", {"into": "stream"}),
+    ]:
         options = {"block_size": 4} if "block_size" in mixer_class(name).options else {}
         assert f" {moved(name, {**options, **choice})}" in lines[name]
     beside = next(line for line in page.splitlines() if line.startswith("By `Mixer.traffic`"))
