@@ -6,6 +6,7 @@ After every run its numbers are on disk: a kill at any moment loses the run in p
 from __future__ import annotations
 
 import functools
+import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -222,6 +223,10 @@ class Worker:
             threads=torch.get_num_threads(),
             modules=loaded(),
         )
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        if self.device.type == "cpu" and place.lanes * place.threads > cores:
+            words = f"{place.lanes} lanes of {place.threads} threads share {cores} cores and wait for each other"
+            self.say(f"{words}: one lane is faster, or OMP_NUM_THREADS={max(1, cores // place.lanes)}.")
         run_in_lanes(place, self._take, self._keep, lambda: signal.requested)
 
     def _take(self) -> tuple[Piece, float] | None:

@@ -116,6 +116,15 @@ def test_every_run_is_made_once_and_by_more_than_one(training, tmp_path):
     assert not training.made  # nothing was trained in this process
 
 
+@pytest.mark.parametrize(("threads", "told"), [(2, True), (1, False)])
+def test_lanes_that_share_cores_are_told_so(training, tmp_path, monkeypatch, capsys, threads, told):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    run(studies.write(tmp_path), tmp_path, quiet=False)
+    words = "2 lanes of 2 threads share 2 cores and wait for each other: one lane is faster, or OMP_NUM_THREADS=1."
+    assert (words in capsys.readouterr().out) == told
+
+
 def test_a_lane_that_dies_takes_its_run_alone(training, tmp_path):
     training.during = lambda config: config.mixer == "attnres" and os.kill(os.getpid(), signal.SIGKILL)
     path = studies.write(tmp_path)
