@@ -43,7 +43,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class Once(argparse.Action):
-    """What may be given with its flag or as a word, and not as both: a word too many would win in silence."""
+    """What may be given once, with its flag or as a word: another, or a word too many, would win in silence."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         if hasattr(namespace, self.dest):
@@ -56,7 +56,11 @@ def add_flags(parser: argparse.ArgumentParser, config: type, completing: bool) -
     """One flag per field; its default is left to the recipe and the dataclass."""
     hints, plain = typing.get_type_hints(config), config()
     recipe = parser.add_argument(
-        "--recipe", metavar="FILE", help="YAML file with any of the options below; flags come on top of it"
+        "--recipe",
+        action=Once,
+        default=argparse.SUPPRESS,
+        metavar="FILE",
+        help="YAML file with any of the options below; flags come on top of it",
     )
     actions: list[argparse.Action] = [recipe]
     for field in dataclasses.fields(config):
@@ -280,8 +284,8 @@ def build_parser(completing: bool = False) -> argparse.ArgumentParser:
         if config:
             add_flags(sub, config, completing)
         if config is PlanConfig:
-            how: Any = {"nargs": "?", "default": argparse.SUPPRESS, "metavar": "RECIPE", "help": "the same as --recipe"}
-            sub.add_argument("recipe", **how)
+            how: Any = {"nargs": "?", "action": Once, "metavar": "RECIPE", "help": "the same as --recipe"}
+            sub.add_argument("recipe", default=argparse.SUPPRESS, **how)
     completion = commands.add_parser("completion", help='print shell completion: eval "$(depthmix completion bash)"')
     completion.add_argument("shell", choices=["bash", "zsh", "tcsh"])
     return parser

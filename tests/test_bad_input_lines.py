@@ -145,6 +145,8 @@ LINES = [
     ("eval --run {run} --input nowhere.txt", DATA, "There is no file or folder nowhere.txt"),
     ("eval --run {run} --device tpu", USAGE, "device must be cpu, cuda"),
     ("eval --run {run} --text hello", USAGE, "unknown argument '--text'", "did you mean"),
+    ("plan a.yaml --recipe b.yaml", USAGE, "plan: recipe is given twice, as 'a.yaml' and as 'b.yaml'"),
+    ("train --recipe a.yaml --recipe b.yaml", USAGE, "recipe is given twice, as 'a.yaml' and as 'b.yaml'"),
     ("eval {run} --run nowhere", USAGE, "eval: run is given twice, as '", "' and as 'nowhere'"),
     ("eval {run} nowhere", USAGE, "unknown argument 'nowhere'"),
     ("eval --run {corpus}", CHECKPOINT, "is not a run folder: it has no recipe.yaml"),
