@@ -200,16 +200,16 @@ class DepthmixModel(DepthmixPreTrainedModel, Backbone):
 
         return attend
 
-    def _run_sublayer(self, sublayer: nn.Module, h: Read, context: Context) -> Tensor:
+    def _run_sublayer(self, sublayer: nn.Module, h: Read, context: Context, gain: Tensor | None) -> Tensor:
         if not (self.gradient_checkpointing and self.training):
-            return sublayer(h, context)
+            return sublayer(h, context, gain)
         # One argument each: checkpoints of the older kind see no tensor in a tuple.
         ways = h if isinstance(h, tuple) else (h,)
 
-        def run(*ways: Tensor) -> Tensor:
-            return sublayer(ways if len(ways) > 1 else ways[0], context)
+        def run(gain: Tensor | None, *ways: Tensor) -> Tensor:
+            return sublayer(ways if len(ways) > 1 else ways[0], context, gain)
 
-        return self._gradient_checkpointing_func(run, *ways)
+        return self._gradient_checkpointing_func(run, gain, *ways)
 
 
 class DepthmixForCausalLM(DepthmixPreTrainedModel, GenerationMixin):

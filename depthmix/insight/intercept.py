@@ -15,8 +15,9 @@ from depthmix.mixers.sharding import CONTRACT
 
 @contextmanager
 def intercepted(mixer: Mixer, **calls: Callable[..., Any]) -> Iterator[None]:
-    """While it lasts, some of start, read, write and finish are these."""
+    """While it lasts, some of start, read, write and finish are these, and outputs are written as sublayers made them."""
     assert set(calls) <= set(CONTRACT)
+    calls = {"output_gains": dict, **calls}  # no model multiplies them on the way
     before = {name: call for name, call in vars(mixer).items() if name in calls}
     for name, call in calls.items():
         setattr(mixer, name, call)

@@ -16,13 +16,13 @@ Where it needs to know what a site is, or where a block begins, it asks `self.la
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from depthmix.mixers.cutting import CutError, Form, pack, unpack
+from depthmix.mixers.cutting import CutError, Form, here, pack, unpack
 from depthmix.mixers.layout import BLOCK, Layout, Sites
 from depthmix.mixers.mixing import Contributions, contributions, mixing_matrix
 from depthmix.mixers.options import Option, OptionError, check_options, options_of
@@ -75,7 +75,10 @@ class Mixer(nn.Module):
         return 1.0
 
     def traffic(self) -> list[Traffic]:
-        """What every site, and finish, moves and keeps in training, its norm included. By default: one stream, to which outputs are added."""
+        """What every site, and finish, moves and keeps in training, its norm included. By default: one stream, to which outputs are added.
+
+        Products with `output_gains` are left to the weights.
+        """
         return [Traffic(3 + NORM[0], 3 + NORM[1], 1)] * self.n_sites + [Traffic(*NORM, 1)]
 
     def state_tensors(self) -> list[dict[int, float]]:
@@ -100,6 +103,10 @@ class Mixer(nn.Module):
 
     def _finish(self, state: Any) -> Tensor:
         raise NotImplementedError
+
+    def _write_scaled(self, state: Any, site: int, y: Tensor) -> State:
+        """`_write` of an output that has been multiplied with its gain."""
+        return self._write(state, site, y)
 
     def _read_normed(self, state: Any, site: int, norms: Sequence[Norm]) -> Read | None:
         """The read with its norms applied, for rules that can do both at once; None leaves the norms to `read`."""
@@ -183,8 +190,15 @@ class Mixer(nn.Module):
             return h
         return tuple(f(t) for f, t in zip(norms, h, strict=True)) if isinstance(h, tuple) else norms[0](h)
 
-    def write(self, state: Any, site: int, y: Tensor) -> Any:
-        """The state after site produced y [..., D]."""
+    def output_gains(self) -> Mapping[int, Tensor]:
+        """What `write` multiplies outputs with, channel by channel: {site: [D]}; most rules have none.
+
+        A model may do that itself where it costs less, in the weights of its output projections, and says so: write(..., scaled=True).
+        """
+        return {}
+
+    def write(self, state: Any, site: int, y: Tensor, scaled: bool = False) -> Any:
+        """The state after site produced y [..., D]. scaled: y has been multiplied with the site's `output_gains`."""
         site, state = self._check_order("write", state, site), self._for_autograd(state)
         x = state.template()
         self._check_tensor("write", y)
@@ -197,7 +211,7 @@ class Mixer(nn.Module):
                 f"write at site {site}: expected {x.dtype}, the embedding's dtype, or a narrower one, got {y.dtype}"
             )
         with without_autocast(x):
-            return self._write(state, site, y)
+            return self._write_scaled(state, site, y) if scaled else self._write(state, site, y)
 
     def finish(self, state: Any, norm: Norm | None = None, last: int | None = None) -> Tensor:
         """What the final norm sees: [..., D]. norm is applied to it. last: of so many tokens at the end of [..., T, D] alone."""
@@ -243,6 +257,10 @@ class Mixer(nn.Module):
             expected = f"1 to {self.n_sites + 1} sources, the embedding and one per site so far"
             raise ContractError(f"contributions: expected {expected}, got {len(sources)}")
         return contributions(self, sources)
+
+    def _rows_of_sites(self, rows: Tensor) -> dict[int, Tensor]:
+        """The rows [S, ...] of sites that are held here; their gradients are put together once."""
+        return dict(zip(self.held, here(rows).unbind(0), strict=False))  # finish has none
 
     def _for_autograd(self, state: Any) -> Any:
         return self._with_gradients(state) if state.without_gradients and torch.is_grad_enabled() else state

@@ -76,7 +76,7 @@ class Part:
         raise CutError("a part of a mixer is cut from a whole one that has its values; it draws none itself")
 
 
-RULES = ("start", "read", "write", "finish", "settled")  # where the rule's own code runs
+RULES = ("start", "read", "write", "finish", "settled", "output_gains")  # where the rule's own code runs
 
 
 def _rows(name: str) -> property:

@@ -3,6 +3,8 @@
 x_{s+1} = x_s + gamma_s ⊙ y_s
 """
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 
@@ -28,3 +30,6 @@ class LayerScale(AddedStream):
 
     def scale(self, site: int) -> Tensor:
         return self.gamma[site]
+
+    def output_gains(self) -> Mapping[int, Tensor]:
+        return self._rows_of_sites(self.gamma)

@@ -58,6 +58,7 @@ class PendingStream(State):
 
     x: Tensor  # [..., D]
     y: Tensor | None = None
+    scale: Tensor | None = None  # what y is still to be multiplied with, [D]
 
     def template(self) -> Tensor:
         return self.x
@@ -75,20 +76,17 @@ class AddedStream(OneStream):
         return None
 
     def traffic(self) -> list[Traffic]:
-        scaled = self.scale(0) is not None  # its backward reads y, and writes a gradient of its own for it
         first = Traffic(NORM[0], NORM[1] + 3, 1)  # whose gradient joins the stream's
         # x and y in, their sum and its norm out; the sum and both gradients in, one for x and y out
-        added = Traffic(4, 4 + 2 * scaled, 1 + scaled)
-        return [first, *[added] * (self.n_sites - 1), Traffic(3 + NORM[0], 3 * scaled + NORM[1], 1 + scaled)]
+        return [first, *[Traffic(4, 4, 1)] * (self.n_sites - 1), Traffic(3 + NORM[0], NORM[1], 1)]
 
-    def _sum(self, x: Tensor, y: Tensor, site: int) -> Tensor:
-        scale = self.scale(site)
+    def _sum(self, x: Tensor, y: Tensor, scale: Tensor | None) -> Tensor:
         return (x + y if scale is None else scaled_add(x, y, scale)).to(x.dtype)
 
     def _read(self, state: Any, site: int) -> Tensor:
         """The stream with everything added."""
         waits = isinstance(state, PendingStream) and state.y is not None
-        return self._sum(state.x, state.y, state.site - 1) if waits else state.x
+        return self._sum(state.x, state.y, state.scale) if waits else state.x
 
     def _with_gradients(self, state: Any) -> StreamState:
         return self._settled(state)
@@ -97,15 +95,21 @@ class AddedStream(OneStream):
         return StreamState(site=state.site, frozen=state.frozen, x=self._read(state, state.site))
 
     def _write(self, state: Any, site: int, y: Tensor) -> Any:
+        return self._add(state, site, y, self.scale(site))
+
+    def _write_scaled(self, state: Any, site: int, y: Tensor) -> Any:
+        return self._add(state, site, y, None)
+
+    def _add(self, state: Any, site: int, y: Tensor, scale: Tensor | None) -> Any:
         x = state.take_note() if isinstance(state, PendingStream) else None
         x = self._read(state, site) if x is None else x
         if state.without_gradients:
             return state.next(x=x, y=y)
         after: dict[str, Any] = {"site": state.site + 1, "frozen": state.frozen}
-        # Without gradients a scale has none, and a read that comes later might give it one.
-        now = state.frozen or (self.scale(site) is not None and not torch.is_grad_enabled())
-        later = not now and self._adds_later(x, y)
-        return PendingStream(x=x, y=y, **after) if later else StreamState(x=self._sum(x, y, site), **after)
+        later = not state.frozen and self._adds_later(x, y)
+        return (
+            PendingStream(x=x, y=y, scale=scale, **after) if later else StreamState(x=self._sum(x, y, scale), **after)
+        )
 
     def _finish(self, state: Any) -> Tensor:
         return self._read(state, self.n_sites)
@@ -127,9 +131,8 @@ class AddedStream(OneStream):
         return h
 
     def _sum_and_norm(self, state: Any, gain: Tensor, eps: float) -> tuple[Tensor | None, Tensor]:
-        scale = self.scale(state.site - 1)
-        if scale is not None:
-            return scaled_add_norm(state.x, state.y, scale, gain, eps)
+        if state.scale is not None:
+            return scaled_add_norm(state.x, state.y, state.scale, gain, eps)
         rows = gain.float().unsqueeze(0)  # whose gradient is fp32
         (h,), x, *_ = read_sums([state.x, state.y], plain_sum(rows, 1, 2), None, rows, eps, raw=0)
         return x, h

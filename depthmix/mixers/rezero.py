@@ -3,6 +3,8 @@
 x_{s+1} = x_s + alpha_s y_s
 """
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 
@@ -27,3 +29,6 @@ class ReZero(AddedStream):
 
     def scale(self, site: int) -> Tensor:
         return self.alpha[site].expand(self.dim)
+
+    def output_gains(self) -> Mapping[int, Tensor]:
+        return {site: alpha.expand(self.dim) for site, alpha in self._rows_of_sites(self.alpha).items()}

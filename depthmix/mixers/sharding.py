@@ -11,7 +11,7 @@ import torch
 from depthmix.mixers.base import ContractError, Mixer
 from depthmix.ops.torch_internals import inside_sharded_model
 
-CONTRACT = ("start", "read", "write", "finish")
+CONTRACT = ("start", "read", "write", "finish", "output_gains")
 LOOKING = ("mixing", "contributions")
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from depthmix.mixers.base import Read, create_mixer, mixer_class
 from depthmix.mixers.options import check_options
 from depthmix.models.layers import Attention, Context, Mlp, MlpKind
+from depthmix.models.projections import copies_weights, own_gain
 from depthmix.ops.norm import RMSNorm
 
 
@@ -112,18 +113,20 @@ class Blocks(nn.Module):
         if sources is not None:
             sources.append(x)
         state = mixer.start(x)
+        gains = mixer.output_gains() if sources is None and copies_weights(x) else {}
         for site, (norm, sublayer) in enumerate(zip(self.norms, self.sublayers, strict=True)):
             if mixtures is not None and site % 2 == 0:
                 h = mixer.read(state, site)
                 mixtures.append(h[0] if isinstance(h, tuple) else h)
-            y = self._run_sublayer(sublayer, mixer.read(state, site, norm), context)
+            gain = own_gain(gains, site, sublayer)
+            y = self._run_sublayer(sublayer, mixer.read(state, site, norm), context, gain)
             if sources is not None:
                 sources.append(y)
-            state = mixer.write(state, site, y)
+            state = mixer.write(state, site, y) if gain is None else mixer.write(state, site, y, scaled=True)
         return mixer.finish(state, self.final_norm, **({} if last is None else {"last": last}))
 
-    def _run_sublayer(self, sublayer: nn.Module, h: Read, context: Context) -> Tensor:
-        return sublayer(h, context)
+    def _run_sublayer(self, sublayer: nn.Module, h: Read, context: Context, gain: Tensor | None) -> Tensor:
+        return sublayer(h, context, gain)
 
     def _reset_blocks(self) -> None:
         """Matrices N(0, 1/fan_in), output projections times output_scale / sqrt(sites), gains one; the mixer is left to the caller."""

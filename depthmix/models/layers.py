@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from depthmix.mixers.base import Read
 from depthmix.models.cache import StaticKVCache
-from depthmix.models.projections import project
+from depthmix.models.projections import project, project_out
 from depthmix.ops.norm import RMSNorm
 from depthmix.ops.sublayer.op import activate
 
@@ -70,7 +70,7 @@ class Attention(nn.Module):
             for _ in range(2)
         )
 
-    def forward(self, h: Read, context: Context) -> Tensor:
+    def forward(self, h: Read, context: Context, gain: Tensor | None = None) -> Tensor:
         ways = h if isinstance(h, tuple) else (h,)
         h_q, h_v = ways[0], ways[-1]
         if len(ways) == 1:
@@ -91,7 +91,7 @@ class Attention(nn.Module):
                 k, v = context.cache.update(k, v, self.layer_idx)
         else:
             q, k, v = found
-        return self.out_proj(context.attend(self, q, k, v, context).flatten(2))
+        return project_out(context.attend(self, q, k, v, context).flatten(2), self.out_proj, gain)
 
 
 def scaled_dot_product(attention: Attention, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
@@ -117,15 +117,15 @@ class Mlp(nn.Module):
         self.up_proj = nn.Linear(dim, hidden, bias=False)
         self.out_proj = nn.Linear(hidden, dim, bias=False)
 
-    def forward(self, h: Read, context: Context) -> Tensor:
+    def forward(self, h: Read, context: Context, gain: Tensor | None = None) -> Tensor:
         if self.gate_proj is None:
             assert isinstance(h, Tensor)
-            return self.out_proj(activate(None, self.up_proj(h)))
+            return project_out(activate(None, self.up_proj(h)), self.out_proj, gain)
         if isinstance(h, tuple):
             gate, up = self.gate_proj(h[0]), self.up_proj(h[1])
         else:
             gate, up = project(h, self.gate_proj, self.up_proj)
-        return self.out_proj(activate(gate, up))
+        return project_out(activate(gate, up), self.out_proj, gain)
 
 
 @dataclass

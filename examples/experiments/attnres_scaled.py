@@ -6,10 +6,12 @@ Why so: LayerScale says how much of what a site puts out is added, attnres how m
 costs next to nothing, and neither can do what the other does. γ = init, as in LayerScale: not plain at step 0, unless it is 1 or output
 projections start at zero.
 
-What it costs: what attnres does, and the products, each a launch of its own here: y read and written, and so its gradient, for which
-y is read and kept. A kernel that adds an output up could do it on the way, and would only read y again.
+What it costs: what attnres does, where a model multiplies in the weights of its output projections (`output_gains`), as those here do
+in training under autocast. Elsewhere the products are launches of their own: y read and written, and so its gradient, for which y is
+read and kept.
 """
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import torch
@@ -18,7 +20,6 @@ from torch import Tensor, nn
 from depthmix.mixers import register
 from depthmix.mixers.attnres import AttnRes
 from depthmix.mixers.options import at_least
-from depthmix.mixers.traffic import Traffic
 from depthmix.ops import depth_sum
 
 
@@ -51,9 +52,11 @@ class AttnResScaled(AttnRes):
     def plain_share(self, site: int) -> float | None:
         return super().plain_share(site) if site == 0 or self.init == 1 else None
 
-    def traffic(self) -> list[Traffic]:
-        *sites, last = super().traffic()
-        return [*(Traffic(t.forward + 2, t.backward + 3, t.kept + 1) for t in sites), last]
+    def output_gains(self) -> Mapping[int, Tensor]:
+        return self._rows_of_sites(self.gamma)
 
     def _write(self, state: Any, site: int, y: Tensor) -> Any:
         return super()._write(state, site, depth_sum((y,), static=self.gamma[site].reshape(1, 1, -1))[0])
+
+    def _write_scaled(self, state: Any, site: int, y: Tensor) -> Any:
+        return super()._write(state, site, y)

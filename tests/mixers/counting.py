@@ -200,7 +200,7 @@ def units_of(mixer, meter, monkeypatch):
         h = mixer.read(state, site, norms[site])
         h = h if isinstance(h, tuple) else (h,)
         reads += [t.untyped_storage().data_ptr() for t in h]
-        state = mixer.write(state, site, Sublayer.apply(*h))
+        state = mixer.write(state, site, Sublayer.apply(*h), scaled=True)  # as models that multiply in their weights
     out = Norm.apply(mixer.finish(state))
     del state, h
     forward, kept = meter.units(), saved(out, meter) - set(reads)

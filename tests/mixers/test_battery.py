@@ -79,6 +79,20 @@ def test_every_parameter_receives_a_gradient_at_step_0_or_1(name, blocks):
 
 
 @every_pair
+def test_outputs_that_a_model_has_multiplied_with_their_gains(name, choice):
+    """The same, with every gradient, as if the rule did it; one without gains writes what it is given."""
+    mixer, sublayers, e = build(name, 3, choice, random=True), Sublayers(3), embedding()
+    gains = mixer.output_gains()
+    assert all(gain.shape == (DIM,) for gain in gains.values())
+    assert list(gains) in ([], list(range(mixer.n_sites)))
+    expected = gradients(mixer, sublayers, e)
+    write = mixer.write
+    mixer.write = lambda state, site, y: write(state, site, gains[site] * y if gains else y, scaled=True)
+    found = gradients(mixer, sublayers, e)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+@every_pair
 def test_no_token_sees_a_later_one(name, choice):
     mixer, sublayers = build(name, 3, choice, random=True), Sublayers(3)
     e = embedding()

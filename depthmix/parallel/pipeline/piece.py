@@ -16,6 +16,7 @@ from depthmix.mixers.cutting import Form, cut, cut_tensors, join_tensors
 from depthmix.models.blocks import as_autocast
 from depthmix.models.decoder import Decoder, token_positions
 from depthmix.models.layers import Context
+from depthmix.models.projections import copies_weights, own_gain
 from depthmix.ops.norm import RMSNorm
 
 MIXER = "mixer."
@@ -45,9 +46,13 @@ class Piece(nn.Module):
         x = state.template()
         cos, sin = self.rotary(token_positions(None, 0, self.parts * x.shape[1], x.device))
         context = Context(cos, sin, None, None)
+        gains = mixer.output_gains() if copies_weights(x) else {}
         for site in self.sites:
             norm: Any = self.norms[str(site)]
-            state = mixer.write(state, site, self.sublayers[str(site)](mixer.read(state, site, norm), context))
+            sublayer = self.sublayers[str(site)]
+            gain = own_gain(gains, site, sublayer)
+            y = sublayer(mixer.read(state, site, norm), context, gain)
+            state = mixer.write(state, site, y) if gain is None else mixer.write(state, site, y, scaled=True)
         if self.after is None:
             return self.head(mixer.finish(state, self.final_norm))
         return self._sent(mixer.pack(state), self.after, x.shape[:2])
