@@ -9,12 +9,13 @@ These blocks count sites, whatever the model's own blocks are.
 routing="add" (arXiv 2605.18855): h_0 = e, then the plain stream + Σ_i p_i v_i; finish returns the plain stream.
 With ways=2 an attention site reads two mixtures, one for queries and keys and one for values; with ways=3 each has its own.
 Queries start at zero: plain at step 0. With query_init they start at N(0, query_init²), which the paper advises against.
+output_gain: with γ_s ⊙ y_s where a site has put out y_s, γ a learned vector as in LayerScale, which starts at that number.
 query="input": query_s = W_s RMS(newest source) / D. The paper has no 1/D; without it a step of Adam moves logits by up to lr · D².
 """
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
@@ -85,12 +86,13 @@ class AttnRes(SlotReads):
     """query [S+1, D] = 0 and key_gain [S+1, D] = 1, the last row for finish (none with routing="add").
 
     The rows of the values with ways=2: query_v, key_gain_v [A, D]; of keys and values with ways=3: query_kv, key_gain_kv [A, 2, D],
-    for the A attention sites, of which blocks of two sites have one each.
+    for the A attention sites, of which blocks of two sites have one each. With output_gain: gamma [S, D].
     """
 
     decayed = frozenset({"query_proj", "query_proj_v", "query_proj_kv"})
     query: Tensor
     key_gain: Tensor
+    gamma: Tensor
 
     def __init__(
         self,
@@ -106,6 +108,7 @@ class AttnRes(SlotReads):
         heads: Annotated[int, at_least(1)] = 1,
         window: Annotated[int | None, at_least(1)] = None,
         routing: Literal["replace", "add"] = "replace",
+        output_gain: Annotated[float | None, at_least(0)] = None,
         eps: Annotated[float, at_least(0)] = 1e-6,
     ) -> None:
         super().__init__(dim, n_blocks)
@@ -131,6 +134,8 @@ class AttnRes(SlotReads):
             self._add(*(("query", dim) if query == "learned" else ("query_proj", dim, dim)))
             if key_norm:
                 self._add("key_gain", dim)
+        self.output_gain = output_gain
+        self.register_parameter("gamma", None if output_gain is None else nn.Parameter(torch.empty(self.n_sites, dim)))
         self.reset_parameters()
 
     def _add(self, name: str, *shape: int) -> None:
@@ -152,6 +157,8 @@ class AttnRes(SlotReads):
         for name, p in self.named_parameters():
             if self.query_init and name.startswith("query"):
                 nn.init.normal_(p, std=self.query_init)
+            elif name == "gamma":
+                nn.init.constant_(p, self.output_gain or 0.0)
             else:
                 nn.init.constant_(p, 1.0 if name.startswith("key_gain") else 0.0)
 
@@ -164,7 +171,7 @@ class AttnRes(SlotReads):
         others = -(-site // self.block_size)  # sources besides e
         if self.window is not None and others > self.window:
             return None
-        if self.query_init and others:
+        if others and (self.query_init or self.output_gain not in (None, 1)):
             return None
         share = 0.5 if self.weights == "sigmoid" else 1 / (1 + others)
         return 1 + share if self.routing == "add" else share
@@ -402,7 +409,15 @@ class AttnRes(SlotReads):
             h = self._mix(state, site, *fused)
         return h if len(h) > 1 else h[0]
 
+    def output_gains(self) -> Mapping[int, Tensor]:
+        return {} if self.output_gain is None else self._rows_of_sites(self.gamma)
+
     def _write(self, state: AttnResState | SlotState, site: int, y: Tensor) -> AttnResState | SlotState:
+        if self.output_gain is not None:
+            (y,) = depth_sum((y,), static=self.gamma[site].reshape(1, 1, -1))
+        return self._write_scaled(state, site, y)
+
+    def _write_scaled(self, state: AttnResState | SlotState, site: int, y: Tensor) -> AttnResState | SlotState:
         if isinstance(state, SlotState):
             if not state.filled(site):  # nobody has read
                 self._read_slots(state, site)

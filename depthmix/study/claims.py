@@ -139,7 +139,7 @@ def read_claims(path: Path) -> tuple[list[Claim], dict[str, Any]]:
         found.append(
             Claim(item["claim"], item["source"], says, studies, measures[0], item[measures[0]], item.get("note", ""))
         )
-    which = {key: given.get(key, []) for key in ("beside", "columns", "rules", "answer")}
+    which = {key: given.get(key, []) for key in ("beside", "columns", "rules", "answer", "steps")}
     for key, needed in (
         ("beside", {"title": str, "study": str, "of": list}),
         ("columns", {"title": str, "study": list}),
@@ -148,6 +148,9 @@ def read_claims(path: Path) -> tuple[list[Claim], dict[str, Any]]:
         for item in which[key]:
             if not isinstance(item, dict) or not all(isinstance(item.get(k), kind) for k, kind in needed.items()):
                 raise UserError(f"{path}: an entry of {key} has {' and '.join(needed)}, got {item!r}")
+    for name in which["steps"]:
+        if not (isinstance(name, str) and (path.parent / f"{name}.csv").is_file()):
+            raise UserError(f"{path}: steps names results of `python -m benchmarks step`, and {name!r} has no CSV file")
     decide = sorted({name for claim in found for name in claim.studies})
     for column in which["beside"]:
         for name in column["of"]:

@@ -134,15 +134,15 @@ def _which(
     columns: Sequence[Mapping[str, Any]],
     rules: Sequence[Mapping[str, Any]],
     answer: Sequence[str],
+    steps: Sequence[str],
     gains: Gains,
     look: Callable[[str], Results | None],
     folder: Path,
 ) -> list[str]:
     """The answer, then the table behind it: gains in columns of studies, step ratios, and what a rule asks for."""
     ratios: dict[tuple[str, str], float] = {}
-    steps = folder / "h200" / "step.csv"
-    if steps.is_file():
-        for line in csv.DictReader(steps.read_text().splitlines()):
+    for name in steps:  # the newest last
+        for line in csv.DictReader((folder / f"{name}.csv").read_text().splitlines()):
             if line["metric"].startswith("step / "):
                 ratios[line["who"], line["case"].partition(":")[0]] = float(line["value"])
     cases = sorted({case for _, case in ratios})
@@ -163,8 +163,13 @@ def _which(
         text.append(markdown_line([rule.get("label", arm), *cells, rule.get("takes", "")]))
     where = dict.fromkeys(name for column in columns for name in map(_name, column["study"]) if look(name))
     lines = [
-        f"Nats against the plain residual, below zero is better, with 95% intervals. From {', '.join(_link(name, folder) for name in where)}; steps from [h200](results/h200/step.md)."
+        f"Nats against the plain residual, below zero is better, with 95% intervals. From {', '.join(_link(name, folder) for name in where)}."
     ]
+    if steps:
+        runs = ", ".join(f"[{name}](results/{name}.md)" for name in steps)
+        lines.append(
+            f"Steps are from {runs}, the last one that has the rule, each against the plain step of its own run."
+        )
     for title, found_by_arm in gains.items():
         shown = {arm: found for arm, found in found_by_arm.items() if found.high < 0}
         if shown:

@@ -77,20 +77,6 @@ def embedding_again(p, o, blocks, e, sublayer):
     return over_sites(blocks, e, sublayer, read)
 
 
-def attnres_scaled(p, o, blocks, e, sublayer):
-    own = {2: "_v", 3: "_kv"}.get(o.get("ways", 1))
-
-    def read(s, seen):
-        v = sources_of(o, s, [e, *(p["gamma"][i] * y for i, y in enumerate(seen[1:]))])
-        rows = [(p["query"][s], p["key_gain"][s])]
-        if own and s in blocks.attention:
-            i = list(blocks.attention).index(s)
-            rows += zip(*(p[name + own][i].reshape(-1, e.shape[-1]) for name in ("query", "key_gain")), strict=True)
-        return tuple(attend(q, g, v) for q, g in rows)
-
-    return over_sites(blocks, e, sublayer, read)
-
-
 def low_rank_query(p, o, blocks, e, sublayer):
     def read(s, seen):
         v = sources_of(o, s, seen)

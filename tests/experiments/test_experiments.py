@@ -22,7 +22,6 @@ from project import ROOT
 FILES = [
     "attention_reads",
     "attnres_on_streams",
-    "attnres_scaled",
     "embedding_again",
     "gate_apart",
     "low_rank_query",
@@ -31,8 +30,6 @@ FILES = [
 CASES = [
     ("attention_reads", {"block_size": 3}),
     ("attention_reads", {"only": "values"}),
-    ("attnres_scaled", {"block_size": 3, "ways": 3}),
-    ("attnres_scaled", {"block_size": "all", "ways": 2, "init": 1.0}),
     ("embedding_again", {}),
     ("embedding_again", {"into": "stream"}),
     ("gate_apart", {"block_size": 3}),
@@ -49,7 +46,6 @@ every_experiment = pytest.mark.parametrize("name", FILES)
 # Site 0 has a single source; of an inner mixer the battery looks at whole tensors.
 SITE_0 = {
     "attention_reads": {("query", 0), ("key_gain", 0)},
-    "attnres_scaled": {("query", 0), ("key_gain", 0)},
     "embedding_again": set(),
     "gate_apart": {("query", 0), ("key_gain", 0)},
     "low_rank_query": {("query", 0), ("key_gain", 0), ("U", 0), ("V", 0)},
@@ -112,7 +108,6 @@ def test_output_reads_and_every_gradient_are_those_of_the_equations(name, choice
 
 STARTS = [
     ("attention_reads", {"block_size": 3}, "attnres", {"block_size": 3}),
-    ("attnres_scaled", {"block_size": 3, "init": 1.0}, "attnres", {"block_size": 3}),
     ("embedding_again", {}, "residual", {}),
     ("embedding_again", {"into": "stream"}, "residual", {}),
     ("gate_apart", {"block_size": 3}, "attnres", {"block_size": 3}),
@@ -177,7 +172,6 @@ def trained(mixer, norms, e, w, backend):
 def test_kernels_give_the_same_with_every_gradient(name, quick_interpreter):
     choice, blocks = {  # as small as shows what is an experiment's own
         "attention_reads": ({"block_size": 3}, 1),
-        "attnres_scaled": ({"block_size": "all", "ways": 2}, 1),
         "embedding_again": ({}, 1),
         "gate_apart": ({"block_size": 3}, 2),
         "low_rank_query": ({"block_size": 3}, 1),
@@ -235,7 +229,6 @@ def test_weight_decay_is_for_matrices_of_the_input():
     below = {f"below.{k}" for k in mixer_class("hyper").decayed}
     assert decayed == {
         "attention_reads": set(),
-        "attnres_scaled": set(),
         "embedding_again": set(),
         "gate_apart": set(),
         "softmax_dca": set(),

@@ -20,7 +20,6 @@ TrainConfig = pytest.importorskip("depthmix.config").TrainConfig
 
 RULES: dict[str, dict[str, Any]] = {
     "attention_reads": {"block_size": 8},
-    "attnres_scaled": {"block_size": "all", "ways": 2},
     "embedding_again": {},
     "gate_apart": {"block_size": 4, "values": True},
     "low_rank_query": {"block_size": 4},

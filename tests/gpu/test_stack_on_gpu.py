@@ -22,6 +22,7 @@ STACKS: list[tuple[int, int, int, dict[str, Any]]] = [  # tokens, channels, bloc
     (4096, 512, 6, {"block_size": 4, "ways": 2}),
     (4096, 512, 6, {"block_size": 4, "ways": 3}),
     (4096, 512, 6, {"block_size": 12, "ways": 2}),  # one block, whose reads have two sources
+    (4096, 512, 6, {"block_size": "all", "ways": 2, "output_gain": 0.1}),
     (777, 1000, 3, {"block_size": 6}),
     (1024, 2048, 16, {}),
     (1024, 2048, 16, {"block_size": 8}),

@@ -152,7 +152,9 @@ def test_a_deep_stack(options: dict[str, Any]) -> None:
 
 @pytest.mark.covered
 @pytest.mark.parametrize(
-    "options", [{}, {"block_size": 4, "ways": 2}, {"block_size": 3, "ways": 3}, {"window": 2}], ids=str
+    "options",
+    [{}, {"block_size": 4, "ways": 2, "output_gain": 0.1}, {"block_size": 3, "ways": 3}, {"window": 2}],
+    ids=str,
 )
 def test_against_the_oracle(options: dict[str, Any]) -> None:
     """Output and gradients are those of the implementation written from the paper, in fp64."""

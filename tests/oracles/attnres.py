@@ -5,6 +5,8 @@ partial sum from the last block boundary to s, unless it is empty. window W: e a
 
 M[s, i+1] = p of the source that contains y_i, 0 if a window dropped it.
 
+output_gain: y_i is gamma_i * what site i put out, channel by channel, so M[s, i+1] has that factor.
+
 routing="add": h_0 = e;  h_s = stream + mixture for s >= 1;  h_S = stream = e + sum_i y_i. Rows of M: 1; p + 1; 1.
 """
 
@@ -25,6 +27,7 @@ DEFAULTS = {
     "heads": 1,
     "window": None,
     "routing": "replace",
+    "output_gain": None,
     "eps": 1e-6,
 }
 OPTIONS = (
@@ -36,6 +39,8 @@ OPTIONS = (
     + combine(block_size=[3], ways=[3], query=["learned", "input"], routing=["replace", "add"], heads=[1, 4])
     + combine(block_size=[None, 3], ways=[1, 2], weights=["static"], window=[None, 2], routing=["replace", "add"])
     + combine(block_size=[3], ways=[3], weights=["static"], window=[None, 2], routing=["replace", "add"])
+    + combine(block_size=[None, 3, "all"], ways=[1, 2, 3], output_gain=[0.1, 1.0])
+    + combine(block_size=[3], ways=[2], weights=["softmax", "static"], routing=["replace", "add"], output_gain=[0.1])
 )
 DEAD_ROWS = {("query", 0), ("key_gain", 0)}  # site 0 has a single source
 
@@ -62,11 +67,13 @@ def parameters(o, D, blocks):
         out |= {name + "_v": ((A, *shape), value) for name, (shape, value) in rows.items()}
     if o["ways"] == 3:
         out |= {name + "_kv": ((A, 2, *shape), value) for name, (shape, value) in rows.items()}
+    if o["output_gain"] is not None:
+        out["gamma"] = ((S, D), o["output_gain"])
     return out
 
 
 def starts_plain(options):
-    return options["window"] is None
+    return options["window"] is None and options["output_gain"] in (None, 1)
 
 
 def members(s, block_size, window):
@@ -139,5 +146,9 @@ def run(p, options, blocks, e, sublayer) -> Trace:
             M[:, s] = M[0, s].clone()
         reads.append(h)
         if s < blocks.S:
-            sources.append(sublayer(s, h))
+            y = sublayer(s, h)
+            sources.append(y if options["output_gain"] is None else p["gamma"][s] * y)
+    if options["output_gain"] is not None:
+        for i in range(blocks.S):
+            M[:, :, i + 1] *= p["gamma"][i].detach()
     return Trace(reads[-1][0], reads, M)

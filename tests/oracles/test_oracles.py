@@ -86,7 +86,9 @@ def test_every_parameter_is_used(name, options):
     grads = dict(zip(p, torch.autograd.grad(t.out.square().sum(), list(p.values())), strict=True)) if p else {}
     for key, g in grads.items():
         assert g.isfinite().all()
-        if name == "attnres" and not (key.startswith("logits") and options["window"]):
+        if name == "attnres" and key == "gamma":
+            assert (g != 0).any(1).all()
+        elif name == "attnres" and not (key.startswith("logits") and options["window"]):
             row = g.reshape(len(g), -1).abs().sum(1) != 0
             assert row[1:].all()
             if options["weights"] != "sigmoid":
@@ -118,7 +120,10 @@ def test_plain_at_step_0(name, options):
 @cases("residual", "highway", "attnres", pairs=True)
 def test_rows_that_sum_to_one(name, options):
     """highway; attnres with a softmax over single sources; residual is all ones."""
-    t, _ = trace(name, options, random_parameters(name, options, DIM, BLOCKS))
+    p = random_parameters(name, options, DIM, BLOCKS)
+    t, _ = trace(name, options, p)
+    if options.get("output_gain") is not None:
+        t.M[:, :, 1:] /= p["gamma"].detach()[:, None, None]  # what was read is a scaled output
     ones = torch.ones_like(t.M[:, :, 0])
     if name == "highway":
         torch.testing.assert_close(t.M.sum(2), ones)

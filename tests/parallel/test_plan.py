@@ -80,7 +80,18 @@ def test_extra_time_of_a_step_is_what_was_measured(case):
 
 def test_extra_time_beside_the_plain_step_of_now():
     assert missed(NARROW, "step-one-block") == {(NARROW, "attnres:block_size=24,ways=2")}  # which is faster than told
-    assert len(measured("step-one-block")) == 4
+    assert missed(NARROW, "step-gains") == {(NARROW, "attnres:block_size=all,ways=2")}
+    assert len(measured("step-one-block")) == len(measured("step-gains")) == 4
+
+
+def test_a_gain_for_outputs_keeps_nothing():
+    found = {arm: values["memory of a step"] for (_, arm), values in measured("step-gains").items()}
+    told = {arm: memory_by_rank(counted(NARROW, arm), Layout(), PlanConfig(**MEASURED[NARROW]))[0] for arm in found}
+    for arm in ("layerscale", "rezero"):
+        assert (
+            told[arm].activations + told[arm].depth_state == told["residual"].activations + told["residual"].depth_state
+        )
+        assert found[arm] == pytest.approx(found["residual"], rel=1e-3)
 
 
 def missed(case, *names):

@@ -242,6 +242,7 @@ def test_the_page_is_made_of_what_is_there(tmp_path, monkeypatch, capsys):
         ({"beside": [{"title": "t", "study": "tiny @ code", "of": []}]}, ["tiny has no 'code'"]),
         ({"beside": [{"title": "t", "study": "tiny", "of": ["tinny"]}]}, ["beside 't': no claim names 'tinny'"]),
         ({"rules": ["dca"]}, ["rules has arm", "'dca'"]),
+        ({"steps": ["h200/stop"]}, ["benchmarks step", "'h200/stop' has no CSV file"]),
     ],
 )
 def test_what_is_wrong_with_the_second_table_is_said(tmp_path, more, words):
