@@ -13,7 +13,21 @@ from torch.utils.checkpoint import checkpoint
 from depthmix import create_mixer
 from depthmix.ops import use_backend
 from depthmix.ops.norm import RMSNorm
-from harness import DIM, LAYOUTS, MIXERS, PAIRWISE, PAIRWISE_IDS, B, Sublayers, T, as_tuple, build, embedding, run_stack
+from harness import (
+    DIM,
+    LAYOUTS,
+    MIXERS,
+    PAIRWISE,
+    PAIRWISE_IDS,
+    B,
+    Sublayers,
+    T,
+    as_tuple,
+    build,
+    embedding,
+    label,
+    run_stack,
+)
 from oracles import MODULES
 from oracles.blocks import Blocks
 
@@ -78,13 +92,16 @@ def test_every_parameter_receives_a_gradient_at_step_0_or_1(name, blocks):
     assert dead == MODULES[name].DEAD_ROWS
 
 
-@every_pair
+SCALING = [(name, choice) for name, choice in PAIRWISE if build(name, 1, choice).output_gains()]
+
+
+@pytest.mark.parametrize(("name", "choice"), SCALING, ids=[label(*case) for case in SCALING])
 def test_outputs_that_a_model_has_multiplied_with_their_gains(name, choice):
     """The same, with every gradient, as if the rule did it; one without gains writes what it is given."""
     mixer, sublayers, e = build(name, 3, choice, random=True), Sublayers(3), embedding()
     gains = mixer.output_gains()
-    assert all(gain.shape == (DIM,) for gain in gains.values())
     assert list(gains) in ([], list(range(mixer.n_sites)))
+    assert all(gain.shape == (DIM,) for gain in gains.values())
     expected = gradients(mixer, sublayers, e)
     write = mixer.write
     mixer.write = lambda state, site, y: write(state, site, gains[site] * y if gains else y, scaled=True)

@@ -39,8 +39,8 @@ OPTIONS = (
     + combine(block_size=[3], ways=[3], query=["learned", "input"], routing=["replace", "add"], heads=[1, 4])
     + combine(block_size=[None, 3], ways=[1, 2], weights=["static"], window=[None, 2], routing=["replace", "add"])
     + combine(block_size=[3], ways=[3], weights=["static"], window=[None, 2], routing=["replace", "add"])
-    + combine(block_size=[None, 3, "all"], ways=[1, 2, 3], output_gain=[0.1, 1.0])
-    + combine(block_size=[3], ways=[2], weights=["softmax", "static"], routing=["replace", "add"], output_gain=[0.1])
+    + combine(block_size=[3, "all"], ways=[1, 2], output_gain=[0.1])
+    + combine(ways=[3], weights=["softmax", "static"], routing=["add"], output_gain=[1.0])
 )
 DEAD_ROWS = {("query", 0), ("key_gain", 0)}  # site 0 has a single source
 

@@ -7,7 +7,7 @@ import torch
 
 from depthmix.data.dataset import TokenData
 from depthmix.train.loop import Trainer
-from harness import CASES
+from harness import PAIRWISE
 from train import small
 
 CPU = torch.device("cpu")
@@ -23,7 +23,7 @@ def plain_trainer():
     return trainer(dim=24, seed=3)
 
 
-@pytest.mark.parametrize(("mixer", "options"), CASES)
+@pytest.mark.parametrize(("mixer", "options"), PAIRWISE)
 def test_mechanisms_share_weights_and_batches(mixer, options):
     plain, other = plain_trainer(), trainer(mixer, options, dim=24, seed=3)
     named = dict(other.model.named_parameters())
