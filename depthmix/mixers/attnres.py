@@ -374,7 +374,8 @@ class AttnRes(SlotReads):
         site, size = state.site, self.block_size
         blocks = tuple(state.slots[i * size] for i in range(-(-site // size)))
         partial = state.slots[site - 1] if site and (site - 1) % size else None
-        kept: dict[str, Any] = {"site": site, "frozen": state.frozen, "pending": state.pending}
+        pending = state.pending if state.scale is None else (state.scale * state.pending).to(state.pending.dtype)
+        kept: dict[str, Any] = {"site": site, "frozen": state.frozen, "pending": pending}
         return AttnResState(blocks=self._windowed(blocks), partial=partial, **kept)
 
     # The contract.
@@ -413,15 +414,16 @@ class AttnRes(SlotReads):
         return {} if self.output_gain is None else self._rows_of_sites(self.gamma)
 
     def _write(self, state: AttnResState | SlotState, site: int, y: Tensor) -> AttnResState | SlotState:
-        if self.output_gain is not None:
-            (y,) = depth_sum((y,), static=self.gamma[site].reshape(1, 1, -1))
+        gamma = None if self.output_gain is None else self.gamma[site]
+        if isinstance(state, SlotState):
+            return self._write_slots(state, site, y, gamma)
+        if gamma is not None:
+            (y,) = depth_sum((y,), static=gamma.reshape(1, 1, -1))
         return self._write_scaled(state, site, y)
 
     def _write_scaled(self, state: AttnResState | SlotState, site: int, y: Tensor) -> AttnResState | SlotState:
         if isinstance(state, SlotState):
-            if not state.filled(site):  # nobody has read
-                self._read_slots(state, site)
-            return state.next(pending=y)
+            return self._write_slots(state, site, y, None)
         newest, tape = state.take_note() or (None, None)
         if newest is None:
             newest = state.pending if state.partial is None else state.partial + state.pending

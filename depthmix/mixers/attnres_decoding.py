@@ -70,13 +70,14 @@ class SlotReads(Mixer):
             return self._read_and_pass_on(state, site, before, again, gain, out_eps)
         oldest = 1 if self.window is None else max(1, finished + 1 - self.window)  # after e
         place = (1, oldest - 1, min(finished, 1 + finished - oldest))
-        bank: tuple[Tensor, ...] = ()
+        bank: tuple[Tensor | None, Tensor | None] = None, None
         if self._look_back(state, site):
             first, found, lse = state.ahead
             place = (0, first, site - first)
             bank = found[site - first], lse[site - first]
         rows = self._slot_rows("query", site), self._slot_rows("key_gain", site)
-        return attend(newest, state.pending, before, site, size, *place, *rows, gain, self.eps, out_eps, *bank)
+        source = newest, state.pending, before, site, size
+        return attend(*source, *place, *rows, gain, self.eps, out_eps, *bank, state.scale)
 
     def _read_and_pass_on(
         self, state: SlotState, site: int, before: int, again: bool, gain: Sequence[Tensor], out_eps: float
@@ -95,7 +96,15 @@ class SlotReads(Mixer):
             own_ahead = range(*ends)
         rows = here(self.query), here(self.key_gain), own, own_at, own_ahead
         source = state.pending, before, site, 0 if to_all else size, ahead
-        return pass_on(state.slots, state.running, *source, *rows, self.ways(site), gain, self.eps, out_eps)
+        mixtures = state.slots, state.running, *source, *rows, self.ways(site)
+        return pass_on(*mixtures, gain, self.eps, out_eps, state.scale)
+
+    def _write_slots(self, state: SlotState, site: int, y: Tensor, scale: Tensor | None) -> SlotState:
+        """An output that waits, times a scale [D], for the read that puts it into its slot."""
+        if not state.filled(site):  # nobody has read
+            self._read_slots(state, site)
+        after: SlotState = state.next(pending=y, scale=scale)
+        return after
 
     def _n_mixtures(self) -> int:
         return self._n_readers() + self._own_before(self.n_sites)

@@ -24,6 +24,7 @@ class SlotState(State):
     slots: Tensor  # [n, ..., D]
     pending: Tensor  # the newest source, or with `before` what is added to that
     before: Tensor | None = None
+    scale: Tensor | None = None  # what `pending` is still to be multiplied with, [D]
     g: Tensor | None = None  # between the sites of a block that reads once: what it read, and
     a: Tensor | None = None  # what its sites produced so far
     makers: list[Any] | None = dataclasses.field(default=None, repr=False, metadata={"cache": True})

@@ -16,6 +16,7 @@ RULES: list[tuple[str, dict[str, Any]]] = [
     ("attnres", {}),
     ("attnres", {"block_size": 4}),
     ("attnres", {"block_size": 4, "ways": 2}),
+    ("attnres", {"block_size": "all", "ways": 2, "output_gain": 0.5}),
     ("attnres", {"ways": 3}),
     ("dca", {}),
     ("grn", {}),

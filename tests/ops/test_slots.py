@@ -46,8 +46,9 @@ def test_attend(tokens, dim, ways, size, site, dtype, norm):
     place = (site, size, 1, 0, -(-site // size))
     expected_slots = slots.clone()
     partial = None if before < 0 else expected_slots[before].clone()
-    expected = reference.attend(expected_slots, y, partial, *place, query, key_gain, gain, 1e-6, 1e-5, None, None)
-    found = op.attend(slots, y, before, *place, query, key_gain, gain, 1e-6, 1e-5)
+    more = (query, key_gain, gain, 1e-6, 1e-5, None, None, rand(dim, seed=6, dtype=torch.float32) if site > 5 else None)
+    expected = reference.attend(expected_slots, y, partial, *place, *more)
+    found = op.attend(slots, y, before, *place, *more)
     near(found, expected)
     assert torch.equal(slots[: site + 1], expected_slots[: site + 1])
     assert slots[site + 1 :].isnan().all()
@@ -84,11 +85,12 @@ def test_pass_on(tokens, dim, ways, sites, readers, slot, stride, ahead, dtype, 
     gain = rows(ways, dim, 5, dtype) if norm else []
     made = [[t.clone() for t in (slots, acc, stats)] for _ in range(2)]
     partial = None if before < 0 else slots[before].clone()
+    scale = rand(dim, seed=9, dtype=torch.float32) if slot in (2, 3) else None
     expected = reference.pass_on(
-        *made[0], y, partial, slot, stride, *ahead, query, key_gain, *(own or (None, None)), own_at, *own_ahead, ways, gain, 1e-6, 1e-5
+        *made[0], y, partial, slot, stride, *ahead, query, key_gain, *(own or (None, None)), own_at, *own_ahead, ways, gain, 1e-6, 1e-5, scale
     )  # fmt: skip
     found = op.pass_on(
-        made[1][0], tuple(made[1][1:]), y, before, slot, stride, range(*ahead), query, key_gain, own, own_at, range(*own_ahead), ways, gain, 1e-6, 1e-5
+        made[1][0], tuple(made[1][1:]), y, before, slot, stride, range(*ahead), query, key_gain, own, own_at, range(*own_ahead), ways, gain, 1e-6, 1e-5, scale
     )  # fmt: skip
     near(found, expected)
     for a, e in zip(made[1], made[0], strict=True):
@@ -236,7 +238,7 @@ from depthmix.ops.sublayer import kernels as sublayer
 OTHERS = dict.fromkeys(("slot", "stride", "head", "skip", "n", "T", "cos_row"), "i32") | {"N": "i64", "slots": "*bf16"}
 OTHERS |= dict.fromkeys(("eps", "out_eps"), "fp32") | {"position": "*i64"}
 OTHERS |= dict.fromkeys(("begin", "ahead", "own_at", "own_begin", "readers"), "i32") | {"rows": "i64"}
-names = ("q0", "q1", "q2", "k0", "k1", "k2", "q", "k", "oq", "ok", "acc", "stats", "bank", "bank_lse", "query", "key_gain", "lse", "static", "w", "cos", "sin")
+names = ("q0", "q1", "q2", "k0", "k1", "k2", "q", "k", "oq", "ok", "acc", "stats", "bank", "bank_lse", "query", "key_gain", "lse", "static", "w", "cos", "sin", "scale")
 OTHERS |= dict.fromkeys(names, "*fp32")
 for name, constants in eval(sys.argv[1]):
     fn = next(getattr(m, name) for m in (slots, passing, sublayer) if hasattr(m, name))
@@ -248,7 +250,7 @@ for name, constants in eval(sys.argv[1]):
     print(triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 2}).asm["ptx"], end="----")
 """
 CONSTANTS = {
-    "D": 512, "BD": 512, "NS": 2, "MANY": False, "WAYS": 2, "BEFORE": True, "BANK": True, "NORM": True, "ALIGNED": True,
+    "D": 512, "BD": 512, "NS": 2, "MANY": False, "WAYS": 2, "SCALE": True, "BEFORE": True, "BANK": True, "NORM": True, "ALIGNED": True,
     "STATIC": 1, "SCORES": True, "PER_ENTRY": False, "RELU": 1, "RAW": 0, "ADD": True, "KEEP": False, "UNIT": 8, "BLOCK": 1024, "GATED": True, "EARLY": True,
     "OWN": True, "FIRST": False, "ANEW": True,
 }  # fmt: skip

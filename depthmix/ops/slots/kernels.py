@@ -1,8 +1,8 @@
 """What happens between two sublayers, in one launch, for so few tokens that a launch takes longer than its work.
 
-    attend      newest = y (+ before), stored in its slot; softmax over it and the finished sources; the norm that follows
+    attend      newest = (scale ⊙) y (+ before), stored in its slot; softmax over it and the finished sources; the norm that follows
     look_back   the same sources for several sites to come at once: mixture and log-sum-exp, which `attend` goes on from
-    add_up      newest as above; weighted sums of all entries, with their scores, the norm that follows
+    add_up      newest = y (+ before), stored; weighted sums of all entries, with their scores, the norm that follows
     add_norm    x + y and its RMSNorm
 
 A program is one token and one way of a site, so that a single token keeps as many cores busy as there are ways. Sources lie side by
@@ -56,9 +56,13 @@ def _attend(x, there, u, m, z, acc, eps, D: tl.constexpr):
 
 
 @triton.jit
-def _newest(slots, y, before, slot, t, way, N, d, ok, D: tl.constexpr, BEFORE: tl.constexpr):
-    """y (+ before), rounded; it is stored in its slot."""
+def _newest(
+    slots, y, scale, before, slot, t, way, N, d, ok, D: tl.constexpr, SCALE: tl.constexpr, BEFORE: tl.constexpr
+):  # fmt: skip
+    """(scale ⊙) y (+ before), rounded; it is stored in its slot."""
     v = tl.load(y + t * D + d, mask=ok, other=0.0)
+    if SCALE:
+        v = v.to(tl.float32) * tl.load(scale + d, mask=ok, other=0.0)
     if BEFORE:
         v = v.to(tl.float32) + tl.load(before + t * D + d, mask=ok, other=0.0).to(tl.float32)
     v = v.to(slots.dtype.element_ty)
@@ -68,9 +72,9 @@ def _newest(slots, y, before, slot, t, way, N, d, ok, D: tl.constexpr, BEFORE: t
 
 @triton.jit(do_not_specialize=["N", "slot", "stride", "head", "skip", "n"])
 def _attend_kernel(
-    slots, y, before, q0, q1, q2, k0, k1, k2, g0, g1, g2, bank, bank_lse, out,
+    slots, y, scale, before, q0, q1, q2, k0, k1, k2, g0, g1, g2, bank, bank_lse, out,
     N: tl.int64, slot: tl.int32, stride: tl.int32, head: tl.int32, skip: tl.int32, n: tl.int32, eps, out_eps,
-    D: tl.constexpr, BD: tl.constexpr, NS: tl.constexpr, MANY: tl.constexpr, WAYS: tl.constexpr, BEFORE: tl.constexpr,
+    D: tl.constexpr, BD: tl.constexpr, NS: tl.constexpr, MANY: tl.constexpr, WAYS: tl.constexpr, SCALE: tl.constexpr, BEFORE: tl.constexpr,
     BANK: tl.constexpr, NORM: tl.constexpr, ALIGNED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0).to(tl.int64)
@@ -86,7 +90,7 @@ def _attend_kernel(
     if not MANY:  # on their way before anything else is looked at
         at = (i + tl.where(i >= head, skip, 0)) * stride
         x = _rows(slots, at, t, N, d, (i < n)[:, None] & ok[None, :], D, ALIGNED)
-    v = _newest(slots, y, before, slot, t, way, N, d, ok, D, BEFORE)
+    v = _newest(slots, y, scale, before, slot, t, way, N, d, ok, D, SCALE, BEFORE)
     m, z, acc = float("-inf"), 0.0, tl.zeros([BD], tl.float32)
     if MANY:
         square, dot = tl.split(tl.sum(tl.join(v * v, v * u), 0))
@@ -163,7 +167,7 @@ def _add_up_kernel(
         gain = _row_of_way(g0, g1, g2, way, d, D, WAYS)
     if EARLY:
         wait_for_last()
-    v = _newest(slots, y, before, slot, t, way, N, d, ok, D, BEFORE)
+    v = _newest(slots, y, y, before, slot, t, way, N, d, ok, D, False, BEFORE)
     acc = tl.zeros([BD], tl.float32)
     i = tl.arange(0, NS)
     for start in range(0, slot, NS):
@@ -250,11 +254,12 @@ def attend(
     out_eps: float,
     bank: Tensor | None,
     bank_lse: Tensor | None,
+    scale: Tensor | None,
 ) -> Tensor:
-    """The mixtures [W, ..., D] of the newest source, y (+ before), which goes to its slot, and n finished ones.
+    """The mixtures [W, ..., D] of the newest source, (scale ⊙) y (+ before), which goes to its slot, and n finished ones.
 
     Finished source i lies in slot (i, from number `head` on i + skip) times stride. query, key_gain: [D] fp32 for each way;
-    gain: [D] for each, any dtype, or none at all. bank, bank_lse: what look_back found for this site, [N, D] and [N] fp32.
+    gain: [D] for each, any dtype, or none at all. bank, bank_lse: what look_back found for this site, [N, D] and [N] fp32. scale: [D] fp32.
     """
     dim, ways = y.shape[-1], len(query)
     tokens = y.numel() // dim
@@ -265,10 +270,10 @@ def attend(
         many = n + 1 > rows
         launch(
             _attend_kernel, (tokens, ways), y,
-            slots, y, y if before is None else before, *_three(query, y), *_three(key_gain, y), *_three(gain, query[0]),
+            slots, y, query[0] if scale is None else scale, y if before is None else before, *_three(query, y), *_three(key_gain, y), *_three(gain, query[0]),
             query[0] if bank is None else bank, query[0] if bank_lse is None else bank_lse, out,
             tokens, slot, stride, head, skip, n, eps, out_eps,
-            D=dim, BD=block, NS=rows if many else triton.next_power_of_2(n + 1), MANY=many, WAYS=ways, BEFORE=before is not None, BANK=bank is not None,
+            D=dim, BD=block, NS=rows if many else triton.next_power_of_2(n + 1), MANY=many, WAYS=ways, SCALE=scale is not None, BEFORE=before is not None, BANK=bank is not None,
             NORM=len(gain) > 0, ALIGNED=aligned(dim, [slots]), num_warps=_warps(block), **early(y),
         )  # fmt: skip
     return out

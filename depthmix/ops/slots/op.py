@@ -17,7 +17,7 @@ PASS_BYTES = 1 << 22  # that a launch may move to keep all readers to come up to
 _library = torch.library.Library("depthmix", "FRAGMENT")
 _library.define(
     "slots_attend(Tensor(a!) slots, Tensor y, int before, int slot, int stride, int head, int skip, int n, Tensor[] query,"
-    " Tensor[] key_gain, Tensor[] gain, float eps, float out_eps, Tensor? bank, Tensor? bank_lse) -> Tensor"
+    " Tensor[] key_gain, Tensor[] gain, float eps, float out_eps, Tensor? bank, Tensor? bank_lse, Tensor? scale) -> Tensor"
 )
 _library.define("slots_look_back(Tensor slots, int n, Tensor query, Tensor key_gain, float eps) -> (Tensor, Tensor)")
 _library.define(
@@ -27,7 +27,7 @@ _library.define(
 _library.define(
     "slots_pass_on(Tensor(a!) slots, Tensor(b!) acc, Tensor(c!) stats, Tensor y, int before, int slot, int stride, int begin, int end,"
     " Tensor query, Tensor key_gain, Tensor? own_query, Tensor? own_key_gain, int own_at, int own_begin, int own_end, int ways,"
-    " Tensor[] gain, float eps, float out_eps) -> Tensor"
+    " Tensor[] gain, float eps, float out_eps, Tensor? scale) -> Tensor"
 )
 _library.define("slots_add_norm(Tensor x, Tensor? y, Tensor gain, float eps, bool keep=True) -> (Tensor, Tensor)")
 
@@ -39,19 +39,21 @@ def _contiguous(rows: Sequence[Tensor]) -> list[Tensor]:
 def _attend(
     slots: Tensor, y: Tensor, before: int, slot: int, stride: int, head: int, skip: int, n: int, query: list[Tensor],
     key_gain: list[Tensor], gain: list[Tensor], eps: float, out_eps: float, bank: Tensor | None, bank_lse: Tensor | None,
+    scale: Tensor | None,
 ) -> Tensor:  # fmt: skip
     from depthmix.ops.slots import kernels
 
     partial = None if before < 0 else slots[before]
     rows = (_contiguous(query), _contiguous(key_gain), _contiguous(gain))
     return kernels.attend(
-        slots, y.contiguous(), partial, slot, stride, head, skip, n, *rows, eps, out_eps, bank, bank_lse
+        slots, y.contiguous(), partial, slot, stride, head, skip, n, *rows, eps, out_eps, bank, bank_lse, scale
     )
 
 
 def _attend_fake(
     slots: Tensor, y: Tensor, before: int, slot: int, stride: int, head: int, skip: int, n: int, query: list[Tensor],
     key_gain: list[Tensor], gain: list[Tensor], eps: float, out_eps: float, bank: Tensor | None, bank_lse: Tensor | None,
+    scale: Tensor | None,
 ) -> Tensor:  # fmt: skip
     return slots.new_empty(len(query), *y.shape)
 
@@ -88,7 +90,7 @@ def _add_up_fake(
 def _pass_on(
     slots: Tensor, acc: Tensor, stats: Tensor, y: Tensor, before: int, slot: int, stride: int, begin: int, end: int, query: Tensor,
     key_gain: Tensor, own_query: Tensor | None, own_key_gain: Tensor | None, own_at: int, own_begin: int, own_end: int,
-    ways: int, gain: list[Tensor], eps: float, out_eps: float,
+    ways: int, gain: list[Tensor], eps: float, out_eps: float, scale: Tensor | None,
 ) -> Tensor:  # fmt: skip
     from depthmix.ops.slots import passing
 
@@ -96,7 +98,7 @@ def _pass_on(
     own = [None if t is None else t.contiguous() for t in (own_query, own_key_gain)]
     return passing.pass_on(
         slots, acc, stats, y.contiguous(), partial, slot, stride, begin, end, query.contiguous(), key_gain.contiguous(), own[0],
-        own[1], own_at, own_begin, own_end, ways, _contiguous(gain), eps, out_eps,
+        own[1], own_at, own_begin, own_end, ways, _contiguous(gain), eps, out_eps, scale,
     )  # fmt: skip
 
 
@@ -161,10 +163,11 @@ def attend(
     out_eps: float,
     bank: Tensor | None = None,
     bank_lse: Tensor | None = None,
+    scale: Tensor | None = None,
 ) -> Tensor:
     """kernels.attend; before: the slot of what is added to y, or -1. slots: [..., N or more dimensions, D], contiguous."""
     found: Tensor = torch.ops.depthmix.slots_attend(
-        slots, y, before, slot, stride, head, skip, n, query, key_gain, gain, eps, out_eps, bank, bank_lse
+        slots, y, before, slot, stride, head, skip, n, query, key_gain, gain, eps, out_eps, bank, bank_lse, scale
     )
     return found
 
@@ -186,11 +189,12 @@ def pass_on(
     gain: Sequence[Tensor],
     eps: float,
     out_eps: float,
+    scale: Tensor | None = None,
 ) -> Tensor:
     """passing.pass_on; before: as in attend; ahead, own_ahead: the readers and further ways that are brought up to date."""
     found: Tensor = torch.ops.depthmix.slots_pass_on(
         slots, *running, y, before, slot, stride, ahead.start, ahead.stop, query, key_gain, *(own or (None, None)),
-        own_at, own_ahead.start, own_ahead.stop, ways, gain, eps, out_eps,
+        own_at, own_ahead.start, own_ahead.stop, ways, gain, eps, out_eps, scale,
     )  # fmt: skip
     return found
 

@@ -1,6 +1,6 @@
 """A read of decoding that goes on from a running softmax of the finished sources, and brings those of readers to come up to date.
 
-    v = y (+ before), rounded, stored in its slot
+    v = (scale ⊙) y (+ before), rounded, stored in its slot
     own reader        s = logit of v;  t = max(m, s);  o, p = exp(m - t), exp(s - t);  h = (o a + p v) / (o z + p), and its norm
     readers to come   m, z, a = t, o z + p, o a + p v,  if v is finished: either from what they have, or from nothing with
                       all finished sources and v, for those of a block
@@ -36,11 +36,11 @@ def _row(main, own, index, is_main, d, D: tl.constexpr, OWN: tl.constexpr):
 
 @triton.jit(do_not_specialize=["N", "slot", "stride", "begin", "ahead", "own_at", "own_begin", "readers"])
 def _pass_on_kernel(
-    slots, acc, stats, y, before, q, k, oq, ok, g0, g1, g2, out,
+    slots, acc, stats, y, scale, before, q, k, oq, ok, g0, g1, g2, out,
     N: tl.int64, slot: tl.int32, stride: tl.int32, begin: tl.int32, ahead: tl.int32, own_at: tl.int32, own_begin: tl.int32,
     readers: tl.int32, rows: tl.int64, eps, out_eps,
     D: tl.constexpr, BD: tl.constexpr, NS: tl.constexpr, WAYS: tl.constexpr, OWN: tl.constexpr, FIRST: tl.constexpr,
-    ANEW: tl.constexpr, BEFORE: tl.constexpr, NORM: tl.constexpr, ALIGNED: tl.constexpr, EARLY: tl.constexpr,
+    ANEW: tl.constexpr, SCALE: tl.constexpr, BEFORE: tl.constexpr, NORM: tl.constexpr, ALIGNED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0).to(tl.int64)
     j = tl.program_id(1)  # ways of this reader, readers to come, and their own ways
@@ -68,7 +68,7 @@ def _pass_on_kernel(
             there = start + b < n
             x = _rows(slots, (start + b) * stride, t, N, d, there[:, None] & inside[None, :], D, ALIGNED)
             m, z, a = _attend(x.to(tl.float32), there, u, m, z, a, eps, D)
-    v = _newest(slots, y, before, slot, t, j, N, d, inside, D, BEFORE)
+    v = _newest(slots, y, scale, before, slot, t, j, N, d, inside, D, SCALE, BEFORE)
     sums = tl.sum(tl.join(tl.join(v * v, v * u), tl.join(a * v, a * a)), 0)  # [2, 2]
     of_new, of_old = tl.split(sums)
     square, dot = tl.split(of_new)
@@ -116,13 +116,14 @@ def pass_on(
     gain: Sequence[Tensor],
     eps: float,
     out_eps: float,
+    scale: Tensor | None,
 ) -> Tensor:
-    """The mixtures [W, ..., D] of reader `slot`: of all finished sources and the newest, y (+ before), which goes to its slot.
+    """The mixtures [W, ..., D] of reader `slot`: of all finished sources and the newest, (scale ⊙) y (+ before), which goes to its slot.
 
     query, key_gain: [R, D] fp32, of every reader; own_…: [A, D], of further ways, of which this reader has rows `own_at` on.
     acc: [R + A, N, D], stats: [2, R + A, N], fp32, the running mixtures; nothing in them before slot 0 was read. Those of readers
     begin … end and further ways own_begin … own_end are brought up to date: with the newest source, or, if there is a stride, with
-    all of those in slots 0, stride, …, slot. gain: [D] for each way, any dtype, or none at all.
+    all of those in slots 0, stride, …, slot. gain: [D] for each way, any dtype, or none at all. scale: [D] fp32.
     """
     dim = y.shape[-1]
     tokens = y.numel() // dim
@@ -134,10 +135,10 @@ def pass_on(
         own = (query, key_gain) if own_query is None or own_key_gain is None else (own_query, own_key_gain)
         launch(
             _pass_on_kernel, (tokens, ways + ahead + others), y,
-            slots, acc, stats, y, y if before is None else before, query, key_gain, *own, *_three(gain, query), out,
+            slots, acc, stats, y, query if scale is None else scale, y if before is None else before, query, key_gain, *own, *_three(gain, query), out,
             tokens, slot, max(1, stride), begin, ahead, own_at, own_begin, len(query), len(acc), eps, out_eps,
             D=dim, BD=block, NS=min(triton.next_power_of_2(slot // stride), rows_at_once(dim)) if anew else 1, WAYS=ways,
-            OWN=own_query is not None, FIRST=slot == 0, ANEW=anew, BEFORE=before is not None, NORM=len(gain) > 0,
+            OWN=own_query is not None, FIRST=slot == 0, ANEW=anew, SCALE=scale is not None, BEFORE=before is not None, NORM=len(gain) > 0,
             ALIGNED=aligned(dim, [slots]), num_warps=_warps(block) if anew else _warps_of(block, ahead + others), **early(y),
         )  # fmt: skip
     return out

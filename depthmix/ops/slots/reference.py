@@ -1,6 +1,6 @@
 """What is read at a site when tokens are decoded, in plain PyTorch: the specification. No gradients, and one rounding.
 
-newest = y (+ before), rounded;      slots[slot] = newest
+newest = (scale ⊙) y (+ before), rounded;      slots[slot] = newest
 attend      o = Σ_i p_i v_i,  p = softmax of the logits of depth attention over the finished sources and the newest
 look_back   of the finished sources alone, for several sites:  m = max s_i,  z = Σ exp(s_i - m),  a = Σ exp(s_i - m) v_i,
             kept as a / z and lse = m + log z
@@ -18,8 +18,9 @@ from torch import Tensor
 from depthmix.ops.precision import rms_normalize
 
 
-def _newest(slots: Tensor, y: Tensor, before: Tensor | None, slot: int) -> None:
-    slots[slot] = (y.float() if before is None else y.float() + before.float()).to(slots.dtype)
+def _newest(slots: Tensor, y: Tensor, before: Tensor | None, slot: int, scale: Tensor | None = None) -> None:
+    y = y.float() if scale is None else scale * y.float()
+    slots[slot] = (y if before is None else y + before.float()).to(slots.dtype)
 
 
 def _logits(sources: Tensor, u: Tensor, eps: float) -> Tensor:
@@ -37,10 +38,10 @@ def _out(o: Tensor, gain: Sequence[Tensor], way: int, eps: float, like: Tensor) 
 def attend(
     slots: Tensor, y: Tensor, before: Tensor | None, slot: int, stride: int, head: int, skip: int, n: int,
     query: Sequence[Tensor], key_gain: Sequence[Tensor], gain: Sequence[Tensor], eps: float, out_eps: float,
-    bank: Tensor | None, bank_lse: Tensor | None,
+    bank: Tensor | None, bank_lse: Tensor | None, scale: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """As in kernels.py."""
-    _newest(slots, y, before, slot)
+    _newest(slots, y, before, slot, scale)
     v = slots[[*_finished(slots, stride, head, skip, n), slot]].float()  # [n + 1, ..., D]
     outs = []
     for way, (q, k) in enumerate(zip(query, key_gain, strict=True)):
@@ -56,10 +57,10 @@ def attend(
 def pass_on(
     slots: Tensor, acc: Tensor, stats: Tensor, y: Tensor, before: Tensor | None, slot: int, stride: int, begin: int, end: int,
     query: Tensor, key_gain: Tensor, own_query: Tensor | None, own_key_gain: Tensor | None, own_at: int, own_begin: int, own_end: int,
-    ways: int, gain: Sequence[Tensor], eps: float, out_eps: float,
+    ways: int, gain: Sequence[Tensor], eps: float, out_eps: float, scale: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """As in passing.py."""
-    _newest(slots, y, before, slot)
+    _newest(slots, y, before, slot, scale)
 
     def added(u: Tensor, row: int, new: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
         """A running mixture with some more sources, from nothing if the first is among them."""
