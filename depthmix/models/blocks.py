@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from depthmix.mixers.base import Read, create_mixer, mixer_class
 from depthmix.mixers.options import check_options
 from depthmix.models.layers import Attention, Context, Mlp, MlpKind
-from depthmix.models.projections import copies_weights, own_gain
+from depthmix.models.projections import own_gain, weights_take_gains
 from depthmix.ops.norm import RMSNorm
 
 
@@ -113,7 +113,7 @@ class Blocks(nn.Module):
         if sources is not None:
             sources.append(x)
         state = mixer.start(x)
-        gains = mixer.output_gains() if sources is None and copies_weights(x) else {}
+        gains = mixer.output_gains() if sources is None and weights_take_gains(x) else {}
         for site, (norm, sublayer) in enumerate(zip(self.norms, self.sublayers, strict=True)):
             if mixtures is not None and site % 2 == 0:
                 h = mixer.read(state, site)

@@ -40,6 +40,11 @@ def copies_weights(h: Tensor) -> bool:
     return torch.is_grad_enabled() and h.device.type != "meta" and torch.is_autocast_enabled(h.device.type)
 
 
+def weights_take_gains(h: Tensor) -> bool:
+    """Whether a gain fits into such copies: into bf16, which has the range of fp32; in fp16 a small one would make them zero."""
+    return copies_weights(h) and torch.get_autocast_dtype(h.device.type) is torch.bfloat16
+
+
 def own_gain(gains: Mapping[int, Tensor], site: int, sublayer: nn.Module) -> Tensor | None:
     """The gain that a sublayer is to multiply its output with in its weights; None where that would be seen, or there is none."""
     layer: Any = sublayer.out_proj if site in gains and not _hooked(sublayer) else None

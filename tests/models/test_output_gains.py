@@ -22,7 +22,7 @@ IDS = torch.arange(10).reshape(2, 5) % 7
 def always(monkeypatch):
     """In fp64, which autocast does not have."""
     for module in (blocks, piece):
-        monkeypatch.setattr(module, "copies_weights", lambda h: True)
+        monkeypatch.setattr(module, "weights_take_gains", lambda h: True)
 
 
 def moved(model):
@@ -137,6 +137,23 @@ def test_no_copy_is_made_that_would_not_be_made_anyway(mode):
     model.mixer.output_gains = pytest.fail
     with mode(), torch.autocast("cpu", dtype=torch.bfloat16, enabled=mode is torch.no_grad):
         model(IDS)
+
+
+def test_half_precision_has_no_room_for_a_small_gain():
+    """CaiT's 1e-6 for deep models times a weight is zero in fp16, and an output's gradient would be."""
+    model = decoder("layerscale").float()
+    torch.nn.init.constant_(model.mixer.gamma, 1e-6)
+    with torch.autocast("cpu", dtype=torch.float16):
+        (_, *grads), scaled = result(model, IDS)
+    assert not scaled
+    assert all(g.any() for g in grads)
+
+
+def test_compiled_as_one_graph():
+    model = decoder("layerscale").float()
+    whole = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        torch.testing.assert_close(whole(IDS), model(IDS), rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.usefixtures("always")

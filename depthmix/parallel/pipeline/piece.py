@@ -16,7 +16,7 @@ from depthmix.mixers.cutting import Form, cut, cut_tensors, join_tensors
 from depthmix.models.blocks import as_autocast
 from depthmix.models.decoder import Decoder, token_positions
 from depthmix.models.layers import Context
-from depthmix.models.projections import copies_weights, own_gain
+from depthmix.models.projections import own_gain, weights_take_gains
 from depthmix.ops.norm import RMSNorm
 
 MIXER = "mixer."
@@ -46,7 +46,7 @@ class Piece(nn.Module):
         x = state.template()
         cos, sin = self.rotary(token_positions(None, 0, self.parts * x.shape[1], x.device))
         context = Context(cos, sin, None, None)
-        gains = mixer.output_gains() if copies_weights(x) else {}
+        gains = mixer.output_gains() if weights_take_gains(x) else {}
         for site in self.sites:
             norm: Any = self.norms[str(site)]
             sublayer = self.sublayers[str(site)]
