@@ -4,6 +4,7 @@ Run as a script, this file is the driver: it forks trainings that it kills at ra
 process a test needs would take seconds to start.
 """
 
+import faulthandler
 import json
 import os
 import random
@@ -49,6 +50,7 @@ def start(call, log: Path) -> int:
         handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(handle, 1)
         os.dup2(handle, 2)
+        faulthandler.dump_traceback_later(LIMIT / 2, exit=True)  # so that the log says where it hangs
         code = call()
     except BaseException:
         traceback.print_exc()
