@@ -9,6 +9,8 @@ from depthmix.study.claims import Found
 from depthmix.study.figures import COLOURS, INK, PAPER
 from depthmix.study.pictures import name_rows, panels_of
 
+WIDE = 30  # characters of a label beside the panels; the arm of a longer one has a line of its own
+
 
 def plot_rules(labels: Mapping[str, str], gains: Mapping[str, Mapping[str, Found]]) -> Any:
     """A row a rule, a panel a column of the page of results: the difference to plain with its 95% interval.
@@ -16,7 +18,7 @@ def plot_rules(labels: Mapping[str, str], gains: Mapping[str, Mapping[str, Found
     labels: of the arms. An interval that says little ends at the edge, so that the others can be told apart.
     """
     shown = {title: by_arm for title, by_arm in gains.items() if by_arm}
-    figure, panels = panels_of([title.replace(", ", ",\n") for title in shown], 2.3, 1.6 + 0.3 * len(labels))
+    figure, panels = panels_of([title.replace(", ", ",\n") for title in shown], 2.3, 1.6 + 0.36 * len(labels))
     values = [found.value for by_arm in shown.values() for found in by_arm.values()]
     low, high = min(0.0, *values), max(0.0, *values)
     margin = 0.15 * (high - low) or 0.01
@@ -30,5 +32,5 @@ def plot_rules(labels: Mapping[str, str], gains: Mapping[str, Mapping[str, Found
         axes.axvline(0, color=INK, linewidth=1)
         axes.set_xlim(low - margin, high + margin)
     panels[0].set_xlabel("nats against plain; hollow: one seed", loc="left")
-    name_rows(panels[0], list(labels.values()))
+    name_rows(panels[0], [label if len(label) <= WIDE else label.replace(" (", "\n(") for label in labels.values()])
     return figure
