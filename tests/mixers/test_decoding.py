@@ -247,3 +247,19 @@ def test_many_tokens_have_the_kernels_of_training(launched):
         assert isinstance(mixer.start(torch.zeros(256, D)), SlotState)
         assert isinstance(mixer.start(torch.zeros(257, D)), AttnResState)
         assert isinstance(mixer.start(torch.zeros(0, D)), SlotState)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_an_output_is_multiplied_with_its_gain_once(scaled):
+    """By the launch that puts it into its slot, by a read with gradients that comes instead, or by the model."""
+    mixer = mixer_of("attnres", block_size="all", ways=2, output_gain=0.5)
+    x, y = (rand(1, D, dtype=torch.float32, seed=seed) for seed in (1, 2))
+    with use_backend("reference"):
+        expected = list(mixer.read(mixer.write(mixer.start(x), 0, y), 1).unbind(0))
+    with use_backend("triton"):
+        with torch.no_grad():
+            given = mixer.gamma[0] * y if scaled else y
+            state = mixer.write(mixer.start(x), 0, given, scaled=scaled)
+            near(list(mixer.read(state, 1).unbind(0)), expected)
+            state = mixer.write(mixer.start(x), 0, given, scaled=scaled)
+        near(list(mixer.read(state, 1).unbind(0)), expected)

@@ -111,10 +111,13 @@ def test_traces_and_recordings_have_outputs_as_they_are():
     model, x = decoder("layerscale"), torch.randn(2, 5, 12, dtype=torch.float64)
     with record_sources(model.mixer) as recorded:
         model(IDS)
-        traced: list = []
-        with intercepted(model.mixer, output_gains=model.mixer.output_gains):
-            model.through_blocks(model.embedding(IDS), model._context(x, None, None, None), Trace(sources=traced))
+    traced: list = []
+    model.through_blocks(model.embedding(IDS), model._context(x, None, None, None), Trace(sources=traced))
+    y = model.sublayers[0](
+        model.mixer.read(model.mixer.start(traced[0]), 0, model.norms[0]), model._context(x, None, None, None)
+    )
     torch.testing.assert_close([t.detach() for t in traced], recorded)
+    torch.testing.assert_close(traced[1], y)
 
 
 @pytest.mark.parametrize("rule", RULES)

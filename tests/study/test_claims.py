@@ -229,6 +229,17 @@ def test_the_page_is_made_of_what_is_there(tmp_path, monkeypatch, capsys):
     assert all(words in figure for words in ("mudd", "Full (attnres)", "zero start", "hollow: one seed"))
 
 
+def test_a_step_is_from_the_last_run_that_has_the_rule(tmp_path):
+    for name, rows in {"old": {"dca": 1.17, "layerscale": 1.04}, "new": {"layerscale": 1.0}}.items():
+        lines = [f"54m: 12 blocks,{who},step / residual,{value}" for who, value in rows.items()]
+        (tmp_path / f"{name}.csv").write_text("\n".join(["case,who,metric,value", *lines]))
+    rules = [{"arm": arm} for arm in ("dca", "layerscale", "mudd")]
+    (tmp_path / "claims.yaml").write_text(yaml.safe_dump({"rules": rules, "steps": ["old", "new"]}))
+    module.write_claims(tmp_path / "claims.yaml", tmp_path / "page.md")
+    page = (tmp_path / "page.md").read_text()
+    assert all(row in page for row in ("| dca | 1.17 |", "| layerscale | 1.00 |", "| mudd | – |"))
+
+
 @pytest.mark.parametrize(
     ("more", "words"),
     [
