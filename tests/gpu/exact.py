@@ -95,7 +95,9 @@ def exact_stack(stack: Stack, x: Tensor, dtype: torch.dtype) -> Tensor:
         gain = torch.stack([n.weight for n in stack.norms[site]])
         h = [Round.apply(t, dtype) for t in attend(rows, sources, m.eps, gain, 1e-5)]
         y = Round.apply(stack.sublayer(site, tuple(h)), dtype)
-        partial = y if partial is None else Round.apply(partial + y, dtype)
+        if m.output_gain is not None:
+            y = m.gamma[site] * y
+        partial = Round.apply(y if partial is None else partial + y, dtype)
         if (site + 1) % size == 0:
             blocks, partial = [*blocks, partial], None
     raise AssertionError
