@@ -10,7 +10,6 @@ single_pass: h_s uses the H_pre that site s-1 predicted, site 0 reads stream 0, 
 docs/mechanisms.md has the two Sinkhorn conventions, the initialisations, and why `identity` favours one stream.
 """
 
-import itertools
 import math
 from collections.abc import Sequence
 from typing import Annotated, Literal
@@ -26,7 +25,7 @@ from depthmix.mixers.traffic import Published
 from depthmix.ops import sinkhorn
 from depthmix.ops.matmul import matmul
 from depthmix.ops.precision import compute_dtype, rms_normalize
-from depthmix.ops.stream_mix.rules import Rule
+from depthmix.ops.stream_mix.rules import Rule, mixed_permutations, permutation_matrices
 
 PAPER_EPS, DEEPSEEK_EPS = 1e-20, 1e-6
 INITIAL_ALPHA = 0.01
@@ -63,7 +62,7 @@ class MHC(StreamMixer):
         self.n, self.residual_map, self.convention, self.iterations = n, residual_map, convention, iterations
         self.head = None if schedule == "single_pass" else head or "sum"
         self.init, self.schedule, self._known_reads = init, schedule, schedule == "single_pass"
-        n_res = {"sinkhorn": n * n, "birkhoff": math.factorial(n), "identity": 0}[residual_map]
+        n_res = self._rule().residual_logits
         self.sizes = (n, n, n_res) if n_res else (n, n)
         self.phi = nn.Parameter(torch.empty(self.n_sites, n * dim, sum(self.sizes)))
         self.b = nn.Parameter(torch.empty(self.n_sites, sum(self.sizes)))
@@ -100,8 +99,7 @@ class MHC(StreamMixer):
                 res[0] = 0.0
             self.b.copy_(torch.cat([pre, post, res.expand(self.n_sites, -1)], dim=-1))
         if self.residual_map == "birkhoff":
-            order = torch.tensor(list(itertools.permutations(range(n))))  # the identity comes first
-            self.permutations.copy_(nn.functional.one_hot(order, n).flatten(1))
+            self.permutations.copy_(permutation_matrices(n))
         if self.head == "learned":
             self.phi_head.zero_()
             self.b_head.fill_(-math.log(n - 1))
@@ -138,9 +136,7 @@ class MHC(StreamMixer):
 
     def _residual_map(self, logits: Tensor) -> Tensor:
         if self.residual_map == "birkhoff":
-            return matmul(torch.softmax(logits, dim=-1), self.permutations.to(logits.dtype)).unflatten(
-                -1, (self.n, self.n)
-            )
+            return mixed_permutations(logits, self.permutations)
         m = sinkhorn(logits.unflatten(-1, (self.n, self.n)), self.iterations, self.convention)
         return m.transpose(-1, -2) if self.convention == "deepseek" else m
 
@@ -150,7 +146,7 @@ class MHC(StreamMixer):
             self.n,
             joint=True,
             eps=DEEPSEEK_EPS if deepseek else PAPER_EPS,
-            sinkhorn=self.residual_map == "sinkhorn",
+            residual_map=self.residual_map,
             convention=self.convention,
             iterations=self.iterations,
             pre_eps=DEEPSEEK_EPS if deepseek else 0.0,
@@ -161,9 +157,6 @@ class MHC(StreamMixer):
 
     def owners(self, name: str) -> Sequence[int] | int:
         return self.n_sites if name.endswith("_head") else super().owners(name)
-
-    def _why_no_kernels(self) -> str | None:
-        return "they do not know the birkhoff map" if self.residual_map == "birkhoff" else None
 
     def _last_read(self, state: StreamsState) -> Tensor | None:
         if state.pre is not None:

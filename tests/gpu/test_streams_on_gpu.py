@@ -23,6 +23,8 @@ CASES = [
     ("mhc", {"n": 2, "convention": "deepseek", "head": "learned"}),
     ("mhc", {"residual_map": "identity", "head": "mean"}),
     ("mhc", {"schedule": "single_pass"}),
+    ("mhc", {"residual_map": "birkhoff"}),
+    ("mhc", {"residual_map": "birkhoff", "n": 3, "head": "learned"}),
 ]
 
 

@@ -19,6 +19,8 @@ CASES = [
     ("mhc", {"n": 2, "iterations": 3}),
     ("mhc", {"n": 3, "convention": "deepseek", "iterations": 2, "head": "learned"}),
     ("mhc", {"n": 2, "residual_map": "identity", "head": "mean"}),
+    ("mhc", {"n": 2, "residual_map": "birkhoff", "schedule": "single_pass"}),
+    ("mhc", {"n": 3, "residual_map": "birkhoff"}),
     ("mhc", {"n": 2, "iterations": 2, "schedule": "single_pass"}),
 ]
 every_case = pytest.mark.parametrize(("name", "choice"), CASES, ids=str)

@@ -1,5 +1,7 @@
 """A step of residual streams by kernels, in Triton's interpreter: against its equations in fp64, with every gradient."""
 
+import itertools
+import math
 from typing import Any
 
 import pytest
@@ -30,7 +32,11 @@ def by_the_book(rule: Rule | None, n: int, a: Inputs) -> Step:
         z = flat / (flat.square().mean(-1, keepdim=True) + rule.eps).sqrt() @ a.w
         pre = torch.sigmoid(a.scale[0] * z[:, :n] + a.base[:n]) + rule.pre_eps
         post = 2 * torch.sigmoid(a.scale[1] * z[:, n : 2 * n] + a.base[n : 2 * n])
-        if rule.sinkhorn:
+        if rule.residual_map == "birkhoff":
+            a_k = torch.softmax(a.scale[2] * z[:, 2 * n :] + a.base[2 * n :], -1)
+            eye = torch.eye(n, dtype=x.dtype)
+            res = sum(a_k[:, k, None, None] * eye[list(p)] for k, p in enumerate(itertools.permutations(range(n))))
+        elif rule.residual_map == "sinkhorn":
             logits = (a.scale[2] * z[:, 2 * n :] + a.base[2 * n :]).view(tokens, n, n)
             res = sinkhorn(logits, rule.iterations, rule.convention, backend="reference")
             res = res.mT if rule.convention == "deepseek" else res
@@ -65,10 +71,11 @@ def inputs(rule: Rule | None, n: int, dim: int, tokens: int, **given: Any) -> In
         a.gain[1] = 0.0
     if rule is None:
         return a
-    columns = 2 * n + n * n * rule.sinkhorn if rule.joint else n + 2
+    logits = {"sinkhorn": n * n, "birkhoff": math.factorial(n), "identity": 0}[rule.residual_map]
+    columns = 2 * n + logits if rule.joint else n + 2
     w = 0.3 * rand(n * dim if rule.joint else dim, columns, seed=6)
     base = rand(columns if rule.joint else 2 * n + n * n, seed=7)
-    return a._replace(w=w, base=base, scale=rand((2 + rule.sinkhorn) if rule.joint else 2, seed=8))
+    return a._replace(w=w, base=base, scale=rand(3 if rule.joint and logits else 2, seed=8))
 
 
 def leaves_of(a: Inputs, kind: torch.dtype | None = None) -> Inputs:
@@ -109,7 +116,10 @@ HYPER = Rule(2, joint=False, eps=1e-5, centred=True, tanh=True)
         (MHC, 24, 5, {"pre": True, "zero": True}),
         (MHC, 24, 70, {"first": "copies"}),
         (MHC, 7, 2, {"first": "nothing", "norm": False}),
-        (MHC._replace(sinkhorn=False), 24, 1, {"res": False}),
+        (MHC._replace(residual_map="identity"), 24, 1, {"res": False}),
+        (MHC._replace(residual_map="birkhoff"), 24, 70, {"first": "copies"}),
+        (MHC._replace(n=3, residual_map="birkhoff"), 40, 3, {"pre": True}),
+        (MHC._replace(n=4, residual_map="birkhoff"), 24, 5, {}),
         (MHC._replace(n=3), 8, 3, {"static": True, "layout": "strided"}),
         (HYPER, 24, 5, {}),
         (HYPER._replace(n=1), 40, 3, {"first": "copies"}),

@@ -3,7 +3,7 @@
 From the products z = x W and the sums of the streams, with r = 1 / RMS:
 
     joint (mHC):               H = scale ⊙ (r z) + base, W [n D, K];   pre = sigmoid(H_pre) + eps', post = 2 sigmoid(H_post),
-                               res = Sinkhorn of H_res, or None (identity)
+                               res = Sinkhorn of H_res, or Σ softmax(H_res)_k P_k over all permutations, or None (identity)
     each (Hyper-Connections):  for every stream f(r z), W [D, n + 2], f = tanh or none;   pre = s_alpha f_0 + base_pre,
                                post = s_beta f_1 + base_post,   res = (s_alpha f_2: + base_res)ᵀ
 
@@ -11,6 +11,8 @@ base: what is added to pre, post and res, one after the other. A LayerNorm is an
 products are those of the streams with a centred W: whoever makes W centres it.
 """
 
+import itertools
+import math
 from typing import NamedTuple
 
 import torch
@@ -28,10 +30,25 @@ class Rule(NamedTuple):
     eps: float  # of the norm
     centred: bool = False  # a LayerNorm
     tanh: bool = False
-    sinkhorn: bool = True  # a residual map for mHC
+    residual_map: str = "sinkhorn"  # of mHC: or birkhoff, or identity
     convention: str = "paper"
     iterations: int = 20
     pre_eps: float = 0.0
+
+    @property
+    def residual_logits(self) -> int:
+        """How many of them mHC's map is made of."""
+        return {"sinkhorn": self.n * self.n, "birkhoff": math.factorial(self.n), "identity": 0}[self.residual_map]
+
+
+def permutations(n: int) -> list[tuple[int, ...]]:
+    """Of n streams, where each is sent to, in lexicographic order: the identity comes first."""
+    return list(itertools.permutations(range(n)))
+
+
+def permutation_matrices(n: int) -> Tensor:
+    """[n!, n²], row by row."""
+    return torch.nn.functional.one_hot(torch.tensor(permutations(n)), n).flatten(1)
 
 
 Coefficients = tuple[Tensor, Tensor, Tensor | None]  # pre [..., n], post [..., n], res [..., n, n], output stream first
@@ -50,11 +67,13 @@ def coefficients(rule: Rule, dim: int, z: Tensor, sums: Tensor, base: Tensor, sc
     n = rule.n
     if rule.joint:
         z = z * torch.rsqrt(sums / (n * dim) + rule.eps).unsqueeze(-1)
-        sizes = (n, n, n * n) if rule.sinkhorn else (n, n)
+        sizes = (n, n, rule.residual_logits) if rule.residual_logits else (n, n)
         parts = [a * v + b for a, v, b in zip(scale, z.split(sizes, -1), base.split(sizes), strict=True)]
         pre, post = torch.sigmoid(parts[0]) + rule.pre_eps, 2 * torch.sigmoid(parts[1])
-        if not rule.sinkhorn:
+        if rule.residual_map == "identity":
             return pre, post, None
+        if rule.residual_map == "birkhoff":
+            return pre, post, mixed_permutations(parts[2], permutation_matrices(n))
         res = sinkhorn_reference(parts[2].unflatten(-1, (n, n)), rule.iterations, rule.convention)
         return pre, post, res.transpose(-1, -2) if rule.convention == "deepseek" else res
     variance = sums[..., 1] / dim
@@ -65,6 +84,12 @@ def coefficients(rule: Rule, dim: int, z: Tensor, sums: Tensor, base: Tensor, sc
     pre, post, res = base.split((n, n, n * n))
     res = scale[0] * z[..., 2:] + res.view(n, n)
     return scale[0] * z[..., 0] + pre, scale[1] * z[..., 1] + post, res.transpose(-1, -2)
+
+
+def mixed_permutations(logits: Tensor, matrices: Tensor) -> Tensor:
+    """mHC-lite's map: [..., n!] and all permutations [n!, n²] -> [..., n, n]."""
+    n = math.isqrt(matrices.shape[-1])
+    return matmul(torch.softmax(logits, dim=-1), matrices.to(logits)).unflatten(-1, (n, n))
 
 
 def by_column(rule: Rule, w: Tensor, base: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -79,4 +104,14 @@ def by_column(rule: Rule, w: Tensor, base: Tensor, scale: Tensor) -> tuple[Tenso
     return columns, torch.cat([pre_post, res.transpose(1, 2)], 1), torch.stack([s_alpha, s_beta, *[s_alpha] * n], 1)
 
 
-__all__ = ["DEEPSEEK_EPS", "Coefficients", "Rule", "by_column", "coefficients", "products"]
+__all__ = [
+    "DEEPSEEK_EPS",
+    "Coefficients",
+    "Rule",
+    "by_column",
+    "coefficients",
+    "mixed_permutations",
+    "permutation_matrices",
+    "permutations",
+    "products",
+]

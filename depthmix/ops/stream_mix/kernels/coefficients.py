@@ -25,6 +25,7 @@ from torch import Tensor
 from depthmix.ops.gpu.launch import launch
 from depthmix.ops.sinkhorn.kernels import TILE, WARPS, side
 from depthmix.ops.sinkhorn.lanes import LANES, lanes_scratch, load_lanes, sinkhorn_lanes, sinkhorn_lanes_backward
+from depthmix.ops.stream_mix.kernels.birkhoff import birkhoff_lanes, birkhoff_lanes_backward, permutation_bits
 from depthmix.ops.stream_mix.products import HALF, padded
 from depthmix.ops.stream_mix.rules import Coefficients, Rule
 
@@ -89,8 +90,9 @@ def _transposed(m, n: tl.constexpr):
 @triton.jit(do_not_specialize=["N", "iterations"], do_not_specialize_on_alignment=ROWS)
 def _joint_kernel(
     z, sums, base, scale, pre, post, res, N: tl.int64, iterations: tl.int32, eps, pre_eps,
-    D: tl.constexpr, n: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, RES: tl.constexpr, DEEPSEEK: tl.constexpr,
+    D: tl.constexpr, n: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, PERMUTATIONS: tl.constexpr, DEEPSEEK: tl.constexpr,
 ):  # fmt: skip
+    COUNT: tl.constexpr = K - 2 * n  # logits of the residual map
     t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
     inside = t < N
     r = tl.rsqrt(tl.load(sums + t, mask=inside, other=1.0) / (n * D) + eps)
@@ -100,11 +102,14 @@ def _joint_kernel(
     v = _logits(_scaled(z, t, inside, r, n, n, K), tl.load(scale + 1), base + n, n)
     for k in tl.static_range(n):
         tl.store(post + t * n + k, 2 * tl.sigmoid(v[k]), mask=inside)
-    if RES:
-        v = _logits(_scaled(z, t, inside, r, 2 * n, n * n, K), tl.load(scale + 2), base + 2 * n, n * n)
-        m = sinkhorn_lanes(v, iterations, n, DEEPSEEK)
-        if DEEPSEEK:
-            m = _transposed(m, n)
+    if COUNT > 0:
+        v = _logits(_scaled(z, t, inside, r, 2 * n, COUNT, K), tl.load(scale + 2), base + 2 * n, COUNT)
+        if PERMUTATIONS != 0:
+            m = birkhoff_lanes(v, n, COUNT, PERMUTATIONS)
+        else:
+            m = sinkhorn_lanes(v, iterations, n, DEEPSEEK)
+            if DEEPSEEK:
+                m = _transposed(m, n)
         for e in tl.static_range(n * n):
             tl.store(res + t * (n * n) + e, m[e], mask=inside)
 
@@ -127,8 +132,9 @@ def _joint_part(g, v, a, r, part, row, FIRST: tl.constexpr, COUNT: tl.constexpr,
 def _joint_backward_kernel(
     z, sums, base, scale, dpre, dpost, dres, dz, slopes, part, scratch, N: tl.int64, iterations: tl.int32, eps,
     D: tl.constexpr, n: tl.constexpr, K: tl.constexpr, UP: tl.constexpr, LAST: tl.constexpr, BT: tl.constexpr,
-    RES: tl.constexpr, DEEPSEEK: tl.constexpr, HAS_PRE: tl.constexpr, HAS_POST: tl.constexpr, HAS_RES: tl.constexpr,
+    PERMUTATIONS: tl.constexpr, DEEPSEEK: tl.constexpr, HAS_PRE: tl.constexpr, HAS_POST: tl.constexpr, HAS_RES: tl.constexpr,
 ):  # fmt: skip
+    COUNT: tl.constexpr = K - 2 * n
     t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
     inside = t < N
     r = tl.rsqrt(tl.load(sums + t, mask=inside, other=1.0) / (n * D) + eps)
@@ -150,20 +156,23 @@ def _joint_backward_kernel(
             g = g + (d * s * (1 - s),)
         more, total = _joint_part(g, v, a, r, which, row, which * n, n, K)
         found, along = found + more, along + total
-    if RES:
+    if COUNT > 0:
         a = tl.load(scale + 2)
-        v = _scaled(z, t, inside, r, 2 * n, n * n, K)
+        v = _scaled(z, t, inside, r, 2 * n, COUNT, K)
         g = ()
         if HAS_RES:
             g = load_lanes(dres + t * (n * n), inside, n * n)
-            if DEEPSEEK:
-                g = _transposed(g, n)
-            logits = _logits(v, a, base + 2 * n, n * n)
-            g = sinkhorn_lanes_backward(logits, g, scratch, t, N, inside, iterations, n, DEEPSEEK)
+            logits = _logits(v, a, base + 2 * n, COUNT)
+            if PERMUTATIONS != 0:
+                g = birkhoff_lanes_backward(logits, g, n, COUNT, PERMUTATIONS)
+            else:
+                if DEEPSEEK:
+                    g = _transposed(g, n)
+                g = sinkhorn_lanes_backward(logits, g, scratch, t, N, inside, iterations, n, DEEPSEEK)
         else:
-            for _ in tl.static_range(n * n):
+            for _ in tl.static_range(COUNT):
                 g = g + (tl.zeros([BT], tl.float32),)
-        more, total = _joint_part(g, v, a, r, 2, row, 2 * n, n * n, K)
+        more, total = _joint_part(g, v, a, r, 2, row, 2 * n, COUNT, K)
         found, along = found + more, along + total
     else:
         tl.store(row + K + 2, 0.0)
@@ -284,7 +293,7 @@ def forward(rule: Rule, dim: int, z: Tensor, sums: Tensor, base: Tensor, scale: 
     n, tokens = rule.n, len(z)
     pre, post = (torch.empty(tokens, n, dtype=torch.float32, device=z.device) for _ in range(2))
     res = None
-    if not rule.joint or rule.sinkhorn:
+    if not rule.joint or rule.residual_logits:
         res = torch.empty(tokens, n, n, dtype=torch.float32, device=z.device)
     if not tokens:
         return pre, post, res
@@ -293,7 +302,7 @@ def forward(rule: Rule, dim: int, z: Tensor, sums: Tensor, base: Tensor, scale: 
     if rule.joint:
         launch(
             _joint_kernel, (triton.cdiv(tokens, LANES),), z, *given, rule.iterations, rule.eps, rule.pre_eps,
-            K=z.shape[-1], BT=LANES, RES=res is not None, DEEPSEEK=rule.convention == "deepseek", num_warps=1, **shape,
+            K=z.shape[-1], BT=LANES, PERMUTATIONS=_permutations(rule), DEEPSEEK=rule.convention == "deepseek", num_warps=1, **shape,
         )  # fmt: skip
     else:
         launch(
@@ -301,6 +310,11 @@ def forward(rule: Rule, dim: int, z: Tensor, sums: Tensor, base: Tensor, scale: 
             P=side(n), BT=TILE, CENTRED=rule.centred, TANH=rule.tanh, num_warps=WARPS, **shape,
         )  # fmt: skip
     return pre, post, res
+
+
+def _permutations(rule: Rule) -> int:
+    """Those of a Birkhoff map; 0: it is another."""
+    return permutation_bits(rule.n) if rule.residual_map == "birkhoff" else 0
 
 
 class Gradients(NamedTuple):
@@ -333,11 +347,12 @@ def backward(
     options: dict[str, int | bool] = {"D": dim, "n": n, "LAST": last}
     options |= {"HAS_PRE": dpre is not None, "HAS_POST": dpost is not None, "HAS_RES": dres is not None}
     if tokens and rule.joint:
-        scratch = lanes_scratch(z, tokens, n, rule.iterations) if dres is not None else z
+        kept = dres is not None and rule.residual_map == "sinkhorn"
+        scratch = lanes_scratch(z, tokens, n, rule.iterations) if kept else z
         launch(
             _joint_backward_kernel, (programs,), z, z, sums, base, scale, *grads, dz if parts is None else parts, slopes, part, scratch,
-            tokens, rule.iterations, rule.eps, K=columns, UP=triton.next_power_of_2(columns), BT=LANES, RES=rule.sinkhorn,
-            DEEPSEEK=rule.convention == "deepseek", num_warps=1, **options,
+            tokens, rule.iterations, rule.eps, K=columns, UP=triton.next_power_of_2(columns), BT=LANES,
+            PERMUTATIONS=_permutations(rule), DEEPSEEK=rule.convention == "deepseek", num_warps=1, **options,
         )  # fmt: skip
     elif tokens:
         launch(
