@@ -60,6 +60,8 @@ LINES = [
     (f"{TRAIN} --checkpoint-activations --cuda-graph", USAGE, "cuda_graph records a step in one piece: leave out"),
     (f"{TRAIN} --micro-batch-size some", USAGE, "micro_batch_size must be a whole number or none, got 'some'"),
     (f"{TRAIN} --warmup 6", USAGE, "warmup must be shorter than the run of 6 steps, got 6"),
+    (f"{TRAIN} --output-scale 0 --mixer rezero", USAGE, "start at zero", "sublayers would never learn"),
+    (f"{TRAIN} --output-scale 0 --mixer attnres --mixer-options output_gain=0", USAGE, "sublayers would never learn"),
     (f"{TRAIN} --warmup=-1", USAGE, "warmup must be at least 0, got -1"),
     (f"{TRAIN} --final-lr 1.5", USAGE, "final_lr must be from 0 to 1, got 1.5"),
     (f"{TRAIN} --decay-fraction nan", USAGE, "decay_fraction must be from 0 to 1"),

@@ -42,16 +42,19 @@ def draw_study(
     return []
 
 
-def panels_of(names: Sequence[str], width: float, height: float) -> tuple[Any, list[Any]]:
-    """A figure with axes side by side, each with its title."""
+def panels_of(names: Sequence[str], width: float, height: float, rows: int = 1) -> tuple[Any, list[Any]]:
+    """A figure with axes side by side, each with its title; those of more rows, below them, come after."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width * len(names), height), layout="constrained")
     FigureCanvasAgg(figure)
-    panels = list(figure.subplots(1, len(names), squeeze=False, sharey=True)[0])
-    for axes, name in zip(panels, names, strict=True):
+    panels = list(
+        figure.subplots(rows, len(names), squeeze=False, sharex="col" if rows > 1 else False, sharey="row").flat
+    )
+    for axes, name in zip(panels, names, strict=False):
         axes.set_title(name, fontsize=10.5)
+    for axes in panels:
         axes.grid(color="#8a9199", alpha=0.25, linewidth=0.7)
         axes.spines[["top", "right"]].set_visible(False)
     return figure, panels
@@ -123,12 +126,19 @@ def plot_training(study: Study, names: Sequence[str], curves: Curves, counted: s
 
 
 def plot_laws(study: Study, laws: Mapping[str, Mapping[str, Points]]) -> Any:
-    """Loss over compute, a panel a domain: a point a size, and the power law through them."""
-    figure, panels = panels_of(list(laws), 6.4 if len(laws) == 1 else 5.0, 4.4)
-    for axes, by_arm in zip(panels, laws.values(), strict=True):
+    """Loss over compute, a panel a domain: a point a size, and the power law through them; below, what an arm gains at each size."""
+    figure, panels = panels_of(list(laws), 6.4 if len(laws) == 1 else 5.0, 6.6, rows=2)
+    for axes, below, by_arm in zip(panels, panels[len(laws) :], laws.values(), strict=False):
+        base = by_arm.get(study.labels[0], {})
         for i, label in enumerate(label for label in study.labels if label in by_arm):
             found = sorted(by_arm[label].values())
             colour = INK if label == study.labels[0] else COLOURS[(i - 1) % len(COLOURS)]
+            gains = sorted(
+                (base[size][0], loss - base[size][1]) for size, (_, loss) in by_arm[label].items() if size in base
+            )
+            below.plot(
+                [c for c, _ in gains], [gain for _, gain in gains], "o-", color=colour, markersize=5, linewidth=1.3
+            )
             axes.plot([c for c, _ in found], [loss for _, loss in found], "o", color=colour, markersize=5, label=label)
             if len(found) >= FEWEST:
                 law = fit(found)
@@ -137,8 +147,12 @@ def plot_laws(study: Study, laws: Mapping[str, Mapping[str, Points]]) -> Any:
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
         axes.yaxis.set_minor_formatter(lambda value, _: f"{value:.3g}")
-        axes.set_xlabel("petaFLOP/s-days")
+        for size, (c, _) in base.items():
+            where = {"transform": below.get_xaxis_transform(), "ha": "center", "fontsize": 8.5}
+            below.text(c, 1.02, size, **where).set_parse_math(False)  # above the panel, where no point is
+        below.set_xlabel("petaFLOP/s-days")
     panels[0].set_ylabel("validation loss, nats per token")
+    panels[len(laws)].set_ylabel(f"against {study.labels[0]} of that size").set_parse_math(False)
     _legend(figure, panels[0])
     return figure
 

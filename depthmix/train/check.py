@@ -16,6 +16,7 @@ from depthmix.data.dataset import TokenData
 from depthmix.data.images import ImageData
 from depthmix.device import choose_device
 from depthmix.errors import UserError
+from depthmix.mixers import Mixer, create_mixer
 from depthmix.parallel.layout import Layout
 from depthmix.train.optim import check_groups
 from depthmix.train.task import make_task
@@ -70,6 +71,22 @@ def check_run(config: TrainConfig, data: TokenData | ImageData) -> None:
     """UserError for a configuration that does not fit its device, its data or itself, without building it."""
     choose_device(config.device)
     Layout.of(config.parallel).check(config, make_task(config, data).check())
+    check_start(config)
+
+
+def check_start(config: TrainConfig) -> None:
+    """UserError for outputs that stay at zero: of two factors that both start there neither gets a gradient."""
+    if config.output_scale:
+        return
+    with torch.device("meta"):
+        gains = _mixer(config).output_gains()
+    if gains and not any(gain.any() for gain in _mixer(config).output_gains().values()):
+        both = f"output projections start at zero (output_scale=0), and so does what {config.mixer} multiplies outputs with"
+        raise UserError(f"{both}: sublayers would never learn; take output_scale=1 or another start of the rule")
+
+
+def _mixer(config: TrainConfig) -> Mixer:
+    return create_mixer(config.mixer, dim=config.dim, n_blocks=config.n_blocks, **config.mixer_options)
 
 
 def facts(config: TrainConfig, data: TokenData | ImageData) -> dict[str, Any]:

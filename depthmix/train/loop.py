@@ -38,7 +38,7 @@ from depthmix.runs.ranks import RankFolder
 from depthmix.runs.restore import load_parameters
 from depthmix.runs.saver import open_saver
 from depthmix.train.build import divide_model, prepare_model
-from depthmix.train.check import check_config, check_run, facts
+from depthmix.train.check import check_config, check_run, check_start, facts
 from depthmix.train.clock import CoreWait, StepClock, quartiles
 from depthmix.train.deterministic import deterministic
 from depthmix.train.evaluate import Evaluation, ImageEvaluation
@@ -251,6 +251,8 @@ def train_in(world: World, config: TrainConfig, label: str = "") -> RunFolder:
     if world.several:
         world.together(lambda: check_run(config, data))  # before any of them waits for the others
         world.agree(facts(config, data))
+    else:
+        check_start(config)
     memory = PeakMemory(device)
     # Before anything is written: what cannot be built leaves no folder.
     trainer = world.together(lambda: Trainer(config, data, device, world))

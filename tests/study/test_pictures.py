@@ -43,9 +43,22 @@ def test_differences_stand_beside_the_papers(study):
 def test_power_laws_are_drawn_through_their_points(study):
     laws = {arm: {str(c): (c, a * c**-0.1) for c in (0.1, 1.0, 10.0)} for arm, a in (("residual", 2.0), ("slow", 1.9))}
     laws["slow"].pop("10.0")  # two points have no law
-    lines = plot_laws(study, {"words": laws}).axes[0].lines
-    assert [line.get_marker() for line in lines] == ["o", "None", "o"]
-    assert list(lines[1].get_ydata()) == pytest.approx([2.0 * c**-0.1 for c in (0.1, 1.0, 10.0)])
+    axes, below = plot_laws(study, {"words": laws}).axes
+    assert [line.get_marker() for line in axes.lines] == ["o", "None", "o"]
+    assert list(axes.lines[1].get_ydata()) == pytest.approx([2.0 * c**-0.1 for c in (0.1, 1.0, 10.0)])
+    assert list(below.lines[1].get_xdata()) == pytest.approx([0.1, 1.0])
+    assert list(below.lines[1].get_ydata()) == pytest.approx([-0.1 * c**-0.1 for c in (0.1, 1.0)])
+    assert [text.get_text() for text in below.texts] == ["0.1", "1.0", "10.0"]
+
+
+def test_power_laws_of_two_domains_stand_side_by_side(study):
+    """Gains below their own laws, at the compute of the first arm, which may lack a size."""
+    books = {"residual": {"6m": (1.0, 3.0)}, "slow": {"6m": (1.1, 2.9), "15m": (5.0, 2.5)}}
+    code = {"residual": {"6m": (1.0, 2.0)}, "slow": {"6m": (1.0, 1.6)}}
+    upper, other, below, last = plot_laws(study, {"books": books, "code": code}).axes
+    assert [upper.get_title(), other.get_title(), below.get_title()] == ["books", "code", ""]
+    assert list(below.lines[1].get_xdata()) == [1.0]
+    assert [axes.lines[1].get_ydata()[0] for axes in (below, last)] == pytest.approx([-0.1, -0.4])
 
 
 def test_training_is_compared_at_the_same_steps_only(study):
