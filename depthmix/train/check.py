@@ -86,7 +86,10 @@ def check_start(config: TrainConfig) -> None:
 
 
 def _mixer(config: TrainConfig) -> Mixer:
-    return create_mixer(config.mixer, dim=config.dim, n_blocks=config.n_blocks, **config.mixer_options)
+    try:
+        return create_mixer(config.mixer, dim=config.dim, n_blocks=config.n_blocks, **config.mixer_options)
+    except ValueError as error:  # a mechanism or an option that there is not
+        raise UserError(str(error)) from error
 
 
 def facts(config: TrainConfig, data: TokenData | ImageData) -> dict[str, Any]:
