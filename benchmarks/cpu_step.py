@@ -25,7 +25,19 @@ from depthmix.train.loop import Trainer
 
 DEMO = Path(__file__).parents[1] / "recipes" / "demo.yaml"
 VOCAB = 512  # of the demo's tokenizer
-TARGETS = {"residual": "", "attnres:block_size=4": "<= 1.25", "dca": "<= 1.35", "hyper": "<= 1.6"}
+TARGETS = {
+    "residual": "",
+    "layerscale": "",
+    "denseformer": "",
+    "attnres:block_size=4": "<= 1.25",
+    "attnres:block_size=all,ways=2": "",
+    "attnres:block_size=all,ways=2,output_gain=0.1": "",
+    "dca": "<= 1.35",
+    "mudd": "",
+    "hyper": "<= 1.6",
+    "mhc:residual_map=birkhoff": "",
+    "mhc": "",
+}
 THREADS = 2
 ROUNDS = 4  # for every round of the other entries: a step is short and a CPU restless
 CPU = torch.device("cpu")

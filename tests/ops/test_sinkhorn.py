@@ -94,6 +94,31 @@ def test_gradcheck(convention: str, iterations: int) -> None:
     assert torch.autograd.gradgradcheck(op, logits)
 
 
+@pytest.mark.parametrize("convention", CONVENTIONS)
+def test_large_logits_in_float32(convention: str) -> None:
+    """Entries that vanish beside others: as near as fp32 holds their logits, with gradients that are numbers."""
+    for scale in (20.0, 300.0, 1e5):
+        logits = (scale * rand(200, 4, 4)).float()
+        narrow, wide = logits.clone().requires_grad_(), logits.double().requires_grad_()
+        m, exact = sinkhorn(narrow, 20, convention), naive(wide, 20, convention)
+        if scale < 100:  # above it the naive one divides by zero
+            assert_near([m], [exact], 1e-5)
+            grads = [torch.autograd.grad(out.square().sum(), x)[0] for out, x in ((m, narrow), (exact, wide))]
+            assert_near(grads[:1], grads[1:], 1e-4)
+        else:
+            assert bool(torch.autograd.grad(m.square().sum(), narrow)[0].isfinite().all())
+            rows = m.sum(-1 if convention == "paper" else -2)
+            assert_near([rows], [torch.ones_like(rows)], 1e-5)
+
+
+@pytest.mark.parametrize("convention", CONVENTIONS)
+def test_without_gradients_it_has_the_same_bits(convention: str) -> None:
+    logits = rand(5, 4, 4).float().requires_grad_()
+    with torch.no_grad():
+        alone = sinkhorn(logits, 20, convention)
+    assert torch.equal(alone, sinkhorn(logits, 20, convention))
+
+
 HAND = torch.tensor([[1.0, 3.0], [1.0, 1.0]], dtype=torch.float64).log()  # M = [[1, 3], [1, 1]]
 
 

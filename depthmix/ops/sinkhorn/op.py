@@ -8,7 +8,9 @@ from torch import Tensor
 from depthmix.ops.autograd import reference_gradients
 from depthmix.ops.backend import choose
 from depthmix.ops.precision import without_autocast
+from depthmix.ops.sinkhorn.by_entry import SinkhornByEntry
 from depthmix.ops.sinkhorn.reference import sinkhorn_reference
+from depthmix.ops.torch_internals import transformed
 
 MAX_N = 8  # rows of a matrix that kernels hold in registers
 
@@ -60,4 +62,6 @@ def sinkhorn(logits: Tensor, iterations: int = 20, convention: str = "paper", *,
         kernels = choose("sinkhorn", logits, why_unsupported(logits), backend) == "triton"
         if kernels and not torch.compiler.is_compiling():
             return _Sinkhorn.apply(logits.contiguous(), iterations, convention)
+        if not torch.compiler.is_compiling() and not transformed():
+            return SinkhornByEntry.apply(logits, iterations, convention)
         return sinkhorn_reference(logits, iterations, convention)
