@@ -7,7 +7,7 @@ import time
 
 from depthmix.config import TrainConfig
 from depthmix.data.prepared import open_data
-from depthmix.device import choose_device, release_memory
+from depthmix.device import choose_device, mostly_free, release_memory
 from depthmix.runs.init import settled
 from depthmix.train.check import check_config
 from depthmix.train.deterministic import deterministic
@@ -19,26 +19,37 @@ A_SECOND = 1.0  # of steps at least: a few short ones would measure what else th
 def measure_step_times(configs: list[TrainConfig], warmup: int = 3, steps: int = 5, rounds: int = 3) -> list[float]:
     """Median seconds of a training step for each configuration: the median of its rounds.
 
-    One model at a time is in memory. Rounds go to and fro, so that all see the same machine, one that slows down too.
+    Rounds go to and fro, so that all see the same machine, one that slows down too. One model at a time is in memory, and
+    on a GPU those before it, too, as long as they take little of it: they need not be built and compiled again.
     """
     times: list[list[float]] = [[] for _ in configs]
-    turns = list(zip(configs, times, strict=True))
+    kept: dict[int, Trainer] = {}
+    turns = list(range(len(configs)))
     for _ in range(rounds):
-        for config, taken in turns:
-            taken.append(_step_seconds(config, warmup, steps))
-            release_memory(choose_device(config.device))
+        for i in turns:
+            config, device = configs[i], choose_device(configs[i].device)
+            with deterministic(config.deterministic):
+                trainer = kept.get(i) or _trainer(config)
+                times[i].append(_step_seconds(trainer, warmup, steps))
+            if mostly_free(device):
+                kept[i] = trainer
+            del trainer
+            release_memory(device)
         turns.reverse()
     return [statistics.median(taken) for taken in times]
 
 
-def _step_seconds(config: TrainConfig, warmup: int, steps: int) -> float:
+def _trainer(config: TrainConfig) -> Trainer:
     check_config(config)
-    with deterministic(config.deterministic):
-        trainer = Trainer(settled(config), open_data(config.data), choose_device(config.device))
-        for step in range(warmup):
-            trainer.step(step)
-        begun, done = time.perf_counter(), warmup
-        while done < warmup + steps or time.perf_counter() - begun < A_SECOND:
-            trainer.step(done)
-            done += 1
-    return statistics.median(trainer.clock.seconds()[warmup:])
+    return Trainer(settled(config), open_data(config.data), choose_device(config.device))
+
+
+def _step_seconds(trainer: Trainer, warmup: int, steps: int) -> float:
+    before = len(trainer.clock.seconds())
+    for step in range(warmup):
+        trainer.step(step)
+    begun, done = time.perf_counter(), warmup
+    while done < warmup + steps or time.perf_counter() - begun < A_SECOND:
+        trainer.step(done)
+        done += 1
+    return statistics.median(trainer.clock.seconds()[before + warmup :])

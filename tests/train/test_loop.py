@@ -407,30 +407,43 @@ def test_step_times(tmp_path, monkeypatch):
     assert not (tmp_path / "x").exists()
 
 
-def test_step_times_are_taken_in_turns_with_one_model_at_a_time(tmp_path, monkeypatch):
+@pytest.mark.parametrize("room", [False, True])
+def test_step_times_are_taken_in_turns(tmp_path, monkeypatch, room):
+    """With one model at a time or, where there is room for the first, with that one built once."""
     seconds = {"residual": iter([1.0, 5.0, 2.0]), "mhc": iter([7.0, 3.0, 4.0])}
-    turns, alive = [], weakref.WeakSet()
+    built, turns, alive = [], [], weakref.WeakSet()
 
     class Counted(Trainer):
         def __init__(self, config, *rest):
-            assert not alive
+            assert [trainer.config.mixer for trainer in alive] == ["residual"] * (room and bool(built))
             super().__init__(config, *rest)
             self.circle = self  # as checkpointed activations leave
-            turns.append(config.mixer)
+            built.append(config.mixer)
             alive.add(self)
-            self.pace = next(seconds[config.mixer])
 
         def step(self, step):
+            if step == 0:
+                turns.append(self.config.mixer)
+                self.pace = next(seconds[self.config.mixer])
             self.clock.start()
             clock[0] += self.pace * (100 if step == 0 else 1)  # the first is warm-up
             self.clock.stop()
 
     clock = [0.0]
     monkeypatch.setattr(step_times, "Trainer", Counted)
+    monkeypatch.setattr(step_times, "mostly_free", lambda device: room and len(alive) < 2)
     monkeypatch.setattr(step_times.time, "perf_counter", lambda: clock[0])
     configs = [small.config(tmp_path / "x", mixer=mixer) for mixer in ("residual", "mhc")]
     assert measure_step_times(configs, warmup=1) == [2.0, 4.0]
     assert turns == ["residual", "mhc", "mhc", "residual", "residual", "mhc"]
+    assert built == (["residual", "mhc", "mhc", "mhc"] if room else turns)
+
+
+def test_a_cpu_is_never_called_free(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda of: (80, 100))
+    assert [device.mostly_free(torch.device(name)) for name in ("cpu", "cuda")] == [False, True]
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda of: (70, 100))
+    assert not device.mostly_free(torch.device("cuda"))
 
 
 def test_peak_memory_is_that_of_the_run_or_unknown(monkeypatch):
