@@ -80,7 +80,7 @@ def check_start(config: TrainConfig) -> None:
         return
     with torch.device("meta"):
         gains = _mixer(config).output_gains()
-    if gains and not any(gain.any() for gain in _mixer(config).output_gains().values()):
+    if gains and not all(gain.any() for gain in _mixer(config).output_gains().values()):
         both = f"output projections start at zero (output_scale=0), and so does what {config.mixer} multiplies outputs with"
         raise UserError(f"{both}: sublayers would never learn; take output_scale=1 or another start of the rule")
 

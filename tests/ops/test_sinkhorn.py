@@ -112,6 +112,16 @@ def test_large_logits_in_float32(convention: str) -> None:
 
 
 @pytest.mark.parametrize("convention", CONVENTIONS)
+def test_under_torch_func(convention: str) -> None:
+    """Gradients token by token, as torch.func derives them: a sum of them is what autograd finds."""
+    op, _ = case(convention, 3)
+    logits = rand(5, 3, 3)
+    by_token = torch.func.vmap(torch.func.grad(lambda x: op(x).square().sum()))(logits)
+    leaf = logits.clone().requires_grad_()
+    assert_near([by_token], torch.autograd.grad(op(leaf).square().sum(), leaf), 1e-12)
+
+
+@pytest.mark.parametrize("convention", CONVENTIONS)
 def test_without_gradients_it_has_the_same_bits(convention: str) -> None:
     logits = rand(5, 4, 4).float().requires_grad_()
     with torch.no_grad():

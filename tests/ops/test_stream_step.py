@@ -169,12 +169,13 @@ def test_a_graph_that_is_kept_gives_the_same_twice() -> None:
     assert all(torch.equal(g, h) for g, h in zip(first, second, strict=True) if g is not None)
 
 
-def test_second_derivatives() -> None:
+@pytest.mark.parametrize("rule", [HYPER, MHC, MHC._replace(n=3, residual_map="birkhoff")], ids=str)
+def test_second_derivatives(rule: Rule) -> None:
     """Through the reference, whichever outputs are used."""
     results = []
     for f, kind in ((taken, torch.float32), (by_the_book, torch.float64)):
-        a = leaves_of(inputs(HYPER, 2, 8, 2), kind)
-        found = f(HYPER, 2, a)
+        a = leaves_of(inputs(rule, rule.n, 8, 2), kind)
+        found = f(rule, rule.n, a)
         loss = found.h.square().sum() + found.x.pow(3).sum() + found.res.square().sum()
         g = torch.autograd.grad(loss, [a.x, a.w], create_graph=True)
         results.append(torch.autograd.grad(sum(t.square().sum() for t in g), [a.x, a.y, a.w, a.gain]))

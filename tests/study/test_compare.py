@@ -205,6 +205,7 @@ def test_data_is_known_by_its_content(tmp_path, trainer):
         ({"dim": 15}, "n_heads must divide dim=15"),
         ({"n_kv_heads": 3}, "n_kv_heads must divide"),
         ({"arms": ["residual", "attnres:heads=3"]}, "heads must divide dim=8"),
+        ({"arms": ["residual", "rezero"], "output_scale": 0.0}, "sublayers would never learn"),
         ({"seq_len": 5000}, "train split has 4912 tokens"),
         ({"seq_len": 1300}, "val split has 1235 tokens"),
         ({"device": "cuda:99"}, "not available here"),

@@ -1,5 +1,6 @@
 """The training loop: what it learns, that it repeats itself exactly, and what it does when things go wrong."""
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -13,12 +14,12 @@ import pytest
 import torch
 from torch._inductor import config as inductor
 
-from depthmix import device
+from depthmix import create_mixer, device
 from depthmix.data.dataset import TokenData
 from depthmix.errors import CHECKPOINT, DATA, UserError
 from depthmix.runs.checkpoint import list_checkpoints, load_checkpoint
 from depthmix.runs.init import start_model
-from depthmix.train import progress, step_times
+from depthmix.train import check, progress, step_times
 from depthmix.train.loop import Trainer, train
 from depthmix.train.step_times import measure_step_times
 from train import small
@@ -410,7 +411,7 @@ def test_step_times(tmp_path, monkeypatch):
 @pytest.mark.parametrize("room", [False, True])
 def test_step_times_are_taken_in_turns(tmp_path, monkeypatch, room):
     """With one model at a time or, where there is room for the first, with that one built once."""
-    seconds = {"residual": iter([1.0, 5.0, 2.0]), "mhc": iter([7.0, 3.0, 4.0])}
+    seconds = {"residual": iter([5.0, 1.0, 2.0]), "mhc": iter([7.0, 3.0, 4.0])}
     built, turns, alive = [], [], weakref.WeakSet()
 
     class Counted(Trainer):
@@ -437,6 +438,16 @@ def test_step_times_are_taken_in_turns(tmp_path, monkeypatch, room):
     assert measure_step_times(configs, warmup=1) == [2.0, 4.0]
     assert turns == ["residual", "mhc", "mhc", "residual", "residual", "mhc"]
     assert built == (["residual", "mhc", "mhc", "mhc"] if room else turns)
+
+
+def test_one_output_that_would_stay_at_zero_is_enough(tmp_path, monkeypatch):
+    mixer = create_mixer("rezero", dim=8, n_blocks=1)
+    monkeypatch.setattr(check, "create_mixer", lambda name, **sizes: mixer)
+    config = small.config(tmp_path / "x", mixer="rezero", output_scale=0.0)
+    for start, refused in ([0.0, 0.0], True), ([0.0, 1.0], True), ([1.0, 1.0], False):
+        mixer.alpha.data = torch.tensor(start)
+        with pytest.raises(UserError, match="never learn") if refused else contextlib.nullcontext():
+            check.check_start(config)
 
 
 def test_a_cpu_is_never_called_free(monkeypatch):

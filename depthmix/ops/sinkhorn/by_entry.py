@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from depthmix.ops.autograd import reference_gradients
-from depthmix.ops.precision import compute_dtype, without_autocast
+from depthmix.ops.precision import compute_dtype
 from depthmix.ops.sinkhorn.reference import DEEPSEEK_EPS, sinkhorn_reference
 
 ROWS, COLUMNS = 1, 0  # the axis that a sum runs over
@@ -28,21 +28,20 @@ class SinkhornByEntry(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dm: Tensor) -> tuple[Tensor | None, ...]:
         logits, m, *divisors = ctx.saved_tensors
-        with without_autocast(dm):
-            if torch.is_grad_enabled():  # create_graph=True
-                found = reference_gradients(lambda v: sinkhorn_reference(v, *ctx.options), [logits], [True], [dm])
-                return *found, None, None
-            g = m * _by_entry(dm)  # m ⊙ dm of the matrix at hand
-            for axis, s in zip(reversed(_order(*ctx.options)), reversed(divisors), strict=True):
-                g = _before(g, m, axis)
-                m = m * s
-            if ctx.options[1] == "deepseek":
-                p = m - DEEPSEEK_EPS
-                g = _before(g / m * p, p, ROWS)
-            else:
-                v = _by_entry(logits)
-                g = _before(_before(g, m, ROWS), (v - torch.logsumexp(v, COLUMNS)).exp(), COLUMNS)
-            return _by_token(g, logits).to(logits.dtype), None, None
+        if torch.is_grad_enabled():  # create_graph=True
+            found = reference_gradients(lambda v: sinkhorn_reference(v, *ctx.options), [logits], [True], [dm])
+            return *found, None, None
+        g = m * _by_entry(dm)  # m ⊙ dm of the matrix at hand
+        for axis, s in zip(reversed(_order(*ctx.options)), reversed(divisors), strict=True):
+            g = _before(g, m, axis)
+            m = m * s
+        if ctx.options[1] == "deepseek":
+            p = m - DEEPSEEK_EPS
+            g = _before(g / m * p, p, ROWS)
+        else:
+            v = _by_entry(logits)
+            g = _before(_before(g, m, ROWS), (v - torch.logsumexp(v, COLUMNS)).exp(), COLUMNS)
+        return _by_token(g, logits).to(logits.dtype), None, None
 
 
 def _order(iterations: int, convention: str) -> tuple[int, ...]:
