@@ -5,7 +5,8 @@
 
 The interval is that of the jackknife over sizes: both laws are fitted without each size in turn, so that what they have in common
 does not count as uncertainty. It says how much the answer hangs on single sizes, not how it would go on beyond them.
-Size by size an arm's advantage is (L' / L)^(1/b), L' the first arm's loss there and b the exponent of its law.
+Size by size an arm's advantage is (L' / L)^(1/b), L' the first arm's loss there and b the exponent of its law; of their mean in
+logarithms the interval is Student's. That hangs on no law but for b, and asks for one factor at all sizes.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from depthmix.study.interval import student_t
+from depthmix.study.interval import half_width, student_t
 
 FEWEST = 3  # sizes: two points always lie on a line
 Points = Mapping[str, tuple[float, float]]  # by size: compute, or seconds, and loss
@@ -85,3 +86,13 @@ def by_size(first: Points, own: Points) -> dict[str, float]:
     if law is None or law.b <= 0:
         return {}
     return {size: float((first[size][1] / own[size][1]) ** (1 / law.b)) for size in first if size in own}
+
+
+def over_sizes(factors: Sequence[float]) -> Advantage | None:
+    """Their mean; None for too few sizes."""
+    logs = [math.log(factor) for factor in factors]
+    half = half_width(logs) if len(logs) >= FEWEST else None
+    if half is None:
+        return None
+    mean = statistics.fmean(logs)
+    return Advantage(math.exp(mean), math.exp(mean - half), math.exp(mean + half))

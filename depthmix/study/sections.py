@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from depthmix.study.fits import FEWEST, Points, PowerLaw, advantage, by_size, fit
+from depthmix.study.fits import FEWEST, Advantage, Points, PowerLaw, advantage, by_size, fit, over_sizes
 from depthmix.study.recipe import Study
 from depthmix.study.rows import Run
 from depthmix.study.table import DASH, markdown_line, markdown_text
@@ -95,7 +95,7 @@ def _power_laws(study: Study, used: Records, by_cell: Mapping[str, Sequence[Run]
     notes = [
         "“loss”: a power law of C = 6 N D in petaFLOP/s-days, N without the embedding, by least squares in logarithms.",
         f"“advantage”: how much more {study.labels[0]} needs for the loss that the arm has at the largest size, by the two laws; in brackets the 95% interval of the jackknife over sizes.",
-        f"“size by size”: by the arm's loss and {study.labels[0]}'s at that size, and the exponent of the latter's law.",
+        f"“size by size”: by the arm's loss and {study.labels[0]}'s at that size, and the exponent of the latter's law; their mean is one of logarithms, with Student's interval.",
         f"It takes {FEWEST} sizes, and for GPU time step times of a machine that was not shared.",
     ]
     return [*text[:-1], *(f"* {markdown_text(note)}" for note in notes)]
@@ -109,13 +109,20 @@ def _saved(found: Mapping[str, Points], first: str, arm: str) -> str:
     if arm == first or first not in found or arm not in found:
         return DASH
     saved = advantage(found[first], found[arm])
-    return DASH if saved is None else f"{saved[1].factor:.2f} ({saved[1].low:.2f} to {saved[1].high:.2f})"
+    return _factor(None if saved is None else saved[1])
+
+
+def _factor(saved: Advantage | None) -> str:
+    return DASH if saved is None else f"{saved.factor:.2f} ({saved.low:.2f} to {saved.high:.2f})"
 
 
 def _saved_by_size(found: Mapping[str, Points], first: str, arm: str) -> str:
     if arm == first or first not in found or arm not in found:
         return DASH
-    return ", ".join(f"{size} {factor:.2f}" for size, factor in by_size(found[first], found[arm]).items()) or DASH
+    factors = by_size(found[first], found[arm])
+    mean = over_sizes(list(factors.values()))
+    every = ", ".join(f"{size} {factor:.2f}" for size, factor in factors.items())
+    return f"{every}; mean {_factor(mean)}" if mean else every or DASH
 
 
 # Stability.

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from depthmix.study.fits import advantage, by_size, fit
+from depthmix.study.fits import advantage, by_size, fit, over_sizes
 
 
 def curve(a, b, noise=0.0, seed=0):
@@ -45,6 +45,14 @@ def test_what_all_have_in_common_is_no_uncertainty():
     found = advantage(first, own)[1]
     assert found.high / found.low < 1.5
     assert found.factor > 1
+
+
+def test_the_mean_over_sizes():
+    """Of logarithms: 1/2 and 2 are 1 in the mean; t = 4.303 for three sizes."""
+    mean = over_sizes([0.5, 1.0, 2.0])
+    half = 4.303 * math.log(2) / math.sqrt(3)
+    assert [mean.factor, mean.low, mean.high] == pytest.approx([1.0, math.exp(-half), math.exp(half)], rel=1e-3)
+    assert over_sizes([1.2, 1.3]) is None
 
 
 def test_size_by_size():

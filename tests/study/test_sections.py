@@ -49,11 +49,10 @@ def test_power_laws_over_sizes(training, tmp_path, monkeypatch):
     text = table(tmp_path, sizes=sizes, sections=["power-laws"], seeds=[0])
     rows = {line.split(" | ")[0].strip("| "): line for line in text.partition("## Power laws")[2].splitlines()}
     assert "2.000 C^-0.0500" in rows["residual"]
-    assert (
-        rows["attnres:block_size=2"].count("2.00 (2.00 to 2.00)") == 2
-    )  # of compute, and of time, which is in proportion
-    assert rows["slow"].count("0.50 (0.50 to 0.50)") == 2
-    assert rows["slow"].endswith("| d16 0.50, d32 0.50, d64 0.50 |")
+    # of compute, of time, which is in proportion, and in the mean over sizes
+    assert rows["attnres:block_size=2"].count("2.00 (2.00 to 2.00)") == 3
+    assert rows["slow"].count("0.50 (0.50 to 0.50)") == 3
+    assert rows["slow"].endswith("| d16 0.50, d32 0.50, d64 0.50; mean 0.50 (0.50 to 0.50) |")
     text = table(
         tmp_path, name="two", sizes={"d16": {"dim": 16}, "d32": {"dim": 32}}, sections=["power-laws"], seeds=[0]
     )
