@@ -42,14 +42,6 @@ def release_memory(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def mostly_free(device: torch.device) -> bool:
-    """Whether three quarters of a GPU's memory are free; elsewhere nobody knows what others will want of it."""
-    if device.type != "cuda":
-        return False
-    free, total = torch.cuda.mem_get_info(device)
-    return free > 3 * total / 4
-
-
 class PeakMemory:
     """The peak from here on: of the GPU's tensors, or of this process where the system can start that count anew."""
 

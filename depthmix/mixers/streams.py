@@ -90,9 +90,6 @@ class StreamMixer(Mixer):
         """w, base and scale of the rule for all sites that are here, [S, ...], or without a rule pre, post and res."""
         raise NotImplementedError
 
-    def _why_no_kernels(self) -> str | None:
-        return None
-
     def _last_read(self, state: StreamsState) -> Tensor | None:
         """The weights [..., n] or [n] of finish, where they are known before the last write."""
         return torch.ones(self.n, device=state.x.device, dtype=compute_dtype(state.x))
@@ -148,7 +145,7 @@ class StreamMixer(Mixer):
         if state.frozen or torch.compiler.is_compiling():
             return None
         wide = any(p.dtype == torch.float64 for p in itertools.islice(self.parameters(), 1))  # all are alike
-        why = self._why_no_kernels() or why_unsupported(state.x, state.y, self.n, wide=wide)
+        why = why_unsupported(state.x, state.y, self.n, wide=wide)
         if choose(self.name, state.x, why) == "reference":
             return None
         return self._any_tape(state)

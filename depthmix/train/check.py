@@ -16,7 +16,7 @@ from depthmix.data.dataset import TokenData
 from depthmix.data.images import ImageData
 from depthmix.device import choose_device
 from depthmix.errors import UserError
-from depthmix.mixers import Mixer, create_mixer
+from depthmix.mixers import Mixer, OptionError, create_mixer
 from depthmix.parallel.layout import Layout
 from depthmix.train.optim import check_groups
 from depthmix.train.task import make_task
@@ -76,7 +76,7 @@ def check_run(config: TrainConfig, data: TokenData | ImageData) -> None:
 
 def check_start(config: TrainConfig) -> None:
     """UserError for outputs that stay at zero: of two factors that both start there neither gets a gradient."""
-    if config.output_scale:
+    if config.output_scale or config.init:  # or weights are no random ones
         return
     with torch.device("meta"):
         gains = _mixer(config).output_gains()
@@ -88,8 +88,8 @@ def check_start(config: TrainConfig) -> None:
 def _mixer(config: TrainConfig) -> Mixer:
     try:
         return create_mixer(config.mixer, dim=config.dim, n_blocks=config.n_blocks, **config.mixer_options)
-    except ValueError as error:  # a mechanism or an option that there is not
-        raise UserError(str(error)) from error
+    except OptionError as error:
+        raise UserError(str(error)) from None
 
 
 def facts(config: TrainConfig, data: TokenData | ImageData) -> dict[str, Any]:

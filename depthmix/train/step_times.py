@@ -5,9 +5,11 @@ from __future__ import annotations
 import statistics
 import time
 
+import torch
+
 from depthmix.config import TrainConfig
 from depthmix.data.prepared import open_data
-from depthmix.device import choose_device, mostly_free, release_memory
+from depthmix.device import choose_device, release_memory
 from depthmix.runs.init import settled
 from depthmix.train.check import check_config
 from depthmix.train.deterministic import deterministic
@@ -53,3 +55,11 @@ def _step_seconds(trainer: Trainer, warmup: int, steps: int) -> float:
         trainer.step(done)
         done += 1
     return statistics.median(trainer.clock.seconds()[before + warmup :])
+
+
+def mostly_free(device: torch.device) -> bool:
+    """Whether three quarters of a GPU's memory are free; elsewhere nobody knows what others will want of it."""
+    if device.type != "cuda":
+        return False
+    free, total = torch.cuda.mem_get_info(device)
+    return free > 3 * total / 4

@@ -448,13 +448,15 @@ def test_one_output_that_would_stay_at_zero_is_enough(tmp_path, monkeypatch):
         mixer.alpha.data = torch.tensor(start)
         with pytest.raises(UserError, match="never learn") if refused else contextlib.nullcontext():
             check.check_start(config)
+    mixer.alpha.data.zero_()
+    check.check_start(dataclasses.replace(config, init="a model that is trained"))
 
 
 def test_a_cpu_is_never_called_free(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda of: (80, 100))
-    assert [device.mostly_free(torch.device(name)) for name in ("cpu", "cuda")] == [False, True]
+    assert [step_times.mostly_free(torch.device(name)) for name in ("cpu", "cuda")] == [False, True]
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda of: (70, 100))
-    assert not device.mostly_free(torch.device("cuda"))
+    assert not step_times.mostly_free(torch.device("cuda"))
 
 
 def test_peak_memory_is_that_of_the_run_or_unknown(monkeypatch):

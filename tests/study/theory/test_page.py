@@ -38,7 +38,6 @@ def small():
 
 
 def test_the_command_writes_every_figure_and_number(small, tmp_path, monkeypatch, capsys):
-
     def save(make, stem, *_):
         figure = make()
         figure.set_layout_engine("none")  # well laid out and sharp they take seconds
