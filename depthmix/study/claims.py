@@ -296,10 +296,10 @@ def _number(run: Run, accuracy: bool) -> float | None:
 
 def _of_row(results: Results, place: str, kind: str) -> Found | None:
     arm, cell = results.at(place)
-    runs = results.runs.get(cell, [])
+    runs = [run for run in results.runs.get(cell, []) if run.arm in (arm, results.first)]
     if kind != "tokens_to_reach" and any(run.shared for run in runs):
         return None
-    own = {run.seed: [r for r in runs if r.seed == run.seed and r.arm in (arm, results.first)] for run in runs}
+    own = {run.seed: [r for r in runs if r.seed == run.seed] for run in runs}
     values, missed = [], 0
     for pair in own.values():
         row = next((row for row in make_rows(pair, [results.first, arm]) if row.arm == arm and row.paired), None)

@@ -48,9 +48,9 @@ class Advantage:
 
 
 def fit(points: Sequence[tuple[float, float]]) -> PowerLaw:
-    """The law through (compute, loss)."""
+    """The law through (compute, loss); of one compute alone a constant."""
     x, y = [math.log(c) for c, _ in points], [math.log(loss) for _, loss in points]
-    slope, start = statistics.linear_regression(x, y)
+    slope, start = statistics.linear_regression(x, y) if len(set(x)) > 1 else (0.0, statistics.fmean(y))
     return PowerLaw(math.exp(start), -slope)
 
 

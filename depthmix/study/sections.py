@@ -44,9 +44,7 @@ def points(
     """{arm: {size: (petaFLOP/s-days, or seconds of GPU time, and loss)}}, means over the seeds that all arms of a size have."""
     found: dict[str, dict[str, tuple[float, float]]] = {arm: {} for arm in study.labels}
     for cell in (cell for cell in study.cells if cell.domain == domain):
-        runs = by_cell[cell.name]
-        if timed and any(run.shared for run in runs):
-            continue
+        runs = [run for run in by_cell[cell.name] if not (timed and run.shared)]
         seeds = [{run.seed for run in runs if run.arm == arm} for arm in study.labels]
         both = set.intersection(*(s for s in seeds if s)) if any(seeds) else set()
         for arm in study.labels:
@@ -102,7 +100,7 @@ def _power_laws(study: Study, used: Records, by_cell: Mapping[str, Sequence[Run]
 
 
 def _law(law: PowerLaw | None) -> str:
-    return DASH if law is None else f"{law.a:.3f} C^-{law.b:.4f}"
+    return DASH if law is None else f"{law.a:.3f} C^{-law.b:+z.4f}"
 
 
 def _saved(found: Mapping[str, Points], first: str, arm: str) -> str:

@@ -37,6 +37,7 @@ NAMES = ("arm", "domain", "size", "seed", "mixer", "steps", "tokens", "val_loss"
 NUMBERS = ("step_seconds", "seconds", "wall_seconds", "peak_memory")  # what it cost, if nothing else ran meanwhile
 OTHERS = ("diverged", "device_name", "torch", "git_commit", "code", "data", "images", "accuracy", "lanes")
 
+UNTIMED = "A dash: that arm was not timed with the others, and its runs say nothing of what it costs."
 SHARED = "Several runs shared the machine, so what they took says nothing of what an arm costs, and is left out."
 
 
@@ -88,14 +89,18 @@ def as_runs(used: Iterable[Mapping[str, Any]], cell: Cell) -> list[Run]:
 
 
 def at_known_times(study: Study, records: Records, cell: Cell, runs: Sequence[Run]) -> list[Run]:
-    """The runs of a cell at the step times that were measured in turns, where the study asks for them and all have one."""
+    """The runs of a cell, those of arms that were timed in turns with the first one at these times, if the study asks for them."""
     lines = [r for r in records.of("step_times") if (r["domain"], r["size"]) == (cell.domain, cell.size)]
     times: dict[str, float] = lines[0]["seconds"] if lines and study.step_times else {}
-    if not runs or not all(run.arm in times for run in runs):
+    if study.labels[0] not in times:
         return list(runs)
     alone: dict[str, Any] = {"shared": False, "step_quartiles": None, "core_wait": None}
+    timed = at_step_times([run for run in runs if run.arm in times], times)
     return [
-        replace(run, **alone, peak_memory=None if run.shared else run.peak_memory) for run in at_step_times(runs, times)
+        *(replace(run, **alone, peak_memory=None if run.shared else run.peak_memory) for run in timed),
+        *(
+            replace(run, shared=True) for run in runs if run.arm not in times
+        ),  # what it took is not to be set beside those
     ]
 
 
@@ -210,19 +215,28 @@ def _cell(name: str, rows: Sequence[Row], runs: Sequence[Run], timed: Sequence[s
     """Costs and verdicts of one cell; timed: how its step times were measured, if not with the runs."""
     if not rows:
         return [f"## {name or 'Costs'}", "", "No run has finished yet."]
-    several, shared = all(len(run.curve) > 1 for run in runs), any(run.shared for run in runs)
+    several, busy = all(len(run.curve) > 1 for run in runs), {run.arm for run in runs if run.shared}
+    shared = bool(busy) and (
+        not timed or rows[0].baseline in busy
+    )  # all that is said of costs is against the first arm
     found = learnt(rows)
     columns = [c for c in found if several or "to reach" not in c.heading("")]
     columns += [c for c in COSTS if not (shared and c in OF_A_MACHINE)]
     if shared:
         columns = [c for c in columns if c is not TIME_TO_REACH]
     heading, *lines = cells(rows, columns)
+    of_a_machine = [i for i, c in enumerate(columns, start=1) if c in (*OF_A_MACHINE, TIME_TO_REACH)]
+    lines = [[DASH if line[0] in busy and i in of_a_machine else text for i, text in enumerate(line)] for line in lines]
     notes = [
         n
         for n in footnotes(rows)
         if "±" not in n and (several or "to reach" not in n) and not (shared and "ratio" in n)
     ]  # of these columns
-    remarks = [SHARED] if shared else timed or cost_note(doubts(runs, [row.arm for row in rows]), False)
+    remarks = (
+        [SHARED]
+        if shared
+        else [*timed, *[UNTIMED] * bool(busy)] or cost_note(doubts(runs, [row.arm for row in rows]), False)
+    )
     table = [markdown_line(heading), "|---|" + "---:|" * (len(heading) - 1), *map(markdown_line, lines)]
     verdicts = _bullets(verdict(rows))
     return [

@@ -145,6 +145,8 @@ def test_accuracy_and_what_it_takes_to_a_loss():
     shared = [a_run("plain", 0, 4.0, shared=True), a_run("a", 0, 3.5, shared=True)]
     ratio = claim(1.4, "step_ratio", "a")
     assert measure(ratio, results(shared)) is None
+    beside = [a_run("plain", 0, 4.0), a_run("a", 0, 3.5), a_run("b", 0, 3.5, shared=True, step_quartiles=(0.9, 1.1))]
+    assert measure(ratio, results(beside)).value == 1.0  # another arm's runs have no part in it
     turns = [a_run("plain", 0, 4.0), replace(a_run("a", 0, 3.5), step_seconds=1.3)]
     assert judge(ratio, measure(ratio, results(turns))) == CONFIRMED  # timed in turns: seeds have no part in it
     own = [replace(run, step_quartiles=(0.9, 1.1)) for run in turns]

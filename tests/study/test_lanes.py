@@ -192,6 +192,20 @@ def test_step_times_measured_apart_are_costs(training, tmp_path, monkeypatch):
     assert [r["config"]["steps"] for r in runs(tmp_path / "out")] == [6] * 6  # and no budget
 
 
+def test_arms_that_were_timed_have_costs_beside_others_that_were_not(training, tmp_path, monkeypatch):
+    monkeypatch.setattr("depthmix.train.step_times.measure_step_times", lambda configs: [0.1, 0.2])
+    path = studies.write(tmp_path, step_times=True)
+    run(path, tmp_path, arms=["residual", "attnres:block_size=2"])  # timed, since all that is asked for is there
+    with monkeypatch.context() as patch:
+        patch.setattr("depthmix.study.study.Worker._measure", lambda self: None)
+        run(path, tmp_path)
+    text = (tmp_path / "out" / "table.md").read_text()
+    assert SHARED not in text
+    assert "| 1k | 10 | 200.0 | 2.00 | – | 6 | 1.2 s | 2 |" in text
+    assert "| 1k | 10 | – | – | – | 6 | – | 2 |" in text
+    assert "that arm was not timed with the others" in text
+
+
 def test_what_runs_that_share_will_take(tmp_path):
     study = read_study(str(studies.write(tmp_path)))
     piece = Piece(study.arms[0], study.cells[0], study.config(study.arms[0], study.cells[0], 2))

@@ -4,6 +4,7 @@ import json
 import shutil
 
 import pytest
+import yaml
 
 from depthmix.study import code
 from depthmix.study import study as module
@@ -36,18 +37,29 @@ def results(training, monkeypatch, change):
     monkeypatch.setattr("depthmix.train.brief.train_briefly", train)
 
 
-def test_power_laws_over_sizes(training, tmp_path, monkeypatch):
+def law(training, monkeypatch):
+    """Losses and step times of a power law; attnres' loss is plain's at twice the compute, dca's at half of it."""
+
     def change(config, result):
         compute = 6 * (result["parameters"]["total"] * config.dim) * result["tokens"] / (1e15 * 86400)
         result["parameters"] = {"total": 1000 * config.dim + 7, "embedding": 7}
-        # attnres' loss is plain's at twice the compute; dca's at half of it
         factor = {"residual": 1.0, "attnres": 2.0, "dca": 0.5}[config.mixer]
         return result | {"val_loss": 2.0 * (factor * compute) ** -0.05, "step_seconds": 0.1 * config.dim}
 
     results(training, monkeypatch, change)
-    sizes = {f"d{dim}": {"dim": dim} for dim in (16, 32, 64)}
-    text = table(tmp_path, sizes=sizes, sections=["power-laws"], seeds=[0])
-    rows = {line.split(" | ")[0].strip("| "): line for line in text.partition("## Power laws")[2].splitlines()}
+
+
+def laws(text):
+    """{arm: its line} of that section."""
+    return {line.split(" | ")[0].strip("| "): line for line in text.partition("## Power laws")[2].splitlines()}
+
+
+SIZES = {f"d{dim}": {"dim": dim} for dim in (16, 32, 64)}
+
+
+def test_power_laws_over_sizes(training, tmp_path, monkeypatch):
+    law(training, monkeypatch)
+    rows = laws(table(tmp_path, sizes=SIZES, sections=["power-laws"], seeds=[0]))
     assert "2.000 C^-0.0500" in rows["residual"]
     # of compute, of time, which is in proportion, and in the mean over sizes
     assert rows["attnres:block_size=2"].count("2.00 (2.00 to 2.00)") == 3
@@ -57,6 +69,29 @@ def test_power_laws_over_sizes(training, tmp_path, monkeypatch):
         tmp_path, name="two", sizes={"d16": {"dim": 16}, "d32": {"dim": 32}}, sections=["power-laws"], seeds=[0]
     )
     assert "| residual | 2 | – | – | – | – |" in text
+
+
+def test_power_laws_in_time_are_of_arms_that_were_timed(training, tmp_path, monkeypatch):
+    law(training, monkeypatch)
+    monkeypatch.setattr(
+        "depthmix.train.step_times.measure_step_times",
+        lambda configs: [0.2 * c.dim * (1 if c.mixer == "residual" else 2) for c in configs],
+    )
+    path = studies.write(tmp_path, sizes=SIZES, sections=["power-laws"], seeds=[0], step_times=True)
+    module.study(studies.config(path, tmp_path / "out", arms=["residual", "attnres:block_size=2"]))
+    said = yaml.safe_load(path.read_text())
+    for step_times in (False, True):  # the third arm is trained, and not timed
+        path.write_text(yaml.safe_dump(said | {"step_times": step_times}, sort_keys=False))
+        module.study(studies.config(path, tmp_path / "out", report=step_times))
+    rows = laws((tmp_path / "out" / "table.md").read_text())
+    assert "| 2.00 (2.00 to 2.00) | 1.00 (1.00 to 1.00) |" in rows["attnres:block_size=2"]  # twice the time a step
+    assert "| 0.50 (0.50 to 0.50) | – |" in rows["slow"]
+
+
+def test_sizes_of_one_compute_have_no_law(training, tmp_path):
+    rates = {f"lr {lr}": {"lr": lr} for lr in (0.1, 0.2, 0.3)}
+    text = table(tmp_path, sizes=rates, sections=["power-laws"], seeds=[0])
+    assert "| slow | 3 | 3.950 C^+0.0000 | – | – | – |" in text
 
 
 def test_stability_over_learning_rates(training, tmp_path, monkeypatch):
