@@ -1,15 +1,16 @@
 """Attention Residuals with a query that depends on the input through few numbers.
 
-    x = RMS(the newest source);      query_s(x) = query_s + U_sᵀ V_s x      (U_s, V_s [rank, D])
+    x = RMS(the newest source);      query_s(x) = query_s + U_sᵀ V_s x / (rank √D)      (U_s, V_s [rank, D])
     logit_i = query_s(x) · (key_gain_s ⊙ RMS(v_i));    p = softmax(logits) over the sources;    h_s = Σ_i p_i v_i
 
 Sources, blocks and finish are attnres'. Its query="input" has one D x D matrix a site in the place of U_sᵀ V_s, which gains 0.006
 nats in its paper and costs a product as large as an output projection and a query a token. Of low rank no query is formed:
 
-    logit_i = k_s0 · RMS(v_i) + Σ_r z_r (k_sr · RMS(v_i)),    z = V_s x,    k_s0 = key_gain_s ⊙ query_s,    k_sr = key_gain_s ⊙ U_sr
+    logit_i = k_s0 · RMS(v_i) + Σ_r z_r (k_sr · RMS(v_i)),    z = V_s x / √D,    k_s0 = key_gain_s ⊙ query_s,    k_sr = key_gain_s ⊙ U_sr / rank
 
 so a source needs 1 + rank numbers for each of its readers, made once for all of them, and the newest `rank` more.
-query and U start at zero and V at N(0, 1/D): it begins as attnres, and U has a gradient from the first step on.
+query and U start at zero and V at N(0, 1): it begins as attnres, and U has a gradient from the first step on. With the two divisors
+a step of Adam moves a query by about as much as one of attnres; without them (V from N(0, 1/D)) it moved z by lr D.
 
 What it costs beyond attnres: for every newest source about 3 activations forward (its products, its norm; it is added up by itself) and 6
 backward, 75 and 150 more than 193 and 223 in 12 blocks with block_size=4, and 1 + rank numbers a token for every pair of a source and
@@ -55,7 +56,7 @@ class LowRankState(AttnResState):
 
 @register("low_rank_query")
 class LowRankQuery(AttnRes):
-    """query = 0, key_gain = 1, both [S+1, D], and U = 0, V ~ N(0, 1/D), both [S+1, rank, D]; the last rows are finish's."""
+    """query = 0, key_gain = 1, both [S+1, D], and U = 0, V ~ N(0, 1), both [S+1, rank, D]; the last rows are finish's."""
 
     decayed = frozenset({"U", "V"})
 
@@ -76,7 +77,7 @@ class LowRankQuery(AttnRes):
     def reset_parameters(self) -> None:
         super().reset_parameters()
         if "V" in self._parameters:  # the base class resets before it is there
-            nn.init.normal_(self.V, std=1 / math.sqrt(self.dim))
+            nn.init.normal_(self.V)
 
     def traffic(self) -> list[Traffic]:
         return [Traffic(t.forward + 3, t.backward + 6, t.kept) for t in super().traffic()]
@@ -92,7 +93,7 @@ class LowRankQuery(AttnRes):
         trained, kernels = torch.is_grad_enabled(), self._use_kernels(state)
         tape: Any = state.tape
         if tape is None or tape.kernels != kernels or (trained and not tape.trained):
-            k = torch.cat([self.query.unsqueeze(1), self.U], dim=1) * self.key_gain.unsqueeze(1)
+            k = torch.cat([self.query.unsqueeze(1), self.U / self.rank], dim=1) * self.key_gain.unsqueeze(1)
             blocks = tuple(make_source(v)[0] for v in state.blocks) if kernels else state.blocks
             tape = Tape(k, blocks, state.partial, (), trained, kernels)
         return tape
@@ -118,7 +119,9 @@ class LowRankQuery(AttnRes):
         scores = (*tape.scores, *((site, s) for s in known))
         lasting = site % self.block_size == 0  # the newest source stays as it is, for all readers to come
         rows, sizes = (rows, sizes) if lasting else (rows[:1], sizes[:1])
-        z, *found = self._score(state, newest, torch.cat([self.V[site], rows.flatten(0, 1)]), [rank, *sizes])
+        z, *found = self._score(
+            state, newest, torch.cat([self.V[site] / math.sqrt(self.dim), rows.flatten(0, 1)]), [rank, *sizes]
+        )
         s = torch.stack([*(by_reader[site - first] for first, by_reader in scores), found[0]])  # [n, 1 + rank, ...]
         p = (s[:, 0] + (s[:, 1:] * z).sum(1)).softmax(0).movedim(0, -1).unsqueeze(-2)  # [..., 1, n]
         state.leave_note((newest, tape._replace(scores=(*scores, (site, tuple(found))) if lasting else scores)))

@@ -80,7 +80,8 @@ def embedding_again(p, o, blocks, e, sublayer):
 def low_rank_query(p, o, blocks, e, sublayer):
     def read(s, seen):
         v = sources_of(o, s, seen)
-        query = p["query"][s] + rms(v[-1], EPS) @ p["V"][s].T @ p["U"][s]  # [B, T, D]
+        rank, dim = p["U"][s].shape
+        query = p["query"][s] + rms(v[-1], EPS) @ p["V"][s].T @ p["U"][s] / (rank * dim**0.5)  # [B, T, D]
         return (attend(query, p["key_gain"][s], v),)
 
     return over_sites(blocks, e, sublayer, read)
