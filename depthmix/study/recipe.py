@@ -15,7 +15,7 @@ sections: [power-laws]             # what the table says besides: power-laws, st
 notes: [what has to be said under the table]
 arms:
   - residual                       # the first is what the others are compared with
-  - {label: slow b, mixer: "dca:window=2", set: {lr: 0.001}, seeds: [0], paper: {lm1b: 18.06}}
+  - {label: slow b, mixer: "dca:window=2", set: {lr: 0.001}, seeds: [0], sizes: [54m], paper: {lm1b: 18.06}}
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ KEYS = (
     "arms",
 )
 SECTIONS = ("power-laws", "stability", "depth")
-ARM_KEYS = ("label", "mixer", "set", "seeds", "paper")
+ARM_KEYS = ("label", "mixer", "set", "seeds", "sizes", "paper")
 UNITS = ("nats", "perplexity", "percent", "fraction")
 # What a study says in other words, and what a run without a folder has no use for.
 ELSEWHERE = {
@@ -76,6 +76,7 @@ class StudyArm:
     arm: Arm
     settings: dict[str, Any]
     seeds: list[int]
+    sizes: list[str]  # at which it is run
     paper: dict[str, float]
 
 
@@ -129,6 +130,10 @@ class Study:
     def labels(self) -> list[str]:
         """The arms' names."""
         return [arm.label for arm in self.arms]
+
+    def arms_at(self, cell: Cell) -> list[StudyArm]:
+        """Those that are to be run there."""
+        return [arm for arm in self.arms if cell.size in arm.sizes]
 
     def config(self, arm: StudyArm, cell: Cell, seed: int, **more: Any) -> TrainConfig:
         """One run: evaluated once, at its end, unless the study asks for more."""
@@ -192,7 +197,7 @@ def read_study(name: str, data: Iterable[str] = ()) -> Study:
         domains=domains,
         active=active,
         cells=cells,
-        arms=_arms(path, given.get("arms"), seeds, paper),
+        arms=_arms(path, given.get("arms"), seeds, [str(size) for size in sizes], paper),
         paper=paper,
         power=_power(path, given.get("power", {})),
         step_times=_yes_or_no(path, "step_times", given.get("step_times", False)) or budget == "time",
@@ -276,6 +281,15 @@ def _seeds(path: Path, seeds: Any) -> list[int]:
     return seeds
 
 
+def _sizes_of(where: str, given: Any, known: Sequence[str]) -> list[str]:
+    if not isinstance(given, list) or not given:
+        raise UserError(f"{where}: sizes is a list of the study's, got {given!r}")
+    for size in map(str, given):
+        if size not in known:
+            raise UserError(f"{where}: the study has no size {size!r}{nearest(size, known)}")
+    return [str(size) for size in given]
+
+
 def _paper(path: Path, given: Any) -> dict[str, Source]:
     if not isinstance(given, dict):
         raise UserError(f"{path}: paper maps columns to their source and unit, got {given!r}")
@@ -320,7 +334,9 @@ def _sections(path: Path, given: Any) -> list[str]:
     return list(given)
 
 
-def _arms(path: Path, given: Any, seeds: list[int], paper: Mapping[str, Source]) -> list[StudyArm]:
+def _arms(
+    path: Path, given: Any, seeds: list[int], sizes: Sequence[str], paper: Mapping[str, Source]
+) -> list[StudyArm]:
     if not isinstance(given, list) or not given:
         raise UserError(f"{path}: arms is a list of at least one arm")
     arms: list[StudyArm] = []
@@ -340,7 +356,10 @@ def _arms(path: Path, given: Any, seeds: list[int], paper: Mapping[str, Source])
             raise UserError(f"{path}, arm {label!r}: the paper's numbers are numbers, got {numbers!r}")
         settings = _settings(path, f"arm {label!r}", said.get("set", {}))
         own = _seeds(path, said["seeds"]) if "seeds" in said else seeds
-        arms.append(StudyArm(label, parse_arm(said["mixer"]), settings, own, dict(numbers)))
+        there = _sizes_of(f"{path}, arm {label!r}", said["sizes"], sizes) if "sizes" in said else list(sizes)
+        arms.append(StudyArm(label, parse_arm(said["mixer"]), settings, own, there, dict(numbers)))
+    if len(arms[0].sizes) < len(sizes):
+        raise UserError(f"{path}: the first arm, {arms[0].label!r}, is run at every size: others are compared with it")
     for arm in arms:
         if sum(other.arm == arm.arm and other.settings == arm.settings for other in arms) > 1:
             raise UserError(f"{path}: arm {arm.label!r} is there twice, under another label; remove one")

@@ -308,7 +308,7 @@ def _measured(study: Study, spreads: Mapping[str, float]) -> list[str]:
 
 def _made(study: Study, records: Records, used: Sequence[Mapping[str, Any]]) -> list[str]:
     """The commands, where it ran, and what the reader has to know of the code."""
-    planned = sum(len(arm.seeds) for arm in study.arms) * len(study.cells)
+    planned = sum(len(arm.seeds) for cell in study.cells for arm in study.arms_at(cell))
     data = " ".join(f"{name}=FOLDER" if name else "FOLDER" for name in study.domains)
     lines = [
         f"Runs: `depthmix study {study.name} --data {data}`, in pieces with `--minutes`; {len(used)} of {planned} are done ({RUNS}, {RESULTS}).",
@@ -338,7 +338,7 @@ def _made(study: Study, records: Records, used: Sequence[Mapping[str, Any]]) -> 
     left_out = len({(r["arm"], r["domain"], r["size"], r["seed"]) for r in records.runs}) - len(used)
     if left_out:
         lines.append(
-            f"{left_out} runs in {RUNS} are of arms, seeds or data that the study does not name, and are left out."
+            f"{left_out} runs in {RUNS} are of arms, seeds, sizes or data that the study does not name, and are left out."
         )
     return [*lines, *study.notes]
 

@@ -92,7 +92,7 @@ def check_part(said: Study, config: StudyConfig) -> None:
 
 def chosen(said: Study, runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The runs that the study names, the first of each; others stay in the file and out of the table."""
-    wanted = {(a.label, c.domain, c.size, seed) for a in said.arms for c in said.cells for seed in a.seeds}
+    wanted = {(a.label, c.domain, c.size, seed) for c in said.cells for a in said.arms_at(c) for seed in a.seeds}
     found: dict[tuple[str, str, str, int], dict[str, Any]] = {}
     for run in runs:
         key = run["arm"], run["domain"], run["size"], run["seed"]
@@ -272,10 +272,10 @@ class Worker:
         first = self.study.arms[0]
         more = {"device": self.config.device, "out": str(self.out), "quiet": True}
         asked, sizes = self.config.arms, self.config.sizes
-        arms = [arm for arm in self.study.arms if not asked or arm is first or arm.label in asked]
         for cell in self.study.cells:
             if cell.domain not in self.study.active or (sizes and cell.size not in sizes):
                 continue
+            arms = [arm for arm in self.study.arms_at(cell) if not asked or arm is first or arm.label in asked]
             place = (cell.domain, cell.size)
             lines = [r for r in self.records.of("step_times") if (r["domain"], r["size"]) == place]
             known = dict(lines[0]["seconds"]) if lines else self._times_of_same_shapes(cell)

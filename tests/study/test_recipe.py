@@ -78,6 +78,12 @@ def test_what_is_said_last_counts(tmp_path):
         ({"arms": [{"mixer": "dca", "paper": {"t": "x"}}]}, ["the paper's numbers"]),
         ({"arms": [{"label": "x"}]}, ["an arm is a mechanism"]),
         ({"arms": [{"label": "a\nb", "mixer": "dca"}]}, ["one line"]),
+        ({"arms": ["residual", {"mixer": "dca", "sizes": "54m"}]}, ["arm 'dca': sizes is a list of the study's"]),
+        ({"sizes": {"54m": {}}, "arms": ["residual", {"mixer": "dca", "sizes": ["45m"]}]}, ["no size '45m'", "'54m'"]),
+        (
+            {"sizes": {"a": {}, "b": {}}, "arms": [{"mixer": "dca", "sizes": ["b"]}]},
+            ["first arm, 'dca', is run at every"],
+        ),
         ({"arms": ["dca", "dca"]}, ["two arms are called 'dca'"]),
         ({"arms": ["dca", {"label": "x", "mixer": "dca"}]}, ["is there twice"]),
     ],

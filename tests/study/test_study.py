@@ -361,6 +361,24 @@ def test_kernels_matter_at_equal_time_only(training, tmp_path, monkeypatch):
     refused(lambda: run(path, tmp_path / "time"), "kernels of attnres changed", code=CHECKPOINT)
 
 
+def test_an_arm_is_run_at_its_own_sizes(training, tmp_path, monkeypatch):
+    timed = []
+    monkeypatch.setattr(
+        "depthmix.train.step_times.measure_step_times", lambda configs: [timed.append(c.mixer) or 0.1 for c in configs]
+    )
+
+    def write(size):
+        arms = ["residual", {"mixer": "dca", "sizes": [size]}]
+        return studies.write(tmp_path, sizes={"s": {}, "m": {"dim": 32}}, arms=arms, paper=None, step_times=True)
+
+    run(write("m"), tmp_path)
+    assert sorted(training.made) == [("dca", 0), ("dca", 1), *[("residual", 0)] * 2, *[("residual", 1)] * 2]
+    assert timed == ["residual", "residual", "dca"]
+    assert "6 of 6 are done" in table(tmp_path)
+    run(write("s"), tmp_path, report=True)
+    assert "2 runs in runs.jsonl are of arms, seeds, sizes or data that the study does not name" in table(tmp_path)
+
+
 # What goes wrong in a run.
 
 
