@@ -96,11 +96,10 @@ def at_known_times(study: Study, records: Records, cell: Cell, runs: Sequence[Ru
         return list(runs)
     alone: dict[str, Any] = {"shared": False, "step_quartiles": None, "core_wait": None}
     timed = at_step_times([run for run in runs if run.arm in times], times)
+    others = [replace(run, shared=True) for run in runs if run.arm not in times]  # what they took is another machine's
     return [
         *(replace(run, **alone, peak_memory=None if run.shared else run.peak_memory) for run in timed),
-        *(
-            replace(run, shared=True) for run in runs if run.arm not in times
-        ),  # what it took is not to be set beside those
+        *others,
     ]
 
 
@@ -216,9 +215,7 @@ def _cell(name: str, rows: Sequence[Row], runs: Sequence[Run], timed: Sequence[s
     if not rows:
         return [f"## {name or 'Costs'}", "", "No run has finished yet."]
     several, busy = all(len(run.curve) > 1 for run in runs), {run.arm for run in runs if run.shared}
-    shared = bool(busy) and (
-        not timed or rows[0].baseline in busy
-    )  # all that is said of costs is against the first arm
+    shared = bool(busy) and not timed  # else arms that were timed have costs
     found = learnt(rows)
     columns = [c for c in found if several or "to reach" not in c.heading("")]
     columns += [c for c in COSTS if not (shared and c in OF_A_MACHINE)]

@@ -129,6 +129,12 @@ def test_it_starts_as_the_mechanism_that_it_extends(name, choice, other, its):
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-6)
 
 
+def test_a_query_of_low_rank_begins_with_numbers_of_size_one():
+    """z = V x / √D, whatever the width; U starts at zero."""
+    mixer = create_mixer("low_rank_query", dim=256, n_blocks=4, block_size=4)
+    assert mixer.V.std().item() == pytest.approx(1.0, abs=0.03)
+
+
 def checks():
     """The battery's tests of a name, or of a name and a choice, but those of operators' kernels and of the compiler."""
     for key, test in vars(battery).items():
