@@ -46,7 +46,8 @@ def in_order(
     seeds = list(dict.fromkeys(seed for arm in study.arms for seed in [*study.seeds, *arm.seeds]))
     for seed in seeds:
         for cell in study.cells:
-            for arm in (arm for arm in study.arms_at(cell) if seed in arm.seeds):
+            own = study.runs_at(cell)
+            for arm in (arm for arm in study.arms if seed in own.get(arm.label, ())):
                 config = study.config(arm, cell, seed, device=device, out=out, quiet=quiet)
                 if study.budget == "time":
                     times = step_times.get((cell.domain, cell.size), {})

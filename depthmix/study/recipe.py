@@ -87,6 +87,7 @@ class Cell:
     domain: str
     size: str
     settings: dict[str, Any]
+    seeds: list[int] | None = None  # others are left out
 
     @property
     def name(self) -> str:
@@ -131,9 +132,10 @@ class Study:
         """The arms' names."""
         return [arm.label for arm in self.arms]
 
-    def arms_at(self, cell: Cell) -> list[StudyArm]:
-        """Those that are to be run there."""
-        return [arm for arm in self.arms if cell.size in arm.sizes]
+    def runs_at(self, cell: Cell) -> dict[str, list[int]]:
+        """The arms that are to be run there, and their seeds."""
+        arms = [arm for arm in self.arms if cell.size in arm.sizes]
+        return {arm.label: [s for s in arm.seeds if cell.seeds is None or s in cell.seeds] for arm in arms}
 
     def config(self, arm: StudyArm, cell: Cell, seed: int, **more: Any) -> TrainConfig:
         """One run: evaluated once, at its end, unless the study asks for more."""
@@ -172,13 +174,9 @@ def read_study(name: str, data: Iterable[str] = ()) -> Study:
     sizes = given.get("sizes", {"": {}})
     if not isinstance(sizes, dict) or not sizes:
         raise UserError(f"{path}: sizes maps names to options, got {sizes!r}")
-    cells = [
-        Cell(domain, str(size), _settings(path, f"sizes, {size}", said))
-        for domain in domains
-        for size, said in sizes.items()
-    ]
-    paper = _paper(path, given.get("paper", {}))
     seeds = _seeds(path, given.get("seeds", [0]))
+    cells = [_cell(path, domain, str(size), said, seeds) for domain in domains for size, said in sizes.items()]
+    paper = _paper(path, given.get("paper", {}))
     budget = given.get("budget", "tokens")
     if budget not in ("tokens", "time"):
         raise UserError(
@@ -279,6 +277,15 @@ def _seeds(path: Path, seeds: Any) -> list[int]:
     if not numbers or not seeds or len(set(seeds)) < len(seeds):
         raise UserError(f"{path}: seeds is a list of different whole numbers, got {seeds!r}")
     return seeds
+
+
+def _cell(path: Path, domain: str, size: str, said: Any, seeds: Sequence[int]) -> Cell:
+    own = None
+    if isinstance(said, dict) and "seeds" in said:
+        own, said = _seeds(path, said["seeds"]), {key: value for key, value in said.items() if key != "seeds"}
+        if lost := [seed for seed in own if seed not in seeds]:
+            raise UserError(f"{path}: sizes, {size}: the study has no seed {lost[0]}; a size leaves some of its out")
+    return Cell(domain, size, _settings(path, f"sizes, {size}", said), own)
 
 
 def _sizes_of(where: str, given: Any, known: Sequence[str]) -> list[str]:

@@ -41,17 +41,21 @@ def _of(what: str, domain: str) -> str:
 def points(
     study: Study, used: Records, by_cell: Mapping[str, Sequence[Run]], domain: str, timed: bool = False
 ) -> dict[str, Points]:
-    """{arm: {size: (petaFLOP/s-days, or seconds of GPU time, and loss)}}, means over the seeds that all arms of a size have."""
+    """{arm: {size: (petaFLOP/s-days, or seconds of GPU time, and loss)}}.
+
+    The first arm's loss is its mean over seeds, another's that plus its mean difference, seed by seed: so seeds that it does not
+    have count for neither of both.
+    """
     found: dict[str, dict[str, tuple[float, float]]] = {arm: {} for arm in study.labels}
     for cell in (cell for cell in study.cells if cell.domain == domain):
         runs = [run for run in by_cell[cell.name] if not (timed and run.shared)]
-        seeds = [{run.seed for run in runs if run.arm == arm} for arm in study.labels]
-        both = set.intersection(*(s for s in seeds if s)) if any(seeds) else set()
+        base = {run.seed: run.val_loss for run in runs if run.arm == study.labels[0]}
         for arm in study.labels:
-            own = [run for run in runs if run.arm == arm and run.seed in both]
+            own = [run for run in runs if run.arm == arm and run.seed in base]
             if own:
                 x = own[0].train_seconds if timed else 6 * weights(used, own[0]) * own[0].tokens / PETAFLOP_DAY
-                found[arm][cell.size] = x, statistics.fmean(run.val_loss for run in own)
+                difference = statistics.fmean(run.val_loss - base[run.seed] for run in own)
+                found[arm][cell.size] = x, statistics.fmean(base.values()) + difference
     return {arm: sizes for arm, sizes in found.items() if sizes}
 
 
@@ -91,7 +95,7 @@ def _power_laws(study: Study, used: Records, by_cell: Mapping[str, Sequence[Run]
         ]
         text += [*_table(heading, lines, []), ""]
     notes = [
-        "“loss”: a power law of C = 6 N D in petaFLOP/s-days, N without the embedding, by least squares in logarithms.",
+        f"“loss”: a power law of C = 6 N D in petaFLOP/s-days, N without the embedding, by least squares in logarithms; an arm's loss at a size is {study.labels[0]}'s mean over seeds and the mean of its differences to it, seed by seed.",
         f"“advantage”: how much more {study.labels[0]} needs for the loss that the arm has at the largest size, by the two laws; in brackets the 95% interval of the jackknife over sizes.",
         f"“size by size”: by the arm's loss and {study.labels[0]}'s at that size, and the exponent of the latter's law; their mean is one of logarithms, with Student's interval.",
         f"It takes {FEWEST} sizes, and for GPU time step times of a machine that was not shared.",

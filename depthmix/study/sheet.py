@@ -305,7 +305,7 @@ def _measured(study: Study, spreads: Mapping[str, float]) -> list[str]:
 
 def _made(study: Study, records: Records, used: Sequence[Mapping[str, Any]]) -> list[str]:
     """The commands, where it ran, and what the reader has to know of the code."""
-    planned = sum(len(arm.seeds) for cell in study.cells for arm in study.arms_at(cell))
+    planned = sum(len(seeds) for cell in study.cells for seeds in study.runs_at(cell).values())
     data = " ".join(f"{name}=FOLDER" if name else "FOLDER" for name in study.domains)
     lines = [
         f"Runs: `depthmix study {study.name} --data {data}`, in pieces with `--minutes`; {len(used)} of {planned} are done ({RUNS}, {RESULTS}).",

@@ -92,7 +92,7 @@ def check_part(said: Study, config: StudyConfig) -> None:
 
 def chosen(said: Study, runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The runs that the study names, the first of each; others stay in the file and out of the table."""
-    wanted = {(a.label, c.domain, c.size, seed) for c in said.cells for a in said.arms_at(c) for seed in a.seeds}
+    wanted = {(arm, c.domain, c.size, s) for c in said.cells for arm, seeds in said.runs_at(c).items() for s in seeds}
     found: dict[tuple[str, str, str, int], dict[str, Any]] = {}
     for run in runs:
         key = run["arm"], run["domain"], run["size"], run["seed"]
@@ -275,7 +275,8 @@ class Worker:
         for cell in self.study.cells:
             if cell.domain not in self.study.active or (sizes and cell.size not in sizes):
                 continue
-            arms = [arm for arm in self.study.arms_at(cell) if not asked or arm is first or arm.label in asked]
+            there = self.study.runs_at(cell)
+            arms = [a for a in self.study.arms if a.label in there and (not asked or a is first or a.label in asked)]
             place = (cell.domain, cell.size)
             lines = [r for r in self.records.of("step_times") if (r["domain"], r["size"]) == place]
             known = dict(lines[0]["seconds"]) if lines else self._times_of_same_shapes(cell)

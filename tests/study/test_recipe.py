@@ -56,6 +56,8 @@ def test_what_is_said_last_counts(tmp_path):
         ({"set": 3}, ["set holds options"]),
         ({"sizes": {"a": {"dimm": 3}}}, ["unknown option 'dimm'", "'dim'"]),
         ({"sizes": []}, ["sizes maps names"]),
+        ({"sizes": {"a": {"seeds": [0, 7]}}}, ["sizes, a: the study has no seed 7"]),
+        ({"sizes": {"a": {"seeds": 0}}}, ["seeds is a list of different whole numbers"]),
         ({"budget": "tame"}, ["budget must be tokens or time", "'time'"]),
         ({"data": 3}, ["data is a folder"]),
         ({"base": "none.yaml"}, ["cannot read the recipe"]),

@@ -1,5 +1,6 @@
 """What a study's table says besides: power laws, stability, depth; and a study of images."""
 
+import importlib
 import json
 import shutil
 
@@ -86,6 +87,25 @@ def test_power_laws_in_time_are_of_arms_that_were_timed(training, tmp_path, monk
     rows = laws((tmp_path / "out" / "table.md").read_text())
     assert "| 2.00 (2.00 to 2.00) | 1.00 (1.00 to 1.00) |" in rows["attnres:block_size=2"]  # twice the time a step
     assert "| 0.50 (0.50 to 0.50) | – |" in rows["slow"]
+
+
+def test_power_laws_pair_seeds(training, tmp_path, monkeypatch):
+    """Seeds far apart do not move an arm against the first, also where it has fewer."""
+    law(training, monkeypatch)
+    train = importlib.import_module("depthmix.train.brief").train_briefly
+
+    def apart(config, data, **more):
+        result = train(config, data, **more)
+        return result | {"val_loss": result["val_loss"] * (1 + 0.1 * config.seed)}
+
+    monkeypatch.setattr("depthmix.train.brief.train_briefly", apart)
+    arms = ["residual", {"mixer": "attnres:block_size=2", "seeds": [0]}, {"mixer": "dca", "seeds": [1]}]
+    rows = laws(table(tmp_path, sizes=SIZES, sections=["power-laws"], seeds=[0, 1], arms=arms, paper=None))
+    assert "2.100 C^-0.0500" in rows["residual"]
+    # 2 f^-0.05 less 2 of plain's 2.1, and 1.1 times that: by the law (1 + that / 2.1)^-20
+    for arm, difference in (("attnres:block_size=2", 2 * 2**-0.05 - 2), ("dca", 2.2 * 0.5**-0.05 - 2.2)):
+        factor = (1 + difference / 2.1) ** -20
+        assert f"| {factor:.2f} ({factor:.2f} to {factor:.2f}) |" in rows[arm]
 
 
 def test_sizes_of_one_compute_have_no_law(training, tmp_path):

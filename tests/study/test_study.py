@@ -379,6 +379,14 @@ def test_an_arm_is_run_at_its_own_sizes(training, tmp_path, monkeypatch):
     assert "2 runs in runs.jsonl are of arms, seeds, sizes or data that the study does not name" in table(tmp_path)
 
 
+def test_a_size_leaves_seeds_out(training, tmp_path):
+    arms = ["residual", {"mixer": "dca", "seeds": [1]}]
+    sizes = {"s": {}, "m": {"dim": 32, "seeds": [0]}}
+    run(studies.write(tmp_path, sizes=sizes, arms=arms, paper=None), tmp_path)
+    assert training.made == [("residual", 0), ("residual", 0), ("residual", 1), ("dca", 1)]
+    assert "4 of 4 are done" in table(tmp_path)
+
+
 # What goes wrong in a run.
 
 
