@@ -36,7 +36,7 @@ def rows(documents: Sequence[dict[str, Any]]) -> list[tuple[str, list[str]]]:
         return ", ".join(f"{d['sources'][source]} {change:.2f}" for source, change in finish)
 
     return [
-        ("what sites read: RMS of the last third over the second sixth", each(lambda d: grows([x[0] for x in d["dynamics"]["input_rms"]]))),
+        ("what sites read: RMS of the last third over the third after the first sixth", each(lambda d: grows([x[0] for x in d["dynamics"]["input_rms"]]))),
         ("what sites put out: the same", each(lambda d: grows(d["dynamics"]["output_rms"]))),
         ("unevenness of gradients", each(lambda d: pairs(evenness, d["dynamics"]["gradient_norm"]))),
         ("… without the first block", each(lambda d: pairs(evenness, d["dynamics"]["gradient_norm"], 2))),
