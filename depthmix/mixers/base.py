@@ -359,6 +359,9 @@ def list_mixers() -> list[str]:
 def mixer_class(name: str) -> type[Mixer]:
     """The class registered under a name."""
     if name not in _MIXERS:
+        rule, colon, _ = str(name).partition(":")
+        if colon and rule in _MIXERS:  # as tables and comparisons write it
+            raise OptionError(f"mixer {name!r} is a rule with its options, which are given apart here: mixer {rule!r}")
         raise OptionError(f"unknown mixer {name!r}; there are {', '.join(list_mixers())}{nearest(str(name), _MIXERS)}")
     return _MIXERS[name]
 

@@ -22,9 +22,8 @@ def why_not_plain(mixer: Mixer) -> str | None:
         if mixer.plain_share(site) is None:
             reader = "the final norm" if site == mixer.n_sites else f"site {site}"
             rule = f"{mixer.name}{' with these options' if mixer.options else ''}"
-            return (
-                f"{rule} does not begin as the plain residual: what {reader} reads then is no part of the plain stream"
-            )
+            what = f"what {reader} reads then is no part of the plain stream"
+            return f"{rule} does not begin as the plain residual: {what} (docs/retrofit.md says which options do)"
     return None
 
 

@@ -21,6 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from depthmix.ops.torch_internals import calls_only_its_forward
+
 
 def project(h: Tensor, *layers: nn.Linear) -> tuple[Tensor, ...]:
     """What layers make of h [..., D]; where one is wrapped, sharded, quantized or hooked into, all are asked by themselves."""
@@ -47,16 +49,11 @@ def weights_take_gains(h: Tensor) -> bool:
 
 def own_gain(gains: Mapping[int, Tensor], site: int, sublayer: nn.Module) -> Tensor | None:
     """The gain that a sublayer is to multiply its output with in its weights; None where that would be seen, or there is none."""
-    layer: Any = sublayer.out_proj if site in gains and not _hooked(sublayer) else None
+    layer: Any = sublayer.out_proj if site in gains and calls_only_its_forward(sublayer) else None
     return gains[site] if layer is not None and _untouched(layer) else None
 
 
 def _untouched(layer: nn.Linear) -> bool:
     """Whether calling it is a product with its weight and nothing else."""
     plain = type(layer) is nn.Linear and type(layer.weight) in (Tensor, nn.Parameter)
-    return plain and layer.bias is None and not _hooked(layer)
-
-
-def _hooked(module: nn.Module) -> bool:
-    hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
-    return any(hooks)
+    return plain and layer.bias is None and calls_only_its_forward(layer)

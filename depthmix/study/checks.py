@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ from depthmix.study.records import Records
 # Options that no final number depends on, or that the rest of a record says.
 FREE = {"data", "out", "seed", "quiet", "device", "tensorboard", "wandb", "keep", "save_every", "log_every"}
 CURVE = {"eval_every"}  # how many points a curve has
+NOT_HERE = "not here"  # of weights to start from
 
 
 def data_mark(data: TokenData | ImageData) -> str:
@@ -35,9 +38,25 @@ def data_mark(data: TokenData | ImageData) -> str:
 
 
 def plain_config(config: Any) -> dict[str, Any]:
-    """A run's configuration as JSON keeps it, without what belongs to a machine or to a run's folder."""
+    """A run's configuration as JSON keeps it, without what belongs to a machine or to a run's folder; of `init` the weights."""
     found: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(config)))
+    found["init"] = found["init"] and weights_mark(Path(found["init"]))
     return {key: value for key, value in found.items() if key not in FREE}
+
+
+def weights_mark(folder: Path) -> str:
+    """What tells the weights that a training starts from apart, wherever they lie; NOT_HERE for those of another machine."""
+    files = sorted(folder.rglob("*.safetensors")) if folder.is_dir() else []
+    return _checksum(tuple((file, file.stat().st_mtime_ns) for file in files)) if files else NOT_HERE
+
+
+@functools.cache  # of files as they were at that time
+def _checksum(files: tuple[tuple[Path, int], ...]) -> str:
+    found = hashlib.sha256()
+    for file, _ in files:
+        with file.open("rb") as opened:
+            found.update(hashlib.file_digest(opened, "sha256").digest())
+    return found.hexdigest()[:16]
 
 
 def ran_on(run: Mapping[str, Any]) -> str:
@@ -86,6 +105,7 @@ def check_runs(
         if piece is None:
             continue
         then, now, plain = run["config"], plain_config(piece.config), plain_config(type(piece.config)())
+        now["init"] = then.get("init", "") if now["init"] == NOT_HERE else now["init"]
         changed = [  # a result of an older version lacks the options that came later
             f"{key} was {then.get(key, plain[key])!r} and is {value!r}"
             for key, value in now.items()

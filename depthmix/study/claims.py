@@ -135,7 +135,14 @@ def read_claims(path: Path) -> tuple[list[Claim], dict[str, Any]]:
         says = item["says"]
         if isinstance(says, bool) or not (isinstance(says, int | float) or says in ("above", "below")):
             raise UserError(f"{where}: says is a number, above or below, got {says!r}")
+        nothing = 1.0 if measures[0] in RATIOS else 0.0
+        if says == nothing or (isinstance(says, float) and not math.isfinite(says)):
+            raise UserError(f"{where}: says is another number than that of no effect, which has no side, got {says!r}")
         studies = item["study"] if isinstance(item["study"], list) else [item["study"]]
+        if not studies or not all(
+            isinstance(name, str) for name in [*studies, *(item[k] for k in ("claim", "source"))]
+        ):
+            raise UserError(f"{where}: claim, source and study are text, and study may be a list of names")
         found.append(
             Claim(item["claim"], item["source"], says, studies, measures[0], item[measures[0]], item.get("note", ""))
         )
@@ -166,7 +173,9 @@ def _check_shape(where: str, kind: str, what: Any) -> None:
     if kind in ("contrast", "accuracy"):
         needed = "arms with weights, {arm: 1, other: -1}"
         weights = list(what.values()) if isinstance(what, dict) else []
-        fits = bool(weights) and all(isinstance(w, int | float) and not isinstance(w, bool) for w in weights)
+        fits = bool(weights) and all(
+            isinstance(w, int | float) and not isinstance(w, bool) and math.isfinite(w) for w in weights
+        )
     elif kind in PAIRS:
         fits, needed = isinstance(what, dict) and set(what) == {"arm", "against"}, "{arm: …, against: …}"
     else:

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import depthmix
 from depthmix.errors import UserError
 from depthmix.mixers import Mixer, base
 
@@ -23,6 +24,12 @@ def load_modules(study: Path, said: Any) -> list[Path]:
     if not isinstance(said, list) or not all(isinstance(text, str) and text for text in said):
         raise UserError(f"{study}: modules is a list of Python files, or of folders of them, got {said!r}")
     files = [file for text in said for file in _files(study, text)]
+    names = [file.name for file in dict.fromkeys(files)]
+    own = Path(depthmix.__file__).parent
+    for name in names:  # by which an arm's code is known, wherever the files lie
+        if names.count(name) > 1 or (own / name).exists():
+            other = "another" if names.count(name) > 1 else "a file of the package"
+            raise UserError(f"{study}: modules, {name} is called like {other}; rename it")
     for file in files:
         base._MIXERS.update(_loaded[file] if file in _loaded else _load(study, file))
     return files
@@ -53,7 +60,7 @@ def _files(study: Path, text: str) -> list[Path]:
 def _load(study: Path, file: Path) -> dict[str, type[Mixer]]:
     """What a file registers."""
     before = dict(base._MIXERS)
-    mark = hashlib.sha256(str(file).encode()).hexdigest()[:8]  # two folders may have files of one name
+    mark = hashlib.sha256(str(file).encode()).hexdigest()[:8]  # studies in two folders may have files of one name
     name = f"depthmix_study_{file.stem}_{mark}"
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None

@@ -176,6 +176,9 @@ def read_study(name: str, data: Iterable[str] = ()) -> Study:
         raise UserError(f"{path}: sizes maps names to options, got {sizes!r}")
     seeds = _seeds(path, given.get("seeds", [0]))
     cells = [_cell(path, domain, str(size), said, seeds) for domain in domains for size, said in sizes.items()]
+    names = [cell.name for cell in cells]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise UserError(f"{path}: two pairs of a domain and a size are called {twice!r}; give one another name")
     paper = _paper(path, given.get("paper", {}))
     budget = given.get("budget", "tokens")
     if budget not in ("tokens", "time"):
@@ -261,7 +264,7 @@ def _domains(path: Path, said: Any, given: Sequence[str]) -> tuple[dict[str, str
     active = []
     for text in given:
         name, equals, folder = text.partition("=")
-        if not equals and len(domains) == 1:
+        if len(domains) == 1 and (not equals or name not in domains):
             domains, active = dict.fromkeys(domains, text), list(domains)
         elif equals and name in domains and folder:
             domains[name] = folder
@@ -353,13 +356,17 @@ def _arms(
             raise UserError(f"{path}: an arm is a mechanism, or has mixer and other keys, got {item!r}")
         label = said.get("label", said["mixer"])
         _known(said, ARM_KEYS, f"{path}, arm {label!r}")
-        if not isinstance(label, str) or not label.strip() or "\n" in label:
+        if not isinstance(label, str) or not label.strip() or not label.isprintable():
             raise UserError(f"{path}: the label of an arm is one line of text, got {label!r}")
         if label in [arm.label for arm in arms]:
             raise UserError(f"{path}: two arms are called {label!r}; give one a label of its own")
         numbers = said.get("paper", {})
+        if not isinstance(numbers, dict):
+            raise UserError(f"{path}, arm {label!r}: paper maps columns to numbers, got {numbers!r}")
         _known(numbers, paper, f"{path}, arm {label!r}, paper")
-        if not all(isinstance(v, int | float) and v > 0 for v in numbers.values()):
+        if not all(
+            isinstance(v, int | float) and not isinstance(v, bool) and 0 < v < math.inf for v in numbers.values()
+        ):
             raise UserError(f"{path}, arm {label!r}: the paper's numbers are numbers, got {numbers!r}")
         settings = _settings(path, f"arm {label!r}", said.get("set", {}))
         own = _seeds(path, said["seeds"]) if "seeds" in said else seeds

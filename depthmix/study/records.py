@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -38,6 +39,7 @@ NEEDED: dict[str, dict[str, type]] = {
     "accept": {"reason": str, "files": dict},
     "step_times": {"domain": str, "size": str, "seconds": dict},
 }
+OTHERS: dict[str, type] = {"parameters": dict, "val_curve": list, "train_curve": list, "spikes": list}
 NUMBERS = ("steps", "val_loss", "step_seconds", "seconds", "wall_seconds")
 
 
@@ -106,8 +108,14 @@ def _checked(path: Path, number: int, line: bytes) -> dict[str, Any]:
         if not isinstance(result, dict):
             raise damaged("it has no result")
         for key in (*NUMBERS, "images" if "images" in result else "tokens"):
-            if isinstance(result.get(key), bool) or not isinstance(result.get(key), int | float):
+            value = result.get(key)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
                 raise damaged(f"its result has no {key}")
+        if result["steps"] <= 0 or result["step_seconds"] <= 0:
+            raise damaged("its result is of no step")
+        for key, kind in OTHERS.items():
+            if not isinstance(result.get(key, kind()), kind):
+                raise damaged(f"{key} of its result is of another kind")
     return found
 
 

@@ -98,7 +98,7 @@ def _power_laws(study: Study, used: Records, by_cell: Mapping[str, Sequence[Run]
         f"“loss”: a power law of C = 6 N D in petaFLOP/s-days, N without the embedding, by least squares in logarithms; an arm's loss at a size is {study.labels[0]}'s mean over seeds and the mean of its differences to it, seed by seed.",
         f"“advantage”: how much more {study.labels[0]} needs for the loss that the arm has at the largest size, by the two laws; in brackets the 95% interval of the jackknife over sizes.",
         f"“size by size”: by the arm's loss and {study.labels[0]}'s at that size, and the exponent of the latter's law; their mean is one of logarithms, with Student's interval.",
-        f"It takes {FEWEST} sizes, and for GPU time step times of a machine that was not shared.",
+        f"It takes {FEWEST} sizes whose losses fall, without any one of them too, and for GPU time step times of a machine that was not shared. Of images D counts images, whatever their patches.",
     ]
     return [*text[:-1], *(f"* {markdown_text(note)}" for note in notes)]
 
@@ -214,12 +214,14 @@ def growth(result: Mapping[str, Any]) -> tuple[float, float] | None:
 def _depth(study: Study, used: Records) -> list[str]:
     lines = []
     for arm in study.labels:
-        for size in dict.fromkeys(cell.size for cell in study.cells):
-            own = [r for r in used if (r["arm"], r["size"]) == (arm, size)]
+        for cell in study.cells:
+            own = [r for r in used if (r["arm"], r["domain"], r["size"]) == (arm, cell.domain, cell.size)]
+            place = ", ".join(word for word in (cell.domain if len(study.domains) > 1 else "", cell.size) if word)
             found = [g for r in own if (g := growth(r.get("result", {})))]
             if found:
                 means = [statistics.fmean(values) for values in zip(*found, strict=True)]
-                lines.append([f"{arm}, {size}" if size else arm, f"{means[0]:.2f}", f"{means[1]:.2f}", str(len(found))])
+                name = f"{arm}, {place}" if place else arm
+                lines.append([name, f"{means[0]:.2f}", f"{means[1]:.2f}", str(len(found))])
     notes = [
         "At the last step: what a block adds to the stream, its root mean square over the tokens of a few rows, last block over first; and the norm of a sublayer's gradients, largest over median."
     ]

@@ -138,7 +138,7 @@ def to_markdown(
 ) -> str:
     """The question, the table of paper and ours, costs and verdicts by cell, what the seeds can show, and how it was made."""
     rows = {name: make_rows(runs, study.labels) for name, runs in by_cell.items()}
-    text = [f"# {study.name}", "", study.question, ""]
+    text = [f"# {study.name}", "", markdown_text(study.question), ""]
     if not any(rows.values()):
         text.append("No run has finished yet.")
     else:
@@ -299,7 +299,8 @@ def _measured(study: Study, spreads: Mapping[str, float]) -> list[str]:
         if difference is not None:
             needed = seeds_needed(difference, spread)
             line += f"; a difference of {difference:g} needs {'too many' if needed is None else needed} paired seeds"
-        lines.append(f"{line}; {_shows(spread, len(study.seeds))}.")
+        own = next(cell.seeds for cell in study.cells if cell.name == name) or study.seeds
+        lines.append(f"{line}; {_shows(spread, len(own))}.")
     return lines
 
 
@@ -318,7 +319,7 @@ def _made(study: Study, records: Records, used: Sequence[Mapping[str, Any]]) -> 
         if (n := _count(used, name, torch))
     ]
     lines += [
-        f"{r['arm']} with seed {r['seed']}{', ' * bool(r['domain'])}{r['domain']} diverged: {r['diverged']}."
+        f"{', '.join(w for w in (r['arm'] + ' with seed ' + str(r['seed']), r['domain'], r['size']) if w)} diverged: {r['diverged']}."
         for r in used
         if "diverged" in r
     ]

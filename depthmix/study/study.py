@@ -8,13 +8,14 @@ from __future__ import annotations
 import functools
 import os
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from depthmix.config import StudyConfig
+from depthmix.config import StudyConfig, TrainConfig
 from depthmix.data.dataset import TokenData
 from depthmix.data.images import ImageData
 from depthmix.data.prepared import open_data
@@ -28,12 +29,13 @@ from depthmix.study.lanes import Place, run_in_lanes
 from depthmix.study.making import Outcome, make_run
 from depthmix.study.modules import loaded
 from depthmix.study.pieces import Deadline, Piece, in_order, predicted
-from depthmix.study.recipe import Cell, Study, read_study
+from depthmix.study.recipe import Cell, Study, StudyArm, read_study
 from depthmix.study.records import RUNS, Records, read_records, write_records
 from depthmix.study.sheet import power_lines, write_sheet
 
 RESULTS = Path("docs") / "results"
 MEASURING = 20.0  # seconds that an arm's step times may take: a model is built three times, for a second of steps
+AT_LEAST = 4.0  # and what they take anywhere
 # Of a run's environment what is kept: no paths.
 KEPT = ("depthmix", "git_commit", "python", "torch", "cuda", "device", "device_name", "started")
 
@@ -138,28 +140,32 @@ class Worker:
 
         with StopSignal() as signal, compiled_once(self._compiles()):
             if self.study.budget == "time":
-                self._measure()
+                self._measure(signal)
             pieces = self._planned()
             self._borrow(self._missing(pieces))
             used, missing = chosen(self.study, self.records.runs), self._missing(pieces)
             check_runs(used, pieces, self.marks, self.device.type)
             check_pieces(self.study, missing, self.data)
             check_code(self.study, self.records, used, missing, self.config.accept_code, self.images)
-            self.say(f"{self.study.name}: {len(pieces) - len(missing)} of {len(pieces)} runs are done.")
+            own = [self.study.runs_at(cell) for cell in self.study.cells if cell.domain in self.study.active]
+            total = sum(len(seeds) for arms in own for seeds in arms.values())  # also where steps are not known yet
+            self.say(f"{self.study.name}: {len(pieces) - len(missing)} of {total} runs are done.")
             self.queue = self._asked_for(missing)
             (self._in_lanes if self.config.lanes > 1 else self._alone)(signal)
             missing = self._missing(pieces)
             if self.study.step_times and not self._asked_for(missing) and not signal.requested:
-                self._measure()
+                self._measure(signal)
         _finish(self.study, self.records, self.out, self.say, figures=not signal.requested)
-        where = f"{len(pieces) - len(missing)} of {len(pieces)} runs are done"
+        done = len(pieces) - len(missing)
+        where = f"{done} of {total} runs are done"
         again = f"{where}; the same command goes on from there"
-        if signal.requested and missing:
+        if signal.requested and done < total:
             raise UserError(f"stopped by {signal.name}: {again}", INTERRUPTED)
         if self.failed:
             what = "; ".join(f"{arm}: {error}" for arm, error in self.failed.items())
-            raise UserError(f"{len(self.failed)} arms could not be run ({what}); {again}", INTERNAL)
-        self.say(f"{where}." if not missing else f"{again}.")
+            arms = "1 arm" if len(self.failed) == 1 else f"{len(self.failed)} arms"
+            raise UserError(f"{arms} could not be run ({what}); {again}", INTERNAL)
+        self.say(f"{where}." if done == total else f"{again}.")
 
     def _planned(self) -> list[Piece]:
         pieces = planned(self.study, self.records, self.config, self.out)
@@ -265,39 +271,60 @@ class Worker:
         self.records.add(*outcome.lines)
         write_records(self.out, self.records)
 
-    def _measure(self) -> None:
+    def _measure(self, signal: Any) -> None:
         """Step times in turns, where a cell lacks some, so that arms get equal time, or for the costs; they are kept with the results."""
-        from depthmix.train.step_times import measure_step_times
-
         first = self.study.arms[0]
         more = {"device": self.config.device, "out": str(self.out), "quiet": True}
         asked, sizes = self.config.arms, self.config.sizes
         for cell in self.study.cells:
-            if cell.domain not in self.study.active or (sizes and cell.size not in sizes):
+            if signal.requested or cell.domain not in self.study.active or (sizes and cell.size not in sizes):
                 continue
             there = self.study.runs_at(cell)
             arms = [a for a in self.study.arms if a.label in there and (not asked or a is first or a.label in asked)]
             place = (cell.domain, cell.size)
             lines = [r for r in self.records.of("step_times") if (r["domain"], r["size"]) == place]
             known = dict(lines[0]["seconds"]) if lines else self._times_of_same_shapes(cell)
-            missing = [arm for arm in arms if arm.label not in known]
+            missing = [arm for arm in arms if arm.label not in known and arm.label not in self.failed]
             if not missing and lines:
                 continue
             if missing:
-                if not self.deadline.fits(MEASURING * len(missing) * (self.study.budget == "tokens")):
+                one = MEASURING if self.study.budget == "tokens" else AT_LEAST  # without them nothing can be run
+                if not self.deadline.fits(one * len(missing)):
                     continue
                 # The first arm is measured again with arms that came later, and they are scaled to its saved time.
                 group = missing if missing[0] is first else [first, *missing]
                 configs = [self.study.config(arm, cell, self.study.seeds[0], **more) for arm in group]
                 check_pieces(self.study, map(Piece, group, [cell] * len(group), configs), self.data)
                 self.say("Measuring step times …")
-                times = measure_step_times(configs)
-                scale = known.get(first.label, times[0]) / times[0]
-                known = {**{arm.label: t * scale for arm, t in zip(group, times, strict=True)}, **known}
+                times = self._step_times(group, configs)
+                scale = known.get(first.label, times[first.label]) / times[first.label]
+                known = {**{arm: t * scale for arm, t in times.items()}, **known}
+                others = [r for r in read_records([self.out / RUNS]).of("step_times") if r not in lines]
+                theirs = [
+                    r for r in others if (r["domain"], r["size"]) == place and known.keys() <= r["seconds"].keys()
+                ]
+                known = theirs[0]["seconds"] if theirs else known  # of another process, whose runs have its steps
             self.records.lines = [r for r in self.records.lines if r not in lines]
             line = {"kind": "step_times", "domain": cell.domain, "size": cell.size, "seconds": known}
             self.records.add({**line, "environment": self.environment})
             write_records(self.out, self.records)
+
+    def _step_times(self, group: Sequence[StudyArm], configs: Sequence[TrainConfig]) -> dict[str, float]:
+        """By arm; one that cannot run does not stop the others, unless it is the first, which they are compared with."""
+        from depthmix.train.step_times import measure_step_times
+
+        arms = list(zip(group, configs, strict=True))
+        while True:
+            try:
+                times = measure_step_times([config for _, config in arms])
+                return {arm.label: seconds for (arm, _), seconds in zip(arms, times, strict=True)}
+            except Exception as error:
+                lost = getattr(error, "measured", 0)
+                if lost == 0:
+                    raise
+                traceback.print_exc()
+                self.failed[arms[lost][0].label] = " ".join(str(error).split())[:300] or type(error).__name__
+                del arms[lost]
 
     def _times_of_same_shapes(self, cell: Cell) -> dict[str, float]:
         """What another domain with as many words measured at this size on this device: its steps are the same."""

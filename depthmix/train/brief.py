@@ -7,6 +7,7 @@ evaluations on the way unless eval_every asks for them.
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -92,8 +93,12 @@ def _train(
         result["depth"] = {name: [float(f"{value:.4g}") for value in values] for name, values in depth.items()}
     return {
         **result,
-        "spikes": [[step + 1, float(f"{above:.3g}")] for step, above in find_spikes(losses)],
-        "largest_gradient": max(norms[len(norms) // 10 :]),  # after the first steps, which are steep for all
+        # What is no number, at a step that was skipped, is none in a file either.
+        "spikes": [
+            [step + 1, float(f"{above:.3g}") if math.isfinite(above) else None] for step, above in find_spikes(losses)
+        ],
+        # After the first steps, which are steep for all.
+        "largest_gradient": max(filter(math.isfinite, norms[len(norms) // 10 :]), default=0.0),
         "wall_seconds": time.perf_counter() - begun,
         "build_seconds": built,
         "first_seconds": sum(took[:SETTLED]),  # with what is compiled and recorded
@@ -104,7 +109,12 @@ def _train(
 
 
 def thinned(losses: Sequence[float], points: int = POINTS) -> list[list[float]]:
-    """[step, mean loss of the steps since the point before] at up to so many points, the last at the last step."""
+    """[step, mean loss of the steps since the point before] at up to so many points, the last at the last step.
+
+    A loss that is no number counts for nothing, and a point of none but such is left out.
+    """
     points = min(points, len(losses))
     ends = [(i + 1) * len(losses) // points for i in range(points)]
-    return [[end, statistics.fmean(losses[start:end])] for start, end in zip([0, *ends], ends, strict=False)]
+    parts = [(end, losses[start:end]) for start, end in zip([0, *ends], ends, strict=False)]
+    known = [(end, [loss for loss in part if math.isfinite(loss)]) for end, part in parts]
+    return [[end, statistics.fmean(part)] for end, part in known if part]

@@ -30,9 +30,13 @@ def measure_step_times(configs: list[TrainConfig], warmup: int = 3, steps: int =
     for _ in range(rounds):
         for i in turns:
             config, device = configs[i], choose_device(configs[i].device)
-            with deterministic(config.deterministic):
-                trainer = kept.get(i) or _trainer(config)
-                times[i].append(_step_seconds(trainer, warmup, steps))
+            try:
+                with deterministic(config.deterministic):
+                    trainer = kept.get(i) or _trainer(config)
+                    times[i].append(_step_seconds(trainer, warmup, steps))
+            except Exception as error:
+                error.measured = i  # type: ignore[attr-defined]  # for those who can go on without it
+                raise
             if mostly_free(device):
                 kept[i] = trainer
             del trainer

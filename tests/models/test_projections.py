@@ -69,6 +69,7 @@ CHANGES = {
     "a hook before": lambda own: own[1].register_forward_pre_hook(lambda m, args: (args[0] + 1,)),
     "another weight": lambda own: parametrize.register_parametrization(own[1], "weight", Doubled()),
     "another class": wrapped,
+    "another forward": lambda own: setattr(own[1], "forward", lambda x: functional.linear(x, own[1].weight) + 1),
     "a bias": lambda own: own.__setitem__(1, nn.Linear(7, SIZES[1], dtype=torch.float64)),
 }
 
@@ -84,6 +85,17 @@ def test_a_layer_that_was_changed_is_asked(change, monkeypatch):
     with autocast():
         assert all(map(torch.equal, project(h, *own), expected))
     assert made == list(SIZES)
+
+
+def test_hooks_of_all_modules_see_every_layer():
+    own, seen = layers(), []
+    hook = nn.modules.module.register_module_forward_hook(lambda module, args, y: seen.append(module))
+    try:
+        with autocast():
+            project(torch.randn(4, 7, dtype=torch.float64), *own)
+    finally:
+        hook.remove()
+    assert seen == own
 
 
 def test_no_copy_is_made_that_would_not_be_made_anyway(monkeypatch):

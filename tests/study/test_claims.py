@@ -208,12 +208,19 @@ def test_what_a_measure_is_of(tmp_path):
         ({"contrast": {"residual @ code": 1}}, ["tiny has no 'code'"]),
         ({"contrast": ["residual"]}, ["contrast needs arms with weights"]),
         ({"contrast": {"residual": "much"}}, ["contrast needs arms with weights"]),
+        ({"contrast": {"residual": math.nan}}, ["contrast needs arms with weights"]),
+        ({"says": 0}, ["that of no effect, which has no side"]),
+        ({"says": math.nan}, ["that of no effect"]),
+        ({"contrast": None, "step_ratio": "residual", "says": 1}, ["that of no effect"]),
         ({"study": "tinny"}, ["unknown study 'tinny'"]),
+        ({"study": []}, ["study may be a list of names"]),
+        ({"source": 3}, ["claim, source and study are text"]),
     ],
 )
 def test_what_is_wrong_with_a_claim_is_said(tmp_path, changes, words):
     path = tmp_path / "claims.yaml"
-    path.write_text(yaml.safe_dump({"claims": [{**CLAIM, **changes}]}))
+    kept = {key: value for key, value in {**CLAIM, **changes}.items() if value is not None or key == "says"}
+    path.write_text(yaml.safe_dump({"claims": [kept]}))
     refused(lambda: module.write_claims(path, tmp_path / "page.md"), *words, code=USAGE)
 
 

@@ -197,7 +197,7 @@ def test_arms_that_were_timed_have_costs_beside_others_that_were_not(training, t
     path = studies.write(tmp_path, step_times=True)
     run(path, tmp_path, arms=["residual", "attnres:block_size=2"])  # timed, since all that is asked for is there
     with monkeypatch.context() as patch:
-        patch.setattr("depthmix.study.study.Worker._measure", lambda self: None)
+        patch.setattr("depthmix.study.study.Worker._measure", lambda self, signal: None)
         run(path, tmp_path)
     text = (tmp_path / "out" / "table.md").read_text()
     assert SHARED not in text

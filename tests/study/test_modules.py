@@ -42,6 +42,17 @@ def test_files_and_folders_from_the_study_s_file(tmp_path, monkeypatch):
     assert "first.py" not in code_of("third")
 
 
+def test_names_by_which_code_is_known_are_there_once(tmp_path):
+    for folder in ("one", "other"):
+        write(tmp_path / folder, same=OWN.format(name=folder))
+    path = str(studies.write(tmp_path, modules=["one", "other"], arms=["residual"]))
+    refused(lambda: read_study(path), "same.py is called like another", code=USAGE)
+    write(tmp_path, device=OWN.format(name="third"))
+    path = str(studies.write(tmp_path, modules=["device.py"], arms=["residual"]))
+    refused(lambda: read_study(path), "device.py is called like a file of the package", code=USAGE)
+    assert not {"one", "other", "third"} & set(list_mixers())
+
+
 def test_a_study_is_read_twice_and_its_files_run_once(tmp_path):
     write(tmp_path, own=OWN.format(name="own") + "\nopen(__file__ + '.runs', 'a').write('.')\n")
     path = str(studies.write(tmp_path, modules=["own.py"], arms=["own"]))

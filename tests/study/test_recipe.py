@@ -78,6 +78,10 @@ def test_what_is_said_last_counts(tmp_path):
         ({"arms": [{"mixer": "dca", "set": {"lrr": 1}}]}, ["arm 'dca'", "unknown option 'lrr'", "'lr'"]),
         ({"arms": [{"mixer": "dca", "paper": {"u": 1}}]}, ["unknown key 'u'", "there are t"]),
         ({"arms": [{"mixer": "dca", "paper": {"t": "x"}}]}, ["the paper's numbers"]),
+        ({"arms": [{"mixer": "dca", "paper": [3]}]}, ["arm 'dca': paper maps columns to numbers"]),
+        ({"arms": [{"mixer": "dca", "paper": {"t": float("inf")}}]}, ["the paper's numbers"]),
+        ({"arms": [{"label": "a \ud800", "mixer": "dca"}]}, ["one line"]),
+        ({"data": {"a": "x", "a b": "x"}, "sizes": {"b c": {}, "c": {}}}, ["a domain and a size are called 'a b c'"]),
         ({"arms": [{"label": "x"}]}, ["an arm is a mechanism"]),
         ({"arms": [{"label": "a\nb", "mixer": "dca"}]}, ["one line"]),
         ({"arms": ["residual", {"mixer": "dca", "sizes": "54m"}]}, ["arm 'dca': sizes is a list of the study's"]),
@@ -101,6 +105,9 @@ def test_unknown_studies_and_domains(tmp_path, monkeypatch):
     path = str(studies.write(tmp_path, data={"books": "a", "code": "b"}))
     refused(lambda: read_study(path, ["c"]), "--data c", "books=FOLDER code=FOLDER", code=USAGE)
     refused(lambda: read_study(path, ["boks=c"]), "did you mean 'books'?", code=USAGE)
+    one = str(studies.write(tmp_path, "one", data={"books": "a"}))
+    assert read_study(one, ["v=512"]).domains == {"books": "v=512"}
+    assert read_study(one, ["books=c"]).domains == {"books": "c"}
     assert read_study(path, ["code=c"]).domains == {"books": "a", "code": "c"}
     assert read_study(path, ["code=c"]).active == ["code"]
     assert read_study(path).active == ["books", "code"]

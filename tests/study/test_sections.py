@@ -151,6 +151,10 @@ def test_depth(training, tmp_path, monkeypatch):
         lambda c, r: r | {"depth": {"block_rms": [2.0, 3.0, 8.0], "gradient_norm": [1.0, 2.0, 9.0]}},
     )
     assert "| slow | 4.00 | 4.50 | 2 |" in table(tmp_path, sections=["depth"])
+    data = {"words": str(small.data()), "others": str(small.other_data())}
+    text = table(tmp_path, name="both", data=data, sizes={"s": {}, "m": {"seeds": [1]}}, sections=["depth"])
+    for place, seeds in (("words, s", 2), ("words, m", 1), ("others, s", 2), ("others, m", 1)):
+        assert f"| slow, {place} | 4.00 | 4.50 | {seeds} |" in text
 
 
 def test_a_study_of_images(tmp_path, monkeypatch):

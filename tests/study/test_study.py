@@ -77,7 +77,7 @@ def test_paper_and_ours_stand_side_by_side(training, tmp_path):
     assert rows[3] == "| slow | – | 3.9550 | -0.0500 ± 0.0000 | 2 |"
     text = table(tmp_path)
     for words in (
-        "Which \\| is better?".replace("\\|", "|"),
+        "Which \\| is better?",
         "paper, t: Table 1 (perplexity)",
         "`depthmix study small --data words=FOLDER`",
         "`depthmix study small --report`",
@@ -180,6 +180,92 @@ def test_equal_time(training, tmp_path, monkeypatch):
     assert len(training.made) == 4
     run(studies.write(tmp_path, arms=[*studies.ARMS, "rezero"], **sizes), tmp_path, report=True)
     assert "the steps that fit into the first arm's time" in table(tmp_path)
+
+
+def test_at_equal_time_one_arm_that_cannot_run_does_not_stop_the_others(training, tmp_path, monkeypatch):
+    def measure(configs):
+        for i, config in enumerate(configs):
+            if config.mixer in broken:
+                error = RuntimeError("no such\nkernel")
+                error.measured = i
+                raise error
+        return [0.1] * len(configs)
+
+    broken = {"attnres"}
+    monkeypatch.setattr("depthmix.train.step_times.measure_step_times", measure)
+    path = studies.write(tmp_path, budget="time")
+    words = ["1 arm could not be run (attnres:block_size=2: no such kernel)", "4 of 6 runs"]
+    refused(lambda: run(path, tmp_path), *words, code=INTERNAL)
+    assert {arm for arm, _ in training.made} == {"residual", "dca"}
+    broken.clear()
+    run(path, tmp_path)
+    assert len(training.made) == 6
+    broken.add("residual")  # which the others are compared with
+    other = studies.write(tmp_path, "other", budget="time")
+    with pytest.raises(RuntimeError, match="no such"):
+        run(other, tmp_path / "other")
+
+
+def test_at_equal_time_what_is_not_measured_is_still_to_do(training, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("depthmix.train.step_times.measure_step_times", lambda configs: [0.1] * len(configs))
+    path = studies.write(tmp_path, budget="time", sizes={"s": {}, "m": {"dim": 32}})
+    run(path, tmp_path, sizes=["s"], quiet=False)
+    assert "6 of 12 runs are done; the same command goes on" in capsys.readouterr().out
+    run(path, tmp_path / "none", minutes=0.1, quiet=False)  # six seconds, of which three arms need twelve
+    assert "0 of 12 runs are done; the same command goes on" in capsys.readouterr().out
+
+
+def test_step_times_of_another_process_are_taken_over(training, tmp_path, monkeypatch):
+    """What it has run meanwhile has the steps that they gave."""
+    path, first = studies.write(tmp_path, budget="time"), [True]
+
+    def measure(configs):
+        if first.pop():
+            first.append(False)
+            run(path, tmp_path)  # the other one, in the same folder
+            first[:] = [True]
+            return [0.1, 0.3, 0.3]
+        first.append(False)
+        return [0.1, 0.2, 0.2]
+
+    monkeypatch.setattr("depthmix.train.step_times.measure_step_times", measure)
+    run(path, tmp_path)
+    run(path, tmp_path, report=True)
+    assert {x["config"]["steps"] for x in lines(tmp_path) if x["kind"] == "run" and x["arm"] == "slow"} == {3}
+    assert len(training.made) == 6
+
+
+def test_a_signal_ends_measuring(training, tmp_path, monkeypatch):
+    measured = []
+
+    def measure(configs):
+        measured.append(configs)
+        os.kill(os.getpid(), signal.SIGTERM)
+        return [0.1] * len(configs)
+
+    monkeypatch.setattr("depthmix.train.step_times.measure_step_times", measure)
+    path = studies.write(tmp_path, budget="time", sizes={"s": {}, "m": {"dim": 32}})
+    refused(lambda: run(path, tmp_path), "stopped by SIGTERM: 0 of 12", code=INTERRUPTED)
+    assert len(measured) == 1
+    assert not training.made
+
+
+def test_weights_to_start_from_count_not_their_folder(training, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "check_pieces", lambda *_: None)  # that folder holds no model
+    for name in ("here", "there"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").write_bytes(b"weights")
+    said = {"arms": ["residual"], "paper": None}
+
+    def start(folder, **more):
+        return studies.write(tmp_path, set={**studies.SIZES, "init": str(tmp_path / folder)}, **said, **more)
+
+    run(start("here", seeds=[0]), tmp_path)
+    run(start("there"), tmp_path)
+    assert len(training.made) == 2
+    (tmp_path / "there" / "model.safetensors").write_bytes(b"others!")
+    refused(lambda: run(start("there", seeds=[0, 1, 2]), tmp_path), "init was", code=CHECKPOINT)
+    run(start("nowhere"), tmp_path, report=True)  # where they are not, nothing is said
 
 
 def test_domains_with_as_many_words_have_the_same_step_times(training, tmp_path, monkeypatch):
@@ -405,7 +491,7 @@ def test_a_run_that_diverges_is_a_result(training, tmp_path):
 def test_an_arm_that_cannot_run_does_not_stop_the_others(training, tmp_path, capsys):
     training.fail["attnres", 0] = RuntimeError("no such\nkernel")
     path = studies.write(tmp_path)
-    refused(lambda: run(path, tmp_path), "1 arms could not be run", "no such kernel", "4 of 6", code=INTERNAL)
+    refused(lambda: run(path, tmp_path), "1 arm could not be run", "no such kernel", "4 of 6", code=INTERNAL)
     assert "Traceback" in capsys.readouterr().err
     assert ("attnres", 1) not in training.made
     training.fail.clear()
@@ -413,16 +499,45 @@ def test_an_arm_that_cannot_run_does_not_stop_the_others(training, tmp_path, cap
     assert len(training.made) == 6
 
 
-@pytest.mark.parametrize("damage", ['{"kind": "run"', '{"kind": "ran"}', "[]", '{"kind": "run", "arm": "residual"}'])
+DAMAGED = {
+    "val_loss": "NaN",
+    "steps": "0",
+    "step_seconds": "0",
+    "parameters": "3",
+    "train_curve": "{}",
+    "tokens": '"9"',
+}
+
+
+def with_damage(line, damage):
+    """The text itself, or the line with another value in its result."""
+    key, _, value = damage.partition("=")
+    if key not in DAMAGED:
+        return damage
+    found = json.loads(line)
+    found["result"][key] = "damage"
+    return json.dumps(found).replace('"damage"', value)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        '{"kind": "run"',
+        '{"kind": "ran"}',
+        "[]",
+        '{"kind": "run", "arm": "residual"}',
+        *(f"{k}={v}" for k, v in DAMAGED.items()),
+    ],
+)
 def test_a_damaged_line_is_named_and_nothing_is_lost(training, tmp_path, damage):
     path = studies.write(tmp_path)
     run(path, tmp_path)
     file = tmp_path / "out" / "runs.jsonl"
     text = file.read_text().splitlines()
-    text[2] = damage
+    text[1] = with_damage(text[1], damage)
     file.write_text("\n".join(text) + "\n")
     before = file.read_bytes()
-    refused(lambda: run(path, tmp_path), f"{file}:3", "damaged", code=CHECKPOINT)
+    refused(lambda: run(path, tmp_path), f"{file}:2", "damaged", code=CHECKPOINT)
     assert file.read_bytes() == before
     assert not read_records([tmp_path / "nowhere"]).lines
 

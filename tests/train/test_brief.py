@@ -1,5 +1,6 @@
 """A training without a folder is the training with one, less what stands around it."""
 
+import json
 import math
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import pytest
 from depthmix.data.dataset import TokenData
 from depthmix.errors import DIVERGED
 from depthmix.train.brief import thinned, train_briefly
-from depthmix.train.loop import train
+from depthmix.train.loop import Trainer, train
 from train import small
 from train.refused import refused
 from train.runs import losses
@@ -57,9 +58,27 @@ def test_a_loss_beyond_use_ends_it():
     refused(lambda: brief(config), "at step", code=DIVERGED)
 
 
+def test_a_step_that_is_skipped_leaves_numbers_behind(monkeypatch):
+    """Which a study's file takes: NaN is no JSON."""
+    step = Trainer.step
+
+    def spoiled(self, number):
+        loss, norm = step(self, number)
+        return (math.nan, math.nan) if number == 58 else (loss, norm)
+
+    monkeypatch.setattr(Trainer, "step", spoiled)
+    found = brief(small.config("nowhere", steps=60, on_nan="skip"))
+    json.dumps(found, allow_nan=False)
+    assert found["skipped_batches"] == 1
+    assert [59, None] in found["spikes"]
+    assert math.isfinite(found["largest_gradient"])
+
+
 def test_curves_are_thinned_to_means():
     assert thinned([1.0, 2.0, 3.0, 5.0, 8.0], 2) == [[2, 1.5], [5, pytest.approx(16 / 3)]]
     assert thinned([1.0, 2.0], 60) == [[1, 1.0], [2, 2.0]]
+    assert thinned([1.0, math.nan, math.inf, 5.0], 2) == [[2, 1.0], [4, 5.0]]  # steps that were skipped
+    assert thinned([math.nan, 2.0], 60) == [[2, 2.0]]
     long = thinned([float(i) for i in range(1200)])
     assert len(long) == 60
     assert long[0] == [20, 9.5]
