@@ -1,7 +1,7 @@
 """A Hugging Face model: a Llama retrofitted with a mixer, fine-tuned with Trainer, saved, loaded, and asked to go on.
 
     python examples/hugging_face.py            # attnres
-    python examples/hugging_face.py dca        # any name of depthmix.list_mixers()
+    python examples/hugging_face.py dca        # any rule that begins as the plain residual
 
 The Llama is small and its weights are random, so that nothing is fetched: it is built and saved first, as if it were somebody's.
 Needs transformers and accelerate: pip install 'depthmix[hf]' accelerate
@@ -23,6 +23,7 @@ from transformers import (
 )
 
 import depthmix
+from depthmix.errors import UserError
 from depthmix.hf import PaperDecay
 
 VOCAB, LENGTH = 32, 16
@@ -87,4 +88,7 @@ def main(mixer: str = "attnres", steps: int = 60, **options: object) -> list[flo
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:2])
+    try:
+        main(*sys.argv[1:2])
+    except (UserError, depthmix.OptionError) as error:  # a rule that a trained model cannot be given, or none
+        sys.exit(str(error))

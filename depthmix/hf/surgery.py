@@ -20,14 +20,16 @@ from torch import Tensor, nn
 
 from depthmix.errors import UserError
 from depthmix.hf.architectures import Architecture, Site, architecture, why_not
+from depthmix.hf.carried import CarriesCode
 from depthmix.hf.modeling import DepthmixPreTrainedModel
 from depthmix.hf.rounding import warn_if_rounded
 from depthmix.mixers.base import Mixer, create_mixer
 from depthmix.mixers.plain import is_plain, why_not_plain
 from depthmix.mixers.state import State
-from depthmix.names import DEFAULT_MIXER
 
 MIXER, NORMS, OURS = "depth_mixer", "depth_norms", "_depthmix"  # modules of the base model, and what a layer knows
+FROM = "retrofitted_from"  # what a retrofitted configuration of this package's own decoder had before
+WANTED = "_depthmix_wanted"  # of the base model, while it runs: whether its caller wants gradients
 PROBE = 8  # tokens with which logits are compared
 
 
@@ -36,7 +38,8 @@ def retrofit(model: Any, mixer: str, *, quiet: bool = False, **options: Any) -> 
 
     A rule that does not begin as the plain residual is refused.
     options: of the mixer. The model keeps its methods and weights, its class becomes a subclass that saves and loads the mixer;
-    `depth_mixer` is a module of its base model and is trained with it. `restore` undoes it.
+    `depth_mixer` is a module of its base model and is trained with it. `restore` undoes it. The model gets a configuration of
+    its own, so give the whole one and not its base model: what is around it would go on describing a plain one.
     """
     if _is_retrofitted(model):
         raise UserError("this model is retrofitted already; depthmix.restore(model) undoes that")
@@ -51,8 +54,11 @@ def retrofit(model: Any, mixer: str, *, quiet: bool = False, **options: Any) -> 
         raise UserError(f"cannot retrofit: {reason}")
     before = None if quiet or _place(model)[0].type == "meta" else _logits(model)  # without weights there are none
     if own:
-        _change_own(model, mixer, options, plain_eps=True)
+        plain = {name: getattr(model.config, name) for name in ("mixer", "mixer_options", "plain_eps")}
+        _change_own(model, {"mixer": mixer, "mixer_options": dict(options), "plain_eps": True})
+        setattr(model.config, FROM, plain)
     else:
+        _own_config(model)
         install(model, mixer, options)
         _rename(model)
         device, dtype = _place(model)
@@ -70,22 +76,32 @@ def retrofit(model: Any, mixer: str, *, quiet: bool = False, **options: Any) -> 
 def restore(model: Any) -> Any:
     """Undo `retrofit`: the model adds up its sublayers' outputs again. What the mixer learned is dropped."""
     if not _is_retrofitted(model):
-        raise UserError("this model is not retrofitted")
+        raise UserError("this model is not retrofitted: there is nothing to undo")
     if isinstance(model, DepthmixPreTrainedModel):
-        _change_own(model, DEFAULT_MIXER, {}, plain_eps=False)
+        _change_own(model, getattr(model.config, FROM))
+        delattr(model.config, FROM)
         return model
+    if not issubclass(_class(model).config_class, CarriesCode):
+        raise UserError(
+            "this model is not the one that was retrofitted but has a part in common with it: restore that one"
+        )
     base = model.base_model
-    for key in [key for key, hook in base._forward_hooks.items() if hook is _hidden_states]:
-        del base._forward_hooks[key]
+    for hooks in (base._forward_pre_hooks, base._forward_hooks):
+        for key in [key for key, hook in hooks.items() if hook in (_before, _after)]:
+            del hooks[key]
+    delattr(base, WANTED)
     for module in _patched(base, architecture(model.config)):
         module.__class__ = type(module).__mro__[2]
         del module.__dict__[OURS]
     for name in (MIXER, NORMS):
         if hasattr(base, name):
             delattr(base, name)
-    model.__class__, model.config.__class__ = (type(x).__bases__[-1] for x in (model, model.config))
-    del model.config.depthmix
-    vars(model.config).pop("auto_map", None)
+    config = _own_config(model)
+    model.__class__, config.__class__ = (type(x).__bases__[-1] for x in (model, config))
+    del config.depthmix
+    vars(config).pop("auto_map", None)
+    if config.architectures:  # as a folder of the retrofitted model has it
+        config.architectures = [type(model).__name__]
     return model
 
 
@@ -109,7 +125,9 @@ def install(model: Any, mixer: str, options: dict[str, Any]) -> None:
     norm = getattr(base, found.final_norm)
     norm.__dict__[OURS] = (base,)
     norm.__class__ = _mixed(_class(norm), FinishingNorm)
-    base.register_forward_hook(_hidden_states)
+    setattr(base, WANTED, False)
+    base.register_forward_pre_hook(_before)
+    base.register_forward_hook(_after)
 
 
 def _create(model: Any, mixer: str, options: dict[str, Any]) -> Mixer:
@@ -134,11 +152,21 @@ def _why_not_own(model: Any) -> str | None:
     )
 
 
-def _change_own(model: Any, mixer: str, options: dict[str, Any], plain_eps: bool) -> None:
+def _change_own(model: Any, fields: dict[str, Any]) -> None:
     """Another mixer for this package's decoder."""
-    config = model.config
-    config.mixer, config.mixer_options, config.plain_eps = mixer, dict(options), plain_eps
+    config = _own_config(model)
+    for name, value in fields.items():
+        setattr(config, name, value)
     model.base_model.change_mixer(config.decoder_config())
+
+
+def _own_config(model: Any) -> Any:
+    """The model's configuration, now a copy: other models may share the one it had. All of its modules get it, which go on sharing it."""
+    old, own = model.config, copy.deepcopy(model.config)
+    for module in model.modules():
+        for name in [name for name, value in vars(module).items() if value is old]:
+            setattr(module, name, own)
+    return own
 
 
 def _patched(base: Any, found: Architecture) -> list[Any]:
@@ -151,9 +179,10 @@ def _class(x: Any) -> Any:
 
 
 def _is_retrofitted(model: Any) -> bool:
+    """By what only `retrofit` leaves: a model may be trained with any field of a configuration from the start."""
     if isinstance(model, DepthmixPreTrainedModel):
-        return bool(model.config.plain_eps)
-    return getattr(getattr(model, "config", None), "depthmix", None) is not None
+        return getattr(model.config, FROM, None) is not None
+    return hasattr(getattr(model, "base_model", None), MIXER)
 
 
 def _rename(model: Any) -> None:
@@ -175,6 +204,7 @@ class MixedLayer:
 
     def forward(self, hidden_states: Tensor | State, *args: Any, **kwargs: Any) -> State:
         base, i, found = self.__dict__[OURS]
+        _refuse_reentrant(self, base)
         # Looked up: an adapter may have put a copy in its place.
         own, norms = getattr(base, MIXER), getattr(base, NORMS, {})
         if isinstance(hidden_states, State):
@@ -229,9 +259,22 @@ def _next_read(own: Mixer, state: State) -> Tensor:
     return h if share is None or share == 1.0 else h / share
 
 
-def _hidden_states(base: Any, args: Any, output: Any) -> Any:
+def _before(base: Any, args: Any) -> None:
+    """A hook of the base model: whether its caller wants gradients, which a layer in a reentrant checkpoint cannot see."""
+    setattr(base, WANTED, torch.is_grad_enabled())
+
+
+def _refuse_reentrant(layer: Any, base: Any) -> None:
+    """A reentrant checkpoint runs a layer without gradients and takes them from the tensors it returns, of which it sees none in a state."""
+    if not torch.is_grad_enabled() and layer.training and getattr(base, WANTED):
+        advice = "give gradient_checkpointing_kwargs={'use_reentrant': False}, which is exact"
+        raise UserError(f"reentrant gradient checkpointing would lose the gradients of a retrofitted model: {advice}")
+
+
+def _after(base: Any, args: Any, output: Any) -> Any:
     """A hook of the base model: hidden states as tensors, what each layer reads, where layers have handed on states."""
     own = getattr(base, MIXER)
+    setattr(base, WANTED, False)  # of layers that somebody calls by themselves nothing is known
 
     def readable(value: Any) -> Any:
         if not isinstance(value, tuple) or not any(isinstance(x, State) for x in value):

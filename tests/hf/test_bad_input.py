@@ -1,6 +1,8 @@
 """What people get wrong with Hugging Face models: one clear sentence each, and nothing is changed or written."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from depthmix.errors import CHECKPOINT, USAGE, UserError
 from depthmix.hf import mixer_of
 from hf.test_retrofit import ids, make
 from hf.tiny import causal_lm
+from project import ROOT
 from train import small
 
 
@@ -117,3 +120,13 @@ def test_retrofit_runs_no_code_of_a_folder(tmp_path, capsys):
     assert main(["retrofit", *given]) == CHECKPOINT
     assert "cannot be loaded" in capsys.readouterr().err
     assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("mixer", "words"), [("layerscale", "does not begin as the plain residual"), ("nothing", "'nothing'")]
+)
+def test_the_example_with_a_rule_that_is_refused(mixer, words):
+    ran = subprocess.run([sys.executable, ROOT / "examples" / "hugging_face.py", mixer], capture_output=True, text=True)
+    assert ran.returncode != 0
+    assert words in ran.stderr.splitlines()[-1]
+    assert "Traceback" not in ran.stderr

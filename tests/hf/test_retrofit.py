@@ -145,9 +145,28 @@ def test_our_own_decoder_is_retrofitted_too(mixer: str, options: dict[str, Any],
     again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     assert torch.equal(again(ids()).logits, model(ids()).logits)
     assert torch.equal(restore(model)(ids()).logits, before)
+    assert torch.equal(restore(again)(ids()).logits, before)
     scratch = DepthmixForCausalLM(DepthmixConfig(**sizes, mixer="attnres"))
     with pytest.raises(UserError, match="was trained with attnres"):
         retrofit(scratch, "dca")
+
+
+def test_our_own_decoder_with_the_eps_of_plain_is_no_retrofitted_one() -> None:
+    """`plain_eps` may be had from the start."""
+    sizes = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
+    scratch = DepthmixForCausalLM(DepthmixConfig(**sizes, mixer="attnres", plain_eps=True))
+    with pytest.raises(UserError, match="was trained with attnres"):
+        retrofit(scratch, "dca")
+    with pytest.raises(UserError, match="not retrofitted"):
+        restore(scratch)
+    config = DepthmixConfig(**sizes, plain_eps=True)
+    said = config.to_dict()
+    plain, other = DepthmixForCausalLM(config), DepthmixForCausalLM(config)
+    retrofit(plain, "dca", quiet=True)
+    assert config.to_dict() == said
+    assert mixer_of(retrofit(other, "attnres", quiet=True)).name == "attnres"
+    assert restore(plain).config.to_dict() == said
+    assert plain.model.config is plain.config
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "gpt_neox"])
@@ -194,6 +213,74 @@ def test_saved_and_loaded_as_an_ordinary_folder(mixer: str, options: dict[str, A
     assert torch.isfinite(half(ids()).logits).all()
 
 
+def test_a_configuration_that_models_share_stays_as_it_is(tmp_path: Path) -> None:
+    config = make("llama").config
+    said = config.to_dict()
+    one, other = (AutoModelForCausalLM.from_config(config).eval() for _ in range(2))
+    assert one.config is other.config
+    before = one(ids()).logits
+    retrofit(other, "dca", quiet=True)
+    assert one.config is config
+    assert type(config) is type(make("llama").config)
+    assert config.to_dict() == said
+    with pytest.raises(UserError, match="this model is not retrofitted: there is nothing to undo"):
+        restore(one)
+    one.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert type(again) is type(one)
+    assert torch.equal(again(ids()).logits, before)
+    saved = config.to_dict()  # which saving adds to
+    retrofit(one, "attnres", quiet=True)
+    assert (one.config.depthmix["mixer"], other.config.depthmix["mixer"]) == ("attnres", "dca")
+    for model, expected in ((one, saved), (other, said)):
+        assert restore(model).config.to_dict() == expected
+        assert type(model.config) is type(config)
+    assert torch.equal(one(ids()).logits, before)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_all_modules_of_a_model_share_its_configuration(kind: str) -> None:
+    """So that what is switched there reaches every attention."""
+    model = make(kind)
+    holders = [name for name, module in model.named_modules() if getattr(module, "config", None) is model.config]
+    assert len(holders) > 3
+    for change in (lambda: retrofit(model, "dca", quiet=True), lambda: restore(model)):
+        old = model.config
+        change()
+        assert model.config is not old
+        assert [n for n, m in model.named_modules() if getattr(m, "config", None) is model.config] == holders
+        for name in ("eager", "sdpa"):
+            model.set_attn_implementation(name)
+            out = model(ids(), output_attentions=name == "eager")
+            assert bool(out.attentions) is (name == "eager")
+
+
+def test_a_loaded_model_is_restored_to_a_plain_configuration_and_another_of_its_configuration_is_not(
+    tmp_path: Path,
+) -> None:
+    plain = make("llama")
+    plain.save_pretrained(tmp_path / "plain")
+    retrofit(plain, "dca", quiet=True).save_pretrained(tmp_path / "dca")
+    one = AutoModelForCausalLM.from_pretrained(tmp_path / "dca")
+    other = AutoModelForCausalLM.from_config(one.config)
+    restore(one)
+    other(ids())
+    assert other.config.depthmix == {"mixer": "dca", "options": {}}
+    said, wanted = (c.to_dict() for c in (one.config, AutoConfig.from_pretrained(tmp_path / "plain")))
+    for place in (said, wanted):
+        place.pop("_name_or_path", None)
+    assert said == wanted
+
+
+def test_a_part_of_a_retrofitted_model_is_not_restored() -> None:
+    model = retrofit(make("llama"), "dca", quiet=True)
+    with pytest.raises(UserError, match="not the one that was retrofitted"):
+        restore(model.model)
+    with pytest.raises(UserError, match="already"):
+        retrofit(model.model, "dca")
+    restore(model)
+
+
 def test_one_model_only() -> None:
     one, other = make("llama"), make("llama")
     retrofit(one, "denseformer", quiet=True)
@@ -218,6 +305,54 @@ def test_gradient_checkpointing(mixer: str, options: dict[str, Any]) -> None:
     assert any("depth_mixer" in n for n in grads[0])
     for n, g in grads[0].items():
         torch.testing.assert_close(g, grads[1][n], rtol=1e-4, atol=1e-6)
+
+
+REENTRANT = "reentrant gradient checkpointing would lose the gradients .*'use_reentrant': False"
+
+
+@pytest.mark.filterwarnings("ignore:torch.utils.checkpoint:UserWarning")  # of a default that torch wants to be given
+@pytest.mark.parametrize("how", [{"use_reentrant": True}, {}], ids=["asked-for", "torch-default"])
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_reentrant_checkpoints_are_refused_where_gradients_would_be_lost(kind: str, how: dict[str, Any]) -> None:
+    """They see no tensors in a state: 5 of a Llama's 37 parameters had a gradient."""
+    model = retrofit(make(kind), "attnres", block_size="all", ways=2, quiet=True).train()
+    model.gradient_checkpointing_enable(how)
+    with pytest.raises(UserError, match=REENTRANT):
+        model(input_ids=ids(), labels=ids())
+    with torch.no_grad():  # nobody wants any
+        model(ids())
+    model.eval()(ids()).logits.sum().backward()  # where Hugging Face makes no checkpoints
+    model.train().gradient_checkpointing_enable({"use_reentrant": False})
+    model(input_ids=ids(), labels=ids()).loss.backward()
+    restore(model).gradient_checkpointing_enable({"use_reentrant": True})
+    model(input_ids=ids(), labels=ids()).loss.backward()
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs:UserWarning")  # torch's, which sees a state
+def test_a_reentrant_checkpoint_around_one_layer_is_refused_too() -> None:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
+
+    model = retrofit(make("llama"), "dca", quiet=True).train()
+    model.model.layers[1] = checkpoint_wrapper(model.model.layers[1], checkpoint_impl=CheckpointImpl.REENTRANT)
+    with pytest.raises(UserError, match=REENTRANT):
+        model(ids())
+
+
+def test_a_reentrant_checkpoint_between_compiled_parts_is_refused_too() -> None:
+    """Several ways break the graph; a checkpoint that is compiled as a whole is PyTorch's own, and exact."""
+    model = retrofit(make("llama"), "attnres", ways=2, quiet=True).train()
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    with pytest.raises(UserError, match=REENTRANT):
+        torch.compile(model, backend="eager")(input_ids=ids(), labels=ids())
+
+
+def test_a_layer_called_by_itself_without_gradients_is_no_checkpoint() -> None:
+    model = retrofit(make("llama"), "dca", quiet=True).train()
+    x = torch.randn(1, 4, 32)
+    model(ids())
+    positions = model.model.rotary_emb(x, torch.arange(4)[None])
+    with torch.no_grad():
+        model.model.layers[0](x, position_embeddings=positions)
 
 
 def test_lora_with_the_mixer_saved_beside_it(tmp_path: Path) -> None:

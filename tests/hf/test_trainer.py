@@ -5,6 +5,7 @@ import torch
 from torch.utils.data import Dataset
 
 from depthmix import list_mixers, param_groups, retrofit
+from depthmix.errors import UserError
 from depthmix.mixers.decay import decays
 from depthmix.train.evaluate import token_losses
 from hf.test_retrofit import make
@@ -106,6 +107,12 @@ def test_gradient_checkpointing_changes_nothing_and_computes_sublayers_twice(tmp
     assert losses(run) == pytest.approx(plain[0], rel=1e-6)
     for name, value in model.state_dict().items():
         torch.testing.assert_close(value, plain[1][name], rtol=1e-5, atol=1e-6, msg=name)
+
+
+def test_reentrant_checkpoints_of_a_retrofitted_model_are_refused(tmp_path):
+    how = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
+    with pytest.raises(UserError, match="'use_reentrant': False"):
+        trainer(retrofit(make("llama"), "dca", quiet=True), tmp_path, **how).train()
 
 
 @pytest.mark.parametrize("mixer", ["attnres", "dca", "mhc"])  # with one input of a sublayer, three, streams
