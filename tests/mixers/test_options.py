@@ -12,6 +12,8 @@ from harness import MIXERS
 BAD = [
     ("atnres", {}, "unknown mixer 'atnres'; there are attnres, dca, .* did you mean 'attnres'"),
     ("", {}, "unknown mixer ''"),
+    ("attnres:ways=2", {}, "'attnres:ways=2' is a rule with its options, which are given apart here: mixer 'attnres'"),
+    ("atnres:ways=2", {}, "unknown mixer"),
     (
         "attnres",
         {"blok_size": 4},

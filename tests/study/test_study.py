@@ -465,6 +465,14 @@ def test_an_arm_is_run_at_its_own_sizes(training, tmp_path, monkeypatch):
     assert "2 runs in runs.jsonl are of arms, seeds, sizes or data that the study does not name" in table(tmp_path)
 
 
+def test_what_seeds_can_show_goes_by_those_of_a_size(training, tmp_path):
+    sizes = {"s": {}, "m": {"dim": 32, "seeds": [0, 1]}}
+    run(studies.write(tmp_path, sizes=sizes, seeds=[0, 1, 2]), tmp_path)
+    said = [line for line in table(tmp_path).splitlines() if line.startswith("* Measured here")]
+    assert ["3 seeds show" in line for line in said] == [True, False]
+    assert ["2 seeds show" in line for line in said] == [False, True]
+
+
 def test_a_size_leaves_seeds_out(training, tmp_path):
     arms = ["residual", {"mixer": "dca", "seeds": [1]}]
     sizes = {"s": {}, "m": {"dim": 32, "seeds": [0]}}

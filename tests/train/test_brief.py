@@ -64,12 +64,12 @@ def test_a_step_that_is_skipped_leaves_numbers_behind(monkeypatch):
 
     def spoiled(self, number):
         loss, norm = step(self, number)
-        return (math.nan, math.nan) if number == 58 else (loss, norm)
+        return (math.nan, math.nan) if number in (6, 58) else (loss, norm)
 
     monkeypatch.setattr(Trainer, "step", spoiled)
     found = brief(small.config("nowhere", steps=60, on_nan="skip"))
     json.dumps(found, allow_nan=False)
-    assert found["skipped_batches"] == 1
+    assert found["skipped_batches"] == 2
     assert [59, None] in found["spikes"]
     assert math.isfinite(found["largest_gradient"])
 

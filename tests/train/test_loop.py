@@ -482,3 +482,20 @@ def test_the_environment_is_written(tmp_path):
     found = json.loads((run.path / "environment.json").read_text())
     assert found["torch"] == torch.__version__
     assert found["device"] == "cpu"
+
+
+def test_what_cannot_be_timed_is_told(monkeypatch):
+    """Which of several it was, for a study that goes on without it."""
+    monkeypatch.setattr(step_times, "A_SECOND", 0.05)
+    configs = [small.config("unused", mixer=mixer) for mixer in ("residual", "dca")]
+    build = step_times._trainer
+
+    def broken(config):
+        if config.mixer == "dca":
+            raise RuntimeError("no such kernel")
+        return build(config)
+
+    monkeypatch.setattr(step_times, "_trainer", broken)
+    with pytest.raises(RuntimeError, match="no such kernel") as caught:
+        step_times.measure_step_times(configs)
+    assert caught.value.measured == 1
