@@ -1,7 +1,7 @@
 """What people get wrong with Hugging Face models: one clear sentence each, and nothing is changed or written."""
 
 import json
-import subprocess
+import runpy
 import sys
 
 import pytest
@@ -125,8 +125,8 @@ def test_retrofit_runs_no_code_of_a_folder(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("mixer", "words"), [("layerscale", "does not begin as the plain residual"), ("nothing", "'nothing'")]
 )
-def test_the_example_with_a_rule_that_is_refused(mixer, words):
-    ran = subprocess.run([sys.executable, ROOT / "examples" / "hugging_face.py", mixer], capture_output=True, text=True)
-    assert ran.returncode != 0
-    assert words in ran.stderr.splitlines()[-1]
-    assert "Traceback" not in ran.stderr
+def test_the_example_with_a_rule_that_is_refused(mixer, words, monkeypatch):
+    path = str(ROOT / "examples" / "hugging_face.py")
+    monkeypatch.setattr(sys, "argv", [path, mixer])
+    with pytest.raises(SystemExit, match=words):  # which Python prints, with an exit code of 1
+        runpy.run_path(path, run_name="__main__")
