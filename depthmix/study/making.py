@@ -56,9 +56,7 @@ def make_run(
         result = train_briefly(piece.config, data, label=piece.title, stop=stop)
     except Exception as error:  # one arm that cannot run must not cost the others their time
         if not isinstance(error, UserError) or error.exit_code != DIVERGED:
-            if not isinstance(error, UserError):
-                traceback.print_exc()
-            said = " ".join(str(error).split())[:300] or type(error).__name__
+            said = in_words(error)
             print(f"{piece.title} failed: {said}", file=sys.stderr, flush=True)
             return Outcome(error=said)
         record["diverged"] = str(error)
@@ -67,6 +65,13 @@ def make_run(
             return Outcome()
         record["result"] = rounded(result)
     return Outcome(({"kind": "code", "id": code_id(table), "files": table}, record))
+
+
+def in_words(error: Exception) -> str:
+    """Why an arm cannot run, on one line; what is no user's mistake is printed whole, too."""
+    if not isinstance(error, UserError):
+        traceback.print_exception(error)
+    return " ".join(str(error).split())[:300] or type(error).__name__
 
 
 def rounded(result: dict[str, Any]) -> dict[str, Any]:

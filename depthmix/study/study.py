@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import os
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from depthmix.runs.folder import environment
 from depthmix.study.borrowed import borrow
 from depthmix.study.checks import check_code, check_pieces, check_runs, data_mark
 from depthmix.study.lanes import Place, run_in_lanes
-from depthmix.study.making import Outcome, make_run
+from depthmix.study.making import Outcome, in_words, make_run
 from depthmix.study.modules import loaded
 from depthmix.study.pieces import Deadline, Piece, in_order, predicted
 from depthmix.study.recipe import Cell, Study, StudyArm, read_study
@@ -322,8 +321,7 @@ class Worker:
                 lost = getattr(error, "measured", 0)
                 if lost == 0:
                     raise
-                traceback.print_exc()
-                self.failed[arms[lost][0].label] = " ".join(str(error).split())[:300] or type(error).__name__
+                self.failed[arms[lost][0].label] = in_words(error)
                 del arms[lost]
 
     def _times_of_same_shapes(self, cell: Cell) -> dict[str, float]:

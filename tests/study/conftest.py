@@ -5,6 +5,7 @@ import sys
 import pytest
 
 from depthmix.mixers import base
+from study import studies
 from study.fake_training import Trainer
 
 
@@ -24,4 +25,15 @@ def trainer(monkeypatch):
     # Drawing takes most of the time; the figures have tests of their own.
     monkeypatch.setattr(sys.modules["depthmix.study.compare"], "draw_figures", lambda *_: [])
     monkeypatch.setattr("depthmix.page.page.plotly_source", lambda: "// plotly")  # five megabytes a page
+    return fake
+
+
+@pytest.fixture
+def training(monkeypatch, tmp_path):
+    """Trainings of a study that are none."""
+    fake = studies.Training()
+    monkeypatch.setattr("depthmix.train.brief.train_briefly", fake)
+    monkeypatch.setattr("depthmix.study.sheet.draw_study", lambda *_: [])  # figures have a test of their own
+    monkeypatch.setattr("depthmix.study.study.release_memory", lambda device: None)  # slow in here
+    monkeypatch.chdir(tmp_path)
     return fake

@@ -4,23 +4,12 @@ import importlib
 import json
 import shutil
 
-import pytest
 import yaml
 
 from depthmix.study import code
 from depthmix.study import study as module
 from study import studies
 from train import pictures, small
-
-
-@pytest.fixture
-def training(monkeypatch, tmp_path):
-    fake = studies.Training()
-    monkeypatch.setattr("depthmix.train.brief.train_briefly", fake)
-    monkeypatch.setattr("depthmix.study.sheet.draw_study", lambda *_: [])
-    monkeypatch.setattr(module, "release_memory", lambda device: None)
-    monkeypatch.chdir(tmp_path)
-    return fake
 
 
 def table(tmp_path, **said):
