@@ -329,16 +329,24 @@ def _made(study: Study, records: Records, used: Sequence[Mapping[str, Any]]) -> 
         lines.append(
             f"Runs of {', '.join(twice)} were made with more than one version of the kernels, which differ in speed and rounding."
         )
-    for line in records.of("accept"):
-        lines.append(
-            f"Results of different code are mixed ({', '.join(sorted(line['files']))}), accepted because: {line['reason']}."
-        )
+    for reason, files in _accepted(records).items():
+        lines.append(f"Results of different code are mixed ({', '.join(sorted(files))}), accepted because: {reason}.")
     left_out = len({(r["arm"], r["domain"], r["size"], r["seed"]) for r in records.runs}) - len(used)
     if left_out:
         lines.append(
             f"{left_out} runs in {RUNS} are of arms, seeds, sizes or data that the study does not name, and are left out."
         )
     return [*lines, *study.notes]
+
+
+def _accepted(records: Records) -> dict[str, set[str]]:
+    """Files of which versions are mixed, by reason; one that begins with an earlier one, which went on later, stands for both."""
+    reasons = [line["reason"] for line in records.of("accept")]
+    files: dict[str, set[str]] = {}
+    for line in records.of("accept"):
+        last = max((reason for reason in reasons if reason.startswith(line["reason"])), key=len)
+        files.setdefault(last, set()).update(line["files"])
+    return files
 
 
 def _count(used: Sequence[Mapping[str, Any]], name: Any, torch: Any) -> int:
