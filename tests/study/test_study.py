@@ -304,7 +304,9 @@ def test_other_code_is_refused_until_somebody_says_why_not(training, tmp_path, m
     assert len(training.made) == 9
     changed_code(monkeypatch, "models/blocks.py")
     run(studies.write(tmp_path, seeds=[0, 1, 2, 3]), tmp_path, accept_code="a renamed variable; and another")
-    said = [line for line in table(tmp_path).splitlines() if "accepted because" in line]  # what goes on is said once, of all files
+    said = [
+        line for line in table(tmp_path).splitlines() if "accepted because" in line
+    ]  # what goes on is said once, of all files
     assert [line.partition(" are mixed ")[2] for line in said] == [
         "(models/blocks.py, models/layers.py), accepted because: a renamed variable; and another."
     ]
