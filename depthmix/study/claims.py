@@ -155,6 +155,11 @@ def read_claims(path: Path) -> tuple[list[Claim], dict[str, Any]]:
         for item in which[key]:
             if not isinstance(item, dict) or not all(isinstance(item.get(k), kind) for k, kind in needed.items()):
                 raise UserError(f"{path}: an entry of {key} has {' and '.join(needed)}, got {item!r}")
+    for column in which["columns"]:
+        if not all(isinstance(column.get(k, ""), str) for k in ("panel", "series")) or ("panel" in column) != (
+            "series" in column
+        ):
+            raise UserError(f"{path}: a column that is drawn has the text of a panel and of a series, got {column!r}")
     for name in which["steps"]:
         if not (isinstance(name, str) and (path.parent / f"{name}.csv").is_file()):
             raise UserError(f"{path}: steps names results of `python -m benchmarks step`, and {name!r} has no CSV file")

@@ -90,7 +90,7 @@ def plot_differences(study: Study, by_cell: Mapping[str, Sequence[Run]]) -> Any:
         axes.set_xlabel(f"nats against {study.labels[0]}").set_parse_math(False)
         axes.margins(x=0.1)
     name_rows(panels[0], others)
-    _legend(figure, panels[0])
+    legend_below(figure, panels[0])
     return figure
 
 
@@ -121,7 +121,7 @@ def plot_training(study: Study, names: Sequence[str], curves: Curves, counted: s
     margin = 0.06 * (max(settled) - min(settled)) or 0.01
     panels[0].set_ylim(min(settled) - margin, max(settled) + margin)
     panels[0].set_ylabel(f"training loss minus {study.labels[0]}'s").set_parse_math(False)
-    _legend(figure, panels[0])
+    legend_below(figure, panels[0])
     return figure
 
 
@@ -153,7 +153,7 @@ def plot_laws(study: Study, laws: Mapping[str, Mapping[str, Points]]) -> Any:
         below.set_xlabel("petaFLOP/s-days")
     panels[0].set_ylabel("validation loss, nats per token")
     panels[len(laws)].set_ylabel(f"against {study.labels[0]} of that size").set_parse_math(False)
-    _legend(figure, panels[0])
+    legend_below(figure, panels[0])
     return figure
 
 
@@ -173,7 +173,8 @@ def mean_difference(curves: Curves, cell: str, arm: str, first: str) -> tuple[li
     return x, [statistics.fmean(own[k][1] - base[k][1] for own, base in same) for k in range(len(x))]
 
 
-def _legend(figure: Any, axes: Any) -> None:
+def legend_below(figure: Any, axes: Any) -> None:
+    """What the axes have labels for, below the figure."""
     handles, labels = axes.get_legend_handles_labels()
     if handles:
         legend = figure.legend(handles, labels, loc="outside lower left", ncols=2, frameon=False, fontsize=9.5)

@@ -94,11 +94,14 @@ def write_claims(path: Path = RESULTS / CLAIMS, page: Path = PAGE) -> Path:
     gains = _gains(which["columns"], which["rules"], look)
     which["columns"] = [column for column in which["columns"] if gains[column["title"]]]
     text += _which(**which, gains=gains, look=look, folder=path.parent)
-    drawn = {column["title"]: gains[column["title"]] for column in which["columns"] if column.get("drawn", True)}
-    if load() and any(drawn.values()):
-        measured = {arm for found in drawn.values() for arm in found}
+    panels: dict[str, Gains] = {}
+    for column in which["columns"]:
+        if "panel" in column:
+            panels.setdefault(column["panel"], {})[column["series"]] = gains[column["title"]]
+    if load() and panels:
+        measured = {arm for by_column in panels.values() for found in by_column.values() for arm in found}
         labels = {rule["arm"]: rule.get("label", rule["arm"]) for rule in which["rules"] if rule["arm"] in measured}
-        save_figure(lambda: plot_rules(labels, drawn), page.parent / FIGURE, FIGURE.name)
+        save_figure(lambda: plot_rules(labels, panels), page.parent / FIGURE, FIGURE.name)
     write_text(page, "\n".join(text).rstrip() + "\n")
     return page
 

@@ -253,6 +253,8 @@ def test_a_step_is_from_the_last_run_that_has_the_rule(tmp_path):
     ("more", "words"),
     [
         ({"columns": [{"title": "t"}]}, ["columns has title and study"]),
+        ({"columns": [{"title": "t", "study": ["start"], "panel": "p"}]}, ["panel and of a series"]),
+        ({"columns": [{"title": "t", "study": ["start"], "panel": 1, "series": "s"}]}, ["panel and of a series"]),
         ({"columns": [{"title": "t", "study": ["tinny @ books"]}]}, ["unknown study 'tinny'"]),
         (
             {"columns": [{"title": "t", "study": ["start @ 18m, output 0"]}]},

@@ -5,9 +5,11 @@ import math
 import pytest
 
 from depthmix.study import pictures
+from depthmix.study.claims import Found
 from depthmix.study.pictures import draw_study, mean_difference, plot_differences, plot_laws, plot_training
 from depthmix.study.recipe import read_study
 from depthmix.study.records import Records
+from depthmix.study.rules_picture import plot_rules
 from depthmix.study.sheet import as_runs, train_curves, write_sheet
 from study import studies
 
@@ -38,6 +40,30 @@ def test_differences_stand_beside_the_papers(study):
     assert paper.get_xdata() == pytest.approx([math.log(19 / 20)])
     assert list(paper.get_ydata()) == [0]
     assert [text.get_text() for text in axes.get_yticklabels()] == study.labels[1:]
+
+
+def test_rules_have_their_columns_side_by_side():
+    """Columns of one panel apart in a row, a series of one colour in all panels, hollow with one seed, ends at a panel's edge."""
+    books = {
+        "18M": {"dca": Found(-0.1, -0.2, -0.05, 2), "mudd": Found(0.1, 0.0, 9.0, 2)},
+        "54M": {"dca": Found(-0.05, -0.06, -0.04, 1)},
+    }
+    code = {"54M": {"mudd": Found(-1.0, -1.1, -0.9, 2)}}
+    figure = plot_rules({"dca": "dca", "mudd": "mudd"}, {"books, tokens": books, "code": code})
+    left, right = figure.axes
+    dots = [
+        [line for line in axes.lines if line.get_marker() == "o" and len(line.get_xdata())] for axes in (left, right)
+    ]
+    assert [line.get_xdata()[0] for line in dots[0]] == [-0.1, 0.1, -0.05]
+    first, below, second = (line.get_ydata()[0] for line in dots[0])
+    assert first < 0 < second < 0.5 < below < 1  # the same series is above the row's middle in every row
+    assert dots[1][0].get_ydata()[0] == 1  # alone in its panel
+    assert dots[1][0].get_color() == dots[0][2].get_color() != dots[0][0].get_color()
+    assert [line.get_markerfacecolor() == line.get_color() for line in dots[0]] == [True, True, False]
+    assert left.get_xlim() == pytest.approx((-0.14, 0.14))
+    assert right.get_xlim() == pytest.approx((-1.2, 0.2))
+    assert max(x for line in left.lines for x in line.get_xdata()) == pytest.approx(0.14)  # not 9
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["18M", "54M"]
 
 
 def test_power_laws_are_drawn_through_their_points(study):
