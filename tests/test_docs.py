@@ -120,7 +120,7 @@ def test_the_page_on_speed_says_how_long_first_calls_take():
 def test_the_readme_quotes_the_page_of_results():
     """Every gain of its table is in that page's row of the rule, every ratio of steps in the study's own table."""
     page = (ROOT / "docs" / "results.md").read_text().splitlines()
-    own = {row.split(" | ")[0]: row for row in page if row.startswith("| ")}
+    own = {row.split(" | ")[0]: row for row in reversed(page) if row.startswith("| ")}  # of its first table
     study = (ROOT / "docs" / "results" / "wall-clock" / "table.md").read_text()
     quoted = [line for line in README.splitlines() if line.startswith("| ") and " seeds | " in line]
     assert len(quoted) == 4

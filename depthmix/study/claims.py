@@ -11,12 +11,13 @@ A claim names a study, or several, of which the one with most seeds counts, the 
 
 `says` is the paper's number, or `above` or `below` where it gives none. Columns `beside` show the same contrasts in a cell of
 another study, {title: …, study: start @ cell, of: [mechanisms]}, for claims that these studies decide, where it has the arms.
-The spread of a contrast is that of paired differences, pooled over all arms and sizes of its domains, since books and code vary
-differently, or of the study where those have one seed; before two seeds of anything, the largest that the study's file assumes.
+The spread of a contrast is that of all arms and sizes of its domains together (spread.py), since books and code vary differently,
+or of the study where those have one seed; before two seeds of anything, the largest that the study's file assumes.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -28,13 +29,14 @@ from depthmix.errors import CHECKPOINT, UserError
 from depthmix.names import nearest
 from depthmix.study.arms import Arm
 from depthmix.study.fits import advantage
-from depthmix.study.interval import student_t
+from depthmix.study.interval import student_t, wilson
 from depthmix.study.recipe import Study, read_study
 from depthmix.study.records import RUNS, Records, read_records
 from depthmix.study.rows import Run, make_rows, read_run
 from depthmix.study.saved import read_json
 from depthmix.study.sections import growth, largest_stable, points, spikes
 from depthmix.study.sheet import as_runs, at_known_times
+from depthmix.study.spread import Spread, pooled
 from depthmix.values import read_recipe
 
 RESULTS = Path("docs") / "results"
@@ -42,6 +44,8 @@ CONFIRMED, IN_SIGN, NOT_SEEN = "confirmed", "confirmed in sign", "not seen at th
 CONTRADICTED, UNDECIDED, NOT_MEASURED = "contradicted", "not decided yet", "not measured yet"
 VERDICTS = (CONFIRMED, IN_SIGN, NOT_SEEN, CONTRADICTED, UNDECIDED, NOT_MEASURED)
 CHANCE = "one seed, which says nothing of chance"
+MANY = 1000  # degrees of freedom of what is taken as known
+SURE_TO_MISS = 6  # seeds: so many on one side come by chance in 3% of all cases
 ENOUGH = 0.5  # of the paper's effect: less is confirmed in sign only
 MEASURES = (
     "contrast",
@@ -69,6 +73,7 @@ class Found:
     high: float
     seeds: int
     remark: str = ""
+    of: str = "seeds"  # or what else there are so many of
 
 
 @dataclass(frozen=True)
@@ -146,10 +151,10 @@ def read_claims(path: Path) -> tuple[list[Claim], dict[str, Any]]:
         found.append(
             Claim(item["claim"], item["source"], says, studies, measures[0], item[measures[0]], item.get("note", ""))
         )
-    which = {key: given.get(key, []) for key in ("beside", "columns", "rules", "answer", "steps")}
+    which = {key: given.get(key, []) for key in ("intro", "beside", "columns", "rules", "answer", "steps")}
     for key, needed in (
         ("beside", {"title": str, "study": str, "of": list}),
-        ("columns", {"title": str, "study": list}),
+        ("columns", {"title": str, "study": list, "table": str}),
         ("rules", {"arm": str}),
     ):
         for item in which[key]:
@@ -160,6 +165,9 @@ def read_claims(path: Path) -> tuple[list[Claim], dict[str, Any]]:
             "series" in column
         ):
             raise UserError(f"{path}: a column that is drawn has the text of a panel and of a series, got {column!r}")
+    titles = [column["title"] for column in which["columns"]]
+    if twice := [title for title in titles if titles.count(title) > 1]:
+        raise UserError(f"{path}: two columns are called {twice[0]!r}")
     for name in which["steps"]:
         if not (isinstance(name, str) and (path.parent / f"{name}.csv").is_file()):
             raise UserError(f"{path}: steps names results of `python -m benchmarks step`, and {name!r} has no CSV file")
@@ -276,32 +284,19 @@ def contrast(results: Results, weights: Mapping[str, float], accuracy: bool = Fa
     if not seeds:
         return None
     values = [sum(weight * values[seed] for weight, values in terms) for seed in seeds]
-    spread, freedom = pooled(results, results.like(cells), accuracy)
-    if not freedom:
-        spread, freedom = pooled(results, results.runs, accuracy)
+    number = functools.partial(_number, accuracy=accuracy)
+    spread = pooled((results.runs[cell] for cell in results.like(cells)), number)
+    if not spread.freedom:
+        spread = pooled(results.runs.values(), number)
     remark = ""
-    if not freedom:
+    if not spread.freedom:
         if results.assumed is None or accuracy:
             return Found(statistics.fmean(values), -math.inf, math.inf, len(seeds), CHANCE)
-        spread, remark = results.assumed, "the spread is the one assumed in the study's file"
-    t = student_t(freedom) if freedom else student_t(1000)
-    half = t * spread * math.sqrt(sum(w * w for w, _ in terms) / 2 / len(seeds))
+        spread, remark = Spread(results.assumed, MANY), "the spread is the one assumed in the study's file"
+    half = spread.half_width(len(seeds), math.sqrt(sum(w * w for w, _ in terms) / 2))
+    assert half is not None
     mean = statistics.fmean(values)
     return Found(mean, mean - half, mean + half, len(seeds), remark)
-
-
-def pooled(results: Results, cells: Iterable[str], accuracy: bool = False) -> tuple[float, int]:
-    """The standard deviation of differences taken seed by seed, over all arms of some cells, and its degrees of freedom."""
-    squares, freedom = 0.0, 0
-    for runs in (results.runs[cell] for cell in cells):
-        base = {run.seed: _number(run, accuracy) for run in runs if run.arm == results.first}
-        for arm in {run.arm for run in runs} - {results.first}:
-            pairs = [(_number(r, accuracy), base.get(r.seed)) for r in runs if r.arm == arm]
-            differences = [a - b for a, b in pairs if a is not None and b is not None]
-            if len(differences) > 1:
-                squares += statistics.variance(differences) * (len(differences) - 1)
-                freedom += len(differences) - 1
-    return (math.sqrt(squares / freedom) if freedom else 0.0), freedom
 
 
 def _number(run: Run, accuracy: bool) -> float | None:
@@ -323,10 +318,11 @@ def _of_row(results: Results, place: str, kind: str) -> Found | None:
             values += [] if value is None else [value]
     if missed:
         seeds = missed + len(values)
-        low = math.inf if seeds > 1 else -math.inf
-        return Found(
-            math.inf, low, math.inf, seeds, f"{missed} of {seeds} seeds never reach it" if seeds > 1 else CHANCE
-        )
+        if seeds == 1:
+            return Found(math.inf, -math.inf, math.inf, 1, CHANCE)
+        # Two of two would miss it in a quarter of all cases if nothing were different.
+        low = math.inf if missed == seeds >= SURE_TO_MISS else min([1.0, *values])
+        return Found(math.inf, low, math.inf, seeds, f"{missed} of {seeds} seeds never reach it")
     if (
         kind == "step_ratio" and values and all(run.step_quartiles is None for run in runs)
     ):  # which runs have of their own
@@ -352,24 +348,34 @@ def _advantage(results: Results, place: str, timed: bool) -> Found | None:
     saved = advantage(found[results.first], found[arm])
     if saved is None:
         return None
-    return Found(saved[1].factor, saved[1].low, saved[1].high, len(found[arm]), "by sizes, not seeds")
+    return Found(saved[1].factor, saved[1].low, saved[1].high, len(found[arm]), of="sizes")
 
 
 def _spikes(results: Results, arm: str, against: str) -> Found | None:
-    """Spikes of one arm less those of another at the same rates and seeds, as counts by chance vary."""
-    own = {(r["domain"], r["size"], r["seed"]): r for r in results.records if r["arm"] == arm and "result" in r}
-    other = {(r["domain"], r["size"], r["seed"]): r for r in results.records if r["arm"] == against and "result" in r}
+    """The share of runs with spikes, or that diverge, less that of another arm at the same rates and seeds.
+
+    Spikes of one run come together, so runs are counted, not spikes; the interval is Newcombe's, of two shares.
+    """
+    own, other = (
+        {
+            (r["domain"], r["size"], r["seed"]): "diverged" in r or spikes([r]) > 0
+            for r in results.records
+            if r["arm"] == name
+        }
+        for name in (arm, against)
+    )
     both = [key for key in own if key in other]
     if not both:
         return None
-    n, m = (spikes([runs[key] for key in both]) for runs in (own, other))
-    half = student_t(1000) * math.sqrt(n + m)
+    n, m, of = sum(own[key] for key in both), sum(other[key] for key in both), len(both)
+    (low, high), (other_low, other_high) = wilson(n, of), wilson(m, of)
+    value = (n - m) / of
     return Found(
-        n - m,
-        n - m - half,
-        n - m + half,
+        value,
+        value - math.hypot(n / of - low, other_high - m / of),
+        value + math.hypot(high - n / of, m / of - other_low),
         len({seed for *_, seed in both}),
-        f"{n} spikes against {m} in {len(both)} runs",
+        f"{n} of {of} runs have spikes or diverge, against {m}",
     )
 
 

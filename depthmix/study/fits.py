@@ -81,11 +81,18 @@ def advantage(first: Points, own: Points) -> tuple[PowerLaw, Advantage] | None:
 
 
 def by_size(first: Points, own: Points) -> dict[str, float]:
-    """The advantage at each size, by what was measured there and the slope of the first arm's law; nothing for too few sizes."""
+    """The advantage at each size, by what was measured there and the slope of the first arm's law; nothing for too few sizes.
+
+    What an arm needs more of at that size itself, compute or time, is taken off.
+    """
     law = fit(list(first.values())) if len(first) >= FEWEST else None
     if law is None or law.b <= 0:
         return {}
-    return {size: float((first[size][1] / own[size][1]) ** (1 / law.b)) for size in first if size in own}
+    return {
+        size: float((loss / own[size][1]) ** (1 / law.b) * needed / own[size][0])
+        for size, (needed, loss) in first.items()
+        if size in own
+    }
 
 
 def over_sizes(factors: Sequence[float]) -> Advantage | None:

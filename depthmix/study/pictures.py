@@ -9,9 +9,9 @@ from typing import Any
 
 from depthmix.study.figures import COLOURS, DASHES, INK, MISSING, load, save_figure
 from depthmix.study.fits import FEWEST, Points, fit
-from depthmix.study.interval import half_width
 from depthmix.study.recipe import Study
 from depthmix.study.rows import Run
+from depthmix.study.spread import spreads
 from depthmix.study.table import human
 
 DIFFERENCES, LOSSES, LAWS = "differences", "training", "power-laws"
@@ -73,6 +73,7 @@ def plot_differences(study: Study, by_cell: Mapping[str, Sequence[Run]]) -> Any:
     """A row an arm: small dots are seeds, the large one their mean with its 95% interval, diamonds what papers found."""
     names, others = list(by_cell), study.labels[1:]
     figure, panels = panels_of(names, 6.4 if len(names) == 1 else 5.0, 1.4 + 0.32 * len(others))
+    by_chance = spreads(study, by_cell)
     for axes, name in zip(panels, names, strict=True):
         runs = by_cell[name]
         base = {run.seed: run.val_loss for run in runs if run.arm == study.labels[0]}
@@ -80,7 +81,7 @@ def plot_differences(study: Study, by_cell: Mapping[str, Sequence[Run]]) -> Any:
             own = [r.val_loss - base[r.seed] for r in runs if r.arm == label and r.seed in base]
             axes.plot(own, [place] * len(own), "o", color=COLOURS[0], markersize=3, alpha=0.6, zorder=3)
             if own:
-                around = half_width(own)
+                around = by_chance[name].half_width(len(own))
                 axes.errorbar(
                     [statistics.fmean(own)], [place], xerr=None if around is None else [around], fmt="o", color=COLOURS[0],
                     markersize=6, linewidth=1.4, capsize=3, zorder=4,

@@ -1,6 +1,6 @@
 """How many paired seeds a difference needs: the power of Student's paired test, exactly.
 
-    T = (Z + δ) / S,   δ = difference √n / sd,   S² = χ²(ν) / ν,   ν = n - 1
+    T = (Z + δ) / S,   δ = difference √n / sd,   S² = χ²(ν) / ν,   ν = n - 1, or those of an sd that other arms' seeds tell as well
     power = P(|T| > t) = E[Φ(δ - t S) + Φ(-δ - t S)],   t of the 95% interval
 
 sd is the standard deviation of the differences taken seed by seed.
@@ -18,13 +18,14 @@ MOST = 200  # seeds; nobody runs more
 PIECES = 200  # of the integral over S
 
 
-def power(difference: float, sd: float, seeds: int) -> float:
+def power(difference: float, sd: float, seeds: int, freedom: int | None = None) -> float:
     """The chance that the 95% interval over so many paired seeds leaves zero out if the difference is real."""
-    if seeds < 2:
+    df = seeds - 1 if freedom is None else freedom
+    if df < 1 or seeds < 1:
         return 0.0
     if sd <= 0:
         return 1.0 if difference else 0.05
-    df, t, delta = seeds - 1, student_t(seeds - 1), abs(difference) * math.sqrt(seeds) / sd
+    t, delta = student_t(df), abs(difference) * math.sqrt(seeds) / sd
     phi = statistics.NormalDist().cdf
     # The density of S is 2 (ν/2)^(ν/2) / Γ(ν/2) s^(ν-1) exp(-ν s²/2); beyond 1 + 8/√ν there is nothing of it.
     width = (1 + 8 / math.sqrt(df)) / PIECES
@@ -37,23 +38,23 @@ def power(difference: float, sd: float, seeds: int) -> float:
     return min(1.0, total)
 
 
-def seeds_needed(difference: float, sd: float, wanted: float = POWER) -> int | None:
+def seeds_needed(difference: float, sd: float, freedom: int | None = None, wanted: float = POWER) -> int | None:
     """The fewest paired seeds with which the difference is shown with that chance; None if more than anyone runs."""
-    low, high = 1, MOST
-    if power(difference, sd, MOST) < wanted:
+    low, high = 0, MOST
+    if power(difference, sd, MOST, freedom) < wanted:
         return None
     while high - low > 1:  # power grows with the seeds
         middle = (low + high) // 2
-        low, high = (low, middle) if power(difference, sd, middle) >= wanted else (middle, high)
+        low, high = (low, middle) if power(difference, sd, middle, freedom) >= wanted else (middle, high)
     return high
 
 
-def detectable(sd: float, seeds: int, wanted: float = POWER) -> float | None:
-    """The smallest difference that so many paired seeds show with that chance; None for one seed, which shows nothing."""
-    if seeds < 2:
+def detectable(sd: float, seeds: int, freedom: int | None = None, wanted: float = POWER) -> float | None:
+    """The smallest difference that so many paired seeds show with that chance; None for one seed alone, which shows nothing."""
+    if seeds < 2 and not freedom:
         return None
     low, high = 0.0, 100 * sd
     for _ in range(40):
         middle = (low + high) / 2
-        low, high = (low, middle) if power(middle, sd, seeds) >= wanted else (middle, high)
+        low, high = (low, middle) if power(middle, sd, seeds, freedom) >= wanted else (middle, high)
     return high

@@ -19,6 +19,7 @@ from depthmix.study.claims import (
     RESULTS,
     UNDECIDED,
     VERDICTS,
+    Claim,
     Found,
     Results,
     check_cell,
@@ -37,6 +38,7 @@ from depthmix.study.table import markdown_line, markdown_text
 
 CLAIMS, PAGE = "claims.yaml", Path("docs") / "results.md"
 FIGURE = Path("results") / "rules"  # beside the page
+FAR = 3  # times the paper's effect
 Gains = dict[str, dict[str, Found]]  # by a column's title and an arm
 
 
@@ -67,13 +69,16 @@ def write_claims(path: Path = RESULTS / CLAIMS, page: Path = PAGE) -> Path:
         "",
         f"Of {len(judged)} claims: {summary}. Made by `depthmix study --claims` from [claims.yaml](results/{CLAIMS}) and the results beside it.",
         "",
-        f"“{CONFIRMED}”: the 95% interval leaves no effect out, on the paper's side, and ours is at least half of the paper's or the interval holds it; “{IN_SIGN}”: smaller; “{NOT_SEEN}”: the interval holds no effect, and not the paper's, or, of a claim without a number, ours is on the other side; “{UNDECIDED}”: it holds both, so it takes more seeds; “{CONTRADICTED}”: it is on the other side. The papers' models are larger and train longer, on other data: compare signs before sizes. Intervals of losses are Student's, with the spread of paired differences pooled over all arms of a study on the same data.",
+        f"“{CONFIRMED}”: the 95% interval leaves no effect out, on the paper's side, and ours is at least half of the paper's or the interval holds it; “{IN_SIGN}”: smaller; “{NOT_SEEN}”: the interval holds no effect, and not the paper's, or, of a claim without a number, ours is on the other side; “{UNDECIDED}”: it holds both, so it takes more seeds; “{CONTRADICTED}”: it is on the other side. The papers' models are larger and train longer, on other data: compare signs before sizes; of so many 95% intervals about two leave the truth out. Intervals of losses are Student's, over seeds alone, with the spread that all arms of a study have together on the same data, which also an arm with one seed borrows; those of advantages are of the jackknife over sizes, and say how much hangs on one of them.",
+        "",
+        *(markdown_text(line) for line in which.pop("intro")),
         "",
     ]
     for source in dict.fromkeys(claim.source.partition(",")[0] for claim in claims):
         heading = ["verdict", "claim", "paper", "ours", "seeds", "where", *(column["title"] for column in beside)]
         own = [entry for entry in judged if entry[0].source.partition(",")[0] == source]
         text += [f"## {source}", "", markdown_line(heading), "|---|---|---:|---:|---:|---|" + "---:|" * len(beside)]
+        remarks = []
         for claim, verdict, found, name in own:
             place = claim.source.partition(",")[2].strip()
             cells = [
@@ -82,14 +87,13 @@ def write_claims(path: Path = RESULTS / CLAIMS, page: Path = PAGE) -> Path:
                 _said(claim.says),
                 _shown(found),
             ]
-            too = [_with_seeds(elsewhere(claim, column, look)) for column in beside]
-            line = markdown_line([*cells, str(found.seeds) if found else "0"]) + f" {_link(name, path.parent)} |"
-            text.append(line + "".join(f" {cell} |" for cell in too))
-        remarks = [
-            f"{c.claim}: {words}."
-            for c, _, f, _ in own
-            if (words := "; ".join(w for w in (c.note, f.remark if f else "") if w))
-        ]
+            too = {column["title"]: elsewhere(claim, column, look) for column in beside}
+            seeds = f"{found.seeds} {found.of}".removesuffix(" seeds") if found else "0"
+            line = markdown_line([*cells, seeds]) + f" {_link(name, path.parent)} |"
+            text.append(line + "".join(f" {_with_seeds(other)} |" for other in too.values()))
+            words = [claim.note, found.remark, *_warnings(claim, found, too)] if found else [claim.note]
+            if any(words):
+                remarks.append(f"{claim.claim}: {'; '.join(filter(None, words))}.")
         text += ["", *(f"* {markdown_text(remark)}" for remark in remarks), *[""] * bool(remarks)]
     gains = _gains(which["columns"], which["rules"], look)
     which["columns"] = [column for column in which["columns"] if gains[column["title"]]]
@@ -100,10 +104,22 @@ def write_claims(path: Path = RESULTS / CLAIMS, page: Path = PAGE) -> Path:
             panels.setdefault(column["panel"], {})[column["series"]] = gains[column["title"]]
     if load() and panels:
         measured = {arm for by_column in panels.values() for found in by_column.values() for arm in found}
-        labels = {rule["arm"]: rule.get("label", rule["arm"]) for rule in which["rules"] if rule["arm"] in measured}
+        labels = {rule["arm"]: _label(rule) for rule in which["rules"] if rule["arm"] in measured}
         save_figure(lambda: plot_rules(labels, panels), page.parent / FIGURE, FIGURE.name)
     write_text(page, "\n".join(text).rstrip() + "\n")
     return page
+
+
+def _warnings(claim: Claim, found: Found, too: Mapping[str, Found | None]) -> list[str]:
+    """What a verdict alone would hide: an effect far larger than the paper's, and columns beside it that say the opposite."""
+    words = []
+    if isinstance(claim.says, float) and not found.low <= claim.says <= found.high:
+        times = (found.value - claim.nothing) / (claim.says - claim.nothing)
+        words += [f"{times:.0f} times the paper's"] * (FAR <= times < math.inf)
+    for title, other in too.items():
+        if other and (found.low > 0 > other.high or found.high < 0 < other.low):
+            words.append(f"the other way round: {title}")
+    return words
 
 
 def _said(says: float | str) -> str:
@@ -115,10 +131,10 @@ def _shown(found: Found | None) -> str:
         return "–"
     if math.isinf(found.value):
         return "never"
-    value = f"{found.value:+.3f}" if abs(found.value) < 0.5 else f"{found.value:.2f}"
+    value = f"{found.value:+z.3f}" if abs(found.value) < 0.5 else f"{found.value:.2f}"
     if math.isinf(found.low) or found.low == found.high:
         return value
-    ends = [f"{end:+.3f}" if abs(found.value) < 0.5 else f"{end:.2f}" for end in (found.low, found.high)]
+    ends = [f"{end:+z.3f}" if abs(found.value) < 0.5 else f"{end:.2f}" for end in (found.low, found.high)]
     return f"{value} ({ends[0]} to {ends[1]})"
 
 
@@ -149,37 +165,42 @@ def _which(
             if line["metric"].startswith("step / "):
                 ratios[line["who"], line["case"].partition(":")[0]] = float(line["value"])
     cases = sorted({case for _, case in ratios})
-    titles = [column["title"] for column in columns]
-    heading = ["rule", *titles, *(f"step, {case}" for case in cases), "what it takes"]
-    text = [
-        "## Which rule should I use?",
-        "",
-        *(f"* {markdown_text(sentence)}" for sentence in answer),
-        *[""] * bool(answer),
-    ]
-    text.append(markdown_line(heading))
-    text.append("|---|" + "---:|" * (len(columns) + len(cases)) + "---|")
+    figure = (
+        [f"![gains of the rules]({FIGURE.as_posix()}.png)", ""] if any("panel" in column for column in columns) else []
+    )
+    text = ["## Which rule should I use?", "", *(f"* {markdown_text(sentence)}" for sentence in answer), "", *figure]
+    for name in dict.fromkeys(column["table"] for column in columns):
+        titles = [column["title"] for column in columns if column["table"] == name]
+        where = dict.fromkeys(n for c in columns if c["table"] == name for n in map(_name, c["study"]) if look(n))
+        said = f"nats against the plain residual, below zero is better, with 95% intervals, from {', '.join(_link(n, folder) for n in where)}"
+        text += [
+            f"**{markdown_text(name)}**: {said}.",
+            "",
+            markdown_line(["rule", *titles]),
+            "|---|" + "---:|" * len(titles),
+        ]
+        for rule in rules:
+            found = [gains[title].get(rule["arm"]) for title in titles]
+            if any(found):
+                text.append(markdown_line([_label(rule), *map(_with_seeds, found)]))
+        text.append("")
+    runs = ", ".join(f"[{name}](results/{name}.md)" for name in steps)
+    said = (
+        f"steps are from {runs}, the last one that has the rule, each against the plain step of its own run"
+        if steps
+        else ""
+    )
+    text += [f"**What a rule takes**{': ' * bool(said)}{said}.", ""]
+    text.append(markdown_line(["rule", *(f"step, {case}" for case in cases), "what it takes"]))
+    text.append("|---|" + "---:|" * len(cases) + "---|")
     for rule in rules:
-        arm = rule["arm"]
-        cells = [_with_seeds(gains[title].get(arm)) for title in titles]
-        cells += [f"{ratios[arm, case]:.2f}" if (arm, case) in ratios else "–" for case in cases]
-        text.append(markdown_line([rule.get("label", arm), *cells, rule.get("takes", "")]))
-    where = dict.fromkeys(name for column in columns for name in map(_name, column["study"]) if look(name))
-    lines = [
-        f"Nats against the plain residual, below zero is better, with 95% intervals. From {', '.join(_link(name, folder) for name in where)}."
-    ]
-    if steps:
-        runs = ", ".join(f"[{name}](results/{name}.md)" for name in steps)
-        lines.append(
-            f"Steps are from {runs}, the last one that has the rule, each against the plain step of its own run."
-        )
-    for title, found_by_arm in gains.items():
-        shown = {arm: found for arm, found in found_by_arm.items() if found.high < 0}
-        if shown:
-            best = min(shown, key=lambda arm: shown[arm].value)
-            lines.append(f"{title}: the best that is shown is `{best}`, {-shown[best].value:.3f} below.")
-    figure = [f"![gains of the rules]({FIGURE.as_posix()}.png)", ""] if any(gains.values()) else []
-    return [*text, "", *figure, *(f"* {line}" for line in lines)]
+        cells = [f"{ratios[rule['arm'], case]:.2f}" if (rule["arm"], case) in ratios else "–" for case in cases]
+        text.append(markdown_line([_label(rule), *cells, rule.get("takes", "")]))
+    return text
+
+
+def _label(rule: Mapping[str, Any]) -> str:
+    return str(rule.get("label", rule["arm"]))
 
 
 def _gains(

@@ -81,22 +81,26 @@ def _power_laws(study: Study, used: Records, by_cell: Mapping[str, Sequence[Run]
                     arm,
                     str(len(plain.get(arm, {}))),
                     _law(law),
+                    _missed(law, plain.get(arm, {})),
                     *(_saved(p, study.labels[0], arm) for p in (plain, clock)),
-                    _saved_by_size(plain, study.labels[0], arm),
+                    *(_saved_by_size(p, study.labels[0], arm) for p in (plain, clock)),
                 ]
             )
         heading = [
             _of("arm", domain),
             "sizes",
             "loss",
+            "misses by up to",
             "compute advantage",
             "GPU time advantage",
             "of compute, size by size",
+            "of GPU time, size by size",
         ]
         text += [*_table(heading, lines, []), ""]
     notes = [
         f"“loss”: a power law of C = 6 N D in petaFLOP/s-days, N without the embedding, by least squares in logarithms; an arm's loss at a size is {study.labels[0]}'s mean over seeds and the mean of its differences to it, seed by seed.",
-        f"“advantage”: how much more {study.labels[0]} needs for the loss that the arm has at the largest size, by the two laws; in brackets the 95% interval of the jackknife over sizes.",
+        "“misses by up to”: nats between the law and what was measured at a size, where they are furthest apart.",
+        f"“advantage”: how much more {study.labels[0]} needs for the loss that the arm's law has at the largest size, by the two laws; in brackets the 95% interval of the jackknife over sizes.",
         f"“size by size”: by the arm's loss and {study.labels[0]}'s at that size, and the exponent of the latter's law; their mean is one of logarithms, with Student's interval.",
         f"It takes {FEWEST} sizes whose losses fall, without any one of them too, and for GPU time step times of a machine that was not shared. Of images D counts images, whatever their patches.",
     ]
@@ -105,6 +109,10 @@ def _power_laws(study: Study, used: Records, by_cell: Mapping[str, Sequence[Run]
 
 def _law(law: PowerLaw | None) -> str:
     return DASH if law is None else f"{law.a:.3f} C^{-law.b:+z.4f}"
+
+
+def _missed(law: PowerLaw | None, measured: Points) -> str:
+    return DASH if law is None else f"{max(abs(law.loss(c) - loss) for c, loss in measured.values()):.3f}"
 
 
 def _saved(found: Mapping[str, Points], first: str, arm: str) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +18,7 @@ from depthmix.study.recipe import Cell, Study
 from depthmix.study.records import RUNS, Records
 from depthmix.study.rows import Row, Run, make_rows
 from depthmix.study.sections import points, sections
+from depthmix.study.spread import Spread, pooled, spreads
 from depthmix.study.table import (
     COSTS,
     DASH,
@@ -137,7 +137,11 @@ def to_markdown(
     drawn: Sequence[str],
 ) -> str:
     """The question, the table of paper and ours, costs and verdicts by cell, what the seeds can show, and how it was made."""
-    rows = {name: make_rows(runs, study.labels) for name, runs in by_cell.items()}
+    by_chance = spreads(study, by_cell)
+    rows = {
+        name: [_with_interval(row, by_chance[name]) for row in make_rows(runs, study.labels)]
+        for name, runs in by_cell.items()
+    }
     text = [f"# {study.name}", "", markdown_text(study.question), ""]
     if not any(rows.values()):
         text.append("No run has finished yet.")
@@ -150,14 +154,18 @@ def to_markdown(
             *(f"\n![{n}]({n}.png)" for n in drawn),
         ]
         for name, own in rows.items():
-            text += ["", *_cell(name, own, by_cell[name], _timed(study, records, name))]
+            text += ["", *_cell(name, own, by_cell[name], _timed(study, records, name), by_chance[name].freedom > 0)]
         text += sections(study, used, by_cell)
-    measured = {
-        name: spread for name, runs in by_cell.items() if (spread := paired_spread(runs, study.labels[0])) is not None
-    }
+    measured = {name: found for name, runs in by_cell.items() if (found := pooled([runs])).freedom}
     text += ["", "## What the seeds can show", "", *_bullets([*power_lines(study), *_measured(study, measured)])]
     text += ["", "## How this was made", "", *_bullets(_made(study, records, used))]
     return "\n".join(text) + "\n"
+
+
+def _with_interval(row: Row, by_chance: Spread) -> Row:
+    """The row with the interval that all arms' spread gives its difference, where two of them have two seeds."""
+    half = by_chance.half_width(row.paired)
+    return row if row.difference is None or half is None else replace(row, difference_interval=half)
 
 
 def _main_table(study: Study, rows: Mapping[str, Sequence[Row]], diverged: set[tuple[str, str]]) -> list[str]:
@@ -206,11 +214,11 @@ def _legend(study: Study, images: bool) -> list[str]:
     budget = "the same steps" if study.budget == "tokens" else "the steps that fit into the first arm's time"
     return [
         *lines,
-        f"ours: nats per {'image' if images else 'token'} on the validation split at the end, mean over seeds; every arm makes {budget}. Differences are taken seed by seed, ± half the 95% interval of their mean.",
+        f"ours: nats per {'image' if images else 'token'} on the validation split at the end, mean over seeds; every arm makes {budget}. Differences are taken seed by seed, ± half the 95% interval of their mean, with the spread that all arms have together on these data (depthmix/study/spread.py).",
     ]
 
 
-def _cell(name: str, rows: Sequence[Row], runs: Sequence[Run], timed: Sequence[str]) -> list[str]:
+def _cell(name: str, rows: Sequence[Row], runs: Sequence[Run], timed: Sequence[str], pooled: bool) -> list[str]:
     """Costs and verdicts of one cell; timed: how its step times were measured, if not with the runs."""
     if not rows:
         return [f"## {name or 'Costs'}", "", "No run has finished yet."]
@@ -235,7 +243,7 @@ def _cell(name: str, rows: Sequence[Row], runs: Sequence[Run], timed: Sequence[s
         else [*timed, *[UNTIMED] * bool(busy)] or cost_note(doubts(runs, [row.arm for row in rows]), False)
     )
     table = [markdown_line(heading), "|---|" + "---:|" * (len(heading) - 1), *map(markdown_line, lines)]
-    verdicts = _bullets(verdict(rows))
+    verdicts = _bullets(verdict(rows, pooled))
     return [
         f"## {name or 'Verdicts and costs'}",
         "",
@@ -275,32 +283,23 @@ def power_lines(study: Study) -> list[str]:
     return lines
 
 
-def _shows(spread: float, seeds: int) -> str:
-    least = detectable(spread, seeds)
-    return "one seed shows nothing" if least is None else f"{seeds} seeds show {least:.3f}"
+def _shows(spread: float, seeds: int, freedom: int | None = None) -> str:
+    least = detectable(spread, seeds, freedom)
+    return (
+        "one seed shows nothing" if least is None else f"{seeds} seed{'s show' if seeds > 1 else ' shows'} {least:.3f}"
+    )
 
 
-def paired_spread(runs: Sequence[Run], first: str) -> float | None:
-    """The standard deviation of paired differences, pooled over arms; None before two seeds of two arms."""
-    base = {run.seed: run.val_loss for run in runs if run.arm == first}
-    squares, freedom = 0.0, 0
-    for arm in {run.arm for run in runs} - {first}:
-        differences = [run.val_loss - base[run.seed] for run in runs if run.arm == arm and run.seed in base]
-        if len(differences) > 1:
-            squares += statistics.variance(differences) * (len(differences) - 1)
-            freedom += len(differences) - 1
-    return (squares / freedom) ** 0.5 if freedom else None
-
-
-def _measured(study: Study, spreads: Mapping[str, float]) -> list[str]:
+def _measured(study: Study, found: Mapping[str, Spread]) -> list[str]:
+    """The same with the spread that was found in each cell, which the seeds of all its arms tell."""
     lines, difference = [], study.power.get("difference")
-    for name, spread in spreads.items():
-        line = f"Measured here{', ' * bool(name)}{name}: {spread:.4f}, pooled over the arms"
+    for name, own in found.items():
+        line = f"Measured here{', ' * bool(name)}{name}: {own.deviation:.4f}, by all arms together"
         if difference is not None:
-            needed = seeds_needed(difference, spread)
+            needed = seeds_needed(difference, own.deviation, own.freedom)
             line += f"; a difference of {difference:g} needs {'too many' if needed is None else needed} paired seeds"
-        own = next(cell.seeds for cell in study.cells if cell.name == name) or study.seeds
-        lines.append(f"{line}; {_shows(spread, len(own))}.")
+        seeds = next(cell.seeds for cell in study.cells if cell.name == name) or study.seeds
+        lines.append(f"{line}; {_shows(own.deviation, len(seeds), own.freedom)}.")
     return lines
 
 

@@ -12,12 +12,15 @@ FINEST = 4  # decimals of a loss; what is smaller nobody should care about
 SURE = f"{CONFIDENCE:.0%} interval"
 
 
-def verdict(rows: Sequence[Row]) -> list[str]:
-    """A sentence for every arm but the first: a difference is one if the paired interval leaves zero out."""
-    return [_sentence(row, row.difference) for row in rows if row.difference is not None]
+def verdict(rows: Sequence[Row], pooled: bool = False) -> list[str]:
+    """A sentence for every arm but the first: a difference is one if the paired interval leaves zero out.
+
+    pooled: intervals have the spread of all arms, not of one's seeds.
+    """
+    return [_sentence(row, row.difference, pooled) for row in rows if row.difference is not None]
 
 
-def _sentence(row: Row, difference: float) -> str:
+def _sentence(row: Row, difference: float, pooled: bool) -> str:
     if max(abs(difference), row.difference_spread or 0) < 10**-FINEST / 2:
         seeds = "one seed" if row.paired == 1 else f"each of {row.paired} seeds"
         return f"{row.arm}: the same loss as {row.baseline} to {FINEST} decimals with {seeds}."
@@ -28,7 +31,8 @@ def _sentence(row: Row, difference: float) -> str:
     near, far = sorted((difference - half, difference + half), key=abs)
     size, from_, to = _rounded(half, difference, near, far)
     begin = f"{row.arm}: {size} nats {_side(difference)} {row.baseline}"
-    over, wide = f"over {row.paired} seeds", f", wide since t = {student_t(1):.1f} for two" if row.paired == 2 else ""
+    over = f"over {row.paired} seeds" if row.paired > 1 else "with one seed, by the spread of the others"
+    wide = f", wide since t = {student_t(1):.1f} for two" if row.paired == 2 and not pooled else ""
     if abs(difference) > half:
         return f"{begin} ({SURE} {from_} to {to} {over}{wide})."
     reach = f"reaches from {to} {_side(far)} to {from_} {_side(near)}"

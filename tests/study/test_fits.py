@@ -59,6 +59,8 @@ def test_size_by_size():
     first = curve(1.891, 0.057)
     own = {size: (c, 1.891 * (1.25 * c) ** -0.057) for size, (c, _) in first.items() if size != "0"}
     assert by_size(first, own) == pytest.approx(dict.fromkeys("1234", 1.25))
+    slower = {size: (1.1 * needed, loss) for size, (needed, loss) in own.items()}  # as in GPU time
+    assert by_size(first, slower) == pytest.approx(dict.fromkeys("1234", 1.25 / 1.1))
 
 
 def test_too_little_to_say():

@@ -51,9 +51,10 @@ def test_power_laws_over_sizes(training, tmp_path, monkeypatch):
     law(training, monkeypatch)
     rows = laws(table(tmp_path, sizes=SIZES, sections=["power-laws"], seeds=[0]))
     assert "2.000 C^-0.0500" in rows["residual"]
-    # of compute, of time, which is in proportion, and in the mean over sizes
-    assert rows["attnres:block_size=2"].count("2.00 (2.00 to 2.00)") == 3
-    assert rows["slow"].count("0.50 (0.50 to 0.50)") == 3
+    # of compute and of time, which is in proportion, by the laws and in the mean over sizes
+    assert rows["attnres:block_size=2"].count("2.00 (2.00 to 2.00)") == 4
+    assert "| 0.000 | 2.00" in rows["attnres:block_size=2"]  # nothing is missed
+    assert rows["slow"].count("0.50 (0.50 to 0.50)") == 4
     assert rows["slow"].endswith("| d16 0.50, d32 0.50, d64 0.50; mean 0.50 (0.50 to 0.50) |")
     text = table(
         tmp_path, name="two", sizes={"d16": {"dim": 16}, "d32": {"dim": 32}}, sections=["power-laws"], seeds=[0]
@@ -100,7 +101,7 @@ def test_power_laws_pair_seeds(training, tmp_path, monkeypatch):
 def test_sizes_of_one_compute_have_no_law(training, tmp_path):
     rates = {f"lr {lr}": {"lr": lr} for lr in (0.1, 0.2, 0.3)}
     text = table(tmp_path, sizes=rates, sections=["power-laws"], seeds=[0])
-    assert "| slow | 3 | 3.950 C^+0.0000 | – | – | – |" in text
+    assert "| slow | 3 | 3.950 C^+0.0000 | 0.000 | – | – | – | – |" in text
 
 
 def test_stability_over_learning_rates(training, tmp_path, monkeypatch):
