@@ -38,6 +38,18 @@ def write_text(path: Path, text: str) -> None:
         write_file(path, text.encode("utf-8"))
 
 
+def check_writable(folder: Path) -> None:
+    """UserError if nothing could be written into a folder; one that is not there yet is not there afterwards."""
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / f"{TEMPORARY}{os.getpid()}"
+        probe.write_bytes(b"")
+        probe.unlink()
+        for path in made:
+            path.rmdir()
+
+
 def sync_folder(folder: Path) -> None:
     """Make the names in a folder durable, on systems that can."""
     if os.name != "posix":

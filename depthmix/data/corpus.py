@@ -93,8 +93,8 @@ def find_sources(inputs: Sequence[str | Path]) -> Listing:
         if stat.S_ISDIR(info.st_mode):
             if not _walk(item, listing, seen, {(info.st_dev, info.st_ino): item}):
                 raise UserError(
-                    f"The folder {item} holds no corpus: none of its files ends in {KNOWN}"
-                    f" ({len(listing.skipped)} skipped; README and LICENSE files and empty files do not count).",
+                    f"The folder {item} holds no corpus: it has no file that ends in {KNOWN} and holds something"
+                    f" ({len(listing.skipped)} skipped; README and LICENSE files do not count).",
                     DATA,
                 )
         elif not stat.S_ISREG(info.st_mode):

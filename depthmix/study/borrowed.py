@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from depthmix.errors import UserError
 from depthmix.study.checks import plain_config, ran_on
 from depthmix.study.code import code_of, differences
 from depthmix.study.pieces import Piece
@@ -20,13 +21,20 @@ def borrow(
     device: str,
     images: Iterable[str],
     any_code: bool,
+    say: Callable[[str], None],
 ) -> list[tuple[Piece, tuple[dict[str, Any], ...]]]:
     """For each run that another study has: its code and itself, as lines of this study.
 
     results: the folder of all studies' results; own: this one's there; marks: of the data, by domain; images: domains that
     hold them; any_code: somebody says why other code may be mixed.
     """
-    others = {p.parent.name: read_records([p]) for p in sorted(results.glob(f"*/{RUNS}")) if p.parent != own}
+    others: dict[str, Records] = {}
+    for path in sorted(results.glob(f"*/{RUNS}")):
+        if path.parent != own:
+            try:
+                others[path.parent.name] = read_records([path])
+            except UserError as error:  # taking runs over only saves time
+                say(f"No run is taken from {path.parent.name}: {error}")
     found: list[tuple[Piece, tuple[dict[str, Any], ...]]] = []
     for piece in missing:
         domain, config = piece.cell.domain, plain_config(piece.config)

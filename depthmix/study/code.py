@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import depthmix
-from depthmix.mixers import mixer_class
+from depthmix.mixers import OptionError, mixer_class
 
 PACKAGE = Path(depthmix.__file__).parent
 ROOTS = (
@@ -184,6 +184,29 @@ def differences(tables: Iterable[tuple[str, Mapping[str, str]]], kernels: bool) 
             if not all(file in table for table in own):
                 seen[file].add("none")
     return {f: sums for f, sums in seen.items() if len(sums) > 1 and (kernels or not f.startswith(KERNELS))}
+
+
+def changed_since(
+    runs: Iterable[tuple[Mapping[str, Any], Mapping[str, str]]], acceptances: Iterable[Mapping[str, Any]]
+) -> list[str]:
+    """A sentence for each file of a mechanism of one's own that is another than the one that made its runs.
+
+    runs: each with the checksums of its code. Package and results move on apart; one who tries a rule looks for its own.
+    """
+    found: dict[str, list[str]] = {}
+    for run, table in runs:
+        try:
+            file = Path(inspect.getfile(mixer_class(run["config"].get("mixer", ""))))
+        except OptionError:  # not here any more
+            continue
+        if file.is_relative_to(PACKAGE) or file.name not in table:
+            continue
+        if not accepted(file.name, {table[file.name], checksum(file)}, acceptances):
+            found.setdefault(file.name, []).append(run["arm"])
+    return [
+        f"{name} has changed since the runs of {', '.join(dict.fromkeys(arms))} were made; to make them again, remove their lines from the results, or give the study another name."
+        for name, arms in found.items()
+    ]
 
 
 def accepted(file: str, digests: set[str], acceptances: Iterable[Mapping[str, Any]]) -> bool:

@@ -25,21 +25,24 @@ def draw_study(
     curves: Curves,
     folder: Path,
     laws: Mapping[str, Mapping[str, Points]] | None = None,
-) -> list[str]:
-    """Write differences and training, and power laws if given, as .svg and .png; returns notes for the user (none: all is well).
+) -> tuple[list[str], list[str]]:
+    """Write differences and training, and power laws if given, as .svg and .png; returns their names and notes for the user.
 
     laws: by domain and arm, the points of each.
     """
     if not load():
-        return [MISSING.rstrip(".") + LATER]
+        return [], [MISSING.rstrip(".") + LATER]
+    drawn = []
     by_cell = {name: runs for name, runs in by_cell.items() if runs}
     counted = "images" if any(run.accuracy is not None for runs in by_cell.values() for run in runs) else "tokens"
     if len(study.arms) > 1:
         save_figure(lambda: plot_differences(study, by_cell), folder / DIFFERENCES, DIFFERENCES)
         save_figure(lambda: plot_training(study, list(by_cell), curves, counted), folder / LOSSES, LOSSES)
+        drawn += [DIFFERENCES, LOSSES]
     if laws and any(laws.values()):
         save_figure(lambda: plot_laws(study, laws), folder / LAWS, LAWS)
-    return []
+        drawn.append(LAWS)
+    return drawn, []
 
 
 def panels_of(names: Sequence[str], width: float, height: float, rows: int = 1) -> tuple[Any, list[Any]]:

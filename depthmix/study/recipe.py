@@ -56,6 +56,8 @@ KEYS = (
 SECTIONS = ("power-laws", "stability", "depth")
 ARM_KEYS = ("label", "mixer", "set", "seeds", "sizes", "paper")
 UNITS = ("nats", "perplexity", "percent", "fraction")
+SAME_FOR_ALL = {"eval_tokens": "losses on different text cannot be compared"}  # options that no arm has for itself
+AT_EQUAL_TIME = {"steps": "an arm makes those that fit into the first one's time"}
 # What a study says in other words, and what a run without a folder has no use for.
 ELSEWHERE = {
     "data": "data",
@@ -132,6 +134,14 @@ class Study:
         """The arms' names."""
         return [arm.label for arm in self.arms]
 
+    @property
+    def called(self) -> str:
+        """What a command calls it: by its name, where that is enough, else by the file, from here."""
+        known = next((p for p in _places() if (p / f"{self.name}.yaml").resolve() == self.path.resolve()), None)
+        path = self.path.resolve()
+        near = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else Path(path.name)
+        return self.name if known else near.as_posix()
+
     def runs_at(self, cell: Cell) -> dict[str, list[int]]:
         """The arms that are to be run there, and their seeds."""
         arms = [arm for arm in self.arms if cell.size in arm.sizes]
@@ -145,11 +155,16 @@ class Study:
         return config if "eval_every" in said else dataclasses.replace(config, eval_every=max(1, config.steps))
 
 
+def _places() -> list[Path]:
+    """Where studies are known by their names."""
+    return [FOLDER, Path(depthmix.__file__).parents[1] / FOLDER]
+
+
 def find_study(name: str) -> Path:
     """The file of a study, by name or path."""
     if not name:
         raise UserError(f"study needs the name of a file in {FOLDER}, or a path")
-    places = [FOLDER, Path(depthmix.__file__).parents[1] / FOLDER]
+    places = _places()
     tried = [Path(name), *(folder / f"{name}.yaml" for folder in places)]
     found = next((path for path in tried if path.is_file()), None)
     if found is None:
@@ -188,21 +203,29 @@ def read_study(name: str, data: Iterable[str] = ()) -> Study:
     notes = given.get("notes", [])
     if not isinstance(notes, list) or not all(isinstance(note, str) for note in notes):
         raise UserError(f"{path}: notes is a list of sentences")
+    settings = {**base, **_settings(path, "set", given.get("set", {}))}
+    arms = _arms(path, given.get("arms"), seeds, [str(size) for size in sizes], paper)
+    for arm in arms:
+        for key, why in {**SAME_FOR_ALL, **(AT_EQUAL_TIME if budget == "time" else {})}.items():
+            if key in arm.settings:
+                raise UserError(f"{path}, arm {arm.label!r}: {key} is said for all arms or by size, since {why}")
+    sections = _sections(path, given.get("sections", []))
+    _check_sections(path, sections, settings, cells, arms)
     return Study(
         name=path.stem,
         path=path,
         question=" ".join(question.split()),
-        settings={**base, **_settings(path, "set", given.get("set", {}))},
+        settings=settings,
         seeds=seeds,
         budget=budget,
         domains=domains,
         active=active,
         cells=cells,
-        arms=_arms(path, given.get("arms"), seeds, [str(size) for size in sizes], paper),
+        arms=arms,
         paper=paper,
         power=_power(path, given.get("power", {})),
         step_times=_yes_or_no(path, "step_times", given.get("step_times", False)) or budget == "time",
-        sections=_sections(path, given.get("sections", [])),
+        sections=sections,
         notes=[" ".join(note.split()) for note in notes],
     )
 
@@ -342,6 +365,23 @@ def _sections(path: Path, given: Any) -> list[str]:
                 f"{path}: unknown section {name!r}; there are {', '.join(SECTIONS)}{nearest(str(name), SECTIONS)}"
             )
     return list(given)
+
+
+def _check_sections(
+    path: Path, sections: Sequence[str], settings: Mapping[str, Any], cells: Sequence[Cell], arms: Sequence[StudyArm]
+) -> None:
+    """UserError for a section that its runs could not fill, or would fill with what is not comparable."""
+    everywhere = [settings, *(cell.settings for cell in cells), *(arm.settings for arm in arms)]
+    if "depth" in sections and not any(said.get("dynamics_every") for said in everywhere):
+        raise UserError(f"{path}: the section depth is made of what dynamics_every keeps; set it")
+    rates: dict[tuple[str, float], str] = {}
+    for cell in cells if "stability" in sections else ():
+        rate = {**settings, **cell.settings}.get("lr", TrainConfig().lr)
+        if other := rates.setdefault((cell.domain, rate), cell.size) != cell.size and rates[cell.domain, rate]:
+            sizes = f"{other!r} and {cell.size!r}"
+            raise UserError(
+                f"{path}: the section stability is for sizes that are learning rates, and {sizes} have the same"
+            )
 
 
 def _arms(

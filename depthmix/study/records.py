@@ -65,7 +65,7 @@ class Records:
             what = (
                 f"the results lack the line on the code {run['code']} that {run['arm']} with seed {run['seed']} is of"
             )
-            raise UserError(f"{what}; take the file from a copy, or remove that run", CHECKPOINT)
+            raise UserError(f"{what}; take the file from a copy, or remove all runs of that code", CHECKPOINT)
         return dict(found)
 
     def add(self, *lines: dict[str, Any]) -> None:
@@ -91,7 +91,7 @@ def read_records(paths: Iterable[Path]) -> Records:
 
 def _checked(path: Path, number: int, line: bytes) -> dict[str, Any]:
     def damaged(what: str) -> UserError:
-        advice = "take the file from a copy, or remove that line, whose run is then made again"
+        advice = "take the file from a copy, or, if it is a run's, remove that line, and the run is made again"
         return UserError(f"{path}:{number} is damaged ({what}); {advice}", CHECKPOINT)
 
     try:
@@ -109,14 +109,30 @@ def _checked(path: Path, number: int, line: bytes) -> dict[str, Any]:
             raise damaged("it has no result")
         for key in (*NUMBERS, "images" if "images" in result else "tokens"):
             value = result.get(key)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            if not _is_number(value):
                 raise damaged(f"its result has no {key}")
-        if result["steps"] <= 0 or result["step_seconds"] <= 0:
+        if min(result["steps"], result["step_seconds"], result.get("images", result.get("tokens"))) <= 0:
             raise damaged("its result is of no step")
         for key, kind in OTHERS.items():
             if not isinstance(result.get(key, kind()), kind):
                 raise damaged(f"{key} of its result is of another kind")
+        if not all(_is_number(value) for value in result.get("parameters", {}).values()) or not (
+            result.get("peak_memory") is None or _is_number(result["peak_memory"])
+        ):
+            raise damaged("parameters or peak_memory of its result are no numbers")
+        for key in ("val_curve", "train_curve"):
+            if not all(isinstance(p, list) and len(p) == 2 and all(map(_is_number, p)) for p in result.get(key, [])):
+                raise damaged(f"{key} of its result is no list of points")
+    for key, kind in {"code": str, "accept": list}.items():
+        if found["kind"] == key and not all(isinstance(sums, kind) for sums in found["files"].values()):
+            raise damaged("files holds something else than checksums")
+    if found["kind"] == "step_times" and not all(_is_number(t) and t > 0 for t in found["seconds"].values()):
+        raise damaged("seconds holds something else than times")
     return found
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _key(line: dict[str, Any]) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from depthmix.errors import UserError
 from depthmix.files import write_text
 from depthmix.study.claims import (
     CONFIRMED,
@@ -44,6 +45,8 @@ Gains = dict[str, dict[str, Found]]  # by a column's title and an arm
 
 def write_claims(path: Path = RESULTS / CLAIMS, page: Path = PAGE) -> Path:
     """Write the page of verdicts from the claims and all results; returns it."""
+    if not path.is_file():
+        raise UserError(f"there is no {path} here: claims are judged in a copy of depthmix's repository")
     claims, which = read_claims(path)
     said = functools.cache(read_study)
 

@@ -36,10 +36,9 @@ def _shapes(mixer: Mixer) -> dict[str, tuple[torch.Size, bool]]:
     return {n: (p.shape, mixer.decays(n)) for n, p in mixer.named_parameters()}
 
 
-def _behaviour(mixer: Mixer) -> tuple[list[Tensor], list[Tensor]]:
-    """Parameters as they start; then what the mixer reads and returns at random ones, and every gradient."""
+def stirred(mixer: Mixer, random: torch.Generator) -> list[Tensor]:
+    """Give every parameter, in fp64, something to do, also those that start at zero; returns how they start."""
     mixer.double()
-    random = torch.Generator().manual_seed(0)
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(0)
         mixer.reset_parameters()
@@ -47,7 +46,11 @@ def _behaviour(mixer: Mixer) -> tuple[list[Tensor], list[Tensor]]:
     with torch.no_grad():
         for p in mixer.parameters():
             p.add_(torch.randn(p.shape, generator=random, dtype=torch.float64), alpha=0.3)
-    x = torch.randn(TOKENS, mixer.dim, generator=random, dtype=torch.float64, requires_grad=True)
+    return start
+
+
+def reads_and_end(mixer: Mixer, x: Tensor) -> list[Tensor]:
+    """What every site reads and finish returns for x [..., D], with sublayers that work channel by channel."""
     state, seen = mixer.start(x), list[Tensor]()
     for site in range(mixer.n_sites):
         read = mixer.read(state, site)
@@ -55,7 +58,15 @@ def _behaviour(mixer: Mixer) -> tuple[list[Tensor], list[Tensor]]:
         seen += reads
         mixed = torch.stack([(way + 1) * h for way, h in enumerate(reads)]).sum(0)
         state = mixer.write(state, site, torch.sin(mixed + site))
-    seen.append(mixer.finish(state))
+    return [*seen, mixer.finish(state)]
+
+
+def _behaviour(mixer: Mixer) -> tuple[list[Tensor], list[Tensor]]:
+    """Parameters as they start; then what the mixer reads and returns at random ones, and every gradient."""
+    random = torch.Generator().manual_seed(0)
+    start = stirred(mixer, random)
+    x = torch.randn(TOKENS, mixer.dim, generator=random, dtype=torch.float64, requires_grad=True)
+    seen = reads_and_end(mixer, x)
     weights = torch.randn(TOKENS, mixer.dim, generator=random, dtype=torch.float64)
     wanted = [x, *mixer.parameters()]
     grads = torch.autograd.grad((seen[-1] * weights).sum(), wanted, allow_unused=True)

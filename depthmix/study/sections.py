@@ -183,21 +183,29 @@ def _stability(study: Study, used: Records) -> list[str]:
         by_arm = {arm: rates(study, own, arm) for arm in study.labels}
         all_rates = sorted({lr for by_rate in by_arm.values() for lr in by_rate})
         lines = []
-        base = min(_means(by_arm[study.labels[0]]).values(), default=None)
+        base = _at_best(by_arm[study.labels[0]])
         for arm, by_rate in by_arm.items():
             shown = [_at_rate(by_rate.get(lr, [])) for lr in all_rates]
             stable = largest_stable(study, own, arm)
-            best = min(_means(by_rate).values(), default=None)
-            ahead = DASH if best is None or base is None or arm == study.labels[0] else f"{best - base:+.4f}"
+            best = _at_best(by_rate)
+            both = [best[seed] - base[seed] for seed in best if seed in base] if arm != study.labels[0] else []
+            ahead = f"{statistics.fmean(both):+.4f}" if both else DASH
             lines.append([arm, *shown, ahead, DASH if stable is None else f"{stable:g}"])
         heading = [_of("arm", domain), *(f"lr {lr:g}" for lr in all_rates), "each at its best", "stable up to"]
         text += [*_table(heading, lines, []), ""]
     notes = [
         "A loss at each learning rate, mean over seeds, and in brackets the loss spikes of all of them: steps far above the median of the 50 before (depthmix/train/spikes.py).",
-        f"“each at its best”: the arm's loss at its best rate here less {study.labels[0]}'s at its own.",
+        f"“each at its best”: the arm's loss at its best rate here less {study.labels[0]}'s at its own, seed by seed.",
         f"“stable up to”: the largest rate up to which every seed finishes and the loss is within {WORSE:g} nats of the arm's best.",
     ]
     return [*text[:-1], *(f"* {markdown_text(note)}" for note in notes)]
+
+
+def _at_best(by_rate: Mapping[float, Records]) -> dict[int, float]:
+    """The losses at the rate with the lowest mean, by seed."""
+    means = _means(by_rate)
+    runs = by_rate[min(means, key=lambda lr: means[lr])] if means else []
+    return {run["seed"]: run["result"]["val_loss"] for run in runs if "result" in run}
 
 
 def _at_rate(runs: Records) -> str:

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from depthmix.files import write_text
-from depthmix.study.code import KERNELS
+from depthmix.study.code import KERNELS, changed_since
 from depthmix.study.costs import at_step_times, cost_note, doubts
-from depthmix.study.pictures import DIFFERENCES, LAWS, LOSSES, draw_study
+from depthmix.study.pictures import draw_study
 from depthmix.study.power import POWER, detectable, seeds_needed
 from depthmix.study.recipe import Cell, Study
 from depthmix.study.records import RUNS, Records
@@ -37,6 +37,7 @@ NAMES = ("arm", "domain", "size", "seed", "mixer", "steps", "tokens", "val_loss"
 NUMBERS = ("step_seconds", "seconds", "wall_seconds", "peak_memory")  # what it cost, if nothing else ran meanwhile
 OTHERS = ("diverged", "device_name", "torch", "git_commit", "code", "data", "images", "accuracy", "lanes")
 
+OF_A_BATCH = ("steps", "batch_size", "seq_len")  # of which the steps and tokens of an arm are made
 UNTIMED = "A dash: that arm was not timed with the others, and its runs say nothing of what it costs."
 SHARED = "Several runs shared the machine, so what they took says nothing of what an arm costs, and is left out."
 
@@ -47,8 +48,10 @@ def write_sheet(study: Study, records: Records, used: Sequence[dict[str, Any]], 
     by_cell = {cell.name: at_known_times(study, records, cell, as_runs(used, cell)) for cell in study.cells}
     asked = "power-laws" in study.sections
     laws = {domain: points(study, used, by_cell, domain) for domain in study.domains} if asked else None
-    said = draw_study(study, by_cell, train_curves(used), out, laws) if figures and any(by_cell.values()) else []
-    drawn = [name for name in (DIFFERENCES, LOSSES, LAWS) if (out / f"{name}.png").is_file()]
+    drawn, said = list[str](), list[str]()  # figures of another state are not shown
+    if figures and any(by_cell.values()):
+        drawn, said = draw_study(study, by_cell, train_curves(used), out, laws)
+    said += changed_since([(run, records.code(run)) for run in used], records.of("accept"))
     write_text(out / TABLE, to_markdown(study, records, used, by_cell, drawn))
     return [*said, f"Table: {out / TABLE}"]
 
@@ -143,10 +146,10 @@ def to_markdown(
         for name, runs in by_cell.items()
     }
     text = [f"# {study.name}", "", markdown_text(study.question), ""]
-    if not any(rows.values()):
+    diverged = {(r["arm"], " ".join(w for w in (r["domain"], r["size"]) if w)) for r in used if "diverged" in r}
+    if not any(rows.values()) and not diverged:
         text.append("No run has finished yet.")
     else:
-        diverged = {(r["arm"], " ".join(w for w in (r["domain"], r["size"]) if w)) for r in used if "diverged" in r}
         text += [
             *_main_table(study, rows, diverged),
             "",
@@ -157,7 +160,8 @@ def to_markdown(
             text += ["", *_cell(name, own, by_cell[name], _timed(study, records, name), by_chance[name].freedom > 0)]
         text += sections(study, used, by_cell)
     measured = {name: found for name, runs in by_cell.items() if (found := pooled([runs])).freedom}
-    text += ["", "## What the seeds can show", "", *_bullets([*power_lines(study), *_measured(study, measured)])]
+    if shown := [*power_lines(study), *_measured(study, measured)]:
+        text += ["", "## What the seeds can show", "", *_bullets(shown)]
     text += ["", "## How this was made", "", *_bullets(_made(study, records, used))]
     return "\n".join(text) + "\n"
 
@@ -188,7 +192,7 @@ def _main_table(study: Study, rows: Mapping[str, Sequence[Row]], diverged: set[t
         for name, own in rows.items():
             row = next((row for row in own if row.arm == arm.label), None)
             none = "diverged" if (arm.label, name) in diverged else DASH
-            cells_ += [none, DASH, "0"] if row is None else [f"{row.val_loss:.4f}", _against(row), str(row.seeds)]
+            cells_ += [none, DASH, "0"] if row is None else [f"{row.val_loss:.4f}", _against(row), _seeds(row)]
         lines.append(markdown_line(cells_))
     return lines
 
@@ -197,6 +201,11 @@ def _against(row: Row) -> str:
     if row.difference is None:
         return DASH
     return f"{row.difference:+z.4f}" + ("" if row.difference_interval is None else f" ± {row.difference_interval:.4f}")
+
+
+def _seeds(row: Row) -> str:
+    """How many there are, and of how many of them the difference is, where the first arm lacks some."""
+    return str(row.seeds) if row.difference is None or row.paired == row.seeds else f"{row.seeds}, {row.paired} of both"
 
 
 def _legend(study: Study, images: bool) -> list[str]:
@@ -212,6 +221,9 @@ def _legend(study: Study, images: bool) -> list[str]:
             )
         )
     budget = "the same steps" if study.budget == "tokens" else "the steps that fit into the first arm's time"
+    own = {arm.label: [key for key in OF_A_BATCH if key in arm.settings] for arm in study.arms}
+    if others := [f"{label} ({', '.join(keys)})" for label, keys in own.items() if keys]:
+        budget += f", but for what arms set themselves: {', '.join(others)}"
     return [
         *lines,
         f"ours: nats per {'image' if images else 'token'} on the validation split at the end, mean over seeds; every arm makes {budget}. Differences are taken seed by seed, ± half the 95% interval of their mean, with the spread that all arms have together on these data (depthmix/study/spread.py).",
@@ -221,7 +233,7 @@ def _legend(study: Study, images: bool) -> list[str]:
 def _cell(name: str, rows: Sequence[Row], runs: Sequence[Run], timed: Sequence[str], pooled: bool) -> list[str]:
     """Costs and verdicts of one cell; timed: how its step times were measured, if not with the runs."""
     if not rows:
-        return [f"## {name or 'Costs'}", "", "No run has finished yet."]
+        return [f"## {name or 'Costs'}", "", "No run has finished."]
     several, busy = all(len(run.curve) > 1 for run in runs), {run.arm for run in runs if run.shared}
     shared = bool(busy) and not timed  # else arms that were timed have costs
     found = learnt(rows)
@@ -308,8 +320,8 @@ def _made(study: Study, records: Records, used: Sequence[Mapping[str, Any]]) -> 
     planned = sum(len(seeds) for cell in study.cells for seeds in study.runs_at(cell).values())
     data = " ".join(f"{name}=FOLDER" if name else "FOLDER" for name in study.domains)
     lines = [
-        f"Runs: `depthmix study {study.name} --data {data}`, in pieces with `--minutes`; {len(used)} of {planned} are done ({RUNS}, {RESULTS}).",
-        f"This page and its figures: `depthmix study {study.name} --report`.",
+        f"Runs: `depthmix study {study.called} --data {data}`, in pieces with `--minutes`; {len(used)} of {planned} are done ({RUNS}, {RESULTS}).",
+        f"This page and its figures: `depthmix study {study.called} --report`.",
     ]
     places = {(r["environment"].get("device_name"), r["environment"].get("torch")) for r in used}
     lines += [
@@ -330,6 +342,7 @@ def _made(study: Study, records: Records, used: Sequence[Mapping[str, Any]]) -> 
         )
     for reason, files in _accepted(records).items():
         lines.append(f"Results of different code are mixed ({', '.join(sorted(files))}), accepted because: {reason}.")
+    lines += changed_since([(dict(run), records.code(dict(run))) for run in used], records.of("accept"))
     left_out = len({(r["arm"], r["domain"], r["size"], r["seed"]) for r in records.runs}) - len(used)
     if left_out:
         lines.append(

@@ -6,6 +6,7 @@ After every run its numbers are on disk: a kill at any moment loses the run in p
 from __future__ import annotations
 
 import functools
+import math
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -19,7 +20,8 @@ from depthmix.data.dataset import TokenData
 from depthmix.data.images import ImageData
 from depthmix.data.prepared import open_data
 from depthmix.device import choose_device, release_memory
-from depthmix.errors import CHECKPOINT, INTERNAL, INTERRUPTED, UserError
+from depthmix.errors import CHECKPOINT, DIVERGED, INTERNAL, INTERRUPTED, UserError
+from depthmix.files import check_writable
 from depthmix.names import nearest
 from depthmix.runs.folder import environment
 from depthmix.study.borrowed import borrow
@@ -44,8 +46,8 @@ def study(config: StudyConfig, *, begun: float | None = None) -> Records:
 
     begun: when the time given began, by time.monotonic(); now, if it is left out.
     """
-    if config.minutes < 0:
-        raise UserError(f"study: minutes must be at least 0, got {config.minutes:g}")
+    if not 0 <= config.minutes < math.inf:
+        raise UserError(f"study: minutes must be a number, and at least 0, got {config.minutes:g}")
     if config.lanes < 1:
         raise UserError(f"study: lanes must be at least 1, got {config.lanes}")
     if config.claims:
@@ -150,6 +152,8 @@ class Worker:
             total = sum(len(seeds) for arms in own for seeds in arms.values())  # also where steps are not known yet
             self.say(f"{self.study.name}: {len(pieces) - len(missing)} of {total} runs are done.")
             self.queue = self._asked_for(missing)
+            if self.queue:
+                check_writable(self.out)  # before a run is made that could not be kept
             (self._in_lanes if self.config.lanes > 1 else self._alone)(signal)
             missing = self._missing(pieces)
             if self.study.step_times and not self._asked_for(missing) and not signal.requested:
@@ -164,6 +168,9 @@ class Worker:
             what = "; ".join(f"{arm}: {error}" for arm, error in self.failed.items())
             arms = "1 arm" if len(self.failed) == 1 else f"{len(self.failed)} arms"
             raise UserError(f"{arms} could not be run ({what}); {again}", INTERNAL)
+        runs = chosen(self.study, self.records.runs)
+        if runs and all("diverged" in run for run in runs):
+            raise UserError(f"all of {len(runs)} runs diverged; {where}", DIVERGED)
         self.say(f"{where}." if done == total else f"{again}.")
 
     def _planned(self) -> list[Piece]:
@@ -191,7 +198,8 @@ class Worker:
             return
         usual = RESULTS / self.study.name
         any_code = bool(self.config.accept_code)  # which is then kept with the files that differ
-        for piece, lines in borrow(missing, RESULTS, usual, self.marks, self.device.type, self.images, any_code):
+        known = self.marks, self.device.type, self.images, any_code, self.say
+        for piece, lines in borrow(missing, RESULTS, usual, *known):
             self.say(f"{piece.title}: made by {lines[-1]['from']}.")
             self.records.add(*lines)
 
@@ -239,8 +247,10 @@ class Worker:
         self.queue = [piece for piece in self.queue if piece.arm.label not in self.failed]
         name = self.environment["device_name"]
         times = [predicted(piece, self.records.runs, name, self.config.lanes) for piece in self.queue]
+        first = {piece.key[1:] for piece in self.queue if piece.arm is self.study.arms[0]}
         for piece, seconds in zip(self.queue, times, strict=True):
-            if self.deadline.fits(seconds):  # a shorter one than the next, if need be
+            alone = piece.key[1:] in first and piece.arm is not self.study.arms[0]  # nothing to compare it with
+            if self.deadline.fits(seconds) and not alone:  # a shorter one than the next, if need be
                 self.queue.remove(piece)
                 evaluating = [r["result"].get("eval_seconds", 0.0) for r in self.records.runs if "result" in r]
                 return piece, max(evaluating, default=0.0)
@@ -295,7 +305,9 @@ class Worker:
                 configs = [self.study.config(arm, cell, self.study.seeds[0], **more) for arm in group]
                 check_pieces(self.study, map(Piece, group, [cell] * len(group), configs), self.data)
                 self.say("Measuring step times …")
-                times = self._step_times(group, configs)
+                times = self._step_times(group, configs, lambda: signal.requested)
+                if times is None:
+                    continue
                 scale = known.get(first.label, times[first.label]) / times[first.label]
                 known = {**{arm: t * scale for arm, t in times.items()}, **known}
                 others = [r for r in read_records([self.out / RUNS]).of("step_times") if r not in lines]
@@ -308,15 +320,17 @@ class Worker:
             self.records.add({**line, "environment": self.environment})
             write_records(self.out, self.records)
 
-    def _step_times(self, group: Sequence[StudyArm], configs: Sequence[TrainConfig]) -> dict[str, float]:
-        """By arm; one that cannot run does not stop the others, unless it is the first, which they are compared with."""
+    def _step_times(
+        self, group: Sequence[StudyArm], configs: Sequence[TrainConfig], stopping: Callable[[], bool]
+    ) -> dict[str, float] | None:
+        """By arm; one that cannot run does not stop the others, unless it is the first, which they are compared with. None: stopped."""
         from depthmix.train.step_times import measure_step_times
 
         arms = list(zip(group, configs, strict=True))
         while True:
             try:
-                times = measure_step_times([config for _, config in arms])
-                return {arm.label: seconds for (arm, _), seconds in zip(arms, times, strict=True)}
+                times = measure_step_times([config for _, config in arms], stopping=stopping)
+                return {arm.label: seconds for (arm, _), seconds in zip(arms, times, strict=True)} if times else None
             except Exception as error:
                 lost = getattr(error, "measured", 0)
                 if lost == 0:
@@ -344,7 +358,7 @@ def _open(folder: str) -> TokenData | ImageData:
 def _finish(said: Study, records: Records, out: Path, say: Callable[[str], None], figures: bool) -> None:
     """Write the results, the table and the figures."""
     if not records.runs:
-        say("No run has finished yet.")
+        say(f"No run has finished yet: there are no results in {out}.")
         return
     write_records(out, records)
     for sentence in write_sheet(said, records, chosen(said, records.runs), out, figures):

@@ -1,11 +1,17 @@
-"""SIGINT and SIGTERM: the first asks to stop, the second leaves at once."""
+"""SIGINT and SIGTERM: the first asks to stop, the second leaves at once.
+
+A second at the same moment is the same wish: `timeout` signals a process, and then its group, which it is part of.
+"""
 
 from __future__ import annotations
 
 import signal
 import threading
+import time
 from types import FrameType
 from typing import Any
+
+A_MOMENT = 0.1  # seconds
 
 
 class StopSignal:
@@ -24,7 +30,10 @@ class StopSignal:
 
     def _request(self, number: int, frame: FrameType | None) -> None:
         self.requested, self.name = True, signal.Signals(number).name
-        self._restore()
+        for other in self.before:
+            signal.signal(other, signal.SIG_IGN)
+        time.sleep(A_MOMENT)
+        self._restore()  # so that the system itself acts on a second, whatever this process is busy with
 
     def _restore(self) -> None:
         while self.before:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable
 
 import torch
 
@@ -18,8 +19,14 @@ from depthmix.train.loop import Trainer
 A_SECOND = 1.0  # of steps at least: a few short ones would measure what else the machine does at that moment
 
 
-def measure_step_times(configs: list[TrainConfig], warmup: int = 3, steps: int = 5, rounds: int = 3) -> list[float]:
-    """Median seconds of a training step for each configuration: the median of its rounds.
+def measure_step_times(
+    configs: list[TrainConfig],
+    warmup: int = 3,
+    steps: int = 5,
+    rounds: int = 3,
+    stopping: Callable[[], bool] = lambda: False,
+) -> list[float]:
+    """Median seconds of a training step for each configuration: the median of its rounds; nothing if it was stopped before.
 
     Rounds go to and fro, so that all see the same machine, one that slows down too. One model at a time is in memory, and
     on a GPU those before it, too, as long as they take little of it: they need not be built and compiled again.
@@ -29,6 +36,8 @@ def measure_step_times(configs: list[TrainConfig], warmup: int = 3, steps: int =
     turns = list(range(len(configs)))
     for _ in range(rounds):
         for i in turns:
+            if stopping():
+                return []
             config, device = configs[i], choose_device(configs[i].device)
             try:
                 with deterministic(config.deterministic):

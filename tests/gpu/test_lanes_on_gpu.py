@@ -18,7 +18,7 @@ def found(folder: Path) -> dict:
 
 
 def test_lanes_give_the_results_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("depthmix.study.sheet.draw_study", lambda *_: [])
+    monkeypatch.setattr("depthmix.study.sheet.draw_study", lambda *_: ([], []))
     path = studies.write(tmp_path, set={**studies.SIZES, "dim": 64, "steps": 40, "deterministic": True})
     for lanes in (1, 2):
         study(studies.config(path, tmp_path / str(lanes), device="cuda", lanes=lanes))

@@ -33,7 +33,7 @@ def training(monkeypatch, tmp_path):
     """Trainings of a study that are none."""
     fake = studies.Training()
     monkeypatch.setattr("depthmix.train.brief.train_briefly", fake)
-    monkeypatch.setattr("depthmix.study.sheet.draw_study", lambda *_: [])  # figures have a test of their own
+    monkeypatch.setattr("depthmix.study.sheet.draw_study", lambda *_: ([], []))  # figures have a test of their own
     monkeypatch.setattr("depthmix.study.study.release_memory", lambda device: None)  # slow in here
     monkeypatch.chdir(tmp_path)
     return fake

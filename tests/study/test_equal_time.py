@@ -15,7 +15,7 @@ from train.refused import refused
 def test_equal_time(training, tmp_path, monkeypatch):
     measured = []
 
-    def measure(configs):
+    def measure(configs, **_):
         measured.append([c.mixer for c in configs])
         return [
             {"residual": 0.1, "attnres": 0.2, "dca": 0.3, "rezero": 0.05}[c.mixer] * 3 ** (len(measured) - 1)
@@ -39,7 +39,7 @@ def test_equal_time(training, tmp_path, monkeypatch):
 
 
 def test_at_equal_time_one_arm_that_cannot_run_does_not_stop_the_others(training, tmp_path, monkeypatch):
-    def measure(configs):
+    def measure(configs, **_):
         for i, config in enumerate(configs):
             if config.mixer in broken:
                 error = RuntimeError("no such\nkernel")
@@ -63,7 +63,7 @@ def test_at_equal_time_one_arm_that_cannot_run_does_not_stop_the_others(training
 
 
 def test_at_equal_time_what_is_not_measured_is_still_to_do(training, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("depthmix.train.step_times.measure_step_times", lambda configs: [0.1] * len(configs))
+    monkeypatch.setattr("depthmix.train.step_times.measure_step_times", lambda configs, **_: [0.1] * len(configs))
     path = studies.write(tmp_path, budget="time", sizes={"s": {}, "m": {"dim": 32}})
     run(path, tmp_path, sizes=["s"], quiet=False)
     assert "6 of 12 runs are done; the same command goes on" in capsys.readouterr().out
@@ -75,7 +75,7 @@ def test_step_times_of_another_process_are_taken_over(training, tmp_path, monkey
     """What it has run meanwhile has the steps that they gave."""
     path, first = studies.write(tmp_path, budget="time"), [True]
 
-    def measure(configs):
+    def measure(configs, **_):
         if first.pop():
             first.append(False)
             run(path, tmp_path)  # the other one, in the same folder
@@ -94,7 +94,7 @@ def test_step_times_of_another_process_are_taken_over(training, tmp_path, monkey
 def test_a_signal_ends_measuring(training, tmp_path, monkeypatch):
     measured = []
 
-    def measure(configs):
+    def measure(configs, **_):
         measured.append(configs)
         os.kill(os.getpid(), signal.SIGTERM)
         return [0.1] * len(configs)
@@ -110,7 +110,7 @@ def test_domains_with_as_many_words_have_the_same_step_times(training, tmp_path,
     measured = []
     monkeypatch.setattr(
         "depthmix.train.step_times.measure_step_times",
-        lambda configs: measured.append(configs[0].data) or [0.1 * len(measured)] * len(configs),
+        lambda configs, **_: measured.append(configs[0].data) or [0.1 * len(measured)] * len(configs),
     )
     words, fewer = str(small.data()), str(small.other_data())
     data = {"words": words, "again": words, "fewer": fewer}
@@ -124,7 +124,7 @@ def test_domains_with_as_many_words_have_the_same_step_times(training, tmp_path,
 
 
 def test_kernels_matter_at_equal_time_only(training, tmp_path, monkeypatch):
-    monkeypatch.setattr("depthmix.train.step_times.measure_step_times", lambda configs: [0.1 for _ in configs])
+    monkeypatch.setattr("depthmix.train.step_times.measure_step_times", lambda configs, **_: [0.1 for _ in configs])
     for budget in ("tokens", "time"):
         run(studies.write(tmp_path, budget, budget=budget, seeds=[0]), tmp_path / budget)
     changed_code(monkeypatch, "ops/depth_attention/op.py")
@@ -137,7 +137,8 @@ def test_kernels_matter_at_equal_time_only(training, tmp_path, monkeypatch):
 def test_an_arm_is_run_at_its_own_sizes(training, tmp_path, monkeypatch):
     timed = []
     monkeypatch.setattr(
-        "depthmix.train.step_times.measure_step_times", lambda configs: [timed.append(c.mixer) or 0.1 for c in configs]
+        "depthmix.train.step_times.measure_step_times",
+        lambda configs, **_: [timed.append(c.mixer) or 0.1 for c in configs],
     )
 
     def write(size):

@@ -27,7 +27,7 @@ def training(monkeypatch, tmp_path):
     """Lanes as copies of this process, so that they train as little as it does."""
     fake = studies.Training()
     monkeypatch.setattr("depthmix.train.brief.train_briefly", fake)
-    monkeypatch.setattr("depthmix.study.sheet.draw_study", lambda *_: [])
+    monkeypatch.setattr("depthmix.study.sheet.draw_study", lambda *_: ([], []))
     monkeypatch.setattr("depthmix.device.release_memory", lambda device: None)
     monkeypatch.setattr(lanes, "START", "fork")
     monkeypatch.setattr(lanes, "LOOK", 0.02)
@@ -49,7 +49,7 @@ EXACT = ("val_loss", "train_curve", "val_curve", "depth", "spikes", "largest_gra
 
 def test_a_lane_finds_what_one_process_finds(tmp_path, monkeypatch):
     """Bit for bit; the lane works in this process, since new ones take seconds to begin."""
-    monkeypatch.setattr("depthmix.study.sheet.draw_study", lambda *_: [])
+    monkeypatch.setattr("depthmix.study.sheet.draw_study", lambda *_: ([], []))
     path = studies.write(tmp_path, seeds=[0], set={**studies.SIZES, "dynamics_every": 100}, arms=studies.ARMS[1:])
     module.study(studies.config(path, tmp_path / "one"))
     one, study = runs(tmp_path / "one"), read_study(str(path))
@@ -169,7 +169,7 @@ def test_time_holds_for_lanes(training, tmp_path, capsys):
 
 
 def test_equal_time_is_that_of_steps_measured_before(training, tmp_path, monkeypatch):
-    monkeypatch.setattr("depthmix.train.step_times.measure_step_times", lambda configs: [0.1, 0.2, 0.3])
+    monkeypatch.setattr("depthmix.train.step_times.measure_step_times", lambda configs, **_: [0.1, 0.2, 0.3])
     run(studies.write(tmp_path, budget="time"), tmp_path)
     steps = {r["arm"]: r["config"]["steps"] for r in runs(tmp_path / "out")}
     assert steps == {"residual": 6, "attnres:block_size=2": 3, "slow": 2}
@@ -183,7 +183,7 @@ def test_no_lane_is_refused(training, tmp_path):
 
 
 def test_step_times_measured_apart_are_costs(training, tmp_path, monkeypatch):
-    monkeypatch.setattr("depthmix.train.step_times.measure_step_times", lambda configs: [0.1, 0.2, 0.4])
+    monkeypatch.setattr("depthmix.train.step_times.measure_step_times", lambda configs, **_: [0.1, 0.2, 0.4])
     run(studies.write(tmp_path, step_times=True), tmp_path)
     text = (tmp_path / "out" / "table.md").read_text()
     assert SHARED not in text
@@ -193,7 +193,7 @@ def test_step_times_measured_apart_are_costs(training, tmp_path, monkeypatch):
 
 
 def test_arms_that_were_timed_have_costs_beside_others_that_were_not(training, tmp_path, monkeypatch):
-    monkeypatch.setattr("depthmix.train.step_times.measure_step_times", lambda configs: [0.1, 0.2])
+    monkeypatch.setattr("depthmix.train.step_times.measure_step_times", lambda configs, **_: [0.1, 0.2])
     path = studies.write(tmp_path, step_times=True)
     run(path, tmp_path, arms=["residual", "attnres:block_size=2"])  # timed, since all that is asked for is there
     with monkeypatch.context() as patch:

@@ -104,12 +104,13 @@ def test_files_are_written_or_it_is_said_how(study, tmp_path, monkeypatch):
     found = records(study)
     curves, runs = train_curves(found), {"words": as_runs(found, study.cells[0])}
     monkeypatch.setattr(pictures, "load", lambda: False)
-    (said,) = draw_study(study, runs, curves, tmp_path)
+    drawn, (said,) = draw_study(study, runs, curves, tmp_path)
+    assert drawn == []
     assert "matplotlib is not installed" in said
     assert "--report" in said
     assert not list(tmp_path.glob("*.png"))
     monkeypatch.undo()
-    assert draw_study(study, runs, curves, tmp_path) == []
+    assert draw_study(study, runs, curves, tmp_path) == (["differences", "training"], [])
     for name in ("differences", "training"):
         assert (tmp_path / f"{name}.svg").read_text().startswith("<?xml")
         assert (tmp_path / f"{name}.png").stat().st_size > 1000

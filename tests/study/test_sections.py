@@ -66,7 +66,7 @@ def test_power_laws_in_time_are_of_arms_that_were_timed(training, tmp_path, monk
     law(training, monkeypatch)
     monkeypatch.setattr(
         "depthmix.train.step_times.measure_step_times",
-        lambda configs: [0.2 * c.dim * (1 if c.mixer == "residual" else 2) for c in configs],
+        lambda configs, **_: [0.2 * c.dim * (1 if c.mixer == "residual" else 2) for c in configs],
     )
     path = studies.write(tmp_path, sizes=SIZES, sections=["power-laws"], seeds=[0], step_times=True)
     module.study(studies.config(path, tmp_path / "out", arms=["residual", "attnres:block_size=2"]))
@@ -140,15 +140,16 @@ def test_depth(training, tmp_path, monkeypatch):
         monkeypatch,
         lambda c, r: r | {"depth": {"block_rms": [2.0, 3.0, 8.0], "gradient_norm": [1.0, 2.0, 9.0]}},
     )
-    assert "| slow | 4.00 | 4.50 | 2 |" in table(tmp_path, sections=["depth"])
+    kept = {**studies.SIZES, "dynamics_every": 3}
+    assert "| slow | 4.00 | 4.50 | 2 |" in table(tmp_path, sections=["depth"], set=kept)
     data = {"words": str(small.data()), "others": str(small.other_data())}
-    text = table(tmp_path, name="both", data=data, sizes={"s": {}, "m": {"seeds": [1]}}, sections=["depth"])
+    text = table(tmp_path, name="both", data=data, sizes={"s": {}, "m": {"seeds": [1]}}, sections=["depth"], set=kept)
     for place, seeds in (("words, s", 2), ("words, m", 1), ("others, s", 2), ("others, m", 1)):
         assert f"| slow, {place} | 4.00 | 4.50 | {seeds} |" in text
 
 
 def test_a_study_of_images(tmp_path, monkeypatch):
-    monkeypatch.setattr("depthmix.study.sheet.draw_study", lambda *_: [])
+    monkeypatch.setattr("depthmix.study.sheet.draw_study", lambda *_: ([], []))
     monkeypatch.chdir(tmp_path)
     sizes = {
         "dim": 16,

@@ -69,8 +69,8 @@ def test_paper_and_ours_stand_side_by_side(training, tmp_path):
     for words in (
         "Which \\| is better?",
         "paper, t: Table 1 (perplexity)",
-        "`depthmix study small --data words=FOLDER`",
-        "`depthmix study small --report`",
+        "`depthmix study small.yaml --data words=FOLDER`",
+        "`depthmix study small.yaml --report`",
         "6 of 6 are done",
         "varies by 0.005 nats",
         "needs 5 paired seeds",
@@ -168,7 +168,7 @@ def test_a_part_is_run_and_the_rest_is_still_to_do(training, tmp_path, monkeypat
     measured = []
     monkeypatch.setattr(
         "depthmix.train.step_times.measure_step_times",
-        lambda configs: measured.append([(c.mixer, c.dim) for c in configs]) or [0.1] * len(configs),
+        lambda configs, **_: measured.append([(c.mixer, c.dim) for c in configs]) or [0.1] * len(configs),
     )
     path = studies.write(tmp_path, sizes={"s": {}, "m": {"dim": 32}}, step_times=True)
     part = {"arms": ["residual", "slow"], "sizes": ["m"], "seeds": [1]}
@@ -185,7 +185,7 @@ def test_a_part_at_equal_time_measures_what_it_needs(training, tmp_path, monkeyp
     measured = []
     monkeypatch.setattr(
         "depthmix.train.step_times.measure_step_times",
-        lambda configs: measured.append([c.mixer for c in configs]) or [0.1] * len(configs),
+        lambda configs, **_: measured.append([c.mixer for c in configs]) or [0.1] * len(configs),
     )
     run(studies.write(tmp_path, budget="time", seeds=[0]), tmp_path, arms=["slow"])
     assert measured == [["residual", "dca"]]

@@ -1,0 +1,54 @@
+"""Whether a mechanism that nobody has tested yet reads what it must not: tokens to come, or other rows of the batch.
+
+A language model that sees the next token has a fine loss. The mechanisms of the package are held to this by tests/mixers; one that
+a study brings along is tried before its first run.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from depthmix.mixers import OptionError, create_mixer, mixer_class
+from depthmix.study.code import PACKAGE
+from depthmix.study.same import NARROW, reads_and_end, stirred
+
+ROWS, TOKENS = 2, 4
+CLOSE = 1e-9  # fp64
+
+
+def leak(name: str, options: Mapping[str, Any], dim: int, n_blocks: int, tokens_too: bool = True) -> str | None:
+    """What it reads and must not, in words; None for a mechanism of the package, and for one that could not be tried so.
+
+    tokens_too: whether later ones are to come, as in text.
+    """
+    if Path(inspect.getfile(mixer_class(name))).is_relative_to(PACKAGE):
+        return None
+    try:
+        try:
+            mixer = create_mixer(name, dim=min(dim, NARROW), n_blocks=n_blocks, **options)
+        except OptionError:  # as heads that do not divide the narrow width
+            mixer = create_mixer(name, dim=dim, n_blocks=n_blocks, **options)
+        random = torch.Generator().manual_seed(0)
+        stirred(mixer, random)
+        x = torch.randn(ROWS, TOKENS, mixer.dim, generator=random, dtype=torch.float64)
+        with torch.no_grad():
+            before = reads_and_end(mixer, x)
+            for what, place, kept in (
+                ("other rows of the batch", (1,), (0,)),
+                ("tokens to come", (slice(None), -1), (slice(None), slice(None, -1))),
+            )[: 1 + tokens_too]:
+                changed = x.clone()
+                changed[place] += torch.randn(x[place].shape, generator=random, dtype=torch.float64)
+                after = reads_and_end(mixer, changed)
+                for i, (a, b) in enumerate(zip(before, after, strict=True)):
+                    if not torch.allclose(a[kept], b[kept], rtol=CLOSE, atol=CLOSE):
+                        who = "its end" if i == len(before) - 1 else "a site"
+                        return f"what {who} reads of a token depends on {what}"
+    except Exception:
+        return None  # a training will say what is wrong with it
+    return None
