@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from depthmix.errors import DISK, UserError
-from depthmix.files import write_file, write_text
+from depthmix.files import check_writable, write_file, write_text
 
 
 def test_writes_and_replaces(tmp_path):
@@ -47,3 +47,15 @@ def test_a_folder_that_cannot_be_written_is_a_clear_error(tmp_path):
     with pytest.raises(UserError, match="Could not write") as caught:
         write_text(tmp_path / "file" / "table.csv", "")
     assert caught.value.exit_code == DISK
+
+
+def test_whether_a_folder_can_be_written_is_found_without_leaving_anything(tmp_path):
+    check_writable(tmp_path / "new" / "deep")
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "there").mkdir()
+    check_writable(tmp_path / "there")
+    assert not list((tmp_path / "there").iterdir())
+    (tmp_path / "file").write_text("")
+    for place in (tmp_path / "file", tmp_path / "file" / "deep"):
+        with pytest.raises(UserError, match="Could not write"):
+            check_writable(place)

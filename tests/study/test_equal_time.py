@@ -106,6 +106,22 @@ def test_a_signal_ends_measuring(training, tmp_path, monkeypatch):
     assert not training.made
 
 
+def test_a_signal_ends_measuring_between_two_arms(training, tmp_path, monkeypatch):
+    """Nothing of it is kept, as times are of arms that take turns."""
+    built = []
+
+    def build(config):
+        built.append(config.mixer)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr("depthmix.train.step_times._trainer", build)
+    monkeypatch.setattr("depthmix.train.step_times._step_seconds", lambda *_: 0.1)
+    path = studies.write(tmp_path, budget="time")
+    refused(lambda: run(path, tmp_path), "stopped by SIGTERM: 0 of 6", code=INTERRUPTED)
+    assert built == ["residual"]
+    assert not (tmp_path / "out").exists()
+
+
 def test_domains_with_as_many_words_have_the_same_step_times(training, tmp_path, monkeypatch):
     measured = []
     monkeypatch.setattr(

@@ -362,7 +362,7 @@ DAMAGED = {
 def with_damage(line, damage):
     """The text itself, or the line with another value in its result."""
     key, _, value = damage.partition("=")
-    if key not in DAMAGED:
+    if damage.startswith(("{", "[")):
         return damage
     found = json.loads(line)
     found["result"][key] = "damage"
@@ -377,6 +377,13 @@ def with_damage(line, damage):
         "[]",
         '{"kind": "run", "arm": "residual"}',
         *(f"{k}={v}" for k, v in DAMAGED.items()),
+        "train_curve=[[1, 2, 3]]",
+        "tokens=0",
+        'parameters={"total": "many"}',
+        'peak_memory="x"',
+        '{"kind": "code", "id": "a", "files": {"f.py": ["b"]}}',
+        '{"kind": "accept", "reason": "none", "files": {"f.py": "b"}}',
+        '{"kind": "step_times", "domain": "", "size": "", "seconds": {"residual": 0}}',
     ],
 )
 def test_a_damaged_line_is_named_and_nothing_is_lost(training, tmp_path, damage):

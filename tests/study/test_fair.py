@@ -1,0 +1,226 @@
+"""Whether what stands in one table may be compared: the same text, the same time, pairs of seeds, rules that do not look ahead."""
+
+import pytest
+
+from depthmix.config import StudyConfig
+from depthmix.errors import DISK, DIVERGED, USAGE
+from depthmix.mixers import base
+from depthmix.study import modules
+from depthmix.study import study as module
+from depthmix.study.code import _checksum, _files, _imports, _tree, changed_since, checksum
+from depthmix.study.leaks import leak
+from depthmix.study.recipe import read_study
+from study import studies
+from train import small
+from train.refused import refused
+
+RULE = """
+import torch
+from torch import nn
+
+from depthmix.mixers import register
+from depthmix.mixers.one_stream import OneStream
+
+
+@register("{name}")
+class Own(OneStream):
+    "A rule of one's own."
+
+    def __init__(self, dim, n_blocks):
+        super().__init__(dim, n_blocks)
+        self.a = nn.Parameter(torch.empty(1))
+        self.reset_parameters()
+
+    def reset_parameters(self):
+        nn.init.zeros_(self.a)
+
+    def _join(self, state, site, y):
+        x = state.x
+        return {what}
+"""
+
+
+def own_rule(folder, name, what):
+    (folder / f"{name}.py").write_text(RULE.format(name=name, what=what))
+    return f"{name}.py"
+
+
+def run(path, tmp_path, **more):
+    return module.study(studies.config(path, tmp_path / "out", **more))
+
+
+def table(tmp_path):
+    return (tmp_path / "out" / "table.md").read_text()
+
+
+# Recipes.
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"arms": ["residual", {"mixer": "dca", "set": {"eval_tokens": 32}}]}, ["arm 'dca'", "eval_tokens", "text"]),
+        (
+            {"budget": "time", "arms": ["residual", {"mixer": "dca", "set": {"steps": 9}}]},
+            ["steps", "first one's time"],
+        ),
+        ({"sections": ["depth"]}, ["dynamics_every"]),
+        ({"sections": ["stability"], "sizes": {"s": {}, "m": {"dim": 32}}}, ["'s' and 'm' have the same"]),
+    ],
+)
+def test_a_recipe_that_could_not_be_compared_is_refused(tmp_path, changes, words):
+    path = str(studies.write(tmp_path, paper=None, **{"arms": ["residual", "dca"], **changes}))
+    refused(lambda: read_study(path), *words, code=USAGE)
+
+
+def test_rates_may_be_the_same_in_two_domains_and_an_arm_may_have_steps_at_equal_tokens(training, tmp_path):
+    data = {"words": str(small.data()), "others": str(small.other_data())}
+    rates = {"a": {"lr": 0.1}, "b": {"lr": 0.2}}
+    read_study(str(studies.write(tmp_path, data=data, sizes=rates, sections=["stability"])))
+    longer = {"label": "longer", "mixer": "dca", "set": {"steps": 9, "batch_size": 2}}
+    run(studies.write(tmp_path, arms=["residual", longer], paper=None), tmp_path)
+    assert "the same steps, but for what arms set themselves: longer (steps, batch_size)." in table(tmp_path)
+    run(studies.write(tmp_path, name="plain", arms=["residual", "dca"], paper=None), tmp_path)
+    assert "every arm makes the same steps." in table(tmp_path)
+
+
+# Pairs.
+
+
+def test_no_run_is_made_without_the_one_it_is_compared_with(training, tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        "depthmix.study.study.predicted",
+        lambda piece, *_: 100.0 if (piece.config.mixer, piece.config.seed) == ("residual", 1) else 1.0,
+    )
+    run(studies.write(tmp_path), tmp_path, minutes=0.5)
+    assert training.made == [("residual", 0), ("attnres", 0), ("dca", 0)]
+
+
+def test_seeds_without_a_pair_are_said(training, tmp_path):
+    training.fail["residual", 1] = studies.diverged()
+    run(studies.write(tmp_path, seeds=[0, 1, 2]), tmp_path)
+    rows = [line for line in table(tmp_path).splitlines() if line.startswith("| ")]
+    first, _, slow = rows[1:4]
+    assert first.endswith("| – | 2 |")
+    assert slow.startswith("| slow |")
+    assert slow.endswith("| 3, 2 of both |")
+
+
+def test_each_at_its_best_is_taken_seed_by_seed(training, tmp_path, monkeypatch):
+    """Seed 1 is worse by a nat for all; an arm without it is no better for that."""
+    losses = training.__call__
+
+    def by_seed(config, data, **more):
+        result = losses(config, data, **more)
+        return {**result, "val_loss": 3.0 + config.seed - 0.1 * (config.mixer == "dca") + (config.lr > 0.1)}
+
+    monkeypatch.setattr("depthmix.train.brief.train_briefly", by_seed)
+    arms = ["residual", {"mixer": "dca", "seeds": [0]}]
+    rates = {"slow": {"lr": 0.1}, "fast": {"lr": 0.2}}
+    run(studies.write(tmp_path, arms=arms, paper=None, sizes=rates, sections=["stability"]), tmp_path)
+    lines = table(tmp_path).partition("## Stability")[2]
+    assert "| dca | 2.9000 (0) | 3.9000 (0) | -0.1000 | 0.1 |" in lines
+
+
+def test_all_diverged_is_said_in_the_table_and_by_the_exit_code(training, tmp_path):
+    for mixer in ("residual", "attnres", "dca"):
+        for seed in (0, 1):
+            training.fail[mixer, seed] = studies.diverged()
+    path = studies.write(tmp_path, power=None)
+    refused(lambda: run(path, tmp_path), "all of 6 runs diverged", code=DIVERGED)
+    assert "| slow | – | diverged | – | 0 |" in table(tmp_path)
+    assert "No run has finished yet" not in table(tmp_path)
+    assert "What the seeds can show" not in table(tmp_path)
+
+
+def test_figures_of_another_state_are_not_shown(training, tmp_path, monkeypatch):
+    monkeypatch.setattr("depthmix.study.sheet.draw_study", lambda *_: (["differences"], []))
+    run(studies.write(tmp_path, seeds=[0]), tmp_path)
+    for name in ("differences", "training", "power-laws"):
+        (tmp_path / "out" / f"{name}.png").write_bytes(b"old")
+    run(studies.write(tmp_path, seeds=[0]), tmp_path)
+    assert "![differences](differences.png)" in table(tmp_path)
+    assert "training.png" not in table(tmp_path)
+    assert "power-laws.png" not in table(tmp_path)
+
+
+# Rules of one's own.
+
+
+@pytest.mark.parametrize(
+    ("name", "what", "said"),
+    [
+        ("fades", "self.a * x + y", None),
+        ("looks_back", "x + y + self.a * torch.cat([0 * x[..., :1, :], x[..., :-1, :]], -2)", None),
+        ("peeks", "x + y + self.a * x.roll(-1, -2)", "tokens to come"),
+        ("averages", "x + y + self.a * x.mean(0, keepdim=True)", "other rows"),
+        ("fails", "y + self.a @ x", None),  # a training says why
+    ],
+)
+def test_a_rule_that_looks_where_it_must_not_is_refused_before_it_runs(training, tmp_path, name, what, said):
+    path = studies.write(tmp_path, modules=[own_rule(tmp_path, name, what)], arms=["residual", name], paper=None)
+    read_study(str(path))
+    found = leak(name, {}, 16, 2)
+    assert said in found if said else found is None
+    if said:
+        refused(lambda: run(path, tmp_path), f"arm '{name}'", said, code=USAGE)
+        assert not training.made
+        if name == "peeks":
+            assert leak(name, {}, 16, 2, tokens_too=False) is None  # of images there are none to come
+
+
+def test_the_rules_of_the_package_are_left_to_its_tests():
+    assert leak("dca", {}, 16, 2) is None
+
+
+def test_a_rule_that_has_changed_since_its_runs_is_named(training, tmp_path, monkeypatch, capsys):
+    path = studies.write(tmp_path, modules=[own_rule(tmp_path, "mine", "y")], arms=["residual", "mine"], paper=None)
+    run(path, tmp_path, quiet=False)
+    assert "mine.py has changed" not in table(tmp_path) + capsys.readouterr().out
+    own_rule(tmp_path, "mine", "2 * y")
+    for kept in (_checksum, _tree, _files, _imports):  # as in a new process
+        kept.cache_clear()
+    monkeypatch.setattr(modules, "_loaded", {})
+    monkeypatch.delitem(base._MIXERS, "mine")
+    run(path, tmp_path, quiet=False)
+    assert "mine.py has changed since the runs of mine were made" in capsys.readouterr().out
+    assert "mine.py has changed since the runs of mine were made" in table(tmp_path)
+    runs = [({"arm": "mine", "config": {"mixer": "mine"}}, {"mine.py": "then"})]
+    (said,) = changed_since(runs, [])
+    assert "mine.py" in said
+    assert changed_since(runs, [{"files": {"mine.py": ["then", checksum(tmp_path / "mine.py")]}}]) == []
+    gone = [({"arm": "gone", "config": {"mixer": "gone"}}, {"gone.py": "then"})]
+    assert changed_since(gone, []) == []
+
+
+# What is in the way.
+
+
+def test_a_damaged_file_of_another_study_is_passed_over(training, tmp_path, capsys):
+    other = tmp_path / "docs" / "results" / "other"
+    other.mkdir(parents=True)
+    (other / "runs.jsonl").write_text("{")
+    run(studies.write(tmp_path, seeds=[0]), tmp_path, quiet=False)
+    assert len(training.made) == 3
+    assert "No run is taken from other: " in capsys.readouterr().out
+
+
+def test_a_folder_that_cannot_be_written_is_found_before_the_first_run(training, tmp_path):
+    (tmp_path / "out").write_text("")
+    refused(lambda: run(studies.write(tmp_path), tmp_path), "Could not write", code=DISK)
+    assert not training.made
+
+
+@pytest.mark.parametrize("minutes", [-1, float("nan"), float("inf")])
+def test_minutes_are_a_number(tmp_path, minutes):
+    refused(lambda: run(studies.write(tmp_path), tmp_path, minutes=minutes), "minutes must be", code=USAGE)
+
+
+def test_claims_need_the_repository(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    refused(lambda: module.study(StudyConfig(claims=True)), "no docs/results/claims.yaml here", code=USAGE)
+
+
+def test_a_report_of_nothing_says_where_it_looked(training, tmp_path, capsys):
+    run(studies.write(tmp_path), tmp_path, report=True, quiet=False)
+    assert f"there are no results in {tmp_path / 'out'}" in capsys.readouterr().out
