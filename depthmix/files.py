@@ -46,7 +46,8 @@ def check_writable(folder: Path) -> None:
         probe = folder / f"{TEMPORARY}{os.getpid()}"
         probe.write_bytes(b"")
         probe.unlink()
-        for path in made:
+    for path in made:
+        with suppress(OSError):  # somebody else has use for it by now
             path.rmdir()
 
 

@@ -36,13 +36,14 @@ from depthmix.study.rows import Run, make_rows, read_run
 from depthmix.study.saved import read_json
 from depthmix.study.sections import growth, largest_stable, points, spikes
 from depthmix.study.sheet import as_runs, at_known_times
-from depthmix.study.spread import Spread, pooled
+from depthmix.study.spread import Spread, group_of, pooled
 from depthmix.values import read_recipe
 
 RESULTS = Path("docs") / "results"
 CONFIRMED, IN_SIGN, NOT_SEEN = "confirmed", "confirmed in sign", "not seen at this scale"
 CONTRADICTED, UNDECIDED, NOT_MEASURED = "contradicted", "not decided yet", "not measured yet"
 VERDICTS = (CONFIRMED, IN_SIGN, NOT_SEEN, CONTRADICTED, UNDECIDED, NOT_MEASURED)
+ASSUMED = "the spread is the one assumed in the study's file"
 CHANCE = "one seed, which says nothing of chance"
 MANY = 1000  # degrees of freedom of what is taken as known
 SURE_TO_MISS = 6  # seeds: so many on one side come by chance in 3% of all cases
@@ -73,7 +74,7 @@ class Found:
     high: float
     seeds: int
     remark: str = ""
-    of: str = "seeds"  # or what else there are so many of
+    of: str = "seeds"  # or what else there are so many of; nothing where no seed counts
 
 
 @dataclass(frozen=True)
@@ -111,10 +112,10 @@ class Results:
         return arm, cell or next(iter(self.runs), "")
 
     def like(self, cells: Iterable[str]) -> list[str]:
-        """The cells of the same domains."""
-        domains = {cell.name: cell.domain for cell in self.study.cells} if self.study else {}
-        wanted = {domains.get(cell) for cell in cells}
-        return [cell for cell in self.runs if domains.get(cell) in wanted]
+        """The cells that have one spread with these."""
+        groups = {cell.name: group_of(self.study, cell) for cell in self.study.cells} if self.study else {}
+        wanted = {groups.get(cell) for cell in cells}
+        return [cell for cell in self.runs if groups.get(cell) in wanted]
 
 
 # Reading.
@@ -274,10 +275,11 @@ def measure(claim: Claim, results: Results) -> Found | None:
 
 def contrast(results: Results, weights: Mapping[str, float], accuracy: bool = False) -> Found | None:
     """A weighted sum of final losses (or accuracies), over the seeds that all its terms have."""
-    terms, cells = [], set()
+    terms: list[tuple[float, dict[int, float]]] = []
+    cells: dict[str, list[float]] = {}
     for place, weight in weights.items():
         arm, cell = results.at(place)
-        cells.add(cell)
+        cells.setdefault(cell, []).append(weight)
         own = {run.seed: _number(run, accuracy) for run in results.runs.get(cell, []) if run.arm == arm}
         terms.append((weight, {seed: value for seed, value in own.items() if value is not None}))
     seeds = sorted(set.intersection(*(set(values) for _, values in terms)))
@@ -292,8 +294,8 @@ def contrast(results: Results, weights: Mapping[str, float], accuracy: bool = Fa
     if not spread.freedom:
         if results.assumed is None or accuracy:
             return Found(statistics.fmean(values), -math.inf, math.inf, len(seeds), CHANCE)
-        spread, remark = Spread(results.assumed, MANY), "the spread is the one assumed in the study's file"
-    half = spread.half_width(len(seeds), math.sqrt(sum(w * w for w, _ in terms) / 2))
+        spread, remark = Spread(results.assumed, MANY), ASSUMED
+    half = spread.half_width(len(seeds), cells.values())
     assert half is not None
     mean = statistics.fmean(values)
     return Found(mean, mean - half, mean + half, len(seeds), remark)
@@ -326,7 +328,8 @@ def _of_row(results: Results, place: str, kind: str) -> Found | None:
     if (
         kind == "step_ratio" and values and all(run.step_quartiles is None for run in runs)
     ):  # which runs have of their own
-        return Found(values[0], values[0], values[0], len(values), "steps were timed in turns, apart from any seed")
+        said = "steps were timed in turns, apart from any seed"
+        return Found(values[0], values[0], values[0], len(values), said, of="")
     return _spread_of(values) if values else None
 
 
@@ -380,15 +383,19 @@ def _spikes(results: Results, arm: str, against: str) -> Found | None:
 
 
 def _growth(results: Results, arm: str, against: str) -> Found | None:
-    ratios = []
-    for seed in {r["seed"] for r in results.records}:
-        pair = []
-        for name in (arm, against):
-            own = [r for r in results.records if (r["arm"], r["seed"]) == (name, seed) and "result" in r]
-            found = [g[0] for r in own if (g := growth(r["result"]))]
-            pair += [statistics.fmean(found)] if found else []
-        ratios += [pair[0] / pair[1]] if len(pair) == 2 else []
-    return _spread_of(ratios) if ratios else None
+    """An arm's over another's at the same rates and seeds; over the rates the mean of logarithms."""
+    own, other = (
+        {
+            (r["seed"], r["domain"], r["size"]): g[0]
+            for r in results.records
+            if r["arm"] == name and "result" in r and (g := growth(r["result"]))
+        }
+        for name in (arm, against)
+    )
+    by_seed: dict[int, list[float]] = {}
+    for key in (key for key in own if key in other):
+        by_seed.setdefault(key[0], []).append(math.log(own[key] / other[key]))
+    return _spread_of([math.exp(statistics.fmean(logs)) for logs in by_seed.values()]) if by_seed else None
 
 
 def _rate(results: Results, arm: str, against: str) -> Found | None:

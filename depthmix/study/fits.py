@@ -11,6 +11,7 @@ logarithms the interval is Student's. That hangs on no law but for b, and asks f
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -81,18 +82,20 @@ def advantage(first: Points, own: Points) -> tuple[PowerLaw, Advantage] | None:
 
 
 def by_size(first: Points, own: Points) -> dict[str, float]:
-    """The advantage at each size, by what was measured there and the slope of the first arm's law; nothing for too few sizes.
+    """How much more the first arm needs for the loss that an arm has at a size, by its own losses at the sizes around that loss.
 
-    What an arm needs more of at that size itself, compute or time, is taken off.
+    Between two sizes, and beyond the last, it is a power law through both, so that no law has to fit all sizes. Nothing for too
+    few of them, or where a larger one is no better.
     """
-    law = fit(list(first.values())) if len(first) >= FEWEST else None
-    if law is None or law.b <= 0:
+    known = sorted(first.values())
+    if len(known) < FEWEST or any(later[1] >= before[1] for before, later in itertools.pairwise(known)):
         return {}
-    return {
-        size: float((loss / own[size][1]) ** (1 / law.b) * needed / own[size][0])
-        for size, (needed, loss) in first.items()
-        if size in own
-    }
+
+    def needed(loss: float) -> float:
+        place = next((i for i, (_, other) in enumerate(known) if other <= loss), len(known) - 1)
+        return fit(known[max(place - 1, 0) :][:2]).compute(loss)
+
+    return {size: needed(own[size][1]) / own[size][0] for size in first if size in own}
 
 
 def over_sizes(factors: Sequence[float]) -> Advantage | None:

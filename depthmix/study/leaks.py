@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from depthmix.mixers import OptionError, create_mixer, mixer_class
+from depthmix.mixers import Mixer, create_mixer, mixer_class
 from depthmix.study.code import PACKAGE
 from depthmix.study.same import NARROW, reads_and_end, stirred
 
-ROWS, TOKENS = 2, 4
+ROWS, TOKENS = 2, 32
 CLOSE = 1e-9  # fp64
 
 
@@ -28,27 +29,36 @@ def leak(name: str, options: Mapping[str, Any], dim: int, n_blocks: int, tokens_
     """
     if Path(inspect.getfile(mixer_class(name))).is_relative_to(PACKAGE):
         return None
-    try:
+    for width in sorted({min(dim, NARROW), dim}):
         try:
-            mixer = create_mixer(name, dim=min(dim, NARROW), n_blocks=n_blocks, **options)
-        except OptionError:  # as heads that do not divide the narrow width
-            mixer = create_mixer(name, dim=dim, n_blocks=n_blocks, **options)
-        random = torch.Generator().manual_seed(0)
-        stirred(mixer, random)
-        x = torch.randn(ROWS, TOKENS, mixer.dim, generator=random, dtype=torch.float64)
-        with torch.no_grad():
-            before = reads_and_end(mixer, x)
-            for what, place, kept in (
-                ("other rows of the batch", (1,), (0,)),
-                ("tokens to come", (slice(None), -1), (slice(None), slice(None, -1))),
-            )[: 1 + tokens_too]:
-                changed = x.clone()
-                changed[place] += torch.randn(x[place].shape, generator=random, dtype=torch.float64)
-                after = reads_and_end(mixer, changed)
-                for i, (a, b) in enumerate(zip(before, after, strict=True)):
-                    if not torch.allclose(a[kept], b[kept], rtol=CLOSE, atol=CLOSE):
-                        who = "its end" if i == len(before) - 1 else "a site"
-                        return f"what {who} reads of a token depends on {what}"
-    except Exception:
-        return None  # a training will say what is wrong with it
+            mixer = create_mixer(name, dim=width, n_blocks=n_blocks, **options).eval()
+            return _found(mixer, tokens_too)
+        except Exception:
+            continue  # as where heads do not divide the narrow width; of the other a training will say what is wrong
+    return None
+
+
+def _found(mixer: Mixer, tokens_too: bool) -> str | None:
+    random = torch.Generator().manual_seed(0)
+    stirred(mixer, random)
+    x = torch.randn(ROWS, TOKENS, mixer.dim, generator=random, dtype=torch.float64)
+
+    def read(x: Tensor) -> list[Tensor]:
+        with torch.no_grad(), torch.random.fork_rng(devices=()):
+            torch.manual_seed(0)
+            return reads_and_end(mixer, x)
+
+    before = read(x)
+    if not all(bool(torch.isfinite(h).all()) for h in before):  # at these parameters it says nothing
+        return None
+    places: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {"other rows of the batch": ((1,), (0,))}
+    if tokens_too:
+        places["tokens to come"] = (slice(None), -1), (slice(None), slice(None, -1))
+    for what, (place, kept) in places.items():
+        changed = x.clone()
+        changed[place] += torch.randn(x[place].shape, generator=random, dtype=torch.float64)
+        for i, (a, b) in enumerate(zip(before, read(changed), strict=True)):
+            if not torch.allclose(a[kept], b[kept], rtol=CLOSE, atol=CLOSE):
+                who = "its end" if i == len(before) - 1 else "a site"
+                return f"what {who} reads of a token depends on {what}"
     return None

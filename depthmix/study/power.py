@@ -1,6 +1,6 @@
 """How many paired seeds a difference needs: the power of Student's paired test, exactly.
 
-    T = (Z + δ) / S,   δ = difference √n / sd,   S² = χ²(ν) / ν,   ν = n - 1, or those of an sd that other arms' seeds tell as well
+    T = (Z + δ) / S,   δ = difference √n / sd,   S² = χ²(ν) / ν,   ν = n - 1, or more where other arms' seeds tell the sd as well
     power = P(|T| > t) = E[Φ(δ - t S) + Φ(-δ - t S)],   t of the 95% interval
 
 sd is the standard deviation of the differences taken seed by seed.
@@ -20,7 +20,7 @@ PIECES = 200  # of the integral over S
 
 def power(difference: float, sd: float, seeds: int, freedom: int | None = None) -> float:
     """The chance that the 95% interval over so many paired seeds leaves zero out if the difference is real."""
-    df = seeds - 1 if freedom is None else freedom
+    df = max(seeds - 1, freedom or 0)
     if df < 1 or seeds < 1:
         return 0.0
     if sd <= 0:

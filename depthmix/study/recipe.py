@@ -23,6 +23,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import os
 import typing
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -138,9 +139,7 @@ class Study:
     def called(self) -> str:
         """What a command calls it: by its name, where that is enough, else by the file, from here."""
         known = next((p for p in _places() if (p / f"{self.name}.yaml").resolve() == self.path.resolve()), None)
-        path = self.path.resolve()
-        near = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else Path(path.name)
-        return self.name if known else near.as_posix()
+        return self.name if known else Path(os.path.relpath(self.path)).as_posix()
 
     def runs_at(self, cell: Cell) -> dict[str, list[int]]:
         """The arms that are to be run there, and their seeds."""
@@ -374,14 +373,14 @@ def _check_sections(
     everywhere = [settings, *(cell.settings for cell in cells), *(arm.settings for arm in arms)]
     if "depth" in sections and not any(said.get("dynamics_every") for said in everywhere):
         raise UserError(f"{path}: the section depth is made of what dynamics_every keeps; set it")
-    rates: dict[tuple[str, float], str] = {}
-    for cell in cells if "stability" in sections else ():
-        rate = {**settings, **cell.settings}.get("lr", TrainConfig().lr)
-        if other := rates.setdefault((cell.domain, rate), cell.size) != cell.size and rates[cell.domain, rate]:
-            sizes = f"{other!r} and {cell.size!r}"
-            raise UserError(
-                f"{path}: the section stability is for sizes that are learning rates, and {sizes} have the same"
-            )
+    for arm in arms if "stability" in sections else ():
+        rates: dict[tuple[str, float], str] = {}
+        for cell in (cell for cell in cells if cell.size in arm.sizes):
+            rate = {**settings, **cell.settings, **arm.settings}.get("lr", TrainConfig().lr)
+            other = rates.setdefault((cell.domain, rate), cell.size)
+            if other != cell.size:
+                words = f"{arm.label} has the same at {other!r} and {cell.size!r}"
+                raise UserError(f"{path}: the section stability is for sizes that are learning rates, and {words}")
 
 
 def _arms(

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -116,23 +115,40 @@ def _checked(path: Path, number: int, line: bytes) -> dict[str, Any]:
         for key, kind in OTHERS.items():
             if not isinstance(result.get(key, kind()), kind):
                 raise damaged(f"{key} of its result is of another kind")
-        if not all(_is_number(value) for value in result.get("parameters", {}).values()) or not (
-            result.get("peak_memory") is None or _is_number(result["peak_memory"])
-        ):
-            raise damaged("parameters or peak_memory of its result are no numbers")
+        if not all(map(_is_number, result.get("parameters", {}).values())):
+            raise damaged("parameters of its result are no numbers")
+        for key in ("peak_memory", "bits_per_byte", "accuracy", "core_wait"):
+            if result.get(key) is not None and not _is_number(result[key]):
+                raise damaged(f"{key} of its result is no number")
         for key in ("val_curve", "train_curve"):
-            if not all(isinstance(p, list) and len(p) == 2 and all(map(_is_number, p)) for p in result.get(key, [])):
+            if not all(_are_numbers(point) and len(point) == 2 for point in result.get(key, [])):
                 raise damaged(f"{key} of its result is no list of points")
-    for key, kind in {"code": str, "accept": list}.items():
-        if found["kind"] == key and not all(isinstance(sums, kind) for sums in found["files"].values()):
-            raise damaged("files holds something else than checksums")
+        if result.get("step_quartiles") is not None and not _are_numbers(result["step_quartiles"], 2):
+            raise damaged("step_quartiles of its result are no two numbers")
+        depth = result.get("depth")
+        if depth and not (
+            isinstance(depth, dict) and all(_are_numbers(depth.get(k), 1) for k in ("block_rms", "gradient_norm"))
+        ):
+            raise damaged("depth of its result is no list of numbers")
+    if not _is_number(found.get("lanes", 1)):
+        raise damaged("lanes is no number")
+    if found["kind"] in ("code", "accept"):
+        several = found["kind"] == "accept"
+        for sums in found["files"].values():
+            own = sums if several else [sums]
+            if not isinstance(own, list) or not all(isinstance(text, str) for text in own):
+                raise damaged("files holds something else than checksums")
     if found["kind"] == "step_times" and not all(_is_number(t) and t > 0 for t in found["seconds"].values()):
         raise damaged("seconds holds something else than times")
     return found
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
+
+
+def _are_numbers(value: Any, least: int = 0) -> bool:
+    return isinstance(value, list) and len(value) >= least and all(map(_is_number, value))
 
 
 def _key(line: dict[str, Any]) -> str:

@@ -13,9 +13,11 @@ from typing import Any
 from depthmix.errors import UserError
 from depthmix.files import write_text
 from depthmix.study.claims import (
+    ASSUMED,
     CONFIRMED,
     CONTRADICTED,
     IN_SIGN,
+    NOT_MEASURED,
     NOT_SEEN,
     RESULTS,
     UNDECIDED,
@@ -27,6 +29,7 @@ from depthmix.study.claims import (
     check_places,
     contrast_in,
     elsewhere,
+    judge,
     most_seeds,
     read_claims,
     read_results,
@@ -72,9 +75,10 @@ def write_claims(path: Path = RESULTS / CLAIMS, page: Path = PAGE) -> Path:
         "",
         f"Of {len(judged)} claims: {summary}. Made by `depthmix study --claims` from [claims.yaml](results/{CLAIMS}) and the results beside it.",
         "",
-        f"“{CONFIRMED}”: the 95% interval leaves no effect out, on the paper's side, and ours is at least half of the paper's or the interval holds it; “{IN_SIGN}”: smaller; “{NOT_SEEN}”: the interval holds no effect, and not the paper's, or, of a claim without a number, ours is on the other side; “{UNDECIDED}”: it holds both, so it takes more seeds; “{CONTRADICTED}”: it is on the other side. The papers' models are larger and train longer, on other data: compare signs before sizes; of so many 95% intervals about two leave the truth out. Intervals of losses are Student's, over seeds alone, with the spread that all arms of a study have together on the same data, which also an arm with one seed borrows; those of advantages are of the jackknife over sizes, and say how much hangs on one of them.",
+        f"“{CONFIRMED}”: the 95% interval leaves no effect out, on the paper's side, and ours is at least half of the paper's or the interval holds it; “{IN_SIGN}”: on the paper's side, but less than half of it; “{NOT_SEEN}”: the interval holds no effect, and not the paper's, or, of a claim without a number, ours is on the other side; “{UNDECIDED}”: it holds no effect and the paper's, and more seeds would tell; “{CONTRADICTED}”: it is on the other side. The papers' models are larger and train longer, on other data: compare signs before sizes; of so many 95% intervals about two leave the truth out. Intervals of losses are Student's, over seeds alone, with the spread that all arms of a study have together on the same data, which also an arm with one seed borrows; those of advantages are of the jackknife over sizes, and say how much hangs on one of them.",
         "",
         *(markdown_text(line) for line in which.pop("intro")),
+        *_elsewhere(judged, beside, look),
         "",
     ]
     for source in dict.fromkeys(claim.source.partition(",")[0] for claim in claims):
@@ -91,7 +95,7 @@ def write_claims(path: Path = RESULTS / CLAIMS, page: Path = PAGE) -> Path:
                 _shown(found),
             ]
             too = {column["title"]: elsewhere(claim, column, look) for column in beside}
-            seeds = f"{found.seeds} {found.of}".removesuffix(" seeds") if found else "0"
+            seeds = ("–" if not found.of else f"{found.seeds} {found.of}".removesuffix(" seeds")) if found else "0"
             line = markdown_line([*cells, seeds]) + f" {_link(name, path.parent)} |"
             text.append(line + "".join(f" {_with_seeds(other)} |" for other in too.values()))
             words = [claim.note, found.remark, *_warnings(claim, found, too)] if found else [claim.note]
@@ -113,15 +117,37 @@ def write_claims(path: Path = RESULTS / CLAIMS, page: Path = PAGE) -> Path:
     return page
 
 
+def _elsewhere(
+    judged: Sequence[tuple[Claim, str, Found | None, str]],
+    beside: Sequence[Mapping[str, Any]],
+    look: Callable[[str], Results | None],
+) -> list[str]:
+    """How many of the claims that are confirmed are so in each column beside them, where it has them."""
+    said = []
+    for column in beside:
+        others = [judge(c, elsewhere(c, column, look)) for c, verdict, _, _ in judged if verdict == CONFIRMED]
+        known = [verdict for verdict in others if verdict != NOT_MEASURED]
+        said += [f"{known.count(CONFIRMED)} of {len(known)} in “{column['title']}”"] * bool(known)
+    return (
+        [
+            "",
+            f"Where the claims that are confirmed were measured once more, they are confirmed again: {'; '.join(said)}.",
+        ]
+        if said
+        else []
+    )
+
+
 def _warnings(claim: Claim, found: Found, too: Mapping[str, Found | None]) -> list[str]:
-    """What a verdict alone would hide: an effect far larger than the paper's, and columns beside it that say the opposite."""
+    """What a verdict alone would hide: an effect far larger than the paper's, and columns beside it that have another verdict."""
     words = []
-    if isinstance(claim.says, float) and not found.low <= claim.says <= found.high:
+    if not isinstance(claim.says, str) and not found.low <= claim.says <= found.high:
         times = (found.value - claim.nothing) / (claim.says - claim.nothing)
         words += [f"{times:.0f} times the paper's"] * (FAR <= times < math.inf)
     for title, other in too.items():
-        if other and (found.low > 0 > other.high or found.high < 0 < other.low):
-            words.append(f"the other way round: {title}")
+        elsewhere_ = judge(claim, other)
+        if elsewhere_ not in (judge(claim, found), UNDECIDED, NOT_MEASURED):
+            words.append(f"{elsewhere_} in “{title}”")
     return words
 
 
@@ -137,12 +163,18 @@ def _shown(found: Found | None) -> str:
     value = f"{found.value:+z.3f}" if abs(found.value) < 0.5 else f"{found.value:.2f}"
     if math.isinf(found.low) or found.low == found.high:
         return value
-    ends = [f"{end:+z.3f}" if abs(found.value) < 0.5 else f"{end:.2f}" for end in (found.low, found.high)]
+    ends = [f"{end:+.{_decimals(end)}f}" if abs(found.value) < 0.5 else f"{end:.2f}" for end in (found.low, found.high)]
     return f"{value} ({ends[0]} to {ends[1]})"
 
 
+def _decimals(end: float) -> int:
+    """Of the end of an interval: enough to see on which side of zero it is."""
+    return 3 if abs(end) >= 0.0005 else 4
+
+
 def _with_seeds(found: Found | None) -> str:
-    return _shown(found) + (f", {found.seeds} seeds" if found and found.seeds > 1 else "")
+    said = f", {found.seeds} seeds" if found and found.seeds > 1 else ""
+    return _shown(found) + said + (", assumed spread" if found and found.remark == ASSUMED else "")
 
 
 def _link(name: str, folder: Path) -> str:

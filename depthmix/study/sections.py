@@ -81,7 +81,7 @@ def _power_laws(study: Study, used: Records, by_cell: Mapping[str, Sequence[Run]
                     arm,
                     str(len(plain.get(arm, {}))),
                     _law(law),
-                    _missed(law, plain.get(arm, {})),
+                    *(_missed(p.get(arm, {})) for p in (plain, clock)),
                     *(_saved(p, study.labels[0], arm) for p in (plain, clock)),
                     *(_saved_by_size(p, study.labels[0], arm) for p in (plain, clock)),
                 ]
@@ -91,6 +91,7 @@ def _power_laws(study: Study, used: Records, by_cell: Mapping[str, Sequence[Run]
             "sizes",
             "loss",
             "misses by up to",
+            "in GPU time",
             "compute advantage",
             "GPU time advantage",
             "of compute, size by size",
@@ -99,9 +100,9 @@ def _power_laws(study: Study, used: Records, by_cell: Mapping[str, Sequence[Run]
         text += [*_table(heading, lines, []), ""]
     notes = [
         f"“loss”: a power law of C = 6 N D in petaFLOP/s-days, N without the embedding, by least squares in logarithms; an arm's loss at a size is {study.labels[0]}'s mean over seeds and the mean of its differences to it, seed by seed.",
-        "“misses by up to”: nats between the law and what was measured at a size, where they are furthest apart.",
+        "“misses by up to”: nats between the law and what was measured at a size, where they are furthest apart; “in GPU time”: of the law in that.",
         f"“advantage”: how much more {study.labels[0]} needs for the loss that the arm's law has at the largest size, by the two laws; in brackets the 95% interval of the jackknife over sizes.",
-        f"“size by size”: by the arm's loss and {study.labels[0]}'s at that size, and the exponent of the latter's law; their mean is one of logarithms, with Student's interval.",
+        f"“size by size”: how much more {study.labels[0]} needs for the loss that the arm has there, read off between its own losses at the sizes around, and beyond the last two; their mean is one of logarithms, with Student's interval.",
         f"It takes {FEWEST} sizes whose losses fall, without any one of them too, and for GPU time step times of a machine that was not shared. Of images D counts images, whatever their patches.",
     ]
     return [*text[:-1], *(f"* {markdown_text(note)}" for note in notes)]
@@ -111,8 +112,11 @@ def _law(law: PowerLaw | None) -> str:
     return DASH if law is None else f"{law.a:.3f} C^{-law.b:+z.4f}"
 
 
-def _missed(law: PowerLaw | None, measured: Points) -> str:
-    return DASH if law is None else f"{max(abs(law.loss(c) - loss) for c, loss in measured.values()):.3f}"
+def _missed(measured: Points) -> str:
+    if len(measured) < FEWEST:
+        return DASH
+    law = fit(list(measured.values()))
+    return f"{max(abs(law.loss(c) - loss) for c, loss in measured.values()):.3f}"
 
 
 def _saved(found: Mapping[str, Points], first: str, arm: str) -> str:

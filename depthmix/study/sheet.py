@@ -18,7 +18,7 @@ from depthmix.study.recipe import Cell, Study
 from depthmix.study.records import RUNS, Records
 from depthmix.study.rows import Row, Run, make_rows
 from depthmix.study.sections import points, sections
-from depthmix.study.spread import Spread, pooled, spreads
+from depthmix.study.spread import Spread, group_of, spreads
 from depthmix.study.table import (
     COSTS,
     DASH,
@@ -51,7 +51,7 @@ def write_sheet(study: Study, records: Records, used: Sequence[dict[str, Any]], 
     drawn, said = list[str](), list[str]()  # figures of another state are not shown
     if figures and any(by_cell.values()):
         drawn, said = draw_study(study, by_cell, train_curves(used), out, laws)
-    said += changed_since([(run, records.code(run)) for run in used], records.of("accept"))
+    said += _changed(records, used)
     write_text(out / TABLE, to_markdown(study, records, used, by_cell, drawn))
     return [*said, f"Table: {out / TABLE}"]
 
@@ -159,8 +159,7 @@ def to_markdown(
         for name, own in rows.items():
             text += ["", *_cell(name, own, by_cell[name], _timed(study, records, name), by_chance[name].freedom > 0)]
         text += sections(study, used, by_cell)
-    measured = {name: found for name, runs in by_cell.items() if (found := pooled([runs])).freedom}
-    if shown := [*power_lines(study), *_measured(study, measured)]:
+    if shown := [*power_lines(study), *_measured(study, by_chance)]:
         text += ["", "## What the seeds can show", "", *_bullets(shown)]
     text += ["", "## How this was made", "", *_bullets(_made(study, records, used))]
     return "\n".join(text) + "\n"
@@ -230,8 +229,8 @@ def _legend(study: Study, images: bool) -> list[str]:
     ]
 
 
-def _cell(name: str, rows: Sequence[Row], runs: Sequence[Run], timed: Sequence[str], pooled: bool) -> list[str]:
-    """Costs and verdicts of one cell; timed: how its step times were measured, if not with the runs."""
+def _cell(name: str, rows: Sequence[Row], runs: Sequence[Run], timed: Sequence[str], together: bool) -> list[str]:
+    """Costs and verdicts of one cell; timed: how its step times were measured, if not with the runs; together: all arms' spread."""
     if not rows:
         return [f"## {name or 'Costs'}", "", "No run has finished."]
     several, busy = all(len(run.curve) > 1 for run in runs), {run.arm for run in runs if run.shared}
@@ -255,7 +254,7 @@ def _cell(name: str, rows: Sequence[Row], runs: Sequence[Run], timed: Sequence[s
         else [*timed, *[UNTIMED] * bool(busy)] or cost_note(doubts(runs, [row.arm for row in rows]), False)
     )
     table = [markdown_line(heading), "|---|" + "---:|" * (len(heading) - 1), *map(markdown_line, lines)]
-    verdicts = _bullets(verdict(rows, pooled))
+    verdicts = _bullets(verdict(rows, together))
     return [
         f"## {name or 'Verdicts and costs'}",
         "",
@@ -303,15 +302,17 @@ def _shows(spread: float, seeds: int, freedom: int | None = None) -> str:
 
 
 def _measured(study: Study, found: Mapping[str, Spread]) -> list[str]:
-    """The same with the spread that was found in each cell, which the seeds of all its arms tell."""
+    """The same with the spread that the intervals have, which the seeds of all arms tell."""
     lines, difference = [], study.power.get("difference")
-    for name, own in found.items():
+    known = [cell for cell in study.cells if found[cell.name].freedom]
+    groups = {(*group_of(study, cell), cell.size if cell.seeds else ""): cell for cell in known}  # seeds of its own
+    for (domain, *sizes), cell in groups.items():
+        own, name = found[cell.name], " ".join(dict.fromkeys(word for word in (domain, *sizes) if word))
         line = f"Measured here{', ' * bool(name)}{name}: {own.deviation:.4f}, by all arms together"
         if difference is not None:
             needed = seeds_needed(difference, own.deviation, own.freedom)
             line += f"; a difference of {difference:g} needs {'too many' if needed is None else needed} paired seeds"
-        seeds = next(cell.seeds for cell in study.cells if cell.name == name) or study.seeds
-        lines.append(f"{line}; {_shows(own.deviation, len(seeds), own.freedom)}.")
+        lines.append(f"{line}; {_shows(own.deviation, len(cell.seeds or study.seeds), own.freedom)}.")
     return lines
 
 
@@ -342,13 +343,17 @@ def _made(study: Study, records: Records, used: Sequence[Mapping[str, Any]]) -> 
         )
     for reason, files in _accepted(records).items():
         lines.append(f"Results of different code are mixed ({', '.join(sorted(files))}), accepted because: {reason}.")
-    lines += changed_since([(dict(run), records.code(dict(run))) for run in used], records.of("accept"))
+    lines += _changed(records, used)
     left_out = len({(r["arm"], r["domain"], r["size"], r["seed"]) for r in records.runs}) - len(used)
     if left_out:
         lines.append(
             f"{left_out} runs in {RUNS} are of arms, seeds, sizes or data that the study does not name, and are left out."
         )
     return [*lines, *study.notes]
+
+
+def _changed(records: Records, used: Iterable[Mapping[str, Any]]) -> list[str]:
+    return changed_since([(run, records.code(dict(run))) for run in used], records.of("accept"))
 
 
 def _accepted(records: Records) -> dict[str, set[str]]:

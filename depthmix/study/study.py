@@ -133,6 +133,9 @@ class Worker:
         self.images = [name for name, data in self.data.items() if isinstance(data, ImageData)]
         self.failed: dict[str, str] = {}  # by arm
         self.queue: list[Piece] = []  # what is to be run, in order
+        self.asked: set[tuple[str, str, str, int]] = set()
+        self.begun: set[tuple[str, str, str, int]] = set()
+        self.untimed = False  # a signal came while step times were measured
 
     def run(self) -> None:
         """Everything that is missing and fits, then the table."""
@@ -152,6 +155,7 @@ class Worker:
             total = sum(len(seeds) for arms in own for seeds in arms.values())  # also where steps are not known yet
             self.say(f"{self.study.name}: {len(pieces) - len(missing)} of {total} runs are done.")
             self.queue = self._asked_for(missing)
+            self.asked = {piece.key for piece in self.queue}
             if self.queue:
                 check_writable(self.out)  # before a run is made that could not be kept
             (self._in_lanes if self.config.lanes > 1 else self._alone)(signal)
@@ -162,15 +166,15 @@ class Worker:
         done = len(pieces) - len(missing)
         where = f"{done} of {total} runs are done"
         again = f"{where}; the same command goes on from there"
-        if signal.requested and done < total:
+        if signal.requested and (done < total or self.untimed):
             raise UserError(f"stopped by {signal.name}: {again}", INTERRUPTED)
         if self.failed:
             what = "; ".join(f"{arm}: {error}" for arm, error in self.failed.items())
             arms = "1 arm" if len(self.failed) == 1 else f"{len(self.failed)} arms"
             raise UserError(f"{arms} could not be run ({what}); {again}", INTERNAL)
         runs = chosen(self.study, self.records.runs)
-        if runs and all("diverged" in run for run in runs):
-            raise UserError(f"all of {len(runs)} runs diverged; {where}", DIVERGED)
+        if done == total and all("diverged" in run for run in runs):
+            raise UserError(f"all {total} runs diverged", DIVERGED)
         self.say(f"{where}." if done == total else f"{again}.")
 
     def _planned(self) -> list[Piece]:
@@ -247,13 +251,19 @@ class Worker:
         self.queue = [piece for piece in self.queue if piece.arm.label not in self.failed]
         name = self.environment["device_name"]
         times = [predicted(piece, self.records.runs, name, self.config.lanes) for piece in self.queue]
-        first = {piece.key[1:] for piece in self.queue if piece.arm is self.study.arms[0]}
+        first = self.study.labels[0]
+        there = self.begun | {(r["arm"], r["domain"], r["size"], r["seed"]) for r in self.records.runs}
         for piece, seconds in zip(self.queue, times, strict=True):
-            alone = piece.key[1:] in first and piece.arm is not self.study.arms[0]  # nothing to compare it with
-            if self.deadline.fits(seconds) and not alone:  # a shorter one than the next, if need be
+            pair = (first, *piece.key[1:])
+            paired = pair == piece.key or pair in there or pair not in self.asked  # else nothing to compare it with
+            if self.deadline.fits(seconds) and paired:  # a shorter one than the next, if need be
                 self.queue.remove(piece)
+                self.begun.add(piece.key)
                 evaluating = [r["result"].get("eval_seconds", 0.0) for r in self.records.runs if "result" in r]
                 return piece, max(evaluating, default=0.0)
+        if self.queue and first in self.failed:
+            self.say(f"Without {first} the others have nothing to be compared with.")
+            self.queue.clear()
         if self.queue:
             takes = f", which takes about {times[0]:.0f} s" if times[0] else ""
             self.say(f"No time for {self.queue[0].title}{takes}.")
@@ -262,6 +272,8 @@ class Worker:
 
     def _keep(self, piece: Piece, outcome: Outcome) -> None:
         """Say what came of a run, and write what it found."""
+        if not outcome.lines:
+            self.begun.discard(piece.key)
         if outcome.error:
             self.failed[piece.arm.label] = outcome.error
             return
@@ -307,6 +319,7 @@ class Worker:
                 self.say("Measuring step times …")
                 times = self._step_times(group, configs, lambda: signal.requested)
                 if times is None:
+                    self.untimed = True
                     continue
                 scale = known.get(first.label, times[first.label]) / times[first.label]
                 known = {**{arm: t * scale for arm, t in times.items()}, **known}

@@ -36,7 +36,7 @@ def _sentence(row: Row, difference: float, pooled: bool) -> str:
     if abs(difference) > half:
         return f"{begin} ({SURE} {from_} to {to} {over}{wide})."
     reach = f"reaches from {to} {_side(far)} to {from_} {_side(near)}"
-    return f"{begin}, but the {SURE} {over}{wide}{',' * bool(wide)} {reach}: no difference shown."
+    return f"{begin}, but the {SURE} {over}{wide}{',' * bool(wide or row.paired == 1)} {reach}: no difference shown."
 
 
 def _side(difference: float) -> str:

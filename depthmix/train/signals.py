@@ -30,9 +30,7 @@ class StopSignal:
 
     def _request(self, number: int, frame: FrameType | None) -> None:
         self.requested, self.name = True, signal.Signals(number).name
-        for other in self.before:
-            signal.signal(other, signal.SIG_IGN)
-        time.sleep(A_MOMENT)
+        time.sleep(A_MOMENT)  # in which another comes here, too
         self._restore()  # so that the system itself acts on a second, whatever this process is busy with
 
     def _restore(self) -> None:

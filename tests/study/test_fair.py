@@ -1,15 +1,22 @@
 """Whether what stands in one table may be compared: the same text, the same time, pairs of seeds, rules that do not look ahead."""
 
+import os
+import signal
+
 import pytest
 
 from depthmix.config import StudyConfig
-from depthmix.errors import DISK, DIVERGED, USAGE
+from depthmix.errors import DISK, DIVERGED, INTERNAL, INTERRUPTED, USAGE
 from depthmix.mixers import base
 from depthmix.study import modules
 from depthmix.study import study as module
 from depthmix.study.code import _checksum, _files, _imports, _tree, changed_since, checksum
 from depthmix.study.leaks import leak
 from depthmix.study.recipe import read_study
+from depthmix.study.records import read_records
+from depthmix.study.sheet import as_runs
+from depthmix.study.spread import pooled
+from project import ROOT
 from study import studies
 from train import small
 from train.refused import refused
@@ -35,7 +42,7 @@ class Own(OneStream):
         nn.init.zeros_(self.a)
 
     def _join(self, state, site, y):
-        x = state.x
+        x, dim = state.x, self.dim
         return {what}
 """
 
@@ -65,7 +72,15 @@ def table(tmp_path):
             ["steps", "first one's time"],
         ),
         ({"sections": ["depth"]}, ["dynamics_every"]),
-        ({"sections": ["stability"], "sizes": {"s": {}, "m": {"dim": 32}}}, ["'s' and 'm' have the same"]),
+        (
+            {
+                "sections": ["stability"],
+                "sizes": {"s": {"lr": 0.1}, "m": {"lr": 0.2}},
+                "arms": ["residual", {"mixer": "dca", "set": {"lr": 0.3}}],
+            },
+            ["dca has the same at 's' and 'm'"],
+        ),
+        ({"sections": ["stability"], "sizes": {"s": {}, "m": {"dim": 32}}}, ["residual has the same at 's' and 'm'"]),
     ],
 )
 def test_a_recipe_that_could_not_be_compared_is_refused(tmp_path, changes, words):
@@ -96,6 +111,27 @@ def test_no_run_is_made_without_the_one_it_is_compared_with(training, tmp_path, 
     assert training.made == [("residual", 0), ("attnres", 0), ("dca", 0)]
 
 
+def test_without_the_first_arm_nothing_else_is_run(training, tmp_path, capsys):
+    training.fail["residual", 0] = RuntimeError("no memory")
+    refused(lambda: run(studies.write(tmp_path), tmp_path, quiet=False), "residual: no memory", code=INTERNAL)
+    assert "Without residual the others have nothing to be compared with." in capsys.readouterr().out
+    assert not training.made
+
+
+def test_where_the_first_arm_is_left_out_for_time_so_are_its_pairs(training, tmp_path, monkeypatch):
+    def slow(config, *args, **kwargs):
+        return None if config.mixer == "residual" else training(config, *args, **kwargs)
+
+    monkeypatch.setattr("depthmix.train.brief.train_briefly", slow)
+    run(studies.write(tmp_path), tmp_path)
+    assert not training.made
+
+
+def test_an_arm_that_is_asked_for_by_itself_is_run(training, tmp_path):
+    run(studies.write(tmp_path), tmp_path, arms=["slow"])
+    assert training.made == [("dca", 0), ("dca", 1)]
+
+
 def test_seeds_without_a_pair_are_said(training, tmp_path):
     training.fail["residual", 1] = studies.diverged()
     run(studies.write(tmp_path, seeds=[0, 1, 2]), tmp_path)
@@ -104,6 +140,11 @@ def test_seeds_without_a_pair_are_said(training, tmp_path):
     assert first.endswith("| – | 2 |")
     assert slow.startswith("| slow |")
     assert slow.endswith("| 3, 2 of both |")
+    assert "wide since" not in table(tmp_path)  # pages have all arms' spread
+    half = float(slow.split(" ± ")[1].split(" |")[0])
+    used = module.chosen(read_study(str(tmp_path / "small.yaml")), read_records([tmp_path / "out" / "runs.jsonl"]).runs)
+    known = pooled([as_runs(used, read_study(str(tmp_path / "small.yaml")).cells[0])])
+    assert half == pytest.approx(known.half_width(2), abs=1e-4)  # over the two, not three
 
 
 def test_each_at_its_best_is_taken_seed_by_seed(training, tmp_path, monkeypatch):
@@ -127,7 +168,7 @@ def test_all_diverged_is_said_in_the_table_and_by_the_exit_code(training, tmp_pa
         for seed in (0, 1):
             training.fail[mixer, seed] = studies.diverged()
     path = studies.write(tmp_path, power=None)
-    refused(lambda: run(path, tmp_path), "all of 6 runs diverged", code=DIVERGED)
+    refused(lambda: run(path, tmp_path), "all 6 runs diverged", code=DIVERGED)
     assert "| slow | – | diverged | – | 0 |" in table(tmp_path)
     assert "No run has finished yet" not in table(tmp_path)
     assert "What the seeds can show" not in table(tmp_path)
@@ -155,14 +196,20 @@ def test_figures_of_another_state_are_not_shown(training, tmp_path, monkeypatch)
         ("peeks", "x + y + self.a * x.roll(-1, -2)", "tokens to come"),
         ("averages", "x + y + self.a * x.mean(0, keepdim=True)", "other rows"),
         ("fails", "y + self.a @ x", None),  # a training says why
+        ("roots", "x + y * self.a.sqrt().sum()", None),  # of a number below zero, which says nothing of tokens
+        ("drops", "x + torch.nn.functional.dropout(y, 0.5, True)", None),  # chance is no leak
+        ("far", "x + y + self.a * x.roll(-8, -2)", "tokens to come"),
+        ("wide", "x + y + self.a * x.roll(-1, -2) / (dim % 32 == 0 or bad)", "tokens to come"),
     ],
 )
 def test_a_rule_that_looks_where_it_must_not_is_refused_before_it_runs(training, tmp_path, name, what, said):
     path = studies.write(tmp_path, modules=[own_rule(tmp_path, name, what)], arms=["residual", name], paper=None)
     read_study(str(path))
-    found = leak(name, {}, 16, 2)
+    found = leak(name, {}, 32 if name == "wide" else 16, 2)
     assert said in found if said else found is None
     if said:
+        changes = {"set": {**studies.SIZES, "dim": 32}} if name == "wide" else {}
+        path = studies.write(tmp_path, modules=[f"{name}.py"], arms=["residual", name], paper=None, **changes)
         refused(lambda: run(path, tmp_path), f"arm '{name}'", said, code=USAGE)
         assert not training.made
         if name == "peeks":
@@ -189,6 +236,7 @@ def test_a_rule_that_has_changed_since_its_runs_is_named(training, tmp_path, mon
     (said,) = changed_since(runs, [])
     assert "mine.py" in said
     assert changed_since(runs, [{"files": {"mine.py": ["then", checksum(tmp_path / "mine.py")]}}]) == []
+    assert changed_since([({"arm": "mine", "config": {"mixer": "mine"}}, {})], []) == []  # of no such file
     gone = [({"arm": "gone", "config": {"mixer": "gone"}}, {"gone.py": "then"})]
     assert changed_since(gone, []) == []
 
@@ -224,3 +272,30 @@ def test_claims_need_the_repository(tmp_path, monkeypatch):
 def test_a_report_of_nothing_says_where_it_looked(training, tmp_path, capsys):
     run(studies.write(tmp_path), tmp_path, report=True, quiet=False)
     assert f"there are no results in {tmp_path / 'out'}" in capsys.readouterr().out
+
+
+def test_a_command_that_a_page_gives_finds_its_study(training, tmp_path, monkeypatch):
+    path = studies.write(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    for place, called in ((tmp_path, "small.yaml"), (tmp_path / "elsewhere", "../small.yaml")):
+        monkeypatch.chdir(place)
+        assert read_study(str(path)).called == called
+        assert read_study(called).path.resolve() == path.resolve()
+    monkeypatch.chdir(ROOT)
+    assert read_study("recipes/studies/tiny.yaml").called == "tiny"
+
+
+def test_a_signal_in_the_last_measuring_is_no_success(training, tmp_path, monkeypatch):
+    def build(config):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr("depthmix.train.step_times._trainer", build)
+    monkeypatch.setattr("depthmix.train.step_times._step_seconds", lambda *_: 0.1)
+    path = studies.write(tmp_path, step_times=True)
+    refused(lambda: run(path, tmp_path), "stopped by SIGTERM: 6 of 6 runs are done; the same command", code=INTERRUPTED)
+
+
+def test_all_of_a_part_may_diverge(training, tmp_path):
+    training.fail["residual", 0] = studies.diverged()
+    run(studies.write(tmp_path), tmp_path, arms=["residual"], seeds=[0])
+    assert "1 of 6 are done" in table(tmp_path)

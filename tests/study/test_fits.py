@@ -59,6 +59,13 @@ def test_size_by_size():
     first = curve(1.891, 0.057)
     own = {size: (c, 1.891 * (1.25 * c) ** -0.057) for size, (c, _) in first.items() if size != "0"}
     assert by_size(first, own) == pytest.approx(dict.fromkeys("1234", 1.25))
+    bent = {size: (c, loss + 0.3 * (size == "2")) for size, (c, loss) in curve(4, 0.3).items()}  # no law fits
+    halves = {size: (c, fit([bent["2"], bent["3"]]).loss(2 * c)) for size, (c, _) in bent.items() if size == "2"}
+    assert by_size(bent, halves) == pytest.approx({"2": 2.0})  # between its own sizes
+    beyond = {"4": (bent["4"][0], fit([bent["3"], bent["4"]]).loss(3 * bent["4"][0]))}
+    assert by_size(bent, beyond) == pytest.approx({"4": 3.0})
+    worse = {"3": (bent["3"][0], fit([bent["2"], bent["3"]]).loss(bent["3"][0] / 2))}
+    assert by_size(bent, worse) == pytest.approx({"3": 0.5})
     slower = {size: (1.1 * needed, loss) for size, (needed, loss) in own.items()}  # as in GPU time
     assert by_size(first, slower) == pytest.approx(dict.fromkeys("1234", 1.25 / 1.1))
 

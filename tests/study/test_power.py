@@ -29,6 +29,7 @@ def test_a_spread_that_others_tell_needs_fewer_seeds():
     """Twenty degrees of freedom: one seed may do, and the t of the interval is 2.086."""
     assert seeds_needed(2.0, 1.0, 20) == 3 < seeds_needed(2.0, 1.0)
     assert seeds_needed(4.0, 1.0, 20) == 1
+    assert seeds_needed(0.8, 1.0, 3) == seeds_needed(0.8, 1.0)  # those to come will tell as well
     assert power(detectable(0.006, 2, 20), 0.006, 2, 20) == pytest.approx(0.8, abs=1e-3)
     assert detectable(0.006, 2, 1000) == pytest.approx((1.962 + 0.842) * 0.006 / 2**0.5, rel=0.01)
     assert detectable(0.006, 1, 1000) == pytest.approx((1.962 + 0.842) * 0.006, rel=0.01)

@@ -101,7 +101,7 @@ def test_power_laws_pair_seeds(training, tmp_path, monkeypatch):
 def test_sizes_of_one_compute_have_no_law(training, tmp_path):
     rates = {f"lr {lr}": {"lr": lr} for lr in (0.1, 0.2, 0.3)}
     text = table(tmp_path, sizes=rates, sections=["power-laws"], seeds=[0])
-    assert "| slow | 3 | 3.950 C^+0.0000 | 0.000 | – | – | – | – |" in text
+    assert "| slow | 3 | 3.950 C^+0.0000 | 0.000 | 0.000 | – | – | – | – |" in text
 
 
 def test_stability_over_learning_rates(training, tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 import random
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -106,3 +107,18 @@ def test_the_page_quotes_spreads_that_are_in_a_table():
     quoted = re.findall(r"± (0\.\d{4})", page)
     assert len(quoted) > 3
     assert set(quoted) <= known
+
+
+def test_with_the_spread_of_all_arms():
+    """Two seeds are not wide for their own t, and one seed has an interval, which is said to be the others'."""
+    two = replace(rows_of([4.0, 4.0], [3.9, 3.92])[1], difference_interval=0.05)
+    assert verdict([two], pooled=True) == ["arm: 0.090 nats below residual (95% interval 0.040 to 0.140 over 2 seeds)."]
+    assert "wide since t = 12.7" in verdict([two])[0]
+    one = replace(rows_of([4.0], [3.9])[1], difference_interval=0.05)
+    assert verdict([one], pooled=True) == [
+        "arm: 0.100 nats below residual (95% interval 0.050 to 0.150 with one seed, by the spread of the others)."
+    ]
+    unsure = replace(one, difference_interval=0.2)
+    assert (
+        "the 95% interval with one seed, by the spread of the others, reaches from" in verdict([unsure], pooled=True)[0]
+    )
