@@ -59,3 +59,12 @@ def test_whether_a_folder_can_be_written_is_found_without_leaving_anything(tmp_p
     for place in (tmp_path / "file", tmp_path / "file" / "deep"):
         with pytest.raises(UserError, match="Could not write"):
             check_writable(place)
+
+
+def test_a_folder_that_somebody_else_has_begun_to_use_stays(tmp_path, monkeypatch):
+    def used(path):
+        raise OSError(39, "Directory not empty")
+
+    monkeypatch.setattr(Path, "rmdir", used)
+    check_writable(tmp_path / "new")
+    assert (tmp_path / "new").is_dir()

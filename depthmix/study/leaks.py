@@ -31,7 +31,7 @@ def leak(name: str, options: Mapping[str, Any], dim: int, n_blocks: int, tokens_
         return None
     for width in sorted({min(dim, NARROW), dim}):
         try:
-            mixer = create_mixer(name, dim=width, n_blocks=n_blocks, **options).eval()
+            mixer = create_mixer(name, dim=width, n_blocks=n_blocks, **options)
             return _found(mixer, tokens_too)
         except Exception:
             continue  # as where heads do not divide the narrow width; of the other a training will say what is wrong
@@ -44,8 +44,7 @@ def _found(mixer: Mixer, tokens_too: bool) -> str | None:
     x = torch.randn(ROWS, TOKENS, mixer.dim, generator=random, dtype=torch.float64)
 
     def read(x: Tensor) -> list[Tensor]:
-        with torch.no_grad(), torch.random.fork_rng(devices=()):
-            torch.manual_seed(0)
+        with torch.no_grad(), torch.random.fork_rng(devices=()):  # the same chance each time
             return reads_and_end(mixer, x)
 
     before = read(x)

@@ -1,5 +1,6 @@
 """Whether what stands in one table may be compared: the same text, the same time, pairs of seeds, rules that do not look ahead."""
 
+import math
 import os
 import signal
 
@@ -11,14 +12,16 @@ from depthmix.mixers import base
 from depthmix.study import modules
 from depthmix.study import study as module
 from depthmix.study.code import _checksum, _files, _imports, _tree, changed_since, checksum
+from depthmix.study.interval import student_t
 from depthmix.study.leaks import leak
 from depthmix.study.recipe import read_study
-from depthmix.study.records import read_records
-from depthmix.study.sheet import as_runs
-from depthmix.study.spread import pooled
+from depthmix.study.rows import make_rows
+from depthmix.study.sheet import _with_interval
+from depthmix.study.spread import Spread
 from project import ROOT
 from study import studies
-from train import small
+from study.test_claims import a_run
+from train import pictures, small
 from train.refused import refused
 
 RULE = """
@@ -141,10 +144,14 @@ def test_seeds_without_a_pair_are_said(training, tmp_path):
     assert slow.startswith("| slow |")
     assert slow.endswith("| 3, 2 of both |")
     assert "wide since" not in table(tmp_path)  # pages have all arms' spread
-    half = float(slow.split(" ± ")[1].split(" |")[0])
-    used = module.chosen(read_study(str(tmp_path / "small.yaml")), read_records([tmp_path / "out" / "runs.jsonl"]).runs)
-    known = pooled([as_runs(used, read_study(str(tmp_path / "small.yaml")).cells[0])])
-    assert half == pytest.approx(known.half_width(2), abs=1e-4)  # over the two, not three
+
+
+def test_an_interval_is_over_the_seeds_that_both_have():
+    runs = [a_run("residual", 0, 4.0), a_run("residual", 2, 4.0), *(a_run("dca", seed, 3.9) for seed in (0, 1, 2))]
+    first, own = make_rows(runs, ["residual", "dca"])
+    assert _with_interval(own, Spread(0.02, 5)).difference_interval == pytest.approx(student_t(5) * 0.02 / math.sqrt(2))
+    assert _with_interval(own, Spread(0.0, 0)) == own
+    assert _with_interval(first, Spread(0.02, 5)) == first
 
 
 def test_each_at_its_best_is_taken_seed_by_seed(training, tmp_path, monkeypatch):
@@ -196,7 +203,7 @@ def test_figures_of_another_state_are_not_shown(training, tmp_path, monkeypatch)
         ("peeks", "x + y + self.a * x.roll(-1, -2)", "tokens to come"),
         ("averages", "x + y + self.a * x.mean(0, keepdim=True)", "other rows"),
         ("fails", "y + self.a @ x", None),  # a training says why
-        ("roots", "x + y * self.a.sqrt().sum()", None),  # of a number below zero, which says nothing of tokens
+        ("roots", "x + y * (self.a - 9).sqrt().sum()", None),  # of a number below zero, which says nothing of tokens
         ("drops", "x + torch.nn.functional.dropout(y, 0.5, True)", None),  # chance is no leak
         ("far", "x + y + self.a * x.roll(-8, -2)", "tokens to come"),
         ("wide", "x + y + self.a * x.roll(-1, -2) / (dim % 32 == 0 or bad)", "tokens to come"),
@@ -214,6 +221,16 @@ def test_a_rule_that_looks_where_it_must_not_is_refused_before_it_runs(training,
         assert not training.made
         if name == "peeks":
             assert leak(name, {}, 16, 2, tokens_too=False) is None  # of images there are none to come
+
+
+def test_in_a_picture_nothing_is_to_come(training, tmp_path):
+    """Where text would be refused."""
+    sizes = {"dim": 16, "n_blocks": 1, "n_heads": 2, "batch_size": 16, "steps": 6, "warmup": 2, "patch_size": 4}
+    said = {"set": sizes, "data": {"stripes": str(pictures.stripes())}, "seeds": [0], "paper": None}
+    arms = ["residual", "neighbours"]
+    name = own_rule(tmp_path, "neighbours", "x + y + self.a * x.roll(-1, -2)")
+    run(studies.write(tmp_path, modules=[name], arms=arms, **said), tmp_path)
+    assert training.made == [("residual", 0), ("neighbours", 0)]
 
 
 def test_the_rules_of_the_package_are_left_to_its_tests():

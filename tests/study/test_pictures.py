@@ -11,7 +11,9 @@ from depthmix.study.recipe import read_study
 from depthmix.study.records import Records
 from depthmix.study.rules_picture import plot_rules
 from depthmix.study.sheet import as_runs, train_curves, write_sheet
+from depthmix.study.spread import pooled
 from study import studies
+from study.test_claims import a_run
 
 
 def records(study, seeds=(0, 1), steps=6):
@@ -40,6 +42,13 @@ def test_differences_stand_beside_the_papers(study):
     assert paper.get_xdata() == pytest.approx([math.log(19 / 20)])
     assert list(paper.get_ydata()) == [0]
     assert [text.get_text() for text in axes.get_yticklabels()] == study.labels[1:]
+
+
+def test_intervals_of_a_figure_are_those_of_the_table(study):
+    runs = [a_run("residual", 0, 4.0), a_run("residual", 1, 5.0), a_run("slow", 0, 3.9), a_run("slow", 1, 4.92)]
+    axes = plot_differences(study, {"words": runs}).axes[0]
+    ((start, end),) = (bar.get_segments()[0][:, 0] for bar in axes.collections)
+    assert [start, end] == pytest.approx([-0.09 - (half := pooled([runs]).half_width(2)), -0.09 + half])
 
 
 def test_rules_have_their_columns_side_by_side():
