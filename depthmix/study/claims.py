@@ -162,9 +162,7 @@ def read_claims(path: Path) -> tuple[list[Claim], dict[str, Any]]:
             if not isinstance(item, dict) or not all(isinstance(item.get(k), kind) for k, kind in needed.items()):
                 raise UserError(f"{path}: an entry of {key} has {' and '.join(needed)}, got {item!r}")
     for column in which["columns"]:
-        if not all(isinstance(column.get(k, ""), str) for k in ("panel", "series")) or ("panel" in column) != (
-            "series" in column
-        ):
+        if [type(column[k]) for k in ("panel", "series") if k in column] not in ([], [str, str]):
             raise UserError(f"{path}: a column that is drawn has the text of a panel and of a series, got {column!r}")
     titles = [column["title"] for column in which["columns"]]
     if twice := [title for title in titles if titles.count(title) > 1]:

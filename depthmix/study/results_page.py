@@ -128,14 +128,8 @@ def _elsewhere(
         others = [judge(c, elsewhere(c, column, look)) for c, verdict, _, _ in judged if verdict == CONFIRMED]
         known = [verdict for verdict in others if verdict != NOT_MEASURED]
         said += [f"{known.count(CONFIRMED)} of {len(known)} in “{column['title']}”"] * bool(known)
-    return (
-        [
-            "",
-            f"Where the claims that are confirmed were measured once more, they are confirmed again: {'; '.join(said)}.",
-        ]
-        if said
-        else []
-    )
+    words = f"Where the claims that are confirmed were measured once more, they are confirmed again: {'; '.join(said)}."
+    return ["", words] if said else []
 
 
 def _warnings(claim: Claim, found: Found, too: Mapping[str, Found | None]) -> list[str]:
@@ -145,9 +139,9 @@ def _warnings(claim: Claim, found: Found, too: Mapping[str, Found | None]) -> li
         times = (found.value - claim.nothing) / (claim.says - claim.nothing)
         words += [f"{times:.0f} times the paper's"] * (FAR <= times < math.inf)
     for title, other in too.items():
-        elsewhere_ = judge(claim, other)
-        if elsewhere_ not in (judge(claim, found), UNDECIDED, NOT_MEASURED):
-            words.append(f"{elsewhere_} in “{title}”")
+        there = judge(claim, other)
+        if there not in (judge(claim, found), UNDECIDED, NOT_MEASURED):
+            words.append(f"{there} in “{title}”")
     return words
 
 
@@ -200,10 +194,9 @@ def _which(
             if line["metric"].startswith("step / "):
                 ratios[line["who"], line["case"].partition(":")[0]] = float(line["value"])
     cases = sorted({case for _, case in ratios})
-    figure = (
-        [f"![gains of the rules]({FIGURE.as_posix()}.png)", ""] if any("panel" in column for column in columns) else []
-    )
-    text = ["## Which rule should I use?", "", *(f"* {markdown_text(sentence)}" for sentence in answer), "", *figure]
+    text = ["## Which rule should I use?", "", *(f"* {markdown_text(sentence)}" for sentence in answer), ""]
+    if any("panel" in column for column in columns):
+        text += [f"![gains of the rules]({FIGURE.as_posix()}.png)", ""]
     for name in dict.fromkeys(column["table"] for column in columns):
         titles = [column["title"] for column in columns if column["table"] == name]
         where = dict.fromkeys(n for c in columns if c["table"] == name for n in map(_name, c["study"]) if look(n))
@@ -220,12 +213,8 @@ def _which(
                 text.append(markdown_line([_label(rule), *map(_with_seeds, found)]))
         text.append("")
     runs = ", ".join(f"[{name}](results/{name}.md)" for name in steps)
-    said = (
-        f"steps are from {runs}, the last one that has the rule, each against the plain step of its own run"
-        if steps
-        else ""
-    )
-    text += [f"**What a rule takes**{': ' * bool(said)}{said}.", ""]
+    words = f": steps are from {runs}, the last one that has the rule, each against the plain step of its own run"
+    text += [f"**What a rule takes**{words * bool(steps)}.", ""]
     text.append(markdown_line(["rule", *(f"step, {case}" for case in cases), "what it takes"]))
     text.append("|---|" + "---:|" * len(cases) + "---|")
     for rule in rules:
