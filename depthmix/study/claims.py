@@ -161,6 +161,9 @@ def read_claims(path: Path) -> tuple[list[Claim], dict[str, Any]]:
         for item in which[key]:
             if not isinstance(item, dict) or not all(isinstance(item.get(k), kind) for k, kind in needed.items()):
                 raise UserError(f"{path}: an entry of {key} has {' and '.join(needed)}, got {item!r}")
+    for key in ("intro", "answer"):
+        if not isinstance(which[key], list) or not all(isinstance(text, str) for text in which[key]):
+            raise UserError(f"{path}: {key} is a list of sentences, got {which[key]!r}")
     for column in which["columns"]:
         if [type(column[k]) for k in ("panel", "series") if k in column] not in ([], [str, str]):
             raise UserError(f"{path}: a column that is drawn has the text of a panel and of a series, got {column!r}")

@@ -67,6 +67,15 @@ def code_of(mixer: str, images: bool = False) -> dict[str, str]:
     return {**meaning, KERNELS + mixer: kernels.hexdigest()[:12]}
 
 
+def file_of_its_own(mixer: str) -> Path | None:
+    """The file of a mechanism that a study brings along; None for those of the package, and for a name that is not here."""
+    try:
+        file = Path(inspect.getfile(mixer_class(mixer)))
+    except OptionError:
+        return None
+    return None if file.is_relative_to(PACKAGE) else file
+
+
 def code_id(table: Mapping[str, str]) -> str:
     """A short name for a table of checksums."""
     return hashlib.sha256(repr(sorted(table.items())).encode()).hexdigest()[:12]
@@ -195,11 +204,8 @@ def changed_since(
     """
     found: dict[str, list[str]] = {}
     for run, table in runs:
-        try:
-            file = Path(inspect.getfile(mixer_class(run["config"].get("mixer", ""))))
-        except OptionError:  # not here any more
-            continue
-        if file.is_relative_to(PACKAGE) or file.name not in table:
+        file = file_of_its_own(run["config"].get("mixer", ""))
+        if file is None or file.name not in table:
             continue
         if not accepted(file.name, {table[file.name], checksum(file)}, acceptances):
             found.setdefault(file.name, []).append(run["arm"])

@@ -5,8 +5,8 @@
 
 The interval is that of the jackknife over sizes: both laws are fitted without each size in turn, so that what they have in common
 does not count as uncertainty. It says how much the answer hangs on single sizes, not how it would go on beyond them.
-Size by size an arm's advantage is (L' / L)^(1/b), L' the first arm's loss there and b the exponent of its law; of their mean in
-logarithms the interval is Student's. That hangs on no law but for b, and asks for one factor at all sizes.
+Size by size it is read off between the first arm's own sizes, which no law has to fit; of their mean in logarithms the interval is
+Student's, and asks for one factor at all sizes.
 """
 
 from __future__ import annotations

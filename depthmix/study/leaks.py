@@ -6,16 +6,14 @@ a study brings along is tried before its first run.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from depthmix.mixers import Mixer, create_mixer, mixer_class
-from depthmix.study.code import PACKAGE
+from depthmix.mixers import Mixer, create_mixer
+from depthmix.study.code import file_of_its_own
 from depthmix.study.same import NARROW, reads_and_end, stirred
 
 ROWS, TOKENS = 2, 32
@@ -27,7 +25,7 @@ def leak(name: str, options: Mapping[str, Any], dim: int, n_blocks: int, tokens_
 
     tokens_too: whether later ones are to come, as in text.
     """
-    if Path(inspect.getfile(mixer_class(name))).is_relative_to(PACKAGE):
+    if file_of_its_own(name) is None:
         return None
     for width in sorted({min(dim, NARROW), dim}):
         try:

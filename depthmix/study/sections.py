@@ -226,7 +226,9 @@ def _at_rate(runs: Records) -> str:
 def growth(result: Mapping[str, Any]) -> tuple[float, float] | None:
     """How much larger the last block's output is than the first's, and the largest gradient of a sublayer than the median's."""
     depth = result.get("depth")
-    if not depth or not depth["block_rms"][0] or not (middle := statistics.median(depth["gradient_norm"])):
+    if not depth or not (middle := statistics.median(depth["gradient_norm"])):
+        return None
+    if min(depth["block_rms"][0], depth["block_rms"][-1]) <= 0:  # a block that adds nothing
         return None
     return depth["block_rms"][-1] / depth["block_rms"][0], max(depth["gradient_norm"]) / middle
 

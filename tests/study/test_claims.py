@@ -188,6 +188,8 @@ def test_spikes_and_growth():
     assert (spiky.value, spiky.low, spiky.high) == pytest.approx((0.3, *ends), abs=1e-3)
     assert judge(claim("below", "spikes", pair), spiky) == NOT_SEEN
     assert measure(claim("below", "growth", pair), found).value == pytest.approx(0.25)
+    silent = results([a_run("plain", 0, 4.0)], records=[*records[:2], record("a", 0, 0, [1, 0]), records[3]])
+    assert measure(claim("below", "growth", pair), silent).seeds == 1  # a block that adds nothing does not count
     alone = results([a_run("plain", 0, 4.0)], records=[r for r in records if r["seed"] == 0])
     assert judge(claim("below", "growth", pair), measure(claim("below", "growth", pair), alone)) == UNDECIDED
 
@@ -269,6 +271,8 @@ def test_a_step_is_from_the_last_run_that_has_the_rule(tmp_path):
 @pytest.mark.parametrize(
     ("more", "words"),
     [
+        ({"intro": "one sentence"}, ["intro is a list of sentences"]),
+        ({"answer": [3]}, ["answer is a list of sentences"]),
         ({"columns": [{"title": "t"}]}, ["columns has title and study and table"]),
         ({"columns": [A_COLUMN, A_COLUMN]}, ["two columns are called 't'"]),
         ({"columns": [{**A_COLUMN, "panel": "p"}]}, ["panel and of a series"]),
