@@ -132,18 +132,20 @@ def test_refuses_to_time_a_step_of_decoding_that_is_wrong(tmp_path, monkeypatch)
     assert not any(r.metric == "time" for r in rows)
 
 
-def test_refuses_to_time_a_wrong_arm(tmp_path, monkeypatch):
+def test_refuses_to_time_a_wrong_arm_and_keeps_the_times_before_it(tmp_path, monkeypatch):
     right = step._results
 
     def off(model, batch, precision):
         found = right(model, batch, precision)
         is_reference = next(model.parameters()).dtype == torch.float64
-        return found if is_reference else {**found, "d mixer.query": 1.01 * found["d mixer.query"]}
+        wrong = {} if is_reference or "d mixer.query" not in found else {"d mixer.query": 1.01 * found["d mixer.query"]}
+        return {**found, **wrong}
 
     monkeypatch.setattr(step, "_results", off)
-    code, rows = run("step", tmp_path, "--arms", "attnres")
+    code, rows = run("step", tmp_path, "--arms", "residual", "layerscale", "attnres")
     assert code == cli.WRONG
-    assert not any(r.metric == "step" for r in rows)
+    assert [r.who for r in rows if r.metric == "step"] == ["layerscale"]
+    assert not any(r.who == "attnres" and r.unit in ("s", "ms") for r in rows)
 
 
 @pytest.mark.parametrize("what", ["kernels", "full", "block"])
