@@ -247,8 +247,8 @@ def check_a_state_is_a_value(name, choice, blocks):
         mixer.read(state, site)
         second = mixer.write(state, site, sources[site + 1])
         for a, b, c in zip(*(tensors(s) for s in (bare, first, second)), strict=True):
-            assert torch.equal(a, b)
-            assert torch.equal(a, c)
+            for other in (b, c):  # not bit for bit: products of other shapes add in another order, on some processors
+                torch.testing.assert_close(other, a, rtol=1e-12, atol=1e-12)
             assert a.requires_grad == b.requires_grad == c.requires_grad
         state = second
 

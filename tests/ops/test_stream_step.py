@@ -92,7 +92,7 @@ def taken(rule: Rule | None, n: int, a: Inputs) -> Step:
     return step(rule, n, EPS, a._replace(w=a.w - a.w.mean(0)) if centred else a)
 
 
-def compare(rule: Rule | None, n: int, dim: int, tokens: int, tol: float = 3e-6, **given: Any) -> None:
+def compare(rule: Rule | None, n: int, dim: int, tokens: int, tol: float = 6e-6, **given: Any) -> None:
     exact = inputs(rule, n, dim, tokens, **given)
     narrow, wide = leaves_of(exact, torch.float32), leaves_of(exact)
     found, expected = outputs(taken(rule, n, narrow), narrow), outputs(by_the_book(rule, n, wide), wide)

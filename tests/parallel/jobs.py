@@ -56,9 +56,9 @@ def losses(model, ids, own=ALL):
 
 
 def close(found, expected, what, scale=0.0):
-    """Within 1e-5 (in fp64 1e-9) of the largest entry, or of a thousandth of the scale."""
+    """Within 1e-5 (in fp64 1e-9) of the largest entry, or of a hundredth of the scale: in fp32 a rounding of it."""
     relative = 1e-5 if expected.dtype == torch.float32 else 1e-9
-    allowed = relative * max(float(expected.abs().max()) if expected.numel() else 0.0, 1e-3 * scale)
+    allowed = relative * max(float(expected.abs().max()) if expected.numel() else 0.0, 1e-2 * scale)
     torch.testing.assert_close(found, expected, rtol=relative, atol=allowed, msg=lambda m: f"{what}: {m}")
 
 
