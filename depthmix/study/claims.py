@@ -75,6 +75,7 @@ class Found:
     seeds: int
     remark: str = ""
     of: str = "seeds"  # or what else there are so many of; nothing where no seed counts
+    freedom: int = 0  # degrees of freedom of the interval, where its spread is that of many arms
 
 
 @dataclass(frozen=True)
@@ -299,7 +300,7 @@ def contrast(results: Results, weights: Mapping[str, float], accuracy: bool = Fa
     half = spread.half_width(len(seeds), cells.values())
     assert half is not None
     mean = statistics.fmean(values)
-    return Found(mean, mean - half, mean + half, len(seeds), remark)
+    return Found(mean, mean - half, mean + half, len(seeds), remark, freedom=spread.freedom)
 
 
 def _number(run: Run, accuracy: bool) -> float | None:

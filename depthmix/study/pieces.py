@@ -43,7 +43,8 @@ def in_order(
     step_times: with a budget of time, seconds per step by cell and arm; cells that have none yet are left out.
     """
     pieces = []
-    seeds = list(dict.fromkeys(seed for arm in study.arms for seed in [*study.seeds, *arm.seeds]))
+    asked = [study.seeds, *(own for arm in study.arms for own in arm.seeds.values())]
+    seeds = list(dict.fromkeys(seed for own in asked for seed in own))
     for seed in seeds:
         for cell in study.cells:
             own = study.runs_at(cell)

@@ -78,7 +78,7 @@ class StudyArm:
     label: str
     arm: Arm
     settings: dict[str, Any]
-    seeds: list[int]
+    seeds: dict[str, list[int]]  # by domain
     sizes: list[str]  # at which it is run
     paper: dict[str, float]
 
@@ -143,8 +143,9 @@ class Study:
 
     def runs_at(self, cell: Cell) -> dict[str, list[int]]:
         """The arms that are to be run there, and their seeds."""
-        arms = [arm for arm in self.arms if cell.size in arm.sizes]
-        return {arm.label: [s for s in arm.seeds if cell.seeds is None or s in cell.seeds] for arm in arms}
+        arms = [arm for arm in self.arms if cell.size in arm.sizes and arm.seeds[cell.domain]]
+        known = {arm.label: arm.seeds[cell.domain] for arm in arms}
+        return {label: [s for s in own if cell.seeds is None or s in cell.seeds] for label, own in known.items()}
 
     def config(self, arm: StudyArm, cell: Cell, seed: int, **more: Any) -> TrainConfig:
         """One run: evaluated once, at its end, unless the study asks for more."""
@@ -203,7 +204,7 @@ def read_study(name: str, data: Iterable[str] = ()) -> Study:
     if not isinstance(notes, list) or not all(isinstance(note, str) for note in notes):
         raise UserError(f"{path}: notes is a list of sentences")
     settings = {**base, **_settings(path, "set", given.get("set", {}))}
-    arms = _arms(path, given.get("arms"), seeds, [str(size) for size in sizes], paper)
+    arms = _arms(path, given.get("arms"), dict.fromkeys(domains, seeds), [str(size) for size in sizes], paper)
     for arm in arms:
         for key, why in {**SAME_FOR_ALL, **(AT_EQUAL_TIME if budget == "time" else {})}.items():
             if key in arm.settings:
@@ -297,11 +298,21 @@ def _domains(path: Path, said: Any, given: Sequence[str]) -> tuple[dict[str, str
     return domains, active or list(domains)
 
 
-def _seeds(path: Path, seeds: Any) -> list[int]:
+def _seeds(where: Path | str, seeds: Any) -> list[int]:
     numbers = isinstance(seeds, list) and all(isinstance(s, int) and not isinstance(s, bool) for s in seeds)
     if not numbers or not seeds or len(set(seeds)) < len(seeds):
-        raise UserError(f"{path}: seeds is a list of different whole numbers, got {seeds!r}")
+        raise UserError(f"{where}: seeds is a list of different whole numbers, got {seeds!r}")
     return seeds
+
+
+def _seeds_of(where: str, given: Any, known: dict[str, list[int]]) -> dict[str, list[int]]:
+    """An arm's by domain: the same for all, or for some its own, which may be none."""
+    if not isinstance(given, dict):
+        return dict.fromkeys(known, _seeds(where, given))
+    for domain in map(str, given):
+        if domain not in known:
+            raise UserError(f"{where}, seeds: the study has no domain {domain!r}{nearest(domain, known)}")
+    return known | {str(domain): _seeds(where, own) if own != [] else [] for domain, own in given.items()}
 
 
 def _cell(path: Path, domain: str, size: str, said: Any, seeds: Sequence[int]) -> Cell:
@@ -384,7 +395,7 @@ def _check_sections(
 
 
 def _arms(
-    path: Path, given: Any, seeds: list[int], sizes: Sequence[str], paper: Mapping[str, Source]
+    path: Path, given: Any, seeds: dict[str, list[int]], sizes: Sequence[str], paper: Mapping[str, Source]
 ) -> list[StudyArm]:
     if not isinstance(given, list) or not given:
         raise UserError(f"{path}: arms is a list of at least one arm")
@@ -408,11 +419,14 @@ def _arms(
         ):
             raise UserError(f"{path}, arm {label!r}: the paper's numbers are numbers, got {numbers!r}")
         settings = _settings(path, f"arm {label!r}", said.get("set", {}))
-        own = _seeds(path, said["seeds"]) if "seeds" in said else seeds
+        own = _seeds_of(f"{path}, arm {label!r}", said["seeds"], seeds) if "seeds" in said else seeds
         there = _sizes_of(f"{path}, arm {label!r}", said["sizes"], sizes) if "sizes" in said else list(sizes)
         arms.append(StudyArm(label, parse_arm(said["mixer"]), settings, own, there, dict(numbers)))
     if len(arms[0].sizes) < len(sizes):
         raise UserError(f"{path}: the first arm, {arms[0].label!r}, is run at every size: others are compared with it")
+    if nowhere := [domain for domain, own in arms[0].seeds.items() if not own]:
+        words = f"the first arm, {arms[0].label!r}, has no seed on {nowhere[0]}"
+        raise UserError(f"{path}: {words}, where others are compared with it")
     for arm in arms:
         if sum(other.arm == arm.arm and other.settings == arm.settings for other in arms) > 1:
             raise UserError(f"{path}: arm {arm.label!r} is there twice, under another label; remove one")

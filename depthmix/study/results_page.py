@@ -36,6 +36,8 @@ from depthmix.study.claims import (
     verdicts,
 )
 from depthmix.study.figures import load, save_figure
+from depthmix.study.interval import student_t
+from depthmix.study.power import MOST, POWER, seeds_needed
 from depthmix.study.recipe import FOLDER, read_study
 from depthmix.study.rules_picture import plot_rules
 from depthmix.study.table import markdown_line, markdown_text
@@ -98,7 +100,9 @@ def write_claims(path: Path = RESULTS / CLAIMS, page: Path = PAGE) -> Path:
             seeds = ("–" if not found.of else f"{found.seeds} {found.of}".removesuffix(" seeds")) if found else "0"
             line = markdown_line([*cells, seeds]) + f" {_link(name, path.parent)} |"
             text.append(line + "".join(f" {_with_seeds(other)} |" for other in too.values()))
-            words = [claim.note, found.remark, *_warnings(claim, found, too)] if found else [claim.note]
+            words = [claim.note]
+            if found:
+                words += [found.remark, _to_tell(claim, found), *_warnings(claim, found, too)]
             if any(words):
                 remarks.append(f"{claim.claim}: {'; '.join(filter(None, words))}.")
         text += ["", *(f"* {markdown_text(remark)}" for remark in remarks), *[""] * bool(remarks)]
@@ -143,6 +147,15 @@ def _warnings(claim: Claim, found: Found, too: Mapping[str, Found | None]) -> li
         if there not in (judge(claim, found), UNDECIDED, NOT_MEASURED):
             words.append(f"{there} in “{title}”")
     return words
+
+
+def _to_tell(claim: Claim, found: Found) -> str:
+    """The seeds that would decide a claim which these leave open, where it is a difference of some size."""
+    if judge(claim, found) != UNDECIDED or isinstance(claim.says, str) or not found.freedom:
+        return ""
+    deviation = (found.high - found.low) / 2 / student_t(found.freedom) * math.sqrt(found.seeds)
+    needed = seeds_needed(claim.says - claim.nothing, deviation, found.freedom)
+    return f"an effect of the paper's size takes {needed or f'more than {MOST}'} paired seeds to be shown with a chance of {POWER:.0%}"
 
 
 def _said(says: float | str) -> str:

@@ -88,7 +88,7 @@ def check_part(said: Study, config: StudyConfig) -> None:
     for what, asked, known in (("arm", config.arms, said.labels), ("size", config.sizes, sizes)):
         if lost := [name for name in asked if name not in known]:
             raise UserError(f"study {said.name} has no {what} {lost[0]!r}{nearest(lost[0], known)}")
-    seeds = sorted({seed for arm in said.arms for seed in arm.seeds})
+    seeds = sorted({seed for arm in said.arms for own in arm.seeds.values() for seed in own})
     if other := [seed for seed in config.seeds if seed not in seeds]:
         raise UserError(f"study {said.name} has no seed {other[0]}; it has {', '.join(map(str, seeds))}")
 

@@ -4,6 +4,7 @@ import math
 import re
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import yaml
 
@@ -67,6 +68,28 @@ def claim(says, measure_="contrast", what=None):
 )
 def test_verdicts(says, low, high, verdict):
     assert judge(claim(says), Found((low + high) / 2, low, high, 2)) == verdict
+
+
+def test_what_is_open_says_how_many_seeds_would_tell():
+    """By a simulation: with so many seeds the paper's effect is shown in four of five cases, with two fewer more rarely."""
+    open_ = Found(-0.01, -0.03, 0.01, 4, freedom=20)
+    words = module._to_tell(claim(-0.02), open_)
+    needed = int(re.search(r"takes (\d+) paired seeds to be shown with a chance of 80%", words)[1])
+    deviation = 0.02 / student_t(20) * 2
+    random = np.random.default_rng(0)
+    shown = {}
+    for n in (needed - 2, needed):
+        means = random.normal(-0.02, deviation / math.sqrt(n), 20_000)
+        spread = deviation * np.sqrt(random.chisquare(20, 20_000) / 20 / n)
+        shown[n] = float(np.mean(np.abs(means) > student_t(20) * spread))
+    assert shown[needed - 2] < 0.79 < shown[needed] < 0.9
+    assert "more than 200" in module._to_tell(claim(-0.001), open_)
+    for said, found in (
+        (-0.02, Found(-0.02, -0.03, -0.01, 4, freedom=20)),
+        ("below", open_),
+        (-0.02, replace(open_, freedom=0)),
+    ):
+        assert module._to_tell(claim(said), found) == ""
 
 
 def test_a_ratio_of_one_is_no_effect():

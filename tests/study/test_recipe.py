@@ -8,6 +8,7 @@ import torch
 from depthmix import create_mixer, list_mixers
 from depthmix.errors import USAGE
 from depthmix.runs.restore import model_config, vit_config
+from depthmix.study.pieces import in_order
 from depthmix.study.recipe import read_study
 from depthmix.train.loop import check_config
 from depthmix.train.optim import own_settings
@@ -40,6 +41,23 @@ def test_what_is_said_last_counts(tmp_path):
     study = read_study(str(studies.write(tmp_path, **{**said, "set": {"steps": 20, "eval_every": 5}})), ["elsewhere"])
     found = study.config(study.arms[0], study.cells[0], 4)
     assert (found.eval_every, found.data) == (5, "elsewhere")
+
+
+def test_an_arm_has_seeds_of_its_own_by_domain(tmp_path):
+    own = [
+        {"mixer": "dca", "seeds": {"code": [7]}},
+        {"mixer": "grn", "seeds": {"code": []}},
+        {"mixer": "mudd", "seeds": [3]},
+    ]
+    study = read_study(str(studies.write(tmp_path, data={"books": "a", "code": "b"}, arms=["residual", *own])))
+    books, code = map(study.runs_at, study.cells)
+    assert books == {"residual": [0, 1], "dca": [0, 1], "grn": [0, 1], "mudd": [3]}
+    assert code == {"residual": [0, 1], "dca": [7], "mudd": [3]}
+    planned = [(p.cell.domain, p.arm.label, p.config.seed) for p in in_order(study, "cpu", "", True, {})]
+    assert planned[:3] == [("books", arm, 0) for arm in ("residual", "dca", "grn")]
+    assert planned[3:5] == [("code", "residual", 0), ("books", "residual", 1)]
+    assert [p for p in planned if p[2] in (3, 7)] == [("code", "dca", 7), ("books", "mudd", 3), ("code", "mudd", 3)]
+    assert len(planned) == 11
 
 
 @pytest.mark.parametrize(
@@ -89,6 +107,13 @@ def test_what_is_said_last_counts(tmp_path):
         (
             {"sizes": {"a": {}, "b": {}}, "arms": [{"mixer": "dca", "sizes": ["b"]}]},
             ["first arm, 'dca', is run at every"],
+        ),
+        ({"arms": [{"mixer": "dca", "seeds": []}]}, ["arm 'dca': seeds is a list of different whole numbers"]),
+        ({"data": {"books": "x"}, "arms": [{"mixer": "dca", "seeds": {"boks": [0]}}]}, ["no domain 'boks'", "'books'"]),
+        ({"data": {"books": "x"}, "arms": [{"mixer": "dca", "seeds": {"books": 0}}]}, ["arm 'dca': seeds is a list"]),
+        (
+            {"data": {"books": "x"}, "arms": [{"mixer": "dca", "seeds": {"books": []}}]},
+            ["first arm, 'dca', has no seed"],
         ),
         ({"arms": ["dca", "dca"]}, ["two arms are called 'dca'"]),
         ({"arms": ["dca", {"label": "x", "mixer": "dca"}]}, ["is there twice"]),
