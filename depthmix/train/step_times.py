@@ -17,6 +17,8 @@ from depthmix.train.deterministic import deterministic
 from depthmix.train.loop import Trainer
 
 A_SECOND = 1.0  # of steps at least: a few short ones would measure what else the machine does at that moment
+# Seconds of steps before they count. A GPU stands idle while a model is built, and not before one that was kept: both shall find it warm.
+WARM = {"cuda": 0.5}
 
 
 def measure_step_times(
@@ -60,14 +62,19 @@ def _trainer(config: TrainConfig) -> Trainer:
 
 
 def _step_seconds(trainer: Trainer, warmup: int, steps: int) -> float:
+    done = _take(trainer, 0, warmup, WARM.get(trainer.device.type, 0.0))
     before = len(trainer.clock.seconds())
-    for step in range(warmup):
-        trainer.step(step)
-    begun, done = time.perf_counter(), warmup
-    while done < warmup + steps or time.perf_counter() - begun < A_SECOND:
+    _take(trainer, done, steps, A_SECOND)
+    return statistics.median(trainer.clock.seconds()[before:])
+
+
+def _take(trainer: Trainer, done: int, steps: int, seconds: float) -> int:
+    """At least so many steps more, and so many seconds of them; returns how many are done then."""
+    begun, end = time.perf_counter(), done + steps
+    while done < end or time.perf_counter() - begun < seconds:
         trainer.step(done)
         done += 1
-    return statistics.median(trainer.clock.seconds()[before + warmup :])
+    return done
 
 
 def mostly_free(device: torch.device) -> bool:

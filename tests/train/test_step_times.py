@@ -52,6 +52,26 @@ def test_step_times_are_taken_in_turns(tmp_path, monkeypatch, room):
     assert built == (["residual", "mhc", "mhc", "mhc"] if room else turns)
 
 
+def test_steps_count_when_the_device_is_warm(tmp_path, monkeypatch):
+    """It stood idle while the model was built: its first three seconds of steps are slow ones."""
+    clock = [0.0]
+
+    class Slow(Trainer):
+        def step(self, step):
+            self.clock.start()
+            clock[0] += 0.5 if clock[0] < 3.0 else 0.25
+            self.clock.stop()
+
+    monkeypatch.setattr(step_times, "Trainer", Slow)
+    monkeypatch.setattr(step_times.time, "perf_counter", lambda: clock[0])
+    config = small.config(tmp_path / "x")
+    for warm, taken in ({}, 0.5), ({"cpu": 3.0}, 0.25):
+        clock[0] = 0.0
+        monkeypatch.setattr(step_times, "WARM", warm)
+        assert measure_step_times([config], rounds=1, warmup=1, steps=2) == [taken]
+    assert clock[0] == 3.0 + step_times.A_SECOND
+
+
 def test_a_cpu_is_never_called_free(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda of: (80, 100))
     assert [step_times.mostly_free(torch.device(name)) for name in ("cpu", "cuda")] == [False, True]
