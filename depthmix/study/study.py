@@ -91,6 +91,10 @@ def check_part(said: Study, config: StudyConfig) -> None:
     seeds = sorted({seed for arm in said.arms for own in arm.seeds.values() for seed in own})
     if other := [seed for seed in config.seeds if seed not in seeds]:
         raise UserError(f"study {said.name} has no seed {other[0]}; it has {', '.join(map(str, seeds))}")
+    own = [said.runs_at(c) for c in said.cells if c.domain in said.active and c.size in (config.sizes or sizes)]
+    runs = [(arm, seed) for there in own for arm, asked in there.items() for seed in asked]
+    if not any(arm in (config.arms or said.labels) and seed in (config.seeds or seeds) for arm, seed in runs):
+        raise UserError(f"study {said.name} has no run with these arms, sizes, seeds and data together")
 
 
 def chosen(said: Study, runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

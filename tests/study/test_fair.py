@@ -135,6 +135,18 @@ def test_an_arm_that_is_asked_for_by_itself_is_run(training, tmp_path):
     assert training.made == [("dca", 0), ("dca", 1)]
 
 
+def test_a_part_in_which_there_is_no_run_is_refused(training, tmp_path):
+    data = {"books": str(small.data()), "code": str(small.data())}
+    arms = ["residual", {"mixer": "dca", "seeds": {"code": []}, "sizes": ["s"]}]
+    path = studies.write(tmp_path, data=data, arms=arms, sizes={"s": {}, "m": {}}, paper=None)
+    words = "no run with these arms, sizes, seeds and data together"
+    refused(lambda: run(path, tmp_path, arms=["dca"], sizes=["m"]), words, code=USAGE)
+    refused(lambda: run(path, tmp_path, arms=["dca"], data=[f"code={small.data()}"]), words, code=USAGE)
+    assert not training.made
+    run(path, tmp_path, arms=["dca"])
+    assert training.made == [("dca", 0), ("dca", 1)]
+
+
 def test_seeds_without_a_pair_are_said(training, tmp_path):
     training.fail["residual", 1] = studies.diverged()
     run(studies.write(tmp_path, seeds=[0, 1, 2]), tmp_path)
