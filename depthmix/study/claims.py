@@ -445,8 +445,10 @@ def verdicts(
     return judged
 
 
-def elsewhere(claim: Claim, column: Mapping[str, Any], look: Callable[[str], Results | None]) -> Found | None:
-    """A contrast of arms of no cell in particular, in another study's (study @ cell); it decides nothing."""
+def elsewhere(claim: Claim, decided: str, column: Mapping[str, Any], look: Callable[[str], Results | None]) -> Found | None:
+    """A contrast of arms of no cell in particular, in a cell (study @ cell) that is not the one which `decided` the claim."""
+    if column["study"] == decided:
+        return None
     name, _, cell = column["study"].partition(" @ ")
     results = look(name)
     if results is None or claim.measure != "contrast" or any(" @ " in arm for arm in claim.what):

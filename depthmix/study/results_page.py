@@ -96,7 +96,7 @@ def write_claims(path: Path = RESULTS / CLAIMS, page: Path = PAGE) -> Path:
                 _said(claim.says),
                 _shown(found),
             ]
-            too = {column["title"]: elsewhere(claim, column, look) for column in beside}
+            too = {column["title"]: elsewhere(claim, name, column, look) for column in beside}
             seeds = ("–" if not found.of else f"{found.seeds} {found.of}".removesuffix(" seeds")) if found else "0"
             line = markdown_line([*cells, seeds]) + f" {_link(name, path.parent)} |"
             text.append(line + "".join(f" {_with_seeds(other)} |" for other in too.values()))
@@ -129,7 +129,7 @@ def _elsewhere(
     """How many of the claims that are confirmed are so in each column beside them, where it has them."""
     said = []
     for column in beside:
-        others = [judge(c, elsewhere(c, column, look)) for c, verdict, _, _ in judged if verdict == CONFIRMED]
+        others = [judge(c, elsewhere(c, name, column, look)) for c, verdict, _, name in judged if verdict == CONFIRMED]
         known = [verdict for verdict in others if verdict != NOT_MEASURED]
         said += [f"{known.count(CONFIRMED)} of {len(known)} in “{column['title']}”"] * bool(known)
     words = f"Where the claims that are confirmed were measured once more, they are confirmed again: {'; '.join(said)}."

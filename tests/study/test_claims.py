@@ -341,9 +341,9 @@ def test_a_contrast_elsewhere_is_of_one_cell_and_of_contrasts_only():
     }
     known = {"s": Results("s", "plain", cells, 0.01)}
 
-    def found(measure="contrast", what={"a": 1, "plain": -1}, place="s @ other", of=("s", "t")):  # noqa: B006
+    def found(measure="contrast", what={"a": 1, "plain": -1}, place="s @ other", of=("s", "t"), decided="t"):  # noqa: B006
         column = {"title": "c", "study": place, "of": of}
-        return elsewhere(Claim("c", "p", -0.1, ["s"], measure, what), column, known.get)
+        return elsewhere(Claim("c", "p", -0.1, ["s"], measure, what), decided, column, known.get)
 
     assert found().value == pytest.approx(-0.3)
     assert found(place="s").value == pytest.approx(-0.1)
@@ -351,4 +351,6 @@ def test_a_contrast_elsewhere_is_of_one_cell_and_of_contrasts_only():
     assert found(what={"a @ first": 1, "plain @ first": -1}) is None  # of a cell of its own
     assert found(measure="accuracy") is None
     assert found(place="t @ other") is None
+    assert found(place="s", decided="s") is None  # not once more what decides the claim
+    assert found(decided="s").value == pytest.approx(-0.3)
     assert found(of=("t",)) is None  # of a claim that other studies decide
