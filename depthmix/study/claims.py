@@ -445,7 +445,9 @@ def verdicts(
     return judged
 
 
-def elsewhere(claim: Claim, decided: str, column: Mapping[str, Any], look: Callable[[str], Results | None]) -> Found | None:
+def elsewhere(
+    claim: Claim, decided: str, column: Mapping[str, Any], look: Callable[[str], Results | None]
+) -> Found | None:
     """A contrast of arms of no cell in particular, in a cell (study @ cell) that is not the one which `decided` the claim."""
     if column["study"] == decided:
         return None
