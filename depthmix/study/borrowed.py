@@ -51,6 +51,17 @@ def borrow(
     return found
 
 
+def known_of(runs: Iterable[Mapping[str, Any]]) -> tuple[dict[str, str], str, set[str]]:
+    """What a study's own runs say where data and device are not here: marks by domain, the kind of device, domains of images."""
+    marks: dict[str, str] = {}
+    device, images = "", set()
+    for run in runs:
+        marks.setdefault(run["domain"], run["data"])
+        device = device or ran_on(run)
+        images |= {run["domain"]} if "images" in run.get("result", {}) else set()
+    return marks, device, images
+
+
 def _is(run: Mapping[str, Any], piece: Piece, config: Mapping[str, Any], mark: str, device: str) -> bool:
     """Whether a run is that of a piece, to the last option; what came later has its default in an older run."""
     if run["seed"] != piece.config.seed or run["data"] != mark or ran_on(run) != device:

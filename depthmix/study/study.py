@@ -9,7 +9,7 @@ import functools
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from depthmix.errors import CHECKPOINT, DIVERGED, INTERNAL, INTERRUPTED, UserErr
 from depthmix.files import check_writable
 from depthmix.names import nearest
 from depthmix.runs.folder import environment
-from depthmix.study.borrowed import borrow
+from depthmix.study.borrowed import borrow, known_of
 from depthmix.study.checks import check_code, check_pieces, check_runs, data_mark
 from depthmix.study.lanes import Place, run_in_lanes
 from depthmix.study.making import Outcome, in_words, make_run
@@ -69,8 +69,13 @@ def study(config: StudyConfig, *, begun: float | None = None) -> Records:
     for line in (said.question, *power_lines(said)):
         say(line)
     if config.report:
+        pieces = planned(said, records, config, out)
+        known = known_of(chosen(said, records.runs))
+        take_over(
+            said, records, [p for p in pieces if p.cell.domain in known[0]], *known, bool(config.accept_code), say
+        )
         used = chosen(said, records.runs)
-        check_runs(used, planned(said, records, config, out), {}, None)
+        check_runs(used, pieces, {}, None)
         check_code(said, records, used, [], config.accept_code)
         _finish(said, records, out, say, figures=True)
     else:
@@ -95,6 +100,30 @@ def check_part(said: Study, config: StudyConfig) -> None:
     runs = [(arm, seed) for there in own for arm, asked in there.items() for seed in asked]
     if not any(arm in (config.arms or said.labels) and seed in (config.seeds or seeds) for arm, seed in runs):
         raise UserError(f"study {said.name} has no run with these arms, sizes, seeds and data together")
+
+
+def take_over(
+    said: Study,
+    records: Records,
+    pieces: Iterable[Piece],
+    marks: Mapping[str, str],
+    device: str,
+    images: Iterable[str],
+    any_code: bool,
+    say: Callable[[str], None],
+) -> None:
+    """Of the pieces that are missing, what other studies have made; at equal time a run's steps are this study's own."""
+    if said.budget == "time":
+        return
+    missing = _missing(pieces, records)
+    for piece, lines in borrow(missing, RESULTS, RESULTS / said.name, marks, device, images, any_code, say):
+        say(f"{piece.title}: made by {lines[-1]['from']}.")
+        records.add(*lines)
+
+
+def _missing(pieces: Iterable[Piece], records: Records) -> list[Piece]:
+    done = {(r["arm"], r["domain"], r["size"], r["seed"]) for r in records.runs}
+    return [piece for piece in pieces if piece.key not in done]
 
 
 def chosen(said: Study, runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -150,8 +179,10 @@ class Worker:
             if self.study.budget == "time":
                 self._measure(signal)
             pieces = self._planned()
-            self._borrow(self._missing(pieces))
-            used, missing = chosen(self.study, self.records.runs), self._missing(pieces)
+            any_code = bool(self.config.accept_code)  # which is then kept with the files that differ
+            known = self.marks, self.device.type, self.images, any_code
+            take_over(self.study, self.records, pieces, *known, self.say)
+            used, missing = chosen(self.study, self.records.runs), _missing(pieces, self.records)
             check_runs(used, pieces, self.marks, self.device.type)
             check_pieces(self.study, missing, self.data)
             check_code(self.study, self.records, used, missing, self.config.accept_code, self.images)
@@ -163,7 +194,7 @@ class Worker:
             if self.queue:
                 check_writable(self.out)  # before a run is made that could not be kept
             (self._in_lanes if self.config.lanes > 1 else self._alone)(signal)
-            missing = self._missing(pieces)
+            missing = _missing(pieces, self.records)
             if self.study.step_times and not self._asked_for(missing) and not signal.requested:
                 self._measure(signal)
         _finish(self.study, self.records, self.out, self.say, figures=not signal.requested)
@@ -185,10 +216,6 @@ class Worker:
         pieces = planned(self.study, self.records, self.config, self.out)
         return [piece for piece in pieces if piece.cell.domain in self.study.active]
 
-    def _missing(self, pieces: Sequence[Piece]) -> list[Piece]:
-        done = {(r["arm"], r["domain"], r["size"], r["seed"]) for r in self.records.runs}
-        return [piece for piece in pieces if piece.key not in done]
-
     def _asked_for(self, pieces: Sequence[Piece]) -> list[Piece]:
         """Those of the arms, sizes and seeds that are to be run, all where none are named."""
         arms, sizes, seeds = self.config.arms, self.config.sizes, self.config.seeds
@@ -199,17 +226,6 @@ class Worker:
             and (not sizes or piece.cell.size in sizes)
             and (not seeds or piece.config.seed in seeds)
         ]
-
-    def _borrow(self, missing: Sequence[Piece]) -> None:
-        """Take over what other studies have made; at equal time a run's steps are this study's own."""
-        if self.study.budget == "time":
-            return
-        usual = RESULTS / self.study.name
-        any_code = bool(self.config.accept_code)  # which is then kept with the files that differ
-        known = self.marks, self.device.type, self.images, any_code, self.say
-        for piece, lines in borrow(missing, RESULTS, usual, *known):
-            self.say(f"{piece.title}: made by {lines[-1]['from']}.")
-            self.records.add(*lines)
 
     def _compiles(self) -> bool:
         said = self.study

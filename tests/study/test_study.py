@@ -369,38 +369,37 @@ def with_damage(line, damage):
     return json.dumps(found).replace('"damage"', value)
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        '{"kind": "run"',
-        '{"kind": "ran"}',
-        "[]",
-        '{"kind": "run", "arm": "residual"}',
-        *(f"{k}={v}" for k, v in DAMAGED.items()),
-        "train_curve=[[1, 2, 3]]",
-        "tokens=0",
-        'parameters={"total": "many"}',
-        'peak_memory="x"',
-        'accuracy="x"',
-        "step_quartiles=[1]",
-        'depth={"block_rms": [1]}',
-        "val_loss=1" + "0" * 400,
-        '{"kind": "code", "id": "a", "files": {"f.py": ["b"]}}',
-        '{"kind": "accept", "reason": "none", "files": {"f.py": [{}]}}',
-        '{"kind": "accept", "reason": "none", "files": {"f.py": "b"}}',
-        '{"kind": "step_times", "domain": "", "size": "", "seconds": {"residual": 0}}',
-    ],
-)
-def test_a_damaged_line_is_named_and_nothing_is_lost(training, tmp_path, damage):
+DAMAGES = [
+    '{"kind": "run"',
+    '{"kind": "ran"}',
+    "[]",
+    '{"kind": "run", "arm": "residual"}',
+    *(f"{k}={v}" for k, v in DAMAGED.items()),
+    "train_curve=[[1, 2, 3]]",
+    "tokens=0",
+    'parameters={"total": "many"}',
+    'peak_memory="x"',
+    'accuracy="x"',
+    "step_quartiles=[1]",
+    'depth={"block_rms": [1]}',
+    "val_loss=1" + "0" * 400,
+    '{"kind": "code", "id": "a", "files": {"f.py": ["b"]}}',
+    '{"kind": "accept", "reason": "none", "files": {"f.py": [{}]}}',
+    '{"kind": "accept", "reason": "none", "files": {"f.py": "b"}}',
+    '{"kind": "step_times", "domain": "", "size": "", "seconds": {"residual": 0}}',
+]
+
+
+def test_a_damaged_line_is_named_and_nothing_is_lost(training, tmp_path):
     path = studies.write(tmp_path)
     run(path, tmp_path)
     file = tmp_path / "out" / "runs.jsonl"
-    text = file.read_text().splitlines()
-    text[1] = with_damage(text[1], damage)
-    file.write_text("\n".join(text) + "\n")
-    before = file.read_bytes()
-    refused(lambda: run(path, tmp_path), f"{file}:2", "damaged", code=CHECKPOINT)
-    assert file.read_bytes() == before
+    good = file.read_text().splitlines()
+    for damage in DAMAGES:
+        file.write_text("\n".join([good[0], with_damage(good[1], damage), *good[2:]]) + "\n")
+        before = file.read_bytes()
+        refused(lambda: run(path, tmp_path), f"{file}:2", "damaged", code=CHECKPOINT)
+        assert file.read_bytes() == before, damage
     assert not read_records([tmp_path / "nowhere"]).lines
 
 
