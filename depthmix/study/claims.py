@@ -153,11 +153,12 @@ def read_claims(path: Path) -> tuple[list[Claim], dict[str, Any]]:
         found.append(
             Claim(item["claim"], item["source"], says, studies, measures[0], item[measures[0]], item.get("note", ""))
         )
-    which = {key: given.get(key, []) for key in ("intro", "beside", "columns", "rules", "answer", "steps")}
+    which = {key: given.get(key, []) for key in ("intro", "beside", "columns", "rules", "choices", "answer", "steps")}
     for key, needed in (
         ("beside", {"title": str, "study": str, "of": list}),
         ("columns", {"title": str, "study": list, "table": str}),
         ("rules", {"arm": str}),
+        ("choices", {"you": str, "use": str, "gave": str}),
     ):
         for item in which[key]:
             if not isinstance(item, dict) or not all(isinstance(item.get(k), kind) for k, kind in needed.items()):

@@ -194,20 +194,25 @@ def _link(name: str, folder: Path) -> str:
 def _which(
     columns: Sequence[Mapping[str, Any]],
     rules: Sequence[Mapping[str, Any]],
+    choices: Sequence[Mapping[str, str]],
     answer: Sequence[str],
     steps: Sequence[str],
     gains: Gains,
     look: Callable[[str], Results | None],
     folder: Path,
 ) -> list[str]:
-    """The answer, then the table behind it: gains in columns of studies, step ratios, and what a rule asks for."""
+    """The answer, in short and at length, then what is behind it: gains in columns of studies, step ratios, what a rule asks for."""
     ratios: dict[tuple[str, str], float] = {}
     for name in steps:  # the newest last
         for line in csv.DictReader((folder / f"{name}.csv").read_text().splitlines()):
             if line["metric"].startswith("step / "):
                 ratios[line["who"], line["case"].partition(":")[0]] = float(line["value"])
     cases = sorted({case for _, case in ratios})
-    text = ["## Which rule should I use?", "", *(f"* {markdown_text(sentence)}" for sentence in answer), ""]
+    text = ["## Which rule should I use?", ""]
+    if choices:
+        text += [markdown_line(["you", "use", "what it gave"]), "|---|---|---|"]
+        text += [*(markdown_line([choice["you"], choice["use"], choice["gave"]]) for choice in choices), ""]
+    text += [*(f"* {markdown_text(sentence)}" for sentence in answer), ""]
     if any("panel" in column for column in columns):
         text += [f"![gains of the rules]({FIGURE.as_posix()}.png)", ""]
     for name in dict.fromkeys(column["table"] for column in columns):

@@ -285,10 +285,12 @@ def test_a_step_is_from_the_last_run_that_has_the_rule(tmp_path):
         lines = [f"54m: 12 blocks,{who},step / residual,{value}" for who, value in rows.items()]
         (tmp_path / f"{name}.csv").write_text("\n".join(["case,who,metric,value", *lines]))
     rules = [{"arm": arm} for arm in ("dca", "layerscale", "mudd")]
-    (tmp_path / "claims.yaml").write_text(yaml.safe_dump({"rules": rules, "steps": ["old", "new"]}))
+    said = {"rules": rules, "steps": ["old", "new"], "choices": [{"you": "a|b", "use": "`dca`", "gave": "<b>"}]}
+    (tmp_path / "claims.yaml").write_text(yaml.safe_dump(said))
     module.write_claims(tmp_path / "claims.yaml", tmp_path / "page.md")
     page = (tmp_path / "page.md").read_text()
     assert all(row in page for row in ("| dca | 1.17 |", "| layerscale | 1.00 |", "| mudd | – |"))
+    assert "| you | use | what it gave |\n|---|---|---|\n| a\\|b | `dca` | &lt;b&gt; |" in page
 
 
 @pytest.mark.parametrize(
@@ -296,6 +298,7 @@ def test_a_step_is_from_the_last_run_that_has_the_rule(tmp_path):
     [
         ({"intro": "one sentence"}, ["intro is a list of sentences"]),
         ({"answer": [3]}, ["answer is a list of sentences"]),
+        ({"choices": [{"you": "train", "use": "a"}]}, ["an entry of choices has you and use and gave"]),
         ({"columns": [{"title": "t"}]}, ["columns has title and study and table"]),
         ({"columns": [A_COLUMN, A_COLUMN]}, ["two columns are called 't'"]),
         ({"columns": [{**A_COLUMN, "panel": "p"}]}, ["panel and of a series"]),
