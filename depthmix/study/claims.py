@@ -10,7 +10,8 @@ A claim names a study, or several, of which the one with most seeds counts, the 
     spikes, growth, rate: {arm: …, against: …}         loss spikes; outputs' growth over depth; the largest stable rate, as a ratio
 
 `says` is the paper's number, or `above` or `below` where it gives none. Columns `beside` show the same contrasts in a cell of
-another study, {title: …, study: start @ cell, of: [mechanisms]}, for claims that these studies decide, where it has the arms.
+another study, {title: …, study: start @ cell, of: [mechanisms]}, for claims that these studies decide, where it has the arms;
+`same` names studies of the same size and data, which are then no second measurement.
 The spread of a contrast is that of all arms and sizes of its domains together (spread.py), since books and code vary differently,
 or of the study where those have one seed; before two seeds of anything, the largest that the study's file assumes.
 """
@@ -177,7 +178,7 @@ def read_claims(path: Path) -> tuple[list[Claim], dict[str, Any]]:
             raise UserError(f"{path}: steps names results of `python -m benchmarks step`, and {name!r} has no CSV file")
     decide = sorted({name for claim in found for name in claim.studies})
     for column in which["beside"]:
-        for name in column["of"]:
+        for name in (*column["of"], *column.get("same", [])):
             if name not in decide:
                 raise UserError(
                     f"{path}: beside {column['title']!r}: no claim names {name!r}{nearest(str(name), decide)}"
@@ -449,8 +450,11 @@ def verdicts(
 def elsewhere(
     claim: Claim, decided: str, column: Mapping[str, Any], look: Callable[[str], Results | None]
 ) -> Found | None:
-    """A contrast of arms of no cell in particular, in a cell (study @ cell) that is not the one which `decided` the claim."""
-    if column["study"] == decided:
+    """A contrast of arms of no cell in particular, in a cell (study @ cell) of another size or data than what `decided` the claim.
+
+    A column's `same` names studies that have its size and data as well.
+    """
+    if decided in (column["study"], *column.get("same", [])):
         return None
     name, _, cell = column["study"].partition(" @ ")
     results = look(name)

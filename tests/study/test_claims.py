@@ -311,6 +311,7 @@ def test_a_step_is_from_the_last_run_that_has_the_rule(tmp_path):
         ({"beside": [{"title": "t", "study": ["tiny"], "of": []}]}, ["beside has title and study and of"]),
         ({"beside": [{"title": "t", "study": "tiny @ code", "of": []}]}, ["tiny has no 'code'"]),
         ({"beside": [{"title": "t", "study": "tiny", "of": ["tinny"]}]}, ["beside 't': no claim names 'tinny'"]),
+        ({"beside": [{"title": "t", "study": "tiny", "of": [], "same": ["tinny"]}]}, ["no claim names 'tinny'"]),
         ({"rules": ["dca"]}, ["rules has arm", "'dca'"]),
         ({"steps": ["h200/stop"]}, ["benchmarks step", "'h200/stop' has no CSV file"]),
     ],
@@ -344,8 +345,8 @@ def test_a_contrast_elsewhere_is_of_one_cell_and_of_contrasts_only():
     }
     known = {"s": Results("s", "plain", cells, 0.01)}
 
-    def found(measure="contrast", what={"a": 1, "plain": -1}, place="s @ other", of=("s", "t"), decided="t"):  # noqa: B006
-        column = {"title": "c", "study": place, "of": of}
+    def found(measure="contrast", what={"a": 1, "plain": -1}, place="s @ other", of=("s", "t"), decided="t", same=()):  # noqa: B006
+        column = {"title": "c", "study": place, "of": of, "same": same}
         return elsewhere(Claim("c", "p", -0.1, ["s"], measure, what), decided, column, known.get)
 
     assert found().value == pytest.approx(-0.3)
@@ -355,5 +356,6 @@ def test_a_contrast_elsewhere_is_of_one_cell_and_of_contrasts_only():
     assert found(measure="accuracy") is None
     assert found(place="t @ other") is None
     assert found(place="s", decided="s") is None  # not once more what decides the claim
+    assert found(decided="t", same=["t"]) is None
     assert found(decided="s").value == pytest.approx(-0.3)
     assert found(of=("t",)) is None  # of a claim that other studies decide
