@@ -3,7 +3,10 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 TRAIN := .venv/.installed-train
 LINT := .venv/.installed-lint
-INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt --editable
+PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
+# The pip that Python brings along may be years old, and takes twice as long to look through an index.
+VENV = @test -x $(BIN)/python || { $(PYTHON) -m venv .venv && { $(PIP) --upgrade pip || true; }; }
+INSTALL = $(PIP) --constraint constraints.txt --editable
 # On all cores, where pip takes one, and of depthmix too, which processes of tests would compile again and again;
 # without what is not imported: packages' tests, most architectures of transformers, plotly's Python, and some large parts of others.
 UNUSED = transformers/models|plotly|pip|setuptools|mypy|mypyc|tests?|torch/testing/_internal|torchgen|sympy/physics|pygments/lexers|fontTools|pydantic|tensorboard|async_api|narwhals|werkzeug|grpc|torch/_vendor|numpy/distutils|sympy/stats|huggingface_hub/(cli|inference)
@@ -15,14 +18,14 @@ setup: $(STAMP)
 
 # Newer than what it was installed from: nothing to do.
 $(STAMP): pyproject.toml constraints.txt
-	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(VENV)
 	$(INSTALL) ".[dev]"
 	$(COMPILE)
 	@touch $(STAMP)
 
 # A third of the above in bytes: what a user of the command line installs.
 $(TRAIN): pyproject.toml constraints.txt
-	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(VENV)
 	$(INSTALL) ".[train]"
 	$(COMPILE)
 	@touch $(TRAIN)
