@@ -4,7 +4,7 @@ STAMP := .venv/.installed
 TRAIN := .venv/.installed-train
 LINT := .venv/.installed-lint
 PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
-# The pip that Python brings along may be years old, and takes twice as long to look through an index.
+# The pip that Python brings along may be years old, and takes a minute longer on a slow machine to look through an index.
 VENV = @test -x $(BIN)/python || { $(PYTHON) -m venv .venv && { $(PIP) --upgrade pip || true; }; }
 INSTALL = $(PIP) --constraint constraints.txt --editable
 # On all cores, where pip takes one, and of depthmix too, which processes of tests would compile again and again;
