@@ -161,7 +161,11 @@ def read_claims(path: Path) -> tuple[list[Claim], dict[str, Any]]:
         ("rules", {"arm": str}),
         ("choices", {"you": str, "use": str, "gave": str}),
     ):
+        if not isinstance(which[key], list):
+            raise UserError(f"{path}: {key} is a list, got {which[key]!r}")
         for item in which[key]:
+            if not isinstance(item.get("same", []) if isinstance(item, dict) else [], list):
+                raise UserError(f"{path}: same is a list of studies, got {item['same']!r}")
             if not isinstance(item, dict) or not all(isinstance(item.get(k), kind) for k, kind in needed.items()):
                 raise UserError(f"{path}: an entry of {key} has {' and '.join(needed)}, got {item!r}")
     for key in ("intro", "answer"):

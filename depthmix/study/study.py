@@ -69,14 +69,10 @@ def study(config: StudyConfig, *, begun: float | None = None) -> Records:
     for line in (said.question, *power_lines(said)):
         say(line)
     if config.report:
-        pieces = planned(said, records, config, out)
-        known = known_of(chosen(said, records.runs))
-        take_over(
-            said, records, [p for p in pieces if p.cell.domain in known[0]], *known, bool(config.accept_code), say
-        )
-        used = chosen(said, records.runs)
+        pieces, used = planned(said, records, config, out), chosen(said, records.runs)
         check_runs(used, pieces, {}, None)
         check_code(said, records, used, [], config.accept_code)
+        records = with_others(said, records, pieces, config.accept_code, say)
         _finish(said, records, out, say, figures=True)
     else:
         Worker(said, config, records, out, say, begun).run()
@@ -100,6 +96,22 @@ def check_part(said: Study, config: StudyConfig) -> None:
     runs = [(arm, seed) for there in own for arm, asked in there.items() for seed in asked]
     if not any(arm in (config.arms or said.labels) and seed in (config.seeds or seeds) for arm, seed in runs):
         raise UserError(f"study {said.name} has no run with these arms, sizes, seeds and data together")
+
+
+def with_others(
+    said: Study, records: Records, pieces: Iterable[Piece], reason: str, say: Callable[[str], None]
+) -> Records:
+    """The records and what other studies have made since; without it where that is of other code, for which nobody gives a reason."""
+    known, more, found = known_of(chosen(said, records.runs)), Records(list(records.lines)), list[str]()
+    take_over(said, more, [p for p in pieces if p.cell.domain in known[0]], *known, bool(reason), found.append)
+    try:
+        check_code(said, more, chosen(said, more.runs), [], reason)
+    except UserError as error:
+        say(f"Nothing is taken from other studies: {error}")
+        return records
+    for sentence in found:
+        say(sentence)
+    return more
 
 
 def take_over(

@@ -312,6 +312,8 @@ def test_a_step_is_from_the_last_run_that_has_the_rule(tmp_path):
         ({"beside": [{"title": "t", "study": "tiny @ code", "of": []}]}, ["tiny has no 'code'"]),
         ({"beside": [{"title": "t", "study": "tiny", "of": ["tinny"]}]}, ["beside 't': no claim names 'tinny'"]),
         ({"beside": [{"title": "t", "study": "tiny", "of": [], "same": ["tinny"]}]}, ["no claim names 'tinny'"]),
+        ({"beside": [{"title": "t", "study": "tiny", "of": [], "same": 3}]}, ["same is a list of studies"]),
+        ({"choices": 3}, ["choices is a list"]),
         ({"rules": ["dca"]}, ["rules has arm", "'dca'"]),
         ({"steps": ["h200/stop"]}, ["benchmarks step", "'h200/stop' has no CSV file"]),
     ],

@@ -10,7 +10,7 @@ import pytest
 from depthmix.config import StudyConfig
 from depthmix.errors import DISK, DIVERGED, INTERNAL, INTERRUPTED, USAGE
 from depthmix.mixers import base
-from depthmix.study import modules
+from depthmix.study import code, modules
 from depthmix.study import study as module
 from depthmix.study.borrowed import known_of
 from depthmix.study.code import _checksum, _files, _imports, _tree, changed_since, checksum
@@ -301,6 +301,20 @@ def test_a_report_takes_over_what_another_study_has_made_since(training, tmp_pat
         assert len(read_records([file]).runs) == count
         file.write_text(file.read_text().replace('"device": "cuda"', '"device": "cpu"'))
     assert not training.made
+
+
+def test_a_report_of_older_code_does_without_newer_runs(training, tmp_path, capsys, monkeypatch):
+    path = studies.write(tmp_path, arms=["residual", "dca"], paper=None)
+    with monkeypatch.context() as older:
+        older.setattr(code, "checksum", lambda path: "older")
+        run(path, tmp_path, arms=["residual"])
+    module.study(studies.config(studies.write(tmp_path, "first", arms=["dca"], paper=None), "docs/results/first"))
+    for reason, count in ("", 2), ("nothing that matters", 4):
+        run(path, tmp_path, report=True, quiet=False, accept_code=reason)
+        said = capsys.readouterr().out
+        assert ("Nothing is taken from other studies: the results are of different code" in said) == (count == 2)
+        assert said.count("made by first") == count - 2
+        assert len(read_records([tmp_path / "out" / "runs.jsonl"]).runs) == count
 
 
 def test_at_equal_time_a_studys_steps_are_its_own(monkeypatch):
