@@ -13,7 +13,8 @@ A claim names a study, or several, of which the one with most seeds counts, the 
 another study, {title: …, study: start @ cell, of: [mechanisms]}, for claims that these studies decide, where it has the arms;
 `same` names studies of the same size and data, which are then no second measurement.
 The spread of a contrast is that of all arms and sizes of its domains together (spread.py), since books and code vary differently,
-or of the study where those have one seed; before two seeds of anything, the largest that the study's file assumes.
+or of the study where those have one seed, and from six paired seeds on its own; before two seeds of anything, the largest that the
+study's file assumes.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from depthmix.study.rows import Run, make_rows, read_run
 from depthmix.study.saved import read_json
 from depthmix.study.sections import growth, largest_stable, points, spikes
 from depthmix.study.sheet import as_runs, at_known_times
-from depthmix.study.spread import Spread, group_of, pooled
+from depthmix.study.spread import Spread, around, group_of, pooled
 from depthmix.values import read_recipe
 
 RESULTS = Path("docs") / "results"
@@ -76,7 +77,7 @@ class Found:
     seeds: int
     remark: str = ""
     of: str = "seeds"  # or what else there are so many of; nothing where no seed counts
-    freedom: int = 0  # degrees of freedom of the interval, where its spread is that of many arms
+    freedom: int = 0  # degrees of freedom of the interval of a contrast
 
 
 @dataclass(frozen=True)
@@ -303,10 +304,10 @@ def contrast(results: Results, weights: Mapping[str, float], accuracy: bool = Fa
         if results.assumed is None or accuracy:
             return Found(statistics.fmean(values), -math.inf, math.inf, len(seeds), CHANCE)
         spread, remark = Spread(results.assumed, MANY), ASSUMED
-    half = spread.half_width(len(seeds), cells.values())
+    half, freedom = around(values, spread, cells.values())
     assert half is not None
     mean = statistics.fmean(values)
-    return Found(mean, mean - half, mean + half, len(seeds), remark, freedom=spread.freedom)
+    return Found(mean, mean - half, mean + half, len(seeds), remark, freedom=freedom)
 
 
 def _number(run: Run, accuracy: bool) -> float | None:

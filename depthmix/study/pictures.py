@@ -11,7 +11,7 @@ from depthmix.study.figures import COLOURS, DASHES, INK, MISSING, load, save_fig
 from depthmix.study.fits import FEWEST, Points, fit
 from depthmix.study.recipe import Study
 from depthmix.study.rows import Run
-from depthmix.study.spread import spreads
+from depthmix.study.spread import around, spreads
 from depthmix.study.table import human
 
 DIFFERENCES, LOSSES, LAWS = "differences", "training", "power-laws"
@@ -84,9 +84,9 @@ def plot_differences(study: Study, by_cell: Mapping[str, Sequence[Run]]) -> Any:
             own = [r.val_loss - base[r.seed] for r in runs if r.arm == label and r.seed in base]
             axes.plot(own, [place] * len(own), "o", color=COLOURS[0], markersize=3, alpha=0.6, zorder=3)
             if own:
-                around = by_chance[name].half_width(len(own))
+                half, _ = around(own, by_chance[name])
                 axes.errorbar(
-                    [statistics.fmean(own)], [place], xerr=None if around is None else [around], fmt="o", color=COLOURS[0],
+                    [statistics.fmean(own)], [place], xerr=None if half is None else [half], fmt="o", color=COLOURS[0],
                     markersize=6, linewidth=1.4, capsize=3, zorder=4,
                 )  # fmt: skip
         _draw_paper(axes, study)

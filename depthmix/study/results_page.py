@@ -40,6 +40,7 @@ from depthmix.study.interval import student_t
 from depthmix.study.power import MOST, POWER, seeds_needed
 from depthmix.study.recipe import FOLDER, read_study
 from depthmix.study.rules_picture import plot_rules
+from depthmix.study.spread import OWN_SEEDS
 from depthmix.study.table import markdown_line, markdown_text
 
 CLAIMS, PAGE = "claims.yaml", Path("docs") / "results.md"
@@ -77,7 +78,7 @@ def write_claims(path: Path = RESULTS / CLAIMS, page: Path = PAGE) -> Path:
         "",
         f"Of {len(judged)} claims: {summary}. Made by `depthmix study --claims` from [claims.yaml](results/{CLAIMS}) and the results beside it.",
         "",
-        f"“{CONFIRMED}”: the 95% interval leaves no effect out, on the paper's side, and ours is at least half of the paper's or the interval holds it; “{IN_SIGN}”: on the paper's side, but less than half of it; “{NOT_SEEN}”: the interval holds no effect, and not the paper's, or, of a claim without a number, ours is on the other side; “{UNDECIDED}”: it holds no effect and the paper's, and more seeds would tell; “{CONTRADICTED}”: it is on the other side. The papers' models are larger and train longer, on other data: compare signs before sizes; of so many 95% intervals about two leave the truth out. Intervals of losses are Student's, over seeds alone, with the spread that all arms of a study have together on the same data, which also an arm with one seed borrows; those of advantages are of the jackknife over sizes, and say how much hangs on one of them.",
+        f"“{CONFIRMED}”: the 95% interval leaves no effect out, on the paper's side, and ours is at least half of the paper's or the interval holds it; “{IN_SIGN}”: on the paper's side, but less than half of it; “{NOT_SEEN}”: the interval holds no effect, and not the paper's, or, of a claim without a number, ours is on the other side; “{UNDECIDED}”: it holds no effect and the paper's, and more seeds would tell; “{CONTRADICTED}”: it is on the other side. The papers' models are larger and train longer, on other data: compare signs before sizes; of so many 95% intervals about two leave the truth out. Intervals of losses are Student's, over seeds alone, with the spread that all arms of a study have together on the same data, which also an arm with one seed borrows, and from {OWN_SEEDS} paired seeds on with their own; those of advantages are of the jackknife over sizes, and say how much hangs on one of them.",
         "",
         *(markdown_text(line) for line in which.pop("intro")),
         *_elsewhere(judged, beside, look),
@@ -132,7 +133,7 @@ def _elsewhere(
         others = [judge(c, elsewhere(c, name, column, look)) for c, verdict, _, name in judged if verdict == CONFIRMED]
         known = [verdict for verdict in others if verdict != NOT_MEASURED]
         said += [f"{known.count(CONFIRMED)} of {len(known)} in “{column['title']}”"] * bool(known)
-    words = f"Where the claims that are confirmed were measured once more, they are confirmed again: {'; '.join(said)}."
+    words = f"Of the claims that are confirmed, where they were measured once more, these are confirmed again: {'; '.join(said)}."
     return ["", words] if said else []
 
 
@@ -155,7 +156,8 @@ def _to_tell(claim: Claim, found: Found) -> str:
         return ""
     deviation = (found.high - found.low) / 2 / student_t(found.freedom) * math.sqrt(found.seeds)
     needed = seeds_needed(claim.says - claim.nothing, deviation, found.freedom)
-    return f"an effect of the paper's size takes {needed or f'more than {MOST}'} paired seeds to be shown with a chance of {POWER:.0%}"
+    run = ", which were run and left it open" if needed and needed <= found.seeds else ""
+    return f"an effect of the paper's size takes {needed or f'more than {MOST}'} paired seeds to be shown with a chance of {POWER:.0%}{run}"
 
 
 def _said(says: float | str) -> str:

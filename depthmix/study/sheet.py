@@ -18,7 +18,7 @@ from depthmix.study.recipe import Cell, Study
 from depthmix.study.records import RUNS, Records
 from depthmix.study.rows import Row, Run, make_rows
 from depthmix.study.sections import points, sections
-from depthmix.study.spread import Spread, group_of, spreads
+from depthmix.study.spread import OWN_SEEDS, Spread, group_of, spreads
 from depthmix.study.table import (
     COSTS,
     DASH,
@@ -153,7 +153,7 @@ def to_markdown(
         text += [
             *_main_table(study, rows, diverged),
             "",
-            *_bullets(_legend(study, any(map(of_images, rows.values())))),
+            *_bullets(_legend(study, rows)),
             *(f"\n![{n}]({n}.png)" for n in drawn),
         ]
         for name, own in rows.items():
@@ -166,9 +166,10 @@ def to_markdown(
 
 
 def _with_interval(row: Row, by_chance: Spread) -> Row:
-    """The row with the interval that all arms' spread gives its difference, where two of them have two seeds."""
+    """The row with the interval that all arms' spread gives its difference, where two of them have two seeds, and it has too few."""
     half = by_chance.half_width(row.paired)
-    return row if row.difference is None or half is None else replace(row, difference_interval=half)
+    own = row.difference is None or half is None or row.paired >= OWN_SEEDS
+    return row if own else replace(row, difference_interval=half)
 
 
 def _main_table(study: Study, rows: Mapping[str, Sequence[Row]], diverged: set[tuple[str, str]]) -> list[str]:
@@ -207,7 +208,7 @@ def _seeds(row: Row) -> str:
     return str(row.seeds) if row.difference is None or row.paired == row.seeds else f"{row.seeds}, {row.paired} of both"
 
 
-def _legend(study: Study, images: bool) -> list[str]:
+def _legend(study: Study, rows: Mapping[str, Sequence[Row]]) -> list[str]:
     lines = [f"paper, {name}: {source.source} ({source.unit})" for name, source in study.paper.items()]
     if study.paper:
         percent = any(source.unit == "percent" for source in study.paper.values())
@@ -223,9 +224,12 @@ def _legend(study: Study, images: bool) -> list[str]:
     own = {arm.label: [key for key in OF_A_BATCH if key in arm.settings] for arm in study.arms}
     if others := [f"{label} ({', '.join(keys)})" for label, keys in own.items() if keys]:
         budget += f", but for what arms set themselves: {', '.join(others)}"
+    each = "image" if any(map(of_images, rows.values())) else "token"
+    enough = any(row.paired >= OWN_SEEDS for own in rows.values() for row in own)
+    alone = f", and from {OWN_SEEDS} seeds on with their own" if enough else ""
     return [
         *lines,
-        f"ours: nats per {'image' if images else 'token'} on the validation split at the end, mean over seeds; every arm makes {budget}. Differences are taken seed by seed, ± half the 95% interval of their mean, with the spread that all arms have together on these data (depthmix/study/spread.py).",
+        f"ours: nats per {each} on the validation split at the end, mean over seeds; every arm makes {budget}. Differences are taken seed by seed, ± half the 95% interval of their mean, with the spread that all arms have together on these data{alone} (depthmix/study/spread.py).",
     ]
 
 

@@ -3,8 +3,8 @@
     loss(arm, seed) = a(arm) + s(seed) + e,     σ² = Σ e² / (runs - arms - seeds + 1),     a difference at one seed varies by √2 σ
 
 by least squares in every cell; squares and degrees of freedom of cells add up. Differences to the first arm, arm by arm, would count
-its chance as often as there are other arms. All arms are taken to vary alike. What s varies by matters for a contrast of arms in
-different cells: their seeds are others.
+its chance as often as there are other arms. All arms are taken to vary alike, which they need not: a contrast that has OWN_SEEDS paired
+seeds goes by its own. What s varies by matters for a contrast of arms in different cells: their seeds are others.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from depthmix.study.interval import student_t
+from depthmix.study.interval import half_width, student_t
 from depthmix.study.recipe import Cell, Study
 from depthmix.study.rows import Run
+
+OWN_SEEDS = 6  # then t is 2.6 at most, where that of many degrees of freedom is 2.0
 
 Number = Callable[[Run], float | None]
 
@@ -38,6 +40,15 @@ class Spread:
         by_arms = sum(w * w for own in cells for w in own) * self.deviation**2 / 2
         by_seeds = sum(math.fsum(own) ** 2 for own in cells) * self.of_seeds**2
         return student_t(self.freedom) * math.sqrt((by_arms + by_seeds) / seeds)
+
+
+def around(
+    values: Sequence[float], spread: Spread, weights: Iterable[Sequence[float]] = ((1, -1),)
+) -> tuple[float | None, int]:
+    """Half the 95% interval of the mean of a contrast, by its own seeds or by the spread of all arms, and degrees of freedom."""
+    if len(values) >= OWN_SEEDS:
+        return half_width(values), len(values) - 1
+    return spread.half_width(len(values), weights), spread.freedom
 
 
 def pooled(cells: Iterable[Sequence[Run]], number: Number = lambda run: run.val_loss) -> Spread:

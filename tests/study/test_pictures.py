@@ -10,7 +10,7 @@ from depthmix.study.pictures import draw_study, mean_difference, plot_difference
 from depthmix.study.recipe import read_study
 from depthmix.study.records import Records
 from depthmix.study.rules_picture import plot_rules
-from depthmix.study.sheet import as_runs, train_curves, write_sheet
+from depthmix.study.sheet import as_runs, to_markdown, train_curves, write_sheet
 from depthmix.study.spread import pooled
 from study import studies
 from study.test_claims import a_run
@@ -49,6 +49,21 @@ def test_intervals_of_a_figure_are_those_of_the_table(study):
     axes = plot_differences(study, {"words": runs}).axes[0]
     ((start, end),) = (bar.get_segments()[0][:, 0] for bar in axes.collections)
     assert [start, end] == pytest.approx([-0.09 - (half := pooled([runs]).half_width(2)), -0.09 + half])
+
+
+def test_an_arm_of_six_seeds_has_its_own_interval_in_figure_and_table(study):
+    losses = {"residual": [4.0] * 6, "slow": [3.9, 3.8, 3.7, 3.6, 3.5, 3.4], "attnres:block_size=2": [5.0, 3.0] * 3}
+    runs = [a_run(arm, s, x) for arm, own in losses.items() for s, x in enumerate(own)]
+    wide = 2.5706 * math.sqrt(0.035 / 6)  # t of 5 degrees of freedom; the variance of 0.1 to 0.6 is 0.175 / 5
+    axes = plot_differences(study, {"words": runs}).axes[0]
+    ends = [bar.get_segments()[0][:, 0] for bar in axes.collections]
+    assert any(end == pytest.approx([-0.35 - wide, -0.35 + wide], abs=1e-4) for end in ends)
+    text = to_markdown(study, Records([]), [], {"words": runs}, [])
+    assert f"| slow | – | 3.6500 | -0.3500 ± {wide:.4f} | 6 |" in text
+    assert "on these data, and from 6 seeds on with their own" in text
+    few = to_markdown(study, Records([]), [], {"words": [run for run in runs if run.seed]}, [])
+    assert "with their own" not in few
+    assert f"± {wide:.4f}" not in few
 
 
 def test_rules_have_their_columns_side_by_side():

@@ -7,7 +7,7 @@ import pytest
 
 from depthmix.study.interval import student_t, wilson
 from depthmix.study.recipe import read_study
-from depthmix.study.spread import Spread, pooled, spreads
+from depthmix.study.spread import OWN_SEEDS, Spread, around, pooled, spreads
 from study import studies
 from study.test_claims import a_run
 
@@ -83,6 +83,25 @@ def test_intervals_hold_what_they_should():
         half = pooled([table(losses)]).half_width(2)
         held += abs((losses[3] - losses[0]).mean()) < half
     assert 0.92 < held / 400 < 0.98
+
+
+def test_arms_that_do_not_vary_alike_have_their_own_with_enough_seeds():
+    """An arm that goes with plain, one that varies ten times as much, and ten others: intervals of all arms' spread fit neither."""
+    draws, own, common = np.random.default_rng(1), np.zeros(2), np.zeros(2)
+    for _ in range(600):
+        plain = draws.normal(size=OWN_SEEDS)
+        arms = [plain, *(plain + s * draws.normal(size=OWN_SEEDS) for s in (0.1, 10, *[1] * 10))]
+        spread = pooled([table(arms)])
+        for i in range(2):
+            values = list(arms[1 + i] - plain)
+            own[i] += abs(np.mean(values)) < around(values, spread)[0]
+            common[i] += abs(np.mean(values)) < spread.half_width(OWN_SEEDS)
+    assert own / 600 == pytest.approx([0.95, 0.95], abs=0.03)
+    assert common[0] == 600
+    assert common[1] < 0.7 * 600
+    values = list(arms[1] - plain)
+    assert around(values, spread)[1] == OWN_SEEDS - 1
+    assert around(values[1:], spread) == (spread.half_width(OWN_SEEDS - 1), spread.freedom)
 
 
 def test_of_a_study_sizes_of_a_domain_are_one_unless_they_are_rates(tmp_path):
