@@ -12,8 +12,8 @@ A claim names a study, or several, of which the one with most seeds counts, the 
 `says` is the paper's number, or `above` or `below` where it gives none. Columns `beside` show the same contrasts in a cell of
 another study, {title: …, study: start @ cell, of: [mechanisms]}, for claims that these studies decide, where it has the arms;
 `same` names studies of the same size and data, which are then no second measurement.
-The spread of a contrast is that of all arms and sizes of its domains together (spread.py), since books and code vary differently,
-or of the study where those have one seed, and from six paired seeds on its own; before two seeds of anything, the largest that the
+The spread of a contrast is its own from six paired seeds on, else that of all arms and sizes of its domains together (spread.py),
+since books and code vary differently, or of the study where those have one seed; before two seeds of anything, the largest that the
 study's file assumes.
 """
 
@@ -299,14 +299,14 @@ def contrast(results: Results, weights: Mapping[str, float], accuracy: bool = Fa
     spread = pooled((results.runs[cell] for cell in results.like(cells)), number)
     if not spread.freedom:
         spread = pooled(results.runs.values(), number)
-    remark = ""
-    if not spread.freedom:
-        if results.assumed is None or accuracy:
-            return Found(statistics.fmean(values), -math.inf, math.inf, len(seeds), CHANCE)
-        spread, remark = Spread(results.assumed, MANY), ASSUMED
+    mean, remark = statistics.fmean(values), ""
     half, freedom = around(values, spread, cells.values())
-    assert half is not None
-    mean = statistics.fmean(values)
+    if half is None:
+        if results.assumed is None or accuracy:
+            return Found(mean, -math.inf, math.inf, len(seeds), CHANCE)
+        half, freedom = around(values, Spread(results.assumed, MANY), cells.values())
+        assert half is not None
+        remark = ASSUMED
     return Found(mean, mean - half, mean + half, len(seeds), remark, freedom=freedom)
 
 

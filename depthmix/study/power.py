@@ -1,6 +1,7 @@
 """How many paired seeds a difference needs: the power of Student's paired test, exactly.
 
-    T = (Z + δ) / S,   δ = difference √n / sd,   S² = χ²(ν) / ν,   ν = n - 1, or more where other arms' seeds tell the sd as well
+    T = (Z + δ) / S,   δ = difference √n / sd,   S² = χ²(ν) / ν,   ν = n - 1, or more
+    where other arms' seeds tell the sd as well, up to OWN_SEEDS, from which on a difference goes by its own
     power = P(|T| > t) = E[Φ(δ - t S) + Φ(-δ - t S)],   t of the 95% interval
 
 sd is the standard deviation of the differences taken seed by seed.
@@ -11,7 +12,7 @@ from __future__ import annotations
 import math
 import statistics
 
-from depthmix.study.interval import student_t
+from depthmix.study.interval import OWN_SEEDS, student_t
 
 POWER = 0.8
 MOST = 200  # seeds; nobody runs more
@@ -20,7 +21,7 @@ PIECES = 200  # of the integral over S
 
 def power(difference: float, sd: float, seeds: int, freedom: int | None = None) -> float:
     """The chance that the 95% interval over so many paired seeds leaves zero out if the difference is real."""
-    df = max(seeds - 1, freedom or 0)
+    df = seeds - 1 if seeds >= OWN_SEEDS else max(seeds - 1, freedom or 0)
     if df < 1 or seeds < 1:
         return 0.0
     if sd <= 0:
@@ -40,10 +41,13 @@ def power(difference: float, sd: float, seeds: int, freedom: int | None = None) 
 
 def seeds_needed(difference: float, sd: float, freedom: int | None = None, wanted: float = POWER) -> int | None:
     """The fewest paired seeds with which the difference is shown with that chance; None if more than anyone runs."""
-    low, high = 0, MOST
+    for few in range(1, OWN_SEEDS):
+        if power(difference, sd, few, freedom) >= wanted:
+            return few
+    low, high = OWN_SEEDS - 1, MOST
     if power(difference, sd, MOST, freedom) < wanted:
         return None
-    while high - low > 1:  # power grows with the seeds
+    while high - low > 1:  # from here on power grows with the seeds
         middle = (low + high) // 2
         low, high = (low, middle) if power(difference, sd, middle, freedom) >= wanted else (middle, high)
     return high

@@ -36,11 +36,10 @@ from depthmix.study.claims import (
     verdicts,
 )
 from depthmix.study.figures import load, save_figure
-from depthmix.study.interval import student_t
+from depthmix.study.interval import OWN_SEEDS, student_t
 from depthmix.study.power import MOST, POWER, seeds_needed
 from depthmix.study.recipe import FOLDER, read_study
 from depthmix.study.rules_picture import plot_rules
-from depthmix.study.spread import OWN_SEEDS
 from depthmix.study.table import markdown_line, markdown_text
 
 CLAIMS, PAGE = "claims.yaml", Path("docs") / "results.md"

@@ -12,13 +12,14 @@ from typing import Any
 from depthmix.files import write_text
 from depthmix.study.code import KERNELS, changed_since
 from depthmix.study.costs import at_step_times, cost_note, doubts
+from depthmix.study.interval import OWN_SEEDS
 from depthmix.study.pictures import draw_study
 from depthmix.study.power import POWER, detectable, seeds_needed
 from depthmix.study.recipe import Cell, Study
 from depthmix.study.records import RUNS, Records
 from depthmix.study.rows import Row, Run, make_rows
 from depthmix.study.sections import points, sections
-from depthmix.study.spread import OWN_SEEDS, Spread, group_of, spreads
+from depthmix.study.spread import Spread, group_of, spreads
 from depthmix.study.table import (
     COSTS,
     DASH,
@@ -166,7 +167,7 @@ def to_markdown(
 
 
 def _with_interval(row: Row, by_chance: Spread) -> Row:
-    """The row with the interval that all arms' spread gives its difference, where two of them have two seeds, and it has too few."""
+    """The row with the interval that all arms' spread gives its difference, unless its own seeds are enough, or nothing is known."""
     half = by_chance.half_width(row.paired)
     own = row.difference is None or half is None or row.paired >= OWN_SEEDS
     return row if own else replace(row, difference_interval=half)
@@ -225,7 +226,7 @@ def _legend(study: Study, rows: Mapping[str, Sequence[Row]]) -> list[str]:
     if others := [f"{label} ({', '.join(keys)})" for label, keys in own.items() if keys]:
         budget += f", but for what arms set themselves: {', '.join(others)}"
     each = "image" if any(map(of_images, rows.values())) else "token"
-    enough = any(row.paired >= OWN_SEEDS for own in rows.values() for row in own)
+    enough = any(r.paired >= OWN_SEEDS and r.difference is not None for own in rows.values() for r in own)
     alone = f", and from {OWN_SEEDS} seeds on with their own" if enough else ""
     return [
         *lines,
@@ -234,7 +235,7 @@ def _legend(study: Study, rows: Mapping[str, Sequence[Row]]) -> list[str]:
 
 
 def _cell(name: str, rows: Sequence[Row], runs: Sequence[Run], timed: Sequence[str], together: bool) -> list[str]:
-    """Costs and verdicts of one cell; timed: how its step times were measured, if not with the runs; together: all arms' spread."""
+    """Costs and verdicts of one cell; timed: how its step times were measured, if not with the runs; together: see verdict."""
     if not rows:
         return [f"## {name or 'Costs'}", "", "No run has finished."]
     several, busy = all(len(run.curve) > 1 for run in runs), {run.arm for run in runs if run.shared}
@@ -306,7 +307,7 @@ def _shows(spread: float, seeds: int, freedom: int | None = None) -> str:
 
 
 def _measured(study: Study, found: Mapping[str, Spread]) -> list[str]:
-    """The same with the spread that the intervals have, which the seeds of all arms tell."""
+    """The same with the spread that intervals of few seeds have, which the seeds of all arms tell."""
     lines, difference = [], study.power.get("difference")
     known = [cell for cell in study.cells if found[cell.name].freedom]
     groups = {(*group_of(study, cell), cell.size if cell.seeds else ""): cell for cell in known}  # seeds of its own

@@ -15,11 +15,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from depthmix.study.interval import half_width, student_t
+from depthmix.study.interval import OWN_SEEDS, half_width, student_t
 from depthmix.study.recipe import Cell, Study
 from depthmix.study.rows import Run
-
-OWN_SEEDS = 6  # then t is 2.6 at most, where that of many degrees of freedom is 2.0
 
 Number = Callable[[Run], float | None]
 

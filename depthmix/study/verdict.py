@@ -15,7 +15,7 @@ SURE = f"{CONFIDENCE:.0%} interval"
 def verdict(rows: Sequence[Row], pooled: bool = False) -> list[str]:
     """A sentence for every arm but the first: a difference is one if the paired interval leaves zero out.
 
-    pooled: intervals have the spread of all arms, not of one's seeds.
+    pooled: intervals of few seeds have the spread of all arms, not of their own.
     """
     return [_sentence(row, row.difference, pooled) for row in rows if row.difference is not None]
 

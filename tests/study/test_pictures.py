@@ -61,7 +61,7 @@ def test_an_arm_of_six_seeds_has_its_own_interval_in_figure_and_table(study):
     text = to_markdown(study, Records([]), [], {"words": runs}, [])
     assert f"| slow | – | 3.6500 | -0.3500 ± {wide:.4f} | 6 |" in text
     assert "on these data, and from 6 seeds on with their own" in text
-    few = to_markdown(study, Records([]), [], {"words": [run for run in runs if run.seed]}, [])
+    few = to_markdown(study, Records([]), [], {"words": [run for run in runs if run.seed or run.arm == "residual"]}, [])
     assert "with their own" not in few
     assert f"± {wide:.4f}" not in few
 

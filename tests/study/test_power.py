@@ -30,6 +30,8 @@ def test_a_spread_that_others_tell_needs_fewer_seeds():
     assert seeds_needed(2.0, 1.0, 20) == 3 < seeds_needed(2.0, 1.0)
     assert seeds_needed(4.0, 1.0, 20) == 1
     assert seeds_needed(0.8, 1.0, 3) == seeds_needed(0.8, 1.0)  # those to come will tell as well
+    assert seeds_needed(0.8, 1.0, 90) == seeds_needed(0.8, 1.0) == 15  # so many tell alone
+    assert power(1.2, 1.0, 6, 90) == power(1.2, 1.0, 6) < power(1.2, 1.0, 5, 90)
     assert power(detectable(0.006, 2, 20), 0.006, 2, 20) == pytest.approx(0.8, abs=1e-3)
     assert detectable(0.006, 2, 1000) == pytest.approx((1.962 + 0.842) * 0.006 / 2**0.5, rel=0.01)
     assert detectable(0.006, 1, 1000) == pytest.approx((1.962 + 0.842) * 0.006, rel=0.01)

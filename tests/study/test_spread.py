@@ -5,9 +5,9 @@ import math
 import numpy as np
 import pytest
 
-from depthmix.study.interval import student_t, wilson
+from depthmix.study.interval import OWN_SEEDS, student_t, wilson
 from depthmix.study.recipe import read_study
-from depthmix.study.spread import OWN_SEEDS, Spread, around, pooled, spreads
+from depthmix.study.spread import Spread, around, pooled, spreads
 from study import studies
 from study.test_claims import a_run
 
