@@ -8,9 +8,7 @@ import statistics
 from collections.abc import Sequence
 
 CONFIDENCE = 0.95
-OWN_SEEDS = (
-    6  # then a difference goes by its own spread: t is 2.6 at most, where that of many degrees of freedom is 2.0
-)
+OWN_SEEDS = 6  # from here on a difference goes by its own spread: t is 2.6, that of many degrees of freedom 2.0
 
 
 def student_probability(t: float, df: int) -> float:

@@ -135,7 +135,8 @@ def test_assisted_decoding_gives_the_models_own_greedy_tokens():
     assert torch.equal(looked_up, plain)
 
 
-# By backend: what its cache takes, and by how much of their spread logits may change. Quanto compiles for minutes at its first use.
+# By backend: what its cache takes, and by how much of their spread logits may change. Quanto compiles for a minute or
+# more at its first use. Neither is needed by anything else here: `pip install --no-deps optimum-quanto hqq ninja termcolor einops`.
 QUANTIZED = {
     "fp8": ({}, 0.5),
     "hqq": ({"nbits": 8, "q_group_size": 32, "residual_length": 4, "axis_key": 1, "axis_value": 1}, 0.1),

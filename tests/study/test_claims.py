@@ -128,13 +128,19 @@ def test_a_contrast_of_six_seeds_has_its_own_spread():
     assert (found.seeds, found.freedom) == (6, 5)
     five = measure(claim(-0.1, what={"quiet": 1, "plain": -1}), results([run for run in runs if run.seed]))
     assert five.freedom == 4 * 3  # all arms'
-    cells = {
-        "w1": runs[:6],
-        "w2": [replace(run, arm="plain") for run in runs[6:12]],
-    }  # an arm each: nothing else is known
+    moved = [replace(run, arm="plain") for run in runs[6:12]]
+    cells = {"w1": runs[:6], "w2": moved}  # an arm each: nothing else is known
     alone = measure(claim(-0.1, what={"plain @ w2": 1, "plain @ w1": -1}), results(cells, assumed=9.0))
     assert (alone.low, alone.high) == pytest.approx((-0.35 - half, -0.35 + half), abs=1e-4)
     assert alone.remark == ""
+
+
+def test_the_page_on_studies_gives_any_contrast(monkeypatch, capsys):
+    """Values apart on code, as results.md says it of Full at 18M."""
+    monkeypatch.chdir(ROOT)
+    exec(re.search(r'^    python -c "(.*)"$', (ROOT / "docs" / "study.md").read_text(), re.M)[1], {})
+    found = float(re.match(r"Found\(value=-([\d.]+)", capsys.readouterr().out)[1])
+    assert f"Full {found:.3f} (two)" in (ROOT / "docs" / "results.md").read_text()
 
 
 def test_domains_have_a_spread_of_their_own(tmp_path):
