@@ -10,8 +10,8 @@ A claim names a study, or several, of which the one with most seeds counts, the 
     spikes, growth, rate: {arm: …, against: …}         loss spikes; outputs' growth over depth; the largest stable rate, as a ratio
 
 `says` is the paper's number, or `above` or `below` where it gives none. Columns `beside` show the same contrasts in a cell of
-another study, {title: …, study: start @ cell, of: [mechanisms]}, for claims that these studies decide, where it has the arms;
-`same` names studies of the same size and data, which are then no second measurement.
+other studies, {title: …, study: [start @ cell, …], of: [mechanisms]}, for claims that `of` can decide, from the one with most seeds
+of those that have the arms; `same` names more studies of the same size and data, which are then no second measurement.
 The spread of a contrast is its own from six paired seeds on, else that of all arms and sizes of its domains together (spread.py),
 since books and code vary differently, or of the study where those have one seed; before two seeds of anything, the largest that the
 study's file assumes.
@@ -157,7 +157,7 @@ def read_claims(path: Path) -> tuple[list[Claim], dict[str, Any]]:
         )
     which = {key: given.get(key, []) for key in ("intro", "beside", "columns", "rules", "choices", "answer", "steps")}
     for key, needed in (
-        ("beside", {"title": str, "study": str, "of": list}),
+        ("beside", {"title": str, "study": list, "of": list}),
         ("columns", {"title": str, "study": list, "table": str}),
         ("rules", {"arm": str}),
         ("choices", {"you": str, "use": str, "gave": str}),
@@ -455,22 +455,28 @@ def verdicts(
 def elsewhere(
     claim: Claim, decided: str, column: Mapping[str, Any], look: Callable[[str], Results | None]
 ) -> Found | None:
-    """A contrast of arms of no cell in particular, in a cell (study @ cell) of another size or data than what `decided` the claim.
+    """A contrast of arms of no cell in particular, in cells (study @ cell) of another size or data than what `decided` the claim.
 
     A column's `same` names studies that have its size and data as well.
     """
-    if decided in (column["study"], *column.get("same", [])):
+    if decided in (*column["study"], *column.get("same", [])) or not set(claim.studies) & set(column["of"]):
         return None
-    name, _, cell = column["study"].partition(" @ ")
-    results = look(name)
-    if results is None or claim.measure != "contrast" or any(" @ " in arm for arm in claim.what):
+    if claim.measure != "contrast" or any(" @ " in arm for arm in claim.what):
         return None
-    return contrast_in(results, cell, claim.what) if set(claim.studies) & set(column["of"]) else None
+    return contrast_in(column["study"], lambda _: claim.what, look)
 
 
-def contrast_in(results: Results, cell: str, weights: Mapping[str, float]) -> Found | None:
-    """A contrast of arms in one cell; "" is the first."""
-    return contrast(results, {f"{arm} @ {cell}" if cell else arm: weight for arm, weight in weights.items()})
+def contrast_in(
+    places: Iterable[str], arms: Callable[[Results], Mapping[str, float]], look: Callable[[str], Results | None]
+) -> Found | None:
+    """A contrast of arms, with their weights, in studies or in single cells of them (study @ cell): in the one with most seeds."""
+    found = []
+    for place in places:
+        name, _, cell = place.partition(" @ ")
+        if (results := look(name)) and (weights := arms(results)):
+            at = {f"{arm} @ {cell}" if cell else arm: weight for arm, weight in weights.items()}
+            found.append((contrast(results, at), place))
+    return most_seeds(found)[0]
 
 
 def most_seeds(said: Iterable[tuple[Found | None, str]]) -> tuple[Found | None, str]:

@@ -30,7 +30,6 @@ from depthmix.study.claims import (
     contrast_in,
     elsewhere,
     judge,
-    most_seeds,
     read_claims,
     read_results,
     verdicts,
@@ -64,8 +63,7 @@ def write_claims(path: Path = RESULTS / CLAIMS, page: Path = PAGE) -> Path:
             if not (path.parent / name / "comparison.json").is_file():
                 check_places(claim, said(name))
     beside = which.pop("beside")
-    shown = [column["study"] for column in beside] + [place for column in which["columns"] for place in column["study"]]
-    for place in shown:
+    for place in (place for column in (*beside, *which["columns"]) for place in column["study"]):
         name, _, cell = place.partition(" @ ")
         if not (path.parent / name / "comparison.json").is_file():
             check_cell(cell, said(name), path.name)
@@ -250,19 +248,12 @@ def _gains(
     columns: Sequence[Mapping[str, Any]], rules: Sequence[Mapping[str, Any]], look: Callable[[str], Results | None]
 ) -> Gains:
     """Every rule's gain in every column, where it was measured."""
-    by_column = {c["title"]: {rule["arm"]: _gain(rule["arm"], c["study"], look) for rule in rules} for c in columns}
+
+    def gain(arm: str, places: Sequence[str]) -> Found | None:
+        return contrast_in(places, lambda r: {} if arm == r.first else {arm: 1, r.first: -1}, look)
+
+    by_column = {c["title"]: {rule["arm"]: gain(rule["arm"], c["study"]) for rule in rules} for c in columns}
     return {title: {arm: gain for arm, gain in by_arm.items() if gain} for title, by_arm in by_column.items()}
-
-
-def _gain(arm: str, places: Sequence[str], look: Callable[[str], Results | None]) -> Found | None:
-    """An arm against the first one in a study, or in one cell of it (study @ cell): of several places the one with most seeds."""
-    found = []
-    for place in places:
-        name, _, cell = place.partition(" @ ")
-        results = look(name)
-        if results and arm != results.first:
-            found.append((contrast_in(results, cell, {arm: 1, results.first: -1}), name))
-    return most_seeds(found)[0]
 
 
 def _name(place: str) -> str:

@@ -336,11 +336,11 @@ def test_a_step_is_from_the_last_run_that_has_the_rule(tmp_path):
             {"columns": [{**A_COLUMN, "study": ["start @ 18m, output 0"]}]},
             ["start has no", "'books 18m, outputs 0'?"],
         ),
-        ({"beside": [{"title": "t", "study": ["tiny"], "of": []}]}, ["beside has title and study and of"]),
-        ({"beside": [{"title": "t", "study": "tiny @ code", "of": []}]}, ["tiny has no 'code'"]),
-        ({"beside": [{"title": "t", "study": "tiny", "of": ["tinny"]}]}, ["beside 't': no claim names 'tinny'"]),
-        ({"beside": [{"title": "t", "study": "tiny", "of": [], "same": ["tinny"]}]}, ["no claim names 'tinny'"]),
-        ({"beside": [{"title": "t", "study": "tiny", "of": [], "same": 3}]}, ["same is a list of studies"]),
+        ({"beside": [{"title": "t", "study": "tiny", "of": []}]}, ["beside has title and study and of"]),
+        ({"beside": [{"title": "t", "study": ["tiny", "tiny @ code"], "of": []}]}, ["tiny has no 'code'"]),
+        ({"beside": [{"title": "t", "study": ["tiny"], "of": ["tinny"]}]}, ["beside 't': no claim names 'tinny'"]),
+        ({"beside": [{"title": "t", "study": ["tiny"], "of": [], "same": ["tinny"]}]}, ["no claim names 'tinny'"]),
+        ({"beside": [{"title": "t", "study": ["tiny"], "of": [], "same": 3}]}, ["same is a list of studies"]),
         ({"choices": 3}, ["choices is a list"]),
         ({"rules": ["dca"]}, ["rules has arm", "'dca'"]),
         ({"steps": ["h200/stop"]}, ["benchmarks step", "'h200/stop' has no CSV file"]),
@@ -373,10 +373,11 @@ def test_a_contrast_elsewhere_is_of_one_cell_and_of_contrasts_only():
         "first": [a_run("plain", 0, 4.0), a_run("a", 0, 3.9)],
         "other": [a_run("plain", 0, 5.0), a_run("a", 0, 4.7)],
     }
-    known = {"s": Results("s", "plain", cells, 0.01)}
+    more = {"first": [a_run(arm, seed, loss) for arm, loss in (("plain", 4.0), ("b", 3.8)) for seed in (0, 1)]}
+    known = {"s": Results("s", "plain", cells, 0.01), "u": Results("u", "plain", more, 0.01)}
 
     def found(measure="contrast", what={"a": 1, "plain": -1}, place="s @ other", of=("s", "t"), decided="t", same=()):  # noqa: B006
-        column = {"title": "c", "study": place, "of": of, "same": same}
+        column = {"title": "c", "study": place.split(", "), "of": of, "same": same}
         return elsewhere(Claim("c", "p", -0.1, ["s"], measure, what), decided, column, known.get)
 
     assert found().value == pytest.approx(-0.3)
@@ -386,6 +387,12 @@ def test_a_contrast_elsewhere_is_of_one_cell_and_of_contrasts_only():
     assert found(measure="accuracy") is None
     assert found(place="t @ other") is None
     assert found(place="s", decided="s") is None  # not once more what decides the claim
+    assert found(place="u, s", decided="s") is None
     assert found(decided="t", same=["t"]) is None
+    both = "v, s @ other, u"
+    assert found(place=both).value == pytest.approx(-0.3)  # from the one that has the arms
+    assert found(place=both, what={"b": 1, "plain": -1}).value == pytest.approx(-0.2)
+    cells["other"].append(a_run("b", 0, 4.9))
+    assert found(place=both, what={"b": 1, "plain": -1}).value == pytest.approx(-0.2)  # from the one with most seeds
     assert found(decided="s").value == pytest.approx(-0.3)
     assert found(of=("t",)) is None  # of a claim that other studies decide
