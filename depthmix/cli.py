@@ -13,7 +13,7 @@ import typing
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
 from depthmix.config import (
     CompareConfig,
@@ -123,10 +123,25 @@ def this_rank() -> int | None:
     return int(rank) if rank.isdigit() and size.isdigit() and int(size) > 1 else None
 
 
+WithMixer = TypeVar("WithMixer", TrainConfig, RetrofitConfig)
+
+
+def options_apart(command: str, config: WithMixer) -> WithMixer:
+    """A mixer with its options behind it, `attnres:ways=2`, as comparisons and tables write it, and those apart."""
+    if ":" not in config.mixer:
+        return config
+    from depthmix.study.arms import parse_arm
+
+    if config.mixer_options:
+        raise UserError(f"{command}: options of the mixer are in {config.mixer!r} and in mixer_options; give them once")
+    arm = parse_arm(config.mixer, "mixer")
+    return dataclasses.replace(config, mixer=arm.name, mixer_options=arm.options)
+
+
 def run_train(config: TrainConfig) -> None:
     from depthmix.train.loop import train
 
-    folder = train(config)
+    folder = train(options_apart("train", config))
     result = folder.read_result()
     loss = result["val_loss"]
     if loss is None:  # not finite: older versions let a run end so
@@ -213,7 +228,7 @@ def run_explore(config: ExploreConfig) -> None:
 def run_retrofit(config: RetrofitConfig) -> None:
     from depthmix.runs.retrofit import retrofit_folder
 
-    print(retrofit_folder(config))
+    print(retrofit_folder(options_apart("retrofit", config)))
 
 
 def run_list() -> None:

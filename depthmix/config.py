@@ -47,7 +47,9 @@ class TrainConfig:
 
     data: str = option("", "folder written by `depthmix data`")
     out: str = option("", "run folder; an interrupted run found there is resumed")
-    mixer: str = option(DEFAULT_MIXER, "how layers are mixed over depth (see `depthmix list`)")
+    mixer: str = option(
+        DEFAULT_MIXER, "how layers are mixed over depth, NAME or NAME:option=value,option=value (see `depthmix list`)"
+    )
     mixer_options: dict[str, Any] = option({}, "options of the mixer, e.g. block_size=4 ways=3")
     init: str = option(
         "",
@@ -254,7 +256,7 @@ class RetrofitConfig:
     model: str = option(
         "", "folder of `save_pretrained`, or run folder, with the model, which is left as it is", first=True
     )
-    mixer: str = option("", "mechanism; `depthmix list` shows them")
+    mixer: str = option("", "mechanism, NAME or NAME:option=value,option=value; `depthmix list` shows them")
     mixer_options: dict[str, Any] = option({}, "options of the mixer, e.g. block_size=4 ways=3")
     out: str = option(
         "",

@@ -34,6 +34,7 @@ from depthmix.config import (
     TrainConfig,
 )
 from depthmix.data.dataset import TokenData
+from depthmix.errors import USAGE, UserError
 from depthmix.mixers import mixer_class
 from depthmix.runs.folder import RunFolder
 from depthmix.runs.restore import load_model
@@ -202,6 +203,39 @@ def test_values_of_mixer_options(parsed):
         "i": "x=y",
     }
     assert type(found["d"]) is bool
+
+
+@pytest.mark.parametrize(
+    ("command", "where"), [("train", "train.loop.train"), ("retrofit", "runs.retrofit.retrofit_folder")]
+)
+def test_a_mixer_may_have_its_options_behind_it(command, where, tmp_path, monkeypatch, capsys):
+    got = []
+
+    def run(config):
+        got.append((config.mixer, config.mixer_options))
+        raise UserError("so far")
+
+    monkeypatch.setattr(f"depthmix.{where}", run)
+    (tmp_path / "recipe.yaml").write_text("mixer: attnres:ways=2\n")
+    for given in (["--mixer", "attnres:block_size=all,ways=2"], ["--recipe", tmp_path / "recipe.yaml"]):
+        assert main([command, *map(str, given)]) == USAGE
+    for given in (["--mixer", "attnres", "--mixer-options", "ways=3"], ["--mixer", "dca"]):
+        assert main([command, *given]) == USAGE
+    rules = [{"block_size": "all", "ways": 2}, {"ways": 2}, {"ways": 3}]
+    assert got == [*(("attnres", options) for options in rules), ("dca", {})]
+    assert capsys.readouterr().err.count("so far") == 4
+    for mixer, more, words in (
+        (
+            "attnres:ways=2",
+            ["--mixer-options", "block_size=4"],
+            f"{command}: options of the mixer are in 'attnres:ways=2' and",
+        ),
+        ("attnres:way=2", [], "mixer 'attnres:way=2': attnres: unknown option 'way'"),
+        ("atnres:ways=2", [], "did you mean 'attnres'?"),
+    ):
+        assert main([command, "--mixer", mixer, *more]) == USAGE
+        assert words in capsys.readouterr().err
+    assert len(got) == 4
 
 
 def test_flags_that_take_several_values_come_twice(parsed):

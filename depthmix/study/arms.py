@@ -40,29 +40,29 @@ class Arm:
         return f"{re.sub(r'[^A-Za-z0-9._=+-]', '_', plain)[:90]}-{digest}"
 
 
-def parse_arm(text: str) -> Arm:
-    """NAME or NAME:option=value,option=value, with every name and value checked."""
+def parse_arm(text: str, what: str = "arm") -> Arm:
+    """NAME or NAME:option=value,option=value, with every name and value checked; what: it is called where something is wrong."""
     if not isinstance(text, str):
-        raise UserError(f"arm {text!r}: an arm is NAME or NAME:option=value,option=value; quote it in a recipe")
+        raise UserError(f"{what} {text!r}: write NAME or NAME:option=value,option=value, and quote it in a recipe")
     name, colon, rest = (part.strip() for part in text.partition(":"))
     if not name:
-        raise UserError(f"arm {text!r} has no mechanism; an arm is NAME or NAME:option=value,option=value")
+        raise UserError(f"{what} {text!r} has no mechanism; write NAME or NAME:option=value,option=value")
     try:
         known = mixer_class(name).options
         given: dict[str, Any] = {}
         for part in rest.split(",") if colon else []:
             key, equals, value = (piece.strip() for piece in part.partition("="))
             if key in known and not value:
-                raise UserError(f"arm {text!r}: {key} needs a value, {key}=…: {known[key].describe()}")
+                raise UserError(f"{what} {text!r}: {key} needs a value, {key}=…: {known[key].describe()}")
             if not key or not equals:
                 hint = nearest(key, known) if key else ""
-                raise UserError(f"arm {text!r}: expected option=value, got {part.strip()!r}{hint}")
+                raise UserError(f"{what} {text!r}: expected option=value, got {part.strip()!r}{hint}")
             if key in given:
-                raise UserError(f"arm {text!r} gives {key} twice")
+                raise UserError(f"{what} {text!r} gives {key} twice")
             given[key] = parse_value(value)
         check_options(name, known, given)
     except OptionError as error:
-        raise UserError(f"arm {text!r}: {error}") from None
+        raise UserError(f"{what} {text!r}: {error}") from None
     return Arm(name, {key: given[key] for key in known if key in given})
 
 
