@@ -43,6 +43,10 @@ def coerce(command: str, name: str, hint: Any, value: Any) -> Any:
                 continue
             if isinstance(value, str) or number == value:
                 return number
+    if isinstance(value, str) and "," in value and {int, float} & set(members):
+        raise UserError(
+            f"{command}: {name} must be {expected}, got {value!r}; several are written apart: {value.replace(',', ' ')}"
+        )
     near = nearest(str(value), [c for k in members if get_origin(k) is Literal for c in get_args(k)])
     raise UserError(f"{command}: {name} must be {expected}, got {value!r}{near}")
 
@@ -110,9 +114,30 @@ def build_config(
     """The dataclass from its defaults, what is `known` given the rest, the recipe and the flags, in this order."""
     hints = typing.get_type_hints(config)
     recipe = given.pop("recipe", None)
-    values = {**(read_recipe(command, recipe) if recipe is not None else {}), **given}
+    values = {**_without_replaced(read_recipe(command, recipe) if recipe is not None else {}, given), **given}
     for name in values:
         if name not in hints:
-            raise UserError(f"{command}: unknown option {name!r} in the recipe {recipe}{nearest(name, list(hints))}")
+            raise UserError(
+                f"{command}: unknown option {name!r} in the recipe {recipe}{nearest(name, list(hints))}{_of_others(name)}"
+            )
     given = {name: coerce(command, name, hints[name], value) for name, value in values.items()}
     return config(**{**known(given), **given})
+
+
+def _without_replaced(lines: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """A recipe's lines without the options of its mixer where a flag names another or gives options of its own."""
+    rule, _, options = str(lines.get("mixer", "")).partition(":")
+    if "mixer_options" in given and "mixer" not in given and options:
+        return {**lines, "mixer": rule}
+    if "mixer" in given and "mixer" in lines and given["mixer"] != rule:
+        return {name: value for name, value in lines.items() if name != "mixer_options"}
+    return lines
+
+
+def _of_others(name: str) -> str:
+    """The commands that do have an option of that name."""
+    from depthmix import config
+
+    found = [c for c in vars(config).values() if isinstance(c, type) and name in getattr(c, "__dataclass_fields__", {})]
+    commands = " and ".join(f"`depthmix {c.__name__.removesuffix('Config').lower()}`" for c in found)
+    return f"; {commands} {'has' if len(found) == 1 else 'have'} it" if found else ""

@@ -44,6 +44,7 @@ LINES = [
     (f"{TRAIN} --rope-theta 0", USAGE, "rope_theta must be a finite number above 0"),
     (f"{TRAIN} --steps 0", USAGE, "steps must be at least 1, got 0"),
     (f"{TRAIN} --steps 1.5", USAGE, "steps must be a whole number, got '1.5'"),
+    (f"{TRAIN} --steps 1,5", USAGE, "steps must be a whole number, got '1,5'; several are written apart: 1 5"),
     (f"{TRAIN} --steps many", USAGE, "steps must be a whole number, got 'many'"),
     (f"{TRAIN} --steps none", USAGE, "steps must be a whole number, got 'none'"),
     (f"{TRAIN} --steps 1e3", USAGE, "steps must be a whole number"),

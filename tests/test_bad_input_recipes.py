@@ -78,6 +78,7 @@ def test_recipes_that_cannot_be_read(case, fails):
 
 @table(
     [
+        ("train", "arms: [dca]", "unknown option 'arms' in the recipe", "; `depthmix compare` and", "have it"),
         ("compare", "seeds: 3", "seeds must be a list, got 3"),
         ("compare", "seeds: [a]", "seeds must be a whole number, got 'a'"),
         ("compare", "seeds: [1.5]", "seeds must be a whole number, got 1.5"),

@@ -156,6 +156,24 @@ def test_flags_come_on_top_of_a_recipe(parsed, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("lines", "flags", "found"),
+    [
+        ("mixer: attnres:ways=2", "--mixer-options block_size=4", ("attnres", {"block_size": 4})),
+        ("mixer: attnres\nmixer_options: {ways: 2}", "--mixer attnres:block_size=4", ("attnres:block_size=4", {})),
+        ("mixer: attnres\nmixer_options: {ways: 2}", "--mixer dca", ("dca", {})),
+        ("mixer: attnres\nmixer_options: {ways: 2}", "--mixer attnres", ("attnres", {"ways": 2})),
+        ("mixer: attnres:ways=2", "--mixer dca --mixer-options window=2", ("dca", {"window": 2})),
+        ("mixer_options: {ways: 2}", "--mixer attnres", ("attnres", {"ways": 2})),
+        ("dim: 48", "--mixer-options ways=2", ("residual", {"ways": 2})),
+    ],
+)
+def test_the_options_of_a_recipes_mixer_are_not_those_of_another(lines, flags, found, parsed, tmp_path):
+    (tmp_path / "recipe.yaml").write_text(lines)
+    config = parsed("train", "--recipe", tmp_path / "recipe.yaml", *flags.split())
+    assert (config.mixer, config.mixer_options) == found
+
+
+@pytest.mark.parametrize(
     ("line", "name", "value"),
     [
         ("lr: 1e-3", "lr", 0.001),  # text to YAML

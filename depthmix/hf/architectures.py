@@ -93,6 +93,8 @@ def why_not(model: Any) -> str | None:
     kind = getattr(config, "model_type", None)
     if kind is None or not hasattr(model, "base_model"):
         return f"expected a Hugging Face model, got {type(model).__name__}"
+    if hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
+        return "this model has adapters around it: retrofit what they are put on, `model.get_base_model()`"
     if kind == MODEL_TYPE:
         return "a model of depthmix has a mixer already, which is chosen when it is made"
     if kind in POST_NORM:

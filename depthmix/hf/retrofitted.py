@@ -14,10 +14,16 @@ import transformers
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_QUESTION_ANSWERING_MAPPING,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
     MODEL_MAPPING,
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
     PreTrainedConfig,
     PreTrainedModel,
 )
@@ -26,7 +32,13 @@ from depthmix.hf.architectures import ARCHITECTURES, PREFIX
 from depthmix.hf.carried import CarriesCode
 from depthmix.hf.surgery import MIXER, install
 
-AUTO = ((AutoModel, MODEL_MAPPING), (AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING))
+AUTO = (
+    (AutoModel, MODEL_MAPPING),
+    (AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING),
+    (AutoModelForSequenceClassification, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING),
+    (AutoModelForTokenClassification, MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING),
+    (AutoModelForQuestionAnswering, MODEL_FOR_QUESTION_ANSWERING_MAPPING),
+)
 
 
 @functools.cache
@@ -38,7 +50,7 @@ def config_class(plain: Any) -> type[Any]:
         return object.__new__(cls)
 
     def classes(self: Any) -> tuple[dict[str, str], str]:
-        models = {auto.__name__: model_class(mapping[plain]).__name__ for auto, mapping in AUTO}
+        models = {auto.__name__: model_class(mapping[plain]).__name__ for auto, mapping in AUTO if plain in mapping}
         return {"AutoConfig": config_class(plain).__name__, **models}, __name__
 
     body = {"model_type": PREFIX + plain.model_type, "__module__": __name__, "__new__": __new__, "classes": classes}

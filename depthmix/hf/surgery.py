@@ -53,6 +53,10 @@ def retrofit(model: Any, mixer: str, *, quiet: bool = False, **options: Any) -> 
     if reason is not None:
         raise UserError(f"cannot retrofit: {reason}")
     before = None if quiet or _place(model)[0].type == "meta" else _logits(model)  # without weights there are none
+    if before is not None and before.isnan().any():
+        raise UserError(
+            "cannot retrofit: the logits of this model are not numbers (NaN), so its weights are not usable"
+        )
     if own:
         plain = {name: getattr(model.config, name) for name in ("mixer", "mixer_options", "plain_eps")}
         _change_own(model, {"mixer": mixer, "mixer_options": dict(options), "plain_eps": True})
@@ -196,7 +200,17 @@ def _rename(model: Any) -> None:
 @functools.cache
 def _mixed(cls: type[nn.Module], way: type) -> type[nn.Module]:
     """The class with another forward; tools that look for layers by the name of their class still find them."""
-    return type(cls.__name__, (way, cls), {"__module__": cls.__module__})
+
+    def __reduce_ex__(self: Any, protocol: Any) -> tuple[Any, ...]:
+        """For pickle, which by that name would find the plain one."""
+        return _empty, (cls, way), self.__getstate__()
+
+    return type(cls.__name__, (way, cls), {"__module__": cls.__module__, "__reduce_ex__": __reduce_ex__})
+
+
+def _empty(cls: Any, way: type) -> nn.Module:
+    own = _mixed(cls, way)
+    return own.__new__(own)
 
 
 class MixedLayer:

@@ -11,7 +11,8 @@ from depthmix.ops.precision import compute_dtype
 
 def next_token_loss(model: nn.Module, batch: Tensor) -> Tensor:
     """The mean loss in nats of a batch [B, T + 1]; of each copy of it, [E], where the logits are of E copies one after the other."""
-    logits = model(batch[:, :-1])
+    out = model(batch[:, :-1])
+    logits = out if isinstance(out, Tensor) else out.logits  # as Hugging Face's models have it
     targets = batch[:, 1:].flatten()
     copies = logits.unflatten(0, (-1, len(batch))).unbind(0)
     # One copy at a time: logits in fp32 are the largest tensor there is.

@@ -84,7 +84,8 @@ class Comparison:
     @property
     def remarks(self) -> list[str]:
         """What has to be said under the table."""
-        return [*self.notes, *cost_note(self.doubts, self.step_times is not None), *_time_notes(self.recipe, self.rows)]
+        costs = cost_note(self.doubts, self.step_times is not None, self.recipe.get("budget") == "time")
+        return [*self.notes, *costs, *_time_notes(self.recipe, self.rows)]
 
     @property
     def report(self) -> Path:

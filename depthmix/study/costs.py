@@ -40,14 +40,15 @@ def _ms(seconds: float) -> str:
     return f"{1000 * seconds:.3g}"
 
 
-def cost_note(found: Sequence[str], in_turns: bool) -> list[str]:
-    """The doubts as a sentence under the table."""
+def cost_note(found: Sequence[str], in_turns: bool, equal_time: bool = False) -> list[str]:
+    """The doubts as a sentence under the table; at equal time the arms' steps come of what was timed, and with them losses."""
     if not found:
         return []
     begin = f"A busy machine: step times of the runs are not to be trusted ({'; '.join(found)})"
     columns = "“step”, “ratio”, “time” and “time to reach”"
     if in_turns:
-        return [f"{begin}, so {columns} are from timing the arms in turns."]
+        steps = ", which also said how many steps each of them makes: if the machine was busy then, too, losses are not those of equal time"
+        return [f"{begin}, so {columns} are from timing the arms in turns{steps * equal_time}."]
     return [f"{begin}, nor are {columns}; run on a machine of its own to compare costs."]
 
 

@@ -53,7 +53,8 @@ def write_sheet(study: Study, records: Records, used: Sequence[dict[str, Any]], 
     if figures and any(by_cell.values()):
         drawn, said = draw_study(study, by_cell, train_curves(used), out, laws)
     said += _changed(records, used)
-    write_text(out / TABLE, to_markdown(study, records, used, by_cell, drawn))
+    usual = out == Path("docs") / "results" / study.name
+    write_text(out / TABLE, to_markdown(study, records, used, by_cell, drawn, usual))
     return [*said, f"Table: {out / TABLE}"]
 
 
@@ -139,8 +140,12 @@ def to_markdown(
     used: Sequence[Mapping[str, Any]],
     by_cell: Mapping[str, Sequence[Run]],
     drawn: Sequence[str],
+    usual: bool = True,
 ) -> str:
-    """The question, the table of paper and ours, costs and verdicts by cell, what the seeds can show, and how it was made."""
+    """The question, the table of paper and ours, costs and verdicts by cell, what the seeds can show, and how it was made.
+
+    usual: whether it is in the folder where a study finds its results.
+    """
     by_chance = spreads(study, by_cell)
     rows = {
         name: [_with_interval(row, by_chance[name]) for row in make_rows(runs, study.labels)]
@@ -162,7 +167,7 @@ def to_markdown(
         text += sections(study, used, by_cell)
     if shown := [*power_lines(study), *_measured(study, by_chance)]:
         text += ["", "## What the seeds can show", "", *_bullets(shown)]
-    text += ["", "## How this was made", "", *_bullets(_made(study, records, used))]
+    text += ["", "## How this was made", "", *_bullets(_made(study, records, used, usual))]
     return "\n".join(text) + "\n"
 
 
@@ -290,13 +295,17 @@ def power_lines(study: Study) -> list[str]:
         begin = f"If a paired difference varies by {spread:g} nats from seed to seed (standard deviation)"
         if difference is not None:
             needed = seeds_needed(difference, spread)
-            words = "more seeds than anyone runs" if needed is None else f"{needed} paired seeds"
+            words = "more seeds than anyone runs" if needed is None else _paired(needed)
             lines.append(
                 f"{begin}, one of {difference:g} needs {words} to be shown with a chance of {POWER:.0%}; {_shows(spread, seeds)}."
             )
         else:
             lines.append(f"{begin}: {_shows(spread, seeds)}.")
     return lines
+
+
+def _paired(seeds: int | str) -> str:
+    return f"{seeds} paired seed{'s' * (seeds != 1)}"
 
 
 def _shows(spread: float, seeds: int, freedom: int | None = None) -> str:
@@ -316,18 +325,19 @@ def _measured(study: Study, found: Mapping[str, Spread]) -> list[str]:
         line = f"Measured here{', ' * bool(name)}{name}: {own.deviation:.4f}, by all arms together"
         if difference is not None:
             needed = seeds_needed(difference, own.deviation, own.freedom)
-            line += f"; a difference of {difference:g} needs {'too many' if needed is None else needed} paired seeds"
+            line += f"; a difference of {difference:g} needs {_paired('too many' if needed is None else needed)}"
         lines.append(f"{line}; {_shows(own.deviation, len(cell.seeds or study.seeds), own.freedom)}.")
     return lines
 
 
-def _made(study: Study, records: Records, used: Sequence[Mapping[str, Any]]) -> list[str]:
+def _made(study: Study, records: Records, used: Sequence[Mapping[str, Any]], usual: bool) -> list[str]:
     """The commands, where it ran, and what the reader has to know of the code."""
     planned = sum(len(seeds) for cell in study.cells for seeds in study.runs_at(cell).values())
     data = " ".join(f"{name}=FOLDER" if name else "FOLDER" for name in study.domains)
+    where = "" if usual else " --out FOLDER"
     lines = [
-        f"Runs: `depthmix study {study.called} --data {data}`, in pieces with `--minutes`; {len(used)} of {planned} are done ({RUNS}, {RESULTS}).",
-        f"This page and its figures: `depthmix study {study.called} --report`.",
+        f"Runs: `depthmix study {study.called} --data {data}{where}`, in pieces with `--minutes`; {len(used)} of {planned} are done ({RUNS}, {RESULTS}).",
+        f"This page and its figures: `depthmix study {study.called} --report{where}`.",
     ]
     places = {(r["environment"].get("device_name"), r["environment"].get("torch")) for r in used}
     lines += [

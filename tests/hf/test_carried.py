@@ -89,12 +89,41 @@ def test_a_restored_model_is_saved_without_code(tmp_path):
     assert list((tmp_path / "plain").glob("*.py")) == []
 
 
-def test_a_retrofitted_configuration_can_be_pickled():
+def test_a_retrofitted_model_can_be_pickled():
     model = make("llama")
-    depthmix.retrofit(model, "dca", quiet=True)
-    again = pickle.loads(pickle.dumps(model.config))
-    assert type(again) is type(model.config)
-    assert again.depthmix == model.config.depthmix
+    depthmix.retrofit(model, "attnres", quiet=True, block_size=2, ways=2)
+    again = pickle.loads(pickle.dumps(model))
+    assert type(again) is type(model)
+    assert type(again.config) is type(model.config)
+    assert again.config.depthmix == model.config.depthmix
+    ids = torch.tensor([[1, 2, 3, 4]])
+    before = model(ids).logits
+    assert torch.equal(again(ids).logits, before)
+    with torch.no_grad():
+        for p in again.model.depth_mixer.parameters():
+            p += 0.5
+    assert not torch.equal(again(ids).logits, before)  # its layers have its own mixer
+    assert torch.equal(model(ids).logits, before)
+    depthmix.restore(again)
+    assert type(again.model.layers[0]) is type(make("llama").model.layers[0])
+
+
+@pytest.mark.parametrize("head", ["SequenceClassification", "TokenClassification", "QuestionAnswering"])
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_other_heads_are_found_by_their_auto_classes(kind, head, tmp_path):
+    import transformers
+
+    auto = getattr(transformers, f"AutoModelFor{head}")
+    config = make(kind).config
+    config.pad_token_id = 0
+    model = auto.from_config(config).eval()
+    depthmix.retrofit(model, "attnres", quiet=True, ways=2)
+    model.save_pretrained(tmp_path)
+    ids = torch.tensor([[1, 2, 3, 4]])
+    for trust in (False, True):
+        again = auto.from_pretrained(tmp_path, trust_remote_code=trust).eval()
+        assert type(again) is type(model)
+        assert torch.equal(again(ids)[0], model(ids)[0])
 
 
 def test_the_configuration_of_a_model_just_retrofitted_makes_another():

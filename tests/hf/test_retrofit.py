@@ -375,10 +375,23 @@ def test_lora_with_the_mixer_saved_beside_it(tmp_path: Path) -> None:
     torch.testing.assert_close(loaded(ids()).logits, tuned(ids()).logits)
 
 
+def test_what_adapters_are_put_on_is_retrofitted_and_not_what_is_around_it() -> None:
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(make("llama"), peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    before = model(ids()).logits
+    with pytest.raises(UserError, match=r"has adapters around it: retrofit .*`model.get_base_model\(\)`"):
+        retrofit(model, "dca")
+    retrofit(model.get_base_model(), "dca", quiet=True)
+    torch.testing.assert_close(model(ids()).logits, before, rtol=1e-5, atol=1e-6)
+
+
 def test_what_cannot_be_is_refused() -> None:
     model = make("llama")
     before = model(ids()).logits
+    broken = make("llama")
+    broken.lm_head.weight.data[3] = float("nan")
     for call, reason in (
+        (lambda: retrofit(broken, "dca"), "the logits of this model are not numbers"),
         (lambda: retrofit(model, "attnres", block_size=0), "block_size"),
         (lambda: retrofit(model, "nothing"), "nothing"),
         (lambda: restore(model), "not retrofitted"),

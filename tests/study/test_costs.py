@@ -36,6 +36,7 @@ def test_a_busy_machine_is_said_under_the_table_at_every_budget(tmp_path, traine
     ):
         assert text.count(BUSY) == 1
         assert words in text
+        assert ("losses are not those of equal time" in text) == (budget == "time")
 
 
 def test_a_quiet_machine_says_nothing_and_costs_no_time(tmp_path, trainer):

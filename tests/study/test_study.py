@@ -69,8 +69,8 @@ def test_paper_and_ours_stand_side_by_side(training, tmp_path):
     for words in (
         "Which \\| is better?",
         "paper, t: Table 1 (perplexity)",
-        "`depthmix study small.yaml --data words=FOLDER`",
-        "`depthmix study small.yaml --report`",
+        "`depthmix study small.yaml --data words=FOLDER --out FOLDER`",
+        "`depthmix study small.yaml --report --out FOLDER`",
         "6 of 6 are done",
         "varies by 0.005 nats",
         "needs 5 paired seeds",
