@@ -108,8 +108,14 @@ def test_a_retrofitted_model_can_be_pickled():
     assert type(again.model.layers[0]) is type(make("llama").model.layers[0])
 
 
-@pytest.mark.parametrize("head", ["SequenceClassification", "TokenClassification", "QuestionAnswering"])
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize(
+    ("kind", "head"),
+    [
+        *((kind, f"{of}Classification") for kind in ("llama", "gpt2") for of in ("Sequence", "Token")),
+        ("llama", "QuestionAnswering"),
+        ("gemma3_text", "SequenceClassification"),  # which has neither of the others
+    ],
+)
 def test_other_heads_are_found_by_their_auto_classes(kind, head, tmp_path):
     import transformers
 

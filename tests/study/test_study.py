@@ -74,7 +74,7 @@ def test_paper_and_ours_stand_side_by_side(training, tmp_path):
         "6 of 6 are done",
         "varies by 0.005 nats",
         "needs 5 paired seeds",
-        "Measured here, words: 0.0000",
+        "Measured here, words: 0.0000, by all arms together; a difference of 0.01 needs 1 paired seed;",
     ):
         assert words in text
     assert str(tmp_path) not in text
@@ -471,6 +471,8 @@ def test_what_another_study_has_made_is_not_made_again(training, tmp_path):
 def test_what_another_study_has_made_with_other_code_or_data_is_made_again(training, tmp_path, monkeypatch):
     arms = ["residual"]
     module.study(studies.config(studies.write(tmp_path, name="first", arms=arms, paper=None), "docs/results/first"))
+    said = (tmp_path / "docs" / "results" / "first" / "table.md").read_text()
+    assert "`depthmix study first.yaml --report`." in said  # which looks there
     training.made.clear()
     with monkeypatch.context() as changed:
         changed.setattr(code, "checksum", lambda path: "other")
