@@ -123,7 +123,7 @@ def this_rank() -> int | None:
     return int(rank) if rank.isdigit() and size.isdigit() and int(size) > 1 else None
 
 
-WithMixer = TypeVar("WithMixer", TrainConfig, RetrofitConfig)
+WithMixer = TypeVar("WithMixer", TrainConfig, PlanConfig, RetrofitConfig)
 
 
 def options_apart(command: str, config: WithMixer) -> WithMixer:
@@ -183,6 +183,7 @@ def run_plan(config: PlanConfig) -> None:
 
     if config.figure:
         check_path(config.figure)
+    config = options_apart("plan", config)
     if config.arms and config.mixer_options:
         raise UserError("plan: mixer_options belong to one mixer: write them behind its arm, as in NAME:option=value")
     named = config.mixer != DEFAULT_MIXER or config.mixer_options  # a recipe of `train`

@@ -29,6 +29,9 @@ def coerce(command: str, name: str, hint: Any, value: Any) -> Any:
         if get_origin(kind) is list and isinstance(value, list):
             item = get_args(kind)[0]
             parts = [v.split(",") if get_origin(item) is dict and isinstance(v, str) else v for v in value]
+            if item is int and (joined := [v for v in parts if isinstance(v, str) and "," in v]):
+                apart = joined[0].replace(",", " ")
+                raise UserError(f"{command}: {name} are written apart, as in {apart}, got {joined[0]!r}")
             return [coerce(command, name, item, v) for v in parts]
         if get_origin(kind) is dict:
             return pairs(command, name, value)
@@ -43,10 +46,6 @@ def coerce(command: str, name: str, hint: Any, value: Any) -> Any:
                 continue
             if isinstance(value, str) or number == value:
                 return number
-    if isinstance(value, str) and "," in value and {int, float} & set(members):
-        raise UserError(
-            f"{command}: {name} must be {expected}, got {value!r}; several are written apart: {value.replace(',', ' ')}"
-        )
     near = nearest(str(value), [c for k in members if get_origin(k) is Literal for c in get_args(k)])
     raise UserError(f"{command}: {name} must be {expected}, got {value!r}{near}")
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from depthmix.errors import UserError
+from depthmix.errors import CHECKPOINT, UserError
 from depthmix.hf.architectures import Architecture, Site, architecture, why_not
 from depthmix.hf.carried import CarriesCode
 from depthmix.hf.modeling import DepthmixPreTrainedModel
@@ -54,9 +54,8 @@ def retrofit(model: Any, mixer: str, *, quiet: bool = False, **options: Any) -> 
         raise UserError(f"cannot retrofit: {reason}")
     before = None if quiet or _place(model)[0].type == "meta" else _logits(model)  # without weights there are none
     if before is not None and before.isnan().any():
-        raise UserError(
-            "cannot retrofit: the logits of this model are not numbers (NaN), so its weights are not usable"
-        )
+        what = "the logits of this model are not numbers (NaN), so its weights are not usable"
+        raise UserError(f"cannot retrofit: {what}", CHECKPOINT)
     if own:
         plain = {name: getattr(model.config, name) for name in ("mixer", "mixer_options", "plain_eps")}
         _change_own(model, {"mixer": mixer, "mixer_options": dict(options), "plain_eps": True})

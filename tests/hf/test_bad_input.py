@@ -110,6 +110,16 @@ def test_retrofit_of_a_folder_whose_weights_do_not_fit_its_configuration(tmp_pat
     assert not (tmp_path / "out").exists()
 
 
+def test_retrofit_of_a_folder_whose_weights_are_not_numbers(tmp_path, capsys):
+    model = make("llama")
+    model.lm_head.weight.data[3] = float("nan")
+    model.save_pretrained(tmp_path / "model")
+    given = ["--model", str(tmp_path / "model"), "--mixer", "dca", "--out", str(tmp_path / "out")]
+    assert main(["retrofit", *given]) == CHECKPOINT
+    assert "its weights are not usable" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 def test_retrofit_runs_no_code_of_a_folder(tmp_path, capsys):
     make("llama").save_pretrained(tmp_path / "model")
     path = tmp_path / "model" / "config.json"

@@ -8,8 +8,6 @@ from depthmix.insight import edge_effects, skip_effects
 from hf.test_retrofit import ids, make, stir
 from hf.tiny import as_decoder, causal_lm, tokens
 
-pytest.importorskip("transformers")
-
 
 def test_what_our_own_model_says_is_what_its_decoder_says():
     model, batch = causal_lm("attnres"), tokens()

@@ -184,6 +184,8 @@ def fails(argv, capsys):
         ("--figure pipeline.txt", "figure must end in .png, .svg or .pdf"),
         ("--n-heads 5", "n_heads must divide dim=64"),
         ("--crop 4", "crop is for images"),
+        ("--mixer attnres:ways=2 --mixer-options block_size=4", "are in 'attnres:ways=2' and in mixer_options"),
+        ("--mixer attnres:way=2", "mixer 'attnres:way=2': attnres: unknown option 'way'"),
     ],
     ids=str,
 )  # fmt: skip
