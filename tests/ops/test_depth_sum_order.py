@@ -156,17 +156,28 @@ def test_half_precision_with_the_kernels_themselves() -> None:
     check(scenario, tokens(dtype=torch.float16), tol=6e-3, rule="dca", n_blocks=2)
 
 
+def check_against_oracle(rule: str, n_blocks: int, tol: float) -> None:
+    """Output and gradients are those of the implementation written from the paper, in fp64."""
+    stack, x = SumStack(rule, n_blocks, norm=False), tokens(shape=(1, 3, D))
+    with use_backend("triton"):
+        got = backward(stack, x, stack(x))
+    exact, y = SumStack(rule, n_blocks, norm=False).double(), x.detach().double().requires_grad_()
+    name, options = RULES[rule]
+    out = ORACLES[name](dict(exact.mixer.named_parameters()), DEFAULTS[name] | options, n_blocks, y, exact.sublayer).out
+    assert_near(got, backward(exact, y, out), tol)
+
+
 @pytest.mark.usefixtures("plain_kernels")
 @every_rule
 def test_against_the_oracle(rule: str) -> None:
-    """Output and gradients are those of the implementation written from the paper, in fp64."""
-    stack, x = SumStack(rule, norm=False), tokens()
-    with use_backend("triton"):
-        got = backward(stack, x, stack(x))
-    exact, y = SumStack(rule, norm=False).double(), x.detach().double().requires_grad_()
-    name, options = RULES[rule]
-    out = ORACLES[name](dict(exact.mixer.named_parameters()), DEFAULTS[name] | options, 3, y, exact.sublayer).out
-    assert_near(got, backward(exact, y, out), 1e-5)
+    check_against_oracle(rule, 3, 1e-5)
+
+
+@pytest.mark.usefixtures("quick_interpreter")
+def test_the_window_of_the_study_against_the_oracle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """8-DCA of twelve blocks with the kernels themselves: its last two blocks and the end read a sum of the oldest, as no smaller stack does."""
+    monkeypatch.setitem(RULES, "8-dca", ("dca", {"window": 8}))
+    check_against_oracle("8-dca", 12, 1e-5)
 
 
 def test_each_gradient_is_read_once_for_two_sources(monkeypatch: pytest.MonkeyPatch) -> None:
