@@ -291,12 +291,20 @@ def build_parser(completing: bool = False) -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"depthmix {depthmix.__version__}")
     debug: Any = {"action": "store_true", "default": argparse.SUPPRESS, "help": "show the traceback of an error"}
     parser.add_argument("--debug", **debug)
+    modules: Any = {
+        "action": "append",
+        "default": argparse.SUPPRESS,
+        "metavar": "FILE",
+        "help": "a Python file that registers mechanisms of your own, or a folder of such files, which is run first; may be given again",
+    }
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
     for name, (config, _, text) in COMMANDS.items():
         sub = commands.add_parser(
             name, help=text, description=(config.__doc__ if config else text.capitalize() + "."), allow_abbrev=False
         )
         sub.add_argument("--debug", **debug)
+        if name not in ("study", "data", "doctor"):  # a study names its own
+            sub.add_argument("--modules", **modules)
         if config:
             add_flags(sub, config, completing)
         if config is PlanConfig:
@@ -312,14 +320,14 @@ def dispatch(argv: Sequence[str]) -> None:
     namespace, unknown = parser.parse_known_args(argv)
     given = vars(namespace)
     command = given.pop("command")
+    modules = given.pop("modules", [])
     given.pop("debug", None)  # `main` looks for it, so that it also shows what goes wrong in here
     twice = given.pop("twice", "")
     if unknown:
         config = COMMANDS[command][0] if command in COMMANDS else None
         flags = ["--" + f.name.replace("_", "-") for f in dataclasses.fields(config)] if config else []
-        raise UserError(
-            f"{command or 'depthmix'}: unknown argument {unknown[0]!r}{nearest(unknown[0], [*flags, '--recipe'])}"
-        )
+        near = nearest(unknown[0], [*flags, "--recipe", "--modules"])
+        raise UserError(f"{command or 'depthmix'}: unknown argument {unknown[0]!r}{near}")
     if twice:  # after what is unknown, of which the word may be the value
         raise UserError(f"{command}: {twice}; quotes keep several words together")
     if command is None:
@@ -330,6 +338,10 @@ def dispatch(argv: Sequence[str]) -> None:
 
         print(shtab.complete(build_parser(completing=True), given["shell"]))
         return
+    if modules:
+        from depthmix.study.modules import load_modules
+
+        load_modules(Path(), modules, "--modules")
     config, run, _ = COMMANDS[command]
     run(build_config(command, config, given, of_init)) if config else run()
 

@@ -31,6 +31,7 @@ MIXER, NORMS, OURS = "depth_mixer", "depth_norms", "_depthmix"  # modules of the
 FROM = "retrofitted_from"  # what a retrofitted configuration of this package's own decoder had before
 WANTED = "_depthmix_wanted"  # of the base model, while it runs: whether its caller wants gradients
 PROBE = 8  # tokens with which logits are compared
+ROUNDING, HALF_ROUNDING = 1e-2, 0.2  # of the largest logit: what no rounding changes, in fp32 and in half precision
 
 
 def retrofit(model: Any, mixer: str, *, quiet: bool = False, **options: Any) -> Any:
@@ -71,7 +72,11 @@ def retrofit(model: Any, mixer: str, *, quiet: bool = False, **options: Any) -> 
             norms.to(device, dtype)
     if before is not None:
         after = _logits(model)
-        change = ((after - before).abs().max() / before.abs().max()).item()
+        change = ((after - before).abs().max() / before.abs().max().clamp(min=1e-30)).item()
+        if not change <= (ROUNDING if _place(model)[1].itemsize > 2 else HALF_ROUNDING):
+            restore(model)
+            what = f"{mixer} does not begin as the plain residual, though its plain_share says that it does"
+            raise UserError(f"cannot retrofit: {what}: the logits changed by {change:.1e} of the largest")
         print(f"{mixer}: the logits changed by {change:.1e} of the largest")
     return model
 

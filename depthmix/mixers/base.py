@@ -16,6 +16,7 @@ Where it needs to know what a site is, or where a block begins, it asks `self.la
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
@@ -49,7 +50,9 @@ class Mixer(nn.Module):
         False  # M's entries are D x D matrices, the same for every token; `mixing` gives their mean diagonal
     )
 
-    layout: Layout  # set by `register` before the constructor runs, which therefore need not pass it on
+    # Set by `register` before the constructor runs, which therefore need not pass them on.
+    layout: Layout
+    chosen: dict[str, Any]  # every option's value, as given or its default
 
     def __init__(self, dim: int, n_blocks: int) -> None:
         super().__init__()
@@ -93,16 +96,16 @@ class Mixer(nn.Module):
         return None
 
     def _start(self, x: Tensor) -> State:
-        raise NotImplementedError
+        raise NotImplementedError(f"{self.name} does not implement _start(x): the state that begins with the embedding")
 
     def _read(self, state: Any, site: int) -> Read:
-        raise NotImplementedError
+        raise NotImplementedError(f"{self.name} does not implement _read(state, site): what the site sees")
 
     def _write(self, state: Any, site: int, y: Tensor) -> State:
-        raise NotImplementedError
+        raise NotImplementedError(f"{self.name} does not implement _write(state, site, y): the state after it")
 
     def _finish(self, state: Any) -> Tensor:
-        raise NotImplementedError
+        raise NotImplementedError(f"{self.name} does not implement _finish(state): what the final norm sees")
 
     def _write_scaled(self, state: Any, site: int, y: Tensor) -> State:
         """`_write` of an output that has been multiplied with its gain."""
@@ -185,6 +188,7 @@ class Mixer(nn.Module):
                 if normed is not None:
                     return normed
             h = self._read(state, site)
+            self._check_mixtures(f"read at site {site}", h, self.ways(site), x)
             h = tuple(t.to(x.dtype) for t in h) if isinstance(h, tuple) else h.to(x.dtype)
         if norms is None:
             return h
@@ -211,7 +215,9 @@ class Mixer(nn.Module):
                 f"write at site {site}: expected {x.dtype}, the embedding's dtype, or a narrower one, got {y.dtype}"
             )
         with without_autocast(x):
-            return self._write_scaled(state, site, y) if scaled else self._write(state, site, y)
+            after = self._write_scaled(state, site, y) if scaled else self._write(state, site, y)
+        self._check_written(site, after, x)
+        return after
 
     def finish(self, state: Any, norm: Norm | None = None, last: int | None = None) -> Tensor:
         """What the final norm sees: [..., D]. norm is applied to it. last: of so many tokens at the end of [..., T, D] alone."""
@@ -230,7 +236,9 @@ class Mixer(nn.Module):
             normed = None if norm is None else self._finish_normed(state, norm)
             if normed is not None:
                 return normed
-            h = self._finish(state).to(x.dtype)
+            h = self._finish(state)
+            self._check_mixtures("finish", h, 1, x)
+            h = h.to(x.dtype)
         return h if norm is None else norm(h)
 
     def decays(self, name: str) -> bool:
@@ -290,6 +298,28 @@ class Mixer(nn.Module):
         if not x.is_floating_point():
             raise ContractError(f"{call}: expected a floating-point tensor, got {x.dtype}")
 
+    # Of what the mechanism returned: whoever writes one meets these first.
+
+    def _check_mixtures(self, call: str, h: Any, ways: int, x: Tensor) -> None:
+        mixtures = h if isinstance(h, tuple) else (h,)
+        if len(mixtures) != ways:
+            raise ContractError(f"{call}: {self.name} has {ways} way{'s' * (ways > 1)} there, got {len(mixtures)}")
+        for t in mixtures:
+            if not isinstance(t, Tensor) or t.shape != x.shape:
+                got = list(t.shape) if isinstance(t, Tensor) else type(t).__name__
+                raise ContractError(f"{call}: {self.name} must give tensors of shape {list(x.shape)}, got {got}")
+
+    def _check_written(self, site: int, state: Any, x: Tensor) -> None:
+        call = f"write at site {site}: {self.name}"
+        if not isinstance(state, State):
+            raise ContractError(f"{call} must return a state, got {type(state).__name__}")
+        if state.site != site + 1:
+            raise ContractError(f"{call} must return the state of site {site + 1}, which state.next(...) makes")
+        new = state.template()
+        if new.dtype != x.dtype or new.shape != x.shape:
+            found = f"{new.dtype} of shape {list(new.shape)}, where it was {x.dtype} of {list(x.shape)}"
+            raise ContractError(f"{call} put {found}, into the state; what a rule keeps it rounds itself")
+
     def _norms(self, norm: Norm | Sequence[Norm] | None, site: int) -> Sequence[Norm] | None:
         if norm is None:
             return None
@@ -308,7 +338,7 @@ class Mixer(nn.Module):
         return super()._apply(keep_precision, recurse)
 
     def extra_repr(self) -> str:
-        given = {n: getattr(self, n) for n in self.options if isinstance(getattr(self, n, None), int | float | str)}
+        given = {n: value for n, value in self.chosen.items() if isinstance(value, int | float | str)}
         sizes: dict[str, Any] = {"dim": self.dim, "n_blocks": self.n_blocks}
         if set(self.layout.blocks) != {BLOCK}:
             sizes["sites"] = self.layout.short()
@@ -323,9 +353,15 @@ _MIXERS: dict[str, type[Mixer]] = {}
 
 def register(name: str) -> Callable[[MixerType], MixerType]:
     """Class decorator: make a mixer known under a name, with its options checked whenever one is built."""
+    if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+", name):
+        said = "a mixer's name is of letters, digits, _, - and ., and is given when it is registered"
+        raise OptionError(f"{said}, as in @register('my_rule'), got {name!r}")
 
     def decorate(cls: MixerType) -> MixerType:
-        cls.name, cls.options = name, options_of(cls.__init__)
+        there = _MIXERS.get(name)
+        if there is not None and (there.__module__, there.__qualname__) != (cls.__module__, cls.__qualname__):
+            raise OptionError(f"there is a mixer {name!r} already, {there.__module__}.{there.__qualname__}")
+        cls.name, cls.options = name, options_of(name, cls.__init__)
         build = cls.__init__
 
         @functools.wraps(build)
@@ -334,21 +370,36 @@ def register(name: str) -> Callable[[MixerType], MixerType]:
         ) -> None:
             check_options(name, cls.options, options)
             layout = self.__dict__.get("layout")  # there already if this is the constructor of a base class
+            outermost = layout is None
             if layout is None:
                 layout = Layout.of(name, n_blocks, sites)
                 object.__setattr__(self, "layout", layout)  # nn.Module is not there yet
+                object.__setattr__(self, "chosen", {n: options.get(n, o.default) for n, o in cls.options.items()})
             default = torch.get_default_dtype()  # a bf16 default must not reach a mixer's parameters
             torch.set_default_dtype(torch.promote_types(default, torch.float32))
             try:
                 build(self, dim, layout.n_blocks, **options)
             finally:
                 torch.set_default_dtype(default)
+            if outermost:
+                _check_built(self)
 
         cls.__init__ = checked  # type: ignore[method-assign]
         _MIXERS[name] = cls
         return cls
 
     return decorate
+
+
+def _check_built(mixer: Mixer) -> None:
+    """That no option hides a method, and that models know what to do with the ways of each site."""
+    for option in mixer.options:
+        if option in mixer.__dict__ and callable(getattr(Mixer, option, None)):
+            hides = f"option {option!r} is kept as self.{option}, which hides the method of that name"
+            raise OptionError(f"{mixer.name}: {hides}; keep it under another")
+    for site in range(mixer.n_sites):
+        if mixer.ways(site) not in (1, 2, 3):
+            raise OptionError(f"{mixer.name}: a site has 1, 2 or 3 ways, site {site} has {mixer.ways(site)}")
 
 
 def list_mixers() -> list[str]:
@@ -361,8 +412,13 @@ def mixer_class(name: str) -> type[Mixer]:
     if name not in _MIXERS:
         rule, colon, _ = str(name).partition(":")
         if colon and rule in _MIXERS:  # as tables and comparisons write it
-            raise OptionError(f"mixer {name!r} is a rule with its options, which are given apart here: mixer {rule!r}")
-        raise OptionError(f"unknown mixer {name!r}; there are {', '.join(list_mixers())}{nearest(str(name), _MIXERS)}")
+            said = f"mixer {name!r} is a rule with its options, which are given apart here"
+            raise OptionError(f"{said}: mixer {rule!r}, and each option by its name")
+        hint = (
+            nearest(str(name), _MIXERS)
+            or "; one of your own is known once its file is imported, in a command with --modules FILE"
+        )
+        raise OptionError(f"unknown mixer {name!r}; there are {', '.join(list_mixers())}{hint}")
     return _MIXERS[name]
 
 

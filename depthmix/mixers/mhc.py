@@ -29,6 +29,7 @@ from depthmix.ops.stream_mix.rules import Rule, mixed_permutations, permutation_
 
 PAPER_EPS, DEEPSEEK_EPS = 1e-20, 1e-6
 INITIAL_ALPHA = 0.01
+MOST_PERMUTED = 6  # streams: 720 permutations
 OFF_LOGIT = -8.0  # of the residual map's entries that start near zero
 
 
@@ -55,6 +56,10 @@ class MHC(StreamMixer):
         super().__init__(dim, n_blocks)
         if convention == "deepseek" and residual_map != "sinkhorn":
             raise OptionError(f"mhc: convention='deepseek' is one of Sinkhorn, residual_map is {residual_map!r}")
+        if residual_map == "birkhoff" and n > MOST_PERMUTED:
+            raise OptionError(
+                f"mhc: residual_map='birkhoff' has a weight for each of n! permutations; n may be up to {MOST_PERMUTED}, got {n}"
+            )
         if schedule == "single_pass" and head is not None:
             raise OptionError(
                 "mhc: schedule='single_pass' reads the output with the last site's weights and takes no head"

@@ -19,6 +19,7 @@ from depthmix.names import nearest
 
 WORDS = {"none": None, "null": None, "true": True, "false": False}
 INTEGER, NUMBER = r"[+-]?\d{1,18}", r"[+-]?((\d+\.?\d*|\.\d+)([eE][+-]?\d+)?|inf|nan)"
+KINDS = (int, float, bool, str)
 REQUIRED = ("dim", "n_blocks", "sites")  # every mixer's own, not options
 FLOAT32_MAX = 3.4028234663852886e38  # parameters are fp32, and a larger number cannot be put into one
 
@@ -79,25 +80,45 @@ class Option:
         return self.low is None or value >= self.low
 
 
-def parse_option(name: str, annotation: Any, default: Any = inspect.Parameter.empty) -> Option:
+def parse_option(owner: str, name: str, annotation: Any, default: Any) -> Option:
     """The Option an annotation describes."""
-    low = None
-    if get_origin(annotation) is Annotated:
-        annotation, *extra = get_args(annotation)
-        low = next((e.low for e in extra if isinstance(e, AtLeast)), None)
-    union = get_origin(annotation) in (typing.Union, types.UnionType)
-    members = get_args(annotation) if union else (annotation,)
+    members, lows = _members(annotation)
     choices = tuple(c for m in members if get_origin(m) is Literal for c in get_args(m))
-    kinds = tuple(m for m in members if m in (int, float, bool, str))
-    return Option(name, default, kinds, choices, type(None) in members, low)
+    kinds = tuple(m for m in members if m in KINDS)
+    strange = [m for m in members if m not in (*KINDS, type(None)) and get_origin(m) is not Literal]
+    if strange:
+        known = "int, float, bool, str, None, Literal[...] and Annotated[..., at_least(n)]"
+        raise OptionError(f"{owner}: the annotation of {name} may be of {known}, got {strange[0]!r}")
+    return Option(name, default, kinds, choices, type(None) in members, next(iter(lows), None))
 
 
-def options_of(constructor: Callable[..., Any]) -> dict[str, Option]:
+def _members(annotation: Any) -> tuple[list[Any], list[float]]:
+    """What an annotation is a union of, and the bounds in it."""
+    if get_origin(annotation) is Annotated:
+        inner, *extra = get_args(annotation)
+        members, lows = _members(inner)
+        return members, lows + [e.low for e in extra if isinstance(e, AtLeast)]
+    if get_origin(annotation) not in (typing.Union, types.UnionType):
+        return [annotation], []
+    parts = [_members(part) for part in get_args(annotation)]
+    return [m for members, _ in parts for m in members], [low for _, lows in parts for low in lows]
+
+
+def options_of(owner: str, constructor: Callable[..., Any]) -> dict[str, Option]:
     """The options of a mixer's constructor by name: its keyword arguments but dim and n_blocks."""
     hints = typing.get_type_hints(constructor, include_extras=True)
-    parameters = inspect.signature(constructor).parameters
-    names = [n for n in parameters if n not in ("self", *REQUIRED)]
-    return {n: parse_option(n, hints[n], parameters[n].default) for n in names}
+    found = {}
+    for name, parameter in inspect.signature(constructor).parameters.items():
+        if name in ("self", *REQUIRED):
+            continue
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            raise OptionError(f"{owner}: {parameter} cannot be checked; the constructor names its options one by one")
+        if name not in hints or parameter.default is parameter.empty:
+            lacks = "a default" if name in hints else "an annotation that says what it accepts"
+            raise OptionError(f"{owner}: option {name!r} needs {lacks}, as in `{name}: int = 3`")
+        found[name] = parse_option(owner, name, hints[name], parameter.default)
+        found[name].check(owner, parameter.default)
+    return found
 
 
 def parse_value(text: str) -> Any:

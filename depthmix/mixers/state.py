@@ -28,7 +28,7 @@ class State:
 
     def template(self) -> Tensor:
         """A tensor with the embedding's shape, dtype and device."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} does not implement template(): one of its tensors [..., D]")
 
     def last(self, n: int) -> Any:
         """The same of the last n tokens of a sequence [..., T, D] alone, where that is a matter of slices; otherwise of all."""

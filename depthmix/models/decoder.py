@@ -83,6 +83,9 @@ class Backbone(Blocks):
         """What enters the first block: [B, T, D]."""
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("forward: expected either input_ids or inputs_embeds")
+        if input_ids is not None and (input_ids.ndim != 2 or input_ids.is_floating_point()):
+            got = f"{input_ids.dtype} of shape {list(input_ids.shape)}"
+            raise ValueError(f"forward: expected token ids, integers of shape [batch, tokens], got {got}")
         return as_autocast(self.embedding(input_ids) if inputs_embeds is None else inputs_embeds)
 
 

@@ -41,6 +41,8 @@ class Decoding:
     @torch.no_grad()
     def prefill(self, ids: Tensor) -> Tensor:
         """Logits [B, V] for what comes after the tokens [B, T], which go on from those before."""
+        if ids.ndim != 2 or len(ids) != len(self.ids):
+            raise ValueError(f"decoding: expected token ids of shape [{len(self.ids)}, T], got {list(ids.shape)}")
         self._check(ids.shape[1])
         hidden = self.ids.new_zeros(0)
         for part in ids.split(self.chunk, dim=1):
@@ -51,6 +53,8 @@ class Decoding:
     @torch.no_grad()
     def step(self, ids: Tensor) -> Tensor:
         """Logits [B, V] for what comes after one more token each, [B]. The next step writes to the same memory."""
+        if ids.numel() != len(self.ids):
+            raise ValueError(f"decoding: expected one token for each of {len(self.ids)}, got {list(ids.shape)}")
         self._check(1)
         self.ids.copy_(ids.view(-1, 1))
         if self.ids.is_cuda:

@@ -1,12 +1,13 @@
-"""Whether a mechanism that nobody has tested yet reads what it must not: tokens to come, or other rows of the batch.
+"""Whether a mechanism that nobody has tested yet reads what it must not: tokens to come, other rows of the batch, or memory that nobody set.
 
-A language model that sees the next token has a fine loss. The mechanisms of the package are held to this by tests/mixers; one that
+A language model that sees the next token has a fine loss, and parameters that begin as whatever memory held mostly train all the same. The mechanisms of the package are held to this by tests/mixers; one that
 a study brings along is tried before its first run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -29,11 +30,29 @@ def leak(name: str, options: Mapping[str, Any], dim: int, n_blocks: int, tokens_
         return None
     for width in sorted({min(dim, NARROW), dim}):
         try:
-            mixer = create_mixer(name, dim=width, n_blocks=n_blocks, **options)
+            with _fresh_memory_of_nan():
+                mixer = create_mixer(name, dim=width, n_blocks=n_blocks, **options)
+            for parameter, values in mixer.named_parameters():
+                if values.isnan().any():
+                    return f"its parameter {parameter} is never set, which the constructor does by reset_parameters()"
             return _found(mixer, tokens_too)
         except Exception:
             continue  # as where heads do not divide the narrow width; of the other a training will say what is wrong
     return None
+
+
+@contextmanager
+def _fresh_memory_of_nan() -> Iterator[None]:
+    """As torch has it where everything is to be repeatable."""
+    memory: Any = torch.utils.deterministic
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    filled, memory.fill_uninitialized_memory = memory.fill_uninitialized_memory, True
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        memory.fill_uninitialized_memory = filled
 
 
 def _found(mixer: Mixer, tokens_too: bool) -> str | None:

@@ -1,6 +1,6 @@
-"""Mechanisms that a study brings along: Python files beside it, which register mixers and are part of no package.
+"""Mechanisms that a study, or a command, brings along: Python files which register mixers and are part of no package.
 
-A file is run as it is, so only what the study names is loaded, and only from this machine's disk. It is counted among an
+A file is run as it is, so only what is named is loaded, and only from this machine's disk. It is counted among an
 arm's code like any mechanism's own file (code.py). It may add names, never take one that is there.
 """
 
@@ -14,24 +14,24 @@ from typing import Any
 
 import depthmix
 from depthmix.errors import UserError
-from depthmix.mixers import Mixer, base
+from depthmix.mixers import Mixer, OptionError, base
 
 _loaded: dict[Path, dict[str, type[Mixer]]] = {}  # by file: what it registers
 
 
-def load_modules(study: Path, said: Any) -> list[Path]:
-    """Load the files and folders of a study's `modules`, paths from the study's file: the files, each once a process."""
+def load_modules(folder: Path, said: Any, source: str) -> list[Path]:
+    """Load Python files and folders of them, paths from a folder: the files, each once a process. source: who names them."""
     if not isinstance(said, list) or not all(isinstance(text, str) and text for text in said):
-        raise UserError(f"{study}: modules is a list of Python files, or of folders of them, got {said!r}")
-    files = [file for text in said for file in _files(study, text)]
+        raise UserError(f"{source} is a list of Python files, or of folders of them, got {said!r}")
+    files = [file for text in said for file in _files(folder, text, source)]
     names = [file.name for file in dict.fromkeys(files)]
     own = Path(depthmix.__file__).parent
     for name in names:  # by which an arm's code is known, wherever the files lie
         if names.count(name) > 1 or (own / name).exists():
             other = "another" if names.count(name) > 1 else "a file of the package"
-            raise UserError(f"{study}: modules, {name} is called like {other}; rename it")
+            raise UserError(f"{source}, {name} is called like {other}; rename it")
     for file in files:
-        base._MIXERS.update(_loaded[file] if file in _loaded else _load(study, file))
+        base._MIXERS.update(_loaded[file] if file in _loaded else _load(file, source))
     return files
 
 
@@ -44,20 +44,20 @@ def load_too(files: tuple[Path, ...]) -> None:
     """What another process has loaded, here too."""
     for file in files:
         if file not in _loaded:
-            _load(file, file)
+            _load(file, str(file))
 
 
-def _files(study: Path, text: str) -> list[Path]:
-    path = (study.parent / text).resolve()
+def _files(folder: Path, text: str, source: str) -> list[Path]:
+    path = (folder / text).resolve()
     if path.is_file() and path.suffix == ".py":
         return [path]
     found = sorted(path.glob("[!_]*.py")) if path.is_dir() else []
     if not found:
-        raise UserError(f"{study}: modules, {text}: there is no Python file there")
+        raise UserError(f"{source}, {text}: there is no Python file there")
     return found
 
 
-def _load(study: Path, file: Path) -> dict[str, type[Mixer]]:
+def _load(file: Path, source: str) -> dict[str, type[Mixer]]:
     """What a file registers."""
     before = dict(base._MIXERS)
     mark = hashlib.sha256(str(file).encode()).hexdigest()[:8]  # studies in two folders may have files of one name
@@ -70,9 +70,6 @@ def _load(study: Path, file: Path) -> dict[str, type[Mixer]]:
     try:
         spec.loader.exec_module(module)
         found = {n: c for n, c in base._MIXERS.items() if before.get(n) is not c}
-        taken = sorted(found.keys() & before.keys())
-        if taken:
-            raise UserError(f"{study}: {file.name} registers {', '.join(taken)}, which is there already; choose a name")
     except BaseException as error:
         base._MIXERS.clear()
         base._MIXERS.update(before)
@@ -80,6 +77,8 @@ def _load(study: Path, file: Path) -> dict[str, type[Mixer]]:
         if isinstance(error, UserError) or not isinstance(error, Exception):
             raise
         what = " ".join(str(error).split())
-        raise UserError(f"{study}: {file.name} cannot be loaded: {type(error).__name__}: {what}") from error
+        if isinstance(error, OptionError):  # of `register`
+            raise UserError(f"{source}, {file.name}: {what}") from error
+        raise UserError(f"{source}, {file.name} cannot be loaded: {type(error).__name__}: {what}") from error
     _loaded[file] = found
     return found

@@ -182,7 +182,7 @@ def read_study(name: str, data: Iterable[str] = ()) -> Study:
     question = given.get("question")
     if not isinstance(question, str) or not question.strip():
         raise UserError(f"{path}: question is needed, what the study asks, in words")
-    load_modules(path, given.get("modules", []))
+    load_modules(path.parent, given.get("modules", []), f"{path}: modules")
     base = _base(path, given.get("base"))
     said = base.pop("data", None)
     domains, active = _domains(path, given.get("data", said), list(data))

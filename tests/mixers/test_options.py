@@ -97,6 +97,19 @@ def test_defaults_can_be_given(name):
     assert f"n_blocks={2}" in repr(silent)
 
 
+def test_a_mixer_says_all_its_options():
+    """Also those that are kept under another name, since a method has theirs."""
+    shown = repr(create_mixer("attnres", dim=24, n_blocks=2, ways=2, block_size=4))
+    assert "ways=2" in shown
+    assert "block_size=4, ways=2" in shown
+
+
+def test_permutations_are_few():
+    with pytest.raises(OptionError, match="each of n! permutations; n may be up to 6, got 7"):
+        create_mixer("mhc", dim=24, n_blocks=2, residual_map="birkhoff", n=7)
+    assert create_mixer("mhc", dim=24, n_blocks=2, n=7).n == 7
+
+
 def test_a_class_checks_its_options_too():
     with pytest.raises(OptionError, match="block_size must be"):
         AttnRes(dim=24, n_blocks=2, block_size=0)

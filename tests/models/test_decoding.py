@@ -84,3 +84,21 @@ def test_no_more_tokens_than_there_is_room_for():
     decoding.prefill(tokens(1)[:, :5])
     with pytest.raises(ValueError, match="room for 0 more of 5; got 1"):
         decoding.step(torch.zeros(1, dtype=torch.int64))
+
+
+def test_ids_of_another_shape_are_refused_in_words():
+    model, ids = decoder(), tokens()
+    with pytest.raises(
+        ValueError, match=r"token ids, integers of shape \[batch, tokens\], got torch.int64 of shape \[9\]"
+    ):
+        model(ids[0])
+    with pytest.raises(ValueError, match=r"got torch.float32 of shape \[2, 9\]"):
+        model(ids.float())
+    decoding = Decoding(model, 2, LENGTH)
+    for wrong in (ids[0], ids[:1]):
+        with pytest.raises(ValueError, match=r"decoding: expected token ids of shape \[2, T\], got \["):
+            decoding.prefill(wrong)
+    decoding.prefill(ids[:, :3])
+    with pytest.raises(ValueError, match=r"decoding: expected one token for each of 2, got \[2, 2\]"):
+        decoding.step(ids[:, 3:5])
+    torch.testing.assert_close(decoding.step(ids[:, 3]), model(ids[:, :4])[:, -1], rtol=1e-9, atol=1e-9)

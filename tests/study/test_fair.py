@@ -6,6 +6,7 @@ import signal
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from depthmix.config import StudyConfig
 from depthmix.errors import DISK, DIVERGED, INTERNAL, INTERRUPTED, USAGE
@@ -236,6 +237,20 @@ def test_a_rule_that_looks_where_it_must_not_is_refused_before_it_runs(training,
         assert not training.made
         if name == "peeks":
             assert leak(name, {}, 16, 2, tokens_too=False) is None  # of images there are none to come
+
+
+def test_parameters_that_nobody_set_are_refused(training, tmp_path):
+    """They are what memory held, which trains all the same."""
+    own_rule(tmp_path, "forgets", "self.a * x + y")
+    text = (tmp_path / "forgets.py").read_text()
+    bare = text.replace("torch.empty(1)", "torch.empty_strided((1,), (1,))")  # which tests do not fill by themselves
+    bare = bare.replace("        self.reset_parameters()\n", "")
+    (tmp_path / "forgets.py").write_text(bare)
+    path = studies.write(tmp_path, modules=["forgets.py"], arms=["residual", "forgets"], paper=None)
+    repeatable = torch.are_deterministic_algorithms_enabled()
+    refused(lambda: run(path, tmp_path), "arm 'forgets'", "its parameter a is never set", code=USAGE)
+    assert not training.made
+    assert torch.are_deterministic_algorithms_enabled() == repeatable
 
 
 def test_in_a_picture_nothing_is_to_come(training, tmp_path):

@@ -83,7 +83,7 @@ def test_a_lane_loads_what_the_study_has_loaded(tmp_path, monkeypatch):
         (["own.yaml"], "", ["own.yaml", "there is no Python file there"]),
         (["own.py"], "import nowhere", ["own.py cannot be loaded", "ModuleNotFoundError", "nowhere"]),
         (["own.py"], "def (", ["own.py cannot be loaded", "SyntaxError"]),
-        (["own.py"], OWN.format(name="dca"), ["own.py registers dca, which is there already"]),
+        (["own.py"], OWN.format(name="dca"), ["own.py: there is a mixer 'dca' already, depthmix.mixers.dca.DCA"]),
         (["own.py"], OWN.format(name="own") + "raise KeyError('late')", ["own.py cannot be loaded", "late"]),
     ],
 )
