@@ -76,7 +76,7 @@ def loaded(monkeypatch):
     """The experiments are mixers here, and gone afterwards."""
     monkeypatch.setattr(base, "_MIXERS", dict(base._MIXERS))
     study = ROOT / "recipes" / "studies" / "beyond.yaml"
-    assert [file.stem for file in load_modules(study, ["../../examples/experiments"])] == FILES
+    assert [file.stem for file in load_modules(study.parent, ["../../examples/experiments"], "modules")] == FILES
     monkeypatch.setattr(battery, "Sublayers", Gated)
     for name in FILES:
         monkeypatch.setitem(battery.MODULES, name, Facts(name))

@@ -36,7 +36,7 @@ TOLERANCE = {
 @pytest.fixture(autouse=True)
 def loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(base, "_MIXERS", dict(base._MIXERS))
-    load_modules(Path(__file__).resolve(), ["../../examples/experiments"])
+    load_modules(Path(__file__).resolve().parent, ["../../examples/experiments"], "modules")
 
 
 def passed(mixer: nn.Module, norms: nn.ModuleList, x: Tensor, weight: Tensor) -> list[Tensor]:
