@@ -8,12 +8,13 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from depthmix.hf.configuration import DepthmixConfig
 from depthmix.hf.decay import PaperDecay
 from depthmix.hf.modeling import DepthmixForCausalLM, DepthmixModel
-from depthmix.hf.retrofitted import register
+from depthmix.hf.retrofitted import known_to_trainer, register
 from depthmix.hf.surgery import mixer_of, restore, retrofit
 
 AutoConfig.register(DepthmixConfig.model_type, DepthmixConfig, exist_ok=True)
 AutoModel.register(DepthmixConfig, DepthmixModel, exist_ok=True)
 AutoModelForCausalLM.register(DepthmixConfig, DepthmixForCausalLM, exist_ok=True)
+known_to_trainer(DepthmixConfig.model_type, DepthmixForCausalLM)
 register()
 
 __all__ = ["DepthmixConfig", "DepthmixForCausalLM", "DepthmixModel", "PaperDecay", "mixer_of", "restore", "retrofit"]

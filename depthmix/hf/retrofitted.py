@@ -8,8 +8,10 @@ its first configuration is, since the code of all architectures takes long to im
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from typing import Any
 
+import torch
 import transformers
 from transformers import (
     CONFIG_MAPPING,
@@ -27,6 +29,11 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
+from transformers.conversion_mapping import (
+    get_checkpoint_conversion_mapping,
+    register_checkpoint_conversion_mapping,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from depthmix.hf.architectures import ARCHITECTURES, PREFIX
 from depthmix.hf.carried import CarriesCode
@@ -70,9 +77,32 @@ def model_class(plain: Any) -> type[Any]:
         if self.base_model is self or not hasattr(self.base_model, MIXER):
             install(self, said["mixer"], said["options"])
 
+    def from_pretrained(cls: Any, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
+        model, found = plain.from_pretrained.__func__(cls, *args, output_loading_info=True, **kwargs)
+        _reset_missing(model, found["missing_keys"])
+        return (model, found) if output_loading_info else model
+
     kept = list(getattr(plain, "_keep_in_fp32_modules_strict", None) or [])
     body = {"__init__": __init__, "config_class": config_class(plain.config_class), "__module__": __name__}
-    return type(_name(plain), (plain,), {**body, "_keep_in_fp32_modules_strict": [*kept, MIXER]})
+    renamed = get_checkpoint_conversion_mapping(plain.__name__)
+    if renamed is not None:  # of some classes weights have other names in a folder than in the model
+        register_checkpoint_conversion_mapping(_name(plain), renamed, overwrite=True)
+    more = {"from_pretrained": classmethod(from_pretrained), "_keep_in_fp32_modules_strict": [*kept, MIXER]}
+    return type(_name(plain), (plain,), {**body, **more})
+
+
+@torch.no_grad()
+def _reset_missing(model: Any, names: Iterable[str]) -> None:
+    """Give what a folder lacks of a mixer its initial value: transformers knows the modules of the plain model alone."""
+    mixer = getattr(model.base_model, MIXER)
+    missing = {name.rpartition(f"{MIXER}.")[2] for name in names if f"{MIXER}." in name}
+    if not missing:
+        return
+    own = {**dict(mixer.named_parameters()), **dict(mixer.named_buffers())}
+    loaded = {name: tensor.clone() for name, tensor in own.items() if name not in missing}
+    mixer.reset_parameters()
+    for name, value in loaded.items():
+        own[name].copy_(value)
 
 
 def register() -> None:
@@ -89,6 +119,13 @@ def register_models(plain: Any) -> None:
     for auto, mapping in AUTO:
         if plain in mapping:
             auto.register(config_class(plain), model_class(mapping[plain]), exist_ok=True)
+    if plain in MODEL_FOR_CAUSAL_LM_MAPPING:
+        known_to_trainer(config_class(plain).model_type, model_class(MODEL_FOR_CAUSAL_LM_MAPPING[plain]))
+
+
+def known_to_trainer(model_type: str, model: type[Any]) -> None:
+    """With label smoothing Trainer shifts labels for language models alone, which it knows by the names of their classes."""
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type] = model.__name__
 
 
 def _name(plain: Any) -> str:

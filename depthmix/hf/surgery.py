@@ -30,6 +30,7 @@ from depthmix.mixers.state import State
 MIXER, NORMS, OURS = "depth_mixer", "depth_norms", "_depthmix"  # modules of the base model, and what a layer knows
 FROM = "retrofitted_from"  # what a retrofitted configuration of this package's own decoder had before
 WANTED = "_depthmix_wanted"  # of the base model, while it runs: whether its caller wants gradients
+CAME_FROM = "_depthmix_came_from"  # of the model: the folder of the plain one
 PROBE = 8  # tokens with which logits are compared
 ROUNDING, HALF_ROUNDING = 1e-2, 0.2  # of the largest logit: what no rounding changes, in fp32 and in half precision
 
@@ -62,6 +63,7 @@ def retrofit(model: Any, mixer: str, *, quiet: bool = False, **options: Any) -> 
         _change_own(model, {"mixer": mixer, "mixer_options": dict(options), "plain_eps": True})
         setattr(model.config, FROM, plain)
     else:
+        _move(model, "")
         _own_config(model)
         install(model, mixer, options)
         _rename(model)
@@ -108,6 +110,7 @@ def restore(model: Any) -> Any:
     model.__class__, config.__class__ = (type(x).__bases__[-1] for x in (model, config))
     del config.depthmix
     vars(config).pop("auto_map", None)
+    _move(model, model.__dict__.pop(CAME_FROM, ""))
     if config.architectures:  # as a folder of the retrofitted model has it
         config.architectures = [type(model).__name__]
     return model
@@ -166,6 +169,12 @@ def _change_own(model: Any, fields: dict[str, Any]) -> None:
     for name, value in fields.items():
         setattr(config, name, value)
     model.base_model.change_mixer(config.decoder_config())
+
+
+def _move(model: Any, folder: str) -> None:
+    """Say where a model came from: a retrofitted one is in no folder yet, and adapters of it would be put on the plain one there."""
+    model.__dict__.setdefault(CAME_FROM, model.config.name_or_path)
+    model.name_or_path = model.config.name_or_path = folder
 
 
 def _own_config(model: Any) -> Any:

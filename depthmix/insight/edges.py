@@ -14,7 +14,7 @@ Cuts are copies of the batch. Up to the reader there is one copy; there the batc
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,6 +114,14 @@ class Cutting:
         return state
 
 
+def _losses(cutting: Cutting, model: nn.Module, batch: Tensor, cuts: Sequence[Cut]) -> Tensor:
+    """Of all copies at once; one by one in a model that has tensors for as many rows as it was given, such as masks of a window."""
+    if len(cuts) > 1:
+        with suppress(RuntimeError):
+            return cutting.losses(model, batch, cuts)
+    return torch.cat([cutting.losses(model, batch, [cut]) for cut in cuts])
+
+
 def edge_effects(
     model: nn.Module,
     batches: Iterable[Tensor],
@@ -136,7 +144,7 @@ def edge_effects(
             cutting, found = Cutting(chosen, reader), []
             some = max(1, at_once // size)
             for cuts in _chunks([None, *edges], some):
-                found.append(cutting.losses(model, batch, cuts).cpu().double())
+                found.append(_losses(cutting, model, batch, cuts).cpu().double())
             plain, *losses = torch.cat(found).unbind(0)
             change[reader] += size * (torch.stack(losses) - plain).view_as(change[reader])
             total += size * float(plain) / n

@@ -69,7 +69,8 @@
       this.readout = el("p", { class: "readout" });
       this.cells = [];
       const head = el("div", { class: "head" }, select ?? el("strong", {}, model.label), ways > 1 ? this.waySelect(ways) : "");
-      const maps = el("div", { class: "maps" }, this.map("this token"), this.map(`mean over ${model.mean_over}`));
+      const deep = model.readers.length > 48; // two maps beside each other would be cut off: one below the other
+      const maps = el("div", { class: deep ? "maps deep" : "maps" }, this.map("this token"), this.map(`mean over ${model.mean_over}`));
       const losses = el("p", { class: "legend" }, "loss 0 ", el("span", { class: "ramp" }), ` ${number(worst, 2)} nats`);
       this.root = el("div", { class: "panel", role: "group", "aria-label": model.label });
       this.root.append(head, this.row(), losses, this.about, this.readout, this.weightLegend(), maps);

@@ -16,6 +16,7 @@ from depthmix.page.plots import (
     depth_figure,
     distinct,
     heat_figure,
+    log_ticks,
     shown,
 )
 
@@ -86,22 +87,20 @@ def square(values: Sequence[Sequence[float | None]]) -> list[list[float | None]]
     return [[*row, *[None] * (len(values) - len(row))] for row in values]
 
 
-def largest(values: Sequence[Sequence[Sequence[float | None]]]) -> float:
+Values = Sequence[Sequence[Sequence[float | None]]]
+
+
+def largest(values: Values) -> float:
     """Of [reader][way][source], but for the first reader, which has one source and no choice; 1 where there is nothing."""
     return max((abs(v) for ways in values[1:] for row in ways for v in row if v is not None), default=0.0) or 1.0
 
 
 def depth_map(document: Document) -> Panel:
-    mixing, readers, sources = document["mixing"], reader_names(document), source_names(document)
-    size = largest(mixing["mean"])
-    scale, limits = ("diverging", (-size, size)) if mixing["signed"] else ("sequential", (0.0, size))
-    template = "<b>%{y}</b> reads <b>%{x}</b><br>weight %{z:.4f}, mean over tokens<extra></extra>"
-    figures = [
-        as_map(heat_figure(sources, readers, square(of_way(mixing["mean"], way)), scale, limits, template), sources)
-        for way in range(len(way_names(document)))
-    ]
+    mixing = document["mixing"]
+    template = "<b>%{y}</b> reads <b>%{x}</b><br>weight %{customdata:.4f}, mean over tokens<extra></extra>"
+    figures = root_maps(document, mixing["mean"], mixing["signed"], template)
     caption = (
-        f"Each row is a reader and each column something it can read: the stronger the colour, the larger the weight (mean over {mixing['tokens']:,} tokens). "
+        f"Each row is a reader and each column something it can read: the stronger the colour, the larger the weight (mean over {mixing['tokens']:,} tokens), by its square root, so that small ones can be told apart; the first reader, which has no choice, is drawn no stronger than the others. "
         "Hover for the number; click a row, or choose one with the arrow keys and Enter, to see how it varies from token to token."
     )
     return Panel("Who reads what: the depth map", caption, figures, "map")
@@ -121,22 +120,28 @@ def row_of_map(document: Document) -> Panel:
 
 
 def edge_map(document: Document) -> Panel:
-    change, readers, sources = document["edges"]["change"], reader_names(document), source_names(document)
-    size = largest(change)
-    ticks = [-1.0, -0.25, -1 / 16, 0.0, 1 / 16, 0.25, 1.0]
-    bar = {"tickvals": [root(t) for t in ticks], "ticktext": [brief(t * size) for t in ticks]}
     template = "<b>%{y}</b> without <b>%{x}</b><br>loss %{customdata:+.4f}<extra></extra>"
-    figures = []
-    for way in range(len(way_names(document))):
-        own = square(of_way(change, way))
-        z = [[None if v is None else root(v / size) for v in row] for row in own]
-        heat = heat_figure(sources, readers, z, "diverging", (-1.0, 1.0), template, customdata=own, bar=bar)
-        figures.append(as_map(heat, sources))
+    figures = root_maps(document, document["edges"]["change"], True, template)
     caption = (
         f"Weight is not importance: how much the loss rises when this one connection is cut, on {document['edges']['tokens']:,} tokens. "
         "Compare with the depth map: a strong weight that is faint here is read and hardly needed. Colours follow the square root, since few connections matter most."
     )
     return Panel("What is needed: loss without a connection", caption, figures)
+
+
+def root_maps(document: Document, values: Values, signed: bool, template: str) -> list[Figure]:
+    """A map for each way of [reader][way][source], coloured by the square root; template: of what is under the pointer."""
+    readers, sources, size = reader_names(document), source_names(document), largest(values)
+    ticks = [t for t in (-1.0, -0.25, -1 / 16, 0.0, 1 / 16, 0.25, 1.0) if signed or t >= 0]
+    bar = {"tickvals": [root(t) for t in ticks], "ticktext": [brief(t * size) for t in ticks]}
+    scale, least = ("diverging", -1.0) if signed else ("sequential", 0.0)
+    figures = []
+    for way in range(len(way_names(document))):
+        own = square(of_way(values, way))
+        z = [[None if v is None else root(v / size) for v in row] for row in own]
+        heat = heat_figure(sources, readers, z, scale, (least, 1.0), template, customdata=own, bar=bar)
+        figures.append(as_map(heat, sources))
+    return figures
 
 
 def root(value: float) -> float:
@@ -183,12 +188,11 @@ def edge_scatter(document: Document) -> list[Panel]:
         )
         if points
     ]
-    rises = [point[1] for points in groups.values() for point in points]
-    decades = bool(rises) and max(rises) > 100 * min(rises)
-    ticks = {"dtick": 1, "tickformat": ".0e"} if decades else {"dtick": "D2"}
+    points = [point for group in groups.values() for point in group]
+    shares, rises = [point[0] for point in points], [point[1] for point in points]
     layout = {
-        "xaxis": {"title": {"text": "share of the reader's weights"}, "type": "log", "dtick": "D2"},
-        "yaxis": {"title": {"text": "rise of the loss without it, nats"}, "type": "log", **ticks},
+        "xaxis": {"title": {"text": "share of the reader's weights"}, "type": "log", **log_ticks(shares)},
+        "yaxis": {"title": {"text": "rise of the loss without it, nats"}, "type": "log", **log_ticks(rises)},
         "showlegend": True,
         "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0},
     }

@@ -148,8 +148,19 @@ def depth_figure(names: Sequence[str], lines: Sequence[Line], title: str, log: b
         "yaxis": {"title": {"text": title}, "range": [low, max(span) + margin], "type": "log" if log else "linear"},
     }
     if log:
-        layout["yaxis"]["dtick"] = "D2" if max(span) - low < 3 else 1  # 1, 2, 5; or decades
+        layout["yaxis"] |= log_ticks(values)
     return {"data": data, "layout": layout, "ends": ends, "height": 320}
+
+
+def log_ticks(values: Sequence[float | None]) -> Figure:
+    """1, 2, 5 in every decade that values reach, or decades where they are many; written out, where plotly leaves all but the digit away."""
+    found = [v for v in values if v is not None and v > 0]
+    if not found:
+        return {}
+    first, last = math.floor(math.log10(min(found))), math.ceil(math.log10(max(found)))
+    steps = (1, 2, 5) if max(found) < 1000 * min(found) else (1,)
+    ticks = [step * 10.0**power for power in range(first, last + 1) for step in steps]
+    return {"tickvals": ticks, "ticktext": [f"{tick:g}" for tick in ticks]}
 
 
 def bar_figure(names: Sequence[str], values: Sequence[float | None], title: str) -> Figure:

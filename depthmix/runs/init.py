@@ -169,7 +169,8 @@ def check_vocabulary(config: TrainConfig, data: TokenData) -> None:
 def _check_size(config: TrainConfig, data: int, model: int | None) -> None:
     if model is not None and model < data:
         what = f"the vocabulary of {config.data} has {data} entries and that of the model in {config.init} {model}"
-        raise UserError(f"{what}: a model to start from needs a row for every token", DATA)
+        advice = f"a model to start from needs a row for every token, which its resize_token_embeddings({data}) adds"
+        raise UserError(f"{what}: {advice}", DATA)
 
 
 @dataclass

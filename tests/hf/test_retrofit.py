@@ -8,7 +8,8 @@ import pytest
 import torch
 
 pytest.importorskip("transformers")
-from transformers import AutoConfig, AutoModelForCausalLM
+from safetensors.torch import load_file, save_file
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from depthmix import create_mixer, list_mixers, restore, retrofit
 from depthmix.errors import UserError
@@ -428,3 +429,41 @@ def test_what_cannot_be_is_refused() -> None:
     retrofit(model, "dca", quiet=True)
     with pytest.raises(UserError, match="already"):
         retrofit(model, "dca")
+
+
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_what_was_loaded_and_retrofitted_is_loaded_again(kind: str, tmp_path: Path) -> None:
+    """Folders of some architectures have other names for weights than their models, which goes by the name of the class."""
+    if kind not in CONFIG_MAPPING:
+        pytest.skip(f"this version of transformers has no {kind}")
+    make(kind).save_pretrained(tmp_path / "plain")
+    model = stir(retrofit(AutoModelForCausalLM.from_pretrained(tmp_path / "plain"), "dca", quiet=True))
+    model.save_pretrained(tmp_path / "mixed")
+    again, found = AutoModelForCausalLM.from_pretrained(tmp_path / "mixed", output_loading_info=True)
+    assert not found["missing_keys"]
+    assert not found["unexpected_keys"]
+    assert torch.equal(again(ids()).logits, model(ids()).logits)
+
+
+def test_a_mixer_that_a_folder_lacks_begins_afresh(tmp_path: Path) -> None:
+    model = retrofit(make("llama"), "attnres", quiet=True)
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    weights = {
+        name: value + 0.5 * ("key_gain" in name) for name, value in load_file(file).items() if "query" not in name
+    }
+    save_file(weights, file, metadata={"format": "pt"})
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    mixer = mixer_of(again)
+    assert torch.equal(mixer.query, torch.zeros_like(mixer.query))
+    assert torch.equal(mixer.key_gain, torch.full_like(mixer.key_gain, 1.5))
+
+
+def test_a_retrofitted_model_is_in_no_folder_until_it_is_saved(tmp_path: Path) -> None:
+    """Where adapters would look for what they belong to, and find the plain one."""
+    make("llama").save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    retrofit(model, "attnres", quiet=True)
+    assert (model.name_or_path, model.config.name_or_path) == ("", "")
+    restore(model)
+    assert (model.name_or_path, model.config.name_or_path) == (str(tmp_path), str(tmp_path))

@@ -255,3 +255,13 @@ def test_json_in_a_script_has_no_letter_that_means_something():
 def test_the_script_is_short_and_makes_no_markup():
     assert len(EXPLORER_SCRIPT.splitlines()) < 250
     assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(", EXPLORER_SCRIPT)
+
+
+@pytest.mark.parametrize("blocks", [20, 48])
+def test_at_a_desk_maps_are_not_cut_off(shown, blocks):
+    """Those of a deep model stand below each other."""
+    page = shown(document(TOKENS, blocks=blocks), width=1440)
+    sizes = page.locator(".scroll").evaluate_all("all => all.map((box) => [box.scrollWidth, box.clientWidth])")
+    assert all(inside <= outside for inside, outside in sizes)
+    first, second = (page.locator("table").nth(i).bounding_box() for i in (0, 1))
+    assert (first["y"] == second["y"]) == (blocks == 20)

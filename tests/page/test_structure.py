@@ -11,7 +11,7 @@ import pytest
 from depthmix.page import page as page_module
 from depthmix.page.inside import panels, rank_correlation
 from depthmix.page.page import MISSING, make_page, script_json
-from depthmix.page.plots import colour_of, depth_figure, distinct, loss_figure, shown
+from depthmix.page.plots import colour_of, depth_figure, distinct, log_ticks, loss_figure, shown
 from page.measured_documents import EVIL, content, curve, document
 from project import ROOT
 
@@ -210,3 +210,30 @@ def test_json_in_a_script_tag():
     text = "</script><!--&\u2028\u2029"
     assert json.loads(script_json(text)) == text
     assert not set("<>&\u2028\u2029") & set(script_json(text))
+
+
+@pytest.mark.parametrize(
+    ("values", "shown"),
+    [
+        ([0.13, 0.5, None], ["0.1", "0.2", "0.5", "1", "2", "5"]),
+        ([3.0, 40.0], ["1", "2", "5", "10", "20", "50", "100", "200", "500"]),
+        ([2e-6, 0.01], ["1e-06", "1e-05", "0.0001", "0.001", "0.01"]),
+        ([0.0, None], None),
+    ],
+)
+def test_every_tick_of_a_log_axis_says_the_whole_number(values, shown):
+    """Plotly's own have 2 and 5 for 0.2 and 0.5."""
+    assert log_ticks(values).get("ticktext") == shown
+
+
+def test_colours_of_the_depth_map_follow_the_root_and_the_pointer_shows_the_number():
+    found = document("one", signed=False)
+    (panel,) = (p for p in panels(found, found) if p.title.startswith("Who reads what"))
+    heat = panel.figures[0]["data"][0]
+    mean = [reader[0] for reader in found["mixing"]["mean"]]
+    most = max(w for row in mean[1:] for w in row)
+    assert heat["zmin"] == 0.0
+    for z, own, row in zip(heat["z"], heat["customdata"], mean, strict=True):
+        assert own[: len(row)] == row
+        assert z[: len(row)] == pytest.approx([(w / most) ** 0.5 for w in row])
+    assert "customdata" in heat["hovertemplate"]
