@@ -159,9 +159,7 @@ def of_trainings(folders: Sequence[Path]) -> Found:
         ]
     found = Found(labels=list(dict.fromkeys(names)), recipe=recipes[0], comparable=not differ)
     if differ:
-        shown = "; ".join(
-            f"{key}: {', '.join(map(repr, dict.fromkeys(str(r.get(key)) for r in recipes)))}" for key in differ
-        )
+        shown = "; ".join(f"{key}: {' and '.join(dict.fromkeys(str(r.get(key)) for r in recipes))}" for key in differ)
         found.warnings.append(
             f"These runs differ in more than their mechanism, so their losses do not compare ({shown})."
         )
@@ -186,9 +184,9 @@ def content_of(found: Found, documents: Sequence[Mapping[str, Any]], command: st
         title=title,
         warnings=found.warnings,
         verdict=verdict(rows) if found.comparable else [],
-        facts=facts(found.recipe, found.labels, rows),
+        facts=facts(found.recipe, found.labels, rows, found.comparable),
         tables=tables(rows, found.comparable),
-        notes=[*found.notes, *(footnotes(rows) if rows else ["No run has finished yet."])],
+        notes=[*found.notes, *(_footnotes(rows, found.comparable) if rows else ["No run has finished yet."])],
         reading=how_to_read(found.recipe, rows) if several and found.comparable else [],
         curves=curves(found.runs, found.labels),
         images=of_images(rows),
@@ -200,8 +198,15 @@ def content_of(found: Found, documents: Sequence[Mapping[str, Any]], command: st
     )
 
 
-def facts(recipe: Mapping[str, Any], labels: Sequence[str], rows: Sequence[Row]) -> list[tuple[str, str]]:
-    """What was compared, in a few lines."""
+def _footnotes(rows: Sequence[Row], comparable: bool) -> list[str]:
+    """Those of columns that the tables have."""
+    return [n for n in footnotes(rows) if "to reach" not in n or (len(rows) > 1 and comparable)]
+
+
+def facts(
+    recipe: Mapping[str, Any], labels: Sequence[str], rows: Sequence[Row], comparable: bool = True
+) -> list[tuple[str, str]]:
+    """What was compared, in a few lines; of runs that do not compare what the first one is."""
     get = recipe.get
     size = f"{get('n_blocks')} blocks, width {get('dim')}, {get('n_heads')} heads"
     if rows:
@@ -215,17 +220,20 @@ def facts(recipe: Mapping[str, Any], labels: Sequence[str], rows: Sequence[Row])
         )
         budget += f" ({human_time(rows[0].train_seconds)})" if rows else ""
     else:
-        budget = f"equal {unit}: every arm makes {get('steps')} steps" if len(labels) > 1 else f"{get('steps')} steps"
+        budget = f"{get('steps')} steps"
+        if len(labels) > 1 and comparable:
+            budget = f"equal {unit}: every arm makes {budget}"
         budget += f" ({human(rows[0].tokens)} {unit})" if rows else ""
     seeds = ", ".join(str(seed) for seed in get("seeds", [get("seed")]))
-    order = ", in the same order for every arm" if len(labels) > 1 else ""
+    order = ", in the same order for every arm" if len(labels) > 1 and comparable else ""
+    of = "" if comparable else " of the first"
     return [
         ("arms" if len(labels) > 1 else "arm", ", ".join(labels)),
-        ("data", f"{get('data')}{order}"),
-        ("model", size),
-        ("training", per_step),
-        ("budget", budget),
-        ("seeds", seeds),
+        (f"data{of}", f"{get('data')}{order}"),
+        (f"model{of}", size),
+        (f"training{of}", per_step),
+        (f"budget{of}", budget),
+        (f"seeds{of}", seeds),
     ]
 
 
@@ -236,7 +244,7 @@ def tables(rows: Sequence[Row], comparable: bool = True) -> list[Table]:
     best = min(row.val_loss for row in rows)
     marked = frozenset(i for i, row in enumerate(rows) if row.val_loss == best and len(rows) > 1 and comparable)
     # What counts comes first, where a narrow screen shows it.
-    alone: Sequence[Column] = (VAL_LOSS, *learnt(rows)[:2])
+    alone: Sequence[Column] = (VAL_LOSS, *(c for c in learnt(rows) if "to reach" not in c.heading("")))
     if len(rows) > 1 and comparable:
         alone = (AGAINST, VAL_LOSS, *learnt(rows))
     return [

@@ -467,3 +467,12 @@ def test_a_retrofitted_model_is_in_no_folder_until_it_is_saved(tmp_path: Path) -
     assert (model.name_or_path, model.config.name_or_path) == ("", "")
     restore(model)
     assert (model.name_or_path, model.config.name_or_path) == (str(tmp_path), str(tmp_path))
+
+
+@pytest.mark.parametrize(("mixer", "whole"), [("attnres", True), ("dca", False)])
+def test_compiled(mixer: str, whole: bool) -> None:
+    model = stir(retrofit(make("llama"), mixer, quiet=True))
+    with torch.no_grad():
+        expected = model(ids(), use_cache=False).logits
+        found = torch.compile(model, backend="eager", fullgraph=whole)(ids(), use_cache=False).logits
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)

@@ -1,6 +1,7 @@
 """Figures and the report: what they show, where, and that text stays text."""
 
 import json
+import re
 import shutil
 import sys
 from html.parser import HTMLParser
@@ -267,9 +268,13 @@ def test_seeds_of_one_recipe_are_one_row_and_other_recipes_are_not_compared(run)
     assert not longer.comparable
     assert len(longer.labels) == 2
     content = content_of(longer, [], "")
-    assert "lr" in content.warnings[0]
     assert not content.verdict
     assert "against" not in " ".join(content.tables[0].heading)
+    assert re.search(r"\(lr: [\d.e-]+ and 0\.5\)\.$", content.warnings[0])
+    assert "model of the first" in dict(content.facts)
+    assert "model" not in dict(content.facts)
+    assert not any("every arm" in fact for _, fact in content.facts)
+    assert not any("to reach" in text for text in (*content.notes, *content.tables[0].heading))
     unfinished = changed(run, "fourth", seed=2)
     (unfinished / "result.json").unlink()
     found = gather([run, unfinished])
