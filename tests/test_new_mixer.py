@@ -57,7 +57,9 @@ def test_a_new_mixer_is_listed_and_passes_its_battery(tree):
     # Compiling a rule is the same for all of them, and takes as long as everything else here together.
     chosen = "(halving and not compile) or oracle"
     quick = ["-v", "-p", "no:cacheprovider"]
-    files = [f"tests/mixers/test_{part}.py" for part in ("battery", "exact", "layout", "plain_share", "traffic")]
+    files = [
+        f"tests/mixers/test_{part}.py" for part in ("battery", "exact", "layout", "plain_share", "rounding", "traffic")
+    ]
     environment = {**os.environ, "PYTHONPATH": str(tree), "PYTEST_ADDOPTS": ""}
     code = "import sys; del sys.modules['project']; import pytest; sys.exit(pytest.main(sys.argv[1:]))"  # the tree has its own
     done = forking.python(code, *quick, "-k", chosen, *files, "tests/test_docs.py", env=environment, cwd=tree)

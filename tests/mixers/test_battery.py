@@ -1,7 +1,6 @@
 """What every registered mixer must do, whatever its rule. A new mixer is tested here by being registered."""
 
 import copy
-import functools
 import shutil
 
 import pytest
@@ -266,27 +265,6 @@ def test_bf16_is_within_rounding_of_fp32(name, blocks):
             assert a.dtype == torch.bfloat16
             bound = 2**-8 * (site + 1) * float(b.detach().abs().max().clamp(min=1))
             assert float((a.float() - b).detach().abs().max()) <= bound
-
-
-@every_mixer
-def test_a_read_is_rounded_once(name):
-    """What a state in bf16 gives is, number by number, what the same state gives in fp32, rounded; so all arithmetic is in fp32."""
-    for choice in (choice for other, choice in PAIRWISE if other == name):
-        # a mixture is rounded and then added to the stream; a sum of what leaves a window is rounded before it is read
-        if choice.get("routing") != "add" and not (choice.get("window") == 1 and name in ("dca", "grn")):
-            check_a_read_is_rounded_once(build(name, 3, choice, random=True, dtype=torch.float32), label(name, choice))
-
-
-def check_a_read_is_rounded_once(mixer, case):
-    state = mixer.start(embedding(torch.bfloat16))
-    for site in range(mixer.n_sites + 1):
-        read = mixer.finish if site == mixer.n_sites else functools.partial(mixer.read, site=site)
-        settled = mixer.settled(state)
-        wide = pytree.tree_map(lambda t: t.float() if isinstance(t, torch.Tensor) else t, settled)
-        for h, exact in zip(as_tuple(read(settled)), as_tuple(read(wide)), strict=True):
-            torch.testing.assert_close(h.float(), exact, rtol=2**-8, atol=1e-5, msg=lambda m: f"{case}: {m}")
-        if site < mixer.n_sites:
-            state = mixer.write(state, site, embedding(torch.bfloat16))
 
 
 @every_mixer
