@@ -58,12 +58,12 @@ def retrofit(model: Any, mixer: str, *, quiet: bool = False, **options: Any) -> 
     if before is not None and before.isnan().any():
         what = "the logits of this model are not numbers (NaN), so its weights are not usable"
         raise UserError(f"cannot retrofit: {what}", CHECKPOINT)
+    came_from = model.config.name_or_path
     if own:
         plain = {name: getattr(model.config, name) for name in ("mixer", "mixer_options", "plain_eps")}
         _change_own(model, {"mixer": mixer, "mixer_options": dict(options), "plain_eps": True})
         setattr(model.config, FROM, plain)
     else:
-        _move(model, "")
         _own_config(model)
         install(model, mixer, options)
         _rename(model)
@@ -72,6 +72,9 @@ def retrofit(model: Any, mixer: str, *, quiet: bool = False, **options: Any) -> 
         norms = getattr(model.base_model, NORMS, None)
         if norms is not None:
             norms.to(device, dtype)
+    # It is in no folder yet, and adapters of it would be put on the plain one in that folder.
+    model.__dict__[CAME_FROM] = came_from
+    _say_where(model, "")
     if before is not None:
         after = _logits(model)
         change = ((after - before).abs().max() / before.abs().max().clamp(min=1e-30)).item()
@@ -90,6 +93,7 @@ def restore(model: Any) -> Any:
     if isinstance(model, DepthmixPreTrainedModel):
         _change_own(model, getattr(model.config, FROM))
         delattr(model.config, FROM)
+        _say_where(model, model.__dict__.pop(CAME_FROM, ""))
         return model
     if not issubclass(_class(model).config_class, CarriesCode):
         raise UserError(
@@ -110,7 +114,7 @@ def restore(model: Any) -> Any:
     model.__class__, config.__class__ = (type(x).__bases__[-1] for x in (model, config))
     del config.depthmix
     vars(config).pop("auto_map", None)
-    _move(model, model.__dict__.pop(CAME_FROM, ""))
+    _say_where(model, model.__dict__.pop(CAME_FROM, ""))
     if config.architectures:  # as a folder of the retrofitted model has it
         config.architectures = [type(model).__name__]
     return model
@@ -171,9 +175,8 @@ def _change_own(model: Any, fields: dict[str, Any]) -> None:
     model.base_model.change_mixer(config.decoder_config())
 
 
-def _move(model: Any, folder: str) -> None:
-    """Say where a model came from: a retrofitted one is in no folder yet, and adapters of it would be put on the plain one there."""
-    model.__dict__.setdefault(CAME_FROM, model.config.name_or_path)
+def _say_where(model: Any, folder: str) -> None:
+    """The folder that a model is in, for those that look for it there."""
     model.name_or_path = model.config.name_or_path = folder
 
 

@@ -461,12 +461,15 @@ def test_a_mixer_that_a_folder_lacks_begins_afresh(tmp_path: Path) -> None:
 
 def test_a_retrofitted_model_is_in_no_folder_until_it_is_saved(tmp_path: Path) -> None:
     """Where adapters would look for what they belong to, and find the plain one."""
-    make("llama").save_pretrained(tmp_path)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path)
-    retrofit(model, "attnres", quiet=True)
-    assert (model.name_or_path, model.config.name_or_path) == ("", "")
-    restore(model)
-    assert (model.name_or_path, model.config.name_or_path) == (str(tmp_path), str(tmp_path))
+    shape = {"vocab_size": VOCAB, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    for plain in (make("llama"), DepthmixForCausalLM(DepthmixConfig(**shape, mixer="residual"))):
+        plain.save_pretrained(tmp_path)
+        model = AutoModelForCausalLM.from_pretrained(tmp_path)
+        for mixer in ("attnres", "dca"):
+            retrofit(model, mixer, quiet=True)
+            assert (model.name_or_path, model.config.name_or_path) == ("", "")
+            restore(model)
+            assert (model.name_or_path, model.config.name_or_path) == (str(tmp_path), str(tmp_path))
 
 
 @pytest.mark.parametrize(("mixer", "whole"), [("attnres", True), ("dca", False)])
