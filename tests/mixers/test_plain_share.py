@@ -8,12 +8,18 @@ from harness import MIXERS, complete
 from oracles import MODULES
 from oracles.cases import OPTIONS
 
+MORE = {  # besides the options that oracles try
+    "attnres": [{"routing": "add", "block_size": 2}, {"query_init": 0.5}],
+    "layerscale": [{"init": 1.0}],
+    "mhc": [{"head": "learned", "n": 3}],
+}
+
 
 @pytest.mark.parametrize("name", MIXERS)
 def test_reads_at_step_0_are_the_share_of_the_plain_stream(name: str) -> None:
     """With all options: `plain_share` says it for retrofits, and the default, all of the stream, is seldom right."""
     torch.manual_seed(0)
-    for options in OPTIONS.get(name, [{}]):
+    for options in [{}, *OPTIONS.get(name, []), *MORE.get(name, [])]:
         mixer = create_mixer(name, dim=8, n_blocks=3, **options).double()
         stream = torch.randn(5, 8, dtype=torch.float64)
         state = mixer.start(stream)

@@ -14,7 +14,7 @@ def parameters(o, D, blocks):
 
 
 def starts_plain(options):
-    return False
+    return options["init"] == 1
 
 
 def run(p, options, blocks, e, sublayer) -> Trace:
