@@ -395,9 +395,9 @@ def _growth(results: Results, arm: str, against: str) -> Found | None:
     """An arm's over another's at the same rates and seeds; over the rates the mean of logarithms."""
     own, other = (
         {
-            (r["seed"], r["domain"], r["size"]): g[0]
+            (r["seed"], r["domain"], r["size"]): g
             for r in results.records
-            if r["arm"] == name and "result" in r and (g := growth(r["result"]))
+            if r["arm"] == name and "result" in r and (g := growth(r["result"])) is not None
         }
         for name in (arm, against)
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -12,6 +13,7 @@ from depthmix.study.rows import Run
 from depthmix.study.table import DASH, markdown_line, markdown_text
 
 PETAFLOP_DAY = 1e15 * 86400
+SILENT = 1e-3  # of the largest gradient: a sublayer that no longer learns
 WORSE = 0.1  # nats above an arm's best rate: no longer a rate to train with
 Records = Sequence[Mapping[str, Any]]
 
@@ -223,14 +225,12 @@ def _at_rate(runs: Records) -> str:
 # Depth.
 
 
-def growth(result: Mapping[str, Any]) -> tuple[float, float] | None:
-    """How much larger the last block's output is than the first's, and the largest gradient of a sublayer than the median's."""
+def growth(result: Mapping[str, Any]) -> float | None:
+    """How much larger the last block's output is than the first's."""
     depth = result.get("depth")
-    if not depth or not (middle := statistics.median(depth["gradient_norm"])):
+    if not depth or min(depth["block_rms"][0], depth["block_rms"][-1]) <= 0:  # a block that adds nothing
         return None
-    if min(depth["block_rms"][0], depth["block_rms"][-1]) <= 0:  # a block that adds nothing
-        return None
-    return depth["block_rms"][-1] / depth["block_rms"][0], max(depth["gradient_norm"]) / middle
+    return depth["block_rms"][-1] / depth["block_rms"][0]
 
 
 def _depth(study: Study, used: Records) -> list[str]:
@@ -239,16 +239,24 @@ def _depth(study: Study, used: Records) -> list[str]:
         for cell in study.cells:
             own = [r for r in used if (r["arm"], r["domain"], r["size"]) == (arm, cell.domain, cell.size)]
             place = ", ".join(word for word in (cell.domain if len(study.domains) > 1 else "", cell.size) if word)
-            found = [g for r in own if (g := growth(r.get("result", {})))]
+            found = [r["result"] for r in own if r.get("result", {}).get("depth")]
             if found:
-                means = [statistics.fmean(values) for values in zip(*found, strict=True)]
-                name = f"{arm}, {place}" if place else arm
-                lines.append([name, f"{means[0]:.2f}", f"{means[1]:.2f}", str(len(found))])
+                lines.append([f"{arm}, {place}" if place else arm, *_over_depth(found), str(len(found))])
+    heading = ["arm", "outputs, last / first", "gradients, largest / median", "sublayers without gradients", "seeds"]
     notes = [
-        "At the last step: what a block adds to the stream, its root mean square over the tokens of a few rows, last block over first; and the norm of a sublayer's gradients, largest over median."
+        "At the last step: what a block adds to the stream, its root mean square over the tokens of a few rows, last block over first; and the norm of a sublayer's gradients, largest over median.",
+        f"“sublayers without gradients”: those whose gradients are below {SILENT:g} of the largest, in the mean over seeds.",
     ]
+    return ["## Magnitudes and gradients over depth", "", *_table(heading, lines, notes)]
+
+
+def _over_depth(found: Records) -> list[str]:
+    norms = [result["depth"]["gradient_norm"] for result in found]
+    ratios = [max(n) / middle if (middle := statistics.median(n)) else math.inf for n in norms]
+    silent = statistics.fmean(sum(norm < SILENT * max(n) for norm in n) for n in norms)
+    grown = [g for result in found if (g := growth(result)) is not None]
     return [
-        "## Magnitudes and gradients over depth",
-        "",
-        *_table(["arm", "outputs, last / first", "gradients, largest / median", "seeds"], lines, notes),
+        f"{statistics.fmean(grown):.2f}" if grown else DASH,
+        f"{ratio:.2f}" if (ratio := statistics.fmean(ratios)) < 1 / SILENT else f"over {1 / SILENT:,.0f}",
+        f"{silent:.3g} of {len(norms[0])}",
     ]

@@ -141,11 +141,21 @@ def test_depth(training, tmp_path, monkeypatch):
         lambda c, r: r | {"depth": {"block_rms": [2.0, 3.0, 8.0], "gradient_norm": [1.0, 2.0, 9.0]}},
     )
     kept = {**studies.SIZES, "dynamics_every": 3}
-    assert "| slow | 4.00 | 4.50 | 2 |" in table(tmp_path, sections=["depth"], set=kept)
+    assert "| slow | 4.00 | 4.50 | 0 of 3 | 2 |" in table(tmp_path, sections=["depth"], set=kept)
     data = {"words": str(small.data()), "others": str(small.other_data())}
     text = table(tmp_path, name="both", data=data, sizes={"s": {}, "m": {"seeds": [1]}}, sections=["depth"], set=kept)
     for place, seeds in (("words, s", 2), ("words, m", 1), ("others, s", 2), ("others, m", 1)):
-        assert f"| slow, {place} | 4.00 | 4.50 | {seeds} |" in text
+        assert f"| slow, {place} | 4.00 | 4.50 | 0 of 3 | {seeds} |" in text
+
+
+def test_sublayers_that_no_longer_learn(training, tmp_path, monkeypatch):
+    def still(config, result):
+        norms = [0.0, 0.0, 9.0] if config.seed else [1e-9, 2e-3, 1.0]
+        return result | {"depth": {"block_rms": [0.0, 3.0, 8.0], "gradient_norm": norms}}
+
+    results(training, monkeypatch, still)
+    text = table(tmp_path, sections=["depth"], set={**studies.SIZES, "dynamics_every": 3})
+    assert "| slow | – | over 1,000 | 1.5 of 3 | 2 |" in text  # one of the first seed's, two of the second's
 
 
 def test_a_study_of_images(tmp_path, monkeypatch):
