@@ -32,7 +32,7 @@ from depthmix.ops import depth_attention, depth_sum
 from depthmix.ops.backend import choose
 from depthmix.ops.collect import collect_rows
 from depthmix.ops.depth_attention.ahead import KNOWN_WAYS, Beside, Far, Known, far_blocks, far_sources, known_sources
-from depthmix.ops.depth_attention.op import why_unsupported
+from depthmix.ops.depth_attention.op import is_usual, why_unsupported
 from depthmix.ops.depth_attention.reference import weighted_sum
 from depthmix.ops.depth_attention.source_major import OP, is_pair, read_sources
 from depthmix.ops.depth_attention.traffic import ReadOf, backward_units, forward_units
@@ -285,7 +285,8 @@ class AttnRes(SlotReads):
         if not state.frozen:
             if out_gain:
                 shape |= {"out_gain": side_by_side(out_gain), "out_eps": out_eps}
-            return depth_attention(query, sources, gain, self.eps, **shape, backend="reference")
+            by_read = not self._usual() and self._why_no_kernels(sources) is None
+            return depth_attention(query, sources, gain, self.eps, **shape, backend=None if by_read else "reference")
         _, p = depth_attention(
             query,
             [state.observe(v) for v in sources],
@@ -304,7 +305,7 @@ class AttnRes(SlotReads):
         tape = state.tape if why is None and not transformed() else None
         if why is not None and state.blocks:  # an output in another dtype: the reference steps in
             return None
-        if tape is None and choose("attnres", state.pending, why) == "triton":
+        if tape is None and choose("attnres", state.pending, why) == "triton" and self._usual():
             tape = Tape(collect_rows(self._queries(), OP), state.blocks, state.partial)
         trained = torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters())
         if tape is not None and trained and not tape.queries.requires_grad:  # made under no_grad
@@ -313,10 +314,12 @@ class AttnRes(SlotReads):
 
     def _why_no_kernels(self, tensors: Sequence[Tensor]) -> str | None:
         wide = any(p.dtype == torch.float64 for p in self.parameters())
-        static = self.query_from == "learned" and self.weights != "static"
-        return why_unsupported(
-            tensors, static=static, wide=wide, key_norm=self.key_norm, heads=self.heads, activation=self.weights
-        )
+        return why_unsupported(tensors, wide=wide, heads=self.heads)
+
+    def _usual(self) -> bool:
+        """Whether kernels of whole stacks know the reads; the paper's ablations have kernels read by read."""
+        static = self.query_from == "learned"
+        return is_usual(static=static, key_norm=self.key_norm, heads=self.heads, activation=self.weights)
 
     def _queries(self) -> Tensor:
         """query ⊙ key_gain of every reader: [R, D], the ways of a site side by side, finish's last."""

@@ -47,12 +47,15 @@ class SlotReads(Mixer):
     def _why_no_kernels(self, tensors: Sequence[Tensor]) -> str | None:
         raise NotImplementedError
 
+    def _usual(self) -> bool:
+        raise NotImplementedError
+
     def _n_readers(self) -> int:
         raise NotImplementedError
 
     def _decodes(self, x: Tensor) -> bool:
-        known = self.routing == "replace" and len(self.held) > self.n_sites and self._why_no_kernels([x]) is None
-        return known and few_tokens(x) and usable("attnres", x)
+        known = self.routing == "replace" and len(self.held) > self.n_sites and self._usual()
+        return known and self._why_no_kernels([x]) is None and few_tokens(x) and usable("attnres", x)
 
     def _start_slots(self, x: Tensor) -> SlotState:
         state = SlotState.of(x, self.n_sites + 1)

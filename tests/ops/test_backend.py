@@ -85,10 +85,9 @@ def test_unknown_names() -> None:
 
 UNSUPPORTED: dict[str, tuple[Any, dict[str, Any]]] = {
     "weights": (Q, {"return_weights": True}),
-    "heads": (Q, {"heads": 2}),
-    "sigmoid": (Q, {"activation": "sigmoid"}),
-    "no key norm": (Q, {"key_norm": False}),
-    "a query a token": (torch.ones(2, 3, 8), {}),
+    "weights of heads": (Q, {"return_weights": True, "heads": 2}),
+    "an fp64 query": (Q.double(), {}),
+    "fp64 queries of tokens": (torch.ones(2, 3, 8).double(), {}),
 }
 
 

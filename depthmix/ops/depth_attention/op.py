@@ -8,6 +8,7 @@ from torch import Tensor
 
 from depthmix.ops.backend import choose
 from depthmix.ops.checks import check_shape, check_sources, leading
+from depthmix.ops.depth_attention.other_reads import OtherRead
 from depthmix.ops.depth_attention.reference_autograd import DepthAttention, attend, differentiable
 from depthmix.ops.depth_attention.source_major import read_sources
 from depthmix.ops.precision import compute_dtype, promoted_dtype, widen, without_autocast
@@ -17,18 +18,25 @@ MAX_DIM = 16384  # channels of a row that fit in the registers of 32 warps
 MAX_WAYS = 3  # mixtures that one kernel reads at once
 
 
-def why_unsupported(
-    sources: Sequence[Tensor], *, static: bool, wide: bool, key_norm: bool, heads: int, activation: str
-) -> str | None:
-    """Why the kernels cannot do a read, or None if they can. static: queries that all tokens share; wide: in float64."""
+def is_usual(*, static: bool, key_norm: bool, heads: int, activation: str) -> bool:
+    """Whether kernels of whole stacks know a read; others have kernels read by read. static: queries that all tokens share."""
+    return static and key_norm and heads == 1 and activation == "softmax"
+
+
+def why_unsupported(sources: Sequence[Tensor], *, wide: bool, heads: int = 1) -> str | None:
+    """Why the kernels cannot do a read, or None if they can. wide: queries in float64."""
     dtype, dim = sources[0].dtype, sources[0].shape[-1]
-    if not static or not key_norm or heads != 1 or activation != "softmax":
-        return "they know one head, softmax, normed keys and queries that all tokens share"
     if wide:
         return "they compute in float32, and the queries are float64"
     if dtype not in (torch.float32, torch.bfloat16, torch.float16) or any(v.dtype != dtype for v in sources):
         return "they know sources of one dtype, float32, bfloat16 or float16"
-    return None if dim <= MAX_DIM else f"a token's {dim} channels do not fit; they hold up to {MAX_DIM}"
+    held = power_of_two(heads) * power_of_two(dim // heads)
+    return None if held <= MAX_DIM else f"a token's {dim} channels do not fit; they hold up to {MAX_DIM}"
+
+
+def power_of_two(n: int) -> int:
+    """The next one, or n itself."""
+    return 1 << (n - 1).bit_length()
 
 
 def depth_attention(
@@ -85,26 +93,27 @@ def depth_attention(
         if out_gain is not None:
             gains = out_gain if out_gain.ndim == 2 else out_gain.unsqueeze(0).expand(n_ways, -1)
             gains = widen(gains, wide)
-        why = (
-            "they do not return weights"
-            if return_weights
-            else why_unsupported(
-                sources,
-                static=u.ndim == 2,
-                wide=query.dtype == torch.float64,
-                key_norm=key_norm,
-                heads=heads,
-                activation=activation,
-            )
-        )
-        if choose(op, first, why, backend) == "triton":
+        usual = is_usual(static=u.ndim == 2, key_norm=key_norm, heads=heads, activation=activation)
+        why = why_unsupported(sources, wide=query.dtype == torch.float64, heads=heads)
+        if return_weights:
+            why = "they do not return weights"
+        elif not usual and torch.compiler.is_compiling():
+            why = "torch.compile makes its own of reads with these options"
+        options = (eps, key_norm, heads, activation)
+        kernels = choose(op, first, why, backend) == "triton"
+        if kernels and not usual:
+            by_way = [None] * n_ways if gains is None else gains.unbind(0)
+            results = [
+                OtherRead.apply(options, norm_eps, *of, *sources) for of in zip(u.unbind(0), by_way, strict=True)
+            ]
+            return tuple(results) if many else results[0]
+        if kernels:
             results = []
             for w in range(0, n_ways, MAX_WAYS):
                 step = min(MAX_WAYS, n_ways - w)
                 gain = None if gains is None else gains[w : w + step].contiguous()
                 results += read_sources(u, w, step, sources, None, gain, eps, norm_eps)[0]
             return tuple(results) if many else results[0]
-        options = (eps, key_norm, heads, activation)
         by_torch = transformed() or torch.compiler.is_compiling()  # who derive and plan a backward of their own
         if by_torch or torch.is_grad_enabled():
             compute = differentiable if by_torch else DepthAttention.apply

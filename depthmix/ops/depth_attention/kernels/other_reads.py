@@ -1,0 +1,189 @@
+"""Depth attention with the paper's ablations, read by read: heads, sigmoid, keys without a norm, and a query for each token.
+
+A program takes one token at a time, whose channels lie as [heads, channels of a head]; heads beyond H and channels beyond D/H are
+zeros. The equations are those of reference.py, and of reference_autograd.py for the backward, which mixes o again from the logits.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from depthmix.ops.depth_attention.kernels.read import programs_for
+from depthmix.ops.gpu.addresses import address_table, aligned
+from depthmix.ops.gpu.launch import launch
+
+
+@triton.jit
+def _load(address, t, d, ok, D: tl.constexpr, like, ALIGNED: tl.constexpr):
+    """Row t of the tensor at an address, in fp32."""
+    row = address.to(tl.pointer_type(like.dtype.element_ty)) + t * D + d
+    if ALIGNED:
+        row = tl.multiple_of(row, [1, 16])  # what comes from a table has no known alignment
+    return tl.load(row, mask=ok, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _total(x):
+    return tl.sum(tl.sum(x, 1), 0)
+
+
+@triton.jit
+def _weight(s, lse, SOFTMAX: tl.constexpr):
+    return tl.exp(s - lse) if SOFTMAX else tl.sigmoid(s)
+
+
+@triton.jit(do_not_specialize=["N", "n"])
+def _read_kernel(
+    table, u, gain, y, s, lse, N: tl.int64, n: tl.int32, eps, out_eps,
+    D: tl.constexpr, H: tl.constexpr, BH: tl.constexpr, BC: tl.constexpr, BY_TOKEN: tl.constexpr, KEY_NORM: tl.constexpr,
+    SOFTMAX: tl.constexpr, NORM: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    head, c = tl.arange(0, BH), tl.arange(0, BC)
+    d = head[:, None] * (D // H) + c[None, :]
+    here = head < H
+    ok = here[:, None] & (c < D // H)[None, :]
+    if not BY_TOKEN:
+        q = tl.load(u + d, mask=ok, other=0.0)
+    for t in tl.range(tl.program_id(0).to(tl.int64), N, tl.num_programs(0), num_stages=1):
+        if BY_TOKEN:
+            q = tl.load(u + t * D + d, mask=ok, other=0.0)
+        top, z = tl.full([BH], float("-inf"), tl.float32), tl.zeros([BH], tl.float32)
+        o = tl.zeros([BH, BC], tl.float32)
+        for i in range(n):
+            v = _load(tl.load(table + i), t, d, ok, D, y, ALIGNED)
+            logit = tl.sum(v * q, 1)
+            if KEY_NORM:
+                logit *= tl.rsqrt(_total(v * v) / D + eps)
+            tl.store(s + (i * N + t) * H + head, logit, mask=here)
+            if SOFTMAX:
+                higher = tl.maximum(top, logit)
+                old, new = tl.exp(top - higher), tl.exp(logit - higher)
+                top, z, o = higher, z * old + new, o * old[:, None] + new[:, None] * v
+            else:
+                o += tl.sigmoid(logit)[:, None] * v
+        if SOFTMAX:
+            tl.store(lse + t * H + head, top + tl.log(z), mask=here)
+            o /= z[:, None]
+        if NORM:
+            o *= tl.rsqrt(_total(o * o) / D + out_eps) * tl.load(gain + d, mask=ok, other=0.0)
+        tl.store(y + t * D + d, o.to(y.dtype.element_ty), mask=ok)
+
+
+@triton.jit(do_not_specialize=["N", "n"])
+def _backward_kernel(
+    table, dy, u, gain, s, lse, du, part, N: tl.int64, n: tl.int32, eps, out_eps,
+    D: tl.constexpr, H: tl.constexpr, BH: tl.constexpr, BC: tl.constexpr, BY_TOKEN: tl.constexpr, KEY_NORM: tl.constexpr,
+    SOFTMAX: tl.constexpr, NORM: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    head, c = tl.arange(0, BH), tl.arange(0, BC)
+    d = head[:, None] * (D // H) + c[None, :]
+    here = head < H
+    ok = here[:, None] & (c < D // H)[None, :]
+    several = tl.where(n > 1, 1.0, 0.0)  # the weight of an only source is 1 whatever its logit
+    du_all, dgain = tl.zeros([BH, BC], tl.float32), tl.zeros([BH, BC], tl.float32)
+    if not BY_TOKEN:
+        q = tl.load(u + d, mask=ok, other=0.0)
+    for t in tl.range(tl.program_id(0).to(tl.int64), N, tl.num_programs(0), num_stages=1):
+        if BY_TOKEN:
+            q = tl.load(u + t * D + d, mask=ok, other=0.0)
+        o, z = tl.zeros([BH, BC], tl.float32), tl.zeros([BH], tl.float32)
+        if SOFTMAX:
+            z = tl.load(lse + t * H + head, mask=here, other=0.0)
+        if SOFTMAX or NORM:
+            for i in range(n):
+                logit = tl.load(s + (i * N + t) * H + head, mask=here, other=0.0)
+                o += _weight(logit, z, SOFTMAX)[:, None] * _load(tl.load(table + 2 * i), t, d, ok, D, dy, ALIGNED)
+        g = tl.load(dy + t * D + d, mask=ok, other=0.0).to(tl.float32)
+        if NORM:
+            rho = tl.rsqrt(_total(o * o) / D + out_eps)
+            dgain += g * o * rho
+            g *= tl.load(gain + d, mask=ok, other=0.0)
+            g = rho * (g - o * (_total(g * o) * rho * rho / D))
+        delta = tl.sum(g * o, 1)
+        own = tl.zeros([BH, BC], tl.float32)  # this token's part of du: long sums are added up in two steps
+        for i in range(n):
+            v = _load(tl.load(table + 2 * i), t, d, ok, D, dy, ALIGNED)
+            logit = tl.load(s + (i * N + t) * H + head, mask=here, other=0.0)
+            p, dp = _weight(logit, z, SOFTMAX), tl.sum(g * v, 1)
+            ds = p * (dp - delta) * several if SOFTMAX else dp * p * (1 - p)
+            dv = p[:, None] * g
+            if KEY_NORM:
+                r = tl.rsqrt(_total(v * v) / D + eps)
+                dv -= (tl.sum(ds * logit, 0) * r * r / D) * v
+                ds *= r
+            dv += ds[:, None] * q
+            own += ds[:, None] * v
+            out = tl.load(table + 2 * i + 1).to(tl.pointer_type(dy.dtype.element_ty)) + t * D + d
+            if ALIGNED:
+                out = tl.multiple_of(out, [1, 16])
+            tl.store(out, dv.to(dy.dtype.element_ty), mask=ok)
+        if BY_TOKEN:
+            tl.store(du + t * D + d, own, mask=ok)
+        else:
+            du_all += own
+    part += tl.program_id(0).to(tl.int64) * (2 * D) + d
+    tl.store(part, du_all, mask=ok)
+    tl.store(part + D, dgain, mask=ok)
+
+
+def _shape(dim: int, heads: int, u: Tensor, gain: Tensor | None, key_norm: bool, softmax: bool) -> dict[str, object]:
+    rows, columns = triton.next_power_of_2(heads), triton.next_power_of_2(dim // heads)
+    return {
+        "D": dim, "H": heads, "BH": rows, "BC": columns, "BY_TOKEN": u.ndim > 1, "KEY_NORM": key_norm,
+        "SOFTMAX": softmax, "NORM": gain is not None, "num_warps": min(32, max(1, rows * columns // 256)),
+    }  # fmt: skip
+
+
+def _programs(tokens: int, warps: object, like: Tensor) -> int:
+    """More than run at a time, so that each adds up few tokens: long sums are less exact."""
+    assert isinstance(warps, int)
+    return min(tokens, 8 * programs_for(tokens, warps, like))
+
+
+def read(
+    u: Tensor, gain: Tensor | None, sources: Sequence[Tensor], eps: float, out_eps: float,
+    key_norm: bool, heads: int, softmax: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The mixture, like a source; logits [n, N, H]; and their log-sum-exp [N, H], which a sigmoid does without.
+
+    u: [D] or [N, D], in fp32; all tensors contiguous.
+    """
+    v = sources[-1]
+    dim, tokens = v.shape[-1], v.numel() // v.shape[-1]
+    y = torch.empty_like(v)
+    s = torch.empty(len(sources), tokens, heads, dtype=torch.float32, device=v.device)
+    lse = torch.empty(tokens, heads, dtype=torch.float32, device=v.device)
+    if tokens:
+        shape = _shape(dim, heads, u, gain, key_norm, softmax)
+        launch(
+            _read_kernel, (_programs(tokens, shape["num_warps"], v),), v,
+            address_table(tuple(x.data_ptr() for x in sources), v.device),
+            u, u if gain is None else gain, y, s, lse, tokens, len(sources), eps, out_eps,
+            ALIGNED=aligned(dim // heads, sources), **shape,
+        )  # fmt: skip
+    return y, s, lse
+
+
+def backward(
+    dy: Tensor, u: Tensor, gain: Tensor | None, sources: Sequence[Tensor], s: Tensor, lse: Tensor, eps: float,
+    out_eps: float, key_norm: bool, heads: int, softmax: bool,
+) -> tuple[Tensor, Tensor | None, list[Tensor]]:  # fmt: skip
+    """The gradients of u, of the gain and of every source, given that of the mixture."""
+    dim, tokens = dy.shape[-1], dy.numel() // dy.shape[-1]
+    dv = [torch.empty_like(x) for x in sources]
+    if not tokens:
+        return torch.zeros_like(u), None if gain is None else torch.zeros_like(gain), dv
+    shape = _shape(dim, heads, u, gain, key_norm, softmax)
+    programs = _programs(tokens, shape["num_warps"], dy)
+    part = torch.empty(programs, 2, dim, dtype=torch.float32, device=dy.device)
+    du = torch.empty_like(u)
+    launch(
+        _backward_kernel, (programs,), dy,
+        address_table(tuple(a for x, g in zip(sources, dv, strict=True) for a in (x.data_ptr(), g.data_ptr())), dy.device),
+        dy, u, u if gain is None else gain, s, lse, du, part, tokens, len(sources), eps, out_eps,
+        ALIGNED=aligned(dim // heads, sources, dv), **shape,
+    )  # fmt: skip
+    return du if u.ndim > 1 else part[:, 0].sum(0), None if gain is None else part[:, 1].sum(0), dv
