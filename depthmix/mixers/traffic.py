@@ -1,7 +1,7 @@
 """What a rule costs besides arithmetic: what it moves, what a backward needs kept, and what its state holds.
 
 The unit is one activation tensor [tokens, dim] in bf16, read or written once; one in fp32 counts twice. With options that the
-kernels do not know, PyTorch moves more. tests/mixers/test_traffic.py counts what really is touched.
+kernels of a whole pass do not know, PyTorch, or kernels read by read, move more. tests/mixers/test_traffic.py counts what really is touched.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ from depthmix.study.recipe import Study, read_study
 from depthmix.study.records import RUNS, Records, read_records
 from depthmix.study.rows import Run, make_rows, read_run
 from depthmix.study.saved import read_json
-from depthmix.study.sections import growth, largest_stable, points, spikes
+from depthmix.study.sections import growth, largest_stable, points, silent, spikes
 from depthmix.study.sheet import as_runs, at_known_times
 from depthmix.study.spread import Spread, around, group_of, pooled
 from depthmix.values import read_recipe
@@ -392,12 +392,12 @@ def _spikes(results: Results, arm: str, against: str) -> Found | None:
 
 
 def _growth(results: Results, arm: str, against: str) -> Found | None:
-    """An arm's over another's at the same rates and seeds; over the rates the mean of logarithms."""
+    """An arm's over another's at the same rates and seeds, where all their sublayers learn; over the rates the mean of logarithms."""
     own, other = (
         {
             (r["seed"], r["domain"], r["size"]): g
             for r in results.records
-            if r["arm"] == name and "result" in r and (g := growth(r["result"])) is not None
+            if r["arm"] == name and "result" in r and (g := growth(r["result"])) is not None and not silent(r["result"])
         }
         for name in (arm, against)
     )

@@ -233,6 +233,12 @@ def growth(result: Mapping[str, Any]) -> float | None:
     return depth["block_rms"][-1] / depth["block_rms"][0]
 
 
+def silent(result: Mapping[str, Any]) -> int:
+    """How many sublayers no longer learn."""
+    norms = result["depth"]["gradient_norm"]
+    return sum(norm < SILENT * max(norms) for norm in norms)
+
+
 def _depth(study: Study, used: Records) -> list[str]:
     lines = []
     for arm in study.labels:
@@ -253,10 +259,9 @@ def _depth(study: Study, used: Records) -> list[str]:
 def _over_depth(found: Records) -> list[str]:
     norms = [result["depth"]["gradient_norm"] for result in found]
     ratios = [max(n) / middle if (middle := statistics.median(n)) else math.inf for n in norms]
-    silent = statistics.fmean(sum(norm < SILENT * max(n) for norm in n) for n in norms)
     grown = [g for result in found if (g := growth(result)) is not None]
     return [
         f"{statistics.fmean(grown):.2f}" if grown else DASH,
         f"{ratio:.2f}" if (ratio := statistics.fmean(ratios)) < 1 / SILENT else f"over {1 / SILENT:,.0f}",
-        f"{silent:.3g} of {len(norms[0])}",
+        f"{statistics.fmean(map(silent, found)):.3g} of {len(norms[0])}",
     ]

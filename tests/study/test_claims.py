@@ -211,8 +211,8 @@ def test_accuracy_and_what_it_takes_to_a_loss():
 
 
 def test_spikes_and_growth():
-    def record(arm, seed, spikes, rms):
-        depth = {"block_rms": rms, "gradient_norm": [1.0, 2.0]}
+    def record(arm, seed, spikes, rms, smallest=1.0):
+        depth = {"block_rms": rms, "gradient_norm": [smallest, 2.0]}
         return {
             "arm": arm,
             "seed": seed,
@@ -239,8 +239,11 @@ def test_spikes_and_growth():
     assert (spiky.value, spiky.low, spiky.high) == pytest.approx((0.3, *ends), abs=1e-3)
     assert judge(claim("below", "spikes", pair), spiky) == NOT_SEEN
     assert measure(claim("below", "growth", pair), found).value == pytest.approx(0.25)
-    silent = results([a_run("plain", 0, 4.0)], records=[*records[:2], record("a", 0, 0, [1, 0]), records[3]])
-    assert measure(claim("below", "growth", pair), silent).seeds == 1  # a block that adds nothing does not count
+    for other in (record("a", 0, 0, [1, 0]), record("a", 0, 0, [1, 2], smallest=1e-3)):
+        fewer = results([a_run("plain", 0, 4.0)], records=[*records[:2], other, records[3]])
+        assert (
+            measure(claim("below", "growth", pair), fewer).seeds == 1
+        )  # neither a block that adds nothing nor one that learns nothing
     alone = results([a_run("plain", 0, 4.0)], records=[r for r in records if r["seed"] == 0])
     assert judge(claim("below", "growth", pair), measure(claim("below", "growth", pair), alone)) == UNDECIDED
 

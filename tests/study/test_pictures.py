@@ -87,7 +87,20 @@ def test_rules_have_their_columns_side_by_side():
     assert left.get_xlim() == pytest.approx((-0.14, 0.14))
     assert right.get_xlim() == pytest.approx((-1.2, 0.2))
     assert max(x for line in left.lines for x in line.get_xdata()) == pytest.approx(0.14)  # not 9
+    cut = [line for line in (*left.lines, *right.lines) if line.get_marker() in ("<", ">")]
+    assert [(line.get_marker(), line.get_xdata()[0]) for line in cut] == [
+        ("<", pytest.approx(-0.14)),
+        (">", pytest.approx(0.14)),
+    ]
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["18M", "54M"]
+
+
+def test_seven_columns_are_told_apart_and_stay_in_their_rows():
+    by_column = {f"{i}M": {"dca": Found(-0.1, -0.2, 0.0, 2), "mudd": Found(-0.1, -0.2, 0.0, 2)} for i in range(7)}
+    axes = plot_rules({"dca": "dca", "mudd": "mudd"}, {"books": by_column}).axes[0]
+    dots = [line for line in axes.lines if line.get_marker() == "o" and len(line.get_xdata())]
+    assert len({line.get_color() for line in dots}) == 7
+    assert all(abs(line.get_ydata()[0] - row) < 0.5 for row in (0, 1) for line in dots[row::2])
 
 
 def test_power_laws_are_drawn_through_their_points(study):
