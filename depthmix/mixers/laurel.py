@@ -2,23 +2,33 @@
 
 rw:  x_{s+1} = alpha_s y_s + beta_s x_s
 lr:  x_{s+1} = y_s + x_s + B_s A_s x_s
-pa:  x_{s+1} = y_s + x_s + B_s A_s Σ_{j<s} gamma_{s,j} x_j
+pa:  x_{s+1} = y_s + x_s + B_s z_s;    z_s = Σ_{j<s} gamma_{s,j} A_s x_j
+
+z has `rank` numbers, so it is what pa adds up: every x_j is read once, for all sites to come.
 """
 
-from typing import Annotated, Literal
+import dataclasses
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from depthmix.mixers.base import register
+from depthmix.mixers.cutting import here
 from depthmix.mixers.one_stream import OneStream
 from depthmix.mixers.options import OptionError, at_least
 from depthmix.mixers.state import StreamState, register_state
-from depthmix.ops import depth_sum
 from depthmix.ops.matmul import matmul
 from depthmix.ops.precision import compute_dtype
 
 DEFAULT_RANK = 16
+
+
+class Ahead(NamedTuple):
+    """What the history so far makes of z, not rounded."""
+
+    z: Tensor  # of the next site and all after it that are held here: [..., sites * rank]
+    trained: bool
 
 
 @register_state
@@ -26,6 +36,7 @@ class HistoryState(StreamState):
     """The stream and all that it was before earlier sites."""
 
     history: tuple[Tensor, ...] = ()  # x_0 … x_{s-1}
+    ahead: Ahead | None = dataclasses.field(default=None, repr=False, metadata={"cache": True})
 
 
 @register("laurel")
@@ -48,7 +59,7 @@ class Laurel(OneStream):
             raise OptionError(f"laurel: rank must be {expected}, got {rank}")
         self.variant, self.rank = variant, min(DEFAULT_RANK, dim) if rank is None else rank
         self.channel_mixing = variant != "rw"
-        self.units = (25, 26, 2) if variant != "rw" else (23, 36, 4)  # without the history of pa
+        self.units = (25, 26, 2) if variant != "rw" else (23, 36, 4)  # without what pa adds up
         sites = self.n_sites
         if variant == "rw":
             self.alpha = nn.Parameter(torch.empty(sites))
@@ -76,25 +87,41 @@ class Laurel(OneStream):
     def _start(self, x: Tensor) -> StreamState:
         return HistoryState(x=x) if self.variant == "pa" else StreamState(x=x)
 
-    def _low_rank(self, x: Tensor, site: int) -> Tensor:
-        x = x.to(compute_dtype(x))
-        return matmul(matmul(x, self.A[site].to(x.dtype).T), self.B[site].to(x.dtype).T)
-
     def _join(self, state: StreamState, site: int, y: Tensor) -> Tensor:
         wide = compute_dtype(state.x)
         x, y = state.x.to(wide), y.to(wide)
         if self.variant == "rw":
             return self.alpha[site].to(wide) * y + self.beta[site].to(wide) * x
         if self.variant == "lr":
-            return x + y + self._low_rank(x, site)
-        assert isinstance(state, HistoryState)
-        if not state.history:
+            z = matmul(x, self.A[site].to(wide).T)
+        elif (ahead := self._ahead(state, site)) is not None:
+            z = ahead[..., : self.rank].contiguous()  # the backward of a product keeps all that a view is of
+        else:
             return x + y
-        earlier = depth_sum([h.to(wide) for h in state.history], static=self.gamma[site, :site, None].unsqueeze(0))[0]
-        return x + y + self._low_rank(earlier, site)
+        return x + y + matmul(z, self.B[site].to(wide).T)
 
     def _write(self, state: StreamState, site: int, y: Tensor) -> StreamState:
-        after = super()._write(state, site, y)
-        if isinstance(after, HistoryState):
-            after.history = (*after.history, state.x)
-        return after
+        if not isinstance(state, HistoryState):
+            return super()._write(state, site, y)
+        z, trained, later = self._ahead(state, site), torch.is_grad_enabled(), None
+        known = dataclasses.replace(state, ahead=None if z is None else Ahead(z, trained))
+        if site + 1 < min(self.held.stop, self.n_sites):
+            later = Ahead(self._added(None if z is None else z[..., self.rank :], state.x, site, site + 1), trained)
+        after: Any = super()._write(known, site, y)
+        return dataclasses.replace(after, history=(*state.history, state.x), ahead=later)
+
+    def _ahead(self, state: Any, site: int) -> Tensor | None:
+        """z of this site and all after it that are held here; None where nothing came before."""
+        if state.ahead is not None and (state.ahead.trained or not torch.is_grad_enabled()):
+            return state.ahead.z
+        z = None
+        for j, x in enumerate(state.history):  # the state comes from elsewhere
+            z = self._added(z, x, j, site)
+        return z
+
+    def _added(self, z: Tensor | None, x: Tensor, j: int, site: int) -> Tensor:
+        """z of a site and all after it, with x_j's part."""
+        x, first = x.to(compute_dtype(x)), site - self.held.start
+        gamma, rows = (here(p)[first:].to(x.dtype) for p in (self.gamma, self.A))
+        more = matmul(x, (gamma[:, j, None, None] * rows).flatten(0, 1).T)
+        return more if z is None else z + more
