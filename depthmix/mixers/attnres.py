@@ -279,7 +279,8 @@ class AttnRes(SlotReads):
         else:
             seen = rms_normalize(state.observe(newest), self.eps)
             rows = self._rows("query_proj", site)
-            query = torch.stack([matmul(seen, w.to(seen.dtype).T) for w in rows]) / self.dim
+            queries = [matmul(seen, (w / self.dim).to(seen.dtype).T) for w in rows]
+            query = torch.stack(queries) if len(queries) > 1 else queries[0].unsqueeze(0)  # no copy of one
         gain = self._rows("key_gain", site) if self.key_norm else None
         shape: dict[str, Any] = {"key_norm": self.key_norm, "heads": self.heads, "activation": self.weights}
         if not state.frozen:

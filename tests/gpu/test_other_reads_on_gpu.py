@@ -14,6 +14,8 @@ from gpu.exact import BF16, FP16, FP32, GRADIENT, OUTPUT, Stack, draw, error
 SHAPES = [  # tokens, channels, sources, heads, a query for each token
     (4096, 512, 13, 16, False),
     (4096, 512, 13, 1, True),
+    (30000, 512, 4, 16, False),  # several tokens for each program of the backward
+    (30000, 512, 4, 1, True),
     (1024, 2048, 9, 16, True),
     (777, 1000, 7, 4, False),  # heads of 250 channels
     (300, 333, 5, 3, True),  # odd
@@ -93,11 +95,14 @@ every_ablation = pytest.mark.parametrize("options", ABLATIONS, ids=str)
 
 
 @every_ablation
-def test_a_stack_is_the_reference_s(options: dict[str, Any]) -> None:
-    """Output and gradients in fp32; the reference in fp64."""
+def test_a_stack_is_the_reference_s(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Output and gradients in fp32, by kernels without being asked; the reference in fp64."""
+    kernels = pytest.importorskip("depthmix.ops.depth_attention.kernels.other_reads")
+    calls, read = [], kernels.read
+    monkeypatch.setattr(kernels, "read", lambda *args, **named: (calls.append(1), read(*args, **named))[1])
     stack, x = Stack(4, 512, **options), draw(1, 1000, 512)
     results = []
-    for backend, dtype in (("triton", FP32), ("reference", torch.float64)):
+    for backend, dtype in ((None, FP32), ("reference", torch.float64)):
         stack.to(dtype)
         y = x.to(dtype).requires_grad_()
         with use_backend(backend):
@@ -106,6 +111,7 @@ def test_a_stack_is_the_reference_s(options: dict[str, Any]) -> None:
                 out, [y, *stack.parameters()], draw(*out.shape, seed=7).to(dtype), allow_unused=True
             )
         results.append([out, *grads])
+    assert len(calls) == sum(stack.mixer.ways(site) for site in range(8)) + (stack.mixer.routing == "replace")
     for got, wanted in zip(*results, strict=True):
         assert (got is None) == (wanted is None)
         assert got is None or not wanted.any() or error(got, wanted) < 1e-4

@@ -171,14 +171,14 @@ def test_another_device_is_current(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 99)
     monkeypatch.setattr(torch.cuda, "device", Guard)
-    stack, x = Stack(3, 256), draw(1024, 256, dtype=torch.bfloat16).requires_grad_()
+    stacks = [Stack(3, 256, **options) for options in ({}, {"heads": 4})]
+    x = draw(1024, 256, dtype=torch.bfloat16).requires_grad_()
     launches, run = [], launch.launch
-    for module in ("read", "source_backward", "layer_backward", "tiling"):
+    for module in ("read", "source_backward", "layer_backward", "tiling", "other_reads"):
         kernels = pytest.importorskip(f"depthmix.ops.depth_attention.kernels.{module}")
         monkeypatch.setattr(kernels, "launch", lambda *args, **kwargs: (launches.append(1), run(*args, **kwargs)))
     with use_backend("triton"):
-        out = stack(x)
-        out.float().square().sum().backward()
+        sum(stack(x).float().square().sum() for stack in stacks).backward()
     assert launches
     assert len(entered) >= len(launches)
     assert set(entered) == {0}

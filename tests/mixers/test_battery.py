@@ -253,6 +253,27 @@ def check_a_state_is_a_value(name, choice, blocks):
         state = second
 
 
+@every_pair
+def test_a_prefix_without_gradients_leaves_those_of_the_rest_alone(name, choice):
+    """What a state remembers of it besides its value, which a pytree round trip drops, was made without gradients too."""
+    mixer = build(name, 2, choice, random=True)
+    sources = [embedding() for _ in range(mixer.n_sites + 1)]
+    with torch.no_grad():
+        begun = mixer.start(sources[0])
+        for site in range(2):
+            begun = mixer.write(begun, site, sources[site + 1])
+    grads = []
+    for state in (begun, pytree.tree_map(lambda t: t, begun)):
+        for site in range(2, mixer.n_sites):
+            state = mixer.write(state, site, sources[site + 1])
+        out = mixer.finish(state)
+        if out.requires_grad:
+            grads.append(torch.autograd.grad(out.square().sum(), list(mixer.parameters()), allow_unused=True))
+    for a, b in zip(*grads, strict=True) if grads else ():
+        assert (a is None) == (b is None)
+        assert a is None or torch.allclose(a, b, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("blocks", [3, LAYOUTS["parallel"], LAYOUTS["cross"]], ids=["usual", "parallel", "cross"])
 @every_mixer
 def test_bf16_is_within_rounding_of_fp32(name, blocks):

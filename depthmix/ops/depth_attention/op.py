@@ -8,7 +8,7 @@ from torch import Tensor
 
 from depthmix.ops.backend import choose
 from depthmix.ops.checks import check_shape, check_sources, leading
-from depthmix.ops.depth_attention.other_reads import OtherRead
+from depthmix.ops.depth_attention.other_reads import OtherReads
 from depthmix.ops.depth_attention.reference_autograd import DepthAttention, attend, differentiable
 from depthmix.ops.depth_attention.source_major import read_sources
 from depthmix.ops.precision import compute_dtype, promoted_dtype, widen, without_autocast
@@ -102,10 +102,7 @@ def depth_attention(
         options = (eps, key_norm, heads, activation)
         kernels = choose(op, first, why, backend) == "triton"
         if kernels and not usual:
-            by_way = [None] * n_ways if gains is None else gains.unbind(0)
-            results = [
-                OtherRead.apply(options, norm_eps, *of, *sources) for of in zip(u.unbind(0), by_way, strict=True)
-            ]
+            results = OtherReads.apply(options, norm_eps, torch.is_grad_enabled(), u, gains, *sources)
             return tuple(results) if many else results[0]
         if kernels:
             results = []

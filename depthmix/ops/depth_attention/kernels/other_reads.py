@@ -1,7 +1,8 @@
 """Depth attention with the paper's ablations, read by read: heads, sigmoid, keys without a norm, and a query for each token.
 
-A program takes one token at a time, whose channels lie as [heads, channels of a head]; heads beyond H and channels beyond D/H are
-zeros. The equations are those of reference.py, and of reference_autograd.py for the backward, which mixes o again from the logits.
+A program takes a token, whose channels lie as [heads, channels of a head]; heads beyond H and channels beyond D/H are zeros.
+The equations are those of reference.py, and of reference_autograd.py for the backward, which mixes o again from the logits,
+as layer_backward.py does for one head and softmax. Of several ways the gradient of a source goes from one's launch to the next's.
 """
 
 from collections.abc import Sequence
@@ -11,17 +12,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from depthmix.ops.depth_attention.kernels.read import programs_for
+from depthmix.ops.depth_attention.kernels.read import programs_for, stages
 from depthmix.ops.gpu.addresses import address_table, aligned
 from depthmix.ops.gpu.launch import launch
+from depthmix.ops.gpu.totals import total
 
 
 @triton.jit
-def _load(address, t, d, ok, D: tl.constexpr, like, ALIGNED: tl.constexpr):
-    """Row t of the tensor at an address, in fp32."""
-    row = address.to(tl.pointer_type(like.dtype.element_ty)) + t * D + d
+def _row(address, at, like, ALIGNED: tl.constexpr):
+    """Pointers into the tensor at an address, of the type of another."""
+    row = address.to(tl.pointer_type(like.dtype.element_ty)) + at
     if ALIGNED:
         row = tl.multiple_of(row, [1, 16])  # what comes from a table has no known alignment
+    return row
+
+
+@triton.jit
+def _load(row, ok):
     return tl.load(row, mask=ok, other=0.0).to(tl.float32)
 
 
@@ -39,44 +46,43 @@ def _weight(s, lse, SOFTMAX: tl.constexpr):
 def _read_kernel(
     table, u, gain, y, s, lse, N: tl.int64, n: tl.int32, eps, out_eps,
     D: tl.constexpr, H: tl.constexpr, BH: tl.constexpr, BC: tl.constexpr, BY_TOKEN: tl.constexpr, KEY_NORM: tl.constexpr,
-    SOFTMAX: tl.constexpr, NORM: tl.constexpr, ALIGNED: tl.constexpr,
+    SOFTMAX: tl.constexpr, NORM: tl.constexpr, KEEP: tl.constexpr, ALIGNED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
+    t = tl.program_id(0).to(tl.int64)
     head, c = tl.arange(0, BH), tl.arange(0, BC)
     d = head[:, None] * (D // H) + c[None, :]
     here = head < H
     ok = here[:, None] & (c < D // H)[None, :]
-    if not BY_TOKEN:
-        q = tl.load(u + d, mask=ok, other=0.0)
-    for t in tl.range(tl.program_id(0).to(tl.int64), N, tl.num_programs(0), num_stages=1):
-        if BY_TOKEN:
-            q = tl.load(u + t * D + d, mask=ok, other=0.0)
-        top, z = tl.full([BH], float("-inf"), tl.float32), tl.zeros([BH], tl.float32)
-        o = tl.zeros([BH, BC], tl.float32)
-        for i in range(n):
-            v = _load(tl.load(table + i), t, d, ok, D, y, ALIGNED)
-            logit = tl.sum(v * q, 1)
-            if KEY_NORM:
-                logit *= tl.rsqrt(_total(v * v) / D + eps)
+    q = tl.load(u + (t * D if BY_TOKEN else 0) + d, mask=ok, other=0.0)
+    top, z = tl.full([BH], float("-inf"), tl.float32), tl.zeros([BH], tl.float32)
+    o = tl.zeros([BH, BC], tl.float32)
+    for i in tl.range(0, n, num_stages=STAGES):
+        v = _load(_row(tl.load(table + i), t * D + d, y, ALIGNED), ok)
+        logit = tl.sum(v * q, 1)
+        if KEY_NORM:
+            logit *= tl.rsqrt(_total(v * v) / D + eps)
+        if KEEP:
             tl.store(s + (i * N + t) * H + head, logit, mask=here)
-            if SOFTMAX:
-                higher = tl.maximum(top, logit)
-                old, new = tl.exp(top - higher), tl.exp(logit - higher)
-                top, z, o = higher, z * old + new, o * old[:, None] + new[:, None] * v
-            else:
-                o += tl.sigmoid(logit)[:, None] * v
         if SOFTMAX:
+            higher = tl.maximum(top, logit)
+            old, new = tl.exp(top - higher), tl.exp(logit - higher)
+            top, z, o = higher, z * old + new, o * old[:, None] + new[:, None] * v
+        else:
+            o += tl.sigmoid(logit)[:, None] * v
+    if SOFTMAX:
+        if KEEP:
             tl.store(lse + t * H + head, top + tl.log(z), mask=here)
-            o /= z[:, None]
-        if NORM:
-            o *= tl.rsqrt(_total(o * o) / D + out_eps) * tl.load(gain + d, mask=ok, other=0.0)
-        tl.store(y + t * D + d, o.to(y.dtype.element_ty), mask=ok)
+        o /= z[:, None]
+    if NORM:
+        o *= tl.rsqrt(_total(o * o) / D + out_eps) * tl.load(gain + d, mask=ok, other=0.0)
+    tl.store(y + t * D + d, o.to(y.dtype.element_ty), mask=ok)
 
 
 @triton.jit(do_not_specialize=["N", "n"])
 def _backward_kernel(
     table, dy, u, gain, s, lse, du, part, N: tl.int64, n: tl.int32, eps, out_eps,
     D: tl.constexpr, H: tl.constexpr, BH: tl.constexpr, BC: tl.constexpr, BY_TOKEN: tl.constexpr, KEY_NORM: tl.constexpr,
-    SOFTMAX: tl.constexpr, NORM: tl.constexpr, ALIGNED: tl.constexpr,
+    SOFTMAX: tl.constexpr, NORM: tl.constexpr, BEFORE: tl.constexpr, LAST: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     head, c = tl.arange(0, BH), tl.arange(0, BC)
     d = head[:, None] * (D // H) + c[None, :]
@@ -84,19 +90,17 @@ def _backward_kernel(
     ok = here[:, None] & (c < D // H)[None, :]
     several = tl.where(n > 1, 1.0, 0.0)  # the weight of an only source is 1 whatever its logit
     du_all, dgain = tl.zeros([BH, BC], tl.float32), tl.zeros([BH, BC], tl.float32)
-    if not BY_TOKEN:
-        q = tl.load(u + d, mask=ok, other=0.0)
     for t in tl.range(tl.program_id(0).to(tl.int64), N, tl.num_programs(0), num_stages=1):
-        if BY_TOKEN:
-            q = tl.load(u + t * D + d, mask=ok, other=0.0)
+        q = tl.load(u + (t * D if BY_TOKEN else 0) + d, mask=ok, other=0.0)
         o, z = tl.zeros([BH, BC], tl.float32), tl.zeros([BH], tl.float32)
         if SOFTMAX:
             z = tl.load(lse + t * H + head, mask=here, other=0.0)
         if SOFTMAX or NORM:
             for i in range(n):
                 logit = tl.load(s + (i * N + t) * H + head, mask=here, other=0.0)
-                o += _weight(logit, z, SOFTMAX)[:, None] * _load(tl.load(table + 2 * i), t, d, ok, D, dy, ALIGNED)
-        g = tl.load(dy + t * D + d, mask=ok, other=0.0).to(tl.float32)
+                v = _load(_row(tl.load(table + 3 * i), t * D + d, dy, ALIGNED), ok)
+                o += _weight(logit, z, SOFTMAX)[:, None] * v
+        g = _load(dy + t * D + d, ok)
         if NORM:
             rho = tl.rsqrt(_total(o * o) / D + out_eps)
             dgain += g * o * rho
@@ -105,7 +109,7 @@ def _backward_kernel(
         delta = tl.sum(g * o, 1)
         own = tl.zeros([BH, BC], tl.float32)  # this token's part of du: long sums are added up in two steps
         for i in range(n):
-            v = _load(tl.load(table + 2 * i), t, d, ok, D, dy, ALIGNED)
+            v = _load(_row(tl.load(table + 3 * i), t * D + d, dy, ALIGNED), ok)
             logit = tl.load(s + (i * N + t) * H + head, mask=here, other=0.0)
             p, dp = _weight(logit, z, SOFTMAX), tl.sum(g * v, 1)
             ds = p * (dp - delta) * several if SOFTMAX else dp * p * (1 - p)
@@ -116,74 +120,83 @@ def _backward_kernel(
                 ds *= r
             dv += ds[:, None] * q
             own += ds[:, None] * v
-            out = tl.load(table + 2 * i + 1).to(tl.pointer_type(dy.dtype.element_ty)) + t * D + d
-            if ALIGNED:
-                out = tl.multiple_of(out, [1, 16])
-            tl.store(out, dv.to(dy.dtype.element_ty), mask=ok)
+            if BEFORE:
+                dv += _load(_row(tl.load(table + 3 * i + 1), t * D + d, s, ALIGNED), ok)
+            if LAST:
+                tl.store(_row(tl.load(table + 3 * i + 2), t * D + d, dy, ALIGNED), dv.to(dy.dtype.element_ty), mask=ok)
+            else:
+                tl.store(_row(tl.load(table + 3 * i + 2), t * D + d, s, ALIGNED), dv, mask=ok)
         if BY_TOKEN:
             tl.store(du + t * D + d, own, mask=ok)
         else:
             du_all += own
-    part += tl.program_id(0).to(tl.int64) * (2 * D) + d
-    tl.store(part, du_all, mask=ok)
-    tl.store(part + D, dgain, mask=ok)
+    part += tl.program_id(0).to(tl.int64) * ((not BY_TOKEN) + NORM) * D + d
+    if not BY_TOKEN:
+        tl.store(part, du_all, mask=ok)
+    if NORM:
+        tl.store(part + (not BY_TOKEN) * D, dgain, mask=ok)
 
 
 def _shape(dim: int, heads: int, u: Tensor, gain: Tensor | None, key_norm: bool, softmax: bool) -> dict[str, object]:
     rows, columns = triton.next_power_of_2(heads), triton.next_power_of_2(dim // heads)
     return {
         "D": dim, "H": heads, "BH": rows, "BC": columns, "BY_TOKEN": u.ndim > 1, "KEY_NORM": key_norm,
-        "SOFTMAX": softmax, "NORM": gain is not None, "num_warps": min(32, max(1, rows * columns // 256)),
+        "SOFTMAX": softmax, "NORM": gain is not None, "num_warps": min(32, max(1, rows * columns // 512)),
     }  # fmt: skip
 
 
 def _programs(tokens: int, warps: object, like: Tensor) -> int:
-    """More than run at a time, so that each adds up few tokens: long sums are less exact."""
+    """Of the backward. More than run at a time, so that each adds up few tokens: long sums are less exact."""
     assert isinstance(warps, int)
     return min(tokens, 8 * programs_for(tokens, warps, like))
 
 
 def read(
-    u: Tensor, gain: Tensor | None, sources: Sequence[Tensor], eps: float, out_eps: float,
-    key_norm: bool, heads: int, softmax: bool,
+    u: Tensor, gain: Tensor | None, sources: Sequence[Tensor], *, eps: float, out_eps: float, key_norm: bool, heads: int,
+    softmax: bool, keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The mixture, like a source; logits [n, N, H]; and their log-sum-exp [N, H], which a sigmoid does without.
+    """The mixture, like a source; and for a backward (keep) logits [n, N, H] and, of a softmax, their log-sum-exp [N, H].
 
     u: [D] or [N, D], in fp32; all tensors contiguous.
     """
     v = sources[-1]
     dim, tokens = v.shape[-1], v.numel() // v.shape[-1]
-    y = torch.empty_like(v)
-    s = torch.empty(len(sources), tokens, heads, dtype=torch.float32, device=v.device)
-    lse = torch.empty(tokens, heads, dtype=torch.float32, device=v.device)
+    y, kept = torch.empty_like(v), tokens if keep else 0
+    s = torch.empty(len(sources), kept, heads, dtype=torch.float32, device=v.device)
+    lse = torch.empty(kept if softmax else 0, heads, dtype=torch.float32, device=v.device)
     if tokens:
-        shape = _shape(dim, heads, u, gain, key_norm, softmax)
         launch(
-            _read_kernel, (_programs(tokens, shape["num_warps"], v),), v,
+            _read_kernel, (tokens,), v,
             address_table(tuple(x.data_ptr() for x in sources), v.device),
             u, u if gain is None else gain, y, s, lse, tokens, len(sources), eps, out_eps,
-            ALIGNED=aligned(dim // heads, sources), **shape,
+            KEEP=keep, ALIGNED=aligned(dim // heads, sources), STAGES=stages(4, v, 1),
+            **_shape(dim, heads, u, gain, key_norm, softmax),
         )  # fmt: skip
     return y, s, lse
 
 
 def backward(
-    dy: Tensor, u: Tensor, gain: Tensor | None, sources: Sequence[Tensor], s: Tensor, lse: Tensor, eps: float,
-    out_eps: float, key_norm: bool, heads: int, softmax: bool,
+    dy: Tensor, u: Tensor, gain: Tensor | None, sources: Sequence[Tensor], s: Tensor, lse: Tensor, *, eps: float,
+    out_eps: float, key_norm: bool, heads: int, softmax: bool, before: Sequence[Tensor] | None, last: bool,
 ) -> tuple[Tensor, Tensor | None, list[Tensor]]:  # fmt: skip
-    """The gradients of u, of the gain and of every source, given that of the mixture."""
+    """The gradients of u, of the gain and of every source, given that of the mixture.
+
+    before: what other ways have made of the sources' gradients, to which this one adds; they are in fp32 until the last.
+    """
     dim, tokens = dy.shape[-1], dy.numel() // dy.shape[-1]
-    dv = [torch.empty_like(x) for x in sources]
+    dv = [torch.empty_like(x, dtype=x.dtype if last else torch.float32) for x in sources]
     if not tokens:
         return torch.zeros_like(u), None if gain is None else torch.zeros_like(gain), dv
     shape = _shape(dim, heads, u, gain, key_norm, softmax)
-    programs = _programs(tokens, shape["num_warps"], dy)
-    part = torch.empty(programs, 2, dim, dtype=torch.float32, device=dy.device)
+    programs, shared = _programs(tokens, shape["num_warps"], dy), u.ndim == 1
+    part = torch.empty(programs, shared + (gain is not None), dim, dtype=torch.float32, device=dy.device)
     du = torch.empty_like(u)
+    addresses = zip(sources, before or dv, dv, strict=True)
     launch(
         _backward_kernel, (programs,), dy,
-        address_table(tuple(a for x, g in zip(sources, dv, strict=True) for a in (x.data_ptr(), g.data_ptr())), dy.device),
+        address_table(tuple(t.data_ptr() for of_one in addresses for t in of_one), dy.device),
         dy, u, u if gain is None else gain, s, lse, du, part, tokens, len(sources), eps, out_eps,
-        ALIGNED=aligned(dim // heads, sources, dv), **shape,
+        BEFORE=before is not None, LAST=last, ALIGNED=aligned(dim // heads, sources, before or (), dv), **shape,
     )  # fmt: skip
-    return du if u.ndim > 1 else part[:, 0].sum(0), None if gain is None else part[:, 1].sum(0), dv
+    sums = total(part) if part.shape[1] else part
+    return sums[0] if shared else du, None if gain is None else sums[-1], dv
