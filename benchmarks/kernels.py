@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -76,6 +76,39 @@ def read(ways: int, pair: bool = False) -> Callable[[int, int, torch.device], Wo
             return {"y": max(map(relative_error, first_rows(found[0].y), wanted))}
 
         return Work(run, (len(sources) + 2 + (2 - pair) * ways) * like.nbytes, errors)
+
+    return make
+
+
+def other_read(heads: int, by_token: bool, backward: bool = False) -> Callable[[int, int, torch.device], Work]:
+    """A read of eight sources with heads, or with a query for each token, and the norm that follows; or all of its gradients."""
+
+    def make(tokens: int, dim: int, device: torch.device) -> Work:
+        from depthmix.ops.depth_attention.kernels import other_reads as kernel
+
+        like = torch.empty(tokens, dim, device=device, dtype=torch.bfloat16)
+        sources, dy = [torch.randn_like(like) for _ in range(N_SOURCES)], torch.randn_like(like)
+        u = torch.randn(*((tokens,) if by_token else ()), dim, device=device) / (dim // heads) ** 0.5
+        gain = torch.rand(dim, device=device) + 0.5
+        rule: dict[str, Any] = {"eps": EPS, "out_eps": EPS, "key_norm": True, "heads": heads, "softmax": True}
+        _, s, lse = kernel.read(u, gain, sources, **rule, keep=True)
+        found: list[Tensor] = []
+
+        def run() -> None:
+            if backward:
+                found[:] = kernel.backward(dy, u, gain, sources, s, lse, **rule, before=None, last=True)[2]
+            else:
+                found[:] = [kernel.read(u, gain, sources, **rule, keep=True)[0]]
+
+        def errors() -> dict[str, float]:
+            seen = [v.requires_grad_() for v in first_rows(sources)]
+            out = _norm(reference.read_by_heads(u[:ROWS].double() if by_token else u.double(), seen, heads), gain)
+            wanted = torch.autograd.grad(out, seen, first_rows([dy])[0]) if backward else [out.detach()]
+            return {"dv" if backward else "y": max(map(relative_error, first_rows(found), wanted))}
+
+        moved = (2 * N_SOURCES if backward else N_SOURCES) + 1
+        queries = (1 + backward) * u.nbytes if by_token else 0
+        return Work(run, moved * like.nbytes + queries + s.nbytes + lse.nbytes, errors)
 
     return make
 
@@ -247,6 +280,10 @@ def registry() -> list[Kernel]:
             Kernel("read, three ways", read(3)),
             Kernel("read_known, two ways", read_known(2)),
             Kernel("read_known, three ways", read_known(3)),
+            Kernel("other read, 16 heads", other_read(16, False)),
+            Kernel("other read, a query a token", other_read(1, True)),
+            Kernel("other backward, 16 heads", other_read(16, False, backward=True)),
+            Kernel("other backward, a query a token", other_read(1, True, backward=True)),
             Kernel("scores", scores),
             Kernel("make_bank", make_bank),
             Kernel("read_backward", read_backward(1)),

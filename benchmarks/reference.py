@@ -25,6 +25,14 @@ def read(query: Tensor, sources: Sequence[Tensor], key_gain: Tensor) -> Tensor:
     return (p.unsqueeze(-1) * v).sum(0)
 
 
+def read_by_heads(query: Tensor, sources: Sequence[Tensor], heads: int) -> Tensor:
+    """The same for each of several heads, whose keys share a norm; query: [D], or [..., D] like the sources."""
+    v = torch.stack(list(sources)).unflatten(-1, (heads, -1))  # [n, ..., H, D/H]
+    r = torch.rsqrt(v.square().mean((-2, -1)) + EPS).unsqueeze(-1)
+    p = torch.softmax(r * (v * query.unflatten(-1, (heads, -1))).sum(-1), dim=0)
+    return (p.unsqueeze(-1) * v).sum(0).flatten(-2)
+
+
 def results(problem: Problem) -> Results:
     """Output and gradients of a stack, with the sublayers that results are checked with."""
     tokens, dim = problem.x.shape[1:]
