@@ -36,7 +36,7 @@ from depthmix.study.recipe import Study, read_study
 from depthmix.study.records import RUNS, Records, read_records
 from depthmix.study.rows import Run, make_rows, read_run
 from depthmix.study.saved import read_json
-from depthmix.study.sections import growth, largest_stable, points, silent, spikes
+from depthmix.study.sections import growth, largest_stable, points, spikes
 from depthmix.study.sheet import as_runs, at_known_times
 from depthmix.study.spread import Spread, around, group_of, pooled
 from depthmix.values import read_recipe
@@ -392,12 +392,17 @@ def _spikes(results: Results, arm: str, against: str) -> Found | None:
 
 
 def _growth(results: Results, arm: str, against: str) -> Found | None:
-    """An arm's over another's at the same rates and seeds, where all their sublayers learn; over the rates the mean of logarithms."""
+    """An arm's over another's at the same rates and seeds, up to the largest rate that both stand; over rates the mean of logarithms."""
+    stood = _stable(results, arm, against)
+    most = math.inf if stood is None else min(stood)
     own, other = (
         {
             (r["seed"], r["domain"], r["size"]): g
             for r in results.records
-            if r["arm"] == name and "result" in r and (g := growth(r["result"])) is not None and not silent(r["result"])
+            if r["arm"] == name
+            and "result" in r
+            and (g := growth(r["result"])) is not None
+            and r["config"]["lr"] <= most
         }
         for name in (arm, against)
     )
@@ -408,12 +413,20 @@ def _growth(results: Results, arm: str, against: str) -> Found | None:
 
 
 def _rate(results: Results, arm: str, against: str) -> Found | None:
+    stood = _stable(results, arm, against)
+    if stood is None:
+        return None
+    own, other = stood
+    return Found(own / other, own / other, own / other, 1, f"{own:g} against {other:g}")
+
+
+def _stable(results: Results, *arms: str) -> list[float] | None:
+    """The largest rate that each stands; None if one of them stands none."""
     if results.study is None:
         return None
-    own, other = (largest_stable(results.study, results.records, name) for name in (arm, against))
-    if own is None or other is None:
-        return None
-    return Found(own / other, own / other, own / other, 1, f"{own:g} against {other:g}")
+    found = [largest_stable(results.study, results.records, arm) for arm in arms]
+    stood = [rate for rate in found if rate is not None]
+    return stood if len(stood) == len(arms) else None
 
 
 # Judging.

@@ -3,6 +3,7 @@
 import math
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -211,14 +212,15 @@ def test_accuracy_and_what_it_takes_to_a_loss():
 
 
 def test_spikes_and_growth():
-    def record(arm, seed, spikes, rms, smallest=1.0):
-        depth = {"block_rms": rms, "gradient_norm": [smallest, 2.0]}
+    def record(arm, seed, spikes, rms, lr=0.1, loss=4.0):
+        depth = {"block_rms": rms, "gradient_norm": [1.0, 2.0]}
         return {
             "arm": arm,
             "seed": seed,
             "domain": "",
-            "size": "",
-            "result": {"spikes": [[1, 1.0]] * spikes, "depth": depth},
+            "size": f"lr {lr}",
+            "config": {"lr": lr},
+            "result": {"val_loss": loss, "spikes": [[1, 1.0]] * spikes, "depth": depth},
         }
 
     records = [
@@ -230,7 +232,7 @@ def test_spikes_and_growth():
     assert fewer.value == -0.5  # runs with spikes, however many of them
     assert fewer.remark == "1 of 2 runs have spikes or diverge, against 2"
     assert judge(claim("below", "spikes", pair), fewer) == UNDECIDED
-    lost = {"arm": "a", "domain": "", "size": "", "diverged": "at step 3"}
+    lost = {"arm": "a", "domain": "", "size": "lr 0.1", "diverged": "at step 3"}
     many = [record("plain", seed, 0, [1, 8]) for seed in range(10)]
     many += [{**lost, "seed": 0}, *(record("a", seed, 3 * (seed < 3), [1, 2]) for seed in range(1, 10))]
     spiky = measure(claim("below", "spikes", pair), results([a_run("plain", 0, 4.0)], records=many))
@@ -239,11 +241,16 @@ def test_spikes_and_growth():
     assert (spiky.value, spiky.low, spiky.high) == pytest.approx((0.3, *ends), abs=1e-3)
     assert judge(claim("below", "spikes", pair), spiky) == NOT_SEEN
     assert measure(claim("below", "growth", pair), found).value == pytest.approx(0.25)
-    for other in (record("a", 0, 0, [1, 0]), record("a", 0, 0, [1, 2], smallest=1e-3)):
-        fewer = results([a_run("plain", 0, 4.0)], records=[*records[:2], other, records[3]])
-        assert (
-            measure(claim("below", "growth", pair), fewer).seeds == 1
-        )  # neither a block that adds nothing nor one that learns nothing
+    still = results([a_run("plain", 0, 4.0)], records=[*records[:2], record("a", 0, 0, [1, 0]), records[3]])
+    assert measure(claim("below", "growth", pair), still).seeds == 1  # a block that adds nothing does not count
+    wild = [
+        record(arm, seed, 0, [1, 9], 0.9, 4.0 + worse) for seed in (0, 1) for arm, worse in (("plain", 0.2), ("a", 0.0))
+    ]
+    swept = results([a_run("plain", 0, 4.0)], records=[*records, *wild], study=SimpleNamespace())
+    assert measure(claim("below", "growth", pair), swept).value == pytest.approx(
+        0.25
+    )  # up to the rate that plain stands
+    assert measure(claim("below", "rate", pair), swept).value == pytest.approx(9)
     alone = results([a_run("plain", 0, 4.0)], records=[r for r in records if r["seed"] == 0])
     assert judge(claim("below", "growth", pair), measure(claim("below", "growth", pair), alone)) == UNDECIDED
 
