@@ -394,7 +394,9 @@ def _spikes(results: Results, arm: str, against: str) -> Found | None:
 def _growth(results: Results, arm: str, against: str) -> Found | None:
     """An arm's over another's at the same rates and seeds, up to the largest rate that both stand; over rates the mean of logarithms."""
     stood = _stable(results, arm, against)
-    most = math.inf if stood is None else min(stood)
+    if stood is None and results.study is not None:
+        return None
+    most = min(stood or [math.inf])
     own, other = (
         {
             (r["seed"], r["domain"], r["size"]): g

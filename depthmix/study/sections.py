@@ -13,7 +13,7 @@ from depthmix.study.rows import Run
 from depthmix.study.table import DASH, markdown_line, markdown_text
 
 PETAFLOP_DAY = 1e15 * 86400
-SILENT = 1e-3  # of the largest gradient: a sublayer that no longer learns
+SILENT = 1e-3  # of the largest: a sublayer's gradient that is hardly any
 WORSE = 0.1  # nats above an arm's best rate: no longer a rate to train with
 Records = Sequence[Mapping[str, Any]]
 
@@ -234,7 +234,7 @@ def growth(result: Mapping[str, Any]) -> float | None:
 
 
 def silent(result: Mapping[str, Any]) -> int:
-    """How many sublayers no longer learn."""
+    """How many sublayers have hardly any gradient."""
     norms = result["depth"]["gradient_norm"]
     return sum(norm < SILENT * max(norms) for norm in norms)
 

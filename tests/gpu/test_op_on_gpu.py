@@ -52,12 +52,13 @@ def test_outputs_and_gradients(tokens: int, dim: int, n: int, ways: int, dtype: 
         assert error(grad, e) < GRADIENT[dtype], i
 
 
-def test_kernels_are_the_default_on_a_gpu() -> None:
+@pytest.mark.parametrize("heads", [1, 8])
+def test_kernels_are_the_default_on_a_gpu(heads: int) -> None:
     """The same bits as when they are asked for; two runs give the same bits."""
     query, v = draw(512).requires_grad_(), [draw(4096, 512, seed=i, dtype=BF16).requires_grad_() for i in range(5)]
     results = []
     for backend in (None, "triton", "triton"):
-        out = depth_attention(query, v, backend=backend)
+        out = depth_attention(query, v, heads=heads, backend=backend)
         results.append([out, *torch.autograd.grad(out.float().square().sum(), [query, *v])])
     assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
 

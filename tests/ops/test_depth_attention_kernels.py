@@ -255,15 +255,19 @@ def test_second_backward(again: bool) -> None:
             torch.autograd.grad(loss, leaves)
 
 
-def test_second_derivatives() -> None:
+def assert_second_derivatives(op: Fn, expected: Fn, leaves: Sequence[Tensor], tol: float = 1e-5) -> None:
     """The penalty on a gradient, differentiated again."""
-    op, expected, leaves = case((1, 8), 3, 3, True, True, eps=1e-2)
     results = []
-    for f, dtype in ((op, FP32), (expected, torch.float64)):
-        inputs = [t.detach().to(dtype).requires_grad_() for t in leaves]
-        first = torch.autograd.grad(sum(o.square().sum() for o in f(*inputs)), inputs, create_graph=True)
-        results.append([*first, *torch.autograd.grad(sum(g.square().sum() for g in first), inputs)])
-    assert_near(results[0], results[1], 1e-5)
+    for f, wide in ((op, False), (expected, True)):
+        inputs = [t.detach().to(torch.float64 if wide else t.dtype).requires_grad_() for t in leaves]
+        first = torch.autograd.grad(sum(o.double().square().sum() for o in f(*inputs)), inputs, create_graph=True)
+        results.append([*first, *torch.autograd.grad(sum(g.double().square().sum() for g in first), inputs)])
+    assert [t.dtype for t in results[0]] == [t.dtype for t in leaves] * 2
+    assert_near(results[0], results[1], tol)
+
+
+def test_second_derivatives() -> None:
+    assert_second_derivatives(*case((1, 8), 3, 3, True, True, eps=1e-2))
 
 
 def test_source_changed_in_place_is_noticed() -> None:

@@ -28,9 +28,17 @@ from ops.helpers import (
     stacked_sizes,
 )
 from ops.test_depth_attention import QUERIES, W, case
-from ops.test_depth_attention_kernels import TOL, Fn, assert_exact
-from ops.test_source_major import Stack, assert_as_reference, backward, middle_outputs, plain, second_backward, tokens
-from oracles import DEFAULTS, ORACLES
+from ops.test_depth_attention_kernels import TOL, Fn, assert_exact, assert_second_derivatives
+from ops.test_source_major import (
+    Stack,
+    assert_as_oracle,
+    assert_as_reference,
+    backward,
+    middle_outputs,
+    plain,
+    second_backward,
+    tokens,
+)
 
 pytest.importorskip("triton")
 kernels_module = pytest.importorskip("depthmix.ops.depth_attention.kernels.other_reads")
@@ -237,26 +245,11 @@ def test_autocast_changes_nothing() -> None:
 @pytest.mark.covered
 @pytest.mark.parametrize("options", [{"heads": 2}, {"kind": "token_ways", "activation": "sigmoid"}], ids=name)
 def test_second_derivatives(options: dict[str, Any]) -> None:
-    """The penalty on a gradient, differentiated again."""
-    op, expected, leaves = kernels((1, 1, 8), eps=1e-2, key_gain="D", out_gain="D", **options)
-    results = []
-    for f, dtype in ((op, FP32), (expected, torch.float64)):
-        inputs = [t.detach().to(dtype).requires_grad_() for t in leaves]
-        first = torch.autograd.grad(sum(o.square().sum() for o in f(*inputs)), inputs, create_graph=True)
-        results.append([*first, *torch.autograd.grad(sum(g.square().sum() for g in first), inputs)])
-    assert_near(results[0], results[1], 1e-5)
+    assert_second_derivatives(*kernels((1, 1, 8), eps=1e-2, key_gain="D", out_gain="D", **options))
 
 
 def test_second_derivatives_in_half_precision() -> None:
-    """They go through the reference, of the same dtypes."""
-    op, expected, leaves = kernels((1, 1, 8), dtype=FP16, eps=1e-2, heads=2)
-    results = []
-    for f, dtype in ((op, None), (expected, torch.float64)):
-        inputs = [t.detach().to(dtype or t.dtype).requires_grad_() for t in leaves]
-        first = torch.autograd.grad(f(*inputs)[0].double().square().sum(), inputs, create_graph=True)
-        results.append([*first, *torch.autograd.grad(sum(g.double().square().sum() for g in first), inputs)])
-    assert [t.dtype for t in results[0]] == [t.dtype for t in leaves] * 2
-    assert_near(results[0], results[1], 5e-3)
+    assert_second_derivatives(*kernels((1, 1, 8), dtype=FP16, eps=1e-2, heads=2), tol=5e-3)
 
 
 def test_compiled_autograd_is_refused_in_one_sentence() -> None:
@@ -330,14 +323,7 @@ def test_decoding_with_slots_is_for_what_its_kernels_know(options: dict[str, Any
 @pytest.mark.covered
 @pytest.mark.parametrize("options", [*ABLATIONS[1:4], {"heads": 2, "query_init": 0.5}], ids=str)
 def test_a_stack_against_the_oracle(options: dict[str, Any]) -> None:
-    """Output and gradients are those of the implementation written from the paper, in fp64."""
-    stack, x = Stack(**options), tokens()
-    with use_backend("triton"):
-        got = backward(stack, x, stack(x))
-    exact, y = Stack(**options).double(), x.detach().double().requires_grad_()
-    run_oracle = ORACLES["attnres"]
-    out = run_oracle(dict(exact.mixer.named_parameters()), DEFAULTS["attnres"] | options, 2, y, exact.sublayer).out
-    assert_near(got, backward(exact, y, out), 4e-6)
+    assert_as_oracle(options, 4e-6)
 
 
 @pytest.mark.parametrize("options", [{}, {"heads": 2}], ids=str)

@@ -247,10 +247,11 @@ def test_spikes_and_growth():
         record(arm, seed, 0, [1, 9], 0.9, 4.0 + worse) for seed in (0, 1) for arm, worse in (("plain", 0.2), ("a", 0.0))
     ]
     swept = results([a_run("plain", 0, 4.0)], records=[*records, *wild], study=SimpleNamespace())
-    assert measure(claim("below", "growth", pair), swept).value == pytest.approx(
-        0.25
-    )  # up to the rate that plain stands
+    grown = measure(claim("below", "growth", pair), swept)
+    assert grown.value == pytest.approx(0.25)  # up to the rate that plain stands
     assert measure(claim("below", "rate", pair), swept).value == pytest.approx(9)
+    never = results([], records=[*records, {**lost, "seed": 0, "config": {"lr": 0.01}}], study=SimpleNamespace())
+    assert measure(claim("below", "growth", pair), never) is None  # an arm that is lost at its lowest rate stands none
     alone = results([a_run("plain", 0, 4.0)], records=[r for r in records if r["seed"] == 0])
     assert judge(claim("below", "growth", pair), measure(claim("below", "growth", pair), alone)) == UNDECIDED
 
