@@ -177,10 +177,11 @@ def mean_difference(curves: Curves, cell: str, arm: str, first: str) -> tuple[li
     return x, [statistics.fmean(own[k][1] - base[k][1] for own, base in same) for k in range(len(x))]
 
 
-def legend_below(figure: Any, axes: Any) -> None:
+def legend_below(figure: Any, axes: Any, title: str | None = None) -> None:
     """What the axes have labels for, below the figure."""
     handles, labels = axes.get_legend_handles_labels()
     if handles:
-        legend = figure.legend(handles, labels, loc="outside lower left", ncols=2, frameon=False, fontsize=9.5)
+        place: dict[str, Any] = {"loc": "outside lower left", "alignment": "left", "title": title}
+        legend = figure.legend(handles, labels, ncols=2, frameon=False, fontsize=9.5, **place)
         for text in legend.get_texts():
             text.set_parse_math(False)  # a label is text, whatever it holds

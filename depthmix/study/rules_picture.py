@@ -46,9 +46,8 @@ def plot_rules(labels: Mapping[str, str], panels: Mapping[str, Mapping[str, Mapp
         axes.locator_params(axis="x", nbins=5)
     for name, colour in zip(columns, SERIES * len(columns), strict=False):
         drawn[0].plot([], [], "o", color=colour, markersize=5, label=name)
-    drawn[0].set_xlabel(
-        "nats against plain, a scale a panel; hollow: one seed; arrows: the interval goes on", loc="left"
-    )
     name_rows(drawn[0], [label if len(label) <= WIDE else label.replace(" (", "\n(") for label in labels.values()])
-    legend_below(figure, drawn[0])
+    legend_below(
+        figure, drawn[0], "nats against plain, a scale a panel; hollow: one seed; arrows: the interval goes on"
+    )
     return figure
