@@ -1,5 +1,6 @@
 """The figures of a study: what they show, and what is said where they cannot be drawn."""
 
+import itertools
 import math
 
 import pytest
@@ -93,6 +94,19 @@ def test_rules_have_their_columns_side_by_side():
         (">", pytest.approx(0.14)),
     ]
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["18M", "54M"]
+    assert figure.legends[0].get_title().get_text().startswith("nats against plain")
+
+
+def test_panels_of_rules_are_equally_far_apart():
+    """What is said of all of them belongs to none."""
+    one = {"18M": {"dca": Found(-0.1, -0.2, 0.0, 2)}}
+    figure = plot_rules(
+        {"dca": "a rule (dca:with=a,long=list,of=options,beside=panels)"}, {"books": one, "code": one, "images": one}
+    )
+    figure.draw_without_rendering()
+    places = [axes.get_position() for axes in figure.axes]
+    first, second = (right.x0 - left.x1 for left, right in itertools.pairwise(places))
+    assert first == pytest.approx(second, abs=0.01)
 
 
 def test_seven_columns_are_told_apart_and_stay_in_their_rows():
