@@ -141,6 +141,10 @@ class TrainConfig:
     quiet: bool = option(False, "no progress bar")
 
 
+# What may change when a run goes on; of the data that is the place, the content is compared.
+FREE = {"data", "out", "quiet", "tensorboard", "wandb", "keep", "save_every", "log_every", "dynamics_every"}
+FREE |= {"device", "on_nan", "parallel"}
+
 # What of it means nothing to the other kind of data.
 OF_TEXT = ("seq_len", "tie_embeddings", "rope_theta", "eval_tokens", "init", "tune", "embedding_std", "plain_eps")
 OF_IMAGES = ("patch_size", "pool", "positions", "crop", "flip")

@@ -16,6 +16,7 @@ from depthmix.errors import CHECKPOINT, DATA, DISK
 from depthmix.runs.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
 from train import bad, small
 from train.bad import cut, meta, remove, table, write
+from train.checkpoints import forget_run
 
 fails = bad.fails
 
@@ -57,6 +58,16 @@ def resave(**changes):
     return change
 
 
+def old(change):
+    """The mutation of a run whose checkpoints, as those of older versions, do not say what lay around them."""
+
+    def of_old_run(folder):
+        forget_run(folder)
+        change(folder)
+
+    return of_old_run
+
+
 def pickled(folder):
     """What torch.save would have written, were it to run something."""
     return pickle.dumps(print)
@@ -87,21 +98,41 @@ BROKEN_RUNS = [
     ("binary recipe", write("recipe.yaml", b"\x80\xff"), "recipe.yaml is damaged"),
     ("recipe cut", write("recipe.yaml", b"data: {x"), "recipe.yaml is damaged: it is not YAML"),
     ("recipe a list", write("recipe.yaml", b"- a\n"), "recipe.yaml is damaged: it does not map names"),
-    ("text in the recipe", recipe(dim="wide"), "recipe.yaml is damaged: dim is 'wide'"),
-    ("null in the recipe", recipe(rope_theta=None), "recipe.yaml is damaged: rope_theta is None"),
-    ("wrong options in the recipe", recipe(mixer_options={"ways": 3}), "describes no model", "unknown option 'ways'"),
-    ("no such mixer", recipe(mixer="resnet"), "describes no model", "unknown mixer 'resnet'"),
-    ("another mixer", recipe(mixer="mhc"), "lacks mixer.", "another mechanism or size than mhc"),
-    ("another size", recipe(dim=64), "another size", "embedding.weight"),
-    ("more blocks", recipe(n_blocks=3), "lacks", "another mechanism or size"),
-    ("fewer blocks", recipe(n_blocks=1), "has norms.2", "another mechanism or size"),
-    ("impossible size", recipe(n_heads=5), "describes no model", "n_heads must divide dim=32"),
+    ("text in the recipe", recipe(dim="wide"), "dim is 'wide' and was 32"),
+    ("text in the recipe, old run", old(recipe(dim="wide")), "recipe.yaml is damaged: dim is 'wide'"),
+    ("null in the recipe", recipe(rope_theta=None), "rope_theta is None and was 10000.0"),
+    ("null in the recipe, old run", old(recipe(rope_theta=None)), "recipe.yaml is damaged: rope_theta is None"),
+    (
+        "wrong options in the recipe",
+        recipe(mixer_options={"ways": 3}),
+        "recipe.yaml was changed since the run was trained: mixer_options is {{'ways': 3}} and was {{}}",
+    ),
+    (
+        "wrong options in the recipe, old run",
+        old(recipe(mixer_options={"ways": 3})),
+        "describes no model",
+        "unknown option 'ways'",
+    ),
+    ("no such mixer", recipe(mixer="resnet"), "mixer is 'resnet' and was 'residual'; put the recipe back"),
+    ("no such mixer, old run", old(recipe(mixer="resnet")), "describes no model", "unknown mixer 'resnet'"),
+    ("another mixer", recipe(mixer="mhc"), "mixer is 'mhc' and was 'residual'"),
+    ("another mixer, old run", old(recipe(mixer="mhc")), "lacks mixer.", "another mechanism or size than mhc"),
+    ("another size", recipe(dim=64), "dim is 64 and was 32"),
+    ("another size, old run", old(recipe(dim=64)), "another size", "embedding.weight"),
+    ("more blocks", recipe(n_blocks=3), "n_blocks is 3 and was 2"),
+    ("more blocks, old run", old(recipe(n_blocks=3)), "lacks", "another mechanism or size"),
+    ("fewer blocks", recipe(n_blocks=1), "n_blocks is 1 and was 2"),
+    ("fewer blocks, old run", old(recipe(n_blocks=1)), "has norms.2", "another mechanism or size"),
+    ("impossible size", recipe(n_heads=5), "n_heads is 5 and was 2"),
+    ("impossible size, old run", old(recipe(n_heads=5)), "describes no model", "n_heads must divide dim=32"),
     ("no tokenizer", remove("tokenizer.json"), "There is no tokenizer file"),
-    ("tokenizer cut", cut("tokenizer.json", 200), "is not a tokenizer.json"),
-    ("tokenizer of somebody else", write("tokenizer.json", b"{}"), "is not a tokenizer.json"),
+    ("tokenizer cut", cut("tokenizer.json", 200), "tokenizer.json is not that of this run: its SHA-256 was"),
+    ("tokenizer cut, old run", old(cut("tokenizer.json", 200)), "is not a tokenizer.json"),
+    ("tokenizer of somebody else", write("tokenizer.json", b"{}"), "tokenizer.json is not that of this run"),
+    ("tokenizer of somebody else, old run", old(write("tokenizer.json", b"{}")), "is not a tokenizer.json"),
     ("no checkpoints", remove("checkpoints"), "has no checkpoint yet"),
     ("no checkpoint", every(lambda p: shutil.rmtree(p)), "has no checkpoint yet"),
-    ("no model", every(remove("model.safetensors")), "No checkpoint in", "put good ones back from a copy"),
+    ("no model", every(remove("model.safetensors")), "model.safetensors is missing; there is no older good one"),
     ("model cut", every(cut("model.safetensors", 1000)), "model.safetensors has 1000 bytes where manifest.json says"),
     ("model empty", every(cut("model.safetensors", 0)), "model.safetensors has 0 bytes"),
     ("pickle for a model", every(write("model.safetensors", pickled)), "model.safetensors has", "manifest.json says"),
@@ -146,11 +177,19 @@ def test_one_checkpoint_of_several(fails, copied):
     fails(f"eval --run {copied}/checkpoints", CHECKPOINT, "is not a run folder")
 
 
-def test_a_broken_checkpoint_is_passed_over_with_a_warning(copied, capsys):
-    newest = list_checkpoints(copied / "checkpoints")[0]
+def test_readers_do_not_take_an_older_checkpoint_for_a_broken_newest(fails, copied):
+    """Its numbers would be those of another model. Only a training goes on from an older one."""
+    newest, older = list_checkpoints(copied / "checkpoints")
     flip(newest / "optimizer.safetensors")
-    assert main(["generate", "--run", str(copied), "--max-tokens", "2", "--device", "cpu"]) == 0
-    assert f"{newest} is broken and was passed over" in capsys.readouterr().err
+    words = f"Cannot use the checkpoint {newest}: optimizer.safetensors does not match", f"older good one is {older}"
+    for command in ("eval --json", "generate --max-tokens 2", "inspect"):
+        fails(f"{command} --run {{run}} --device cpu", CHECKPOINT, *words, run=copied)
+
+
+def test_eval_says_of_which_step_its_numbers_are(copied, capsys):
+    for run, step in ((copied, 60), (copied / "checkpoints" / "step-00000040", 40)):
+        assert main(["eval", "--run", str(run), "--device", "cpu", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["step"] == step
 
 
 def test_the_data_of_a_run_has_gone_or_changed(fails, copied, tmp_path):
@@ -182,7 +221,8 @@ RESUMED = [
     ("recipe empty", cut("recipe.yaml", 0), CHECKPOINT, "recipe.yaml is missing or empty"),
     ("recipe binary", write("recipe.yaml", b"\xff\xff"), CHECKPOINT, "recipe.yaml is damaged"),
     ("recipe changed", recipe(lr=1.0), CHECKPOINT, "another recipe: lr was 1.0 and is 0.01"),
-    ("metrics damaged", write("metrics.jsonl", b"loss 5\n"), CHECKPOINT, "metrics.jsonl:1 is damaged"),
+    ("metrics cut", write("metrics.jsonl", b"loss 5\n"), CHECKPOINT, "metrics.jsonl has 7 bytes and had", "at step 60"),
+    ("metrics damaged, old run", old(write("metrics.jsonl", b"loss 5\n")), CHECKPOINT, "metrics.jsonl:1 is damaged"),
     ("all models broken", every(cut("model.safetensors", 9)), CHECKPOINT, "No checkpoint in", "move that folder away"),
     ("optimizer gone", every(remove("optimizer.safetensors")), CHECKPOINT, "optimizer.safetensors is missing"),
     ("another model", resave(**{"head.weight": torch.zeros(2, 2)}), CHECKPOINT, "of shape [2, 2]"),

@@ -23,6 +23,7 @@ from depthmix.config import ExploreConfig
 from depthmix.device import autocast, choose_device
 from depthmix.errors import CHECKPOINT, DIVERGED, UserError
 from depthmix.insight import document as doc
+from depthmix.mixers.defaults import chosen_options
 from depthmix.models import Decoder
 from depthmix.page.content import Content
 from depthmix.page.explorer import explorer_data
@@ -107,7 +108,7 @@ class Models:
         described = {
             "run": run,
             "mixer": trained.config.mixer,
-            "mixer_options": trained.config.mixer_options,
+            "mixer_options": chosen_options(trained.config.mixer, trained.config.mixer_options),
             **doc.describe_mixer(trained.model.mixer),
             "mixing": {"tokens": len(pieces), "over": f"the {len(pieces)} tokens of this text", "mean": means},
             "text": found,

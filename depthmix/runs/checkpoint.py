@@ -8,13 +8,14 @@ without a dot is always a complete checkpoint. Nothing here unpickles. One proce
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,7 +62,11 @@ class Checkpoint:
 
 
 class _Broken(Exception):
-    """What is wrong with a checkpoint, naming the file."""
+    """What is wrong with the content of a checkpoint, naming the file."""
+
+
+# What the system says of a file that is gone: a training removes old checkpoints while others read them.
+GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
 
 
 def save_checkpoint(
@@ -174,11 +179,61 @@ def load_checkpoint(path: str | Path) -> Checkpoint:
     try:
         return _load(path)
     except _Broken as broken:
-        instead = ""
-        if NAME.fullmatch(path.name):
-            good = _newest_good(path.parent, below=_step(path))
-            instead = f"; the newest older good one is {good}" if good else "; there is no older good one"
-        raise UserError(f"Cannot use the checkpoint {path}: {broken}{instead}.", CHECKPOINT) from broken
+        raise _refusal(path, broken) from broken
+
+
+def newest_checkpoint(folder: str | Path) -> Checkpoint | None:
+    """Verify and read the newest checkpoint, for readers: an older one would be another model than was asked for.
+
+    A checkpoint that a training replaces or removes meanwhile counts as never listed.
+
+    Returns:
+        The checkpoint; None if there is none at all.
+
+    Raises:
+        UserError: the newest checkpoint is broken or cannot be read; the message names the newest older good one.
+    """
+    while paths := list_checkpoints(folder):
+        before = _inode(paths[0])
+        try:
+            return _load(paths[0])
+        except _Broken as broken:
+            if before is not None and _inode(paths[0]) == before:
+                raise _refusal(paths[0], broken) from broken
+    return None
+
+
+def _refusal(path: Path, broken: _Broken) -> UserError:
+    instead = ""
+    if NAME.fullmatch(path.name):
+        good = _newest_good(path.parent, below=_step(path))
+        instead = f"; the newest older good one is {good}" if good else "; there is no older good one"
+    return UserError(f"Cannot use the checkpoint {path}: {broken}{instead}.", CHECKPOINT)
+
+
+def _inode(path: Path) -> int | None:
+    try:
+        return path.stat().st_ino
+    except OSError:
+        return None
+
+
+def read_state_alone(path: Path) -> tuple[int, dict[str, Any]] | None:
+    """Return the step and the state of a checkpoint, reading no tensors; None where they are broken."""
+    try:
+        _verify(path, [STATE])
+        return _read_state(path)
+    except _Broken:
+        return None
+
+
+def is_sound(path: Path) -> bool:
+    """Return whether every file of a checkpoint matches its checksum."""
+    try:
+        _verify(path)
+    except _Broken:
+        return False
+    return True
 
 
 def latest_checkpoint(
@@ -226,7 +281,7 @@ def _step(path: Path) -> int:
 def _newest_good(folder: Path, below: int | None = None) -> Path | None:
     for path in list_checkpoints(folder):
         if below is None or _step(path) < below:
-            with suppress(_Broken):
+            with suppress(_Broken, UserError):
                 _verify(path)
                 return path
     return None
@@ -317,8 +372,8 @@ def safetensors(
         )
 
 
-def _verify(path: Path) -> None:
-    """Check every file against the manifest before anything of it is parsed."""
+def _verify(path: Path, names: Collection[str] | None = None) -> None:
+    """Check every file, or some by their names, against the manifest before anything of it is parsed."""
     try:
         if not path.is_dir():
             raise _Broken(f"{path} is a file, not a folder" if path.exists() else "there is no such folder")
@@ -327,6 +382,8 @@ def _verify(path: Path) -> None:
         with open(path / MANIFEST, "rb") as file:
             files = _manifest(file.read(65536))
         for name, entry in files.items():
+            if names is not None and name not in names:
+                continue
             if not (path / name).is_file():
                 raise _Broken(f"{name} is missing")
             with open(path / name, "rb") as file:
@@ -336,7 +393,17 @@ def _verify(path: Path) -> None:
                 if hashlib.file_digest(file, "sha256").hexdigest() != entry["sha256"]:
                     raise _Broken(f"{name} does not match its checksum in {MANIFEST}")
     except OSError as error:
-        raise _Broken(reason(error)) from error
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: OSError) -> Exception:
+    """What to raise for an error of the system: it says nothing about the content, so no other checkpoint takes the place."""
+    if error.errno in GONE:
+        return _Broken(reason(error))
+    if error.errno == errno.ENOMEM:
+        return MemoryError(str(error))
+    advice = "it may be whole: try again, or move it away to use an older one"
+    return UserError(f"Cannot read the checkpoint {path}: {reason(error)}; {advice}.", CHECKPOINT)
 
 
 def _manifest(raw: bytes) -> dict[str, dict[str, Any]]:
@@ -374,7 +441,9 @@ def _load(path: Path) -> Checkpoint:
         try:
             # The loaded tensors are a view of the file; a copy does not depend on what becomes of it.
             tensors.append({key: value.clone() for key, value in _read(path, name).items()})
-        except (SafetensorError, OSError, ValueError) as error:
+        except OSError as error:
+            raise _unreadable(path, error) from error
+        except (SafetensorError, ValueError) as error:
             raise _Broken(f"{name} cannot be read as safetensors ({error})") from error
     return Checkpoint(*_read_state(path), tensors[0], tensors[1], path)
 
@@ -391,7 +460,9 @@ def _read(path: Path, name: str) -> Mapping[str, Tensor]:
 def _read_state(path: Path) -> tuple[int, dict[str, Any]]:
     try:
         content = json.loads((path / STATE).read_bytes(), parse_constant=_refuse)
-    except (OSError, ValueError, RecursionError) as error:
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    except (ValueError, RecursionError) as error:
         raise _Broken(f"{STATE} cannot be read as JSON ({error})") from error
     step = content.get("step") if isinstance(content, dict) else None
     if type(step) is not int or step < 0 or not isinstance(content.get("state"), dict):

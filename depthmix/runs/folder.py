@@ -6,6 +6,7 @@ import dataclasses
 import datetime
 import errno
 import functools
+import hashlib
 import json
 import math
 import os
@@ -20,11 +21,13 @@ from typing import Any
 
 from depthmix.errors import CHECKPOINT, DATA, DISK, UserError
 from depthmix.files import TEMPORARY, check_above, reading, reason, sync_folder, write_file, writing
-from depthmix.runs.checkpoint import list_checkpoints
+from depthmix.mixers.defaults import all_options
+from depthmix.runs.checkpoint import STATE, list_checkpoints
 
 RECIPE, ENVIRONMENT, METRICS, SPEED = "recipe.yaml", "environment.json", "metrics.jsonl", "speed.jsonl"
 DYNAMICS = "dynamics.jsonl"
 LOG, RESULT, TOKENIZER, CHECKPOINTS, LOCK = "log.txt", "result.json", "tokenizer.json", "checkpoints", ".lock"
+CHECKSUM = "sha256"  # of everything else in result.json
 WANDB = "wandb.json"  # the run's id, by project
 DATA_META = "data.json"  # the meta.json of the data, whose checksums say what the run is trained on
 # What a process killed while it created the folder may have left; recipe.yaml comes last and makes it a run folder.
@@ -53,8 +56,8 @@ class RunFolder:
             self._refuse_foreign()  # somebody else may have been faster
             with writing(self.checkpoints):
                 self.checkpoints.mkdir(exist_ok=True)
-            self._replace(ENVIRONMENT, _json(environment(command, getattr(config, "device", "auto"))))
-            self._write_recipe(dataclasses.asdict(config))
+            self._write_environment(command, config)
+            self._write_recipe(_spelt_out(dataclasses.asdict(config)))
         with suppress(OSError):
             sync_folder(self.path.parent)
         return self
@@ -86,7 +89,7 @@ class RunFolder:
         if not begun:
             return cls.create(path, config, command)
         self = cls.open(path)
-        now, then = _plain(dataclasses.asdict(config)), self.read_recipe()
+        now, then = _plain(_spelt_out(dataclasses.asdict(config))), _spelt_out(self.read_recipe())
         defaults = {
             f.name: f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
             for f in dataclasses.fields(config)
@@ -97,7 +100,7 @@ class RunFolder:
         if fixed and not self.has_begun():
             with self.locked():
                 if not self.has_begun():  # still: the process that held the lock may have come that far
-                    self._replace(ENVIRONMENT, _json(environment(command, getattr(config, "device", "auto"))))
+                    self._write_environment(command, config)
                     self._write_recipe(now)
                     self.log(f"started over with another recipe: {', '.join(fixed)}")
                     return self
@@ -138,6 +141,17 @@ class RunFolder:
                     leftover.unlink()
             yield
 
+    def identity(self) -> str:
+        """Return the random id of the run, which its checkpoints hold as well; "" where an older version began it."""
+        found = self._read_object(ENVIRONMENT).get("run_id")
+        return found if isinstance(found, str) else ""
+
+    def keep_identity(self, known: object = None) -> None:
+        """Give a run an id if it has none: the one that its checkpoint holds, or a new one."""
+        if not self.identity():
+            given = known if isinstance(known, str) and known else uuid.uuid4().hex
+            self._replace(ENVIRONMENT, _json({**self._read_object(ENVIRONMENT), "run_id": given}))
+
     def append_metrics(self, record: dict[str, Any]) -> None:
         """One line of metrics.jsonl; numbers that are not finite become null."""
         self._append_record(METRICS, record)
@@ -170,10 +184,14 @@ class RunFolder:
         with writing(self.path):
             sync_folder(self.path)
 
-    def cut(self, step: int) -> None:
+    def cut(self, step: int, metrics_length: int | None = None) -> None:
         """Drop the lines of metrics.jsonl and speed.jsonl after this step, of dynamics.jsonl those from it on, and a torn last line.
 
         A line of dynamics is written before the step that follows, so a run that goes on writes that of `step` itself.
+
+        Args:
+            step: the step that the run goes on from.
+            metrics_length: bytes of metrics.jsonl to keep, where the checkpoint says so.
         """
         for name, last in ((METRICS, step), (SPEED, step), (DYNAMICS, step - 1)):
             path = self.path / name
@@ -184,6 +202,8 @@ class RunFolder:
                 if line.startswith(b"\0") or _record(path, number, line)["step"] > last:
                     break
                 kept += len(line) + 1
+            if name == METRICS and metrics_length is not None:
+                kept = metrics_length
             if kept < sum(len(line) + 1 for line in lines) + len(torn):
                 with writing(path), open(path, "r+b") as file:
                     file.truncate(kept)  # atomic, and possible on a full disk
@@ -213,8 +233,9 @@ class RunFolder:
             return (self.path / RESULT).is_file()
 
     def write_result(self, result: dict[str, Any]) -> None:
-        """Write result.json, whole or not at all; numbers that are not finite become null."""
-        self._replace(RESULT, _json(_finite(result)))
+        """Write result.json, whole or not at all, with a checksum of its content; numbers that are not finite become null."""
+        content = _finite(result)
+        self._replace(RESULT, _json({**content, CHECKSUM: _checksum(content)}))
 
     def read_result(self) -> dict[str, Any]:
         """What result.json holds."""
@@ -227,7 +248,7 @@ class RunFolder:
             raise UserError(f"{path} is damaged: it is not JSON ({error}).", CHECKPOINT) from error
         if not isinstance(result, dict):
             raise UserError(f"{path} is damaged: it is not a JSON object.", CHECKPOINT)
-        return result
+        return opened_result(path, result)
 
     def read_recipe(self) -> dict[str, Any]:
         """What recipe.yaml holds."""
@@ -318,10 +339,18 @@ class RunFolder:
             raise UserError(f"Cannot read {self.path}: {reason(error, self.path)}.", CHECKPOINT) from error
         if RECIPE in names:
             raise UserError(f"{self.path} already holds a run; choose another folder.", CHECKPOINT)
+        if left := list_checkpoints(self.checkpoints):
+            what = f"{self.path} holds checkpoints and no {RECIPE}"
+            advice = f"put that file back, whose content is under config in {left[0] / STATE}, or choose another folder"
+            raise UserError(f"{what}: {advice}.", CHECKPOINT)
         foreign = sorted(name for name in names - BEGUN if not name.startswith(TEMPORARY))
         if foreign:
             what = f"it holds {foreign[0]} and no {RECIPE}"
             raise UserError(f"{self.path} is not a run folder ({what}); choose a new or empty folder.", CHECKPOINT)
+
+    def _write_environment(self, command: Sequence[str], config: Any) -> None:
+        found = {**environment(command, getattr(config, "device", "auto")), "run_id": uuid.uuid4().hex}
+        self._replace(ENVIRONMENT, _json(found))
 
     def _write_recipe(self, recipe: dict[str, Any]) -> None:
         import yaml
@@ -362,6 +391,10 @@ class RunFolder:
         except (ValueError, RecursionError):
             return {}
         return found if isinstance(found, dict) else {}
+
+    def read_file(self, name: str) -> bytes:
+        """Return the content of a file in the folder; nothing if it is not there."""
+        return self._read_bytes(self.path / name)
 
     def _read_bytes(self, path: Path) -> bytes:
         with reading(path):
@@ -438,6 +471,20 @@ def _json(value: Any) -> bytes:
     return (json.dumps(value, indent=1, allow_nan=False) + "\n").encode("ascii")
 
 
+def opened_result(path: Path, result: dict[str, Any]) -> dict[str, Any]:
+    """Return what a result.json holds besides its checksum; UserError where the two do not fit. Older ones have none."""
+    content = {name: value for name, value in result.items() if name != CHECKSUM}
+    if CHECKSUM in result and result[CHECKSUM] != _checksum(content):
+        raise UserError(
+            f"{path} is damaged: its content does not match its checksum; put it back from a copy.", CHECKPOINT
+        )
+    return content
+
+
+def _checksum(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
 def _finite(value: Any) -> Any:
     """The value with null for what JSON cannot say: infinities and NaN."""
     if isinstance(value, dict):
@@ -452,6 +499,14 @@ def _plain(recipe: dict[str, Any]) -> dict[str, Any]:
     import yaml
 
     return yaml.safe_load(yaml.safe_dump(recipe, allow_unicode=True))
+
+
+def _spelt_out(recipe: dict[str, Any]) -> dict[str, Any]:
+    """The recipe with every option of its mixer; recipes of older versions hold the given ones alone."""
+    options = recipe.get("mixer_options")
+    if not isinstance(options, dict):
+        return recipe
+    return {**recipe, "mixer_options": all_options(str(recipe.get("mixer")), options)}
 
 
 def _record(path: Path, number: int, line: bytes) -> dict[str, Any]:

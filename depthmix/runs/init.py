@@ -17,7 +17,8 @@ from depthmix.config import TrainConfig
 from depthmix.data.dataset import TokenData
 from depthmix.data.tokenizer import load_tokenizer
 from depthmix.errors import CHECKPOINT, DATA, UserError
-from depthmix.mixers import Mixer, OptionError, create_mixer, mixer_class
+from depthmix.mixers import Mixer, OptionError, create_mixer
+from depthmix.mixers.defaults import all_options, chosen_options
 from depthmix.mixers.plain import is_plain, why_not_plain
 from depthmix.models import DecoderConfig
 from depthmix.models.exchange import MODEL_TYPE
@@ -134,15 +135,15 @@ def _check_shape(config: TrainConfig, source: Source) -> None:
 def _same_mixer(config: TrainConfig, source: Source) -> bool:
     if config.mixer != source.values["mixer"]:
         return False
-    defaults = {name: option.default for name, option in mixer_class(config.mixer).options.items()}
-    return {**defaults, **config.mixer_options} == {**defaults, **source.values["mixer_options"]}
+    ours, theirs = config.mixer_options, source.values["mixer_options"]
+    return all_options(config.mixer, ours) == all_options(config.mixer, theirs)
 
 
 def _check_exchange(config: TrainConfig, source: Source, mixer: Mixer) -> None:
     """UserError unless the folder's mixer is plain and the other begins so."""
     old = source.mixer(source.values["mixer"], source.values["mixer_options"])
     if not is_plain(old):
-        options = "".join(f" {k}={v}" for k, v in source.values["mixer_options"].items())
+        options = "".join(f" {k}={v}" for k, v in chosen_options(old.name, source.values["mixer_options"]).items())
         what = f"the model in {config.init} was trained with {old.name}{options}"
         raise UserError(f"{what}: it can go on with that, and only plain residuals can be replaced by another rule")
     if reason := why_not_plain(mixer):

@@ -21,6 +21,7 @@ from depthmix.data.tokenizer import END
 from depthmix.errors import CHECKPOINT, UserError
 from depthmix.files import reading, write_file, writing
 from depthmix.mixers import OptionError
+from depthmix.mixers.defaults import all_options
 from depthmix.models import DecoderConfig
 from depthmix.models.exchange import BASE, CODE, FIELDS, HEAD, MODEL_TYPE
 from depthmix.runs.checkpoint import MODEL
@@ -38,7 +39,7 @@ def describe_run(run: Path, checkpoint: Path, model: Any, seq_len: int, end: int
     size = sum(p.numel() * p.element_size() for p in named.values())
     place = f"{checkpoint.relative_to(run).as_posix()}/{MODEL}"
     files: dict[str, dict[str, Any]] = {
-        CONFIG: {**model.described(seq_len), **ids},
+        CONFIG: {**_spelt_out(model.described(seq_len)), **ids},
         GENERATION: ids,
         TOKENIZER_CONFIG: {
             "tokenizer_class": "PreTrainedTokenizerFast",
@@ -58,6 +59,13 @@ def describe_run(run: Path, checkpoint: Path, model: Any, seq_len: int, end: int
         with writing(path):
             if not path.exists() or path.read_bytes() != data:
                 write_file(path, data)
+
+
+def _spelt_out(described: dict[str, Any]) -> dict[str, Any]:
+    """A config.json with every option of the mixer: its defaults may be others when it is read."""
+    if "mixer_options" not in described:  # a retrofitted model, whose config.json has its own place for them
+        return described
+    return {**described, "mixer_options": all_options(described["mixer"], described["mixer_options"])}
 
 
 @dataclass

@@ -41,7 +41,10 @@ class RankFolder(RunFolder):
     def sync(self) -> None:
         """The first process does."""
 
-    def cut(self, step: int) -> None:
+    def cut(self, step: int, metrics_length: int | None = None) -> None:
+        """The first process does."""
+
+    def keep_identity(self, known: object = None) -> None:
         """The first process does."""
 
     def write_result(self, result: dict[str, Any]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,8 @@ from depthmix.mixers import OptionError
 from depthmix.models import Decoder, DecoderConfig, Vit, VitConfig
 from depthmix.models.exchange import MODEL_TYPE
 from depthmix.runs import foreign
-from depthmix.runs.checkpoint import Checkpoint, latest_checkpoint, load_checkpoint
+from depthmix.runs.agreement import check_agreement
+from depthmix.runs.checkpoint import Checkpoint, load_checkpoint, newest_checkpoint
 from depthmix.runs.folder import RECIPE, TOKENIZER, RunFolder
 from depthmix.runs.pretrained import CONFIG, Pretrained, is_pretrained, model_type, read_end, read_pretrained
 
@@ -36,7 +36,7 @@ class Trained:
 
 
 def load_model(run: str | Path, device: torch.device) -> Trained:
-    """The newest good checkpoint of a run folder, or the checkpoint given itself, or a model that `save_pretrained` wrote."""
+    """The newest checkpoint of a run folder, or the checkpoint given itself, or a model that `save_pretrained` wrote."""
     if not str(run):
         raise UserError("run is needed: the folder that `depthmix train` wrote, or one checkpoint in it")
     path = Path(run).absolute()
@@ -55,16 +55,16 @@ def load_model(run: str | Path, device: torch.device) -> Trained:
 
 
 def open_checkpoint(path: Path) -> tuple[RunFolder, Checkpoint]:
-    """The newest good checkpoint of a run folder, or the checkpoint given itself."""
+    """The newest checkpoint of a run folder, or the checkpoint given itself; UserError unless it fits what else is in the folder."""
     saved: Checkpoint | None
     if path.parent.name == "checkpoints":
         folder, saved = RunFolder.open(path.parent.parent), load_checkpoint(path)
     else:
         folder = RunFolder.open(path)
-        advice = "put good ones back from a copy, or give another run"
-        saved = latest_checkpoint(folder.checkpoints, lambda sentence: print(sentence, file=sys.stderr), advice)
+        saved = newest_checkpoint(folder.checkpoints)
     if saved is None:
         raise UserError(f"run {path} has no checkpoint yet", CHECKPOINT)
+    check_agreement(folder, saved)
     return folder, saved
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from depthmix.config import CompareConfig, InspectConfig, ReportConfig
 from depthmix.errors import CHECKPOINT, UserError
 from depthmix.files import check_above, write_text
+from depthmix.mixers.defaults import chosen_options
 from depthmix.page.content import Content, Curve, Table
 from depthmix.page.measure import known, measured, opening_text
 from depthmix.page.page import make_page
@@ -141,6 +142,11 @@ def of_comparison(path: Path) -> Found:
     return found
 
 
+def _label(recipe: dict[str, Any]) -> str:
+    mixer, options = str(recipe.get("mixer", "")), recipe.get("mixer_options")
+    return Arm(mixer, chosen_options(mixer, options if isinstance(options, dict) else {})).label
+
+
 UNFINISHED = "This comparison is not finished: run the same command again and it goes on."
 
 
@@ -148,7 +154,7 @@ def of_trainings(folders: Sequence[Path]) -> Found:
     """Runs given one by one: seeds of one arm are one row, if they are of one recipe but for what OWN names."""
     opened = [RunFolder.open(folder) for folder in folders]
     recipes = [folder.read_recipe() for folder in opened]
-    names = [Arm(str(r.get("mixer", "")), dict(r.get("mixer_options") or {})).label for r in recipes]
+    names = [_label(recipe) for recipe in recipes]
     differ = sorted(
         key for key in {k for r in recipes for k in r} - OWN if any(r.get(key) != recipes[0].get(key) for r in recipes)
     )

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from depthmix.errors import CHECKPOINT, DIVERGED, UserError
+from depthmix.runs.agreement import check_run_files
+from depthmix.runs.folder import RunFolder, opened_result
 from depthmix.study.interval import half_width
 
 Point = tuple[float, float, float]  # tokens or images, seconds, validation loss
@@ -77,6 +79,7 @@ class Row:
 def read_run(path: str | Path, arm: str) -> Run:
     """A finished run folder; UserError names the folder when it cannot be used."""
     path = Path(path)
+    check_run_files(RunFolder(path))
     result = _read_result(path)
     try:
         accuracy = result.get("accuracy")
@@ -132,7 +135,7 @@ def _read_result(path: Path) -> dict[str, Any]:
         raise UserError(
             f"{path / 'result.json'} is not the result of a training; delete {path} and run again", CHECKPOINT
         )
-    return result
+    return opened_result(path / "result.json", result)
 
 
 def _read_curve(path: Path, run: Run) -> list[Point]:

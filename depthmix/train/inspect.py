@@ -26,6 +26,7 @@ from depthmix.insight.ranks import structure
 from depthmix.insight.skips import skip_effects
 from depthmix.insight.streams import stream_report
 from depthmix.insight.summary import summary
+from depthmix.mixers.defaults import chosen_options
 from depthmix.models import Decoder
 from depthmix.runs.restore import Trained, load_model
 from depthmix.train.evaluate import token_losses
@@ -81,7 +82,7 @@ def inspect_run(config: InspectConfig, progress: Progress | None = None) -> dict
         "run": str(config.run),
         "step": trained.step,
         "mixer": trained.config.mixer,
-        "mixer_options": trained.config.mixer_options,
+        "mixer_options": chosen_options(trained.config.mixer, trained.config.mixer_options),
         "parameters": model.parameter_counts(),
         **doc.describe_mixer(mixer),
         "loss": loss,

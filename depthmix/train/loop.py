@@ -13,14 +13,16 @@ import statistics
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from depthmix.config import TrainConfig
+from depthmix.config import FREE, TrainConfig
 from depthmix.data.dataset import TokenData
 from depthmix.data.images import ImageData
 from depthmix.data.prepared import open_data
@@ -31,7 +33,15 @@ from depthmix.insight.dynamics import gradient_norms, magnitudes
 from depthmix.parallel.alone import Alone
 from depthmix.parallel.layout import Layout
 from depthmix.parallel.world import Lost, World, join
-from depthmix.runs.checkpoint import Checkpoint, latest_checkpoint, list_checkpoints
+from depthmix.runs.agreement import (
+    check_agreement,
+    check_metrics,
+    check_run_files,
+    describe_run_files,
+    metrics_length,
+    spell_out,
+)
+from depthmix.runs.checkpoint import Checkpoint, latest_checkpoint, list_checkpoints, remove_old
 from depthmix.runs.folder import RunFolder
 from depthmix.runs.init import settled
 from depthmix.runs.ranks import RankFolder
@@ -57,9 +67,6 @@ from depthmix.train.sinks import open_sinks
 from depthmix.train.task import Model, make_task
 
 RNG = "rng/torch"  # the generator's state, saved among the optimizer's tensors
-# What may change between resumes; of the data it is the place, the content is compared.
-FREE = {"data", "out", "quiet", "tensorboard", "wandb", "keep", "save_every", "log_every", "dynamics_every"}
-FREE |= {"device", "on_nan", "parallel"}
 WATCHED = 4096  # tokens of a batch that magnitudes are taken of, about
 
 
@@ -268,14 +275,16 @@ def train_in(world: World, config: TrainConfig, label: str = "") -> RunFolder:
         world.together(lambda: trainer.task.keep(folder))
         world.together(lambda: folder.keep_origin(trainer.origin))
         if world.by_first(folder.has_result):
+            world.by_first(lambda: check_run_files(folder))
             for newest in list_checkpoints(folder.checkpoints)[:1] if world.first else ():
                 trainer.describe(folder, newest)  # a run of an older version is not described yet
             return folder
-        saved = world.by_first(lambda: latest_checkpoint(folder.checkpoints, tell, tensors=not world.several))
+        saved = world.by_first(lambda: _newest_of_run(folder, tell, tensors=not world.several))
         if saved is not None:
             world.together(lambda: trainer.restore(saved))
             if world.first:
                 trainer.describe(folder, saved.path)  # a newer one may be broken or, after a kill, not described yet
+                remove_old(folder.checkpoints, saved.step, config.keep)  # as a kill after the last save left them
         try:
             _run(trainer, folder, saved, memory, label or config.mixer)
         except Exception as error:
@@ -286,13 +295,23 @@ def train_in(world: World, config: TrainConfig, label: str = "") -> RunFolder:
     return folder
 
 
+def _newest_of_run(folder: RunFolder, tell: Callable[[str], object], tensors: bool) -> Checkpoint | None:
+    """The checkpoint to go on from; UserError unless recipe, data and metrics are those that it was saved with."""
+    saved = latest_checkpoint(folder.checkpoints, tell, tensors=tensors)
+    if saved is not None:
+        check_agreement(folder, saved)
+        check_metrics(folder, saved)
+    folder.keep_identity(None if saved is None else saved.state.get("run", {}).get("id"))
+    return saved
+
+
 def _run(trainer: Trainer, folder: RunFolder, saved: Checkpoint | None, memory: PeakMemory, label: str) -> None:
     config, device = trainer.config, trainer.device
     first = 0 if saved is None else saved.step
     seconds = 0.0 if saved is None else float(saved.state["seconds"])
     skipped = 0 if saved is None else int(saved.state["skipped"])
     val_loss = None if saved is None else saved.state["val_loss"]
-    folder.cut(first)
+    folder.cut(first, metrics_length(saved))
     opening = [] if saved is not None else _opening(trainer, folder)
     folder.log(f"{'starting' if saved is None else 'resuming'} at step {first} of {config.steps} on {device}")
     unit, per_step = trainer.task.unit, trainer.task.per_step
@@ -311,7 +330,9 @@ def _run(trainer: Trainer, folder: RunFolder, saved: Checkpoint | None, memory: 
 
     def save(step: int) -> None:
         folder.sync()
-        state = {"seconds": seconds, "skipped": skipped, "val_loss": val_loss, "config": dataclasses.asdict(config)}
+        state = {"seconds": seconds, "skipped": skipped, "val_loss": val_loss, "config": asdict(spell_out(config))}
+        if trainer.world.first:
+            state["run"] = describe_run_files(folder)
         saver.save(step, *trainer.tensors(), state)
 
     def diverged(step: int, what: str, astray: bool) -> None:

@@ -24,14 +24,19 @@ from depthmix.train.task import Pictures
 
 def evaluate_run(config: EvalConfig) -> Evaluation | ImageEvaluation:
     """Loss of a run's model on text files, or on the validation split it was trained with."""
+    return _evaluate(config)[0]
+
+
+def _evaluate(config: EvalConfig) -> tuple[Evaluation | ImageEvaluation, int]:
+    """The same, and the step of the checkpoint that was measured; 0 for a model without checkpoints."""
     if config.batch_size < 1 or (config.seq_len is not None and config.seq_len < 1):
         raise UserError("batch_size and seq_len must be at least 1")
     device = choose_device(config.device)
     trained = load_model(config.run, device)
     if trained.tokenizer is None:
-        return _on_images(trained, config, device)
+        return _on_images(trained, config, device), trained.step
     batches, ratio = batches_of_text(trained, config)
-    return evaluate(trained.model, batches, device, trained.config.precision, ratio)
+    return evaluate(trained.model, batches, device, trained.config.precision, ratio), trained.step
 
 
 def _on_images(trained: Trained, config: EvalConfig, device: torch.device) -> ImageEvaluation:
@@ -91,9 +96,9 @@ def _windows(ids: np.ndarray, seq_len: int, batch_size: int) -> Iterator[Tensor]
 
 
 def measure(config: EvalConfig) -> None:
-    """Print what `evaluate_run` finds."""
-    found = evaluate_run(config)
-    numbers: dict[str, float] = {"loss": found.loss, **found.numbers()}
+    """Print what `evaluate_run` finds, and of which checkpoint."""
+    found, step = _evaluate(config)
+    numbers: dict[str, float | None] = {"step": step or None, "loss": found.loss, **found.numbers()}
     if isinstance(found, ImageEvaluation):
         numbers["images"] = found.images
         text = f"loss {found.loss:.4f} nats per image, accuracy {found.accuracy:.2%}, {found.images:,} images"

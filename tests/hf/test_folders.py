@@ -139,6 +139,7 @@ def test_the_commands_take_a_saved_folder_as_they_take_the_run(saved, capsys):
     for run in (saved, small.run().path):
         assert main(["eval", "--run", str(run), "--input", str(small.corpus()), "--json"]) == 0
         measured.append(json.loads(capsys.readouterr().out))
+    assert [found.pop("step") for found in measured] == [None, 60]
     assert measured[0] == pytest.approx(measured[1])
 
 

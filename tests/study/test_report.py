@@ -14,6 +14,7 @@ from depthmix.config import CompareConfig, ReportConfig
 from depthmix.errors import CHECKPOINT, DISK, USAGE
 from depthmix.page import measure
 from depthmix.page.page import make_page
+from depthmix.runs.folder import RunFolder
 from depthmix.study.compare import affordable
 from depthmix.study.figures import MISSING, curve_over_seeds, draw_figures, plot
 from depthmix.study.insides import draw_insides, file_names
@@ -22,6 +23,7 @@ from depthmix.study.rows import read_run
 from page.measured_documents import document
 from study.test_table import write_run
 from train import bad, small
+from train.checkpoints import forget_run
 
 fails = bad.fails
 
@@ -243,8 +245,8 @@ def changed(run, name, **values):
     shutil.copytree(run, other)
     found = {**yaml.safe_load((other / "recipe.yaml").read_text()), **values}
     (other / "recipe.yaml").write_text(yaml.safe_dump(found))
-    result = json.loads((other / "result.json").read_text())
-    (other / "result.json").write_text(json.dumps({**result, "seed": found["seed"]}))
+    forget_run(other)
+    RunFolder(other).write_result({**RunFolder(other).read_result(), "seed": found["seed"]})
     return other
 
 

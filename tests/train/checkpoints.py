@@ -5,7 +5,7 @@ import json
 
 import torch
 
-from depthmix.runs.checkpoint import save_checkpoint
+from depthmix.runs.checkpoint import list_checkpoints, save_checkpoint
 
 FILES = ["model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"]
 
@@ -27,6 +27,14 @@ def holds(checkpoint, n):
 
 def no_warning(sentence):
     raise AssertionError(sentence)
+
+
+def forget_run(folder):
+    """Make checkpoints say, as those of older versions do, nothing about the run folder around them."""
+    for path in list_checkpoints(folder / "checkpoints"):
+        found = json.loads((path / "state.json").read_text())
+        found["state"] = {k: v for k, v in found["state"].items() if k not in ("config", "run", "data")}
+        forge(path, state_json=(json.dumps(found) + "\n").encode())
 
 
 def forge(path, **contents):

@@ -14,6 +14,7 @@ from depthmix.cli import main
 from depthmix.config import TrainConfig
 from depthmix.data.dataset import validation_batches
 from depthmix.errors import CHECKPOINT, DATA, USAGE
+from depthmix.mixers.defaults import all_options
 from depthmix.runs.checkpoint import list_checkpoints, load_checkpoint
 from depthmix.runs.folder import RunFolder
 from depthmix.runs.init import init_values
@@ -90,7 +91,7 @@ def test_all_of_a_tuned_model_by_another_optimizer(tuned, tmp_path):
     run = train(config(tmp_path / "run", tuned.path, optimizer="muon", steps=3))
     last = [line["val_loss"] for line in tuned.read_metrics() if "val_loss" in line][-1]
     assert run.read_metrics()[0]["val_loss"] == last
-    assert run.read_recipe()["mixer_options"] == {"block_size": 2, "ways": 2}
+    assert run.read_recipe()["mixer_options"] == all_options("attnres", {"block_size": 2, "ways": 2})
     before, after = weights(tuned), weights(run)
     assert before.keys() == after.keys()
     assert [n for n in before if torch.equal(before[n], after[n])] == []

@@ -1,0 +1,147 @@
+"""Whether the files of a run folder belong together: recipe, checkpoints, metrics, data and tokenizer.
+
+A checkpoint is protected by its own checksums. What lies around it is not, so the state of every checkpoint says what the run looked
+like when it was saved, and whoever reads a checkpoint compares:
+
+    state["config"]          the recipe, with every option of the mixer spelt out
+    state["run"]["id"]       the run, by a random id that environment.json holds as well
+    state["run"]["files"]    SHA-256 of data.json and tokenizer.json
+    state["run"]["metrics"]  length and SHA-256 of metrics.jsonl up to this step
+
+Checkpoints of older versions lack some of these entries, and what is not recorded is not compared.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+from depthmix.config import FREE, TrainConfig
+from depthmix.errors import CHECKPOINT, UserError
+from depthmix.files import reading
+from depthmix.mixers.defaults import all_options
+from depthmix.runs.checkpoint import Checkpoint, is_sound, list_checkpoints, read_state_alone
+from depthmix.runs.folder import DATA_META, METRICS, RECIPE, TOKENIZER, RunFolder
+
+KEPT = (DATA_META, TOKENIZER)  # files that do not change once a run has begun
+SHOWN = 3  # differences that a message names
+
+
+def spell_out(config: TrainConfig) -> TrainConfig:
+    """Return the configuration with every option of its mixer, as recipe.yaml and checkpoints hold it."""
+    return dataclasses.replace(config, mixer_options=all_options(config.mixer, config.mixer_options))
+
+
+def describe_run_files(folder: RunFolder) -> dict[str, Any]:
+    """Return what a checkpoint that is saved now says of the files around it: state["run"] above."""
+    files = {name: _sha256(folder, name) for name in KEPT if (folder.path / name).is_file()}
+    raw = folder.read_file(METRICS)
+    metrics = {"bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
+    return {"id": folder.identity(), "files": files, "metrics": metrics}
+
+
+def check_agreement(folder: RunFolder, saved: Checkpoint) -> None:
+    """Refuse a checkpoint that is not of the run it lies in, or of another recipe, data or tokenizer than the folder holds.
+
+    Raises:
+        UserError: names what differs, with both values.
+    """
+    described = _described(saved.state)
+    ours, theirs = folder.identity(), described.get("id")
+    if ours and theirs and ours != theirs:
+        what = f"the checkpoint is of run {theirs} and {folder.path} is run {ours}"
+        raise UserError(f"Cannot use the checkpoint {saved.path}: {what}; put the run's own ones back.", CHECKPOINT)
+    if differences := _recipe_differences(folder.read_recipe(), saved.state.get("config")):
+        more = f" and {len(differences) - SHOWN} more" if len(differences) > SHOWN else ""
+        advice = "put the recipe back as it was; another recipe needs another run"
+        what = f"was changed since the run was trained: {', '.join(differences[:SHOWN])}{more}"
+        raise UserError(f"{folder.path / RECIPE} {what}; {advice}.", CHECKPOINT)
+    files = described.get("files")
+    for name, expected in files.items() if isinstance(files, dict) else ():
+        if name in KEPT and (folder.path / name).is_file() and (found := _sha256(folder, name)) != expected:
+            what = f"its SHA-256 was {str(expected)[:12]}… at step {saved.step} and is {found[:12]}…"
+            raise UserError(f"{folder.path / name} is not that of this run: {what}; put it back.", CHECKPOINT)
+
+
+def check_metrics(folder: RunFolder, saved: Checkpoint) -> None:
+    """Refuse a metrics.jsonl that does not begin with the lines that it had when a checkpoint was saved.
+
+    Raises:
+        UserError: lines are missing or were changed.
+    """
+    recorded = metrics_length(saved)
+    if recorded is None:
+        return
+    raw, expected = folder.read_file(METRICS), _described(saved.state)["metrics"].get("sha256")
+    path = folder.path / METRICS
+    if len(raw) < recorded:
+        what = f"has {len(raw)} bytes and had {recorded} at step {saved.step}: lines are missing"
+    elif hashlib.sha256(raw[:recorded]).hexdigest() != expected:
+        what = f"does not hold the lines that it had at step {saved.step}: it was changed"
+    else:
+        return
+    raise UserError(f"{path} {what}; put it back from a copy.", CHECKPOINT)
+
+
+def check_run_files(folder: RunFolder) -> None:
+    """Compare what lies in a run folder with its newest good checkpoint, reading no tensors unless something is wrong.
+
+    A run without checkpoints, or with broken ones alone, passes.
+
+    Raises:
+        UserError: recipe, data, tokenizer or metrics are not those that the checkpoint was saved with.
+    """
+    for path in list_checkpoints(folder.checkpoints):
+        state = read_state_alone(path)
+        if state is None:
+            continue
+        saved = Checkpoint(*state, {}, {}, path)
+        try:
+            check_agreement(folder, saved)
+            check_metrics(folder, saved)
+            return
+        except UserError:
+            # A run that went on from an older checkpoint, because this one is broken, has cut its metrics back.
+            if is_sound(path):
+                raise
+
+
+def metrics_length(saved: Checkpoint | None) -> int | None:
+    """Return how many bytes metrics.jsonl had when a checkpoint was saved, 0 before the first; None where it is not recorded."""
+    if saved is None:
+        return 0
+    metrics = _described(saved.state).get("metrics")
+    length = metrics.get("bytes") if isinstance(metrics, dict) else None
+    return length if type(length) is int else None
+
+
+def _described(state: Mapping[str, Any]) -> dict[str, Any]:
+    found = state.get("run")
+    return found if isinstance(found, dict) else {}
+
+
+def _recipe_differences(recipe: Mapping[str, Any], trained: Any) -> list[str]:
+    """Say which options of the recipe have another value than the checkpoint was trained with."""
+    if not isinstance(trained, dict):
+        return []
+    now, then = _filled_in(recipe), _filled_in(trained)
+    changed = [name for name in now if name not in FREE and now[name] != then[name]]
+    return [f"{name} is {now[name]!r} and was {then[name]!r}" for name in changed]
+
+
+def _filled_in(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a recipe with defaults for those that its version did not have."""
+    values = {name: recipe.get(name, default) for name, default in dataclasses.asdict(TrainConfig()).items()}
+    options = values["mixer_options"]
+    return {
+        **values,
+        "mixer_options": all_options(str(values["mixer"]), options) if isinstance(options, dict) else options,
+    }
+
+
+def _sha256(folder: RunFolder, name: str) -> str:
+    path = folder.path / name
+    with reading(path), open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
