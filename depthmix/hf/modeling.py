@@ -25,6 +25,7 @@ from depthmix.models.blocks import Trace, init_matrix
 from depthmix.models.decoder import START_STD, Backbone, token_positions
 from depthmix.models.layers import Attention, Context
 from depthmix.ops.norm import RMSNorm
+from depthmix.runs.described import check_run_folder
 
 
 @dataclass
@@ -81,6 +82,7 @@ class DepthmixPreTrainedModel(PreTrainedModel):
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
         """As everywhere; the head of a run folder's checkpoint goes by another name."""
+        check_run_folder(args[0] if args else kwargs.get("pretrained_model_name_or_path"))
         mapping = {r"^head\.": "lm_head.", **(kwargs.pop("key_mapping", None) or {})}
         loaded = super().from_pretrained(*args, key_mapping=mapping, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded

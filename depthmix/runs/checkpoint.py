@@ -173,11 +173,16 @@ def list_checkpoints(folder: str | Path) -> list[Path]:
     return [found[step] for step in sorted(found, reverse=True)]
 
 
-def load_checkpoint(path: str | Path) -> Checkpoint:
-    """Verify and read one checkpoint; a broken one is refused with the newest older good one, if there is one."""
+def load_checkpoint(path: str | Path, tensors: bool = True) -> Checkpoint:
+    """Verify and read one checkpoint; a broken one is refused with the newest older good one, if there is one.
+
+    Args:
+        path: the checkpoint's folder.
+        tensors: whether to read them, too; they are verified in any case.
+    """
     path = Path(path)
     try:
-        return _load(path)
+        return _load(path) if tensors else _without_tensors(path)
     except _Broken as broken:
         raise _refusal(path, broken) from broken
 

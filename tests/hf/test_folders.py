@@ -1,6 +1,7 @@
 """Run folders that `from_pretrained` reads, and folders of `save_pretrained` that the commands read."""
 
 import json
+import re
 import shutil
 
 import pytest
@@ -8,9 +9,10 @@ import torch
 
 import depthmix
 from depthmix.cli import main
-from depthmix.errors import CHECKPOINT, DATA
+from depthmix.errors import CHECKPOINT, DATA, UserError
 from depthmix.runs import checkpoint
 from depthmix.runs.checkpoint import list_checkpoints
+from depthmix.runs.folder import RunFolder
 from depthmix.train.loop import train
 from train import small
 
@@ -131,6 +133,35 @@ def test_no_checkpoint_goes_before_the_index_names_another(tmp_path, monkeypatch
     monkeypatch.setattr(checkpoint, "_remove", checked_remove)
     train(small.config(run, save_every=2, keep=1))
     assert gone
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "words"),
+    [
+        ("config.json", {"rms_norm_eps": 0.1}, "rms_norm_eps is 0.1 and the run was trained with 1e-06"),
+        ("config.json", {"mixer": "dca"}, "mixer is 'dca' and the run was trained with 'residual'"),
+        ("recipe.yaml", {"rope_theta": 1.0}, "rope_theta is 1.0 and was 10000.0"),
+        ("tokenizer.json", {"version": "1.1"}, "tokenizer.json is not that of this run"),
+    ],
+)
+def test_a_run_folder_that_was_changed_is_not_loaded(tmp_path, name, changes, words):
+    path = shutil.copytree(small.run().path, tmp_path / "run")
+    if name == "recipe.yaml":
+        changes = {**RunFolder(path).read_recipe(), **changes}
+        (path / name).write_text("{}")
+    edit(path / name, **changes)
+    with pytest.raises(UserError, match=re.escape(words)):
+        from_hub(path)
+
+
+def test_a_damaged_checkpoint_is_not_loaded(tmp_path):
+    path = shutil.copytree(small.run().path, tmp_path / "run")
+    weights = list_checkpoints(path / "checkpoints")[0] / "model.safetensors"
+    raw = bytearray(weights.read_bytes())
+    raw[-3] ^= 1
+    weights.write_bytes(raw)
+    with pytest.raises(UserError, match=r"model\.safetensors does not match its checksum"):
+        from_hub(path)
 
 
 def test_the_commands_take_a_saved_folder_as_they_take_the_run(saved, capsys):
