@@ -63,9 +63,11 @@ def describe_run(run: Path, checkpoint: Path, model: Any, seq_len: int, end: int
 
 def _spelt_out(described: dict[str, Any]) -> dict[str, Any]:
     """A config.json with every option of the mixer: its defaults may be others when it is read."""
-    if "mixer_options" not in described:  # a retrofitted model, whose config.json has its own place for them
-        return described
-    return {**described, "mixer_options": all_options(described["mixer"], described["mixer_options"])}
+    if "mixer_options" in described:
+        return {**described, "mixer_options": all_options(described["mixer"], described["mixer_options"])}
+    if isinstance(own := described.get("depthmix"), dict):  # a retrofitted model
+        return {**described, "depthmix": {**own, "options": all_options(own["mixer"], own["options"])}}
+    return described
 
 
 @dataclass

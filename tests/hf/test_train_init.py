@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from depthmix.cli import main
 from depthmix.errors import CHECKPOINT, DATA, USAGE
+from depthmix.mixers.defaults import all_options, chosen_options
 from depthmix.runs.checkpoint import list_checkpoints
 from depthmix.runs.folder import RunFolder
 from hf.test_retrofit import make
@@ -62,7 +63,7 @@ def test_a_run_retrofitted_and_trained_on(command: Any, capsys: pytest.CaptureFi
     assert {n for n in alone if n not in old or not torch.equal(alone[n], old[n])} == {"mixer.query", "mixer.key_gain"}
     assert [n for n in old if torch.equal(everything[n], old[n])] == []
     for run in ("alone", "all"):
-        assert RunFolder(run).read_recipe()["mixer_options"] == {"block_size": 2}
+        assert chosen_options("attnres", RunFolder(run).read_recipe()["mixer_options"]) == {"block_size": 2}
         assert RunFolder(run).read_recipe()["plain_eps"] is True
         command(f"generate --run {run} --prompt The --max-tokens 3 --device cpu")
 
@@ -90,7 +91,7 @@ def test_a_model_of_hugging_faces_retrofitted_and_trained(foreign: Path, command
     assert any("depth_mixer" in n for n in changed)
     assert any("mlp" in n and not torch.equal(everything[n], old[n]) for n in old)
     model = AutoModelForCausalLM.from_pretrained("all")
-    assert model.config.depthmix == {"mixer": "dca", "options": {}}
+    assert model.config.depthmix == {"mixer": "dca", "options": all_options("dca", {})}
     assert all(torch.equal(p, everything[n]) for n, p in model.named_parameters())
     assert RunFolder("all").read_result()["parameters"]["added_by_mixer"] > 0
     assert first_loss("all") == json.loads(Path("alone/metrics.jsonl").read_text().splitlines()[-1])["val_loss"]
