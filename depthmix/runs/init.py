@@ -22,6 +22,7 @@ from depthmix.mixers.defaults import all_options, chosen_options
 from depthmix.mixers.plain import is_plain, why_not_plain
 from depthmix.models import DecoderConfig
 from depthmix.models.exchange import MODEL_TYPE
+from depthmix.randomness import seed_random
 from depthmix.runs import foreign
 from depthmix.runs.folder import RECIPE, TOKENIZER, RunFolder
 from depthmix.runs.pretrained import is_pretrained, model_type, read_config, read_pretrained
@@ -184,12 +185,12 @@ class Start:
 
 def start_model(config: TrainConfig, vocab_size: int) -> Start:
     """The model that a training begins with: of random weights, or `init`'s; vocab_size: of the data."""
-    torch.manual_seed(config.seed)
+    seed_random(config.seed)
     if not config.init:
         return Start(build_decoder(config, vocab_size))
     source = read_source(config.init)
     model, step = _load(source)
-    torch.manual_seed(config.seed)  # whatever loading has drawn
+    seed_random(config.seed)  # whatever loading has drawn
     _check_size(config, vocab_size, model.config.vocab_size)
     if source.foreign:
         model.give_mixer(config.mixer, config.mixer_options, keep=_same_mixer(config, source))

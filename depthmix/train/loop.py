@@ -33,6 +33,7 @@ from depthmix.insight.dynamics import gradient_norms, magnitudes
 from depthmix.parallel.alone import Alone
 from depthmix.parallel.layout import Layout
 from depthmix.parallel.world import Lost, World, join
+from depthmix.randomness import OwnRandom, ProcessRandom
 from depthmix.runs.agreement import (
     check_agreement,
     check_metrics,
@@ -81,10 +82,12 @@ class Trainer:
         self.task = make_task(at_a_time, data, self.world.rows(config.batch_size), self.world.share)
         self.task.check()
         self.engine: Alone
+        self.random = ProcessRandom() if self.world.several else OwnRandom(config.seed, device)
         if self.world.several:
             self.engine, self.origin = divide_model(config, self.task, self.world)
         else:
-            start = self.task.start()
+            with self.random.building():
+                start = self.task.start()
             self.origin = start.origin  # where the weights came from; None: they are random
             self.engine = Alone(prepare_model(start.model, config, device))
         self.model, self.parameters = self.engine.model, self.engine.parameters
@@ -119,11 +122,12 @@ class Trainer:
         batch = self.task.checked(self.batch(step)).to(self.device, non_blocking=True)
         set_learning_rate(self.optimizers, learning_rate(self.config, step))
         self.clock.start()
-        if self.config.cuda_graph and self.device.type == "cuda":
-            self.graphed = self.graphed or record(self.loss, self.parameters, batch)
-            total = self.graphed(batch)
-        else:
-            total = self.engine.backward(self.loss, batch, self.task.micro)
+        with self.random.exchanged(self.model):
+            if self.config.cuda_graph and self.device.type == "cuda":
+                self.graphed = self.graphed or record(self.loss, self.parameters, batch)
+                total = self.graphed(batch)
+            else:
+                total = self.engine.backward(self.loss, batch, self.task.micro)
         if self.watches(step):
             self.gradients = gradient_norms(self.model.sublayers)  # before they are clipped
         norm = self.engine.clip(self.config.clip or math.inf)
@@ -161,6 +165,7 @@ class Trainer:
             stack.enter_context(autocast(self.device, self.config.precision))
             if self.config.compile != "off":  # a smaller batch would be compiled anew
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
+            stack.enter_context(self.random.exchanged(self.model))
             found = magnitudes(self.model, self.task.inputs(self.task.checked(rows).to(self.device)))
         self.engine.rest()
         return found
@@ -179,7 +184,8 @@ class Trainer:
 
     def astray(self) -> bool:
         """Whether the weights are beyond use, whatever the batch: loss or gradient of validation data is not usable either."""
-        loss, norm = self.engine.probe(self.loss, next(self.task.validation()).to(self.device))
+        with self.random.exchanged(self.model):
+            loss, norm = self.engine.probe(self.loss, next(self.task.validation()).to(self.device))
         return not self.usable(loss.item(), norm.item())
 
     def batch(self, step: int) -> Tensor:
@@ -207,7 +213,7 @@ class Trainer:
         """Everything a checkpoint holds: the model's tensors, and the optimizers' with the random generator's."""
         model = {n: p.detach() for n, p in self.model.named_parameters()}  # tied weights come once
         optimizer = self.engine.saved(optimizer_tensors(self.optimizers))
-        return self.engine.saved(model), {**optimizer, RNG: torch.get_rng_state()}
+        return self.engine.saved(model), {**optimizer, RNG: self.random.state()}
 
     def names(self) -> list[str]:
         """The parameters of the model in one piece."""
@@ -223,7 +229,7 @@ class Trainer:
             from depthmix.runs.sharded import load_into  # slow to import
 
             def place(name: str, shape: torch.Size) -> Tensor | None:
-                return torch.get_rng_state() if name == RNG else optimizer_place(self.optimizers, name, shape)
+                return self.random.state() if name == RNG else optimizer_place(self.optimizers, name, shape)
 
             optimizer = self.engine.load(functools.partial(load_into, saved.path), place)
         else:
@@ -231,7 +237,7 @@ class Trainer:
             optimizer = dict(saved.optimizer)
         if RNG not in optimizer or not {"seconds", "skipped", "val_loss"} <= saved.state.keys():
             raise UserError(f"the checkpoint {saved.path} was not written by `depthmix train`", CHECKPOINT)
-        torch.set_rng_state(optimizer.pop(RNG))
+        self.random.restore(optimizer.pop(RNG))
         try:
             load_optimizer_tensors(self.optimizers, optimizer)
         except ValueError as error:

@@ -18,6 +18,7 @@ from depthmix.data.tokenizer import end_token
 from depthmix.errors import UserError
 from depthmix.models import Decoder, DecoderConfig, Vit, VitConfig
 from depthmix.parallel.share import Share
+from depthmix.randomness import seed_random
 from depthmix.runs.folder import RunFolder
 from depthmix.runs.init import Start, check_vocabulary, read_source, settled, start_model
 from depthmix.runs.pretrained import describe_run
@@ -176,7 +177,7 @@ class Pictures:
         return build_vit(self.config, self.data.meta)
 
     def start(self) -> Start:
-        torch.manual_seed(self.config.seed)
+        seed_random(self.config.seed)
         return Start(self.build())
 
     def checked(self, batch: Tensor) -> Tensor:
