@@ -29,6 +29,7 @@ from depthmix.config import (
     TrainConfig,
 )
 from depthmix.errors import DISK, DIVERGED, INTERNAL, INTERRUPTED, PIPE, USAGE, UserError
+from depthmix.files import remedy
 from depthmix.names import DEFAULT_MIXER
 from depthmix.values import build_config, nearest
 
@@ -359,7 +360,8 @@ def of_init(given: dict[str, Any]) -> dict[str, Any]:
 def of_the_machine(error: BaseException) -> str:
     """What a user can do about an error of torch; nothing for one that nobody foresaw."""
     text = str(error)
-    words = ("out of memory", "not enough memory", "can't allocate memory", "size calculation overflowed")
+    words = ("out of memory", "not enough memory", "can't allocate memory", "cannot allocate memory", "bad_alloc")
+    words += ("size calculation overflowed", "failed to map segment", "status_alloc_failed")
     if isinstance(error, MemoryError) or any(w in text.lower() for w in words):
         return "out of memory: use a smaller model, batch_size, micro_batch_size or seq_len, or checkpoint_activations"
     if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
@@ -375,11 +377,11 @@ def explain(error: BaseException) -> tuple[str, int]:
         return "interrupted", INTERRUPTED
     if isinstance(error, ModuleNotFoundError) and not (error.name or "").startswith("depthmix"):
         return f"this needs the package {error.name}: pip install 'depthmix[train]'", USAGE
-    if isinstance(error, OSError):
-        where = f" {error.filename}" if error.filename else ""
-        return f"cannot write or read{where}: {error.strerror or error}", DISK
     if known := of_the_machine(error):
         return known, USAGE
+    if isinstance(error, OSError):
+        where = f" {error.filename}" if error.filename else ""
+        return f"cannot write or read{where}: {error.strerror or error}; {remedy(error)}", DISK
     what = f"internal error ({type(error).__name__}: {error})"
     advice = "run again with --debug for the traceback"
     return f"{what}: this is a bug in depthmix, or in a mixer of your own, not in the command; {advice}", INTERNAL

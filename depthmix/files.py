@@ -77,14 +77,31 @@ def reason(error: OSError, path: Path | None = None) -> str:
     return f"{(error.strerror or str(error)).lower()}{where}"
 
 
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+FAILING = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENODEV, errno.ENXIO)
+
+
+def remedy(error: OSError) -> str:
+    """Say what a user can do about what the system refused, in a clause that ends in running the command again."""
+    again = "then run the same command again"
+    if error.errno in FULL:
+        return f"make room, {again}"
+    if error.errno in FAILING:
+        return f"the disk or the connection to it is failing: see the system's log, {again}"
+    if error.errno == errno.ENOMEM:
+        return f"free memory or raise its limit, {again}"
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return f"raise the limit of open files (ulimit -n), {again}"
+    return f"make it writable, {again}"
+
+
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
     """UserError for what the system refuses while a path is written."""
     try:
         yield
     except OSError as error:
-        advice = "make room or make it writable, then run the same command again"
-        raise UserError(f"Could not write {path}: {reason(error, path)}; {advice}.", DISK) from error
+        raise UserError(f"Could not write {path}: {reason(error, path)}; {remedy(error)}.", DISK) from error
 
 
 @contextmanager

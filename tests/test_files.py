@@ -1,12 +1,14 @@
 """The one atomic write: a file is there whole or not at all, nothing is left beside it, and a refusal is one sentence."""
 
+import errno
 import os
 from pathlib import Path
 
 import pytest
 
-from depthmix.errors import DISK, UserError
-from depthmix.files import check_writable, write_file, write_text
+from depthmix.cli import explain
+from depthmix.errors import DISK, INTERNAL, UserError
+from depthmix.files import check_writable, write_file, write_text, writing
 
 
 def test_writes_and_replaces(tmp_path):
@@ -68,3 +70,32 @@ def test_a_folder_that_somebody_else_has_begun_to_use_stays(tmp_path, monkeypatc
     monkeypatch.setattr(Path, "rmdir", used)
     check_writable(tmp_path / "new")
     assert (tmp_path / "new").is_dir()
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/mem"), reason="there is no /proc")
+def test_a_disk_that_fails_is_not_taken_for_a_full_one(tmp_path):
+    """A write to the address 0 of this process is an input/output error."""
+    words = "input/output error; the disk or the connection to it is failing: see the system's log, then run the same"
+    with pytest.raises(UserError, match=words) as caught, writing(tmp_path):
+        with open("/proc/self/mem", "r+b", buffering=0) as file:
+            file.write(b"x")
+    assert caught.value.exit_code == DISK
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (MemoryError(), "out of memory: use a smaller model"),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), "out of memory: "),
+        (ImportError("libtorch_cpu.so: failed to map segment from shared object"), "out of memory: "),
+        (RuntimeError("unable to mmap 9 bytes from file <f>: Cannot allocate memory (12)"), "out of memory: "),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), "out of memory: "),
+        (OSError(errno.EIO, "Input/output error", "f"), "cannot write or read f: Input/output error; the disk or the"),
+        (OSError(errno.EMFILE, "Too many open files", "f"), "raise the limit of open files (ulimit -n), then run"),
+        (OSError(errno.ENOSPC, "No space left on device", "f"), "make room, then run the same command again"),
+    ],
+)
+def test_what_the_system_refuses_is_no_bug(error, words):
+    sentence, code = explain(error)
+    assert words in sentence
+    assert code != INTERNAL

@@ -27,7 +27,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from depthmix.errors import CHECKPOINT, DISK, UserError
-from depthmix.files import reason, sync_folder
+from depthmix.files import reason, remedy, sync_folder
 
 FORMAT = "depthmix checkpoint"
 VERSION = 1
@@ -35,6 +35,7 @@ VERSION_IN_PARTS = 2  # in the place of optimizer.safetensors a folder with the 
 PARTS = "parts"
 MODEL, OPTIMIZER, STATE, MANIFEST = "model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"
 NAME = re.compile(r"(?:\.old-)?step-([0-9]{8,})")
+OF_MAPPING = re.compile(r"^unable to (?:open|mmap|stat|resize).* \((\d+)\)$", re.DOTALL)
 PART = re.compile(rf"{PARTS}/[\w.-]+\.safetensors")
 DTYPES = {
     torch.float64: "F64",
@@ -210,6 +211,8 @@ def newest_checkpoint(folder: str | Path) -> Checkpoint | None:
 
 def _refusal(path: Path, broken: _Broken) -> UserError:
     instead = ""
+    if not path.exists() and (good := _newest_good(path.parent)):
+        return UserError(f"There is no checkpoint {path} any more; the newest good one is {good}.", CHECKPOINT)
     if NAME.fullmatch(path.name):
         good = _newest_good(path.parent, below=_step(path))
         instead = f"; the newest older good one is {good}" if good else "; there is no older good one"
@@ -273,7 +276,8 @@ def _not_written(error: OSError, step: int, folder: Path) -> str:
     except UserError:  # the folder cannot even be read
         good = None
     last = f"the last good checkpoint is still there: {good}" if good else f"there is no earlier one in {folder}"
-    advice = "Make room or make it writable, then run the same command again"
+    advice = remedy(error)
+    advice = advice[0].upper() + advice[1:]
     return f"Could not write the checkpoint of step {step}: {reason(error)}; {last}. {advice}."
 
 
@@ -403,12 +407,18 @@ def _verify(path: Path, names: Collection[str] | None = None) -> None:
 
 def _unreadable(path: Path, error: OSError) -> Exception:
     """What to raise for an error of the system: it says nothing about the content, so no other checkpoint takes the place."""
-    if error.errno in GONE:
+    if isinstance(error, FileNotFoundError) or error.errno in GONE:  # safetensors gives no number
         return _Broken(reason(error))
     if error.errno == errno.ENOMEM:
         return MemoryError(str(error))
     advice = "it may be whole: try again, or move it away to use an older one"
     return UserError(f"Cannot read the checkpoint {path}: {reason(error)}; {advice}.", CHECKPOINT)
+
+
+def _system_error(error: RuntimeError, path: Path) -> OSError | None:
+    """The error of the system behind one of torch's, which maps files into memory: `unable to mmap … (12)`."""
+    match = OF_MAPPING.search(str(error))
+    return OSError(int(match[1]), os.strerror(int(match[1])), str(path)) if match else None
 
 
 def _manifest(raw: bytes) -> dict[str, dict[str, Any]]:
@@ -450,6 +460,10 @@ def _load(path: Path) -> Checkpoint:
             raise _unreadable(path, error) from error
         except (SafetensorError, ValueError) as error:
             raise _Broken(f"{name} cannot be read as safetensors ({error})") from error
+        except RuntimeError as error:
+            if (refused := _system_error(error, path / name)) is None:
+                raise
+            raise _unreadable(path, refused) from error
     return Checkpoint(*_read_state(path), tensors[0], tensors[1], path)
 
 

@@ -12,8 +12,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import forking
 from depthmix.errors import DISK
-from depthmix.runs.checkpoint import latest_checkpoint, list_checkpoints, load_checkpoint, save_checkpoint
+from depthmix.runs import checkpoint
+from depthmix.runs.checkpoint import (
+    latest_checkpoint,
+    list_checkpoints,
+    load_checkpoint,
+    newest_checkpoint,
+    save_checkpoint,
+)
+from project import ROOT
 from train.checkpoints import FILES, forge, holds, no_warning, save
 from train.refused import refused
 
@@ -304,3 +313,80 @@ def test_latest_passes_over_broken_ones_aloud(tmp_path):
         latest_checkpoint(tmp_path)
     shutil.rmtree(tmp_path / "step-00000001")
     refused(lambda: latest_checkpoint(tmp_path, heard.append), tmp_path, "state.json is missing")
+
+
+# What the system refuses says nothing about a checkpoint
+
+
+def unreadable(path):
+    """A file of which every read is an input/output error: address 0 of this process."""
+    path.unlink()
+    path.symlink_to("/proc/self/mem")
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/mem"), reason="there is no /proc")
+def test_a_disk_that_fails_does_not_make_an_older_checkpoint_the_newest(tmp_path):
+    save(tmp_path, 1)
+    newest = save(tmp_path, 2)
+    unreadable(newest / "manifest.json")
+    words = f"Cannot read the checkpoint {newest}: input/output error", "it may be whole: try again, or move it away"
+    for read in (latest_checkpoint, newest_checkpoint, lambda folder: load_checkpoint(newest)):
+        refused(lambda: read(tmp_path), *words)  # noqa: B023
+    newest.rename(tmp_path / "away")
+    assert holds(latest_checkpoint(tmp_path, warn=no_warning), 1)
+
+
+SHORT_OF_MEMORY = """
+import resource, sys
+from pathlib import Path
+from depthmix.runs.checkpoint import latest_checkpoint
+used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + int(sys.argv[2]), resource.RLIM_INFINITY))
+latest_checkpoint(sys.argv[1], warn=print)
+"""
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="there is no /proc")
+@pytest.mark.parametrize("room", [10_000_000, 50_000_000])
+def test_a_lack_of_memory_does_not_make_an_older_checkpoint_the_newest(tmp_path, room):
+    """10 MB are too few to map the file, 50 MB to copy what is in it."""
+    save(tmp_path, 1)
+    save(tmp_path, 2, size=10_000_000)
+    done = forking.python(SHORT_OF_MEMORY, tmp_path, room, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert done.returncode == 1
+    assert done.stdout == ""
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("MemoryError") or "can't allocate memory" in last, done.stderr
+
+
+def test_a_checkpoint_that_goes_while_it_is_read(tmp_path, monkeypatch):
+    """A reader beside a training takes the next newest; who asked for the one that went is told."""
+    read = checkpoint._read
+    older, newer = save(tmp_path, 1), []
+
+    def goes(path, name):
+        if path == older and not newer:
+            newer.append(save(tmp_path, 2, keep=1))
+            assert not older.exists()
+        return read(path, name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "_read", goes)
+        assert holds(newest_checkpoint(tmp_path), 2)
+        shutil.copytree(newer.pop(), older)  # there again, to go again
+        for name in ("state.json", "manifest.json"):
+            (older / name).write_bytes((older / name).read_bytes().replace(b'"step": 2', b'"step": 1'))
+        forge(older)
+        refused(
+            lambda: load_checkpoint(older),
+            f"There is no checkpoint {older} any more; the newest good one is {tmp_path}",
+        )
+    shutil.rmtree(tmp_path / "step-00000002")
+    assert newest_checkpoint(tmp_path) is None
+
+
+def test_a_reader_takes_no_older_checkpoint_for_a_broken_newest(tmp_path):
+    older, newest = save(tmp_path, 1), save(tmp_path, 2)
+    (newest / "optimizer.safetensors").write_bytes(b"torn")
+    refused(lambda: newest_checkpoint(tmp_path), newest, "has 4 bytes", f"the newest older good one is {older}")
+    assert holds(latest_checkpoint(tmp_path, warn=lambda sentence: None), 1)
