@@ -76,9 +76,9 @@ def test_a_folder_that_somebody_else_has_begun_to_use_stays(tmp_path, monkeypatc
 def test_a_disk_that_fails_is_not_taken_for_a_full_one(tmp_path):
     """A write to the address 0 of this process is an input/output error."""
     words = "input/output error; the disk or the connection to it is failing: see the system's log, then run the same"
-    with pytest.raises(UserError, match=words) as caught, writing(tmp_path):
-        with open("/proc/self/mem", "r+b", buffering=0) as file:
-            file.write(b"x")
+    memory = open("/proc/self/mem", "r+b", buffering=0)  # noqa: SIM115
+    with memory, pytest.raises(UserError, match=words) as caught, writing(tmp_path):
+        memory.write(b"x")
     assert caught.value.exit_code == DISK
 
 
