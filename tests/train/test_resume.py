@@ -226,6 +226,17 @@ def test_a_broken_newest_checkpoint_is_passed_over_and_said_so(tmp_path, capsys)
     assert f"resuming at step {int(older.name[-8:])}" in (folder.path / "log.txt").read_text()
 
 
+def test_a_checkpoint_too_many_is_removed_at_the_start(tmp_path):
+    """As a kill leaves it between the last save and the removal of what is older: no save comes any more."""
+    folder = train(small.config(tmp_path / "run", save_every=2, keep=9))
+    assert len(list_checkpoints(folder.checkpoints)) == 3
+    (folder.path / "result.json").unlink()
+    (folder.checkpoints / ".tmp-step-00000002-1").mkdir()
+    train(small.config(tmp_path / "run", save_every=2, keep=2))
+    assert sorted(p.name for p in folder.checkpoints.iterdir()) == ["step-00000004", "step-00000006"]
+    assert load_checkpoint(list_checkpoints(folder.checkpoints)[0]).step == 6
+
+
 def test_a_checkpoint_of_somebody_else_is_refused(tmp_path):
     from depthmix.runs.checkpoint import save_checkpoint
 
