@@ -12,6 +12,9 @@ from depthmix.train.loop import train
 from train import small
 from train.runs import metrics
 
+for package in ("yaml", "tokenizers"):
+    pytest.importorskip(package)
+
 
 @pytest.fixture
 def noisy(monkeypatch):
