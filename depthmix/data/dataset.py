@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, Generic, TypeVar
 
@@ -19,6 +19,7 @@ from depthmix.errors import DATA, USAGE, UserError
 VERSION = 1
 DTYPES: dict[str, np.dtype] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 SPLITS = ("train", "val")
+SIZES = ("tokens", "bytes", "documents")
 SplitKind = TypeVar("SplitKind")
 
 
@@ -29,14 +30,19 @@ class ShardWriter:
         self.folder, self.name, self.dtype, self.limit = folder, name, dtype, max(1, limit)
         self.sha256: dict[str, str] = {}
         self.tokens = self.bytes = self.documents = 0
+        self.domains: dict[str, dict[str, int]] = {}
         self._file: BinaryIO | None = None
         self._digest, self._room = hashlib.sha256(), 0
 
-    def write(self, ids: np.ndarray, n_bytes: int, last: bool) -> None:
+    def write(self, ids: np.ndarray, n_bytes: int, last: bool, domain: str = "") -> None:
         """Add tokens that stand for `n_bytes` bytes of text; `last` ones end a document."""
         self.tokens += len(ids)
         self.bytes += n_bytes
         self.documents += last
+        if domain:
+            part = self.domains.setdefault(domain, dict.fromkeys(SIZES, 0))
+            for name, more in zip(SIZES, (len(ids), n_bytes, int(last)), strict=True):
+                part[name] += more
         while len(ids):
             if self._file is None:
                 self._file = open(self.folder / f"{self.name}-{len(self.sha256):05d}.bin", "wb")  # noqa: SIM115
@@ -60,7 +66,8 @@ class ShardWriter:
 
     def meta(self) -> dict[str, Any]:
         """The split's part of meta.json."""
-        return {"tokens": self.tokens, "bytes": self.bytes, "documents": self.documents, "shards": list(self.sha256)}
+        sizes = {"tokens": self.tokens, "bytes": self.bytes, "documents": self.documents}
+        return {**sizes, "shards": list(self.sha256), **({"domains": self.domains} if self.domains else {})}
 
 
 @dataclass
@@ -72,9 +79,23 @@ class Split:
     n_bytes: int
     n_documents: int
     shards: list[np.ndarray]
+    domains: dict[str, dict[str, int]] = field(default_factory=dict)  # tokens, bytes and documents of each, in order
 
     def __post_init__(self) -> None:
         self._starts = np.cumsum([0, *map(len, self.shards)])
+
+    def parts(self) -> dict[str, Split]:
+        """Return the text of each named domain as a split of its own, or the whole split under an empty name."""
+        if not self.domains:
+            return {"": self}
+        found, start = {}, 0
+        for domain, size in self.domains.items():
+            stop = start + size["tokens"]
+            bounds = [(max(start - first, 0), max(stop - first, 0)) for first in map(int, self._starts[:-1])]
+            shards = [shard[a:b] for shard, (a, b) in zip(self.shards, bounds, strict=True) if a < min(b, len(shard))]
+            found[domain] = Split(f"{self.name} ({domain})", size["tokens"], size["bytes"], size["documents"], shards)
+            start = stop
+        return found
 
     def window(self, start: int, length: int) -> np.ndarray:
         """`length` tokens from `start` on, as int64, across shards."""
@@ -144,7 +165,9 @@ class TokenData(Prepared[Split]):
                     " (a file was cut short or replaced); prepare the data again.",
                     DATA,
                 )
-            splits[name] = Split(name, info["tokens"], info["bytes"], info["documents"], shards)
+            splits[name] = Split(
+                name, info["tokens"], info["bytes"], info["documents"], shards, info.get("domains", {})
+            )
         return cls(folder, meta, splits)
 
 
@@ -193,12 +216,23 @@ def _wrong(meta: dict[str, Any]) -> str | None:
         return "sha256"
     for split in SPLITS:
         info = meta["splits"].get(split) if isinstance(meta["splits"], dict) else None
-        if not isinstance(info, dict) or not all(is_count(info.get(k), 0) for k in ("tokens", "bytes", "documents")):
+        if not isinstance(info, dict) or not all(is_count(info.get(k), 0) for k in SIZES):
             return f"split {split}"
         shards = info.get("shards")
         if not isinstance(shards, list) or not shards or not all(map(is_name, shards)):
             return f"shards of {split}"
+        if (domains := info.get("domains")) is not None and not _add_up(domains, info):
+            return f"domains of {split}"
     return None
+
+
+def _add_up(domains: Any, info: dict[str, Any]) -> bool:
+    """Return whether the sizes of the domains are those of their split together."""
+    if not isinstance(domains, dict) or not all(isinstance(part, dict) for part in domains.values()):
+        return False
+    if not all(is_count(part.get(size), 1) for part in domains.values() for size in SIZES):
+        return False
+    return all(sum(part[size] for part in domains.values()) == info[size] for size in SIZES)
 
 
 def is_count(value: Any, least: int) -> bool:
@@ -301,3 +335,18 @@ def validation_batches(
             yield torch.from_numpy(out)
 
     return batches()
+
+
+def validation_parts(
+    split: Split, seq_len: int, batch_size: int, limit_tokens: int | None = None
+) -> dict[str, Iterator[Tensor]]:
+    """Return the batches of each domain by its name; each domain has its share of `limit_tokens`."""
+    return {
+        domain: validation_batches(
+            part,
+            seq_len,
+            batch_size,
+            None if limit_tokens is None else limit_tokens * part.n_tokens // split.n_tokens,
+        )
+        for domain, part in split.parts().items()
+    }

@@ -48,6 +48,7 @@ class Scan:
     keys: np.ndarray  # a hash of the seed and the text
     sizes: np.ndarray  # bytes
     characters: int
+    domains: dict[str, int]  # documents of each domain; they lie one domain after the other
 
 
 def prepare(
@@ -63,16 +64,17 @@ def prepare(
     tokenizer = load_tokenizer(config.tokenizer) if config.tokenizer else None
     with staged(Path(config.out), config.overwrite) as folder:
         listing = find_sources(config.input)
-        scan = _scan(_pieces(listing, config), config.seed, report)
+        scan = _scan_domains(listing, config, report)
         total = int(scan.sizes.sum())
         split: dict[str, Any]
-        if len(scan.keys) == 1:
+        if len(scan.keys) == 1 and scan.domains.keys() == {""}:
             at, boundary = _cut(_pieces(listing, config), scan.characters, config.val_fraction)
             in_val = np.array([False, True])
+            scan.domains[""] = 2
             split = {"by": boundary, "character": at, "note": "one document only: its end is the validation split"}
         else:
             at = 0
-            in_val, by = choose(scan.keys, config.val_fraction, config.seed)
+            in_val, by = _choose_by_domain(scan, config)
             split = {"by": by}
 
         def corpus() -> Iterator[tuple[str, bool]]:
@@ -82,7 +84,7 @@ def prepare(
             of = total * at // scan.characters if at else int(scan.sizes[~in_val].sum())
             sample = _sample(corpus(), in_val, min(sample_bytes, of), of, report)
             tokenizer = train_tokenizer(sample, config.vocab_size)
-        meta = _write(folder, tokenizer, corpus(), in_val, total, shard_tokens, report)
+        meta = _write(folder, tokenizer, corpus(), in_val, scan.domains, total, shard_tokens, report)
         meta["source"] = [str(item) for item in config.input]
         meta |= listing.counts()
         meta["split"] = {**split, "val_fraction": config.val_fraction, "seed": config.seed}
@@ -97,12 +99,16 @@ def summary(folder: str | Path) -> str:
     meta = TokenData.open(folder).meta
     lines = [f"prepared data in {folder}, with a vocabulary of {meta['vocab_size']:,}"]
     for name, split in meta["splits"].items():
-        sizes = (_count(split[f"{what}s"], what) for what in ("document", "token", "byte"))
-        lines.append(f"    {name}: {', '.join(sizes)}")
+        lines.append(f"    {name}: {_sizes(split)}")
+        lines += [f"        {domain}: {_sizes(part)}" for domain, part in split.get("domains", {}).items()]
     for name, what in (("files", "read"), ("skipped_files", "skipped")):
         kinds = ", ".join(f"{n:,} {kind}" for kind, n in meta[name].items())
         lines += [f"    {what}: {_count(sum(meta[name].values()), 'file')} ({kinds})"] if kinds else []
     return "\n".join(lines)
+
+
+def _sizes(part: dict[str, Any]) -> str:
+    return ", ".join(_count(part[f"{what}s"], what) for what in ("document", "token", "byte"))
 
 
 def _count(n: int, what: str) -> str:
@@ -126,6 +132,40 @@ def _pieces(listing: Listing, config: DataConfig) -> Iterator[tuple[str, bool]]:
     return pieces(listing, config.text_field, config.document)
 
 
+def _scan_domains(listing: Listing, config: DataConfig, report: Progress) -> Scan:
+    """Scan one domain after the other; without named domains, all text as one."""
+    parts: dict[str, Scan] = {}
+    done = 0
+    for name, part in listing.by_domain().items():
+
+        def go_on(phase: str, size: int, total: int | None, before: int = done) -> None:
+            report(phase, before + size, None)
+
+        parts[name] = _scan(_pieces(part, config), config.seed, go_on)
+        done += int(parts[name].sizes.sum())
+        if name and len(parts[name].keys) == 1:
+            what = f"The domain {name} is one document, which cannot be split"
+            raise UserError(f"{what}: add documents, or set document to line or blank.", DATA)
+    report("scan", done, done)
+    return Scan(
+        np.concatenate([scan.keys for scan in parts.values()]),
+        np.concatenate([scan.sizes for scan in parts.values()]),
+        sum(scan.characters for scan in parts.values()),
+        {name: len(scan.keys) for name, scan in parts.items()},
+    )
+
+
+def _choose_by_domain(scan: Scan, config: DataConfig) -> tuple[np.ndarray, str]:
+    """Choose the validation documents of each domain apart, so that each gives the same share of its documents."""
+    chosen, ways, first = [], [], 0
+    for count in scan.domains.values():
+        part, by = choose(scan.keys[first : first + count], config.val_fraction, config.seed)
+        chosen.append(part)
+        ways.append(by)
+        first += count
+    return np.concatenate(chosen), max(ways, key=len)
+
+
 def _scan(corpus: Pieces, seed: int, report: Progress) -> Scan:
     keys, sizes = array("Q"), array("Q")
     start = f"{seed}\n".encode()
@@ -146,7 +186,7 @@ def _scan(corpus: Pieces, seed: int, report: Progress) -> Scan:
             report("scan", done, None)
             shown = done
     report("scan", done, done)
-    return Scan(np.array(keys, np.uint64), np.array(sizes, np.int64), characters)
+    return Scan(np.array(keys, np.uint64), np.array(sizes, np.int64), characters, {"": len(keys)})
 
 
 def choose(keys: np.ndarray, fraction: float, seed: int) -> tuple[np.ndarray, str]:
@@ -225,6 +265,7 @@ def _write(
     tokenizer: Tokenizer,
     corpus: Pieces,
     in_val: np.ndarray,
+    domains: dict[str, int],
     total: int,
     shard_tokens: int,
     report: Progress,
@@ -232,11 +273,15 @@ def _write(
     size = vocabulary(tokenizer)
     dtype = np.dtype("<u2" if size <= 2**16 else "<u4")
     splits = [ShardWriter(folder, name, dtype, shard_tokens) for name in ("train", "val")]
-    index = 0
+    upcoming, domain, end, index = iter(domains.items()), "", 0, 0
     for encoded in encode(tokenizer, corpus, lambda done: report("encode", min(done, total), total)):
         if index >= len(in_val):
             break
-        splits[int(in_val[index])].write(encoded.ids, encoded.n_bytes, encoded.last)
+        split = splits[int(in_val[index])]
+        if index >= end:
+            domain, count = next(upcoming)
+            end += count
+        split.write(encoded.ids, encoded.n_bytes, encoded.last, domain)
         index += encoded.last
     for shards in splits:
         shards.close()

@@ -126,8 +126,8 @@ def _measured_on(trained: Trained, config: InspectConfig, ids: Tensor) -> Iterat
             raise UserError("the text is too short to measure the model on: give another with --input", DATA)
         yield ids
         return
-    batches, _ = batches_of_text(trained, config, config.data)
-    yield from first_tokens(batches, config.tokens)
+    parts, _ = batches_of_text(trained, config, config.data)
+    yield from first_tokens(itertools.chain.from_iterable(parts.values()), config.tokens)
 
 
 def first_tokens(batches: Iterable[Tensor], tokens: int) -> Iterator[Tensor]:

@@ -172,7 +172,7 @@ class Trainer:
 
     def astray(self) -> bool:
         """Whether the weights are beyond use, whatever the batch: loss or gradient of validation data is not usable either."""
-        loss, norm = self.engine.probe(self.loss, next(self.task.validation()).to(self.device))
+        loss, norm = self.engine.probe(self.loss, next(next(iter(self.task.validation().values()))).to(self.device))
         return not self.usable(loss.item(), norm.item())
 
     def batch(self, step: int) -> Tensor:
@@ -189,12 +189,15 @@ class Trainer:
         if not self.world.several:
             return self.task.evaluate(self.model, self.device)
         self.model.eval()
-        sums = self.engine.sums(
-            lambda model, batch: self.task.sums(model, batch, self.device, self.engine.whole),
-            self.world.deal(self.task.validation()),
-        )
+        sums = {
+            domain: self.engine.sums(
+                lambda model, batch: self.task.sums(model, batch, self.device, self.engine.whole),
+                self.world.deal(batches),
+            )
+            for domain, batches in self.task.validation().items()
+        }
         self.model.train()
-        return self.task.evaluation(*self.world.add_up(*sums))
+        return self.task.evaluation({domain: self.world.add_up(*own) for domain, own in sums.items()})
 
     def tensors(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Everything a checkpoint holds: the model's tensors, and the optimizers' with the random generator's."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,7 +14,7 @@ from torch import Tensor
 
 from depthmix.config import EvalConfig, InspectConfig
 from depthmix.data.corpus import documents
-from depthmix.data.dataset import TokenData, validation_batches
+from depthmix.data.dataset import TokenData, validation_parts
 from depthmix.data.images import ImageData
 from depthmix.data.tokenizer import load_tokenizer
 from depthmix.device import choose_device
@@ -30,8 +32,8 @@ def evaluate_run(config: EvalConfig) -> Evaluation | ImageEvaluation:
     trained = load_model(config.run, device)
     if trained.tokenizer is None:
         return _on_images(trained, config, device)
-    batches, ratio = batches_of_text(trained, config)
-    return evaluate(trained.model, batches, device, trained.config.precision, ratio)
+    parts, ratio = batches_of_text(trained, config)
+    return evaluate(trained.model, parts, device, trained.config.precision, ratio)
 
 
 def _on_images(trained: Trained, config: EvalConfig, device: torch.device) -> ImageEvaluation:
@@ -45,12 +47,15 @@ def _on_images(trained: Trained, config: EvalConfig, device: torch.device) -> Im
 
 def batches_of_text(
     trained: Trained, config: EvalConfig | InspectConfig, data: str = ""
-) -> tuple[Iterator[Tensor], float]:
-    """Batches [B, T + 1] of the input or else of a validation split, and bytes per token; data: other than the model was trained with."""
+) -> tuple[dict[str, Iterator[Tensor]], float]:
+    """Return the batches [B, T + 1] of each domain of a validation split, or of the input under an empty name, and bytes per token.
+
+    data: a folder other than the one the model was trained with.
+    """
     seq_len = config.seq_len or trained.config.seq_len
     if config.input:
         ids, n_bytes = _encode(trained, config)
-        return _windows(ids, seq_len, config.batch_size), n_bytes / len(ids)
+        return {"": _windows(ids, seq_len, config.batch_size)}, n_bytes / len(ids)
     if not data and not trained.config.data:
         what = f"{trained.folder.path} does not say what its model was trained on"
         raise UserError(f"{what}: give the text to measure it on with --input", DATA)
@@ -62,9 +67,9 @@ def batches_of_text(
     if data and load_tokenizer(opened.tokenizer_path).get_vocab() != trained.tokenizer.get_vocab():
         raise UserError(f"{opened.folder} was prepared with another tokenizer than the model's: use --input", DATA)
     val = opened.split("val")
-    batches = validation_batches(val, seq_len, config.batch_size, None)
-    checked = (check_tokens(batch, opened.vocab_size, opened.folder) for batch in batches)
-    return checked, val.n_bytes / val.n_tokens
+    check = functools.partial(check_tokens, vocab_size=opened.vocab_size, folder=opened.folder)
+    parts = validation_parts(val, seq_len, config.batch_size)
+    return {domain: map(check, batches) for domain, batches in parts.items()}, val.n_bytes / val.n_tokens
 
 
 def _encode(trained: Trained, config: EvalConfig | InspectConfig) -> tuple[np.ndarray, int]:
@@ -93,11 +98,12 @@ def _windows(ids: np.ndarray, seq_len: int, batch_size: int) -> Iterator[Tensor]
 def measure(config: EvalConfig) -> None:
     """Print what `evaluate_run` finds."""
     found = evaluate_run(config)
-    numbers: dict[str, float] = {"loss": found.loss, **found.numbers()}
+    numbers: dict[str, Any] = {"loss": found.loss, **found.numbers()}
     if isinstance(found, ImageEvaluation):
         numbers["images"] = found.images
         text = f"loss {found.loss:.4f} nats per image, accuracy {found.accuracy:.2%}, {found.images:,} images"
     else:
         numbers["tokens"] = found.tokens
         text = f"loss {found.loss:.4f} nats per token, perplexity {found.perplexity:.2f}, {found.bits_per_byte:.4f} bits per byte, {found.tokens:,} tokens"
+        text += "".join(f"\n    {domain}: loss {loss:.4f}" for domain, loss in found.domains.items())
     print(json.dumps(numbers) if config.json else text)
