@@ -69,7 +69,7 @@ class Arena:
         self.kept: dict[tuple[tuple[int, ...], ...], tuple[Tensor, ...]] = {}
         self.piece, self.used = 0, 0
 
-    def tables(self, *groups: tuple[int, ...]) -> tuple[Tensor, ...]:
+    def tables(self, groups: tuple[tuple[int, ...], ...]) -> tuple[Tensor, ...]:
         """Return one table for each group of addresses, all of them for one launch."""
         found = self.kept.get(groups)
         return self._fill(groups) if found is None else found
@@ -160,10 +160,11 @@ class _Lease:
 
 
 class _Own(threading.local):
-    """The current thread's lease."""
+    """The current thread's arenas."""
 
     def __init__(self) -> None:
         self.lease = _Lease()
+        self.arenas = self.lease.arenas  # found in one step
 
 
 _own = _Own()
@@ -196,11 +197,10 @@ def address_tables(device: torch.device, *groups: tuple[int, ...]) -> tuple[Tens
         place = current_place(device)
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return tuple(recorded_table(group, place) for group in groups)
-        arenas = _own.lease.arenas
-        arena = arenas.get(place)
+        arena = _own.arenas.get(place)
         if arena is None:
-            arena = arenas[place] = _take(place)
-        return arena.tables(*groups)
+            arena = _own.arenas[place] = _take(place)
+        return arena.tables(groups)
 
 
 def recorded_table(addresses: tuple[int, ...], place: Place) -> Tensor:

@@ -20,38 +20,40 @@ WAIT = 60  # seconds, after which a test that hangs fails
 
 def test_kept_tables_lie_in_one_memory_that_begins_again_when_it_is_full() -> None:
     arena = addresses.Arena(CPU, room=64)
-    (first,) = arena.tables((1, 2, 3))
-    assert arena.tables((1, 2, 3))[0] is first
-    others = [arena.tables((k, 2**41, 7))[0] for k in range(10, 13)]
+    (first,) = arena.tables(((1, 2, 3),))
+    assert arena.tables(((1, 2, 3),))[0] is first
+    others = [arena.tables(((k, 2**41, 7),))[0] for k in range(10, 13)]
     assert [t.tolist() for t in (first, *others)] == [[1, 2, 3], *([k, 2**41, 7] for k in range(10, 13))]
     (memory,) = arena.pieces
     start, end = memory.data_ptr(), memory.data_ptr() + memory.nbytes
     assert all(start <= t.data_ptr() < end and t.data_ptr() % 128 == start % 128 for t in others)
-    (again,) = arena.tables((5,))  # the fifth of four
+    (again,) = arena.tables(((5,),))  # the fifth of four
     assert again.data_ptr() == start
-    assert arena.tables((1, 2, 3))[0].tolist() == [1, 2, 3]  # written anew
-    assert arena.tables(tuple(range(100)))[0].tolist() == list(range(100))  # more than there is room for
+    assert arena.tables(((1, 2, 3),))[0].tolist() == [1, 2, 3]  # written anew
+    assert arena.tables((tuple(range(100)),))[0].tolist() == list(range(100))  # more than there is room for
 
 
 def test_the_second_table_of_a_launch_never_overwrites_the_first() -> None:
     """The first one is kept from before, and there is no room left for the second."""
     arena = addresses.Arena(CPU, room=64)
     for k in range(4):
-        arena.tables((k,))
-    both = arena.tables((0,), (7, 8))
+        arena.tables(((k,),))
+    both = arena.tables(((0,), (7, 8)))
     assert [t.tolist() for t in both] == [[0], [7, 8]]
     assert both[0].data_ptr() % 128 == both[1].data_ptr() % 128
-    assert arena.tables((0,), (7, 8)) is both
-    assert [t.tolist() for t in arena.tables(*((k,) for k in range(9)))] == [[k] for k in range(9)]  # too many for it
+    assert arena.tables(((0,), (7, 8))) is both
+    assert [t.tolist() for t in arena.tables(tuple((k,) for k in range(9)))] == [
+        [k] for k in range(9)
+    ]  # too many for it
 
 
 def test_an_arena_grows_up_to_its_room_and_then_begins_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(addresses, "FIRST_PIECE", 32)
     arena = addresses.Arena(CPU, room=100)
-    made = {k: arena.tables((k, k))[0] for k in range(6)}  # 16 numbers each; 32, 32 and 36
+    made = {k: arena.tables(((k, k),))[0] for k in range(6)}  # 16 numbers each; 32, 32 and 36
     assert [len(piece) for piece in arena.pieces] == [32, 32, 36]
     assert {k: t.tolist() for k, t in made.items()} == {k: [k, k] for k in range(6)}
-    assert arena.tables((9, 9))[0].data_ptr() == made[0].data_ptr()
+    assert arena.tables(((9, 9),))[0].data_ptr() == made[0].data_ptr()
     assert len(arena.pieces) == 3
     assert arena.kept.keys() == {((9, 9),)}
 
