@@ -162,7 +162,37 @@ def test_the_data_of_a_run_has_gone_or_changed(fails, copied, tmp_path):
     fails("eval --run {run}", DATA, words, run=copied)
     shutil.copytree(small.data(), here)
     meta(vocab_size=400)(here)
-    fails("eval --run {run}", DATA, f"the vocabulary of {here} has 400 entries and the model's 300", run=copied)
+    words = f"The data in {here} is not what {copied} was trained on: it had 300 entries in its vocabulary and has 400"
+    fails("eval --run {run}", DATA, words, "prepare it as then", "--input", run=copied)
+
+
+def test_data_that_was_replaced_is_not_measured(fails, copied, tmp_path):
+    """Prepared again from another corpus, with as many entries: the loss would be that of other text."""
+    (tmp_path / "corpus").mkdir()
+    for i in range(12):
+        (tmp_path / "corpus" / f"{i}.txt").write_text("\n".join(small.LINES[: 1 + i % 3]) * (5 + i))
+    data = shutil.copytree(small.data(), tmp_path / "data")
+    environment = json.loads((copied / "environment.json").read_text())
+    (copied / "environment.json").write_text(json.dumps({**environment, "data": str(data)}))
+    assert main(["eval", "--run", str(copied), "--device", "cpu"]) == 0
+    recipe(data=str(data))(copied)  # the place of then is not there any more
+    tokenizer = shlex.quote(str(small.data() / "tokenizer.json"))
+    made = f"data --input {tmp_path / 'corpus'} --out {data} --tokenizer {tokenizer} --overwrite"
+    assert main(shlex.split(made)) == 0
+    for command in ("eval", "inspect --tokens 64 --causal-tokens 0"):
+        words = f"The data in {data} is not what {copied} was trained on", "its training split is another"
+        fails(f"{command} --run {{run}} --device cpu", DATA, *words, run=copied)
+    write("data.json", b"{")(copied)
+    fails("eval --run {run} --device cpu", DATA, "data.json is damaged", run=copied)
+
+
+def test_data_that_was_damaged_is_not_measured(fails, copied, tmp_path):
+    data = shutil.copytree(small.data(), tmp_path / "data")
+    environment = json.loads((copied / "environment.json").read_text())
+    (copied / "environment.json").write_text(json.dumps({**environment, "data": str(data)}))
+    flip(data / "val-00000.bin")
+    for command in ("eval", "inspect --tokens 64 --causal-tokens 0"):
+        fails(f"{command} --run {{run}} --device cpu", DATA, f"{data}/val-00000.bin is damaged", run=copied)
 
 
 def test_a_comparisons_folder_names_its_runs(fails, copied, tmp_path):

@@ -38,8 +38,6 @@ def _on_images(trained: Trained, config: EvalConfig, device: torch.device) -> Im
     if config.input or config.seq_len is not None:
         raise UserError(f"{trained.folder.path} was trained on images: leave input and seq_len out")
     data = ImageData.open(trained.folder.find_data(trained.config.data))
-    if data.classes != trained.folder.data_meta()["classes"] or data.shape[2] != trained.model.config.channels:
-        raise UserError(f"the images of {data.folder} are others than then", DATA)
     return Pictures(replace(trained.config, micro_batch_size=config.batch_size), data).evaluate(trained.model, device)
 
 

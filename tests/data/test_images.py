@@ -211,7 +211,7 @@ def test_damaged_images_are_refused(tmp_path):
         (folder / name).write_bytes(change((folder / name).read_bytes()))
         refused(lambda: ImageData.open(tmp_path / "copy"), words, code=DATA)
     (whole / "train-pixels.bin").write_bytes(bytes(27 * 72))
-    refused(ImageData.open(whole).verify, "wrong checksum", code=DATA)
+    refused(lambda: ImageData.open(whole), "train-pixels.bin is damaged (wrong checksum)", code=DATA)
 
 
 def test_text_is_not_images_nor_the_other_way_round(tmp_path):
