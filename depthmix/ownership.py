@@ -22,7 +22,7 @@ PART = 4096  # bytes at either end of a file in which such a mark lies
 RUN_FILES = {
     RECIPE, ENVIRONMENT, "metrics.jsonl", "speed.jsonl", "dynamics.jsonl", "log.txt", "result.json", "tokenizer.json", ".lock",
     "wandb.json", "data.json", "insight.json", "config.json", "generation_config.json", "tokenizer_config.json",
-    "model.safetensors.index.json",
+    "model.safetensors.index.json", "modeling_depthmix.py",
 }  # fmt: skip
 RUN_FOLDERS = {"checkpoints", "ranks", "tensorboard"}
 

@@ -21,7 +21,8 @@ import numpy as np
 from depthmix.config import DataConfig
 from depthmix.data.dataset import SPLITS, VERSION
 from depthmix.data.images import LABEL, ImageData
-from depthmix.data.prepare import Progress, choose, staged
+from depthmix.data.prepare import Progress, choose
+from depthmix.data.staging import staged
 from depthmix.errors import DATA, USAGE, UserError
 from depthmix.files import write_file
 
