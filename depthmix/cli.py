@@ -30,6 +30,7 @@ from depthmix.config import (
 )
 from depthmix.errors import DISK, DIVERGED, INTERNAL, INTERRUPTED, PIPE, USAGE, UserError
 from depthmix.names import DEFAULT_MIXER
+from depthmix.shown import shorten
 from depthmix.values import build_config, nearest
 
 EXIT_CODES = "Exit codes: 0 done; 1 a bug (--debug shows where); 2 wrong option or recipe; 3 unusable data; 4 unusable checkpoint; 5 diverged; 6 disk full or not writable; 130 interrupted and saved."
@@ -414,7 +415,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return code
     which = "" if this_rank() is None else f"rank {this_rank()}: "
     with suppress(OSError):
-        print(f"depthmix: {which}{' '.join(message.splitlines())}", file=sys.stderr)
+        print(f"depthmix: {which}{' '.join(shorten(message).splitlines())}", file=sys.stderr)
     return code
 
 

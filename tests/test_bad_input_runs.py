@@ -14,6 +14,7 @@ from depthmix.cli import main
 from depthmix.config import TrainConfig
 from depthmix.errors import CHECKPOINT, DATA, DISK
 from depthmix.runs.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
+from test_bad_input_recipes import bomb
 from train import bad, small
 from train.bad import cut, meta, remove, table, write
 
@@ -80,6 +81,16 @@ def manifest(**changes):
     return change
 
 
+def swapped(folder):
+    """As many entries, other text behind them."""
+    path = folder / "tokenizer.json"
+    found = json.loads(path.read_text())
+    vocabulary = found["model"]["vocab"]
+    a, b = [token for token in vocabulary if token.isalpha() and len(token) == 1][:2]
+    vocabulary[a], vocabulary[b] = vocabulary[b], vocabulary[a]
+    path.write_text(json.dumps(found))
+
+
 BROKEN_RUNS = [
     ("nothing in it", foreign, "is not a run folder: it has no recipe.yaml"),
     ("no recipe", remove("recipe.yaml"), "is not a run folder: it has no recipe.yaml"),
@@ -89,6 +100,9 @@ BROKEN_RUNS = [
     ("recipe a list", write("recipe.yaml", b"- a\n"), "recipe.yaml is damaged: it does not map names"),
     ("text in the recipe", recipe(dim="wide"), "recipe.yaml is damaged: dim is 'wide'"),
     ("null in the recipe", recipe(rope_theta=None), "recipe.yaml is damaged: rope_theta is None"),
+    ("unknown option in the recipe", recipe(width=5), "or of a later version of depthmix: there is no option 'width'"),
+    ("a document in the recipe", write("recipe.yaml", b'{"schema": 1, "run": "r"}'), "there is no option 'schema'"),
+    ("aliases in the recipe", write("recipe.yaml", bomb(8)), "recipe.yaml is damaged: it is not YAML (its aliases"),
     ("wrong options in the recipe", recipe(mixer_options={"ways": 3}), "describes no model", "unknown option 'ways'"),
     ("no such mixer", recipe(mixer="resnet"), "describes no model", "unknown mixer 'resnet'"),
     ("another mixer", recipe(mixer="mhc"), "lacks mixer.", "another mechanism or size than mhc"),
@@ -99,6 +113,7 @@ BROKEN_RUNS = [
     ("no tokenizer", remove("tokenizer.json"), "There is no tokenizer file"),
     ("tokenizer cut", cut("tokenizer.json", 200), "is not a tokenizer.json"),
     ("tokenizer of somebody else", write("tokenizer.json", b"{}"), "is not a tokenizer.json"),
+    ("another tokenizer", swapped, "is not the tokenizer that the run was trained with", "put it back"),
     ("no checkpoints", remove("checkpoints"), "has no checkpoint yet"),
     ("no checkpoint", every(lambda p: shutil.rmtree(p)), "has no checkpoint yet"),
     ("no model", every(remove("model.safetensors")), "No checkpoint in", "put good ones back from a copy"),
@@ -195,6 +210,12 @@ def test_data_that_was_damaged_is_not_measured(fails, copied, tmp_path):
         fails(f"{command} --run {{run}} --device cpu", DATA, f"{data}/val-00000.bin is damaged", run=copied)
 
 
+def test_another_tokenizer_is_no_model_to_start_from(fails, copied):
+    swapped(copied)
+    train = f"train --data {{data}} --out new --init {copied} --steps 3 --warmup 1 --device cpu"
+    fails(train, CHECKPOINT, "is not the tokenizer that the run was trained with")
+
+
 def test_a_comparisons_folder_names_its_runs(fails, copied, tmp_path):
     study = tmp_path / "study"
     for arm in ("attnres-ways=3", "residual"):
@@ -211,6 +232,7 @@ def test_a_comparisons_folder_names_its_runs(fails, copied, tmp_path):
 RESUMED = [
     ("recipe empty", cut("recipe.yaml", 0), CHECKPOINT, "recipe.yaml is missing or empty"),
     ("recipe binary", write("recipe.yaml", b"\xff\xff"), CHECKPOINT, "recipe.yaml is damaged"),
+    ("unknown option", recipe(width=5), CHECKPOINT, "there is no option 'width'"),
     ("recipe changed", recipe(lr=1.0), CHECKPOINT, "another recipe: lr was 1.0 and is 0.01"),
     ("metrics damaged", write("metrics.jsonl", b"loss 5\n"), CHECKPOINT, "metrics.jsonl:1 is damaged"),
     ("all models broken", every(cut("model.safetensors", 9)), CHECKPOINT, "No checkpoint in", "move that folder away"),

@@ -13,7 +13,7 @@ import platform
 import socket
 import subprocess
 import uuid
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from depthmix.errors import CHECKPOINT, DATA, DISK, UserError
 from depthmix.files import TEMPORARY, check_above, open_no_link, reading, reason, sync_folder, write_file, writing
 from depthmix.ownership import check_new_folder
 from depthmix.runs.checkpoint import list_checkpoints
+from depthmix.shown import shown
 
 RECIPE, ENVIRONMENT, METRICS, SPEED = "recipe.yaml", "environment.json", "metrics.jsonl", "speed.jsonl"
 DYNAMICS = "dynamics.jsonl"
@@ -91,6 +92,7 @@ class RunFolder:
             return cls.create(path, config, command)
         self = cls.open(path)
         now, then = _plain(dataclasses.asdict(config)), self.read_recipe()
+        check_options(self, then, now)
         defaults = {
             f.name: f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
             for f in dataclasses.fields(config)
@@ -238,6 +240,8 @@ class RunFolder:
         """What recipe.yaml holds."""
         try:
             import yaml
+
+            from depthmix.small_yaml import load_yaml
         except ModuleNotFoundError:
             raise UserError("Reading a run needs the package yaml: pip install 'depthmix[train]'.") from None
 
@@ -246,7 +250,7 @@ class RunFolder:
         if not raw:
             raise UserError(f"{path} is missing or empty: {self.path} is not a run folder.", CHECKPOINT)
         try:
-            recipe = yaml.safe_load(raw.decode("utf-8"))
+            recipe = load_yaml(raw.decode("utf-8"), yaml.SafeLoader)
         except (yaml.YAMLError, ValueError, RecursionError) as error:
             what = " ".join(str(error).split())
             raise UserError(f"{path} is damaged: it is not YAML ({what}).", CHECKPOINT) from error
@@ -383,6 +387,13 @@ class RunFolder:
     def _read_bytes(self, path: Path) -> bytes:
         with reading(path):
             return path.read_bytes() if path.exists() else b""
+
+
+def check_options(folder: RunFolder, recipe: Mapping[str, Any], known: Collection[str]) -> None:
+    """Refuse a recipe with options that are not known: what they did to the run would be ignored."""
+    if unknown := [name for name in recipe if name not in known]:
+        what = f"{folder.path / RECIPE} is damaged, or of a later version of depthmix: there is no option {shown(unknown[0])}"
+        raise UserError(f"{what}; put the file back from a copy, or use that version.", CHECKPOINT)
 
 
 def environment(command: Sequence[str], device: str = "auto") -> dict[str, Any]:
