@@ -115,7 +115,10 @@ def run_data(config: DataConfig) -> None:
         if config.images:
             print(prepare_images.summary(prepare_images.prepare_images(config, progress)))
         else:
-            print(prepare.summary(prepare.prepare(config, progress)))
+            folder = prepare.prepare(config, progress)
+            print(prepare.summary(folder))
+            for warning in prepare.warnings(folder):
+                print(f"depthmix: warning: {warning}", file=sys.stderr)
 
 
 def this_rank() -> int | None:

@@ -9,6 +9,7 @@ import sys
 import numpy as np
 import pytest
 
+from depthmix.cli import main
 from depthmix.data.prepared import open_data
 from depthmix.errors import DATA
 from train import bad, small
@@ -75,6 +76,13 @@ def test_text_that_cannot_be_measured(content, fails, tmp_path):
 def test_a_pipe_is_no_corpus(fails, tmp_path):
     os.mkfifo(tmp_path / "a.txt")
     fails("data --input a.txt --out d", DATA, "a.txt is neither a file nor a folder")
+
+
+def test_a_pipe_in_a_folder_is_skipped(tmp_path, capsys):
+    shutil.copytree(small.corpus(), tmp_path / "in")
+    os.mkfifo(tmp_path / "in" / "x.txt")
+    assert main(["data", "--input", str(tmp_path / "in"), "--out", str(tmp_path / "d"), "--vocab-size", "300"]) == 0
+    assert "1 file (1 no file)" in capsys.readouterr().out
 
 
 def test_a_dataset_from_elsewhere(fails, monkeypatch):

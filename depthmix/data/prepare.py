@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from depthmix.config import DataConfig
+from depthmix.data.alphabet import unknown_token
 from depthmix.data.corpus import Listing, find_sources, pieces
-from depthmix.data.dataset import VERSION, ShardWriter, TokenData
+from depthmix.data.dataset import VERSION, ShardWriter, TokenData, read_meta
 from depthmix.data.staging import staged
 from depthmix.data.tokenizer import BYTES, END, chunks, encode, load_tokenizer, train_tokenizer, vocabulary
 from depthmix.errors import DATA, USAGE, UserError
@@ -94,6 +95,15 @@ def summary(folder: str | Path) -> str:
         kinds = ", ".join(f"{n:,} {kind}" for kind, n in meta[name].items())
         lines += [f"    {what}: {_count(sum(meta[name].values()), 'file')} ({kinds})"] if kinds else []
     return "\n".join(lines)
+
+
+def warnings(folder: str | Path) -> list[str]:
+    """Return what a user has to know of prepared data before training on it."""
+    unknown = read_meta(Path(folder)).get("unknown_tokens")
+    if not unknown:
+        return []
+    what = f"{unknown['count']:,} tokens are {unknown['token']}: the tokenizer does not know the text that was there"
+    return [f"{what}, and it is lost; bits per byte count it as if it were not"]
 
 
 def _count(n: int, what: str) -> str:
@@ -223,12 +233,14 @@ def _write(
     size = vocabulary(tokenizer)
     dtype = np.dtype("<u2" if size <= 2**16 else "<u4")
     splits = [ShardWriter(folder, name, dtype, shard_tokens) for name in ("train", "val")]
-    index = 0
+    index = lost = 0
+    unknown = unknown_token(tokenizer)
     for encoded in encode(tokenizer, corpus, lambda done: report("encode", min(done, total), total)):
         if index >= len(in_val):
             break
         splits[int(in_val[index])].write(encoded.ids, encoded.n_bytes, encoded.last)
         index += encoded.last
+        lost += 0 if unknown is None else int((encoded.ids == unknown[1]).sum())
     for shards in splits:
         shards.close()
     if index != len(in_val) or sum(s.bytes for s in splits) != total:
@@ -242,6 +254,7 @@ def _write(
         "vocab_size": size,
         "tokenizer": "tokenizer.json",
         "end_of_text": {"token": END, "id": tokenizer.token_to_id(END)},
+        **({"unknown_tokens": {"token": unknown[0], "count": lost}} if unknown is not None and lost else {}),
         "splits": {s.name: s.meta() for s in splits},
         "sha256": {
             "tokenizer.json": hashlib.sha256(text).hexdigest(),

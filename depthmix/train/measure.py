@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from depthmix.config import EvalConfig, InspectConfig
+from depthmix.data.alphabet import Alphabet
 from depthmix.data.corpus import documents
 from depthmix.data.dataset import TokenData, validation_batches
 from depthmix.data.images import ImageData
@@ -68,8 +69,9 @@ def batches_of_text(
 def _encode(trained: Trained, config: EvalConfig | InspectConfig) -> tuple[np.ndarray, int]:
     end = trained.end
     ids: list[int] = []
-    n_bytes = 0
+    n_bytes, alphabet = 0, Alphabet(trained.tokenizer)
     for text in documents(config.input, config.text_field, "file"):
+        alphabet.check(text)
         ids += trained.tokenizer.encode(text, add_special_tokens=False).ids + ([] if end is None else [end])
         n_bytes += len(text.encode())
     if len(ids) < 2:
