@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from depthmix.cli import main
+from depthmix.data import integrity
 from depthmix.data.prepared import open_data
 from depthmix.errors import DATA
 from train import bad, small
@@ -163,11 +164,13 @@ CHANGED = [
 
 
 @table(CHANGED)
-def test_data_that_was_changed_is_noticed_by_its_checksums(case, fails, tmp_path):
-    """Also after a start that found it whole."""
+def test_data_that_was_changed_is_noticed_by_its_checksums(case, fails, tmp_path, monkeypatch):
+    """Also after a start that found it whole, and remembered that."""
+    monkeypatch.setattr(integrity, "SETTLED", -(10**12))  # as if the data had been prepared long ago
     _, name, change = case
     data = shutil.copytree(small.data(), tmp_path / "data")
     open_data(data)
+    small.next_tick(data / name)
     change(data / name)
     words = f"{data}/{name} is damaged (wrong checksum)", "put a good copy back"
     fails(TRAIN, DATA, *words, data=data)

@@ -53,9 +53,11 @@ def test_a_second_start_reads_nothing(folder, read):
 def test_only_what_changed_is_read_again(folder, read):
     TokenData.open(folder)
     read.clear()
+    small.next_tick(folder / "val-00000.bin")
     os.utime(folder / "val-00000.bin")
     TokenData.open(folder)
     assert read == ["val-00000.bin"]
+    small.next_tick(folder / "val-00000.bin")
     (folder / "val-00000.bin").write_bytes(bytes((folder / "val-00000.bin").stat().st_size))
     refused(lambda: TokenData.open(folder), "val-00000.bin is damaged (wrong checksum)", code=DATA)
 

@@ -69,6 +69,15 @@ def replace_file(folder: Path, name: str, content: bytes) -> None:
     (folder / name).write_bytes(content)
 
 
+def next_tick(path: Path) -> None:
+    """Return once a change to the file would be seen in its times: a file system's clock moves in steps of milliseconds."""
+    probe = path.with_name("probe")
+    probe.touch()
+    while probe.stat().st_ctime_ns <= path.stat().st_ctime_ns:
+        probe.touch()
+    probe.unlink()
+
+
 def token_data() -> TokenData:
     """The prepared data, opened."""
     return TokenData.open(data())
