@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from depthmix.errors import DISK, UserError
-from depthmix.files import check_writable, write_file, write_text
+from depthmix.files import check_writable, is_plain_file, open_no_link, write_file, write_text
 
 
 def test_writes_and_replaces(tmp_path):
@@ -68,3 +68,19 @@ def test_a_folder_that_somebody_else_has_begun_to_use_stays(tmp_path, monkeypatc
     monkeypatch.setattr(Path, "rmdir", used)
     check_writable(tmp_path / "new")
     assert (tmp_path / "new").is_dir()
+
+
+def test_links_and_pipes_are_not_written_to(tmp_path):
+    (tmp_path / "mine").write_text("mine")
+    (tmp_path / "link").symlink_to(tmp_path / "mine")
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("link", "pipe"):
+        assert not is_plain_file(tmp_path / name)
+        for flags in (os.O_WRONLY | os.O_CREAT | os.O_TRUNC, os.O_WRONLY | os.O_APPEND, os.O_RDWR):
+            with pytest.raises(OSError, match=name):
+                open_no_link(str(tmp_path / name), flags)
+    temporary = tmp_path / f".tmp-table-{os.getpid()}"
+    temporary.symlink_to(tmp_path / "mine")
+    with pytest.raises(UserError, match="it is a symbolic link"):
+        write_text(tmp_path / "table", "new")
+    assert (tmp_path / "mine").read_text() == "mine"

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from depthmix.data.integrity import data_hash, verify_files
 from depthmix.errors import DATA, USAGE, UserError
 
 VERSION = 1
@@ -123,6 +124,7 @@ class Prepared(Generic[SplitKind]):
 
     def __init__(self, folder: Path, meta: dict[str, Any], splits: dict[str, SplitKind]) -> None:
         self.folder, self.meta, self._splits, self.meta_path = folder, meta, splits, folder / "meta.json"
+        self.sha256 = data_hash(meta)
 
     def split(self, name: str) -> SplitKind:
         """`train` or `val`."""
@@ -131,8 +133,8 @@ class Prepared(Generic[SplitKind]):
         return self._splits[name]
 
     def verify(self) -> None:
-        """Compare every file with its checksum."""
-        verify(self.folder, self.meta)
+        """Read every file and compare it with its checksum, also those that were verified before."""
+        verify_files(self.folder, self.meta, self.meta["sha256"], cached=False)
 
 
 class TokenData(Prepared[Split]):
@@ -145,7 +147,7 @@ class TokenData(Prepared[Split]):
 
     @classmethod
     def open(cls, folder: str | Path) -> TokenData:
-        """Check the folder against its meta.json (versions and sizes; `verify` reads everything) and map its files."""
+        """Check the folder against its meta.json, versions, sizes and checksums, and map its files."""
         folder = Path(folder)
         meta = read_meta(folder)
         if "classes" in meta:
@@ -168,24 +170,19 @@ class TokenData(Prepared[Split]):
             splits[name] = Split(
                 name, info["tokens"], info["bytes"], info["documents"], shards, info.get("domains", {})
             )
+        verify_files(folder, meta, [meta["tokenizer"], *(s for name in SPLITS for s in meta["splits"][name]["shards"])])
         return cls(folder, meta, splits)
-
-
-def verify(folder: Path, meta: dict[str, Any]) -> None:
-    """Compare every file of prepared data with its checksum."""
-    for name, expected in meta["sha256"].items():
-        with open(folder / name, "rb") as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
-        if found != expected:
-            raise UserError(f"{folder / name} is damaged (wrong checksum): prepare the data again.", DATA)
 
 
 def read_meta(folder: Path) -> dict[str, Any]:
     """The meta.json of prepared data, of whatever kind."""
     if not folder.is_dir():
         raise UserError(f"There is no folder {folder}: make it with `depthmix data --input … --out {folder}`.", DATA)
+    path = folder / "meta.json"
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise UserError(f"{path} is no plain file: choose a folder that `depthmix data` wrote.", DATA)
     try:
-        meta = json.loads((folder / "meta.json").read_bytes())
+        meta = json.loads(path.read_bytes())
     except FileNotFoundError as e:
         raise UserError(f"{folder} is not prepared data, it has no meta.json: run `depthmix data`.", DATA) from e
     except OSError as e:

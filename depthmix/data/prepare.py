@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import errno
 import hashlib
 import json
-import os
 import re
-import shutil
 from array import array
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -19,19 +14,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from depthmix.config import DataConfig
+from depthmix.data.alphabet import unknown_token
 from depthmix.data.corpus import Listing, find_sources, pieces
-from depthmix.data.dataset import VERSION, ShardWriter, TokenData
+from depthmix.data.dataset import VERSION, ShardWriter, TokenData, read_meta
+from depthmix.data.staging import staged
 from depthmix.data.tokenizer import BYTES, END, chunks, encode, load_tokenizer, train_tokenizer, vocabulary
-from depthmix.errors import DATA, DISK, USAGE, UserError
-from depthmix.files import check_above, sync_folder, write_file
+from depthmix.errors import DATA, USAGE, UserError
+from depthmix.files import write_file
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
-
-try:
-    import fcntl
-except ImportError:  # Windows: no lock, so two writers at a time are not noticed
-    fcntl = None  # type: ignore[assignment]
 
 SHARD_TOKENS = 64 * 2**20
 SAMPLE_BYTES = 32 * 2**20  # of the training documents, for the tokenizer: more hardly changes it
@@ -109,6 +101,15 @@ def summary(folder: str | Path) -> str:
 
 def _sizes(part: dict[str, Any]) -> str:
     return ", ".join(_count(part[f"{what}s"], what) for what in ("document", "token", "byte"))
+
+
+def warnings(folder: str | Path) -> list[str]:
+    """Return what a user has to know of prepared data before training on it."""
+    unknown = read_meta(Path(folder)).get("unknown_tokens")
+    if not unknown:
+        return []
+    what = f"{unknown['count']:,} tokens are {unknown['token']}: the tokenizer does not know the text that was there"
+    return [f"{what}, and it is lost; bits per byte count it as if it were not"]
 
 
 def _count(n: int, what: str) -> str:
@@ -273,7 +274,9 @@ def _write(
     size = vocabulary(tokenizer)
     dtype = np.dtype("<u2" if size <= 2**16 else "<u4")
     splits = [ShardWriter(folder, name, dtype, shard_tokens) for name in ("train", "val")]
-    upcoming, domain, end, index = iter(domains.items()), "", 0, 0
+    upcoming, domain, end = iter(domains.items()), "", 0
+    index = lost = 0
+    unknown = unknown_token(tokenizer)
     for encoded in encode(tokenizer, corpus, lambda done: report("encode", min(done, total), total)):
         if index >= len(in_val):
             break
@@ -283,6 +286,7 @@ def _write(
             end += count
         split.write(encoded.ids, encoded.n_bytes, encoded.last, domain)
         index += encoded.last
+        lost += 0 if unknown is None else int((encoded.ids == unknown[1]).sum())
     for shards in splits:
         shards.close()
     if index != len(in_val) or sum(s.bytes for s in splits) != total:
@@ -296,119 +300,10 @@ def _write(
         "vocab_size": size,
         "tokenizer": "tokenizer.json",
         "end_of_text": {"token": END, "id": tokenizer.token_to_id(END)},
+        **({"unknown_tokens": {"token": unknown[0], "count": lost}} if unknown is not None and lost else {}),
         "splits": {s.name: s.meta() for s in splits},
         "sha256": {
             "tokenizer.json": hashlib.sha256(text).hexdigest(),
             **{name: digest for s in splits for name, digest in s.sha256.items()},
         },
     }
-
-
-@contextlib.contextmanager
-def staged(target: Path, overwrite: bool) -> Iterator[Path]:
-    """A folder beside the target to fill: it takes the target's place when the block ends well and goes away when it does not.
-
-    What a killed process left there is removed by the next one.
-    """
-    _check_target(target, overwrite)
-    folder = target.parent / f".{target.name}.partial"
-    with _disk_errors(target), contextlib.ExitStack() as locks:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        _take(folder, target, locks)
-        rest = True
-        try:
-            yield folder
-            _check_target(target, overwrite)  # again: it took a while
-            sync_folder(folder)
-            if _is_prepared(target):
-                _lock(target, locks)  # it moves to where the next writer would look
-                _exchange(folder, target)
-            else:
-                os.replace(folder, target)
-                rest = False
-            sync_folder(target.parent)
-        finally:
-            if rest:
-                shutil.rmtree(folder, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def _disk_errors(target: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as e:
-        if e.errno in (errno.ENOSPC, errno.EDQUOT):
-            message = f"The disk is full, so {target} was not written: free some space or choose another place."
-        elif isinstance(e, FileExistsError | NotADirectoryError):
-            message = f"{target} cannot be written: a folder on the way to it is a file."
-        else:
-            message = f"{target} cannot be written: {e.strerror or e}."
-        raise UserError(message, DISK) from e
-
-
-def _check_target(target: Path, overwrite: bool) -> None:
-    if target.name in ("", ".."):
-        raise UserError(f"{target} cannot be written: name a new folder.", USAGE)
-    check_above(target)
-    with _disk_errors(target):
-        if not os.path.lexists(target):
-            return
-        if target.is_symlink() or not target.is_dir():
-            raise UserError(f"{target} exists and is not a folder: choose another place.", DATA)
-        if not any(target.iterdir()):
-            return
-    if not _is_prepared(target):
-        raise UserError(f"{target} exists and is not prepared data, so it is left alone: choose another folder.", DATA)
-    if not overwrite:
-        raise UserError(f"{target} already holds prepared data: choose another folder or set overwrite.", DATA)
-
-
-def _is_prepared(folder: Path) -> bool:
-    try:
-        meta = json.loads((folder / "meta.json").read_bytes())
-    except (OSError, ValueError):
-        return False
-    return isinstance(meta, dict) and "splits" in meta and ("vocab_size" in meta or "classes" in meta)
-
-
-def _take(folder: Path, target: Path, locks: contextlib.ExitStack) -> None:
-    """Make the folder, or take over and empty the one that a killed process left."""
-    while True:
-        folder.mkdir(exist_ok=True)
-        try:
-            handle = _lock(folder, locks)
-        except BlockingIOError as e:
-            raise UserError(f"Another process is writing {target}: wait for it to end.", DATA) from e
-        except FileNotFoundError:
-            continue
-        # Between the two calls another process may have finished and renamed the folder away.
-        if handle is None or (folder.exists() and os.path.samestat(os.fstat(handle), os.stat(folder))):
-            break
-    for path in folder.iterdir():
-        path.unlink()
-
-
-def _lock(folder: Path, locks: contextlib.ExitStack) -> int | None:
-    """Held until the process ends, however it ends; None where the system has no such locks."""
-    if fcntl is None:
-        return None
-    handle = os.open(folder, os.O_RDONLY)
-    locks.callback(os.close, handle)
-    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    return handle
-
-
-def _exchange(new: Path, old: Path) -> None:
-    """Let two folders change places, in one step where the system can."""
-    renameat2 = getattr(ctypes.CDLL(None), "renameat2", None) if os.name == "posix" else None
-    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
-    if renameat2 and renameat2(here, os.fsencode(new), here, os.fsencode(old), exchange) == 0:
-        return
-    aside = new.with_name(new.name + "-old")
-    os.rename(old, aside)
-    try:
-        os.rename(new, old)
-    except OSError:
-        os.rename(aside, old)
-        raise
-    os.rename(aside, new)

@@ -27,6 +27,7 @@ from depthmix.insight.skips import skip_effects
 from depthmix.insight.streams import stream_report
 from depthmix.insight.summary import summary
 from depthmix.models import Decoder
+from depthmix.ownership import check_replaceable
 from depthmix.runs.restore import Trained, load_model
 from depthmix.train.evaluate import token_losses
 from depthmix.train.generate import check_prompt
@@ -40,10 +41,12 @@ def inspect(config: InspectConfig) -> None:
     """Print the tables, and write the document where it was asked for."""
     if config.json:
         check_above(Path(config.json))
+        check_replaceable(Path(config.json), "inspection")
     with phases() as progress:
         found = inspect_run(config, progress)
     print(summary(found))
     if config.json:
+        check_replaceable(Path(config.json), "inspection")  # again: measuring took a while
         write_text(Path(config.json), json.dumps(found, allow_nan=False) + "\n")
         print(f"Everything, token by token too: {config.json}")
 

@@ -70,6 +70,7 @@ class Trainer:
         self, config: TrainConfig, data: TokenData | ImageData, device: torch.device, world: World | None = None
     ) -> None:
         self.config, self.device, self.world = config, device, world or World(Layout(), device)
+        self.data = data
         at_a_time = dataclasses.replace(config, micro_batch_size=self.world.layout.micro_batch_size(config))
         self.task = make_task(at_a_time, data, self.world.rows(config.batch_size), self.world.share)
         self.task.check()
@@ -315,6 +316,7 @@ def _run(trainer: Trainer, folder: RunFolder, saved: Checkpoint | None, memory: 
     def save(step: int) -> None:
         folder.sync()
         state = {"seconds": seconds, "skipped": skipped, "val_loss": val_loss, "config": dataclasses.asdict(config)}
+        state["data"] = {"sha256": trainer.data.sha256}
         saver.save(step, *trainer.tensors(), state)
 
     def diverged(step: int, what: str, astray: bool) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from depthmix.config import EvalConfig, InspectConfig
+from depthmix.data.alphabet import Alphabet
 from depthmix.data.corpus import documents
 from depthmix.data.dataset import TokenData, validation_parts
 from depthmix.data.images import ImageData
@@ -40,8 +41,6 @@ def _on_images(trained: Trained, config: EvalConfig, device: torch.device) -> Im
     if config.input or config.seq_len is not None:
         raise UserError(f"{trained.folder.path} was trained on images: leave input and seq_len out")
     data = ImageData.open(trained.folder.find_data(trained.config.data))
-    if data.classes != trained.folder.data_meta()["classes"] or data.shape[2] != trained.model.config.channels:
-        raise UserError(f"the images of {data.folder} are others than then", DATA)
     return Pictures(replace(trained.config, micro_batch_size=config.batch_size), data).evaluate(trained.model, device)
 
 
@@ -75,8 +74,9 @@ def batches_of_text(
 def _encode(trained: Trained, config: EvalConfig | InspectConfig) -> tuple[np.ndarray, int]:
     end = trained.end
     ids: list[int] = []
-    n_bytes = 0
+    n_bytes, alphabet = 0, Alphabet(trained.tokenizer)
     for text in documents(config.input, config.text_field, "file"):
+        alphabet.check(text)
         ids += trained.tokenizer.encode(text, add_special_tokens=False).ids + ([] if end is None else [end])
         n_bytes += len(text.encode())
     if len(ids) < 2:

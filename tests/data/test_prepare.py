@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 import forking
 from depthmix.config import DataConfig
-from depthmix.data import dataset
+from depthmix.data import dataset, staging
 from depthmix.data import prepare as module
 from depthmix.data import tokenizer as tokenizing
 from depthmix.data.corpus import documents, find_sources, pieces
@@ -362,7 +362,7 @@ def test_what_is_there_already(corpus, tmp_path):
 def test_replacing_where_folders_cannot_be_exchanged(corpus, tmp_path, monkeypatch, fails):
     out = prepare(config(corpus, tmp_path))
     before = contents(out)
-    monkeypatch.setattr(module.ctypes, "CDLL", lambda name: None)
+    monkeypatch.setattr(staging.ctypes, "CDLL", lambda name: None)
     if fails:
         rename = os.rename
 
@@ -371,7 +371,7 @@ def test_replacing_where_folders_cannot_be_exchanged(corpus, tmp_path, monkeypat
                 raise OSError(errno.EIO, "Input/output error")
             rename(a, b)
 
-        monkeypatch.setattr(module.os, "rename", broken)
+        monkeypatch.setattr(staging.os, "rename", broken)
         refuses("out cannot be written: Input/output error", config(corpus, tmp_path, overwrite=True, seed=1), DISK)
         assert contents(out) == before
     else:
