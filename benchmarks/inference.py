@@ -22,7 +22,7 @@ from benchmarks.report import Report
 from benchmarks.timing import Clock, Mark, Run, interleaved
 from depthmix.models import Decoder, DecoderConfig
 from depthmix.models.decoding import Decoding
-from depthmix.ops.gpu.recording import written_afterwards
+from depthmix.ops.gpu.recording import recorded as recorded_graph
 from depthmix.study.arms import Arm, check_arms, parse_arms
 
 M54 = DecoderConfig(vocab_size=16384, dim=512, n_blocks=12, n_heads=8, mlp="relu2", qk_norm=True)
@@ -201,7 +201,7 @@ def recorded(call: Callable[[], object], device: torch.device) -> Callable[[], o
             call()
     torch.cuda.current_stream(device).wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with written_afterwards(device) as constants, torch.cuda.graph(graph, stream=side):
+    with recorded_graph(graph, side) as constants:
         kept = call()
 
     def replay(_: object = (constants, kept, call)) -> object:  # with all that the graph reads and writes

@@ -31,6 +31,7 @@ from depthmix.config import (
 from depthmix.errors import DISK, DIVERGED, INTERNAL, INTERRUPTED, PIPE, USAGE, UserError
 from depthmix.files import remedy
 from depthmix.names import DEFAULT_MIXER
+from depthmix.shown import shorten
 from depthmix.values import build_config, nearest
 
 EXIT_CODES = "Exit codes: 0 done; 1 a bug (--debug shows where); 2 wrong option or recipe; 3 unusable data; 4 unusable checkpoint; 5 diverged; 6 disk full or not writable; 130 interrupted and saved."
@@ -115,7 +116,10 @@ def run_data(config: DataConfig) -> None:
         if config.images:
             print(prepare_images.summary(prepare_images.prepare_images(config, progress)))
         else:
-            print(prepare.summary(prepare.prepare(config, progress)))
+            folder = prepare.prepare(config, progress)
+            print(prepare.summary(folder))
+            for warning in prepare.warnings(folder):
+                print(f"depthmix: warning: {warning}", file=sys.stderr)
 
 
 def this_rank() -> int | None:
@@ -416,7 +420,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return code
     which = "" if this_rank() is None else f"rank {this_rank()}: "
     with suppress(OSError):
-        print(f"depthmix: {which}{' '.join(message.splitlines())}", file=sys.stderr)
+        print(f"depthmix: {which}{' '.join(shorten(message).splitlines())}", file=sys.stderr)
     return code
 
 

@@ -22,7 +22,7 @@ class DataConfig:
 
     input: list[str] = option(
         [],
-        "files or folders of text (.txt, .md and the like, source code), .jsonl or .parquet, all but the last also as .gz, or hf:NAME[:SPLIT] for a Hugging Face dataset",
+        "files or folders of text (.txt, .md and the like, source code), .jsonl or .parquet, all but the last also as .gz, or hf:NAME[:SPLIT] for a Hugging Face dataset; as NAME=PATH each is a domain, whose validation loss is reported apart",
     )
     images: str = option(
         "",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -17,7 +18,7 @@ def write_file(path: Path, data: bytes) -> None:
     """Write a file whole and durably, or leave the old one as it was. OSError, naming the file, if it cannot be."""
     temporary = path.with_name(f"{TEMPORARY}{path.name}-{os.getpid()}")
     try:
-        with open(temporary, "wb") as file:
+        with open(temporary, "wb", opener=open_no_link) as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
@@ -29,6 +30,28 @@ def write_file(path: Path, data: bytes) -> None:
     finally:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
+
+
+def open_no_link(path: str, flags: int) -> int:
+    """Open a file for `open(..., opener=open_no_link)`, but never what a symbolic link in its place points to, nor a pipe.
+
+    Raises:
+        OSError: ELOOP for a link, EINVAL for anything else that is no plain file.
+    """
+    # Opened without waiting: a pipe that nobody reads would hang, and with plain files the flag changes nothing.
+    found = os.open(path, flags | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0), 0o666)
+    if not stat.S_ISREG(os.fstat(found).st_mode):
+        os.close(found)
+        raise OSError(errno.EINVAL, "not a plain file", path)
+    return found
+
+
+def is_plain_file(path: Path) -> bool:
+    """Return whether a path is a file itself: no link, folder or pipe, and not missing."""
+    try:
+        return stat.S_ISREG(os.lstat(path).st_mode)
+    except (OSError, ValueError):
+        return False
 
 
 def write_text(path: Path, text: str) -> None:
@@ -44,7 +67,8 @@ def check_writable(folder: Path) -> None:
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / f"{TEMPORARY}{os.getpid()}"
-        probe.write_bytes(b"")
+        with open(probe, "xb"):
+            pass
         probe.unlink()
     for path in made:
         with suppress(OSError):  # somebody else has use for it by now
@@ -74,6 +98,8 @@ def reason(error: OSError, path: Path | None = None) -> str:
         return f"the disk quota is used up{where}"
     if error.errno == errno.EFBIG:
         return f"the file is larger than a limit of this system allows{where}"
+    if error.errno == errno.ELOOP:
+        return f"it is a symbolic link, or a folder on the way is one that goes in a circle{where}"
     return f"{(error.strerror or str(error)).lower()}{where}"
 
 

@@ -6,11 +6,11 @@ import functools
 import types
 import typing
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from depthmix.errors import UserError
 from depthmix.names import nearest as nearest_of
+from depthmix.shown import VALUE, shown
 
 nearest = functools.partial(nearest_of, cutoff=0.65)  # flags are many and alike: suggest only what is close
 
@@ -31,7 +31,7 @@ def coerce(command: str, name: str, hint: Any, value: Any) -> Any:
             parts = [v.split(",") if get_origin(item) is dict and isinstance(v, str) else v for v in value]
             if item is int and (joined := [v for v in parts if isinstance(v, str) and "," in v]):
                 apart = joined[0].replace(",", " ")
-                raise UserError(f"{command}: {name} are written apart, as in {apart}, got {joined[0]!r}")
+                raise UserError(f"{command}: {name} are written apart, as in {apart[:VALUE]}, got {shown(joined[0])}")
             return [coerce(command, name, item, v) for v in parts]
         if get_origin(kind) is dict:
             return pairs(command, name, value)
@@ -46,8 +46,11 @@ def coerce(command: str, name: str, hint: Any, value: Any) -> Any:
                 continue
             if isinstance(value, str) or number == value:
                 return number
-    near = nearest(str(value), [c for k in members if get_origin(k) is Literal for c in get_args(k)])
-    raise UserError(f"{command}: {name} must be {expected}, got {value!r}{near}")
+    near = nearest(
+        str(value) if isinstance(value, str | int | float) else "",
+        [c for k in members if get_origin(k) is Literal for c in get_args(k)],
+    )
+    raise UserError(f"{command}: {name} must be {expected}, got {shown(value)}{near}")
 
 
 def pairs(command: str, name: str, value: Any) -> dict[str, Any]:
@@ -58,12 +61,12 @@ def pairs(command: str, name: str, value: Any) -> dict[str, Any]:
         given: dict[str, Any] = {}
         for key, _, text in ((part.strip() for part in item.partition("=")) for item in value):
             if key in given:
-                raise UserError(f"{command}: {name} gives {key} twice")
+                raise UserError(f"{command}: {name} gives {key[:VALUE]} twice")
             given[key] = text
         value = given
     if isinstance(value, dict) and all(isinstance(k, str) for k in value):
         return {k: parse_value(v) if isinstance(v, str) else v for k, v in value.items()}
-    raise UserError(f"{command}: {name} must be written as option=value option=value, got {value!r}")
+    raise UserError(f"{command}: {name} must be written as option=value option=value, got {shown(value)}")
 
 
 def describe(hint: Any) -> str:
@@ -82,20 +85,29 @@ def read_recipe(command: str, path: str) -> dict[str, Any]:
     """The lines of a YAML recipe."""
     import yaml
 
+    from depthmix.small_yaml import LIMIT, TooLarge, load_yaml
+
     class Once(yaml.SafeLoader):
         """Plain YAML lets the last of two lines with one name win, silently."""
 
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
             seen: set[str] = set()
             for key, _ in node.value:
-                if (name := str(key.value)) in seen:
+                if not isinstance(key, yaml.ScalarNode):
+                    continue  # which is no YAML that a dictionary can hold
+                if key.value in seen:
                     line = key.start_mark.line + 1
-                    raise UserError(f"{command}: the recipe {path} gives {name} twice, again at line {line}")
-                seen.add(name)
+                    raise UserError(
+                        f"{command}: the recipe {path} gives {key.value[:VALUE]} twice, again at line {line}"
+                    )
+                seen.add(key.value)
             return super().construct_mapping(node, deep)
 
     try:
-        loaded = yaml.load(Path(path).read_text(encoding="utf-8"), Once)
+        with open(path, encoding="utf-8") as file:
+            loaded = load_yaml(file.read(LIMIT + 1), Once)
+    except TooLarge as error:
+        raise UserError(f"{command}: the recipe {path} is too large: {error}; write out what it needs") from None
     except OSError as error:
         raise UserError(f"{command}: cannot read the recipe {path}: {error.strerror}") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
@@ -117,7 +129,7 @@ def build_config(
     for name in values:
         if name not in hints:
             raise UserError(
-                f"{command}: unknown option {name!r} in the recipe {recipe}{nearest(name, list(hints))}{_of_others(name)}"
+                f"{command}: unknown option {shown(name)} in the recipe {recipe}{nearest(name, list(hints))}{_of_others(name)}"
             )
     given = {name: coerce(command, name, hints[name], value) for name, value in values.items()}
     return config(**{**known(given), **given})

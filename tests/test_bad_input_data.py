@@ -1,6 +1,7 @@
 """Corpora and prepared data that cannot be used. Each ends in one clear sentence."""
 
 import gzip
+import hashlib
 import os
 import shutil
 import sys
@@ -8,6 +9,9 @@ import sys
 import numpy as np
 import pytest
 
+from depthmix.cli import main
+from depthmix.data import integrity
+from depthmix.data.prepared import open_data
 from depthmix.errors import DATA
 from train import bad, small
 from train.bad import TRAIN, cut, meta, remove, table, write
@@ -75,6 +79,13 @@ def test_a_pipe_is_no_corpus(fails, tmp_path):
     fails("data --input a.txt --out d", DATA, "a.txt is neither a file nor a folder")
 
 
+def test_a_pipe_in_a_folder_is_skipped(tmp_path, capsys):
+    shutil.copytree(small.corpus(), tmp_path / "in")
+    os.mkfifo(tmp_path / "in" / "x.txt")
+    assert main(["data", "--input", str(tmp_path / "in"), "--out", str(tmp_path / "d"), "--vocab-size", "300"]) == 0
+    assert "1 file (1 no file)" in capsys.readouterr().out
+
+
 def test_a_dataset_from_elsewhere(fails, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     fails("data --input hf:some/name --out d", DATA, "needs the datasets library", "pip install datasets")
@@ -113,8 +124,68 @@ def test_prepared_data(case, fails, tmp_path):
 
 
 def test_tokens_beyond_the_vocabulary(fails, tmp_path):
-    """Checksums are not compared at every start, but no token may point past the embedding."""
+    """With checksums that fit, too, no token may point past the embedding."""
     shutil.copytree(small.data(), tmp_path / "data")
-    tokens = np.full(4912, 65535, np.uint16)
-    (tmp_path / "data" / "train-00000.bin").write_bytes(tokens.tobytes())
-    fails(TRAIN, DATA, "damaged", data=tmp_path / "data")
+    tokens = np.full(4912, 65535, np.uint16).tobytes()
+    (tmp_path / "data" / "train-00000.bin").write_bytes(tokens)
+    sums = {"train-00000.bin": hashlib.sha256(tokens).hexdigest()}
+    meta(sha256=lambda before: {**before, **sums})(tmp_path / "data")
+    fails(TRAIN, DATA, "is damaged: token 65535 is beyond the vocabulary of 300", data=tmp_path / "data")
+
+
+def zeros(path):
+    raw = bytearray(path.read_bytes())
+    raw[512:1024] = bytes(512)
+    path.write_bytes(raw)
+
+
+def turned(path):
+    path.write_bytes(np.fromfile(path, np.uint16)[::-1].tobytes())
+
+
+def restored_times(change):
+    """A change that also puts the file's time back, as some tools do."""
+
+    def changed(path):
+        times = path.stat().st_atime_ns, path.stat().st_mtime_ns
+        change(path)
+        os.utime(path, ns=times)
+
+    return changed
+
+
+CHANGED = [
+    ("zeros", "train-00000.bin", zeros),
+    ("zeros in validation", "val-00000.bin", zeros),
+    ("tokens the other way round", "train-00000.bin", turned),
+    ("with the time put back", "train-00000.bin", restored_times(turned)),
+    ("another tokenizer", "tokenizer.json", lambda path: path.write_bytes(path.read_bytes() + b" ")),
+]
+
+
+@table(CHANGED)
+def test_data_that_was_changed_is_noticed_by_its_checksums(case, fails, tmp_path, monkeypatch):
+    """Also after a start that found it whole, and remembered that."""
+    monkeypatch.setattr(integrity, "SETTLED", -(10**12))  # as if the data had been prepared long ago
+    _, name, change = case
+    data = shutil.copytree(small.data(), tmp_path / "data")
+    open_data(data)
+    small.next_tick(data / name)
+    change(data / name)
+    words = f"{data}/{name} is damaged (wrong checksum)", "put a good copy back"
+    fails(TRAIN, DATA, *words, data=data)
+    fails(bad.COMPARE + " --arms residual rezero", DATA, *words, data=data)
+    assert not (tmp_path / "run").exists()
+
+
+def test_data_without_a_checksum_is_not_taken(fails, tmp_path):
+    shutil.copytree(small.data(), tmp_path / "data")
+    meta(sha256={})(tmp_path / "data")
+    fails(TRAIN, DATA, "damaged (no checksum of tokenizer.json)", data=tmp_path / "data")
+
+
+def test_a_pipe_in_prepared_data(fails, tmp_path):
+    shutil.copytree(small.data(), tmp_path / "data")
+    (tmp_path / "data" / "meta.json").unlink()
+    os.mkfifo(tmp_path / "data" / "meta.json")
+    fails(TRAIN, DATA, "meta.json is no plain file", data=tmp_path / "data")

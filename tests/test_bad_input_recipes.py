@@ -1,5 +1,7 @@
 """Recipes that cannot be read or say what no option means. Each ends in one clear sentence."""
 
+import tracemalloc
+
 from depthmix.errors import USAGE
 from train import bad
 from train.bad import one_sentence, table
@@ -95,3 +97,62 @@ def test_recipes_of_other_commands(case, fails, tmp_path):
     command, text, *words = case
     (tmp_path / "recipe.yaml").write_text(text)
     fails(f"{command} --recipe recipe.yaml", USAGE, *words)
+
+
+def bomb(levels):
+    """A list of ten lists of ten …: every level is ten times as large once aliases are written out."""
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, levels)]
+    return "\n".join([*lines, f"steps: *a{levels - 1}"]).encode()
+
+
+ALIASES = [
+    ("seven levels", bomb(7), "its aliases expand to more than 100,000 characters"),
+    ("as keys", b"a: &a {x: 1}\n? {? *a : 1}\n: 2\n", "is not YAML"),
+    ("by merging", bomb(7).replace(b"steps: ", b"<<: "), "its aliases expand to"),
+    ("many levels", bomb(800), "its aliases expand to"),
+    ("holds itself", b"steps: &a [*a]\n", "one of its values holds itself"),
+    ("long", b"prompt: " + b"x" * 200_000, "it has more than 100,000 characters"),
+]
+
+
+@table(ALIASES)
+def test_recipes_stay_small(case, fails, tmp_path):
+    """306 bytes once gave a message of 39 megabytes."""
+    _, content, *words = case
+    (tmp_path / "recipe.yaml").write_bytes(content)
+    tracemalloc.start()
+    err = fails("train --recipe recipe.yaml", USAGE, "recipe.yaml", *words)
+    assert tracemalloc.get_traced_memory()[1] < 20e6
+    tracemalloc.stop()
+    assert len(err) < 500
+
+
+def test_an_alias_may_be_used(fails, tmp_path):
+    (tmp_path / "recipe.yaml").write_text("steps: &n 3\nwarmup: *n\n")
+    fails("train --recipe recipe.yaml --data {data} --out run", USAGE, "warmup must be shorter than the run of 3 steps")
+
+
+@table(
+    [
+        ("text", "steps: " + "x" * 50_000, "steps must be a whole number, got 'xxx"),
+        ("list", f"steps: [{'1, ' * 10_000}1]", "steps must be a whole number, got [1, 1, "),
+        ("unknown", "x" * 900 + ": 5", "unknown option 'xxx"),
+        ("twice", "steps: 1\n" + f"{'x' * 900}: 1\n{'x' * 900}: 1", "gives xxx"),
+        ("options", "mixer: attnres\nmixer_options: {ways: " + "9" * 4000 + "}", "ways"),
+    ]
+)
+def test_messages_stay_short(case, fails, tmp_path):
+    _, text, *words = case
+    (tmp_path / "recipe.yaml").write_text(text)
+    assert len(fails("train --recipe recipe.yaml --data {data} --out run", USAGE, *words)) < 2100
+
+
+def test_flags_are_not_echoed_whole(fails):
+    for line in (
+        f"train --steps {'x' * 10_000}",
+        f"train --{'x' * 10_000}",
+        f"{'x' * 10_000}",
+        f"eval a {'b' * 10_000}",
+    ):
+        assert len(fails(line, USAGE)) < 2100

@@ -14,6 +14,7 @@ from depthmix.cli import main
 from depthmix.config import TrainConfig
 from depthmix.errors import CHECKPOINT, DATA, DISK
 from depthmix.runs.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
+from test_bad_input_recipes import bomb
 from train import bad, small
 from train.bad import cut, meta, remove, table, write
 from train.checkpoints import forget_run
@@ -91,6 +92,16 @@ def manifest(**changes):
     return change
 
 
+def swapped(folder):
+    """As many entries, other text behind them."""
+    path = folder / "tokenizer.json"
+    found = json.loads(path.read_text())
+    vocabulary = found["model"]["vocab"]
+    a, b = [token for token in vocabulary if token.isalpha() and len(token) == 1][:2]
+    vocabulary[a], vocabulary[b] = vocabulary[b], vocabulary[a]
+    path.write_text(json.dumps(found))
+
+
 BROKEN_RUNS = [
     ("nothing in it", foreign, "is not a run folder: it has no recipe.yaml"),
     ("no recipe", remove("recipe.yaml"), "is not a run folder: it has no recipe.yaml"),
@@ -130,6 +141,11 @@ BROKEN_RUNS = [
     ("tokenizer cut, old run", old(cut("tokenizer.json", 200)), "is not a tokenizer.json"),
     ("tokenizer of somebody else", write("tokenizer.json", b"{}"), "tokenizer.json is not that of this run"),
     ("tokenizer of somebody else, old run", old(write("tokenizer.json", b"{}")), "is not a tokenizer.json"),
+    ("unknown option in the recipe", recipe(width=5), "or of a later version of depthmix: there is no option 'width'"),
+    ("a document in the recipe", write("recipe.yaml", b'{"schema": 1, "run": "r"}'), "there is no option 'schema'"),
+    ("aliases in the recipe", write("recipe.yaml", bomb(8)), "recipe.yaml is damaged: it is not YAML (its aliases"),
+    ("another tokenizer", swapped, "tokenizer.json is not that of this run"),
+    ("another tokenizer, old run", old(swapped), "is not the tokenizer that the run was trained with", "put it back"),
     ("no checkpoints", remove("checkpoints"), "has no checkpoint yet"),
     ("no checkpoint", every(lambda p: shutil.rmtree(p)), "has no checkpoint yet"),
     ("no model", every(remove("model.safetensors")), "model.safetensors is missing; there is no older good one"),
@@ -201,7 +217,45 @@ def test_the_data_of_a_run_has_gone_or_changed(fails, copied, tmp_path):
     fails("eval --run {run}", DATA, words, run=copied)
     shutil.copytree(small.data(), here)
     meta(vocab_size=400)(here)
-    fails("eval --run {run}", DATA, f"the vocabulary of {here} has 400 entries and the model's 300", run=copied)
+    words = f"The data in {here} is not what {copied} was trained on: it had 300 entries in its vocabulary and has 400"
+    fails("eval --run {run}", DATA, words, "prepare it as then", "--input", run=copied)
+
+
+def test_data_that_was_replaced_is_not_measured(fails, copied, tmp_path):
+    """Prepared again from another corpus, with as many entries: the loss would be that of other text."""
+    (tmp_path / "corpus").mkdir()
+    for i in range(12):
+        (tmp_path / "corpus" / f"{i}.txt").write_text("\n".join(small.LINES[: 1 + i % 3]) * (5 + i))
+    data = shutil.copytree(small.data(), tmp_path / "data")
+    environment = json.loads((copied / "environment.json").read_text())
+    (copied / "environment.json").write_text(json.dumps({**environment, "data": str(data)}))
+    assert main(["eval", "--run", str(copied), "--device", "cpu"]) == 0
+    recipe(data=str(data))(copied)  # the place of then is not there any more
+    tokenizer = shlex.quote(str(small.data() / "tokenizer.json"))
+    made = f"data --input {tmp_path / 'corpus'} --out {data} --tokenizer {tokenizer} --overwrite"
+    assert main(shlex.split(made)) == 0
+    for command in ("eval", "inspect --tokens 64 --causal-tokens 0"):
+        words = f"The data in {data} is not what {copied} was trained on", "its training split is another"
+        fails(f"{command} --run {{run}} --device cpu", DATA, *words, run=copied)
+    write("data.json", b"{")(copied)
+    fails("eval --run {run} --device cpu", CHECKPOINT, "data.json is not that of this run", run=copied)
+    forget_run(copied)
+    fails("eval --run {run} --device cpu", DATA, "data.json is damaged", run=copied)
+
+
+def test_data_that_was_damaged_is_not_measured(fails, copied, tmp_path):
+    data = shutil.copytree(small.data(), tmp_path / "data")
+    environment = json.loads((copied / "environment.json").read_text())
+    (copied / "environment.json").write_text(json.dumps({**environment, "data": str(data)}))
+    flip(data / "val-00000.bin")
+    for command in ("eval", "inspect --tokens 64 --causal-tokens 0"):
+        fails(f"{command} --run {{run}} --device cpu", DATA, f"{data}/val-00000.bin is damaged", run=copied)
+
+
+def test_another_tokenizer_is_no_model_to_start_from(fails, copied):
+    swapped(copied)
+    train = f"train --data {{data}} --out new --init {copied} --steps 3 --warmup 1 --device cpu"
+    fails(train, CHECKPOINT, "is not the tokenizer that the run was trained with")
 
 
 def test_a_comparisons_folder_names_its_runs(fails, copied, tmp_path):
@@ -220,6 +274,7 @@ def test_a_comparisons_folder_names_its_runs(fails, copied, tmp_path):
 RESUMED = [
     ("recipe empty", cut("recipe.yaml", 0), CHECKPOINT, "recipe.yaml is missing or empty"),
     ("recipe binary", write("recipe.yaml", b"\xff\xff"), CHECKPOINT, "recipe.yaml is damaged"),
+    ("unknown option", recipe(width=5), CHECKPOINT, "there is no option 'width'"),
     ("recipe changed", recipe(lr=1.0), CHECKPOINT, "another recipe: lr was 1.0 and is 0.01"),
     ("metrics cut", write("metrics.jsonl", b"loss 5\n"), CHECKPOINT, "metrics.jsonl has 7 bytes and had", "at step 60"),
     ("metrics damaged, old run", old(write("metrics.jsonl", b"loss 5\n")), CHECKPOINT, "metrics.jsonl:1 is damaged"),

@@ -8,7 +8,7 @@ import pytest
 
 from depthmix.cli import explain
 from depthmix.errors import DISK, INTERNAL, UserError
-from depthmix.files import check_writable, write_file, write_text, writing
+from depthmix.files import check_writable, is_plain_file, open_no_link, write_file, write_text, writing
 
 
 def test_writes_and_replaces(tmp_path):
@@ -99,3 +99,19 @@ def test_what_the_system_refuses_is_no_bug(error, words):
     sentence, code = explain(error)
     assert words in sentence
     assert code != INTERNAL
+
+
+def test_links_and_pipes_are_not_written_to(tmp_path):
+    (tmp_path / "mine").write_text("mine")
+    (tmp_path / "link").symlink_to(tmp_path / "mine")
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("link", "pipe"):
+        assert not is_plain_file(tmp_path / name)
+        for flags in (os.O_WRONLY | os.O_CREAT | os.O_TRUNC, os.O_WRONLY | os.O_APPEND, os.O_RDWR):
+            with pytest.raises(OSError, match=name):
+                open_no_link(str(tmp_path / name), flags)
+    temporary = tmp_path / f".tmp-table-{os.getpid()}"
+    temporary.symlink_to(tmp_path / "mine")
+    with pytest.raises(UserError, match="it is a symbolic link"):
+        write_text(tmp_path / "table", "new")
+    assert (tmp_path / "mine").read_text() == "mine"

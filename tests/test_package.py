@@ -17,7 +17,10 @@ from project import ROOT, code_blocks, python
 LAYERS = {
     "errors": 0,
     "names": 0,
+    "shown": 0,
+    "small_yaml": 0,
     "files": 1,
+    "ownership": 2,
     "ops": 0,
     "mixers": 1,
     "models": 2,

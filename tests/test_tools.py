@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from depthmix.data.corpus import find_sources, pieces
 from depthmix.data.prepared import open_data
 from project import ROOT
 
@@ -44,6 +45,30 @@ def test_code_is_one_text_that_ends_with_the_validation_files(tmp_path):
     assert share * len(text) == pytest.approx(5)
 
 
+def test_the_mix_has_all_documents_of_three_domains(tmp_path):
+    sets, out = tmp_path / "sets", tmp_path / "out"
+    for name in ("pycode", "docs", "gutenberg100"):
+        (sets / name).mkdir(parents=True)
+    index = [{"split": "train", "bytes": 4}, {"split": "train", "bytes": 4}, {"split": "valid", "bytes": 3}]
+    (sets / "gutenberg100" / "index.json").write_text(json.dumps(index))
+    (sets / "gutenberg100" / "train.txt.bz2").write_bytes(bz2.compress(b"one two."))
+    (sets / "gutenberg100" / "valid.txt.bz2").write_bytes(bz2.compress(b"end"))
+    for name in ("pycode", "docs"):
+        for part, texts in (("train", [f"{name} 1", f"{name} 2"]), ("valid", [f"{name} 3"])):
+            lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+            (sets / name / f"{part}.jsonl.xz").write_bytes(lzma.compress(lines.encode()))
+    out.mkdir()
+    inputs = study_data.mix(sets, out)
+    found = {
+        name: [text for text, _ in pieces(part) if text] for name, part in find_sources(inputs).by_domain().items()
+    }
+    assert found == {
+        "books": ["one ", "two.", "end"],
+        "code": ["pycode 1", "pycode 2", "pycode 3"],
+        "docs": ["docs 1", "docs 2", "docs 3"],
+    }
+
+
 def test_pictures_are_prepared_from_their_archive(tmp_path):
     pixels = np.zeros((8, 8, 3), np.uint8)
     for split, name, n in (("train", "cat", 0), ("train", "dog", 90), ("test", "cat", 10), ("test", "dog", 99)):
@@ -58,7 +83,7 @@ def test_pictures_are_prepared_from_their_archive(tmp_path):
 
 
 def test_sets_that_are_not_there_are_named(tmp_path):
-    with pytest.raises(SystemExit, match="none of gutenberg100, pycode and cifar10"):
+    with pytest.raises(SystemExit, match="the sets of none of gutenberg, pycode, cifar10, mix"):
         study_data.prepare(tmp_path, tmp_path)
 
 

@@ -1,8 +1,11 @@
-"""Prepare the data of the studies from the sets they were made with: python tools/study_data.py SETS [--out data].
+"""Prepare the data of the studies from the sets they were made with: python tools/study_data.py SETS [--out data] [--only NAME …].
 
-SETS holds gutenberg100 (train.txt.bz2, valid.txt.bz2, index.json), pycode (train.jsonl.xz, valid.jsonl.xz) and cifar10 (an archive
-of JPEGs, a folder a class in train and in test); a set that is missing is left out. The same tokens come out bit for bit, so that
-results of several machines and days can be mixed: `depthmix study` compares their checksums. Anybody's texts do for studies of their own (docs/data.md).
+SETS holds gutenberg100 (train.txt.bz2, valid.txt.bz2, index.json), pycode and docs (train.jsonl.xz, valid.jsonl.xz) and cifar10 (an
+archive of JPEGs, one folder per class in train and in test). Four folders can be made of them: gutenberg, pycode, cifar10, and mix, the
+text of the long study, in which books, code and docs are domains. A folder whose sets are missing is left out.
+
+The same tokens come out bit for bit, so results of several machines and days can be mixed: `depthmix study` compares their checksums.
+Any text will do for studies of your own (docs/data.md).
 """
 
 from __future__ import annotations
@@ -11,14 +14,21 @@ import argparse
 import bz2
 import json
 import lzma
+import shutil
 import tarfile
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from depthmix.cli import main
 
 VOCABULARY = "16384"
+FOLDERS = {  # and the sets that each is made of
+    "gutenberg": ["gutenberg100"],
+    "pycode": ["pycode"],
+    "cifar10": ["cifar10"],
+    "mix": ["gutenberg100", "pycode", "docs"],
+}
 BETWEEN = "\n\n\n"  # files of code
 
 
@@ -48,6 +58,18 @@ def _files(path: Path) -> Iterator[str]:
             yield json.loads(line)["text"]
 
 
+def mix(sets: Path, out: Path) -> list[str]:
+    """Write one file or folder per domain, with all documents of both parts of its set; return the inputs as NAME=PATH."""
+    (out / "books").mkdir()
+    books(sets / "gutenberg100", out / "books")
+    for domain, name in (("code", "pycode"), ("docs", "docs")):
+        with open(out / f"{domain}.jsonl", "wb") as file:
+            for part in ("train", "valid"):
+                with lzma.open(sets / name / f"{part}.jsonl.xz") as packed:
+                    shutil.copyfileobj(packed, file)
+    return [f"books={out / 'books'}", f"code={out / 'code.jsonl'}", f"docs={out / 'docs.jsonl'}"]
+
+
 def images(source: Path, out: Path) -> None:
     """The archive, unpacked."""
     found = list(source.glob("*.tar.xz"))
@@ -57,36 +79,38 @@ def images(source: Path, out: Path) -> None:
         packed.extractall(out, filter="data")
 
 
-def prepare(sets: Path, out: Path) -> None:
-    """All sets that are there and not yet prepared."""
+def prepare(sets: Path, out: Path, only: Sequence[str] = tuple(FOLDERS)) -> None:
+    """Prepare every wanted folder whose sets are there and which does not exist yet."""
     done = False
-    for name, target in (("gutenberg100", "gutenberg"), ("pycode", "pycode"), ("cifar10", "cifar10")):
-        if not (sets / name).is_dir() or (out / target).exists():
+    for target in only:
+        if not all((sets / name).is_dir() for name in FOLDERS[target]) or (out / target).exists():
             continue
         with tempfile.TemporaryDirectory() as folder:
-            given = ["--out", str(out / target)]
-            if name == "cifar10":
-                images(sets / name, Path(folder))
-                given += ["--images", folder]
+            place, source = Path(folder), sets / FOLDERS[target][0]
+            given = ["--vocab-size", VOCABULARY, "--input", folder]
+            if target == "cifar10":
+                images(source, place)
+                given = ["--images", folder]
+            elif target == "mix":
+                given = ["--vocab-size", VOCABULARY, "--val-fraction", "0.02", "--input", *mix(sets, place)]
+            elif target == "pycode":
+                given += ["--val-fraction", f"{code(source, place):.9f}"]
             else:
-                given += ["--input", folder, "--vocab-size", VOCABULARY]
-                if name == "pycode":
-                    given += ["--val-fraction", f"{code(sets / name, Path(folder)):.9f}"]
-                else:
-                    books(sets / name, Path(folder))
-            if failed := main(["data", *given]):
+                books(source, place)
+            if failed := main(["data", *given, "--out", str(out / target)]):
                 raise SystemExit(failed)
         done = True
     if not done:
-        raise SystemExit(f"{sets} has none of gutenberg100, pycode and cifar10 that is not in {out} already")
+        raise SystemExit(f"{sets} has the sets of none of {', '.join(only)} that is not in {out} already")
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("sets", type=Path, help="folder of the sets")
     parser.add_argument("--out", type=Path, default=Path("data"), help="where prepared folders go")
+    parser.add_argument("--only", nargs="+", choices=FOLDERS, default=list(FOLDERS), help="folders to prepare")
     options = parser.parse_args()
     try:
-        prepare(options.sets, options.out)
+        prepare(options.sets, options.out, options.only)
     except (OSError, EOFError, ValueError, KeyError, lzma.LZMAError, tarfile.TarError) as error:
         raise SystemExit(f"study_data: a set in {options.sets} cannot be read: {error}") from None

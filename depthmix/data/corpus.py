@@ -12,7 +12,7 @@ import stat
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -31,6 +31,7 @@ ABOUT = {"readme", "license", "licence", "notice", "copying"}  # in a folder the
 BLOCK = 1 << 20  # bytes read at a time
 PARQUET_ROWS = 64  # rows decoded at a time: rows may be books
 _TEXT = re.compile(r"\S")
+_DOMAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ class Source:
     name: str
     direct: bool  # named by the user, not found in a folder: then it must hold text
     hub: str = ""  # the split
+    domain: str = ""  # the user's name for what the source belongs to, if there is one
 
     @property
     def extension(self) -> str:
@@ -57,6 +59,13 @@ class Listing:
 
     sources: list[Source] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
+
+    def by_domain(self) -> dict[str, Listing]:
+        """Return the sources of each domain, in the order in which the domains were named."""
+        parts: dict[str, Listing] = {}
+        for source in self.sources:
+            parts.setdefault(source.domain, Listing()).sources.append(source)
+        return parts
 
     def counts(self) -> dict[str, dict[str, int]]:
         """How many files of which kind were taken, and how many skipped for which reason, the most first."""
@@ -82,31 +91,53 @@ def find_sources(inputs: Sequence[str | Path]) -> Listing:
         raise UserError("No input was given: name files, folders or hf:NAME[:SPLIT].", USAGE)
     listing = Listing()
     seen: set[tuple[int, int]] = set()
-    for item in map(str, inputs):
-        if item.startswith("hf:"):
-            name, _, split = item[3:].partition(":")
-            if not name:
-                raise UserError(f"{item!r} names no dataset: write hf:NAME or hf:NAME:SPLIT.", USAGE)
-            listing.sources.append(Source(name, True, split or "train"))
-            continue
-        info = _stat(item)
-        if stat.S_ISDIR(info.st_mode):
-            if not _walk(item, listing, seen, {(info.st_dev, info.st_ino): item}):
-                raise UserError(
-                    f"The folder {item} holds no corpus: it has no file that ends in {KNOWN} and holds something"
-                    f" ({len(listing.skipped)} skipped; README and LICENSE files do not count).",
-                    DATA,
-                )
-        elif not stat.S_ISREG(info.st_mode):
-            raise UserError(f"{item} is neither a file nor a folder (it is read several times, so no pipe).", DATA)
-        elif not _extension(item):
-            raise UserError(f"{item} has an extension that is not known: use {KNOWN}.", DATA)
-        elif info.st_size == 0:
-            raise UserError(f"The file {item} is empty.", DATA)
-        elif (key := (info.st_dev, info.st_ino)) not in seen:
-            seen.add(key)
-            listing.sources.append(Source(item, True))
+    named = {item: split_domain(item) for item in map(str, inputs)}
+    if len(bare := [item for item, (domain, _) in named.items() if not domain]) not in (0, len(named)):
+        raise UserError(f"{bare[0]} has no domain and other inputs have one: write NAME={bare[0]}.", USAGE)
+    for domain, place in named.values():
+        begun = len(listing.sources)
+        _find(place, listing, seen)
+        listing.sources[begun:] = [replace(source, domain=domain) for source in listing.sources[begun:]]
+        if domain and domain not in listing.by_domain():
+            raise UserError(f"The domain {domain} has no files of its own: {place} was named before.", DATA)
+    # Text of one domain lies together, also where its inputs were not named one after the other.
+    listing.sources = [source for part in listing.by_domain().values() for source in part.sources]
     return listing
+
+
+def split_domain(item: str) -> tuple[str, str]:
+    """Split an input NAME=PLACE into the domain's name and the place; the name is empty for an input without one."""
+    name, equals, place = item.partition("=")
+    if not equals or os.path.lexists(item) or not _DOMAIN.fullmatch(name):
+        return "", item
+    return name, place
+
+
+def _find(item: str, listing: Listing, seen: set[tuple[int, int]]) -> None:
+    """Add the sources of one input to the listing."""
+    if item.startswith("hf:"):
+        name, _, split = item[3:].partition(":")
+        if not name:
+            raise UserError(f"{item!r} names no dataset: write hf:NAME or hf:NAME:SPLIT.", USAGE)
+        listing.sources.append(Source(name, True, split or "train"))
+        return
+    info = _stat(item)
+    if stat.S_ISDIR(info.st_mode):
+        if not _walk(item, listing, seen, {(info.st_dev, info.st_ino): item}):
+            raise UserError(
+                f"The folder {item} holds no corpus: it has no file that ends in {KNOWN} and holds something"
+                f" ({len(listing.skipped)} skipped; README and LICENSE files do not count).",
+                DATA,
+            )
+    elif not stat.S_ISREG(info.st_mode):
+        raise UserError(f"{item} is neither a file nor a folder (it is read several times, so no pipe).", DATA)
+    elif not _extension(item):
+        raise UserError(f"{item} has an extension that is not known: use {KNOWN}.", DATA)
+    elif info.st_size == 0:
+        raise UserError(f"The file {item} is empty.", DATA)
+    elif (key := (info.st_dev, info.st_ino)) not in seen:
+        seen.add(key)
+        listing.sources.append(Source(item, True))
 
 
 def pieces(listing: Listing, text_field: str = "text", document: str = "file") -> Iterator[tuple[str, bool]]:

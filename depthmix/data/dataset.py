@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, Generic, TypeVar
 
@@ -14,11 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from depthmix.data.integrity import data_hash, verify_files
 from depthmix.errors import DATA, USAGE, UserError
 
 VERSION = 1
 DTYPES: dict[str, np.dtype] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 SPLITS = ("train", "val")
+SIZES = ("tokens", "bytes", "documents")
 SplitKind = TypeVar("SplitKind")
 
 
@@ -29,14 +31,19 @@ class ShardWriter:
         self.folder, self.name, self.dtype, self.limit = folder, name, dtype, max(1, limit)
         self.sha256: dict[str, str] = {}
         self.tokens = self.bytes = self.documents = 0
+        self.domains: dict[str, dict[str, int]] = {}
         self._file: BinaryIO | None = None
         self._digest, self._room = hashlib.sha256(), 0
 
-    def write(self, ids: np.ndarray, n_bytes: int, last: bool) -> None:
+    def write(self, ids: np.ndarray, n_bytes: int, last: bool, domain: str = "") -> None:
         """Add tokens that stand for `n_bytes` bytes of text; `last` ones end a document."""
         self.tokens += len(ids)
         self.bytes += n_bytes
         self.documents += last
+        if domain:
+            part = self.domains.setdefault(domain, dict.fromkeys(SIZES, 0))
+            for name, more in zip(SIZES, (len(ids), n_bytes, int(last)), strict=True):
+                part[name] += more
         while len(ids):
             if self._file is None:
                 self._file = open(self.folder / f"{self.name}-{len(self.sha256):05d}.bin", "wb")  # noqa: SIM115
@@ -60,7 +67,8 @@ class ShardWriter:
 
     def meta(self) -> dict[str, Any]:
         """The split's part of meta.json."""
-        return {"tokens": self.tokens, "bytes": self.bytes, "documents": self.documents, "shards": list(self.sha256)}
+        sizes = {"tokens": self.tokens, "bytes": self.bytes, "documents": self.documents}
+        return {**sizes, "shards": list(self.sha256), **({"domains": self.domains} if self.domains else {})}
 
 
 @dataclass
@@ -72,9 +80,23 @@ class Split:
     n_bytes: int
     n_documents: int
     shards: list[np.ndarray]
+    domains: dict[str, dict[str, int]] = field(default_factory=dict)  # tokens, bytes and documents of each, in order
 
     def __post_init__(self) -> None:
         self._starts = np.cumsum([0, *map(len, self.shards)])
+
+    def parts(self) -> dict[str, Split]:
+        """Return the text of each named domain as a split of its own, or the whole split under an empty name."""
+        if not self.domains:
+            return {"": self}
+        found, start = {}, 0
+        for domain, size in self.domains.items():
+            stop = start + size["tokens"]
+            bounds = [(max(start - first, 0), max(stop - first, 0)) for first in map(int, self._starts[:-1])]
+            shards = [shard[a:b] for shard, (a, b) in zip(self.shards, bounds, strict=True) if a < min(b, len(shard))]
+            found[domain] = Split(f"{self.name} ({domain})", size["tokens"], size["bytes"], size["documents"], shards)
+            start = stop
+        return found
 
     def window(self, start: int, length: int) -> np.ndarray:
         """`length` tokens from `start` on, as int64, across shards."""
@@ -102,6 +124,7 @@ class Prepared(Generic[SplitKind]):
 
     def __init__(self, folder: Path, meta: dict[str, Any], splits: dict[str, SplitKind]) -> None:
         self.folder, self.meta, self._splits, self.meta_path = folder, meta, splits, folder / "meta.json"
+        self.sha256 = data_hash(meta)
 
     def split(self, name: str) -> SplitKind:
         """`train` or `val`."""
@@ -110,8 +133,8 @@ class Prepared(Generic[SplitKind]):
         return self._splits[name]
 
     def verify(self) -> None:
-        """Compare every file with its checksum."""
-        verify(self.folder, self.meta)
+        """Read every file and compare it with its checksum, also those that were verified before."""
+        verify_files(self.folder, self.meta, self.meta["sha256"], cached=False)
 
 
 class TokenData(Prepared[Split]):
@@ -124,7 +147,7 @@ class TokenData(Prepared[Split]):
 
     @classmethod
     def open(cls, folder: str | Path) -> TokenData:
-        """Check the folder against its meta.json (versions and sizes; `verify` reads everything) and map its files."""
+        """Check the folder against its meta.json, versions, sizes and checksums, and map its files."""
         folder = Path(folder)
         meta = read_meta(folder)
         if "classes" in meta:
@@ -144,25 +167,22 @@ class TokenData(Prepared[Split]):
                     " (a file was cut short or replaced); prepare the data again.",
                     DATA,
                 )
-            splits[name] = Split(name, info["tokens"], info["bytes"], info["documents"], shards)
+            splits[name] = Split(
+                name, info["tokens"], info["bytes"], info["documents"], shards, info.get("domains", {})
+            )
+        verify_files(folder, meta, [meta["tokenizer"], *(s for name in SPLITS for s in meta["splits"][name]["shards"])])
         return cls(folder, meta, splits)
-
-
-def verify(folder: Path, meta: dict[str, Any]) -> None:
-    """Compare every file of prepared data with its checksum."""
-    for name, expected in meta["sha256"].items():
-        with open(folder / name, "rb") as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
-        if found != expected:
-            raise UserError(f"{folder / name} is damaged (wrong checksum): prepare the data again.", DATA)
 
 
 def read_meta(folder: Path) -> dict[str, Any]:
     """The meta.json of prepared data, of whatever kind."""
     if not folder.is_dir():
         raise UserError(f"There is no folder {folder}: make it with `depthmix data --input … --out {folder}`.", DATA)
+    path = folder / "meta.json"
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise UserError(f"{path} is no plain file: choose a folder that `depthmix data` wrote.", DATA)
     try:
-        meta = json.loads((folder / "meta.json").read_bytes())
+        meta = json.loads(path.read_bytes())
     except FileNotFoundError as e:
         raise UserError(f"{folder} is not prepared data, it has no meta.json: run `depthmix data`.", DATA) from e
     except OSError as e:
@@ -193,12 +213,23 @@ def _wrong(meta: dict[str, Any]) -> str | None:
         return "sha256"
     for split in SPLITS:
         info = meta["splits"].get(split) if isinstance(meta["splits"], dict) else None
-        if not isinstance(info, dict) or not all(is_count(info.get(k), 0) for k in ("tokens", "bytes", "documents")):
+        if not isinstance(info, dict) or not all(is_count(info.get(k), 0) for k in SIZES):
             return f"split {split}"
         shards = info.get("shards")
         if not isinstance(shards, list) or not shards or not all(map(is_name, shards)):
             return f"shards of {split}"
+        if (domains := info.get("domains")) is not None and not _add_up(domains, info):
+            return f"domains of {split}"
     return None
+
+
+def _add_up(domains: Any, info: dict[str, Any]) -> bool:
+    """Return whether the sizes of the domains are those of their split together."""
+    if not isinstance(domains, dict) or not all(isinstance(part, dict) for part in domains.values()):
+        return False
+    if not all(is_count(part.get(size), 1) for part in domains.values() for size in SIZES):
+        return False
+    return all(sum(part[size] for part in domains.values()) == info[size] for size in SIZES)
 
 
 def is_count(value: Any, least: int) -> bool:
@@ -301,3 +332,18 @@ def validation_batches(
             yield torch.from_numpy(out)
 
     return batches()
+
+
+def validation_parts(
+    split: Split, seq_len: int, batch_size: int, limit_tokens: int | None = None
+) -> dict[str, Iterator[Tensor]]:
+    """Return the batches of each domain by its name; each domain has its share of `limit_tokens`."""
+    return {
+        domain: validation_batches(
+            part,
+            seq_len,
+            batch_size,
+            None if limit_tokens is None else limit_tokens * part.n_tokens // split.n_tokens,
+        )
+        for domain, part in split.parts().items()
+    }

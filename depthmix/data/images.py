@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from depthmix.data.dataset import SPLITS, Order, Prepared, is_count, is_name, map_file, read_meta
+from depthmix.data.integrity import verify_files
 from depthmix.errors import DATA, UserError
 
 LABEL = np.dtype("<i4")
@@ -46,7 +47,7 @@ class ImageData(Prepared[ImageSplit]):
 
     @classmethod
     def open(cls, folder: str | Path) -> ImageData:
-        """Check the folder against its meta.json (sizes and labels; `verify` reads everything) and map its files."""
+        """Check the folder against its meta.json, sizes, labels and checksums, and map its files."""
         folder = Path(folder)
         meta = read_meta(folder)
         if "classes" not in meta:
@@ -64,6 +65,7 @@ class ImageData(Prepared[ImageSplit]):
             if labels.min() < 0 or labels.max() >= len(meta["classes"]):
                 raise UserError(f"{folder} is damaged: a label is of no class; prepare the data again.", DATA)
             splits[name] = ImageSplit(name, pixels.reshape(-1, *shape), labels)
+        verify_files(folder, meta, [meta["splits"][name][kind] for name in SPLITS for kind in ("pixels", "labels")])
         return cls(folder, meta, splits)
 
 

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import errno
 import hashlib
 import json
-import os
 import re
-import shutil
 from array import array
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -19,19 +14,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from depthmix.config import DataConfig
+from depthmix.data.alphabet import unknown_token
 from depthmix.data.corpus import Listing, find_sources, pieces
-from depthmix.data.dataset import VERSION, ShardWriter, TokenData
+from depthmix.data.dataset import VERSION, ShardWriter, TokenData, read_meta
+from depthmix.data.staging import staged
 from depthmix.data.tokenizer import BYTES, END, chunks, encode, load_tokenizer, train_tokenizer, vocabulary
-from depthmix.errors import DATA, DISK, USAGE, UserError
-from depthmix.files import check_above, sync_folder, write_file
+from depthmix.errors import DATA, USAGE, UserError
+from depthmix.files import write_file
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
-
-try:
-    import fcntl
-except ImportError:  # Windows: no lock, so two writers at a time are not noticed
-    fcntl = None  # type: ignore[assignment]
 
 SHARD_TOKENS = 64 * 2**20
 SAMPLE_BYTES = 32 * 2**20  # of the training documents, for the tokenizer: more hardly changes it
@@ -48,6 +40,7 @@ class Scan:
     keys: np.ndarray  # a hash of the seed and the text
     sizes: np.ndarray  # bytes
     characters: int
+    domains: dict[str, int]  # documents of each domain; they lie one domain after the other
 
 
 def prepare(
@@ -63,16 +56,17 @@ def prepare(
     tokenizer = load_tokenizer(config.tokenizer) if config.tokenizer else None
     with staged(Path(config.out), config.overwrite) as folder:
         listing = find_sources(config.input)
-        scan = _scan(_pieces(listing, config), config.seed, report)
+        scan = _scan_domains(listing, config, report)
         total = int(scan.sizes.sum())
         split: dict[str, Any]
-        if len(scan.keys) == 1:
+        if len(scan.keys) == 1 and scan.domains.keys() == {""}:
             at, boundary = _cut(_pieces(listing, config), scan.characters, config.val_fraction)
             in_val = np.array([False, True])
+            scan.domains[""] = 2
             split = {"by": boundary, "character": at, "note": "one document only: its end is the validation split"}
         else:
             at = 0
-            in_val, by = choose(scan.keys, config.val_fraction, config.seed)
+            in_val, by = _choose_by_domain(scan, config)
             split = {"by": by}
 
         def corpus() -> Iterator[tuple[str, bool]]:
@@ -82,7 +76,7 @@ def prepare(
             of = total * at // scan.characters if at else int(scan.sizes[~in_val].sum())
             sample = _sample(corpus(), in_val, min(sample_bytes, of), of, report)
             tokenizer = train_tokenizer(sample, config.vocab_size)
-        meta = _write(folder, tokenizer, corpus(), in_val, total, shard_tokens, report)
+        meta = _write(folder, tokenizer, corpus(), in_val, scan.domains, total, shard_tokens, report)
         meta["source"] = [str(item) for item in config.input]
         meta |= listing.counts()
         meta["split"] = {**split, "val_fraction": config.val_fraction, "seed": config.seed}
@@ -97,12 +91,25 @@ def summary(folder: str | Path) -> str:
     meta = TokenData.open(folder).meta
     lines = [f"prepared data in {folder}, with a vocabulary of {meta['vocab_size']:,}"]
     for name, split in meta["splits"].items():
-        sizes = (_count(split[f"{what}s"], what) for what in ("document", "token", "byte"))
-        lines.append(f"    {name}: {', '.join(sizes)}")
+        lines.append(f"    {name}: {_sizes(split)}")
+        lines += [f"        {domain}: {_sizes(part)}" for domain, part in split.get("domains", {}).items()]
     for name, what in (("files", "read"), ("skipped_files", "skipped")):
         kinds = ", ".join(f"{n:,} {kind}" for kind, n in meta[name].items())
         lines += [f"    {what}: {_count(sum(meta[name].values()), 'file')} ({kinds})"] if kinds else []
     return "\n".join(lines)
+
+
+def _sizes(part: dict[str, Any]) -> str:
+    return ", ".join(_count(part[f"{what}s"], what) for what in ("document", "token", "byte"))
+
+
+def warnings(folder: str | Path) -> list[str]:
+    """Return what a user has to know of prepared data before training on it."""
+    unknown = read_meta(Path(folder)).get("unknown_tokens")
+    if not unknown:
+        return []
+    what = f"{unknown['count']:,} tokens are {unknown['token']}: the tokenizer does not know the text that was there"
+    return [f"{what}, and it is lost; bits per byte count it as if it were not"]
 
 
 def _count(n: int, what: str) -> str:
@@ -126,6 +133,40 @@ def _pieces(listing: Listing, config: DataConfig) -> Iterator[tuple[str, bool]]:
     return pieces(listing, config.text_field, config.document)
 
 
+def _scan_domains(listing: Listing, config: DataConfig, report: Progress) -> Scan:
+    """Scan one domain after the other; without named domains, all text as one."""
+    parts: dict[str, Scan] = {}
+    done = 0
+    for name, part in listing.by_domain().items():
+
+        def go_on(phase: str, size: int, total: int | None, before: int = done) -> None:
+            report(phase, before + size, None)
+
+        parts[name] = _scan(_pieces(part, config), config.seed, go_on)
+        done += int(parts[name].sizes.sum())
+        if name and len(parts[name].keys) == 1:
+            what = f"The domain {name} is one document, which cannot be split"
+            raise UserError(f"{what}: add documents, or set document to line or blank.", DATA)
+    report("scan", done, done)
+    return Scan(
+        np.concatenate([scan.keys for scan in parts.values()]),
+        np.concatenate([scan.sizes for scan in parts.values()]),
+        sum(scan.characters for scan in parts.values()),
+        {name: len(scan.keys) for name, scan in parts.items()},
+    )
+
+
+def _choose_by_domain(scan: Scan, config: DataConfig) -> tuple[np.ndarray, str]:
+    """Choose the validation documents of each domain apart, so that each gives the same share of its documents."""
+    chosen, ways, first = [], [], 0
+    for count in scan.domains.values():
+        part, by = choose(scan.keys[first : first + count], config.val_fraction, config.seed)
+        chosen.append(part)
+        ways.append(by)
+        first += count
+    return np.concatenate(chosen), max(ways, key=len)
+
+
 def _scan(corpus: Pieces, seed: int, report: Progress) -> Scan:
     keys, sizes = array("Q"), array("Q")
     start = f"{seed}\n".encode()
@@ -146,7 +187,7 @@ def _scan(corpus: Pieces, seed: int, report: Progress) -> Scan:
             report("scan", done, None)
             shown = done
     report("scan", done, done)
-    return Scan(np.array(keys, np.uint64), np.array(sizes, np.int64), characters)
+    return Scan(np.array(keys, np.uint64), np.array(sizes, np.int64), characters, {"": len(keys)})
 
 
 def choose(keys: np.ndarray, fraction: float, seed: int) -> tuple[np.ndarray, str]:
@@ -225,6 +266,7 @@ def _write(
     tokenizer: Tokenizer,
     corpus: Pieces,
     in_val: np.ndarray,
+    domains: dict[str, int],
     total: int,
     shard_tokens: int,
     report: Progress,
@@ -232,12 +274,19 @@ def _write(
     size = vocabulary(tokenizer)
     dtype = np.dtype("<u2" if size <= 2**16 else "<u4")
     splits = [ShardWriter(folder, name, dtype, shard_tokens) for name in ("train", "val")]
-    index = 0
+    upcoming, domain, end = iter(domains.items()), "", 0
+    index = lost = 0
+    unknown = unknown_token(tokenizer)
     for encoded in encode(tokenizer, corpus, lambda done: report("encode", min(done, total), total)):
         if index >= len(in_val):
             break
-        splits[int(in_val[index])].write(encoded.ids, encoded.n_bytes, encoded.last)
+        split = splits[int(in_val[index])]
+        if index >= end:
+            domain, count = next(upcoming)
+            end += count
+        split.write(encoded.ids, encoded.n_bytes, encoded.last, domain)
         index += encoded.last
+        lost += 0 if unknown is None else int((encoded.ids == unknown[1]).sum())
     for shards in splits:
         shards.close()
     if index != len(in_val) or sum(s.bytes for s in splits) != total:
@@ -251,119 +300,10 @@ def _write(
         "vocab_size": size,
         "tokenizer": "tokenizer.json",
         "end_of_text": {"token": END, "id": tokenizer.token_to_id(END)},
+        **({"unknown_tokens": {"token": unknown[0], "count": lost}} if unknown is not None and lost else {}),
         "splits": {s.name: s.meta() for s in splits},
         "sha256": {
             "tokenizer.json": hashlib.sha256(text).hexdigest(),
             **{name: digest for s in splits for name, digest in s.sha256.items()},
         },
     }
-
-
-@contextlib.contextmanager
-def staged(target: Path, overwrite: bool) -> Iterator[Path]:
-    """A folder beside the target to fill: it takes the target's place when the block ends well and goes away when it does not.
-
-    What a killed process left there is removed by the next one.
-    """
-    _check_target(target, overwrite)
-    folder = target.parent / f".{target.name}.partial"
-    with _disk_errors(target), contextlib.ExitStack() as locks:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        _take(folder, target, locks)
-        rest = True
-        try:
-            yield folder
-            _check_target(target, overwrite)  # again: it took a while
-            sync_folder(folder)
-            if _is_prepared(target):
-                _lock(target, locks)  # it moves to where the next writer would look
-                _exchange(folder, target)
-            else:
-                os.replace(folder, target)
-                rest = False
-            sync_folder(target.parent)
-        finally:
-            if rest:
-                shutil.rmtree(folder, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def _disk_errors(target: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as e:
-        if e.errno in (errno.ENOSPC, errno.EDQUOT):
-            message = f"The disk is full, so {target} was not written: free some space or choose another place."
-        elif isinstance(e, FileExistsError | NotADirectoryError):
-            message = f"{target} cannot be written: a folder on the way to it is a file."
-        else:
-            message = f"{target} cannot be written: {e.strerror or e}."
-        raise UserError(message, DISK) from e
-
-
-def _check_target(target: Path, overwrite: bool) -> None:
-    if target.name in ("", ".."):
-        raise UserError(f"{target} cannot be written: name a new folder.", USAGE)
-    check_above(target)
-    with _disk_errors(target):
-        if not os.path.lexists(target):
-            return
-        if target.is_symlink() or not target.is_dir():
-            raise UserError(f"{target} exists and is not a folder: choose another place.", DATA)
-        if not any(target.iterdir()):
-            return
-    if not _is_prepared(target):
-        raise UserError(f"{target} exists and is not prepared data, so it is left alone: choose another folder.", DATA)
-    if not overwrite:
-        raise UserError(f"{target} already holds prepared data: choose another folder or set overwrite.", DATA)
-
-
-def _is_prepared(folder: Path) -> bool:
-    try:
-        meta = json.loads((folder / "meta.json").read_bytes())
-    except (OSError, ValueError):
-        return False
-    return isinstance(meta, dict) and "splits" in meta and ("vocab_size" in meta or "classes" in meta)
-
-
-def _take(folder: Path, target: Path, locks: contextlib.ExitStack) -> None:
-    """Make the folder, or take over and empty the one that a killed process left."""
-    while True:
-        folder.mkdir(exist_ok=True)
-        try:
-            handle = _lock(folder, locks)
-        except BlockingIOError as e:
-            raise UserError(f"Another process is writing {target}: wait for it to end.", DATA) from e
-        except FileNotFoundError:
-            continue
-        # Between the two calls another process may have finished and renamed the folder away.
-        if handle is None or (folder.exists() and os.path.samestat(os.fstat(handle), os.stat(folder))):
-            break
-    for path in folder.iterdir():
-        path.unlink()
-
-
-def _lock(folder: Path, locks: contextlib.ExitStack) -> int | None:
-    """Held until the process ends, however it ends; None where the system has no such locks."""
-    if fcntl is None:
-        return None
-    handle = os.open(folder, os.O_RDONLY)
-    locks.callback(os.close, handle)
-    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    return handle
-
-
-def _exchange(new: Path, old: Path) -> None:
-    """Let two folders change places, in one step where the system can."""
-    renameat2 = getattr(ctypes.CDLL(None), "renameat2", None) if os.name == "posix" else None
-    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
-    if renameat2 and renameat2(here, os.fsencode(new), here, os.fsencode(old), exchange) == 0:
-        return
-    aside = new.with_name(new.name + "-old")
-    os.rename(old, aside)
-    try:
-        os.rename(new, old)
-    except OSError:
-        os.rename(aside, old)
-        raise
-    os.rename(aside, new)

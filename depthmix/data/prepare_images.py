@@ -21,7 +21,8 @@ import numpy as np
 from depthmix.config import DataConfig
 from depthmix.data.dataset import SPLITS, VERSION
 from depthmix.data.images import LABEL, ImageData
-from depthmix.data.prepare import Progress, choose, staged
+from depthmix.data.prepare import Progress, choose
+from depthmix.data.staging import staged
 from depthmix.errors import DATA, USAGE, UserError
 from depthmix.files import write_file
 
@@ -109,7 +110,7 @@ def _find(path: Path, size: int | None) -> Source:
         raise UserError(f"There is no file or folder {path}.", DATA)
     if path.is_dir() and not (path / "images.npy").exists():
         return _pictures(path, size)
-    if path.is_file() and path.suffix.lower() != ".npz":
+    if not path.is_dir() and (path.suffix.lower() != ".npz" or not path.is_file()):
         raise UserError(f"{path} is neither a folder nor an .npz file.", DATA)
     if size is not None:
         raise UserError("image_size is for pictures: arrays are taken as they are, so leave it out.", USAGE)
@@ -156,6 +157,8 @@ def _listing(folder: Path, classes: list[str], every: bool) -> list[tuple[Path, 
     found = []
     for label, name in enumerate(classes):
         own = sorted(Path(top) / f for top, _, files in os.walk(folder / name) for f in files if _is_picture(f))
+        if pipe := next((path for path in own if path.exists() and not path.is_file()), None):
+            raise UserError(f"{pipe} is no plain file, but a pipe or a device: take it out of the folder.", DATA)
         if every and not own:
             raise UserError(f"The class {folder / name} is empty: no file in it ends in {', '.join(PICTURES)}.", DATA)
         found += [(path, label) for path in own]
@@ -240,10 +243,14 @@ def _load(path: Path) -> dict[str, np.ndarray]:
     """The arrays by name; pickled ones, which could run anything, are refused."""
     try:
         if path.is_dir():
-            files = {name: path / f"{name}.npy" for name in ARRAYS}
-            return {n: np.load(f, mmap_mode="r", allow_pickle=False) for n, f in files.items() if f.exists()}
+            files = {name: file for name in ARRAYS if (file := path / f"{name}.npy").exists()}
+            if pipe := next((file for file in files.values() if not file.is_file()), None):
+                raise UserError(f"{pipe} is no plain file: give arrays that `numpy.save` wrote.", DATA)
+            return {name: np.load(file, mmap_mode="r", allow_pickle=False) for name, file in files.items()}
         with np.load(path, allow_pickle=False) as archive:
             return {name: archive[name] for name in archive.files}
+    except UserError:
+        raise
     except (OSError, ValueError, EOFError) as error:
         raise UserError(f"{path} cannot be read as arrays of numbers: {str(error).splitlines()[0]}.", DATA) from error
     except Exception as error:  # zipfile's own, of a damaged archive

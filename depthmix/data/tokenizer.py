@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from depthmix.data.alphabet import Alphabet
 from depthmix.errors import DATA, UserError
 
 if TYPE_CHECKING:
@@ -76,9 +77,12 @@ def load_tokenizer(path: str | Path, add_end: bool = True) -> Tokenizer:
     try:
         tokenizer = Tokenizer.from_str(text)
     except Exception as e:  # the library raises nothing narrower
-        reason = (str(e) or type(e).__name__).splitlines()[0].rstrip(".")
-        raise UserError(f"{path} is not a tokenizer.json of the tokenizers library: {reason}.", DATA) from e
+        raise UserError(f"{path} is not a tokenizer.json of the tokenizers library: {_first_line(e)}.", DATA) from e
     return _ready(tokenizer, add_end)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0].rstrip(".")
 
 
 def _require_tokenizers() -> None:
@@ -148,13 +152,17 @@ def encode(
     """Tokens of a stream of (text, last) pieces; `progress` gets the bytes done so far."""
     end = tokenizer.token_to_id(END)
     assert end is not None, "train_tokenizer and load_tokenizer see to it"
-    whole = tokenizer.encode("the first part and the second", add_special_tokens=False).ids
-    first, second = (tokenizer.encode(t, add_special_tokens=False).ids for t in ("the first part", " and the second"))
     # A tokenizer that puts something before every text, as some do, must see whole documents.
-    size = CHUNK if whole == first + second else 1 << 62
-    done = 0
+    size = CHUNK if _adds_up(tokenizer) else 1 << 62
+    done, alphabet = 0, Alphabet(tokenizer)
     for batch in _batches(chunks(pieces, size)):
-        encodings = tokenizer.encode_batch_fast([text for text, _ in batch], add_special_tokens=False)
+        alphabet.check("".join(text for text, _ in batch))
+        try:
+            encodings = tokenizer.encode_batch_fast([text for text, _ in batch], add_special_tokens=False)
+        except Exception as e:  # the library raises nothing narrower, say for a model without its unknown token
+            raise UserError(
+                f"The tokenizer cannot encode this text: {_first_line(e)}; take another tokenizer.", DATA
+            ) from e
         for (text, last), encoding in zip(batch, encodings, strict=True):
             ids = encoding.ids
             if last:
@@ -164,6 +172,16 @@ def encode(
             yield Encoded(np.array(ids, np.int64), n_bytes, last)
         if progress:
             progress(done)
+
+
+def _adds_up(tokenizer: Tokenizer) -> bool:
+    """Return whether two texts have the same tokens together and apart."""
+    parts = "the first part", " and the second"
+    try:
+        whole, *apart = tokenizer.encode_batch_fast(["".join(parts), *parts], add_special_tokens=False)
+    except Exception:  # it lacks letters of these words, and any token for what it does not know
+        return False
+    return bool(whole.ids == [number for part in apart for number in part.ids])
 
 
 def _batches(items: Iterable[tuple[str, bool]]) -> Iterator[list[tuple[str, bool]]]:

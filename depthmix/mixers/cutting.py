@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -84,19 +85,29 @@ def _rows(name: str) -> property:
 
     def found(part: Any) -> Any:
         local = part._parameters[name]
-        return Rows(local, part._first_rows[name], name) if part._inside else local
+        return Rows(local, part._first_rows[name], name) if part in _thread.parts else local
 
     return property(found)
+
+
+class _Thread(threading.local):
+    """The parts whose rule's code runs in a thread, outermost first: other threads that use them are outside of it."""
+
+    def __init__(self) -> None:
+        self.parts: list[Any] = []
+
+
+_thread = _Thread()
 
 
 def _inside(call: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(call)
     def by_rule(part: Any, *args: Any, **kwargs: Any) -> Any:
-        part._inside += 1
+        _thread.parts.append(part)
         try:
             return call(part, *args, **kwargs)
         finally:
-            part._inside -= 1
+            _thread.parts.pop()
 
     return by_rule
 
@@ -123,7 +134,7 @@ def cut(mixer: Mixer, sites: range) -> Mixer:
     if not (sites.step == 1 and 0 <= sites.start < sites.stop <= mixer.n_sites + 1):
         raise CutError(f"a part needs neighbouring sites from 0 to {mixer.n_sites}, got {sites}")
     part: Any = copy.copy(mixer)
-    part._parameters, part._modules, part._first_rows, part._inside = {}, {}, {}, 0
+    part._parameters, part._modules, part._first_rows = {}, {}, {}
     for name, p in mixer._parameters.items():
         own = None if p is None else _own(mixer.owners(name), sites)
         if p is None or own is None:

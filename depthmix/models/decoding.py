@@ -14,7 +14,7 @@ from torch import Tensor
 from depthmix.models.cache import StaticKVCache
 from depthmix.models.decoder import Decoder
 from depthmix.models.layers import Context, last_tokens
-from depthmix.ops.gpu.recording import written_afterwards
+from depthmix.ops.gpu.recording import recorded
 
 CHUNK = 2048  # tokens of a prompt that go through the model at a time: enough for its products, few for the state of many sources
 WARMUP = 2  # steps before one is recorded
@@ -99,5 +99,5 @@ class Decoding:
                 self.cache.position.copy_(place)
         torch.cuda.current_stream(device).wait_stream(side)
         self.graph = torch.cuda.CUDAGraph()
-        with written_afterwards(device) as self.constants, torch.cuda.graph(self.graph, stream=side):
+        with recorded(self.graph, side) as self.constants:
             self.logits = self._step()

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +16,20 @@ from torch import Tensor
 from depthmix.ops.torch_internals import constant_for_compiler, transformed
 
 BACKENDS = ("reference", "triton")
-_forced: str | None = None
+_forced: ContextVar[str | None] = ContextVar("depthmix_backend", default=None)
+
+
+class _Thread(threading.local):
+    """What a thread keeps beside the context variable."""
+
+    def __init__(self) -> None:
+        # The same for torch.compile, which can neither read a context variable nor recompile when one changes.
+        self.forced: str | None = None
+        self.inside = 0  # contexts of `use_backend` that are open, those of other asyncio tasks among them
+        self.own_backward: Any = None  # open as long as one of them is
+
+
+_thread = _Thread()
 
 
 class BackendError(ValueError):
@@ -28,13 +44,47 @@ def _check(name: str | None) -> str | None:
 
 @contextmanager
 def use_backend(name: str | None) -> Iterator[None]:
-    """Force a backend for everything that runs inside; None gives the choice back to the operators."""
-    global _forced
-    before, _forced = _forced, _check(name)
+    """Force a backend for everything that runs inside; None gives the choice back to the operators.
+
+    It is a context variable: other threads, those started inside among them, and other asyncio tasks do not see it. Backward
+    passes that are called inside do, with what activation checkpointing computes again in them.
+
+    Args:
+        name: "reference", "triton" or None.
+
+    Raises:
+        BackendError: there is no backend of that name.
+    """
+    asked, before = _check(name), _thread.forced
+    if torch.compiler.is_compiling():
+        _thread.forced = asked
+        try:
+            yield
+        finally:
+            _thread.forced = before
+        return
+    token = _forced.set(asked)
+    _thread.forced = asked
+    _begin_own_backward()
     try:
         yield
     finally:
-        _forced = before
+        _end_own_backward()
+        _forced.reset(token)
+        _thread.forced = _forced.get()  # not `before`, which may be another task's
+
+
+def _begin_own_backward() -> None:
+    """Run backward passes in this thread: PyTorch's threads, where those of CUDA tensors run otherwise, have another context."""
+    if _thread.inside == 0:
+        _thread.own_backward = torch.autograd.set_multithreading_enabled(False)
+    _thread.inside += 1
+
+
+def _end_own_backward() -> None:
+    _thread.inside -= 1
+    if _thread.inside == 0:
+        _thread.own_backward.__exit__(None, None, None)
 
 
 @constant_for_compiler
@@ -65,7 +115,7 @@ def choose(op: str, x: Tensor, unsupported: str | None, backend: str | None = No
 
     backend: what the caller asks for; then what `use_backend` says; then kernels on a GPU and the reference elsewhere.
     """
-    asked = _check(backend) or _forced
+    asked = _check(backend) or (_thread.forced if torch.compiler.is_compiling() else _forced.get())
     if asked == "reference":
         return asked
     if asked is None and not x.is_cuda:

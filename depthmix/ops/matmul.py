@@ -27,7 +27,11 @@ def _settings(device_type: str) -> Any:
 def lowered(device_type: str) -> bool:
     """Whether products of fp32 matrices may be computed in fewer bits on such a device."""
     settings = _settings(device_type)
-    return settings is not None and settings.fp32_precision not in ("ieee", "none")
+    precision = "none" if settings is None else settings.fp32_precision
+    if precision == "ieee":
+        with _lock:  # it may be what `_ieee` of another thread has put in force for one product
+            precision = settings.fp32_precision
+    return precision not in ("ieee", "none")
 
 
 @contextmanager
@@ -39,7 +43,8 @@ def _ieee(device_type: str) -> Iterator[None]:
         try:
             yield
         finally:
-            settings.fp32_precision = before
+            if settings.fp32_precision == "ieee":  # else somebody has chosen another one meanwhile, which stays
+                settings.fp32_precision = before
 
 
 def _ieee_matmul(a: Tensor, b: Tensor) -> Tensor:

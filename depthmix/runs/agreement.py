@@ -4,6 +4,7 @@ A checkpoint is protected by its own checksums. What lies around it is not, so t
 like when it was saved, and whoever reads a checkpoint compares:
 
     state["config"]          the recipe, with every option of the mixer spelt out
+    state["data"]            the SHA-256 of the data (see depthmix/data/integrity.py)
     state["run"]["id"]       the run, by a random id that environment.json holds as well
     state["run"]["files"]    SHA-256 of data.json and tokenizer.json
     state["run"]["metrics"]  length and SHA-256 of metrics.jsonl up to this step
@@ -19,11 +20,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from depthmix.config import FREE, TrainConfig
+from depthmix.data.integrity import data_hash
 from depthmix.errors import CHECKPOINT, UserError
 from depthmix.files import reading
 from depthmix.mixers.defaults import all_options
 from depthmix.runs.checkpoint import Checkpoint, is_sound, list_checkpoints, read_state_alone
-from depthmix.runs.folder import DATA_META, METRICS, RECIPE, TOKENIZER, RunFolder
+from depthmix.runs.folder import DATA_META, METRICS, RECIPE, TOKENIZER, RunFolder, check_options
 
 KEPT = (DATA_META, TOKENIZER)  # files that do not change once a run has begun
 SHOWN = 3  # differences that a message names
@@ -53,16 +55,29 @@ def check_agreement(folder: RunFolder, saved: Checkpoint) -> None:
     if ours and theirs and ours != theirs:
         what = f"the checkpoint is of run {theirs} and {folder.path} is run {ours}"
         raise UserError(f"Cannot use the checkpoint {saved.path}: {what}; put the run's own ones back.", CHECKPOINT)
-    if differences := _recipe_differences(folder.read_recipe(), saved.state.get("config")):
+    recipe = folder.read_recipe()
+    check_options(folder, recipe, [field.name for field in dataclasses.fields(TrainConfig)])
+    if differences := _recipe_differences(recipe, saved.state.get("config")):
         more = f" and {len(differences) - SHOWN} more" if len(differences) > SHOWN else ""
         advice = "put the recipe back as it was; another recipe needs another run"
         what = f"was changed since the run was trained: {', '.join(differences[:SHOWN])}{more}"
         raise UserError(f"{folder.path / RECIPE} {what}; {advice}.", CHECKPOINT)
+    _check_data(folder, saved)
     files = described.get("files")
     for name, expected in files.items() if isinstance(files, dict) else ():
         if name in KEPT and (folder.path / name).is_file() and (found := _sha256(folder, name)) != expected:
             what = f"its SHA-256 was {str(expected)[:12]}… at step {saved.step} and is {found[:12]}…"
             raise UserError(f"{folder.path / name} is not that of this run: {what}; put it back.", CHECKPOINT)
+
+
+def _check_data(folder: RunFolder, saved: Checkpoint) -> None:
+    data, kept = saved.state.get("data"), folder.data_meta()
+    expected = data.get("sha256") if isinstance(data, dict) else None
+    if expected is None or not kept:
+        return
+    if (found := data_hash(kept)) != expected:
+        what = f"its SHA-256 is {found[:12]}… and the checkpoint of step {saved.step} was trained on {expected[:12]}…"
+        raise UserError(f"{folder.path / DATA_META} is that of other data: {what}; put it back.", CHECKPOINT)
 
 
 def check_metrics(folder: RunFolder, saved: Checkpoint) -> None:

@@ -14,15 +14,19 @@ import platform
 import socket
 import subprocess
 import uuid
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from depthmix.data.dataset import read_meta
+from depthmix.data.integrity import data_hash, describe_change
 from depthmix.errors import CHECKPOINT, DATA, DISK, UserError
-from depthmix.files import TEMPORARY, check_above, reading, reason, sync_folder, write_file, writing
+from depthmix.files import TEMPORARY, check_above, open_no_link, reading, reason, sync_folder, write_file, writing
 from depthmix.mixers.defaults import all_options
+from depthmix.ownership import check_new_folder
 from depthmix.runs.checkpoint import STATE, list_checkpoints
+from depthmix.shown import shown
 
 RECIPE, ENVIRONMENT, METRICS, SPEED = "recipe.yaml", "environment.json", "metrics.jsonl", "speed.jsonl"
 DYNAMICS = "dynamics.jsonl"
@@ -50,6 +54,7 @@ class RunFolder:
         """A new run folder for the configuration (a dataclass); the folder must be new or empty."""
         self = cls(path)
         self._refuse_foreign()
+        check_new_folder(self.path, "the run")
         with writing(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
         with self.locked():
@@ -90,6 +95,7 @@ class RunFolder:
             return cls.create(path, config, command)
         self = cls.open(path)
         now, then = _plain(_spelt_out(dataclasses.asdict(config))), _spelt_out(self.read_recipe())
+        check_options(self, then, now)
         defaults = {
             f.name: f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
             for f in dataclasses.fields(config)
@@ -120,7 +126,8 @@ class RunFolder:
 
         path = self.path / LOCK
         with writing(path):
-            file = open(path, "a+b", buffering=0)  # noqa: SIM115 (closed below, once the lock is held)
+            # Closed below, once the lock is held.
+            file = open(path, "a+b", buffering=0, opener=open_no_link)  # noqa: SIM115
         with file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -205,7 +212,7 @@ class RunFolder:
             if name == METRICS and metrics_length is not None:
                 kept = metrics_length
             if kept < sum(len(line) + 1 for line in lines) + len(torn):
-                with writing(path), open(path, "r+b") as file:
+                with writing(path), open(path, "r+b", opener=open_no_link) as file:
                     file.truncate(kept)  # atomic, and possible on a full disk
                     os.fsync(file.fileno())
 
@@ -254,6 +261,8 @@ class RunFolder:
         """What recipe.yaml holds."""
         try:
             import yaml
+
+            from depthmix.small_yaml import load_yaml
         except ModuleNotFoundError:
             raise UserError("Reading a run needs the package yaml: pip install 'depthmix[train]'.") from None
 
@@ -262,7 +271,7 @@ class RunFolder:
         if not raw:
             raise UserError(f"{path} is missing or empty: {self.path} is not a run folder.", CHECKPOINT)
         try:
-            recipe = yaml.safe_load(raw.decode("utf-8"))
+            recipe = load_yaml(raw.decode("utf-8"), yaml.SafeLoader)
         except (yaml.YAMLError, ValueError, RecursionError) as error:
             what = " ".join(str(error).split())
             raise UserError(f"{path} is damaged: it is not YAML ({what}).", CHECKPOINT) from error
@@ -309,7 +318,9 @@ class RunFolder:
         return known[project]
 
     def find_data(self, data: str) -> Path:
-        """Where the data of the recipe lies, from whatever folder it is asked for; UserError with what was tried.
+        """Return where the data that the run was trained on lies, from whatever folder it is asked for.
+
+        UserError with what was tried, or with what has changed: other data in its place is refused.
 
         A relative path is meant from where the run was trained, which is noted; else from here, else, the project having moved
         as a whole, from a folder above the run.
@@ -318,15 +329,25 @@ class RunFolder:
         near = [Path(p).absolute() for p in (noted, data) if isinstance(p, str) and p]
         above = [] if os.path.isabs(data) else [p / data for p in self.path.absolute().parents]
         found = [p for p in (*near, *above) if (p / "meta.json").is_file()]
-        kept = self._read_bytes(self.path / DATA_META)
-        for place in found:
-            with reading(place):
-                if (place / "meta.json").read_bytes() == kept:
-                    return place
         if not found:
             tried = " and ".join(dict.fromkeys(map(str, near))) + (f", and {data} above the run" if above else "")
             raise UserError(f"The data of {self.path} is not there any more: tried {tried}; use --input.", DATA)
-        return found[0]
+        if not self._read_bytes(self.path / DATA_META):
+            return found[0]  # a run of an older version does not say what it was trained on
+        kept = self.data_meta()
+        if not kept:
+            what = "it does not say any more which data the run was trained on"
+            raise UserError(
+                f"{self.path / DATA_META} is damaged, {what}: put it back from a copy, or use --input.", DATA
+            )
+        for place in found:
+            with suppress(UserError):  # a damaged one, while another may be whole
+                if data_hash(place) == data_hash(kept):
+                    return place
+        change = describe_change(kept, read_meta(found[0]))
+        changed = f"The data in {found[0]} is not what {self.path} was trained on: {change}"
+        text = "" if "classes" in kept else ", or give text to measure on with --input"
+        raise UserError(f"{changed}; prepare it as then{text}.", DATA)
 
     def _refuse_foreign(self) -> None:
         try:
@@ -364,7 +385,7 @@ class RunFolder:
     def _append(self, name: str, data: bytes) -> None:
         path = self.path / name
         # Opened for each line: nothing goes to a file that was replaced or removed meanwhile.
-        with writing(path), open(path, "ab", buffering=0) as file:
+        with writing(path), open(path, "ab", buffering=0, opener=open_no_link) as file:
             size, rest = os.fstat(file.fileno()).st_size, memoryview(data)
             try:
                 while rest:
@@ -399,6 +420,13 @@ class RunFolder:
     def _read_bytes(self, path: Path) -> bytes:
         with reading(path):
             return path.read_bytes() if path.exists() else b""
+
+
+def check_options(folder: RunFolder, recipe: Mapping[str, Any], known: Collection[str]) -> None:
+    """Refuse a recipe with options that are not known: what they did to the run would be ignored."""
+    if unknown := [name for name in recipe if name not in known]:
+        what = f"{folder.path / RECIPE} is damaged, or of a later version of depthmix: there is no option {shown(unknown[0])}"
+        raise UserError(f"{what}; put the file back from a copy, or use that version.", CHECKPOINT)
 
 
 def environment(command: Sequence[str], device: str = "auto") -> dict[str, Any]:

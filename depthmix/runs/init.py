@@ -25,6 +25,7 @@ from depthmix.models.exchange import MODEL_TYPE
 from depthmix.randomness import seed_random
 from depthmix.runs import foreign
 from depthmix.runs.folder import RECIPE, TOKENIZER, RunFolder
+from depthmix.runs.own_tokenizer import check_tokenizer
 from depthmix.runs.pretrained import is_pretrained, model_type, read_config, read_pretrained
 from depthmix.runs.restore import (
     build_decoder,
@@ -160,6 +161,8 @@ def check_vocabulary(config: TrainConfig, data: TokenData) -> None:
     path = source.folder / TOKENIZER
     if not path.is_file():
         return  # nothing says what its tokens mean
+    if source.run:
+        check_tokenizer(RunFolder(source.folder))
     theirs, ours = (load_tokenizer(p, add_end=False).get_vocab() for p in (path, data.tokenizer_path))
     if any(
         ours.get(token) != number for token, number in theirs.items()

@@ -18,8 +18,10 @@ from depthmix.models.exchange import MODEL_TYPE
 from depthmix.runs import foreign
 from depthmix.runs.agreement import check_agreement
 from depthmix.runs.checkpoint import Checkpoint, load_checkpoint, newest_checkpoint
-from depthmix.runs.folder import RECIPE, TOKENIZER, RunFolder
+from depthmix.runs.folder import RECIPE, TOKENIZER, RunFolder, check_options
+from depthmix.runs.own_tokenizer import check_tokenizer
 from depthmix.runs.pretrained import CONFIG, Pretrained, is_pretrained, model_type, read_end, read_pretrained
+from depthmix.shown import shown
 
 
 @dataclass
@@ -50,6 +52,7 @@ def load_model(run: str | Path, device: torch.device) -> Trained:
     if "classes" in (meta := folder.data_meta()):
         return _load_vit(folder, config, meta, saved, device)
     tokenizer = _tokenizer(folder)
+    check_tokenizer(folder)
     model = model_of_run(folder, saved, config, vocabulary(tokenizer))
     return Trained(model.to(device).eval(), tokenizer, config, saved.step, folder, tokenizer.token_to_id(END))
 
@@ -152,12 +155,13 @@ def _check_vocabulary(folder: RunFolder, tokens: int, vocab_size: int, of: str) 
 def read_train_config(folder: RunFolder) -> TrainConfig:
     """The run's recipe, with every value of its field's type."""
     recipe, plain = folder.read_recipe(), TrainConfig()
+    check_options(folder, recipe, [f.name for f in fields(TrainConfig)])
     known = {f.name: recipe[f.name] for f in fields(TrainConfig) if f.name in recipe}
     for name, value in known.items():
         default = getattr(plain, name)
         kinds = {float: (int, float), type(None): (int, type(None))}.get(type(default), (type(default),))
         if type(value) not in kinds:
-            raise UserError(f"{folder.path / RECIPE} is damaged: {name} is {value!r}", CHECKPOINT)
+            raise UserError(f"{folder.path / RECIPE} is damaged: {name} is {shown(value)}", CHECKPOINT)
     return TrainConfig(**known)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
@@ -26,15 +27,16 @@ def retrofit_folder(config: RetrofitConfig) -> str:
         what = "has no config.json" if given.is_dir() else "is a file" if given.exists() else "does not exist"
         advice = "give a folder that `save_pretrained` wrote; nothing is fetched"
         raise UserError(f"retrofit: {given} {what}: {advice}", CHECKPOINT)
-    if out.exists():
+    if os.path.lexists(out):
         raise UserError(f"retrofit: {out} exists already; choose another folder for --out")
     try:
         check_options(config.mixer, mixer_class(config.mixer).options, config.mixer_options)
         model = foreign.retrofitted(foreign.load(given, "retrofit"), config.mixer, config.mixer_options)
     except OptionError as error:
         raise UserError(f"retrofit: {error}") from None
-    unfinished = out.with_name(f".tmp-{out.name}")
+    unfinished = out.with_name(f".tmp-{out.name}-{os.getpid()}")
     with writing(out):
+        unfinished.mkdir(parents=True)  # a folder that is there already is not ours to remove
         try:
             model.save_pretrained(unfinished)
             for pattern in TOKENIZER:

@@ -13,13 +13,14 @@ from depthmix.config import CompareConfig, InspectConfig, TrainConfig
 from depthmix.device import choose_device, release_memory
 from depthmix.errors import CHECKPOINT, DISK, DIVERGED, UserError
 from depthmix.files import check_above, write_text
+from depthmix.ownership import check_foreign_files, check_new_folder
 from depthmix.page.measure import measured, opening_text
 from depthmix.page.page import load as load_plotly
 from depthmix.page.page import make_page
 from depthmix.runs.folder import RunFolder
 from depthmix.study.arms import Arm
 from depthmix.study.costs import at_step_times, cost_note, doubts
-from depthmix.study.figures import draw_figures, load
+from depthmix.study.figures import NAMES, draw_figures, load
 from depthmix.study.plan import check_config, is_finished, make_plan
 from depthmix.study.report import UNFINISHED, Found, command_of, content_of
 from depthmix.study.rows import Row, Run, make_rows, read_run
@@ -36,6 +37,12 @@ from depthmix.study.step_times import measured_step_times, turns_are_cheap
 from depthmix.study.table import print_table, to_csv, to_markdown
 from depthmix.study.verdict import verdict
 
+OUTPUTS = (
+    "table.csv",
+    "table.md",
+    "report.html",
+    *(f"{stem}.{end}" for stem in NAMES.values() for end in ("svg", "png")),
+)
 TEMPERATURE, TOP_P = 0.8, 0.95
 MAP_TOKENS = 2048  # that depth maps of the page are of
 CUTTING = 3.0  # seconds that cutting connections may take, of all arms together; `depthmix report` takes its time
@@ -231,6 +238,9 @@ def open_comparison(config: CompareConfig, arms: Sequence[Arm]) -> Comparison:
             lost = f"{COMPARISON} and {STEP_TIMES}, which say how long each was to train, are lost"
             raise UserError(f"{out} holds runs, but {lost}; delete {out} or choose another --out", CHECKPOINT)
         comparison.rebuilt = runs
+        check_new_folder(out, "the comparison")
+        if not runs:
+            check_foreign_files(out, OUTPUTS, COMPARISON)
         return comparison
     changed = recipe_changes(saved["recipe"], recipe)
     if comparison.data and saved.get("data"):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from depthmix.files import write_file, writing
+from depthmix.ownership import DRAWN
 from depthmix.study.rows import Run
 from depthmix.study.table import human
 
@@ -154,7 +155,10 @@ def _time_unit(longest: float) -> tuple[float, str]:
 
 
 def _save(figure: Any, stem: Path, endings: Sequence[str]) -> None:
-    how: dict[str, dict[str, Any]] = {"svg": {"metadata": {"Date": None}}, "png": {"dpi": 160}}
+    how: dict[str, dict[str, Any]] = {
+        "svg": {"metadata": {"Date": None, "Creator": DRAWN}},
+        "png": {"metadata": {"Software": DRAWN}, "dpi": 160},
+    }
     for ending, options in ((ending, how[ending]) for ending in endings):
         path, picture = stem.with_name(f"{stem.name}.{ending}"), io.BytesIO()
         figure.savefig(picture, format=ending, **options)

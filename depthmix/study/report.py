@@ -14,14 +14,15 @@ from depthmix.config import CompareConfig, InspectConfig, ReportConfig
 from depthmix.errors import CHECKPOINT, UserError
 from depthmix.files import check_above, write_text
 from depthmix.mixers.defaults import chosen_options
+from depthmix.ownership import check_replaceable
 from depthmix.page.content import Content, Curve, Table
 from depthmix.page.measure import known, measured, opening_text
 from depthmix.page.page import make_page
 from depthmix.runs.folder import ENVIRONMENT, RunFolder
 from depthmix.study.arms import Arm
 from depthmix.study.costs import at_step_times, doubts
-from depthmix.study.figures import curve_over_seeds, draw_figures
-from depthmix.study.insides import draw_insides
+from depthmix.study.figures import NAMES, curve_over_seeds, draw_figures
+from depthmix.study.insides import MAP, OVER_DEPTH, draw_insides, file_names
 from depthmix.study.rows import Row, Run, make_rows, read_run
 from depthmix.study.saved import COMPARISON, is_time, read_json
 from depthmix.study.table import AGAINST, COSTS, VAL_LOSS, Column, cells, human, human_time, learnt, of_images
@@ -52,6 +53,9 @@ def report(config: ReportConfig) -> Path:
     out = Path(config.out)
     _check(config, out)
     found = gather([Path(run) for run in config.run])
+    folder = out.parent / "figures"
+    for path in figure_files(found, folder):
+        check_replaceable(path, "figure")
     documents = []
     with phases() as progress:
         for label, path in found.models:
@@ -62,12 +66,22 @@ def report(config: ReportConfig) -> Path:
             )  # fmt: skip
             chosen = [name for name in ("text", "input", "data") if getattr(config, name)]
             documents.append({**measured(asked, progress, chosen), "label": label})
-    folder = out.parent / "figures"
+    check_replaceable(out, "page")  # again: measuring took a while
     notes = draw_figures(found.runs, found.labels, folder) or draw_insides(documents, folder)
     found.notes += notes
     page = make_page(content_of(found, documents, command_of("report", config)))
     write_text(out, page)
     return out
+
+
+def figure_files(found: Found, folder: Path) -> list[Path]:
+    """Return the files that a report draws into its folder of figures."""
+    stems = [
+        *NAMES.values(),
+        OVER_DEPTH,
+        *(f"{MAP}-{name}" for name in file_names([label for label, _ in found.models])),
+    ]
+    return [folder / f"{stem}.{ending}" for stem in stems for ending in ("svg", "png")]
 
 
 def explored(runs: Sequence[str]) -> Content | None:
@@ -97,6 +111,7 @@ def _check(config: ReportConfig, out: Path) -> None:
     check_above(out)
     if out.is_dir():
         raise UserError(f"{out} is a folder; give a file that ends in .html")
+    check_replaceable(out, "page")
 
 
 def gather(paths: Sequence[Path]) -> Found:

@@ -12,6 +12,7 @@ from typing import Any
 
 from depthmix.errors import UserError
 from depthmix.files import write_text
+from depthmix.ownership import check_replaceable
 from depthmix.study.claims import (
     ASSUMED,
     CONFIRMED,
@@ -51,6 +52,7 @@ def write_claims(path: Path = RESULTS / CLAIMS, page: Path = PAGE) -> Path:
     """Write the page of verdicts from the claims and all results; returns it."""
     if not path.is_file():
         raise UserError(f"there is no {path} here: claims are judged in a copy of depthmix's repository")
+    check_replaceable(page, "text")
     claims, which = read_claims(path)
     said = functools.cache(read_study)
 

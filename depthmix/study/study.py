@@ -16,25 +16,28 @@ from typing import Any
 import torch
 
 from depthmix.config import StudyConfig, TrainConfig
-from depthmix.data.dataset import TokenData
 from depthmix.data.images import ImageData
 from depthmix.data.prepared import open_data
 from depthmix.device import choose_device, release_memory
 from depthmix.errors import CHECKPOINT, DIVERGED, INTERNAL, INTERRUPTED, UserError
 from depthmix.files import check_writable
 from depthmix.names import nearest
+from depthmix.ownership import check_foreign_files, check_new_folder
 from depthmix.runs.folder import environment
 from depthmix.study.borrowed import borrow, known_of
 from depthmix.study.checks import check_code, check_pieces, check_runs, data_mark
 from depthmix.study.lanes import Place, run_in_lanes
 from depthmix.study.making import Outcome, in_words, make_run
 from depthmix.study.modules import loaded
+from depthmix.study.pictures import DIFFERENCES, LAWS, LOSSES
 from depthmix.study.pieces import Deadline, Piece, in_order, predicted
 from depthmix.study.recipe import Cell, Study, StudyArm, read_study
 from depthmix.study.records import RUNS, Records, read_records, write_records
-from depthmix.study.sheet import power_lines, write_sheet
+from depthmix.study.sheet import RESULTS as SHEET
+from depthmix.study.sheet import TABLE, power_lines, write_sheet
 
 RESULTS = Path("docs") / "results"
+OUTPUTS = (SHEET, TABLE, *(f"{stem}.{ending}" for stem in (DIFFERENCES, LOSSES, LAWS) for ending in ("svg", "png")))
 MEASURING = 20.0  # seconds that an arm's step times may take: a model is built three times, for a second of steps
 AT_LEAST = 4.0  # and what they take anywhere
 # Of a run's environment what is kept: no paths.
@@ -61,6 +64,9 @@ def study(config: StudyConfig, *, begun: float | None = None) -> Records:
     check_part(said, config)
     usual = RESULTS / said.name
     out = Path(config.out) if config.out else usual
+    check_new_folder(out, "a study's results")
+    if not (out / RUNS).exists():
+        check_foreign_files(out, OUTPUTS, RUNS)
     lost = next((name for name in config.results if not Path(name).is_file()), None)
     if lost:
         raise UserError(f"study: there is no file of results {lost}", CHECKPOINT)
@@ -173,7 +179,7 @@ class Worker:
         self.deadline = Deadline(config.minutes, time.monotonic() if begun is None else begun)
         self.device = choose_device(config.device)
         self.environment = {key: value for key, value in environment([], config.device).items() if key in KEPT}
-        self.data = {name: _open(said.domains[name]) for name in said.active}
+        self.data = {name: open_data(said.domains[name]) for name in said.active}
         self.marks = {name: data_mark(data) for name, data in self.data.items()}
         self.images = [name for name, data in self.data.items() if isinstance(data, ImageData)]
         self.failed: dict[str, str] = {}  # by arm
@@ -392,12 +398,6 @@ class Worker:
             if here and line["size"] == cell.size and words is not None and other == words:
                 return dict(line["seconds"])
         return {}
-
-
-def _open(folder: str) -> TokenData | ImageData:
-    data = open_data(folder)
-    data.verify()  # a fingerprint of other tokens than those read would be worth nothing
-    return data
 
 
 def _finish(said: Study, records: Records, out: Path, say: Callable[[str], None], figures: bool) -> None:

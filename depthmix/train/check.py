@@ -100,7 +100,7 @@ def facts(config: TrainConfig, data: TokenData | ImageData) -> dict[str, Any]:
         code.update(path.relative_to(package).as_posix().encode() + b"\0" + path.read_bytes())
     return {
         **recipe,
-        "the data": hashlib.sha256(data.meta_path.read_bytes()).hexdigest()[:16],
+        "the data": data.sha256[:16],
         "the version of depthmix": f"{depthmix.__version__} ({code.hexdigest()[:16]})",
         "the version of torch": torch.__version__,
     }

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,14 @@ class Evaluation:
     loss: float  # nats per token
     tokens: int
     bytes_per_token: float
+    domains: dict[str, float] = field(default_factory=dict)  # nats per token in each named domain
+
+    @classmethod
+    def of(cls, sums: Mapping[str, Sequence[float]], bytes_per_token: float) -> Evaluation:
+        """Combine each domain's sum of losses and number of tokens; a domain without a name is not reported apart."""
+        total, tokens = (math.fsum(column) for column in zip(*sums.values(), strict=True))
+        domains = {name: loss / count for name, (loss, count) in sums.items() if name}
+        return cls(total / tokens, round(tokens), bytes_per_token, domains)
 
     @property
     def perplexity(self) -> float:
@@ -36,11 +45,12 @@ class Evaluation:
 
     def curve(self) -> dict[str, float]:
         """What is logged on the way."""
-        return {"val_loss": self.loss}
+        return {"val_loss": self.loss, **{f"val_loss/{name}": loss for name, loss in self.domains.items()}}
 
-    def numbers(self) -> dict[str, float]:
+    def numbers(self) -> dict[str, Any]:
         """What else a result says."""
-        return {"perplexity": self.perplexity, "bits_per_byte": self.bits_per_byte}
+        by_domain = {"domains": dict(self.domains)} if self.domains else {}
+        return {"perplexity": self.perplexity, "bits_per_byte": self.bits_per_byte, **by_domain}
 
 
 @dataclass
@@ -55,7 +65,7 @@ class ImageEvaluation:
         """What is logged on the way."""
         return {"val_loss": self.loss, "val_accuracy": self.accuracy}
 
-    def numbers(self) -> dict[str, float]:
+    def numbers(self) -> dict[str, Any]:
         """What else a result says."""
         return {"accuracy": self.accuracy}
 
@@ -90,16 +100,23 @@ def summed_loss(
 
 
 def evaluate(
-    model: nn.Module, batches: Iterable[Tensor], device: torch.device, precision: str, bytes_per_token: float
+    model: nn.Module,
+    parts: Mapping[str, Iterable[Tensor]],
+    device: torch.device,
+    precision: str,
+    bytes_per_token: float,
 ) -> Evaluation:
-    """The mean loss over all batches, summed in fp64."""
+    """Return the mean loss over the batches of all domains, and of each named one, summed in fp64."""
     model.eval()
-    total, tokens = 0.0, 0
-    for batch in batches:
-        found, n = summed_loss(model, batch, device, precision)
-        total, tokens = total + found, tokens + n
+    sums: dict[str, tuple[float, int]] = {}
+    for name, batches in parts.items():
+        total, tokens = 0.0, 0
+        for batch in batches:
+            found, n = summed_loss(model, batch, device, precision)
+            total, tokens = total + found, tokens + n
+        sums[name] = total, tokens
     model.train()
-    return Evaluation(total / tokens, tokens, bytes_per_token)
+    return Evaluation.of(sums, bytes_per_token)
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from depthmix.errors import UserError
 from depthmix.ops.gpu.launch import on_device
-from depthmix.ops.gpu.recording import written_afterwards
+from depthmix.ops.gpu.recording import recorded
 
 WARM_UP = 3  # passes before the recording, in which kernels are compiled and chosen
 
@@ -29,7 +29,7 @@ class GraphedBackward:
         torch.cuda.current_stream().wait_stream(side)
         self.graph = torch.cuda.CUDAGraph()
         # On the same stream: the nodes that accumulate gradients remember where they first ran.
-        with written_afterwards(batch.device) as self.constants, torch.cuda.graph(self.graph, stream=side):
+        with recorded(self.graph, side) as self.constants:
             self.loss = loss(self.batch)
             self.loss.backward()
 

@@ -28,6 +28,7 @@ from depthmix.insight.streams import stream_report
 from depthmix.insight.summary import summary
 from depthmix.mixers.defaults import chosen_options
 from depthmix.models import Decoder
+from depthmix.ownership import check_replaceable
 from depthmix.runs.restore import Trained, load_model
 from depthmix.train.evaluate import token_losses
 from depthmix.train.generate import check_prompt
@@ -41,10 +42,12 @@ def inspect(config: InspectConfig) -> None:
     """Print the tables, and write the document where it was asked for."""
     if config.json:
         check_above(Path(config.json))
+        check_replaceable(Path(config.json), "inspection")
     with phases() as progress:
         found = inspect_run(config, progress)
     print(summary(found))
     if config.json:
+        check_replaceable(Path(config.json), "inspection")  # again: measuring took a while
         write_text(Path(config.json), json.dumps(found, allow_nan=False) + "\n")
         print(f"Everything, token by token too: {config.json}")
 
@@ -127,8 +130,8 @@ def _measured_on(trained: Trained, config: InspectConfig, ids: Tensor) -> Iterat
             raise UserError("the text is too short to measure the model on: give another with --input", DATA)
         yield ids
         return
-    batches, _ = batches_of_text(trained, config, config.data)
-    yield from first_tokens(batches, config.tokens)
+    parts, _ = batches_of_text(trained, config, config.data)
+    yield from first_tokens(itertools.chain.from_iterable(parts.values()), config.tokens)
 
 
 def first_tokens(batches: Iterable[Tensor], tokens: int) -> Iterator[Tensor]:

@@ -78,6 +78,7 @@ class Trainer:
         self, config: TrainConfig, data: TokenData | ImageData, device: torch.device, world: World | None = None
     ) -> None:
         self.config, self.device, self.world = config, device, world or World(Layout(), device)
+        self.data = data
         at_a_time = dataclasses.replace(config, micro_batch_size=self.world.layout.micro_batch_size(config))
         self.task = make_task(at_a_time, data, self.world.rows(config.batch_size), self.world.share)
         self.task.check()
@@ -185,7 +186,7 @@ class Trainer:
     def astray(self) -> bool:
         """Whether the weights are beyond use, whatever the batch: loss or gradient of validation data is not usable either."""
         with self.random.exchanged(self.model):
-            loss, norm = self.engine.probe(self.loss, next(self.task.validation()).to(self.device))
+            loss, norm = self.engine.probe(self.loss, next(next(iter(self.task.validation().values()))).to(self.device))
         return not self.usable(loss.item(), norm.item())
 
     def batch(self, step: int) -> Tensor:
@@ -202,12 +203,15 @@ class Trainer:
         if not self.world.several:
             return self.task.evaluate(self.model, self.device)
         self.model.eval()
-        sums = self.engine.sums(
-            lambda model, batch: self.task.sums(model, batch, self.device, self.engine.whole),
-            self.world.deal(self.task.validation()),
-        )
+        sums = {
+            domain: self.engine.sums(
+                lambda model, batch: self.task.sums(model, batch, self.device, self.engine.whole),
+                self.world.deal(batches),
+            )
+            for domain, batches in self.task.validation().items()
+        }
         self.model.train()
-        return self.task.evaluation(*self.world.add_up(*sums))
+        return self.task.evaluation({domain: self.world.add_up(*own) for domain, own in sums.items()})
 
     def tensors(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Everything a checkpoint holds: the model's tensors, and the optimizers' with the random generator's."""
@@ -337,6 +341,7 @@ def _run(trainer: Trainer, folder: RunFolder, saved: Checkpoint | None, memory: 
     def save(step: int) -> None:
         folder.sync()
         state = {"seconds": seconds, "skipped": skipped, "val_loss": val_loss, "config": asdict(spell_out(config))}
+        state["data"] = {"sha256": trainer.data.sha256}
         if trainer.world.first:
             state["run"] = describe_run_files(folder)
         saver.save(step, *trainer.tensors(), state)

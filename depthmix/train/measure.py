@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from depthmix.config import EvalConfig, InspectConfig
+from depthmix.data.alphabet import Alphabet
 from depthmix.data.corpus import documents
-from depthmix.data.dataset import TokenData, validation_batches
+from depthmix.data.dataset import TokenData, validation_parts
 from depthmix.data.images import ImageData
 from depthmix.data.tokenizer import load_tokenizer
 from depthmix.device import choose_device
@@ -35,27 +38,28 @@ def _evaluate(config: EvalConfig) -> tuple[Evaluation | ImageEvaluation, int]:
     trained = load_model(config.run, device)
     if trained.tokenizer is None:
         return _on_images(trained, config, device), trained.step
-    batches, ratio = batches_of_text(trained, config)
-    return evaluate(trained.model, batches, device, trained.config.precision, ratio), trained.step
+    parts, ratio = batches_of_text(trained, config)
+    return evaluate(trained.model, parts, device, trained.config.precision, ratio), trained.step
 
 
 def _on_images(trained: Trained, config: EvalConfig, device: torch.device) -> ImageEvaluation:
     if config.input or config.seq_len is not None:
         raise UserError(f"{trained.folder.path} was trained on images: leave input and seq_len out")
     data = ImageData.open(trained.folder.find_data(trained.config.data))
-    if data.classes != trained.folder.data_meta()["classes"] or data.shape[2] != trained.model.config.channels:
-        raise UserError(f"the images of {data.folder} are others than then", DATA)
     return Pictures(replace(trained.config, micro_batch_size=config.batch_size), data).evaluate(trained.model, device)
 
 
 def batches_of_text(
     trained: Trained, config: EvalConfig | InspectConfig, data: str = ""
-) -> tuple[Iterator[Tensor], float]:
-    """Batches [B, T + 1] of the input or else of a validation split, and bytes per token; data: other than the model was trained with."""
+) -> tuple[dict[str, Iterator[Tensor]], float]:
+    """Return the batches [B, T + 1] of each domain of a validation split, or of the input under an empty name, and bytes per token.
+
+    data: a folder other than the one the model was trained with.
+    """
     seq_len = config.seq_len or trained.config.seq_len
     if config.input:
         ids, n_bytes = _encode(trained, config)
-        return _windows(ids, seq_len, config.batch_size), n_bytes / len(ids)
+        return {"": _windows(ids, seq_len, config.batch_size)}, n_bytes / len(ids)
     if not data and not trained.config.data:
         what = f"{trained.folder.path} does not say what its model was trained on"
         raise UserError(f"{what}: give the text to measure it on with --input", DATA)
@@ -67,16 +71,17 @@ def batches_of_text(
     if data and load_tokenizer(opened.tokenizer_path).get_vocab() != trained.tokenizer.get_vocab():
         raise UserError(f"{opened.folder} was prepared with another tokenizer than the model's: use --input", DATA)
     val = opened.split("val")
-    batches = validation_batches(val, seq_len, config.batch_size, None)
-    checked = (check_tokens(batch, opened.vocab_size, opened.folder) for batch in batches)
-    return checked, val.n_bytes / val.n_tokens
+    check = functools.partial(check_tokens, vocab_size=opened.vocab_size, folder=opened.folder)
+    parts = validation_parts(val, seq_len, config.batch_size)
+    return {domain: map(check, batches) for domain, batches in parts.items()}, val.n_bytes / val.n_tokens
 
 
 def _encode(trained: Trained, config: EvalConfig | InspectConfig) -> tuple[np.ndarray, int]:
     end = trained.end
     ids: list[int] = []
-    n_bytes = 0
+    n_bytes, alphabet = 0, Alphabet(trained.tokenizer)
     for text in documents(config.input, config.text_field, "file"):
+        alphabet.check(text)
         ids += trained.tokenizer.encode(text, add_special_tokens=False).ids + ([] if end is None else [end])
         n_bytes += len(text.encode())
     if len(ids) < 2:
@@ -98,11 +103,12 @@ def _windows(ids: np.ndarray, seq_len: int, batch_size: int) -> Iterator[Tensor]
 def measure(config: EvalConfig) -> None:
     """Print what `evaluate_run` finds, and of which checkpoint."""
     found, step = _evaluate(config)
-    numbers: dict[str, float | None] = {"step": step or None, "loss": found.loss, **found.numbers()}
+    numbers: dict[str, Any] = {"step": step or None, "loss": found.loss, **found.numbers()}
     if isinstance(found, ImageEvaluation):
         numbers["images"] = found.images
         text = f"loss {found.loss:.4f} nats per image, accuracy {found.accuracy:.2%}, {found.images:,} images"
     else:
         numbers["tokens"] = found.tokens
         text = f"loss {found.loss:.4f} nats per token, perplexity {found.perplexity:.2f}, {found.bits_per_byte:.4f} bits per byte, {found.tokens:,} tokens"
+        text += "".join(f"\n    {domain}: loss {loss:.4f}" for domain, loss in found.domains.items())
     print(json.dumps(numbers) if config.json else text)

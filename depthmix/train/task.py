@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Protocol
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from depthmix.config import OF_IMAGES, OF_TEXT, TrainConfig
-from depthmix.data.dataset import Batches, TokenData, validation_batches
+from depthmix.data.dataset import Batches, TokenData, validation_parts
 from depthmix.data.images import ImageBatches, ImageData, image_batches, unpack
 from depthmix.data.tokenizer import end_token
 from depthmix.errors import UserError
@@ -64,8 +64,8 @@ class Task(Protocol):
     def checked(self, batch: Tensor) -> Tensor:
         """The batch, still on the CPU, if a model can take it."""
 
-    def validation(self) -> Iterator[Tensor]:
-        """The validation batches, the same at every evaluation."""
+    def validation(self) -> dict[str, Iterator[Tensor]]:
+        """Return the validation batches of each domain, the same at every evaluation; without domains, of an empty name."""
 
     def inputs(self, batch: Tensor) -> Tensor:
         """What the model takes of a batch, without what it is to find."""
@@ -79,8 +79,8 @@ class Task(Protocol):
     def sums(self, model: Model, batch: Tensor, device: torch.device, whole: Model) -> tuple[float, ...]:
         """What `evaluation` needs of each batch, to be added up; whole: makes plain tensors of divided ones."""
 
-    def evaluation(self, *sums: float) -> Evaluation | ImageEvaluation:
-        """What sums over the validation split say."""
+    def evaluation(self, sums: Mapping[str, Sequence[float]]) -> Evaluation | ImageEvaluation:
+        """Return what the sums over each domain of the validation split say."""
 
     def keep(self, folder: RunFolder) -> None:
         """Keep with the run what says which data it is, and what it takes to use its model."""
@@ -125,8 +125,9 @@ class Text:
     def checked(self, batch: Tensor) -> Tensor:
         return check_tokens(batch, self.data.vocab_size, self.config.data)
 
-    def validation(self) -> Iterator[Tensor]:
-        return map(self.checked, validation_batches(self.val, self.config.seq_len, self.micro, self.config.eval_tokens))
+    def validation(self) -> dict[str, Iterator[Tensor]]:
+        parts = validation_parts(self.val, self.config.seq_len, self.micro, self.config.eval_tokens)
+        return {domain: map(self.checked, batches) for domain, batches in parts.items()}
 
     def inputs(self, batch: Tensor) -> Tensor:
         return batch[:, :-1]
@@ -140,9 +141,8 @@ class Text:
     def sums(self, model: Model, batch: Tensor, device: torch.device, whole: Model) -> tuple[float, ...]:
         return summed_loss(model, batch, device, self.config.precision, whole, self.own)
 
-    def evaluation(self, *sums: float) -> Evaluation:
-        total, tokens = sums
-        return Evaluation(total / tokens, round(tokens), self.val.n_bytes / self.val.n_tokens)
+    def evaluation(self, sums: Mapping[str, Sequence[float]]) -> Evaluation:
+        return Evaluation.of(sums, self.val.n_bytes / self.val.n_tokens)
 
     def keep(self, folder: RunFolder) -> None:
         folder.keep_data(self.data.meta_path, self.data.tokenizer_path)
@@ -183,8 +183,8 @@ class Pictures:
     def checked(self, batch: Tensor) -> Tensor:
         return batch  # ImageData has looked at all labels, and every byte is a pixel
 
-    def validation(self) -> Iterator[Tensor]:
-        return image_batches(self.data.split("val"), self.micro)
+    def validation(self) -> dict[str, Iterator[Tensor]]:
+        return {"": image_batches(self.data.split("val"), self.micro)}
 
     def inputs(self, batch: Tensor) -> Tensor:
         return normalised(unpack(batch, self.data.shape)[0], self.data)
@@ -199,14 +199,14 @@ class Pictures:
 
     def evaluate(self, model: Vit, device: torch.device) -> ImageEvaluation:
         return evaluate_images(
-            lambda batch: self.logits(model, batch), model, self.validation(), device, self.config.precision
+            lambda batch: self.logits(model, batch), model, self.validation()[""], device, self.config.precision
         )
 
     def sums(self, model: Model, batch: Tensor, device: torch.device, whole: Model) -> tuple[float, ...]:
         return summed_images(lambda batch: self.logits(model, batch), batch, device, self.config.precision)
 
-    def evaluation(self, *sums: float) -> ImageEvaluation:
-        total, images, right = sums
+    def evaluation(self, sums: Mapping[str, Sequence[float]]) -> ImageEvaluation:
+        total, images, right = sums[""]
         return ImageEvaluation(total / images, round(images), right / images)
 
     def keep(self, folder: RunFolder) -> None:

@@ -1,6 +1,7 @@
 """Images in, bytes out: what is written is what was read, splits are kept or made, and what cannot be used is said."""
 
 import json
+import os
 import shutil
 
 import numpy as np
@@ -211,7 +212,24 @@ def test_damaged_images_are_refused(tmp_path):
         (folder / name).write_bytes(change((folder / name).read_bytes()))
         refused(lambda: ImageData.open(tmp_path / "copy"), words, code=DATA)
     (whole / "train-pixels.bin").write_bytes(bytes(27 * 72))
-    refused(ImageData.open(whole).verify, "wrong checksum", code=DATA)
+    refused(lambda: ImageData.open(whole), "train-pixels.bin is damaged (wrong checksum)", code=DATA)
+
+
+def test_pipes_among_pictures_and_arrays(tmp_path):
+    """A pipe that nobody writes to would never end."""
+    source = pictures(tmp_path / "in")
+    os.mkfifo(source / "cat" / "9.png")
+    refused(lambda: prepared(source, tmp_path / "out"), "9.png is no plain file", code=DATA)
+    (source / "cat" / "9.png").unlink()
+    (source / "cat" / "9.png").symlink_to("/dev/zero")
+    refused(lambda: prepared(source, tmp_path / "out"), "9.png is no plain file", code=DATA)
+    os.mkfifo(tmp_path / "a.npz")
+    refused(lambda: prepared(tmp_path / "a.npz", tmp_path / "out"), "is neither a folder nor an .npz file", code=DATA)
+    folder = arrays(tmp_path / "arrays")
+    (folder / "labels.npy").unlink()
+    os.mkfifo(folder / "labels.npy")
+    refused(lambda: prepared(folder, tmp_path / "out"), "labels.npy is no plain file", code=DATA)
+    assert not (tmp_path / "out").exists()
 
 
 def test_text_is_not_images_nor_the_other_way_round(tmp_path):

@@ -13,12 +13,12 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 import forking
 from depthmix.config import DataConfig
-from depthmix.data import dataset
+from depthmix.data import dataset, staging
 from depthmix.data import prepare as module
 from depthmix.data import tokenizer as tokenizing
 from depthmix.data.corpus import documents, find_sources, pieces
 from depthmix.data.dataset import TokenData
-from depthmix.data.prepare import prepare
+from depthmix.data.prepare import prepare, summary
 from depthmix.data.tokenizer import END, chunks, encode, load_tokenizer, train_tokenizer, vocabulary
 from depthmix.errors import DATA, DISK, USAGE, UserError
 from project import ROOT
@@ -362,7 +362,7 @@ def test_what_is_there_already(corpus, tmp_path):
 def test_replacing_where_folders_cannot_be_exchanged(corpus, tmp_path, monkeypatch, fails):
     out = prepare(config(corpus, tmp_path))
     before = contents(out)
-    monkeypatch.setattr(module.ctypes, "CDLL", lambda name: None)
+    monkeypatch.setattr(staging.ctypes, "CDLL", lambda name: None)
     if fails:
         rename = os.rename
 
@@ -371,7 +371,7 @@ def test_replacing_where_folders_cannot_be_exchanged(corpus, tmp_path, monkeypat
                 raise OSError(errno.EIO, "Input/output error")
             rename(a, b)
 
-        monkeypatch.setattr(module.os, "rename", broken)
+        monkeypatch.setattr(staging.os, "rename", broken)
         refuses("out cannot be written: Input/output error", config(corpus, tmp_path, overwrite=True, seed=1), DISK)
         assert contents(out) == before
     else:
@@ -390,8 +390,8 @@ def test_replacing_where_folders_cannot_be_exchanged(corpus, tmp_path, monkeypat
 )
 def test_a_disk_that_takes_no_more(corpus, tmp_path, monkeypatch, number, message):
     class Full(dataset.ShardWriter):
-        def write(self, ids, n_bytes, last):
-            super().write(ids, n_bytes, last)
+        def write(self, *given):
+            super().write(*given)
             if self.documents > 3:
                 raise OSError(number, os.strerror(number))
 
@@ -456,7 +456,7 @@ def test_interrupted_on_the_way(corpus, tmp_path):
 MEMORY = """
 import resource, sys
 from depthmix.config import DataConfig
-from depthmix.data.prepare import prepare
+from depthmix.data.prepare import prepare, summary
 from depthmix.data import tokenizer
 import tokenizers
 tokenizer.BATCH = 1 << 18
@@ -473,3 +473,63 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path):
     used = int(forking.python(MEMORY, tmp_path / "a.txt", tmp_path / "out", tmp_path / "t.json").stdout)
     assert used < 60 * 1024
     assert (tmp_path / "a.txt").stat().st_size > 2_500_000
+
+
+def test_named_inputs_are_domains(tmp_path):
+    words = {"books": "the king rode out", "code": "def f(x): return x", "docs": "press the button twice"}
+    for name, text in words.items():
+        lines = [json.dumps({"text": f"{text} {i}"}) for i in range(40)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+    # The middle input is named twice as often, and apart: a domain's text lies together all the same.
+    (tmp_path / "more.jsonl").write_text("\n".join(json.dumps({"text": f"x = {i}"}) for i in range(20)))
+    inputs = [f"books={tmp_path}/books.jsonl", f"code={tmp_path}/code.jsonl", f"docs={tmp_path}/docs.jsonl"]
+    config = DataConfig(
+        input=[*inputs, f"code={tmp_path}/more.jsonl"], out=str(tmp_path / "data"), vocab_size=300, val_fraction=0.1
+    )
+    data = TokenData.open(prepare(config, shard_tokens=100))
+    train, val = data.split("train"), data.split("val")
+    assert {name: part["documents"] for name, part in val.domains.items()} == {"books": 4, "code": 6, "docs": 4}
+    assert {name: part["documents"] for name, part in train.domains.items()} == {"books": 36, "code": 54, "docs": 36}
+    tokenizer = load_tokenizer(data.tokenizer_path)
+    for split in (train, val):
+        parts = split.parts()
+        assert [part.n_tokens for part in parts.values()] == [size["tokens"] for size in split.domains.values()]
+        whole = np.concatenate([part.window(0, part.n_tokens) for part in parts.values()])
+        assert (whole == split.window(0, split.n_tokens)).all()
+        for name, part in parts.items():
+            text = tokenizer.decode(part.window(0, part.n_tokens).tolist())
+            starts = {"books": ("the king",), "code": ("def f", "x ="), "docs": ("press",)}[name]
+            documents = text.split("<|endoftext|>") if "<|endoftext|>" in text else [text]
+            assert all(document.startswith(starts) for document in documents if document)
+    assert "code: 6 documents" in summary(data.folder)
+
+
+def test_domains_without_documents_of_their_own_are_refused(tmp_path):
+    (tmp_path / "a.txt").write_text("one text")
+    (tmp_path / "b.txt").write_text("another text")
+    for inputs, sentence in (
+        ([f"a={tmp_path}/a.txt", f"{tmp_path}/b.txt"], "b.txt has no domain and other inputs have one"),
+        ([f"a={tmp_path}/a.txt", f"b={tmp_path}/a.txt"], "domain b has no files of its own"),
+        ([f"a={tmp_path}/a.txt", f"b={tmp_path}/b.txt"], "domain a is one document"),
+    ):
+        with pytest.raises(UserError, match=sentence):
+            prepare(DataConfig(input=inputs, out=str(tmp_path / "data"), vocab_size=300))
+
+
+def test_an_input_with_an_equals_sign_that_exists_is_a_path(tmp_path):
+    (tmp_path / "k=2").mkdir()
+    (tmp_path / "k=2" / "a.txt").write_text("some text")
+    listing = find_sources([f"{tmp_path}/k=2"])
+    assert [source.domain for source in listing.sources] == [""]
+
+
+def test_meta_with_domains_that_do_not_add_up_is_damaged(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(json.dumps({"text": f"{name} {i} text"}) for i in range(20)))
+    inputs = [f"{name}={tmp_path}/{name}.jsonl" for name in ("a", "b")]
+    folder = prepare(DataConfig(input=inputs, out=str(tmp_path / "data"), vocab_size=270))
+    meta = json.loads((folder / "meta.json").read_text())
+    meta["splits"]["val"]["domains"]["a"]["tokens"] += 1
+    (folder / "meta.json").write_text(json.dumps(meta))
+    with pytest.raises(UserError, match="domains of val"):
+        TokenData.open(folder)

@@ -1,5 +1,6 @@
 """`depthmix retrofit`: from folder to folder, and what it says when it cannot."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ pytest.importorskip("transformers")
 from transformers import AutoModelForCausalLM
 
 from depthmix.cli import main
-from depthmix.errors import CHECKPOINT, USAGE
+from depthmix.errors import CHECKPOINT, DISK, USAGE
 from hf.test_retrofit import ids, make
 
 
@@ -33,6 +34,23 @@ def test_a_folder_with_the_same_logits(plain: Path, tmp_path: Path, capsys: pyte
     assert (out / "tokenizer.json").read_text() == "{}"
     assert main(["retrofit", *given]) == USAGE
     assert "exists already" in capsys.readouterr().err
+
+
+def test_folders_of_others_are_left_alone(
+    plain: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one with the very name under which the new folder is written."""
+    (tmp_path / ".tmp-mixed").mkdir()
+    (tmp_path / ".tmp-mixed" / "notes.txt").write_text("mine")
+    argv = ["retrofit", str(plain), "--mixer", "residual", "--out", str(tmp_path / "mixed")]
+    assert main(argv) == 0
+    monkeypatch.setattr(os, "getpid", lambda: 77)
+    (tmp_path / ".tmp-mixed").rename(tmp_path / ".tmp-more-77")
+    assert main([*argv[:-1], str(tmp_path / "more")]) == DISK
+    assert ".tmp-more-77" in capsys.readouterr().err
+    assert [p.name for p in (tmp_path / ".tmp-more-77").iterdir()] == ["notes.txt"]
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    assert main([*argv[:-1], str(tmp_path / "link")]) == USAGE
 
 
 def test_what_is_wrong_is_said(plain: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

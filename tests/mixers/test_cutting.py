@@ -1,6 +1,7 @@
 """A mixer in parts is the whole: outputs, gradients and parameters, with and without kernels; what cannot be cut is refused."""
 
 import itertools
+import threading
 
 import pytest
 import torch
@@ -47,6 +48,27 @@ def passes(whole, sublayers, e, cuts):
             hops.append((sent, arrived))
             state = part.unpack(form, [arrived[label] for label in form.labels])
     return parts[-1].finish(state), parts, hops
+
+
+def test_a_part_in_use_is_plain_for_other_threads():
+    """While one thread is in the rule's code, another one finds parameters, and calls the rule, and the first goes on."""
+    part = cut(create_mixer("attnres", dim=8, n_blocks=2), range(2, 5))
+    form = forms(create_mixer("attnres", dim=8, n_blocks=2), [2])[0]
+    sent, seen = [torch.randn(3, 1, 8) for _ in range(3)], []
+
+    def norm(x):
+        seen.append(type(part.query))  # called by the rule's own code
+        if len(seen) == 1:
+            other = threading.Thread(target=lambda: seen.extend([type(part.query), part.read(state, 2)]))
+            other.start()
+            other.join(60)
+            seen.append(type(part.query))
+        return x
+
+    state = part.unpack(form, sent)
+    h = part.read(state, 2, norm)
+    assert [*seen[:2], seen[3], type(part.query)] == [Rows, nn.Parameter, Rows, nn.Parameter]
+    assert torch.equal(seen[2], h)
 
 
 def backward(out, g, hops):

@@ -1,7 +1,9 @@
 """Choosing a backend, and what PyTorch sees of the kernels: operators, one compiled graph, selective checkpointing."""
 
+import asyncio
 import functools
 import os
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import forking
 from depthmix import Decoder, DecoderConfig
 from depthmix.ops import BackendError, depth_attention, use_backend
+from depthmix.ops import backend as backend_module
 from ops.helpers import assert_near, rand
 from ops.test_depth_attention import naive
 from ops.test_source_major import BLOCK_WAYS, D, Stack, leaves, tokens
@@ -73,6 +76,110 @@ def test_the_context_reaches_a_mixer() -> None:
         assert ("depth_read" in calls.names) == (backend == "triton")
 
 
+def test_a_context_is_of_one_thread() -> None:
+    """Two threads that overlap, and the thread that started them, see what they asked for alone; nothing stays forced."""
+    pytest.importorskip("triton")
+    both, seen = threading.Barrier(2, timeout=60), dict[str, list[bool]]()
+    kernels = threading.Lock()  # the interpreter runs one at a time
+
+    def run(backend: str) -> None:
+        with use_backend(backend):
+            both.wait()
+            with kernels:
+                seen[backend] = [kernels_run()]
+            both.wait()
+            if backend == "triton":
+                both.wait()  # the other one has left its context
+                with kernels:
+                    seen[backend] += [kernels_run()]
+        if backend == "reference":
+            both.wait()
+        with kernels:
+            seen[backend] += [kernels_run()]
+
+    with use_backend("triton"):
+        threads = [threading.Thread(target=run, args=(b,)) for b in ("reference", "triton")]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert kernels_run()
+    assert seen == {"reference": [False, False], "triton": [True, True, False]}
+    assert not kernels_run()
+
+
+def test_a_context_is_of_one_task() -> None:
+    """Of two asyncio tasks in one thread, the one that entered first leaves first."""
+    pytest.importorskip("triton")
+    seen: list[bool] = []
+
+    async def task(backend: str, entered: asyncio.Event, left: asyncio.Event) -> None:
+        with use_backend(backend):
+            entered.set()
+            await left.wait()
+            seen.append(kernels_run())
+
+    async def main() -> None:
+        entered, left = ([asyncio.Event(), asyncio.Event()] for _ in range(2))
+        tasks = []
+        for k, backend in enumerate(("triton", "reference")):
+            tasks.append(asyncio.create_task(task(backend, entered[k], left[k])))
+            await entered[k].wait()
+        seen.append(kernels_run())
+        for k in range(2):
+            left[k].set()
+            await tasks[k]
+
+    asyncio.run(main())
+    assert seen == [False, True, False]
+    assert (backend_module._thread.forced, backend_module._thread.inside) == (None, 0)
+    assert torch._C._is_multithreading_enabled()
+
+
+def test_a_backward_pass_inside_runs_in_the_thread_that_called_it() -> None:
+    """PyTorch's own threads, which have the backward of CUDA tensors, have another context."""
+    for backend in ("reference", None):
+        with use_backend("reference"):
+            with use_backend(backend):
+                assert not torch._C._is_multithreading_enabled()
+            assert not torch._C._is_multithreading_enabled()
+        assert torch._C._is_multithreading_enabled()
+    with torch.autograd.set_multithreading_enabled(False):
+        with use_backend("reference"):
+            pass
+        assert not torch._C._is_multithreading_enabled()
+
+
+@pytest.mark.uncovered
+def test_what_is_compiled_follows_the_context_of_its_thread(depth_read: Any) -> None:
+    """Compiled for either backend, in one thread or two, and with the context inside of what is compiled."""
+    torch._dynamo.reset()
+    ran: list[bool] = []
+
+    def compiler(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+        kernels = any("depth_read" in str(node.target) for node in graph.graph.nodes)
+        return lambda *given: (ran.append(kernels), graph(*given))[1]
+
+    compiled = torch.compile(lambda: depth_attention(Q, V) + 1, fullgraph=True, backend=compiler)
+    with use_backend("triton"):
+        compiled()
+        thread = threading.Thread(target=compiled)
+        thread.start()
+        thread.join(60)
+        compiled()
+    compiled()
+    assert ran == [True, False, True, False]
+
+    @torch.compile(fullgraph=True, backend=compiler)
+    def inside() -> Tensor:
+        with use_backend("triton"):
+            return depth_attention(Q, V) + 1
+
+    inside()
+    assert ran[4:] == [True]
+    assert not kernels_run()
+
+
 def test_unknown_names() -> None:
     """Refused with the names there are, and nothing is changed."""
     message = "unknown backend 'cuda'; there are reference, triton"
@@ -124,6 +231,7 @@ def test_without_the_interpreter_there_are_no_kernels_on_the_cpu() -> None:
 import sys, torch, depthmix
 print("triton" in sys.modules)
 from depthmix.ops import BackendError, depth_attention, use_backend
+from depthmix.ops import backend as backend_module
 x = torch.ones(2, 8)
 mixer = depthmix.create_mixer("attnres", dim=8, n_blocks=1)
 depth_attention(x[0], [x]), mixer.read(mixer.start(x), 0)

@@ -1,10 +1,13 @@
 """Products of matrices in a mixer are fp32 whatever precision the process allows for its others."""
 
+import threading
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from depthmix.ops.matmul import _ieee_matmul, lowered, matmul
+from depthmix.ops import matmul as module
+from depthmix.ops.matmul import _ieee, _ieee_matmul, lowered, matmul
 from harness import PAIRWISE, PAIRWISE_IDS, Sublayers, build, embedding, run_stack
 
 PRODUCTS = {"matmul", "mm", "bmm", "addmm", "baddbmm", "convolution"}
@@ -69,6 +72,46 @@ def test_the_setting_is_ieee_inside_and_as_it_was_outside(lowered_precision):
         torch.ops.depthmix.ieee_matmul(a, a)
     assert [torch.backends.mkldnn.matmul.fp32_precision, torch.backends.cuda.matmul.fp32_precision] == before
     assert torch.get_float32_matmul_precision() == lowered_precision
+
+
+class Watched:
+    """The setting of one device, which notes that somebody has read it."""
+
+    def __init__(self, precision):
+        self.precision, self.read = precision, threading.Event()
+
+    @property
+    def fp32_precision(self):
+        self.read.set()
+        return self.precision
+
+    @fp32_precision.setter
+    def fp32_precision(self, value):
+        self.precision = value
+
+
+@pytest.mark.parametrize(("precision", "expected"), [("tf32", True), ("ieee", False), ("none", False)])
+def test_another_threads_product_does_not_hide_the_setting(monkeypatch, precision, expected):
+    """Asked while another thread has put IEEE in force for one product, it answers with what is in force after it."""
+    settings, found = Watched(precision), []
+    monkeypatch.setattr(module, "_settings", lambda device_type: settings)
+    asking = threading.Thread(target=lambda: found.append(lowered("cpu")))
+    with _ieee("cpu"):
+        settings.read.clear()
+        asking.start()
+        assert settings.read.wait(60)
+        assert settings.precision == "ieee"
+    asking.join(60)
+    assert found == [expected]
+    assert settings.precision == precision
+
+
+def test_a_setting_that_is_chosen_meanwhile_stays(monkeypatch):
+    settings = Watched("tf32")
+    monkeypatch.setattr(module, "_settings", lambda device_type: settings)
+    with _ieee("cpu"):
+        settings.fp32_precision = "bf16"
+    assert settings.precision == "bf16"
 
 
 @pytest.mark.parametrize(("name", "choice"), PAIRWISE, ids=PAIRWISE_IDS)

@@ -23,7 +23,7 @@ from depthmix.train.inspect import inspect_run
 from depthmix.train.loop import train
 from depthmix.train.measure import evaluate_run
 from train import small
-from train.checkpoints import forget_run
+from train.checkpoints import forge, forget_run
 from train.refused import refused
 
 
@@ -81,9 +81,9 @@ def test_every_option_of_the_recipe_counts(run, name, value):
         refused(lambda: READERS[reader](run), f"{name} is {value!r} and was {before!r}")  # noqa: B023
 
 
-def test_a_line_that_is_missing_or_misspelt_counts_as_the_default(run):
-    text = (run.path / "recipe.yaml").read_text()
-    (run.path / "recipe.yaml").write_text(text.replace("seq_len:", "seq_lem:"))
+def test_a_line_that_is_missing_counts_as_the_default(run):
+    lines = (run.path / "recipe.yaml").read_text().splitlines(keepends=True)
+    (run.path / "recipe.yaml").write_text("".join(line for line in lines if not line.startswith("seq_len:")))
     refused(lambda: READERS["eval"](run), "seq_len is 512 and was 32")
 
 
@@ -136,6 +136,19 @@ def test_what_a_run_keeps_of_its_data_may_not_change(run, name):
     for reader in ("load", "generate"):
         refused(lambda: READERS[reader](run), f"{name} is not that of this run: its SHA-256 was ")  # noqa: B023
     refused(lambda: READERS["resume"](run), str(run.path / name), "this run began with", code=DATA)
+
+
+def test_the_hash_of_the_data_in_the_checkpoint_counts(run):
+    """Also for checkpoints that say nothing else about the files of their run."""
+    for path in list_checkpoints(run.checkpoints):
+        content = json.loads((path / "state.json").read_text())
+        del content["state"]["run"]
+        forge(path, state_json=(json.dumps(content) + "\n").encode())
+    assert READERS["load"](run).step == 60
+    meta = json.loads((run.path / "data.json").read_text())
+    sums = {**meta["sha256"], "val-00000.bin": "0" * 64}
+    (run.path / "data.json").write_text(json.dumps({**meta, "sha256": sums}))
+    refused(lambda: READERS["load"](run), "data.json is that of other data: its SHA-256 is ")
 
 
 # metrics.jsonl

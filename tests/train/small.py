@@ -2,6 +2,8 @@
 
 import atexit
 import functools
+import hashlib
+import json
 import os
 import tempfile
 from pathlib import Path
@@ -57,6 +59,23 @@ def other_data() -> Path:
     """The corpus, prepared with other tokens."""
     config = DataConfig(input=[str(corpus())], out=str(place() / "other"), vocab_size=VOCAB - 20, val_fraction=0.2)
     return prepare(config)
+
+
+def replace_file(folder: Path, name: str, content: bytes) -> None:
+    """Another file in prepared data, with the checksum that belongs to it."""
+    meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+    meta["sha256"][name] = hashlib.sha256(content).hexdigest()
+    (folder / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
+    (folder / name).write_bytes(content)
+
+
+def next_tick(path: Path) -> None:
+    """Return once a change to the file would be seen in its times: a file system's clock moves in steps of milliseconds."""
+    probe = path.with_name("probe")
+    probe.touch()
+    while probe.stat().st_ctime_ns <= path.stat().st_ctime_ns:
+        probe.touch()
+    probe.unlink()
 
 
 def token_data() -> TokenData:

@@ -9,16 +9,20 @@ import sys
 import types
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch._inductor import config as inductor
 
 from depthmix import create_mixer, device
 from depthmix.data.dataset import TokenData
+from depthmix.data.integrity import data_hash
+from depthmix.data.prepared import open_data
 from depthmix.errors import CHECKPOINT, DATA, UserError
 from depthmix.runs.checkpoint import list_checkpoints, load_checkpoint
 from depthmix.runs.init import start_model
 from depthmix.train import check, progress
+from depthmix.train.check import facts
 from depthmix.train.loop import Trainer, train
 from train import small
 from train.runs import losses, metrics, train_refused
@@ -263,9 +267,7 @@ def test_other_data_is_refused_and_a_copy_of_it_is_not(tmp_path):
     copy = tmp_path / "copy"
     shutil.copytree(small.data(), copy)
     train(dataclasses.replace(config, data=str(copy), on_nan="skip"))
-    meta = json.loads((copy / "meta.json").read_text())
-    meta["sha256"]["train-00000.bin"] = "0" * 64
-    (copy / "meta.json").write_text(json.dumps(meta))
+    small.replace_file(copy, "train-00000.bin", np.fromfile(copy / "train-00000.bin", np.uint16)[::-1].tobytes())
     for finished in (True, False):
         train_refused(
             dataclasses.replace(config, data=str(copy)), "not that of the data this run began with", code=DATA
@@ -274,13 +276,34 @@ def test_other_data_is_refused_and_a_copy_of_it_is_not(tmp_path):
             (run.path / "result.json").unlink()
 
 
+def test_a_checkpoint_names_its_data(tmp_path):
+    """So that whoever loads it can tell other data."""
+    run = train(small.config(tmp_path / "run"))
+    for path in list_checkpoints(run.checkpoints):
+        assert load_checkpoint(path).state["data"] == {"sha256": data_hash(small.data())}
+    assert data_hash(run.data_meta()) == data_hash(small.data())
+
+
+def test_ranks_agree_on_the_content_of_the_data(tmp_path):
+    """Not on where it was prepared, nor from what."""
+    config, copy = small.config(tmp_path / "run"), shutil.copytree(small.data(), tmp_path / "copy")
+    here = facts(config, open_data(small.data()))
+    meta = json.loads((copy / "meta.json").read_text())
+    (copy / "meta.json").write_text(json.dumps({**meta, "source": ["elsewhere"]}))
+    assert facts(config, open_data(copy)) == here
+    tokens = np.fromfile(copy / "train-00000.bin", np.uint16)
+    small.replace_file(copy, "train-00000.bin", tokens[::-1].tobytes())
+    other = facts(config, open_data(copy))
+    assert {name for name in here if other[name] != here[name]} == {"the data"}
+
+
 def test_another_tokenizer_is_refused(tmp_path):
     config = small.config(tmp_path / "run")
     run = train(config)
     (run.path / "result.json").unlink()
     other = tmp_path / "data"
     shutil.copytree(small.data(), other)
-    (other / "tokenizer.json").write_text((other / "tokenizer.json").read_text() + "\n")
+    small.replace_file(other, "tokenizer.json", (other / "tokenizer.json").read_bytes() + b"\n")
     train_refused(dataclasses.replace(config, data=str(other)), "not the tokenizer this run began with", code=DATA)
 
 

@@ -8,9 +8,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from depthmix.ops.gpu.launch import launch, on_device
+from depthmix.ops.gpu.launch import Place, current_place, launch, on_device
 from depthmix.ops.gpu.recording import ALIGNED, ROOM, write_afterwards
 
+FIRST_PIECE = 1 << 14  # numbers that an arena has room for at first, 128 KiB
 _CHUNK = 64  # addresses that one launch of _set_addresses stores
 
 
@@ -49,29 +50,67 @@ def _set_addresses(
 
 
 class Arena:
-    """The tables of one stream, kept: training asks for the same ones at every step, since the allocator repeats itself.
+    """Tables that one thread uses on one stream. They are kept, because training asks for the same ones at every step.
 
-    When it is full it begins again from its start, which the order of the stream makes safe.
+    A table must hold its addresses until the kernel that reads it has been launched. Two rules ensure that:
+
+    - One thread at a time owns an arena, so nobody overwrites a table between the thread's fill and its launch. Two threads on
+      one stream have two arenas: a lock around the fill would not help, because the launch comes later.
+    - All tables of one launch are asked for together, so the second one cannot restart the arena and overwrite the first.
+
+    A full arena restarts from its beginning. Kernels launched before the restart have read their tables by then, because the
+    owner uses one stream. Memory begins small and grows: a server has many pairs of thread and stream, and most need little.
     """
 
     def __init__(self, device: torch.device, room: int = ROOM) -> None:
-        self.memory = outside_pools(room, device)
-        self.tables: dict[tuple[int, ...], Tensor] = {}
-        self.used = 0
+        """Allocate the first piece of memory; room: numbers that all pieces hold together."""
+        self.device, self.room = device, room
+        self.pieces = [outside_pools(min(FIRST_PIECE, room), device)]
+        self.kept: dict[tuple[tuple[int, ...], ...], tuple[Tensor, ...]] = {}
+        self.piece, self.used = 0, 0
 
-    def table(self, addresses: tuple[int, ...]) -> Tensor:
-        table = self.tables.get(addresses)
-        if table is None:
-            size = -(-len(addresses) // ALIGNED) * ALIGNED
-            if self.used + size > len(self.memory):
-                self.tables.clear()
-                self.used = 0
-            if size > len(self.memory):
-                return write(torch.empty(len(addresses), dtype=torch.int64, device=self.memory.device), addresses)
-            table = write(self.memory[self.used : self.used + len(addresses)], addresses)
-            self.tables[addresses] = table
-            self.used += size
-        return table
+    def tables(self, groups: tuple[tuple[int, ...], ...]) -> tuple[Tensor, ...]:
+        """Return one table for each group of addresses, all of them for one launch."""
+        found = self.kept.get(groups)
+        return self._fill(groups) if found is None else found
+
+    def _fill(self, groups: tuple[tuple[int, ...], ...]) -> tuple[Tensor, ...]:
+        joined, starts = _joined(groups)
+        if len(joined) > len(self.pieces[0]):
+            memory = torch.empty(len(joined), dtype=torch.int64, device=self.device)  # for this launch alone
+            return _cut(write(memory, joined), groups, starts)
+        if self.used + len(joined) > len(self.pieces[self.piece]):
+            self._go_on()
+        memory = self.pieces[self.piece][self.used : self.used + len(joined)]
+        self.used += len(joined)
+        self.kept[groups] = tables = _cut(write(memory, joined), groups, starts)
+        return tables
+
+    def _go_on(self) -> None:
+        """Continue in the next piece of memory, or restart from the first one when there is no room for more."""
+        held = sum(len(piece) for piece in self.pieces)
+        self.piece, self.used = self.piece + 1, 0
+        if self.piece < len(self.pieces):
+            return
+        if held + FIRST_PIECE <= self.room:
+            self.pieces.append(outside_pools(min(held, self.room - held), self.device))
+            return
+        self.piece = 0
+        self.kept.clear()
+
+
+def _joined(groups: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], list[int]]:
+    """Return the groups one after the other, each filled up to aligned addresses, and where each begins."""
+    joined: tuple[int, ...] = ()
+    starts = []
+    for group in groups:
+        starts.append(len(joined))
+        joined += (*group, *(0,) * (-len(group) % ALIGNED))
+    return joined, starts
+
+
+def _cut(table: Tensor, groups: tuple[tuple[int, ...], ...], starts: list[int]) -> tuple[Tensor, ...]:
+    return tuple(table[start : start + len(group)] for start, group in zip(starts, groups, strict=True))
 
 
 def outside_pools(room: int, device: torch.device) -> Tensor:
@@ -102,25 +141,72 @@ def write(table: Tensor, addresses: tuple[int, ...]) -> Tensor:
     return table
 
 
-_arenas: dict[tuple[torch.device, int], Arena] = {}
+_idle: dict[Place, list[Arena]] = {}  # of threads that have ended
+
+
+class _Lease:
+    """Arenas that one thread has, by device and stream. When the thread ends, they are idle until another one takes them.
+
+    The thread's kernels have all been launched by then, so whoever takes an arena over comes after them on its stream.
+    """
+
+    def __init__(self) -> None:
+        self.arenas: dict[Place, Arena] = {}
+        self.idle = _idle  # at the end of a process the module may be gone first
+
+    def __del__(self) -> None:
+        for place, arena in self.arenas.items():
+            self.idle.setdefault(place, []).append(arena)
+
+
+class _Own(threading.local):
+    """The current thread's arenas."""
+
+    def __init__(self) -> None:
+        self.lease = _Lease()
+        self.arenas = self.lease.arenas  # found in one step
+
+
+_own = _Own()
+
+
+def _take(place: Place) -> Arena:
+    """Return an arena that no other thread has."""
+    try:
+        return _idle[place].pop()  # atomic: of two threads one finds the list empty
+    except (KeyError, IndexError):
+        return Arena(place[0])
 
 
 def address_table(addresses: tuple[int, ...], device: torch.device) -> Tensor:
-    """The addresses in device memory: kept ones, or, while a CUDA graph is recorded, ones of its own."""
+    """Return a table of addresses in device memory, for a launch that needs one table."""
+    return address_tables(device, addresses)[0]
+
+
+def address_tables(device: torch.device, *groups: tuple[int, ...]) -> tuple[Tensor, ...]:
+    """Return tables of addresses in device memory: those of one launch, which must follow in the same thread and on the same stream.
+
+    Args:
+        device: where the tensors of the kernel are.
+        groups: the addresses of each table.
+
+    Returns:
+        One int64 table for each group: a kept one or, while a CUDA graph is recorded, one of the graph's own.
+    """
     with on_device(device):
+        place = current_place(device)
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            return recorded_table(addresses, device)
-        key = (device, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0)
-        arena = _arenas.get(key)
+            return tuple(recorded_table(group, place) for group in groups)
+        arena = _own.arenas.get(place)
         if arena is None:
-            arena = _arenas[key] = Arena(device)
-        return arena.table(addresses)
+            arena = _own.arenas[place] = _take(place)
+        return arena.tables(groups)
 
 
-def recorded_table(addresses: tuple[int, ...], device: torch.device) -> Tensor:
-    """A table for a graph: written once by whoever records it, if they do that, or else by the graph at every replay."""
-    table = write_afterwards(addresses, device)
-    return write(torch.empty(len(addresses), dtype=torch.int64, device=device), addresses) if table is None else table
+def recorded_table(addresses: tuple[int, ...], place: Place) -> Tensor:
+    """Return a table for a graph: written once by whoever records it, if they do that, or else by the graph at every replay."""
+    table = write_afterwards(addresses, place)
+    return write(torch.empty(len(addresses), dtype=torch.int64, device=place[0]), addresses) if table is None else table
 
 
 def aligned(dim: int, *groups: Sequence[Tensor | None]) -> bool:

@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+Place = tuple[torch.device, int]  # a device and the handle of one of its streams, 0 on a CPU
+
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
     """A context in which a device is the current one."""
@@ -14,7 +16,26 @@ def on_device(device: torch.device) -> AbstractContextManager[Any]:
     return torch.cuda.device(device)
 
 
+def current_place(device: torch.device) -> Place:
+    """Return the device and the stream on which the current thread launches kernels for its tensors."""
+    return device, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+
+
 def launch(kernel: Any, grid: tuple[int, ...], like: Tensor, *arguments: Any, **options: Any) -> None:
     """kernel[grid](*arguments, **options) on the device and the current stream of a tensor's device."""
     with on_device(like.device):
-        kernel[grid](*arguments, **options)
+        try:
+            kernel[grid](*arguments, **options)
+        except TypeError:
+            # Triton publishes a compiled kernel before it is loaded. While another thread loads it, a launch is refused,
+            # because the kernel's function is still None (triton-lang/triton, pull request 11518).
+            load(kernel, grid, *arguments, **options)
+            kernel[grid](*arguments, **options)  # any other TypeError comes again
+
+
+def load(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+    """Compile the variant of a kernel for these arguments, and wait until it is on the GPU. The interpreter has nothing to load."""
+    import triton
+
+    if isinstance(kernel, triton.JITFunction):
+        kernel.warmup(*arguments, grid=grid, **options)[grid]  # an index makes what was compiled ready to run

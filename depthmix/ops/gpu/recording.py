@@ -1,12 +1,15 @@
-"""Numbers that a CUDA graph reads and never changes: written once, after it was recorded, instead of at every replay."""
+"""CUDA graphs, and numbers that a graph reads and never changes: written once, after the recording, instead of at every replay."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
+
+from depthmix.ops.gpu.launch import Place
 
 ROOM = 1 << 19  # numbers, 4 MiB
 ALIGNED = 16  # numbers; kernels are compiled for addresses of such tables
@@ -33,22 +36,41 @@ class Constants:
         self.memory[: len(values)] = torch.tensor(values, dtype=torch.int64)
 
 
-# Of the recording that asked for it. Not a thread's own: a backward runs in threads of PyTorch's.
-_constants: Constants | None = None
+# By the stream that is recorded, which no other recording has at that time. The thread cannot be the key: a recorded backward
+# pass runs in PyTorch's threads, on the stream of its forward pass.
+_constants: dict[Place, Constants] = {}
+_one_at_a_time = threading.Lock()
 
 
 @contextmanager
-def written_afterwards(device: torch.device, room: int = ROOM) -> Iterator[Constants]:
-    """Around a recording; what comes out must live as long as the graph."""
-    global _constants
-    before, _constants = _constants, Constants(device, room)
+def recorded(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> Iterator[Constants]:
+    """Record what is launched inside on `stream` as a CUDA graph; what comes out must live as long as the graph.
+
+    Recordings of several threads wait for each other, because each begins with a synchronization of the device, which would
+    end another one. Other threads may meanwhile launch kernels and allocate memory ("thread_local").
+    """
+    place = stream.device, stream.cuda_stream
+    recording = torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local")
+    with _one_at_a_time, written_afterwards(place) as constants, recording:
+        yield constants
+
+
+@contextmanager
+def written_afterwards(place: Place, room: int = ROOM) -> Iterator[Constants]:
+    """Around a recording on a stream: keep the numbers that `write_afterwards` is given, and write them at the end."""
+    before = _constants.get(place)
+    _constants[place] = constants = Constants(place[0], room)
     try:
-        yield _constants
-        _constants.write()
+        yield constants
+        constants.write()
     finally:
-        _constants = before
+        if before is None:
+            del _constants[place]
+        else:
+            _constants[place] = before
 
 
-def write_afterwards(values: Sequence[int], device: torch.device) -> Tensor | None:
-    """Where these numbers will be once the recording is over, if someone will write them there."""
-    return None if _constants is None or _constants.memory.device != device else _constants.add(values)
+def write_afterwards(values: Sequence[int], place: Place) -> Tensor | None:
+    """Where these numbers will be once the recording on this stream is over, if someone will write them there."""
+    constants = _constants.get(place)
+    return None if constants is None else constants.add(values)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from depthmix.config import PlanConfig
 from depthmix.errors import UserError
+from depthmix.files import write_file, writing
+from depthmix.ownership import DRAWN, check_replaceable
 from depthmix.parallel.plan.hops import cuts, hop_sizes
 from depthmix.parallel.plan.report import Row
 from depthmix.parallel.plan.schedule import simulate
@@ -44,13 +47,18 @@ def draw(rows: Sequence[Row], config: PlanConfig, path: str) -> None:
     carried.yaxis.set_major_formatter("{x:g}")
     styles: Any = (("--", "every hop carries all"), ("-", "what was received before is kept"))
     carried.legend(handles=[Line2D([], [], color="0.3", linestyle=s, label=t) for s, t in styles], frameon=False)
-    figure.savefig(path, dpi=130)
+    picture, ending = io.BytesIO(), Path(path).suffix
+    figure.savefig(picture, format=ending[1:], dpi=130, metadata={"Software" if ending == ".png" else "Creator": DRAWN})
+    check_replaceable(Path(path), "figure")  # again: planning took a while
+    with writing(Path(path)):
+        write_file(Path(path), picture.getvalue())
 
 
 def check_path(path: str) -> None:
     """UserError for a file that no figure can be written to."""
     if Path(path).suffix not in (".png", ".svg", ".pdf"):
         raise UserError(f"plan: figure must end in .png, .svg or .pdf, got {path!r}")
+    check_replaceable(Path(path), "figure")
 
 
 def _axis(axis: Any, title: str, unit: str) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from depthmix.errors import UserError
 from depthmix.files import check_above, write_text
+from depthmix.ownership import check_replaceable
 from depthmix.study.theory.figures import draw
 from depthmix.study.theory.results import compute, tables
 
@@ -20,6 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     out = Path(parser.parse_args(argv).out)
     try:
         check_above(out / "numbers.md")
+        check_replaceable(out / "numbers.md", "text")
         results = compute(lambda sentence: print(sentence, file=sys.stderr))
         write_text(out / "numbers.md", tables(results))
         for path in (out / "numbers.md", *draw(results, out)):

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from depthmix.ops.depth_attention.kernels.read import load_row
-from depthmix.ops.gpu.addresses import address_table, aligned
+from depthmix.ops.gpu.addresses import address_tables, aligned
 from depthmix.ops.gpu.launch import launch
 from depthmix.ops.matmul import matmul
 
@@ -277,8 +277,11 @@ def _launch(
     group = 16 if levels <= 4 else 32  # more readers side by side cost registers, which smaller programs lack
     launch(
         _source_backward_kernel, (tokens,), v,
-        address_table(tuple(0 if a is None else a.data_ptr() for row in rows for a in row), v.device),
-        address_table(tuple(a for reader in known for a in reader), v.device),
+        *address_tables(
+            v.device,
+            tuple(0 if a is None else a.data_ptr() for row in rows for a in row),
+            tuple(a for reader in known for a in reader),
+        ),
         _side_by_side([x.u for x in readers]), v, ds,
         torch.empty(tokens, group, 4 * len(sources), dtype=torch.float32, device=v.device), tokens, len(readers), columns, eps,
         D=dim, BD=block, S=len(sources), G=group, SPLIT=ds.dtype == torch.bfloat16, ALIGNED=wide,

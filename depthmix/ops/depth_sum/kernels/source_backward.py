@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from depthmix.ops.depth_sum.kernels.rows import load_rows, load_scalars, tokens_of, weight
-from depthmix.ops.gpu.addresses import address_table, aligned
+from depthmix.ops.gpu.addresses import address_tables, aligned
 from depthmix.ops.gpu.launch import launch
 
 TILE = 4  # tokens for which rows of parameters are loaded once
@@ -227,9 +227,9 @@ def _launch(targets: Sequence[Target], readers: Sequence[Reader], out: Sequence[
         "ALIGNED": aligned(dim, *rows, [r.do for r in readers]), "ROWS_ALIGNED": aligned(dim, parameters), "SOME": some,
         "num_warps": 1, "num_stages": 1,
     }  # fmt: skip
-    where = address_table(tuple(0 if a is None else a.data_ptr() for row in rows for a in row), v.device)
+    where = tuple(0 if a is None else a.data_ptr() for row in rows for a in row)
     grid = triton.cdiv(tokens, tile), triton.cdiv(dim, block)
     launch(
-        _source_backward_kernel, grid, v, where, address_table(tuple(entries), v.device), v, tokens, len(readers),
+        _source_backward_kernel, grid, v, *address_tables(v.device, where, tuple(entries)), v, tokens, len(readers),
         STATIC=static, DYNAMIC=dynamic, SAME_W=same_w, **known,
     )  # fmt: skip

@@ -1,0 +1,152 @@
+"""Which files and folders depthmix wrote itself. Everything else is left alone.
+
+A command that writes one file replaces a file only if it is a document of the same kind that depthmix wrote before. A run's folder
+and prepared data are closed to other commands' outputs, apart from new documents that a user places beside a run's own files.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from depthmix.errors import CHECKPOINT, DATA, USAGE, UserError
+from depthmix.files import is_plain_file
+
+RECIPE, ENVIRONMENT, META = "recipe.yaml", "environment.json", "meta.json"  # what a run's folder and prepared data have
+MADE, COMMANDS = (
+    "Made by `{}`",
+    ("depthmix study --claims", "python -m depthmix.study.theory"),
+)  # in the beginning of texts
+DRAWN = "drawn by depthmix"  # in the metadata of every figure
+PART = 4096  # bytes at either end of a file in which such a mark lies
+# What a run's folder holds, or may hold later: nothing of another command gets such a name there.
+RUN_FILES = {
+    RECIPE, ENVIRONMENT, "metrics.jsonl", "speed.jsonl", "dynamics.jsonl", "log.txt", "result.json", "tokenizer.json", ".lock",
+    "wandb.json", "data.json", "insight.json", "config.json", "generation_config.json", "tokenizer_config.json",
+    "model.safetensors.index.json", "modeling_depthmix.py",
+}  # fmt: skip
+RUN_FOLDERS = {"checkpoints", "ranks", "tensorboard"}
+
+
+def is_run(folder: Path) -> bool:
+    """Return whether a folder is a run's. A recipe alone may be the user's."""
+    return os.path.lexists(folder / RECIPE) and os.path.lexists(folder / ENVIRONMENT)
+
+
+def is_prepared(folder: Path) -> bool:
+    """Return whether a folder is what `depthmix data` wrote."""
+    return read_prepared(folder) is not None
+
+
+def read_prepared(folder: Path) -> dict[str, Any] | None:
+    """Return the meta.json of prepared data; None for any other folder."""
+    meta = _read_object(folder / META)
+    known = meta is not None and "splits" in meta and ("vocab_size" in meta or "classes" in meta)
+    return meta if known else None
+
+
+def check_new_folder(path: Path, what: str) -> None:
+    """Refuse a folder that is a run's or prepared data, or that lies in such a folder.
+
+    Args:
+        path: the folder that a command would make, or write into.
+        what: what the command would write, for the message.
+
+    Raises:
+        UserError: naming the run or the prepared data.
+    """
+    real = Path(os.path.realpath(path))
+    for folder in (real, *real.parents):
+        kind = "a run" if is_run(folder) else "prepared data" if is_prepared(folder) else ""
+        if kind:
+            where = f"holds {kind}" if folder == real else f"lies in {folder}, which holds {kind}"
+            raise UserError(f"{path} {where}: choose another folder for {what}.", DATA)
+
+
+def check_foreign_files(folder: Path, names: Iterable[str], missing: str) -> None:
+    """Refuse a folder that has files of these names, but not the one that depthmix writes before them.
+
+    Args:
+        folder: the folder that a command would write into.
+        names: the files that it would write.
+        missing: the file that says that the others are depthmix's own.
+
+    Raises:
+        UserError: naming the first such file.
+    """
+    found = next((name for name in names if os.path.lexists(folder / name)), None)
+    if found is not None:
+        what = f"{folder} holds {found} and no {missing}, so that file is not depthmix's"
+        raise UserError(f"{what}: choose another folder, or move it away.", CHECKPOINT)
+
+
+def check_replaceable(path: Path, kind: str) -> None:
+    """Refuse a file that depthmix did not write as a document of this kind, and a place that belongs to a run or to prepared data.
+
+    Args:
+        path: the file that a command would write.
+        kind: "inspection" (the JSON of `depthmix inspect`), "page" (a report's HTML), "figure" (.png, .svg or .pdf) or "text" (a
+            page of claims or of the theory's numbers).
+
+    Raises:
+        UserError: naming the file and what is in its place.
+    """
+    real = Path(os.path.realpath(path.parent)) / path.name
+    for folder in real.parents:
+        inside = real.relative_to(folder).parts
+        if is_run(folder) and (inside[0] in RUN_FOLDERS or (len(inside) == 1 and path.name in RUN_FILES)):
+            raise UserError(f"{path} belongs to the run in {folder}: choose another file.", USAGE)
+        if is_prepared(folder):
+            raise UserError(f"{path} lies in the prepared data {folder}: choose a place outside of it.", USAGE)
+    if not os.path.lexists(path):
+        return
+    if not is_plain_file(path):
+        found = "a symbolic link" if path.is_symlink() else "a folder" if path.is_dir() else "no plain file"
+        raise UserError(f"{path} is {found}: choose another file.", USAGE)
+    if not _WRITTEN[kind](path):
+        advice = "choose another file, or move this one away"
+        raise UserError(f"{path} exists and is no {kind} of depthmix's, so it is left alone: {advice}.", USAGE)
+
+
+def _is_inspection(path: Path) -> bool:
+    found = _read_object(path)
+    return found is not None and {"schema", "run", "step", "mixer", "mixing"} <= found.keys()
+
+
+def _is_page(path: Path) -> bool:
+    begin = _part(path, 0)
+    return all(mark in begin for mark in (b"<!doctype html>", b'"Content-Security-Policy"', b"<title>depthmix: "))
+
+
+def _is_figure(path: Path) -> bool:
+    # A PDF names its maker at the end, the others at the beginning.
+    return any(DRAWN.encode() in _part(path, whence) for whence in (os.SEEK_SET, os.SEEK_END))
+
+
+def _is_text(path: Path) -> bool:
+    return any(MADE.format(command).encode() in _part(path, os.SEEK_SET) for command in COMMANDS)
+
+
+_WRITTEN = {"inspection": _is_inspection, "page": _is_page, "figure": _is_figure, "text": _is_text}
+
+
+def _part(path: Path, whence: int) -> bytes:
+    """Return the first bytes of a file, or its last ones."""
+    try:
+        with open(path, "rb") as file:
+            if whence == os.SEEK_END:
+                file.seek(max(0, os.fstat(file.fileno()).st_size - PART))
+            return file.read(PART)
+    except OSError:
+        return b""
+
+
+def _read_object(path: Path) -> dict[str, Any] | None:
+    try:
+        found = json.loads(path.read_bytes()) if path.is_file() else None
+    except (OSError, ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
