@@ -22,8 +22,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # Torch's modules that draw nothing in a forward.
-QUIET = (nn.Linear, nn.Embedding, nn.Conv2d, nn.LayerNorm, nn.RMSNorm, nn.Identity)
-QUIET += (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict, nn.Sequential)
+QUIET: tuple[type[nn.Module], ...] = (
+    *(nn.Linear, nn.Embedding, nn.Conv2d, nn.LayerNorm, nn.RMSNorm, nn.Identity),
+    *(nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict, nn.Sequential),
+)
 
 _exchange = threading.RLock()  # held while torch's generators hold the state of a training
 _current: ContextVar[OwnRandom | None] = ContextVar("_current", default=None)
