@@ -98,6 +98,15 @@ class Parallel(Alone):
             sum_over(self.everywhere, self.mesh[TENSOR])
         return clip(self.parameters, limit)
 
+    def order_sums(self, loss: Loss, batch: Tensor, micro: int) -> None:
+        # DDP fills its buckets in the order of the parameters for the first backward, and in the order of that backward's
+        # gradients for all later ones. With three processes or more, a sum depends on where in its bucket a gradient stands.
+        if self.replicated is not None:
+            drawn = torch.get_rng_state()
+            self.backward(loss, batch, micro)
+            self.model.zero_grad(set_to_none=True)
+            torch.set_rng_state(drawn)
+
     def probe(self, loss: Loss, batch: Tensor) -> tuple[Tensor, Tensor]:
         """The loss of a batch, and the norm of its gradient, which is not kept."""
         found = self.backward(loss, batch, len(batch))

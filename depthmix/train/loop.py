@@ -202,6 +202,10 @@ class Trainer:
         optimizer = self.engine.saved(optimizer_tensors(self.optimizers))
         return self.engine.saved(model), {**optimizer, RNG: torch.get_rng_state()}
 
+    def order_sums(self, step: int) -> None:
+        """Add gradients as a training does that was not interrupted before `step`."""
+        self.engine.order_sums(self.loss, self.task.checked(self.batch(step)).to(self.device), self.task.micro)
+
     def names(self) -> list[str]:
         """The parameters of the model in one piece."""
         return [name for name, _ in self.engine.blueprint.named_parameters()]
@@ -326,6 +330,8 @@ def _run(trainer: Trainer, folder: RunFolder, saved: Checkpoint | None, memory: 
 
     try:
         with StopSignal() as stop, trainer.world.naming_the_dead():
+            if 0 < first < config.steps:
+                trainer.order_sums(first)
             for step in range(first, config.steps):
                 watched = trainer.magnitudes(step) if trainer.watches(step) else None
                 begun = time.perf_counter()
