@@ -40,7 +40,6 @@ from depthmix.runs.saver import open_saver
 from depthmix.train.build import divide_model, prepare_model
 from depthmix.train.check import check_config, check_run, check_start, facts
 from depthmix.train.clock import CoreWait, StepClock, quartiles
-from depthmix.train.deterministic import deterministic
 from depthmix.train.evaluate import Evaluation, ImageEvaluation
 from depthmix.train.graph import GraphedBackward, record
 from depthmix.train.optim import (
@@ -52,6 +51,7 @@ from depthmix.train.optim import (
     set_learning_rate,
 )
 from depthmix.train.progress import TrainingProgress
+from depthmix.train.sharing import settings_of
 from depthmix.train.signals import StopSignal
 from depthmix.train.sinks import open_sinks
 from depthmix.train.task import Model, make_task
@@ -240,8 +240,8 @@ class Trainer:
 def train(config: TrainConfig, *, label: str = "") -> RunFolder:
     """Train, or go on with a run that was interrupted; a finished run is returned as it is."""
     with (
+        settings_of(config),
         join(Layout.of(config.parallel), config.device, given=bool(config.parallel)) as world,
-        deterministic(config.deterministic),
     ):
         return train_in(world, config, label)
 
