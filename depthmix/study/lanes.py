@@ -19,6 +19,7 @@ from typing import Any
 from depthmix.study.making import Outcome, make_run
 from depthmix.study.modules import load_too
 from depthmix.study.pieces import Deadline, Piece
+from depthmix.train.signals import known
 
 START = "spawn"  # a copy of a process that has used CUDA, or threads, cannot
 LOOK = 0.5  # seconds between two looks at whether to stop
@@ -109,14 +110,14 @@ def run_in_lanes(
 
 @contextmanager
 def _without_interrupts() -> Iterator[None]:
-    """What is started inside never sees Ctrl-C, which a terminal sends to all: the process that started it decides."""
+    """Keep from what is started inside the signals that a terminal or a batch system sends to all: its parent decides."""
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return
     from multiprocessing import resource_tracker
 
     resource_tracker.ensure_running()  # the first process starts it, and that lets interrupts through again
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, known(("SIGINT", "SIGHUP", "SIGUSR1")))
     try:
         yield
     finally:
