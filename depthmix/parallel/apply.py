@@ -79,6 +79,7 @@ class Parallel(Alone):
     @contextmanager
     def part(self, last: bool = True) -> Iterator[None]:
         """Around the loss of a part of a batch and its backward: gradients are sent with the last one."""
+        self.world.moved()
         with ExitStack() as stack:
             if self.world.layout.tp > 1:
                 stack.enter_context(loss_parallel())

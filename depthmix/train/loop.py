@@ -59,7 +59,7 @@ from depthmix.train.task import Model, make_task
 RNG = "rng/torch"  # the generator's state, saved among the optimizer's tensors
 # What may change between resumes; of the data it is the place, the content is compared.
 FREE = {"data", "out", "quiet", "tensorboard", "wandb", "keep", "save_every", "log_every", "dynamics_every"}
-FREE |= {"device", "on_nan", "parallel"}
+FREE |= {"device", "on_nan", "parallel", "hang_limit"}
 WATCHED = 4096  # tokens of a batch that magnitudes are taken of, about
 
 
@@ -186,6 +186,7 @@ class Trainer:
 
     def evaluate(self) -> Evaluation | ImageEvaluation:
         """What the model makes of the validation split, which the processes find out together."""
+        self.world.at("the evaluation")
         if not self.world.several:
             return self.task.evaluate(self.model, self.device)
         self.model.eval()
@@ -241,7 +242,7 @@ def train(config: TrainConfig, *, label: str = "") -> RunFolder:
     """Train, or go on with a run that was interrupted; a finished run is returned as it is."""
     with (
         settings_of(config),
-        join(Layout.of(config.parallel), config.device, given=bool(config.parallel)) as world,
+        join(Layout.of(config.parallel), config.device, bool(config.parallel), config.hang_limit) as world,
     ):
         return train_in(world, config, label)
 
@@ -269,6 +270,7 @@ def train_in(world: World, config: TrainConfig, label: str = "") -> RunFolder:
         print(sentence, file=sys.stderr, flush=True)
 
     with folder.locked():
+        world.write_to(folder)
         world.together(lambda: trainer.task.keep(folder))
         world.together(lambda: folder.keep_origin(trainer.origin))
         if world.by_first(folder.has_result):
@@ -314,6 +316,7 @@ def _run(trainer: Trainer, folder: RunFolder, saved: Checkpoint | None, memory: 
         folder.append_metrics(line)
 
     def save(step: int) -> None:
+        trainer.world.at("saving after step", step, slow=True)
         folder.sync()
         state = {"seconds": seconds, "skipped": skipped, "val_loss": val_loss, "config": dataclasses.asdict(config)}
         saver.save(step, *trainer.tensors(), state)
@@ -333,6 +336,7 @@ def _run(trainer: Trainer, folder: RunFolder, saved: Checkpoint | None, memory: 
             if 0 < first < config.steps:
                 trainer.order_sums(first)
             for step in range(first, config.steps):
+                trainer.world.at("step", step + 1)
                 watched = trainer.magnitudes(step) if trainer.watches(step) else None
                 begun = time.perf_counter()
                 trainer.asked_to_stop = stop.requested
@@ -385,6 +389,7 @@ def _run(trainer: Trainer, folder: RunFolder, saved: Checkpoint | None, memory: 
                         f"stopped by {by} after step {done} of {config.steps}, and saved; the same command goes on from there",
                         INTERRUPTED,
                     )
+        trainer.world.at("the end", slow=True)
         evaluated = evaluated if config.steps > first and evaluated is not None else validate(config.steps - 1)
         saver.wait()
         folder.write_result(result_of(trainer, evaluated, waiting.share(), seconds, skipped, memory.read()))
