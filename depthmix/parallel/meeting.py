@@ -11,6 +11,7 @@ for each node by itself.
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import threading
 import time
@@ -25,8 +26,11 @@ from torch.distributed import PrefixStore, TCPStore
 from depthmix.errors import INTERNAL, UserError
 from depthmix.parallel.watchdog import WARN_AFTER, ranks
 
-ADVICE = "see why it was not started or cannot be reached; nothing is lost, and the same command starts again"
+ADVICE = (
+    "check that every process is started and reaches the first one; nothing is lost, and the same command starts again"
+)
 POLL = 0.01  # seconds
+KNOCK = 0.1  # seconds between two attempts to connect
 LEAVING = 1.0  # seconds for which the first process keeps the store when not all came
 
 
@@ -47,21 +51,32 @@ def open_store(rank: int, patience: timedelta) -> Any:
     """
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     keeps = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    with _said_to_wait_for(rank, f"the store of rank 0 at {host}:{port}"):
+    if not keeps:
+        with _said_to_wait_for(rank, f"the store of rank 0 at {host}:{port}"):
+            _knock(host, port, patience.total_seconds())
+    try:
+        # Nobody waits here for the others: that comes later, where they have names.
+        return TCPStore(host, port, None, keeps, timeout=patience, wait_for_workers=False, multi_tenant=keeps)
+    except RuntimeError as error:
+        if keeps and "EADDRINUSE" in str(error):
+            advice = "choose another with torchrun's --master-port, or MASTER_PORT"
+            raise UserError(f"port {port} of {host} is in use: {advice}") from None
+        reason = str(error).splitlines()[0]
+        raise UserError(f"there is no store at {host}:{port} ({reason}); {ADVICE}", INTERNAL) from None
+
+
+def _knock(host: str, port: int, seconds: float) -> None:
+    """Wait until something answers; torch's own attempts fill the screen with stacks of C++ and grow rare."""
+    until = time.monotonic() + seconds
+    while True:
         try:
-            # Nobody waits here for the others: that comes later, where they have names.
-            return TCPStore(
-                host, port, None, is_master=keeps, timeout=patience, wait_for_workers=False, multi_tenant=keeps
-            )
-        except RuntimeError as error:
-            if "EADDRINUSE" in str(error) or "in use" in str(error):
-                what = f"port {port} of {host} is in use"
-                raise UserError(f"{what}: choose another with --master-port or MASTER_PORT") from None
-            waited = f"within {patience.total_seconds():g} s"
-            # Nobody else says it: there is no store.
-            raise UserError(
-                f"rank 0 never came: nothing answers at {host}:{port} {waited}; {ADVICE}", INTERNAL
-            ) from None
+            socket.create_connection((host, port), timeout=seconds).close()
+            return
+        except OSError as error:
+            if time.monotonic() > until:
+                what = f"nothing answers at {host}:{port} within {seconds:g} s ({error.strerror or error})"
+                raise UserError(f"rank 0 never came: {what}; {ADVICE}", INTERNAL) from None
+        time.sleep(KNOCK)
 
 
 def new_corner(store: Any, rank: int, size: int, patience: timedelta) -> Any:

@@ -1,12 +1,13 @@
 """No process of a run goes on: who is named, when, and what all of them leave behind."""
 
+import socket
 import threading
 from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
 
-from depthmix.errors import INTERNAL, UserError
+from depthmix.errors import INTERNAL, USAGE, UserError
 from depthmix.parallel import meeting
 from depthmix.parallel.progress import FIRST_TIMES, Progress
 from depthmix.parallel.watchdog import SILENT, WARN_AFTER, Watchdog
@@ -143,6 +144,18 @@ def test_without_a_first_process_the_others_say_so(monkeypatch):
     with pytest.raises(UserError, match=r"rank 0 never came: nothing answers at 127.0.0.1:\d+ within 0.2 s") as caught:
         meeting.open_store(1, timedelta(seconds=0.2))
     assert caught.value.exit_code == INTERNAL
+
+
+def test_a_port_in_use_is_said(monkeypatch):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        with pytest.raises(UserError, match=f"port {port} of 127.0.0.1 is in use: choose another") as caught:
+            meeting.open_store(0, timedelta(seconds=5))
+    assert caught.value.exit_code == USAGE
 
 
 def test_a_run_in_which_one_process_hangs_ends_with_the_stacks_of_all(workers, tmp_path):
