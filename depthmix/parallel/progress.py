@@ -67,7 +67,8 @@ def begun_collectives(device: torch.device, beside: Any) -> int:
     for group in list(distributed_c10d._world.pg_map):
         with suppress(RuntimeError):  # a group that is being made, or torn down
             if group is not beside:
-                found += group._get_backend(device)._get_sequence_number_for_group()
+                backend: Any = group._get_backend(device)
+                found += backend._get_sequence_number_for_group()
     return found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -32,8 +33,12 @@ def compiled_once(on: bool = True) -> Iterator[None]:
         return
     from torch._dynamo import config as dynamo
 
-    settings = {"recompile_limit": MANY, "accumulated_recompile_limit": 100 * MANY, "automatic_dynamic_shapes": False}
-    with claim(Demands(compiles=True)), dynamo.patch(**settings):
+    settings: dict[str, Any] = {
+        "recompile_limit": MANY,
+        "accumulated_recompile_limit": 100 * MANY,
+        "automatic_dynamic_shapes": False,
+    }
+    with claim(Demands(compiles=True)), dynamo.patch(settings):
         torch.compiler.reset()
         _kept = True
         try:

@@ -48,7 +48,7 @@ class StopSignal:
         for stop in tuple(_inside):
             stop.requested, stop.name = True, signal.Signals(number).name
         time.sleep(A_MOMENT)  # in which another comes here, too
-        cpu_time = {n: self.before[n] for n in known(("SIGXCPU",)) if n in self.before}
+        cpu_time: dict[int, Any] = {n: self.before[n] for n in known(("SIGXCPU",)) if n in self.before}
         self._restore()  # so that the system itself acts on a second, whatever this process is busy with
         for n in cpu_time:  # the system repeats this one every second of CPU time, and saving may take longer
             signal.signal(n, signal.SIG_IGN)
