@@ -58,16 +58,16 @@ class Progress:
         return self.limit * (FIRST_TIMES if self.slow else 1)
 
 
-def begun_collectives(device: torch.device, beside: Any) -> int:
-    """Count the collectives that this process has begun, but for those of the group `beside`, which works in a thread of its own.
+def begun_collectives(device: torch.device) -> int:
+    """Count the collectives that this process has begun, those beside the training included, as of saving.
 
     Torch numbers the collectives of each group to find processes that are out of step, and has no public name for the number.
     """
     found = 0
     for group in list(distributed_c10d._world.pg_map):
-        with suppress(RuntimeError):  # a group that is being made, or torn down
-            if group is not beside:
-                backend: Any = group._get_backend(device)
+        for kind in {device, torch.device("cpu")}:  # saving sends between CPUs
+            with suppress(RuntimeError):  # a group that is being made or torn down, or one that is not for this device
+                backend: Any = group._get_backend(kind)
                 found += backend._get_sequence_number_for_group()
     return found
 

@@ -224,7 +224,7 @@ def join(layout: Layout, device: str, given: bool, hang_limit: float = HANG_LIMI
         rank, patience = int(os.environ["RANK"]), timedelta(seconds=FIRST_TIMES * limit)
         store = new_corner(open_store(rank, patience), rank, size, patience)
     timeout = timedelta(seconds=2 * FIRST_TIMES * limit + 60)  # torch's own, which only says that something timed out
-    progress = Progress(limit, lambda: begun_collectives(chosen, world.beside))
+    progress = Progress(limit, functools.partial(begun_collectives, chosen))
     # A connection of its own: a client of the store does one thing at a time, and the main thread's may wait in it.
     alive = dist.PrefixStore("alive", store.clone())
     world = World(layout, chosen, rank)
