@@ -157,6 +157,11 @@ class RunFolder:
         """One line of dynamics.jsonl, of the weights after `step` steps."""
         self._append_record(DYNAMICS, record)
 
+    @property
+    def log_path(self) -> Path:
+        """The file that `log` writes to."""
+        return self.path / LOG
+
     def log(self, message: str) -> None:
         """A line of log.txt with the time."""
         self._append(LOG, self._line(message))

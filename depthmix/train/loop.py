@@ -40,7 +40,6 @@ from depthmix.runs.saver import open_saver
 from depthmix.train.build import divide_model, prepare_model
 from depthmix.train.check import check_config, check_run, check_start, facts
 from depthmix.train.clock import CoreWait, StepClock, quartiles
-from depthmix.train.deterministic import deterministic
 from depthmix.train.evaluate import Evaluation, ImageEvaluation
 from depthmix.train.graph import GraphedBackward, record
 from depthmix.train.optim import (
@@ -52,6 +51,7 @@ from depthmix.train.optim import (
     set_learning_rate,
 )
 from depthmix.train.progress import TrainingProgress
+from depthmix.train.sharing import settings_of
 from depthmix.train.signals import StopSignal
 from depthmix.train.sinks import open_sinks
 from depthmix.train.task import Model, make_task
@@ -59,7 +59,7 @@ from depthmix.train.task import Model, make_task
 RNG = "rng/torch"  # the generator's state, saved among the optimizer's tensors
 # What may change between resumes; of the data it is the place, the content is compared.
 FREE = {"data", "out", "quiet", "tensorboard", "wandb", "keep", "save_every", "log_every", "dynamics_every"}
-FREE |= {"device", "on_nan", "parallel"}
+FREE |= {"device", "on_nan", "parallel", "hang_limit"}
 WATCHED = 4096  # tokens of a batch that magnitudes are taken of, about
 
 
@@ -187,6 +187,7 @@ class Trainer:
 
     def evaluate(self) -> Evaluation | ImageEvaluation:
         """What the model makes of the validation split, which the processes find out together."""
+        self.world.at("the evaluation")
         if not self.world.several:
             return self.task.evaluate(self.model, self.device)
         self.model.eval()
@@ -205,6 +206,10 @@ class Trainer:
         model = {n: p.detach() for n, p in self.model.named_parameters()}  # tied weights come once
         optimizer = self.engine.saved(optimizer_tensors(self.optimizers))
         return self.engine.saved(model), {**optimizer, RNG: torch.get_rng_state()}
+
+    def order_sums(self, step: int) -> None:
+        """Add gradients as a training does that was not interrupted before `step`."""
+        self.engine.order_sums(self.loss, self.task.checked(self.batch(step)).to(self.device), self.task.micro)
 
     def names(self) -> list[str]:
         """The parameters of the model in one piece."""
@@ -240,8 +245,8 @@ class Trainer:
 def train(config: TrainConfig, *, label: str = "") -> RunFolder:
     """Train, or go on with a run that was interrupted; a finished run is returned as it is."""
     with (
-        join(Layout.of(config.parallel), config.device, given=bool(config.parallel)) as world,
-        deterministic(config.deterministic),
+        settings_of(config),
+        join(Layout.of(config.parallel), config.device, bool(config.parallel), config.hang_limit) as world,
     ):
         return train_in(world, config, label)
 
@@ -269,6 +274,7 @@ def train_in(world: World, config: TrainConfig, label: str = "") -> RunFolder:
         print(sentence, file=sys.stderr, flush=True)
 
     with folder.locked():
+        world.write_to(folder)
         world.together(lambda: trainer.task.keep(folder))
         world.together(lambda: folder.keep_origin(trainer.origin))
         if world.by_first(folder.has_result):
@@ -314,6 +320,7 @@ def _run(trainer: Trainer, folder: RunFolder, saved: Checkpoint | None, memory: 
         folder.append_metrics(line)
 
     def save(step: int) -> None:
+        trainer.world.at("saving after step", step, slow=True)
         folder.sync()
         state = {"seconds": seconds, "skipped": skipped, "val_loss": val_loss, "config": dataclasses.asdict(config)}
         state["data"] = {"sha256": trainer.data.sha256}
@@ -331,7 +338,10 @@ def _run(trainer: Trainer, folder: RunFolder, saved: Checkpoint | None, memory: 
 
     try:
         with StopSignal() as stop, trainer.world.naming_the_dead():
+            if 0 < first < config.steps:
+                trainer.order_sums(first)
             for step in range(first, config.steps):
+                trainer.world.at("step", step + 1)
                 watched = trainer.magnitudes(step) if trainer.watches(step) else None
                 begun = time.perf_counter()
                 trainer.asked_to_stop = stop.requested
@@ -384,6 +394,7 @@ def _run(trainer: Trainer, folder: RunFolder, saved: Checkpoint | None, memory: 
                         f"stopped by {by} after step {done} of {config.steps}, and saved; the same command goes on from there",
                         INTERRUPTED,
                     )
+        trainer.world.at("the end", slow=True)
         evaluated = evaluated if config.steps > first and evaluated is not None else validate(config.steps - 1)
         saver.wait()
         folder.write_result(result_of(trainer, evaluated, waiting.share(), seconds, skipped, memory.read()))
