@@ -6,7 +6,6 @@ would change the numbers of the others without a word:
     deterministic          torch's deterministic mode
     compile                the cache of torch.compile, which a new model empties, and its mode, which dynamics set to eager
     parallel               torch.distributed's group of processes
-    cuda_graph             a recording, which any work of another thread on a GPU breaks
 
 A training that does not fit those under way in other threads is refused before it changes anything.
 """
@@ -17,8 +16,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-
-import torch
 
 from depthmix.config import TrainConfig
 from depthmix.errors import UserError
@@ -34,15 +31,11 @@ class Demands:
     deterministic: bool | None = None
     compiles: bool = False
     divided: bool = False
-    records: bool = False
-    on_gpu: bool = False
 
     @classmethod
     def of(cls, config: TrainConfig) -> Demands:
         """Read the demands of a configuration."""
-        on_gpu = config.device.startswith("cuda") or (config.device == "auto" and torch.cuda.is_available())
-        records = config.cuda_graph and on_gpu
-        return cls(config.deterministic, config.compile != "off", bool(config.parallel), records, on_gpu)
+        return cls(config.deterministic, config.compile != "off", bool(config.parallel))
 
     def conflict(self, other: Demands) -> str | None:
         """Say why a training cannot run beside another thread's; None if it can."""
@@ -53,8 +46,6 @@ class Demands:
             return "both compile their models, and torch.compile has one cache for all threads"
         if self.divided and other.divided:
             return "both have `parallel`, and torch.distributed has one group for all threads"
-        if self.on_gpu and other.on_gpu and (self.records or other.records):
-            return "a recording of cuda_graph fails when another thread uses the GPU"
         return None
 
 

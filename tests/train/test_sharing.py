@@ -90,13 +90,8 @@ def test_a_training_of_the_other_mode_is_refused(tmp_path, mode):
     train(other)  # now it can
 
 
-def test_only_one_thread_compiles_has_processes_or_records(tmp_path):
-    compiles, divided, records, gpu = (
-        Demands(compiles=True),
-        Demands(divided=True),
-        Demands(records=True, on_gpu=True),
-        Demands(on_gpu=True),
-    )
+def test_only_one_thread_compiles_or_has_processes(tmp_path):
+    compiles, divided = Demands(compiles=True), Demands(divided=True)
     with ThreadPoolExecutor(1) as pool:
 
         def claimed(demands):
@@ -106,8 +101,6 @@ def test_only_one_thread_compiles_has_processes_or_records(tmp_path):
         for held, other, words in (
             (compiles, compiles, "torch.compile has one cache"),
             (divided, divided, "torch.distributed has one group"),
-            (gpu, records, "a recording of cuda_graph fails"),
-            (records, gpu, "a recording of cuda_graph fails"),
         ):
             with claim(held):
                 with pytest.raises(UserError, match=words):
