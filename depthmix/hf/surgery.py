@@ -11,8 +11,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,13 +22,14 @@ from depthmix.hf.architectures import Architecture, Site, architecture, why_not
 from depthmix.hf.carried import CarriesCode
 from depthmix.hf.modeling import DepthmixPreTrainedModel
 from depthmix.hf.rounding import warn_if_rounded
+from depthmix.hf.separate_inputs import OURS, SeparateInputs
 from depthmix.mixers.base import Mixer, create_mixer
 from depthmix.mixers.plain import is_plain, why_not_plain
 from depthmix.mixers.state import State
 
-MIXER, NORMS, OURS = "depth_mixer", "depth_norms", "_depthmix"  # modules of the base model, and what a layer knows
+MIXER, NORMS = "depth_mixer", "depth_norms"  # modules of the base model
 FROM = "retrofitted_from"  # what a retrofitted configuration of this package's own decoder had before
-WANTED = "_depthmix_wanted"  # of the base model, while it runs: whether its caller wants gradients
+WANTED = "depthmix_gradients"  # argument of the base model that its layers get: whether the caller wants gradients
 CAME_FROM = "_depthmix_came_from"  # of the model: the folder of the plain one
 PROBE = 8  # tokens with which logits are compared
 ROUNDING, HALF_ROUNDING = 1e-2, 0.2  # of the largest logit: what no rounding changes, in fp32 and in half precision
@@ -103,10 +103,10 @@ def restore(model: Any) -> Any:
     for hooks in (base._forward_pre_hooks, base._forward_hooks):
         for key in [key for key, hook in hooks.items() if hook in (_before, _after)]:
             del hooks[key]
-    delattr(base, WANTED)
-    for module in _patched(base, architecture(model.config)):
-        module.__class__ = type(module).__mro__[2]
-        del module.__dict__[OURS]
+    for module in base.modules():
+        if OURS in vars(module):
+            module.__class__ = module.plain_class
+            del module.__dict__[OURS]
     for name in (MIXER, NORMS):
         if hasattr(base, name):
             delattr(base, name)
@@ -137,11 +137,14 @@ def install(model: Any, mixer: str, options: dict[str, Any]) -> None:
     for i, layer in enumerate(layers):
         layer.__dict__[OURS] = (base, i, found)
         layer.__class__ = _mixed(_class(layer), MixedLayer)
+    for site in several:
+        for attention in (getattr(layers[own.layout.block[site]], s.sublayer) for s in found.sites if s.attention):
+            attention.__dict__[OURS] = (found,)
+            attention.__class__ = _mixed(_class(attention), SeparateInputs)
     norm = getattr(base, found.final_norm)
     norm.__dict__[OURS] = (base,)
     norm.__class__ = _mixed(_class(norm), FinishingNorm)
-    setattr(base, WANTED, False)
-    base.register_forward_pre_hook(_before)
+    base.register_forward_pre_hook(_before, with_kwargs=True)
     base.register_forward_hook(_after)
 
 
@@ -189,10 +192,6 @@ def _own_config(model: Any) -> Any:
     return own
 
 
-def _patched(base: Any, found: Architecture) -> list[Any]:
-    return [*getattr(base, found.layers), getattr(base, found.final_norm)]
-
-
 def _class(x: Any) -> Any:
     """Its class, which to mypy is not hashable."""
     return type(x)
@@ -221,7 +220,8 @@ def _mixed(cls: type[nn.Module], way: type) -> type[nn.Module]:
         """For pickle, which by that name would find the plain one."""
         return _empty, (cls, way), self.__getstate__()
 
-    return type(cls.__name__, (way, cls), {"__module__": cls.__module__, "__reduce_ex__": __reduce_ex__})
+    body = {"__module__": cls.__module__, "__reduce_ex__": __reduce_ex__, "plain_class": cls}
+    return type(cls.__name__, (way, cls), body)
 
 
 def _empty(cls: Any, way: type) -> nn.Module:
@@ -232,9 +232,12 @@ def _empty(cls: Any, way: type) -> nn.Module:
 class MixedLayer:
     """A decoder layer that reads and writes the mixer's state in place of the hidden states."""
 
+    plain_class: Any  # the layer's own
+
     def forward(self, hidden_states: Tensor | State, *args: Any, **kwargs: Any) -> State:
         base, i, found = self.__dict__[OURS]
-        _refuse_reentrant(self, base)
+        given = _by_name(self.plain_class.forward, args, kwargs)
+        _refuse_reentrant(self, given.pop(WANTED, False))
         # Looked up: an adapter may have put a copy in its place.
         own, norms = getattr(base, MIXER), getattr(base, NORMS, {})
         if isinstance(hidden_states, State):
@@ -242,7 +245,6 @@ class MixedLayer:
         else:
             warn_if_rounded(own)
             state = own.start(hidden_states)
-        given = _by_name(type(self).__mro__[2].forward, args, kwargs)  # type: ignore[attr-defined]
 
         def norms_at(number: int, site: Site) -> list[Any]:
             """One for each way of a site."""
@@ -257,13 +259,13 @@ class MixedLayer:
             for site in found.sites:  # all but attention take the first way, that of its queries
                 some = norms_at(i, site)[: len(ways) if site.attention else 1]
                 seen = tuple(norm(t) for norm, t in zip(some, ways, strict=False))
-                y = _sublayer(self, site, found, seen if len(seen) > 1 else seen[0], given)
+                y = _sublayer(self, site, seen if len(seen) > 1 else seen[0], given)
                 total = y if total is None else y + total
             return _write(own, state, i, total)
         for k, site in enumerate(found.sites):
             number = len(found.sites) * i + k
             h = own.read(state, number, norms_at(number, site))
-            state = _write(own, state, number, _sublayer(self, site, found, h, given))
+            state = _write(own, state, number, _sublayer(self, site, h, given))
         return state
 
 
@@ -289,14 +291,18 @@ def _next_read(own: Mixer, state: State) -> Tensor:
     return h if share is None or share == 1.0 else h / share
 
 
-def _before(base: Any, args: Any) -> None:
-    """A hook of the base model: whether its caller wants gradients, which a layer in a reentrant checkpoint cannot see."""
-    setattr(base, WANTED, torch.is_grad_enabled())
+def _before(base: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Tell the layers whether the caller wants gradients, as a layer in a reentrant checkpoint cannot see; a hook of the base model."""
+    return args, {**kwargs, WANTED: torch.is_grad_enabled()}
 
 
-def _refuse_reentrant(layer: Any, base: Any) -> None:
-    """A reentrant checkpoint runs a layer without gradients and takes them from the tensors it returns, of which it sees none in a state."""
-    if not torch.is_grad_enabled() and layer.training and getattr(base, WANTED):
+def _refuse_reentrant(layer: Any, wanted: bool) -> None:
+    """Refuse a reentrant checkpoint around a layer, which would lose gradients.
+
+    It runs the layer without gradients and takes them from the tensors that the layer returns, of which it sees none in a state.
+    wanted: whether the model's caller wants gradients; False of a layer that somebody calls by itself, of which nothing is known.
+    """
+    if wanted and layer.training and not torch.is_grad_enabled():
         advice = "give gradient_checkpointing_kwargs={'use_reentrant': False}, which is exact"
         raise UserError(f"reentrant gradient checkpointing would lose the gradients of a retrofitted model: {advice}")
 
@@ -304,7 +310,6 @@ def _refuse_reentrant(layer: Any, base: Any) -> None:
 def _after(base: Any, args: Any, output: Any) -> Any:
     """A hook of the base model: hidden states as tensors, what each layer reads, where layers have handed on states."""
     own = getattr(base, MIXER)
-    setattr(base, WANTED, False)  # of layers that somebody calls by themselves nothing is known
 
     def readable(value: Any) -> Any:
         if not isinstance(value, tuple) or not any(isinstance(x, State) for x in value):
@@ -329,47 +334,17 @@ def _by_name(forward: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
-def _sublayer(layer: Any, site: Site, found: Architecture, h: Any, given: dict[str, Any]) -> Tensor:
+def _sublayer(layer: Any, site: Site, h: Any, given: dict[str, Any]) -> Tensor:
+    """Return a sublayer's output; h: its input, or two or three of an attention: queries' (and keys', if two), values'."""
     module = getattr(layer, site.sublayer)
     if not site.attention:
         y = module(h)
-    elif isinstance(h, tuple):
-        queries, *others = h
-        with _inputs(module, found, [queries, *others] if len(h) == 3 else [queries, queries, *others]):
-            y = module(queries, **given)
     else:
-        y = module(h, **given)
+        y = module((h[0], *h) if isinstance(h, tuple) and len(h) == 2 else h, **given)
     y = y[0] if isinstance(y, tuple) else y
     for name in site.after:
         y = getattr(layer, name)(y)
     return y
-
-
-@contextmanager
-def _inputs(attention: Any, found: Architecture, tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Inputs of their own for the projections of an attention, whatever it hands to them."""
-
-    def before(tensor: Tensor) -> Any:
-        return lambda module, args: (tensor, *args[1:])
-
-    def after(module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        """One projection for all three: what each of them is of its own input."""
-        whole = [output, *(module.forward(t) for t in tensors[1:])]
-        if not found.by_head:
-            return torch.cat([out.chunk(3, -1)[k] for k, out in enumerate(whole)], dim=-1)
-        parts = [out.unflatten(-1, (-1, 3 * attention.head_size)).chunk(3, -1)[k] for k, out in enumerate(whole)]
-        return torch.cat(parts, dim=-1).flatten(-2)
-
-    modules = [getattr(attention, name) for name in found.projections]
-    if len(modules) == 1:
-        handles = [modules[0].register_forward_hook(after)]
-    else:
-        handles = [m.register_forward_pre_hook(before(t)) for m, t in zip(modules, tensors, strict=True)]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _place(model: Any) -> tuple[torch.device, torch.dtype]:
