@@ -19,7 +19,7 @@ OURS = "_depthmix"  # an attribute of each module that a retrofit changes: what 
 
 
 class SeparateInputs:
-    """An attention whose hidden states may be a tuple of three: the inputs of queries, keys and values."""
+    """An attention whose hidden states may be a tuple: the inputs of queries, keys and values, or of queries and keys, and of values."""
 
     plain_class: Any  # the attention's own
 
@@ -27,7 +27,7 @@ class SeparateInputs:
         """Run the attention's own forward, on a view of the attention if there are several inputs.
 
         Args:
-            hidden_states: [B, T, D], or three of them.
+            hidden_states: [B, T, D], or two or three of them.
             args, kwargs: the attention's others.
 
         Returns:
@@ -35,8 +35,10 @@ class SeparateInputs:
         """
         if not isinstance(hidden_states, tuple):
             return self.plain_class.forward(self, hidden_states, *args, **kwargs)
-        view = _AttentionView(self, vars(self)[OURS][0], hidden_states)
-        return self.plain_class.forward(view, hidden_states[0], *args, **kwargs)
+        queries, *others = hidden_states
+        inputs = (queries, *others) if len(others) == 2 else (queries, queries, *others)
+        view = _AttentionView(self, vars(self)[OURS][0], inputs)
+        return self.plain_class.forward(view, queries, *args, **kwargs)
 
 
 class _AttentionView:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from depthmix.errors import CHECKPOINT, UserError
-from depthmix.hf.architectures import Architecture, Site, architecture, why_not
+from depthmix.hf.architectures import Site, architecture, why_not
 from depthmix.hf.carried import CarriesCode
 from depthmix.hf.modeling import DepthmixPreTrainedModel
 from depthmix.hf.rounding import warn_if_rounded
@@ -335,12 +335,9 @@ def _by_name(forward: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[
 
 
 def _sublayer(layer: Any, site: Site, h: Any, given: dict[str, Any]) -> Tensor:
-    """Return a sublayer's output; h: its input, or two or three of an attention: queries' (and keys', if two), values'."""
+    """Return a sublayer's output; h: its input, or a tuple of an attention's, see `SeparateInputs`."""
     module = getattr(layer, site.sublayer)
-    if not site.attention:
-        y = module(h)
-    else:
-        y = module((h[0], *h) if isinstance(h, tuple) and len(h) == 2 else h, **given)
+    y = module(h, **given) if site.attention else module(h)
     y = y[0] if isinstance(y, tuple) else y
     for name in site.after:
         y = getattr(layer, name)(y)

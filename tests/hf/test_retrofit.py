@@ -471,8 +471,11 @@ def test_a_retrofitted_model_is_in_no_folder_until_it_is_saved(tmp_path: Path) -
             assert (model.name_or_path, model.config.name_or_path) == (str(tmp_path), str(tmp_path))
 
 
-@pytest.mark.parametrize(("mixer", "options"), [("attnres", {}), ("attnres", {"ways": 2}), ("dca", {})], ids=str)
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize(
+    ("kind", "mixer", "options"),
+    [("llama", "attnres", {}), ("llama", "dca", {}), ("gpt2", "attnres", {"ways": 2})],
+    ids=str,
+)
 def test_compiled(kind: str, mixer: str, options: dict[str, Any]) -> None:
     model = stir(retrofit(make(kind), mixer, quiet=True, **options))
     with torch.no_grad():
