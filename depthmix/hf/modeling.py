@@ -78,6 +78,12 @@ class DepthmixPreTrainedModel(PreTrainedModel):
     _supports_attention_backend = True
     _input_embed_layer = "embedding"
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The embedding's: transformers would take that of the first parameter, which is the mixer's and stays in fp32."""
+        dtype: torch.dtype = self.get_input_embeddings().weight.dtype
+        return dtype
+
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
         """As everywhere; the head of a run folder's checkpoint goes by another name."""
