@@ -19,6 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import can_return_tuple
 
 from depthmix.hf.configuration import DepthmixConfig
+from depthmix.hf.depth_weights import GeneratesDepthWeights, asked_for
 from depthmix.hf.rounding import warn_if_rounded
 from depthmix.mixers.base import Read
 from depthmix.models.blocks import Trace, init_matrix
@@ -179,7 +180,7 @@ class DepthmixModel(DepthmixPreTrainedModel, Backbone):
             )
         attentions: list[Tensor] | None = [] if _asked(output_attentions, c, "output_attentions") else None
         trace = Trace(
-            sources=[] if _asked(output_depth_weights, c, "output_depth_weights") else None,
+            sources=[] if asked_for(output_depth_weights, c) else None,
             mixtures=[] if _asked(output_hidden_states, c, "output_hidden_states") else None,
         )
         attend = self._attend({**kwargs, "position_ids": position_ids}, attentions)
@@ -218,7 +219,7 @@ class DepthmixModel(DepthmixPreTrainedModel, Backbone):
         return self._gradient_checkpointing_func(run, gain, *ways)
 
 
-class DepthmixForCausalLM(DepthmixPreTrainedModel, GenerationMixin):
+class DepthmixForCausalLM(GeneratesDepthWeights, DepthmixPreTrainedModel, GenerationMixin):
     """The decoder with its head: logits [B, T, vocab], a loss where labels are given, and `generate`."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embedding.weight"}

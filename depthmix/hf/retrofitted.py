@@ -26,6 +26,7 @@ from transformers import (
     AutoModelForQuestionAnswering,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
+    GenerationMixin,
     PreTrainedConfig,
     PreTrainedModel,
 )
@@ -37,6 +38,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from depthmix.hf.architectures import ARCHITECTURES, PREFIX
 from depthmix.hf.carried import CarriesCode
+from depthmix.hf.depth_weights import GeneratesDepthWeights, forward_with_weights
 from depthmix.hf.surgery import MIXER, install
 
 AUTO = (
@@ -88,7 +90,8 @@ def model_class(plain: Any) -> type[Any]:
     if renamed is not None:  # of some classes weights have other names in a folder than in the model
         register_checkpoint_conversion_mapping(_name(plain), renamed, overwrite=True)
     more = {"from_pretrained": classmethod(from_pretrained), "_keep_in_fp32_modules_strict": [*kept, MIXER]}
-    return type(_name(plain), (plain,), {**body, **more})
+    generates = (GeneratesDepthWeights,) if issubclass(plain, GenerationMixin) else ()
+    return type(_name(plain), (*generates, plain), {**body, **more, "forward": forward_with_weights(plain)})
 
 
 @torch.no_grad()

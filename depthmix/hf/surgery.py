@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from depthmix.errors import CHECKPOINT, UserError
 from depthmix.hf.architectures import Site, architecture, why_not
 from depthmix.hf.carried import CarriesCode
+from depthmix.hf.depth_weights import ASKED, RECORD, Record, asked_for, with_weights
 from depthmix.hf.modeling import DepthmixPreTrainedModel
 from depthmix.hf.rounding import warn_if_rounded
 from depthmix.hf.separate_inputs import OURS, SeparateInputs
@@ -145,7 +146,7 @@ def install(model: Any, mixer: str, options: dict[str, Any]) -> None:
     norm.__dict__[OURS] = (base,)
     norm.__class__ = _mixed(_class(norm), FinishingNorm)
     base.register_forward_pre_hook(_before, with_kwargs=True)
-    base.register_forward_hook(_after)
+    base.register_forward_hook(_after, with_kwargs=True)
 
 
 def _create(model: Any, mixer: str, options: dict[str, Any]) -> Mixer:
@@ -238,6 +239,7 @@ class MixedLayer:
         base, i, found = self.__dict__[OURS]
         given = _by_name(self.plain_class.forward, args, kwargs)
         _refuse_reentrant(self, given.pop(WANTED, False))
+        record: Record | None = given.pop(RECORD, None)
         # Looked up: an adapter may have put a copy in its place.
         own, norms = getattr(base, MIXER), getattr(base, NORMS, {})
         if isinstance(hidden_states, State):
@@ -245,6 +247,8 @@ class MixedLayer:
         else:
             warn_if_rounded(own)
             state = own.start(hidden_states)
+            if record is not None:
+                record.add(hidden_states)
 
         def norms_at(number: int, site: Site) -> list[Any]:
             """One for each way of a site."""
@@ -261,17 +265,23 @@ class MixedLayer:
                 seen = tuple(norm(t) for norm, t in zip(some, ways, strict=False))
                 y = _sublayer(self, site, seen if len(seen) > 1 else seen[0], given)
                 total = y if total is None else y + total
-            return _write(own, state, i, total)
+            return _write(own, state, i, total, record)
         for k, site in enumerate(found.sites):
             number = len(found.sites) * i + k
             h = own.read(state, number, norms_at(number, site))
-            state = _write(own, state, number, _sublayer(self, site, h, given))
+            state = _write(own, state, number, _sublayer(self, site, h, given), record)
         return state
 
 
-def _write(own: Mixer, state: Any, site: int, y: Tensor) -> Any:
-    """Under autocast a model's stream is in fp32 and its outputs are not: widened, as adding them would, so that kernels see one dtype."""
-    return own.write(state, site, y.to(torch.promote_types(y.dtype, state.template().dtype)))
+def _write(own: Mixer, state: Any, site: int, y: Tensor, record: Record | None) -> Any:
+    """Write a sublayer's output, recorded if there is a record.
+
+    Under autocast a model's stream is in fp32 and its outputs are not: widened, as adding them would, so that kernels see one dtype.
+    """
+    y = y.to(torch.promote_types(y.dtype, state.template().dtype))
+    if record is not None:
+        record.add(y)
+    return own.write(state, site, y)
 
 
 class FinishingNorm:
@@ -292,8 +302,13 @@ def _next_read(own: Mixer, state: State) -> Tensor:
 
 
 def _before(base: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Tell the layers whether the caller wants gradients, as a layer in a reentrant checkpoint cannot see; a hook of the base model."""
-    return args, {**kwargs, WANTED: torch.is_grad_enabled()}
+    """Tell the layers what belongs to this call; a hook of the base model.
+
+    That is whether the caller wants gradients, which a layer in a reentrant checkpoint cannot see, and the record of depth weights.
+    """
+    asked = asked_for(kwargs.pop(ASKED, None), base.config)
+    record = kwargs.pop(RECORD, None) or (Record() if asked else None)
+    return args, {**kwargs, WANTED: torch.is_grad_enabled(), **({} if record is None else {RECORD: record})}
 
 
 def _refuse_reentrant(layer: Any, wanted: bool) -> None:
@@ -307,9 +322,12 @@ def _refuse_reentrant(layer: Any, wanted: bool) -> None:
         raise UserError(f"reentrant gradient checkpointing would lose the gradients of a retrofitted model: {advice}")
 
 
-def _after(base: Any, args: Any, output: Any) -> Any:
-    """A hook of the base model: hidden states as tensors, what each layer reads, where layers have handed on states."""
+def _after(base: Any, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
+    """A hook of the base model: hidden states as tensors, what each layer reads, where layers have handed on states; depth weights."""
     own = getattr(base, MIXER)
+    record: Record | None = kwargs.get(RECORD)
+    if record is not None:
+        record.close(own)
 
     def readable(value: Any) -> Any:
         if not isinstance(value, tuple) or not any(isinstance(x, State) for x in value):
@@ -317,10 +335,10 @@ def _after(base: Any, args: Any, output: Any) -> Any:
         return tuple(_next_read(own, x) if isinstance(x, State) else x for x in value)
 
     if isinstance(output, tuple):
-        return tuple(map(readable, output))
-    if getattr(output, "hidden_states", None) is not None:
+        output = tuple(map(readable, output))
+    elif getattr(output, "hidden_states", None) is not None:
         output.hidden_states = readable(output.hidden_states)
-    return output
+    return output if record is None else with_weights(output, record.weights)
 
 
 def scaled(norm: Any, share: float | None) -> Any:
