@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.masking_utils import create_causal_mask
+from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import can_return_tuple
@@ -186,13 +187,15 @@ class DepthmixModel(DepthmixPreTrainedModel, Backbone):
         attend = self._attend({**kwargs, "position_ids": position_ids}, attentions)
         cos, sin = self.rotary(position_ids)
         context = Context(cos, sin, mask, past_key_values, attend)
-        hidden = self.through_blocks(x, context, trace)
+        # Fewer blocks than there are is how transformers asks for an early exit.
+        hidden = self.through_blocks(x, context, trace, blocks=c.num_hidden_layers)
+        complete = trace.sources is not None and len(trace.sources) == self.mixer.n_sites + 1
         return DepthmixOutput(
             last_hidden_state=hidden,
             past_key_values=past_key_values if use_cache else None,
             hidden_states=None if trace.mixtures is None else (*trace.mixtures, hidden),
             attentions=None if attentions is None else tuple(attentions),
-            depth_weights=None if trace.sources is None else self.mixer.mixing(trace.sources, per_token=True),
+            depth_weights=self.mixer.mixing(trace.sources, per_token=True) if complete else None,
         )
 
     def _attend(self, kwargs: dict[str, Any], attentions: list[Tensor] | None) -> Callable[..., Tensor]:
@@ -283,6 +286,10 @@ class DepthmixForCausalLM(GeneratesDepthWeights, DepthmixPreTrainedModel, Genera
             attentions=outputs.attentions,
             depth_weights=outputs.depth_weights,
         )
+
+
+class DepthmixForSequenceClassification(GenericForSequenceClassification, DepthmixPreTrainedModel):
+    """The decoder with a head for classes, or for a reward: logits [B, num_labels] of each row's last token that is no padding."""
 
 
 def _check_ids(ids: Tensor | None, vocab_size: int) -> None:

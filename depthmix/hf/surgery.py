@@ -73,9 +73,10 @@ def retrofit(model: Any, mixer: str, *, quiet: bool = False, **options: Any) -> 
         norms = getattr(model.base_model, NORMS, None)
         if norms is not None:
             norms.to(device, dtype)
-    # It is in no folder yet, and adapters of it would be put on the plain one in that folder.
+    # The model is in no folder yet, and adapters of it would be put on the plain one in that folder. Its configuration goes on naming
+    # that folder, where trainers look for the tokenizer, and for a reference model: the plain one, whose logits are those of step 0.
     model.__dict__[CAME_FROM] = came_from
-    _say_where(model, "")
+    model.name_or_path = ""
     if before is not None:
         after = _logits(model)
         change = ((after - before).abs().max() / before.abs().max().clamp(min=1e-30)).item()

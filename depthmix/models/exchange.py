@@ -35,7 +35,12 @@ FIELDS = {
 # A folder carries two lines of code, as folders of models that transformers does not know do: with `trust_remote_code=True`
 # tools that never heard of depthmix (evaluation harnesses, servers) find the classes, and find them in the package.
 CODE = "modeling_depthmix.py"
-CLASSES = {"AutoConfig": "DepthmixConfig", "AutoModel": "DepthmixModel", "AutoModelForCausalLM": ARCHITECTURE}
+CLASSES = {
+    "AutoConfig": "DepthmixConfig",
+    "AutoModel": "DepthmixModel",
+    "AutoModelForCausalLM": ARCHITECTURE,
+    "AutoModelForSequenceClassification": "DepthmixForSequenceClassification",
+}
 
 
 def auto_map(classes: Mapping[str, str] = CLASSES) -> dict[str, str]:
