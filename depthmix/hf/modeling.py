@@ -21,6 +21,8 @@ from transformers.utils import can_return_tuple
 
 from depthmix.hf.configuration import DepthmixConfig
 from depthmix.hf.depth_weights import GeneratesDepthWeights, asked_for
+from depthmix.hf.layer_count import explained
+from depthmix.hf.placement import bring_back, keep_whole, to_mixer
 from depthmix.hf.rounding import warn_if_rounded
 from depthmix.mixers.base import Read
 from depthmix.models.blocks import Trace, init_matrix
@@ -87,10 +89,11 @@ class DepthmixPreTrainedModel(PreTrainedModel):
         return dtype
 
     @classmethod
-    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+    def from_pretrained(cls, folder: Any, *args: Any, **kwargs: Any) -> Any:
         """As everywhere; the head of a run folder's checkpoint goes by another name."""
         mapping = {r"^head\.": "lm_head.", **(kwargs.pop("key_mapping", None) or {})}
-        loaded = super().from_pretrained(*args, key_mapping=mapping, **kwargs)
+        with explained(folder, kwargs):
+            loaded = super().from_pretrained(folder, *args, key_mapping=mapping, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         if getattr(model, "_weight_conversions", None):
             model._weight_conversions = None  # else save_pretrained would go back to the run folder's names
@@ -136,6 +139,7 @@ class DepthmixModel(DepthmixPreTrainedModel, Backbone):
         for sublayer in self.sublayers:
             if isinstance(sublayer, Attention):
                 sublayer.config = config  # where attention functions look for it
+        keep_whole(self.mixer, self)
         self.gradient_checkpointing = False
         # A run's checkpoint holds parameters alone: a mixer's constants are made anew.
         self._keys_to_ignore_on_load_missing = [rf"mixer\.{name}$" for name, _ in self.mixer.named_buffers()]
@@ -163,12 +167,16 @@ class DepthmixModel(DepthmixPreTrainedModel, Backbone):
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=c)
         _check_ids(input_ids, c.vocab_size)
+        bring_back(self.mixer)
         warn_if_rounded(self.mixer)
-        x = self.embed(input_ids, inputs_embeds)
+        x = to_mixer(self.mixer, self.embed(input_ids, inputs_embeds))
+        if isinstance(attention_mask, Tensor):
+            attention_mask = attention_mask.to(x.device)
         if position_ids is None:
             past = 0 if past_key_values is None else past_key_values.get_seq_length()
             padding = attention_mask if isinstance(attention_mask, Tensor) else None
             position_ids = token_positions(padding, past, x.shape[1], x.device)
+        position_ids = position_ids.to(x.device)
         if isinstance(attention_mask, dict):  # prepared by `generate` or a server
             mask = attention_mask["full_attention"]
         else:
@@ -203,7 +211,8 @@ class DepthmixModel(DepthmixPreTrainedModel, Backbone):
         function = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
 
         def attend(module: Attention, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
-            y, weights = function(module, q, k, v, context.mask, dropout=0.0, scaling=module.scaling, **kwargs)
+            moved = {**kwargs, "position_ids": kwargs["position_ids"].to(q.device)}
+            y, weights = function(module, q, k, v, context.mask, dropout=0.0, scaling=module.scaling, **moved)
             if attentions is not None and weights is not None:  # most functions never have them
                 attentions.append(weights)
             return y  # [B, T, heads, d]
@@ -211,6 +220,11 @@ class DepthmixModel(DepthmixPreTrainedModel, Backbone):
         return attend
 
     def _run_sublayer(self, sublayer: nn.Module, h: Read, context: Context, gain: Tensor | None) -> Tensor:
+        y: Tensor = self._run_where_it_is(sublayer, h, context, gain)
+        assert context.cos is not None
+        return y.to(context.cos.device)  # the state's
+
+    def _run_where_it_is(self, sublayer: nn.Module, h: Read, context: Context, gain: Tensor | None) -> Any:
         if not (self.gradient_checkpointing and self.training):
             return sublayer(h, context, gain)
         # One argument each: checkpoints of the older kind see no tensor in a tuple.

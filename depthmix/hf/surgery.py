@@ -22,6 +22,7 @@ from depthmix.hf.architectures import Site, architecture, why_not
 from depthmix.hf.carried import CarriesCode
 from depthmix.hf.depth_weights import ASKED, RECORD, Record, asked_for, with_weights
 from depthmix.hf.modeling import DepthmixPreTrainedModel
+from depthmix.hf.placement import bring_back, forget, keep_whole, to_mixer
 from depthmix.hf.rounding import warn_if_rounded
 from depthmix.hf.separate_inputs import OURS, SeparateInputs
 from depthmix.mixers.base import Mixer, create_mixer
@@ -109,6 +110,7 @@ def restore(model: Any) -> Any:
         if OURS in vars(module):
             module.__class__ = module.plain_class
             del module.__dict__[OURS]
+    forget(getattr(base, MIXER), model, base)
     for name in (MIXER, NORMS):
         if hasattr(base, name):
             delattr(base, name)
@@ -129,6 +131,7 @@ def install(model: Any, mixer: str, options: dict[str, Any]) -> None:
     own = _create(model, mixer, options)
     several = [site for site in range(own.n_sites) if own.ways(site) > 1]
     base.add_module(MIXER, own)
+    keep_whole(own, model, base)
     if several:
         norms = nn.ModuleDict()
         for site in several:
@@ -177,7 +180,10 @@ def _change_own(model: Any, fields: dict[str, Any]) -> None:
     config = _own_config(model)
     for name, value in fields.items():
         setattr(config, name, value)
-    model.base_model.change_mixer(config.decoder_config())
+    base = model.base_model
+    forget(base.mixer, model, base)
+    base.change_mixer(config.decoder_config())
+    keep_whole(base.mixer, model, base)
 
 
 def _say_where(model: Any, folder: str) -> None:
@@ -247,9 +253,10 @@ class MixedLayer:
             state = hidden_states
         else:
             warn_if_rounded(own)
-            state = own.start(hidden_states)
+            embedding = to_mixer(own, hidden_states)
+            state = own.start(embedding)
             if record is not None:
-                record.add(hidden_states)
+                record.add(embedding)
 
         def norms_at(number: int, site: Site) -> list[Any]:
             """One for each way of a site."""
@@ -279,7 +286,8 @@ def _write(own: Mixer, state: Any, site: int, y: Tensor, record: Record | None) 
 
     Under autocast a model's stream is in fp32 and its outputs are not: widened, as adding them would, so that kernels see one dtype.
     """
-    y = y.to(torch.promote_types(y.dtype, state.template().dtype))
+    stream = state.template()
+    y = y.to(stream.device, torch.promote_types(y.dtype, stream.dtype))
     if record is not None:
         record.add(y)
     return own.write(state, site, y)
@@ -290,7 +298,8 @@ class FinishingNorm:
 
     def forward(self, hidden_states: Tensor | State) -> Tensor:
         if isinstance(hidden_states, State):
-            hidden_states = _next_read(getattr(self.__dict__[OURS][0], MIXER), hidden_states)
+            h = _next_read(getattr(self.__dict__[OURS][0], MIXER), hidden_states)
+            hidden_states = h.to(next(self.parameters(), h).device)  # type: ignore[attr-defined]
         return super().forward(hidden_states)  # type: ignore[misc]
 
 
@@ -307,6 +316,7 @@ def _before(base: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str
 
     That is whether the caller wants gradients, which a layer in a reentrant checkpoint cannot see, and the record of depth weights.
     """
+    bring_back(getattr(base, MIXER))
     asked = asked_for(kwargs.pop(ASKED, None), base.config)
     record = kwargs.pop(RECORD, None) or (Record() if asked else None)
     return args, {**kwargs, WANTED: torch.is_grad_enabled(), **({} if record is None else {RECORD: record})}
