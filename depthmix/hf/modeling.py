@@ -22,7 +22,7 @@ from transformers.utils import can_return_tuple
 from depthmix.hf.configuration import DepthmixConfig
 from depthmix.hf.depth_weights import GeneratesDepthWeights, asked_for
 from depthmix.hf.layer_count import explained
-from depthmix.hf.placement import bring_back, keep_whole, to_mixer
+from depthmix.hf.placement import bring_back, to_mixer
 from depthmix.hf.rounding import warn_if_rounded
 from depthmix.mixers.base import Read
 from depthmix.models.blocks import Trace, init_matrix
@@ -139,7 +139,6 @@ class DepthmixModel(DepthmixPreTrainedModel, Backbone):
         for sublayer in self.sublayers:
             if isinstance(sublayer, Attention):
                 sublayer.config = config  # where attention functions look for it
-        keep_whole(self.mixer, self)
         self.gradient_checkpointing = False
         # A run's checkpoint holds parameters alone: a mixer's constants are made anew.
         self._keys_to_ignore_on_load_missing = [rf"mixer\.{name}$" for name, _ in self.mixer.named_buffers()]

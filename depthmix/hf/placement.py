@@ -39,15 +39,3 @@ def to_mixer(mixer: Mixer, x: Tensor) -> Tensor:
     """Return an embedding on the device of the mixer's parameters, if it has any."""
     parameter = next(mixer.parameters(), None)
     return x if parameter is None else x.to(parameter.device)
-
-
-def keep_whole(mixer: Mixer, *models: Any) -> None:
-    """Have a mixer's parameters put on one device, whatever a device map does with the rest of the models."""
-    for model in models:
-        model._no_split_modules = {*(model._no_split_modules or ()), type(mixer).__name__}
-
-
-def forget(mixer: Mixer, *models: Any) -> None:
-    """Undo `keep_whole`, for a mixer that goes."""
-    for model in models:
-        model._no_split_modules = {*(model._no_split_modules or ())} - {type(mixer).__name__}

@@ -22,7 +22,7 @@ from depthmix.hf.architectures import Site, architecture, why_not
 from depthmix.hf.carried import CarriesCode
 from depthmix.hf.depth_weights import ASKED, RECORD, Record, asked_for, with_weights
 from depthmix.hf.modeling import DepthmixPreTrainedModel
-from depthmix.hf.placement import bring_back, forget, keep_whole, to_mixer
+from depthmix.hf.placement import bring_back, to_mixer
 from depthmix.hf.rounding import warn_if_rounded
 from depthmix.hf.separate_inputs import OURS, SeparateInputs
 from depthmix.mixers.base import Mixer, create_mixer
@@ -110,7 +110,6 @@ def restore(model: Any) -> Any:
         if OURS in vars(module):
             module.__class__ = module.plain_class
             del module.__dict__[OURS]
-    forget(getattr(base, MIXER), model, base)
     for name in (MIXER, NORMS):
         if hasattr(base, name):
             delattr(base, name)
@@ -131,7 +130,6 @@ def install(model: Any, mixer: str, options: dict[str, Any]) -> None:
     own = _create(model, mixer, options)
     several = [site for site in range(own.n_sites) if own.ways(site) > 1]
     base.add_module(MIXER, own)
-    keep_whole(own, model, base)
     if several:
         norms = nn.ModuleDict()
         for site in several:
@@ -180,10 +178,7 @@ def _change_own(model: Any, fields: dict[str, Any]) -> None:
     config = _own_config(model)
     for name, value in fields.items():
         setattr(config, name, value)
-    base = model.base_model
-    forget(base.mixer, model, base)
-    base.change_mixer(config.decoder_config())
-    keep_whole(base.mixer, model, base)
+    model.base_model.change_mixer(config.decoder_config())
 
 
 def _say_where(model: Any, folder: str) -> None:
