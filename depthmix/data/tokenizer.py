@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from depthmix.errors import DATA, UserError
+from depthmix.names import install_command
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -83,7 +84,7 @@ def load_tokenizer(path: str | Path, add_end: bool = True) -> Tokenizer:
 
 def _require_tokenizers() -> None:
     if importlib.util.find_spec("tokenizers") is None:
-        raise UserError("Tokenizing needs the tokenizers library: pip install 'depthmix[train]'.")
+        raise UserError(f"Tokenizing needs the tokenizers library: {install_command('train')}.")
 
 
 def _ready(tokenizer: Tokenizer, add_end: bool = True) -> Tokenizer:

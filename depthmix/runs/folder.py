@@ -20,6 +20,7 @@ from typing import Any
 
 from depthmix.errors import CHECKPOINT, DATA, DISK, UserError
 from depthmix.files import TEMPORARY, check_above, reading, reason, sync_folder, write_file, writing
+from depthmix.names import install_command
 from depthmix.runs.checkpoint import list_checkpoints
 
 RECIPE, ENVIRONMENT, METRICS, SPEED = "recipe.yaml", "environment.json", "metrics.jsonl", "speed.jsonl"
@@ -234,7 +235,7 @@ class RunFolder:
         try:
             import yaml
         except ModuleNotFoundError:
-            raise UserError("Reading a run needs the package yaml: pip install 'depthmix[train]'.") from None
+            raise UserError(f"Reading a run needs the package yaml: {install_command('train')}.") from None
 
         path = self.path / RECIPE
         raw = self._read_bytes(path)
