@@ -196,13 +196,17 @@ class DepthmixModel(DepthmixPreTrainedModel, Backbone):
         context = Context(cos, sin, mask, past_key_values, attend)
         # Fewer blocks than there are is how transformers asks for an early exit.
         hidden = self.through_blocks(x, context, trace, blocks=c.num_hidden_layers)
-        complete = trace.sources is not None and len(trace.sources) == self.mixer.n_sites + 1
+        weights = None
+        if (
+            trace.sources is not None and len(trace.sources) == self.mixer.n_sites + 1
+        ):  # a pass that left early has none
+            weights = self.mixer.mixing(trace.sources, per_token=True)
         return DepthmixOutput(
             last_hidden_state=hidden,
             past_key_values=past_key_values if use_cache else None,
             hidden_states=None if trace.mixtures is None else (*trace.mixtures, hidden),
             attentions=None if attentions is None else tuple(attentions),
-            depth_weights=self.mixer.mixing(trace.sources, per_token=True) if complete else None,
+            depth_weights=weights,
         )
 
     def _attend(self, kwargs: dict[str, Any], attentions: list[Tensor] | None) -> Callable[..., Tensor]:
