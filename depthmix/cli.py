@@ -29,7 +29,7 @@ from depthmix.config import (
     TrainConfig,
 )
 from depthmix.errors import DISK, DIVERGED, INTERNAL, INTERRUPTED, PIPE, USAGE, UserError
-from depthmix.names import DEFAULT_MIXER
+from depthmix.names import DEFAULT_MIXER, install_command
 from depthmix.shown import shorten
 from depthmix.values import build_config, nearest
 
@@ -378,7 +378,7 @@ def explain(error: BaseException) -> tuple[str, int]:
     if isinstance(error, KeyboardInterrupt):
         return "interrupted", INTERRUPTED
     if isinstance(error, ModuleNotFoundError) and not (error.name or "").startswith("depthmix"):
-        return f"this needs the package {error.name}: pip install 'depthmix[train]'", USAGE
+        return f"this needs the package {error.name}: {install_command('train')}", USAGE
     if isinstance(error, OSError):
         where = f" {error.filename}" if error.filename else ""
         return f"cannot write or read{where}: {error.strerror or error}", DISK

@@ -21,7 +21,10 @@ PROGRAM = Path(sys.executable).with_name("depthmix")
 def test_a_package_that_is_not_installed(capsys, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "yaml", None)
     assert main(["train", "--recipe", str(tmp_path / "x.yaml")]) == 2
-    assert capsys.readouterr().err == "depthmix: this needs the package yaml: pip install 'depthmix[train]'\n"
+    assert (
+        capsys.readouterr().err
+        == "depthmix: this needs the package yaml: pip install '.[train]' in a clone of depthmix\n"
+    )
 
 
 @pytest.mark.parametrize(

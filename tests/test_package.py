@@ -1,6 +1,7 @@
 """The package as others get it: light to import, layered, and installable from its wheel."""
 
 import ast
+import re
 import subprocess
 import sys
 import tomllib
@@ -71,6 +72,16 @@ def test_imports_point_one_way(path):
         if name.startswith("depthmix."):
             layer = name.split(".")[1]
             assert layer == own or LAYERS[layer] < LAYERS[own], f"{path} imports {name}"
+
+
+def test_no_text_says_to_install_from_an_index():
+    """No index has the package: what says so cannot be followed. The changelog tells what was."""
+    folders = [ROOT / name for name in ("depthmix", "docs", "examples", "recipes", "benchmarks", "tools")]
+    files = [
+        path for folder in folders for path in folder.rglob("*") if path.suffix in (".py", ".md", ".yaml", ".ipynb")
+    ]
+    said = re.compile(r"(pip|uv|pipx) (install|add|pip install) [^\n`.]*['\" ]depthmix\b")
+    assert [str(path) for path in [*files, ROOT / "README.md"] if said.search(path.read_text(errors="replace"))] == []
 
 
 def test_no_file_is_long():

@@ -14,6 +14,7 @@ import numpy as np
 
 from depthmix.data.alphabet import Alphabet
 from depthmix.errors import DATA, UserError
+from depthmix.names import install_command
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -87,7 +88,7 @@ def _first_line(error: Exception) -> str:
 
 def _require_tokenizers() -> None:
     if importlib.util.find_spec("tokenizers") is None:
-        raise UserError("Tokenizing needs the tokenizers library: pip install 'depthmix[train]'.")
+        raise UserError(f"Tokenizing needs the tokenizers library: {install_command('train')}.")
 
 
 def _ready(tokenizer: Tokenizer, add_end: bool = True) -> Tokenizer:

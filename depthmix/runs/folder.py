@@ -22,6 +22,7 @@ from depthmix.data.dataset import read_meta
 from depthmix.data.integrity import data_hash, describe_change
 from depthmix.errors import CHECKPOINT, DATA, DISK, UserError
 from depthmix.files import TEMPORARY, check_above, open_no_link, reading, reason, sync_folder, write_file, writing
+from depthmix.names import install_command
 from depthmix.ownership import check_new_folder
 from depthmix.runs.checkpoint import list_checkpoints
 from depthmix.shown import shown
@@ -248,7 +249,7 @@ class RunFolder:
 
             from depthmix.small_yaml import load_yaml
         except ModuleNotFoundError:
-            raise UserError("Reading a run needs the package yaml: pip install 'depthmix[train]'.") from None
+            raise UserError(f"Reading a run needs the package yaml: {install_command('train')}.") from None
 
         path = self.path / RECIPE
         raw = self._read_bytes(path)
