@@ -47,15 +47,19 @@ def prepare(
     config: DataConfig,
     progress: Progress | None = None,
     *,
+    listing: Listing | None = None,
     shard_tokens: int = SHARD_TOKENS,
     sample_bytes: int = SAMPLE_BYTES,
 ) -> Path:
-    """Write the prepared corpus to config.out. `progress` gets (phase, done, total) with phases scan, tokenizer and encode, in bytes of text."""
+    """Write the prepared corpus to config.out. `progress` gets (phase, done, total) with phases scan, tokenizer and encode, in bytes of text.
+
+    listing: what to read instead of the files that config.input names.
+    """
     _check(config)
     report: Progress = progress or (lambda phase, done, total: None)
     tokenizer = load_tokenizer(config.tokenizer) if config.tokenizer else None
     with staged(Path(config.out), config.overwrite) as folder:
-        listing = find_sources(config.input)
+        listing = find_sources(config.input) if listing is None else listing
         scan = _scan_domains(listing, config, report)
         total = int(scan.sizes.sum())
         split: dict[str, Any]

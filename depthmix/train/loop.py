@@ -42,6 +42,7 @@ from depthmix.train.check import check_config, check_run, check_start, facts
 from depthmix.train.clock import CoreWait, StepClock, quartiles
 from depthmix.train.deterministic import deterministic
 from depthmix.train.evaluate import Evaluation, ImageEvaluation
+from depthmix.train.events import OnStep, StepEvent
 from depthmix.train.graph import GraphedBackward, record
 from depthmix.train.optim import (
     build_optimizers,
@@ -237,16 +238,16 @@ class Trainer:
             ) from None
 
 
-def train(config: TrainConfig, *, label: str = "") -> RunFolder:
-    """Train, or go on with a run that was interrupted; a finished run is returned as it is."""
+def train(config: TrainConfig, *, label: str = "", on_step: OnStep | None = None) -> RunFolder:
+    """Train, or go on with a run that was interrupted; a finished run is returned as it is. on_step: called after every step."""
     with (
         join(Layout.of(config.parallel), config.device, given=bool(config.parallel)) as world,
         deterministic(config.deterministic),
     ):
-        return train_in(world, config, label)
+        return train_in(world, config, label, on_step)
 
 
-def train_in(world: World, config: TrainConfig, label: str = "") -> RunFolder:
+def train_in(world: World, config: TrainConfig, label: str = "", on_step: OnStep | None = None) -> RunFolder:
     """The same as one process of a world."""
     world.together(lambda: check_config(config))
     config = world.together(lambda: settled(config))
@@ -281,7 +282,7 @@ def train_in(world: World, config: TrainConfig, label: str = "") -> RunFolder:
             if world.first:
                 trainer.describe(folder, saved.path)  # a newer one may be broken or, after a kill, not described yet
         try:
-            _run(trainer, folder, saved, memory, label or config.mixer)
+            _run(trainer, folder, saved, memory, label or config.mixer, on_step)
         except Exception as error:
             if isinstance(error, Lost) or not isinstance(error, UserError):
                 with suppress(UserError):
@@ -290,7 +291,14 @@ def train_in(world: World, config: TrainConfig, label: str = "") -> RunFolder:
     return folder
 
 
-def _run(trainer: Trainer, folder: RunFolder, saved: Checkpoint | None, memory: PeakMemory, label: str) -> None:
+def _run(
+    trainer: Trainer,
+    folder: RunFolder,
+    saved: Checkpoint | None,
+    memory: PeakMemory,
+    label: str,
+    on_step: OnStep | None = None,
+) -> None:
     config, device = trainer.config, trainer.device
     first = 0 if saved is None else saved.step
     seconds = 0.0 if saved is None else float(saved.state["seconds"])
@@ -318,6 +326,19 @@ def _run(trainer: Trainer, folder: RunFolder, saved: Checkpoint | None, memory: 
         state = {"seconds": seconds, "skipped": skipped, "val_loss": val_loss, "config": dataclasses.asdict(config)}
         state["data"] = {"sha256": trainer.data.sha256}
         saver.save(step, *trainer.tensors(), state)
+
+    def tell(event: StepEvent, is_saved: bool) -> None:
+        """Call on_step; whatever ends it ends the run, which goes on from here."""
+        if on_step is None or not trainer.world.first:
+            return
+        try:
+            on_step(event)
+        except BaseException as error:
+            if not (is_saved or trainer.world.several):  # several processes save together or not at all
+                save(event.step)
+            saver.wait()
+            folder.log(f"stopped by {type(error).__name__} in on_step after step {event.step}")
+            raise
 
     def diverged(step: int, what: str, astray: bool) -> None:
         saver.wait()  # the last good checkpoint may still be on its way
@@ -374,8 +395,11 @@ def _run(trainer: Trainer, folder: RunFolder, saved: Checkpoint | None, memory: 
                 recent = statistics.mean(times[-20:])
                 shown = memory.read() if done % 20 == 0 else None
                 progress.update(done, loss, per_step / recent, shown, val_loss)
-                if done % config.save_every == 0 or done == config.steps or stopping:
+                saving = done % config.save_every == 0 or done == config.steps or stopping
+                if saving:
                     save(done)
+                step_val_loss = None if evaluated is None else evaluated.loss
+                tell(StepEvent(config.mixer, config.seed, done, config.steps, loss, step_val_loss), saving)
                 if stopping and done < config.steps:
                     saver.wait()
                     by = stop.name or "a signal to another process"
