@@ -104,7 +104,8 @@ def summary(folder: str | Path) -> str:
 
 
 def _sizes(part: dict[str, Any]) -> str:
-    return ", ".join(_count(part[f"{what}s"], what) for what in ("document", "token", "byte"))
+    counted = ("document", "token", "byte") if part["bytes"] else ("document", "token")  # of tokens alone
+    return ", ".join(_count(part[f"{what}s"], what) for what in counted)
 
 
 def warnings(folder: str | Path) -> list[str]:
@@ -120,11 +121,16 @@ def _count(n: int, what: str) -> str:
     return f"{n:,} {what}{'' if n == 1 else 's'}"
 
 
-def _check(config: DataConfig) -> None:
+def check_split(config: DataConfig) -> None:
+    """Refuse a configuration without a folder to write, or whose split would leave one side empty."""
     if not config.out:
         raise UserError("No folder to write was given: set out.", USAGE)
     if not 0 < config.val_fraction < 1:
         raise UserError(f"val_fraction is {config.val_fraction}: it must lie between 0 and 1, both excluded.", USAGE)
+
+
+def _check(config: DataConfig) -> None:
+    check_split(config)
     if not config.tokenizer and config.vocab_size < BYTES + 1:
         raise UserError(
             f"vocab_size is {config.vocab_size}: it must be at least {BYTES + 1}, the {BYTES} bytes and {END}.", USAGE

@@ -28,7 +28,7 @@ class _CallablePackage(ModuleType):
         Raises:
             UserError: The configuration, the data or the folder cannot be used, or the run diverged.
         """
-        from depthmix.api.train import train
+        from depthmix.api.training import train
 
         return train(config, on_step=on_step)
 
