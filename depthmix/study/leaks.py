@@ -30,20 +30,20 @@ def leak(name: str, options: Mapping[str, Any], dim: int, n_blocks: int, tokens_
         return None
     for width in sorted({min(dim, NARROW), dim}):
         try:
-            with _fresh_memory_of_nan():
+            with fresh_memory_of_nan():
                 mixer = create_mixer(name, dim=width, n_blocks=n_blocks, **options)
             for parameter, values in mixer.named_parameters():
                 if values.isnan().any():
                     return f"its parameter {parameter} is never set, which the constructor does by reset_parameters()"
-            return _found(mixer, tokens_too)
+            return find_leak(mixer, tokens_too)
         except Exception:
             continue  # as where heads do not divide the narrow width; of the other a training will say what is wrong
     return None
 
 
 @contextmanager
-def _fresh_memory_of_nan() -> Iterator[None]:
-    """As torch has it where everything is to be repeatable."""
+def fresh_memory_of_nan() -> Iterator[None]:
+    """Fill memory that nobody has set with NaN, as torch does where everything is to be repeatable."""
     memory: Any = torch.utils.deterministic
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     filled, memory.fill_uninitialized_memory = memory.fill_uninitialized_memory, True
@@ -55,7 +55,8 @@ def _fresh_memory_of_nan() -> Iterator[None]:
         memory.fill_uninitialized_memory = filled
 
 
-def _found(mixer: Mixer, tokens_too: bool) -> str | None:
+def find_leak(mixer: Mixer, tokens_too: bool) -> str | None:
+    """Try a mixer, whose parameters are changed, and say what it reads and must not; None if there is nothing."""
     random = torch.Generator().manual_seed(0)
     stirred(mixer, random)
     x = torch.randn(ROWS, TOKENS, mixer.dim, generator=random, dtype=torch.float64)
