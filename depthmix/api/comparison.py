@@ -7,18 +7,17 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from depthmix.api.comparison_result import ComparisonResult
 from depthmix.api.owned_folder import OwnedFolder
 from depthmix.api.prepared_data import Folder, PreparedData, as_folder
 from depthmix.config import CompareConfig
 from depthmix.errors import UserError
-from depthmix.runs.init import init_values
-from depthmix.study.compare import ArmsDiverged
-from depthmix.study.compare import compare as run_comparison
 from depthmix.train.events import StepEvent
 from depthmix.values import build_config, nearest
+
+if TYPE_CHECKING:
+    from depthmix.api.comparison_result import ComparisonResult
 
 # They are arguments of their own here, or those of one training.
 NOT_OPTIONS = {"data", "out", "arms", "seeds", "quiet", "mixer", "mixer_options", "seed", "parallel"}
@@ -59,6 +58,11 @@ def compare(
         >>> result = depthmix.compare(data, ["residual", "attnres:block_size=4"], seeds=3, steps=200)
         >>> result["attnres:block_size=4"].model
     """
+    # Slow to import, and looked up on first use: `from depthmix import *` stays fast.
+    from depthmix.api.comparison_result import ComparisonResult
+    from depthmix.study.compare import ArmsDiverged
+    from depthmix.study.compare import compare as run_comparison
+
     for name in options:
         if name not in OPTIONS:
             raise UserError(f"compare: unknown option {name!r}{nearest(name, [*OPTIONS, *_OWN])}")
@@ -104,5 +108,7 @@ def _as_seeds(seeds: int | Iterable[int]) -> list[int]:
 
 def _shape_of_init(given: dict[str, Any]) -> dict[str, Any]:
     """Return the model options that the model in `init` decides; a folder that is not there is reported later."""
+    from depthmix.runs.init import init_values
+
     init = given.get("init")
     return init_values(init, False) if init and Path(init).exists() else {}

@@ -11,8 +11,6 @@ from depthmix.errors import UserError
 from depthmix.insight.document import by_reader, describe_mixer
 from depthmix.insight.mixing import choose_mixer, depth_mixing
 from depthmix.mixers import Mixer
-from depthmix.page.inside import way_names
-from depthmix.study.insides import draw_map
 
 
 def plot_depth_map(
@@ -47,6 +45,8 @@ def plot_depth_map(
         from matplotlib import pyplot
     except ImportError:
         raise UserError("matplotlib is not installed, and figures need it: pip install matplotlib") from None
+    from depthmix.page.inside import way_names
+    from depthmix.study.insides import draw_map
 
     chosen = choose_mixer(model, mixer)
     document = _document(chosen, depth_mixing(model, _batch(model, ids), mixer=chosen))

@@ -13,7 +13,6 @@ import torch
 from depthmix.errors import UserError
 from depthmix.mixers import Mixer, create_mixer, mixer_class
 from depthmix.mixers.base import list_mixers
-from depthmix.testing.mixer_checks import CHECKS, NotApplicable
 
 DIM, N_BLOCKS = 24, 3
 MARKS = {"passed": "✓", "failed": "✗", "skipped": "–"}
@@ -100,6 +99,8 @@ def check_mixer(
     Example:
         >>> depthmix.check_mixer("my_rule", init=0.9).raise_if_failed()
     """
+    from depthmix.testing.mixer_checks import CHECKS, NotApplicable  # slow to import
+
     subject = _build(mixer, dim, n_blocks, options)
     results: dict[str, CheckResult] = {}
     for name, check in CHECKS.items():
