@@ -96,7 +96,7 @@ except depthmix.UserError as error:
 
 
 def test_train_is_a_function_and_a_package_whatever_was_imported_first():
-    assert python(CALLED_AND_IMPORTED) == "train takes a depthmix.TrainConfig, got dict\n"
+    assert forking.python(CALLED_AND_IMPORTED).stdout == "train takes a depthmix.TrainConfig, got dict\n"
 
 
 def test_every_public_name_is_listed_described_and_known_to_type_checkers():

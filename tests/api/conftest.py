@@ -1,10 +1,9 @@
 """What tests of the Python API share: a small corpus, small models, and nothing drawn."""
 
-import sys
-
 import pytest
 import torch
 
+from api.small_comparison import leave_out_figures
 from depthmix.mixers import base
 
 torch.set_num_threads(1)  # for tensors this small, threads only get into each other's way
@@ -18,8 +17,5 @@ def registry(monkeypatch):
 
 @pytest.fixture
 def undrawn(monkeypatch):
-    """Comparisons without figures and cut connections, which take most of the time and have tests of their own."""
-    module = sys.modules["depthmix.study.compare"]
-    monkeypatch.setattr(module, "draw_figures", lambda *_: [])
-    monkeypatch.setattr(module, "_look_inside", lambda *_: [])
-    monkeypatch.setattr(module, "release_memory", lambda device: None)
+    """Comparisons without figures."""
+    leave_out_figures(monkeypatch)
