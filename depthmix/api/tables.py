@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import importlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -44,7 +45,7 @@ class Table:
 def as_table(records: Sequence[dict[str, Any]]) -> Any:
     """Return records as a `pandas.DataFrame` with the arms as its index or, without pandas, as a `Table`."""
     try:
-        import pandas
+        pandas: Any = importlib.import_module("pandas")
     except ImportError:
         return Table(records)
     return pandas.DataFrame.from_records(list(records), index=INDEX)

@@ -18,5 +18,5 @@ def train(config: TrainConfig, *, on_step: OnStep | None = None) -> RunFolder:
     """Train one model, or resume the run in `config.out`: `depthmix.train` says more."""
     if not isinstance(config, TrainConfig):
         raise UserError(f"train takes a depthmix.TrainConfig, got {type(config).__name__}")
-    folders = {"data": as_folder(config.data), "out": os.fspath(config.out)}
-    return loop.train(options_apart("train", dataclasses.replace(config, **folders)), on_step=on_step)
+    config = dataclasses.replace(config, data=as_folder(config.data), out=os.fspath(config.out))
+    return loop.train(options_apart("train", config), on_step=on_step)
