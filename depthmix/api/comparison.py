@@ -9,6 +9,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from depthmix.api.interruption import as_keyboard_interrupt
 from depthmix.api.owned_folder import OwnedFolder
 from depthmix.api.prepared_data import Folder, PreparedData, as_folder
 from depthmix.config import CompareConfig
@@ -53,6 +54,7 @@ def compare(
     Raises:
         UserError: An option, an arm, the data or the folder cannot be used, or every run diverged. Where only some
             diverged, a warning says so and the result holds the others.
+        KeyboardInterrupt: A signal, such as Ctrl-C, has stopped the comparison; the step it came in is saved.
 
     Example:
         >>> result = depthmix.compare(data, ["residual", "attnres:block_size=4"], seeds=3, steps=200)
@@ -77,7 +79,8 @@ def compare(
     }
     config = build_config("compare", CompareConfig, given, _shape_of_init)
     try:
-        found = run_comparison(config, on_step=on_step)
+        with as_keyboard_interrupt():
+            found = run_comparison(config, on_step=on_step)
     except ArmsDiverged as error:
         if not error.comparison.runs:
             raise

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 
+from depthmix.api.interruption import as_keyboard_interrupt
 from depthmix.api.prepared_data import as_folder
 from depthmix.config import TrainConfig
 from depthmix.errors import UserError
@@ -19,4 +20,5 @@ def train(config: TrainConfig, *, on_step: OnStep | None = None) -> RunFolder:
     if not isinstance(config, TrainConfig):
         raise UserError(f"train takes a depthmix.TrainConfig, got {type(config).__name__}")
     config = dataclasses.replace(config, data=as_folder(config.data), out=os.fspath(config.out))
-    return loop.train(options_apart("train", config), on_step=on_step)
+    with as_keyboard_interrupt():
+        return loop.train(options_apart("train", config), on_step=on_step)

@@ -20,13 +20,15 @@ class _CallablePackage(ModuleType):
 
         Args:
             config: What to train. `data` and `out` name folders, as text or as anything with a path.
-            on_step: Called with a `StepEvent` after every step. An exception in it saves a checkpoint and ends the training.
+            on_step: Called with a `StepEvent` after every step, of several processes in the first. An exception in it
+                saves a checkpoint and ends the training.
 
         Returns:
             The run folder. `depthmix.load(run)` gives its model.
 
         Raises:
             UserError: The configuration, the data or the folder cannot be used, or the run diverged.
+            KeyboardInterrupt: A signal, such as Ctrl-C, has stopped the training; the step it came in is saved.
         """
         from depthmix.api.training import train
 

@@ -2,6 +2,7 @@
 
 import gc
 import re
+import signal
 import sys
 import warnings
 
@@ -10,7 +11,6 @@ import torch
 
 import depthmix as dm
 from api.small_comparison import ARMS, OPTIONS, result_and_events
-from depthmix.api import comparison
 from depthmix.errors import CHECKPOINT, DIVERGED, UserError
 from depthmix.study.table import from_csv, to_text
 from train import small
@@ -173,6 +173,32 @@ def test_an_exception_in_the_callback_leaves_what_is_done_to_go_on_with(undrawn,
     assert result["rezero"].losses == small_compare(["rezero"])["rezero"].losses
 
 
+def test_an_interrupted_kernel_saves_and_raises_keyboard_interrupt(undrawn, tmp_path):
+    def interrupt(event):
+        if event.step == 1:
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt, match="stopped by SIGINT after step 2 of 4, and saved"):
+        small_compare(out=tmp_path / "out", save_every=4, on_step=interrupt)
+    steps = []
+    small_compare(out=tmp_path / "out", save_every=4, on_step=lambda event: steps.append(event.step))
+    assert steps == [3, 4]
+
+
+def test_a_later_session_with_the_same_texts_goes_on(undrawn, tmp_path):
+    texts = [f"{i} and the sea is deep and the sky above is wide. " * 5 for i in range(20)]
+    steps = []
+    for seeds in (1, 2):
+        data = dm.prepare(texts, vocab_size=290)  # in another folder each time
+        options = {**OPTIONS, "steps": 3, "out": tmp_path / "out", "on_step": lambda event: steps.append(event.seed)}
+        dm.compare(data, ["residual"], seeds=seeds, **options)
+        del data
+        gc.collect()
+    assert steps == [0, 0, 0, 1, 1, 1]
+    with pytest.raises(UserError, match="prepared otherwise"):
+        dm.compare(dm.prepare(texts[1:], vocab_size=290), ["residual"], **options)
+
+
 def test_arms_that_diverge_are_warned_of_and_the_others_are_there(undrawn):
     @dm.register("explodes")
     class Explodes(dm.Mixer):
@@ -266,11 +292,3 @@ def test_what_cannot_be_used_is_said_in_one_sentence(options, said, tmp_path):
         dm.compare(data, arms, out=tmp_path / "out", **{**OPTIONS, **options})
     assert "\n" not in str(found.value)
     assert not (tmp_path / "out").exists()
-
-
-def test_every_option_of_the_command_is_taken_or_an_argument():
-    from dataclasses import fields
-
-    from depthmix.config import CompareConfig
-
-    assert {f.name for f in fields(CompareConfig)} == {*comparison.OPTIONS, *comparison.NOT_OPTIONS}

@@ -2,6 +2,7 @@
 
 import gc
 import json
+import os
 import re
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 import depthmix as dm
+from depthmix.api.owned_folder import _remove
 from depthmix.config import DataConfig
 from depthmix.data.prepare import prepare
 from depthmix.errors import UserError
@@ -92,6 +94,14 @@ def test_a_temporary_folder_lives_as_long_as_its_object_and_a_given_one_longer(t
     assert not above.exists()
     assert dm.PreparedData(tmp_path / "kept").vocab_size == 300
     assert [p.name for p in tmp_path.iterdir()] == ["kept"]
+
+
+def test_a_forked_process_leaves_the_folder_to_the_one_that_made_it(tmp_path):
+    (tmp_path / "data").mkdir()
+    _remove(str(tmp_path / "data"), os.getpid() + 1)
+    assert (tmp_path / "data").exists()
+    _remove(str(tmp_path / "data"), os.getpid())
+    assert not (tmp_path / "data").exists()
 
 
 def test_a_folder_that_is_taken_is_left_alone_unless_told_otherwise(tmp_path):
