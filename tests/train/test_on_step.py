@@ -14,7 +14,7 @@ def metrics(folder):
 
 def test_every_step_is_told_with_its_loss_and_evaluations(tmp_path):
     events = []
-    folder = train(small.config(tmp_path / "run"), on_step=events.append)
+    folder = train(small.config(tmp_path / "run", eval_every=2), on_step=events.append)
     logged = [json.loads(line) for line in metrics(folder).splitlines()]
     losses = {line["step"]: line["loss"] for line in logged if "loss" in line}
     evaluated = {line["step"]: line["val_loss"] for line in logged if "val_loss" in line}
