@@ -30,7 +30,7 @@ def leak(name: str, options: Mapping[str, Any], dim: int, n_blocks: int, tokens_
         return None
     for width in sorted({min(dim, NARROW), dim}):
         try:
-            with fresh_memory_of_nan():
+            with _fresh_memory_of_nan():
                 mixer = create_mixer(name, dim=width, n_blocks=n_blocks, **options)
             for parameter, values in mixer.named_parameters():
                 if values.isnan().any():
@@ -42,8 +42,8 @@ def leak(name: str, options: Mapping[str, Any], dim: int, n_blocks: int, tokens_
 
 
 @contextmanager
-def fresh_memory_of_nan() -> Iterator[None]:
-    """Fill memory that nobody has set with NaN, as torch does where everything is to be repeatable."""
+def _fresh_memory_of_nan() -> Iterator[None]:
+    """As torch has it where everything is to be repeatable."""
     memory: Any = torch.utils.deterministic
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     filled, memory.fill_uninitialized_memory = memory.fill_uninitialized_memory, True
