@@ -42,7 +42,7 @@ from depthmix.train.check import check_config, check_run, check_start, facts
 from depthmix.train.clock import CoreWait, StepClock, quartiles
 from depthmix.train.deterministic import deterministic
 from depthmix.train.evaluate import Evaluation, ImageEvaluation
-from depthmix.train.events import OnStep, StepEvent
+from depthmix.train.events import OnStep, StepEvent, call_back
 from depthmix.train.graph import GraphedBackward, record
 from depthmix.train.optim import (
     build_optimizers,
@@ -327,19 +327,6 @@ def _run(
         state["data"] = {"sha256": trainer.data.sha256}
         saver.save(step, *trainer.tensors(), state)
 
-    def tell(event: StepEvent, is_saved: bool) -> None:
-        """Call on_step; whatever ends it ends the run, which goes on from here."""
-        if on_step is None or not trainer.world.first:
-            return
-        try:
-            on_step(event)
-        except BaseException as error:
-            if not (is_saved or trainer.world.several):  # several processes save together or not at all
-                save(event.step)
-            saver.wait()
-            folder.log(f"stopped by {type(error).__name__} in on_step after step {event.step}")
-            raise
-
     def diverged(step: int, what: str, astray: bool) -> None:
         saver.wait()  # the last good checkpoint may still be on its way
         _diverged(trainer, folder, step, what, astray)
@@ -398,8 +385,11 @@ def _run(
                 saving = done % config.save_every == 0 or done == config.steps or stopping
                 if saving:
                     save(done)
-                step_val_loss = None if evaluated is None else evaluated.loss
-                tell(StepEvent(config.mixer, config.seed, done, config.steps, loss, step_val_loss), saving)
+                if on_step is not None and trainer.world.first:
+                    losses = loss, None if evaluated is None else evaluated.loss
+                    event = StepEvent(config.mixer, config.seed, done, config.steps, *losses)
+                    # Several processes save together or not at all.
+                    call_back(on_step, event, None if saving or trainer.world.several else save, saver.wait, folder.log)
                 if stopping and done < config.steps:
                     saver.wait()
                     by = stop.name or "a signal to another process"
