@@ -11,7 +11,8 @@ import numpy as np
 
 from depthmix.config import DataConfig
 from depthmix.data.dataset import VERSION, ShardWriter
-from depthmix.data.prepare import SHARD_TOKENS, check_split, choose, staged
+from depthmix.data.prepare import SHARD_TOKENS, check_split, choose
+from depthmix.data.staging import staged
 from depthmix.data.tokenizer import END, numbers_tokenizer, vocabulary
 from depthmix.errors import DATA, USAGE, UserError
 from depthmix.files import write_file
