@@ -13,7 +13,7 @@ import typing
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 from depthmix.config import (
     CompareConfig,
@@ -127,22 +127,8 @@ def this_rank() -> int | None:
     return int(rank) if rank.isdigit() and size.isdigit() and int(size) > 1 else None
 
 
-WithMixer = TypeVar("WithMixer", TrainConfig, PlanConfig, RetrofitConfig)
-
-
-def options_apart(command: str, config: WithMixer) -> WithMixer:
-    """A mixer with its options behind it, `attnres:ways=2`, as comparisons and tables write it, and those apart."""
-    if ":" not in config.mixer:
-        return config
-    from depthmix.study.arms import parse_arm
-
-    if config.mixer_options:
-        raise UserError(f"{command}: options of the mixer are in {config.mixer!r} and in mixer_options; give them once")
-    arm = parse_arm(config.mixer, "mixer")
-    return dataclasses.replace(config, mixer=arm.name, mixer_options=arm.options)
-
-
 def run_train(config: TrainConfig) -> None:
+    from depthmix.study.arms import options_apart
     from depthmix.train.loop import train
 
     folder = train(options_apart("train", config))
@@ -156,7 +142,9 @@ def run_train(config: TrainConfig) -> None:
     if "accuracy" in result:
         learnt = f"accuracy {result['accuracy']:.2%}"
     else:
-        learnt = f"perplexity {result['perplexity']:.2f}, {result['bits_per_byte']:.4f} bits per byte"
+        from depthmix.train.evaluate import describe_learnt
+
+        learnt = describe_learnt(result["perplexity"], result["bits_per_byte"])
     print(f"validation loss {loss:.4f}, {learnt}; run in {folder.path}")
 
 
@@ -183,7 +171,7 @@ def run_plan(config: PlanConfig) -> None:
     from depthmix.mixers import list_mixers
     from depthmix.parallel.plan.figure import check_path, draw
     from depthmix.parallel.plan.plan import plan
-    from depthmix.study.arms import Arm, parse_arms
+    from depthmix.study.arms import Arm, options_apart, parse_arms
 
     if config.figure:
         check_path(config.figure)
@@ -232,6 +220,7 @@ def run_explore(config: ExploreConfig) -> None:
 
 def run_retrofit(config: RetrofitConfig) -> None:
     from depthmix.runs.retrofit import retrofit_folder
+    from depthmix.study.arms import options_apart
 
     print(retrofit_folder(options_apart("retrofit", config)))
 

@@ -42,7 +42,7 @@ def leak(name: str, options: Mapping[str, Any], dim: int, n_blocks: int, tokens_
             for parameter, values in mixer.named_parameters():
                 if values.isnan().any():
                     return f"its parameter {parameter} is never set, which the constructor does by reset_parameters()"
-            return _found(mixer, tokens_too)
+            return find_leak(mixer, tokens_too)
         except Exception:
             continue  # as where heads do not divide the narrow width; of the other a training will say what is wrong
     return None
@@ -58,7 +58,8 @@ class FreshMemoryOfNan(TorchDispatchMode):
         return made
 
 
-def _found(mixer: Mixer, tokens_too: bool) -> str | None:
+def find_leak(mixer: Mixer, tokens_too: bool) -> str | None:
+    """Try a mixer, whose parameters are changed, and say what it reads and must not; None if there is nothing."""
     random = torch.Generator().manual_seed(0)
     stirred(mixer, random)
     x = torch.randn(ROWS, TOKENS, mixer.dim, generator=random, dtype=torch.float64)

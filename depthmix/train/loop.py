@@ -41,6 +41,7 @@ from depthmix.train.build import divide_model, prepare_model
 from depthmix.train.check import check_config, check_run, check_start, facts
 from depthmix.train.clock import CoreWait, StepClock, quartiles
 from depthmix.train.evaluate import Evaluation, ImageEvaluation
+from depthmix.train.events import OnStep, StepEvent, call_back
 from depthmix.train.graph import GraphedBackward, record
 from depthmix.train.optim import (
     build_optimizers,
@@ -242,16 +243,16 @@ class Trainer:
             ) from None
 
 
-def train(config: TrainConfig, *, label: str = "") -> RunFolder:
-    """Train, or go on with a run that was interrupted; a finished run is returned as it is."""
+def train(config: TrainConfig, *, label: str = "", on_step: OnStep | None = None) -> RunFolder:
+    """Train, or go on with a run that was interrupted; a finished run is returned as it is. on_step: called after every step."""
     with (
         settings_of(config),
         join(Layout.of(config.parallel), config.device, bool(config.parallel), config.hang_limit) as world,
     ):
-        return train_in(world, config, label)
+        return train_in(world, config, label, on_step)
 
 
-def train_in(world: World, config: TrainConfig, label: str = "") -> RunFolder:
+def train_in(world: World, config: TrainConfig, label: str = "", on_step: OnStep | None = None) -> RunFolder:
     """The same as one process of a world."""
     world.together(lambda: check_config(config))
     config = world.together(lambda: settled(config))
@@ -287,7 +288,7 @@ def train_in(world: World, config: TrainConfig, label: str = "") -> RunFolder:
             if world.first:
                 trainer.describe(folder, saved.path)  # a newer one may be broken or, after a kill, not described yet
         try:
-            _run(trainer, folder, saved, memory, label or config.mixer)
+            _run(trainer, folder, saved, memory, label or config.mixer, on_step)
         except Exception as error:
             if isinstance(error, Lost) or not isinstance(error, UserError):
                 with suppress(UserError):
@@ -296,7 +297,14 @@ def train_in(world: World, config: TrainConfig, label: str = "") -> RunFolder:
     return folder
 
 
-def _run(trainer: Trainer, folder: RunFolder, saved: Checkpoint | None, memory: PeakMemory, label: str) -> None:
+def _run(
+    trainer: Trainer,
+    folder: RunFolder,
+    saved: Checkpoint | None,
+    memory: PeakMemory,
+    label: str,
+    on_step: OnStep | None = None,
+) -> None:
     config, device = trainer.config, trainer.device
     first = 0 if saved is None else saved.step
     seconds = 0.0 if saved is None else float(saved.state["seconds"])
@@ -384,8 +392,14 @@ def _run(trainer: Trainer, folder: RunFolder, saved: Checkpoint | None, memory: 
                 recent = statistics.mean(times[-20:])
                 shown = memory.read() if done % 20 == 0 else None
                 progress.update(done, loss, per_step / recent, shown, val_loss)
-                if done % config.save_every == 0 or done == config.steps or stopping:
+                saving = done % config.save_every == 0 or done == config.steps or stopping
+                if saving:
                     save(done)
+                if on_step is not None and trainer.world.first:
+                    losses = loss, None if evaluated is None else evaluated.loss
+                    event = StepEvent(config.mixer, config.seed, done, config.steps, *losses)
+                    # Several processes save together or not at all.
+                    call_back(on_step, event, None if saving or trainer.world.several else save, saver.wait, folder.log)
                 if stopping and done < config.steps:
                     saver.wait()
                     by = stop.name or "a signal to another process"
