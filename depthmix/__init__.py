@@ -11,10 +11,30 @@ if TYPE_CHECKING:
     import torch
 
     from depthmix import ops
+    from depthmix.api.comparison import compare
+    from depthmix.api.depth_map_plot import plot_depth_map
+    from depthmix.api.prepared_data import PreparedData, prepare
+    from depthmix.api.run_losses import compare_runs
+    from depthmix.api.training import train
+    from depthmix.config import TrainConfig
+    from depthmix.errors import UserError
     from depthmix.insight import depth_mixing
-    from depthmix.mixers import ContractError, Mixer, OptionError, create_mixer, list_mixers, param_groups, shard_mixer
+    from depthmix.mixers import (
+        ContractError,
+        Mixer,
+        OptionError,
+        State,
+        create_mixer,
+        list_mixers,
+        param_groups,
+        register,
+        register_state,
+        shard_mixer,
+    )
     from depthmix.models import Decoder, DecoderConfig, Vit, VitConfig
     from depthmix.runs.restore import Trained
+    from depthmix.testing import check_mixer
+    from depthmix.train.events import StepEvent
 
 __version__ = "0.1.0"
 __all__ = [
@@ -23,32 +43,57 @@ __all__ = [
     "DecoderConfig",
     "Mixer",
     "OptionError",
+    "PreparedData",
+    "State",
+    "StepEvent",
+    "TrainConfig",
+    "UserError",
     "Vit",
     "VitConfig",
+    "check_mixer",
+    "compare",
+    "compare_runs",
     "create_mixer",
     "depth_mixing",
     "list_mixers",
     "load",
     "ops",
     "param_groups",
+    "plot_depth_map",
+    "prepare",
+    "register",
+    "register_state",
     "restore",
     "retrofit",
     "shard_mixer",
+    "train",
 ]
 # Looked up on first use: torch takes seconds to import, which `depthmix --version` and a mistyped flag need not wait for.
 _HOMES = {
+    "depthmix.api.comparison": ("compare",),
+    "depthmix.api.depth_map_plot": ("plot_depth_map",),
+    "depthmix.api.prepared_data": ("PreparedData", "prepare"),
+    "depthmix.api.run_losses": ("compare_runs",),
+    "depthmix.config": ("TrainConfig",),
+    "depthmix.errors": ("UserError",),
     "depthmix.insight": ("depth_mixing",),
     "depthmix.mixers": (
         "ContractError",
         "Mixer",
         "OptionError",
+        "State",
         "create_mixer",
         "list_mixers",
         "param_groups",
+        "register",
+        "register_state",
         "shard_mixer",
     ),
     "depthmix.models": ("Decoder", "DecoderConfig", "Vit", "VitConfig"),
     "depthmix.ops": (),
+    "depthmix.testing": ("check_mixer",),
+    "depthmix.train": (),  # the package itself is the function: importing its modules binds this name to it
+    "depthmix.train.events": ("StepEvent",),
 }
 
 

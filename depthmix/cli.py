@@ -13,7 +13,7 @@ import typing
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 from depthmix.config import (
     CompareConfig,
@@ -30,7 +30,7 @@ from depthmix.config import (
 )
 from depthmix.errors import DISK, DIVERGED, INTERNAL, INTERRUPTED, PIPE, USAGE, UserError
 from depthmix.files import remedy
-from depthmix.names import DEFAULT_MIXER
+from depthmix.names import DEFAULT_MIXER, install_command
 from depthmix.shown import shorten
 from depthmix.values import build_config, nearest
 
@@ -128,22 +128,8 @@ def this_rank() -> int | None:
     return int(rank) if rank.isdigit() and size.isdigit() and int(size) > 1 else None
 
 
-WithMixer = TypeVar("WithMixer", TrainConfig, PlanConfig, RetrofitConfig)
-
-
-def options_apart(command: str, config: WithMixer) -> WithMixer:
-    """A mixer with its options behind it, `attnres:ways=2`, as comparisons and tables write it, and those apart."""
-    if ":" not in config.mixer:
-        return config
-    from depthmix.study.arms import parse_arm
-
-    if config.mixer_options:
-        raise UserError(f"{command}: options of the mixer are in {config.mixer!r} and in mixer_options; give them once")
-    arm = parse_arm(config.mixer, "mixer")
-    return dataclasses.replace(config, mixer=arm.name, mixer_options=arm.options)
-
-
 def run_train(config: TrainConfig) -> None:
+    from depthmix.study.arms import options_apart
     from depthmix.train.loop import train
 
     folder = train(options_apart("train", config))
@@ -157,7 +143,9 @@ def run_train(config: TrainConfig) -> None:
     if "accuracy" in result:
         learnt = f"accuracy {result['accuracy']:.2%}"
     else:
-        learnt = f"perplexity {result['perplexity']:.2f}, {result['bits_per_byte']:.4f} bits per byte"
+        from depthmix.train.evaluate import describe_learnt
+
+        learnt = describe_learnt(result["perplexity"], result["bits_per_byte"])
     print(f"validation loss {loss:.4f}, {learnt}; run in {folder.path}")
 
 
@@ -184,7 +172,7 @@ def run_plan(config: PlanConfig) -> None:
     from depthmix.mixers import list_mixers
     from depthmix.parallel.plan.figure import check_path, draw
     from depthmix.parallel.plan.plan import plan
-    from depthmix.study.arms import Arm, parse_arms
+    from depthmix.study.arms import Arm, options_apart, parse_arms
 
     if config.figure:
         check_path(config.figure)
@@ -233,6 +221,7 @@ def run_explore(config: ExploreConfig) -> None:
 
 def run_retrofit(config: RetrofitConfig) -> None:
     from depthmix.runs.retrofit import retrofit_folder
+    from depthmix.study.arms import options_apart
 
     print(retrofit_folder(options_apart("retrofit", config)))
 
@@ -380,7 +369,7 @@ def explain(error: BaseException) -> tuple[str, int]:
     if isinstance(error, KeyboardInterrupt):
         return "interrupted", INTERRUPTED
     if isinstance(error, ModuleNotFoundError) and not (error.name or "").startswith("depthmix"):
-        return f"this needs the package {error.name}: pip install 'depthmix[train]'", USAGE
+        return f"this needs the package {error.name}: {install_command('train')}", USAGE
     if known := of_the_machine(error):
         return known, USAGE
     if isinstance(error, OSError):

@@ -126,6 +126,10 @@ class TrainConfig:
         {},
         "processes of torchrun: dp=2 replicas, shard=4 parts of everything (FSDP2), cp=2 parts of sequences, tp=2 of matrices and sequences, pp=2 parts of the depth",
     )
+    hang_limit: float = option(
+        300.0,
+        "with parallel, end the run after so many seconds without progress of any process, and name the one that hangs; the start, the first step, the first evaluation and saving may take four times as long",
+    )
 
     log_every: int = option(10, "steps between lines of the metrics")
     eval_every: int = option(100, "steps between evaluations; the last step is always evaluated")
@@ -143,7 +147,7 @@ class TrainConfig:
 
 # What may change when a run goes on; of the data that is the place, the content is compared.
 FREE = {"data", "out", "quiet", "tensorboard", "wandb", "keep", "save_every", "log_every", "dynamics_every"}
-FREE |= {"device", "on_nan", "parallel"}
+FREE |= {"device", "on_nan", "parallel", "hang_limit"}
 
 # What of it means nothing to the other kind of data.
 OF_TEXT = ("seq_len", "tie_embeddings", "rope_theta", "eval_tokens", "init", "tune", "embedding_std", "plain_eps")

@@ -6,7 +6,7 @@ DATA = 3  # a corpus or prepared data that cannot be used
 CHECKPOINT = 4  # a checkpoint or run folder that cannot be used
 DIVERGED = 5  # a loss that is not a number, or exploded
 DISK = 6  # a disk that is full or cannot be written
-INTERRUPTED = 130  # SIGINT or SIGTERM; everything is saved
+INTERRUPTED = 130  # a signal, as SIGINT or SIGTERM; everything is saved
 PIPE = 141  # whoever read the output has left: what a shell says of a program that SIGPIPE ended
 
 

@@ -1,4 +1,4 @@
-"""Names: the mixer that is taken when none is named, and the nearest to a misspelt one."""
+"""Names: the mixer that is taken when none is named, the nearest to a misspelt one, and how the package is installed."""
 
 from __future__ import annotations
 
@@ -12,3 +12,8 @@ def nearest(name: str, valid: Iterable[str], cutoff: float = 0.5) -> str:
     """A "did you mean" for the message, or nothing; a higher cutoff suggests less."""
     close = difflib.get_close_matches(name, list(valid), n=1, cutoff=cutoff)
     return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def install_command(extra: str) -> str:
+    """Return how to install the package with one of its extras, from a clone: no index has it."""
+    return f"pip install '.[{extra}]' in a clone of depthmix"

@@ -50,7 +50,7 @@ def _parts(value: Any, limit: int) -> Iterator[str]:
     elif type(value) is dict:
         yield from _pairs(value, limit)
     elif isinstance(value, str | bytes):
-        yield repr(value[: limit + 1])  # type: ignore[index]
+        yield repr(value[: limit + 1])
     else:
         yield repr(value)
 

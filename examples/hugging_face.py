@@ -4,7 +4,7 @@
     python examples/hugging_face.py dca        # any rule that begins as the plain residual
 
 The Llama is small and its weights are random, so that nothing is fetched: it is built and saved first, as if it were somebody's.
-Needs transformers and accelerate: pip install 'depthmix[hf]' accelerate
+Needs transformers and accelerate: pip install '.[hf]' accelerate, in a clone of depthmix
 """
 
 import sys

@@ -21,7 +21,10 @@ PROGRAM = Path(sys.executable).with_name("depthmix")
 def test_a_package_that_is_not_installed(capsys, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "yaml", None)
     assert main(["train", "--recipe", str(tmp_path / "x.yaml")]) == 2
-    assert capsys.readouterr().err == "depthmix: this needs the package yaml: pip install 'depthmix[train]'\n"
+    assert (
+        capsys.readouterr().err
+        == "depthmix: this needs the package yaml: pip install '.[train]' in a clone of depthmix\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -36,7 +39,11 @@ def test_a_package_that_is_not_installed(capsys, monkeypatch, tmp_path):
             "torch.compile failed (backend='print' raised:",
         ),
         (KeyboardInterrupt(), 130, "interrupted"),
-        (OSError(28, "No space left on device", "/x/y"), 6, "cannot write or read /x/y: No space left on device"),
+        (
+            OSError(28, "No space left on device", "/x/y"),
+            6,
+            "cannot write or read /x/y: No space left on device; make room",
+        ),
         (ValueError("two\nlines"), 1, "internal error (ValueError: two lines): this is a bug in depthmix, or"),
         (RuntimeError("shapes do not match"), 1, "internal error (RuntimeError: shapes do not match): this is a bug"),
         (ModuleNotFoundError("gone", name="depthmix.gone"), 1, "internal error (ModuleNotFoundError: gone)"),
@@ -133,7 +140,8 @@ def test_output_to_a_full_disk():
     with open("/dev/full", "w") as full:
         done = subprocess.run([str(PROGRAM), "list"], stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     assert done.returncode == 6
-    assert done.stderr == "depthmix: cannot write or read: No space left on device\n"
+    advice = "make room, then run the same command again"
+    assert done.stderr == f"depthmix: cannot write or read: No space left on device; {advice}\n"
 
 
 def test_it_runs_as_a_module():

@@ -1,6 +1,7 @@
 """The package as others get it: light to import, layered, and installable from its wheel."""
 
 import ast
+import re
 import subprocess
 import sys
 import tomllib
@@ -30,8 +31,9 @@ LAYERS = {
     "config": 3,
     "values": 3,
     "device": 3,
+    "randomness": 3,
 }
-LAYERS |= {"data": 4, "runs": 5, "train": 6, "page": 7, "study": 8}
+LAYERS |= {"data": 4, "runs": 5, "train": 6, "page": 7, "study": 8, "testing": 9, "api": 10}
 
 
 def test_import_is_light():
@@ -63,14 +65,24 @@ def imports(path):
 
 @pytest.mark.parametrize("path", sorted((ROOT / "depthmix").rglob("*.py")), ids=lambda p: str(p.relative_to(ROOT)))
 def test_imports_point_one_way(path):
-    """ops <- mixers <- models <- insight, config <- data, parallel <- runs <- train <- page <- study."""
+    """ops <- mixers <- models <- insight, config <- data, parallel <- runs <- train <- page <- study <- testing <- api."""
     own = path.relative_to(ROOT / "depthmix").with_suffix("").parts[0]
-    if own in ("__init__", "__main__", "cli"):
-        return
+    if own in ("__init__", "__main__", "cli") or path == ROOT / "depthmix" / "train" / "__init__.py":
+        return  # the last is depthmix.train, which can be called
     for name in imports(path):
         if name.startswith("depthmix."):
             layer = name.split(".")[1]
             assert layer == own or LAYERS[layer] < LAYERS[own], f"{path} imports {name}"
+
+
+def test_no_text_says_to_install_from_an_index():
+    """No index has the package: what says so cannot be followed. The changelog tells what was."""
+    folders = [ROOT / name for name in ("depthmix", "docs", "examples", "recipes", "benchmarks", "tools")]
+    files = [
+        path for folder in folders for path in folder.rglob("*") if path.suffix in (".py", ".md", ".yaml", ".ipynb")
+    ]
+    said = re.compile(r"(pip|uv|pipx) (install|add|pip install) [^\n`.]*['\" ]depthmix\b")
+    assert [str(path) for path in [*files, ROOT / "README.md"] if said.search(path.read_text(errors="replace"))] == []
 
 
 def test_no_file_is_long():
@@ -80,6 +92,36 @@ def test_no_file_is_long():
         if (n := len(p.read_text().splitlines())) > 500
     }
     assert not long
+
+
+CALLED_AND_IMPORTED = """
+import depthmix, inspect
+before = depthmix.train
+import depthmix.train.loop
+assert depthmix.train is before and depthmix.train.loop.train
+assert list(inspect.signature(depthmix.train).parameters) == ["config", "on_step"]
+try:
+    depthmix.train({})
+except depthmix.UserError as error:
+    print(error)
+"""
+
+
+def test_train_is_a_function_and_a_package_whatever_was_imported_first():
+    assert forking.python(CALLED_AND_IMPORTED).stdout == "train takes a depthmix.TrainConfig, got dict\n"
+
+
+def test_every_public_name_is_listed_described_and_known_to_type_checkers():
+    """A name that is looked up on first use is in dir(), in __all__, among the imports of type checkers and on the page."""
+    tree = ast.parse((ROOT / "depthmix" / "__init__.py").read_text())
+    checked = next(n for n in tree.body if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING")
+    imported = {alias.name for n in checked.body if isinstance(n, ast.ImportFrom) for alias in n.names}
+    defined = {n.name for n in tree.body if isinstance(n, ast.FunctionDef)}
+    page = (ROOT / "docs" / "api.md").read_text()
+    assert set(depthmix.__all__) <= set(dir(depthmix))
+    for name in depthmix.__all__:
+        assert name in imported | defined, name
+        assert f"`{name}" in page, name
 
 
 def test_public_names():

@@ -326,10 +326,11 @@ def _jsonl(path: str, text_field: str) -> Iterator[str]:
         if text_field not in record:
             fields = ", ".join(map(repr, record)) or "none"
             raise UserError(f"{where} has no field {text_field!r} (its fields: {fields}): set text_field.", DATA)
-        yield _text(record[text_field], where, f"field {text_field!r}")
+        yield as_text(record[text_field], where, f"field {text_field!r}")
 
 
-def _text(value: Any, where: str, what: str) -> str:
+def as_text(value: Any, where: str, what: str) -> str:
+    """Return a value that must be text that UTF-8 can hold; UserError says where it is and what it is instead."""
     if not isinstance(value, str):
         raise UserError(f"{where}: {what} is {type(value).__name__}, not text.", DATA)
     try:
@@ -350,11 +351,11 @@ def _parquet(path: str, column: str) -> Iterator[str]:
         with parquet.ParquetFile(path, memory_map=True) as file:
             names = file.schema_arrow.names
             if column not in names:
-                raise _no_column(path, column, names)
+                raise no_column(path, column, names)
             for batch in file.iter_batches(batch_size=PARQUET_ROWS, columns=[column], use_threads=False):
                 for value in batch.column(0):
                     row += 1
-                    yield _text(value.as_py(), f"{path}, row {row}", f"column {column!r}")
+                    yield as_text(value.as_py(), f"{path}, row {row}", f"column {column!r}")
     except UnicodeDecodeError as e:
         raise UserError(f"{path}, row {row}: column {column!r} is not UTF-8 text.", DATA) from e
     except (OSError, pyarrow.ArrowException) as e:
@@ -379,12 +380,13 @@ def _hub(source: Source, column: str) -> Iterator[str]:
             DATA,
         ) from e
     if column not in data.column_names:
-        raise _no_column(f"hf:{name}", column, data.column_names)
+        raise no_column(f"hf:{name}", column, data.column_names)
     for row, record in enumerate(data.select_columns([column]), 1):
-        yield _text(record[column], f"hf:{name}, row {row}", f"column {column!r}")
+        yield as_text(record[column], f"hf:{name}, row {row}", f"column {column!r}")
 
 
-def _no_column(where: str, column: str, names: Sequence[str]) -> UserError:
+def no_column(where: str, column: str, names: Sequence[str]) -> UserError:
+    """Return the error for a table without the column that was asked for."""
     return UserError(f"{where} has no column {column!r} (its columns: {', '.join(names)}): set text_field.", DATA)
 
 

@@ -41,9 +41,9 @@ class ShardWriter:
         self.bytes += n_bytes
         self.documents += last
         if domain:
-            part = self.domains.setdefault(domain, dict.fromkeys(SIZES, 0))
+            sizes = self.domains.setdefault(domain, dict.fromkeys(SIZES, 0))
             for name, more in zip(SIZES, (len(ids), n_bytes, int(last)), strict=True):
-                part[name] += more
+                sizes[name] += more
         while len(ids):
             if self._file is None:
                 self._file = open(self.folder / f"{self.name}-{len(self.sha256):05d}.bin", "wb")  # noqa: SIM115

@@ -47,15 +47,19 @@ def prepare(
     config: DataConfig,
     progress: Progress | None = None,
     *,
+    listing: Listing | None = None,
     shard_tokens: int = SHARD_TOKENS,
     sample_bytes: int = SAMPLE_BYTES,
 ) -> Path:
-    """Write the prepared corpus to config.out. `progress` gets (phase, done, total) with phases scan, tokenizer and encode, in bytes of text."""
+    """Write the prepared corpus to config.out. `progress` gets (phase, done, total) with phases scan, tokenizer and encode, in bytes of text.
+
+    listing: what to read instead of the files that config.input names.
+    """
     _check(config)
     report: Progress = progress or (lambda phase, done, total: None)
     tokenizer = load_tokenizer(config.tokenizer) if config.tokenizer else None
     with staged(Path(config.out), config.overwrite) as folder:
-        listing = find_sources(config.input)
+        listing = find_sources(config.input) if listing is None else listing
         scan = _scan_domains(listing, config, report)
         total = int(scan.sizes.sum())
         split: dict[str, Any]
@@ -100,7 +104,8 @@ def summary(folder: str | Path) -> str:
 
 
 def _sizes(part: dict[str, Any]) -> str:
-    return ", ".join(_count(part[f"{what}s"], what) for what in ("document", "token", "byte"))
+    counted = ("document", "token", "byte") if part["bytes"] else ("document", "token")  # of tokens alone
+    return ", ".join(_count(part[f"{what}s"], what) for what in counted)
 
 
 def warnings(folder: str | Path) -> list[str]:
@@ -116,11 +121,16 @@ def _count(n: int, what: str) -> str:
     return f"{n:,} {what}{'' if n == 1 else 's'}"
 
 
-def _check(config: DataConfig) -> None:
+def check_split(config: DataConfig) -> None:
+    """Refuse a configuration without a folder to write, or whose split would leave one side empty."""
     if not config.out:
         raise UserError("No folder to write was given: set out.", USAGE)
     if not 0 < config.val_fraction < 1:
         raise UserError(f"val_fraction is {config.val_fraction}: it must lie between 0 and 1, both excluded.", USAGE)
+
+
+def _check(config: DataConfig) -> None:
+    check_split(config)
     if not config.tokenizer and config.vocab_size < BYTES + 1:
         raise UserError(
             f"vocab_size is {config.vocab_size}: it must be at least {BYTES + 1}, the {BYTES} bytes and {END}.", USAGE

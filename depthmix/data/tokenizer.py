@@ -14,6 +14,7 @@ import numpy as np
 
 from depthmix.data.alphabet import Alphabet
 from depthmix.errors import DATA, UserError
+from depthmix.names import install_command
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -61,6 +62,16 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     return _ready(tokenizer)
 
 
+def numbers_tokenizer(vocab_size: int) -> Tokenizer:
+    """Make a tokenizer for tokens that nobody has a text for: token 12 reads as the word "12"."""
+    _require_tokenizers()
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    tokenizer = Tokenizer(models.WordLevel({str(i): i for i in range(vocab_size)}))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return tokenizer
+
+
 def load_tokenizer(path: str | Path, add_end: bool = True) -> Tokenizer:
     """A saved tokenizer.json; <|endoftext|> is added where it is missing, unless add_end says otherwise."""
     _require_tokenizers()
@@ -87,7 +98,7 @@ def _first_line(error: Exception) -> str:
 
 def _require_tokenizers() -> None:
     if importlib.util.find_spec("tokenizers") is None:
-        raise UserError("Tokenizing needs the tokenizers library: pip install 'depthmix[train]'.")
+        raise UserError(f"Tokenizing needs the tokenizers library: {install_command('train')}.")
 
 
 def _ready(tokenizer: Tokenizer, add_end: bool = True) -> Tokenizer:

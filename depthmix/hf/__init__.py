@@ -3,18 +3,28 @@
 Importing this makes the Auto classes know the model type `depthmix` and those of retrofitted models.
 """
 
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from depthmix.hf.configuration import DepthmixConfig
 from depthmix.hf.decay import PaperDecay
-from depthmix.hf.modeling import DepthmixForCausalLM, DepthmixModel
+from depthmix.hf.modeling import DepthmixForCausalLM, DepthmixForSequenceClassification, DepthmixModel
 from depthmix.hf.retrofitted import known_to_trainer, register
 from depthmix.hf.surgery import mixer_of, restore, retrofit
 
 AutoConfig.register(DepthmixConfig.model_type, DepthmixConfig, exist_ok=True)
 AutoModel.register(DepthmixConfig, DepthmixModel, exist_ok=True)
 AutoModelForCausalLM.register(DepthmixConfig, DepthmixForCausalLM, exist_ok=True)
+AutoModelForSequenceClassification.register(DepthmixConfig, DepthmixForSequenceClassification, exist_ok=True)
 known_to_trainer(DepthmixConfig.model_type, DepthmixForCausalLM)
 register()
 
-__all__ = ["DepthmixConfig", "DepthmixForCausalLM", "DepthmixModel", "PaperDecay", "mixer_of", "restore", "retrofit"]
+__all__ = [
+    "DepthmixConfig",
+    "DepthmixForCausalLM",
+    "DepthmixForSequenceClassification",
+    "DepthmixModel",
+    "PaperDecay",
+    "mixer_of",
+    "restore",
+    "retrofit",
+]

@@ -7,6 +7,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from depthmix.hf.carried import CarriesCode
+from depthmix.hf.fields import foreign_fields, refuse_unknown
 from depthmix.models import DecoderConfig
 from depthmix.models.exchange import CLASSES, FIELDS, MODEL_TYPE
 from depthmix.names import DEFAULT_MIXER
@@ -65,6 +66,7 @@ class DepthmixConfig(CarriesCode, PreTrainedConfig):
         pad_token_id: int | None = None,
         **kwargs: Any,
     ) -> None:
+        refuse_unknown(kwargs)
         given: dict[str, Any] = {
             "vocab_size": vocab_size,
             "hidden_size": hidden_size,
@@ -93,6 +95,16 @@ class DepthmixConfig(CarriesCode, PreTrainedConfig):
         for name, value in ids.items():
             setattr(self, name, value)
         super().__init__(**ids, tie_word_embeddings=tie_word_embeddings, **kwargs)
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """As everywhere. Fields that another tool left in a file are kept; options of the mixer and misspelt fields are refused."""
+        foreign = foreign_fields(config_dict)
+        foreign_fields({"mixer": config_dict.get("mixer"), **kwargs})
+        found = super().from_dict({name: v for name, v in config_dict.items() if name not in foreign}, **kwargs)
+        for name in foreign:
+            setattr(found[0] if isinstance(found, tuple) else found, name, config_dict[name])
+        return found
 
     def classes(self) -> tuple[dict[str, str], str]:
         """See `CarriesCode`."""

@@ -6,26 +6,32 @@ different from the decoder elsewhere is attention: masks and functions are those
 
 from __future__ import annotations
 
+import importlib
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.masking_utils import create_causal_mask
+from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import can_return_tuple
 
 from depthmix.hf.configuration import DepthmixConfig
+from depthmix.hf.depth_weights import GeneratesDepthWeights, asked_for
+from depthmix.hf.layer_count import explained
+from depthmix.hf.placement import bring_back, to_mixer
 from depthmix.hf.rounding import warn_if_rounded
 from depthmix.mixers.base import Read
 from depthmix.models.blocks import Trace, init_matrix
 from depthmix.models.decoder import START_STD, Backbone, token_positions
 from depthmix.models.layers import Attention, Context
 from depthmix.ops.norm import RMSNorm
-from depthmix.runs.described import check_run_folder
 
 
 @dataclass
@@ -60,6 +66,13 @@ def eager_attention(
     return (weights @ v).transpose(1, 2), weights
 
 
+def _check_run_folder(place: Any) -> None:
+    """Check a folder of `depthmix train` before its files are read one by one."""
+    if isinstance(place, str | os.PathLike) and (Path(place) / "recipe.yaml").is_file():
+        # Runs are built on this package, so they are looked up where there is one.
+        importlib.import_module("depthmix.runs.described").check_run_folder(place)
+
+
 class DepthmixPreTrainedModel(PreTrainedModel):
     """What transformers wants to know of every model here."""
 
@@ -79,12 +92,19 @@ class DepthmixPreTrainedModel(PreTrainedModel):
     _supports_attention_backend = True
     _input_embed_layer = "embedding"
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The embedding's: transformers would take that of the first parameter, which is the mixer's and stays in fp32."""
+        dtype: torch.dtype = self.get_input_embeddings().weight.dtype
+        return dtype
+
     @classmethod
-    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+    def from_pretrained(cls, folder: Any, *args: Any, **kwargs: Any) -> Any:
         """As everywhere; the head of a run folder's checkpoint goes by another name."""
-        check_run_folder(args[0] if args else kwargs.get("pretrained_model_name_or_path"))
+        _check_run_folder(folder)
         mapping = {r"^head\.": "lm_head.", **(kwargs.pop("key_mapping", None) or {})}
-        loaded = super().from_pretrained(*args, key_mapping=mapping, **kwargs)
+        with explained(folder, kwargs):
+            loaded = super().from_pretrained(folder, *args, key_mapping=mapping, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         if getattr(model, "_weight_conversions", None):
             model._weight_conversions = None  # else save_pretrained would go back to the run folder's names
@@ -157,12 +177,16 @@ class DepthmixModel(DepthmixPreTrainedModel, Backbone):
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=c)
         _check_ids(input_ids, c.vocab_size)
+        bring_back(self.mixer)
         warn_if_rounded(self.mixer)
-        x = self.embed(input_ids, inputs_embeds)
+        x = to_mixer(self.mixer, self.embed(input_ids, inputs_embeds))
+        if isinstance(attention_mask, Tensor):
+            attention_mask = attention_mask.to(x.device)
         if position_ids is None:
             past = 0 if past_key_values is None else past_key_values.get_seq_length()
             padding = attention_mask if isinstance(attention_mask, Tensor) else None
             position_ids = token_positions(padding, past, x.shape[1], x.device)
+        position_ids = position_ids.to(x.device)
         if isinstance(attention_mask, dict):  # prepared by `generate` or a server
             mask = attention_mask["full_attention"]
         else:
@@ -175,19 +199,25 @@ class DepthmixModel(DepthmixPreTrainedModel, Backbone):
             )
         attentions: list[Tensor] | None = [] if _asked(output_attentions, c, "output_attentions") else None
         trace = Trace(
-            sources=[] if _asked(output_depth_weights, c, "output_depth_weights") else None,
+            sources=[] if asked_for(output_depth_weights, c) else None,
             mixtures=[] if _asked(output_hidden_states, c, "output_hidden_states") else None,
         )
         attend = self._attend({**kwargs, "position_ids": position_ids}, attentions)
         cos, sin = self.rotary(position_ids)
         context = Context(cos, sin, mask, past_key_values, attend)
-        hidden = self.through_blocks(x, context, trace)
+        # Fewer blocks than there are is how transformers asks for an early exit.
+        hidden = self.through_blocks(x, context, trace, blocks=c.num_hidden_layers)
+        weights = None
+        if (
+            trace.sources is not None and len(trace.sources) == self.mixer.n_sites + 1
+        ):  # a pass that left early has none
+            weights = self.mixer.mixing(trace.sources, per_token=True)
         return DepthmixOutput(
             last_hidden_state=hidden,
             past_key_values=past_key_values if use_cache else None,
             hidden_states=None if trace.mixtures is None else (*trace.mixtures, hidden),
             attentions=None if attentions is None else tuple(attentions),
-            depth_weights=None if trace.sources is None else self.mixer.mixing(trace.sources, per_token=True),
+            depth_weights=weights,
         )
 
     def _attend(self, kwargs: dict[str, Any], attentions: list[Tensor] | None) -> Callable[..., Tensor]:
@@ -195,7 +225,8 @@ class DepthmixModel(DepthmixPreTrainedModel, Backbone):
         function = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
 
         def attend(module: Attention, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
-            y, weights = function(module, q, k, v, context.mask, dropout=0.0, scaling=module.scaling, **kwargs)
+            moved = {**kwargs, "position_ids": kwargs["position_ids"].to(q.device)}
+            y, weights = function(module, q, k, v, context.mask, dropout=0.0, scaling=module.scaling, **moved)
             if attentions is not None and weights is not None:  # most functions never have them
                 attentions.append(weights)
             return y  # [B, T, heads, d]
@@ -203,6 +234,11 @@ class DepthmixModel(DepthmixPreTrainedModel, Backbone):
         return attend
 
     def _run_sublayer(self, sublayer: nn.Module, h: Read, context: Context, gain: Tensor | None) -> Tensor:
+        y: Tensor = self._run_where_it_is(sublayer, h, context, gain)
+        assert context.cos is not None
+        return y.to(context.cos.device)  # the state's
+
+    def _run_where_it_is(self, sublayer: nn.Module, h: Read, context: Context, gain: Tensor | None) -> Any:
         if not (self.gradient_checkpointing and self.training):
             return sublayer(h, context, gain)
         # One argument each: checkpoints of the older kind see no tensor in a tuple.
@@ -214,7 +250,7 @@ class DepthmixModel(DepthmixPreTrainedModel, Backbone):
         return self._gradient_checkpointing_func(run, gain, *ways)
 
 
-class DepthmixForCausalLM(DepthmixPreTrainedModel, GenerationMixin):
+class DepthmixForCausalLM(GeneratesDepthWeights, DepthmixPreTrainedModel, GenerationMixin):
     """The decoder with its head: logits [B, T, vocab], a loss where labels are given, and `generate`."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embedding.weight"}
@@ -278,6 +314,10 @@ class DepthmixForCausalLM(DepthmixPreTrainedModel, GenerationMixin):
             attentions=outputs.attentions,
             depth_weights=outputs.depth_weights,
         )
+
+
+class DepthmixForSequenceClassification(GenericForSequenceClassification, DepthmixPreTrainedModel):
+    """The decoder with a head for classes, or for a reward: logits [B, num_labels] of each row's last token that is no padding."""
 
 
 def _check_ids(ids: Tensor | None, vocab_size: int) -> None:

@@ -26,6 +26,7 @@ from transformers import (
     AutoModelForQuestionAnswering,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
+    GenerationMixin,
     PreTrainedConfig,
     PreTrainedModel,
 )
@@ -37,6 +38,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from depthmix.hf.architectures import ARCHITECTURES, PREFIX
 from depthmix.hf.carried import CarriesCode
+from depthmix.hf.depth_weights import GeneratesDepthWeights, forward_with_weights
+from depthmix.hf.layer_count import explained
 from depthmix.hf.surgery import MIXER, install
 
 AUTO = (
@@ -77,8 +80,9 @@ def model_class(plain: Any) -> type[Any]:
         if self.base_model is self or not hasattr(self.base_model, MIXER):
             install(self, said["mixer"], said["options"])
 
-    def from_pretrained(cls: Any, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
-        model, found = plain.from_pretrained.__func__(cls, *args, output_loading_info=True, **kwargs)
+    def from_pretrained(cls: Any, folder: Any, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
+        with explained(folder, kwargs):
+            model, found = plain.from_pretrained.__func__(cls, folder, *args, output_loading_info=True, **kwargs)
         _reset_missing(model, found["missing_keys"])
         return (model, found) if output_loading_info else model
 
@@ -88,7 +92,8 @@ def model_class(plain: Any) -> type[Any]:
     if renamed is not None:  # of some classes weights have other names in a folder than in the model
         register_checkpoint_conversion_mapping(_name(plain), renamed, overwrite=True)
     more = {"from_pretrained": classmethod(from_pretrained), "_keep_in_fp32_modules_strict": [*kept, MIXER]}
-    return type(_name(plain), (plain,), {**body, **more})
+    generates = (GeneratesDepthWeights,) if issubclass(plain, GenerationMixin) else ()
+    return type(_name(plain), (*generates, plain), {**body, **more, "forward": forward_with_weights(plain)})
 
 
 @torch.no_grad()

@@ -11,25 +11,27 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from depthmix.errors import CHECKPOINT, UserError
-from depthmix.hf.architectures import Architecture, Site, architecture, why_not
+from depthmix.hf.architectures import Site, architecture, why_not
 from depthmix.hf.carried import CarriesCode
+from depthmix.hf.depth_weights import ASKED, RECORD, Record, asked_for, with_weights
 from depthmix.hf.modeling import DepthmixPreTrainedModel
+from depthmix.hf.placement import bring_back, to_mixer
 from depthmix.hf.rounding import warn_if_rounded
+from depthmix.hf.separate_inputs import OURS, SeparateInputs
 from depthmix.mixers.base import Mixer, create_mixer
 from depthmix.mixers.plain import is_plain, why_not_plain
 from depthmix.mixers.state import State
 
-MIXER, NORMS, OURS = "depth_mixer", "depth_norms", "_depthmix"  # modules of the base model, and what a layer knows
+MIXER, NORMS = "depth_mixer", "depth_norms"  # modules of the base model
 FROM = "retrofitted_from"  # what a retrofitted configuration of this package's own decoder had before
-WANTED = "_depthmix_wanted"  # of the base model, while it runs: whether its caller wants gradients
+WANTED = "depthmix_gradients"  # argument of the base model that its layers get: whether the caller wants gradients
 CAME_FROM = "_depthmix_came_from"  # of the model: the folder of the plain one
 PROBE = 8  # tokens with which logits are compared
 ROUNDING, HALF_ROUNDING = 1e-2, 0.2  # of the largest logit: what no rounding changes, in fp32 and in half precision
@@ -72,9 +74,10 @@ def retrofit(model: Any, mixer: str, *, quiet: bool = False, **options: Any) -> 
         norms = getattr(model.base_model, NORMS, None)
         if norms is not None:
             norms.to(device, dtype)
-    # It is in no folder yet, and adapters of it would be put on the plain one in that folder.
+    # The model is in no folder yet, and adapters of it would be put on the plain one in that folder. Its configuration goes on naming
+    # that folder, where trainers look for the tokenizer, and for a reference model: the plain one, whose logits are those of step 0.
     model.__dict__[CAME_FROM] = came_from
-    _say_where(model, "")
+    model.name_or_path = ""
     if before is not None:
         after = _logits(model)
         change = ((after - before).abs().max() / before.abs().max().clamp(min=1e-30)).item()
@@ -103,10 +106,10 @@ def restore(model: Any) -> Any:
     for hooks in (base._forward_pre_hooks, base._forward_hooks):
         for key in [key for key, hook in hooks.items() if hook in (_before, _after)]:
             del hooks[key]
-    delattr(base, WANTED)
-    for module in _patched(base, architecture(model.config)):
-        module.__class__ = type(module).__mro__[2]
-        del module.__dict__[OURS]
+    for module in base.modules():
+        if OURS in vars(module):
+            module.__class__ = module.plain_class
+            del module.__dict__[OURS]
     for name in (MIXER, NORMS):
         if hasattr(base, name):
             delattr(base, name)
@@ -137,12 +140,15 @@ def install(model: Any, mixer: str, options: dict[str, Any]) -> None:
     for i, layer in enumerate(layers):
         layer.__dict__[OURS] = (base, i, found)
         layer.__class__ = _mixed(_class(layer), MixedLayer)
+    for site in several:
+        for attention in (getattr(layers[own.layout.block[site]], s.sublayer) for s in found.sites if s.attention):
+            attention.__dict__[OURS] = (found,)
+            attention.__class__ = _mixed(_class(attention), SeparateInputs)
     norm = getattr(base, found.final_norm)
     norm.__dict__[OURS] = (base,)
     norm.__class__ = _mixed(_class(norm), FinishingNorm)
-    setattr(base, WANTED, False)
-    base.register_forward_pre_hook(_before)
-    base.register_forward_hook(_after)
+    base.register_forward_pre_hook(_before, with_kwargs=True)
+    base.register_forward_hook(_after, with_kwargs=True)
 
 
 def _create(model: Any, mixer: str, options: dict[str, Any]) -> Mixer:
@@ -189,10 +195,6 @@ def _own_config(model: Any) -> Any:
     return own
 
 
-def _patched(base: Any, found: Architecture) -> list[Any]:
-    return [*getattr(base, found.layers), getattr(base, found.final_norm)]
-
-
 def _class(x: Any) -> Any:
     """Its class, which to mypy is not hashable."""
     return type(x)
@@ -221,7 +223,8 @@ def _mixed(cls: type[nn.Module], way: type) -> type[nn.Module]:
         """For pickle, which by that name would find the plain one."""
         return _empty, (cls, way), self.__getstate__()
 
-    return type(cls.__name__, (way, cls), {"__module__": cls.__module__, "__reduce_ex__": __reduce_ex__})
+    body = {"__module__": cls.__module__, "__reduce_ex__": __reduce_ex__, "plain_class": cls}
+    return type(cls.__name__, (way, cls), body)
 
 
 def _empty(cls: Any, way: type) -> nn.Module:
@@ -232,17 +235,23 @@ def _empty(cls: Any, way: type) -> nn.Module:
 class MixedLayer:
     """A decoder layer that reads and writes the mixer's state in place of the hidden states."""
 
+    plain_class: Any  # the layer's own
+
     def forward(self, hidden_states: Tensor | State, *args: Any, **kwargs: Any) -> State:
         base, i, found = self.__dict__[OURS]
-        _refuse_reentrant(self, base)
+        given = _by_name(self.plain_class.forward, args, kwargs)
+        _refuse_reentrant(self, given.pop(WANTED, False))
+        record: Record | None = given.pop(RECORD, None)
         # Looked up: an adapter may have put a copy in its place.
         own, norms = getattr(base, MIXER), getattr(base, NORMS, {})
         if isinstance(hidden_states, State):
             state = hidden_states
         else:
             warn_if_rounded(own)
-            state = own.start(hidden_states)
-        given = _by_name(type(self).__mro__[2].forward, args, kwargs)  # type: ignore[attr-defined]
+            embedding = to_mixer(own, hidden_states)
+            state = own.start(embedding)
+            if record is not None:
+                record.add(embedding)
 
         def norms_at(number: int, site: Site) -> list[Any]:
             """One for each way of a site."""
@@ -257,19 +266,26 @@ class MixedLayer:
             for site in found.sites:  # all but attention take the first way, that of its queries
                 some = norms_at(i, site)[: len(ways) if site.attention else 1]
                 seen = tuple(norm(t) for norm, t in zip(some, ways, strict=False))
-                y = _sublayer(self, site, found, seen if len(seen) > 1 else seen[0], given)
+                y = _sublayer(self, site, seen if len(seen) > 1 else seen[0], given)
                 total = y if total is None else y + total
-            return _write(own, state, i, total)
+            return _write(own, state, i, total, record)
         for k, site in enumerate(found.sites):
             number = len(found.sites) * i + k
             h = own.read(state, number, norms_at(number, site))
-            state = _write(own, state, number, _sublayer(self, site, found, h, given))
+            state = _write(own, state, number, _sublayer(self, site, h, given), record)
         return state
 
 
-def _write(own: Mixer, state: Any, site: int, y: Tensor) -> Any:
-    """Under autocast a model's stream is in fp32 and its outputs are not: widened, as adding them would, so that kernels see one dtype."""
-    return own.write(state, site, y.to(torch.promote_types(y.dtype, state.template().dtype)))
+def _write(own: Mixer, state: Any, site: int, y: Tensor, record: Record | None) -> Any:
+    """Write a sublayer's output, recorded if there is a record.
+
+    Under autocast a model's stream is in fp32 and its outputs are not: widened, as adding them would, so that kernels see one dtype.
+    """
+    stream = state.template()
+    y = y.to(stream.device, torch.promote_types(y.dtype, stream.dtype))
+    if record is not None:
+        record.add(y)
+    return own.write(state, site, y)
 
 
 class FinishingNorm:
@@ -277,7 +293,8 @@ class FinishingNorm:
 
     def forward(self, hidden_states: Tensor | State) -> Tensor:
         if isinstance(hidden_states, State):
-            hidden_states = _next_read(getattr(self.__dict__[OURS][0], MIXER), hidden_states)
+            h = _next_read(getattr(self.__dict__[OURS][0], MIXER), hidden_states)
+            hidden_states = h.to(next(self.parameters(), h).device)  # type: ignore[attr-defined]
         return super().forward(hidden_states)  # type: ignore[misc]
 
 
@@ -289,22 +306,34 @@ def _next_read(own: Mixer, state: State) -> Tensor:
     return h if share is None or share == 1.0 else h / share
 
 
-def _before(base: Any, args: Any) -> None:
-    """A hook of the base model: whether its caller wants gradients, which a layer in a reentrant checkpoint cannot see."""
-    setattr(base, WANTED, torch.is_grad_enabled())
+def _before(base: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Tell the layers what belongs to this call; a hook of the base model.
+
+    That is whether the caller wants gradients, which a layer in a reentrant checkpoint cannot see, and the record of depth weights.
+    """
+    bring_back(getattr(base, MIXER))
+    asked = asked_for(kwargs.pop(ASKED, None), base.config)
+    record = kwargs.pop(RECORD, None) or (Record() if asked else None)
+    return args, {**kwargs, WANTED: torch.is_grad_enabled(), **({} if record is None else {RECORD: record})}
 
 
-def _refuse_reentrant(layer: Any, base: Any) -> None:
-    """A reentrant checkpoint runs a layer without gradients and takes them from the tensors it returns, of which it sees none in a state."""
-    if not torch.is_grad_enabled() and layer.training and getattr(base, WANTED):
+def _refuse_reentrant(layer: Any, wanted: bool) -> None:
+    """Refuse a reentrant checkpoint around a layer, which would lose gradients.
+
+    It runs the layer without gradients and takes them from the tensors that the layer returns, of which it sees none in a state.
+    wanted: whether the model's caller wants gradients; False of a layer that somebody calls by itself, of which nothing is known.
+    """
+    if wanted and layer.training and not torch.is_grad_enabled():
         advice = "give gradient_checkpointing_kwargs={'use_reentrant': False}, which is exact"
         raise UserError(f"reentrant gradient checkpointing would lose the gradients of a retrofitted model: {advice}")
 
 
-def _after(base: Any, args: Any, output: Any) -> Any:
-    """A hook of the base model: hidden states as tensors, what each layer reads, where layers have handed on states."""
+def _after(base: Any, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
+    """A hook of the base model: hidden states as tensors, what each layer reads, where layers have handed on states; depth weights."""
     own = getattr(base, MIXER)
-    setattr(base, WANTED, False)  # of layers that somebody calls by themselves nothing is known
+    record: Record | None = kwargs.get(RECORD)
+    if record is not None:
+        record.close(own)
 
     def readable(value: Any) -> Any:
         if not isinstance(value, tuple) or not any(isinstance(x, State) for x in value):
@@ -312,10 +341,10 @@ def _after(base: Any, args: Any, output: Any) -> Any:
         return tuple(_next_read(own, x) if isinstance(x, State) else x for x in value)
 
     if isinstance(output, tuple):
-        return tuple(map(readable, output))
-    if getattr(output, "hidden_states", None) is not None:
+        output = tuple(map(readable, output))
+    elif getattr(output, "hidden_states", None) is not None:
         output.hidden_states = readable(output.hidden_states)
-    return output
+    return output if record is None else with_weights(output, record.weights)
 
 
 def scaled(norm: Any, share: float | None) -> Any:
@@ -329,47 +358,14 @@ def _by_name(forward: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
-def _sublayer(layer: Any, site: Site, found: Architecture, h: Any, given: dict[str, Any]) -> Tensor:
+def _sublayer(layer: Any, site: Site, h: Any, given: dict[str, Any]) -> Tensor:
+    """Return a sublayer's output; h: its input, or a tuple of an attention's, see `SeparateInputs`."""
     module = getattr(layer, site.sublayer)
-    if not site.attention:
-        y = module(h)
-    elif isinstance(h, tuple):
-        queries, *others = h
-        with _inputs(module, found, [queries, *others] if len(h) == 3 else [queries, queries, *others]):
-            y = module(queries, **given)
-    else:
-        y = module(h, **given)
+    y = module(h, **given) if site.attention else module(h)
     y = y[0] if isinstance(y, tuple) else y
     for name in site.after:
         y = getattr(layer, name)(y)
     return y
-
-
-@contextmanager
-def _inputs(attention: Any, found: Architecture, tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Inputs of their own for the projections of an attention, whatever it hands to them."""
-
-    def before(tensor: Tensor) -> Any:
-        return lambda module, args: (tensor, *args[1:])
-
-    def after(module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        """One projection for all three: what each of them is of its own input."""
-        whole = [output, *(module.forward(t) for t in tensors[1:])]
-        if not found.by_head:
-            return torch.cat([out.chunk(3, -1)[k] for k, out in enumerate(whole)], dim=-1)
-        parts = [out.unflatten(-1, (-1, 3 * attention.head_size)).chunk(3, -1)[k] for k, out in enumerate(whole)]
-        return torch.cat(parts, dim=-1).flatten(-2)
-
-    modules = [getattr(attention, name) for name in found.projections]
-    if len(modules) == 1:
-        handles = [modules[0].register_forward_hook(after)]
-    else:
-        handles = [m.register_forward_pre_hook(before(t)) for m, t in zip(modules, tensors, strict=True)]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _place(model: Any) -> tuple[torch.device, torch.dtype]:

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from depthmix.insight.intercept import as_ways, intercepted, normed
+from depthmix.insight.intercept import as_ways, current_calls, intercepted, normed
 from depthmix.insight.mixing import choose_mixer
+from depthmix.insight.mode import eval_mode
 from depthmix.insight.sampling import some_tokens
 from depthmix.mixers import Mixer
 from depthmix.ops.precision import compute_dtype
@@ -29,7 +30,7 @@ class Magnitudes:
 
     def __init__(self, mixer: Mixer) -> None:
         self.mixer = mixer
-        self.calls = {name: getattr(mixer, name) for name in ("start", "read", "write", "finish")}
+        self.calls = current_calls(mixer)
 
     def watching(self) -> AbstractContextManager[None]:
         """A context: passes made inside are taken down, the last one stays."""
@@ -95,7 +96,7 @@ def shares_of_output(mixer: Mixer, sources: list[Tensor]) -> Tensor:
 def magnitudes(model: nn.Module, *inputs: Any, mixer: Mixer | str | None = None, **kwargs: Any) -> dict[str, list[Any]]:
     """input_rms [S+1][ways] (the last of finish), output_rms [S], stream_rms [S+1], block_rms [N] and share [S+1] of model(*inputs, **kwargs)."""
     taken = Magnitudes(choose_mixer(model, mixer))
-    with taken.watching():
+    with taken.watching(), eval_mode(model):
         model(*inputs, **kwargs)
     return taken.numbers()
 

@@ -21,9 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from depthmix.insight.intercept import intercepted, normed
+from depthmix.insight.intercept import current_calls, intercepted, normed
 from depthmix.insight.losses import next_token_loss
 from depthmix.insight.mixing import choose_mixer
+from depthmix.insight.mode import eval_mode
 from depthmix.mixers import Mixer
 from depthmix.mixers.mixing import Contributions
 
@@ -48,11 +49,11 @@ class Cutting:
         self.mixer, self.reader = mixer, reader
         self.sources: list[Tensor] = []
         self.found: tuple[Contributions, ...] | None = None  # the same in every pass over the batch
-        self.calls = {name: getattr(mixer, name) for name in ("start", "read", "write", "finish")}
+        self.calls = current_calls(mixer)
 
     def losses(self, model: nn.Module, batch: Tensor, cuts: Sequence[Cut]) -> Tensor:
         """The loss for each cut: [len(cuts)]."""
-        with torch.no_grad(), self.applied(cuts):
+        with torch.no_grad(), eval_mode(model), self.applied(cuts):
             return next_token_loss(model, batch)
 
     def applied(self, cuts: Sequence[Cut]) -> AbstractContextManager[None]:

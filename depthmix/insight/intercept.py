@@ -1,7 +1,18 @@
-"""Standing between a model and its mixer: what passes by is recorded or changed, and the model knows nothing of it."""
+"""Stand between a model and its mixer: what passes by is recorded or changed, and the model knows nothing of it.
+
+A mixer is shared by all threads that run its model, and an interception belongs to the thread that makes it. While any thread
+intercepts a mixer, its calls go through dispatchers, which send each thread to its own:
+
+    model in thread 1 --> mixer.write = dispatcher --> what thread 1 has given to `intercepted`
+    model in thread 2 ------------^        `---------> the mixer's own write
+
+A dispatcher looks into a threading.local and not into a context variable, because torch.compile can trace the former and guards on it.
+"""
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,36 +23,91 @@ from depthmix.mixers import Mixer
 from depthmix.mixers.base import Read
 from depthmix.mixers.sharding import CONTRACT
 
+Calls = dict[str, Callable[..., Any]]
+
+
+class _Dispatch:
+    """The dispatchers of one mixer, and what each thread has them call."""
+
+    def __init__(self, mixer: Mixer) -> None:
+        self.open = 0  # interceptions, of all threads
+        self.thread = threading.local()  # stack: calls by name, those of the innermost interception last
+        self.own: Calls = {name: getattr(mixer, name) for name in CONTRACT}
+        self.before = {name: call for name, call in vars(mixer).items() if name in CONTRACT}
+        for name in CONTRACT:
+            setattr(mixer, name, self._dispatcher(name))
+
+    def _dispatcher(self, name: str) -> Callable[..., Any]:
+        thread, own = self.thread, self.own[name]
+
+        def dispatch(*args: Any, **kwargs: Any) -> Any:
+            stack = getattr(thread, "stack", None)
+            return (stack[-1][name] if stack else own)(*args, **kwargs)
+
+        return dispatch
+
+    def remove(self, mixer: Mixer) -> None:
+        """Give the mixer its own calls back."""
+        for name in CONTRACT:
+            vars(mixer).pop(name, None)
+        vars(mixer).update(self.before)
+
+
+_lock = threading.Lock()
+_dispatches: weakref.WeakKeyDictionary[Mixer, _Dispatch] = weakref.WeakKeyDictionary()
+
 
 @contextmanager
 def intercepted(mixer: Mixer, **calls: Callable[..., Any]) -> Iterator[None]:
-    """While it lasts, some of start, read, write and finish are these, and outputs are written as sublayers made them."""
+    """Replace some of start, read, write and finish for this thread, and have outputs written as sublayers made them.
+
+    Args:
+        mixer: whose calls are replaced, until the context ends.
+        calls: what is called instead, by name. To go on with what they replace they need `current_calls`, taken before.
+    """
     assert set(calls) <= set(CONTRACT)
-    calls = {"output_gains": dict, **calls}  # no model multiplies them on the way
-    before = {name: call for name, call in vars(mixer).items() if name in calls}
-    for name, call in calls.items():
-        setattr(mixer, name, call)
+    with _lock:
+        there = _dispatches.get(mixer)
+        if there is None:
+            there = _dispatches[mixer] = _Dispatch(mixer)
+        there.open += 1
+    stack = there.thread.__dict__.setdefault("stack", [])
+    # No model multiplies outputs with their gains on the way.
+    stack.append({**(stack[-1] if stack else there.own), "output_gains": dict, **calls})
     try:
         yield
     finally:
-        for name in calls:
-            delattr(mixer, name)
-        vars(mixer).update(before)
+        stack.pop()
+        with _lock:
+            there.open -= 1
+            if not there.open:
+                there.remove(mixer)
+                del _dispatches[mixer]
+
+
+def current_calls(mixer: Mixer) -> Calls:
+    """Return what the mixer's calls are for this thread, by name, past its dispatchers."""
+    with _lock:
+        there = _dispatches.get(mixer)
+        if there is None:
+            return {name: getattr(mixer, name) for name in CONTRACT}
+    stack = getattr(there.thread, "stack", None)
+    return dict(stack[-1] if stack else there.own)
 
 
 @contextmanager
 def record_sources(mixer: Mixer) -> Iterator[list[Tensor]]:
-    """Collect the embedding and every site's raw output from the passes made inside; each new pass starts the list afresh."""
+    """Collect the embedding and every site's raw output from the passes that this thread makes inside; each new pass starts the list afresh."""
     sources: list[Tensor] = []
-    start, write = mixer.start, mixer.write
+    calls = current_calls(mixer)
 
     def recording_start(x: Tensor) -> Any:
         sources[:] = [x.detach()]
-        return start(x)
+        return calls["start"](x)
 
     def recording_write(state: Any, site: int, y: Tensor) -> Any:
         sources.append(y.detach())
-        return write(state, site, y)
+        return calls["write"](state, site, y)
 
     with intercepted(mixer, start=recording_start, write=recording_write):
         yield sources

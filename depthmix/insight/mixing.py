@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from depthmix.insight.intercept import record_sources
+from depthmix.insight.mode import eval_mode
 from depthmix.mixers import Mixer
 from depthmix.names import nearest
 
@@ -15,7 +16,7 @@ from depthmix.names import nearest
 def depth_mixing(
     model: nn.Module, *inputs: Any, per_token: bool = False, mixer: Mixer | str | None = None, **kwargs: Any
 ) -> Tensor:
-    """M[way, site, source] of a model on one batch: model(*inputs, **kwargs).
+    """M[way, site, source] of a model on one batch: model(*inputs, **kwargs), which runs in eval mode.
 
     mixer: which one, of a model with several, as of an encoder and a decoder: the module itself or its name in the model.
     M[w, s, 0] is the weight with which site s reads the embedding, M[w, s, i + 1] that of site i's raw output; the last row is finish.
@@ -27,7 +28,7 @@ def depth_mixing(
 
 def sources_of(model: nn.Module, mixer: Mixer, *inputs: Any, **kwargs: Any) -> list[Tensor]:
     """The embedding and the raw output of every site when the model runs on a batch: S + 1 tensors [..., D]."""
-    with torch.no_grad(), record_sources(mixer) as sources:
+    with torch.no_grad(), eval_mode(model), record_sources(mixer) as sources:
         model(*inputs, **kwargs)
     if not sources:
         raise ValueError("depth_mixing: the model did not use this mixer on this batch")

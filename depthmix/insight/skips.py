@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from depthmix.insight.intercept import intercepted
+from depthmix.insight.intercept import current_calls, intercepted
 from depthmix.insight.losses import next_token_loss
 from depthmix.insight.mixing import choose_mixer
+from depthmix.insight.mode import eval_mode
 from depthmix.mixers import Mixer
 
 
@@ -28,7 +29,7 @@ class SkipEffects:
 def skip_effects(model: nn.Module, batches: Iterable[Tensor], mixer: Mixer | str | None = None) -> SkipEffects:
     """Over batches of token ids [B, T + 1]: model(ids) gives logits."""
     chosen = choose_mixer(model, mixer)
-    write = chosen.write
+    write = current_calls(chosen)["write"]
     losses, tokens = torch.zeros(chosen.n_sites + 1, dtype=torch.float64), 0
     for batch in batches:
         found = []
@@ -37,7 +38,7 @@ def skip_effects(model: nn.Module, batches: Iterable[Tensor], mixer: Mixer | str
             def skipping_write(state: Any, site: int, y: Tensor, skipped: int = skipped) -> Any:
                 return write(state, site, torch.zeros_like(y) if site == skipped else y)
 
-            with intercepted(chosen, write=skipping_write):
+            with intercepted(chosen, write=skipping_write), eval_mode(model):
                 found.append(next_token_loss(model, batch))
         size = batch[:, 1:].numel()
         losses += size * torch.cat(found).cpu().double()

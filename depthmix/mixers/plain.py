@@ -7,6 +7,10 @@ Where a read begins as a share c of the plain stream x, its norm sees c x. RMSNo
 
 from __future__ import annotations
 
+from typing import Any
+
+from torch import Tensor
+
 from depthmix.mixers.base import Mixer
 
 
@@ -31,3 +35,14 @@ def eps_of_plain(mixer: Mixer, site: int, eps: float) -> float:
     """The eps with which the norm of a read (S: of finish) does what the plain stream's does with eps."""
     share = mixer.plain_share(site)
     return eps if share is None else eps * share**2
+
+
+def read_early(mixer: Mixer, state: Any) -> Tensor:
+    """Return the input of a final norm that comes after fewer sites than there are: what the next site reads, before its norm.
+
+    Of several ways it is the first. The share of the plain stream that it begins as is made that of finish, for which the norm's eps is.
+    """
+    h = mixer.read(state, state.site)
+    h = h[0] if isinstance(h, tuple) else h
+    share, final_share = mixer.plain_share(state.site), mixer.plain_share(mixer.n_sites)
+    return h if not share or not final_share or share == final_share else h * (final_share / share)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from depthmix.mixers.base import Read, create_mixer, mixer_class
 from depthmix.mixers.options import check_options
+from depthmix.mixers.plain import read_early
 from depthmix.models.layers import Attention, Context, Mlp, MlpKind
 from depthmix.models.projections import own_gain, weights_take_gains
 from depthmix.ops.norm import RMSNorm
@@ -105,9 +106,22 @@ class Blocks(nn.Module):
         return config.norm_eps
 
     def through_blocks(
-        self, x: Tensor, context: Context, trace: Trace | None = None, last: int | None = None
+        self,
+        x: Tensor,
+        context: Context,
+        trace: Trace | None = None,
+        last: int | None = None,
+        blocks: int | None = None,
     ) -> Tensor:
-        """What the head sees of embeddings [B, T, D]: the blocks' output after the final norm; last: of so many tokens alone."""
+        """Return what the head sees of embeddings [B, T, D]: the blocks' output after the final norm.
+
+        Args:
+            x: the embeddings.
+            context: what attention needs.
+            trace: what to keep of the pass.
+            last: of so many tokens alone.
+            blocks: leave after so many blocks, with what the next one would read; None or too many: run all.
+        """
         mixer, trace = self.mixer, trace or Trace()
         sources, mixtures = trace.sources, trace.mixtures
         if sources is not None:
@@ -115,6 +129,8 @@ class Blocks(nn.Module):
         state = mixer.start(x)
         gains = mixer.output_gains() if sources is None and weights_take_gains(x) else {}
         for site, (norm, sublayer) in enumerate(zip(self.norms, self.sublayers, strict=True)):
+            if blocks is not None and mixer.layout.block[site] >= blocks:
+                return self.final_norm(read_early(mixer, state))
             if mixtures is not None and site % 2 == 0:
                 h = mixer.read(state, site)
                 mixtures.append(h[0] if isinstance(h, tuple) else h)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from depthmix.names import install_command
+
 MODEL_TYPE, ARCHITECTURE = "depthmix", "DepthmixForCausalLM"
 BASE, HEAD = "model.", "lm_head."  # how the weights' names begin in a model with a head: the backbone's, the head's
 
@@ -35,7 +37,12 @@ FIELDS = {
 # A folder carries two lines of code, as folders of models that transformers does not know do: with `trust_remote_code=True`
 # tools that never heard of depthmix (evaluation harnesses, servers) find the classes, and find them in the package.
 CODE = "modeling_depthmix.py"
-CLASSES = {"AutoConfig": "DepthmixConfig", "AutoModel": "DepthmixModel", "AutoModelForCausalLM": ARCHITECTURE}
+CLASSES = {
+    "AutoConfig": "DepthmixConfig",
+    "AutoModel": "DepthmixModel",
+    "AutoModelForCausalLM": ARCHITECTURE,
+    "AutoModelForSequenceClassification": "DepthmixForSequenceClassification",
+}
 
 
 def auto_map(classes: Mapping[str, str] = CLASSES) -> dict[str, str]:
@@ -46,4 +53,5 @@ def auto_map(classes: Mapping[str, str] = CLASSES) -> dict[str, str]:
 def code(classes: Mapping[str, str] = CLASSES, module: str = "depthmix.hf") -> str:
     """The folder's code."""
     names = ", ".join(sorted(set(classes.values())))
-    return f"# The model is in the package depthmix: pip install 'depthmix[hf]'.\nfrom {module} import {names}  # noqa: F401\n"
+    where = f"# The model is in the package depthmix: {install_command('hf')}."
+    return f"{where}\nfrom {module} import {names}  # noqa: F401\n"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -143,6 +143,12 @@ class Context:
         """Whether the kernel is to hide later tokens itself; of a single one there is nothing to hide."""
         several = self.cos is None or self.cos.shape[-2] > 1
         return self.mask is None and (True if several else False)  # noqa: SIM210 (with dynamic shapes it is no bool yet)
+
+    def to(self, device: Any, non_blocking: bool = False) -> Context:
+        """Return the context with its tensors on a device: accelerate moves by this method what a module is called with."""
+        tensors = {name: getattr(self, name) for name in ("cos", "sin", "mask")}
+        moved = {n: t.to(device, non_blocking=non_blocking) for n, t in tensors.items() if hasattr(t, "to")}
+        return replace(self, **moved)
 
 
 def causal_mask(padding: Tensor | None, past: int, length: int, n_keys: int, device: torch.device) -> Tensor:

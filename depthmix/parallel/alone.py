@@ -48,6 +48,13 @@ class Alone:
         gradients = torch.autograd.grad(found, self.parameters, allow_unused=True)
         return found.detach(), torch.nn.utils.get_total_norm([g for g in gradients if g is not None])
 
+    def order_sums(self, loss: Loss, batch: Tensor, micro: int) -> None:
+        """Add gradients from here on in the order that a training has after its first step; for one that goes on from a checkpoint.
+
+        Args:
+            loss, batch, micro: as in `backward`. No gradient stays, and the random generator is where it was.
+        """
+
     def sums(self, of: Callable[[Any, Tensor], Iterable[float]], dealt: Iterable[tuple[Tensor, bool]]) -> list[float]:
         """What is found of batches (of: with what gives their logits), added up; dealt: batches, each with whether it counts."""
         total: list[float] = []

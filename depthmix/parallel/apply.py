@@ -79,6 +79,7 @@ class Parallel(Alone):
     @contextmanager
     def part(self, last: bool = True) -> Iterator[None]:
         """Around the loss of a part of a batch and its backward: gradients are sent with the last one."""
+        self.world.moved()
         with ExitStack() as stack:
             if self.world.layout.tp > 1:
                 stack.enter_context(loss_parallel())
@@ -97,6 +98,15 @@ class Parallel(Alone):
         if self.everywhere:
             sum_over(self.everywhere, self.mesh[TENSOR])
         return clip(self.parameters, limit)
+
+    def order_sums(self, loss: Loss, batch: Tensor, micro: int) -> None:
+        # DDP fills its buckets in the order of the parameters for the first backward, and in the order of that backward's
+        # gradients for all later ones. With three processes or more, a sum depends on where in its bucket a gradient stands.
+        if self.replicated is not None:
+            drawn = torch.get_rng_state()
+            self.backward(loss, batch, micro)
+            self.model.zero_grad(set_to_none=True)
+            torch.set_rng_state(drawn)
 
     def probe(self, loss: Loss, batch: Tensor) -> tuple[Tensor, Tensor]:
         """The loss of a batch, and the norm of its gradient, which is not kept."""

@@ -1,32 +1,120 @@
-"""Which process is gone, when a collective fails: torch says that a connection broke, not whose."""
+"""Which process is gone when a collective fails, for torch says that a connection broke, not whose; and which one hangs."""
 
 from __future__ import annotations
 
+import faulthandler
+import os
 import signal
+import sys
 import threading
 import time
-from contextlib import suppress
-from typing import Any
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+from depthmix.errors import INTERNAL
+from depthmix.parallel.progress import Progress
+from depthmix.parallel.watchdog import SILENT, Watchdog
 
 EVERY = 0.5  # seconds between signs of life
-LONG = 2.5  # seconds without one, after which a process counts as gone
+POLL = 0.01  # seconds between two looks at what others have done
+STRUCK, SAID = "struck", "said"  # keys of the store: why all are to end, and that one has said it
+ADVICE = "the run stops; torchrun's --max-restarts, or the same command, goes on from the last checkpoint"
+
+
+class Log(Protocol):
+    """Where a process writes what happened to it: its view of the run folder."""
+
+    path: Path
+
+    @property
+    def log_path(self) -> Path:
+        """The file that `log` writes to."""
+
+    def log(self, message: str) -> None:
+        """Write a line with the time."""
 
 
 class Heartbeat:
-    """Every process leaves signs of life in the store where they met, and a word when it goes by itself."""
+    """Every process leaves signs of life in the store where they met, and a word when it goes by itself.
 
-    def __init__(self, store: Any, rank: int, size: int) -> None:
-        self.store, self.rank, self.size = store, rank, size
-        self.ended = threading.Event()
+    The thread that does so also looks after a run in which nothing goes on any more (watchdog.py): it warns, and in the end it
+    writes the stacks of this process into its log and ends it, whatever the main thread waits for.
+    """
+
+    def __init__(self, store: Any, rank: int, size: int, progress: Progress, in_order: bool = True) -> None:
+        """in_order: whether all processes begin the same collectives, which those of a pipeline do not."""
+        self.store, self.rank, self.size, self.progress = store, rank, size, progress
+        self.watchdog = Watchdog(store, rank, size, progress, in_order)
+        self.log: Log | None = None
+        self.ended, self.struck = threading.Event(), threading.Event()
+        self._open = ExitStack()
+        self._stacks_file: Any = 2  # standard error, until there is a log
         self.thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
         self.thread.start()
 
+    def write_to(self, log: Log) -> None:
+        """Write warnings and stacks into a run folder's log from now on."""
+        with suppress(OSError):  # whoever writes the first line there says it
+            log.log_path.parent.mkdir(exist_ok=True)
+            self._stacks_file = self._open.enter_context(log.log_path.open("a", encoding="utf-8"))
+            self.log = log
+
     def _beat(self) -> None:
         with suppress(RuntimeError):  # the store is gone: so is whoever kept it, and the run with it
-            n = 0
-            while not self.ended.wait(EVERY if n else 0):
-                n += 1
-                self.store.set(f"beat/{self.rank}", str(n))
+            before = time.monotonic()
+            self.watchdog.beat(before)
+            while not self.ended.wait(EVERY):
+                now = time.monotonic()
+                if now - before > SILENT:
+                    self.progress.skip(now - before)  # the process was suspended, or one call kept all threads waiting
+                before = now
+                self.watchdog.beat(now)
+                if self.size > 1:
+                    # Where a call of C keeps this thread waiting, too, Python still writes the stacks.
+                    faulthandler.dump_traceback_later(self.progress.allowed + SILENT, file=self._stacks_file)
+                    self._look(now)
+
+    def _look(self, now: float) -> None:
+        warning, why = self.watchdog.look(now)
+        if warning is not None:
+            self._tell(f"warning: {warning}; the run ends after {self.progress.allowed:g} s without progress")
+        if why is not None:
+            self.store.set(STRUCK, why)
+            self._end(why, speaks=True)
+        elif self.store.check([STRUCK]):
+            self._end(self.store.get(STRUCK).decode(), speaks=False)
+
+    def _end(self, why: str, speaks: bool) -> None:
+        """Write the stacks of this process and end it; speaks: say why, when all others have written theirs."""
+        self.struck.set()
+        with suppress(Exception):  # a full disk must not keep the process from ending
+            if self.log is not None:
+                self.log.log(f"{why}; the stacks of this process:")
+            faulthandler.dump_traceback(file=self._stacks_file)
+        with suppress(RuntimeError):
+            self.store.set(f"stacks/{self.rank}", "")
+            others = [f"stacks/{rank}" for rank in range(self.size)]
+            self._wait(others if speaks else [SAID], SILENT if speaks else 2 * SILENT)
+            if speaks:
+                folder = None if self.log is None else self.log.path
+                where = "above" if folder is None else f"in {folder / 'log.txt'} and {folder / 'ranks'}"
+                self._tell(f"{why}; the stacks of all processes are {where}; {ADVICE}")
+                self.store.set(SAID, "")
+                time.sleep(EVERY)  # the store may be this process's, and the others still ask it
+        os._exit(INTERNAL)  # the main thread waits inside of torch, where nothing else ends it
+
+    def _wait(self, keys: list[str], seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while time.monotonic() < until and not self.store.check(keys):
+            time.sleep(POLL)
+
+    def _tell(self, sentence: str) -> None:
+        with suppress(Exception):
+            if self.log is not None:
+                self.log.log(sentence)
+        with suppress(OSError):
+            print(f"depthmix: rank {self.rank}: {sentence}", file=sys.stderr, flush=True)
 
     def leave(self, reason: str) -> None:
         """Say that this process goes, and why; nothing: because another one did."""
@@ -34,16 +122,21 @@ class Heartbeat:
             self.store.set(f"left/{self.rank}", reason)
 
     def stop(self) -> None:
-        """No more signs."""
+        """Leave no more signs of life."""
         self.ended.set()
         self.thread.join(EVERY)
+        if self.size > 1:
+            faulthandler.cancel_dump_traceback_later()
+        self._open.close()
 
     def gone(self) -> str | None:
-        """The processes that have died or gone for a reason of their own, in words; None if all are there."""
+        """Name the processes that have died or gone for a reason of their own; None if all are there."""
+        if self.struck.is_set():
+            self.thread.join()  # which ends this process
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun ends us too: not before we know why
         try:
-            before, until, left = self._read("beat"), time.monotonic() + LONG, self._read("left")
+            before, until, left = self._read("beat"), time.monotonic() + SILENT, self._read("left")
             while time.monotonic() < until and not any(left.values()):
                 time.sleep(EVERY)
                 left = self._read("left")

@@ -21,12 +21,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from depthmix.device import choose_device
 from depthmix.errors import INTERNAL, UserError
 from depthmix.parallel.layout import Layout
-from depthmix.parallel.liveness import Heartbeat
-from depthmix.parallel.meeting import new_corner
+from depthmix.parallel.liveness import ADVICE, Heartbeat, Log
+from depthmix.parallel.meeting import new_corner, open_store
+from depthmix.parallel.progress import FIRST_TIMES, Progress, begun_collectives
 from depthmix.parallel.share import Share
 
 Result = TypeVar("Result")
-PATIENCE = timedelta(minutes=10)  # for a collective; a process that dies is noticed at once, by its connections
+HANG_LIMIT = 300.0  # seconds; a process that dies is noticed at once, by its connections
 PIPELINE, REPLICATE, SHARD, TENSOR = "pp", "dp", "shard", "tp"  # the dimensions of the mesh
 CONTEXT = "cp"  # and of another
 
@@ -50,10 +51,10 @@ class World:
         device: torch.device | str,
         rank: int = 0,
         mesh: DeviceMesh | None = None,
-        beat: Heartbeat | None = None,
     ) -> None:
         self.layout, self.rank, self.size, self.mesh = layout, rank, layout.size, mesh
-        self._device, self._beat = device, beat
+        self._device = device
+        self.beat: Heartbeat | None = None  # where other processes are
         self.first = rank == 0
         _, self.data_rank, sharing = layout.place(rank)
         self.share = Share(sharing // layout.tp, layout.cp)  # of every sequence
@@ -95,11 +96,27 @@ class World:
         """Whether any process had been asked to stop when numbers were last averaged: all stop after the same step."""
         return bool(self._asked)
 
+    def at(self, kind: str, number: int | None = None, slow: bool = False) -> None:
+        """Note what this process does, as `step 12`, for the watchdog; slow: it may take as long as what compiles, each time."""
+        if self.beat is not None:
+            self.beat.progress.at(kind, number, slow)
+
+    def moved(self) -> None:
+        """Note that this process goes on with what it does."""
+        if self.beat is not None:
+            self.beat.progress.moved()
+
+    def write_to(self, log: Log) -> None:
+        """Let the watchdog write into this process's log."""
+        if self.beat is not None:
+            self.beat.write_to(log)
+
     def deal(self, batches: Iterable[Tensor]) -> Iterator[tuple[Tensor, bool]]:
         """This process's share of batches, each with whether it counts: all make as many passes, the last may be for company."""
         n, dealt = self.layout.data, []
         for batch in batches:
             dealt.append(batch)
+            self.moved()
             if len(dealt) == n:
                 yield dealt[self.data_rank], True
                 dealt = []
@@ -160,11 +177,10 @@ class World:
         try:
             yield
         except RuntimeError as error:
-            gone = None if self._beat is None else self._beat.gone()
+            gone = None if self.beat is None else self.beat.gone()
             if gone is None:
                 raise
-            advice = "the run stops; torchrun's --max-restarts, or the same command, goes on from the last checkpoint"
-            raise Lost(f"{gone}; {advice}", INTERNAL) from error
+            raise Lost(f"{gone}; {ADVICE}", INTERNAL) from error
 
     def agree(self, facts: Mapping[str, Any]) -> None:
         """UserError, naming rank and difference, unless the facts are the same in every process."""
@@ -182,8 +198,13 @@ class World:
 
 
 @contextmanager
-def join(layout: Layout, device: str, given: bool) -> Iterator[World]:
-    """Meet the other processes of a run, and leave them at its end; given: whether its recipe has a layout."""
+def join(layout: Layout, device: str, given: bool, hang_limit: float = HANG_LIMIT) -> Iterator[World]:
+    """Meet the other processes of a run, and leave them at its end.
+
+    Args:
+        given: Whether the recipe has a layout.
+        hang_limit: Seconds without progress after which the run ends.
+    """
     started = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()  # by torchrun, or as it does
     size = int(os.environ["WORLD_SIZE"]) if started else 1
     layout.check_world(size, given)
@@ -198,18 +219,23 @@ def join(layout: Layout, device: str, given: bool) -> Iterator[World]:
         torch.cuda.set_device(chosen)
     store: Any = dist.HashStore()
     rank = 0
+    limit = hang_limit if 0 < hang_limit < math.inf else HANG_LIMIT  # where it is none, that is said when all are there
     if started:
-        store, rank, size = next(iter(dist.rendezvous("env://", timeout=PATIENCE)))
-        store = new_corner(store, rank, size, PATIENCE)
-    backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
-    dist.init_process_group(
-        backend, store=dist.PrefixStore("depthmix", store), rank=rank, world_size=size, timeout=PATIENCE
-    )
-    beat = Heartbeat(dist.PrefixStore("alive", store), rank, size)
+        rank, patience = int(os.environ["RANK"]), timedelta(seconds=FIRST_TIMES * limit)
+        store = new_corner(open_store(rank, patience), rank, size, patience)
+    timeout = timedelta(seconds=2 * FIRST_TIMES * limit + 60)  # torch's own, which only says that something timed out
+    progress = Progress(limit, functools.partial(begun_collectives, chosen))
+    # A connection of its own: a client of the store does one thing at a time, and the main thread's may wait in it.
+    alive = dist.PrefixStore("alive", store.clone())
+    world = World(layout, chosen, rank)
+    world.beat = beat = Heartbeat(alive, rank, size, progress, in_order=layout.pp == 1)
     try:
-        world = World(layout, chosen, rank, _mesh(layout, chosen), beat)
-        world.beside = dist.new_group(backend="gloo", timeout=PATIENCE)
         with world.naming_the_dead():
+            backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
+            own = dist.PrefixStore("depthmix", store)
+            dist.init_process_group(backend, store=own, rank=rank, world_size=size, timeout=timeout)
+            world.mesh = _mesh(layout, chosen)
+            world.beside = dist.new_group(backend="gloo", timeout=timeout)
             yield world
             dist.barrier()  # nobody hangs up on one who still listens
     except SharedError:

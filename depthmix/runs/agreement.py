@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from depthmix.config import FREE, TrainConfig
@@ -24,7 +24,7 @@ from depthmix.data.integrity import data_hash
 from depthmix.errors import CHECKPOINT, UserError
 from depthmix.files import reading
 from depthmix.mixers.defaults import all_options
-from depthmix.runs.checkpoint import Checkpoint, is_sound, list_checkpoints, read_state_alone
+from depthmix.runs.checkpoint import Checkpoint, is_sound, latest_checkpoint, list_checkpoints, read_state_alone
 from depthmix.runs.folder import DATA_META, METRICS, RECIPE, TOKENIZER, RunFolder, check_options
 
 KEPT = (DATA_META, TOKENIZER)  # files that do not change once a run has begun
@@ -98,6 +98,25 @@ def check_metrics(folder: RunFolder, saved: Checkpoint) -> None:
     else:
         return
     raise UserError(f"{path} {what}; put it back from a copy.", CHECKPOINT)
+
+
+def checkpoint_to_go_on_from(folder: RunFolder, tell: Callable[[str], object], tensors: bool) -> Checkpoint | None:
+    """Return the newest good checkpoint of a run, and give the run its id if it has none.
+
+    Args:
+        folder: the run, whose lock the caller holds.
+        tell: hears one sentence for each newer broken checkpoint.
+        tensors: whether to read them, too.
+
+    Raises:
+        UserError: recipe, data, tokenizer or metrics are not those that the checkpoint was saved with.
+    """
+    saved = latest_checkpoint(folder.checkpoints, tell, tensors=tensors)
+    if saved is not None:
+        check_agreement(folder, saved)
+        check_metrics(folder, saved)
+    folder.keep_identity(None if saved is None else _described(saved.state).get("id"))
+    return saved
 
 
 def check_run_files(folder: RunFolder) -> None:

@@ -5,14 +5,11 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import errno
-import functools
 import hashlib
 import json
 import math
 import os
-import platform
 import socket
-import subprocess
 import uuid
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -24,8 +21,10 @@ from depthmix.data.integrity import data_hash, describe_change
 from depthmix.errors import CHECKPOINT, DATA, DISK, UserError
 from depthmix.files import TEMPORARY, check_above, open_no_link, reading, reason, sync_folder, write_file, writing
 from depthmix.mixers.defaults import all_options
+from depthmix.names import install_command
 from depthmix.ownership import check_new_folder
 from depthmix.runs.checkpoint import STATE, list_checkpoints
+from depthmix.runs.environment import environment
 from depthmix.shown import shown
 
 RECIPE, ENVIRONMENT, METRICS, SPEED = "recipe.yaml", "environment.json", "metrics.jsonl", "speed.jsonl"
@@ -171,6 +170,11 @@ class RunFolder:
         """One line of dynamics.jsonl, of the weights after `step` steps."""
         self._append_record(DYNAMICS, record)
 
+    @property
+    def log_path(self) -> Path:
+        """The file that `log` writes to."""
+        return self.path / LOG
+
     def log(self, message: str) -> None:
         """A line of log.txt with the time."""
         self._append(LOG, self._line(message))
@@ -264,7 +268,7 @@ class RunFolder:
 
             from depthmix.small_yaml import load_yaml
         except ModuleNotFoundError:
-            raise UserError("Reading a run needs the package yaml: pip install 'depthmix[train]'.") from None
+            raise UserError(f"Reading a run needs the package yaml: {install_command('train')}.") from None
 
         path = self.path / RECIPE
         raw = self._read_bytes(path)
@@ -429,32 +433,6 @@ def check_options(folder: RunFolder, recipe: Mapping[str, Any], known: Collectio
         raise UserError(f"{what}; put the file back from a copy, or use that version.", CHECKPOINT)
 
 
-def environment(command: Sequence[str], device: str = "auto") -> dict[str, Any]:
-    """Where and with what a run began."""
-    import numpy
-    import torch
-
-    import depthmix
-    from depthmix.device import choose_device
-
-    chosen = choose_device(device)
-    name = torch.cuda.get_device_name(chosen) if chosen.type == "cuda" else _processor()
-    return {
-        "depthmix": depthmix.__version__,
-        "git_commit": _own_commit(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "numpy": numpy.__version__,
-        "platform": platform.platform(),
-        "device": str(chosen),
-        "device_name": name,
-        "cpu_count": os.cpu_count(),
-        "command": list(command),
-        "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-    }
-
-
 def _runs_below(folder: Path) -> str:
     """The runs in a folder of runs, such as a comparison's, for a message."""
     with suppress(OSError):
@@ -462,37 +440,6 @@ def _runs_below(folder: Path) -> str:
         more = f" and {len(runs) - 8} more" if len(runs) > 8 else ""
         return f"; the runs in it are {', '.join(map(str, runs[:8]))}{more}: give one of them" if runs else ""
     return ""
-
-
-def _processor() -> str:
-    with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
-
-
-@functools.cache
-def _own_commit() -> str | None:
-    """Asked once: what is imported does not change after that."""
-    import depthmix
-
-    return _git_commit(Path(depthmix.__file__))
-
-
-def _git_commit(source: Path) -> str | None:
-    """The commit depthmix runs from, with -dirty after changes; None unless git tracks its source."""
-
-    def git(*arguments: str) -> str:
-        command = ["git", "-C", str(source.parent), *arguments]
-        quiet = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
-        return subprocess.run(command, env=quiet, capture_output=True, timeout=10, check=True, text=True).stdout.strip()
-
-    try:
-        git("ls-files", "--error-unmatch", source.name)
-        return git("describe", "--always", "--abbrev=40", "--exclude=*", "--dirty") or None
-    except (OSError, ValueError, subprocess.SubprocessError):
-        return None
 
 
 def _json(value: Any) -> bytes:

@@ -9,6 +9,7 @@ import torch
 
 from depthmix.errors import CHECKPOINT, UserError
 from depthmix.models.exchange import MODEL_TYPE
+from depthmix.names import install_command
 from depthmix.runs.pretrained import CONFIG
 
 
@@ -17,7 +18,7 @@ def need_transformers(what: str) -> None:
     try:
         import depthmix.hf  # noqa: F401  (registers the model types)
     except ImportError:
-        raise UserError(f"{what} needs transformers: pip install 'depthmix[hf]'") from None
+        raise UserError(f"{what} needs transformers: {install_command('hf')}") from None
 
 
 def retrofitted(model: Any, mixer: str, options: dict[str, Any], quiet: bool = False) -> Any:

@@ -20,10 +20,14 @@ class RankFolder(RunFolder):
         super().__init__(path)
         self.rank = rank
 
+    @property
+    def log_path(self) -> Path:
+        return self.path / RANKS / f"rank-{self.rank:05d}.txt"
+
     def log(self, message: str) -> None:
         with writing(self.path / RANKS):
             (self.path / RANKS).mkdir(exist_ok=True)
-        self._append(f"{RANKS}/rank-{self.rank:05d}.txt", self._line(message))
+        self._append(f"{RANKS}/{self.log_path.name}", self._line(message))
 
     @contextmanager
     def locked(self) -> Iterator[None]:

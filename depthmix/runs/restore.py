@@ -51,7 +51,8 @@ def load_model(run: str | Path, device: torch.device) -> Trained:
     config = read_train_config(folder)
     if "classes" in (meta := folder.data_meta()):
         return _load_vit(folder, config, meta, saved, device)
-    tokenizer = _tokenizer(folder)
+    has_end = meta.get("end_of_text", True) is not None  # tokens that were given as numbers may have none
+    tokenizer = _tokenizer(folder, add_end=has_end)
     check_tokenizer(folder)
     model = model_of_run(folder, saved, config, vocabulary(tokenizer))
     return Trained(model.to(device).eval(), tokenizer, config, saved.step, folder, tokenizer.token_to_id(END))

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
+from depthmix.config import PlanConfig, RetrofitConfig, TrainConfig
 from depthmix.errors import UserError
 from depthmix.mixers import OptionError, create_mixer, mixer_class
 from depthmix.mixers.options import check_options, nearest, parse_value
 from depthmix.study.same import same_mechanism
+
+WithMixer = TypeVar("WithMixer", TrainConfig, PlanConfig, RetrofitConfig)
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,16 @@ def parse_arm(text: str, what: str = "arm") -> Arm:
     except OptionError as error:
         raise UserError(f"{what} {text!r}: {error}") from None
     return Arm(name, {key: given[key] for key in known if key in given})
+
+
+def options_apart(command: str, config: WithMixer) -> WithMixer:
+    """Split the mixer of a configuration, `attnres:ways=2` as comparisons and tables write it, into its name and its options."""
+    if ":" not in config.mixer:
+        return config
+    if config.mixer_options:
+        raise UserError(f"{command}: options of the mixer are in {config.mixer!r} and in mixer_options; give them once")
+    arm = parse_arm(config.mixer, "mixer")
+    return dataclasses.replace(config, mixer=arm.name, mixer_options=arm.options)
 
 
 def parse_arms(texts: Sequence[str]) -> list[Arm]:

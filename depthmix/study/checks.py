@@ -24,6 +24,7 @@ from depthmix.study.records import Records
 
 # Options that no final number depends on, or that the rest of a record says.
 FREE = {"data", "out", "seed", "quiet", "device", "tensorboard", "wandb", "keep", "save_every", "log_every"}
+FREE |= {"hang_limit"}
 CURVE = {"eval_every"}  # how many points a curve has
 NOT_HERE = "not here"  # of weights to start from
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ from depthmix.study.saved import (
 from depthmix.study.step_times import measured_step_times, turns_are_cheap
 from depthmix.study.table import print_table, to_csv, to_markdown
 from depthmix.study.verdict import verdict
+from depthmix.train.events import OnStep
 
 OUTPUTS = (
     "table.csv",
@@ -149,12 +150,29 @@ class Comparison:
         return [(label, run) for label, run in firsts if run is not None]
 
 
-def compare(config: CompareConfig, *, say: Callable[[str], None] | None = None) -> Comparison:
+class ArmsDiverged(UserError):
+    """Some runs of a comparison diverged; `comparison` holds the others."""
+
+    def __init__(self, message: str, comparison: Comparison) -> None:
+        super().__init__(message, DIVERGED)
+        self.comparison = comparison
+
+
+def compare(
+    config: CompareConfig, *, say: Callable[[str], None] | None = None, on_step: OnStep | None = None
+) -> Comparison:
     """Run what is missing of a comparison and save its tables, figures and report after every run.
 
     say receives a sentence for the user now and then (none given: it is printed, unless config.quiet). An arm that diverges does not stop the others; it is reported at the end.
+    on_step receives every step of every run, with the arm's label.
     """
     from depthmix.train.loop import train
+
+    def train_arm(arm: Arm, run_config: TrainConfig, label: str) -> None:
+        if on_step is None:
+            train(run_config, label=label)
+        else:
+            train(run_config, label=label, on_step=lambda event: on_step(replace(event, arm=arm.label)))
 
     say = say or (_silent if config.quiet else print)
     arms = check_config(config)
@@ -178,7 +196,7 @@ def compare(config: CompareConfig, *, say: Callable[[str], None] | None = None) 
     def take(arm: Arm, run_config: TrainConfig, label: str | None = None) -> None:
         try:
             if label is not None:  # else it has finished before
-                train(run_config, label=label)
+                train_arm(arm, run_config, label)
             comparison.runs.append(_checked_run(arm, run_config))
         except UserError as error:
             if error.exit_code != DIVERGED:
@@ -209,7 +227,7 @@ def compare(config: CompareConfig, *, say: Callable[[str], None] | None = None) 
             f"the others are in {comparison.path / 'table.md'}" if comparison.runs else "there is nothing to compare"
         )
         message = f"{len(diverged)} of {len(plan)} runs diverged ({', '.join(diverged)}); {others}"
-        raise UserError(f"{message}; lower lr or leave those arms out, with another --out", DIVERGED)
+        raise ArmsDiverged(f"{message}; lower lr or leave those arms out, with another --out", comparison)
     return comparison
 
 

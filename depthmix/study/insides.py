@@ -39,21 +39,28 @@ def file_names(labels: Sequence[str]) -> list[str]:
 
 def plot_map(document: Document) -> Any:
     """M, mean over tokens, a panel for each way: readers downwards, sources to the right."""
-    readers, sources = names_of(document)
-    mixing, ways = document["mixing"], way_names(document)
+    readers, ways = document["readers"], way_names(document)
     figure, panels = _panels(len(ways), 1.9 + 0.19 * len(readers), 1.4 + 0.19 * len(readers))
-    size = largest(mixing["mean"])
-    scale, low = ("RdBu", -size) if mixing["signed"] else ("Blues", 0.0)
     shown = None
     for way, (axes, name) in enumerate(zip(panels, ways, strict=True)):
-        values = [[float("nan") if v is None else v for v in row] for row in square(of_way(mixing["mean"], way))]
-        shown = axes.imshow(values, cmap=scale, vmin=low, vmax=size, aspect="equal", interpolation="nearest")
-        _names(axes, "x", sources, 90)
-        _names(axes, "y", readers, 0)
+        shown = draw_map(axes, document, way)
         axes.set_title(name, fontsize=10.5)
-        axes.spines[["top", "right"]].set_visible(False)
     figure.colorbar(shown, ax=panels, shrink=0.8, label="weight")
     return figure
+
+
+def draw_map(axes: Any, document: Document, way: int) -> Any:
+    """Draw one way of M on matplotlib's axes and return the image, which a colour bar can be made of."""
+    readers, sources = names_of(document)
+    mixing = document["mixing"]
+    size = largest(mixing["mean"])
+    scale, low = ("RdBu", -size) if mixing["signed"] else ("Blues", 0.0)
+    values = [[float("nan") if v is None else v for v in row] for row in square(of_way(mixing["mean"], way))]
+    shown = axes.imshow(values, cmap=scale, vmin=low, vmax=size, aspect="equal", interpolation="nearest")
+    _names(axes, "x", sources, 90)
+    _names(axes, "y", readers, 0)
+    axes.spines[["top", "right"]].set_visible(False)
+    return shown
 
 
 def plot_over_depth(documents: Sequence[Document]) -> Any:

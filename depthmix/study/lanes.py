@@ -1,15 +1,16 @@
 """Several runs of a study at once on one machine: while one is built, compiled or evaluated, another makes its steps.
 
 One process keeps the queue and writes the results; the lanes, processes of their own, train what they are given and say what
-came of it. A lane that dies takes its own run with it, and another takes its place.
+came of it. A lane that dies takes its own run with it, if it has one, and another takes its place.
 """
 
 from __future__ import annotations
 
 import multiprocessing
 import signal
+import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any
 from depthmix.study.making import Outcome, make_run
 from depthmix.study.modules import load_too
 from depthmix.study.pieces import Deadline, Piece
+from depthmix.train.signals import known
 
 START = "spawn"  # a copy of a process that has used CUDA, or threads, cannot
 LOOK = 0.5  # seconds between two looks at whether to stop
@@ -47,16 +49,25 @@ def run_in_lanes(
     context: Any = multiprocessing.get_context(START)
     at_work: dict[Connection, tuple[Any, Piece]] = {}
 
-    def begin() -> None:
-        task = take()
-        if task is not None:
+    def begin(task: tuple[Piece, float] | None) -> None:
+        """Start a lane with a task; where no process can be started, with the first task for which one can."""
+        while task is not None:
             ours, theirs = context.Pipe()
             process = context.Process(target=_work, args=(theirs, place))
-            with _without_interrupts():
-                process.start()
-            theirs.close()  # so that the end of the lane is the end of what it says
-            ours.send(task)
+            try:
+                with _without_interrupts():
+                    process.start()
+            except OSError as error:
+                ours.close()
+                keep(task[0], Outcome(error=f"its lane could not be started: {error.strerror or error}"))
+                task = take()
+                continue
+            finally:
+                theirs.close()  # so that the end of the lane is the end of what it says
             at_work[ours] = process, task[0]
+            with suppress(OSError):  # a lane that has died already is found out where its outcome is read
+                ours.send(task)
+            return
 
     def leave(ours: Connection) -> Any:
         process, _ = at_work.pop(ours)
@@ -66,7 +77,7 @@ def run_in_lanes(
 
     try:
         for _ in range(place.lanes):
-            begin()
+            begin(take())
         while at_work and not stopping():
             for ours in wait(list(at_work), LOOK):
                 assert isinstance(ours, Connection)
@@ -75,15 +86,20 @@ def run_in_lanes(
                     outcome = ours.recv()
                 except (EOFError, OSError):
                     keep(piece, Outcome(error=f"its lane died, exit code {leave(ours)}"))
-                    begin()  # this ends, since an arm is not tried twice
+                    begin(take())  # this ends, since an arm is not tried twice
                     continue
                 keep(piece, outcome)
                 task = take()
+                try:
+                    ours.send(task)
+                except OSError:  # it died after its last run, and the next one is not to blame
+                    what = f"a lane died between two runs, exit code {leave(ours)}"
+                    print(f"{what}; no run is lost", file=sys.stderr, flush=True)
+                    begin(task)
+                    continue
                 if task is None:
-                    ours.send(None)
                     leave(ours)
                 else:
-                    ours.send(task)
                     at_work[ours] = at_work[ours][0], task[0]
     finally:
         for process, _ in at_work.values():
@@ -94,14 +110,14 @@ def run_in_lanes(
 
 @contextmanager
 def _without_interrupts() -> Iterator[None]:
-    """What is started inside never sees Ctrl-C, which a terminal sends to all: the process that started it decides."""
+    """Keep from what is started inside the signals that a terminal or a batch system sends to all: its parent decides."""
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return
     from multiprocessing import resource_tracker
 
     resource_tracker.ensure_running()  # the first process starts it, and that lets interrupts through again
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, known(("SIGINT", "SIGHUP", "SIGUSR1")))
     try:
         yield
     finally:

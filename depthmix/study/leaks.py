@@ -6,18 +6,25 @@ a study brings along is tried before its first run.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from depthmix.mixers import Mixer, create_mixer
 from depthmix.study.code import file_of_its_own
 from depthmix.study.same import NARROW, reads_and_end, stirred
 
 ROWS, TOKENS = 2, 32
+EMPTY = {
+    torch.ops.aten.empty.memory_format,
+    torch.ops.aten.empty_like.default,
+    torch.ops.aten.empty_strided.default,
+    torch.ops.aten.new_empty.default,
+    torch.ops.aten.new_empty_strided.default,
+}
 CLOSE = 1e-9  # fp64
 
 
@@ -30,32 +37,29 @@ def leak(name: str, options: Mapping[str, Any], dim: int, n_blocks: int, tokens_
         return None
     for width in sorted({min(dim, NARROW), dim}):
         try:
-            with _fresh_memory_of_nan():
+            with FreshMemoryOfNan():
                 mixer = create_mixer(name, dim=width, n_blocks=n_blocks, **options)
             for parameter, values in mixer.named_parameters():
                 if values.isnan().any():
                     return f"its parameter {parameter} is never set, which the constructor does by reset_parameters()"
-            return _found(mixer, tokens_too)
+            return find_leak(mixer, tokens_too)
         except Exception:
             continue  # as where heads do not divide the narrow width; of the other a training will say what is wrong
     return None
 
 
-@contextmanager
-def _fresh_memory_of_nan() -> Iterator[None]:
-    """As torch has it where everything is to be repeatable."""
-    memory: Any = torch.utils.deterministic
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    filled, memory.fill_uninitialized_memory = memory.fill_uninitialized_memory, True
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-        memory.fill_uninitialized_memory = filled
+class FreshMemoryOfNan(TorchDispatchMode):
+    """Fill new tensors with NaN in this thread. Torch's deterministic mode would fill those of other threads, too."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **(kwargs or {}))
+        if function in EMPTY and made.is_floating_point() and not made.is_meta:
+            made.fill_(float("nan"))
+        return made
 
 
-def _found(mixer: Mixer, tokens_too: bool) -> str | None:
+def find_leak(mixer: Mixer, tokens_too: bool) -> str | None:
+    """Try a mixer, whose parameters are changed, and say what it reads and must not; None if there is nothing."""
     random = torch.Generator().manual_seed(0)
     stirred(mixer, random)
     x = torch.randn(ROWS, TOKENS, mixer.dim, generator=random, dtype=torch.float64)

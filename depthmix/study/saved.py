@@ -28,6 +28,7 @@ FREE = {
     "log_every",
     "dynamics_every",
     "on_nan",
+    "hang_limit",
     "prompt",
     "sample_tokens",
     "mixer",

@@ -23,7 +23,7 @@ from depthmix.errors import CHECKPOINT, DIVERGED, INTERNAL, INTERRUPTED, UserErr
 from depthmix.files import check_writable
 from depthmix.names import nearest
 from depthmix.ownership import check_foreign_files, check_new_folder
-from depthmix.runs.folder import environment
+from depthmix.runs.environment import environment
 from depthmix.study.borrowed import borrow, known_of
 from depthmix.study.checks import check_code, check_pieces, check_runs, data_mark
 from depthmix.study.lanes import Place, run_in_lanes

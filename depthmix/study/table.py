@@ -124,10 +124,17 @@ def _parts(rows: Sequence[Row], width: int | None) -> list[list[str]]:
         if width is not None and parts[-1] and needed > width:
             parts.append([])
         parts[-1].append(column)
-    table.insert(1, ["─" * w for w in widths])
+    return [lines_of([[line[0], *(line[i] for i in part)] for line in table]) for part in parts]
+
+
+def lines_of(table: Sequence[Sequence[str]]) -> list[str]:
+    """Align a heading and its lines: the first column left, numbers right, a rule below the heading."""
+    widths = [max(len(line[i]) for line in table) for i in range(len(table[0]))]
+    heading, *rows = table
+    lines = [heading, ["─" * width for width in widths], *rows]
     return [
-        ["  ".join([line[0].ljust(widths[0]), *(line[i].rjust(widths[i]) for i in part)]) for line in table]
-        for part in parts
+        "  ".join([line[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(line[1:], widths[1:], strict=True))])
+        for line in lines
     ]
 
 

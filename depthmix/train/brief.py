@@ -20,9 +20,9 @@ from depthmix.device import PeakMemory, choose_device
 from depthmix.errors import DIVERGED, UserError
 from depthmix.train.check import check_config
 from depthmix.train.clock import CoreWait
-from depthmix.train.deterministic import deterministic
 from depthmix.train.loop import Trainer, result_of
 from depthmix.train.progress import TrainingProgress
+from depthmix.train.sharing import settings_of
 from depthmix.train.spikes import find_spikes
 
 POINTS = 60  # of a curve of training losses, each the mean of its part of the steps
@@ -41,7 +41,7 @@ def train_briefly(
     The numbers are those of `train`'s result.json. UserError, with exit code DIVERGED, if the loss is beyond use.
     """
     check_config(config)
-    with deterministic(config.deterministic):
+    with settings_of(config):
         return _train(config, data, label, stop)
 
 

@@ -42,7 +42,7 @@ def check_config(config: TrainConfig) -> None:
         raise UserError(f"micro_batch_size must divide batch_size={config.batch_size}, got {config.micro_batch_size}")
     if config.cuda_graph and (config.micro_batch_size is not None or config.checkpoint_activations):
         raise UserError("cuda_graph records a step in one piece: leave out micro_batch_size and checkpoint_activations")
-    for name in ("lr", "muon_lr", "adam_eps", "rope_theta", "norm_eps"):
+    for name in ("lr", "muon_lr", "adam_eps", "rope_theta", "norm_eps", "hang_limit"):
         if not 0 < (value := getattr(config, name)) < math.inf:
             raise UserError(f"{name} must be a finite number above 0, got {value}")
         if not FLOAT32.tiny <= value <= FLOAT32.max:

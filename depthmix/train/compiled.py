@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
+
+from depthmix.train.sharing import Demands, claim
 
 MANY = 1000  # versions of one function: by default torch stops at eight, and does not say so
 _kept = False
@@ -30,8 +33,13 @@ def compiled_once(on: bool = True) -> Iterator[None]:
         return
     from torch._dynamo import config as dynamo
 
-    torch.compiler.reset()
-    with dynamo.patch(recompile_limit=MANY, accumulated_recompile_limit=100 * MANY, automatic_dynamic_shapes=False):
+    settings: dict[str, Any] = {
+        "recompile_limit": MANY,
+        "accumulated_recompile_limit": 100 * MANY,
+        "automatic_dynamic_shapes": False,
+    }
+    with claim(Demands(compiles=True)), dynamo.patch(settings):
+        torch.compiler.reset()
         _kept = True
         try:
             yield

@@ -40,8 +40,9 @@ class Evaluation:
         return math.exp(min(self.loss, 700.0))
 
     @property
-    def bits_per_byte(self) -> float:
-        return self.loss / math.log(2) / self.bytes_per_token
+    def bits_per_byte(self) -> float | None:
+        """None for tokens whose text nobody has."""
+        return self.loss / math.log(2) / self.bytes_per_token if self.bytes_per_token else None
 
     def curve(self) -> dict[str, float]:
         """What is logged on the way."""
@@ -51,6 +52,11 @@ class Evaluation:
         """What else a result says."""
         by_domain = {"domains": dict(self.domains)} if self.domains else {}
         return {"perplexity": self.perplexity, "bits_per_byte": self.bits_per_byte, **by_domain}
+
+
+def describe_learnt(perplexity: float, bits_per_byte: float | None) -> str:
+    """Say perplexity and, where there are any, bits per byte."""
+    return f"perplexity {perplexity:.2f}" + ("" if bits_per_byte is None else f", {bits_per_byte:.4f} bits per byte")
 
 
 @dataclass

@@ -13,7 +13,6 @@ import statistics
 import sys
 import time
 import traceback
-from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -35,14 +34,13 @@ from depthmix.parallel.layout import Layout
 from depthmix.parallel.world import Lost, World, join
 from depthmix.randomness import OwnRandom, ProcessRandom
 from depthmix.runs.agreement import (
-    check_agreement,
-    check_metrics,
     check_run_files,
+    checkpoint_to_go_on_from,
     describe_run_files,
     metrics_length,
     spell_out,
 )
-from depthmix.runs.checkpoint import Checkpoint, latest_checkpoint, list_checkpoints, remove_old
+from depthmix.runs.checkpoint import Checkpoint, list_checkpoints, remove_old
 from depthmix.runs.folder import RunFolder
 from depthmix.runs.init import settled
 from depthmix.runs.ranks import RankFolder
@@ -51,8 +49,8 @@ from depthmix.runs.saver import open_saver
 from depthmix.train.build import divide_model, prepare_model
 from depthmix.train.check import check_config, check_run, check_start, facts
 from depthmix.train.clock import CoreWait, StepClock, quartiles
-from depthmix.train.deterministic import deterministic
 from depthmix.train.evaluate import Evaluation, ImageEvaluation
+from depthmix.train.events import OnStep, StepEvent, call_back
 from depthmix.train.graph import GraphedBackward, record
 from depthmix.train.optim import (
     build_optimizers,
@@ -63,6 +61,7 @@ from depthmix.train.optim import (
     set_learning_rate,
 )
 from depthmix.train.progress import TrainingProgress
+from depthmix.train.sharing import settings_of
 from depthmix.train.signals import StopSignal
 from depthmix.train.sinks import open_sinks
 from depthmix.train.task import Model, make_task
@@ -200,6 +199,7 @@ class Trainer:
 
     def evaluate(self) -> Evaluation | ImageEvaluation:
         """What the model makes of the validation split, which the processes find out together."""
+        self.world.at("the evaluation")
         if not self.world.several:
             return self.task.evaluate(self.model, self.device)
         self.model.eval()
@@ -218,6 +218,10 @@ class Trainer:
         model = {n: p.detach() for n, p in self.model.named_parameters()}  # tied weights come once
         optimizer = self.engine.saved(optimizer_tensors(self.optimizers))
         return self.engine.saved(model), {**optimizer, RNG: self.random.state()}
+
+    def order_sums(self, step: int) -> None:
+        """Add gradients as a training does that was not interrupted before `step`."""
+        self.engine.order_sums(self.loss, self.task.checked(self.batch(step)).to(self.device), self.task.micro)
 
     def names(self) -> list[str]:
         """The parameters of the model in one piece."""
@@ -250,16 +254,16 @@ class Trainer:
             ) from None
 
 
-def train(config: TrainConfig, *, label: str = "") -> RunFolder:
-    """Train, or go on with a run that was interrupted; a finished run is returned as it is."""
+def train(config: TrainConfig, *, label: str = "", on_step: OnStep | None = None) -> RunFolder:
+    """Train, or go on with a run that was interrupted; a finished run is returned as it is. on_step: called after every step."""
     with (
-        join(Layout.of(config.parallel), config.device, given=bool(config.parallel)) as world,
-        deterministic(config.deterministic),
+        settings_of(config),
+        join(Layout.of(config.parallel), config.device, bool(config.parallel), config.hang_limit) as world,
     ):
-        return train_in(world, config, label)
+        return train_in(world, config, label, on_step)
 
 
-def train_in(world: World, config: TrainConfig, label: str = "") -> RunFolder:
+def train_in(world: World, config: TrainConfig, label: str = "", on_step: OnStep | None = None) -> RunFolder:
     """The same as one process of a world."""
     world.together(lambda: check_config(config))
     config = world.together(lambda: settled(config))
@@ -282,6 +286,7 @@ def train_in(world: World, config: TrainConfig, label: str = "") -> RunFolder:
         print(sentence, file=sys.stderr, flush=True)
 
     with folder.locked():
+        world.write_to(folder)
         world.together(lambda: trainer.task.keep(folder))
         world.together(lambda: folder.keep_origin(trainer.origin))
         if world.by_first(folder.has_result):
@@ -289,14 +294,14 @@ def train_in(world: World, config: TrainConfig, label: str = "") -> RunFolder:
             for newest in list_checkpoints(folder.checkpoints)[:1] if world.first else ():
                 trainer.describe(folder, newest)  # a run of an older version is not described yet
             return folder
-        saved = world.by_first(lambda: _newest_of_run(folder, tell, tensors=not world.several))
+        saved = world.by_first(lambda: checkpoint_to_go_on_from(folder, tell, tensors=not world.several))
         if saved is not None:
             world.together(lambda: trainer.restore(saved))
             if world.first:
                 trainer.describe(folder, saved.path)  # a newer one may be broken or, after a kill, not described yet
                 remove_old(folder.checkpoints, saved.step, config.keep)  # as a kill after the last save left them
         try:
-            _run(trainer, folder, saved, memory, label or config.mixer)
+            _run(trainer, folder, saved, memory, label or config.mixer, on_step)
         except Exception as error:
             if isinstance(error, Lost) or not isinstance(error, UserError):
                 with suppress(UserError):
@@ -305,17 +310,14 @@ def train_in(world: World, config: TrainConfig, label: str = "") -> RunFolder:
     return folder
 
 
-def _newest_of_run(folder: RunFolder, tell: Callable[[str], object], tensors: bool) -> Checkpoint | None:
-    """The checkpoint to go on from; UserError unless recipe, data and metrics are those that it was saved with."""
-    saved = latest_checkpoint(folder.checkpoints, tell, tensors=tensors)
-    if saved is not None:
-        check_agreement(folder, saved)
-        check_metrics(folder, saved)
-    folder.keep_identity(None if saved is None else saved.state.get("run", {}).get("id"))
-    return saved
-
-
-def _run(trainer: Trainer, folder: RunFolder, saved: Checkpoint | None, memory: PeakMemory, label: str) -> None:
+def _run(
+    trainer: Trainer,
+    folder: RunFolder,
+    saved: Checkpoint | None,
+    memory: PeakMemory,
+    label: str,
+    on_step: OnStep | None = None,
+) -> None:
     config, device = trainer.config, trainer.device
     first = 0 if saved is None else saved.step
     seconds = 0.0 if saved is None else float(saved.state["seconds"])
@@ -339,6 +341,7 @@ def _run(trainer: Trainer, folder: RunFolder, saved: Checkpoint | None, memory: 
         folder.append_metrics(line)
 
     def save(step: int) -> None:
+        trainer.world.at("saving after step", step, slow=True)
         folder.sync()
         state = {"seconds": seconds, "skipped": skipped, "val_loss": val_loss, "config": asdict(spell_out(config))}
         state["data"] = {"sha256": trainer.data.sha256}
@@ -358,7 +361,10 @@ def _run(trainer: Trainer, folder: RunFolder, saved: Checkpoint | None, memory: 
 
     try:
         with StopSignal() as stop, trainer.world.naming_the_dead():
+            if 0 < first < config.steps:
+                trainer.order_sums(first)
             for step in range(first, config.steps):
+                trainer.world.at("step", step + 1)
                 watched = trainer.magnitudes(step) if trainer.watches(step) else None
                 begun = time.perf_counter()
                 trainer.asked_to_stop = stop.requested
@@ -401,8 +407,14 @@ def _run(trainer: Trainer, folder: RunFolder, saved: Checkpoint | None, memory: 
                 recent = statistics.mean(times[-20:])
                 shown = memory.read() if done % 20 == 0 else None
                 progress.update(done, loss, per_step / recent, shown, val_loss)
-                if done % config.save_every == 0 or done == config.steps or stopping:
+                saving = done % config.save_every == 0 or done == config.steps or stopping
+                if saving:
                     save(done)
+                if on_step is not None and trainer.world.first:
+                    losses = loss, None if evaluated is None else evaluated.loss
+                    event = StepEvent(config.mixer, config.seed, done, config.steps, *losses)
+                    # Several processes save together or not at all.
+                    call_back(on_step, event, None if saving or trainer.world.several else save, saver.wait, folder.log)
                 if stopping and done < config.steps:
                     saver.wait()
                     by = stop.name or "a signal to another process"
@@ -411,6 +423,7 @@ def _run(trainer: Trainer, folder: RunFolder, saved: Checkpoint | None, memory: 
                         f"stopped by {by} after step {done} of {config.steps}, and saved; the same command goes on from there",
                         INTERRUPTED,
                     )
+        trainer.world.at("the end", slow=True)
         evaluated = evaluated if config.steps > first and evaluated is not None else validate(config.steps - 1)
         saver.wait()
         folder.write_result(result_of(trainer, evaluated, waiting.share(), seconds, skipped, memory.read()))

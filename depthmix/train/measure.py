@@ -21,7 +21,7 @@ from depthmix.data.tokenizer import load_tokenizer
 from depthmix.device import choose_device
 from depthmix.errors import DATA, UserError
 from depthmix.runs.restore import Trained, load_model
-from depthmix.train.evaluate import Evaluation, ImageEvaluation, check_tokens, evaluate
+from depthmix.train.evaluate import Evaluation, ImageEvaluation, check_tokens, describe_learnt, evaluate
 from depthmix.train.task import Pictures
 
 
@@ -68,7 +68,11 @@ def batches_of_text(
     if opened.vocab_size != rows and not (trained.config.init and opened.vocab_size < rows):  # theirs may have more
         what = f"has {opened.vocab_size} entries and the model's {rows}"
         raise UserError(f"the vocabulary of {opened.folder} {what}: it is other data than then", DATA)
-    if data and load_tokenizer(opened.tokenizer_path).get_vocab() != trained.tokenizer.get_vocab():
+    if (
+        data
+        and load_tokenizer(opened.tokenizer_path, add_end=trained.end is not None).get_vocab()
+        != trained.tokenizer.get_vocab()
+    ):
         raise UserError(f"{opened.folder} was prepared with another tokenizer than the model's: use --input", DATA)
     val = opened.split("val")
     check = functools.partial(check_tokens, vocab_size=opened.vocab_size, folder=opened.folder)
@@ -109,6 +113,7 @@ def measure(config: EvalConfig) -> None:
         text = f"loss {found.loss:.4f} nats per image, accuracy {found.accuracy:.2%}, {found.images:,} images"
     else:
         numbers["tokens"] = found.tokens
-        text = f"loss {found.loss:.4f} nats per token, perplexity {found.perplexity:.2f}, {found.bits_per_byte:.4f} bits per byte, {found.tokens:,} tokens"
+        learnt = describe_learnt(found.perplexity, found.bits_per_byte)
+        text = f"loss {found.loss:.4f} nats per token, {learnt}, {found.tokens:,} tokens"
         text += "".join(f"\n    {domain}: loss {loss:.4f}" for domain, loss in found.domains.items())
     print(json.dumps(numbers) if config.json else text)

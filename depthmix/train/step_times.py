@@ -13,8 +13,8 @@ from depthmix.data.prepared import open_data
 from depthmix.device import choose_device, release_memory
 from depthmix.runs.init import settled
 from depthmix.train.check import check_config
-from depthmix.train.deterministic import deterministic
 from depthmix.train.loop import Trainer
+from depthmix.train.sharing import settings_of
 
 A_SECOND = 1.0  # of steps at least: a few short ones would measure what else the machine does at that moment
 # Seconds of steps before they count. A GPU stands idle while a model is built, and not before one that was kept: both shall find it warm.
@@ -42,7 +42,7 @@ def measure_step_times(
                 return []
             config, device = configs[i], choose_device(configs[i].device)
             try:
-                with deterministic(config.deterministic):
+                with settings_of(config):
                     trainer = kept.get(i) or _trainer(config)
                     times[i].append(_step_seconds(trainer, warmup, steps))
             except Exception as error:

@@ -47,6 +47,14 @@ def test_sizes_that_are_left_out_are_worked_out():
         ({"mixer": "attnres", "mixer_options": {"block_sise": 4}}, "block_size"),
         ({"num_attention_heads": 3}, "n_heads must divide dim"),
         ({"mlp": "gelu"}, "mlp must be 'swiglu' or 'relu2'"),
+        ({"mixer": "attnres", "block_size": 4}, r"'block_size': it is an option .* mixer_options=\{'block_size': 4\}"),
+        (
+            {"mixer": "attnres", "block_sise": 4},
+            "no field 'block_sise'; did you mean 'block_size', an option, in mixer_options",
+        ),
+        ({"num_hiden_layers": 4}, "no field 'num_hiden_layers'; did you mean 'num_hidden_layers'"),
+        ({"n_blocks": 4}, "no field 'n_blocks'; here it is called 'num_hidden_layers'"),
+        ({"colour": "red"}, "no field 'colour'$"),
     ],
 )
 def test_what_no_decoder_can_be_is_refused_at_once(fields, message):
@@ -54,3 +62,40 @@ def test_what_no_decoder_can_be_is_refused_at_once(fields, message):
 
     with pytest.raises(ValueError, match=message):
         DepthmixConfig(**{"hidden_size": 64, "num_attention_heads": 4, **fields})
+
+
+OF_TOOLS = {
+    "torch_dtype": "bfloat16",
+    "num_labels": 3,
+    "quantization_config": None,
+    "_commit_hash": "a",
+    "max_length": 9,
+}
+
+
+def test_what_tools_put_into_a_configuration_is_taken(tmp_path):
+    from transformers import AutoConfig
+
+    config = hf_config("attnres", {"mixer_options": {"block_size": 2}}, output_depth_weights=True, **OF_TOOLS)
+    config.written_by = "another tool"  # as any tool may
+    config.save_pretrained(tmp_path)
+    again = AutoConfig.from_pretrained(tmp_path, output_attentions=True, dtype="bfloat16")
+    assert (again.written_by, again.num_labels, again.output_depth_weights) == ("another tool", 3, True)
+    assert again.output_attentions is True
+    assert again.mixer_options == {"block_size": 2}
+    again, unused = AutoConfig.from_pretrained(tmp_path, return_unused_kwargs=True, colour="red")
+    assert (again.written_by, unused) == ("another tool", {"colour": "red"})
+
+
+@pytest.mark.parametrize("fields", [{"block_size": 4}, {"num_hiden_layers": 4}, {"dim": 4}])
+def test_a_file_or_a_call_with_an_option_or_a_misspelt_field_is_refused(tmp_path, fields):
+    from transformers import AutoConfig
+
+    hf_config("attnres").save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    said = json.loads(path.read_text())
+    with pytest.raises(ValueError, match=f"no field '{next(iter(fields))}'"):
+        AutoConfig.from_pretrained(tmp_path, **fields)
+    path.write_text(json.dumps(said | fields))
+    with pytest.raises(ValueError, match=f"no field '{next(iter(fields))}'"):
+        AutoConfig.from_pretrained(tmp_path)

@@ -38,7 +38,7 @@ def log_likelihood(trained, question, choice):
 
 
 def test_a_run_folder_through_model_hf_on_a_local_task(tmp_path, monkeypatch):
-    pytest.importorskip("lm_eval", reason="lm_eval is not installed: pip install 'depthmix[eval]'")
+    pytest.importorskip("lm_eval", reason="lm_eval is not installed: pip install '.[eval]'")
     from lm_eval.__main__ import cli_evaluate
 
     documents = tmp_path / "documents.jsonl"

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 pytest.importorskip("transformers")
+import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -361,9 +362,10 @@ def test_a_reentrant_checkpoint_around_one_layer_is_refused_too() -> None:
 
 
 def test_a_reentrant_checkpoint_between_compiled_parts_is_refused_too() -> None:
-    """Several ways break the graph; a checkpoint that is compiled as a whole is PyTorch's own, and exact."""
+    """A hook may break the graph; a checkpoint that is compiled as a whole is PyTorch's own, and exact."""
     model = retrofit(make("llama"), "attnres", ways=2, quiet=True).train()
     model.gradient_checkpointing_enable({"use_reentrant": True})
+    model.model.layers[1].mlp.register_forward_hook(lambda *_: torch._dynamo.graph_break())
     with pytest.raises(UserError, match=REENTRANT):
         torch.compile(model, backend="eager")(input_ids=ids(), labels=ids())
 
@@ -458,22 +460,46 @@ def test_a_mixer_that_a_folder_lacks_begins_afresh(tmp_path: Path) -> None:
 
 
 def test_a_retrofitted_model_is_in_no_folder_until_it_is_saved(tmp_path: Path) -> None:
-    """Where adapters would look for what they belong to, and find the plain one."""
+    """Where adapters would look for what they belong to, and find the plain one. Its configuration names that one."""
     shape = {"vocab_size": VOCAB, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
     for plain in (make("llama"), DepthmixForCausalLM(DepthmixConfig(**shape, mixer="residual"))):
         plain.save_pretrained(tmp_path)
         model = AutoModelForCausalLM.from_pretrained(tmp_path)
         for mixer in ("attnres", "dca"):
             retrofit(model, mixer, quiet=True)
-            assert (model.name_or_path, model.config.name_or_path) == ("", "")
+            assert (model.name_or_path, model.config.name_or_path) == ("", str(tmp_path))
             restore(model)
             assert (model.name_or_path, model.config.name_or_path) == (str(tmp_path), str(tmp_path))
 
 
-@pytest.mark.parametrize(("mixer", "whole"), [("attnres", True), ("dca", False)])
-def test_compiled(mixer: str, whole: bool) -> None:
-    model = stir(retrofit(make("llama"), mixer, quiet=True))
+def test_preference_training_of_an_unsaved_model_finds_its_reference(tmp_path: Path) -> None:
+    """As trl's DPOTrainer does, from the configuration: the plain model, whose logits are those of step 0."""
+    make("llama").save_pretrained(tmp_path)
+    model = retrofit(AutoModelForCausalLM.from_pretrained(tmp_path), "attnres", quiet=True)
+    model_id = getattr(model.config, "_name_or_path", "")  # trl.trainer.utils.get_config_model_id
+    found = AutoConfig.from_pretrained(model_id)  # create_model_from_path
+    reference = getattr(transformers, found.architectures[0]).from_pretrained(model_id)
+    torch.testing.assert_close(model(ids()).logits, reference(ids()).logits, rtol=1e-4, atol=1e-6)
+
+
+def test_adapters_of_an_unsaved_model_name_no_folder(tmp_path: Path) -> None:
+    """The plain model in the folder it came from is not what they belong to."""
+    peft = pytest.importorskip("peft")
+    make("llama").save_pretrained(tmp_path / "plain")
+    model = retrofit(AutoModelForCausalLM.from_pretrained(tmp_path / "plain"), "attnres", quiet=True)
+    tuned = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    tuned.save_pretrained(tmp_path / "adapters")
+    assert not peft.PeftConfig.from_pretrained(tmp_path / "adapters").base_model_name_or_path
+
+
+@pytest.mark.parametrize(
+    ("kind", "mixer", "options"),
+    [("llama", "attnres", {}), ("llama", "dca", {}), ("gpt2", "attnres", {"ways": 2})],
+    ids=str,
+)
+def test_compiled(kind: str, mixer: str, options: dict[str, Any]) -> None:
+    model = stir(retrofit(make(kind), mixer, quiet=True, **options))
     with torch.no_grad():
         expected = model(ids(), use_cache=False).logits
-        found = torch.compile(model, backend="eager", fullgraph=whole)(ids(), use_cache=False).logits
+        found = torch.compile(model, backend="eager", fullgraph=True)(ids(), use_cache=False).logits
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)

@@ -1,5 +1,6 @@
 """Command lines as torchrun starts them, but forked from a process that has imported torch already."""
 
+import importlib
 import json
 import os
 import random
@@ -20,7 +21,21 @@ def free_port():
         return s.getsockname()[1]
 
 
-def start(argv, rank, size, port, output, patch):
+def hang_at(step):
+    """Let this process never come back from reading the batch of a step."""
+    from depthmix.data.dataset import Batches
+
+    read = Batches.get
+
+    def never(self, at, rows=None):
+        if at == step:
+            time.sleep(2 * LIMIT)
+        return read(self, at, rows)
+
+    Batches.get = never
+
+
+def start(argv, rank, size, port, output, patch, hangs=None):
     child = os.fork()
     if child:
         return child
@@ -30,11 +45,13 @@ def start(argv, rank, size, port, output, patch):
             os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        import depthmix
         from depthmix.cli import main
 
         for name, value in patch.items():
-            setattr(depthmix, name, value)
+            *modules, name = name.split(".")
+            setattr(importlib.import_module(".".join(["depthmix", *modules])), name, value)
+        if hangs is not None and rank == hangs[0]:
+            hang_at(hangs[1])
         code = main(argv)
     except BaseException:
         traceback.print_exc()
@@ -44,14 +61,17 @@ def start(argv, rank, size, port, output, patch):
         os._exit(code)
 
 
-def run(argvs, folder, signalled=None, patches=None):
+def run(argvs, folder, signalled=None, patches=None, hangs=None, size=None):
     """(exit code, output, seconds after the signal) of every process; of one that hung the code is None.
 
     signalled: (rank, signal, file, lines): that rank gets the signal when the file has as many lines.
+    hangs: (rank, step): that rank never comes back from reading the batch of that step.
+    size: how many processes the others are told of, if some are never started.
     """
-    port, size, patches = free_port(), len(argvs), patches or {}
-    outputs = [Path(folder) / f"output-{rank}.txt" for rank in range(size)]
-    children = [start(argvs[r], r, size, port, outputs[r], patches.get(r, {})) for r in range(size)]
+    port, started, patches = free_port(), len(argvs), patches or {}
+    size = size or started
+    outputs = [Path(folder) / f"output-{rank}.txt" for rank in range(started)]
+    children = [start(argvs[r], r, size, port, outputs[r], patches.get(r, {}), hangs) for r in range(started)]
     running, found = dict(enumerate(children)), {}
     since = time.monotonic()
     until = since + LIMIT
@@ -71,7 +91,7 @@ def run(argvs, folder, signalled=None, patches=None):
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         found[rank] = None, LIMIT
-    return [(found[r][0], outputs[r].read_text(), found[r][1]) for r in range(size)]
+    return [(found[r][0], outputs[r].read_text(), found[r][1]) for r in range(started)]
 
 
 def elastic(argv, folder, metrics, kills):

@@ -78,9 +78,10 @@ def test_the_others_name_a_process_that_was_killed(workers, tmp_path):
     assert list_checkpoints(out / "checkpoints")  # that of step 5 was waited for at step 10
 
 
-def test_one_is_asked_to_stop_and_all_save(workers, tmp_path):
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
+def test_one_is_asked_to_stop_and_all_save(workers, tmp_path, name):
     out = tmp_path / "run"
-    signalled = (1, signal.SIGTERM, str(out / "metrics.jsonl"), 3)
+    signalled = (1, getattr(signal, name), str(out / "metrics.jsonl"), 3)
     found = run(workers, tmp_path, [command(out, **{**AT_EASE, "save_every": 1000})] * 2, signalled)
     assert [code for code, *_ in found] == [INTERRUPTED, INTERRUPTED], found
     [line] = said(found)

@@ -44,7 +44,7 @@ def test_recipe_and_environment(tmp_path):
 
 
 def test_the_commit_is_that_of_depthmix_and_of_nobody_else(tmp_path):
-    from depthmix.runs.folder import _git_commit
+    from depthmix.runs.environment import _git_commit
 
     source = tmp_path / "pkg" / "__init__.py"
     source.parent.mkdir()

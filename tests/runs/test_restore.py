@@ -42,7 +42,12 @@ def test_what_cannot_be_loaded(tmp_path, monkeypatch):
     for package in ("tokenizers", "yaml"):
         with monkeypatch.context() as patch:
             patch.setitem(sys.modules, package, None)
-            refused(lambda: depthmix.load(small.run().path), package, "pip install 'depthmix[train]'", code=USAGE)
+            refused(
+                lambda: depthmix.load(small.run().path),
+                package,
+                "pip install '.[train]' in a clone of depthmix",
+                code=USAGE,
+            )
 
 
 def test_the_pages_example_runs(tmp_path, monkeypatch, capsys):

@@ -1,6 +1,7 @@
 """Several runs at once: the same results, one queue, lanes that die, deadlines and signals."""
 
 import csv
+import errno
 import json
 import multiprocessing
 import os
@@ -135,6 +136,41 @@ def test_a_lane_that_dies_takes_its_run_alone(training, tmp_path):
     training.during = None
     run(path, tmp_path)
     assert len(runs(tmp_path / "out")) == 6
+
+
+def test_a_lane_that_dies_between_two_runs_takes_no_run_with_it(training, tmp_path, monkeypatch, capfd):
+    """Killed when its outcome is here and before it has the next task: writing to it is a broken pipe."""
+    keep, killed = module.Worker._keep, []
+
+    def keep_and_kill(self, piece, outcome):
+        keep(self, piece, outcome)
+        if not killed:
+            pid = int((tmp_path / f"{piece.config.mixer}-{piece.config.seed}").read_text())
+            killed.extend(child for child in multiprocessing.active_children() if child.pid == pid)
+            killed[0].kill()
+            killed[0].join()
+
+    training.during = lambda c: (tmp_path / f"{c.mixer}-{c.seed}").write_text(str(os.getpid()))
+    monkeypatch.setattr(module.Worker, "_keep", keep_and_kill)
+    run(studies.write(tmp_path), tmp_path)
+    assert len(runs(tmp_path / "out")) == 6
+    assert (tmp_path / "out" / "table.md").exists()
+    assert "a lane died between two runs, exit code -9; no run is lost" in capfd.readouterr().err
+
+
+def test_without_processes_the_table_is_written_and_the_reason_said(training, tmp_path, monkeypatch):
+    """As where memory or the number of processes is limited: what was found before is kept."""
+    path = studies.write(tmp_path)
+    run(path, tmp_path, arms=["residual"])
+    (tmp_path / "out" / "table.md").unlink()
+
+    def start(self):
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(multiprocessing.get_context("fork").Process, "start", start)
+    words = "its lane could not be started: Resource temporarily unavailable"
+    refused(lambda: run(path, tmp_path), "2 arms could not be run", words, "2 of 6", code=INTERNAL)
+    assert (tmp_path / "out" / "table.md").exists()
 
 
 def test_an_error_and_a_divergence_come_back(training, tmp_path):

@@ -50,7 +50,7 @@ def test_the_loss_at_step_0_is_that_of_the_plain_model(mixer, tmp_path):
     trained = small.load_run()
     run = train(config(tmp_path / "run", mixer=mixer, steps=2, warmup=1))
     batches = validation_batches(small.token_data().split("val"), 32, 4, 128)
-    plain = evaluate(trained.model, batches, torch.device("cpu"), "fp32", 1.0).loss
+    plain = evaluate(trained.model, {"": batches}, torch.device("cpu"), "fp32", 1.0).loss
     first, *_ = run.read_metrics()
     assert first["step"] == first["tokens"] == 0
     assert first["val_loss"] == pytest.approx(plain, rel=1e-6)

@@ -1,0 +1,101 @@
+"""Which fields a configuration may have: transformers would keep any name as an attribute, a misspelt one included."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from transformers import GenerationConfig, PreTrainedConfig
+
+from depthmix.mixers import list_mixers, mixer_class
+from depthmix.models.exchange import FIELDS
+from depthmix.names import DEFAULT_MIXER
+
+# What transformers puts into a configuration, or takes out of one, besides its declared fields.
+OF_TRANSFORMERS = {
+    "model_type",
+    "auto_map",
+    "num_labels",
+    "name_or_path",
+    "torch_dtype",
+    "attn_implementation",
+    "experts_implementation",
+    "output_attentions",
+    "per_layer_config",
+    "quantization_config",
+    "distributed_config",
+    # Of older versions, which tools still set.
+    "add_cross_attention",
+    "decoder_start_token_id",
+    "finetuning_task",
+    "is_decoder",
+    "prefix",
+    "pruned_heads",
+    "sep_token_id",
+    "task_specific_params",
+    "tie_encoder_decoder",
+    "tokenizer_class",
+    "torchscript",
+    "use_bfloat16",
+}
+OURS = {
+    *FIELDS.values(),
+    "max_position_embeddings",
+    "use_cache",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    "output_depth_weights",
+    "retrofitted_from",
+}
+MISSPELT = 0.9  # likeness to a field's name from which on a field in a file is a misspelt one and not another tool's
+
+
+def _known(name: str) -> bool:
+    declared = {field.name for field in dataclasses.fields(PreTrainedConfig)}
+    generation = GenerationConfig._get_default_generation_params()
+    known = OURS | OF_TRANSFORMERS | declared | set(generation)
+    return name in known or name.startswith("_") or hasattr(PreTrainedConfig, name)
+
+
+def refuse_unknown(given: Mapping[str, Any]) -> None:
+    """Refuse fields that a configuration does not have.
+
+    Args:
+        given: the fields that the constructor does not name.
+
+    Raises:
+        ValueError: with the right spelling, where there is one.
+    """
+    for name, value in given.items():
+        if not _known(name):
+            raise ValueError(f"DepthmixConfig has no field {name!r}{_advice(name, value, list_mixers())}")
+
+
+def foreign_fields(given: Mapping[str, Any]) -> set[str]:
+    """Return the names of fields in a file that some other tool left there, which mean nothing here and are kept.
+
+    Raises:
+        ValueError: for an option of the mixer, or a name so close to a field's that it is a misspelt one.
+    """
+    mixer = given.get("mixer", DEFAULT_MIXER)
+    foreign = {name for name in given if not _known(name)}
+    for name in foreign:
+        advice = _advice(name, given[name], [mixer] if mixer in list_mixers() else [], MISSPELT)
+        if advice:
+            raise ValueError(f"DepthmixConfig has no field {name!r}{advice}")
+    return foreign
+
+
+def _advice(name: str, value: Any, rules: Iterable[str], cutoff: float = 0.7) -> str:
+    """Return how a field's sentence ends: where the value belongs or how the name is spelt; nothing if neither is known."""
+    options = {option for rule in rules for option in mixer_class(rule).options}
+    if name in options:
+        return f": it is an option of a mixer, to be given as mixer_options={{{name!r}: {value!r}}}"
+    if name in FIELDS:
+        return f"; here it is called {FIELDS[name]!r}"
+    close = difflib.get_close_matches(name, [*OURS, *options], n=1, cutoff=cutoff)
+    where = ", an option, in mixer_options" if close and close[0] in options else ""
+    return f"; did you mean {close[0]!r}{where}?" if close else ""

@@ -1,0 +1,51 @@
+"""Say why a folder cannot be loaded with another number of layers: a mixer's parameters are for every site that there is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from depthmix.errors import CHECKPOINT, UserError
+from depthmix.hf.architectures import PREFIX
+
+PLACE = (
+    "subfolder",
+    "revision",
+    "token",
+    "cache_dir",
+    "local_files_only",
+)  # which folder, of what `from_pretrained` is given
+RUN_ALL = {"gpt2", "gpt_neox"}  # model types that run all layers, whatever their configuration says later
+
+
+@contextmanager
+def explained(folder: Any, given: dict[str, Any]) -> Iterator[None]:
+    """Replace the error of weights that do not fit by a sentence, if the cause is the number of layers.
+
+    Args:
+        folder: from which a model is loaded inside.
+        given: the keyword arguments of `from_pretrained`.
+
+    Raises:
+        UserError: with both numbers and what can be done.
+    """
+    # As it is now: loading takes arguments out.
+    config, place = given.get("config"), {name: given[name] for name in PLACE if name in given}
+    asked = given.get("num_hidden_layers", given.get("n_layer", getattr(config, "num_hidden_layers", None)))
+    try:
+        yield
+    except RuntimeError as error:
+        if "ignore_mismatched_sizes" not in str(error) or asked is None:
+            raise
+        saved, _ = PreTrainedConfig.get_config_dict(folder, **place)
+        layers = saved.get("num_hidden_layers", saved.get("n_layer"))
+        if layers is None or layers == asked:
+            raise
+        what = f"the mixer in {folder} is for {layers} layers, so the model cannot be loaded with {asked}"
+        advice = "train a model of that depth instead"
+        if asked < layers and saved.get("model_type", "").removeprefix(PREFIX) not in RUN_ALL:
+            advice = f"load all and set model.config.num_hidden_layers = {asked}, which leaves after so many layers"
+        raise UserError(f"{what}: {advice}", CHECKPOINT) from None

@@ -1,0 +1,70 @@
+"""Where and with what a run began: versions, machine, device, commit."""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import os
+import platform
+import subprocess
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+
+def environment(command: Sequence[str], device: str = "auto") -> dict[str, Any]:
+    """Where and with what a run began."""
+    import numpy
+    import torch
+
+    import depthmix
+    from depthmix.device import choose_device
+
+    chosen = choose_device(device)
+    name = torch.cuda.get_device_name(chosen) if chosen.type == "cuda" else _processor()
+    return {
+        "depthmix": depthmix.__version__,
+        "git_commit": _own_commit(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "numpy": numpy.__version__,
+        "platform": platform.platform(),
+        "device": str(chosen),
+        "device_name": name,
+        "cpu_count": os.cpu_count(),
+        "command": list(command),
+        "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+
+
+def _processor() -> str:
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+@functools.cache
+def _own_commit() -> str | None:
+    """Asked once: what is imported does not change after that."""
+    import depthmix
+
+    return _git_commit(Path(depthmix.__file__))
+
+
+def _git_commit(source: Path) -> str | None:
+    """The commit depthmix runs from, with -dirty after changes; None unless git tracks its source."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(source.parent), *arguments]
+        quiet = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
+        return subprocess.run(command, env=quiet, capture_output=True, timeout=10, check=True, text=True).stdout.strip()
+
+    try:
+        git("ls-files", "--error-unmatch", source.name)
+        return git("describe", "--always", "--abbrev=40", "--exclude=*", "--dirty") or None
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return None
