@@ -37,6 +37,7 @@ from depthmix.mixers.mixing import Contributions, contributions, mixing_matrix
 from depthmix.mixers.options import Option, OptionError, check_options, options_of
 from depthmix.mixers.state import State
 from depthmix.mixers.traffic import NORM, Published, Traffic, state_by_site
+from depthmix.mixers.variant import KEY, check_entry, check_variant, variant_entry
 from depthmix.names import nearest
 from depthmix.ops.precision import promoted_dtype, without_autocast
 
@@ -57,6 +58,9 @@ class Mixer(nn.Module):
     channel_mixing: bool = (
         False  # M's entries are D x D matrices, the same for every token; `mixing` gives their mean diagonal
     )
+
+    # The model's configuration file names rule and options, so that its state dict need not: Hugging Face's models.
+    variant_elsewhere: bool = False
 
     # Set by `register` before the constructor runs, which therefore need not pass them on.
     layout: Layout
@@ -81,6 +85,14 @@ class Mixer(nn.Module):
         Of an MLP with a gate, 2: for the gate, for the up projection.
         """
         return 1
+
+    def weight_options(self) -> dict[str, Any]:
+        """Return the options that weights depend on, by name, as JSON has them.
+
+        A state dict carries them, and weights of another variant are refused. By default these are all options. A rule leaves
+        out what only says how weights begin, and gives values that mean the same in one form.
+        """
+        return dict(self.chosen)
 
     def plain_share(self, site: int) -> float | None:
         """What part of the plain stream, e + every output so far, a read (S: finish) is at step 0; None if it is none of it."""
@@ -293,7 +305,7 @@ class Mixer(nn.Module):
     def _hand_out(self, state: Any) -> Any:
         """Mark a state as one of this mixer, and remember what it keeps."""
         if isinstance(state, State):
-            state.rule = self.signature
+            state.made_for = self.signature
             record_versions(state)
         return state
 
@@ -305,8 +317,8 @@ class Mixer(nn.Module):
     def _check_state(self, call: str, state: Any) -> None:
         if not isinstance(state, State):
             raise ContractError(f"{call}: expected the state that start or write returned, got {type(state).__name__}")
-        if state.rule is not None and state.rule != self.signature:
-            raise ContractError(f"{call}: the state is one of {state.rule}, and this mixer is {self.signature}")
+        if state.made_for is not None and state.made_for != self.signature:
+            raise ContractError(f"{call}: the state is one of {state.made_for}, and this mixer is {self.signature}")
 
     def _check_use(self, call: str, state: Any) -> None:
         self._check_state(call, state)
@@ -361,6 +373,28 @@ class Mixer(nn.Module):
             expected = f"{self.ways(site)} norm{'s' * (self.ways(site) > 1)}, one per way"
             raise ContractError(f"read at site {site}: expected {expected}, got {len(norms)}")
         return norms
+
+    # State dicts.
+
+    def get_extra_state(self) -> Tensor:
+        """Return the state dict's entry that names rule and options (variant.py)."""
+        return variant_entry(self)
+
+    def set_extra_state(self, state: Any) -> None:
+        """Check the entry of a state dict: OptionError if its weights are of another variant."""
+        check_variant(self, state)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.variant_elsewhere:
+            del destination[prefix + KEY]
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        check_entry(self, state_dict, prefix)  # before any weight is copied
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        missing: list[str] = args[2]
+        if prefix + KEY in missing:  # older weights have no entry, of which check_entry has warned
+            missing.remove(prefix + KEY)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         # model.bfloat16() or model.to(dtype=...) moves a mixer but does not round its parameters: they stay fp32.

@@ -26,24 +26,25 @@ ADVICE = "give write a copy (y.clone()), and copy what read returned before you 
 def record_versions(state: State) -> None:
     """Remember the versions of the tensors that the state keeps now."""
     if not torch.compiler.is_compiling():
-        state.versions = _versions(state.kept())
+        vars(state)["kept_versions"] = _versions(state.kept_tensors())
 
 
 def record_returned(state: State, mixtures: Sequence[Tensor]) -> None:
     """Remember the versions of what a read returned without a norm: the state's note may hold the same tensors."""
     if not torch.compiler.is_compiling():
         versions = _versions(mixtures)
-        state.returned = None if versions is None else [(weakref.ref(t), v) for t, v in zip(mixtures, versions, strict=True)]
+        known = None if versions is None else [(weakref.ref(t), v) for t, v in zip(mixtures, versions, strict=True)]
+        vars(state)["returned_versions"] = known
 
 
 def changed_in_place(state: State) -> list[Tensor]:
     """List the tensors of a state that were changed in place since their versions were recorded."""
     if torch.compiler.is_compiling():  # asked first: the compiler would guard on the versions
         return []
-    before = state.versions
+    before = state.kept_versions
     if before is None:
         return []
-    kept = state.kept()
+    kept = state.kept_tensors()
     if len(kept) != len(before) or before == (now := _versions(kept)) or now is None:
         return []
     return [t for t, old, new in zip(kept, before, now, strict=True) if old != new]
@@ -51,9 +52,9 @@ def changed_in_place(state: State) -> list[Tensor]:
 
 def changed_after_read(state: State) -> list[Tensor]:
     """List what the last read of a state returned and somebody has changed in place since."""
-    if state.returned is None or torch.compiler.is_compiling():
+    if state.returned_versions is None or torch.compiler.is_compiling():
         return []
-    alive = [(t(), version) for t, version in state.returned]
+    alive = [(t(), version) for t, version in state.returned_versions]
     return [t for t, version in alive if t is not None and t._version != version]
 
 
@@ -66,7 +67,7 @@ def refuse_changes(call: str, rule: str, changed: Iterable[Tensor]) -> None:
 
 def still_kept(changed: Iterable[Tensor], after: State, y: Tensor) -> list[Tensor]:
     """List the changed tensors whose memory the state after a write keeps, apart from y, which the write itself brought."""
-    kept, brought = after.kept(), False
+    kept, brought = after.kept_tensors(), False
     memory = set()
     for t in kept:
         if t is y and not brought:

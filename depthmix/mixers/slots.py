@@ -39,7 +39,7 @@ class SlotState(State):
     def template(self) -> Tensor:
         return self.slots[0]
 
-    def kept(self) -> list[Tensor]:
+    def kept_tensors(self) -> list[Tensor]:
         """List the tensors that come from outside: the slots are the state's own, and are written by its reads."""
         return [t for t in (self.pending, self.before, self.g, self.a) if t is not None]
 

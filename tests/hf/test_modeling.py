@@ -82,7 +82,7 @@ def test_a_new_model_starts_as_the_mechanism_does(mixer):
     model = DepthmixForCausalLM(hf_config(mixer))
     first, second = (create_mixer(mixer, dim=16, n_blocks=BLOCKS).state_dict() for _ in range(2))
     found = model.model.mixer.state_dict()
-    assert found.keys() == first.keys()
+    assert found.keys() == first.keys() - {"_extra_state"}  # config.json says what that says
     for name, value in found.items():
         if torch.equal(first[name], second[name]):  # not drawn
             assert torch.equal(value, first[name]), name

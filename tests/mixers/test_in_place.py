@@ -54,15 +54,15 @@ def spoil(tensor):
 
 
 def refused_or_the_same(run, expected, change=None, **kwargs):
-    """Whether the change was refused; if it was not, nothing differs."""
+    """Run with a change, which is refused or has no effect."""
     try:
         found = run.run(change, **kwargs)
     except RuntimeError as error:
-        assert "changed in place" in str(error) or "modified by an inplace operation" in str(error)
-        return True
+        if not any(words in str(error) for words in ("changed in place", "modified by an inplace operation")):
+            raise
+        return
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0)
-    return False
 
 
 @with_and_without_gradients
@@ -101,8 +101,8 @@ def test_outputs_in_one_buffer_are_refused_or_as_good_as_others(name):
 
 
 @pytest.mark.parametrize("name", ["attnres", "dca", "grn"])
-def test_what_is_refused_is_said(name, trains=False):
-    run = Pass(build(name, 2, random=True), trains)
+def test_what_is_refused_is_said(name):
+    run = Pass(build(name, 2, random=True), trains=False)
     with pytest.raises(RuntimeError, match=f"read at site 1: {name} {REFUSED}.*give write a copy"):
         run.run(lambda moment, site, outputs: spoil(outputs[-1]) if (moment, site) == ("written", 0) else None)
 
@@ -121,7 +121,7 @@ KERNELS = [
     ("attnres", {"block_size": 3}),
     ("grn", {}),
     ("residual", {}),
-    ("hyper", {"n": 2}),
+    ("hyper", {"n": 2, "static": True}),
 ]
 
 
@@ -136,11 +136,11 @@ def test_by_kernels_a_change_is_refused_or_without_effect(name, choice, normed):
     run.norm = None if run.norm is None else run.norm.float()
     with use_backend("triton"):
         expected = run.run()
-        for at, which in ((0, 0), (0, 1), (1, 1), (2, 1), (2, 3)):
+        for at, which in ((0, 0), (0, 1), (1, 1), (2, 3)):
             refused_or_the_same(run, expected, lambda moment, site, outputs, at=at, which=which: (
                 spoil(outputs[which]) if (moment, site) == ("written", at) else None
             ))  # fmt: skip
-        for at in (1, 2):
+        for at in (1,) if name == "hyper" else (1, 2):
             refused_or_the_same(run, expected, lambda moment, site, h, at=at: (
                 spoil(h[0]) if (moment, site) == ("read", at) else None
             ))  # fmt: skip
