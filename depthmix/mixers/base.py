@@ -37,7 +37,7 @@ from depthmix.mixers.mixing import Contributions, contributions, mixing_matrix
 from depthmix.mixers.options import Option, OptionError, check_options, options_of
 from depthmix.mixers.state import State
 from depthmix.mixers.traffic import NORM, Published, Traffic, state_by_site
-from depthmix.mixers.variant import KEY, check_entry, check_variant, variant_entry
+from depthmix.mixers.variant import NamesVariant
 from depthmix.names import nearest
 from depthmix.ops.precision import promoted_dtype, without_autocast
 
@@ -49,23 +49,17 @@ class ContractError(ValueError):
     """The contract was used out of order, or with a tensor that does not fit."""
 
 
-class Mixer(nn.Module):
+class Mixer(NamesVariant):
     """One rule for mixing over depth, with its parameters laid out by site."""
 
-    name: ClassVar[str]  # set by `register`
-    options: ClassVar[dict[str, Option]]  # set by `register`
+    # `name`, `options` (set by `register`) and what state dicts carry: variant.py.
     decayed: ClassVar[frozenset[str]] = frozenset()  # parameters that weight decay applies to
     channel_mixing: bool = (
         False  # M's entries are D x D matrices, the same for every token; `mixing` gives their mean diagonal
     )
 
-    # The model's configuration file names rule and options, so that its state dict need not: Hugging Face's models.
-    variant_elsewhere: bool = False
-
     # Set by `register` before the constructor runs, which therefore need not pass them on.
     layout: Layout
-    chosen: dict[str, Any]  # every option's value, as given or its default
-    signature: str  # the rule, its size and its options in words: what its states carry
 
     def __init__(self, dim: int, n_blocks: int) -> None:
         super().__init__()
@@ -85,14 +79,6 @@ class Mixer(nn.Module):
         Of an MLP with a gate, 2: for the gate, for the up projection.
         """
         return 1
-
-    def weight_options(self) -> dict[str, Any]:
-        """Return the options that weights depend on, by name, as JSON has them.
-
-        A state dict carries them, and weights of another variant are refused. By default these are all options. A rule leaves
-        out what only says how weights begin, and gives values that mean the same in one form.
-        """
-        return dict(self.chosen)
 
     def plain_share(self, site: int) -> float | None:
         """What part of the plain stream, e + every output so far, a read (S: finish) is at step 0; None if it is none of it."""
@@ -373,28 +359,6 @@ class Mixer(nn.Module):
             expected = f"{self.ways(site)} norm{'s' * (self.ways(site) > 1)}, one per way"
             raise ContractError(f"read at site {site}: expected {expected}, got {len(norms)}")
         return norms
-
-    # State dicts.
-
-    def get_extra_state(self) -> Tensor:
-        """Return the state dict's entry that names rule and options (variant.py)."""
-        return variant_entry(self)
-
-    def set_extra_state(self, state: Any) -> None:
-        """Check the entry of a state dict: OptionError if its weights are of another variant."""
-        check_variant(self, state)
-
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        if self.variant_elsewhere:
-            del destination[prefix + KEY]
-
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        check_entry(self, state_dict, prefix)  # before any weight is copied
-        super()._load_from_state_dict(state_dict, prefix, *args)
-        missing: list[str] = args[2]
-        if prefix + KEY in missing:  # older weights have no entry, of which check_entry has warned
-            missing.remove(prefix + KEY)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         # model.bfloat16() or model.to(dtype=...) moves a mixer but does not round its parameters: they stay fp32.

@@ -38,7 +38,7 @@ from depthmix.runs.ranks import RankFolder
 from depthmix.runs.restore import load_parameters
 from depthmix.runs.saver import open_saver
 from depthmix.train.build import divide_model, prepare_model
-from depthmix.train.check import check_config, check_run, check_start, facts
+from depthmix.train.check import check_config, check_own_rule, check_run, check_start, facts
 from depthmix.train.clock import CoreWait, StepClock, quartiles
 from depthmix.train.deterministic import deterministic
 from depthmix.train.evaluate import Evaluation, ImageEvaluation
@@ -253,6 +253,7 @@ def train_in(world: World, config: TrainConfig, label: str = "") -> RunFolder:
         world.agree(facts(config, data))
     else:
         check_start(config)
+        check_own_rule(config, text=isinstance(data, TokenData))
     memory = PeakMemory(device)
     # Before anything is written: what cannot be built leaves no folder.
     trainer = world.together(lambda: Trainer(config, data, device, world))
