@@ -34,7 +34,7 @@ from depthmix.mixers.kept import (
 )
 from depthmix.mixers.layout import BLOCK, Layout, Sites
 from depthmix.mixers.mixing import Contributions, contributions, mixing_matrix
-from depthmix.mixers.options import Option, OptionError, check_options, options_of
+from depthmix.mixers.options import Option, OptionError, check_options, options_of, plain_value
 from depthmix.mixers.state import State
 from depthmix.mixers.traffic import NORM, Published, Traffic, state_by_site
 from depthmix.mixers.variant import NamesVariant
@@ -399,6 +399,8 @@ def register(name: str) -> Callable[[MixerType], MixerType]:
         def checked(
             self: Mixer, dim: int, n_blocks: int | None = None, *, sites: Sites | None = None, **options: Any
         ) -> None:
+            dim, n_blocks = plain_value(dim), plain_value(n_blocks)
+            options = {option: plain_value(value) for option, value in options.items()}
             check_options(name, cls.options, options)
             layout = self.__dict__.get("layout")  # there already if this is the constructor of a base class
             outermost = layout is None

@@ -35,6 +35,7 @@ from depthmix.study.saved import (
 from depthmix.study.step_times import measured_step_times, turns_are_cheap
 from depthmix.study.table import print_table, to_csv, to_markdown
 from depthmix.study.verdict import verdict
+from depthmix.values import typed
 
 TEMPERATURE, TOP_P = 0.8, 0.95
 MAP_TOKENS = 2048  # that depth maps of the page are of
@@ -149,6 +150,7 @@ def compare(config: CompareConfig, *, say: Callable[[str], None] | None = None) 
     """
     from depthmix.train.loop import train
 
+    config = typed("compare", config)
     say = say or (_silent if config.quiet else print)
     arms = check_config(config)
     comparison = open_comparison(config, arms)

@@ -55,6 +55,7 @@ from depthmix.train.progress import TrainingProgress
 from depthmix.train.signals import StopSignal
 from depthmix.train.sinks import open_sinks
 from depthmix.train.task import Model, make_task
+from depthmix.values import typed
 
 RNG = "rng/torch"  # the generator's state, saved among the optimizer's tensors
 # What may change between resumes; of the data it is the place, the content is compared.
@@ -235,6 +236,7 @@ class Trainer:
 
 def train(config: TrainConfig, *, label: str = "") -> RunFolder:
     """Train, or go on with a run that was interrupted; a finished run is returned as it is."""
+    config = typed("train", config)
     with (
         join(Layout.of(config.parallel), config.device, given=bool(config.parallel)) as world,
         deterministic(config.deterministic),
