@@ -6,6 +6,7 @@ import warnings
 import pytest
 import safetensors.torch
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
@@ -174,3 +175,20 @@ def test_a_damaged_entry_is_said():
     for entry in (torch.zeros(3), torch.full((4,), float("nan")), "text"):
         with pytest.raises(OptionError, match=r"attnres: the entry _extra_state.* is damaged"):
             mixer.load_state_dict(mixer.state_dict() | {"_extra_state": entry})
+
+
+def test_a_distributed_checkpoint_keeps_the_entry(tmp_path):
+    """Loading fills tensors of the same shape, which entries of other options have too."""
+    decoder_, other = decoder(block_size=2), decoder(block_size=4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a process that is alone
+        dcp.save(get_model_state_dict(decoder_), checkpoint_id=tmp_path / "saved")
+        for model in (decoder(block_size=2), other):
+            state = get_model_state_dict(model)
+            dcp.load(state, checkpoint_id=tmp_path / "saved")
+            if model is other:
+                with pytest.raises(OptionError, match="block_size=2, and this mixer has block_size=4"):
+                    set_model_state_dict(model, state)
+            else:
+                set_model_state_dict(model, state)
+                assert torch.equal(model.mixer.query, decoder_.mixer.query)
