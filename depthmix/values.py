@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import os
 import types
 import typing
 from collections.abc import Callable
@@ -79,6 +81,39 @@ def describe(hint: Any) -> str:
         return "a list"
     words = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
     return words.get(hint, "option=value pairs")
+
+
+def typed(command: str, config: Any) -> Any:
+    """Return a configuration made in Python with numpy's numbers as Python's and paths as text.
+
+    Raises:
+        UserError: a value is not of its field's type. A text is no number here, as it is on a command line.
+    """
+    hints, plain = typing.get_type_hints(type(config)), {}
+    for field in dataclasses.fields(config):
+        plain[field.name] = value = _plain(getattr(config, field.name))
+        _check_type(command, field.name, hints[field.name], value)
+    return dataclasses.replace(config, **plain)
+
+
+def _plain(value: Any) -> Any:
+    from depthmix.mixers.options import plain_value
+
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list) else plain_value(value)
+
+
+def _check_type(command: str, name: str, hint: Any, value: Any) -> None:
+    members = get_args(hint) if get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+    if isinstance(value, float) and float in members:  # also one that is not finite, which the command itself refuses
+        return
+    text = any(kind is str or get_origin(kind) is Literal for kind in members)
+    if isinstance(value, str) and not text:
+        raise UserError(f"{command}: {name} must be {describe(hint)}, got {value!r}")
+    coerce(command, name, hint, value)
 
 
 def read_recipe(command: str, path: str) -> dict[str, Any]:

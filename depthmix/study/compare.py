@@ -37,6 +37,7 @@ from depthmix.study.step_times import measured_step_times, turns_are_cheap
 from depthmix.study.table import print_table, to_csv, to_markdown
 from depthmix.study.verdict import verdict
 from depthmix.train.events import OnStep
+from depthmix.values import typed
 
 OUTPUTS = (
     "table.csv",
@@ -167,6 +168,8 @@ def compare(
     on_step receives every step of every run, with the arm's label.
     """
     from depthmix.train.loop import train
+
+    config = typed("compare", config)
 
     def train_arm(arm: Arm, run_config: TrainConfig, label: str) -> None:
         if on_step is None:

@@ -74,6 +74,10 @@ def _load(file: Path, source: str) -> dict[str, type[Mixer]]:
         base._MIXERS.clear()
         base._MIXERS.update(before)
         del sys.modules[name]
+        if isinstance(error, SystemExit):
+            code = "" if error.code is None else f" with {error.code!r}"
+            what = f"{source}, {file.name} ends the program{code} instead of registering mixers"
+            raise UserError(f"{what}; take the exit out, or put it under `if __name__ == '__main__':`") from error
         if isinstance(error, UserError) or not isinstance(error, Exception):
             raise
         what = " ".join(str(error).split())

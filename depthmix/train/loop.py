@@ -38,7 +38,7 @@ from depthmix.runs.ranks import RankFolder
 from depthmix.runs.restore import load_parameters
 from depthmix.runs.saver import open_saver
 from depthmix.train.build import divide_model, prepare_model
-from depthmix.train.check import check_config, check_run, check_start, facts
+from depthmix.train.check import check_config, check_own_rule, check_run, check_start, facts
 from depthmix.train.clock import CoreWait, StepClock, quartiles
 from depthmix.train.evaluate import Evaluation, ImageEvaluation
 from depthmix.train.events import OnStep, StepEvent, call_back
@@ -56,6 +56,7 @@ from depthmix.train.sharing import settings_of
 from depthmix.train.signals import StopSignal
 from depthmix.train.sinks import open_sinks
 from depthmix.train.task import Model, make_task
+from depthmix.values import typed
 
 RNG = "rng/torch"  # the generator's state, saved among the optimizer's tensors
 # What may change between resumes; of the data it is the place, the content is compared.
@@ -245,6 +246,7 @@ class Trainer:
 
 def train(config: TrainConfig, *, label: str = "", on_step: OnStep | None = None) -> RunFolder:
     """Train, or go on with a run that was interrupted; a finished run is returned as it is. on_step: called after every step."""
+    config = typed("train", config)
     with (
         settings_of(config),
         join(Layout.of(config.parallel), config.device, bool(config.parallel), config.hang_limit) as world,
@@ -263,6 +265,7 @@ def train_in(world: World, config: TrainConfig, label: str = "", on_step: OnStep
         world.agree(facts(config, data))
     else:
         check_start(config)
+        check_own_rule(config, text=isinstance(data, TokenData))
     memory = PeakMemory(device)
     # Before anything is written: what cannot be built leaves no folder.
     trainer = world.together(lambda: Trainer(config, data, device, world))

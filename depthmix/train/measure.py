@@ -21,6 +21,7 @@ from depthmix.data.tokenizer import load_tokenizer
 from depthmix.device import choose_device
 from depthmix.errors import DATA, UserError
 from depthmix.runs.restore import Trained, load_model
+from depthmix.train.check import check_own_rule
 from depthmix.train.evaluate import Evaluation, ImageEvaluation, check_tokens, describe_learnt, evaluate
 from depthmix.train.task import Pictures
 
@@ -31,6 +32,7 @@ def evaluate_run(config: EvalConfig) -> Evaluation | ImageEvaluation:
         raise UserError("batch_size and seq_len must be at least 1")
     device = choose_device(config.device)
     trained = load_model(config.run, device)
+    check_own_rule(trained.config, text=trained.tokenizer is not None)
     if trained.tokenizer is None:
         return _on_images(trained, config, device)
     parts, ratio = batches_of_text(trained, config)

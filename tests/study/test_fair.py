@@ -11,12 +11,12 @@ import torch
 from depthmix.config import StudyConfig
 from depthmix.errors import DISK, DIVERGED, INTERNAL, INTERRUPTED, USAGE
 from depthmix.mixers import base
+from depthmix.mixers.leaks import leak
 from depthmix.study import code, modules
 from depthmix.study import study as module
 from depthmix.study.borrowed import known_of
 from depthmix.study.code import _checksum, _files, _imports, _tree, changed_since, checksum
 from depthmix.study.interval import student_t
-from depthmix.study.leaks import leak
 from depthmix.study.recipe import read_study
 from depthmix.study.records import Records, read_records
 from depthmix.study.rows import make_rows
