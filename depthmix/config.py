@@ -160,6 +160,9 @@ class CompareConfig(TrainConfig):
     )
     prompt: str = option("", "text every model continues at the end; none: no sample")
     sample_tokens: int = option(60, "tokens of that sample")
+    accept_code: str = option(
+        "", "REASON why runs made by different code may stand in one table; it is kept and written under the table"
+    )
 
 
 @dataclass

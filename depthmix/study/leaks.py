@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from depthmix.mixers import Mixer, create_mixer
-from depthmix.study.code import file_of_its_own
+from depthmix.runs.code_checksums import file_of_its_own
 from depthmix.study.same import NARROW, reads_and_end, stirred
 
 ROWS, TOKENS = 2, 32

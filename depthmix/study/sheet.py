@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from depthmix.files import write_text
-from depthmix.study.code import KERNELS, changed_since
+from depthmix.runs.code_checksums import KERNELS, changed_since
 from depthmix.study.costs import at_step_times, cost_note, doubts
 from depthmix.study.interval import OWN_SEEDS
 from depthmix.study.pictures import draw_study

@@ -13,6 +13,7 @@ import statistics
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,8 @@ from depthmix.parallel.alone import Alone
 from depthmix.parallel.layout import Layout
 from depthmix.parallel.world import Lost, World, join
 from depthmix.runs.checkpoint import Checkpoint, latest_checkpoint, list_checkpoints
+from depthmix.runs.code_checksums import code_of
+from depthmix.runs.code_record import record_code
 from depthmix.runs.folder import RunFolder
 from depthmix.runs.init import settled
 from depthmix.runs.ranks import RankFolder
@@ -276,6 +279,7 @@ def train_in(world: World, config: TrainConfig, label: str = "") -> RunFolder:
             world.together(lambda: trainer.restore(saved))
             if world.first:
                 trainer.describe(folder, saved.path)  # a newer one may be broken or, after a kill, not described yet
+        world.together(lambda: _record_code(folder, config, data, saved, tell) if world.first else None)
         try:
             _run(trainer, folder, saved, memory, label or config.mixer)
         except Exception as error:
@@ -284,6 +288,21 @@ def train_in(world: World, config: TrainConfig, label: str = "") -> RunFolder:
                     folder.log(traceback.format_exc())  # after hours of training nobody wants to run it again to see
             raise
     return folder
+
+
+def _record_code(
+    folder: RunFolder,
+    config: TrainConfig,
+    data: TokenData | ImageData,
+    saved: Checkpoint | None,
+    tell: Callable[[str], None],
+) -> None:
+    """Note which code makes the run from here on, and say where it is not the code that began it."""
+    step = 0 if saved is None else saved.step
+    changed = record_code(folder, step, config.mixer, code_of(config.mixer, images=isinstance(data, ImageData)))
+    if changed:
+        what = f"the code has changed since step {step} ({', '.join(changed)})"
+        tell(f"{what}: the steps from here on are made by other code; train again in another folder to compare the run")
 
 
 def _run(trainer: Trainer, folder: RunFolder, saved: Checkpoint | None, memory: PeakMemory, label: str) -> None:
