@@ -43,13 +43,33 @@ class Parser(argparse.ArgumentParser):
 
 
 class Once(argparse.Action):
-    """What may be given once, with its flag or as a word: another, or a word too many, would win in silence."""
+    """Store an option that may be given once: the last of several would win in silence."""
+
+    advice = "give it once"
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         if hasattr(namespace, self.dest):
             before = getattr(namespace, self.dest)
-            namespace.twice = f"{self.dest} is given twice, as {before!r} and as {values!r}"
+            namespace.twice = f"{self.dest} is given twice, as {before!r} and as {values!r}; {self.advice}"
         setattr(namespace, self.dest, values)
+
+
+class OnceOrAsWord(Once):
+    """Store an option that may be given once, with its flag or as a word: a word too many may be meant for another."""
+
+    advice = "quotes keep several words together"
+
+
+class OnceOrNot(argparse.BooleanOptionalAction):
+    """Store --flag or --no-flag, which may be given once."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        if hasattr(namespace, self.dest):
+            before = "--" if getattr(namespace, self.dest) else "--no-"
+            namespace.twice = (
+                f"{option_string} comes after {before}{self.dest.replace('_', '-')}; give one of them once"
+            )
+        super().__call__(parser, namespace, values, option_string)
 
 
 def add_flags(parser: argparse.ArgumentParser, config: type, completing: bool) -> None:
@@ -74,18 +94,18 @@ def add_flags(parser: argparse.ArgumentParser, config: type, completing: bool) -
         text = field.metadata["help"].replace("%", "%%") + shown
         how: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS, "help": text}
         if hint is bool:
-            how["action"] = argparse.BooleanOptionalAction
+            how["action"] = OnceOrNot
         elif get_origin(hint) in (list, dict):
             one = hint if get_origin(hint) is dict else get_args(hint)[0]
             how["metavar"] = "OPTION=VALUE" if get_origin(one) is dict else "VALUE"
             how |= {"nargs": "+", "action": "extend"}  # a second --input comes on top of the first
         else:
             how["metavar"] = "{" + ",".join(get_args(hint)) + "}" if get_origin(hint) is Literal else "VALUE"
-            how["action"] = Once if field.metadata["first"] else "store"
+            how["action"] = OnceOrAsWord if field.metadata["first"] else Once
         actions.append(parser.add_argument(flag, **how))
         if field.metadata["first"]:
             several = get_origin(hint) is list
-            how = {"nargs": "*", "action": "extend"} if several else {"nargs": "?", "action": Once}
+            how = {"nargs": "*", "action": "extend"} if several else {"nargs": "?", "action": OnceOrAsWord}
             how |= {"default": argparse.SUPPRESS, "metavar": field.name.upper()}
             actions.append(parser.add_argument(field.name, help=f"the same as {flag}", **how))
     for action in actions if completing else ():
@@ -308,7 +328,7 @@ def build_parser(completing: bool = False) -> argparse.ArgumentParser:
         if config:
             add_flags(sub, config, completing)
         if config is PlanConfig:
-            how: Any = {"nargs": "?", "action": Once, "metavar": "RECIPE", "help": "the same as --recipe"}
+            how: Any = {"nargs": "?", "action": OnceOrAsWord, "metavar": "RECIPE", "help": "the same as --recipe"}
             sub.add_argument("recipe", default=argparse.SUPPRESS, **how)
     completion = commands.add_parser("completion", help='print shell completion: eval "$(depthmix completion bash)"')
     completion.add_argument("shell", choices=["bash", "zsh", "tcsh"])
@@ -329,7 +349,7 @@ def dispatch(argv: Sequence[str]) -> None:
         near = nearest(unknown[0], [*flags, "--recipe", "--modules"])
         raise UserError(f"{command or 'depthmix'}: unknown argument {unknown[0]!r}{near}")
     if twice:  # after what is unknown, of which the word may be the value
-        raise UserError(f"{command}: {twice}; quotes keep several words together")
+        raise UserError(f"{command}: {twice}")
     if command is None:
         parser.print_help()
         raise UserError(f"expected a command: {', '.join(COMMANDS)}")

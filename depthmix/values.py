@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import functools
 import types
 import typing
@@ -11,6 +12,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from depthmix.errors import UserError
 from depthmix.names import nearest as nearest_of
+from depthmix.yaml_numbers import EXPONENT, misread_number
 
 nearest = functools.partial(nearest_of, cutoff=0.65)  # flags are many and alike: suggest only what is close
 
@@ -47,7 +49,16 @@ def coerce(command: str, name: str, hint: Any, value: Any) -> Any:
             if isinstance(value, str) or number == value:
                 return number
     near = nearest(str(value), [c for k in members if get_origin(k) is Literal for c in get_args(k)])
-    raise UserError(f"{command}: {name} must be {expected}, got {value!r}{near}")
+    raise UserError(f"{command}: {name} must be {expected}, got {value!r}{near}{_read_by_yaml(value, hint)}")
+
+
+def _read_by_yaml(value: Any, hint: Any) -> str:
+    """Say how a word of a recipe became a value of another kind; a flag's value is text."""
+    if isinstance(value, bool) and hint is not bool:
+        return "; YAML reads yes, no, on and off as true and false: put the word in quotes"
+    if isinstance(value, datetime.date):
+        return "; YAML reads it as a date: put it in quotes"
+    return "; put it in quotes" if isinstance(value, int | float) and hint is str else ""
 
 
 def pairs(command: str, name: str, value: Any) -> dict[str, Any]:
@@ -83,7 +94,13 @@ def read_recipe(command: str, path: str) -> dict[str, Any]:
     import yaml
 
     class Once(yaml.SafeLoader):
-        """Plain YAML lets the last of two lines with one name win, silently."""
+        """Plain YAML lets the last of two lines with one name win, silently, and misreads some numbers."""
+
+        def construct_number(self, node: Any) -> int | float:
+            if said := misread_number(node.value):
+                raise UserError(f"{command}: the recipe {path} at line {node.start_mark.line + 1}: {said}")
+            is_int = node.tag == "tag:yaml.org,2002:int"
+            return self.construct_yaml_int(node) if is_int else self.construct_yaml_float(node)
 
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
             seen: set[str] = set()
@@ -93,6 +110,10 @@ def read_recipe(command: str, path: str) -> dict[str, Any]:
                     raise UserError(f"{command}: the recipe {path} gives {name} twice, again at line {line}")
                 seen.add(name)
             return super().construct_mapping(node, deep)
+
+    for kind in ("int", "float"):
+        Once.add_constructor(f"tag:yaml.org,2002:{kind}", Once.construct_number)
+    Once.add_implicit_resolver("tag:yaml.org,2002:float", EXPONENT, list("-+.0123456789"))
 
     try:
         loaded = yaml.load(Path(path).read_text(encoding="utf-8"), Once)
@@ -113,7 +134,11 @@ def build_config(
     """The dataclass from its defaults, what is `known` given the rest, the recipe and the flags, in this order."""
     hints = typing.get_type_hints(config)
     recipe = given.pop("recipe", None)
-    values = {**_without_replaced(read_recipe(command, recipe) if recipe is not None else {}, given), **given}
+    lines = read_recipe(command, recipe) if recipe is not None else {}
+    if is_study(lines):
+        advice = f"run it with `depthmix study {recipe}`"
+        raise UserError(f"{command}: {recipe} is a study, not a recipe of {command}'s options; {advice}")
+    values = {**_without_replaced(lines, given), **given}
     for name in values:
         if name not in hints:
             raise UserError(
@@ -121,6 +146,11 @@ def build_config(
             )
     given = {name: coerce(command, name, hints[name], value) for name, value in values.items()}
     return config(**{**known(given), **given})
+
+
+def is_study(lines: dict[str, Any]) -> bool:
+    """Whether the lines are those of a study: each asks a question, and no command has an option of that name."""
+    return "question" in lines
 
 
 def _without_replaced(lines: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:

@@ -177,6 +177,13 @@ def test_the_options_of_a_recipes_mixer_are_not_those_of_another(lines, flags, f
     ("line", "name", "value"),
     [
         ("lr: 1e-3", "lr", 0.001),  # text to YAML
+        ("lr: 5.E-2", "lr", 0.05),
+        ("groups: [{match: a, lr: 1e-3}]", "groups", [{"match": "a", "lr": 0.001}]),
+        ("steps: '010'", "steps", 10),
+        ("steps: 00_7", "steps", 7),
+        ("steps: 0x1F", "steps", 31),
+        ("out: '12:30'", "out", "12:30"),
+        ("out: 1e3-wide", "out", "1e3-wide"),
         ("lr: 1", "lr", 1.0),
         ("steps: 1_000", "steps", 1000),
         ("steps: 10.0", "steps", 10),

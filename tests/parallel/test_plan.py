@@ -20,6 +20,7 @@ from depthmix.parallel.plan.plan import plan
 from depthmix.parallel.plan.step import predict
 from depthmix.study.arms import parse_arm
 from project import ROOT
+from train import small
 
 SMALL = "--n-blocks 4 --dim 64 --n-heads 4 --batch-size 8 --seq-len 64 --arms residual attnres:block_size=4"
 MEASURED = {
@@ -158,7 +159,7 @@ def test_the_papers_model():
 
 
 def fails(argv, capsys):
-    code = main(["plan", *SMALL.split(), *argv.split()])
+    code = main(["plan", *small.overriding(SMALL.split(), argv.split())])
     shown = capsys.readouterr()
     assert code == 2
     assert shown.err.count("\n") == 1
