@@ -28,7 +28,7 @@ from depthmix.config import (
     StudyConfig,
     TrainConfig,
 )
-from depthmix.errors import DISK, DIVERGED, INTERNAL, INTERRUPTED, PIPE, USAGE, UserError
+from depthmix.errors import DATA, DISK, DIVERGED, INTERNAL, INTERRUPTED, PIPE, USAGE, UserError
 from depthmix.names import DEFAULT_MIXER
 from depthmix.values import build_config, nearest
 
@@ -363,7 +363,7 @@ def dispatch(argv: Sequence[str]) -> None:
 
         load_modules(Path(), modules, "--modules")
     config, run, _ = COMMANDS[command]
-    run(build_config(command, config, given, of_init)) if config else run()
+    run(build_config(command, config, given, RECORDED.get(command, of_init))) if config else run()
 
 
 def of_init(given: dict[str, Any]) -> dict[str, Any]:
@@ -374,6 +374,38 @@ def of_init(given: dict[str, Any]) -> dict[str, Any]:
 
     # The options of the folder's mixer are not those of another, nor a comparison's.
     return init_values(given["init"], not {"mixer", "arms"} & given.keys())
+
+
+def of_run(given: dict[str, Any]) -> dict[str, Any]:
+    """The recipe of the run that `out` names, for `depthmix train --out RUN` alone: whoever says which data to take says everything."""
+    out = Path(given.get("out") or ".")
+    if "data" in given or not given.get("out") or not (out / "recipe.yaml").is_file():
+        return of_init(given)
+    from depthmix.mixers import list_mixers
+    from depthmix.runs.folder import RunFolder
+    from depthmix.runs.restore import read_train_config
+
+    folder = RunFolder.open(out)
+    recorded = read_train_config(folder)
+    if recorded.mixer not in list_mixers():
+        what = f"{out} was trained with the rule {recorded.mixer!r}, which is not one of depthmix's"
+        raise UserError(f"{what}: give its file again, with --modules FILE")
+    try:
+        place = folder.find_data(recorded.data)
+    except UserError as error:
+        advice = f"say where it lies now, with --recipe {out / 'recipe.yaml'} --out {out} --data FOLDER"
+        raise UserError(
+            f"{out} was trained on {recorded.data}, which is not there as it was: {advice}", DATA
+        ) from error
+    if Path(recorded.data).absolute() != place:
+        recorded.data = str(place)
+    if given.get("mixer", recorded.mixer) != recorded.mixer:
+        recorded.mixer_options = {}  # they are not those of another
+    return dataclasses.asdict(recorded)
+
+
+# What a command's options are where neither flags nor a recipe say, and the dataclass is not what was meant.
+RECORDED = {"train": of_run}
 
 
 def of_the_machine(error: BaseException) -> str:

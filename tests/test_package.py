@@ -18,6 +18,7 @@ LAYERS = {
     "errors": 0,
     "names": 0,
     "files": 1,
+    "yaml_numbers": 1,
     "ops": 0,
     "mixers": 1,
     "models": 2,
@@ -26,6 +27,7 @@ LAYERS = {
     "parallel": 4,
     "config": 3,
     "values": 3,
+    "schedule": 4,
     "device": 3,
 }
 LAYERS |= {"data": 4, "runs": 5, "train": 6, "page": 7, "study": 8}

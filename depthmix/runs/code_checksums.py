@@ -49,6 +49,7 @@ COUNTS = (
     "train/task.py",
     "parallel/alone.py",
     "device.py",
+    "schedule.py",
 )
 # They look and check, or are for the other kind of data: no number of a study depends on them.
 SILENT = ("mixers/mixing.py", "mixers/options.py")

@@ -40,15 +40,16 @@ from depthmix.runs.init import settled
 from depthmix.runs.ranks import RankFolder
 from depthmix.runs.restore import load_parameters
 from depthmix.runs.saver import open_saver
+from depthmix.schedule import learning_rate
 from depthmix.train.build import divide_model, prepare_model
 from depthmix.train.check import check_config, check_run, check_start, facts
 from depthmix.train.clock import CoreWait, StepClock, quartiles
 from depthmix.train.deterministic import deterministic
 from depthmix.train.evaluate import Evaluation, ImageEvaluation
+from depthmix.train.extend import can_take_more_steps, set_result_aside
 from depthmix.train.graph import GraphedBackward, record
 from depthmix.train.optim import (
     build_optimizers,
-    learning_rate,
     load_optimizer_tensors,
     optimizer_place,
     optimizer_tensors,
@@ -260,7 +261,7 @@ def train_in(world: World, config: TrainConfig, label: str = "") -> RunFolder:
     # Before anything is written: what cannot be built leaves no folder.
     trainer = world.together(lambda: Trainer(config, data, device, world))
     path = Path(config.out)
-    folder = world.together(lambda: RunFolder.open_or_create(path, config, sys.argv, FREE) if world.first else None)
+    folder = world.together(lambda: _open_folder(path, config) if world.first else None)
     folder = folder or RankFolder(path, world.rank)
 
     def tell(sentence: str) -> None:
@@ -270,6 +271,7 @@ def train_in(world: World, config: TrainConfig, label: str = "") -> RunFolder:
     with folder.locked():
         world.together(lambda: trainer.task.keep(folder))
         world.together(lambda: folder.keep_origin(trainer.origin))
+        world.together(lambda: set_result_aside(folder, config) if world.first else None)
         if world.by_first(folder.has_result):
             for newest in list_checkpoints(folder.checkpoints)[:1] if world.first else ():
                 trainer.describe(folder, newest)  # a run of an older version is not described yet
@@ -288,6 +290,11 @@ def train_in(world: World, config: TrainConfig, label: str = "") -> RunFolder:
                     folder.log(traceback.format_exc())  # after hours of training nobody wants to run it again to see
             raise
     return folder
+
+
+def _open_folder(path: Path, config: TrainConfig) -> RunFolder:
+    free = FREE | {"steps"} if can_take_more_steps(path, config) else FREE
+    return RunFolder.open_or_create(path, config, sys.argv, free)
 
 
 def _record_code(
