@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import functools
 import os
+import re
 import sys
 import time
 import traceback
@@ -36,9 +37,21 @@ EXIT_CODES = "Exit codes: 0 done; 1 a bug (--debug shows where); 2 wrong option 
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse with errors of one sentence."""
+    """argparse with errors of one sentence, and values such as -1e-3."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        # argparse itself knows -1 and -0.5 as values, and takes -1e-3 for an option.
+        self._negative_number_matcher = re.compile(r"-(?:(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|inf|nan)$")
 
     def error(self, message: str) -> typing.NoReturn:
+        unknown = re.match(r"argument COMMAND: invalid choice: (['\"].*['\"]) \(choose from", message)
+        if unknown:
+            near = nearest(unknown[1][1:-1].lower(), COMMANDS)
+            message = f"unknown command {unknown[1]}; there are {', '.join(COMMANDS)}{near}"
+        elif message.endswith("expected one argument"):
+            flag = message.removeprefix("argument ").partition(":")[0]
+            message += f" (one that begins with a dash is written {flag}=-…)"
         raise UserError(f"{message.strip()}; see `{self.prog} --help`")
 
 
@@ -298,6 +311,9 @@ COMMANDS: dict[str, tuple[type | None, Callable[..., None], str]] = {
 }
 
 
+WITHOUT_MODULES = ("study", "data", "doctor")  # a study names its own
+
+
 @functools.cache
 def build_parser(completing: bool = False) -> argparse.ArgumentParser:
     """The whole program's parser, or the one that shell completion is made from."""
@@ -323,7 +339,7 @@ def build_parser(completing: bool = False) -> argparse.ArgumentParser:
             name, help=text, description=(config.__doc__ if config else text.capitalize() + "."), allow_abbrev=False
         )
         sub.add_argument("--debug", **debug)
-        if name not in ("study", "data", "doctor"):  # a study names its own
+        if name not in WITHOUT_MODULES:
             sub.add_argument("--modules", **modules)
         if config:
             add_flags(sub, config, completing)
@@ -346,7 +362,8 @@ def dispatch(argv: Sequence[str]) -> None:
     if unknown:
         config = COMMANDS[command][0] if command in COMMANDS else None
         flags = ["--" + f.name.replace("_", "-") for f in dataclasses.fields(config)] if config else []
-        near = nearest(unknown[0], [*flags, "--recipe", "--modules"])
+        flags += ["--recipe"] * bool(config) + ["--modules"] * (command not in WITHOUT_MODULES)
+        near = nearest(unknown[0], flags) if unknown[0] != "--" else ""
         raise UserError(f"{command or 'depthmix'}: unknown argument {unknown[0]!r}{near}")
     if twice:  # after what is unknown, of which the word may be the value
         raise UserError(f"{command}: {twice}")

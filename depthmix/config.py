@@ -47,7 +47,7 @@ class TrainConfig:
 
     data: str = option("", "folder written by `depthmix data`")
     out: str = option(
-        "", "run folder; an interrupted run found there is resumed, and without --data everything is as it says"
+        "", "run folder; an interrupted run found there goes on, as recorded in it where data is left out"
     )
     mixer: str = option(
         DEFAULT_MIXER, "how layers are mixed over depth, NAME or NAME:option=value,option=value (see `depthmix list`)"

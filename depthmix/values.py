@@ -34,6 +34,8 @@ def coerce(command: str, name: str, hint: Any, value: Any) -> Any:
             if item is int and (joined := [v for v in parts if isinstance(v, str) and "," in v]):
                 apart = joined[0].replace(",", " ")
                 raise UserError(f"{command}: {name} are written apart, as in {apart}, got {joined[0]!r}")
+            if item is str and "" in parts:
+                raise UserError(f"{command}: {name} must not hold an empty word, got {value!r}")
             return [coerce(command, name, item, v) for v in parts]
         if get_origin(kind) is dict:
             return pairs(command, name, value)
@@ -134,6 +136,8 @@ def build_config(
     """The dataclass from its defaults, what is `known` given the rest, the recipe and the flags, in this order."""
     hints = typing.get_type_hints(config)
     recipe = given.pop("recipe", None)
+    if recipe == "":
+        raise UserError(f"{command}: --recipe is empty; give the path of a YAML file, or leave it out")
     lines = read_recipe(command, recipe) if recipe is not None else {}
     if is_study(lines):
         advice = f"run it with `depthmix study {recipe}`"

@@ -84,7 +84,7 @@ def test_recipes(case, fails, tmp_path):
         ("train --recipe nowhere.yaml", USAGE, "cannot read the recipe nowhere.yaml: No such file"),
         ("eval --recipe {tmp}", USAGE, "cannot read the recipe {tmp}: Is a directory"),
         ("data --recipe {corpus}/00.txt/x", USAGE, "cannot read the recipe", "Not a directory"),
-        ("generate --recipe ''", USAGE, "cannot read the recipe"),
+        ("generate --recipe ''", USAGE, "generate: --recipe is empty"),
         ("compare --recipe", USAGE, "--recipe: expected one argument"),
     ]
 )

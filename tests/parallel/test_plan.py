@@ -181,6 +181,8 @@ def fails(argv, capsys):
         ("--layout dp=1,dp=1", "layout gives dp twice"),
         ("--layout virtual=2", "virtual=2 is for pipelines"),
         ("--gpus 7", "no layout of 7 GPUs can run this"),
+        ("--params nan", "params must be a finite number of at least 0, got nan"),
+        ("--params -1", "params must be a finite number of at least 0, got -1"),
         ("--active-params 1e9", "active_params is a part of params"),
         ("--figure pipeline.txt", "figure must end in .png, .svg or .pdf"),
         ("--n-heads 5", "n_heads must divide dim=64"),
