@@ -173,6 +173,14 @@ def test_the_options_of_a_recipes_mixer_are_not_those_of_another(lines, flags, f
     assert (config.mixer, config.mixer_options) == found
 
 
+def test_numbers_with_an_exponent_are_numbers_everywhere(tmp_path):
+    """YAML 1.1 reads 1e-3 as text, and a study's own keys are not coerced."""
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("power: {difference: 1e-3, spread: [.5E2, 2.e+1]}\nlabel: 1e-3x\nout: e-3\n")
+    found = values.read_recipe("study", str(recipe))
+    assert found == {"power": {"difference": 0.001, "spread": [50.0, 20.0]}, "label": "1e-3x", "out": "e-3"}
+
+
 @pytest.mark.parametrize(
     ("line", "name", "value"),
     [
