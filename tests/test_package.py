@@ -22,6 +22,7 @@ LAYERS = {
     "small_yaml": 0,
     "files": 1,
     "ownership": 2,
+    "yaml_numbers": 1,
     "ops": 0,
     "mixers": 1,
     "models": 2,
@@ -30,6 +31,7 @@ LAYERS = {
     "parallel": 4,
     "config": 3,
     "values": 3,
+    "schedule": 4,
     "device": 3,
 }
 LAYERS |= {"data": 4, "runs": 5, "train": 6, "page": 7, "study": 8, "testing": 9, "api": 10}

@@ -16,7 +16,7 @@ from depthmix.data.dataset import TokenData
 from depthmix.data.images import ImageData
 from depthmix.errors import CHECKPOINT, USAGE, UserError
 from depthmix.mixers import OptionError, create_mixer
-from depthmix.study.code import accepted, code_of, differences
+from depthmix.runs.code_checksums import accepted, code_of, differences
 from depthmix.study.pieces import Piece
 from depthmix.study.recipe import Study
 from depthmix.study.records import Records

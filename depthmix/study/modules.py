@@ -1,7 +1,7 @@
 """Mechanisms that a study, or a command, brings along: Python files which register mixers and are part of no package.
 
 A file is run as it is, so only what is named is loaded, and only from this machine's disk. It is counted among an
-arm's code like any mechanism's own file (code.py). It may add names, never take one that is there.
+arm's code like any mechanism's own file (runs/code_checksums.py). It may add names, never take one that is there.
 """
 
 from __future__ import annotations

@@ -28,8 +28,9 @@ from depthmix.train.task import Pictures
 
 def evaluate_run(config: EvalConfig) -> Evaluation | ImageEvaluation:
     """Loss of a run's model on text files, or on the validation split it was trained with."""
-    if config.batch_size < 1 or (config.seq_len is not None and config.seq_len < 1):
-        raise UserError("batch_size and seq_len must be at least 1")
+    for name in ("batch_size", "seq_len"):
+        if (value := getattr(config, name)) is not None and value < 1:
+            raise UserError(f"{name} must be at least 1, got {value}")
     device = choose_device(config.device)
     trained = load_model(config.run, device)
     check_own_rule(trained.config, text=trained.tokenizer is not None)
