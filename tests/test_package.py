@@ -86,28 +86,6 @@ def test_no_text_says_to_install_from_an_index():
     assert [str(path) for path in [*files, ROOT / "README.md"] if said.search(path.read_text(errors="replace"))] == []
 
 
-def test_no_file_is_long():
-    long = {
-        str(p.relative_to(ROOT)): n
-        for p in (ROOT / "depthmix").rglob("*.py")
-        if (n := len(p.read_text().splitlines())) > 500
-    }
-    assert not long
-
-
-CALLED_AND_IMPORTED = """
-import depthmix, inspect
-before = depthmix.train
-import depthmix.train.loop
-assert depthmix.train is before and depthmix.train.loop.train
-assert list(inspect.signature(depthmix.train).parameters) == ["config", "on_step"]
-try:
-    depthmix.train({})
-except depthmix.UserError as error:
-    print(error)
-"""
-
-
 def test_train_is_a_function_and_a_package_whatever_was_imported_first():
     assert forking.python(CALLED_AND_IMPORTED).stdout == "train takes a depthmix.TrainConfig, got dict\n"
 
