@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import functools
 import os
+import re
 import sys
 import time
 import traceback
@@ -28,7 +29,7 @@ from depthmix.config import (
     StudyConfig,
     TrainConfig,
 )
-from depthmix.errors import DISK, DIVERGED, INTERNAL, INTERRUPTED, PIPE, USAGE, UserError
+from depthmix.errors import DATA, DISK, DIVERGED, INTERNAL, INTERRUPTED, PIPE, USAGE, UserError
 from depthmix.files import remedy
 from depthmix.names import DEFAULT_MIXER, install_command
 from depthmix.shown import shorten
@@ -38,20 +39,52 @@ EXIT_CODES = "Exit codes: 0 done; 1 a bug (--debug shows where); 2 wrong option 
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse with errors of one sentence."""
+    """argparse with errors of one sentence, and values such as -1e-3."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        # argparse itself knows -1 and -0.5 as values, and takes -1e-3 for an option.
+        self._negative_number_matcher = re.compile(r"-(?:(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|inf|nan)$")
 
     def error(self, message: str) -> typing.NoReturn:
+        unknown = re.match(r"argument COMMAND: invalid choice: (['\"].*['\"]) \(choose from", message)
+        if unknown:
+            near = nearest(unknown[1][1:-1].lower(), COMMANDS)
+            message = f"unknown command {unknown[1]}; there are {', '.join(COMMANDS)}{near}"
+        elif message.endswith("expected one argument"):
+            flag = message.removeprefix("argument ").partition(":")[0]
+            message += f" (one that begins with a dash is written {flag}=-…)"
         raise UserError(f"{message.strip()}; see `{self.prog} --help`")
 
 
 class Once(argparse.Action):
-    """What may be given once, with its flag or as a word: another, or a word too many, would win in silence."""
+    """Store an option that may be given once: the last of several would win in silence."""
+
+    advice = "give it once"
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         if hasattr(namespace, self.dest):
             before = getattr(namespace, self.dest)
-            namespace.twice = f"{self.dest} is given twice, as {before!r} and as {values!r}"
+            namespace.twice = f"{self.dest} is given twice, as {before!r} and as {values!r}; {self.advice}"
         setattr(namespace, self.dest, values)
+
+
+class OnceOrAsWord(Once):
+    """Store an option that may be given once, with its flag or as a word: a word too many may be meant for another."""
+
+    advice = "quotes keep several words together"
+
+
+class OnceOrNot(argparse.BooleanOptionalAction):
+    """Store --flag or --no-flag, which may be given once."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        if hasattr(namespace, self.dest):
+            before = "--" if getattr(namespace, self.dest) else "--no-"
+            namespace.twice = (
+                f"{option_string} comes after {before}{self.dest.replace('_', '-')}; give one of them once"
+            )
+        super().__call__(parser, namespace, values, option_string)
 
 
 def add_flags(parser: argparse.ArgumentParser, config: type, completing: bool) -> None:
@@ -76,18 +109,18 @@ def add_flags(parser: argparse.ArgumentParser, config: type, completing: bool) -
         text = field.metadata["help"].replace("%", "%%") + shown
         how: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS, "help": text}
         if hint is bool:
-            how["action"] = argparse.BooleanOptionalAction
+            how["action"] = OnceOrNot
         elif get_origin(hint) in (list, dict):
             one = hint if get_origin(hint) is dict else get_args(hint)[0]
             how["metavar"] = "OPTION=VALUE" if get_origin(one) is dict else "VALUE"
             how |= {"nargs": "+", "action": "extend"}  # a second --input comes on top of the first
         else:
             how["metavar"] = "{" + ",".join(get_args(hint)) + "}" if get_origin(hint) is Literal else "VALUE"
-            how["action"] = Once if field.metadata["first"] else "store"
+            how["action"] = OnceOrAsWord if field.metadata["first"] else Once
         actions.append(parser.add_argument(flag, **how))
         if field.metadata["first"]:
             several = get_origin(hint) is list
-            how = {"nargs": "*", "action": "extend"} if several else {"nargs": "?", "action": Once}
+            how = {"nargs": "*", "action": "extend"} if several else {"nargs": "?", "action": OnceOrAsWord}
             how |= {"default": argparse.SUPPRESS, "metavar": field.name.upper()}
             actions.append(parser.add_argument(field.name, help=f"the same as {flag}", **how))
     for action in actions if completing else ():
@@ -272,6 +305,9 @@ COMMANDS: dict[str, tuple[type | None, Callable[..., None], str]] = {
 }
 
 
+WITHOUT_MODULES = ("study", "data", "doctor")  # a study names its own
+
+
 @functools.cache
 def build_parser(completing: bool = False) -> argparse.ArgumentParser:
     """The whole program's parser, or the one that shell completion is made from."""
@@ -297,12 +333,12 @@ def build_parser(completing: bool = False) -> argparse.ArgumentParser:
             name, help=text, description=(config.__doc__ if config else text.capitalize() + "."), allow_abbrev=False
         )
         sub.add_argument("--debug", **debug)
-        if name not in ("study", "data", "doctor"):  # a study names its own
+        if name not in WITHOUT_MODULES:
             sub.add_argument("--modules", **modules)
         if config:
             add_flags(sub, config, completing)
         if config is PlanConfig:
-            how: Any = {"nargs": "?", "action": Once, "metavar": "RECIPE", "help": "the same as --recipe"}
+            how: Any = {"nargs": "?", "action": OnceOrAsWord, "metavar": "RECIPE", "help": "the same as --recipe"}
             sub.add_argument("recipe", default=argparse.SUPPRESS, **how)
     completion = commands.add_parser("completion", help='print shell completion: eval "$(depthmix completion bash)"')
     completion.add_argument("shell", choices=["bash", "zsh", "tcsh"])
@@ -320,10 +356,11 @@ def dispatch(argv: Sequence[str]) -> None:
     if unknown:
         config = COMMANDS[command][0] if command in COMMANDS else None
         flags = ["--" + f.name.replace("_", "-") for f in dataclasses.fields(config)] if config else []
-        near = nearest(unknown[0], [*flags, "--recipe", "--modules"])
+        flags += ["--recipe"] * bool(config) + ["--modules"] * (command not in WITHOUT_MODULES)
+        near = nearest(unknown[0], flags) if unknown[0] != "--" else ""
         raise UserError(f"{command or 'depthmix'}: unknown argument {unknown[0]!r}{near}")
     if twice:  # after what is unknown, of which the word may be the value
-        raise UserError(f"{command}: {twice}; quotes keep several words together")
+        raise UserError(f"{command}: {twice}")
     if command is None:
         parser.print_help()
         raise UserError(f"expected a command: {', '.join(COMMANDS)}")
@@ -337,7 +374,7 @@ def dispatch(argv: Sequence[str]) -> None:
 
         load_modules(Path(), modules, "--modules")
     config, run, _ = COMMANDS[command]
-    run(build_config(command, config, given, of_init)) if config else run()
+    run(build_config(command, config, given, RECORDED.get(command, of_init))) if config else run()
 
 
 def of_init(given: dict[str, Any]) -> dict[str, Any]:
@@ -348,6 +385,38 @@ def of_init(given: dict[str, Any]) -> dict[str, Any]:
 
     # The options of the folder's mixer are not those of another, nor a comparison's.
     return init_values(given["init"], not {"mixer", "arms"} & given.keys())
+
+
+def of_run(given: dict[str, Any]) -> dict[str, Any]:
+    """The recipe of the run that `out` names, for `depthmix train --out RUN` alone: whoever says which data to take says everything."""
+    out = Path(given.get("out") or ".")
+    if "data" in given or not given.get("out") or not (out / "recipe.yaml").is_file():
+        return of_init(given)
+    from depthmix.mixers import list_mixers
+    from depthmix.runs.folder import RunFolder
+    from depthmix.runs.restore import read_train_config
+
+    folder = RunFolder.open(out)
+    recorded = read_train_config(folder)
+    if recorded.mixer not in list_mixers():
+        what = f"{out} was trained with the rule {recorded.mixer!r}, which is not one of depthmix's"
+        raise UserError(f"{what}: give its file again, with --modules FILE")
+    try:
+        place = folder.find_data(recorded.data)
+    except UserError as error:
+        advice = f"say where it lies now, with --recipe {out / 'recipe.yaml'} --out {out} --data FOLDER"
+        raise UserError(
+            f"{out} was trained on {recorded.data}, which is not there as it was: {advice}", DATA
+        ) from error
+    if Path(recorded.data).absolute() != place:
+        recorded.data = str(place)
+    if given.get("mixer", recorded.mixer) != recorded.mixer:
+        recorded.mixer_options = {}  # they are not those of another
+    return dataclasses.asdict(recorded)
+
+
+# What a command's options are where neither flags nor a recipe say, and the dataclass is not what was meant.
+RECORDED = {"train": of_run}
 
 
 def of_the_machine(error: BaseException) -> str:

@@ -46,7 +46,9 @@ class TrainConfig:
     """Train one model: a language model on text, a vision transformer on images."""
 
     data: str = option("", "folder written by `depthmix data`")
-    out: str = option("", "run folder; an interrupted run found there is resumed")
+    out: str = option(
+        "", "run folder; an interrupted run found there goes on, as recorded in it where data is left out"
+    )
     mixer: str = option(
         DEFAULT_MIXER, "how layers are mixed over depth, NAME or NAME:option=value,option=value (see `depthmix list`)"
     )
@@ -89,7 +91,10 @@ class TrainConfig:
     micro_batch_size: int | None = option(
         None, "sequences or images at a time (gradients accumulate); none: the whole batch"
     )
-    steps: int = option(1200, "optimizer steps")
+    steps: int = option(
+        1200,
+        "optimizer steps; more of them than before extend a run where its schedule allows (rsqrt; wsd until it decays)",
+    )
     optimizer: Literal["adamw", "muon"] = option("adamw", "muon takes the hidden matrices, AdamW the rest")
     lr: float = option(1.5e-3, "peak learning rate")
     muon_lr: float = option(0.02, "peak learning rate of Muon")
@@ -168,6 +173,9 @@ class CompareConfig(TrainConfig):
     )
     prompt: str = option("", "text every model continues at the end; none: no sample")
     sample_tokens: int = option(60, "tokens of that sample")
+    accept_code: str = option(
+        "", "REASON why runs made by different code may stand in one table; it is kept and written under the table"
+    )
 
 
 @dataclass

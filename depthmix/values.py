@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import datetime
 import functools
+import os
 import types
 import typing
 from collections.abc import Callable
@@ -11,6 +14,7 @@ from typing import Any, Literal, get_args, get_origin
 from depthmix.errors import UserError
 from depthmix.names import nearest as nearest_of
 from depthmix.shown import VALUE, shown
+from depthmix.yaml_numbers import EXPONENT, misread_number
 
 nearest = functools.partial(nearest_of, cutoff=0.65)  # flags are many and alike: suggest only what is close
 
@@ -32,6 +36,8 @@ def coerce(command: str, name: str, hint: Any, value: Any) -> Any:
             if item is int and (joined := [v for v in parts if isinstance(v, str) and "," in v]):
                 apart = joined[0].replace(",", " ")
                 raise UserError(f"{command}: {name} are written apart, as in {apart[:VALUE]}, got {shown(joined[0])}")
+            if item is str and "" in parts:
+                raise UserError(f"{command}: {name} must not hold an empty word, got {shown(value)}")
             return [coerce(command, name, item, v) for v in parts]
         if get_origin(kind) is dict:
             return pairs(command, name, value)
@@ -50,7 +56,16 @@ def coerce(command: str, name: str, hint: Any, value: Any) -> Any:
         str(value) if isinstance(value, str | int | float) else "",
         [c for k in members if get_origin(k) is Literal for c in get_args(k)],
     )
-    raise UserError(f"{command}: {name} must be {expected}, got {shown(value)}{near}")
+    raise UserError(f"{command}: {name} must be {expected}, got {shown(value)}{near}{_read_by_yaml(value, hint)}")
+
+
+def _read_by_yaml(value: Any, hint: Any) -> str:
+    """Say how a word of a recipe became a value of another kind; a flag's value is text."""
+    if isinstance(value, bool) and hint is not bool:
+        return "; YAML reads yes, no, on and off as true and false: put the word in quotes"
+    if isinstance(value, datetime.date):
+        return "; YAML reads it as a date: put it in quotes"
+    return "; put it in quotes" if isinstance(value, int | float) and hint is str else ""
 
 
 def pairs(command: str, name: str, value: Any) -> dict[str, Any]:
@@ -81,6 +96,39 @@ def describe(hint: Any) -> str:
     return words.get(hint, "option=value pairs")
 
 
+def typed(command: str, config: Any) -> Any:
+    """Return a configuration made in Python with numpy's numbers as Python's and paths as text.
+
+    Raises:
+        UserError: a value is not of its field's type. A text is no number here, as it is on a command line.
+    """
+    hints, plain = typing.get_type_hints(type(config)), {}
+    for field in dataclasses.fields(config):
+        plain[field.name] = value = _plain(getattr(config, field.name))
+        _check_type(command, field.name, hints[field.name], value)
+    return dataclasses.replace(config, **plain)
+
+
+def _plain(value: Any) -> Any:
+    from depthmix.mixers.options import plain_value
+
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list) else plain_value(value)
+
+
+def _check_type(command: str, name: str, hint: Any, value: Any) -> None:
+    members = get_args(hint) if get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+    if isinstance(value, float) and float in members:  # also one that is not finite, which the command itself refuses
+        return
+    text = any(kind is str or get_origin(kind) is Literal for kind in members)
+    if isinstance(value, str) and not text:
+        raise UserError(f"{command}: {name} must be {describe(hint)}, got {value!r}")
+    coerce(command, name, hint, value)
+
+
 def read_recipe(command: str, path: str) -> dict[str, Any]:
     """The lines of a YAML recipe."""
     import yaml
@@ -88,7 +136,13 @@ def read_recipe(command: str, path: str) -> dict[str, Any]:
     from depthmix.small_yaml import LIMIT, TooLarge, load_yaml
 
     class Once(yaml.SafeLoader):
-        """Plain YAML lets the last of two lines with one name win, silently."""
+        """Plain YAML lets the last of two lines with one name win, silently, and misreads some numbers."""
+
+        def construct_number(self, node: Any) -> int | float:
+            if said := misread_number(node.value):
+                raise UserError(f"{command}: the recipe {path} at line {node.start_mark.line + 1}: {said}")
+            is_int = node.tag == "tag:yaml.org,2002:int"
+            return self.construct_yaml_int(node) if is_int else self.construct_yaml_float(node)
 
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
             seen: set[str] = set()
@@ -102,6 +156,10 @@ def read_recipe(command: str, path: str) -> dict[str, Any]:
                     )
                 seen.add(key.value)
             return super().construct_mapping(node, deep)
+
+    for kind in ("int", "float"):
+        Once.add_constructor(f"tag:yaml.org,2002:{kind}", Once.construct_number)
+    Once.add_implicit_resolver("tag:yaml.org,2002:float", EXPONENT, list("-+.0123456789"))
 
     try:
         with open(path, encoding="utf-8") as file:
@@ -125,7 +183,13 @@ def build_config(
     """The dataclass from its defaults, what is `known` given the rest, the recipe and the flags, in this order."""
     hints = typing.get_type_hints(config)
     recipe = given.pop("recipe", None)
-    values = {**_without_replaced(read_recipe(command, recipe) if recipe is not None else {}, given), **given}
+    if recipe == "":
+        raise UserError(f"{command}: --recipe is empty; give the path of a YAML file, or leave it out")
+    lines = read_recipe(command, recipe) if recipe is not None else {}
+    if is_study(lines):
+        advice = f"run it with `depthmix study {recipe}`"
+        raise UserError(f"{command}: {recipe} is a study, not a recipe of {command}'s options; {advice}")
+    values = {**_without_replaced(lines, given), **given}
     for name in values:
         if name not in hints:
             raise UserError(
@@ -133,6 +197,11 @@ def build_config(
             )
     given = {name: coerce(command, name, hints[name], value) for name, value in values.items()}
     return config(**{**known(given), **given})
+
+
+def is_study(lines: dict[str, Any]) -> bool:
+    """Whether the lines are those of a study: each asks a question, and no command has an option of that name."""
+    return "question" in lines
 
 
 def _without_replaced(lines: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:

@@ -51,6 +51,22 @@ RECIPES = [
     ("a date as an option", b"mixer: attnres\nmixer_options: {ways: 2024-01-01}\n", "ways must be 1, 2 or 3"),
     ("a line twice", b"lr: 1\ndim: 16\nlr: 2\n", "gives lr twice, again at line 3"),
     ("an option twice", b"mixer: attnres\nmixer_options: {ways: 3, ways: 1}\n", "gives ways twice, again at line 2"),
+    ("an octal number", b"quiet: true\nsteps: 010\n", "at line 2: YAML reads 010 as the octal number 8: write 10, or"),
+    (
+        "an octal option",
+        b"mixer: attnres\nmixer_options: {block_size: 012}\n",
+        "at line 2: YAML reads 012 as the octal",
+    ),
+    ("a negative octal number", b"lr: -010\n", "YAML reads -010 as the octal number -8: write -10"),
+    ("a number of base 60", b"steps: 1:30\n", "at line 1: YAML reads 1:30 as a number of base 60", "or quotes"),
+    ("a time as text", b"wandb: 12:30\n", "YAML reads 12:30 as a number of base 60"),
+    ("a time with a fraction", b"lr: 1:30.5\n", "YAML reads 1:30.5 as a number of base 60"),
+    ("on for text", b"wandb: on\n", "wandb must be text, got True", "YAML reads yes, no, on and off as true", "quotes"),
+    ("no for a number", b"n_heads: no\n", "n_heads must be a whole number, got False", "put the word in quotes"),
+    ("a date as text", b"wandb: 2024-01-31\n", "wandb must be text, got datetime", "as a date: put it in quotes"),
+    ("a name that is a number", b"wandb: 1e3\n", "wandb must be text, got 1000.0; put it in quotes"),
+    ("on as a key", b"on: 5\n", "must hold lines of option: value"),
+    ("a key twice in a list", b"groups: [{match: a, lr: 1, lr: 2}]\n", "gives lr twice, again at line 1"),
     ("negative", b"lr: -1\n", "lr must be a finite number above 0"),
 ]
 
@@ -70,7 +86,7 @@ def test_recipes(case, fails, tmp_path):
         ("train --recipe nowhere.yaml", USAGE, "cannot read the recipe nowhere.yaml: No such file"),
         ("eval --recipe {tmp}", USAGE, "cannot read the recipe {tmp}: Is a directory"),
         ("data --recipe {corpus}/00.txt/x", USAGE, "cannot read the recipe", "Not a directory"),
-        ("generate --recipe ''", USAGE, "cannot read the recipe"),
+        ("generate --recipe ''", USAGE, "generate: --recipe is empty"),
         ("compare --recipe", USAGE, "--recipe: expected one argument"),
     ]
 )
@@ -90,6 +106,13 @@ def test_recipes_that_cannot_be_read(case, fails):
         ("data", "input: book.txt", "input must be a list, got 'book.txt'"),
         ("data", "val_fraction: half", "val_fraction must be a number, got 'half'"),
         ("eval", "input: [1]", "input must be text, got 1"),
+        (
+            "train",
+            "question: Why?",
+            "train: recipe.yaml is a study, not a recipe of train's",
+            "`depthmix study recipe.yaml`",
+        ),
+        ("study", "question: Why?\narms: [dca]", "recipe.yaml is a study", "run it with `depthmix study recipe.yaml`"),
         ("generate", "top_p: [0.9]", "top_p must be a number, got [0.9]"),
     ]
 )

@@ -173,10 +173,25 @@ def test_the_options_of_a_recipes_mixer_are_not_those_of_another(lines, flags, f
     assert (config.mixer, config.mixer_options) == found
 
 
+def test_numbers_with_an_exponent_are_numbers_everywhere(tmp_path):
+    """YAML 1.1 reads 1e-3 as text, and a study's own keys are not coerced."""
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("power: {difference: 1e-3, spread: [.5E2, 2.e+1]}\nlabel: 1e-3x\nout: e-3\n")
+    found = values.read_recipe("study", str(recipe))
+    assert found == {"power": {"difference": 0.001, "spread": [50.0, 20.0]}, "label": "1e-3x", "out": "e-3"}
+
+
 @pytest.mark.parametrize(
     ("line", "name", "value"),
     [
         ("lr: 1e-3", "lr", 0.001),  # text to YAML
+        ("lr: 5.E-2", "lr", 0.05),
+        ("groups: [{match: a, lr: 1e-3}]", "groups", [{"match": "a", "lr": 0.001}]),
+        ("steps: '010'", "steps", 10),
+        ("steps: 00_7", "steps", 7),
+        ("steps: 0x1F", "steps", 31),
+        ("out: '12:30'", "out", "12:30"),
+        ("out: 1e3-wide", "out", "1e3-wide"),
         ("lr: 1", "lr", 1.0),
         ("steps: 1_000", "steps", 1000),
         ("steps: 10.0", "steps", 10),

@@ -17,6 +17,7 @@ from depthmix.errors import CHECKPOINT
 from depthmix.page.serve import Server
 from depthmix.train import step_times
 from project import ROOT
+from train.small import overriding
 
 MODEL = "--n-blocks 1 --dim 16 --n-heads 2 --seq-len 32 --batch-size 2"
 SMALL = f"{MODEL} --steps 4 --warmup 1 --eval-every 4 --eval-tokens 100 --quiet"
@@ -37,18 +38,18 @@ def commands(page):
 
 def small(command):
     """A command's arguments, at a size that takes a second or two."""
-    argv = shlex.split(re.sub(r" --seeds( \d+)+", "", command))[1:]
+    argv, more = shlex.split(command)[1:], ""
     if argv[0] in ("train", "compare"):
-        argv += shlex.split(SMALL)
+        more += SMALL
     if argv[0] == "inspect":
-        argv += shlex.split("--tokens 100 --causal-tokens 64 --batch-size 2")
+        more += "--tokens 100 --causal-tokens 64 --batch-size 2"
     if argv[0] == "report":
-        argv += shlex.split("--tokens 100 --causal-tokens 64")
+        more += "--tokens 100 --causal-tokens 64"
     if argv[0] == "compare":  # more seeds: tests/study
-        argv += ["--seeds", "0", "--sample-tokens", "8"]
+        more += " --seeds 0 --sample-tokens 8"
     if "--budget" in argv:  # the recipe's own arms run once
-        argv += ["--arms", "residual", "attnres"]
-    return argv
+        more += " --arms residual attnres"
+    return overriding(argv, shlex.split(more))
 
 
 def interrupted(self, poll_interval):
@@ -85,10 +86,10 @@ def test_every_command_of_the_page_on_vision_runs(place, capsys, monkeypatch):
             Image.fromarray(image).save(folder / f"{i}.png")
     few = "--n-blocks 1 --dim 12 --n-heads 1 --batch-size 4 --steps 2 --warmup 1 --eval-every 1 --quiet"
     for command in commands("vision"):
-        argv = shlex.split(re.sub(r" --seeds( \d+)+", "", command))[1:]
-        argv += shlex.split(few) if argv[0] in ("train", "compare") else []
-        argv += ["--seeds", "0", "--compile", "off", "--no-cuda-graph"] if argv[0] == "compare" else []
-        assert main(argv) == 0, f"{command}: {capsys.readouterr().err}"
+        argv = shlex.split(command)[1:]
+        more = few if argv[0] in ("train", "compare") else ""
+        more += " --seeds 0 --compile off --no-cuda-graph" if argv[0] == "compare" else ""
+        assert main(overriding(argv, shlex.split(more))) == 0, f"{command}: {capsys.readouterr().err}"
     assert "accuracy" in (place / "runs" / "cifar10-vit" / "table.md").read_text()
 
 

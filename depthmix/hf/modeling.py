@@ -147,6 +147,7 @@ class DepthmixModel(DepthmixPreTrainedModel, Backbone):
     def __init__(self, config: DepthmixConfig) -> None:
         super().__init__(config)
         self._build(config.decoder_config())
+        self.mixer.variant_elsewhere = True  # in config.json
         for sublayer in self.sublayers:
             if isinstance(sublayer, Attention):
                 sublayer.config = config  # where attention functions look for it

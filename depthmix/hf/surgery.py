@@ -129,6 +129,7 @@ def install(model: Any, mixer: str, options: dict[str, Any]) -> None:
     layers: Any = getattr(base, found.layers)
     own = _create(model, mixer, options)
     several = [site for site in range(own.n_sites) if own.ways(site) > 1]
+    own.variant_elsewhere = True  # in config.depthmix
     base.add_module(MIXER, own)
     if several:
         norms = nn.ModuleDict()

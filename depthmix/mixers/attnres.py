@@ -165,6 +165,14 @@ class AttnRes(SlotReads):
     def ways(self, site: int) -> int:
         return self.n_ways if site in self._nth_attention else 1
 
+    def weight_options(self) -> dict[str, Any]:
+        own = super().weight_options()
+        own.pop("query_init", None)  # how queries begin
+        others = -(-(self._n_readers() - 1) // self.block_size)
+        windowed = self.window is not None and self.window < others
+        named = {"block_size": self.block_size, "window": self.window if windowed else None}
+        return own | named | {"output_gain": self.output_gain is not None}
+
     def plain_share(self, site: int) -> float | None:
         if self.routing == "add" and site in (0, self.n_sites):
             return 1.0

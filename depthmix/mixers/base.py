@@ -24,11 +24,20 @@ import torch
 from torch import Tensor, nn
 
 from depthmix.mixers.cutting import CutError, Form, here, pack, unpack
+from depthmix.mixers.kept import (
+    changed_after_read,
+    changed_in_place,
+    record_returned,
+    record_versions,
+    refuse_changes,
+    still_kept,
+)
 from depthmix.mixers.layout import BLOCK, Layout, Sites
 from depthmix.mixers.mixing import Contributions, contributions, mixing_matrix
-from depthmix.mixers.options import Option, OptionError, check_options, options_of
+from depthmix.mixers.options import Option, OptionError, check_options, options_of, plain_value
 from depthmix.mixers.state import State
 from depthmix.mixers.traffic import NORM, Published, Traffic, state_by_site
+from depthmix.mixers.variant import NamesVariant
 from depthmix.names import nearest
 from depthmix.ops.precision import promoted_dtype, without_autocast
 
@@ -40,11 +49,10 @@ class ContractError(ValueError):
     """The contract was used out of order, or with a tensor that does not fit."""
 
 
-class Mixer(nn.Module):
+class Mixer(NamesVariant):
     """One rule for mixing over depth, with its parameters laid out by site."""
 
-    name: ClassVar[str]  # set by `register`
-    options: ClassVar[dict[str, Option]]  # set by `register`
+    # `name`, `options` (set by `register`) and what state dicts carry: variant.py.
     decayed: ClassVar[frozenset[str]] = frozenset()  # parameters that weight decay applies to
     channel_mixing: bool = (
         False  # M's entries are D x D matrices, the same for every token; `mixing` gives their mean diagonal
@@ -52,7 +60,6 @@ class Mixer(nn.Module):
 
     # Set by `register` before the constructor runs, which therefore need not pass them on.
     layout: Layout
-    chosen: dict[str, Any]  # every option's value, as given or its default
 
     def __init__(self, dim: int, n_blocks: int) -> None:
         super().__init__()
@@ -147,7 +154,7 @@ class Mixer(nn.Module):
 
     def pack(self, state: Any) -> list[Tensor]:
         """The tensors that a state consists of, in an order that depends on the site alone."""
-        self._check_state("pack", state)
+        self._check_use("pack", state)
         return pack(self.settled(state))
 
     def unpack(self, form: Form, tensors: Sequence[Tensor]) -> Any:
@@ -176,11 +183,14 @@ class Mixer(nn.Module):
                 )
             break
         with without_autocast(x):
-            return self._start(x)
+            return self._hand_out(self._start(x))
 
     def read(self, state: Any, site: int, norm: Norm | Sequence[Norm] | None = None) -> Read:
         """What site sees: [..., D], or a tuple of `ways(site)` of them. norm, one per way, is applied to it."""
-        site, state = self._check_order("read", state, site), self._for_autograd(state)
+        site = self._check_order("read", state, site)
+        if changed := changed_in_place(state):
+            refuse_changes(f"read at site {site}", self.name, changed)
+        given, state = state, self._for_autograd(state)
         x, norms = state.template(), self._norms(norm, site)
         with without_autocast(x):
             if norms is not None:
@@ -191,6 +201,7 @@ class Mixer(nn.Module):
             self._check_mixtures(f"read at site {site}", h, self.ways(site), x)
             h = tuple(t.to(x.dtype) for t in h) if isinstance(h, tuple) else h.to(x.dtype)
         if norms is None:
+            record_returned(given, h if isinstance(h, tuple) else (h,))
             return h
         return tuple(f(t) for f, t in zip(norms, h, strict=True)) if isinstance(h, tuple) else norms[0](h)
 
@@ -203,7 +214,12 @@ class Mixer(nn.Module):
 
     def write(self, state: Any, site: int, y: Tensor, scaled: bool = False) -> Any:
         """The state after site produced y [..., D]. scaled: y has been multiplied with the site's `output_gains`."""
-        site, state = self._check_order("write", state, site), self._for_autograd(state)
+        site = self._check_order("write", state, site)
+        changed = changed_in_place(state)
+        if changed and not state.was_read():
+            refuse_changes(f"write at site {site}", self.name, changed)
+        changed += changed_after_read(state)
+        state = self._for_autograd(state)
         x = state.template()
         self._check_tensor("write", y)
         if y.shape != x.shape:
@@ -217,11 +233,13 @@ class Mixer(nn.Module):
         with without_autocast(x):
             after = self._write_scaled(state, site, y) if scaled else self._write(state, site, y)
         self._check_written(site, after, x)
-        return after
+        if changed:  # what the read has used up may change: a caller may give every output in one buffer
+            refuse_changes(f"write at site {site}", self.name, still_kept(changed, after, y))
+        return self._hand_out(after)
 
     def finish(self, state: Any, norm: Norm | None = None, last: int | None = None) -> Tensor:
         """What the final norm sees: [..., D]. norm is applied to it. last: of so many tokens at the end of [..., T, D] alone."""
-        self._check_state("finish", state)
+        self._check_use("finish", state)
         if state.site != self.n_sites:
             raise ContractError(f"finish is out of order: site {state.site} of {self.n_sites} has not been written yet")
         state = self._for_autograd(state)
@@ -270,6 +288,13 @@ class Mixer(nn.Module):
         """The rows [S, ...] of sites that are held here; their gradients are put together once."""
         return dict(zip(self.held, here(rows).unbind(0), strict=False))  # finish has none
 
+    def _hand_out(self, state: Any) -> Any:
+        """Mark a state as one of this mixer, and remember what it keeps."""
+        if isinstance(state, State):
+            state.made_for = self.signature
+            record_versions(state)
+        return state
+
     def _for_autograd(self, state: Any) -> Any:
         return self._with_gradients(state) if state.without_gradients and torch.is_grad_enabled() else state
 
@@ -278,6 +303,12 @@ class Mixer(nn.Module):
     def _check_state(self, call: str, state: Any) -> None:
         if not isinstance(state, State):
             raise ContractError(f"{call}: expected the state that start or write returned, got {type(state).__name__}")
+        if state.made_for is not None and state.made_for != self.signature:
+            raise ContractError(f"{call}: the state is one of {state.made_for}, and this mixer is {self.signature}")
+
+    def _check_use(self, call: str, state: Any) -> None:
+        self._check_state(call, state)
+        refuse_changes(call, self.name, changed_in_place(state))
 
     def _check_order(self, call: str, state: Any, site: int) -> int:
         self._check_state(call, state)
@@ -368,6 +399,8 @@ def register(name: str) -> Callable[[MixerType], MixerType]:
         def checked(
             self: Mixer, dim: int, n_blocks: int | None = None, *, sites: Sites | None = None, **options: Any
         ) -> None:
+            dim, n_blocks = plain_value(dim), plain_value(n_blocks)
+            options = {option: plain_value(value) for option, value in options.items()}
             check_options(name, cls.options, options)
             layout = self.__dict__.get("layout")  # there already if this is the constructor of a base class
             outermost = layout is None
@@ -383,6 +416,7 @@ def register(name: str) -> Callable[[MixerType], MixerType]:
                 torch.set_default_dtype(default)
             if outermost:
                 _check_built(self)
+                self.signature = f"{name}({self.extra_repr()})"
 
         cls.__init__ = checked  # type: ignore[method-assign]
         _MIXERS[name] = cls

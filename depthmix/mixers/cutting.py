@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
+from depthmix.mixers.variant import KEY
 from depthmix.ops.backend import use_backend
 from depthmix.ops.torch_internals import pytree
 
@@ -166,7 +167,7 @@ def cut_tensors(mixer: Mixer, tensors: Mapping[str, Tensor], sites: range) -> di
     """What a part holds of tensors that are laid out as the parameters and buffers of a whole mixer; views."""
     buffers, kept = dict(mixer.named_buffers()), {}
     for name, t in tensors.items():
-        own = slice(None) if name in buffers else _own(mixer.owners(name), sites)
+        own = slice(None) if name in buffers or name == KEY else _own(mixer.owners(name), sites)
         if own is not None:
             kept[name] = t if own.start is None else t[own]
     return kept
@@ -181,7 +182,7 @@ def join_tensors(mixer: Mixer, parts: Iterable[Mapping[str, Tensor]]) -> dict[st
     buffers = dict(mixer.named_buffers())
     joined = {}
     for name, pieces in found.items():
-        one = name in buffers or isinstance(mixer.owners(name), int)
+        one = name in buffers or name == KEY or isinstance(mixer.owners(name), int)
         joined[name] = pieces[0] if one else torch.cat(pieces)
     return joined
 

@@ -9,7 +9,7 @@ The stack G holds e and the deltas f of the finished blocks. Block i (and finish
 window k: the stack is e, the sum of everything between, and the last k deltas. b = 1 and w = 0: plain at step 0.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -59,6 +59,10 @@ class DeltaStack(BlockStack):
             nn.init.ones_(b)
         for w in self.w.values():
             nn.init.zeros_(w)
+
+    def weight_options(self) -> dict[str, Any]:
+        whole = self.window is None or self.window + 1 >= self.n_blocks  # the window never leaves an entry out
+        return super().weight_options() | {"window": None if whole else self.window}
 
     def _kind(self) -> str:
         return "vectors" if self.version == 2 else super()._kind()

@@ -6,7 +6,7 @@ b_T starts negative, so the network begins by carrying.
 """
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +47,9 @@ class Highway(OneStream):
         *sites, last = super().traffic()
         flops = 2 * self.dim * (self.dim if self.gate == "vector" else 1)
         return [*(site._replace(flops=flops) for site in sites), last]
+
+    def weight_options(self) -> dict[str, Any]:
+        return {name: value for name, value in super().weight_options().items() if name != "bias"}  # how weights begin
 
     def plain_share(self, site: int) -> float | None:
         return None if site else 1.0

@@ -79,6 +79,9 @@ class Laurel(OneStream):
             else:
                 nn.init.constant_(p, 0.0 if name == "B" else 1.0)
 
+    def weight_options(self) -> dict[str, Any]:
+        return super().weight_options() | {"rank": None if self.variant == "rw" else self.rank}
+
     def state_tensors(self) -> list[dict[int, float]]:
         if self.variant != "pa":
             return super().state_tensors()

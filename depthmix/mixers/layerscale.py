@@ -4,6 +4,7 @@ x_{s+1} = x_s + gamma_s ⊙ y_s
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,9 @@ class LayerScale(AddedStream):
 
     def reset_parameters(self) -> None:
         nn.init.constant_(self.gamma, self.init)
+
+    def weight_options(self) -> dict[str, Any]:
+        return {name: value for name, value in super().weight_options().items() if name != "init"}  # how weights begin
 
     def plain_share(self, site: int) -> float | None:
         return 1.0 if site == 0 or self.init == 1 else None

@@ -12,7 +12,7 @@ docs/mechanisms.md has the two Sinkhorn conventions, the initialisations, and wh
 
 import math
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -109,6 +109,9 @@ class MHC(StreamMixer):
             self.phi_head.zero_()
             self.b_head.fill_(-math.log(n - 1))
             self.alpha_head.fill_(INITIAL_ALPHA)
+
+    def weight_options(self) -> dict[str, Any]:
+        return {name: value for name, value in super().weight_options().items() if name != "init"} | {"head": self.head}
 
     def published(self) -> Published:
         n = self.n

@@ -136,8 +136,17 @@ def parse_value(text: str) -> Any:
     return text[1:-1] if quoted else text
 
 
+def plain_value(value: Any) -> Any:
+    """Return a number of numpy's as Python's, which options, JSON and YAML know; anything else as it is."""
+    if type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():
+        return value.item()
+    return value
+
+
 def check_options(owner: str, options: Mapping[str, Option], given: Mapping[str, Any]) -> None:
     """Raise OptionError for an unknown option or a value that does not fit."""
+    if not isinstance(given, Mapping):
+        raise OptionError(f"{owner}: options must be a dictionary of names and values ({{}} for none), got {given!r}")
     for name, value in given.items():
         if name not in options:
             valid = f"its options are {', '.join(options)}" if options else "it has no options"

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from depthmix.mixers.options import OptionError
+from depthmix.mixers.variant import KEY, silent_entry
 
 State = Mapping[str, Tensor]
 
@@ -100,4 +101,4 @@ def published_weights(source: str, state: State) -> dict[str, Tensor]:
     """
     if source not in SOURCES:
         raise OptionError(f"unknown source {source!r}; there are {', '.join(SOURCES)}")
-    return SOURCES[source](_Names(source, state))
+    return {**SOURCES[source](_Names(source, state)), KEY: silent_entry()}

@@ -39,6 +39,14 @@ class SlotState(State):
     def template(self) -> Tensor:
         return self.slots[0]
 
+    def kept_tensors(self) -> list[Tensor]:
+        """List the tensors that come from outside: the slots are the state's own, and are written by its reads."""
+        return [t for t in (self.pending, self.before, self.g, self.a) if t is not None]
+
+    def was_read(self) -> bool:
+        makers = self.makers or ()
+        return self.note is not None or any(m is not None and m() is self.pending for m in makers)
+
     def claim(self, slot: int) -> Tensor:
         """The slots, one of which is about to be filled with this state's newest source."""
         maker = None if self.makers is None else self.makers[slot]

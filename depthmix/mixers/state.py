@@ -15,12 +15,18 @@ from depthmix.ops.torch_internals import pytree
 class State:
     """Base of all states. Subclasses add their tensors and are decorated with `register_state`."""
 
+    tensor_fields: ClassVar[tuple[str, ...]] = ()  # the fields that hold tensors; set by `register_state`
     without_gradients: ClassVar[bool] = (
         False  # it knows nothing of autograd; `Mixer._with_gradients` gives one that does
     )
 
+    # What kept.py remembers of an instance. They are no fields, so that a state that somebody makes from another has none.
+    kept_versions: ClassVar[list[int] | None] = None  # of `kept_tensors()` when the mixer handed the state out
+    returned_versions: ClassVar[list[Any] | None] = None  # of what the last read returned, each with a weak reference
+
     site: int = 0  # the site that reads and writes next
     frozen: bool = False  # coefficients are constants for autograd: how `Mixer.mixing` sees the linear map
+    made_for: str | None = None  # the mixer that the state is for: `Mixer.signature`; None: nobody said
     # What a read worked out and the write of the same site can use. A cache and no more: it is not part of the value
     # (a pytree round trip drops it), `take_note` empties it so that a checkpointed region recomputes the same way,
     # and a write that finds none computes it again.
@@ -37,6 +43,22 @@ class State:
     def observe(self, x: Tensor) -> Tensor:
         """x as an input of coefficients, cut off from autograd when they are frozen."""
         return x.detach() if self.frozen else x
+
+    def kept_tensors(self) -> list[Tensor]:
+        """List the tensors of the state, all of which may be the caller's own memory."""
+        found: list[Tensor] = []
+        for name in self.tensor_fields:
+            value = getattr(self, name)
+            for part in value if type(value) is tuple else (value,):
+                if isinstance(part, Tensor):
+                    found.append(part)
+                elif part is not None:
+                    found += [t for t in pytree.tree_leaves(part) if isinstance(t, Tensor)]
+        return found
+
+    def was_read(self) -> bool:
+        """Tell whether a read of the state has left all that its write needs of what was pending."""
+        return self.note is not None
 
     def leave_note(self, value: Any) -> None:
         """Keep what a read worked out for the write that follows."""
@@ -63,7 +85,7 @@ def last_of(parts: tuple[Tensor, ...], n: int) -> tuple[Tensor, ...]:
 
 
 StateType = TypeVar("StateType", bound=type[State])
-_STATIC = ("site", "frozen")
+_STATIC = ("site", "frozen", "made_for")
 
 
 @dataclass_transform(eq_default=False, kw_only_default=True)
@@ -71,6 +93,7 @@ def register_state(cls: StateType) -> StateType:
     """Class decorator: make a State subclass a dataclass and a pytree node whose children are its tensors."""
     cls = dataclasses.dataclass(eq=False, kw_only=True)(cls)  # type: ignore[assignment]
     names = [f.name for f in dataclasses.fields(cls) if f.name not in _STATIC and not f.metadata.get("cache")]
+    cls.tensor_fields = tuple(names)
 
     def flatten(state: Any) -> tuple[list[Any], tuple[Any, ...]]:
         return [getattr(state, n) for n in names], tuple(getattr(state, n) for n in _STATIC)

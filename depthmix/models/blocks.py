@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from depthmix.mixers.base import Read, create_mixer, mixer_class
-from depthmix.mixers.options import check_options
+from depthmix.mixers.options import check_options, plain_value
 from depthmix.mixers.plain import read_early
 from depthmix.models.layers import Attention, Context, Mlp, MlpKind
 from depthmix.models.projections import own_gain, weights_take_gains
@@ -57,11 +57,15 @@ def complete_sizes(config: Sizes, *more: str) -> None:
     _at_least_one(config, "mlp_dim")
     if not (isinstance(config.output_scale, int | float) and 0 <= config.output_scale < math.inf):
         raise ValueError(f"output_scale must be a number of at least 0, got {config.output_scale!r}")
-    check_options(config.mixer, mixer_class(config.mixer).options, config.mixer_options)
+    given = config.mixer_options
+    if isinstance(given, dict):
+        given = config.mixer_options = {option: plain_value(value) for option, value in given.items()}
+    check_options(config.mixer, mixer_class(config.mixer).options, given)
 
 
 def _at_least_one(config: Sizes, name: str) -> None:
-    value = getattr(config, name)
+    value = plain_value(getattr(config, name))
+    setattr(config, name, value)
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
 

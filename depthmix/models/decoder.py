@@ -71,6 +71,7 @@ class Backbone(Blocks):
     def change_mixer(self, config: DecoderConfig) -> None:
         """Put the configuration's mixer in, at its start, for the same sublayers; ways that it adds get copies of the first way's norm."""
         own = create_mixer(config.mixer, dim=config.dim, n_blocks=config.n_blocks, **config.mixer_options)
+        own.variant_elsewhere = self.mixer.variant_elsewhere
         self.mixer = own.to(self.embedding.weight.device)
         norms: Any = self.norms
         for site in range(own.n_sites):

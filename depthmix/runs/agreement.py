@@ -26,6 +26,7 @@ from depthmix.files import reading
 from depthmix.mixers.defaults import all_options
 from depthmix.runs.checkpoint import Checkpoint, is_sound, latest_checkpoint, list_checkpoints, read_state_alone
 from depthmix.runs.folder import DATA_META, METRICS, RECIPE, TOKENIZER, RunFolder, check_options
+from depthmix.schedule import first_changed_step
 
 KEPT = (DATA_META, TOKENIZER)  # files that do not change once a run has begun
 SHOWN = 3  # differences that a message names
@@ -57,7 +58,7 @@ def check_agreement(folder: RunFolder, saved: Checkpoint) -> None:
         raise UserError(f"Cannot use the checkpoint {saved.path}: {what}; put the run's own ones back.", CHECKPOINT)
     recipe = folder.read_recipe()
     check_options(folder, recipe, [field.name for field in dataclasses.fields(TrainConfig)])
-    if differences := _recipe_differences(recipe, saved.state.get("config")):
+    if differences := _recipe_differences(recipe, saved):
         more = f" and {len(differences) - SHOWN} more" if len(differences) > SHOWN else ""
         advice = "put the recipe back as it was; another recipe needs another run"
         what = f"was changed since the run was trained: {', '.join(differences[:SHOWN])}{more}"
@@ -156,13 +157,23 @@ def _described(state: Mapping[str, Any]) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _recipe_differences(recipe: Mapping[str, Any], trained: Any) -> list[str]:
+def _recipe_differences(recipe: Mapping[str, Any], saved: Checkpoint) -> list[str]:
     """Say which options of the recipe have another value than the checkpoint was trained with."""
+    trained = saved.state.get("config")
     if not isinstance(trained, dict):
         return []
     now, then = _filled_in(recipe), _filled_in(trained)
-    changed = [name for name in now if name not in FREE and now[name] != then[name]]
+    free = FREE | {"steps"} if _only_has_more_steps(now, then, saved.step) else FREE
+    changed = [name for name in now if name not in free and now[name] != then[name]]
     return [f"{name} is {now[name]!r} and was {then[name]!r}" for name in changed]
+
+
+def _only_has_more_steps(now: dict[str, Any], then: dict[str, Any], made: int) -> bool:
+    """Whether a run may have been given more steps: those made would have had the same learning rates (train/extend.py)."""
+    if type(now["steps"]) is not int or type(then["steps"]) is not int or now["steps"] < then["steps"]:
+        return False
+    before = TrainConfig(**then)
+    return first_changed_step(before, dataclasses.replace(before, steps=now["steps"]), made) is None
 
 
 def _filled_in(recipe: Mapping[str, Any]) -> dict[str, Any]:

@@ -248,6 +248,16 @@ class RunFolder:
         content = _finite(result)
         self._replace(RESULT, _json({**content, CHECKSUM: _checksum(content)}))
 
+    def set_result_aside(self, steps: int) -> None:
+        """Rename the result of a run that goes on to result-at-STEPS.json."""
+        with writing(self.path / RESULT):
+            (self.path / RESULT).rename(self.path / f"result-at-{steps}.json")
+            sync_folder(self.path)
+
+    def record_steps(self, steps: int) -> None:
+        """Write another number of steps into the recipe."""
+        self._write_recipe({**self.read_recipe(), "steps": steps})
+
     def read_result(self) -> dict[str, Any]:
         """What result.json holds."""
         path = self.path / RESULT

@@ -10,6 +10,7 @@ from depthmix.config import RetrofitConfig
 from depthmix.errors import CHECKPOINT, UserError
 from depthmix.files import writing
 from depthmix.mixers import OptionError, mixer_class
+from depthmix.mixers.leaks import check_rule
 from depthmix.mixers.options import check_options
 from depthmix.runs import foreign
 
@@ -31,7 +32,10 @@ def retrofit_folder(config: RetrofitConfig) -> str:
         raise UserError(f"retrofit: {out} exists already; choose another folder for --out")
     try:
         check_options(config.mixer, mixer_class(config.mixer).options, config.mixer_options)
-        model = foreign.retrofitted(foreign.load(given, "retrofit"), config.mixer, config.mixer_options)
+        plain = foreign.load(given, "retrofit")
+        dim, n_blocks = plain.get_input_embeddings().weight.shape[1], plain.config.num_hidden_layers
+        check_rule(config.mixer, config.mixer_options, dim, n_blocks)
+        model = foreign.retrofitted(plain, config.mixer, config.mixer_options)
     except OptionError as error:
         raise UserError(f"retrofit: {error}") from None
     unfinished = out.with_name(f".tmp-{out.name}-{os.getpid()}")

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from depthmix.errors import UserError
+from depthmix.runs.code_checksums import code_of, differences
 from depthmix.study.checks import plain_config, ran_on
-from depthmix.study.code import code_of, differences
 from depthmix.study.pieces import Piece
 from depthmix.study.records import RUNS, Records, read_records
 

@@ -16,8 +16,7 @@ from depthmix.data.dataset import TokenData
 from depthmix.data.images import ImageData
 from depthmix.errors import CHECKPOINT, USAGE, UserError
 from depthmix.mixers import OptionError, create_mixer
-from depthmix.study.code import accepted, code_of, differences
-from depthmix.study.leaks import leak
+from depthmix.runs.code_checksums import accepted, code_of, differences
 from depthmix.study.pieces import Piece
 from depthmix.study.recipe import Study
 from depthmix.study.records import Records
@@ -89,8 +88,6 @@ def check_pieces(study: Study, pieces: Iterable[Piece], data: Mapping[str, Token
                     own_settings(dict(make_task(piece.config, tokens).build().named_parameters()), groups)
                 c = piece.config
                 create_mixer(c.mixer, dim=c.dim, n_blocks=c.n_blocks, **c.mixer_options)
-            if said := leak(c.mixer, c.mixer_options, c.dim, c.n_blocks, not isinstance(tokens, ImageData)):
-                raise UserError(f"{said}: its losses would say nothing")
         except (UserError, OptionError) as error:
             code = error.exit_code if isinstance(error, UserError) else USAGE
             raise UserError(f"{study.path}, arm {piece.arm.label!r}: {error}", code) from None

@@ -19,6 +19,7 @@ from depthmix.page.page import load as load_plotly
 from depthmix.page.page import make_page
 from depthmix.runs.folder import RunFolder
 from depthmix.study.arms import Arm
+from depthmix.study.compare_code import CodeCheck, check_code, read_acceptances
 from depthmix.study.costs import at_step_times, cost_note, doubts
 from depthmix.study.figures import NAMES, draw_figures, load
 from depthmix.study.plan import check_config, is_finished, make_plan
@@ -37,6 +38,7 @@ from depthmix.study.step_times import measured_step_times, turns_are_cheap
 from depthmix.study.table import print_table, to_csv, to_markdown
 from depthmix.study.verdict import verdict
 from depthmix.train.events import OnStep
+from depthmix.values import typed
 
 OUTPUTS = (
     "table.csv",
@@ -62,6 +64,7 @@ class Comparison:
     samples: list[dict[str, str]] = field(default_factory=list)
     documents: list[dict[str, Any]] = field(default_factory=list)  # what is inside the arms' models
     notes: list[str] = field(default_factory=list)
+    code: CodeCheck = field(default_factory=CodeCheck)
     finished: bool = False
     rebuilt: bool = False  # its file was lost: whether the runs are of this recipe, only they can say
     drawn: tuple[list[Run], list[str]] = ([], [])  # runs that the figures show, and why there are none
@@ -93,7 +96,7 @@ class Comparison:
     def remarks(self) -> list[str]:
         """What has to be said under the table."""
         costs = cost_note(self.doubts, self.step_times is not None, self.recipe.get("budget") == "time")
-        return [*self.notes, *costs, *_time_notes(self.recipe, self.rows)]
+        return [*self.notes, *self.code.notes, *costs, *_time_notes(self.recipe, self.rows)]
 
     @property
     def report(self) -> Path:
@@ -124,6 +127,7 @@ class Comparison:
             "runs": [{**asdict(run), "path": _within(run.path, self.path)} for run in self.runs],
             "samples": self.samples,
             "notes": notes,
+            "accepted": self.code.acceptances,
         }
         write_text(self.path / COMPARISON, json.dumps(everything, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
         if rows:
@@ -168,6 +172,8 @@ def compare(
     """
     from depthmix.train.loop import train
 
+    config = typed("compare", config)
+
     def train_arm(arm: Arm, run_config: TrainConfig, label: str) -> None:
         if on_step is None:
             train(run_config, label=label)
@@ -177,6 +183,15 @@ def compare(
     say = say or (_silent if config.quiet else print)
     arms = check_config(config)
     comparison = open_comparison(config, arms)
+    comparison.code = check_code(
+        comparison.path,
+        make_plan(config, arms),
+        comparison.code.acceptances,
+        config.accept_code,
+        kernels=config.budget == "time",
+    )
+    if comparison.code.unrecorded:
+        say(f"Warning: {comparison.code.notes[-1]}")
     if config.budget == "time":
         if not (comparison.rebuilt or (comparison.path / COMPARISON).exists()):
             comparison.save()  # so that step times are never found without the recipe they belong to
@@ -188,8 +203,8 @@ def compare(
     else:
         plan = make_plan(config, arms)
         comparison.step_times = known_step_times(comparison.path, arms)
+    check_runs(plan, comparison.rebuilt)
     if comparison.rebuilt:
-        check_runs(plan)
         say(f"{comparison.path / COMPARISON} was lost and is made again from the runs.")
     diverged: list[str] = []
 
@@ -278,6 +293,7 @@ def open_comparison(config: CompareConfig, arms: Sequence[Arm]) -> Comparison:
         message = f"{out} holds a comparison with another recipe, which differs in {differences}"
         raise UserError(f"{message}; choose another --out, or delete the folder to start afresh", CHECKPOINT)
     comparison.samples = saved.get("samples") or []
+    comparison.code.acceptances = read_acceptances(saved.get("accepted"))
     return comparison
 
 

@@ -12,8 +12,8 @@ from typing import Any
 from depthmix.data.dataset import TokenData
 from depthmix.data.images import ImageData
 from depthmix.errors import DIVERGED, UserError
+from depthmix.runs.code_checksums import code_id, code_of
 from depthmix.study.checks import plain_config
-from depthmix.study.code import code_id, code_of
 from depthmix.study.pieces import Piece
 
 

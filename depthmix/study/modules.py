@@ -1,7 +1,7 @@
 """Mechanisms that a study, or a command, brings along: Python files which register mixers and are part of no package.
 
 A file is run as it is, so only what is named is loaded, and only from this machine's disk. It is counted among an
-arm's code like any mechanism's own file (code.py). It may add names, never take one that is there.
+arm's code like any mechanism's own file (runs/code_checksums.py). It may add names, never take one that is there.
 """
 
 from __future__ import annotations
@@ -74,6 +74,10 @@ def _load(file: Path, source: str) -> dict[str, type[Mixer]]:
         base._MIXERS.clear()
         base._MIXERS.update(before)
         del sys.modules[name]
+        if isinstance(error, SystemExit):
+            code = "" if error.code is None else f" with {error.code!r}"
+            what = f"{source}, {file.name} ends the program{code} instead of registering mixers"
+            raise UserError(f"{what}; take the exit out, or put it under `if __name__ == '__main__':`") from error
         if isinstance(error, UserError) or not isinstance(error, Exception):
             raise
         what = " ".join(str(error).split())

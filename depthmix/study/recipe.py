@@ -35,7 +35,7 @@ from depthmix.errors import UserError
 from depthmix.names import nearest
 from depthmix.study.arms import Arm, parse_arm
 from depthmix.study.modules import load_modules
-from depthmix.values import coerce, read_recipe
+from depthmix.values import coerce, is_study, read_recipe
 
 FOLDER = Path("recipes") / "studies"
 KEYS = (
@@ -243,8 +243,15 @@ def _base(path: Path, base: Any) -> dict[str, Any]:
     if not isinstance(base, str):
         raise UserError(f"{path}: base is the path of a recipe, got {base!r}")
     found = read_recipe("study", str(path.parent / base))
+    if is_study(found):
+        advice = "base takes a recipe of training options"
+        if isinstance(found.get("base"), str):
+            advice += f", such as that study's own base, {os.path.normpath(Path(base).parent / found['base'])}"
+        raise UserError(f"{path}: base {base} is a study itself; {advice}")
     known = {f.name for f in dataclasses.fields(TrainConfig)}
-    _known(found, {f.name for f in dataclasses.fields(CompareConfig)}, str(path.parent / base))
+    options = [f.name for f in dataclasses.fields(CompareConfig)]
+    if lost := next((key for key in found if key not in options), None):
+        raise UserError(f"{path}: its base {base} has an unknown option {lost!r}{nearest(lost, options)}")
     dropped = {*ELSEWHERE, "eval_every"} - {"data"}
     kept = {key: value for key, value in found.items() if key in known and key not in dropped}
     return {**_coerced(str(path.parent / base), {k: v for k, v in kept.items() if k != "data"}), **_only(kept, "data")}

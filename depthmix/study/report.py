@@ -18,13 +18,15 @@ from depthmix.ownership import check_replaceable
 from depthmix.page.content import Content, Curve, Table
 from depthmix.page.measure import known, measured, opening_text
 from depthmix.page.page import make_page
-from depthmix.runs.folder import ENVIRONMENT, RunFolder
+from depthmix.runs.code_checksums import differences
+from depthmix.runs.code_record import read_code
+from depthmix.runs.folder import DATA_META, ENVIRONMENT, RunFolder
 from depthmix.study.arms import Arm
 from depthmix.study.costs import at_step_times, doubts
 from depthmix.study.figures import NAMES, curve_over_seeds, draw_figures
 from depthmix.study.insides import MAP, OVER_DEPTH, draw_insides, file_names
 from depthmix.study.rows import Row, Run, make_rows, read_run
-from depthmix.study.saved import COMPARISON, is_time, read_json
+from depthmix.study.saved import COMPARISON, fingerprint, is_time, read_json
 from depthmix.study.table import AGAINST, COSTS, VAL_LOSS, Column, cells, human, human_time, learnt, of_images
 from depthmix.study.verdict import footnotes, verdict
 from depthmix.train.progress import phases
@@ -174,11 +176,17 @@ def of_trainings(folders: Sequence[Path]) -> Found:
         key for key in {k for r in recipes for k in r} - OWN if any(r.get(key) != recipes[0].get(key) for r in recipes)
     )
     seeds = [(name, r.get("seed")) for name, r in zip(names, recipes, strict=True)]
-    if differ or len(set(seeds)) < len(seeds):  # then each run is by itself
+    data = {mark for folder in folders if (mark := fingerprint(folder, DATA_META))}
+    if differ or len(data) > 1 or len(set(seeds)) < len(seeds):  # then each run is by itself
         names = [
             f"{name} ({folder})" if names.count(name) > 1 else name for name, folder in zip(names, folders, strict=True)
         ]
-    found = Found(labels=list(dict.fromkeys(names)), recipe=recipes[0], comparable=not differ)
+    found = Found(labels=list(dict.fromkeys(names)), recipe=recipes[0], comparable=not differ and len(data) < 2)
+    found.warnings += _code_warnings(opened, recipes)
+    if len(data) > 1 and "data" not in differ:
+        found.warnings.append(
+            "These runs were trained on data that was prepared differently, so their losses do not compare."
+        )
     if differ:
         shown = "; ".join(f"{key}: {' and '.join(dict.fromkeys(str(r.get(key)) for r in recipes))}" for key in differ)
         found.warnings.append(
@@ -192,6 +200,15 @@ def of_trainings(folders: Sequence[Path]) -> Found:
         if name not in [label for label, _ in found.models]:
             found.models.append((name, folder.path))
     return found
+
+
+def _code_warnings(folders: Sequence[RunFolder], recipes: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Say where runs were made by different code; of a run without a record nothing is known."""
+    mixers = [str(recipe.get("mixer", "")) for recipe in recipes]
+    tables = [(m, table) for m, folder in zip(mixers, folders, strict=True) for table in read_code(folder) if table]
+    changed = sorted(differences(tables, kernels=False))
+    advice = "a difference between them may come from that"
+    return [f"These runs were made by different code ({', '.join(changed)} changed): {advice}."] if changed else []
 
 
 def content_of(found: Found, documents: Sequence[Mapping[str, Any]], command: str) -> Content:

@@ -160,7 +160,7 @@ def _to_tell(claim: Claim, found: Found) -> str:
 
 
 def _said(says: float | str) -> str:
-    return says if isinstance(says, str) else f"{says:+.3f}" if abs(says) < 0.3 else f"{says:.2f}"
+    return says if isinstance(says, str) else f"{says:+z.3f}" if abs(says) < 0.3 else f"{says:.2f}"
 
 
 def _shown(found: Found | None) -> str:
@@ -176,8 +176,8 @@ def _shown(found: Found | None) -> str:
 
 
 def _decimals(end: float) -> int:
-    """Of the end of an interval: enough to see on which side of zero it is."""
-    return 3 if abs(end) >= 0.0005 else 4
+    """Return the decimals for the end of an interval: enough to see on which side of zero it is."""
+    return next((n for n in (3, 4, 5, 6) if round(abs(end), n)), 3)
 
 
 def _with_seeds(found: Found | None) -> str:

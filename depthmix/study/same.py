@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from depthmix.mixers import Mixer, OptionError, create_mixer
+from depthmix.mixers.trial import NARROW, reads_and_end, stir
 
-NARROW = 24  # channels, enough to tell functions apart
 TOKENS = 3
 
 
@@ -36,35 +36,10 @@ def _shapes(mixer: Mixer) -> dict[str, tuple[torch.Size, bool]]:
     return {n: (p.shape, mixer.decays(n)) for n, p in mixer.named_parameters()}
 
 
-def stirred(mixer: Mixer, random: torch.Generator) -> list[Tensor]:
-    """Give every parameter, in fp64, something to do, also those that start at zero; returns how they start."""
-    mixer.double()
-    with torch.random.fork_rng(devices=()):
-        torch.manual_seed(0)
-        mixer.reset_parameters()
-    start = [p.detach().clone() for p in mixer.parameters()]
-    with torch.no_grad():
-        for p in mixer.parameters():
-            p.add_(torch.randn(p.shape, generator=random, dtype=torch.float64), alpha=0.3)
-    return start
-
-
-def reads_and_end(mixer: Mixer, x: Tensor) -> list[Tensor]:
-    """What every site reads and finish returns for x [..., D], with sublayers that work channel by channel."""
-    state, seen = mixer.start(x), list[Tensor]()
-    for site in range(mixer.n_sites):
-        read = mixer.read(state, site)
-        reads = read if isinstance(read, tuple) else (read,)
-        seen += reads
-        mixed = torch.stack([(way + 1) * h for way, h in enumerate(reads)]).sum(0)
-        state = mixer.write(state, site, torch.sin(mixed + site))
-    return [*seen, mixer.finish(state)]
-
-
 def _behaviour(mixer: Mixer) -> tuple[list[Tensor], list[Tensor]]:
     """Parameters as they start; then what the mixer reads and returns at random ones, and every gradient."""
     random = torch.Generator().manual_seed(0)
-    start = stirred(mixer, random)
+    start = stir(mixer, random)
     x = torch.randn(TOKENS, mixer.dim, generator=random, dtype=torch.float64, requires_grad=True)
     seen = reads_and_end(mixer, x)
     weights = torch.randn(TOKENS, mixer.dim, generator=random, dtype=torch.float64)

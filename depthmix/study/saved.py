@@ -13,6 +13,7 @@ from typing import Any
 from depthmix.config import TrainConfig
 from depthmix.errors import CHECKPOINT, UserError
 from depthmix.files import reading
+from depthmix.mixers import OptionError, mixer_class
 from depthmix.runs.folder import DATA_META, RunFolder
 from depthmix.study.arms import Arm
 
@@ -31,6 +32,7 @@ FREE = {
     "hang_limit",
     "prompt",
     "sample_tokens",
+    "accept_code",
     "mixer",
     "mixer_options",
     "seed",
@@ -61,26 +63,43 @@ def recipe_changes(old: dict[str, Any], new: dict[str, Any]) -> list[tuple[str, 
     return changed
 
 
-def check_runs(plan: Sequence[tuple[Arm, TrainConfig]]) -> None:
-    """UserError for a run in the place of a planned one that is of another recipe or of other data."""
+def check_runs(plan: Sequence[tuple[Arm, TrainConfig]], lost: bool) -> None:
+    """Check that each run that is there has the recipe, the resolved options and the data of the planned one.
+
+    Args:
+        plan: All runs of a comparison.
+        lost: Whether comparison.json, which says so of all of them, is lost.
+
+    Raises:
+        UserError: A run is of another recipe or of other data.
+    """
     from depthmix.train.loop import FREE as free_in_a_run
 
+    usual = asdict(TrainConfig())  # a recipe of an older version lacks the fields that came later
     for _, config in plan:
         folder = RunFolder(config.out)
         if not folder.has_begun():
             continue
-        then, now = folder.read_recipe(), json.loads(json.dumps(asdict(config)))
+        then, now = _resolved({**usual, **folder.read_recipe()}), _resolved(json.loads(json.dumps(asdict(config))))
         changed = [
-            f"{k} was {then[k]!r} and is {v!r}"
-            for k, v in now.items()
-            if k not in free_in_a_run and then.get(k, v) != v
+            f"{k} was {then[k]!r} and is {v!r}" for k, v in now.items() if k not in free_in_a_run and then[k] != v
         ]
         kept = fingerprint(folder.path, DATA_META)
         if kept and fingerprint(config.data) not in (None, kept):
             changed.append("its data was prepared otherwise")
         if changed:
-            what = f"{folder.path} is a run of another recipe ({', '.join(changed)}), and {COMPARISON} is lost"
+            what = f"{folder.path} is a run of another recipe ({', '.join(changed)})"
+            what += f", and {COMPARISON} is lost" if lost else ""
             raise UserError(f"{what}; give that recipe, delete that run or choose another --out", CHECKPOINT)
+
+
+def _resolved(recipe: dict[str, Any]) -> dict[str, Any]:
+    """The recipe with every option of its mixer, those left out at their defaults."""
+    try:
+        defaults = {name: option.default for name, option in mixer_class(recipe["mixer"]).options.items()}
+    except OptionError:  # a rule that is not here, so not the planned one
+        return recipe
+    return {**recipe, "mixer_options": {**defaults, **(recipe["mixer_options"] or {})}}
 
 
 def known_step_times(out: Path, arms: Sequence[Arm]) -> list[float] | None:

@@ -195,7 +195,7 @@ def _stability(study: Study, used: Records) -> list[str]:
             stable = largest_stable(study, own, arm)
             best = _at_best(by_rate)
             both = [best[seed] - base[seed] for seed in best if seed in base] if arm != study.labels[0] else []
-            ahead = f"{statistics.fmean(both):+.4f}" if both else DASH
+            ahead = f"{statistics.fmean(both):+z.4f}" if both else DASH
             lines.append([arm, *shown, ahead, DASH if stable is None else f"{stable:g}"])
         heading = [_of("arm", domain), *(f"lr {lr:g}" for lr in all_rates), "each at its best", "stable up to"]
         text += [*_table(heading, lines, []), ""]

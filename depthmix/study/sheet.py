@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from depthmix.files import write_text
-from depthmix.study.code import KERNELS, changed_since
+from depthmix.runs.code_checksums import KERNELS, changed_since
 from depthmix.study.costs import at_step_times, cost_note, doubts
 from depthmix.study.interval import OWN_SEEDS
 from depthmix.study.pictures import draw_study
@@ -30,6 +30,7 @@ from depthmix.study.table import (
     markdown_line,
     markdown_text,
     of_images,
+    plus_minus,
 )
 from depthmix.study.verdict import footnotes, verdict
 
@@ -194,7 +195,7 @@ def _main_table(study: Study, rows: Mapping[str, Sequence[Row]], diverged: set[t
             cells_.append(DASH if value is None else f"{value:g}")
             if value is not None and name in base and arm is not study.arms[0] and source.unit != "fraction":
                 decimals = 1 if source.unit == "percent" else 4
-                cells_[-1] += f" ({source.difference(value, base[name]):+.{decimals}f})"
+                cells_[-1] += f" ({source.difference(value, base[name]):+z.{decimals}f})"
         for name, own in rows.items():
             row = next((row for row in own if row.arm == arm.label), None)
             none = "diverged" if (arm.label, name) in diverged else DASH
@@ -204,9 +205,7 @@ def _main_table(study: Study, rows: Mapping[str, Sequence[Row]], diverged: set[t
 
 
 def _against(row: Row) -> str:
-    if row.difference is None:
-        return DASH
-    return f"{row.difference:+z.4f}" + ("" if row.difference_interval is None else f" ± {row.difference_interval:.4f}")
+    return plus_minus(row.difference, row.difference_interval, sign="+z")
 
 
 def _seeds(row: Row) -> str:

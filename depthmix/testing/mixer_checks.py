@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from depthmix.mixers import Mixer
 from depthmix.mixers.cutting import CutError, cut, forms, why_not_cut
+from depthmix.mixers.leaks import find_leak
+from depthmix.mixers.trial import stir
 from depthmix.ops.torch_internals import pytree
-from depthmix.study.leaks import find_leak
-from depthmix.study.same import stirred
 
 ROWS, TOKENS = 2, 5  # odd on purpose
 EXACT = 1e-9  # fp64, where two ways of computing the same may round differently
@@ -259,7 +259,7 @@ CHECKS: dict[str, Callable[[Mixer], None]] = {
 
 def _stir(mixer: Mixer) -> None:
     """Move every parameter, in fp64, away from where it starts, so that rules which start as plain show what they do."""
-    stirred(mixer, torch.Generator().manual_seed(0))
+    stir(mixer, torch.Generator().manual_seed(0))
     with torch.no_grad():
         for p in mixer.parameters():
             p.nan_to_num_()  # memory that was never set has a check of its own

@@ -17,6 +17,7 @@ from depthmix.data.images import ImageData
 from depthmix.device import choose_device
 from depthmix.errors import UserError
 from depthmix.mixers import Mixer, OptionError, create_mixer
+from depthmix.mixers.leaks import check_rule
 from depthmix.parallel.layout import Layout
 from depthmix.train.optim import check_groups
 from depthmix.train.task import make_task
@@ -72,6 +73,20 @@ def check_run(config: TrainConfig, data: TokenData | ImageData) -> None:
     choose_device(config.device)
     Layout.of(config.parallel).check(config, make_task(config, data).check())
     check_start(config)
+    check_own_rule(config, text=isinstance(data, TokenData))
+
+
+def check_own_rule(config: TrainConfig, text: bool) -> None:
+    """Raise UserError for a rule of one's own that reads tokens to come, other rows of the batch, or memory that nobody set.
+
+    Args:
+        config: the training's.
+        text: whether the data are text, of which later tokens are to come.
+    """
+    try:
+        check_rule(config.mixer, config.mixer_options, config.dim, config.n_blocks, text)
+    except OptionError as error:
+        raise UserError(str(error)) from None
 
 
 def check_start(config: TrainConfig) -> None:

@@ -13,6 +13,7 @@ import statistics
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -41,20 +42,23 @@ from depthmix.runs.agreement import (
     spell_out,
 )
 from depthmix.runs.checkpoint import Checkpoint, list_checkpoints, remove_old
+from depthmix.runs.code_checksums import code_of
+from depthmix.runs.code_record import record_code
 from depthmix.runs.folder import RunFolder
 from depthmix.runs.init import settled
 from depthmix.runs.ranks import RankFolder
 from depthmix.runs.restore import load_parameters
 from depthmix.runs.saver import open_saver
+from depthmix.schedule import learning_rate
 from depthmix.train.build import divide_model, prepare_model
-from depthmix.train.check import check_config, check_run, check_start, facts
+from depthmix.train.check import check_config, check_own_rule, check_run, check_start, facts
 from depthmix.train.clock import CoreWait, StepClock, quartiles
 from depthmix.train.evaluate import Evaluation, ImageEvaluation
 from depthmix.train.events import OnStep, StepEvent, call_back
+from depthmix.train.extend import can_take_more_steps, set_result_aside
 from depthmix.train.graph import GraphedBackward, record
 from depthmix.train.optim import (
     build_optimizers,
-    learning_rate,
     load_optimizer_tensors,
     optimizer_place,
     optimizer_tensors,
@@ -65,6 +69,7 @@ from depthmix.train.sharing import settings_of
 from depthmix.train.signals import StopSignal
 from depthmix.train.sinks import open_sinks
 from depthmix.train.task import Model, make_task
+from depthmix.values import typed
 
 RNG = "rng/torch"  # the generator's state, saved among the optimizer's tensors
 WATCHED = 4096  # tokens of a batch that magnitudes are taken of, about
@@ -256,6 +261,7 @@ class Trainer:
 
 def train(config: TrainConfig, *, label: str = "", on_step: OnStep | None = None) -> RunFolder:
     """Train, or go on with a run that was interrupted; a finished run is returned as it is. on_step: called after every step."""
+    config = typed("train", config)
     with (
         settings_of(config),
         join(Layout.of(config.parallel), config.device, bool(config.parallel), config.hang_limit) as world,
@@ -274,11 +280,12 @@ def train_in(world: World, config: TrainConfig, label: str = "", on_step: OnStep
         world.agree(facts(config, data))
     else:
         check_start(config)
+        check_own_rule(config, text=isinstance(data, TokenData))
     memory = PeakMemory(device)
     # Before anything is written: what cannot be built leaves no folder.
     trainer = world.together(lambda: Trainer(config, data, device, world))
     path = Path(config.out)
-    folder = world.together(lambda: RunFolder.open_or_create(path, config, sys.argv, FREE) if world.first else None)
+    folder = world.together(lambda: _open_folder(path, config) if world.first else None)
     folder = folder or RankFolder(path, world.rank)
 
     def tell(sentence: str) -> None:
@@ -289,6 +296,7 @@ def train_in(world: World, config: TrainConfig, label: str = "", on_step: OnStep
         world.write_to(folder)
         world.together(lambda: trainer.task.keep(folder))
         world.together(lambda: folder.keep_origin(trainer.origin))
+        world.together(lambda: set_result_aside(folder, config) if world.first else None)
         if world.by_first(folder.has_result):
             world.by_first(lambda: check_run_files(folder))
             for newest in list_checkpoints(folder.checkpoints)[:1] if world.first else ():
@@ -300,6 +308,7 @@ def train_in(world: World, config: TrainConfig, label: str = "", on_step: OnStep
             if world.first:
                 trainer.describe(folder, saved.path)  # a newer one may be broken or, after a kill, not described yet
                 remove_old(folder.checkpoints, saved.step, config.keep)  # as a kill after the last save left them
+        world.together(lambda: _record_code(folder, config, data, saved, tell) if world.first else None)
         try:
             _run(trainer, folder, saved, memory, label or config.mixer, on_step)
         except Exception as error:
@@ -308,6 +317,26 @@ def train_in(world: World, config: TrainConfig, label: str = "", on_step: OnStep
                     folder.log(traceback.format_exc())  # after hours of training nobody wants to run it again to see
             raise
     return folder
+
+
+def _open_folder(path: Path, config: TrainConfig) -> RunFolder:
+    free = FREE | {"steps"} if can_take_more_steps(path, config) else FREE
+    return RunFolder.open_or_create(path, config, sys.argv, free)
+
+
+def _record_code(
+    folder: RunFolder,
+    config: TrainConfig,
+    data: TokenData | ImageData,
+    saved: Checkpoint | None,
+    tell: Callable[[str], None],
+) -> None:
+    """Note which code makes the run from here on, and say where it is not the code that began it."""
+    step = 0 if saved is None else saved.step
+    changed = record_code(folder, step, config.mixer, code_of(config.mixer, images=isinstance(data, ImageData)))
+    if changed:
+        what = f"the code has changed since step {step} ({', '.join(changed)})"
+        tell(f"{what}: the steps from here on are made by other code; train again in another folder to compare the run")
 
 
 def _run(

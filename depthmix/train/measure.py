@@ -21,6 +21,7 @@ from depthmix.data.tokenizer import load_tokenizer
 from depthmix.device import choose_device
 from depthmix.errors import DATA, UserError
 from depthmix.runs.restore import Trained, load_model
+from depthmix.train.check import check_own_rule
 from depthmix.train.evaluate import Evaluation, ImageEvaluation, check_tokens, describe_learnt, evaluate
 from depthmix.train.task import Pictures
 
@@ -32,10 +33,12 @@ def evaluate_run(config: EvalConfig) -> Evaluation | ImageEvaluation:
 
 def _evaluate(config: EvalConfig) -> tuple[Evaluation | ImageEvaluation, int]:
     """The same, and the step of the checkpoint that was measured; 0 for a model without checkpoints."""
-    if config.batch_size < 1 or (config.seq_len is not None and config.seq_len < 1):
-        raise UserError("batch_size and seq_len must be at least 1")
+    for name in ("batch_size", "seq_len"):
+        if (value := getattr(config, name)) is not None and value < 1:
+            raise UserError(f"{name} must be at least 1, got {value}")
     device = choose_device(config.device)
     trained = load_model(config.run, device)
+    check_own_rule(trained.config, text=trained.tokenizer is not None)
     if trained.tokenizer is None:
         return _on_images(trained, config, device), trained.step
     parts, ratio = batches_of_text(trained, config)

@@ -161,21 +161,6 @@ def _groups(
     return [{"params": chosen, "weight_decay": d, "lr": peak_lr * factor} for (_, factor, d), chosen in found.items()]
 
 
-def learning_rate(config: TrainConfig, step: int) -> float:
-    """The factor on the peak learning rate at step 0 … steps - 1."""
-    if step < config.warmup:
-        return (step + 1) / config.warmup
-    if config.schedule == "rsqrt":
-        return math.sqrt(max(1, config.warmup) / (step + 1))
-    last = config.steps - 1
-    if config.schedule == "wsd":
-        start = max(config.warmup, config.steps - max(1, round(config.decay_fraction * config.steps)))
-        done = 0.0 if step < start else (step - start + 1) / (last - start + 1)
-        return 1 - (1 - config.final_lr) * done
-    done = (step - config.warmup) / max(1, last - config.warmup)
-    return config.final_lr + (1 - config.final_lr) * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
-
-
 def set_learning_rate(optimizers: dict[str, torch.optim.Optimizer], factor: float) -> None:
     """Set every group's learning rate to its peak times the factor."""
     for optimizer in optimizers.values():

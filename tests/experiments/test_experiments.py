@@ -10,8 +10,8 @@ from depthmix import Decoder, DecoderConfig, create_mixer
 from depthmix.mixers import base, mixer_class
 from depthmix.ops import use_backend
 from depthmix.ops.norm import RMSNorm
+from depthmix.runs.code_checksums import KERNELS, code_of
 from depthmix.study.arms import parse_arm
-from depthmix.study.code import KERNELS, code_of
 from depthmix.study.modules import load_modules
 from experiments import references
 from harness import DIM, LAYOUTS, Sublayers, as_tuple, build, embedding, label, run_stack

@@ -2,6 +2,7 @@
 
 import json
 import re
+import warnings
 
 import pytest
 import torch
@@ -82,7 +83,7 @@ def test_a_new_model_starts_as_the_mechanism_does(mixer):
     model = DepthmixForCausalLM(hf_config(mixer))
     first, second = (create_mixer(mixer, dim=16, n_blocks=BLOCKS).state_dict() for _ in range(2))
     found = model.model.mixer.state_dict()
-    assert found.keys() == first.keys()
+    assert found.keys() == first.keys() - {"_extra_state"}  # config.json says what that says
     for name, value in found.items():
         if torch.equal(first[name], second[name]):  # not drawn
             assert torch.equal(value, first[name]), name
@@ -262,3 +263,16 @@ def test_a_token_beyond_the_vocabulary_is_named(token):
     ids[1, 2] = token
     with pytest.raises(IndexError, match=f"token id {token} is not in the vocabulary of {VOCAB} entries"):
         causal_lm()(ids)
+
+
+def test_a_state_dict_needs_not_say_what_the_configuration_says():
+    """Trainer loads one when it goes on; weights that do say their options are checked all the same."""
+    from depthmix.hf import DepthmixForCausalLM
+
+    model = DepthmixForCausalLM(hf_config("attnres", {"mixer_options": {"block_size": 2}}))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        model.load_state_dict(model.state_dict())
+    other = create_mixer("attnres", dim=16, n_blocks=BLOCKS, block_size=4)
+    with pytest.raises(ValueError, match="the weights were made with block_size=4, and this mixer has block_size=2"):
+        model.model.mixer.load_state_dict(other.state_dict())

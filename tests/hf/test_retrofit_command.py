@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from depthmix.cli import main
 from depthmix.errors import CHECKPOINT, DISK, USAGE
+from depthmix.mixers import base
 from hf.test_retrofit import ids, make
 
 
@@ -79,3 +80,33 @@ def test_what_is_wrong_is_said(plain: Path, tmp_path: Path, capsys: pytest.Captu
         assert main(["retrofit", *options]) == code
         assert words in capsys.readouterr().err
     assert not (tmp_path / "x").exists()
+
+
+LOOKS_AHEAD = """
+from depthmix.mixers import register
+from depthmix.mixers.one_stream import OneStream
+
+
+@register("ahead")
+class Ahead(OneStream):
+    "A rule that reads the next token."
+
+    def __init__(self, dim, n_blocks):
+        super().__init__(dim, n_blocks)
+
+    def _join(self, state, site, y):
+        return state.x + y.roll(-1, -2)
+"""
+
+
+def test_a_rule_that_reads_later_tokens_is_refused(
+    plain: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(base, "_MIXERS", dict(base._MIXERS))
+    (tmp_path / "ahead.py").write_text(LOOKS_AHEAD)
+    given = ["--mixer", "ahead", "--modules", str(tmp_path / "ahead.py"), "--out", str(tmp_path / "out")]
+    assert main(["retrofit", str(plain), *given]) == USAGE
+    assert "mixer 'ahead' cannot be used: what a site reads of a token depends on tokens to come" in (
+        capsys.readouterr().err
+    )
+    assert not (tmp_path / "out").exists()

@@ -2,6 +2,7 @@
 
 import copy
 import shutil
+import warnings
 
 import pytest
 import safetensors.torch
@@ -491,3 +492,24 @@ def test_inductor_gives_the_same():
         found = torch.compile(forward, fullgraph=True, backend=backend)(sources)
     for got, expected in zip(found, forward(sources), strict=True):
         torch.testing.assert_close(got, expected, rtol=0, atol=2e-6 * float(expected.abs().max().clamp(min=1)))
+
+
+@pytest.mark.uncovered
+@every_mixer
+def test_traces_as_torch_jit_has_it(name):
+    """With sizes that are tensors while it is traced; the batch may then be another."""
+    mixer, sublayers = build(name, 1, random=True, dtype=torch.float32), Sublayers(1, dtype=torch.float32)
+
+    class Whole(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mixer, self.sublayers = mixer, sublayers
+
+        def forward(self, e):
+            return run_stack(self.mixer, self.sublayers, e)[0]
+
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        traced = torch.jit.trace(Whole(), embedding(torch.float32), check_trace=False)
+        e = torch.cat([embedding(torch.float32), embedding(torch.float32)])
+        torch.testing.assert_close(traced(e), run_stack(mixer, sublayers, e)[0])

@@ -1,8 +1,11 @@
 """The contract used wrongly: a clear error that says what was expected, never a wrong number."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from depthmix import ContractError, create_mixer
 from harness import DIM, MIXERS, B, T, embedding
@@ -123,3 +126,38 @@ def test_zero_tokens(name):
     assert out.shape == empty.shape
     out.sum().backward()
     assert empty.grad.shape == empty.shape
+
+
+@every_mixer
+def test_a_state_of_another_rule_or_size(name, e):
+    """Its class may be the same: it says which mixer it is for."""
+    mixer, other = make(name), "residual" if name != "residual" else "rezero"
+    ours = rf"this mixer is {name}\(dim={DIM}, n_blocks=2"
+    for stranger, whose in ((make(name, 3), rf"{name}\(dim={DIM}, n_blocks=3"), (make(other), rf"{other}\(dim={DIM}")):
+        state = stranger.start(e)
+        for call in (lambda s: mixer.read(s, 0), lambda s: mixer.write(s, 0, e), mixer.pack):
+            with pytest.raises(ContractError, match=f"the state is one of {whose}.*{ours}"):
+                call(state)
+        last = advance(stranger, e, stranger.n_sites)
+        with pytest.raises(ContractError, match=f"finish: the state is one of {whose}.*{ours}"):
+            mixer.finish(last)
+    twin = copy.deepcopy(mixer)
+    twin.write(mixer.start(e), 0, e)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "others"),
+    [("attnres", {}, {"block_size": 2}), ("grn", {}, {"window": 1}), ("hyper", {"n": 2}, {"n": 3})],
+)
+def test_a_state_of_other_options(name, options, others, e):
+    one, two = (create_mixer(name, dim=DIM, n_blocks=2, **o) for o in (options, others))
+    with pytest.raises(ContractError, match=rf"read: the state is one of {name}\(.*and this mixer is {name}\("):
+        two.read(one.start(e), 0)
+
+
+@every_mixer
+def test_a_state_knows_its_mixer_after_a_round_trip_as_a_pytree(name, e):
+    state = make(name).start(e)
+    leaves, spec = pytree.tree_flatten(state)
+    with pytest.raises(ContractError, match="the state is one of"):
+        make(name, 3).read(pytree.tree_unflatten(leaves, spec), 0)

@@ -1,9 +1,12 @@
 """Options: what is wrong is said at once, with what would be right."""
 
+import json
+
+import numpy as np
 import pytest
 
 import depthmix
-from depthmix import OptionError, create_mixer
+from depthmix import Decoder, DecoderConfig, OptionError, create_mixer
 from depthmix.mixers import mixer_class
 from depthmix.mixers.attnres import AttnRes
 from depthmix.names import nearest
@@ -140,3 +143,29 @@ def test_list_mixers():
 
 def test_nothing_near_is_not_suggested():
     assert nearest("zzzz", ["attnres"]) == ""
+
+
+@pytest.mark.parametrize("kind", [np.int64, np.int32, np.uint8])
+def test_numbers_of_numpy_are_numbers(kind):
+    mixer = create_mixer("attnres", dim=kind(24), n_blocks=kind(2), block_size=kind(2), eps=np.float32(0.5))
+    assert (type(mixer.dim), type(mixer.n_blocks), type(mixer.chosen["block_size"])) == (int, int, int)
+    assert mixer.chosen["eps"] == 0.5
+    assert "block_size=2" in repr(mixer)
+    model = DecoderConfig(
+        vocab_size=kind(16),
+        dim=kind(8),
+        n_blocks=kind(2),
+        n_heads=2,
+        mixer_options={"block_size": kind(2)},
+        mixer="attnres",
+    )
+    json.dumps(Decoder(model).described(8))
+    with pytest.raises(OptionError, match="key_norm must be True or False, got 1"):
+        create_mixer("attnres", dim=24, n_blocks=2, key_norm=kind(1))
+    with pytest.raises(OptionError, match=r"dim must be an integer of at least 1, got array\(\[8\]\)"):
+        create_mixer("attnres", dim=np.array([8]), n_blocks=2)
+
+
+def test_options_that_are_no_dictionary():
+    with pytest.raises(OptionError, match=r"attnres: options must be a dictionary of names and values .* got None"):
+        DecoderConfig(vocab_size=16, dim=8, n_blocks=2, n_heads=2, mixer="attnres", mixer_options=None)

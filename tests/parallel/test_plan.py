@@ -20,6 +20,7 @@ from depthmix.parallel.plan.plan import plan
 from depthmix.parallel.plan.step import predict
 from depthmix.study.arms import parse_arm
 from project import ROOT
+from train import small
 
 SMALL = "--n-blocks 4 --dim 64 --n-heads 4 --batch-size 8 --seq-len 64 --arms residual attnres:block_size=4"
 MEASURED = {
@@ -158,7 +159,7 @@ def test_the_papers_model():
 
 
 def fails(argv, capsys):
-    code = main(["plan", *SMALL.split(), *argv.split()])
+    code = main(["plan", *small.overriding(SMALL.split(), argv.split())])
     shown = capsys.readouterr()
     assert code == 2
     assert shown.err.count("\n") == 1
@@ -180,6 +181,8 @@ def fails(argv, capsys):
         ("--layout dp=1,dp=1", "layout gives dp twice"),
         ("--layout virtual=2", "virtual=2 is for pipelines"),
         ("--gpus 7", "no layout of 7 GPUs can run this"),
+        ("--params nan", "params must be a finite number of at least 0, got nan"),
+        ("--params -1", "params must be a finite number of at least 0, got -1"),
         ("--active-params 1e9", "active_params is a part of params"),
         ("--figure pipeline.txt", "figure must end in .png, .svg or .pdf"),
         ("--n-heads 5", "n_heads must divide dim=64"),

@@ -100,6 +100,19 @@ def test_free_options_stay_free(run):
     assert go_on(run).read_recipe()["keep"] == 5
 
 
+def test_more_steps_are_another_recipe_where_they_change_the_schedule(tmp_path, run):
+    """What `train --steps` refuses, an editor cannot bring about either."""
+    edit(run, steps=90)
+    for reader in ("load", "resume"):
+        refused(lambda: READERS[reader](run), "steps is 90 and was 60")  # noqa: B023
+    folder = train(small.config(tmp_path / "rsqrt", schedule="rsqrt"))
+    edit(folder, steps=9)
+    assert READERS["load"](folder).step == 6
+    assert go_on(folder).read_metrics()[-1]["step"] == 9
+    edit(folder, steps=8)
+    refused(lambda: READERS["load"](folder), "steps is 8 and was 9")
+
+
 def test_checkpoints_of_another_run_are_refused(tmp_path, run):
     """Also of one with the same recipe and seed: its history is another."""
     other = train(dataclasses.replace(TrainConfig(**run.read_recipe()), out=str(tmp_path / "other"), steps=60))

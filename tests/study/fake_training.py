@@ -8,6 +8,9 @@ from pathlib import Path
 import yaml
 
 from depthmix.config import CompareConfig
+from depthmix.runs.code_checksums import code_of
+from depthmix.runs.code_record import record_code
+from depthmix.runs.folder import RunFolder
 from study.test_table import write_run
 from train import small
 
@@ -43,6 +46,7 @@ class Trainer:
         )
         (Path(config.out) / "recipe.yaml").write_text(yaml.safe_dump(asdict(config)))
         shutil.copy(Path(config.data) / "meta.json", Path(config.out) / "data.json")
+        record_code(RunFolder(config.out), 0, config.mixer, code_of(config.mixer))
 
     def measure_step_times(self, configs):
         self.measured.append([config.mixer for config in configs])

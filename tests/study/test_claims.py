@@ -105,6 +105,18 @@ def test_a_ratio_of_one_is_no_effect():
     assert judge(ratio, None) == NOT_MEASURED
 
 
+@pytest.mark.parametrize(
+    ("value", "low", "high", "text"),
+    [
+        (-0.012, -0.02, -0.0003, "-0.012 (-0.020 to -0.0003)"),
+        (-0.01, -0.02, -0.00002, "-0.010 (-0.020 to -0.00002)"),
+        (-0.0001, -0.2, 0.2, "+0.000 (-0.200 to +0.200)"),
+    ],
+)
+def test_an_end_beside_zero_says_on_which_side(value, low, high, text):
+    assert module._shown(Found(value, low, high, 3)) == text
+
+
 def test_a_contrast_is_taken_seed_by_seed_with_the_spread_of_all_arms():
     runs = [a_run("plain", 0, 4.0), a_run("plain", 1, 5.0), a_run("a", 0, 3.9), a_run("a", 1, 4.92)]
     runs += [a_run("b", 0, 3.99), a_run("b", 1, 4.97), a_run("c", 7, 1.0)]

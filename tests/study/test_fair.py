@@ -11,12 +11,13 @@ import torch
 from depthmix.config import StudyConfig
 from depthmix.errors import DISK, DIVERGED, INTERNAL, INTERRUPTED, USAGE
 from depthmix.mixers import base
-from depthmix.study import code, modules
+from depthmix.mixers.leaks import leak
+from depthmix.runs import code_checksums
+from depthmix.runs.code_checksums import _checksum, _files, _imports, _tree, changed_since, checksum
+from depthmix.study import modules
 from depthmix.study import study as module
 from depthmix.study.borrowed import known_of
-from depthmix.study.code import _checksum, _files, _imports, _tree, changed_since, checksum
 from depthmix.study.interval import student_t
-from depthmix.study.leaks import leak
 from depthmix.study.recipe import read_study
 from depthmix.study.records import Records, read_records
 from depthmix.study.rows import make_rows
@@ -321,7 +322,7 @@ def test_a_report_takes_over_what_another_study_has_made_since(training, tmp_pat
 def test_a_report_of_older_code_does_without_newer_runs(training, tmp_path, capsys, monkeypatch):
     path = studies.write(tmp_path, arms=["residual", "dca"], paper=None)
     with monkeypatch.context() as older:
-        older.setattr(code, "checksum", lambda path: "older")
+        older.setattr(code_checksums, "checksum", lambda path: "older")
         run(path, tmp_path, arms=["residual"])
     module.study(studies.config(studies.write(tmp_path, "first", arms=["dca"], paper=None), "docs/results/first"))
     for reason, count in ("", 2), ("nothing that matters", 4):

@@ -5,8 +5,8 @@ import pytest
 from depthmix import create_mixer, list_mixers
 from depthmix.errors import USAGE
 from depthmix.mixers import base
+from depthmix.runs.code_checksums import code_of
 from depthmix.study import modules
-from depthmix.study.code import code_of
 from depthmix.study.recipe import read_study
 from study import studies
 from train.refused import refused

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from depthmix import create_mixer, list_mixers
-from depthmix.errors import USAGE
+from depthmix.errors import USAGE, UserError
 from depthmix.runs.restore import model_config, vit_config
 from depthmix.study.pieces import in_order
 from depthmix.study.recipe import read_study
@@ -58,6 +58,28 @@ def test_an_arm_has_seeds_of_its_own_by_domain(tmp_path):
     assert planned[3:5] == [("code", "residual", 0), ("books", "residual", 1)]
     assert [p for p in planned if p[2] in (3, 7)] == [("code", "dca", 7), ("books", "mudd", 3), ("code", "mudd", 3)]
     assert len(planned) == 11
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        (
+            "question: Why?\nbase: ../plain.yaml\narms: [dca]\n",
+            ["base other/base.yaml is a study itself", "plain.yaml"],
+        ),
+        ("question: Why?\nset: {lr: 1}\n", ["is a study itself; base takes a recipe of training options"]),
+        ("stepz: 3\n", ["its base other/base.yaml has an unknown option 'stepz'; did you mean 'steps'?"]),
+        ("sets: {}\n", ["its base other/base.yaml has an unknown option 'sets'"]),
+    ],
+)
+def test_a_base_that_is_no_recipe_is_one_sentence(tmp_path, lines, words):
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "base.yaml").write_text(lines)
+    path = studies.write(tmp_path, base="other/base.yaml")
+    refused(lambda: read_study(str(path)), str(path), *words, code=USAGE)
+    with pytest.raises(UserError) as caught:
+        read_study(str(path))
+    assert len(str(caught.value)) < 250 + len(str(path))
 
 
 @pytest.mark.parametrize(
@@ -169,7 +191,8 @@ def test_the_code_of_studies_names_no_mechanism():
         "sheet",
         "pictures",
         "power",
-        "code",
+        "compare_code",
+        "../runs/code_checksums",
         "lanes",
         "sections",
         "claims",

@@ -14,6 +14,7 @@ from depthmix.config import CompareConfig, ReportConfig
 from depthmix.errors import CHECKPOINT, DISK, USAGE
 from depthmix.page import measure
 from depthmix.page.page import make_page
+from depthmix.runs.code_record import CODE
 from depthmix.runs.folder import RunFolder
 from depthmix.study.compare import affordable
 from depthmix.study.figures import MISSING, curve_over_seeds, draw_figures, plot
@@ -282,6 +283,27 @@ def test_seeds_of_one_recipe_are_one_row_and_other_recipes_are_not_compared(run)
     found = gather([run, unfinished])
     assert len(found.runs) == 1
     assert "has not finished" in found.notes[0]
+
+
+def test_runs_of_other_data_are_not_compared_and_other_code_is_said(run):
+    second = changed(run, "of-code", seed=1)
+    assert gather([run, second]).warnings == []
+    parts = json.loads((second / CODE).read_text())
+    parts[0]["files"]["models/layers.py"] = "of old"
+    (second / CODE).write_text(json.dumps(parts))
+    found = gather([run, second])
+    assert found.comparable
+    assert found.warnings == [
+        "These runs were made by different code (models/layers.py changed): a difference between them may come from that."
+    ]
+    (second / CODE).unlink()
+    (second / "data.json").write_text("{}")
+    found = gather([run, second])
+    assert not found.comparable
+    assert len(found.labels) == 2
+    assert found.warnings == [
+        "These runs were trained on data that was prepared differently, so their losses do not compare."
+    ]
 
 
 def test_a_comparison_is_reported_with_all_its_arms(tmp_path):

@@ -6,7 +6,7 @@ import shutil
 
 import yaml
 
-from depthmix.study import code
+from depthmix.runs import code_checksums
 from depthmix.study import study as module
 from study import studies
 from train import pictures, small
@@ -183,7 +183,7 @@ def test_a_study_of_images(tmp_path, monkeypatch):
     )
     assert run["result"]["images"] == 6 * 16
     assert 0 <= run["result"]["accuracy"] <= 1
-    text_code, own = code.code_of("dca"), code.code_of("dca", images=True)
+    text_code, own = code_checksums.code_of("dca"), code_checksums.code_of("dca", images=True)
     assert {"models/vit.py", "data/images.py"} <= own.keys() - text_code.keys()
     assert "models/decoder.py" in text_code.keys() - own.keys()
     assert own["train/task.py"] != text_code["train/task.py"]

@@ -10,7 +10,7 @@ import pytest
 
 from depthmix.cli import main
 from depthmix.errors import CHECKPOINT, DATA, DIVERGED, INTERNAL, INTERRUPTED, USAGE
-from depthmix.study import code
+from depthmix.runs import code_checksums
 from depthmix.study import study as module
 from depthmix.study.recipe import read_study
 from depthmix.study.records import read_records
@@ -286,8 +286,10 @@ def test_a_result_of_another_kind_of_device_is_refused(training, tmp_path):
 
 def changed_code(monkeypatch, *names):
     """As if files had other lines."""
-    real = code.checksum
-    monkeypatch.setattr(code, "checksum", lambda p: "changed" if code._name(p) in names else real(p))
+    real = code_checksums.checksum
+    monkeypatch.setattr(
+        code_checksums, "checksum", lambda p: "changed" if code_checksums._name(p) in names else real(p)
+    )
 
 
 def test_other_code_is_refused_until_somebody_says_why_not(training, tmp_path, monkeypatch):
@@ -475,7 +477,7 @@ def test_what_another_study_has_made_with_other_code_or_data_is_made_again(train
     assert "`depthmix study first.yaml --report`." in said  # which looks there
     training.made.clear()
     with monkeypatch.context() as changed:
-        changed.setattr(code, "checksum", lambda path: "other")
+        changed.setattr(code_checksums, "checksum", lambda path: "other")
         run(studies.write(tmp_path, arms=arms, paper=None), tmp_path)
         assert len(training.made) == 2
         path = studies.write(tmp_path, "third", arms=arms, paper=None, seeds=[0, 1, 2])

@@ -1,6 +1,7 @@
 """The table against run folders whose curves are known."""
 
 import csv
+import dataclasses
 import io
 import json
 import math
@@ -12,7 +13,7 @@ import pytest
 
 from depthmix.errors import CHECKPOINT, DIVERGED, UserError
 from depthmix.study.rows import Row, make_rows, reach, read_run
-from depthmix.study.table import from_csv, print_table, to_csv, to_markdown, to_text
+from depthmix.study.table import from_csv, plus_minus, print_table, to_csv, to_markdown, to_text
 from depthmix.study.verdict import verdict
 
 PLAIN = [6.0, 5.0, 4.5, 4.0]
@@ -112,6 +113,31 @@ def test_seeds_are_paired_and_the_spread_is_half_the_range(tmp_path):
     expected = [(1 + 1.0 / 1.1) / 2, (1 + 0.6 / 0.8) / 2, 1.0]
     assert row.tokens_to_reach == pytest.approx(sum(expected) / 3)
     assert (row.seeds, row.peak_memory) == (3, 2**31)
+
+
+@pytest.mark.parametrize(
+    ("value", "around", "text"),
+    [
+        (-0.1234, 0.0123, "-0.1234 ± 0.0123"),
+        (-0.00012, 0.00003, "-0.00012 ± 0.00003"),
+        (-1.79e-05, 4.11e-06, "-0.000018 ± 0.000004"),
+        (-0.1, 1e-8, "-0.1000 ± <0.0001"),
+        (-0.1, 4.4e-16, "-0.1000 ± 0.0000"),  # what is left of 4.0 - 3.9 and 4.01 - 3.91
+        (-0.00001, 0.0, "+0.0000 ± 0.0000"),
+        (-0.00001, None, "+0.0000"),
+        (0.0, 0.00005, "+0.0000 ± 0.0001"),
+        (None, 0.1, "–"),
+    ],
+)
+def test_a_spread_that_is_there_never_reads_as_nothing(value, around, text):
+    assert plus_minus(value, around, sign="+z") == text
+
+
+def test_accuracies_are_in_percent(tmp_path):
+    (row,) = rows_of(tmp_path, ("plain", {0: [5, 4.0]}, {}))
+    row = dataclasses.replace(row, accuracy=0.98515, accuracy_spread=0.0031)
+    assert "98.52% ± 0.31" in to_text([row])
+    assert "98.515% ± 0.003" in to_text([dataclasses.replace(row, accuracy_spread=0.00003)])
 
 
 def test_seeds_only_one_arm_has_do_not_enter_the_difference(tmp_path):

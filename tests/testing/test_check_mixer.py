@@ -121,7 +121,7 @@ def own_coefficient(self, state, site):
 
 MISTAKES = {
     "contract": ({"_read": lambda m, state, site: state.x[..., 1:]}, r"own must give tensors of shape \[2, 5, 24\]"),
-    "states": ({"_write": in_place}, "read or write at site 0 changes the state that it is given"),
+    "states": ({"_write": in_place}, "states: RuntimeError: read at site 0: own keeps a tensor .* changed in place"),
     "states, kept elsewhere": ({"_start": keep_on_module, "_finish": add_kept}, "something is kept elsewhere"),
     "causality": ({"_read": look_ahead}, "what a site reads of a token depends on tokens to come"),
     "locality": ({"_read": look_back}, "the read at site 0 of tokens without a batch differs"),

@@ -29,7 +29,9 @@ def fails(capsys, tmp_path, monkeypatch):
         places = {"data": small.data(), "corpus": small.corpus(), "tmp": tmp_path, **places}
         if "{run}" in line and "run" not in places:
             places["run"] = small.run().path
-        argv = [part.format(**places) for part in shlex.split(line)]
+        start = next((start for start in (TRAIN, COMPARE) if line.startswith(start)), "")
+        parts = small.overriding(shlex.split(start), shlex.split(line[len(start) :]))
+        argv = [part.format(**places) for part in parts]
         capsys.readouterr()
         found = main(argv)
         err = capsys.readouterr().err

@@ -128,6 +128,16 @@ def written(value) -> list[str]:
     return [",".join(written(v)) if isinstance(v, dict) else str(v) for v in several]
 
 
+def overriding(argv: list[str], more: list[str]) -> list[str]:
+    """A command line with more options, without those of its own that they give again."""
+    again = {word.partition("=")[0].replace("--no-", "--") for word in more if word.startswith("--")}
+    kept, keeps = [], True
+    for word in argv:
+        keeps = word.replace("--no-", "--") not in again if word.startswith("--") else keeps
+        kept += [word] if keeps else []
+    return [*kept, *more]
+
+
 @functools.cache
 def run() -> RunFolder:
     """A finished run of 60 steps, which has learned its lines somewhat."""

@@ -11,12 +11,12 @@ from depthmix.config import TrainConfig
 from depthmix.errors import USAGE
 from depthmix.mixers.decay import decays
 from depthmix.models import Decoder, DecoderConfig
+from depthmix.schedule import learning_rate
 from depthmix.train import optim
 from depthmix.train.optim import (
     Muon,
     build_optimizers,
     hidden_matrices,
-    learning_rate,
     load_optimizer_tensors,
     optimizer_tensors,
     set_learning_rate,

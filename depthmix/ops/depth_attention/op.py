@@ -35,8 +35,8 @@ def why_unsupported(sources: Sequence[Tensor], *, wide: bool, heads: int = 1) ->
 
 
 def power_of_two(n: int) -> int:
-    """The next one, or n itself."""
-    return 1 << (n - 1).bit_length()
+    """Return the next power of two, or n itself; torch.jit.trace has tensors for sizes."""
+    return 1 << (int(n) - 1).bit_length()
 
 
 def depth_attention(

@@ -90,9 +90,11 @@ def _check(config: PlanConfig) -> None:
     for name in OF_IMAGES:
         if getattr(config, name) != getattr(PlanConfig, name):
             raise UserError(f"plan: {name} is for images, and what is planned are decoders of text: leave it out")
+    if not 0 <= config.params < math.inf:
+        raise UserError(f"plan: params must be a finite number of at least 0, got {config.params:g}")
     if config.active_params and not config.params:
         raise UserError("plan: active_params is a part of params: give both")
-    if not 0 <= config.active_params <= config.params < math.inf:
+    if not 0 <= config.active_params <= config.params:
         raise UserError(f"plan: active_params must be from 0 to params={config.params:g}, got {config.active_params:g}")
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from depthmix import list_mixers
 from depthmix.mixers import mixer_class
-from depthmix.study.code import KERNELS, accepted, checksum, code_id, code_of, differences
+from depthmix.runs.code_checksums import KERNELS, accepted, checksum, code_id, code_of, differences
 
 SOURCE = '''"""What it is."""
 
@@ -21,10 +21,10 @@ def of(tmp_path, text, name="a.py"):
     path = tmp_path / name
     path.write_text(text)
     found = checksum(path)
-    from depthmix.study import code
+    from depthmix.runs import code_checksums
 
-    code._checksum.cache_clear()
-    code._tree.cache_clear()
+    code_checksums._checksum.cache_clear()
+    code_checksums._tree.cache_clear()
     return found
 
 

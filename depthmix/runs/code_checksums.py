@@ -16,6 +16,7 @@ import io
 import tokenize
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import CodeType, FunctionType
 from typing import Any
 
 import depthmix
@@ -48,6 +49,7 @@ COUNTS = (
     "train/task.py",
     "parallel/alone.py",
     "device.py",
+    "schedule.py",
 )
 # They look and check, or are for the other kind of data: no number of a study depends on them.
 SILENT = ("mixers/mixing.py", "mixers/options.py")
@@ -59,12 +61,46 @@ KERNELS = "kernels of "  # and a mechanism
 
 def code_of(mixer: str, images: bool = False) -> dict[str, str]:
     """{file: checksum} for runs with a mechanism, and one checksum of all the kernels they use."""
-    files = _files(Path(inspect.getfile(mixer_class(mixer))), images)
+    mechanism = mixer_class(mixer)
+    file = _file_of_class(mechanism)
+    files = _files(file, images)
     meaning = {_name(path): checksum(path) for path in files if not _is_kernel(path)}
+    if file is None:
+        meaning[f"the class {mechanism.__name__}"] = _checksum_of_class(mechanism)
     if images:
         meaning[TASK] = _checksum(PACKAGE / TASK, TASK_OF_IMAGES)
     kernels = hashlib.sha256("".join(checksum(path) for path in files if _is_kernel(path)).encode())
     return {**meaning, KERNELS + mixer: kernels.hexdigest()[:12]}
+
+
+def _file_of_class(mechanism: type) -> Path | None:
+    """Return the file that defines a class; None for one defined in a notebook or by `python -c`."""
+    try:
+        file = Path(inspect.getfile(mechanism))
+    except (OSError, TypeError):
+        return None
+    return file if file.is_file() else None
+
+
+def _checksum_of_class(mechanism: type) -> str:
+    """Hash the compiled methods of a class whose source is in no file."""
+    found = hashlib.sha256()
+    for name, value in sorted(vars(mechanism).items()):
+        function = getattr(value, "__func__", getattr(value, "fget", value))
+        if isinstance(function, FunctionType):
+            found.update(repr((name, function.__defaults__, function.__kwdefaults__)).encode())
+            _hash_bytecode(function.__code__, found)
+    return found.hexdigest()[:12]
+
+
+def _hash_bytecode(code: CodeType, found: Any) -> None:
+    constants = [c for c in code.co_consts if not isinstance(c, CodeType)]
+    # Sorted, because the order within a frozenset differs between processes.
+    plain = [sorted(map(repr, c)) if isinstance(c, frozenset) else repr(c) for c in constants]
+    found.update(repr((code.co_code.hex(), code.co_names, code.co_varnames, plain)).encode())
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            _hash_bytecode(inner, found)
 
 
 def file_of_its_own(mixer: str) -> Path | None:
@@ -122,9 +158,9 @@ def _is_kernel(path: Path) -> bool:
 
 
 @functools.cache
-def _files(mechanism: Path, images: bool) -> list[Path]:
+def _files(mechanism: Path | None, images: bool) -> list[Path]:
     roots = [OF_IMAGES.get(root, root) if images else root for root in ROOTS]
-    found = _closure([mechanism, *(PACKAGE / root for root in roots)])
+    found = _closure([*([mechanism] if mechanism else []), *(PACKAGE / root for root in roots)])
     silent = (*SILENT, *(SILENT_FOR_IMAGES if images else SILENT_FOR_TEXT))
     return sorted(path for path in found if _name(path) not in silent)
 

@@ -1,0 +1,57 @@
+"""More steps for a run that is there: allowed where the learning rate of no step already made would have been another."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from depthmix.config import TrainConfig
+from depthmix.errors import CHECKPOINT, UserError
+from depthmix.runs.checkpoint import list_checkpoints
+from depthmix.runs.folder import RECIPE, RunFolder
+from depthmix.runs.restore import read_train_config
+from depthmix.schedule import first_changed_step
+
+
+def can_take_more_steps(path: Path, config: TrainConfig) -> bool:
+    """Return whether a folder holds a run that `config` only gives more steps to; what else it changes is not looked at.
+
+    Raises:
+        UserError: The schedule of the steps made so far depends on how many there are to be, or no checkpoint is left.
+    """
+    if not (path / RECIPE).is_file():
+        return False
+    folder = RunFolder.open(path)
+    then = read_train_config(folder)
+    if config.steps <= then.steps or config.schedule != then.schedule or not folder.has_begun():
+        return False
+    newest = next(iter(list_checkpoints(folder.checkpoints)), None)
+    if newest is None:
+        if folder.has_result():
+            what = f"{path} has no checkpoint any more, so its {then.steps} steps cannot become {config.steps}"
+            raise UserError(f"{what}; put one back from a copy, or choose another folder", CHECKPOINT)
+        return True  # it starts over
+    made = int(newest.name.rpartition("-")[2])
+    changed = first_changed_step(then, dataclasses.replace(then, steps=config.steps), made)
+    if changed is not None:
+        what = f"{path} has made {made} steps of a {then.schedule} schedule over {then.steps}"
+        why = f"over {config.steps} its learning rate would have been another from step {changed + 1} on"
+        rule = "only rsqrt, and wsd before its decay, go on without a break"
+        advice = f"start another run from its weights, with --init {path} and another --out"
+        raise UserError(f"{what}, and {why}: {rule}; {advice}", CHECKPOINT)
+    return True
+
+
+def set_result_aside(folder: RunFolder, config: TrainConfig) -> None:
+    """Let a finished run go on where it is to make more steps; its result stays in the folder under another name.
+
+    The caller holds the folder's lock.
+    """
+    if not folder.has_result():
+        return
+    made = folder.read_result().get("steps")
+    if isinstance(made, int) and made < config.steps:
+        # In this order: after a kill in between, the run is one of `made` steps that has not written its result yet.
+        folder.set_result_aside(made)
+        folder.record_steps(config.steps)
+        folder.log(f"goes on after {made} steps, to {config.steps}; the result so far is in result-at-{made}.json")
