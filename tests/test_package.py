@@ -86,15 +86,6 @@ def test_no_text_says_to_install_from_an_index():
     assert [str(path) for path in [*files, ROOT / "README.md"] if said.search(path.read_text(errors="replace"))] == []
 
 
-def test_no_file_is_long():
-    long = {
-        str(p.relative_to(ROOT)): n
-        for p in (ROOT / "depthmix").rglob("*.py")
-        if (n := len(p.read_text().splitlines())) > 500
-    }
-    assert not long
-
-
 CALLED_AND_IMPORTED = """
 import depthmix, inspect
 before = depthmix.train
