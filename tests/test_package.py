@@ -87,6 +87,19 @@ def test_no_text_says_to_install_from_an_index():
     assert [str(path) for path in [*files, ROOT / "README.md"] if said.search(path.read_text(errors="replace"))] == []
 
 
+CALLED_AND_IMPORTED = """
+import depthmix, inspect
+before = depthmix.train
+import depthmix.train.loop
+assert depthmix.train is before and depthmix.train.loop.train
+assert list(inspect.signature(depthmix.train).parameters) == ["config", "on_step"]
+try:
+    depthmix.train({})
+except depthmix.UserError as error:
+    print(error)
+"""
+
+
 def test_train_is_a_function_and_a_package_whatever_was_imported_first():
     assert forking.python(CALLED_AND_IMPORTED).stdout == "train takes a depthmix.TrainConfig, got dict\n"
 
