@@ -422,8 +422,16 @@ RECORDED = {"train": of_run}
 def of_the_machine(error: BaseException) -> str:
     """What a user can do about an error of torch; nothing for one that nobody foresaw."""
     text = str(error)
-    words = ("out of memory", "not enough memory", "can't allocate memory", "cannot allocate memory", "bad_alloc")
-    words += ("size calculation overflowed", "failed to map segment", "status_alloc_failed")
+    words = [
+        "out of memory",
+        "not enough memory",
+        "can't allocate memory",
+        "cannot allocate memory",
+        "bad_alloc",
+        "size calculation overflowed",
+        "failed to map segment",
+        "status_alloc_failed",
+    ]
     if isinstance(error, MemoryError) or any(w in text.lower() for w in words):
         return "out of memory: use a smaller model, batch_size, micro_batch_size or seq_len, or checkpoint_activations"
     if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
