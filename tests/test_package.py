@@ -24,6 +24,7 @@ LAYERS = {
     "ownership": 2,
     "yaml_numbers": 1,
     "ops": 0,
+    "randomness": 0,
     "mixers": 1,
     "models": 2,
     "insight": 3,
@@ -33,7 +34,6 @@ LAYERS = {
     "values": 3,
     "schedule": 4,
     "device": 3,
-    "randomness": 3,
 }
 LAYERS |= {"data": 4, "runs": 5, "train": 6, "page": 7, "study": 8, "testing": 9, "api": 10}
 

@@ -18,9 +18,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from depthmix.mixers.base import Mixer, create_mixer, list_mixers, mixer_class
 from depthmix.mixers.options import OptionError
 from depthmix.mixers.trial import NARROW, reads_and_end, stir
+from depthmix.randomness import OwnRandom
 
 PACKAGE = Path(__file__).parents[1]
 ROWS, TOKENS = 2, 32
+CPU = torch.device("cpu")
 EMPTY = {
     torch.ops.aten.empty.memory_format,
     torch.ops.aten.empty_like.default,
@@ -51,7 +53,7 @@ def leak(name: str, options: Mapping[str, Any], dim: int, n_blocks: int, tokens_
     """
     if not _is_own(name):
         return None
-    with torch.random.fork_rng(devices=()):  # a run draws what it would draw without the trial
+    with OwnRandom(0, CPU).building():  # a run draws what it would draw without the trial, in other threads too
         for width in sorted({min(dim, NARROW), dim}):
             try:
                 with FreshMemoryOfNan():
@@ -94,7 +96,7 @@ def find_leak(mixer: Mixer, tokens_too: bool) -> str | None:
     x = torch.randn(ROWS, TOKENS, mixer.dim, generator=random, dtype=torch.float64)
 
     def read(x: Tensor) -> list[Tensor]:
-        with torch.no_grad(), torch.random.fork_rng(devices=()):  # the same chance each time
+        with torch.no_grad(), OwnRandom(0, CPU).building():  # the same chance each time
             return reads_and_end(mixer, x)
 
     before = read(x)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from depthmix.mixers.base import Mixer
+from depthmix.randomness import OwnRandom
 
 NARROW = 24  # channels, enough to tell functions apart
 
@@ -13,8 +14,7 @@ NARROW = 24  # channels, enough to tell functions apart
 def stir(mixer: Mixer, random: torch.Generator) -> list[Tensor]:
     """Move every parameter, in fp64, away from its start, also those that start at zero; return how they start."""
     mixer.double()
-    with torch.random.fork_rng(devices=()):
-        torch.manual_seed(0)
+    with OwnRandom(0, torch.device("cpu")).building():
         mixer.reset_parameters()
     start = [p.detach().clone() for p in mixer.parameters()]
     with torch.no_grad():
