@@ -89,7 +89,7 @@ def llama_of(model: Decoder) -> Any:
     )
     with model.embedding.weight.device:
         llama = LlamaForCausalLM(config)
-    llama.load_state_dict({_name(n): w for n, w in model.state_dict().items()})
+    llama.load_state_dict({_name(n): w for n, w in model.named_parameters()})
     return llama.to(model.embedding.weight.dtype).eval().requires_grad_(False)
 
 

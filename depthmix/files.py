@@ -118,6 +118,8 @@ def remedy(error: OSError) -> str:
         return f"free memory or raise its limit, {again}"
     if error.errno in (errno.EMFILE, errno.ENFILE):
         return f"raise the limit of open files (ulimit -n), {again}"
+    if error.errno == errno.ENAMETOOLONG:
+        return f"choose a shorter name, {again}"
     return f"make it writable, {again}"
 
 

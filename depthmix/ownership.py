@@ -25,7 +25,7 @@ PART = 4096  # bytes at either end of a file in which such a mark lies
 # What a run's folder holds, or may hold later: nothing of another command gets such a name there.
 RUN_FILES = {
     RECIPE, ENVIRONMENT, "metrics.jsonl", "speed.jsonl", "dynamics.jsonl", "log.txt", "result.json", "tokenizer.json", ".lock",
-    "wandb.json", "data.json", "insight.json", "config.json", "generation_config.json", "tokenizer_config.json",
+    "wandb.json", "code.json", "data.json", "insight.json", "config.json", "generation_config.json", "tokenizer_config.json",
     "model.safetensors.index.json", "modeling_depthmix.py",
 }  # fmt: skip
 RUN_FOLDERS = {"checkpoints", "ranks", "tensorboard"}

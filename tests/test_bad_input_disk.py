@@ -17,7 +17,7 @@ fails = bad.fails
         ("train", "f/run", DISK, "f/run cannot be written: f is a file; choose another folder"),
         ("train", "full", CHECKPOINT, "is not a run folder (it holds mine.txt and no recipe.yaml)"),
         ("train", "/proc/run", DISK, "Could not write /proc/run"),
-        ("train", "x" * 300, CHECKPOINT, "file name too long"),
+        ("train", "x" * 300, DISK, "File name too long; choose a shorter name"),
         ("compare --arms residual", "f", CHECKPOINT, "f is a file; choose a folder"),
         ("compare --arms residual", "f/run", DISK, "f/run cannot be written: f is a file; choose another folder"),
         ("compare --arms residual", "/proc/run", DISK, "/proc/run"),

@@ -19,7 +19,7 @@ from train.refused import refused
 def folder(tmp_path, monkeypatch):
     """A copy that counts as left alone, as if it had been made long ago."""
     monkeypatch.setattr(integrity, "SETTLED", -(10**12))
-    return shutil.copytree(small.data(), tmp_path / "data")
+    return shutil.copytree(small.data(), tmp_path / "data", ignore=shutil.ignore_patterns(VERIFIED))
 
 
 @pytest.fixture

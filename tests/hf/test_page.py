@@ -53,7 +53,8 @@ def test_the_page_on_retrofit(tmp_path, monkeypatch, capsys):
     assert len(commands) == 5
     for command in commands:
         more = "" if command.startswith("depthmix retrofit") else SMALL
-        assert main(shlex.split(f"{command.removesuffix(' --seeds 1 2 3')} {more}")[1:]) == 0, command
+        words = shlex.split(command.removesuffix(" --seeds 1 2 3"))[1:]
+        assert main(small.overriding(words, more.split())) == 0, command
     out = capsys.readouterr().out
     assert out.count("attnres: the logits changed by") == 2
     assert out.count("validation loss") == 3

@@ -123,7 +123,7 @@ CASES = [
     (TRAIN + "{foreign} --mixer rezero", USAGE, "rezero", "does not begin as the plain residual"),
     (TRAIN + "{foreign} --dim 16", USAGE, "dim is 16 and that of the model in {foreign} is 32"),
     (TRAIN + "{foreign} --mixer attnres --mixer-options heads=5", USAGE, "heads must divide dim=32"),
-    (TRAIN + "{foreign} --seq-len 4096", USAGE, "seq_len must be at most 2048"),
+    (TRAIN.replace("--seq-len 32", "--seq-len 4096") + "{foreign}", USAGE, "seq_len must be at most 2048"),
     (TRAIN + "{foreign} --parallel dp=1", USAGE, "that in {foreign} is Hugging Face's: train it in one process"),
     (TRAIN.replace("{data}", "{other}") + "{foreign}", DATA, "other tokens"),
     (TRAIN + "{small}", DATA, "has 300 entries", "61"),

@@ -168,7 +168,8 @@ def test_a_run_in_which_one_process_hangs_ends_with_the_stacks_of_all(workers, t
     assert "Traceback" not in "".join(output for _, output, _ in found)
     *warnings, last = said(found)
     assert all(line.startswith("depthmix: rank 0: warning: no progress for ") for line in warnings)
-    for line in (*warnings, last):
+    # On a busy machine there may be warnings of a slow start before the one that counts.
+    for line in (warnings[-1], last):
         assert "rank 1 of 2 hangs in step 6, at never in commands.py:" in line
     assert f"the stacks of all processes are in {out}/log.txt and {out}/ranks" in last
     logs = [(out / name).read_text() for name in ("log.txt", "ranks/rank-00001.txt")]

@@ -48,6 +48,6 @@ def test_training_evaluation_and_generation_need_no_float64(mixer):
         token_losses(model, batch).mean().backward()
         torch.optim.AdamW(model.parameters(), lr=0.1).step()
         Muon([p for p in model.sublayers.parameters() if p.ndim == 2], lr=0.1).step()
-        evaluation = evaluate(model, [batch], CPU, "auto", 1.0)
+        evaluation = evaluate(model, {"": [batch]}, CPU, "auto", 1.0)
         list(generate_tokens(model, [1, 2], 2, 0.8, 0.9, 0, None))
     assert evaluation.tokens == 6
