@@ -16,10 +16,6 @@ from depthmix.errors import CHECKPOINT, DATA, USAGE, UserError
 from depthmix.files import is_plain_file
 
 RECIPE, ENVIRONMENT, META = "recipe.yaml", "environment.json", "meta.json"  # what a run's folder and prepared data have
-MADE, COMMANDS = (
-    "Made by `{}`",
-    ("depthmix study --claims", "python -m depthmix.study.theory"),
-)  # in the beginning of texts
 DRAWN = "drawn by depthmix"  # in the metadata of every figure
 PART = 4096  # bytes at either end of a file in which such a mark lies
 # What a run's folder holds, or may hold later: nothing of another command gets such a name there.
@@ -88,8 +84,7 @@ def check_replaceable(path: Path, kind: str) -> None:
 
     Args:
         path: the file that a command would write.
-        kind: "inspection" (the JSON of `depthmix inspect`), "page" (a report's HTML), "figure" (.png, .svg or .pdf) or "text" (a
-            page of claims or of the theory's numbers).
+        kind: "inspection" (the JSON of `depthmix inspect`), "page" (a report's HTML) or "figure" (.png, .svg or .pdf).
 
     Raises:
         UserError: naming the file and what is in its place.
@@ -126,11 +121,7 @@ def _is_figure(path: Path) -> bool:
     return any(DRAWN.encode() in _part(path, whence) for whence in (os.SEEK_SET, os.SEEK_END))
 
 
-def _is_text(path: Path) -> bool:
-    return any(MADE.format(command).encode() in _part(path, os.SEEK_SET) for command in COMMANDS)
-
-
-_WRITTEN = {"inspection": _is_inspection, "page": _is_page, "figure": _is_figure, "text": _is_text}
+_WRITTEN = {"inspection": _is_inspection, "page": _is_page, "figure": _is_figure}
 
 
 def _part(path: Path, whence: int) -> bytes:

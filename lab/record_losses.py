@@ -68,7 +68,7 @@ def losses(name: str, options: dict[str, Any], device: torch.device) -> list[str
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        found.append(loss.item().hex())
+        found.append(float(loss).hex())
     return found
 
 

@@ -18,6 +18,9 @@ PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
     ROOT / "benchmarks" / "README.md",
+    ROOT / "lab" / "README.md",
+    ROOT / "lab" / "LOG.md",
+    ROOT / "lab" / "theory" / "README.md",
     *sorted((ROOT / "docs").glob("*.md")),
 ]
 MECHANISMS = (ROOT / "docs" / "mechanisms.md").read_text()
@@ -67,7 +70,7 @@ def test_links_and_paths_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#:]+)\)", text):
         assert (page.parent / target).exists(), target
     for path in re.findall(
-        r"`((?:benchmarks|corpora|depthmix|docs|examples|recipes|tests|tools)/[\w./=-]*)(?:::\w+)?`", text
+        r"`((?:benchmarks|corpora|depthmix|docs|examples|lab|recipes|tests|tools)/[\w./=-]*)(?:::\w+)?`", text
     ):
         assert (ROOT / path).exists(), path
 
@@ -90,13 +93,13 @@ def test_the_layout_in_contributing_is_the_layout():
         for name in re.findall(r"[\w/]+(?:\.py\b|/)", words):
             assert any(folder.rglob(name.rstrip("/"))) or (ROOT / name).exists(), (path, name)
     packages = {f"depthmix/{p.parent.name}/" for p in (ROOT / "depthmix").glob("*/__init__.py")}
-    assert packages | {"benchmarks/", "docs/", "examples/", "recipes/", "tests/", "tools/"} <= set(lines)
+    assert packages | {"benchmarks/", "docs/", "examples/", "lab/", "recipes/", "tests/", "tools/"} <= set(lines)
 
 
 def test_the_page_on_speed_quotes_its_result_files():
     """Every line of the step table, and every ratio and share in the page's other tables, is one of the committed results."""
     page = (ROOT / "docs" / "speed.md").read_text()
-    results = "\n".join(f.read_text() for f in sorted((ROOT / "docs" / "results" / "h200").glob("*.md")))
+    results = "\n".join(f.read_text() for f in sorted((ROOT / "benchmarks" / "results" / "h200").glob("*.md")))
     steps = [line for line in page.splitlines() if line.startswith("|") and "tokens | " in line]
     assert len(steps) == 24
     assert set(steps) <= set(results.splitlines())
@@ -110,7 +113,7 @@ def test_the_page_on_speed_quotes_its_result_files():
 def test_the_page_on_speed_says_how_long_first_calls_take():
     """The slowest kernel's, and the slowest stack's."""
     page = (ROOT / "docs" / "speed.md").read_text()
-    results = (ROOT / "docs" / "results" / "h200" / "kernels.md").read_text()
+    results = (ROOT / "benchmarks" / "results" / "h200" / "kernels.md").read_text()
     kernels = re.findall(r"^\| each kernel, .* \| ([\d.]+) \(", results, re.M)
     stacks = re.findall(r"^\| (?:Full|Block) stack, forward\+backward, .* \| ([\d.]+) \|$", results, re.M)
     said = re.search(r"first call of a kernel takes ([\d.]+) s at most, .* of a stack, .*, ([\d.]+) s\.", page)
@@ -121,7 +124,7 @@ def test_the_readme_quotes_the_page_of_results():
     """Every gain of its table is in that page's row of the rule, every ratio of steps in the study's own table."""
     page = (ROOT / "docs" / "results.md").read_text().splitlines()
     own = {row.split(" | ")[0]: row for row in reversed(page) if row.startswith("| ")}  # of its first table
-    study = (ROOT / "docs" / "results" / "wall-clock" / "table.md").read_text()
+    study = (ROOT / "lab" / "results" / "wall-clock" / "table.md").read_text()
     quoted = [line for line in README.splitlines() if line.startswith("| ") and " seeds | " in line]
     assert len(quoted) == 4
     for line in quoted:
@@ -139,7 +142,7 @@ def test_the_pages_agree_on_how_long_the_demo_takes():
 
 
 def test_the_findings_quote_what_was_measured():
-    found = runpy.run_path(str(ROOT / "tools" / "findings.py"))["table"](ROOT / "docs/results/gutenberg-54m-inside")
+    found = runpy.run_path(str(ROOT / "lab" / "findings.py"))["table"](ROOT / "lab/results/gutenberg-54m-inside")
     assert found in (ROOT / "docs" / "findings.md").read_text()
 
 

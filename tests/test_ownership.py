@@ -7,14 +7,10 @@ import pytest
 
 from depthmix.cli import main
 from depthmix.errors import CHECKPOINT, DATA, DISK, USAGE
-from depthmix.ownership import COMMANDS, RUN_FILES, check_replaceable
+from depthmix.ownership import RUN_FILES, check_replaceable
 from depthmix.runs import folder as runs
-from depthmix.study.results_page import write_claims
-from depthmix.study.theory import __main__ as theory
-from project import ROOT
 from train import bad, small
 from train.bad import COMPARE, TRAIN, table
-from train.refused import refused
 
 fails = bad.fails
 
@@ -84,21 +80,6 @@ def test_a_report_leaves_the_figures_of_others_alone(fails, tmp_path):
     fails(f"{REPORT} --out {tmp_path / 'r.html'}", USAGE, "loss-tokens.svg exists and is no figure of depthmix's")
     assert (tmp_path / "figures" / "loss-tokens.svg").read_text() == "<svg>mine</svg>"
     assert not (tmp_path / "r.html").exists()
-
-
-def test_pages_of_claims_and_of_the_theory(tmp_path):
-    """A text of the user's under the same name is left alone; one that says which command made it is written again."""
-    for command in COMMANDS:
-        (tmp_path / "x.md").write_text(f"# Found\n\nMade by `{command}` from results.\n")
-        check_replaceable(tmp_path / "x.md", "text")
-    (tmp_path / "x.md").write_text("mine")
-    words = "x.md exists and is no text of depthmix's, so it is left alone"
-    refused(lambda: check_replaceable(tmp_path / "x.md", "text"), words, code=USAGE)
-    claims = ROOT / "docs" / "results" / "claims.yaml"
-    refused(lambda: write_claims(claims, tmp_path / "x.md"), words, code=USAGE)
-    (tmp_path / "x.md").rename(tmp_path / "numbers.md")
-    assert theory.main(["--out", str(tmp_path)]) == USAGE
-    assert (tmp_path / "numbers.md").read_text() == "mine"
 
 
 STUDY = "question: which\nseeds: [0]\nset: {{dim: 16, n_blocks: 1, n_heads: 2, seq_len: 16, batch_size: 4, steps: 3, warmup: 1}}\ndata: {data}\narms: [residual, rezero]\n"

@@ -31,11 +31,10 @@ def make_run(
     mark: str,
     environment: Mapping[str, Any],
     stop: Callable[[float], bool],
-    lanes: int = 1,
 ) -> Outcome:
     """Train, and say what was found; a training that diverges is a result, and one arm that cannot run is an error in words.
 
-    mark: of the data; lanes: how many runs share the machine, and so its time and memory.
+    mark: of the data.
     """
     from depthmix.train.brief import train_briefly
 
@@ -50,7 +49,6 @@ def make_run(
         "data": mark,
         "code": code_id(table),
         "environment": {**environment, "started": time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime())},
-        **({"lanes": lanes} if lanes > 1 else {}),
     }
     try:
         result = train_briefly(piece.config, data, label=piece.title, stop=stop)

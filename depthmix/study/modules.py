@@ -35,18 +35,6 @@ def load_modules(folder: Path, said: Any, source: str) -> list[Path]:
     return files
 
 
-def loaded() -> tuple[Path, ...]:
-    """The files loaded so far."""
-    return tuple(_loaded)
-
-
-def load_too(files: tuple[Path, ...]) -> None:
-    """What another process has loaded, here too."""
-    for file in files:
-        if file not in _loaded:
-            _load(file, str(file))
-
-
 def _files(folder: Path, text: str, source: str) -> list[Path]:
     path = (folder / text).resolve()
     if path.is_file() and path.suffix == ".py":

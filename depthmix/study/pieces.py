@@ -68,22 +68,20 @@ def at_equal_time(config: TrainConfig, first: float, own: float) -> TrainConfig:
     return dataclasses.replace(config, steps=steps, warmup=warmup, eval_every=every)
 
 
-def predicted(piece: Piece, runs: Sequence[Mapping[str, Any]], device_name: str, lanes: int = 1) -> float:
-    """Seconds that a run will take, from those finished on the same device; 0 where nothing is known.
-
-    lanes: how many runs share the device; a GPU that one fills gives each of several its part.
-    """
+def predicted(piece: Piece, runs: Sequence[Mapping[str, Any]], device_name: str) -> float:
+    """Return the seconds that a run will take, from those finished on the same device; 0 where nothing is known."""
     here = [r for r in runs if "result" in r and r["environment"].get("device_name") == device_name]
     cell = [r for r in here if (r["domain"], r["size"]) == (piece.cell.domain, piece.cell.size)]
-    own = [_wall(r, lanes) for r in cell if r["arm"] == piece.arm.label]
+    own = [_wall(r) for r in cell if r["arm"] == piece.arm.label]
     if own:
         return statistics.median(own)  # the first of a process compiles, too
-    others = [_wall(r, lanes) / r["result"]["steps"] for r in cell]
+    others = [_wall(r) / r["result"]["steps"] for r in cell]
     return FIRST_TIME * statistics.median(others) * piece.config.steps if others else 0.0
 
 
-def _wall(run: Mapping[str, Any], lanes: int) -> float:
-    return float(run["result"]["wall_seconds"]) * lanes / run.get("lanes", 1)
+def _wall(run: Mapping[str, Any]) -> float:
+    # Earlier versions let several runs (`lanes`) share a GPU.
+    return float(run["result"]["wall_seconds"]) / run.get("lanes", 1)
 
 
 class Deadline:

@@ -5,8 +5,9 @@
     {"kind": "accept", "reason": …, "files": {file: [checksums]}}   which versions of it may be mixed
     {"kind": "step_times", "domain": …, "size": …, "seconds": {arm: seconds}}   at equal time
 
-A run that diverged has `diverged`, a sentence, in the place of its result; one that shared its machine has `lanes`, how many
-there were at once, and its times and memory are no costs; one that another study made has `from`, its name. Images are counted in the place of tokens. The file is written whole after every run.
+A run that diverged has `diverged`, a sentence, in the place of its result; one that shared its GPU with others, as
+earlier versions could, has `lanes`, their number, and its times and memory are no costs; one that was taken over from another study has
+`from`, its name. Images are counted instead of tokens. The file is written whole after every run.
 """
 
 from __future__ import annotations

@@ -7,13 +7,10 @@ from __future__ import annotations
 
 import functools
 import math
-import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from depthmix.config import StudyConfig, TrainConfig
 from depthmix.data.images import ImageData
@@ -24,11 +21,8 @@ from depthmix.files import check_writable
 from depthmix.names import nearest
 from depthmix.ownership import check_foreign_files, check_new_folder
 from depthmix.runs.environment import environment
-from depthmix.study.borrowed import borrow, known_of
 from depthmix.study.checks import check_code, check_pieces, check_runs, data_mark
-from depthmix.study.lanes import Place, run_in_lanes
 from depthmix.study.making import Outcome, in_words, make_run
-from depthmix.study.modules import loaded
 from depthmix.study.pictures import DIFFERENCES, LAWS, LOSSES
 from depthmix.study.pieces import Deadline, Piece, in_order, predicted
 from depthmix.study.recipe import Cell, Study, StudyArm, read_study
@@ -51,15 +45,6 @@ def study(config: StudyConfig, *, begun: float | None = None) -> Records:
     """
     if not 0 <= config.minutes < math.inf:
         raise UserError(f"study: minutes must be a number, and at least 0, got {config.minutes:g}")
-    if config.lanes < 1:
-        raise UserError(f"study: lanes must be at least 1, got {config.lanes}")
-    if config.claims:
-        from depthmix.study.results_page import write_claims
-
-        page = write_claims()
-        if not config.quiet:
-            print(f"Claims: {page}")
-        return Records()
     said = read_study(config.study, config.data)
     check_part(said, config)
     usual = RESULTS / said.name
@@ -78,7 +63,6 @@ def study(config: StudyConfig, *, begun: float | None = None) -> Records:
         pieces, used = planned(said, records, config, out), chosen(said, records.runs)
         check_runs(used, pieces, {}, None)
         check_code(said, records, used, [], config.accept_code)
-        records = with_others(said, records, pieces, config.accept_code, say)
         _finish(said, records, out, say, figures=True)
     else:
         Worker(said, config, records, out, say, begun).run()
@@ -104,41 +88,6 @@ def check_part(said: Study, config: StudyConfig) -> None:
         raise UserError(f"study {said.name} has no run with these arms, sizes, seeds and data together")
 
 
-def with_others(
-    said: Study, records: Records, pieces: Iterable[Piece], reason: str, say: Callable[[str], None]
-) -> Records:
-    """The records and what other studies have made since; without it where that is of other code, for which nobody gives a reason."""
-    known, more, found = known_of(chosen(said, records.runs)), Records(list(records.lines)), list[str]()
-    take_over(said, more, [p for p in pieces if p.cell.domain in known[0]], *known, bool(reason), found.append)
-    try:
-        check_code(said, more, chosen(said, more.runs), [], reason)
-    except UserError as error:
-        say(f"Nothing is taken from other studies: {error}")
-        return records
-    for sentence in found:
-        say(sentence)
-    return more
-
-
-def take_over(
-    said: Study,
-    records: Records,
-    pieces: Iterable[Piece],
-    marks: Mapping[str, str],
-    device: str,
-    images: Iterable[str],
-    any_code: bool,
-    say: Callable[[str], None],
-) -> None:
-    """Of the pieces that are missing, what other studies have made; at equal time a run's steps are this study's own."""
-    if said.budget == "time":
-        return
-    missing = _missing(pieces, records)
-    for piece, lines in borrow(missing, RESULTS, RESULTS / said.name, marks, device, images, any_code, say):
-        say(f"{piece.title}: made by {lines[-1]['from']}.")
-        records.add(*lines)
-
-
 def _missing(pieces: Iterable[Piece], records: Records) -> list[Piece]:
     done = {(r["arm"], r["domain"], r["size"], r["seed"]) for r in records.runs}
     return [piece for piece in pieces if piece.key not in done]
@@ -160,7 +109,7 @@ def planned(said: Study, records: Records, config: StudyConfig, out: Path) -> li
     times: dict[tuple[str, str], dict[str, float]] = {}
     for line in records.of("step_times"):
         times.setdefault((line["domain"], line["size"]), line["seconds"])
-    return in_order(said, config.device, str(out), config.quiet or config.lanes > 1, times)
+    return in_order(said, config.device, str(out), config.quiet, times)
 
 
 class Worker:
@@ -197,9 +146,6 @@ class Worker:
             if self.study.budget == "time":
                 self._measure(signal)
             pieces = self._planned()
-            any_code = bool(self.config.accept_code)  # which is then kept with the files that differ
-            known = self.marks, self.device.type, self.images, any_code
-            take_over(self.study, self.records, pieces, *known, self.say)
             used, missing = chosen(self.study, self.records.runs), _missing(pieces, self.records)
             check_runs(used, pieces, self.marks, self.device.type)
             check_pieces(self.study, missing, self.data)
@@ -211,7 +157,7 @@ class Worker:
             self.asked = {piece.key for piece in self.queue}
             if self.queue:
                 check_writable(self.out)  # before a run is made that could not be kept
-            (self._in_lanes if self.config.lanes > 1 else self._alone)(signal)
+            self._run_queue(signal)
             missing = _missing(pieces, self.records)
             if self.study.step_times and not self._asked_for(missing) and not signal.requested:
                 self._measure(signal)
@@ -250,8 +196,8 @@ class Worker:
         settings = [said.settings, *(cell.settings for cell in said.cells), *(arm.settings for arm in said.arms)]
         return any(s.get("compile", "off") != "off" for s in settings)
 
-    def _alone(self, signal: Any) -> None:
-        """One run after the other, in this process."""
+    def _run_queue(self, signal: Any) -> None:
+        """Run one piece after the other until the queue is empty or a signal comes."""
         while not signal.requested and (task := self._take()):
             piece, evaluating = task
 
@@ -266,29 +212,11 @@ class Worker:
             else:
                 self._keep(piece, outcome)
 
-    def _in_lanes(self, signal: Any) -> None:
-        """Several runs at once, in processes of their own."""
-        place = Place(
-            lanes=min(self.config.lanes, len(self.queue)),
-            folders=self.study.domains,
-            marks=self.marks,
-            environment=self.environment,
-            deadline=self.deadline,
-            compiles=self._compiles(),
-            threads=torch.get_num_threads(),
-            modules=loaded(),
-        )
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        if self.device.type == "cpu" and place.lanes * place.threads > cores:
-            words = f"{place.lanes} lanes of {place.threads} threads share {cores} cores and wait for each other"
-            self.say(f"{words}: one lane is faster, or OMP_NUM_THREADS={max(1, cores // place.lanes)}.")
-        run_in_lanes(place, self._take, self._keep, lambda: signal.requested)
-
     def _take(self) -> tuple[Piece, float] | None:
         """The next run that there is time for, and the seconds that an evaluation has taken at most."""
         self.queue = [piece for piece in self.queue if piece.arm.label not in self.failed]
         name = self.environment["device_name"]
-        times = [predicted(piece, self.records.runs, name, self.config.lanes) for piece in self.queue]
+        times = [predicted(piece, self.records.runs, name) for piece in self.queue]
         first = self.study.labels[0]
         there = self.begun | {(r["arm"], r["domain"], r["size"], r["seed"]) for r in self.records.runs}
         for piece, seconds in zip(self.queue, times, strict=True):

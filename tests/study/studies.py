@@ -4,6 +4,7 @@ import yaml
 
 from depthmix.config import StudyConfig
 from depthmix.errors import DIVERGED, UserError
+from depthmix.study.rows import Run
 from train import small
 
 SIZES = {
@@ -42,6 +43,12 @@ def write(folder, name="small", **changes):
 
 def config(path, out, **changes):
     return StudyConfig(**{"study": str(path), "out": str(out), "device": "cpu", "quiet": True, **changes})
+
+
+def a_run(arm, seed, loss, **more):
+    """A finished run with this final loss."""
+    curve = more.pop("curve", [(100, 10.0, loss)])
+    return Run(arm, seed, "", 10, 100, loss, None, 1000, 0, 1.0, None, None, curve, **more)
 
 
 class Training:

@@ -3,29 +3,24 @@
 import math
 import os
 import signal
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from depthmix.config import StudyConfig
 from depthmix.errors import DISK, DIVERGED, INTERNAL, INTERRUPTED, USAGE
 from depthmix.mixers import base
 from depthmix.mixers.leaks import leak
-from depthmix.runs import code_checksums
 from depthmix.runs.code_checksums import _checksum, _files, _imports, _tree, changed_since, checksum
 from depthmix.study import modules
 from depthmix.study import study as module
-from depthmix.study.borrowed import known_of
 from depthmix.study.interval import student_t
 from depthmix.study.recipe import read_study
-from depthmix.study.records import Records, read_records
 from depthmix.study.rows import make_rows
 from depthmix.study.sheet import _with_interval
 from depthmix.study.spread import Spread
 from project import ROOT
 from study import studies
-from study.test_claims import a_run
+from study.studies import a_run
 from train import pictures, small
 from train.refused import refused
 
@@ -292,63 +287,6 @@ def test_a_rule_that_has_changed_since_its_runs_is_named(training, tmp_path, mon
 # What is in the way.
 
 
-def test_a_damaged_file_of_another_study_is_passed_over(training, tmp_path, capsys):
-    other = tmp_path / "docs" / "results" / "other"
-    other.mkdir(parents=True)
-    (other / "runs.jsonl").write_text("{")
-    run(studies.write(tmp_path, seeds=[0]), tmp_path, quiet=False)
-    assert len(training.made) == 3
-    assert "No run is taken from other: " in capsys.readouterr().out
-
-
-def test_a_report_takes_over_what_another_study_has_made_since(training, tmp_path, capsys):
-    """Where neither the data nor the device is: its own runs say which they were. Nothing is run."""
-    own = studies.write(tmp_path, arms=["residual", "dca"], paper=None)
-    run(own, tmp_path, arms=["residual"])
-    module.study(studies.config(studies.write(tmp_path, "first", arms=["dca"], paper=None), "docs/results/first"))
-    training.made.clear()
-    said = {"arms": ["residual", "dca"], "paper": None, "data": {"words": "nowhere"}}
-    for device, count in (("cuda", 2), ("cpu", 4)):
-        file = tmp_path / "out" / "runs.jsonl"
-        before = file.read_text()
-        file.write_text(before.replace('"device": "cpu"', f'"device": "{device}"'))
-        run(studies.write(tmp_path, **said), tmp_path, report=True, quiet=False, device="auto")
-        assert capsys.readouterr().out.count("made by first") == count - 2
-        assert len(read_records([file]).runs) == count
-        file.write_text(file.read_text().replace('"device": "cuda"', '"device": "cpu"'))
-    assert not training.made
-
-
-def test_a_report_of_older_code_does_without_newer_runs(training, tmp_path, capsys, monkeypatch):
-    path = studies.write(tmp_path, arms=["residual", "dca"], paper=None)
-    with monkeypatch.context() as older:
-        older.setattr(code_checksums, "checksum", lambda path: "older")
-        run(path, tmp_path, arms=["residual"])
-    module.study(studies.config(studies.write(tmp_path, "first", arms=["dca"], paper=None), "docs/results/first"))
-    for reason, count in ("", 2), ("nothing that matters", 4):
-        run(path, tmp_path, report=True, quiet=False, accept_code=reason)
-        said = capsys.readouterr().out
-        assert ("Nothing is taken from other studies: the results are of different code" in said) == (count == 2)
-        assert said.count("made by first") == count - 2
-        assert len(read_records([tmp_path / "out" / "runs.jsonl"]).runs) == count
-
-
-def test_at_equal_time_a_studys_steps_are_its_own(monkeypatch):
-    monkeypatch.setattr(module, "borrow", lambda *_: pytest.fail("asked"))
-    module.take_over(SimpleNamespace(budget="time"), Records(), [], {}, "cpu", [], True, print)
-
-
-def test_what_a_studys_runs_say_of_data_and_device():
-    on = {"environment": {"device": "cuda:0"}}
-    words, pictures = (
-        {"domain": "w", "data": "1", "result": {"tokens": 3}},
-        {"domain": "p", "data": "2", "result": {"images": 3}},
-    )
-    lost = {"domain": "w", "data": "1", "diverged": "nan"}
-    assert known_of([run | on for run in (lost, words, pictures)]) == ({"w": "1", "p": "2"}, "cuda", {"p"})
-    assert known_of([]) == ({}, "", set())
-
-
 def test_a_folder_that_cannot_be_written_is_found_before_the_first_run(training, tmp_path):
     (tmp_path / "out").write_text("")
     refused(lambda: run(studies.write(tmp_path), tmp_path), "Could not write", code=DISK)
@@ -358,11 +296,6 @@ def test_a_folder_that_cannot_be_written_is_found_before_the_first_run(training,
 @pytest.mark.parametrize("minutes", [-1, float("nan"), float("inf")])
 def test_minutes_are_a_number(tmp_path, minutes):
     refused(lambda: run(studies.write(tmp_path), tmp_path, minutes=minutes), "minutes must be", code=USAGE)
-
-
-def test_claims_need_the_repository(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    refused(lambda: module.study(StudyConfig(claims=True)), "no docs/results/claims.yaml here", code=USAGE)
 
 
 def test_a_report_of_nothing_says_where_it_looked(training, tmp_path, capsys):

@@ -6,7 +6,6 @@ from depthmix import create_mixer, list_mixers
 from depthmix.errors import USAGE
 from depthmix.mixers import base
 from depthmix.runs.code_checksums import code_of
-from depthmix.study import modules
 from depthmix.study.recipe import read_study
 from study import studies
 from train.refused import refused
@@ -60,18 +59,6 @@ def test_a_study_is_read_twice_and_its_files_run_once(tmp_path):
     del base._MIXERS["own"]  # as where another test begins
     assert read_study(path).labels == ["own"]
     assert (tmp_path / "own.py.runs").read_text() == "."
-
-
-def test_a_lane_loads_what_the_study_has_loaded(tmp_path, monkeypatch):
-    write(tmp_path, own=OWN.format(name="own"))
-    read_study(str(studies.write(tmp_path, modules=["own.py"], arms=["own"])))
-    files = modules.loaded()
-    assert tmp_path / "own.py" in files
-    del base._MIXERS["own"]  # as in a new process
-    monkeypatch.setattr(modules, "_loaded", {})
-    modules.load_too((tmp_path / "own.py",))
-    modules.load_too((tmp_path / "own.py",))
-    assert create_mixer("own", dim=4, n_blocks=1).name == "own"
 
 
 @pytest.mark.parametrize(

@@ -193,10 +193,7 @@ def test_the_code_of_studies_names_no_mechanism():
         "power",
         "compare_code",
         "../runs/code_checksums",
-        "lanes",
         "sections",
-        "claims",
-        "results_page",
     ):
         text = (
             (ROOT / "depthmix" / "study" / f"{name}.py").read_text().split('"""', 2)[2]

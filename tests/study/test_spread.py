@@ -9,7 +9,7 @@ from depthmix.study.interval import OWN_SEEDS, student_t, wilson
 from depthmix.study.recipe import read_study
 from depthmix.study.spread import Spread, around, pooled, spreads
 from study import studies
-from study.test_claims import a_run
+from study.studies import a_run
 
 
 def table(losses):

@@ -36,8 +36,8 @@ GPUS = {
     )
 }
 
-# Shares of these. A copy's was measured (docs/results/h200/kernels.md: 4,269 GB/s). MIXING and START are fitted to the extra step
-# times of docs/results/h200, the others to the two plain steps there; collectives are NCCL's usual share of a link.
+# Shares of these. A copy's was measured (benchmarks/results/h200/kernels.md: 4,269 GB/s). MIXING and START are fitted to the extra step
+# times of benchmarks/results/h200, the others to the two plain steps there; collectives are NCCL's usual share of a link.
 COPY = 0.89  # of the bandwidth
 MIXING = 0.775  # of a copy, by all that mixes over depth and by norms,
 START = 0.55e-6  # and seconds for every tensor they touch
