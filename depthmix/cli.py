@@ -246,7 +246,7 @@ def run_inspect(config: InspectConfig) -> None:
 
 
 def run_explore(config: ExploreConfig) -> None:
-    from depthmix.page.serve import explore
+    from depthmix.report.serve import explore
     from depthmix.study.report import explored
 
     explore(config, explored)

@@ -14,7 +14,7 @@ import depthmix.study.report
 import depthmix.study.sheet  # noqa: F401
 from depthmix.cli import main
 from depthmix.errors import CHECKPOINT
-from depthmix.page.serve import Server
+from depthmix.report.serve import Server
 from depthmix.train import step_times
 from project import ROOT
 from train.small import overriding
@@ -97,8 +97,8 @@ def test_the_page_of_the_gallery_is_made_from_what_was_kept(place, capsys, monke
     """Its models' weights are nowhere: what was measured of them is enough."""
     for draw in ("draw_figures", "draw_insides"):  # tests/study has them
         monkeypatch.setattr(f"depthmix.study.report.{draw}", lambda *_: [])
-    (place / "docs" / "results").mkdir(parents=True)
-    (place / "docs" / "results" / "gutenberg-54m-inside").symlink_to(ROOT / "docs" / "results" / "gutenberg-54m-inside")
+    (place / "lab" / "results").mkdir(parents=True)
+    (place / "lab" / "results" / "gutenberg-54m-inside").symlink_to(ROOT / "lab" / "results" / "gutenberg-54m-inside")
     (command,) = commands("gallery")
     assert main(shlex.split(command)[1:]) == 0, capsys.readouterr().err
     made = (place / "runs" / "gallery.html").read_text()

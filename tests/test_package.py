@@ -35,7 +35,7 @@ LAYERS = {
     "schedule": 4,
     "device": 3,
 }
-LAYERS |= {"data": 4, "runs": 5, "train": 6, "page": 7, "study": 8, "testing": 9, "api": 10}
+LAYERS |= {"data": 4, "runs": 5, "train": 6, "report": 7, "study": 8, "testing": 9, "api": 10}
 
 
 def test_import_is_light():
@@ -160,8 +160,8 @@ def test_wheel_runs_the_readme_in_a_fresh_environment_without_extras(tmp_path, m
         [sys.executable, "-m", "pip", "--python", str(interpreter), *install], check=True, capture_output=True
     )
     (packages,) = (tmp_path / "env").glob("lib/python*/site-packages")
-    own = {f.name for f in (ROOT / "depthmix" / "page").iterdir() if f.suffix in (".css", ".js")}
-    assert own == {f.name for f in (packages / "depthmix" / "page").iterdir() if f.suffix in (".css", ".js")} != set()
+    own = {f.name for f in (ROOT / "depthmix" / "report").iterdir() if f.suffix in (".css", ".js")}
+    assert own == {f.name for f in (packages / "depthmix" / "report").iterdir() if f.suffix in (".css", ".js")} != set()
     (metadata,) = packages.glob("depthmix-*.dist-info")
     for own in needed(*(Distribution.at(metadata).requires or [])):
         for name in {path.parts[0] for path in own.files or []} - {"..", "__pycache__"}:

@@ -45,7 +45,7 @@ def plot_depth_map(
         from matplotlib import pyplot
     except ImportError:
         raise UserError("matplotlib is not installed, and figures need it: pip install matplotlib") from None
-    from depthmix.page.inside import way_names
+    from depthmix.report.inside import way_names
     from depthmix.study.insides import draw_map
 
     chosen = choose_mixer(model, mixer)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from depthmix.page.plots import (
+from depthmix.report.plots import (
     Figure,
     Line,
     bar_figure,

@@ -15,11 +15,11 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from depthmix.page.content import Content
-from depthmix.page.explorer import EXPLORER_SCRIPT, EXPLORER_STYLE, explorer, script_json
-from depthmix.page.inside import Panel, panels, rows
-from depthmix.page.plots import Figure, loss_figure
-from depthmix.page.sections import closing, inside_section, loss_section, opening, results, samples
+from depthmix.report.content import Content
+from depthmix.report.explorer import EXPLORER_SCRIPT, EXPLORER_STYLE, explorer, script_json
+from depthmix.report.inside import Panel, panels, rows
+from depthmix.report.plots import Figure, loss_figure
+from depthmix.report.sections import closing, inside_section, loss_section, opening, results, samples
 
 HERE = Path(__file__).parent
 STYLE = (HERE / "style.css").read_text(encoding="utf-8")

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from depthmix.page.content import Curve
+from depthmix.report.content import Curve
 
 Figure = dict[str, Any]
 SERIES = 6  # colours beside that of the first line

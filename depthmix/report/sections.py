@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from depthmix.page.content import Content, Table
-from depthmix.page.inside import Panel, way_names
+from depthmix.report.content import Content, Table
+from depthmix.report.inside import Panel, way_names
 
 LOSS_CAPTIONS = {
     "tokens": (

@@ -25,9 +25,9 @@ from depthmix.errors import CHECKPOINT, DIVERGED, UserError
 from depthmix.insight import document as doc
 from depthmix.mixers.defaults import chosen_options
 from depthmix.models import Decoder
-from depthmix.page.content import Content
-from depthmix.page.explorer import explorer_data
-from depthmix.page.page import make_page
+from depthmix.report.content import Content
+from depthmix.report.explorer import explorer_data
+from depthmix.report.page import make_page
 from depthmix.runs.restore import Trained, load_model
 from depthmix.train.generate import check_prompt
 from depthmix.train.inspect import encode_text, text_by_token

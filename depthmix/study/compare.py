@@ -14,9 +14,9 @@ from depthmix.device import choose_device, release_memory
 from depthmix.errors import CHECKPOINT, DISK, DIVERGED, UserError
 from depthmix.files import check_above, write_text
 from depthmix.ownership import check_foreign_files, check_new_folder
-from depthmix.page.measure import measured, opening_text
-from depthmix.page.page import load as load_plotly
-from depthmix.page.page import make_page
+from depthmix.report.measure import measured, opening_text
+from depthmix.report.page import load as load_plotly
+from depthmix.report.page import make_page
 from depthmix.runs.folder import RunFolder
 from depthmix.study.arms import Arm
 from depthmix.study.compare_code import CodeCheck, check_code, read_acceptances

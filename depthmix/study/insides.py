@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from depthmix.page.inside import largest, names_of, of_way, square, way_names
+from depthmix.report.inside import largest, names_of, of_way, square, way_names
 from depthmix.study.figures import COLOURS, DASHES, INK, MISSING, load, save_figure
 
 Document = Mapping[str, Any]

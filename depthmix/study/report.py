@@ -15,9 +15,9 @@ from depthmix.errors import CHECKPOINT, UserError
 from depthmix.files import check_above, write_text
 from depthmix.mixers.defaults import chosen_options
 from depthmix.ownership import check_replaceable
-from depthmix.page.content import Content, Curve, Table
-from depthmix.page.measure import known, measured, opening_text
-from depthmix.page.page import make_page
+from depthmix.report.content import Content, Curve, Table
+from depthmix.report.measure import known, measured, opening_text
+from depthmix.report.page import make_page
 from depthmix.runs.code_checksums import differences
 from depthmix.runs.code_record import read_code
 from depthmix.runs.folder import DATA_META, ENVIRONMENT, RunFolder

@@ -2,7 +2,7 @@
 
 import random
 
-from depthmix.page.explorer import EXPLORER_SCRIPT, EXPLORER_STYLE, explorer
+from depthmix.report.explorer import EXPLORER_SCRIPT, EXPLORER_STYLE, explorer
 
 PLAIN = (
     ":root { color-scheme: light dark; --ink: #1f2428; --soft: #57606a; --page: #fff; --card: #f5f7f9; --line: #d5dbe1 }"

@@ -2,7 +2,7 @@
 
 import random
 
-from depthmix.page.content import Content, Curve, Table
+from depthmix.report.content import Content, Curve, Table
 
 EVIL = "<script>alert('%{x}')</script><b>&amp;"
 

@@ -8,9 +8,9 @@ import re
 
 import pytest
 
-from depthmix.page.inside import panels
-from depthmix.page.page import make_page
-from page.measured_documents import EVIL, content, document
+from depthmix.report.inside import panels
+from depthmix.report.page import make_page
+from report.measured_documents import EVIL, content, document
 
 pytest.importorskip("plotly")
 

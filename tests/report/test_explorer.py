@@ -5,8 +5,8 @@ import re
 
 import pytest
 
-from depthmix.page.explorer import EXPLORER_SCRIPT, explorer, labels, script_json
-from page.documents import document, write_page
+from depthmix.report.explorer import EXPLORER_SCRIPT, explorer, labels, script_json
+from report.documents import document, write_page
 
 TOKENS = ["The", " sea", " is", "\n", "deep", "."]
 

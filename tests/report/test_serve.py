@@ -18,8 +18,8 @@ from depthmix.cli import main
 from depthmix.config import ExploreConfig, TrainConfig
 from depthmix.data.tokenizer import train_tokenizer
 from depthmix.errors import CHECKPOINT, DIVERGED, USAGE
-from depthmix.page import serve
-from depthmix.page.serve import LONGEST, Models, Server, listen, mean, page
+from depthmix.report import serve
+from depthmix.report.serve import LONGEST, Models, Server, listen, mean, page
 from depthmix.runs.folder import RunFolder
 from depthmix.runs.restore import Trained
 from depthmix.train.inspect import encode_text, text_by_token

@@ -8,12 +8,12 @@ from html.parser import HTMLParser
 
 import pytest
 
-from depthmix.page import page as page_module
-from depthmix.page.inside import panels, rank_correlation
-from depthmix.page.page import MISSING, make_page, script_json
-from depthmix.page.plots import colour_of, depth_figure, distinct, log_ticks, loss_figure, shown
-from page.measured_documents import EVIL, content, curve, document
+from depthmix.report import page as page_module
+from depthmix.report.inside import panels, rank_correlation
+from depthmix.report.page import MISSING, make_page, script_json
+from depthmix.report.plots import colour_of, depth_figure, distinct, log_ticks, loss_figure, shown
 from project import ROOT
+from report.measured_documents import EVIL, content, curve, document
 
 pytest.importorskip("plotly")
 
@@ -150,7 +150,7 @@ def test_names_no_mechanism():
     from depthmix import list_mixers
 
     words = re.compile(rf"\b({'|'.join(list_mixers())})\b")
-    for path in [*(ROOT / "depthmix" / "page").iterdir(), ROOT / "depthmix" / "study" / "report.py"]:
+    for path in [*(ROOT / "depthmix" / "report").iterdir(), ROOT / "depthmix" / "study" / "report.py"]:
         if path.suffix in (".py", ".js", ".css"):
             found = [line for line in path.read_text().splitlines() if words.search(line)]
             assert not [line for line in found if "plain residual" not in line], path
@@ -179,7 +179,7 @@ def test_one_evaluation_and_one_seed_make_a_figure():
 
 
 def test_axes_over_depth_are_logarithmic_where_values_differ_much():
-    from depthmix.page.plots import Line
+    from depthmix.report.plots import Line
 
     names = ["a", "b", "c"]
     small, wide = (depth_figure(names, [Line("x", y, "@ink")], "RMS") for y in ([1.0, 2.0, None], [0.01, 1.0, 5.0]))

@@ -24,7 +24,7 @@ def trainer(monkeypatch):
     monkeypatch.setattr(sys.modules["depthmix.study.compare"], "release_memory", lambda device: None)  # slow in here
     # Drawing takes most of the time; the figures have tests of their own.
     monkeypatch.setattr(sys.modules["depthmix.study.compare"], "draw_figures", lambda *_: [])
-    monkeypatch.setattr("depthmix.page.page.plotly_source", lambda: "// plotly")  # five megabytes a page
+    monkeypatch.setattr("depthmix.report.page.plotly_source", lambda: "// plotly")  # five megabytes a page
     return fake
 
 

@@ -12,8 +12,8 @@ import pytest
 from depthmix.cli import main
 from depthmix.config import CompareConfig, ReportConfig
 from depthmix.errors import CHECKPOINT, DISK, USAGE
-from depthmix.page import measure
-from depthmix.page.page import make_page
+from depthmix.report import measure
+from depthmix.report.page import make_page
 from depthmix.runs.code_record import CODE
 from depthmix.runs.folder import RunFolder
 from depthmix.study.compare import affordable
@@ -21,7 +21,7 @@ from depthmix.study.figures import MISSING, curve_over_seeds, draw_figures, plot
 from depthmix.study.insides import draw_insides, file_names
 from depthmix.study.report import Found, command_of, content_of, environments, explored, gather
 from depthmix.study.rows import read_run
-from page.measured_documents import document
+from report.measured_documents import document
 from study.test_table import write_run
 from train import bad, small
 from train.checkpoints import forget_run
@@ -117,12 +117,12 @@ def test_text_stays_text(tmp_path):
 @pytest.fixture
 def light(monkeypatch):
     """Pages without the five megabytes that every one of them has."""
-    monkeypatch.setattr("depthmix.page.page.plotly_source", lambda: "// plotly")
+    monkeypatch.setattr("depthmix.report.page.plotly_source", lambda: "// plotly")
 
 
 def test_without_matplotlib_and_plotly_everything_else_is_there(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.setattr("depthmix.page.page.plotly_source", lambda: "")
+    monkeypatch.setattr("depthmix.report.page.plotly_source", lambda: "")
     runs = two_arms(tmp_path)
     notes = draw_figures(runs, ["plain", "arm"], tmp_path / "figures")
     assert notes == [MISSING] == draw_insides([document("a")], tmp_path / "figures")
