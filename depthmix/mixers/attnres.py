@@ -30,16 +30,16 @@ from depthmix.mixers.state import State, last_of, last_rows, register_state
 from depthmix.mixers.traffic import NORM, Published, Traffic
 from depthmix.ops import depth_attention, depth_sum
 from depthmix.ops.backend import choose
-from depthmix.ops.collect import collect_rows
+from depthmix.ops.backward_mail import seen_from_outside
 from depthmix.ops.depth_attention.ahead import KNOWN_WAYS, Beside, Far, Known, far_blocks, far_sources, known_sources
 from depthmix.ops.depth_attention.op import is_usual, why_unsupported
 from depthmix.ops.depth_attention.reference import weighted_sum
 from depthmix.ops.depth_attention.source_major import OP, is_pair, read_sources
 from depthmix.ops.depth_attention.traffic import ReadOf, backward_units, forward_units
-from depthmix.ops.left import seen_from_outside
 from depthmix.ops.matmul import matmul
 from depthmix.ops.norm import fused_gains, side_by_side
 from depthmix.ops.precision import rms_normalize
+from depthmix.ops.row_gradients import collect_rows
 from depthmix.ops.torch_internals import transformed
 
 

@@ -1,4 +1,4 @@
-"""Which implementation of an operator runs: its kernels where they can, the reference everywhere else."""
+"""Choose the backend of an operator: its kernels where they can run, the reference everywhere else."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _forced: ContextVar[str | None] = ContextVar("depthmix_backend", default=None)
 
 
 class _Thread(threading.local):
-    """What a thread keeps beside the context variable."""
+    """Per-thread state of `use_backend`, besides its context variable."""
 
     def __init__(self) -> None:
         # The same for torch.compile, which can neither read a context variable nor recompile when one changes.
@@ -33,7 +33,7 @@ _thread = _Thread()
 
 
 class BackendError(ValueError):
-    """A backend was asked for that does not exist or cannot run here."""
+    """Raised when a backend does not exist or cannot run here."""
 
 
 def _check(name: str | None) -> str | None:
@@ -44,16 +44,21 @@ def _check(name: str | None) -> str | None:
 
 @contextmanager
 def use_backend(name: str | None) -> Iterator[None]:
-    """Force a backend for everything that runs inside; None gives the choice back to the operators.
+    """Force a backend for all operators inside the context; None restores the default choice.
 
-    It is a context variable: other threads, those started inside among them, and other asyncio tasks do not see it. Backward
-    passes that are called inside do, with what activation checkpointing computes again in them.
+    The choice is a context variable: other threads and other asyncio tasks do not see it, nor do threads started inside. Backward
+    passes called inside do see it, and so does the recomputation by activation checkpointing in them.
 
     Args:
         name: "reference", "triton" or None.
 
     Raises:
-        BackendError: there is no backend of that name.
+        BackendError: `name` is not a backend.
+
+    Example:
+        >>> with depthmix.ops.use_backend("reference"):
+        ...     loss = model(tokens).mean()
+        ...     loss.backward()
     """
     asked, before = _check(name), _thread.forced
     if torch.compiler.is_compiling():
@@ -75,7 +80,10 @@ def use_backend(name: str | None) -> Iterator[None]:
 
 
 def _begin_own_backward() -> None:
-    """Run backward passes in this thread: PyTorch's threads, where those of CUDA tensors run otherwise, have another context."""
+    """Run backward passes in the calling thread.
+
+    PyTorch runs the backward of CUDA tensors in threads of its own, which have another context and would not see the forced backend.
+    """
     if _thread.inside == 0:
         _thread.own_backward = torch.autograd.set_multithreading_enabled(False)
     _thread.inside += 1
@@ -89,7 +97,7 @@ def _end_own_backward() -> None:
 
 @constant_for_compiler
 def why_no_kernels(device_type: str, index: int | None = None) -> str | None:
-    """Why no kernel can run on a device, or None if they can."""
+    """Return why no kernel can run on a device, or None if kernels can."""
     return _why_no_kernels(device_type, index)
 
 
@@ -111,9 +119,16 @@ def _why_no_kernels(device_type: str, index: int | None) -> str | None:
 
 
 def choose(op: str, x: Tensor, unsupported: str | None, backend: str | None = None) -> str:
-    """The backend for an operator on tensors like x. unsupported: why its kernels cannot do this call, if they cannot.
+    """Return the backend, "reference" or "triton", for an operator called with tensors like `x`.
 
-    backend: what the caller asks for; then what `use_backend` says; then kernels on a GPU and the reference elsewhere.
+    Args:
+        op: name of the operator, for the error message.
+        x: a tensor of the call.
+        unsupported: why the kernels cannot do this call, or None.
+        backend: the caller's choice; None defers to `use_backend`, then to kernels on a GPU and the reference elsewhere.
+
+    Raises:
+        BackendError: "triton" was asked for and cannot run this call.
     """
     asked = _check(backend) or (_thread.forced if torch.compiler.is_compiling() else _forced.get())
     if asked == "reference":

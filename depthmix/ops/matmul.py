@@ -1,7 +1,8 @@
-"""Products of matrices in fp32, whatever a process allows: mixing arithmetic is lowered neither to TF32 nor to bf16.
+"""Matrix products in full fp32, whatever precision the process allows.
 
-`torch.set_float32_matmul_precision("high")` is for a model's large products. Where it is in force, an operator of ours
-takes the place of @ and puts IEEE precision in force around its own product, forward and backward.
+`torch.set_float32_matmul_precision("high")` is for a model's large products; mixing arithmetic is lowered neither to TF32 nor to
+bf16. Where the setting is in force, the operator `depthmix::ieee_matmul` replaces @. It sets IEEE precision around its own
+product, forward and backward.
 """
 
 import threading
@@ -25,7 +26,7 @@ def _settings(device_type: str) -> Any:
 
 @constant_for_compiler  # which guards on the setting by itself
 def lowered(device_type: str) -> bool:
-    """Whether products of fp32 matrices may be computed in fewer bits on such a device."""
+    """Return whether products of fp32 matrices may use fewer bits on a device."""
     settings = _settings(device_type)
     precision = "none" if settings is None else settings.fp32_precision
     if precision == "ieee":
@@ -36,6 +37,7 @@ def lowered(device_type: str) -> bool:
 
 @contextmanager
 def _ieee(device_type: str) -> Iterator[None]:
+    """Set IEEE precision for products of fp32 matrices inside the context."""
     settings = _settings(device_type)
     with _lock:
         before = settings.fp32_precision
@@ -72,7 +74,10 @@ torch.library.register_autograd("depthmix::ieee_matmul", _backward, setup_contex
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b for a [..., K] and b [K, M], in the precision of their dtype. (torch.func does not know the operator: plain @.)"""
+    """Multiply a [..., K] by b [K, M] in the precision of their dtype.
+
+    Under torch.func, which does not know the operator, this is plain @.
+    """
     if a.dtype != torch.float32 or not lowered(a.device.type) or transformed():
         return a @ b
     return torch.ops.depthmix.ieee_matmul(a, b)

@@ -19,7 +19,7 @@ from depthmix.ops.depth_sum.kernels.read import read  # noqa: E402
 from depthmix.ops.depth_sum.kernels.read_backward import Need, read_backward  # noqa: E402
 from depthmix.ops.depth_sum.kernels.scores import add_and_score, score_backward  # noqa: E402
 from depthmix.ops.depth_sum.kernels.source_backward import Reader, Target, source_backward  # noqa: E402
-from depthmix.ops.gpu.totals import total  # noqa: E402
+from depthmix.ops.gpu.program_sums import total  # noqa: E402
 
 FP32, FP16 = torch.float32, torch.float16
 EPS = 0.1  # far from zero, so that no mixture is blown up

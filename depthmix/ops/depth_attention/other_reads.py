@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from depthmix.ops.autograd import reference_gradients
+from depthmix.ops.backward_mail import current_pass_id
 from depthmix.ops.depth_attention.reference_autograd import Options, differentiable
-from depthmix.ops.left import this_pass
 from depthmix.ops.precision import without_autocast
 
 
@@ -31,7 +31,7 @@ class OtherReads(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         from depthmix.ops.depth_attention.kernels.other_reads import backward
 
-        this_pass("depth_attention")  # refuses compiled autograd, whose tensors have no addresses
+        current_pass_id("depth_attention")  # refuses compiled autograd, whose tensors have no addresses
         u, gain, *rest = ctx.saved_tensors  # once: a second access fails inside a checkpointed region
         sources, kept, needs = rest[: ctx.n], rest[ctx.n :], ctx.needs_input_grad[3:]
         if torch.is_grad_enabled():

@@ -19,11 +19,18 @@ import torch
 from torch import Tensor
 
 from depthmix.ops.autograd import reference_gradients
-from depthmix.ops.collect import CollectRows, leave_rows
+from depthmix.ops.backward_mail import (
+    current_pass_id,
+    current_stream,
+    post,
+    saved_once,
+    take_partial_gradient,
+    wait_for_stream,
+)
 from depthmix.ops.depth_attention.ahead import Far, Known, read
 from depthmix.ops.depth_attention.reference import depth_attention_reference
-from depthmix.ops.left import arrive, leave, saved_once, stream_of, take_part, this_pass
 from depthmix.ops.precision import rms_normalize, without_autocast
+from depthmix.ops.row_gradients import CollectRows, post_row_gradients
 from depthmix.ops.torch_internals import node_will_run, saving_is_hooked
 
 OP = "depth_attention"
@@ -49,9 +56,9 @@ class Reading(NamedTuple):
     queries: Any  # the node that collects du
     stream: torch.cuda.Stream | None  # on which all this was computed
 
-    def arrive(self) -> "Reading":
+    def wait_for_stream(self) -> "Reading":
         """The same, once the current stream may use it."""
-        arrive(self.stream, *self.do, self.s, *self.far, *self.ld, self.u)
+        wait_for_stream(self.stream, *self.do, self.s, *self.far, *self.ld, self.u)
         return self
 
 
@@ -111,8 +118,8 @@ class ReadSources(torch.autograd.Function):
             (y, o, s, lse, fresh), ctx.far = read(queries, row, ways, sources, far, add, gain, *eps, 2)
             kept = o or y
         fresh = sources[-1].detach() if add is None else fresh
-        ctx.row, ctx.ways, ctx.eps, ctx.left, ctx.part, ctx.n = row, ways, eps, {}, {}, len(sources)
-        ctx.summands = {}  # gradients from reads of two sources
+        ctx.row, ctx.ways, ctx.eps, ctx.mail, ctx.partial_gradient, ctx.n = row, ways, eps, {}, {}, len(sources)
+        ctx.summand_mail = {}  # gradients from reads of two sources
         ctx.hooked = saving_is_hooked()
         ctx.queries = queries.grad_fn if isinstance(queries.grad_fn, CollectRows._backward_cls) else None
         later = ctx.queries is not None or not queries.requires_grad  # du may come after this read's own backward
@@ -148,37 +155,40 @@ def _backward(ctx: Any, saved: Sequence[Tensor], grads: Sequence[Tensor | None])
     o, local_sources = rest[: ctx.kept], iter(rest[ctx.kept :])
     *dy, g = grads
     g = None if g is None else g.contiguous()
-    task, eps = this_pass(OP), ctx.eps[0]
-    left: list[tuple[Reading, int]] = ctx.left.pop(task, [])  # by the later readers of the newest source
-    for reading, _ in left:
-        reading.arrive()
-    summands = _in_order(ctx.summands.pop(task, []))
-    if len(summands) == 1 and g is None:
-        g = summands[0]
-    elif summands:
-        ctx.part[task] = add_up_rows(summands, take_part(ctx, task)), stream_of(fresh)
+    pass_id, eps = current_pass_id(OP), ctx.eps[0]
+    mail: list[tuple[Reading, int]] = ctx.mail.pop(pass_id, [])  # by the later readers of the newest source
+    for reading, _ in mail:
+        reading.wait_for_stream()
+    summand_mail = _in_order(ctx.summand_mail.pop(pass_id, []))
+    if len(summand_mail) == 1 and g is None:
+        g = summand_mail[0]
+    elif summand_mail:
+        ctx.partial_gradient[pass_id] = (
+            add_up_rows(summand_mail, take_partial_gradient(ctx, pass_id)),
+            current_stream(fresh),
+        )
     needs_add, *needs = ctx.needs_input_grad[5:]
     need_fresh = needs_add or needs[-1]
     dgain, dqueries = None, None
     dv: list[Tensor | None] = [None] * ctx.n
-    alone = ctx.n > 1 and not any(ctx.makers) and not ctx.far and not left and task not in ctx.part
+    alone = ctx.n > 1 and not any(ctx.makers) and not ctx.far and not mail and pass_id not in ctx.partial_gradient
 
     if ctx.pair and any(d is not None for d in dy):
-        dv[0], g, du, dgain = _gradients_of_pair(ctx, saved, dy, g, bool(left), need_fresh, task)
-        dqueries = _give_du(ctx, queries, du, task)
+        dv[0], g, du, dgain = _gradients_of_pair(ctx, saved, dy, g, bool(mail), need_fresh, pass_id)
+        dqueries = _give_du(ctx, queries, du, pass_id)
     elif alone and any(d is not None for d in dy):  # not one of a stack: nothing is to be gained from another order
         given = [torch.zeros_like(fresh) if d is None else d.contiguous() for d in dy]
         u, sources = queries[ctx.row : ctx.row + ctx.ways], [*local_sources, fresh]
         found, du, dgain = layer_backward(given, u, gain, s, lse[:, 0].contiguous(), sources, g, *ctx.eps)
         dv = [d if need else None for d, need in zip(found, [*needs[:-1], need_fresh], strict=True)]
         dgain, g = None if gain is None else dgain, dv[-1]
-        dqueries = _give_du(ctx, queries, du, task)
+        dqueries = _give_du(ctx, queries, du, pass_id)
     elif any(d is not None for d in dy):
         makers = [(i, m) for i, m in enumerate(ctx.makers) if m is not None and node_will_run(m)]
         local = [(i, next(local_sources)) for i, m in enumerate(ctx.makers) if m is None]
         # Few ways and no reader left: the newest source's gradient is computed here, while its reader's is at hand.
-        at_once = ctx.ways <= AT_ONCE and not left
-        newest = Newest(fresh, g, need_fresh, take_part(ctx, task)) if at_once else None
+        at_once = ctx.ways <= AT_ONCE and not mail
+        newest = Newest(fresh, g, need_fresh, take_partial_gradient(ctx, pass_id)) if at_once else None
         u = queries[ctx.row : ctx.row + ctx.ways]
         store = bool(makers or local or not at_once)
         given = [torch.zeros_like(fresh) if d is None else d.contiguous() for d in dy]
@@ -189,9 +199,9 @@ def _backward(ctx: Any, saved: Sequence[Tensor], grads: Sequence[Tensor | None])
             back.append(read_backward(given[own], o[own], u[own], k, s[own], lse[own], newest, eps, store, ctx.n > 1))
         dgain = None if gain is None else back[0].dgain if len(back) == 1 else torch.cat([x.dgain for x in back])
         do, ld = [d for x in back for d in x.do], [t for x in back for t in x.ld]
-        reading = Reading(do, s, ctx.far, ctx.n, ld, u, ctx.row, ctx.queries, stream_of(u))
+        reading = Reading(do, s, ctx.far, ctx.n, ld, u, ctx.row, ctx.queries, current_stream(u))
         for i, maker in makers:
-            leave(maker, task, (reading, i))
+            post(maker, pass_id, (reading, i))
         parts = []  # of du
         for i, v in local:
             dv[i], du = _from_own_read(v, None, reading, i, eps, needs[i])
@@ -199,15 +209,15 @@ def _backward(ctx: Any, saved: Sequence[Tensor], grads: Sequence[Tensor | None])
         if at_once:
             g = back[0].dv
             parts.append(back[0].du)
-        elif ctx.queries is None and not left and task not in ctx.part:
+        elif ctx.queries is None and not mail and pass_id not in ctx.partial_gradient:
             g, du = _from_own_read(fresh, g, reading, ctx.n - 1, eps, need_fresh)
             parts.append(du)
         else:
-            left.append((reading, ctx.n - 1))
+            mail.append((reading, ctx.n - 1))
         if parts:
-            dqueries = _give_du(ctx, queries, parts[0] if len(parts) == 1 else torch.stack(parts).sum(0), task)
-    if left or task in ctx.part:
-        g = _gradient_of_source(ctx, fresh, g, left, need_fresh, task)
+            dqueries = _give_du(ctx, queries, parts[0] if len(parts) == 1 else torch.stack(parts).sum(0), pass_id)
+    if mail or pass_id in ctx.partial_gradient:
+        g = _gradient_of_source(ctx, fresh, g, mail, need_fresh, pass_id)
     dv[-1] = g
     return (None, None, None, dqueries, dgain, g if needs_add else None, *dv)
 
@@ -219,7 +229,7 @@ def _gradients_of_pair(
     g: Tensor | None,
     goes_on: bool,
     need_fresh: bool,
-    task: int,
+    pass_id: int,
 ) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor | None]:
     """Of both sources, du and dgain. goes_on: the newest one has other readers, which take its gradient up from here."""
     from depthmix.ops.depth_attention.kernels.pair import pair_backward
@@ -228,15 +238,26 @@ def _gradients_of_pair(
     maker = ctx.makers[0]
     need_old = ctx.needs_input_grad[6] if maker is None else node_will_run(maker)
     given = [torch.zeros_like(fresh) if d is None else d.contiguous() for d in dy]
-    u, part = queries[ctx.row : ctx.row + ctx.ways], take_part(ctx, task)
+    u, partial_gradient = queries[ctx.row : ctx.row + ctx.ways], take_partial_gradient(ctx, pass_id)
     more = None if goes_on else g
     found = pair_backward(
-        given, old, fresh, u, gain, s, lse, more, part, ctx.eps[0], (need_old, need_fresh), whole=not goes_on
+        given,
+        old,
+        fresh,
+        u,
+        gain,
+        s,
+        lse,
+        more,
+        partial_gradient,
+        ctx.eps[0],
+        (need_old, need_fresh),
+        whole=not goes_on,
     )
     if goes_on and found.db is not None:
-        ctx.part[task] = found.db, stream_of(fresh)
+        ctx.partial_gradient[pass_id] = found.db, current_stream(fresh)
     if maker is not None and found.da is not None:
-        leave(maker, task, (ctx.row, found.da, stream_of(fresh)), "summands")
+        post(maker, pass_id, (ctx.row, found.da, current_stream(fresh)), "summand_mail")
     return (
         found.da if maker is None else None,
         g if goes_on else found.db,
@@ -245,19 +266,19 @@ def _gradients_of_pair(
     )
 
 
-def _in_order(summands: list[tuple[int, Tensor, Any]]) -> list[Tensor]:
+def _in_order(summand_mail: list[tuple[int, Tensor, Any]]) -> list[Tensor]:
     """What reads of two sources left, by their rows, once the current stream may use it."""
-    for _, da, stream in summands:
-        arrive(stream, da)
-    return [da for _, da, _ in sorted(summands, key=lambda item: item[0])]
+    for _, da, stream in summand_mail:
+        wait_for_stream(stream, da)
+    return [da for _, da, _ in sorted(summand_mail, key=lambda item: item[0])]
 
 
-def _give_du(ctx: Any, queries: Tensor, du: Tensor, task: int) -> Tensor | None:
+def _give_du(ctx: Any, queries: Tensor, du: Tensor, pass_id: int) -> Tensor | None:
     """Leave a read's du with the node that collects it; where there is none, the gradient of the queries."""
     if ctx.queries is None:
         return _in_rows(du, queries, ctx.row) if ctx.needs_input_grad[3] else None
     if node_will_run(ctx.queries):
-        leave_rows(ctx.queries, task, range(ctx.row, ctx.row + ctx.ways), du.unsqueeze(0))
+        post_row_gradients(ctx.queries, pass_id, range(ctx.row, ctx.row + ctx.ways), du.unsqueeze(0))
     return None
 
 
@@ -292,49 +313,49 @@ def _in_rows(du: Tensor, queries: Tensor, row: int) -> Tensor:
 
 
 def _gradient_of_source(
-    ctx: Any, v: Tensor, g: Tensor | None, left: list[tuple[Reading, int]], need_dv: bool, task: int
+    ctx: Any, v: Tensor, g: Tensor | None, mail: list[tuple[Reading, int]], need_dv: bool, pass_id: int
 ) -> Tensor | None:
     from depthmix.ops.depth_attention.kernels.source_backward import Source, source_backward
 
     by_queries: dict[int, list[tuple[Reading, int]]] = {}
-    for item in left:
+    for item in mail:
         by_queries.setdefault(id(item[0].queries), []).append(item)
-    part = take_part(ctx, task)
+    partial_gradient = take_partial_gradient(ctx, pass_id)
     for items in by_queries.values():  # one, unless two stacks read the same source
         items.sort(key=lambda item: item[0].row)
         queries = items[0][0].queries
         need_du = queries is not None and node_will_run(queries)
         if not (need_du or need_dv):
             continue
-        older = _older_of_its_pair(ctx, left, task) if need_dv and len(by_queries) == 1 else []
-        sources = [Source(x, None, take_part(m, task), whole=False) for m, x in older]
-        sources.append(Source(v, g, part, need_dv=need_dv))
+        older = _older_of_its_pair(ctx, mail, pass_id) if need_dv and len(by_queries) == 1 else []
+        sources = [Source(x, None, take_partial_gradient(m, pass_id), whole=False) for m, x in older]
+        sources.append(Source(v, g, partial_gradient, need_dv=need_dv))
         readers = [reader for reading, i in items for reader in _readers(reading, *range(i - len(older), i + 1))]
         found, du = source_backward(sources, readers, ctx.eps[0], need_du)
         for (maker, _), d in zip(older, found, strict=False):
-            maker.part[task] = d, stream_of(v)
-            maker.left[task].clear()
-        g, part = (found[-1] if need_dv else g), None
+            maker.partial_gradient[pass_id] = d, current_stream(v)
+            maker.mail[pass_id].clear()
+        g, partial_gradient = (found[-1] if need_dv else g), None
         if du is not None:
             rows = [reading.row + w for reading, _ in items for w in range(len(reading.do))]
-            leave_rows(queries, task, rows, du)
-    if part is not None and need_dv:  # no reader was left
-        g = (part if g is None else part + g).to(v.dtype)
+            post_row_gradients(queries, pass_id, rows, du)
+    if partial_gradient is not None and need_dv:  # no reader was left
+        g = (partial_gradient if g is None else partial_gradient + g).to(v.dtype)
     return g
 
 
-def _older_of_its_pair(ctx: Any, left: list[tuple[Reading, int]], task: int) -> list[tuple[Any, Tensor]]:
+def _older_of_its_pair(ctx: Any, mail: list[tuple[Reading, int]], pass_id: int) -> list[tuple[Any, Tensor]]:
     """The source before this one, if its readers so far are the same, so that each of them is read once for both."""
     from depthmix.ops.depth_attention.kernels.source_backward import PAIR
 
-    if ctx.n % PAIR or sum(len(reading.do) for reading, _ in left) < FEWEST_READERS:
+    if ctx.n % PAIR or sum(len(reading.do) for reading, _ in mail) < FEWEST_READERS:
         return []
     maker = ctx.makers[-1]
     # A maker in a checkpointed region recomputes what it saved, and only once.
     if maker is None or maker.hooked or not node_will_run(maker):
         return []
-    mine = sorted((id(reading), i) for reading, i in left)
-    theirs = sorted((id(reading), i + 1) for reading, i in maker.left.get(task, []))
+    mine = sorted((id(reading), i) for reading, i in mail)
+    theirs = sorted((id(reading), i + 1) for reading, i in maker.mail.get(pass_id, []))
     return [(maker, maker.saved_tensors[0])] if theirs == mine and any(maker.needs_input_grad[5:]) else []
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from depthmix.ops.autograd import reference_gradients
-from depthmix.ops.left import saved_once
+from depthmix.ops.backward_mail import saved_once
 from depthmix.ops.matmul import matmul
 from depthmix.ops.precision import rms_normalize, without_autocast
 

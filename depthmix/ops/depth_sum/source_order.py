@@ -16,10 +16,17 @@ import torch
 from torch import Tensor
 
 from depthmix.ops.autograd import reference_gradients
-from depthmix.ops.collect import leave_rows
+from depthmix.ops.backward_mail import (
+    current_pass_id,
+    current_stream,
+    post,
+    saved_once,
+    take_partial_gradient,
+    wait_for_stream,
+)
 from depthmix.ops.depth_sum.reference import depth_scores_reference, depth_sum_reference
-from depthmix.ops.left import arrive, leave, saved_once, stream_of, take_part, this_pass
 from depthmix.ops.precision import rms_normalize, without_autocast
+from depthmix.ops.row_gradients import post_row_gradients
 from depthmix.ops.torch_internals import node_will_run
 
 OP = "depth_sum"
@@ -154,13 +161,13 @@ class Reading(NamedTuple):
     collector: Any = None  # the node that collects dw, if it will
     stream: torch.cuda.Stream | None = None  # on which all this was computed
 
-    def arrive(self) -> "Reading":
+    def wait_for_stream(self) -> "Reading":
         """The same, once the current stream may use it."""
         if self.stream is not None:
             views = [
                 t for x in (self.static, self.dynamic, self.ds, self.w) for of_source in x or () for t in of_source
             ]
-            arrive(self.stream, *self.do, *views)
+            wait_for_stream(self.stream, *self.do, *views)
         return self
 
     def seen_by(self, sources: Sequence[int | None]) -> list[Any]:
@@ -174,9 +181,9 @@ class Reading(NamedTuple):
         ways = enumerate(self.do)
         return [Reader(do, of(static, k), of(dynamic, k), self.relu, of(ds, k), of(w, k)) for k, do in ways]
 
-    def scored(self, i: int) -> "Scored":
+    def scored_rows(self, i: int) -> "ScoredRows":
         ds, rows = ((), ()) if self.ds is None or self.collector is None else (self.ds[i], self.rows[i])
-        return Scored(ds, rows, self.collector, self.stream)
+        return ScoredRows(ds, rows, self.collector, self.stream)
 
 
 def views(x: Tensor | None) -> Views:
@@ -189,7 +196,7 @@ def views_by_token(x: Sequence[Tensor] | None) -> Views:
     return None if x is None else [of_source.unbind(1) for of_source in x]
 
 
-class Scored(NamedTuple):
+class ScoredRows(NamedTuple):
     """What a read leaves with a source for dw. Its do may be gone by then."""
 
     ds: Sequence[Tensor]  # [N], of each way
@@ -203,7 +210,14 @@ class MakeSource(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Any, v: Tensor, add: Tensor | None) -> Any:
-        ctx.left, ctx.part, ctx.scored, ctx.fresh_nr, ctx.dtype, ctx.place = {}, {}, {}, 0, v.dtype, None
+        ctx.mail, ctx.partial_gradient, ctx.score_mail, ctx.fresh_nr, ctx.dtype, ctx.place = (
+            {},
+            {},
+            {},
+            0,
+            v.dtype,
+            None,
+        )
         ctx.set_materialize_grads(False)
         fresh, scores = _add_and_score(v, add, rows)
         fresh = v.detach() if fresh is v else fresh
@@ -216,12 +230,12 @@ class MakeSource(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor | None, *_: Any) -> tuple[None, Tensor | None, Tensor | None]:
         if not torch.is_grad_enabled():
-            task = this_pass(OP)
-            left = ctx.left.pop(task, [])
-            scored = [*ctx.scored.pop(task, []), *(reading.scored(i) for reading, i in left)]
-            if any(s.rows for s in scored):
-                _leave_dw(saved_once(ctx, OP)[0], scored, task)
-            g = _gradient_of_source(ctx, g, left, task)
+            pass_id = current_pass_id(OP)
+            mail = ctx.mail.pop(pass_id, [])
+            score_mail = [*ctx.score_mail.pop(pass_id, []), *(reading.scored_rows(i) for reading, i in mail)]
+            if any(s.rows for s in score_mail):
+                _post_row_gradients(saved_once(ctx, OP)[0], score_mail, pass_id)
+            g = _gradient_of_source(ctx, g, mail, pass_id)
         _, needs_v, needs_add = ctx.needs_input_grad
         return None, g if needs_v else None, g if needs_add else None
 
@@ -235,7 +249,7 @@ class ReadSums(torch.autograd.Function):
         sums = _read(plan, given, keep=True)
         outs = _outputs(sums)
         ctx.n, ctx.kept, ctx.mixtures = len(sources), len(sums.kept), sums.mixtures
-        ctx.left, ctx.part, ctx.scored, ctx.place = {}, {}, {}, None
+        ctx.mail, ctx.partial_gradient, ctx.score_mail, ctx.place = {}, {}, {}, None
         ctx.dtype = sources[-1].dtype  # type: ignore[union-attr]
         ctx.fresh_nr = None if add is None else len(outs) - 1
         ctx.makers = [_maker(v) for v in sources]
@@ -286,8 +300,8 @@ def _backward(
     g = None if ctx.fresh_nr is None else dy.pop()
     draw = None if ctx.plan.raw is None else dy.pop()
     need_fresh = ctx.fresh_nr is not None and (need_add or needs[-1])
-    task = this_pass(OP)
-    left: list[tuple[Reading, int]] = ctx.left.pop(task, []) if need_fresh else []
+    pass_id = current_pass_id(OP)
+    mail: list[tuple[Reading, int]] = ctx.mail.pop(pass_id, []) if need_fresh else []
     dstatic = ddynamic = dgain = None
     dv: list[Tensor | None] = [None] * ctx.n
     if draw is not None or any(d is not None for d in dy):
@@ -298,31 +312,35 @@ def _backward(
         found = differentiate(ctx.plan, dy, draw, kept, gain, sources, static, seen, need, passed)
         dgain, dstatic = found.dgain, found.dstatic
         ddynamic = found.ddynamic.view(dynamic.shape) if need_dynamic else None
-        scored = table is not None and need_ds
-        w = {row: table[row] for of_source in ctx.plan.weights.rows for row in of_source} if scored else {}
+        differentiate_scores = table is not None and need_ds
+        w = (
+            {row: table[row] for of_source in ctx.plan.weights.rows for row in of_source}
+            if differentiate_scores
+            else {}
+        )
         reading = Reading(
             found.do, views(static), views_by_token(seen), ctx.plan.weights.relu,
-            views_by_token(found.ddynamic.unbind(2)) if scored else None,
-            [[w[row] for row in of_source] for of_source in ctx.plan.weights.rows] if scored else None,
-            ctx.plan.weights.rows, ctx.makers, collector, stream_of(sources[-1]),
+            views_by_token(found.ddynamic.unbind(2)) if differentiate_scores else None,
+            [[w[row] for row in of_source] for of_source in ctx.plan.weights.rows] if differentiate_scores else None,
+            ctx.plan.weights.rows, ctx.makers, collector, current_stream(sources[-1]),
         )  # fmt: skip
         alone = []
         for i, maker in enumerate(ctx.makers):
             if need_fresh and i == ctx.n - 1:
-                left.append((reading, i))
+                mail.append((reading, i))
             elif maker is not None and node_will_run(maker):
-                leave(maker, task, (reading, i))
+                post(maker, pass_id, (reading, i))
             else:
                 alone += [i] * needs[i] * (maker is None)
                 if collector is not None:
-                    _leave_dw(sources[i], [reading.scored(i)], task)
+                    _post_row_gradients(sources[i], [reading.scored_rows(i)], pass_id)
         plain = ctx.plan.weights.plain and len(found.do) == 1  # each has the whole gradient
         for i, d in zip(alone, found.do * len(alone) if plain else gradients(reading, alone), strict=True):
             dv[i] = d if passed is None or i < ctx.n - 1 else found.through
     if passed is not None and needs[-1] and dv[-1] is None:
         dv[-1] = passed
     if need_fresh:
-        dv[-1] = _gradient_of_source(ctx, g, left, task)
+        dv[-1] = _gradient_of_source(ctx, g, mail, pass_id)
     return None, dstatic, None, ddynamic, dgain, dv[-1] if need_add else None, *dv
 
 
@@ -352,59 +370,67 @@ def gradients(reading: Reading, sources: list[int]) -> list[Tensor]:
     return found
 
 
-def _leave_dw(v: Tensor, scored: list[Scored], task: int) -> None:
+def _post_row_gradients(v: Tensor, scored: list[ScoredRows], pass_id: int) -> None:
     """Leave the gradients of the rows that scored a source with the node that collects them: v is read once for all of them."""
     from depthmix.ops.depth_sum.kernels.scores import score_backward
 
     by_collector: dict[Any, list[tuple[int, Tensor]]] = {}  # one, unless two stacks read the same source
     for ds, rows, collector, stream in scored:
         if rows:
-            arrive(stream, *ds)
+            wait_for_stream(stream, *ds)
             by_collector.setdefault(collector, []).extend(zip(rows, ds, strict=True))
     for collector, columns in by_collector.items():
         columns.sort(key=lambda column: column[0])
-        leave_rows(collector, task, [row for row, _ in columns], score_backward(v, [ds for _, ds in columns]))
+        post_row_gradients(
+            collector, pass_id, [row for row, _ in columns], score_backward(v, [ds for _, ds in columns])
+        )
 
 
-def _gradient_of_source(node: Any, g: Tensor | None, left: list[tuple[Reading, int]], task: int) -> Tensor | None:
+def _gradient_of_source(node: Any, g: Tensor | None, mail: list[tuple[Reading, int]], pass_id: int) -> Tensor | None:
     """Of the source that a node made: g, which autograd brought, and what its readers left."""
     from depthmix.ops.depth_sum.kernels.source_backward import Target, source_backward
 
-    part = take_part(node, task)
-    if not left:
-        return g if part is None else (part if g is None else part + g).to(node.dtype)
-    like = left[0][0].do[0]
-    target = Target(like, None if g is None else g.contiguous(), part, True)
-    older = _older_neighbour(node, left, task)
-    theirs = {} if older is None else {id(reading): (reading, i) for reading, i in older.left[task]}
+    partial_gradient = take_partial_gradient(node, pass_id)
+    if not mail:
+        return (
+            g if partial_gradient is None else (partial_gradient if g is None else partial_gradient + g).to(node.dtype)
+        )
+    like = mail[0][0].do[0]
+    target = Target(like, None if g is None else g.contiguous(), partial_gradient, True)
+    older = _older_neighbour(node, mail, pass_id)
+    theirs = {} if older is None else {id(reading): (reading, i) for reading, i in older.mail[pass_id]}
     readers = []
-    for reading, i in left:
+    for reading, i in mail:
         also = [] if older is None else [theirs.pop(id(reading), (None, None))[1]]
-        readers += reading.arrive().seen_by([*also, i])
+        readers += reading.wait_for_stream().seen_by([*also, i])
     for reading, i in theirs.values():  # those that read the older one alone
-        readers += reading.arrive().seen_by([i, None])
+        readers += reading.wait_for_stream().seen_by([i, None])
     if older is None:
         return source_backward([target], readers)[0]
-    unfinished, whole = source_backward([Target(like, None, take_part(older, task), False), target], readers)
-    older.part[task] = unfinished, stream_of(like)
-    older.scored.setdefault(task, []).extend(reading.scored(i) for reading, i in older.left[task])
-    older.left[task].clear()
+    unfinished, whole = source_backward(
+        [Target(like, None, take_partial_gradient(older, pass_id), False), target], readers
+    )
+    older.partial_gradient[pass_id] = unfinished, current_stream(like)
+    older.score_mail.setdefault(pass_id, []).extend(reading.scored_rows(i) for reading, i in older.mail[pass_id])
+    older.mail[pass_id].clear()
     return whole
 
 
-def _older_neighbour(node: Any, left: list[tuple[Reading, int]], task: int) -> Any:
+def _older_neighbour(node: Any, mail: list[tuple[Reading, int]], pass_id: int) -> Any:
     """The maker of the source before this one, if it pays to form what is known of its gradient in the same pass.
 
     Every second source looks for one, counted from the oldest, so that this has a partner: it has the most readers.
     """
-    reading, i = left[-1]  # the oldest: with a window, later ones may see a sum in the older one's place
+    reading, i = mail[-1]  # the oldest: with a window, later ones may see a sum in the older one's place
     maker = reading.makers[i - 1] if node.place % 2 and i > 0 else None
     if maker is None or maker is node or not node_will_run(maker):
         return None
-    mine, theirs = [{id(reading) for reading, _ in found} for found in (left, maker.left.get(task, []))]
-    if len(mine) < len(left) or len(theirs) < len(maker.left.get(task, [])):  # a source that is read twice in one read
+    mine, theirs = [{id(reading) for reading, _ in found} for found in (mail, maker.mail.get(pass_id, []))]
+    if len(mine) < len(mail) or len(theirs) < len(
+        maker.mail.get(pass_id, [])
+    ):  # a source that is read twice in one read
         return None
-    shared = sum(len(reading.do) for reading, _ in left if id(reading) in theirs)
+    shared = sum(len(reading.do) for reading, _ in mail if id(reading) in theirs)
     return maker if shared * reading.do[0].element_size() >= UNFINISHED else None
 
 

@@ -1,4 +1,4 @@
-"""Tables of addresses, through which kernels find tensors that lie anywhere, and how those are aligned."""
+"""Tables of addresses in device memory, through which kernels reach tensors that are not contiguous to each other."""
 
 import threading
 from collections.abc import Sequence
@@ -50,7 +50,7 @@ def _set_addresses(
 
 
 class Arena:
-    """Tables that one thread uses on one stream. They are kept, because training asks for the same ones at every step.
+    """Address tables of one thread on one stream. They are kept, because training asks for the same ones at every step.
 
     A table must hold its addresses until the kernel that reads it has been launched. Two rules ensure that:
 
@@ -114,10 +114,10 @@ def _cut(table: Tensor, groups: tuple[tuple[int, ...], ...], starts: list[int]) 
 
 
 def outside_pools(room: int, device: torch.device) -> Tensor:
-    """Memory for so many numbers that outlives CUDA graphs.
+    """Allocate memory for `room` int64 numbers that outlives CUDA graphs.
 
-    Whoever warms up or records one (torch.compile's "reduce-overhead" among them) claims what the current thread allocates
-    and takes it back later, so another thread allocates this.
+    While a thread warms up or records a graph (torch.compile's "reduce-overhead" does), the graph's memory pool claims what this
+    thread allocates and takes it back later. Another thread allocates this memory, outside the pool.
     """
     if device.type != "cuda":
         return torch.empty(room, dtype=torch.int64, device=device)
@@ -131,7 +131,7 @@ def outside_pools(room: int, device: torch.device) -> Tensor:
 
 
 def write(table: Tensor, addresses: tuple[int, ...]) -> Tensor:
-    """The table, filled: the addresses travel as arguments of a kernel, which a CUDA graph replays as they were."""
+    """Fill a table and return it. Addresses travel as kernel arguments, so a CUDA graph replays them unchanged."""
     if table.device.type != "cuda":
         return table.copy_(torch.tensor(addresses, dtype=torch.int64))
     for start in range(0, len(addresses), _CHUNK):
@@ -145,9 +145,9 @@ _idle: dict[Place, list[Arena]] = {}  # of threads that have ended
 
 
 class _Lease:
-    """Arenas that one thread has, by device and stream. When the thread ends, they are idle until another one takes them.
+    """Own the arenas of one thread, by device and stream. When the thread ends, its arenas go to `_idle` for another thread.
 
-    The thread's kernels have all been launched by then, so whoever takes an arena over comes after them on its stream.
+    The thread's kernels have all been launched by then, so the next owner's launches come after them on the stream.
     """
 
     def __init__(self) -> None:
@@ -160,7 +160,7 @@ class _Lease:
 
 
 class _Own(threading.local):
-    """The current thread's arenas."""
+    """Hold the current thread's arenas."""
 
     def __init__(self) -> None:
         self.lease = _Lease()
@@ -184,14 +184,14 @@ def address_table(addresses: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 def address_tables(device: torch.device, *groups: tuple[int, ...]) -> tuple[Tensor, ...]:
-    """Return tables of addresses in device memory: those of one launch, which must follow in the same thread and on the same stream.
+    """Return the address tables of one launch, which must follow in the same thread and on the same stream.
 
     Args:
         device: where the tensors of the kernel are.
         groups: the addresses of each table.
 
     Returns:
-        One int64 table for each group: a kept one or, while a CUDA graph is recorded, one of the graph's own.
+        One int64 table in device memory for each group: a kept one or, while a CUDA graph is recorded, one of the graph's own.
     """
     with on_device(device):
         place = current_place(device)
@@ -204,12 +204,15 @@ def address_tables(device: torch.device, *groups: tuple[int, ...]) -> tuple[Tens
 
 
 def recorded_table(addresses: tuple[int, ...], place: Place) -> Tensor:
-    """Return a table for a graph: written once by whoever records it, if they do that, or else by the graph at every replay."""
+    """Return a table for a CUDA graph under recording.
+
+    Inside `recorded` the table is written once, after the recording. Otherwise the graph writes it at every replay.
+    """
     table = write_afterwards(addresses, place)
     return write(torch.empty(len(addresses), dtype=torch.int64, device=place[0]), addresses) if table is None else table
 
 
 def aligned(dim: int, *groups: Sequence[Tensor | None]) -> bool:
-    """Whether every row of every tensor starts at a multiple of 16 bytes."""
+    """Return whether every row of every tensor starts at a multiple of 16 bytes."""
     given = [t for group in groups for t in group if t is not None]
     return all(t.data_ptr() % 16 == 0 and dim * t.element_size() % 16 == 0 for t in given)

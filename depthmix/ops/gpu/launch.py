@@ -1,4 +1,4 @@
-"""Launching a kernel where its tensors are: Triton takes the current device, whichever that is."""
+"""Launch kernels on the device of their tensors. Triton itself uses the current device, whichever that is."""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -10,7 +10,7 @@ Place = tuple[torch.device, int]  # a device and the handle of one of its stream
 
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
-    """A context in which a device is the current one."""
+    """Return a context in which `device` is the current one."""
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         return nullcontext()
     return torch.cuda.device(device)
@@ -22,7 +22,7 @@ def current_place(device: torch.device) -> Place:
 
 
 def launch(kernel: Any, grid: tuple[int, ...], like: Tensor, *arguments: Any, **options: Any) -> None:
-    """kernel[grid](*arguments, **options) on the device and the current stream of a tensor's device."""
+    """Call kernel[grid](*arguments, **options) on the device of `like` and the current stream of that device."""
     with on_device(like.device):
         try:
             kernel[grid](*arguments, **options)
@@ -34,7 +34,7 @@ def launch(kernel: Any, grid: tuple[int, ...], like: Tensor, *arguments: Any, **
 
 
 def load(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
-    """Compile the variant of a kernel for these arguments, and wait until it is on the GPU. The interpreter has nothing to load."""
+    """Compile the variant of a kernel for these arguments, and wait until it is on the GPU. Do nothing in the interpreter."""
     import triton
 
     if isinstance(kernel, triton.JITFunction):

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from depthmix.ops.gpu.launch import launch
-from depthmix.ops.gpu.totals import total
+from depthmix.ops.gpu.program_sums import sum_programs
 
 TILE = 4096  # numbers that a program holds of each tensor
 WAVES = 4  # programs of the backward for each core, each over many tokens
@@ -70,7 +70,7 @@ def backward(d_out: Tensor, y: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     programs = min(triton.cdiv(tokens, sizes["BT"]), max(1, WAVES * cores // parts))
     part = y.new_empty(programs, dim, dtype=torch.float32)
     launch(_backward_kernel, (programs, parts), y, d_out, y, g, dy, part, tokens, **sizes)
-    return dy, total(part)
+    return dy, sum_programs(part)
 
 
 def _sizes(x: Tensor) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from depthmix.ops.gpu.launch import launch
-from depthmix.ops.gpu.totals import total
+from depthmix.ops.gpu.program_sums import sum_programs
 
 TILE = 2048  # numbers that a program holds of each tensor, unless a row has more
 LANE = 16  # of them that a thread holds
@@ -96,7 +96,7 @@ def backward(
         dh if d_out is None else d_out, dh, out, y, g, gain, rms, dx, dy, part, tokens, sizes.pop("units"),
         GOES_ON=d_out is not None, **sizes,
     )  # fmt: skip
-    return dx, dy, *total(part)
+    return dx, dy, *sum_programs(part)
 
 
 def _sizes(x: Tensor) -> dict[str, Any]:

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from depthmix.ops.gpu.addresses import aligned
-from depthmix.ops.gpu.early import early, wait_for_last
+from depthmix.ops.gpu.dependent_launch import dependent_launch, wait_for_previous_kernel
 from depthmix.ops.gpu.launch import launch
 
 LANE = 128  # numbers of sources that a lane holds at most
@@ -85,7 +85,7 @@ def _attend_kernel(
     if NORM:
         gain = _row_of_way(g0, g1, g2, way, d, D, WAYS)
     if EARLY:
-        wait_for_last()
+        wait_for_previous_kernel()
     i = tl.arange(0, NS)
     if not MANY:  # on their way before anything else is looked at
         at = (i + tl.where(i >= head, skip, 0)) * stride
@@ -166,7 +166,7 @@ def _add_up_kernel(
     if NORM:
         gain = _row_of_way(g0, g1, g2, way, d, D, WAYS)
     if EARLY:
-        wait_for_last()
+        wait_for_previous_kernel()
     v = _newest(slots, y, y, before, slot, t, way, N, d, ok, D, False, BEFORE)
     acc = tl.zeros([BD], tl.float32)
     i = tl.arange(0, NS)
@@ -205,7 +205,7 @@ def _add_norm_kernel(
     ok = d < D
     scale = tl.load(gain + d, mask=ok, other=0.0).to(tl.float32)
     if EARLY:
-        wait_for_last()
+        wait_for_previous_kernel()
     v = tl.load(x + t * D + d, mask=ok, other=0.0).to(tl.float32)
     if ADD:
         v += tl.load(y + t * D + d, mask=ok, other=0.0).to(tl.float32)
@@ -274,7 +274,7 @@ def attend(
             query[0] if bank is None else bank, query[0] if bank_lse is None else bank_lse, out,
             tokens, slot, stride, head, skip, n, eps, out_eps,
             D=dim, BD=block, NS=rows if many else triton.next_power_of_2(n + 1), MANY=many, WAYS=ways, SCALE=scale is not None, BEFORE=before is not None, BANK=bank is not None,
-            NORM=len(gain) > 0, ALIGNED=aligned(dim, [slots]), num_warps=_warps(block), **early(y),
+            NORM=len(gain) > 0, ALIGNED=aligned(dim, [slots]), num_warps=_warps(block), **dependent_launch(y),
         )  # fmt: skip
     return out
 
@@ -329,7 +329,7 @@ def add_up(
             slots, y, y if before is None else before, fp32 if static is None else static, fp32 if w is None else w,
             *_three(gain, fp32), out, rough, tokens, slot, out_eps,
             D=dim, BD=block, NS=rows, WAYS=ways, STATIC=kind, SCORES=w is not None,
-            PER_ENTRY=w is not None and w.shape[1] > 1, RELU=relu, BEFORE=before is not None, NORM=len(gain) > 0, RAW=raw, ALIGNED=aligned(dim, [slots]), num_warps=warps, **early(y),
+            PER_ENTRY=w is not None and w.shape[1] > 1, RELU=relu, BEFORE=before is not None, NORM=len(gain) > 0, RAW=raw, ALIGNED=aligned(dim, [slots]), num_warps=warps, **dependent_launch(y),
         )  # fmt: skip
     return out, rough
 
@@ -344,6 +344,6 @@ def add_norm(x: Tensor, y: Tensor | None, gain: Tensor, eps: float, keep: bool =
         launch(
             _add_norm_kernel, (tokens,), x,
             x, x if y is None else y, gain, x if total is None else total, out, tokens, eps,
-            D=dim, BD=block, ADD=y is not None, KEEP=keep, num_warps=min(16, max(1, block // 512)), **early(x),
+            D=dim, BD=block, ADD=y is not None, KEEP=keep, num_warps=min(16, max(1, block // 512)), **dependent_launch(x),
         )  # fmt: skip
     return total, out

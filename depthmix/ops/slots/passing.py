@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from depthmix.ops.gpu.addresses import aligned
-from depthmix.ops.gpu.early import early, wait_for_last
+from depthmix.ops.gpu.dependent_launch import dependent_launch, wait_for_previous_kernel
 from depthmix.ops.gpu.launch import launch
 from depthmix.ops.slots.kernels import _attend, _newest, _row_of_way, _rows, _three, _warps, rows_at_once
 
@@ -55,7 +55,7 @@ def _pass_on_kernel(
     if NORM:
         gain = _row_of_way(g0, g1, g2, j, d, D, WAYS)
     if EARLY:
-        wait_for_last()
+        wait_for_previous_kernel()
     at = row.to(tl.int64) * N + t
     known = (not FIRST) & (mine | (not ANEW))
     a = tl.load(acc + at * D + d, mask=d < tl.where(known, D, 0), other=0.0)
@@ -139,6 +139,6 @@ def pass_on(
             tokens, slot, max(1, stride), begin, ahead, own_at, own_begin, len(query), len(acc), eps, out_eps,
             D=dim, BD=block, NS=min(triton.next_power_of_2(slot // stride), rows_at_once(dim)) if anew else 1, WAYS=ways,
             OWN=own_query is not None, FIRST=slot == 0, ANEW=anew, SCALE=scale is not None, BEFORE=before is not None, NORM=len(gain) > 0,
-            ALIGNED=aligned(dim, [slots]), num_warps=_warps(block) if anew else _warps_of(block, ahead + others), **early(y),
+            ALIGNED=aligned(dim, [slots]), num_warps=_warps(block) if anew else _warps_of(block, ahead + others), **dependent_launch(y),
         )  # fmt: skip
     return out

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from depthmix.ops.gpu.early import early, wait_for_last
+from depthmix.ops.gpu.dependent_launch import dependent_launch, wait_for_previous_kernel
 from depthmix.ops.gpu.launch import launch
 
 
@@ -44,7 +44,7 @@ def _turn_kernel(
 ):  # fmt: skip
     D: tl.constexpr = 2 * HALF
     if EARLY:
-        wait_for_last()
+        wait_for_previous_kernel()
     token = tl.program_id(0).to(tl.int64)  # of B * T
     b, t = token // T, token % T
     c = tl.arange(0, BHALF)
@@ -70,7 +70,7 @@ def _activate_kernel(
     gate, up, out, n: tl.int64, UNIT: tl.constexpr, BLOCK: tl.constexpr, GATED: tl.constexpr, EARLY: tl.constexpr
 ):  # fmt: skip
     if EARLY:
-        wait_for_last()
+        wait_for_previous_kernel()
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     ok = i < n * UNIT  # whole rows of 16 bytes, if that is what there is
     x = tl.load(up + i, mask=ok, other=0.0).to(tl.float32)
@@ -98,7 +98,7 @@ def turn_and_store(
             q, k, v, cos, sin, q if q_gain is None else q_gain, q if k_gain is None else k_gain, position, out, keys, values,
             length, length if len(cos) > 1 else 0, keys.shape[2], eps,
             H=heads, BH=rows, KV=k.shape[2], BKV=triton.next_power_of_2(k.shape[2]), HALF=dim // 2, BHALF=block,
-            NORM=q_gain is not None, num_warps=min(8, max(1, rows * block // 256)), **early(q),
+            NORM=q_gain is not None, num_warps=min(8, max(1, rows * block // 256)), **dependent_launch(q),
         )  # fmt: skip
     return out
 
@@ -112,6 +112,6 @@ def activate(gate: Tensor | None, up: Tensor) -> Tensor:
         launch(
             _activate_kernel, (triton.cdiv(n, block),), up,
             up if gate is None else gate, up, out, n // unit, UNIT=unit, BLOCK=block, GATED=gate is not None,
-            num_warps=max(1, block // 256), **early(up),
+            num_warps=max(1, block // 256), **dependent_launch(up),
         )  # fmt: skip
     return out

@@ -15,7 +15,7 @@ from torch import Tensor
 from depthmix.ops.depth_attention.kernels.read import programs_for, stages
 from depthmix.ops.gpu.addresses import address_table, aligned
 from depthmix.ops.gpu.launch import launch
-from depthmix.ops.gpu.totals import total
+from depthmix.ops.gpu.program_sums import sum_programs
 
 
 @triton.jit
@@ -198,5 +198,5 @@ def backward(
         dy, u, u if gain is None else gain, s, lse, du, part, tokens, len(sources), eps, out_eps,
         BEFORE=before is not None, LAST=last, ALIGNED=aligned(dim // heads, sources, before or (), dv), **shape,
     )  # fmt: skip
-    sums = total(part) if part.shape[1] else part
+    sums = sum_programs(part) if part.shape[1] else part
     return sums[0] if shared else du, None if gain is None else sums[-1], dv

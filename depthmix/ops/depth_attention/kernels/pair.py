@@ -20,7 +20,7 @@ from torch import Tensor
 from depthmix.ops.depth_attention.kernels.read import four_sums, load_row, programs_for, stages, store_sums, warps_for
 from depthmix.ops.gpu.addresses import address_table, aligned
 from depthmix.ops.gpu.launch import launch
-from depthmix.ops.gpu.totals import total
+from depthmix.ops.gpu.program_sums import sum_programs
 
 
 @triton.jit
@@ -268,7 +268,7 @@ def pair_backward(
         D=dim, BD=block, WAYS=ways, NORM=gain is not None, HAS_G=g is not None, HAS_BEFORE=part is not None,
         NEED_A=da is not None, NEED_B=db is not None, STAGES=stages(3, first, 3 + ways), num_warps=warps,
     )  # fmt: skip
-    return PairGradients(da, db, *total(parts))
+    return PairGradients(da, db, *sum_programs(parts))
 
 
 def add_up_rows(summands: Sequence[Tensor], before: Tensor | None) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from depthmix.ops.gpu.addresses import address_table, aligned
 from depthmix.ops.gpu.launch import launch
-from depthmix.ops.gpu.totals import total
+from depthmix.ops.gpu.program_sums import sum_programs
 
 
 @triton.jit
@@ -366,7 +366,7 @@ def read_backward(
         HAS_BEFORE=before is not None, NEED_DV=dv is not None, STAGES=stages(4 if newest is None else 3, first, 3 + 2 * ways),
         num_warps=warps,
     )  # fmt: skip
-    du, dgain = part[0] if newest is None and gain is None else total(part)  # all zeros, or to be added up
+    du, dgain = part[0] if newest is None and gain is None else sum_programs(part)  # all zeros, or to be added up
     return ReadGradients(do, ld, dv, du, dgain)
 
 

@@ -26,7 +26,7 @@ from depthmix.ops.depth_sum.kernels.read import four, kind_of, source_table
 from depthmix.ops.depth_sum.kernels.rows import sums, sums_side_by_side, weight
 from depthmix.ops.gpu.addresses import aligned
 from depthmix.ops.gpu.launch import launch
-from depthmix.ops.gpu.totals import total
+from depthmix.ops.gpu.program_sums import sum_programs
 
 
 @triton.jit
@@ -328,12 +328,12 @@ def read_backward(
     dots = dots.transpose(1, 2) if by_source else dots
     dstatic = None
     if need.static:
-        dstatic = total(part) if rows_wanted else dots.sum(0).unsqueeze(-1)
+        dstatic = sum_programs(part) if rows_wanted else dots.sum(0).unsqueeze(-1)
     if clamp_later and dynamic is not None:
         dots = dots * (torch.stack(list(dynamic), -1) >= 0)
     return ReadGradients(
         do,
-        total(dgain) if norm and dgain is not None else None,
+        sum_programs(dgain) if norm and dgain is not None else None,
         dstatic,
         dots if need.dynamic else None,
         through,

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from depthmix.ops.gpu.launch import launch
-from depthmix.ops.gpu.totals import total
+from depthmix.ops.gpu.program_sums import sum_programs
 from depthmix.ops.stream_mix.kernels.tiles import load_streams, load_weights, row_tile, weighted
 
 SMS, WARPS = (
@@ -144,7 +144,7 @@ def read_backward(
             dh, x, pre, x if gain is None else gain, x if rho is None else rho, dpre, x if c is None else c,
             x if part is None else part, tokens, **(options | {"BT": bt}), STAGES=stages, num_warps=warps,
         )  # fmt: skip
-    return dpre, c, None if part is None else total(part) if tokens else part.new_zeros(dim)
+    return dpre, c, None if part is None else sum_programs(part) if tokens else part.new_zeros(dim)
 
 
 def norm_backward(
@@ -164,7 +164,7 @@ def norm_backward(
             _norm_backward_kernel, (programs,), x, dh, h, x, pre, gain, rho, c, part, tokens,
             **(options | {"BT": bt}), SMALL=2**-7 if h.dtype == torch.float16 else 1e-30, STAGES=stages, num_warps=warps,
         )  # fmt: skip
-    return c, total(part) if tokens else gain.new_zeros(gain.shape)
+    return c, sum_programs(part) if tokens else gain.new_zeros(gain.shape)
 
 
 def _stages(x: Tensor, rows: int, wanted: int) -> int:
