@@ -34,7 +34,10 @@ def reference_gradients(
     Returns:
         A gradient for each input, None where none is needed.
     """
-    aliases = [None if t is None else t.view_as(t) for t in inputs]  # one node each, even if a tensor is given twice
-    wanted = [t for t, n in zip(aliases, needed, strict=True) if n and t is not None]
-    found = iter(torch.autograd.grad(reference(*aliases), wanted, grads, create_graph=True, allow_unused=True))
-    return [next(found) if n else None for n in needed]
+    # An alias for each input, so that a tensor passed twice has two gradients.
+    aliases = [None if t is None else t.view_as(t) for t in inputs]
+    differentiated = [t for t, n in zip(aliases, needed, strict=True) if n and t is not None]
+    gradients = iter(
+        torch.autograd.grad(reference(*aliases), differentiated, grads, create_graph=True, allow_unused=True)
+    )
+    return [next(gradients) if n else None for n in needed]

@@ -23,10 +23,12 @@ class _Thread(threading.local):
     """Per-thread state of `use_backend`, besides its context variable."""
 
     def __init__(self) -> None:
-        # The same for torch.compile, which can neither read a context variable nor recompile when one changes.
+        # Copy of the context variable for torch.compile, which can neither read one nor recompile when one changes.
         self.forced: str | None = None
-        self.inside = 0  # contexts of `use_backend` that are open, those of other asyncio tasks among them
-        self.own_backward: Any = None  # open as long as one of them is
+        # Open `use_backend` contexts, including those of other asyncio tasks.
+        self.open_contexts = 0
+        # Context that runs backward passes in this thread, entered while open_contexts > 0.
+        self.backward_in_thread: Any = None
 
 
 _thread = _Thread()
@@ -70,29 +72,30 @@ def use_backend(name: str | None) -> Iterator[None]:
         return
     token = _forced.set(asked)
     _thread.forced = asked
-    _begin_own_backward()
+    _enter_backward_in_thread()
     try:
         yield
     finally:
-        _end_own_backward()
+        _exit_backward_in_thread()
         _forced.reset(token)
-        _thread.forced = _forced.get()  # not `before`, which may be another task's
+        # Not `before`, which may be another task's.
+        _thread.forced = _forced.get()
 
 
-def _begin_own_backward() -> None:
+def _enter_backward_in_thread() -> None:
     """Run backward passes in the calling thread.
 
     PyTorch runs the backward of CUDA tensors in threads of its own, which have another context and would not see the forced backend.
     """
-    if _thread.inside == 0:
-        _thread.own_backward = torch.autograd.set_multithreading_enabled(False)
-    _thread.inside += 1
+    if _thread.open_contexts == 0:
+        _thread.backward_in_thread = torch.autograd.set_multithreading_enabled(False)
+    _thread.open_contexts += 1
 
 
-def _end_own_backward() -> None:
-    _thread.inside -= 1
-    if _thread.inside == 0:
-        _thread.own_backward.__exit__(None, None, None)
+def _exit_backward_in_thread() -> None:
+    _thread.open_contexts -= 1
+    if _thread.open_contexts == 0:
+        _thread.backward_in_thread.__exit__(None, None, None)
 
 
 @constant_for_compiler
@@ -113,7 +116,8 @@ def _why_no_kernels(device_type: str, index: int | None) -> str | None:
     if device_type == "cpu":
         from triton import knobs
 
-        if knobs.runtime.interpret:  # TRITON_INTERPRET=1, for tests
+        # TRITON_INTERPRET=1: the interpreter runs kernels on the CPU, for tests.
+        if knobs.runtime.interpret:
             return None
     return f"kernels run on GPUs, and the tensors are on {device_type}"
 

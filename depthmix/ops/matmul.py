@@ -17,20 +17,23 @@ from depthmix.ops.torch_internals import constant_for_compiler, transformed
 
 _library = torch.library.Library("depthmix", "FRAGMENT")
 _library.define("ieee_matmul(Tensor a, Tensor b) -> Tensor")
-_lock = threading.RLock()  # the setting is the process's, and backward passes have threads of their own
+# The setting belongs to the process, and backward passes run in other threads.
+_lock = threading.RLock()
 
 
 def _settings(device_type: str) -> Any:
     return {"cuda": torch.backends.cuda.matmul, "cpu": getattr(torch.backends.mkldnn, "matmul", None)}.get(device_type)
 
 
-@constant_for_compiler  # which guards on the setting by itself
+# The compiler guards on the setting by itself.
+@constant_for_compiler
 def lowered(device_type: str) -> bool:
     """Return whether products of fp32 matrices may use fewer bits on a device."""
     settings = _settings(device_type)
     precision = "none" if settings is None else settings.fp32_precision
     if precision == "ieee":
-        with _lock:  # it may be what `_ieee` of another thread has put in force for one product
+        # Another thread's `_ieee` may have set it for one product: wait for that product.
+        with _lock:
             precision = settings.fp32_precision
     return precision not in ("ieee", "none")
 
@@ -45,7 +48,8 @@ def _ieee(device_type: str) -> Iterator[None]:
         try:
             yield
         finally:
-            if settings.fp32_precision == "ieee":  # else somebody has chosen another one meanwhile, which stays
+            # Otherwise the user has chosen another precision meanwhile, which stays.
+            if settings.fp32_precision == "ieee":
                 settings.fp32_precision = before
 
 

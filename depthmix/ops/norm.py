@@ -80,8 +80,8 @@ def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
         [..., D], computed in fp32 or wider and rounded once to x's dtype.
     """
     with without_autocast(x):
-        found: Tensor = _Normed.apply(eps, x, gain)
-        return found
+        y: Tensor = _Normed.apply(eps, x, gain)
+        return y
 
 
 _FORWARD = {nn.RMSNorm: nn.RMSNorm.forward, RMSNorm: RMSNorm.forward}

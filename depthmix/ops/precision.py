@@ -24,7 +24,8 @@ def promoted_dtype(tensors: list[Tensor] | tuple[Tensor, ...]) -> torch.dtype:
 def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
     """Return a context in which autocast cannot lower the precision of computations on x."""
     kind = x.device.type
-    if kind == "meta" or not torch.is_autocast_enabled(kind):  # meta knows no autocast
+    # The meta device has no autocast.
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
         return nullcontext()
     return torch.autocast(kind, enabled=False)
 

@@ -33,8 +33,8 @@ def source_products(v: Tensor, w: Tensor, eps: float | None = None) -> Tensor:
     with without_autocast(v):
         if not own_backward():
             return source_products_reference(eps, v, w)
-        found: Tensor = SourceProducts.apply(eps, v, w)
-        return found
+        products: Tensor = SourceProducts.apply(eps, v, w)
+        return products
 
 
 def source_products_reference(eps: float | None, v: Tensor, w: Tensor) -> Tensor:
@@ -98,7 +98,8 @@ def _tokens_by_rows(d: Tensor, w: Tensor, x: Tensor, along: Tensor | None) -> Te
         dx = matmul(d.T, w)
         return widen(dx if along is None else dx.addcmul_(widen(x, d.dtype), along), x.dtype)
     (d_high, d_low), (w_high, w_low) = _halves(d), _halves(w)
-    left, right = torch.cat([d_high, d_high, d_low]).T, torch.cat([w_high, w_low, w_high])  # low times low is nothing
+    # low times low is below the precision of the result.
+    left, right = torch.cat([d_high, d_high, d_low]).T, torch.cat([w_high, w_low, w_high])
     if along is None:
         return left @ right
     return torch.addmm(torch.mul(x, along, out=torch.empty_like(x)), left, right)

@@ -59,7 +59,8 @@ def constant_for_compiler(function: Function) -> Function:
     return function
 
 
-@constant_for_compiler  # which guards on both by itself
+# The compiler guards on both by itself.
+@constant_for_compiler
 def transformed() -> bool:
     """Return whether tensors may belong to torch.func (grad, vmap, jvp, ...) or carry forward-mode derivatives."""
     return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
@@ -77,7 +78,8 @@ _GLOBAL_HOOKS = (
     "_global_backward_hooks",
     "_global_backward_pre_hooks",
 )
-_IN_PLACE_OF_FORWARD = ("forward", "_call_impl")  # as PEFT, quantisation and profilers do it
+# PEFT, quantisation and profilers replace these on the module.
+_IN_PLACE_OF_FORWARD = ("forward", "_call_impl")
 
 
 def calls_only_its_forward(module: nn.Module) -> bool:

@@ -231,7 +231,7 @@ def test_neighbours_in_a_window_share_what_they_read(monkeypatch: pytest.MonkeyP
     calls: list[tuple[int, int]] = []
     summed = plain_sums.source_backward
     monkeypatch.setattr(plain_sums, "source_backward", lambda t, r: (calls.append((len(t), len(r))), summed(t, r))[1])
-    monkeypatch.setattr(source_order, "UNFINISHED", 16)  # four ways of a read, as in bf16
+    monkeypatch.setattr(source_order, "UNFINISHED_BYTES", 16)  # four ways of a read, as in bf16
     monkeypatch.setitem(RULES, "3-dca", ("dca", {"window": 3}))
     with plain_sums.plain_kernels(), use_backend("triton"):
         SumStack("3-dca", n_blocks=6)(tokens()).sum().backward()

@@ -11,8 +11,10 @@ from torch import Tensor
 from depthmix.ops.gpu.launch import Place, current_place, launch, on_device
 from depthmix.ops.gpu.recording import ALIGNED, ROOM, write_afterwards
 
-FIRST_PIECE = 1 << 14  # numbers that an arena has room for at first, 128 KiB
-_CHUNK = 64  # addresses that one launch of _set_addresses stores
+# Numbers that a new arena has room for: 128 KiB.
+FIRST_PIECE = 1 << 14
+# Addresses that one launch of _set_addresses stores.
+_CHUNK = 64
 
 
 @triton.jit
@@ -66,27 +68,28 @@ class Arena:
         """Allocate the first piece of memory; room: numbers that all pieces hold together."""
         self.device, self.room = device, room
         self.pieces = [outside_pools(min(FIRST_PIECE, room), device)]
-        self.kept: dict[tuple[tuple[int, ...], ...], tuple[Tensor, ...]] = {}
+        self.cached: dict[tuple[tuple[int, ...], ...], tuple[Tensor, ...]] = {}
         self.piece, self.used = 0, 0
 
     def tables(self, groups: tuple[tuple[int, ...], ...]) -> tuple[Tensor, ...]:
         """Return one table for each group of addresses, all of them for one launch."""
-        found = self.kept.get(groups)
-        return self._fill(groups) if found is None else found
+        cached = self.cached.get(groups)
+        return self._fill(groups) if cached is None else cached
 
     def _fill(self, groups: tuple[tuple[int, ...], ...]) -> tuple[Tensor, ...]:
         joined, starts = _joined(groups)
         if len(joined) > len(self.pieces[0]):
-            memory = torch.empty(len(joined), dtype=torch.int64, device=self.device)  # for this launch alone
+            # Too long to keep: memory for this launch alone.
+            memory = torch.empty(len(joined), dtype=torch.int64, device=self.device)
             return _cut(write(memory, joined), groups, starts)
         if self.used + len(joined) > len(self.pieces[self.piece]):
-            self._go_on()
+            self._next_piece()
         memory = self.pieces[self.piece][self.used : self.used + len(joined)]
         self.used += len(joined)
-        self.kept[groups] = tables = _cut(write(memory, joined), groups, starts)
+        self.cached[groups] = tables = _cut(write(memory, joined), groups, starts)
         return tables
 
-    def _go_on(self) -> None:
+    def _next_piece(self) -> None:
         """Continue in the next piece of memory, or restart from the first one when there is no room for more."""
         held = sum(len(piece) for piece in self.pieces)
         self.piece, self.used = self.piece + 1, 0
@@ -96,7 +99,7 @@ class Arena:
             self.pieces.append(outside_pools(min(held, self.room - held), self.device))
             return
         self.piece = 0
-        self.kept.clear()
+        self.cached.clear()
 
 
 def _joined(groups: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], list[int]]:
@@ -121,13 +124,13 @@ def outside_pools(room: int, device: torch.device) -> Tensor:
     """
     if device.type != "cuda":
         return torch.empty(room, dtype=torch.int64, device=device)
-    found: list[Tensor] = []
-    thread = threading.Thread(target=lambda: found.append(torch.empty(room, dtype=torch.int64, device=device)))
+    allocated: list[Tensor] = []
+    thread = threading.Thread(target=lambda: allocated.append(torch.empty(room, dtype=torch.int64, device=device)))
     thread.start()
     thread.join()
     # That thread's stream is the default one, on which the memory may still be in use by what was freed there.
     torch.cuda.current_stream(device).wait_stream(torch.cuda.default_stream(device))
-    return found[0]
+    return allocated[0]
 
 
 def write(table: Tensor, addresses: tuple[int, ...]) -> Tensor:
@@ -141,7 +144,8 @@ def write(table: Tensor, addresses: tuple[int, ...]) -> Tensor:
     return table
 
 
-_idle: dict[Place, list[Arena]] = {}  # of threads that have ended
+# Arenas of threads that have ended.
+_idle: dict[Place, list[Arena]] = {}
 
 
 class _Lease:
@@ -152,28 +156,31 @@ class _Lease:
 
     def __init__(self) -> None:
         self.arenas: dict[Place, Arena] = {}
-        self.idle = _idle  # at the end of a process the module may be gone first
+        # Keep a reference: at the end of a process the module may be gone first.
+        self.idle = _idle
 
     def __del__(self) -> None:
         for place, arena in self.arenas.items():
             self.idle.setdefault(place, []).append(arena)
 
 
-class _Own(threading.local):
+class _ThreadArenas(threading.local):
     """Hold the current thread's arenas."""
 
     def __init__(self) -> None:
         self.lease = _Lease()
-        self.arenas = self.lease.arenas  # found in one step
+        # A direct reference saves one lookup per launch.
+        self.arenas = self.lease.arenas
 
 
-_own = _Own()
+_thread_arenas = _ThreadArenas()
 
 
 def _take(place: Place) -> Arena:
     """Return an arena that no other thread has."""
     try:
-        return _idle[place].pop()  # atomic: of two threads one finds the list empty
+        # list.pop is atomic: of two threads one finds the list empty.
+        return _idle[place].pop()
     except (KeyError, IndexError):
         return Arena(place[0])
 
@@ -197,9 +204,9 @@ def address_tables(device: torch.device, *groups: tuple[int, ...]) -> tuple[Tens
         place = current_place(device)
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return tuple(recorded_table(group, place) for group in groups)
-        arena = _own.arenas.get(place)
+        arena = _thread_arenas.arenas.get(place)
         if arena is None:
-            arena = _own.arenas[place] = _take(place)
+            arena = _thread_arenas.arenas[place] = _take(place)
         return arena.tables(groups)
 
 

@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Place = tuple[torch.device, int]  # a device and the handle of one of its streams, 0 on a CPU
+# A device and the handle of one of its streams, 0 on a CPU.
+Place = tuple[torch.device, int]
 
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
@@ -30,7 +31,8 @@ def launch(kernel: Any, grid: tuple[int, ...], like: Tensor, *arguments: Any, **
             # Triton publishes a compiled kernel before it is loaded. While another thread loads it, a launch is refused,
             # because the kernel's function is still None (triton-lang/triton, pull request 11518).
             load(kernel, grid, *arguments, **options)
-            kernel[grid](*arguments, **options)  # any other TypeError comes again
+            # Any other TypeError is raised again here.
+            kernel[grid](*arguments, **options)
 
 
 def load(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
@@ -38,4 +40,5 @@ def load(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) ->
     import triton
 
     if isinstance(kernel, triton.JITFunction):
-        kernel.warmup(*arguments, grid=grid, **options)[grid]  # an index makes what was compiled ready to run
+        # Indexing with a grid loads the compiled kernel onto the GPU.
+        kernel.warmup(*arguments, grid=grid, **options)[grid]

@@ -13,8 +13,10 @@ from torch import Tensor
 
 from depthmix.ops.gpu.launch import launch
 
-TILE = 8192  # numbers that a program adds to its sums at a time
-WIDE = 32768  # from here on PyTorch's own sum is as fast
+# Numbers that a program adds to its sums at a time.
+TILE = 8192
+# From this many columns on, PyTorch's own sum is as fast.
+WIDE = 32768
 
 
 @triton.jit(do_not_specialize=["programs", "columns"])
@@ -40,7 +42,8 @@ def sum_programs(part: Tensor) -> Tensor:
         torch.sum(part, 0, out=out)
     elif width:
         unit = 4 if width % 4 == 0 else 1
-        block = 16 if width <= 1024 else 32 if width <= 8192 else 64  # enough programs for all cores
+        # Narrow enough blocks that there are programs for all cores.
+        block = 16 if width <= 1024 else 32 if width <= 8192 else 64
         launch(
             _sum_programs_kernel, (triton.cdiv(width, block),), part,
             part, out, len(part), width // unit, UNIT=unit, BP=TILE // block, BC=block, num_warps=8, num_stages=1,

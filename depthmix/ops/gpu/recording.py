@@ -11,8 +11,10 @@ from torch import Tensor
 
 from depthmix.ops.gpu.launch import Place
 
-ROOM = 1 << 19  # numbers, 4 MiB
-ALIGNED = 16  # numbers; kernels are compiled for addresses of such tables
+# Numbers that the constants of one graph may hold: 4 MiB.
+ROOM = 1 << 19
+# Tables start at multiples of this many numbers: kernels are compiled for aligned addresses.
+ALIGNED = 16
 
 
 class Constants:
