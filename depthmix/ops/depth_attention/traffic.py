@@ -66,14 +66,14 @@ def backward_units(reads: Sequence[ReadOf]) -> list[int]:
             # dy; both sources and their gradients.
             units_by_read.append(r.ways + of_next + 4)
             continue
-        left = before - done if r.lasts else 0
-        at_once = r.ways <= MAX_FUSED_WAYS and not left
+        unprocessed = before - done if r.lasts else 0
+        fused = r.ways <= MAX_FUSED_WAYS and not unprocessed
         # dy and o, the source and its gradient.
         units = 2 * r.ways + 2 + of_next + WIDE * (part and r.lasts)
-        units += r.ways * (r.norm and (r.n > 1 or not at_once))  # do
+        units += r.ways * (r.norm and (r.n > 1 or not fused))  # do
         paired = False
-        if not at_once:
-            readers = left + r.ways
+        if not fused:
+            readers = unprocessed + r.ways
             paired = r.lasts and not part and r.n % PAIR == 0 and readers >= MIN_SHARED_READERS
             # Every do, and the source again for du. If paired, the older source twice and its partial gradient.
             units += readers + 1 + paired * (2 + WIDE)

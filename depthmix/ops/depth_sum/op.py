@@ -69,9 +69,9 @@ def depth_sum(
         n_ways = leading(static) if static is not None else dynamic.shape[-2] if dynamic.ndim > 1 else 1
         check_shape(op, "dynamic", dynamic, first, (*first.shape[:-1], n_ways, n))
     dtype = promoted_dtype(tuple(sources))
-    given = [t for t in (static, dynamic) if t is not None]
-    n_ways = leading(static) if static is not None else given[0].shape[-2]
-    why = why_unsupported(sources, wide=any(t.dtype == torch.float64 for t in given))
+    weights = [t for t in (static, dynamic) if t is not None]
+    n_ways = leading(static) if static is not None else weights[0].shape[-2]
+    why = why_unsupported(sources, wide=any(t.dtype == torch.float64 for t in weights))
     why = why or (f"they form up to {MAX_WAYS} sums at once" if n_ways > MAX_WAYS else None)
     with without_autocast(first):
         if choose(op, first, why, backend) == "triton":

@@ -39,7 +39,9 @@ class Inputs(NamedTuple):
     base: Tensor | None = None
     scale: Tensor | None = None
     gain: Tensor | None = None  # [D], of the norm; None: no norm
-    halves: Tensor | None = None  # of w, as kernels with bf16 streams want it: no input of its own
+    halves: Tensor | None = (
+        None  # parts of w for bf16 streams, from `halves_of`; derived from w, so without a gradient of its own
+    )
 
 
 def step_reference(rule: Rule | None, n: int, eps: float, inputs: Inputs) -> Step:

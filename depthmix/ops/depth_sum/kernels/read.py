@@ -203,8 +203,8 @@ class Sums(NamedTuple):
 
     y: list[Tensor]  # W results like a source, or those of the ways with a norm
     raw: Tensor | None  # one way's mixture before its norm, like a source
-    kept: list[Tensor]  # with keep and a norm, what the mixtures of the ways can be had from: their results,
-    mixtures: int  # or for ways whose bit is set here the mixture itself, where that is in memory
+    kept: list[Tensor]  # with keep and a norm, one tensor per way: its result, from which its sum can be computed,
+    mixtures: int  # or the sum itself, for ways whose bit is set here
     rms: Tensor  # with keep and a norm: 1 / RMS of the mixtures, [G, N]
     fresh: Tensor | None  # the newest source, if it was added up here
 
@@ -247,13 +247,13 @@ def read(
     fresh = None if add is None else torch.empty_like(v)
     rough = None if raw is None else torch.empty_like(v)
     only = (v if fresh is None else fresh) if plain and n == 1 else None
-    own = [only if only is not None else rough if w == raw else None for w in range(kept)]
+    mixtures = [only if only is not None else rough if w == raw else None for w in range(kept)]
     y = [torch.empty_like(v) for _ in range(norm or ways)]
     result = Sums(
         y,
         rough,
-        [out if t is None else t for out, t in zip(y, own, strict=False)],
-        sum(1 << w for w, t in enumerate(own) if t is not None),
+        [out if t is None else t for out, t in zip(y, mixtures, strict=False)],
+        sum(1 << w for w, t in enumerate(mixtures) if t is not None),
         torch.empty(kept, tokens, dtype=torch.float32, device=v.device),
         fresh,
     )

@@ -174,10 +174,10 @@ class Reader(NamedTuple):
 
 def source_backward(targets: Sequence[Target], readers: Sequence[Reader]) -> list[Tensor]:
     """Compute the gradients of one or two sources: rounded to their dtype after their last readers, fp32 otherwise."""
-    kinds = [list(same) for _, same in groupby(readers, _kind)]
+    kinds = [list(alike) for _, alike in groupby(readers, _kind)]
     # Readers of different kinds need different kernels, one after the other.
-    for same in kinds[:-1]:
-        parts = source_backward([x._replace(whole=False) for x in targets], same)
+    for alike in kinds[:-1]:
+        parts = source_backward([x._replace(whole=False) for x in targets], alike)
         targets = [x._replace(g=None, part=part) for x, part in zip(targets, parts, strict=True)]
     out = [torch.empty_like(x.like, dtype=x.like.dtype if x.whole else torch.float32) for x in targets]
     if not kinds:
@@ -192,16 +192,16 @@ def _kind(reader: Reader) -> tuple[int, bool, bool, int]:
     return static, reader.dynamic is not None, reader.ds is not None, reader.relu
 
 
-def _at(given: Sequence[Tensor | None] | None, j: int) -> tuple[int, int]:
+def _at(by_target: Sequence[Tensor | None] | None, j: int) -> tuple[int, int]:
     """Return the address of a reader's numbers for target j, and their stride."""
-    x = None if given is None else given[j]
+    x = None if by_target is None else by_target[j]
     return (0, 0) if x is None else (x.data_ptr(), x.stride(0))
 
 
 def _known(target: Target) -> Tensor:
     """Return a gradient to which no reader adds."""
-    given = [x.float() for x in (target.g, target.part) if x is not None]
-    return sum(x.view(target.like.shape) for x in given) if given else torch.zeros_like(target.like)  # type: ignore[return-value]
+    parts = [x.float() for x in (target.g, target.part) if x is not None]
+    return sum(x.view(target.like.shape) for x in parts) if parts else torch.zeros_like(target.like)  # type: ignore[return-value]
 
 
 def _launch(targets: Sequence[Target], readers: Sequence[Reader], out: Sequence[Tensor]) -> None:

@@ -298,16 +298,16 @@ def forward(rule: Rule, dim: int, z: Tensor, sums: Tensor, base: Tensor, scale: 
         res = torch.empty(tokens, n, n, dtype=torch.float32, device=z.device)
     if not tokens:
         return pre, post, res
-    given = (z, sums, base, scale, pre, post, z if res is None else res, tokens)
+    arguments = (z, sums, base, scale, pre, post, z if res is None else res, tokens)
     shape = {"D": dim, "n": n}
     if rule.joint:
         launch(
-            _joint_kernel, (triton.cdiv(tokens, LANES),), z, *given, rule.iterations, rule.eps, rule.pre_eps,
+            _joint_kernel, (triton.cdiv(tokens, LANES),), z, *arguments, rule.iterations, rule.eps, rule.pre_eps,
             K=z.shape[-1], BT=LANES, PERMUTATIONS=_permutations(rule), DEEPSEEK=rule.convention == "deepseek", num_warps=1, **shape,
         )  # fmt: skip
     else:
         launch(
-            _each_kernel, (triton.cdiv(tokens, TILE),), z, *given, rule.eps,
+            _each_kernel, (triton.cdiv(tokens, TILE),), z, *arguments, rule.eps,
             P=side(n), BT=TILE, CENTRED=rule.centred, TANH=rule.tanh, num_warps=WARPS, **shape,
         )  # fmt: skip
     return pre, post, res
