@@ -30,16 +30,24 @@ from depthmix.mixers.state import State, last_of, last_rows, register_state
 from depthmix.mixers.traffic import NORM, Published, Traffic
 from depthmix.ops import depth_attention, depth_sum
 from depthmix.ops.backend import choose
-from depthmix.ops.collect import collect_rows
-from depthmix.ops.depth_attention.ahead import KNOWN_WAYS, Beside, Far, Known, far_blocks, far_sources, known_sources
+from depthmix.ops.backward_mail import seen_from_outside
 from depthmix.ops.depth_attention.op import is_usual, why_unsupported
+from depthmix.ops.depth_attention.precomputed_logits import (
+    KNOWN_WAYS,
+    FirstRead,
+    GroupMixtures,
+    KnownLogits,
+    precompute_block_group,
+    precompute_group,
+    precompute_logits,
+)
 from depthmix.ops.depth_attention.reference import weighted_sum
 from depthmix.ops.depth_attention.source_major import OP, is_pair, read_sources
 from depthmix.ops.depth_attention.traffic import ReadOf, backward_units, forward_units
-from depthmix.ops.left import seen_from_outside
 from depthmix.ops.matmul import matmul
 from depthmix.ops.norm import fused_gains, side_by_side
 from depthmix.ops.precision import rms_normalize
+from depthmix.ops.row_gradients import collect_rows
 from depthmix.ops.torch_internals import transformed
 
 
@@ -49,7 +57,7 @@ class Tape(NamedTuple):
     queries: Tensor  # [R, D], key gains included, the ways of a site side by side
     blocks: tuple[Tensor, ...]
     partial: Tensor | None
-    far: Far | Known | None = None  # what far_sources or known_sources found for the sites to come
+    far: GroupMixtures | KnownLogits | None = None  # what far_sources or known_sources found for the sites to come
 
 
 PUBLISHED_BLOCKS = 8  # in which the paper's table schedules a Full stack
@@ -360,16 +368,16 @@ class AttnRes(SlotReads):
         if trains and out_gain:
             gain = side_by_side(out_gain).float()  # a gradient is fp32
         known = (tape.queries, row, sources[:-1], tape.far, self.eps)
-        far: Far | Known | None = None
+        far: GroupMixtures | KnownLogits | None = None
         lasts = site % self.block_size == 0 and site < self.n_sites
         if self.window is None and not (trains and is_pair(len(sources), ways, lasts)):  # it needs nothing from before
             if self.n_ways >= KNOWN_WAYS:
-                far = known_sources(*known)
+                far = precompute_logits(*known)
             elif self.block_size == 1:
-                own = None if trains else Beside(newest, out_gain[0] if out_gain else None, out_eps)
-                far = far_sources(*known, own)
+                own = None if trains else FirstRead(newest, out_gain[0] if out_gain else None, out_eps)
+                far = precompute_group(*known, own)
             elif not trains and len(self.held) > self.n_sites:  # it counts on all rows
-                far = far_blocks(*known, size=self.block_size)
+                far = precompute_block_group(*known, size=self.block_size)
         tape = tape._replace(far=far)
         h, newest = read_sources(tape.queries, row, ways, sources, add, gain, self.eps, out_eps, tape.far, lasts)
         state.leave_note((newest, tape if tape.far is None else tape._replace(far=tape.far.after(row))))

@@ -26,12 +26,12 @@ from depthmix.mixers.stack_state import Ahead, EntryScores, Gains, InsideNorm, S
 from depthmix.mixers.traffic import NORM, Traffic
 from depthmix.ops.autograd import own_backward
 from depthmix.ops.backend import choose
-from depthmix.ops.collect import collect_rows
+from depthmix.ops.backward_mail import seen_from_outside
 from depthmix.ops.depth_sum.op import source_scores, why_unsupported
-from depthmix.ops.depth_sum.source_order import OP, Weights, halves, make_source, plain_sum, read_sums
+from depthmix.ops.depth_sum.source_order import OP, Weights, make_source, plain_sum, read_sums, split_rows
 from depthmix.ops.depth_sum.traffic import ReadOf, ReadShape, backward_units, forward_units
-from depthmix.ops.left import seen_from_outside
 from depthmix.ops.norm import fused_gains, fused_norms, rms_norm, side_by_side
+from depthmix.ops.row_gradients import collect_rows
 from depthmix.ops.slots.op import add_norm, add_up, few_tokens, usable
 
 
@@ -209,7 +209,7 @@ class BlockStack(Mixer):
         if tape is None or (torch.is_grad_enabled() and not tape.differentiable):
             w = self._table()
             w = None if w is None else w.float()
-            both = None if w is None else halves(w, state.stack[0])
+            both = None if w is None else split_rows(w, state.stack[0])
             tape = Tape((), (), None if w is None else collect_rows(w, OP), both, torch.is_grad_enabled())
             for slot, v in enumerate(state.stack):
                 reader = self.layout.block[state.site] - (state.pending is not None)

@@ -75,7 +75,9 @@ class Meter(TorchDispatchMode):
 
     def units(self):
         """What was moved since the last call."""
-        sums = {at for name, accesses in self.launches if name == "_total_kernel" for at in joined(accesses["load"])}
+        sums = {
+            at for name, accesses in self.launches if name == "_sum_programs_kernel" for at in joined(accesses["load"])
+        }
         known = [t.untyped_storage() for t in self.alive if self.weigh(t)]
         known = sorted(
             (s.data_ptr(), s.nbytes()) for s in known if s.data_ptr() not in sums

@@ -7,7 +7,7 @@ from depthmix.mixers.base import Mixer
 from depthmix.mixers.streams import StreamMixer
 from depthmix.mixers.traffic import Traffic, state_by_site
 from depthmix.ops import use_backend
-from depthmix.ops.depth_attention import ahead, traffic
+from depthmix.ops.depth_attention import precomputed_logits, traffic
 from harness import LAYOUTS, MIXERS
 from mixers.counting import DIM, STREAMS, metered, units_of
 
@@ -34,9 +34,9 @@ CASES += [
 @pytest.mark.parametrize(("name", "options"), CASES, ids=str)
 def test_counted(name, options, monkeypatch):
     """Units forward and backward and activations kept, of kernels where there are any."""
-    monkeypatch.setattr(ahead, "FAR_TOKENS", 1)
-    for module in (ahead, traffic):
-        monkeypatch.setattr(module, "FAR_SOURCES", 4)
+    monkeypatch.setattr(precomputed_logits, "MIN_TOKENS", 1)
+    for module in (precomputed_logits, traffic):
+        monkeypatch.setattr(module, "MIN_SOURCES", 4)
     mixer = create_mixer(name, dim=DIM, **options)
     kernels = type(mixer)._read_normed is not Mixer._read_normed  # all that have some norm what they read
     with (
