@@ -25,9 +25,6 @@ from depthmix.ops.precision import compute_dtype
 class @Name@(OneStream):
     """a [S] = init."""
 
-    # YOURS: activations that `_join` moves, forward and backward, and keeps; tests/mixers/test_traffic.py counts them.
-    units = (19, 24, 2)
-
     # YOURS: the options are keyword arguments, their annotations say what is valid.
     def __init__(self, dim: int, n_blocks: int, *, init: float = 0.5) -> None:
         super().__init__(dim, n_blocks)
