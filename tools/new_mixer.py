@@ -36,10 +36,6 @@ class @Name@(OneStream):
     def reset_parameters(self) -> None:
         nn.init.constant_(self.a, self.init)
 
-    # YOURS: what part of the plain stream, e + every output so far, a read (S: finish) is at step 0; None if it is none of it.
-    def plain_share(self, site: int) -> float | None:
-        return 1.0 if site == 0 or self.init == 1 else None
-
     # YOURS: how a site's output joins the stream, in fp32 or wider.
     def _join(self, state: StreamState, site: int, y: Tensor) -> Tensor:
         wide = compute_dtype(state.x)

@@ -170,17 +170,6 @@ class AttnRes(SlotReads):
         named = {"block_size": self.block_size, "window": self.window if windowed else None}
         return own | named | {"output_gain": self.output_gain is not None}
 
-    def plain_share(self, site: int) -> float | None:
-        if self.routing == "add" and site in (0, self.n_sites):
-            return 1.0
-        others = -(-site // self.block_size)  # sources besides e
-        if self.window is not None and others > self.window:
-            return None
-        if others and (self.query_init or self.output_gain not in (None, 1)):
-            return None
-        share = 0.5 if self.weights == "sigmoid" else 1 / (1 + others)
-        return 1 + share if self.routing == "add" else share
-
     def owners(self, name: str) -> Sequence[int] | int:
         return self.layout.attention if name.endswith(OWN.get(self.n_ways, " ")) else super().owners(name)
 

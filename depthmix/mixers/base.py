@@ -79,10 +79,6 @@ class Mixer(NamesVariant):
         """
         return 1
 
-    def plain_share(self, site: int) -> float | None:
-        """What part of the plain stream, e + every output so far, a read (S: finish) is at step 0; None if it is none of it."""
-        return 1.0
-
     def _start(self, x: Tensor) -> State:
         raise NotImplementedError(f"{self.name} does not implement _start(x): the state that begins with the embedding")
 

@@ -44,9 +44,6 @@ class Highway(OneStream):
     def weight_options(self) -> dict[str, Any]:
         return {name: value for name, value in super().weight_options().items() if name != "bias"}  # how weights begin
 
-    def plain_share(self, site: int) -> float | None:
-        return None if site else 1.0
-
     def _join(self, state: StreamState, site: int, y: Tensor) -> Tensor:
         seen = rms_normalize(state.observe(state.x), EPS)
         w, b = self.W_T[site].to(seen.dtype), self.b_T[site].to(seen.dtype)

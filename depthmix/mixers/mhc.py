@@ -112,11 +112,6 @@ class MHC(StreamMixer):
     def weight_options(self) -> dict[str, Any]:
         return {name: value for name, value in super().weight_options().items() if name != "init"} | {"head": self.head}
 
-    def plain_share(self, site: int) -> float | None:
-        if self.init != "identity":
-            return None
-        return float(self.n) if site == self.n_sites and self.head == "sum" else 1.0
-
     def _first_read(self, x: Tensor) -> Tensor | None:
         if self.schedule == "standard":
             return None

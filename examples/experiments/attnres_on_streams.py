@@ -72,12 +72,6 @@ class AttnResOnStreams(Mixer):
     def owners(self, name: str) -> int:
         raise CutError(f"{self.name} is an experiment that stages of a pipeline do not know")
 
-    def plain_share(self, site: int) -> float | None:
-        below, above = self.below.plain_share(site), self.above.plain_share(site)
-        if site in (0, self.n_sites):
-            return below
-        return None if below is None or above is None else below + above
-
     def streams(self, state: Both) -> Tensor | None:
         return self.below.streams(state.parts()[0])
 
