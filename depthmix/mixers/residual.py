@@ -10,7 +10,6 @@ from torch import Tensor
 from depthmix.mixers.base import register
 from depthmix.mixers.one_stream import AddedStream, PendingStream
 from depthmix.mixers.state import StreamState, register_state
-from depthmix.mixers.traffic import Published
 from depthmix.ops.slots.op import add_norm, usable
 
 
@@ -27,9 +26,6 @@ class Residual(AddedStream):
 
     def __init__(self, dim: int, n_blocks: int) -> None:
         super().__init__(dim, n_blocks)
-
-    def published(self) -> Published:
-        return Published(2, 1)  # the stream and the output, the stream
 
     def _start(self, x: Tensor) -> Any:
         return DecodedStream(x=x) if usable(self.name, x) else StreamState(x=x)

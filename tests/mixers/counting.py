@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from depthmix.mixers.traffic import NORM
 from depthmix.ops.norm import RMSNorm
+from depthmix.parallel.plan.costs import NORM
 
 TOKENS, DIM, STREAMS = 5, 40, 2
 SILENT = {
