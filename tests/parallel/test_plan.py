@@ -38,7 +38,7 @@ def measured(*names):
     """{(case, arm): {metric: value}} of the committed steps; `all` has those of attnres that `step` has not."""
     found = {}
     for name in names or ("all", "step"):
-        with open(ROOT / "docs" / "results" / "h200" / f"{name}.csv", newline="") as file:
+        with open(ROOT / "benchmarks" / "results" / "h200" / f"{name}.csv", newline="") as file:
             for row in csv.DictReader(file):
                 if row["entry"] == "step":
                     found.setdefault((row["case"], row["who"]), {})[row["metric"]] = float(row["value"])
