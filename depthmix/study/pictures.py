@@ -1,4 +1,4 @@
-"""Figures of a study: every arm's difference to the first, beside the paper's; where on the way it arises; and power laws."""
+"""Figures of a study: every arm's difference to the first; where on the way it arises; and power laws."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def draw_study(
     folder: Path,
     laws: Mapping[str, Mapping[str, Points]] | None = None,
 ) -> tuple[list[str], list[str]]:
-    """Write differences and training, and power laws if given, as .svg and .png; returns their names and notes for the user.
+    """Write differences and training, and power laws if given, as .svg and .png; return the names that the table shows, and notes for the user.
 
     laws: by domain and arm, the points of each.
     """
@@ -38,7 +38,8 @@ def draw_study(
     if len(study.arms) > 1:
         save_figure(lambda: plot_differences(study, by_cell), folder / DIFFERENCES, DIFFERENCES)
         save_figure(lambda: plot_training(study, list(by_cell), curves, counted), folder / LOSSES, LOSSES)
-        drawn += [DIFFERENCES, LOSSES]
+        # The table shows one figure per question. Curves lie beside it and are not committed.
+        drawn.append(DIFFERENCES)
     if laws and any(laws.values()):
         save_figure(lambda: plot_laws(study, laws), folder / LAWS, LAWS)
         drawn.append(LAWS)
@@ -73,7 +74,7 @@ def name_rows(axes: Any, names: Sequence[str]) -> None:
 
 
 def plot_differences(study: Study, by_cell: Mapping[str, Sequence[Run]]) -> Any:
-    """A row an arm: small dots are seeds, the large one their mean with its 95% interval, diamonds what papers found."""
+    """A row an arm: small dots are seeds, the large one their mean with its 95% interval."""
     names, others = list(by_cell), study.labels[1:]
     figure, panels = panels_of(names, 6.4 if len(names) == 1 else 5.0, 1.4 + 0.32 * len(others))
     by_chance = spreads(study, by_cell)
@@ -89,23 +90,12 @@ def plot_differences(study: Study, by_cell: Mapping[str, Sequence[Run]]) -> Any:
                     [statistics.fmean(own)], [place], xerr=None if half is None else [half], fmt="o", color=COLOURS[0],
                     markersize=6, linewidth=1.4, capsize=3, zorder=4,
                 )  # fmt: skip
-        _draw_paper(axes, study)
         axes.axvline(0, color=INK, linewidth=1)
         axes.set_xlabel(f"nats against {study.labels[0]}").set_parse_math(False)
         axes.margins(x=0.1)
     name_rows(panels[0], others)
     legend_below(figure, panels[0])
     return figure
-
-
-def _draw_paper(axes: Any, study: Study) -> None:
-    for i, (name, source) in enumerate(study.paper.items()):
-        first = study.arms[0].paper.get(name)
-        found = [(p, arm.paper[name]) for p, arm in enumerate(study.arms[1:]) if name in arm.paper]
-        if first is not None and found and source.unit in ("nats", "perplexity"):
-            x = [source.difference(value, first) for _, value in found]
-            colour = COLOURS[1 + i % (len(COLOURS) - 1)]
-            axes.plot(x, [p for p, _ in found], "D", mfc="none", color=colour, markersize=6, label=f"paper: {name}")
 
 
 def plot_training(study: Study, names: Sequence[str], curves: Curves, counted: str = "tokens") -> Any:

@@ -1,4 +1,4 @@
-"""A study's file: a question, arms and seeds, on one or several data sets and sizes, and what the papers found.
+"""A study's file: a question, arms and seeds, on one or several data sets and sizes.
 
 question: in words
 base: ../gutenberg-54m.yaml        # a recipe, from this file; its arms, seeds and budget do not count
@@ -9,13 +9,12 @@ data: {books: data/books}          # domains; or one folder
 sizes: {54m: {}, 6m: {dim: 256}}   # options by size
 modules: [../../examples/experiments]  # Python files that register mechanisms of their own, from this file
 power: {difference: 0.01, spread: [0.004, 0.008]}
-paper: {lm1b: {source: "Table 5", unit: perplexity}}
 step_times: true                   # measured in turns when all runs are there, for the costs; at equal time always, and first
 sections: [power-laws]             # what the table says besides: power-laws, stability, depth
 notes: [what has to be said under the table]
 arms:
   - residual                       # the first is what the others are compared with
-  - {label: slow b, mixer: "dca:window=2", set: {lr: 0.001}, seeds: [0], sizes: [54m], paper: {lm1b: 18.06}}
+  - {label: slow b, mixer: "dca:window=2", set: {lr: 0.001}, seeds: [0], sizes: [54m]}
 """
 
 from __future__ import annotations
@@ -48,15 +47,13 @@ KEYS = (
     "sizes",
     "modules",
     "power",
-    "paper",
     "step_times",
     "sections",
     "notes",
     "arms",
 )
 SECTIONS = ("power-laws", "stability", "depth")
-ARM_KEYS = ("label", "mixer", "set", "seeds", "sizes", "paper")
-UNITS = ("nats", "perplexity", "percent", "fraction")
+ARM_KEYS = ("label", "mixer", "set", "seeds", "sizes")
 SAME_FOR_ALL = {"eval_tokens": "losses on different text cannot be compared"}  # options that no arm has for itself
 AT_EQUAL_TIME = {"steps": "an arm makes those that fit into the first one's time"}
 # What a study says in other words, and what a run without a folder has no use for.
@@ -80,7 +77,6 @@ class StudyArm:
     settings: dict[str, Any]
     seeds: dict[str, list[int]]  # by domain
     sizes: list[str]  # at which it is run
-    paper: dict[str, float]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,18 +95,6 @@ class Cell:
 
 
 @dataclasses.dataclass(frozen=True)
-class Source:
-    """A column of a paper: where its numbers are from, and what they are."""
-
-    source: str
-    unit: str
-
-    def difference(self, value: float, first: float) -> float:
-        """In nats, below zero is better: a ratio of perplexities is a difference of losses. Percents and fractions stay what they are."""
-        return math.log(value / first) if self.unit == "perplexity" else value - first
-
-
-@dataclasses.dataclass(frozen=True)
 class Study:
     """A study's file, checked."""
 
@@ -124,7 +108,6 @@ class Study:
     active: list[str]  # domains to run now
     cells: list[Cell]
     arms: list[StudyArm]
-    paper: dict[str, Source]
     power: dict[str, Any]
     step_times: bool  # measured in turns, for the costs
     sections: list[str]
@@ -194,7 +177,6 @@ def read_study(name: str, data: Iterable[str] = ()) -> Study:
     names = [cell.name for cell in cells]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise UserError(f"{path}: two pairs of a domain and a size are called {twice!r}; give one another name")
-    paper = _paper(path, given.get("paper", {}))
     budget = given.get("budget", "tokens")
     if budget not in ("tokens", "time"):
         raise UserError(
@@ -204,7 +186,7 @@ def read_study(name: str, data: Iterable[str] = ()) -> Study:
     if not isinstance(notes, list) or not all(isinstance(note, str) for note in notes):
         raise UserError(f"{path}: notes is a list of sentences")
     settings = {**base, **_settings(path, "set", given.get("set", {}))}
-    arms = _arms(path, given.get("arms"), dict.fromkeys(domains, seeds), [str(size) for size in sizes], paper)
+    arms = _arms(path, given.get("arms"), dict.fromkeys(domains, seeds), [str(size) for size in sizes])
     for arm in arms:
         for key, why in {**SAME_FOR_ALL, **(AT_EQUAL_TIME if budget == "time" else {})}.items():
             if key in arm.settings:
@@ -222,7 +204,6 @@ def read_study(name: str, data: Iterable[str] = ()) -> Study:
         active=active,
         cells=cells,
         arms=arms,
-        paper=paper,
         power=_power(path, given.get("power", {})),
         step_times=_yes_or_no(path, "step_times", given.get("step_times", False)) or budget == "time",
         sections=sections,
@@ -340,22 +321,6 @@ def _sizes_of(where: str, given: Any, known: Sequence[str]) -> list[str]:
     return [str(size) for size in given]
 
 
-def _paper(path: Path, given: Any) -> dict[str, Source]:
-    if not isinstance(given, dict):
-        raise UserError(f"{path}: paper maps columns to their source and unit, got {given!r}")
-    columns = {}
-    for name, said in given.items():
-        said = {"source": said} if isinstance(said, str) else said
-        if not isinstance(said, dict) or not isinstance(said.get("source"), str):
-            raise UserError(f"{path}: paper, {name}: a column needs its source in words")
-        _known(said, ("source", "unit"), f"{path}: paper, {name}")
-        unit = said.get("unit", "nats")
-        if unit not in UNITS:
-            raise UserError(f"{path}: paper, {name}: unit must be {' or '.join(UNITS)}, got {unit!r}")
-        columns[str(name)] = Source(" ".join(said["source"].split()), unit)
-    return columns
-
-
 def _power(path: Path, given: Any) -> dict[str, Any]:
     if not isinstance(given, dict):
         raise UserError(f"{path}: power holds difference and spread, got {given!r}")
@@ -401,9 +366,7 @@ def _check_sections(
                 raise UserError(f"{path}: the section stability is for sizes that are learning rates, and {words}")
 
 
-def _arms(
-    path: Path, given: Any, seeds: dict[str, list[int]], sizes: Sequence[str], paper: Mapping[str, Source]
-) -> list[StudyArm]:
+def _arms(path: Path, given: Any, seeds: dict[str, list[int]], sizes: Sequence[str]) -> list[StudyArm]:
     if not isinstance(given, list) or not given:
         raise UserError(f"{path}: arms is a list of at least one arm")
     arms: list[StudyArm] = []
@@ -417,18 +380,10 @@ def _arms(
             raise UserError(f"{path}: the label of an arm is one line of text, got {label!r}")
         if label in [arm.label for arm in arms]:
             raise UserError(f"{path}: two arms are called {label!r}; give one a label of its own")
-        numbers = said.get("paper", {})
-        if not isinstance(numbers, dict):
-            raise UserError(f"{path}, arm {label!r}: paper maps columns to numbers, got {numbers!r}")
-        _known(numbers, paper, f"{path}, arm {label!r}, paper")
-        if not all(
-            isinstance(v, int | float) and not isinstance(v, bool) and 0 < v < math.inf for v in numbers.values()
-        ):
-            raise UserError(f"{path}, arm {label!r}: the paper's numbers are numbers, got {numbers!r}")
         settings = _settings(path, f"arm {label!r}", said.get("set", {}))
         own = _seeds_of(f"{path}, arm {label!r}", said["seeds"], seeds) if "seeds" in said else seeds
         there = _sizes_of(f"{path}, arm {label!r}", said["sizes"], sizes) if "sizes" in said else list(sizes)
-        arms.append(StudyArm(label, parse_arm(said["mixer"]), settings, own, there, dict(numbers)))
+        arms.append(StudyArm(label, parse_arm(said["mixer"]), settings, own, there))
     if len(arms[0].sizes) < len(sizes):
         raise UserError(f"{path}: the first arm, {arms[0].label!r}, is run at every size: others are compared with it")
     if nowhere := [domain for domain, own in arms[0].seeds.items() if not own]:

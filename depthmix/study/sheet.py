@@ -1,4 +1,4 @@
-"""What a study found: results.csv with a line a run, table.md with paper and ours side by side, and figures."""
+"""What a study found: results.csv with a line a run, table.md, and figures."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def to_markdown(
     drawn: Sequence[str],
     usual: bool = True,
 ) -> str:
-    """The question, the table of paper and ours, costs and verdicts by cell, what the seeds can show, and how it was made.
+    """The question, the table of losses, costs and verdicts by cell, what the seeds can show, and how it was made.
 
     usual: whether it is in the folder where a study finds its results.
     """
@@ -182,20 +182,13 @@ def _with_interval(row: Row, by_chance: Spread) -> Row:
 def _main_table(study: Study, rows: Mapping[str, Sequence[Row]], diverged: set[tuple[str, str]]) -> list[str]:
     """A row an arm, whether it has finished or not."""
     first = study.labels[0]
-    heading = ["arm", *(f"paper: {name}" for name in study.paper)]
+    heading = ["arm"]
     for name in rows:
-        of = f"ours, {name}" if name else "ours"
-        heading += [f"{of}: val. loss", f"{of}: against {first}", "seeds"]
+        of = f"{name}: " if name else ""
+        heading += [f"{of}val. loss", f"{of}against {first}", "seeds"]
     lines = [markdown_line(heading), "|---|" + "---:|" * (len(heading) - 1)]
-    base = study.arms[0].paper
     for arm in study.arms:
         cells_ = [arm.label]
-        for name, source in study.paper.items():
-            value = arm.paper.get(name)
-            cells_.append(DASH if value is None else f"{value:g}")
-            if value is not None and name in base and arm is not study.arms[0] and source.unit != "fraction":
-                decimals = 1 if source.unit == "percent" else 4
-                cells_[-1] += f" ({source.difference(value, base[name]):+z.{decimals}f})"
         for name, own in rows.items():
             row = next((row for row in own if row.arm == arm.label), None)
             none = "diverged" if (arm.label, name) in diverged else DASH
@@ -214,17 +207,6 @@ def _seeds(row: Row) -> str:
 
 
 def _legend(study: Study, rows: Mapping[str, Sequence[Row]]) -> list[str]:
-    lines = [f"paper, {name}: {source.source} ({source.unit})" for name, source in study.paper.items()]
-    if study.paper:
-        percent = any(source.unit == "percent" for source in study.paper.values())
-        lines.append(
-            "In brackets: the paper's difference to the first arm in nats"
-            + (
-                ", or in points of a percent."
-                if percent
-                else " per token, for perplexities the logarithm of their ratio."
-            )
-        )
     budget = "the same steps" if study.budget == "tokens" else "the steps that fit into the first arm's time"
     own = {arm.label: [key for key in OF_A_BATCH if key in arm.settings] for arm in study.arms}
     if others := [f"{label} ({', '.join(keys)})" for label, keys in own.items() if keys]:
@@ -233,8 +215,7 @@ def _legend(study: Study, rows: Mapping[str, Sequence[Row]]) -> list[str]:
     enough = any(r.paired >= OWN_SEEDS and r.difference is not None for own in rows.values() for r in own)
     alone = f", and from {OWN_SEEDS} seeds on with their own" if enough else ""
     return [
-        *lines,
-        f"ours: nats per {each} on the validation split at the end, mean over seeds; every arm makes {budget}. Differences are taken seed by seed, ± half the 95% interval of their mean, with the spread that all arms have together on these data{alone} (depthmix/study/spread.py).",
+        f"Loss: nats per {each} on the validation split at the end, mean over seeds; every arm makes {budget}. Differences are taken seed by seed, ± half the 95% interval of their mean, with the spread that all arms have together on these data{alone} (depthmix/study/spread.py).",
     ]
 
 

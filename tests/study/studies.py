@@ -18,8 +18,8 @@ SIZES = {
     "eval_tokens": 64,
 }
 ARMS = [
-    {"mixer": "residual", "paper": {"t": 20.0}},
-    {"mixer": "attnres:block_size=2", "paper": {"t": 19.0}},
+    "residual",
+    "attnres:block_size=2",
     {"label": "slow", "mixer": "dca", "set": {"groups": [{"match": "mixer.b.*", "lr": 0.1}]}},
 ]
 
@@ -32,7 +32,6 @@ def write(folder, name="small", **changes):
         "seeds": [0, 1],
         "data": {"words": str(small.data())},
         "power": {"difference": 0.01, "spread": [0.005]},
-        "paper": {"t": {"source": "Table 1", "unit": "perplexity"}},
         "arms": ARMS,
     }
     said = {key: value for key, value in {**said, **changes}.items() if value is not None}

@@ -159,7 +159,7 @@ def test_an_arm_is_run_at_its_own_sizes(training, tmp_path, monkeypatch):
 
     def write(size):
         arms = ["residual", {"mixer": "dca", "sizes": [size]}]
-        return studies.write(tmp_path, sizes={"s": {}, "m": {"dim": 32}}, arms=arms, paper=None, step_times=True)
+        return studies.write(tmp_path, sizes={"s": {}, "m": {"dim": 32}}, arms=arms, step_times=True)
 
     run(write("m"), tmp_path)
     assert sorted(training.made) == [("dca", 0), ("dca", 1), *[("residual", 0)] * 2, *[("residual", 1)] * 2]
@@ -180,6 +180,6 @@ def test_what_seeds_can_show_goes_by_those_of_a_size(training, tmp_path):
 def test_a_size_leaves_seeds_out(training, tmp_path):
     arms = ["residual", {"mixer": "dca", "seeds": [1]}]
     sizes = {"s": {}, "m": {"dim": 32, "seeds": [0]}}
-    run(studies.write(tmp_path, sizes=sizes, arms=arms, paper=None), tmp_path)
+    run(studies.write(tmp_path, sizes=sizes, arms=arms), tmp_path)
     assert training.made == [("residual", 0), ("residual", 0), ("residual", 1), ("dca", 1)]
     assert "4 of 4 are done" in table(tmp_path)

@@ -87,7 +87,7 @@ def table(tmp_path):
     ],
 )
 def test_a_recipe_that_could_not_be_compared_is_refused(tmp_path, changes, words):
-    path = str(studies.write(tmp_path, paper=None, **{"arms": ["residual", "dca"], **changes}))
+    path = str(studies.write(tmp_path, **{"arms": ["residual", "dca"], **changes}))
     refused(lambda: read_study(path), *words, code=USAGE)
 
 
@@ -96,9 +96,9 @@ def test_rates_may_be_the_same_in_two_domains_and_an_arm_may_have_steps_at_equal
     rates = {"a": {"lr": 0.1}, "b": {"lr": 0.2}}
     read_study(str(studies.write(tmp_path, data=data, sizes=rates, sections=["stability"])))
     longer = {"label": "longer", "mixer": "dca", "set": {"steps": 9, "batch_size": 2}}
-    run(studies.write(tmp_path, arms=["residual", longer], paper=None), tmp_path)
+    run(studies.write(tmp_path, arms=["residual", longer]), tmp_path)
     assert "the same steps, but for what arms set themselves: longer (steps, batch_size)." in table(tmp_path)
-    run(studies.write(tmp_path, name="plain", arms=["residual", "dca"], paper=None), tmp_path)
+    run(studies.write(tmp_path, name="plain", arms=["residual", "dca"]), tmp_path)
     assert "every arm makes the same steps." in table(tmp_path)
 
 
@@ -138,7 +138,7 @@ def test_an_arm_that_is_asked_for_by_itself_is_run(training, tmp_path):
 def test_a_part_in_which_there_is_no_run_is_refused(training, tmp_path):
     data = {"books": str(small.data()), "code": str(small.data())}
     arms = ["residual", {"mixer": "dca", "seeds": {"code": []}, "sizes": ["s"]}]
-    path = studies.write(tmp_path, data=data, arms=arms, sizes={"s": {}, "m": {}}, paper=None)
+    path = studies.write(tmp_path, data=data, arms=arms, sizes={"s": {}, "m": {}})
     words = "no run with these arms, sizes, seeds and data together"
     refused(lambda: run(path, tmp_path, arms=["dca"], sizes=["m"]), words, code=USAGE)
     refused(lambda: run(path, tmp_path, arms=["dca"], data=[f"code={small.data()}"]), words, code=USAGE)
@@ -177,7 +177,7 @@ def test_each_at_its_best_is_taken_seed_by_seed(training, tmp_path, monkeypatch)
     monkeypatch.setattr("depthmix.train.brief.train_briefly", by_seed)
     arms = ["residual", {"mixer": "dca", "seeds": [0]}]
     rates = {"slow": {"lr": 0.1}, "fast": {"lr": 0.2}}
-    run(studies.write(tmp_path, arms=arms, paper=None, sizes=rates, sections=["stability"]), tmp_path)
+    run(studies.write(tmp_path, arms=arms, sizes=rates, sections=["stability"]), tmp_path)
     lines = table(tmp_path).partition("## Stability")[2]
     assert "| dca | 2.9000 (0) | 3.9000 (0) | -0.1000 | 0.1 |" in lines
 
@@ -188,7 +188,7 @@ def test_all_diverged_is_said_in_the_table_and_by_the_exit_code(training, tmp_pa
             training.fail[mixer, seed] = studies.diverged()
     path = studies.write(tmp_path, power=None)
     refused(lambda: run(path, tmp_path), "all 6 runs diverged", code=DIVERGED)
-    assert "| slow | – | diverged | – | 0 |" in table(tmp_path)
+    assert "| slow | diverged | – | 0 |" in table(tmp_path)
     assert "No run has finished yet" not in table(tmp_path)
     assert "What the seeds can show" not in table(tmp_path)
 
@@ -222,13 +222,13 @@ def test_figures_of_another_state_are_not_shown(training, tmp_path, monkeypatch)
     ],
 )
 def test_a_rule_that_looks_where_it_must_not_is_refused_before_it_runs(training, tmp_path, name, what, said):
-    path = studies.write(tmp_path, modules=[own_rule(tmp_path, name, what)], arms=["residual", name], paper=None)
+    path = studies.write(tmp_path, modules=[own_rule(tmp_path, name, what)], arms=["residual", name])
     read_study(str(path))
     found = leak(name, {}, 32 if name == "wide" else 16, 2)
     assert said in found if said else found is None
     if said:
         changes = {"set": {**studies.SIZES, "dim": 32}} if name == "wide" else {}
-        path = studies.write(tmp_path, modules=[f"{name}.py"], arms=["residual", name], paper=None, **changes)
+        path = studies.write(tmp_path, modules=[f"{name}.py"], arms=["residual", name], **changes)
         refused(lambda: run(path, tmp_path), f"arm '{name}'", said, code=USAGE)
         assert not training.made
         if name == "peeks":
@@ -242,7 +242,7 @@ def test_parameters_that_nobody_set_are_refused(training, tmp_path):
     bare = text.replace("torch.empty(1)", "torch.empty_strided((1,), (1,))")  # which tests do not fill by themselves
     bare = bare.replace("        self.reset_parameters()\n", "")
     (tmp_path / "forgets.py").write_text(bare)
-    path = studies.write(tmp_path, modules=["forgets.py"], arms=["residual", "forgets"], paper=None)
+    path = studies.write(tmp_path, modules=["forgets.py"], arms=["residual", "forgets"])
     repeatable = torch.are_deterministic_algorithms_enabled()
     refused(lambda: run(path, tmp_path), "arm 'forgets'", "its parameter a is never set", code=USAGE)
     assert not training.made
@@ -252,7 +252,7 @@ def test_parameters_that_nobody_set_are_refused(training, tmp_path):
 def test_in_a_picture_nothing_is_to_come(training, tmp_path):
     """Where text would be refused."""
     sizes = {"dim": 16, "n_blocks": 1, "n_heads": 2, "batch_size": 16, "steps": 6, "warmup": 2, "patch_size": 4}
-    said = {"set": sizes, "data": {"stripes": str(pictures.stripes())}, "seeds": [0], "paper": None}
+    said = {"set": sizes, "data": {"stripes": str(pictures.stripes())}, "seeds": [0]}
     arms = ["residual", "neighbours"]
     name = own_rule(tmp_path, "neighbours", "x + y + self.a * x.roll(-1, -2)")
     run(studies.write(tmp_path, modules=[name], arms=arms, **said), tmp_path)
@@ -264,7 +264,7 @@ def test_the_rules_of_the_package_are_left_to_its_tests():
 
 
 def test_a_rule_that_has_changed_since_its_runs_is_named(training, tmp_path, monkeypatch, capsys):
-    path = studies.write(tmp_path, modules=[own_rule(tmp_path, "mine", "y")], arms=["residual", "mine"], paper=None)
+    path = studies.write(tmp_path, modules=[own_rule(tmp_path, "mine", "y")], arms=["residual", "mine"])
     run(path, tmp_path, quiet=False)
     assert "mine.py has changed" not in table(tmp_path) + capsys.readouterr().out
     own_rule(tmp_path, "mine", "2 * y")

@@ -104,9 +104,6 @@ def test_a_base_that_is_no_recipe_is_one_sentence(tmp_path, lines, words):
         ({"base": 3}, ["base is the path"]),
         ({"power": {"spred": 1}}, ["unknown key 'spred'", "'spread'"]),
         ({"power": {"spread": -1}}, ["numbers above 0"]),
-        ({"paper": {"t": {"source": "x", "unit": "bits"}}}, ["unit must be nats or perplexity"]),
-        ({"paper": {"t": {}}}, ["needs its source"]),
-        ({"paper": 1}, ["paper maps columns"]),
         ({"notes": "one"}, ["notes is a list"]),
         ({"step_times": "yes"}, ["step_times is true or false"]),
         ({"sections": ["powerlaws"]}, ["unknown section 'powerlaws'", "did you mean 'power-laws'?"]),
@@ -116,10 +113,6 @@ def test_a_base_that_is_no_recipe_is_one_sentence(tmp_path, lines, words):
         ({"arms": ["attnres:wys=2"]}, ["wys", "'ways'"]),
         ({"arms": [{"mixer": "dca", "sett": {}}]}, ["arm 'dca'", "unknown key 'sett'", "'set'"]),
         ({"arms": [{"mixer": "dca", "set": {"lrr": 1}}]}, ["arm 'dca'", "unknown option 'lrr'", "'lr'"]),
-        ({"arms": [{"mixer": "dca", "paper": {"u": 1}}]}, ["unknown key 'u'", "there are t"]),
-        ({"arms": [{"mixer": "dca", "paper": {"t": "x"}}]}, ["the paper's numbers"]),
-        ({"arms": [{"mixer": "dca", "paper": [3]}]}, ["arm 'dca': paper maps columns to numbers"]),
-        ({"arms": [{"mixer": "dca", "paper": {"t": float("inf")}}]}, ["the paper's numbers"]),
         ({"arms": [{"label": "a \ud800", "mixer": "dca"}]}, ["one line"]),
         ({"data": {"a": "x", "a b": "x"}, "sizes": {"b c": {}, "c": {}}}, ["a domain and a size are called 'a b c'"]),
         ({"arms": [{"label": "x"}]}, ["an arm is a mechanism"]),
@@ -175,8 +168,6 @@ def test_every_arm_of_our_studies_can_be_built(path):
             with torch.device("meta"):
                 mixer = create_mixer(config.mixer, dim=config.dim, n_blocks=config.n_blocks, **config.mixer_options)
             own_settings([f"mixer.{name}" for name, _ in mixer.named_parameters()], config.groups)
-    for name in study.paper:
-        assert name in study.arms[0].paper  # else there is no difference to quote
     assert study.power["spread"]
     assert study.name == "tiny" or "# On an H200" in path.read_text()  # what it will take
 
