@@ -207,7 +207,7 @@ def scores(queries: SplitRows, sources: Sequence[Tensor], eps: float) -> Tensor:
     """Compute the logits [R, n, N] of n sources for all queries, reading each source once.
 
     num_stages must be 1. The kernel squares what a Hopper matrix product reads. Triton 3.6 pipelines such a load and overwrites it
-    while another warp group's product still reads it (docs/log.md).
+    while another warp group's product still reads it (lab/LOG.md).
     """
     v, (high, low) = sources[0], queries
     (rows, dim), kind = high.shape, v.dtype
