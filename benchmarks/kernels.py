@@ -84,7 +84,7 @@ def other_read(heads: int, by_token: bool, backward: bool = False) -> Callable[[
     """A read of eight sources with heads, or with a query for each token, and the norm that follows; or all of its gradients."""
 
     def make(tokens: int, dim: int, device: torch.device) -> Work:
-        from depthmix.ops.depth_attention.kernels import other_reads as kernel
+        from depthmix.ops.depth_attention.kernels import general_read as kernel
 
         like = torch.empty(tokens, dim, device=device, dtype=torch.bfloat16)
         sources, dy = [torch.randn_like(like) for _ in range(N_SOURCES)], torch.randn_like(like)
@@ -124,7 +124,7 @@ def read_known(ways: int) -> Callable[[int, int, torch.device], Work]:
         sources = [torch.randn_like(like) for _ in range(N_SOURCES)]
         add, u = torch.randn_like(like), torch.randn(ways, dim, device=device) / dim**0.5
         gain = torch.rand(ways, dim, device=device) + 0.5
-        halves = tiling.Halves.of(u, like.dtype)
+        halves = tiling.SplitRows.of(u, like.dtype)
         logits = [tiling.scores(halves, [v], EPS).squeeze(1) for v in sources[:-1]]
         found: list[Result] = []
 
@@ -148,7 +148,7 @@ def scores(tokens: int, dim: int, device: torch.device) -> Work:
 
     like = torch.empty(tokens, dim, device=device, dtype=torch.bfloat16)
     sources, u = [torch.randn_like(like) for _ in range(4)], torch.randn(32, dim, device=device) / dim**0.5
-    halves, found = tiling.Halves.of(u, like.dtype), list[Tensor]()
+    halves, found = tiling.SplitRows.of(u, like.dtype), list[Tensor]()
 
     def run() -> None:
         found[:] = [tiling.scores(halves, sources, EPS)]
@@ -166,7 +166,7 @@ def make_bank(tokens: int, dim: int, device: torch.device) -> Work:
 
     like = torch.empty(tokens, dim, device=device, dtype=torch.bfloat16)
     sources, u = [torch.randn_like(like) for _ in range(16)], torch.randn(4, dim, device=device) / dim**0.5
-    halves = tiling.Halves.of(u, like.dtype)
+    halves = tiling.SplitRows.of(u, like.dtype)
     groups = [tiling.scores(halves, sources[i : i + 4], EPS) for i in range(0, 16, 4)]
     first = [s[0, k] for s in groups for k in range(4)]
     found: list[Tensor] = []

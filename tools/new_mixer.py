@@ -25,9 +25,6 @@ from depthmix.ops.precision import compute_dtype
 class @Name@(OneStream):
     """a [S] = init."""
 
-    # YOURS: activations that `_join` moves, forward and backward, and keeps; tests/mixers/test_traffic.py counts them.
-    units = (19, 24, 2)
-
     # YOURS: the options are keyword arguments, their annotations say what is valid.
     def __init__(self, dim: int, n_blocks: int, *, init: float = 0.5) -> None:
         super().__init__(dim, n_blocks)
@@ -38,10 +35,6 @@ class @Name@(OneStream):
 
     def reset_parameters(self) -> None:
         nn.init.constant_(self.a, self.init)
-
-    # YOURS: what part of the plain stream, e + every output so far, a read (S: finish) is at step 0; None if it is none of it.
-    def plain_share(self, site: int) -> float | None:
-        return 1.0 if site == 0 or self.init == 1 else None
 
     # YOURS: how a site's output joins the stream, in fp32 or wider.
     def _join(self, state: StreamState, site: int, y: Tensor) -> Tensor:

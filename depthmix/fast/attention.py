@@ -18,12 +18,20 @@ from depthmix.mixers.cutting import here
 from depthmix.mixers.fast_path import FastPath
 from depthmix.mixers.state import register_state
 from depthmix.ops.backend import choose
-from depthmix.ops.collect import collect_rows
-from depthmix.ops.depth_attention.ahead import KNOWN_WAYS, Beside, Far, Known, far_blocks, far_sources, known_sources
+from depthmix.ops.backward_mail import seen_from_outside
 from depthmix.ops.depth_attention.op import is_usual, why_unsupported
+from depthmix.ops.depth_attention.precomputed_logits import (
+    KNOWN_WAYS,
+    FirstRead,
+    GroupMixtures,
+    KnownLogits,
+    precompute_block_group,
+    precompute_group,
+    precompute_logits,
+)
 from depthmix.ops.depth_attention.source_major import OP, is_pair, read_sources
-from depthmix.ops.left import seen_from_outside
 from depthmix.ops.norm import fused_gains, side_by_side
+from depthmix.ops.row_gradients import collect_rows
 from depthmix.ops.torch_internals import transformed
 
 
@@ -33,7 +41,7 @@ class Tape(NamedTuple):
     queries: Tensor  # [R, D], the ways of a site side by side
     blocks: tuple[Tensor, ...]
     partial: Tensor | None
-    far: Far | Known | None = None  # what far_sources or known_sources computed for the sites to come
+    far: GroupMixtures | KnownLogits | None = None  # what was computed for later sites
 
 
 @register_state
@@ -184,17 +192,17 @@ def _mix_with_kernels(
     if trains and out_gain:
         gain = side_by_side(out_gain).float()  # a gradient is fp32
     known = (tape.queries, row, sources[:-1], tape.far, mixer.eps)
-    far: Far | Known | None = None
+    far: GroupMixtures | KnownLogits | None = None
     lasts = site % size == 0 and site < mixer.n_sites
     # A pair of sources needs nothing that was computed ahead.
     if mixer.window is None and not (trains and is_pair(len(sources), ways, lasts)):
         if mixer.n_ways >= KNOWN_WAYS:
-            far = known_sources(*known)
+            far = precompute_logits(*known)
         elif size == 1:
-            own = None if trains else Beside(newest, out_gain[0] if out_gain else None, out_eps)
-            far = far_sources(*known, own)
+            own = None if trains else FirstRead(newest, out_gain[0] if out_gain else None, out_eps)
+            far = precompute_group(*known, own)
         elif not trains and len(mixer.held) > mixer.n_sites:  # it counts on all rows
-            far = far_blocks(*known, size=size)
+            far = precompute_block_group(*known, size=size)
     tape = tape._replace(far=far)
     h, newest = read_sources(tape.queries, row, ways, sources, add, gain, mixer.eps, out_eps, tape.far, lasts)
     state.leave_note(KernelNote(newest, tape if tape.far is None else tape._replace(far=tape.far.after(row))))

@@ -26,6 +26,7 @@ from depthmix.hf.placement import bring_back, to_mixer
 from depthmix.hf.rounding import warn_if_rounded
 from depthmix.hf.separate_inputs import OURS, SeparateInputs
 from depthmix.mixers.base import Mixer, create_mixer
+from depthmix.mixers.initial_share import initial_shares
 from depthmix.mixers.plain import is_plain, why_not_plain
 from depthmix.mixers.state import State
 
@@ -83,7 +84,7 @@ def retrofit(model: Any, mixer: str, *, quiet: bool = False, **options: Any) -> 
         change = ((after - before).abs().max() / before.abs().max().clamp(min=1e-30)).item()
         if not change <= (ROUNDING if _place(model)[1].itemsize > 2 else HALF_ROUNDING):
             restore(model)
-            what = f"{mixer} does not begin as the plain residual, though its plain_share says that it does"
+            what = f"{mixer} does not begin as the plain residual here, though a narrow copy of it does"
             raise UserError(f"cannot retrofit: {what}: the logits changed by {change:.1e} of the largest")
         print(f"{mixer}: the logits changed by {change:.1e} of the largest")
     return model
@@ -130,6 +131,7 @@ def install(model: Any, mixer: str, options: dict[str, Any]) -> None:
     own = _create(model, mixer, options)
     several = [site for site in range(own.n_sites) if own.ways(site) > 1]
     own.variant_elsewhere = True  # in config.depthmix
+    initial_shares(own)  # measured now, so that a compiler of the forward finds them
     base.add_module(MIXER, own)
     if several:
         norms = nn.ModuleDict()
@@ -245,6 +247,7 @@ class MixedLayer:
         record: Record | None = given.pop(RECORD, None)
         # Looked up: an adapter may have put a copy in its place.
         own, norms = getattr(base, MIXER), getattr(base, NORMS, {})
+        shares = initial_shares(own)
         if isinstance(hidden_states, State):
             state = hidden_states
         else:
@@ -257,7 +260,7 @@ class MixedLayer:
         def norms_at(number: int, site: Site) -> list[Any]:
             """One for each way of a site."""
             added = norms[str(number)] if str(number) in norms else []  # noqa: SIM401 (modules)
-            share = own.plain_share(number)
+            share = shares[number]
             return [scaled(norm, share) for norm in (getattr(self, site.norm), *added)]
 
         if found.parallel:
@@ -302,7 +305,7 @@ class FinishingNorm:
 def _next_read(own: Mixer, state: State) -> Tensor:
     """What the next site (or finish) makes of a state, before its norm; of several ways the first. At step 0 the plain stream."""
     h = own.finish(state) if state.site == own.n_sites else own.read(state, state.site)
-    share = own.plain_share(state.site)
+    share = initial_shares(own)[state.site]
     h = h[0] if isinstance(h, tuple) else h
     return h if share is None or share == 1.0 else h / share
 

@@ -23,14 +23,11 @@ from torch import Tensor, nn
 from depthmix.mixers.base import Mixer, Read, register
 from depthmix.mixers.options import OptionError, at_least
 from depthmix.mixers.state import State, last_of, last_rows, register_state
-from depthmix.mixers.traffic import NORM, Published, Traffic
 from depthmix.ops import depth_attention, depth_sum
 from depthmix.ops.depth_attention.reference import weighted_sum
-from depthmix.ops.depth_attention.traffic import ReadOf, backward_units, forward_units
 from depthmix.ops.matmul import matmul
 from depthmix.ops.precision import rms_normalize
 
-PUBLISHED_BLOCKS = 8  # in which the paper's table schedules a Full stack
 OWN = {2: "_v", 3: "_kv"}  # by ways: how parameters end that belong to an attention site's ways after the first
 
 
@@ -156,80 +153,11 @@ class AttnRes(Mixer):
         named = {"block_size": self.block_size, "window": self.window if windowed else None}
         return own | named | {"output_gain": self.output_gain is not None}
 
-    def plain_share(self, site: int) -> float | None:
-        if self.routing == "add" and site in (0, self.n_sites):
-            return 1.0
-        others = -(-site // self.block_size)  # sources besides e
-        if self.window is not None and others > self.window:
-            return None
-        if others and (self.query_init or self.output_gain not in (None, 1)):
-            return None
-        share = 0.5 if self.weights == "sigmoid" else 1 / (1 + others)
-        return 1 + share if self.routing == "add" else share
-
-    def _sources(self, site: int) -> int:
-        """How many a site (or finish) reads."""
-        others = -(-site // self.block_size)
-        return 1 + (others if self.window is None else min(others, self.window))
-
-    def traffic(self) -> list[Traffic]:
-        if self.routing == "add":
-            return self._traffic_beside_a_stream()
-        size, end = self.block_size, self.n_sites
-        reads = [
-            ReadOf(self._sources(s), self.ways(s), s % size != 1 and size > 1 and s > 0, s % size == 0, norm=True)
-            for s in range(end)
-        ]
-        reads.append(ReadOf(self._sources(end), 1, end % size != 1 and size > 1, False, norm=False))
-        tiled = size == 1 and self.n_ways == 1 and self.window is None
-        units = zip(forward_units(reads, tiled), backward_units(reads), strict=True)
-        found = [Traffic(f, b, 1 + r.ways * (not r.pair)) for r, (f, b) in zip(reads, units, strict=True)]
-        last = found[-1]
-        found[-1] = Traffic(last.forward + NORM[0], last.backward + NORM[1], 2)
-        return found
-
-    def _traffic_beside_a_stream(self) -> list[Traffic]:
-        """The plain stream, to which outputs and mixtures are added, and norms of their own."""
-        size = self.block_size
-        reads = [
-            ReadOf(self._sources(s), self.ways(s), s % size != 1 and size > 1 and s > 0, s % size == 0, norm=False)
-            for s in range(self.n_sites)
-        ]
-        tiled = size == 1 and self.n_ways == 1 and self.window is None
-        found = []
-        for s, (r, f, b) in enumerate(zip(reads, forward_units(reads, tiled), backward_units(reads), strict=True)):
-            sums = 3 * (1 + r.ways * (s > 0))
-            found.append(Traffic(f + sums + NORM[0] * r.ways, b + sums + NORM[1] * r.ways, 2 + r.ways))
-        return [*found, Traffic(*NORM, 1)]
-
-    def state_tensors(self) -> list[dict[int, float]]:
-        size, states = self.block_size, [{0: 1.0}]  # e, and the sums of finished blocks, have the labels 0, 1, …
-        for site in range(1, self.n_sites + 1):
-            newest = -(-site // size)
-            first = 1 if self.window is None else max(1, newest + 1 - self.window)
-            changing = [newest if site % size == 0 else -2 * site]  # a sum that goes on has a label of its own
-            changing += [-2 * site - 1] * (self.routing == "add")
-            states.append(dict.fromkeys((0, *range(first, newest), *changing), 1.0))
-        return states
-
     def owners(self, name: str) -> Sequence[int] | int:
         return self.layout.attention if name.endswith(OWN.get(self.n_ways, " ")) else super().owners(name)
 
     def _settled(self, state: AttnResState) -> AttnResState:
         return state if state.partial is None else dataclasses.replace(state, partial=None, pending=state.newest())
-
-    def published(self) -> Published | None:
-        """The two phases of the paper's inference, averaged over the sites; a Full stack is scheduled in 8 blocks."""
-        sites, full = self.n_sites, self.block_size == 1
-        blocks = min(sites, PUBLISHED_BLOCKS) if full else -(-sites // self.block_size)
-        size, read = -(-sites // blocks), 0
-        for begin in range(0, sites, size):
-            own = min(size, sites - begin)
-            if full:  # keys and values of everything before the block, then of what the block has so far
-                read += 2 * begin + sum(2 * i for i in range(own))
-            else:  # the bank of block sums once for all of its sites; then a mixture, the partial sum and an output for each
-                read += blocks + 3 * own
-        return Published(read / sites, 2)  # a mixture in each phase
 
     # The rule.
 

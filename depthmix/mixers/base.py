@@ -37,7 +37,6 @@ from depthmix.mixers.layout import BLOCK, Layout, Sites
 from depthmix.mixers.mixing import Contributions, contributions, mixing_matrix
 from depthmix.mixers.options import Option, OptionError, check_options, options_of, plain_value
 from depthmix.mixers.state import State
-from depthmix.mixers.traffic import NORM, Published, Traffic, state_by_site
 from depthmix.mixers.variant import NamesVariant
 from depthmix.names import nearest
 from depthmix.ops.precision import promoted_dtype, without_autocast
@@ -84,28 +83,6 @@ class Mixer(NamesVariant):
         Of an MLP with a gate, 2: for the gate, for the up projection.
         """
         return 1
-
-    def plain_share(self, site: int) -> float | None:
-        """What part of the plain stream, e + every output so far, a read (S: finish) is at step 0; None if it is none of it."""
-        return 1.0
-
-    def traffic(self) -> list[Traffic]:
-        """What every site, and finish, moves and keeps in training, its norm included. By default: one stream, to which outputs are added.
-
-        Products with `output_gains` are left to the weights.
-        """
-        return [Traffic(3 + NORM[0], 3 + NORM[1], 1)] * self.n_sites + [Traffic(*NORM, 1)]
-
-    def state_tensors(self) -> list[dict[int, float]]:
-        """The activations in the settled state before every site, and before finish: {label: how many}; unchanged ones keep their label.
-
-        What a pipeline stage sends, and what it need not send again. By default the rule runs once, on one token, to see.
-        """
-        return state_by_site(self)
-
-    def published(self) -> Published | None:
-        """Reads and writes at inference, per token and site in activations, as the rule's paper counts them; None if it does not."""
-        return None
 
     def _start(self, x: Tensor) -> State:
         raise NotImplementedError(f"{self.name} does not implement _start(x): the state that begins with the embedding")

@@ -23,15 +23,13 @@ from depthmix.mixers.base import Mixer, Norm, Read
 from depthmix.mixers.options import OptionError
 from depthmix.mixers.slots import SlotState
 from depthmix.mixers.stack_state import Ahead, EntryScores, Gains, InsideNorm, Scores, SlotWeights, StackState, Tape
-from depthmix.mixers.traffic import NORM, Traffic
 from depthmix.ops.autograd import own_backward
 from depthmix.ops.backend import choose
-from depthmix.ops.collect import collect_rows
+from depthmix.ops.backward_mail import seen_from_outside
 from depthmix.ops.depth_sum.op import source_scores, why_unsupported
-from depthmix.ops.depth_sum.source_order import OP, Weights, halves, make_source, plain_sum, read_sums
-from depthmix.ops.depth_sum.traffic import ReadOf, ReadShape, backward_units, forward_units
-from depthmix.ops.left import seen_from_outside
+from depthmix.ops.depth_sum.source_order import OP, Weights, make_source, plain_sum, read_sums, split_rows
 from depthmix.ops.norm import fused_gains, fused_norms, rms_norm, side_by_side
+from depthmix.ops.row_gradients import collect_rows
 from depthmix.ops.slots.op import add_norm, add_up, few_tokens, usable
 
 
@@ -68,66 +66,6 @@ class BlockStack(Mixer):
     def _goes_on(self, reader: int) -> int:
         """Which of a reader's mixtures is g."""
         return self.goes_on if self.reader_ways[reader] > 1 else 0
-
-    def _entries(self, reader: int) -> int:
-        """How many a reader sees."""
-        return reader + 1 if self.window is None else min(reader + 1, self.window + 2)
-
-    def traffic(self) -> list[Traffic]:
-        blocks = [len(names) for names in self.layout.blocks]
-        made = [n > 1 or self.accumulates for n in blocks]  # an entry of two parts, which are added up
-        reads = [self._read_of(i, i > 0 and made[i - 1]) for i in range(self.n_blocks + 1)]
-        units = zip(forward_units(reads), backward_units(reads), strict=True)
-        found: list[Traffic] = []
-        for i, (forward, backward) in enumerate(units):
-            if i == self.n_blocks:
-                return [*found, Traffic(forward + NORM[0], backward + NORM[1], 2 + reads[i].shape.full)]
-            ways, weighs, *_, full = reads[i].shape
-            g_apart = i > 0 and not (self.accumulates and weighs > ways)  # else it is not kept: the next sum is
-            found.append(Traffic(forward, backward, 1 + g_apart + full))
-            # g and the outputs so far, their sum and its norm
-            inside = Traffic(4, 4, 1) if self.accumulates else Traffic(3, 5, 1)
-            found += [inside] * (blocks[i] - 1)
-        return found
-
-    def _read_of(self, reader: int, adds: bool) -> ReadOf:
-        ways, sums, last = self.reader_ways[reader], self._sums_at(reader), reader == self.n_blocks
-        weighs = ways + (ways > 1 and self.goes_on >= ways)
-        full = self.window is not None and reader > self.window + 1  # two entries become one
-        shape = ReadShape(ways, weighs if sums else ways, norm=not last, sums=sums, adds=adds, full=full)
-        return ReadOf(self._entries(reader) if sums else 1, shape, self._kind())
-
-    def _kind(self) -> str:
-        """What weights are: numbers ("static"), "vectors", "scores", or of a "network"."""
-        return "static" if self.static else "scores" if self.scores else "network"
-
-    def state_tensors(self) -> list[dict[int, float]]:
-        """By going through `_write` with numbers for tensors."""
-        new = itertools.count()
-        stack: tuple[int, ...] = (next(new),)
-        pending: list[int] = []
-        g: list[int] = []
-        a: list[int] = []
-        before: list[int]
-        states = [dict.fromkeys(stack, 1.0)]
-        for site in range(self.n_sites):
-            block, ends = self.layout.block[site], self.layout.ends[site]
-            if self.layout.begins[site]:
-                if pending:
-                    stack = _merged(stack, next(new)) if self._is_full(stack) else stack
-                    stack = (*stack, *pending)
-                g, before = [next(new) if self._sums_at(block) else stack[-1]], []
-            else:
-                before = [next(new)] if self.accumulates else a
-            y = [next(new)]
-            if ends:  # settled: one entry, and a new one if it is a sum
-                g, a, pending = [], [], [next(new)] if before or self.accumulates else y
-            elif self.layout.begins[site]:
-                a, pending = y, []
-            else:
-                g, a = (before, y) if self.accumulates else (g, [next(new)])
-            states.append(dict.fromkeys((*stack, *pending, *g, *a), 1.0))
-        return states
 
     def owners(self, name: str) -> Sequence[int] | int:
         """A reader's are its first site's."""
@@ -209,7 +147,7 @@ class BlockStack(Mixer):
         if tape is None or (torch.is_grad_enabled() and not tape.differentiable):
             w = self._table()
             w = None if w is None else w.float()
-            both = None if w is None else halves(w, state.stack[0])
+            both = None if w is None else split_rows(w, state.stack[0])
             tape = Tape((), (), None if w is None else collect_rows(w, OP), both, torch.is_grad_enabled())
             for slot, v in enumerate(state.stack):
                 reader = self.layout.block[state.site] - (state.pending is not None)

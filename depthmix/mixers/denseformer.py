@@ -42,9 +42,6 @@ class DenseFormer(BlockStack):
             for alpha in self.alpha.values():
                 alpha.zero_()[-1] = 1.0
 
-    def _entries(self, reader: int) -> int:
-        return reader // self.dilation + 1
-
     def _mix(self, state: StackState, reader: int, norm: InsideNorm | None) -> tuple[Tensor, ...]:
         if not self._sums_at(reader):
             return state.stack[-1:]

@@ -64,9 +64,6 @@ class DeltaStack(BlockStack):
         whole = self.window is None or self.window + 1 >= self.n_blocks  # the window never leaves an entry out
         return super().weight_options() | {"window": None if whole else self.window}
 
-    def _kind(self) -> str:
-        return "vectors" if self.version == 2 else super()._kind()
-
     def _mix(self, state: StackState, reader: int, norm: InsideNorm | None) -> tuple[Tensor, ...]:
         b = self.b[str(reader)]
         if self.version < 3:

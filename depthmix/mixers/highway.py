@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from depthmix.mixers.base import register
 from depthmix.mixers.one_stream import OneStream
 from depthmix.mixers.state import StreamState
-from depthmix.mixers.traffic import Traffic
 from depthmix.ops.matmul import matmul
 from depthmix.ops.precision import rms_normalize
 
@@ -32,7 +31,6 @@ class Highway(OneStream):
     ) -> None:
         super().__init__(dim, n_blocks)
         self.gate, self.bias = gate, bias
-        self.units = (48, 90, 8) if gate == "vector" else (36, 78, 6)
         width = (dim,) if gate == "vector" else ()
         self.W_T = nn.Parameter(torch.empty(self.n_sites, *width, dim))
         self.b_T = nn.Parameter(torch.empty(self.n_sites, *width))
@@ -43,16 +41,8 @@ class Highway(OneStream):
         nn.init.uniform_(self.W_T, -bound, bound)
         nn.init.constant_(self.b_T, self.bias)
 
-    def traffic(self) -> list[Traffic]:
-        *sites, last = super().traffic()
-        flops = 2 * self.dim * (self.dim if self.gate == "vector" else 1)
-        return [*(site._replace(flops=flops) for site in sites), last]
-
     def weight_options(self) -> dict[str, Any]:
         return {name: value for name, value in super().weight_options().items() if name != "bias"}  # how weights begin
-
-    def plain_share(self, site: int) -> float | None:
-        return None if site else 1.0
 
     def _join(self, state: StreamState, site: int, y: Tensor) -> Tensor:
         seen = rms_normalize(state.observe(state.x), EPS)

@@ -32,9 +32,6 @@ class HyperConnections(StreamMixer):
 
     decayed = frozenset({"W_beta", "W_m", "W_r"})
 
-    def plain_share(self, site: int) -> float | None:
-        return float(self.n) if site == self.n_sites else 1.0
-
     def __init__(
         self,
         dim: int,

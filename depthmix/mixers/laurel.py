@@ -59,7 +59,6 @@ class Laurel(OneStream):
             raise OptionError(f"laurel: rank must be {expected}, got {rank}")
         self.variant, self.rank = variant, min(DEFAULT_RANK, dim) if rank is None else rank
         self.channel_mixing = variant != "rw"
-        self.units = (25, 26, 2) if variant != "rw" else (23, 36, 4)  # without what pa adds up
         sites = self.n_sites
         if variant == "rw":
             self.alpha = nn.Parameter(torch.empty(sites))
@@ -81,11 +80,6 @@ class Laurel(OneStream):
 
     def weight_options(self) -> dict[str, Any]:
         return super().weight_options() | {"rank": None if self.variant == "rw" else self.rank}
-
-    def state_tensors(self) -> list[dict[int, float]]:
-        if self.variant != "pa":
-            return super().state_tensors()
-        return [dict.fromkeys(range(site + 1), 1.0) for site in range(self.n_sites + 1)]  # with its history
 
     def _start(self, x: Tensor) -> StreamState:
         return HistoryState(x=x) if self.variant == "pa" else StreamState(x=x)

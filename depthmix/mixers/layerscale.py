@@ -29,9 +29,6 @@ class LayerScale(AddedStream):
     def weight_options(self) -> dict[str, Any]:
         return {name: value for name, value in super().weight_options().items() if name != "init"}  # how weights begin
 
-    def plain_share(self, site: int) -> float | None:
-        return 1.0 if site == 0 or self.init == 1 else None
-
     def scale(self, site: int) -> Tensor:
         return self.gamma[site]
 

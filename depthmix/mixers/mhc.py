@@ -21,7 +21,6 @@ from depthmix.mixers.base import register
 from depthmix.mixers.cutting import here
 from depthmix.mixers.options import OptionError, at_least
 from depthmix.mixers.streams import StreamMixer, StreamsState
-from depthmix.mixers.traffic import Published
 from depthmix.ops import sinkhorn
 from depthmix.ops.matmul import matmul
 from depthmix.ops.precision import compute_dtype, rms_normalize
@@ -66,7 +65,7 @@ class MHC(StreamMixer):
             )
         self.n, self.residual_map, self.convention, self.iterations = n, residual_map, convention, iterations
         self.head = None if schedule == "single_pass" else head or "sum"
-        self.init, self.schedule, self._known_reads = init, schedule, schedule == "single_pass"
+        self.init, self.schedule = init, schedule
         n_res = self._rule().residual_logits
         self.sizes = (n, n, n_res) if n_res else (n, n)
         self.phi = nn.Parameter(torch.empty(self.n_sites, n * dim, sum(self.sizes)))
@@ -112,16 +111,6 @@ class MHC(StreamMixer):
 
     def weight_options(self) -> dict[str, Any]:
         return {name: value for name, value in super().weight_options().items() if name != "init"} | {"head": self.head}
-
-    def published(self) -> Published:
-        n = self.n
-        read, written = [n, n, 1, n, 2 * n], [0, 1, n, n, n]  # coefficients, their use for pre, post and res, the sum
-        return Published(sum(read), sum(written), 2 * n * n + 4 * n)
-
-    def plain_share(self, site: int) -> float | None:
-        if self.init != "identity":
-            return None
-        return float(self.n) if site == self.n_sites and self.head == "sum" else 1.0
 
     def _first_read(self, x: Tensor) -> Tensor | None:
         if self.schedule == "standard":

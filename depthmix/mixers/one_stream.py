@@ -12,21 +12,11 @@ from torch import Tensor
 from depthmix.mixers.base import Mixer
 from depthmix.mixers.fast_path import FastPath
 from depthmix.mixers.state import StreamState
-from depthmix.mixers.traffic import NORM, Traffic, one_stream
 from depthmix.ops.scaled_add import scaled_add
 
 
 class OneStream(Mixer):
     """Base of the rules with one running stream: they differ in how an output joins it."""
-
-    units: tuple[float, float, float] = (3, 3, 0)  # of _join: moved forward and backward, kept besides the stream
-
-    def traffic(self) -> list[Traffic]:
-        forward, backward, kept = self.units
-        return [Traffic(forward + NORM[0], backward + NORM[1], kept + 1)] * self.n_sites + [Traffic(*NORM, 1)]
-
-    def state_tensors(self) -> list[dict[int, float]]:
-        return one_stream(self.n_sites)
 
     def _start(self, x: Tensor) -> StreamState:
         return StreamState(x=x)
@@ -53,11 +43,6 @@ class AddedStream(OneStream):
     def scale(self, site: int) -> Tensor | None:
         """What a site's output is multiplied with, [D]; None: nothing."""
         return None
-
-    def traffic(self) -> list[Traffic]:
-        first = Traffic(NORM[0], NORM[1] + 3, 1)  # whose gradient joins the stream's
-        # x and y in, their sum and its norm out; the sum and both gradients in, one for x and y out
-        return [first, *[Traffic(4, 4, 1)] * (self.n_sites - 1), Traffic(3 + NORM[0], NORM[1], 1)]
 
     def _write(self, state: StreamState, site: int, y: Tensor) -> StreamState:
         return state.next(x=self.added(state.x, y, self.scale(site)))

@@ -12,18 +12,18 @@ from typing import Any
 from torch import Tensor
 
 from depthmix.mixers.base import Mixer
+from depthmix.mixers.initial_share import initial_shares
 
 
 def is_plain(mixer: Mixer) -> bool:
     """Whether the rule is the plain residual and stays it: there is nothing to learn."""
-    shares = {mixer.plain_share(site) for site in range(mixer.n_sites + 1)}
-    return shares == {1.0} and next(mixer.parameters(), None) is None
+    return next(mixer.parameters(), None) is None and set(initial_shares(mixer)) == {1.0}
 
 
 def why_not_plain(mixer: Mixer) -> str | None:
     """Why a model of plain residuals would not stay the same with this mixer at its start; None if it would."""
-    for site in range(mixer.n_sites + 1):
-        if mixer.plain_share(site) is None:
+    for site, share in enumerate(initial_shares(mixer)):
+        if share is None:
             reader = "the final norm" if site == mixer.n_sites else f"site {site}"
             rule = f"{mixer.name}{' with these options' if mixer.options else ''}"
             what = f"what {reader} reads then is no part of the plain stream"
@@ -33,7 +33,7 @@ def why_not_plain(mixer: Mixer) -> str | None:
 
 def eps_of_plain(mixer: Mixer, site: int, eps: float) -> float:
     """The eps with which the norm of a read (S: of finish) does what the plain stream's does with eps."""
-    share = mixer.plain_share(site)
+    share = initial_shares(mixer)[site]
     return eps if share is None else eps * share**2
 
 
@@ -44,5 +44,6 @@ def read_early(mixer: Mixer, state: Any) -> Tensor:
     """
     h = mixer.read(state, state.site)
     h = h[0] if isinstance(h, tuple) else h
-    share, final_share = mixer.plain_share(state.site), mixer.plain_share(mixer.n_sites)
+    shares = initial_shares(mixer)
+    share, final_share = shares[state.site], shares[-1]
     return h if not share or not final_share or share == final_share else h * (final_share / share)

@@ -5,7 +5,6 @@ x_0 = e;   h_s = x_s;   x_{s+1} = x_s + y_s;   h_S = x_S
 
 from depthmix.mixers.base import register
 from depthmix.mixers.one_stream import AddedStream
-from depthmix.mixers.traffic import Published
 
 
 @register("residual")
@@ -16,6 +15,3 @@ class Residual(AddedStream):
 
     def __init__(self, dim: int, n_blocks: int) -> None:
         super().__init__(dim, n_blocks)
-
-    def published(self) -> Published:
-        return Published(2, 1)  # the stream and the output, the stream

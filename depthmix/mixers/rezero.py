@@ -24,9 +24,6 @@ class ReZero(AddedStream):
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.alpha)
 
-    def plain_share(self, site: int) -> float | None:
-        return None if site else 1.0
-
     def scale(self, site: int) -> Tensor:
         return self.alpha[site].expand(self.dim)
 

@@ -9,7 +9,6 @@ from torch import Tensor
 from depthmix.mixers.base import Mixer
 from depthmix.mixers.fast_path import FastPath
 from depthmix.mixers.state import State, register_state
-from depthmix.mixers.traffic import NORM, Traffic
 from depthmix.ops import stream_read, stream_write
 from depthmix.ops.precision import compute_dtype, without_autocast
 from depthmix.ops.stream_mix.rules import Rule
@@ -79,31 +78,6 @@ class StreamMixer(Mixer):
         if res is None:
             res = torch.eye(self.n, device=state.x.device, dtype=compute_dtype(state.x))
         return res.expand(*state.x.shape[:-2], self.n, self.n)
-
-    # What it costs.
-
-    def traffic(self) -> list[Traffic]:
-        """A write, the streams' products with W, the read; streams that are all e are read as one."""
-        rule, n = self._rule(), self.n
-        dynamic, joint = rule is not None, rule is not None and rule.joint
-        known = not dynamic or self._known_reads  # the weights of a read: it is then part of the write
-
-        def write(before: int) -> Traffic:
-            forward = before + 1 + n + n * dynamic + (1 if known else n + 1)
-            norm = 2 if known else 1 + n
-            # P, written and read; dW; x', x, y, dh in and dx, dy out
-            backward = norm + 2 * n * joint + n * dynamic + (n + before + 2) + (before + 1)
-            return Traffic(forward, backward, n + 1)
-
-        # of e: the copies for dW, written and read, and its two gradients added up
-        first = Traffic(2 + dynamic, 8 + 2 * n * joint + (1 + 2 * n) * dynamic, 1)
-        last = Traffic(2 * n + 2 + NORM[0], 2 * n + 3 + NORM[1], n + 2)
-        return [*[first, write(1), *[write(n)] * (self.n_sites - 2)][: self.n_sites], last]
-
-    _known_reads: bool = False  # weights of a read come from the site before
-
-    def state_tensors(self) -> list[dict[int, float]]:
-        return [{site: float(self.n)} for site in range(self.n_sites + 1)]
 
     def _parameters_of(self, site: int) -> tuple[Tensor, ...]:
         return tuple(p[site - self.held.start] for p in self._for_all_sites())

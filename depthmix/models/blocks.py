@@ -95,13 +95,15 @@ class Blocks(nn.Module):
 
     def _build_blocks(self, config: Sizes) -> None:
         self.norms, self.sublayers = nn.ModuleList(), nn.ModuleList()  # by site
+        layout = self.mixer.layout
         for site in range(self.mixer.n_sites):
             ways, eps = self.mixer.ways(site), self._eps(config, site)
-            if site % 2 and ways > (2 if config.mlp == "swiglu" else 1):
+            is_attention = site in layout.attention
+            if not is_attention and ways > (2 if config.mlp == "swiglu" else 1):
                 takes = "two, for its gate and its up projection" if config.mlp == "swiglu" else "one, and swiglu two"
                 raise ValueError(f"{config.mixer} reads {ways} mixtures at an MLP; {config.mlp} takes {takes}")
             self.norms.append(nn.ModuleList(RMSNorm(config.dim, eps=eps) for _ in range(ways)))
-            self.sublayers.append(_attention(config, site // 2) if site % 2 == 0 else _mlp(config))
+            self.sublayers.append(_attention(config, layout.block[site]) if is_attention else _mlp(config))
         self.final_norm = RMSNorm(config.dim, eps=self._eps(config, self.mixer.n_sites))
         self.mixer.to_empty(device=self.final_norm.weight.device)
 
@@ -135,7 +137,7 @@ class Blocks(nn.Module):
         for site, (norm, sublayer) in enumerate(zip(self.norms, self.sublayers, strict=True)):
             if blocks is not None and mixer.layout.block[site] >= blocks:
                 return self.final_norm(read_early(mixer, state))
-            if mixtures is not None and site % 2 == 0:
+            if mixtures is not None and mixer.layout.begins[site]:
                 h = mixer.read(state, site)
                 mixtures.append(h[0] if isinstance(h, tuple) else h)
             gain = own_gain(gains, site, sublayer)
@@ -163,7 +165,7 @@ class Blocks(nn.Module):
         for name, p in self.named_parameters():  # tied weights come once
             part = name.split(".")[0]
             if part == "sublayers":
-                part = "attention" if int(name.split(".")[1]) % 2 == 0 else "mlp"
+                part = "attention" if int(name.split(".")[1]) in self.mixer.layout.attention else "mlp"
             counts["norms" if part == "final_norm" else part] += p.numel()
         counts["total"] = sum(counts.values())
         named = dict(self.named_parameters())

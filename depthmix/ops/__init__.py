@@ -1,4 +1,7 @@
-"""The operators: one folder each, `reference.py` (the specification, any device) beside `op.py` (checks, autograd, dispatch)."""
+"""Public operators for mixing over depth, with kernels on GPUs and a reference in plain PyTorch everywhere else.
+
+Each operator has a folder: reference.py is its specification on any device, op.py checks its arguments and chooses the backend.
+"""
 
 from depthmix.ops.backend import BackendError, use_backend
 from depthmix.ops.depth_attention.op import depth_attention

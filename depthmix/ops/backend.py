@@ -1,4 +1,4 @@
-"""Which implementation of an operator runs: its kernels where they can, the reference everywhere else."""
+"""Choose the backend of an operator: its kernels where they can run, the reference everywhere else."""
 
 from __future__ import annotations
 
@@ -20,20 +20,22 @@ _forced: ContextVar[str | None] = ContextVar("depthmix_backend", default=None)
 
 
 class _Thread(threading.local):
-    """What a thread keeps beside the context variable."""
+    """Per-thread state of `use_backend`, besides its context variable."""
 
     def __init__(self) -> None:
-        # The same for torch.compile, which can neither read a context variable nor recompile when one changes.
+        # Copy of the context variable for torch.compile, which can neither read one nor recompile when one changes.
         self.forced: str | None = None
-        self.inside = 0  # contexts of `use_backend` that are open, those of other asyncio tasks among them
-        self.own_backward: Any = None  # open as long as one of them is
+        # Open `use_backend` contexts, including those of other asyncio tasks.
+        self.open_contexts = 0
+        # Context that runs backward passes in this thread, entered while open_contexts > 0.
+        self.backward_in_thread: Any = None
 
 
 _thread = _Thread()
 
 
 class BackendError(ValueError):
-    """A backend was asked for that does not exist or cannot run here."""
+    """Raised when a backend does not exist or cannot run here."""
 
 
 def _check(name: str | None) -> str | None:
@@ -44,16 +46,21 @@ def _check(name: str | None) -> str | None:
 
 @contextmanager
 def use_backend(name: str | None) -> Iterator[None]:
-    """Force a backend for everything that runs inside; None gives the choice back to the operators.
+    """Force a backend for all operators inside the context; None restores the default choice.
 
-    It is a context variable: other threads, those started inside among them, and other asyncio tasks do not see it. Backward
-    passes that are called inside do, with what activation checkpointing computes again in them.
+    The choice is a context variable: other threads and other asyncio tasks do not see it, nor do threads started inside. Backward
+    passes called inside do see it, and so does the recomputation by activation checkpointing in them.
 
     Args:
         name: "reference", "triton" or None.
 
     Raises:
-        BackendError: there is no backend of that name.
+        BackendError: `name` is not a backend.
+
+    Example:
+        >>> with depthmix.ops.use_backend("reference"):
+        ...     loss = model(tokens).mean()
+        ...     loss.backward()
     """
     asked, before = _check(name), _thread.forced
     if torch.compiler.is_compiling():
@@ -65,31 +72,35 @@ def use_backend(name: str | None) -> Iterator[None]:
         return
     token = _forced.set(asked)
     _thread.forced = asked
-    _begin_own_backward()
+    _enter_backward_in_thread()
     try:
         yield
     finally:
-        _end_own_backward()
+        _exit_backward_in_thread()
         _forced.reset(token)
-        _thread.forced = _forced.get()  # not `before`, which may be another task's
+        # Not `before`, which may be another task's.
+        _thread.forced = _forced.get()
 
 
-def _begin_own_backward() -> None:
-    """Run backward passes in this thread: PyTorch's threads, where those of CUDA tensors run otherwise, have another context."""
-    if _thread.inside == 0:
-        _thread.own_backward = torch.autograd.set_multithreading_enabled(False)
-    _thread.inside += 1
+def _enter_backward_in_thread() -> None:
+    """Run backward passes in the calling thread.
+
+    PyTorch runs the backward of CUDA tensors in threads of its own, which have another context and would not see the forced backend.
+    """
+    if _thread.open_contexts == 0:
+        _thread.backward_in_thread = torch.autograd.set_multithreading_enabled(False)
+    _thread.open_contexts += 1
 
 
-def _end_own_backward() -> None:
-    _thread.inside -= 1
-    if _thread.inside == 0:
-        _thread.own_backward.__exit__(None, None, None)
+def _exit_backward_in_thread() -> None:
+    _thread.open_contexts -= 1
+    if _thread.open_contexts == 0:
+        _thread.backward_in_thread.__exit__(None, None, None)
 
 
 @constant_for_compiler
 def why_no_kernels(device_type: str, index: int | None = None) -> str | None:
-    """Why no kernel can run on a device, or None if they can."""
+    """Return why no kernel can run on a device, or None if kernels can."""
     return _why_no_kernels(device_type, index)
 
 
@@ -105,15 +116,23 @@ def _why_no_kernels(device_type: str, index: int | None) -> str | None:
     if device_type == "cpu":
         from triton import knobs
 
-        if knobs.runtime.interpret:  # TRITON_INTERPRET=1, for tests
+        # TRITON_INTERPRET=1: the interpreter runs kernels on the CPU, for tests.
+        if knobs.runtime.interpret:
             return None
     return f"kernels run on GPUs, and the tensors are on {device_type}"
 
 
 def choose(op: str, x: Tensor, unsupported: str | None, backend: str | None = None) -> str:
-    """The backend for an operator on tensors like x. unsupported: why its kernels cannot do this call, if they cannot.
+    """Return the backend, "reference" or "triton", for an operator called with tensors like `x`.
 
-    backend: what the caller asks for; then what `use_backend` says; then kernels on a GPU and the reference elsewhere.
+    Args:
+        op: name of the operator, for the error message.
+        x: a tensor of the call.
+        unsupported: why the kernels cannot do this call, or None.
+        backend: the caller's choice; None defers to `use_backend`, then to kernels on a GPU and the reference elsewhere.
+
+    Raises:
+        BackendError: "triton" was asked for and cannot run this call.
     """
     asked = _check(backend) or (_thread.forced if torch.compiler.is_compiling() else _forced.get())
     if asked == "reference":

@@ -1,4 +1,4 @@
-"""Checks that the operators share: a clear error instead of a broadcast nobody meant."""
+"""Argument checks that the operators share: a clear error instead of an unintended broadcast."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 def check_sources(op: str, sources: Sequence[Tensor]) -> None:
-    """Sources are a non-empty list of floating-point tensors of one shape on one device."""
+    """Raise ValueError unless sources are a non-empty list of floating-point tensors with one shape and device."""
     if isinstance(sources, Tensor) or len(sources) == 0:
         got = "one tensor" if isinstance(sources, Tensor) else "none"
         raise ValueError(f"{op}: expected a non-empty list of source tensors, got {got}")
@@ -25,12 +25,12 @@ def check_sources(op: str, sources: Sequence[Tensor]) -> None:
 
 
 def leading(x: Tensor) -> int:
-    """The size of the first dimension; of a scalar, which is wrong anyway, 1."""
+    """Return the size of the first dimension, or 1 for a scalar, which a later check rejects."""
     return x.shape[0] if x.ndim else 1
 
 
 def check_shape(op: str, name: str, x: Tensor, like: Tensor, *shapes: tuple[int, ...]) -> None:
-    """x has one of the shapes and is on the device of `like`."""
+    """Raise ValueError unless x is floating-point, has one of `shapes` and is on the device of `like`."""
     # Tuples of another length are equal in no place that counts, but comparing them would tie a dynamic size to a number.
     if not any(len(shape) == x.ndim and tuple(x.shape) == shape for shape in shapes):
         expected = " or ".join(str(list(s)) for s in shapes)

@@ -1,7 +1,8 @@
-"""Products of matrices in fp32, whatever a process allows: mixing arithmetic is lowered neither to TF32 nor to bf16.
+"""Matrix products in full fp32, whatever precision the process allows.
 
-`torch.set_float32_matmul_precision("high")` is for a model's large products. Where it is in force, an operator of ours
-takes the place of @ and puts IEEE precision in force around its own product, forward and backward.
+`torch.set_float32_matmul_precision("high")` is for a model's large products; mixing arithmetic is lowered neither to TF32 nor to
+bf16. Where the setting is in force, the operator `depthmix::ieee_matmul` replaces @. It sets IEEE precision around its own
+product, forward and backward.
 """
 
 import threading
@@ -16,26 +17,30 @@ from depthmix.ops.torch_internals import constant_for_compiler, transformed
 
 _library = torch.library.Library("depthmix", "FRAGMENT")
 _library.define("ieee_matmul(Tensor a, Tensor b) -> Tensor")
-_lock = threading.RLock()  # the setting is the process's, and backward passes have threads of their own
+# The setting belongs to the process, and backward passes run in other threads.
+_lock = threading.RLock()
 
 
 def _settings(device_type: str) -> Any:
     return {"cuda": torch.backends.cuda.matmul, "cpu": getattr(torch.backends.mkldnn, "matmul", None)}.get(device_type)
 
 
-@constant_for_compiler  # which guards on the setting by itself
+# The compiler guards on the setting by itself.
+@constant_for_compiler
 def lowered(device_type: str) -> bool:
-    """Whether products of fp32 matrices may be computed in fewer bits on such a device."""
+    """Return whether products of fp32 matrices may use fewer bits on a device."""
     settings = _settings(device_type)
     precision = "none" if settings is None else settings.fp32_precision
     if precision == "ieee":
-        with _lock:  # it may be what `_ieee` of another thread has put in force for one product
+        # Another thread's `_ieee` may have set it for one product: wait for that product.
+        with _lock:
             precision = settings.fp32_precision
     return precision not in ("ieee", "none")
 
 
 @contextmanager
 def _ieee(device_type: str) -> Iterator[None]:
+    """Set IEEE precision for products of fp32 matrices inside the context."""
     settings = _settings(device_type)
     with _lock:
         before = settings.fp32_precision
@@ -43,7 +48,8 @@ def _ieee(device_type: str) -> Iterator[None]:
         try:
             yield
         finally:
-            if settings.fp32_precision == "ieee":  # else somebody has chosen another one meanwhile, which stays
+            # Otherwise the user has chosen another precision meanwhile, which stays.
+            if settings.fp32_precision == "ieee":
                 settings.fp32_precision = before
 
 
@@ -72,7 +78,10 @@ torch.library.register_autograd("depthmix::ieee_matmul", _backward, setup_contex
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b for a [..., K] and b [K, M], in the precision of their dtype. (torch.func does not know the operator: plain @.)"""
+    """Multiply a [..., K] by b [K, M] in the precision of their dtype.
+
+    Under torch.func, which does not know the operator, this is plain @.
+    """
     if a.dtype != torch.float32 or not lowered(a.device.type) or transformed():
         return a @ b
     return torch.ops.depthmix.ieee_matmul(a, b)

@@ -1,4 +1,4 @@
-"""RMSNorm as the mixers round it: computed in fp32 (fp64 for fp64), one rounding to the input's dtype."""
+"""RMSNorm as mixers round it: computed in fp32 (fp64 for fp64), one rounding to the input's dtype."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -14,7 +14,7 @@ from depthmix.ops.torch_internals import calls_only_its_forward
 
 
 class RMSNorm(nn.RMSNorm):
-    """torch's RMSNorm, for inputs narrower than its gain too: under autocast the gain is fp32 and the activations are bf16."""
+    """Extend torch's RMSNorm to inputs narrower than its gain, as under autocast: an fp32 gain and bf16 activations."""
 
     def forward(self, x: Tensor) -> Tensor:
         wide = compute_dtype(x) if self.weight is None else compute_dtype(x, self.weight)
@@ -23,13 +23,16 @@ class RMSNorm(nn.RMSNorm):
 
 
 def normed(o: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """y = gain ⊙ ρ o with ρ = (mean(o²) + eps)^(-1/2), and ρ [..., 1]; for operators with a backward of their own."""
+    """Return y = gain ⊙ ρ o and ρ = (mean(o²) + eps)^(-1/2) [..., 1], for operators with a hand-written backward."""
     rho = torch.linalg.vector_norm(o, dim=-1, keepdim=True).square_().div_(o.shape[-1]).add_(eps).rsqrt_()
     return (o * rho).mul_(gain), rho
 
 
 def normed_backward(o: Tensor, gain: Tensor, rho: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
-    """do = ρ (gain ⊙ dy − (gain · (o ⊙ dy)) ρ² / D · o) and dgain = Σ_tokens ρ o ⊙ dy."""
+    """Return the gradients of `normed`.
+
+    do = ρ (gain ⊙ dy − (gain · (o ⊙ dy)) ρ² / D · o) and dgain = Σ_tokens ρ o ⊙ dy.
+    """
     dim = o.shape[-1]
     product = (o * dy).reshape(-1, dim)
     along = product.mv(gain).view(rho.shape).mul_(rho).mul_(rho)
@@ -38,6 +41,8 @@ def normed_backward(o: Tensor, gain: Tensor, rho: Tensor, dy: Tensor) -> tuple[T
 
 
 class _Normed(torch.autograd.Function):
+    """Compute `rms_norm` as one autograd node that saves its input, the gain and ρ."""
+
     @staticmethod
     def forward(ctx: Any, eps: float, x: Tensor, gain: Tensor) -> Tensor:
         wide = compute_dtype(x, gain)
@@ -64,20 +69,28 @@ def _normed_reference(eps: float, x: Tensor, gain: Tensor) -> Tensor:
 
 
 def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
-    """RMSNorm as one node of autograd, for reads that take their norm with them: x [..., D], gain [D]; rounded once to x's dtype."""
+    """Apply RMSNorm as one autograd node, for reads that fuse the norm that follows them.
+
+    Args:
+        x: activations [..., D].
+        gain: [D].
+        eps: added to the mean square.
+
+    Returns:
+        [..., D], computed in fp32 or wider and rounded once to x's dtype.
+    """
     with without_autocast(x):
-        found: Tensor = _Normed.apply(eps, x, gain)
-        return found
+        y: Tensor = _Normed.apply(eps, x, gain)
+        return y
 
 
 _FORWARD = {nn.RMSNorm: nn.RMSNorm.forward, RMSNorm: RMSNorm.forward}
 
 
 def is_plain_rms_norm(norm: object, dim: int) -> TypeGuard[nn.RMSNorm]:
-    """Whether a norm is for certain an RMSNorm with a gain over the channels and nothing else, so that a kernel may do its work.
+    """Return whether a module is certainly an RMSNorm with a gain [dim] and nothing else, so that a kernel may replace its call.
 
-    Not with hooks, its own or everybody's, nor with a forward that someone put in its place, nor with a gain that is computed
-    or not here as a whole (parametrised, quantised, sharded).
+    Hooks, a replaced forward, and a gain that is parametrised, quantised or sharded all make the answer False.
     """
     if type(norm) not in _FORWARD:
         return False
@@ -88,12 +101,12 @@ def is_plain_rms_norm(norm: object, dim: int) -> TypeGuard[nn.RMSNorm]:
 
 
 def eps_of(norm: nn.RMSNorm, x: Tensor) -> float:
-    """The norm's eps; torch's default is that of the dtype it computes in, which for bf16 and fp16 is fp32."""
+    """Return the norm's eps. When it is None, torch uses the eps of the dtype it computes in, which is fp32 for bf16 and fp16."""
     return torch.finfo(compute_dtype(x)).eps if norm.eps is None else norm.eps
 
 
 def fused_gains(norms: Sequence[Any], x: Tensor) -> tuple[list[Tensor], float] | None:
-    """The gain [D] of each and the one eps of norms that a kernel may do the work of; None if it may not."""
+    """Return the gain [D] of each norm and their common eps, or None if a kernel may not replace these norms."""
     rms = [n for n in norms if is_plain_rms_norm(n, x.shape[-1])]
     if len(rms) < len(norms) or any(n.eps != rms[0].eps for n in rms):
         return None
@@ -101,13 +114,13 @@ def fused_gains(norms: Sequence[Any], x: Tensor) -> tuple[list[Tensor], float] |
 
 
 def fused_norms(norms: Sequence[Any], x: Tensor) -> tuple[Tensor, float] | None:
-    """The same, the gains as one tensor [W, D]."""
+    """Return `fused_gains` with the gains as one tensor [W, D]."""
     fused = fused_gains(norms, x)
     return None if fused is None else (side_by_side(fused[0]), fused[1])
 
 
 def side_by_side(rows: Tensor | Sequence[Tensor]) -> Tensor:
-    """[W, D]; of several rows a copy."""
+    """Return rows [D] as one tensor [W, D]; several rows are copied."""
     if isinstance(rows, Tensor):
         return rows
     return rows[0].unsqueeze(0) if len(rows) == 1 else torch.stack(tuple(rows))

@@ -1,10 +1,11 @@
-"""Products of one source with the rows of many readers: thin, since a source has D channels and its readers few rows.
+"""Dot products of one source with the rows of many readers: a thin matrix product, because readers have few rows.
 
     s_r = ρ w_r · v,      ρ = 1/sqrt(mean(v²) + eps), or 1 without eps
     dw_r = Σ_tokens ds_r ρ v;      dv = ρ Σ_r ds_r w_r - v ρ²/D Σ_r ds_r s_r    (its second term with eps alone)
 
-In fp32 and not rounded. For bf16 sources what is fp32, w and ds, comes in two halves of bf16, of which tensor cores lose nothing that
-counts, so that a source is read as it is: once forward (twice with eps), and once each for dw and for dv, whose sum is rounded once.
+Products are fp32 and not rounded. A bf16 source is never widened: its fp32 factor (w or ds) is split into two bf16 numbers, high and
+low, so that tensor cores lose nothing that counts. The source is read once forward (twice with eps), once for dw and once for
+dv, whose sum is rounded once.
 """
 
 from functools import partial
@@ -19,23 +20,32 @@ from depthmix.ops.precision import compute_dtype, rms_normalize, widen, without_
 
 
 def source_products(v: Tensor, w: Tensor, eps: float | None = None) -> Tensor:
-    """w_r · v, with eps w_r · RMS(v), for v [..., D] and w [R, D], in fp32 (fp64 for fp64): [R, ...]."""
+    """Compute the dot products of one source with several rows.
+
+    Args:
+        v: source [..., D].
+        w: rows [R, D].
+        eps: if given, v is RMS-normalised with it first.
+
+    Returns:
+        [R, ...] in fp32 (fp64 for fp64).
+    """
     with without_autocast(v):
         if not own_backward():
             return source_products_reference(eps, v, w)
-        found: Tensor = SourceProducts.apply(eps, v, w)
-        return found
+        products: Tensor = SourceProducts.apply(eps, v, w)
+        return products
 
 
 def source_products_reference(eps: float | None, v: Tensor, w: Tensor) -> Tensor:
-    """The same in plain PyTorch."""
+    """Compute `source_products` in plain PyTorch."""
     wide = compute_dtype(v, w)
     x = widen(v, wide) if eps is None else widen(rms_normalize(v, eps), wide)
     return matmul(x, widen(w, wide).T).movedim(-1, 0)
 
 
 class SourceProducts(torch.autograd.Function):
-    """Of the activations it keeps v alone."""
+    """Compute `source_products` with a backward that saves no activation but v."""
 
     @staticmethod
     def forward(ctx: Any, eps: float | None, v: Tensor, w: Tensor) -> Tensor:
@@ -67,7 +77,7 @@ class SourceProducts(torch.autograd.Function):
 
 
 def _rows_by_tokens(w: Tensor, x: Tensor) -> Tensor:
-    """w xᵀ: [R, N]."""
+    """Return w xᵀ [R, N]."""
     if not _in_halves(w, x):
         return matmul(w, widen(x, w.dtype).T)
     high, low = _product(torch.cat(_halves(w)), x.T).chunk(2)
@@ -75,7 +85,7 @@ def _rows_by_tokens(w: Tensor, x: Tensor) -> Tensor:
 
 
 def _over_tokens(d: Tensor, x: Tensor) -> Tensor:
-    """d x: [R, D]."""
+    """Return d x [R, D]."""
     if not _in_halves(d, x):
         return matmul(d, widen(x, d.dtype))
     high, low = _product(torch.cat(_halves(d)), x).chunk(2)
@@ -83,26 +93,29 @@ def _over_tokens(d: Tensor, x: Tensor) -> Tensor:
 
 
 def _tokens_by_rows(d: Tensor, w: Tensor, x: Tensor, along: Tensor | None) -> Tensor:
-    """dᵀ w + along ⊙ x, rounded to x's dtype: [N, D]; along: [N, 1]."""
+    """Return dᵀ w + along ⊙ x [N, D], rounded to x's dtype, for along [N, 1]."""
     if not _in_halves(d, x):
         dx = matmul(d.T, w)
         return widen(dx if along is None else dx.addcmul_(widen(x, d.dtype), along), x.dtype)
     (d_high, d_low), (w_high, w_low) = _halves(d), _halves(w)
-    left, right = torch.cat([d_high, d_high, d_low]).T, torch.cat([w_high, w_low, w_high])  # low times low is nothing
+    # low times low is below the precision of the result.
+    left, right = torch.cat([d_high, d_high, d_low]).T, torch.cat([w_high, w_low, w_high])
     if along is None:
         return left @ right
     return torch.addmm(torch.mul(x, along, out=torch.empty_like(x)), left, right)
 
 
 def _in_halves(wide: Tensor, x: Tensor) -> bool:
+    """Return whether the fp32 factor of a bf16 source is split into two bf16 halves."""
     return x.dtype == torch.bfloat16 and wide.dtype == torch.float32
 
 
 def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Split fp32 x into bf16 high and low with high + low ≈ x to 16 bits of mantissa."""
     high = x.to(torch.bfloat16)
     return high, (x - high).to(torch.bfloat16)
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """In fp32 of matrices in bf16; only CUDA's product has such a result."""
+    """Multiply bf16 matrices with an fp32 result, which only CUDA's product can return directly."""
     return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else matmul(a.float(), b.float())

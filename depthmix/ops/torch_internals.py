@@ -1,6 +1,6 @@
-"""Names that PyTorch calls private and that nothing public replaces: all of them, here, so that one test notices a change.
+"""All uses of PyTorch names that are private and have no public replacement, in one file so that one test notices a change.
 
-tests/ops/test_torch_internals.py uses each for what it is for.
+tests/ops/test_torch_internals.py uses each name for its purpose.
 """
 
 import sys
@@ -28,40 +28,41 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def backward_pass() -> int:
-    """The number of the backward pass that runs in this thread; -1 outside of one."""
+    """Return the id of the backward pass that runs in this thread, or -1 outside of one."""
     return torch._C._current_graph_task_id()
 
 
 def node_will_run(node: Any) -> bool:
-    """Whether the backward pass that runs now comes by a node; only inside a backward."""
+    """Return whether the current backward pass will execute a node. Valid inside a backward only."""
     return torch._C._will_engine_execute_node(node)
 
 
 def autograd_is_compiled() -> bool:
-    """Whether a backward pass runs as compiled autograd replays it, not by PyTorch's engine."""
+    """Return whether compiled autograd replays the backward pass instead of PyTorch's engine."""
     compiler = sys.modules.get("torch._dynamo.compiled_autograd")
     return compiler is not None and compiler.in_compiled_autograd_region
 
 
 def when_pass_ends(call: Callable[[], None]) -> None:
-    """Have something called when the backward pass that runs now is over."""
+    """Call a function when the current backward pass is over."""
     torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
 def saving_is_hooked() -> bool:
-    """Whether somebody packs and unpacks what is saved for the backward, as checkpointing does."""
+    """Return whether saved tensors are packed and unpacked by hooks, as activation checkpointing does."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def constant_for_compiler(function: Function) -> Function:
-    """What torch.compiler.assume_constant_result does, without importing the compiler for it."""
+    """Do what torch.compiler.assume_constant_result does, without importing the compiler."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
 
-@constant_for_compiler  # which guards on both by itself
+# The compiler guards on both by itself.
+@constant_for_compiler
 def transformed() -> bool:
-    """Whether tensors may be those of torch.func (grad, vmap, jvp, ...) or carry forward-mode derivatives."""
+    """Return whether tensors may belong to torch.func (grad, vmap, jvp, ...) or carry forward-mode derivatives."""
     return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
 
 
@@ -77,11 +78,12 @@ _GLOBAL_HOOKS = (
     "_global_backward_hooks",
     "_global_backward_pre_hooks",
 )
-_IN_PLACE_OF_FORWARD = ("forward", "_call_impl")  # as PEFT, quantisation and profilers do it
+# PEFT, quantisation and profilers replace these on the module.
+_IN_PLACE_OF_FORWARD = ("forward", "_call_impl")
 
 
 def calls_only_its_forward(module: nn.Module) -> bool:
-    """Whether a call of the module is one of its class's forward, compiled or not: no hooks, its own or everybody's, and nothing in its place."""
+    """Return whether calling the module runs its class's forward and nothing else: no hooks, module or global, and no replaced forward."""
     everywhere = torch.nn.modules.module
     return not (
         any(getattr(module, name) for name in _OWN_HOOKS)
@@ -91,5 +93,5 @@ def calls_only_its_forward(module: nn.Module) -> bool:
 
 
 def inside_sharded_model(module: Any) -> bool:
-    """Whether a module sharded by FSDP2 is part of a larger one that is, whose forward has begun."""
+    """Return whether an FSDP2-sharded module is part of a larger sharded module whose forward has begun."""
     return module._get_fsdp_state()._is_root is False

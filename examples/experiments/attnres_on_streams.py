@@ -24,7 +24,6 @@ from depthmix.mixers.attnres import AttnRes
 from depthmix.mixers.cutting import CutError
 from depthmix.mixers.hyper import HyperConnections
 from depthmix.mixers.options import at_least
-from depthmix.mixers.traffic import Traffic
 
 
 @register_state
@@ -72,17 +71,6 @@ class AttnResOnStreams(Mixer):
 
     def owners(self, name: str) -> int:
         raise CutError(f"{self.name} is an experiment that stages of a pipeline do not know")
-
-    def plain_share(self, site: int) -> float | None:
-        below, above = self.below.plain_share(site), self.above.plain_share(site)
-        if site in (0, self.n_sites):
-            return below
-        return None if below is None or above is None else below + above
-
-    def traffic(self) -> list[Traffic]:
-        pairs = zip(self.below.traffic(), self.above.traffic(), strict=True)
-        found = [Traffic(a.forward + b.forward + 3, a.backward + b.backward, a.kept + b.kept) for a, b in pairs]
-        return [*found[:-1], self.below.traffic()[-1]]
 
     def streams(self, state: Both) -> Tensor | None:
         return self.below.streams(state.parts()[0])

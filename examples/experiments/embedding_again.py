@@ -26,7 +26,6 @@ from torch import Tensor, nn
 
 from depthmix.mixers import Mixer, State, register, register_state
 from depthmix.mixers.state import last_rows
-from depthmix.mixers.traffic import NORM, Traffic
 from depthmix.ops import depth_sum
 
 
@@ -73,16 +72,6 @@ class EmbeddingAgain(Mixer):
         if name in ("lam", "mu"):
             return [site for site in range(self.n_sites) if self.layout.begins[site]]
         return self.layout.attention if name == "b_v" else super().owners(name)
-
-    def traffic(self) -> list[Traffic]:
-        """x + y; x and e in and a sum for each way out, each with a norm; both gradients out and added to those that are there."""
-        found = []
-        for site in range(self.n_sites + 1):
-            w, ends = self.ways(site) if site < self.n_sites else 1, site == self.n_sites
-            sums = self.into == "reads" or (self.layout.begins[site] and not ends)
-            forward, backward = (2 + w, w + 1 + 2 + 6) if sums else (0, 3)
-            found.append(Traffic(3 * (not ends) + forward + NORM[0] * w, backward + NORM[1] * w, 1 + w))
-        return found
 
     def _start(self, x: Tensor) -> Again:
         return Again(x=x, e=x)

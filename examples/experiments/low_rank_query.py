@@ -28,7 +28,6 @@ from depthmix.fast.attention import AttentionTraining, KernelNote, TapeState
 from depthmix.mixers import register, register_state
 from depthmix.mixers.attnres import AttnRes
 from depthmix.mixers.options import at_least
-from depthmix.mixers.traffic import Traffic
 from depthmix.ops import depth_sum
 from depthmix.ops.backend import choose
 from depthmix.ops.depth_sum.op import why_unsupported
@@ -144,6 +143,3 @@ class LowRankQuery(AttnRes):
         super().reset_parameters()
         if "V" in self._parameters:  # the base class resets before it is there
             nn.init.normal_(self.V)
-
-    def traffic(self) -> list[Traffic]:
-        return [Traffic(t.forward + 3, t.backward + 6, t.kept) for t in super().traffic()]

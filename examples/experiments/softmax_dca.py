@@ -22,7 +22,6 @@ from depthmix.mixers import register
 from depthmix.mixers.grn import DeltaStack
 from depthmix.mixers.options import at_least
 from depthmix.mixers.stack_state import Ahead, InsideNorm, StackState, Tape
-from depthmix.mixers.traffic import Traffic
 from depthmix.ops import depth_scores
 from depthmix.ops.depth_sum.source_order import Weights, make_source
 from depthmix.ops.source_products import source_products
@@ -49,11 +48,6 @@ class SoftmaxDCA(DeltaStack):
         super().reset_parameters()
         for b in self.b.values():
             nn.init.constant_(b, 1 - 1 / b.shape[1])
-
-    def traffic(self) -> list[Traffic]:
-        begins = self.layout.begins  # finish does, too
-        found = zip(super().traffic(), begins, strict=True)
-        return [Traffic(t.forward + entry, t.backward + 3 * entry, t.kept) for t, entry in found]
 
     def _mix(self, state: StackState, reader: int, norm: InsideNorm | None) -> tuple[Tensor, ...]:
         if isinstance(state.tape, Ahead):

@@ -2,6 +2,7 @@
 
 import inspect
 import re
+import runpy
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from depthmix import Decoder, DecoderConfig, create_mixer
 from depthmix.mixers import base, mixer_class
 from depthmix.ops import use_backend
 from depthmix.ops.norm import RMSNorm
+from depthmix.parallel.plan.costs import costs_of
 from depthmix.runs.code_checksums import KERNELS, code_of
 from depthmix.study.arms import parse_arm
 from depthmix.study.modules import load_modules
@@ -206,11 +208,12 @@ def test_its_own_file_and_those_it_builds_on_are_its_code():
 def moved(name, options):
     """Activations of a mixer of 12 blocks, forward and backward, as the page writes them."""
     with torch.device("meta"):
-        found = create_mixer(name, dim=512, n_blocks=12, **options).traffic()
+        found = costs_of(create_mixer(name, dim=512, n_blocks=12, **options)).traffic()
     return " and ".join(f"{sum(getattr(t, way) for t in found):g}" for way in ("forward", "backward"))
 
 
 def test_the_page_says_what_they_move():
+    runpy.run_path(str(ROOT / "examples/experiments/_costs.py"))
     page = (ROOT / "docs" / "study.md").read_text()
     lines = {name: next(line for line in page.splitlines() if f"`{name}.py`" in line) for name in FILES}
     for name, choice in [(name, {}) for name in FILES] + [
@@ -219,7 +222,7 @@ def test_the_page_says_what_they_move():
     ]:
         options = {"block_size": 4} if "block_size" in mixer_class(name).options else {}
         assert f" {moved(name, {**options, **choice})}" in lines[name]
-    beside = next(line for line in page.splitlines() if line.startswith("By `Mixer.traffic`"))
+    beside = next(line for line in page.splitlines() if line.startswith("As the planner counts"))
     named = re.findall(r"`(\w+(?::[\w=,]+)?)` (\d+ and \d+)", beside)
     assert len(named) == 7
     for text, numbers in named:

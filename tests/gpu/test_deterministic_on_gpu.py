@@ -93,7 +93,7 @@ def test_logits_lose_nothing(tokens: int, dim: int, rows: int, n: int, kind: tor
     tiling = pytest.importorskip("depthmix.ops.depth_attention.kernels.tiling")
     sources = [torch.randn(tokens, dim, device="cuda").to(kind) for _ in range(n)]
     u = 0.1 * torch.randn(rows, dim, device="cuda")
-    found = tiling.scores(tiling.Halves.of(u, kind), sources, 1e-6)
+    found = tiling.scores(tiling.SplitRows.of(u, kind), sources, 1e-6)
     wide = torch.stack(sources).double()
     expected = torch.einsum("rd,ntd->rnt", u.double(), wide * (wide.square().mean(-1, keepdim=True) + 1e-6).rsqrt())
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=2e-4)

@@ -174,7 +174,7 @@ def test_another_device_is_current(monkeypatch: pytest.MonkeyPatch) -> None:
     stacks = [Stack(3, 256, **options) for options in ({}, {"heads": 4})]
     x = draw(1024, 256, dtype=torch.bfloat16).requires_grad_()
     launches, run = [], launch.launch
-    for module in ("read", "source_backward", "layer_backward", "tiling", "other_reads"):
+    for module in ("read", "source_backward", "layer_backward", "tiling", "general_read"):
         kernels = pytest.importorskip(f"depthmix.ops.depth_attention.kernels.{module}")
         monkeypatch.setattr(kernels, "launch", lambda *args, **kwargs: (launches.append(1), run(*args, **kwargs)))
     with use_backend("triton"):

@@ -14,9 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from depthmix import create_mixer, list_mixers, restore, retrofit
 from depthmix.errors import UserError
-from depthmix.hf import DepthmixConfig, DepthmixForCausalLM, mixer_of
+from depthmix.hf import DepthmixConfig, DepthmixForCausalLM, mixer_of, surgery
 from depthmix.hf.architectures import ARCHITECTURES
-from depthmix.mixers import mixer_class
 from depthmix.mixers.plain import why_not_plain
 
 VOCAB = 61
@@ -67,12 +66,12 @@ def test_most_mixers_begin_as_plain_residuals() -> None:
     assert not {"highway", "layerscale", "rezero"} & set(EXACT)
 
 
-def test_a_rule_that_only_says_it_is_plain_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`plain_share` of one's own rule is what its author wrote, or forgot to write."""
-    monkeypatch.setattr(mixer_class("rezero"), "plain_share", lambda mixer, site: 1.0)
+def test_a_rule_that_changes_the_logits_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rule could begin as plain in the narrow copy that is measured, and as something else in the model."""
+    monkeypatch.setattr(surgery, "why_not_plain", lambda mixer: None)
     model = make("llama")
     before = model(ids()).logits
-    with pytest.raises(UserError, match="rezero does not begin as the plain residual, though its plain_share says"):
+    with pytest.raises(UserError, match="rezero does not begin as the plain residual here"):
         retrofit(model, "rezero")
     assert torch.equal(model(ids()).logits, before)
     assert type(model) is type(make("llama"))

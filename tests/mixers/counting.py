@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from depthmix.mixers.traffic import NORM
 from depthmix.ops.norm import RMSNorm
+from depthmix.parallel.plan.costs import NORM
 
 TOKENS, DIM, STREAMS = 5, 40, 2
 SILENT = {
@@ -75,7 +75,9 @@ class Meter(TorchDispatchMode):
 
     def units(self):
         """What was moved since the last call."""
-        sums = {at for name, accesses in self.launches if name == "_total_kernel" for at in joined(accesses["load"])}
+        sums = {
+            at for name, accesses in self.launches if name == "_sum_programs_kernel" for at in joined(accesses["load"])
+        }
         known = [t.untyped_storage() for t in self.alive if self.weigh(t)]
         known = sorted(
             (s.data_ptr(), s.nbytes()) for s in known if s.data_ptr() not in sums

@@ -14,7 +14,7 @@ from depthmix.ops import use_backend
 from depthmix.ops.norm import RMSNorm
 from depthmix.ops.slots import kernels as slot_kernels
 from depthmix.ops.slots import op as slot_op
-from depthmix.ops.slots import passing
+from depthmix.ops.slots import running_softmax
 from depthmix.ops.torch_internals import pytree
 from ops.helpers import rand
 
@@ -90,7 +90,7 @@ def launched(monkeypatch):
 
     for name in ("attend", "look_back", "add_up", "add_norm"):
         monkeypatch.setattr(slot_kernels, name, noted(name, getattr(slot_kernels, name)))
-    monkeypatch.setattr(passing, "pass_on", noted("pass_on", passing.pass_on))
+    monkeypatch.setattr(running_softmax, "pass_on", noted("pass_on", running_softmax.pass_on))
     return names
 
 

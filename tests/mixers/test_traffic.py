@@ -1,13 +1,14 @@
-"""What mixers say of their traffic, of what they keep and of their state is what they do."""
+"""The planner's costs of every rule are what kernels load, store and keep, and what states hold."""
 
 import pytest
 
 from depthmix import create_mixer
 from depthmix.mixers.base import Mixer
 from depthmix.mixers.streams import StreamMixer
-from depthmix.mixers.traffic import Traffic, state_by_site
 from depthmix.ops import use_backend
-from depthmix.ops.depth_attention import ahead, traffic
+from depthmix.ops.depth_attention import precomputed_logits, traffic
+from depthmix.parallel.plan.costs import Costs, Traffic, costs_of
+from depthmix.parallel.plan.costs.base import measured_state_tensors
 from harness import LAYOUTS, MIXERS
 from mixers.counting import DIM, STREAMS, metered, units_of
 
@@ -19,7 +20,9 @@ SIZES = {  # enough for pairs and groups; two blocks elsewhere
     "mhc": {"n_blocks": 1, "n": STREAMS, "iterations": 2},
 }
 UNEVEN = {"sites": LAYOUTS["uneven"]}
-CASES = [(name, SIZES.get(name, {"n_blocks": 2})) for name in MIXERS]
+# A rule without a cost file is taken for a plain sum.
+COSTED = [name for name in MIXERS if type(costs_of(create_mixer(name, dim=DIM, n_blocks=1))) is not Costs]
+CASES = [(name, SIZES.get(name, {"n_blocks": 2})) for name in COSTED]
 CASES += [
     ("attnres", {"sites": [("attention", "mlp"), ("mlp",), ("attention", "mlp")], "block_size": 3, "ways": 2}),
     ("attnres", {"n_blocks": 2, "block_size": 2, "ways": 3}),
@@ -34,9 +37,9 @@ CASES += [
 @pytest.mark.parametrize(("name", "options"), CASES, ids=str)
 def test_counted(name, options, monkeypatch):
     """Units forward and backward and activations kept, of kernels where there are any."""
-    monkeypatch.setattr(ahead, "FAR_TOKENS", 1)
-    for module in (ahead, traffic):
-        monkeypatch.setattr(module, "FAR_SOURCES", 4)
+    monkeypatch.setattr(precomputed_logits, "MIN_TOKENS", 1)
+    for module in (precomputed_logits, traffic):
+        monkeypatch.setattr(module, "MIN_SOURCES", 4)
     mixer = create_mixer(name, dim=DIM, **options)
     kernels = bool(mixer.fast_paths) or type(mixer)._read_normed is not Mixer._read_normed
     with (
@@ -44,7 +47,7 @@ def test_counted(name, options, monkeypatch):
         metered(monkeypatch, kernels, isinstance(mixer, StreamMixer)) as meter,
     ):
         counted = units_of(mixer, meter, monkeypatch)
-    said = tuple(Traffic.total(mixer.traffic()))[:3]
+    said = tuple(Traffic.total(costs_of(mixer).traffic()))[:3]
     assert said == pytest.approx(counted), f"forward, backward and kept: traffic says {said}, counted are {counted}"
 
 
@@ -52,7 +55,8 @@ def test_counted(name, options, monkeypatch):
 @pytest.mark.parametrize("name", MIXERS)
 def test_every_read_takes_something_in_and_gives_something_out(name, options):
     """A deeper model of the same rule moves at least as much at each of its sites."""
-    small, large = (create_mixer(name, dim=DIM, **{"n_blocks": 2, **o}).traffic() for o in ({}, options))
+    sizes = ({"n_blocks": 2, **o} for o in ({}, options))
+    small, large = (costs_of(create_mixer(name, dim=DIM, **size)).traffic() for size in sizes)
     assert len(large) == 2 * options.get("n_blocks", 2) + 1
     for site, found in enumerate(large):
         assert found.forward >= 1, site
@@ -81,10 +85,10 @@ STATES += [
 
 
 @pytest.mark.parametrize(("name", "options"), STATES, ids=str)
-def test_the_state_holds_what_a_mixer_says(name, options):
+def test_the_state_holds_what_its_costs_say(name, options):
     """As many activations before every site, and between any two sites as many that are the same."""
     mixer = create_mixer(name, dim=8, **options)
-    said, found = mixer.state_tensors(), state_by_site(mixer)
+    said, found = costs_of(mixer).state_tensors(), measured_state_tensors(mixer)
     assert [sum(s.values()) for s in said] == [sum(s.values()) for s in found]
     sites = range(len(said))
     assert [[len(said[a].keys() & said[b]) for a in sites] for b in sites] == [

@@ -188,13 +188,13 @@ def name(options: dict[str, Any]) -> str:
     return "-".join(f"{k}={v}" for k, v in options.items())
 
 
-def nodes_that_are_left_something(out: Tensor) -> list[Any]:
+def nodes_with_mailboxes(out: Tensor) -> list[Any]:
     """Every node of a graph with which others leave something."""
     seen, todo = {}, [out.grad_fn]
     while todo:
         node = todo.pop()
         if node is not None and node not in seen:
-            seen[node] = hasattr(node, "left")
+            seen[node] = hasattr(node, "mail")
             todo += [n for n, _ in node.next_functions]
             todo += getattr(node, "makers", [])
     return [node for node, kept in seen.items() if kept]

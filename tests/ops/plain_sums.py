@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from depthmix.ops.depth_attention.kernels.tiling import Halves
+from depthmix.ops.depth_attention.kernels.tiling import SplitRows
 
 
 class Sums(NamedTuple):
@@ -60,7 +60,7 @@ def rows(x: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def add_and_score(v: Tensor, add: Tensor | None, w: Halves, across: bool = False) -> tuple[Tensor, Tensor]:
+def add_and_score(v: Tensor, add: Tensor | None, w: SplitRows, across: bool = False) -> tuple[Tensor, Tensor]:
     fresh = v if add is None else (v.float() + add.float()).to(v.dtype)
     w = w.high if v.dtype == torch.float32 else w.high.float() + w.low.float()
     scores = rows(fresh) @ w.T

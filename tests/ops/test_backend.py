@@ -132,7 +132,7 @@ def test_a_context_is_of_one_task() -> None:
 
     asyncio.run(main())
     assert seen == [False, True, False]
-    assert (backend_module._thread.forced, backend_module._thread.inside) == (None, 0)
+    assert (backend_module._thread.forced, backend_module._thread.open_contexts) == (None, 0)
     assert torch._C._is_multithreading_enabled()
 
 

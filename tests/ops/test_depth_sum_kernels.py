@@ -19,7 +19,7 @@ from depthmix.ops.depth_sum.kernels.read import read  # noqa: E402
 from depthmix.ops.depth_sum.kernels.read_backward import Need, read_backward  # noqa: E402
 from depthmix.ops.depth_sum.kernels.scores import add_and_score, score_backward  # noqa: E402
 from depthmix.ops.depth_sum.kernels.source_backward import Reader, Target, source_backward  # noqa: E402
-from depthmix.ops.gpu.totals import total  # noqa: E402
+from depthmix.ops.gpu.program_sums import sum_programs  # noqa: E402
 
 FP32, FP16 = torch.float32, torch.float16
 EPS = 0.1  # far from zero, so that no mixture is blown up
@@ -283,7 +283,7 @@ def test_what_is_passed_is_added_to_a_copy(norm: bool) -> None:
 @pytest.mark.parametrize("shape", [(1, 2, 20), (700, 3, 7), (130, 1100), (3, 0, 20)])
 def test_total(shape: tuple[int, ...]) -> None:
     part = numbers(*shape, seed=1)
-    found = total(part)
+    found = sum_programs(part)
     assert found.shape == shape[1:]
     assert_near([found], [part.double().sum(0)], TOL[FP32])
 

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from depthmix import create_mixer
-from depthmix.ops import depth_sum, left, use_backend
+from depthmix.ops import backward_mail, depth_sum, use_backend
 from depthmix.ops.depth_sum import source_order
 from harness import LAYOUTS
 from ops import plain_sums
-from ops.helpers import assert_near, nodes_that_are_left_something, rand
+from ops.helpers import assert_near, nodes_with_mailboxes, rand
 from ops.test_source_major import SCENARIOS, Stack, assert_as_reference, backward, cotangent, leaves, plain, tokens
 from oracles import DEFAULTS, ORACLES
 
@@ -231,7 +231,7 @@ def test_neighbours_in_a_window_share_what_they_read(monkeypatch: pytest.MonkeyP
     calls: list[tuple[int, int]] = []
     summed = plain_sums.source_backward
     monkeypatch.setattr(plain_sums, "source_backward", lambda t, r: (calls.append((len(t), len(r))), summed(t, r))[1])
-    monkeypatch.setattr(source_order, "UNFINISHED", 16)  # four ways of a read, as in bf16
+    monkeypatch.setattr(source_order, "UNFINISHED_BYTES", 16)  # four ways of a read, as in bf16
     monkeypatch.setitem(RULES, "3-dca", ("dca", {"window": 3}))
     with plain_sums.plain_kernels(), use_backend("triton"):
         SumStack("3-dca", n_blocks=6)(tokens()).sum().backward()
@@ -296,12 +296,12 @@ def test_nothing_is_left_behind(rule: str) -> None:
         with pytest.raises(ZeroDivisionError):
             out.backward(cotangent(out), retain_graph=True)
         hook.remove()
-        found = nodes_that_are_left_something(out)
+        found = nodes_with_mailboxes(out)
         assert len(found) > 8
-        failed = {id(node) for node in found if node.left}
+        failed = {id(node) for node in found if node.mail}
         out.backward(cotangent(out), retain_graph=True)
-        assert {id(node) for node in found if node.left or getattr(node, "part", None)} <= failed
-        assert not left._visits
+        assert {id(node) for node in found if node.mail or getattr(node, "partial_gradient", None)} <= failed
+        assert not backward_mail._open_passes
         node = weakref.ref(out.grad_fn)
         del out, made, found, y
         gc.collect()

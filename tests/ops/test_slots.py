@@ -232,7 +232,7 @@ import sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from depthmix.ops.slots import kernels as slots, passing
+from depthmix.ops.slots import kernels as slots, running_softmax
 from depthmix.ops.sublayer import kernels as sublayer
 
 OTHERS = dict.fromkeys(("slot", "stride", "head", "skip", "n", "T", "cos_row"), "i32") | {"N": "i64", "slots": "*bf16"}
@@ -241,7 +241,7 @@ OTHERS |= dict.fromkeys(("begin", "ahead", "own_at", "own_begin", "readers"), "i
 names = ("q0", "q1", "q2", "k0", "k1", "k2", "q", "k", "oq", "ok", "acc", "stats", "bank", "bank_lse", "query", "key_gain", "lse", "static", "w", "cos", "sin", "scale")
 OTHERS |= dict.fromkeys(names, "*fp32")
 for name, constants in eval(sys.argv[1]):
-    fn = next(getattr(m, name) for m in (slots, passing, sublayer) if hasattr(m, name))
+    fn = next(getattr(m, name) for m in (slots, running_softmax, sublayer) if hasattr(m, name))
     mine = OTHERS | (dict.fromkeys(("q", "k"), "*bf16") if name == "_turn_kernel" else {}) | ({"slots": "i64"} if name == "_turn_kernel" else {}) | ({"n": "i64"} if name == "_activate_kernel" else {})
     constants = {p.name: constants[p.name] for p in fn.params if p.is_constexpr}
     types = {p.name: "constexpr" if p.name in constants else mine.get(p.name, "*bf16") for p in fn.params}

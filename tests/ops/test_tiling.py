@@ -30,25 +30,25 @@ def drawn(n: int, tokens: int, dim: int, dtype: torch.dtype = torch.float32) -> 
 @pytest.mark.parametrize("rows", [1, 17, 64, 65, 130])  # 64 are looked at together
 def test_scores(rows: int, tokens: int, dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     from depthmix.ops.depth_attention.kernels import tiling
-    from depthmix.ops.depth_attention.kernels.tiling import Halves, scores
+    from depthmix.ops.depth_attention.kernels.tiling import SplitRows, scores
 
     u, sources = single(rows, dim, seed=50), drawn(3, tokens, dim)
-    found = scores(Halves.of(u, sources[0].dtype), sources, EPS)
+    found = scores(SplitRows.of(u, sources[0].dtype), sources, EPS)
     if rows in (17, 65):
         monkeypatch.setattr(tiling, "MANY", 1)  # other tiles
-        assert_near([scores(Halves.of(u, sources[0].dtype), sources, EPS)], [found], 1e-6)
+        assert_near([scores(SplitRows.of(u, sources[0].dtype), sources, EPS)], [found], 1e-6)
     assert found.shape == (rows, 3, tokens)
     assert_near([found], [torch.stack([logits(u, v) for v in sources], 1)], 2e-6)
 
 
 def test_half_precision_loses_nothing_of_a_query() -> None:
     """Queries in fp32 go through products of fp16 halves."""
-    from depthmix.ops.depth_attention.kernels.tiling import Halves, scores
+    from depthmix.ops.depth_attention.kernels.tiling import SplitRows, scores
 
     u, sources = single(5, 64, seed=50), drawn(2, 40, 64, torch.float16)
-    halves = Halves.of(u, sources[0].dtype)
+    halves = SplitRows.of(u, sources[0].dtype)
     with torch.no_grad():
-        for a, e in zip(Halves.of(u, sources[0].dtype), halves, strict=True):
+        for a, e in zip(SplitRows.of(u, sources[0].dtype), halves, strict=True):
             assert torch.equal(a, e)
     assert_near([scores(halves, sources, EPS)], [torch.stack([logits(u, v) for v in sources], 1)], 4e-6)
 
@@ -57,10 +57,10 @@ def test_half_precision_loses_nothing_of_a_query() -> None:
 @pytest.mark.covered
 @pytest.mark.parametrize("n", [4, 36])  # up to 32 are weighed at once
 def test_make_bank(n: int, rows: int) -> None:
-    from depthmix.ops.depth_attention.kernels.tiling import Halves, make_bank, scores
+    from depthmix.ops.depth_attention.kernels.tiling import SplitRows, make_bank, scores
 
     u, sources = single(rows, 21, seed=50), drawn(n, TOKENS, 21)
-    groups = [scores(Halves.of(u, sources[0].dtype), sources[i : i + 4], EPS) for i in range(0, n, 4)]
+    groups = [scores(SplitRows.of(u, sources[0].dtype), sources[i : i + 4], EPS) for i in range(0, n, 4)]
     bank, lse, _ = make_bank([s[0, k] for s in groups for k in range(4)], sources, rows)
     exact = torch.stack([logits(u, v) for v in sources])  # [n, rows, N]
     values = torch.stack(sources).double()
@@ -75,11 +75,11 @@ def test_make_bank(n: int, rows: int) -> None:
 )
 def test_make_bank_and_read(n: int, rows: int, norm: bool, dtype: torch.dtype) -> None:
     """The first of the sites reads at once, with a source more."""
-    from depthmix.ops.depth_attention.kernels.tiling import Halves, make_bank, scores
+    from depthmix.ops.depth_attention.kernels.tiling import SplitRows, make_bank, scores
 
     u, (*sources, newest) = single(rows, 21, seed=50), drawn(n + 1, TOKENS, 21, dtype)
     gain = single(21, seed=70) if norm else None
-    groups = [scores(Halves.of(u, dtype), sources[i : i + 4], EPS) for i in range(0, n, 4)]
+    groups = [scores(SplitRows.of(u, dtype), sources[i : i + 4], EPS) for i in range(0, n, 4)]
     first = [s[0, k] for s in groups for k in range(4)]
     bank, lse, y = make_bank(first, sources, rows, 4, newest, u[0], gain, EPS, 0.1)
     exact = torch.stack([logits(u, v) for v in (*sources, newest)])  # [n + 1, rows, N]
@@ -98,12 +98,12 @@ def test_make_bank_and_read(n: int, rows: int, norm: bool, dtype: torch.dtype) -
 @pytest.mark.parametrize("add", [False, True])
 @pytest.mark.parametrize(("n", "norm"), [(2, True), (19, True), (19, False)])  # n: sources
 def test_read_known(n: int, norm: bool, add: bool, ways: int) -> None:
-    from depthmix.ops.depth_attention.kernels.tiling import Halves, read_known, scores
+    from depthmix.ops.depth_attention.kernels.tiling import SplitRows, read_known, scores
 
     u, sources = single(ways, 21, seed=50), drawn(n, TOKENS, 21)
     pending = single(TOKENS, 21, seed=60) if add else None
     gain = single(ways, 21, seed=70) if norm else None
-    known = [scores(Halves.of(u, sources[0].dtype), [v], EPS).squeeze(1) for v in sources[:-1]]
+    known = [scores(SplitRows.of(u, sources[0].dtype), [v], EPS).squeeze(1) for v in sources[:-1]]
     found = read_known(u, sources, known, pending, gain, EPS, 0.1, keep=2)
     rows = None if gain is None else [k.clone() for k in gain]
     for kept, alone in zip(found.y, read_known(u, sources, known, pending, rows, EPS, 0.1, keep=0).y, strict=True):

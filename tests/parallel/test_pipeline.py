@@ -10,6 +10,7 @@ from depthmix.ops import use_backend
 from depthmix.parallel.pipeline import check_pipeline
 from depthmix.parallel.pipeline.hops import plan_hops
 from depthmix.parallel.pipeline.piece import Piece
+from depthmix.parallel.plan.costs import costs_of
 from depthmix.parallel.plan.hops import cuts, hop_sizes
 from depthmix.parallel.plan.layout import Layout
 from parallel.example import bank_states
@@ -84,7 +85,7 @@ def test_hops_carry_as_many_bytes_as_the_formulas_say(workers, cache, units):
     embeddings = 7 if cache == "none" else 3
     assert sum(forward) == units + embeddings
     if cache != "all":  # what the planner says
-        states = create_mixer(BLOCKS[0], dim=16, n_blocks=8, **BLOCKS[1]).state_tensors()
+        states = costs_of(create_mixer(BLOCKS[0], dim=16, n_blocks=8, **BLOCKS[1])).state_tensors()
         assert forward[:-1] == hop_sizes(states, cuts(8, 8), 4, cached=cache == "received")
 
 
@@ -95,7 +96,7 @@ def test_the_planner_counts_what_hops_carry(name):
     found = forms(mixer, cuts(8, 8))
     for cache in ("none", "received"):
         sizes = [hop.bytes(3) / (3 * 16 * 4) for hop in plan_hops(found, 4, cache)]
-        assert sizes == [0, *hop_sizes(mixer.state_tensors(), cuts(8, 8), 4, cached=cache == "received")]
+        assert sizes == [0, *hop_sizes(costs_of(mixer).state_tensors(), cuts(8, 8), 4, cached=cache == "received")]
 
 
 @pytest.mark.parametrize(("ranks", "virtual"), [(2, 1), (2, 4), (4, 2), (16, 8)])

@@ -7,6 +7,7 @@ import pytest
 
 from depthmix.cli import main
 from depthmix.mixers import create_mixer
+from depthmix.parallel.plan.costs import costs_of
 from depthmix.parallel.plan.hops import cuts, hop_sizes
 from depthmix.parallel.plan.schedule import orders, play, simulate
 from parallel.example import bank_states
@@ -57,9 +58,9 @@ def test_hops_of_mixers():
     """Streams go whole at every hop, caching or not; of sources that stay, a rank gets each once."""
     starts = cuts(16, 8)
     assert starts == list(range(0, 32, 4))
-    streams = create_mixer("mhc", dim=8, n_blocks=16).state_tensors()
+    streams = costs_of(create_mixer("mhc", dim=8, n_blocks=16)).state_tensors()
     assert hop_sizes(streams, starts, 4, cached=True) == hop_sizes(streams, starts, 4, cached=False) == [4] * 7
-    full = create_mixer("attnres", dim=8, n_blocks=16).state_tensors()
+    full = costs_of(create_mixer("attnres", dim=8, n_blocks=16)).state_tensors()
     assert hop_sizes(full, starts, 4, cached=False) == [1 + s for s in starts[1:]]
     assert hop_sizes(full, starts, 4, cached=True) == [5, 9, 13, 16, 16, 16, 16]
 

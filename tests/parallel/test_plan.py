@@ -8,9 +8,9 @@ import pytest
 from depthmix.cli import build_config, main
 from depthmix.config import PlanConfig
 from depthmix.mixers import create_mixer, list_mixers
-from depthmix.mixers.one_stream import OneStream
-from depthmix.mixers.residual import Residual
 from depthmix.models import Decoder, DecoderConfig
+from depthmix.parallel.plan.costs import Costs, costs_of
+from depthmix.parallel.plan.costs.one_stream import ResidualCosts
 from depthmix.parallel.plan.hardware import GIB, GPUS
 from depthmix.parallel.plan.hops import lasting, prefill_bytes
 from depthmix.parallel.plan.layout import Layout
@@ -38,7 +38,7 @@ def measured(*names):
     """{(case, arm): {metric: value}} of the committed steps; `all` has those of attnres that `step` has not."""
     found = {}
     for name in names or ("all", "step"):
-        with open(ROOT / "docs" / "results" / "h200" / f"{name}.csv", newline="") as file:
+        with open(ROOT / "benchmarks" / "results" / "h200" / f"{name}.csv", newline="") as file:
             for row in csv.DictReader(file):
                 if row["entry"] == "step":
                     found.setdefault((row["case"], row["who"]), {})[row["metric"]] = float(row["value"])
@@ -67,7 +67,7 @@ def test_memory_is_what_was_measured(case):
 @pytest.fixture
 def plain_of_then(monkeypatch):
     """What the steps were measured beside: its sums and its norms were launches of their own."""
-    monkeypatch.setattr(Residual, "traffic", OneStream.traffic)
+    monkeypatch.setattr(ResidualCosts, "traffic", Costs.traffic)
     counted.cache_clear()
     yield
     counted.cache_clear()
@@ -125,19 +125,19 @@ def test_parameters_are_counted_as_the_decoder_counts_them():
 def test_the_papers_table_of_traffic():
     """arXiv 2603.15031, table 1: 128 sites in 8 blocks, 4 streams."""
     size = {"dim": 8, "n_blocks": 64}
-    plain = create_mixer("residual", **size).published()
+    plain = costs_of(create_mixer("residual", **size)).published()
     assert (plain.read, plain.written) == (2, 1)
-    streams = create_mixer("mhc", n=4, **size).published()
+    streams = costs_of(create_mixer("mhc", n=4, **size)).published()
     assert (streams.total, streams.numbers) == (34, 2 * 16 + 4 * 4)
-    full = create_mixer("attnres", **size).published()
+    full = costs_of(create_mixer("attnres", **size)).published()
     assert (full.read, full.written) == (7 + 15, 2)
-    block = create_mixer("attnres", block_size=16, **size).published()
+    block = costs_of(create_mixer("attnres", block_size=16, **size)).published()
     assert (block.read, block.written, block.total) == (3.5, 2, 5.5)
 
 
 def test_the_papers_prefill():
     """Section 4.2: 128k tokens, 8 blocks, width 7168."""
-    states = create_mixer("attnres", dim=7168, n_blocks=64, block_size=16).state_tensors()
+    states = costs_of(create_mixer("attnres", dim=7168, n_blocks=64, block_size=16)).state_tensors()
     assert lasting(states) == 8
     assert prefill_bytes(states, 7168, 131072) == pytest.approx(15.03e9, rel=1e-3)
     assert prefill_bytes(states, 7168, 131072, 8) == pytest.approx(1.88e9, rel=1e-2)

@@ -1,4 +1,4 @@
-"""The kernels of depth attention as operators that PyTorch knows: for torch.compile, selective checkpointing, CUDA graphs.
+"""Register the kernels of depth attention as PyTorch operators, for torch.compile, selective checkpointing and CUDA graphs.
 
 `depthmix::depth_read` differentiates layer by layer: each read's backward writes the gradient of each of its sources.
 source_major.py has the faster order, for eager training.
@@ -15,15 +15,18 @@ _library.define(
     "depth_read(Tensor u, Tensor[] sources, Tensor? add, Tensor? gain, float eps, float out_eps, int keep)"
     " -> (Tensor[] y, Tensor[] o, Tensor s, Tensor lse, Tensor fresh)"
 )
-_library.define(  # of what is left when the mixture of older sources is known; source_major.py differentiates it
+# Reads the newer sources, given the mixture of the older ones. source_major.py differentiates it.
+_library.define(
     "depth_read_near(Tensor u, Tensor[] sources, Tensor? add, Tensor? gain, float eps, float out_eps, int keep,"
     " Tensor bank, Tensor bank_lse) -> (Tensor[] y, Tensor[] o, Tensor s, Tensor lse, Tensor fresh)"
 )
-_library.define(  # of which all logits but the newest source's are known; source_major.py differentiates it
+# Reads with known logits for all sources but the newest. source_major.py differentiates it.
+_library.define(
     "depth_read_known(Tensor u, Tensor[] sources, Tensor[] logits, Tensor? add, Tensor[] gain, float eps, float out_eps,"
     " int keep) -> (Tensor[] y, Tensor[] o, Tensor s, Tensor lse, Tensor fresh)"
 )
-_library.define(  # of two sources; source_major.py differentiates it
+# Reads two sources. source_major.py differentiates it.
+_library.define(
     "depth_read_pair(Tensor u, Tensor old, Tensor newest, Tensor? add, Tensor? gain, float eps, float out_eps)"
     " -> (Tensor[] y, Tensor s, Tensor lse, Tensor fresh)"
 )
@@ -122,7 +125,8 @@ def _read_backward_fake(
     return [torch.empty_like(v) for v in sources], torch.empty_like(u), dgain
 
 
-for _device in ("CUDA", "CPU"):  # CPU: in Triton's interpreter
+# On a CPU the kernels run in Triton's interpreter.
+for _device in ("CUDA", "CPU"):
     _library.impl("depth_read", _read, _device)
     _library.impl("depth_read_near", _read, _device)
     _library.impl("depth_read_known", _read_known, _device)

@@ -1,4 +1,4 @@
-"""depth_attention: checks, and the choice between kernels and the reference."""
+"""depth_attention: check arguments and choose between kernels and the reference."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,23 +8,28 @@ from torch import Tensor
 
 from depthmix.ops.backend import choose
 from depthmix.ops.checks import check_shape, check_sources, leading
-from depthmix.ops.depth_attention.other_reads import OtherReads
+from depthmix.ops.depth_attention.general_read import GeneralRead
 from depthmix.ops.depth_attention.reference_autograd import DepthAttention, attend, differentiable
 from depthmix.ops.depth_attention.source_major import read_sources
 from depthmix.ops.precision import compute_dtype, promoted_dtype, widen, without_autocast
 from depthmix.ops.torch_internals import transformed
 
-MAX_DIM = 16384  # channels of a row that fit in the registers of 32 warps
-MAX_WAYS = 3  # mixtures that one kernel reads at once
+# Channels of a row that fit in the registers of 32 warps.
+MAX_DIM = 16384
+# Mixtures that one kernel computes at once.
+MAX_WAYS = 3
 
 
 def is_usual(*, static: bool, key_norm: bool, heads: int, activation: str) -> bool:
-    """Whether kernels of whole stacks know a read; others have kernels read by read. static: queries that all tokens share."""
+    """Return whether the kernels of whole stacks know a read. Other reads have kernels of their own (general_read.py).
+
+    static: all tokens share the query.
+    """
     return static and key_norm and heads == 1 and activation == "softmax"
 
 
 def why_unsupported(sources: Sequence[Tensor], *, wide: bool, heads: int = 1) -> str | None:
-    """Why the kernels cannot do a read, or None if they can. wide: queries in float64."""
+    """Return why the kernels cannot do a read, or None if they can. wide: the queries are float64."""
     dtype, dim = sources[0].dtype, sources[0].shape[-1]
     if wide:
         return "they compute in float32, and the queries are float64"
@@ -53,15 +58,34 @@ def depth_attention(
     out_eps: float | None = None,
     backend: str | None = None,
 ) -> Any:
-    """Attention of one token's query over its sources in depth (equations in reference.py).
+    """Mix n sources by attention over depth: each token's query attends to its own n sources (equations in reference.py).
 
-    query: [D], the same for every token, or [..., D] like the sources (three dimensions or more), one per token;
-        with a leading dimension W, W queries read the same sources and a tuple of W results comes back.
-    sources: a list of n tensors [..., D]; they are neither stacked nor copied.
-    key_gain: [D] or [W, D], the gain of the keys' RMSNorm.
-    out_gain: [D] or [W, D]: the result goes through an RMSNorm with this gain (and `out_eps`, by default eps) before it is rounded.
-    return_weights: also return the weights, [..., n] ([W, ..., n] with ways), with heads > 1 [..., n, heads].
-    backend: "triton" or "reference" forces one; by default, and unless `use_backend` says otherwise, kernels run where they can.
+    Args:
+        query: [D], shared by all tokens, or [..., D] like the sources (three dimensions or more), one per token. With a leading
+            dimension W, W queries read the same sources.
+        sources: list of n tensors [..., D]. They are neither stacked nor copied.
+        key_gain: [D] or [W, D], gain of the keys' RMSNorm.
+        eps: of the keys' RMSNorm.
+        out_gain: [D] or [W, D]. The result goes through an RMSNorm with this gain before it is rounded.
+        return_weights: also return the attention weights.
+        key_norm: normalise the keys; without it key_gain must be None.
+        heads: number of channel groups with weights of their own; divides D.
+        activation: "softmax" over sources, or "sigmoid" element by element.
+        out_eps: of the RMSNorm with out_gain, by default eps.
+        backend: "triton" or "reference". By default `use_backend` decides, then kernels run where they can.
+
+    Returns:
+        The mixture [..., D] in the sources' dtype, or a tuple of W of them. With return_weights a pair: the mixture and the weights
+        [..., n], with ways [W, ..., n], with heads > 1 [..., n, heads].
+
+    Raises:
+        ValueError: shapes, dtypes, devices or options do not fit together.
+        BackendError: "triton" was asked for and cannot run this call.
+
+    Example:
+        >>> sources = [torch.randn(2, 16, 64) for _ in range(3)]
+        >>> depth_attention(torch.zeros(64), sources).shape  # a zero query averages the sources
+        torch.Size([2, 16, 64])
     """
     op = "depth_attention"
     check_sources(op, sources)
@@ -102,20 +126,21 @@ def depth_attention(
         options = (eps, key_norm, heads, activation)
         kernels = choose(op, first, why, backend) == "triton"
         if kernels and not usual:
-            results = OtherReads.apply(options, norm_eps, torch.is_grad_enabled(), u, gains, *sources)
-            return tuple(results) if many else results[0]
+            mixtures = GeneralRead.apply(options, norm_eps, torch.is_grad_enabled(), u, gains, *sources)
+            return tuple(mixtures) if many else mixtures[0]
         if kernels:
-            results = []
+            results: list[Tensor] = []
             for w in range(0, n_ways, MAX_WAYS):
                 step = min(MAX_WAYS, n_ways - w)
                 gain = None if gains is None else gains[w : w + step].contiguous()
                 results += read_sources(u, w, step, sources, None, gain, eps, norm_eps)[0]
             return tuple(results) if many else results[0]
-        by_torch = transformed() or torch.compiler.is_compiling()  # who derive and plan a backward of their own
+        # torch.func and torch.compile derive a backward of their own.
+        by_torch = transformed() or torch.compiler.is_compiling()
         if by_torch or torch.is_grad_enabled():
             compute = differentiable if by_torch else DepthAttention.apply
-            found: list[Tensor] = [*compute(options, norm_eps, return_weights, u, gains, *sources)]
-            outs, p = found[:n_ways], found[n_ways:]
+            outputs: list[Tensor] = [*compute(options, norm_eps, return_weights, u, gains, *sources)]
+            outs, p = outputs[:n_ways], outputs[n_ways:]
         else:
             outs, p = attend(options, norm_eps, u, gains, sources)[:2]
         outs = [widen(o, dtype) for o in outs]

@@ -27,7 +27,7 @@ def spread(p: Tensor, v: Tensor) -> Tensor:
 
 
 def weighted_sum(p: Tensor, sources: Sequence[Tensor]) -> Tensor:
-    """Σ_i p_i v_i, not rounded: p [..., n, H], sources [..., D] -> [..., D]."""
+    """Return Σ_i p_i v_i [..., D], not rounded, for p [..., n, H] and sources [..., D]."""
     o = spread(p[..., 0, :], sources[0])
     for i in range(1, len(sources)):
         o = o + spread(p[..., i, :], sources[i])
@@ -37,7 +37,17 @@ def weighted_sum(p: Tensor, sources: Sequence[Tensor]) -> Tensor:
 def depth_attention_reference(
     u: Tensor, sources: Sequence[Tensor], eps: float, key_norm: bool = True, heads: int = 1, activation: str = "softmax"
 ) -> tuple[tuple[Tensor, ...], Tensor]:
-    """o for every way, not rounded, and p [W, ..., n, H]; u [W, D] or [W, ..., D]. Differentiable to any order."""
+    """Compute the mixture of every way, not rounded, and the weights. Differentiable to any order.
+
+    Args:
+        u: queries [W, D] or [W, ..., D], key gains included.
+        sources: n tensors [..., D].
+        eps: of the keys' norm.
+        key_norm, heads, activation: as for `depth_attention`.
+
+    Returns:
+        W mixtures [..., D], and weights p [W, ..., n, H].
+    """
     wide, logits = compute_dtype(u, *sources), []
     u = u.to(wide)
     u = u.reshape(u.shape[0], *(1,) * (sources[0].ndim - 1), u.shape[-1]) if u.ndim == 2 else u

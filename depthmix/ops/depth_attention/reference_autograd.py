@@ -1,4 +1,4 @@
-"""The reference of depth attention in few operators, with a backward that keeps no more than it needs."""
+"""The reference of depth attention in few PyTorch operators, with a backward that saves no more than it needs."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -15,7 +15,7 @@ Options = tuple[float, bool, int, str]  # eps, key_norm, heads, activation
 
 
 class Mixed(NamedTuple):
-    """What a read worked out, by way: results (not rounded), weights and logits [n, ..., H], ρ [..., 1]; and r [n, ..., 1]."""
+    """Intermediates of a read, by way: results (not rounded), weights and logits [n, ..., H], ρ [..., 1]; and r [n, ..., 1]."""
 
     outs: list[Tensor]
     p: list[Tensor]
@@ -25,7 +25,7 @@ class Mixed(NamedTuple):
 
 
 class DepthAttention(torch.autograd.Function):
-    """The reference in few operators, and a backward that keeps references to the sources and a few numbers per token.
+    """Compute the reference with a backward that saves references to the sources and a few numbers per token.
 
     With a gain g for the norm of the result, y = g ⊙ ρ o with ρ = (mean(o²) + out_eps)^(-1/2), and o is mixed again:
 
@@ -51,23 +51,24 @@ class DepthAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        u, gain, r, *rest = ctx.saved_tensors  # once: a second access fails inside a checkpointed region
+        # Access saved_tensors once: a second access fails inside a checkpointed region.
+        u, gain, r, *rest = ctx.saved_tensors
         n, ways, needs = ctx.n, u.shape[0], ctx.needs_input_grad[3:]
         sources, by_way = rest[:n], rest[n:]
         mixed = Mixed([], by_way[:ways], by_way[ways : 2 * ways], by_way[2 * ways :], r)
         with without_autocast(u):
             if torch.is_grad_enabled():
                 reference = partial(differentiable, ctx.options, ctx.out_eps, ctx.with_weights)
-                found = reference_gradients(reference, (u, gain, *sources), needs, grads)
+                gradients = reference_gradients(reference, (u, gain, *sources), needs, grads)
             else:
-                found = _backward(ctx.options, u, gain, sources, mixed, grads[:ways], grads[ways:], needs)
-        return (None, None, None, *found)
+                gradients = _backward(ctx.options, u, gain, sources, mixed, grads[:ways], grads[ways:], needs)
+        return (None, None, None, *gradients)
 
 
 def differentiable(
     options: Options, out_eps: float, with_weights: bool, u: Tensor, gain: Tensor | None, *sources: Tensor
 ) -> tuple[Tensor, ...]:
-    """What DepthAttention computes, by the reference itself: in any order and mode of differentiation."""
+    """Compute what DepthAttention computes by the reference itself, for any order and mode of differentiation."""
     outs, p = depth_attention_reference(u, sources, *options)
     if gain is not None:
         outs = tuple(rms_normalize(o, out_eps) * g for o, g in zip(outs, gain, strict=True))
@@ -75,18 +76,19 @@ def differentiable(
 
 
 def attend(options: Options, out_eps: float, u: Tensor, gain: Tensor | None, sources: Sequence[Tensor]) -> Mixed:
+    """Compute the mixtures and the intermediates that the backward needs."""
     eps, key_norm, heads, activation = options
     ways, norms = u.unbind(), []
     dots: list[list[Tensor]] = [[] for _ in ways]
     for source in sources:
         v = widen(source, u.dtype)
-        for found, u_w in zip(dots, ways, strict=True):
-            found.append(_dot(u_w, v, heads))
+        for dots_w, u_w in zip(dots, ways, strict=True):
+            dots_w.append(_dot(u_w, v, heads))
         if key_norm:
             norms.append(torch.linalg.vector_norm(v, dim=-1, keepdim=True))
     mixed = Mixed([], [], [], [], _rstd(torch.stack(norms), u.shape[-1], eps) if key_norm else None)
-    for w, found in enumerate(dots):
-        s = _stack(found, heads)
+    for w, dots_w in enumerate(dots):
+        s = _stack(dots_w, heads)
         s = s if mixed.r is None else s.mul_(mixed.r)
         p = torch.softmax(s, dim=0) if activation == "softmax" else torch.sigmoid(s)
         o = _mix(p.unbind(), sources)
@@ -144,34 +146,35 @@ def _backward(
 
 
 def _by_head(x: Tensor, heads: int) -> Tensor:
-    """x with its channels in groups, [..., D] -> [..., H, D/H]; with one head as it is."""
+    """Split the channels of x into groups, [..., D] -> [..., H, D/H]; with one head return x."""
     return x if heads == 1 else x.unflatten(-1, (heads, -1))
 
 
 def _to_group(p: Tensor) -> Tensor:
-    """A number per head, [..., H], so that it multiplies the head's group of channels in `_by_head`."""
+    """Shape numbers per head [..., H] so that they multiply channel groups of `_by_head`."""
     return p if p.shape[-1] == 1 else p.unsqueeze(-1)
 
 
 def _dot(a: Tensor, b: Tensor, heads: int) -> Tensor:
-    """a · b by head: a [D] or [..., D], b [..., D] -> [..., H], or with one head [...]."""
+    """Return a · b by head, for a [D] or [..., D] and b [..., D]: [..., H], or [...] with one head."""
     if a.ndim == 1 and heads == 1:
-        return b @ a  # a matrix times a vector: no setting lets a GPU do that in TF32
+        # A matrix times a vector: no setting lets a GPU compute that in TF32.
+        return b @ a
     return _by_head(a * b, heads).sum(-1)
 
 
 def _stack(dots: list[Tensor], heads: int) -> Tensor:
-    """The dot products of n sources as one tensor [n, ..., H]."""
+    """Stack the dot products of n sources as [n, ..., H]."""
     return torch.stack(dots).unsqueeze_(-1) if heads == 1 else torch.stack(dots)
 
 
 def _rstd(norm: Tensor, dim: int, eps: float) -> Tensor:
-    """(mean(x²) + eps)^(-1/2) in the place of |x|."""
+    """Turn |x| into (mean(x²) + eps)^(-1/2), in place."""
     return norm.square_().div_(dim).add_(eps).rsqrt_()
 
 
 def _mix(p: Sequence[Tensor], sources: Sequence[Tensor]) -> Tensor:
-    """Σ_i p_i v_i: n weights [..., H], n sources [..., D] -> [..., D]."""
+    """Return Σ_i p_i v_i [..., D] for n weights [..., H] and n sources [..., D]."""
     heads = p[0].shape[-1]
     o = _by_head(sources[0], heads) * _to_group(p[0])
     for p_i, v in zip(p[1:], sources[1:], strict=True):

@@ -1,15 +1,38 @@
-"""Depth attention's backward in the order of the sources, not of the reads: one read per (site, source) pair.
+"""Depth attention's backward in source order: every (site, source) pair is read once.
 
-A read's backward gives autograd no gradient for its older sources. It only leaves its own do (and a few numbers per token) with
-each of them; PyTorch's engine runs the node that made a source after all of its readers, and that node then reads the source
-once, each reader's do once, and writes the source's gradient once, summed in fp32. Every source is made by one node: the read
-that saw it first, when it was the newest, and that may have added it up. The queries enter through a node of their own, which
-collects their gradients and runs last.
+Autograd's own order would write one gradient per (read, source) pair and add them up in passes of its own. Here a read's backward
+returns no gradient for its older sources. It posts a `Reading` (its do and a few numbers per token) to the node that made each
+source. PyTorch's engine runs that node after all readers of its source. The node then reads the source once, each reader's do
+once, and writes the source's gradient once, summed in fp32. Each source has one maker: the read that saw it first, as its newest
+source, and that may have added it up (`add`).
 
-A read of two sources, of which the newest is a sum that only the next read goes on from, has all that its backward needs at hand:
-it keeps nothing of its mixtures, and leaves the older source's gradient itself. In a stack of one block all reads but the first do.
+Example: three reads, in the order in which the engine runs their backward (y is a read's result, v_i the source it makes):
 
-What is left with a node is filed under the number of the backward pass that left it, so passes never see each other's.
+    forward     read 0 makes v_0       read 1 reads v_0, v_1; makes v_1       read 2 reads v_0, v_1, v_2; makes v_2
+
+    node        reads from memory            posts                                         returns to autograd
+    --------    -------------------------    ------------------------------------------    --------------------------
+    read 2      dy_2, y_2, v_2               Reading 2 ──┬──▶ mail of read 1               dv_2 ─▶ sublayer 1
+                                                         └──▶ mail of read 0
+                                             du_2 (its part from v_2) ──▶ collector
+      ⋮ sublayer 1's backward: dy_1
+    read 1      dy_1, y_1, v_1,              Reading 1 ─────▶ mail of read 0               dv_1 ─▶ sublayer 0
+                do_2 from its mail           du_2, du_1 (from v_1) ──▶ collector
+      ⋮ sublayer 0's backward: dy_0
+    read 0      dy_0, y_0, v_0,              du_2, du_1, du_0 (from v_0) ──▶ collector     dv_0 ─▶ embedding
+                do_2, do_1 from its mail
+    collector   every du from its mail                                                     Σ du ─▶ query, key_gain
+
+v_i is freed when dv_i appears. Two shortcuts save further traffic:
+
+- Neighbours. If v_i and the source before it have the same readers so far, one launch reads each do once for both. What it knows
+  of the older gradient waits in fp32 in the maker's `partial_gradient`, and the older node starts from there.
+- Pairs. A read of two sources whose newest one is a running sum (only the next read continues it) has everything at hand. It saves
+  nothing of its mixtures and posts the older source's finished gradient as `summand_mail`. In a stack of one block all reads
+  but the first are of this kind.
+
+depth_sum/source_order.py runs the same schedule for weighted sums. Both engines share backward_mail.py and row_gradients.py. They
+stay apart because their readings differ: softmax needs log-sum-exp, δ and the source itself for each gradient, sums do not.
 """
 
 from collections.abc import Sequence
@@ -19,39 +42,48 @@ import torch
 from torch import Tensor
 
 from depthmix.ops.autograd import reference_gradients
-from depthmix.ops.collect import CollectRows, leave_rows
-from depthmix.ops.depth_attention.ahead import Far, Known, read
+from depthmix.ops.backward_mail import (
+    current_pass_id,
+    current_stream,
+    post,
+    saved_once,
+    take_partial_gradient,
+    wait_for_stream,
+)
+from depthmix.ops.depth_attention.precomputed_logits import GroupMixtures, KnownLogits, read
 from depthmix.ops.depth_attention.reference import depth_attention_reference
-from depthmix.ops.left import arrive, leave, saved_once, stream_of, take_part, this_pass
 from depthmix.ops.precision import rms_normalize, without_autocast
+from depthmix.ops.row_gradients import CollectRows, post_row_gradients
 from depthmix.ops.torch_internals import node_will_run, saving_is_hooked
 
 OP = "depth_attention"
-AT_ONCE = 2  # ways of a read, at most, that share one pass over the newest source for its gradient
-FEWEST_READERS = 2  # for which it pays to leave a source's gradient unfinished and take it up again
+# Up to this many ways of a read share one pass over the newest source for its gradient.
+MAX_FUSED_WAYS = 2
+# From this many shared readers on, it pays to write a source's gradient unfinished and continue it later.
+MIN_SHARED_READERS = 2
 
 
 def is_pair(n: int, ways: int, lasts: bool) -> bool:
-    """Whether a read of n sources has both gradients at once: of a newest one that lasts, it would wait for other readers."""
-    return n == 2 and ways <= AT_ONCE and not lasts
+    """Return whether a read of n sources computes both gradients at once. If its newest source lasts, the gradient waits for other readers."""
+    return n == 2 and ways <= MAX_FUSED_WAYS and not lasts
 
 
 class Reading(NamedTuple):
-    """What a read leaves with its older sources."""
+    """Mail from a read to the makers of its older sources."""
 
-    do: list[Tensor]  # of each way, like a source
-    s: Tensor  # logits [W, n, N], of the sources after those that `far` holds
-    far: list[Tensor]  # logits [W, N] of each of these
-    n: int  # sources that were read
-    ld: list[Tensor]  # log-sum-exp and δ of each way: [2, N]
-    u: Tensor  # [W, D]
-    row: int  # of u's first row among all queries
+    do: list[Tensor]  # gradient of each way's mixture, shaped like a source
+    s: Tensor  # logits [W, n, N] of the sources that follow those of `older_logits`
+    older_logits: list[Tensor]  # precomputed logits [W, N] of each of the oldest sources
+    n: int  # number of sources the read has seen
+    ld: list[Tensor]  # log-sum-exp and δ = do · o of each way: [2, N]
+    u: Tensor  # queries [W, D]
+    row: int  # row of u[0] in the table of all queries
     queries: Any  # the node that collects du
-    stream: torch.cuda.Stream | None  # on which all this was computed
+    stream: torch.cuda.Stream | None  # the CUDA stream that computed these tensors
 
-    def arrive(self) -> "Reading":
-        """The same, once the current stream may use it."""
-        arrive(self.stream, *self.do, self.s, *self.far, *self.ld, self.u)
+    def wait_for_stream(self) -> "Reading":
+        """Make the current stream wait for these tensors, and return self."""
+        wait_for_stream(self.stream, *self.do, self.s, *self.older_logits, *self.ld, self.u)
         return self
 
 
@@ -64,62 +96,78 @@ def read_sources(
     gain: Tensor | Sequence[Tensor] | None,
     eps: float,
     out_eps: float,
-    far: Far | Known | None = None,
+    precomputed: GroupMixtures | KnownLogits | None = None,
     lasts: bool = True,
 ) -> tuple[list[Tensor], Tensor]:
-    """Read with kernels: the results of queries[row : row + ways] and the newest source, sources[-1] (+ add).
+    """Read with kernels. The caller has checked that they can do it.
 
-    queries: [R, D] fp32, key gains included. gain: [W, D] of the norm that follows, or None; without gradients also a row for
-    each way. A stack of reads is
-    differentiated in source-major order if `queries` came through `collect_rows`, the sources are newest sources that
-    earlier reads returned, and nothing is being compiled. far: what `far_sources` or `known_sources` found for this row.
-    lasts: later reads see this newest source as it is, too. The caller has checked that the kernels can do it.
+    A stack of reads is differentiated in source order if `queries` came through `collect_rows`, the sources are newest sources that
+    earlier reads returned, and nothing is being compiled.
+
+    Args:
+        queries: [R, D] fp32, key gains included.
+        row: first row of this read.
+        ways: number of mixtures W; the read uses queries[row : row + ways].
+        sources: tensors [..., D], oldest first.
+        add: if given, the newest source is sources[-1] + add.
+        gain: [W, D] of the norm that follows, or None. Without gradients also a sequence with one row per way.
+        eps: of the keys' norm.
+        out_eps: of the norm that follows.
+        precomputed: what `precompute_group`, `precompute_block_group` or `precompute_logits` returned for this row.
+        lasts: later reads see this newest source unchanged.
+
+    Returns:
+        The W results, shaped like a source, and the newest source as later reads must receive it.
     """
     queries, sources = queries.contiguous(), [v.contiguous() for v in sources]
     add = None if add is None else add.contiguous()
     if isinstance(gain, Tensor):
         gain = gain.contiguous()
-    given = (queries, add, *sources, *([gain] if isinstance(gain, Tensor) else gain or ()))
-    wanted = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given)
-    if wanted and not torch.compiler.is_compiling():
-        *y, fresh = ReadSources.apply((row, ways, lasts), (eps, out_eps), far, queries, gain, add, *sources)
+    inputs = (queries, add, *sources, *([gain] if isinstance(gain, Tensor) else gain or ()))
+    differentiated = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
+    if differentiated and not torch.compiler.is_compiling():
+        *y, fresh = ReadSources.apply((row, ways, lasts), (eps, out_eps), precomputed, queries, gain, add, *sources)
         return y, fresh
-    (y, _, _, _, fresh), _ = read(queries, row, ways, sources, far, add, gain, eps, out_eps, int(wanted))
+    (y, _, _, _, fresh), _ = read(
+        queries, row, ways, sources, precomputed, add, gain, eps, out_eps, int(differentiated)
+    )
     return y, sources[-1] if add is None else fresh
 
 
 class ReadSources(torch.autograd.Function):
-    """W results and the newest source, as later reads must pass it on to be read in source-major order."""
+    """Return W results and the newest source; the backward follows the schedule at the top of this file."""
 
     @staticmethod
     def forward(
         ctx: Any,
-        place: tuple[int, int, bool],
+        location: tuple[int, int, bool],
         eps: tuple[float, float],
-        far: Far | Known | None,
+        precomputed: GroupMixtures | KnownLogits | None,
         queries: Tensor,
         gain: Tensor | None,
         add: Tensor | None,
         *sources: Tensor,
     ) -> tuple[Tensor, ...]:
-        row, ways, lasts = place
+        row, ways, lasts = location
         ctx.pair = is_pair(len(sources), ways, lasts)
         if ctx.pair:
-            ctx.far, kept = [], sources[:1]
+            ctx.older_logits, mixtures = [], sources[:1]
             y, s, lse, fresh = torch.ops.depthmix.depth_read_pair(queries[row : row + ways], *sources, add, gain, *eps)
         else:
-            (y, o, s, lse, fresh), ctx.far = read(queries, row, ways, sources, far, add, gain, *eps, 2)
-            kept = o or y
+            (y, o, s, lse, fresh), ctx.older_logits = read(queries, row, ways, sources, precomputed, add, gain, *eps, 2)
+            mixtures = o or y
         fresh = sources[-1].detach() if add is None else fresh
-        ctx.row, ctx.ways, ctx.eps, ctx.left, ctx.part, ctx.n = row, ways, eps, {}, {}, len(sources)
-        ctx.summands = {}  # gradients from reads of two sources
-        ctx.hooked = saving_is_hooked()
+        ctx.row, ctx.ways, ctx.eps, ctx.mail, ctx.partial_gradient, ctx.n = row, ways, eps, {}, {}, len(sources)
+        # Finished gradients, from reads of two sources.
+        ctx.summand_mail = {}
+        ctx.saved_tensors_hooked = saving_is_hooked()
         ctx.queries = queries.grad_fn if isinstance(queries.grad_fn, CollectRows._backward_cls) else None
-        later = ctx.queries is not None or not queries.requires_grad  # du may come after this read's own backward
-        ctx.makers = [_maker(v) if later else None for v in sources[:-1]]
-        local = [v for v, maker in zip(sources, ctx.makers, strict=False) if maker is None]
-        ctx.kept = len(kept)
-        ctx.save_for_backward(fresh, queries, gain, s, lse, *kept, *local)
+        # A source's maker contributes to du after this read's backward has returned. Only a collector can still receive that.
+        du_may_come_later = ctx.queries is not None or not queries.requires_grad
+        ctx.makers = [_source_maker(v) if du_may_come_later else None for v in sources[:-1]]
+        makerless = [v for v, maker in zip(sources, ctx.makers, strict=False) if maker is None]
+        ctx.n_saved = len(mixtures)
+        ctx.save_for_backward(fresh, queries, gain, s, lse, *mixtures, *makerless)
         ctx.set_materialize_grads(False)
         return (*y, fresh)
 
@@ -132,8 +180,8 @@ class ReadSources(torch.autograd.Function):
             return _backward(ctx, saved, grads)
 
 
-def _maker(source: Tensor) -> Any:
-    """The node that made a source and will collect its gradient; None if it is not one of ours."""
+def _source_maker(source: Tensor) -> Any:
+    """Return the node that made a source and collects its gradient, or None if the source is no newest source of a read."""
     node = source.grad_fn
     ours = isinstance(node, ReadSources._backward_cls) and source.output_nr == node.ways
     return node if ours else None
@@ -145,69 +193,86 @@ def _backward(ctx: Any, saved: Sequence[Tensor], grads: Sequence[Tensor | None])
     from depthmix.ops.depth_attention.kernels.read import Newest, read_backward
 
     fresh, queries, gain, s, lse, *rest = saved
-    o, local_sources = rest[: ctx.kept], iter(rest[ctx.kept :])
+    o, makerless_sources = rest[: ctx.n_saved], iter(rest[ctx.n_saved :])
     *dy, g = grads
     g = None if g is None else g.contiguous()
-    task, eps = this_pass(OP), ctx.eps[0]
-    left: list[tuple[Reading, int]] = ctx.left.pop(task, [])  # by the later readers of the newest source
-    for reading, _ in left:
-        reading.arrive()
-    summands = _in_order(ctx.summands.pop(task, []))
-    if len(summands) == 1 and g is None:
-        g = summands[0]
-    elif summands:
-        ctx.part[task] = add_up_rows(summands, take_part(ctx, task)), stream_of(fresh)
+    pass_id, eps = current_pass_id(OP), ctx.eps[0]
+    # Readings of the newest source by later reads, each with the source's number there.
+    mail: list[tuple[Reading, int]] = ctx.mail.pop(pass_id, [])
+    for reading, _ in mail:
+        reading.wait_for_stream()
+    summand_mail = _ordered_summands(ctx.summand_mail.pop(pass_id, []))
+    if len(summand_mail) == 1 and g is None:
+        g = summand_mail[0]
+    elif summand_mail:
+        ctx.partial_gradient[pass_id] = (
+            add_up_rows(summand_mail, take_partial_gradient(ctx, pass_id)),
+            current_stream(fresh),
+        )
     needs_add, *needs = ctx.needs_input_grad[5:]
     need_fresh = needs_add or needs[-1]
     dgain, dqueries = None, None
     dv: list[Tensor | None] = [None] * ctx.n
-    alone = ctx.n > 1 and not any(ctx.makers) and not ctx.far and not left and task not in ctx.part
+    standalone = (
+        ctx.n > 1 and not any(ctx.makers) and not ctx.older_logits and not mail and pass_id not in ctx.partial_gradient
+    )
 
     if ctx.pair and any(d is not None for d in dy):
-        dv[0], g, du, dgain = _gradients_of_pair(ctx, saved, dy, g, bool(left), need_fresh, task)
-        dqueries = _give_du(ctx, queries, du, task)
-    elif alone and any(d is not None for d in dy):  # not one of a stack: nothing is to be gained from another order
-        given = [torch.zeros_like(fresh) if d is None else d.contiguous() for d in dy]
-        u, sources = queries[ctx.row : ctx.row + ctx.ways], [*local_sources, fresh]
-        found, du, dgain = layer_backward(given, u, gain, s, lse[:, 0].contiguous(), sources, g, *ctx.eps)
-        dv = [d if need else None for d, need in zip(found, [*needs[:-1], need_fresh], strict=True)]
+        dv[0], g, du, dgain = _gradients_of_pair(ctx, saved, dy, g, bool(mail), need_fresh, pass_id)
+        dqueries = _return_or_post_du(ctx, queries, du, pass_id)
+    elif standalone and any(d is not None for d in dy):
+        # Not part of a stack, so nothing is gained from another order.
+        filled_dy = [torch.zeros_like(fresh) if d is None else d.contiguous() for d in dy]
+        u, sources = queries[ctx.row : ctx.row + ctx.ways], [*makerless_sources, fresh]
+        gradients, du, dgain = layer_backward(filled_dy, u, gain, s, lse[:, 0].contiguous(), sources, g, *ctx.eps)
+        dv = [d if need else None for d, need in zip(gradients, [*needs[:-1], need_fresh], strict=True)]
         dgain, g = None if gain is None else dgain, dv[-1]
-        dqueries = _give_du(ctx, queries, du, task)
+        dqueries = _return_or_post_du(ctx, queries, du, pass_id)
     elif any(d is not None for d in dy):
         makers = [(i, m) for i, m in enumerate(ctx.makers) if m is not None and node_will_run(m)]
-        local = [(i, next(local_sources)) for i, m in enumerate(ctx.makers) if m is None]
-        # Few ways and no reader left: the newest source's gradient is computed here, while its reader's is at hand.
-        at_once = ctx.ways <= AT_ONCE and not left
-        newest = Newest(fresh, g, need_fresh, take_part(ctx, task)) if at_once else None
+        makerless = [(i, next(makerless_sources)) for i, m in enumerate(ctx.makers) if m is None]
+        # Few ways and no mail: compute the newest source's gradient here, while do is in registers.
+        fused = ctx.ways <= MAX_FUSED_WAYS and not mail
+        newest = Newest(fresh, g, need_fresh, take_partial_gradient(ctx, pass_id)) if fused else None
         u = queries[ctx.row : ctx.row + ctx.ways]
-        store = bool(makers or local or not at_once)
-        given = [torch.zeros_like(fresh) if d is None else d.contiguous() for d in dy]
-        back = []
-        step = ctx.ways if ctx.ways <= AT_ONCE else 1
+        store = bool(makers or makerless or not fused)
+        filled_dy = [torch.zeros_like(fresh) if d is None else d.contiguous() for d in dy]
+        by_group = []
+        step = ctx.ways if ctx.ways <= MAX_FUSED_WAYS else 1
         for w in range(0, ctx.ways, step):
-            own, k = slice(w, w + step), None if gain is None else gain[w : w + step]
-            back.append(read_backward(given[own], o[own], u[own], k, s[own], lse[own], newest, eps, store, ctx.n > 1))
-        dgain = None if gain is None else back[0].dgain if len(back) == 1 else torch.cat([x.dgain for x in back])
-        do, ld = [d for x in back for d in x.do], [t for x in back for t in x.ld]
-        reading = Reading(do, s, ctx.far, ctx.n, ld, u, ctx.row, ctx.queries, stream_of(u))
+            some, k = slice(w, w + step), None if gain is None else gain[w : w + step]
+            by_group.append(
+                read_backward(filled_dy[some], o[some], u[some], k, s[some], lse[some], newest, eps, store, ctx.n > 1)
+            )
+        dgain = (
+            None
+            if gain is None
+            else by_group[0].dgain
+            if len(by_group) == 1
+            else torch.cat([x.dgain for x in by_group])
+        )
+        do, ld = [d for x in by_group for d in x.do], [t for x in by_group for t in x.ld]
+        reading = Reading(do, s, ctx.older_logits, ctx.n, ld, u, ctx.row, ctx.queries, current_stream(u))
         for i, maker in makers:
-            leave(maker, task, (reading, i))
-        parts = []  # of du
-        for i, v in local:
-            dv[i], du = _from_own_read(v, None, reading, i, eps, needs[i])
-            parts.append(du)
-        if at_once:
-            g = back[0].dv
-            parts.append(back[0].du)
-        elif ctx.queries is None and not left and task not in ctx.part:
-            g, du = _from_own_read(fresh, g, reading, ctx.n - 1, eps, need_fresh)
-            parts.append(du)
+            post(maker, pass_id, (reading, i))
+        du_parts = []
+        for i, v in makerless:
+            dv[i], du = _gradient_through_one_read(v, None, reading, i, eps, needs[i])
+            du_parts.append(du)
+        if fused:
+            g = by_group[0].dv
+            du_parts.append(by_group[0].du)
+        elif ctx.queries is None and not mail and pass_id not in ctx.partial_gradient:
+            g, du = _gradient_through_one_read(fresh, g, reading, ctx.n - 1, eps, need_fresh)
+            du_parts.append(du)
         else:
-            left.append((reading, ctx.n - 1))
-        if parts:
-            dqueries = _give_du(ctx, queries, parts[0] if len(parts) == 1 else torch.stack(parts).sum(0), task)
-    if left or task in ctx.part:
-        g = _gradient_of_source(ctx, fresh, g, left, need_fresh, task)
+            mail.append((reading, ctx.n - 1))
+        if du_parts:
+            dqueries = _return_or_post_du(
+                ctx, queries, du_parts[0] if len(du_parts) == 1 else torch.stack(du_parts).sum(0), pass_id
+            )
+    if mail or pass_id in ctx.partial_gradient:
+        g = _gradient_of_source(ctx, fresh, g, mail, need_fresh, pass_id)
     dv[-1] = g
     return (None, None, None, dqueries, dgain, g if needs_add else None, *dv)
 
@@ -217,73 +282,88 @@ def _gradients_of_pair(
     saved: Sequence[Tensor],
     dy: Sequence[Tensor | None],
     g: Tensor | None,
-    goes_on: bool,
+    has_readers: bool,
     need_fresh: bool,
-    task: int,
+    pass_id: int,
 ) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor | None]:
-    """Of both sources, du and dgain. goes_on: the newest one has other readers, which take its gradient up from here."""
+    """Return the gradients of both sources, du and dgain of a read of two sources.
+
+    If the newest source has other readers (has_readers), its share goes to `partial_gradient`, and the caller continues from there.
+    """
     from depthmix.ops.depth_attention.kernels.pair import pair_backward
 
     fresh, queries, gain, s, lse, old, *_ = saved
     maker = ctx.makers[0]
     need_old = ctx.needs_input_grad[6] if maker is None else node_will_run(maker)
-    given = [torch.zeros_like(fresh) if d is None else d.contiguous() for d in dy]
-    u, part = queries[ctx.row : ctx.row + ctx.ways], take_part(ctx, task)
-    more = None if goes_on else g
-    found = pair_backward(
-        given, old, fresh, u, gain, s, lse, more, part, ctx.eps[0], (need_old, need_fresh), whole=not goes_on
+    filled_dy = [torch.zeros_like(fresh) if d is None else d.contiguous() for d in dy]
+    u, partial_gradient = queries[ctx.row : ctx.row + ctx.ways], take_partial_gradient(ctx, pass_id)
+    outside_gradient = None if has_readers else g
+    gradients = pair_backward(
+        filled_dy,
+        old,
+        fresh,
+        u,
+        gain,
+        s,
+        lse,
+        outside_gradient,
+        partial_gradient,
+        ctx.eps[0],
+        (need_old, need_fresh),
+        whole=not has_readers,
     )
-    if goes_on and found.db is not None:
-        ctx.part[task] = found.db, stream_of(fresh)
-    if maker is not None and found.da is not None:
-        leave(maker, task, (ctx.row, found.da, stream_of(fresh)), "summands")
+    if has_readers and gradients.db is not None:
+        ctx.partial_gradient[pass_id] = gradients.db, current_stream(fresh)
+    if maker is not None and gradients.da is not None:
+        post(maker, pass_id, (ctx.row, gradients.da, current_stream(fresh)), "summand_mail")
     return (
-        found.da if maker is None else None,
-        g if goes_on else found.db,
-        found.du,
-        None if gain is None else found.dgain,
+        gradients.da if maker is None else None,
+        g if has_readers else gradients.db,
+        gradients.du,
+        None if gain is None else gradients.dgain,
     )
 
 
-def _in_order(summands: list[tuple[int, Tensor, Any]]) -> list[Tensor]:
-    """What reads of two sources left, by their rows, once the current stream may use it."""
-    for _, da, stream in summands:
-        arrive(stream, da)
-    return [da for _, da, _ in sorted(summands, key=lambda item: item[0])]
+def _ordered_summands(summand_mail: list[tuple[int, Tensor, Any]]) -> list[Tensor]:
+    """Return the finished gradients that reads of two sources posted, in the order of their rows, ready for the current stream."""
+    for _, da, stream in summand_mail:
+        wait_for_stream(stream, da)
+    return [da for _, da, _ in sorted(summand_mail, key=lambda item: item[0])]
 
 
-def _give_du(ctx: Any, queries: Tensor, du: Tensor, task: int) -> Tensor | None:
-    """Leave a read's du with the node that collects it; where there is none, the gradient of the queries."""
+def _return_or_post_du(ctx: Any, queries: Tensor, du: Tensor, pass_id: int) -> Tensor | None:
+    """Post a read's du to the collector of the queries. Without a collector, return it as the gradient of the queries."""
     if ctx.queries is None:
-        return _in_rows(du, queries, ctx.row) if ctx.needs_input_grad[3] else None
+        return _scatter_rows(du, queries, ctx.row) if ctx.needs_input_grad[3] else None
     if node_will_run(ctx.queries):
-        leave_rows(ctx.queries, task, range(ctx.row, ctx.row + ctx.ways), du.unsqueeze(0))
+        post_row_gradients(ctx.queries, pass_id, range(ctx.row, ctx.row + ctx.ways), du.unsqueeze(0))
     return None
 
 
-def _from_own_read(
+def _gradient_through_one_read(
     v: Tensor, g: Tensor | None, reading: Reading, i: int, eps: float, need_dv: bool
 ) -> tuple[Tensor | None, Tensor]:
-    """The gradient of a read's source i that leaves through this read, and its part of du."""
+    """Return the gradient of a read's source i that flows through this read alone, and the matching part of du."""
     from depthmix.ops.depth_attention.kernels.source_backward import Source, source_backward
 
     source = Source(v, g, need_dv=need_dv)
-    (dv,), du = source_backward([source], _readers(reading, i), eps, need_du=True)
+    (dv,), du = source_backward([source], _readers_of(reading, i), eps, need_du=True)
     assert du is not None
     return dv, du.sum(0)
 
 
-def _readers(reading: Reading, *sources: int) -> list[Any]:
-    """The ways of a read, as these of its sources see them."""
+def _readers_of(reading: Reading, *sources: int) -> list[Any]:
+    """Return the ways of a read as kernel arguments, with the logits of the given sources."""
     from depthmix.ops.depth_attention.kernels.source_backward import Reader
 
-    before = len(reading.far)
-    s = [reading.far[i] if i < before else reading.s[:, i - before] for i in sources]
+    before = len(reading.older_logits)
+    s = [reading.older_logits[i] if i < before else reading.s[:, i - before] for i in sources]
     ways = zip(reading.do, zip(*s, strict=True), reading.ld, reading.u, strict=True)
     return [Reader(*way, several=reading.n > 1) for way in ways]
 
 
-def _in_rows(du: Tensor, queries: Tensor, row: int) -> Tensor:
+def _scatter_rows(du: Tensor, queries: Tensor, row: int) -> Tensor:
+    """Place du in a zero gradient of all queries."""
     if du.shape == queries.shape:
         return du
     out = torch.zeros_like(queries)
@@ -292,59 +372,64 @@ def _in_rows(du: Tensor, queries: Tensor, row: int) -> Tensor:
 
 
 def _gradient_of_source(
-    ctx: Any, v: Tensor, g: Tensor | None, left: list[tuple[Reading, int]], need_dv: bool, task: int
+    ctx: Any, v: Tensor, g: Tensor | None, mail: list[tuple[Reading, int]], need_dv: bool, pass_id: int
 ) -> Tensor | None:
+    """Add up the gradient of the source v that this node made: g from autograd, its partial gradient, and its mail.
+
+    Posts du of the readers. May start the gradient of the source before it, see "Neighbours" at the top of this file.
+    """
     from depthmix.ops.depth_attention.kernels.source_backward import Source, source_backward
 
     by_queries: dict[int, list[tuple[Reading, int]]] = {}
-    for item in left:
+    for item in mail:
         by_queries.setdefault(id(item[0].queries), []).append(item)
-    part = take_part(ctx, task)
-    for items in by_queries.values():  # one, unless two stacks read the same source
+    partial_gradient = take_partial_gradient(ctx, pass_id)
+    # More than one collector only if two stacks read the same source.
+    for items in by_queries.values():
         items.sort(key=lambda item: item[0].row)
         queries = items[0][0].queries
         need_du = queries is not None and node_will_run(queries)
         if not (need_du or need_dv):
             continue
-        older = _older_of_its_pair(ctx, left, task) if need_dv and len(by_queries) == 1 else []
-        sources = [Source(x, None, take_part(m, task), whole=False) for m, x in older]
-        sources.append(Source(v, g, part, need_dv=need_dv))
-        readers = [reader for reading, i in items for reader in _readers(reading, *range(i - len(older), i + 1))]
-        found, du = source_backward(sources, readers, ctx.eps[0], need_du)
-        for (maker, _), d in zip(older, found, strict=False):
-            maker.part[task] = d, stream_of(v)
-            maker.left[task].clear()
-        g, part = (found[-1] if need_dv else g), None
+        older = _older_neighbour(ctx, mail, pass_id) if need_dv and len(by_queries) == 1 else []
+        sources = [Source(x, None, take_partial_gradient(m, pass_id), whole=False) for m, x in older]
+        sources.append(Source(v, g, partial_gradient, need_dv=need_dv))
+        readers = [reader for reading, i in items for reader in _readers_of(reading, *range(i - len(older), i + 1))]
+        gradients, du = source_backward(sources, readers, ctx.eps[0], need_du)
+        for (maker, _), d in zip(older, gradients, strict=False):
+            maker.partial_gradient[pass_id] = d, current_stream(v)
+            maker.mail[pass_id].clear()
+        g, partial_gradient = (gradients[-1] if need_dv else g), None
         if du is not None:
             rows = [reading.row + w for reading, _ in items for w in range(len(reading.do))]
-            leave_rows(queries, task, rows, du)
-    if part is not None and need_dv:  # no reader was left
-        g = (part if g is None else part + g).to(v.dtype)
+            post_row_gradients(queries, pass_id, rows, du)
+    if partial_gradient is not None and need_dv:
+        g = (partial_gradient if g is None else partial_gradient + g).to(v.dtype)
     return g
 
 
-def _older_of_its_pair(ctx: Any, left: list[tuple[Reading, int]], task: int) -> list[tuple[Any, Tensor]]:
-    """The source before this one, if its readers so far are the same, so that each of them is read once for both."""
+def _older_neighbour(ctx: Any, mail: list[tuple[Reading, int]], pass_id: int) -> list[tuple[Any, Tensor]]:
+    """Return the maker and value of the source before this one, if both have the same readers so far; otherwise an empty list."""
     from depthmix.ops.depth_attention.kernels.source_backward import PAIR
 
-    if ctx.n % PAIR or sum(len(reading.do) for reading, _ in left) < FEWEST_READERS:
+    if ctx.n % PAIR or sum(len(reading.do) for reading, _ in mail) < MIN_SHARED_READERS:
         return []
     maker = ctx.makers[-1]
     # A maker in a checkpointed region recomputes what it saved, and only once.
-    if maker is None or maker.hooked or not node_will_run(maker):
+    if maker is None or maker.saved_tensors_hooked or not node_will_run(maker):
         return []
-    mine = sorted((id(reading), i) for reading, i in left)
-    theirs = sorted((id(reading), i + 1) for reading, i in maker.left.get(task, []))
-    return [(maker, maker.saved_tensors[0])] if theirs == mine and any(maker.needs_input_grad[5:]) else []
+    readings = sorted((id(reading), i) for reading, i in mail)
+    older_readings = sorted((id(reading), i + 1) for reading, i in maker.mail.get(pass_id, []))
+    return [(maker, maker.saved_tensors[0])] if older_readings == readings and any(maker.needs_input_grad[5:]) else []
 
 
 def _differentiable_backward(
     ctx: Any, saved: Sequence[Tensor], grads: Sequence[Tensor | None]
 ) -> tuple[Tensor | None, ...]:
-    """Under create_graph=True: gradients of all sources at once, by autograd through the reference."""
+    """Compute the gradients of all sources at once by autograd through the reference, for create_graph=True."""
     fresh, queries, gain, _, _, *rest = saved
-    local = iter(rest[ctx.kept :])
-    olds = [next(local) if m is None else saved_once(m, OP)[0] for m in ctx.makers]
+    makerless_sources = iter(rest[ctx.n_saved :])
+    olds = [next(makerless_sources) if m is None else saved_once(m, OP)[0] for m in ctx.makers]
     needs_add, *needs = ctx.needs_input_grad[5:]
 
     def reference(queries: Tensor, gain: Tensor | None, *sources: Tensor) -> tuple[Tensor, ...]:
@@ -353,7 +438,7 @@ def _differentiable_backward(
             outs = tuple(rms_normalize(o, ctx.eps[1]) * k for o, k in zip(outs, gain, strict=True))
         return (*(o.to(fresh.dtype) for o in outs), sources[-1])
 
-    given = [torch.zeros_like(fresh) if g is None else g for g in grads]
+    filled_dy = [torch.zeros_like(fresh) if g is None else g for g in grads]
     needed = (*ctx.needs_input_grad[3:5], *needs[:-1], needs_add or needs[-1])
-    dqueries, dgain, *dv = reference_gradients(reference, (queries, gain, *olds, fresh), needed, given)
+    dqueries, dgain, *dv = reference_gradients(reference, (queries, gain, *olds, fresh), needed, filled_dy)
     return (None, None, None, dqueries, dgain, dv[-1] if needs_add else None, *dv)

@@ -1,21 +1,23 @@
-"""What a stack of reads moves between memory and the kernels, in units: one activation tensor read or written once.
+"""Memory traffic of a stack of attention reads, in units: one activation tensor read or written once.
 
-What later reads pay for is counted where it happens: the bank of a group with its first site, the gradient of a source with the
-site that was the first to see it. `tests/mixers/test_traffic.py` counts what the kernels touch.
+Work for later reads counts where it happens: the mixtures of a group with its first site, the gradient of a source with the site
+that was the first to see it. `tests/mixers/test_traffic.py` counts what the kernels touch.
 """
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from depthmix.ops.depth_attention.ahead import FAR_SOURCES, KNOWN_WAYS
-from depthmix.ops.depth_attention.source_major import AT_ONCE, FEWEST_READERS, is_pair
+from depthmix.ops.depth_attention.precomputed_logits import KNOWN_WAYS, MIN_SOURCES
+from depthmix.ops.depth_attention.source_major import MAX_FUSED_WAYS, MIN_SHARED_READERS, is_pair
 
-GROUP, PAIR = 4, 2  # as kernels/tiling.py and kernels/source_backward.py have them, which import triton
-WIDE = 2  # units of a tensor in fp32
+# Copies of the values in kernels/tiling.py and kernels/source_backward.py, which import triton.
+GROUP, PAIR = 4, 2
+# Units of a tensor in fp32.
+WIDE = 2
 
 
 class ReadOf(NamedTuple):
-    """One read of a stack, as far as its traffic goes; the last is finish's."""
+    """Shape of one read of a stack, as far as its traffic depends on it; the last is finish's."""
 
     n: int  # sources, the newest included
     ways: int
@@ -25,57 +27,61 @@ class ReadOf(NamedTuple):
 
     @property
     def pair(self) -> bool:
-        """Whether both of its sources have their gradients at once."""
+        """Return whether the read computes the gradients of both of its sources at once."""
         return is_pair(self.n, self.ways, self.lasts)
 
 
 def forward_units(reads: Sequence[ReadOf], tiled: bool) -> list[int]:
-    """Units of every read; tiled: read s has s older sources, which groups of sites look at together."""
-    known = max(r.ways for r in reads) >= KNOWN_WAYS  # logits of finished sources, worked out once
-    found, scored, bank = [], 0, range(0)
+    """Return the units of every read. tiled: read s has s older sources, which groups of sites read together."""
+    # Logits of finished sources are computed once.
+    known = max(r.ways for r in reads) >= KNOWN_WAYS
+    units_by_read, scored, bank = [], 0, range(0)
     for s, r in enumerate(reads):
         olds, units = r.n - 1, 0
         if known and not r.pair:
             units, scored = olds - scored, olds
-        elif tiled and s % GROUP == 0 and FAR_SOURCES <= s <= len(reads) - 2:
+        elif tiled and s % GROUP == 0 and MIN_SOURCES <= s <= len(reads) - 2:
             bank = range(s, min(s + GROUP, len(reads)))
             units, scored = (olds - scored) + olds + WIDE * len(bank), olds
         units += r.n if s not in bank else r.n - bank[0] + WIDE
-        found.append(units + 2 * r.adds + r.ways * (1 + (r.norm and not r.pair)))
-    return found
+        units_by_read.append(units + 2 * r.adds + r.ways * (1 + (r.norm and not r.pair)))
+    return units_by_read
 
 
 def backward_units(reads: Sequence[ReadOf]) -> list[int]:
-    """Units of every read's backward."""
-    found: list[int] = []
-    before = 0  # ways of later reads, each of which left its gradient with every lasting source
-    done, part = (
-        0,
-        False,
-    )  # of them those that the next lasting source was paired for, and that it has a part of its gradient
-    summands = 0  # gradients of e that reads of two sources left
+    """Return the units of every read's backward."""
+    units_by_read: list[int] = []
+    # Ways of later reads, each of which has posted its gradient to every lasting source.
+    before = 0
+    # Ways among these that the next lasting source has already processed for this one, which then has a partial gradient.
+    done, part = 0, False
+    # Gradients of the embedding that reads of two sources have posted.
+    summands = 0
     for s in reversed(range(len(reads))):
         r = reads[s]
-        of_next = s + 1 < len(reads) and reads[s + 1].adds  # the gradient that the sum to come hands down
+        # The next read's running sum hands down a gradient.
+        of_next = s + 1 < len(reads) and reads[s + 1].adds
         if r.pair:
             summands += 1
-            found.append(r.ways + of_next + 4)  # dy; both sources and their gradients
+            # dy; both sources and their gradients.
+            units_by_read.append(r.ways + of_next + 4)
             continue
-        left = before - done if r.lasts else 0
-        at_once = r.ways <= AT_ONCE and not left
-        units = 2 * r.ways + 2 + of_next + WIDE * (part and r.lasts)  # dy and o, the source and its gradient
-        units += r.ways * (r.norm and (r.n > 1 or not at_once))  # do
+        unprocessed = before - done if r.lasts else 0
+        fused = r.ways <= MAX_FUSED_WAYS and not unprocessed
+        # dy and o, the source and its gradient.
+        units = 2 * r.ways + 2 + of_next + WIDE * (part and r.lasts)
+        units += r.ways * (r.norm and (r.n > 1 or not fused))  # do
         paired = False
-        if not at_once:
-            readers = left + r.ways
-            paired = r.lasts and not part and r.n % PAIR == 0 and readers >= FEWEST_READERS
-            units += (
-                readers + 1 + paired * (2 + WIDE)
-            )  # every do, the source again for du; the older one twice, its part
-        if s == 0:  # added up in fp32, but one by itself
+        if not fused:
+            readers = unprocessed + r.ways
+            paired = r.lasts and not part and r.n % PAIR == 0 and readers >= MIN_SHARED_READERS
+            # Every do, and the source again for du. If paired, the older source twice and its partial gradient.
+            units += readers + 1 + paired * (2 + WIDE)
+        # Several summands are added up in fp32; a single one needs no addition.
+        if s == 0:
             units += summands + 2 * WIDE * (summands > 1)
         before += r.ways
         if r.lasts:
             done, part = (before, True) if paired else (0, False)
-        found.append(units)
-    return found[::-1]
+        units_by_read.append(units)
+    return units_by_read[::-1]

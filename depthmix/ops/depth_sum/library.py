@@ -1,4 +1,4 @@
-"""The kernels of weighted sums over depth as operators that PyTorch knows: for torch.compile, selective checkpointing, CUDA graphs.
+"""Register the kernels of weighted sums as PyTorch operators, for torch.compile, selective checkpointing and CUDA graphs.
 
 `depthmix::depth_sum_read` differentiates layer by layer: each read's backward writes the gradient of each of its sources.
 source_order.py has the faster order, for eager training.
@@ -14,7 +14,8 @@ from depthmix.ops.depth_sum import source_order as order
 
 _library = torch.library.Library("depthmix", "FRAGMENT")
 _library.define("depth_sum_read(Tensor[] sources, Tensor? static, Tensor? dynamic, bool relu) -> Tensor[]")
-_library.define(  # what is not needed or not there comes back empty
+# A gradient that is not needed, or whose input is None, comes back empty.
+_library.define(
     "depth_sum_read_backward(Tensor[] do, Tensor[] sources, Tensor? static, Tensor? dynamic, bool relu, bool[] need)"
     " -> (Tensor static, Tensor dynamic, Tensor[] sources)"
 )
@@ -45,15 +46,19 @@ def _read_backward(
     do: list[Tensor], sources: list[Tensor], static: Tensor | None, dynamic: Tensor | None, relu: bool, need: list[bool]
 ) -> Gradients:
     static, dynamic, *sources = _contiguous(static, dynamic, *sources)
-    plan = order.Plan(order.Weights(relu=_relu(relu)))
-    seen = order.by_source(dynamic)
-    found = order.differentiate(plan, _contiguous(*do), None, None, None, sources, static, seen, (need[0], need[1]))
-    reading = order.Reading(found.do, order.views(static), order.views_by_token(seen), plan.weights.relu)
-    dv = iter(order.gradients(reading, [i for i, needed in enumerate(need[2:]) if needed]))
+    plan = order.ReadOptions(order.Weights(relu=_relu(relu)))
+    dynamic_numbers = order.dynamic_by_source(dynamic)
+    back = order.differentiate_read(
+        plan, _contiguous(*do), None, None, None, sources, static, dynamic_numbers, (need[0], need[1])
+    )
+    reading = order.Reading(
+        back.do, order.rows_by_source(static), order.numbers_by_source(dynamic_numbers), plan.weights.relu
+    )
+    dv = iter(order.source_gradients(reading, [i for i, needed in enumerate(need[2:]) if needed]))
     empty = sources[0].new_empty
     return (
-        found.dstatic if need[0] else empty(0),
-        found.ddynamic.view_as(dynamic) if need[1] else empty(0),
+        back.dstatic if need[0] else empty(0),
+        back.ddynamic.view_as(dynamic) if need[1] else empty(0),
         [next(dv) if needed else empty(0) for needed in need[2:]],
     )
 
@@ -66,12 +71,13 @@ def _read_backward_fake(
             return sources[0].new_empty(0)
         return torch.empty_like(x, memory_format=torch.contiguous_format)
 
-    given = (static, dynamic, *sources)
-    found = [like(x, needed) for x, needed in zip(given, need, strict=True)]
-    return found[0], found[1], found[2:]
+    inputs = (static, dynamic, *sources)
+    empty = [like(x, needed) for x, needed in zip(inputs, need, strict=True)]
+    return empty[0], empty[1], empty[2:]
 
 
-for _device in ("CUDA", "CPU"):  # CPU: in Triton's interpreter
+# On a CPU the kernels run in Triton's interpreter.
+for _device in ("CUDA", "CPU"):
     _library.impl("depth_sum_read", _read, _device)
     _library.impl("depth_sum_read_backward", _read_backward, _device)
 torch.library.register_fake("depthmix::depth_sum_read", _read_fake, lib=_library)
@@ -86,8 +92,8 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
 
 def _backward(ctx: Any, do: Sequence[Tensor]) -> tuple[Any, ...]:
     static, dynamic, *sources = ctx.saved_tensors
-    found = torch.ops.depthmix.depth_sum_read_backward(list(do), sources, static, dynamic, ctx.relu, ctx.needs)
-    grads = [g if needed else None for g, needed in zip((*found[:2], *found[2]), ctx.needs, strict=True)]
+    back = torch.ops.depthmix.depth_sum_read_backward(list(do), sources, static, dynamic, ctx.relu, ctx.needs)
+    grads = [g if needed else None for g, needed in zip((*back[:2], *back[2]), ctx.needs, strict=True)]
     return grads[2:], grads[0], grads[1], None
 
 

@@ -1,4 +1,4 @@
-"""depth_sum and depth_scores: checks, and the choice between kernels and the reference."""
+"""depth_sum and depth_scores: check arguments and choose between kernels and the reference."""
 
 from collections.abc import Sequence
 
@@ -14,12 +14,14 @@ from depthmix.ops.depth_sum.source_order import ADDED, SUM_CLAMPED, Weights, rea
 from depthmix.ops.precision import promoted_dtype, without_autocast
 from depthmix.ops.torch_internals import transformed
 
-MAX_DIM = 16384  # channels of a row that fit in the registers of 32 warps
-MAX_WAYS = 4  # sums that one kernel forms at once
+# Channels of a row that fit in the registers of 32 warps.
+MAX_DIM = 16384
+# Sums that one kernel computes at once.
+MAX_WAYS = 4
 
 
 def why_unsupported(sources: Sequence[Tensor], *, wide: bool) -> str | None:
-    """Why the kernels cannot read these sources, or None if they can. wide: the weights are float64."""
+    """Return why the kernels cannot read these sources, or None if they can. wide: the weights are float64."""
     dtype, dim = sources[0].dtype, sources[0].shape[-1]
     if wide:
         return "they compute in float32, and the weights are float64"
@@ -36,10 +38,25 @@ def depth_sum(
     *,
     backend: str | None = None,
 ) -> tuple[Tensor, ...]:
-    """W weighted sums of the same n sources [..., D] (equations in reference.py), rounded once to the sources' dtype.
+    """Compute W weighted sums of the same n sources (equations in reference.py).
 
-    static: [W, n, D] or [W, n, 1]; dynamic: [..., W, n]; at least one of them. relu clamps the weights at zero, with derivative 1 there.
-    backend: "triton" or "reference" forces one; by default, and unless `use_backend` says otherwise, kernels run where they can.
+    Args:
+        sources: n tensors [..., D].
+        static: [W, n, D] or [W, n, 1], shared by all tokens.
+        dynamic: [..., W, n], one weight per token. At least one of static and dynamic is needed; both are added.
+        relu: clamp the weights at zero, with derivative 1 at zero.
+        backend: "triton" or "reference". By default `use_backend` decides, then kernels run where they can.
+
+    Returns:
+        W tensors [..., D], rounded once to the sources' dtype.
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not fit together.
+        BackendError: "triton" was asked for and cannot run this call.
+
+    Example:
+        >>> sources = [torch.ones(2, 16, 64), torch.ones(2, 16, 64)]
+        >>> (total,) = depth_sum(sources, static=torch.ones(1, 2, 1))  # the plain residual sum
     """
     op = "depth_sum"
     check_sources(op, sources)
@@ -52,9 +69,9 @@ def depth_sum(
         n_ways = leading(static) if static is not None else dynamic.shape[-2] if dynamic.ndim > 1 else 1
         check_shape(op, "dynamic", dynamic, first, (*first.shape[:-1], n_ways, n))
     dtype = promoted_dtype(tuple(sources))
-    given = [t for t in (static, dynamic) if t is not None]
-    n_ways = leading(static) if static is not None else given[0].shape[-2]
-    why = why_unsupported(sources, wide=any(t.dtype == torch.float64 for t in given))
+    weights = [t for t in (static, dynamic) if t is not None]
+    n_ways = leading(static) if static is not None else weights[0].shape[-2]
+    why = why_unsupported(sources, wide=any(t.dtype == torch.float64 for t in weights))
     why = why or (f"they form up to {MAX_WAYS} sums at once" if n_ways > MAX_WAYS else None)
     with without_autocast(first):
         if choose(op, first, why, backend) == "triton":
@@ -80,9 +97,18 @@ def depth_sum_normed(
     dynamic: Tensor | None = None,
     relu: bool = False,
 ) -> tuple[Tensor, ...]:
-    """depth_sum on the reference, the first sums under RMSNorms with the rows of gain [V, D] and rounded after them; then sum `raw` as it is.
+    """Run depth_sum on the reference with RMSNorms after the first sums, as one autograd node.
 
-    For those who have checked what they give, and want gradients: it is one node of autograd.
+    The caller has checked the arguments and wants gradients.
+
+    Args:
+        sources, static, dynamic, relu: as for `depth_sum`.
+        gain: [V, D], of the norms of the first V sums.
+        eps: of the norms.
+        raw: the sum to return unnormed as well.
+
+    Returns:
+        The V normed sums and then sum `raw`, each rounded once.
     """
     dtype = promoted_dtype(tuple(sources))
     with without_autocast(sources[0]):
@@ -91,7 +117,22 @@ def depth_sum_normed(
 
 
 def depth_scores(sources: Sequence[Tensor], w: Tensor) -> Tensor:
-    """The dot product of every source [..., D] with w [W, n, D] or [W, 1, D]: [..., W, n], not rounded."""
+    """Compute the dot product of every source with its vectors.
+
+    Args:
+        sources: n tensors [..., D].
+        w: [W, n, D], or [W, 1, D] shared by all sources.
+
+    Returns:
+        [..., W, n] in fp32 (fp64 for fp64), not rounded.
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not fit together.
+
+    Example:
+        >>> depth_scores([torch.randn(2, 16, 64)] * 3, torch.randn(1, 3, 64)).shape
+        torch.Size([2, 16, 1, 3])
+    """
     op = "depth_scores"
     check_sources(op, sources)
     first = sources[0]
@@ -104,7 +145,10 @@ def depth_scores(sources: Sequence[Tensor], w: Tensor) -> Tensor:
 
 
 def source_scores(v: Tensor, w: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
-    """The dot products of one source [..., D] with the vectors w [R, D] of several readers, [size, ...] for each; as depth_sum_normed."""
+    """Compute the dot products of one source v [..., D] with the vectors w [R, D] of several readers: [size, ...] for each.
+
+    The caller has checked the arguments and wants gradients.
+    """
     with without_autocast(v):
-        found: tuple[Tensor, ...] = SourceScores.apply(tuple(sizes), w, v)
-        return found
+        products: tuple[Tensor, ...] = SourceScores.apply(tuple(sizes), w, v)
+        return products

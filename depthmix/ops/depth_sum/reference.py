@@ -20,7 +20,7 @@ from depthmix.ops.precision import compute_dtype
 def depth_sum_reference(
     sources: Sequence[Tensor], static: Tensor | None, dynamic: Tensor | None, relu: bool
 ) -> tuple[Tensor, ...]:
-    """The W sums, not rounded: [..., D] each."""
+    """Compute the W sums [..., D] in plain PyTorch, not rounded."""
     wide = compute_dtype(*sources, *(t for t in (static, dynamic) if t is not None))
     static = None if static is None else static.to(wide)
     dynamic = None if dynamic is None else dynamic.to(wide)
@@ -35,12 +35,13 @@ def _one_way(sources: Sequence[Tensor], static: Tensor | None, dynamic: Tensor |
         parts += [] if dynamic is None else [dynamic[..., w, i].unsqueeze(-1)]
         if relu:
             parts = [sum(parts).clamp(min=0)]  # type: ignore[union-attr]
-        for part in parts:  # apart, so that a weight for every token and channel is not formed
+        # One product per part, so that no weight for every token and channel is formed.
+        for part in parts:
             out = out + part * v
     return out
 
 
 def depth_scores_reference(sources: Sequence[Tensor], w: Tensor) -> Tensor:
-    """w[way, i] · v_i: [..., W, n]."""
+    """Compute the scores w[way, i] · v_i [..., W, n] in plain PyTorch."""
     w = w.to(compute_dtype(w, *sources)).expand(-1, len(sources), -1)
     return torch.stack([(w[:, i] * v.unsqueeze(-2)).sum(-1) for i, v in enumerate(sources)], dim=-1)

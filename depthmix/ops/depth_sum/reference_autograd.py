@@ -1,4 +1,4 @@
-"""The reference's sums and scores in few operators, with backwards that round a source's gradient once and keep the sources only."""
+"""The reference's sums and scores in few PyTorch operators, with backwards that save only the sources and round each gradient once."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -15,11 +15,12 @@ from depthmix.ops.precision import compute_dtype, rms_normalize, widen, without_
 
 
 class DepthSum(torch.autograd.Function):
-    """The W sums, not rounded; a source's gradient is summed over ways and terms in fp32.
+    """Compute the W sums, not rounded. The backward adds up a source's gradient over ways and terms in fp32.
 
         dv_i = Σ_w weight[w, i] ⊙ do_w;    dstatic[w, i] = Σ_tokens do_w ⊙ v_i;    ddynamic[w, i] = do_w · v_i
 
-    with relu only where static + dynamic ≥ 0. norm, (eps, raw): the first sums normed with the rows of a gain, then sum `raw` as it is.
+    with relu only where static + dynamic ≥ 0. With norm = (eps, raw), return the first sums normed with the rows of a gain, then sum
+    `raw` unnormed.
     """
 
     @staticmethod
@@ -62,22 +63,22 @@ class DepthSum(torch.autograd.Function):
 def _norms_backward(
     gain: Tensor, kept: Sequence[Tensor], raw: int, grads: Sequence[Tensor]
 ) -> tuple[list[Tensor], Tensor]:
-    """Gradients of the sums, from those of the normed ones and of sum `raw` as it is, and that of the gain."""
+    """Return the gradients of the sums and of the gain, from those of the normed sums and of sum `raw`."""
     n, wide = len(gain), kept[0].dtype
-    found = [
+    pairs = [
         normed_backward(o, g, rho, widen(dy, wide))
         for o, g, rho, dy in zip(kept[:n], widen(gain, wide).unbind(), kept[n:], grads[:n], strict=True)
     ]
-    do = [d for d, _ in found]
+    do = [d for d, _ in pairs]
     if raw < n:
         do[raw] = do[raw].add_(grads[n])
     else:
         do.append(widen(grads[n], wide))
-    return do, widen(torch.stack([d for _, d in found]), gain.dtype)
+    return do, widen(torch.stack([d for _, d in pairs]), gain.dtype)
 
 
 class DepthScores(torch.autograd.Function):
-    """The scores.
+    """Compute the scores of all sources.
 
     dv_i = Σ_w ds[w, i] w[w, i];    dw[w, i] = Σ_tokens ds[w, i] v_i,    summed over the sources where they share w
     """
@@ -97,7 +98,7 @@ class DepthScores(torch.autograd.Function):
 
 
 class SourceScores(torch.autograd.Function):
-    """The scores of one source with the vectors [R, D] of several readers, apart: [R_r, ...] for each.
+    """Compute the scores of one source with the vectors [R, D] of several readers: [R_r, ...] for each reader.
 
     dv = Σ_r ds[r] w[r];    dw[r] = Σ_tokens ds[r] v
     """
@@ -121,7 +122,7 @@ class SourceScores(torch.autograd.Function):
 
 
 def source_scores_reference(sizes: tuple[int, ...], w: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-    """SourceScores in plain PyTorch."""
+    """Compute SourceScores in plain PyTorch."""
     return depth_scores_reference([v], w.unsqueeze(1)).squeeze(-1).movedim(-1, 0).split(sizes)
 
 
@@ -138,7 +139,7 @@ def _sum_reference(
 
 
 def depth_norms_reference(outs: Sequence[Tensor], gain: Tensor, eps: float, raw: int) -> tuple[Tensor, ...]:
-    """The first sums normed, and one as it is."""
+    """Return the first sums normed, then sum `raw` unnormed."""
     return *(rms_normalize(o, eps) * g.to(o.dtype) for o, g in zip(outs, gain, strict=False)), outs[raw]
 
 
@@ -147,26 +148,27 @@ def _scores_reference(w: Tensor, *sources: Tensor) -> Tensor:
 
 
 class _Weights:
-    """The weights by way and source, each as it multiplies a source: [D] or [1], [..., 1], or their sum."""
+    """Hold the weights by way and source, each shaped to multiply a source: [D] or [1], [..., 1], or their sum."""
 
     def __init__(self, relu: bool, static: Tensor | None, dynamic: Tensor | None, wide: torch.dtype) -> None:
         self.relu = relu
         self.static = None if static is None else [s.unbind() for s in widen(static, wide).unbind()]
         self.dynamic = None
         if dynamic is not None:
-            tokens_last = widen(dynamic, wide).movedim((-2, -1), (0, 1)).contiguous()  # so that they lie side by side
+            # Tokens last, so that each way's numbers are contiguous.
+            tokens_last = widen(dynamic, wide).movedim((-2, -1), (0, 1)).contiguous()
             self.dynamic = [d.unsqueeze(-1).unbind() for d in tokens_last.unbind()]
         self.n_ways = len(self.static or self.dynamic or ())
 
     def of(self, way: int, i: int) -> Tensor:
-        """Before its relu."""
+        """Return the weight of a source in a way, before its relu."""
         if self.static is None or self.dynamic is None:
             return (self.static or self.dynamic)[way][i]  # type: ignore[index]
         return self.static[way][i] + self.dynamic[way][i]
 
 
 def sums(relu: bool, static: Tensor | None, dynamic: Tensor | None, sources: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """depth_sum_reference for as many passes over a sum as it has sources."""
+    """Compute depth_sum_reference with one pass over each sum per source."""
     wide = compute_dtype(*sources, *(t for t in (static, dynamic) if t is not None))
     weights = _Weights(relu, static, dynamic, wide)
     outs: list[Tensor] = []
@@ -219,19 +221,19 @@ def _sums_backward(
 
 
 def _stacked(grads: list[Tensor], like: Tensor | None) -> Tensor | None:
-    """Gradients by source, [W, ...] each, as one tensor [W, n, ...]."""
+    """Stack gradients by source, [W, ...] each, into [W, n, ...]."""
     return widen(torch.stack(grads, dim=1), like.dtype) if grads and like is not None else None
 
 
 def scores(w: Tensor, sources: Sequence[Tensor]) -> Tensor:
-    """depth_scores_reference by one product of matrices a source."""
+    """Compute depth_scores_reference with one matrix product per source."""
     wide = compute_dtype(w, *sources)
-    found = [matmul(w_i, _rows(v, wide).T) for w_i, v in zip(_by_source(w, sources, wide), sources, strict=True)]
-    return torch.stack(found).view(len(sources), len(w), *sources[0].shape[:-1]).movedim((1, 0), (-2, -1))
+    products = [matmul(w_i, _rows(v, wide).T) for w_i, v in zip(_by_source(w, sources, wide), sources, strict=True)]
+    return torch.stack(products).view(len(sources), len(w), *sources[0].shape[:-1]).movedim((1, 0), (-2, -1))
 
 
 def _by_source(w: Tensor, sources: Sequence[Tensor], wide: torch.dtype) -> tuple[Tensor, ...]:
-    """The vectors [W, D] for every source."""
+    """Return the vectors [W, D] for every source."""
     return widen(w, wide).expand(-1, len(sources), -1).unbind(1)
 
 

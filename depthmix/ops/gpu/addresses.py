@@ -1,4 +1,4 @@
-"""Tables of addresses, through which kernels find tensors that lie anywhere, and how those are aligned."""
+"""Tables of addresses in device memory, through which kernels reach tensors that are not contiguous to each other."""
 
 import threading
 from collections.abc import Sequence
@@ -11,8 +11,10 @@ from torch import Tensor
 from depthmix.ops.gpu.launch import Place, current_place, launch, on_device
 from depthmix.ops.gpu.recording import ALIGNED, ROOM, write_afterwards
 
-FIRST_PIECE = 1 << 14  # numbers that an arena has room for at first, 128 KiB
-_CHUNK = 64  # addresses that one launch of _set_addresses stores
+# Numbers that a new arena has room for: 128 KiB.
+FIRST_PIECE = 1 << 14
+# Addresses that one launch of _set_addresses stores.
+_CHUNK = 64
 
 
 @triton.jit
@@ -50,7 +52,7 @@ def _set_addresses(
 
 
 class Arena:
-    """Tables that one thread uses on one stream. They are kept, because training asks for the same ones at every step.
+    """Address tables of one thread on one stream. They are kept, because training asks for the same ones at every step.
 
     A table must hold its addresses until the kernel that reads it has been launched. Two rules ensure that:
 
@@ -66,27 +68,28 @@ class Arena:
         """Allocate the first piece of memory; room: numbers that all pieces hold together."""
         self.device, self.room = device, room
         self.pieces = [outside_pools(min(FIRST_PIECE, room), device)]
-        self.kept: dict[tuple[tuple[int, ...], ...], tuple[Tensor, ...]] = {}
+        self.cached: dict[tuple[tuple[int, ...], ...], tuple[Tensor, ...]] = {}
         self.piece, self.used = 0, 0
 
     def tables(self, groups: tuple[tuple[int, ...], ...]) -> tuple[Tensor, ...]:
         """Return one table for each group of addresses, all of them for one launch."""
-        found = self.kept.get(groups)
-        return self._fill(groups) if found is None else found
+        cached = self.cached.get(groups)
+        return self._fill(groups) if cached is None else cached
 
     def _fill(self, groups: tuple[tuple[int, ...], ...]) -> tuple[Tensor, ...]:
         joined, starts = _joined(groups)
         if len(joined) > len(self.pieces[0]):
-            memory = torch.empty(len(joined), dtype=torch.int64, device=self.device)  # for this launch alone
+            # Too long to keep: memory for this launch alone.
+            memory = torch.empty(len(joined), dtype=torch.int64, device=self.device)
             return _cut(write(memory, joined), groups, starts)
         if self.used + len(joined) > len(self.pieces[self.piece]):
-            self._go_on()
+            self._next_piece()
         memory = self.pieces[self.piece][self.used : self.used + len(joined)]
         self.used += len(joined)
-        self.kept[groups] = tables = _cut(write(memory, joined), groups, starts)
+        self.cached[groups] = tables = _cut(write(memory, joined), groups, starts)
         return tables
 
-    def _go_on(self) -> None:
+    def _next_piece(self) -> None:
         """Continue in the next piece of memory, or restart from the first one when there is no room for more."""
         held = sum(len(piece) for piece in self.pieces)
         self.piece, self.used = self.piece + 1, 0
@@ -96,7 +99,7 @@ class Arena:
             self.pieces.append(outside_pools(min(held, self.room - held), self.device))
             return
         self.piece = 0
-        self.kept.clear()
+        self.cached.clear()
 
 
 def _joined(groups: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], list[int]]:
@@ -114,24 +117,24 @@ def _cut(table: Tensor, groups: tuple[tuple[int, ...], ...], starts: list[int]) 
 
 
 def outside_pools(room: int, device: torch.device) -> Tensor:
-    """Memory for so many numbers that outlives CUDA graphs.
+    """Allocate memory for `room` int64 numbers that outlives CUDA graphs.
 
-    Whoever warms up or records one (torch.compile's "reduce-overhead" among them) claims what the current thread allocates
-    and takes it back later, so another thread allocates this.
+    While a thread warms up or records a graph (torch.compile's "reduce-overhead" does), the graph's memory pool claims what this
+    thread allocates and takes it back later. Another thread allocates this memory, outside the pool.
     """
     if device.type != "cuda":
         return torch.empty(room, dtype=torch.int64, device=device)
-    found: list[Tensor] = []
-    thread = threading.Thread(target=lambda: found.append(torch.empty(room, dtype=torch.int64, device=device)))
+    allocated: list[Tensor] = []
+    thread = threading.Thread(target=lambda: allocated.append(torch.empty(room, dtype=torch.int64, device=device)))
     thread.start()
     thread.join()
     # That thread's stream is the default one, on which the memory may still be in use by what was freed there.
     torch.cuda.current_stream(device).wait_stream(torch.cuda.default_stream(device))
-    return found[0]
+    return allocated[0]
 
 
 def write(table: Tensor, addresses: tuple[int, ...]) -> Tensor:
-    """The table, filled: the addresses travel as arguments of a kernel, which a CUDA graph replays as they were."""
+    """Fill a table and return it. Addresses travel as kernel arguments, so a CUDA graph replays them unchanged."""
     if table.device.type != "cuda":
         return table.copy_(torch.tensor(addresses, dtype=torch.int64))
     for start in range(0, len(addresses), _CHUNK):
@@ -141,39 +144,43 @@ def write(table: Tensor, addresses: tuple[int, ...]) -> Tensor:
     return table
 
 
-_idle: dict[Place, list[Arena]] = {}  # of threads that have ended
+# Arenas of threads that have ended.
+_idle: dict[Place, list[Arena]] = {}
 
 
 class _Lease:
-    """Arenas that one thread has, by device and stream. When the thread ends, they are idle until another one takes them.
+    """Own the arenas of one thread, by device and stream. When the thread ends, its arenas go to `_idle` for another thread.
 
-    The thread's kernels have all been launched by then, so whoever takes an arena over comes after them on its stream.
+    The thread's kernels have all been launched by then, so the next owner's launches come after them on the stream.
     """
 
     def __init__(self) -> None:
         self.arenas: dict[Place, Arena] = {}
-        self.idle = _idle  # at the end of a process the module may be gone first
+        # Keep a reference: at the end of a process the module may be gone first.
+        self.idle = _idle
 
     def __del__(self) -> None:
         for place, arena in self.arenas.items():
             self.idle.setdefault(place, []).append(arena)
 
 
-class _Own(threading.local):
-    """The current thread's arenas."""
+class _ThreadArenas(threading.local):
+    """Hold the current thread's arenas."""
 
     def __init__(self) -> None:
         self.lease = _Lease()
-        self.arenas = self.lease.arenas  # found in one step
+        # A direct reference saves one lookup per launch.
+        self.arenas = self.lease.arenas
 
 
-_own = _Own()
+_thread_arenas = _ThreadArenas()
 
 
 def _take(place: Place) -> Arena:
     """Return an arena that no other thread has."""
     try:
-        return _idle[place].pop()  # atomic: of two threads one finds the list empty
+        # list.pop is atomic: of two threads one finds the list empty.
+        return _idle[place].pop()
     except (KeyError, IndexError):
         return Arena(place[0])
 
@@ -184,32 +191,35 @@ def address_table(addresses: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 def address_tables(device: torch.device, *groups: tuple[int, ...]) -> tuple[Tensor, ...]:
-    """Return tables of addresses in device memory: those of one launch, which must follow in the same thread and on the same stream.
+    """Return the address tables of one launch, which must follow in the same thread and on the same stream.
 
     Args:
         device: where the tensors of the kernel are.
         groups: the addresses of each table.
 
     Returns:
-        One int64 table for each group: a kept one or, while a CUDA graph is recorded, one of the graph's own.
+        One int64 table in device memory for each group: a kept one or, while a CUDA graph is recorded, one of the graph's own.
     """
     with on_device(device):
         place = current_place(device)
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return tuple(recorded_table(group, place) for group in groups)
-        arena = _own.arenas.get(place)
+        arena = _thread_arenas.arenas.get(place)
         if arena is None:
-            arena = _own.arenas[place] = _take(place)
+            arena = _thread_arenas.arenas[place] = _take(place)
         return arena.tables(groups)
 
 
 def recorded_table(addresses: tuple[int, ...], place: Place) -> Tensor:
-    """Return a table for a graph: written once by whoever records it, if they do that, or else by the graph at every replay."""
+    """Return a table for a CUDA graph under recording.
+
+    Inside `recorded` the table is written once, after the recording. Otherwise the graph writes it at every replay.
+    """
     table = write_afterwards(addresses, place)
     return write(torch.empty(len(addresses), dtype=torch.int64, device=place[0]), addresses) if table is None else table
 
 
 def aligned(dim: int, *groups: Sequence[Tensor | None]) -> bool:
-    """Whether every row of every tensor starts at a multiple of 16 bytes."""
+    """Return whether every row of every tensor starts at a multiple of 16 bytes."""
     given = [t for group in groups for t in group if t is not None]
     return all(t.data_ptr() % 16 == 0 and dim * t.element_size() % 16 == 0 for t in given)

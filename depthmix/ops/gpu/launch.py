@@ -1,4 +1,4 @@
-"""Launching a kernel where its tensors are: Triton takes the current device, whichever that is."""
+"""Launch kernels on the device of their tensors. Triton itself uses the current device, whichever that is."""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -6,11 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Place = tuple[torch.device, int]  # a device and the handle of one of its streams, 0 on a CPU
+# A device and the handle of one of its streams, 0 on a CPU.
+Place = tuple[torch.device, int]
 
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
-    """A context in which a device is the current one."""
+    """Return a context in which `device` is the current one."""
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         return nullcontext()
     return torch.cuda.device(device)
@@ -22,7 +23,7 @@ def current_place(device: torch.device) -> Place:
 
 
 def launch(kernel: Any, grid: tuple[int, ...], like: Tensor, *arguments: Any, **options: Any) -> None:
-    """kernel[grid](*arguments, **options) on the device and the current stream of a tensor's device."""
+    """Call kernel[grid](*arguments, **options) on the device of `like` and the current stream of that device."""
     with on_device(like.device):
         try:
             kernel[grid](*arguments, **options)
@@ -30,12 +31,14 @@ def launch(kernel: Any, grid: tuple[int, ...], like: Tensor, *arguments: Any, **
             # Triton publishes a compiled kernel before it is loaded. While another thread loads it, a launch is refused,
             # because the kernel's function is still None (triton-lang/triton, pull request 11518).
             load(kernel, grid, *arguments, **options)
-            kernel[grid](*arguments, **options)  # any other TypeError comes again
+            # Any other TypeError is raised again here.
+            kernel[grid](*arguments, **options)
 
 
 def load(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
-    """Compile the variant of a kernel for these arguments, and wait until it is on the GPU. The interpreter has nothing to load."""
+    """Compile the variant of a kernel for these arguments, and wait until it is on the GPU. Do nothing in the interpreter."""
     import triton
 
     if isinstance(kernel, triton.JITFunction):
-        kernel.warmup(*arguments, grid=grid, **options)[grid]  # an index makes what was compiled ready to run
+        # Indexing with a grid loads the compiled kernel onto the GPU.
+        kernel.warmup(*arguments, grid=grid, **options)[grid]

@@ -1,4 +1,4 @@
-"""CUDA graphs, and numbers that a graph reads and never changes: written once, after the recording, instead of at every replay."""
+"""CUDA graph recording with constants that are written once, after the recording, instead of at every replay."""
 
 from __future__ import annotations
 
@@ -11,20 +11,24 @@ from torch import Tensor
 
 from depthmix.ops.gpu.launch import Place
 
-ROOM = 1 << 19  # numbers, 4 MiB
-ALIGNED = 16  # numbers; kernels are compiled for addresses of such tables
+# Numbers that the constants of one graph may hold: 4 MiB.
+ROOM = 1 << 19
+# Tables start at multiples of this many numbers: kernels are compiled for aligned addresses.
+ALIGNED = 16
 
 
 class Constants:
-    """Memory that is not the graph's own: what it allocates while it is recorded may lie where something else lay before,
-    which a replay would write again."""
+    """Memory for constants that a CUDA graph reads and must not own.
+
+    Memory that a graph allocates under recording may be reused within the graph, so a replay would overwrite constants in it.
+    """
 
     def __init__(self, device: torch.device, room: int = ROOM) -> None:
         self.memory = torch.zeros(room, dtype=torch.int64, device=device)
         self.values: list[int] = []
 
     def add(self, values: Sequence[int]) -> Tensor | None:
-        """Where these numbers will be, or None if there is no room."""
+        """Reserve a place for values and return it as a tensor, or None if there is no room."""
         start = len(self.values)
         if start + len(values) > len(self.memory):
             return None
@@ -44,7 +48,7 @@ _one_at_a_time = threading.Lock()
 
 @contextmanager
 def recorded(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> Iterator[Constants]:
-    """Record what is launched inside on `stream` as a CUDA graph; what comes out must live as long as the graph.
+    """Record what is launched inside on `stream` as a CUDA graph. The yielded constants must live as long as the graph.
 
     Recordings of several threads wait for each other, because each begins with a synchronization of the device, which would
     end another one. Other threads may meanwhile launch kernels and allocate memory ("thread_local").
@@ -57,7 +61,7 @@ def recorded(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> Iterator
 
 @contextmanager
 def written_afterwards(place: Place, room: int = ROOM) -> Iterator[Constants]:
-    """Around a recording on a stream: keep the numbers that `write_afterwards` is given, and write them at the end."""
+    """Collect the values that `write_afterwards` receives during a recording on a stream, and write them at the end."""
     before = _constants.get(place)
     _constants[place] = constants = Constants(place[0], room)
     try:
@@ -71,6 +75,9 @@ def written_afterwards(place: Place, room: int = ROOM) -> Iterator[Constants]:
 
 
 def write_afterwards(values: Sequence[int], place: Place) -> Tensor | None:
-    """Where these numbers will be once the recording on this stream is over, if someone will write them there."""
+    """Return the tensor in which these values will stand once the recording on this stream is over.
+
+    Returns None outside `written_afterwards`, or without room.
+    """
     constants = _constants.get(place)
     return None if constants is None else constants.add(values)

@@ -1,4 +1,4 @@
-"""An output joins a stream channel by channel, each with a weight of its own."""
+"""x + gamma ⊙ y: add an output to a stream with one weight per channel."""
 
 from depthmix.ops.scaled_add.op import scaled_add, scaled_add_norm
 

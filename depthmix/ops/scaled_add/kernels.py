@@ -1,4 +1,4 @@
-"""x + g ⊙ y in one pass, and in another the gradients of y and g; that of x is what comes back.
+"""Kernels for x + g ⊙ y in one pass, and for the gradients of y and g in another. The gradient of x is the incoming one.
 
 out = x + g ⊙ y        dy = g ⊙ d        dg = Σ_tokens d ⊙ y
 """
@@ -11,10 +11,12 @@ import triton.language as tl
 from torch import Tensor
 
 from depthmix.ops.gpu.launch import launch
-from depthmix.ops.gpu.totals import total
+from depthmix.ops.gpu.program_sums import sum_programs
 
-TILE = 4096  # numbers that a program holds of each tensor
-WAVES = 4  # programs of the backward for each core, each over many tokens
+# Numbers of each tensor that a program holds.
+TILE = 4096
+# Programs of the backward per core; each processes many tokens.
+WAVES = 4
 
 
 @triton.jit(do_not_specialize=["N", "units"])
@@ -49,7 +51,7 @@ def _backward_kernel(
 
 
 def forward(x: Tensor, y: Tensor, g: Tensor) -> Tensor:
-    """x + g ⊙ y [..., D], rounded once to x's dtype; g [D]."""
+    """Return x + g ⊙ y [..., D], rounded once to x's dtype, for g [D]."""
     out = torch.empty_like(x)
     if x.numel():
         sizes = _sizes(x)
@@ -60,7 +62,7 @@ def forward(x: Tensor, y: Tensor, g: Tensor) -> Tensor:
 
 
 def backward(d_out: Tensor, y: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of y, in its dtype, and of g, fp32."""
+    """Return the gradients of y, in its dtype, and of g, in fp32."""
     dim, dy = y.shape[-1], torch.empty_like(y)
     if not y.numel():
         return dy, y.new_zeros(dim, dtype=torch.float32)
@@ -70,7 +72,7 @@ def backward(d_out: Tensor, y: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     programs = min(triton.cdiv(tokens, sizes["BT"]), max(1, WAVES * cores // parts))
     part = y.new_empty(programs, dim, dtype=torch.float32)
     launch(_backward_kernel, (programs, parts), y, d_out, y, g, dy, part, tokens, **sizes)
-    return dy, total(part)
+    return dy, sum_programs(part)
 
 
 def _sizes(x: Tensor) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""x + g ⊙ y with the RMSNorm after it, one pass each way: the sum is what goes on, and what the backward needs of the stream.
+"""Kernels for x + g ⊙ y with the RMSNorm after it, one pass each way. The sum is handed on, and the backward needs no other stream.
 
 o = x + g ⊙ y        h = c ⊙ x̂,  x̂ = r o,  r = (mean(o²) + eps)^(-1/2)
 do = d + r (c ⊙ dh - x̂ mean(c ⊙ dh ⊙ x̂)) = dx        dy = g ⊙ do        dg = Σ_tokens do ⊙ y        dc = Σ_tokens dh ⊙ x̂
@@ -12,11 +12,14 @@ import triton.language as tl
 from torch import Tensor
 
 from depthmix.ops.gpu.launch import launch
-from depthmix.ops.gpu.totals import total
+from depthmix.ops.gpu.program_sums import sum_programs
 
-TILE = 2048  # numbers that a program holds of each tensor, unless a row has more
-LANE = 16  # of them that a thread holds
-WAVES = 4  # programs of the backward for each core, each over many tokens
+# Numbers of each tensor that a program holds, unless a row has more.
+TILE = 2048
+# Numbers of each tensor that a thread holds.
+LANE = 16
+# Programs of the backward per core; each processes many tokens.
+WAVES = 4
 
 
 @triton.jit(do_not_specialize=["N", "units"])
@@ -68,7 +71,7 @@ def _backward_kernel(
 
 
 def forward(x: Tensor, y: Tensor, g: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """The sum and its norm [..., D], rounded once to x's dtype, and r [N] fp32; g and gain [D]."""
+    """Return the sum and its norm [..., D], each rounded once to x's dtype, and r [N] fp32, for g and gain [D]."""
     out, h, tokens = torch.empty_like(x), torch.empty_like(x), x.numel() // max(1, x.shape[-1])
     rms = x.new_empty(tokens, dtype=torch.float32)
     if x.numel():
@@ -83,7 +86,7 @@ def forward(x: Tensor, y: Tensor, g: Tensor, gain: Tensor, eps: float) -> tuple[
 def backward(
     d_out: Tensor | None, dh: Tensor, out: Tensor, y: Tensor, g: Tensor, gain: Tensor, rms: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of x and y, in their dtypes, and of g and the gain, fp32. d_out: of the sum, if it has one."""
+    """Return the gradients of x and y, in their dtypes, and of g and the gain, in fp32. d_out: gradient of the sum, or None."""
     dim, dx, dy = y.shape[-1], torch.empty_like(out), torch.empty_like(y)
     if not y.numel():
         return dx, dy, *y.new_zeros(2, dim, dtype=torch.float32)
@@ -96,7 +99,7 @@ def backward(
         dh if d_out is None else d_out, dh, out, y, g, gain, rms, dx, dy, part, tokens, sizes.pop("units"),
         GOES_ON=d_out is not None, **sizes,
     )  # fmt: skip
-    return dx, dy, *total(part)
+    return dx, dy, *sum_programs(part)
 
 
 def _sizes(x: Tensor) -> dict[str, Any]:

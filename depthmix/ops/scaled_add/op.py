@@ -13,11 +13,14 @@ from depthmix.ops.slots.op import KINDS, MAX_DIM
 
 
 class _ScaledAdd(torch.autograd.Function):
+    """Compute scaled_add with kernels."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, y: Tensor, gamma: Tensor) -> Tensor:
         from depthmix.ops.scaled_add.kernels import forward
 
-        ctx.save_for_backward(x.new_empty(0), y, gamma)  # of x its dtype alone
+        # Of x the backward needs the dtype only.
+        ctx.save_for_backward(x.new_empty(0), y, gamma)
         return forward(x, y, gamma)
 
     @staticmethod
@@ -25,7 +28,8 @@ class _ScaledAdd(torch.autograd.Function):
         from depthmix.ops.scaled_add.kernels import backward
 
         x, y, gamma = ctx.saved_tensors
-        if torch.is_grad_enabled():  # create_graph=True; the sum does not depend on x
+        # create_graph=True. The gradients do not depend on x: any x of its shape will do.
+        if torch.is_grad_enabled():
             zero = torch.zeros_like(y, dtype=x.dtype, requires_grad=True)
             return tuple(reference_gradients(_reference, (zero, y, gamma), ctx.needs_input_grad, [d]))
         dy, dgamma = backward(d.contiguous(), y, gamma)
@@ -38,7 +42,7 @@ def _reference(x: Tensor, y: Tensor, gamma: Tensor) -> Tensor:
 
 
 class _ScaledAddNorm(torch.autograd.Function):
-    """The sum, and its RMSNorm."""
+    """Compute scaled_add_norm with kernels."""
 
     @staticmethod
     def forward(ctx: Any, eps: float, x: Tensor, y: Tensor, gamma: Tensor, gain: Tensor) -> tuple[Tensor, Tensor]:
@@ -55,7 +59,8 @@ class _ScaledAddNorm(torch.autograd.Function):
         from depthmix.ops.scaled_add import kernels, norm_kernels
 
         out, y, gamma, gain, rms = ctx.saved_tensors
-        if torch.is_grad_enabled():  # create_graph=True; x is what the sum is without y
+        # create_graph=True. x is not saved: it is the sum minus gamma ⊙ y.
+        if torch.is_grad_enabled():
             grads = [torch.zeros_like(out) if d is None else d for d in (d_out, dh)]
             x, reference = out - _reference(torch.zeros_like(out), y, gamma), partial(_normed_reference, ctx.eps)
             return None, *reference_gradients(reference, (x, y, gamma, gain), ctx.needs_input_grad[1:], grads)
@@ -76,30 +81,50 @@ def _normed_reference(eps: float, x: Tensor, y: Tensor, gamma: Tensor, gain: Ten
 
 
 def why_unsupported(x: Tensor, y: Tensor, gamma: Tensor) -> str | None:
-    """Why the kernels cannot take these, or None if they can."""
+    """Return why the kernels cannot take these tensors, or None if they can."""
     if any(type(t) not in (Tensor, torch.nn.Parameter) for t in (x, y, gamma)):
-        return "they take plain tensors"  # not ones that are divided among processes
+        # Not DTensors, which are sharded across processes.
+        return "they take plain tensors"
     wrong = next((t.dtype for t in (x, y, gamma) if t.dtype not in KINDS), None)
     return None if wrong is None else f"they compute in float32, and got {wrong}"
 
 
 def scaled_add(x: Tensor, y: Tensor, gamma: Tensor, *, backend: str | None = None) -> Tensor:
-    """x + gamma ⊙ y with x and y [..., D] and gamma [D], in fp32 (fp64 for fp64), rounded once to x's dtype.
+    """Compute x + gamma ⊙ y in fp32 (fp64 for fp64), rounded once to x's dtype.
 
-    backend: "triton" or "reference" forces one; by default, and unless `use_backend` says otherwise, kernels run where they can.
+    Args:
+        x, y: [..., D].
+        gamma: [D].
+        backend: "triton" or "reference". By default `use_backend` decides, then kernels run where they can.
+
+    Raises:
+        BackendError: "triton" was asked for and cannot run this call.
     """
     with without_autocast(x):
         kernels = choose("scaled_add", x, why_unsupported(x, y, gamma), backend) == "triton"
         if kernels and not torch.compiler.is_compiling():
-            found: Tensor = _ScaledAdd.apply(x.contiguous(), y.contiguous(), gamma.contiguous())
-            return found
+            out: Tensor = _ScaledAdd.apply(x.contiguous(), y.contiguous(), gamma.contiguous())
+            return out
         return _reference(x, y, gamma)
 
 
 def scaled_add_norm(
     x: Tensor, y: Tensor, gamma: Tensor, gain: Tensor, eps: float, *, backend: str | None = None
 ) -> tuple[Tensor, Tensor]:
-    """x + gamma ⊙ y as above, and gain ⊙ its RMSNorm, each rounded once to x's dtype; gain [D], and up to 16,384 channels in a kernel."""
+    """Compute x + gamma ⊙ y, and its RMSNorm times a gain.
+
+    Args:
+        x, y: [..., D].
+        gamma, gain: [D].
+        eps: of the norm.
+        backend: "triton" or "reference". By default `use_backend` decides, then kernels run where they can.
+
+    Returns:
+        The sum and its norm [..., D], each rounded once to x's dtype.
+
+    Raises:
+        BackendError: "triton" was asked for and cannot run this call.
+    """
     with without_autocast(x):
         why = why_unsupported(x, y, gamma) or why_unsupported(x, y, gain)
         why = why or (
@@ -108,7 +133,7 @@ def scaled_add_norm(
             else f"a token's {x.shape[-1]} channels do not fit; they hold up to {MAX_DIM}"
         )
         if choose("scaled_add", x, why, backend) == "triton" and not torch.compiler.is_compiling():
-            given = (t.contiguous() for t in (x, y, gamma, gain))
-            out, h = _ScaledAddNorm.apply(eps, *given)
+            inputs = (t.contiguous() for t in (x, y, gamma, gain))
+            out, h = _ScaledAddNorm.apply(eps, *inputs)
             return out, h
         return _normed_reference(eps, x, y, gamma, gain)

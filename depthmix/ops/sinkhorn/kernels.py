@@ -1,10 +1,10 @@
-"""Sinkhorn on a GPU: the matrices of a tile of tokens in registers, [BT, P, P] with P the next power of two, zeros where there is nothing.
-For n > 4: smaller ones are a token a lane (lanes.py).
+"""Sinkhorn on a GPU for n > 4 (smaller matrices: lanes.py). The matrices of a tile of tokens are in registers, [BT, P, P], with P
+the next power of two and zeros as padding.
 
 The equations and the two conventions are in reference.py. Only the paper's first iteration needs logarithms: after it no
 entry is above 1 and no row or column sum is below 1 / n², so plain divisions cannot overflow.
 
-The backward runs the iterations again and keeps the divisors alone, since a matrix before a division is the one after it times
+The backward runs the iterations again and saves the divisors alone, since a matrix before a division is the one after it times
 its divisors. With y = x / sums and G = x ⊙ dx for a matrix x and its gradient:    G_x = G_y - y ΣG_y    along the sums.
 """
 
@@ -19,13 +19,14 @@ from depthmix.ops.sinkhorn.reference import DEEPSEEK_EPS
 
 EPS: tl.constexpr = tl.constexpr(DEEPSEEK_EPS)
 MAX_N = 8
-ROWS: tl.constexpr = tl.constexpr(2)  # the axis a row's sum runs over
+# The axis that a row's sum runs over.
+ROWS: tl.constexpr = tl.constexpr(2)
 COLUMNS: tl.constexpr = tl.constexpr(1)
 
 
 @triton.jit
 def _divided(m, AXIS: tl.constexpr, DEEPSEEK: tl.constexpr):
-    """m divided by its sums along an axis, and the sums."""
+    """Return m divided by its sums along an axis, and the sums."""
     s = tl.sum(m, AXIS)
     if DEEPSEEK:
         s += EPS
@@ -35,13 +36,13 @@ def _divided(m, AXIS: tl.constexpr, DEEPSEEK: tl.constexpr):
 
 @triton.jit
 def _undivided(m, g, s, AXIS: tl.constexpr):
-    """A matrix before the division by s, and its G."""
+    """Return a matrix before the division by s, and its G."""
     return m * tl.expand_dims(s, AXIS), g - m * tl.expand_dims(tl.sum(g, AXIS), AXIS)
 
 
 @triton.jit
 def _log_divided(logits, some, AXIS: tl.constexpr):
-    """Logits minus the log-sum-exp along an axis; -inf where there is no entry."""
+    """Return logits minus the log-sum-exp along an axis; -inf at padding."""
     top = tl.max(tl.where(some, logits, float("-inf")), AXIS)
     top = tl.where(top > float("-inf"), top, 0.0)
     s = tl.sum(tl.where(some, tl.exp(logits - tl.expand_dims(top, AXIS)), 0.0), AXIS)
@@ -57,7 +58,7 @@ def _softmax(logits, some):
 
 @triton.jit
 def _begin(logits, some, DEEPSEEK: tl.constexpr):
-    """The matrix at which plain divisions begin."""
+    """Return the matrix at which plain divisions begin."""
     if DEEPSEEK:
         rows = tl.max(tl.where(some, 1.0, 0.0), ROWS)[:, :, None] > 0
         m = tl.where(some, _softmax(tl.where(rows, logits, 0.0), some | (rows == 0)) + EPS, 0.0)
@@ -68,7 +69,7 @@ def _begin(logits, some, DEEPSEEK: tl.constexpr):
 
 @triton.jit
 def _iterate(m, at, stride, keep, iterations, DEEPSEEK: tl.constexpr, KEEP: tl.constexpr):
-    """All plain divisions; KEEP: their divisors go to memory, two of [BT, P] an iteration."""
+    """Do all plain divisions. KEEP: store their divisors, two of [BT, P] per iteration."""
     if DEEPSEEK:
         m, s = _divided(m, COLUMNS, DEEPSEEK)
         if KEEP:
@@ -85,13 +86,13 @@ def _iterate(m, at, stride, keep, iterations, DEEPSEEK: tl.constexpr, KEEP: tl.c
 
 @triton.jit
 def sinkhorn_tile(logits, some, iterations, DEEPSEEK: tl.constexpr):
-    """[BT, P, P] -> [BT, P, P]. some: where entries are."""
+    """Normalise a tile [BT, P, P]. some: mask of entries."""
     return _iterate(_begin(logits, some, DEEPSEEK), logits, 0, some, iterations, DEEPSEEK, False)
 
 
 @triton.jit
 def sinkhorn_tile_backward(logits, dm, some, scratch, t, N, iterations, P: tl.constexpr, DEEPSEEK: tl.constexpr):
-    """dlogits. scratch: [2 iterations, N, P] of memory."""
+    """Return dlogits. scratch: memory [2 iterations, N, P]."""
     j = tl.arange(0, P)
     at, keep, stride = scratch + t[:, None] * P + j[None, :], (t < N)[:, None] & (j < P)[None, :], N * P
     m = _iterate(_begin(logits, some, DEEPSEEK), at, stride, keep, iterations, DEEPSEEK, True)
@@ -117,7 +118,7 @@ def sinkhorn_tile_backward(logits, dm, some, scratch, t, N, iterations, P: tl.co
 
 @triton.jit
 def square(t, N, n: tl.constexpr, P: tl.constexpr):
-    """Offsets of a tile of matrices [N, n, n], and where entries are."""
+    """Return the offsets of a tile of matrices [N, n, n], and the mask of entries."""
     i, j = tl.arange(0, P)[None, :, None], tl.arange(0, P)[None, None, :]
     return t[:, None, None] * (n * n) + i * n + j, (t < N)[:, None, None] & (i < n) & (j < n)
 
@@ -146,12 +147,12 @@ def _backward_kernel(
 
 
 def side(n: int) -> int:
-    """Rows and columns of a matrix's tile."""
+    """Return the rows and columns of a matrix's tile."""
     return max(2, triton.next_power_of_2(n))
 
 
 def scratch_for(like: Tensor, tokens: int, n: int, iterations: int) -> Tensor:
-    """Memory for the divisors of a backward."""
+    """Allocate memory for the divisors of a backward."""
     return torch.empty(2 * iterations, tokens, side(n), dtype=torch.float32, device=like.device)
 
 
@@ -159,7 +160,7 @@ TILE, WARPS = 32, 4
 
 
 def forward(logits: Tensor, iterations: int, convention: str) -> Tensor:
-    """Matrices [..., n, n] in fp32 of contiguous logits."""
+    """Return matrices [..., n, n] in fp32 for contiguous logits."""
     n = logits.shape[-1]
     out = torch.empty_like(logits, dtype=torch.float32)
     tokens = logits.numel() // (n * n)
@@ -177,7 +178,7 @@ def forward(logits: Tensor, iterations: int, convention: str) -> Tensor:
 
 
 def backward(logits: Tensor, dm: Tensor, iterations: int, convention: str) -> Tensor:
-    """dlogits, like the logits."""
+    """Return dlogits in the logits' dtype."""
     n = logits.shape[-1]
     out = torch.empty_like(logits)
     tokens = logits.numel() // (n * n)

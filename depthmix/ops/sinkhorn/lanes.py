@@ -1,6 +1,6 @@
-"""Sinkhorn of small matrices, n ≤ 4: a token is a lane, its matrix a tuple of n² registers, and every sum an addition of registers.
+"""Sinkhorn of small matrices, n ≤ 4. A lane holds one token, its matrix is a tuple of n² registers, and sums add registers.
 
-The equations, and what the backward keeps, are in kernels.py: here a matrix m is (m[0, 0], m[0, 1], …), each of them [BT].
+The equations, and what the backward saves, are in kernels.py. Here a matrix m is (m[0, 0], m[0, 1], …), each of them [BT].
 """
 
 # Triton knows no other way to add to a tuple:
@@ -16,12 +16,13 @@ from depthmix.ops.sinkhorn.reference import DEEPSEEK_EPS
 
 EPS: tl.constexpr = tl.constexpr(DEEPSEEK_EPS)
 MAX_LANES_N = 4
-LANES = 32  # tokens of a program, which is one warp: all SMs have work, and no sum over tokens needs a barrier
+# Tokens of a program, which is one warp: all SMs have work, and no sum over tokens needs a barrier.
+LANES = 32
 
 
 @triton.jit
 def _sums(m, n: tl.constexpr, ROWS: tl.constexpr):
-    """n sums, of the rows or of the columns."""
+    """Return n sums, of the rows or of the columns."""
     out = ()
     for a in tl.static_range(n):
         s = m[a * n if ROWS else a]
@@ -33,7 +34,7 @@ def _sums(m, n: tl.constexpr, ROWS: tl.constexpr):
 
 @triton.jit
 def _tops(m, n: tl.constexpr, ROWS: tl.constexpr):
-    """n maxima."""
+    """Return n maxima, of the rows or of the columns."""
     out = ()
     for a in tl.static_range(n):
         s = m[a * n if ROWS else a]
@@ -64,7 +65,7 @@ def _inverses(s, n: tl.constexpr):
 
 @triton.jit
 def _times(m, s, n: tl.constexpr, ROWS: tl.constexpr):
-    """Every row or column times its number."""
+    """Multiply every row or column by its number."""
     out = ()
     for e in tl.static_range(n * n):
         out = out + (m[e] * s[e // n if ROWS else e % n],)
@@ -89,7 +90,7 @@ def _exp(m, n: tl.constexpr):
 
 @triton.jit
 def _log_divided(logits, n: tl.constexpr, ROWS: tl.constexpr):
-    """Logits minus the log-sum-exp of their row or column."""
+    """Return logits minus the log-sum-exp of their row or column."""
     logits = _minus(logits, _tops(logits, n, ROWS), n, ROWS)
     s = _sums(_exp(logits, n), n, ROWS)
     logs = ()
@@ -100,7 +101,7 @@ def _log_divided(logits, n: tl.constexpr, ROWS: tl.constexpr):
 
 @triton.jit
 def _begin(logits, n: tl.constexpr, DEEPSEEK: tl.constexpr):
-    """The matrix at which plain divisions begin."""
+    """Return the matrix at which plain divisions begin."""
     if DEEPSEEK:
         e = _exp(_minus(logits, _tops(logits, n, True), n, True), n)
         e = _times(e, _inverses(_sums(e, n, True), n), n, True)
@@ -129,7 +130,7 @@ def _kept(at, N, inside, n: tl.constexpr):
 
 @triton.jit
 def _iterate(m, at, N, inside, iterations, n: tl.constexpr, DEEPSEEK: tl.constexpr, KEEP: tl.constexpr):
-    """All plain divisions; KEEP: their divisors go to memory, two n of them an iteration, those of all tokens side by side."""
+    """Do all plain divisions. KEEP: store their divisors, 2 n per iteration, those of all tokens contiguous."""
     if DEEPSEEK:
         s = _divisors(m, n, False, DEEPSEEK)
         _keep(at, s, N, inside, n, KEEP)
@@ -146,13 +147,13 @@ def _iterate(m, at, N, inside, iterations, n: tl.constexpr, DEEPSEEK: tl.constex
 
 @triton.jit
 def sinkhorn_lanes(logits, iterations, n: tl.constexpr, DEEPSEEK: tl.constexpr):
-    """A tuple of n² [BT] -> the same."""
+    """Normalise a tuple of n² entries [BT]."""
     return _iterate(_begin(logits, n, DEEPSEEK), 0, 0, 0, iterations, n, DEEPSEEK, False)
 
 
 @triton.jit
 def _less_sums(g, m, n: tl.constexpr, ROWS: tl.constexpr):
-    """G before a division whose result is m."""
+    """Return G before a division whose result is m."""
     s = _sums(g, n, ROWS)
     out = ()
     for e in tl.static_range(n * n):
@@ -162,7 +163,7 @@ def _less_sums(g, m, n: tl.constexpr, ROWS: tl.constexpr):
 
 @triton.jit
 def sinkhorn_lanes_backward(logits, dm, scratch, t, N, inside, iterations, n: tl.constexpr, DEEPSEEK: tl.constexpr):
-    """dlogits. scratch: [2 iterations, n, N] of memory."""
+    """Return dlogits. scratch: memory [2 iterations, n, N]."""
     at = scratch + t
     m = _iterate(_begin(logits, n, DEEPSEEK), at, N, inside, iterations, n, DEEPSEEK, True)
     tl.debug_barrier()
@@ -192,7 +193,7 @@ def sinkhorn_lanes_backward(logits, dm, scratch, t, N, inside, iterations, n: tl
 
 @triton.jit
 def load_lanes(at, inside, count: tl.constexpr):
-    """Numbers one after the other, a tuple of [BT]."""
+    """Load consecutive numbers as a tuple of [BT]."""
     out = ()
     for e in tl.static_range(count):
         out = out + (tl.load(at + e, mask=inside, other=0.0).to(tl.float32),)
@@ -221,5 +222,5 @@ def lanes_backward_kernel(
 
 
 def lanes_scratch(like: Tensor, tokens: int, n: int, iterations: int) -> Tensor:
-    """Memory for the divisors of a backward."""
+    """Allocate memory for the divisors of a backward."""
     return torch.empty(2 * iterations, n, tokens, dtype=torch.float32, device=like.device)

@@ -14,11 +14,12 @@ from torch import Tensor
 from depthmix.ops.precision import compute_dtype
 
 DEEPSEEK_EPS = 1e-6
-ROWS, COLUMNS = -1, -2  # the axis a sum runs over: a row's sum runs over its columns, and the other way round
+# The axis that a sum runs over: a row's sum runs over its columns, and vice versa.
+ROWS, COLUMNS = -1, -2
 
 
 def sinkhorn_reference(logits: Tensor, iterations: int, convention: str) -> Tensor:
-    """[..., n, n] -> [..., n, n], in the layout of the logits."""
+    """Compute Sinkhorn in plain PyTorch: [..., n, n] -> [..., n, n], in the layout of the logits."""
     logits = logits.to(compute_dtype(logits))
     if convention == "paper":
         for _ in range(iterations):

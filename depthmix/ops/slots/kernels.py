@@ -1,13 +1,13 @@
-"""What happens between two sublayers, in one launch, for so few tokens that a launch takes longer than its work.
+"""Everything between two sublayers in one launch, for so few tokens that a launch takes longer than its work.
 
     attend      newest = (scale ⊙) y (+ before), stored in its slot; softmax over it and the finished sources; the norm that follows
-    look_back   the same sources for several sites to come at once: mixture and log-sum-exp, which `attend` goes on from
+    look_back   the same sources for several later sites at once: mixture and log-sum-exp, from which `attend` continues
     add_up      newest = y (+ before), stored; weighted sums of all entries, with their scores, the norm that follows
     add_norm    x + y and its RMSNorm
 
-A program is one token and one way of a site, so that a single token keeps as many cores busy as there are ways. Sources lie side by
-side in slots [slot, N, D], so no table of addresses has to be read before they are, and all rows of a tile are on their
-way at once: the time is that of one access to memory and two reductions, for one source or sixteen.
+A program is one token and one way of a site, so a single token keeps as many cores busy as there are ways. Sources lie side by
+side in slots [slot, N, D], so no address table is read before them, and all rows of a tile are loaded at once. The time is that
+of one memory access and two reductions, for one source or sixteen.
 """
 
 from collections.abc import Sequence
@@ -18,16 +18,18 @@ import triton.language as tl
 from torch import Tensor
 
 from depthmix.ops.gpu.addresses import aligned
-from depthmix.ops.gpu.early import early, wait_for_last
+from depthmix.ops.gpu.dependent_launch import dependent_launch, wait_for_previous_kernel
 from depthmix.ops.gpu.launch import launch
 
-LANE = 128  # numbers of sources that a lane holds at most
-SUM_LANE = 64  # the same beside as many fp32 weights
+# Most numbers of sources that a lane holds.
+LANE = 128
+# The same beside as many fp32 weights.
+SUM_LANE = 64
 
 
 @triton.jit
 def _row_of_way(a, b, c, way, d, D: tl.constexpr, WAYS: tl.constexpr):
-    """A way's own row of three, in fp32: no address depends on a branch, so rows keep what is known of their alignment."""
+    """Load the row of a way from one of three tensors, in fp32. No address depends on a branch, so the compiler knows the alignment."""
     row = tl.load(a + d, mask=d < tl.where(way == 0, D, 0), other=0.0).to(tl.float32)
     if WAYS >= 2:
         row += tl.load(b + d, mask=d < tl.where(way == 1, D, 0), other=0.0).to(tl.float32)
@@ -38,7 +40,7 @@ def _row_of_way(a, b, c, way, d, D: tl.constexpr, WAYS: tl.constexpr):
 
 @triton.jit
 def _rows(slots, at, t, N, d, mask, D: tl.constexpr, ALIGNED: tl.constexpr):
-    """Row t of several slots: [NS, BD], as they lie in memory."""
+    """Load row t of several slots: [NS, BD], without widening."""
     rows = slots + ((at.to(tl.int64) * N + t) * D)[:, None] + d[None, :]
     if ALIGNED:
         rows = tl.multiple_of(rows, (1, 16))
@@ -47,7 +49,7 @@ def _rows(slots, at, t, N, d, mask, D: tl.constexpr, ALIGNED: tl.constexpr):
 
 @triton.jit
 def _attend(x, there, u, m, z, acc, eps, D: tl.constexpr):
-    """Some more sources in a running softmax: the new maximum, sum and weighted sum."""
+    """Add sources to a running softmax: return the new maximum, sum and weighted sum."""
     square, dot = tl.split(tl.sum(tl.join(x * x, x * u[None, :]), 1))
     s = tl.where(there, dot * tl.rsqrt(square / D + eps), float("-inf"))
     top = tl.maximum(m, tl.max(s, 0))
@@ -59,7 +61,7 @@ def _attend(x, there, u, m, z, acc, eps, D: tl.constexpr):
 def _newest(
     slots, y, scale, before, slot, t, way, N, d, ok, D: tl.constexpr, SCALE: tl.constexpr, BEFORE: tl.constexpr
 ):  # fmt: skip
-    """(scale ⊙) y (+ before), rounded; it is stored in its slot."""
+    """Return (scale ⊙) y (+ before), rounded, and store it in its slot."""
     v = tl.load(y + t * D + d, mask=ok, other=0.0)
     if SCALE:
         v = v.to(tl.float32) * tl.load(scale + d, mask=ok, other=0.0)
@@ -85,7 +87,7 @@ def _attend_kernel(
     if NORM:
         gain = _row_of_way(g0, g1, g2, way, d, D, WAYS)
     if EARLY:
-        wait_for_last()
+        wait_for_previous_kernel()
     i = tl.arange(0, NS)
     if not MANY:  # on their way before anything else is looked at
         at = (i + tl.where(i >= head, skip, 0)) * stride
@@ -136,7 +138,7 @@ def _look_back_kernel(
 
 @triton.jit
 def _weight(b, s, SCORES: tl.constexpr, RELU: tl.constexpr):
-    """static + score, clamped as relu says: 1: the score, 2: the sum."""
+    """Return static + score, clamped by relu. 1: the score, 2: the sum."""
     if SCORES:
         b = b + (tl.maximum(s, 0.0) if RELU == 1 else s)
     return tl.maximum(b, 0.0) if RELU == 2 else b
@@ -166,7 +168,7 @@ def _add_up_kernel(
     if NORM:
         gain = _row_of_way(g0, g1, g2, way, d, D, WAYS)
     if EARLY:
-        wait_for_last()
+        wait_for_previous_kernel()
     v = _newest(slots, y, y, before, slot, t, way, N, d, ok, D, False, BEFORE)
     acc = tl.zeros([BD], tl.float32)
     i = tl.arange(0, NS)
@@ -205,7 +207,7 @@ def _add_norm_kernel(
     ok = d < D
     scale = tl.load(gain + d, mask=ok, other=0.0).to(tl.float32)
     if EARLY:
-        wait_for_last()
+        wait_for_previous_kernel()
     v = tl.load(x + t * D + d, mask=ok, other=0.0).to(tl.float32)
     if ADD:
         v += tl.load(y + t * D + d, mask=ok, other=0.0).to(tl.float32)
@@ -218,17 +220,17 @@ def _add_norm_kernel(
 
 
 def _warps(block: int) -> int:
-    """Side by side along a row, so that a mixture of rows needs no exchange between lanes; no more than a core runs at a time."""
+    """Return the warps of a program. They lie along a row, so mixing rows needs no exchange between lanes."""
     return max(min(4, max(1, block // 256)), block // 1024)
 
 
 def _sum_warps(block: int) -> int:
-    """The same beside weights of as many numbers, which would leave room for too few rows."""
+    """Return `_warps` for programs that also hold as many weights, which would otherwise leave room for too few rows."""
     return min(16, max(1, block // 256))
 
 
 def rows_at_once(dim: int) -> int:
-    """Sources of so many channels that one tile holds."""
+    """Return how many sources of `dim` channels one tile holds."""
     block = triton.next_power_of_2(dim)
     return max(1, LANE * 32 * _warps(block) // block)
 
@@ -256,17 +258,23 @@ def attend(
     bank_lse: Tensor | None,
     scale: Tensor | None,
 ) -> Tensor:
-    """The mixtures [W, ..., D] of the newest source, (scale ⊙) y (+ before), which goes to its slot, and n finished ones.
+    """Compute the mixtures [W, ..., D] of the newest source and n finished ones.
 
-    Finished source i lies in slot (i, from number `head` on i + skip) times stride. query, key_gain: [D] fp32 for each way;
-    gain: [D] for each, any dtype, or none at all. bank, bank_lse: what look_back found for this site, [N, D] and [N] fp32. scale: [D] fp32.
+    Args:
+        slots: sources by slot. The newest, (scale ⊙) y (+ before), is stored in `slot`.
+        stride, head, skip: finished source i lies in slot i * stride, and from number `head` on in slot (i + skip) * stride.
+        query, key_gain: [D] fp32 for each way.
+        gain: [D] for each way, any dtype, or empty.
+        bank, bank_lse: `look_back`'s results for this site, [N, D] and [N] fp32, or None.
+        scale: [D] fp32, or None.
     """
     dim, ways = y.shape[-1], len(query)
     tokens = y.numel() // dim
     out = torch.empty(ways, *y.shape, dtype=slots.dtype, device=y.device)
     if tokens:
         block = triton.next_power_of_2(dim)
-        rows = rows_at_once(dim)  # the newest among them, if all fit
+        # If all sources fit in one tile, the newest is one of its rows.
+        rows = rows_at_once(dim)
         many = n + 1 > rows
         launch(
             _attend_kernel, (tokens, ways), y,
@@ -274,13 +282,13 @@ def attend(
             query[0] if bank is None else bank, query[0] if bank_lse is None else bank_lse, out,
             tokens, slot, stride, head, skip, n, eps, out_eps,
             D=dim, BD=block, NS=rows if many else triton.next_power_of_2(n + 1), MANY=many, WAYS=ways, SCALE=scale is not None, BEFORE=before is not None, BANK=bank is not None,
-            NORM=len(gain) > 0, ALIGNED=aligned(dim, [slots]), num_warps=_warps(block), **early(y),
+            NORM=len(gain) > 0, ALIGNED=aligned(dim, [slots]), num_warps=_warps(block), **dependent_launch(y),
         )  # fmt: skip
     return out
 
 
 def look_back(slots: Tensor, n: int, query: Tensor, key_gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """For each of R queries [R, D] the mixture of sources 0 … n-1, [R, N, D] fp32, and their log-sum-exp, [R, N]."""
+    """Return for each of R queries [R, D] the mixture of sources 0 … n-1, [R, N, D] fp32, and their log-sum-exp, [R, N]."""
     dim = slots.shape[-1]
     tokens = slots[0].numel() // dim
     bank = torch.empty(len(query), tokens, dim, dtype=torch.float32, device=slots.device)
@@ -309,10 +317,14 @@ def add_up(
     out_eps: float,
     raw: int,
 ) -> tuple[Tensor, Tensor]:
-    """Sums [W, ..., D] of the newest entry, y (+ before), which goes to its slot, and all before it; of way `raw` also without its norm.
+    """Compute weighted sums [W, ..., D] of the newest entry and all before it, and the sum of way `raw` also without its norm.
 
-    static: [W, slot + 1, D] or [W, slot + 1, 1] fp32; w: [W, slot + 1 or 1, D] fp32, whose products with the entries are added;
-    relu: 1 clamps these, 2 the whole weights. With neither, weights are one. gain: as in attend.
+    Args:
+        slots: entries by slot. The newest, y (+ before), is stored in `slot`.
+        static: [W, slot + 1, D] or [W, slot + 1, 1] fp32, or None.
+        w: [W, slot + 1 or 1, D] fp32, whose products with the entries are added to the weights; or None.
+        relu: 1 clamps these products, 2 the whole weights. Without static and w, weights are one.
+        gain: as in attend.
     """
     dim = y.shape[-1]
     tokens = y.numel() // dim
@@ -329,13 +341,13 @@ def add_up(
             slots, y, y if before is None else before, fp32 if static is None else static, fp32 if w is None else w,
             *_three(gain, fp32), out, rough, tokens, slot, out_eps,
             D=dim, BD=block, NS=rows, WAYS=ways, STATIC=kind, SCORES=w is not None,
-            PER_ENTRY=w is not None and w.shape[1] > 1, RELU=relu, BEFORE=before is not None, NORM=len(gain) > 0, RAW=raw, ALIGNED=aligned(dim, [slots]), num_warps=warps, **early(y),
+            PER_ENTRY=w is not None and w.shape[1] > 1, RELU=relu, BEFORE=before is not None, NORM=len(gain) > 0, RAW=raw, ALIGNED=aligned(dim, [slots]), num_warps=warps, **dependent_launch(y),
         )  # fmt: skip
     return out, rough
 
 
 def add_norm(x: Tensor, y: Tensor | None, gain: Tensor, eps: float, keep: bool = True) -> tuple[Tensor | None, Tensor]:
-    """x + y, rounded, (None without y, or if it is not kept) and its RMSNorm."""
+    """Return x + y, rounded (None without y, or if it is not kept), and its RMSNorm."""
     dim = x.shape[-1]
     tokens = x.numel() // dim
     total, out = torch.empty_like(x) if keep and y is not None else None, torch.empty_like(x)
@@ -344,6 +356,6 @@ def add_norm(x: Tensor, y: Tensor | None, gain: Tensor, eps: float, keep: bool =
         launch(
             _add_norm_kernel, (tokens,), x,
             x, x if y is None else y, gain, x if total is None else total, out, tokens, eps,
-            D=dim, BD=block, ADD=y is not None, KEEP=keep, num_warps=min(16, max(1, block // 512)), **early(x),
+            D=dim, BD=block, ADD=y is not None, KEEP=keep, num_warps=min(16, max(1, block // 512)), **dependent_launch(x),
         )  # fmt: skip
     return total, out

@@ -1,4 +1,4 @@
-"""The reads of decoding as operators that PyTorch knows: for torch.compile and CUDA graphs. They change `slots` and have no gradient."""
+"""Reads of decoding as PyTorch operators, for torch.compile and CUDA graphs. They change `slots` in place and have no gradient."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,10 +9,14 @@ from torch import Tensor
 from depthmix.ops.backend import choose, why_no_kernels
 
 KINDS = (torch.float32, torch.bfloat16, torch.float16)
-MAX_DIM = 16384  # channels of a row that fit in the registers of 16 warps
-STEP_TOKENS = 256  # up to which a site's launch takes longer than what it reads
-GROUP = 8  # sites of a Full stack that look at the sources before them together
-PASS_BYTES = 1 << 22  # that a launch may move to keep all readers to come up to date, which then need not read a source
+# Channels of a row that fit in the registers of 16 warps.
+MAX_DIM = 16384
+# Up to this many tokens a launch takes longer than the memory traffic of its site.
+STEP_TOKENS = 256
+# Sites of a Full stack that read the sources before them together.
+GROUP = 8
+# Bytes that one launch may move to update the running softmax of all later readers, which then need not read the source.
+PASS_BYTES = 1 << 22
 
 _library = torch.library.Library("depthmix", "FRAGMENT")
 _library.define(
@@ -92,11 +96,11 @@ def _pass_on(
     key_gain: Tensor, own_query: Tensor | None, own_key_gain: Tensor | None, own_at: int, own_begin: int, own_end: int,
     ways: int, gain: list[Tensor], eps: float, out_eps: float, scale: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    from depthmix.ops.slots import passing
+    from depthmix.ops.slots import running_softmax
 
     partial = None if before < 0 else slots[before]
     own = [None if t is None else t.contiguous() for t in (own_query, own_key_gain)]
-    return passing.pass_on(
+    return running_softmax.pass_on(
         slots, acc, stats, y.contiguous(), partial, slot, stride, begin, end, query.contiguous(), key_gain.contiguous(), own[0],
         own[1], own_at, own_begin, own_end, ways, _contiguous(gain), eps, out_eps, scale,
     )  # fmt: skip
@@ -126,16 +130,19 @@ for _name, _run, _fake in (
     ("pass_on", _pass_on, _pass_on_fake),
     ("add_norm", _add_norm, _add_norm_fake),
 ):
-    for _device in ("CUDA", "CPU"):  # CPU: in Triton's interpreter
+    # On a CPU the kernels run in Triton's interpreter.
+    for _device in ("CUDA", "CPU"):
         _library.impl(f"slots_{_name}", _run, _device)
     torch.library.register_fake(f"depthmix::slots_{_name}", _fake, lib=_library)
 
 
 def usable(op: str, x: Tensor) -> bool:
-    """Whether a pass that begins with x can be one without gradients on kernels; a compiler fuses by itself."""
-    if torch.is_grad_enabled() or torch.compiler.is_compiling() or type(x) is not Tensor:  # DTensor and the like
+    """Return whether a pass that begins with x can run on the decoding kernels: no gradients, no compiler, kernels available."""
+    # The type check excludes DTensor and the like.
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or type(x) is not Tensor:
         return False
-    if x.requires_grad:  # a leaf, whose gradient somebody may want who goes on with gradients: a copy has none
+    # x may be a leaf whose gradient the caller wants later. Slots hold copies of x, which would cut it off.
+    if x.requires_grad:
         return False
     if x.dtype not in KINDS or x.shape[-1] > MAX_DIM:
         return False
@@ -143,7 +150,7 @@ def usable(op: str, x: Tensor) -> bool:
 
 
 def few_tokens(x: Tensor) -> bool:
-    """Whether launches count and not bytes."""
+    """Return whether x has so few tokens that launches take longer than memory traffic."""
     return x.numel() <= STEP_TOKENS * x.shape[-1]
 
 
@@ -165,11 +172,14 @@ def attend(
     bank_lse: Tensor | None = None,
     scale: Tensor | None = None,
 ) -> Tensor:
-    """kernels.attend; before: the slot of what is added to y, or -1. slots: [..., N or more dimensions, D], contiguous."""
-    found: Tensor = torch.ops.depthmix.slots_attend(
+    """Run kernels.attend.
+
+    before: the slot whose tensor is added to y, or -1. slots: contiguous [slots, ..., D].
+    """
+    out: Tensor = torch.ops.depthmix.slots_attend(
         slots, y, before, slot, stride, head, skip, n, query, key_gain, gain, eps, out_eps, bank, bank_lse, scale
     )
-    return found
+    return out
 
 
 def pass_on(
@@ -191,29 +201,32 @@ def pass_on(
     out_eps: float,
     scale: Tensor | None = None,
 ) -> Tensor:
-    """passing.pass_on; before: as in attend; ahead, own_ahead: the readers and further ways that are brought up to date."""
-    found: Tensor = torch.ops.depthmix.slots_pass_on(
+    """Run running_softmax.pass_on.
+
+    before: as in attend. ahead, own_ahead: the later readers and further ways whose running mixtures are updated.
+    """
+    out: Tensor = torch.ops.depthmix.slots_pass_on(
         slots, *running, y, before, slot, stride, ahead.start, ahead.stop, query, key_gain, *(own or (None, None)),
         own_at, own_ahead.start, own_ahead.stop, ways, gain, eps, out_eps, scale,
     )  # fmt: skip
-    return found
+    return out
 
 
 def running(x: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """Room for so many running mixtures of tokens x: sums, and their maxima and weights."""
+    """Allocate running mixtures for `rows` readers of tokens x: sums [rows, N, D], and maxima and weights [2, rows, N]."""
     acc = torch.empty(rows, x.numel() // x.shape[-1], x.shape[-1], dtype=torch.float32, device=x.device)
     return acc, torch.empty(2, *acc.shape[:2], dtype=torch.float32, device=x.device)
 
 
 def passes_on(x: Tensor, rows: int) -> bool:
-    """Whether a source can go to all readers to come at once: half of so many, read and written in fp32."""
+    """Return whether each source may update all later readers at once: half of `rows` on average, read and written in fp32."""
     return rows // 2 * x.numel() * 8 <= PASS_BYTES
 
 
 def look_back(slots: Tensor, n: int, query: Tensor, key_gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """kernels.look_back."""
-    found: tuple[Tensor, Tensor] = torch.ops.depthmix.slots_look_back(slots, n, query, key_gain, eps)
-    return found
+    """Run kernels.look_back."""
+    out: tuple[Tensor, Tensor] = torch.ops.depthmix.slots_look_back(slots, n, query, key_gain, eps)
+    return out
 
 
 def add_up(
@@ -229,24 +242,24 @@ def add_up(
     out_eps: float,
     raw: int = -1,
 ) -> tuple[Tensor, Tensor]:
-    """kernels.add_up."""
-    found: tuple[Tensor, Tensor] = torch.ops.depthmix.slots_add_up(
+    """Run kernels.add_up."""
+    out: tuple[Tensor, Tensor] = torch.ops.depthmix.slots_add_up(
         slots, y, before, slot, ways, static, w, relu, gain, out_eps, raw
     )
-    return found
+    return out
 
 
 def add_norm(x: Tensor, y: Tensor | None, gain: Tensor, eps: float, keep: bool = True) -> tuple[Tensor | None, Tensor]:
-    """x + y, rounded (x itself without y), and its RMSNorm, rounded: one launch for any number of tokens.
+    """Return x + y, rounded (x itself without y), and its RMSNorm, rounded, from one launch for any number of tokens.
 
-    keep=False: of a sum nobody else will see there is only the norm, and no other rounding.
+    keep=False: nobody else reads the sum. It is neither rounded nor returned.
     """
     total, out = torch.ops.depthmix.slots_add_norm(x, y, gain, eps, keep)
     return (x if y is None else total) if keep else None, out
 
 
 def rows_at_once(dim: int) -> int:
-    """Sources that one launch holds at once, and up to which two phases have nothing to save."""
+    """Return how many sources one launch holds at once. Up to this many, two phases save nothing."""
     from depthmix.ops.slots import kernels
 
     return kernels.rows_at_once(dim)

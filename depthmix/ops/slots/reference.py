@@ -1,11 +1,11 @@
-"""What is read at a site when tokens are decoded, in plain PyTorch: the specification. No gradients, and one rounding.
+"""Reads of decoding in plain PyTorch: the specification. No gradients, and one rounding.
 
 newest = (scale ⊙) y (+ before), rounded;      slots[slot] = newest
 attend      o = Σ_i p_i v_i,  p = softmax of the logits of depth attention over the finished sources and the newest
 look_back   of the finished sources alone, for several sites:  m = max s_i,  z = Σ exp(s_i - m),  a = Σ exp(s_i - m) v_i,
-            kept as a / z and lse = m + log z
+            stored as a / z and lse = m + log z
 merged      (exp(lse - t) a / z + exp(s - t) v) / (exp(lse - t) + exp(s - t)),  t = max(lse, s):  two phases make one softmax
-pass_on     the same softmax by a running maximum, sum and mixture of every reader, to which a finished source is added when it is there
+pass_on     the same softmax with a running maximum, sum and mixture for every reader, to which each finished source is added
 add_up      o = Σ_i (static_i + w_i · v_i) ⊙ v_i, clamped as relu says
 add_norm    x + y, rounded, and its RMSNorm
 """
@@ -40,7 +40,7 @@ def attend(
     query: Sequence[Tensor], key_gain: Sequence[Tensor], gain: Sequence[Tensor], eps: float, out_eps: float,
     bank: Tensor | None, bank_lse: Tensor | None, scale: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """As in kernels.py."""
+    """Compute kernels.attend in plain PyTorch."""
     _newest(slots, y, before, slot, scale)
     v = slots[[*_finished(slots, stride, head, skip, n), slot]].float()  # [n + 1, ..., D]
     outs = []
@@ -59,11 +59,11 @@ def pass_on(
     query: Tensor, key_gain: Tensor, own_query: Tensor | None, own_key_gain: Tensor | None, own_at: int, own_begin: int, own_end: int,
     ways: int, gain: Sequence[Tensor], eps: float, out_eps: float, scale: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """As in passing.py."""
+    """Compute running_softmax.pass_on in plain PyTorch."""
     _newest(slots, y, before, slot, scale)
 
     def added(u: Tensor, row: int, new: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-        """A running mixture with some more sources, from nothing if the first is among them."""
+        """Return a running mixture with more sources, started from nothing if the first source is among them."""
         v = slots[list(new)].flatten(1, -2).float()  # [n, N, D]
         s = _logits(v, u, eps)  # [n, N]
         m, z, a = (*stats[:, row], acc[row]) if new[0] else (torch.full_like(s[0], -torch.inf), 0.0, 0.0)
@@ -91,7 +91,7 @@ def pass_on(
 
 
 def look_back(slots: Tensor, n: int, query: Tensor, key_gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """As in kernels.py."""
+    """Compute kernels.look_back in plain PyTorch."""
     v = slots[:n].flatten(1, -2).float()  # [n, N, D]
     s = torch.stack([_logits(v, u, eps) for u in query * key_gain])  # [R, n, N]
     return torch.einsum("rnt,ntd->rtd", torch.softmax(s, 1), v), torch.logsumexp(s, 1)
@@ -101,7 +101,7 @@ def add_up(
     slots: Tensor, y: Tensor, before: Tensor | None, slot: int, ways: int, static: Tensor | None, w: Tensor | None,
     relu: int, gain: Sequence[Tensor], out_eps: float, raw: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """As in kernels.py."""
+    """Compute kernels.add_up in plain PyTorch."""
     _newest(slots, y, before, slot)
     v = slots[: slot + 1].float()  # [n, ..., D]
     tokens = (1,) * (v.ndim - 2)
@@ -119,7 +119,7 @@ def add_up(
 
 
 def add_norm(x: Tensor, y: Tensor | None, gain: Tensor, eps: float, keep: bool = True) -> tuple[Tensor | None, Tensor]:
-    """As in kernels.py."""
+    """Compute kernels.add_norm in plain PyTorch."""
     exact = x.float() if y is None else x.float() + y.float()
     total = exact.to(x.dtype) if keep else exact
     out = (rms_normalize(total, eps) * gain.float()).to(x.dtype)

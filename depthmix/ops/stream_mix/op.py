@@ -1,4 +1,4 @@
-"""stream_read, stream_write and stream_rule_read: checks, and what kernels can do. The kernels themselves do both at once: step.py."""
+"""stream_read, stream_write and stream_rule_read: check arguments. step.py runs the kernels, which write and read in one step."""
 
 import torch
 from torch import Tensor
@@ -10,12 +10,14 @@ from depthmix.ops.stream_mix.reference import stream_read_reference, stream_writ
 from depthmix.ops.stream_mix.reference_autograd import StreamRead, StreamRuleRead, StreamWrite, rule_read_reference
 from depthmix.ops.stream_mix.rules import Rule
 
-MAX_STREAMS = 4  # whose n² weights and sums a token fit in registers
-MAX_DIM = 16384  # channels of a row that fit in the registers of 32 warps
+# With n streams a token has n² weights and sums, which must fit in registers.
+MAX_STREAMS = 4
+# Channels of a row that fit in the registers of 32 warps.
+MAX_DIM = 16384
 
 
 def why_unsupported(x: Tensor, y: Tensor | None, n: int, *, wide: bool) -> str | None:
-    """Why the kernels cannot do a step, or None if they can. wide: parameters in float64."""
+    """Return why the kernels cannot do a step, or None if they can. wide: the parameters are float64."""
     known = (torch.float32, torch.bfloat16, torch.float16)
     if x.dtype not in known or (y is not None and y.dtype not in known):
         return "they know streams in float32, bfloat16 or float16"
@@ -27,7 +29,22 @@ def why_unsupported(x: Tensor, y: Tensor | None, n: int, *, wide: bool) -> str |
 
 
 def stream_read(x: Tensor, pre: Tensor) -> Tensor:
-    """Σ_i pre[i] x_i from streams x [..., n, C] with pre [..., n] or [n], rounded once to x's dtype: [..., C]."""
+    """Read from n residual streams: Σ_i pre[i] x_i.
+
+    Args:
+        x: streams [..., n, C].
+        pre: weights [..., n], or [n] shared by all tokens.
+
+    Returns:
+        [..., C], rounded once to x's dtype.
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not fit together.
+
+    Example:
+        >>> stream_read(torch.ones(2, 16, 4, 64), torch.full((4,), 0.25)).shape
+        torch.Size([2, 16, 64])
+    """
     n = _streams("stream_read", x)
     check_shape("stream_read", "pre", pre, x, (n,), tuple(x.shape[:-1]))
     with without_autocast(x):
@@ -37,9 +54,22 @@ def stream_read(x: Tensor, pre: Tensor) -> Tensor:
 
 
 def stream_write(x: Tensor, res: Tensor | None, post: Tensor, y: Tensor) -> Tensor:
-    """x'_o = Σ_i res[o, i] x_i + post[o] y, rounded once to x's dtype: [..., n, C].
+    """Write to n residual streams: x'_o = Σ_i res[o, i] x_i + post[o] y.
 
-    res: [..., n, n] or [n, n], output stream first; None for the identity. post: [..., n] or [n]. y: [..., C].
+    Args:
+        x: streams [..., n, C].
+        res: [..., n, n] or [n, n], output stream first; None for the identity.
+        post: [..., n] or [n].
+        y: a sublayer's output [..., C].
+
+    Returns:
+        [..., n, C], rounded once to x's dtype.
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not fit together.
+
+    Example:
+        >>> x = stream_write(torch.ones(2, 16, 4, 64), None, torch.ones(4), torch.ones(2, 16, 64))
     """
     op = "stream_write"
     n, tokens = _streams(op, x), tuple(x.shape[:-2])
@@ -56,9 +86,20 @@ def stream_write(x: Tensor, res: Tensor | None, post: Tensor, y: Tensor) -> Tens
 def stream_rule_read(
     rule: Rule, x: Tensor, columns: Tensor, bases: Tensor, scales: Tensor, gain: Tensor | None = None, eps: float = 0.0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """u, post and res of a rule of Hyper-Connections from streams x [..., n, C]; u is rounded once.
+    """Compute the weights of Hyper-Connections from the streams, and read with them.
 
-    columns, bases and scales: a site's of rules.by_column. gain: [C], of an RMSNorm of u with this eps.
+    Args:
+        rule: the rule that makes the weights.
+        x: streams [..., n, C].
+        columns, bases, scales: one site's of `rules.by_column`.
+        gain: [C], of an RMSNorm of the read, or None.
+        eps: of that norm.
+
+    Returns:
+        u [..., C], rounded once, post [..., n] and res [..., n, n].
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not fit together.
     """
     op = "stream_rule_read"
     n, width = _streams(op, x), x.shape[-1]

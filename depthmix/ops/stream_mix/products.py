@@ -1,14 +1,14 @@
-"""The products of the streams with W and their backward, as products of large matrices:
+"""Products of the streams with W and their backward, as products of large matrices:
 
-    z = x' W;      P = dz Wᵀ, what z adds to the gradient of x';      dW = x'ᵀ dz
+    z = x' W;      P = dz Wᵀ, the gradient of x' through z;      dW = x'ᵀ dz
 
-of all n D channels for mHC (W [n D, K]), stream by stream for Hyper-Connections (W [D, K], so few columns that the backward of
-the write forms P itself). For bf16 streams they run in bf16 with fp32 sums, and W and dz, which are fp32, as sums of two bf16
-numbers, K' of them, whole 16 bytes, one part after the other:
+over all n D channels for mHC (W [n D, K]), stream by stream for Hyper-Connections (W [D, K], so few columns that the backward of
+the write forms P itself). For bf16 streams the products run in bf16 with fp32 sums. The fp32 factors W and dz become sums of two
+bf16 numbers, padded to K' columns (whole 16 bytes), one part after the other:
 
     Wᵀ: high, low, high;      dz: high, high, low
 
-so that z and dW lose nothing, and P, one product over 3 K' columns, only what is below 2^-16 and its own rounding.
+z and dW lose nothing this way. P, one product over 3 K' columns, loses only what is below 2^-16 and its own rounding.
 """
 
 from typing import Any
@@ -18,16 +18,17 @@ from torch import Tensor
 
 from depthmix.ops.matmul import matmul
 
-HALF = torch.bfloat16  # its range is fp32's, fp16's is not
+# bf16 has the range of fp32; fp16 has not.
+HALF = torch.bfloat16
 
 
 def padded(columns: int) -> int:
-    """K'."""
+    """Return K': the number of columns padded to whole 16 bytes of bf16."""
     return -(-columns // 8) * 8
 
 
 def halves_of(w: Tensor) -> Tensor:
-    """W [..., C, K] in fp32 as rows high, low and high again: [..., 3 K', C] in bf16."""
+    """Split W [..., C, K] in fp32 into bf16 rows high, low and high again: [..., 3 K', C]."""
     rows, columns = w.mT, w.shape[-1]
     out = torch.zeros(*w.shape[:-2], 3, padded(columns), w.shape[-2], dtype=HALF, device=w.device)
     high = out[..., 0, :columns, :].copy_(rows)
@@ -37,7 +38,7 @@ def halves_of(w: Tensor) -> Tensor:
 
 
 def product(x: Tensor, w: Tensor, halves: Tensor | None, joint: bool) -> Tensor:
-    """z of streams [N, n, D]: [N, K] or [N, n, K] in fp32."""
+    """Return z of streams [N, n, D]: [N, K] if joint, otherwise [N, n, K], in fp32."""
     rows, columns = _rows(x, w), w.shape[-1]
     if halves is None:
         z = matmul(rows.float(), w)
@@ -45,22 +46,23 @@ def product(x: Tensor, w: Tensor, halves: Tensor | None, joint: bool) -> Tensor:
         half = padded(columns)
         high, low = halves[:columns], halves[half : half + columns]
         if x.is_cuda:
-            from depthmix.ops.depth_sum.kernels.scores import Halves, add_and_score
+            from depthmix.ops.depth_sum.kernels.scores import SplitRows, add_and_score
 
-            deep = len(w) >= 128 and columns <= 32  # fastest, and no more than small GPUs hold
+            # The fastest tiles that still fit on small GPUs.
+            deep = len(w) >= 128 and columns <= 32
             shape: dict[str, Any] = {"tile": 64, "depth": 128, "warps": 4} if deep else {}
-            z = add_and_score(rows, None, Halves(high, low), **shape)[1]
+            z = add_and_score(rows, None, SplitRows(high, low), **shape)[1]
         else:
             z = matmul(rows.float(), (high.float() + low.float()).t())
     return z if joint else z.view(*x.shape[:2], columns)
 
 
 def product_backward(dz: Tensor, w: Tensor, halves: Tensor | None, n: int) -> Tensor:
-    """P [N, n, D] of mHC's dz [N, K] in fp32, or in parts [N, 3 K']: then P is in bf16."""
+    """Return P [N, n, D] of mHC's dz: fp32 for dz [N, K] in fp32, bf16 for dz in parts [N, 3 K']."""
     if halves is None:
         p = matmul(dz, w.t())
     elif dz.is_cuda:
-        from depthmix.ops.stream_mix.kernels.thin import thin_product
+        from depthmix.ops.stream_mix.kernels.thin_product import thin_product
 
         p = thin_product(dz, halves)
     else:
@@ -69,7 +71,10 @@ def product_backward(dz: Tensor, w: Tensor, halves: Tensor | None, n: int) -> Te
 
 
 def weight_gradient(x: Tensor, dz: Tensor, w: Tensor, n: int) -> Tensor:
-    """dW in fp32. x: [N, n, D], or [N, D] of which every stream is a copy. dz: in fp32, or parts that end with high and low."""
+    """Return dW in fp32.
+
+    x: [N, n, D], or [N, D] if every stream is a copy of it. dz: in fp32, or in parts that end with high and low.
+    """
     if x.ndim == 2:
         x = x.unsqueeze(1).expand(-1, n, -1)
     columns, half = w.shape[-1], padded(w.shape[-1])
@@ -81,10 +86,10 @@ def weight_gradient(x: Tensor, dz: Tensor, w: Tensor, n: int) -> Tensor:
 
 
 def _wide_mm(a: Tensor, b: Tensor) -> Tensor:
-    """A product of bf16 matrices in fp32."""
+    """Multiply bf16 matrices with an fp32 result."""
     return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else matmul(a.float(), b.float())
 
 
 def _rows(x: Tensor, w: Tensor) -> Tensor:
-    """What W multiplies: all streams of a token together or each for itself, whichever W is for."""
+    """Return the rows that W multiplies: all streams of a token together, or each stream for itself."""
     return x.reshape(-1, len(w))

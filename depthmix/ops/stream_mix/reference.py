@@ -13,16 +13,17 @@ from depthmix.ops.precision import compute_dtype
 
 
 def stream_read_reference(x: Tensor, pre: Tensor) -> Tensor:
-    """u, not rounded: [..., C]."""
+    """Compute u [..., C] in plain PyTorch, not rounded."""
     return (pre.to(compute_dtype(x, pre)).unsqueeze(-1) * x).sum(-2)
 
 
 def stream_write_reference(x: Tensor, res: Tensor | None, post: Tensor, y: Tensor) -> Tensor:
-    """x', not rounded: [..., n, C]."""
+    """Compute x' [..., n, C] in plain PyTorch, not rounded."""
     wide = compute_dtype(x, post, y) if res is None else compute_dtype(x, res, post, y)
     out = post.to(wide).unsqueeze(-1) * y.unsqueeze(-2)
     if res is None:
         return out + x
-    for i in range(x.shape[-2]):  # products, not a matmul: its backward would run in bf16 if called under autocast
+    # Products instead of a matmul, whose backward would run in bf16 under autocast.
+    for i in range(x.shape[-2]):
         out = torch.addcmul(out, res[..., i].to(wide).unsqueeze(-1), x[..., i, :].unsqueeze(-2).to(wide))
     return out

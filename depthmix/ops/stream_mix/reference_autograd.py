@@ -1,4 +1,4 @@
-"""The reference's reads and writes with a backward of their own: one pass for each term, and no zeros for the streams that a term leaves out.
+"""The reference's reads and writes with hand-written backwards: one pass per term, and no zeros for streams a term leaves out.
 
 read:   dpre[i] = u' · x_i;    dx_i = pre[i] u'                              for u' the gradient of u
 write:  dx_i = Σ_o res[o, i] g_o;    dres[o, i] = g_o · x_i;    dpost[o] = g_o · y;    dy = Σ_o post[o] g_o
@@ -21,7 +21,7 @@ from depthmix.ops.stream_mix.rules import Rule
 
 
 class StreamRead(torch.autograd.Function):
-    """u, rounded once."""
+    """Compute stream_read, rounded once."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, pre: Tensor) -> Tensor:
@@ -42,7 +42,7 @@ class StreamRead(torch.autograd.Function):
 
 
 class StreamWrite(torch.autograd.Function):
-    """x', rounded once."""
+    """Compute stream_write, rounded once."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, res: Tensor | None, post: Tensor, y: Tensor) -> Tensor:
@@ -61,7 +61,8 @@ class StreamWrite(torch.autograd.Function):
             wide = _wide(x, res, post, y)
             g, post = widen(g, wide), widen(post, wide)
             dx = dres = None
-            product = torch.empty_like(g)  # one for all: new memory costs as much as filling it
+            # One buffer for all products: allocating memory costs as much as filling it.
+            product = torch.empty_like(g)
             if need_x:
                 dx = widen(g if res is None else _mix_into(None, widen(res, wide).transpose(-1, -2), g), x.dtype)
             if need_res and res is not None:
@@ -72,9 +73,10 @@ class StreamWrite(torch.autograd.Function):
 
 
 class StreamRuleRead(torch.autograd.Function):
-    """The weights of Hyper-Connections, and the read with them: u, normed with a gain and rounded once, post and res.
+    """Compute stream_rule_read: u, normed with a gain and rounded once, post and res.
 
-    What is small, a number for every stream and column of W, lies column by column: [n + 2, M] for the M streams of all tokens.
+    Small tensors, with a number for every stream and column of W, are stored column by column: [n + 2, M] for the M streams of all
+    tokens.
     """
 
     @staticmethod
@@ -92,7 +94,8 @@ class StreamRuleRead(torch.autograd.Function):
             r.addcmul_(mean, mean, value=-1).clamp_(min=0)
         z.mul_(r.add_(rule.eps).rsqrt_())
         f = torch.tanh(z) if rule.tanh else z
-        period = _period(x)  # what all tokens share is repeated for a row of them, or every loop is n long
+        # Repeat what all tokens share for a row of tokens; otherwise every inner loop is only n long.
+        period = _period(x)
         tiled = widen(bases, wide).unsqueeze(1).expand(-1, period // rule.n, -1).reshape(k, 1, period)
         made = torch.addcmul(tiled, f.view(k, -1, period), widen(scales, wide).view(k, 1, 1)).view(k, *x.shape[:-1])
         pre = made[0]
@@ -109,8 +112,8 @@ class StreamRuleRead(torch.autograd.Function):
         with without_autocast(x):
             if torch.is_grad_enabled():
                 reference = partial(rule_read_reference, ctx.rule, ctx.eps)
-                found = reference_gradients(reference, (x, columns, bases, scales, gain), needs, (du, dpost, dres))
-                return (None, None, *found)
+                gradients = reference_gradients(reference, (x, columns, bases, scales, gain), needs, (du, dpost, dres))
+                return (None, None, *gradients)
             du, dgain, dx, dcolumns = widen(du, wide), None, None, None
             if gain is not None:
                 du, dgain = normed_backward(o, widen(gain, wide), rho, du)
@@ -142,7 +145,7 @@ class StreamRuleRead(torch.autograd.Function):
 def rule_read_reference(
     rule: Rule, eps: float, x: Tensor, columns: Tensor, bases: Tensor, scales: Tensor, gain: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """StreamRuleRead in plain PyTorch."""
+    """Compute StreamRuleRead in plain PyTorch."""
     k, wide = rule.n + 2, compute_dtype(x, columns)
     streams, columns, bases, scales = (widen(t, wide) for t in (x, columns, bases, scales))
     z, variance = matmul(streams, columns.T), streams.square().mean(-1)
@@ -156,7 +159,7 @@ def rule_read_reference(
 
 
 def _period(x: Tensor) -> int:
-    """How many streams a row of tokens has."""
+    """Return how many streams a row of tokens has."""
     return x.shape[-2] * (x.shape[-3] if x.ndim > 2 else 1)
 
 
@@ -173,7 +176,7 @@ def _wide(x: Tensor, res: Tensor | None, post: Tensor, y: Tensor) -> torch.dtype
 
 
 def _weighted(weights: Tensor, x: Tensor) -> Tensor:
-    """Σ_i weights[i] x_i: [..., n] or [n], [..., n, C] -> [..., C]."""
+    """Return Σ_i weights[i] x_i [..., C] for weights [..., n] or [n] and x [..., n, C]."""
     out = None
     for p, x_i in zip(weights.unsqueeze(-1).unbind(-2), x.unbind(-2), strict=True):
         out = p * x_i if out is None else out.addcmul_(p, x_i)
@@ -182,7 +185,7 @@ def _weighted(weights: Tensor, x: Tensor) -> Tensor:
 
 
 def _mix_into(out: Tensor | None, weights: Tensor, x: Tensor) -> Tensor:
-    """Σ_i weights[o, i] x_i for every o, added to `out` in its place."""
+    """Add Σ_i weights[o, i] x_i for every o to `out`, in place."""
     for p, x_i in zip(weights.unsqueeze(-1).unbind(-2), x.unsqueeze(-3).unbind(-2), strict=True):
         out = p * x_i if out is None else out.addcmul_(p, x_i)
     assert out is not None
@@ -190,5 +193,5 @@ def _mix_into(out: Tensor | None, weights: Tensor, x: Tensor) -> Tensor:
 
 
 def _like(weight: Tensor, g: Tensor) -> Tensor:
-    """Of weights that all tokens share, the sum over the tokens."""
+    """Sum a gradient over the tokens that share a weight."""
     return widen(g.sum_to_size(weight.shape), weight.dtype)

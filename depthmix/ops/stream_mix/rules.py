@@ -1,4 +1,4 @@
-"""How the weights of a read and a write follow from the streams, in plain PyTorch: the specification of coefficients.py.
+"""Rules that make the weights of reads and writes from the streams, in plain PyTorch: the specification of kernels/coefficients.py.
 
 From the products z = x W and the sums of the streams, with r = 1 / RMS:
 
@@ -7,8 +7,8 @@ From the products z = x W and the sums of the streams, with r = 1 / RMS:
     each (Hyper-Connections):  for every stream f(r z), W [D, n + 2], f = tanh or none;   pre = s_alpha f_0 + base_pre,
                                post = s_beta f_1 + base_post,   res = (s_alpha f_2: + base_res)ᵀ
 
-base: what is added to pre, post and res, one after the other. A LayerNorm is an RMSNorm of centred streams, and their
-products are those of the streams with a centred W: whoever makes W centres it.
+base holds the terms added to pre, post and res, one after the other. A LayerNorm is an RMSNorm of centred streams. Their products
+are those of the streams with a centred W: the caller centres W.
 """
 
 import itertools
@@ -23,7 +23,7 @@ from depthmix.ops.sinkhorn.reference import DEEPSEEK_EPS, sinkhorn_reference
 
 
 class Rule(NamedTuple):
-    """One way to make the weights."""
+    """One way to make the weights of reads and writes."""
 
     n: int
     joint: bool  # the streams of a token together, as mHC; otherwise each for itself, as Hyper-Connections
@@ -37,17 +37,17 @@ class Rule(NamedTuple):
 
     @property
     def residual_logits(self) -> int:
-        """How many of them mHC's map is made of."""
+        """Return the number of logits of mHC's residual map."""
         return {"sinkhorn": self.n * self.n, "birkhoff": math.factorial(self.n), "identity": 0}[self.residual_map]
 
 
 def permutations(n: int) -> list[tuple[int, ...]]:
-    """Of n streams, where each is sent to, in lexicographic order: the identity comes first."""
+    """Return where each permutation sends each of n streams, in lexicographic order: the identity comes first."""
     return list(itertools.permutations(range(n)))
 
 
 def permutation_matrices(n: int) -> Tensor:
-    """[n!, n²], row by row."""
+    """Return all permutation matrices [n!, n²], row by row."""
     return torch.nn.functional.one_hot(torch.tensor(permutations(n)), n).flatten(1)
 
 
@@ -55,7 +55,10 @@ Coefficients = tuple[Tensor, Tensor, Tensor | None]  # pre [..., n], post [..., 
 
 
 def products(rule: Rule, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-    """z and the sums of streams x [..., n, D] in w's precision: Σ x² [...] if joint, otherwise Σ x and Σ x² [..., n, 2]."""
+    """Return z and the sums of streams x [..., n, D] in w's precision.
+
+    The sums are Σ x² [...] if the rule is joint, otherwise Σ x and Σ x² [..., n, 2].
+    """
     x = x.to(w.dtype)
     if rule.joint:
         return matmul(x.flatten(-2), w), x.square().sum((-1, -2))
@@ -63,7 +66,7 @@ def products(rule: Rule, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def coefficients(rule: Rule, dim: int, z: Tensor, sums: Tensor, base: Tensor, scale: Tensor) -> Coefficients:
-    """The weights from products and sums."""
+    """Compute pre, post and res from products and sums."""
     n = rule.n
     if rule.joint:
         z = z * torch.rsqrt(sums / (n * dim) + rule.eps).unsqueeze(-1)
@@ -87,15 +90,16 @@ def coefficients(rule: Rule, dim: int, z: Tensor, sums: Tensor, base: Tensor, sc
 
 
 def mixed_permutations(logits: Tensor, matrices: Tensor) -> Tensor:
-    """mHC-lite's map: [..., n!] and all permutations [n!, n²] -> [..., n, n]."""
+    """Compute mHC-lite's map [..., n, n] from logits [..., n!] and all permutation matrices [n!, n²]."""
     n = math.isqrt(matrices.shape[-1])
     return matmul(torch.softmax(logits, dim=-1), matrices.to(logits)).unflatten(-1, (n, n))
 
 
 def by_column(rule: Rule, w: Tensor, base: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """w, base and scale of Hyper-Connections for all sites by column of w: [S, n + 2, D], [S, n + 2, n] and [S, n + 2].
+    """Arrange w, base and scale of Hyper-Connections for all sites by column of w: [S, n + 2, D], [S, n + 2, n] and [S, n + 2].
 
-    A rule that centres has one column more, of 1/D: its products are the means."""
+    A rule that centres has one more column, of 1/D: its products are the means.
+    """
     n, columns = rule.n, w.transpose(-1, -2)
     if rule.centred:
         columns = torch.cat([columns, columns.new_full((len(w), 1, w.shape[1]), 1 / w.shape[1])], dim=1)

@@ -1,4 +1,4 @@
-"""One step of a stack of residual streams, as one node of autograd: the write of a site and the read of the next one.
+"""One step of a stack of residual streams, as one autograd node: the write of a site and the read of the next one.
 
     x' = the write of y to x;    pre, post, res = the coefficients of x';    h = RMSNorm of the read of x' with pre
 
@@ -18,7 +18,7 @@ from depthmix.ops.stream_mix.rules import Rule, coefficients, products
 
 
 class Step(NamedTuple):
-    """What comes out: x' is x if nothing was written; pre, post and res are None without a rule."""
+    """Results of a step. x' is x if nothing was written; pre, post and res are None without a rule."""
 
     x: Tensor
     h: Tensor
@@ -28,7 +28,7 @@ class Step(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """What goes in."""
+    """Inputs of a step."""
 
     x: Tensor  # [N, n, D], or [N, D] of which every stream is a copy
     y: Tensor | None = None  # [N, D], what is written; None: nothing
@@ -39,68 +39,76 @@ class Inputs(NamedTuple):
     base: Tensor | None = None
     scale: Tensor | None = None
     gain: Tensor | None = None  # [D], of the norm; None: no norm
-    halves: Tensor | None = None  # of w, as kernels with bf16 streams want it: no input of its own
+    halves: Tensor | None = (
+        None  # parts of w for bf16 streams, from `halves_of`; derived from w, so without a gradient of its own
+    )
 
 
-def step_reference(rule: Rule | None, n: int, eps: float, given: Inputs) -> Step:
-    """The step in plain PyTorch, with the kernels' roundings."""
-    x, kind = given.x, given.x.dtype
+def step_reference(rule: Rule | None, n: int, eps: float, inputs: Inputs) -> Step:
+    """Compute the step in plain PyTorch, with the kernels' roundings."""
+    x, kind = inputs.x, inputs.x.dtype
     streams = x.unsqueeze(1).expand(-1, n, -1) if x.ndim == 2 else x
-    if given.y is not None:
-        assert given.post is not None
-        streams = stream_write_reference(streams, given.res, given.post, given.y).to(kind)
-    pre, post, res = given.pre, None, None
-    found = None
+    if inputs.y is not None:
+        assert inputs.post is not None
+        streams = stream_write_reference(streams, inputs.res, inputs.post, inputs.y).to(kind)
+    pre, post, res = inputs.pre, None, None
+    rule_pre = None
     if rule is not None:
-        assert given.w is not None
-        assert given.base is not None
-        assert given.scale is not None
-        found, post, res = coefficients(rule, x.shape[-1], *products(rule, streams, given.w), given.base, given.scale)
-        pre = found if pre is None else pre
+        assert inputs.w is not None
+        assert inputs.base is not None
+        assert inputs.scale is not None
+        rule_pre, post, res = coefficients(
+            rule, x.shape[-1], *products(rule, streams, inputs.w), inputs.base, inputs.scale
+        )
+        pre = rule_pre if pre is None else pre
     assert pre is not None
     h = stream_read_reference(streams, pre)
-    if given.gain is not None:
-        h = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + eps) * given.gain.to(compute_dtype(h))
-    return Step(x if given.y is None else streams, h.to(kind), found, post, res)
+    if inputs.gain is not None:
+        h = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + eps) * inputs.gain.to(compute_dtype(h))
+    return Step(x if inputs.y is None else streams, h.to(kind), rule_pre, post, res)
 
 
 class _Step(torch.autograd.Function):
+    """Compute the step with kernels."""
+
     @staticmethod
-    def forward(ctx: Any, rule: Rule | None, n: int, eps: float, *given: Tensor | None) -> Any:
+    def forward(ctx: Any, rule: Rule | None, n: int, eps: float, *inputs: Tensor | None) -> Any:
         from depthmix.ops.stream_mix.kernels import coefficients as weights
         from depthmix.ops.stream_mix.kernels.read import read
         from depthmix.ops.stream_mix.kernels.rows import Reading
         from depthmix.ops.stream_mix.kernels.write import EACH, JOINT, NO_SCAN, write
 
-        a = Inputs(*given)  # type: ignore[arg-type]
+        a = Inputs(*inputs)  # type: ignore[arg-type]
         copies, scan = a.x.ndim == 2, NO_SCAN if rule is None else JOINT if rule.joint else EACH
         reading = None if a.pre is None else Reading(a.pre, a.gain, eps)
         x, z, sums, h, rho = write(a.x, copies, n, a.y, a.post, a.res, a.w, a.halves, scan, reading)
         pre, post, res = a.pre, None, None
-        found = None
+        rule_pre = None
         if rule is not None:
             assert z is not None
             assert sums is not None
             assert a.base is not None
             assert a.scale is not None
-            found, post, res = weights.forward(rule, x.shape[-1], z, sums, a.base, a.scale)
-            pre = found if pre is None else pre
+            rule_pre, post, res = weights.forward(rule, x.shape[-1], z, sums, a.base, a.scale)
+            pre = rule_pre if pre is None else pre
         assert pre is not None
         if h is None:
             h, rho = read(x, copies and a.y is None, n, pre, a.gain, eps)
         ctx.rule, ctx.n, ctx.eps = rule, n, eps
         new = None if a.y is None else x
-        known = a.pre is not None and a.gain is not None  # then the backward of the norm needs h instead of the streams
-        ctx.save_for_backward(*a, new, found if a.pre is None else None, z, sums, rho, h if known else None)
+        # Then the backward of the norm needs h instead of the streams.
+        norm_needs_h = a.pre is not None and a.gain is not None
+        ctx.save_for_backward(*a, new, rule_pre if a.pre is None else None, z, sums, rho, h if norm_needs_h else None)
         ctx.set_materialize_grads(False)
-        return new, h, found, post, res
+        return new, h, rule_pre, post, res
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        *given, new, found, z, sums, rho, h = ctx.saved_tensors
-        a: Any = Inputs(*given)
+        *inputs, new, rule_pre, z, sums, rho, h = ctx.saved_tensors
+        a: Any = Inputs(*inputs)
         needed = ctx.needs_input_grad[3:]
-        if torch.is_grad_enabled():  # create_graph=True
+        # create_graph=True.
+        if torch.is_grad_enabled():
             return None, None, None, *_reference_backward(ctx, a, needed, grads)
         from depthmix.ops.stream_mix.kernels import coefficients as weights
         from depthmix.ops.stream_mix.kernels.read import norm_backward, read_backward
@@ -111,9 +119,9 @@ class _Step(torch.autograd.Function):
         x, copies = (a.x, a.x.ndim == 2) if new is None else (new, False)
         dgain, read = None, None
         if dh is not None and a.pre is None:
-            found_dpre, c, dgain = read_backward(dh, x, copies, n, found, a.gain, rho)
-            dpre = found_dpre if dpre is None else found_dpre + dpre
-            read = ReadGradient(dh, found, a.gain, rho, c)
+            read_dpre, c, dgain = read_backward(dh, x, copies, n, rule_pre, a.gain, rho)
+            dpre = read_dpre if dpre is None else read_dpre + dpre
+            read = ReadGradient(dh, rule_pre, a.gain, rho, c)
         elif dh is not None:
             c = None
             if h is not None:
@@ -131,13 +139,13 @@ class _Step(torch.autograd.Function):
                 assert dz is not None
                 scan = ScanGradient(dz, slopes, a.w if a.halves is None else a.halves)
             dw = weight_gradient(x, in_products, a.w, n) if needed[5] else None
-        found_grads = write_backward(dx, a.x, a.x.ndim == 2, n, a.y, a.post, a.res, read, scan)
+        input_grads = write_backward(dx, a.x, a.x.ndim == 2, n, a.y, a.post, a.res, read, scan)
         out = [
-            found_grads.dx,
-            found_grads.dy,
-            _shared(found_grads.dpost, a.post, 1),
-            _shared(found_grads.dres, a.res, 2),
-            _shared(found_grads.dpre, a.pre, 1),
+            input_grads.dx,
+            input_grads.dy,
+            _shared(input_grads.dpost, a.post, 1),
+            _shared(input_grads.dres, a.res, 2),
+            _shared(input_grads.dpre, a.pre, 1),
             dw,
             dbase,
             dscale,
@@ -148,23 +156,30 @@ class _Step(torch.autograd.Function):
 
 
 def _shared(g: Tensor | None, weight: Tensor | None, ndim: int) -> Tensor | None:
-    """The gradient of weights that all tokens share is the sum of the tokens'."""
+    """Sum a gradient over the tokens if they share the weight."""
     return g.sum(0) if g is not None and weight is not None and weight.ndim == ndim else g
 
 
 def _reference_backward(ctx: Any, a: Inputs, needed: Any, grads: Any) -> list[Tensor | None]:
-    def reference(*given: Tensor | None) -> list[Tensor]:
-        found = step_reference(ctx.rule, ctx.n, ctx.eps, Inputs(*given))  # type: ignore[arg-type]
-        outs = (None if given[1] is None else found.x, *found[1:])
+    def reference(*inputs: Tensor | None) -> list[Tensor]:
+        outputs = step_reference(ctx.rule, ctx.n, ctx.eps, Inputs(*inputs))  # type: ignore[arg-type]
+        outs = (None if inputs[1] is None else outputs.x, *outputs[1:])
         return [o for o, g in zip(outs, grads, strict=True) if o is not None and g is not None]
 
     return reference_gradients(reference, a, needed, [g for g in grads if g is not None])
 
 
-def step(rule: Rule | None, n: int, eps: float, given: Inputs) -> Step:
-    """The step by kernels, differentiable."""
-    if given.w is not None and given.x.dtype == torch.bfloat16 and given.halves is None:
-        given = given._replace(halves=halves_of(given.w.detach()))
-    laid_out = [None if t is None else t.contiguous() for t in given]
-    x, *rest = _Step.apply(rule, n, eps, *laid_out)
-    return Step(given.x if x is None else x, *rest)
+def step(rule: Rule | None, n: int, eps: float, inputs: Inputs) -> Step:
+    """Compute the step with kernels, differentiably.
+
+    Args:
+        rule: makes the weights, or None if `inputs` has them.
+        n: number of streams.
+        eps: of the norm.
+        inputs: see `Inputs`.
+    """
+    if inputs.w is not None and inputs.x.dtype == torch.bfloat16 and inputs.halves is None:
+        inputs = inputs._replace(halves=halves_of(inputs.w.detach()))
+    contiguous = [None if t is None else t.contiguous() for t in inputs]
+    x, *rest = _Step.apply(rule, n, eps, *contiguous)
+    return Step(inputs.x if x is None else x, *rest)

@@ -1,1 +1,1 @@
-"""What sublayers do between their matrix products, when no gradient is wanted."""
+"""Elementwise work of sublayers between their matrix products, for passes without gradients."""

@@ -1,7 +1,7 @@
-"""Between the matrix products of a sublayer, one launch each, where no gradient is wanted.
+"""Kernels for the work between the matrix products of a sublayer, one launch each, for passes without gradients.
 
-turn_and_store   queries, keys and values [B, T, heads, d] as they come from their products: RMSNorm of queries and keys (or
-                 none), rotary positions, and keys and values into their places in a cache
+turn_and_store   queries, keys and values [B, T, heads, d] as their products return them: RMSNorm of queries and keys (or
+                 none), rotary positions, and keys and values stored in a cache
 activate         silu(gate) * up, or relu(up)²
 """
 
@@ -10,13 +10,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from depthmix.ops.gpu.early import early, wait_for_last
+from depthmix.ops.gpu.dependent_launch import dependent_launch, wait_for_previous_kernel
 from depthmix.ops.gpu.launch import launch
 
 
 @triton.jit
 def _turn(x, out, at, to, gain, c, ok, cos, sin, eps, HALF: tl.constexpr, NORM: tl.constexpr):
-    """Rows of heads, normed and turned: channels c and c + HALF turn together. cos, sin: where those of the token are."""
+    """Normalise and rotate rows of heads: channels c and c + HALF rotate together. cos, sin: pointers to those of the token."""
     a = tl.load(x + at, mask=ok, other=0.0).to(tl.float32)
     z = tl.load(x + at + HALF, mask=ok, other=0.0).to(tl.float32)
     inside = c < HALF
@@ -44,7 +44,7 @@ def _turn_kernel(
 ):  # fmt: skip
     D: tl.constexpr = 2 * HALF
     if EARLY:
-        wait_for_last()
+        wait_for_previous_kernel()
     token = tl.program_id(0).to(tl.int64)  # of B * T
     b, t = token // T, token % T
     c = tl.arange(0, BHALF)
@@ -70,7 +70,7 @@ def _activate_kernel(
     gate, up, out, n: tl.int64, UNIT: tl.constexpr, BLOCK: tl.constexpr, GATED: tl.constexpr, EARLY: tl.constexpr
 ):  # fmt: skip
     if EARLY:
-        wait_for_last()
+        wait_for_previous_kernel()
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     ok = i < n * UNIT  # whole rows of 16 bytes, if that is what there is
     x = tl.load(up + i, mask=ok, other=0.0).to(tl.float32)
@@ -88,7 +88,10 @@ def turn_and_store(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, q_gain: Tensor | None, k_gain: Tensor | None, eps: float,
     position: Tensor, keys: Tensor, values: Tensor,
 ) -> Tensor:  # fmt: skip
-    """The queries [B, heads, T, d]; keys and values [B, kv heads, slots, d] change from position [1] on. cos, sin: [B or 1, 1, T, d]."""
+    """Return the queries [B, heads, T, d], and store keys and values.
+
+    keys, values: caches [B, kv heads, slots, d], which change from position [1] on. cos, sin: [B or 1, 1, T, d].
+    """
     batch, length, heads, dim = q.shape
     out = q.new_empty(batch, heads, length, dim)
     if q.numel():
@@ -98,20 +101,21 @@ def turn_and_store(
             q, k, v, cos, sin, q if q_gain is None else q_gain, q if k_gain is None else k_gain, position, out, keys, values,
             length, length if len(cos) > 1 else 0, keys.shape[2], eps,
             H=heads, BH=rows, KV=k.shape[2], BKV=triton.next_power_of_2(k.shape[2]), HALF=dim // 2, BHALF=block,
-            NORM=q_gain is not None, num_warps=min(8, max(1, rows * block // 256)), **early(q),
+            NORM=q_gain is not None, num_warps=min(8, max(1, rows * block // 256)), **dependent_launch(q),
         )  # fmt: skip
     return out
 
 
 def activate(gate: Tensor | None, up: Tensor) -> Tensor:
-    """silu(gate) * up, or relu(up)² without a gate."""
+    """Return silu(gate) * up, or relu(up)² without a gate."""
     out = torch.empty_like(up)
     n = up.numel()
     if n:
-        block, unit = 1024 if n >= 1 << 20 else 256, 8 if n % 8 == 0 else 1  # few numbers are shared by several cores
+        # Small blocks, so that few numbers are spread over several cores.
+        block, unit = 1024 if n >= 1 << 20 else 256, 8 if n % 8 == 0 else 1
         launch(
             _activate_kernel, (triton.cdiv(n, block),), up,
             up if gate is None else gate, up, out, n // unit, UNIT=unit, BLOCK=block, GATED=gate is not None,
-            num_warps=max(1, block // 256), **early(up),
+            num_warps=max(1, block // 256), **dependent_launch(up),
         )  # fmt: skip
     return out

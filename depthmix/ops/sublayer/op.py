@@ -41,7 +41,8 @@ def _activate_fake(gate: Tensor | None, up: Tensor) -> Tensor:
     return torch.empty_like(up, memory_format=torch.contiguous_format)
 
 
-for _device in ("CUDA", "CPU"):  # CPU: in Triton's interpreter
+# On a CPU the kernels run in Triton's interpreter.
+for _device in ("CUDA", "CPU"):
     _library.impl("turn_and_store", _turn, _device)
     _library.impl("activate", _activate, _device)
 torch.library.register_fake("depthmix::turn_and_store", _turn_fake, lib=_library)
@@ -60,16 +61,19 @@ def turn_and_store(
     keys: Tensor,
     values: Tensor,
 ) -> Tensor:
-    """The queries as attention takes them; keys and values go to their places in a cache. See kernels.py; gains: of RMSNorms."""
-    found: Tensor = torch.ops.depthmix.turn_and_store(
+    """Return the queries in attention's layout, and store keys and values in their caches (see kernels.py).
+
+    gains: of the RMSNorms of queries and keys, or None.
+    """
+    out: Tensor = torch.ops.depthmix.turn_and_store(
         q, k, v, cos, sin, *((None, None) if gains is None else gains), eps, position, keys, values
     )
-    return found
+    return out
 
 
 def activate(gate: Tensor | None, up: Tensor) -> Tensor:
-    """silu(gate) * up, or relu(up)² without a gate."""
+    """Return silu(gate) * up, or relu(up)² without a gate."""
     if usable("activate", up) and (gate is None or gate.dtype == up.dtype):
-        found: Tensor = torch.ops.depthmix.activate(gate, up)
-        return found
+        out: Tensor = torch.ops.depthmix.activate(gate, up)
+        return out
     return functional.relu(up).square() if gate is None else functional.silu(gate) * up

@@ -1,4 +1,4 @@
-"""The loss of every token from its logits."""
+"""Cross entropy of every token from its logits."""
 
 from depthmix.ops.token_loss.op import token_loss
 

@@ -1,9 +1,9 @@
-"""Loss and gradient of a row of logits, each in one pass over them, in the dtype that they came in.
+"""Loss and gradient of a row of logits, each in one pass over the row, in the logits' dtype.
 
 ℓ = log Σ_v exp(x_v) − x_t        dx_v = (exp(x_v − log Σ exp(x)) − [v = t]) dℓ
 
-PyTorch's operators write the logits three times in fp32 (widened, their logarithm, its gradient), which are the largest
-tensors of a training step. A target that is no column gives NaN.
+PyTorch's operators write the logits three times in fp32 (widened, their logarithm, its gradient). These are the largest tensors
+of a training step. A target outside the columns gives NaN.
 """
 
 import torch
@@ -13,7 +13,8 @@ from torch import Tensor
 
 from depthmix.ops.gpu.launch import launch
 
-BLOCK = 4096  # columns at a time
+# Columns that a program processes at a time.
+BLOCK = 4096
 
 
 @triton.jit(do_not_specialize=["units"])
@@ -55,7 +56,11 @@ def _backward_kernel(
 
 
 def forward(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Losses [N] and, of each row, its largest logit and the logarithm of Σ exp(x − largest) [N, 2], fp32, from logits [N, V] and targets [N]."""
+    """Compute the losses of logits [N, V] at targets [N].
+
+    Returns:
+        Losses [N]; and for each row its largest logit and the logarithm of Σ exp(x − largest), [N, 2]. Both fp32.
+    """
     n, vocab = logits.shape
     losses, sums = (logits.new_empty(*shape, dtype=torch.float32) for shape in ((n,), (n, 2)))
     if n:
@@ -64,7 +69,7 @@ def forward(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def backward(logits: Tensor, targets: Tensor, sums: Tensor, dlosses: Tensor) -> Tensor:
-    """The gradient of the logits, rounded once to their dtype."""
+    """Return the gradient of the logits, rounded once to their dtype."""
     n, vocab = logits.shape
     dlogits = torch.empty_like(logits)
     if n:

@@ -13,6 +13,8 @@ from depthmix.ops.slots.op import KINDS
 
 
 class _TokenLoss(torch.autograd.Function):
+    """Compute token_loss with kernels."""
+
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
         from depthmix.ops.token_loss.kernels import forward
@@ -26,9 +28,10 @@ class _TokenLoss(torch.autograd.Function):
         from depthmix.ops.token_loss.kernels import backward
 
         logits, targets, sums = ctx.saved_tensors
-        if torch.is_grad_enabled():  # create_graph=True
-            (found,) = reference_gradients(lambda x: _reference(x, targets), [logits], [True], [dlosses])
-            return found, None
+        # create_graph=True.
+        if torch.is_grad_enabled():
+            (dlogits,) = reference_gradients(lambda x: _reference(x, targets), [logits], [True], [dlosses])
+            return dlogits, None
         return backward(logits, targets, sums, dlosses.contiguous()), None
 
 
@@ -37,22 +40,32 @@ def _reference(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def why_unsupported(logits: Tensor, targets: Tensor) -> str | None:
-    """Why the kernels cannot take these, or None if they can."""
+    """Return why the kernels cannot take these tensors, or None if they can."""
     if type(logits) is not Tensor or type(targets) is not Tensor:
-        return "they take plain tensors"  # not one that is divided among processes
+        # Not DTensors, which are sharded across processes.
+        return "they take plain tensors"
     if logits.dtype not in KINDS:
         return f"they compute in float32, and the logits are {logits.dtype}"
     return None if logits.shape[-1] < 2**30 else "they count columns in 32 bits"
 
 
 def token_loss(logits: Tensor, targets: Tensor, *, backend: str | None = None) -> Tensor:
-    """Nats of every token, fp32 [N], from logits [N, V] and targets [N]; the logits' gradient is rounded once to their dtype.
+    """Compute the cross entropy of every token in nats. The logits' gradient is rounded once to their dtype.
 
-    backend: "triton" or "reference" forces one; by default, and unless `use_backend` says otherwise, kernels run where they can.
+    Args:
+        logits: [N, V].
+        targets: [N], column numbers.
+        backend: "triton" or "reference". By default `use_backend` decides, then kernels run where they can.
+
+    Returns:
+        Losses [N] in fp32.
+
+    Raises:
+        BackendError: "triton" was asked for and cannot run this call.
     """
     with without_autocast(logits):
         kernels = choose("token_loss", logits, why_unsupported(logits, targets), backend) == "triton"
         if kernels and not torch.compiler.is_compiling():
-            found: Tensor = _TokenLoss.apply(logits.contiguous(), targets.contiguous())
-            return found
+            losses: Tensor = _TokenLoss.apply(logits.contiguous(), targets.contiguous())
+            return losses
         return _reference(logits, targets)

@@ -6,17 +6,23 @@ carries only what it lacks (arXiv 2603.15031, section 4.1). Gradients go the sam
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from depthmix.mixers.traffic import lacking
+from depthmix.parallel.plan.costs.base import StateSizes
 
-States = Sequence[dict[int, float]]
+States = Sequence[StateSizes]
 
 
 def cuts(n_blocks: int, chunks: int, sites_per_block: int = 2) -> list[int]:
     """The first site of every stage; blocks are shared out evenly, the longer stages first."""
     short, longer = divmod(n_blocks, chunks)
     return [sites_per_block * (short * i + min(i, longer)) for i in range(chunks)]
+
+
+def lacking(states: States, site: int, has: Iterable[int] = ()) -> float:
+    """Count the activations that a rank must receive before `site`, given the states before the sites in `has`."""
+    known = {label for s in has for label in states[s]}
+    return sum(size for label, size in states[site].items() if label not in known)
 
 
 def hop_sizes(states: States, starts: Sequence[int], ranks: int, cached: bool) -> list[float]:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from depthmix.mixers import Mixer, create_mixer
-from depthmix.mixers.traffic import Published, Traffic
 from depthmix.models import DecoderConfig
+from depthmix.parallel.plan.costs import Published, Traffic, costs_of
 
 # Of the size of bf16 logits, what is kept and what is moved, products of the head included: themselves and their gradient, and
 # where tensor parallelism splits them, which our loss does not do, in fp32 their logarithms and two gradients.
@@ -91,5 +91,6 @@ def count(config: DecoderConfig, total: float | None = None, active: float | Non
     ways = [mixer.ways(site) for site in range(mixer.n_sites)]
     total = float(parts["total"]) if total is None else total + parts["added_by_mixer"]
     active = float(parts["total"]) if active is None else active + parts["added_by_mixer"]
-    states = mixer.state_tensors()
-    return Counts(config, parts, total, min(active, total), ways, mixer.traffic(), states, mixer.published())
+    costs = costs_of(mixer)
+    traffic, states, published = costs.traffic(), costs.state_tensors(), costs.published()
+    return Counts(config, parts, total, min(active, total), ways, traffic, states, published)

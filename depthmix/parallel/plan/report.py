@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from depthmix.config import TrainConfig
-from depthmix.mixers.traffic import Traffic
+from depthmix.parallel.plan.costs import Traffic
 from depthmix.parallel.plan.hardware import GIB, Gpu
 from depthmix.parallel.plan.layout import Layout, micro_batch
 from depthmix.parallel.plan.memory import Memory

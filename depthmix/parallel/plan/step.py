@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from depthmix.config import TrainConfig
-from depthmix.mixers.traffic import Traffic
+from depthmix.parallel.plan.costs import Traffic
 from depthmix.parallel.plan.hardware import ATTENTION, COLLECTIVE, COPY, FP32, MATMUL, MIXING, START, Gpu
 from depthmix.parallel.plan.hops import cuts, hop_sizes
 from depthmix.parallel.plan.layout import Layout, micro_batch

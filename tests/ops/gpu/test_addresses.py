@@ -55,7 +55,7 @@ def test_an_arena_grows_up_to_its_room_and_then_begins_again(monkeypatch: pytest
     assert {k: t.tolist() for k, t in made.items()} == {k: [k, k] for k in range(6)}
     assert arena.tables(((9, 9),))[0].data_ptr() == made[0].data_ptr()
     assert len(arena.pieces) == 3
-    assert arena.kept.keys() == {((9, 9),)}
+    assert arena.cached.keys() == {((9, 9),)}
 
 
 def in_threads(*jobs: Callable[[], None]) -> None:
@@ -81,7 +81,7 @@ def in_threads(*jobs: Callable[[], None]) -> None:
 def new_arenas(patch: pytest.MonkeyPatch, room: int) -> None:
     """Forget the arenas there are, and give those to come room for so many numbers."""
     patch.setattr(addresses, "_idle", {})
-    patch.setattr(addresses, "_own", addresses._Own())
+    patch.setattr(addresses, "_thread_arenas", addresses._ThreadArenas())
     patch.setattr(addresses.Arena.__init__, "__defaults__", (room,))
 
 
@@ -204,9 +204,9 @@ class Turns:
 
 def give_turns_away_after_tables(patch: pytest.MonkeyPatch, turns: Turns) -> None:
     """Give the turn away whenever tables are there and their kernel is not launched yet."""
-    from depthmix.ops.depth_attention.kernels import layer_backward, other_reads, pair, read, source_backward, tiling
+    from depthmix.ops.depth_attention.kernels import general_read, layer_backward, pair, read, source_backward, tiling
 
-    for module in (layer_backward, other_reads, pair, read, source_backward, tiling):
+    for module in (layer_backward, general_read, pair, read, source_backward, tiling):
         for name in ("address_table", "address_tables"):
             if hasattr(module, name):
                 ask = getattr(module, name)

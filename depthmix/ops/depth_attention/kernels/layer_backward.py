@@ -1,7 +1,7 @@
-"""Depth attention's backward read by read: the gradients of all sources of one read in one kernel, and nothing rounded before them.
+"""Depth attention's backward read by read: one kernel computes the gradients of all sources of a read.
 
-A token's sources are read twice, the second time from the cache: o is mixed again, since a stored one would be rounded.
-source_major.py has the faster order, for stacks of reads; this one needs nothing but the read itself.
+A token's sources are read twice, the second time from the cache: o is mixed again, because a stored o would be rounded.
+source_major.py has the faster order for stacks of reads; this kernel needs nothing but the read itself.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from depthmix.ops.gpu.launch import launch
 
 @triton.jit
 def _through_norm(y, o, k, dgain, out_eps, D: tl.constexpr, NORM: tl.constexpr):
-    """The gradient of o, the norm's gain's with this token's part, and δ = do · o."""
+    """Return the gradient of o, the gain's gradient with this token added, and δ = do · o."""
     if NORM:
         r = tl.rsqrt(tl.sum(o * o, 0) / D + out_eps)
         dgain += y * o * r
@@ -29,7 +29,7 @@ def _through_norm(y, o, k, dgain, out_eps, D: tl.constexpr, NORM: tl.constexpr):
 
 @triton.jit
 def _pair(v, r, y, u, s, lse, delta, several, acc, c, du):
-    """One way's part of a source's gradient, of c = Σ ds s and of du."""
+    """Add one way's part to a source's gradient, to c = Σ ds s and to du."""
     p = tl.exp(s - lse)
     ds = p * (tl.sum(y * v, 0) - delta) * several
     w = ds * r
@@ -122,9 +122,9 @@ def layer_backward(
     eps: float,
     out_eps: float,
 ) -> tuple[list[Tensor], Tensor, Tensor]:
-    """Gradients of every source, of u [W, D] and of the gain [W, D] (zeros without one), given those of the results.
+    """Compute the gradients of every source, of u [W, D] and of the gain [W, D] (zeros without one), given those of the results.
 
-    s, lse: logits [W, n, N] and their log-sum-exp [W, N]. g: a gradient that the newest source has from elsewhere.
+    s, lse: logits [W, n, N] and their log-sum-exp [W, N]. g: a gradient of the newest source from elsewhere, or None.
     """
     v, (ways, dim) = sources[0], u.shape
     tokens = v.numel() // dim
@@ -132,7 +132,8 @@ def layer_backward(
     if not tokens:
         return dv, torch.zeros_like(u), torch.zeros_like(u)
     block = triton.next_power_of_2(dim)
-    small = ways == 1 and v.element_size() == 2  # enough that a lane may hold 32 numbers of each row
+    # Few enough rows that a lane may hold 32 numbers of each.
+    small = ways == 1 and v.element_size() == 2
     warps = min(32, max(1, block // (1024 if small else 256)))
     # More programs than run at a time, so that each adds up few tokens: long sums are less exact.
     programs = min(tokens, (4 if small else 8) * programs_for(tokens, warps, v))

@@ -1,4 +1,4 @@
-"""A read of two sources a and b, the newest, in one launch each way: both are at hand, so nothing of a mixture is kept.
+"""A read of two sources a and b, the newest, in one launch each for forward and backward. Nothing of a mixture is saved.
 
 For each way, with logits s, weights p = softmax(s), x̂ = ρ (p_a a + p_b b) and the result c ⊙ x̂ (ρ = c = 1 without a norm, and then
 do = dy):
@@ -20,12 +20,12 @@ from torch import Tensor
 from depthmix.ops.depth_attention.kernels.read import four_sums, load_row, programs_for, stages, store_sums, warps_for
 from depthmix.ops.gpu.addresses import address_table, aligned
 from depthmix.ops.gpu.launch import launch
-from depthmix.ops.gpu.totals import total
+from depthmix.ops.gpu.program_sums import sum_programs
 
 
 @triton.jit
 def _weights(s_a, s_b):
-    """The softmax of two logits, and their log-sum-exp."""
+    """Return the softmax of two logits, and their log-sum-exp."""
     top = tl.maximum(s_a, s_b)
     e_a, e_b = tl.exp(s_a - top), tl.exp(s_b - top)
     z = e_a + e_b
@@ -34,7 +34,7 @@ def _weights(s_a, s_b):
 
 @triton.jit
 def _store_way(x, rho, s_a, s_b, total, y, gain, s, lse, t, N, d, ok, D: tl.constexpr, NORM: tl.constexpr):
-    """A way's result, and what the backward needs of it."""
+    """Store a way's result, and what its backward needs."""
     tl.store(s + t, s_a)
     tl.store(s + N + t, s_b)
     tl.store(lse + t, total)
@@ -85,7 +85,7 @@ def _pair_read_kernel(
 
 @triton.jit
 def _mixed(a, b, s, lse, N, t, NORM: tl.constexpr):
-    """Both weights, ρ and x̂."""
+    """Return both weights, ρ and x̂."""
     total = tl.load(lse + t)
     p_a, p_b = tl.exp(tl.load(s + t) - total), tl.exp(tl.load(s + N + t) - total)
     rho = 1.0
@@ -96,7 +96,7 @@ def _mixed(a, b, s, lse, N, t, NORM: tl.constexpr):
 
 @triton.jit
 def _towards(q, v, r, s, D: tl.constexpr):
-    """The gradient of a source's logit."""
+    """Return the gradient of a source's logit with respect to the source."""
     return r * (q - (s * r / D) * v)
 
 
@@ -187,7 +187,7 @@ def _add_up_kernel(
 
 
 class PairRead(NamedTuple):
-    """What a read of two sources returns, and what its backward needs besides them."""
+    """Results of a read of two sources, and what its backward needs besides them."""
 
     y: list[Tensor]  # W results like a source
     s: Tensor  # logits [W, 2, N], the older source's first
@@ -196,7 +196,7 @@ class PairRead(NamedTuple):
 
     @classmethod
     def empty(cls, like: Tensor, ways: int, norm: bool, add: bool) -> "PairRead":
-        """Memory for a read like a source."""
+        """Allocate a read of sources like `like`."""
         tokens = like.numel() // like.shape[-1]
         return cls(
             [torch.empty_like(like) for _ in range(ways)],
@@ -209,9 +209,12 @@ class PairRead(NamedTuple):
 def pair_read(
     u: Tensor, old: Tensor, new: Tensor, add: Tensor | None, gain: Tensor | None, eps: float, out_eps: float
 ) -> PairRead:
-    """One mixture or two of `old` and `new` (+ add), [..., D]; u, gain: [W, D] fp32, the gain of the norm that follows."""
+    """Compute one or two mixtures of `old` and `new` (+ add), [..., D].
+
+    u, gain: [W, D] fp32; gain belongs to the norm that follows.
+    """
     ways, dim = u.shape
-    y, s, lse, fresh = found = PairRead.empty(new, ways, gain is not None, add is not None)
+    y, s, lse, fresh = result = PairRead.empty(new, ways, gain is not None, add is not None)
     if new.numel():
         block = triton.next_power_of_2(dim)
         launch(
@@ -220,11 +223,11 @@ def pair_read(
             y[0], y[-1], s, lse, new.numel() // dim, eps, out_eps,
             D=dim, BD=block, WAYS=ways, ADD=add is not None, NORM=gain is not None, num_warps=warps_for(block, 2 + ways),
         )  # fmt: skip
-    return found
+    return result
 
 
 class PairGradients(NamedTuple):
-    """Gradients of both sources, where they are needed, and of the rows of a read of one way or two."""
+    """Gradients of both sources, where they are needed, and of the query and gain rows."""
 
     da: Tensor | None
     db: Tensor | None
@@ -246,10 +249,18 @@ def pair_backward(
     need: tuple[bool, bool],
     whole: bool = True,
 ) -> PairGradients:
-    """Gradients of a read of `old` and `new`, given those of its results.
+    """Compute the gradients of a read of `old` and `new`, given those of its results.
 
-    u, gain: [W, D] fp32; s, lse: as PairRead has them. g, part (fp32): what new's gradient has from elsewhere. need: of the old
-    and of the new one. whole: new's is finished here, and not fp32.
+    Args:
+        dy: gradients of the W results.
+        old, new: the sources.
+        u, gain: [W, D] fp32.
+        s, lse: as in PairRead.
+        g: gradient of the newest source from elsewhere, or None.
+        part: the same in fp32.
+        eps: of the keys' norm.
+        need: whether `old` and `new` need gradients.
+        whole: the gradient of `new` is finished here and rounded; otherwise it is fp32.
     """
     first, (ways, dim), tokens = dy[0], u.shape, s.shape[-1]
     da = torch.empty_like(first) if need[0] else None
@@ -268,11 +279,11 @@ def pair_backward(
         D=dim, BD=block, WAYS=ways, NORM=gain is not None, HAS_G=g is not None, HAS_BEFORE=part is not None,
         NEED_A=da is not None, NEED_B=db is not None, STAGES=stages(3, first, 3 + ways), num_warps=warps,
     )  # fmt: skip
-    return PairGradients(da, db, *total(parts))
+    return PairGradients(da, db, *sum_programs(parts))
 
 
 def add_up_rows(summands: Sequence[Tensor], before: Tensor | None) -> Tensor:
-    """The sum of tensors like a source, in their order, and of an fp32 one: fp32."""
+    """Return the fp32 sum of tensors like a source, in their order, and of the fp32 tensor `before`."""
     first = summands[0]
     out = torch.empty_like(first, dtype=torch.float32)
     dim = first.shape[-1]

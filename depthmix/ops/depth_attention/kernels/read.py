@@ -1,10 +1,10 @@
 """Depth attention on a GPU: one program per token, its row of D channels in registers, every source read once.
 
-The equations are in reference.py. Sources are never stacked: kernels find them through tables of addresses.
+The equations are in reference.py. Sources are never stacked: kernels reach them through tables of addresses.
 
     read             o_w = Σ_i p_wi v_i for W ways from one read of the sources, the add that makes the newest source
                      and the RMSNorm that follows
-    read_backward    of one way or two: of the norm, and of the newest source while it is at hand
+    read_backward    for one or two ways: the norm, and the newest source while it is in registers
 """
 
 from collections.abc import Sequence
@@ -17,12 +17,12 @@ from torch import Tensor
 
 from depthmix.ops.gpu.addresses import address_table, aligned
 from depthmix.ops.gpu.launch import launch
-from depthmix.ops.gpu.totals import total
+from depthmix.ops.gpu.program_sums import sum_programs
 
 
 @triton.jit
 def load_row(address, t, d, D: tl.constexpr, like, ALIGNED: tl.constexpr, mask):
-    """Row t of the tensor at an address, in fp32; zeros where the mask says so."""
+    """Load row t of the tensor at an address, in fp32; zeros where the mask is false."""
     row = address.to(tl.pointer_type(like.dtype.element_ty)) + t * D + d
     if ALIGNED:
         row = tl.multiple_of(row, 16)  # what comes from a table has no known alignment
@@ -31,7 +31,7 @@ def load_row(address, t, d, D: tl.constexpr, like, ALIGNED: tl.constexpr, mask):
 
 @triton.jit
 def _attend(v, r, u, m, z, acc, at, KEEP: tl.constexpr):
-    """One more source in a running softmax: the new maximum, sum and weighted sum; its logit is stored."""
+    """Add one source to a running softmax: return the new maximum, sum and weighted sum. Its logit is stored."""
     s = tl.sum(v * u, 0) * r
     if KEEP > 0:
         tl.store(at, s)
@@ -110,7 +110,7 @@ def _read_kernel(
 
 @triton.jit
 def four_sums(a, b, c, e):
-    """Four sums over a row in one reduction."""
+    """Return four sums over a row, from one reduction."""
     front, back = tl.split(tl.sum(tl.join(tl.join(a, b), tl.join(c, e)), 0))
     first, second = tl.split(front)
     third, fourth = tl.split(back)
@@ -119,7 +119,7 @@ def four_sums(a, b, c, e):
 
 @triton.jit
 def store_sums(part, way, du, dgain, d, ok, D: tl.constexpr, WAYS: tl.constexpr):
-    """What a program has added up of a way's query and gain: [programs, 2, W, D]."""
+    """Store what a program has added up for a way's query and gain: [programs, 2, W, D]."""
     part += tl.program_id(0).to(tl.int64) * (2 * WAYS * D) + way * D + d
     tl.store(part, du, mask=ok)
     tl.store(part + WAYS * D, dgain, mask=ok)
@@ -127,7 +127,7 @@ def store_sums(part, way, du, dgain, d, ok, D: tl.constexpr, WAYS: tl.constexpr)
 
 @triton.jit
 def _through_norm(y, x, along, rho, do, at, ok, D: tl.constexpr, like, STORE: tl.constexpr):
-    """The gradient of a mixture from that of its normed self x, as the other sources will read it."""
+    """Return the gradient of a mixture from that of its normed value x, rounded as the other sources will read it."""
     y = (rho * (y - x * (along / D))).to(like.dtype.element_ty)
     if STORE:
         tl.store(do + at, y, mask=ok)
@@ -136,7 +136,7 @@ def _through_norm(y, x, along, rho, do, at, ok, D: tl.constexpr, like, STORE: tl
 
 @triton.jit
 def _to_newest(y, w, q, r, logit, total, delta, dot, several, D: tl.constexpr):
-    """A way's part of the newest source's gradient, and of its query's."""
+    """Return a way's part of the newest source's gradient, and of its query's."""
     p = tl.exp(logit - total)
     ds = p * (dot - delta) * several
     return p * y + (ds * r) * q - (ds * logit * r * r / D) * w, (ds * r) * w
@@ -234,17 +234,17 @@ def _read_backward_kernel(
 
 
 def warps_for(block: int, registers: int) -> int:
-    """As few warps as hold `registers` fp32 rows of a block: one, without a reduction between warps, if it can be."""
+    """Return the fewest warps that hold `registers` fp32 rows of a block. One warp needs no reduction across warps."""
     return min(32, max(1, triton.next_power_of_2(block * registers) // (32 * 128)))
 
 
 def stages(most: int, like: Tensor, rows: int) -> int:
-    """How many steps of a loop are loaded ahead, each of them rows like one of a tensor: as small GPUs' shared memory allows."""
+    """Return how many loop steps are loaded ahead, each of `rows` rows like `like`, within a small GPU's shared memory."""
     return max(1, min(most, 1 + 90_000 // (rows * triton.next_power_of_2(like.shape[-1]) * like.element_size())))
 
 
 class Result(NamedTuple):
-    """What a read returns and what its backward needs."""
+    """Results of a read, and what its backward needs."""
 
     y: list[Tensor]  # W results like a source
     o: list[Tensor]  # with keep=2 and a norm: the same before the gain, like a source but never bf16
@@ -254,9 +254,9 @@ class Result(NamedTuple):
 
     @classmethod
     def empty(cls, like: Tensor, ways: int, norm: bool, add: bool, keep: int, n: int) -> "Result":
-        """Memory for a read like a source, of n sources whose logits are stored.
+        """Allocate a read of n sources like `like`.
 
-        A normed result is of the order of one: fp16 holds it in as many bytes as bf16 and eight times as exactly, and the
+        A normed result is of order one: fp16 holds it in as many bytes as bf16 and eight times as exactly. That matters because the
         backward takes differences of what it computes from it.
         """
         tokens = like.numel() // like.shape[-1]
@@ -282,10 +282,12 @@ def read(
     bank: Tensor | None = None,
     bank_lse: Tensor | None = None,
 ) -> Result:
-    """W mixtures of the sources [..., D], the last of which is sources[-1] + add if that is given.
+    """Compute W mixtures of the sources [..., D], the last of which is sources[-1] + add if `add` is given.
 
-    u, gain: [W, D] fp32. keep: also what a backward needs, 1: layer by layer, 2: in the order of the sources. bank, bank_lse:
-    the mixture of further sources that one way has read, [N, D] fp32, and its log-sum-exp [N]; s is then that of the others.
+    Args:
+        u, gain: [W, D] fp32.
+        keep: what to save for a backward. 0: nothing; 1: layer by layer; 2: in source order.
+        bank, bank_lse: the mixture of further sources for one way, [N, D] fp32, and its log-sum-exp [N]. s then covers the others.
     """
     first, n, (ways, dim) = sources[-1], len(sources), u.shape
     tokens = first.numel() // dim
@@ -307,11 +309,12 @@ def read(
 
 
 def three(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Pad one to three tensors to three kernel arguments by repeating the last."""
     return (tensors[0], tensors[-1], tensors[-1]) if len(tensors) < 3 else (tensors[0], tensors[1], tensors[2])
 
 
 class Newest(NamedTuple):
-    """The newest source of a read, if its gradient is to be computed there and then."""
+    """The newest source of a read, when its gradient is computed in the same launch."""
 
     v: Tensor
     g: Tensor | None  # a gradient it has from elsewhere
@@ -320,7 +323,7 @@ class Newest(NamedTuple):
 
 
 class ReadGradients(NamedTuple):
-    """Gradients of one way of a read, or of two."""
+    """Gradients of one or two ways of a read."""
 
     do: list[Tensor]  # of each o
     ld: Tensor  # log-sum-exp and δ = do · o: [W, 2, N]
@@ -341,10 +344,16 @@ def read_backward(
     store: bool,
     several: bool = True,
 ) -> ReadGradients:
-    """Gradients of one way or two, given those of their outputs; o: their results, with a norm before the gain (Result).
+    """Compute the gradients of one or two ways, given those of their outputs.
 
-    u, gain: [W, D]; s: logits [W, n, N], the newest source's last; lse: [W, 1 or 2, N]. store: also do and δ, for the other
-    sources. several: sources were read, those in a bank included: the weight of an only one is 1 whatever its logit.
+    Args:
+        o: results; with a norm, before the gain (Result).
+        u, gain: [W, D].
+        s: logits [W, n, N], the newest source's last.
+        lse: [W, 1 or 2, N].
+        newest: compute the newest source's gradient here too, or None.
+        store: also return do and δ, for the other sources.
+        several: more than one source was read, those in a bank included. The weight of an only source is 1 whatever its logit.
     """
     first, (ways, dim), tokens = dy[0], u.shape, s.shape[-1]
     do = [torch.empty_like(d) if store and gain is not None else d for d in dy]
@@ -353,7 +362,8 @@ def read_backward(
     if not tokens:
         return ReadGradients(do, ld, dv, torch.zeros_like(u), torch.zeros_like(u))
     block = triton.next_power_of_2(dim)
-    warps = warps_for(block, 8)  # twice as many for two ways are slower, at every width
+    # Twice as many warps for two ways are slower, at every width.
+    warps = warps_for(block, 8)
     programs = programs_for(tokens, warps, first)
     part = torch.empty(programs, 2, ways, dim, dtype=torch.float32, device=first.device)
     g, before = (None, None) if newest is None else (newest.g, newest.part)
@@ -366,11 +376,12 @@ def read_backward(
         HAS_BEFORE=before is not None, NEED_DV=dv is not None, STAGES=stages(4 if newest is None else 3, first, 3 + 2 * ways),
         num_warps=warps,
     )  # fmt: skip
-    du, dgain = part[0] if newest is None and gain is None else total(part)  # all zeros, or to be added up
+    # Without newest source and gain no program has anything to add up: every part is zero.
+    du, dgain = part[0] if newest is None and gain is None else sum_programs(part)
     return ReadGradients(do, ld, dv, du, dgain)
 
 
 def programs_for(tokens: int, warps: int, like: Tensor) -> int:
-    """How many programs share the tokens, where each adds up a gradient of its own: few, and enough to fill a GPU."""
+    """Return how many programs share the tokens when each adds up its own partial gradient: few, but enough to fill a GPU."""
     cores = torch.cuda.get_device_properties(like.device).multi_processor_count if like.is_cuda else 3
     return min(tokens, max(1, 8 // warps) * cores)

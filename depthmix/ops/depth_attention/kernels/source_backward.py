@@ -4,8 +4,8 @@ One program per token. With p = exp(s - lse) of a reader and r = 1 / RMS of the 
 
     ds = p (do · v - δ)        dv = Σ (p do + r ds u) - v r² / D Σ ds s        du = Σ_tokens r ds v
 
-Weights of a group of readers at a time are worked out side by side and left in memory, from where the loop over the rows of do
-takes them one by one; r ds goes to memory for du, which is a matrix product.
+The weights of a group of readers are computed side by side and stored in memory. The loop over the rows of do loads them one by
+one. r ds also goes to memory, for du, which is a matrix product.
 """
 
 from collections.abc import Sequence
@@ -21,12 +21,13 @@ from depthmix.ops.gpu.addresses import address_tables, aligned
 from depthmix.ops.gpu.launch import launch
 from depthmix.ops.matmul import matmul
 
-PAIR = 2  # sources whose gradients are computed together
+# Sources whose gradients are computed together.
+PAIR = 2
 
 
 @triton.jit
 def _open_source(table, t, d, ok, eps, D: tl.constexpr, like, ALIGNED: tl.constexpr):
-    """A source's row, its 1 / RMS, and the gradients it has so far: from elsewhere, and from readers seen before."""
+    """Load a source's row, its 1 / RMS, and its gradient so far: from elsewhere, and from earlier readers."""
     x = load_row(tl.load(table), t, d, D, like, ALIGNED, ok)
     elsewhere, before = tl.load(table + 1), tl.load(table + 2)
     acc = load_row(elsewhere, t, d, D, like, ALIGNED, d < tl.where(elsewhere != 0, D, 0))
@@ -39,7 +40,7 @@ def _open_source(table, t, d, ok, eps, D: tl.constexpr, like, ALIGNED: tl.conste
 
 @triton.jit
 def _row(do, t, d, mask, D: tl.constexpr, like, ALIGNED: tl.constexpr):
-    """A reader's row of do, as it lies in memory; read once, so caches are left to the queries."""
+    """Load a reader's row of do without widening it. It is read once, so caches are reserved for the queries."""
     row = do.to(tl.pointer_type(like.dtype.element_ty)) + t * D + d
     if ALIGNED:
         row = tl.multiple_of(row, 16)
@@ -48,7 +49,7 @@ def _row(do, t, d, mask, D: tl.constexpr, like, ALIGNED: tl.constexpr):
 
 @triton.jit
 def _prefetch(do, t, lane, D: tl.constexpr, LANES: tl.constexpr, like):
-    """Ask for a row to be brought to the second cache: a hint, for which no register waits."""
+    """Prefetch a row into the L2 cache: a hint, for which no register waits."""
     size: tl.constexpr = like.dtype.element_ty.primitive_bitwidth // 8
     at = do + t * (D * size) + lane * (D * size // LANES)
     tl.inline_asm_elementwise(
@@ -73,13 +74,13 @@ def _chain(z, acc, LEVELS: tl.constexpr, NEAR: tl.constexpr):
 
 @triton.jit
 def _fold(z, LEVELS: tl.constexpr, NEAR: tl.constexpr):
-    """The sum of the 2^LEVELS numbers that a lane holds, of which 2^NEAR are neighbours."""
+    """Return the sum of the 2^LEVELS numbers that a lane holds, of which 2^NEAR are neighbours."""
     return _chain(z, tl.zeros([z.shape[0] >> LEVELS], tl.float32), LEVELS, NEAR)
 
 
 @triton.jit
 def _known(readers, e, n, t, N, S: tl.constexpr):
-    """What is known of a group of readers: log-sum-exp, δ, whether they read several sources, and logits of the sources."""
+    """Load log-sum-exp, δ, whether several sources were read, and the logits of the sources, for a group of readers."""
     at, some = readers + 5 * e, e < n
     ld = tl.load(at + 1, mask=some, other=0).to(tl.pointer_type(tl.float32)) + t
     a = tl.load(tl.load(at + 3, mask=some, other=0).to(tl.pointer_type(tl.float32)) + t, mask=some, other=0.0)
@@ -92,7 +93,7 @@ def _known(readers, e, n, t, N, S: tl.constexpr):
 
 @triton.jit
 def _weights(s, r, lse, delta, several):
-    """Of a group of readers and one source: p, p r and -δ p r."""
+    """Return p, p r and -δ p r of a group of readers for one source."""
     p = tl.exp(s - lse)
     w = tl.where(several != 0, p * r, 0.0)  # the weight of an only source is 1 whatever its logit
     return tl.join(tl.join(p, w), tl.join(-delta * w, p))
@@ -100,7 +101,7 @@ def _weights(s, r, lse, delta, several):
 
 @triton.jit
 def _four(x):
-    """p, -δ p r and p r of one reader and source, as _weights joined them."""
+    """Return p, -δ p r and p r of one reader and source, as _weights joined them."""
     a, b = tl.split(tl.reshape(x, [2, 2]))
     p, w = tl.split(a)
     rest, _ = tl.split(b)
@@ -205,7 +206,7 @@ def _source_backward_kernel(
 
 
 class Reader(NamedTuple):
-    """One way of a read, as the gradient of its sources sees it."""
+    """One way of a read, as kernel arguments for the gradients of its sources."""
 
     do: Tensor  # like a source
     s: Sequence[Tensor]  # logits of each of the sources in question, [N]
@@ -215,7 +216,7 @@ class Reader(NamedTuple):
 
 
 class Source(NamedTuple):
-    """A source and what is known of its gradient."""
+    """A source and its gradient so far."""
 
     v: Tensor
     g: Tensor | None = None  # from elsewhere
@@ -227,15 +228,19 @@ class Source(NamedTuple):
 def source_backward(
     sources: Sequence[Source], readers: Sequence[Reader], eps: float, need_du: bool
 ) -> tuple[list[Tensor | None], Tensor | None]:
-    """Gradients of one or two sources from all their readers, and these sources' part of du, [1 or 2, readers, D] to be summed.
+    """Compute the gradients of one or two sources from all their readers, and these sources' part of du.
 
-    A gradient is rounded to the source's dtype if these are its last readers, and stays in fp32 otherwise.
+    Returns:
+        A gradient for each source: rounded to the source's dtype after its last readers, fp32 otherwise. And du [1 or 2, readers, D],
+        whose first dimension is to be summed.
     """
     v = sources[0].v
     dim, n = v.shape[-1], len(readers)
     tokens = v.numel() // dim
-    split = v.dtype == torch.bfloat16  # r ds in two bf16 halves, so that a bf16 matrix product loses nothing
-    columns = -(-n // 4) * 4  # whole rows of 16 bytes; those without a reader stay unwritten, and unread
+    # r ds goes to memory as two bf16 halves, so that a bf16 matrix product loses nothing.
+    split = v.dtype == torch.bfloat16
+    # Whole rows of 16 bytes. Columns without a reader are neither written nor read.
+    columns = -(-n // 4) * 4
     kind = v.dtype if split else torch.float32
     ds = torch.empty(len(sources), tokens, (1 + split) * columns, dtype=kind, device=v.device)
     out = [torch.empty_like(x.v, dtype=x.v.dtype if x.whole else torch.float32) if x.need_dv else None for x in sources]
@@ -272,9 +277,12 @@ def _launch(
     ]
     known = ((x.do.data_ptr(), x.ld.data_ptr(), int(x.several), x.s[0].data_ptr(), x.s[-1].data_ptr()) for x in readers)
     wide = aligned(dim, *rows, [x.do for x in readers])
-    levels = max(1, block // (32 * warps)).bit_length() - 1  # numbers of a row that a lane holds, as a power of two
-    near = (16 // v.element_size()).bit_length() - 1 if wide else 0  # and of those it loads at once
-    group = 16 if levels <= 4 else 32  # more readers side by side cost registers, which smaller programs lack
+    # Numbers of a row that a lane holds, as a power of two.
+    levels = max(1, block // (32 * warps)).bit_length() - 1
+    # And the numbers of these that it loads at once.
+    near = (16 // v.element_size()).bit_length() - 1 if wide else 0
+    # More readers side by side cost registers, which smaller programs lack.
+    group = 16 if levels <= 4 else 32
     launch(
         _source_backward_kernel, (tokens,), v,
         *address_tables(
@@ -292,12 +300,12 @@ def _launch(
 
 
 def _ahead(like: Tensor) -> int:
-    """How many readers ahead a row is prefetched: what was fastest on an H200. The instruction is NVIDIA's."""
+    """Return how many readers ahead a row is prefetched: the fastest on an H200. The instruction exists on NVIDIA GPUs only."""
     return 2 if like.is_cuda and torch.version.hip is None else 0
 
 
 def _side_by_side(rows: Sequence[Tensor]) -> Tensor:
-    """Rows [D] one after the other in memory: where they are, as the queries of a stack mostly do, or as a copy."""
+    """Return rows [D] as consecutive memory: in place if they already are, as the queries of a stack mostly are, otherwise a copy."""
     start = rows[0].data_ptr()
     if all(row.data_ptr() == start + k * row.nbytes for k, row in enumerate(rows)):
         return rows[0]

@@ -1,7 +1,7 @@
-"""Depth tiling: the queries are known beforehand, so a source can be looked at once for many of the sites that will read it.
+"""Depth tiling: the queries are known beforehand, so a source can be read once for many sites that will attend to it.
 
 scores       the logits of a source for many queries: a thin matrix product
-make_bank    the mixtures of the older sources for up to four queries in a row; of the first also its site's whole read
+make_bank    the mixtures of the older sources for up to four consecutive queries; for the first also its site's whole read
 read_known   a read whose older sources have known logits: plain weighted sums, without a dot product per source and way
 """
 
@@ -17,8 +17,10 @@ from depthmix.ops.depth_attention.kernels.read import Result, deliver, load_row,
 from depthmix.ops.gpu.addresses import address_table, aligned
 from depthmix.ops.gpu.launch import launch
 
-GROUP = 4  # sites that look at older sources together
-MANY = 1 << 15  # rows of sources from which on larger tiles keep all cores busy
+# Sites that read older sources together.
+GROUP = 4
+# From this many rows of sources on, larger tiles keep all cores busy.
+MANY = 1 << 15
 
 
 @triton.jit(do_not_specialize=["N", "n", "rows"])
@@ -56,7 +58,7 @@ def _scores_kernel(
 
 @triton.jit
 def _log_sum(table, n, at, BN: tl.constexpr):
-    """The log-sum-exp over all sources of the logits that lie at an offset from those in the table."""
+    """Return the log-sum-exp over all sources of the logits at an offset from those in the table."""
     i = tl.arange(0, BN)
     at += tl.load(table + 2 * i + 1, mask=i < n, other=0).to(tl.pointer_type(tl.float32))
     s = tl.load(at, mask=i < n, other=float("-inf"))
@@ -115,7 +117,7 @@ def _bank_kernel(
 
 @triton.jit
 def _with(lse, s):
-    """The log-sum-exp of one more logit."""
+    """Return the log-sum-exp with one more logit."""
     top = tl.maximum(lse, s)
     return top + tl.log(tl.exp(lse - top) + tl.exp(s - top))
 
@@ -180,30 +182,31 @@ def _read_known_kernel(
         deliver(1.0, acc2, l2, y2, o2, g2, lse + 2 * rows, t, N, d, ok, out_eps, D, NORM, KEEP)
 
 
-class Halves(NamedTuple):
-    """Queries [R, D] as sums of two numbers in the sources' precision, so that a matrix product loses nothing of them."""
+class SplitRows(NamedTuple):
+    """Rows [R, D] as sums high + low of two tensors in the sources' dtype, so that matrix products lose nothing of fp32 rows."""
 
     high: Tensor
     low: Tensor
 
     @classmethod
-    def of(cls, queries: Tensor, kind: torch.dtype) -> "Halves":
+    def of(cls, queries: Tensor, kind: torch.dtype) -> "SplitRows":
         high = queries.to(kind)
         if kind == torch.float32:
             return cls(high, high)
         if torch.is_grad_enabled():
             return cls(high, (queries - high.float()).to(kind))
-        return cls(high, torch.sub(queries, high, out=torch.empty_like(high)))  # the same in one launch
+        # The same numbers as below autograd, in one launch.
+        return cls(high, torch.sub(queries, high, out=torch.empty_like(high)))
 
-    def after(self, row: int) -> "Halves":
-        """Those from a row on."""
-        return Halves(self.high[row:], self.low[row:])
+    def after(self, row: int) -> "SplitRows":
+        """Return the rows from `row` on."""
+        return SplitRows(self.high[row:], self.low[row:])
 
 
-def scores(queries: Halves, sources: Sequence[Tensor], eps: float) -> Tensor:
-    """Logits of n sources for all the queries, each source read once: [R, n, N].
+def scores(queries: SplitRows, sources: Sequence[Tensor], eps: float) -> Tensor:
+    """Compute the logits [R, n, N] of n sources for all queries, reading each source once.
 
-    One stage: what a matrix product on Hopper reads is also squared, and such a load, where Triton 3.6 pipelines it, is overwritten
+    num_stages must be 1. The kernel squares what a Hopper matrix product reads. Triton 3.6 pipelines such a load and overwrites it
     while another warp group's product still reads it (docs/log.md).
     """
     v, (high, low) = sources[0], queries
@@ -215,7 +218,8 @@ def scores(queries: Halves, sources: Sequence[Tensor], eps: float) -> Tensor:
     # Few tokens: larger tiles would leave cores idle. Long rows: more of them on their way at a time.
     tile, depth = (64, 128) if dim > 1024 or tokens * len(sources) < MANY else (128, 64)
     depth = min(wide, depth if kind != torch.float32 else 32)
-    for at in range(0, rows, 64):  # more would not fit in the shared memory of smaller GPUs
+    # More rows would not fit in the shared memory of smaller GPUs.
+    for at in range(0, rows, 64):
         n = min(64, rows - at)
         launch(
             _scores_kernel, (triton.cdiv(tokens, tile), len(sources)), v,
@@ -237,16 +241,27 @@ def make_bank(
     eps: float = 0.0,
     out_eps: float = 0.0,
 ) -> tuple[list[Tensor], Tensor, Tensor | None]:
-    """The mixtures of the sources that `rows` (2 to GROUP) queries in a row see, each [N, D] fp32, and their log-sum-exp.
+    """Compute the mixtures of the sources for `rows` (2 to GROUP) consecutive queries.
 
-    logits: of each source for the first of these queries, [N], a row of what `scores` returned for `step` sources. newest: what
-    the site of the first query, u [D], reads besides; then its result, normed with a gain [D], comes last, and another's mixture
-    stands in the place of its own.
+    Args:
+        logits: for each source those of the first query, [N], a row of what `scores` returned for `step` sources.
+        sources: n tensors [..., D].
+        rows: number of queries.
+        step: sources per call of `scores`.
+        newest: the newest source of the first query's site. With it that site's read runs here too.
+        u: the first query [D], with newest.
+        gain: of the norm after the first site's read, [D].
+        eps, out_eps: of the keys' norm and of that norm.
+
+    Returns:
+        The mixtures, each [N, D] fp32; their log-sum-exp [rows, N]; the first site's result or None. With a result, the first
+        mixture is a placeholder.
     """
     v = sources[0]
     dim = v.shape[-1]
     tokens, block = v.numel() // dim, triton.next_power_of_2(dim)
-    block = min(1024, block) if newest is None else block  # a norm needs the whole row
+    # A norm needs the whole row.
+    block = min(1024, block) if newest is None else block
     own = [torch.empty(tokens, dim, dtype=torch.float32, device=v.device) for _ in range(rows - (newest is not None))]
     bank = own if newest is None else [own[0], *own]
     lse = torch.empty(rows, tokens, dtype=torch.float32, device=v.device)
@@ -273,7 +288,10 @@ def read_known(
     out_eps: float,
     keep: int,
 ) -> Result:
-    """As `read`, given the logits [W, N] of every source but the newest; s is that of the newest alone. gain: also a row for each way."""
+    """Read like `read`, given the logits [W, N] of every source but the newest; s holds the newest source's logits alone.
+
+    gain: [W, D], or a sequence with one row per way.
+    """
     newest, n, (ways, dim) = sources[-1], len(sources) - 1, u.shape
     tokens = newest.numel() // dim
     result = Result.empty(newest, ways, gain is not None, add is not None, keep, 1)

@@ -1,1 +1,1 @@
-"""Triton kernels of weighted sums over depth: equations in the files, which are named after what they compute."""
+"""Triton kernels of weighted sums over depth. Files are named after what they compute and state its equations."""

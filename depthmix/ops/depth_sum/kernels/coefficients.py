@@ -1,11 +1,11 @@
-"""Coefficients that two small layers make of a source, and their gradients: products with few rows, and nothing else of full size.
+"""Kernels for the coefficients that a small network computes from a source, and their gradients: products with few rows.
 
     z = r W_1 x,  r = 1 / RMS(x);      a = W_2 h + b,  h = GELU(z)
     dz = GELU'(z) ⊙ W_2ᵀ da;      dW_2 = Σ_tokens da hᵀ;      db = Σ_tokens da
     dx = W_1ᵀ e - x r² (dz · z) / D,  e = r dz;      dW_1 = Σ_tokens e xᵀ
 
-The norm's gradient needs no product of its own: W_1ᵀ dz · r x is dz · z. The source is read once forward and, beside the product
-for dW_1, once backward. bf16 sources meet fp32 numbers in two halves, as scores do.
+The norm's gradient needs no product of its own: W_1ᵀ dz · r x is dz · z. The source is read once forward. The backward reads it
+once, besides the product for dW_1. fp32 factors of bf16 sources are split into two bf16 halves, as in scores.py.
 """
 
 from typing import Any, NamedTuple
@@ -15,16 +15,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from depthmix.ops.depth_attention.kernels.tiling import Halves
+from depthmix.ops.depth_attention.kernels.tiling import SplitRows
 from depthmix.ops.depth_sum.kernels.scores import rows_from_halves
 from depthmix.ops.gpu.launch import launch
 
-BLOCK = 64  # rows of W_1, or of W_2, that a program looks at together
+# Rows of W_1, or of W_2, that a program processes together.
+BLOCK = 64
 
 
 @triton.jit
 def _normal(z):
-    """The normal distribution's share below z: GELU(z) = z times this."""
+    """Return the standard normal distribution function of z: GELU(z) = z times this."""
     return 0.5 * (1.0 + tl.erf(z * 0.7071067811865476))
 
 
@@ -154,7 +155,7 @@ def _source_kernel(
 
 
 class Kept(NamedTuple):
-    """What the backward needs of the forward."""
+    """Intermediates that the backward needs."""
 
     z: Tensor  # [N, K] fp32
     r: Tensor  # [N] fp32
@@ -170,11 +171,11 @@ class CoefficientGradients(NamedTuple):
 
 
 def coefficients(x: Tensor, w_1: Tensor, w_2: Tensor, b: Tensor, eps: float) -> tuple[Tensor, Kept]:
-    """[N, C] fp32, for a source x [..., D], w_1 [K, D], w_2 [C, K], b [C] fp32."""
+    """Compute the coefficients [N, C] fp32 of a source x [..., D], for w_1 [K, D], w_2 [C, K] and b [C] in fp32."""
     dim, (rows, hidden) = x.shape[-1], w_2.shape
     tokens, small = x.numel() // dim, x.element_size() == 2
     fp32: Any = {"dtype": torch.float32, "device": x.device}
-    kept = Kept(torch.empty(tokens, hidden, **fp32), torch.empty(tokens, **fp32), *Halves.of(w_1, x.dtype))
+    kept = Kept(torch.empty(tokens, hidden, **fp32), torch.empty(tokens, **fp32), *SplitRows.of(w_1, x.dtype))
     a = torch.empty(tokens, rows, **fp32)
     if tokens:
         tile = 128 if small else 32
@@ -195,9 +196,10 @@ def coefficients(x: Tensor, w_1: Tensor, w_2: Tensor, b: Tensor, eps: float) -> 
 def coefficients_backward(
     da: Tensor, x: Tensor, w_1: Tensor, w_2: Tensor, kept: Kept, need_x: bool, need_w_1: bool
 ) -> CoefficientGradients:
-    """Gradients given da [N, C]; x, w_1 and w_2 as they were given."""
+    """Compute the gradients, given da [N, C] and the forward's arguments."""
     dim, (rows, hidden) = x.shape[-1], w_2.shape
-    tokens, split = x.numel() // dim, x.dtype == torch.bfloat16  # fp16 has too small a range for gradients
+    # fp16 is not split: its range is too small for gradients.
+    tokens, split = x.numel() // dim, x.dtype == torch.bfloat16
     fp32: Any = {"dtype": torch.float32, "device": x.device}
     if not tokens:
         return CoefficientGradients(
@@ -206,7 +208,8 @@ def coefficients_backward(
     parts = triton.cdiv(hidden, BLOCK)
     cores = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 2
     tile = 128 if x.element_size() == 2 else 32
-    short = min(tile, 64)  # more tokens at a time would not fit in the registers
+    # More tokens at a time would not fit in the registers.
+    short = min(tile, 64)
     programs = min(triton.cdiv(tokens, short), 2 * cores)
     sums = torch.empty(programs, rows * (hidden + 1), **fp32)
     launch(
@@ -239,10 +242,10 @@ def coefficients_backward(
 
 
 def _unit(rows: int) -> int:
-    """Numbers of a token's coefficients that lie on 16 bytes: a kernel is compiled for that, not for how many there are."""
+    """Return how many of a token's coefficients are aligned together: kernels are compiled for this, not for the count itself."""
     return 4 if rows % 4 == 0 else 1
 
 
 def _precision(x: Tensor) -> str:
-    """Of products of fp32 numbers: for fp32 sources every bit, for others three passes of tensor cores, which lose one or two."""
+    """Return the precision of fp32 products: exact for fp32 sources, otherwise three tensor-core passes, which lose one or two bits."""
     return "ieee" if x.dtype == torch.float32 else "tf32x3"

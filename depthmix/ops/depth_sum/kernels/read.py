@@ -1,4 +1,4 @@
-"""W weighted sums of the same n sources from one read of them, and the add before and the RMSNorm after it.
+"""W weighted sums of the same n sources from one read of them, with the add before and the RMSNorm after.
 
     o_w = Σ_i weight_wi ⊙ v_i;      y_w = o_w, or RMSNorm(o_w) ⊙ gain_w
 
@@ -21,12 +21,13 @@ from depthmix.ops.depth_sum.kernels.rows import load_rows, load_scalars, sums, t
 from depthmix.ops.gpu.addresses import address_table, aligned
 from depthmix.ops.gpu.launch import launch
 
-FIELDS = 4  # of a source in the table: its address, that of its dynamic weights, and their strides for tokens and ways
+# Entries of a source in the table: its address, that of its dynamic weights, and their strides for tokens and ways.
+FIELDS = 4
 
 
 @triton.jit
 def _load_dynamic(table, i, t, some, BT: tl.constexpr, WAYS: tl.constexpr, DYNAMIC: tl.constexpr):
-    """The dynamic weights of source i: WAYS x BT numbers."""
+    """Load the dynamic weights of source i: WAYS x BT numbers."""
     numbers = ()
     if DYNAMIC:
         address, token, way = tl.load(table + 4 * i + 1), tl.load(table + 4 * i + 2), tl.load(table + 4 * i + 3)
@@ -37,7 +38,7 @@ def _load_dynamic(table, i, t, some, BT: tl.constexpr, WAYS: tl.constexpr, DYNAM
 
 @triton.jit
 def _load_static(static, i, n, d, ok, D: tl.constexpr, WAYS: tl.constexpr, STATIC: tl.constexpr, BRANCH: tl.constexpr):
-    """The static weights of source i: WAYS rows, or numbers. In a branch of its own a load does not go through shared memory."""
+    """Load the static weights of source i: WAYS rows, or numbers. In a branch of its own a load does not go through shared memory."""
     rows = ()
     for w in tl.static_range(WAYS):
         if STATIC == 1:
@@ -59,7 +60,7 @@ def _accumulate(
     acc, rows, b, p, BT: tl.constexpr, WAYS: tl.constexpr, STATIC: tl.constexpr, DYNAMIC: tl.constexpr, RELU: tl.constexpr,
     PAIRS: tl.constexpr = False,
 ):  # fmt: skip
-    """One more source in all the sums."""
+    """Add one source to all sums."""
     wide = ()
     for k in tl.static_range(BT):
         wide = wide + (widened(rows[k], acc[0].shape[0], PAIRS),)
@@ -75,7 +76,7 @@ def _accumulate(
 def _load_lean(
     address, t, like, D: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr, ALIGNED: tl.constexpr, PAIRS: tl.constexpr
 ):  # fmt: skip
-    """load_rows, or of pairs of numbers as integers."""
+    """Load rows like load_rows, or with PAIRS as integers that hold two bf16 numbers each."""
     if PAIRS:
         d = tl.arange(0, BD // 2)
         return load_rows(address, t, d, d < D // 2, address.to(tl.pointer_type(tl.int32)), D // 2, BT, ALIGNED)
@@ -86,7 +87,7 @@ def _load_lean(
 
 @triton.jit
 def _load_side(address, t, N, BT: tl.constexpr, WAYS: tl.constexpr):
-    """The dynamic weights of a source that lie side by side, tokens first: WAYS x BT numbers."""
+    """Load the dynamic weights of a source stored side by side, tokens first: WAYS x BT numbers."""
     at = address.to(tl.pointer_type(tl.float32)) + t
     numbers = ()
     for _ in tl.static_range(WAYS):
@@ -98,7 +99,7 @@ def _load_side(address, t, N, BT: tl.constexpr, WAYS: tl.constexpr):
 
 @triton.jit
 def _load_next(at, way, d, ok, WAYS: tl.constexpr, STATIC: tl.constexpr):
-    """The static rows of a source for all ways, which lie `way` numbers apart."""
+    """Load the static rows of a source for all ways, which lie `way` numbers apart."""
     rows = ()
     for _ in tl.static_range(WAYS):
         if STATIC == 1:
@@ -198,12 +199,12 @@ def _read_kernel(
 
 
 class Sums(NamedTuple):
-    """What a read returns and what its backward needs."""
+    """Results of a read, and what its backward needs."""
 
     y: list[Tensor]  # W results like a source, or those of the ways with a norm
     raw: Tensor | None  # one way's mixture before its norm, like a source
-    kept: list[Tensor]  # with keep and a norm, what the mixtures of the ways can be had from: their results,
-    mixtures: int  # or for ways whose bit is set here the mixture itself, where that is in memory
+    kept: list[Tensor]  # with keep and a norm, one tensor per way: its result, from which its sum can be computed,
+    mixtures: int  # or the sum itself, for ways whose bit is set here
     rms: Tensor  # with keep and a norm: 1 / RMS of the mixtures, [G, N]
     fresh: Tensor | None  # the newest source, if it was added up here
 
@@ -226,11 +227,18 @@ def read(
     registers: int | None = None,
     pairs: bool = True,
 ) -> Sums:
-    """W sums of the sources [..., D], the last of which is sources[-1] + add if that is given.
+    """Compute W sums of the sources [..., D], the last of which is sources[-1] + add if `add` is given.
 
-    static: [W, n, D] or [W, n, 1] fp32; dynamic: for each source [N, W] fp32, any strides; gain: [G, D] or a row for each, any
-    precision, of the norms of the first G ways; others beside them have a result only as `raw`: the way whose mixture is returned as it is before a norm.
-    keep: also what a backward of the norm needs. plain: all weights are one.
+    Args:
+        static: [W, n, D] or [W, n, 1] fp32, or None.
+        dynamic: for each source [N, W] fp32, any strides; or None.
+        relu: see source_order.py.
+        gain: [G, D] or a sequence of rows, any precision: of the norms of the first G ways.
+        out_eps: of these norms.
+        raw: the way whose sum is also returned before its norm. Ways without a norm, beside others with one, have no other result.
+        keep: also return what a backward of the norm needs.
+        plain: all weights are one.
+        tile, warps, stages, registers, pairs: launch parameters for tests and benchmarks.
     """
     v, n, dim = sources[-1], len(sources), sources[-1].shape[-1]
     tokens, ways = v.numel() // dim, static.shape[0] if static is not None else dynamic[0].shape[1]  # type: ignore[index]
@@ -239,13 +247,13 @@ def read(
     fresh = None if add is None else torch.empty_like(v)
     rough = None if raw is None else torch.empty_like(v)
     only = (v if fresh is None else fresh) if plain and n == 1 else None
-    own = [only if only is not None else rough if w == raw else None for w in range(kept)]
+    mixtures = [only if only is not None else rough if w == raw else None for w in range(kept)]
     y = [torch.empty_like(v) for _ in range(norm or ways)]
     result = Sums(
         y,
         rough,
-        [out if t is None else t for out, t in zip(y, own, strict=False)],
-        sum(1 << w for w, t in enumerate(own) if t is not None),
+        [out if t is None else t for out, t in zip(y, mixtures, strict=False)],
+        sum(1 << w for w, t in enumerate(mixtures) if t is not None),
         torch.empty(kept, tokens, dtype=torch.float32, device=v.device),
         fresh,
     )
@@ -255,10 +263,12 @@ def read(
     rows = kind_of(static, dim) == 1
     lean = not keep and add is None and _side_by_side(dynamic, tokens)
     shape = _shape(block, ways, rows, v.element_size())
-    if lean and rows and ways == 3 and v.element_size() == 2 and block <= 4096:  # as many tokens as registers hold
+    # As many tokens as the registers hold.
+    if lean and rows and ways == 3 and v.element_size() == 2 and block <= 4096:
         shape, registers = (3, max(1, block // 256), 1), registers or 128
     if registers is None and rows and ways > 1 and block <= 512:
-        registers = 96  # a quarter more warps on a core, for four numbers that are spilled
+        # A quarter more warps fit on a core, at the price of four spilled numbers.
+        registers = 96
     limit = {} if registers is None else {"maxnreg": registers}
     tile, warps, stages = tokens_of(tile or shape[0], tokens), warps or shape[1], stages or shape[2]
     fp32 = result.rms if static is None else static
@@ -276,26 +286,27 @@ def read(
 
 
 def _shape(block: int, ways: int, rows: bool, size: int) -> tuple[int, int, int]:
-    """Tokens of a tile, warps, and sources loaded ahead: what was fastest on an H200, by what the static weights are.
+    """Return tokens of a tile, warps, and sources loaded ahead: the fastest on an H200, by the kind of static weights.
 
-    Rows of parameters are worth a tile of tokens, for which they are loaded once; without them few tokens, loaded further ahead.
+    Rows of parameters are worth a tile of tokens, for which they are loaded once. Without them few tokens, loaded further ahead.
     """
     narrow = block <= 1024
     if rows:
         tile, lane, stages = (2, 512, 1) if ways == 1 else (4, 128, 1) if block == 1024 else (2, 256, 1)
     else:
         tile, lane, stages = (1, 512, 4) if ways == 1 else (4, 256, 3) if narrow else (1, 512, 1)
-    fit = 1 + 90_000 // (tile * block * size)  # in the shared memory of small GPUs
+    # Stages that fit in the shared memory of small GPUs.
+    fit = 1 + 90_000 // (tile * block * size)
     return tile, min(32, max(1, block // lane)), min(stages, fit)
 
 
 def _side_by_side(dynamic: Sequence[Tensor] | None, tokens: int) -> bool:
-    """Whether a way's numbers lie one after the other, and those of all ways too."""
+    """Return whether the dynamic weights of each way are contiguous over tokens, and the ways follow each other."""
     return dynamic is not None and all(p.stride() == (1, tokens) for p in dynamic)
 
 
 def source_table(sources: Sequence[Tensor], dynamic: Sequence[Tensor] | None) -> Tensor:
-    """Where the sources are, and their dynamic weights."""
+    """Return a table with the address of each source and of its dynamic weights."""
     known = [(0, 0, 0)] * len(sources)
     if dynamic is not None:
         known = [(p.data_ptr(), p.stride(0), p.stride(1)) for p in dynamic]
@@ -304,10 +315,10 @@ def source_table(sources: Sequence[Tensor], dynamic: Sequence[Tensor] | None) ->
 
 
 def kind_of(static: Tensor | None, dim: int) -> int:
-    """0: no static weights, 1: rows of channels, 2: numbers."""
+    """Return the kind of static weights. 0: none, 1: rows of channels, 2: numbers."""
     return 0 if static is None else 1 if static.shape[-1] == dim else 2
 
 
 def four(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Four arguments for up to four ways."""
+    """Pad up to four tensors to four kernel arguments by repeating the last."""
     return (*tensors, *(tensors[-1],) * (4 - len(tensors)))

@@ -1,14 +1,14 @@
-"""Gradients of what W weighted sums were read with: through the norm, then one read of the sources.
+"""Gradients of W weighted sums and of their weights: first through the norm, then one read of the sources.
 
     do = dy, or with a norm  r (gain ⊙ dy - x̂ mean(gain ⊙ dy ⊙ x̂));      dgain = Σ_tokens dy ⊙ x̂,  x̂ = r o
     ddynamic_wi = do_w · v_i;      dstatic_wi = Σ_tokens do_w ⊙ v_i;      both only where relu lets them through
 
-Sums over tokens of one number for each channel, way and source are more than the registers of one program hold, and in memory
-they would be more traffic than the sources themselves. So a program walks over tokens with a group of sources only, whose sums it
-holds, and do, which every group of the same tokens reads, comes from the second cache for all but one of them.
+dstatic needs one sum per channel, way and source. Together they exceed the registers of one program, and in memory they would
+cause more traffic than the sources. So a program walks over tokens with one group of sources, whose sums it holds in registers.
+Every group of the same tokens reads do, which all but the first find in the L2 cache.
 
-No read keeps x̂: it is the mixture times r where that is in memory, and otherwise the result divided by its gain. Where a gain is
-next to zero the result does not say, and the mixture is formed again.
+No read saves x̂: it is the sum times r where the sum is in memory, and otherwise the result divided by its gain. Where a gain is
+close to zero that division is inexact, and the sum is computed again.
 """
 
 # ruff: noqa: RUF005 (Triton adds tuples and does not unpack them)
@@ -26,7 +26,7 @@ from depthmix.ops.depth_sum.kernels.read import four, kind_of, source_table
 from depthmix.ops.depth_sum.kernels.rows import sums, sums_side_by_side, weight
 from depthmix.ops.gpu.addresses import aligned
 from depthmix.ops.gpu.launch import launch
-from depthmix.ops.gpu.totals import total
+from depthmix.ops.gpu.program_sums import sum_programs
 
 
 @triton.jit
@@ -44,7 +44,7 @@ def _mixture(
     DYNAMIC: tl.constexpr,
     RELU: tl.constexpr,
 ):
-    """What way w made of a token."""
+    """Compute the sum of way w for one token."""
     o = tl.zeros(d.shape, tl.float32)
     for i in range(n):
         v = tl.load(tl.load(table + 4 * i).to(tl.pointer_type(like.dtype.element_ty)) + (t * D + d), mask=ok, other=0.0)
@@ -66,7 +66,7 @@ def _norm_backward(
     MIXTURES: tl.constexpr, PASSED: tl.constexpr, AGAIN: tl.constexpr, STATIC: tl.constexpr, DYNAMIC: tl.constexpr, RELU: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """All tokens of a program. AGAIN: ways that left their result are mixed again."""
+    """Walk over all tokens of a program. AGAIN: compute the sums of ways that saved their result again."""
     program = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BD)
     ok = d < D
@@ -151,7 +151,7 @@ def _norm_backward_kernel(
 
 @triton.jit
 def _lets_through(table, i, w, n, t, static, d, ok, D: tl.constexpr, STATIC: tl.constexpr, DYNAMIC: tl.constexpr):
-    """The sum that relu looks at: of the static and the dynamic weight."""
+    """Return static + dynamic, whose sign decides what relu lets through."""
     s = tl.zeros(d.shape, tl.float32)
     if STATIC == 1:
         s += tl.load(static + (w * n + i).to(tl.int64) * D + d, mask=ok, other=0.0)
@@ -229,7 +229,7 @@ def _weight_backward_kernel(
 
 
 class Need(NamedTuple):
-    """Which gradients are wanted besides those of the mixtures and the gain."""
+    """Select the gradients to compute besides those of the sums and the gain."""
 
     static: bool
     dynamic: bool
@@ -237,7 +237,7 @@ class Need(NamedTuple):
 
 
 class ReadGradients(NamedTuple):
-    """Gradients of W weighted sums, all but those of the sources."""
+    """Gradients of W weighted sums, except those of the sources."""
 
     do: list[Tensor]  # of the mixtures, like a source
     dgain: Tensor | None  # [G, D]
@@ -266,10 +266,16 @@ def read_backward(
     stages: int | None = None,
     programs: int | None = None,
 ) -> ReadGradients:
-    """Gradients given those of the results and of the raw one; kept, mixtures, rms: what the read kept; the rest as it was read.
+    """Compute the gradients of a read, given those of its results and of the raw one.
 
-    passed: what else is known of the gradient of a source that is in the first way as it is; added to a copy of its do.
-    dy: of all ways, or with a gain [G, D] of the first G: the mixtures of the others have no gradient but that of the raw one.
+    Args:
+        dy: gradients of all ways; with a gain [G, D] of the first G. The other ways have no gradient but that of the raw one.
+        draw: gradient of the raw result.
+        raw, gain, sources, static, dynamic, relu: as for `read`.
+        kept, mixtures, rms: what the read saved.
+        need: which gradients to compute.
+        passed: a second gradient of a source that the first way passes unchanged; added to a copy of that way's do.
+        group, warps, stages, programs: launch parameters for tests and benchmarks.
     """
     v, n, normed = sources[0], len(sources), len(dy)
     ways = static.shape[0] if static is not None else dynamic[0].shape[1] if dynamic is not None else normed
@@ -292,8 +298,10 @@ def read_backward(
     table = source_table(sources, dynamic)
     if norm or has_raw or through is not None:
         own = min(32, max(1, block // 256 if normed == 1 else max(min(8, block // 128), block // 256)))
-        ahead = 1 + 90_000 // ((2 * normed + 1) * block * v.element_size())  # tokens whose rows small GPUs hold
-        share = min(max(tokens, 1), cores * max(1, 16 // own))  # that a core holds at once
+        # Tokens whose rows fit in the shared memory of small GPUs.
+        ahead = 1 + 90_000 // ((2 * normed + 1) * block * v.element_size())
+        # Programs that the cores hold at once.
+        share = min(max(tokens, 1), cores * max(1, 16 // own))
         dgain = make(share, normed if norm else 0, dim, **fp32)
         if tokens:
             launch(
@@ -310,9 +318,8 @@ def read_backward(
     dots = torch.empty(tokens if dots_wanted else 0, *((n, ways) if by_source else (ways, n)), **fp32)
     part = torch.empty(0, **fp32)
     if dots_wanted or rows_wanted:
-        group = group or (
-            4 if ways == 1 and n > 2 and relu != 2 else 2
-        )  # more would hold more than there are registers
+        # A larger group would need more registers than there are.
+        group = group or (4 if ways == 1 and n > 2 and relu != 2 else 2)
         warps = warps or min(32, max(1, block // 512))
         groups = triton.cdiv(n, group)
         programs = min(max(tokens, 1), programs or max(1, 12 * cores // groups))
@@ -328,12 +335,12 @@ def read_backward(
     dots = dots.transpose(1, 2) if by_source else dots
     dstatic = None
     if need.static:
-        dstatic = total(part) if rows_wanted else dots.sum(0).unsqueeze(-1)
+        dstatic = sum_programs(part) if rows_wanted else dots.sum(0).unsqueeze(-1)
     if clamp_later and dynamic is not None:
         dots = dots * (torch.stack(list(dynamic), -1) >= 0)
     return ReadGradients(
         do,
-        total(dgain) if norm and dgain is not None else None,
+        sum_programs(dgain) if norm and dgain is not None else None,
         dstatic,
         dots if need.dynamic else None,
         through,

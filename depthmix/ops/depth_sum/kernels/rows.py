@@ -1,9 +1,8 @@
-"""What the kernels of weighted sums share: rows of several tokens at a time, weights, and one reduction for many sums.
+"""Device functions that the kernels of weighted sums share: rows of several tokens, weights, and one reduction for many sums.
 
-A program holds BT tokens, each row [BD] of channels spread over all its lanes in the same way, as a tuple of rows. Rows of
-parameters, which are fp32 and of which there is one for each way and source, are then loaded once for BT tokens and meet the
-rows of activations without an exchange between lanes. The last tile begins BT tokens before the end and does some of them again:
-then no token needs a mask, and its distance from the first is a constant.
+A program holds BT tokens as a tuple of rows [BD]. Every row is spread over the lanes in the same way. A row of parameters (fp32,
+one for each way and source) is then loaded once for BT tokens and meets activations without an exchange between lanes. The last
+tile begins BT tokens before the end and repeats some of them: then no token needs a mask, and offsets are constants.
 """
 
 # ruff: noqa: RUF005 (Triton adds tuples and does not unpack them)
@@ -15,7 +14,7 @@ import triton.language as tl
 
 @triton.jit
 def load_rows(address, t, d, mask, like, D: tl.constexpr, BT: tl.constexpr, ALIGNED: tl.constexpr):
-    """Rows t to t + BT - 1 of the tensor at an address, as they lie in memory."""
+    """Load rows t to t + BT - 1 of the tensor at an address, without widening them."""
     first = address.to(tl.pointer_type(like.dtype.element_ty)) + t * D
     rows = ()
     for k in tl.static_range(BT):
@@ -28,7 +27,7 @@ def load_rows(address, t, d, mask, like, D: tl.constexpr, BT: tl.constexpr, ALIG
 
 @triton.jit
 def widened(x, BD: tl.constexpr, PAIRS: tl.constexpr):
-    """A row in fp32. PAIRS: two bf16 in each integer, for each of which one instruction suffices; the compiler takes up to two."""
+    """Widen a row to fp32. PAIRS: each integer holds two bf16 numbers, and widening takes one instruction each instead of up to two."""
     if PAIRS:
         low = (x << 16).to(tl.float32, bitcast=True)
         high = (x & -65536).to(tl.float32, bitcast=True)
@@ -39,7 +38,7 @@ def widened(x, BD: tl.constexpr, PAIRS: tl.constexpr):
 
 @triton.jit
 def load_scalars(address, stride, t, some, BT: tl.constexpr):
-    """One fp32 number for each of BT tokens that lie `stride` numbers apart."""
+    """Load one fp32 number for each of BT tokens, `stride` numbers apart."""
     at = address.to(tl.pointer_type(tl.float32)) + t * stride
     numbers = ()
     for _ in tl.static_range(BT):
@@ -50,7 +49,7 @@ def load_scalars(address, stride, t, some, BT: tl.constexpr):
 
 @triton.jit
 def weight(b, p, STATIC: tl.constexpr, DYNAMIC: tl.constexpr, RELU: tl.constexpr):
-    """static + dynamic, clamped as relu says: 1: the dynamic part, 2: the sum."""
+    """Return static + dynamic, clamped by RELU. 1: the dynamic part, 2: the sum."""
     if DYNAMIC:
         if RELU == 1:
             p = tl.maximum(p, 0.0)
@@ -80,13 +79,13 @@ def _split(x, COUNT: tl.constexpr):
 
 @triton.jit
 def sums(values, COUNT: tl.constexpr, UP: tl.constexpr, AXIS: tl.constexpr):
-    """The sums over an axis of COUNT tensors in one reduction; UP: the power of two that is at least COUNT."""
+    """Return the sums over an axis of COUNT tensors, from one reduction. UP: the smallest power of two not below COUNT."""
     return _split(tl.sum(_join(values, 0, UP, COUNT - 1), AXIS), UP)
 
 
 @triton.jit
 def sums_side_by_side(values, COUNT: tl.constexpr, UP: tl.constexpr):
-    """The sums of COUNT rows in one reduction, as a vector [UP]; UP: a power of two, at least 2."""
+    """Return the sums of COUNT rows as a vector [UP], from one reduction. UP: a power of two, at least 2."""
     x = tl.sum(_join(values, 0, UP, COUNT - 1), 0)
     if UP == 4:
         x = tl.permute(x, (1, 0))
@@ -100,5 +99,5 @@ def sums_side_by_side(values, COUNT: tl.constexpr, UP: tl.constexpr):
 
 
 def tokens_of(tile: int, tokens: int) -> int:
-    """Tokens of a tile: no more than there are."""
+    """Return the number of tokens of a tile: no more than there are."""
     return tile if tokens >= tile else 1

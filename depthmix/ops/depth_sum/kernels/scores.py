@@ -1,8 +1,8 @@
-"""The scores of a fresh source for all of its readers, from one read of it, and their gradient: thin matrix products.
+"""Scores of a fresh source for all of its readers, from one read of it, and their gradient: thin matrix products.
 
     fresh = v + add;      scores = fresh wᵀ;      dw = dscoresᵀ v
 
-Tensor cores, with fp32 weights and gradients in two halves of the sources' precision, so that nothing of them is lost.
+On tensor cores, fp32 weights and gradients are split into two halves of the sources' precision, so that nothing of them is lost.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from depthmix.ops.depth_attention.kernels.tiling import Halves
+from depthmix.ops.depth_attention.kernels.tiling import SplitRows
 from depthmix.ops.gpu.addresses import address_table
 from depthmix.ops.gpu.launch import launch
 from depthmix.ops.matmul import matmul
@@ -47,7 +47,7 @@ def _score_kernel(
 def add_and_score(
     v: Tensor,
     add: Tensor | None,
-    w: Tensor | Halves,
+    w: Tensor | SplitRows,
     *,
     across: bool = False,
     tile: int | None = None,
@@ -55,13 +55,14 @@ def add_and_score(
     warps: int | None = None,
     stages: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """v + add, rounded once (v itself without add), and its dot products with the rows of w [R, D] fp32: [N, R] fp32.
+    """Return v + add, rounded once (v itself without add), and its dot products [N, R] fp32 with the rows of w [R, D] fp32.
 
-    across: those of one row lie side by side, as reads without gradients like them best.
+    across: store the products of one row contiguously, which reads without gradients prefer.
+    tile, depth, warps, stages: launch parameters for tests and benchmarks.
     """
     dim = v.shape[-1]
     tokens = v.numel() // dim
-    high, low = w if isinstance(w, Halves) else Halves.of(w, v.dtype)
+    high, low = w if isinstance(w, SplitRows) else SplitRows.of(w, v.dtype)
     fresh = v if add is None else torch.empty_like(v)
     shape = (len(high), tokens) if across else (tokens, len(high))
     scores = torch.empty(shape, dtype=torch.float32, device=v.device)
@@ -69,7 +70,8 @@ def add_and_score(
         small = v.element_size() == 2
         up = max(16, triton.next_power_of_2(len(high)))
         long = dim >= 1024 and small and up <= 64
-        few = across and tokens < 1 << 15  # then larger tiles leave cores idle
+        # With so few tokens larger tiles leave cores idle.
+        few = across and tokens < 1 << 15
         if few and add is not None and small and up <= 64:
             tile, warps, stages = tile or 32, warps or 2, stages or 3
         tile = tile or (128 if up <= 64 and small and not long and not few else 64)
@@ -102,16 +104,15 @@ def _gather_kernel(table, out, N: tl.int64, columns: tl.int32, BT: tl.constexpr,
 
 
 def score_backward(v: Tensor, ds: Sequence[Tensor]) -> Tensor:
-    """Gradients of the R rows that made a source's scores: their sum over the first of [1 or 2, R, D], fp32.
-
-    ds: the gradient of each score, R times [N], any stride. One read of the source for all of its readers.
-    """
+    """Compute the gradients of the R rows that scored a source: [1 or 2, R, D] fp32, whose first dimension is to be summed."""
     dim, n = v.shape[-1], len(ds)
     tokens = v.numel() // dim
     if not tokens or not n:
         return torch.zeros(1, n, dim, dtype=torch.float32, device=v.device)
-    split = v.dtype == torch.bfloat16  # fp16 has too small a range for gradients
-    columns = -(-n // 8) * 8  # whole rows of 16 bytes
+    # fp16 is not split: its range is too small for gradients.
+    split = v.dtype == torch.bfloat16
+    # Whole rows of 16 bytes.
+    columns = -(-n // 8) * 8
     both = torch.empty(tokens, (1 + split) * columns, dtype=v.dtype if split else torch.float32, device=v.device)
     known = [(x.data_ptr(), x.stride(0)) for x in ds] + [(0, 0)] * (columns - n)
     wide = min(128, triton.next_power_of_2(columns))
@@ -124,13 +125,16 @@ def score_backward(v: Tensor, ds: Sequence[Tensor]) -> Tensor:
 
 
 def rows_from_halves(both: Tensor, v: Tensor, columns: int) -> Tensor:
-    """The sums over tokens of a column's number times v: [columns, D] fp32. both: [N, columns], of bf16 two halves side by side."""
+    """Return the sums over tokens of a column's number times v: [columns, D] fp32.
+
+    both: [N, columns]; for bf16 the high and low halves side by side.
+    """
     dw = _products(both, v, columns)
     return dw[0] if len(dw) == 1 else dw[0] + dw[1]
 
 
 def _products(both: Tensor, v: Tensor, columns: int) -> Tensor:
-    """The same of each half: [1 or 2, columns, D]."""
+    """Return those sums for each half: [1 or 2, columns, D]."""
     rows = v.reshape(-1, v.shape[-1])
     if both.dtype == torch.float32:
         return matmul(both.t(), rows.float()).unsqueeze(0)

@@ -1,9 +1,9 @@
-"""Gradients of one source or two from all their readers: weights are known, so nothing is reduced and D is cut as one likes.
+"""Gradients of one or two sources from all their readers. Weights are known, so nothing is reduced and D may be cut anywhere.
 
     dv_j = g_j + part_j + Σ_r (weight_rj ⊙ do_r + ds_rj w_rj)
 
-Each do is read once for all the sources. A program holds some channels of a few tokens, so that rows of parameters are loaded
-once for all of them, and programs of the same channels follow each other, so that those rows stay in the first cache.
+Each do is read once for both sources. A program holds some channels of a few tokens, so that rows of parameters are loaded
+once for all of them. Programs of the same channels follow each other, so that those rows stay in the L1 cache.
 """
 
 # ruff: noqa: RUF005 (Triton adds tuples and does not unpack them)
@@ -22,13 +22,14 @@ from depthmix.ops.depth_sum.kernels.rows import load_rows, load_scalars, tokens_
 from depthmix.ops.gpu.addresses import address_tables, aligned
 from depthmix.ops.gpu.launch import launch
 
-TILE = 4  # tokens for which rows of parameters are loaded once
+# Tokens for which rows of parameters are loaded once.
+TILE = 4
 
 
 @triton.jit
 def _open(targets, j, t, d, ok, like, D: tl.constexpr, BT: tl.constexpr, HAS_G: tl.constexpr, HAS_PART: tl.constexpr,
           ALIGNED: tl.constexpr):  # fmt: skip
-    """The gradients that source j has so far: from elsewhere, and from readers seen before."""
+    """Load the gradient that source j has so far: from elsewhere, and from earlier readers."""
     acc = ()
     if HAS_G:
         g = tl.load(targets + 4 * j)
@@ -52,7 +53,7 @@ def _open(targets, j, t, d, ok, like, D: tl.constexpr, BT: tl.constexpr, HAS_G: 
 
 @triton.jit
 def _close(targets, acc, j: tl.constexpr, t, d, like, D: tl.constexpr, BT: tl.constexpr, WHOLE: tl.constexpr, ALIGNED: tl.constexpr):  # fmt: skip
-    """Write the gradients of source j, or what is known of them."""
+    """Store the gradient of source j, finished or not."""
     whole, rest = tl.load(targets + 4 * j + 2), tl.load(targets + 4 * j + 3)
     for k in tl.static_range(BT):
         row = (t + k) * D + d
@@ -67,7 +68,7 @@ def _close(targets, acc, j: tl.constexpr, t, d, like, D: tl.constexpr, BT: tl.co
 
 @triton.jit
 def _load_row(address, d, ok, D: tl.constexpr, ALIGNED: tl.constexpr, SOME: tl.constexpr):
-    """A row of parameters, zeros if there is none."""
+    """Load a row of parameters, or zeros if there is none."""
     if SOME:
         ok = d < tl.where(address != 0, D, 0)
     at = address.to(tl.pointer_type(tl.float32)) + d
@@ -79,7 +80,7 @@ def _load_row(address, d, ok, D: tl.constexpr, ALIGNED: tl.constexpr, SOME: tl.c
 @triton.jit
 def _load_numbers(reader, t, some, BT: tl.constexpr, S: tl.constexpr, DYNAMIC: tl.constexpr, SCORED: tl.constexpr,
                   SOME: tl.constexpr):  # fmt: skip
-    """A reader's dynamic weights of the S sources and the gradients of their scores, for BT tokens each."""
+    """Load a reader's dynamic weights of the S sources and the gradients of their scores, for BT tokens each."""
     numbers = ()
     for j in tl.static_range(S):
         if DYNAMIC:
@@ -96,7 +97,7 @@ def _load_numbers(reader, t, some, BT: tl.constexpr, S: tl.constexpr, DYNAMIC: t
 @triton.jit
 def _load_parameters(reader, d, ok, D: tl.constexpr, S: tl.constexpr, STATIC: tl.constexpr, SCORED: tl.constexpr,
                      SAME_W: tl.constexpr, ROWS_ALIGNED: tl.constexpr, SOME: tl.constexpr):  # fmt: skip
-    """A reader's static weights of the S sources, and what scored them."""
+    """Load a reader's static weights of the S sources, and the rows that scored them."""
     b, u = (), ()
     for j in tl.static_range(S):
         if STATIC == 1:
@@ -152,7 +153,7 @@ def _source_backward_kernel(
 
 
 class Target(NamedTuple):
-    """A source whose gradient is wanted, and what is known of it."""
+    """A source whose gradient is computed, and its gradient so far."""
 
     like: Tensor  # the source, or a tensor like it
     g: Tensor | None = None  # from elsewhere, like the source
@@ -161,7 +162,7 @@ class Target(NamedTuple):
 
 
 class Reader(NamedTuple):
-    """One way of a read, as the gradients of some sources see it; None in place of all that it has for a target it does not read."""
+    """One way of a read, as kernel arguments for the gradients of some sources. None marks a source it does not use."""
 
     do: Tensor  # like a source
     static: Sequence[Tensor | None] | None  # for each target [D] or [1]
@@ -172,10 +173,11 @@ class Reader(NamedTuple):
 
 
 def source_backward(targets: Sequence[Target], readers: Sequence[Reader]) -> list[Tensor]:
-    """Gradients of one source or two: rounded to their dtype if these are the last readers, fp32 otherwise."""
-    kinds = [list(same) for _, same in groupby(readers, _kind)]
-    for same in kinds[:-1]:  # readers that differ in kind, one kind after the other
-        parts = source_backward([x._replace(whole=False) for x in targets], same)
+    """Compute the gradients of one or two sources: rounded to their dtype after their last readers, fp32 otherwise."""
+    kinds = [list(alike) for _, alike in groupby(readers, _kind)]
+    # Readers of different kinds need different kernels, one after the other.
+    for alike in kinds[:-1]:
+        parts = source_backward([x._replace(whole=False) for x in targets], alike)
         targets = [x._replace(g=None, part=part) for x, part in zip(targets, parts, strict=True)]
     out = [torch.empty_like(x.like, dtype=x.like.dtype if x.whole else torch.float32) for x in targets]
     if not kinds:
@@ -190,16 +192,16 @@ def _kind(reader: Reader) -> tuple[int, bool, bool, int]:
     return static, reader.dynamic is not None, reader.ds is not None, reader.relu
 
 
-def _at(given: Sequence[Tensor | None] | None, j: int) -> tuple[int, int]:
-    """Where what a reader has for target j begins, and how far apart its numbers are."""
-    x = None if given is None else given[j]
+def _at(by_target: Sequence[Tensor | None] | None, j: int) -> tuple[int, int]:
+    """Return the address of a reader's numbers for target j, and their stride."""
+    x = None if by_target is None else by_target[j]
     return (0, 0) if x is None else (x.data_ptr(), x.stride(0))
 
 
 def _known(target: Target) -> Tensor:
-    """A gradient that no reader adds to."""
-    given = [x.float() for x in (target.g, target.part) if x is not None]
-    return sum(x.view(target.like.shape) for x in given) if given else torch.zeros_like(target.like)  # type: ignore[return-value]
+    """Return a gradient to which no reader adds."""
+    parts = [x.float() for x in (target.g, target.part) if x is not None]
+    return sum(x.view(target.like.shape) for x in parts) if parts else torch.zeros_like(target.like)  # type: ignore[return-value]
 
 
 def _launch(targets: Sequence[Target], readers: Sequence[Reader], out: Sequence[Tensor]) -> None:

@@ -1,9 +1,9 @@
-"""mHC-lite's residual map, n ≤ 4: a token is a lane and its numbers are registers, as in sinkhorn/lanes.py.
+"""mHC-lite's residual map for n ≤ 4. As in sinkhorn/lanes.py, a lane holds one token and its numbers are registers.
 
     a = softmax of n! logits;    H[o, i] = Σ_k a_k where the k-th permutation sends o to i
     a'_k = Σ_o H'[o, perm_k(o)];    logits'_k = a_k (a'_k - Σ_j a_j a'_j)
 
-PERMUTATIONS: one number, known when a kernel is compiled, whose bit k n² + e says that the k-th permutation has entry e.
+PERMUTATIONS is one compile-time integer: its bit k n² + e is set if the k-th permutation has entry e.
 """
 
 # Triton knows no other way to add to a tuple:
@@ -17,7 +17,7 @@ from depthmix.ops.stream_mix.rules import permutations
 
 
 def permutation_bits(n: int) -> int:
-    """PERMUTATIONS of n streams."""
+    """Return PERMUTATIONS of n streams."""
     entries = (k * n * n + o * n + i for k, order in enumerate(permutations(n)) for o, i in enumerate(order))
     return sum(1 << bit for bit in entries)
 
@@ -40,7 +40,7 @@ def _softmax(logits, COUNT: tl.constexpr):
 
 @triton.jit
 def birkhoff_lanes(logits, n: tl.constexpr, COUNT: tl.constexpr, PERMUTATIONS: tl.constexpr):
-    """A tuple of n! [BT] -> one of n²."""
+    """Map a tuple of n! logits [BT] to a tuple of n² entries."""
     a = _softmax(logits, COUNT)
     m = ()
     for e in tl.static_range(n * n):
@@ -54,7 +54,7 @@ def birkhoff_lanes(logits, n: tl.constexpr, COUNT: tl.constexpr, PERMUTATIONS: t
 
 @triton.jit
 def birkhoff_lanes_backward(logits, dm, n: tl.constexpr, COUNT: tl.constexpr, PERMUTATIONS: tl.constexpr):
-    """dlogits."""
+    """Return dlogits."""
     a = _softmax(logits, COUNT)
     da = ()
     along = tl.zeros_like(a[0])

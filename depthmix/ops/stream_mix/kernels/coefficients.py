@@ -1,14 +1,14 @@
-"""The weights of reads and writes from the streams' products, and their backward: a tile of tokens at a time, all in registers.
+"""Weights of reads and writes from the streams' products, and their backward: a tile of tokens at a time, all in registers.
 
-For mHC a token is a lane and its numbers are registers (sinkhorn/lanes.py). dz goes in fp32 and, for products in bf16, in
-parts of LAST columns each (products.py).
+For mHC a lane holds one token and its numbers are registers (sinkhorn/lanes.py). dz is stored in fp32 and, for products in bf16,
+in parts of LAST columns each (products.py).
 
 The equations are in rules.py. The backward starts from the products again. With H' the gradient of what scale and base made,
 r = 1 / RMS over C channels, and r' = Σ dz ⊙ z / r:
 
     dbase = Σ_tokens H';    dscale = Σ_tokens H' ⊙ r z;    dz = r scale ⊙ H';    slope = -r³ r' / C;    shift = -slope · mean
 
-slope x + shift is what the norm's sums add to the gradient of the streams. Sums over tokens are left one row a program.
+slope x + shift is the gradient of the streams through the norm's sums. Each program stores one row of its sums over tokens.
 """
 
 # Triton knows no other way to add to a tuple:
@@ -29,14 +29,15 @@ from depthmix.ops.stream_mix.kernels.birkhoff import birkhoff_lanes, birkhoff_la
 from depthmix.ops.stream_mix.products import HALF, padded
 from depthmix.ops.stream_mix.rules import Coefficients, Rule
 
-ROWS = ["base", "scale"]  # of parameters, aligned or not from site to site: that is no reason to compile twice
+# Parameter rows may be aligned at one site and not at another. Do not compile twice for that.
+ROWS = ["base", "scale"]
 
 
 @triton.jit
 def _side_by_side(
     values, FIRST: tl.constexpr, STEP: tl.constexpr, COUNT: tl.constexpr, LAST: tl.constexpr, BT: tl.constexpr
 ):
-    """A tuple of [BT] as [BT, COUNT], one store instead of COUNT; beyond LAST the last of them again."""
+    """Join a tuple of [BT] into [BT, COUNT], for one store instead of COUNT; beyond LAST the last of them repeats."""
     if COUNT == 1:
         return tl.reshape(values[FIRST if FIRST < LAST else LAST], [BT, 1])
     else:
@@ -48,7 +49,7 @@ def _side_by_side(
 
 @triton.jit
 def _store_parts(at, v, mask, LAST: tl.constexpr, PARTS: tl.constexpr):
-    """A number as high, high and low, or as high and low, LAST apart."""
+    """Store a number as high, high and low, or as high and low, LAST apart."""
     high = v.to(tl.bfloat16)
     for i in tl.static_range(PARTS - 1):
         tl.store(at + i * LAST, high, mask=mask)
@@ -63,7 +64,7 @@ def _square_transposed(t, n: tl.constexpr, P: tl.constexpr):
 
 @triton.jit
 def _scaled(z, t, inside, r, FIRST: tl.constexpr, COUNT: tl.constexpr, K: tl.constexpr):
-    """Columns of r z, a tuple of [BT]."""
+    """Return columns of r z, a tuple of [BT]."""
     out = ()
     for k in tl.static_range(COUNT):
         out = out + (tl.load(z + t * K + FIRST + k, mask=inside, other=0.0) * r,)
@@ -72,7 +73,7 @@ def _scaled(z, t, inside, r, FIRST: tl.constexpr, COUNT: tl.constexpr, K: tl.con
 
 @triton.jit
 def _logits(v, a, base, COUNT: tl.constexpr):
-    """scale and base."""
+    """Apply scale and base."""
     out = ()
     for k in tl.static_range(COUNT):
         out = out + (a * v[k] + tl.load(base + k),)
@@ -116,7 +117,7 @@ def _joint_kernel(
 
 @triton.jit
 def _joint_part(g, v, a, r, part, row, FIRST: tl.constexpr, COUNT: tl.constexpr, K: tl.constexpr):
-    """dz of some columns and their Σ H' ⊙ r z, from H' and r z; the sums over tokens go to memory."""
+    """Return dz of some columns and their Σ H' ⊙ r z, from H' and r z, and store the sums over tokens."""
     total = g[0] * v[0]
     for k in tl.static_range(1, COUNT):
         total += g[k] * v[k]
@@ -188,7 +189,7 @@ def _joint_backward_kernel(
 
 @triton.jit
 def _tanh(x):
-    """Accurate near zero, too, where (1 - e) / (1 + e) is not."""
+    """Return tanh(x), accurate near zero too, where (1 - e) / (1 + e) is not."""
     e = tl.exp(-2 * tl.abs(x))
     far = tl.where(x < 0, -1.0, 1.0) * (1 - e) / (1 + e)
     square = x * x
@@ -199,7 +200,7 @@ def _tanh(x):
 def _of_streams(
     z, sums, t, inside, eps, D: tl.constexpr, n: tl.constexpr, P: tl.constexpr, CENTRED: tl.constexpr
 ):  # fmt: skip
-    """Of every stream: 1 / RMS, mean, r z for pre, post and res, and where they are."""
+    """Load for every stream 1 / RMS, mean, r z for pre, post and res, and the masks of valid entries."""
     i, j = tl.arange(0, P)[None, :], tl.arange(0, P)[None, None, :]
     some = inside[:, None] & (i < n)
     stream = t[:, None] * n + i
@@ -289,7 +290,7 @@ def _each_backward_kernel(
 
 
 def forward(rule: Rule, dim: int, z: Tensor, sums: Tensor, base: Tensor, scale: Tensor) -> Coefficients:
-    """pre and post [N, n] and res [N, n, n] or None. z: [N, K] or [N, n, K]."""
+    """Return pre and post [N, n] and res [N, n, n] or None, for z [N, K] or [N, n, K]."""
     n, tokens = rule.n, len(z)
     pre, post = (torch.empty(tokens, n, dtype=torch.float32, device=z.device) for _ in range(2))
     res = None
@@ -297,28 +298,28 @@ def forward(rule: Rule, dim: int, z: Tensor, sums: Tensor, base: Tensor, scale: 
         res = torch.empty(tokens, n, n, dtype=torch.float32, device=z.device)
     if not tokens:
         return pre, post, res
-    given = (z, sums, base, scale, pre, post, z if res is None else res, tokens)
+    arguments = (z, sums, base, scale, pre, post, z if res is None else res, tokens)
     shape = {"D": dim, "n": n}
     if rule.joint:
         launch(
-            _joint_kernel, (triton.cdiv(tokens, LANES),), z, *given, rule.iterations, rule.eps, rule.pre_eps,
+            _joint_kernel, (triton.cdiv(tokens, LANES),), z, *arguments, rule.iterations, rule.eps, rule.pre_eps,
             K=z.shape[-1], BT=LANES, PERMUTATIONS=_permutations(rule), DEEPSEEK=rule.convention == "deepseek", num_warps=1, **shape,
         )  # fmt: skip
     else:
         launch(
-            _each_kernel, (triton.cdiv(tokens, TILE),), z, *given, rule.eps,
+            _each_kernel, (triton.cdiv(tokens, TILE),), z, *arguments, rule.eps,
             P=side(n), BT=TILE, CENTRED=rule.centred, TANH=rule.tanh, num_warps=WARPS, **shape,
         )  # fmt: skip
     return pre, post, res
 
 
 def _permutations(rule: Rule) -> int:
-    """Those of a Birkhoff map; 0: it is another."""
+    """Return PERMUTATIONS of a Birkhoff map, or 0 for another map."""
     return permutation_bits(rule.n) if rule.residual_map == "birkhoff" else 0
 
 
 class Gradients(NamedTuple):
-    """Of everything before the coefficients."""
+    """Gradients of the inputs of the coefficients."""
 
     dz: Tensor | None  # [N, K] or [N, n, K] in fp32; None for mHC's in parts
     parts: Tensor | None  # for bf16 streams, high, high and low [N, 3 K'] or high and low [N, n, 2 K'] (products.py)
@@ -331,12 +332,13 @@ def backward(
     rule: Rule, dim: int, z: Tensor, sums: Tensor, base: Tensor, scale: Tensor,
     dpre: Tensor | None, dpost: Tensor | None, dres: Tensor | None, kind: torch.dtype,
 ) -> Gradients:  # fmt: skip
-    """kind: of the streams."""
+    """Compute the gradients of the inputs. kind: dtype of the streams."""
     n, tokens, columns = rule.n, *z.shape[:: z.ndim - 1]
     last = padded(columns) if kind == HALF else 0
     parts = dz = None
     if last:
-        empty = torch.empty if last == columns else torch.zeros  # no kernel writes to columns that pad
+        # No kernel writes to padding columns: they must start as zeros.
+        empty = torch.empty if last == columns else torch.zeros
         parts = empty(*z.shape[:-1], (3 if rule.joint else 2) * last, dtype=HALF, device=z.device)
     if not last or not rule.joint:
         dz = torch.empty_like(z)

@@ -2,12 +2,12 @@
 
     u = Σ_i pre_i x_i;    h = gain ⊙ u rho, rho = 1 / RMS(u);    without a norm h = u
 
-backward, for what du = rho (gain ⊙ dh - u rho c) needs, and with a_i = Σ_D gain ⊙ dh ⊙ x_i, c = rho Σ_i pre_i a_i / D:
+The backward of the write needs du = rho (gain ⊙ dh - u rho c). With a_i = Σ_D gain ⊙ dh ⊙ x_i, c = rho Σ_i pre_i a_i / D:
 
     dpre_i = rho (a_i - c rho Σ_D u ⊙ x_i);    dgain = Σ_tokens dh ⊙ u rho
 
-du itself is never stored: the backward of the write works it out again from u. Where the weights pre do not depend on the
-streams, it forms dpre as well, and what is left, c and dgain, follows from h alone: u rho = h / gain.
+du itself is never stored: the backward of the write computes it again from u. Where the weights pre do not depend on the
+streams, that backward forms dpre as well. What remains, c and dgain, then follows from h alone: u rho = h / gain.
 """
 
 import torch
@@ -16,13 +16,11 @@ import triton.language as tl
 from torch import Tensor
 
 from depthmix.ops.gpu.launch import launch
-from depthmix.ops.gpu.totals import total
+from depthmix.ops.gpu.program_sums import sum_programs
 from depthmix.ops.stream_mix.kernels.tiles import load_streams, load_weights, row_tile, weighted
 
-SMS, WARPS = (
-    132,
-    8,
-)  # of an H200, and of each that the backward keeps busy: more would leave more sums than they save time
+# Streaming multiprocessors of an H200, and warps of the backward on each. More warps would cost more in stored sums than they save.
+SMS, WARPS = 132, 8
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -110,7 +108,7 @@ def _options(x: Tensor, copies: bool, n: int, pre: Tensor, gain: Tensor | None) 
 def read(
     x: Tensor, copies: bool, n: int, pre: Tensor, gain: Tensor | None, eps: float, warps: int | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """h [N, D] in x's dtype, and with a norm rho [N]. pre: [N, n], or [n] for all tokens."""
+    """Return h [N, D] in x's dtype, and with a norm rho [N]. pre: [N, n], or [n] for all tokens."""
     tokens, dim = x.shape[0], x.shape[-1]
     h = torch.empty(tokens, dim, dtype=x.dtype, device=x.device)
     rho = None if gain is None else torch.empty(tokens, dtype=torch.float32, device=x.device)
@@ -128,13 +126,14 @@ def read_backward(
     dh: Tensor, x: Tensor, copies: bool, n: int, pre: Tensor, gain: Tensor | None, rho: Tensor | None,
     tile: tuple[int, int, int] | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """dpre [N, n], c [N] and dgain [D]. tile: tokens, warps and stages of a program; the programs share all tokens."""
+    """Return dpre [N, n], c [N] and dgain [D]. tile: tokens, warps and stages of a program; the programs share all tokens."""
     tokens, dim = x.shape[0], x.shape[-1]
     dpre = torch.empty(tokens, n, dtype=torch.float32, device=x.device)
     c = part = None
     options = _options(x, copies, n, pre, gain)
     bt, warps, stages = tile or (1, max(1, min(32, int(options["BD"]) // 512)), _stages(x, n + 1, 3))
-    programs = min(SMS * max(1, WARPS // warps), triton.cdiv(tokens, bt))  # each leaves a row of sums for dgain
+    # Each program stores a row of sums for dgain.
+    programs = min(SMS * max(1, WARPS // warps), triton.cdiv(tokens, bt))
     if gain is not None:
         c = torch.empty(tokens, dtype=torch.float32, device=x.device)
         part = torch.empty(programs, dim, dtype=torch.float32, device=x.device)
@@ -144,14 +143,14 @@ def read_backward(
             dh, x, pre, x if gain is None else gain, x if rho is None else rho, dpre, x if c is None else c,
             x if part is None else part, tokens, **(options | {"BT": bt}), STAGES=stages, num_warps=warps,
         )  # fmt: skip
-    return dpre, c, None if part is None else total(part) if tokens else part.new_zeros(dim)
+    return dpre, c, None if part is None else sum_programs(part) if tokens else part.new_zeros(dim)
 
 
 def norm_backward(
     dh: Tensor, h: Tensor, x: Tensor, copies: bool, n: int, pre: Tensor, gain: Tensor, rho: Tensor,
     tile: tuple[int, int, int] | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """c [N] and dgain [D], from the result h of the read; the streams are looked at only if a gain is next to zero."""
+    """Return c [N] and dgain [D] from the result h of the read. The kernel reads the streams only if a gain is close to zero."""
     tokens = len(x)
     options = _options(x, copies, n, pre, None)
     del options["NORM"]
@@ -164,11 +163,11 @@ def norm_backward(
             _norm_backward_kernel, (programs,), x, dh, h, x, pre, gain, rho, c, part, tokens,
             **(options | {"BT": bt}), SMALL=2**-7 if h.dtype == torch.float16 else 1e-30, STAGES=stages, num_warps=warps,
         )  # fmt: skip
-    return c, total(part) if tokens else gain.new_zeros(gain.shape)
+    return c, sum_programs(part) if tokens else gain.new_zeros(gain.shape)
 
 
 def _stages(x: Tensor, rows: int, wanted: int) -> int:
-    """Tokens ahead whose rows fit in the shared memory of small GPUs."""
+    """Return how many tokens' rows may be loaded ahead within a small GPU's shared memory."""
     return max(1, min(wanted, 90_000 // (rows * triton.next_power_of_2(x.shape[-1]) * x.element_size())))
 
 

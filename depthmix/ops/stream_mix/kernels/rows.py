@@ -1,4 +1,4 @@
-"""The write to n streams by whole rows, with the read of what was written where its weights are known before: one pass over memory.
+"""The write to n streams by whole rows, with the next read where its weights are known beforehand: one pass over memory.
 
     x'_o = Σ_i res[o, i] x_i + post[o] y, rounded;    Σ x'²  (and Σ x' of each stream);    u = Σ_i pre_i x'_i;    h = gain ⊙ u / RMS(u)
 
@@ -15,7 +15,8 @@ from torch import Tensor
 from depthmix.ops.gpu.launch import launch
 from depthmix.ops.stream_mix.kernels.tiles import load_streams, load_weights, written
 
-MAX_ROW = 4096  # channels of a row whose n streams a program holds
+# Channels of a row whose n streams a program holds.
+MAX_ROW = 4096
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -60,7 +61,7 @@ def _write_rows_kernel(
 
 
 class Reading(NamedTuple):
-    """A read whose weights are known."""
+    """A read whose weights are known before the write."""
 
     pre: Tensor  # [N, n] or [n]
     gain: Tensor | None  # [D], of the norm; None: no norm
@@ -68,7 +69,7 @@ class Reading(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """What was written and read."""
+    """Results of a write and a read."""
 
     x: Tensor  # [N, n, D]
     sums: Tensor | None  # Σ x'² [N] for all streams together, Σ x' and Σ x'² [N, n, 2] for each of them
@@ -80,7 +81,10 @@ def write_rows(
     x: Tensor, copies: bool, n: int, y: Tensor, post: Tensor, res: Tensor | None, scan: int,
     reading: Reading | None = None, tile: tuple[int, ...] | None = None,
 ) -> Rows:  # fmt: skip
-    """x: [N, n, D], or with copies [N, D]. scan: 1 for the sum of all streams, 2 for those of each. tile: tokens and warps of a program."""
+    """Write to the streams, and read from them if `reading` is given.
+
+    x: [N, n, D], or with copies [N, D]. scan: 1 for the sum of all streams, 2 for those of each. tile: tokens and warps of a program.
+    """
     tokens, dim = x.shape[0], x.shape[-1]
     out = torch.empty(tokens, n, dim, dtype=x.dtype, device=x.device)
     sums = h = rho = None

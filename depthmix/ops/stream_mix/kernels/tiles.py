@@ -1,7 +1,7 @@
-"""What the kernels of residual streams share. A tile is BT tokens by BK channels; the n streams are a tuple of n tiles.
+"""Device functions that the kernels of residual streams share. A tile is BT tokens by BK channels; n streams are a tuple of n tiles.
 
-A lane holds V neighbouring channels of a tile, so a sum over channels is kept as L = BK / V partial sums a token until the
-last chunk: one shuffle a program instead of one a chunk.
+A lane holds V neighbouring channels of a tile. A sum over channels stays L = BK / V partial sums per token until the last
+chunk: one shuffle per program instead of one per chunk.
 """
 
 # Triton knows no other way to add to a tuple:
@@ -16,7 +16,7 @@ from torch import Tensor
 
 @triton.jit
 def load_streams(x, t, d, ok, D: tl.constexpr, n: tl.constexpr, COPIES: tl.constexpr):
-    """n tiles in fp32. COPIES: x is [N, D], of which every stream is a copy."""
+    """Load n tiles in fp32. COPIES: x is [N, D], and every stream is a copy of it."""
     out = ()
     for i in tl.static_range(n):
         at = t[:, None] * D if COPIES else t[:, None] * (n * D) + i * D
@@ -26,7 +26,7 @@ def load_streams(x, t, d, ok, D: tl.constexpr, n: tl.constexpr, COPIES: tl.const
 
 @triton.jit
 def load_weights(at, t, inside, n: tl.constexpr, STATIC: tl.constexpr):
-    """n numbers a token, a tuple of n [BT, 1]. STATIC: the same for every token."""
+    """Load n numbers per token, a tuple of n [BT, 1]. STATIC: all tokens share them."""
     out = ()
     for i in tl.static_range(n):
         p = at + t * 0 + i if STATIC else at + t * n + i
@@ -36,7 +36,7 @@ def load_weights(at, t, inside, n: tl.constexpr, STATIC: tl.constexpr):
 
 @triton.jit
 def weighted(xs, weights, n: tl.constexpr, FIRST: tl.constexpr, STEP: tl.constexpr):
-    """Σ_i weights[FIRST + i STEP] x_i."""
+    """Return Σ_i weights[FIRST + i STEP] x_i."""
     acc = weights[FIRST] * xs[0]
     for i in tl.static_range(1, n):
         acc = acc + weights[FIRST + i * STEP] * xs[i]
@@ -45,7 +45,7 @@ def weighted(xs, weights, n: tl.constexpr, FIRST: tl.constexpr, STEP: tl.constex
 
 @triton.jit
 def written(xs, y, res, post, kind, n: tl.constexpr, RES: tl.constexpr):
-    """x'_o = Σ_i res[o, i] x_i + post[o] y for every o, rounded: n tiles of the streams' dtype."""
+    """Return x'_o = Σ_i res[o, i] x_i + post[o] y for every o, rounded: n tiles of the streams' dtype."""
     out = ()
     for o in tl.static_range(n):
         acc = weighted(xs, res, n, o * n, 1) if RES else xs[o]
@@ -55,13 +55,13 @@ def written(xs, y, res, post, kind, n: tl.constexpr, RES: tl.constexpr):
 
 @triton.jit
 def fold(v, BT: tl.constexpr, L: tl.constexpr, V: tl.constexpr):
-    """Partial sums over channels: [BT, L V] -> [BT, L]."""
+    """Reduce partial sums over channels: [BT, L V] -> [BT, L]."""
     return tl.sum(tl.reshape(v, [BT, L, V]), 2)
 
 
 @triton.jit
 def zeros(count: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr):
-    """A tuple of accumulators."""
+    """Return a tuple of zero accumulators."""
     out = ()
     for _ in tl.static_range(count):
         out = out + (tl.zeros([BT, BK], tl.float32),)
@@ -70,7 +70,7 @@ def zeros(count: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr):
 
 @triton.jit
 def load_products(w, row, some, k, C: tl.constexpr, K: tl.constexpr, LOW: tl.constexpr):
-    """Rows of W [BK, KP]; with LOW > 0 from the rows of its transpose [.., C] in two parts that far apart (products.py)."""
+    """Load rows of W [BK, KP]. With LOW > 0 load them from the two parts of its transpose [.., C], LOW apart (products.py)."""
     if LOW > 0:
         at = w + k.to(tl.int64)[None, :] * C + row[:, None]
         high, low = tl.load(at, mask=some, other=0.0), tl.load(at + LOW, mask=some, other=0.0)
@@ -82,7 +82,7 @@ def load_products(w, row, some, k, C: tl.constexpr, K: tl.constexpr, LOW: tl.con
 
 @triton.jit
 def dot_right(a, high, low, acc, SPLIT: tl.constexpr):
-    """acc + a W for a in the activations' precision, of which nothing is lost."""
+    """Return acc + a W for a in the activations' precision, losing nothing of W."""
     if SPLIT:
         acc = tl.dot(a, low, acc)
         acc = tl.dot(a, high, acc)
@@ -92,16 +92,16 @@ def dot_right(a, high, low, acc, SPLIT: tl.constexpr):
 
 
 def vector(x: Tensor) -> int:
-    """Channels that one load of 16 bytes brings."""
+    """Return how many channels one load of 16 bytes brings."""
     return 16 // x.element_size()
 
 
 def splits(x: Tensor) -> bool:
-    """Whether products with fp32 weights are done in two halves: bf16's range is fp32's, fp16's is not."""
+    """Return whether products with fp32 weights use two halves: bf16 has the range of fp32, fp16 has not."""
     return x.dtype == torch.bfloat16
 
 
 def row_tile(dim: int, tokens: int) -> tuple[int, int]:
-    """Tokens and channels of a tile that holds whole rows: 2048 numbers, so that 4 warps keep those of n streams in registers."""
+    """Return tokens and channels of a tile of whole rows: 2048 numbers, so that 4 warps keep those of n streams in registers."""
     block = triton.next_power_of_2(dim)
     return max(1, min(2048 // block, 16, triton.next_power_of_2(tokens))), block

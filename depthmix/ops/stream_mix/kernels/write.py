@@ -1,10 +1,10 @@
-"""The write to n streams, and the look at what was written that the next coefficients need: every stream read and written once.
+"""The write to n streams, with the products and sums that the next coefficients need: every stream is read and written once.
 
     x'_o = Σ_i res[o, i] x_i + post[o] y, rounded;      z = x' W;      Σ x'²  (and Σ x' of each stream)
 
-over all n D channels for mHC (z [N, K]), stream by stream for Hyper-Connections (z [N, n, K]). One kernel does all of it here;
-`write` prefers an elementwise one and a matrix product (rows.py, products.py) where rows are not too long: x' is read again,
-but neither waits for the other's layout.
+over all n D channels for mHC (z [N, K]), stream by stream for Hyper-Connections (z [N, n, K]). One kernel does all of it here.
+Where rows are not too long, `write` prefers an elementwise kernel and a matrix product (rows.py, products.py): x' is read
+again, but neither waits for the other's layout.
 """
 
 # Triton knows no other way to add to a tuple:
@@ -33,7 +33,8 @@ from depthmix.ops.stream_mix.kernels.tiles import (
 )
 from depthmix.ops.stream_mix.products import padded, product
 
-NO_SCAN, JOINT, EACH = 0, 1, 2  # what z is of: nothing, all streams together, each of them
+# What z is computed from: nothing, all streams together, or each of them.
+NO_SCAN, JOINT, EACH = 0, 1, 2
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -102,7 +103,7 @@ def _write_kernel(
 
 
 class Written(NamedTuple):
-    """x' [N, n, D], or x if nothing was written; z; its sums; and the read, where it was done."""
+    """Results of a write: x' [N, n, D] (x if nothing was written), z, its sums, and the read if it was done here."""
 
     x: Tensor
     z: Tensor | None
@@ -116,10 +117,16 @@ def write(
     w: Tensor | None, halves: Tensor | None, scan: int, reading: Reading | None = None, *,
     inside: bool = False, tile: tuple[int, ...] | None = None,
 ) -> Written:  # fmt: skip
-    """x: [N, n, D], or with copies [N, D]. y None: nothing to write, x' is x. w: fp32, and for bf16 streams its parts (`halves_of`).
+    """Write to the streams and compute what the next coefficients need.
 
-    sums: Σ x'² [N] for JOINT, Σ x' and Σ x'² [N, n, 2] for EACH. reading: a read that may be done at once.
-    inside: one kernel for everything. tile: tokens, channels, warps and stages of its program, or tokens and warps of the other's.
+    Args:
+        x: [N, n, D], or with copies [N, D].
+        y: [N, D], or None to write nothing.
+        w: fp32; for bf16 streams `halves` holds its parts (`halves_of`).
+        scan: NO_SCAN; JOINT for sums Σ x'² [N]; EACH for sums Σ x' and Σ x'² [N, n, 2].
+        reading: a read that may run in the same launch.
+        inside: one kernel for everything.
+        tile: tokens, channels, warps and stages of that kernel's program, or tokens and warps of the elementwise kernel's.
     """
     if y is None or post is None or inside or x.shape[-1] > MAX_ROW:
         return Written(*_write_and_scan(x, copies, n, y, post, res, w, halves, scan, tile))
@@ -142,7 +149,8 @@ def _write_and_scan(
         sums = torch.empty(*shape, *(() if scan == JOINT else (2,)), dtype=torch.float32, device=x.device)
     if tokens and (y is not None or scan != NO_SCAN):
         v = vector(x)
-        bt, bk, warps, stages = tile or (64, 4 * v, 4, 1)  # one stage: as in depth attention's `scores`
+        # One stage, for the reason given in depth attention's `scores`.
+        bt, bk, warps, stages = tile or (64, 4 * v, 4, 1)
         low = 0 if w is None or halves is None or not splits(x) else padded(columns) * len(w)
         launch(
             _write_kernel, (triton.cdiv(tokens, bt),), x,

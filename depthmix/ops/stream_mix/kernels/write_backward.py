@@ -1,13 +1,13 @@
 """The backward of a step's write, after those of its read and its coefficients: every tensor is read once and written once.
 
-The gradient of what was written, x', has four parts: from the next step, from the read, from the products, from the norm's sums:
+The gradient of x', the written streams, has four parts: from the next step, the read, the products, and the norm's sums:
 
     g_o = dx'_o + pre_o du + P_o + slope_o x'_o + shift_o,    P_o = W_o dz
     dx_i = Σ_o res[o, i] g_o;    dy = Σ_o post[o] g_o;    dpost[o] = g_o · y;    dres[o, i] = g_o · x_i;    dpre[o] = du · x'_o
 
-x' is worked out again from x and y, and du from dh and x' (read.py): neither is read. For Hyper-Connections P is formed here, from
-the few numbers dz of a stream and as many rows of W. For mHC it is a matrix product of its own (products.py), which inside this
-kernel would ask for a layout in which everything else is slow.
+x' is computed again from x and y, and du from dh and x' (read.py): neither is read from memory. For Hyper-Connections P is formed
+here, from the few numbers dz of a stream and as many rows of W. For mHC P is a matrix product of its own (products.py). Inside this
+kernel it would need a layout in which everything else is slow.
 """
 
 # Triton knows no other way to add to a tuple:
@@ -36,7 +36,7 @@ from depthmix.ops.stream_mix.products import padded
 
 @triton.jit
 def _row_of(w, k, d, D: tl.constexpr, K: tl.constexpr, LOW: tl.constexpr):
-    """Column k of W [D, K], or the two parts of that row of its transpose (products.py): [1, BK]."""
+    """Load column k of W [D, K], or the two parts of that row of its transpose (products.py): [1, BK]."""
     if LOW > 0:
         high = tl.load(w + k * D + d, mask=d < D, other=0.0, eviction_policy="evict_last").to(tl.float32)
         row = high + tl.load(w + (LOW + k * D) + d, mask=d < D, other=0.0, eviction_policy="evict_last").to(tl.float32)
@@ -151,7 +151,7 @@ def _write_backward_kernel(
 
 
 class ReadGradient(NamedTuple):
-    """What the backward of a read left (read.py)."""
+    """Results of the read's backward (read.py)."""
 
     dh: Tensor  # [N, D]
     pre: Tensor  # [N, n] or [n]
@@ -162,7 +162,7 @@ class ReadGradient(NamedTuple):
 
 
 class ScanGradient(NamedTuple):
-    """What the backward of the coefficients left."""
+    """Results of the coefficients' backward."""
 
     products: Tensor  # mHC: P [N, n, D]; Hyper-Connections: dz [N, n, K]
     slopes: Tensor  # slope and shift: [N, 2] or [N, n, 2]
@@ -170,7 +170,7 @@ class ScanGradient(NamedTuple):
 
 
 class WriteGradients(NamedTuple):
-    """Of a step's inputs; of weights that all tokens share, token by token."""
+    """Gradients of a step's inputs. Those of weights that all tokens share are still per token."""
 
     dx: Tensor
     dy: Tensor | None
@@ -183,7 +183,10 @@ def write_backward(
     g: Tensor | None, x: Tensor, copies: bool, n: int, y: Tensor | None, post: Tensor | None, res: Tensor | None,
     read: ReadGradient | None, scan: ScanGradient | None, tile: tuple[int, int, int, int] | None = None,
 ) -> WriteGradients:  # fmt: skip
-    """g: the gradient of x' from the next step, [N, n, D]. tile: tokens, channels, warps and stages of a program."""
+    """Compute the gradients of a write.
+
+    g: the gradient of x' from the next step, [N, n, D]. tile: tokens, channels, warps and stages of a program.
+    """
     tokens, dim = x.shape[0], x.shape[-1]
     dx, dy, dpost, dres, dpre = out = _gradients_like(x, n, y, res, read is not None and read.wanted)
     if tokens:

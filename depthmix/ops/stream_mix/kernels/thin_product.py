@@ -1,4 +1,4 @@
-"""mHC's P = dz Wᵀ for bf16 streams: a product of so few columns that writing its result is all its time.
+"""mHC's P = dz Wᵀ for bf16 streams: a product over so few columns that its time is that of writing the result.
 
 P = dz_high W_highᵀ + dz_high W_lowᵀ + dz_low W_highᵀ        (products.py), rounded once
 """
@@ -10,7 +10,8 @@ from torch import Tensor
 
 from depthmix.ops.gpu.launch import launch
 
-TOKENS, CHANNELS, WARPS, PARTS = 128, 128, 8, 4  # of a tile and its program, which walks over a part of the channels
+# Tokens, channels and warps of a program, and the parts of the channels that programs walk over.
+TOKENS, CHANNELS, WARPS, PARTS = 128, 128, 8, 4
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -38,7 +39,7 @@ def _thin_kernel(
 
 
 def thin_product(dz: Tensor, halves: Tensor) -> Tensor:
-    """dz [N, 3 K'] and the parts of Wᵀ [3 K', C], both bf16 -> [N, C]."""
+    """Multiply dz [N, 3 K'] by the parts of Wᵀ [3 K', C], both bf16: [N, C]."""
     tokens, channels, k = len(dz), halves.shape[1], len(halves) // 3
     out = torch.empty(tokens, channels, dtype=dz.dtype, device=dz.device)
     if tokens:

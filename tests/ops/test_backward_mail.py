@@ -1,4 +1,4 @@
-"""What nodes leave with each other in a backward pass is gone when it ends; what kernels cannot give, they say."""
+"""Mail between autograd nodes is gone when its backward pass ends, and requests that kernels cannot serve raise errors."""
 
 import gc
 import weakref
@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from depthmix.ops import left, use_backend
-from ops.helpers import nodes_that_are_left_something
+from depthmix.ops import backward_mail, use_backend
+from ops.helpers import nodes_with_mailboxes
 from ops.test_source_major import Stack, cotangent, leaves, tokens
 
 pytest.importorskip("triton")
@@ -33,10 +33,10 @@ def test_gradients_of_what_a_site_reads_leave_nothing_behind(options: dict[str, 
         for _ in range(2):
             for h in wanted:
                 torch.autograd.grad(out, h, cotangent(out), retain_graph=True)
-        found = nodes_that_are_left_something(out)
+        found = nodes_with_mailboxes(out)
         assert len(found) >= 5
-        assert all(not node.left and not getattr(node, "part", None) for node in found)
-        assert not left._visits
+        assert all(not node.mail and not getattr(node, "partial_gradient", None) for node in found)
+        assert not backward_mail._open_passes
 
 
 def test_a_pass_that_fails_keeps_no_graph_alive() -> None:
@@ -58,7 +58,7 @@ def test_a_pass_that_fails_keeps_no_graph_alive() -> None:
     del out
     gc.collect()
     assert node() is None
-    assert not left._visits
+    assert not backward_mail._open_passes
 
 
 @BOTH

@@ -88,7 +88,7 @@ every_ablation = pytest.mark.parametrize("options", ABLATIONS, ids=str)
 @every_ablation
 def test_a_stack_is_the_reference_s(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Output and gradients in fp32, by kernels without being asked; the reference in fp64."""
-    kernels = pytest.importorskip("depthmix.ops.depth_attention.kernels.other_reads")
+    kernels = pytest.importorskip("depthmix.ops.depth_attention.kernels.general_read")
     calls, read = [], kernels.read
     monkeypatch.setattr(kernels, "read", lambda *args, **named: (calls.append(1), read(*args, **named))[1])
     stack, x = Stack(4, 512, **options), draw(1, 1000, 512)

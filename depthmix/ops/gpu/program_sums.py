@@ -1,8 +1,9 @@
-"""The sum of what many programs have added up, each over its own tokens: a few rows of parameters from each.
+"""Add up partial sums that many kernel programs wrote, each over its own tokens: a few parameter rows per program.
 
     total = Σ_programs part
 
-What they wrote is still in the second cache; a program here adds up a few columns, always in the same order.
+The partial sums are still in the L2 cache. Each program here adds up a few columns, always in the same order, so the result is
+deterministic.
 """
 
 import torch
@@ -12,12 +13,14 @@ from torch import Tensor
 
 from depthmix.ops.gpu.launch import launch
 
-TILE = 8192  # numbers that a program adds to its sums at a time
-WIDE = 32768  # from here on PyTorch's own sum is as fast
+# Numbers that a program adds to its sums at a time.
+TILE = 8192
+# From this many columns on, PyTorch's own sum is as fast.
+WIDE = 32768
 
 
 @triton.jit(do_not_specialize=["programs", "columns"])
-def _total_kernel(
+def _sum_programs_kernel(
     part, out, programs: tl.int64, columns: tl.int64, UNIT: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr
 ):
     width = columns * UNIT
@@ -31,17 +34,18 @@ def _total_kernel(
     tl.store(out + c, tl.sum(acc, 0), mask=c < width)
 
 
-def total(part: Tensor) -> Tensor:
-    """Over the first dimension, which is not empty, of a contiguous fp32 tensor."""
+def sum_programs(part: Tensor) -> Tensor:
+    """Sum a contiguous fp32 tensor [programs, ...] over its first dimension, which is not empty."""
     out = torch.empty(part.shape[1:], dtype=torch.float32, device=part.device)
     width = out.numel()
     if width > WIDE:
         torch.sum(part, 0, out=out)
     elif width:
         unit = 4 if width % 4 == 0 else 1
-        block = 16 if width <= 1024 else 32 if width <= 8192 else 64  # enough programs for all cores
+        # Narrow enough blocks that there are programs for all cores.
+        block = 16 if width <= 1024 else 32 if width <= 8192 else 64
         launch(
-            _total_kernel, (triton.cdiv(width, block),), part,
+            _sum_programs_kernel, (triton.cdiv(width, block),), part,
             part, out, len(part), width // unit, UNIT=unit, BP=TILE // block, BC=block, num_warps=8, num_stages=1,
         )  # fmt: skip
     return out

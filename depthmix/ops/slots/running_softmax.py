@@ -1,14 +1,14 @@
-"""A read of decoding that goes on from a running softmax of the finished sources, and brings those of readers to come up to date.
+"""Decoding reads that continue a running softmax over the finished sources, and update those of later readers.
 
     v = (scale ⊙) y (+ before), rounded, stored in its slot
-    own reader        s = logit of v;  t = max(m, s);  o, p = exp(m - t), exp(s - t);  h = (o a + p v) / (o z + p), and its norm
-    readers to come   m, z, a = t, o z + p, o a + p v,  if v is finished: either from what they have, or from nothing with
-                      all finished sources and v, for those of a block
+    this reader       s = logit of v;  t = max(m, s);  o, p = exp(m - t), exp(s - t);  h = (o a + p v) / (o z + p), and its norm
+    later readers     m, z, a = t, o z + p, o a + p v,  if v is finished: either from their running values, or, for those of a
+                      block, anew from all finished sources and v
 
-So what a site waits for is one access to memory and one reduction, as a plain add and norm: the mixture's square, which its norm
-needs, is o² a·a + 2 o p a·v + p² v·v, whose three products come with the logit's two sums. The readers to come are other programs
-of the launch. For few tokens all of them add the source to what they have, and no source is read twice. For more tokens only the
-readers of the next block begin anew: reading a few sources moves less than keeping all readers up to date.
+So a site waits for one memory access and one reduction, like a plain add and norm. Its norm needs the mixture's square,
+o² a·a + 2 o p a·v + p² v·v, and those three products come from the same reduction as the logit's two sums. The later readers are
+other programs of the launch. For few tokens all of them add the source to their running values, and no source is read twice. For
+more tokens only the readers of the next block begin anew: reading a few sources moves less than updating all readers.
 """
 
 from collections.abc import Sequence
@@ -19,14 +19,14 @@ import triton.language as tl
 from torch import Tensor
 
 from depthmix.ops.gpu.addresses import aligned
-from depthmix.ops.gpu.early import early, wait_for_last
+from depthmix.ops.gpu.dependent_launch import dependent_launch, wait_for_previous_kernel
 from depthmix.ops.gpu.launch import launch
 from depthmix.ops.slots.kernels import _attend, _newest, _row_of_way, _rows, _three, _warps, rows_at_once
 
 
 @triton.jit
 def _row(main, own, index, is_main, d, D: tl.constexpr, OWN: tl.constexpr):
-    """A row of one of two tensors, in fp32."""
+    """Load a row of one of two tensors, in fp32."""
     at = index.to(tl.int64) * D + d
     row = tl.load(main + at, mask=d < tl.where(is_main, D, 0), other=0.0)
     if OWN:
@@ -55,7 +55,7 @@ def _pass_on_kernel(
     if NORM:
         gain = _row_of_way(g0, g1, g2, j, d, D, WAYS)
     if EARLY:
-        wait_for_last()
+        wait_for_previous_kernel()
     at = row.to(tl.int64) * N + t
     known = (not FIRST) & (mine | (not ANEW))
     a = tl.load(acc + at * D + d, mask=d < tl.where(known, D, 0), other=0.0)
@@ -91,7 +91,7 @@ def _pass_on_kernel(
 
 
 def _warps_of(block: int, others: int) -> int:
-    """Many for a read alone, which everything waits for; few where programs for readers to come keep the GPU busy."""
+    """Return the warps of a program: many for a read alone, which everything waits for; few where later readers keep the GPU busy."""
     return min(16, max(1, block // 512)) if others else min(8, max(1, block // 128))
 
 
@@ -118,12 +118,19 @@ def pass_on(
     out_eps: float,
     scale: Tensor | None,
 ) -> Tensor:
-    """The mixtures [W, ..., D] of reader `slot`: of all finished sources and the newest, (scale ⊙) y (+ before), which goes to its slot.
+    """Compute the mixtures [W, ..., D] of reader `slot`, over all finished sources and the newest, and update later readers.
 
-    query, key_gain: [R, D] fp32, of every reader; own_…: [A, D], of further ways, of which this reader has rows `own_at` on.
-    acc: [R + A, N, D], stats: [2, R + A, N], fp32, the running mixtures; nothing in them before slot 0 was read. Those of readers
-    begin … end and further ways own_begin … own_end are brought up to date: with the newest source, or, if there is a stride, with
-    all of those in slots 0, stride, …, slot. gain: [D] for each way, any dtype, or none at all. scale: [D] fp32.
+    Args:
+        slots: sources by slot. The newest, (scale ⊙) y (+ before), is stored in `slot`.
+        acc, stats: running mixtures [R + A, N, D] and [2, R + A, N], fp32. Uninitialised before slot 0 is read.
+        stride: 0, or the distance between finished sources: update later readers from slots 0, stride, …, slot instead of the newest.
+        begin, end: later readers to update.
+        query, key_gain: [R, D] fp32, of every reader.
+        own_query, own_key_gain: [A, D], of further ways.
+        own_at: this reader's first row of these.
+        own_begin, own_end: further ways to update.
+        gain: [D] for each way, any dtype, or empty.
+        scale: [D] fp32, or None.
     """
     dim = y.shape[-1]
     tokens = y.numel() // dim
@@ -139,6 +146,6 @@ def pass_on(
             tokens, slot, max(1, stride), begin, ahead, own_at, own_begin, len(query), len(acc), eps, out_eps,
             D=dim, BD=block, NS=min(triton.next_power_of_2(slot // stride), rows_at_once(dim)) if anew else 1, WAYS=ways,
             OWN=own_query is not None, FIRST=slot == 0, ANEW=anew, SCALE=scale is not None, BEFORE=before is not None, NORM=len(gain) > 0,
-            ALIGNED=aligned(dim, [slots]), num_warps=_warps(block) if anew else _warps_of(block, ahead + others), **early(y),
+            ALIGNED=aligned(dim, [slots]), num_warps=_warps(block) if anew else _warps_of(block, ahead + others), **dependent_launch(y),
         )  # fmt: skip
     return out

@@ -1,6 +1,7 @@
-"""Sinkhorn in plain PyTorch with a backward of its own, entry by entry: [n, n, N], so that a sum of n numbers is n additions of long rows.
+"""Sinkhorn in plain PyTorch with a hand-written backward, stored entry by entry: [n, n, N]. A sum of n numbers is then n additions
+of long rows.
 
-The equations are in reference.py, those of the backward, from the divisors alone, in kernels.py.
+The equations are in reference.py; those of the backward, which needs the divisors alone, are in kernels.py.
 """
 
 from typing import Any
@@ -12,11 +13,12 @@ from depthmix.ops.autograd import reference_gradients
 from depthmix.ops.precision import compute_dtype
 from depthmix.ops.sinkhorn.reference import DEEPSEEK_EPS, sinkhorn_reference
 
-ROWS, COLUMNS = 1, 0  # the axis that a sum runs over
+# The axis that a sum runs over.
+ROWS, COLUMNS = 1, 0
 
 
 class SinkhornByEntry(torch.autograd.Function):
-    """[..., n, n] -> the same, in fp32 or fp64; keeps n numbers a token for each division."""
+    """Compute [..., n, n] -> [..., n, n] in fp32 or fp64. Saves n numbers per token for each division."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, iterations: int, convention: str) -> Tensor:
@@ -28,10 +30,12 @@ class SinkhornByEntry(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dm: Tensor) -> tuple[Tensor | None, ...]:
         logits, m, *divisors = ctx.saved_tensors
-        if torch.is_grad_enabled():  # create_graph=True
-            found = reference_gradients(lambda v: sinkhorn_reference(v, *ctx.options), [logits], [True], [dm])
-            return *found, None, None
-        g = m * _by_entry(dm)  # m ⊙ dm of the matrix at hand
+        # create_graph=True.
+        if torch.is_grad_enabled():
+            gradients = reference_gradients(lambda v: sinkhorn_reference(v, *ctx.options), [logits], [True], [dm])
+            return *gradients, None, None
+        # g = m ⊙ dm of the matrix before each division, from the last to the first.
+        g = m * _by_entry(dm)
         for axis, s in zip(reversed(_order(*ctx.options)), reversed(divisors), strict=True):
             g = _before(g, m, axis)
             m = m * s
@@ -45,14 +49,14 @@ class SinkhornByEntry(torch.autograd.Function):
 
 
 def _order(iterations: int, convention: str) -> tuple[int, ...]:
-    """The axes of all plain divisions."""
+    """Return the axes of all plain divisions."""
     if convention == "deepseek":
         return COLUMNS, *(ROWS, COLUMNS) * (iterations - 1)
     return (COLUMNS, ROWS) * (iterations - 1)
 
 
 def _iterate(v: Tensor, iterations: int, convention: str) -> tuple[Tensor, list[Tensor]]:
-    """The matrix, and what plain divisions divided by."""
+    """Return the matrix and the divisors of all plain divisions."""
     if convention == "deepseek":
         m, eps = torch.softmax(v, ROWS) + DEEPSEEK_EPS, DEEPSEEK_EPS
     else:  # only the first iteration needs logarithms: after it every sum is between 1 / n² and n
@@ -66,7 +70,7 @@ def _iterate(v: Tensor, iterations: int, convention: str) -> tuple[Tensor, list[
 
 
 def _before(g: Tensor, m: Tensor, axis: int) -> Tensor:
-    """The product of a matrix and its gradient before the division that made m of it."""
+    """Return g = m ⊙ dm before the division whose result is m."""
     return torch.addcmul(g, m, g.sum(axis, keepdim=True), value=-1)
 
 

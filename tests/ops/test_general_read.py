@@ -41,7 +41,7 @@ from ops.test_source_major import (
 )
 
 pytest.importorskip("triton")
-kernels_module = pytest.importorskip("depthmix.ops.depth_attention.kernels.other_reads")
+kernels_module = pytest.importorskip("depthmix.ops.depth_attention.kernels.general_read")
 pytestmark = pytest.mark.usefixtures("quick_interpreter")
 FP32, FP16 = torch.float32, torch.float16
 
@@ -354,12 +354,12 @@ import sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from depthmix.ops.depth_attention.kernels import other_reads
+from depthmix.ops.depth_attention.kernels import general_read
 
 OTHERS = {"N": "i64", "n": "i32", "eps": "fp32", "out_eps": "fp32", "table": "*i64"}
 OTHERS |= dict.fromkeys(("u", "gain", "s", "lse", "du", "part"), "*fp32")
 for name, constants in eval(sys.argv[1]):
-    fn = getattr(other_reads, name)
+    fn = getattr(general_read, name)
     constants = {p.name: constants[p.name] for p in fn.params if p.is_constexpr}
     types = {p.name: "constexpr" if p.is_constexpr else OTHERS.get(p.name, "*bf16") for p in fn.params}
     aligned = {(i,): [["tt.divisibility", 16]] for i, t in enumerate(types.values()) if t.startswith("*")}

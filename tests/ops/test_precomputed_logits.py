@@ -15,14 +15,14 @@ from ops.test_source_major import Results, Stack, assert_as_reference, backward,
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.usefixtures("quick_interpreter")
-ahead = importlib.import_module("depthmix.ops.depth_attention.ahead")
+precomputed_logits = importlib.import_module("depthmix.ops.depth_attention.precomputed_logits")
 
 
 @pytest.fixture(autouse=True)
 def groups(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """Groups from the first that can be, at any number of tokens; the rows that looked ahead are noted, and there must be some."""
-    monkeypatch.setattr(ahead, "FAR_TOKENS", 1)
-    monkeypatch.setattr(ahead, "FAR_SOURCES", 4)
+    monkeypatch.setattr(precomputed_logits, "MIN_TOKENS", 1)
+    monkeypatch.setattr(precomputed_logits, "MIN_SOURCES", 4)
     begun: list[int] = []
 
     def noted(function: Any) -> Any:
@@ -32,8 +32,8 @@ def groups(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
         return wrapped
 
-    for name in ("look_ahead", "know"):
-        monkeypatch.setattr(ahead, name, noted(getattr(ahead, name)))
+    for name in ("precompute_mixtures", "extend_logits"):
+        monkeypatch.setattr(precomputed_logits, name, noted(getattr(precomputed_logits, name)))
     yield begun
     assert begun
 
@@ -157,7 +157,7 @@ def test_without_gradients_blocks_read_finished_sources_in_two_phases(
     size: int, n_blocks: int, fewest: int, begun: list[int], groups: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first phase at the first of up to four sites of a block, and in training not at all."""
-    monkeypatch.setattr(ahead, "FAR_SOURCES", fewest)
+    monkeypatch.setattr(precomputed_logits, "MIN_SOURCES", fewest)
     monkeypatch.setattr(importlib.import_module("depthmix.ops.slots.op"), "STEP_TOKENS", 0)
     stack, x = Stack(n_blocks=n_blocks, block_size=size, norm=True), tokens(shape=(2, 24))
     with use_backend("reference"), torch.no_grad():

@@ -1,8 +1,8 @@
-"""Depth attention with the paper's ablations, read by read: heads, sigmoid, keys without a norm, and a query for each token.
+"""Kernels for depth attention with the paper's ablations, read by read: heads, sigmoid, keys without a norm, per-token queries.
 
-A program takes a token, whose channels lie as [heads, channels of a head]; heads beyond H and channels beyond D/H are zeros.
-The equations are those of reference.py, and of reference_autograd.py for the backward, which mixes o again from the logits,
-as layer_backward.py does for one head and softmax. Of several ways the gradient of a source goes from one's launch to the next's.
+A program takes one token, whose channels lie as [heads, channels of a head]; heads beyond H and channels beyond D/H are zeros.
+The equations are those of reference.py, and of reference_autograd.py for the backward. The backward mixes o again from the logits,
+as layer_backward.py does. With several ways, each launch adds to the source gradients of the launch before it.
 """
 
 from collections.abc import Sequence
@@ -15,12 +15,12 @@ from torch import Tensor
 from depthmix.ops.depth_attention.kernels.read import programs_for, stages
 from depthmix.ops.gpu.addresses import address_table, aligned
 from depthmix.ops.gpu.launch import launch
-from depthmix.ops.gpu.totals import total
+from depthmix.ops.gpu.program_sums import sum_programs
 
 
 @triton.jit
 def _row(address, at, like, ALIGNED: tl.constexpr):
-    """Pointers into the tensor at an address, of the type of another."""
+    """Return pointers into the tensor at an address, of the same type as `like`."""
     row = address.to(tl.pointer_type(like.dtype.element_ty)) + at
     if ALIGNED:
         row = tl.multiple_of(row, [1, 16])  # what comes from a table has no known alignment
@@ -146,7 +146,7 @@ def _shape(dim: int, heads: int, u: Tensor, gain: Tensor | None, key_norm: bool,
 
 
 def _programs(tokens: int, warps: object, like: Tensor) -> int:
-    """Of the backward. More than run at a time, so that each adds up few tokens: long sums are less exact."""
+    """Return the number of programs of the backward: more than run at a time, because long sums are less exact."""
     assert isinstance(warps, int)
     return min(tokens, 8 * programs_for(tokens, warps, like))
 
@@ -155,8 +155,9 @@ def read(
     u: Tensor, gain: Tensor | None, sources: Sequence[Tensor], *, eps: float, out_eps: float, key_norm: bool, heads: int,
     softmax: bool, keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The mixture, like a source; and for a backward (keep) logits [n, N, H] and, of a softmax, their log-sum-exp [N, H].
+    """Compute the mixture, shaped like a source.
 
+    With `keep` also return what the backward needs: logits [n, N, H] and, for softmax, their log-sum-exp [N, H].
     u: [D] or [N, D], in fp32; all tensors contiguous.
     """
     v = sources[-1]
@@ -179,9 +180,9 @@ def backward(
     dy: Tensor, u: Tensor, gain: Tensor | None, sources: Sequence[Tensor], s: Tensor, lse: Tensor, *, eps: float,
     out_eps: float, key_norm: bool, heads: int, softmax: bool, before: Sequence[Tensor] | None, last: bool,
 ) -> tuple[Tensor, Tensor | None, list[Tensor]]:  # fmt: skip
-    """The gradients of u, of the gain and of every source, given that of the mixture.
+    """Compute the gradients of u, of the gain and of every source, given that of the mixture.
 
-    before: what other ways have made of the sources' gradients, to which this one adds; they are in fp32 until the last.
+    before: source gradients from other ways, to which this launch adds. They stay in fp32 until the last way.
     """
     dim, tokens = dy.shape[-1], dy.numel() // dy.shape[-1]
     dv = [torch.empty_like(x, dtype=x.dtype if last else torch.float32) for x in sources]
@@ -198,5 +199,5 @@ def backward(
         dy, u, u if gain is None else gain, s, lse, du, part, tokens, len(sources), eps, out_eps,
         BEFORE=before is not None, LAST=last, ALIGNED=aligned(dim // heads, sources, before or (), dv), **shape,
     )  # fmt: skip
-    sums = total(part) if part.shape[1] else part
+    sums = sum_programs(part) if part.shape[1] else part
     return sums[0] if shared else du, None if gain is None else sums[-1], dv
