@@ -26,6 +26,7 @@ LAYERS = {
     "ops": 0,
     "randomness": 0,
     "mixers": 1,
+    "fast": 1.5,
     "models": 2,
     "insight": 3,
     "hf": 3,
@@ -67,7 +68,7 @@ def imports(path):
 
 @pytest.mark.parametrize("path", sorted((ROOT / "depthmix").rglob("*.py")), ids=lambda p: str(p.relative_to(ROOT)))
 def test_imports_point_one_way(path):
-    """ops <- mixers <- models <- insight, config <- data, parallel <- runs <- train <- page <- study <- testing <- api."""
+    """ops <- mixers <- fast <- models <- insight, config <- data, parallel <- runs <- train <- page <- study <- testing <- api."""
     own = path.relative_to(ROOT / "depthmix").with_suffix("").parts[0]
     if own in ("__init__", "__main__", "cli") or path == ROOT / "depthmix" / "train" / "__init__.py":
         return  # the last is depthmix.train, which can be called

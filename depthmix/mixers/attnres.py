@@ -14,49 +14,19 @@ query="input": query_s = W_s RMS(newest source) / D. The paper has no 1/D; witho
 """
 
 import dataclasses
-import itertools
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from depthmix.mixers.attnres_decoding import SlotReads
-from depthmix.mixers.base import Norm, Read, register
-from depthmix.mixers.cutting import here
+from depthmix.mixers.base import Mixer, Read, register
 from depthmix.mixers.options import OptionError, at_least
-from depthmix.mixers.slots import SlotState
 from depthmix.mixers.state import State, last_of, last_rows, register_state
 from depthmix.ops import depth_attention, depth_sum
-from depthmix.ops.backend import choose
-from depthmix.ops.backward_mail import seen_from_outside
-from depthmix.ops.depth_attention.op import is_usual, why_unsupported
-from depthmix.ops.depth_attention.precomputed_logits import (
-    KNOWN_WAYS,
-    FirstRead,
-    GroupMixtures,
-    KnownLogits,
-    precompute_block_group,
-    precompute_group,
-    precompute_logits,
-)
 from depthmix.ops.depth_attention.reference import weighted_sum
-from depthmix.ops.depth_attention.source_major import OP, is_pair, read_sources
 from depthmix.ops.matmul import matmul
-from depthmix.ops.norm import fused_gains, side_by_side
 from depthmix.ops.precision import rms_normalize
-from depthmix.ops.row_gradients import collect_rows
-from depthmix.ops.torch_internals import transformed
-
-
-class Tape(NamedTuple):
-    """What kernels pass from read to read: the queries of all sites, and the sources as their autograd knows them."""
-
-    queries: Tensor  # [R, D], key gains included, the ways of a site side by side
-    blocks: tuple[Tensor, ...]
-    partial: Tensor | None
-    far: GroupMixtures | KnownLogits | None = None  # what far_sources or known_sources found for the sites to come
-
 
 OWN = {2: "_v", 3: "_kv"}  # by ways: how parameters end that belong to an attention site's ways after the first
 
@@ -69,31 +39,34 @@ class AttnResState(State):
     partial: Tensor | None = None  # the newest source is partial + pending: the last finished block or the current one
     pending: Tensor  # e, or what was written last
     stream: Tensor | None = None  # e + every output, for routing="add"
-    tape: Tape | None = dataclasses.field(default=None, repr=False, metadata={"cache": True})
 
     def template(self) -> Tensor:
         return self.blocks[0] if self.blocks else self.pending
 
+    def newest(self) -> Tensor:
+        """Return the newest source, added up."""
+        return self.pending if self.partial is None else self.partial + self.pending
+
     def last(self, n: int) -> Any:
-        kept: dict[str, Any] = {
-            "blocks": last_of(self.blocks, n),
-            "partial": None if self.partial is None else last_rows(self.partial, n),
-        }
-        stream = None if self.stream is None else last_rows(self.stream, n)
-        tape = None if self.tape is None else self.tape._replace(**kept, far=None)
         return dataclasses.replace(
-            self, **kept, pending=last_rows(self.pending, n), stream=stream, tape=tape, note=None
+            self,
+            blocks=last_of(self.blocks, n),
+            partial=None if self.partial is None else last_rows(self.partial, n),
+            pending=last_rows(self.pending, n),
+            stream=None if self.stream is None else last_rows(self.stream, n),
+            note=None,
         )
 
 
 @register("attnres")
-class AttnRes(SlotReads):
+class AttnRes(Mixer):
     """query [S+1, D] = 0 and key_gain [S+1, D] = 1, the last row for finish (none with routing="add").
 
     The rows of the values with ways=2: query_v, key_gain_v [A, D]; of keys and values with ways=3: query_kv, key_gain_kv [A, 2, D],
     for the A attention sites, of which blocks of two sites have one each. With output_gain: gamma [S, D].
     """
 
+    fast_paths = ("depthmix.fast.attention_decoding:DECODING", "depthmix.fast.attention:TRAINING")
     decayed = frozenset({"query_proj", "query_proj_v", "query_proj_kv"})
     query: Tensor
     key_gain: Tensor
@@ -131,7 +104,8 @@ class AttnRes(SlotReads):
         self.block_size = self.n_sites if block_size == "all" else block_size or 1
         self.n_ways, self.query_from, self.weights = ways, query, weights
         self.query_init = query_init
-        self._nth_attention = {site: i for i, site in enumerate(self.layout.attention)}
+        # Of the sites that read several mixtures: {site: its row in the parameters of the further ways}.
+        self.nth_several = {site: i for i, site in enumerate(self.layout.attention)}
         self.key_norm, self.heads, self.window, self.routing, self.eps = key_norm, heads, window, routing, eps
         if weights == "static":
             self._add("logits", self._most_sources())
@@ -144,18 +118,19 @@ class AttnRes(SlotReads):
         self.reset_parameters()
 
     def _add(self, name: str, *shape: int) -> None:
-        self.register_parameter(name, nn.Parameter(torch.empty(self._n_readers(), *shape)))
+        self.register_parameter(name, nn.Parameter(torch.empty(self.n_readers, *shape)))
         if self.n_ways > 1:
             ways = () if self.n_ways == 2 else (self.n_ways - 1,)
             own = nn.Parameter(torch.empty(len(self.layout.attention), *ways, *shape))
             self.register_parameter(name + OWN[self.n_ways], own)
 
-    def _n_readers(self) -> int:
-        """Sites, and finish unless it returns the plain stream."""
+    @property
+    def n_readers(self) -> int:
+        """Count the sites, and finish unless it returns the plain stream."""
         return self.n_sites if self.routing == "add" else self.n_sites + 1
 
     def _most_sources(self) -> int:
-        others = -(-(self._n_readers() - 1) // self.block_size)
+        others = -(-(self.n_readers - 1) // self.block_size)
         return 1 + (others if self.window is None else min(others, self.window))
 
     def reset_parameters(self) -> None:
@@ -168,12 +143,12 @@ class AttnRes(SlotReads):
                 nn.init.constant_(p, 1.0 if name.startswith("key_gain") else 0.0)
 
     def ways(self, site: int) -> int:
-        return self.n_ways if site in self._nth_attention else 1
+        return self.n_ways if site in self.nth_several else 1
 
     def weight_options(self) -> dict[str, Any]:
         own = super().weight_options()
         own.pop("query_init", None)  # how queries begin
-        others = -(-(self._n_readers() - 1) // self.block_size)
+        others = -(-(self.n_readers - 1) // self.block_size)
         windowed = self.window is not None and self.window < others
         named = {"block_size": self.block_size, "window": self.window if windowed else None}
         return own | named | {"output_gain": self.output_gain is not None}
@@ -182,216 +157,95 @@ class AttnRes(SlotReads):
         return self.layout.attention if name.endswith(OWN.get(self.n_ways, " ")) else super().owners(name)
 
     def _settled(self, state: AttnResState) -> AttnResState:
-        if state.partial is None:
-            return state
-        return dataclasses.replace(state, partial=None, pending=state.partial + state.pending, tape=None, note=None)
+        return state if state.partial is None else dataclasses.replace(state, partial=None, pending=state.newest())
 
-    def _rows(self, name: str, site: int) -> Tensor:
-        """The parameter's rows for every way of a site: [W, ...]."""
-        row = getattr(self, name)[site].unsqueeze(0)
-        if self.ways(site) == 1:
-            return row
-        own = getattr(self, name + OWN[self.n_ways])[self._nth_attention[site]]
-        return torch.cat([row, own.unsqueeze(0) if self.n_ways == 2 else own])
+    # The rule.
 
-    def _own(self, name: str) -> Tensor:
-        """The parameter's rows for the ways of attention sites after the first: [A, W-1, ...]."""
-        rows = here(getattr(self, name + OWN[self.n_ways]))
-        return rows.unsqueeze(1) if self.n_ways == 2 else rows
+    def _start(self, x: Tensor) -> AttnResState:
+        return AttnResState(pending=x, stream=x if self.routing == "add" else None)
 
-    def _windowed(self, blocks: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """The blocks that a site reads besides the newest source."""
-        if self.window is None or not blocks:
-            return blocks
-        return (blocks[0], *blocks[max(1, len(blocks) + 1 - self.window) :])
+    def _read(self, state: AttnResState, site: int) -> Read:
+        h = self.routed(state, self.mixtures(state, site))
+        return h if len(h) > 1 else h[0]
 
-    def _mix(
-        self, state: AttnResState, site: int, out_gain: Sequence[Tensor] = (), out_eps: float = 0.0
-    ) -> tuple[Tensor, ...]:
-        """The mixtures a site (or finish) reads; out_gain, out_eps: of the norms that follow, [D] for each way."""
-        tape = None if state.frozen else self._tape(state)
-        if tape is not None:
-            return self._mix_with_kernels(state, tape, site, out_gain, out_eps)
-        newest = state.pending if state.partial is None else state.partial + state.pending
-        state.leave_note((newest, state.tape))
-        sources = (*self._windowed(state.blocks), newest)
+    def _write(self, state: AttnResState, site: int, y: Tensor) -> AttnResState:
+        return self._write_scaled(state, site, self.scaled(site, y))
+
+    def _write_scaled(self, state: AttnResState, site: int, y: Tensor) -> AttnResState:
+        return self.after(state, site, y, state.take_note())
+
+    def _finish(self, state: AttnResState) -> Tensor:
+        return self.mixtures(state, self.n_sites)[0] if state.stream is None else state.stream
+
+    def mixtures(self, state: AttnResState, site: int, **call: Any) -> tuple[Tensor, ...]:
+        """Mix the sources that a site, or finish, reads: one mixture per way.
+
+        Args:
+            state: the sources.
+            site: the reader.
+            call: what else `depth_attention` is told, such as the norm that follows.
+        """
+        newest = state.newest()
+        state.leave_note(newest)
+        sources = (*self.windowed(state.blocks), newest)
         if self.weights == "static":
             p = torch.softmax(self._rows("logits", site)[:, : len(sources)], dim=-1)
             return depth_sum(sources, static=p.unsqueeze(-1))
-        if self.query_from == "learned":
-            query = self._rows("query", site)
-        else:
-            seen = rms_normalize(state.observe(newest), self.eps)
-            rows = self._rows("query_proj", site)
-            queries = [matmul(seen, (w / self.dim).to(seen.dtype).T) for w in rows]
-            query = torch.stack(queries) if len(queries) > 1 else queries[0].unsqueeze(0)  # no copy of one
+        query = self._query(state, site, newest)
         gain = self._rows("key_gain", site) if self.key_norm else None
-        shape: dict[str, Any] = {"key_norm": self.key_norm, "heads": self.heads, "activation": self.weights}
+        call |= {"key_norm": self.key_norm, "heads": self.heads, "activation": self.weights}
         if not state.frozen:
-            if out_gain:
-                shape |= {"out_gain": side_by_side(out_gain), "out_eps": out_eps}
-            by_read = not self._usual() and self._why_no_kernels(sources) is None
-            return depth_attention(query, sources, gain, self.eps, **shape, backend=None if by_read else "reference")
-        _, p = depth_attention(
-            query,
-            [state.observe(v) for v in sources],
-            gain,
-            self.eps,
-            return_weights=True,
-            **shape,
-            backend="reference",
-        )
+            return depth_attention(query, sources, gain, self.eps, **call)
+        call |= {"return_weights": True, "backend": "reference"}
+        _, p = depth_attention(query, [state.observe(v) for v in sources], gain, self.eps, **call)
         p = p if self.heads > 1 else p.unsqueeze(-1)
         return tuple(weighted_sum(p_way.detach(), sources) for p_way in p)
 
-    def _tape(self, state: AttnResState) -> Tape | None:
-        """What the kernels work with, made anew if the state comes from elsewhere; None where they cannot be used."""
-        why = self._why_no_kernels([*state.blocks, state.pending, *(() if state.partial is None else (state.partial,))])
-        tape = state.tape if why is None and not transformed() else None
-        if why is not None and state.blocks:  # an output in another dtype: the reference steps in
-            return None
-        if tape is None and choose("attnres", state.pending, why) == "triton" and self._usual():
-            tape = Tape(collect_rows(self._queries(), OP), state.blocks, state.partial)
-        trained = torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters())
-        if tape is not None and trained and not tape.queries.requires_grad:  # made under no_grad
-            tape = tape._replace(queries=collect_rows(self._queries(), OP), far=None)  # of the queries of then
-        return tape
-
-    def _why_no_kernels(self, tensors: Sequence[Tensor]) -> str | None:
-        wide = any(p.dtype == torch.float64 for p in self.parameters())
-        return why_unsupported(tensors, wide=wide, heads=self.heads)
-
-    def _usual(self) -> bool:
-        """Whether kernels of whole stacks know the reads; the paper's ablations have kernels read by read."""
-        static = self.query_from == "learned"
-        return is_usual(static=static, key_norm=self.key_norm, heads=self.heads, activation=self.weights)
-
-    def _queries(self) -> Tensor:
-        """query ⊙ key_gain of every reader: [R, D], the ways of a site side by side, finish's last."""
-        query, gain, attention = here(self.query), here(self.key_gain), self._attention_before(self.held.stop)
-        u = query.float() * gain.float()
-        if self.n_ways == 1 or not attention:
-            return u
-        own = self._own("query").float() * self._own("key_gain").float()  # [A, W-1, D]
-        ends = [0, *(site + 1 - self.held.start for site in attention), len(u)]
-        *parts, rest = u.split([b - a for a, b in itertools.pairwise(ends)])  # each ends with an attention site
-        return torch.cat([*itertools.chain(*zip(parts, own.unbind(0), strict=True)), rest])
-
-    def _first_row(self, site: int) -> int:
-        """Where the rows of a site begin among those of all: [R, D]."""
-        return site - self.held.start + (self.n_ways - 1) * len(self._attention_before(site))
-
-    def _attention_before(self, site: int) -> list[int]:
-        """The attention sites before a site whose rows are here."""
-        return [a for a in self.layout.attention if self.held.start <= a < site]
-
-    def _mix_with_kernels(
-        self, state: AttnResState, tape: Tape, site: int, out_gain: Sequence[Tensor] = (), out_eps: float = 0.0
-    ) -> tuple[Tensor, ...]:
-        row, ways = self._first_row(site), self.ways(site)
-        newest, add = (state.pending, None) if tape.partial is None else (tape.partial, state.pending)
-        sources = (*self._windowed(tape.blocks), newest)
-        trains = torch.is_grad_enabled()
-        gain: Tensor | Sequence[Tensor] | None = out_gain or None  # kernels take any, where they lie
-        if trains and out_gain:
-            gain = side_by_side(out_gain).float()  # a gradient is fp32
-        known = (tape.queries, row, sources[:-1], tape.far, self.eps)
-        far: GroupMixtures | KnownLogits | None = None
-        lasts = site % self.block_size == 0 and site < self.n_sites
-        if self.window is None and not (trains and is_pair(len(sources), ways, lasts)):  # it needs nothing from before
-            if self.n_ways >= KNOWN_WAYS:
-                far = precompute_logits(*known)
-            elif self.block_size == 1:
-                own = None if trains else FirstRead(newest, out_gain[0] if out_gain else None, out_eps)
-                far = precompute_group(*known, own)
-            elif not trains and len(self.held) > self.n_sites:  # it counts on all rows
-                far = precompute_block_group(*known, size=self.block_size)
-        tape = tape._replace(far=far)
-        h, newest = read_sources(tape.queries, row, ways, sources, add, gain, self.eps, out_eps, tape.far, lasts)
-        state.leave_note((newest, tape if tape.far is None else tape._replace(far=tape.far.after(row))))
-        return tuple(h)
-
-    def _route(self, state: AttnResState, mixed: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def routed(self, state: AttnResState, mixed: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Add the mixtures to the plain stream, for routing="add"."""
         if state.stream is None:
             return mixed
         if state.site == 0:  # nothing but e is there, and it is the stream
             return (state.stream,) * len(mixed)
         return tuple(state.stream + h for h in mixed)
 
-    def _with_gradients(self, state: SlotState) -> AttnResState:
-        site, size = state.site, self.block_size
-        blocks = tuple(state.slots[i * size] for i in range(-(-site // size)))
-        partial = state.slots[site - 1] if site and (site - 1) % size else None
-        pending = state.pending if state.scale is None else (state.scale * state.pending).to(state.pending.dtype)
-        kept: dict[str, Any] = {"site": site, "frozen": state.frozen, "pending": pending}
-        return AttnResState(blocks=self._windowed(blocks), partial=partial, **kept)
+    def after(self, state: AttnResState, site: int, y: Tensor, newest: Tensor | None) -> Any:
+        """Return the state after y; newest: the newest source before it, if the read has added it up."""
+        newest = state.newest() if newest is None else newest
+        opens = site % self.block_size == 0  # the newest source is finished, and y begins a block
+        blocks = self.windowed((*state.blocks, newest)) if opens else state.blocks
+        stream = None if state.stream is None else state.stream + y
+        return state.next(blocks=blocks, partial=None if opens else newest, pending=y, stream=stream)
 
-    # The contract.
+    def windowed(self, blocks: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Return the blocks that a site reads besides the newest source."""
+        if self.window is None or not blocks:
+            return blocks
+        return (blocks[0], *blocks[max(1, len(blocks) + 1 - self.window) :])
 
-    def _start(self, x: Tensor) -> AttnResState | SlotState:
-        if self._decodes(x):
-            return self._start_slots(x)
-        state = AttnResState(pending=x, stream=x if self.routing == "add" else None)
-        state.tape = self._tape(state)
-        return state
-
-    def _read(self, state: AttnResState | SlotState, site: int) -> Read:
-        if isinstance(state, SlotState):
-            h = self._read_slots(state, site).unbind(0)
-        else:
-            h = self._route(state, self._mix(state, site))
-        return h if len(h) > 1 else h[0]
-
-    def _read_normed(self, state: AttnResState | SlotState, site: int, norms: Sequence[Norm]) -> Read | None:
-        h: tuple[Tensor, ...]
-        if isinstance(state, SlotState):
-            gains = fused_gains(norms, state.slots)
-            if gains is None:
-                return None
-            h = self._read_slots(state, site, *gains).unbind(0)
-        else:
-            if self.routing == "add" or self.weights == "static" or state.frozen:
-                return None
-            fused = fused_gains(norms, state.template())
-            if fused is None:
-                return None
-            h = self._mix(state, site, *fused)
-        return h if len(h) > 1 else h[0]
+    def scaled(self, site: int, y: Tensor) -> Tensor:
+        """Multiply an output with its gain."""
+        return y if self.output_gain is None else depth_sum((y,), static=self.gamma[site].reshape(1, 1, -1))[0]
 
     def output_gains(self) -> Mapping[int, Tensor]:
         return {} if self.output_gain is None else self._rows_of_sites(self.gamma)
 
-    def _write(self, state: AttnResState | SlotState, site: int, y: Tensor) -> AttnResState | SlotState:
-        gamma = None if self.output_gain is None else self.gamma[site]
-        if isinstance(state, SlotState):
-            return self._write_slots(state, site, y, gamma)
-        if gamma is not None:
-            (y,) = depth_sum((y,), static=gamma.reshape(1, 1, -1))
-        return self._write_scaled(state, site, y)
+    def _query(self, state: AttnResState, site: int, newest: Tensor) -> Tensor:
+        """Return the query of every way: [W, D], or of the input [W, ..., D]."""
+        if self.query_from == "learned":
+            return self._rows("query", site)
+        seen = rms_normalize(state.observe(newest), self.eps)
+        queries = [matmul(seen, (w / self.dim).to(seen.dtype).T) for w in self._rows("query_proj", site)]
+        return torch.stack(queries) if len(queries) > 1 else queries[0].unsqueeze(0)  # no copy of one
 
-    def _write_scaled(self, state: AttnResState | SlotState, site: int, y: Tensor) -> AttnResState | SlotState:
-        if isinstance(state, SlotState):
-            return self._write_slots(state, site, y, None)
-        newest, tape = state.take_note() or (None, None)
-        if newest is None:
-            newest = state.pending if state.partial is None else state.partial + state.pending
-        opens = site % self.block_size == 0  # the newest source is finished, and y begins a block
-        if tape is not None:
-            blocks = self._windowed((*tape.blocks, newest)) if opens else tape.blocks
-            tape = tape._replace(blocks=blocks, partial=None if opens else newest)
-            newest = seen_from_outside(newest, OP)
-        blocks = self._windowed((*state.blocks, newest)) if opens else state.blocks
-        stream = None if state.stream is None else state.stream + y
-        return state.next(blocks=blocks, partial=None if opens else newest, pending=y, stream=stream, tape=tape)
+    def _rows(self, name: str, site: int) -> Tensor:
+        """Return a parameter's rows for every way of a site: [W, ...]."""
+        row = getattr(self, name)[site].unsqueeze(0)
+        if self.ways(site) == 1:
+            return row
+        further = self.further(name)[self.nth_several[site]]
+        return torch.cat([row, further.unsqueeze(0) if self.n_ways == 2 else further])
 
-    def _finish(self, state: AttnResState | SlotState) -> Tensor:
-        if isinstance(state, SlotState):
-            return self._read_slots(state, self.n_sites)[0]
-        return self._mix(state, self.n_sites)[0] if state.stream is None else state.stream
-
-    def _finish_normed(self, state: AttnResState | SlotState, norm: Norm) -> Tensor | None:
-        if torch.is_grad_enabled() or (isinstance(state, AttnResState) and state.tape is None):
-            return None
-        h = self._read_normed(state, self.n_sites, [norm])
-        assert not isinstance(h, tuple)
-        return h
+    def further(self, name: str) -> Any:
+        """Return the parameter for the ways after the first."""
+        return getattr(self, name + OWN[self.n_ways])

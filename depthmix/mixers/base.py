@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from depthmix.mixers.cutting import CutError, Form, here, pack, unpack
+from depthmix.mixers.fast_path import FastPath, load_paths
 from depthmix.mixers.kept import (
     changed_after_read,
     changed_in_place,
@@ -57,6 +58,9 @@ class Mixer(NamesVariant):
         False  # M's entries are D x D matrices, the same for every token; `mixing` gives their mean diagonal
     )
 
+    # Faster ways to run the rule, as "module:NAME" (fast_path.py); the first that can take a pass runs it.
+    fast_paths: ClassVar[tuple[str | FastPath, ...]] = ()
+
     # Set by `register` before the constructor runs, which therefore need not pass them on.
     layout: Layout
 
@@ -65,6 +69,7 @@ class Mixer(NamesVariant):
         Option("dim", None, (int,), (), False, 1).check(self.name, dim)
         self.dim, self.n_blocks, self.n_sites = dim, n_blocks, self.layout.n_sites
         self._sites = list(range(self.n_sites))
+        self._paths = load_paths(self.fast_paths)
         self.held = range(self.n_sites + 1)  # sites whose parameters are here, S being finish: fewer in a part
 
     # What a mechanism implements. It computes without autocast, in fp32 or wider, and rounds once.
@@ -122,9 +127,9 @@ class Mixer(NamesVariant):
 
     def settled(self, state: Any) -> Any:
         """The state as it travels: in the form that training has, with nothing left to add up."""
-        state = self._with_gradients(state) if state.without_gradients else state
+        state = self._with_gradients(state) if state.without_gradients and state.path is None else state
         with without_autocast(state.template()):
-            return self._settled(state)
+            return self._settled(state if state.path is None else state.path.to_plain(self, state))
 
     def _settled(self, state: Any) -> State:
         return state
@@ -160,6 +165,10 @@ class Mixer(NamesVariant):
                 )
             break
         with without_autocast(x):
+            for path in self._paths:
+                state = path.start(self, x)
+                if state is not None:
+                    return self._hand_out(state)
             return self._hand_out(self._start(x))
 
     def read(self, state: Any, site: int, norm: Norm | Sequence[Norm] | None = None) -> Read:
@@ -167,14 +176,17 @@ class Mixer(NamesVariant):
         site = self._check_order("read", state, site)
         if changed := changed_in_place(state):
             refuse_changes(f"read at site {site}", self.name, changed)
-        given, state = state, self._for_autograd(state)
-        x, norms = state.template(), self._norms(norm, site)
-        with without_autocast(x):
+        given, norms = state, self._norms(norm, site)
+        with without_autocast(state.template()):
+            state = self._continued(state)
+            x, path = state.template(), state.path
+            if state is not given:
+                given.leave_note(state)  # which the write goes on from
             if norms is not None:
-                normed = self._read_normed(state, site, norms)
+                normed = self._read_normed(state, site, norms) if path is None else path.read(self, state, site, norms)
                 if normed is not None:
                     return normed
-            h = self._read(state, site)
+            h = self._read(state, site) if path is None else path.read(self, state, site, None)
             self._check_mixtures(f"read at site {site}", h, self.ways(site), x)
             h = tuple(t.to(x.dtype) for t in h) if isinstance(h, tuple) else h.to(x.dtype)
         if norms is None:
@@ -196,7 +208,6 @@ class Mixer(NamesVariant):
         if changed and not state.was_read():
             refuse_changes(f"write at site {site}", self.name, changed)
         changed += changed_after_read(state)
-        state = self._for_autograd(state)
         x = state.template()
         self._check_tensor("write", y)
         if y.shape != x.shape:
@@ -208,7 +219,11 @@ class Mixer(NamesVariant):
                 f"write at site {site}: expected {x.dtype}, the embedding's dtype, or a narrower one, got {y.dtype}"
             )
         with without_autocast(x):
-            after = self._write_scaled(state, site, y) if scaled else self._write(state, site, y)
+            state = self._continued(state)
+            if state.path is not None:
+                after = state.path.write(self, state, site, y, scaled)
+            else:
+                after = self._write_scaled(state, site, y) if scaled else self._write(state, site, y)
         self._check_written(site, after, x)
         if changed:  # what the read has used up may change: a caller may give every output in one buffer
             refuse_changes(f"write at site {site}", self.name, still_kept(changed, after, y))
@@ -219,19 +234,22 @@ class Mixer(NamesVariant):
         self._check_use("finish", state)
         if state.site != self.n_sites:
             raise ContractError(f"finish is out of order: site {state.site} of {self.n_sites} has not been written yet")
-        state = self._for_autograd(state)
+        with without_autocast(state.template()):
+            state = self._continued(state)
         if last is not None:  # rules are local to a token
             state = state if torch.is_grad_enabled() else state.last(last)
             return self._finish_all(state, norm)[..., -last:, :]
         return self._finish_all(state, norm)
 
     def _finish_all(self, state: Any, norm: Norm | None) -> Tensor:
-        x = state.template()
+        x, path = state.template(), state.path
         with without_autocast(x):
-            normed = None if norm is None else self._finish_normed(state, norm)
+            normed: Tensor | None = None
+            if norm is not None:
+                normed = self._finish_normed(state, norm) if path is None else path.finish(self, state, norm)
             if normed is not None:
                 return normed
-            h = self._finish(state)
+            h = self._finish(state) if path is None else path.finish(self, state, None)
             self._check_mixtures("finish", h, 1, x)
             h = h.to(x.dtype)
         return h if norm is None else norm(h)
@@ -272,7 +290,21 @@ class Mixer(NamesVariant):
             record_versions(state)
         return state
 
-    def _for_autograd(self, state: Any) -> Any:
+    def _continued(self, state: Any) -> Any:
+        """Return the state in the form with which the pass continues: that of its path, of another path, or the rule's own."""
+        if state.note is not None and isinstance(state.note[1], State):  # a read has converted it
+            converted = state.take_note()
+            if converted is not None:
+                return converted
+        if state.path is not None:
+            same = state.path.resume(self, state)
+            if same is not None:
+                return same
+            state = state.path.to_plain(self, state)
+        for path in self._paths:
+            taken = path.resume(self, state)
+            if taken is not None:
+                return taken
         return self._with_gradients(state) if state.without_gradients and torch.is_grad_enabled() else state
 
     # Checks.

@@ -9,6 +9,7 @@ static: A_m, A_r, B are parameters. Dynamic, with H̄ = norm(H) for each stream:
     B(H) = s_beta tanh(H̄ W_beta) + B;    A_m(H) = s_alpha tanh(H̄ W_m) + A_m;    A_r(H) = s_alpha tanh(H̄ W_r) + A_r
 """
 
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 import torch
@@ -67,11 +68,11 @@ class HyperConnections(StreamMixer):
             for s in (self.s_alpha, self.s_beta):
                 s.fill_(INITIAL_SCALE)
 
-    def _coefficients(self, state: StreamsState, site: int) -> Coefficients:
+    def _coefficients(self, state: StreamsState, parameters: Sequence[Tensor]) -> Coefficients:
         """A_m and B [..., n] and A_rᵀ [..., n, n] (output stream first) for the H this site reads."""
         x = state.observe(state.x)
         wide, rule = compute_dtype(x), self._rule()
-        first, second, third = (p.to(wide) for p in self._any_tape(state).rules[site][:3])
+        first, second, third = (p.to(wide) for p in parameters)
         if rule is None:
             return first, second, third
         return coefficients(rule, self.dim, *products(rule, x, first), second, third)

@@ -122,10 +122,10 @@ class MHC(StreamMixer):
         eps = DEEPSEEK_EPS if self.convention == "deepseek" else PAPER_EPS
         return rms_normalize(state.observe(state.x).flatten(-2), eps)  # [..., nD]
 
-    def _coefficients(self, state: StreamsState, site: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _coefficients(self, state: StreamsState, parameters: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor | None]:
         """H_pre and H_post [..., n] and H_res [..., n, n] (output stream first; None for the identity)."""
         x = self._normalized(state)
-        phi, b, alpha = (p.to(x.dtype) for p in self._any_tape(state).rules[site][:3])
+        phi, b, alpha = (p.to(x.dtype) for p in parameters)
         z, b = matmul(x, phi).split(self.sizes, dim=-1), b.split(self.sizes, dim=-1)
         pre, post, *res = (alpha[i] * z[i] + b[i] for i in range(len(self.sizes)))
         h_pre = torch.sigmoid(pre) + (DEEPSEEK_EPS if self.convention == "deepseek" else 0.0)

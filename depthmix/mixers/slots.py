@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -32,7 +32,7 @@ class SlotState(State):
     ahead: Any = dataclasses.field(default=None, repr=False, metadata={"cache": True})  # what a group of sites shares
 
     @classmethod
-    def of(cls, x: Tensor, n: int) -> SlotState:
+    def of(cls, x: Tensor, n: int) -> Self:
         """Of an embedding, with n slots."""
         return cls(slots=torch.empty(n, *x.shape, dtype=x.dtype, device=x.device), pending=x, makers=[None] * n)
 

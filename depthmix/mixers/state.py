@@ -20,6 +20,8 @@ class State:
         False  # it knows nothing of autograd; `Mixer._with_gradients` gives one that does
     )
 
+    path: ClassVar[Any] = None  # the FastPath whose states are of this type; None: the rule's own state
+
     # What kept.py remembers of an instance. They are no fields, so that a state that somebody makes from another has none.
     kept_versions: ClassVar[list[int] | None] = None  # of `kept_tensors()` when the mixer handed the state out
     returned_versions: ClassVar[list[Any] | None] = None  # of what the last read returned, each with a weak reference
@@ -72,6 +74,11 @@ class State:
     def next(self, **changes: Any) -> Any:
         """This state after one more write."""
         return dataclasses.replace(self, site=self.site + 1, note=None, **changes)
+
+    def as_type(self, cls: type[Any], **changes: Any) -> Any:
+        """Return the same value as a state of another type, which takes over the fields that it shares with this one."""
+        shared = {name: getattr(self, name) for name in (*_STATIC, *cls.tensor_fields) if name in vars(self)}
+        return cls(**{**shared, **changes})
 
 
 def last_rows(x: Tensor, n: int) -> Tensor:

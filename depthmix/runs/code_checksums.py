@@ -38,6 +38,7 @@ PARTS = {"train/loop.py": ("Trainer",), TASK: ("Text",)}
 COUNTS = (
     "models/",
     "mixers/",
+    "fast/",
     "ops/",
     "data/dataset.py",
     "data/images.py",
@@ -153,8 +154,8 @@ def _name(path: Path) -> str:
 
 
 def _is_kernel(path: Path) -> bool:
-    """Whether a file is among the operators and no specification."""
-    return _name(path).startswith("ops/") and path.name not in SPECIFICATIONS
+    """Whether a file makes a rule fast, or is among the operators and no specification."""
+    return _name(path).startswith(("ops/", "fast/")) and path.name not in SPECIFICATIONS
 
 
 @functools.cache
@@ -186,6 +187,10 @@ def _imports(path: Path) -> frozenset[Path]:
         elif isinstance(node, ast.ImportFrom) and node.module:
             for alias in node.names:
                 found |= _named(node.module, alias.name)
+        elif isinstance(node, ast.Constant) and str(node.value).startswith(
+            "depthmix.fast."
+        ):  # as a rule names its paths
+            found |= {file for name in (str(node.value).partition(":")[0],) if (file := _file(name))}
     return frozenset(found)
 
 

@@ -12,15 +12,30 @@ whose sources are e and the sum of all outputs, plain sites move 8 activations, 
 """
 
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from depthmix.fast.attention import AttentionTraining
 from depthmix.mixers import register
 from depthmix.mixers.attnres import OWN, AttnRes
 from depthmix.mixers.cutting import here
 from depthmix.mixers.options import at_least
+
+
+class Training(AttentionTraining):
+    """Kernels with a row of zeros wherever the weights are the same for all sources."""
+
+    def queries(self, mixer: Any) -> Tensor:
+        own = here(mixer.query_v).float() * here(mixer.key_gain_v).float()  # [A, D]
+        plain = own.new_zeros(mixer.dim)
+        first = [plain] * len(own)
+        if mixer.only == "attention":
+            first = list((here(mixer.query).float() * here(mixer.key_gain).float()).unbind(0))
+        pairs = zip(first, own.unbind(0), strict=True)
+        rows = (next(pairs) if mixer.ways(site) > 1 else (plain,) for site in mixer.held)
+        return torch.stack([row for ways in rows for row in ways])
 
 
 @register("attention_reads")
@@ -28,6 +43,7 @@ class AttentionReads(AttnRes):
     """query, query_v = 0 and key_gain, key_gain_v = 1, all [A, D], for the A attention sites; with only="values" the last of each."""
 
     decayed = frozenset()
+    fast_paths = (Training(),)  # decoding with slots takes a row for every site
 
     def __init__(
         self,
@@ -47,23 +63,10 @@ class AttentionReads(AttnRes):
     def owners(self, name: str) -> Sequence[int] | int:
         return self.layout.attention
 
-    def _decodes(self, x: Tensor) -> bool:
-        return False  # its launches take a row for every site
-
     def _rows(self, name: str, site: int) -> Tensor:
         like = getattr(self, name + OWN[2])
         plain = like.new_full((self.dim,), float(name == "key_gain"))
         if self.ways(site) == 1:
             return plain.unsqueeze(0)
-        i = self._nth_attention[site]
+        i = self.nth_several[site]
         return torch.stack([plain if self.only == "values" else getattr(self, name)[i], like[i]])
-
-    def _queries(self) -> Tensor:
-        own = here(self.query_v).float() * here(self.key_gain_v).float()  # [A, D]
-        plain = own.new_zeros(self.dim)
-        first = [plain] * len(own)
-        if self.only == "attention":
-            first = list((here(self.query).float() * here(self.key_gain).float()).unbind(0))
-        pairs = zip(first, own.unbind(0), strict=True)
-        rows = (next(pairs) if self.ways(site) > 1 else (plain,) for site in self.held)
-        return torch.stack([row for ways in rows for row in ways])

@@ -43,7 +43,7 @@ class GateApart(AttnRes):
             raise OptionError("gate_apart is for MLPs, and no site is called 'mlp'")
         super().__init__(dim, n_blocks, block_size=block_size)
         self.values, self.n_ways = values, 2
-        self._nth_attention = {site: i for i, site in enumerate(self._apart)}
+        self.nth_several = {site: i for i, site in enumerate(self._apart)}
 
     def _add(self, name: str, *shape: int) -> None:
         super()._add(name, *shape)  # with one way everywhere
@@ -51,6 +51,3 @@ class GateApart(AttnRes):
 
     def owners(self, name: str) -> Sequence[int] | int:
         return self._apart if name.endswith(OWN[2]) else super().owners(name)
-
-    def _attention_before(self, site: int) -> list[int]:
-        return [a for a in self._apart if self.held.start <= a < site]

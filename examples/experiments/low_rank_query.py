@@ -24,8 +24,9 @@ from typing import Annotated, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from depthmix.fast.attention import AttentionTraining, KernelNote, TapeState
 from depthmix.mixers import register, register_state
-from depthmix.mixers.attnres import AttnRes, AttnResState
+from depthmix.mixers.attnres import AttnRes
 from depthmix.mixers.options import at_least
 from depthmix.ops import depth_sum
 from depthmix.ops.backend import choose
@@ -47,16 +48,81 @@ class Tape(NamedTuple):
 
 
 @register_state
-class LowRankState(AttnResState):
+class LowRankState(TapeState):
     def last(self, n: int) -> Any:
         self.tape = None  # its scores are of all tokens
         return super().last(n)
+
+
+class LowRankReads(AttentionTraining):
+    """Reads with and without kernels, of frozen states too."""
+
+    def start(self, mixer: Any, x: Tensor) -> TapeState:
+        return LowRankState(pending=x)
+
+    def resume(self, mixer: Any, state: Any) -> TapeState | None:
+        resumed: TapeState = state if isinstance(state, LowRankState) else state.as_type(LowRankState)
+        return resumed
+
+    def tape(self, mixer: Any, state: Any) -> Any:
+        """The state's, or a new one without scores if it comes from elsewhere."""
+        trained, kernels = torch.is_grad_enabled(), self._use_kernels(mixer, state)
+        tape: Any = state.tape
+        if tape is None or tape.kernels != kernels or (trained and not tape.trained):
+            k = torch.cat([mixer.query.unsqueeze(1), mixer.U / mixer.rank], dim=1) * mixer.key_gain.unsqueeze(1)
+            blocks = tuple(make_source(v)[0] for v in state.blocks) if kernels else state.blocks
+            tape = Tape(k, blocks, state.partial, (), trained, kernels)
+        return tape
+
+    def _use_kernels(self, mixer: Any, state: Any) -> bool:
+        if state.frozen or torch.compiler.is_compiling():
+            return False
+        tensors = [*state.blocks, state.pending, *(() if state.partial is None else (state.partial,))]
+        why = why_unsupported(tensors, wide=mixer.query.dtype == torch.float64)
+        if why is not None and len(tensors) > 1:  # an output in another dtype: the reference steps in
+            return False
+        return choose(mixer.name, state.pending, why) == "triton"
+
+    def mix(
+        self, mixer: Any, state: Any, site: int, out_gain: Sequence[Tensor] = (), out_eps: float = 0.0
+    ) -> tuple[Tensor, ...]:
+        tape: Tape = self.tape(mixer, state)
+        parts = (state.pending, None) if tape.partial is None else (tape.partial, state.pending)
+        newest = make_source(*parts)[0] if tape.kernels else parts[0] if parts[1] is None else parts[0] + parts[1]
+        own, rank = 1 + mixer.rank, mixer.rank
+        rows, sizes = tape.k[site:], [own] * (len(tape.k) - site)
+        known = [self._score(mixer, state, v, rows, sizes) for v in tape.blocks[len(tape.scores) :]]
+        scores = (*tape.scores, *((site, s) for s in known))
+        lasting = site % mixer.block_size == 0  # the newest source stays as it is, for all readers to come
+        rows, sizes = (rows, sizes) if lasting else (rows[:1], sizes[:1])
+        z, *found = self._score(
+            mixer, state, newest, torch.cat([mixer.V[site] / math.sqrt(mixer.dim), rows.flatten(0, 1)]), [rank, *sizes]
+        )
+        s = torch.stack([*(by_reader[site - first] for first, by_reader in scores), found[0]])  # [n, 1 + rank, ...]
+        p = (s[:, 0] + (s[:, 1:] * z).sum(1)).softmax(0).movedim(0, -1).unsqueeze(-2)  # [..., 1, n]
+        state.leave_note(
+            KernelNote(newest, tape._replace(scores=(*scores, (site, tuple(found))) if lasting else scores))
+        )
+        sources = (*tape.blocks, newest)
+        if tape.kernels:
+            gain: Any = out_gain or None
+            gain = side_by_side(out_gain).float() if gain and torch.is_grad_enabled() else gain  # a gradient is fp32
+            return read_sums(sources, Weights(dynamic=p), None, gain, out_eps).y
+        h = depth_sum(sources, dynamic=p.detach() if state.frozen else p, backend="reference")
+        return tuple(rms_norm(t, g, out_eps) for t, g in zip(h, out_gain, strict=True)) if out_gain else h
+
+    def _score(self, mixer: Any, state: Any, v: Tensor, w: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
+        return source_products(state.observe(v), w.reshape(-1, mixer.dim), mixer.eps).split(sizes)
+
+
+LowRankState.path = LowRankReads()
 
 
 @register("low_rank_query")
 class LowRankQuery(AttnRes):
     """query = 0, key_gain = 1, both [S+1, D], and U = 0, V ~ N(0, 1), both [S+1, rank, D]; the last rows are finish's."""
 
+    fast_paths = (LowRankState.path,)
     decayed = frozenset({"U", "V"})
 
     def __init__(
@@ -77,57 +143,3 @@ class LowRankQuery(AttnRes):
         super().reset_parameters()
         if "V" in self._parameters:  # the base class resets before it is there
             nn.init.normal_(self.V)
-
-    def _decodes(self, x: Tensor) -> bool:
-        return False
-
-    def _start(self, x: Tensor) -> AttnResState:
-        return LowRankState(pending=x)
-
-    def _tape(self, state: AttnResState) -> Any:
-        """The state's, or a new one without scores if it comes from elsewhere."""
-        trained, kernels = torch.is_grad_enabled(), self._use_kernels(state)
-        tape: Any = state.tape
-        if tape is None or tape.kernels != kernels or (trained and not tape.trained):
-            k = torch.cat([self.query.unsqueeze(1), self.U / self.rank], dim=1) * self.key_gain.unsqueeze(1)
-            blocks = tuple(make_source(v)[0] for v in state.blocks) if kernels else state.blocks
-            tape = Tape(k, blocks, state.partial, (), trained, kernels)
-        return tape
-
-    def _use_kernels(self, state: AttnResState) -> bool:
-        if state.frozen or torch.compiler.is_compiling():
-            return False
-        tensors = [*state.blocks, state.pending, *(() if state.partial is None else (state.partial,))]
-        why = why_unsupported(tensors, wide=self.query.dtype == torch.float64)
-        if why is not None and len(tensors) > 1:  # an output in another dtype: the reference steps in
-            return False
-        return choose(self.name, state.pending, why) == "triton"
-
-    def _mix(
-        self, state: AttnResState, site: int, out_gain: Sequence[Tensor] = (), out_eps: float = 0.0
-    ) -> tuple[Tensor, ...]:
-        tape: Tape = self._tape(state)
-        parts = (state.pending, None) if tape.partial is None else (tape.partial, state.pending)
-        newest = make_source(*parts)[0] if tape.kernels else parts[0] if parts[1] is None else parts[0] + parts[1]
-        own, rank = 1 + self.rank, self.rank
-        rows, sizes = tape.k[site:], [own] * (len(tape.k) - site)
-        known = [self._score(state, v, rows, sizes) for v in tape.blocks[len(tape.scores) :]]
-        scores = (*tape.scores, *((site, s) for s in known))
-        lasting = site % self.block_size == 0  # the newest source stays as it is, for all readers to come
-        rows, sizes = (rows, sizes) if lasting else (rows[:1], sizes[:1])
-        z, *found = self._score(
-            state, newest, torch.cat([self.V[site] / math.sqrt(self.dim), rows.flatten(0, 1)]), [rank, *sizes]
-        )
-        s = torch.stack([*(by_reader[site - first] for first, by_reader in scores), found[0]])  # [n, 1 + rank, ...]
-        p = (s[:, 0] + (s[:, 1:] * z).sum(1)).softmax(0).movedim(0, -1).unsqueeze(-2)  # [..., 1, n]
-        state.leave_note((newest, tape._replace(scores=(*scores, (site, tuple(found))) if lasting else scores)))
-        sources = (*tape.blocks, newest)
-        if tape.kernels:
-            gain: Any = out_gain or None
-            gain = side_by_side(out_gain).float() if gain and torch.is_grad_enabled() else gain  # a gradient is fp32
-            return read_sums(sources, Weights(dynamic=p), None, gain, out_eps).y
-        h = depth_sum(sources, dynamic=p.detach() if state.frozen else p, backend="reference")
-        return tuple(rms_norm(t, g, out_eps) for t, g in zip(h, out_gain, strict=True)) if out_gain else h
-
-    def _score(self, state: AttnResState, v: Tensor, w: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
-        return source_products(state.observe(v), w.reshape(-1, self.dim), self.eps).split(sizes)

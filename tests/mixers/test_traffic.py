@@ -41,7 +41,7 @@ def test_counted(name, options, monkeypatch):
     for module in (precomputed_logits, traffic):
         monkeypatch.setattr(module, "MIN_SOURCES", 4)
     mixer = create_mixer(name, dim=DIM, **options)
-    kernels = type(mixer)._read_normed is not Mixer._read_normed  # all that have some norm what they read
+    kernels = bool(mixer.fast_paths) or type(mixer)._read_normed is not Mixer._read_normed
     with (
         use_backend("triton" if kernels else None),
         metered(monkeypatch, kernels, isinstance(mixer, StreamMixer)) as meter,

@@ -1,0 +1,62 @@
+"""The contract between a rule and a faster way to run it.
+
+A rule computes on a plain state. A fast path computes the same on a state of its own type, a subclass whose class attribute `path`
+names it. The type of a state thus says who computes; `Mixer` asks the path of the state, and the rule where there is none.
+A rule lists its paths in `Mixer.fast_paths`, those to try first in front.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from depthmix.mixers.base import Mixer
+    from depthmix.mixers.state import State
+
+
+class FastPath:
+    """One faster way to run some rules. It holds no state of its own."""
+
+    def start(self, mixer: Mixer, x: Tensor) -> State | None:
+        """Begin a pass with the embedding x [..., D]; return None where this path cannot run it."""
+        raise NotImplementedError
+
+    def resume(self, mixer: Mixer, state: Any) -> State | None:
+        """Return the state with which this path continues a pass; None where it cannot.
+
+        Args:
+            mixer: the rule.
+            state: a state of this path, or a plain one, as a pipeline stage receives it.
+        """
+        raise NotImplementedError
+
+    def read(self, mixer: Mixer, state: Any, site: int, norms: Sequence[Callable[[Tensor], Tensor]] | None) -> Any:
+        """Return the mixtures of a site with `norms` applied; None where the caller has to apply the norms."""
+        raise NotImplementedError
+
+    def write(self, mixer: Mixer, state: Any, site: int, y: Tensor, scaled: bool) -> State:
+        """Return the state after y [..., D]; scaled: y has been multiplied with its output gain."""
+        raise NotImplementedError
+
+    def finish(self, mixer: Mixer, state: Any, norm: Callable[[Tensor], Tensor] | None) -> Tensor | None:
+        """Return what the final norm sees, with `norm` applied; None where the caller has to apply it."""
+        raise NotImplementedError
+
+    def to_plain(self, mixer: Mixer, state: Any) -> State:
+        """Return the rule's own form of the state: for pipelines, insight and passes that this path cannot continue."""
+        raise NotImplementedError
+
+
+def load_paths(paths: Iterable[str | FastPath]) -> tuple[FastPath, ...]:
+    """Import the paths that are named as "module:NAME"."""
+    loaded = []
+    for path in paths:
+        if isinstance(path, str):
+            module, _, name = path.partition(":")
+            path = getattr(importlib.import_module(module), name)
+        loaded.append(path)
+    return tuple(loaded)
