@@ -21,6 +21,7 @@ from torch import Tensor
 
 from depthmix.mixers import Mixer
 from depthmix.mixers.base import Read
+from depthmix.mixers.checks import check_norms
 from depthmix.mixers.sharding import CONTRACT
 
 Calls = dict[str, Callable[..., Any]]
@@ -120,7 +121,7 @@ def as_ways(h: Read) -> tuple[Tensor, ...]:
 
 def normed(mixer: Mixer, site: int, ways: tuple[Tensor, ...], norm: Any) -> Read:
     """Mixtures as `read` returns them to a model that gave it a norm, or none."""
-    norms = mixer._norms(norm, site)
+    norms = check_norms(mixer, norm, site)
     if norms is not None:
         ways = tuple(f(h) for f, h in zip(norms, ways, strict=True))
     return ways if len(ways) > 1 else ways[0]

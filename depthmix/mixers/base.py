@@ -21,8 +21,19 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from depthmix.mixers.checks import (
+    ContractError,
+    Norm,
+    Read,
+    check_mixtures,
+    check_norms,
+    check_order,
+    check_tensor,
+    check_use,
+    check_written,
+)
 from depthmix.mixers.cutting import CutError, Form, here, pack, unpack
 from depthmix.mixers.fast_path import FastPath, load_paths
 from depthmix.mixers.kept import (
@@ -40,13 +51,6 @@ from depthmix.mixers.state import State
 from depthmix.mixers.variant import NamesVariant
 from depthmix.names import nearest
 from depthmix.ops.precision import promoted_dtype, without_autocast
-
-Norm = Callable[[Tensor], Tensor]
-Read = Tensor | tuple[Tensor, ...]
-
-
-class ContractError(ValueError):
-    """The contract was used out of order, or with a tensor that does not fit."""
 
 
 class Mixer(NamesVariant):
@@ -136,7 +140,7 @@ class Mixer(NamesVariant):
 
     def pack(self, state: Any) -> list[Tensor]:
         """The tensors that a state consists of, in an order that depends on the site alone."""
-        self._check_use("pack", state)
+        check_use(self, "pack", state)
         return pack(self.settled(state))
 
     def unpack(self, form: Form, tensors: Sequence[Tensor]) -> Any:
@@ -157,7 +161,7 @@ class Mixer(NamesVariant):
 
     def start(self, x: Tensor) -> State:
         """Begin a pass with the embedding x [..., D]."""
-        self._check_tensor("start", x)
+        check_tensor(self, "start", x)
         for p in self.parameters():
             if p.device != x.device:
                 raise ContractError(
@@ -173,10 +177,10 @@ class Mixer(NamesVariant):
 
     def read(self, state: Any, site: int, norm: Norm | Sequence[Norm] | None = None) -> Read:
         """What site sees: [..., D], or a tuple of `ways(site)` of them. norm, one per way, is applied to it."""
-        site = self._check_order("read", state, site)
+        site = check_order(self, "read", state, site)
         if changed := changed_in_place(state):
             refuse_changes(f"read at site {site}", self.name, changed)
-        given, norms = state, self._norms(norm, site)
+        given, norms = state, check_norms(self, norm, site)
         with without_autocast(state.template()):
             state = self._continued(state)
             x, path = state.template(), state.path
@@ -187,7 +191,7 @@ class Mixer(NamesVariant):
                 if normed is not None:
                     return normed
             h = self._read(state, site) if path is None else path.read(self, state, site, None)
-            self._check_mixtures(f"read at site {site}", h, self.ways(site), x)
+            check_mixtures(self, f"read at site {site}", h, self.ways(site), x)
             h = tuple(t.to(x.dtype) for t in h) if isinstance(h, tuple) else h.to(x.dtype)
         if norms is None:
             record_returned(given, h if isinstance(h, tuple) else (h,))
@@ -203,13 +207,13 @@ class Mixer(NamesVariant):
 
     def write(self, state: Any, site: int, y: Tensor, scaled: bool = False) -> Any:
         """The state after site produced y [..., D]. scaled: y has been multiplied with the site's `output_gains`."""
-        site = self._check_order("write", state, site)
+        site = check_order(self, "write", state, site)
         changed = changed_in_place(state)
         if changed and not state.was_read():
             refuse_changes(f"write at site {site}", self.name, changed)
         changed += changed_after_read(state)
         x = state.template()
-        self._check_tensor("write", y)
+        check_tensor(self, "write", y)
         if y.shape != x.shape:
             raise ContractError(f"write at site {site}: expected shape {list(x.shape)}, got {list(y.shape)}")
         if y.device != x.device:
@@ -224,14 +228,14 @@ class Mixer(NamesVariant):
                 after = state.path.write(self, state, site, y, scaled)
             else:
                 after = self._write_scaled(state, site, y) if scaled else self._write(state, site, y)
-        self._check_written(site, after, x)
+        check_written(self, site, after, x)
         if changed:  # what the read has used up may change: a caller may give every output in one buffer
             refuse_changes(f"write at site {site}", self.name, still_kept(changed, after, y))
         return self._hand_out(after)
 
     def finish(self, state: Any, norm: Norm | None = None, last: int | None = None) -> Tensor:
         """What the final norm sees: [..., D]. norm is applied to it. last: of so many tokens at the end of [..., T, D] alone."""
-        self._check_use("finish", state)
+        check_use(self, "finish", state)
         if state.site != self.n_sites:
             raise ContractError(f"finish is out of order: site {state.site} of {self.n_sites} has not been written yet")
         with without_autocast(state.template()):
@@ -250,7 +254,7 @@ class Mixer(NamesVariant):
             if normed is not None:
                 return normed
             h = self._finish(state) if path is None else path.finish(self, state, None)
-            self._check_mixtures("finish", h, 1, x)
+            check_mixtures(self, "finish", h, 1, x)
             h = h.to(x.dtype)
         return h if norm is None else norm(h)
 
@@ -306,68 +310,6 @@ class Mixer(NamesVariant):
             if taken is not None:
                 return taken
         return self._with_gradients(state) if state.without_gradients and torch.is_grad_enabled() else state
-
-    # Checks.
-
-    def _check_state(self, call: str, state: Any) -> None:
-        if not isinstance(state, State):
-            raise ContractError(f"{call}: expected the state that start or write returned, got {type(state).__name__}")
-        if state.made_for is not None and state.made_for != self.signature:
-            raise ContractError(f"{call}: the state is one of {state.made_for}, and this mixer is {self.signature}")
-
-    def _check_use(self, call: str, state: Any) -> None:
-        self._check_state(call, state)
-        refuse_changes(call, self.name, changed_in_place(state))
-
-    def _check_order(self, call: str, state: Any, site: int) -> int:
-        self._check_state(call, state)
-        if not 0 <= site < self.n_sites:
-            have = "1 block has" if self.n_blocks == 1 else f"{self.n_blocks} blocks have"
-            raise ContractError(f"{call}: there is no site {site}; {have} sites 0 to {self.n_sites - 1}")
-        if site != state.site:
-            expected = f"site {state.site}" if state.site < self.n_sites else "finish, since every site is written"
-            raise ContractError(f"{call} at site {site} is out of order: this state expects {expected}")
-        # A site is a place in the program, not a size: taken from a list, torch.compile(dynamic=True) sees a plain number.
-        return self._sites[site]
-
-    def _check_tensor(self, call: str, x: Tensor) -> None:
-        if not isinstance(x, Tensor):
-            raise ContractError(f"{call}: expected a tensor, got {type(x).__name__}")
-        if x.ndim < 1 or x.shape[-1] != self.dim:
-            raise ContractError(f"{call}: expected shape [..., {self.dim}], got {list(x.shape)}")
-        if not x.is_floating_point():
-            raise ContractError(f"{call}: expected a floating-point tensor, got {x.dtype}")
-
-    # Of what the mechanism returned: whoever writes one meets these first.
-
-    def _check_mixtures(self, call: str, h: Any, ways: int, x: Tensor) -> None:
-        mixtures = h if isinstance(h, tuple) else (h,)
-        if len(mixtures) != ways:
-            raise ContractError(f"{call}: {self.name} has {ways} way{'s' * (ways > 1)} there, got {len(mixtures)}")
-        for t in mixtures:
-            if not isinstance(t, Tensor) or t.shape != x.shape:
-                got = list(t.shape) if isinstance(t, Tensor) else type(t).__name__
-                raise ContractError(f"{call}: {self.name} must give tensors of shape {list(x.shape)}, got {got}")
-
-    def _check_written(self, site: int, state: Any, x: Tensor) -> None:
-        call = f"write at site {site}: {self.name}"
-        if not isinstance(state, State):
-            raise ContractError(f"{call} must return a state, got {type(state).__name__}")
-        if state.site != site + 1:
-            raise ContractError(f"{call} must return the state of site {site + 1}, which state.next(...) makes")
-        new = state.template()
-        if new.dtype != x.dtype or new.shape != x.shape:
-            found = f"{new.dtype} of shape {list(new.shape)}, where it was {x.dtype} of {list(x.shape)}"
-            raise ContractError(f"{call} put {found}, into the state; what a rule keeps it rounds itself")
-
-    def _norms(self, norm: Norm | Sequence[Norm] | None, site: int) -> Sequence[Norm] | None:
-        if norm is None:
-            return None
-        norms: Any = norm if isinstance(norm, (list, tuple, nn.ModuleList)) else (norm,)
-        if len(norms) != self.ways(site):
-            expected = f"{self.ways(site)} norm{'s' * (self.ways(site) > 1)}, one per way"
-            raise ContractError(f"read at site {site}: expected {expected}, got {len(norms)}")
-        return norms
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         # model.bfloat16() or model.to(dtype=...) moves a mixer but does not round its parameters: they stay fp32.
