@@ -95,7 +95,7 @@ def add_flags(parser: argparse.ArgumentParser, config: type, completing: bool) -
         action=Once,
         default=argparse.SUPPRESS,
         metavar="FILE",
-        help="YAML file with any of the options below; flags come on top of it",
+        help="YAML file with any of the options below; flags override it",
     )
     actions: list[argparse.Action] = [recipe]
     for field in dataclasses.fields(config):
@@ -122,7 +122,7 @@ def add_flags(parser: argparse.ArgumentParser, config: type, completing: bool) -
             several = get_origin(hint) is list
             how = {"nargs": "*", "action": "extend"} if several else {"nargs": "?", "action": OnceOrAsWord}
             how |= {"default": argparse.SUPPRESS, "metavar": field.name.upper()}
-            actions.append(parser.add_argument(field.name, help=f"the same as {flag}", **how))
+            actions.append(parser.add_argument(field.name, help=f"Same as {flag}", **how))
     for action in actions if completing else ():
         offer(action, hints.get(action.dest))
 
@@ -338,7 +338,7 @@ def build_parser(completing: bool = False) -> argparse.ArgumentParser:
         if config:
             add_flags(sub, config, completing)
         if config is PlanConfig:
-            how: Any = {"nargs": "?", "action": OnceOrAsWord, "metavar": "RECIPE", "help": "the same as --recipe"}
+            how: Any = {"nargs": "?", "action": OnceOrAsWord, "metavar": "RECIPE", "help": "Same as --recipe"}
             sub.add_argument("recipe", default=argparse.SUPPRESS, **how)
     completion = commands.add_parser("completion", help='print shell completion: eval "$(depthmix completion bash)"')
     completion.add_argument("shell", choices=["bash", "zsh", "tcsh"])

@@ -33,8 +33,8 @@ LINES = [
     ("completion", USAGE, "shell", "required"),
     ("completion fish", USAGE, "invalid choice: 'fish'", "bash", "zsh"),
     # train
-    ("train", USAGE, "data is needed", "folder written by `depthmix data`"),
-    ("train --data {data}", USAGE, "out is needed", "run folder"),
+    ("train", USAGE, "data is needed", "Folder written by `depthmix data`"),
+    ("train --data {data}", USAGE, "out is needed", "Run folder"),
     ("train --out run", USAGE, "data is needed"),
     (f"{TRAIN} --stepz 5", USAGE, "unknown argument '--stepz'", "did you mean '--steps'?"),
     (f"{TRAIN} --step 5", USAGE, "unknown argument '--step'", "did you mean '--steps'?"),  # no abbreviations
