@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LIMIT = 0.02
 
 # Folders and files that keep the rule. Add one as soon as it does.
-DONE = ["depthmix/config.py", "depthmix/models", "depthmix/runs", "depthmix/hf", "depthmix/data"]
+DONE = ["depthmix/config.py", "depthmix/models", "depthmix/runs", "depthmix/hf", "depthmix/data", "depthmix/insight"]
 
 # First words that name no subject.
 _VAGUE = """
