@@ -45,7 +45,7 @@ _VERBS = """
     ensure enter equal estimate evaluate exchange execute exit expand explain export extend extract fail fetch fill filter find
     finish fit flag flatten flush fold forget format forward free freeze gather generate get give group guard guess handle hash
     hide hold identify ignore import initialise insert inspect install intercept invoke join judge keep label launch leave let link list
-    load locate lock log look make map mark mask match measure memory-map merge mix move name normalise note notify number offer open order
+    load locate lock log look make map mark mask match measure meet memory-map merge mix move name normalise note notify number offer open order
     overwrite pack pad parse pass patch pause permute pick pickle place plan plot poll post predict prefetch prepare print probe
     process produce project propose protect prune publish pull push put quote raise rank read rebuild receive recompute
     reconstruct record recover reduce refill refuse register reject release reload remember remove rename render reorder
