@@ -59,6 +59,7 @@ $(LINT): $(STAMP)
 lint: $(LINT)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python tools/docstrings.py
 	$(BIN)/mypy
 
 format: $(LINT)

@@ -94,7 +94,7 @@ def _steps(model: nn.Module, ours: Trainer, options: Options) -> Run:
         model.compile()
     parameters = list(model.parameters())
     optimizer = torch.optim.AdamW(parameters, lr=1e-4, weight_decay=0.1, fused=device.type == "cuda")
-    batch = ours.batch(0).to(device)
+    batch = ours.get_batch(0).to(device)
 
     def run(mark: Mark) -> None:
         with autocast(device, config.precision):

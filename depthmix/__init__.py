@@ -98,10 +98,18 @@ _HOMES = {
 
 
 def load(run: str | Path, device: str | torch.device = "auto") -> Trained:
-    """The model that `depthmix train` left in a run folder, or in one checkpoint of it, or that Hugging Face's `save_pretrained` wrote.
+    """Load a trained model.
 
-    It is ready for use on a device and comes with its tokenizer, the configuration it was trained with and its step. What cannot be loaded raises
-    `depthmix.errors.UserError`, which says why.
+    Args:
+        run: A run folder of `depthmix train`, one of its checkpoints, or a folder of Hugging Face's
+            `save_pretrained`.
+        device: cpu, cuda, cuda:N, mps or auto.
+
+    Returns:
+        The model in eval mode, with its tokenizer, the configuration it was trained with and its step.
+
+    Raises:
+        UserError: The model cannot be loaded, with the reason.
     """
     from depthmix.device import choose_device
     from depthmix.runs.restore import load_model

@@ -1,4 +1,4 @@
-"""`python -m depthmix`, the same as `depthmix`."""
+"""Entry point of `python -m depthmix`, the same as `depthmix`."""
 
 import sys
 

@@ -39,7 +39,7 @@ EXIT_CODES = "Exit codes: 0 done; 1 a bug (--debug shows where); 2 wrong option 
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse with errors of one sentence, and values such as -1e-3."""
+    """An argparse parser whose errors are one sentence, and which accepts values such as -1e-3."""
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
@@ -58,7 +58,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class Once(argparse.Action):
-    """Store an option that may be given once: the last of several would win in silence."""
+    """Store an option that may be given once. argparse would silently let the last one win."""
 
     advice = "give it once"
 
@@ -70,7 +70,7 @@ class Once(argparse.Action):
 
 
 class OnceOrAsWord(Once):
-    """Store an option that may be given once, with its flag or as a word: a word too many may be meant for another."""
+    """Store an option that may be given once, with its flag or as a word. An extra word may belong to another option."""
 
     advice = "quotes keep several words together"
 
@@ -88,14 +88,14 @@ class OnceOrNot(argparse.BooleanOptionalAction):
 
 
 def add_flags(parser: argparse.ArgumentParser, config: type, completing: bool) -> None:
-    """One flag per field; its default is left to the recipe and the dataclass."""
+    """Add one flag per field. Defaults come from the recipe and the dataclass."""
     hints, plain = typing.get_type_hints(config), config()
     recipe = parser.add_argument(
         "--recipe",
         action=Once,
         default=argparse.SUPPRESS,
         metavar="FILE",
-        help="YAML file with any of the options below; flags come on top of it",
+        help="YAML file with any of the options below; flags override it",
     )
     actions: list[argparse.Action] = [recipe]
     for field in dataclasses.fields(config):
@@ -122,13 +122,15 @@ def add_flags(parser: argparse.ArgumentParser, config: type, completing: bool) -
             several = get_origin(hint) is list
             how = {"nargs": "*", "action": "extend"} if several else {"nargs": "?", "action": OnceOrAsWord}
             how |= {"default": argparse.SUPPRESS, "metavar": field.name.upper()}
-            actions.append(parser.add_argument(field.name, help=f"the same as {flag}", **how))
+            actions.append(parser.add_argument(field.name, help=f"Same as {flag}", **how))
     for action in actions if completing else ():
         offer(action, hints.get(action.dest))
 
 
 def offer(action: argparse.Action, hint: Any) -> None:
-    """Tell shell completion what a flag takes. Not for parsing, where argparse would refuse the rest in its own words."""
+    """Tell shell completion which values a flag takes. Parsing does not use it, since argparse would word its refusals
+    itself.
+    """
     import shtab
 
     from depthmix.mixers import list_mixers
@@ -156,7 +158,7 @@ def run_data(config: DataConfig) -> None:
 
 
 def this_rank() -> int | None:
-    """The number of this process among those that torchrun has started; None if it is alone."""
+    """Return this process's rank among those that torchrun has started; None if it is alone."""
     rank, size = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
     return int(rank) if rank.isdigit() and size.isdigit() and int(size) > 1 else None
 
@@ -310,7 +312,7 @@ WITHOUT_MODULES = ("study", "data", "doctor")  # a study names its own
 
 @functools.cache
 def build_parser(completing: bool = False) -> argparse.ArgumentParser:
-    """The whole program's parser, or the one that shell completion is made from."""
+    """Build the whole program's parser, or the one that shell completion is generated from."""
     import depthmix
 
     parser = Parser(
@@ -338,7 +340,7 @@ def build_parser(completing: bool = False) -> argparse.ArgumentParser:
         if config:
             add_flags(sub, config, completing)
         if config is PlanConfig:
-            how: Any = {"nargs": "?", "action": OnceOrAsWord, "metavar": "RECIPE", "help": "the same as --recipe"}
+            how: Any = {"nargs": "?", "action": OnceOrAsWord, "metavar": "RECIPE", "help": "Same as --recipe"}
             sub.add_argument("recipe", default=argparse.SUPPRESS, **how)
     completion = commands.add_parser("completion", help='print shell completion: eval "$(depthmix completion bash)"')
     completion.add_argument("shell", choices=["bash", "zsh", "tcsh"])
@@ -374,11 +376,11 @@ def dispatch(argv: Sequence[str]) -> None:
 
         load_modules(Path(), modules, "--modules")
     config, run, _ = COMMANDS[command]
-    run(build_config(command, config, given, RECORDED.get(command, of_init))) if config else run()
+    run(build_config(command, config, given, RECORDED.get(command, options_of_init))) if config else run()
 
 
-def of_init(given: dict[str, Any]) -> dict[str, Any]:
-    """What the model that init names decides."""
+def options_of_init(given: dict[str, Any]) -> dict[str, Any]:
+    """Return the options that the model in `init` decides."""
     if not given.get("init") or not Path(given["init"]).exists():  # then the command says so
         return {}
     from depthmix.runs.init import init_values
@@ -387,11 +389,13 @@ def of_init(given: dict[str, Any]) -> dict[str, Any]:
     return init_values(given["init"], not {"mixer", "arms"} & given.keys())
 
 
-def of_run(given: dict[str, Any]) -> dict[str, Any]:
-    """The recipe of the run that `out` names, for `depthmix train --out RUN` alone: whoever says which data to take says everything."""
+def options_of_run(given: dict[str, Any]) -> dict[str, Any]:
+    """Return the recipe of the run in `out`, for a bare `depthmix train --out RUN`. A command that names its data gets
+    no recorded options.
+    """
     out = Path(given.get("out") or ".")
     if "data" in given or not given.get("out") or not (out / "recipe.yaml").is_file():
-        return of_init(given)
+        return options_of_init(given)
     from depthmix.mixers import list_mixers
     from depthmix.runs.folder import RunFolder
     from depthmix.runs.restore import read_train_config
@@ -415,12 +419,12 @@ def of_run(given: dict[str, Any]) -> dict[str, Any]:
     return dataclasses.asdict(recorded)
 
 
-# What a command's options are where neither flags nor a recipe say, and the dataclass is not what was meant.
-RECORDED = {"train": of_run}
+# Options recorded elsewhere, by command. They apply where neither flags nor a recipe give a value.
+RECORDED = {"train": options_of_run}
 
 
-def of_the_machine(error: BaseException) -> str:
-    """What a user can do about an error of torch; nothing for one that nobody foresaw."""
+def advise_on_torch_error(error: BaseException) -> str:
+    """Return advice for a known error of torch; "" for an unknown one."""
     text = str(error)
     words = [
         "out of memory",
@@ -440,15 +444,15 @@ def of_the_machine(error: BaseException) -> str:
 
 
 def explain(error: BaseException) -> tuple[str, int]:
-    """The sentence and the exit code an error ends in."""
+    """Return the message and the exit code for an error."""
     if isinstance(error, UserError):
         return str(error), error.exit_code
     if isinstance(error, KeyboardInterrupt):
         return "interrupted", INTERRUPTED
     if isinstance(error, ModuleNotFoundError) and not (error.name or "").startswith("depthmix"):
         return f"this needs the package {error.name}: {install_command('train')}", USAGE
-    if known := of_the_machine(error):
-        return known, USAGE
+    if advice := advise_on_torch_error(error):
+        return advice, USAGE
     if isinstance(error, OSError):
         where = f" {error.filename}" if error.filename else ""
         return f"cannot write or read{where}: {error.strerror or error}; {remedy(error)}", DISK
@@ -458,7 +462,9 @@ def explain(error: BaseException) -> tuple[str, int]:
 
 
 def prepare_streams() -> None:
-    """Streams that can be written to whatever comes: a closed one swallows all, and what has no letters here is spelt out."""
+    """Make stdout and stderr safe to write to: a closed one swallows everything, and characters it cannot encode are
+    escaped.
+    """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:
@@ -468,7 +474,7 @@ def prepare_streams() -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; what a user got wrong ends in one sentence on stderr and a code that says which kind it was."""
+    """Run a command. A user's mistake prints one sentence to stderr; the exit code says which kind it was."""
     argv = sys.argv[1:] if argv is None else argv
     prepare_streams()
     try:

@@ -1,4 +1,4 @@
-"""Where to run and in which precision."""
+"""Device and precision of a computation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from depthmix.errors import UserError
 
 
 def choose_device(name: str) -> torch.device:
-    """The device of that name; auto takes CUDA, then MPS, then the CPU."""
+    """Return the device of that name. auto prefers CUDA, then MPS, then the CPU. Raises UserError if it is not
+    available.
+    """
     if name == "auto":
         kind = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
         return torch.device(kind)
@@ -30,20 +32,22 @@ def choose_device(name: str) -> torch.device:
 
 
 def autocast(device: torch.device, precision: str) -> AbstractContextManager[Any]:
-    """bf16 autocast where it was asked for or, with auto, on a GPU that has it."""
+    """Return a bf16 autocast context where it was asked for or, with auto, on a GPU that supports it; else an empty
+    context.
+    """
     wanted = precision == "bf16" or (precision == "auto" and device.type == "cuda" and torch.cuda.is_bf16_supported())
     return torch.autocast(device.type, dtype=torch.bfloat16) if wanted else nullcontext()
 
 
 def release_memory(device: torch.device) -> None:
-    """Give back what models that are gone still hold: they have reference cycles, and the GPU's allocator keeps blocks."""
+    """Free memory of deleted models, which have reference cycles and whose blocks the GPU's allocator keeps."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 class PeakMemory:
-    """The peak from here on: of the GPU's tensors, or of this process where the system can start that count anew."""
+    """Peak memory since construction: of the GPU's tensors, or of this process where the system can reset its counter."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.known = device, True
@@ -56,7 +60,7 @@ class PeakMemory:
                 self.known = False
 
     def read(self) -> int | None:
-        """Bytes; None where nobody knows."""
+        """Return the peak in bytes; None where it is unknown."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device)
         if self.known:

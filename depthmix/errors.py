@@ -1,4 +1,4 @@
-"""What a user can get wrong, with the exit code it ends in."""
+"""Errors that a user can cause, with their exit codes."""
 
 INTERNAL = 1  # not the user's mistake: a bug, here or in what was plugged in
 USAGE = 2  # a wrong option, recipe or combination
@@ -11,7 +11,7 @@ PIPE = 141  # whoever read the output has left: what a shell says of a program t
 
 
 class UserError(Exception):
-    """One clear sentence for the user; the command line prints it and exits with the code."""
+    """A user's mistake in one clear sentence. The command line prints it and exits with the code."""
 
     shared = False  # whether all processes of a run raise it, so that one may say it for all
 

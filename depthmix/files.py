@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, and what to say when the system refuses."""
+"""Write files atomically, and explain errors of the system."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TEMPORARY = ".tmp-"  # how the names of unfinished files begin
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Write a file whole and durably, or leave the old one as it was. OSError, naming the file, if it cannot be."""
+    """Write a file atomically and durably; on an error the old one stays. Raises OSError, naming the file."""
     temporary = path.with_name(f"{TEMPORARY}{path.name}-{os.getpid()}")
     try:
         with open(temporary, "wb", opener=open_no_link) as file:
@@ -33,7 +33,7 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 def open_no_link(path: str, flags: int) -> int:
-    """Open a file for `open(..., opener=open_no_link)`, but never what a symbolic link in its place points to, nor a pipe.
+    """Open a file for `open(..., opener=open_no_link)`, refusing symbolic links and pipes.
 
     Raises:
         OSError: ELOOP for a link, EINVAL for anything else that is no plain file.
@@ -55,14 +55,14 @@ def is_plain_file(path: Path) -> bool:
 
 
 def write_text(path: Path, text: str) -> None:
-    """`write_file` of a text, with the folders above it; UserError if it cannot be."""
+    """Write a text with `write_file`, creating the folders above it. Raises UserError if it cannot be written."""
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_file(path, text.encode("utf-8"))
 
 
 def check_writable(folder: Path) -> None:
-    """UserError if nothing could be written into a folder; one that is not there yet is not there afterwards."""
+    """Raise UserError if a folder cannot be written to. A folder created for the check is removed again."""
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -90,7 +90,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def reason(error: OSError, path: Path | None = None) -> str:
-    """What the system said, in words a user can act on, and where, unless it is the path already named."""
+    """Describe a system error in words a user can act on, with its place unless `path` is that place."""
     where = f" ({error.filename})" if error.filename and str(error.filename) != str(path) else ""
     if error.errno == errno.ENOSPC:
         return f"the disk is full{where}"
@@ -125,7 +125,7 @@ def remedy(error: OSError) -> str:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """UserError for what the system refuses while a path is written."""
+    """Turn an OSError while a path is written into a UserError."""
     try:
         yield
     except OSError as error:
@@ -134,7 +134,7 @@ def writing(path: Path) -> Iterator[None]:
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """UserError for what the system refuses while a path is read."""
+    """Turn an OSError while a path is read into a UserError."""
     try:
         yield
     except OSError as error:
@@ -142,7 +142,7 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def check_above(path: Path) -> None:
-    """UserError for a path below something that is no folder."""
+    """Raise UserError for a path below a file."""
     above = next((p for p in path.parents if os.path.exists(p) and not os.path.isdir(p)), None)
     if above:
         raise UserError(f"{path} cannot be written: {above} is a file; choose another folder.", DISK)

@@ -9,7 +9,7 @@ DEFAULT_MIXER = "residual"
 
 
 def nearest(name: str, valid: Iterable[str], cutoff: float = 0.5) -> str:
-    """A "did you mean" for the message, or nothing; a higher cutoff suggests less."""
+    """Return a "did you mean" clause for the message, or "". A higher cutoff suggests less."""
     close = difflib.get_close_matches(name, list(valid), n=1, cutoff=cutoff)
     return f"; did you mean {close[0]!r}?" if close else ""
 

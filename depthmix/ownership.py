@@ -1,4 +1,4 @@
-"""Which files and folders depthmix wrote itself. Everything else is left alone.
+"""Recognise the files and folders that depthmix wrote itself. Everything else is left alone.
 
 A command that writes one file replaces a file only if it is a document of the same kind that depthmix wrote before. A run's folder
 and prepared data are closed to other commands' outputs, apart from new documents that a user places beside a run's own files.

@@ -41,7 +41,7 @@ def seed_random(seed: int) -> None:
 
 
 class OwnRandom:
-    """The random numbers of one training.
+    """Random generator of one training.
 
     Example:
         >>> own = OwnRandom(0, torch.device("cpu"))
@@ -73,12 +73,14 @@ class OwnRandom:
         return self.generator(torch.device("cpu")).get_state()
 
     def restore(self, state: Tensor) -> None:
-        """Go on from a state that a checkpoint kept."""
+        """Restore a state that a checkpoint kept."""
         self.generator(torch.device("cpu")).set_state(state)
 
     @contextmanager
     def building(self) -> Iterator[None]:
-        """Inside, every random number that this thread draws comes from here, and torch's generators stay as they are."""
+        """Draw every random number of this thread from this generator inside this context, leaving torch's generators
+        unchanged.
+        """
         token = _current.set(self)
         try:
             with _Drawing(self):
@@ -88,7 +90,8 @@ class OwnRandom:
 
     @contextmanager
     def exchanged(self, model: Any) -> Iterator[None]:
-        """Inside, torch's generators go on from here, if the model may draw; afterwards they are as they were.
+        """Let torch's generators continue from here inside this context, if the model may draw, and restore them
+        afterwards.
 
         Numbers that another thread draws from torch's generators meanwhile are those of this training.
         """

@@ -1,4 +1,4 @@
-"""The learning rate over time, and which schedules can be given more steps without a break."""
+"""Learning rate schedules, and which of them can be extended by more steps without a break."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from depthmix.config import TrainConfig
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:
-    """The factor on the peak learning rate at step 0 … steps - 1."""
+    """Return the factor on the peak learning rate at step 0 … steps - 1."""
     if step < config.warmup:
         return (step + 1) / config.warmup
     if config.schedule == "rsqrt":

@@ -10,7 +10,7 @@ LIMIT = 100_000  # characters of values, with every alias written out; the longe
 
 
 class TooLarge(ValueError):
-    """What is wrong with a text that expands to more than a recipe can need."""
+    """Error for a text that expands to more than a recipe can need."""
 
 
 def load_yaml(text: str, loader: type[yaml.SafeLoader]) -> Any:

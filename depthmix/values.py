@@ -1,4 +1,4 @@
-"""What a command is given, a flag's text or a line of a YAML recipe, as the values of its dataclass."""
+"""Convert a flag's text or a line of a YAML recipe to the values of a command's dataclass."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ nearest = functools.partial(nearest_of, cutoff=0.65)  # flags are many and alike
 
 
 def coerce(command: str, name: str, hint: Any, value: Any) -> Any:
-    """A flag's text or a recipe's value as the field's type; UserError where it does not fit."""
+    """Convert a flag's text or a recipe's value to the field's type. Raises UserError where it does not fit."""
     members = get_args(hint) if get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
     expected = describe(hint)
     if type(None) in members and (value is None or (isinstance(value, str) and value.lower() == "none")):
@@ -69,7 +69,7 @@ def _read_by_yaml(value: Any, hint: Any) -> str:
 
 
 def pairs(command: str, name: str, value: Any) -> dict[str, Any]:
-    """A dictionary, or a list of key=value as on the command line."""
+    """Convert a dictionary, or a list of key=value as on the command line, to a dictionary of values."""
     from depthmix.mixers.options import parse_value
 
     if isinstance(value, list) and all(isinstance(v, str) and "=" in v for v in value):
@@ -85,7 +85,7 @@ def pairs(command: str, name: str, value: Any) -> dict[str, Any]:
 
 
 def describe(hint: Any) -> str:
-    """A type in words."""
+    """Describe a type in words."""
     if get_origin(hint) in (typing.Union, types.UnionType):
         return " or ".join("none" if m is type(None) else describe(m) for m in get_args(hint))
     if get_origin(hint) is Literal:
@@ -97,10 +97,10 @@ def describe(hint: Any) -> str:
 
 
 def typed(command: str, config: Any) -> Any:
-    """Return a configuration made in Python with numpy's numbers as Python's and paths as text.
+    """Convert a configuration made in Python: numpy's numbers to Python's, and paths to text.
 
     Raises:
-        UserError: a value is not of its field's type. A text is no number here, as it is on a command line.
+        UserError: A value does not have its field's type. Unlike on the command line, a text is not a number.
     """
     hints, plain = typing.get_type_hints(type(config)), {}
     for field in dataclasses.fields(config):
@@ -130,13 +130,15 @@ def _check_type(command: str, name: str, hint: Any, value: Any) -> None:
 
 
 def read_recipe(command: str, path: str) -> dict[str, Any]:
-    """The lines of a YAML recipe."""
+    """Read the lines of a YAML recipe. Raises UserError if it cannot be read or is not valid."""
     import yaml
 
     from depthmix.small_yaml import LIMIT, TooLarge, load_yaml
 
     class Once(yaml.SafeLoader):
-        """Plain YAML lets the last of two lines with one name win, silently, and misreads some numbers."""
+        """A YAML loader that refuses duplicate names and misread numbers. Plain YAML lets the last duplicate win
+        silently.
+        """
 
         def construct_number(self, node: Any) -> int | float:
             if said := misread_number(node.value):
@@ -180,7 +182,17 @@ def read_recipe(command: str, path: str) -> dict[str, Any]:
 def build_config(
     command: str, config: type, given: dict[str, Any], known: Callable[[dict[str, Any]], dict[str, Any]] = lambda _: {}
 ) -> Any:
-    """The dataclass from its defaults, what is `known` given the rest, the recipe and the flags, in this order."""
+    """Build a command's dataclass from, in rising priority, its defaults, recorded options, the recipe and the flags.
+
+    Args:
+        command: Name of the command, for messages.
+        config: The dataclass.
+        given: The flags by field, and the path of the recipe as `recipe`.
+        known: Returns the recorded options, given the recipe and the flags.
+
+    Raises:
+        UserError: An option is unknown or has a wrong value.
+    """
     hints = typing.get_type_hints(config)
     recipe = given.pop("recipe", None)
     if recipe == "":
@@ -189,23 +201,23 @@ def build_config(
     if is_study(lines):
         advice = f"run it with `depthmix study {recipe}`"
         raise UserError(f"{command}: {recipe} is a study, not a recipe of {command}'s options; {advice}")
-    values = {**_without_replaced(lines, given), **given}
+    values = {**_drop_replaced_options(lines, given), **given}
     for name in values:
         if name not in hints:
             raise UserError(
-                f"{command}: unknown option {shown(name)} in the recipe {recipe}{nearest(name, list(hints))}{_of_others(name)}"
+                f"{command}: unknown option {shown(name)} in the recipe {recipe}{nearest(name, list(hints))}{_commands_with(name)}"
             )
     given = {name: coerce(command, name, hints[name], value) for name, value in values.items()}
     return config(**{**known(given), **given})
 
 
 def is_study(lines: dict[str, Any]) -> bool:
-    """Whether the lines are those of a study: each asks a question, and no command has an option of that name."""
+    """Tell whether the lines are those of a study, which has a question. No command has an option of that name."""
     return "question" in lines
 
 
-def _without_replaced(lines: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """A recipe's lines without the options of its mixer where a flag names another or gives options of its own."""
+def _drop_replaced_options(lines: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """Drop the options of a recipe's mixer where a flag names another mixer or gives other options."""
     rule, _, options = str(lines.get("mixer", "")).partition(":")
     if "mixer_options" in given and "mixer" not in given and options:
         return {**lines, "mixer": rule}
@@ -214,8 +226,8 @@ def _without_replaced(lines: dict[str, Any], given: dict[str, Any]) -> dict[str,
     return lines
 
 
-def _of_others(name: str) -> str:
-    """The commands that do have an option of that name."""
+def _commands_with(name: str) -> str:
+    """Name the commands that do have an option of that name."""
     from depthmix import config
 
     found = [c for c in vars(config).values() if isinstance(c, type) and name in getattr(c, "__dataclass_fields__", {})]

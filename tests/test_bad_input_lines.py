@@ -33,8 +33,8 @@ LINES = [
     ("completion", USAGE, "shell", "required"),
     ("completion fish", USAGE, "invalid choice: 'fish'", "bash", "zsh"),
     # train
-    ("train", USAGE, "data is needed", "folder written by `depthmix data`"),
-    ("train --data {data}", USAGE, "out is needed", "run folder"),
+    ("train", USAGE, "data is needed", "Folder written by `depthmix data`"),
+    ("train --data {data}", USAGE, "out is needed", "Run folder"),
     ("train --out run", USAGE, "data is needed"),
     (f"{TRAIN} --stepz 5", USAGE, "unknown argument '--stepz'", "did you mean '--steps'?"),
     (f"{TRAIN} --step 5", USAGE, "unknown argument '--step'", "did you mean '--steps'?"),  # no abbreviations
@@ -59,8 +59,8 @@ LINES = [
     (f"{TRAIN} --recipe ''", USAGE, "train: --recipe is empty; give the path of a YAML file"),
     (f"{TRAIN} --lr nan", USAGE, "lr must be a finite number above 0, got nan"),
     (f"{TRAIN} --lr inf", USAGE, "lr must be a finite number above 0, got inf"),
-    (f"{TRAIN} --lr 1e39", USAGE, "lr must be a number that float32 holds, from 1.2e-38 to 3.4e+38, got 1e+39"),
-    (f"{TRAIN} --adam-eps 1e-300", USAGE, "adam_eps must be a number that float32 holds, from 1.2e-38"),
+    (f"{TRAIN} --lr 1e39", USAGE, "lr must be within the range of float32, from 1.2e-38 to 3.4e+38, got 1e+39"),
+    (f"{TRAIN} --adam-eps 1e-300", USAGE, "adam_eps must be within the range of float32, from 1.2e-38"),
     (f"{TRAIN} --clip inf", USAGE, "clip must be a finite number of at least 0, got inf"),
     (f"{TRAIN} --muon-lr 0", USAGE, "muon_lr must be a finite number above 0"),
     (f"{TRAIN} --adam-eps 0", USAGE, "adam_eps must be a finite number above 0"),

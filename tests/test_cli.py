@@ -104,7 +104,7 @@ def test_defaults_are_shown(capsys, monkeypatch):
         "(default: 0.0015)",
         "(default: residual)",
         "(default: True)",
-        "seeds; every arm runs once with each (default: 0)",
+        "Seeds; every arm runs once per seed (default: 0)",
     ):
         assert word in text
     assert "(default: )" not in text

@@ -75,7 +75,7 @@ def test_debug_shows_where(argv, capsys, monkeypatch):
     assert main(["--debug", "train"]) == 2
     err = capsys.readouterr().err
     assert err.startswith("Traceback")
-    assert err.endswith("depthmix: data is needed: folder written by `depthmix data`\n")
+    assert err.endswith("depthmix: data is needed: Folder written by `depthmix data`\n")
 
 
 def test_a_bug_in_training_is_in_the_runs_log(tmp_path, monkeypatch, capsys):

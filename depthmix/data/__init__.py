@@ -1,1 +1,1 @@
-"""Corpora in, tokens out; images in, pixels out."""
+"""Data: text to tokens, images to pixels."""

@@ -1,4 +1,4 @@
-"""Documents out of files, folders and Hugging Face datasets, a piece at a time."""
+"""Read documents from files, folders and Hugging Face datasets, piece by piece."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ class Source:
 
     @property
     def kind(self) -> str:
-        """What one would call it: its extension with .gz, or the dataset's name."""
+        """The extension of a file, with .gz, or the dataset's name."""
         return f"hf:{self.name}" if self.hub else _splitext(self.name)
 
 
 @dataclass
 class Listing:
-    """What the inputs come to: the sources in order, and the files in folders that were passed over, with why."""
+    """The sources that inputs expand to, in order, and the skipped files in folders with the reason."""
 
     sources: list[Source] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
@@ -68,13 +68,13 @@ class Listing:
         return parts
 
     def counts(self) -> dict[str, dict[str, int]]:
-        """How many files of which kind were taken, and how many skipped for which reason, the most first."""
+        """Count the files taken by kind, and the skipped files by reason, largest first."""
         kinds = {"files": [s.kind for s in self.sources], "skipped_files": list(self.skipped.values())}
         return {name: dict(Counter(sorted(found)).most_common()) for name, found in kinds.items()}
 
 
 def documents(inputs: Sequence[str | Path], text_field: str = "text", document: str = "file") -> Iterator[str]:
-    """The documents of the inputs, in order; white space alone is no document."""
+    """Yield the documents of the inputs in order. White space alone is not a document."""
     parts: list[str] = []
     for text, last in pieces(find_sources(inputs), text_field, document):
         parts.append(text)
@@ -141,7 +141,9 @@ def _find(item: str, listing: Listing, seen: set[tuple[int, int]]) -> None:
 
 
 def pieces(listing: Listing, text_field: str = "text", document: str = "file") -> Iterator[tuple[str, bool]]:
-    """(text, last) for every piece of every document; a file that is one document comes in blocks, so it never has to fit into memory."""
+    """Yield (text, last) for each piece of each document. A file that is one document comes in blocks, so it need not
+    fit into memory.
+    """
     if document not in ("file", "line", "blank"):
         raise UserError(f"document is {document!r}: it must be file, line or blank.", USAGE)
     nothing = True
@@ -174,7 +176,7 @@ def _read(source: Source, text_field: str, document: str) -> Iterator[tuple[str,
 
 
 def _walk(folder: str, listing: Listing, seen: set[tuple[int, int]], above: dict[tuple[int, int], str]) -> int:
-    """Add a folder's files; how many there are, those seen before included."""
+    """Add a folder's files; returns how many there are, including those already seen."""
     found = 0
     try:
         names = sorted(os.listdir(folder))
@@ -215,13 +217,13 @@ def _walk(folder: str, listing: Listing, seen: set[tuple[int, int]], above: dict
 
 
 def _splitext(name: str) -> str:
-    """The extension of a name, with .gz: that of x.TXT.gz is .txt.gz."""
+    """Return the extension of a name in lower case, with .gz: .txt.gz for x.TXT.gz."""
     plain = name.lower().removesuffix(GZIP)
     return os.path.splitext(plain)[1] + name.lower()[len(plain) :]
 
 
 def _extension(name: str) -> str:
-    """The known extension of a name, without .gz, or nothing."""
+    """Return the extension without .gz if it is a known one, else ""."""
     extension = _splitext(name)
     bare = extension.removesuffix(GZIP)
     return bare if bare in (*PROSE, *CODE, JSONL) or extension == PARQUET else ""
@@ -284,7 +286,7 @@ def _whole(path: str) -> Iterator[tuple[str, bool]]:
 
 
 def _raw_lines(path: str) -> Iterator[tuple[int, str]]:
-    """(number from 1, line without its end)."""
+    """Yield (number from 1, line without its end)."""
     offset = 0
     with _open(path) as file:
         number = 0

@@ -1,4 +1,4 @@
-"""Prepared data: how it lies on disk, and the batches that are read from it."""
+"""Prepared text: its files on disk, and the batches read from them."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class ShardWriter:
             self._file = None
 
     def meta(self) -> dict[str, Any]:
-        """The split's part of meta.json."""
+        """Return the split's entry in meta.json."""
         sizes = {"tokens": self.tokens, "bytes": self.bytes, "documents": self.documents}
         return {**sizes, "shards": list(self.sha256), **({"domains": self.domains} if self.domains else {})}
 
@@ -99,7 +99,7 @@ class Split:
         return found
 
     def window(self, start: int, length: int) -> np.ndarray:
-        """`length` tokens from `start` on, as int64, across shards."""
+        """Read `length` tokens from `start` on, as int64, across shards."""
         out = np.empty(length, np.int64)
         self.read(start, out)
         return out
@@ -127,7 +127,7 @@ class Prepared(Generic[SplitKind]):
         self.sha256 = data_hash(meta)
 
     def split(self, name: str) -> SplitKind:
-        """`train` or `val`."""
+        """Return the split `train` or `val`."""
         if name not in self._splits:
             raise UserError(f"There is no split {name!r}: it is train or val.", USAGE)
         return self._splits[name]
@@ -175,7 +175,7 @@ class TokenData(Prepared[Split]):
 
 
 def read_meta(folder: Path) -> dict[str, Any]:
-    """The meta.json of prepared data, of whatever kind."""
+    """Read the meta.json of prepared data of any kind. Raises UserError if the folder is not prepared data."""
     if not folder.is_dir():
         raise UserError(f"There is no folder {folder}: make it with `depthmix data --input … --out {folder}`.", DATA)
     path = folder / "meta.json"
@@ -201,7 +201,9 @@ def read_meta(folder: Path) -> dict[str, Any]:
 
 
 def _wrong(meta: dict[str, Any]) -> str | None:
-    """What makes a meta.json unusable; names are checked too, for nothing outside the folder may be read."""
+    """Name the field that makes a meta.json unusable, or None. File names are checked, too: nothing outside the folder
+    may be read.
+    """
     if meta.get("dtype") not in DTYPES:
         return "dtype"
     if not is_count(meta.get("vocab_size"), 1):
@@ -233,17 +235,17 @@ def _add_up(domains: Any, info: dict[str, Any]) -> bool:
 
 
 def is_count(value: Any, least: int) -> bool:
-    """Whether a value of meta.json is a whole number of at least so much."""
+    """Tell whether a value of meta.json is an integer of at least `least`."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def is_name(value: Any) -> bool:
-    """Whether a value of meta.json names a file in its own folder."""
+    """Tell whether a value of meta.json names a file in its own folder."""
     return isinstance(value, str) and value not in ("", ".", "..") and not set(value) & set("/\\:\0")
 
 
 def map_file(path: Path, dtype: np.dtype) -> np.ndarray:
-    """A file of prepared data, memory-mapped."""
+    """Memory-map a file of prepared data. Raises UserError if it is missing or cut short."""
     try:
         size = path.stat().st_size
         if size == 0 or size % dtype.itemsize:
@@ -256,7 +258,7 @@ def map_file(path: Path, dtype: np.dtype) -> np.ndarray:
 
 
 def _windows(split: Split, seq_len: int, batch_size: int) -> int:
-    """How many windows of seq_len + 1 tokens start at multiples of seq_len."""
+    """Count the windows of seq_len + 1 tokens that start at multiples of seq_len. Raises UserError if there are none."""
     if seq_len < 1 or batch_size < 1:
         raise UserError(f"seq_len is {seq_len} and batch_size {batch_size}: both must be at least 1.", USAGE)
     if split.n_tokens < seq_len + 1:
@@ -270,14 +272,14 @@ def _windows(split: Split, seq_len: int, batch_size: int) -> int:
 
 
 class Order:
-    """In which order a seed takes n things, epoch after epoch: every epoch takes all of them once, in an order of its own."""
+    """A seed's shuffled order of n items: each epoch contains every item once, in an order of its own."""
 
     def __init__(self, n: int, seed: int) -> None:
         self.n, self.seed = n, seed
         self._orders: dict[int, np.ndarray] = {}
 
     def take(self, first: int, count: int) -> list[int]:
-        """The things number `first` to `first + count`; where an epoch ends, the next one goes on."""
+        """Return the items number `first` to `first + count`, continuing into the next epoch."""
         places = (divmod(first + i, self.n) for i in range(count))
         return [int(self._order(epoch)[position]) for epoch, position in places]
 
@@ -306,7 +308,9 @@ class Batches:
         self.order = Order(self.n_windows, seed)
 
     def get(self, step: int, rows: range | None = None) -> Tensor:
-        """Rows of batch `step` (from 0), a LongTensor [rows, seq_len + 1]; none: those of this process."""
+        """Return rows of batch `step` (from 0) as a LongTensor [rows, seq_len + 1]; by default the rows of this
+        process.
+        """
         if step < 0:
             raise IndexError(f"step {step}")
         rows = self.rows if rows is None else rows
@@ -319,7 +323,9 @@ class Batches:
 def validation_batches(
     split: Split, seq_len: int, batch_size: int, limit_tokens: int | None = None
 ) -> Iterator[Tensor]:
-    """The split's windows in order, the last batch maybe smaller; at most `limit_tokens` predicted tokens, but one window at least."""
+    """Return the split's windows in order; the last batch may be smaller. At most `limit_tokens` predicted tokens, but
+    at least one window.
+    """
     n_windows = _windows(split, seq_len, batch_size)
     if limit_tokens is not None:
         n_windows = min(n_windows, max(1, limit_tokens // seq_len))

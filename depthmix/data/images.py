@@ -1,4 +1,4 @@
-"""Prepared images: how they lie on disk, and the batches that are read from them.
+"""Prepared images: their files on disk, and the batches read from them.
 
 A batch is one tensor of bytes, [B, 4 + H W C]: a row is a label, four bytes, and the pixels of an image, so that it moves to a GPU,
 is split and recorded as a batch of tokens is. `unpack` takes it apart.
@@ -70,7 +70,7 @@ class ImageData(Prepared[ImageSplit]):
 
 
 def _wrong(meta: dict[str, Any]) -> str | None:
-    """What makes a meta.json unusable."""
+    """Name the field that makes a meta.json unusable, or None."""
     for name in ("height", "width", "channels"):
         if not is_count(meta.get(name), 1):
             return name
@@ -95,18 +95,25 @@ def _wrong(meta: dict[str, Any]) -> str | None:
 
 
 def pack(images: Tensor, labels: Tensor) -> Tensor:
-    """uint8 [B, H, W, C] and labels [B] as one tensor of bytes."""
+    """Pack images uint8 [B, H, W, C] and labels [B] into one tensor of bytes [B, 4 + H W C]."""
     return torch.cat([labels.to(torch.int32).unsqueeze(-1).view(torch.uint8), images.flatten(1)], dim=1)
 
 
 def unpack(batch: Tensor, shape: tuple[int, int, int]) -> tuple[Tensor, Tensor]:
-    """uint8 [B, C, H, W] and labels [B] of a packed batch of images [H, W, C]."""
+    """Unpack a batch of images [H, W, C] into uint8 [B, C, H, W] and labels [B]."""
     labels = batch[:, :4].contiguous().view(torch.int32).squeeze(-1).long()
     return batch[:, 4:].unflatten(1, shape).permute(0, 3, 1, 2), labels
 
 
 def augment(images: Tensor, bits: np.ndarray, crop: int, flip: bool) -> Tensor:
-    """Every image of [B, H, W, C] moved by up to `crop` pixels each way, black coming in, and half of them mirrored; bits: [B, 3]."""
+    """Shift and mirror images [B, H, W, C].
+
+    Args:
+        images: The images.
+        bits: Random bits [B, 3]: vertical shift, horizontal shift, mirroring.
+        crop: Largest shift in pixels; black comes in.
+        flip: Whether to mirror half of the images.
+    """
     n, height, width, channels = images.shape
     padded = np.zeros((n, height + 2 * crop, width + 2 * crop, channels), np.uint8)
     padded[:, crop : crop + height, crop : crop + width] = images.numpy()
@@ -137,7 +144,7 @@ class ImageBatches:
         self.order = Order(len(split), seed)
 
     def get(self, step: int, rows: range | None = None) -> Tensor:
-        """Rows of batch `step` (from 0), packed; none: those of this process."""
+        """Return rows of batch `step` (from 0), packed; by default the rows of this process."""
         if step < 0:
             raise IndexError(f"step {step}")
         rows = self.rows if rows is None else rows
@@ -151,7 +158,7 @@ class ImageBatches:
 
 
 def image_batches(split: ImageSplit, batch_size: int) -> Iterator[Tensor]:
-    """The split's images in order, packed, the last batch maybe smaller."""
+    """Yield the split's images in order, packed; the last batch may be smaller."""
     for first in range(0, len(split), batch_size):
         part = slice(first, first + batch_size)
         yield pack(torch.from_numpy(split.images[part].copy()), torch.from_numpy(split.labels[part].copy()))

@@ -1,4 +1,4 @@
-"""Whether prepared data is still what `depthmix data` wrote, and one hash that says which data it is.
+"""Check that prepared data is unchanged since `depthmix data` wrote it, and identify it by one hash.
 
 meta.json holds the SHA-256 of every other file. Reading all of them takes about a second per gigabyte, so what was found is kept
 beside the data, in `.verified.json`, with each file's identity: inode, size, and the times of the last changes to its content and to
@@ -31,7 +31,7 @@ _remembered: dict[str, Entry] = {}  # by path
 
 
 def data_hash(data: str | Path | Mapping[str, Any]) -> str:
-    """Return the SHA-256 that says which data this is, wherever it lies and whatever it was made from.
+    """Return the SHA-256 that identifies prepared data, wherever it lies and whatever it was made from.
 
     Args:
         data: a folder of prepared data, or the content of its meta.json.

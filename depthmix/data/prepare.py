@@ -1,4 +1,4 @@
-"""`depthmix data`: a corpus becomes a tokenizer and memory-mapped tokens, all of it or nothing."""
+"""`depthmix data`: turn a corpus into a tokenizer and memory-mapped tokens, all or nothing."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Pieces = Iterable[tuple[str, bool]]
 
 @dataclass
 class Scan:
-    """What the first pass finds out; a document is 16 bytes here, whatever its length."""
+    """Findings of the first pass, at 16 bytes per document."""
 
     keys: np.ndarray  # a hash of the seed and the text
     sizes: np.ndarray  # bytes
@@ -51,9 +51,20 @@ def prepare(
     shard_tokens: int = SHARD_TOKENS,
     sample_bytes: int = SAMPLE_BYTES,
 ) -> Path:
-    """Write the prepared corpus to config.out. `progress` gets (phase, done, total) with phases scan, tokenizer and encode, in bytes of text.
+    """Write the prepared corpus to config.out.
 
-    listing: what to read instead of the files that config.input names.
+    Args:
+        config: What to prepare.
+        progress: Called with (phase, done, total) in bytes of text, with the phases scan, tokenizer and encode.
+        listing: Sources to read instead of the files that config.input names.
+        shard_tokens: Largest number of tokens in a file.
+        sample_bytes: Bytes of text to train the tokenizer on.
+
+    Returns:
+        The folder.
+
+    Raises:
+        UserError: The input or the output folder cannot be used.
     """
     _check(config)
     report: Progress = progress or (lambda phase, done, total: None)
@@ -91,7 +102,7 @@ def prepare(
 
 
 def summary(folder: str | Path) -> str:
-    """What prepared data holds and what it came from, in a few lines."""
+    """Summarise in a few lines what prepared data holds and where it came from."""
     meta = TokenData.open(folder).meta
     lines = [f"prepared data in {folder}, with a vocabulary of {meta['vocab_size']:,}"]
     for name, split in meta["splits"].items():
@@ -201,7 +212,9 @@ def _scan(corpus: Pieces, seed: int, report: Progress) -> Scan:
 
 
 def choose(keys: np.ndarray, fraction: float, seed: int) -> tuple[np.ndarray, str]:
-    """Which documents are for validation: those with the smallest keys, copies of one document together, so that none is on both sides."""
+    """Choose the validation documents: those with the smallest keys. Copies of a document stay together, so that none
+    is in both splits.
+    """
     unique, group, counts = np.unique(keys, return_inverse=True, return_counts=True)
     by = "document"
     if len(unique) == 1:
@@ -223,7 +236,9 @@ def choose(keys: np.ndarray, fraction: float, seed: int) -> tuple[np.ndarray, st
 
 
 def _cut(corpus: Pieces, characters: int, fraction: float) -> tuple[int, str]:
-    """Where a single document is cut, and at what: a blank line if there is one near, else a line's end, else a space."""
+    """Choose where to cut a single document, and name the place: at a nearby blank line, else a line's end, else a
+    space.
+    """
     wanted = min(max(1, round((1 - fraction) * characters)), characters - 1)
     if wanted < 1:
         raise UserError("The corpus is too short: it is one character, which cannot be split.", DATA)
@@ -256,7 +271,7 @@ def _cut_at(corpus: Pieces, at: int) -> Iterator[tuple[str, bool]]:
 
 
 def _sample(corpus: Pieces, in_val: np.ndarray, wanted: int, of: int, report: Progress) -> Iterator[str]:
-    """The training documents, or about every so many-th chunk of them where they are more than wanted."""
+    """Yield the training documents, or evenly spaced chunks of them if they are more than wanted."""
     index, due, done = 0, 0.0, 0
     for text, last in chunks(corpus):
         if not in_val[min(index, len(in_val) - 1)]:

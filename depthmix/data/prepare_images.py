@@ -1,4 +1,4 @@
-"""`depthmix data --images`: pictures in folders by class, or arrays, become bytes that are memory-mapped, all of it or nothing.
+"""`depthmix data --images`: turn pictures in folders by class, or arrays, into memory-mapped bytes, all or nothing.
 
 FOLDER/CLASS/*.png …                        pictures, a share of each class kept for validation
 FOLDER/train/CLASS/*, FOLDER/val/CLASS/*    pictures that are split already (val, valid, validation or test)
@@ -34,7 +34,7 @@ CHUNK = 256  # images hashed or written at a time
 
 @dataclass
 class Images:
-    """Images of one split, or not split yet; `read` gives one of them, uint8 [H, W, C], `key` what tells two apart."""
+    """Images of one split, or not split yet. `read` returns an image uint8 [H, W, C]; `key` identifies it."""
 
     labels: np.ndarray  # int32 [N]
     read: Callable[[int], np.ndarray]
@@ -46,7 +46,7 @@ class Images:
 
 @dataclass
 class Source:
-    """What an input holds: the classes' names, and images with a split or, val being none, without."""
+    """Content of an input: class names, and images with a split, or without one if `val` is None."""
 
     classes: list[str]
     train: Images
@@ -54,7 +54,18 @@ class Source:
 
 
 def prepare_images(config: DataConfig, progress: Progress | None = None) -> Path:
-    """Write the prepared images to config.out. `progress` gets (phase, done, total) with phases scan and encode, in images."""
+    """Write the prepared images to config.out.
+
+    Args:
+        config: What to prepare.
+        progress: Called with (phase, done, total) in images, with the phases scan and encode.
+
+    Returns:
+        The folder.
+
+    Raises:
+        UserError: The images or the output folder cannot be used.
+    """
     _check(config)
     report: Progress = progress or (lambda phase, done, total: None)
     with staged(Path(config.out), config.overwrite) as folder:
@@ -85,7 +96,7 @@ def prepare_images(config: DataConfig, progress: Progress | None = None) -> Path
 
 
 def summary(folder: str | Path) -> str:
-    """What prepared images hold, in a few lines."""
+    """Summarise prepared images in a few lines."""
     data = ImageData.open(folder)
     height, width, channels = data.shape
     of = f"{len(data.classes)} classes, {height} x {width} pixels, {channels} channel{'' if channels == 1 else 's'}"
@@ -153,7 +164,7 @@ def _subfolders(folder: Path) -> list[str]:
 
 
 def _listing(folder: Path, classes: list[str], every: bool) -> list[tuple[Path, int]]:
-    """The pictures with their labels, in order; every: each class must have some."""
+    """List the pictures with their labels, in order. `every`: each class must have some."""
     found = []
     for label, name in enumerate(classes):
         own = sorted(Path(top) / f for top, _, files in os.walk(folder / name) for f in files if _is_picture(f))
@@ -179,7 +190,7 @@ def _bytes(path: Path) -> bytes:
 
 
 class _Pictures:
-    """Reads pictures as RGB, of one size: that of the first, or all made so large."""
+    """Reads pictures as RGB at one size: the first picture's, or the size that was asked for."""
 
     def __init__(self, size: int | None) -> None:
         try:
@@ -240,7 +251,7 @@ def _array_images(images: np.ndarray, labels: np.ndarray) -> Images:
 
 
 def _load(path: Path) -> dict[str, np.ndarray]:
-    """The arrays by name; pickled ones, which could run anything, are refused."""
+    """Load the arrays by name. Pickled arrays are refused, since they could run any code."""
     try:
         if path.is_dir():
             files = {name: file for name in ARRAYS if (file := path / f"{name}.npy").exists()}
@@ -258,7 +269,7 @@ def _load(path: Path) -> dict[str, np.ndarray]:
 
 
 def _checked(path: Path, images: np.ndarray, labels: np.ndarray, prefix: str) -> tuple[np.ndarray, np.ndarray]:
-    """images as [N, H, W, C]; UserError for shapes and kinds that do not go together."""
+    """Return images as [N, H, W, C]. Raises UserError for shapes and dtypes that do not fit."""
     if images.dtype != np.uint8:
         raise UserError(f"{path}: {prefix}images must be uint8, from 0 to 255, got {images.dtype}.", DATA)
     if images.ndim not in (3, 4) or 0 in images.shape:
@@ -274,7 +285,7 @@ def _checked(path: Path, images: np.ndarray, labels: np.ndarray, prefix: str) ->
 
 
 def _split(source: Source, fraction: float, seed: int, report: Progress) -> tuple[np.ndarray, np.ndarray]:
-    """Which images are for training and which for validation, class by class; copies of one image stay together."""
+    """Choose training and validation images, class by class. Copies of an image stay together."""
     images, start = source.train, f"{seed}\n".encode()
     keys = np.empty(len(images), np.uint64)
     for i in range(len(images)):
@@ -293,7 +304,7 @@ def _split(source: Source, fraction: float, seed: int, report: Progress) -> tupl
 
 
 class _Writer:
-    """Writes splits and takes checksums and, of the training images, each channel's mean and deviation."""
+    """Writes splits, with checksums and the mean and deviation of each channel of the training images."""
 
     def __init__(self, folder: Path, total: int, report: Progress) -> None:
         self.folder, self.total, self.report = folder, total, report
@@ -304,7 +315,7 @@ class _Writer:
         self.moments: np.ndarray = np.zeros((3, 1))  # pixels, their sum, the sum of their squares, by channel
 
     def write(self, name: str, images: Images, chosen: np.ndarray) -> None:
-        """One split: its pixels, image after image, and its labels."""
+        """Write one split: the pixels of its images in order, and their labels."""
         files = {"pixels": f"{name}-pixels.bin", "labels": f"{name}-labels.bin"}
         self._file(files["pixels"], self._pixels(images, chosen, name == "train"))
         self._file(files["labels"], iter([images.labels[chosen].astype(LABEL).tobytes()]))
@@ -333,7 +344,7 @@ class _Writer:
         self.sha256[name] = digest.hexdigest()
 
     def meta(self) -> dict[str, Any]:
-        """What was written."""
+        """Describe what was written, for meta.json."""
         count, total, squares = self.moments
         mean = total / count
         std = np.sqrt(np.maximum(squares / count - mean**2, 0))

@@ -1,4 +1,4 @@
-"""Prepared data from an array of tokens that somebody else has made: written as they are, nothing added between sequences."""
+"""Prepare an array of existing tokens. They are written as they are, with nothing added between sequences."""
 
 from __future__ import annotations
 

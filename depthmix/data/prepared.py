@@ -1,4 +1,4 @@
-"""Prepared data of either kind."""
+"""Open prepared data of either kind."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ from depthmix.data.images import ImageData
 
 
 def open_data(folder: str | Path) -> TokenData | ImageData:
-    """What `depthmix data` wrote into a folder, text or images."""
+    """Open what `depthmix data` wrote into a folder, text or images."""
     return (ImageData if "classes" in read_meta(Path(folder)) else TokenData).open(folder)

@@ -1,4 +1,4 @@
-"""The tokenizer: trained, loaded, and applied to a stream of documents in bounded memory."""
+"""Tokenizers: train, load, and apply to a stream of documents in bounded memory."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Encoded:
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """A byte-level BPE with `vocab_size` entries, <|endoftext|> the first of them."""
+    """Train a byte-level BPE with `vocab_size` entries, the first of which is <|endoftext|>."""
     _require_tokenizers()
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -73,7 +73,7 @@ def numbers_tokenizer(vocab_size: int) -> Tokenizer:
 
 
 def load_tokenizer(path: str | Path, add_end: bool = True) -> Tokenizer:
-    """A saved tokenizer.json; <|endoftext|> is added where it is missing, unless add_end says otherwise."""
+    """Load a tokenizer.json, adding <|endoftext|> where it is missing unless add_end is False."""
     _require_tokenizers()
     from tokenizers import Tokenizer
 
@@ -116,7 +116,9 @@ def _ready(tokenizer: Tokenizer, add_end: bool = True) -> Tokenizer:
 
 
 def end_token(path: Path) -> int | None:
-    """The id of <|endoftext|> in the tokenizer.json of prepared data, read without the tokenizers library; None if it does not say."""
+    """Return the id of <|endoftext|> in a tokenizer.json, without the tokenizers library; None if the file does not
+    say.
+    """
     try:
         added = json.loads(path.read_bytes())["added_tokens"]
         return next((token["id"] for token in added if token["content"] == END), None)
@@ -125,12 +127,12 @@ def end_token(path: Path) -> int | None:
 
 
 def vocabulary(tokenizer: Tokenizer) -> int:
-    """Rows an embedding needs: one more than the largest id (ids may have gaps)."""
+    """Return the number of rows an embedding needs: one more than the largest id, since ids may have gaps."""
     return 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
 
 
 def chunks(pieces: Iterable[tuple[str, bool]], size: int = CHUNK) -> Iterator[tuple[str, bool]]:
-    """The same documents in chunks of about `size` characters, cut where tokens end; the cuts depend on the text alone."""
+    """Split documents into chunks of about `size` characters, cut where tokens end. The cuts depend on the text alone."""
     buffer = ""
     for text, last in pieces:
         buffer += text
@@ -160,7 +162,7 @@ def _cut(text: str, start: int, stop: int) -> int:
 def encode(
     tokenizer: Tokenizer, pieces: Iterable[tuple[str, bool]], progress: Callable[[int], None] | None = None
 ) -> Iterator[Encoded]:
-    """Tokens of a stream of (text, last) pieces; `progress` gets the bytes done so far."""
+    """Encode a stream of (text, last) pieces. `progress` is called with the bytes done so far."""
     end = tokenizer.token_to_id(END)
     assert end is not None, "train_tokenizer and load_tokenizer see to it"
     # A tokenizer that puts something before every text, as some do, must see whole documents.

@@ -1,4 +1,4 @@
-"""Hugging Face: the decoder as a PreTrainedModel, and other people's decoders with a mixer of ours.
+"""Hugging Face: the decoder as a PreTrainedModel, and other decoders with a mixer put in.
 
 Importing this makes the Auto classes know the model type `depthmix` and those of retrofitted models.
 """

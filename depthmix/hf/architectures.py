@@ -1,4 +1,4 @@
-"""Which Hugging Face decoders can be retrofitted, and where their parts are.
+"""Hugging Face decoders that can be retrofitted, and the names of their parts.
 
 A pre-norm layer is a chain of sites: x = x + after(sublayer(norm(x))). In a parallel layer the sublayers are one site: they read
 the same, each with its own norm, and their outputs are added. What has no such chain, or scales its residuals, is refused with the
@@ -15,7 +15,7 @@ from depthmix.models.exchange import MODEL_TYPE
 
 
 class Site(NamedTuple):
-    """One sublayer of a layer, by the names of its modules; a site of its own unless the layer is parallel."""
+    """A sublayer of a layer, by the names of its modules. In a parallel layer, several share a site."""
 
     norm: str
     sublayer: str
@@ -24,7 +24,7 @@ class Site(NamedTuple):
 
 
 class Architecture(NamedTuple):
-    """How the layers of a model type are made."""
+    """Structure of the layers of a model type."""
 
     layers: str  # of the base model
     final_norm: str
@@ -34,7 +34,7 @@ class Architecture(NamedTuple):
     parallel: bool = False  # the sublayers of a layer are one site
 
     def layout(self, n_layers: int) -> dict[str, Any]:
-        """What `create_mixer` is told of the sites."""
+        """Return the arguments of `create_mixer` that describe the sites."""
         return {"n_blocks": n_layers, "sites": ("attention",) if self.parallel else None}
 
 
@@ -77,18 +77,18 @@ POST_NORM = {"olmo2", "olmo3", "bert", "roberta", "opt"}  # some or all of whose
 
 
 def plain_type(config: Any) -> str:
-    """The model type without ours before it."""
+    """Strip our prefix from the model type."""
     return str(config.model_type).removeprefix(PREFIX)
 
 
 def architecture(config: Any) -> Architecture:
-    """How the layers of a model with this configuration are made."""
+    """Return the structure of the layers of a model with this configuration."""
     found = ARCHITECTURES[plain_type(config)]
     return found._replace(parallel=True) if getattr(config, "use_parallel_residual", False) else found
 
 
 def why_not(model: Any) -> str | None:
-    """Why a model cannot be retrofitted, or None if it can."""
+    """Explain why a model cannot be retrofitted; None if it can."""
     config = getattr(model, "config", None)
     kind = getattr(config, "model_type", None)
     if kind is None or not hasattr(model, "base_model"):

@@ -1,4 +1,4 @@
-"""Folders that say where their model's classes are, for tools that do not import depthmix themselves."""
+"""Folders that name their model's classes, for tools that do not import depthmix themselves."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ class CarriesCode:
     """A configuration whose folder holds two lines of code that import its classes, which `trust_remote_code=True` runs."""
 
     def classes(self) -> tuple[Mapping[str, str], str]:
-        """Names of the classes by Auto class, and the module they are imported from."""
+        """Return the class names by Auto class, and the module they are imported from."""
         raise NotImplementedError
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
-        """As everywhere, with the code; first, since the rest may end in an upload of the folder."""
+        """Save as usual, with the modeling file. It is written first, since saving may end in an upload of the folder."""
         classes, module = self.classes()
         folder = Path(save_directory)
         if not folder.is_file():  # which is refused below
@@ -28,4 +28,4 @@ class CarriesCode:
 
     @classmethod
     def register_for_auto_class(cls, *args: Any, **kwargs: Any) -> None:
-        """Nothing: it would make `save_pretrained` copy this package's source into the folder, and it is called for classes from one."""
+        """Do nothing: registering would make `save_pretrained` copy this package's source into the folder."""

@@ -98,7 +98,9 @@ class DepthmixConfig(CarriesCode, PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """As everywhere. Fields that another tool left in a file are kept; options of the mixer and misspelt fields are refused."""
+        """Build a configuration as usual. Fields of other tools are kept; mixer options and misspelt fields are
+        refused.
+        """
         foreign = foreign_fields(config_dict)
         foreign_fields({"mixer": config_dict.get("mixer"), **kwargs})
         found = super().from_dict({name: v for name, v in config_dict.items() if name not in foreign}, **kwargs)
@@ -107,14 +109,14 @@ class DepthmixConfig(CarriesCode, PreTrainedConfig):
         return found
 
     def classes(self) -> tuple[dict[str, str], str]:
-        """See `CarriesCode`."""
+        """Return what `CarriesCode` asks for."""
         return CLASSES, "depthmix.hf"
 
     @classmethod
     def from_decoder(cls, config: DecoderConfig, **kwargs: Any) -> DepthmixConfig:
-        """The same decoder as Hugging Face describes it; kwargs: what only its tools need."""
+        """Convert a decoder's configuration. `kwargs`: further fields, for Hugging Face's tools."""
         return cls(**{theirs: getattr(config, ours) for ours, theirs in FIELDS.items()}, **kwargs)
 
     def decoder_config(self) -> DecoderConfig:
-        """The decoder this describes."""
+        """Convert to the decoder's configuration."""
         return DecoderConfig(**{ours: getattr(self, theirs) for ours, theirs in FIELDS.items()})

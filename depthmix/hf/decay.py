@@ -15,5 +15,5 @@ class PaperDecay:
     """
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
-        """Asked by Trainer when it makes its optimizer."""
+        """List the parameters that decay. Trainer calls this when it makes its optimizer."""
         return [name for name, applies in decays(model).items() if applies]

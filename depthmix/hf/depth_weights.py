@@ -21,7 +21,7 @@ RECORD = "depthmix_record"  # argument of a retrofitted base model and of its la
 
 
 class Record:
-    """The sources of one pass, and the depth weights that they make."""
+    """Sources of one pass, and the depth weights computed from them."""
 
     def __init__(self) -> None:
         self.sources: list[Tensor] | None = []
@@ -33,7 +33,7 @@ class Record:
             self.sources.append(source.detach())
 
     def close(self, mixer: Mixer) -> None:
-        """Work out the weights [B, T, ways, sites + 1, sites + 1]; none of a pass that ended before the last site."""
+        """Compute the weights [B, T, ways, sites + 1, sites + 1], unless the pass ended before the last site."""
         if self.sources is not None and len(self.sources) == mixer.n_sites + 1:
             self.weights = mixer.mixing(self.sources, per_token=True)
         self.sources = None
@@ -84,7 +84,7 @@ class GeneratesDepthWeights:
     generation_config: Any
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """As everywhere; output_depth_weights=True needs return_dict_in_generate=True."""
+        """Generate as usual. output_depth_weights=True needs return_dict_in_generate=True."""
         if not asked_for(kwargs.get(ASKED), self.config):
             return super().generate(*args, **kwargs)  # type: ignore[misc]
         config = kwargs.get("generation_config") or self.generation_config
@@ -101,7 +101,7 @@ class GeneratesDepthWeights:
         return made if isinstance(made, Tensor) else with_weights(made, tuple(steps))  # type: ignore[arg-type]
 
     def _update_model_kwargs_for_generation(self, outputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Called by `generate` with the outputs of every step."""
+        """Collect the depth weights of a step. `generate` calls this after every step."""
         steps, weights = _steps.get(), getattr(outputs, OUTPUT, None)
         if steps is not None and weights is not None:
             steps.append(weights)

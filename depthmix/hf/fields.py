@@ -1,4 +1,4 @@
-"""Which fields a configuration may have: transformers would keep any name as an attribute, a misspelt one included."""
+"""Refuse unknown fields of a configuration: transformers would keep any name as an attribute, even a misspelt one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Say why a folder cannot be loaded with another number of layers: a mixer's parameters are for every site that there is."""
+"""Explain why a folder cannot be loaded with another number of layers: a mixer has parameters for each site."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The decoder's own modules as a PreTrainedModel, so that Hugging Face's tools take it as one of theirs.
+"""The decoder's own modules as a PreTrainedModel, so that Hugging Face's tools accept it.
 
 Depth mixing is local to a token, so between tokens there is nothing to keep but keys and values: the stock caches do. What is
 different from the decoder elsewhere is attention: masks and functions are those of transformers' attention interface.
@@ -36,14 +36,14 @@ from depthmix.ops.norm import RMSNorm
 
 @dataclass
 class DepthmixOutput(BaseModelOutputWithPast):
-    """The base model's output; depth_weights: [B, T, ways, sites + 1, sites + 1], see `DepthmixModel`."""
+    """Output of the base model. depth_weights: [B, T, ways, sites + 1, sites + 1], see `DepthmixModel`."""
 
     depth_weights: Tensor | None = None
 
 
 @dataclass
 class DepthmixCausalLMOutput(CausalLMOutputWithPast):
-    """The causal language model's output; depth_weights: [B, T, ways, sites + 1, sites + 1], see `DepthmixModel`."""
+    """Output of the causal language model. depth_weights: [B, T, ways, sites + 1, sites + 1], see `DepthmixModel`."""
 
     depth_weights: Tensor | None = None
 
@@ -57,7 +57,7 @@ def eager_attention(
     scaling: float,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Attention written out, for those who want its weights [B, heads, T, keys]; mask: added to the logits."""
+    """Compute attention step by step and return its weights [B, heads, T, keys], too. `mask` is added to the logits."""
     k, v = (t.repeat_interleave(module.num_key_value_groups, dim=1) for t in (k, v))
     logits = q @ k.transpose(-1, -2) * scaling
     if mask is not None:
@@ -74,7 +74,7 @@ def _check_run_folder(place: Any) -> None:
 
 
 class DepthmixPreTrainedModel(PreTrainedModel):
-    """What transformers wants to know of every model here."""
+    """Properties that transformers asks of all models here."""
 
     config: DepthmixConfig
     config_class = DepthmixConfig
@@ -94,13 +94,13 @@ class DepthmixPreTrainedModel(PreTrainedModel):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The embedding's: transformers would take that of the first parameter, which is the mixer's and stays in fp32."""
+        """The embedding's dtype. transformers would take the first parameter's, which is the mixer's and stays fp32."""
         dtype: torch.dtype = self.get_input_embeddings().weight.dtype
         return dtype
 
     @classmethod
     def from_pretrained(cls, folder: Any, *args: Any, **kwargs: Any) -> Any:
-        """As everywhere; the head of a run folder's checkpoint goes by another name."""
+        """Load as usual, renaming the head's weight of a run folder's checkpoint."""
         _check_run_folder(folder)
         mapping = {r"^head\.": "lm_head.", **(kwargs.pop("key_mapping", None) or {})}
         with explained(folder, kwargs):
@@ -112,7 +112,7 @@ class DepthmixPreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """As `Decoder.reset_parameters` does, module by module; weights that were loaded stay as they are."""
+        """Initialise one module as `Decoder.reset_parameters` does. Weights that were loaded stay as they are."""
         mixer = getattr(self, "mixer", None)
         if mixer is not None and any(module is part for part in mixer.modules()):
             # Mixers set their parameters without torch.nn.init, whose functions transformers makes leave loaded weights alone.
@@ -134,7 +134,7 @@ class DepthmixPreTrainedModel(PreTrainedModel):
 
 
 class DepthmixModel(DepthmixPreTrainedModel, Backbone):
-    """The decoder without its head: final hidden states [B, T, D].
+    """The decoder without its head: token ids in, final hidden states [B, T, D] out.
 
     output_hidden_states: what each block reads, n_blocks tensors, then the final norm's output. With depth mixing no single
     stream runs through the model: a block reads a mixture of the embedding and all earlier outputs, and it is these mixtures,
@@ -170,7 +170,7 @@ class DepthmixModel(DepthmixPreTrainedModel, Backbone):
         output_depth_weights: bool | None = None,
         **kwargs: Any,
     ) -> DepthmixOutput:
-        """kwargs go to the attention function, as transformers' own models pass them."""
+        """Compute final hidden states. `kwargs` go to the attention function, as in transformers' own models."""
         c = self.config
         use_cache = c.use_cache if use_cache is None else use_cache
         if self.gradient_checkpointing and self.training:
@@ -222,7 +222,7 @@ class DepthmixModel(DepthmixPreTrainedModel, Backbone):
         )
 
     def _attend(self, kwargs: dict[str, Any], attentions: list[Tensor] | None) -> Callable[..., Tensor]:
-        """The attention function that the configuration names, with the calls of `Context.attend`."""
+        """Return the attention function that the configuration names, with the signature of `Context.attend`."""
         function = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
 
         def attend(module: Attention, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
@@ -265,7 +265,7 @@ class DepthmixForCausalLM(GeneratesDepthWeights, DepthmixPreTrainedModel, Genera
         self.post_init()
 
     def generate(self, inputs: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
-        """As everywhere; of an empty prompt it says so, where transformers fails at an index."""
+        """Generate as usual. Raises ValueError for an empty prompt, where transformers would fail at an index."""
         ids = kwargs.get("input_ids") if inputs is None else inputs
         if ids is not None and ids.ndim == 2 and not ids.shape[1] and kwargs.get("inputs_embeds") is None:
             advice = "begin with a token, such as the one between texts (tokenizer.bos_token)"
@@ -288,7 +288,12 @@ class DepthmixForCausalLM(GeneratesDepthWeights, DepthmixPreTrainedModel, Genera
         logits_to_keep: int | Tensor = 0,
         **kwargs: Any,
     ) -> DepthmixCausalLMOutput:
-        """labels: token ids as they came in, shifted here; -100 counts for nothing. logits_to_keep: the last so many, or which; 0: all."""
+        """Compute logits and, where labels are given, the loss.
+
+        Args:
+            labels: The input ids, which are shifted here; -100 is ignored.
+            logits_to_keep: Number of last tokens to compute logits of, or their positions; 0: all.
+        """
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -318,11 +323,15 @@ class DepthmixForCausalLM(GeneratesDepthWeights, DepthmixPreTrainedModel, Genera
 
 
 class DepthmixForSequenceClassification(GenericForSequenceClassification, DepthmixPreTrainedModel):
-    """The decoder with a head for classes, or for a reward: logits [B, num_labels] of each row's last token that is no padding."""
+    """The decoder with a head for classes or a reward: logits [B, num_labels] of each row's last token that is not
+    padding.
+    """
 
 
 def _check_ids(ids: Tensor | None, vocab_size: int) -> None:
-    """ValueError for what are no token ids, IndexError for one that the embedding does not have; on a GPU looking would make the host wait for it."""
+    """Raise ValueError for anything but token ids, and IndexError for ids beyond the vocabulary. Ids on a GPU are not
+    read, since the host would wait.
+    """
     if ids is not None and (ids.ndim != 2 or ids.is_floating_point()):
         raise ValueError(f"input_ids must be integers [batch, tokens], got {ids.dtype} of shape {list(ids.shape)}")
     if ids is None or ids.device.type != "cpu" or not ids.numel() or torch.compiler.is_compiling():
@@ -333,5 +342,5 @@ def _check_ids(ids: Tensor | None, vocab_size: int) -> None:
 
 
 def _asked(given: bool | None, config: DepthmixConfig, name: str) -> bool:
-    """Whether an output was asked for in the call or, where the call does not say, in the configuration."""
+    """Tell whether an output was asked for in the call or, where the call does not say, in the configuration."""
     return bool(getattr(config, name, False) if given is None else given)

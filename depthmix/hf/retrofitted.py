@@ -1,4 +1,4 @@
-"""Classes for retrofitted models, so that their folders are ordinary ones: `AutoModelForCausalLM.from_pretrained` finds the way back.
+"""Classes for retrofitted models, so that `AutoModelForCausalLM.from_pretrained` loads their folders like any others.
 
 The model type of a retrofitted llama is depthmix_llama: a llama whose configuration says which mixer it has, and whose
 constructor puts it in. `register` makes the configurations known to the Auto classes; a model's class is made and known when
@@ -53,7 +53,7 @@ AUTO = (
 
 @functools.cache
 def config_class(plain: Any) -> type[Any]:
-    """The configuration of a retrofitted model, from that of the plain one."""
+    """Make the configuration class of a retrofitted model from that of the plain model."""
 
     def __new__(cls: Any, *args: Any, **kwargs: Any) -> Any:
         register_models(plain)
@@ -69,7 +69,7 @@ def config_class(plain: Any) -> type[Any]:
 
 @functools.cache
 def model_class(plain: Any) -> type[Any]:
-    """A model that puts the mixer of its configuration in, from the class of the plain one."""
+    """Make a model class that puts in the mixer of its configuration, from the class of the plain model."""
 
     def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         plain.__init__(self, config, *args, **kwargs)
@@ -129,7 +129,9 @@ def register_models(plain: Any) -> None:
 
 
 def known_to_trainer(model_type: str, model: type[Any]) -> None:
-    """With label smoothing Trainer shifts labels for language models alone, which it knows by the names of their classes."""
+    """Register a class as a causal language model. With label smoothing, Trainer shifts labels only for classes
+    registered by name.
+    """
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type] = model.__name__
 
 
@@ -138,7 +140,7 @@ def _name(plain: Any) -> str:
 
 
 def __getattr__(name: str) -> type[Any]:
-    """The class of that name, for a folder's code and for pickle, which look for it here."""
+    """Return the class of that name. Modeling files in folders, and pickle, look for it here."""
     plain: Any = getattr(transformers, name.removeprefix("Depthmix"), None) if name.startswith("Depthmix") else None
     is_config, is_model = (
         isinstance(plain, type) and issubclass(plain, x) for x in (PreTrainedConfig, PreTrainedModel)

@@ -1,4 +1,4 @@
-"""A mixer whose parameters a sharding policy rounds with the rest of the model: said once, not silently."""
+"""Warn once about a mixer whose parameters a sharding policy rounds along with the rest of the model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from depthmix.mixers.base import Mixer
 
 
 def warn_if_rounded(mixer: Mixer) -> None:
-    """A model moved or loaded in half precision keeps its mixer in fp32; FSDP2 with a half-precision policy does not ask."""
+    """Warn if the parameters are in half precision. Moving or loading a model keeps its mixer in fp32, but FSDP2's
+    half-precision policy does not.
+    """
     if torch.compiler.is_compiling():
         return
     dtype = next((p.dtype for p in mixer.parameters()), torch.float32)

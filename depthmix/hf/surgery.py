@@ -39,12 +39,23 @@ ROUNDING, HALF_ROUNDING = 1e-2, 0.2  # of the largest logit: what no rounding ch
 
 
 def retrofit(model: Any, mixer: str, *, quiet: bool = False, **options: Any) -> Any:
-    """Make a decoder mix over depth by a rule, in place; prints by how much its logits changed, which is rounding.
+    """Make a decoder mix over depth by a rule, in place, and print by how much its logits changed (by rounding).
 
-    A rule that does not begin as the plain residual is refused.
-    options: of the mixer. The model keeps its methods and weights, its class becomes a subclass that saves and loads the mixer;
-    `depth_mixer` is a module of its base model and is trained with it. `restore` undoes it. The model gets a configuration of
-    its own, so give the whole one and not its base model: what is around it would go on describing a plain one.
+    The model keeps its methods and weights. Its class becomes a subclass that saves and loads the mixer, which is the
+    module `depth_mixer` of its base model and is trained with it. The model gets its own copy of the configuration.
+    Pass the whole model, not its base model, whose wrapper would go on describing a plain model.
+
+    Args:
+        model: A Hugging Face model, or this package's decoder as one.
+        mixer: Name of the rule.
+        quiet: Whether to print nothing.
+        options: Options of the rule.
+
+    Returns:
+        The model. `restore` undoes the change.
+
+    Raises:
+        UserError: The architecture is not supported, or the rule does not start as plain residuals.
     """
     if _is_retrofitted(model):
         raise UserError("this model is retrofitted already; depthmix.restore(model) undoes that")
@@ -91,7 +102,7 @@ def retrofit(model: Any, mixer: str, *, quiet: bool = False, **options: Any) -> 
 
 
 def restore(model: Any) -> Any:
-    """Undo `retrofit`: the model adds up its sublayers' outputs again. What the mixer learned is dropped."""
+    """Undo `retrofit`: the model adds up its sublayers' outputs again. The mixer's trained parameters are dropped."""
     if not _is_retrofitted(model):
         raise UserError("this model is not retrofitted: there is nothing to undo")
     if isinstance(model, DepthmixPreTrainedModel):
@@ -161,7 +172,7 @@ def _create(model: Any, mixer: str, options: dict[str, Any]) -> Mixer:
 
 
 def _on_meta(model: Any, mixer: str, options: dict[str, Any]) -> Mixer:
-    """The mixer as the model would have it, without memory; OptionError if it cannot have it."""
+    """Create the model's mixer on the meta device. Raises OptionError if the model cannot have it."""
     with torch.device("meta"):
         if not isinstance(model, DepthmixPreTrainedModel):
             return _create(model, mixer, options)
@@ -177,7 +188,7 @@ def _why_not_own(model: Any) -> str | None:
 
 
 def _change_own(model: Any, fields: dict[str, Any]) -> None:
-    """Another mixer for this package's decoder."""
+    """Change the mixer of this package's decoder."""
     config = _own_config(model)
     for name, value in fields.items():
         setattr(config, name, value)
@@ -185,12 +196,14 @@ def _change_own(model: Any, fields: dict[str, Any]) -> None:
 
 
 def _say_where(model: Any, folder: str) -> None:
-    """The folder that a model is in, for those that look for it there."""
+    """Set the attributes that name the folder of a model."""
     model.name_or_path = model.config.name_or_path = folder
 
 
 def _own_config(model: Any) -> Any:
-    """The model's configuration, now a copy: other models may share the one it had. All of its modules get it, which go on sharing it."""
+    """Give the model a copy of its configuration, which other models may share, and return it. All of its modules share
+    the copy.
+    """
     old, own = model.config, copy.deepcopy(model.config)
     for module in model.modules():
         for name in [name for name, value in vars(module).items() if value is old]:
@@ -199,12 +212,14 @@ def _own_config(model: Any) -> Any:
 
 
 def _class(x: Any) -> Any:
-    """Its class, which to mypy is not hashable."""
+    """Return the class, as Any, because mypy does not consider it hashable."""
     return type(x)
 
 
 def _is_retrofitted(model: Any) -> bool:
-    """By what only `retrofit` leaves: a model may be trained with any field of a configuration from the start."""
+    """Tell whether `retrofit` changed the model. It looks for traces that only `retrofit` leaves, since a model may be
+    trained with any configuration.
+    """
     if isinstance(model, DepthmixPreTrainedModel):
         return getattr(model.config, FROM, None) is not None
     return hasattr(getattr(model, "base_model", None), MIXER)
@@ -220,10 +235,10 @@ def _rename(model: Any) -> None:
 
 @functools.cache
 def _mixed(cls: type[nn.Module], way: type) -> type[nn.Module]:
-    """The class with another forward; tools that look for layers by the name of their class still find them."""
+    """Make a subclass with another forward and the same name, by which tools look for layers."""
 
     def __reduce_ex__(self: Any, protocol: Any) -> tuple[Any, ...]:
-        """For pickle, which by that name would find the plain one."""
+        """Pickle by way of the plain class, since pickle would look up the name and find that one."""
         return _empty, (cls, way), self.__getstate__()
 
     body = {"__module__": cls.__module__, "__reduce_ex__": __reduce_ex__, "plain_class": cls}
@@ -258,7 +273,7 @@ class MixedLayer:
                 record.add(embedding)
 
         def norms_at(number: int, site: Site) -> list[Any]:
-            """One for each way of a site."""
+            """Return one norm for each way of a site."""
             added = norms[str(number)] if str(number) in norms else []  # noqa: SIM401 (modules)
             share = shares[number]
             return [scaled(norm, share) for norm in (getattr(self, site.norm), *added)]
@@ -293,7 +308,7 @@ def _write(own: Mixer, state: Any, site: int, y: Tensor, record: Record | None) 
 
 
 class FinishingNorm:
-    """The final norm, of what the mixer makes of its state."""
+    """The final norm, applied to the mixer's finished state."""
 
     def forward(self, hidden_states: Tensor | State) -> Tensor:
         if isinstance(hidden_states, State):
@@ -303,7 +318,9 @@ class FinishingNorm:
 
 
 def _next_read(own: Mixer, state: State) -> Tensor:
-    """What the next site (or finish) makes of a state, before its norm; of several ways the first. At step 0 the plain stream."""
+    """Return what the next site (or finish) reads, before its norm; of several ways, the first. At step 0 this is the
+    plain stream.
+    """
     h = own.finish(state) if state.site == own.n_sites else own.read(state, state.site)
     share = initial_shares(own)[state.site]
     h = h[0] if isinstance(h, tuple) else h
@@ -333,7 +350,9 @@ def _refuse_reentrant(layer: Any, wanted: bool) -> None:
 
 
 def _after(base: Any, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
-    """A hook of the base model: hidden states as tensors, what each layer reads, where layers have handed on states; depth weights."""
+    """Convert a model's outputs: replace states among the hidden states by what each layer reads, and add depth
+    weights. A hook of the base model.
+    """
     own = getattr(base, MIXER)
     record: Record | None = kwargs.get(RECORD)
     if record is not None:
@@ -352,12 +371,14 @@ def _after(base: Any, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
 
 
 def scaled(norm: Any, share: float | None) -> Any:
-    """A norm of reads that begin as a share of the plain stream: of the whole stream, so that its eps means the same."""
+    """Scale a norm's input by 1 / share, for reads that start as a share of the plain stream, so that the norm's eps
+    keeps its meaning.
+    """
     return norm if share is None or share == 1.0 else lambda h: norm(h / share)
 
 
 def _by_name(forward: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """What a layer was called with besides hidden states, by name."""
+    """Map a layer's arguments other than the hidden states to their names."""
     names = [p for p in inspect.signature(forward).parameters if p not in ("self", "hidden_states")]
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
@@ -379,7 +400,7 @@ def _place(model: Any) -> tuple[torch.device, torch.dtype]:
 
 @torch.no_grad()
 def _logits(model: Any) -> Tensor:
-    """Of a few tokens, as an evaluation would have them."""
+    """Compute the logits of a few random tokens in eval mode."""
     weight = model.get_input_embeddings().weight
     ids = torch.randint(len(weight), (1, PROBE), generator=torch.Generator().manual_seed(0)).to(weight.device)
     training = model.training
@@ -392,7 +413,7 @@ def _logits(model: Any) -> Tensor:
 
 
 def mixer_of(model: Any) -> Mixer:
-    """The mixer of a retrofitted model, or of one of depthmix."""
+    """Return the mixer of a retrofitted model, or of one of depthmix. Raises UserError for any other model."""
     base = getattr(model, "base_model", None)
     found = getattr(base, MIXER, getattr(base, "mixer", None))
     if not isinstance(found, Mixer):

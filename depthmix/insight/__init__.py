@@ -1,4 +1,4 @@
-"""Looking inside: what layers read from each other, how large things are over depth, and which connections matter."""
+"""Looking inside: what layers read from each other, magnitudes over depth, and which connections matter."""
 
 from depthmix.insight.dynamics import gradient_norms, magnitudes
 from depthmix.insight.edges import EdgeEffects, edge_effects

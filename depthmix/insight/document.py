@@ -1,4 +1,4 @@
-"""Everything that was measured as one JSON document: docs/insight.md says what its fields are.
+"""The JSON document of all measurements, whose fields docs/insight.md describes.
 
 Lists over readers have one entry per site and a last one for finish. What a reader has by way and by source is [reader][way][source],
 where reader s has s + 1 sources, the embedding first.
@@ -25,7 +25,7 @@ DIGITS = 5
 
 
 def describe_mixer(mixer: Mixer) -> dict[str, Any]:
-    """Who reads, and what there is to read."""
+    """Describe the readers and the sources of a mixer."""
     layout = mixer.layout
     readers = [{"name": n, "block": layout.block[s], "ways": mixer.ways(s)} for s, n in enumerate(layout.names)]
     sources = ["embedding", *(f"{name} {layout.block[s]}" for s, name in enumerate(layout.names))]
@@ -62,12 +62,14 @@ def of_streams(found: Streams | None) -> dict[str, Any] | None:
 
 
 def of_tokens(mixer: Mixer, pieces: list[str], losses: list[float | None], m: Tensor) -> dict[str, Any]:
-    """A text token by token; m: [T, W, S+1, S+1]."""
+    """Describe a text token by token, from mixing matrices m [T, W, S+1, S+1]."""
     return {"tokens": pieces, "losses": losses, "weights": [by_reader(mixer, token) for token in m]}
 
 
 def by_reader(mixer: Mixer, m: Tensor) -> list[Any]:
-    """[W, S+1, S+1] as [reader][way][source], or [W, S+1] as [reader][way], without the ways that a reader does not have."""
+    """Convert [W, S+1, S+1] to lists [reader][way][source], or [W, S+1] to [reader][way], leaving out ways that a
+    reader lacks.
+    """
     ways = [*(mixer.ways(s) for s in range(mixer.n_sites)), 1]
     by = m.transpose(0, 1).tolist()
     if m.ndim == 2:
@@ -76,7 +78,7 @@ def by_reader(mixer: Mixer, m: Tensor) -> list[Any]:
 
 
 def rounded(value: Any) -> Any:
-    """A document with five digits of every number, and null for what JSON cannot say."""
+    """Round every number of a document to five digits. Infinities and NaN, which JSON lacks, become null."""
     if isinstance(value, dict):
         return {key: rounded(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""Magnitudes and gradients over depth, from one pass without gradients and from the gradients that a step has left.
+"""Magnitudes and gradients over depth, from a pass without gradients and from the gradients of a training step.
 
 RMS(x) = sqrt(mean over tokens and channels of x²)
 input: of what a site reads, before its norm;    output: of what it produces;    stream: of e + every output so far
@@ -26,14 +26,14 @@ SHARE_TOKENS = 256
 
 
 class Magnitudes:
-    """Takes down the RMS of everything that passes between a model and its mixer."""
+    """Records the RMS of all tensors that pass between a model and its mixer."""
 
     def __init__(self, mixer: Mixer) -> None:
         self.mixer = mixer
         self.calls = current_calls(mixer)
 
     def watching(self) -> AbstractContextManager[None]:
-        """A context: passes made inside are taken down, the last one stays."""
+        """Record the passes inside this context; the last one stays."""
         return intercepted(self.mixer, start=self.start, read=self.read, write=self.write, finish=self.finish)
 
     def start(self, x: Tensor) -> Any:
@@ -67,7 +67,7 @@ class Magnitudes:
         return h if norm is None else norm(h)
 
     def numbers(self) -> dict[str, list[Any]]:
-        """All of the last pass, read from the device at once."""
+        """Return the numbers of the last pass, read from the device at once."""
         shares = shares_of_output(self.mixer, self.few)
         flat = torch.stack([*(t for ways in self.inputs for t in ways), *self.outputs, *self.streams, *self.blocks])
         left = iter(torch.cat([flat, shares.to(flat)]).tolist())
@@ -81,12 +81,12 @@ class Magnitudes:
 
 
 def rms(x: Tensor) -> Tensor:
-    """Over everything, in fp32 or wider."""
+    """Compute the root mean square over all elements, in fp32 or wider."""
     return torch.linalg.vector_norm(x.detach(), dtype=compute_dtype(x)) / math.sqrt(x.numel())
 
 
 def shares_of_output(mixer: Mixer, sources: list[Tensor]) -> Tensor:
-    """Every source's share of what finish reads: [S + 1]."""
+    """Compute every source's share of what finish reads: [S + 1]."""
     parts = mixer.contributions(sources)[0].parts
     h = parts.sum(0)
     return (parts * h).flatten(1).sum(1) / h.square().sum()
@@ -94,7 +94,17 @@ def shares_of_output(mixer: Mixer, sources: list[Tensor]) -> Tensor:
 
 @torch.no_grad()
 def magnitudes(model: nn.Module, *inputs: Any, mixer: Mixer | str | None = None, **kwargs: Any) -> dict[str, list[Any]]:
-    """input_rms [S+1][ways] (the last of finish), output_rms [S], stream_rms [S+1], block_rms [N] and share [S+1] of model(*inputs, **kwargs)."""
+    """Measure magnitudes over depth in one pass model(*inputs, **kwargs).
+
+    Args:
+        model: A model with a mixer.
+        inputs, kwargs: Its arguments.
+        mixer: The mixer, or its name, of a model with several.
+
+    Returns:
+        input_rms [S+1][ways] (the last of finish), output_rms [S], stream_rms [S+1], block_rms [N] and share
+            [S+1].
+    """
     taken = Magnitudes(choose_mixer(model, mixer))
     with taken.watching(), eval_mode(model):
         model(*inputs, **kwargs)
@@ -102,7 +112,9 @@ def magnitudes(model: nn.Module, *inputs: Any, mixer: Mixer | str | None = None,
 
 
 def gradient_norms(modules: Iterable[nn.Module]) -> Tensor:
-    """The norm of each module's gradients, wherever they lie and however they are sharded: [len(modules)], not waited for."""
+    """Compute the norm of each module's gradients [len(modules)], on any device and sharded in any way, without a
+    synchronisation.
+    """
     return torch.stack([_gradient_norm(list(module.parameters())) for module in modules])
 
 

@@ -1,4 +1,4 @@
-"""Causal use: how the loss changes when one reader no longer gets one source.
+"""Causal use: the change of the loss when one reader no longer gets one source.
 
 A read is a sum of contributions (`Mixer.contributions`): without source j, and with the other weights scaled so that their sizes
 add up to what all did,
@@ -35,7 +35,7 @@ Cut = tuple[int, int] | None  # a way and a source, or nothing
 
 @dataclass
 class EdgeEffects:
-    """The loss of the model as it is, and by how much it rises when an edge is cut."""
+    """The loss of the unchanged model, and its rise when an edge is cut."""
 
     tokens: int
     loss: float
@@ -43,7 +43,7 @@ class EdgeEffects:
 
 
 class Cutting:
-    """One pass in which a reader's mixture is cut in several ways at once, each in a copy of the batch of its own."""
+    """A pass in which a reader's mixture is cut in several ways at once, each in a copy of the batch."""
 
     def __init__(self, mixer: Mixer, reader: int) -> None:
         self.mixer, self.reader = mixer, reader
@@ -52,12 +52,12 @@ class Cutting:
         self.calls = current_calls(mixer)
 
     def losses(self, model: nn.Module, batch: Tensor, cuts: Sequence[Cut]) -> Tensor:
-        """The loss for each cut: [len(cuts)]."""
+        """Compute the loss of each cut: [len(cuts)]."""
         with torch.no_grad(), eval_mode(model), self.applied(cuts):
             return next_token_loss(model, batch)
 
     def applied(self, cuts: Sequence[Cut]) -> AbstractContextManager[None]:
-        """A context: what a model returns inside has its first dimension len(cuts) times over."""
+        """Apply the cuts inside this context. The model's output has len(cuts) copies along its first dimension."""
         self.cuts = cuts
         return intercepted(self.mixer, start=self.start, read=self.read, write=self.write, finish=self.finish)
 
@@ -84,7 +84,7 @@ class Cutting:
         return h if norm is None else norm(h)
 
     def mixtures(self) -> tuple[Tensor, ...]:
-        """What the reader sees of the cuts, copy after copy: [E * B, ..., D] for each way."""
+        """Return what the reader sees under each cut, copy after copy: [E * B, ..., D] for each way."""
         if self.found is None:
             with intercepted(self.mixer, **self.calls):
                 self.found = self.mixer.contributions(self.sources)
@@ -106,7 +106,7 @@ class Cutting:
         return tuple(seen)
 
     def grown_state(self) -> Any:
-        """The state before the reader's write, of all copies."""
+        """Return the state of all copies before the reader's write."""
         n = len(self.cuts)
         e, *outputs = (s.repeat(n, *[1] * (s.ndim - 1)) for s in self.sources)
         state = self.calls["start"](e)
@@ -116,7 +116,9 @@ class Cutting:
 
 
 def _losses(cutting: Cutting, model: nn.Module, batch: Tensor, cuts: Sequence[Cut]) -> Tensor:
-    """Of all copies at once; one by one in a model that has tensors for as many rows as it was given, such as masks of a window."""
+    """Compute the losses of all copies at once, or one by one in a model whose tensors, such as window masks, fix the
+    batch size.
+    """
     if len(cuts) > 1:
         with suppress(RuntimeError):
             return cutting.losses(model, batch, cuts)
@@ -130,9 +132,14 @@ def edge_effects(
     at_once: int = AT_ONCE,
     progress: Callable[[], None] | None = None,
 ) -> EdgeEffects:
-    """All edges of a model over batches of token ids [B, T + 1]: model(ids) gives logits, whose first dimension may be longer than the ids'.
+    """Measure all edges of a model.
 
-    progress(): called for every reader of every batch.
+    Args:
+        model: model(ids) returns logits. The logits' first dimension may be longer than the ids'.
+        batches: Token ids [B, T + 1].
+        mixer: The mixer, or its name, of a model with several.
+        at_once: Tokens per pass.
+        progress: Called for every reader of every batch.
     """
     chosen = choose_mixer(model, mixer)
     n = chosen.n_sites + 1

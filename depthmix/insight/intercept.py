@@ -1,4 +1,4 @@
-"""Stand between a model and its mixer: what passes by is recorded or changed, and the model knows nothing of it.
+"""Intercept the calls between a model and its mixer, to record or change what passes, unknown to the model.
 
 A mixer is shared by all threads that run its model, and an interception belongs to the thread that makes it. While any thread
 intercepts a mixer, its calls go through dispatchers, which send each thread to its own:
@@ -28,7 +28,7 @@ Calls = dict[str, Callable[..., Any]]
 
 
 class _Dispatch:
-    """The dispatchers of one mixer, and what each thread has them call."""
+    """The dispatchers of one mixer, and the calls that each thread has put in."""
 
     def __init__(self, mixer: Mixer) -> None:
         self.open = 0  # interceptions, of all threads
@@ -115,12 +115,12 @@ def record_sources(mixer: Mixer) -> Iterator[list[Tensor]]:
 
 
 def as_ways(h: Read) -> tuple[Tensor, ...]:
-    """What a read returned, one tensor per way."""
+    """Return a read's result as a tuple, one tensor per way."""
     return h if isinstance(h, tuple) else (h,)
 
 
 def normed(mixer: Mixer, site: int, ways: tuple[Tensor, ...], norm: Any) -> Read:
-    """Mixtures as `read` returns them to a model that gave it a norm, or none."""
+    """Apply the norms, if any, to mixtures, and return them as `read` does."""
     norms = check_norms(mixer, norm, site)
     if norms is not None:
         ways = tuple(f(h) for f, h in zip(norms, ways, strict=True))

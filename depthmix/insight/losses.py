@@ -1,4 +1,4 @@
-"""The loss of next tokens when a model's batch may have grown on the way."""
+"""Next-token loss of a model whose batch may have grown during the pass."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from depthmix.ops.precision import compute_dtype
 
 
 def next_token_loss(model: nn.Module, batch: Tensor) -> Tensor:
-    """The mean loss in nats of a batch [B, T + 1]; of each copy of it, [E], where the logits are of E copies one after the other."""
+    """Compute the mean loss in nats of a batch [B, T + 1]: [E], one entry for each of the E copies that the logits
+    hold.
+    """
     out = model(batch[:, :-1])
     logits = out if isinstance(out, Tensor) else out.logits  # as Hugging Face's models have it
     targets = batch[:, 1:].flatten()

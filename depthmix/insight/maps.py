@@ -26,7 +26,7 @@ MEASURES = ("entropy", "effective", "newest", "embedding")
 
 @dataclass
 class DepthMap:
-    """M and how it is spread, over the tokens of a text; a reader is a site or, last, finish."""
+    """Mean and spread of M over the tokens of a text. A reader is a site or, last, finish."""
 
     tokens: int
     signed: bool  # whether any token has a negative weight
@@ -38,7 +38,7 @@ class DepthMap:
 
 
 def reading(m: Tensor) -> dict[str, Tensor]:
-    """MEASURES of matrices [..., S+1, S+1]: [..., S+1]."""
+    """Compute MEASURES [..., S+1] of matrices [..., S+1, S+1]."""
     size = m.abs()
     p = size / size.sum(-1, keepdim=True).clamp(min=torch.finfo(m.dtype).tiny)
     entropy = -torch.special.xlogy(p, p).sum(-1)
@@ -51,7 +51,7 @@ def reading(m: Tensor) -> dict[str, Tensor]:
 
 
 def depth_map(model: nn.Module, batches: Iterable[Any], mixer: Mixer | str | None = None) -> DepthMap:
-    """The matrices of a model over batches, of which one at a time is run: model(batch)."""
+    """Measure the mixing matrices of a model over batches, running model(batch) one at a time."""
     chosen = choose_mixer(model, mixer)
     whole, sample, signed = Moments(), EvenSample(), False
     measures = {name: Moments() for name in MEASURES}
@@ -76,14 +76,16 @@ def depth_map(model: nn.Module, batches: Iterable[Any], mixer: Mixer | str | Non
 
 
 def _by_token(mixer: Mixer, sources: list[Tensor]) -> Iterator[Tensor]:
-    """M of some tokens at a time: [N, W, S+1, S+1]. Every token is mixed by itself, and what autograd keeps of a read is many times its size."""
+    """Yield M of some tokens at a time: [N, W, S+1, S+1]. Autograd keeps many times the size of a read, so memory
+    limits the number.
+    """
     flat = [s.reshape(-1, s.shape[-1]).split(AT_ONCE) for s in sources]
     for some in zip(*flat, strict=True):
         yield mixer.mixing(some, per_token=True)
 
 
 def by_kind(mixer: Mixer, measures: dict[str, Tensor]) -> dict[str, dict[str, float]]:
-    """MEASURES averaged over the sites of each name, and over their ways; site 0 has one source, so nothing to choose, and is left out."""
+    """Average MEASURES over the sites of each name and over their ways. Site 0 is left out: it has only one source."""
     names = mixer.layout.names
     found: dict[str, dict[str, float]] = {}
     for kind in dict.fromkeys(names):

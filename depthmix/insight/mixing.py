@@ -16,18 +16,29 @@ from depthmix.names import nearest
 def depth_mixing(
     model: nn.Module, *inputs: Any, per_token: bool = False, mixer: Mixer | str | None = None, **kwargs: Any
 ) -> Tensor:
-    """M[way, site, source] of a model on one batch: model(*inputs, **kwargs), which runs in eval mode.
+    """Compute the depth-mixing matrix M of a model on one batch: model(*inputs, **kwargs), in eval mode.
 
-    mixer: which one, of a model with several, as of an encoder and a decoder: the module itself or its name in the model.
-    M[w, s, 0] is the weight with which site s reads the embedding, M[w, s, i + 1] that of site i's raw output; the last row is finish.
-    Averaged over tokens and channels, or with per_token=True over channels only: [..., W, S+1, S+1].
+    M[w, s, 0] is the weight with which site s reads the embedding, and M[w, s, i + 1] that of site i's raw output. The
+    last row is finish.
+
+    Args:
+        model: A model with a mixer.
+        inputs, kwargs: Its arguments.
+        per_token: Whether to average over channels only, and not over tokens.
+        mixer: The mixer, or its name in the model, of a model with several, such as an encoder and a decoder.
+
+    Returns:
+        M [W, S+1, S+1], or [..., W, S+1, S+1] per token.
+
+    Raises:
+        ValueError: The model has no mixer or several, or did not use this one.
     """
     chosen = choose_mixer(model, mixer)
     return chosen.mixing(sources_of(model, chosen, *inputs, **kwargs), per_token)
 
 
 def sources_of(model: nn.Module, mixer: Mixer, *inputs: Any, **kwargs: Any) -> list[Tensor]:
-    """The embedding and the raw output of every site when the model runs on a batch: S + 1 tensors [..., D]."""
+    """Return the embedding and the raw output of every site when the model runs on a batch: S + 1 tensors [..., D]."""
     with torch.no_grad(), eval_mode(model), record_sources(mixer) as sources:
         model(*inputs, **kwargs)
     if not sources:
@@ -36,7 +47,9 @@ def sources_of(model: nn.Module, mixer: Mixer, *inputs: Any, **kwargs: Any) -> l
 
 
 def choose_mixer(model: nn.Module, mixer: Mixer | str | None = None) -> Mixer:
-    """The model's mixer or, where it has several, the one meant: the module itself or its name in the model."""
+    """Return the model's mixer or, where it has several, the one given as a module or by name. Raises ValueError if
+    there is none.
+    """
     mixers = {name: m for name, m in model.named_modules() if isinstance(m, Mixer)}
     if mixer is None:
         if len(mixers) == 1:

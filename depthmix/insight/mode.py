@@ -21,7 +21,9 @@ _measured: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary
 
 @contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
-    """Have every module of a model in eval mode inside, so that nothing is random and no random generator advances."""
+    """Put every module of a model in eval mode inside this context, so that nothing is random and no random generator
+    advances.
+    """
     with _lock:
         mine = [module for module in model.modules() if module.training or module in _measured]
         for module in mine:

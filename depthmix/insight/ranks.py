@@ -1,4 +1,4 @@
-"""The structure of M: its numerical rank, and its semiseparable rank.
+"""Structure of M: its numerical rank, and its semiseparable rank.
 
 Readers from s on see what came before s through M[s:, :s+1]; the largest rank of these blocks is M's semiseparable rank, the number
 of streams that the rule could be carried out with: 1 where one stream is scaled and added to, n for n streams, and as large as a
@@ -26,7 +26,7 @@ ROUNDING = 30.0  # of the usual bound on what rounding adds to singular values: 
 
 @dataclass
 class Structure:
-    """Of one way: medians over tokens and channels."""
+    """Ranks of one way: medians over tokens and channels."""
 
     rank: int
     semiseparable: int
@@ -34,9 +34,15 @@ class Structure:
 
 
 def structure(mixer: Mixer, sources: Sequence[Tensor]) -> list[Structure] | None:
-    """One per way, from a few tokens; None where entries are matrices too large to look into.
+    """Compute the ranks of each way from a few tokens.
 
-    sources: the embedding and the raw output of every site. Where entries of M are matrices [D, D], ranks are in units of D.
+    Args:
+        mixer: The mixer.
+        sources: The embedding and the raw output of every site.
+
+    Returns:
+        One entry per way; None where entries of M are matrices too large to analyse. Where entries are matrices
+            [D, D], ranks are in units of D.
     """
     n, dim = mixer.n_sites + 1, mixer.dim
     if mixer.channel_mixing:
@@ -64,7 +70,7 @@ def structure(mixer: Mixer, sources: Sequence[Tensor]) -> list[Structure] | None
 
 
 def ranks(m: Tensor, eps: float) -> Tensor:
-    """Numerical ranks of matrices [..., a, b] whose entries are exact to about eps."""
+    """Compute the numerical ranks of matrices [..., a, b] whose entries are exact to about eps."""
     values = torch.linalg.svdvals(m)
     bound = ROUNDING * eps * max(m.shape[-2:])
     return (values > bound * values[..., :1]).sum(-1)

@@ -1,4 +1,4 @@
-"""A few tokens of many. Mixing over depth is done for every token by itself, so any selection of them can be looked at alone."""
+"""Select a few tokens. Depth mixing is token-local, so any selection can be measured alone."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def some_tokens(sources: Sequence[Tensor], most: int) -> list[Tensor]:
-    """Sources [..., D] as [N, D] of at most so many tokens, evenly spread."""
+    """Flatten sources [..., D] to [N, D] and select at most `most` tokens, evenly spaced."""
     flat = [s.reshape(-1, s.shape[-1]) for s in sources]
     n = len(flat[0])
     if n <= most:

@@ -1,4 +1,4 @@
-"""Redundancy: how the loss changes when a whole sublayer is skipped, its output replaced by zero."""
+"""Redundancy: the change of the loss when a sublayer is skipped, its output replaced by zero."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from depthmix.mixers import Mixer
 
 @dataclass
 class SkipEffects:
-    """The loss of the model as it is, and by how much it rises without a site's sublayer."""
+    """The loss of the unchanged model, and its rise without a site's sublayer."""
 
     tokens: int
     loss: float
@@ -27,7 +27,7 @@ class SkipEffects:
 
 @torch.no_grad()
 def skip_effects(model: nn.Module, batches: Iterable[Tensor], mixer: Mixer | str | None = None) -> SkipEffects:
-    """Over batches of token ids [B, T + 1]: model(ids) gives logits."""
+    """Measure the effect of skipping each sublayer over batches of token ids [B, T + 1]. model(ids) returns logits."""
     chosen = choose_mixer(model, mixer)
     write = current_calls(chosen)["write"]
     losses, tokens = torch.zeros(chosen.n_sites + 1, dtype=torch.float64), 0

@@ -1,4 +1,4 @@
-"""Numbers over many tokens in bounded memory: mean and spread of all of them, quantiles of an even selection."""
+"""Statistics over many tokens in bounded memory: mean and deviation of all, quantiles of an even selection."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ KEPT = 2048  # tokens that quantiles are of, at most
 
 
 class Moments:
-    """The mean and the standard deviation over tokens, summed up in fp64 batch by batch."""
+    """Mean and standard deviation over tokens, accumulated in fp64 batch by batch."""
 
     def __init__(self) -> None:
         self.count, self.mean, self.squares = 0, torch.zeros(()), torch.zeros(())
 
     def add(self, x: Tensor) -> None:
-        """More tokens: [N, ...]."""
+        """Add tokens [N, ...]."""
         if not len(x):
             return
         x = x.cpu().double()  # there: MPS has no fp64
@@ -26,12 +26,14 @@ class Moments:
         self.mean, self.count = self.mean + away * (len(x) / count), count
 
     def std(self) -> Tensor:
-        """Of the tokens seen, not an estimate for more."""
+        """Return the standard deviation of the tokens seen (not an estimate for a larger population)."""
         return (self.squares / max(1, self.count)).sqrt()
 
 
 class EvenSample:
-    """Every k-th token, with k doubled whenever there are too many: no chance in it, and as many from the end as from the start."""
+    """Every k-th token, where k doubles whenever there are too many. No randomness, and as many from the end as from
+    the start.
+    """
 
     def __init__(self, most: int = KEPT) -> None:
         self.most, self.stride, self.seen = most, 1, 0
@@ -39,7 +41,7 @@ class EvenSample:
         self.length = 0
 
     def add(self, x: Tensor) -> None:
-        """More tokens: [N, ...]."""
+        """Add tokens [N, ...]."""
         first = -self.seen % self.stride
         self.seen += len(x)
         if len(chosen := x[first :: self.stride]):
@@ -50,5 +52,5 @@ class EvenSample:
             self.length = len(self.kept[0])
 
     def quantiles(self) -> Tensor:
-        """[len(QUANTILES), ...] of the tokens kept."""
+        """Compute quantiles [len(QUANTILES), ...] of the tokens kept."""
         return torch.quantile(torch.cat(self.kept), torch.tensor(QUANTILES), dim=0)

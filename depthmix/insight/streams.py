@@ -1,4 +1,4 @@
-"""Residual streams of rules that keep several: how alike they are, and what their maps do to them.
+"""Residual streams of rules that keep several: their similarity, and the gains of their maps.
 
 Gains as in arXiv 2512.24880: the largest absolute row sum of a map is what it can do to a signal, the largest absolute column sum
 what it can do to a gradient. The composite map at a site is the product of all maps up to it.
@@ -21,7 +21,7 @@ TOKENS = 1024
 
 @dataclass
 class Streams:
-    """Means over tokens, except where it says largest."""
+    """Means over tokens, except where the name says largest."""
 
     similarity: Tensor  # [S+1, n, n], cosines between streams before every site, and at the end
     rms: Tensor  # [S+1, n]
@@ -35,7 +35,9 @@ class Streams:
 
 @torch.no_grad()
 def stream_report(mixer: Mixer, sources: Sequence[Tensor]) -> Streams | None:
-    """From a few tokens; None of a rule that keeps no streams. sources: the embedding and the raw output of every site."""
+    """Measure the streams on a few tokens; None for a rule without streams. `sources`: the embedding and every site's
+    raw output.
+    """
     with without_autocast(sources[0]):
         return _report(mixer, *some_tokens(sources, TOKENS))
 

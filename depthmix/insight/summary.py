@@ -1,4 +1,4 @@
-"""A document in a terminal: a table over depth, attention sites against the others, and the rest in sentences."""
+"""Print a document in a terminal: a table over depth, attention sites against the others, the rest in sentences."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ DASH = "–"
 
 
 def summary(found: dict[str, Any]) -> str:
-    """All of it, in lines."""
+    """Format the document as text."""
     parts = [_title(found), table(*_over_depth(found)), _legend(found), table(*_by_kind(found)), _structure(found)]
     if found["streams"]:
         parts.append(_streams(found["streams"]))
@@ -20,7 +20,7 @@ def summary(found: dict[str, Any]) -> str:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns as wide as they need to be: the first to the left, numbers to the right."""
+    """Format a table whose columns fit their content: the first left-aligned, the others right-aligned."""
     widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
     lines = [head, ["─" * w for w in widths], *rows]
     return "\n".join(
@@ -30,12 +30,12 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def number(value: float | None, form: str = ".3g") -> str:
-    """Or a dash for none."""
+    """Format a number, with a dash for None."""
     return DASH if value is None else format(value, form)
 
 
 def way_names(reader: dict[str, Any]) -> list[str]:
-    """What a reader's ways are called: nothing where there is one."""
+    """Return the names of a reader's ways; none if it has only one."""
     return list(WAYS.get(reader["ways"], [str(w) for w in range(reader["ways"])]))
 
 
@@ -127,7 +127,7 @@ def _streams(streams: dict[str, Any]) -> str:
 
 
 def _by_token(found: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """Means over the readers that have a choice, and over their ways."""
+    """Average over the readers that have a choice, and over their ways, for each token."""
     text = found["text"]
     head = ["token", "loss", "newest", "embedding"]
     rows = []

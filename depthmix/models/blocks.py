@@ -1,4 +1,4 @@
-"""The blocks that every model here is made of: attention and an MLP, pre-norm, whose connections over depth are a choice.
+"""Transformer blocks shared by all models: pre-norm attention and MLP, connected over depth by a mixer.
 
 The whole of it is: start, then for each site write(sublayer(read)), then finish; which rule the mixer follows is its own business.
 """
@@ -21,7 +21,7 @@ from depthmix.ops.norm import RMSNorm
 
 
 class Sizes(Protocol):
-    """What blocks need of a model's configuration; `complete_sizes` works out what was left out."""
+    """Configuration fields that blocks read. `complete_sizes` fills in those that were left out."""
 
     dim: int
     n_blocks: int
@@ -39,7 +39,15 @@ class Sizes(Protocol):
 
 
 def complete_sizes(config: Sizes, *more: str) -> None:
-    """Fill in a configuration's sizes that were left out; ValueError for those that do not fit, `more` of its own included."""
+    """Fill in the sizes that a configuration left out, in place, and check them.
+
+    Args:
+        config: The configuration to complete.
+        more: Names of further fields that must be integers of at least 1.
+
+    Raises:
+        ValueError: A size does not fit the others.
+    """
     config.n_kv_heads = config.n_heads if config.n_kv_heads is None else config.n_kv_heads
     for name in (*more, "dim", "n_blocks", "n_heads", "n_kv_heads"):
         _at_least_one(config, name)
@@ -57,10 +65,10 @@ def complete_sizes(config: Sizes, *more: str) -> None:
     _at_least_one(config, "mlp_dim")
     if not (isinstance(config.output_scale, int | float) and 0 <= config.output_scale < math.inf):
         raise ValueError(f"output_scale must be a number of at least 0, got {config.output_scale!r}")
-    given = config.mixer_options
-    if isinstance(given, dict):
-        given = config.mixer_options = {option: plain_value(value) for option, value in given.items()}
-    check_options(config.mixer, mixer_class(config.mixer).options, given)
+    options = config.mixer_options
+    if isinstance(options, dict):
+        options = config.mixer_options = {option: plain_value(value) for option, value in options.items()}
+    check_options(config.mixer, mixer_class(config.mixer).options, options)
 
 
 def _at_least_one(config: Sizes, name: str) -> None:
@@ -72,25 +80,26 @@ def _at_least_one(config: Sizes, name: str) -> None:
 
 @dataclass
 class Trace:
-    """What to keep of one pass, for those who look; a list that is not given is not kept."""
+    """Tensors to record during one pass. A list that is None is not filled."""
 
-    sources: list[Tensor] | None = None  # the embedding, then the output of every sublayer
-    mixtures: list[Tensor] | None = None  # what every block reads before its norm (with several ways: for its queries)
+    # The embedding, then the output of every sublayer.
+    sources: list[Tensor] | None = None
+    # Each block's first read before its norm; of several ways, the one for queries.
+    mixtures: list[Tensor] | None = None
 
 
 class Blocks(nn.Module):
-    """Read, sublayer, write for every site, then the final norm.
+    """Read, sublayer and write for every site, then the final norm.
 
-    It has no `__init__`, so that models of other libraries, which have one of their own, can be one: `_build_mixer` and
-    `_build_blocks` make its modules, with those of the model's embedding between them.
+    There is no `__init__`, so that a model of another library, which has one of its own, can inherit from this class.
+    `_build_mixer` and `_build_blocks` create the modules, with those of the model's embedding between them.
     """
 
     config: Any
 
     def _build_mixer(self, config: Sizes) -> None:
-        with torch.device(
-            "meta"
-        ):  # nothing is drawn yet, so one seed gives the same weights elsewhere whatever the mixer
+        # On the meta device nothing is drawn yet, so a seed gives the other weights the same values under any mixer.
+        with torch.device("meta"):
             self.mixer = create_mixer(config.mixer, dim=config.dim, n_blocks=config.n_blocks, **config.mixer_options)
 
     def _build_blocks(self, config: Sizes) -> None:
@@ -108,7 +117,7 @@ class Blocks(nn.Module):
         self.mixer.to_empty(device=self.final_norm.weight.device)
 
     def _eps(self, config: Any, site: int) -> float:
-        """Eps of the norms in front of a site; after the last comes the final norm."""
+        """Return the eps of the norms before a site; site n_sites is the final norm."""
         return config.norm_eps
 
     def through_blocks(
@@ -119,14 +128,18 @@ class Blocks(nn.Module):
         last: int | None = None,
         blocks: int | None = None,
     ) -> Tensor:
-        """Return what the head sees of embeddings [B, T, D]: the blocks' output after the final norm.
+        """Run all blocks on embeddings and return the output of the final norm, the head's input.
 
         Args:
-            x: the embeddings.
-            context: what attention needs.
-            trace: what to keep of the pass.
-            last: of so many tokens alone.
-            blocks: leave after so many blocks, with what the next one would read; None or too many: run all.
+            x: Embeddings [B, T, D].
+            context: Inputs of attention besides the hidden states.
+            trace: Lists to fill with tensors of this pass.
+            last: Return only this many last tokens; None: all.
+            blocks: Leave after this many blocks and return what the next block would read; None or too many: run
+                all.
+
+        Returns:
+            Hidden states [B, T, D], or [B, last, D].
         """
         mixer, trace = self.mixer, trace or Trace()
         sources, mixtures = trace.sources, trace.mixtures
@@ -151,7 +164,9 @@ class Blocks(nn.Module):
         return sublayer(h, context, gain)
 
     def _reset_blocks(self) -> None:
-        """Matrices N(0, 1/fan_in), output projections times output_scale / sqrt(sites), gains one; the mixer is left to the caller."""
+        """Draw matrices from N(0, 1/fan_in), output projections times output_scale / sqrt(sites), and set gains to one.
+        The caller resets the mixer.
+        """
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear):
                 out = name.endswith("out_proj")
@@ -160,7 +175,12 @@ class Blocks(nn.Module):
                 nn.init.ones_(module.weight)
 
     def parameter_counts(self) -> dict[str, int]:
-        """Parameters by part, `total`, and `added_by_mixer`: the mixer's own and the norms that its extra ways need."""
+        """Count the parameters by part.
+
+        Returns:
+            Numbers for embedding, attention, mlp, norms, mixer and head, `total`, and `added_by_mixer`: the
+                mixer's own parameters and the norms of its extra ways.
+        """
         counts = dict.fromkeys(("embedding", "attention", "mlp", "norms", "mixer", "head"), 0)
         for name, p in self.named_parameters():  # tied weights come once
             part = name.split(".")[0]
@@ -173,12 +193,12 @@ class Blocks(nn.Module):
         return counts
 
     def added_by_mixer(self) -> list[str]:
-        """The names of the parameters that are there for the mixer: its own, and the norms of ways after the first."""
+        """List the parameters that exist because of the mixer: its own, and the norms of ways after the first."""
         parts = ((name, name.split(".")) for name, _ in self.named_parameters())
         return [name for name, part in parts if part[0] == "mixer" or (part[0] == "norms" and part[2] != "0")]
 
     def repeated_parts(self) -> tuple[list[nn.Module], list[nn.Module]]:
-        """What can be recomputed or compiled piece by piece: the sublayers, and the norms around them."""
+        """Return (sublayers, norms): the modules to checkpoint or compile one by one."""
         norms = [n for n in self.norms.modules() if isinstance(n, RMSNorm)]
         return list(self.sublayers), [*norms, self.final_norm]
 
@@ -193,12 +213,16 @@ def _mlp(c: Sizes) -> Mlp:
 
 
 def init_matrix(linear: nn.Linear, n_sites: int = 1, scale: float = 1.0) -> None:
-    """A matrix N(0, 1/fan_in) times a scale; an output projection's, of which `n_sites` add up, is divided by sqrt(n_sites)."""
+    """Draw a weight from N(0, 1/fan_in) times `scale`, divided by sqrt(n_sites) for an output projection, whose outputs
+    add up.
+    """
     nn.init.normal_(linear.weight, std=1 / math.sqrt(linear.in_features) / math.sqrt(n_sites) * scale)
 
 
 def as_autocast(x: Tensor) -> Tensor:
-    """An embedding in the dtype of autocast, which leaves it in fp32, and the state follows it."""
+    """Cast an embedding to autocast's dtype. Autocast leaves embeddings in fp32, and the depth state takes the
+    embedding's dtype.
+    """
     if torch.is_autocast_enabled(x.device.type):
         return x.to(torch.get_autocast_dtype(x.device.type))
     return x

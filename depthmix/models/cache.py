@@ -1,4 +1,4 @@
-"""Keys and values of the tokens seen so far, with the calls of a Hugging Face Cache."""
+"""KV caches with the interface of a Hugging Face Cache."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from depthmix.ops.sublayer.op import turn_and_store
 
 
 class KVCache:
-    """A cache that grows: depth mixing is token-local, so this is all a decoder keeps between tokens."""
+    """A cache that grows with every token. Depth mixing is token-local, so a decoder keeps nothing else between tokens."""
 
     def __init__(self) -> None:
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
 
     def update(self, k: Tensor, v: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
-        """Append k and v [B, heads, T, d] of one layer and return all of that layer's."""
+        """Append k and v [B, heads, T, d] of one layer, and return that layer's keys and values of all tokens so far."""
         if layer_idx == len(self.keys):
             self.keys.append(k)
             self.values.append(v)
@@ -30,19 +30,22 @@ class KVCache:
         return self.keys[layer_idx], self.values[layer_idx]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens held."""
+        """Return the number of tokens held."""
         return self.keys[layer_idx].shape[-2] if layer_idx < len(self.keys) else 0
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """How many keys an update with so many queries will return, and the position of the first."""
+        """Return the number of keys that an update with `query_length` queries will return, and the position of the
+        first key.
+        """
         return self.get_seq_length(layer_idx) + query_length, 0
 
 
 class StaticKVCache:
-    """Keys and values in memory that is there beforehand, so that a step of decoding can be recorded and replayed.
+    """A cache in preallocated memory, so that a decoding step can be recorded as a CUDA graph and replayed.
 
-    `position` is where the next token goes, on the device; `filled` the same on the host, which a replay does not change. Several
-    tokens at once see the slots up to their own, a single one sees all of them, and hides later ones with a mask.
+    `position` is where the next token goes, on the device. `filled` is the same number on the host, which a replay does
+    not change. Several tokens at once see the slots up to their own. A single token sees all slots and hides later ones
+    with a mask.
     """
 
     def __init__(
@@ -54,7 +57,7 @@ class StaticKVCache:
         self.filled, self.length = 0, length
 
     def advance(self, tokens: int) -> None:
-        """After a pass through all layers."""
+        """Move the write position on, after a pass of `tokens` tokens through all layers."""
         self.position += tokens
         self.filled += tokens
 
@@ -65,14 +68,25 @@ class StaticKVCache:
         return keys[:, :, : self.filled + tokens], values[:, :, : self.filled + tokens]
 
     def update(self, k: Tensor, v: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
-        """Put k and v [B, heads, T, d] of one layer in their places and return what these tokens may see."""
+        """Write k and v [B, heads, T, d] of one layer to their slots, and return the keys and values that these tokens
+        may see.
+        """
         places = self.position + torch.arange(k.shape[-2], device=k.device)
         self.keys[layer_idx].index_copy_(2, places, k)
         self.values[layer_idx].index_copy_(2, places, v)
         return self._seen(layer_idx, k.shape[-2])
 
     def take(self, attention: Any, q: Tensor, k: Tensor, v: Tensor, context: Any) -> tuple[Tensor, ...] | None:
-        """The same and the queries, from what the projections gave, [B, T, heads, d]: in one launch; None where there is none."""
+        """Rotate, normalise and store one layer's projections in one kernel launch.
+
+        Args:
+            attention: The layer, with its norms.
+            q, k, v: Outputs of the projections [B, T, heads, d].
+            context: The pass, with rotary cos and sin.
+
+        Returns:
+            (queries, keys, values) for attention, or None where no kernel applies.
+        """
         norms = [n for n in (attention.q_norm, attention.k_norm) if n is not None]
         plain = all(is_plain_rms_norm(n, attention.head_dim) for n in norms) and k.dtype == v.dtype == self.keys.dtype
         if not plain or not usable("attention", q):
@@ -85,9 +99,11 @@ class StaticKVCache:
         return q, *self._seen(layer, k.shape[1])
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens held."""
+        """Return the number of tokens held."""
         return self.filled
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """How many keys an update with so many queries will return, and the position of the first."""
+        """Return the number of keys that an update with `query_length` queries will return, and the position of the
+        first key.
+        """
         return self.length if query_length == 1 else self.filled + query_length, 0

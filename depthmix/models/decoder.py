@@ -21,13 +21,15 @@ from depthmix.models.exchange import ARCHITECTURE, FIELDS, MODEL_TYPE, auto_map,
 from depthmix.models.layers import Context, MlpKind, Rotary, causal_mask, last_tokens
 from depthmix.names import DEFAULT_MIXER
 
-START_STD = 0.02  # of the head, and of an embedding that nothing else is said of
-LEFT_OUT: Any = None  # __post_init__ works it out from the rest
+# Standard deviation of the initial head, and by default of the initial embedding.
+START_STD = 0.02
+# A size that `complete_sizes` fills in.
+LEFT_OUT: Any = None
 
 
 @dataclass
 class DecoderConfig:
-    """The size and shape of a decoder."""
+    """Size and shape of a decoder."""
 
     vocab_size: int
     dim: int
@@ -42,9 +44,11 @@ class DecoderConfig:
     tie_embeddings: bool = False
     rope_theta: float = 10000.0
     norm_eps: float = 1e-6
-    embedding_std: float = START_STD  # at the start
-    output_scale: float = 1.0  # of the output projections at the start, whose outputs otherwise add up to about one
-    plain_eps: bool = False  # a norm's eps counts as on the plain stream, of which its reads begin as a share
+    embedding_std: float = START_STD  # standard deviation of the initial embedding
+    # Factor on the initial output projections, whose outputs add up to about one at 1.0.
+    output_scale: float = 1.0
+    # Scale each norm's eps by the square of the read's initial share of the plain stream (retrofitted models need it).
+    plain_eps: bool = False
     mixer: str = DEFAULT_MIXER
     mixer_options: dict[str, Any] = field(default_factory=dict)
 
@@ -69,19 +73,32 @@ class Backbone(Blocks):
         return eps_of_plain(self.mixer, site, config.norm_eps) if config.plain_eps else config.norm_eps
 
     def change_mixer(self, config: DecoderConfig) -> None:
-        """Put the configuration's mixer in, at its start, for the same sublayers; ways that it adds get copies of the first way's norm."""
-        own = create_mixer(config.mixer, dim=config.dim, n_blocks=config.n_blocks, **config.mixer_options)
-        own.variant_elsewhere = self.mixer.variant_elsewhere
-        self.mixer = own.to(self.embedding.weight.device)
+        """Replace the mixer by a fresh one as `config` says, for the same sublayers. Ways that it adds get copies of
+        the first way's norm.
+        """
+        mixer = create_mixer(config.mixer, dim=config.dim, n_blocks=config.n_blocks, **config.mixer_options)
+        mixer.variant_elsewhere = self.mixer.variant_elsewhere
+        self.mixer = mixer.to(self.embedding.weight.device)
         norms: Any = self.norms
-        for site in range(own.n_sites):
+        for site in range(mixer.n_sites):
             first = norms[site][0]
             first.eps = self._eps(config, site)
-            norms[site] = nn.ModuleList([first, *(copy.deepcopy(first) for _ in range(own.ways(site) - 1))])
-        self.final_norm.eps = self._eps(config, own.n_sites)
+            norms[site] = nn.ModuleList([first, *(copy.deepcopy(first) for _ in range(mixer.ways(site) - 1))])
+        self.final_norm.eps = self._eps(config, mixer.n_sites)
 
     def embed(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
-        """What enters the first block: [B, T, D]."""
+        """Embed token ids, or take embeddings as given.
+
+        Args:
+            input_ids: Token ids [B, T], or None.
+            inputs_embeds: Embeddings [B, T, D], or None.
+
+        Returns:
+            The input of the first block [B, T, D].
+
+        Raises:
+            ValueError: Both or neither are given, or the ids are not integers [B, T].
+        """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("forward: expected either input_ids or inputs_embeds")
         if input_ids is not None and (input_ids.ndim != 2 or input_ids.is_floating_point()):
@@ -91,14 +108,16 @@ class Backbone(Blocks):
 
 
 def token_positions(mask: Tensor | None, past: Any, length: int, device: torch.device) -> Tensor:
-    """The positions [B or 1, T] of the last `length` tokens, without the padding of a mask [B, keys]; past: tokens before them."""
+    """Return the positions [B or 1, T] of the last `length` tokens, not counting the padding of a mask [B, keys].
+    `past`: tokens before them.
+    """
     if mask is not None and mask.ndim == 2:
         return (mask.long().cumsum(-1) - 1).clamp(min=0)[:, -length:]
     return (torch.arange(length, device=device) + past).unsqueeze(0)
 
 
 class Decoder(Backbone):
-    """Token ids [B, T] in, logits [B, T, vocab] out."""
+    """A language model: token ids [B, T] in, logits [B, T, vocab] out."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -116,7 +135,11 @@ class Decoder(Backbone):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Matrices N(0, 1/fan_in), output projections times output_scale / sqrt(sites), head N(0, 0.02²), embedding N(0, embedding_std²), also where they are one."""
+        """Draw new random weights.
+
+        Matrices: N(0, 1/fan_in), output projections times output_scale / sqrt(sites). Head: N(0, 0.02²). Embedding:
+        N(0, embedding_std²), also where it is tied to the head. The mixer: as its rule says.
+        """
         self._reset_blocks()
         nn.init.normal_(self.head.weight, std=START_STD)
         nn.init.normal_(self.embedding.weight, std=self.config.embedding_std)
@@ -131,12 +154,23 @@ class Decoder(Backbone):
         inputs_embeds: Tensor | None = None,
         logits_to_keep: int = 0,
     ) -> Tensor:
-        """Logits for token ids, or for embeddings [B, T, D] in their place.
+        """Compute logits for token ids or embeddings.
 
-        attention_mask: [B, keys], 1 for tokens and 0 for padding, or [B or 1, heads or 1, T, keys] as scaled_dot_product_attention
-        takes it (then causality is the caller's). position_ids: [B, T], by default counted from what the cache holds, without padding.
-        cache: a Hugging Face Cache (`update(k, v, layer_idx)`, `get_seq_length()`, `get_mask_sizes(length, layer_idx)`).
-        logits_to_keep: of the last so many tokens; 0: of all.
+        Args:
+            input_ids: Token ids [B, T].
+            attention_mask: [B, keys], 1 for tokens and 0 for padding; or [B or 1, heads or 1, T, keys] as
+                scaled_dot_product_attention takes it, and then causality is the caller's.
+            position_ids: [B, T]; by default counted from the length of the cache, without padding.
+            cache: A Hugging Face Cache (`update(k, v, layer_idx)`, `get_seq_length()`, `get_mask_sizes(length,
+                layer_idx)`).
+            inputs_embeds: Embeddings [B, T, D] instead of token ids.
+            logits_to_keep: Compute logits of this many last tokens only; 0: of all.
+
+        Returns:
+            Logits [B, T or logits_to_keep, vocab].
+
+        Raises:
+            ValueError: An input has another shape or dtype.
         """
         x = self.embed(input_ids, inputs_embeds)  # [B, T, D]
         hidden = self.through_blocks(x, self._context(x, attention_mask, position_ids, cache))
@@ -164,21 +198,23 @@ class Decoder(Backbone):
         self.config = config
 
     def new_cache(self) -> KVCache:
-        """An empty cache for `forward`."""
+        """Make an empty cache for `forward`."""
         return KVCache()
 
     def described(self, seq_len: int) -> dict[str, Any]:
-        """The model as a config.json of Hugging Face has it; seq_len: tokens in a sequence of training."""
+        """Describe the model as a Hugging Face config.json does. `seq_len`: tokens per training sequence."""
         kind = {"model_type": MODEL_TYPE, "architectures": [ARCHITECTURE], "auto_map": auto_map()}
         fields = {theirs: getattr(self.config, ours) for ours, theirs in FIELDS.items()}
         return {**kind, **fields, "max_position_embeddings": seq_len, "dtype": "float32"}
 
     def code(self) -> str:
-        """The code that its folders carry."""
+        """Return the source of the modeling file that saved folders carry."""
         return code()
 
 
 def _tie(decoder: Decoder, loaded: Any = None) -> None:
-    """Make the head's weight the embedding's where the configuration says so; a hook of load_state_dict, which may untie them."""
+    """Tie the head's weight to the embedding's where the configuration says so. Also a hook of load_state_dict, which
+    may untie them.
+    """
     if decoder.config.tie_embeddings:
         decoder.head.weight = decoder.embedding.weight

@@ -21,10 +21,17 @@ WARMUP = 2  # steps before one is recorded
 
 
 class Decoding:
-    """A batch of sequences of one length that is continued together."""
+    """Continue a batch of sequences of equal length together."""
 
     def __init__(self, model: Decoder, batch: int, length: int, chunk: int = CHUNK) -> None:
-        """length: tokens that a sequence may have in the end."""
+        """Allocate the cache.
+
+        Args:
+            model: The decoder, which is put in eval mode.
+            batch: Number of sequences.
+            length: Maximum tokens of a sequence, prompt included.
+            chunk: Prompt tokens per forward pass.
+        """
         config, weight = model.config, model.embedding.weight
         slots = -(-length // 16) * 16  # attention pads masks of other lengths, at every step
         self.model, self.chunk, self.length = model.eval(), chunk, length
@@ -40,7 +47,17 @@ class Decoding:
 
     @torch.no_grad()
     def prefill(self, ids: Tensor) -> Tensor:
-        """Logits [B, V] for what comes after the tokens [B, T], which go on from those before."""
+        """Append prompt tokens and return the logits of the next token.
+
+        Args:
+            ids: Token ids [B, T], following the tokens seen so far.
+
+        Returns:
+            Logits [B, V] after the last token.
+
+        Raises:
+            ValueError: The shape differs, or the tokens do not fit into the cache.
+        """
         if ids.ndim != 2 or len(ids) != len(self.ids):
             raise ValueError(f"decoding: expected token ids of shape [{len(self.ids)}, T], got {list(ids.shape)}")
         self._check(ids.shape[1])
@@ -52,7 +69,17 @@ class Decoding:
 
     @torch.no_grad()
     def step(self, ids: Tensor) -> Tensor:
-        """Logits [B, V] for what comes after one more token each, [B]. The next step writes to the same memory."""
+        """Append one token per sequence and return the logits of the next.
+
+        Args:
+            ids: Token ids [B].
+
+        Returns:
+            Logits [B, V]. The next step writes to the same memory.
+
+        Raises:
+            ValueError: The shape differs, or the cache is full.
+        """
         if ids.numel() != len(self.ids):
             raise ValueError(f"decoding: expected one token for each of {len(self.ids)}, got {list(ids.shape)}")
         self._check(1)
@@ -73,7 +100,7 @@ class Decoding:
             raise ValueError(f"decoding: expected at least one token, and {room}; got {tokens}")
 
     def _through_blocks(self, ids: Tensor) -> Tensor:
-        """What the head sees of the last token: [B, 1, D]."""
+        """Return the head's input for the last token [B, 1, D]."""
         tokens, past = ids.shape[1], self.cache.filled
         if tokens == 1:  # by what is on the device, so that a replay finds its place
             cos, sin = (t.index_select(2, self.cache.position) for t in (self.cos, self.sin))

@@ -1,4 +1,4 @@
-"""The names under which Hugging Face knows what a decoder is made of: its configuration's fields, its weights, its classes.
+"""Hugging Face's names for the parts of a decoder: configuration fields, weights, classes.
 
 Nothing here imports transformers: `depthmix generate` reads such a folder without it, and `depthmix train` writes one.
 """
@@ -46,12 +46,12 @@ CLASSES = {
 
 
 def auto_map(classes: Mapping[str, str] = CLASSES) -> dict[str, str]:
-    """The entry of a config.json that says which class of the folder's code each Auto class is to use."""
+    """Return the `auto_map` entry of a config.json: the class in the folder's code for each Auto class."""
     return {auto: f"{CODE.removesuffix('.py')}.{name}" for auto, name in classes.items()}
 
 
 def code(classes: Mapping[str, str] = CLASSES, module: str = "depthmix.hf") -> str:
-    """The folder's code."""
+    """Return the source of the modeling file that a model folder carries."""
     names = ", ".join(sorted(set(classes.values())))
     where = f"# The model is in the package depthmix: {install_command('hf')}."
     return f"{where}\nfrom {module} import {names}  # noqa: F401\n"

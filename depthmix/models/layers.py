@@ -1,4 +1,4 @@
-"""What models are made of: attention, MLP, rotary positions, masks."""
+"""Layers of the models: attention, MLP, rotary positions, masks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Rotary(nn.Module):
         self.head_dim, self.theta = head_dim, theta
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin [B, 1, T, d] in fp32 for positions [B, T]."""
+        """Return cos and sin [B, 1, T, d] in fp32 for positions [B, T]."""
         exponent = torch.arange(0, self.head_dim, 2, device=positions.device, dtype=torch.float32) / self.head_dim
         angle = positions.float().unsqueeze(-1) * self.theta**-exponent  # [B, T, d/2]
         angle = torch.cat([angle, angle], dim=-1).unsqueeze(1)
@@ -35,7 +35,7 @@ class Rotary(nn.Module):
 
 
 def rotate(x: Tensor, cos: Tensor | None, sin: Tensor | None) -> Tensor:
-    """Apply rotary positions, if any, to x [B, heads, T, d], in fp32, rounded once."""
+    """Apply rotary positions, if any, to x [B, heads, T, d]: in fp32, rounded once."""
     if cos is None or sin is None:
         return x
     a, b = x.chunk(2, dim=-1)
@@ -43,7 +43,9 @@ def rotate(x: Tensor, cos: Tensor | None, sin: Tensor | None) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Causal grouped-query attention; it takes one input, two (for queries and keys, for values) or three."""
+    """Causal grouped-query attention. Takes one input, two (for queries and keys; for values) or three (queries, keys,
+    values).
+    """
 
     def __init__(
         self,
@@ -57,7 +59,7 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         self.head_dim = head_dim
-        # By these names caches and attention functions know whose keys and values these are, and how they are used.
+        # Attributes that Hugging Face's caches and attention functions read.
         self.layer_idx, self.num_key_value_groups = block, n_heads // n_kv_heads
         self.scaling, self.is_causal = head_dim**-0.5, True
         q_dim, kv_dim = n_heads * head_dim, n_kv_heads * head_dim
@@ -80,8 +82,8 @@ class Attention(nn.Module):
         else:
             projected = self.q_proj(h_q), self.k_proj(ways[1]), self.v_proj(h_v)
         q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in projected)  # [B, T, heads, d]; k, v: kv heads
-        found = context.cache.take(self, q, k, v, context) if isinstance(context.cache, StaticKVCache) else None
-        if found is None:
+        stored = context.cache.take(self, q, k, v, context) if isinstance(context.cache, StaticKVCache) else None
+        if stored is None:
             v = v.transpose(1, 2)
             if self.q_norm is not None and self.k_norm is not None:
                 q, k = self.q_norm(q), self.k_norm(k)
@@ -90,12 +92,12 @@ class Attention(nn.Module):
             if context.cache is not None:
                 k, v = context.cache.update(k, v, self.layer_idx)
         else:
-            q, k, v = found
+            q, k, v = stored
         return project_out(context.attend(self, q, k, v, context).flatten(2), self.out_proj, gain)
 
 
 def scaled_dot_product(attention: Attention, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
-    """Torch's own attention of q [B, heads, T, d] to k and v [B, kv heads, keys, d]: [B, T, heads, d]."""
+    """Apply torch's attention to q [B, heads, T, d] and k, v [B, kv heads, keys, d]; returns [B, T, heads, d]."""
     y = functional.scaled_dot_product_attention(
         q, k, v, attn_mask=context.mask, is_causal=context.causal, enable_gqa=q.shape[1] != k.shape[1]
     )
@@ -103,13 +105,15 @@ def scaled_dot_product(attention: Attention, q: Tensor, k: Tensor, v: Tensor, co
 
 
 def in_all_directions(attention: Attention, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
-    """The same with nothing hidden: every query looks at every key."""
+    """Apply torch's attention without a mask: every query sees every key. Shapes as in `scaled_dot_product`."""
     y = functional.scaled_dot_product_attention(q, k, v, enable_gqa=q.shape[1] != k.shape[1])
     return y.transpose(1, 2)
 
 
 class Mlp(nn.Module):
-    """SwiGLU, down(silu(gate x) * up x), or squared ReLU, down(relu(up x)^2); SwiGLU takes one input, or two (for gate, for up)."""
+    """SwiGLU, down(silu(gate x) * up x), or squared ReLU, down(relu(up x)²). SwiGLU takes one input, or two (for gate;
+    for up).
+    """
 
     def __init__(self, kind: MlpKind, dim: int, hidden: int) -> None:
         super().__init__()
@@ -130,17 +134,19 @@ class Mlp(nn.Module):
 
 @dataclass
 class Context:
-    """What attention needs besides its input: the same for every block of one pass."""
+    """Inputs of attention besides the hidden states. All blocks of a pass share one."""
 
-    cos: Tensor | None  # none: positions are in the embedding
+    # Rotary cos and sin; None: the embedding holds the positions.
+    cos: Tensor | None
     sin: Tensor | None
-    mask: Any  # True or 0 where a query may look; None: causal; whatever else `attend` takes
+    # True or 0 where a query may look, or anything else that `attend` takes; None: causal.
+    mask: Any
     cache: Any  # a Hugging Face Cache, or None
     attend: Callable[[Attention, Tensor, Tensor, Tensor, Context], Tensor] = scaled_dot_product
 
     @property
     def causal(self) -> bool:
-        """Whether the kernel is to hide later tokens itself; of a single one there is nothing to hide."""
+        """Tell whether the attention kernel must hide later tokens itself. A single token has none to hide."""
         several = self.cos is None or self.cos.shape[-2] > 1
         return self.mask is None and (True if several else False)  # noqa: SIM210 (with dynamic shapes it is no bool yet)
 
@@ -152,18 +158,20 @@ class Context:
 
 
 def causal_mask(padding: Tensor | None, past: int, length: int, n_keys: int, device: torch.device) -> Tensor:
-    """[B or 1, 1, T, keys], True where a query may look: at keys up to its own position that are not padding."""
-    keys, own = torch.arange(n_keys, device=device), torch.arange(past, past + length, device=device).unsqueeze(-1)
-    mask = (keys <= own)[None, None]
+    """Build the mask [B or 1, 1, T, keys]: True at keys up to the query's own position that are not padding."""
+    keys, queries = torch.arange(n_keys, device=device), torch.arange(past, past + length, device=device).unsqueeze(-1)
+    mask = (keys <= queries)[None, None]
     if padding is not None:
         padding = functional.pad(padding.bool(), (0, n_keys - padding.shape[-1]))
         # A padded query may see no key at all, and a softmax over nothing is NaN: let it look at itself.
-        mask = mask & (padding[:, None, None, :] | (keys == own)[None, None])
+        mask = mask & (padding[:, None, None, :] | (keys == queries)[None, None])
     return mask
 
 
 def last_tokens(length: int, n_keys: int) -> Any:
-    """A mask for the last `length` of n_keys tokens, nowhere written out; None where the kernel knows what to do without."""
+    """Return the causal mask of the last `length` of n_keys tokens as an object that is never written out; None where
+    no mask is needed.
+    """
     if length in (1, n_keys):
         return None
     from torch.nn.attention.bias import causal_lower_right  # which imports the compiler

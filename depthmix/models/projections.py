@@ -1,4 +1,4 @@
-"""Linear layers that are trained under autocast: those that read one input in one product, and a gain for outputs in the weights.
+"""Linear layers under autocast: layers that share an input run as one product, and output gains go into the weights.
 
     [q, k, v] = h [W_q; W_k; W_v]ᵀ        dh = [dq, dk, dv] [W_q; W_k; W_v]
 
@@ -25,7 +25,9 @@ from depthmix.ops.torch_internals import calls_only_its_forward
 
 
 def project(h: Tensor, *layers: nn.Linear) -> tuple[Tensor, ...]:
-    """What layers make of h [..., D]; where one is wrapped, sharded, quantized or hooked into, all are asked by themselves."""
+    """Apply several layers to h [..., D], in one product where possible. Layers that are wrapped, sharded, quantized or
+    hooked into run separately.
+    """
     if not copies_weights(h) or not all(map(_untouched, layers)):
         return tuple(layer(h) for layer in layers)
     weight = torch.cat([layer.weight for layer in layers])
@@ -33,27 +35,31 @@ def project(h: Tensor, *layers: nn.Linear) -> tuple[Tensor, ...]:
 
 
 def project_out(x: Tensor, layer: nn.Linear, gain: Tensor | None) -> Tensor:
-    """What a layer makes of x, times a gain [D] in fp32: in its weights."""
+    """Apply a layer to x and multiply by a gain [D] in fp32, which is folded into the weight."""
     return layer(x) if gain is None else functional.linear(x, layer.weight * gain.unsqueeze(-1))
 
 
 def copies_weights(h: Tensor) -> bool:
-    """Whether autocast copies weights for a product with h, and keeps the copies for the backward."""
+    """Tell whether autocast copies weights for a product with h and keeps the copies for the backward pass."""
     return torch.is_grad_enabled() and h.device.type != "meta" and torch.is_autocast_enabled(h.device.type)
 
 
 def weights_take_gains(h: Tensor) -> bool:
-    """Whether a gain fits into such copies: into bf16, which has the range of fp32; in fp16 a small one would make them zero."""
+    """Tell whether a gain fits into autocast's weight copies: into bf16, which has fp32's range. In fp16 a small gain
+    would underflow to zero.
+    """
     return copies_weights(h) and torch.get_autocast_dtype(h.device.type) is torch.bfloat16
 
 
 def own_gain(gains: Mapping[int, Tensor], site: int, sublayer: nn.Module) -> Tensor | None:
-    """The gain that a sublayer is to multiply its output with in its weights; None where that would be seen, or there is none."""
+    """Return the gain that a sublayer folds into its output weights, or None if there is none or folding would be
+    visible from outside.
+    """
     layer: Any = sublayer.out_proj if site in gains and calls_only_its_forward(sublayer) else None
     return gains[site] if layer is not None and _untouched(layer) else None
 
 
 def _untouched(layer: nn.Linear) -> bool:
-    """Whether calling it is a product with its weight and nothing else."""
+    """Tell whether calling the layer is a product with its weight and nothing else."""
     plain = type(layer) is nn.Linear and type(layer.weight) in (Tensor, nn.Parameter)
     return plain and layer.bias is None and calls_only_its_forward(layer)

@@ -18,12 +18,13 @@ from depthmix.models.layers import Context, MlpKind, in_all_directions
 from depthmix.names import DEFAULT_MIXER
 
 HEAD_STD = 0.02
-LEFT_OUT: Any = None  # __post_init__ works it out from the rest
+# A size that `complete_sizes` fills in.
+LEFT_OUT: Any = None
 
 
 @dataclass
 class VitConfig:
-    """The size and shape of a vision transformer."""
+    """Size and shape of a vision transformer."""
 
     image_size: tuple[int, int]  # height and width; one number for both
     patch_size: int
@@ -41,7 +42,7 @@ class VitConfig:
     qk_norm: bool = False  # RMSNorm on the queries and keys of every head
     qk_gain: bool = True  # with learned gains
     norm_eps: float = 1e-6
-    output_scale: float = 1.0  # of the output projections at the start
+    output_scale: float = 1.0  # factor on the initial output projections
     mixer: str = DEFAULT_MIXER
     mixer_options: dict[str, Any] = field(default_factory=dict)
 
@@ -62,12 +63,14 @@ class VitConfig:
 
     @property
     def grid(self) -> tuple[int, int]:
-        """Patches from top to bottom, and from left to right."""
+        """Number of patches vertically and horizontally."""
         return self.image_size[0] // self.patch_size, self.image_size[1] // self.patch_size
 
 
 def sincos_positions(grid: tuple[int, int], dim: int, device: torch.device) -> Tensor:
-    """[patches, dim] in fp32: a quarter of the channels each for the sines and cosines of the row and of the column."""
+    """Compute fixed positions [patches, dim] in fp32. Sines and cosines of the row and of the column get a quarter of
+    the channels each.
+    """
     frequency = 10000.0 ** -(torch.arange(dim // 4, device=device, dtype=torch.float32) / (dim // 4))
     rows, columns = (torch.arange(n, device=device, dtype=torch.float32).unsqueeze(-1) * frequency for n in grid)
     rows, columns = rows.repeat_interleave(grid[1], 0), columns.repeat(grid[0], 1)  # [patches, dim / 4]
@@ -75,7 +78,7 @@ def sincos_positions(grid: tuple[int, int], dim: int, device: torch.device) -> T
 
 
 class PatchEmbedding(nn.Module):
-    """Images [B, C, H, W] to tokens [B, T, D]: patches with their positions, after a class token if there is one."""
+    """Images [B, C, H, W] to tokens [B, T, D]: patches plus positions, after a class token if there is one."""
 
     def __init__(self, config: VitConfig) -> None:
         super().__init__()
@@ -87,7 +90,9 @@ class PatchEmbedding(nn.Module):
         self.token = nn.Parameter(torch.empty(config.dim)) if config.pool == "token" else None
 
     def reset_parameters(self) -> None:
-        """Patches N(0, 1/fan_in), positions N(0, 1/dim) as in Beyer et al.'s code, the class token zero."""
+        """Draw patches from N(0, 1/fan_in) and positions from N(0, 1/dim), as in the code of Beyer et al., and set the
+        class token to zero.
+        """
         nn.init.normal_(self.patches.weight, std=1 / math.sqrt(self.patches.weight[0].numel()))
         if self.patches.bias is not None:
             nn.init.zeros_(self.patches.bias)
@@ -110,7 +115,7 @@ class PatchEmbedding(nn.Module):
 
 
 class Vit(Blocks):
-    """Images [B, C, H, W] in, logits [B, classes] out."""
+    """An image classifier: images [B, C, H, W] in, logits [B, classes] out."""
 
     def __init__(self, config: VitConfig) -> None:
         super().__init__()
@@ -123,7 +128,9 @@ class Vit(Blocks):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Matrices N(0, 1/fan_in), output projections times output_scale / sqrt(sites), the head N(0, 0.02²)."""
+        """Draw matrices from N(0, 1/fan_in), output projections times output_scale / sqrt(sites), and the head from
+        N(0, 0.02²). The mixer resets itself.
+        """
         self._reset_blocks()
         self.embedding.reset_parameters()
         nn.init.normal_(self.head.weight, std=HEAD_STD)

@@ -1,4 +1,4 @@
-"""What a trainer asks of a model, answered for one that is here as a whole; apply.py and staged.py answer for the others."""
+"""Engine of a model in one process. apply.py and staged.py have the same interface for divided models."""
 
 from __future__ import annotations
 
@@ -28,11 +28,13 @@ class Alone:
         return self.model(*args)
 
     def part(self, last: bool = True) -> AbstractContextManager[Any]:
-        """Around the loss of a part of a batch and its backward; last: whether its gradients complete the batch's."""
+        """Enter the context of a partial batch's loss and backward pass. `last`: its gradients complete those of the
+        batch.
+        """
         return nullcontext()
 
     def backward(self, loss: Loss, batch: Tensor, micro: int) -> Tensor:
-        """The mean loss of a batch, whose gradients are then with the parameters; micro: rows at a time."""
+        """Compute the mean loss of a batch and leave the gradients in the parameters. `micro`: rows per forward pass."""
         total, parts = torch.zeros((), device=batch.device), batch.split(micro)
         for part in parts:
             with self.part(last=part is parts[-1]):
@@ -42,21 +44,27 @@ class Alone:
         return total
 
     def probe(self, loss: Loss, batch: Tensor) -> tuple[Tensor, Tensor]:
-        """The loss of a batch, and the norm of its gradient, which is not kept."""
+        """Compute the loss of a batch and the norm of its gradient, which is not kept."""
         found = loss(batch)
         # Not backward(): a recorded step's gradients stay where they are.
         gradients = torch.autograd.grad(found, self.parameters, allow_unused=True)
         return found.detach(), torch.nn.utils.get_total_norm([g for g in gradients if g is not None])
 
     def order_sums(self, loss: Loss, batch: Tensor, micro: int) -> None:
-        """Add gradients from here on in the order that a training has after its first step; for one that goes on from a checkpoint.
+        """Restore the order in which gradients are added, as it is after the first step of a training. For a run that
+        resumes.
 
         Args:
-            loss, batch, micro: as in `backward`. No gradient stays, and the random generator is where it was.
+            loss, batch, micro: As in `backward`. No gradient is kept, and the random generator is restored.
         """
 
     def sums(self, of: Callable[[Any, Tensor], Iterable[float]], dealt: Iterable[tuple[Tensor, bool]]) -> list[float]:
-        """What is found of batches (of: with what gives their logits), added up; dealt: batches, each with whether it counts."""
+        """Add up numbers over batches.
+
+        Args:
+            of: Maps (model, batch) to the numbers.
+            dealt: Batches, each with whether it counts.
+        """
         total: list[float] = []
         for batch, counts in dealt:
             with self.part():
@@ -67,32 +75,36 @@ class Alone:
         return total
 
     def whole(self, losses: Tensor) -> Tensor:
-        """Losses of tokens as a plain tensor."""
+        """Return token losses as a plain tensor."""
         return losses
 
     def clip(self, limit: float) -> Tensor:
-        """The norm of a finished batch's gradients, after which they are scaled so that it is at most the limit."""
+        """Scale the gradients so that their norm is at most the limit, and return the norm before."""
         return torch.nn.utils.clip_grad_norm_(self.parameters, limit)
 
     def rest(self) -> None:
-        """After a pass without a backward: parameters go back to where an optimizer and a checkpoint look for them."""
+        """Put the parameters back where optimizers and checkpoints look for them, after a pass without a backward."""
 
     # Names. This process's tensors may be parts of those that the model in one piece has.
 
     def title(self, name: str) -> str:
-        """What a parameter of this process's is called in the model in one piece."""
+        """Return the undivided model's name of one of this process's parameters."""
         return name
 
     def saved(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Tensors by the model's names (after any path: `adamw/exp_avg/head.weight`), as a checkpoint holds them."""
+        """Return tensors under the undivided model's names (after any path, as in `adamw/exp_avg/head.weight`), for a
+        checkpoint.
+        """
         return dict(tensors)
 
     def load(
         self, read: Callable[[Mapping[str, torch.Size], Place], dict[str, Tensor]], place: Place
     ) -> dict[str, Tensor]:
-        """Read the model, and what else a checkpoint holds, which is returned under this process's names.
+        """Read the model, and return what else a checkpoint holds, under this process's names.
 
-        read: given the shapes of what must be there and places for all that is, fills them; place: for what else there is.
+        Args:
+            read: Given the shapes that must exist and a place for each tensor, fills the places.
+            place: Returns the place of anything else in the checkpoint.
         """
         own = {name: p.detach() for name, p in self.model.named_parameters()}
         shapes = {name: p.shape for name, p in own.items()}

@@ -1,4 +1,4 @@
-"""A model for a world: tensor or context parallelism, then DDP or FSDP2, all of it from outside.
+"""Divide a model among processes, from outside: tensor or context parallelism, then DDP or FSDP2.
 
 The order is torchtitan's: divide matrices, then wrap sublayers for checkpointing and compilation, then shard or replicate.
 """
@@ -33,7 +33,7 @@ warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a vi
 
 
 class Parallel(Alone):
-    """A model among the processes of a world, with what a trainer asks of it; names are those of the model in one piece."""
+    """A divided model, with the interface that a trainer uses. Parameter names are those of the undivided model."""
 
     def __init__(
         self,
@@ -44,8 +44,15 @@ class Parallel(Alone):
         wrap: Callable[[Any], None] = lambda model: None,
         weights: nn.Module | None = None,
     ) -> None:
-        """build: the model; narrow: the dtype that sharded matrices are gathered in, if not their own; wrap: what is done to sublayers;
-        weights: a model in one piece to begin with, in the place of random weights.
+        """Build the model and divide it.
+
+        Args:
+            world: The processes.
+            build: Builds the model.
+            seed: Seed of the random weights.
+            narrow: The dtype that sharded matrices are gathered in; None: their own.
+            wrap: Wraps the sublayers.
+            weights: An undivided model whose weights to start with, instead of random ones.
         """
         assert world.mesh is not None
         self.world, self.mesh, layout = world, world.mesh, world.layout
@@ -78,7 +85,7 @@ class Parallel(Alone):
 
     @contextmanager
     def part(self, last: bool = True) -> Iterator[None]:
-        """Around the loss of a part of a batch and its backward: gradients are sent with the last one."""
+        """Enter the context of a partial batch's loss and backward pass. Gradients are sent with the last one."""
         self.world.moved()
         with ExitStack() as stack:
             if self.world.layout.tp > 1:
@@ -90,11 +97,11 @@ class Parallel(Alone):
             yield
 
     def whole(self, losses: Tensor) -> Tensor:
-        """Losses of tokens as a plain tensor."""
+        """Return token losses as a plain tensor."""
         return whole(losses)
 
     def clip(self, limit: float) -> Tensor:
-        """The global norm of a finished batch's gradients, after which they are scaled so that it is at most the limit."""
+        """Scale the gradients so that their global norm is at most the limit, and return the norm before."""
         if self.everywhere:
             sum_over(self.everywhere, self.mesh[TENSOR])
         return clip(self.parameters, limit)
@@ -109,27 +116,27 @@ class Parallel(Alone):
             torch.set_rng_state(drawn)
 
     def probe(self, loss: Loss, batch: Tensor) -> tuple[Tensor, Tensor]:
-        """The loss of a batch, and the norm of its gradient, which is not kept."""
+        """Compute the loss of a batch and the norm of its gradient, which is not kept."""
         found = self.backward(loss, batch, len(batch))
         norm = self.clip(math.inf)
         self.model.zero_grad(set_to_none=True)
         return found, norm
 
     def rest(self) -> None:
-        """After a pass without a backward FSDP2 leaves parameters gathered: the outermost ones, or all of them where nothing is shared out."""
+        """Reshard parameters that FSDP2 leaves gathered after a pass without a backward."""
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
 
 
 def data_mesh(world: World) -> Any:
-    """The processes that parameters are sharded among, and replicated."""
+    """Return the mesh of the processes that parameters are sharded among and replicated on."""
     assert world.mesh is not None
     return world.mesh[REPLICATE, SHARD] if world.layout.dp > 1 else world.mesh[SHARD]
 
 
 def shard(model: Any, mesh: Any, narrow: torch.dtype | None) -> None:
-    """FSDP2: a group for each sublayer, one for the mixer, which stays fp32, and one for the rest.
+    """Apply FSDP2: one group for each sublayer, one for the mixer, which stays fp32, and one for the rest.
 
     Matrices are gathered in the narrow dtype, and their gradients summed in fp32. Norms and the embedding, which a model under
     autocast computes with in fp32 as well, are gathered as they are. Where all shards are here, what a forward has cast is kept for

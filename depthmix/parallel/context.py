@@ -1,4 +1,5 @@
-"""Context parallelism: a process holds a part of every sequence, and its queries look at the keys and values of all parts.
+"""Context parallelism: a process holds a part of every sequence, and its queries attend to the keys and values of all
+parts.
 
 A sequence is cut into 2 cp chunks, and process r of cp takes chunks r and 2 cp - 1 - r: under a causal mask chunk j looks at j + 1
 chunks, so that every process has the same work, 2 cp + 1 of them (Llama 3, arXiv 2407.21783, section 3.3.2, does the same).
@@ -32,13 +33,15 @@ from depthmix.parallel.share import Share
 
 @dataclass(frozen=True)
 class SharedAttention:
-    """Attention of the tokens that this process has to those that all have."""
+    """Attention of this process's tokens to the tokens of all processes."""
 
     mesh: DeviceMesh
     share: Share
 
     def __call__(self, attention: Attention, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
-        """As `scaled_dot_product`: q [B, heads, T / cp, d], k and v [B, kv heads, T / cp, d] in, [B, T / cp, heads, d] out."""
+        """Apply attention like `scaled_dot_product`: q [B, heads, T / cp, d], k and v [B, kv heads, T / cp, d] to [B, T
+        / cp, heads, d].
+        """
         k, v = self.gather(torch.stack([k, v])).unbind()
         length = q.shape[2] // 2
         found = []
@@ -56,12 +59,14 @@ class SharedAttention:
         return torch.cat(found, dim=2).transpose(1, 2)
 
     def masks(self, n_tokens: int) -> tuple[Any, ...]:
-        """What `attend` takes for a mask: one for each chunk of so many tokens. They are made outside of what is compiled."""
+        """Return the mask argument of `attend`: one mask for each chunk of `n_tokens` tokens. Masks are made outside
+        compiled code.
+        """
         length = n_tokens // 2
         return tuple(last_tokens(length, (chunk + 1) * length) for chunk in self.share.chunks)
 
     def gather(self, kv: Tensor) -> Tensor:
-        """[2, B, heads, T / cp, d] of this process to [2, B, heads, T, d] of all."""
+        """Gather keys and values [2, B, heads, T / cp, d] of this process to [2, B, heads, T, d] of all."""
         parts = DTensor.from_local(kv.unsqueeze(0), self.mesh, [Shard(0)], run_check=False)
         every = parts.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
         return self.share.put_together(every.unbind(), dim=-2)

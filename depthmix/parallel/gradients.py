@@ -1,4 +1,4 @@
-"""Gradients of parameters that live in different places: their sum over tensor-parallel processes, their norm, clipping."""
+"""Gradients of parameters in different places: sum over tensor-parallel processes, norm, clipping."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ Dimensions = tuple[int, ...] | None
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The part of a tensor that is here."""
+    """Return this process's part of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """All of a tensor, put together where it is divided."""
+    """Return the whole tensor, gathered if it is divided."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def sum_over(parameters: Sequence[Tensor], mesh: DeviceMesh) -> None:
-    """Add up the gradients of parameters that each process of a mesh has found for its own tokens: one message for all of them."""
+    """Sum the gradients that the processes of a mesh have computed for their own tokens, in one message."""
     gradients = [local(p.grad) for p in parameters if p.grad is not None]
     if not gradients:
         return
@@ -37,7 +37,7 @@ def sum_over(parameters: Sequence[Tensor], mesh: DeviceMesh) -> None:
 
 @torch.no_grad()
 def clip(parameters: Sequence[Tensor], limit: float) -> Tensor:
-    """The norm of all gradients wherever they are, after which they are scaled so that it is at most the limit."""
+    """Scale all gradients, wherever they are, so that their norm is at most the limit, and return the norm before."""
     total = norm(parameters)
     scale(parameters, total, limit)
     return total
@@ -45,7 +45,7 @@ def clip(parameters: Sequence[Tensor], limit: float) -> Tensor:
 
 @torch.no_grad()
 def norm(parameters: Iterable[Tensor]) -> Tensor:
-    """The norm of all gradients, wherever they are; there must be one."""
+    """Compute the norm of all gradients, wherever they are. There must be at least one."""
     groups: dict[tuple[DeviceMesh | None, Dimensions], list[Tensor]] = {}
     for p in parameters:
         if p.grad is not None:
@@ -55,7 +55,7 @@ def norm(parameters: Iterable[Tensor]) -> Tensor:
 
 
 def _pieces(gradient: Tensor) -> tuple[DeviceMesh | None, Dimensions]:
-    """The mesh whose processes hold a gradient, and along which of its dimensions they hold different parts."""
+    """Return the mesh that holds a gradient, and the mesh dimensions along which its processes hold different parts."""
     if not isinstance(gradient, DTensor):
         return None, ()
     mesh, placements = gradient.device_mesh, gradient.placements

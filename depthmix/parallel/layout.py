@@ -1,4 +1,4 @@
-"""How the processes of a run are laid out: the recipe's line `parallel`, and what it asks of the rest of the recipe.
+"""Layout of a run's processes: the recipe's line `parallel`, and its requirements on the rest of the recipe.
 
     parallel: {dp: 4}             four replicas (DDP)
     parallel: {shard: 8}          parameters, gradients and optimizer in eight parts (FSDP2)
@@ -29,9 +29,10 @@ NAMES = (*SIZES, *OF_PIPELINES)
 
 @dataclass(frozen=True)
 class Layout:
-    """How many processes each dimension has; shard None: parameters are not sharded.
+    """Number of processes along each dimension. shard=None: parameters are not sharded.
 
-    Of a pipeline: virtual, the stages of a process; schedule, None for the usual one; microbatches, None for those that the rest says.
+    For pipelines: `virtual` stages per process, a `schedule` (None: the default), and `microbatches` (None: derived
+    from the rest).
     """
 
     dp: int = 1
@@ -45,7 +46,7 @@ class Layout:
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Layout:
-        """From the recipe's line; UserError for what is none."""
+        """Read the recipe's line. Raises UserError if it is invalid."""
         for name, value in given.items():
             if name not in NAMES:
                 raise UserError(f"parallel has {', '.join(NAMES)}, not {name!r}{nearest(name, NAMES)}")
@@ -60,31 +61,33 @@ class Layout:
 
     @property
     def data(self) -> int:
-        """Processes that a batch is divided among."""
+        """Number of processes that a batch is divided among."""
         return self.dp * (self.shard or 1)
 
     @property
     def size(self) -> int:
-        """All processes."""
+        """Number of all processes."""
         return self.data * self.cp * self.tp * self.pp
 
     @property
     def sharded(self) -> bool:
-        """Whether FSDP2 holds the parameters: also with tp and pp, where DDP could not hold them."""
+        """True if FSDP2 holds the parameters. It also does with tp and pp, which DDP does not support."""
         return self.shard is not None or (self.dp > 1 and (self.tp > 1 or self.pp > 1))
 
     @property
     def order(self) -> str:
-        """The schedule of a pipeline."""
+        """Schedule of the pipeline."""
         return self.schedule or ("1F1B" if self.virtual == 1 else "Interleaved1F1B")
 
     def place(self, rank: int) -> tuple[int, int, int]:
-        """Where a process is: in its pipeline, among those that a batch is divided among, among those that share its sequences."""
+        """Return a process's index in its pipeline, among those that divide a batch, and among those that share its
+        sequences.
+        """
         sharing = self.cp * self.tp
         return rank // (self.data * sharing), rank // sharing % self.data, rank % sharing
 
     def micro_batch_size(self, config: TrainConfig) -> int | None:
-        """Sequences at a time in one process; None: all of its own. A pipeline takes one unless the recipe says otherwise."""
+        """Return the sequences per forward pass of a process; None: all of its own. The default of a pipeline is one."""
         own = config.batch_size // self.data
         if self.pp == 1 or config.micro_batch_size is not None:
             return config.micro_batch_size
@@ -95,7 +98,7 @@ class Layout:
         return " x ".join(f"{name} {n}" for name, n in sizes.items() if n is not None)
 
     def check_world(self, size: int, given: bool) -> None:
-        """UserError if another number of processes was started; given: whether the recipe has the line."""
+        """Raise UserError if another number of processes was started. `given`: whether the recipe has the line."""
         if self.size == size:
             return
         if not given:
@@ -106,7 +109,7 @@ class Layout:
         raise UserError(f"parallel: {self} needs {self.size} processes and {ran}; start `{start}`")
 
     def check(self, config: TrainConfig, model: DecoderConfig | VitConfig | None) -> None:
-        """UserError, with the reason, for a recipe that cannot be run like this."""
+        """Raise UserError, with the reason, for a recipe that cannot run with this layout."""
         if config.batch_size % self.data:
             what = f"batch_size={config.batch_size} must be a multiple of {self.data}"
             raise UserError(f"parallel: {what}, for every process takes as many sequences (dp x shard)")

@@ -1,4 +1,6 @@
-"""Which process is gone when a collective fails, for torch says that a connection broke, not whose; and which one hangs."""
+"""Find out which process is gone when a collective fails, and which one hangs. torch reports only that a connection
+broke.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ ADVICE = "the run stops; torchrun's --max-restarts, or the same command, goes on
 
 
 class Log(Protocol):
-    """Where a process writes what happened to it: its view of the run folder."""
+    """Destination of a process's log lines: its view of the run folder."""
 
     path: Path
 
@@ -36,14 +38,16 @@ class Log(Protocol):
 
 
 class Heartbeat:
-    """Every process leaves signs of life in the store where they met, and a word when it goes by itself.
+    """Writes this process's signs of life, and its reason when it leaves, to the store that all processes share.
 
-    The thread that does so also looks after a run in which nothing goes on any more (watchdog.py): it warns, and in the end it
-    writes the stacks of this process into its log and ends it, whatever the main thread waits for.
+    The thread that writes them also watches for a run that stands still (watchdog.py). It warns first. In the end it
+    writes the stacks of this process to its log and ends it, whatever the main thread is waiting for.
     """
 
     def __init__(self, store: Any, rank: int, size: int, progress: Progress, in_order: bool = True) -> None:
-        """in_order: whether all processes begin the same collectives, which those of a pipeline do not."""
+        """Start the thread. `in_order`: whether all processes begin the same collectives, which those of a pipeline do
+        not.
+        """
         self.store, self.rank, self.size, self.progress = store, rank, size, progress
         self.watchdog = Watchdog(store, rank, size, progress, in_order)
         self.log: Log | None = None
@@ -86,7 +90,7 @@ class Heartbeat:
             self._end(self.store.get(STRUCK).decode(), speaks=False)
 
     def _end(self, why: str, speaks: bool) -> None:
-        """Write the stacks of this process and end it; speaks: say why, when all others have written theirs."""
+        """Write the stacks of this process and end it. `speaks`: print the reason once all others have written theirs."""
         self.struck.set()
         with suppress(Exception):  # a full disk must not keep the process from ending
             if self.log is not None:
@@ -117,12 +121,12 @@ class Heartbeat:
             print(f"depthmix: rank {self.rank}: {sentence}", file=sys.stderr, flush=True)
 
     def leave(self, reason: str) -> None:
-        """Say that this process goes, and why; nothing: because another one did."""
+        """Announce that this process leaves, and why. An empty reason: because another one did."""
         with suppress(RuntimeError):
             self.store.set(f"left/{self.rank}", reason)
 
     def stop(self) -> None:
-        """Leave no more signs of life."""
+        """Stop the signs of life."""
         self.ended.set()
         self.thread.join(EVERY)
         if self.size > 1:
@@ -130,7 +134,7 @@ class Heartbeat:
         self._open.close()
 
     def gone(self) -> str | None:
-        """Name the processes that have died or gone for a reason of their own; None if all are there."""
+        """Name the processes that have died or left for a reason of their own; None if all are present."""
         if self.struck.is_set():
             self.thread.join()  # which ends this process
         if threading.current_thread() is threading.main_thread():

@@ -1,4 +1,4 @@
-"""Processes of a run find each other, in a store that the first one keeps, or torchrun.
+"""Rendezvous of a run's processes, in a store that the first process or torchrun keeps.
 
 Processes that torchrun starts again meet in the store of those that died: they agree on a corner of it that is new. Torch itself
 would connect to the addresses that are still written there. How often a process was restarted does not help: torchrun counts that
@@ -35,7 +35,7 @@ LEAVING = 1.0  # seconds for which the first process keeps the store when not al
 
 
 class NeverCame(UserError):
-    """A process of the run that was not there in time; the first process says it for all that came."""
+    """A process of the run did not arrive in time. The first process reports it for all that did."""
 
     shared = True
 
@@ -106,7 +106,7 @@ def new_corner(store: Any, rank: int, size: int, patience: timedelta) -> Any:
 
 
 def _get(store: Any, key: str) -> str:
-    """Wait for a key that rank 0 writes."""
+    """Wait for a key that rank 0 writes, and return its value."""
     try:
         return str(store.get(key).decode())
     except RuntimeError as error:
@@ -114,7 +114,7 @@ def _get(store: Any, key: str) -> str:
 
 
 def _answer(store: Any, corner: str, size: int, seconds: float) -> str:
-    """Tell whoever says hello where to meet, until all are there; return what to say if some are not in time."""
+    """Tell each arriving process where to meet, until all have come; returns a message if some are late."""
     begun, warned = time.monotonic(), False
     waiting, answered = list(range(1, size)), set()
     while True:
@@ -137,7 +137,7 @@ def _answer(store: Any, corner: str, size: int, seconds: float) -> str:
 
 @contextmanager
 def _said_to_wait_for(rank: int, what: str) -> Iterator[None]:
-    """Warn, while the inside waits for too long, what it waits for."""
+    """Warn, when the code inside this context waits for too long, what it waits for."""
     timer = threading.Timer(WARN_AFTER, _warn, (rank, f"still waiting for {what}"))
     timer.daemon = True
     timer.start()

@@ -1,4 +1,4 @@
-"""The parameters of a pipeline's pieces: what they are called, and how they are saved and loaded.
+"""Parameters of a pipeline's pieces: their names, and how they are saved and loaded.
 
 A parameter is named by its stage and by its name in the whole: `2.sublayers.8.out_proj.weight`. In a checkpoint it has the name
 alone, and the rows that pieces have of a mixer's parameter are put together: any layout goes on from a checkpoint of any other.
@@ -22,7 +22,7 @@ from depthmix.parallel.weights import fill
 
 
 class Pieces(Alone):
-    """This process's pieces of a model, by stage."""
+    """Pieces of a model on this process, by stage."""
 
     pipe: Pipeline
     pieces: dict[str, Any]
@@ -32,7 +32,7 @@ class Pieces(Alone):
         return "embedding.weight" if title == "head.weight" and self.blueprint.config.tie_embeddings else title
 
     def saved(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """This process's tensors under the whole's names, and all of the mixer's in one piece, in every process."""
+        """Return this process's tensors under the undivided model's names; the mixer's tensors whole, in every process."""
         found: dict[str, Tensor] = {}
         mixed: dict[str, dict[str, Tensor]] = {}  # by the whole's name and by stage
         for name, t in tensors.items():
@@ -46,7 +46,7 @@ class Pieces(Alone):
         return {**found, **self._joined(mixed)}
 
     def _joined(self, mixed: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """The mixer's tensors from the parts that a pipeline's processes have, by stage; one message for all of them."""
+        """Join the mixer's tensors from the parts that the pipeline's processes hold by stage, in one message."""
         numbers = {n: next(iter(t.values())).item() for n, t in mixed.items() if not next(iter(t.values())).ndim}
         known: list[Any] = [None] * self.pipe.ranks
         dist.all_gather_object(known, (list(mixed), numbers), group=self.pipe.group)
@@ -65,7 +65,7 @@ class Pieces(Alone):
         return {n: t.clone() for n, t in joined.items()} | {n: torch.tensor(value) for n, value in numbers.items()}
 
     def _rows(self, name: str, of_whole: Tensor, stage: str) -> Tensor:
-        """What a stage has of a mixer's tensor: a view."""
+        """Return a view of the rows that a stage holds of a mixer's tensor."""
         title = _apart(name)[1].removeprefix(MIXER)
         return cut_tensors(self.pipe.mixer, {title: of_whole}, self.pieces[stage].mixer.held)[title]
 
@@ -97,7 +97,9 @@ class Pieces(Alone):
         return {name: t for name, t in found.items() if name not in own}
 
     def _taken(self, name: str, of_whole: Tensor, mine: str, own: Mapping[str, Tensor]) -> Tensor:
-        """This process's part of a mixer's tensor, divided as its parameter is; that of the parameter itself is put there."""
+        """Cut this process's part out of a mixer's tensor, sharded like its parameter; parameters themselves are filled
+        in place.
+        """
         rows = self._rows(name, of_whole, mine.partition(".")[0]) if of_whole.ndim else of_whole
         if rows.shape != own[mine].shape:  # a number of steps
             return rows
@@ -107,6 +109,6 @@ class Pieces(Alone):
 
 
 def _apart(name: str) -> tuple[str, str]:
-    """The path before a parameter's name, and the name: `adamw/exp_avg/head.weight`."""
+    """Split `adamw/exp_avg/head.weight` into the path before a parameter's name, and the name."""
     path, slash, rest = name.rpartition("/")
     return path + slash, rest

@@ -1,4 +1,4 @@
-"""Where a process is in its run, for how long it has been there, and for how long it may be."""
+"""Progress of a process: where it is in its run, for how long, and how long it may stay there."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ FIRST_TIMES = 4  # as long as the limit: what is done for the first time may com
 
 
 class Progress:
-    """What this process does now. The training notes it; a thread of its own looks at it.
+    """Records what this process does now. The training writes it, and a watching thread reads it.
 
     Args:
         limit: Seconds that the process may stand still.
-        count: Gives the number of collectives that it has begun.
+        count: Returns the number of collectives that it has begun.
     """
 
     def __init__(self, limit: float, count: Callable[[], int] = lambda: 0) -> None:
@@ -31,14 +31,14 @@ class Progress:
         self._since = 0.0
 
     def at(self, kind: str, number: int | None = None, slow: bool = False) -> None:
-        """Note what the process does now; slow: it may take as long as what compiles, each time."""
+        """Record what the process does now. `slow`: it may take as long as compilation does, each time."""
         self.slow = slow or kind not in self._done
         self._done.add(kind)
         self.place = kind if number is None else f"{kind} {number}"
         self.marks += 1
 
     def moved(self) -> None:
-        """Note that the process goes on with what it does."""
+        """Record that the process makes progress."""
         self.marks += 1
 
     def idle(self, now: float) -> float:

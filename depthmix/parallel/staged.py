@@ -1,4 +1,4 @@
-"""A model in the stages of pipelines, with what a trainer asks of it; in every stage tensor parallelism and FSDP2, as in apply.py.
+"""Engine of a model in pipeline stages, each with tensor parallelism and FSDP2 as in apply.py.
 
 A process holds pieces of the model, one for each of its stages. What a schedule computes, and what goes from stage to stage, is in
 pipeline/; what pieces' parameters are called, and how they are saved and loaded, in pieces.py.
@@ -37,7 +37,7 @@ logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRI
 
 
 class Staged(Pieces):
-    """A decoder in the stages of pipelines, one pipeline for every part of a batch."""
+    """A decoder in pipeline stages, with one pipeline for each part of a batch."""
 
     def __init__(
         self,
@@ -49,7 +49,9 @@ class Staged(Pieces):
         weights: nn.Module | None = None,
         microbatches: int = 1,
     ) -> None:
-        """As Parallel, with narrow as the dtype of autocast; microbatches: parts of a pipeline's rows that it has at a time."""
+        """Build and divide the model, as Parallel does. `narrow` is autocast's dtype; `microbatches` divide a
+        pipeline's rows.
+        """
         assert world.mesh is not None
         self.mesh, layout = world.mesh, world.layout
         model = build_empty(build, seed)
@@ -124,7 +126,9 @@ class Staged(Pieces):
         return loss_parallel() if self.mesh[TENSOR].size() > 1 else nullcontext()
 
     def backward(self, loss: Loss, batch: Tensor, micro: int) -> Tensor:
-        """The mean loss of a batch, the same in all of the pipeline; its schedule has its own parts, of `micro` rows."""
+        """Compute the mean loss of a batch, the same in the whole pipeline. The schedule runs micro-batches of `micro`
+        rows.
+        """
         self.pipe.loss = lambda logits, rows: loss(rows, lambda _: logits)
         with self.part():
             total = self.pipe.step(batch)
@@ -132,7 +136,9 @@ class Staged(Pieces):
         return total
 
     def _complete(self) -> None:
-        """Where a row of a mixer's parameter has no gradient and another piece's row has one, it is zero, as in the whole."""
+        """Set missing gradients of a mixer's rows to zero where another piece's rows have one, as in the undivided
+        model.
+        """
         if self.unread is None:
             mixed = {n: p for n, p in self.model.named_parameters() if self.title(n).startswith(MIXER)}
             has: list[Any] = [None] * self.pipe.ranks
@@ -145,14 +151,14 @@ class Staged(Pieces):
                 p.grad = torch.zeros_like(p)
 
     def probe(self, loss: Loss, batch: Tensor) -> tuple[Tensor, Tensor]:
-        """The loss of a batch, and the norm of its gradient, which is not kept: all micro-batches are this batch."""
+        """Compute the loss of a batch and the norm of its gradient, which is not kept. Every micro-batch is this batch."""
         found = self.backward(loss, batch.repeat(self.pipe.microbatches, 1), len(batch))
         norm = self.clip(math.inf)
         self.model.zero_grad(set_to_none=True)
         return found, norm
 
     def sums(self, of: Callable[[Any, Tensor], Iterable[float]], dealt: Iterable[tuple[Tensor, bool]]) -> list[float]:
-        """What is found of batches, added up, at the end of the pipeline; elsewhere nothing."""
+        """Add up numbers over batches, at the end of the pipeline; empty in other processes."""
         n, found = self.pipe.microbatches, list[list[float]]()
         together: list[tuple[Tensor, bool]] = []
         for batch, counts in dealt:
@@ -168,7 +174,9 @@ class Staged(Pieces):
     def _sums(
         self, of: Callable[[Any, Tensor], Iterable[float]], given: list[tuple[Tensor, bool]]
     ) -> list[list[float]]:
-        """Of as many batches as a schedule has micro-batches. Those are of one size: a smaller batch gets rows that do not count."""
+        """Compute the numbers of one schedule's micro-batches. All have one size: smaller batches are padded with rows
+        that do not count.
+        """
         size, found = max(len(batch) for batch, _ in given), list[list[float]]()
         rows = iter([len(batch) if counts else 0 for batch, counts in given])  # the end sees them in this order
 
@@ -186,7 +194,7 @@ class Staged(Pieces):
         return whole(losses)
 
     def clip(self, limit: float) -> Tensor:
-        """The norm of the whole model's gradient, after which it is scaled so that it is at most the limit."""
+        """Scale the whole model's gradient so that its norm is at most the limit, and return the norm before."""
         if self.everywhere:
             sum_over(self.everywhere, self.mesh[TENSOR])
         return self.pipe.clip(limit)
@@ -198,7 +206,7 @@ class Staged(Pieces):
 
 
 def _under(device: torch.device, narrow: torch.dtype, call: Callable[..., Any]) -> Callable[..., Any]:
-    """A forward under autocast; a schedule's backward, which comes in between, is not."""
+    """Wrap a forward in autocast. A schedule's backward passes, which run in between, stay outside."""
 
     @functools.wraps(call)
     def inside(*args: Any) -> Any:

@@ -30,7 +30,7 @@ SEQUENCE = 1  # the dimension of tokens in [B, T, D]
 
 
 class GatherSequence(ParallelStyle):
-    """A sublayer whose input is a part of every sequence, or several (one per way), and who needs all of it."""
+    """A sublayer that needs whole sequences, and whose inputs (one per way) are parts of them."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def whole(t: Tensor) -> Tensor:
@@ -47,14 +47,14 @@ class GatherSequence(ParallelStyle):
 
 
 def _positions(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Attention sees whole sequences: their positions, where the model would count those of its part."""
+    """Pass the positions of whole sequences to attention, where the model would count those of its own part."""
     if args and kwargs.get("position_ids") is None:
         kwargs = {**kwargs, "position_ids": torch.arange(args[0].shape[1], device=args[0].device).unsqueeze(0)}
     return args, kwargs
 
 
 def plan(model: Any) -> dict[str, ParallelStyle]:
-    """What becomes of each module of a decoder or a piece of one; those that are not here stay whole."""
+    """Return the parallel style of each module of a decoder or of a piece. Modules without one stay whole."""
     styles: dict[str, ParallelStyle] = {
         "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(SEQUENCE)),
         "head": ColwiseParallel(input_layouts=Shard(SEQUENCE), output_layouts=Shard(-1), use_local_output=False),

@@ -1,4 +1,4 @@
-"""What happens when no process of a run makes progress: a warning that names who hangs, and in the end an exit.
+"""Watch a run for standstill: warn with the name of the process that hangs, and in the end exit.
 
 In a collective all processes wait for the one that hangs, so that all of them stand still. The one that hangs has begun the fewest
 collectives, or it gives no signs of life at all:
@@ -28,10 +28,10 @@ class Watchdog:
     """Judges the progress of all processes by their signs of life.
 
     Args:
-        store: What the processes share; `beat/3` holds the last sign of life of rank 3.
+        store: Shared by the processes; `beat/3` holds the last sign of life of rank 3.
         progress: This process's own.
         in_order: Whether all processes begin the same collectives, which those of a pipeline do not.
-        where: Gives the line that this process is at.
+        where: Returns the line that this process is at.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Watchdog:
         self._warned = False
 
     def beat(self, now: float) -> None:
-        """Leave a sign of life: what this process does, and for how long it has stood still."""
+        """Write a sign of life: what this process does, and for how long it has stood still."""
         self._n += 1
         idle = self.progress.idle(now)
         own = {"n": self._n, "place": self.progress.place, "count": self.progress.count(), "idle": idle}
@@ -62,7 +62,7 @@ class Watchdog:
         self.store.set(f"beat/{self.rank}", json.dumps(own))
 
     def look(self, now: float) -> tuple[str | None, str | None]:
-        """Return a warning, and why the run is to end, where it is time for one of them and this process is to say it."""
+        """Return (warning, reason to end the run), each None unless it is due and this process is the one to report it."""
         idle = self.progress.idle(now)
         if self.rank >= WATCHERS or idle < min(WARN_AFTER, self.progress.allowed):
             self._looking_since, self._warned = None, False
@@ -95,7 +95,7 @@ class Watchdog:
             self._said[rank] = there
 
     def _behind(self, heard: list[int]) -> list[int]:
-        """Return the ranks that the others wait for, as far as it can be told; else all of them."""
+        """Return the ranks that the others wait for, as far as known; else all ranks."""
         if self.in_order:
             least = min(self._said[rank]["count"] for rank in heard)
             return [rank for rank in heard if self._said[rank]["count"] == least]
@@ -119,6 +119,6 @@ class Watchdog:
 
 
 def ranks(named: list[int], size: int) -> str:
-    """Say some ranks: `rank 1 of 3`."""
+    """Format ranks: `rank 1 of 3`."""
     more = f" and {len(named) - NAMED} more" if len(named) > NAMED else ""
     return f"rank{'s' * (len(named) > 1)} {', '.join(map(str, named[:NAMED]))}{more} of {size}"

@@ -1,4 +1,5 @@
-"""Initial weights in parts: those that one process would draw, with no process holding more than one whole tensor.
+"""Initial weights of a divided model, equal to those one process would draw. No process holds more than one whole
+tensor.
 
 A model is built on the meta device, divided, given memory and drawn. Every process goes through all the random numbers, in the
 order of a model in one piece, and keeps its own part: so a run's losses do not depend on how many processes it has.
@@ -20,7 +21,7 @@ DRAWS = (torch.ops.aten.normal_.default, torch.ops.aten.uniform_.default)
 
 
 class AsInOnePiece(TorchDispatchMode):
-    """Inside it a random draw into a tensor that is not here, or not as a whole, takes the numbers of the whole tensor."""
+    """Inside this context, a random draw into a missing or partial tensor uses the numbers of the whole tensor."""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function not in DRAWS or (args[0].device.type == "cpu" and not isinstance(args[0], DTensor)):
@@ -34,14 +35,18 @@ class AsInOnePiece(TorchDispatchMode):
 
 
 class NotDrawing(TorchDispatchMode):
-    """Inside it nothing is drawn into tensors without memory: working out that nothing is to be done takes torch a while."""
+    """Inside this context, nothing is drawn into tensors without memory. torch takes long to find out that nothing is
+    to be done.
+    """
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return args[0] if function in DRAWS and args[0].is_meta else function(*args, **(kwargs or {}))
 
 
 def part_of(whole: Tensor, like: Tensor) -> Tensor:
-    """What this process would hold of a tensor that every process has, if it were divided like another; nothing is sent."""
+    """Return the part of a replicated tensor that this process would hold if it were divided like another. Nothing is
+    sent.
+    """
     if not isinstance(like, DTensor):
         return whole
     return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None).to_local()
@@ -55,7 +60,7 @@ def fill(place: Tensor, whole: Tensor) -> None:
 
 
 def build_empty(build: Callable[[], Any], seed: int) -> Any:
-    """A model without memory; the random numbers go on where they would after building it in one piece."""
+    """Build a model without memory. The random generator ends where it would after building the undivided model."""
     torch.manual_seed(seed)
     with torch.device("meta"), NotDrawing():
         model = build()
@@ -67,7 +72,7 @@ def build_empty(build: Callable[[], Any], seed: int) -> Any:
 
 
 def like(model: Any) -> Any:
-    """A model of the same make, where the surroundings put it."""
+    """Build a model of the same configuration, on the device in force."""
     made = type(model)(model.config)
     for (_, p), (_, q) in zip(made.named_parameters(), model.named_parameters(), strict=True):
         p.requires_grad_(q.requires_grad)
@@ -75,7 +80,7 @@ def like(model: Any) -> Any:
 
 
 def fingerprint(model: nn.Module) -> str:
-    """What tells a model's weights apart from others."""
+    """Hash a model's weights."""
     found = hashlib.sha256()
     for name, p in model.named_parameters():
         found.update(name.encode() + b"\0")
@@ -84,7 +89,7 @@ def fingerprint(model: nn.Module) -> str:
 
 
 def take_over(model: Any, source: nn.Module, device: torch.device) -> None:
-    """Give a divided model memory and the weights of one in one piece, which every process has."""
+    """Allocate a divided model and copy the weights of an undivided one, which every process has."""
     model.to_empty(device=device)
     whole = {**dict(source.named_parameters()), **dict(source.named_buffers())}
     for name, place in (*model.named_parameters(), *model.named_buffers()):
@@ -92,7 +97,7 @@ def take_over(model: Any, source: nn.Module, device: torch.device) -> None:
 
 
 def materialize(model: Any, mixer: nn.Module, device: torch.device) -> None:
-    """Give a divided model memory and its initial weights; mixer: its mixer in one piece, on the meta device."""
+    """Allocate a divided model and draw its initial weights. `mixer`: its undivided mixer, on the meta device."""
     model.to_empty(device=device)
 
     def take(whole: nn.Module) -> None:
@@ -104,7 +109,9 @@ def materialize(model: Any, mixer: nn.Module, device: torch.device) -> None:
 
 
 def draw(model: Any, mixer: nn.Module, take: Callable[[nn.Module], None]) -> None:
-    """Draw the initial weights of a model of which some may have no memory here; take: is given the mixer, drawn in one piece."""
+    """Draw the initial weights of a model that may lack memory for some. `take` receives the undivided mixer once it is
+    drawn.
+    """
     whole = copy.deepcopy(mixer).to_empty(device="cpu")
 
     def reset_mixer() -> None:  # a rule may set rows and entries one by one, which a divided tensor does not take

@@ -1,4 +1,4 @@
-"""The processes of a run, and what they say to each other: who am I, do we agree, what went wrong and where.
+"""The processes of a run and their communication: identity, agreement, errors.
 
 A world of one process is a world too, in which nothing is sent. Under `torchrun` the processes meet where its environment says.
 """
@@ -33,7 +33,7 @@ CONTEXT = "cp"  # and of another
 
 
 class SharedError(UserError):
-    """What all processes have found out together: one of them says it."""
+    """An error that all processes have agreed on; one of them prints it."""
 
     shared = True
 
@@ -43,7 +43,7 @@ class Lost(UserError):
 
 
 class World:
-    """This process among those of a run."""
+    """A run's processes, seen from this one."""
 
     def __init__(
         self,
@@ -63,27 +63,27 @@ class World:
 
     @functools.cached_property
     def device(self) -> torch.device:
-        """Where this process computes; UserError if there is no such device, said after what is wrong with the recipe."""
+        """Device of this process. Chosen on first use, so that errors in the recipe come before a missing device."""
         return choose_device(self._device) if isinstance(self._device, str) else self._device
 
     @functools.cached_property
     def context(self) -> DeviceMesh:
-        """The processes that have the parts of the same sequences."""
+        """Mesh of the processes that hold the parts of the same sequences."""
         sizes = (self.size // self.layout.cp, self.layout.cp)
         return init_device_mesh(self.device.type, sizes, mesh_dim_names=("others", CONTEXT))[CONTEXT]
 
     @property
     def several(self) -> bool:
-        """Whether processes were started for this run, be it one, so that torch's engine holds the model."""
+        """True if processes were started for this run, even a single one, so that torch's engine holds the model."""
         return self.mesh is not None
 
     def rows(self, batch_size: int) -> slice:
-        """Which sequences of a batch are this process's."""
+        """Return the rows of a batch that belong to this process."""
         own = batch_size // self.layout.data
         return slice(self.data_rank * own, (self.data_rank + 1) * own)
 
     def average(self, numbers: Tensor, asked: bool = False) -> Tensor:
-        """The mean of some numbers [n] over all processes; asked: whether this one was asked to stop (see `stopping`)."""
+        """Average numbers [n] over all processes. `asked`: whether this process was asked to stop (see `stopping`)."""
         if not self.several:
             return numbers
         # One message for both. Filled where it is: a number sent to a GPU from here would wait for all that was launched before it.
@@ -93,16 +93,18 @@ class World:
         return numbers
 
     def stopping(self) -> bool:
-        """Whether any process had been asked to stop when numbers were last averaged: all stop after the same step."""
+        """Tell whether any process had been asked to stop at the last `average`, so that all stop after the same step."""
         return bool(self._asked)
 
     def at(self, kind: str, number: int | None = None, slow: bool = False) -> None:
-        """Note what this process does, as `step 12`, for the watchdog; slow: it may take as long as what compiles, each time."""
+        """Record what this process does, as `step 12`, for the watchdog. `slow`: it may take as long as compilation
+        does, each time.
+        """
         if self.beat is not None:
             self.beat.progress.at(kind, number, slow)
 
     def moved(self) -> None:
-        """Note that this process goes on with what it does."""
+        """Record that this process makes progress."""
         if self.beat is not None:
             self.beat.progress.moved()
 
@@ -112,7 +114,9 @@ class World:
             self.beat.write_to(log)
 
     def deal(self, batches: Iterable[Tensor]) -> Iterator[tuple[Tensor, bool]]:
-        """This process's share of batches, each with whether it counts: all make as many passes, the last may be for company."""
+        """Yield this process's batches, each with whether it counts. All processes run equally many passes, the last
+        perhaps on a copy.
+        """
         n, dealt = self.layout.data, []
         for batch in batches:
             dealt.append(batch)
@@ -125,7 +129,7 @@ class World:
             yield dealt[self.data_rank if own else 0], own
 
     def add_up(self, *numbers: float) -> list[float]:
-        """The sums of some numbers over the processes that have tokens of their own, the same to the last bit in all.
+        """Sum numbers over the processes that have tokens of their own. The result is bitwise the same in all.
 
         Of a pipeline the end has them.
         """
@@ -135,7 +139,7 @@ class World:
         return [math.fsum(column) for column in zip(*found, strict=True)]
 
     def gather(self, value: Any) -> list[Any]:
-        """The value of every process, in the order of their ranks."""
+        """Return the value of every process, in the order of their ranks."""
         if not self.several:
             return [value]
         found: list[Any] = [None] * self.size
@@ -143,7 +147,9 @@ class World:
         return found
 
     def together(self, call: Callable[[], Result]) -> Result:
-        """What a call returns, in every process; where it raised a UserError in some, all raise it, with the ranks."""
+        """Call a function in every process and return its result. If it raises a UserError in some, all raise it, with
+        the ranks.
+        """
         result: Any = None
         failed: tuple[str, int] | None = None
         try:
@@ -161,11 +167,11 @@ class World:
         raise SharedError("; ".join(f"rank {rank}: {text}" for rank, (text, _) in wrong.items()), code)
 
     def by_first(self, call: Callable[[], Result]) -> Result:
-        """What a call returns in the first process alone, for all; its UserError is everybody's."""
+        """Call a function in the first process and return its result in all. All raise its UserError."""
         return self.gather(self.together(lambda: call() if self.first else None))[0]
 
     def error(self, message: str, exit_code: int) -> UserError:
-        """An error that all processes raise."""
+        """Make an error that all processes raise."""
         return SharedError(message, exit_code) if self.several else UserError(message, exit_code)
 
     @contextmanager
@@ -183,7 +189,7 @@ class World:
             raise Lost(f"{gone}; {ADVICE}", INTERNAL) from error
 
     def agree(self, facts: Mapping[str, Any]) -> None:
-        """UserError, naming rank and difference, unless the facts are the same in every process."""
+        """Raise UserError, naming rank and difference, unless the facts are the same in every process."""
         found = self.gather(dict(facts))
         differences = [
             f"rank {rank} differs from rank 0: {name} is {there.get(name)!r} there and {found[0].get(name)!r} on rank 0"
@@ -254,7 +260,8 @@ def join(layout: Layout, device: str, given: bool, hang_limit: float = HANG_LIMI
 
 
 def _mesh(layout: Layout, device: torch.device) -> DeviceMesh:
-    """Neighbouring processes share matrices (tp), the next ones shards, the farthest a pipeline: the nearer, the more they send.
+    """Build the device mesh: neighbouring processes share matrices (tp), then shards, then pipelines, since nearer ones
+    send more.
 
     Those that share a sequence (cp) have the gradients of other tokens, as those with other sequences have: parameters are shared out
     among them, too, or copied.

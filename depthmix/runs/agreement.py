@@ -1,4 +1,4 @@
-"""Whether the files of a run folder belong together: recipe, checkpoints, metrics, data and tokenizer.
+"""Check that the files of a run folder belong together: recipe, checkpoints, metrics, data and tokenizer.
 
 A checkpoint is protected by its own checksums. What lies around it is not, so the state of every checkpoint says what the run looked
 like when it was saved, and whoever reads a checkpoint compares:
@@ -38,7 +38,7 @@ def spell_out(config: TrainConfig) -> TrainConfig:
 
 
 def describe_run_files(folder: RunFolder) -> dict[str, Any]:
-    """Return what a checkpoint that is saved now says of the files around it: state["run"] above."""
+    """Describe the files around a checkpoint that is saved now: its state["run"]."""
     files = {name: _sha256(folder, name) for name in KEPT if (folder.path / name).is_file()}
     raw = folder.read_file(METRICS)
     metrics = {"bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
@@ -46,10 +46,10 @@ def describe_run_files(folder: RunFolder) -> dict[str, Any]:
 
 
 def check_agreement(folder: RunFolder, saved: Checkpoint) -> None:
-    """Refuse a checkpoint that is not of the run it lies in, or of another recipe, data or tokenizer than the folder holds.
+    """Refuse a checkpoint of another run, or of another recipe, data or tokenizer than the folder holds.
 
     Raises:
-        UserError: names what differs, with both values.
+        UserError: Names what differs, with both values.
     """
     described = _described(saved.state)
     ours, theirs = folder.identity(), described.get("id")
@@ -82,10 +82,10 @@ def _check_data(folder: RunFolder, saved: Checkpoint) -> None:
 
 
 def check_metrics(folder: RunFolder, saved: Checkpoint) -> None:
-    """Refuse a metrics.jsonl that does not begin with the lines that it had when a checkpoint was saved.
+    """Refuse a metrics.jsonl that does not begin with the lines it had when a checkpoint was saved.
 
     Raises:
-        UserError: lines are missing or were changed.
+        UserError: Lines are missing or were changed.
     """
     recorded = metrics_length(saved)
     if recorded is None:
@@ -105,12 +105,12 @@ def checkpoint_to_go_on_from(folder: RunFolder, tell: Callable[[str], object], t
     """Return the newest good checkpoint of a run, and give the run its id if it has none.
 
     Args:
-        folder: the run, whose lock the caller holds.
-        tell: hears one sentence for each newer broken checkpoint.
-        tensors: whether to read them, too.
+        folder: The run, whose lock the caller holds.
+        tell: Called with one sentence for each newer broken checkpoint.
+        tensors: Whether to read the tensors, too.
 
     Raises:
-        UserError: recipe, data, tokenizer or metrics are not those that the checkpoint was saved with.
+        UserError: Recipe, data, tokenizer or metrics are not those that the checkpoint was saved with.
     """
     saved = latest_checkpoint(folder.checkpoints, tell, tensors=tensors)
     if saved is not None:
@@ -121,12 +121,12 @@ def checkpoint_to_go_on_from(folder: RunFolder, tell: Callable[[str], object], t
 
 
 def check_run_files(folder: RunFolder) -> None:
-    """Compare what lies in a run folder with its newest good checkpoint, reading no tensors unless something is wrong.
+    """Compare a run folder with its newest good checkpoint, reading no tensors unless something is wrong.
 
-    A run without checkpoints, or with broken ones alone, passes.
+    A run without checkpoints passes, and so does a run whose checkpoints are all broken.
 
     Raises:
-        UserError: recipe, data, tokenizer or metrics are not those that the checkpoint was saved with.
+        UserError: Recipe, data, tokenizer or metrics are not those that the checkpoint was saved with.
     """
     for path in list_checkpoints(folder.checkpoints):
         state = read_state_alone(path)
@@ -144,7 +144,9 @@ def check_run_files(folder: RunFolder) -> None:
 
 
 def metrics_length(saved: Checkpoint | None) -> int | None:
-    """Return how many bytes metrics.jsonl had when a checkpoint was saved, 0 before the first; None where it is not recorded."""
+    """Return the length of metrics.jsonl in bytes when a checkpoint was saved: 0 without a checkpoint, None where it is
+    not recorded.
+    """
     if saved is None:
         return 0
     metrics = _described(saved.state).get("metrics")
@@ -158,7 +160,7 @@ def _described(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _recipe_differences(recipe: Mapping[str, Any], saved: Checkpoint) -> list[str]:
-    """Say which options of the recipe have another value than the checkpoint was trained with."""
+    """List the options whose value in the recipe differs from the value the checkpoint was trained with."""
     trained = saved.state.get("config")
     if not isinstance(trained, dict):
         return []
@@ -169,7 +171,7 @@ def _recipe_differences(recipe: Mapping[str, Any], saved: Checkpoint) -> list[st
 
 
 def _only_has_more_steps(now: dict[str, Any], then: dict[str, Any], made: int) -> bool:
-    """Whether a run may have been given more steps: those made would have had the same learning rates (train/extend.py)."""
+    """Tell whether a run may be extended: its steps so far would have had the same learning rates (train/extend.py)."""
     if type(now["steps"]) is not int or type(then["steps"]) is not int or now["steps"] < then["steps"]:
         return False
     before = TrainConfig(**then)
@@ -177,7 +179,7 @@ def _only_has_more_steps(now: dict[str, Any], then: dict[str, Any], made: int) -
 
 
 def _filled_in(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a recipe with defaults for those that its version did not have."""
+    """Fill in the defaults of options that the recipe's version did not have."""
     values = {name: recipe.get(name, default) for name, default in dataclasses.asdict(TrainConfig()).items()}
     options = values["mixer_options"]
     return {

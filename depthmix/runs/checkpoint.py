@@ -53,7 +53,7 @@ DTYPES = {
 
 @dataclass
 class Checkpoint:
-    """What was saved, on the CPU, and where it lies."""
+    """A loaded checkpoint, on the CPU, and its folder."""
 
     step: int
     state: dict[str, Any]
@@ -63,7 +63,7 @@ class Checkpoint:
 
 
 class _Broken(Exception):
-    """What is wrong with the content of a checkpoint, naming the file."""
+    """Signals damaged content of a checkpoint; the message names the file."""
 
 
 # What the system says of a file that is gone: a training removes old checkpoints while others read them.
@@ -79,11 +79,27 @@ def save_checkpoint(
     keep: int,
     announce: Callable[[Path], object] = lambda path: None,
 ) -> Path:
-    """Write a checkpoint, announce it, then remove those older than the `keep` newest up to this step.
+    """Write a checkpoint, announce it, then remove checkpoints older than the `keep` newest up to this step.
 
-    What names a checkpoint is to be changed by `announce`: the new one is complete, and the one named so far still there.
-    The parent of `folder` must exist. What is saved is complete and on the disk when this returns; until then, and when
-    it raises, every checkpoint that was there is untouched. State that JSON would not give back as it was is refused.
+    When this returns, the checkpoint is complete and on the disk. Until then, and when it raises, every earlier
+    checkpoint is untouched.
+
+    Args:
+        folder: Folder of checkpoints, whose parent must exist.
+        step: Steps done.
+        model: Tensors of the model.
+        optimizer: Tensors of the optimizers.
+        state: Anything else, as JSON.
+        keep: Checkpoints to keep.
+        announce: Called with the new checkpoint before older ones are removed. Files that name a checkpoint change
+            here.
+
+    Returns:
+        The checkpoint's folder.
+
+    Raises:
+        UserError: The disk is full or not writable.
+        ValueError: `state` does not survive a round trip through JSON.
     """
     if isinstance(step, bool) or not isinstance(step, int) or step < 0:
         raise ValueError(f"step must be a whole number from 0 on, got {step!r}")
@@ -105,13 +121,13 @@ def save_checkpoint(
 
 
 def state_file(step: int, state: dict[str, Any]) -> bytes:
-    """What state.json holds; ValueError for a state that JSON would not give back as it was."""
+    """Return the content of state.json. Raises ValueError for a state that does not survive a round trip through JSON."""
     return _json({"step": step, "state": _checked(state)})
 
 
 @contextmanager
 def writing_checkpoint(folder: Path, step: int) -> Iterator[None]:
-    """Leave nothing half-written behind, and say in one sentence what the system refused."""
+    """Clean up after a failed write inside this context, and turn an OSError into one sentence."""
     try:
         yield
     except BaseException as error:
@@ -123,7 +139,7 @@ def writing_checkpoint(folder: Path, step: int) -> Iterator[None]:
 
 
 def begin(folder: Path, step: int) -> Path:
-    """A new folder under a temporary name, in which a checkpoint can be written."""
+    """Create a folder under a temporary name to write a checkpoint into."""
     if not folder.is_dir():
         folder.mkdir()
         sync_folder(folder.parent)
@@ -134,7 +150,7 @@ def begin(folder: Path, step: int) -> Path:
 
 
 def publish(temporary: Path, folder: Path, step: int, files: dict[str, Any], version: int) -> Path:
-    """Give a checkpoint its manifest and its name."""
+    """Write a checkpoint's manifest and give the folder its final name."""
     path = folder / f"step-{step:08d}"
     write_hashed(temporary / MANIFEST, [_json({"format": FORMAT, "version": version, "files": files})])
     sync_folder(temporary)
@@ -158,7 +174,7 @@ def remove_old(folder: Path, step: int, keep: int) -> None:
 
 
 def list_checkpoints(folder: str | Path) -> list[Path]:
-    """The checkpoints in a folder, newest first, unverified; none if there is no such folder."""
+    """List the checkpoints in a folder, newest first, unverified; none if the folder does not exist."""
     folder = Path(folder)
     found: dict[int, Path] = {}
     try:
@@ -175,11 +191,14 @@ def list_checkpoints(folder: str | Path) -> list[Path]:
 
 
 def load_checkpoint(path: str | Path, tensors: bool = True) -> Checkpoint:
-    """Verify and read one checkpoint; a broken one is refused with the newest older good one, if there is one.
+    """Verify and read one checkpoint.
 
     Args:
-        path: the checkpoint's folder.
-        tensors: whether to read them, too; they are verified in any case.
+        path: The checkpoint's folder.
+        tensors: Whether to read the tensors, too. They are verified in any case.
+
+    Raises:
+        UserError: The checkpoint is broken; the message names the newest older good one.
     """
     path = Path(path)
     try:
@@ -194,10 +213,10 @@ def newest_checkpoint(folder: str | Path) -> Checkpoint | None:
     A checkpoint that a training replaces or removes meanwhile counts as never listed.
 
     Returns:
-        The checkpoint; None if there is none at all.
+        The checkpoint, or None if there is none at all.
 
     Raises:
-        UserError: the newest checkpoint is broken or cannot be read; the message names the newest older good one.
+        UserError: The newest checkpoint is broken or cannot be read; the message names the newest older good one.
     """
     while paths := list_checkpoints(folder):
         before = _inode(paths[0])
@@ -227,7 +246,7 @@ def _inode(path: Path) -> int | None:
 
 
 def read_state_alone(path: Path) -> tuple[int, dict[str, Any]] | None:
-    """Return the step and the state of a checkpoint, reading no tensors; None where they are broken."""
+    """Return the step and the state of a checkpoint without reading tensors; None if they are broken."""
     try:
         _verify(path, [STATE])
         return _read_state(path)
@@ -236,7 +255,7 @@ def read_state_alone(path: Path) -> tuple[int, dict[str, Any]] | None:
 
 
 def is_sound(path: Path) -> bool:
-    """Return whether every file of a checkpoint matches its checksum."""
+    """Tell whether every file of a checkpoint matches its checksum."""
     try:
         _verify(path)
     except _Broken:
@@ -250,9 +269,19 @@ def latest_checkpoint(
     advice: str = "move that folder away to start from the beginning",
     tensors: bool = True,
 ) -> Checkpoint | None:
-    """The newest good checkpoint, or None if there is none at all; tensors: whether to read them, too.
+    """Read the newest good checkpoint, for a training that resumes.
 
-    `warn` hears one sentence for each newer broken one; where all are broken, `advice` is what the caller's user can do.
+    Args:
+        folder: Folder of checkpoints.
+        warn: Called with one sentence for each newer broken checkpoint; by default warnings.warn.
+        advice: What the user can do where all checkpoints are broken.
+        tensors: Whether to read the tensors, too.
+
+    Returns:
+        The checkpoint, or None if there is none at all.
+
+    Raises:
+        UserError: All checkpoints are broken.
     """
     tell = warn or (lambda sentence: warnings.warn(sentence, stacklevel=3))
     while paths := list_checkpoints(folder):
@@ -305,7 +334,7 @@ def _remove(path: Path) -> None:
 
 
 def _tidy(folder: Path) -> None:
-    """Remove what killed processes left, and undo a replacement they did not finish."""
+    """Remove leftovers of killed processes, and undo replacements that they did not finish."""
     for path in list(folder.iterdir()):
         if path.name.startswith(".tmp-step-"):
             _remove(path)
@@ -332,7 +361,7 @@ def _checked(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_hashed(path: Path, chunks: Iterable[bytes | memoryview]) -> dict[str, Any]:
-    """Write and fsync a file; its entry in the manifest."""
+    """Write and fsync a file; returns its entry in the manifest."""
     digest, size = hashlib.sha256(), 0
     try:
         with open(path, "xb") as file:
@@ -351,9 +380,14 @@ def write_hashed(path: Path, chunks: Iterable[bytes | memoryview]) -> dict[str, 
 def safetensors(
     tensors: Mapping[str, Tensor], fetch: Callable[[str], Tensor] | None = None
 ) -> Iterator[bytes | memoryview]:
-    """The safetensors format, a tensor at a time: one copy on the CPU, and a full disk is an OSError.
+    """Encode tensors in the safetensors format, one tensor at a time, so that memory holds one copy on the CPU.
 
-    fetch: gets a tensor when its turn comes, so that `tensors` may be of the meta device.
+    Args:
+        tensors: By name.
+        fetch: Returns a tensor when its turn comes, so that `tensors` may be on the meta device.
+
+    Yields:
+        Chunks of the file.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     # The widest first keeps every tensor aligned.
@@ -382,7 +416,7 @@ def safetensors(
 
 
 def _verify(path: Path, names: Collection[str] | None = None) -> None:
-    """Check every file, or some by their names, against the manifest before anything of it is parsed."""
+    """Check all files, or those named, against the manifest before parsing any of them."""
     try:
         if not path.is_dir():
             raise _Broken(f"{path} is a file, not a folder" if path.exists() else "there is no such folder")
@@ -406,7 +440,9 @@ def _verify(path: Path, names: Collection[str] | None = None) -> None:
 
 
 def _unreadable(path: Path, error: OSError) -> Exception:
-    """What to raise for an error of the system: it says nothing about the content, so no other checkpoint takes the place."""
+    """Return the exception for a system error. It says nothing about the content, so no older checkpoint is used
+    instead.
+    """
     if isinstance(error, FileNotFoundError) or error.errno in GONE:  # safetensors gives no number
         return _Broken(reason(error))
     if error.errno == errno.ENOMEM:
@@ -416,7 +452,7 @@ def _unreadable(path: Path, error: OSError) -> Exception:
 
 
 def _system_error(error: RuntimeError, path: Path) -> OSError | None:
-    """The error of the system behind one of torch's, which maps files into memory: `unable to mmap … (12)`."""
+    """Extract the system error from one of torch's, which maps files into memory: `unable to mmap … (12)`."""
     match = OF_MAPPING.search(str(error))
     return OSError(int(match[1]), os.strerror(int(match[1])), str(path)) if match else None
 

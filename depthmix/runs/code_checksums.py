@@ -1,4 +1,4 @@
-"""Which code a run's numbers come from: a checksum of every source file that they depend on.
+"""Checksums of the source files that a run's numbers depend on.
 
 For each arm the files are found by following imports from what trains any model (ROOTS) and from the arm's own mechanism,
 so another mechanism's file is not among them. Comments, docstrings and blank lines do not count. What a kernel computes is
@@ -61,7 +61,7 @@ KERNELS = "kernels of "  # and a mechanism
 
 
 def code_of(mixer: str, images: bool = False) -> dict[str, str]:
-    """{file: checksum} for runs with a mechanism, and one checksum of all the kernels they use."""
+    """Return {file: checksum} for runs with a mixer, and one checksum of all the kernels they use."""
     mechanism = mixer_class(mixer)
     file = _file_of_class(mechanism)
     files = _files(file, images)
@@ -105,7 +105,7 @@ def _hash_bytecode(code: CodeType, found: Any) -> None:
 
 
 def file_of_its_own(mixer: str) -> Path | None:
-    """The file of a mechanism that a study brings along; None for those of the package, and for a name that is not here."""
+    """Return the file of a user-defined mixer; None for a mixer of the package, and for an unknown name."""
     try:
         file = Path(inspect.getfile(mixer_class(mixer)))
     except OptionError:
@@ -114,12 +114,12 @@ def file_of_its_own(mixer: str) -> Path | None:
 
 
 def code_id(table: Mapping[str, str]) -> str:
-    """A short name for a table of checksums."""
+    """Return a short id of a table of checksums."""
     return hashlib.sha256(repr(sorted(table.items())).encode()).hexdigest()[:12]
 
 
 def checksum(path: Path) -> str:
-    """Of what a file does, or the parts of it that count: its lines without comments, docstrings and blank ones."""
+    """Hash a file, or its parts that count, without comments, docstrings and blank lines."""
     return _checksum(path, PARTS.get(_name(path)))
 
 
@@ -154,7 +154,7 @@ def _name(path: Path) -> str:
 
 
 def _is_kernel(path: Path) -> bool:
-    """Whether a file makes a rule fast, or is among the operators and no specification."""
+    """Tell whether a file makes a rule fast, or is an operator's implementation and not its specification."""
     return _name(path).startswith(("ops/", "fast/")) and path.name not in SPECIFICATIONS
 
 
@@ -167,7 +167,7 @@ def _files(mechanism: Path | None, images: bool) -> list[Path]:
 
 
 def _closure(start: Iterable[Path]) -> set[Path]:
-    """The files, and those they import, at any place in them, as far as they count."""
+    """Return the files and, transitively, the files they import, wherever the import stands, as far as they count."""
     found: set[Path] = set()
     waiting = list(start)
     while waiting:
@@ -195,7 +195,7 @@ def _imports(path: Path) -> frozenset[Path]:
 
 
 def _named(module: str, name: str) -> set[Path]:
-    """The file that `from module import name` takes a name from: a package is looked through, for it also imports the others."""
+    """Return the file that `from module import name` takes the name from. A package's re-exports are followed."""
     if (submodule := _file(f"{module}.{name}")) is not None:
         return {submodule}
     file = _file(module)
@@ -216,11 +216,16 @@ def _file(module: str) -> Path | None:
 
 
 def differences(tables: Iterable[tuple[str, Mapping[str, str]]], kernels: bool) -> dict[str, set[str]]:
-    """{file: its checksums} of the files that are not the same in all tables, each given with its mechanism.
+    """Find the files whose checksums differ between tables.
 
-    kernels: whether they matter.
+    Each table of a mixer must have the same files. A file missing in one of them has the checksum "none" there.
 
-    A mechanism's own tables must also have the same files: one that is in some only has the checksum "none" in the others.
+    Args:
+        tables: (mixer, {file: checksum}) of each run.
+        kernels: Whether the checksum of the kernels counts.
+
+    Returns:
+        {file: its checksums} of the files that differ.
     """
     tables = list(tables)
     seen: dict[str, set[str]] = {}
@@ -239,9 +244,17 @@ def differences(tables: Iterable[tuple[str, Mapping[str, str]]], kernels: bool) 
 def changed_since(
     runs: Iterable[tuple[Mapping[str, Any], Mapping[str, str]]], acceptances: Iterable[Mapping[str, Any]]
 ) -> list[str]:
-    """A sentence for each file of a mechanism of one's own that is another than the one that made its runs.
+    """Describe the user-defined mixers whose file has changed since their runs were made.
 
-    runs: each with the checksums of its code. Package and results move on apart; one who tries a rule looks for its own.
+    Only these files are compared. The package and its committed results change independently, but a user who tries a
+    rule compares its own runs.
+
+    Args:
+        runs: Each with the checksums of its code.
+        acceptances: Checksums that the user has declared comparable.
+
+    Returns:
+        One sentence per file.
     """
     found: dict[str, list[str]] = {}
     for run, table in runs:
@@ -257,7 +270,7 @@ def changed_since(
 
 
 def accepted(file: str, digests: set[str], acceptances: Iterable[Mapping[str, Any]]) -> bool:
-    """Whether somebody has said that these versions of a file may be mixed, each with some other."""
+    """Tell whether the user has declared all these versions of a file comparable, directly or in a chain."""
     groups = [set(a["files"].get(file, [])) for a in acceptances]
     joined = {min(digests)}
     while more := {d for group in groups if group & joined for d in group} - joined:

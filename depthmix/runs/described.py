@@ -1,4 +1,4 @@
-"""A run folder that Hugging Face's `from_pretrained` is about to read: whether its files still belong together.
+"""Check a run folder that Hugging Face's `from_pretrained` is about to read.
 
 transformers reads config.json and the weights that model.safetensors.index.json names. It looks neither at recipe.yaml nor at the
 checksums of the checkpoint, so a changed or damaged file would give other numbers without a word.
@@ -21,13 +21,13 @@ from depthmix.runs.restore import model_config, read_train_config
 
 
 def check_run_folder(place: Any) -> None:
-    """Check the files of a run folder before transformers reads them; anything but a run folder passes.
+    """Check the files of a run folder before transformers reads them. Anything but a run folder passes.
 
     Args:
-        place: what `from_pretrained` was given, a path or the name of a model.
+        place: The argument of `from_pretrained`: a path or the name of a model.
 
     Raises:
-        UserError: the checkpoint is broken, or config.json or recipe.yaml are not those it was trained with.
+        UserError: The checkpoint is broken, or config.json or recipe.yaml are not those it was trained with.
     """
     path = Path(place) if isinstance(place, str | os.PathLike) else None
     if path is None or not ((path / RECIPE).is_file() and (path / CHECKPOINTS).is_dir() and (path / INDEX).is_file()):

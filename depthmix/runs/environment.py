@@ -1,4 +1,4 @@
-"""Where and with what a run began: versions, machine, device, commit."""
+"""Record the environment a run began in: versions, machine, device, commit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 
 def environment(command: Sequence[str], device: str = "auto") -> dict[str, Any]:
-    """Where and with what a run began."""
+    """Describe versions, machine, device, commit and command of a run that begins now."""
     import numpy
     import torch
 
@@ -49,14 +49,14 @@ def _processor() -> str:
 
 @functools.cache
 def _own_commit() -> str | None:
-    """Asked once: what is imported does not change after that."""
+    """Return depthmix's commit. Asked once per process, because imported code does not change afterwards."""
     import depthmix
 
     return _git_commit(Path(depthmix.__file__))
 
 
 def _git_commit(source: Path) -> str | None:
-    """The commit depthmix runs from, with -dirty after changes; None unless git tracks its source."""
+    """Return the commit of the source, with -dirty after changes; None unless git tracks it."""
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(source.parent), *arguments]

@@ -38,19 +38,19 @@ BEGUN = {ENVIRONMENT, CHECKPOINTS, LOCK, LOG}
 
 
 class RunFolder:
-    """A run folder that exists. Reading needs nothing; whoever trains into it holds `locked()`."""
+    """An existing run folder. Anybody may read it; a process that trains into it holds `locked()`."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
 
     @property
     def checkpoints(self) -> Path:
-        """Where the checkpoints lie."""
+        """The folder of checkpoints."""
         return self.path / CHECKPOINTS
 
     @classmethod
     def create(cls, path: str | Path, config: Any, command: Sequence[str]) -> RunFolder:
-        """A new run folder for the configuration (a dataclass); the folder must be new or empty."""
+        """Create a run folder for a configuration (a dataclass). The folder must be new or empty."""
         self = cls(path)
         self._refuse_foreign()
         check_new_folder(self.path, "the run")
@@ -68,7 +68,7 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: str | Path) -> RunFolder:
-        """A run folder that is there."""
+        """Open an existing run folder."""
         self = cls(path)
         with reading(self.path):
             if not self.path.is_dir():
@@ -83,9 +83,18 @@ class RunFolder:
     def open_or_create(
         cls, path: str | Path, config: Any, command: Sequence[str], free: Collection[str] = ()
     ) -> RunFolder:
-        """The run to go on with, or a new one; a run of another configuration is refused, save for the `free` fields.
+        """Open the run to resume, or create a new one.
 
         A run that died before there was anything to lose (out of memory, say) takes any configuration.
+
+        Args:
+            path: The folder.
+            config: The configuration, a dataclass.
+            command: The command line, for the records.
+            free: Fields in which a resumed run may differ.
+
+        Raises:
+            UserError: The folder holds a run of another configuration, or files of something else.
         """
         check_above(Path(path))
         with reading(Path(path)):
@@ -120,7 +129,9 @@ class RunFolder:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Keep other processes from training into this folder; the system lets go when the process dies."""
+        """Lock the folder against other trainings inside this context. The system releases the lock when the process
+        dies.
+        """
         import fcntl  # not on Windows, where folders can still be read
 
         path = self.path / LOCK
@@ -148,26 +159,26 @@ class RunFolder:
             yield
 
     def identity(self) -> str:
-        """Return the random id of the run, which its checkpoints hold as well; "" where an older version began it."""
+        """Return the run's random id, which its checkpoints hold as well; "" for a run of an older version."""
         found = self._read_object(ENVIRONMENT).get("run_id")
         return found if isinstance(found, str) else ""
 
     def keep_identity(self, known: object = None) -> None:
-        """Give a run an id if it has none: the one that its checkpoint holds, or a new one."""
+        """Give a run without an id the one in its checkpoint, or a new one."""
         if not self.identity():
             given = known if isinstance(known, str) and known else uuid.uuid4().hex
             self._replace(ENVIRONMENT, _json({**self._read_object(ENVIRONMENT), "run_id": given}))
 
     def append_metrics(self, record: dict[str, Any]) -> None:
-        """One line of metrics.jsonl; numbers that are not finite become null."""
+        """Append a line to metrics.jsonl. Numbers that are not finite become null."""
         self._append_record(METRICS, record)
 
     def append_speed(self, record: dict[str, Any]) -> None:
-        """One line of speed.jsonl."""
+        """Append a line to speed.jsonl."""
         self._append_record(SPEED, record)
 
     def append_dynamics(self, record: dict[str, Any]) -> None:
-        """One line of dynamics.jsonl, of the weights after `step` steps."""
+        """Append a line to dynamics.jsonl, about the weights after `step` steps."""
         self._append_record(DYNAMICS, record)
 
     @property
@@ -176,7 +187,7 @@ class RunFolder:
         return self.path / LOG
 
     def log(self, message: str) -> None:
-        """A line of log.txt with the time."""
+        """Append a line with the time to log.txt."""
         self._append(LOG, self._line(message))
 
     def _line(self, message: str) -> bytes:
@@ -185,7 +196,7 @@ class RunFolder:
         return f"{now} {text}\n".encode("utf-8", "backslashreplace")
 
     def sync(self) -> None:
-        """Make every line so far durable; before a checkpoint, so that none of it is missing after a power failure."""
+        """Flush all logs to the disk. Called before a checkpoint, so that no line up to it is lost in a power failure."""
         for name in (METRICS, SPEED, DYNAMICS, LOG):
             path = self.path / name
             with writing(path):
@@ -196,13 +207,14 @@ class RunFolder:
             sync_folder(self.path)
 
     def cut(self, step: int, metrics_length: int | None = None) -> None:
-        """Drop the lines of metrics.jsonl and speed.jsonl after this step, of dynamics.jsonl those from it on, and a torn last line.
+        """Drop the lines of metrics.jsonl and speed.jsonl after a step, the lines of dynamics.jsonl from it on, and a
+        torn last line.
 
-        A line of dynamics is written before the step that follows, so a run that goes on writes that of `step` itself.
+        A line of dynamics is written before the step that follows, so a resumed run writes the line of `step` itself.
 
         Args:
-            step: the step that the run goes on from.
-            metrics_length: bytes of metrics.jsonl to keep, where the checkpoint says so.
+            step: The step that the run resumes from.
+            metrics_length: Bytes of metrics.jsonl to keep, where the checkpoint records it.
         """
         for name, last in ((METRICS, step), (SPEED, step), (DYNAMICS, step - 1)):
             path = self.path / name
@@ -221,45 +233,45 @@ class RunFolder:
                     os.fsync(file.fileno())
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """The lines of metrics.jsonl, without a torn last one."""
+        """Return the lines of metrics.jsonl, without a torn last one."""
         return self._read_records(METRICS)
 
     def read_speed(self) -> list[dict[str, Any]]:
-        """The lines of speed.jsonl, without a torn last one."""
+        """Return the lines of speed.jsonl, without a torn last one."""
         return self._read_records(SPEED)
 
     def read_dynamics(self) -> list[dict[str, Any]]:
-        """The lines of dynamics.jsonl, without a torn last one."""
+        """Return the lines of dynamics.jsonl, without a torn last one."""
         return self._read_records(DYNAMICS)
 
     def has_begun(self) -> bool:
-        """Whether there is anything that another recipe would lose: a line of metrics, a checkpoint, a result."""
+        """Tell whether another recipe would lose anything: a line of metrics, a checkpoint or a result."""
         return bool(
             self.has_result() or b"\n" in self._read_bytes(self.path / METRICS) or list_checkpoints(self.checkpoints)
         )
 
     def has_result(self) -> bool:
-        """Whether the run has finished."""
+        """Tell whether the run has finished."""
         with reading(self.path):
             return (self.path / RESULT).is_file()
 
     def write_result(self, result: dict[str, Any]) -> None:
-        """Write result.json, whole or not at all, with a checksum of its content; numbers that are not finite become null."""
+        """Write result.json atomically, with a checksum of its content. Numbers that are not finite become null."""
         content = _finite(result)
         self._replace(RESULT, _json({**content, CHECKSUM: _checksum(content)}))
 
     def set_result_aside(self, steps: int) -> None:
-        """Rename the result of a run that goes on to result-at-STEPS.json."""
+        """Rename the result of a run that is extended to result-at-STEPS.json."""
         with writing(self.path / RESULT):
             (self.path / RESULT).rename(self.path / f"result-at-{steps}.json")
             sync_folder(self.path)
 
     def record_steps(self, steps: int) -> None:
-        """Write another number of steps into the recipe."""
+        """Write a new number of steps into the recipe."""
         self._write_recipe({**self.read_recipe(), "steps": steps})
 
     def read_result(self) -> dict[str, Any]:
-        """What result.json holds."""
+        """Return the content of result.json. Raises UserError if the run has not finished or the file is damaged."""
         path = self.path / RESULT
         if not self.has_result():
             raise UserError(f"{self.path} has no {RESULT}: the run has not finished.", CHECKPOINT)
@@ -272,7 +284,7 @@ class RunFolder:
         return opened_result(path, result)
 
     def read_recipe(self) -> dict[str, Any]:
-        """What recipe.yaml holds."""
+        """Return the content of recipe.yaml. Raises UserError if it is missing or damaged."""
         try:
             import yaml
 
@@ -294,7 +306,9 @@ class RunFolder:
         return recipe
 
     def keep_data(self, meta: str | Path, tokenizer: str | Path | None) -> None:
-        """Keep the data's meta.json and, if any, tokenizer.json with the run; data other than the run began with is refused."""
+        """Copy the data's meta.json and, if any, tokenizer.json into the run. Raises UserError for other data than the
+        run began with.
+        """
         of_text = [] if tokenizer is None else [(TOKENIZER, Path(tokenizer), "the tokenizer")]
         for name, source, what in (*of_text, (DATA_META, Path(meta), "that of the data")):
             try:
@@ -313,18 +327,18 @@ class RunFolder:
             self._replace(ENVIRONMENT, _json({**noted, "data": place}))
 
     def keep_origin(self, origin: dict[str, Any] | None) -> None:
-        """Note the model whose weights the run starts with, if it starts with any; once it has begun, they are its own."""
+        """Record the model that the run's weights start from, if any, until the run has begun."""
         if origin is not None and not self.has_begun():
             noted = self._read_object(ENVIRONMENT)
             if noted.get("init") != origin:
                 self._replace(ENVIRONMENT, _json({**noted, "init": origin}))
 
     def data_meta(self) -> dict[str, Any]:
-        """The meta.json of the run's data; empty where it was not kept, or is damaged."""
+        """Return the meta.json of the run's data; empty where it was not kept, or is damaged."""
         return self._read_object(DATA_META)
 
     def wandb_id(self, project: str) -> str:
-        """The run's name in a Weights & Biases project, the same whenever it goes on."""
+        """Return the run's id in a Weights & Biases project, which stays the same when the run is resumed."""
         known = self._read_object(WANDB)
         if not isinstance(known.get(project), str):
             known[project] = uuid.uuid4().hex[:8]
@@ -332,12 +346,19 @@ class RunFolder:
         return known[project]
 
     def find_data(self, data: str) -> Path:
-        """Return where the data that the run was trained on lies, from whatever folder it is asked for.
+        """Find the data that the run was trained on.
 
-        UserError with what was tried, or with what has changed: other data in its place is refused.
+        A relative path is tried from where the run was trained, then from the current folder, then from the folders
+        above the run, in case the whole project was moved.
 
-        A relative path is meant from where the run was trained, which is noted; else from here, else, the project having moved
-        as a whole, from a folder above the run.
+        Args:
+            data: The path in the recipe.
+
+        Returns:
+            The folder of the data.
+
+        Raises:
+            UserError: No folder was found, with those tried; or the data have changed, with what changed.
         """
         noted = self._read_object(ENVIRONMENT).get("data")
         near = [Path(p).absolute() for p in (noted, data) if isinstance(p, str) and p]
@@ -420,7 +441,7 @@ class RunFolder:
         return [_record(path, number, line) for number, line in enumerate(lines, 1)]
 
     def _read_object(self, name: str) -> dict[str, Any]:
-        """What a JSON file holds that no run depends on; nothing if it is missing or damaged."""
+        """Return the content of an optional JSON file; empty if it is missing or damaged."""
         try:
             found = json.loads(self._read_bytes(self.path / name))
         except (ValueError, RecursionError):
@@ -428,7 +449,7 @@ class RunFolder:
         return found if isinstance(found, dict) else {}
 
     def read_file(self, name: str) -> bytes:
-        """Return the content of a file in the folder; nothing if it is not there."""
+        """Return the content of a file in the folder; empty if it does not exist."""
         return self._read_bytes(self.path / name)
 
     def _read_bytes(self, path: Path) -> bytes:
@@ -437,14 +458,14 @@ class RunFolder:
 
 
 def check_options(folder: RunFolder, recipe: Mapping[str, Any], known: Collection[str]) -> None:
-    """Refuse a recipe with options that are not known: what they did to the run would be ignored."""
+    """Refuse a recipe with unknown options, since this version would ignore their effect on the run."""
     if unknown := [name for name in recipe if name not in known]:
         what = f"{folder.path / RECIPE} is damaged, or of a later version of depthmix: there is no option {shown(unknown[0])}"
         raise UserError(f"{what}; put the file back from a copy, or use that version.", CHECKPOINT)
 
 
 def _runs_below(folder: Path) -> str:
-    """The runs in a folder of runs, such as a comparison's, for a message."""
+    """List the runs in a folder of runs, such as a comparison's, for an error message."""
     with suppress(OSError):
         runs = sorted(p.parent for pattern in ("*", "*/*") for p in folder.glob(f"{pattern}/{RECIPE}"))
         more = f" and {len(runs) - 8} more" if len(runs) > 8 else ""
@@ -457,7 +478,9 @@ def _json(value: Any) -> bytes:
 
 
 def opened_result(path: Path, result: dict[str, Any]) -> dict[str, Any]:
-    """Return what a result.json holds besides its checksum; UserError where the two do not fit. Older ones have none."""
+    """Return the content of a result.json without its checksum. Raises UserError where they disagree; older files have
+    no checksum.
+    """
     content = {name: value for name, value in result.items() if name != CHECKSUM}
     if CHECKSUM in result and result[CHECKSUM] != _checksum(content):
         raise UserError(
@@ -471,7 +494,7 @@ def _checksum(content: dict[str, Any]) -> str:
 
 
 def _finite(value: Any) -> Any:
-    """The value with null for what JSON cannot say: infinities and NaN."""
+    """Replace infinities and NaN, which JSON lacks, by null."""
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -480,14 +503,14 @@ def _finite(value: Any) -> Any:
 
 
 def _plain(recipe: dict[str, Any]) -> dict[str, Any]:
-    """The recipe as YAML gives it back (tuples as lists)."""
+    """Return the recipe as YAML reads it back (tuples become lists)."""
     import yaml
 
     return yaml.safe_load(yaml.safe_dump(recipe, allow_unicode=True))
 
 
 def _spelt_out(recipe: dict[str, Any]) -> dict[str, Any]:
-    """The recipe with every option of its mixer; recipes of older versions hold the given ones alone."""
+    """Fill in every option of a recipe's mixer. Recipes of older versions hold only those that were given."""
     options = recipe.get("mixer_options")
     if not isinstance(options, dict):
         return recipe

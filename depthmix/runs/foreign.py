@@ -1,4 +1,4 @@
-"""Models of other people's in runs: Hugging Face's, from folders. Nothing is fetched, nothing unpickled."""
+"""Hugging Face models from folders. Nothing is downloaded and nothing unpickled."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from depthmix.runs.pretrained import CONFIG
 
 
 def need_transformers(what: str) -> None:
-    """UserError where there is no transformers."""
+    """Raise UserError if transformers is not installed."""
     try:
         import depthmix.hf  # noqa: F401  (registers the model types)
     except ImportError:
@@ -22,14 +22,14 @@ def need_transformers(what: str) -> None:
 
 
 def retrofitted(model: Any, mixer: str, options: dict[str, Any], quiet: bool = False) -> Any:
-    """A loaded model with a mixer."""
+    """Put a mixer into a loaded model."""
     from depthmix.hf import retrofit
 
     return retrofit(model, mixer, quiet=quiet, **options)
 
 
 def load(folder: Path, what: str, **options: Any) -> Any:
-    """A causal language model that `save_pretrained` wrote; what: who an error speaks of."""
+    """Load a causal language model that `save_pretrained` wrote. `what` names the option in error messages."""
     need_transformers(what)
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
@@ -60,7 +60,7 @@ def load(folder: Path, what: str, **options: Any) -> Any:
 
 
 class Description(NamedTuple):
-    """What a config.json says of a model."""
+    """The content of a config.json that concerns us."""
 
     shape: dict[str, int]  # dim, n_blocks, n_heads
     vocab_size: int
@@ -70,7 +70,7 @@ class Description(NamedTuple):
 
 
 def describe(folder: Path, what: str) -> Description:
-    """The model in a folder, without its weights; what: who an error speaks of."""
+    """Describe the model in a folder without loading its weights. `what` names the option in error messages."""
     config = _config(folder, what)
     from depthmix.hf.architectures import ARCHITECTURES, architecture, plain_type
 
@@ -88,7 +88,9 @@ def describe(folder: Path, what: str) -> Description:
 
 
 def from_description(folder: Path) -> Any:
-    """The model that a run folder's config.json describes, behind the calls of a Decoder; its weights are for the caller to load."""
+    """Build the model that a run folder's config.json describes, with a Decoder's interface. The caller loads its
+    weights.
+    """
     config = _config(folder, "run")
     from transformers import AutoModelForCausalLM
 
@@ -98,7 +100,7 @@ def from_description(folder: Path) -> Any:
 
 
 def load_adapted(folder: Path, what: str) -> Any:
-    """A model that `save_pretrained` wrote, in fp32, behind the calls of a Decoder."""
+    """Load a model that `save_pretrained` wrote, in fp32, with a Decoder's interface."""
     model = load(folder, what, dtype=torch.float32)
     from depthmix.hf.adapter import Adapter
 

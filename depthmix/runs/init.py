@@ -1,4 +1,4 @@
-"""`--init`: a training that starts from a model in a folder, with its own mixer or, if it is plain, with another.
+"""`--init`: start a training from a model in a folder, with its own mixer or, if it is plain, with another.
 
 The folder holds a run, a model that `save_pretrained` wrote, or one of `depthmix retrofit`; a path to one checkpoint of a run is as good.
 A plain model gets its mixer as `depthmix.retrofit` gives it: the loss at step 0 is the plain model's.
@@ -43,7 +43,7 @@ NOT_SHAPE = ("mixer", "mixer_options", "plain_eps", *AT_RANDOM)  # fields of a m
 
 @dataclass
 class Source:
-    """What a folder says of the model in it."""
+    """Description of the model in a folder."""
 
     path: Path
     folder: Path  # the run's, where the path is that of a checkpoint
@@ -55,7 +55,7 @@ class Source:
     seq_len: int | None = None  # the longest sequence that it takes
 
     def mixer(self, name: str, options: dict[str, Any]) -> Mixer:
-        """A mixer as this model would have it, without memory."""
+        """Build a mixer for this model's sites on the meta device. Raises UserError for options that do not fit."""
         try:
             with torch.device("meta"):
                 return create_mixer(name, dim=self.values["dim"], **self.sites, **options)
@@ -64,7 +64,7 @@ class Source:
 
 
 def read_source(init: str) -> Source:
-    """The model that `init` names, without its weights."""
+    """Describe the model that `init` names, without its weights."""
     path = Path(init).absolute()
     if not path.exists():
         raise UserError(f"init {init!r} does not exist: give a run folder, or one with a saved model", CHECKPOINT)
@@ -80,7 +80,7 @@ def read_source(init: str) -> Source:
 
 
 def _of_run(folder: RunFolder) -> DecoderConfig:
-    """The decoder of a run, for all but its vocabulary."""
+    """Return the configuration of a run's decoder; its vocab_size is a placeholder."""
     config = read_train_config(folder)
     try:
         return model_config(config, 1)
@@ -96,13 +96,15 @@ def _read_foreign(path: Path, folder: Path, run: bool) -> Source:
 
 
 def init_values(init: str, mixer: bool = True) -> dict[str, Any]:
-    """The fields of a TrainConfig that the model in a folder decides: its shape and, unless it gets another, its mixer."""
+    """Return the fields of TrainConfig that the model in a folder decides: its shape and, unless `mixer` is False, its
+    mixer.
+    """
     values = read_source(init).values
     return values if mixer else {name: value for name, value in values.items() if name not in NOT_SHAPE}
 
 
 def settled(config: TrainConfig) -> TrainConfig:
-    """The configuration with what follows from its init; UserError where the two do not fit."""
+    """Fill in the fields that follow from `init`. Raises UserError where they contradict the configuration."""
     if not config.init:
         if config.tune != "all":
             raise UserError(f"tune {config.tune} needs init: in a model with random weights all is to be learned")
@@ -142,7 +144,7 @@ def _same_mixer(config: TrainConfig, source: Source) -> bool:
 
 
 def _check_exchange(config: TrainConfig, source: Source, mixer: Mixer) -> None:
-    """UserError unless the folder's mixer is plain and the other begins so."""
+    """Raise UserError unless the folder's mixer is plain and the new one starts as plain residuals."""
     old = source.mixer(source.values["mixer"], source.values["mixer_options"])
     if not is_plain(old):
         options = "".join(f" {k}={v}" for k, v in chosen_options(old.name, source.values["mixer_options"]).items())
@@ -153,7 +155,7 @@ def _check_exchange(config: TrainConfig, source: Source, mixer: Mixer) -> None:
 
 
 def check_vocabulary(config: TrainConfig, data: TokenData) -> None:
-    """UserError if the data's tokens are not those of the model that a training starts from."""
+    """Raise UserError if the data's tokens differ from those of the model that a training starts from."""
     if not config.init:
         return
     source = read_source(config.init)
@@ -180,14 +182,14 @@ def _check_size(config: TrainConfig, data: int, model: int | None) -> None:
 
 @dataclass
 class Start:
-    """A model to train, and where it came from."""
+    """A model to train, and its origin."""
 
     model: Any  # a Decoder, or what has its calls
     origin: dict[str, Any] | None = None
 
 
 def start_model(config: TrainConfig, vocab_size: int) -> Start:
-    """The model that a training begins with: of random weights, or `init`'s; vocab_size: of the data."""
+    """Build the model that a training starts with: random weights, or those of `init`. `vocab_size` is the data's."""
     seed_random(config.seed)
     if not config.init:
         return Start(build_decoder(config, vocab_size))
@@ -209,7 +211,7 @@ def start_model(config: TrainConfig, vocab_size: int) -> Start:
 
 
 def _load(source: Source) -> tuple[Any, int | None]:
-    """The model with its weights, and the step of its run."""
+    """Load a model with its weights; returns it with the step of its run, if it has one."""
     if not source.run:
         if source.foreign:
             return foreign.load_adapted(source.path, "init"), None
@@ -219,7 +221,9 @@ def _load(source: Source) -> tuple[Any, int | None]:
 
 
 def check_finished(init: str) -> None:
-    """UserError for a run that is not finished: whoever starts from it several times would not start from the same weights."""
+    """Raise UserError for an unfinished run: trainings that start from it at different times would get different
+    weights.
+    """
     source = read_source(init) if init else None
     if source is None or not source.run or source.path != source.folder or RunFolder(source.folder).has_result():
         return

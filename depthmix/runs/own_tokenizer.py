@@ -1,4 +1,4 @@
-"""Whether the tokenizer in a run's folder is the one that the run was trained with."""
+"""Check that the tokenizer in a run's folder is the one the run was trained with."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from depthmix.runs.folder import DATA_META, TOKENIZER, RunFolder
 
 
 def check_tokenizer(folder: RunFolder) -> None:
-    """Compare a run's tokenizer.json with the checksum that the run keeps of its data's.
+    """Compare a run's tokenizer.json with the checksum in the run's copy of its data's meta.json.
 
-    With another vocabulary of the same size every token would stand for other text, and nothing would look wrong but the loss.
+    With another vocabulary of the same size every token would stand for other text, and only the loss would show it.
 
     Args:
-        folder: the run; one of an older version, which did not keep what its data was, is taken as it is.
+        folder: The run. A run of an older version, without such a checksum, passes.
 
     Raises:
-        UserError: the tokenizer is another one.
+        UserError: The tokenizer is another one.
     """
     meta = folder.data_meta()
     sums, name = meta.get("sha256"), meta.get("tokenizer")

@@ -1,4 +1,4 @@
-"""Tensors that many processes wrote in parts, as torch.distributed.checkpoint lays them into safetensors files."""
+"""Read tensors that many processes saved in parts, in the safetensors layout of torch.distributed.checkpoint."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 
 class Parts:
-    """A folder of parts, of which whole tensors can be had one at a time. Headers alone are read before."""
+    """A folder of parts. The constructor reads headers only, and `get` assembles one tensor at a time."""
 
     def __init__(self, folder: Path) -> None:
         metadata = HuggingFaceStorageReader(str(folder)).read_metadata()
@@ -25,7 +25,7 @@ class Parts:
             self._places.setdefault(index.fqn, []).append((info.relative_path, index.offset, info.shape))
 
     def get(self, name: str) -> Tensor:
-        """A tensor, put together on the CPU; ValueError if a part of it is missing."""
+        """Assemble a tensor on the CPU. Raises ValueError if a part is missing."""
         whole = torch.empty(self.shapes[name], dtype=self.dtypes[name])
         filled = 0
         for path, offset, shape in self._places[name]:

@@ -1,4 +1,4 @@
-"""Folders that Hugging Face's `from_pretrained` reads: a run made into one, and one read as a model.
+"""Folders for Hugging Face's `from_pretrained`: make one of a run, and read one as a model.
 
 A run folder gets a config.json, a generation_config.json, a tokenizer_config.json beside its tokenizer.json, two lines of code
 that say where the model's classes are, and a model.safetensors.index.json that says that the weights lie in the newest
@@ -32,7 +32,15 @@ INDEX = f"{MODEL}.index.json"
 
 
 def describe_run(run: Path, checkpoint: Path, model: Any, seq_len: int, end: int | None) -> None:
-    """Make a run folder one that `from_pretrained` reads, with the model's weights in a checkpoint; end: the token between documents."""
+    """Make a run folder readable for `from_pretrained`.
+
+    Args:
+        run: The run folder.
+        checkpoint: The checkpoint in it whose weights to name.
+        model: The model.
+        seq_len: Tokens per training sequence.
+        end: Id of the token between documents, if any.
+    """
     ids = {f"{kind}_token_id": end for kind in ("bos", "eos", "pad")} if end is not None else {}
     tokens = {f"{kind}_token": END for kind in ("bos", "eos", "pad")} if end is not None else {}
     named = dict(model.named_parameters())  # tied weights come once, as in the checkpoint
@@ -62,7 +70,7 @@ def describe_run(run: Path, checkpoint: Path, model: Any, seq_len: int, end: int
 
 
 def _spelt_out(described: dict[str, Any]) -> dict[str, Any]:
-    """A config.json with every option of the mixer: its defaults may be others when it is read."""
+    """Fill in every option of the mixer, since a later version's defaults may differ."""
     if "mixer_options" in described:
         return {**described, "mixer_options": all_options(described["mixer"], described["mixer_options"])}
     if isinstance(own := described.get("depthmix"), dict):  # a retrofitted model
@@ -72,7 +80,7 @@ def _spelt_out(described: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass
 class Pretrained:
-    """What a folder of `save_pretrained` holds, under the decoder's own names."""
+    """The content of a `save_pretrained` folder, under the decoder's own parameter names."""
 
     decoder: DecoderConfig
     tensors: dict[str, Tensor]
@@ -81,13 +89,13 @@ class Pretrained:
 
 
 def is_pretrained(path: Path) -> bool:
-    """Whether a folder looks like one of `save_pretrained`, and not like a run's."""
+    """Tell whether a folder looks like one of `save_pretrained` and not like a run."""
     with reading(path):
         return (path / CONFIG).is_file() and not any((path / name).exists() for name in (RECIPE, CHECKPOINTS))
 
 
 def model_type(path: Path) -> str | None:
-    """The type of model that a folder's config.json names; None if there is none, or it does not say."""
+    """Return the model type in a folder's config.json; None if there is none."""
     with suppress(UserError):
         kind = read_object(path / CONFIG).get("model_type")
         return kind if isinstance(kind, str) else None
@@ -95,7 +103,7 @@ def model_type(path: Path) -> str | None:
 
 
 def read_config(path: Path) -> DecoderConfig:
-    """The decoder that a folder's config.json describes; UserError for one of another kind, or damaged."""
+    """Return the decoder that a config.json describes. Raises UserError for another model type or a damaged file."""
     config, kind = read_object(path / CONFIG), model_type(path)
     if kind != MODEL_TYPE:
         raise UserError(f"{path / CONFIG} describes no model: its model_type is {kind!r}", CHECKPOINT)
@@ -107,14 +115,14 @@ def read_config(path: Path) -> DecoderConfig:
 
 
 def read_pretrained(path: Path) -> Pretrained:
-    """A model that `save_pretrained` wrote; UserError for one of another kind, or damaged."""
+    """Read a model that `save_pretrained` wrote. Raises UserError for another model type or a damaged folder."""
     decoder, config = read_config(path), read_object(path / CONFIG)
     length = config.get("max_position_embeddings")
     return Pretrained(decoder, _weights(path), length if type(length) is int and length > 0 else None, read_end(path))
 
 
 def read_end(path: Path) -> int | None:
-    """The token that ends a text, where a folder names one: of several the first."""
+    """Return the id of the token that ends a text, the first if a folder names several; None if it names none."""
     generation = read_object(path / GENERATION) if (path / GENERATION).is_file() else {}
     ends = generation.get("eos_token_id", read_object(path / CONFIG).get("eos_token_id"))
     end = ends[0] if isinstance(ends, list) and ends else ends
@@ -146,7 +154,7 @@ def _own_name(name: str) -> str:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """A JSON file that holds an object."""
+    """Read a JSON file that holds an object. Raises UserError if it is damaged."""
     with reading(path):
         raw = path.read_bytes()
     try:

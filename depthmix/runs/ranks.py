@@ -1,4 +1,6 @@
-"""The run folder as all processes but the first see it: they log into files of their own and leave the rest to the first."""
+"""The run folder as all processes but the first see it: they write logs of their own and leave the rest to the first
+process.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ RANKS = "ranks"
 
 
 class RankFolder(RunFolder):
-    """A run folder into which another process trains; this one writes `ranks/rank-00003.txt`."""
+    """A run folder into which another process trains. This process writes `ranks/rank-00003.txt`."""
 
     def __init__(self, path: str | Path, rank: int) -> None:
         super().__init__(path)
@@ -34,28 +36,28 @@ class RankFolder(RunFolder):
         yield
 
     def append_metrics(self, record: dict[str, Any]) -> None:
-        """The first process does."""
+        """Do nothing: the first process writes it."""
 
     def append_dynamics(self, record: dict[str, Any]) -> None:
-        """The first process does."""
+        """Do nothing: the first process writes it."""
 
     def append_speed(self, record: dict[str, Any]) -> None:
-        """The first process does."""
+        """Do nothing: the first process writes it."""
 
     def sync(self) -> None:
-        """The first process does."""
+        """Do nothing: the first process syncs the files."""
 
     def cut(self, step: int, metrics_length: int | None = None) -> None:
-        """The first process does."""
+        """Do nothing: the first process cuts the files."""
 
     def keep_identity(self, known: object = None) -> None:
-        """The first process does."""
+        """Do nothing: the first process keeps it."""
 
     def write_result(self, result: dict[str, Any]) -> None:
-        """The first process does."""
+        """Do nothing: the first process writes it."""
 
     def keep_data(self, meta: str | Path, tokenizer: str | Path | None) -> None:
-        """The first process does; that all have the same data is agreed before."""
+        """Do nothing: the first process keeps them. All processes have agreed on the data before."""
 
     def keep_origin(self, origin: dict[str, Any] | None) -> None:
-        """The first process does."""
+        """Do nothing: the first process keeps it."""

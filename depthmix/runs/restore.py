@@ -1,4 +1,4 @@
-"""A trained model from its run folder, or from one that Hugging Face's `save_pretrained` wrote."""
+"""Load a trained model from its run folder, or from a folder of Hugging Face's `save_pretrained`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from depthmix.shown import shown
 
 @dataclass
 class Trained:
-    """A trained model with what it takes to use it."""
+    """A trained model and all that is needed to use it."""
 
     model: Any  # a Decoder, another library's model behind the same calls, or a Vit where the data are images; in eval mode
     tokenizer: Any  # a tokenizers.Tokenizer; of images there is none
@@ -38,7 +38,15 @@ class Trained:
 
 
 def load_model(run: str | Path, device: torch.device) -> Trained:
-    """The newest checkpoint of a run folder, or the checkpoint given itself, or a model that `save_pretrained` wrote."""
+    """Load a trained model.
+
+    Args:
+        run: A run folder (its newest checkpoint is loaded), one checkpoint, or a folder of `save_pretrained`.
+        device: Where to put the model.
+
+    Raises:
+        UserError: The folder does not exist, or its content cannot be used.
+    """
     if not str(run):
         raise UserError("run is needed: the folder that `depthmix train` wrote, or one checkpoint in it")
     path = Path(run).absolute()
@@ -59,7 +67,9 @@ def load_model(run: str | Path, device: torch.device) -> Trained:
 
 
 def open_checkpoint(path: Path) -> tuple[RunFolder, Checkpoint]:
-    """The newest checkpoint of a run folder, or the checkpoint given itself; UserError unless it fits what else is in the folder."""
+    """Load the newest checkpoint of a run folder, or the given checkpoint. Raises UserError unless it fits the rest of
+    the folder.
+    """
     saved: Checkpoint | None
     if path.parent.name == "checkpoints":
         folder, saved = RunFolder.open(path.parent.parent), load_checkpoint(path)
@@ -73,7 +83,9 @@ def open_checkpoint(path: Path) -> tuple[RunFolder, Checkpoint]:
 
 
 def model_of_run(folder: RunFolder, saved: Checkpoint, config: TrainConfig, tokens: int) -> Any:
-    """A run's model with the weights of a checkpoint; tokens: how many it must at least know."""
+    """Build a run's model with the weights of a checkpoint. `tokens`: size of the vocabulary that it must at least
+    have.
+    """
     kind = model_type(folder.path)
     if kind not in (None, MODEL_TYPE):
         model = foreign.from_description(folder.path)
@@ -90,7 +102,7 @@ def model_of_run(folder: RunFolder, saved: Checkpoint, config: TrainConfig, toke
 
 
 def model_of_pretrained(path: Path, found: Pretrained) -> Decoder:
-    """The decoder that `save_pretrained` wrote, with its weights."""
+    """Build the decoder that `save_pretrained` wrote, with its weights."""
     try:
         model = Decoder(found.decoder)
     except OptionError as error:
@@ -125,7 +137,7 @@ def _load_pretrained(path: Path, device: torch.device) -> Trained:
 
 
 def _load_foreign(path: Path, device: torch.device) -> Trained:
-    """A model of Hugging Face's, retrofitted or plain, with the tokenizer beside it."""
+    """Load a Hugging Face model, retrofitted or plain, with the tokenizer next to it."""
     found, folder = foreign.describe(path, "run"), RunFolder(path)
     tokenizer = _tokenizer(folder, add_end=False)
     _check_vocabulary(folder, vocabulary(tokenizer), found.vocab_size, "model")
@@ -139,7 +151,7 @@ def _load_foreign(path: Path, device: torch.device) -> Trained:
 
 
 def _end(path: Path, tokenizer: Any, said: int | None, vocab_size: int) -> int | None:
-    """The token that ends a text: the one that a folder names, or the tokenizer's."""
+    """Return the id of the token that ends a text: the folder's, or else the tokenizer's."""
     end = tokenizer.token_to_id(END) if said is None else said
     if end is not None and end >= vocab_size:
         what = f"the token {end} that ends a text is beyond the vocabulary of {vocab_size}"
@@ -154,7 +166,7 @@ def _check_vocabulary(folder: RunFolder, tokens: int, vocab_size: int, of: str) 
 
 
 def read_train_config(folder: RunFolder) -> TrainConfig:
-    """The run's recipe, with every value of its field's type."""
+    """Return the run's recipe. Raises UserError if a value does not have its field's type."""
     recipe, plain = folder.read_recipe(), TrainConfig()
     check_options(folder, recipe, [f.name for f in fields(TrainConfig)])
     known = {f.name: recipe[f.name] for f in fields(TrainConfig) if f.name in recipe}
@@ -175,12 +187,12 @@ def _tokenizer(folder: RunFolder, add_end: bool = True) -> Any:
 
 
 def shared_fields(model: type = DecoderConfig) -> set[str]:
-    """The fields of a model's configuration that a training configuration has, too."""
+    """Return the names of the fields that a model's configuration shares with TrainConfig."""
     return {f.name for f in fields(model)} & {f.name for f in fields(TrainConfig)}
 
 
 def model_config(config: TrainConfig, vocab_size: int) -> DecoderConfig:
-    """The decoder a training configuration describes; UserError if there is none."""
+    """Return the decoder configuration that a training describes. Raises UserError if it is invalid."""
     try:
         return DecoderConfig(vocab_size=vocab_size, **{name: getattr(config, name) for name in shared_fields()})
     except ValueError as error:
@@ -188,7 +200,7 @@ def model_config(config: TrainConfig, vocab_size: int) -> DecoderConfig:
 
 
 def build_decoder(config: TrainConfig, vocab_size: int) -> Decoder:
-    """That decoder; UserError for options of the mixer that do not go together, which show when it is built."""
+    """Build the decoder that a training describes. Raises UserError for mixer options that contradict each other."""
     described = model_config(config, vocab_size)
     try:
         return Decoder(described)
@@ -197,7 +209,9 @@ def build_decoder(config: TrainConfig, vocab_size: int) -> Decoder:
 
 
 def vit_config(config: TrainConfig, meta: dict[str, Any]) -> VitConfig:
-    """The vision transformer a training configuration describes, for images whose meta.json this is; UserError if there is none."""
+    """Return the vision transformer that a training describes, for images with this meta.json. Raises UserError if it
+    is invalid.
+    """
     try:
         shape = {"image_size": (meta["height"], meta["width"]), "channels": meta["channels"]}
         own = {name: getattr(config, name) for name in shared_fields(VitConfig)}
@@ -209,7 +223,9 @@ def vit_config(config: TrainConfig, meta: dict[str, Any]) -> VitConfig:
 
 
 def build_vit(config: TrainConfig, meta: dict[str, Any]) -> Vit:
-    """That vision transformer; UserError for options of the mixer that do not go together."""
+    """Build the vision transformer that a training describes. Raises UserError for mixer options that contradict each
+    other.
+    """
     described = vit_config(config, meta)
     try:
         return Vit(described)
@@ -218,7 +234,7 @@ def build_vit(config: TrainConfig, meta: dict[str, Any]) -> Vit:
 
 
 def load_parameters(model: Any, tensors: dict[str, Tensor], mixer: str, what: str) -> None:
-    """Copy a checkpoint's tensors into the model; UserError if they are those of another mechanism or size."""
+    """Copy a checkpoint's tensors into the model. Raises UserError if they are of another mixer or size."""
     named = dict(model.named_parameters())
     for name in (*named, *tensors):
         if name not in named or name not in tensors:

@@ -1,4 +1,6 @@
-"""`depthmix retrofit`: a folder with a pretrained model in, one with a mixer in it out. Nothing is fetched, nothing unpickled, no code of a folder run."""
+"""`depthmix retrofit`: read a pretrained model from a folder and write it to another, with a mixer. No code of a folder
+runs.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ TOKENIZER = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "
 
 
 def retrofit_folder(config: RetrofitConfig) -> str:
-    """Retrofit and save; a sentence on what was done."""
+    """Retrofit a model and save it; returns a sentence on what was done."""
     given, out = Path(config.model), Path(config.out)
     for name, value in (("model", config.model), ("mixer", config.mixer), ("out", config.out)):
         if not value:

@@ -1,4 +1,4 @@
-"""What saves the checkpoints of a training, of one process or of many."""
+"""Save the checkpoints of a training, of one process or of many."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from depthmix.runs.checkpoint import save_checkpoint
 
 
 class Saves(Protocol):
-    """What a training asks of it."""
+    """Interface of a saver."""
 
     def save(
         self, step: int, model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor], state: dict[str, Any]
@@ -21,14 +21,14 @@ class Saves(Protocol):
         """Save a checkpoint, or begin to."""
 
     def wait(self) -> None:
-        """Until what was begun is on the disk; UserError if it could not be written."""
+        """Wait until the checkpoint is on the disk. Raises UserError if it could not be written."""
 
 
 class Saver:
-    """Saves the checkpoints of one process, at once."""
+    """Saves the checkpoints of one process, synchronously."""
 
     def __init__(self, folder: Path, keep: int, saved: Callable[[Path], None]) -> None:
-        """saved: called with every checkpoint that is on the disk, before older ones go."""
+        """Remember where to save. `saved` is called with each checkpoint on the disk, before older ones are removed."""
         self.folder, self.keep, self.saved = folder, keep, saved
 
     def save(
@@ -43,9 +43,14 @@ class Saver:
 def open_saver(
     world: World, folder: Path, keep: int, saved: Callable[[Path], None], names: Callable[[], list[str]]
 ) -> Saves:
-    """What saves into a folder of checkpoints; saved: called, in the first process, with every one that is on the disk.
+    """Make the saver of a training.
 
-    names: of the parameters of the model in one piece.
+    Args:
+        world: The processes.
+        folder: Folder of checkpoints.
+        keep: Checkpoints to keep.
+        saved: Called in the first process with each checkpoint that is on the disk.
+        names: Returns the parameters of the undivided model.
     """
     if not world.several:
         return Saver(folder, keep, saved)

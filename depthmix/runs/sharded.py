@@ -1,4 +1,5 @@
-"""Checkpoints of many processes, by torch.distributed.checkpoint: each writes its part, beside the training.
+"""Checkpoints of many processes, by torch.distributed.checkpoint: each process writes its part while the training
+continues.
 
     step-00000400/parts/shard-00001-…safetensors   what process 0 holds of the model and the optimizer; and so on
     step-00000400/model.safetensors                the model in one piece, put together from the parts, for everybody else
@@ -41,10 +42,18 @@ from depthmix.runs.parts import Parts
 
 
 class Saver:
-    """Saves checkpoints while the training goes on; one at a time, in the order they were asked for."""
+    """Saves checkpoints in the background, one at a time, in order."""
 
     def __init__(self, world: World, folder: Path, keep: int, saved: Callable[[Path], None], names: list[str]) -> None:
-        """saved: called in the first process when a checkpoint has its name; names: of the parameters of the model in one piece."""
+        """Remember where to save.
+
+        Args:
+            world: The processes.
+            folder: Folder of checkpoints.
+            keep: Checkpoints to keep.
+            saved: Called in the first process when a checkpoint has its final name.
+            names: Parameters of the undivided model.
+        """
         self.world, self.folder, self.keep, self.saved, self.names = world, folder, keep, saved, names
         self.thread: threading.Thread | None = None
         self.error: BaseException | None = None
@@ -52,7 +61,7 @@ class Saver:
     def save(
         self, step: int, model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor], state: dict[str, Any]
     ) -> None:
-        """Take a copy of everything and begin to write it; waits for the checkpoint before."""
+        """Copy all tensors and begin to write them, after waiting for the previous checkpoint."""
         self.wait()
         temporary = self.world.by_first(lambda: self._begin(step))
         # The copy is on the CPU. A CPU's own tensors are copied here: the training changes them in place.
@@ -65,7 +74,7 @@ class Saver:
         self.thread.start()
 
     def wait(self) -> None:
-        """Until what was begun is on the disk; UserError, in all processes, if it could not be written."""
+        """Wait until the checkpoint is on the disk. Raises UserError, in all processes, if it could not be written."""
         if self.thread is not None:
             self.thread.join()
             self.thread = None
@@ -80,7 +89,9 @@ class Saver:
             return temporary
 
     def _finish(self, written: Any, temporary: Path, step: int, state: dict[str, Any]) -> None:
-        """In a thread of its own, with a group of its own: what it sends does not get among the training's messages."""
+        """Finish a checkpoint in a thread. It has a process group of its own, so its messages do not mix with the
+        training's.
+        """
         try:
             written.result()
             own = sorted((temporary / PARTS).glob(f"shard-{self.world.rank + 1:05d}-*.safetensors"))
@@ -98,7 +109,7 @@ class Saver:
     def _publish(
         self, temporary: Path, step: int, state: dict[str, Any], files: dict[str, Any]
     ) -> tuple[str, int] | None:
-        """In the first process; what went wrong, with its exit code."""
+        """Publish a checkpoint, in the first process; returns (message, exit code) of an error."""
         try:
             with writing_checkpoint(self.folder, step):
                 parts = Parts(temporary / PARTS)
@@ -124,10 +135,19 @@ def _entry(path: Path) -> dict[str, Any]:
 def load_into(
     path: Path, model: Mapping[str, torch.Size], places: Callable[[str, torch.Size], Tensor | None]
 ) -> dict[str, Tensor]:
-    """Read a checkpoint into tensors that are divided as they are to be, and return those.
+    """Load a checkpoint into tensors that are already divided among the processes.
 
-    model: the names and shapes of the model in one piece, all of which must be there. places: gives a tensor for one of the
-    checkpoint's, by its name and shape; one without memory if it is another process's; None if nobody has a place for it.
+    Args:
+        path: The checkpoint.
+        model: Names and shapes of the undivided model's parameters, all of which the checkpoint must hold.
+        places: Maps a tensor's name and shape to a tensor to load into: a meta tensor if it belongs to another
+            process, None if no process has a place for it.
+
+    Returns:
+        The loaded tensors of this process.
+
+    Raises:
+        UserError: The checkpoint is of another model or optimizer.
     """
     folder = path / PARTS if (path / PARTS).is_dir() else path
     found = Parts(folder).shapes

@@ -69,7 +69,7 @@ def check_pieces(study: Study, pieces: Iterable[Piece], data: Mapping[str, Token
     """What would stop a run is said before anything runs: each arm is looked at once in each cell, without memory."""
     # Building a whole model takes a while even so, and is needed only where groups name parameters.
     from depthmix.train.check import check_config, check_run
-    from depthmix.train.optim import own_settings
+    from depthmix.train.optim import match_groups
     from depthmix.train.task import make_task
 
     looked: set[tuple[str, str, str]] = set()
@@ -85,7 +85,7 @@ def check_pieces(study: Study, pieces: Iterable[Piece], data: Mapping[str, Token
             check_run(piece.config, tokens)
             with torch.device("meta"):
                 if groups := piece.config.groups:
-                    own_settings(dict(make_task(piece.config, tokens).build().named_parameters()), groups)
+                    match_groups(dict(make_task(piece.config, tokens).build().named_parameters()), groups)
                 c = piece.config
                 create_mixer(c.mixer, dim=c.dim, n_blocks=c.n_blocks, **c.mixer_options)
         except (UserError, OptionError) as error:

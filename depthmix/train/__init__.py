@@ -1,4 +1,4 @@
-"""Training: data, the loop, checkpoints, generation. The package can be called: `depthmix.train(config)` trains a model."""
+"""Training. The package can be called: `depthmix.train(config)` trains a model."""
 
 from __future__ import annotations
 

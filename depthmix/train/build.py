@@ -1,4 +1,4 @@
-"""The model that a training begins with, as it wants it: on its device or among many, compiled or checkpointed sublayer by sublayer."""
+"""Build the model that a training starts with: on one device or divided among processes, compiled or checkpointed."""
 
 from __future__ import annotations
 
@@ -18,14 +18,23 @@ from depthmix.train.task import Task
 
 
 def prepare_model(model: Any, config: TrainConfig, device: torch.device) -> Any:
-    """A model moved to its device, compiled or checkpointed sublayer by sublayer."""
+    """Move a model to its device and wrap its sublayers as the configuration says."""
     model = model.to(device)
     wrap_sublayers(model, config)
     return model
 
 
 def divide_model(config: TrainConfig, task: Task, world: World) -> tuple[Alone, dict[str, Any] | None]:
-    """The model that a task starts with, among the processes of a world, and where its weights came from."""
+    """Build a task's model, divided among the processes of a world.
+
+    Args:
+        config: The training.
+        task: The task, which builds the model.
+        world: The processes.
+
+    Returns:
+        The engine that runs the divided model, and the origin of its weights (None: random).
+    """
     from depthmix.parallel.weights import fingerprint, like  # slow to import
 
     narrow = torch.bfloat16 if isinstance(autocast(world.device, config.precision), torch.autocast) else None
@@ -42,7 +51,7 @@ def divide_model(config: TrainConfig, task: Task, world: World) -> tuple[Alone, 
 
 
 def _engine(world: World, task: Task) -> Callable[..., Alone]:
-    """What divides a model among processes as their layout says."""
+    """Choose the class that divides a model as the parallel layout says."""
     if world.layout.pp > 1:
         from depthmix.parallel.staged import Staged  # slow to import
 
@@ -53,7 +62,7 @@ def _engine(world: World, task: Task) -> Callable[..., Alone]:
 
 
 def wrap_sublayers(model: Any, config: TrainConfig) -> None:
-    """Checkpoint and compile what the configuration says."""
+    """Apply activation checkpointing and torch.compile, as the configuration says."""
     if config.compile != "off":
         begin_model()  # after a handful of models in one process torch would no longer compile, and not say so
     sublayers, norms = model.repeated_parts()

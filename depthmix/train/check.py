@@ -1,4 +1,4 @@
-"""What can be known to be wrong with a training before it begins."""
+"""Checks of a training that run before it starts."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ from depthmix.train.optim import check_groups
 from depthmix.train.task import make_task
 
 FLOAT32 = torch.finfo(torch.float32)
-OWN = {"device", "data", "quiet"}  # what processes of one run may differ in; of the data it is the place
+# Options in which the processes of one run may differ. The folder of the data may differ, not their content.
+MAY_DIFFER = {"device", "data", "quiet"}
 
 
 def check_config(config: TrainConfig) -> None:
-    """UserError for a value no run can have."""
+    """Raise UserError for an option with an impossible value."""
     for name in ("data", "out"):
         if not getattr(config, name):
             raise UserError(
@@ -48,7 +49,7 @@ def check_config(config: TrainConfig) -> None:
             raise UserError(f"{name} must be a finite number above 0, got {value}")
         if not FLOAT32.tiny <= value <= FLOAT32.max:
             held = f"from {FLOAT32.tiny:.1e} to {FLOAT32.max:.1e}"
-            raise UserError(f"{name} must be a number that float32 holds, {held}, got {value}")
+            raise UserError(f"{name} must be within the range of float32, {held}, got {value}")
     for name in ("warmup", "seed"):
         if getattr(config, name) < 0:
             raise UserError(f"{name} must be at least 0, got {getattr(config, name)}")
@@ -69,7 +70,7 @@ def check_config(config: TrainConfig) -> None:
 
 
 def check_run(config: TrainConfig, data: TokenData | ImageData) -> None:
-    """UserError for a configuration that does not fit its device, its data or itself, without building it."""
+    """Raise UserError for a configuration that does not fit its device, its data or itself, without building the model."""
     choose_device(config.device)
     Layout.of(config.parallel).check(config, make_task(config, data).check())
     check_start(config)
@@ -77,11 +78,11 @@ def check_run(config: TrainConfig, data: TokenData | ImageData) -> None:
 
 
 def check_own_rule(config: TrainConfig, text: bool) -> None:
-    """Raise UserError for a rule of one's own that reads tokens to come, other rows of the batch, or memory that nobody set.
+    """Raise UserError for a user-defined rule that reads later tokens, other rows of the batch or uninitialised memory.
 
     Args:
-        config: the training's.
-        text: whether the data are text, of which later tokens are to come.
+        config: The training.
+        text: Whether the data are text, where a rule must not read later tokens.
     """
     try:
         check_rule(config.mixer, config.mixer_options, config.dim, config.n_blocks, text)
@@ -90,14 +91,16 @@ def check_own_rule(config: TrainConfig, text: bool) -> None:
 
 
 def check_start(config: TrainConfig) -> None:
-    """UserError for outputs that stay at zero: of two factors that both start there neither gets a gradient."""
-    if config.output_scale or config.init:  # or weights are no random ones
+    """Raise UserError where sublayer outputs stay at zero: if two factors both start at zero, neither gets a gradient."""
+    if config.output_scale or config.init:
         return
     with torch.device("meta"):
         gains = _mixer(config).output_gains()
     if gains and not all(gain.any() for gain in _mixer(config).output_gains().values()):
-        both = f"output projections start at zero (output_scale=0), and so does what {config.mixer} multiplies outputs with"
-        raise UserError(f"{both}: sublayers would never learn; take output_scale=1 or another start of the rule")
+        both = f"output projections start at zero (output_scale=0), and so do the output gains of {config.mixer}"
+        raise UserError(
+            f"{both}: sublayers would never learn; use output_scale=1 or another initial value of the gains"
+        )
 
 
 def _mixer(config: TrainConfig) -> Mixer:
@@ -108,8 +111,8 @@ def _mixer(config: TrainConfig) -> Mixer:
 
 
 def facts(config: TrainConfig, data: TokenData | ImageData) -> dict[str, Any]:
-    """What the processes of one run must have in common: the recipe, the data, the code."""
-    recipe = {name: value for name, value in dataclasses.asdict(config).items() if name not in OWN}
+    """Collect all that the processes of one run must agree on: recipe, data, code, torch."""
+    recipe = {name: value for name, value in dataclasses.asdict(config).items() if name not in MAY_DIFFER}
     code, package = hashlib.sha256(), Path(depthmix.__file__).parent
     for path in sorted(package.rglob("*.py")):
         code.update(path.relative_to(package).as_posix().encode() + b"\0" + path.read_bytes())

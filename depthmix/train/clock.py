@@ -1,4 +1,4 @@
-"""How long steps take, and whether they had to wait for others: what a busy machine does to a measurement."""
+"""Measure step times, and how long the process waited for a busy CPU."""
 
 from __future__ import annotations
 
@@ -13,45 +13,46 @@ from typing import Any
 import torch
 
 TASKS = Path("/proc/self/task")
-ENOUGH = 8  # steps, for quartiles to mean anything
+# Steps that quartiles need to mean anything.
+ENOUGH = 8
 
 
 class StepClock:
-    """Seconds of every step: on a GPU its own, between two events on its stream, elsewhere the wall clock's.
+    """Record the seconds of every step: on a GPU between two CUDA events, elsewhere by the wall clock.
 
-    Nobody waits for an event: those of a step are read once a later look finds that the GPU has passed them.
+    The host never waits for an event. The clock reads a step's events on a later call, once the GPU has passed them.
     """
 
     def __init__(self, device: torch.device, now: Callable[[], Any] | None = None) -> None:
         self.by_events = device.type == "cuda"
         self.now = now or (functools.partial(_recorded, device) if self.by_events else time.perf_counter)
-        self.taken: list[float] = []
-        self.under_way: deque[tuple[Any, Any]] = deque()
-        self.begun: Any = None
+        self.step_seconds: list[float] = []
+        self.in_flight: deque[tuple[Any, Any]] = deque()
+        self.begin: Any = None
 
     def start(self) -> None:
-        """A step begins: what it needs from the host is there."""
-        self.begun = self.now()
+        """Begin a step. Its batch is already on the device."""
+        self.begin = self.now()
 
     def stop(self) -> None:
-        """The step's last work has been launched."""
+        """End a step, whose last kernel has been launched."""
         if not self.by_events:
-            self.taken.append(self.now() - self.begun)
+            self.step_seconds.append(self.now() - self.begin)
             return
-        self.under_way.append((self.begun, self.now()))
-        while self.under_way and self.under_way[0][1].query():
+        self.in_flight.append((self.begin, self.now()))
+        while self.in_flight and self.in_flight[0][1].query():
             self._read_first()
 
     def seconds(self) -> list[float]:
-        """The steps so far, after waiting for those under way."""
-        while self.under_way:
-            self.under_way[0][1].synchronize()
+        """Return the seconds of all steps so far, after waiting for those in flight."""
+        while self.in_flight:
+            self.in_flight[0][1].synchronize()
             self._read_first()
-        return self.taken
+        return self.step_seconds
 
     def _read_first(self) -> None:
-        begun, ended = self.under_way.popleft()
-        self.taken.append(begun.elapsed_time(ended) / 1000)
+        begun, ended = self.in_flight.popleft()
+        self.step_seconds.append(begun.elapsed_time(ended) / 1000)
 
 
 def _recorded(device: torch.device) -> torch.cuda.Event:
@@ -61,7 +62,7 @@ def _recorded(device: torch.device) -> torch.cuda.Event:
 
 
 def quartiles(seconds: Sequence[float]) -> list[float] | None:
-    """The first and third quartile; None for too few."""
+    """Return the first and third quartile, or None for fewer than `ENOUGH` steps."""
     if len(seconds) < ENOUGH:
         return None
     low, _, high = statistics.quantiles(seconds, n=4, method="inclusive")
@@ -69,25 +70,25 @@ def quartiles(seconds: Sequence[float]) -> list[float] | None:
 
 
 class CoreWait:
-    """The share of the CPU time this process wanted, from here on, that it waited for a core because others had them."""
+    """Measure how long this process waits for a CPU core that others occupy, from construction on."""
 
     def __init__(self) -> None:
         self.before = _schedule()
 
     def share(self) -> float | None:
-        """From 0 to 1; None where the system does not say."""
+        """Return waiting time / (running + waiting time), from 0 to 1; None where the system does not report it."""
         now = _schedule()
         ran, waited = (sum(n[i] - self.before.get(t, (0, 0))[i] for t, n in now.items()) for i in (0, 1))
         return waited / (ran + waited) if ran > 0 else None
 
 
 def _schedule() -> dict[str, tuple[int, int]]:
-    """Nanoseconds on a core and waiting for one, by thread (Linux)."""
-    found = {}
+    """Read (nanoseconds running, nanoseconds waiting for a core) of each thread, on Linux."""
+    times = {}
     for path in TASKS.glob("*/schedstat"):
         try:
             ran, waited, *_ = path.read_text().split()
-        except (OSError, ValueError):  # a thread that has ended
+        except (OSError, ValueError):  # the thread has ended
             continue
-        found[path.parent.name] = int(ran), int(waited)
-    return found
+        times[path.parent.name] = int(ran), int(waited)
+    return times

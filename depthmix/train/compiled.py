@@ -1,4 +1,4 @@
-"""What torch compiled for one model, kept for the next of the same shapes."""
+"""Keep what torch compiled for one model, for the next model of the same shapes."""
 
 from __future__ import annotations
 
@@ -10,22 +10,23 @@ import torch
 
 from depthmix.train.sharing import Demands, claim
 
-MANY = 1000  # versions of one function: by default torch stops at eight, and does not say so
+# Limit on compiled versions of one function. By default torch silently stops compiling after eight.
+MANY = 1000
 _kept = False
 
 
 def begin_model() -> None:
-    """Before a model is compiled: forget what was compiled for others, unless `compiled_once` keeps it."""
+    """Reset torch.compile before a model is compiled, unless `compiled_once` keeps its cache."""
     if not _kept:
         torch.compiler.reset()
 
 
 @contextmanager
 def compiled_once(on: bool = True) -> Iterator[None]:
-    """Inside, sublayers of the same shapes are compiled once, however many models have them.
+    """Compile sublayers of equal shapes once inside this context, however many models have them.
 
-    A shape that was not seen before gets a version of its own: torch would make the sizes of what it compiles from then on
-    variable, and the arms of a study would no longer run the same code, depending on their order.
+    A new shape gets a version of its own. By default torch would from then on compile with variable sizes, and the arms
+    of a study would no longer run the same code, depending on their order.
     """
     global _kept
     if not on:

@@ -1,4 +1,4 @@
-"""Sums in a fixed order: the same seed gives the same losses, bit for bit, on a GPU too.
+"""Make torch add in a fixed order: the same seed gives the same losses bit for bit, on a GPU too.
 
 What of a training step adds in an order of its own unless it is told not to: the backward of attention (atomic adds into dq),
 the backward of the embedding where it is compiled, cuBLAS on several streams, and Inductor, which times several kernels for
@@ -16,27 +16,34 @@ from typing import Any
 import torch
 from torch.utils import deterministic as _memory
 
-memory: Any = _memory  # it sets its attributes as a program runs
+# Any, because torch sets the module's attributes at run time, which mypy cannot see.
+memory: Any = _memory
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 _lock = threading.Lock()
-_before: list[tuple[bool, bool, bool]] = []  # torch's settings, once for each training that is inside
+# torch's settings before each training that is inside `deterministic`.
+_before: list[tuple[bool, bool, bool]] = []
 
 
 @contextmanager
 def deterministic(on: bool) -> Iterator[None]:
-    """Inside, what torch computes is the same every time, if `on`; the settings from before come back when the last thread leaves."""
+    """Make torch deterministic inside this context, if `on`. The last thread that leaves restores the previous
+    settings.
+    """
     if not on:
         yield
         return
-    os.environ.setdefault(WORKSPACE, ":4096:8")  # what cuBLAS asks for; it stays, since cuBLAS reads it once
+    # cuBLAS asks for this value and reads it once, so it is not reset afterwards.
+    os.environ.setdefault(WORKSPACE, ":4096:8")
     with _lock:
         enabled, warn_only = (
             torch.are_deterministic_algorithms_enabled(),
             torch.is_deterministic_algorithms_warn_only_enabled(),
         )
         _before.append((enabled, warn_only, memory.fill_uninitialized_memory))
-        torch.use_deterministic_algorithms(True)  # and not only a warning: attention's backward would stay as it is
-        memory.fill_uninitialized_memory = False  # nothing here reads what it has not written, and filling takes time
+        # warn_only would leave attention's backward pass as it is.
+        torch.use_deterministic_algorithms(True)
+        # Filling takes time, and nothing here reads memory that it has not written.
+        memory.fill_uninitialized_memory = False
     try:
         with ExitStack() as stack:
             from torch._inductor import config as inductor
@@ -46,7 +53,7 @@ def deterministic(on: bool) -> Iterator[None]:
             yield
     finally:
         with _lock:
-            # Threads leave in any order. Those that are left inside keep the mode, and the last one restores the first's.
+            # Threads leave in any order. The remaining ones keep the mode, and the last one restores the first one's settings.
             enabled, warn_only, filled = _before.pop()
             if not _before:
                 torch.use_deterministic_algorithms(enabled, warn_only=warn_only)

@@ -1,4 +1,4 @@
-"""`depthmix doctor`: what is installed, where it will run, and why."""
+"""`depthmix doctor`: report what is installed, where it will run, and why."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OPERATORS = ("depth_attention", "depth_sum", "stream_mix", "sinkhorn")  # all of
 
 
 def backends(device: torch.device) -> dict[str, str]:
-    """By operator, the backend it uses on a device, and why."""
+    """Return the backend of each operator on a device, with the reason."""
     why = why_no_kernels(device.type, device.index)
     if why is None and device.type != "cuda":  # only in Triton's interpreter
         why = f"on {device.type} kernels are interpreted, for tests, and run only where they are forced"
@@ -37,7 +37,7 @@ def backends(device: torch.device) -> dict[str, str]:
 
 
 def report() -> str:
-    """One page about this installation."""
+    """Return one page of text about this installation."""
     device = choose_device("auto")
     name = torch.cuda.get_device_name() if device.type == "cuda" else platform.processor() or platform.machine()
     precision = "bf16 autocast" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "fp32"

@@ -21,7 +21,7 @@ ALL = Share()  # tokens of a sequence
 
 @dataclass
 class Evaluation:
-    """What a model makes of a text."""
+    """Loss of a model on text, with perplexity and bits per byte."""
 
     loss: float  # nats per token
     tokens: int
@@ -30,54 +30,59 @@ class Evaluation:
 
     @classmethod
     def of(cls, sums: Mapping[str, Sequence[float]], bytes_per_token: float) -> Evaluation:
-        """Combine each domain's sum of losses and number of tokens; a domain without a name is not reported apart."""
+        """Combine each domain's (sum of losses, number of tokens). A domain with an empty name is not reported
+        separately.
+        """
         total, tokens = (math.fsum(column) for column in zip(*sums.values(), strict=True))
         domains = {name: loss / count for name, (loss, count) in sums.items() if name}
         return cls(total / tokens, round(tokens), bytes_per_token, domains)
 
     @property
     def perplexity(self) -> float:
+        """exp(loss), capped so that it stays finite."""
         return math.exp(min(self.loss, 700.0))
 
     @property
     def bits_per_byte(self) -> float | None:
-        """None for tokens whose text nobody has."""
+        """Loss in bits per byte of text; None where the text of the tokens is unknown."""
         return self.loss / math.log(2) / self.bytes_per_token if self.bytes_per_token else None
 
     def curve(self) -> dict[str, float]:
-        """What is logged on the way."""
+        """Return the numbers for a line of the metrics."""
         return {"val_loss": self.loss, **{f"val_loss/{name}": loss for name, loss in self.domains.items()}}
 
     def numbers(self) -> dict[str, Any]:
-        """What else a result says."""
+        """Return the numbers that a result holds besides the loss."""
         by_domain = {"domains": dict(self.domains)} if self.domains else {}
         return {"perplexity": self.perplexity, "bits_per_byte": self.bits_per_byte, **by_domain}
 
 
 def describe_learnt(perplexity: float, bits_per_byte: float | None) -> str:
-    """Say perplexity and, where there are any, bits per byte."""
+    """Format the perplexity and, where known, the bits per byte."""
     return f"perplexity {perplexity:.2f}" + ("" if bits_per_byte is None else f", {bits_per_byte:.4f} bits per byte")
 
 
 @dataclass
 class ImageEvaluation:
-    """What a model makes of images."""
+    """Loss and accuracy of a model on images."""
 
     loss: float  # nats per image
     images: int
     accuracy: float  # the share whose likeliest class is the right one
 
     def curve(self) -> dict[str, float]:
-        """What is logged on the way."""
+        """Return the numbers for a line of the metrics."""
         return {"val_loss": self.loss, "val_accuracy": self.accuracy}
 
     def numbers(self) -> dict[str, Any]:
-        """What else a result says."""
+        """Return the numbers that a result holds besides the loss."""
         return {"accuracy": self.accuracy}
 
 
 def check_tokens(batch: Tensor, vocab_size: int, folder: object) -> Tensor:
-    """The batch, still on the CPU; UserError for a token that the embedding does not have, which no GPU survives."""
+    """Return the batch, still on the CPU. Raises UserError for a token beyond the vocabulary, which would crash the
+    GPU.
+    """
     if (largest := int(batch.max())) >= vocab_size:
         what = f"token {largest} is beyond the vocabulary of {vocab_size}"
         raise UserError(f"{folder} is damaged: {what}; prepare the data again", DATA)
@@ -85,7 +90,16 @@ def check_tokens(batch: Tensor, vocab_size: int, folder: object) -> Tensor:
 
 
 def token_losses(model: Callable[[Tensor], Tensor], batch: Tensor, own: Share = ALL) -> Tensor:
-    """Nats for every token of a batch [B, T + 1] but the first of each row, or for those of them that are this process's: [B, T]."""
+    """Compute the loss of every token of a batch but the first of each row.
+
+    Args:
+        model: Maps token ids [B, T] to logits [B, T, V].
+        batch: Token ids [B, T + 1].
+        own: The tokens of each row that belong to this process; by default all.
+
+    Returns:
+        Losses in nats [B, T].
+    """
     logits, targets = model(own.of(batch[:, :-1], dim=1)), own.of(batch[:, 1:], dim=1)
     return token_loss(logits.flatten(0, 1), targets.flatten()).view_as(targets)
 
@@ -99,7 +113,19 @@ def summed_loss(
     whole: Callable[[Tensor], Tensor] = lambda losses: losses,
     own: Share = ALL,
 ) -> tuple[float, int]:
-    """The sum of a batch's losses, in fp64, and how many there are; whole: makes plain tensors of divided ones; own: tokens."""
+    """Sum the losses of a batch in fp64.
+
+    Args:
+        model: Maps token ids to logits.
+        batch: Token ids [B, T + 1].
+        device: Where the model is.
+        precision: As in TrainConfig.
+        whole: Makes a plain tensor of one that is divided among processes.
+        own: The tokens of each row that belong to this process.
+
+    Returns:
+        The sum, and the number of tokens.
+    """
     with autocast(device, precision):
         losses = whole(token_losses(model, batch.to(device), own))
     return float(losses.cpu().double().sum()), losses.numel()  # there: MPS has no fp64
@@ -112,7 +138,18 @@ def evaluate(
     precision: str,
     bytes_per_token: float,
 ) -> Evaluation:
-    """Return the mean loss over the batches of all domains, and of each named one, summed in fp64."""
+    """Measure a language model.
+
+    Args:
+        model: Maps token ids [B, T] to logits.
+        parts: Batches [B, T + 1] of each domain.
+        device: Where the model is.
+        precision: As in TrainConfig.
+        bytes_per_token: Mean bytes of text per token, for bits per byte; 0 where unknown.
+
+    Returns:
+        The mean loss over all tokens and over each named domain, summed in fp64.
+    """
     model.eval()
     sums: dict[str, tuple[float, int]] = {}
     for name, batches in parts.items():
@@ -129,7 +166,17 @@ def evaluate(
 def summed_images(
     logits: Callable[[Tensor], tuple[Tensor, Tensor]], batch: Tensor, device: torch.device, precision: str
 ) -> tuple[float, int, int]:
-    """The sum of a batch's losses, in fp64, how many images there are, and how many are right; logits(batch) gives logits and labels."""
+    """Sum the losses of a batch of images in fp64.
+
+    Args:
+        logits: Maps a batch to (logits, labels).
+        batch: The batch.
+        device: Where the model is.
+        precision: As in TrainConfig.
+
+    Returns:
+        The sum, the number of images, and the number classified correctly.
+    """
     with autocast(device, precision):
         found, labels = logits(batch.to(device))
     losses = functional.cross_entropy(found, labels, reduction="none")
@@ -143,7 +190,7 @@ def evaluate_images(
     device: torch.device,
     precision: str,
 ) -> ImageEvaluation:
-    """The mean loss over all batches, summed in fp64, and the accuracy."""
+    """Measure an image model: mean loss over all batches, summed in fp64, and accuracy."""
     model.eval()
     total, images, right = 0.0, 0, 0
     for batch in batches:

@@ -1,4 +1,4 @@
-"""Training events: what a callback of the training loop is told."""
+"""Events of a training, for callbacks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class StepEvent:
-    """One finished optimizer step.
+    """A finished optimizer step.
 
     Attributes:
         arm: The arm's label in a comparison; the mixer's name in a single training.
@@ -37,14 +37,14 @@ def call_back(
     wait: Callable[[], None],
     log: Callable[[str], None],
 ) -> None:
-    """Call on_step. Whatever it raises ends the run, which can be resumed from this very step.
+    """Call on_step. An exception in it ends the run, which can be resumed from this very step.
 
     Args:
         on_step: The caller's function.
         event: The step.
-        save: Begin to write a checkpoint of a step; None if there is nothing to write.
-        wait: Wait until checkpoints are written.
-        log: Note a sentence in the run folder.
+        save: Begins to write a checkpoint of a step; None if there is nothing to write.
+        wait: Waits until checkpoints are written.
+        log: Writes a sentence to the run's log.
     """
     try:
         on_step(event)

@@ -1,4 +1,4 @@
-"""More steps for a run that is there: allowed where the learning rate of no step already made would have been another."""
+"""Extend a run by more steps, where every step made so far would have had the same learning rate."""
 
 from __future__ import annotations
 
@@ -14,10 +14,15 @@ from depthmix.schedule import first_changed_step
 
 
 def can_take_more_steps(path: Path, config: TrainConfig) -> bool:
-    """Return whether a folder holds a run that `config` only gives more steps to; what else it changes is not looked at.
+    """Tell whether a folder holds a run that `config` extends by more steps. Other changes in `config` are ignored
+    here.
+
+    Args:
+        path: The run folder.
+        config: The training that is asked for.
 
     Raises:
-        UserError: The schedule of the steps made so far depends on how many there are to be, or no checkpoint is left.
+        UserError: More steps would have changed the learning rate of steps already made, or no checkpoint is left.
     """
     if not (path / RECIPE).is_file():
         return False
@@ -43,7 +48,8 @@ def can_take_more_steps(path: Path, config: TrainConfig) -> bool:
 
 
 def set_result_aside(folder: RunFolder, config: TrainConfig) -> None:
-    """Let a finished run go on where it is to make more steps; its result stays in the folder under another name.
+    """Rename the result of a finished run that is extended, so that the run can continue. The caller holds the folder's
+    lock.
 
     The caller holds the folder's lock.
     """

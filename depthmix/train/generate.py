@@ -1,4 +1,4 @@
-"""Text from a trained model, token by token."""
+"""Generate text with a trained model, token by token."""
 
 from __future__ import annotations
 
@@ -18,7 +18,17 @@ from depthmix.runs.restore import load_model
 
 
 def sample(logits: Tensor, temperature: float, top_p: float, generator: torch.Generator) -> int:
-    """One token from logits [V]: from the likeliest ones that together have probability top_p."""
+    """Sample one token.
+
+    Args:
+        logits: Logits [V].
+        temperature: 0 takes the most likely token.
+        top_p: Probability mass of the most likely tokens to sample from.
+        generator: Source of randomness, on the CPU.
+
+    Returns:
+        The token's id.
+    """
     if temperature == 0:
         return int(logits.argmax())
     p = torch.softmax((logits - logits.max()).double() / temperature, dim=-1)  # no overflow at a tiny temperature
@@ -31,7 +41,20 @@ def sample(logits: Tensor, temperature: float, top_p: float, generator: torch.Ge
 def generate_tokens(
     model: Decoder, prompt: list[int], max_tokens: int, temperature: float, top_p: float, seed: int, end: int | None
 ) -> Iterator[int]:
-    """Continue a prompt of token ids until `end` or max_tokens."""
+    """Continue a prompt, yielding token ids until `end` or max_tokens.
+
+    Args:
+        model: The model, which is put in eval mode.
+        prompt: Token ids.
+        max_tokens: Maximum number of tokens to yield.
+        temperature: 0 takes the most likely token.
+        top_p: Probability mass of the most likely tokens to sample from.
+        seed: Seed of the sampling.
+        end: Id of the token that ends the text, if any.
+
+    Raises:
+        UserError: The logits are not finite.
+    """
     device = next(model.parameters()).device
     generator, advance = torch.Generator().manual_seed(seed), _steps(model, len(prompt) + max_tokens)
     ids = torch.tensor([prompt], device=device)
@@ -50,7 +73,9 @@ def generate_tokens(
 
 
 def _steps(model: Decoder, length: int) -> Callable[[Tensor], Tensor]:
-    """A function of the next tokens [1, T] of a sequence that gives the logits [V] after them: a prompt goes through in chunks."""
+    """Return a function that appends tokens [1, T] to a sequence and returns the next token's logits [V]. Prompts run
+    in chunks.
+    """
     if isinstance(model, Decoder) and model.embedding.weight.is_cuda:
         decoding = Decoding(model, 1, length)
         return lambda ids: (decoding.prefill(ids) if ids.shape[1] > 1 else decoding.step(ids[:, 0]))[0]
@@ -65,7 +90,7 @@ def _steps(model: Decoder, length: int) -> Callable[[Tensor], Tensor]:
 
 
 def stream_text(tokenizer: Any, tokens: Iterator[int]) -> Iterator[str]:
-    """Pieces of text as soon as their bytes are complete characters."""
+    """Decode tokens, yielding pieces of text as soon as their bytes form complete characters."""
     seen: list[int] = []
     shown = ""
     for token in tokens:
@@ -80,7 +105,7 @@ def stream_text(tokenizer: Any, tokens: Iterator[int]) -> Iterator[str]:
 
 
 def check_prompt(prompt: str, name: str = "prompt") -> None:
-    """UserError for a text with bytes that are no text, which Python keeps as halves of surrogate pairs."""
+    """Raise UserError for text that is not valid UTF-8. Python keeps such bytes as lone surrogates."""
     try:
         prompt.encode()
     except UnicodeEncodeError as error:
@@ -90,7 +115,23 @@ def check_prompt(prompt: str, name: str = "prompt") -> None:
 def generate_stream(
     run: str | Path, prompt: str, max_tokens: int, temperature: float, top_p: float, seed: int, device: str = "auto"
 ) -> Iterator[str]:
-    """The continuation of a prompt by the model in a run folder, piece by piece."""
+    """Continue a prompt with the model in a run folder, piece by piece.
+
+    Args:
+        run: Run folder, checkpoint, or folder of `save_pretrained`.
+        prompt: Text to continue; empty: start from nothing.
+        max_tokens: Maximum number of tokens to generate.
+        temperature: 0 takes the most likely token.
+        top_p: Probability mass of the most likely tokens to sample from.
+        seed: Seed of the sampling.
+        device: cpu, cuda, cuda:N, mps or auto.
+
+    Returns:
+        An iterator over pieces of text.
+
+    Raises:
+        UserError: An argument is invalid, the prompt is too long, or the model has diverged.
+    """
     if max_tokens < 1:
         raise UserError(f"max_tokens must be at least 1, got {max_tokens}")
     if not 0 <= temperature < math.inf:
@@ -126,5 +167,5 @@ def generate_text(
     seed: int = 0,
     device: str = "auto",
 ) -> str:
-    """The whole continuation at once."""
+    """Return the whole continuation at once; arguments as for `generate_stream`."""
     return "".join(generate_stream(run, prompt, max_tokens, temperature, top_p, seed, device))

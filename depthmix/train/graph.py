@@ -1,4 +1,4 @@
-"""A training step's forward and backward as one CUDA graph: recorded once, replayed without the cost of launching kernels one by one."""
+"""Record a training step's forward and backward pass as a CUDA graph and replay it, which saves the launch overhead."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from depthmix.errors import UserError
 from depthmix.ops.gpu.launch import on_device
 from depthmix.ops.gpu.recording import recorded
 
-WARM_UP = 3  # passes before the recording, in which kernels are compiled and chosen
+# Passes before the recording, in which kernels are compiled and chosen.
+WARM_UP = 3
 
 
 class GraphedBackward:
-    """`loss(batch)` and its backward, for batches of one shape. Every call overwrites the parameters' gradients."""
+    """`loss(batch)` and its backward pass, for batches of one shape. Every call overwrites the parameters' gradients."""
 
     def __init__(self, loss: Callable[[Tensor], Tensor], parameters: Sequence[Tensor], batch: Tensor) -> None:
         self.batch = batch.clone()
@@ -25,32 +26,34 @@ class GraphedBackward:
             for _ in range(WARM_UP):
                 loss(self.batch).backward()
                 for p in parameters:
-                    p.grad = None  # so that the recording makes them, and a replay overwrites instead of adding
+                    # Without gradients the recording allocates them, so that a replay overwrites instead of adding.
+                    p.grad = None
         torch.cuda.current_stream().wait_stream(side)
         self.graph = torch.cuda.CUDAGraph()
-        # On the same stream: the nodes that accumulate gradients remember where they first ran.
+        # Record on the warm-up stream: the autograd nodes that accumulate gradients keep the stream they first ran on.
         with recorded(self.graph, side) as self.constants:
             self.loss = loss(self.batch)
             self.loss.backward()
 
     def __call__(self, batch: Tensor) -> Tensor:
-        """The loss of a batch; the gradients are in the parameters."""
+        """Compute the loss of a batch and leave the gradients in the parameters."""
         self.batch.copy_(batch)
         self.graph.replay()
         return self.loss.detach()
 
 
 def record(loss: Callable[[Tensor], Tensor], parameters: Sequence[Tensor], batch: Tensor) -> GraphedBackward:
-    """Record a step; one that cannot be recorded, as where a number is read back from the GPU, is the user's to change."""
+    """Record a step. Raises UserError for a step that cannot be recorded, for example because it reads a number back
+    from the GPU.
+    """
     stream = torch.cuda.current_stream(batch.device)
     try:
-        with on_device(batch.device):  # streams and graphs are those of the current one
+        with on_device(batch.device):  # streams and graphs belong to the current device
             return GraphedBackward(loss, parameters, batch)
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
-        # torch.cuda.graph ends a recording that failed without giving the stream back, nor the random generator, which would
-        # refuse every number from then on.
+        # A failed recording leaves its stream current and the random generator in capture mode, where it refuses to draw.
         torch.cuda.set_stream(stream)
         generator = torch.cuda.default_generators[stream.device_index]
         generator.graphsafe_set_state(generator.clone_state())

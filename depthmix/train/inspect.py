@@ -1,4 +1,4 @@
-"""`depthmix inspect`: everything that can be measured inside a trained model, as one document and as tables."""
+"""`depthmix inspect`: measure a trained model from inside, as one document and as tables."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Progress = Callable[[str, int, int | None], None]
 
 
 def inspect(config: InspectConfig) -> None:
-    """Print the tables, and write the document where it was asked for."""
+    """Print the tables and, where asked for, write the document."""
     if config.json:
         check_above(Path(config.json))
         check_replaceable(Path(config.json), "inspection")
@@ -53,7 +53,18 @@ def inspect(config: InspectConfig) -> None:
 
 
 def inspect_run(config: InspectConfig, progress: Progress | None = None) -> dict[str, Any]:
-    """The document (docs/insight.md) of a run's model, or of one that `save_pretrained` wrote."""
+    """Measure the model of a run.
+
+    Args:
+        config: What to measure, and on which text.
+        progress: Called with (phase, done, total).
+
+    Returns:
+        The document, as docs/insight.md describes it.
+
+    Raises:
+        UserError: The model is not a decoder of depthmix, has diverged, or an option is invalid.
+    """
     tell = progress or (lambda phase, done, total: None)
     _check(config)
     device = choose_device(config.device)
@@ -107,9 +118,19 @@ def _check(config: InspectConfig) -> None:
 
 
 def encode_text(trained: Trained, text: str, seq_len: int | None = None) -> tuple[Tensor, list[str]]:
-    """The ids [1, T] of a text, and the piece of it that each stands for; UserError for one longer than the model's sequences.
+    """Tokenize a text for display.
 
-    The pieces add up to the text: of the tokens that share a character's bytes the first has it, and those that bring nothing else are "".
+    Args:
+        trained: The model, with its tokenizer.
+        text: The text.
+        seq_len: Maximum number of tokens; by default as in training.
+
+    Returns:
+        Token ids [1, T], and the piece of text that each token stands for. The pieces concatenate to the text: of
+            several tokens that share a character's bytes, the first gets it and the others get "".
+
+    Raises:
+        UserError: The text has more than seq_len tokens.
     """
     encoded, longest = trained.tokenizer.encode(text, add_special_tokens=False), seq_len or trained.config.seq_len
     if len(encoded.ids) > longest:
@@ -124,7 +145,7 @@ def encode_text(trained: Trained, text: str, seq_len: int | None = None) -> tupl
 
 
 def _measured_on(trained: Trained, config: InspectConfig, ids: Tensor) -> Iterator[Tensor]:
-    """Batches [B, T + 1] of about as many tokens as were asked for; of a model without data, the text to show."""
+    """Yield batches [B, T + 1] of about config.tokens tokens. A model without data is measured on config.text."""
     if not (config.input or config.data or trained.config.data) and config.text:
         if ids.shape[1] < 2:
             raise UserError("the text is too short to measure the model on: give another with --input", DATA)
@@ -135,7 +156,7 @@ def _measured_on(trained: Trained, config: InspectConfig, ids: Tensor) -> Iterat
 
 
 def first_tokens(batches: Iterable[Tensor], tokens: int) -> Iterator[Tensor]:
-    """Rows of batches until they have so many tokens; one row at least."""
+    """Yield rows of the batches until there are `tokens` tokens, but at least one row."""
     for batch in batches:
         length = batch.shape[1] - 1
         yield batch[: max(1, tokens // length)]
@@ -145,7 +166,9 @@ def first_tokens(batches: Iterable[Tensor], tokens: int) -> Iterator[Tensor]:
 
 
 def _over_depth(model: Decoder, batch: Tensor) -> tuple[float, dict[str, Any]]:
-    """The loss of a batch, and the dynamics of its pass and of its backward."""
+    """Compute the loss of a batch and the dynamics (magnitudes and gradient norms over depth) of its forward and
+    backward pass.
+    """
     with torch.enable_grad():
         loss = next_token_loss(model, batch).mean()
         loss.backward()
@@ -166,7 +189,7 @@ def _causal(model: Decoder, batches: list[Tensor], tokens: int, tell: Progress) 
 
 
 def text_by_token(model: Decoder, ids: Tensor, pieces: list[str]) -> dict[str, Any]:
-    """Where every token of a text was read from, as in the document: of what `encode_text` gives."""
+    """Report where each token of a text was read from, for the document; ids and pieces are those of `encode_text`."""
     with torch.no_grad():
         losses = token_losses(model, ids)[0].tolist() if ids.shape[1] > 1 else []
     m = depth_mixing(model, ids, per_token=True)[0]

@@ -1,4 +1,4 @@
-"""The training loop, top to bottom.
+"""The training loop, top to bottom: `train` opens a run, `_Run.train` loops over the steps, `Trainer.step` takes one.
 
 A run is a folder. The data order is a function of the seed and the step, so a run that was killed goes on from its last
 checkpoint and ends with the same metrics, bit for bit on the CPU, as one that was not.
@@ -71,12 +71,326 @@ from depthmix.train.sinks import open_sinks
 from depthmix.train.task import Model, make_task
 from depthmix.values import typed
 
-RNG = "rng/torch"  # the generator's state, saved among the optimizer's tensors
-WATCHED = 4096  # tokens of a batch that magnitudes are taken of, about
+# Name of the random generator's state among the optimizer's tensors in a checkpoint.
+RNG = "rng/torch"
+# Tokens of a batch, approximately, on which magnitudes over depth are measured.
+MAGNITUDE_TOKENS = 4096
+
+
+def train(config: TrainConfig, *, label: str = "", on_step: OnStep | None = None) -> RunFolder:
+    """Train one model, or resume a run that was interrupted. A finished run is returned as it is.
+
+    Args:
+        config: The training.
+        label: Name on the progress bar; by default the mixer's.
+        on_step: Called with a `StepEvent` after every step, in the first process only.
+
+    Returns:
+        The run folder.
+
+    Raises:
+        UserError: The configuration, the data or the folder cannot be used, or the run diverged or was
+            interrupted.
+    """
+    config = typed("train", config)
+    with (
+        settings_of(config),
+        join(Layout.of(config.parallel), config.device, bool(config.parallel), config.hang_limit) as world,
+    ):
+        return train_in(world, config, label, on_step)
+
+
+def train_in(world: World, config: TrainConfig, label: str = "", on_step: OnStep | None = None) -> RunFolder:
+    """Train as one process of a world: check, build the model, open the run folder, restore the newest checkpoint, run.
+
+    `world.together` runs a function in every process and raises an error of one process in all of them. `world.by_first`
+    runs it in the first process only.
+    """
+    world.together(lambda: check_config(config))
+    config = world.together(lambda: settled(config))
+    # Only now: an error in the recipe is reported before a device that does not exist.
+    device = world.device
+    data = world.together(lambda: open_data(config.data))
+    if world.several:
+        # Every process checks by itself before any of them waits for the others.
+        world.together(lambda: check_run(config, data))
+        world.agree(facts(config, data))
+    else:
+        check_start(config)
+        check_own_rule(config, text=isinstance(data, TokenData))
+    memory = PeakMemory(device)
+    # The model comes before the folder: a model that cannot be built leaves no folder behind.
+    trainer = world.together(lambda: Trainer(config, data, device, world))
+    path = Path(config.out)
+    folder = world.together(lambda: _open_folder(path, config) if world.first else None)
+    folder = folder or RankFolder(path, world.rank)
+
+    def tell(sentence: str) -> None:
+        folder.log(sentence)
+        print(sentence, file=sys.stderr, flush=True)
+
+    with folder.locked():
+        world.write_to(folder)
+        world.together(lambda: trainer.task.keep(folder))
+        world.together(lambda: folder.keep_origin(trainer.origin))
+        world.together(lambda: set_result_aside(folder, config) if world.first else None)
+        if world.by_first(folder.has_result):
+            world.by_first(lambda: check_run_files(folder))
+            # A run of an older version lacks the description of its newest checkpoint.
+            for newest in list_checkpoints(folder.checkpoints)[:1] if world.first else ():
+                trainer.describe(folder, newest)
+            return folder
+        saved = world.by_first(lambda: checkpoint_to_go_on_from(folder, tell, tensors=not world.several))
+        if saved is not None:
+            world.together(lambda: trainer.restore(saved))
+            if world.first:
+                # The folder may describe a newer, broken checkpoint or, after a kill, an older one. A kill right after a
+                # save also leaves checkpoints that should have been removed.
+                trainer.describe(folder, saved.path)
+                remove_old(folder.checkpoints, saved.step, config.keep)
+        world.together(lambda: _record_code(folder, config, data, saved, tell) if world.first else None)
+        try:
+            _Run(trainer, folder, saved, memory, label or config.mixer, on_step).train()
+        except Exception as error:
+            if isinstance(error, Lost) or not isinstance(error, UserError):
+                # After hours of training nobody wants to run it again to see the traceback.
+                with suppress(UserError):
+                    folder.log(traceback.format_exc())
+            raise
+    return folder
+
+
+def _open_folder(path: Path, config: TrainConfig) -> RunFolder:
+    """Open the run folder, or create it; a run that can be extended accepts another number of steps."""
+    free = FREE | {"steps"} if can_take_more_steps(path, config) else FREE
+    return RunFolder.open_or_create(path, config, sys.argv, free)
+
+
+def _record_code(
+    folder: RunFolder,
+    config: TrainConfig,
+    data: TokenData | ImageData,
+    saved: Checkpoint | None,
+    tell: Callable[[str], None],
+) -> None:
+    """Record which code makes the run from here on, and warn where it differs from the code so far."""
+    step = 0 if saved is None else saved.step
+    changed = record_code(folder, step, config.mixer, code_of(config.mixer, images=isinstance(data, ImageData)))
+    if changed:
+        what = f"the code has changed since step {step} ({', '.join(changed)})"
+        tell(f"{what}: the steps from here on are made by other code; train again in another folder to compare the run")
+
+
+class _Run:
+    """A run from its first or restored step to its last: the loop over steps, and all that it writes on the way."""
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        folder: RunFolder,
+        saved: Checkpoint | None,
+        memory: PeakMemory,
+        label: str,
+        on_step: OnStep | None,
+    ) -> None:
+        config, world = trainer.config, trainer.world
+        self.trainer, self.folder, self.memory, self.on_step = trainer, folder, memory, on_step
+        self.config, self.world = config, world
+        self.first_step = 0 if saved is None else saved.step
+        self.seconds = 0.0 if saved is None else float(saved.state["seconds"])
+        self.skipped = 0 if saved is None else int(saved.state["skipped"])
+        self.val_loss = None if saved is None else saved.state["val_loss"]
+        self.step_times: list[float] = []
+        folder.cut(self.first_step, metrics_length(saved))
+        self.opening = [] if saved is not None else _evaluate_start(trainer, folder)
+        verb = "starting" if saved is None else "resuming"
+        folder.log(f"{verb} at step {self.first_step} of {config.steps} on {trainer.device}")
+        self.core_wait = CoreWait()
+        self.sinks = open_sinks(config if world.first else TrainConfig(), folder, self.first_step)
+        quiet = config.quiet or not world.first
+        self.progress = TrainingProgress(label, self.first_step, config.steps, quiet, trainer.task.unit)
+        describe = functools.partial(trainer.describe, folder)
+        self.saver = open_saver(world, folder.checkpoints, config.keep, describe, trainer.parameter_names)
+
+    def train(self) -> None:
+        """Train to the last step: log, evaluate and save on the way, and write the result at the end."""
+        config, trainer, world = self.config, self.trainer, self.world
+        evaluation: Evaluation | ImageEvaluation | None = None
+        try:
+            with StopSignal() as stop, world.naming_the_dead():
+                if 0 < self.first_step < config.steps:
+                    trainer.restore_sum_order(self.first_step)
+                for step in range(self.first_step, config.steps):
+                    done = step + 1
+                    world.at("step", done)
+                    loss, norm, stopping = self.train_step(step, stop)
+                    if not trainer.is_usable(loss, norm):
+                        self.skip_or_raise(
+                            step, f"the {trainer.describe_unusable(loss, norm)}", trainer.is_beyond_repair()
+                        )
+                        self.skipped += 1
+                    evaluation = self.evaluate(step) if self.is_due(done, config.eval_every) else None
+                    if self.is_due(done, config.log_every):
+                        self.log_step(done, loss, norm)
+                    if evaluation is not None:
+                        self.log_evaluation(done, evaluation)
+                    self.show_progress(done, loss)
+                    saving = stopping or self.is_due(done, config.save_every)
+                    if saving:
+                        self.save(done)
+                    if self.on_step is not None and world.first:
+                        val_loss = None if evaluation is None else evaluation.loss
+                        event = StepEvent(config.mixer, config.seed, done, config.steps, loss, val_loss)
+                        # Several processes save together or not at all.
+                        save = None if saving or world.several else self.save
+                        call_back(self.on_step, event, save, self.saver.wait, self.folder.log)
+                    if stopping and done < config.steps:
+                        self.raise_interrupted(done, stop)
+            world.at("the end", slow=True)
+            evaluation = evaluation or self.evaluate(config.steps - 1)
+            self.saver.wait()
+            waited, peak = self.core_wait.share(), self.memory.read()
+            self.folder.write_result(result_of(trainer, evaluation, waited, self.seconds, self.skipped, peak))
+            self.folder.log(f"finished: validation loss {evaluation.loss:.4f}")
+        finally:
+            self.progress.close()
+            self.sinks.close()
+
+    def is_due(self, done: int, every: int) -> bool:
+        """Tell whether something is due after `done` steps that is done every so many steps and after the last one."""
+        return done % every == 0 or done == self.config.steps
+
+    def train_step(self, step: int, stop: StopSignal) -> tuple[float, float, bool]:
+        """Take one optimizer step and time it; returns (loss, gradient norm, whether the run has to stop)."""
+        trainer, world = self.trainer, self.world
+        magnitudes = trainer.magnitudes(step) if trainer.records_dynamics(step) else None
+        start = time.perf_counter()
+        trainer.asked_to_stop = stop.requested
+        loss, norm = trainer.step(step)
+        stopping = world.stopping() if world.several else stop.requested
+        self.step_times.append(time.perf_counter() - start)
+        self.seconds += self.step_times[-1]
+        if magnitudes is not None and trainer.gradients is not None:
+            dynamics = {**magnitudes, "gradient_norm": trainer.gradients.tolist()}
+            self.folder.append_dynamics({"step": step, **rounded(dynamics)})
+        return loss, norm, stopping
+
+    def evaluate(self, step: int) -> Evaluation | ImageEvaluation:
+        """Evaluate the weights after batch `step`. A validation loss that is not usable ends the run."""
+        evaluation = self.trainer.evaluate()
+        if not self.trainer.is_usable(evaluation.loss):
+            what = f"the validation {self.trainer.describe_unusable(evaluation.loss)}"
+            self.skip_or_raise(step, what, beyond_repair=True)
+        self.val_loss = evaluation.loss
+        return evaluation
+
+    def skip_or_raise(self, step: int, what: str, beyond_repair: bool) -> None:
+        """Skip a batch whose loss is not usable, or end the run: no batch repairs weights that have diverged."""
+        self.saver.wait()  # the last good checkpoint may still be being written
+        config, folder = self.config, self.folder
+        what = f"{what} at step {step + 1} (batch {step} of seed {config.seed})"
+        folder.log(f"{what}; the weights are {'not usable any more' if beyond_repair else 'still usable'}")
+        if config.on_nan == "skip" and not beyond_repair:
+            return
+        # A checkpoint at this very step holds the weights that gave the loss. Weights of an older one were trained further.
+        older = [p for p in list_checkpoints(folder.checkpoints) if p.name < f"step-{step:08d}"]
+        good = f"the last good checkpoint is {older[0]}" if older else "no good checkpoint was saved before it"
+        if not beyond_repair:
+            advice = (
+                "the weights are still usable: the same command with --on-nan skip goes on and leaves such batches out"
+            )
+            raise self.world.error(f"{what}; {good}; {advice}", DIVERGED)
+        lower = f"an lr lower than {config.lr:g} or a warmup longer than {config.warmup}"
+        advice = f"start again in another folder, with {lower}"
+        raise self.world.error(
+            f"{what}: the weights are not usable any more, whatever the batch; {good}; {advice}", DIVERGED
+        )
+
+    def log_step(self, done: int, loss: float, norm: float) -> None:
+        """Write a line of the metrics and one of the speed."""
+        task = self.trainer.task
+        lr = self.config.lr * learning_rate(self.config, done - 1)
+        metrics = {"step": done, task.unit: done * task.per_step, "loss": loss, "lr": lr, "grad_norm": norm}
+        self.append_metrics(metrics)
+        speed = {
+            "step": done,
+            "seconds": self.seconds,
+            f"{task.unit}_per_s": task.per_step / self.step_times[-1],
+            "memory_bytes": self.memory.read(),
+        }
+        self.folder.append_speed(speed)
+        self.sinks.write({**metrics, **speed})
+
+    def log_evaluation(self, done: int, evaluation: Evaluation | ImageEvaluation) -> None:
+        """Write a line of the metrics with the validation loss."""
+        task = self.trainer.task
+        metrics = {"step": done, task.unit: done * task.per_step, **evaluation.curve()}
+        self.append_metrics(metrics)
+        self.sinks.write(metrics)
+
+    def append_metrics(self, line: dict[str, Any]) -> None:
+        """Append a line to metrics.jsonl, after the opening line if that is not written yet."""
+        # The opening line waits for the first step: a run that dies in that step may start over with another recipe.
+        while self.opening:
+            self.folder.append_metrics(self.opening.pop())
+        self.folder.append_metrics(line)
+
+    def show_progress(self, done: int, loss: float) -> None:
+        """Update the progress bar; reading the memory takes a while, so only every 20 steps."""
+        speed = self.trainer.task.per_step / statistics.mean(self.step_times[-20:])
+        memory = self.memory.read() if done % 20 == 0 else None
+        self.progress.update(done, loss, speed, memory, self.val_loss)
+
+    def save(self, done: int) -> None:
+        """Begin to write a checkpoint."""
+        self.world.at("saving after step", done, slow=True)
+        self.folder.sync()
+        state = {
+            "seconds": self.seconds,
+            "skipped": self.skipped,
+            "val_loss": self.val_loss,
+            "config": asdict(spell_out(self.config)),
+            "data": {"sha256": self.trainer.data.sha256},
+        }
+        if self.world.first:
+            state["run"] = describe_run_files(self.folder)
+        self.saver.save(done, *self.trainer.checkpoint_tensors(), state)
+
+    def raise_interrupted(self, done: int, stop: StopSignal) -> None:
+        """End the run on a signal, once its checkpoint is written."""
+        self.saver.wait()
+        by = stop.name or "a signal to another process"
+        self.folder.log(f"stopped by {by} at step {done}")
+        what = f"stopped by {by} after step {done} of {self.config.steps}, and saved"
+        raise self.world.error(f"{what}; the same command goes on from there", INTERRUPTED)
+
+
+def _evaluate_start(trainer: Trainer, folder: RunFolder) -> list[dict[str, Any]]:
+    """Evaluate a pretrained model before its first step; returns the first line of the metrics, or nothing for random
+    weights.
+    """
+    if trainer.origin is None:
+        return []
+    step = "" if trainer.origin["step"] is None else f" at step {trainer.origin['step']}"
+    folder.log(f"the weights are those of {trainer.origin['folder']}{step}; trained: {trainer.config.tune}")
+    evaluation = trainer.evaluate()
+    if not trainer.is_usable(evaluation.loss):
+        what = f"the model in {trainer.config.init} is of no use on this data: its validation"
+        problem = trainer.describe_unusable(evaluation.loss).replace("became", "is")
+        raise trainer.world.error(f"{what} {problem}", CHECKPOINT)
+    return [{"step": 0, trainer.task.unit: 0, **evaluation.curve()}]
 
 
 class Trainer:
-    """A model, its optimizers and its data: everything one step needs."""
+    """Takes optimizer steps. Holds all that a step needs: a model, its optimizers, its data and its random numbers.
+
+    Attributes:
+        task: What a batch holds and what its loss is.
+        engine: Runs the model's forward and backward pass, on one device or divided among processes.
+        model: The model, or this process's part of it.
+        origin: The folder that the weights come from; None: they are random.
+        optimizers: By name.
+    """
 
     def __init__(
         self, config: TrainConfig, data: TokenData | ImageData, device: torch.device, world: World | None = None
@@ -93,7 +407,8 @@ class Trainer:
         else:
             with self.random.building():
                 start = self.task.start()
-            self.origin = start.origin  # where the weights came from; None: they are random
+            # The folder that the weights come from; None: they are random.
+            self.origin = start.origin
             self.engine = Alone(prepare_model(start.model, config, device))
         self.model, self.parameters = self.engine.model, self.engine.parameters
         if config.dynamics_every is not None and not hasattr(self.model, "sublayers"):
@@ -103,28 +418,36 @@ class Trainer:
         self.optimizers = build_optimizers(self.model, config, self.engine.blueprint, self.engine.title)
         self.fused = all(g.get("fused") for o in self.optimizers.values() for g in o.param_groups)
         self.batches = self.task.batches
-        self.asked_to_stop = False  # by a signal to this process
-        # A loss far above guessing has exploded. As a float32, so that host and GPU judge alike.
-        self.guessing = math.log(self.task.outcomes)
-        self.too_large = torch.tensor(self.task.exploded * self.guessing, dtype=torch.float32).item()
+        self.asked_to_stop = False  # whether this process got a signal
+        # A loss far above that of guessing has exploded. The limit is a float32, so that host and GPU decide alike.
+        self.guessing_loss = math.log(self.task.outcomes)
+        self.loss_limit = torch.tensor(self.task.exploded * self.guessing_loss, dtype=torch.float32).item()
         self.clock = StepClock(device)
         self.graphed: GraphedBackward | None = None
-        self.ahead: tuple[int, Tensor] | None = None  # the next step's number and batch
-        self.gradients: Tensor | None = None  # norms by site, of the last step that was watched
+        # The next step's number and batch.
+        self.prefetched: tuple[int, Tensor] | None = None
+        # Gradient norms by site, of the last step whose dynamics were recorded.
+        self.gradients: Tensor | None = None
 
     def step(self, step: int) -> tuple[float, float]:
-        """One optimizer step on batch `step`: (loss, gradient norm). A loss that is not usable leaves the weights alone."""
+        """Take one optimizer step on batch `step`; returns (loss, gradient norm). A loss that is not usable leaves the
+        weights unchanged.
+        """
         numbers = self.launch(step)
         if self.device.type == "cuda":
-            self.ahead = step + 1, self.read(step + 1)  # while the GPU works on this one
+            self.prefetched = step + 1, self.load_batch(step + 1)  # while the GPU computes this step
         loss, norm = numbers.tolist()
         if not self.fused:
-            self._update(self.usable(loss, norm))
+            self._update(self.is_usable(loss, norm))
         return loss, norm
 
     def launch(self, step: int) -> Tensor:
-        """A step's loss and gradient norm, which a GPU may still be working on; with a fused optimizer all of the step."""
-        batch = self.task.checked(self.batch(step)).to(self.device, non_blocking=True)
+        """Launch a step and return its (loss, gradient norm) [2], which a GPU may still be computing.
+
+        With a fused optimizer this is the whole step. Otherwise the caller updates the weights once it knows the
+        numbers.
+        """
+        batch = self.task.checked(self.get_batch(step)).to(self.device, non_blocking=True)
         set_learning_rate(self.optimizers, learning_rate(self.config, step))
         self.clock.start()
         with self.random.exchanged(self.model):
@@ -133,18 +456,21 @@ class Trainer:
                 total = self.graphed(batch)
             else:
                 total = self.engine.backward(self.loss, batch, self.task.micro)
-        if self.watches(step):
+        if self.records_dynamics(step):
             self.gradients = gradient_norms(self.model.sublayers)  # before they are clipped
         norm = self.engine.clip(self.config.clip or math.inf)
         numbers = self.world.average(torch.stack([total, norm.to(total)]), self.asked_to_stop)
-        if self.fused:  # launched before the numbers are known here: the GPU itself leaves the weights alone
-            unusable = (~torch.isfinite(numbers).all() | (numbers[0] > self.too_large)).float()
+        if self.fused:
+            # The update is launched before the host knows the numbers. As with a gradient scaler's found_inf, the fused
+            # optimizer itself leaves the weights alone where they are not usable.
+            unusable = (~torch.isfinite(numbers).all() | (numbers[0] > self.loss_limit)).float()
             for optimizer in self.optimizers.values():
-                optimizer.found_inf = unusable  # type: ignore[attr-defined]  # as a gradient scaler tells it
+                optimizer.found_inf = unusable  # type: ignore[attr-defined]
             self._update(True)
         return numbers
 
     def _update(self, usable: bool) -> None:
+        """Update the weights, if the step is usable, and free the gradients."""
         for optimizer in self.optimizers.values() if usable else ():
             optimizer.step()
         self.clock.stop()
@@ -152,58 +478,65 @@ class Trainer:
             self.model.zero_grad(set_to_none=True)
 
     def loss(self, batch: Tensor, model: Model | None = None) -> Tensor:
-        """The mean loss of a batch; model: what gives its logits, if not the engine."""
+        """Compute the mean loss of a batch. `model` gives the logits; by default the engine."""
         with autocast(self.device, self.config.precision):
             return self.engine.whole(self.task.losses(model or self.engine, batch)).mean()
 
-    def watches(self, step: int) -> bool:
-        """Whether a step's dynamics are taken down."""
+    def records_dynamics(self, step: int) -> bool:
+        """Tell whether the dynamics (magnitudes and gradient norms over depth) of a step are recorded."""
         every = self.config.dynamics_every
         return every is not None and (step % every == 0 or step == self.config.steps - 1)
 
     def magnitudes(self, step: int) -> dict[str, Any]:
-        """RMS values over depth before a step, on a few rows of its batch: a pass of its own, without gradients, neither recorded nor compiled."""
-        count = min(max(1, WATCHED // self.task.tokens), self.config.batch_size)
-        # The first rows of the batch, whosever they are: several processes look at the same ones.
-        rows = self.batches.get(step, range(count)) if self.world.several else self.batch(step)[:count]
+        """Measure RMS values over depth before a step, in a separate forward pass on a few rows of the step's batch,
+        neither recorded nor compiled.
+        """
+        count = min(max(1, MAGNITUDE_TOKENS // self.task.tokens), self.config.batch_size)
+        # Several processes all take the first rows of the whole batch, whichever process trains on them.
+        rows = self.batches.get(step, range(count)) if self.world.several else self.get_batch(step)[:count]
         with ExitStack() as stack:
             stack.enter_context(autocast(self.device, self.config.precision))
-            if self.config.compile != "off":  # a smaller batch would be compiled anew
+            if self.config.compile != "off":
+                # torch.compile would compile the model again for the smaller batch.
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(self.random.exchanged(self.model))
-            found = magnitudes(self.model, self.task.inputs(self.task.checked(rows).to(self.device)))
+            by_depth = magnitudes(self.model, self.task.inputs(self.task.checked(rows).to(self.device)))
         self.engine.rest()
-        return found
+        return by_depth
 
-    def usable(self, loss: float, norm: float = 0.0) -> bool:
-        """Whether the numbers of a step are ones to learn from."""
-        return math.isfinite(loss) and math.isfinite(norm) and loss <= self.too_large
+    def is_usable(self, loss: float, norm: float = 0.0) -> bool:
+        """Tell whether loss and gradient norm are finite and the loss has not exploded."""
+        return math.isfinite(loss) and math.isfinite(norm) and loss <= self.loss_limit
 
-    def complaint(self, loss: float, norm: float = 0.0) -> str:
-        """What is wrong with numbers that are not usable."""
-        if math.isfinite(loss) and loss <= self.too_large:
+    def describe_unusable(self, loss: float, norm: float = 0.0) -> str:
+        """Describe what is wrong with a loss and gradient norm that are not usable."""
+        if math.isfinite(loss) and loss <= self.loss_limit:
             return f"gradient's norm became {norm} (at a loss of {loss:.4g})"
         times = {3: "three", 10: "ten"}[self.task.exploded]
-        far = f", {times} times that of guessing ({self.guessing:.4g}) and more" if math.isfinite(loss) else ""
+        far = f", {times} times that of guessing ({self.guessing_loss:.4g}) and more" if math.isfinite(loss) else ""
         return f"loss became {loss:.4g}{far}"
 
-    def astray(self) -> bool:
-        """Whether the weights are beyond use, whatever the batch: loss or gradient of validation data is not usable either."""
+    def is_beyond_repair(self) -> bool:
+        """Tell whether the weights are unusable whatever the batch: the loss or gradient on validation data is not
+        usable either.
+        """
         with self.random.exchanged(self.model):
             loss, norm = self.engine.probe(self.loss, next(next(iter(self.task.validation().values()))).to(self.device))
-        return not self.usable(loss.item(), norm.item())
+        return not self.is_usable(loss.item(), norm.item())
 
-    def batch(self, step: int) -> Tensor:
-        """Batch `step`, read before or now."""
-        return self.ahead[1] if self.ahead is not None and self.ahead[0] == step else self.read(step)
+    def get_batch(self, step: int) -> Tensor:
+        """Return batch `step`, prefetched or loaded now."""
+        return (
+            self.prefetched[1] if self.prefetched is not None and self.prefetched[0] == step else self.load_batch(step)
+        )
 
-    def read(self, step: int) -> Tensor:
-        """Batch `step`, for a GPU in memory that it copies from without anyone waiting."""
+    def load_batch(self, step: int) -> Tensor:
+        """Load batch `step`, into pinned memory for a GPU, so that the copy to the device is asynchronous."""
         batch = self.batches.get(step)
         return batch.pin_memory() if self.device.type == "cuda" else batch
 
     def evaluate(self) -> Evaluation | ImageEvaluation:
-        """What the model makes of the validation split, which the processes find out together."""
+        """Measure the model on the validation split, which several processes share among them."""
         self.world.at("the evaluation")
         if not self.world.several:
             return self.task.evaluate(self.model, self.device)
@@ -216,28 +549,37 @@ class Trainer:
             for domain, batches in self.task.validation().items()
         }
         self.model.train()
-        return self.task.evaluation({domain: self.world.add_up(*own) for domain, own in sums.items()})
+        return self.task.evaluation({domain: self.world.add_up(*parts) for domain, parts in sums.items()})
 
-    def tensors(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Everything a checkpoint holds: the model's tensors, and the optimizers' with the random generator's."""
+    def checkpoint_tensors(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Return the tensors of a checkpoint: the model's, and the optimizers' with the random generator's state."""
         model = {n: p.detach() for n, p in self.model.named_parameters()}  # tied weights come once
         optimizer = self.engine.saved(optimizer_tensors(self.optimizers))
         return self.engine.saved(model), {**optimizer, RNG: self.random.state()}
 
-    def order_sums(self, step: int) -> None:
-        """Add gradients as a training does that was not interrupted before `step`."""
-        self.engine.order_sums(self.loss, self.task.checked(self.batch(step)).to(self.device), self.task.micro)
+    def restore_sum_order(self, step: int) -> None:
+        """Restore the order in which the engine adds gradients to that of a training that was not interrupted before
+        `step`.
+        """
+        self.engine.order_sums(self.loss, self.task.checked(self.get_batch(step)).to(self.device), self.task.micro)
 
-    def names(self) -> list[str]:
-        """The parameters of the model in one piece."""
+    def parameter_names(self) -> list[str]:
+        """List the parameters of the undivided model."""
         return [name for name, _ in self.engine.blueprint.named_parameters()]
 
     def describe(self, folder: RunFolder, checkpoint: Path) -> None:
-        """Let other programs find a checkpoint in the run's folder."""
+        """Write the files that let other programs find a checkpoint in the run folder."""
         self.task.describe(folder, checkpoint, self.engine.blueprint)
 
     def restore(self, saved: Checkpoint) -> None:
-        """Go on from a checkpoint of the same model."""
+        """Restore model, optimizers and random generator from a checkpoint.
+
+        Args:
+            saved: The checkpoint; without tensors if several processes train, which read their own parts.
+
+        Raises:
+            UserError: The checkpoint is of another model or optimizer, or was not written by `depthmix train`.
+        """
         if self.world.several:
             from depthmix.runs.sharded import load_into  # slow to import
 
@@ -259,244 +601,6 @@ class Trainer:
             ) from None
 
 
-def train(config: TrainConfig, *, label: str = "", on_step: OnStep | None = None) -> RunFolder:
-    """Train, or go on with a run that was interrupted; a finished run is returned as it is. on_step: called after every step."""
-    config = typed("train", config)
-    with (
-        settings_of(config),
-        join(Layout.of(config.parallel), config.device, bool(config.parallel), config.hang_limit) as world,
-    ):
-        return train_in(world, config, label, on_step)
-
-
-def train_in(world: World, config: TrainConfig, label: str = "", on_step: OnStep | None = None) -> RunFolder:
-    """The same as one process of a world."""
-    world.together(lambda: check_config(config))
-    config = world.together(lambda: settled(config))
-    device = world.device
-    data = world.together(lambda: open_data(config.data))
-    if world.several:
-        world.together(lambda: check_run(config, data))  # before any of them waits for the others
-        world.agree(facts(config, data))
-    else:
-        check_start(config)
-        check_own_rule(config, text=isinstance(data, TokenData))
-    memory = PeakMemory(device)
-    # Before anything is written: what cannot be built leaves no folder.
-    trainer = world.together(lambda: Trainer(config, data, device, world))
-    path = Path(config.out)
-    folder = world.together(lambda: _open_folder(path, config) if world.first else None)
-    folder = folder or RankFolder(path, world.rank)
-
-    def tell(sentence: str) -> None:
-        folder.log(sentence)
-        print(sentence, file=sys.stderr, flush=True)
-
-    with folder.locked():
-        world.write_to(folder)
-        world.together(lambda: trainer.task.keep(folder))
-        world.together(lambda: folder.keep_origin(trainer.origin))
-        world.together(lambda: set_result_aside(folder, config) if world.first else None)
-        if world.by_first(folder.has_result):
-            world.by_first(lambda: check_run_files(folder))
-            for newest in list_checkpoints(folder.checkpoints)[:1] if world.first else ():
-                trainer.describe(folder, newest)  # a run of an older version is not described yet
-            return folder
-        saved = world.by_first(lambda: checkpoint_to_go_on_from(folder, tell, tensors=not world.several))
-        if saved is not None:
-            world.together(lambda: trainer.restore(saved))
-            if world.first:
-                trainer.describe(folder, saved.path)  # a newer one may be broken or, after a kill, not described yet
-                remove_old(folder.checkpoints, saved.step, config.keep)  # as a kill after the last save left them
-        world.together(lambda: _record_code(folder, config, data, saved, tell) if world.first else None)
-        try:
-            _run(trainer, folder, saved, memory, label or config.mixer, on_step)
-        except Exception as error:
-            if isinstance(error, Lost) or not isinstance(error, UserError):
-                with suppress(UserError):
-                    folder.log(traceback.format_exc())  # after hours of training nobody wants to run it again to see
-            raise
-    return folder
-
-
-def _open_folder(path: Path, config: TrainConfig) -> RunFolder:
-    free = FREE | {"steps"} if can_take_more_steps(path, config) else FREE
-    return RunFolder.open_or_create(path, config, sys.argv, free)
-
-
-def _record_code(
-    folder: RunFolder,
-    config: TrainConfig,
-    data: TokenData | ImageData,
-    saved: Checkpoint | None,
-    tell: Callable[[str], None],
-) -> None:
-    """Note which code makes the run from here on, and say where it is not the code that began it."""
-    step = 0 if saved is None else saved.step
-    changed = record_code(folder, step, config.mixer, code_of(config.mixer, images=isinstance(data, ImageData)))
-    if changed:
-        what = f"the code has changed since step {step} ({', '.join(changed)})"
-        tell(f"{what}: the steps from here on are made by other code; train again in another folder to compare the run")
-
-
-def _run(
-    trainer: Trainer,
-    folder: RunFolder,
-    saved: Checkpoint | None,
-    memory: PeakMemory,
-    label: str,
-    on_step: OnStep | None = None,
-) -> None:
-    config, device = trainer.config, trainer.device
-    first = 0 if saved is None else saved.step
-    seconds = 0.0 if saved is None else float(saved.state["seconds"])
-    skipped = 0 if saved is None else int(saved.state["skipped"])
-    val_loss = None if saved is None else saved.state["val_loss"]
-    folder.cut(first, metrics_length(saved))
-    opening = [] if saved is not None else _opening(trainer, folder)
-    folder.log(f"{'starting' if saved is None else 'resuming'} at step {first} of {config.steps} on {device}")
-    unit, per_step = trainer.task.unit, trainer.task.per_step
-    times: list[float] = []
-    waiting = CoreWait()
-    sinks = open_sinks(config if trainer.world.first else TrainConfig(), folder, first)
-    progress = TrainingProgress(label, first, config.steps, config.quiet or not trainer.world.first, unit)
-    saver = open_saver(
-        trainer.world, folder.checkpoints, config.keep, functools.partial(trainer.describe, folder), trainer.names
-    )
-
-    def note(line: dict[str, Any]) -> None:
-        while opening:  # not before: a run that dies in its first step has nothing to lose yet
-            folder.append_metrics(opening.pop())
-        folder.append_metrics(line)
-
-    def save(step: int) -> None:
-        trainer.world.at("saving after step", step, slow=True)
-        folder.sync()
-        state = {"seconds": seconds, "skipped": skipped, "val_loss": val_loss, "config": asdict(spell_out(config))}
-        state["data"] = {"sha256": trainer.data.sha256}
-        if trainer.world.first:
-            state["run"] = describe_run_files(folder)
-        saver.save(step, *trainer.tensors(), state)
-
-    def diverged(step: int, what: str, astray: bool) -> None:
-        saver.wait()  # the last good checkpoint may still be on its way
-        _diverged(trainer, folder, step, what, astray)
-
-    def validate(step: int) -> Evaluation | ImageEvaluation:
-        found = trainer.evaluate()
-        if not trainer.usable(found.loss):
-            diverged(step, f"the validation {trainer.complaint(found.loss)}", astray=True)
-        return found
-
-    try:
-        with StopSignal() as stop, trainer.world.naming_the_dead():
-            if 0 < first < config.steps:
-                trainer.order_sums(first)
-            for step in range(first, config.steps):
-                trainer.world.at("step", step + 1)
-                watched = trainer.magnitudes(step) if trainer.watches(step) else None
-                begun = time.perf_counter()
-                trainer.asked_to_stop = stop.requested
-                loss, norm = trainer.step(step)
-                stopping = trainer.world.stopping() if trainer.world.several else stop.requested
-                times.append(time.perf_counter() - begun)
-                seconds += times[-1]
-                done = step + 1
-                if watched is not None and trainer.gradients is not None:
-                    found = {**watched, "gradient_norm": trainer.gradients.tolist()}
-                    folder.append_dynamics({"step": step, **rounded(found)})
-                if not trainer.usable(loss, norm):
-                    diverged(step, f"the {trainer.complaint(loss, norm)}", trainer.astray())
-                    skipped += 1
-                evaluated = None
-                if done % config.eval_every == 0 or done == config.steps:
-                    evaluated = validate(step)
-                    val_loss = evaluated.loss
-                if done % config.log_every == 0 or done == config.steps:
-                    line = {
-                        "step": done,
-                        unit: done * per_step,
-                        "loss": loss,
-                        "lr": config.lr * learning_rate(config, step),
-                        "grad_norm": norm,
-                    }
-                    note(line)
-                    speed = {
-                        "step": done,
-                        "seconds": seconds,
-                        f"{unit}_per_s": per_step / times[-1],
-                        "memory_bytes": memory.read(),
-                    }
-                    folder.append_speed(speed)
-                    sinks.write({**line, **speed})
-                if evaluated is not None:
-                    line = {"step": done, unit: done * per_step, **evaluated.curve()}
-                    note(line)
-                    sinks.write(line)
-                recent = statistics.mean(times[-20:])
-                shown = memory.read() if done % 20 == 0 else None
-                progress.update(done, loss, per_step / recent, shown, val_loss)
-                saving = done % config.save_every == 0 or done == config.steps or stopping
-                if saving:
-                    save(done)
-                if on_step is not None and trainer.world.first:
-                    losses = loss, None if evaluated is None else evaluated.loss
-                    event = StepEvent(config.mixer, config.seed, done, config.steps, *losses)
-                    # Several processes save together or not at all.
-                    call_back(on_step, event, None if saving or trainer.world.several else save, saver.wait, folder.log)
-                if stopping and done < config.steps:
-                    saver.wait()
-                    by = stop.name or "a signal to another process"
-                    folder.log(f"stopped by {by} at step {done}")
-                    raise trainer.world.error(
-                        f"stopped by {by} after step {done} of {config.steps}, and saved; the same command goes on from there",
-                        INTERRUPTED,
-                    )
-        trainer.world.at("the end", slow=True)
-        evaluated = evaluated if config.steps > first and evaluated is not None else validate(config.steps - 1)
-        saver.wait()
-        folder.write_result(result_of(trainer, evaluated, waiting.share(), seconds, skipped, memory.read()))
-        folder.log(f"finished: validation loss {evaluated.loss:.4f}")
-    finally:
-        progress.close()
-        sinks.close()
-
-
-def _opening(trainer: Trainer, folder: RunFolder) -> list[dict[str, Any]]:
-    """The first line of the metrics: what a model is worth that was trained before."""
-    if trainer.origin is None:
-        return []
-    step = "" if trainer.origin["step"] is None else f" at step {trainer.origin['step']}"
-    folder.log(f"the weights are those of {trainer.origin['folder']}{step}; trained: {trainer.config.tune}")
-    found = trainer.evaluate()
-    if not trainer.usable(found.loss):
-        what = f"the model in {trainer.config.init} is of no use on this data: its validation"
-        complaint = trainer.complaint(found.loss).replace("became", "is")
-        raise trainer.world.error(f"{what} {complaint}", CHECKPOINT)
-    return [{"step": 0, trainer.task.unit: 0, **found.curve()}]
-
-
-def _diverged(trainer: Trainer, folder: RunFolder, step: int, what: str, astray: bool) -> None:
-    """End the run, unless the batch alone is to blame and may be left out: weights that went astray no batch brings back."""
-    config = trainer.config
-    what = f"{what} at step {step + 1} (batch {step} of seed {config.seed})"
-    folder.log(f"{what}; the weights are {'not usable any more' if astray else 'still usable'}")
-    if config.on_nan == "skip" and not astray:
-        return
-    # A checkpoint at this very step holds the weights that gave the loss; an older one was trained on from.
-    older = [p for p in list_checkpoints(folder.checkpoints) if p.name < f"step-{step:08d}"]
-    good = f"the last good checkpoint is {older[0]}" if older else "no good checkpoint was saved before it"
-    if not astray:
-        advice = "the weights are still usable: the same command with --on-nan skip goes on and leaves such batches out"
-        raise trainer.world.error(f"{what}; {good}; {advice}", DIVERGED)
-    advice = (
-        f"start again in another folder, with an lr lower than {config.lr:g} or a warmup longer than {config.warmup}"
-    )
-    raise trainer.world.error(
-        f"{what}: the weights are not usable any more, whatever the batch; {good}; {advice}", DIVERGED
-    )
-
-
 def result_of(
     trainer: Trainer,
     evaluated: Evaluation | ImageEvaluation,
@@ -505,7 +609,7 @@ def result_of(
     skipped: int,
     peak_memory: int | None,
 ) -> dict[str, Any]:
-    """A finished training in numbers: what result.json holds."""
+    """Summarise a finished training: the content of result.json."""
     config, times = trainer.config, trainer.clock.seconds()
     model = trainer.engine.blueprint
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)

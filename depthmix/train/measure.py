@@ -1,4 +1,4 @@
-"""`depthmix eval`: a trained model on any text, or on the images it was validated with."""
+"""`depthmix eval`: measure a trained model on any text, or on its validation images."""
 
 from __future__ import annotations
 
@@ -27,12 +27,22 @@ from depthmix.train.task import Pictures
 
 
 def evaluate_run(config: EvalConfig) -> Evaluation | ImageEvaluation:
-    """Loss of a run's model on text files, or on the validation split it was trained with."""
+    """Measure a run's model on text files, or on its validation split.
+
+    Args:
+        config: What to measure.
+
+    Returns:
+        The loss, with perplexity and bits per byte or, of images, with accuracy.
+
+    Raises:
+        UserError: The model or the text cannot be used.
+    """
     return _evaluate(config)[0]
 
 
 def _evaluate(config: EvalConfig) -> tuple[Evaluation | ImageEvaluation, int]:
-    """The same, and the step of the checkpoint that was measured; 0 for a model without checkpoints."""
+    """Measure a run's model, and return the step of its checkpoint as well (0 for a model without checkpoints)."""
     for name in ("batch_size", "seq_len"):
         if (value := getattr(config, name)) is not None and value < 1:
             raise UserError(f"{name} must be at least 1, got {value}")
@@ -55,9 +65,18 @@ def _on_images(trained: Trained, config: EvalConfig, device: torch.device) -> Im
 def batches_of_text(
     trained: Trained, config: EvalConfig | InspectConfig, data: str = ""
 ) -> tuple[dict[str, Iterator[Tensor]], float]:
-    """Return the batches [B, T + 1] of each domain of a validation split, or of the input under an empty name, and bytes per token.
+    """Return validation batches, or batches of the input.
 
-    data: a folder other than the one the model was trained with.
+    Args:
+        trained: The model.
+        config: Says which input to use, batch_size and seq_len.
+        data: Prepared data to use instead of those the model was trained with.
+
+    Returns:
+        Batches [B, T + 1] of each domain, under an empty name for input, and mean bytes per token.
+
+    Raises:
+        UserError: There is no text, or it was prepared with another tokenizer.
     """
     seq_len = config.seq_len or trained.config.seq_len
     if config.input:
@@ -97,7 +116,7 @@ def _encode(trained: Trained, config: EvalConfig | InspectConfig) -> tuple[np.nd
 
 
 def _windows(ids: np.ndarray, seq_len: int, batch_size: int) -> Iterator[Tensor]:
-    """Rows of seq_len + 1 tokens that overlap by one; the last, shorter one comes alone."""
+    """Yield batches of rows of seq_len + 1 tokens that overlap by one token. The last, shorter row comes alone."""
     starts = range(0, len(ids) - 1, seq_len)
     rows = [ids[s : s + seq_len + 1] for s in starts]
     full = [r for r in rows if len(r) == seq_len + 1]
@@ -108,7 +127,7 @@ def _windows(ids: np.ndarray, seq_len: int, batch_size: int) -> Iterator[Tensor]
 
 
 def measure(config: EvalConfig) -> None:
-    """Print what `evaluate_run` finds, and of which checkpoint."""
+    """Print the measurements of `evaluate_run` and the step of the checkpoint."""
     found, step = _evaluate(config)
     numbers: dict[str, Any] = {"step": step or None, "loss": found.loss, **found.numbers()}
     if isinstance(found, ImageEvaluation):

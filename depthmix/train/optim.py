@@ -1,4 +1,4 @@
-"""Which parameters decay, which optimizer takes them, and the learning rate over time."""
+"""Build the optimizers: which parameters decay, and which optimizer updates them. Save and load their state."""
 
 from __future__ import annotations
 
@@ -17,33 +17,35 @@ from depthmix.names import nearest
 
 
 def hidden_matrices(model: nn.Module) -> set[str]:
-    """The weights Muon is for: those of linear layers between activations, so not the head's (nor an embedding's)."""
+    """Return the weights that Muon updates: those of linear layers, except the head's."""
     linear = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and m is not getattr(model, "head", None)]
     return {f"{n}.weight" for n in linear}
 
 
 class AdamW(torch.optim.AdamW):
-    """torch's AdamW, given of divided parameters what is here: it works entry by entry, and to find that out takes torch's dispatch
-    longer than the update. Its state is divided as the parameters are, and saved so.
+    """torch's AdamW on the local shards of divided parameters.
+
+    AdamW works element by element, so local shards give the same result. Finding that out through DTensor's dispatch
+    takes longer than the update. The state is divided as the parameters are, and saved that way.
     """
 
     def _init_group(self, group: dict[str, Any], params: Any, grads: Any, *states: Any) -> bool:
-        """Fill lists with what an update takes, in the order of the parameters."""
+        """Collect the tensors of an update, in the order of the parameters, as local shards."""
         is_complex = super()._init_group(group, params, grads, *states)
         pairs = zip(params, grads, strict=True)
-        # A gradient that is divided in another way is left to torch.
+        # torch handles gradients that are sharded differently from their parameters.
         if all(hasattr(p, "to_local") and p.placements == g.placements for p, g in pairs):
-            for tensors in (params, grads, *states):  # of which the counts of steps are never divided
+            for tensors in (params, grads, *states):  # step counts among the states are never sharded
                 tensors[:] = [t.to_local() if hasattr(t, "to_local") else t for t in tensors]
         return is_complex
 
 
 class Muon(torch.optim.Muon):
-    """torch's Muon, with its Newton-Schulz iteration in fp32 on a CPU: where bf16 is emulated that is a hundred times faster."""
+    """torch's Muon, with its Newton-Schulz iteration in fp32 on a CPU, where emulated bf16 is a hundred times slower."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """One step; closures are left to torch."""
+        """Update the parameters. A closure is left to torch."""
         if closure is not None or any(p.device.type != "cpu" for g in self.param_groups for p in g["params"]):
             return super().step(closure)
         for group in self.param_groups:
@@ -62,14 +64,16 @@ class Muon(torch.optim.Muon):
 
 
 def _scale_of_update(rows: int, columns: int, adjust_lr_fn: str | None) -> float:
-    """Keller Jordan's factor, or Moonshot's, with which an update is as large as AdamW's; torch has refused anything else."""
+    """Return Keller Jordan's scale of the update, or Moonshot's, which matches AdamW's update size. torch has refused
+    other names.
+    """
     if adjust_lr_fn == "match_rms_adamw":
         return 0.2 * math.sqrt(max(rows, columns))
     return math.sqrt(max(1, rows / columns))
 
 
 def _orthogonal(x: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
-    """About U Vᵀ of the matrix U S Vᵀ."""
+    """Approximate U Vᵀ of the matrix x = U S Vᵀ by Newton-Schulz iteration."""
     a, b, c = coefficients
     tall = len(x) > x.shape[1]
     x = x.T if tall else x
@@ -86,28 +90,38 @@ def build_optimizers(
     whole: nn.Module | None = None,
     title: Callable[[str], str] = lambda name: name,
 ) -> dict[str, torch.optim.Optimizer]:
-    """AdamW for everything that trains, or Muon for the hidden matrices and AdamW for the rest.
+    """Build AdamW for all trained parameters, or Muon for the hidden matrices and AdamW for the rest.
 
-    whole: the model that this one is a part of; title: what a parameter is called there, which is what groups match.
+    Args:
+        model: The model, or this process's part of it.
+        config: The training.
+        whole: The whole model of which `model` is a part.
+        title: Maps a parameter's name in `model` to its name in `whole`, which is what groups match.
+
+    Returns:
+        Optimizers by name, "adamw" and "muon".
+
+    Raises:
+        UserError: A group matches no parameter.
     """
     whole = whole or model
     named, decay = {n: p for n, p in model.named_parameters() if p.requires_grad}, decays(model)
-    said = own_settings([n for n, p in whole.named_parameters() if p.requires_grad], config.groups)
-    own = {name: said[title(name)] for name in named if title(name) in said}
+    settings = match_groups([n for n, p in whole.named_parameters() if p.requires_grad], config.groups)
+    by_name = {name: settings[title(name)] for name in named if title(name) in settings}
     matrices = hidden_matrices(whole) if config.optimizer == "muon" else set()
     fused = next(iter(named.values())).device.type == "cuda"
     rest, hidden = ({n: p for n, p in named.items() if (title(n) in matrices) == taken} for taken in (False, True))
     optimizers: dict[str, torch.optim.Optimizer] = {}
     if rest:
         optimizers["adamw"] = AdamW(
-            _groups(rest, decay, config.weight_decay, config.lr, own),
+            _groups(rest, decay, config.weight_decay, config.lr, by_name),
             lr=config.lr,
             betas=(config.beta1, config.beta2),
             eps=config.adam_eps,
             fused=fused,
         )
     if hidden:
-        groups = _groups(hidden, decay, config.weight_decay, config.muon_lr, own)
+        groups = _groups(hidden, decay, config.weight_decay, config.muon_lr, by_name)
         optimizers["muon"] = Muon(groups, lr=config.muon_lr)
     for optimizer in optimizers.values():
         for group in optimizer.param_groups:
@@ -116,7 +130,7 @@ def build_optimizers(
 
 
 def check_groups(groups: Sequence[Mapping[str, Any]]) -> None:
-    """UserError for a group that no model can have."""
+    """Raise UserError for a parameter group that no model can have."""
     for group in groups:
         for key in group:
             if key not in ("match", "lr", "weight_decay"):
@@ -130,11 +144,12 @@ def check_groups(groups: Sequence[Mapping[str, Any]]) -> None:
                 raise UserError(f"groups: {key} must be a finite number of at least 0, got {value!r}")
 
 
-def own_settings(names: Iterable[str], groups: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
-    """The parameters that the groups name, each with the first group that matches; UserError for one that matches nothing."""
+def match_groups(names: Iterable[str], groups: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    """Map each parameter that a group matches to the first such group. Raises UserError for a group that matches none."""
     names = list(names)
     for group in groups:
-        if group["match"] == "mixer.*":  # whatever the rule has: a plain arm of a comparison has nothing
+        # `mixer.*` may match nothing: the baseline of a comparison may have a mixer without parameters.
+        if group["match"] == "mixer.*":
             continue
         if not any(fnmatchcase(name, group["match"]) for name in names):
             near = nearest(group["match"].rstrip("*."), names, cutoff=0.3)
@@ -148,17 +163,17 @@ def _groups(
     decay: dict[str, bool],
     weight_decay: float,
     peak_lr: float,
-    own: Mapping[str, Mapping[str, Any]],
+    settings: Mapping[str, Mapping[str, Any]],
 ) -> list[dict[str, Any]]:
-    found: dict[tuple[Any, float, float], list[tuple[str, Tensor]]] = {}
+    groups: dict[tuple[Any, float, float], list[tuple[str, Tensor]]] = {}
     for on in (True, False):
         for name, p in named.items():
             if decay[name] == on:
-                said, mesh = own.get(name, {}), getattr(p, "device_mesh", None)
-                setting = said.get("lr", 1.0), said.get("weight_decay", weight_decay if on else 0.0)
-                # An optimizer takes parameters together that are divided among the same processes.
-                found.setdefault((mesh, *setting), []).append((name, p))
-    return [{"params": chosen, "weight_decay": d, "lr": peak_lr * factor} for (_, factor, d), chosen in found.items()]
+                own, mesh = settings.get(name, {}), getattr(p, "device_mesh", None)
+                setting = own.get("lr", 1.0), own.get("weight_decay", weight_decay if on else 0.0)
+                # The parameters of a group must be sharded over the same processes.
+                groups.setdefault((mesh, *setting), []).append((name, p))
+    return [{"params": chosen, "weight_decay": d, "lr": peak_lr * factor} for (_, factor, d), chosen in groups.items()]
 
 
 def set_learning_rate(optimizers: dict[str, torch.optim.Optimizer], factor: float) -> None:
@@ -169,7 +184,7 @@ def set_learning_rate(optimizers: dict[str, torch.optim.Optimizer], factor: floa
 
 
 def optimizer_tensors(optimizers: dict[str, torch.optim.Optimizer]) -> dict[str, Tensor]:
-    """The optimizers' state as named tensors: `adamw/exp_avg/<parameter>`."""
+    """Return the optimizers' state as named tensors: `adamw/exp_avg/<parameter>`."""
     tensors = {}
     for key, optimizer in optimizers.items():
         for group in optimizer.param_groups:
@@ -180,7 +195,9 @@ def optimizer_tensors(optimizers: dict[str, torch.optim.Optimizer]) -> dict[str,
 
 
 def optimizer_place(optimizers: dict[str, torch.optim.Optimizer], path: str, shape: torch.Size) -> Tensor | None:
-    """A tensor for one that `optimizer_tensors` gave under this name, divided as its parameter is; None if there is no such parameter."""
+    """Return an empty tensor to load saved optimizer state into, sharded like its parameter; None if there is no such
+    parameter.
+    """
     for optimizer in (o for key, o in optimizers.items() if path.startswith(f"{key}/")):
         for group in optimizer.param_groups:
             for name, p in zip(group["param_names"], group["params"], strict=True):
@@ -190,7 +207,7 @@ def optimizer_place(optimizers: dict[str, torch.optim.Optimizer], path: str, sha
 
 
 def load_optimizer_tensors(optimizers: dict[str, torch.optim.Optimizer], tensors: dict[str, Tensor]) -> None:
-    """Put back what `optimizer_tensors` gave; ValueError where it does not fit."""
+    """Restore the state that `optimizer_tensors` returned. Raises ValueError where it does not fit."""
     places = {}
     for key, optimizer in optimizers.items():
         for group in optimizer.param_groups:

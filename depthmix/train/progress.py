@@ -1,4 +1,4 @@
-"""Progress a person likes: rich where it is installed and somebody is looking, plain lines elsewhere."""
+"""Show progress: with rich in a terminal, otherwise as plain lines."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def _rich() -> bool:
 
 
 def duration(seconds: float) -> str:
-    """Seconds as 1:02:03 or 2:03."""
+    """Format seconds as 1:02:03 or 2:03."""
     minutes, s = divmod(round(max(0.0, seconds)), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{s:02d}" if hours else f"{minutes}:{s:02d}"
 
 
 class TrainingProgress:
-    """A bar with loss, speed, time left and memory; without a terminal a line every ten seconds."""
+    """A progress bar with loss, speed, time left and memory; without a terminal, a line every ten seconds."""
 
     def __init__(self, label: str, start: int, steps: int, quiet: bool, unit: str = "tokens") -> None:
         self.unit = unit
@@ -66,14 +66,14 @@ class TrainingProgress:
             print(f"{self.label}  {step}/{self.steps}  {shown}  {duration(left)} left", file=sys.stderr, flush=True)
 
     def close(self) -> None:
-        """Leave the last state on the screen."""
+        """Stop the bar, leaving its last state on the screen."""
         if self.bar is not None:
             self.bar.stop()
 
 
 @contextmanager
 def phases() -> Iterator[Callable[[str, int, int | None], None]]:
-    """progress(phase, done, total) for work in phases, such as preparing data."""
+    """Show the progress of work in phases, such as preparing data; yields progress(phase, done, total)."""
     if not _rich():
         seen: set[str] = set()
 

@@ -1,4 +1,4 @@
-"""Trainings in several threads of one process: which of them may run at the same time.
+"""Decide which trainings may run at the same time in threads of one process.
 
 Most of a training is its own. Some settings of torch exist once per process, though, and a training that changes one of them
 would change the numbers of the others without a word:
@@ -26,7 +26,7 @@ ADVICE = "train one after the other, or in processes of their own"
 
 @dataclass(frozen=True)
 class Demands:
-    """The process-wide settings that a training needs; deterministic None: either will do."""
+    """Process-wide settings that a training needs. deterministic=None: either will do."""
 
     deterministic: bool | None = None
     compiles: bool = False
@@ -38,7 +38,7 @@ class Demands:
         return cls(config.deterministic, config.compile != "off", bool(config.parallel))
 
     def conflict(self, other: Demands) -> str | None:
-        """Say why a training cannot run beside another thread's; None if it can."""
+        """Explain why this training cannot run beside the other; None if it can."""
         if None not in (self.deterministic, other.deterministic) and self.deterministic != other.deterministic:
             both = f"deterministic is {self.deterministic} here and {other.deterministic} there"
             return f"{both}, and torch has one setting for all threads"
@@ -55,7 +55,7 @@ _running: list[tuple[int, Demands]] = []  # by thread
 
 @contextmanager
 def claim(demands: Demands) -> Iterator[None]:
-    """Hold process-wide settings; UserError if a training in another thread needs them otherwise."""
+    """Hold process-wide settings inside this context. Raises UserError if a training in another thread needs others."""
     own = threading.get_ident(), demands
     with _lock:
         for thread, other in _running:

@@ -1,4 +1,6 @@
-"""Signals that ask a training to stop: the first one asks, the second leaves at once.
+"""Stop a training on a signal: the first one asks it to save and stop, the second one ends it at once.
+
+Simultaneous signals count as one request. `timeout` signals a process and then its group, of which the process is part.
 
 A second at the same moment is the same wish: `timeout` signals a process, and then its group, which it is part of.
 """
@@ -11,13 +13,15 @@ import time
 from types import FrameType
 from typing import Any
 
-A_MOMENT = 0.1  # seconds
+# Seconds within which signals count as simultaneous.
+A_MOMENT = 0.1
 ASKING = ("SIGINT", "SIGTERM")
-# A terminal that closes, a batch system before the time is up, a limit of CPU time (`ulimit -St`): by default they end a process.
-# Where somebody else has said what they do, as nohup does, they keep that meaning.
+# Sent by a closing terminal, by a batch system before its time limit, and at a CPU time limit (`ulimit -St`). By default they
+# end a process. Handlers that somebody else has set, as nohup does, stay.
 ENDING = ("SIGHUP", "SIGUSR1", "SIGXCPU")
 
-_inside: list[StopSignal] = []  # in all threads
+# The contexts entered so far, in all threads.
+_inside: list[StopSignal] = []
 
 
 def known(names: tuple[str, ...]) -> list[signal.Signals]:
@@ -26,9 +30,10 @@ def known(names: tuple[str, ...]) -> list[signal.Signals]:
 
 
 class StopSignal:
-    """Inside the context a first signal only sets `requested`; the handlers from before come back with it, and at the end.
+    """Turn the first signal into `requested` inside this context, then restore the previous handlers.
 
-    Python allows handlers in the main thread alone. A signal that arrives there asks the trainings of all threads.
+    Python allows handlers in the main thread only. A signal that arrives there asks the trainings of all threads to
+    stop.
     """
 
     def __init__(self) -> None:
@@ -47,10 +52,12 @@ class StopSignal:
     def _request(self, number: int, frame: FrameType | None) -> None:
         for stop in tuple(_inside):
             stop.requested, stop.name = True, signal.Signals(number).name
-        time.sleep(A_MOMENT)  # in which another comes here, too
+        time.sleep(A_MOMENT)  # a simultaneous signal arrives here, too
         cpu_time: dict[int, Any] = {n: self.before[n] for n in known(("SIGXCPU",)) if n in self.before}
-        self._restore()  # so that the system itself acts on a second, whatever this process is busy with
-        for n in cpu_time:  # the system repeats this one every second of CPU time, and saving may take longer
+        # With the previous handlers back, the system itself acts on a second signal, however busy this process is.
+        self._restore()
+        # The system repeats SIGXCPU every second of CPU time, and saving may take longer.
+        for n in cpu_time:
             signal.signal(n, signal.SIG_IGN)
         self.before |= cpu_time
 

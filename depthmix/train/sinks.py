@@ -1,4 +1,4 @@
-"""Where metrics go besides the run's own files: TensorBoard and Weights & Biases, when asked for."""
+"""Write metrics to TensorBoard and Weights & Biases, when asked for."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from depthmix.runs.folder import RunFolder
 
 
 class Sinks:
-    """Zero or more places that take a line of metrics."""
+    """Zero or more further outputs of metrics."""
 
     def __init__(self, config: TrainConfig, folder: RunFolder, first: int) -> None:
         self.board: Any = None
@@ -35,7 +35,7 @@ class Sinks:
             )
 
     def write(self, line: dict[str, Any]) -> None:
-        """One line of metrics with its step."""
+        """Write one line of metrics, which holds its step."""
         numbers = {k: v for k, v in line.items() if k != "step" and isinstance(v, int | float)}
         if self.board is not None:
             for name, value in numbers.items():
@@ -44,7 +44,7 @@ class Sinks:
             self.wandb.log(numbers, step=line["step"])
 
     def close(self) -> None:
-        """Flush and finish."""
+        """Flush and close all outputs."""
         if self.board is not None:
             self.board.close()
         if self.wandb is not None:
@@ -52,5 +52,5 @@ class Sinks:
 
 
 def open_sinks(config: TrainConfig, folder: RunFolder, first: int) -> Sinks:
-    """The sinks a configuration asks for, for a run that goes on after step `first`."""
+    """Open the outputs that a configuration asks for, for a run that continues after step `first`."""
     return Sinks(config, folder, first)

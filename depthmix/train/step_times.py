@@ -1,4 +1,4 @@
-"""How long a training step takes, for comparisons at equal time."""
+"""Measure how long a training step takes, for comparisons at equal time."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from depthmix.train.check import check_config
 from depthmix.train.loop import Trainer
 from depthmix.train.sharing import settings_of
 
-A_SECOND = 1.0  # of steps at least: a few short ones would measure what else the machine does at that moment
-# Seconds of steps before they count. A GPU stands idle while a model is built, and not before one that was kept: both shall find it warm.
+# Minimum seconds of a measurement: a few short steps would measure the machine's background load at that moment.
+A_SECOND = 1.0
+# Seconds of steps before a measurement. A GPU idles while a model is built, but not before a model that was kept.
 WARM = {"cuda": 0.5}
 
 
@@ -28,10 +29,22 @@ def measure_step_times(
     rounds: int = 3,
     stopping: Callable[[], bool] = lambda: False,
 ) -> list[float]:
-    """Median seconds of a training step for each configuration: the median of its rounds; nothing if it was stopped before.
+    """Measure the training steps of several configurations in turn.
 
-    Rounds go to and fro, so that all see the same machine, one that slows down too. One model at a time is in memory, and
-    on a GPU those before it, too, as long as they take little of it: they need not be built and compiled again.
+    Rounds run back and forth over the configurations, so that all see the same machine, even one that slows down. One
+    model at a time is in memory. On a GPU earlier models stay as well while they take little memory, so that they need
+    not be built and compiled again.
+
+    Args:
+        configs: The trainings.
+        warmup: Steps before each measurement.
+        steps: Minimum steps of each measurement.
+        rounds: Measurements per configuration.
+        stopping: Returns True to give up.
+
+    Returns:
+        Median seconds of a step for each configuration, over the medians of its rounds; nothing if `stopping`
+            ended it.
     """
     times: list[list[float]] = [[] for _ in configs]
     kept: dict[int, Trainer] = {}
@@ -46,7 +59,7 @@ def measure_step_times(
                     trainer = kept.get(i) or _trainer(config)
                     times[i].append(_step_seconds(trainer, warmup, steps))
             except Exception as error:
-                error.measured = i  # type: ignore[attr-defined]  # for those who can go on without it
+                error.measured = i  # type: ignore[attr-defined]  # the configuration that failed, for callers that continue without it
                 raise
             if mostly_free(device):
                 kept[i] = trainer
@@ -69,7 +82,7 @@ def _step_seconds(trainer: Trainer, warmup: int, steps: int) -> float:
 
 
 def _take(trainer: Trainer, done: int, steps: int, seconds: float) -> int:
-    """At least so many steps more, and so many seconds of them; returns how many are done then."""
+    """Run at least `steps` more steps, and at least `seconds` seconds of them; returns the number of steps done so far."""
     begun, end = time.perf_counter(), done + steps
     while done < end or time.perf_counter() - begun < seconds:
         trainer.step(done)
@@ -78,7 +91,9 @@ def _take(trainer: Trainer, done: int, steps: int, seconds: float) -> int:
 
 
 def mostly_free(device: torch.device) -> bool:
-    """Whether three quarters of a GPU's memory are free; elsewhere nobody knows what others will want of it."""
+    """Tell whether three quarters of a GPU's memory are free. False on other devices, whose memory other programs may
+    claim.
+    """
     if device.type != "cuda":
         return False
     free, total = torch.cuda.mem_get_info(device)

@@ -1,4 +1,4 @@
-"""What the loop does not know: what a batch holds, what its loss is and what is measured, for text and for images."""
+"""Tasks: all that the training loop leaves open for text and for images: batches, losses, measurements."""
 
 from __future__ import annotations
 
@@ -39,58 +39,70 @@ Model = Callable[[Tensor], Tensor]
 
 
 class Task(Protocol):
-    """What a model is trained to do, with its data."""
+    """A training objective with its data."""
 
-    outcomes: int  # of what there is to predict: a model that guesses has the loss log(outcomes)
-    exploded: int  # a loss of so many times that of guessing is none to learn from
-    unit: str  # what is counted, as metrics name it
-    per_step: int  # of them in a step
-    batches: Any  # get(step): what step `step` learns from
-    micro: int  # rows of them at a time
+    # Number of classes or tokens to choose from: guessing has the loss log(outcomes).
+    outcomes: int
+    # A loss has exploded beyond this many times that of guessing.
+    exploded: int
+    # What the metrics count: tokens or images.
+    unit: str
+    # Units per step.
+    per_step: int
+    # get(step) returns the batch of a step.
+    batches: Any
+    # Rows per forward pass.
+    micro: int
 
     @property
     def tokens(self) -> int:
-        """That a model makes of a row of a batch."""
+        """Number of tokens that the model makes of one row of a batch."""
 
     def check(self) -> DecoderConfig | VitConfig | None:
-        """The configuration of a model of ours, without building it; UserError for one that does not fit the data."""
+        """Return the model's configuration without building it (None for a Hugging Face model). Raises UserError if it
+        does not fit the data.
+        """
 
     def build(self) -> Any:
-        """The model with random weights, after whatever seed was set."""
+        """Build the model with random weights. The caller has set the seed."""
 
     def start(self) -> Start:
-        """The model as it starts, and where it came from."""
+        """Return the model as it starts, and the origin of its weights."""
 
     def checked(self, batch: Tensor) -> Tensor:
-        """The batch, still on the CPU, if a model can take it."""
+        """Return a batch, still on the CPU, after checking that the model can take it."""
 
     def validation(self) -> dict[str, Iterator[Tensor]]:
-        """Return the validation batches of each domain, the same at every evaluation; without domains, of an empty name."""
+        """Return the validation batches of each domain, the same at every evaluation. Data without domains use an empty
+        name.
+        """
 
     def inputs(self, batch: Tensor) -> Tensor:
-        """What the model takes of a batch, without what it is to find."""
+        """Return the model's input of a batch, without the targets."""
 
     def losses(self, model: Model, batch: Tensor) -> Tensor:
-        """Every loss of a batch: of its tokens, or of its images."""
+        """Compute every loss of a batch: one per token or per image."""
 
     def evaluate(self, model: Any, device: torch.device) -> Evaluation | ImageEvaluation:
-        """What the model makes of the validation split."""
+        """Measure the model on the validation split."""
 
     def sums(self, model: Model, batch: Tensor, device: torch.device, whole: Model) -> tuple[float, ...]:
-        """What `evaluation` needs of each batch, to be added up; whole: makes plain tensors of divided ones."""
+        """Compute the sums of one batch that `evaluation` needs. `whole` makes a plain tensor of one that is divided
+        among processes.
+        """
 
     def evaluation(self, sums: Mapping[str, Sequence[float]]) -> Evaluation | ImageEvaluation:
-        """Return what the sums over each domain of the validation split say."""
+        """Turn the sums over each domain of the validation split into an evaluation."""
 
     def keep(self, folder: RunFolder) -> None:
-        """Keep with the run what says which data it is, and what it takes to use its model."""
+        """Copy into the run folder what identifies its data and what its model needs."""
 
     def describe(self, folder: RunFolder, checkpoint: Path, model: Any) -> None:
-        """Let other programs find a checkpoint in the run's folder, where there are any that read such models."""
+        """Write the files that let other programs read a checkpoint, where such programs exist."""
 
 
 class Text:
-    """Predict the next token."""
+    """Next-token prediction."""
 
     unit, exploded = "tokens", 3
 
@@ -101,7 +113,7 @@ class Text:
         self.batches = Batches(data.split("train"), config.seq_len, config.batch_size, config.seed, rows)
         self.micro = config.micro_batch_size or len(self.batches.rows)
         self.val, self.end = data.split("val"), end_token(data.tokenizer_path)
-        self.validation()  # a split that is too short is said now
+        self.validation()  # raises now if the split is too short
 
     def check(self) -> DecoderConfig | None:
         if self.config.init:
@@ -152,9 +164,10 @@ class Text:
 
 
 class Pictures:
-    """Say of which class an image is."""
+    """Image classification."""
 
-    unit, exploded = "images", 10  # one that is sure of a few wrong classes has only learnt its images by heart
+    # More than for text: a model that has memorised its images may be very sure of a few wrong classes.
+    unit, exploded = "images", 10
 
     def __init__(self, config: TrainConfig, data: ImageData, rows: slice = slice(None)) -> None:
         self.config, self.data = config, data
@@ -169,7 +182,7 @@ class Pictures:
 
     @property
     def tokens(self) -> int:
-        """Patches of an image, and the class token."""
+        """Number of patches of an image, plus the class token."""
         rows, columns = vit_config(self.config, self.data.meta).grid
         return rows * columns + (self.config.pool == "token")
 
@@ -181,7 +194,7 @@ class Pictures:
         return Start(self.build())
 
     def checked(self, batch: Tensor) -> Tensor:
-        return batch  # ImageData has looked at all labels, and every byte is a pixel
+        return batch  # ImageData has checked all labels, and every byte is a valid pixel
 
     def validation(self) -> dict[str, Iterator[Tensor]]:
         return {"": image_batches(self.data.split("val"), self.micro)}
@@ -194,7 +207,7 @@ class Pictures:
         return functional.cross_entropy(logits, labels, reduction="none")
 
     def logits(self, model: Model, batch: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits [B, classes] in fp32, and labels [B]."""
+        """Return logits [B, classes] in fp32 and labels [B]."""
         return model(self.inputs(batch)).float(), unpack(batch, self.data.shape)[1]
 
     def evaluate(self, model: Vit, device: torch.device) -> ImageEvaluation:
@@ -217,8 +230,8 @@ class Pictures:
 
 
 def normalised(images: Tensor, data: ImageData) -> Tensor:
-    """uint8 [B, C, H, W] with the training images' mean and deviation taken out, by channel."""
-    # Numbers, not tensors: a recorded step copies nothing from the host.
+    """Normalise uint8 images [B, C, H, W] by the training images' mean and standard deviation of each channel."""
+    # Python numbers, not tensors: a CUDA graph cannot copy from the host.
     channels = [
         (images[:, c].float() / 255 - mean) / (std or 1.0)
         for c, (mean, std) in enumerate(zip(data.mean, data.std, strict=True))
@@ -227,7 +240,17 @@ def normalised(images: Tensor, data: ImageData) -> Tensor:
 
 
 def make_task(config: TrainConfig, data: TokenData | ImageData, rows: slice = slice(None), own: Share = ALL) -> Task:
-    """The task of prepared data; UserError for options that mean nothing to it. rows, own: of a batch and a sequence, this process's."""
+    """Make the task of prepared data.
+
+    Args:
+        config: The training.
+        data: Tokens or images.
+        rows: Rows of each batch that belong to this process.
+        own: Tokens of each sequence that belong to this process.
+
+    Raises:
+        UserError: An option is given that applies to the other kind of data only.
+    """
     images = isinstance(data, ImageData)
     defaults = {f.name: f.default for f in fields(TrainConfig)}
     for name in OF_TEXT if images else OF_IMAGES:

@@ -152,7 +152,7 @@ def test_watching_changes_no_step(cuda_graph: bool) -> None:
         trainer = loop.Trainer(config, random_data(64, 4096), torch.device("cuda"))
         losses.append([])
         for step in range(6):
-            if trainer.watches(step):
+            if trainer.records_dynamics(step):
                 trainer.magnitudes(step)
             losses[-1].append(trainer.step(step)[0])
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)

@@ -30,8 +30,8 @@ def test_a_world_of_one_trains_as_without(tmp_path: Path, mixer: str, layout: di
         expected = losses(loop.Trainer(config, data, world.device), range(4))
         trainer = loop.Trainer(config, data, world.device, world)
         found = losses(trainer, range(2))
-        saver = open_saver(world, tmp_path / "checkpoints", 1, lambda path: None, trainer.names)
-        saver.save(2, *trainer.tensors(), {"seconds": 0.0, "skipped": 0, "val_loss": None})
+        saver = open_saver(world, tmp_path / "checkpoints", 1, lambda path: None, trainer.parameter_names)
+        saver.save(2, *trainer.checkpoint_tensors(), {"seconds": 0.0, "skipped": 0, "val_loss": None})
         found += losses(trainer, range(2, 4))  # while it is written
         saver.wait()
         assert found == pytest.approx(expected, rel=1e-2)

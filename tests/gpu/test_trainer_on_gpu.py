@@ -28,17 +28,17 @@ def test_an_unusable_step_leaves_the_weights_alone(mixer: str, cuda_graph: bool)
         return [t.detach().clone() for t in (*trainer.parameters, *state)]
 
     for step in range(2):
-        assert trainer.usable(*trainer.step(step))
+        assert trainer.is_usable(*trainer.step(step))
     weight = trainer.model.final_norm.weight
     good = weight.detach().clone()
     with torch.no_grad():
         weight.fill_(math.inf)
     before = numbers()
-    assert not trainer.usable(*trainer.step(2))
+    assert not trainer.is_usable(*trainer.step(2))
     assert all(map(torch.equal, numbers(), before))
     with torch.no_grad():
         weight.copy_(good)
-    assert trainer.usable(*trainer.step(3))
+    assert trainer.is_usable(*trainer.step(3))
     assert not any(map(torch.equal, numbers(), before))
 
 

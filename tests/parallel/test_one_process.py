@@ -40,7 +40,7 @@ def test_steps_are_the_plain_loops_to_the_bit(worlds, name, changes):
     plain, divided = trainer(**changes), trainer(worlds[name], **changes)
     for step in range(3):
         assert divided.step(step) == plain.step(step)
-    for found, expected in zip(divided.tensors(), plain.tensors(), strict=True):
+    for found, expected in zip(divided.checkpoint_tensors(), plain.checkpoint_tensors(), strict=True):
         assert set(found) == set(expected)
         for key, t in found.items():
             assert torch.equal(getattr(t, "full_tensor", lambda t=t: t)(), expected[key]), key
@@ -63,7 +63,7 @@ class FromTheHost(TorchDispatchMode):
 def test_a_step_sends_a_gpu_no_numbers(worlds, name):
     taken = trainer(worlds[name])
     taken.step(0)  # in which the engine sets itself up
-    taken.ahead = 1, taken.read(1)
+    taken.prefetched = 1, taken.load_batch(1)
     with FromTheHost() as noted:
         taken.launch(1)
     assert noted.found == []

@@ -11,7 +11,7 @@ from depthmix.runs.restore import model_config, vit_config
 from depthmix.study.pieces import in_order
 from depthmix.study.recipe import read_study
 from depthmix.train.loop import check_config
-from depthmix.train.optim import own_settings
+from depthmix.train.optim import match_groups
 from project import ROOT
 from study import studies
 from train.refused import refused
@@ -167,7 +167,7 @@ def test_every_arm_of_our_studies_can_be_built(path):
             _ = model_config(config, 32) if not config.crop else vit_config(config, PICTURES)
             with torch.device("meta"):
                 mixer = create_mixer(config.mixer, dim=config.dim, n_blocks=config.n_blocks, **config.mixer_options)
-            own_settings([f"mixer.{name}" for name, _ in mixer.named_parameters()], config.groups)
+            match_groups([f"mixer.{name}" for name, _ in mixer.named_parameters()], config.groups)
     assert study.power["spread"]
     assert study.name == "tiny" or "# On an H200" in path.read_text()  # what it will take
 

@@ -35,7 +35,7 @@ def test_gradient_norms_are_those_of_the_whole_batch_before_clipping(tmp_path, c
     config = small.config(tmp_path / "a", steps=1, warmup=0, dynamics_every=1, micro_batch_size=2, clip=clip)
     (line,) = lines(train(config))
     trainer = Trainer(config, TokenData.open(config.data), torch.device("cpu"))
-    token_losses(trainer.model, trainer.batch(0)).mean().backward()
+    token_losses(trainer.model, trainer.get_batch(0)).mean().backward()
     for norm, sublayer in zip(line["gradient_norm"], trainer.model.sublayers, strict=True):
         whole = torch.cat([p.grad.flatten() for p in sublayer.parameters()])
         assert norm == pytest.approx(float(whole.norm()), rel=1e-4)

@@ -86,9 +86,9 @@ def test_micro_batches_give_the_same_step(tmp_path):
 def test_a_loss_has_exploded_at_ten_times_that_of_guessing(tmp_path):
     """Of images learnt by heart the validation loss may well be three times as high."""
     trainer = Trainer(config(tmp_path), ImageData.open(stripes()), CPU)
-    assert trainer.usable(9.9 * math.log(2))
-    assert not trainer.usable(10.1 * math.log(2))
-    assert "ten times that of guessing (0.6931)" in trainer.complaint(10.1 * math.log(2))
+    assert trainer.is_usable(9.9 * math.log(2))
+    assert not trainer.is_usable(10.1 * math.log(2))
+    assert "ten times that of guessing (0.6931)" in trainer.describe_unusable(10.1 * math.log(2))
 
 
 def test_the_commands(tmp_path, capsys):
@@ -170,7 +170,7 @@ def test_dynamics_are_those_of_the_images_of_the_batch(tmp_path, pool):
     )
     trainer = Trainer(given, ImageData.open(stripes()), CPU)
     with torch.no_grad():
-        x = trainer.model.embedding(trainer.task.inputs(trainer.batch(0)))
+        x = trainer.model.embedding(trainer.task.inputs(trainer.get_batch(0)))
     assert lines[0]["stream_rms"][0] == pytest.approx(x.square().mean().sqrt().item(), rel=1e-4)
     assert len(lines[0]["gradient_norm"]) == 2
 

@@ -283,8 +283,8 @@ def test_groups_follow_the_schedule():
 def test_a_group_of_the_rule_is_no_error_where_the_rule_has_no_parameters():
     """As the plain arm of a comparison has none."""
     groups = [{"match": "mixer.*", "lr": 10}, {"match": "sublayers.*", "lr": 2}]
-    assert set(optim.own_settings(["sublayers.0.weight", "norm.weight"], groups)) == {"sublayers.0.weight"}
-    refused(lambda: optim.own_settings(["norm.weight"], groups), "'sublayers.*' matches no parameter", code=USAGE)
+    assert set(optim.match_groups(["sublayers.0.weight", "norm.weight"], groups)) == {"sublayers.0.weight"}
+    refused(lambda: optim.match_groups(["norm.weight"], groups), "'sublayers.*' matches no parameter", code=USAGE)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from train.runs import losses, metrics, train_refused
 
 def test_host_and_gpu_judge_by_the_same_number():
     """The limit is a float32: compared with a loss on either side, it gives the same answer at the limit itself."""
-    limit = Trainer(small.config("unused"), loop.TokenData.open(small.data()), torch.device("cpu")).too_large
+    limit = Trainer(small.config("unused"), loop.TokenData.open(small.data()), torch.device("cpu")).loss_limit
     at = torch.tensor(limit, dtype=torch.float32)
     assert at.item() == limit
     for loss in (at, torch.nextafter(at, torch.tensor(math.inf)), torch.nextafter(at, torch.tensor(0.0))):

@@ -1,4 +1,6 @@
-"""Pipeline parallelism on torch.distributed.pipelining: a decoder in stages, which pass on the depth state and keep what they have."""
+"""Pipeline parallelism on torch.distributed.pipelining: stages pass on the depth state and keep what they have
+received.
+"""
 
 from depthmix.parallel.pipeline.pipeline import Pipeline, pipeline
 from depthmix.parallel.pipeline.refusals import SCHEDULES, check_pipeline

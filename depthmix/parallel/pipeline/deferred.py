@@ -1,4 +1,4 @@
-"""Gradients of matrices, formed later than those of what goes back: what zero-bubble schedules (arXiv 2401.10241) need.
+"""Weight gradients that are computed later than input gradients, for zero-bubble schedules (arXiv 2401.10241).
 
     backward:  dx = dy W        at once, for the stage before
     later:     dW = dyᵀ x       when the schedule has nothing better to do
@@ -19,13 +19,13 @@ from torch.nn import functional
 
 
 class Deferred:
-    """The products that a backward has left."""
+    """Weight-gradient products that a backward pass has postponed."""
 
     def __init__(self) -> None:
         self.left: list[Callable[[], None]] = []
 
     def take(self) -> list[Callable[[], None]]:
-        """Those of the backward that has just run."""
+        """Return and remove the products of the last backward pass."""
         left, self.left = self.left, []
         return left
 
@@ -54,7 +54,7 @@ def _add_product(weight: Tensor, x: Tensor, dy: Tensor) -> None:
 
 
 def defer(module: nn.Module) -> Deferred:
-    """Let the matrices of a module's linear layers leave their gradients' products."""
+    """Make the linear layers of a module postpone their weight gradients."""
     deferred = Deferred()
     for linear in module.modules():
         if isinstance(linear, nn.Linear) and linear.bias is None and linear.weight.requires_grad:

@@ -1,4 +1,4 @@
-"""What every hop of a pipeline carries, by the labels of its tensors (mixers/cutting.py).
+"""Tensors that each hop of a pipeline carries, by their labels (mixers/cutting.py).
 
 Rank r of P holds the stages r, r + P, r + 2P, …. The hop into stage j carries the state before it, less what its rank has:
 
@@ -25,23 +25,23 @@ CACHES = ("none", "received", "all")
 
 
 class Hop(NamedTuple):
-    """The way into a stage."""
+    """Transfer into a stage."""
 
     form: Form  # of the state that the stage begins with
     carries: tuple[int, ...]  # labels of what travels; the rest of the state is there
 
     def bytes(self, tokens: int) -> int:
-        """Of the hop for so many tokens, forward; as many backward."""
+        """Count the bytes of the forward hop for `tokens` tokens. The backward hop has as many."""
         sizes = (self.form.numbers(label) for label in self.carries)
         return sum((each * tokens + once) * width for each, once, width in sizes)
 
     def activations(self, dim: int) -> float:
-        """The state before the stage, travelling or not, in units of dim numbers a token."""
+        """Return the size of the state before the stage, sent or not, in units of dim numbers per token."""
         return sum(self.form.numbers(label)[0] for label in set(self.form.labels)) / dim
 
 
 def plan_hops(forms: Sequence[Form], ranks: int, cache: Cache) -> list[Hop]:
-    """The ways into the stages 0, 1, …, whose states these are; the first carries nothing."""
+    """Plan the hops into the stages 0, 1, …, given the states before them. The first carries nothing."""
     hops = []
     for stage, form in enumerate(forms):
         there: set[int] = set(form.labels) if stage == 0 else set()

@@ -1,4 +1,4 @@
-"""A stage's piece of a decoder: its blocks and its part of the mixer, the embedding with the first, what follows the blocks with the last.
+"""A stage's piece of a decoder: its blocks, its part of the mixer, and the embedding or the head at the ends.
 
 Names are those of the whole decoder: `sublayers.6.out_proj.weight` is that in every piece that has it. Of a mixer's parameter a
 piece has its own rows under the parameter's name.
@@ -23,10 +23,12 @@ MIXER = "mixer."
 
 
 class Piece(nn.Module):
-    """The sites of a decoder from one to another; token ids [B, T] or the tensors of a state in, such tensors or logits out."""
+    """A range of a decoder's sites. Takes token ids [B, T] or a state's tensors; returns a state's tensors or logits."""
 
     def __init__(self, model: Decoder, sites: range, before: Form, after: Form | None) -> None:
-        """before, after: the states at its ends; the last piece has none after it."""
+        """Take the modules of `sites` from a decoder. `before`, `after`: the states at the ends; None after the last
+        piece.
+        """
         super().__init__()
         self.config, self.sites, self.before, self.after = model.config, sites, before, after
         self.first, self.last = sites.start == 0, after is None
@@ -58,7 +60,7 @@ class Piece(nn.Module):
         return self._sent(mixer.pack(state), self.after, x.shape[:2])
 
     def _sent(self, tensors: Sequence[Tensor], form: Form, tokens: Sequence[int]) -> tuple[Tensor, ...]:
-        """The tensors in the form that the next stage expects them in."""
+        """Convert the tensors to the form that the next stage expects."""
         expected = [(*tokens, *s) if own else s for s, own in zip(form.shapes, form.by_token, strict=True)]
         if [tuple(t.shape) for t in tensors] != expected:
             found = [tuple(t.shape) for t in tensors]
@@ -67,13 +69,15 @@ class Piece(nn.Module):
         return tuple(t.to(kind).view_as(t) for t, kind in zip(tensors, form.dtypes, strict=True))
 
     def repeated_parts(self) -> tuple[list[nn.Module], list[nn.Module]]:
-        """What can be recomputed or compiled piece by piece: the sublayers, and the norms around them."""
+        """Return (sublayers, norms): the modules to checkpoint or compile one by one."""
         norms: list[nn.Module] = [n for n in self.norms.modules() if isinstance(n, RMSNorm)]
         return list(self.sublayers.values()), norms + ([self.final_norm] if self.last else [])
 
 
 def cut_state(mixer: Mixer, whole: Mapping[str, Tensor], piece: Piece) -> dict[str, Tensor]:
-    """What a piece holds of a whole decoder's state dict, or of other tensors by its names; mixer: the whole one, values do not matter."""
+    """Cut a piece's part out of a whole decoder's state dict, or of other tensors by its names. `mixer`: the whole one;
+    its values do not matter.
+    """
     names = set(piece.state_dict())
     mixed = {name.removeprefix(MIXER): t for name, t in whole.items() if name.startswith(MIXER)}
     own = cut_tensors(mixer, mixed, piece.mixer.held)
@@ -82,7 +86,7 @@ def cut_state(mixer: Mixer, whole: Mapping[str, Tensor], piece: Piece) -> dict[s
 
 
 def join_states(mixer: Mixer, pieces: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """A whole decoder's state dict from those of its pieces, in their order."""
+    """Join the state dicts of all pieces, in order, into a whole decoder's."""
     joined = {name: t for piece in pieces for name, t in piece.items() if not name.startswith(MIXER)}
     mixed = [{n.removeprefix(MIXER): t for n, t in piece.items() if n.startswith(MIXER)} for piece in pieces]
     return {**joined, **{MIXER + name: t for name, t in join_tensors(mixer, mixed).items()}}

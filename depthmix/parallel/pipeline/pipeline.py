@@ -1,4 +1,4 @@
-"""A decoder among the ranks of a pipeline, and its step.
+"""A decoder divided among the ranks of a pipeline, and its training step.
 
     pipe = pipeline(config, build, layout, "Interleaved1F1B", microbatches=8, device=device)
     loss = pipe.step(batch)               # token ids [B, T + 1], the same on every rank; gradients are then in pipe.parameters()
@@ -38,12 +38,12 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 def mean_token_loss(logits: Tensor, rows: Tensor) -> Tensor:
-    """The mean of the tokens' losses, as the trainer's."""
+    """Compute the mean token loss, as the trainer does."""
     return token_loss(logits.flatten(0, 1), rows[:, 1:].flatten()).mean()
 
 
 class Pipeline:
-    """This rank's stages, under a schedule."""
+    """Stages of this rank, run by a schedule."""
 
     def __init__(self, config: DecoderConfig, stages: list[DepthStage], pieces: dict[int, Piece], schedule: str, microbatches: int, loss: Loss) -> None:  # fmt: skip
         self.config, self.stages, self.microbatches = config, stages, microbatches
@@ -61,11 +61,11 @@ class Pipeline:
         self.schedule = get_schedule_class(schedule)(given, microbatches, loss_fn=of_step, scale_grads=False)
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """This rank's, of all its stages."""
+        """Return the parameters of all stages of this rank."""
         return self.pieces.parameters()
 
     def step(self, batch: Tensor) -> Tensor:
-        """The loss of a batch [B, T + 1], the same on every rank; gradients are added to what parameters have."""
+        """Compute the loss of a batch [B, T + 1], the same on every rank, and add its gradients to the parameters'."""
         tied = self._tied()
         before = None if tied is None else tied.grad
         if tied is not None:
@@ -79,7 +79,7 @@ class Pipeline:
 
     @torch.no_grad()
     def evaluate(self, batch: Tensor) -> Tensor:
-        """The loss alone."""
+        """Compute the loss without gradients."""
         loss = self._run(self.schedule.eval, batch)
         for stage in self.stages:
             stage.clear_runtime_states()  # which a backward would have done
@@ -129,7 +129,7 @@ class Pipeline:
         local(weight.grad).copy_(own + theirs)
 
     def clip(self, limit: float) -> Tensor:
-        """The norm of the whole model's gradient, after which it is scaled so that it is at most the limit."""
+        """Scale the whole model's gradient so that its norm is at most the limit, and return the norm before."""
         counted_elsewhere = None if self.has_first else self._tied()
         own = [p for p in self.parameters() if p.grad is not None and p is not counted_elsewhere]
         square = norm(own).square() if own else torch.zeros((), device=self.device)
@@ -140,17 +140,17 @@ class Pipeline:
     # State dicts.
 
     def state_dict(self) -> dict[int, dict[str, Tensor]]:
-        """This rank's, by stage, under the whole decoder's names."""
+        """Return this rank's state dicts by stage, under the whole decoder's names."""
         return {int(index): piece.state_dict() for index, piece in self.pieces.items()}
 
     def load(self, whole: Mapping[str, Tensor]) -> None:
-        """Take this rank's from a whole decoder's state dict."""
+        """Load this rank's part of a whole decoder's state dict."""
         for piece in self.pieces.values():
             assert isinstance(piece, Piece)
             piece.load_state_dict(cut_state(self.mixer, whole, piece))
 
     def whole(self, own: Mapping[int, Mapping[str, Tensor]] | None = None) -> dict[str, Tensor]:
-        """The whole decoder's state dict, on the CPU of every rank; own: other tensors of this rank's, by stage."""
+        """Return the whole decoder's state dict on the CPU of every rank. `own`: other tensors of this rank, by stage."""
         mine = {i: {n: t.detach().cpu() for n, t in d.items()} for i, d in (own or self.state_dict()).items()}
         found: list[Any] = [None] * self.ranks
         dist.all_gather_object(found, mine, group=self.group)
@@ -173,12 +173,25 @@ def pipeline(
     wrap: Callable[[Piece], nn.Module] = lambda piece: piece,
     most: float = MOST_ACTIVATIONS,
 ) -> Pipeline:
-    """This rank's part of a pipeline of `layout.pp` ranks with `layout.virtual` stages each; UserError, with the reason, if it cannot be.
+    """Build this rank's part of a pipeline of `layout.pp` ranks with `layout.virtual` stages each.
 
-    build: the whole decoder, the same on every rank; one on the meta device is left there, for the caller to give memory.
-    group: the pipeline's ranks. cache: what a rank keeps (hops.py). dtype: of activations between stages, under autocast its own.
-    loss: the mean over a micro-batch, from its logits and its rows [B, T + 1]. wrap: what is done to a piece, such as FSDP2; it may return another module around it.
-    most: activations that a state between stages may have.
+    Args:
+        config: The decoder.
+        build: Builds the whole decoder, the same on every rank. One on the meta device stays there; the caller
+            allocates it.
+        layout: Ranks and stages.
+        schedule: Name of the schedule.
+        microbatches: Parts of a batch.
+        device: This rank's device.
+        group: The pipeline's ranks.
+        cache: Tensors that a rank keeps (hops.py).
+        dtype: Dtype of activations between stages; under autocast, autocast's.
+        loss: Mean loss of a micro-batch, from its logits and its rows [B, T + 1].
+        wrap: Wraps a piece, for example with FSDP2; may return another module around it.
+        most: Largest number of activations in a state between stages.
+
+    Raises:
+        UserError: The pipeline is impossible, with the reason.
     """
     device, name = torch.device(device), schedule_named(schedule)
     forms = check_pipeline(config, layout, schedule, microbatches, None, dist.get_world_size(group), cache, most, dtype)

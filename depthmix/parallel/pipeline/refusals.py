@@ -1,4 +1,4 @@
-"""Why a pipeline cannot be, said before anything starts."""
+"""Checks that refuse an impossible pipeline before anything starts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MOST_ACTIVATIONS = 64  # in a state between stages: above, sending it takes long
 
 
 class Stages(Protocol):
-    """What a pipeline needs of a layout."""
+    """Attributes of a layout that a pipeline needs."""
 
     @property
     def pp(self) -> int:
@@ -29,11 +29,11 @@ class Stages(Protocol):
 
     @property
     def virtual(self) -> int:
-        """Stages of a rank."""
+        """Stages per rank."""
 
 
 def schedule_named(name: str) -> str:
-    """The schedule's name as torch spells it; UserError if it has none such, or it is not for us."""
+    """Return the schedule's name as torch spells it. Raises UserError for an unknown or unsupported schedule."""
     by_lower = {schedule.lower(): schedule for schedule in SCHEDULES}
     if name.lower() in ("zbvzerobubble", "dualpipev"):
         why = "puts neighbouring stages on one rank, of which the kept state knows nothing"
@@ -55,7 +55,8 @@ def check_pipeline(
     most: float = MOST_ACTIVATIONS,
     dtype: torch.dtype = torch.float32,
 ) -> list[Form]:
-    """The state before every stage; UserError, with the reason, for a pipeline that cannot be.
+    """Return the form of the state before every stage. Raises UserError, with the reason, for a pipeline that is
+    impossible.
 
     most: activations that a state between stages may have. dtype: of an activation.
     """
@@ -89,7 +90,7 @@ def check_pipeline(
 
 
 def whole_mixer(config: DecoderConfig) -> Mixer:
-    """The model's mixer, without memory."""
+    """Build the model's mixer on the meta device."""
     return _mixer(config, config.n_blocks)
 
 
@@ -99,13 +100,15 @@ def _mixer(config: DecoderConfig, n_blocks: int) -> Mixer:
 
 
 def stage_sites(config: DecoderConfig, stages: int) -> list[range]:
-    """The sites of every stage: whole blocks, the longer stages first."""
+    """Return the sites of every stage: whole blocks, with the longer stages first."""
     starts = [*cuts(config.n_blocks, stages), 2 * config.n_blocks]
     return [range(a, b) for a, b in itertools.pairwise(starts)]
 
 
 def state_forms(config: DecoderConfig, stages: int, dtype: torch.dtype, most: float = MOST_ACTIVATIONS) -> list[Form]:
-    """The state before every stage; UserError for a mixer that cannot be cut, or whose states are too large."""
+    """Return the form of the state before every stage. Raises UserError for a mixer that cannot be cut, or whose states
+    are too large.
+    """
     # With two blocks: no parameter has as many rows as there are sites by chance both there and in the model.
     why = why_not_cut(_mixer(config, 2))
     if why is not None:

@@ -25,7 +25,7 @@ from depthmix.parallel.pipeline.hops import Hop
 
 
 class Bank:
-    """The tensors of depth states that a rank has, and their gradients, by micro-batch and label."""
+    """Tensors of depth states on a rank, and their gradients, by micro-batch and label."""
 
     def __init__(self) -> None:
         self.values: dict[tuple[int, int], Tensor] = {}
@@ -44,7 +44,7 @@ class Bank:
 
 
 class DepthStage(PipelineStage):
-    """One stage; `hops` are the ways into it and, unless it is the last, into the next."""
+    """A pipeline stage. `hops` lead into it and, unless it is the last, into the next."""
 
     def __init__(
         self,
@@ -56,7 +56,9 @@ class DepthStage(PipelineStage):
         group: Any = None,
         deferred: Deferred | None = None,
     ) -> None:
-        """hops: of all stages; deferred: where the piece leaves products for weights, if a schedule forms them later."""
+        """Set up stage `index`. `hops`: of all stages; `deferred`: collects postponed weight gradients, for zero-bubble
+        schedules.
+        """
         super().__init__(piece, index, len(hops), device, group=group)
         self.bank, self.deferred = bank, deferred
         self.hop = hops[index]
