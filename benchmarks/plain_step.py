@@ -19,14 +19,14 @@ from benchmarks.report import Report
 from benchmarks.step import case_of, data_of, first_step, in_turns, own_size, require_exact
 from benchmarks.timing import Mark, Run
 from depthmix.config import TrainConfig
-from depthmix.mixers.residual import Residual
+from depthmix.fast import one_stream
 from depthmix.models import layers
 
 Change = Callable[[], AbstractContextManager[object]]
 
 OURS, WHOLE = "residual", "the whole model compiled"
 APART: dict[str, Change] = {
-    "sums and norms apart": lambda: mock.patch.object(Residual, "_adds_later", return_value=False),
+    "sums and norms apart": lambda: mock.patch.object(one_stream, "kernels_can_add", return_value=False),
     "projections apart": lambda: mock.patch.object(layers, "project", _one_by_one),
 }
 

@@ -94,7 +94,7 @@ class AddLater(FastPath):
         scale = None if scaled else mixer.scale(site)
         after: PendingStream = (
             state.next(x=x, y=y, scale=scale)
-            if _kernels_can_add(mixer, x, y)
+            if kernels_can_add(mixer, x, y)
             else state.next(x=mixer.added(x, y, scale), y=None, scale=None)
         )
         return after
@@ -135,7 +135,8 @@ def _total(mixer: Any, state: PendingStream) -> Tensor:
     return total
 
 
-def _kernels_can_add(mixer: Any, x: Tensor, y: Tensor) -> bool:
+def kernels_can_add(mixer: Any, x: Tensor, y: Tensor) -> bool:
+    """Tell whether a kernel can add y to x in the launch of the next norm."""
     if torch.compiler.is_compiling() or y.dtype != x.dtype:  # a compiler fuses by itself
         return False
     whole = type(x) is type(y) is Tensor  # not divided among processes

@@ -96,12 +96,12 @@ def test_sinkhorn_orientation_and_order(convention):
     mixer = build("mhc", 1, {"n": 3, "convention": convention, "iterations": 2})
     with torch.no_grad():
         mixer.b[0, 6:] = 3 * torch.randn(9, dtype=torch.float64)
-    h_res = mixer._coefficients(mixer.start(embedding()), 0)[2]
+    h_res = mixer._coefficients(mixer.start(embedding()), mixer._parameters_of(0))[2]
     torch.testing.assert_close(h_res.sum(-1), torch.ones_like(h_res[..., 0]), rtol=0, atol=1e-5)
     assert (h_res.sum(-2) - 1).abs().max() > 1e-3
     with torch.no_grad():
         mixer.b[0, 6:] = torch.tensor([0.0, 20, 0, 0, 0, 20, 20, 0, 0])  # row-major: entries (0, 1), (1, 2), (2, 0)
-    h_res = mixer._coefficients(mixer.start(embedding()), 0)[2][0, 0]
+    h_res = mixer._coefficients(mixer.start(embedding()), mixer._parameters_of(0))[2][0, 0]
     assert h_res[0, 1 if convention == "paper" else 2] > 0.99  # the paper's rows are outputs, DeepSeek's are inputs
 
 
