@@ -12,7 +12,7 @@ INSTALL = $(PIP) --constraint constraints.txt --editable
 UNUSED = transformers/models|plotly|pip|setuptools|mypy|mypyc|tests?|torch/testing/_internal|torchgen|sympy/physics|pygments/lexers|fontTools|pydantic|tensorboard|async_api|narwhals|werkzeug|grpc|torch/_vendor|numpy/distutils|sympy/stats|huggingface_hub/(cli|inference)
 COMPILE = @$(BIN)/python -m compileall -qq -j 0 -x '/($(UNUSED))/' .venv/lib depthmix || true
 
-.PHONY: setup demo test test-harness test-gpu bench lint format new-mixer wheel clean
+.PHONY: setup demo test coverage test-harness test-gpu bench lint format new-mixer wheel clean
 
 setup: $(STAMP)
 
@@ -35,9 +35,13 @@ demo: $(if $(wildcard $(STAMP)),$(STAMP),$(TRAIN))
 	$(BIN)/depthmix compare --recipe recipes/demo.yaml
 
 # Named, plugins are only these: pytest would rewrite assertions in all files of hypothesis, which is one too.
-# pytest-cov makes every report twice.
+PYTEST = PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 $(BIN)/python -m pytest -p xdist -n 2 --dist worksteal --durations=10
 test: $(STAMP)
-	PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 $(BIN)/python -m pytest -p xdist -p pytest_cov -n 2 --dist worksteal --cov --cov-report= --durations=10 $(PYTEST_ARGS)
+	$(PYTEST) $(PYTEST_ARGS)
+
+# The same with coverage, which makes kernels in the interpreter twice as slow. pytest-cov makes every report twice.
+coverage: $(STAMP)
+	$(PYTEST) -p pytest_cov --cov --cov-report= $(PYTEST_ARGS)
 	$(BIN)/coverage report --skip-covered --fail-under=95
 
 # 470 MB more, so not part of `test`, where it is skipped.

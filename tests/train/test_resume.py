@@ -176,25 +176,23 @@ def ask():
             driver.send(None)
 
 
-def test_a_dozen_kills(tmp_path, ask):
+def test_five_kills(tmp_path, ask):
     """Of one process; tests/parallel kills those of several."""
     changes = {"mixer": "attnres", "steps": 24, "save_every": 3, "eval_every": 5}
-    report = ask("drive", work=str(tmp_path), data=str(small.data()), changes=changes, kills=12, kills_a_run=6)
-    print(report)
-    assert report["kills"] >= 12
+    report = ask("drive", work=str(tmp_path), data=str(small.data()), changes=changes, kills=5, kills_a_run=5)
+    assert report["kills"] >= 5
     assert report["lines"] == 29
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"optimizer": "muon", "mixer": "mhc"},
-        {"micro_batch_size": 2, "mixer": "dca", "schedule": "wsd", "tie_embeddings": True},
-    ],
-    ids=["muon", "accumulation"],
-)
-def test_kills_of_other_trainings(tmp_path, ask, changes):
-    changes = {"steps": 15, **changes}
+def test_kills_of_another_training(tmp_path, ask):
+    changes = {
+        "steps": 15,
+        "optimizer": "muon",
+        "mixer": "mhc",
+        "micro_batch_size": 2,
+        "schedule": "wsd",
+        "tie_embeddings": True,
+    }
     report = ask("drive", work=str(tmp_path), data=str(small.data()), changes=changes, kills=2, kills_a_run=2)
     assert report["kills"] >= 2
 
