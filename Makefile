@@ -35,8 +35,7 @@ demo: $(if $(wildcard $(STAMP)),$(STAMP),$(TRAIN))
 	$(BIN)/depthmix compare --recipe recipes/demo.yaml
 
 # Named, plugins are only these: pytest would rewrite assertions in all files of hypothesis, which is one too.
-# Three workers on two cores: tests that start processes wait for them a quarter of the time.
-PYTEST = PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 $(BIN)/python -m pytest -p xdist -n 3 --dist worksteal --durations=10
+PYTEST = PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 $(BIN)/python -m pytest -p xdist -n 2 --dist worksteal --durations=10
 test: $(STAMP)
 	$(PYTEST) $(PYTEST_ARGS)
 
