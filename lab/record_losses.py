@@ -26,8 +26,14 @@ from torch.nn import functional
 ROOT = Path(__file__).resolve().parents[1]
 STEPS = 50
 VOCABULARY, BATCH, TOKENS = 64, 4, 32
-SMALL = {"dim": 32, "n_blocks": 4, "n_heads": 2, "mlp": "relu2", "qk_norm": True}
-LARGE = {"dim": 512, "n_blocks": 12, "n_heads": 8, "mlp": "relu2", "qk_norm": True}  # for step times, on a GPU
+SMALL: dict[str, Any] = {"dim": 32, "n_blocks": 4, "n_heads": 2, "mlp": "relu2", "qk_norm": True}
+LARGE: dict[str, Any] = {
+    "dim": 512,
+    "n_blocks": 12,
+    "n_heads": 8,
+    "mlp": "relu2",
+    "qk_norm": True,
+}  # for step times, on a GPU
 LARGE_BATCH, LARGE_TOKENS, TIMED = 16, 512, 20
 
 
@@ -79,7 +85,7 @@ def losses(name: str, options: dict[str, Any], device: torch.device) -> list[str
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        found.append(loss.item().hex())
+        found.append(float(loss.detach()).hex())
     return found
 
 
