@@ -4,10 +4,16 @@
     python lab/record_losses.py record after.json             # on another
     python lab/record_losses.py compare before.json after.json
 
+    python lab/record_losses.py time before.json              # on a GPU, in turns on both commits, into the same two files
+    python lab/record_losses.py compare before.json after.json
+
 A change that only moves code around trains every rule to the same losses bit for bit. The script trains a small decoder with every
 rule, in the option combinations of the oracles, for 50 steps on random tokens. It uses nothing but `depthmix.Decoder`, so that it runs
-on commits whose other modules have other names. On a GPU it runs the kernels, in bf16 autocast, with deterministic sums, and also
-times the steps; `compare` prints the ratio of the times. Exit status: 1 if a loss differs or a rule is missing.
+on commits whose other modules have other names. On a GPU it runs the kernels, in bf16 autocast, with deterministic sums.
+
+`time` measures training steps, decoding steps and eager forward passes of a larger decoder, and appends them to the file. Run it
+several times on both commits in turns; `compare` prints the ratio of the lowest times. Exit status: 1 if a loss differs or a rule
+is missing.
 """
 
 from __future__ import annotations
@@ -17,6 +23,7 @@ import json
 import statistics
 import sys
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,16 +40,28 @@ LARGE: dict[str, Any] = {
     "n_heads": 8,
     "mlp": "relu2",
     "qk_norm": True,
-}  # for step times, on a GPU
+}  # for times, on a GPU
 LARGE_BATCH, LARGE_TOKENS, TIMED = 16, 512, 20
+TIMED_RULES: dict[str, list[dict[str, Any]]] = {  # every rule with its defaults, and these
+    "attnres": [{"block_size": 4}, {"block_size": 4, "ways": 2}, {"block_size": 4, "ways": 3}, {"block_size": "all"}],
+    "dca": [{"window": 8}],
+    "grn": [{"version": 1}],
+    "laurel": [{"variant": "pa"}],
+}
 
 
-def cases() -> list[tuple[str, str, dict[str, Any]]]:
-    """Return (label, rule, options) of every rule, with so many option combinations that any two values meet."""
+def cases(rules: Sequence[str] = (), part: tuple[int, int] = (0, 1)) -> list[tuple[str, str, dict[str, Any]]]:
+    """Return (label, rule, options) of every rule, with so many option combinations that any two values meet.
+
+    Args:
+        rules: the rules to return; none means all.
+        part: (i, n) to return every n-th case, beginning with case i, so that n processes share the work.
+    """
     sys.path.insert(0, str(ROOT / "tests"))
     from oracles.cases import complete
 
-    return [(label, name, options) for name, options, label in complete(pairs=True) if is_valid(name, options)]
+    found = [(label, name, options) for name, options, label in complete(*rules, pairs=True) if is_valid(name, options)]
+    return found[part[0] :: part[1]]
 
 
 def is_valid(name: str, options: dict[str, Any]) -> bool:
@@ -89,35 +108,70 @@ def losses(name: str, options: dict[str, Any], device: torch.device) -> list[str
     return found
 
 
-def step_milliseconds(name: str, options: dict[str, Any]) -> float:
-    """Return the median time of a forward and backward pass at a size that fills a GPU."""
+def milliseconds(name: str, options: dict[str, Any]) -> dict[str, float]:
+    """Return the median times of a training step, an eager forward pass and a decoding step, at a size that fills a GPU."""
+    from depthmix.models.decoding import Decoding
+
     device = torch.device("cuda")
-    model = build(name, options, LARGE, device)
+    model: Any = build(name, options, LARGE, device)
     ids = torch.randint(VOCABULARY, (LARGE_BATCH, LARGE_TOKENS), device=device)
+
+    def train() -> None:
+        with torch.autocast("cuda", torch.bfloat16):
+            model(ids).float().square().mean().backward()
+
+    @torch.no_grad()
+    def read() -> None:
+        with torch.autocast("cuda", torch.bfloat16):
+            model(ids)
+
+    found = {"training": median_milliseconds(train), "forward": median_milliseconds(read)}
+    decoding = Decoding(model.bfloat16(), 8, 512)
+    decoding.prefill(ids[:8, :64])
+    token = ids[:8, 0]
+    found["decoding"] = median_milliseconds(lambda: decoding.step(token))
+    return found
+
+
+def median_milliseconds(call: Callable[[], Any]) -> float:
+    """Return the median time of a call on the GPU, after five calls that are not counted."""
     times = []
     for _ in range(TIMED + 5):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
-        with torch.autocast("cuda", torch.bfloat16):
-            model(ids).float().square().mean().backward()
+        call()
         end.record()
         torch.cuda.synchronize()
         times.append(begin.elapsed_time(end))
     return statistics.median(times[5:])
 
 
-def record(path: Path, device: torch.device, timed: bool) -> None:
-    """Write the losses of every case, and its step time where asked for."""
+def record(path: Path, device: torch.device, rules: Sequence[str], part: tuple[int, int]) -> None:
+    """Write the losses of every case."""
     torch.use_deterministic_algorithms(device.type == "cuda", warn_only=True)
     torch.set_num_threads(1)
     found: dict[str, Any] = {}
     begun = time.monotonic()
-    for label, name, options in cases():
+    for label, name, options in cases(rules, part):
         found[label] = {"losses": losses(name, options, device)}
-        if timed:
-            found[label]["milliseconds"] = step_milliseconds(name, options)
         path.write_text(json.dumps({"device": str(device), "torch": torch.__version__, "cases": found}, indent=1))
     print(f"{len(found)} cases in {time.monotonic() - begun:.0f} s: {path}")
+
+
+def record_times(path: Path, rules: Sequence[str]) -> None:
+    """Append one round of times to a record, or begin one without losses."""
+    from depthmix import list_mixers
+
+    written = {"device": "cuda", "torch": torch.__version__, "cases": {}}
+    if path.exists():
+        written = json.loads(path.read_text())
+    for name in rules or list_mixers():
+        for options in ({}, *TIMED_RULES.get(name, ())):
+            label = "-".join([name, *(f"{option}={value}" for option, value in options.items())])
+            case = written.setdefault("times", {}).setdefault(label, {})
+            for kind, value in milliseconds(name, options).items():
+                case.setdefault(kind, []).append(value)
+        path.write_text(json.dumps(written, indent=1))
 
 
 def compare(before: Path, after: Path) -> int:
@@ -139,9 +193,12 @@ def compare(before: Path, after: Path) -> int:
             a, b = (float.fromhex(record["losses"][differing[0]]) for record in (case, other))
             print(f"{label}: {len(differing)} of {STEPS} losses differ, first at step {differing[0]}: {a!r} and {b!r}")
             status = 1
-        if "milliseconds" in case and "milliseconds" in other:
-            ratio = other["milliseconds"] / case["milliseconds"]
-            print(f"{label}: {case['milliseconds']:.2f} ms, then {other['milliseconds']:.2f} ms, {ratio:.3f}")
+    for label, kinds in old.get("times", {}).items():
+        for kind, times in kinds.items():
+            others = new.get("times", {}).get(label, {}).get(kind)
+            if others:
+                a, b = min(times), min(others)
+                print(f"{label}: {kind} {a:.3f} ms, then {b:.3f} ms, {b / a:.3f}")
     print("all losses are the same" if not status else "losses differ")
     return status
 
@@ -153,16 +210,31 @@ def main() -> int:
     recording = commands.add_parser("record", help="train every rule and write its losses")
     recording.add_argument("path", type=Path, help="file to write")
     recording.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", type=torch.device)
-    recording.add_argument("--times", action="store_true", help="on a GPU, also time the steps of a larger model")
+    recording.add_argument("--rules", nargs="+", default=(), help="rules to train; all by default")
+    recording.add_argument(
+        "--part", type=part_of, default=(0, 1), metavar="I/N", help="every N-th case, from case I on"
+    )
+    timing = commands.add_parser("time", help="on a GPU, time every rule and append the times to a record")
+    timing.add_argument("path", type=Path, help="file to write or extend")
+    timing.add_argument("--rules", nargs="+", default=(), help="rules to time; all by default")
     comparing = commands.add_parser("compare", help="compare two records")
     comparing.add_argument("before", type=Path)
     comparing.add_argument("after", type=Path)
     options = parser.parse_args()
+    sys.path.insert(0, str(ROOT))
     if options.command == "record":
-        sys.path.insert(0, str(ROOT))
-        record(options.path, options.device, options.times)
-        return 0
-    return compare(options.before, options.after)
+        record(options.path, options.device, options.rules, options.part)
+    elif options.command == "time":
+        record_times(options.path, options.rules)
+    else:
+        return compare(options.before, options.after)
+    return 0
+
+
+def part_of(text: str) -> tuple[int, int]:
+    """Read "I/N" as two numbers."""
+    first, _, count = text.partition("/")
+    return int(first), int(count)
 
 
 if __name__ == "__main__":
