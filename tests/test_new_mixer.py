@@ -43,17 +43,15 @@ def new_mixer(tree, name):
 
 
 def marks(root):
-    files = [*root.glob("depthmix/**/*.py"), *root.glob("tests/oracles/*.py"), *root.glob("docs/*.md")]
-    return {str(f.relative_to(root)) for f in (*files, root / "README.md") if "YOURS:" in f.read_text()}
+    files = [*root.glob("depthmix/**/*.py"), *root.glob("tests/oracles/*.py")]
+    return {str(f.relative_to(root)) for f in files if "YOURS:" in f.read_text()}
 
 
 def test_a_new_mixer_is_listed_and_passes_its_battery(tree):
     made = new_mixer(tree, "halving")
     assert made.returncode == 0, made.stderr
-    files = {"depthmix/mixers/halving.py", "tests/oracles/halving.py", "docs/mechanisms.md", "README.md"}
+    files = {"depthmix/mixers/halving.py", "tests/oracles/halving.py"}
     assert marks(tree) == files == set(made.stdout.splitlines()[:-1])
-    rows = [line for line in (tree / "README.md").read_text().splitlines() if line.startswith("| `")]
-    assert rows[-1] == "| `halving` | YOURS: the rule in a few words | `init` |"
     # Compiling a rule is the same for all of them, and takes as long as everything else here together.
     chosen = "(halving and not compile) or oracle"
     quick = ["-v", "-p", "no:cacheprovider"]
@@ -62,10 +60,10 @@ def test_a_new_mixer_is_listed_and_passes_its_battery(tree):
     ]
     environment = {**os.environ, "PYTHONPATH": str(tree), "PYTEST_ADDOPTS": ""}
     code = "import sys; del sys.modules['project']; import pytest; sys.exit(pytest.main(sys.argv[1:]))"  # the tree has its own
-    done = forking.python(code, *quick, "-k", chosen, *files, "tests/test_docs.py", env=environment, cwd=tree)
+    done = forking.python(code, *quick, "-k", chosen, *files, env=environment, cwd=tree)
     assert done.returncode == 0, done.stdout
     passed = [line for line in done.stdout.splitlines() if " PASSED" in line]
-    for test in ("step_0_or_1[halving", "in_fp64[halving-init=0.9", "is_described[halving"):
+    for test in ("step_0_or_1[halving", "in_fp64[halving-init=0.9"):
         assert any(test in line for line in passed), test
 
 

@@ -1,4 +1,4 @@
-"""Begin a mechanism: `make new-mixer NAME=halving` writes its files, a rule that works, with the places to change marked YOURS:."""
+"""Begin a rule: `make new-mixer NAME=halving` writes a rule that works and its oracle, and marks the places to change with YOURS:."""
 
 import keyword
 import re
@@ -44,7 +44,7 @@ class @Name@(OneStream):
 
 ORACLE = '''"""@name@: x_0 = e;  h_s = x_s;  x_{s+1} = a_s x_s + y_s;  h_S = x_S.
 
-YOURS: from the paper and docs/mechanisms.md alone. M[s, 0] = a_0 ... a_{s-1};  M[s, i+1] = a_{i+1} ... a_{s-1}.
+YOURS: from the paper alone. M[s, 0] = a_0 ... a_{s-1};  M[s, i+1] = a_{i+1} ... a_{s-1}.
 """
 
 from .trace import Trace, no_mixing
@@ -76,51 +76,24 @@ def run(p, options, blocks, e, sublayer) -> Trace:
     return Trace(x, reads, M)
 '''
 
-SECTION = """
-## @name@  (YOURS: authors, year, arXiv number)
-
-    x_0 = e;   h_s = x_s;   x_{s+1} = a_s · x_s + y_s;   h_S = x_S
-
-| option | values | default |
-|---|---|---|
-| `init` | initial a | 0.5 |
-
-`a` [S]; `init`. Not plain at step 0. No weight decay. YOURS: what was decided where the sources are silent or disagree.
-"""
-
-ROW = "| `@name@` | YOURS: the rule in a few words | `init` |\n"
-
 
 def fill(template: str, name: str) -> str:
+    """Put a rule's name into a template."""
     return template.replace("@name@", name).replace("@Name@", name.title().replace("_", ""))
 
 
-def with_row(readme: str, row: str) -> str:
-    """The README with one more row at the end of its table of mixers."""
-    table = re.search(r"^\| mixer \|.*\n(?:\|.*\n)+", readme, re.M)
-    if table is None:
-        raise SystemExit("new-mixer: README.md has no table of mixers")
-    return readme[: table.end()] + row + readme[table.end() :]
-
-
 def main(name: str) -> None:
+    """Write the two files, or exit with the reason why not."""
     mixer, oracle = ROOT / "depthmix" / "mixers" / f"{name}.py", ROOT / "tests" / "oracles" / f"{name}.py"
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or keyword.iskeyword(name):
         raise SystemExit(f"new-mixer: NAME must be a lower-case Python name, as in NAME=halving, got {name!r}")
     for path in (mixer, oracle):
         if path.exists():
             raise SystemExit(f"new-mixer: {path.relative_to(ROOT)} exists already")
-    page, readme = ROOT / "docs" / "mechanisms.md", ROOT / "README.md"
-    texts = {
-        mixer: fill(MIXER, name),
-        oracle: fill(ORACLE, name),
-        page: page.read_text() + fill(SECTION, name),
-        readme: with_row(readme.read_text(), fill(ROW, name)),
-    }
-    for path, text in texts.items():
-        path.write_text(text)
+    for path, template in ((mixer, MIXER), (oracle, ORACLE)):
+        path.write_text(fill(template, name))
         print(path.relative_to(ROOT))
-    print(f"It works as it is: {name} is a mixer now. Change what is marked YOURS:, then `make test`.")
+    print(f"{name} is a rule that works now. Change what is marked YOURS:, then run `make test`.")
 
 
 if __name__ == "__main__":
