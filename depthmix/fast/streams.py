@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from depthmix.mixers.base import Norm
-from depthmix.mixers.cutting import BySite
 from depthmix.mixers.fast_path import FastPath
 from depthmix.mixers.state import register_state
 from depthmix.mixers.streams import StreamsState
@@ -160,8 +159,7 @@ class StreamSteps(FastPath):
             parameters = list(by_column(rule, *parameters))
         elif kind == torch.bfloat16 and rule is not None:
             parameters.append(halves_of(parameters[0].detach()))
-        rules = list(zip(*(p.unbind(0) for p in parameters), strict=True))
-        return BySite(rules, mixer.held.start) if mixer.held.start else rules
+        return list(zip(*(p.unbind(0) for p in parameters), strict=True))
 
     def _reads_at_once(self, mixer: Any, state: PendingStreams) -> bool:
         """Whether the reference makes a site's weights and reads with them as one node of autograd."""

@@ -34,7 +34,6 @@ from depthmix.mixers.checks import (
     check_use,
     check_written,
 )
-from depthmix.mixers.cutting import CutError, Form, here, pack, unpack
 from depthmix.mixers.fast_path import FastPath, load_paths
 from depthmix.mixers.kept import (
     changed_after_read,
@@ -74,7 +73,6 @@ class Mixer(NamesVariant):
         self.dim, self.n_blocks, self.n_sites = dim, n_blocks, self.layout.n_sites
         self._sites = list(range(self.n_sites))
         self._paths = load_paths(self.fast_paths)
-        self.held = range(self.n_sites + 1)  # sites whose parameters are here, S being finish: fewer in a part
 
     # What a mechanism implements. It computes without autocast, in fp32 or wider, and rounds once.
 
@@ -115,37 +113,6 @@ class Mixer(NamesVariant):
     def _with_gradients(self, state: Any) -> State:
         """For a state that was begun without gradients and is used with them: the same in the form that training has."""
         raise NotImplementedError
-
-    # What a stage of a pipeline asks.
-
-    def owners(self, name: str) -> Sequence[int] | int:
-        """The site (S: finish) that each row of a parameter is for, or one for all of it: what a stage holds.
-
-        By default there is a row for every site, and maybe one for finish.
-        """
-        shape = list(self.get_parameter(name).shape)
-        if not shape or shape[0] not in (self.n_sites, self.n_sites + 1):
-            rows = f"has the shape {shape}, not a row for each of the {self.n_sites} sites"
-            raise CutError(f"{self.name} cannot be cut by sites: {name} {rows}, and `owners` does not say whose it is")
-        return range(shape[0])
-
-    def settled(self, state: Any) -> Any:
-        """The state as it travels: in the form that training has, with nothing left to add up."""
-        state = self._with_gradients(state) if state.without_gradients and state.path is None else state
-        with without_autocast(state.template()):
-            return self._settled(state if state.path is None else state.path.to_plain(self, state))
-
-    def _settled(self, state: Any) -> State:
-        return state
-
-    def pack(self, state: Any) -> list[Tensor]:
-        """The tensors that a state consists of, in an order that depends on the site alone."""
-        check_use(self, "pack", state)
-        return pack(self.settled(state))
-
-    def unpack(self, form: Form, tensors: Sequence[Tensor]) -> Any:
-        """The state that was packed; form: what `cutting.forms` says of its site."""
-        return unpack(form, tensors)
 
     # What a mechanism that keeps several residual streams implements besides.
 
@@ -282,10 +249,6 @@ class Mixer(NamesVariant):
             expected = f"1 to {self.n_sites + 1} sources, the embedding and one per site so far"
             raise ContractError(f"contributions: expected {expected}, got {len(sources)}")
         return contributions(self, sources)
-
-    def _rows_of_sites(self, rows: Tensor) -> dict[int, Tensor]:
-        """The rows [S, ...] of sites that are held here; their gradients are put together once."""
-        return dict(zip(self.held, here(rows).unbind(0), strict=False))  # finish has none
 
     def _hand_out(self, state: Any) -> Any:
         """Mark a state as one of this mixer, and remember what it keeps."""

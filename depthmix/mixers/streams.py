@@ -55,7 +55,7 @@ class StreamMixer(Mixer):
         raise NotImplementedError
 
     def _for_all_sites(self) -> tuple[Tensor, Tensor, Tensor]:
-        """w, base and scale of the rule for all sites that are here, [S, ...], or without a rule pre, post and res."""
+        """w, base and scale of the rule for all sites, [S, ...], or without a rule pre, post and res."""
         raise NotImplementedError
 
     def _last_read(self, state: StreamsState) -> Tensor | None:
@@ -80,7 +80,7 @@ class StreamMixer(Mixer):
         return res.expand(*state.x.shape[:-2], self.n, self.n)
 
     def _parameters_of(self, site: int) -> tuple[Tensor, ...]:
-        return tuple(p[site - self.held.start] for p in self._for_all_sites())
+        return tuple(p[site] for p in self._for_all_sites())
 
     # The rule.
 

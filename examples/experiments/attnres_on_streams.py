@@ -21,7 +21,6 @@ from torch import Tensor
 
 from depthmix.mixers import Mixer, State, register, register_state
 from depthmix.mixers.attnres import AttnRes
-from depthmix.mixers.cutting import CutError
 from depthmix.mixers.hyper import HyperConnections
 from depthmix.mixers.options import at_least
 
@@ -68,9 +67,6 @@ class AttnResOnStreams(Mixer):
     def decays(self, name: str) -> bool:
         part, _, own = name.partition(".")
         return bool(getattr(self, part).decays(own))
-
-    def owners(self, name: str) -> int:
-        raise CutError(f"{self.name} is an experiment that stages of a pipeline do not know")
 
     def streams(self, state: Both) -> Tensor | None:
         return self.below.streams(state.parts()[0])
