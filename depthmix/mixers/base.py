@@ -44,7 +44,7 @@ from depthmix.mixers.kept import (
     still_kept,
 )
 from depthmix.mixers.layout import BLOCK, Layout, Sites
-from depthmix.mixers.mixing import Contributions, contributions, mixing_matrix
+from depthmix.mixers.mixing import mixing_matrix
 from depthmix.mixers.options import Option, OptionError, check_options, options_of, plain_value
 from depthmix.mixers.state import State
 from depthmix.mixers.variant import NamesVariant
@@ -113,16 +113,6 @@ class Mixer(NamesVariant):
     def _with_gradients(self, state: Any) -> State:
         """For a state that was begun without gradients and is used with them: the same in the form that training has."""
         raise NotImplementedError
-
-    # What a mechanism that keeps several residual streams implements besides.
-
-    def streams(self, state: Any) -> Tensor | None:
-        """The n streams of a state: [..., n, D]; None of a rule that keeps no such streams."""
-        return None
-
-    def stream_map(self, state: Any) -> Tensor | None:
-        """The matrix by which the write of the state's site mixes them: [..., n, n], the stream it writes to first."""
-        return None
 
     # The contract.
 
@@ -225,30 +215,20 @@ class Mixer(NamesVariant):
             h = h.to(x.dtype)
         return h if norm is None else norm(h)
 
-    def decays(self, name: str) -> bool:
-        """Whether weight decay applies to the mixer's parameter of this name (`b`, or `b.3` in a dictionary)."""
-        return name.split(".")[0] in self.decayed
-
     def mixing(self, sources: Sequence[Tensor], per_token: bool = False) -> Tensor:
-        """The depth-mixing matrix M[way, site, source] of one pass.
+        """Return the depth-mixing matrix M[way, site, source] of one pass.
 
-        sources: the embedding and the raw output of every site, S + 1 tensors [..., D]. Row s holds the weights with which
-        site s reads them (row S: finish), averaged over tokens and channels: [W, S+1, S+1]; per_token=True keeps the tokens: [..., W, S+1, S+1].
+        Args:
+            sources: the embedding and the raw output of every site, S + 1 tensors [..., D].
+            per_token: average over channels only, and not over tokens.
+
+        Returns:
+            [W, S+1, S+1], or [..., W, S+1, S+1] per token. Row s holds the weights with which site s reads; row S is finish.
+
+        Raises:
+            ContractError: another number of sources.
         """
-        if len(sources) != self.n_sites + 1:
-            expected = f"{self.n_sites + 1} sources, the embedding and one per site"
-            raise ContractError(f"mixing: expected {expected}, got {len(sources)}")
         return mixing_matrix(self, sources, per_token)
-
-    def contributions(self, sources: Sequence[Tensor]) -> tuple[Contributions, ...]:
-        """What every source adds to the read that comes after them, one per way: parts [k, ..., D] whose sum is the read, before a norm.
-
-        sources: the embedding and the raw outputs of the sites up to then; S + 1 of them: the read is finish's.
-        """
-        if not 1 <= len(sources) <= self.n_sites + 1:
-            expected = f"1 to {self.n_sites + 1} sources, the embedding and one per site so far"
-            raise ContractError(f"contributions: expected {expected}, got {len(sources)}")
-        return contributions(self, sources)
 
     def _hand_out(self, state: Any) -> Any:
         """Mark a state as one of this mixer, and remember what it keeps."""

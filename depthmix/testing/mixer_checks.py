@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from depthmix.insight.contributions import contributions
 from depthmix.mixers import Mixer
 from depthmix.mixers.leaks import find_leak
 from depthmix.mixers.trial import stir
@@ -212,7 +213,7 @@ def check_contributions(mixer: Mixer) -> None:
     with torch.no_grad():
         reads = _replay(mixer, sources)
     for site, own in enumerate(reads):
-        for h, (parts, _) in zip(own, mixer.contributions(sources[: site + 1]), strict=True):
+        for h, (parts, _) in zip(own, contributions(mixer, sources[: site + 1]), strict=True):
             said = f"the parts of {_reader(mixer, site)} do not add up to it: take coefficients from state.observe(x)"
             _expect_equal(parts.sum(0), h, said)
 
