@@ -27,7 +27,7 @@ TOKENS = 1024
 
 
 class StreamFunctions(NamedTuple):
-    """How to find the streams of one type of state. Both functions take a mixer and its plain state."""
+    """Find the streams of one type of state. Both functions take a mixer and its plain state."""
 
     streams: Callable[[Any, Any], Tensor | None]  # [..., n, D]
     map: Callable[[Any, Any], Tensor | None]  # [..., n, n], the written stream first

@@ -97,8 +97,9 @@ def differentiating(mixer: Mixer) -> Iterator[None]:
         with torch.inference_mode(False), torch.enable_grad():
             yield
     finally:
-        if hasattr(mixer, "reshard"):
-            mixer.reshard()
+        reshard = getattr(mixer, "reshard", None)
+        if callable(reshard):
+            reshard()
 
 
 def _all_readers(mixer: Mixer, sources: Sequence[Tensor], entry: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
