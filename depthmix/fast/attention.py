@@ -14,7 +14,6 @@ from torch import Tensor
 
 from depthmix.mixers.attnres import AttnRes, AttnResState
 from depthmix.mixers.base import Norm, Read
-from depthmix.mixers.cutting import here
 from depthmix.mixers.fast_path import FastPath
 from depthmix.mixers.state import register_state
 from depthmix.ops.backend import choose
@@ -147,12 +146,11 @@ class AttentionTraining(FastPath):
 
     def queries(self, mixer: Any) -> Tensor:
         """Return query ⊙ key_gain of every reader: [R, D], the ways of a site side by side, finish's last."""
-        query, gain, several = here(mixer.query), here(mixer.key_gain), sites_with_ways(mixer, mixer.held.stop)
-        u = query.float() * gain.float()
-        if mixer.n_ways == 1 or not several:
+        u: Tensor = mixer.query.float() * mixer.key_gain.float()
+        if mixer.n_ways == 1:
             return u
         own = further_rows(mixer, "query").float() * further_rows(mixer, "key_gain").float()  # [A, W-1, D]
-        ends = [0, *(site + 1 - mixer.held.start for site in several), len(u)]
+        ends = [0, *(site + 1 for site in mixer.nth_several), len(u)]
         *parts, rest = u.split([b - a for a, b in itertools.pairwise(ends)])  # each ends with an attention site
         return torch.cat([*itertools.chain(*zip(parts, own.unbind(0), strict=True)), rest])
 
@@ -169,14 +167,14 @@ def is_usual_rule(mixer: AttnRes) -> bool:
     return is_usual(static=static, key_norm=mixer.key_norm, heads=mixer.heads, activation=mixer.weights)
 
 
-def sites_with_ways(mixer: AttnRes, site: int) -> list[int]:
-    """Return the sites before `site` that read several mixtures and whose parameters this mixer holds."""
-    return [s for s in mixer.nth_several if mixer.held.start <= s < site]
+def further_before(mixer: AttnRes, site: int) -> int:
+    """Count the rows for the ways after the first that belong to the readers before `site`."""
+    return (mixer.n_ways - 1) * sum(s < site for s in mixer.nth_several)
 
 
 def further_rows(mixer: AttnRes, name: str) -> Tensor:
     """Return the rows of a parameter for the ways after the first: [A, W-1, D]."""
-    rows = here(mixer.further(name))
+    rows: Tensor = mixer.further(name)
     return rows.unsqueeze(1) if mixer.n_ways == 2 else rows
 
 
@@ -184,7 +182,7 @@ def _mix_with_kernels(
     mixer: Any, state: TapeState, tape: Tape, site: int, out_gain: Sequence[Tensor], out_eps: float
 ) -> tuple[Tensor, ...]:
     ways, size = mixer.ways(site), mixer.block_size
-    row = site - mixer.held.start + (mixer.n_ways - 1) * len(sites_with_ways(mixer, site))
+    row = site + further_before(mixer, site)
     newest, add = (state.pending, None) if tape.partial is None else (tape.partial, state.pending)
     sources = (*mixer.windowed(tape.blocks), newest)
     trains = torch.is_grad_enabled()
@@ -201,7 +199,7 @@ def _mix_with_kernels(
         elif size == 1:
             own = None if trains else FirstRead(newest, out_gain[0] if out_gain else None, out_eps)
             far = precompute_group(*known, own)
-        elif not trains and len(mixer.held) > mixer.n_sites:  # it counts on all rows
+        elif not trains:
             far = precompute_block_group(*known, size=size)
     tape = tape._replace(far=far)
     h, newest = read_sources(tape.queries, row, ways, sources, add, gain, mixer.eps, out_eps, tape.far, lasts)

@@ -12,10 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from depthmix.fast.attention import further_rows, is_usual_rule, sites_with_ways, why_no_kernels
+from depthmix.fast.attention import further_before, further_rows, is_usual_rule, why_no_kernels
 from depthmix.mixers.attnres import AttnResState
 from depthmix.mixers.base import Norm, Read
-from depthmix.mixers.cutting import here
 from depthmix.mixers.fast_path import FastPath
 from depthmix.mixers.slots import SlotState
 from depthmix.mixers.state import register_state
@@ -43,7 +42,7 @@ class AttentionDecoding(FastPath):
 
     def start(self, mixer: Any, x: Tensor) -> AttnResSlots | None:
         """Begin a pass of few tokens; None for passes that train or have many."""
-        known = mixer.routing == "replace" and len(mixer.held) > mixer.n_sites and is_usual_rule(mixer)
+        known = mixer.routing == "replace" and is_usual_rule(mixer)
         if not known or why_no_kernels(mixer, [x]) is not None or not few_tokens(x) or not usable("attnres", x):
             return None
         state: AttnResSlots = AttnResSlots.of(x, mixer.n_sites + 1)
@@ -124,7 +123,7 @@ def read_and_pass_on(
         own = (further_rows(mixer, "query").flatten(0, 1), further_rows(mixer, "key_gain").flatten(0, 1))
         own_at, *ends = (further_before(mixer, s) for s in (site, ahead.start, ahead.stop))
         own_ahead = range(*ends)
-    rows = here(mixer.query), here(mixer.key_gain), own, own_at, own_ahead
+    rows = mixer.query, mixer.key_gain, own, own_at, own_ahead
     source = state.pending, before, site, 0 if to_all else size, ahead
     mixtures = state.slots, state.running, *source, *rows, mixer.ways(site)
     return pass_on(*mixtures, gain, mixer.eps, out_eps, state.scale)
@@ -138,11 +137,6 @@ def n_mixtures(mixer: Any) -> int:
 def to_all_readers(mixer: Any, x: Tensor) -> bool:
     """Tell whether a finished source goes to all later readers at once."""
     return passes_on(x, n_mixtures(mixer))
-
-
-def further_before(mixer: Any, site: int) -> int:
-    """Count the rows of further ways that belong to the readers before `site`."""
-    return (mixer.n_ways - 1) * len(sites_with_ways(mixer, site))
 
 
 def looks_back(mixer: Any, state: AttnResSlots, site: int) -> bool:

@@ -1,7 +1,7 @@
 """Rules with n residual streams (hyper, mhc): the write of a site waits for the read of the next.
 
 One step of the kernels (ops/stream_mix/step.py) does both. The state holds the streams before the write beside what is to be written;
-`settled` writes it. Where kernels cannot run, `write` writes at once, and a read is one node of autograd if the operators have one.
+`written_streams` writes it. Where kernels cannot run, `write` writes at once, and a read is one node of autograd if the operators have one.
 """
 
 import dataclasses
@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from depthmix.mixers.base import Norm
-from depthmix.mixers.cutting import BySite
 from depthmix.mixers.fast_path import FastPath
 from depthmix.mixers.state import register_state
 from depthmix.mixers.streams import StreamsState
@@ -53,7 +52,8 @@ class PendingStreams(StreamsState):
     res: Tensor | None = None  # [..., n, n] or [n, n]; None: the identity
     tape: Tape | None = dataclasses.field(default=None, repr=False, metadata={"cache": True})
 
-    def settled(self) -> Tensor:
+    def written_streams(self) -> Tensor:
+        """Return the streams with nothing left to write: [..., n, D]."""
         return self.x if self.y is None or self.post is None else stream_write(self.x, self.res, self.post, self.y)
 
 
@@ -78,7 +78,7 @@ class StreamSteps(FastPath):
 
     def to_plain(self, mixer: Any, state: PendingStreams) -> StreamsState:
         """Write what waits."""
-        plain: StreamsState = state.as_type(StreamsState, x=state.settled())
+        plain: StreamsState = state.as_type(StreamsState, x=state.written_streams())
         return plain
 
     def read(self, mixer: Any, state: PendingStreams, site: int, norms: Sequence[Norm] | None) -> Tensor | None:
@@ -87,7 +87,7 @@ class StreamSteps(FastPath):
             return self._read_normed(mixer, state, site, norms)
         note = self._by_kernels(mixer, state, site)
         if note is None and state.pre is not None:
-            return stream_read(state.settled(), state.pre)
+            return stream_read(state.written_streams(), state.pre)
         note = note or self._at_once(mixer, state, site)
         if note is None:
             note = self._without_kernels(mixer, state, site)
@@ -133,7 +133,11 @@ class StreamSteps(FastPath):
 
     def _plain(self, mixer: Any, state: PendingStreams) -> PendingStreams:
         """Return the state with nothing left to write."""
-        return state if state.y is None else dataclasses.replace(state, x=state.settled(), y=None, post=None, res=None)
+        return (
+            state
+            if state.y is None
+            else dataclasses.replace(state, x=state.written_streams(), y=None, post=None, res=None)
+        )
 
     def _tape(self, mixer: Any, state: PendingStreams) -> Tape | None:
         """What kernels work with; None where they are not used."""
@@ -160,8 +164,7 @@ class StreamSteps(FastPath):
             parameters = list(by_column(rule, *parameters))
         elif kind == torch.bfloat16 and rule is not None:
             parameters.append(halves_of(parameters[0].detach()))
-        rules = list(zip(*(p.unbind(0) for p in parameters), strict=True))
-        return BySite(rules, mixer.held.start) if mixer.held.start else rules
+        return list(zip(*(p.unbind(0) for p in parameters), strict=True))
 
     def _reads_at_once(self, mixer: Any, state: PendingStreams) -> bool:
         """Whether the reference makes a site's weights and reads with them as one node of autograd."""
@@ -223,7 +226,7 @@ class StreamSteps(FastPath):
         """The write that waits, the weights of a site and its read, where the reference can do the last two at once."""
         if not self._reads_at_once(mixer, state):
             return None
-        rule, tape, x = mixer._rule(), self._any_tape(mixer, state, columns=True), state.settled()
+        rule, tape, x = mixer._rule(), self._any_tape(mixer, state, columns=True), state.written_streams()
         assert rule is not None
         columns, bases, scales = tape.rules[site]
         h, post, res = stream_rule_read(rule, x, columns, bases, scales, gain, eps)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from depthmix.insight.contributions import contributions
 from depthmix.insight.intercept import as_ways, current_calls, intercepted, normed
 from depthmix.insight.mixing import choose_mixer
 from depthmix.insight.mode import eval_mode
@@ -87,7 +88,7 @@ def rms(x: Tensor) -> Tensor:
 
 def shares_of_output(mixer: Mixer, sources: list[Tensor]) -> Tensor:
     """Compute every source's share of what finish reads: [S + 1]."""
-    parts = mixer.contributions(sources)[0].parts
+    parts = contributions(mixer, sources)[0].parts
     h = parts.sum(0)
     return (parts * h).flatten(1).sum(1) / h.square().sum()
 

@@ -1,6 +1,6 @@
 """Causal use: the change of the loss when one reader no longer gets one source.
 
-A read is a sum of contributions (`Mixer.contributions`): without source j, and with the other weights scaled so that their sizes
+A read is a sum of contributions (contributions.py): without source j, and with the other weights scaled so that their sizes
 add up to what all did,
 
     h' = (Σ|M_i| / Σ_{i≠j}|M_i|) Σ_{i≠j} (what source i adds)
@@ -21,12 +21,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from depthmix.insight.contributions import Contributions, contributions
 from depthmix.insight.intercept import current_calls, intercepted, normed
 from depthmix.insight.losses import next_token_loss
 from depthmix.insight.mixing import choose_mixer
 from depthmix.insight.mode import eval_mode
 from depthmix.mixers import Mixer
-from depthmix.mixers.mixing import Contributions
 
 AT_ONCE = 32768  # tokens of all copies together
 
@@ -48,7 +48,7 @@ class Cutting:
     def __init__(self, mixer: Mixer, reader: int) -> None:
         self.mixer, self.reader = mixer, reader
         self.sources: list[Tensor] = []
-        self.found: tuple[Contributions, ...] | None = None  # the same in every pass over the batch
+        self.contributions: tuple[Contributions, ...] | None = None  # the same in every pass over the batch
         self.calls = current_calls(mixer)
 
     def losses(self, model: nn.Module, batch: Tensor, cuts: Sequence[Cut]) -> Tensor:
@@ -85,12 +85,12 @@ class Cutting:
 
     def mixtures(self) -> tuple[Tensor, ...]:
         """Return what the reader sees under each cut, copy after copy: [E * B, ..., D] for each way."""
-        if self.found is None:
+        if self.contributions is None:
             with intercepted(self.mixer, **self.calls):
-                self.found = self.mixer.contributions(self.sources)
+                self.contributions = contributions(self.mixer, self.sources)
         dtype = self.sources[0].dtype
         seen = []
-        for way, (parts, weights) in enumerate(self.found):
+        for way, (parts, weights) in enumerate(self.contributions):
             whole, size = parts.sum(0), weights.abs()
             total = size.sum(0)
             copies = []

@@ -1,22 +1,82 @@
-"""Residual streams of rules that keep several: their similarity, and the gains of their maps.
+"""Measure the residual streams of rules that keep several: their similarity, and the gains of their maps.
 
-Gains as in arXiv 2512.24880: the largest absolute row sum of a map is what it can do to a signal, the largest absolute column sum
-what it can do to a gradient. The composite map at a site is the product of all maps up to it.
+The map of a site is the matrix by which its write mixes the streams. Gains are those of arXiv 2512.24880: the largest absolute row sum
+of a map bounds what it does to a signal, the largest absolute column sum what it does to a gradient. The composite map at a site is the
+product of all maps up to it.
+
+The type of a state tells whether its rule keeps streams. A rule with a state of its own registers two functions for it
+(`register_streams`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from depthmix.insight.sampling import some_tokens
 from depthmix.mixers import Mixer
-from depthmix.ops.precision import without_autocast
+from depthmix.mixers.fast_path import plain_state
+from depthmix.mixers.streams import StreamMixer, StreamsState
+from depthmix.ops.precision import compute_dtype, without_autocast
 
 TOKENS = 1024
+
+
+class StreamFunctions(NamedTuple):
+    """Find the streams of one type of state. Both functions take a mixer and its plain state."""
+
+    streams: Callable[[Any, Any], Tensor | None]  # [..., n, D]
+    map: Callable[[Any, Any], Tensor | None]  # [..., n, n], the written stream first
+
+
+_FUNCTIONS: dict[type, StreamFunctions] = {}
+
+
+def register_streams(
+    state: type, streams: Callable[[Any, Any], Tensor | None], map: Callable[[Any, Any], Tensor | None]
+) -> None:
+    """Say how to find the streams of states of a type, and the map of the write that comes next.
+
+    Args:
+        state: The type of a rule's own states.
+        streams: Maps (mixer, state) to the streams [..., n, D].
+        map: Maps (mixer, state) to the map [..., n, n] of the state's site. Rows are the streams that are written.
+    """
+    _FUNCTIONS[state] = StreamFunctions(streams, map)
+
+
+def streams_of(mixer: Mixer, state: Any) -> Tensor | None:
+    """Return the n residual streams of a state, [..., n, D]; None for a rule that keeps no such streams."""
+    plain = plain_state(mixer, state)
+    functions = _FUNCTIONS.get(type(plain))
+    return None if functions is None else functions.streams(mixer, plain)
+
+
+def stream_map(mixer: Mixer, state: Any) -> Tensor | None:
+    """Return the matrix by which the write of the state's site mixes the streams, [..., n, n], the written stream first.
+
+    None for a rule that keeps no such streams.
+    """
+    plain = plain_state(mixer, state)
+    functions = _FUNCTIONS.get(type(plain))
+    if functions is None:
+        return None
+    with without_autocast(plain.template()):
+        return functions.map(mixer, plain)
+
+
+def _map_of_streams(mixer: StreamMixer, state: StreamsState) -> Tensor:
+    _, _, res = mixer._coefficients(state, mixer._parameters_of(state.site))
+    if res is None:
+        res = torch.eye(mixer.n, device=state.x.device, dtype=compute_dtype(state.x))
+    return res.expand(*state.x.shape[:-2], mixer.n, mixer.n)
+
+
+register_streams(StreamsState, lambda mixer, state: state.x, _map_of_streams)
 
 
 @dataclass
@@ -47,7 +107,7 @@ def _report(mixer: Mixer, e: Tensor, *outputs: Tensor) -> Streams | None:
     product: Tensor | None = None
     alike, size, errors, gains = [], [], [], []
     for site in range(mixer.n_sites + 1):
-        x = mixer.streams(state)  # [N, n, D]
+        x = streams_of(mixer, state)  # [N, n, D]
         if x is None:
             return None
         unit = torch.nn.functional.normalize(x.float(), dim=-1)
@@ -55,7 +115,7 @@ def _report(mixer: Mixer, e: Tensor, *outputs: Tensor) -> Streams | None:
         size.append(x.float().square().mean((0, 2)).sqrt())
         if site == mixer.n_sites:
             break
-        by = mixer.stream_map(state)  # [N, n, n]
+        by = stream_map(mixer, state)  # [N, n, n]
         assert by is not None
         product = by if product is None else by @ product
         off = [(by.sum(d) - 1).abs() for d in (-1, -2)]

@@ -14,7 +14,7 @@ query="input": query_s = W_s RMS(newest source) / D. The paper has no 1/D; witho
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import torch
@@ -46,6 +46,9 @@ class AttnResState(State):
     def newest(self) -> Tensor:
         """Return the newest source, added up."""
         return self.pending if self.partial is None else self.partial + self.pending
+
+    def complete_sums(self) -> Any:
+        return self if self.partial is None else dataclasses.replace(self, partial=None, pending=self.newest())
 
     def last(self, n: int) -> Any:
         return dataclasses.replace(
@@ -153,12 +156,6 @@ class AttnRes(Mixer):
         named = {"block_size": self.block_size, "window": self.window if windowed else None}
         return own | named | {"output_gain": self.output_gain is not None}
 
-    def owners(self, name: str) -> Sequence[int] | int:
-        return self.layout.attention if name.endswith(OWN.get(self.n_ways, " ")) else super().owners(name)
-
-    def _settled(self, state: AttnResState) -> AttnResState:
-        return state if state.partial is None else dataclasses.replace(state, partial=None, pending=state.newest())
-
     # The rule.
 
     def _start(self, x: Tensor) -> AttnResState:
@@ -228,7 +225,7 @@ class AttnRes(Mixer):
         return y if self.output_gain is None else depth_sum((y,), static=self.gamma[site].reshape(1, 1, -1))[0]
 
     def output_gains(self) -> Mapping[int, Tensor]:
-        return {} if self.output_gain is None else self._rows_of_sites(self.gamma)
+        return {} if self.output_gain is None else dict(enumerate(self.gamma.unbind(0)))
 
     def _query(self, state: AttnResState, site: int, newest: Tensor) -> Tensor:
         """Return the query of every way: [W, D], or of the input [W, ..., D]."""

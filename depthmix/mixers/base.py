@@ -34,7 +34,6 @@ from depthmix.mixers.checks import (
     check_use,
     check_written,
 )
-from depthmix.mixers.cutting import CutError, Form, here, pack, unpack
 from depthmix.mixers.fast_path import FastPath, load_paths
 from depthmix.mixers.kept import (
     changed_after_read,
@@ -45,7 +44,7 @@ from depthmix.mixers.kept import (
     still_kept,
 )
 from depthmix.mixers.layout import BLOCK, Layout, Sites
-from depthmix.mixers.mixing import Contributions, contributions, mixing_matrix
+from depthmix.mixers.mixing import mixing_matrix
 from depthmix.mixers.options import Option, OptionError, check_options, options_of, plain_value
 from depthmix.mixers.state import State
 from depthmix.mixers.variant import NamesVariant
@@ -74,7 +73,6 @@ class Mixer(NamesVariant):
         self.dim, self.n_blocks, self.n_sites = dim, n_blocks, self.layout.n_sites
         self._sites = list(range(self.n_sites))
         self._paths = load_paths(self.fast_paths)
-        self.held = range(self.n_sites + 1)  # sites whose parameters are here, S being finish: fewer in a part
 
     # What a mechanism implements. It computes without autocast, in fp32 or wider, and rounds once.
 
@@ -115,47 +113,6 @@ class Mixer(NamesVariant):
     def _with_gradients(self, state: Any) -> State:
         """For a state that was begun without gradients and is used with them: the same in the form that training has."""
         raise NotImplementedError
-
-    # What a stage of a pipeline asks.
-
-    def owners(self, name: str) -> Sequence[int] | int:
-        """The site (S: finish) that each row of a parameter is for, or one for all of it: what a stage holds.
-
-        By default there is a row for every site, and maybe one for finish.
-        """
-        shape = list(self.get_parameter(name).shape)
-        if not shape or shape[0] not in (self.n_sites, self.n_sites + 1):
-            rows = f"has the shape {shape}, not a row for each of the {self.n_sites} sites"
-            raise CutError(f"{self.name} cannot be cut by sites: {name} {rows}, and `owners` does not say whose it is")
-        return range(shape[0])
-
-    def settled(self, state: Any) -> Any:
-        """The state as it travels: in the form that training has, with nothing left to add up."""
-        state = self._with_gradients(state) if state.without_gradients and state.path is None else state
-        with without_autocast(state.template()):
-            return self._settled(state if state.path is None else state.path.to_plain(self, state))
-
-    def _settled(self, state: Any) -> State:
-        return state
-
-    def pack(self, state: Any) -> list[Tensor]:
-        """The tensors that a state consists of, in an order that depends on the site alone."""
-        check_use(self, "pack", state)
-        return pack(self.settled(state))
-
-    def unpack(self, form: Form, tensors: Sequence[Tensor]) -> Any:
-        """The state that was packed; form: what `cutting.forms` says of its site."""
-        return unpack(form, tensors)
-
-    # What a mechanism that keeps several residual streams implements besides.
-
-    def streams(self, state: Any) -> Tensor | None:
-        """The n streams of a state: [..., n, D]; None of a rule that keeps no such streams."""
-        return None
-
-    def stream_map(self, state: Any) -> Tensor | None:
-        """The matrix by which the write of the state's site mixes them: [..., n, n], the stream it writes to first."""
-        return None
 
     # The contract.
 
@@ -258,34 +215,20 @@ class Mixer(NamesVariant):
             h = h.to(x.dtype)
         return h if norm is None else norm(h)
 
-    def decays(self, name: str) -> bool:
-        """Whether weight decay applies to the mixer's parameter of this name (`b`, or `b.3` in a dictionary)."""
-        return name.split(".")[0] in self.decayed
-
     def mixing(self, sources: Sequence[Tensor], per_token: bool = False) -> Tensor:
-        """The depth-mixing matrix M[way, site, source] of one pass.
+        """Return the depth-mixing matrix M[way, site, source] of one pass.
 
-        sources: the embedding and the raw output of every site, S + 1 tensors [..., D]. Row s holds the weights with which
-        site s reads them (row S: finish), averaged over tokens and channels: [W, S+1, S+1]; per_token=True keeps the tokens: [..., W, S+1, S+1].
+        Args:
+            sources: the embedding and the raw output of every site, S + 1 tensors [..., D].
+            per_token: average over channels only, and not over tokens.
+
+        Returns:
+            [W, S+1, S+1], or [..., W, S+1, S+1] per token. Row s holds the weights with which site s reads; row S is finish.
+
+        Raises:
+            ContractError: another number of sources.
         """
-        if len(sources) != self.n_sites + 1:
-            expected = f"{self.n_sites + 1} sources, the embedding and one per site"
-            raise ContractError(f"mixing: expected {expected}, got {len(sources)}")
         return mixing_matrix(self, sources, per_token)
-
-    def contributions(self, sources: Sequence[Tensor]) -> tuple[Contributions, ...]:
-        """What every source adds to the read that comes after them, one per way: parts [k, ..., D] whose sum is the read, before a norm.
-
-        sources: the embedding and the raw outputs of the sites up to then; S + 1 of them: the read is finish's.
-        """
-        if not 1 <= len(sources) <= self.n_sites + 1:
-            expected = f"1 to {self.n_sites + 1} sources, the embedding and one per site so far"
-            raise ContractError(f"contributions: expected {expected}, got {len(sources)}")
-        return contributions(self, sources)
-
-    def _rows_of_sites(self, rows: Tensor) -> dict[int, Tensor]:
-        """The rows [S, ...] of sites that are held here; their gradients are put together once."""
-        return dict(zip(self.held, here(rows).unbind(0), strict=False))  # finish has none
 
     def _hand_out(self, state: Any) -> Any:
         """Mark a state as one of this mixer, and remember what it keeps."""

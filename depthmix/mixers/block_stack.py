@@ -67,27 +67,6 @@ class BlockStack(Mixer):
         """Which of a reader's mixtures is g."""
         return self.goes_on if self.reader_ways[reader] > 1 else 0
 
-    def owners(self, name: str) -> Sequence[int] | int:
-        """A reader's are its first site's."""
-        reader = name.rpartition(".")[2]
-        return self.layout.block.index(int(reader)) if reader.isdecimal() else super().owners(name)
-
-    def _readers(self) -> range:
-        """Those whose parameters are here."""
-        first, end = (self._first_reader(site) for site in (self.held.start, self.held.stop))
-        return range(first, end)
-
-    def _first_reader(self, site: int) -> int:
-        """The first from a site on."""
-        if site > self.n_sites:
-            return self.n_blocks + 1
-        return self.layout.block[site] + (not self.layout.begins[site])
-
-    def _settled(self, state: StackState) -> StackState:
-        if state.pending is None or len(state.pending) == 1:
-            return state
-        return dataclasses.replace(state, pending=(_sum(state.pending),), tape=None, note=None)
-
     def _mix(self, state: StackState, reader: int, norm: InsideNorm | None) -> tuple[Tensor, ...]:
         """The mixtures of a reader, in plain PyTorch: `state.sums` of some entries."""
         raise NotImplementedError
@@ -101,11 +80,11 @@ class BlockStack(Mixer):
         raise NotImplementedError
 
     def _table(self) -> Tensor | None:
-        """The vectors w of all readers that are here, where weights are scores: [R, D]."""
+        """The vectors w of all readers, where weights are scores: [R, D]."""
         return None
 
     def _rows(self, table: Tensor, reader: int, slot: int) -> Tensor:
-        """Those that readers from this one on have for the entry at a place of the stack, as far as they are here."""
+        """Those that readers from this one on have for the entry at a place of the stack."""
         raise NotImplementedError
 
     def _ahead(self, state: StackState, stack: tuple[Tensor, ...], reader: int) -> Ahead | None:
@@ -158,9 +137,8 @@ class BlockStack(Mixer):
         """A tape with the entry v (+ add) at a place that `reader` is the first to see."""
         reader = max(reader, 1)  # the first block reads e alone
         rows = None if tape.w is None else tape.halves._make(self._rows(t, reader, slot) for t in tape.halves)
-        rows = None if rows is None or not len(rows[0]) else rows  # no reader of this part sees it
+        rows = None if rows is None or not len(rows[0]) else rows  # no reader sees it
         v, s = make_source(v, add, rows)
-        reader = max(reader, self._readers().start)
         return tape._replace(stack=(*tape.stack, v), scores=(*tape.scores, None if s is None else Scores(s, reader)))
 
     def _read_with_kernels(
@@ -204,7 +182,7 @@ class BlockStack(Mixer):
         return None
 
     def _decodes(self, x: Tensor) -> bool:
-        if len(self.held) <= self.n_sites or self.window is not None or not few_tokens(x):
+        if self.window is not None or not few_tokens(x):
             return False
         if self._slot_weights(self.n_blocks) is None:
             return False

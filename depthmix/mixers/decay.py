@@ -1,4 +1,4 @@
-"""Which parameters weight decay applies to, in any model that contains mixers."""
+"""Decide which parameters weight decay applies to, in any model that contains mixers."""
 
 from __future__ import annotations
 
@@ -10,17 +10,19 @@ from depthmix.mixers.base import Mixer
 
 
 def decays(model: nn.Module) -> dict[str, bool]:
-    """Whether weight decay applies, by parameter name: to matrices, and in a mixer to what its paper decays."""
+    """Tell by parameter name whether weight decay applies: to matrices, and in a mixer to what its paper decays (`Mixer.decayed`)."""
     result = {name: p.ndim >= 2 for name, p in model.named_parameters()}
     for prefix, module in model.named_modules():
         if isinstance(module, Mixer):
             for name, _ in module.named_parameters():
-                result[f"{prefix}.{name}" if prefix else name] = module.decays(name)
+                result[f"{prefix}.{name}" if prefix else name] = (
+                    name.split(".")[0] in module.decayed
+                )  # b, or b.3 in a dictionary
     return result
 
 
 def param_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Two groups for any optimizer, of the parameters that train: those that weight decay applies to, and the rest."""
+    """Return two groups for any optimizer, of the parameters that train: those that weight decay applies to, and the rest."""
     applies = decays(model)
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     return [

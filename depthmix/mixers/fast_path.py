@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from depthmix.ops.precision import without_autocast
+
 if TYPE_CHECKING:
     from depthmix.mixers.base import Mixer
     from depthmix.mixers.state import State
@@ -49,6 +51,16 @@ class FastPath:
     def to_plain(self, mixer: Mixer, state: Any) -> State:
         """Return the rule's own form of the state: for pipelines, insight and passes that this path cannot continue."""
         raise NotImplementedError
+
+
+def plain_state(mixer: Mixer, state: Any) -> Any:
+    """Return a state in the rule's own form with every waiting sum computed, whatever runs the pass."""
+    with without_autocast(state.template()):
+        if state.path is not None:
+            state = state.path.to_plain(mixer, state)
+        elif state.without_gradients:
+            state = mixer._with_gradients(state)
+        return state.complete_sums()
 
 
 def load_paths(paths: Iterable[str | FastPath]) -> tuple[FastPath, ...]:

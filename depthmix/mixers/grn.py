@@ -96,26 +96,22 @@ class DeltaStack(BlockStack):
     def _table(self) -> Tensor | None:
         return torch.cat([w.flatten(0, 1) for w in self.w.values()]) if len(self.w) else None
 
-    def _rows_before(self, reader: int) -> int:
-        """How many rows the table has before a reader's."""
-        return self._first_row[reader] - self._first_row[max(self._readers().start, 1)]
-
     def _row(self, reader: int, way: int, slot: int) -> int:
         """Where the table has the vector for the entry at a place of the stack."""
-        return self._rows_before(reader) + (way * self.w[str(reader)].shape[1] + slot if self.w_per_entry else way)
+        return self._first_row[reader] + (way * self.w[str(reader)].shape[1] + slot if self.w_per_entry else way)
 
     def _rows(self, table: Tensor, reader: int, slot: int) -> Tensor:
-        own, places = self._readers(), []
-        while reader < own.stop and slot >= 0:
-            places += [(reader, slot)] * (reader in own)
+        places = []
+        while reader <= self.n_blocks and slot >= 0:
+            places.append((reader, slot))
             if slot > 0 and self.window is not None and reader + 1 >= self.window + 2:  # the next push moves all but e
                 slot = slot - 1 if slot > 2 else -1
             reader += 1
         if not places:
             return table[:0]
         if not self.w_per_entry:
-            return table[self._rows_before(places[0][0]) : self._rows_before(reader)]
-        of_reader = {r: table[self._rows_before(r) : self._rows_before(r + 1)] for r, _ in places}  # [W t, D]
+            return table[self._first_row[places[0][0]] : self._first_row[reader]]
+        of_reader = {r: table[self._first_row[r] : self._first_row[r + 1]] for r, _ in places}  # [W t, D]
         return torch.cat([of_reader[r][i :: self.w[str(r)].shape[1]] for r, i in places])
 
 

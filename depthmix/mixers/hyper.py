@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from depthmix.mixers.base import register
-from depthmix.mixers.cutting import here
 from depthmix.mixers.options import at_least
 from depthmix.mixers.streams import StreamMixer, StreamsState
 from depthmix.ops.precision import compute_dtype
@@ -84,11 +83,10 @@ class HyperConnections(StreamMixer):
         return Rule(self.n, joint=False, eps=eps, centred=self.norm == "layernorm", tanh=self.tanh)
 
     def _for_all_sites(self) -> tuple[Tensor, Tensor, Tensor]:
-        A_m, A_r, B = here(self.A_m), here(self.A_r), here(self.B)
         if self.static:
-            return A_m, B, A_r.transpose(1, 2).contiguous()
-        w = torch.cat([here(self.W_m).unsqueeze(-1), here(self.W_beta).unsqueeze(-1), here(self.W_r)], dim=-1)
+            return self.A_m, self.B, self.A_r.transpose(1, 2).contiguous()
+        w = torch.cat([self.W_m.unsqueeze(-1), self.W_beta.unsqueeze(-1), self.W_r], dim=-1)
         if self.norm == "layernorm":
             w = w - w.mean(1, keepdim=True)  # [S, D, n + 2]
-        base = torch.cat([A_m, B, A_r.flatten(1)], dim=-1)
-        return w, base, torch.stack([here(self.s_alpha), here(self.s_beta)], dim=-1)
+        base = torch.cat([self.A_m, self.B, self.A_r.flatten(1)], dim=-1)
+        return w, base, torch.stack([self.s_alpha, self.s_beta], dim=-1)

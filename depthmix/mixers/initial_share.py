@@ -50,20 +50,44 @@ def initial_shares(mixer: Mixer) -> tuple[float | None, ...]:
 @constant_for_compiler
 def _keep_shares(mixer: Mixer) -> tuple[float | None, ...]:
     """Measure the shares unless a mixer of the same kind has been measured, and keep them with this one."""
-    rule = next(cls for cls in type(mixer).__mro__ if "name" in vars(cls))
-    key = (rule, mixer.dim, mixer.layout, repr(mixer.chosen))
+    key = (rule_of(mixer), mixer.dim, mixer.layout, repr(mixer.chosen))
     shares = _measured.get(key)
     if shares is None:
-        shares = _measured[key] = _measure(rule, mixer)
+        shares = _measured[key] = _measure(mixer)
     object.__setattr__(mixer, KEPT, shares)
     return shares
 
 
-def _measure(rule: Any, mixer: Mixer) -> tuple[float | None, ...]:
-    random = torch.Generator("cpu").manual_seed(0)
+def rule_of(mixer: Mixer) -> Any:
+    """Return the registered class of a mixer, which may be an instance of an unregistered subclass."""
+    return next(cls for cls in type(mixer).__mro__ if "name" in vars(cls))
+
+
+def fresh_narrow_copy(mixer: Mixer, random: torch.Generator | None = None) -> Mixer:
+    """Build the same rule, in fp64 on the CPU, with as few channels as its options allow, such as a multiple of its heads.
+
+    Args:
+        mixer: may be on any device, the meta device too.
+        random: draws the initial values, with seed 0 if it is left out. The global generator stays as it is.
+    """
+    random = random or torch.Generator("cpu").manual_seed(0)
     with torch.device("cpu"), OwnRandomNumbers(random), _init_functions():
-        copy = _narrow_copy(rule, mixer).double()
-    # The modes above would make the run itself four times as slow. A rule that draws numbers while it runs has no share anyway.
+        for dim in range(NARROW, mixer.dim):
+            if mixer.dim % dim == 0:
+                with contextlib.suppress(ValueError):
+                    return _build(mixer, dim).double()
+        return _build(mixer, mixer.dim).double()
+
+
+def _build(mixer: Mixer, dim: int) -> Mixer:
+    made: Mixer = rule_of(mixer)(dim, mixer.n_blocks, sites=mixer.layout.blocks, **mixer.chosen)
+    return made
+
+
+def _measure(mixer: Mixer) -> tuple[float | None, ...]:
+    random = torch.Generator("cpu").manual_seed(0)
+    copy = fresh_narrow_copy(mixer, random)
+    # The modes in there would make the run itself four times as slow. A rule that draws numbers while it runs has no share anyway.
     with torch.no_grad(), use_backend("reference"):
         stream = _random(copy.dim, random)
         state: Any = copy.start(stream)
@@ -77,20 +101,6 @@ def _measure(rule: Any, mixer: Mixer) -> tuple[float | None, ...]:
 
 def _random(dim: int, generator: torch.Generator) -> Tensor:
     return torch.randn(1, TOKENS, dim, dtype=torch.float64, device="cpu", generator=generator)
-
-
-def _narrow_copy(rule: Any, mixer: Mixer) -> Mixer:
-    """Build the rule with as few channels as its options allow, such as a multiple of its heads."""
-    for dim in range(NARROW, mixer.dim):
-        if mixer.dim % dim == 0:
-            with contextlib.suppress(ValueError):
-                return _build(rule, mixer, dim)
-    return _build(rule, mixer, mixer.dim)
-
-
-def _build(rule: Any, mixer: Mixer, dim: int) -> Mixer:
-    made: Mixer = rule(dim, mixer.n_blocks, sites=mixer.layout.blocks, **mixer.chosen)
-    return made
 
 
 def _share(read: Tensor | tuple[Tensor, ...], stream: Tensor, n_sites: int) -> float | None:

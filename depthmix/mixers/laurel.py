@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from depthmix.mixers.base import register
-from depthmix.mixers.cutting import here
 from depthmix.mixers.one_stream import OneStream
 from depthmix.mixers.options import OptionError, at_least
 from depthmix.mixers.state import StreamState, register_state
@@ -27,7 +26,7 @@ DEFAULT_RANK = 16
 class Ahead(NamedTuple):
     """What the history so far makes of z, not rounded."""
 
-    z: Tensor  # of the next site and all after it that are held here: [..., sites * rank]
+    z: Tensor  # of the next site and all after it: [..., sites * rank]
     trained: bool
 
 
@@ -102,13 +101,13 @@ class Laurel(OneStream):
             return super()._write(state, site, y)
         z, trained, later = self._ahead(state, site), torch.is_grad_enabled(), None
         known = dataclasses.replace(state, ahead=None if z is None else Ahead(z, trained))
-        if site + 1 < min(self.held.stop, self.n_sites):
+        if site + 1 < self.n_sites:
             later = Ahead(self._added(None if z is None else z[..., self.rank :], state.x, site, site + 1), trained)
         after: Any = super()._write(known, site, y)
         return dataclasses.replace(after, history=(*state.history, state.x), ahead=later)
 
     def _ahead(self, state: Any, site: int) -> Tensor | None:
-        """z of this site and all after it that are held here; None where nothing came before."""
+        """z of this site and all after it; None where nothing came before."""
         if state.ahead is not None and (state.ahead.trained or not torch.is_grad_enabled()):
             return state.ahead.z
         z = None
@@ -118,7 +117,7 @@ class Laurel(OneStream):
 
     def _added(self, z: Tensor | None, x: Tensor, j: int, site: int) -> Tensor:
         """z of a site and all after it, with x_j's part."""
-        x, first = x.to(compute_dtype(x)), site - self.held.start
-        gamma, rows = (here(p)[first:].to(x.dtype) for p in (self.gamma, self.A))
+        x = x.to(compute_dtype(x))
+        gamma, rows = (p[site:].to(x.dtype) for p in (self.gamma, self.A))
         more = matmul(x, (gamma[:, j, None, None] * rows).flatten(0, 1).T)
         return more if z is None else z + more

@@ -33,4 +33,4 @@ class LayerScale(AddedStream):
         return self.gamma[site]
 
     def output_gains(self) -> Mapping[int, Tensor]:
-        return self._rows_of_sites(self.gamma)
+        return dict(enumerate(self.gamma.unbind(0)))

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from depthmix.mixers.base import register
-from depthmix.mixers.cutting import here
 from depthmix.mixers.options import OptionError, at_least
 from depthmix.mixers.streams import StreamMixer, StreamsState
 from depthmix.ops import sinkhorn
@@ -150,10 +149,7 @@ class MHC(StreamMixer):
         )
 
     def _for_all_sites(self) -> tuple[Tensor, Tensor, Tensor]:
-        return here(self.phi), here(self.b), here(self.alpha)
-
-    def owners(self, name: str) -> Sequence[int] | int:
-        return self.n_sites if name.endswith("_head") else super().owners(name)
+        return self.phi, self.b, self.alpha
 
     def _last_read(self, state: StreamsState) -> Tensor | None:
         if state.pre is not None:

@@ -1,69 +1,67 @@
-"""The depth-mixing matrix of any mixer, and what every source adds to a read, by linearity.
+"""Compute the depth-mixing matrix M of any mixer, by linearity.
 
-What a reader sees is linear in the embedding and the sites' outputs once the coefficients are held fixed:
-h_s = M[s, 0] e + Σ_{i<s} M[s, i+1] y_i. So M is the derivative of h_s with the coefficients cut off from autograd (`State.observe`).
-An entry of M is a number for every channel of every token or, with `channel_mixing`, one matrix [D, D] for all tokens.
+With its coefficients held fixed, a read is linear in the embedding e and the sites' outputs y:
+
+    h_s = M[s, 0] e + Σ_{i<s} M[s, i+1] y_i
+
+So M is the derivative of h_s with the coefficients cut off from autograd (`State.observe`). An entry of M is one number per channel and
+token or, for rules with `channel_mixing`, one matrix [D, D] for all tokens.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from depthmix.ops.precision import compute_dtype, without_autocast
+from depthmix.mixers.checks import ContractError
+from depthmix.ops.precision import compute_dtype
 
 if TYPE_CHECKING:
     from depthmix.mixers.base import Mixer
 
 
-class Contributions(NamedTuple):
-    """What each of k sources adds to one mixture."""
-
-    parts: Tensor  # [k, ..., D], which add up to it
-    weights: Tensor  # [k, ...], their entries of M, averaged over channels
-
-
 def mixing_matrix(mixer: Mixer, sources: Sequence[Tensor], per_token: bool = False) -> Tensor:
-    """M [W, S+1, S+1], or with per_token [..., W, S+1, S+1]; sources: the embedding and every site's raw output."""
-    m = _all_readers(mixer, sources, lambda g, probe: (g * probe).mean(-1))  # the mean over channels of the diagonal
+    """Return M [W, S+1, S+1], averaged over channels and tokens; with per_token [..., W, S+1, S+1].
+
+    Args:
+        mixer: the rule.
+        sources: the embedding and the raw output of every site, S + 1 tensors [..., D].
+        per_token: average over channels only.
+
+    Raises:
+        ContractError: another number of sources.
+    """
+    if len(sources) != mixer.n_sites + 1:
+        expected = f"{mixer.n_sites + 1} sources, the embedding and one per site"
+        raise ContractError(f"mixing: expected {expected}, got {len(sources)}")
+    # The mean over channels of the diagonal.
+    m = _all_readers(mixer, sources, lambda g, probe: (g * probe).mean(-1))
     if mixer.channel_mixing:
         m = m.sum(0).expand(*sources[0].shape[:-1], *m.shape[1:])
     return m if per_token else m.reshape(-1, *m.shape[-3:]).mean(0)
 
 
 def mixing_by_channel(mixer: Mixer, sources: Sequence[Tensor]) -> Tensor:
-    """M with nothing averaged: [..., D, W, S+1, S+1]; with `channel_mixing` [D, D, W, S+1, S+1], the channel that reads first."""
+    """Return M without averaging: [..., D, W, S+1, S+1]; for rules with `channel_mixing` [D, D, W, S+1, S+1].
+
+    The first D of the latter is the channel of the read, the second that of the source.
+    """
     return _all_readers(mixer, sources, lambda g, probe: g)
 
 
-def contributions(mixer: Mixer, sources: Sequence[Tensor]) -> tuple[Contributions, ...]:
-    """Of the reader that comes after these sources, one per way."""
-    leaves, probe = _leaves(mixer, sources)
-    found = []
-    with torch.inference_mode(False), torch.enable_grad(), without_autocast(sources[0]):
-        *_, reads = _frozen(mixer, leaves, len(leaves) - 1)
-        for h in reads:
-            parts, weights = [], []
-            for source, g in zip(sources, _gradients(h, leaves, probe), strict=True):
-                wide = source.detach().to(g.dtype)
-                parts.append(wide @ g.T if mixer.channel_mixing else wide * g)
-                w = g.diagonal().mean() if mixer.channel_mixing else g.mean(-1)
-                weights.append(w.expand(source.shape[:-1]))
-            found.append(Contributions(torch.stack(parts), torch.stack(weights)))
-    return tuple(found)
+def frozen_reads(mixer: Mixer, sources: Sequence[Tensor], first: int = 0) -> Iterator[tuple[Tensor, ...]]:
+    """Yield what sites and finish read when the sublayers produce these outputs, with coefficients that carry no gradient.
 
-
-def frozen_reads(mixer: Mixer, sources: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
-    """What every site and finish read when the sublayers produce these outputs, with coefficients that carry no gradient."""
-    return list(_frozen(mixer, sources, 0))
-
-
-def _frozen(mixer: Mixer, sources: Sequence[Tensor], first: int) -> Iterator[tuple[Tensor, ...]]:
-    """The reads from the first one on up to the one that comes after these sources."""
+    Args:
+        mixer: the rule.
+        sources: the embedding and the outputs of the first sites. The last read is that of the site after them.
+        first: the first site whose read is yielded.
+    """
     state = dataclasses.replace(mixer.start(sources[0]), frozen=True)
     for site, y in enumerate((*sources[1:], None)):
         if site >= first:
@@ -73,8 +71,8 @@ def _frozen(mixer: Mixer, sources: Sequence[Tensor], first: int) -> Iterator[tup
             state = mixer.write(state, site, y)
 
 
-def _leaves(mixer: Mixer, sources: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
-    """What to differentiate by, and the direction of a read to differentiate."""
+def differentiable(mixer: Mixer, sources: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
+    """Return (leaves, probe): copies of the sources to differentiate by, and the direction of a read to differentiate."""
     leaves = [s.detach().to(compute_dtype(s)) for s in sources]
     if mixer.channel_mixing:  # the weights are the same for every token, so D tokens can carry the D unit probes
         leaves = [s.new_zeros(mixer.dim, mixer.dim) for s in leaves]
@@ -83,17 +81,32 @@ def _leaves(mixer: Mixer, sources: Sequence[Tensor]) -> tuple[list[Tensor], Tens
         return leaves, torch.eye(mixer.dim).to(leaves[0]) if mixer.channel_mixing else torch.ones_like(leaves[0])
 
 
-def _gradients(h: Tensor, leaves: list[Tensor], probe: Tensor) -> list[Tensor]:
-    """An entry of M for each source, as large as the probe: by channel, or a matrix [D, D]."""
+def entries_of_read(h: Tensor, leaves: list[Tensor], probe: Tensor) -> list[Tensor]:
+    """Return the entry of M for each source of a read, shaped like the probe: by channel, or a matrix [D, D]."""
     grads = torch.autograd.grad(h, leaves, probe, retain_graph=True, allow_unused=True)
     return [torch.zeros_like(probe) if g is None else g for g in grads]
 
 
+@contextmanager
+def differentiating(mixer: Mixer) -> Iterator[None]:
+    """Record gradients inside this context, and release the parameters that FSDP2 has gathered at its end.
+
+    A model's backward, which would release them, does not follow.
+    """
+    try:
+        with torch.inference_mode(False), torch.enable_grad():
+            yield
+    finally:
+        reshard = getattr(mixer, "reshard", None)
+        if callable(reshard):
+            reshard()
+
+
 def _all_readers(mixer: Mixer, sources: Sequence[Tensor], entry: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    leaves, probe = _leaves(mixer, sources)
-    with torch.inference_mode(False), torch.enable_grad():
+    leaves, probe = differentiable(mixer, sources)
+    with differentiating(mixer):
         rows = [
-            [torch.stack([entry(g, probe) for g in _gradients(h, leaves, probe)], dim=-1) for h in reads]
+            [torch.stack([entry(g, probe) for g in entries_of_read(h, leaves, probe)], dim=-1) for h in reads]
             for reads in frozen_reads(mixer, leaves)
         ]
     n_ways = max(len(row) for row in rows)  # a reader with one mixture repeats it in every way

@@ -28,4 +28,4 @@ class ReZero(AddedStream):
         return self.alpha[site].expand(self.dim)
 
     def output_gains(self) -> Mapping[int, Tensor]:
-        return {site: alpha.expand(self.dim) for site, alpha in self._rows_of_sites(self.alpha).items()}
+        return {site: alpha.expand(self.dim) for site, alpha in enumerate(self.alpha.unbind(0))}

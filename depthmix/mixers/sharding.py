@@ -1,4 +1,4 @@
-"""A mixer as a group of its own under FSDP2, in fp32 whatever the rest of the model is sharded in."""
+"""Shard a mixer with FSDP2 as a group of its own, in fp32 whatever dtype the rest of the model is gathered in."""
 
 from __future__ import annotations
 
@@ -12,14 +12,24 @@ from depthmix.mixers.base import ContractError, Mixer
 from depthmix.ops.torch_internals import inside_sharded_model
 
 CONTRACT = ("start", "read", "write", "finish", "output_gains")
-LOOKING = ("mixing", "contributions")
 
 
 def shard_mixer(mixer: Mixer, **options: Any) -> Mixer:
-    """Shard a mixer's parameters with FSDP2, before `fully_shard` is called on the model around it; options: of fully_shard.
+    """Shard a mixer's parameters with FSDP2. Call it before `fully_shard` on the model around the mixer.
 
-    FSDP2 gathers parameters around `forward`, which a mixer has not: the first call of the contract gathers them here. They stay
-    until the model's backward ends, and are reduced once for all sites. States pass untouched, and no policy rounds the parameters.
+    FSDP2 gathers parameters around `forward`, which a mixer does not have. Here the first call of the contract gathers them. They stay
+    until the model's backward ends, and their gradients are reduced once for all sites. States pass unchanged, and no policy rounds
+    the parameters.
+
+    Args:
+        mixer: the mixer.
+        options: of `fully_shard`, such as the mesh.
+
+    Returns:
+        The same mixer.
+
+    Raises:
+        ContractError: in a later call, if it records gradients and the model around the mixer is not sharded.
     """
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard  # slow to import
 
@@ -27,17 +37,21 @@ def shard_mixer(mixer: Mixer, **options: Any) -> Mixer:
     fully_shard(mixer, reshard_after_forward=False, mp_policy=policy, **options)
     sharded, modules = cast(FSDPModule, mixer), list(mixer.modules())
 
-    def own() -> Iterator[torch.Tensor]:
+    def parameters() -> Iterator[torch.Tensor]:
         # Asked at every site, where `mixer.parameters()` would take longer than a kernel.
         return (p for module in modules for p in module._parameters.values() if p is not None)
 
     def gathered(call: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(call)
         def gather_and_call(*args: Any, **kwargs: Any) -> Any:
-            if torch.is_grad_enabled() and not inside_sharded_model(mixer) and any(p.requires_grad for p in own()):
+            if (
+                torch.is_grad_enabled()
+                and not inside_sharded_model(mixer)
+                and any(p.requires_grad for p in parameters())
+            ):
                 where = "the mixer is sharded and the model around it is not, so nothing would reduce its gradients"
                 raise ContractError(f"{call.__name__}: {where}; call fully_shard on the model, and run it as a whole")
-            if any(hasattr(p, "to_local") for p in own()):  # or an earlier call of this pass has gathered them
+            if any(hasattr(p, "to_local") for p in parameters()):  # or an earlier call of this pass has gathered them
                 sharded.unshard()
             return call(*args, **kwargs)
 
@@ -51,20 +65,8 @@ def shard_mixer(mixer: Mixer, **options: Any) -> Mixer:
             sharded.reshard()
         return out
 
-    def sharded_afterwards(call: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(call)
-        def call_and_reshard(*args: Any, **kwargs: Any) -> Any:
-            try:
-                return call(*args, **kwargs)
-            finally:
-                sharded.reshard()  # no backward of the model follows that would
-
-        return call_and_reshard
-
     for name in CONTRACT:
         setattr(mixer, name, gathered(getattr(mixer, name)))
     finish = mixer.finish
     mixer.finish = functools.wraps(finish)(gathered_finish)  # type: ignore[method-assign]
-    for name in LOOKING:
-        setattr(mixer, name, sharded_afterwards(getattr(mixer, name)))
     return mixer

@@ -69,6 +69,11 @@ class StackState(State):
     def template(self) -> Tensor:
         return self.stack[0]
 
+    def complete_sums(self) -> Any:
+        if self.pending is None or len(self.pending) == 1:
+            return self
+        return dataclasses.replace(self, pending=(self.pending[0] + self.pending[1],), tape=None, note=None)
+
     def last(self, n: int) -> Any:
         stack, pending = last_of(self.stack, n), None if self.pending is None else last_of(self.pending, n)
         tape = self.tape if isinstance(self.tape, Tape) else None

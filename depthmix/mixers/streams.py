@@ -10,7 +10,7 @@ from depthmix.mixers.base import Mixer
 from depthmix.mixers.fast_path import FastPath
 from depthmix.mixers.state import State, register_state
 from depthmix.ops import stream_read, stream_write
-from depthmix.ops.precision import compute_dtype, without_autocast
+from depthmix.ops.precision import compute_dtype
 from depthmix.ops.stream_mix.rules import Rule
 
 
@@ -23,10 +23,6 @@ class StreamsState(State):
 
     def template(self) -> Tensor:
         return self.x.select(-2, 0)
-
-    def settled(self) -> Tensor:
-        """The streams, with nothing left to write: [..., n, D]."""
-        return self.x
 
 
 def copies(x: Tensor, n: int) -> Tensor:
@@ -55,7 +51,7 @@ class StreamMixer(Mixer):
         raise NotImplementedError
 
     def _for_all_sites(self) -> tuple[Tensor, Tensor, Tensor]:
-        """w, base and scale of the rule for all sites that are here, [S, ...], or without a rule pre, post and res."""
+        """w, base and scale of the rule for all sites, [S, ...], or without a rule pre, post and res."""
         raise NotImplementedError
 
     def _last_read(self, state: StreamsState) -> Tensor | None:
@@ -66,26 +62,13 @@ class StreamMixer(Mixer):
         """The weights of finish, where they follow from the streams."""
         raise NotImplementedError
 
-    # What those who look ask for.
-
-    def streams(self, state: StreamsState) -> Tensor:
-        return state.settled()
-
-    def stream_map(self, state: StreamsState) -> Tensor:
-        with without_autocast(state.x):
-            plain = state if state.path is None else state.path.to_plain(self, state)
-            _, _, res = self._coefficients(plain, self._parameters_of(state.site))
-        if res is None:
-            res = torch.eye(self.n, device=state.x.device, dtype=compute_dtype(state.x))
-        return res.expand(*state.x.shape[:-2], self.n, self.n)
-
-    def _parameters_of(self, site: int) -> tuple[Tensor, ...]:
-        return tuple(p[site - self.held.start] for p in self._for_all_sites())
-
     # The rule.
 
     def _start(self, x: Tensor) -> StreamsState:
         return StreamsState(x=copies(x, self.n), pre=self._first_read(x))
+
+    def _parameters_of(self, site: int) -> tuple[Tensor, ...]:
+        return tuple(p[site] for p in self._for_all_sites())
 
     def _first_read(self, x: Tensor) -> Tensor | None:
         """Return the weights of the first read where those of a read come from the site before."""

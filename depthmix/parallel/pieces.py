@@ -1,7 +1,7 @@
 """Parameters of a pipeline's pieces: their names, and how they are saved and loaded.
 
 A parameter is named by its stage and by its name in the whole: `2.sublayers.8.out_proj.weight`. In a checkpoint it has the name
-alone, and the rows that pieces have of a mixer's parameter are put together: any layout goes on from a checkpoint of any other.
+alone, and the rows that pieces own of a mixer's parameter are put together: any layout goes on from a checkpoint of any other.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from depthmix.mixers.cutting import cut_tensors
 from depthmix.parallel.alone import Alone, Place
 from depthmix.parallel.gradients import whole
 from depthmix.parallel.pipeline import Pipeline
@@ -40,13 +39,14 @@ class Pieces(Alone):
             stage, _, rest = own.partition(".")
             title = self.title(own)
             if title.startswith(MIXER):
-                mixed.setdefault(path + title, {})[stage] = whole(t).detach()
+                if self._own_rows(title, stage) is not None:
+                    mixed.setdefault(path + title, {})[stage] = whole(t).detach()
             elif title == rest:  # a tied matrix is saved where the embedding is
                 found[path + title] = t
         return {**found, **self._joined(mixed)}
 
     def _joined(self, mixed: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """Join the mixer's tensors from the parts that the pipeline's processes hold by stage, in one message."""
+        """Join the rows that stages own of the mixer's tensors, given by stage and whole, in one message."""
         numbers = {n: next(iter(t.values())).item() for n, t in mixed.items() if not next(iter(t.values())).ndim}
         known: list[Any] = [None] * self.pipe.ranks
         dist.all_gather_object(known, (list(mixed), numbers), group=self.pipe.group)
@@ -59,15 +59,16 @@ class Pieces(Alone):
         joined = {n: t.view(s) for n, s, t in zip(names, shapes, flat.split([s.numel() for s in shapes]), strict=True)}
         for name, parts in mixed.items():
             for stage, t in parts.items() if name in joined else ():
-                self._rows(name, joined[name], stage).copy_(t)
+                rows = self._own_rows(_apart(name)[1], stage)
+                joined[name][rows].copy_(t[rows])
         if names:
             dist.all_reduce(flat, group=self.pipe.group)  # of every number all but one process have zero
         return {n: t.clone() for n, t in joined.items()} | {n: torch.tensor(value) for n, value in numbers.items()}
 
-    def _rows(self, name: str, of_whole: Tensor, stage: str) -> Tensor:
-        """Return a view of the rows that a stage holds of a mixer's tensor."""
-        title = _apart(name)[1].removeprefix(MIXER)
-        return cut_tensors(self.pipe.mixer, {title: of_whole}, self.pieces[stage].mixer.held)[title]
+    def _own_rows(self, title: str, stage: str) -> slice | None:
+        """Return the rows that a stage owns of a mixer's parameter; None if it owns none."""
+        rows: slice | None = self.pieces[stage].own_rows(title)
+        return rows
 
     def load(
         self, read: Callable[[Mapping[str, torch.Size], Place], dict[str, Tensor]], place: Place
@@ -93,18 +94,18 @@ class Pieces(Alone):
         for name, t in read(shapes, put).items():
             path, title = _apart(name)
             for mine in mine_of.get(title, []) if title in shapes else [title]:
-                found[path + mine] = self._taken(name, t, mine, own) if title.startswith(MIXER) else t
+                if not title.startswith(MIXER):
+                    found[path + mine] = t
+                elif not path or self._own_rows(title, mine.partition(".")[0]) is not None:
+                    found[path + mine] = self._taken(name, t, own[mine])
         return {name: t for name, t in found.items() if name not in own}
 
-    def _taken(self, name: str, of_whole: Tensor, mine: str, own: Mapping[str, Tensor]) -> Tensor:
-        """Cut this process's part out of a mixer's tensor, sharded like its parameter; parameters themselves are filled
-        in place.
-        """
-        rows = self._rows(name, of_whole, mine.partition(".")[0]) if of_whole.ndim else of_whole
-        if rows.shape != own[mine].shape:  # a number of steps
-            return rows
-        place = own[mine].detach() if _apart(name)[0] == "" else torch.zeros_like(own[mine])
-        fill(place, rows)
+    def _taken(self, name: str, of_whole: Tensor, parameter: Tensor) -> Tensor:
+        """Divide a mixer's tensor as its parameter is divided here. Parameters themselves are filled in place."""
+        if of_whole.shape != parameter.shape:  # a number of steps
+            return of_whole
+        place = parameter.detach() if _apart(name)[0] == "" else torch.zeros_like(parameter)
+        fill(place, of_whole)
         return place
 
 

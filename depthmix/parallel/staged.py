@@ -21,14 +21,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
-from depthmix.mixers.cutting import cut_tensors
 from depthmix.parallel import tensor
 from depthmix.parallel.alone import Loss
 from depthmix.parallel.apply import data_mesh, shard
 from depthmix.parallel.gradients import sum_over, whole
 from depthmix.parallel.pieces import Pieces
 from depthmix.parallel.pipeline import pipeline
-from depthmix.parallel.pipeline.piece import MIXER, Piece, cut_state
+from depthmix.parallel.pipeline.piece import MIXER, Piece
 from depthmix.parallel.weights import build_empty, draw, fill
 from depthmix.parallel.world import PIPELINE, TENSOR, World
 
@@ -91,7 +90,7 @@ class Staged(Pieces):
             for name, p in piece.named_parameters()
             if layout.tp > 1 and name not in divided[piece.sites]
         ]
-        self.unread: list[Tensor] | None = None  # rows of parameters that have gradients in other pieces alone
+        self.unread: list[Tensor] | None = None  # parameters of the mixer that have gradients in other pieces alone
 
     # Weights.
 
@@ -101,7 +100,7 @@ class Staged(Pieces):
         if weights is not None:
             state = {**dict(weights.named_buffers()), **weights.state_dict()}
             for piece in self.pieces.values():
-                self._fill(piece, cut_state(self.pipe.mixer, state, piece))
+                self._fill(piece, state)
             return
         if model.config.tie_embeddings and (self.pipe.has_first or self.pipe.has_last):
             ends: list[Any] = list(self.pieces.values())
@@ -111,7 +110,7 @@ class Staged(Pieces):
         def take(mixer: nn.Module) -> None:
             drawn = {**dict(mixer.named_parameters()), **dict(mixer.named_buffers())}
             for piece in self.pieces.values():
-                self._fill(piece.mixer, cut_tensors(self.pipe.mixer, drawn, piece.mixer.held))
+                self._fill(piece.mixer, drawn)
 
         draw(model, self.blueprint.mixer, take)
 
@@ -136,11 +135,10 @@ class Staged(Pieces):
         return total
 
     def _complete(self) -> None:
-        """Set missing gradients of a mixer's rows to zero where another piece's rows have one, as in the undivided
-        model.
-        """
+        """Set missing gradients of a mixer's parameters to zero where another piece has one, as in the undivided model."""
         if self.unread is None:
-            mixed = {n: p for n, p in self.model.named_parameters() if self.title(n).startswith(MIXER)}
+            named = self.model.named_parameters()
+            mixed = {n: p for n, p in named if p.requires_grad and self.title(n).startswith(MIXER)}
             has: list[Any] = [None] * self.pipe.ranks
             with_gradients = {self.title(n) for n, p in mixed.items() if p.grad is not None}
             dist.all_gather_object(has, with_gradients, group=self.pipe.group)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from depthmix.mixers import Mixer, OptionError, create_mixer
+from depthmix.mixers.decay import decays
 from depthmix.mixers.trial import NARROW, reads_and_end, stir
 
 TOKENS = 3
@@ -33,7 +34,8 @@ def same_mechanism(name: str, one: Mapping[str, Any], other: Mapping[str, Any], 
 
 
 def _shapes(mixer: Mixer) -> dict[str, tuple[torch.Size, bool]]:
-    return {n: (p.shape, mixer.decays(n)) for n, p in mixer.named_parameters()}
+    decay = decays(mixer)
+    return {n: (p.shape, decay[n]) for n, p in mixer.named_parameters()}
 
 
 def _behaviour(mixer: Mixer) -> tuple[list[Tensor], list[Tensor]]:

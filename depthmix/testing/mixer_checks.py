@@ -12,11 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from depthmix.insight.contributions import contributions
 from depthmix.mixers import Mixer
-from depthmix.mixers.cutting import CutError, cut, forms, why_not_cut
 from depthmix.mixers.leaks import find_leak
 from depthmix.mixers.trial import stir
 from depthmix.ops.torch_internals import pytree
+from depthmix.parallel.packing import pack_state, state_forms, unpack_state
+from depthmix.parallel.row_owners import blank_foreign, row_owners, why_not_divided
 
 ROWS, TOKENS = 2, 5  # odd on purpose
 EXACT = 1e-9  # fp64, where two ways of computing the same may round differently
@@ -211,35 +213,34 @@ def check_contributions(mixer: Mixer) -> None:
     with torch.no_grad():
         reads = _replay(mixer, sources)
     for site, own in enumerate(reads):
-        for h, (parts, _) in zip(own, mixer.contributions(sources[: site + 1]), strict=True):
+        for h, (parts, _) in zip(own, contributions(mixer, sources[: site + 1]), strict=True):
             said = f"the parts of {_reader(mixer, site)} do not add up to it: take coefficients from state.observe(x)"
             _expect_equal(parts.sum(0), h, said)
 
 
 def check_pipeline(mixer: Mixer) -> None:
-    """Two parts of a mixer, each with its own sites' parameters, do what the whole does."""
+    """Two pipeline stages, each with nothing but the parameters of its own sites, do what the whole does."""
     if mixer.n_sites < 2:
-        raise NotApplicable("a mixer of one site cannot be cut")
-    _stir(mixer)
-    if (reason := why_not_cut(mixer)) is not None:
+        raise NotApplicable("a mixer of one site cannot be divided")
+    if (reason := why_not_divided(mixer)) is not None:
         raise NotApplicable(reason)
+    _stir(mixer)
     half, sources = mixer.n_sites // 2, _sources(mixer)
     with torch.no_grad():
         expected = _replay(mixer, sources)
-        try:
-            first, second = cut(mixer, range(half)), cut(mixer, range(half, mixer.n_sites + 1))
-            (form,) = forms(mixer, [half], sources[0].dtype)
-        except CutError as error:
-            raise NotApplicable(str(error)) from None
+        (form,), owners = state_forms(mixer, [half], sources[0].dtype), row_owners(mixer)
+        first, second = copy.deepcopy(mixer), copy.deepcopy(mixer)
+        blank_foreign(first, owners, range(half))
+        blank_foreign(second, owners, range(half, mixer.n_sites + 1))
         state: Any = first.start(sources[0])
         for site in range(mixer.n_sites):
             if site == half:
-                state = second.unpack(form, first.pack(state))
-            part = first if site < half else second
-            for h, e in zip(_as_tuple(part.read(state, site)), expected[site], strict=True):
-                _expect_equal(h, e, f"{_reader(mixer, site)} of a part differs from the whole")
-            state = part.write(state, site, sources[site + 1])
-        _expect_equal(second.finish(state), expected[-1][0], "finish of the last part differs from the whole")
+                state = unpack_state(form, pack_state(first, state))
+            stage = first if site < half else second
+            for h, e in zip(_as_tuple(stage.read(state, site)), expected[site], strict=True):
+                _expect_equal(h, e, f"{_reader(mixer, site)} in its stage differs from the whole")
+            state = stage.write(state, site, sources[site + 1])
+        _expect_equal(second.finish(state), expected[-1][0], "finish in the last stage differs from the whole")
 
 
 CHECKS: dict[str, Callable[[Mixer], None]] = {

@@ -90,7 +90,7 @@ def check_mixer(
             parameters: all are set by reset_parameters, and stay fp32 in a bf16 model.
             copies: deep copies and state dicts.
             contributions: what sources add to a read adds up to it.
-            pipeline: two parts by sites do what the whole does; skipped if the rule cannot be cut.
+            pipeline: two pipeline stages do what the whole does; skipped if the rule cannot be divided.
 
     Raises:
         UserError: There is nothing to check: no mixer, or a class that is not registered.

@@ -11,7 +11,6 @@ What it costs is what attnres with ways=2 costs, of which kernels of its own cou
 whose sources are e and the sum of all outputs, plain sites move 8 activations, attention's 14 with attnres' kernels.
 """
 
-from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import torch
@@ -20,7 +19,6 @@ from torch import Tensor, nn
 from depthmix.fast.attention import AttentionTraining
 from depthmix.mixers import register
 from depthmix.mixers.attnres import OWN, AttnRes
-from depthmix.mixers.cutting import here
 from depthmix.mixers.options import at_least
 
 
@@ -28,13 +26,13 @@ class Training(AttentionTraining):
     """Kernels with a row of zeros wherever the weights are the same for all sources."""
 
     def queries(self, mixer: Any) -> Tensor:
-        own = here(mixer.query_v).float() * here(mixer.key_gain_v).float()  # [A, D]
+        own = mixer.query_v.float() * mixer.key_gain_v.float()  # [A, D]
         plain = own.new_zeros(mixer.dim)
         first = [plain] * len(own)
         if mixer.only == "attention":
-            first = list((here(mixer.query).float() * here(mixer.key_gain).float()).unbind(0))
+            first = list((mixer.query.float() * mixer.key_gain.float()).unbind(0))
         pairs = zip(first, own.unbind(0), strict=True)
-        rows = (next(pairs) if mixer.ways(site) > 1 else (plain,) for site in mixer.held)
+        rows = (next(pairs) if mixer.ways(site) > 1 else (plain,) for site in range(mixer.n_sites + 1))
         return torch.stack([row for ways in rows for row in ways])
 
 
@@ -59,9 +57,6 @@ class AttentionReads(AttnRes):
     def _add(self, name: str, *shape: int) -> None:
         for way in ("", OWN[2])[self.only == "values" :]:
             self.register_parameter(name + way, nn.Parameter(torch.empty(len(self.layout.attention), *shape)))
-
-    def owners(self, name: str) -> Sequence[int] | int:
-        return self.layout.attention
 
     def _rows(self, name: str, site: int) -> Tensor:
         like = getattr(self, name + OWN[2])

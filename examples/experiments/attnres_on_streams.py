@@ -19,9 +19,9 @@ from typing import Annotated, Any
 
 from torch import Tensor
 
+from depthmix.insight import register_streams, stream_map, streams_of
 from depthmix.mixers import Mixer, State, register, register_state
 from depthmix.mixers.attnres import AttnRes
-from depthmix.mixers.cutting import CutError
 from depthmix.mixers.hyper import HyperConnections
 from depthmix.mixers.options import at_least
 
@@ -65,19 +65,6 @@ class AttnResOnStreams(Mixer):
         self.below.reset_parameters()
         self.above.reset_parameters()
 
-    def decays(self, name: str) -> bool:
-        part, _, own = name.partition(".")
-        return bool(getattr(self, part).decays(own))
-
-    def owners(self, name: str) -> int:
-        raise CutError(f"{self.name} is an experiment that stages of a pipeline do not know")
-
-    def streams(self, state: Both) -> Tensor | None:
-        return self.below.streams(state.parts()[0])
-
-    def stream_map(self, state: Both) -> Tensor | None:
-        return self.below.stream_map(state.parts()[0])
-
     def _with_gradients(self, state: Both) -> Both:
         return state  # each rule sees to its own
 
@@ -98,3 +85,14 @@ class AttnResOnStreams(Mixer):
 
     def _finish(self, state: Both) -> Tensor:
         return self.below.finish(state.parts()[0])
+
+
+def _streams(mixer: AttnResOnStreams, state: Both) -> Tensor | None:
+    return streams_of(mixer.below, state.parts()[0])
+
+
+def _stream_map(mixer: AttnResOnStreams, state: Both) -> Tensor | None:
+    return stream_map(mixer.below, state.parts()[0])
+
+
+register_streams(Both, _streams, _stream_map)

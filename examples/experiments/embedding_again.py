@@ -17,7 +17,6 @@ What it costs: a stream, and the embedding read at every site and its gradient a
 for two sources it would move less than attnres, whose backward needs dot products.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -67,11 +66,6 @@ class EmbeddingAgain(Mixer):
 
     def ways(self, site: int) -> int:
         return 2 if self.into == "reads" and site in self._nth_attention else 1
-
-    def owners(self, name: str) -> Sequence[int] | int:
-        if name in ("lam", "mu"):
-            return [site for site in range(self.n_sites) if self.layout.begins[site]]
-        return self.layout.attention if name == "b_v" else super().owners(name)
 
     def _start(self, x: Tensor) -> Again:
         return Again(x=x, e=x)

@@ -15,7 +15,6 @@ the sources) and 5 backward, which is what ways=2 costs at every attention; in 1
 193 and 223 of one way.
 """
 
-from collections.abc import Sequence
 from typing import Annotated
 
 import torch
@@ -48,6 +47,3 @@ class GateApart(AttnRes):
     def _add(self, name: str, *shape: int) -> None:
         super()._add(name, *shape)  # with one way everywhere
         self.register_parameter(name + OWN[2], nn.Parameter(torch.empty(len(self._apart), *shape)))
-
-    def owners(self, name: str) -> Sequence[int] | int:
-        return self._apart if name.endswith(OWN[2]) else super().owners(name)

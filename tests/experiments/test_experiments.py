@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from depthmix import Decoder, DecoderConfig, create_mixer
+from depthmix.insight import contributions
 from depthmix.mixers import base, mixer_class
+from depthmix.mixers.decay import decays
 from depthmix.ops import use_backend
 from depthmix.ops.norm import RMSNorm
 from depthmix.parallel.plan.costs import costs_of
@@ -103,7 +105,7 @@ def test_output_reads_and_every_gradient_are_those_of_the_equations(name, choice
             a, b, rtol=1e-7, atol=1e-9 * max(1.0, float(b.abs().max())), msg=lambda m, k=k: k + m
         )
     for k in (3, mixer.n_sites + 1):  # what M is made of adds up to the read
-        found = mixer.contributions([s.detach() for s in sources[:k]])
+        found = contributions(mixer, [s.detach() for s in sources[:k]])
         for part, h in zip(found, [*reads, (out,)][k - 1], strict=True):
             torch.testing.assert_close(part.parts.sum(0), h, rtol=1e-9, atol=1e-9)
 
@@ -232,7 +234,7 @@ def test_the_page_says_what_they_move():
 
 def test_weight_decay_is_for_matrices_of_the_input():
     decayed = {
-        name: {k for k, _ in mixer.named_parameters() if mixer.decays(k)}
+        name: {k for k, decay in decays(mixer).items() if decay}
         for name, mixer in ((name, create_mixer(name, dim=8, n_blocks=1)) for name in FILES)
     }
     below = {f"below.{k}" for k in mixer_class("hyper").decayed}

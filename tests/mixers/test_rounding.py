@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 
+from depthmix.mixers.fast_path import plain_state
 from harness import MIXERS, PAIRWISE, as_tuple, build, embedding, label
 
 
@@ -29,15 +30,15 @@ def check_rounded_once(mixer, kept_too, case):
     state = mixer.start(embedding(torch.bfloat16))
     for site in range(mixer.n_sites + 1):
         read = mixer.finish if site == mixer.n_sites else functools.partial(mixer.read, site=site)
-        settled = mixer.settled(state)
-        wide = pytree.tree_map(lambda t: t.float() if isinstance(t, torch.Tensor) else t, settled)
-        for h, exact in zip(as_tuple(read(settled)), as_tuple(read(wide)), strict=True):
+        plain = plain_state(mixer, state)
+        wide = pytree.tree_map(lambda t: t.float() if isinstance(t, torch.Tensor) else t, plain)
+        for h, exact in zip(as_tuple(read(plain)), as_tuple(read(wide)), strict=True):
             near(h, exact)
         if site == mixer.n_sites:
             break
         y = embedding(torch.bfloat16)
         if kept_too:
-            after = (mixer.settled(mixer.write(s, site, out)) for s, out in ((settled, y), (wide, y.float())))
+            after = (plain_state(mixer, mixer.write(s, site, out)) for s, out in ((plain, y), (wide, y.float())))
             for kept, exact in zip(*map(pytree.tree_leaves, after), strict=True):
                 if kept is not None:
                     near(kept, exact)

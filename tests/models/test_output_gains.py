@@ -7,9 +7,9 @@ from transformers import AutoModelForCausalLM
 from depthmix import Decoder, DecoderConfig, Vit, VitConfig
 from depthmix.hf import DepthmixConfig
 from depthmix.insight.intercept import intercepted, record_sources
-from depthmix.mixers.cutting import forms
 from depthmix.models import blocks
 from depthmix.models.blocks import Trace
+from depthmix.parallel.packing import state_forms
 from depthmix.parallel.pipeline import piece
 from depthmix.parallel.pipeline.piece import Piece
 
@@ -163,7 +163,7 @@ def test_compiled_as_one_graph():
 @pytest.mark.parametrize("rule", RULES)
 def test_stages_multiply_in_their_own_weights(rule):
     model = decoder(rule)
-    first, second = forms(model.mixer, [0, 3], torch.float64)
+    first, second = state_forms(model.mixer, [0, 3], torch.float64)
     parts = Piece(model, range(3), first, second), Piece(model, range(3, 4), second, None)
     expected = by_the_rule(model, IDS)[0]
     between, scaled = piece_result(parts[0], IDS)

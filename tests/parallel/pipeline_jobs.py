@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from depthmix import Decoder, DecoderConfig
 from depthmix.parallel.gradients import local, whole
 from depthmix.parallel.pipeline import pipeline
-from depthmix.parallel.pipeline.piece import cut_state
+from depthmix.parallel.pipeline.piece import MIXER, own_tensors
 from depthmix.parallel.plan.layout import Layout
 from depthmix.parallel.staged import Staged
 from depthmix.parallel.weights import fill, part_of
@@ -51,20 +51,19 @@ def staged(model, sizes, schedule, micros, **options):
 
 
 def same_gradients(pipe, plain, what):
-    """Every gradient of this rank's pieces is the part of the whole's; where that has none, theirs is none or zero."""
+    """Gradients of what pieces own are those of the whole; where that has none, and in other stages' rows, they are none or zero."""
     of_whole = {n: p.grad for n, p in plain.named_parameters()}
     if plain.config.tie_embeddings:
         of_whole["head.weight"] = of_whole["embedding.weight"]
     for piece in pipe.pieces.values():
-        expected = cut_state(pipe.mixer, {n: g for n, g in of_whole.items() if g is not None}, piece)
-        seen = 0
-        for name, p in piece.named_parameters():
-            if name in expected:
-                close(torch.zeros_like(p) if p.grad is None else p.grad, expected[name], (*what, name))
-            else:
-                assert p.grad is None or not p.grad.any(), (*what, name, "has a gradient")
-            seen += 1
-        assert seen == len(list(piece.parameters())) > 0
+        expected = own_tensors(piece, {n: g for n, g in of_whole.items() if g is not None})
+        found = {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in piece.named_parameters()}
+        own = own_tensors(piece, found)
+        assert expected.keys() <= own.keys(), what
+        for name, gradient in expected.items():
+            close(own[name], gradient, (*what, name))
+            own[name].zero_()
+        assert not [name for name, rest in found.items() if rest.any()], what
 
 
 def checkpointed(piece):
@@ -119,8 +118,8 @@ def loads(sizes, schedule, case, micros):
     close(pipe.evaluate(ids), losses(plain, ids).detach(), "loaded")
     whole = plain.state_dict()
     assert all(torch.equal(t, whole[name]) for name, t in pipe.whole().items())
-    rows = {name: t.shape for piece in pipe.pieces.values() for name, t in piece.mixer.named_parameters()}
-    return rows
+    (own,) = (own_tensors(piece, piece.state_dict()) for piece in pipe.pieces.values())
+    return {name.removeprefix(MIXER): t.shape for name, t in own.items()}
 
 
 def narrow(sizes, case, micros):
@@ -148,11 +147,15 @@ def equal_parts(engine, of_whole, found, what):
     if engine.blueprint.config.tie_embeddings and "embedding.weight" in of_whole:
         of_whole = {**of_whole, "head.weight": of_whole["embedding.weight"]}
     for stage, piece in engine.pieces.items():
-        expected = cut_state(engine.pipe.mixer, of_whole, piece)
+        expected = own_tensors(piece, of_whole)
         for name, _ in piece.named_parameters():
-            t = found[f"{stage}.{name}"]
+            t, rows = found[f"{stage}.{name}"], piece.own_rows(name) if name.startswith(MIXER) else None
+            if name.startswith(MIXER) and rows is None:  # another stage has it
+                continue
             assert (t is None) == (name not in expected), (*what, name)
-            if t is not None:
+            if t is not None and rows is not None:
+                close(whole(t)[rows], expected[name], (*what, name))
+            elif t is not None:
                 close(local(t), part_of(expected[name], t), (*what, name))
 
 

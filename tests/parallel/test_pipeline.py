@@ -5,8 +5,8 @@ import torch
 
 from depthmix import DecoderConfig, create_mixer, list_mixers
 from depthmix.errors import UserError
-from depthmix.mixers.cutting import forms
 from depthmix.ops import use_backend
+from depthmix.parallel.packing import state_forms
 from depthmix.parallel.pipeline import check_pipeline
 from depthmix.parallel.pipeline.hops import plan_hops
 from depthmix.parallel.pipeline.piece import Piece
@@ -93,7 +93,7 @@ def test_hops_carry_as_many_bytes_as_the_formulas_say(workers, cache, units):
 def test_the_planner_counts_what_hops_carry(name):
     with torch.device("meta"):
         mixer = create_mixer(name, dim=16, n_blocks=8, **QUICK.get(name, {}))
-    found = forms(mixer, cuts(8, 8))
+    found = state_forms(mixer, cuts(8, 8))
     for cache in ("none", "received"):
         sizes = [hop.bytes(3) / (3 * 16 * 4) for hop in plan_hops(found, 4, cache)]
         assert sizes == [0, *hop_sizes(costs_of(mixer).state_tensors(), cuts(8, 8), 4, cached=cache == "received")]
@@ -137,7 +137,9 @@ def test_stages_can_be_sharded_and_divided(workers, sizes, cases):
     if "tp" in sizes:  # a hop carries the process's part of every sequence: bytes divide by tp
         ((mixer, options, _),) = cases
         with torch.device("meta"):
-            hops = plan_hops(forms(create_mixer(mixer, dim=SHAPE["dim"], n_blocks=4, **options), cuts(4, 4)), 2, "all")
+            hops = plan_hops(
+                state_forms(create_mixer(mixer, dim=SHAPE["dim"], n_blocks=4, **options), cuts(4, 4)), 2, "all"
+            )
         sent = {stage: bytes_sent for rank in found for stage, bytes_sent in rank.items()}
         assert sent == {
             0: hops[1].bytes(2 * LENGTH) / 2,
@@ -157,7 +159,7 @@ def test_three_dimensions(workers):
 def test_what_kernels_leave_can_have_hooks():
     """FSDP2 sets them on a module's outputs; a state's tensors by themselves refuse them."""
     model = decoder("attnres", {"block_size": 2}, TWO)
-    before, after = forms(model.mixer, [0, 2])
+    before, after = state_forms(model.mixer, [0, 2])
     with use_backend("triton"):
         out = Piece(model, range(2), before, after)(torch.tensor([[1, 2]]))
     seen = []
@@ -168,7 +170,7 @@ def test_what_kernels_leave_can_have_hooks():
     assert model.embedding.weight.grad.any()
 
 
-def test_stages_load_their_part_of_a_state_dict_and_hold_no_more(workers):
+def test_stages_load_a_state_dict_and_save_their_rows_of_it(workers):
     found = run(workers, {"pp": 2}, "1F1B", ("attnres", {"ways": 2}, FOUR), 2, job="loads")
     assert [tuple(rows["query"]) for rows in found] == [(4, 16), (5, 16)]  # sites 0 to 3; 4 to 7 and finish
     assert [tuple(rows["query_v"]) for rows in found] == [(2, 16), (2, 16)]

@@ -171,7 +171,7 @@ def test_after_a_broken_contract_nothing_else_is_tried():
     assert {r.status for n, r in report.results.items() if n != "contract"} == {"skipped"}
 
 
-def test_a_rule_that_cannot_be_cut_by_sites_is_no_failure():
+def test_a_rule_that_cannot_be_divided_into_stages_is_no_failure():
     def build(self, dim: int, n_blocks: int):
         Mixer.__init__(self, dim, n_blocks)
         self.a = nn.Parameter(torch.empty(3))
@@ -184,7 +184,10 @@ def test_a_rule_that_cannot_be_cut_by_sites_is_no_failure():
     report = dm.check_mixer(own(__init__=build, _write=write), n_blocks=2)
     assert report.passed
     assert report["pipeline"].status == "skipped"
-    assert "own cannot be cut by sites: a has the shape [3]" in report["pipeline"].detail
+    assert (
+        "own cannot be divided into stages: one would need the rows that another trains of a"
+        in report["pipeline"].detail
+    )
 
 
 def test_text_of_a_rule_is_escaped_in_a_notebook():

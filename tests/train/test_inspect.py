@@ -12,6 +12,7 @@ from depthmix.cli import main
 from depthmix.config import DataConfig, InspectConfig
 from depthmix.data.prepare import prepare
 from depthmix.errors import CHECKPOINT, DATA, DISK, USAGE
+from depthmix.insight import streams_of
 from depthmix.insight.summary import summary, table
 from depthmix.runs.checkpoint import list_checkpoints
 from depthmix.runs.restore import load_model
@@ -70,7 +71,7 @@ def test_the_document_of_every_mixer_is_whole(mixer, monkeypatch):
     ragged(found["dynamics"]["input_rms"], readers, sources=False)
     assert len(found["skips"]["change"]) == len(found["dynamics"]["gradient_norm"]) == n
     assert len(found["structure"]) == max(r["ways"] for r in readers)
-    assert (found["streams"] is None) == (model.mixer.streams(model.mixer.start(torch.zeros(1, 32))) is None)
+    assert (found["streams"] is None) == (streams_of(model.mixer, model.mixer.start(torch.zeros(1, 32))) is None)
     assert "".join(found["text"]["tokens"]) == "sea"
     for token in found["text"]["weights"]:
         ragged(token, readers)

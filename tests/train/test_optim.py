@@ -122,7 +122,7 @@ def check_groups(name, options, optimizer):
         part, _, rest = path.partition(".")
         if part == "mixer":
             assert key == "adamw"
-            assert decay == (0.3 if built.mixer.decays(rest) else 0), path
+            assert decay == (0.3 if rest.split(".")[0] in built.mixer.decayed else 0), path
         else:
             assert decay == (0.3 if named[path].ndim == 2 else 0), path
             hidden = part == "sublayers" and named[path].ndim == 2

@@ -1,4 +1,4 @@
-"""Tensors that each hop of a pipeline carries, by their labels (mixers/cutting.py).
+"""Tensors that each hop of a pipeline carries, by their labels (parallel/packing.py).
 
 Rank r of P holds the stages r, r + P, r + 2P, …. The hop into stage j carries the state before it, less what its rank has:
 
@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-from depthmix.mixers.cutting import Form
+from depthmix.parallel.packing import Form
 
 Cache = Literal["none", "received", "all"]
 CACHES = ("none", "received", "all")

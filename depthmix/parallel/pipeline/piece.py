@@ -1,23 +1,25 @@
-"""A stage's piece of a decoder: its blocks, its part of the mixer, and the embedding or the head at the ends.
+"""A stage's piece of a decoder: its blocks, a copy of the whole mixer, and the embedding or the head at the ends.
 
-Names are those of the whole decoder: `sublayers.6.out_proj.weight` is that in every piece that has it. Of a mixer's parameter a
-piece has its own rows under the parameter's name.
+Names are those of the whole decoder: `sublayers.6.out_proj.weight` is that in every piece that has it. A piece trains and saves only
+its own rows of the mixer's parameters (parallel/row_owners.py). Its copies of all other rows fall behind.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
-from depthmix.mixers.base import ContractError, Mixer
-from depthmix.mixers.cutting import Form, cut, cut_tensors, join_tensors
+from depthmix.mixers.base import ContractError
 from depthmix.models.blocks import as_autocast
 from depthmix.models.decoder import Decoder, token_positions
 from depthmix.models.layers import Context
 from depthmix.models.projections import own_gain, weights_take_gains
 from depthmix.ops.norm import RMSNorm
+from depthmix.parallel.packing import Form, pack_state, unpack_state
+from depthmix.parallel.row_owners import Owners, freeze_foreign, join_own, own_rows, row_owners, select_own
 
 MIXER = "mixer."
 
@@ -33,7 +35,9 @@ class Piece(nn.Module):
         self.config, self.sites, self.before, self.after = model.config, sites, before, after
         self.first, self.last = sites.start == 0, after is None
         self.parts = 1  # that sequences are in; a piece's states are of one
-        self.mixer = cut(model.mixer, range(sites.start, sites.stop + self.last))
+        self.mixer, self.mixer_sites = copy.deepcopy(model.mixer), range(sites.start, sites.stop + self.last)
+        self.owners = row_owners(model.mixer)
+        freeze_foreign(self.mixer, self.owners, self.mixer_sites)
         self.rotary = model.rotary
         self.norms = nn.ModuleDict({str(site): model.norms[site] for site in sites})
         self.sublayers = nn.ModuleDict({str(site): model.sublayers[site] for site in sites})
@@ -44,7 +48,7 @@ class Piece(nn.Module):
 
     def forward(self, *given: Tensor) -> Any:
         mixer = self.mixer
-        state = mixer.start(as_autocast(self.embedding(*given))) if self.first else mixer.unpack(self.before, given)
+        state = mixer.start(as_autocast(self.embedding(*given))) if self.first else unpack_state(self.before, given)
         x = state.template()
         cos, sin = self.rotary(token_positions(None, 0, self.parts * x.shape[1], x.device))
         context = Context(cos, sin, None, None)
@@ -57,7 +61,7 @@ class Piece(nn.Module):
             state = mixer.write(state, site, y) if gain is None else mixer.write(state, site, y, scaled=True)
         if self.after is None:
             return self.head(mixer.finish(state, self.final_norm))
-        return self._sent(mixer.pack(state), self.after, x.shape[:2])
+        return self._sent(pack_state(mixer, state), self.after, x.shape[:2])
 
     def _sent(self, tensors: Sequence[Tensor], form: Form, tokens: Sequence[int]) -> tuple[Tensor, ...]:
         """Convert the tensors to the form that the next stage expects."""
@@ -68,25 +72,32 @@ class Piece(nn.Module):
         # Views, because FSDP2 puts hooks on what comes out, and a state's own tensors do not take them with kernels.
         return tuple(t.to(kind).view_as(t) for t, kind in zip(tensors, form.dtypes, strict=True))
 
+    def own_rows(self, title: str) -> slice | None:
+        """Return the rows that this piece owns of a mixer's parameter, `mixer.query`; None if it owns none."""
+        return own_rows(self.owners[title.removeprefix(MIXER)], self.mixer_sites)
+
     def repeated_parts(self) -> tuple[list[nn.Module], list[nn.Module]]:
         """Return (sublayers, norms): the modules to checkpoint or compile one by one."""
         norms: list[nn.Module] = [n for n in self.norms.modules() if isinstance(n, RMSNorm)]
         return list(self.sublayers.values()), norms + ([self.final_norm] if self.last else [])
 
 
-def cut_state(mixer: Mixer, whole: Mapping[str, Tensor], piece: Piece) -> dict[str, Tensor]:
-    """Cut a piece's part out of a whole decoder's state dict, or of other tensors by its names. `mixer`: the whole one;
-    its values do not matter.
-    """
+def own_tensors(piece: Piece, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return a piece's part of tensors named as in the whole decoder: what it trains and saves, as views."""
     names = set(piece.state_dict())
-    mixed = {name.removeprefix(MIXER): t for name, t in whole.items() if name.startswith(MIXER)}
-    own = cut_tensors(mixer, mixed, piece.mixer.held)
-    kept = {name: t for name, t in whole.items() if name in names and not name.startswith(MIXER)}
-    return {**kept, **{MIXER + name: t for name, t in own.items()}}
+    others = {name: t for name, t in tensors.items() if name in names and not name.startswith(MIXER)}
+    return {**others, **_prefixed(select_own(piece.owners, _mixer_tensors(tensors), piece.mixer_sites))}
 
 
-def join_states(mixer: Mixer, pieces: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Join the state dicts of all pieces, in order, into a whole decoder's."""
-    joined = {name: t for piece in pieces for name, t in piece.items() if not name.startswith(MIXER)}
-    mixed = [{n.removeprefix(MIXER): t for n, t in piece.items() if n.startswith(MIXER)} for piece in pieces]
-    return {**joined, **{MIXER + name: t for name, t in join_tensors(mixer, mixed).items()}}
+def join_own_tensors(owners: Owners, parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Join what `own_tensors` returned for all pieces, in order, into the tensors of the whole decoder."""
+    joined = {name: t for part in parts for name, t in part.items() if not name.startswith(MIXER)}
+    return {**joined, **_prefixed(join_own(owners, map(_mixer_tensors, parts)))}
+
+
+def _mixer_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(MIXER): t for name, t in tensors.items() if name.startswith(MIXER)}
+
+
+def _prefixed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {MIXER + name: t for name, t in tensors.items()}

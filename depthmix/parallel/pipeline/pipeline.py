@@ -22,7 +22,7 @@ from depthmix.ops.token_loss import token_loss
 from depthmix.parallel.gradients import local, norm, scale
 from depthmix.parallel.pipeline.deferred import defer
 from depthmix.parallel.pipeline.hops import Cache, plan_hops
-from depthmix.parallel.pipeline.piece import Piece, cut_state, join_states
+from depthmix.parallel.pipeline.piece import Piece, join_own_tensors, own_tensors
 from depthmix.parallel.pipeline.refusals import (
     MOST_ACTIVATIONS,
     ONE_STAGE,
@@ -30,7 +30,6 @@ from depthmix.parallel.pipeline.refusals import (
     check_pipeline,
     schedule_named,
     stage_sites,
-    whole_mixer,
 )
 from depthmix.parallel.pipeline.stage import Bank, DepthStage
 
@@ -51,7 +50,6 @@ class Pipeline:
         self.group, self.device = stages[0].group, stages[0].device
         self.rank, self.ranks = stages[0].group_rank, stages[0].group_size
         self.has_first, self.has_last = stages[0].is_first, stages[-1].is_last
-        self.mixer = whole_mixer(config)  # without memory
         self.loss = loss
 
         def of_step(logits: Tensor, rows: Tensor) -> Tensor:  # micro-batches are equal: the mean of their means
@@ -147,15 +145,20 @@ class Pipeline:
         """Load this rank's part of a whole decoder's state dict."""
         for piece in self.pieces.values():
             assert isinstance(piece, Piece)
-            piece.load_state_dict(cut_state(self.mixer, whole, piece))
+            piece.load_state_dict({name: whole[name] for name in piece.state_dict()})
 
     def whole(self, own: Mapping[int, Mapping[str, Tensor]] | None = None) -> dict[str, Tensor]:
         """Return the whole decoder's state dict on the CPU of every rank. `own`: other tensors of this rank, by stage."""
-        mine = {i: {n: t.detach().cpu() for n, t in d.items()} for i, d in (own or self.state_dict()).items()}
+        mine = {i: self._own_on_cpu(i, d) for i, d in (own or self.state_dict()).items()}
         found: list[Any] = [None] * self.ranks
         dist.all_gather_object(found, mine, group=self.group)
         by_stage = {i: d for rank in found for i, d in rank.items()}
-        return join_states(self.mixer, [by_stage[i] for i in sorted(by_stage)])
+        piece: Any = next(iter(self.pieces.values()))
+        return join_own_tensors(piece.owners, [by_stage[i] for i in sorted(by_stage)])
+
+    def _own_on_cpu(self, stage: int, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        piece: Any = self.pieces[str(stage)]
+        return {name: t.detach().cpu() for name, t in own_tensors(piece, tensors).items()}
 
 
 def pipeline(

@@ -9,11 +9,12 @@ import torch
 
 from depthmix.errors import UserError
 from depthmix.mixers.base import Mixer, create_mixer
-from depthmix.mixers.cutting import Form, forms, why_not_cut
 from depthmix.models.decoder import DecoderConfig
 from depthmix.names import nearest
+from depthmix.parallel.packing import Form, state_forms
 from depthmix.parallel.pipeline.hops import CACHES
 from depthmix.parallel.plan.hops import cuts
+from depthmix.parallel.row_owners import why_not_divided
 
 SCHEDULES = ("GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble")  # as torch calls them
 ONE_STAGE = ("GPipe", "1F1B")  # a rank
@@ -86,7 +87,7 @@ def check_pipeline(
         raise UserError(f"parallel: schedule={name} goes through them in groups: it needs {what}, got {microbatches}")
     if batch_size is not None and batch_size % microbatches:
         raise UserError(f"parallel: {batch_size} sequences cannot be divided into {microbatches} equal micro-batches")
-    return state_forms(config, stages, dtype, most)
+    return stage_forms(config, stages, dtype, most)
 
 
 def whole_mixer(config: DecoderConfig) -> Mixer:
@@ -105,15 +106,14 @@ def stage_sites(config: DecoderConfig, stages: int) -> list[range]:
     return [range(a, b) for a, b in itertools.pairwise(starts)]
 
 
-def state_forms(config: DecoderConfig, stages: int, dtype: torch.dtype, most: float = MOST_ACTIVATIONS) -> list[Form]:
-    """Return the form of the state before every stage. Raises UserError for a mixer that cannot be cut, or whose states
-    are too large.
+def stage_forms(config: DecoderConfig, stages: int, dtype: torch.dtype, most: float = MOST_ACTIVATIONS) -> list[Form]:
+    """Return the form of the state before every stage. Raises UserError for a mixer that cannot be divided, or
+    whose states are too large.
     """
-    # With two blocks: no parameter has as many rows as there are sites by chance both there and in the model.
-    why = why_not_cut(_mixer(config, 2))
+    why = why_not_divided(_mixer(config, 2))
     if why is not None:
-        raise UserError(f"parallel: {why}; so it cannot be divided into stages")
-    found = forms(whole_mixer(config), [sites.start for sites in stage_sites(config, stages)], dtype)
+        raise UserError(f"parallel: {why}")
+    found = state_forms(whole_mixer(config), [sites.start for sites in stage_sites(config, stages)], dtype)
     for stage, form in enumerate(found):
         sizes = {label: form.numbers(label)[0] for label in form.labels}
         size = sum(sizes.values()) / config.dim

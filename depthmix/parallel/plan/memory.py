@@ -68,13 +68,17 @@ def memory_by_rank(counts: Counts, layout: Layout, config: TrainConfig) -> list[
 def _parameters(
     counts: Counts, layout: Layout, config: TrainConfig, rank: int, blocks: float
 ) -> tuple[float, float, float, float]:
-    """Weights, gradients, optimizer and copies of a rank that has so many blocks."""
-    embedding, head = counts.parameters["embedding"], counts.parameters["head"]
+    """Count the bytes of weights, gradients, optimizer and bf16 copies of a rank that has so many blocks.
+
+    Every pipeline stage has a copy of the whole mixer, in fp32 and not divided by tensor parallelism.
+    """
+    embedding, head, mixer = (counts.parameters[part] for part in ("embedding", "head", "mixer"))
     first, last = rank == 0, rank == layout.pp - 1
-    block = (counts.total - embedding - head) / counts.config.n_blocks / layout.tp
+    block = (counts.total - embedding - head - mixer) / counts.config.n_blocks / layout.tp
     if counts.config.tie_embeddings and not first:
         head = embedding  # the last rank has its own
     ends = (embedding * first + head * last) / layout.tp
+    ends += mixer * layout.virtual
     own = (block * blocks + ends) / layout.dp
     moments = 8 * own if config.optimizer == "adamw" else (4 * block * blocks + 8 * ends) / layout.dp
     working = block * blocks + head / layout.tp * last  # the embedding is looked up as it is

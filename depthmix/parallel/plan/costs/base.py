@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from depthmix.mixers.fast_path import plain_state
 from depthmix.ops.torch_internals import pytree
 
 # A compiled norm by itself. Forward: input and output. Backward: input and dy read for dx and again for the gain, dx written.
@@ -65,7 +66,7 @@ class Costs:
         return [site] * self.mixer.n_sites + [Traffic(*NORM, 1)]
 
     def state_tensors(self) -> list[StateSizes]:
-        """Count the activations in the settled state before every site, and before finish.
+        """Count the activations in the state, with its sums complete, before every site, and before finish.
 
         A pipeline stage sends these tensors, and need not send one again that keeps its label.
         """
@@ -110,8 +111,8 @@ def one_stream_state(mixer: Any) -> list[StateSizes]:
 def measured_state_tensors(mixer: Any) -> list[StateSizes]:
     """Count the activations in the state before every site, and before finish, by running the rule on one token.
 
-    It takes no memory if the mixer is on the meta device. States are settled on the way, as they are between the stages of a
-    pipeline.
+    It takes no memory if the mixer is on the meta device. Sums are completed on the way, as they are between the stages of
+    a pipeline.
     """
     labels: dict[int, int] = {}
     alive: list[Any] = []  # so that no id is used twice
@@ -129,6 +130,6 @@ def measured_state_tensors(mixer: Any) -> list[StateSizes]:
         state = mixer.start(torch.zeros(1, mixer.dim, device=device))
         states = [sizes(state)]
         for site in range(mixer.n_sites):
-            state = mixer.settled(mixer.write(state, site, torch.zeros(1, mixer.dim, device=device)))
+            state = plain_state(mixer, mixer.write(state, site, torch.zeros(1, mixer.dim, device=device)))
             states.append(sizes(state))
     return states

@@ -75,7 +75,7 @@ class BlockStackCosts(Costs):
             else:
                 before = [next(new)] if mixer.accumulates else outputs
             y = [next(new)]
-            if ends:  # settled: one entry, and a new one if it is a sum
+            if ends:  # with sums complete: one entry, and a new one if it is a sum
                 g, outputs, pending = [], [], [next(new)] if before or mixer.accumulates else y
             elif begins:
                 outputs, pending = y, []

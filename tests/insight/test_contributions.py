@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from depthmix import ContractError
+from depthmix.insight import contributions, stream_map, streams_of
 from harness import DIM, LAYOUTS, MIXERS, B, Sublayers, T, build, embedding, run_stack
 
 
@@ -13,7 +14,7 @@ def check_parts(mixer, sublayers):
         out, reads, sources = run_stack(mixer, sublayers, embedding())
     m = mixer.mixing(sources, per_token=True)
     for reader, ways in enumerate([*reads, (out,)]):
-        found = mixer.contributions(sources[: reader + 1])
+        found = contributions(mixer, sources[: reader + 1])
         assert len(found) == len(ways)
         for way, (h, (parts, weights)) in enumerate(zip(ways, found, strict=True)):
             assert parts.shape == (reader + 1, B, T, DIM)
@@ -47,17 +48,17 @@ def test_the_parts_of_a_read_of_other_sites_add_up_to_it(name):
 
 def test_a_part_is_what_is_missing_without_its_source_where_weights_are_fixed():
     mixer, sources = build("denseformer", 2, random=True), [embedding() for _ in range(5)]
-    ((parts, _),) = mixer.contributions(sources)
+    ((parts, _),) = contributions(mixer, sources)
     for i in range(5):
         others = [torch.zeros_like(s) if j == i else s for j, s in enumerate(sources)]
-        ((without, _),) = mixer.contributions(others)
+        ((without, _),) = contributions(mixer, others)
         torch.testing.assert_close(parts.sum(0) - without.sum(0), parts[i])
 
 
 @pytest.mark.parametrize("n", [0, 6])
 def test_contributions_are_of_one_source_up_to_all(n):
     with pytest.raises(ContractError, match=f"contributions: expected 1 to 5 sources, .* got {n}"):
-        build("residual", 2).contributions([embedding()] * n)
+        contributions(build("residual", 2), [embedding()] * n)
 
 
 # Streams.
@@ -76,7 +77,7 @@ STREAMS = [
 def test_streams_and_their_maps_come_together_or_not_at_all(name):
     mixer = build(name, 1)
     state = mixer.start(embedding())
-    streams, by = mixer.streams(state), mixer.stream_map(state)
+    streams, by = streams_of(mixer, state), stream_map(mixer, state)
     assert (streams is None) == (by is None)
     if streams is not None:
         n = streams.shape[-2]
@@ -90,9 +91,9 @@ def test_a_write_of_nothing_mixes_the_streams_by_the_map(name, choice):
     """x' = H_res x + H_post y; the streams begin as copies of the embedding."""
     mixer, e = build(name, 2, choice, random=True), embedding()
     state = mixer.start(e)
-    assert all(torch.equal(x, e) for x in mixer.streams(state).unbind(-2))
+    assert all(torch.equal(x, e) for x in streams_of(mixer, state).unbind(-2))
     for site in range(4):
-        streams, by = mixer.streams(state), mixer.stream_map(state)
-        after = mixer.streams(mixer.write(state, site, torch.zeros_like(e)))
+        streams, by = streams_of(mixer, state), stream_map(mixer, state)
+        after = streams_of(mixer, mixer.write(state, site, torch.zeros_like(e)))
         torch.testing.assert_close(after, by @ streams)
         state = mixer.write(state, site, embedding())
