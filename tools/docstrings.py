@@ -51,7 +51,7 @@ _VERBS = """
     reconstruct record recover reduce refill refuse register reject release reload remember remove rename render reorder
     repeat replace replay report request require reserve reset reshape reshard resolve restore restrict resume retrofit return reuse
     reverse rewrite rotate round route run sample save say scale scan schedule score search seed select send serialise serve set
-    settle share shift shorten show shuffle sign skip slice sort spawn split spread stack stage start state step stop store stream
+    settle share shift shorten show shuffle sign simulate skip slice sort spawn split spread stack stage start state step stop store stream
     strip sum summarise suppress suggest swap switch synchronise take tell test tie time tokenise tokenize trace track train transform translate
     treat trial trim truncate try tune turn uncompress undo unlock unpack unshard unwrap update use validate verify visit wait
     walk warm warn watch weigh wrap write yield zero

@@ -14,7 +14,7 @@ States = Sequence[StateSizes]
 
 
 def cuts(n_blocks: int, chunks: int, sites_per_block: int = 2) -> list[int]:
-    """Return the first site of every stage. Blocks are shared out evenly, and the first stages get one more if any are left over."""
+    """Return the first site of every stage. Blocks are shared out evenly; the first stages get those that are left over."""
     short, longer = divmod(n_blocks, chunks)
     return [sites_per_block * (short * i + min(i, longer)) for i in range(chunks)]
 

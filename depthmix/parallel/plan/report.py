@@ -16,7 +16,7 @@ from depthmix.parallel.plan.step import Prediction
 
 @dataclass(frozen=True)
 class Row:
-    """One mechanism in a layout."""
+    """The plan for a mechanism in a layout."""
 
     label: str
     counts: Counts
