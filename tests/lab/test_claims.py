@@ -80,8 +80,8 @@ def test_what_is_open_says_how_many_seeds_would_tell():
         shown[n] = float(np.mean(np.abs(values.mean(axis=1)) > half))
     assert shown[needed - 2] < 0.79 < shown[needed] < 0.9
     assert "more than 200" in module._to_tell(claim(-0.001), open_)
-    assert "left it open" not in words
-    assert "80%, which were run and left it open" in module._to_tell(claim(-0.0299), open_)
+    assert "still open" not in words
+    assert "paired seeds; so many were run, and the claim is still open" in module._to_tell(claim(-0.0299), open_)
     for said, found in (
         (-0.02, Measurement(-0.02, -0.03, -0.01, 4, freedom=20)),
         ("below", open_),
