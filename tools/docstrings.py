@@ -47,7 +47,7 @@ _VERBS = """
     hide hold identify ignore import initialise insert inspect install intercept invoke join judge keep label launch leave let link list
     load locate lock log look make map mark mask match measure meet memory-map merge mix move name normalise note notify number offer open order
     overwrite pack pad parse pass patch pause permute pick pickle place plan plot poll post predict prefetch prepare print probe
-    process produce project propose protect prune publish pull push put quote raise rank read rebuild receive recompute
+    process produce profile project propose protect prune publish pull push put quote raise rank read rebuild receive recompute
     reconstruct record recover reduce refill refuse register reject release reload remember remove rename render reorder
     repeat replace replay report request require reserve reset reshape reshard resolve restore restrict resume retrofit return reuse
     reverse rewrite rotate round route run sample save say scale scan schedule score search seed select send serialise serve set
