@@ -1,4 +1,4 @@
-"""Begin a mechanism: `make new-mixer NAME=halving` writes its files, a rule that works, with the places to change marked YOURS:."""
+"""Begin a mechanism: `make new-mixer NAME=halving` writes the files of a working rule. Places to change are marked YOURS:."""
 
 import keyword
 import re
@@ -96,7 +96,7 @@ def fill(template: str, name: str) -> str:
 
 
 def with_row(readme: str, row: str) -> str:
-    """The README with one more row at the end of its table of mixers."""
+    """Return the README with one more row at the end of its table of mixers."""
     table = re.search(r"^\| mixer \|.*\n(?:\|.*\n)+", readme, re.M)
     if table is None:
         raise SystemExit("new-mixer: README.md has no table of mixers")
@@ -109,7 +109,7 @@ def main(name: str) -> None:
         raise SystemExit(f"new-mixer: NAME must be a lower-case Python name, as in NAME=halving, got {name!r}")
     for path in (mixer, oracle):
         if path.exists():
-            raise SystemExit(f"new-mixer: {path.relative_to(ROOT)} exists already")
+            raise SystemExit(f"new-mixer: {path.relative_to(ROOT)} already exists: choose another NAME")
     page, readme = ROOT / "docs" / "mechanisms.md", ROOT / "README.md"
     texts = {
         mixer: fill(MIXER, name),
@@ -120,7 +120,7 @@ def main(name: str) -> None:
     for path, text in texts.items():
         path.write_text(text)
         print(path.relative_to(ROOT))
-    print(f"It works as it is: {name} is a mixer now. Change what is marked YOURS:, then `make test`.")
+    print(f"{name} is a working mixer now. Change the places that are marked YOURS:, then run `make test`.")
 
 
 if __name__ == "__main__":
