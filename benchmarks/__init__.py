@@ -1,1 +1,4 @@
-"""Ours against the peers, in one run: `python -m benchmarks <entry>`, one entry per promise about speed or accuracy."""
+"""Compare our kernels with the published ones in one run: `python -m benchmarks <entry>`.
+
+There is one entry per promise about speed or accuracy.
+"""

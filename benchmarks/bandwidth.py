@@ -1,6 +1,6 @@
-"""`bandwidth`: what share of the copy bandwidth, measured in the same run, each kernel achieves.
+"""`bandwidth`: the share of the copy bandwidth that each kernel achieves, measured in the same run.
 
-Bytes are those a call has to move, each tensor once; a kernel that reads one twice shows as slow.
+Counted are the bytes that a call has to move, each tensor once. A kernel that reads a tensor twice therefore shows as slow.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ from benchmarks.timing import Mark, Run, interleaved
 
 SIZES = ((16384, 2048), (16384, 1024), (32768, 512))  # tokens, dim
 SMALL = ((64, 32),)
-FROM_DIM = 1024  # the target holds from here on
-TOLERANCE = 2e-2  # of one kernel in bf16: a rounding or two
+# The target holds from this dim on.
+FROM_DIM = 1024
+# Of one kernel in bf16: a rounding or two.
+TOLERANCE = 2e-2
 
 
 def bandwidth(options: Options, report: Report, kernels: list[Kernel] | None = None) -> None:
-    """For every size and kernel: correct first, then timed in turn with the copy."""
+    """Check every kernel at every size, then time it in turns with the copy."""
     kernels = registry() if kernels is None else kernels
     for tokens, dim in SMALL if options.small else SIZES:
         case = f"N={tokens}, D={dim}"

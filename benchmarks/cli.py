@@ -1,4 +1,4 @@
-"""`python -m benchmarks <entry>`: parse, run one entry, write CSV, table and plot. `all` runs every entry in a process of its own."""
+"""`python -m benchmarks <entry>`: parse, run an entry, write CSV, table and plot. `all` runs every entry in a process of its own."""
 
 from __future__ import annotations
 
@@ -55,21 +55,21 @@ HELP = {
     "full-stack": "a Full stack alone against flash-linear-attention",
     "block-stack": "a Block stack alone against flash-linear-attention and flash-attn-res",
     "errors": "errors in bf16 against fp64, ours and flash-linear-attention's",
-    "bandwidth": "the share of the copy bandwidth each kernel achieves",
+    "bandwidth": "share of the copy bandwidth that each kernel achieves",
     "first-call": "seconds of each kernel's first call, with cold caches",
     "step": "training step time by mechanism against the plain residual",
-    "plain-step": "training step time of the plain residual: as it is, with sums and norms apart, compiled as a whole",
-    "profile": "what the kernels of a training step take, the longest by name",
+    "plain-step": "training step time of the plain residual: as it is, with separate sums and norms, compiled as a whole",
+    "profile": "time of a training step's kernels, the longest by name",
     "parallel-step": "training step time under DDP and FSDP2 in a world of one process against the plain loop",
     "peer-step": "training step time of DCA and Hyper-Connections against the published modules",
     "mhc-ops": "sites of mHC alone against Liger's operators",
     "cpu-step": "training step time at the demo's size on the CPU, Block against the plain residual",
-    "decode": "a step of decoding by mechanism against the plain residual, batch 1, 8 and 64",
+    "decode": "a decoding step by mechanism against the plain residual, batch 1, 8 and 64",
     "prefill": "a prompt of 8k tokens by mechanism against the plain residual",
     "prefill-memory": "the peak memory of a prompt of 128k tokens in chunks against the plain residual",
-    "tokens": "tokens a second of the plain model against Hugging Face's Llama with the same weights",
-    "tune": "let flash-linear-attention tune, with its kernels compiled side by side; keep it with --tuned",
-    "all": "every entry, each with a limit in seconds",
+    "tokens": "tokens per second of the plain model against Hugging Face's Llama with the same weights",
+    "tune": "tune flash-linear-attention, compiling its kernels in parallel; keep the result with --tuned",
+    "all": "run every entry, each with a limit in seconds",
 }
 LIMITS = {
     "full-stack": 120,
@@ -89,36 +89,39 @@ LIMITS = {
     "prefill-memory": 120,
     "tokens": 200,
 }
-WRONG = 3  # exit code when ours is wrong and was not timed
+# Exit code if ours is wrong and was not timed.
+WRONG = 3
 
 
 def parser() -> argparse.ArgumentParser:
-    """One subcommand per entry, all with the same flags."""
+    """Return a parser with one subcommand per entry, all with the same flags."""
     top = argparse.ArgumentParser(prog="python -m benchmarks", description="Ours against the peers, in one run.")
     commands = top.add_subparsers(dest="entry", required=True, metavar="ENTRY")
     for name, text in HELP.items():
         command = commands.add_parser(name, help=text, description=text)
         add_arguments(command)
-        command.add_argument("--out", default="benchmarks/results", metavar="FOLDER", help="where CSV, table, plot go")
-        command.add_argument("--commit", default="", help="the commit to note, where there is no git repository")
-        command.add_argument("--tuned", metavar="FILE", help="keep what tuning the rivals found in this file")
+        command.add_argument(
+            "--out", default="benchmarks/results", metavar="FOLDER", help="folder for CSV, table and plot"
+        )
+        command.add_argument("--commit", default="", help="commit to note if there is no git repository")
+        command.add_argument("--tuned", metavar="FILE", help="file that keeps the rivals' tuning results")
         if name == "all":
             command.add_argument(
-                "--limit", type=float, metavar="S", help="seconds for every entry, not the built-in ones"
+                "--limit", type=float, metavar="S", help="seconds for every entry instead of the built-in limits"
             )
             command.add_argument(
-                "--entries", nargs="+", choices=list(ENTRIES), default=list(ENTRIES), help="only these"
+                "--entries", nargs="+", choices=list(ENTRIES), default=list(ENTRIES), help="entries to run"
             )
     return top
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit code 0, or 2 for wrong usage, or WRONG."""
+    """Run the command line. Return exit code 0, 2 for wrong usage, or WRONG."""
     given = parser().parse_args(arguments)
     try:
         options = from_arguments(given)
         if given.tuned and (n := tuned.restore(Path(given.tuned))):
-            print(f"{n} findings of earlier tuning restored", flush=True)
+            print(f"{n} results of earlier tuning restored", flush=True)
         report = Report(given.entry, Path(given.out), environment(options.device, given.commit))
         if given.entry == "all":
             passed = list(sys.argv[2:] if arguments is None else arguments[1:])
@@ -135,7 +138,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run_entry(entry: Entry, options: Options, report: Report) -> int:
-    """Run it; what is wrong is said, and nothing after it is timed."""
+    """Run an entry. A wrong result is reported, and nothing after it is timed."""
     try:
         with backend(options.backend):
             entry(options, report)
@@ -146,18 +149,19 @@ def run_entry(entry: Entry, options: Options, report: Report) -> int:
 
 
 def run_all(names: Sequence[str], limit: float | None, passed: Sequence[str], report: Report) -> int:
-    """Each entry in a process of its own: one that hangs or breaks the GPU's context does not take the others along."""
+    """Run each entry in a process of its own, so that an entry that hangs or breaks the GPU's context does not stop the others."""
     worst = 0
     for name in names:
         seconds = limit or LIMITS[name]
         begun = time.perf_counter()
         with tempfile.TemporaryDirectory() as folder:
-            # The last --out counts. `all` has two flags that entries do not have.
+            # The last --out counts. Entries lack two flags of `all`.
             command = [sys.executable, "-m", "benchmarks", name, *_without_all_flags(passed), "--out", folder]
             code = _limited(command, seconds)
             part = Path(folder) / f"{name}.csv"
             for row in read_rows(part) if part.exists() else []:
-                report.append(row, quiet=True)  # it was printed when it came
+                # The entry has printed the row already.
+                report.append(row, quiet=True)
         took = time.perf_counter() - begun
         if code is None:
             report.add(
@@ -165,7 +169,7 @@ def run_all(names: Sequence[str], limit: float | None, passed: Sequence[str], re
                 "all",
                 f"{name}: stopped",
                 None,
-                note=f"{name} was stopped after {seconds:.0f} s; what it had is above",
+                note=f"{name} was stopped after {seconds:.0f} s; its results until then are above",
             )
         elif code:
             report.add("", "all", f"{name}: failed", None, note=f"{name} ended with exit code {code}")
@@ -175,14 +179,14 @@ def run_all(names: Sequence[str], limit: float | None, passed: Sequence[str], re
 
 
 def _without_all_flags(passed: Sequence[str]) -> list[str]:
-    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    own.add_argument("--limit")
-    own.add_argument("--entries", nargs="+")
-    return own.parse_known_args(list(passed))[1]
+    flags_of_all = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    flags_of_all.add_argument("--limit")
+    flags_of_all.add_argument("--entries", nargs="+")
+    return flags_of_all.parse_known_args(list(passed))[1]
 
 
 def _limited(command: Sequence[str], seconds: float) -> int | None:
-    """The exit code; None if it had to be stopped, with everything it had started."""
+    """Run a command and return its exit code, or None if it had to be stopped, with everything that it had started."""
     process = subprocess.Popen(command, cwd=Path(__file__).parents[1], start_new_session=True)
     try:
         return process.wait(seconds)

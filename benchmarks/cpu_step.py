@@ -1,7 +1,7 @@
 """`cpu-step`: a training step at the demo's size on the CPU, mechanisms on the reference against the plain residual.
 
-Two threads, fp32, nothing compiled: what `make demo` runs. Models take turns step by step, and the ratio is one of medians,
-so that a neighbour who takes the cores away slows all of them down.
+It uses two threads and fp32, and compiles nothing, like `make demo`. Models take turns step by step, and the ratio is one of
+medians, so that a neighbour who takes the cores away slows all of them down.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from depthmix.study.arms import check_arms, parse_arms
 from depthmix.train.loop import Trainer
 
 DEMO = Path(__file__).parents[1] / "recipes" / "demo.yaml"
-VOCAB = 512  # of the demo's tokenizer
+# Vocabulary of the demo's tokenizer.
+VOCAB = 512
 TARGETS = {
     "residual": "",
     "layerscale": "",
@@ -40,12 +41,13 @@ TARGETS = {
 }
 SMALL = [arm for arm, target in TARGETS.items() if target or arm == "residual"]
 THREADS = 2
-ROUNDS = 4  # for every round of the other entries: a step is short and a CPU restless
+# Rounds per round of the other entries: steps are short, and their times on a CPU vary.
+ROUNDS = 4
 CPU = torch.device("cpu")
 
 
 def cpu_step(options: Options, report: Report) -> None:
-    """The demo's model with each arm; on the CPU, whatever the device of the other entries is."""
+    """Time the demo's model with each arm on the CPU, whatever the device of other entries."""
     config, targets = demo_config(), TARGETS
     if options.small:
         config, targets = dataclasses.replace(config, n_blocks=2, seq_len=8, batch_size=2), dict.fromkeys(SMALL, "")
@@ -60,11 +62,11 @@ def cpu_step(options: Options, report: Report) -> None:
     runs: dict[str, Run] = {}
     with threads(THREADS), backend("reference"):
         for arm in arms:
-            mine = dataclasses.replace(config, mixer=arm.name, mixer_options=arm.options)
-            error = arm_errors(mine, CPU)["fp32"]
+            arm_config = dataclasses.replace(config, mixer=arm.name, mixer_options=arm.options)
+            error = arm_errors(arm_config, CPU)["fp32"]
             report.add(case, arm.label, "error of fp32", error)
             check.require(arm.label, {"fp32": error}, TIGHT)
-            runs[arm.label] = steps_of(Trainer(mine, data, CPU))
+            runs[arm.label] = steps_of(Trainer(arm_config, data, CPU))
         timings = interleaved(runs, ROUNDS * options.repeats, options.warmup, CPU)
     base = timings[arms[0].label].total
     for label, timing in timings.items():
@@ -74,11 +76,11 @@ def cpu_step(options: Options, report: Report) -> None:
 
 
 def demo_config() -> TrainConfig:
-    """The model and the optimizer of the recipe."""
+    """Return the model and the optimizer of the recipe."""
     recipe = build_config("benchmarks", CompareConfig, {"recipe": str(DEMO)})
-    kept = {f.name: getattr(recipe, f.name) for f in dataclasses.fields(TrainConfig)}
-    own = {"data": "random tokens", "device": "cpu", "precision": "fp32", "steps": 10**6, "quiet": True}
-    return TrainConfig(**{**kept, **own})
+    of_recipe = {f.name: getattr(recipe, f.name) for f in dataclasses.fields(TrainConfig)}
+    changes = {"data": "random tokens", "device": "cpu", "precision": "fp32", "steps": 10**6, "quiet": True}
+    return TrainConfig(**{**of_recipe, **changes})
 
 
 @contextmanager

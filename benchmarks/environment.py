@@ -1,4 +1,4 @@
-"""What a number depends on: hardware, versions, commit. Names only, never a path."""
+"""The environment that a number depends on: hardware, versions, commit. It has names only, never a path."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ COLUMNS = ("hardware", "depthmix", "commit", "torch", "cuda", *PACKAGES, "python
 
 
 def environment(device: torch.device, commit: str = "") -> dict[str, str]:
-    """One value for every column of COLUMNS."""
+    """Return a value for every column of COLUMNS."""
     on_gpu = device.type == "cuda"
     return {
         "hardware": torch.cuda.get_device_name(device) if on_gpu else f"CPU ({platform.machine()})",
@@ -33,7 +33,7 @@ def environment(device: torch.device, commit: str = "") -> dict[str, str]:
 
 
 def git_commit() -> str:
-    """The commit of the working tree, with a + where files differ from it; unknown outside a repository."""
+    """Return the commit of the working tree, with a + if files differ from it, or "unknown" outside a repository."""
     root = Path(__file__).parents[1]
     try:
         commit = _git(root, "rev-parse", "--short=12", "HEAD")

@@ -1,7 +1,7 @@
-"""`errors`: relative errors of the output and of every gradient in bf16 against fp64, ours and flash-linear-attention's on the same input.
+"""`errors`: relative errors in bf16 against fp64 of the output and of every gradient, ours and flash-linear-attention's.
 
-Of one read of 16 sources, without and with the RMSNorm that follows, and of a whole Full and a whole Block stack.
-A ratio within a hundredth of 1 is one rounding of the same numbers.
+Both get the same input: one read of 16 sources, without and with the RMSNorm that follows, then a whole Full and a whole Block
+stack. A ratio within a hundredth of 1 is one rounding of the same numbers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Operator = Callable[[Tensor, Sequence[Tensor], Tensor, Tensor | None], Tensor]
 
 
 def errors(options: Options, report: Report) -> None:
-    """Each case for ours, then for fla, then the ratio of the two."""
+    """Report the errors of each case for ours, then for fla, then the ratio of the two."""
     sites, tokens, dim = SMALL if options.small else SIZE
     for label, block_size in (("Full stack", None), ("Block stack", 2 if options.small else 8)):
         case = f"{label}, L={sites}, N={tokens}, D={dim}"
@@ -78,7 +78,7 @@ def _compare(
     options: Options,
     report: Report,
 ) -> None:
-    found: dict[str, dict[str, float]] = {}
+    errors_by_contender: dict[str, dict[str, float]] = {}
     for who, results in contenders.items():
         if who != "ours" and who not in options.rivals:
             continue
@@ -87,16 +87,16 @@ def _compare(
             report.add(case, who, "error of output", None, note=reason)
             continue
         try:
-            found[who] = check.errors(results(), expected)
+            errors_by_contender[who] = check.errors(results(), expected)
         except Exception as failure:
             if who == "ours":
                 raise
-            what = f"failed: {type(failure).__name__}: {failure}".splitlines()[0][:200]
-            report.add(case, who, "error of output", None, note=what)
+            reason_of_failure = f"failed: {type(failure).__name__}: {failure}".splitlines()[0][:200]
+            report.add(case, who, "error of output", None, note=reason_of_failure)
             continue
-        for name, error in found[who].items():
+        for name, error in errors_by_contender[who].items():
             report.add(case, who, f"error of {name}", error)
-    for name, error in found["ours"].items():
-        if found.get("fla", {}).get(name):
-            report.add(case, "ours / fla", f"error of {name}", error / found["fla"][name], target=TARGET)
-    check.require("ours", found["ours"], check.TOLERANCE[options.dtype])
+    for name, error in errors_by_contender["ours"].items():
+        if errors_by_contender.get("fla", {}).get(name):
+            report.add(case, "ours / fla", f"error of {name}", error / errors_by_contender["fla"][name], target=TARGET)
+    check.require("ours", errors_by_contender["ours"], check.TOLERANCE[options.dtype])

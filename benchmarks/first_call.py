@@ -1,6 +1,6 @@
 """`first-call`: seconds until a kernel's first result with nothing compiled before.
 
-A process of its own with empty caches runs every kernel of the registry, one after the other; two more run a whole Full
+A process of its own with empty caches runs every kernel of the registry, one after the other. Two more processes run a whole Full
 and a whole Block stack, forward and backward. Importing and starting the GPU are not counted.
 """
 
@@ -22,25 +22,26 @@ from benchmarks.report import Report
 from benchmarks.timing import Clock
 
 TARGET = "<= 10"
-SIZE, SMALL = (16, 4096, 2048), (4, 32, 48)  # sites, tokens, dim: compiling does not depend on the number of tokens
-WHAT = {"kernels": "each kernel", "full": "Full stack, forward+backward", "block": "Block stack, forward+backward"}
+# Sites, tokens, dim. Compiling does not depend on the number of tokens.
+SIZE, SMALL = (16, 4096, 2048), (4, 32, 48)
+GROUPS = {"kernels": "each kernel", "full": "Full stack, forward+backward", "block": "Block stack, forward+backward"}
 LIMIT = 120.0
 
 
 def first_call(options: Options, report: Report) -> None:
-    """Each group in a fresh process."""
+    """Measure each group in a fresh process."""
     sites, tokens, dim = SMALL if options.small else SIZE
-    for what, label in WHAT.items():
+    for group, label in GROUPS.items():
         case = f"{label}, D={dim}"
         if not options.wanted(case):
             continue
-        task = {"what": what, "sites": sites, "tokens": tokens, "dim": dim, "device": str(options.device)}
+        task = {"group": group, "sites": sites, "tokens": tokens, "dim": dim, "device": str(options.device)}
         task |= {"backend_name": options.backend}
         with tempfile.TemporaryDirectory() as empty:
             caches = {"TRITON_CACHE_DIR": f"{empty}/triton", "TORCHINDUCTOR_CACHE_DIR": f"{empty}/inductor"}
             command = [sys.executable, "-m", "benchmarks.first_call", json.dumps(task)]
             try:
-                done = subprocess.run(
+                finished = subprocess.run(
                     command,
                     capture_output=True,
                     text=True,
@@ -51,29 +52,30 @@ def first_call(options: Options, report: Report) -> None:
             except subprocess.TimeoutExpired:
                 report.add(case, "ours", "first call", None, "s", TARGET, f"not done after {LIMIT:.0f} s")
                 continue
-        for line in (x for x in done.stdout.splitlines() if x.startswith("[")):
+        for line in (x for x in finished.stdout.splitlines() if x.startswith("[")):
             name, seconds = json.loads(line)
-            report.add(case, name, "first call", seconds, "s", TARGET if what == "kernels" else "")
-        if done.returncode:
-            why = done.stderr.strip().splitlines() or ["it said nothing"]
-            report.add(case, "ours", "first call", None, "s", TARGET, f"failed: {why[-1][:200]}")
+            report.add(case, name, "first call", seconds, "s", TARGET if group == "kernels" else "")
+        if finished.returncode:
+            errors = finished.stderr.strip().splitlines() or ["it said nothing"]
+            report.add(case, "ours", "first call", None, "s", TARGET, f"failed: {errors[-1][:200]}")
 
 
-def _child(what: str, sites: int, tokens: int, dim: int, device: str, backend_name: str) -> None:
+def _child(group: str, sites: int, tokens: int, dim: int, device: str, backend_name: str) -> None:
     """Print one JSON line per first call: [name, seconds]."""
     with backend(backend_name):
-        _first_calls(what, sites, tokens, dim, torch.device(device))
+        _first_calls(group, sites, tokens, dim, torch.device(device))
 
 
-def _first_calls(what: str, sites: int, tokens: int, dim: int, device: torch.device) -> None:
+def _first_calls(group: str, sites: int, tokens: int, dim: int, device: torch.device) -> None:
     clock = Clock(device)
-    clock.seconds(lambda: torch.ones(8, device=device).sum())  # starts the GPU
-    if what == "kernels":
+    # Starts the GPU.
+    clock.seconds(lambda: torch.ones(8, device=device).sum())
+    if group == "kernels":
         for kernel in registry():
             work = kernel.make(tokens, dim, device)
             print(json.dumps([kernel.name, clock.seconds(work.run)]), flush=True)
         return
-    problem = stacks.Problem.make(sites, tokens, dim, None if what == "full" else 4, torch.bfloat16, device)
+    problem = stacks.Problem.make(sites, tokens, dim, None if group == "full" else 4, torch.bfloat16, device)
     run = stacks.timed(problem, stacks.ours)
     print(json.dumps(["ours", clock.seconds(lambda: run(lambda: None))]), flush=True)
 

@@ -1,8 +1,8 @@
-"""`decode`, `prefill` and `prefill-memory`: what depth mixing costs when a model is used, against the plain residual.
+"""`decode`, `prefill` and `prefill-memory`: the cost of depth mixing in inference, against the plain residual.
 
-Weights and caches in bf16, mixers' parameters in fp32; random weights. A step of decoding, and a prompt, is one CUDA graph that
-is replayed; the plain residual's adds and norms are one launch a site as well, so the rival is a strong one. Every arm takes turns
-with the first. Nothing is timed before its logits, through the cache, agreed with those of a whole pass in fp64.
+Weights are random; weights and caches are bf16, mixers' parameters fp32. A decoding step, and a prompt, is one CUDA graph that is
+replayed. The plain residual's adds and norms are one launch per site as well, so the baseline is strong. Every arm takes turns with
+the first. Nothing is timed before its logits, through the cache, agreed with those of a whole pass in fp64.
 """
 
 from __future__ import annotations
@@ -28,20 +28,26 @@ from depthmix.study.arms import Arm, check_arms, parse_arms
 M54 = DecoderConfig(vocab_size=16384, dim=512, n_blocks=12, n_heads=8, mlp="relu2", qk_norm=True)
 B1 = DecoderConfig(vocab_size=32768, dim=2048, n_blocks=16, n_heads=16, mlp_dim=8192)
 TINY = DecoderConfig(vocab_size=64, dim=32, n_blocks=4, n_heads=2)
-SIZES = {"54m": (M54, 4), "1b": (B1, 8)}  # and the sites of a block
+# Models, and the sites per block.
+SIZES = {"54m": (M54, 4), "1b": (B1, 8)}
 BATCHES = (1, 8, 64)
-STEPS = 8  # of decoding that are timed together
-PAST, SLOTS = 256, 512  # tokens that a step of decoding looks back at, and room in the cache
+# Decoding steps that are timed together.
+STEPS = 8
+# Tokens in the cache before a decoding step, and the length of the cache.
+PAST, SLOTS = 256, 512
 PROMPT, LONG, CHUNK = 8192, 131072, 2048
-CHUNKS = (2048, 4096, 8192)  # of a prompt: every arm has the one that suits it best, the plain residual too
-ROUNDS = 4  # for each that a kernel gets
-RECORDINGS = 4  # of a step of decoding: where its tensors happen to lie changes its time by up to a tenth, for as long as it is replayed
-FEW_BLOCKS = 8  # of the models that are checked
-FEW_TOKENS, MANY_TOKENS = (
-    100,
-    600,
-)  # of the prompts they are checked with: for the kernels of decoding, and for the others
-TIGHT, LOOSE = 1e-3, 1.5e-1  # fp32; bf16
+# Chunk sizes of a prompt. Every arm, the plain residual included, is timed with its best one.
+CHUNKS = (2048, 4096, 8192)
+# Rounds per round of a kernel.
+ROUNDS = 4
+# Recordings of a decoding step. The addresses of its tensors change the time of a recording by up to a tenth.
+RECORDINGS = 4
+# Blocks of the models that are checked.
+FEW_BLOCKS = 8
+# Tokens of the prompts for checks: for the decoding kernels, and for the others.
+FEW_TOKENS, MANY_TOKENS = 100, 600
+# Tolerances of fp32 and of bf16.
+TIGHT, LOOSE = 1e-3, 1.5e-1
 DECODE = {"block": "<= 1.03", "full": "<= 1.05", "ways": "<= 1.04", "dca": "<= 1.05"}
 PREFILL = {"block": "<= 1.05", "full": "<= 1.08", "ways": "<= 1.08", "dca": "<= 1.08"}
 MEMORY = dict.fromkeys(PREFILL, "<= 1.05")
@@ -49,7 +55,7 @@ GIB = 2**30
 
 
 def decode(options: Options, report: Report) -> None:
-    """A step of decoding for every batch."""
+    """Time a decoding step at every batch size."""
     batches = (1,) if options.small else BATCHES
     for name, config, targets in _sizes(options, DECODE):
         case = f"decode {name}: {config.n_blocks} blocks, D={config.dim}"
@@ -70,7 +76,10 @@ def decode(options: Options, report: Report) -> None:
 
 
 def prefill(options: Options, report: Report) -> None:
-    """A prompt in chunks: what a chunk leaves behind is keys and values, and small ones keep its sources in the GPU's cache."""
+    """Time a prompt in chunks.
+
+    A chunk leaves only keys and values behind, and small chunks keep their sources in the GPU's cache.
+    """
     for name, config, targets in _sizes(options, PREFILL):
         tokens, chunks = (32, (16, 32)) if options.small else (PROMPT, CHUNKS)
         case = f"prefill {name}: {config.n_blocks} blocks, D={config.dim}, {tokens} tokens"
@@ -83,16 +92,16 @@ def prefill(options: Options, report: Report) -> None:
             both = ((arms[0].label, plain), (arm.label, build(config, arm, options)))
             runs = {(label, c): prompt_of(model, tokens, c, options) for label, model in both for c in chunks}
             timings = interleaved(runs, _rounds(options), options.warmup, options.device)
-            other, own = (min((timings[label, c].total, c) for c in chunks) for label, _ in both)
-            _add(case, arms[0], arm, own[0], other[0], targets, report)
-            report.add(case, arm.label, "best chunk", own[1], "tokens")
-            report.add(case, arm.label, f"best chunk of {arms[0].label}", other[1], "tokens")
+            best_of_base, best = (min((timings[label, c].total, c) for c in chunks) for label, _ in both)
+            _add(case, arms[0], arm, best[0], best_of_base[0], targets, report)
+            report.add(case, arm.label, "best chunk", best[1], "tokens")
+            report.add(case, arm.label, f"best chunk of {arms[0].label}", best_of_base[1], "tokens")
             del runs, both
             _free(options)
 
 
 def prefill_memory(options: Options, report: Report) -> None:
-    """A long prompt in chunks: the most memory at any time, weights, keys and values included."""
+    """Measure the peak memory of a long prompt in chunks, including weights, keys and values."""
     for name, config, targets in _sizes(options, MEMORY):
         tokens, chunk = (64, 16) if options.small else (LONG, CHUNK)
         case = f"prefill-memory {name}: {config.n_blocks} blocks, D={config.dim}, {tokens} tokens in chunks of {chunk}"
@@ -111,7 +120,7 @@ def prefill_memory(options: Options, report: Report) -> None:
 def _long_prompt(
     config: DecoderConfig, arm: Arm, tokens: int, chunk: int, options: Options
 ) -> tuple[float, int | None]:
-    """Seconds, and on a GPU the most bytes at any time."""
+    """Return seconds and, on a GPU, peak bytes."""
     _free(options)
     on_gpu = options.device.type == "cuda"
     if on_gpu:
@@ -124,7 +133,7 @@ def _long_prompt(
 
 
 def _sizes(options: Options, required: dict[str, str]) -> list[tuple[str, DecoderConfig, dict[str, str]]]:
-    """Name, model, and what is required of each arm, the plain residual first."""
+    """Return name, model and the targets of each arm, the plain residual first."""
     if options.small:
         return [("small", TINY, dict.fromkeys(("residual", "attnres:block_size=4,ways=2", "dca"), ""))]
     return [(name, config, _targets(size, required)) for name, (config, size) in SIZES.items()]
@@ -147,9 +156,10 @@ def _arms(options: Options, config: DecoderConfig, targets: dict[str, str]) -> l
 
 
 def build(config: DecoderConfig, arm: Arm, options: Options, dtype: torch.dtype | None = None) -> Decoder:
-    """A decoder with random weights and a mixer away from where it begins; on a CPU in fp32."""
+    """Return a decoder with random weights and a mixer away from its initial values. On a CPU it is fp32."""
     torch.manual_seed(0)
-    with options.device:  # drawing a billion weights on the CPU takes longer than all the rest
+    # Drawing a billion weights on the CPU would take longer than everything else.
+    with options.device:
         model = Decoder(dataclasses.replace(config, mixer=arm.name, mixer_options=arm.options)).requires_grad_(False)
     for p in model.mixer.parameters():
         p.add_(torch.randn_like(p) / config.dim**0.5)
@@ -158,7 +168,7 @@ def build(config: DecoderConfig, arm: Arm, options: Options, dtype: torch.dtype 
 
 
 def _filled(model: Decoder, batch: int, options: Options) -> Decoding:
-    """As after a prompt."""
+    """Return a decoder's state after a prompt."""
     past, slots = (4, 16) if options.small else (PAST, SLOTS)
     decoding = Decoding(model, batch, slots)
     decoding.cache.keys[:, :, :, :past].normal_()
@@ -168,16 +178,16 @@ def _filled(model: Decoder, batch: int, options: Options) -> Decoding:
 
 
 def _placed_anew(models: dict[str, Decoder], batch: int, i: int, options: Options) -> dict[str, Run]:
-    """Each with a cache and a recording of its own, somewhere else in memory than those before."""
-    runs, between = {}, []
+    """Return runs that each have a cache and a recording of their own, at new places in memory."""
+    runs, spacers = {}, []
     for label, model in models.items():
-        between.append(torch.empty((1 + 7 * i) << 20, dtype=torch.uint8, device=options.device))
+        spacers.append(torch.empty((1 + 7 * i) << 20, dtype=torch.uint8, device=options.device))
         runs[label] = steps_of(_filled(model, batch, options))
     return runs
 
 
 def steps_of(decoding: Decoding) -> Run:
-    """A run of STEPS steps, always from the same place."""
+    """Return a run of STEPS decoding steps, always from the same position."""
     ids, past = decoding.ids[:, 0].clone(), decoding.cache.filled
 
     def run(mark: Mark) -> None:
@@ -191,7 +201,7 @@ def steps_of(decoding: Decoding) -> Run:
 
 
 def recorded(call: Callable[[], object], device: torch.device) -> Callable[[], object]:
-    """A call as a CUDA graph, on a GPU; as it is elsewhere."""
+    """Record a call as a CUDA graph. Without a GPU, the call itself is returned."""
     if device.type != "cuda":
         return call
     side = torch.cuda.Stream(device)
@@ -202,18 +212,19 @@ def recorded(call: Callable[[], object], device: torch.device) -> Callable[[], o
     torch.cuda.current_stream(device).wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with recorded_graph(graph, side) as constants:
-        kept = call()
+        result = call()
 
-    def replay(_: object = (constants, kept, call)) -> object:  # with all that the graph reads and writes
+    # The default argument keeps everything alive that the graph reads and writes.
+    def replay(_: object = (constants, result, call)) -> object:
         graph.replay()
-        return kept
+        return result
 
     return replay
 
 
 @torch.no_grad()
 def prompt_of(model: Decoder, tokens: int, chunk: int, options: Options) -> Run:
-    """A run that takes a prompt in chunks and gives the logits after it."""
+    """Return a run that takes a prompt in chunks and computes the logits after it."""
     decoding = Decoding(model, 1, tokens, chunk=chunk)
     ids = torch.randint(0, model.config.vocab_size, (1, tokens), device=options.device)
 
@@ -241,10 +252,10 @@ def _compare(
     options: Options,
     report: Report,
 ) -> None:
-    """Medians of a recording's rounds, means of recordings."""
+    """Report medians over a recording's rounds, averaged over recordings."""
     rounds = max(1, _rounds(options) // len(recordings))
     timings = [interleaved(runs, rounds, options.warmup, options.device) for runs in recordings]
-    own, other = (fmean(t[label].total for t in timings) / steps for label in (arm.label, base.label))
+    time, base_time = (fmean(t[label].total for t in timings) / steps for label in (arm.label, base.label))
     if len(timings) > 1:
         ratios = [t[arm.label].total / t[base.label].total for t in timings]
         report.add(
@@ -254,46 +265,51 @@ def _compare(
             max(ratios) - min(ratios),
             note=f"{min(ratios):.3f} to {max(ratios):.3f}",
         )
-    _add(case, base, arm, own, other, targets, report)
+    _add(case, base, arm, time, base_time, targets, report)
 
 
 def _rounds(options: Options) -> int:
     return options.repeats * (1 if options.small else ROUNDS)
 
 
-def _add(case: str, base: Arm, arm: Arm, own: float, other: float, targets: dict[str, str], report: Report) -> None:
-    report.add(case, arm.label, f"time / {base.label}", own / other, target=targets.get(arm.label, ""))
-    report.add(case, arm.label, "time", own, "ms")
-    report.add(case, arm.label, f"time of {base.label} beside it", other, "ms")
+def _add(
+    case: str, base: Arm, arm: Arm, time: float, base_time: float, targets: dict[str, str], report: Report
+) -> None:
+    report.add(case, arm.label, f"time / {base.label}", time / base_time, target=targets.get(arm.label, ""))
+    report.add(case, arm.label, "time", time, "ms")
+    report.add(case, arm.label, f"time of {base.label} beside it", base_time, "ms")
 
 
 def _check(case: str, config: DecoderConfig, arms: list[Arm], prompt: int, options: Options, report: Report) -> None:
     few = dataclasses.replace(config, n_blocks=min(config.n_blocks, FEW_BLOCKS), vocab_size=64)
     for arm in arms:
-        found = errors(few, arm, 12 if options.small else prompt, options)
-        for name, error in found.items():
+        arm_errors = errors(few, arm, 12 if options.small else prompt, options)
+        for name, error in arm_errors.items():
             report.add(case, arm.label, f"error of {name}", error)
-        check.require(arm.label, {n: e for n, e in found.items() if "fp32" in n}, TIGHT)
-        check.require(arm.label, {n: e for n, e in found.items() if "fp32" not in n}, LOOSE)
+        check.require(arm.label, {n: e for n, e in arm_errors.items() if "fp32" in n}, TIGHT)
+        check.require(arm.label, {n: e for n, e in arm_errors.items() if "fp32" not in n}, LOOSE)
 
 
 @torch.no_grad()
 def errors(config: DecoderConfig, arm: Arm, prompt: int, options: Options) -> dict[str, float]:
-    """Logits through the cache, of a prompt and of single tokens after it, against a whole pass in fp64 on plain PyTorch."""
+    """Return the errors of logits through the cache, of a prompt and of single tokens after it.
+
+    The reference is a whole pass in fp64 in plain PyTorch.
+    """
     exact = build(config, arm, options, torch.float32)
     new = 3
     ids = torch.randint(0, config.vocab_size, (2, prompt + new), device=options.device)
     with backend("reference"):
         expected = copy.deepcopy(exact).double()(ids)[:, prompt - 1 :]
-    found = {}
+    by_precision = {}
     kinds = {"fp32": torch.float32, **({"bf16": torch.bfloat16} if options.device.type == "cuda" else {})}
     for name, dtype in kinds.items():
         decoding = Decoding(copy.deepcopy(exact).to(dtype), 2, prompt + new)
         parts: list[Tensor] = [decoding.prefill(ids[:, :prompt])]
         parts += [decoding.step(ids[:, prompt + i]).clone() for i in range(new)]
-        found[f"{name}, prompt"] = check.relative_error(parts[0], expected[:, 0])
-        found[f"{name}, steps"] = check.relative_error(torch.stack(parts[1:], 1), expected[:, 1:])
-    return found
+        by_precision[f"{name}, prompt"] = check.relative_error(parts[0], expected[:, 0])
+        by_precision[f"{name}, steps"] = check.relative_error(torch.stack(parts[1:], 1), expected[:, 1:])
+    return by_precision
 
 
 def _free(options: Options) -> None:

@@ -1,6 +1,6 @@
 """The registry of kernels that `bandwidth` and `first-call` measure one by one.
 
-To add one: a function make(N, D, device) that allocates its tensors and returns a `Work`, and a line in `registry`.
+To add a kernel, write a function make(N, D, device) that allocates its tensors and returns a `Work`, and add a line to `registry`.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from depthmix.ops.backend import why_no_kernels
 
 
 class Kernel(NamedTuple):
-    """A kernel by name, and how to set it up for N tokens of D channels."""
+    """A kernel with its name, and a function that sets it up for N tokens of D channels."""
 
     name: str
     make: Callable[[int, int, torch.device], Work]
 
 
 def copy(tokens: int, dim: int, device: torch.device) -> Work:
-    """torch's copy of one tensor as large as 16 activations in bf16: what the others are measured against."""
+    """Set up torch's copy of one tensor as large as 16 activations in bf16, with which the others are compared."""
     a = torch.randn(16 * tokens, dim, device=device, dtype=torch.bfloat16)
     b = torch.zeros_like(a)
     return Work(
@@ -44,11 +44,15 @@ def copy(tokens: int, dim: int, device: torch.device) -> Work:
 
 
 _norm = functools.partial(normed, eps=EPS)
-N_SOURCES = 8  # of a read, and readers of a source
+# Sources of a read, and readers of a source.
+N_SOURCES = 8
 
 
 def read(ways: int, pair: bool = False) -> Callable[[int, int, torch.device], Work]:
-    """A read of eight sources, the last one added up on the way, with the norm that follows; pair: of two, by their own kernel."""
+    """Set up a read of eight sources, the newest one added up on the way, with the norm that follows.
+
+    With `pair`, the read has two sources and a kernel of its own.
+    """
 
     def make(tokens: int, dim: int, device: torch.device) -> Work:
         from depthmix.ops.depth_attention.kernels import read as kernel
@@ -58,22 +62,22 @@ def read(ways: int, pair: bool = False) -> Callable[[int, int, torch.device], Wo
         sources = [torch.randn_like(like) for _ in range(2 if pair else N_SOURCES)]
         add, u = torch.randn_like(like), torch.randn(ways, dim, device=device) / dim**0.5
         gain = torch.rand(ways, dim, device=device) + 0.5
-        found: list[kernel.Result | PairRead] = []
+        results: list[kernel.Result | PairRead] = []
 
         def run() -> None:
             if pair:
-                found[:] = [pair_read(u, sources[0], sources[1], add, gain, EPS, EPS)]
+                results[:] = [pair_read(u, sources[0], sources[1], add, gain, EPS, EPS)]
             else:
-                found[:] = [kernel.read(u, sources, add, gain, EPS, EPS, keep=2)]
+                results[:] = [kernel.read(u, sources, add, gain, EPS, EPS, keep=2)]
 
         def errors() -> dict[str, float]:
-            assert found[0].fresh is not None
-            seen = first_rows([*sources[:-1], found[0].fresh])
-            wanted = [
-                _norm(reference.read(q.double(), seen, torch.ones_like(q).double()), k)
+            assert results[0].fresh is not None
+            sources_fp64 = first_rows([*sources[:-1], results[0].fresh])
+            expected = [
+                _norm(reference.read(q.double(), sources_fp64, torch.ones_like(q).double()), k)
                 for q, k in zip(u, gain, strict=True)
             ]
-            return {"y": max(map(relative_error, first_rows(found[0].y), wanted))}
+            return {"y": max(map(relative_error, first_rows(results[0].y), expected))}
 
         return Work(run, (len(sources) + 2 + (2 - pair) * ways) * like.nbytes, errors)
 
@@ -81,7 +85,10 @@ def read(ways: int, pair: bool = False) -> Callable[[int, int, torch.device], Wo
 
 
 def other_read(heads: int, by_token: bool, backward: bool = False) -> Callable[[int, int, torch.device], Work]:
-    """A read of eight sources with heads, or with a query for each token, and the norm that follows; or all of its gradients."""
+    """Set up a read of eight sources with heads, or with a query for each token, and the norm that follows.
+
+    With `backward`, all of its gradients are computed instead.
+    """
 
     def make(tokens: int, dim: int, device: torch.device) -> Work:
         from depthmix.ops.depth_attention.kernels import general_read as kernel
@@ -92,19 +99,21 @@ def other_read(heads: int, by_token: bool, backward: bool = False) -> Callable[[
         gain = torch.rand(dim, device=device) + 0.5
         rule: dict[str, Any] = {"eps": EPS, "out_eps": EPS, "key_norm": True, "heads": heads, "softmax": True}
         _, s, lse = kernel.read(u, gain, sources, **rule, keep=True)
-        found: list[Tensor] = []
+        results: list[Tensor] = []
 
         def run() -> None:
             if backward:
-                found[:] = kernel.backward(dy, u, gain, sources, s, lse, **rule, before=None, last=True)[2]
+                results[:] = kernel.backward(dy, u, gain, sources, s, lse, **rule, before=None, last=True)[2]
             else:
-                found[:] = [kernel.read(u, gain, sources, **rule, keep=True)[0]]
+                results[:] = [kernel.read(u, gain, sources, **rule, keep=True)[0]]
 
         def errors() -> dict[str, float]:
-            seen = [v.requires_grad_() for v in first_rows(sources)]
-            out = _norm(reference.read_by_heads(u[:ROWS].double() if by_token else u.double(), seen, heads), gain)
-            wanted = torch.autograd.grad(out, seen, first_rows([dy])[0]) if backward else [out.detach()]
-            return {"dv" if backward else "y": max(map(relative_error, first_rows(found), wanted))}
+            sources_fp64 = [v.requires_grad_() for v in first_rows(sources)]
+            out = _norm(
+                reference.read_by_heads(u[:ROWS].double() if by_token else u.double(), sources_fp64, heads), gain
+            )
+            expected = torch.autograd.grad(out, sources_fp64, first_rows([dy])[0]) if backward else [out.detach()]
+            return {"dv" if backward else "y": max(map(relative_error, first_rows(results), expected))}
 
         moved = (2 * N_SOURCES if backward else N_SOURCES) + 1
         queries = (1 + backward) * u.nbytes if by_token else 0
@@ -114,7 +123,7 @@ def other_read(heads: int, by_token: bool, backward: bool = False) -> Callable[[
 
 
 def read_known(ways: int) -> Callable[[int, int, torch.device], Work]:
-    """The same where the logits of the seven older sources are known."""
+    """Set up a read of eight sources with known logits of the seven older ones."""
 
     def make(tokens: int, dim: int, device: torch.device) -> Work:
         from depthmix.ops.depth_attention.kernels import tiling
@@ -126,16 +135,16 @@ def read_known(ways: int) -> Callable[[int, int, torch.device], Work]:
         gain = torch.rand(ways, dim, device=device) + 0.5
         halves = tiling.SplitRows.of(u, like.dtype)
         logits = [tiling.scores(halves, [v], EPS).squeeze(1) for v in sources[:-1]]
-        found: list[Result] = []
+        results: list[Result] = []
 
         def run() -> None:
-            found[:] = [tiling.read_known(u, sources, logits, add, gain, EPS, EPS, keep=2)]
+            results[:] = [tiling.read_known(u, sources, logits, add, gain, EPS, EPS, keep=2)]
 
         def errors() -> dict[str, float]:
-            assert found[0].fresh is not None
-            seen, ones = first_rows([*sources[:-1], found[0].fresh]), torch.ones(dim, device=device).double()
-            wanted = [_norm(reference.read(q.double(), seen, ones), k) for q, k in zip(u, gain, strict=True)]
-            return {"y": max(map(relative_error, first_rows(found[0].y), wanted))}
+            assert results[0].fresh is not None
+            sources_fp64, ones = first_rows([*sources[:-1], results[0].fresh]), torch.ones(dim, device=device).double()
+            expected = [_norm(reference.read(q.double(), sources_fp64, ones), k) for q, k in zip(u, gain, strict=True)]
+            return {"y": max(map(relative_error, first_rows(results[0].y), expected))}
 
         return Work(run, (N_SOURCES + 2 + 2 * ways) * like.nbytes, errors)
 
@@ -143,25 +152,25 @@ def read_known(ways: int) -> Callable[[int, int, torch.device], Work]:
 
 
 def scores(tokens: int, dim: int, device: torch.device) -> Work:
-    """The logits of four sources for 32 queries."""
+    """Set up the logits of four sources for 32 queries."""
     from depthmix.ops.depth_attention.kernels import tiling
 
     like = torch.empty(tokens, dim, device=device, dtype=torch.bfloat16)
     sources, u = [torch.randn_like(like) for _ in range(4)], torch.randn(32, dim, device=device) / dim**0.5
-    halves, found = tiling.SplitRows.of(u, like.dtype), list[Tensor]()
+    halves, results = tiling.SplitRows.of(u, like.dtype), list[Tensor]()
 
     def run() -> None:
-        found[:] = [tiling.scores(halves, sources, EPS)]
+        results[:] = [tiling.scores(halves, sources, EPS)]
 
     def errors() -> dict[str, float]:
-        wanted = [_norm(v, torch.ones_like(u[0])) @ u.double().T for v in first_rows(sources)]  # [ROWS, 32] each
-        return {"s": max(relative_error(found[0][:, k, :ROWS].T.double(), w) for k, w in enumerate(wanted))}
+        expected = [_norm(v, torch.ones_like(u[0])) @ u.double().T for v in first_rows(sources)]  # [ROWS, 32] each
+        return {"s": max(relative_error(results[0][:, k, :ROWS].T.double(), w) for k, w in enumerate(expected))}
 
     return Work(run, 4 * like.nbytes + 4 * 32 * 4 * tokens, errors)
 
 
 def make_bank(tokens: int, dim: int, device: torch.device) -> Work:
-    """The mixtures, in fp32, of sixteen sources for four queries."""
+    """Set up the mixtures, in fp32, of sixteen sources for four queries."""
     from depthmix.ops.depth_attention.kernels import tiling
 
     like = torch.empty(tokens, dim, device=device, dtype=torch.bfloat16)
@@ -169,20 +178,23 @@ def make_bank(tokens: int, dim: int, device: torch.device) -> Work:
     halves = tiling.SplitRows.of(u, like.dtype)
     groups = [tiling.scores(halves, sources[i : i + 4], EPS) for i in range(0, 16, 4)]
     first = [s[0, k] for s in groups for k in range(4)]
-    found: list[Tensor] = []
+    results: list[Tensor] = []
 
     def run() -> None:
-        found[:] = tiling.make_bank(first, sources, 4)[0]
+        results[:] = tiling.make_bank(first, sources, 4)[0]
 
     def errors() -> dict[str, float]:
-        wanted = [reference.read(q.double(), first_rows(sources), torch.ones_like(q).double()) for q in u]
-        return {"bank": max(map(relative_error, first_rows(found), wanted))}
+        expected = [reference.read(q.double(), first_rows(sources), torch.ones_like(q).double()) for q in u]
+        return {"bank": max(map(relative_error, first_rows(results), expected))}
 
     return Work(run, (16 + 2 * 4) * like.nbytes + 16 * 4 * 4 * tokens, errors)
 
 
 def layer_backward(tokens: int, dim: int, device: torch.device) -> Work:
-    """All gradients of a read of eight sources with the norm that follows, layer-major: its sources are in the cache at best."""
+    """Set up all gradients of a read of eight sources with the norm that follows, in layer order.
+
+    Its sources are in the cache at best.
+    """
     from depthmix.ops.depth_attention.kernels import read as kernel
     from depthmix.ops.depth_attention.kernels.layer_backward import layer_backward
 
@@ -190,21 +202,28 @@ def layer_backward(tokens: int, dim: int, device: torch.device) -> Work:
     sources, dy = [torch.randn_like(like) for _ in range(N_SOURCES)], torch.randn_like(like)
     u, gain = torch.randn(1, dim, device=device) / dim**0.5, torch.rand(1, dim, device=device) + 0.5
     forward = kernel.read(u, sources, None, gain, EPS, EPS, keep=1)
-    found: list[Tensor] = []
+    results: list[Tensor] = []
 
     def run() -> None:
-        found[:] = layer_backward([dy], u, gain, forward.s, forward.lse[:, 0], sources, None, EPS, EPS)[0]
+        results[:] = layer_backward([dy], u, gain, forward.s, forward.lse[:, 0], sources, None, EPS, EPS)[0]
 
     def errors() -> dict[str, float]:
-        seen = [v.requires_grad_() for v in first_rows(sources)]
-        out = _norm(reference.read(u[0].double(), seen, torch.ones_like(u[0]).double()), gain[0])
-        return {"dv": max(map(relative_error, first_rows(found), torch.autograd.grad(out, seen, first_rows([dy])[0])))}
+        sources_fp64 = [v.requires_grad_() for v in first_rows(sources)]
+        out = _norm(reference.read(u[0].double(), sources_fp64, torch.ones_like(u[0]).double()), gain[0])
+        return {
+            "dv": max(
+                map(relative_error, first_rows(results), torch.autograd.grad(out, sources_fp64, first_rows([dy])[0]))
+            )
+        }
 
     return Work(run, (2 * N_SOURCES + 1) * like.nbytes, errors)
 
 
 def read_backward(ways: int, pair: bool = False) -> Callable[[int, int, torch.device], Work]:
-    """The norm's gradient and that of the newest source, of a read of two; pair: of both sources, from what is kept then."""
+    """Set up the gradients of the norm and of the newest source, for a read of two sources.
+
+    With `pair`, both sources' gradients are computed, from what such a read saves.
+    """
 
     def make(tokens: int, dim: int, device: torch.device) -> Work:
         from depthmix.ops.depth_attention.kernels import read as kernel
@@ -218,21 +237,24 @@ def read_backward(ways: int, pair: bool = False) -> Callable[[int, int, torch.de
         _, o, s, lse, _ = kernel.read(u, sources, None, gain, EPS, EPS, keep=2)
         both = pair_read(u, old, new, None, gain, EPS, EPS)
         newest = kernel.Newest(new, g, True)
-        found: list[Tensor | None] = []
+        results: list[Tensor | None] = []
 
         def run() -> None:
             if pair:
                 back = pair_backward(dy, old, new, u, gain, both.s, both.lse, g, None, EPS, (True, True))
-                found[:] = [back.db, back.da]
+                results[:] = [back.db, back.da]
             else:
-                found[:] = [kernel.read_backward(dy, o, u, gain, s, lse, newest, EPS, store=True).dv]
+                results[:] = [kernel.read_backward(dy, o, u, gain, s, lse, newest, EPS, store=True).dv]
 
         def errors() -> dict[str, float]:
-            seen, ones = [v.requires_grad_() for v in first_rows(sources)], torch.ones(dim, device=device).double()
-            outs = [_norm(reference.read(q.double(), seen, ones), k) for q, k in zip(u, gain, strict=True)]
-            older, newer = torch.autograd.grad(outs, seen, first_rows(dy))
-            wanted = [newer + first_rows([g])[0], older]
-            return {"dv": max(map(relative_error, first_rows(found), wanted))}
+            sources_fp64, ones = (
+                [v.requires_grad_() for v in first_rows(sources)],
+                torch.ones(dim, device=device).double(),
+            )
+            outs = [_norm(reference.read(q.double(), sources_fp64, ones), k) for q, k in zip(u, gain, strict=True)]
+            older, newer = torch.autograd.grad(outs, sources_fp64, first_rows(dy))
+            expected = [newer + first_rows([g])[0], older]
+            return {"dv": max(map(relative_error, first_rows(results), expected))}
 
         return Work(run, (5 + ways if pair else 3 + 3 * ways) * like.nbytes, errors)
 
@@ -240,7 +262,7 @@ def read_backward(ways: int, pair: bool = False) -> Callable[[int, int, torch.de
 
 
 def source_backward(n_sources: int) -> Callable[[int, int, torch.device], Work]:
-    """The gradient of sources that eight reads of four have read, without the readers' own du."""
+    """Set up the gradients of sources that eight reads of four have read, without the readers' own du."""
 
     def make(tokens: int, dim: int, device: torch.device) -> Work:
         from depthmix.ops.depth_attention.kernels import read as kernel
@@ -254,16 +276,16 @@ def source_backward(n_sources: int) -> Callable[[int, int, torch.device], Work]:
             back = kernel.read_backward([d], forward.y, q[None], None, forward.s, forward.lse, None, EPS, store=True)
             readers.append(source_backward.Reader(back.do[0], list(forward.s[0, 4 - n_sources :]), back.ld[0], q))
         last = [source_backward.Source(v) for v in sources[-n_sources:]]
-        found: list[Tensor | None] = []
+        results: list[Tensor | None] = []
 
         def run() -> None:
-            found[:] = source_backward.source_backward(last, readers, EPS, need_du=False)[0]
+            results[:] = source_backward.source_backward(last, readers, EPS, need_du=False)[0]
 
         def errors() -> dict[str, float]:
-            seen = [v.requires_grad_() for v in first_rows(sources)]
-            outs = [reference.read(q.double(), seen, torch.ones_like(q).double()) for q in u]
-            wanted = torch.autograd.grad(outs, seen[-n_sources:], first_rows(dy))
-            return {"dv": max(map(relative_error, first_rows(found), wanted))}
+            sources_fp64 = [v.requires_grad_() for v in first_rows(sources)]
+            outs = [reference.read(q.double(), sources_fp64, torch.ones_like(q).double()) for q in u]
+            expected = torch.autograd.grad(outs, sources_fp64[-n_sources:], first_rows(dy))
+            return {"dv": max(map(relative_error, first_rows(results), expected))}
 
         return Work(run, (N_SOURCES + 2 * n_sources) * like.nbytes, errors)
 
@@ -271,7 +293,7 @@ def source_backward(n_sources: int) -> Callable[[int, int, torch.device], Work]:
 
 
 def registry() -> list[Kernel]:
-    """Every kernel that can run here, the copy first."""
+    """Return every kernel that can run on this machine, the copy first."""
     kernels = [Kernel("copy", copy)]
     if torch.cuda.is_available() and why_no_kernels("cuda", torch.cuda.current_device()) is None:
         kernels += [
@@ -281,9 +303,9 @@ def registry() -> list[Kernel]:
             Kernel("read_known, two ways", read_known(2)),
             Kernel("read_known, three ways", read_known(3)),
             Kernel("other read, 16 heads", other_read(16, False)),
-            Kernel("other read, a query a token", other_read(1, True)),
+            Kernel("other read, a query per token", other_read(1, True)),
             Kernel("other backward, 16 heads", other_read(16, False, backward=True)),
-            Kernel("other backward, a query a token", other_read(1, True, backward=True)),
+            Kernel("other backward, a query per token", other_read(1, True, backward=True)),
             Kernel("scores", scores),
             Kernel("make_bank", make_bank),
             Kernel("read_backward", read_backward(1)),

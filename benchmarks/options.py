@@ -1,4 +1,4 @@
-"""What an entry is told: where to run, against whom, how often, and where the results go."""
+"""The options of an entry: where to run, against whom, how often, and where the results go."""
 
 from __future__ import annotations
 
@@ -18,46 +18,48 @@ KNOWN_RIVALS = (*RIVALS, "fla-level0")
 
 @dataclass
 class Options:
-    """The options of every entry; an entry ignores those that do not concern it."""
+    """The options of every entry. An entry ignores those that do not concern it."""
 
     device: torch.device
     small: bool = False  # tiny sizes, for a machine without a GPU
     repeats: int = 10  # timed rounds; the median is reported
     warmup: int = 2
     rivals: tuple[str, ...] = RIVALS
-    cases: str = ""  # only the cases whose name holds this text
+    cases: str = ""  # only the cases whose name contains this text
     tune_limit: float = 45.0  # seconds that flash-attn-res may spend on choosing its configurations
     recipe: str = "recipes/gutenberg-54m.yaml"
-    arms: tuple[str, ...] = ()  # of `step`; none: those of the table
+    arms: tuple[str, ...] = ()  # of `step`; by default those of the table
     backend: str = "default"  # of our operators
 
     @property
     def dtype(self) -> torch.dtype:
-        """What is timed: bf16, as in training."""
+        """The dtype that is timed: bf16, as in training."""
         return torch.bfloat16
 
     def wanted(self, case: str) -> bool:
-        """Whether the case was asked for."""
+        """Tell whether the user asked for a case."""
         return self.cases in case
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags that make `Options`."""
+    """Add the flags that make up `Options`."""
     parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:N or auto")
     parser.add_argument("--small", action="store_true", help="tiny sizes: everything runs on a CPU in seconds")
     parser.add_argument(
         "--repeats",
         type=int,
-        help="timed rounds, of which the median counts (10; 3 with --small); step takes four times as many",
+        help="timed rounds, of which the median is reported (default 10, or 3 with --small); step takes four times as many",
     )
-    parser.add_argument("--rivals", default=",".join(RIVALS), help="whom to compare with, separated by commas; or none")
-    parser.add_argument("--cases", default="", metavar="TEXT", help="only the cases whose name holds this text")
+    parser.add_argument(
+        "--rivals", default=",".join(RIVALS), help="rivals to compare with, separated by commas, or none"
+    )
+    parser.add_argument("--cases", default="", metavar="TEXT", help="only run cases whose name contains this text")
     parser.add_argument(
         "--tune-limit", type=float, default=45.0, metavar="S", help="seconds for flash-attn-res to tune"
     )
-    parser.add_argument("--recipe", default="recipes/gutenberg-54m.yaml", help="step: the recipe whose sizes are used")
+    parser.add_argument("--recipe", default="recipes/gutenberg-54m.yaml", help="step: recipe with the sizes to use")
     parser.add_argument(
-        "--arms", nargs="+", default=[], help="step: other arms than the table's; the first is the base"
+        "--arms", nargs="+", default=[], help="step: arms to time instead of the table's; the first is the base"
     )
     parser.add_argument(
         "--backend",
@@ -68,10 +70,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def from_arguments(given: argparse.Namespace) -> Options:
-    """The options as given."""
+    """Return the options of a command line."""
     rivals = tuple(r for r in given.rivals.split(",") if r and r != "none")
     if unknown := [r for r in rivals if r not in KNOWN_RIVALS]:
-        raise SystemExit(f"benchmarks: unknown rival {unknown[0]!r}; there are {', '.join(KNOWN_RIVALS)}")
+        raise SystemExit(f"benchmarks: unknown rival {unknown[0]!r}; known are {', '.join(KNOWN_RIVALS)}")
     repeats = given.repeats if given.repeats is not None else 3 if given.small else 10
     if repeats < 1:
         raise SystemExit(f"benchmarks: repeats must be at least 1, got {repeats}")
@@ -90,11 +92,11 @@ def from_arguments(given: argparse.Namespace) -> Options:
 
 
 def backend(name: str) -> AbstractContextManager[Any]:
-    """Force a backend of our operators; `default` leaves the choice to them."""
-    choose: Any = getattr(ops, "use_backend", None)
-    if name == "default" or (choose is None and name == "reference"):
+    """Force a backend of our operators. With "default" they choose themselves."""
+    use_backend: Any = getattr(ops, "use_backend", None)
+    if name == "default" or (use_backend is None and name == "reference"):
         return nullcontext()
-    if choose is None:
+    if use_backend is None:
         raise SystemExit(f"benchmarks: this version has no backend {name!r} to force")
-    forced: AbstractContextManager[Any] = choose(name)
+    forced: AbstractContextManager[Any] = use_backend(name)
     return forced

@@ -1,13 +1,13 @@
-"""`peer-step` and `mhc-ops`: against the published code of the mechanisms themselves, as PyPI has it (`pip install .[bench]`).
+"""`peer-step` and `mhc-ops`: our code against the published code of the mechanisms, as PyPI has it (`pip install .[bench]`).
 
-* peer-step: a training step of DeepCrossAttention against deep-cross-attention's own GPT, of dynamic Hyper-Connections against
-  hyper-connections' module around our sublayers: the same width, depth, heads, vocabulary and tokens, bf16 autocast, clipping and
-  fused AdamW. Theirs is passed to torch.compile as a whole; ours is what the trainer does.
-* mhc-ops: sites of mHC without sublayers, coefficients, Sinkhorn, read and write, forward and backward, against Liger's operators.
+* peer-step: a training step of DeepCrossAttention against deep-cross-attention's own GPT, and of dynamic Hyper-Connections against
+  hyper-connections' module around our sublayers. Width, depth, heads, vocabulary and tokens are equal, with bf16 autocast, clipping
+  and fused AdamW. Their code is passed to torch.compile as a whole; ours runs in our trainer.
+* mhc-ops: sites of mHC without sublayers (coefficients, Sinkhorn, read and write, forward and backward) against Liger's operators.
 
-Mechanisms of one name are not always one function: deep-cross-attention norms the stack before its weights, hyper-connections has
-an RMSNorm with a gain where the paper has a LayerNorm. What is timed is therefore the same job, not the same numbers; ours is
-checked against fp64 first, theirs is not.
+Mechanisms of one name are not always one function. deep-cross-attention norms the stack before its weights, and hyper-connections
+has an RMSNorm with a gain instead of the paper's LayerNorm. The times are therefore of the same job, not of the same numbers. Ours is
+checked against fp64 first; theirs is not.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ TARGET = "<= 0.5"
 
 
 def peer_step(options: Options, report: Report) -> None:
-    """DCA and dynamic HC, a whole training step each."""
+    """Time a whole training step of DCA and of dynamic HC."""
     size: dict[str, Any] = {"dim": 512, "n_blocks": 12, "n_heads": 8, "seq_len": 512, "batch_size": 16}
     if options.small:
         size = {"dim": 32, "n_blocks": 2, "n_heads": 2, "seq_len": 16, "batch_size": 2}
@@ -81,14 +81,18 @@ def peer_step(options: Options, report: Report) -> None:
 
 
 def _require_right(case: str, who: str, config: TrainConfig, options: Options, report: Report) -> None:
-    """WrongResult unless ours agrees with fp64, before it is timed."""
+    """Check ours against fp64 before it is timed.
+
+    Raises:
+        WrongResult: ours is wrong.
+    """
     errors = arm_errors(config, options.device)
     report.add(case, who, "error of fp32", errors["fp32"])
     check.require(who, {"fp32": errors["fp32"]}, TIGHT)
 
 
 def _steps(model: nn.Module, ours: Trainer, options: Options) -> Run:
-    """A run that takes a training step of a model as our trainer takes its own, on its batches."""
+    """Return a run that takes a training step of a model as our trainer does, on the trainer's batches."""
     config, device = ours.config, options.device
     if config.compile != "off":
         model.compile()
@@ -109,7 +113,7 @@ def _steps(model: nn.Module, ours: Trainer, options: Options) -> Run:
 
 
 def deep_cross_attention(config: TrainConfig, vocab: int) -> nn.Module:
-    """Its GPT, with a stack of all layers (it takes the first and the last k of them)."""
+    """Return the package's GPT with a stack of all layers (it takes the first and the last k of them)."""
     from deep_cross_attention.dca_gpt import DCAGPT
 
     model: nn.Module = DCAGPT(
@@ -124,7 +128,7 @@ def deep_cross_attention(config: TrainConfig, vocab: int) -> nn.Module:
 
 
 class WithHyperConnections(nn.Module):
-    """Our decoder with hyper-connections' module in the place of ours."""
+    """Our decoder with hyper-connections' module instead of our mixer."""
 
     def __init__(self, config: TrainConfig, vocab: int) -> None:
         from hyper_connections import HyperConnections
@@ -149,7 +153,7 @@ class WithHyperConnections(nn.Module):
 
 
 def mhc_ops(options: Options, report: Report) -> None:
-    """A stack of mHC's sites without anything between them, n = 4: coefficients, Sinkhorn, read and write, and their backward."""
+    """Time a stack of mHC's sites with nothing between them, n = 4: coefficients, Sinkhorn, read and write, and their backward."""
     tokens, dim, sites = (64, 32, 4) if options.small else (16384, 2048, 8)
     case = f"{sites} sites, n={STREAMS}, N={tokens}, D={dim}"
     device = options.device

@@ -1,7 +1,7 @@
-"""`plain-step`: whether the plain residual that everything is measured against is as fast as it can be.
+"""`plain-step`: check that the plain residual, the baseline of everything, is as fast as it can be.
 
-The recipe's model as it is, with sums and norms in launches of their own, with a product for each of queries, keys and values, and
-with all of it compiled by PyTorch, which then joins what it likes. The others take turns with the first, step by step, as in `step`.
+It times the recipe's model as it is, with separate launches for sums and norms, with separate products for queries, keys and values,
+and compiled as a whole by PyTorch, which then fuses what it likes. The variants take turns with the first, step by step, as in `step`.
 """
 
 from __future__ import annotations
@@ -32,21 +32,22 @@ APART: dict[str, Change] = {
 
 
 def plain_step(options: Options, report: Report) -> None:
-    """Ours first, then each of the others against it; on a CPU, which has no kernels to join, nothing is compiled."""
+    """Time ours first, then each variant against it. On a CPU, which has no kernels to fuse, nothing is compiled."""
     name, config = own_size(options)
     case, data = case_of(name, config), data_of(config, options)
     if not options.wanted(case):
         return
     require_exact(case, config, OURS, options, report)
     ours = first_step(case, config, OURS, data, options, report)
-    others: dict[str, tuple[TrainConfig, Change]] = {label: (config, change) for label, change in APART.items()}
+    variants: dict[str, tuple[TrainConfig, Change]] = {label: (config, change) for label, change in APART.items()}
     if config.compile != "off":
-        others[WHOLE] = dataclasses.replace(config, compile="model"), nullcontext
-    for label, (other, change) in others.items():
-        with change():  # what is recorded stays so
-            own = first_step(case, other, label, data, options, report)
-        in_turns(case, {OURS: ours, label: _changed(own, change)}, options, report)
-        del own
+        variants[WHOLE] = dataclasses.replace(config, compile="model"), nullcontext
+    for label, (variant_config, change) in variants.items():
+        # A recording keeps the change.
+        with change():
+            variant = first_step(case, variant_config, label, data, options, report)
+        in_turns(case, {OURS: ours, label: _changed(variant, change)}, options, report)
+        del variant
         gc.collect()
 
 

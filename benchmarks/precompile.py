@@ -1,8 +1,8 @@
-"""`tune`: let flash-linear-attention choose its configurations, fully, before anything is timed, and quickly.
+"""`tune`: let flash-linear-attention choose its configurations before anything is timed, fully and quickly.
 
-It tries 24 configurations for every depth (rounded up to a power of two) and width, each compiled in turn: minutes of a
-rented machine. Here processes side by side first compile them all into Triton's cache; then it tunes as it always does,
-at the sizes that are timed. `--tuned FILE` keeps what it found for the next machine.
+It tries 24 configurations for every depth (rounded up to a power of two) and width, and compiles one after the other: minutes of a
+rented machine. Here parallel processes first compile all of them into Triton's cache. Then it tunes as usual, at the sizes that are
+timed. `--tuned FILE` keeps the result for the next machine.
 """
 
 from __future__ import annotations
@@ -23,12 +23,14 @@ from benchmarks.stack_entries import BLOCK, FULL
 from benchmarks.timing import Clock
 
 LIMIT = 150.0
-TOKENS = 64  # like every size that is timed a multiple of 16, which is all that compiling depends on
-NO_FINDINGS = {"FLA_CACHE_RESULTS": "0", "TRITON_CACHE_AUTOTUNING": "0"}  # nothing is measured, so nothing may be kept
+# A multiple of 16, like every size that is timed. Compiling depends on nothing else.
+TOKENS = 64
+# Nothing is measured, so no tuning result may be kept.
+KEEP_NO_RESULTS = {"FLA_CACHE_RESULTS": "0", "TRITON_CACHE_AUTOTUNING": "0"}
 
 
 def tune(options: Options, report: Report) -> None:
-    """Compile side by side, then tune."""
+    """Compile in parallel, then tune."""
     if reason := rivals.why_not("fla", options.device):
         report.add("", "fla", "tuning", None, "s", note=reason)
         return
@@ -43,13 +45,13 @@ def tune(options: Options, report: Report) -> None:
 
 
 def _compile_all(sizes: list[tuple[int, int, int]]) -> None:
-    """Best effort: what is not compiled here is compiled while tuning."""
+    """Compile as much as possible. The rest is compiled while tuning."""
     workers = max(1, min(12, (os.cpu_count() or 2) - 2))
     deepest = {dim: max(s for s, _, d in sizes if d == dim) for _, _, dim in sizes}
     processes = [
         subprocess.Popen(
             [sys.executable, "-m", "benchmarks.precompile", json.dumps([part, workers, deepest])],
-            env={**os.environ, **NO_FINDINGS},
+            env={**os.environ, **KEEP_NO_RESULTS},
             cwd=Path(__file__).parents[1],
         )
         for part in range(workers)

@@ -1,6 +1,6 @@
-"""The stack and the operator in fp64, in plain PyTorch with autograd's own gradients: what everyone is compared with.
+"""The stack and the operator in fp64, in plain PyTorch with autograd's own gradients. All implementations are compared with them.
 
-Tokens do not see each other, so they are taken a few at a time, and any size fits.
+Tokens are independent of each other, so they are computed a few at a time, and any size fits into memory.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MEMORY = {"cuda": 16 * 2**30, "cpu": 2**28}
 
 
 def read(query: Tensor, sources: Sequence[Tensor], key_gain: Tensor) -> Tensor:
-    """softmax over the sources of query · (key_gain ⊙ RMS(v)), then the weighted sum."""
+    """Return the softmax over the sources of query · (key_gain ⊙ RMS(v)), then the weighted sum."""
     v = torch.stack(list(sources))  # [n, ..., D]
     r = torch.rsqrt(v.square().mean(-1) + EPS)
     p = torch.softmax(r * (v @ (query * key_gain)), dim=0)
@@ -26,7 +26,7 @@ def read(query: Tensor, sources: Sequence[Tensor], key_gain: Tensor) -> Tensor:
 
 
 def read_by_heads(query: Tensor, sources: Sequence[Tensor], heads: int) -> Tensor:
-    """The same for each of several heads, whose keys share a norm; query: [D], or [..., D] like the sources."""
+    """Return a read with several heads, whose keys share a norm; query: [D], or [..., D] like the sources."""
     v = torch.stack(list(sources)).unflatten(-1, (heads, -1))  # [n, ..., H, D/H]
     r = torch.rsqrt(v.square().mean((-2, -1)) + EPS).unsqueeze(-1)
     p = torch.softmax(r * (v * query.unflatten(-1, (heads, -1))).sum(-1), dim=0)
@@ -34,7 +34,7 @@ def read_by_heads(query: Tensor, sources: Sequence[Tensor], heads: int) -> Tenso
 
 
 def results(problem: Problem) -> Results:
-    """Output and gradients of a stack, with the sublayers that results are checked with."""
+    """Return the output and gradients of a stack around the sublayers for checks."""
     tokens, dim = problem.x.shape[1:]
     parameters = {n: getattr(problem, n).detach().double().requires_grad_() for n in ("query", "key_gain")}
     scale, outs, dxs = problem.scale.double(), [], []
@@ -51,7 +51,7 @@ def results(problem: Problem) -> Results:
 def operator_results(
     query: Tensor, sources: Sequence[Tensor], key_gain: Tensor, out_gain: Tensor | None, grad: Tensor
 ) -> Results:
-    """Output and gradients of one read, followed by an RMSNorm where out_gain is given."""
+    """Return the output and gradients of one read, followed by an RMSNorm if out_gain is given."""
     q, g = (t.detach().double().requires_grad_() for t in (query, key_gain))
     vs = [v.detach().double().requires_grad_() for v in sources]
     og = None if out_gain is None else out_gain.detach().double().requires_grad_()
@@ -63,7 +63,7 @@ def operator_results(
 
 
 def named_gradients(query: Tensor, sources: Sequence[Tensor], key_gain: Tensor, out_gain: Tensor | None) -> Results:
-    """The gradients of one read's arguments; those of the sources together."""
+    """Return the gradients of one read's arguments. Those of the sources are stacked."""
     named = {"d query": query.grad, "d key_gain": key_gain.grad}
     if out_gain is not None:
         named["d out_gain"] = out_gain.grad
@@ -79,6 +79,6 @@ def _pairs(problem: Problem) -> int:
 
 
 def _parts(tokens: int, dim: int, pairs: int, device: torch.device) -> list[slice]:
-    """Slices of tokens whose graph (two fp64 values per pair and channel, and as many in passing) fits into MEMORY."""
+    """Return slices of tokens whose graph fits into MEMORY: two fp64 values per pair and channel, and as many temporary ones."""
     step = max(1, MEMORY.get(device.type, MEMORY["cpu"]) // (pairs * dim * 32))
     return [slice(start, min(start + step, tokens)) for start in range(0, tokens, step)]

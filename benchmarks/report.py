@@ -1,4 +1,7 @@
-"""Results: printed and appended to a CSV as they come, so that a run that is stopped leaves what it had; then a table and a plot."""
+"""Results, printed and appended to a CSV as they come, then a table and a plot.
+
+A run that is stopped keeps what it had measured.
+"""
 
 from __future__ import annotations
 
@@ -13,20 +16,20 @@ from benchmarks.environment import COLUMNS
 
 @dataclass(frozen=True)
 class Row:
-    """One number."""
+    """A row of the results: one number."""
 
     entry: str
     case: str  # sizes
     who: str  # ours, a rival, an arm, a kernel
     metric: str
-    value: float | None  # None: could not be measured, and the note says why
+    value: float | None  # None if it could not be measured; the note says why
     unit: str = ""
-    target: str = ""  # what is required of it, e.g. "<= 0.27"
+    target: str = ""  # required of the value, such as "<= 0.27"
     note: str = ""
 
     @property
     def met(self) -> bool | None:
-        """Whether the target is met; None without one."""
+        """True if the target is met, None without a target or a value."""
         if not self.target or self.value is None:
             return None
         relation, bound = self.target.split()
@@ -35,7 +38,7 @@ class Row:
 
 ROW_COLUMNS = tuple(f.name for f in fields(Row))
 CSV_COLUMNS = (*ROW_COLUMNS, *COLUMNS)
-# In the CSV only, to keep the tables short: single errors where the entry is not about them, and ratios of half a pass.
+# Only in the CSV, to keep the tables short: single errors of entries on other subjects, and ratios of half a pass.
 DETAILS = ("error of ", "forward / ", "backward / ")
 PLOTTED = (
     "forward+backward",
@@ -75,20 +78,21 @@ class Report:
         target: str = "",
         note: str = "",
     ) -> None:
-        """One more number: printed, and on disk at once."""
+        """Add a number: print it and write it to disk at once."""
         self.append(Row(self.entry, case, who, metric, value, unit, target, note))
 
     def append(self, row: Row, quiet: bool = False) -> None:
-        """One more row as it is."""
+        """Add a row as it is."""
         self.rows.append(row)
         with self.csv.open("a", newline="") as f:
             csv.DictWriter(f, CSV_COLUMNS).writerow({**asdict(row), **self.environment})
-        self.write_table()  # whoever is stopped has a table, too
+        # A run that is stopped has a table too.
+        self.write_table()
         if quiet:
             return
         shown = f"{format_value(row.value)} {row.unit}".strip()
-        more = f"  [{_verdict(row)}]" if row.target else ""
-        print(f"{row.entry} | {row.case} | {row.who} | {row.metric}: {shown}{more}  {row.note}".rstrip(), flush=True)
+        verdict = f"  [{_verdict(row)}]" if row.target else ""
+        print(f"{row.entry} | {row.case} | {row.who} | {row.metric}: {shown}{verdict}  {row.note}".rstrip(), flush=True)
 
     def close(self) -> None:
         """Write the plot beside the CSV and the table."""
@@ -101,7 +105,7 @@ class Report:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The rows of a CSV that `Report` wrote, maybe cut short."""
+    """Read the rows of a CSV that `Report` wrote. It may be cut short."""
     with path.open(newline="") as f:
         lines = [line for line in csv.DictReader(f) if line.get("note") is not None]
     return [
@@ -111,7 +115,7 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def format_value(value: float | None) -> str:
-    """Three significant digits; a dash for what was not measured."""
+    """Format a value with three significant digits, or as a dash if it was not measured."""
     if value is None:
         return "–"
     return (
@@ -125,21 +129,24 @@ def _verdict(row: Row) -> str:
 
 
 def markdown(rows: Sequence[Row], environment: dict[str, str]) -> str:
-    """For each entry a table with a line per contender and a column per metric; targets beside the numbers, notes below."""
+    """Format a table for each entry, with a line per contender and a column per metric.
+
+    Targets stand beside the numbers, notes below the table.
+    """
     parts = []
     for entry in dict.fromkeys(r.entry for r in rows):
-        mine = [r for r in rows if r.entry == entry]
+        of_entry = [r for r in rows if r.entry == entry]
         hidden = DETAILS if entry != "errors" else ()
-        shown_rows = [r for r in mine if r.value is not None and not r.metric.startswith(hidden)]
+        shown_rows = [r for r in of_entry if r.value is not None and not r.metric.startswith(hidden)]
         metrics = list(dict.fromkeys((r.metric, r.unit) for r in shown_rows))
         heads = [f"{m}, {u}" if u else m for m, u in metrics]
         lines = [f"| {' | '.join([entry, '', *heads])} |", f"|{'---|' * (2 + len(heads))}"]
-        for case, who in dict.fromkeys((r.case, r.who) for r in mine):
-            cells = {(r.metric, r.unit): r for r in mine if (r.case, r.who) == (case, who)}
+        for case, who in dict.fromkeys((r.case, r.who) for r in of_entry):
+            cells = {(r.metric, r.unit): r for r in of_entry if (r.case, r.who) == (case, who)}
             shown = [_cell(cells.get(m)) for m in metrics]
             if any(shown):
                 lines.append(f"| {' | '.join([case, who, *shown])} |")
-        notes = dict.fromkeys(f"* {r.case}, {r.who}: {r.note}" for r in mine if r.note)
+        notes = dict.fromkeys(f"* {r.case}, {r.who}: {r.note}" for r in of_entry if r.note)
         parts.append("\n".join([*lines, *(["", *notes] if notes else [])]))
     setting = ", ".join(f"{k} {v}" if k != "hardware" else v for k, v in environment.items() if v)
     return "\n\n".join([*parts, f"Measured on {setting}."]) + "\n"
@@ -158,7 +165,7 @@ def _main_metric(rows: Sequence[Row]) -> tuple[str, str]:
 
 
 def plot(rows: Sequence[Row], path: Path) -> None:
-    """Bars: of each entry its main metric (PLOTTED), by case and contender. Skipped without matplotlib."""
+    """Draw the main metric (PLOTTED) of each entry as bars, by case and contender. Do nothing without matplotlib."""
     try:
         import matplotlib
     except ImportError:

@@ -1,11 +1,10 @@
 """The published kernels, as PyPI has them (`pip install .[bench]`), called as their own models call them.
 
-* fla, flash-linear-attention: `fused_attnres(query, sources, gain)`, one call a read. `checkpoint_level` stays at its
-  default, 1; fla-level0 is the same with 0, which keeps every mixture and need not recompute it. Every (depth rounded up
-  to a power of two, D) is tuned over 24 configurations at its first call. FLA_GLUON=1, fla's own switch, selects its
-  other kernels; the CSV then says so beside the version.
-* flash-attn-res: Block only, bf16 only; one autograd function around the whole stack, which recomputes its sublayers in
-  the backward. It has no key gain, so the query is multiplied by it outside, which is the same.
+* fla, flash-linear-attention: `fused_attnres(query, sources, gain)`, one call per read. `checkpoint_level` stays at its default, 1.
+  fla-level0 uses 0, which keeps every mixture and need not recompute it. Every (depth rounded up to a power of two, D) is tuned over
+  24 configurations at its first call. FLA_GLUON=1, fla's own switch, selects its other kernels; the CSV then says so beside the version.
+* flash-attn-res: Block only, bf16 only. One autograd function around the whole stack recomputes its sublayers in the backward. It has
+  no key gain, so the query is multiplied by the gain outside, which is equivalent.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ MODULES = {"fla": "fla", "fla-level0": "fla", "flash-attn-res": "flash_attn_res"
 
 
 def why_not(name: str, device: torch.device) -> str:
-    """Why a rival cannot run here; nothing if it can."""
+    """Return the reason why a rival cannot run on this device, or "" if it can."""
     if device.type != "cuda":
         return "skipped: its kernels need a GPU"
     for module in (MODULES[name], "triton"):
@@ -43,7 +42,7 @@ def why_not(name: str, device: torch.device) -> str:
 
 
 def builds(names: Sequence[str]) -> dict[str, Build]:
-    """The stacks of the rivals of these names."""
+    """Return the stacks of the named rivals."""
     known: dict[str, Build] = {"fla": fla, "fla-level0": fla_level0, "flash-attn-res": flash_attn_res}
     return {name: known[name] for name in names}
 
@@ -51,7 +50,7 @@ def builds(names: Sequence[str]) -> dict[str, Build]:
 def fla_read(
     query: Tensor, sources: Sequence[Tensor], key_gain: Tensor, out_gain: Tensor | None = None, level: int = 1
 ) -> Tensor:
-    """One read with fla's kernel."""
+    """Read once with fla's kernel."""
     from fla.ops.attnres import fused_attnres
 
     h: Tensor = fused_attnres(query, sources, key_gain, output_rms_weight=out_gain, rms_eps=EPS, checkpoint_level=level)
@@ -59,17 +58,17 @@ def fla_read(
 
 
 def fla(problem: Problem) -> Built:
-    """A stack of fla's reads, with lists of sources, never stacked."""
+    """Build a stack of fla's reads, with lists of sources that are never stacked."""
     return from_read(problem, fla_read)
 
 
 def fla_level0(problem: Problem) -> Built:
-    """The same, with the mixtures kept for the backward."""
+    """Build a stack of fla's reads that keep the mixtures for the backward."""
     return from_read(problem, partial(fla_read, level=0))
 
 
 class _Layer(nn.Module):
-    """A sublayer as flash-attn-res wants it."""
+    """A sublayer in the form that flash-attn-res expects."""
 
     def __init__(self, site: int, sublayer: Sublayer) -> None:
         super().__init__()
@@ -80,7 +79,7 @@ class _Layer(nn.Module):
 
 
 def flash_attn_res(problem: Problem) -> Built:
-    """flash-attn-res's function over the whole stack."""
+    """Build flash-attn-res's function over the whole stack."""
     from flash_attn_res.experimental.autograd import BlockAttentionResiduals
 
     if problem.block_size is None:
@@ -98,16 +97,17 @@ def flash_attn_res(problem: Problem) -> Built:
 
 @dataclass(frozen=True)
 class Tuning:
-    """How flash-attn-res chose its configurations."""
+    """The outcome of flash-attn-res's tuning."""
 
     finished: bool
     seconds: float
 
 
 def tune_flash_attn_res(problem: Problem, limit: float) -> Tuning:
-    """Let it tune in a process of its own, whose findings this one then reads from Triton's cache; stop it at the limit.
+    """Let flash-attn-res tune in a process of its own, and stop it at the limit.
 
-    If it does not finish, this process gives it fewer configurations to try, through its own `set_autotune_configs`.
+    This process then reads the result from Triton's cache. If the tuning does not finish, this process gives it fewer configurations to
+    try, through its own `set_autotune_configs`.
     """
     tokens, dim = problem.x.shape[1:]
     sizes = {"sites": problem.sites, "tokens": tokens, "dim": dim, "block_size": problem.block_size}
@@ -123,7 +123,7 @@ def tune_flash_attn_res(problem: Problem, limit: float) -> Tuning:
 
 
 def _fewer_configurations() -> None:
-    """Those with four or eight warps and, in the phase that tiles tokens, the smallest tile: without register spills."""
+    """Keep the configurations without register spills: four or eight warps and, in the phase that tiles tokens, the smallest tile."""
     import flash_attn_res as package
 
     kernels: list[Any] = [
@@ -139,7 +139,7 @@ def _fewer_configurations() -> None:
 
 
 def _tune(sizes: dict[str, int]) -> float:
-    """Seconds of its first forward and backward pass."""
+    """Return the seconds of its first forward and backward pass."""
     device = torch.device("cuda")
     problem = Problem.make(dtype=torch.bfloat16, device=device, **sizes)
     built = flash_attn_res(problem)

@@ -1,8 +1,7 @@
 """`full-stack` and `block-stack`: forward and backward of a stack of reads, ours against the published kernels.
 
-For each size: errors against fp64 (ours also in fp32, where the tolerance is tight), then the contenders in turn: median
-milliseconds of forward, backward and both, GPU memory at the peak beyond the input, and our ratio to each rival and to
-the best of them.
+For each size, errors against fp64 come first (ours also in fp32, with a tight tolerance). Then the contenders take turns: median
+milliseconds of forward, backward and both, peak GPU memory beyond the input, and our ratio to each rival and to the best of them.
 """
 
 from __future__ import annotations
@@ -16,26 +15,28 @@ from benchmarks.report import Report
 from benchmarks.stacks import Build, Problem
 from benchmarks.timing import Clock, Timing, extra_memory, interleaved
 
-# (sites, tokens, dim), the required share of the best rival's time, and of its memory
+# (sites, tokens, dim), and the required shares of the best rival's time and memory.
 FULL = (((32, 16384, 2048), "<= 0.27", "<= 0.45"), ((24, 32768, 512), "<= 0.27", ""), ((64, 8192, 2048), "<= 0.20", ""))
 BLOCK = (((32, 16384, 2048), "<= 0.45", ""),)
 SMALL = (((6, 32, 48), "", ""),)
-SITES_A_BLOCK = {False: 8, True: 2}  # by --small
-FEW_TOKENS = 256  # enough for the tight check
+# By --small.
+SITES_PER_BLOCK = {False: 8, True: 2}
+# Enough for the tight check.
+FEW_TOKENS = 256
 GIB = 2**30
 
 
 def full_stack(options: Options, report: Report) -> None:
-    """Full AttnRes against flash-linear-attention."""
+    """Time Full AttnRes against flash-linear-attention."""
     for size, time_target, memory_target in SMALL if options.small else FULL:
         names = [r for r in options.rivals if r != "flash-attn-res"]
         _case(size, None, names, time_target, memory_target, options, report)
 
 
 def block_stack(options: Options, report: Report) -> None:
-    """Block AttnRes against flash-linear-attention and flash-attn-res."""
+    """Time Block AttnRes against flash-linear-attention and flash-attn-res."""
     for size, time_target, memory_target in SMALL if options.small else BLOCK:
-        block_size = SITES_A_BLOCK[options.small]
+        block_size = SITES_PER_BLOCK[options.small]
         _case(size, block_size, list(options.rivals), time_target, memory_target, options, report)
 
 
@@ -75,19 +76,25 @@ def _ratios(
     report: Report,
 ) -> None:
     others = [who for who in timings if who != "ours"]
-    mine, own_memory = timings["ours"], memory["ours"]
+    our_timing, our_memory = timings["ours"], memory["ours"]
     for who in others:
-        theirs, their_memory = timings[who], memory[who]
+        their_timing, their_memory = timings[who], memory[who]
         best = who == min(others, key=lambda w: timings[w].total)
-        report.add(case, "ours", f"time / {who}", mine.total / theirs.total, target=time_target if best else "")
-        report.add(case, "ours", f"forward / {who}", mine.phases[0] / theirs.phases[0])
-        report.add(case, "ours", f"backward / {who}", mine.phases[1] / theirs.phases[1])
-        if own_memory is not None and their_memory:
-            report.add(case, "ours", f"memory / {who}", own_memory / their_memory, target=memory_target if best else "")
+        report.add(
+            case, "ours", f"time / {who}", our_timing.total / their_timing.total, target=time_target if best else ""
+        )
+        report.add(case, "ours", f"forward / {who}", our_timing.phases[0] / their_timing.phases[0])
+        report.add(case, "ours", f"backward / {who}", our_timing.phases[1] / their_timing.phases[1])
+        if our_memory is not None and their_memory:
+            report.add(case, "ours", f"memory / {who}", our_memory / their_memory, target=memory_target if best else "")
 
 
 def _checked(case: str, problem: Problem, names: list[str], options: Options, report: Report) -> dict[str, Build]:
-    """Those that are right and run here, ours among them: WrongResult if ours is wrong."""
+    """Return the contenders that run on this device and are right, ours among them.
+
+    Raises:
+        WrongResult: ours is wrong.
+    """
     sites, (tokens, dim) = problem.sites, problem.x.shape[1:]
     few = Problem.make(sites, min(tokens, FEW_TOKENS), dim, problem.block_size, torch.float32, options.device)
     tight = errors(stacks.results(few, stacks.ours), reference.results(few))
@@ -104,10 +111,10 @@ def _checked(case: str, problem: Problem, names: list[str], options: Options, re
         try:
             if who == "flash-attn-res":
                 _tuning(case, problem, options, report)
-            found: dict[str, torch.Tensor] = {}
-            seconds = Clock(options.device).seconds(lambda b=build, f=found: f.update(stacks.results(problem, b)))  # type: ignore[misc]
+            results: dict[str, torch.Tensor] = {}
+            seconds = Clock(options.device).seconds(lambda b=build, f=results: f.update(stacks.results(problem, b)))  # type: ignore[misc]
             report.add(case, who, "first pass", seconds, "s")
-            loose = errors(found, expected)
+            loose = errors(results, expected)
             report.add(case, who, "largest error in bf16", max(loose.values()))
             for name, error in loose.items():
                 report.add(case, who, f"error of {name}", error)
@@ -115,8 +122,10 @@ def _checked(case: str, problem: Problem, names: list[str], options: Options, re
         except Exception as error:
             if who == "ours":
                 raise
-            what = str(error) if isinstance(error, WrongResult) else f"failed: {type(error).__name__}: {error}"
-            report.add(case, who, "forward+backward", None, "ms", note=what.splitlines()[0][:200])
+            reason_of_failure = (
+                str(error) if isinstance(error, WrongResult) else f"failed: {type(error).__name__}: {error}"
+            )
+            report.add(case, who, "forward+backward", None, "ms", note=reason_of_failure.splitlines()[0][:200])
             continue
         right[who] = build
     return right
@@ -125,7 +134,7 @@ def _checked(case: str, problem: Problem, names: list[str], options: Options, re
 def _tuning(case: str, problem: Problem, options: Options, report: Report) -> None:
     known = tuned.holds("phase_1_")
     tuning = rivals.tune_flash_attn_res(problem, options.tune_limit)
-    note = "with findings of an earlier run" if known else ""
+    note = "with results of an earlier run" if known else ""
     note = (
         note
         if tuning.finished

@@ -1,7 +1,7 @@
-"""A stack of L sites around trivial sublayers: what depth attention costs when nothing else does.
+"""A stack of L sites around trivial sublayers: the cost of depth attention alone.
 
-Timed with identity sublayers, y = h. Checked with y = h ⊙ scale_s, since with y = h every source of a Full stack is the
-embedding and the gradient of every query is zero.
+Timing uses identity sublayers, y = h. Checks use y = h ⊙ scale_s: with y = h every source of a Full stack would be the embedding, and
+the gradient of every query zero.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Read = Callable[[Tensor, Sequence[Tensor], Tensor], Tensor]  # (query, sources, 
 
 @dataclass
 class Problem:
-    """One stack: sizes, parameters, input and the gradient of its output."""
+    """A stack: sizes, parameters, input and the gradient of its output."""
 
     sites: int
     block_size: int | None  # sites per block; None: Full
@@ -38,7 +38,7 @@ class Problem:
     def make(
         cls, sites: int, tokens: int, dim: int, block_size: int | None, dtype: torch.dtype, device: torch.device
     ) -> Problem:
-        """Logits of about one, so that the softmax is neither flat nor a choice; the same numbers at every call."""
+        """Return a problem with logits of about one, so that the softmax is neither flat nor one-hot. Every call gives the same numbers."""
         generator = torch.Generator(device).manual_seed(0)
 
         def normal(*shape: int) -> Tensor:
@@ -56,18 +56,18 @@ class Problem:
         )
 
     def scaled(self, site: int, h: Tensor) -> Tensor:
-        """The sublayer that results are checked with."""
+        """Apply the sublayer for checks."""
         return h * self.scale[site]
 
 
 def identity(site: int, h: Tensor) -> Tensor:
-    """The sublayer that is timed."""
+    """Apply the sublayer for timing."""
     return h
 
 
 @dataclass
 class Built:
-    """One implementation of a problem: its leaves, and its forward pass around given sublayers."""
+    """An implementation of a problem: its leaves, and its forward pass around given sublayers."""
 
     leaves: dict[str, Tensor]  # x, query, key_gain
     forward: Callable[[Sublayer], Tensor]
@@ -77,7 +77,7 @@ Build = Callable[[Problem], Built]
 
 
 def ours(problem: Problem) -> Built:
-    """depthmix: the mixer's own four calls, as a model makes them."""
+    """Build depthmix's stack: the mixer's own four calls, as a model makes them."""
     dim, x = problem.x.shape[-1], problem.x.detach().clone().requires_grad_()
     options: dict[str, Any] = {} if problem.block_size is None else {"block_size": problem.block_size}
     mixer = depthmix.create_mixer("attnres", dim=dim, n_blocks=problem.sites // 2, eps=EPS, **options).to(x.device)
@@ -98,16 +98,16 @@ def ours(problem: Problem) -> Built:
 
 
 def from_read(problem: Problem, read: Read) -> Built:
-    """An implementation that offers one read."""
+    """Build an implementation that offers one read."""
     leaves = {n: getattr(problem, n).detach().clone().requires_grad_() for n in ("x", "query", "key_gain")}
-    own = replace(problem, **leaves)
-    return Built(leaves, lambda sublayer: walk(own, read, sublayer))
+    with_leaves = replace(problem, **leaves)
+    return Built(leaves, lambda sublayer: walk(with_leaves, read, sublayer))
 
 
 def walk(problem: Problem, read: Read, sublayer: Sublayer) -> Tensor:
-    """The paper's bookkeeping around one read.
+    """Do the paper's bookkeeping around one read.
 
-    The first site has one source, which is what it reads: as in the rivals' own models nothing is computed there.
+    The first site reads its only source. As in the rivals' own models, nothing is computed for it.
     """
     size = problem.block_size or 1
     queries, gains = problem.query.unbind(0), problem.key_gain.unbind(0)
@@ -125,7 +125,7 @@ def walk(problem: Problem, read: Read, sublayer: Sublayer) -> Tensor:
 
 
 def results(problem: Problem, build: Build) -> Results:
-    """Output and gradients, with the sublayers that results are checked with."""
+    """Return output and gradients, with the sublayers for checks."""
     built = build(problem)
     out = built.forward(problem.scaled)
     out.backward(problem.grad)
@@ -133,12 +133,12 @@ def results(problem: Problem, build: Build) -> Results:
 
 
 def gradients(leaves: dict[str, Tensor]) -> Results:
-    """The gradients of the leaves."""
+    """Return the gradients of the leaves."""
     return {f"d {n}": leaf.grad for n, leaf in leaves.items() if leaf.grad is not None}
 
 
 def timed(problem: Problem, build: Build) -> Run:
-    """Forward, mark, backward, mark: with identity sublayers."""
+    """Return a run with identity sublayers: forward, mark, backward, mark."""
     built = build(problem)
 
     def run(mark: Mark) -> None:

@@ -1,9 +1,9 @@
 """`step`: the time of a whole training step of a decoder, by mechanism, against the plain residual.
 
-The library's own trainer on random tokens: bf16 autocast, fused AdamW, sublayers and norms compiled and forward and backward
-recorded as a CUDA graph for all arms alike. Every arm takes turns with the first, step by step, with nothing else in memory,
-and is launched while the GPU sleeps: the time is the GPU's, however busy its host is.
-Memory is what the first step needs beyond weights, gradients and optimizer state.
+The library's own trainer runs on random tokens. All arms alike have bf16 autocast, fused AdamW, compiled sublayers and norms, and
+forward and backward recorded as a CUDA graph. Every arm takes turns with the first, step by step, with nothing else in memory. Steps
+are launched while the GPU sleeps, so the time is the GPU's, however busy its host is. Memory is what the first step needs beyond
+weights, gradients and optimizer state.
 """
 
 from __future__ import annotations
@@ -65,16 +65,19 @@ WIDE = {
     "mhc:schedule=single_pass": "<= 1.10",
 }
 SMALL = ("residual", "attnres:block_size=4,ways=2", "dca", "mhc")
-FEW_BLOCKS, FEW_TOKENS = 8, 128  # of the models that are checked
-TIGHT, LOOSE = 1e-3, 1.5e-1  # fp32, every gradient; bf16 autocast, all of them as one vector
+# Blocks and tokens for checks.
+FEW_BLOCKS, FEW_TOKENS = 8, 128
+# Tolerances: of every gradient in fp32, and of all gradients as one vector under bf16 autocast.
+TIGHT, LOOSE = 1e-3, 1.5e-1
 GIB = 2**30
-STEPS = 4  # rounds for each that a kernel gets
+# Rounds per round of a kernel.
+STEPS = 4
 
 
 def step(options: Options, report: Report) -> None:
-    """The recipe's model and one of 16 blocks and 2048 channels."""
-    name, own = own_size(options)
-    sizes: Sizes = {name: (own, dict.fromkeys(SMALL, "") if options.small else RECIPE)}
+    """Time the recipe's model, and a model of 16 blocks and 2048 channels."""
+    name, recipe_model = own_size(options)
+    sizes: Sizes = {name: (recipe_model, dict.fromkeys(SMALL, "") if options.small else RECIPE)}
     if not options.small:
         sizes |= _wide(BASE)
     for name, (config, targets) in sizes.items():
@@ -92,22 +95,22 @@ BASE = TrainConfig(compile="sublayers", steps=10**6, warmup=1, data="random toke
 
 
 def own_size(options: Options) -> tuple[str, TrainConfig]:
-    """The recipe's model with its name, or one that a CPU trains in milliseconds."""
+    """Return the recipe's model with its name, or a model that a CPU trains in milliseconds."""
     if options.small:
         return "small", small_config(BASE)
     return Path(options.recipe).stem, recipe_config(BASE, options.recipe)
 
 
 def case_of(name: str, config: TrainConfig) -> str:
-    """What tables call a size."""
+    """Name a size in tables."""
     return f"{name}: {config.n_blocks} blocks, D={config.dim}, {config.batch_size * config.seq_len} tokens"
 
 
 def recipe_config(base: TrainConfig, path: str) -> TrainConfig:
-    """The base with the model and the optimizer of a recipe."""
+    """Return the base with the model and the optimizer of a recipe."""
     recipe = build_config("benchmarks", CompareConfig, {"recipe": path})
-    kept = ("data", "out", "steps", "warmup", "seed", "device", "compile")  # what is not the model or its optimizer
-    names = [f.name for f in dataclasses.fields(TrainConfig) if f.name not in kept]
+    not_of_model = ("data", "out", "steps", "warmup", "seed", "device", "compile")
+    names = [f.name for f in dataclasses.fields(TrainConfig) if f.name not in not_of_model]
     return dataclasses.replace(base, **{n: getattr(recipe, n) for n in names})
 
 
@@ -117,7 +120,7 @@ def _wide(base: TrainConfig) -> Sizes:
 
 
 def small_config(base: TrainConfig) -> TrainConfig:
-    """The base with a model that a CPU trains in milliseconds."""
+    """Return the base with a model that a CPU trains in milliseconds."""
     return dataclasses.replace(base, dim=32, n_blocks=4, n_heads=2, seq_len=16, batch_size=2, compile="off")
 
 
@@ -128,16 +131,21 @@ def _case(
     data = data_of(config, options)
     require_exact(case, of_arm(config, arms[0]), arms[0].label, options, report)
     first = first_step(case, of_arm(config, arms[0]), arms[0].label, data, options, report)
-    for arm in arms[1:]:  # checked one by one: a run that is cut off has times of those before
+    # Checked one by one, so that a run that is cut off has times of the arms before.
+    for arm in arms[1:]:
         require_exact(case, of_arm(config, arm), arm.label, options, report)
-        own = first_step(case, of_arm(config, arm), arm.label, data, options, report)
-        in_turns(case, {arms[0].label: first, arm.label: own}, options, report, targets.get(arm.label, ""))
-        del own
+        run = first_step(case, of_arm(config, arm), arm.label, data, options, report)
+        in_turns(case, {arms[0].label: first, arm.label: run}, options, report, targets.get(arm.label, ""))
+        del run
         gc.collect()
 
 
 def require_exact(case: str, config: TrainConfig, label: str, options: Options, report: Report) -> None:
-    """Note the errors of a model's losses and gradients; WrongResult ends the run before it is timed."""
+    """Report the errors of a model's losses and gradients before it is timed.
+
+    Raises:
+        WrongResult: the errors are too large.
+    """
     errors = arm_errors(config, options.device)
     for name, error in errors.items():
         report.add(case, label, f"error of {name}", error)
@@ -146,18 +154,19 @@ def require_exact(case: str, config: TrainConfig, label: str, options: Options, 
 
 
 def in_turns(case: str, runs: dict[str, Run], options: Options, report: Report, target: str = "") -> None:
-    """The second of two runs against the first, step by step."""
+    """Time the second of two runs against the first, step by step."""
     first, label = runs
     timings = interleaved(runs, STEPS * options.repeats, options.warmup, options.device)
-    base, own = timings[first].total, timings[label].total
-    report.add(case, label, f"step / {first}", own / base, target=target)
-    report.add(case, label, "step", own, "ms")
-    report.add(case, label, f"step of {first} beside it", base, "ms")
+    base_time, time = timings[first].total, timings[label].total
+    report.add(case, label, f"step / {first}", time / base_time, target=target)
+    report.add(case, label, "step", time, "ms")
+    report.add(case, label, f"step of {first} beside it", base_time, "ms")
 
 
 def first_step(case: str, config: TrainConfig, label: str, data: TokenData, options: Options, report: Report) -> Run:
-    """A run that takes the next step, after the first, in which everything is compiled and recorded."""
-    with options.device:  # drawing a billion weights on the CPU takes longer than all the rest
+    """Take the first step, in which everything is compiled and recorded, and return a run that takes the next one."""
+    # Drawing a billion weights on the CPU would take longer than everything else.
+    with options.device:
         run = steps_of(Trainer(config, data, options.device))
     if options.device.type == "cuda":
         torch.cuda.empty_cache()
@@ -170,44 +179,48 @@ def first_step(case: str, config: TrainConfig, label: str, data: TokenData, opti
 
 
 def of_arm(config: TrainConfig, arm: Arm) -> TrainConfig:
-    """The configuration with an arm's mixer."""
+    """Return the configuration with an arm's mixer."""
     return dataclasses.replace(config, mixer=arm.name, mixer_options=arm.options)
 
 
 def steps_of(trainer: Trainer) -> Run:
-    """A run that takes the trainer's next step; a fused one is only launched, since reading its loss would wake up the host."""
-    done = 0
+    """Return a run that takes the trainer's next step.
+
+    A fused step is only launched, since reading its loss would wake up the host.
+    """
+    n_steps = 0
     take = trainer.launch if trainer.fused else trainer.step
 
     def run(mark: Mark) -> None:
-        nonlocal done
-        take(done)
-        done += 1
+        nonlocal n_steps
+        take(n_steps)
+        n_steps += 1
         mark()
 
     return run
 
 
 def data_of(config: TrainConfig, options: Options) -> TokenData:
-    """Random tokens for some steps."""
+    """Return random tokens for some steps."""
     return random_data(64 if options.small else VOCAB, 4 * config.batch_size * config.seq_len + 1)
 
 
 def random_data(vocab: int, tokens: int) -> TokenData:
-    """Random tokens in the place of prepared data."""
+    """Return random tokens instead of prepared data."""
     ids = np.random.default_rng(0).integers(0, vocab, tokens)
     splits = {name: Split(name, tokens, tokens, 1, [ids]) for name in ("train", "val")}
     return TokenData(Path("random"), {"vocab_size": vocab, "tokenizer": "none"}, splits)
 
 
 def arm_errors(config: TrainConfig, device: torch.device) -> dict[str, float]:
-    """A decoder of the same width with fewer blocks: its largest error in fp32, and those in bf16, against fp64."""
+    """Measure errors against fp64 of a decoder of the same width with fewer blocks: the largest in fp32, and those in bf16."""
     torch.manual_seed(0)
     few = dataclasses.replace(config, n_blocks=min(config.n_blocks, FEW_BLOCKS))
     with device:
         model = Decoder(model_config(few, 64))
     with torch.no_grad():
-        for p in model.mixer.parameters():  # away from an initial value at which a gradient may be zero
+        # Away from initial values at which a gradient may be zero.
+        for p in model.mixer.parameters():
             p.add_(torch.randn_like(p) / config.dim**0.5)
     batch = torch.randint(0, 64, (2, min(config.seq_len, FEW_TOKENS) + 1), device=device)
     with backend("reference"):
@@ -222,7 +235,7 @@ def arm_errors(config: TrainConfig, device: torch.device) -> dict[str, float]:
 
 
 def _results(model: Decoder, batch: Tensor, precision: str) -> check.Results:
-    """Losses and the gradient of every parameter."""
+    """Return the losses and the gradient of every parameter."""
     model.zero_grad(set_to_none=True)
     with autocast(batch.device, precision) if precision == "bf16" else nullcontext():
         losses = token_losses(model, batch) if precision == "bf16" else _losses(model, batch)
@@ -232,7 +245,7 @@ def _results(model: Decoder, batch: Tensor, precision: str) -> check.Results:
 
 
 def _losses(model: Decoder, batch: Tensor) -> Tensor:
-    """`token_losses` without its rounding to fp32."""
+    """Compute `token_losses` without rounding them to fp32."""
     logits = model(batch[:, :-1]).flatten(0, 1)
     return torch.nn.functional.cross_entropy(logits, batch[:, 1:].flatten(), reduction="none").view_as(batch[:, 1:])
 

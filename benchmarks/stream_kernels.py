@@ -1,4 +1,4 @@
-"""Kernels of residual streams, for the registry in kernels.py: a site of Hyper-Connections or mHC with four streams, and its backward."""
+"""Kernels of residual streams for the registry in kernels.py: a site of Hyper-Connections or mHC with four streams, and its backward."""
 
 from __future__ import annotations
 
@@ -27,37 +27,40 @@ class Site:
         self.unit = self.y.nbytes
 
     def first(self, *names: str) -> list[Tensor]:
-        """Some tokens in fp64."""
+        """Return the first tokens of some tensors in fp64."""
         return [getattr(self, name)[:ROWS].double() for name in names]
 
     def written(self, x: Tensor, y: Tensor) -> Tensor:
-        """What the site writes, exactly."""
+        """Compute exactly what the site writes."""
         post, res = self.first("post", "res")
         return torch.einsum("toi,tid->tod", res, x) + torch.einsum("to,td->tod", post, y)
 
     def normed(self, x: Tensor) -> Tensor:
-        """What it reads of such streams, exactly."""
+        """Compute exactly the normed read of some streams."""
         return normed(torch.einsum("ti,tid->td", *self.first("pre"), x), self.gain, EPS)
 
 
 def stream_write(reads: bool) -> Callable[[int, int, torch.device], Work]:
-    """The write to all streams with the sums that mHC's weights need, and the next read where its weights are known."""
+    """Set up the write to all streams with the sums that mHC's weights need.
+
+    With `reads`, the next read is part of it, since its weights are known.
+    """
 
     def make(tokens: int, dim: int, device: torch.device) -> Work:
         from depthmix.ops.stream_mix.kernels.rows import Reading, Rows, write_rows
 
-        site, found = Site(tokens, dim, device), list[Rows]()
+        site, results = Site(tokens, dim, device), list[Rows]()
         reading = Reading(site.pre, site.gain, EPS) if reads else None
 
         def run() -> None:
-            found[:] = [write_rows(site.x, False, STREAMS, site.y, site.post, site.res, 1, reading)]
+            results[:] = [write_rows(site.x, False, STREAMS, site.y, site.post, site.res, 1, reading)]
 
         def errors() -> dict[str, float]:
             x = site.written(*site.first("x", "y"))
-            seen = {"x": relative_error(found[0].x[:ROWS].double(), x)}
-            if found[0].h is not None:
-                seen["h"] = relative_error(found[0].h[:ROWS].double(), site.normed(x))
-            return seen
+            differences = {"x": relative_error(results[0].x[:ROWS].double(), x)}
+            if results[0].h is not None:
+                differences["h"] = relative_error(results[0].h[:ROWS].double(), site.normed(x))
+            return differences
 
         return Work(run, (2 * STREAMS + 1 + reads) * site.unit, errors)
 
@@ -65,37 +68,40 @@ def stream_write(reads: bool) -> Callable[[int, int, torch.device], Work]:
 
 
 def stream_read(tokens: int, dim: int, device: torch.device) -> Work:
-    """A read with the norm that follows."""
+    """Set up a read with the norm that follows."""
     from depthmix.ops.stream_mix.kernels.read import read
 
-    site, found = Site(tokens, dim, device), list[Tensor]()
+    site, results = Site(tokens, dim, device), list[Tensor]()
 
     def run() -> None:
-        found[:] = [read(site.x, False, STREAMS, site.pre, site.gain, EPS)[0]]
+        results[:] = [read(site.x, False, STREAMS, site.pre, site.gain, EPS)[0]]
 
     def errors() -> dict[str, float]:
-        return {"h": relative_error(found[0][:ROWS].double(), site.normed(*site.first("x")))}
+        return {"h": relative_error(results[0][:ROWS].double(), site.normed(*site.first("x")))}
 
     return Work(run, (STREAMS + 1) * site.unit, errors)
 
 
 def stream_products(columns: int) -> Callable[[int, int, torch.device], Work]:
-    """The products of all streams with W, for mHC of all channels together (24 columns), for Hyper-Connections of each stream (6)."""
+    """Set up the products of all streams with W.
+
+    mHC has 24 columns for all channels together, Hyper-Connections 6 for each stream.
+    """
 
     def make(tokens: int, dim: int, device: torch.device) -> Work:
         from depthmix.ops.stream_mix.products import halves_of, product
 
-        site, joint, found = Site(tokens, dim, device), columns > STREAMS + 2, list[Tensor]()
+        site, joint, results = Site(tokens, dim, device), columns > STREAMS + 2, list[Tensor]()
         w = torch.randn(STREAMS * dim if joint else dim, columns, device=device) / dim**0.5
         halves = halves_of(w)
 
         def run() -> None:
-            found[:] = [product(site.x, w, halves, joint)]
+            results[:] = [product(site.x, w, halves, joint)]
 
         def errors() -> dict[str, float]:
             (x,) = site.first("x")
-            wanted = x.flatten(1) @ w.double() if joint else x @ w.double()
-            return {"z": relative_error(found[0][:ROWS].double(), wanted)}
+            expected = x.flatten(1) @ w.double() if joint else x @ w.double()
+            return {"z": relative_error(results[0][:ROWS].double(), expected)}
 
         return Work(run, STREAMS * site.unit + tokens * (columns if joint else columns * STREAMS) * 4, errors)
 
@@ -103,21 +109,24 @@ def stream_products(columns: int) -> Callable[[int, int, torch.device], Work]:
 
 
 def stream_read_backward(known: bool) -> Callable[[int, int, torch.device], Work]:
-    """The sums that the backward of a read and its norm takes over channels: of the streams, or where the weights were known of the result."""
+    """Set up the sums over channels in the backward of a read and its norm.
+
+    If the weights were known, the sums are over the result instead of the streams.
+    """
 
     def make(tokens: int, dim: int, device: torch.device) -> Work:
         from depthmix.ops.stream_mix.kernels.read import norm_backward, read, read_backward
 
-        site, found = Site(tokens, dim, device), list[Tensor | None]()
+        site, results = Site(tokens, dim, device), list[Tensor | None]()
         h, rho = read(site.x, False, STREAMS, site.pre, site.gain, EPS)
         assert rho is not None
         given = (site.x, False, STREAMS, site.pre, site.gain, rho)
 
         def run() -> None:
-            found[:] = norm_backward(site.dh, h, *given) if known else read_backward(site.dh, *given)[1:]
+            results[:] = norm_backward(site.dh, h, *given) if known else read_backward(site.dh, *given)[1:]
 
         def errors() -> dict[str, float]:
-            (dh, x), c = site.first("dh", "x"), found[0]
+            (dh, x), c = site.first("dh", "x"), results[0]
             assert c is not None
             return {"c": relative_error(c[:ROWS].double(), (dh * site.normed(x)).mean(-1))}
 
@@ -127,7 +136,10 @@ def stream_read_backward(known: bool) -> Callable[[int, int, torch.device], Work
 
 
 def stream_write_backward(columns: int) -> Callable[[int, int, torch.device], Work]:
-    """The gradients of the streams, of what was written and of its weights; mHC's (24 columns) reads a product, the other forms it."""
+    """Set up the gradients of the streams, of the written output and of its weights.
+
+    mHC (24 columns) reads a product, Hyper-Connections compute it.
+    """
 
     def make(tokens: int, dim: int, device: torch.device) -> Work:
         from depthmix.ops.stream_mix.kernels.read import read, read_backward
@@ -139,7 +151,7 @@ def stream_write_backward(columns: int) -> Callable[[int, int, torch.device], Wo
         )
         from depthmix.ops.stream_mix.products import halves_of
 
-        site, joint, found = Site(tokens, dim, device), columns > STREAMS + 2, list[WriteGradients]()
+        site, joint, results = Site(tokens, dim, device), columns > STREAMS + 2, list[WriteGradients]()
         new = torch.einsum("toi,tid->tod", site.res, site.x.float()) + site.post[..., None] * site.y[:, None]
         new = new.bfloat16()
         _, rho = read(new, False, STREAMS, site.pre, site.gain, EPS)
@@ -148,17 +160,18 @@ def stream_write_backward(columns: int) -> Callable[[int, int, torch.device], Wo
         reading = ReadGradient(site.dh, site.pre, site.gain, rho, c)
         slopes = torch.randn(tokens, *(() if joint else (STREAMS,)), 2, device=device)
         if joint:
-            slopes[..., 1] = 0.0  # streams that are not centred
+            # Streams are not centred.
+            slopes[..., 1] = 0.0
             scan = ScanGradient(torch.randn_like(new), slopes)
         else:
             w = torch.randn(dim, columns, device=device)
             scan = ScanGradient(torch.randn(tokens, STREAMS, columns, device=device), slopes, halves_of(w))
 
         def run() -> None:
-            found[:] = [write_backward(site.g, site.x, False, STREAMS, site.y, site.post, site.res, reading, scan)]
+            results[:] = [write_backward(site.g, site.x, False, STREAMS, site.y, site.post, site.res, reading, scan)]
 
         def errors() -> dict[str, float]:
-            """By autograd of a function that has these gradients."""
+            """Compare with autograd of a function that has these gradients."""
             x, y = (t.requires_grad_() for t in site.first("x", "y"))
             g, dh = site.first("g", "dh")
             p = scan.products[:ROWS].double()
@@ -166,9 +179,9 @@ def stream_write_backward(columns: int) -> Callable[[int, int, torch.device], Wo
             slope, shift = slopes[:ROWS].double().view(len(g), -1, 1, 2).unbind(-1)
             z = site.written(x, y)
             total = (z * (g + p + shift)).sum() + (slope * z.square()).sum() / 2 + (dh * site.normed(z)).sum()
-            wanted = torch.autograd.grad(total, (x, y))
-            got = (found[0].dx, found[0].dy)
-            pairs = zip("xy", got, wanted, strict=True)
+            expected = torch.autograd.grad(total, (x, y))
+            actual = (results[0].dx, results[0].dy)
+            pairs = zip("xy", actual, expected, strict=True)
             return {f"d{k}": relative_error(a[:ROWS].double(), b) for k, a, b in pairs if a is not None}
 
         return Work(run, (3 * STREAMS + 3 + STREAMS * joint) * site.unit, errors)

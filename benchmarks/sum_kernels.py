@@ -1,4 +1,4 @@
-"""Kernels of weighted sums over depth, for the registry in kernels.py: DCA's reads of eight sources, DenseFormer's, and their backward."""
+"""Kernels of weighted sums over depth for the registry in kernels.py: reads of eight sources by DCA and DenseFormer, and their backward."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CLAMPED = 1  # the dynamic weights
 
 
 class Read:
-    """A read of eight sources: DCA's three ways with rows of static weights, scores and norms, or DenseFormer's with numbers."""
+    """A read of eight sources. DCA has three ways with rows of static weights, scores and norms; DenseFormer has single numbers."""
 
     def __init__(self, ways: int, tokens: int, dim: int, device: torch.device) -> None:
         self.like = torch.empty(tokens, dim, device=device, dtype=torch.bfloat16)
@@ -35,7 +35,7 @@ class Read:
         return read(self.sources, None, self.static, self.dynamic, CLAMPED, self.gain, EPS, raw, True)
 
     def exact(self, way: int) -> Tensor:
-        """A way's mixture of some tokens in fp64, before its norm."""
+        """Compute a way's mixture of some tokens in fp64, before its norm."""
         total = torch.zeros(())
         for i, v in enumerate(first_rows(self.sources)):
             weight = self.static[way, i].double()
@@ -46,19 +46,19 @@ class Read:
 
 
 def sum_read(ways: int) -> Callable[[int, int, torch.device], Work]:
-    """All ways from one read of the sources, with the norms that follow."""
+    """Set up a read that computes all ways from one pass over the sources, with the norms that follow."""
 
     def make(tokens: int, dim: int, device: torch.device) -> Work:
-        case, found = Read(ways, tokens, dim, device), list[object]()
+        case, results = Read(ways, tokens, dim, device), list[object]()
 
         def run() -> None:
-            found[:] = [case()]
+            results[:] = [case()]
 
         def errors() -> dict[str, float]:
-            wanted = [case.exact(w) for w in range(ways)]
+            expected = [case.exact(w) for w in range(ways)]
             if case.gain is not None:
-                wanted = [normed(o, k, EPS) for o, k in zip(wanted, case.gain, strict=True)]
-            return {"y": max(map(relative_error, first_rows(found[0].y), wanted))}  # type: ignore[attr-defined]
+                expected = [normed(o, k, EPS) for o, k in zip(expected, case.gain, strict=True)]
+            return {"y": max(map(relative_error, first_rows(results[0].y), expected))}  # type: ignore[attr-defined]
 
         return Work(run, case.units * case.like.nbytes, errors)
 
@@ -66,35 +66,35 @@ def sum_read(ways: int) -> Callable[[int, int, torch.device], Work]:
 
 
 def sum_read_backward(ways: int) -> Callable[[int, int, torch.device], Work]:
-    """The gradients of a read's weights and gains, and of its mixtures."""
+    """Set up the gradients of a read's weights and gains, and of its mixtures."""
 
     def make(tokens: int, dim: int, device: torch.device) -> Work:
         from depthmix.ops.depth_sum.kernels.read_backward import Need, read_backward
 
         case = Read(ways, tokens, dim, device)
         kept, dca = case(), case.gain is not None
-        need, found = Need(True, dca), list[object]()
+        need, results = Need(True, dca), list[object]()
         raw, draw = (0, torch.randn_like(case.like)) if dca else (None, None)
 
         def run() -> None:
             rows, rms = kept.kept, kept.rms  # type: ignore[attr-defined]
             given = (case.dy, draw, raw, rows, rms, case.gain, case.sources, case.static, case.dynamic, CLAMPED)
-            found[:] = [read_backward(*given, need, kept.mixtures)]  # type: ignore[attr-defined]
+            results[:] = [read_backward(*given, need, kept.mixtures)]  # type: ignore[attr-defined]
 
         def errors() -> dict[str, float]:
-            do = found[0].do  # type: ignore[attr-defined]
+            do = results[0].do  # type: ignore[attr-defined]
             products = [[d.double() * v.double() for v in case.sources] for d in do[:1]]
-            wanted = torch.stack([p.sum(0) if dca else p.sum()[None] for p in products[0]])
-            return {"dstatic": relative_error(found[0].dstatic[0], wanted)}  # type: ignore[attr-defined]
+            expected = torch.stack([p.sum(0) if dca else p.sum()[None] for p in products[0]])
+            return {"dstatic": relative_error(results[0].dstatic[0], expected)}  # type: ignore[attr-defined]
 
-        # With norms: the gradient of each result, x̂, do, and that of the mixture handed on.
+        # With norms: the gradient of each result, x̂, do, and the gradient of the mixture that is passed on.
         return Work(run, (N_SOURCES + (3 * ways + 1 if dca else ways)) * case.like.nbytes, errors)
 
     return make
 
 
 def sum_source_backward(tokens: int, dim: int, device: torch.device) -> Work:
-    """The gradients of two sources from fifteen ways that read them, as in DCA."""
+    """Set up the gradients of two sources from fifteen ways that read them, as in DCA."""
     from depthmix.ops.depth_sum.kernels.source_backward import Reader, Target, source_backward
 
     like = torch.empty(tokens, dim, device=device, dtype=torch.bfloat16)
@@ -105,38 +105,38 @@ def sum_source_backward(tokens: int, dim: int, device: torch.device) -> Work:
         Reader(d, [r[0], r[1]], [n[0], n[1]], CLAMPED, [n[2], n[3]], [r[2], r[2]])
         for d, r, n in zip(do, rows, numbers, strict=True)
     ]
-    found: list[Tensor] = []
+    results: list[Tensor] = []
 
     def run() -> None:
-        found[:] = source_backward([Target(like), Target(like)], readers)
+        results[:] = source_backward([Target(like), Target(like)], readers)
 
     def errors() -> dict[str, float]:
-        wanted = []
+        expected = []
         for j in range(2):
             parts = (
                 (r[j].double() + n[j, : len(d), None].double().clamp(min=0)) * d
                 + n[2 + j, : len(d), None].double() * r[2].double()
                 for d, r, n in zip(first_rows(do), rows, numbers, strict=True)
             )
-            wanted.append(torch.stack(list(parts)).sum(0))
-        return {"dv": max(map(relative_error, first_rows(found), wanted))}
+            expected.append(torch.stack(list(parts)).sum(0))
+        return {"dv": max(map(relative_error, first_rows(results), expected))}
 
     return Work(run, (READERS + 2) * like.nbytes + numbers.nbytes, errors)
 
 
 def add_and_score(tokens: int, dim: int, device: torch.device) -> Work:
-    """A source added up, and its dot products with 33 rows of weights."""
+    """Set up the sum of two tensors, and its dot products with 33 rows of weights."""
     from depthmix.ops.depth_sum.kernels.scores import add_and_score
 
     like = torch.empty(tokens, dim, device=device, dtype=torch.bfloat16)
     v, add, w = torch.randn_like(like), torch.randn_like(like), torch.randn(33, dim, device=device) / dim**0.5
-    found: list[Tensor] = []
+    results: list[Tensor] = []
 
     def run() -> None:
-        found[:] = add_and_score(v, add, w)
+        results[:] = add_and_score(v, add, w)
 
     def errors() -> dict[str, float]:
-        (fresh,) = first_rows(found[:1])
-        return {"scores": relative_error(first_rows(found[1:])[0], fresh @ w.double().T)}
+        (fresh,) = first_rows(results[:1])
+        return {"scores": relative_error(first_rows(results[1:])[0], fresh @ w.double().T)}
 
     return Work(run, 3 * like.nbytes + 4 * 33 * tokens, errors)

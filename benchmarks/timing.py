@@ -1,4 +1,4 @@
-"""Medians of interleaved rounds: contenders take turns, so that a clock that drifts drifts for all of them."""
+"""Medians of interleaved rounds. Contenders take turns, so that a drifting clock affects all of them."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ from typing import TypeVar
 
 import torch
 
-CYCLES = 2.0e9  # of a GPU, a second, at most
+# Upper bound of a GPU's clock cycles per second.
+CYCLES = 2.0e9
 Mark = Callable[[], None]
 Name = TypeVar("Name", bound=Hashable)
-Run = Callable[[Mark], None]  # does the work and calls its argument at the end of every phase
+# Does the work and calls its argument at the end of every phase.
+Run = Callable[[Mark], None]
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Median milliseconds of every phase and of the whole, and how far the middle half of the rounds spreads."""
+    """Median milliseconds of every phase and of the whole, and the spread of the middle half of the rounds."""
 
     phases: tuple[float, ...]
     total: float
@@ -28,7 +30,7 @@ class Timing:
 
 
 class Clock:
-    """CUDA events on a GPU, the wall clock elsewhere."""
+    """A clock by CUDA events on a GPU, and by wall time elsewhere."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -39,7 +41,7 @@ class Clock:
             torch.cuda.synchronize(self.device)
 
     def launch(self, run: Run) -> float:
-        """Seconds that launching a run takes."""
+        """Return the seconds that launching a run takes."""
         if self.device.type != "cuda":
             return 0.0
         self.synchronize()
@@ -51,10 +53,12 @@ class Clock:
         return took
 
     def phases(self, run: Run, asleep: float = 0.0) -> list[float]:
-        """Milliseconds between the marks of one run.
+        """Return the milliseconds between the marks of one run.
 
-        asleep: seconds that the GPU sleeps before; what is launched meanwhile runs without gaps. Otherwise a kernel
-        shorter than its launch measures the launch, and a stack without real sublayers the speed of Python.
+        Args:
+            run: the run.
+            asleep: seconds that the GPU sleeps before. What is launched meanwhile runs without gaps. Without this, a kernel
+                shorter than its launch would measure the launch, and a stack without real sublayers the speed of Python.
         """
         self.synchronize()
         if self.device.type != "cuda":
@@ -74,7 +78,7 @@ class Clock:
         return [a.elapsed_time(b) for a, b in itertools.pairwise(events)]
 
     def seconds(self, run: Callable[[], object]) -> float:
-        """Wall-clock seconds of one call with everything it compiles and tunes."""
+        """Return the wall-clock seconds of one call, including everything that it compiles and tunes."""
         self.synchronize()
         begun = time.perf_counter()
         run()
@@ -83,19 +87,20 @@ class Clock:
 
 
 def interleaved(runs: Mapping[Name, Run], rounds: int, warmup: int, device: torch.device) -> dict[Name, Timing]:
-    """Each run `warmup` times, then `rounds` rounds in which every run takes its turn; what launching costs is hidden."""
-    clock, asleep = Clock(device), dict.fromkeys(runs, 0.0)
+    """Run each contender `warmup` times, then time it once in each of `rounds` rounds. Launch times are hidden."""
+    clock, sleep_seconds = Clock(device), dict.fromkeys(runs, 0.0)
     for name, run in runs.items():
         for _ in range(warmup):
             clock.phases(run)
-        asleep[name] = 0.005 + 1.5 * clock.launch(run)
+        sleep_seconds[name] = 0.005 + 1.5 * clock.launch(run)
     times: dict[Name, list[list[float]]] = {name: [] for name in runs}
     gc.collect()
-    gc.disable()  # a collection in the middle of a pass would be counted as the kernel's
+    # A garbage collection during a pass would be counted as the kernel's time.
+    gc.disable()
     try:
         for _ in range(rounds):
             for name, run in runs.items():
-                times[name].append(clock.phases(run, asleep[name]))
+                times[name].append(clock.phases(run, sleep_seconds[name]))
     finally:
         gc.enable()
     return {name: _summary(t) for name, t in times.items()}
@@ -110,7 +115,7 @@ def _summary(rounds: list[list[float]]) -> Timing:
 
 
 def extra_memory(run: Run, device: torch.device) -> int | None:
-    """Bytes of GPU memory a run needs at its peak beyond what was allocated before it; None without a GPU."""
+    """Return the peak bytes of GPU memory that a run adds to those allocated before it, or None without a GPU."""
     if device.type != "cuda":
         return None
     gc.collect()

@@ -1,7 +1,7 @@
-"""`tokens`: tokens a second of our plain model against Hugging Face's Llama with the same weights, which gives the same logits.
+"""`tokens`: tokens per second of our plain model against Hugging Face's Llama with the same weights and the same logits.
 
-Both decode with a static cache of the same length, a step is one CUDA graph on both sides, and theirs is compiled by
-torch.compile first, which is how it is served best; ours has kernels of its own between its products.
+Both decode with a static cache of the same length, and a step is one CUDA graph on both sides. Their model is compiled by
+torch.compile first, which serves it best; ours has kernels of its own between its products.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ from depthmix.study.arms import parse_arms
 
 SIZES = {"54m": dataclasses.replace(M54, mlp="swiglu", qk_norm=False, mlp_dim=1408), "1b": B1}
 BATCHES = (1, 64)
-SAME, NEAR = 1e-4, 5e-2  # largest difference of logits over the largest logit: fp32, bf16
+# Largest difference of logits over the largest logit, in fp32 and in bf16.
+SAME, NEAR = 1e-4, 5e-2
 
 
 def tokens(options: Options, report: Report) -> None:
-    """Batch 1 and 64."""
+    """Compare batches of 1 and of 64."""
     try:
         import transformers  # noqa: F401
     except ImportError:
@@ -53,7 +54,7 @@ def tokens(options: Options, report: Report) -> None:
             timings = interleaved(runs, rounds, options.warmup, options.device)
             rates = {who: 1e3 * STEPS * batch / timing.total for who, timing in timings.items()}
             for who, rate in rates.items():
-                report.add(f"{case}, batch {batch}", who, "tokens a second", rate)
+                report.add(f"{case}, batch {batch}", who, "tokens per second", rate)
             ratio = rates["depthmix"] / rates["transformers"]
             report.add(
                 f"{case}, batch {batch}",
@@ -69,7 +70,7 @@ def tokens(options: Options, report: Report) -> None:
 
 
 def llama_of(model: Decoder) -> Any:
-    """Hugging Face's Llama with a plain decoder's weights."""
+    """Return Hugging Face's Llama with a plain decoder's weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     c: DecoderConfig = model.config
@@ -94,7 +95,7 @@ def llama_of(model: Decoder) -> Any:
 
 
 def _name(ours: str) -> str:
-    """What Llama calls a weight."""
+    """Return Llama's name for a weight."""
     kind, *rest = ours.split(".")
     if kind in ("norms", "sublayers"):
         block, mlp = divmod(int(rest[0]), 2)
@@ -124,24 +125,24 @@ def _steps_of_llama(model: Any, batch: int, options: Options) -> Run:
     model(prompt, past_key_values=cache, use_cache=True, logits_to_keep=1)
     ids = torch.zeros(batch, 1, dtype=torch.int64, device=options.device)
     lengths: list[Tensor] = [layer.cumulative_length for layer in cache.layers if hasattr(layer, "cumulative_length")]
-    begun = [t.clone() for t in lengths]
-    where = torch.full((batch, 1), past, dtype=torch.int64, device=options.device)
+    initial_lengths = [t.clone() for t in lengths]
+    positions = torch.full((batch, 1), past, dtype=torch.int64, device=options.device)
 
     def forward() -> Tensor:
-        return model(ids, past_key_values=cache, position_ids=where, use_cache=True).logits[:, -1]
+        return model(ids, past_key_values=cache, position_ids=positions, use_cache=True).logits[:, -1]
 
     step = torch.compile(forward, dynamic=False) if options.device.type == "cuda" else forward
 
     def call() -> Tensor:
         with torch.no_grad():
             logits = step()
-            where.add_(1)
+            positions.add_(1)
             return logits
 
     def rewind() -> None:
         if lengths:
-            torch._foreach_copy_(lengths, begun)
-        where.fill_(past)
+            torch._foreach_copy_(lengths, initial_lengths)
+        positions.fill_(past)
 
     replay = recorded(call, options.device)
 

@@ -1,4 +1,4 @@
-"""A PyTorch model of one's own: a language model of a few lines whose connections over depth are a choice.
+"""A user's own PyTorch model: a short language model whose connections over depth are a choice.
 
 python examples/custom_model.py            # attnres
 python examples/custom_model.py hyper      # any name of depthmix.list_mixers()
@@ -16,7 +16,7 @@ VOCAB, DIM, BLOCKS, LENGTH = 16, 32, 3, 24
 
 
 class Attention(nn.Module):
-    """It takes what `read` returns: one mixture, two (for queries and keys, for values) or three."""
+    """Causal attention over what `read` returns: one mixture, two (for queries and keys, and for values) or three."""
 
     def __init__(self, dim: int, heads: int = 2) -> None:
         super().__init__()
@@ -43,19 +43,20 @@ class Model(nn.Module):
         self.sublayers, self.norms = nn.ModuleList(), nn.ModuleList()
         for site, name in enumerate(self.mixer.layout.names):
             self.sublayers.append(Attention(DIM) if name == "attention" else mlp(DIM))
-            self.norms.append(nn.ModuleList(nn.RMSNorm(DIM) for _ in range(self.mixer.ways(site))))  # one per mixture
+            # One norm per mixture.
+            self.norms.append(nn.ModuleList(nn.RMSNorm(DIM) for _ in range(self.mixer.ways(site))))
         self.final_norm, self.head = nn.RMSNorm(DIM), nn.Linear(DIM, VOCAB, bias=False)
 
     def forward(self, ids: Tensor) -> Tensor:
         state = self.mixer.start(self.embedding(ids) + self.position[: ids.shape[1]])
         for site, (norm, sublayer) in enumerate(zip(self.norms, self.sublayers, strict=True)):
-            # It was: x = x + sublayer(norm(x))
+            # A plain Transformer has: x = x + sublayer(norm(x))
             state = self.mixer.write(state, site, sublayer(self.mixer.read(state, site, norm)))
         return self.head(self.final_norm(self.mixer.finish(state)))
 
 
 def batch(n: int = 16) -> Tensor:
-    """Sequences that repeat themselves after six tokens."""
+    """Return sequences that repeat themselves after six tokens."""
     return torch.randint(VOCAB, (n, 6)).repeat(1, LENGTH // 6)
 
 
@@ -72,7 +73,10 @@ def main(mixer: str = "attnres", steps: int = 60, **options: object) -> list[flo
         optimizer.step()
         losses.append(loss.item())
     print(f"{mixer}: loss {losses[0]:.3f} -> {losses[-1]:.3f}")
-    print("what finish reads:", [round(w, 2) for w in depthmix.depth_mixing(model, batch(4))[0, -1].tolist()])
+    print(
+        "weights with which finish reads:",
+        [round(w, 2) for w in depthmix.depth_mixing(model, batch(4))[0, -1].tolist()],
+    )
     return losses
 
 

@@ -1,10 +1,10 @@
-"""An encoder and a decoder with cross attention: two mixers, and three sites in every block of the second.
+"""An encoder and a decoder with cross attention: two mixers, and three sites in every block of the decoder.
 
     python examples/encoder_decoder.py               # grn
     python examples/encoder_decoder.py attnres
 
-Each stack has its own embedding, its own sublayers and its own mixer. The decoder's cross attention reads one mixture, for its
-queries; its keys and values are of the encoder's output.
+Each stack has its own embedding, sublayers and mixer. The decoder's cross attention reads one mixture, for its queries. Its keys and
+values come from the encoder's output.
 """
 
 import sys
@@ -16,7 +16,8 @@ from torch.nn import functional
 import depthmix
 
 VOCAB, DIM, HEADS, BLOCKS, LENGTH = 12, 32, 2, 2, 8
-START = VOCAB  # the token before the first
+# The token before the first.
+START = VOCAB
 
 
 class Attention(nn.Module):
@@ -36,7 +37,7 @@ class Attention(nn.Module):
 
 
 class Stack(nn.Module):
-    """An embedding with positions, and blocks of these sites."""
+    """An embedding with positions, and blocks with the given sites."""
 
     def __init__(self, mixer: str, sites: tuple[str, ...], causal: bool, **options: object) -> None:
         super().__init__()
@@ -70,10 +71,10 @@ class EncoderDecoder(nn.Module):
 
 
 def batch(n: int = 32) -> tuple[Tensor, Tensor, Tensor]:
-    """Sequences, what the decoder sees of their reverse, and what it is to say."""
+    """Return sequences, the decoder's inputs (their reverse, shifted by one token) and the decoder's targets."""
     source = torch.randint(VOCAB, (n, LENGTH))
-    wanted = source.flip(1)
-    return source, torch.cat([torch.full((n, 1), START), wanted[:, :-1]], dim=1), wanted
+    reversed_source = source.flip(1)
+    return source, torch.cat([torch.full((n, 1), START), reversed_source[:, :-1]], dim=1), reversed_source
 
 
 def main(mixer: str = "grn", steps: int = 60, **options: object) -> list[float]:
@@ -82,16 +83,17 @@ def main(mixer: str = "grn", steps: int = 60, **options: object) -> list[float]:
     optimizer = torch.optim.AdamW(depthmix.param_groups(model, weight_decay=0.01), lr=5e-3)
     losses = []
     for _ in range(steps):
-        source, target, wanted = batch()
-        loss = functional.cross_entropy(model(source, target).flatten(0, 1), wanted.flatten())
+        source, target, expected = batch()
+        loss = functional.cross_entropy(model(source, target).flatten(0, 1), expected.flatten())
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
     print(f"{mixer}: loss {losses[0]:.3f} -> {losses[-1]:.3f}")
-    for name in ("encoder.mixer", "decoder.mixer"):  # of two mixers one is named
+    # A model with two mixers needs the name of one.
+    for name in ("encoder.mixer", "decoder.mixer"):
         m = depthmix.depth_mixing(model, *batch(4)[:2], mixer=name)
-        print(f"{name}, what finish reads:", [round(w, 2) for w in m[0, -1].tolist()])
+        print(f"{name}, weights with which finish reads:", [round(w, 2) for w in m[0, -1].tolist()])
     return losses
 
 

@@ -1,10 +1,10 @@
-"""A Hugging Face model: a Llama retrofitted with a mixer, fine-tuned with Trainer, saved, loaded, and asked to go on.
+"""A Hugging Face model: a Llama retrofitted with a mixer, fine-tuned with Trainer, saved, loaded, and used to generate.
 
     python examples/hugging_face.py            # attnres
     python examples/hugging_face.py dca        # any rule that begins as the plain residual
 
-The Llama is small and its weights are random, so that nothing is fetched: it is built and saved first, as if it were somebody's.
-Needs transformers and accelerate: pip install '.[hf]' accelerate, in a clone of depthmix
+The Llama is small and has random weights, so nothing is downloaded. The script builds and saves it first, as a stand-in for a
+pretrained model. It needs transformers and accelerate: pip install '.[hf]' accelerate, in a clone of depthmix.
 """
 
 import sys
@@ -41,10 +41,10 @@ class Counting(torch.utils.data.Dataset):
 
 
 class MyTrainer(PaperDecay, Trainer):
-    """Trainer, which decays no small vector of the mixer."""
+    """A Trainer that does not decay the mixer's small vectors."""
 
 
-def somebodys_model(folder: Path) -> None:
+def save_plain_model(folder: Path) -> None:
     shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
     config = LlamaConfig(vocab_size=VOCAB, **shape, bos_token_id=None, eos_token_id=None)
     LlamaForCausalLM(config).save_pretrained(folder)
@@ -53,14 +53,15 @@ def somebodys_model(folder: Path) -> None:
 def main(mixer: str = "attnres", steps: int = 60, **options: object) -> list[float]:
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as name:
-        place = Path(name)
-        somebodys_model(place / "plain")
+        folder = Path(name)
+        save_plain_model(folder / "plain")
 
-        model = AutoModelForCausalLM.from_pretrained(place / "plain")
-        depthmix.retrofit(model, mixer, **options)  # the same logits, printed by how much they changed
+        model = AutoModelForCausalLM.from_pretrained(folder / "plain")
+        # Keeps the logits, and prints by how much rounding changed them.
+        depthmix.retrofit(model, mixer, **options)
 
         arguments = TrainingArguments(
-            output_dir=str(place / "trainer"),
+            output_dir=str(folder / "trainer"),
             max_steps=steps,
             per_device_train_batch_size=16,
             learning_rate=1e-2,
@@ -71,18 +72,19 @@ def main(mixer: str = "attnres", steps: int = 60, **options: object) -> list[flo
             disable_tqdm=True,
         )
         trainer = MyTrainer(model=model, args=arguments, train_dataset=Counting())
-        trainer.remove_callback(PrinterCallback)  # a line for every step
+        # It would print a line for every step.
+        trainer.remove_callback(PrinterCallback)
         trainer.train()
 
-        model.save_pretrained(place / "tuned")
-        again = AutoModelForCausalLM.from_pretrained(place / "tuned").to(model.device).eval()
-        prompt = torch.tensor([[3, 4, 5, 6], [3, 5, 7, 9]], device=again.device)
+        model.save_pretrained(folder / "tuned")
+        loaded = AutoModelForCausalLM.from_pretrained(folder / "tuned").to(model.device).eval()
+        prompt = torch.tensor([[3, 4, 5, 6], [3, 5, 7, 9]], device=loaded.device)
         mask = torch.ones_like(prompt)
-        made = again.generate(prompt, attention_mask=mask, max_new_tokens=8, do_sample=False, pad_token_id=0)
+        generated = loaded.generate(prompt, attention_mask=mask, max_new_tokens=8, do_sample=False, pad_token_id=0)
 
     losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
     print(f"{mixer}: loss {losses[0]:.3f} -> {losses[-1]:.3f}")
-    for row in made.tolist():
+    for row in generated.tolist():
         print(f"after {row[:4]}: {row[4:]}")
     return losses
 
@@ -90,5 +92,6 @@ def main(mixer: str = "attnres", steps: int = 60, **options: object) -> list[flo
 if __name__ == "__main__":
     try:
         main(*sys.argv[1:2])
-    except (UserError, depthmix.OptionError) as error:  # a rule that a trained model cannot be given, or none
+    # The rule is unknown, or a pretrained model cannot have it.
+    except (UserError, depthmix.OptionError) as error:
         sys.exit(str(error))

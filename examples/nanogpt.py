@@ -1,9 +1,9 @@
-"""A script in the manner of nanoGPT: fused qkv projections, learned positions, LayerNorm, bytes of a text.
+"""A script in the style of nanoGPT: fused qkv projections, learned positions, LayerNorm, bytes of a text.
 
     python examples/nanogpt.py                 # attnres with a mixture of its own for the values (ways=2)
     python examples/nanogpt.py dca             # three mixtures, for queries, keys and values
 
-What changed against a plain one: the mixer, a norm per mixture, three lines of `forward`, and `qkv`.
+The differences to a plain script are the mixer, a norm per mixture, three lines of `forward`, and `qkv`.
 """
 
 import math
@@ -21,16 +21,17 @@ learning_rate, weight_decay = 3e-3, 0.1
 
 
 def qkv(fused: nn.Linear, h: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Queries, keys and values by one fused projection [3D, D], whatever number of mixtures was read.
+    """Compute queries, keys and values with one fused projection [3D, D], from one, two or three mixtures.
 
-    The weight stays in one piece, so that checkpoints and initialisation are as before; each mixture takes its rows of it.
+    The weight stays in one piece, so checkpoints and initialisation do not change. Each mixture uses its own rows of the weight.
     """
     if isinstance(h, Tensor):
         return fused(h).chunk(3, dim=-1)
     rows = fused.out_features // 3
-    sizes = {2: (2 * rows, rows), 3: (rows, rows, rows)}[len(h)]  # two: queries and keys share the first
-    found = map(functional.linear, h, fused.weight.split(sizes), fused.bias.split(sizes))
-    return torch.cat(list(found), dim=-1).chunk(3, dim=-1)
+    # With two mixtures, queries and keys share the first.
+    sizes = {2: (2 * rows, rows), 3: (rows, rows, rows)}[len(h)]
+    parts = map(functional.linear, h, fused.weight.split(sizes), fused.bias.split(sizes))
+    return torch.cat(list(parts), dim=-1).chunk(3, dim=-1)
 
 
 class CausalSelfAttention(nn.Module):

@@ -1,9 +1,9 @@
-"""Parallel blocks, as GPT-J and GPT-NeoX have them: attention and MLP side by side, y = attention(norm(h)) + mlp(norm(h)).
+"""Parallel blocks, as in GPT-J and GPT-NeoX: attention and MLP side by side, y = attention(norm(h)) + mlp(norm(h)).
 
     python examples/parallel_blocks.py               # denseformer
     python examples/parallel_blocks.py dca           # three mixtures for attention; the MLP takes that of the queries
 
-A block is one site, so any number of blocks will do, odd ones too: sites=("attention",).
+A block is one site, so the number of blocks may also be odd: sites=("attention",).
 """
 
 import sys
@@ -56,7 +56,8 @@ def main(mixer: str = "denseformer", steps: int = 60, **options: object) -> list
     optimizer = torch.optim.AdamW(depthmix.param_groups(model, weight_decay=0.1), lr=3e-3)
     losses = []
     for _ in range(steps):
-        ids = torch.randint(VOCAB, (16, 6)).repeat(1, LENGTH // 6)  # sequences that repeat themselves
+        # Sequences that repeat themselves after six tokens.
+        ids = torch.randint(VOCAB, (16, 6)).repeat(1, LENGTH // 6)
         loss = functional.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
         optimizer.zero_grad()
         loss.backward()

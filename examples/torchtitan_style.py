@@ -1,7 +1,7 @@
-"""A training script in torchtitan's style: a model that knows of one device, and one function that spreads it over many.
+"""A training script in torchtitan's style: single-device model code, and one function that parallelizes it.
 
 python examples/torchtitan_style.py
-torchrun --standalone --nproc-per-node 4 examples/torchtitan_style.py attnres 2    # sublayers in two parts, each sharded over two
+torchrun --standalone --nproc-per-node 4 examples/torchtitan_style.py attnres 2    # tensor parallelism over 2, FSDP2 over 2
 """
 
 import copy
@@ -28,7 +28,11 @@ ON_GPU = torch.cuda.is_available()
 
 
 def parallelize(model: depthmix.Decoder, mesh: DeviceMesh) -> set[str]:
-    """Torchtitan's order: tensor parallelism, activation checkpointing, compilation, FSDP2. Returns the names of what tp leaves whole."""
+    """Apply tensor parallelism, activation checkpointing, compilation and FSDP2, in torchtitan's order.
+
+    Returns:
+        The names of the parameters that tensor parallelism does not shard.
+    """
     if mesh["tp"].size() > 1:
         tensor.parallelize(model, mesh["tp"])
     whole = {name for name, p in model.named_parameters() if not isinstance(p, DTensor)}
@@ -36,14 +40,18 @@ def parallelize(model: depthmix.Decoder, mesh: DeviceMesh) -> set[str]:
         sublayer.forward = functools.partial(checkpoint, sublayer.forward, use_reentrant=False)
         if ON_GPU:
             sublayer.compile()
-    # fully_shard for each sublayer, gathered in bf16; shard_mixer for the mixer, in fp32; fully_shard for the rest
+    # Applies fully_shard to each sublayer (gathered in bf16) and to the rest, and shard_mixer to the mixer (in fp32).
     apply.shard(model, mesh["dp"], torch.bfloat16 if ON_GPU else None)
     return whole
 
 
 @contextmanager
 def processes(tp: int) -> Iterator[tuple[DeviceMesh, torch.device]]:
-    """Those that torchrun has started, or this one alone; tp neighbours share sublayers, the others parameters and data."""
+    """Yield a mesh of the processes that torchrun has started, or of this process alone, and the device.
+
+    Args:
+        tp: neighbouring processes that share sublayers. The others share parameters and data.
+    """
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if ON_GPU else torch.device("cpu")
     if ON_GPU:
         torch.cuda.set_device(device)
@@ -59,7 +67,7 @@ def processes(tp: int) -> Iterator[tuple[DeviceMesh, torch.device]]:
 
 
 def batch(step: int) -> Tensor:
-    """Sequences that repeat themselves after six tokens; those of a step do not depend on how many processes there are."""
+    """Return sequences that repeat themselves after six tokens. They do not depend on the number of processes."""
     generator = torch.Generator().manual_seed(step)
     return torch.randint(VOCAB, (BATCH, 6), generator=generator).repeat(1, LENGTH // 6 + 1)[:, : LENGTH + 1]
 
@@ -74,11 +82,12 @@ def main(mixer: str = "attnres", steps: int = 60, tp: int = 1, **options: object
 
 def train(mixer: str, steps: int, mesh: DeviceMesh, device: torch.device, options: dict[str, object]) -> list[float]:
     config = depthmix.DecoderConfig(VOCAB, DIM, BLOCKS, n_heads=2, mixer=mixer, mixer_options=options)
-    model = weights.build_empty(lambda: depthmix.Decoder(config), seed=0)  # on the meta device: nobody holds all of it
+    # On the meta device, so that no process holds the whole model.
+    model = weights.build_empty(lambda: depthmix.Decoder(config), seed=0)
     rule = copy.deepcopy(model.mixer)
     whole = parallelize(model, mesh)
     weights.materialize(model, rule, device)
-    everywhere = [p for name, p in model.named_parameters() if name in whole]
+    not_sharded_by_tp = [p for name, p in model.named_parameters() if name in whole]
     optimizer = torch.optim.AdamW(depthmix.param_groups(model, weight_decay=0.1), lr=1e-2)
     losses = []
     for step in range(steps):
@@ -86,11 +95,12 @@ def train(mixer: str, steps: int, mesh: DeviceMesh, device: torch.device, option
         with loss_parallel():
             with torch.autocast(device.type, torch.bfloat16, enabled=ON_GPU):
                 logits = model(ids[:, :-1]).flatten(0, 1).float()
-                each = functional.cross_entropy(logits, ids[:, 1:].flatten(), reduction="none")
-            loss = gradients.whole(each).mean()
+                token_losses = functional.cross_entropy(logits, ids[:, 1:].flatten(), reduction="none")
+            loss = gradients.whole(token_losses).mean()
             loss.backward()
         if mesh["tp"].size() > 1:
-            gradients.sum_over(everywhere, mesh["tp"])  # each process has found those of its own tokens
+            # Each process has computed the gradients of its own tokens.
+            gradients.sum_over(not_sharded_by_tp, mesh["tp"])
         gradients.clip(list(model.parameters()), 1.0)
         optimizer.step()
         optimizer.zero_grad()

@@ -1,4 +1,4 @@
-"""A vision transformer on images made on the spot: patches, a class token, attention in all directions.
+"""A vision transformer on generated images: patches, a class token, attention in all directions.
 
 python examples/vision_transformer.py            # attnres
 python examples/vision_transformer.py layerscale
@@ -51,7 +51,7 @@ class VisionTransformer(nn.Module):
 
 
 def stripes(n: int = 32) -> tuple[Tensor, Tensor]:
-    """Images [n, 1, SIZE, SIZE] of stripes in one of four directions, at any phase, and which it is."""
+    """Return images [n, 1, SIZE, SIZE] of stripes in one of four directions, at any phase, and the index of the direction."""
     label = torch.randint(CLASSES, (n,))
     angle, phase = label * torch.pi / CLASSES, 6.28 * torch.rand(n, 1, 1)
     y, x = torch.meshgrid(torch.arange(SIZE), torch.arange(SIZE), indexing="ij")
@@ -73,11 +73,11 @@ def main(mixer: str = "attnres", steps: int = 60, **options: object) -> list[flo
         losses.append(loss.item())
     images, label = stripes(256)
     with torch.no_grad():
-        right = (model(images).argmax(-1) == label).float().mean()
-    print(f"{mixer}: loss {losses[0]:.3f} -> {losses[-1]:.3f}, {right:.0%} of new images right")
-    # Of the class token alone: what the head sees of every sublayer's output.
-    seen = depthmix.depth_mixing(model, images[:8], per_token=True)[:, 0, 0, -1].mean(0)
-    print("the class token at the end:", [round(w, 2) for w in seen.tolist()])
+        accuracy = (model(images).argmax(-1) == label).float().mean()
+    print(f"{mixer}: loss {losses[0]:.3f} -> {losses[-1]:.3f}, {accuracy:.0%} accuracy on new images")
+    # Weights with which the head reads every sublayer's output at the class token.
+    weights = depthmix.depth_mixing(model, images[:8], per_token=True)[:, 0, 0, -1].mean(0)
+    print("the class token at the end:", [round(w, 2) for w in weights.tolist()])
     return losses
 
 

@@ -1,1 +1,4 @@
-"""This project's own questions: claims of papers and their verdicts, theory, older studies. Not in the wheel; run from the repository's root."""
+"""The project's own questions: claims of papers and their verdicts, theory, older studies.
+
+The wheel leaves this folder out. Run its programs from the repository's root.
+"""

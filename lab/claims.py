@@ -1,20 +1,27 @@
-"""Claims of the papers: what each says, what decides it, and the verdict, from whatever results there are.
+"""Measure the papers' claims in the results at hand, and judge them.
 
-A claim names a study, or several, of which the one with most seeds counts, the first of equals, and what to measure there:
+A claim names one study or several. Of several, the study with most seeds counts, and among equals the first. It also names what to
+measure there:
 
-    contrast: {dca @ w768: 1, residual @ w768: -1}     a sum of final losses, seed by seed, with weights; arm, or arm @ cell
-    accuracy: {…}                                     the same of accuracies, in percent
-    tokens_to_reach, time_to_reach: arm @ cell         the first arm's final loss, as a fraction of what the first arm needs
+    contrast: {dca @ w768: 1, residual @ w768: -1}     a weighted sum of final losses, seed by seed; arm, or arm @ cell
+    accuracy: {…}                                     a weighted sum of accuracies, in percent
+    tokens_to_reach, time_to_reach: arm @ cell         tokens or time to the first arm's final loss, relative to the first arm
     step_ratio: arm @ cell                             of runs that had the machine to themselves, or timed in turns
     compute_advantage, time_advantage: arm             by fitted power laws (fits.py)
     spikes, growth, rate: {arm: …, against: …}         loss spikes; outputs' growth over depth; the largest stable rate, as a ratio
 
-`says` is the paper's number, or `above` or `below` where it gives none. Columns `beside` show the same contrasts in a cell of
-other studies, {title: …, study: [start @ cell, …], of: [mechanisms]}, for claims that `of` can decide, from the one with most seeds
-of those that have the arms; `same` names more studies of the same size and data, which are then no second measurement.
-The spread of a contrast is its own from six paired seeds on, else that of all arms and sizes of its domains together (spread.py),
-since books and code vary differently, or of the study where those have one seed; before two seeds of anything, the largest that the
-study's file assumes.
+`says` is the paper's number, or `above` or `below` if it gives none.
+
+Columns `beside` repeat contrasts in a cell of other studies: {title: …, study: [start @ cell, …], of: [mechanisms]}. They serve
+claims that `of` can decide, and take the study with most seeds that has the arms. `same` names more studies of the same size and
+data, which would be no second measurement.
+
+The spread of a contrast comes from the first of these that is known:
+
+    its own seeds, if there are six paired ones or more
+    all arms and sizes of its domains together (spread.py), since books and code vary differently
+    all of the study
+    the largest spread that the study's file assumes
 """
 
 from __future__ import annotations
@@ -42,15 +49,19 @@ from depthmix.study.spread import Spread, around, group_of, pooled
 from depthmix.values import read_recipe
 
 RECIPES, RESULTS = Path("lab") / "recipes", Path("lab") / "results"
-PUBLISHED = Path("docs") / "results"  # results that the documentation of the package rests on
+# Results on which the package's documentation rests.
+PUBLISHED = Path("docs") / "results"
 CONFIRMED, IN_SIGN, NOT_SEEN = "confirmed", "confirmed in sign", "not seen at this scale"
 CONTRADICTED, UNDECIDED, NOT_MEASURED = "contradicted", "not decided yet", "not measured yet"
 VERDICTS = (CONFIRMED, IN_SIGN, NOT_SEEN, CONTRADICTED, UNDECIDED, NOT_MEASURED)
 ASSUMED = "the spread is the one assumed in the study's file"
 CHANCE = "one seed, which says nothing of chance"
-MANY = 1000  # degrees of freedom of what is taken as known
-SURE_TO_MISS = 6  # seeds: so many on one side come by chance in 3% of all cases
-ENOUGH = 0.5  # of the paper's effect: less is confirmed in sign only
+# Degrees of freedom of a spread that is taken as known.
+MANY = 1000
+# So many seeds fall on one side by chance in 3% of all cases.
+SURE_TO_MISS = 6
+# Share of the paper's effect; a smaller effect is confirmed in sign only.
+ENOUGH = 0.5
 MEASURES = (
     "contrast",
     "accuracy",
@@ -69,21 +80,21 @@ KEYS = ("claim", "source", "says", "study", "note", *MEASURES)
 
 
 @dataclass(frozen=True)
-class Found:
-    """A measured number with the ends of its 95% interval, over how many seeds, and what must be said of it."""
+class Measurement:
+    """A measured number with its 95% interval."""
 
     value: float
     low: float
     high: float
     seeds: int
     remark: str = ""
-    of: str = "seeds"  # or what else there are so many of; nothing where no seed counts
-    freedom: int = 0  # degrees of freedom of the interval of a contrast
+    of: str = "seeds"  # what `seeds` counts, if not seeds; "" if nothing is counted
+    freedom: int = 0  # degrees of freedom of a contrast's interval
 
 
 @dataclass(frozen=True)
 class Claim:
-    """What a paper says, and what decides it."""
+    """A paper's claim, and the measurement that decides it."""
 
     claim: str
     source: str
@@ -95,13 +106,13 @@ class Claim:
 
     @property
     def nothing(self) -> float:
-        """The number that no effect would have."""
+        """The value that means no effect."""
         return 1.0 if self.measure in RATIOS else 0.0
 
 
 @dataclass
 class Results:
-    """Everything that a study, or a comparison, has found."""
+    """All results of a study or comparison."""
 
     name: str
     first: str
@@ -111,33 +122,34 @@ class Results:
     records: list[dict[str, Any]] = field(default_factory=list)
 
     def at(self, place: str) -> tuple[str, str]:
-        """`arm @ cell` taken apart; without a cell it is the first."""
+        """Split `arm @ cell`. Without a cell, the study's first one is returned."""
         arm, _, cell = (part.strip() for part in place.partition(" @ "))
         return arm, cell or next(iter(self.runs), "")
 
     def like(self, cells: Iterable[str]) -> list[str]:
-        """The cells that have one spread with these."""
+        """Return the cells that share one spread with the given cells."""
         groups = {cell.name: group_of(self.study, cell) for cell in self.study.cells} if self.study else {}
         wanted = {groups.get(cell) for cell in cells}
         return [cell for cell in self.runs if groups.get(cell) in wanted]
 
 
-# Reading.
-
-
 def read_claims(path: Path) -> tuple[list[Claim], dict[str, Any]]:
-    """The claims, and what the second table is made of; UserError for what makes no sense."""
+    """Read the claims, and the recipe of the second table.
+
+    Raises:
+        UserError: something in the file makes no sense.
+    """
     given = read_recipe("study", str(path))
-    found = []
-    listed = given.get("claims", [])
-    if not isinstance(listed, list) or not all(isinstance(item, dict) for item in listed):
+    claims = []
+    entries = given.get("claims", [])
+    if not isinstance(entries, list) or not all(isinstance(item, dict) for item in entries):
         raise UserError(f"{path}: claims is a list of claims, each with {', '.join(KEYS[:4])} and what decides it")
-    for item in listed:
+    for item in entries:
         where = f"{path}, {str(item.get('claim', item))[:60]!r}"
-        if wrong := [key for key in item if key not in KEYS]:
-            raise UserError(f"{where}: unknown key {wrong[0]!r}; there are {', '.join(KEYS)}")
-        if lost := [key for key in ("claim", "source", "says", "study") if key not in item]:
-            raise UserError(f"{where}: {lost[0]} is needed")
+        if unknown := [key for key in item if key not in KEYS]:
+            raise UserError(f"{where}: unknown key {unknown[0]!r}; known are {', '.join(KEYS)}")
+        if missing := [key for key in ("claim", "source", "says", "study") if key not in item]:
+            raise UserError(f"{where}: {missing[0]} is needed")
         measures = [key for key in MEASURES if key in item]
         if len(measures) != 1:
             raise UserError(f"{where}: one of {', '.join(MEASURES)} is needed, got {measures or 'none'}")
@@ -147,55 +159,57 @@ def read_claims(path: Path) -> tuple[list[Claim], dict[str, Any]]:
             raise UserError(f"{where}: says is a number, above or below, got {says!r}")
         nothing = 1.0 if measures[0] in RATIOS else 0.0
         if says == nothing or (isinstance(says, float) and not math.isfinite(says)):
-            raise UserError(f"{where}: says is another number than that of no effect, which has no side, got {says!r}")
+            raise UserError(
+                f"{where}: says must be finite and differ from {nothing:g}, which means no effect, got {says!r}"
+            )
         studies = item["study"] if isinstance(item["study"], list) else [item["study"]]
         if not studies or not all(
             isinstance(name, str) for name in [*studies, *(item[k] for k in ("claim", "source"))]
         ):
             raise UserError(f"{where}: claim, source and study are text, and study may be a list of names")
-        found.append(
+        claims.append(
             Claim(item["claim"], item["source"], says, studies, measures[0], item[measures[0]], item.get("note", ""))
         )
-    which = {key: given.get(key, []) for key in ("intro", "beside", "columns", "rules", "choices", "answer", "steps")}
+    page = {key: given.get(key, []) for key in ("intro", "beside", "columns", "rules", "choices", "answer", "steps")}
     for key, needed in (
         ("beside", {"title": str, "study": list, "of": list}),
         ("columns", {"title": str, "study": list, "table": str}),
         ("rules", {"arm": str}),
         ("choices", {"you": str, "use": str, "gave": str}),
     ):
-        if not isinstance(which[key], list):
-            raise UserError(f"{path}: {key} is a list, got {which[key]!r}")
-        for item in which[key]:
+        if not isinstance(page[key], list):
+            raise UserError(f"{path}: {key} is a list, got {page[key]!r}")
+        for item in page[key]:
             if not isinstance(item.get("same", []) if isinstance(item, dict) else [], list):
                 raise UserError(f"{path}: same is a list of studies, got {item['same']!r}")
             if not isinstance(item, dict) or not all(isinstance(item.get(k), kind) for k, kind in needed.items()):
                 raise UserError(f"{path}: an entry of {key} has {' and '.join(needed)}, got {item!r}")
     for key in ("intro", "answer"):
-        if not isinstance(which[key], list) or not all(isinstance(text, str) for text in which[key]):
-            raise UserError(f"{path}: {key} is a list of sentences, got {which[key]!r}")
-    for column in which["columns"]:
+        if not isinstance(page[key], list) or not all(isinstance(text, str) for text in page[key]):
+            raise UserError(f"{path}: {key} is a list of sentences, got {page[key]!r}")
+    for column in page["columns"]:
         if [type(column[k]) for k in ("panel", "series") if k in column] not in ([], [str, str]):
             raise UserError(f"{path}: a column that is drawn has the text of a panel and of a series, got {column!r}")
-    titles = [column["title"] for column in which["columns"]]
-    if twice := [title for title in titles if titles.count(title) > 1]:
-        raise UserError(f"{path}: two columns are called {twice[0]!r}")
-    for name in which["steps"]:
+    titles = [column["title"] for column in page["columns"]]
+    if repeated := [title for title in titles if titles.count(title) > 1]:
+        raise UserError(f"{path}: two columns are called {repeated[0]!r}")
+    for name in page["steps"]:
         if not (isinstance(name, str) and Path(f"{name}.csv").is_file()):
             raise UserError(
                 f"{path}: steps names results of `python -m benchmarks step` by their paths, and {name!r} has no CSV file"
             )
-    decide = sorted({name for claim in found for name in claim.studies})
-    for column in which["beside"]:
+    deciding = sorted({name for claim in claims for name in claim.studies})
+    for column in page["beside"]:
         for name in (*column["of"], *column.get("same", [])):
-            if name not in decide:
+            if name not in deciding:
                 raise UserError(
-                    f"{path}: beside {column['title']!r}: no claim names {name!r}{nearest(str(name), decide)}"
+                    f"{path}: beside {column['title']!r}: no claim names {name!r}{nearest(str(name), deciding)}"
                 )
-    return found, which
+    return claims, page
 
 
 def _check_shape(where: str, kind: str, what: Any) -> None:
-    """UserError for a measure of something else than it is of."""
+    """Refuse arms that do not fit the kind of a measurement."""
     if kind in ("contrast", "accuracy"):
         needed = "arms with weights, {arm: 1, other: -1}"
         weights = list(what.values()) if isinstance(what, dict) else []
@@ -211,14 +225,14 @@ def _check_shape(where: str, kind: str, what: Any) -> None:
 
 
 def places(claim: Claim) -> list[str]:
-    """The arms, or `arm @ cell`, that a claim is about."""
+    """Return the arms, or `arm @ cell`, that a claim is about."""
     if isinstance(claim.what, str):
         return [claim.what]
     return [claim.what["arm"], claim.what["against"]] if "against" in claim.what else list(claim.what)
 
 
 def check_places(claim: Claim, study: Study) -> None:
-    """UserError for an arm or a cell that the study does not have: its claim would never be measured."""
+    """Refuse a claim about an arm or a cell that the study lacks: it would never be measured."""
     for place in places(claim):
         arm, _, cell = place.partition(" @ ")
         if arm not in study.labels:
@@ -227,7 +241,7 @@ def check_places(claim: Claim, study: Study) -> None:
 
 
 def check_cell(cell: str, study: Study, where: str) -> None:
-    """UserError for a cell, or a domain, that the study does not have; "" is the first."""
+    """Refuse a cell or domain that the study lacks. "" stands for the first."""
     cells = [*(known.name for known in study.cells), *study.domains]
     if cell and cell not in cells:
         raise UserError(f"{where}: {study.name} has no {cell!r}{nearest(cell, cells)}")
@@ -261,22 +275,26 @@ def read_results(name: str) -> Results | None:
         return None
     runs = []
     for path in paths:
-        said = _saved(path)
-        runs.append(read_run(path.parent, Arm(said.get("mixer", ""), said.get("mixer_options", {})).label))
+        saved = _saved(path)
+        runs.append(read_run(path.parent, Arm(saved.get("mixer", ""), saved.get("mixer_options", {})).label))
     order = _saved(place / "comparison.json").get("recipe", {}).get("arms") or [runs[0].arm]
     return Results(name, order[0], {"": runs})
 
 
 def _saved(path: Path) -> dict[str, Any]:
-    """What a file of results holds, nothing if it is not there; UserError for a damaged one."""
-    found = read_json(path)
-    if found is None and path.exists():
+    """Read a file of results, or {} if it does not exist.
+
+    Raises:
+        UserError: the file is damaged.
+    """
+    content = read_json(path)
+    if content is None and path.exists():
         raise UserError(f"{path} is damaged: it should be a JSON object", CHECKPOINT)
-    return found or {}
+    return content or {}
 
 
 def of_study(study: Study, records: Records) -> Results | None:
-    """A study's results as claims need them."""
+    """Return a study's results as claims need them, or None if it has no runs."""
     from depthmix.study.study import chosen
 
     used = chosen(study, records.runs)
@@ -286,11 +304,8 @@ def of_study(study: Study, records: Records) -> Results | None:
     return Results(study.name, study.labels[0], runs, max(study.power["spread"], default=None), study, used)
 
 
-# Measuring.
-
-
-def measure(claim: Claim, results: Results) -> Found | None:
-    """What the results say of a claim; None where they do not have the runs."""
+def measure(claim: Claim, results: Results) -> Measurement | None:
+    """Measure a claim in results. Return None if they lack the runs."""
     kind = claim.measure
     if kind in ("contrast", "accuracy"):
         return contrast(results, claim.what, kind == "accuracy")
@@ -303,15 +318,15 @@ def measure(claim: Claim, results: Results) -> Found | None:
     )
 
 
-def contrast(results: Results, weights: Mapping[str, float], accuracy: bool = False) -> Found | None:
-    """A weighted sum of final losses (or accuracies), over the seeds that all its terms have."""
+def contrast(results: Results, weights: Mapping[str, float], accuracy: bool = False) -> Measurement | None:
+    """Measure a weighted sum of final losses (or accuracies) over the seeds that all its terms share."""
     terms: list[tuple[float, dict[int, float]]] = []
     cells: dict[str, list[float]] = {}
     for place, weight in weights.items():
         arm, cell = results.at(place)
         cells.setdefault(cell, []).append(weight)
-        own = {run.seed: _number(run, accuracy) for run in results.runs.get(cell, []) if run.arm == arm}
-        terms.append((weight, {seed: value for seed, value in own.items() if value is not None}))
+        by_seed = {run.seed: _number(run, accuracy) for run in results.runs.get(cell, []) if run.arm == arm}
+        terms.append((weight, {seed: value for seed, value in by_seed.items() if value is not None}))
     seeds = sorted(set.intersection(*(set(values) for _, values in terms)))
     if not seeds:
         return None
@@ -324,25 +339,25 @@ def contrast(results: Results, weights: Mapping[str, float], accuracy: bool = Fa
     half, freedom = around(values, spread, cells.values())
     if half is None:
         if results.assumed is None or accuracy:
-            return Found(mean, -math.inf, math.inf, len(seeds), CHANCE)
+            return Measurement(mean, -math.inf, math.inf, len(seeds), CHANCE)
         half, freedom = around(values, Spread(results.assumed, MANY), cells.values())
         assert half is not None
         remark = ASSUMED
-    return Found(mean, mean - half, mean + half, len(seeds), remark, freedom=freedom)
+    return Measurement(mean, mean - half, mean + half, len(seeds), remark, freedom=freedom)
 
 
 def _number(run: Run, accuracy: bool) -> float | None:
     return (None if run.accuracy is None else 100 * run.accuracy) if accuracy else run.val_loss
 
 
-def _of_row(results: Results, place: str, kind: str) -> Found | None:
+def _of_row(results: Results, place: str, kind: str) -> Measurement | None:
     arm, cell = results.at(place)
     runs = [run for run in results.runs.get(cell, []) if run.arm in (arm, results.first)]
     if kind != "tokens_to_reach" and any(run.shared for run in runs):
         return None
-    own = {run.seed: [r for r in runs if r.seed == run.seed] for run in runs}
+    by_seed = {run.seed: [r for r in runs if r.seed == run.seed] for run in runs}
     values, missed = [], 0
-    for pair in own.values():
+    for pair in by_seed.values():
         row = next((row for row in make_rows(pair, [results.first, arm]) if row.arm == arm and row.paired), None)
         if row is not None:
             value = getattr(row, kind)
@@ -351,45 +366,46 @@ def _of_row(results: Results, place: str, kind: str) -> Found | None:
     if missed:
         seeds = missed + len(values)
         if seeds == 1:
-            return Found(math.inf, -math.inf, math.inf, 1, CHANCE)
-        # Two of two would miss it in a quarter of all cases if nothing were different.
+            return Measurement(math.inf, -math.inf, math.inf, 1, CHANCE)
+        # Without any difference, two of two seeds would miss the loss in a quarter of all cases.
         low = math.inf if missed == seeds >= SURE_TO_MISS else min([1.0, *values])
-        return Found(math.inf, low, math.inf, seeds, f"{missed} of {seeds} seeds never reach it")
-    if (
-        kind == "step_ratio" and values and all(run.step_quartiles is None for run in runs)
-    ):  # which runs have of their own
-        said = "steps were timed in turns, apart from any seed"
-        return Found(values[0], values[0], values[0], len(values), said, of="")
+        return Measurement(math.inf, low, math.inf, seeds, f"{missed} of {seeds} seeds never reach it")
+    # A run that measured its own steps has quartiles.
+    if kind == "step_ratio" and values and all(run.step_quartiles is None for run in runs):
+        remark = "steps were timed in turns, apart from any seed"
+        return Measurement(values[0], values[0], values[0], len(values), remark, of="")
     return _spread_of(values) if values else None
 
 
-def _spread_of(values: Sequence[float]) -> Found:
+def _spread_of(values: Sequence[float]) -> Measurement:
     mean, n = statistics.fmean(values), len(values)
     if n == 1:
-        return Found(mean, -math.inf, math.inf, 1, CHANCE)
+        return Measurement(mean, -math.inf, math.inf, 1, CHANCE)
     half = student_t(n - 1) * statistics.stdev(values) / math.sqrt(n)
-    return Found(mean, mean - half, mean + half, n)
+    return Measurement(mean, mean - half, mean + half, n)
 
 
-def _advantage(results: Results, place: str, timed: bool) -> Found | None:
+def _advantage(results: Results, place: str, timed: bool) -> Measurement | None:
     if results.study is None:
         return None
     arm, domain = (part.strip() for part in f"{place} @ ".split(" @ ")[:2])
-    found = points(results.study, results.records, results.runs, domain or next(iter(results.study.domains)), timed)
-    if arm not in found or results.first not in found:
+    points_by_arm = points(
+        results.study, results.records, results.runs, domain or next(iter(results.study.domains)), timed
+    )
+    if arm not in points_by_arm or results.first not in points_by_arm:
         return None
-    saved = advantage(found[results.first], found[arm])
-    if saved is None:
+    fitted = advantage(points_by_arm[results.first], points_by_arm[arm])
+    if fitted is None:
         return None
-    return Found(saved[1].factor, saved[1].low, saved[1].high, len(found[arm]), of="sizes")
+    return Measurement(fitted[1].factor, fitted[1].low, fitted[1].high, len(points_by_arm[arm]), of="sizes")
 
 
-def _spikes(results: Results, arm: str, against: str) -> Found | None:
-    """The share of runs with spikes, or that diverge, less that of another arm at the same rates and seeds.
+def _spikes(results: Results, arm: str, against: str) -> Measurement | None:
+    """Measure the share of runs with spikes or divergence, minus that of another arm at the same rates and seeds.
 
-    Spikes of one run come together, so runs are counted, not spikes; the interval is Newcombe's, of two shares.
+    Runs are counted instead of spikes, since the spikes of one run come together. The interval is Newcombe's for two shares.
     """
-    own, other = (
+    spiky, other_spiky = (
         {
             (r["domain"], r["size"], r["seed"]): "diverged" in r or spikes([r]) > 0
             for r in results.records
@@ -397,103 +413,112 @@ def _spikes(results: Results, arm: str, against: str) -> Found | None:
         }
         for name in (arm, against)
     )
-    both = [key for key in own if key in other]
-    if not both:
+    shared = [key for key in spiky if key in other_spiky]
+    if not shared:
         return None
-    n, m, of = sum(own[key] for key in both), sum(other[key] for key in both), len(both)
-    (low, high), (other_low, other_high) = wilson(n, of), wilson(m, of)
-    value = (n - m) / of
-    return Found(
+    n, m, total = sum(spiky[key] for key in shared), sum(other_spiky[key] for key in shared), len(shared)
+    (low, high), (other_low, other_high) = wilson(n, total), wilson(m, total)
+    value = (n - m) / total
+    return Measurement(
         value,
-        value - math.hypot(n / of - low, other_high - m / of),
-        value + math.hypot(high - n / of, m / of - other_low),
-        len({seed for *_, seed in both}),
-        f"{n} of {of} runs have spikes or diverge, against {m}",
+        value - math.hypot(n / total - low, other_high - m / total),
+        value + math.hypot(high - n / total, m / total - other_low),
+        len({seed for *_, seed in shared}),
+        f"{n} of {total} runs have spikes or diverge, against {m}",
     )
 
 
-def _growth(results: Results, arm: str, against: str) -> Found | None:
-    """An arm's over another's at the same rates and seeds, up to the largest rate that both stand; over rates the mean of logarithms."""
-    stood = _stable(results, arm, against)
-    if stood is None and results.study is not None:
+def _growth(results: Results, arm: str, against: str) -> Measurement | None:
+    """Measure an arm's growth over another's at the same rates and seeds, up to the largest rate at which both are stable.
+
+    Rates are averaged geometrically.
+    """
+    stable_rates = _stable(results, arm, against)
+    if stable_rates is None and results.study is not None:
         return None
-    most = min(stood or [math.inf])
-    own, other = (
+    largest = min(stable_rates or [math.inf])
+    growths, other_growths = (
         {
             (r["seed"], r["domain"], r["size"]): g
             for r in results.records
             if r["arm"] == name
             and "result" in r
             and (g := growth(r["result"])) is not None
-            and r["config"]["lr"] <= most
+            and r["config"]["lr"] <= largest
         }
         for name in (arm, against)
     )
     by_seed: dict[int, list[float]] = {}
-    for key in (key for key in own if key in other):
-        by_seed.setdefault(key[0], []).append(math.log(own[key] / other[key]))
+    for key in (key for key in growths if key in other_growths):
+        by_seed.setdefault(key[0], []).append(math.log(growths[key] / other_growths[key]))
     return _spread_of([math.exp(statistics.fmean(logs)) for logs in by_seed.values()]) if by_seed else None
 
 
-def _rate(results: Results, arm: str, against: str) -> Found | None:
-    stood = _stable(results, arm, against)
-    if stood is None:
+def _rate(results: Results, arm: str, against: str) -> Measurement | None:
+    stable_rates = _stable(results, arm, against)
+    if stable_rates is None:
         return None
-    own, other = stood
-    return Found(own / other, own / other, own / other, 1, f"{own:g} against {other:g}")
+    rate, other_rate = stable_rates
+    return Measurement(rate / other_rate, rate / other_rate, rate / other_rate, 1, f"{rate:g} against {other_rate:g}")
 
 
 def _stable(results: Results, *arms: str) -> list[float] | None:
-    """The largest rate that each stands; None if one of them stands none."""
+    """Return each arm's largest stable rate, or None if one of them has none."""
     if results.study is None:
         return None
-    found = [largest_stable(results.study, results.records, arm) for arm in arms]
-    stood = [rate for rate in found if rate is not None]
-    return stood if len(stood) == len(arms) else None
+    rates = [largest_stable(results.study, results.records, arm) for arm in arms]
+    stable = [rate for rate in rates if rate is not None]
+    return stable if len(stable) == len(arms) else None
 
 
-# Judging.
+def judge(claim: Claim, measured: Measurement | None) -> str:
+    """Judge a claim from its measurement.
 
-
-def judge(claim: Claim, found: Found | None) -> str:
-    """The verdict: the interval against no effect, on the paper's side or the other; and for its size the paper's."""
-    if found is None:
+    The interval is compared with no effect, on the paper's side and on the other, and then with the size that the paper gives.
+    """
+    if measured is None:
         return NOT_MEASURED
-    if (found.low, found.high) == (-math.inf, math.inf):
+    if (measured.low, measured.high) == (-math.inf, math.inf):
         return UNDECIDED
     side = {"above": 1.0, "below": -1.0}.get(claim.says) if isinstance(claim.says, str) else claim.says - claim.nothing
     assert side is not None
-    low, high = (found.low, found.high) if side > 0 else (-found.high, -found.low)
+    low, high = (measured.low, measured.high) if side > 0 else (-measured.high, -measured.low)
     nothing = claim.nothing if side > 0 else -claim.nothing
     if low > nothing:
         if isinstance(claim.says, str):
             return CONFIRMED
-        near = abs(found.value - claim.nothing) >= ENOUGH * abs(side) or found.low <= claim.says <= found.high
-        return CONFIRMED if near else IN_SIGN
+        is_large_enough = (
+            abs(measured.value - claim.nothing) >= ENOUGH * abs(side) or measured.low <= claim.says <= measured.high
+        )
+        return CONFIRMED if is_large_enough else IN_SIGN
     if high < nothing:
         return CONTRADICTED
-    # Where the paper gives no number, any on its side would be its effect, and ours is the best guess.
-    possible = low + high > 2 * nothing if isinstance(claim.says, str) else found.low <= claim.says <= found.high
+    # If the paper gives no number, any value on its side would be its effect, and ours is the best guess.
+    possible = low + high > 2 * nothing if isinstance(claim.says, str) else measured.low <= claim.says <= measured.high
     return UNDECIDED if possible else NOT_SEEN
 
 
 def verdicts(
     claims: Sequence[Claim], look: Callable[[str], Results | None]
-) -> list[tuple[Claim, str, Found | None, str]]:
+) -> list[tuple[Claim, str, Measurement | None, str]]:
     """(claim, verdict, number, study) of every claim."""
     judged = []
     for claim in claims:
-        found, name = most_seeds((measure(claim, r), name) for name in claim.studies if (r := look(name)))
-        judged.append((claim, judge(claim, found), found, name or claim.studies[0]))
+        measured, name = most_seeds((measure(claim, r), name) for name in claim.studies if (r := look(name)))
+        judged.append((claim, judge(claim, measured), measured, name or claim.studies[0]))
     return judged
 
 
 def elsewhere(
     claim: Claim, decided: str, column: Mapping[str, Any], look: Callable[[str], Results | None]
-) -> Found | None:
-    """A contrast of arms of no cell in particular, in cells (study @ cell) of another size or data than what `decided` the claim.
+) -> Measurement | None:
+    """Measure a contrast of arms again in a column's cells (study @ cell), which have another size or data than the study that decided.
 
-    A column's `same` names studies that have its size and data as well.
+    Args:
+        claim: the claim; only contrasts of arms without a cell can be measured again.
+        decided: the study that decided the claim.
+        column: the column. Its `same` names studies that have its size and data as well.
+        look: reads the results of a study.
     """
     if decided in (*column["study"], *column.get("same", [])) or not set(claim.studies) & set(column["of"]):
         return None
@@ -504,17 +529,17 @@ def elsewhere(
 
 def contrast_in(
     places: Iterable[str], arms: Callable[[Results], Mapping[str, float]], look: Callable[[str], Results | None]
-) -> Found | None:
-    """A contrast of arms, with their weights, in studies or in single cells of them (study @ cell): in the one with most seeds."""
-    found = []
+) -> Measurement | None:
+    """Measure a contrast in the study, or single cell (study @ cell), that has the most seeds for it."""
+    candidates = []
     for place in places:
         name, _, cell = place.partition(" @ ")
         if (results := look(name)) and (weights := arms(results)):
-            at = {f"{arm} @ {cell}" if cell else arm: weight for arm, weight in weights.items()}
-            found.append((contrast(results, at), place))
-    return most_seeds(found)[0]
+            placed = {f"{arm} @ {cell}" if cell else arm: weight for arm, weight in weights.items()}
+            candidates.append((contrast(results, placed), place))
+    return most_seeds(candidates)[0]
 
 
-def most_seeds(said: Iterable[tuple[Found | None, str]]) -> tuple[Found | None, str]:
-    """What studies say, by name: of those that say anything the one with most seeds, the first of equals."""
-    return max(((f, name) for f, name in said if f), key=lambda pair: pair[0].seeds, default=(None, ""))
+def most_seeds(candidates: Iterable[tuple[Measurement | None, str]]) -> tuple[Measurement | None, str]:
+    """Return the measurement with most seeds, and the name of its study. The first of equals wins."""
+    return max(((f, name) for f, name in candidates if f), key=lambda pair: pair[0].seeds, default=(None, ""))

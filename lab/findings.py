@@ -1,4 +1,7 @@
-"""The table of docs/findings.md, from what `depthmix inspect` found of each arm: python lab/findings.py lab/results/gutenberg-54m-inside"""
+"""Print the table of docs/findings.md from the `depthmix inspect` documents of each arm.
+
+python lab/findings.py lab/results/gutenberg-54m-inside
+"""
 
 import json
 import sys
@@ -9,7 +12,7 @@ from typing import Any
 
 
 def evenness(values: Sequence[float]) -> float:
-    """Standard deviation over mean: 0 where all are the same."""
+    """Return standard deviation over mean: 0 if all values are equal."""
     return pstdev(values) / mean(values)
 
 
@@ -18,26 +21,27 @@ def by_kind(document: dict[str, Any], field: str) -> str:
 
 
 def pairs(of: Callable[[Sequence[float]], float], values: Sequence[float], first: int = 0) -> str:
-    """For attention and for MLP sites, which alternate."""
+    """Format a statistic of attention sites and of MLP sites, which alternate."""
     return f"{of(values[first::2]):.2f} / {of(values[first + 1 :: 2]):.2f}"
 
 
 def rows(documents: Sequence[dict[str, Any]]) -> list[tuple[str, list[str]]]:
-    """What is measured, and each model's number: of two, the first is of attention sites and the second of MLP sites."""
+    """Return the quantities with each model's number. If there are two numbers, the first is of attention and the second of MLP sites."""
 
     def each(of: Callable[[dict[str, Any]], str]) -> list[str]:
         return [of(d) for d in documents]
 
-    def grows(values: Sequence[float]) -> str:  # sites 4-11 have left the first blocks behind, 16-23 are the last
+    def growth(values: Sequence[float]) -> str:
+        # Sites 4-11 follow the first two blocks; sites 16-23 are the last third.
         return f"{sum(values[16:24]) / sum(values[4:12]):.2f}"
 
-    def needed(d: dict[str, Any]) -> str:
+    def most_needed(d: dict[str, Any]) -> str:
         finish = sorted(enumerate(d["edges"]["change"][-1][0]), key=lambda pair: -pair[1])[:4]
         return ", ".join(f"{d['sources'][source]} {change:.2f}" for source, change in finish)
 
     return [
-        ("what sites read: RMS of the last third over the third after the first sixth", each(lambda d: grows([x[0] for x in d["dynamics"]["input_rms"]]))),
-        ("what sites put out: the same", each(lambda d: grows(d["dynamics"]["output_rms"]))),
+        ("what sites read: RMS of the last third over the third after the first sixth", each(lambda d: growth([x[0] for x in d["dynamics"]["input_rms"]]))),
+        ("what sites write: the same", each(lambda d: growth(d["dynamics"]["output_rms"]))),
         ("unevenness of gradients", each(lambda d: pairs(evenness, d["dynamics"]["gradient_norm"]))),
         ("… without the first block", each(lambda d: pairs(evenness, d["dynamics"]["gradient_norm"], 2))),
         ("sources in use, of all", each(lambda d: by_kind(d, "effective_share"))),
@@ -46,16 +50,16 @@ def rows(documents: Sequence[dict[str, Any]]) -> list[tuple[str, list[str]]]:
         ("semiseparable rank, of 13", each(lambda d: ", ".join(str(s["semiseparable"]) for s in d["structure"]))),
         ("loss without the first MLP", each(lambda d: f"+{d['skips']['change'][1]:.2f}")),
         ("… without another sublayer, median", each(lambda d: f"+{median(d['skips']['change'][2:]):.3f}")),
-        ("what finish misses most", each(needed)),
+        ("what finish misses most", each(most_needed)),
     ]  # fmt: skip
 
 
 def table(folder: Path) -> str:
     arms = json.loads((folder / "comparison.json").read_text())["recipe"]["arms"]
     paths = [folder / arm.replace(":", "-").replace(",", "-") / "seed-0" / "insight.json" for arm in arms]
-    found = rows([json.loads(path.read_text())["document"] for path in paths])
+    named_rows = rows([json.loads(path.read_text())["document"] for path in paths])
     lines = [f"| | {' | '.join(arms)} |", "|---|" + "---:|" * len(arms)]
-    return "\n".join([*lines, *(f"| {name} | {' | '.join(values)} |" for name, values in found)])
+    return "\n".join([*lines, *(f"| {name} | {' | '.join(values)} |" for name, values in named_rows)])
 
 
 if __name__ == "__main__":

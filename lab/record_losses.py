@@ -34,15 +34,11 @@ ROOT = Path(__file__).resolve().parents[1]
 STEPS = 50
 VOCABULARY, BATCH, TOKENS = 64, 4, 32
 SMALL: dict[str, Any] = {"dim": 32, "n_blocks": 4, "n_heads": 2, "mlp": "relu2", "qk_norm": True}
-LARGE: dict[str, Any] = {
-    "dim": 512,
-    "n_blocks": 12,
-    "n_heads": 8,
-    "mlp": "relu2",
-    "qk_norm": True,
-}  # for times, on a GPU
+# For times, on a GPU.
+LARGE: dict[str, Any] = {"dim": 512, "n_blocks": 12, "n_heads": 8, "mlp": "relu2", "qk_norm": True}
 LARGE_BATCH, LARGE_TOKENS, TIMED = 16, 512, 20
-TIMED_RULES: dict[str, list[dict[str, Any]]] = {  # every rule with its defaults, and these
+# Options that are timed besides every rule's defaults.
+TIMED_RULES: dict[str, list[dict[str, Any]]] = {
     "attnres": [{"block_size": 4}, {"block_size": 4, "ways": 2}, {"block_size": 4, "ways": 3}, {"block_size": "all"}],
     "dca": [{"window": 8}],
     "grn": [{"version": 1}],
@@ -60,8 +56,10 @@ def cases(rules: Sequence[str] = (), part: tuple[int, int] = (0, 1)) -> list[tup
     sys.path.insert(0, str(ROOT / "tests"))
     from oracles.cases import complete
 
-    found = [(label, name, options) for name, options, label in complete(*rules, pairs=True) if is_valid(name, options)]
-    return found[part[0] :: part[1]]
+    valid_cases = [
+        (label, name, options) for name, options, label in complete(*rules, pairs=True) if is_valid(name, options)
+    ]
+    return valid_cases[part[0] :: part[1]]
 
 
 def is_valid(name: str, options: dict[str, Any]) -> bool:
@@ -95,7 +93,7 @@ def losses(name: str, options: dict[str, Any], device: torch.device) -> list[str
     model = build(name, options, SMALL, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, foreach=False)
     generator = torch.Generator().manual_seed(2)
-    found = []
+    by_step = []
     for _ in range(STEPS):
         ids = torch.randint(VOCABULARY, (BATCH, TOKENS + 1), generator=generator).to(device)
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
@@ -104,8 +102,8 @@ def losses(name: str, options: dict[str, Any], device: torch.device) -> list[str
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        found.append(float(loss.detach()).hex())
-    return found
+        by_step.append(float(loss.detach()).hex())
+    return by_step
 
 
 def milliseconds(name: str, options: dict[str, Any]) -> dict[str, float]:
@@ -125,12 +123,12 @@ def milliseconds(name: str, options: dict[str, Any]) -> dict[str, float]:
         with torch.autocast("cuda", torch.bfloat16):
             model(ids)
 
-    found = {"training": median_milliseconds(train), "forward": median_milliseconds(read)}
+    medians = {"training": median_milliseconds(train), "forward": median_milliseconds(read)}
     decoding = Decoding(model.bfloat16(), 8, 512)
     decoding.prefill(ids[:8, :64])
     token = ids[:8, 0]
-    found["decoding"] = median_milliseconds(lambda: decoding.step(token))
-    return found
+    medians["decoding"] = median_milliseconds(lambda: decoding.step(token))
+    return medians
 
 
 def median_milliseconds(call: Callable[[], Any]) -> float:
@@ -150,12 +148,12 @@ def record(path: Path, device: torch.device, rules: Sequence[str], part: tuple[i
     """Write the losses of every case."""
     torch.use_deterministic_algorithms(device.type == "cuda", warn_only=True)
     torch.set_num_threads(1)
-    found: dict[str, Any] = {}
+    by_case: dict[str, Any] = {}
     begun = time.monotonic()
     for label, name, options in cases(rules, part):
-        found[label] = {"losses": losses(name, options, device)}
-        path.write_text(json.dumps({"device": str(device), "torch": torch.__version__, "cases": found}, indent=1))
-    print(f"{len(found)} cases in {time.monotonic() - begun:.0f} s: {path}")
+        by_case[label] = {"losses": losses(name, options, device)}
+        path.write_text(json.dumps({"device": str(device), "torch": torch.__version__, "cases": by_case}, indent=1))
+    print(f"{len(by_case)} cases in {time.monotonic() - begun:.0f} s: {path}")
 
 
 def record_times(path: Path, rules: Sequence[str]) -> None:

@@ -32,7 +32,7 @@ from lab.claims import (
     UNDECIDED,
     VERDICTS,
     Claim,
-    Found,
+    Measurement,
     Results,
     check_cell,
     check_places,
@@ -48,9 +48,12 @@ from lab.claims import (
 from lab.rules_picture import plot_rules
 
 CLAIMS, PAGE = Path("lab") / "claims.yaml", Path("docs") / "results.md"
-FIGURE = Path("results") / "rules"  # beside the page
-FAR = 3  # times the paper's effect
-Gains = dict[str, dict[str, Found]]  # by a column's title and an arm
+# Beside the page.
+FIGURE = Path("results") / "rules"
+# From this multiple of the paper's effect on, the page warns.
+FAR = 3
+# By a column's title and an arm.
+Gains = dict[str, dict[str, Measurement]]
 
 
 def write_claims(path: Path = CLAIMS, page: Path = PAGE) -> Path:
@@ -68,22 +71,22 @@ def write_claims(path: Path = CLAIMS, page: Path = PAGE) -> Path:
     """
     if not path.is_file():
         raise UserError(f"there is no {path} here: run this in the root of depthmix's repository")
-    claims, which = read_claims(path)
+    claims, rule_table = read_claims(path)
     look = functools.cache(read_results)
 
     @functools.cache
-    def said(name: str) -> Study:
+    def study_named(name: str) -> Study:
         return read_study(find_recipe(name))
 
     for claim in claims:
         for name in claim.studies:
             if not (find_results(name) / "comparison.json").is_file():
-                check_places(claim, said(name))
-    beside = which.pop("beside")
-    for place in (place for column in (*beside, *which["columns"]) for place in column["study"]):
+                check_places(claim, study_named(name))
+    beside = rule_table.pop("beside")
+    for place in (place for column in (*beside, *rule_table["columns"]) for place in column["study"]):
         name, _, cell = place.partition(" @ ")
         if not (find_results(name) / "comparison.json").is_file():
-            check_cell(cell, said(name), path.name)
+            check_cell(cell, study_named(name), path.name)
     judged = verdicts(claims, look)
     count = Counter(verdict for _, verdict, _, _ in judged)
     summary = ", ".join(f"{count[verdict]} {verdict}" for verdict in VERDICTS if count[verdict])
@@ -92,101 +95,118 @@ def write_claims(path: Path = CLAIMS, page: Path = PAGE) -> Path:
         "",
         f"Of {len(judged)} claims: {summary}. Made by `python -m lab.results_page` from [claims.yaml](../{CLAIMS.as_posix()}) and the results beside it.",
         "",
-        f"“{CONFIRMED}”: the 95% interval leaves no effect out, on the paper's side, and ours is at least half of the paper's or the interval holds it; “{IN_SIGN}”: on the paper's side, but less than half of it; “{NOT_SEEN}”: the interval holds no effect, and not the paper's, or, of a claim without a number, ours is on the other side; “{UNDECIDED}”: it holds no effect and the paper's, and more seeds would tell; “{CONTRADICTED}”: it is on the other side. The papers' models are larger and train longer, on other data: compare signs before sizes; of so many 95% intervals about two leave the truth out. Intervals of losses are Student's, over seeds alone, with the spread that all arms of a study have together on the same data, which also an arm with one seed borrows, and from {OWN_SEEDS} paired seeds on with their own; those of advantages are of the jackknife over sizes, and say how much hangs on one of them.",
+        "The 95% interval of our number decides the verdict:",
         "",
-        *(markdown_text(line) for line in which.pop("intro")),
+        f"* “{CONFIRMED}”: it excludes no effect on the paper's side, and our effect is at least half of the paper's or the interval contains the paper's.",
+        f"* “{IN_SIGN}”: it excludes no effect on the paper's side, but our effect is less than half of the paper's.",
+        f"* “{NOT_SEEN}”: it includes no effect and excludes the paper's. For a claim without a number, our value is on the other side.",
+        f"* “{UNDECIDED}”: it includes both no effect and the paper's; more seeds would tell.",
+        f"* “{CONTRADICTED}”: it excludes no effect on the other side.",
+        "",
+        "The papers' models are larger and train longer, on other data, so compare signs before sizes. Of so many 95% intervals, about two miss the truth.",
+        "",
+        f"Intervals of losses are Student's, over seeds alone. Up to {OWN_SEEDS - 1} paired seeds, the spread is that of all arms of the study on the same data, so an arm with one seed has an interval too. From {OWN_SEEDS} paired seeds on, it is the arm's own. Intervals of advantages come from the jackknife over sizes and show how much depends on a single size.",
+        "",
+        *(markdown_text(line) for line in rule_table.pop("intro")),
         *_elsewhere(judged, beside, look),
         "",
     ]
     for source in dict.fromkeys(claim.source.partition(",")[0] for claim in claims):
-        heading = ["verdict", "claim", "paper", "ours", "seeds", "where", *(column["title"] for column in beside)]
-        own = [entry for entry in judged if entry[0].source.partition(",")[0] == source]
+        heading = ["verdict", "claim", "paper", "ours", "seeds", "study", *(column["title"] for column in beside)]
+        entries = [entry for entry in judged if entry[0].source.partition(",")[0] == source]
         text += [f"## {source}", "", markdown_line(heading), "|---|---|---:|---:|---:|---|" + "---:|" * len(beside)]
         remarks = []
-        for claim, verdict, found, name in own:
+        for claim, verdict, measured, name in entries:
             place = claim.source.partition(",")[2].strip()
             cells = [
                 f"**{verdict}**",
                 f"{claim.claim}{f' ({place})' if place else ''}",
                 _said(claim.says),
-                _shown(found),
+                _shown(measured),
             ]
-            too = {column["title"]: elsewhere(claim, name, column, look) for column in beside}
-            seeds = ("–" if not found.of else f"{found.seeds} {found.of}".removesuffix(" seeds")) if found else "0"
+            others = {column["title"]: elsewhere(claim, name, column, look) for column in beside}
+            seeds = (
+                ("–" if not measured.of else f"{measured.seeds} {measured.of}".removesuffix(" seeds"))
+                if measured
+                else "0"
+            )
             line = markdown_line([*cells, seeds]) + f" {_link(name)} |"
-            text.append(line + "".join(f" {_with_seeds(other)} |" for other in too.values()))
+            text.append(line + "".join(f" {_with_seeds(other)} |" for other in others.values()))
             words = [claim.note]
-            if found:
-                words += [found.remark, _to_tell(claim, found), *_warnings(claim, found, too)]
+            if measured:
+                words += [measured.remark, _to_tell(claim, measured), *_warnings(claim, measured, others)]
             if any(words):
                 remarks.append(f"{claim.claim}: {'; '.join(filter(None, words))}.")
         text += ["", *(f"* {markdown_text(remark)}" for remark in remarks), *[""] * bool(remarks)]
-    gains = _gains(which["columns"], which["rules"], look)
-    which["columns"] = [column for column in which["columns"] if gains[column["title"]]]
-    text += _which(**which, gains=gains, look=look)
+    gains = _gains(rule_table["columns"], rule_table["rules"], look)
+    rule_table["columns"] = [column for column in rule_table["columns"] if gains[column["title"]]]
+    text += _which(**rule_table, gains=gains, look=look)
     panels: dict[str, Gains] = {}
-    for column in which["columns"]:
+    for column in rule_table["columns"]:
         if "panel" in column:
             panels.setdefault(column["panel"], {})[column["series"]] = gains[column["title"]]
     if load() and panels:
-        measured = {arm for by_column in panels.values() for found in by_column.values() for arm in found}
-        labels = {rule["arm"]: _label(rule) for rule in which["rules"] if rule["arm"] in measured}
+        arms = {arm for by_column in panels.values() for by_arm in by_column.values() for arm in by_arm}
+        labels = {rule["arm"]: _label(rule) for rule in rule_table["rules"] if rule["arm"] in arms}
         save_figure(lambda: plot_rules(labels, panels), page.parent / FIGURE, FIGURE.name, ["png"])
     write_text(page, "\n".join(text).rstrip() + "\n")
     return page
 
 
 def _elsewhere(
-    judged: Sequence[tuple[Claim, str, Found | None, str]],
+    judged: Sequence[tuple[Claim, str, Measurement | None, str]],
     beside: Sequence[Mapping[str, Any]],
     look: Callable[[str], Results | None],
 ) -> list[str]:
-    """How many of the claims that are confirmed are so in each column beside them, where it has them."""
-    said = []
+    """Count, for each column beside the claims, how many of the confirmed claims are confirmed there too."""
+    counts = []
     for column in beside:
         others = [judge(c, elsewhere(c, name, column, look)) for c, verdict, _, name in judged if verdict == CONFIRMED]
         known = [verdict for verdict in others if verdict != NOT_MEASURED]
-        said += [f"{known.count(CONFIRMED)} of {len(known)} in “{column['title']}”"] * bool(known)
-    words = f"Of the claims that are confirmed, where they were measured once more, these are confirmed again: {'; '.join(said)}."
-    return ["", words] if said else []
+        counts += [f"{known.count(CONFIRMED)} of {len(known)} in “{column['title']}”"] * bool(known)
+    words = f"Confirmed claims that were measured again elsewhere, and confirmed there too: {'; '.join(counts)}."
+    return ["", words] if counts else []
 
 
-def _warnings(claim: Claim, found: Found, too: Mapping[str, Found | None]) -> list[str]:
-    """What a verdict alone would hide: an effect far larger than the paper's, and columns beside it that have another verdict."""
+def _warnings(claim: Claim, measured: Measurement, others: Mapping[str, Measurement | None]) -> list[str]:
+    """Return what a verdict alone would hide: an effect far larger than the paper's, and columns with another verdict."""
     words = []
-    if not isinstance(claim.says, str) and not found.low <= claim.says <= found.high:
-        times = (found.value - claim.nothing) / (claim.says - claim.nothing)
+    if not isinstance(claim.says, str) and not measured.low <= claim.says <= measured.high:
+        times = (measured.value - claim.nothing) / (claim.says - claim.nothing)
         words += [f"{times:.0f} times the paper's"] * (FAR <= times < math.inf)
-    for title, other in too.items():
-        there = judge(claim, other)
-        if there not in (judge(claim, found), UNDECIDED, NOT_MEASURED):
-            words.append(f"{there} in “{title}”")
+    for title, other in others.items():
+        verdict = judge(claim, other)
+        if verdict not in (judge(claim, measured), UNDECIDED, NOT_MEASURED):
+            words.append(f"{verdict} in “{title}”")
     return words
 
 
-def _to_tell(claim: Claim, found: Found) -> str:
-    """The seeds that would decide a claim which these leave open, where it is a difference of some size."""
-    if judge(claim, found) != UNDECIDED or isinstance(claim.says, str) or not found.freedom:
+def _to_tell(claim: Claim, measured: Measurement) -> str:
+    """Return the number of seeds that would decide an open claim, in words, if the paper gives a size."""
+    if judge(claim, measured) != UNDECIDED or isinstance(claim.says, str) or not measured.freedom:
         return ""
-    deviation = (found.high - found.low) / 2 / student_t(found.freedom) * math.sqrt(found.seeds)
-    needed = seeds_needed(claim.says - claim.nothing, deviation, found.freedom)
-    run = ", which were run and left it open" if needed and needed <= found.seeds else ""
-    return f"an effect of the paper's size takes {needed or f'more than {MOST}'} paired seeds to be shown with a chance of {POWER:.0%}{run}"
+    deviation = (measured.high - measured.low) / 2 / student_t(measured.freedom) * math.sqrt(measured.seeds)
+    needed = seeds_needed(claim.says - claim.nothing, deviation, measured.freedom)
+    were_run = "; so many were run, and the claim is still open" if needed and needed <= measured.seeds else ""
+    return f"showing an effect of the paper's size with a chance of {POWER:.0%} takes {needed or f'more than {MOST}'} paired seeds{were_run}"
 
 
 def _said(says: float | str) -> str:
     return says if isinstance(says, str) else f"{says:+z.3f}" if abs(says) < 0.3 else f"{says:.2f}"
 
 
-def _shown(found: Found | None) -> str:
-    if found is None:
+def _shown(measured: Measurement | None) -> str:
+    if measured is None:
         return "–"
-    if math.isinf(found.value):
+    if math.isinf(measured.value):
         return "never"
-    value = f"{found.value:+z.3f}" if abs(found.value) < 0.5 else f"{found.value:.2f}"
-    if math.isinf(found.low) or found.low == found.high:
+    value = f"{measured.value:+z.3f}" if abs(measured.value) < 0.5 else f"{measured.value:.2f}"
+    if math.isinf(measured.low) or measured.low == measured.high:
         return value
-    ends = [f"{end:+.{_decimals(end)}f}" if abs(found.value) < 0.5 else f"{end:.2f}" for end in (found.low, found.high)]
+    ends = [
+        f"{end:+.{_decimals(end)}f}" if abs(measured.value) < 0.5 else f"{end:.2f}"
+        for end in (measured.low, measured.high)
+    ]
     return f"{value} ({ends[0]} to {ends[1]})"
 
 
@@ -195,9 +215,9 @@ def _decimals(end: float) -> int:
     return next((n for n in (3, 4, 5, 6) if round(abs(end), n)), 3)
 
 
-def _with_seeds(found: Found | None) -> str:
-    said = f", {found.seeds} seeds" if found and found.seeds > 1 else ""
-    return _shown(found) + said + (", assumed spread" if found and found.remark == ASSUMED else "")
+def _with_seeds(measured: Measurement | None) -> str:
+    seeds = f", {measured.seeds} seeds" if measured and measured.seeds > 1 else ""
+    return _shown(measured) + seeds + (", assumed spread" if measured and measured.remark == ASSUMED else "")
 
 
 def _link(name: str) -> str:
@@ -220,16 +240,17 @@ def _which(
     gains: Gains,
     look: Callable[[str], Results | None],
 ) -> list[str]:
-    """The answer, in short and at length, then what is behind it: gains in columns of studies, step ratios, what a rule asks for."""
+    """Return the section on choosing a rule: the answer, then gains in columns of studies, step ratios and what a rule needs."""
     ratios: dict[tuple[str, str], float] = {}
-    for name in steps:  # the newest last
+    # The newest results come last and win.
+    for name in steps:
         for line in csv.DictReader(Path(f"{name}.csv").read_text().splitlines()):
             if line["metric"].startswith("step / "):
                 ratios[line["who"], line["case"].partition(":")[0]] = float(line["value"])
     cases = sorted({case for _, case in ratios})
     text = ["## Which rule should I use?", ""]
     if choices:
-        text += [markdown_line(["you", "use", "what it gave"]), "|---|---|---|"]
+        text += [markdown_line(["you", "use", "result"]), "|---|---|---|"]
         text += [*(markdown_line([choice["you"], choice["use"], choice["gave"]]) for choice in choices), ""]
     text += [*(f"* {markdown_text(sentence)}" for sentence in answer), ""]
     if any("panel" in column for column in columns):
@@ -237,22 +258,22 @@ def _which(
     for name in dict.fromkeys(column["table"] for column in columns):
         titles = [column["title"] for column in columns if column["table"] == name]
         where = dict.fromkeys(n for c in columns if c["table"] == name for n in map(_name, c["study"]) if look(n))
-        said = f"nats against the plain residual, below zero is better, with 95% intervals, from {', '.join(_link(n) for n in where)}"
+        explanation = f"nats against the plain residual (below zero is better), with 95% intervals, from {', '.join(_link(n) for n in where)}"
         text += [
-            f"**{markdown_text(name)}**: {said}.",
+            f"**{markdown_text(name)}**: {explanation}.",
             "",
             markdown_line(["rule", *titles]),
             "|---|" + "---:|" * len(titles),
         ]
         for rule in rules:
-            found = [gains[title].get(rule["arm"]) for title in titles]
-            if any(found):
-                text.append(markdown_line([_label(rule), *map(_with_seeds, found)]))
+            measurements = [gains[title].get(rule["arm"]) for title in titles]
+            if any(measurements):
+                text.append(markdown_line([_label(rule), *map(_with_seeds, measurements)]))
         text.append("")
     runs = ", ".join(f"[{Path(name).name}]({_from_page(Path(f'{name}.md'))})" for name in steps)
-    words = f": steps are from {runs}, the last one that has the rule, each against the plain step of its own run"
-    text += [f"**What a rule takes**{words * bool(steps)}.", ""]
-    text.append(markdown_line(["rule", *(f"step, {case}" for case in cases), "what it takes"]))
+    source = f": step times come from {runs}, from the last one that has the rule, relative to the plain step of the same run"
+    text += [f"**What a rule needs**{source * bool(steps)}.", ""]
+    text.append(markdown_line(["rule", *(f"step, {case}" for case in cases), "what it needs"]))
     text.append("|---|" + "---:|" * len(cases) + "---|")
     for rule in rules:
         cells = [f"{ratios[rule['arm'], case]:.2f}" if (rule["arm"], case) in ratios else "–" for case in cases]
@@ -267,9 +288,9 @@ def _label(rule: Mapping[str, Any]) -> str:
 def _gains(
     columns: Sequence[Mapping[str, Any]], rules: Sequence[Mapping[str, Any]], look: Callable[[str], Results | None]
 ) -> Gains:
-    """Every rule's gain in every column, where it was measured."""
+    """Measure every rule's gain in every column that has it."""
 
-    def gain(arm: str, places: Sequence[str]) -> Found | None:
+    def gain(arm: str, places: Sequence[str]) -> Measurement | None:
         return contrast_in(places, lambda r: {} if arm == r.first else {arm: 1, r.first: -1}, look)
 
     by_column = {c["title"]: {rule["arm"]: gain(rule["arm"], c["study"]) for rule in rules} for c in columns}
@@ -281,7 +302,7 @@ def _name(place: str) -> str:
 
 
 def main() -> int:
-    """Write the page and print its path; a UserError ends in one sentence and its exit code, as in `depthmix`."""
+    """Write the page and print its path. A UserError ends in one sentence and its exit code, as in `depthmix`."""
     try:
         print(write_claims())
     except UserError as error:

@@ -1,11 +1,11 @@
 """Prepare the data of the studies from the sets they were made with: python lab/study_data.py SETS [--out data] [--only NAME …].
 
 SETS holds gutenberg100 (train.txt.bz2, valid.txt.bz2, index.json), pycode and docs (train.jsonl.xz, valid.jsonl.xz) and cifar10 (an
-archive of JPEGs, one folder per class in train and in test). Four folders can be made of them: gutenberg, pycode, cifar10, and mix, the
-text of the long study, in which books, code and docs are domains. A folder whose sets are missing is left out.
+archive of JPEGs, one folder per class in train and in test). Four folders can be made of them: gutenberg, pycode, cifar10, and mix.
+mix is the text of the long study, in which books, code and docs are domains. A folder whose sets are missing is left out.
 
-The same tokens come out bit for bit, so results of several machines and days can be mixed: `depthmix study` compares their checksums.
-Any text will do for studies of your own (docs/data.md).
+The tokens are the same bit for bit every time. Results of several machines and days can therefore be mixed: `depthmix study` compares
+their checksums. Any text will do for studies of your own (docs/data.md).
 """
 
 from __future__ import annotations
@@ -23,17 +23,22 @@ from pathlib import Path
 from depthmix.cli import main
 
 VOCABULARY = "16384"
-FOLDERS = {  # and the sets that each is made of
+# The sets that each folder is made of.
+FOLDERS = {
     "gutenberg": ["gutenberg100"],
     "pycode": ["pycode"],
     "cifar10": ["cifar10"],
     "mix": ["gutenberg100", "pycode", "docs"],
 }
-BETWEEN = "\n\n\n"  # files of code
+# Between files of code.
+BETWEEN = "\n\n\n"
 
 
 def books(source: Path, out: Path) -> None:
-    """A file a book, by the index's lengths; the blank lines between books are not counted there, so they shift the cuts."""
+    """Write one file per book, by the lengths in the index.
+
+    The index does not count the blank lines between books, so the cuts are shifted.
+    """
     index = json.loads((source / "index.json").read_text(encoding="utf-8"))
     texts = [(book, name) for name in ("train", "valid") for book in index if book["split"] == name]
     raw = {name: bz2.decompress((source / f"{name}.txt.bz2").read_bytes()) for name in ("train", "valid")}
@@ -45,7 +50,7 @@ def books(source: Path, out: Path) -> None:
 
 
 def code(source: Path, out: Path) -> float:
-    """Every second training file and then all of the validation packages as one text; the share of the latter."""
+    """Write every second training file, then all validation packages, as one text. Return the share of the latter."""
     parts = {name: list(_files(source / f"{name}.jsonl.xz")) for name in ("train", "valid")}
     train, valid = BETWEEN.join(parts["train"][::2]) + BETWEEN, BETWEEN.join(parts["valid"])
     (out / "code.txt").write_text(train + valid, encoding="utf-8", newline="")
@@ -71,16 +76,16 @@ def mix(sets: Path, out: Path) -> list[str]:
 
 
 def images(source: Path, out: Path) -> None:
-    """The archive, unpacked."""
-    found = list(source.glob("*.tar.xz"))
-    if len(found) != 1:
-        raise FileNotFoundError(f"{source} has {len(found)} files .tar.xz, and one is needed")
-    with tarfile.open(found[0]) as packed:
+    """Unpack the archive."""
+    archives = list(source.glob("*.tar.xz"))
+    if len(archives) != 1:
+        raise FileNotFoundError(f"{source} has {len(archives)} files .tar.xz, and one is needed")
+    with tarfile.open(archives[0]) as packed:
         packed.extractall(out, filter="data")
 
 
 def prepare(sets: Path, out: Path, only: Sequence[str] = tuple(FOLDERS)) -> None:
-    """Prepare every wanted folder whose sets are there and which does not exist yet."""
+    """Prepare every wanted folder whose sets exist and which does not exist yet."""
     done = False
     for target in only:
         if not all((sets / name).is_dir() for name in FOLDERS[target]) or (out / target).exists():
@@ -101,7 +106,7 @@ def prepare(sets: Path, out: Path, only: Sequence[str] = tuple(FOLDERS)) -> None
                 raise SystemExit(failed)
         done = True
     if not done:
-        raise SystemExit(f"{sets} has the sets of none of {', '.join(only)} that is not in {out} already")
+        raise SystemExit(f"{sets} has no complete sets for any of {', '.join(only)} that {out} lacks")
 
 
 if __name__ == "__main__":

@@ -84,8 +84,8 @@ def test_no_place_is_left_marked():
         ("Halving", "got 'Halving'"),
         ("../halving", "got '../halving'"),
         ("for", "got 'for'"),
-        ("residual", "depthmix/mixers/residual.py exists already"),
-        ("trace", "tests/oracles/trace.py exists already"),
+        ("residual", "depthmix/mixers/residual.py already exists"),
+        ("trace", "tests/oracles/trace.py already exists"),
     ],
 )
 def test_a_name_that_cannot_be_is_refused_and_nothing_is_written(name, said, untouched):

@@ -89,7 +89,7 @@ def main(name: str) -> None:
         raise SystemExit(f"new-mixer: NAME must be a lower-case Python name, as in NAME=halving, got {name!r}")
     for path in (mixer, oracle):
         if path.exists():
-            raise SystemExit(f"new-mixer: {path.relative_to(ROOT)} exists already")
+            raise SystemExit(f"new-mixer: {path.relative_to(ROOT)} already exists: choose another NAME")
     for path, template in ((mixer, MIXER), (oracle, ORACLE)):
         path.write_text(fill(template, name))
         print(path.relative_to(ROOT))

@@ -1,4 +1,4 @@
-"""What a page says, as plain values: whoever has trained, compared or measured something fills it in, and `make_page` draws it."""
+"""The content of a page as plain values, which `make_page` draws."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Table:
-    """A table with its heading; the first cell of a line is its name. best: lines to point out."""
+    """A table with its heading. The first cell of a line is its name."""
 
     title: str
     heading: Sequence[str]
     lines: Sequence[Sequence[str]]
-    best: frozenset[int] = frozenset()
+    best: frozenset[int] = frozenset()  # lines to highlight
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Content:
-    """One page. documents: those of `depthmix inspect` with a `label` each; the first is what the others are shown beside."""
+    """The content of one page. The page shows the first of `documents` beside each of the others."""
 
     title: str
     warnings: Sequence[str] = ()  # what a reader must know before anything else
@@ -41,9 +41,9 @@ class Content:
     notes: Sequence[str] = ()
     reading: Sequence[str] = ()  # how to read the tables
     curves: Sequence[Curve] = ()
-    images: bool = False  # in the place of text
+    images: bool = False  # the models were trained on images, not text
     samples: Sequence[Mapping[str, str]] = ()  # arm, prompt and text, which may begin with the prompt
-    documents: Sequence[Mapping[str, Any]] = ()
+    documents: Sequence[Mapping[str, Any]] = ()  # from `depthmix inspect`, with a `label` each
     recipe: str = ""
     environment: Sequence[tuple[str, str]] = ()
     command: str = ""

@@ -1,6 +1,6 @@
-"""The token explorer: choose a token of a text and see, for each site, where it read from; one model or two.
+"""The token explorer: choose a token of a text and see, for each site, where it read from. It shows one model or two.
 
-Documents (docs/insight.md) go into the page as JSON that no HTML parser sees markup in, and explorer.js draws them.
+Documents (docs/insight.md) go into the page as JSON in which no HTML parser sees markup. explorer.js draws them.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ EXPLORER_SCRIPT = (HERE / "explorer.js").read_text(encoding="utf-8")
 EXPLORER_STYLE = (HERE / "explorer.css").read_text(encoding="utf-8")
 
 INTRODUCTION = (
-    "A language model sees a text as tokens, words or pieces of them. For every token, each site of the model (one attention or MLP) reads a mixture of what lies below it: "
+    "A language model sees a text as tokens, which are words or pieces of words. For every token, each site of the model (one attention or MLP) reads a mixture of what lies below it: "
     "the embedding, which is the token alone, and the outputs of earlier sites. Choose a token by clicking, or with the arrow keys and Enter. "
-    "Each row of the map is a reader (the last, finish, is what the prediction is made from), each column something to be read, and the stronger the colour, the larger its weight. "
-    "A token's own colour is its loss: how little the model expected it."
+    "Each row of the map is a reader, and each column is a source. The last reader, finish, makes the prediction. The stronger the colour, the larger the weight. "
+    "The colour of a token is its loss: how little the model expected it."
 )
 BOX = """<form id="explorer-form">
 <label for="explorer-text">Text to look into</label>
@@ -29,7 +29,12 @@ BOX = """<form id="explorer-form">
 
 
 def explorer(documents: Sequence[Mapping[str, Any]], live: bool = False) -> str:
-    """The explorer as HTML, of the documents that have a text; with live also a box for another text. "" if there is nothing to show."""
+    """Return the explorer as HTML, or "" if there is nothing to show.
+
+    Args:
+        documents: from `depthmix inspect`; the explorer shows those that have a text.
+        live: add a box for another text, which a server computes.
+    """
     models = explorer_data(documents)
     if not models and not live:
         return ""
@@ -43,7 +48,7 @@ def explorer(documents: Sequence[Mapping[str, Any]], live: bool = False) -> str:
 
 
 def explorer_data(documents: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """What explorer.js draws of each document that has a text."""
+    """Return the data from which explorer.js draws each document that has a text."""
     shown = [document for document in documents if document["text"] and document["text"]["tokens"]]
     return [
         {
@@ -59,7 +64,7 @@ def explorer_data(documents: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
 
 
 def labels(documents: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What to call each model: its label, else its mixer and options; where two have one name, with their runs."""
+    """Name each model: by its label, otherwise by its mixer and options. Models of the same name get their run's folder added."""
     names = [document.get("label") or _mechanism(document) for document in documents]
     return [
         f"{name} ({document['run']})" if names.count(name) > 1 else name
@@ -73,6 +78,7 @@ def _mechanism(document: Mapping[str, Any]) -> str:
 
 
 def script_json(value: Any) -> str:
-    """JSON that can stand inside a script tag: without a letter that HTML or an older JavaScript gives a meaning."""
-    text = json.dumps(value, allow_nan=False, separators=(",", ":"))  # which has escapes for all that is not ASCII
+    """Format JSON for a script tag, escaping the characters that have a meaning in HTML or in older JavaScript."""
+    # json.dumps itself escapes everything that is not ASCII.
+    text = json.dumps(value, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

@@ -21,13 +21,17 @@ from depthmix.report.plots import (
 )
 
 Document = Mapping[str, Any]
-NOTHING = 1e-6  # nats: what is smaller is rounding
+# Changes of the loss, in nats (natural-log loss units), below this are rounding.
+ROUNDING = 1e-6
 WAYS = {1: ("",), 2: ("queries and keys", "values"), 3: ("queries", "keys", "values")}
 
 
 @dataclass(frozen=True)
 class Panel:
-    """A figure with what a newcomer needs to read it. kind: "row" is drawn by page.js, for the row that was chosen in the "map"."""
+    """A figure with the caption that a newcomer needs to read it.
+
+    page.js draws a panel of kind "row" itself, for the row that was chosen in the panel of kind "map".
+    """
 
     title: str
     caption: str
@@ -36,54 +40,59 @@ class Panel:
 
 
 def panels(document: Document, first: Document | None) -> list[Panel]:
-    """All that the document has; first: the model to show it beside, if it is another one."""
-    found = [depth_map(document), row_of_map(document)]
-    found += [edge_map(document), *edge_scatter(document)] if document["edges"] else []
-    found += over_depth(document, first)
+    """Return a panel for everything that a document holds.
+
+    Args:
+        document: the model's document (docs/insight.md).
+        first: the document of the page's first model, drawn beside this one; None for the first model itself.
+    """
+    result = [depth_map(document), row_of_map(document)]
+    result += [edge_map(document), *edge_scatter(document)] if document["edges"] else []
+    result += over_depth(document, first)
     if document["skips"]:
-        found.append(skips(document))
+        result.append(skips(document))
     if document["streams"]:
-        found += streams(document)
-    return found + over_training(document)
+        result += streams(document)
+    return result + over_training(document)
 
 
 def way_names(document: Document) -> list[str]:
-    """What the ways of the reader with most of them are called; [""] where every reader has one."""
+    """Name the ways of the readers that have most of them. Return [""] where every reader has one way."""
     most = max(reader["ways"] for reader in document["readers"])
     return list(WAYS.get(most, [f"mixture {way + 1}" for way in range(most)]))
 
 
 def names_of(document: Document) -> tuple[list[str], list[str]]:
-    """Readers, which are sites by name and block, and finish; and sources."""
+    """Return the names of the readers (sites by name and block, then finish) and of the sources."""
     *sites, last = document["readers"]
     return distinct([*(f"{r['name']} {r['block']}" for r in sites), last["name"]]), distinct(document["sources"])
 
 
 def reader_names(document: Document) -> list[str]:
-    """As plotly takes them."""
+    """Return the readers' names, escaped for plotly."""
     return [shown(name) for name in names_of(document)[0]]
 
 
 def source_names(document: Document) -> list[str]:
-    """As plotly takes them."""
+    """Return the sources' names, escaped for plotly."""
     return [shown(name) for name in names_of(document)[1]]
 
 
 def rows(document: Document) -> dict[str, Any]:
-    """What page.js draws a row's distribution from."""
+    """Return the data from which page.js draws the distribution of one reader's weights."""
     mixing = document["mixing"]
     readers, sources = names_of(document)
-    kept = {"quantiles": mixing["quantiles"], "mean": mixing["mean"], "ways": way_names(document)}
-    return {"readers": readers, "sources": sources, **kept}
+    values = {"quantiles": mixing["quantiles"], "mean": mixing["mean"], "ways": way_names(document)}
+    return {"readers": readers, "sources": sources, **values}
 
 
 def of_way(values: Sequence[Sequence[Any]], way: int) -> list[Any]:
-    """[reader][way] for one way; a reader with fewer ways has one for all."""
-    return [own[min(way, len(own) - 1)] for own in values]
+    """Return the entries of one way of values [reader][way]. A reader with fewer ways stands with its last one."""
+    return [ways[min(way, len(ways) - 1)] for ways in values]
 
 
 def square(values: Sequence[Sequence[float | None]]) -> list[list[float | None]]:
-    """Rows of growing length as a square, with nothing where a reader has no such source."""
+    """Pad rows of growing length to a square, with None where a reader has no such source."""
     return [[*row, *[None] * (len(values) - len(row))] for row in values]
 
 
@@ -91,7 +100,10 @@ Values = Sequence[Sequence[Sequence[float | None]]]
 
 
 def largest(values: Values) -> float:
-    """Of [reader][way][source], but for the first reader, which has one source and no choice; 1 where there is nothing."""
+    """Return the largest magnitude in values [reader][way][source], or 1 if there is none.
+
+    The first reader does not count: it has one source and no choice.
+    """
     return max((abs(v) for ways in values[1:] for row in ways for v in row if v is not None), default=0.0) or 1.0
 
 
@@ -100,8 +112,8 @@ def depth_map(document: Document) -> Panel:
     template = "<b>%{y}</b> reads <b>%{x}</b><br>weight %{customdata:.4f}, mean over tokens<extra></extra>"
     figures = root_maps(document, mixing["mean"], mixing["signed"], template)
     caption = (
-        f"Each row is a reader and each column something it can read: the stronger the colour, the larger the weight (mean over {mixing['tokens']:,} tokens), by its square root, so that small ones can be told apart; the first reader, which has no choice, is drawn no stronger than the others. "
-        "Hover for the number; click a row, or choose one with the arrow keys and Enter, to see how it varies from token to token."
+        f"Each row is a reader and each column a source. The stronger the colour, the larger the weight (mean over {mixing['tokens']:,} tokens). Colours follow the square root, so that small weights can be told apart. The first reader, which has no choice, is drawn no stronger than the others. "
+        "Hover for the number. Click a row, or choose a row with the arrow keys and Enter, to see how its weights vary from token to token."
     )
     return Panel("Who reads what: the depth map", caption, figures, "map")
 
@@ -113,8 +125,8 @@ def as_map(figure: Figure, sources: Sequence[str]) -> Figure:
 
 def row_of_map(document: Document) -> Panel:
     caption = (
-        "How one reader's weights differ between tokens: a box holds the middle half of the tokens, its line the median, the whiskers 90% of them. "
-        "Long boxes mean that the token decides; flat ones that the weight is the same for all."
+        "How one reader's weights differ between tokens. A box spans the middle half of the tokens, its line is the median, and the whiskers span 90%. "
+        "A long box means that the weight depends on the token, a flat box that it is the same for all tokens."
     )
     return Panel("One reader over tokens", caption, [], "row")
 
@@ -123,23 +135,30 @@ def edge_map(document: Document) -> Panel:
     template = "<b>%{y}</b> without <b>%{x}</b><br>loss %{customdata:+.4f}<extra></extra>"
     figures = root_maps(document, document["edges"]["change"], True, template)
     caption = (
-        f"Weight is not importance: how much the loss rises when this one connection is cut, on {document['edges']['tokens']:,} tokens. "
-        "Compare with the depth map: a strong weight that is faint here is read and hardly needed. Colours follow the square root, since few connections matter most."
+        f"Weight is not importance. This map shows how much the loss rises when a single connection is cut, on {document['edges']['tokens']:,} tokens. "
+        "Compare it with the depth map: a strong weight there that is faint here is read but hardly needed. Colours follow the square root, since few connections matter most."
     )
     return Panel("What is needed: loss without a connection", caption, figures)
 
 
 def root_maps(document: Document, values: Values, signed: bool, template: str) -> list[Figure]:
-    """A map for each way of [reader][way][source], coloured by the square root; template: of what is under the pointer."""
+    """Return one map per way of values [reader][way][source], coloured by their square roots.
+
+    Args:
+        document: names the readers, ways and sources.
+        values: numbers to draw.
+        signed: some values may be negative.
+        template: plotly's text for the cell under the pointer.
+    """
     readers, sources, size = reader_names(document), source_names(document), largest(values)
     ticks = [t for t in (-1.0, -0.25, -1 / 16, 0.0, 1 / 16, 0.25, 1.0) if signed or t >= 0]
     bar = {"tickvals": [root(t) for t in ticks], "ticktext": [brief(t * size) for t in ticks]}
     scale, least = ("diverging", -1.0) if signed else ("sequential", 0.0)
     figures = []
     for way in range(len(way_names(document))):
-        own = square(of_way(values, way))
-        z = [[None if v is None else root(v / size) for v in row] for row in own]
-        heat = heat_figure(sources, readers, z, scale, (least, 1.0), template, customdata=own, bar=bar)
+        cells = square(of_way(values, way))
+        z = [[None if v is None else root(v / size) for v in row] for row in cells]
+        heat = heat_figure(sources, readers, z, scale, (least, 1.0), template, customdata=cells, bar=bar)
         figures.append(as_map(heat, sources))
     return figures
 
@@ -149,7 +168,7 @@ def root(value: float) -> float:
 
 
 def edge_scatter(document: Document) -> list[Panel]:
-    """One, or none where no cut raises the loss."""
+    """Return a panel of weight against need. Return none if no cut raises the loss."""
     readers, sources = reader_names(document), source_names(document)
     ways = way_names(document)
     groups: dict[str, list[tuple[float, float, str]]] = {
@@ -157,21 +176,22 @@ def edge_scatter(document: Document) -> list[Panel]:
         "the newest output": [],
         "an older output": [],
     }
-    everything, unneeded = [], 0
+    all_points, n_unneeded = [], 0
     for r, (weights, changes) in enumerate(zip(document["mixing"]["mean"], document["edges"]["change"], strict=True)):
         for w, (row, change) in enumerate(zip(weights, changes, strict=True)):
             total = sum(abs(v) for v in row if v is not None) or 1.0
             for s, (weight, rise) in enumerate(zip(row, change, strict=True)):
-                if not weight or rise is None or r == 0:  # the first site has nothing to choose
+                # The first site has nothing to choose.
+                if not weight or rise is None or r == 0:
                     continue
-                everything.append((abs(weight) / total, rise))
-                if rise < NOTHING:
-                    unneeded += 1
+                all_points.append((abs(weight) / total, rise))
+                if rise < ROUNDING:
+                    n_unneeded += 1
                     continue
                 group = "the embedding" if s == 0 else "the newest output" if s == r else "an older output"
-                of = f" ({ways[w]})" if len(weights) > 1 else ""
+                of_way_name = f" ({ways[w]})" if len(weights) > 1 else ""
                 groups[group].append(
-                    (abs(weight) / total, rise, f"<b>{readers[r]}</b>{of} without <b>{sources[s]}</b>")
+                    (abs(weight) / total, rise, f"<b>{readers[r]}</b>{of_way_name} without <b>{sources[s]}</b>")
                 )
     data = [
         {
@@ -196,14 +216,14 @@ def edge_scatter(document: Document) -> list[Panel]:
         "showlegend": True,
         "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0},
     }
-    follow = rank_correlation(everything)
+    correlation = rank_correlation(all_points)
     caption = (
-        "A point is one connection: to the right, read with more weight; higher up, missed more. If weight were importance, points would lie along a rising line"
-        + ("" if follow is None else f" (rank correlation here: {follow:.2f}; 1 would be that line)")
+        "Each point is one connection. Points to the right are read with more weight; higher points are missed more. If weight were importance, points would lie along a rising line"
+        + ("" if correlation is None else f" (the rank correlation is {correlation:.2f}; 1 would be that line)")
         + "."
         + (
-            f" {unneeded} of {len(everything)} connections are left out, whose cut does not raise the loss."
-            if unneeded
+            f" {n_unneeded} of {len(all_points)} connections are left out: cutting them does not raise the loss."
+            if n_unneeded
             else ""
         )
     )
@@ -211,7 +231,7 @@ def edge_scatter(document: Document) -> list[Panel]:
 
 
 def rank_correlation(pairs: Sequence[tuple[float, float]]) -> float | None:
-    """Spearman's, with mean ranks for what is equal; None where there is no order."""
+    """Return Spearman's rank correlation, with mean ranks for ties, or None if one side has no order."""
     if len(pairs) < 3:
         return None
     x, y = (_ranks([pair[i] for pair in pairs]) for i in (0, 1))
@@ -235,42 +255,42 @@ def _ranks(values: Sequence[float]) -> list[float]:
 
 
 def over_depth(document: Document, first: Document | None) -> list[Panel]:
-    """Each quantity over depth, with the first model's where it has as many sites."""
+    """Return a panel over depth for each quantity. The first model is drawn too if it has as many sites."""
     names = reader_names(document)
-    beside = first if first is not None and len(first["readers"]) == len(names) else None
-    compared = "" if beside is None else f", beside {beside['label']}"
+    other = first if first is not None and len(first["readers"]) == len(names) else None
+    comparison = "" if other is None else f", beside {other['label']}"
 
     def panel(
         title: str, caption: str, axis: str, get: Callable[[Document], Sequence[float | None]], log: bool = True
     ) -> Panel:
-        lines = [] if beside is None else [Line(beside["label"], get(beside), "@ink")]
+        lines = [] if other is None else [Line(other["label"], get(other), "@ink")]
         lines.append(Line(document["label"], get(document), "@ink" if first is None else "@series1"))
         return Panel(
-            title, caption.format(compared=compared), [depth_figure(names[: len(lines[0].y)], lines, axis, log)]
+            title, caption.format(comparison=comparison), [depth_figure(names[: len(lines[0].y)], lines, axis, log)]
         )
 
     return [
         panel(
             "Size of what each site reads",
-            "The size (RMS) of what a site reads before its norm{compared}: where it grows with depth, later outputs have to be ever larger to count.",
+            "The size (RMS) of what a site reads before its norm{comparison}. Where it grows with depth, later outputs must be ever larger to count.",
             "RMS",
             lambda d: [_mean(ways) for ways in d["dynamics"]["input_rms"]],
         ),
         panel(
-            "Size of what each site puts out",
-            "The size (RMS) of what a site adds to the model{compared}: a rising line means that deep layers must shout to be heard.",
+            "Size of each site's output",
+            "The size (RMS) of a site's output{comparison}. A rising line means that deep layers need ever larger outputs to have an effect.",
             "RMS",
             lambda d: d["dynamics"]["output_rms"],
         ),
         panel(
             "Gradient at each site",
-            "Norm of the loss's gradient over a site's parameters{compared}: the flatter the line, the more evenly layers learn.",
+            "Norm of the loss's gradient with respect to a site's parameters{comparison}. The flatter the line, the more evenly layers learn.",
             "gradient norm",
             lambda d: d["dynamics"]["gradient_norm"],
         ),
         panel(
             "How widely each site reads",
-            "The number of sources a reader amounts to, were they read equally{compared}: 1 is a single source, and the plain residual reads all there are.",
+            "The effective number of sources of a reader{comparison}: as many equally weighted sources would have the same entropy. 1 is a single source; the plain residual reads all of them.",
             "effective sources",
             lambda d: [_mean(ways) for ways in d["mixing"]["effective"]],
             log=False,
@@ -285,47 +305,47 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 def skips(document: Document) -> Panel:
     caption = (
-        f"How much the loss rises when a site's output is replaced by nothing, on {document['skips']['tokens']:,} tokens: "
-        "the model would hardly miss sites with short bars."
+        f"How much the loss rises when a site's output is replaced by zero, on {document['skips']['tokens']:,} tokens. "
+        "The model hardly needs sites with short bars."
     )
     figure = bar_figure(reader_names(document)[:-1], document["skips"]["change"], "rise of the loss, nats")
     return Panel("What each site is worth", caption, [figure])
 
 
 def streams(document: Document) -> list[Panel]:
-    """Of rules that keep several streams: how alike they are, how large, and what their maps do."""
-    found, names = document["streams"], reader_names(document)
-    n = len(found["rms"][0])
+    """Return the panels of a rule with several streams: their similarity, their sizes and the gains of their maps."""
+    measured, names = document["streams"], reader_names(document)
+    n = len(measured["rms"][0])
     pairs = [(i, j) for i in range(n) for j in range(i)]
-    alike = [[matrix[i][j] for i, j in pairs] for matrix in found["similarity"]]
+    similarities = [[matrix[i][j] for i, j in pairs] for matrix in measured["similarity"]]
     lines = [
-        Line("mean", [_mean(values) for values in alike], "@series1"),
-        Line("most alike", [max(_known(values), default=None) for values in alike], "@soft", "dot"),
-        Line("least alike", [min(_known(values), default=None) for values in alike], "@soft", "dash"),
+        Line("mean", [_mean(values) for values in similarities], "@series1"),
+        Line("most alike", [max(_known(values), default=None) for values in similarities], "@soft", "dot"),
+        Line("least alike", [min(_known(values), default=None) for values in similarities], "@soft", "dash"),
     ]
     sizes = [
-        Line(f"stream {i + 1}", [rms[i] for rms in found["rms"]], "@ink" if i == 0 else f"@series{(i - 1) % 6 + 1}")
+        Line(f"stream {i + 1}", [rms[i] for rms in measured["rms"]], "@ink" if i == 0 else f"@series{(i - 1) % 6 + 1}")
         for i in range(n)
     ]
     gains = [
-        Line(name, [gain[i] for gain in found["composite_gain"]], colour)
+        Line(name, [gain[i] for gain in measured["composite_gain"]], colour)
         for i, (name, colour) in enumerate((("of signals", "@series1"), ("of gradients", "@series2")))
     ]
-    panel = [
+    result = [
         Panel(
             "How large the streams are",
-            f"The size (RMS) of each of the {n} streams over depth: lines that part have come to hold different amounts.",
+            f"The size (RMS) of each of the {n} streams over depth. Lines that part show streams that hold different amounts.",
             [depth_figure(names, sizes, "RMS")],
         ),
         Panel(
             "What the streams' maps do to a signal",
-            "The largest factor by which all maps up to a site can grow a signal on its way up, and a gradient on its way down: near 1 nothing explodes.",
+            "The largest factor by which all maps up to a site can amplify a signal on its way up, and a gradient on its way down. Near 1, nothing explodes.",
             [depth_figure(names[:-1], gains, "composite gain")],
         ),
     ]
     if pairs:
-        caption = f"Cosine between the {n} streams over depth: 1 means that they carry the same, and one would do; near 0 they are used for different things."
-        panel.insert(
+        caption = f"Cosine between the {n} streams over depth. At 1 the streams are copies, and one stream would do; near 0 they carry different things."
+        result.insert(
             0,
             Panel(
                 "How alike the streams are",
@@ -333,7 +353,7 @@ def streams(document: Document) -> list[Panel]:
                 [depth_figure(names, lines if len(pairs) > 1 else lines[:1], "cosine", log=False)],
             ),
         )
-    return panel
+    return result
 
 
 def _known(values: Sequence[float | None]) -> list[float]:
@@ -341,7 +361,7 @@ def _known(values: Sequence[float | None]) -> list[float]:
 
 
 def over_training(document: Document) -> list[Panel]:
-    """Sizes and gradients as training went on, where they were recorded at several steps."""
+    """Return maps of sizes and gradients over training, if they were recorded at several steps."""
     lines = document["training"]
     if len(lines) < 2:
         return []
@@ -349,19 +369,19 @@ def over_training(document: Document) -> list[Panel]:
     quantities = (
         (
             "Over training: size of what each site reads",
-            "The size (RMS) of what each site reads at every recorded step, from left to right; rows are sites, the last is what the prediction is made from.",
+            "The size (RMS) of what each site reads at every recorded step, from left to right. Rows are sites; the last row is what the prediction is made from.",
             [[_mean(ways) for ways in line["input_rms"]] for line in lines],
         ),
         (
             "Over training: gradient at each site",
-            "The norm of the gradient over each site's parameters at every recorded step, before clipping: strong rows learn most.",
+            "The norm of the gradient with respect to each site's parameters at every recorded step, before clipping. Strong rows learn most.",
             [line["gradient_norm"] for line in lines],
         ),
     )
-    found = []
+    result = []
     for title, caption, by_step in quantities:
-        own = [list(site) for site in zip(*by_step, strict=True)]  # [site][step]
-        logs = [[math.log10(v) if v else None for v in row] for row in own]
+        by_site = [list(site) for site in zip(*by_step, strict=True)]  # [site][step]
+        logs = [[math.log10(v) if v else None for v in row] for row in by_site]
         known = [v for row in logs for v in row if v is not None]
         if not known:
             continue
@@ -371,8 +391,8 @@ def over_training(document: Document) -> list[Panel]:
         template = "step %{x}, <b>%{y}</b>: %{customdata:.4g}<extra></extra>"
         limits = (low, high if high > low else low + 1e-6)
         figure = heat_figure(
-            steps, names[: len(own)], logs, "sequential", limits, template, customdata=own, bar=bar, xgap=0
+            steps, names[: len(by_site)], logs, "sequential", limits, template, customdata=by_site, bar=bar, xgap=0
         )
         figure["layout"]["xaxis"] |= {"title": {"text": "step"}}
-        found.append(Panel(title, caption, [{**figure, "height": 340}]))
-    return found
+        result.append(Panel(title, caption, [{**figure, "height": 340}]))
+    return result

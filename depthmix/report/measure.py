@@ -1,4 +1,4 @@
-"""What `depthmix inspect` finds of a run, kept in its folder with the checkpoint it is of."""
+"""The document of `depthmix inspect`, cached in a run's folder together with the checkpoint it was computed from."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ from depthmix.runs.folder import RunFolder
 from depthmix.runs.restore import read_train_config
 
 INSIGHT = "insight.json"
-ELSEWHERE = {"run", "json", "device", "batch_size"}  # options that no number depends on
-PIECES = 48  # tokens of a text that nobody chose
+# Options that change no number.
+IRRELEVANT = {"run", "json", "device", "batch_size"}
+# Tokens of the text if the user gives none.
+PIECES = 48
 
 
 def measured(
@@ -30,40 +32,56 @@ def measured(
     progress: Callable[[str, int, int | None], None] | None = None,
     chosen: Collection[str] = (),
 ) -> dict[str, Any]:
-    """The document of a run folder: the one kept there, if it is of the newest checkpoint and of the same questions.
+    """Return the document of a run.
 
-    chosen: the options that somebody gave, which a folder without weights can only answer as it has before.
+    The cached document is returned if it belongs to the newest checkpoint and to the same options. Otherwise the run is inspected.
+
+    Args:
+        config: the run, and how to inspect it.
+        progress: called with a name, steps done and steps in all.
+        chosen: options that the user gave. A folder without weights can only be asked with the options it was inspected with.
+
+    Raises:
+        UserError: the run cannot be inspected.
     """
     folder = RunFolder.open(config.run)
-    asked = {name: value for name, value in asdict(config).items() if name not in ELSEWHERE}
-    kept = _read(folder.path / INSIGHT)
-    if not list_checkpoints(folder.checkpoints) and (without := known(config.run)) is not None:
-        before = (kept or {}).get("asked", {})
-        if other := [name for name in chosen if before.get(name) != asked[name]]:
-            what = f"{config.run} has no weights any more, only what was measured of them"
-            raise UserError(f"{what}: leave --{other[0]} out", CHECKPOINT)
-        return without
-    key = {"schema": SCHEMA, "checkpoint": newest(folder), "asked": asked}
-    if kept is not None and key == {name: kept.get(name) for name in key} and isinstance(kept.get("document"), dict):
-        return {**kept["document"], "run": str(config.run)}
+    options = {name: value for name, value in asdict(config).items() if name not in IRRELEVANT}
+    cached = _read(folder.path / INSIGHT)
+    if not list_checkpoints(folder.checkpoints) and (document_without_weights := known(config.run)) is not None:
+        earlier_options = (cached or {}).get("asked", {})
+        if changed := [name for name in chosen if earlier_options.get(name) != options[name]]:
+            problem = f"{config.run} has no weights any more, only earlier measurements"
+            raise UserError(f"{problem}: leave --{changed[0]} out", CHECKPOINT)
+        return document_without_weights
+    key = {"schema": SCHEMA, "checkpoint": newest(folder), "asked": options}
+    if (
+        cached is not None
+        and key == {name: cached.get(name) for name in key}
+        and isinstance(cached.get("document"), dict)
+    ):
+        return {**cached["document"], "run": str(config.run)}
     from depthmix.train.inspect import inspect_run
 
     document = inspect_run(config, progress)
-    with suppress(UserError):  # a folder that is not ours to write is no reason to show nothing
+    # A read-only folder is no reason to show nothing.
+    with suppress(UserError):
         write_text(folder.path / INSIGHT, json.dumps({**key, "document": document}, allow_nan=False) + "\n")
     return document
 
 
 def known(run: str | Path) -> dict[str, Any] | None:
-    """The document kept in a run folder, whatever was asked, if it is of the newest checkpoint, or of the last one there was."""
+    """Return a run's cached document, whatever its options, or None if there is none of the newest checkpoint.
+
+    A folder whose checkpoints were deleted keeps the document of its last one.
+    """
     folder = RunFolder.open(run)
-    kept = _read(folder.path / INSIGHT) or {}
-    fits = kept.get("schema") == SCHEMA and newest(folder) in ("", kept.get("checkpoint"))
-    return {**kept["document"], "run": str(run)} if fits and isinstance(kept.get("document"), dict) else None
+    cached = _read(folder.path / INSIGHT) or {}
+    fits = cached.get("schema") == SCHEMA and newest(folder) in ("", cached.get("checkpoint"))
+    return {**cached["document"], "run": str(run)} if fits and isinstance(cached.get("document"), dict) else None
 
 
 def newest(folder: RunFolder) -> str:
-    """What tells a run's newest checkpoint from others: its manifest has the checksums of its files."""
+    """Identify a run's newest checkpoint by its name and the hash of its manifest, which has its files' checksums."""
     paths = list_checkpoints(folder.checkpoints)
     try:
         return f"{paths[0].name} {hashlib.sha256((paths[0] / MANIFEST).read_bytes()).hexdigest()[:16]}"
@@ -72,7 +90,7 @@ def newest(folder: RunFolder) -> str:
 
 
 def opening_text(run: str | Path) -> str:
-    """The beginning of the validation text that a run was measured with; "" where there is none any more."""
+    """Return the beginning of the validation text that a run was measured with, or "" if the data is gone."""
     try:
         folder = RunFolder.open(run)
         config = read_train_config(folder)
@@ -86,7 +104,7 @@ def opening_text(run: str | Path) -> str:
 
 def _read(path: Path) -> dict[str, Any] | None:
     try:
-        found = json.loads(path.read_bytes())
+        cached = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) else None
+    return cached if isinstance(cached, dict) else None

@@ -1,7 +1,7 @@
-"""One self-contained HTML page: plotly, the style and the data are inside, and nothing is fetched.
+"""A self-contained HTML page: plotly, the style and the data are inside, and nothing is fetched.
 
 Only the page's own scripts may run: their checksums are in its Content-Security-Policy. Data lies in the page as JSON
-without a character that HTML gives a meaning, so a text stays text even if an escape were forgotten elsewhere.
+without a character that HTML gives a meaning. So a text stays text even if an escape were forgotten elsewhere.
 """
 
 from __future__ import annotations
@@ -28,53 +28,59 @@ MISSING = "No interactive figures: plotly is not installed (pip install plotly),
 
 
 def make_page(content: Content, live: Sequence[Mapping[str, Any]] | None = None) -> str:
-    """The page as HTML. live: documents of a first text, where a server computes others; the explorer then comes first."""
-    figures: dict[str, list[Figure]] = {}
-    drawing = load()
-    warnings = content.warnings if drawing else [*content.warnings, MISSING]
+    """Return the page as HTML.
 
-    def add(own: Sequence[Figure]) -> str:
+    Args:
+        content: what the page shows.
+        live: documents of a first text, if a server computes further texts. The explorer then comes first.
+    """
+    figures: dict[str, list[Figure]] = {}
+    has_plotly = load()
+    warnings = content.warnings if has_plotly else [*content.warnings, MISSING]
+
+    def register(new: Sequence[Figure]) -> str:
         name = f"figure-{len(figures)}"
-        figures[name] = list(own)
+        figures[name] = list(new)
         return name
 
     axes = ("tokens", "time") if content.curves else ()
-    curves = {axis: add([loss_figure(content.curves, axis, content.images)]) for axis in axes}
+    curves = {axis: register([loss_figure(content.curves, axis, content.images)]) for axis in axes}
     documents = list(content.documents)
-    inside = [[(add(p.figures), p) for p in _panels(documents, i)] for i in range(len(documents))]
-    fragment = explorer(documents) if live is None else explorer(live, live=True)
-    said = [
+    panels_by_model = [[(register(p.figures), p) for p in _panels(documents, i)] for i in range(len(documents))]
+    explorer_html = explorer(documents) if live is None else explorer(live, live=True)
+    parts = [
         opening(Content(**{**vars(content), "warnings": warnings})),
-        "" if live is None else fragment,
+        "" if live is None else explorer_html,
         results(content),
-        loss_section(curves, content.images) if drawing else "",
+        loss_section(curves, content.images) if has_plotly else "",
         samples(content),
-        inside_section(documents, inside) if drawing and documents else "",
-        fragment if live is None else "",
+        inside_section(documents, panels_by_model) if has_plotly and documents else "",
+        explorer_html if live is None else "",
         closing(content),
         '<p id="keys" hidden>Arrow keys choose a row, Enter shows it.</p>',
         '<noscript><p class="warn">The figures need JavaScript.</p></noscript>',
     ]
     data = {"figures": figures, "runs": [rows(document) for document in documents]}
-    said.append(f'<script type="application/json" id="page-data">{script_json(data)}</script>')
-    scripts = [plotly_source(), (HERE / "page.js").read_text(encoding="utf-8")] if drawing and figures else []
-    scripts += [EXPLORER_SCRIPT] if fragment else []
+    parts.append(f'<script type="application/json" id="page-data">{script_json(data)}</script>')
+    scripts = [plotly_source(), (HERE / "page.js").read_text(encoding="utf-8")] if has_plotly and figures else []
+    scripts += [EXPLORER_SCRIPT] if explorer_html else []
     scripts += [] if live is None else [LIVE_SCRIPT]
-    style = STYLE + (EXPLORER_STYLE if fragment else "")
-    own = "" if live is None else " connect-src 'self';"
-    return _document(content.title, style, "\n".join(part for part in said if part), scripts, own)
+    style = STYLE + (EXPLORER_STYLE if explorer_html else "")
+    extra_policy = "" if live is None else " connect-src 'self';"
+    return _document(content.title, style, "\n".join(part for part in parts if part), scripts, extra_policy)
 
 
 def _panels(documents: Sequence[Mapping[str, Any]], i: int) -> list[Panel]:
     return panels(documents[i], documents[0] if i else None)
 
 
-def _document(title: str, style: str, body: str, scripts: Sequence[str], more: str) -> str:
+def _document(title: str, style: str, body: str, scripts: Sequence[str], extra_policy: str) -> str:
     hashes = " ".join(f"'sha256-{checksum(script)}'" for script in scripts) or "'none'"
-    policy = f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data: blob:;{more} base-uri 'none'; form-action 'none'"
+    policy = f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data: blob:;{extra_policy} base-uri 'none'; form-action 'none'"
     head = '<meta charset="utf-8">\n<meta name="viewport" content="width=device-width, initial-scale=1">'
     head += f'\n<meta http-equiv="Content-Security-Policy" content="{policy}">'
-    head += '\n<link rel="icon" href="data:,">' if more else ""  # which a browser would ask a server for
+    # A browser would ask the server for an icon.
+    head += '\n<link rel="icon" href="data:,">' if extra_policy else ""
     tags = "\n".join(f"<script>{script}</script>" for script in scripts)
     return (
         f'<!doctype html>\n<html lang="en">\n<head>\n{head}\n<title>depthmix: {escape(title)}</title>\n'
@@ -83,20 +89,20 @@ def _document(title: str, style: str, body: str, scripts: Sequence[str], more: s
 
 
 def load() -> bool:
-    """Read plotly's script; whether there is one."""
+    """Read plotly's script. Return False if plotly is not installed."""
     return bool(plotly_source())
 
 
 @functools.cache
 def plotly_source() -> str:
-    """Plotly's own JavaScript, as its package brings it; "" where it is not installed. Its Python is not needed, and slow to import."""
-    found = importlib.util.find_spec("plotly")
-    folders = list(found.submodule_search_locations or []) if found else []
+    """Return plotly's JavaScript from its package, or "" without plotly. Its Python part is not needed and slow to import."""
+    spec = importlib.util.find_spec("plotly")
+    folders = list(spec.submodule_search_locations or []) if spec else []
     paths = [Path(folder) / "package_data" / "plotly.min.js" for folder in folders]
     return next((path.read_text(encoding="utf-8") for path in paths if path.is_file()), "")
 
 
 @functools.lru_cache(maxsize=8)
 def checksum(script: str) -> str:
-    """As a Content-Security-Policy names an inline script."""
+    """Return a script's SHA-256 in the form of a Content-Security-Policy."""
     return base64.b64encode(hashlib.sha256(script.encode("utf-8")).digest()).decode("ascii")

@@ -1,4 +1,4 @@
-"""The parts of a page as HTML. Whatever comes from outside, names, texts, recipes, is escaped here."""
+"""The parts of a page as HTML. Everything that comes from outside (names, texts, recipes) is escaped in this file."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from depthmix.report.inside import Panel, way_names
 LOSS_CAPTIONS = {
     "tokens": (
         "Loss against {unit}",
-        "Who learns more from the same {data}: validation loss, how surprised a model is by {data} it has never seen, so lower is better.",
+        "Which arm learns more from the same {data}. The validation loss says how surprised a model is by {data} it has never seen: lower is better.",
     ),
     "time": (
         "Loss against training time",
-        "Who is further after the same wait. Only the end of a line is a finished schedule.",
+        "Which arm is further after the same time. Only the end of a line is a finished schedule.",
     ),
 }
 INSIDE = (
-    "A model is a stack of sites, an attention or an MLP each. What a site puts out can be read by every site above it, and at the end by finish, which the prediction is made from; "
-    "below all of them lies the embedding, the token alone. The rule for mixing over depth says who reads how much of whom."
+    "A model is a stack of sites; each site is one attention or one MLP. Every later site can read a site's output, and so can finish, from which the prediction is made. "
+    "The first source is the embedding, which is the token alone. The rule for mixing over depth decides how much each site reads from each source."
 )
 
 
@@ -30,14 +30,14 @@ def listed(items: Sequence[str], css: str) -> str:
 
 
 def opening(content: Content) -> str:
-    """Title, what must be known first, the verdict and the facts."""
+    """Return the title, the warnings, the verdict and the facts."""
     facts = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in content.facts)
     warnings = "".join(f'<p class="warn">{escape(warning)}</p>' for warning in content.warnings)
     return f"<h1>{escape(content.title)}</h1>\n{warnings}{listed(content.verdict, 'verdict')}{f'<dl>{facts}</dl>' if facts else ''}"
 
 
 def results(content: Content) -> str:
-    """The tables, each in a box of its own that scrolls, and how to read them."""
+    """Return the tables, each in a scrolling box of its own, and how to read them."""
     if not (content.tables or content.notes):
         return ""
     parts = ["<h2>Results</h2>", *(table(t) for t in content.tables), listed(content.notes, "soft")]
@@ -51,7 +51,7 @@ def table(content: Table) -> str:
     lines = []
     for i, (name, *cells) in enumerate(content.lines):
         css = ' class="best"' if i in content.best else ""
-        # Where a long name may go on below.
+        # A long name may break at these places.
         broken = escape(name).replace(":", ":<wbr>").replace(",", ",<wbr>").replace("/", "/<wbr>")
         rest = "".join(f"<td>{escape(cell)}</td>" for cell in cells)
         lines.append(f'<tr{css}><th scope="row">{broken}</th>{rest}</tr>')
@@ -64,7 +64,7 @@ def table(content: Table) -> str:
 
 
 def figure(name: str, title: str, caption: str, height: int, attributes: str = "", extra: str = "") -> str:
-    """Where page.js draws; the height is kept free until it does."""
+    """Return the place where page.js draws a figure. Its height is reserved until then."""
     return (
         f'<figure><h4>{escape(title)}</h4>{extra}<div class="plot" id="{name}" role="img" aria-label="{escape(title)}" '
         f'style="min-height: {height}px"{attributes}></div><figcaption>{escape(caption)}</figcaption></figure>'
@@ -72,7 +72,12 @@ def figure(name: str, title: str, caption: str, height: int, attributes: str = "
 
 
 def loss_section(names: Mapping[str, str], images: bool) -> str:
-    """names: the figure's id for "tokens" and for "time"."""
+    """Return the section of the curves.
+
+    Args:
+        names: the figure's id for "tokens" and for "time".
+        images: the models were trained on images.
+    """
     parts = ["<h2>Curves</h2>"] if names else []
     words = {"unit": "images", "data": "images"} if images else {"unit": "tokens", "data": "text"}
     for axis, name in names.items():
@@ -93,25 +98,30 @@ def samples(content: Content) -> str:
 
 
 def inside_section(documents: Sequence[Mapping[str, Any]], drawn: Sequence[Sequence[tuple[str, Panel]]]) -> str:
-    """A section for each model; drawn: its figures' ids and panels."""
+    """Return a section for each model.
+
+    Args:
+        documents: the models' documents.
+        drawn: for each model, the ids and panels of its figures.
+    """
     if not documents:
         return ""
     links = "".join(f'<li><a href="#run-{i}">{escape(d["label"])}</a></li>' for i, d in enumerate(documents))
     nav = f'<nav aria-label="Models"><ul class="links">{links}</ul></nav>' if len(documents) > 1 else ""
     parts = ["<h2>Inside the models</h2>" if len(documents) > 1 else "<h2>Inside the model</h2>"]
     parts += [f"<p>{INSIDE}</p>", nav]
-    for i, (document, own) in enumerate(zip(documents, drawn, strict=True)):
+    for i, (document, of_model) in enumerate(zip(documents, drawn, strict=True)):
         parts.append(f'<section class="run" id="run-{i}" data-run="{i}"><h3>{escape(document["label"])}</h3>')
         parts += [f'<p class="soft">{escape(_facts(document))}</p>', _ways(document, i), '<div class="grid">']
-        parts += [_panel(name, panel) for name, panel in own]
+        parts += [_panel(name, panel) for name, panel in of_model]
         parts.append("</div></section>")
     return "\n".join(part for part in parts if part)
 
 
 def _panel(name: str, panel: Panel) -> str:
     if panel.kind == "row":
-        said = '<p class="readout" aria-live="polite"></p>'
-        return figure(name, panel.title, panel.caption, 300, ' data-kind="row"', said)
+        readout = '<p class="readout" aria-live="polite"></p>'
+        return figure(name, panel.title, panel.caption, 300, ' data-kind="row"', readout)
     height = panel.figures[0].get("height", 380)
     if panel.kind != "map":
         return figure(name, panel.title, panel.caption, height)
@@ -125,12 +135,12 @@ def _facts(document: Mapping[str, Any]) -> str:
         if document["loss"] is None
         else f"; loss {document['loss']:.4f} on {document['dynamics']['tokens']:,} tokens"
     )
-    said = f"{len(document['sources']) - 1} sites, {document['parameters']['total']:,} parameters, step {document['step']:,}{loss}."
+    text = f"{len(document['sources']) - 1} sites, {document['parameters']['total']:,} parameters, step {document['step']:,}{loss}."
     ranks = document["structure"]
     if ranks:
-        own = ", ".join(f"{way['semiseparable']} of at most {way['most']}" for way in ranks)
-        said += f" The streams that its rule amounts to (semiseparable rank): {own}."
-    return said
+        of_ways = ", ".join(f"{way['semiseparable']} of at most {way['most']}" for way in ranks)
+        text += f" Streams that the rule is equivalent to (semiseparable rank): {of_ways}."
+    return text
 
 
 def _ways(document: Mapping[str, Any], run: int) -> str:
@@ -138,11 +148,11 @@ def _ways(document: Mapping[str, Any], run: int) -> str:
     if len(names) == 1:
         return ""
     options = "".join(f'<option value="{i}">{escape(name)}</option>' for i, name in enumerate(names))
-    return f'<p><label for="way-{run}">Attention reads a mixture each for</label> <select id="way-{run}" class="way">{options}</select></p>'
+    return f'<p><label for="way-{run}">Show the mixture for</label> <select id="way-{run}" class="way">{options}</select></p>'
 
 
 def closing(content: Content) -> str:
-    """Recipe, environment and command."""
+    """Return the recipe, the environment and the command."""
     parts = []
     if content.recipe:
         parts += ["<h2>Recipe</h2>", f"<pre>{escape(content.recipe)}</pre>"]

@@ -1,7 +1,7 @@
-"""`depthmix explore`: the page of a report with the token explorer first, and a box for new text, which the models here compute.
+"""`depthmix explore`: serve the page of a report with the token explorer first, and a box for new text.
 
-One process and the standard library's server. A page of another site must not be able to use it, not even through a name that it points
-at this machine: requests need this server's own Host and, where they have one, its own Origin.
+It is one process with the standard library's server. A page of another site must not be able to use it, not even through a name
+that the page's owner points at this machine. Requests therefore need this server's own Host and, if they have an Origin, its own.
 """
 
 from __future__ import annotations
@@ -33,14 +33,22 @@ from depthmix.train.generate import check_prompt
 from depthmix.train.inspect import encode_text, text_by_token
 
 START = "The sun had set, and the old man walked slowly home along the river."
-LONGEST = 1 << 16  # bytes of a request: more than any context here holds
-PATIENCE = 10.0  # seconds for a client to send what it promised
-QUEUE = 60.0  # seconds to wait while another text is computed
+# Bytes of a request: more than the context of any model here.
+LONGEST = 1 << 16
+# Seconds that a client may take to send the length it announced.
+PATIENCE = 10.0
+# Seconds to wait while another text is computed.
+QUEUE = 60.0
 TITLE = "What layers read from each other"
 
 
 def explore(config: ExploreConfig, report: Callable[[Sequence[str]], Content | None] | None = None) -> None:
-    """Serve until interrupted. report: what the page says of the runs besides."""
+    """Serve until interrupted.
+
+    Args:
+        config: what to serve, and where.
+        report: makes what the page says of the runs below the explorer.
+    """
     _check(config)
     device = choose_device(config.device)
     runs = [run for run in (config.run, config.against) if run] or [""]
@@ -48,7 +56,7 @@ def explore(config: ExploreConfig, report: Callable[[Sequence[str]], Content | N
     first = models.documents(config.text) if config.text else models.documents_or_none(START)
     with listen(config, models, page(first, report and report(runs))) as server:
         if not (config.host == "localhost" or _is(config.host, "is_loopback")):
-            warning = f"whoever reaches port {server.port} of {config.host} can use this page and these models"
+            warning = f"anyone who can reach port {server.port} of {config.host} can use this page and these models"
             print(f"depthmix: warning: {warning}", file=sys.stderr)
         print(f"Open {server.url} in a browser; Ctrl-C ends it.", flush=True)
         try:
@@ -59,16 +67,16 @@ def explore(config: ExploreConfig, report: Callable[[Sequence[str]], Content | N
 
 def _check(config: ExploreConfig) -> None:
     if not 0 <= config.port <= 65535:
-        raise UserError(f"port must be from 1 to 65535, or 0 for any that is free, got {config.port}")
+        raise UserError(f"port must be from 1 to 65535, or 0 for any free port, got {config.port}")
     if not config.host:
-        raise UserError("host must not be empty: 127.0.0.1 is this machine alone, 0.0.0.0 whoever can reach it")
+        raise UserError("host must not be empty: 127.0.0.1 serves this machine alone, 0.0.0.0 anyone who can reach it")
     if config.seq_len is not None and config.seq_len < 1:
         raise UserError(f"seq_len must be at least 1 or none, got {config.seq_len}")
     check_prompt(config.text, "text")
 
 
 class Models:
-    """The models of one or two runs, and what a text looks like inside them. One text at a time."""
+    """The models of one or two runs, which compute what the explorer shows. They compute one text at a time."""
 
     def __init__(self, runs: Sequence[tuple[str, Trained]], seq_len: int | None = None) -> None:
         self.runs, self.seq_len, self.lock = runs, seq_len, threading.Lock()
@@ -76,18 +84,22 @@ class Models:
             if trained.tokenizer is None:
                 raise UserError(f"{run} was trained on images: the explorer shows text", CHECKPOINT)
             if not isinstance(trained.model, Decoder):
-                what = f"{run} holds a model of Hugging Face's"
+                what = f"{run} holds a Hugging Face model"
                 raise UserError(f"{what}: depthmix.depth_mixing shows what its layers read", CHECKPOINT)
 
     def documents(self, text: str) -> list[dict[str, Any]]:
-        """As much of `depthmix inspect`'s document as the explorer shows; UserError for a text that cannot be shown."""
+        """Return the parts of `depthmix inspect`'s document that the explorer shows, for each model.
+
+        Raises:
+            UserError: the text cannot be shown.
+        """
         check_prompt(text, "the text")
         if not text.strip():
             raise UserError("the text is empty: write a sentence")
         return [self._document(run, trained, text) for run, trained in self.runs]
 
     def documents_or_none(self, text: str) -> list[dict[str, Any]]:
-        """Nothing where the text is too long for a model."""
+        """Return the documents of a text, or none if the text is too long for a model."""
         try:
             return self.documents(text)
         except UserError as error:
@@ -100,36 +112,38 @@ class Models:
         if not pieces:
             raise UserError(f"the tokenizer of {run} makes no tokens of this text")
         with autocast(ids.device, trained.config.precision):
-            found = text_by_token(trained.model, ids, pieces)
-        means = mean(found["weights"])
-        if not all(math.isfinite(n) for n in [*found["losses"][1:], *(w for r in means for way in r for w in way)]):
+            text_document = text_by_token(trained.model, ids, pieces)
+        means = mean(text_document["weights"])
+        if not all(
+            math.isfinite(n) for n in [*text_document["losses"][1:], *(w for r in means for way in r for w in way)]
+        ):
             what = f"the output of the model in {run} is not a number"
             raise UserError(f"{what}: this run has diverged, use an older checkpoint", DIVERGED)
-        described = {
+        document = {
             "run": run,
             "mixer": trained.config.mixer,
             "mixer_options": chosen_options(trained.config.mixer, trained.config.mixer_options),
             **doc.describe_mixer(trained.model.mixer),
             "mixing": {"tokens": len(pieces), "over": f"the {len(pieces)} tokens of this text", "mean": means},
-            "text": found,
+            "text": text_document,
         }
-        return doc.rounded(described)
+        return doc.rounded(document)
 
 
 def mean(weights: list[list[list[list[float]]]]) -> list[list[list[float]]]:
-    """[token][reader][way][source], ragged, averaged over tokens."""
+    """Average ragged weights [token][reader][way][source] over tokens."""
     by_reader = zip(*weights, strict=True)
     by_way = (zip(*reader, strict=True) for reader in by_reader)
     return [[[sum(source) / len(source) for source in zip(*way, strict=True)] for way in ways] for ways in by_way]
 
 
 def page(documents: Sequence[dict[str, Any]], report: Content | None = None) -> bytes:
-    """The whole page."""
+    """Return the whole page, encoded."""
     return make_page(report or Content(title=TITLE), live=documents).encode()
 
 
 HEADERS = {
-    # No other page shows it. What may run and be loaded, its own scripts and this server alone, the page says itself.
+    # No other page may embed this one. The page's own policy says which scripts may run and what may be loaded.
     "Content-Security-Policy": "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
@@ -139,7 +153,7 @@ HEADERS = {
 
 
 class Refused(Exception):
-    """A request that is answered with a sentence instead of a result."""
+    """A request that is answered with an error sentence instead of a result."""
 
     def __init__(self, status: HTTPStatus, sentence: str) -> None:
         super().__init__(sentence)
@@ -147,7 +161,7 @@ class Refused(Exception):
 
 
 class Server(socketserver.ThreadingTCPServer):
-    """A thread for each connection: browsers open some that they do not use."""
+    """A server with one thread per connection, since browsers open connections that they do not use."""
 
     daemon_threads = True
     allow_reuse_address = True
@@ -161,30 +175,34 @@ class Server(socketserver.ThreadingTCPServer):
         self.url = f"http://{shown}:{self.port}/"
 
     def is_own(self, host: str) -> bool:
-        """Whether a Host header means this server. Of all addresses of the machine any will do: it is names that can be made to point here."""
+        """Tell whether a Host header means this server.
+
+        If the server listens on all addresses of the machine, any address will do: only names can be made to point here by others.
+        """
         name, colon, port = host.rpartition(":")
         if not (colon and port.isdecimal()):
             name, port = host, "80"
         bare = name[1:-1] if name.startswith("[") and name.endswith("]") else name
-        own = {self.host}
+        names = {self.host}
         if self.host == "localhost" or _is(self.host, "is_loopback"):
-            own |= {"localhost", "127.0.0.1", "::1"}
+            names |= {"localhost", "127.0.0.1", "::1"}
         elif _is(self.host, "is_unspecified"):
-            own |= {"localhost", socket.gethostname().lower()} | ({bare} if _is(bare, "version") else set())
-        return int(port) == self.port and bare in own
+            names |= {"localhost", socket.gethostname().lower()} | ({bare} if _is(bare, "version") else set())
+        return int(port) == self.port and bare in names
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that has left is not worth a word."""
+        """Report every error except those of clients that have left."""
         if not isinstance(error := sys.exception(), OSError):
             _tell(error)
 
 
 class Handler(BaseHTTPRequestHandler):
-    """GET / is the page, POST /text computes a text; everything else is refused in a sentence."""
+    """GET / returns the page, and POST /text computes a text. Everything else is refused with a sentence."""
 
     server: Server
     timeout = PATIENCE
-    unread = 0  # bytes of the request that are still to come
+    # Bytes of the request that have not been read yet.
+    unread = 0
 
     def _serve(self) -> None:
         try:
@@ -203,25 +221,26 @@ class Handler(BaseHTTPRequestHandler):
     do_GET = do_POST = do_HEAD = do_PUT = do_DELETE = do_PATCH = do_OPTIONS = do_TRACE = do_CONNECT = _serve
 
     def _check_sender(self) -> None:
-        """Not through another's name, and not from another site's page."""
-        host, *others = (value.strip().lower() for value in self.headers.get_all("Host", [""]))
+        """Refuse requests under another host name, and requests from pages of other sites."""
+        host, *more_hosts = (value.strip().lower() for value in self.headers.get_all("Host", [""]))
         origins = {value.strip().lower() for value in self.headers.get_all("Origin", [])}
         length = self.headers.get("Content-Length", "")
         self.unread = int(length) if length.isdecimal() else 0
-        if others or not self.server.is_own(host):
+        if more_hosts or not self.server.is_own(host):
             raise Refused(
                 HTTPStatus.MISDIRECTED_REQUEST, f"this server is {self.server.url} and answers to no other name"
             )
-        site = self.headers.get("Sec-Fetch-Site", "none")
-        if origins - {f"http://{host}"} or (self.command != "GET" and site not in ("none", "same-origin")):
+        fetch_site = self.headers.get("Sec-Fetch-Site", "none")
+        if origins - {f"http://{host}"} or (self.command != "GET" and fetch_site not in ("none", "same-origin")):
             raise Refused(HTTPStatus.FORBIDDEN, "pages of other sites may not use this server")
 
     def _text(self) -> str:
-        """What was sent to be looked into."""
+        """Return the text that was sent."""
         lengths = self.headers.get_all("Content-Length", [])
         if len(lengths) != 1 or not lengths[0].isdecimal() or "Transfer-Encoding" in self.headers:
             raise Refused(HTTPStatus.LENGTH_REQUIRED, "say how long the text is, in Content-Length")
-        if self.headers.get_content_type() != "application/json":  # which no form of another page can send
+        # No form on another page can send this type.
+        if self.headers.get_content_type() != "application/json":
             raise Refused(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, 'send {"text": "…"} as application/json')
         if self.unread > LONGEST:
             raise Refused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"a text may take {LONGEST:,} bytes, and this is longer")
@@ -247,8 +266,8 @@ class Handler(BaseHTTPRequestHandler):
             raise Refused(status, str(error)) from None
         except Exception as error:
             _tell(error)
-            said = "this text could not be computed: the terminal of depthmix explore says why"
-            raise Refused(HTTPStatus.INTERNAL_SERVER_ERROR, said) from None
+            message = "this text could not be computed: the terminal of depthmix explore says why"
+            raise Refused(HTTPStatus.INTERNAL_SERVER_ERROR, message) from None
         finally:
             models.lock.release()
 
@@ -265,41 +284,44 @@ class Handler(BaseHTTPRequestHandler):
         if self.command != "HEAD":
             self.wfile.write(body)
         self.connection.settimeout(1.0)
-        left = min(
-            self.unread, 64 * LONGEST
-        )  # or the client, still sending, would see a broken connection and no answer
-        while left > 0 and (part := self.rfile.read1(min(left, LONGEST))):
-            left -= len(part)
+        # Read what is still coming: a client that is still sending would otherwise see a broken connection and no answer.
+        n_unread = min(self.unread, 64 * LONGEST)
+        while n_unread > 0 and (part := self.rfile.read1(min(n_unread, LONGEST))):
+            n_unread -= len(part)
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """What is not even HTTP; the library's own pages would repeat the request."""
+        """Answer a request that is not HTTP. The library's own error pages would repeat the request."""
         self._answer(HTTPStatus(code), {"error": f"{HTTPStatus(code).phrase}."})
 
     def version_string(self) -> str:
         return "depthmix"
 
     def log_message(self, format: str, *args: Any) -> None:
-        """No line for every request."""
+        """Log nothing for single requests."""
 
 
 def listen(config: ExploreConfig, models: Models, page: bytes) -> Server:
-    """A server that takes requests; UserError where it cannot."""
-    where = f"{config.host}:{config.port}"
+    """Return a server that takes requests.
+
+    Raises:
+        UserError: the address is taken, or is none of this machine.
+    """
+    address = f"{config.host}:{config.port}"
     try:
         return Server(config.host, config.port, models, page)
     except socket.gaierror:
         raise UserError(f"host {config.host!r} is no address of this machine") from None
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            said = f"port {config.port} is taken: give another with --port, or 0 for any that is free"
-            raise UserError(said) from None
-        raise UserError(f"cannot listen on {where}: {error.strerror or error}") from None
+            message = f"port {config.port} is taken: give another with --port, or 0 for any free port"
+            raise UserError(message) from None
+        raise UserError(f"cannot listen on {address}: {error.strerror or error}") from None
 
 
-def _is(host: str, what: str) -> bool:
-    """A property of an address; no name has any."""
+def _is(host: str, property_name: str) -> bool:
+    """Tell whether an address has a property of `ipaddress`. A name has none."""
     try:
-        return bool(getattr(ipaddress.ip_address(host), what))
+        return bool(getattr(ipaddress.ip_address(host), property_name))
     except ValueError:
         return False
 

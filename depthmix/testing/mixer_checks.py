@@ -1,4 +1,4 @@
-"""What every mixer must do, whatever its rule: one function per promise of the contract, on the CPU and on small inputs.
+"""Checks of what every mixer must do, whatever its rule: one function per promise of the contract, on the CPU and on small inputs.
 
 A check gets a mixer of its own, which it may change. It raises `CheckFailed` with what is wrong, or `NotApplicable`.
 """
@@ -20,10 +20,13 @@ from depthmix.ops.torch_internals import pytree
 from depthmix.parallel.packing import pack_state, state_forms, unpack_state
 from depthmix.parallel.row_owners import blank_foreign, row_owners, why_not_divided
 
-ROWS, TOKENS = 2, 5  # odd on purpose
-EXACT = 1e-9  # fp64, where two ways of computing the same may round differently
-STEPS = (1e-5, 1e-7)  # of finite differences in fp64; the second is for a rule with a kink, such as a relu, nearby
-CLOSE = 1e-5  # relative error that they may show
+ROWS, TOKENS = 2, 5
+# Tolerance in fp64, where two ways of computing the same may round differently.
+EXACT = 1e-9
+# Steps of finite differences in fp64. The second is for a rule with a kink nearby, such as a relu.
+STEPS = (1e-5, 1e-7)
+# Relative error that finite differences may have.
+CLOSE = 1e-5
 
 
 class CheckFailed(AssertionError):
@@ -56,128 +59,135 @@ def check_contract(mixer: Mixer) -> None:
 
 
 def check_states(mixer: Mixer) -> None:
-    """A state is a value: reading and writing leave it and their inputs as they were, and two passes do not meet."""
+    """Check that a state is a value: reading and writing leave it and their inputs unchanged, and two passes are independent."""
     _stir(mixer)
     sources = _sources(mixer)
-    kept = [source.clone() for source in sources]
+    originals = [source.clone() for source in sources]
     state = mixer.start(sources[0])
     for site in range(mixer.n_sites):
         leaves, spec = pytree.tree_flatten(state)
         if not all(leaf is None or isinstance(leaf, Tensor) for leaf in leaves):
-            raise CheckFailed(f"the state before site {site} holds something that is no tensor")
+            raise CheckFailed(f"the state before site {site} holds something that is not a tensor")
         before = [None if leaf is None else leaf.detach().clone() for leaf in leaves]
-        bare = mixer.write(pytree.tree_unflatten(leaves, spec), site, sources[site + 1])
+        without_read = mixer.write(pytree.tree_unflatten(leaves, spec), site, sources[site + 1])
         mixer.read(state, site)
         first = mixer.write(state, site, sources[site + 1])
         second = mixer.write(state, site, sources[site + 1])
-        for leaf, was in zip(leaves, before, strict=True):
-            if leaf is not None and was is not None and not torch.equal(leaf, was):
+        for leaf, leaf_before in zip(leaves, before, strict=True):
+            if leaf is not None and leaf_before is not None and not torch.equal(leaf, leaf_before):
                 raise CheckFailed(f"read or write at site {site} changes the state that it is given")
-        for other, what in ((bare, "without its read"), (second, "a second time")):
+        for other, manner in ((without_read, "without its read"), (second, "a second time")):
             for a, b in zip(_tensors(first), _tensors(other), strict=True):
-                _expect_equal(a, b, f"write at site {site} gives another state {what}")
+                _expect_equal(a, b, f"write at site {site} gives another state {manner}")
         state = second
     mixer.finish(state)
-    if not all(torch.equal(a, b) for a, b in zip(sources, kept, strict=True)):
+    if not all(torch.equal(a, b) for a, b in zip(sources, originals, strict=True)):
         raise CheckFailed("a tensor that was passed in has been changed")
     others = _sources(mixer, seed=1)
-    expected = [_replay(mixer, own)[-1][0] for own in (sources, others)]
-    states = [mixer.start(own[0]) for own in (sources, others)]
+    expected = [_replay(mixer, of_pass)[-1][0] for of_pass in (sources, others)]
+    states = [mixer.start(of_pass[0]) for of_pass in (sources, others)]
     for site in range(mixer.n_sites):
         for state in states:
             mixer.read(state, site)
-        states = [mixer.write(s, site, own[site + 1]) for s, own in zip(states, (sources, others), strict=True)]
+        states = [mixer.write(s, site, of_pass[site + 1]) for s, of_pass in zip(states, (sources, others), strict=True)]
     for state, out in zip(states, expected, strict=True):
-        _expect_equal(mixer.finish(state), out, "two passes at a time disturb each other: something is kept elsewhere")
+        _expect_equal(
+            mixer.finish(state), out, "two passes at a time disturb each other: something is kept outside the state"
+        )
 
 
 def check_causality(mixer: Mixer) -> None:
-    """Nothing depends on later tokens or on other rows of the batch."""
-    if (found := find_leak(mixer, tokens_too=True)) is not None:
-        raise CheckFailed(found)
+    """Check that nothing depends on later tokens or on other rows of the batch."""
+    if (leak := find_leak(mixer, tokens_too=True)) is not None:
+        raise CheckFailed(leak)
 
 
 def check_locality(mixer: Mixer) -> None:
-    """A rule treats every token by itself: only the last dimension means anything to it."""
+    """Check that a rule mixes every token by itself: only the last dimension of its inputs has a meaning."""
     _stir(mixer)
     sources = _sources(mixer)
     flat = [source.reshape(-1, mixer.dim) for source in sources]
-    for site, (own, other) in enumerate(zip(_replay(mixer, sources), _replay(mixer, flat), strict=True)):
-        for h, f in zip(own, other, strict=True):
+    for site, (batched, unbatched) in enumerate(zip(_replay(mixer, sources), _replay(mixer, flat), strict=True)):
+        for h, f in zip(batched, unbatched, strict=True):
             _expect_equal(h.reshape(-1, mixer.dim), f, f"{_reader(mixer, site)} of tokens without a batch differs")
 
 
 def check_inference(mixer: Mixer) -> None:
-    """A pass under no_grad reads what a pass in training reads."""
+    """Check that a pass under no_grad reads the same as a pass in training."""
     _stir(mixer)
     sources = _sources(mixer)
     trained = _replay(mixer, sources)
     with torch.no_grad():
         inferred = _replay(mixer, sources)
-    for site, (own, other) in enumerate(zip(trained, inferred, strict=True)):
-        for h, f in zip(own, other, strict=True):
+    for site, (in_training, in_inference) in enumerate(zip(trained, inferred, strict=True)):
+        for h, f in zip(in_training, in_inference, strict=True):
             _expect_equal(h, f, f"{_reader(mixer, site)} under no_grad differs from training")
 
 
 def check_gradients(mixer: Mixer) -> None:
-    """Autograd agrees with finite differences in fp64, for the embedding, every output and every parameter."""
+    """Check autograd against finite differences in fp64, for the embedding, every output and every parameter."""
     _stir(mixer)
     random = torch.Generator().manual_seed(1)
     sources = [source.requires_grad_() for source in _sources(mixer)]
-    weights = [[torch.randn(h.shape, generator=random, dtype=h.dtype) for h in own] for own in _replay(mixer, sources)]
+    weights = [
+        [torch.randn(h.shape, generator=random, dtype=h.dtype) for h in of_read] for of_read in _replay(mixer, sources)
+    ]
 
     def value() -> Tensor:
         """Weigh every number that is read, so that no gradient can hide."""
-        seen = zip(weights, _replay(mixer, sources), strict=True)
-        return torch.stack([(w * h).sum() for own in seen for w, h in zip(*own, strict=True)]).sum()
+        weighted_reads = zip(weights, _replay(mixer, sources), strict=True)
+        return torch.stack([(w * h).sum() for of_read in weighted_reads for w, h in zip(*of_read, strict=True)]).sum()
 
     named = {"the embedding": sources[0]} | {f"the output of site {i}": y for i, y in enumerate(sources[1:])}
     parameters = {f"parameter {name}": p for name, p in mixer.named_parameters() if p.requires_grad}
     named |= parameters
     total = value()
-    found = torch.autograd.grad(total, list(named.values()), allow_unused=True)
-    for (name, leaf), gradient in zip(named.items(), found, strict=True):
-        along = torch.randn(leaf.shape, generator=random, dtype=leaf.dtype)
-        got = 0.0 if gradient is None else float((gradient * along).sum())
-        expected = [_difference(value, leaf, along, step) for step in STEPS]
-        if not any(abs(got - e) <= CLOSE * max(abs(got), abs(e), abs(float(total.detach())), 1.0) for e in expected):
-            said = f"{got:.6g} along a random direction, where finite differences give {expected[0]:.6g}"
-            raise CheckFailed(f"the gradient of {name} is {said}")
+    gradients = torch.autograd.grad(total, list(named.values()), allow_unused=True)
+    for (name, leaf), gradient in zip(named.items(), gradients, strict=True):
+        direction = torch.randn(leaf.shape, generator=random, dtype=leaf.dtype)
+        derivative = 0.0 if gradient is None else float((gradient * direction).sum())
+        expected = [_difference(value, leaf, direction, step) for step in STEPS]
+        if not any(
+            abs(derivative - e) <= CLOSE * max(abs(derivative), abs(e), abs(float(total.detach())), 1.0)
+            for e in expected
+        ):
+            comparison = f"{derivative:.6g} along a random direction, where finite differences give {expected[0]:.6g}"
+            raise CheckFailed(f"the gradient of {name} is {comparison}")
         if name in parameters and gradient is None:
             raise CheckFailed(f"{name} receives no gradient and changes nothing")
 
 
-def _difference(value: Callable[[], Tensor], leaf: Tensor, along: Tensor, step: float) -> float:
+def _difference(value: Callable[[], Tensor], leaf: Tensor, direction: Tensor, step: float) -> float:
     """Return the central difference of a value as a leaf moves, which is put back."""
-    start, ends = leaf.detach().clone(), []
+    original, values = leaf.detach().clone(), []
     with torch.no_grad():
         for side in (1, -1):
-            leaf.copy_(start + side * step * along)
-            ends.append(float(value()))
-        leaf.copy_(start)
-    return (ends[0] - ends[1]) / (2 * step)
+            leaf.copy_(original + side * step * direction)
+            values.append(float(value()))
+        leaf.copy_(original)
+    return (values[0] - values[1]) / (2 * step)
 
 
 def check_precision(mixer: Mixer) -> None:
-    """bf16 is within rounding of fp32: a mixture rounds once, a stream once per write."""
+    """Check that bf16 is within rounding of fp32: a mixture rounds once, a stream once per write."""
     _stir(mixer)
     mixer.float()
     sources = [source.bfloat16() for source in _sources(mixer)]
     wide = _replay(mixer, [source.float() for source in sources])
-    for site, (own, exact) in enumerate(zip(_replay(mixer, sources), wide, strict=True)):
-        for h, e in zip(own, exact, strict=True):
+    for site, (rounded, references) in enumerate(zip(_replay(mixer, sources), wide, strict=True)):
+        for h, reference in zip(rounded, references, strict=True):
             if h.dtype != torch.bfloat16:
                 raise CheckFailed(f"{_reader(mixer, site)} of bf16 sources is {h.dtype}")
-            bound = 2**-8 * (site + 1) * max(1.0, float(e.detach().abs().max()))
-            off = float((h.float() - e).detach().abs().max())
-            if not off <= bound:
+            bound = 2**-8 * (site + 1) * max(1.0, float(reference.detach().abs().max()))
+            error = float((h.float() - reference).detach().abs().max())
+            if not error <= bound:
                 raise CheckFailed(
-                    f"{_reader(mixer, site)} in bf16 is off by {off:.3g}, more than rounding ({bound:.3g})"
+                    f"{_reader(mixer, site)} in bf16 is off by {error:.3g}, more than rounding ({bound:.3g})"
                 )
 
 
 def check_parameters(mixer: Mixer) -> None:
-    """`reset_parameters` sets every parameter, and casts of a model to half precision leave them in fp32."""
+    """Check that `reset_parameters` sets every parameter, and that casting a model to half precision leaves them in fp32."""
     with torch.no_grad():
         for p in mixer.parameters():
             p.fill_(torch.nan)
@@ -191,35 +201,38 @@ def check_parameters(mixer: Mixer) -> None:
 
 
 def check_copies(mixer: Mixer) -> None:
-    """A deep copy, and a copy that has loaded the state dict, compute the same."""
+    """Check that a deep copy, and a copy that has loaded the state dict, compute the same."""
     _stir(mixer)
     sources, twin, loaded = _sources(mixer), copy.deepcopy(mixer), copy.deepcopy(mixer)
     expected = _replay(mixer, sources)
     with torch.no_grad():
         for p in loaded.parameters():
             p.zero_()
-        _replay(loaded, sources)  # what it keeps of its parameters must follow them
+        # The copy may cache values computed from its parameters: these must follow when new parameters are loaded.
+        _replay(loaded, sources)
     loaded.load_state_dict(mixer.state_dict())
-    for other, what in ((twin, "a deep copy"), (loaded, "a copy that loads its state dict")):
-        for own, h in zip(expected, _replay(other, sources), strict=True):
-            for a, b in zip(own, h, strict=True):
-                _expect_equal(a, b, f"{what} computes something else", 0.0)
+    for other, name in ((twin, "a deep copy"), (loaded, "a copy that loads its state dict")):
+        for of_original, of_copy in zip(expected, _replay(other, sources), strict=True):
+            for a, b in zip(of_original, of_copy, strict=True):
+                _expect_equal(a, b, f"{name} computes something else", 0.0)
 
 
 def check_contributions(mixer: Mixer) -> None:
-    """What sources add to a read adds up to it: what `depth_mixing` and `depthmix inspect` rely on."""
+    """Check that the contributions of a read's sources add up to the read. `depth_mixing` and `depthmix inspect` rely on it."""
     _stir(mixer)
     sources = _sources(mixer)
     with torch.no_grad():
         reads = _replay(mixer, sources)
-    for site, own in enumerate(reads):
-        for h, (parts, _) in zip(own, contributions(mixer, sources[: site + 1]), strict=True):
-            said = f"the parts of {_reader(mixer, site)} do not add up to it: take coefficients from state.observe(x)"
-            _expect_equal(parts.sum(0), h, said)
+    for site, results in enumerate(reads):
+        for h, (parts, _) in zip(results, contributions(mixer, sources[: site + 1]), strict=True):
+            message = (
+                f"the parts of {_reader(mixer, site)} do not add up to it: take coefficients from state.observe(x)"
+            )
+            _expect_equal(parts.sum(0), h, message)
 
 
 def check_pipeline(mixer: Mixer) -> None:
-    """Two pipeline stages, each with nothing but the parameters of its own sites, do what the whole does."""
+    """Check that two pipeline stages, each with the parameters of its own sites, compute what the whole computes."""
     if mixer.n_sites < 2:
         raise NotApplicable("a mixer of one site cannot be divided")
     if (reason := why_not_divided(mixer)) is not None:
@@ -237,8 +250,8 @@ def check_pipeline(mixer: Mixer) -> None:
             if site == half:
                 state = unpack_state(form, pack_state(first, state))
             stage = first if site < half else second
-            for h, e in zip(_as_tuple(stage.read(state, site)), expected[site], strict=True):
-                _expect_equal(h, e, f"{_reader(mixer, site)} in its stage differs from the whole")
+            for result, whole in zip(_as_tuple(stage.read(state, site)), expected[site], strict=True):
+                _expect_equal(result, whole, f"{_reader(mixer, site)} in its stage differs from the whole")
             state = stage.write(state, site, sources[site + 1])
         _expect_equal(second.finish(state), expected[-1][0], "finish in the last stage differs from the whole")
 
@@ -259,11 +272,12 @@ CHECKS: dict[str, Callable[[Mixer], None]] = {
 
 
 def _stir(mixer: Mixer) -> None:
-    """Move every parameter, in fp64, away from where it starts, so that rules which start as plain show what they do."""
+    """Move every parameter, in fp64, away from its initial value, so that rules which start as plain show their own behaviour."""
     stir(mixer, torch.Generator().manual_seed(0))
     with torch.no_grad():
         for p in mixer.parameters():
-            p.nan_to_num_()  # memory that was never set has a check of its own
+            # Memory that was never set has a check of its own.
+            p.nan_to_num_()
 
 
 def _sources(mixer: Mixer, seed: int = 0) -> list[Tensor]:
@@ -274,7 +288,7 @@ def _sources(mixer: Mixer, seed: int = 0) -> list[Tensor]:
 
 
 def _replay(mixer: Mixer, sources: list[Tensor]) -> list[tuple[Tensor, ...]]:
-    """Return every read, finish being the last, where the sublayers' outputs are given."""
+    """Return the results of every read, with finish as the last, for given outputs of the sublayers."""
     state, reads = mixer.start(sources[0]), []
     for site in range(mixer.n_sites):
         reads.append(_as_tuple(mixer.read(state, site)))

@@ -1,4 +1,4 @@
-"""`depthmix.check_mixer`: hold a mixer of one's own to what the package's mixers are held to."""
+"""`depthmix.check_mixer`: hold a user's own mixer to the promises that the package's mixers keep."""
 
 from __future__ import annotations
 
@@ -35,14 +35,17 @@ class CheckResult:
 
 
 class MixerReport:
-    """What `check_mixer` found: `report["causality"]` is one result, `report.passed` says whether nothing failed."""
+    """The result of `check_mixer`.
+
+    `report["causality"]` is the result of one check, and `report.passed` is true if no check failed.
+    """
 
     def __init__(self, mixer: str, results: Mapping[str, CheckResult]) -> None:
         self.mixer, self.results = mixer, dict(results)
 
     @property
     def passed(self) -> bool:
-        """Whether no check failed."""
+        """True if no check failed."""
         return not self.failures
 
     @property
@@ -84,13 +87,13 @@ def check_mixer(
             states: a state is a value, and inputs are left alone.
             causality: nothing depends on later tokens or on other rows of the batch.
             locality: every token is mixed by itself.
-            inference: a pass under no_grad gives the same.
+            inference: a pass under no_grad gives the same results.
             gradients: autograd agrees with finite differences in fp64.
             precision: bf16 is within rounding of fp32.
             parameters: all are set by reset_parameters, and stay fp32 in a bf16 model.
             copies: deep copies and state dicts.
-            contributions: what sources add to a read adds up to it.
-            pipeline: two pipeline stages do what the whole does; skipped if the rule cannot be divided.
+            contributions: the contributions of a read's sources add up to the read.
+            pipeline: two pipeline stages compute what the whole computes; skipped if the rule cannot be divided.
 
     Raises:
         UserError: There is nothing to check: no mixer, or a class that is not registered.
@@ -99,7 +102,8 @@ def check_mixer(
     Example:
         >>> depthmix.check_mixer("my_rule", init=0.9).raise_if_failed()
     """
-    from depthmix.testing.mixer_checks import CHECKS, NotApplicable  # slow to import
+    # Slow to import.
+    from depthmix.testing.mixer_checks import CHECKS, NotApplicable
 
     subject = _build(mixer, dim, n_blocks, options)
     results: dict[str, CheckResult] = {}
@@ -115,7 +119,8 @@ def check_mixer(
             results[name] = CheckResult(name, "passed")
         except NotApplicable as error:
             results[name] = CheckResult(name, "skipped", str(error))
-        except Exception as error:  # whatever a rule raises is what is wrong with it
+        # Any exception of a rule is a failure of the rule.
+        except Exception as error:
             results[name] = CheckResult(name, "failed", _words(error))
     return MixerReport(_described(subject), results)
 
@@ -124,7 +129,9 @@ def _build(mixer: Any, dim: int, n_blocks: int, options: dict[str, Any]) -> Mixe
     """Return a mixer on the CPU that the checks may copy."""
     if isinstance(mixer, Mixer):
         if options:
-            raise UserError(f"check_mixer: options are for a class or a name, and {mixer.name} is built already")
+            raise UserError(
+                f"check_mixer: options are for a class or a name, and this {mixer.name} is already built: leave them out"
+            )
         return copy.deepcopy(mixer).cpu().eval()
     if isinstance(mixer, type) and issubclass(mixer, Mixer):
         name = mixer.__dict__.get("name")
@@ -143,7 +150,7 @@ def _described(mixer: Mixer) -> str:
 
 
 def _words(error: Exception) -> str:
-    """Say an error in one line, with its type where the message is not this package's own."""
+    """Format an error in one line, with its type unless this package raised it."""
     text = " ".join(str(error).split())
-    own = isinstance(error, AssertionError) or type(error).__module__.startswith("depthmix")
-    return text if own and text else f"{type(error).__name__}: {text}" if text else type(error).__name__
+    is_ours = isinstance(error, AssertionError) or type(error).__module__.startswith("depthmix")
+    return text if is_ours and text else f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -1,4 +1,4 @@
-"""What the experiments cost; import it before asking `costs_of`. Their own files say nothing of it."""
+"""Costs of the experiments, whose own files do not mention them. Import this file before calling `costs_of`."""
 
 from depthmix.parallel.plan.costs import NORM, Costs, Traffic, costs_for, costs_of
 from depthmix.parallel.plan.costs.attnres import AttnResCosts
@@ -10,8 +10,8 @@ class AttnResOnStreamsCosts(Costs):
     def traffic(self) -> list[Traffic]:
         below, above = (costs_of(rule).traffic() for rule in (self.mixer.below, self.mixer.above))
         pairs = zip(below, above, strict=True)
-        found = [Traffic(a.forward + b.forward + 3, a.backward + b.backward, a.kept + b.kept) for a, b in pairs]
-        return [*found[:-1], below[-1]]
+        by_site = [Traffic(a.forward + b.forward + 3, a.backward + b.backward, a.kept + b.kept) for a, b in pairs]
+        return [*by_site[:-1], below[-1]]
 
 
 @costs_for("embedding_again")
@@ -21,13 +21,13 @@ class EmbeddingAgainCosts(Costs):
 
         Backward, both gradients are written and added to those that are there.
         """
-        mixer, found = self.mixer, []
+        mixer, by_site = self.mixer, []
         for site in range(mixer.n_sites + 1):
             w, ends = mixer.ways(site) if site < mixer.n_sites else 1, site == mixer.n_sites
             sums = mixer.into == "reads" or (mixer.layout.begins[site] and not ends)
             forward, backward = (2 + w, w + 1 + 2 + 6) if sums else (0, 3)
-            found.append(Traffic(3 * (not ends) + forward + NORM[0] * w, backward + NORM[1] * w, 1 + w))
-        return found
+            by_site.append(Traffic(3 * (not ends) + forward + NORM[0] * w, backward + NORM[1] * w, 1 + w))
+        return by_site
 
 
 @costs_for("low_rank_query")
@@ -40,5 +40,5 @@ class LowRankQueryCosts(AttnResCosts):
 class SoftmaxDCACosts(DeltaStackCosts):
     def traffic(self) -> list[Traffic]:
         begins = self.mixer.layout.begins  # finish does, too
-        found = zip(super().traffic(), begins, strict=True)
-        return [Traffic(t.forward + entry, t.backward + 3 * entry, t.kept) for t, entry in found]
+        by_site = zip(super().traffic(), begins, strict=True)
+        return [Traffic(t.forward + entry, t.backward + 3 * entry, t.kept) for t, entry in by_site]

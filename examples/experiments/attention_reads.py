@@ -1,14 +1,14 @@
-"""Attention Residuals that attention alone reads: MLPs, and what goes to the final norm, see the plain sum.
+"""Attention Residuals that only attention reads. MLPs and the final norm see the plain sum.
 
     logit_i = query_s · (key_gain_s ⊙ RMS(v_i));    p = softmax(logits) over the sources;    h_s = Σ_i p_i v_i
 
-as in attnres with ways=2, at attention: one mixture for its queries and keys, one for its values. Everywhere else p_i is the same for
-all of the n sources, so h is their sum over n, which the norm that follows makes the plain residual's.
-only="values": queries and keys have the plain sum too, and values alone choose.
+Attention reads as in attnres with ways=2: one mixture for its queries and keys, one for its values. At all other sites p_i is the same
+for all n sources. Their h is the sum over n, and the norm that follows makes it equivalent to the plain residual's.
+only="values": queries and keys have the plain sum too, and only values choose.
 Queries start at zero: plain at step 0.
 
-What it costs is what attnres with ways=2 costs, of which kernels of its own could save the MLPs' reads: with one block for all sites,
-whose sources are e and the sum of all outputs, plain sites move 8 activations, attention's 14 with attnres' kernels.
+The costs are those of attnres with ways=2. Kernels of its own could save the MLPs' reads: with one block for all sites, whose sources
+are e and the sum of all outputs, plain sites would move 8 activations, and attention's move 14 with attnres' kernels.
 """
 
 from typing import Annotated, Any, Literal

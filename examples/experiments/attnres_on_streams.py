@@ -1,18 +1,19 @@
-"""Hyper-Connections below, Attention Residuals on top of them.
+"""Hyper-Connections, with Attention Residuals on top of them.
 
-H [n, D] are the streams of Hyper-Connections, v_i the sources of attnres (e, the sums of finished blocks, the sum of the own one):
+H [n, D] are the streams of Hyper-Connections. v_i are the sources of attnres: e, the sums of finished blocks, and the current block's sum.
 
     h_0 = A_mᵀ H;      h_s = A_mᵀ H + Σ_i p_i v_i,    p = softmax_i(query_s · (key_gain_s ⊙ RMS(v_i)))
     H ← A_rᵀ H + Bᵀ y_sᵀ, and y_s is added to the sources;      h_S = the sum of H's rows
 
-Why so: seen over depth the streams are a linear recurrence with n states, which mixes what it has been told and forgets nothing by
-name, and attnres is a softmax over named sources, which has no state. Each keeps what the other cannot, so a site reads both. The sum
-is the one of attnres' routing="add", with n streams in the place of the plain one, and it begins as that: H's rows are the plain
-stream at step 0, and a site reads one of them. (Streams that begin anew in every block, inside attnres, would with static weights be no
-more than learned weights of the block's own outputs, and with a block of four sites there are at most three of those.)
+Motivation: over depth the streams are a linear recurrence with n states, which cannot address single sources. attnres is a softmax
+over named sources, without a state. Each has what the other lacks, so a site reads both. The sum is that of attnres' routing="add",
+with n streams instead of one, and it starts like it: at step 0 every row of H is the plain stream, and a site reads one of them.
 
-What it costs: both rules, each with its own kernels, and an addition a site: in 12 blocks with n=4 and block_size=4 about 680
-activations forward and 790 backward, where attnres alone has 196 and 222 and hyper 426 and 579.
+Streams that start again in every block, inside attnres, would add less. With static weights they are learned weights of the block's
+own outputs, and a block of four sites has at most three of those.
+
+Costs: both rules, each with its own kernels, and an addition per site. In 12 blocks with n=4 and block_size=4 that is about 680
+activations forward and 790 backward. attnres alone takes 196 and 222, hyper 426 and 579.
 """
 
 from typing import Annotated, Any
@@ -44,7 +45,7 @@ class Both(State):
 
 @register("attnres_on_streams")
 class AttnResOnStreams(Mixer):
-    """below.*: the parameters of hyper; above.*: those of attnres, of which finish's row has no use."""
+    """below.*: the parameters of hyper; above.*: those of attnres, whose row for finish is unused."""
 
     def __init__(
         self,

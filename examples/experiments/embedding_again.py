@@ -1,20 +1,20 @@
-"""The plain stream, and the embedding again, of which a site takes from every channel what it has learnt to.
+"""The plain stream plus the embedding: each site adds a learned share of the embedding to every channel.
 
     x_s = e + Σ_{i<s} y_i;    h_s = x_s + b_s ⊙ e;    h_S = x_S + b_S ⊙ e
 
-Attention reads two, one for its queries and keys and one, with b_v in the place of b, for its values. b = 0: plain at step 0.
-into="stream", as modded-nanogpt has it: what is read is carried on, and a number for each block takes the place of the vectors:
+Attention reads two mixtures: one for its queries and keys, and one, with b_v instead of b, for its values. b = 0: plain at step 0.
+into="stream", as in modded-nanogpt, carries the mixture on, with two numbers per block instead of the vectors:
 
     x ← λ_i x + μ_i e before block i;    h_s = x;    x ← x + y_s;    h_S = x
 
 λ = 1 and μ = 0: plain at step 0.
 
-Why so: attnres with one block and values apart has the same two sources, and gains. There a token chooses one weight for all channels,
-between nothing and all of either; here channels have weights of their own, of either sign, and all tokens the same. So it asks which of
-both it takes, and if it is this one, vectors are all there is to learn and nothing has to be computed before a read.
+Motivation: attnres with one block and values apart has the same two sources, and gains. There a token chooses one weight between 0 and
+1 for all channels of a source. Here channels have weights of their own, of either sign, and all tokens share them. The experiment asks
+which of the two brings the gain. If it is this one, vectors are enough, and nothing has to be computed before a read.
 
-What it costs: a stream, and the embedding read at every site and its gradient added up there. With kernels like those that attnres has
-for two sources it would move less than attnres, whose backward needs dot products.
+Costs: a stream, the embedding read at every site, and its gradient added up there. With kernels like attnres' for two sources the rule
+would move less than attnres, whose backward needs dot products.
 """
 
 from dataclasses import replace
@@ -29,8 +29,8 @@ from depthmix.ops import depth_sum
 
 
 @register_state
-class Again(State):
-    """The stream, and what it began with."""
+class EmbeddedStream(State):
+    """The stream, and the embedding it started with."""
 
     x: Tensor  # [..., D]
     e: Tensor  # [..., D]
@@ -67,26 +67,26 @@ class EmbeddingAgain(Mixer):
     def ways(self, site: int) -> int:
         return 2 if self.into == "reads" and site in self._nth_attention else 1
 
-    def _start(self, x: Tensor) -> Again:
-        return Again(x=x, e=x)
+    def _start(self, x: Tensor) -> EmbeddedStream:
+        return EmbeddedStream(x=x, e=x)
 
-    def _sums(self, state: Again, weights: Tensor) -> tuple[Tensor, ...]:
-        """Sums of x and e with weights [W, 2, D] or [W, 2, 1]."""
+    def _sums(self, state: EmbeddedStream, weights: Tensor) -> tuple[Tensor, ...]:
+        """Return sums of x and e with weights [W, 2, D] or [W, 2, 1]."""
         return depth_sum((state.x, state.e), static=weights)
 
-    def _stream(self, state: Again, site: int) -> Tensor:
-        """x, with what comes before a block."""
+    def _stream(self, state: EmbeddedStream, site: int) -> Tensor:
+        """Return x, with the embedding added at the start of a block."""
         if self.into == "reads" or not self.layout.begins[site]:
             return state.x
         i = self.layout.block[site]
         return self._sums(state, torch.stack([self.lam[i], self.mu[i]]).reshape(1, 2, 1))[0]
 
-    def _with_embedding(self, state: Again, *rows: Tensor) -> tuple[Tensor, ...]:
-        """x + b ⊙ e for every b [D]."""
+    def _with_embedding(self, state: EmbeddedStream, *rows: Tensor) -> tuple[Tensor, ...]:
+        """Return x + b ⊙ e for every b [D]."""
         b = torch.stack(rows)
         return self._sums(state, torch.stack([torch.ones_like(b), b], 1))
 
-    def _read(self, state: Again, site: int) -> Tensor | tuple[Tensor, ...]:
+    def _read(self, state: EmbeddedStream, site: int) -> Tensor | tuple[Tensor, ...]:
         if self.into == "stream":
             x = self._stream(state, site)
             state.leave_note(x)
@@ -95,10 +95,10 @@ class EmbeddingAgain(Mixer):
             return self._with_embedding(state, self.b[site])[0]
         return self._with_embedding(state, self.b[site], self.b_v[self._nth_attention[site]])
 
-    def _write(self, state: Again, site: int, y: Tensor) -> Again:
+    def _write(self, state: EmbeddedStream, site: int, y: Tensor) -> EmbeddedStream:
         x = state.take_note()
         x = self._stream(state, site) if x is None else x
         return state.next(x=(x + y).to(x.dtype))
 
-    def _finish(self, state: Again) -> Tensor:
+    def _finish(self, state: EmbeddedStream) -> Tensor:
         return state.x if self.into == "stream" else self._with_embedding(state, self.b[self.n_sites])[0]

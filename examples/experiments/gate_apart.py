@@ -6,13 +6,13 @@ as in attnres, and at an MLP a second row (query_v, key_gain_v) gives a second m
 
     y_s = down(silu(gate norm(h_s)) ⊙ up norm'(h'_s))
 
-What passes through a SwiGLU linearly is its up projection, as values are what passes through attention, and values gain most
-from a mixture of their own. values=True: attention has one for its values as well, as with attnres' ways=2.
-Queries start at zero, where both mixtures are the same mean: it begins as attnres.
+Motivation: in attention, values pass through linearly, and they gain most from a mixture of their own. In a SwiGLU the up projection
+passes through linearly. values=True: attention has a second mixture too, for its values, as with attnres' ways=2.
+Queries start at zero, where both mixtures are the same mean, so the rule starts as attnres.
 
-What it costs beyond attnres with ways=1: at every MLP about 2.5 activations forward (a second normed mixture, from the same read of
-the sources) and 5 backward, which is what ways=2 costs at every attention; in 12 blocks with block_size=4, 28 and 54 more than the
-193 and 223 of one way.
+Costs beyond attnres with ways=1: at every MLP about 2.5 activations forward (a second normed mixture, from the same read of the
+sources) and 5 backward. ways=2 costs as much at every attention. In 12 blocks with block_size=4 that is 28 and 54 more than the 193
+and 223 of one way.
 """
 
 from typing import Annotated
@@ -27,7 +27,7 @@ from depthmix.mixers.options import OptionError, at_least
 
 @register("gate_apart")
 class GateApart(AttnRes):
-    """query, key_gain [S+1, D] as in attnres; query_v = 0, key_gain_v = 1, both [A, D], for the A sites with two mixtures, in their order."""
+    """query, key_gain [S+1, D] as in attnres; query_v = 0, key_gain_v = 1, both [A, D], for the A sites with two mixtures."""
 
     decayed = frozenset()
     _apart: list[int]  # the sites with two mixtures

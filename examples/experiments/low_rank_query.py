@@ -1,20 +1,21 @@
-"""Attention Residuals with a query that depends on the input through few numbers.
+"""Attention Residuals with a query that depends on the input through a few numbers.
 
     x = RMS(the newest source);      query_s(x) = query_s + U_sᵀ V_s x / (rank √D)      (U_s, V_s [rank, D])
     logit_i = query_s(x) · (key_gain_s ⊙ RMS(v_i));    p = softmax(logits) over the sources;    h_s = Σ_i p_i v_i
 
-Sources, blocks and finish are attnres'. Its query="input" has one D x D matrix a site in the place of U_sᵀ V_s, which gains 0.006
-nats in its paper and costs a product as large as an output projection and a query a token. Of low rank no query is formed:
+Sources, blocks and finish are attnres'. Its query="input" has one D x D matrix per site instead of U_sᵀ V_s. In the paper this matrix
+gains 0.006 nats, and it costs a product as large as an output projection and a query per token. At low rank no query is formed:
 
     logit_i = k_s0 · RMS(v_i) + Σ_r z_r (k_sr · RMS(v_i)),    z = V_s x / √D,    k_s0 = key_gain_s ⊙ query_s,    k_sr = key_gain_s ⊙ U_sr / rank
 
-so a source needs 1 + rank numbers for each of its readers, made once for all of them, and the newest `rank` more.
-query and U start at zero and V at N(0, 1): it begins as attnres, and U has a gradient from the first step on. With the two divisors
-a step of Adam moves a query by about as much as one of attnres; without them (V from N(0, 1/D)) it moved z by lr D.
+A source therefore needs 1 + rank numbers for each of its readers, computed once for all readers, and the newest source `rank` more.
+query and U start at zero and V at N(0, 1). The rule starts as attnres, and U has a gradient from the first step on. With the two
+divisors a step of Adam moves a query about as much as in attnres. Without them (V from N(0, 1/D)) it moved z by lr D.
 
-What it costs beyond attnres: for every newest source about 3 activations forward (its products, its norm; it is added up by itself) and 6
-backward, 75 and 150 more than 193 and 223 in 12 blocks with block_size=4, and 1 + rank numbers a token for every pair of a source and
-a reader. In a kernel that holds the sources anyway it would be none: 1 + rank dot products of a source in the place of one.
+Costs beyond attnres: for every newest source about 3 activations forward (its products and norm; it is added up separately) and 6
+backward. In 12 blocks with block_size=4 that is 75 and 150 more than 193 and 223. Every pair of a source and a reader also takes
+1 + rank numbers per token. A kernel that holds the sources anyway would need none of this traffic: 1 + rank dot products per source
+instead of one.
 """
 
 import math
@@ -37,7 +38,7 @@ from depthmix.ops.source_products import source_products
 
 
 class Tape(NamedTuple):
-    """What passes from read to read."""
+    """Values that one read passes to the next."""
 
     k: Tensor  # [readers, 1 + rank, D]
     blocks: tuple[Tensor, ...]
@@ -55,7 +56,7 @@ class LowRankState(TapeState):
 
 
 class LowRankReads(AttentionTraining):
-    """Reads with and without kernels, of frozen states too."""
+    """Reads with and without kernels, including reads of frozen states."""
 
     def start(self, mixer: Any, x: Tensor) -> TapeState:
         return LowRankState(pending=x)
@@ -65,7 +66,7 @@ class LowRankReads(AttentionTraining):
         return resumed
 
     def tape(self, mixer: Any, state: Any) -> Any:
-        """The state's, or a new one without scores if it comes from elsewhere."""
+        """Return the state's tape, or a new one without scores for a state from elsewhere."""
         trained, kernels = torch.is_grad_enabled(), self._use_kernels(mixer, state)
         tape: Any = state.tape
         if tape is None or tape.kernels != kernels or (trained and not tape.trained):

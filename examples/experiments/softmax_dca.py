@@ -1,15 +1,15 @@
-"""DeepCrossAttention with softmax in the place of ReLU.
+"""DeepCrossAttention with softmax instead of ReLU.
 
-dca weighs entry j of the stack G (e and the deltas of the finished blocks, t of them) with b_j + ReLU(w · G_j); here
+dca weighs entry j of the stack G (e and the deltas of the finished blocks, t of them) with b_j + ReLU(w · G_j). Here
 
     a = softmax over j of (w · G_j);      g = Σ_j (b_j + a_j) ⊙ G_j
 
-for each of queries, keys and values; all else is dca. ReLU only adds, entry by entry; a softmax lets entries compete, and its
-size does not grow with theirs. a is 1/t where w = 0, so b starts at 1 - 1/t: plain at step 0, as dca is.
+for each of queries, keys and values; all else is dca. ReLU only adds, entry by entry. A softmax lets entries compete, and its size does
+not grow with theirs. a is 1/t where w = 0, so b starts at 1 - 1/t: plain at step 0, like dca.
 
-What it costs beyond dca: about 1 activation forward and 3 backward for every entry (its scores for all later readers are a product
-by itself, where dca's come from the kernel that adds the entry up), 13 and 39 more than 214 and 490 in 12 blocks. Softmaxes are of
-3t numbers a token.
+Costs beyond dca: about 1 activation forward and 3 backward for every entry. Its scores for all later readers are a separate product,
+while dca's come from the kernel that adds the entry up. In 12 blocks that is 13 and 39 more than 214 and 490. Softmaxes are over 3t
+numbers per token.
 """
 
 import itertools
@@ -27,13 +27,13 @@ from depthmix.ops.depth_sum.source_order import Weights, make_source
 from depthmix.ops.source_products import source_products
 
 
-class Found(NamedTuple):
-    """An entry's scores for the readers from the first that sees it on."""
+class EntryScores(NamedTuple):
+    """An entry's scores for its readers, from the first one on."""
 
     first: int
     by_reader: tuple[Tensor, ...]  # [ways, ...] each
 
-    def last(self, n: int, tokens: object) -> "Found":
+    def last(self, n: int, tokens: object) -> "EntryScores":
         return self._replace(by_reader=tuple(s[..., -n:] for s in self.by_reader))
 
 
@@ -51,7 +51,7 @@ class SoftmaxDCA(DeltaStack):
 
     def _mix(self, state: StackState, reader: int, norm: InsideNorm | None) -> tuple[Tensor, ...]:
         if isinstance(state.tape, Ahead):
-            a = _softmax([Found(*of_entry) for of_entry in state.tape.scores], reader)
+            a = _softmax([EntryScores(*of_entry) for of_entry in state.tape.scores], reader)
         else:
             a = depth_scores([state.observe(v) for v in state.stack], self.w[str(reader)]).softmax(-1)
         return state.sums(state.stack, norm, static=self.b[str(reader)], dynamic=a)
@@ -65,8 +65,8 @@ class SoftmaxDCA(DeltaStack):
         rows = self._rows(tape.w, reader, slot)
         ways = self.reader_ways[reader:]
         ways = ways[: list(itertools.accumulate(ways)).index(len(rows)) + 1]  # of those in whose window it stays
-        found: Any = Found(reader, source_products(v, rows).split(ways))
-        return tape._replace(stack=(*tape.stack, v), scores=(*tape.scores, found))
+        entry_scores: Any = EntryScores(reader, source_products(v, rows).split(ways))
+        return tape._replace(stack=(*tape.stack, v), scores=(*tape.scores, entry_scores))
 
     def _weights(self, tape: Tape, reader: int) -> tuple[slice, Weights]:
         return slice(None), Weights(static=self.b[str(reader)].float(), dynamic=_softmax(tape.scores, reader))
@@ -76,5 +76,5 @@ class SoftmaxDCA(DeltaStack):
 
 
 def _softmax(scores: Any, reader: int) -> Tensor:
-    """A reader's weights of all entries, [..., W, t]; scores: their Found."""
+    """Return a reader's weights of all entries, [..., W, t], from their scores."""
     return torch.stack([s.by_reader[reader - s.first] for s in scores], dim=-1).softmax(-1).movedim(0, -2)

@@ -14,7 +14,7 @@ from lab.theory.results import compute, tables
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Compute, draw, write; what a user got wrong ends in one sentence and an exit code, as in `depthmix`."""
+    """Compute, draw and write. A user's error ends in one sentence and an exit code, as in `depthmix`."""
     parser = argparse.ArgumentParser(prog="python -m lab.theory", description=__doc__)
     parser.add_argument("--out", required=True, metavar="FOLDER", help="folder to write")
     out = Path(parser.parse_args(argv).out)

@@ -16,7 +16,8 @@ from lab.theory.toy import Init, Setting
 
 RULE_COLOURS = dict(zip(RULES, (INK, *COLOURS), strict=False))
 DASHED = (0, (4, 2))
-SHOWN: tuple[tuple[str, Init, float], ...] = (  # of the toy: where it is as in the paper, and where it is not
+# Settings of the toy: some give the paper's result and some do not.
+SHOWN: tuple[tuple[str, Init, float], ...] = (
     ("identity", 0.2, 0.003),
     ("identity", "torch", 0.3),
     ("random", "torch", 0.01),
@@ -25,7 +26,7 @@ SHOWN: tuple[tuple[str, Init, float], ...] = (  # of the toy: where it is as in 
 
 
 def draw(results: Results, folder: Path) -> list[Path]:
-    """Write every figure as .png; the paths."""
+    """Write every figure as .png and return the paths."""
     if not load():
         raise UserError("matplotlib is not installed, and figures need it: pip install matplotlib")
     plots = (risk_figure, constant_figure, threshold_figure, gain_figure, equal_figure, toy_figure)
@@ -55,18 +56,19 @@ def _legend(axes: Any, **how: Any) -> None:
 
 
 def risk_figure(results: Results) -> Any:
-    """Theorem 4.2: what alternating minimisation finds, and the bounds, as shares of the residual network's risk."""
+    """Draw Theorem 4.2: the risks that alternating minimisation finds, and the bounds, as shares of the residual network's risk."""
     figure, axes = _axes(1, 2)
     fields = {"grn-v1": "v1", "grn-v2": "v2", "grn-v3": "v3"}
-    for panel, (name, found) in zip(axes, results.risks.items(), strict=True):
-        plain = found.found["residual"]
+    for panel, (name, target_risks) in zip(axes, results.risks.items(), strict=True):
+        plain = target_risks.by_rule["residual"]
         panel.axhline(1, color=INK, label="residual")
         for rule, field in fields.items():
-            width, faint = (4.5, 0.45) if rule == "grn-v2" else (1.7, 1.0)  # GRN-v3 lies on GRN-v2
-            share = [one / base for one, base in zip(found.found[rule], plain, strict=True)]
-            panel.plot(found.ranks, share, color=RULE_COLOURS[rule], linewidth=width, alpha=faint, label=rule)
-            bound = [getattr(b, field) / base for b, base in zip(found.bounds, plain, strict=True)]
-            panel.plot(found.ranks, bound, linestyle=DASHED, color=RULE_COLOURS[rule], linewidth=1.1)
+            # GRN-v3 lies on GRN-v2.
+            width, faint = (4.5, 0.45) if rule == "grn-v2" else (1.7, 1.0)
+            share = [value / base for value, base in zip(target_risks.by_rule[rule], plain, strict=True)]
+            panel.plot(target_risks.ranks, share, color=RULE_COLOURS[rule], linewidth=width, alpha=faint, label=rule)
+            bound = [getattr(b, field) / base for b, base in zip(target_risks.bounds, plain, strict=True)]
+            panel.plot(target_risks.ranks, bound, linestyle=DASHED, color=RULE_COLOURS[rule], linewidth=1.1)
         panel.plot([], [], linestyle=DASHED, color=INK, linewidth=1.1, label="bounds")
         panel.set(xlabel="collective rank r*, d = 40", ylabel="share of the residual network's excess risk", title=name)
         panel.title.set_fontsize(10.5)
@@ -76,7 +78,7 @@ def risk_figure(results: Results) -> Any:
 
 
 def constant_figure(results: Results) -> Any:
-    """Where the paper's constant and the Gaussian moment disagree, and how little hangs on it."""
+    """Draw where the paper's constant and the Gaussian moment disagree, and how small the consequence is."""
     figure, (left, right) = _axes(1, 2)
     dims = list(results.moments)
     left.axhline(2, color=COLOURS[0], label="Gaussian moment, c = d + 2")
@@ -94,7 +96,7 @@ def constant_figure(results: Results) -> Any:
 
 
 def threshold_figure(results: Results) -> Any:
-    """Theorem 4.3: up to which collective rank a GRN is better at equal parameters."""
+    """Draw Theorem 4.3: the collective rank up to which a GRN is better at equal parameters."""
     figure, (left, right) = _axes(1, 2)
     kappas = [i / 200 for i in range(1, 200)]
     for rule in RULES[1:]:
@@ -113,7 +115,7 @@ def threshold_figure(results: Results) -> Any:
 
 
 def gain_figure(results: Results) -> Any:
-    """Figure 5: the least gain against the collective rank, and against the smallest eigenvalue."""
+    """Draw Figure 5: the least gain against the collective rank, and against the smallest eigenvalue."""
     figure, (left, right) = _axes(1, 2)
     ranks, lows = list(range(101)), [i / 10 for i in range(101)]
     for d, colour in zip(DIMS, COLOURS, strict=False):
@@ -130,13 +132,13 @@ def gain_figure(results: Results) -> Any:
 
 
 def equal_figure(results: Results) -> Any:
-    """The risk at equal parameters for every whole number of layers."""
+    """Draw the risk at equal parameters for every whole number of layers."""
     figure, axes = _axes(1, 2)
     for panel, (name, equal) in zip(axes, results.equal.items(), strict=True):
         panel.axhline(equal.residual, color=INK, label="residual, 5 layers of rank 3")
         for rule in RULES[1:]:
             layers = [shape.n_layers for shape in equal.shapes[rule]]
-            panel.plot(layers, equal.found[rule], "o-", color=RULE_COLOURS[rule], markersize=4, label=rule)
+            panel.plot(layers, equal.risks[rule], "o-", color=RULE_COLOURS[rule], markersize=4, label=rule)
         panel.set(yscale="log", xlabel="layers, d = 40, as many parameters", ylabel="excess risk", title=name)
         panel.title.set_fontsize(10.5)
         _legend(panel, loc="best")
@@ -144,7 +146,7 @@ def equal_figure(results: Results) -> Any:
 
 
 def toy_figure(results: Results) -> Any:
-    """Figure 1 with settings in which it is as in the paper, and in which it is not."""
+    """Draw Figure 1, with settings that give the paper's result and with settings that do not."""
     figure, axes = _axes(2, 2, height=3.3)
     for panel, (target, init, lr) in zip(axes, SHOWN, strict=True):
         for rule in ("residual", "grn-v1"):

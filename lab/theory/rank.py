@@ -1,7 +1,7 @@
-"""What parameters buy: thresholds of the collective rank, gains, and comparisons at equal parameters (Theorem 4.3, Lemma C.1).
+"""Compute what parameters buy: thresholds of the collective rank, gains, and comparisons at equal parameters (Theorem 4.3, Lemma C.1).
 
-Let A - I be positive definite with eigenvalues from λ_min to λ_max, κ = λ_min/λ_max. A GRN spends parameters on its weights, which
-leaves it a lower collective rank than the residual network of as many parameters has:
+Let A - I be positive definite with eigenvalues from λ_min to λ_max, κ = λ_min/λ_max. A GRN spends parameters on its weights. Its
+collective rank is therefore lower than that of a residual network with as many parameters:
 
     parameters of T layers:   residual 2dr*;   v1 + T(T-1)/2;   v2 + dT(T-1)/2;   v3 + dT(T-1)/2 + dT
     ranks left at least:      v1 r* - (√(d+r*) - √d)²;   v2 r* - (√(1+r*) - 1)²;   v3 r* - (√(1.6+r*) - 1)²     (layers of rank one: the worst case)
@@ -21,19 +21,19 @@ from lab.theory.risk import RULES, gaussian_constant, paper_constant
 
 
 def parameters(rule: str, d: int, n_layers: int, collective_rank: int) -> int:
-    """Of layers V_t = (d x r_t)(r_t x d) and of the weights that mix them, as the paper counts."""
+    """Count the parameters of layers V_t = (d x r_t)(r_t x d) and of the weights that mix them, as the paper does."""
     pairs = n_layers * (n_layers - 1) // 2
     added = {"residual": 0, "grn-v1": pairs, "grn-v2": d * pairs, "grn-v3": d * pairs + d * n_layers}
     return 2 * d * collective_rank + added[rule]
 
 
 def rank_left(rule: str, d: int, r: float) -> float:
-    """Lemma C.1: the collective rank that a rule has at least with the parameters of a residual network of rank r."""
+    """Return the least collective rank of a rule with the parameters of a residual network of rank r (Lemma C.1)."""
     return r - rank_lost(rule, d, r)
 
 
 def rank_lost(rule: str, d: int, r: float) -> float:
-    """What Lemma C.1 takes off the collective rank."""
+    """Return the collective rank that Lemma C.1 subtracts."""
     lost = {
         "residual": 0.0,
         "grn-v1": (math.sqrt(d + r) - math.sqrt(d)) ** 2,
@@ -44,13 +44,20 @@ def rank_lost(rule: str, d: int, r: float) -> float:
 
 
 def eta_squared(kappa: float, d: int, c: int) -> float:
-    """η², which stands for κ² in what is said of GRN-v3."""
+    """Return η², which replaces κ² in the statements about GRN-v3."""
     xi = 1 / (math.pi * (d - 1) * c)
     return ((kappa * (1 + xi) - xi) ** 2 + xi) / (1 + xi)
 
 
 def threshold(rule: str, kappa: float, d: int, paper: bool = False) -> float:
-    """Theorem 4.3: r*/d up to which a rule is better than the residual network at equal parameters; c of the paper or of the moment."""
+    """Return r*/d up to which a rule is better than the residual network at equal parameters (Theorem 4.3).
+
+    Args:
+        rule: "grn-v1", "grn-v2" or "grn-v3".
+        kappa: λ_min / λ_max.
+        d: channels.
+        paper: use the paper's constant c instead of the Gaussian moment's.
+    """
     k = kappa**2
     if rule == "grn-v1":
         return (1 - k + math.sqrt(k * k + k)) ** 2 - 1
@@ -63,7 +70,7 @@ def threshold(rule: str, kappa: float, d: int, paper: bool = False) -> float:
 
 
 def gain(rule: str, low: float, high: float, d: int, r: float) -> float:
-    """The least by which GRN-v1 or v2 undercuts the risk of a residual network of rank r with as many parameters."""
+    """Return the least gain in risk of GRN-v1 or v2 over a residual network of rank r with as many parameters."""
     if rule not in ("grn-v1", "grn-v2"):
         raise ValueError(f"the paper gives a gain of grn-v1 and grn-v2, got {rule!r}")
     k = (low / high) ** 2
@@ -71,7 +78,10 @@ def gain(rule: str, low: float, high: float, d: int, r: float) -> float:
 
 
 def sufficient_rank(kappa_squared: float, d: int, r: float) -> float:
-    """Proposition 4.4: the collective rank with which GRN-v1 and v2 (GRN-v3 with η² for κ²) undercut a residual network of rank r."""
+    """Return the collective rank with which GRN-v1 and v2 beat a residual network of rank r (Proposition 4.4).
+
+    For GRN-v3, η² replaces κ².
+    """
     return (r - d * kappa_squared) / (1 - kappa_squared)
 
 
@@ -88,10 +98,10 @@ class Shape:
 
 
 def equal_shapes(rule: str, d: int, residual: Shape) -> list[Shape]:
-    """Every number of layers, with the largest whole rank, that a rule can afford with a residual network's parameters."""
+    """Return every number of layers, with the largest whole rank, that a rule can have with a residual network's parameters."""
     budget, shapes = parameters("residual", d, residual.n_layers, residual.collective), []
     for n_layers in range(1, residual.collective + 1):
-        left = budget - parameters(rule, d, n_layers, 0)
-        if (rank := left // (2 * d * n_layers)) >= 1:
+        remaining = budget - parameters(rule, d, n_layers, 0)
+        if (rank := remaining // (2 * d * n_layers)) >= 1:
             shapes.append(Shape(n_layers, rank))
     return shapes

@@ -1,4 +1,4 @@
-"""Every number that is drawn or quoted, computed once."""
+"""Every number that the page draws or quotes, computed once."""
 
 from __future__ import annotations
 
@@ -21,13 +21,15 @@ from lab.theory.risk import (
 )
 from lab.theory.toy import Curves, Init, Setting, train
 
-LOW, HIGH = 5.0, 10.0  # eigenvalues of A - I, as in the paper's Figure 5
+# Eigenvalues of A - I, as in the paper's Figure 5.
+LOW, HIGH = 5.0, 10.0
 TARGETS: dict[str, Callable[[int], Matrix]] = {
     "A - I positive, eigenvalues 5 to 10": lambda d: positive_target(d, LOW, HIGH),
     "A Gaussian": gaussian_target,
 }
 DIMS = (100, 200, 300)
-STARTS: tuple[tuple[Init, float], ...] = (  # how U and V begin, and the learning rate
+# Initialisation of U and V, and learning rate.
+STARTS: tuple[tuple[Init, float], ...] = (
     (0.2, 0.003),
     (0.1, 0.01),
     (0.1, 0.1),
@@ -42,14 +44,14 @@ class Risks:
     """Risks over collective ranks for one target."""
 
     ranks: list[int]
-    found: dict[str, list[float]]  # by rule
+    by_rule: dict[str, list[float]]
     bounds: list[Bounds]
 
 
 def risks(a: Matrix, ranks: Sequence[int]) -> Risks:
-    """What alternating minimisation finds for every rule, and Theorem 4.2's bounds."""
-    found = {rule: [best_fit(a, r, rule).risk for r in ranks] for rule in RULES}
-    return Risks(list(ranks), found, [bounds(a, r) for r in ranks])
+    """Compute the risks that alternating minimisation finds for every rule, and Theorem 4.2's bounds."""
+    by_rule = {rule: [best_fit(a, r, rule).risk for r in ranks] for rule in RULES}
+    return Risks(list(ranks), by_rule, [bounds(a, r) for r in ranks])
 
 
 @dataclass
@@ -57,28 +59,31 @@ class EqualParameters:
     """Risks at a residual network's parameters, for every number of layers that a rule can have."""
 
     residual: float
-    shapes: dict[str, list[Shape]]
-    found: dict[str, list[float]]
+    shapes: dict[str, list[Shape]]  # by rule
+    risks: dict[str, list[float]]  # by rule, one per shape
 
     def best(self, rule: str) -> tuple[Shape, float]:
-        """The shape of the lowest risk."""
-        risk, shape = min(zip(self.found[rule], self.shapes[rule], strict=True), key=lambda pair: pair[0])
+        """Return the shape with the lowest risk, and the risk."""
+        risk, shape = min(zip(self.risks[rule], self.shapes[rule], strict=True), key=lambda pair: pair[0])
         return shape, risk
 
 
 def equal_parameters(a: Matrix, residual: Shape) -> EqualParameters:
-    """Compare rules at equal parameters with whole numbers of layers and ranks, two layers at least: one has nothing to mix."""
+    """Compare rules at equal parameters, with whole numbers of layers and ranks.
+
+    There are at least two layers, since one has nothing to mix.
+    """
     d = len(a)
     shapes = {rule: [s for s in equal_shapes(rule, d, residual) if s.n_layers > 1] for rule in RULES[1:]}
-    ranks = sorted({s.collective for own in shapes.values() for s in own})
+    ranks = sorted({s.collective for of_rule in shapes.values() for s in of_rule})
     by_rank = {rule: {r: best_fit(a, r, rule).risk for r in ranks} for rule in RULES[1:]}
-    found = {rule: [by_rank[rule][s.collective] for s in own] for rule, own in shapes.items()}
-    return EqualParameters(best_fit(a, residual.collective, "residual").risk, shapes, found)
+    risks = {rule: [by_rank[rule][s.collective] for s in of_rule] for rule, of_rule in shapes.items()}
+    return EqualParameters(best_fit(a, residual.collective, "residual").risk, shapes, risks)
 
 
 @dataclass
 class Results:
-    """All of it."""
+    """All results."""
 
     risks: dict[str, Risks]
     moments: dict[int, float]  # c by Monte Carlo, by d
@@ -87,7 +92,7 @@ class Results:
 
 
 def toy_settings() -> list[Setting]:
-    """The grid of Figure 1's trainings."""
+    """Return the grid of Figure 1's trainings."""
     return [
         Setting(target, rule, init, lr)
         for target in ("identity", "random")
@@ -97,7 +102,7 @@ def toy_settings() -> list[Setting]:
 
 
 def compute(say: Callable[[str], None] = lambda sentence: None) -> Results:
-    """Everything, in under a minute on a CPU."""
+    """Compute all results, in under a minute on a CPU."""
     say("Risks and bounds …")
     over_ranks = {name: risks(make(40), range(0, 31, 3)) for name, make in TARGETS.items()}
     moments = {d: sampled_constant(d, 400_000) for d in (2, 4, 6, 8, 12, 16)}
@@ -108,7 +113,7 @@ def compute(say: Callable[[str], None] = lambda sentence: None) -> Results:
 
 
 def tables(results: Results) -> str:
-    """The numbers as Markdown."""
+    """Format the numbers as Markdown."""
     text = [
         "Made by `python -m lab.theory`.",
         *_table("Excess risk, d = 40", _risk_rows(results)),
@@ -131,10 +136,10 @@ def _risk_rows(results: Results) -> list[list[str]]:
     rows = [
         ["target", "r*", "residual", "v1", "bound", "v2", "bound", "v3", "bound, c = d + 2", "bound, c = d + 1"],
     ]
-    for name, found in results.risks.items():
-        for i, r in enumerate(found.ranks):
+    for name, target_risks in results.risks.items():
+        for i, r in enumerate(target_risks.ranks):
             if r in (3, 9, 21, 30):
-                b, best = found.bounds[i], {rule: own[i] for rule, own in found.found.items()}
+                b, best = target_risks.bounds[i], {rule: values[i] for rule, values in target_risks.by_rule.items()}
                 values = (
                     best["residual"],
                     best["grn-v1"],
@@ -179,13 +184,13 @@ def _rank_rows() -> list[list[str]]:
 
 
 def _equal_rows(results: Results) -> list[list[str]]:
-    rows = [["target", "rule", "layers x rank", "parameters", "risk", "risk with the same 5 layers"]]
+    rows = [["target", "rule", "layers x rank", "parameters", "risk", "risk with 5 layers"]]
     for name, equal in results.equal.items():
         rows.append([name, "residual", "5 x 3", str(parameters("residual", 40, 5, 15)), f"{equal.residual:.2f}", "–"])
         for rule in RULES[1:]:
             shape, risk = equal.best(rule)
             spent = parameters(rule, 40, shape.n_layers, shape.collective)
-            same = [f for f, s in zip(equal.found[rule], equal.shapes[rule], strict=True) if s.n_layers == 5]
+            same = [f for f, s in zip(equal.risks[rule], equal.shapes[rule], strict=True) if s.n_layers == 5]
             as_deep = f"{same[0]:.2f}" if same else "too dear"
             rows.append([name, rule, f"{shape.n_layers} x {shape.rank}", str(spent), f"{risk:.2f}", as_deep])
     return rows
@@ -201,10 +206,10 @@ def _toy_rows(toy: Curves) -> list[list[str]]:
 
 
 def init_name(init: Init) -> str:
-    """How U and V started, in words."""
+    """Describe the initial U and V in words."""
     return "as nn.Linear" if init == "torch" else f"N(0, {init:g}²)"
 
 
 def loss_text(loss: float) -> str:
-    """Three digits, or that there is no loss."""
+    """Format a loss with two significant digits, or say that it diverged."""
     return f"{loss:.2g}" if math.isfinite(loss) and loss < 1e6 else "diverged"

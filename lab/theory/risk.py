@@ -22,47 +22,51 @@ from numpy.typing import NDArray
 
 Matrix = NDArray[np.float64]
 RULES = ("residual", "grn-v1", "grn-v2", "grn-v3")
-STEPS = 150  # of alternating minimisation at most
-SETTLED = 1e-7  # relative gain of a step that ends it
+# The most steps of alternating minimisation, and the relative gain below which it ends.
+STEPS = 150
+SETTLED = 1e-7
 
 
 def paper_constant(d: int) -> int:
-    """c as the paper's ξ implies it."""
+    """Return c as the paper's ξ implies it."""
     return d + 1
 
 
 def gaussian_constant(d: int) -> int:
-    """c as the Gaussian moment has it: E[relu(wᵀx)² ||x||²] = (d + 2)/2 ||w||²."""
+    """Return c as the Gaussian moment gives it: E[relu(wᵀx)² ||x||²] = (d + 2)/2 ||w||²."""
     return d + 2
 
 
 def sampled_constant(d: int, samples: int, seed: int = 0) -> float:
-    """c by Monte Carlo: 2 E[relu(x_1)² ||x||²]."""
+    """Estimate c by Monte Carlo: 2 E[relu(x_1)² ||x||²]."""
     x = np.random.default_rng(seed).standard_normal((samples, d))
     return float(2 * np.mean(np.maximum(x[:, 0], 0) ** 2 * np.sum(x**2, axis=1)))
 
 
 def positive_target(d: int, low: float, high: float, seed: int = 0) -> Matrix:
-    """A with A - I positive definite: eigenvalues spread evenly from low to high, eigenvectors random."""
+    """Return A with A - I positive definite: eigenvalues evenly spaced from low to high, eigenvectors random."""
     q, _ = np.linalg.qr(np.random.default_rng(seed).standard_normal((d, d)))
     return np.eye(d) + (q * np.linspace(low, high, d)) @ q.T
 
 
 def gaussian_target(d: int, seed: int = 0) -> Matrix:
-    """A with entries N(0, 1)."""
+    """Return A with entries N(0, 1)."""
     return np.random.default_rng(seed).standard_normal((d, d))
 
 
 def low_rank(a: Matrix, r: int) -> Matrix:
-    """The nearest matrix of rank r."""
+    """Return the nearest matrix of rank r."""
     u, s, vt = np.linalg.svd(a)
     return (u[:, :r] * s[:r]) @ vt[:r]
 
 
 def network_matrix(weights: list[Matrix], layers: list[Matrix]) -> Matrix:
-    """What a network of linear layers V_t computes, end to end: g_t = Σ_j b_tj ⊙ f_j, f_t = V_t g_t, f_0 = x (Theorem 4.1).
+    """Return the end-to-end matrix of a network of linear layers V_t (Theorem 4.1): g_t = Σ_j b_tj ⊙ f_j, f_t = V_t g_t, f_0 = x.
 
-    weights[t] holds the b that layer t + 1 reads with, [t + 1] for GRN-v1 or [t + 1, d] for GRN-v2; the last is the output's.
+    Args:
+        weights: weights[t] holds the b with which layer t + 1 reads, [t + 1] for GRN-v1 or [t + 1, d] for GRN-v2. The last
+            entry is the output's.
+        layers: the V_t [d, d].
     """
     d = layers[0].shape[0]
     stack = [np.eye(d)]
@@ -86,7 +90,7 @@ class Bounds:
 
 
 def bounds(a: Matrix, r: int) -> Bounds:
-    """Theorem 4.2; the residual's is its risk."""
+    """Return the bounds of Theorem 4.2. The bound of the residual network is its risk."""
     d = len(a)
     u, s, vt = np.linalg.svd(a - np.eye(d))
     delta = (u[:, r:] * s[r:]) @ vt[r:]
@@ -103,7 +107,7 @@ def bounds(a: Matrix, r: int) -> Bounds:
 
 
 def _top(b: Matrix) -> tuple[float, Matrix]:
-    """The largest eigenvalue of the symmetric part, and its vector."""
+    """Return the largest eigenvalue of the symmetric part, and its eigenvector."""
     values, vectors = np.linalg.eigh((b + b.T) / 2)
     return float(values[-1]), vectors[:, -1]
 
@@ -119,7 +123,7 @@ class Fit:
 
 
 def risk(a: Matrix, diagonal: Matrix, m: Matrix, w: Matrix) -> float:
-    """E||A x - (D + M)x - relu(wᵀx)x||² for Gaussian x: in closed form."""
+    """Return E||A x - (D + M)x - relu(wᵀx)x||² for Gaussian x, in closed form."""
     d, b, length = len(a), a - np.diag(diagonal) - m, float(np.linalg.norm(w))
     if length == 0:
         return float(np.sum(b**2))
@@ -129,7 +133,14 @@ def risk(a: Matrix, diagonal: Matrix, m: Matrix, w: Matrix) -> float:
 
 
 def proof_point(a: Matrix, r: int, rule: str, by: str = "trace") -> Fit:
-    """The network with which the proof of Theorem 4.2 bounds a rule's risk: D from Δ's trace, or from its diagonal."""
+    """Return the network with which the proof of Theorem 4.2 bounds a rule's risk.
+
+    Args:
+        a: target [d, d].
+        r: collective rank.
+        rule: one of RULES.
+        by: D comes from Δ's "trace" or from its "diagonal".
+    """
     if by not in ("trace", "diagonal") or (by == "diagonal" and rule in ("residual", "grn-v1")):
         raise ValueError(f"{rule} has no proof by {by!r}")
     d = len(a)
@@ -147,14 +158,14 @@ def proof_point(a: Matrix, r: int, rule: str, by: str = "trace") -> Fit:
 
 
 def _gate(b: Matrix) -> Matrix:
-    """The w that lowers the risk of a remainder most."""
+    """Return the w that lowers the risk of a remainder most."""
     value, vector = _top(b)
     gain = max(0.0, float(np.trace(b)) + value)
     return vector * (2 * gain / math.sqrt(2 * math.pi) / gaussian_constant(len(b)))
 
 
 def _moment(w: Matrix) -> Matrix:
-    """E[relu(wᵀx) xxᵀ]."""
+    """Return E[relu(wᵀx) xxᵀ]."""
     length = np.linalg.norm(w)
     if length == 0:
         return np.zeros((len(w), len(w)))
@@ -162,9 +173,9 @@ def _moment(w: Matrix) -> Matrix:
 
 
 def best_fit(a: Matrix, r: int, rule: str) -> Fit:
-    """The lowest risk of a rule that alternating minimisation finds: the residual's by SVD, in no need of any.
+    """Return the network of the lowest risk that alternating minimisation finds for a rule. The residual network's is exact, by SVD.
 
-    D, M and w are minimised in turns, each exactly given the others, from D = I and from the D of GRN-v1; no step can raise the risk.
+    D, M and w are minimised in turns, each exactly given the others, from D = I and from the D of GRN-v1. No step can raise the risk.
     """
     if rule not in RULES:
         raise ValueError(f"rule must be one of {', '.join(RULES)}, got {rule!r}")
@@ -173,7 +184,8 @@ def best_fit(a: Matrix, r: int, rule: str) -> Fit:
     if rule == "residual":
         return proof_point(a, r, rule)
     starts = [np.ones(len(a)), proof_point(a, r, "grn-v1").diagonal]
-    if rule == "grn-v3":  # its set holds GRN-v2's, and begins where that one ends
+    if rule == "grn-v3":
+        # GRN-v3 contains GRN-v2, and starts from the best GRN-v2.
         starts = [best_fit(a, r, "grn-v2").diagonal]
     return min((_alternate(a, r, rule, start) for start in starts), key=lambda fit: fit.risk)
 
@@ -181,7 +193,8 @@ def best_fit(a: Matrix, r: int, rule: str) -> Fit:
 def _alternate(a: Matrix, r: int, rule: str, diagonal: Matrix) -> Fit:
     w, last = np.zeros(len(a)), math.inf
     for _ in range(STEPS):
-        target = a - _moment(w)  # completing the square: the gate moves what D and M are fitted to
+        # Completing the square: the gate shifts the matrix that D and M are fitted to.
+        target = a - _moment(w)
         m = low_rank(target - np.diag(diagonal), r)
         diagonal = np.diag(target - m).copy()
         if rule == "grn-v1":

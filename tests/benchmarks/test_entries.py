@@ -39,7 +39,7 @@ MEASURED = {
     "decode": {"time / residual", "time", "error of fp32, prompt", "error of fp32, steps"},
     "prefill": {"time / residual", "time of residual beside it", "error of fp32, steps"},
     "prefill-memory": {"prompt"},
-    "tokens": {"tokens a second", "tokens / transformers'", "difference of logits in fp32"},
+    "tokens": {"tokens per second", "tokens / transformers'", "difference of logits in fp32"},
     "tune": set(),
 }
 

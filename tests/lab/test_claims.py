@@ -22,7 +22,7 @@ from lab.claims import (
     NOT_SEEN,
     UNDECIDED,
     Claim,
-    Found,
+    Measurement,
     Results,
     elsewhere,
     judge,
@@ -63,14 +63,14 @@ def claim(says, measure_="contrast", what=None):
     ],
 )
 def test_verdicts(says, low, high, verdict):
-    assert judge(claim(says), Found((low + high) / 2, low, high, 2)) == verdict
+    assert judge(claim(says), Measurement((low + high) / 2, low, high, 2)) == verdict
 
 
 def test_what_is_open_says_how_many_seeds_would_tell():
     """By a simulation: with so many seeds the paper's effect is shown in four of five cases, with two fewer more rarely."""
-    open_ = Found(-0.01, -0.03, 0.01, 4, freedom=20)
+    open_ = Measurement(-0.01, -0.03, 0.01, 4, freedom=20)
     words = module._to_tell(claim(-0.02), open_)
-    needed = int(re.search(r"takes (\d+) paired seeds to be shown with a chance of 80%", words)[1])
+    needed = int(re.search(r"with a chance of 80% takes (\d+) paired seeds", words)[1])
     deviation = 0.02 / student_t(20) * 2
     random = np.random.default_rng(0)
     shown = {}
@@ -80,10 +80,10 @@ def test_what_is_open_says_how_many_seeds_would_tell():
         shown[n] = float(np.mean(np.abs(values.mean(axis=1)) > half))
     assert shown[needed - 2] < 0.79 < shown[needed] < 0.9
     assert "more than 200" in module._to_tell(claim(-0.001), open_)
-    assert "left it open" not in words
-    assert "80%, which were run and left it open" in module._to_tell(claim(-0.0299), open_)
+    assert "still open" not in words
+    assert "paired seeds; so many were run, and the claim is still open" in module._to_tell(claim(-0.0299), open_)
     for said, found in (
-        (-0.02, Found(-0.02, -0.03, -0.01, 4, freedom=20)),
+        (-0.02, Measurement(-0.02, -0.03, -0.01, 4, freedom=20)),
         ("below", open_),
         (-0.02, replace(open_, freedom=0)),
     ):
@@ -92,11 +92,11 @@ def test_what_is_open_says_how_many_seeds_would_tell():
 
 def test_a_ratio_of_one_is_no_effect():
     ratio = claim(1.25, "compute_advantage")
-    assert judge(ratio, Found(1.2, 1.1, 1.3, 5)) == CONFIRMED
-    assert judge(ratio, Found(1.08, 1.02, 1.14, 5)) == IN_SIGN
-    assert judge(ratio, Found(0.9, 0.8, 0.95, 5)) == CONTRADICTED
-    assert judge(claim(0.33, "time_to_reach"), Found(0.7, 0.6, 0.8, 2)) == IN_SIGN
-    assert judge(claim(0.33, "time_to_reach"), Found(math.inf, math.inf, math.inf, 2)) == CONTRADICTED
+    assert judge(ratio, Measurement(1.2, 1.1, 1.3, 5)) == CONFIRMED
+    assert judge(ratio, Measurement(1.08, 1.02, 1.14, 5)) == IN_SIGN
+    assert judge(ratio, Measurement(0.9, 0.8, 0.95, 5)) == CONTRADICTED
+    assert judge(claim(0.33, "time_to_reach"), Measurement(0.7, 0.6, 0.8, 2)) == IN_SIGN
+    assert judge(claim(0.33, "time_to_reach"), Measurement(math.inf, math.inf, math.inf, 2)) == CONTRADICTED
     assert judge(ratio, None) == NOT_MEASURED
 
 
@@ -109,7 +109,7 @@ def test_a_ratio_of_one_is_no_effect():
     ],
 )
 def test_an_end_beside_zero_says_on_which_side(value, low, high, text):
-    assert module._shown(Found(value, low, high, 3)) == text
+    assert module._shown(Measurement(value, low, high, 3)) == text
 
 
 def test_a_contrast_is_taken_seed_by_seed_with_the_spread_of_all_arms():
@@ -147,7 +147,7 @@ def test_the_readme_gives_any_contrast(monkeypatch, capsys):
     """Values apart on code, as results.md says it of Full at 18M."""
     monkeypatch.chdir(ROOT)
     exec(re.search(r'^    python -c "(.*)"$', (ROOT / "lab" / "README.md").read_text(), re.M)[1], {})
-    found = float(re.match(r"Found\(value=-([\d.]+)", capsys.readouterr().out)[1])
+    found = float(re.match(r"Measurement\(value=-([\d.]+)", capsys.readouterr().out)[1])
     assert f"Full {found:.3f} (two)" in (ROOT / "docs" / "results.md").read_text()
 
 
@@ -298,9 +298,9 @@ def test_what_a_measure_is_of(tmp_path):
         ({"contrast": ["residual"]}, ["contrast needs arms with weights"]),
         ({"contrast": {"residual": "much"}}, ["contrast needs arms with weights"]),
         ({"contrast": {"residual": math.nan}}, ["contrast needs arms with weights"]),
-        ({"says": 0}, ["that of no effect, which has no side"]),
-        ({"says": math.nan}, ["that of no effect"]),
-        ({"contrast": None, "step_ratio": "residual", "says": 1}, ["that of no effect"]),
+        ({"says": 0}, ["which means no effect"]),
+        ({"says": math.nan}, ["which means no effect"]),
+        ({"contrast": None, "step_ratio": "residual", "says": 1}, ["which means no effect"]),
         ({"study": "tinny"}, ["unknown study 'tinny'"]),
         ({"study": []}, ["study may be a list of names"]),
         ({"source": 3}, ["claim, source and study are text"]),
@@ -338,7 +338,7 @@ def test_a_step_is_from_the_last_run_that_has_the_rule(tmp_path, monkeypatch):
     module.write_claims(tmp_path / "claims.yaml", tmp_path / "page.md")
     page = (tmp_path / "page.md").read_text()
     assert all(row in page for row in ("| dca | 1.17 |", "| layerscale | 1.00 |", "| mudd | – |"))
-    assert "| you | use | what it gave |\n|---|---|---|\n| a\\|b | `dca` | &lt;b&gt; |" in page
+    assert "| you | use | result |\n|---|---|---|\n| a\\|b | `dca` | &lt;b&gt; |" in page
 
 
 @pytest.mark.parametrize(

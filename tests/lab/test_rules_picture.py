@@ -4,17 +4,17 @@ import itertools
 
 import pytest
 
-from lab.claims import Found
+from lab.claims import Measurement
 from lab.rules_picture import plot_rules
 
 
 def test_rules_have_their_columns_side_by_side():
     """Columns of one panel apart in a row, a series of one colour in all panels, hollow with one seed, ends at a panel's edge."""
     books = {
-        "18M": {"dca": Found(-0.1, -0.2, -0.05, 2), "mudd": Found(0.1, 0.0, 9.0, 2)},
-        "54M": {"dca": Found(-0.05, -0.06, -0.04, 1)},
+        "18M": {"dca": Measurement(-0.1, -0.2, -0.05, 2), "mudd": Measurement(0.1, 0.0, 9.0, 2)},
+        "54M": {"dca": Measurement(-0.05, -0.06, -0.04, 1)},
     }
-    code = {"54M": {"mudd": Found(-1.0, -1.1, -0.9, 2)}}
+    code = {"54M": {"mudd": Measurement(-1.0, -1.1, -0.9, 2)}}
     figure = plot_rules({"dca": "dca", "mudd": "mudd"}, {"books, tokens": books, "code": code})
     left, right = figure.axes
     dots = [
@@ -40,7 +40,7 @@ def test_rules_have_their_columns_side_by_side():
 
 def test_panels_of_rules_are_equally_far_apart():
     """What is said of all of them belongs to none."""
-    one = {"18M": {"dca": Found(-0.1, -0.2, 0.0, 2)}}
+    one = {"18M": {"dca": Measurement(-0.1, -0.2, 0.0, 2)}}
     figure = plot_rules(
         {"dca": "a rule (dca:with=a,long=list,of=options,beside=panels)"}, {"books": one, "code": one, "images": one}
     )
@@ -51,7 +51,9 @@ def test_panels_of_rules_are_equally_far_apart():
 
 
 def test_seven_columns_are_told_apart_and_stay_in_their_rows():
-    by_column = {f"{i}M": {"dca": Found(-0.1, -0.2, 0.0, 2), "mudd": Found(-0.1, -0.2, 0.0, 2)} for i in range(7)}
+    by_column = {
+        f"{i}M": {"dca": Measurement(-0.1, -0.2, 0.0, 2), "mudd": Measurement(-0.1, -0.2, 0.0, 2)} for i in range(7)
+    }
     axes = plot_rules({"dca": "dca", "mudd": "mudd"}, {"books": by_column}).axes[0]
     dots = [line for line in axes.lines if line.get_marker() == "o" and len(line.get_xdata())]
     assert len({line.get_color() for line in dots}) == 7

@@ -83,7 +83,7 @@ def test_pictures_are_prepared_from_their_archive(tmp_path):
 
 
 def test_sets_that_are_not_there_are_named(tmp_path):
-    with pytest.raises(SystemExit, match="the sets of none of gutenberg, pycode, cifar10, mix"):
+    with pytest.raises(SystemExit, match="no complete sets for any of gutenberg, pycode, cifar10, mix"):
         study_data.prepare(tmp_path, tmp_path)
 
 

@@ -169,7 +169,7 @@ def fails(argv, capsys):
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        ("--gpu h20", "unknown GPU 'h20'; there are h100, h200, b200; did you mean 'h200'?"),
+        ("--gpu h20", "unknown GPU 'h20'; known are h100, h200, b200; did you mean 'h200'?"),
         ("--gpus 0", "gpus must be at least 1"),
         ("--gpus 8 --layout dp=2,tp=2", "dp=2,tp=2,pp=1 makes 4 GPUs, not 8"),
         ("--gpus 8 --layout dp=1,tp=8", "4 heads cannot be split over tp=8"),
@@ -203,9 +203,9 @@ def test_a_proposal_fits_and_is_the_fastest(capsys):
     assert "on 4 B200s: dp=4,tp=1,pp=1, 1 micro-batch of 2 x 64 tokens" in shown.out
     assert not shown.err
     assert main(["plan", *SMALL.split(), "--gpus", "4", "--params", "1e13"]) == 0
-    assert "warning: no layout of 4 H200 holds this" in capsys.readouterr().err
+    assert "warning: no layout of 4 H200 has enough memory" in capsys.readouterr().err
     assert main(["plan", *SMALL.split(), "--params", "1e13", "--layout", "dp=1"]) == 0
-    assert "warning: residual needs 167638.1 GiB a GPU, and 128 of 139 GiB can be had" in capsys.readouterr().err
+    assert "warning: residual needs 167638.1 GiB per GPU, and 128 of 139 GiB are available" in capsys.readouterr().err
 
 
 def test_what_is_planned(tmp_path, capsys):

@@ -380,7 +380,7 @@ def test_another_address_comes_with_a_warning(folders, capsys, monkeypatch):
     monkeypatch.setattr(Server, "serve_forever", interrupted)
     for host, warned in (("0.0.0.0", True), ("localhost", False)):
         assert main(["explore", "a", "--host", host, "--device", "cpu"]) == 0
-        assert ("warning: whoever reaches port" in capsys.readouterr().err) == warned
+        assert ("warning: anyone who can reach port" in capsys.readouterr().err) == warned
 
 
 def test_a_model_too_short_for_the_first_sentence_begins_with_an_empty_box():
@@ -393,7 +393,7 @@ def test_a_model_too_short_for_the_first_sentence_begins_with_an_empty_box():
 
 def test_a_model_of_another_library_is_refused():
     run = dataclasses.replace(trained("residual"), model=torch.nn.Identity())
-    refused(lambda: Models([("there", run)]), "there holds a model of Hugging Face's", code=CHECKPOINT)
+    refused(lambda: Models([("there", run)]), "there holds a Hugging Face model", code=CHECKPOINT)
 
 
 # In a browser.

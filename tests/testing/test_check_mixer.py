@@ -122,7 +122,10 @@ def own_coefficient(self, state, site):
 MISTAKES = {
     "contract": ({"_read": lambda m, state, site: state.x[..., 1:]}, r"own must give tensors of shape \[2, 5, 24\]"),
     "states": ({"_write": in_place}, "states: RuntimeError: read at site 0: own keeps a tensor .* changed in place"),
-    "states, kept elsewhere": ({"_start": keep_on_module, "_finish": add_kept}, "something is kept elsewhere"),
+    "states, kept outside the state": (
+        {"_start": keep_on_module, "_finish": add_kept},
+        "something is kept outside the state",
+    ),
     "causality": ({"_read": look_ahead}, "what a site reads of a token depends on tokens to come"),
     "locality": ({"_read": look_back}, "the read at site 0 of tokens without a batch differs"),
     "inference": ({"_read": by_mode}, "the read at site 0 under no_grad differs from training"),
@@ -204,7 +207,7 @@ def test_text_of_a_rule_is_escaped_in_a_notebook():
     [
         (3, {}, "check_mixer takes a mixer, its class or its name, got int"),
         (Fading, {}, r"Fading is not registered: decorate it with @register\('its_name'\)"),
-        (lambda: dm.create_mixer("residual", dim=8, n_blocks=1), {"init": 1.0}, "residual is built already"),
+        (lambda: dm.create_mixer("residual", dim=8, n_blocks=1), {"init": 1.0}, "residual is already built"),
     ],
     ids=["a number", "not registered", "options of an instance"],
 )

@@ -1,1 +1,1 @@
-"""What a recipe needs and how fast it would run on GPUs that are not here, from counted FLOPs and bytes."""
+"""Predict from counted FLOPs and bytes what a recipe needs, and how fast it would run, on GPUs that are not at hand."""

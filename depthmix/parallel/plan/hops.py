@@ -1,7 +1,7 @@
-"""What pipeline stages send each other of the depth state, and what a prefill keeps of it.
+"""Count the depth state that pipeline stages send each other, and the part of it that a prefill keeps.
 
 Naive: every hop carries the whole state. Cached: a rank keeps what it received for an earlier stage of its own, and a hop
-carries only what it lacks (arXiv 2603.15031, section 4.1). Gradients go the same way back.
+carries only what the rank lacks (arXiv 2603.15031, section 4.1). Gradients go the same way back.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ States = Sequence[StateSizes]
 
 
 def cuts(n_blocks: int, chunks: int, sites_per_block: int = 2) -> list[int]:
-    """The first site of every stage; blocks are shared out evenly, the longer stages first."""
+    """Return the first site of every stage. Blocks are shared out evenly; the first stages get those that are left over."""
     short, longer = divmod(n_blocks, chunks)
     return [sites_per_block * (short * i + min(i, longer)) for i in range(chunks)]
 
@@ -26,7 +26,14 @@ def lacking(states: States, site: int, has: Iterable[int] = ()) -> float:
 
 
 def hop_sizes(states: States, starts: Sequence[int], ranks: int, cached: bool) -> list[float]:
-    """Activations that every hop carries, into stage 1, 2, …"""
+    """Count the activations that every hop carries, into stage 1, 2, …
+
+    Args:
+        states: of the rule, before every site.
+        starts: first site of every stage.
+        ranks: of the pipeline; stage i runs on rank i % ranks.
+        cached: ranks keep what they received for their earlier stages.
+    """
     sizes = []
     for stage in range(1, len(starts)):
         earlier = range(stage % ranks, stage, ranks) if cached else ()
@@ -35,10 +42,18 @@ def hop_sizes(states: States, starts: Sequence[int], ranks: int, cached: bool) -
 
 
 def lasting(states: States) -> float:
-    """The most activations of a state that stay as they are until the end: what a prefill keeps for all of its tokens."""
+    """Count the most activations of a state that stay unchanged until the end. A prefill keeps these for all of its tokens."""
     return max(sum(n for label, n in s.items() if label in states[-1]) for s in states[:-1])
 
 
 def prefill_bytes(states: States, dim: int, tokens: int, shards: int = 1, chunk: int | None = None) -> float:
-    """Bytes of depth state in bf16 per GPU, the sequence shared by `shards` of them and read `chunk` tokens at a time."""
+    """Count the bytes of depth state in bf16 per GPU.
+
+    Args:
+        states: of the rule, before every site.
+        dim: channels.
+        tokens: length of the sequence.
+        shards: GPUs that share the sequence.
+        chunk: tokens read at a time, or None for all.
+    """
     return 2.0 * lasting(states) * dim * min(tokens, chunk or tokens) / shards

@@ -1,4 +1,4 @@
-"""How GPUs share the work: dp shards parameters and data, tp splits sublayers and sequences, pp splits the depth."""
+"""Ways to share the work among GPUs: dp shards parameters and data, tp splits sublayers and sequences, pp splits the depth."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NAMES = ("dp", "tp", "pp", "virtual")
 
 @dataclass(frozen=True)
 class Layout:
-    """dp x tp x pp GPUs; virtual: stages that each rank of a pipeline holds."""
+    """A layout of dp x tp x pp GPUs in which each pipeline rank holds `virtual` stages."""
 
     dp: int = 1
     tp: int = 1
@@ -37,7 +37,11 @@ class Layout:
 
 
 def parse_layout(text: str) -> Layout:
-    """`dp=4,tp=2,pp=1`, in any order; what is left out is 1."""
+    """Parse a layout such as `dp=4,tp=2,pp=1`, in any order. A missing size is 1.
+
+    Raises:
+        UserError: the text is no layout.
+    """
     given: dict[str, int] = {}
     for part in filter(None, (piece.strip() for piece in text.split(","))):
         name, equals, value = (piece.strip() for piece in part.partition("="))
@@ -52,7 +56,7 @@ def parse_layout(text: str) -> Layout:
 
 
 def why_not(layout: Layout, gpus: int, node: int, model: DecoderConfig, config: TrainConfig) -> str | None:
-    """Why a layout cannot run this model, in words; None if it can."""
+    """Return the reason why a layout cannot run a model, or None if it can."""
     if layout.gpus != gpus:
         return f"{layout} makes {layout.gpus} GPUs, not {gpus}"
     if layout.tp > node:
@@ -79,13 +83,13 @@ def why_not(layout: Layout, gpus: int, node: int, model: DecoderConfig, config: 
 
 
 def micro_batch(layout: Layout, config: TrainConfig) -> int:
-    """Sequences at a time on a rank: what the recipe says; in a pipeline one if it does not."""
-    rank = max(1, config.batch_size // layout.dp)
-    return min(rank, config.micro_batch_size or (rank if layout.pp == 1 else 1))
+    """Return the sequences per micro-batch on a rank. If the recipe does not say, a pipeline takes one at a time."""
+    per_rank = max(1, config.batch_size // layout.dp)
+    return min(per_rank, config.micro_batch_size or (per_rank if layout.pp == 1 else 1))
 
 
 def all_layouts(gpus: int, node: int) -> Iterator[Layout]:
-    """Every way to share GPUs out, the simplest first."""
+    """Yield every way to share GPUs out, the simplest first."""
     divisors = [n for n in range(1, gpus + 1) if gpus % n == 0]
     for pp, tp in itertools.product(divisors, divisors):
         if gpus % (pp * tp) == 0 and tp <= node:

@@ -1,4 +1,4 @@
-"""What a model has and does, counted: parameters, FLOPs, activations kept and elements moved, per token."""
+"""Count a model's parameters, FLOPs, kept activations and moved elements, per token."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from depthmix.mixers import Mixer, create_mixer
 from depthmix.models import DecoderConfig
 from depthmix.parallel.plan.costs import Published, Traffic, costs_of
 
-# Of the size of bf16 logits, what is kept and what is moved, products of the head included: themselves and their gradient, and
-# where tensor parallelism splits them, which our loss does not do, in fp32 their logarithms and two gradients.
+# Multiples of the size of bf16 logits that are kept and moved, including the head's products. Kept are the logits and their
+# gradient. Where tensor parallelism splits them, which our loss does not do, fp32 logarithms and two gradients are added.
 LOGITS, SPLIT_LOGITS = (2, 6), (6, 18)
-UPDATE = 52  # bytes moved per parameter and step: casts to bf16 and back, clipping, AdamW
+# Bytes moved per parameter and step: casts to bf16 and back, clipping, AdamW.
+UPDATE = 52
 
 
 @dataclass(frozen=True)
@@ -22,8 +23,8 @@ class Counts:
 
     config: DecoderConfig
     parameters: dict[str, int]  # by part, as Decoder.parameter_counts has them
-    total: float  # of all, and
-    active: float  # what a token meets of them; fewer where experts share the work
+    total: float  # number of all parameters
+    active: float  # parameters that a token meets; fewer if the model has experts
     ways: list[int]  # by site
     traffic: list[Traffic]  # by site, and finish
     states: list[dict[int, float]]  # by site, and finish
@@ -31,19 +32,20 @@ class Counts:
 
     @property
     def widths(self) -> tuple[float, float, float]:
-        """Of queries, of keys, and of the MLP, in units of dim."""
+        """The widths of queries, of keys, and of the MLP, in units of dim."""
         c = self.config
         return c.n_heads * c.head_dim / c.dim, c.n_kv_heads * c.head_dim / c.dim, c.mlp_dim / c.dim
 
     def kept(self, site: int) -> float:
-        """Units that a sublayer keeps for its backward besides its inputs."""
+        """Count the units that a sublayer keeps for its backward besides its inputs."""
         c, (q, kv, m) = self.config, self.widths
         if site % 2:
             return m * (2 if c.mlp == "relu2" else 3)
-        return q + kv + kv + q + (q + kv) * c.qk_norm  # queries and keys turned, values, the output; before their norms
+        # Rotated queries and keys, values, the output; then queries and keys before their norms.
+        return q + kv + kv + q + (q + kv) * c.qk_norm
 
     def moved(self, site: int) -> float:
-        """Units that a sublayer's products and elementwise passes move, forward and backward."""
+        """Count the units that a sublayer's products and elementwise passes move, forward and backward."""
         c, (q, kv, m) = self.config, self.widths
         if site % 2:
             inner = 2 if c.mlp == "swiglu" else 1
@@ -51,24 +53,24 @@ class Counts:
         return 3 * (3 + q + 2 * kv + q + 1) + 5 * (q + kv)
 
     def logits(self, tp: int) -> tuple[float, float]:
-        """Bytes a token: kept and moved."""
+        """Count the bytes per token that the logits and their loss keep and move, split over tp GPUs."""
         kept, moved = SPLIT_LOGITS if tp > 1 else LOGITS
         return kept * 2.0 * self.config.vocab_size, moved * 2.0 * self.config.vocab_size
 
     def flops(self, seq_len: int) -> tuple[float, float]:
-        """Per token, forward and backward: of products with parameters, and of causal attention."""
+        """Count the FLOPs per token, forward and backward: of products with parameters, and of causal attention."""
         c = self.config
         attention = 2 * seq_len * c.n_heads * c.head_dim * c.n_blocks
         return 6 * (self.active - (0 if c.tie_embeddings else self.parameters["embedding"])), 3.5 * attention
 
     def useful_flops(self, seq_len: int) -> float:
-        """What MFU counts: attention's backward without the scores that it forms again."""
+        """Count the FLOPs per token for MFU, which leaves out the scores that attention's backward computes again."""
         products, attention = self.flops(seq_len)
         return products + attention * 3 / 3.5
 
 
 def parts_of(config: DecoderConfig, mixer: Mixer) -> dict[str, int]:
-    """What `Decoder.parameter_counts` says, without building one."""
+    """Count parameters as `Decoder.parameter_counts` does, without building a decoder."""
     c, ways = config, [mixer.ways(site) for site in range(mixer.n_sites)]
     q, kv = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
     parts = {
@@ -84,7 +86,13 @@ def parts_of(config: DecoderConfig, mixer: Mixer) -> dict[str, int]:
 
 
 def count(config: DecoderConfig, total: float | None = None, active: float | None = None) -> Counts:
-    """A decoder of that configuration; total and active: its parameters where it has experts, which this decoder has not."""
+    """Count a decoder of a configuration.
+
+    Args:
+        config: of the decoder.
+        total: parameters of a model with experts, which this decoder lacks; None for the decoder's own.
+        active: parameters of that model that a token meets.
+    """
     with torch.device("meta"):
         mixer = create_mixer(config.mixer, dim=config.dim, n_blocks=config.n_blocks, **config.mixer_options)
     parts = parts_of(config, mixer)

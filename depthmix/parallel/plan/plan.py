@@ -1,4 +1,4 @@
-"""`depthmix plan`: a recipe on GPUs that are not here."""
+"""`depthmix plan`: predict memory and time of a recipe on GPUs that are not at hand."""
 
 from __future__ import annotations
 
@@ -19,13 +19,15 @@ from depthmix.parallel.plan.model import Counts, count
 from depthmix.parallel.plan.report import Row, table, tell
 from depthmix.parallel.plan.step import predict
 
-VOCABULARY = 16384  # where neither the recipe nor the data says it
-Mechanism = tuple[str, str, dict[str, Any]]  # what to call it, its name and its options
+# Vocabulary if neither the recipe nor the data says it.
+VOCABULARY = 16384
+# Label, name and options.
+Mechanism = tuple[str, str, dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What was found."""
+    """The result of planning."""
 
     layout: Layout
     rows: list[Row]
@@ -34,11 +36,19 @@ class Plan:
 
 
 def plan(config: PlanConfig, mechanisms: Sequence[Mechanism]) -> Plan:
-    """Plan a recipe for each of several mechanisms: in the layout given, or in the fastest that all of them fit into."""
+    """Plan a recipe for each of several mechanisms.
+
+    Args:
+        config: the recipe. With a layout, it is used for all mechanisms; otherwise `propose` chooses.
+        mechanisms: label, name and options of each.
+
+    Raises:
+        UserError: the recipe or the layout makes no sense.
+    """
     gpu = find_gpu(config.gpu)
     _check(config)
-    counted = [(label, _count(config, label, name, options)) for label, name, options in mechanisms]
-    counts = [c for _, c in counted]
+    counts_by_label = [(label, _count(config, label, name, options)) for label, name, options in mechanisms]
+    counts = [c for _, c in counts_by_label]
     warnings: list[str] = []
     if config.layout:
         layout = parse_layout(config.layout)
@@ -48,15 +58,15 @@ def plan(config: PlanConfig, mechanisms: Sequence[Mechanism]) -> Plan:
         layout, fits = propose(counts, config, gpu)
         if not fits:
             warnings.append(
-                f"no layout of {config.gpus} {gpu.name.upper()} holds this: more GPUs, a smaller micro_batch_size or checkpoint_activations"
+                f"no layout of {config.gpus} {gpu.name.upper()} has enough memory: take more GPUs, a smaller micro_batch_size or checkpoint_activations"
             )
     rows = []
-    for label, c in counted:
+    for label, c in counts_by_label:
         memory = worst(memory_by_rank(c, layout, config))
         rows.append(Row(label, c, memory, predict(c, layout, config, gpu)))
         if memory.total > gpu.memory * (1 - FREE):
-            have = f"{gpu.memory * (1 - FREE) / GIB:.0f} of {gpu.memory / GIB:.0f} GiB can be had"
-            warnings.append(f"{label} needs {memory.total / GIB:.1f} GiB a GPU, and {have}")
+            available = f"{gpu.memory * (1 - FREE) / GIB:.0f} of {gpu.memory / GIB:.0f} GiB are available"
+            warnings.append(f"{label} needs {memory.total / GIB:.1f} GiB per GPU, and {available}")
     text = tell(rows, layout, config, gpu)
     if config.prefill:
         text += "\n\n" + _prefill(config, layout, rows)
@@ -64,7 +74,10 @@ def plan(config: PlanConfig, mechanisms: Sequence[Mechanism]) -> Plan:
 
 
 def propose(counts: Sequence[Counts], config: PlanConfig, gpu: Gpu) -> tuple[Layout, bool]:
-    """The layout in which the slowest of the mechanisms is fastest, and whether it fits; if none does, the one that needs the least memory."""
+    """Return the layout in which the slowest of the mechanisms is fastest, and True if it fits.
+
+    If no layout fits, the layout that needs the least memory is returned, and False.
+    """
     fitting: list[tuple[float, int, Layout]] = []
     others: list[tuple[float, int, Layout]] = []
     reason = ""
@@ -89,7 +102,7 @@ def _check(config: PlanConfig) -> None:
             raise UserError(f"plan: {name} must be at least 1, got {value}")
     for name in OF_IMAGES:
         if getattr(config, name) != getattr(PlanConfig, name):
-            raise UserError(f"plan: {name} is for images, and what is planned are decoders of text: leave it out")
+            raise UserError(f"plan: {name} is for images, and only text decoders can be planned: leave it out")
     if not 0 <= config.params < math.inf:
         raise UserError(f"plan: params must be a finite number of at least 0, got {config.params:g}")
     if config.active_params and not config.params:
@@ -111,12 +124,12 @@ def _count(config: PlanConfig, label: str, name: str, options: dict[str, Any]) -
 def _prefill(config: PlanConfig, layout: Layout, rows: Sequence[Row]) -> str:
     chunk = config.chunk or config.prefill
     head = f"Depth state of a prefill of {config.prefill:,} tokens, GB: tensors that last, on one GPU, over tp={layout.tp}, {min(chunk, config.prefill):,} tokens at a time"
-    found = []
+    lines = []
     for row in rows:
         states, dim = row.counts.states, config.dim
         sizes = [
             prefill_bytes(states, dim, config.prefill, *how)
             for how in ((1, None), (layout.tp, None), (layout.tp, chunk))
         ]
-        found.append([row.label, f"{lasting(states):g}", *(f"{size / 1e9:.3f}" for size in sizes)])
-    return "\n".join([head, *table(["", "tensors", "one GPU", "sharded", "in chunks"], found)])
+        lines.append([row.label, f"{lasting(states):g}", *(f"{size / 1e9:.3f}" for size in sizes)])
+    return "\n".join([head, *table(["", "tensors", "one GPU", "sharded", "in chunks"], lines)])

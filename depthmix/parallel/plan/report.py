@@ -1,4 +1,4 @@
-"""A plan in words and tables."""
+"""Format a plan as text and tables."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from depthmix.parallel.plan.step import Prediction
 
 @dataclass(frozen=True)
 class Row:
-    """One mechanism in a layout."""
+    """The plan for a mechanism in a layout."""
 
     label: str
     counts: Counts
@@ -25,7 +25,7 @@ class Row:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Columns side by side: the first to the left, numbers to the right."""
+    """Format columns side by side: the first left-aligned, the others right-aligned."""
     widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
     return [
         "  ".join(
@@ -36,13 +36,13 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def tell(rows: Sequence[Row], layout: Layout, config: TrainConfig, gpu: Gpu) -> str:
-    """The whole plan."""
+    """Format the whole plan."""
     lines = [_title(rows[0].counts, layout, config, gpu), "", "Memory of the fullest rank, GiB"]
     lines += table(
         ["", "parameters", "weights", "gradients", "optimizer", "bf16 copies", "activations", "depth state", "total"],
         [[r.label, f"{r.counts.total / 1e6:,.1f}M", *(f"{v / GIB:.2f}" for v in _parts(r.memory))] for r in rows],
     )
-    lines += ["", "Step, and what a rank sends"]
+    lines += ["", "Step time, and bytes that a rank sends"]
     lines += table(
         [
             "",
@@ -66,7 +66,7 @@ def tell(rows: Sequence[Row], layout: Layout, config: TrainConfig, gpu: Gpu) -> 
         lines += table(["", *map(str, range(1, layout.chunks))], [[r.label, *_hops(r.step)] for r in rows])
     lines += [
         "",
-        "Traffic per token and site in units of d: training, by our kernels, norms included; and the papers' own count of inference",
+        "Traffic per token and site in units of d: training with our kernels, including norms; and the paper's own count of inference",
     ]
     lines += table(
         ["", "forward", "backward", "kept", "state at the end", "paper: read", "written", "total"],
@@ -80,7 +80,7 @@ def _title(counts: Counts, layout: Layout, config: TrainConfig, gpu: Gpu) -> str
     gpus = f"{layout.gpus} {gpu.name.upper()}{'s' * (layout.gpus > 1)}"
     tokens = config.batch_size * config.seq_len
     micros = config.batch_size // layout.dp // micro
-    return f"{c.n_blocks} blocks of {c.dim} channels, {tokens:,} tokens a step, on {gpus}: {layout}, {micros} micro-batch{'es' * (micros > 1)} of {micro} x {config.seq_len} tokens"
+    return f"{c.n_blocks} blocks of {c.dim} channels, {tokens:,} tokens per step, on {gpus}: {layout}, {micros} micro-batch{'es' * (micros > 1)} of {micro} x {config.seq_len} tokens"
 
 
 def _parts(m: Memory) -> list[float]:
@@ -109,6 +109,6 @@ def _hops(step: Prediction) -> list[str]:
 def _traffic(row: Row) -> list[str]:
     moved, sites = Traffic.total(row.counts.traffic), len(row.counts.ways)
     paper = row.counts.published
-    theirs = ["-"] * 3 if paper is None else [f"{v:.4g}" for v in (paper.read, paper.written, paper.total)]
+    published = ["-"] * 3 if paper is None else [f"{v:.4g}" for v in (paper.read, paper.written, paper.total)]
     state = sum(row.counts.states[-1].values())
-    return [*(f"{v / sites:.1f}" for v in (moved.forward, moved.backward, moved.kept)), f"{state:g}", *theirs]
+    return [*(f"{v / sites:.1f}" for v in (moved.forward, moved.backward, moved.kept)), f"{state:g}", *published]

@@ -1,7 +1,8 @@
-"""A pipeline's step, played through: 1F1B, and its interleaved form with several virtual stages a rank.
+"""Simulate the step of a pipeline: 1F1B, and interleaved 1F1B with several virtual stages per rank.
 
-Rank r of P holds the stages r, r + P, r + 2P, …, V of them. With one stage a rank it first runs P - r - 1 forwards, with several
-2 (P - r - 1) + (V - 1) P, in groups of P micro-batches a stage; then one forward and one backward in turns; then what is left.
+Rank r of P holds the V stages r, r + P, r + 2P, … It first runs some forwards: P - r - 1 with one stage per rank, otherwise
+2 (P - r - 1) + (V - 1) P, in groups of P micro-batches per stage. Then it alternates one forward and one backward. At the end
+it runs the remaining backwards.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Step:
-    """What came out."""
+    """The result of a simulation."""
 
     seconds: float
     bubble: float  # the share of the time in which ranks wait, on average
@@ -29,7 +30,13 @@ class Step:
 
 
 def orders(ranks: int, virtual: int, micros: int) -> list[list[Task]]:
-    """What every rank does, in order. With virtual stages micros is a multiple of ranks."""
+    """Return the tasks of every rank, in order.
+
+    Args:
+        ranks: of the pipeline.
+        virtual: stages per rank.
+        micros: micro-batches; with virtual stages a multiple of ranks.
+    """
 
     def nth(rank: int, k: int, backward: bool) -> Task:
         group, inside = divmod(k, ranks * virtual)
@@ -37,58 +44,69 @@ def orders(ranks: int, virtual: int, micros: int) -> list[list[Task]]:
         chunk = virtual - 1 - chunk if backward else chunk
         return Task(chunk * ranks + rank, group * ranks + inside % ranks, backward)
 
-    total, found = micros * virtual, []
+    total, orders_by_rank = micros * virtual, []
     for rank in range(ranks):
-        ahead = ranks - rank - 1 if virtual == 1 else 2 * (ranks - rank - 1) + (virtual - 1) * ranks
-        ahead = min(total, ahead)
-        order = [nth(rank, k, False) for k in range(ahead)]
-        for k in range(total - ahead):
-            order += [nth(rank, ahead + k, False), nth(rank, k, True)]
-        found.append([*order, *(nth(rank, k, True) for k in range(total - ahead, total))])
-    return found
+        warmup = ranks - rank - 1 if virtual == 1 else 2 * (ranks - rank - 1) + (virtual - 1) * ranks
+        warmup = min(total, warmup)
+        order = [nth(rank, k, False) for k in range(warmup)]
+        for k in range(total - warmup):
+            order += [nth(rank, warmup + k, False), nth(rank, k, True)]
+        orders_by_rank.append([*order, *(nth(rank, k, True) for k in range(total - warmup, total))])
+    return orders_by_rank
 
 
 def simulate(ranks: int, virtual: int, micros: int, forward: float, backward: float, hop: float = 0.0) -> Step:
-    """A step whose stages take so many seconds each for a micro-batch; hop: until the next stage has what one sends."""
+    """Simulate one step.
+
+    Args:
+        ranks: of the pipeline.
+        virtual: stages per rank.
+        micros: micro-batches.
+        forward: seconds per stage and micro-batch.
+        backward: seconds per stage and micro-batch.
+        hop: seconds until the next stage has received an output.
+    """
     order = orders(ranks, virtual, micros)
     last = ranks * virtual - 1
     ended: dict[Task, float] = {}
-    clock, place = [0.0] * ranks, [0] * ranks
-    most, flying = [0] * ranks, [0] * ranks
-    left = sum(map(len, order))
-    while left:
-        before = left
+    clock, position = [0.0] * ranks, [0] * ranks
+    most_in_flight, in_flight = [0] * ranks, [0] * ranks
+    n_left = sum(map(len, order))
+    while n_left:
+        n_left_before = n_left
         for rank in range(ranks):
-            while place[rank] < len(order[rank]):
-                task = order[rank][place[rank]]
+            while position[rank] < len(order[rank]):
+                task = order[rank][position[rank]]
                 needs: Task | None = Task(task.stage - 1, task.micro, False) if task.stage else None
                 if task.backward:
-                    own = task.stage == last  # its forward is what it waits for, others for the stage after them
-                    needs = Task(task.stage + (not own), task.micro, not own)
+                    # The last stage waits for its own forward, the others for the stage after them.
+                    is_last = task.stage == last
+                    needs = Task(task.stage + (not is_last), task.micro, not is_last)
                 if needs is not None and needs not in ended:
                     break
                 travels = hop if needs is not None and needs.stage != task.stage and ranks > 1 else 0.0
                 ready = 0.0 if needs is None else ended[needs] + travels
                 clock[rank] = max(clock[rank], ready) + (backward if task.backward else forward)
                 ended[task] = clock[rank]
-                flying[rank] += -1 if task.backward else 1
-                most[rank] = max(most[rank], flying[rank])
-                place[rank] += 1
-                left -= 1
-        if left == before:
+                in_flight[rank] += -1 if task.backward else 1
+                most_in_flight[rank] = max(most_in_flight[rank], in_flight[rank])
+                position[rank] += 1
+                n_left -= 1
+        if n_left == n_left_before:
             raise ValueError(
                 f"the schedule of {ranks} ranks, {virtual} stages each and {micros} micro-batches waits for itself"
             )
     seconds, busy = max(clock), micros * virtual * (forward + backward)
-    return Step(seconds, 1 - busy / seconds if seconds else 0.0, most)
+    return Step(seconds, 1 - busy / seconds if seconds else 0.0, most_in_flight)
 
 
-STEADY = 4  # micro-batches a rank, from which on one more only adds its own time
+# From this many micro-batches per rank on, one more only adds its own time.
+STEADY = 4
 
 
 @functools.cache
 def play(ranks: int, virtual: int, micros: int, forward: float, backward: float, hop: float = 0.0) -> Step:
-    """`simulate`, of no more micro-batches than it takes until a pipeline runs evenly."""
+    """Simulate one step, with only as many micro-batches as the pipeline needs to run evenly, and add the time of the others."""
     some = min(micros, STEADY * ranks)
     step = simulate(ranks, virtual, some, forward, backward, hop)
     seconds = step.seconds + (micros - some) * virtual * (forward + backward)

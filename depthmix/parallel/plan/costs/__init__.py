@@ -1,6 +1,6 @@
-"""Costs of the rules: what every site moves between memory and processor, keeps for the backward pass and hands on.
+"""Costs of the rules: what every site moves between memory and processor, keeps for the backward pass and passes on.
 
-There is one file per rule or family that costs something else than a plain sum. `costs_of(mixer)` finds the costs of a rule.
+There is one file per rule or family whose costs differ from those of a plain sum. `costs_of(mixer)` finds the costs of a rule.
 Rules know nothing of this folder.
 """
 

@@ -15,7 +15,7 @@ import torch
 from depthmix.mixers.fast_path import plain_state
 from depthmix.ops.torch_internals import pytree
 
-# A compiled norm by itself. Forward: input and output. Backward: input and dy read for dx and again for the gain, dx written.
+# A separate compiled norm. Forward: read the input, write the output. Backward: read input and dy for dx, again for the gain; write dx.
 NORM = (2, 5)
 
 # {label: activations}. A tensor keeps its label as long as it goes from state to state unchanged.
@@ -94,12 +94,12 @@ def costs_for(*names: str) -> Callable[[CostsType], CostsType]:
 def costs_of(mixer: Any) -> Costs:
     """Return the costs of a mixer.
 
-    A rule has those registered for it, or else for the nearest class it is derived from. A rule without any has the defaults.
+    Costs are looked up for the rule's own name, then for the nearest base class. Without either, the defaults apply.
     """
     for cls in type(mixer).__mro__:
-        found = _COSTS.get(vars(cls).get("name", cls.__name__))
-        if found is not None:
-            return found(mixer)
+        registered = _COSTS.get(vars(cls).get("name", cls.__name__))
+        if registered is not None:
+            return registered(mixer)
     return Costs(mixer)
 
 
@@ -111,19 +111,20 @@ def one_stream_state(mixer: Any) -> list[StateSizes]:
 def measured_state_tensors(mixer: Any) -> list[StateSizes]:
     """Count the activations in the state before every site, and before finish, by running the rule on one token.
 
-    It takes no memory if the mixer is on the meta device. Sums are completed on the way, as they are between the stages of
+    The run takes no memory if the mixer is on the meta device. Sums are completed on the way, as they are between the stages of
     a pipeline.
     """
     labels: dict[int, int] = {}
-    alive: list[Any] = []  # so that no id is used twice
+    # Keeps all tensors alive, so that no id is used twice.
+    alive: list[Any] = []
 
     def sizes(state: Any) -> StateSizes:
-        found: StateSizes = {}
+        result: StateSizes = {}
         for t in pytree.tree_leaves(state):
             if isinstance(t, torch.Tensor) and t.numel() >= mixer.dim:
                 alive.append(t)
-                found[labels.setdefault(id(t), len(labels))] = t.numel() / mixer.dim
-        return found
+                result[labels.setdefault(id(t), len(labels))] = t.numel() / mixer.dim
+        return result
 
     device = next((p.device for p in mixer.parameters()), torch.device("cpu"))
     with torch.no_grad():

@@ -29,38 +29,38 @@ class BlockStackCosts(Costs):
     def traffic(self) -> list[Traffic]:
         mixer = self.mixer
         blocks = [len(names) for names in mixer.layout.blocks]
-        in_two_parts = [
-            n > 1 or mixer.accumulates for n in blocks
-        ]  # the entry of a block, which its first reader adds up
-        reads = [self._read_of(i, i > 0 and in_two_parts[i - 1]) for i in range(mixer.n_blocks + 1)]
+        # Blocks whose entry has two parts, which its first reader adds up.
+        has_parts = [n > 1 or mixer.accumulates for n in blocks]
+        reads = [self._read_of(i, i > 0 and has_parts[i - 1]) for i in range(mixer.n_blocks + 1)]
         units = zip(forward_units(reads), backward_units(reads), strict=True)
-        found: list[Traffic] = []
+        by_site: list[Traffic] = []
         for i, (forward, backward) in enumerate(units):
             if i == mixer.n_blocks:
-                return [*found, Traffic(forward + NORM[0], backward + NORM[1], 2 + reads[i].shape.full)]
+                return [*by_site, Traffic(forward + NORM[0], backward + NORM[1], 2 + reads[i].shape.full)]
             ways, weighs, *_, full = reads[i].shape
-            # Otherwise g is not kept, but its sum with the next output is.
+            # If g is not kept, its sum with the next output is.
             keeps_g = i > 0 and not (mixer.accumulates and weighs > ways)
-            found.append(Traffic(forward, backward, 1 + keeps_g + full))
+            by_site.append(Traffic(forward, backward, 1 + keeps_g + full))
             # g and the outputs so far, their sum and its norm
-            inside = Traffic(4, 4, 1) if mixer.accumulates else Traffic(3, 5, 1)
-            found += [inside] * (blocks[i] - 1)
-        return found
+            inner_site = Traffic(4, 4, 1) if mixer.accumulates else Traffic(3, 5, 1)
+            by_site += [inner_site] * (blocks[i] - 1)
+        return by_site
 
     def _read_of(self, reader: int, adds: bool) -> ReadOf:
         mixer, sums = self.mixer, self.reads_sums(reader)
         ways = mixer.reader_ways[reader]
         weighs = ways + (ways > 1 and mixer.goes_on >= ways)
-        merges = mixer.window is not None and reader > mixer.window + 1  # two entries become one
+        # Two entries become one.
+        merges = mixer.window is not None and reader > mixer.window + 1
         last = reader == mixer.n_blocks
         shape = ReadShape(ways, weighs if sums else ways, norm=not last, sums=sums, adds=adds, full=merges)
         return ReadOf(self.entries(reader) if sums else 1, shape, self.weights_from())
 
     def state_tensors(self) -> list[StateSizes]:
-        """Follow the writes of a pass, with labels for tensors."""
+        """Count the state's activations by following the writes of a pass, with labels for tensors."""
         mixer = self.mixer
-        new = itertools.count()
-        stack: tuple[int, ...] = (next(new),)
+        labels = itertools.count()
+        stack: tuple[int, ...] = (next(labels),)
         pending: list[int] = []
         g: list[int] = []
         outputs: list[int] = []  # the sum of the block's outputs so far
@@ -70,17 +70,18 @@ class BlockStackCosts(Costs):
             block, begins, ends = mixer.layout.block[site], mixer.layout.begins[site], mixer.layout.ends[site]
             if begins:
                 if pending:
-                    stack = (*self._merged(stack, next(new)), *pending)
-                g, before = [next(new) if self.reads_sums(block) else stack[-1]], []
+                    stack = (*self._merged(stack, next(labels)), *pending)
+                g, before = [next(labels) if self.reads_sums(block) else stack[-1]], []
             else:
-                before = [next(new)] if mixer.accumulates else outputs
-            y = [next(new)]
-            if ends:  # with sums complete: one entry, and a new one if it is a sum
-                g, outputs, pending = [], [], [next(new)] if before or mixer.accumulates else y
+                before = [next(labels)] if mixer.accumulates else outputs
+            y = [next(labels)]
+            # With sums completed, a block has one entry, which is a new tensor if it is a sum.
+            if ends:
+                g, outputs, pending = [], [], [next(labels)] if before or mixer.accumulates else y
             elif begins:
                 outputs, pending = y, []
             else:
-                g, outputs = (before, y) if mixer.accumulates else (g, [next(new)])
+                g, outputs = (before, y) if mixer.accumulates else (g, [next(labels)])
             states.append(dict.fromkeys((*stack, *pending, *g, *outputs), 1.0))
         return states
 
