@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from depthmix.errors import CHECKPOINT, DISK, UserError
 
@@ -30,6 +32,34 @@ def write_file(path: Path, data: bytes) -> None:
     finally:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
+
+
+def write_hashed(path: Path, chunks: Iterable[bytes | memoryview]) -> dict[str, Any]:
+    """Write a new file durably, chunk by chunk.
+
+    Args:
+        path: The file, which must not exist.
+        chunks: Its content.
+
+    Returns:
+        {"size": bytes, "sha256": hexadecimal digits}, as a manifest lists them.
+
+    Raises:
+        OSError: The file cannot be written. The error names it.
+    """
+    digest, size = hashlib.sha256(), 0
+    try:
+        with open(path, "xb") as file:
+            for chunk in chunks:
+                file.write(chunk)
+                digest.update(chunk)
+                size += len(chunk)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        error.filename = error.filename or str(path)  # writing does not say where
+        raise
+    return {"size": size, "sha256": digest.hexdigest()}
 
 
 def open_no_link(path: str, flags: int) -> int:
@@ -133,12 +163,12 @@ def writing(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def reading(path: Path) -> Iterator[None]:
+def reading(path: Path, exit_code: int = CHECKPOINT) -> Iterator[None]:
     """Turn an OSError while a path is read into a UserError."""
     try:
         yield
     except OSError as error:
-        raise UserError(f"Cannot read {path}: {reason(error, path)}.", CHECKPOINT) from error
+        raise UserError(f"Cannot read {path}: {reason(error, path)}.", exit_code) from error
 
 
 def check_above(path: Path) -> None:

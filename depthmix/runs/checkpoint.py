@@ -15,7 +15,7 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +27,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from depthmix.errors import CHECKPOINT, DISK, UserError
-from depthmix.files import reason, remedy, sync_folder
+from depthmix.files import reason, remedy, sync_folder, write_hashed
 
 FORMAT = "depthmix checkpoint"
 VERSION = 1
@@ -358,23 +358,6 @@ def _checked(state: dict[str, Any]) -> dict[str, Any]:
     if not same:  # tuples, keys that are no strings
         raise ValueError("the state of a checkpoint must be a dictionary that JSON gives back as it was")
     return state
-
-
-def write_hashed(path: Path, chunks: Iterable[bytes | memoryview]) -> dict[str, Any]:
-    """Write and fsync a file; returns its entry in the manifest."""
-    digest, size = hashlib.sha256(), 0
-    try:
-        with open(path, "xb") as file:
-            for chunk in chunks:
-                file.write(chunk)
-                digest.update(chunk)
-                size += len(chunk)
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        error.filename = error.filename or str(path)  # writing does not say where
-        raise
-    return {"size": size, "sha256": digest.hexdigest()}
 
 
 def safetensors(
