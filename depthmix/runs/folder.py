@@ -288,7 +288,7 @@ class RunFolder:
         try:
             import yaml
 
-            from depthmix.small_yaml import load_yaml
+            from depthmix.strict_yaml import load_yaml
         except ModuleNotFoundError:
             raise UserError(f"Reading a run needs the package yaml: {install_command('train')}.") from None
 
