@@ -1,9 +1,10 @@
-"""Write files atomically, and explain errors of the system."""
+"""Read files, write them atomically, and explain errors of the system."""
 
 from __future__ import annotations
 
 import errno
 import hashlib
+import json
 import os
 import stat
 from collections.abc import Iterable, Iterator
@@ -103,6 +104,46 @@ def check_writable(folder: Path) -> None:
     for path in made:
         with suppress(OSError):  # somebody else has use for it by now
             path.rmdir()
+
+
+def file_sha256(path: Path) -> str:
+    """Return the SHA-256 of a file's content in hexadecimal digits. Raises OSError if it cannot be read."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def json_bytes(value: Any) -> bytes:
+    """Encode a value as indented JSON in ASCII. Raises ValueError for a number that is not finite."""
+    return (json.dumps(value, indent=1, allow_nan=False) + "\n").encode("ascii")
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Read a JSON file that holds an object. Raises UserError if it cannot be read or is damaged."""
+    with reading(path):
+        raw = path.read_bytes()
+    try:
+        found = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} is damaged: it is not JSON ({error}).", CHECKPOINT) from error
+    if not isinstance(found, dict):
+        raise UserError(f"{path} is damaged: it is not a JSON object.", CHECKPOINT)
+    return found
+
+
+def parse_json_object(raw: bytes) -> dict[str, Any]:
+    """Parse JSON that holds an object; return an empty one for anything else, as of a damaged file."""
+    try:
+        found = json.loads(raw)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def find_json_object(path: Path) -> dict[str, Any]:
+    """Read a JSON file that holds an object; return an empty one if the file is missing, unreadable or damaged."""
+    with suppress(OSError):
+        return parse_json_object(path.read_bytes() if path.is_file() else b"")
+    return {}
 
 
 def sync_folder(folder: Path) -> None:

@@ -27,7 +27,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from depthmix.errors import CHECKPOINT, DISK, UserError
-from depthmix.files import reason, remedy, sync_folder, write_hashed
+from depthmix.files import json_bytes, reason, remedy, sync_folder, write_hashed
 
 FORMAT = "depthmix checkpoint"
 VERSION = 1
@@ -122,7 +122,7 @@ def save_checkpoint(
 
 def state_file(step: int, state: dict[str, Any]) -> bytes:
     """Return the content of state.json. Raises ValueError for a state that does not survive a round trip through JSON."""
-    return _json({"step": step, "state": _checked(state)})
+    return json_bytes({"step": step, "state": _checked(state)})
 
 
 @contextmanager
@@ -152,7 +152,7 @@ def begin(folder: Path, step: int) -> Path:
 def publish(temporary: Path, folder: Path, step: int, files: dict[str, Any], version: int) -> Path:
     """Write a checkpoint's manifest and give the folder its final name."""
     path = folder / f"step-{step:08d}"
-    write_hashed(temporary / MANIFEST, [_json({"format": FORMAT, "version": version, "files": files})])
+    write_hashed(temporary / MANIFEST, [json_bytes({"format": FORMAT, "version": version, "files": files})])
     sync_folder(temporary)
     if os.path.lexists(path):  # readers fall back on the name with the dot while the plain one is missing
         path.rename(folder / f".old-{path.name}")
@@ -346,13 +346,9 @@ def _tidy(folder: Path) -> None:
                 path.rename(plain)
 
 
-def _json(value: Any) -> bytes:
-    return (json.dumps(value, indent=1, allow_nan=False) + "\n").encode("ascii")
-
-
 def _checked(state: dict[str, Any]) -> dict[str, Any]:
     try:
-        same = isinstance(state, dict) and json.loads(_json(state)) == state
+        same = isinstance(state, dict) and json.loads(json_bytes(state)) == state
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"the state of a checkpoint must be JSON: {error}") from error
     if not same:  # tuples, keys that are no strings
@@ -444,7 +440,7 @@ def _manifest(raw: bytes) -> dict[str, dict[str, Any]]:
     manifest: Any
     try:
         manifest = json.loads(raw)
-        canonical = _json(manifest)
+        canonical = json_bytes(manifest)
     except (ValueError, RecursionError) as error:
         raise _Broken(f"{MANIFEST} is damaged or was not written by depthmix") from error
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
