@@ -14,7 +14,7 @@ from depthmix.config import InspectConfig
 from depthmix.data.dataset import TokenData
 from depthmix.data.tokenizer import load_tokenizer
 from depthmix.errors import CHECKPOINT, UserError
-from depthmix.files import write_text
+from depthmix.files import find_json_object, write_text
 from depthmix.insight.document import SCHEMA
 from depthmix.runs.checkpoint import MANIFEST, list_checkpoints
 from depthmix.runs.folder import RunFolder
@@ -36,15 +36,15 @@ def measured(
     """
     folder = RunFolder.open(config.run)
     asked = {name: value for name, value in asdict(config).items() if name not in ELSEWHERE}
-    kept = _read(folder.path / INSIGHT)
+    kept = find_json_object(folder.path / INSIGHT)
     if not list_checkpoints(folder.checkpoints) and (without := known(config.run)) is not None:
-        before = (kept or {}).get("asked", {})
+        before = kept.get("asked", {})
         if other := [name for name in chosen if before.get(name) != asked[name]]:
             what = f"{config.run} has no weights any more, only what was measured of them"
             raise UserError(f"{what}: leave --{other[0]} out", CHECKPOINT)
         return without
     key = {"schema": SCHEMA, "checkpoint": newest(folder), "asked": asked}
-    if kept is not None and key == {name: kept.get(name) for name in key} and isinstance(kept.get("document"), dict):
+    if key == {name: kept.get(name) for name in key} and isinstance(kept.get("document"), dict):
         return {**kept["document"], "run": str(config.run)}
     from depthmix.train.inspect import inspect_run
 
@@ -57,7 +57,7 @@ def measured(
 def known(run: str | Path) -> dict[str, Any] | None:
     """The document kept in a run folder, whatever was asked, if it is of the newest checkpoint, or of the last one there was."""
     folder = RunFolder.open(run)
-    kept = _read(folder.path / INSIGHT) or {}
+    kept = find_json_object(folder.path / INSIGHT)
     fits = kept.get("schema") == SCHEMA and newest(folder) in ("", kept.get("checkpoint"))
     return {**kept["document"], "run": str(run)} if fits and isinstance(kept.get("document"), dict) else None
 
@@ -82,11 +82,3 @@ def opening_text(run: str | Path) -> str:
         return str(load_tokenizer(data.tokenizer_path).decode(ids)).strip()
     except UserError:
         return ""
-
-
-def _read(path: Path) -> dict[str, Any] | None:
-    try:
-        found = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return None
-    return found if isinstance(found, dict) else None

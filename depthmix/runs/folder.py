@@ -181,17 +181,19 @@ class RunFolder:
             given = known if isinstance(known, str) and known else uuid.uuid4().hex
             self._replace(ENVIRONMENT, json_bytes({**self._find_object(ENVIRONMENT), "run_id": given}))
 
-    def append_metrics(self, record: dict[str, Any]) -> None:
-        """Append a line to metrics.jsonl. Numbers that are not finite become null."""
-        self._append_record(METRICS, record)
+    def append(self, name: str, record: dict[str, Any]) -> None:
+        """Append a line to metrics.jsonl, speed.jsonl or dynamics.jsonl. Numbers that are not finite become null.
 
-    def append_speed(self, record: dict[str, Any]) -> None:
-        """Append a line to speed.jsonl."""
-        self._append_record(SPEED, record)
+        Args:
+            name: METRICS, SPEED or DYNAMICS. A line of dynamics is about the weights after `step` steps.
+            record: The line, with a whole number as its step.
 
-    def append_dynamics(self, record: dict[str, Any]) -> None:
-        """Append a line to dynamics.jsonl, about the weights after `step` steps."""
-        self._append_record(DYNAMICS, record)
+        Raises:
+            UserError: The file cannot be written.
+        """
+        if type(record.get("step")) is not int:
+            raise ValueError(f"a line of {name} needs a whole number as its step, got {record.get('step')!r}")
+        self._append(name, (json.dumps(_finite(record), allow_nan=False) + "\n").encode("ascii"))
 
     @property
     def log_path(self) -> Path:
@@ -435,11 +437,6 @@ class RunFolder:
                 with suppress(OSError):
                     file.truncate(size)
                 raise
-
-    def _append_record(self, name: str, record: dict[str, Any]) -> None:
-        if type(record.get("step")) is not int:
-            raise ValueError(f"a line of {name} needs a whole number as its step, got {record.get('step')!r}")
-        self._append(name, (json.dumps(_finite(record), allow_nan=False) + "\n").encode("ascii"))
 
     def _read_records(self, name: str) -> list[dict[str, Any]]:
         path = self.path / name

@@ -44,7 +44,7 @@ from depthmix.runs.agreement import (
 from depthmix.runs.checkpoint import Checkpoint, list_checkpoints, remove_old
 from depthmix.runs.code_checksums import code_of
 from depthmix.runs.code_record import record_code
-from depthmix.runs.folder import RunFolder
+from depthmix.runs.folder import DYNAMICS, METRICS, SPEED, RunFolder
 from depthmix.runs.init import settled
 from depthmix.runs.ranks import RankFolder
 from depthmix.runs.restore import load_parameters
@@ -272,7 +272,7 @@ class _Run:
         self.seconds += self.step_times[-1]
         if magnitudes is not None and trainer.gradients is not None:
             dynamics = {**magnitudes, "gradient_norm": trainer.gradients.tolist()}
-            self.folder.append_dynamics({"step": step, **rounded(dynamics)})
+            self.folder.append(DYNAMICS, {"step": step, **rounded(dynamics)})
         return loss, norm, stopping
 
     def evaluate(self, step: int) -> Evaluation | ImageEvaluation:
@@ -318,7 +318,7 @@ class _Run:
             f"{task.unit}_per_s": task.per_step / self.step_times[-1],
             "memory_bytes": self.memory.read(),
         }
-        self.folder.append_speed(speed)
+        self.folder.append(SPEED, speed)
         self.sinks.write({**metrics, **speed})
 
     def log_evaluation(self, done: int, evaluation: Evaluation | ImageEvaluation) -> None:
@@ -332,8 +332,8 @@ class _Run:
         """Append a line to metrics.jsonl, after the opening line if that is not written yet."""
         # The opening line waits for the first step: a run that dies in that step may start over with another recipe.
         while self.opening:
-            self.folder.append_metrics(self.opening.pop())
-        self.folder.append_metrics(line)
+            self.folder.append(METRICS, self.opening.pop())
+        self.folder.append(METRICS, line)
 
     def show_progress(self, done: int, loss: float) -> None:
         """Update the progress bar; reading the memory takes a while, so only every 20 steps."""
