@@ -59,7 +59,9 @@ def _on_images(trained: Trained, config: EvalConfig, device: torch.device) -> Im
     if config.input or config.seq_len is not None:
         raise UserError(f"{trained.folder.path} was trained on images: leave input and seq_len out")
     data = ImageData.open(trained.folder.find_data(trained.config.data))
-    return Pictures(replace(trained.config, micro_batch_size=config.batch_size), data).evaluate(trained.model, device)
+    task = Pictures(replace(trained.config, micro_batch_size=config.batch_size), data)
+    sums = [task.sums(trained.model, batch, device, lambda losses: losses) for batch in task.validation()[""]]
+    return task.evaluation({"": [sum(column) for column in zip(*sums, strict=True)]})
 
 
 def batches_of_text(
