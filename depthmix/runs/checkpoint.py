@@ -266,7 +266,6 @@ def is_sound(path: Path) -> bool:
 def latest_checkpoint(
     folder: str | Path,
     warn: Callable[[str], object] | None = None,
-    advice: str = "move that folder away to start from the beginning",
     tensors: bool = True,
 ) -> Checkpoint | None:
     """Read the newest good checkpoint, for a training that resumes.
@@ -274,7 +273,6 @@ def latest_checkpoint(
     Args:
         folder: Folder of checkpoints.
         warn: Called with one sentence for each newer broken checkpoint; by default warnings.warn.
-        advice: What the user can do where all checkpoints are broken.
         tensors: Whether to read the tensors, too.
 
     Returns:
@@ -294,6 +292,7 @@ def latest_checkpoint(
                     problems.append(f"The checkpoint {path} is broken and was passed over: {broken}.")
                     tell(problems[-1])
         if problems and list_checkpoints(folder) == paths:
+            advice = "move that folder away to start from the beginning"
             raise UserError(f"No checkpoint in {folder} can be used; {advice}. {problems[0]}", CHECKPOINT)
         # A process that trains has replaced what was listed: look again.
     return None
