@@ -164,6 +164,15 @@ def build_config(
     return config(**{**known(given), **given})
 
 
+def check_at_least(config: Any, least: int, *names: str) -> None:
+    """Raise UserError for the first of these options that is smaller; None passes, where it is the default."""
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and value < least:
+            or_none = " or none" if getattr(type(config), name) is None else ""
+            raise UserError(f"{name} must be at least {least}{or_none}, got {value}")
+
+
 def is_study(lines: dict[str, Any]) -> bool:
     """Tell whether the lines are those of a study, which has a question. No command has an option of that name."""
     return "question" in lines
