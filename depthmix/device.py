@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from contextlib import AbstractContextManager, nullcontext
+import platform
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,17 @@ def choose_device(name: str) -> torch.device:
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise UserError(f"device {name!r} is not available here; there are {torch.cuda.device_count()} GPUs")
     return device
+
+
+def device_name(device: torch.device) -> str:
+    """Return the name of a GPU, or of this machine's processor."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
 
 
 def autocast(device: torch.device, precision: str) -> AbstractContextManager[Any]:

@@ -1,13 +1,16 @@
-"""Write files atomically, and explain errors of the system."""
+"""Read files, write them atomically, and explain errors of the system."""
 
 from __future__ import annotations
 
 import errno
+import hashlib
+import json
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from depthmix.errors import CHECKPOINT, DISK, UserError
 
@@ -30,6 +33,34 @@ def write_file(path: Path, data: bytes) -> None:
     finally:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
+
+
+def write_hashed(path: Path, chunks: Iterable[bytes | memoryview]) -> dict[str, Any]:
+    """Write a new file durably, chunk by chunk.
+
+    Args:
+        path: The file, which must not exist.
+        chunks: Its content.
+
+    Returns:
+        {"size": bytes, "sha256": hexadecimal digits}, as a manifest lists them.
+
+    Raises:
+        OSError: The file cannot be written. The error names it.
+    """
+    digest, size = hashlib.sha256(), 0
+    try:
+        with open(path, "xb") as file:
+            for chunk in chunks:
+                file.write(chunk)
+                digest.update(chunk)
+                size += len(chunk)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        error.filename = error.filename or str(path)  # writing does not say where
+        raise
+    return {"size": size, "sha256": digest.hexdigest()}
 
 
 def open_no_link(path: str, flags: int) -> int:
@@ -73,6 +104,46 @@ def check_writable(folder: Path) -> None:
     for path in made:
         with suppress(OSError):  # somebody else has use for it by now
             path.rmdir()
+
+
+def file_sha256(path: Path) -> str:
+    """Return the SHA-256 of a file's content in hexadecimal digits. Raises OSError if it cannot be read."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def json_bytes(value: Any) -> bytes:
+    """Encode a value as indented JSON in ASCII. Raises ValueError for a number that is not finite."""
+    return (json.dumps(value, indent=1, allow_nan=False) + "\n").encode("ascii")
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Read a JSON file that holds an object. Raises UserError if it cannot be read or is damaged."""
+    with reading(path):
+        raw = path.read_bytes()
+    try:
+        found = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} is damaged: it is not JSON ({error}).", CHECKPOINT) from error
+    if not isinstance(found, dict):
+        raise UserError(f"{path} is damaged: it is not a JSON object.", CHECKPOINT)
+    return found
+
+
+def parse_json_object(raw: bytes) -> dict[str, Any]:
+    """Parse JSON that holds an object; return an empty one for anything else, as of a damaged file."""
+    try:
+        found = json.loads(raw)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def find_json_object(path: Path) -> dict[str, Any]:
+    """Read a JSON file that holds an object; return an empty one if the file is missing, unreadable or damaged."""
+    with suppress(OSError):
+        return parse_json_object(path.read_bytes() if path.is_file() else b"")
+    return {}
 
 
 def sync_folder(folder: Path) -> None:
@@ -133,12 +204,12 @@ def writing(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def reading(path: Path) -> Iterator[None]:
+def reading(path: Path, exit_code: int = CHECKPOINT) -> Iterator[None]:
     """Turn an OSError while a path is read into a UserError."""
     try:
         yield
     except OSError as error:
-        raise UserError(f"Cannot read {path}: {reason(error, path)}.", CHECKPOINT) from error
+        raise UserError(f"Cannot read {path}: {reason(error, path)}.", exit_code) from error
 
 
 def check_above(path: Path) -> None:

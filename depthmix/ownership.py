@@ -6,14 +6,13 @@ and prepared data are closed to other commands' outputs, apart from new document
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from depthmix.errors import CHECKPOINT, DATA, USAGE, UserError
-from depthmix.files import is_plain_file
+from depthmix.files import find_json_object, is_plain_file
 
 RECIPE, ENVIRONMENT, META = "recipe.yaml", "environment.json", "meta.json"  # what a run's folder and prepared data have
 DRAWN = "drawn by depthmix"  # in the metadata of every figure
@@ -39,8 +38,8 @@ def is_prepared(folder: Path) -> bool:
 
 def read_prepared(folder: Path) -> dict[str, Any] | None:
     """Return the meta.json of prepared data; None for any other folder."""
-    meta = _read_object(folder / META)
-    known = meta is not None and "splits" in meta and ("vocab_size" in meta or "classes" in meta)
+    meta = find_json_object(folder / META)
+    known = "splits" in meta and ("vocab_size" in meta or "classes" in meta)
     return meta if known else None
 
 
@@ -107,8 +106,7 @@ def check_replaceable(path: Path, kind: str) -> None:
 
 
 def _is_inspection(path: Path) -> bool:
-    found = _read_object(path)
-    return found is not None and {"schema", "run", "step", "mixer", "mixing"} <= found.keys()
+    return {"schema", "run", "step", "mixer", "mixing"} <= find_json_object(path).keys()
 
 
 def _is_page(path: Path) -> bool:
@@ -133,11 +131,3 @@ def _part(path: Path, whence: int) -> bytes:
             return file.read(PART)
     except OSError:
         return b""
-
-
-def _read_object(path: Path) -> dict[str, Any] | None:
-    try:
-        found = json.loads(path.read_bytes()) if path.is_file() else None
-    except (OSError, ValueError, RecursionError):
-        return None
-    return found if isinstance(found, dict) else None

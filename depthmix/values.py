@@ -1,4 +1,4 @@
-"""Convert a flag's text or a line of a YAML recipe to the values of a command's dataclass."""
+"""Convert a flag's text or a line of a recipe to the values of a command's dataclass."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from typing import Any, Literal, get_args, get_origin
 from depthmix.errors import UserError
 from depthmix.names import nearest as nearest_of
 from depthmix.shown import VALUE, shown
-from depthmix.yaml_numbers import EXPONENT, misread_number
 
 nearest = functools.partial(nearest_of, cutoff=0.65)  # flags are many and alike: suggest only what is close
 
@@ -129,56 +128,6 @@ def _check_type(command: str, name: str, hint: Any, value: Any) -> None:
     coerce(command, name, hint, value)
 
 
-def read_recipe(command: str, path: str) -> dict[str, Any]:
-    """Read the lines of a YAML recipe. Raises UserError if it cannot be read or is not valid."""
-    import yaml
-
-    from depthmix.small_yaml import LIMIT, TooLarge, load_yaml
-
-    class Once(yaml.SafeLoader):
-        """A YAML loader that refuses duplicate names and misread numbers. Plain YAML lets the last duplicate win
-        silently.
-        """
-
-        def construct_number(self, node: Any) -> int | float:
-            if said := misread_number(node.value):
-                raise UserError(f"{command}: the recipe {path} at line {node.start_mark.line + 1}: {said}")
-            is_int = node.tag == "tag:yaml.org,2002:int"
-            return self.construct_yaml_int(node) if is_int else self.construct_yaml_float(node)
-
-        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-            seen: set[str] = set()
-            for key, _ in node.value:
-                if not isinstance(key, yaml.ScalarNode):
-                    continue  # which is no YAML that a dictionary can hold
-                if key.value in seen:
-                    line = key.start_mark.line + 1
-                    raise UserError(
-                        f"{command}: the recipe {path} gives {key.value[:VALUE]} twice, again at line {line}"
-                    )
-                seen.add(key.value)
-            return super().construct_mapping(node, deep)
-
-    for kind in ("int", "float"):
-        Once.add_constructor(f"tag:yaml.org,2002:{kind}", Once.construct_number)
-    Once.add_implicit_resolver("tag:yaml.org,2002:float", EXPONENT, list("-+.0123456789"))
-
-    try:
-        with open(path, encoding="utf-8") as file:
-            loaded = load_yaml(file.read(LIMIT + 1), Once)
-    except TooLarge as error:
-        raise UserError(f"{command}: the recipe {path} is too large: {error}; write out what it needs") from None
-    except OSError as error:
-        raise UserError(f"{command}: cannot read the recipe {path}: {error.strerror}") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f" at line {mark.line + 1}" if mark else ""
-        raise UserError(f"{command}: the recipe {path} is not YAML{where}") from None
-    if not isinstance(loaded, dict) or not all(isinstance(k, str) for k in loaded):
-        raise UserError(f"{command}: the recipe {path} must hold lines of option: value")
-    return loaded
-
-
 def build_config(
     command: str, config: type, given: dict[str, Any], known: Callable[[dict[str, Any]], dict[str, Any]] = lambda _: {}
 ) -> Any:
@@ -197,7 +146,11 @@ def build_config(
     recipe = given.pop("recipe", None)
     if recipe == "":
         raise UserError(f"{command}: --recipe is empty; give the path of a YAML file, or leave it out")
-    lines = read_recipe(command, recipe) if recipe is not None else {}
+    lines: dict[str, Any] = {}
+    if recipe is not None:
+        from depthmix.strict_yaml import read_recipe
+
+        lines = read_recipe(command, recipe)
     if is_study(lines):
         advice = f"run it with `depthmix study {recipe}`"
         raise UserError(f"{command}: {recipe} is a study, not a recipe of {command}'s options; {advice}")
@@ -209,6 +162,15 @@ def build_config(
             )
     given = {name: coerce(command, name, hints[name], value) for name, value in values.items()}
     return config(**{**known(given), **given})
+
+
+def check_at_least(config: Any, least: int, *names: str) -> None:
+    """Raise UserError for the first of these options that is smaller; None passes, where it is the default."""
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and value < least:
+            or_none = " or none" if getattr(type(config), name) is None else ""
+            raise UserError(f"{name} must be at least {least}{or_none}, got {value}")
 
 
 def is_study(lines: dict[str, Any]) -> bool:

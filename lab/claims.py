@@ -36,6 +36,7 @@ from typing import Any
 
 from depthmix.errors import CHECKPOINT, UserError
 from depthmix.names import nearest
+from depthmix.strict_yaml import read_recipe
 from depthmix.study.arms import Arm
 from depthmix.study.fits import advantage
 from depthmix.study.interval import student_t, wilson
@@ -46,7 +47,6 @@ from depthmix.study.saved import read_json
 from depthmix.study.sections import growth, largest_stable, points, spikes
 from depthmix.study.sheet import as_runs, at_known_times
 from depthmix.study.spread import Spread, around, group_of, pooled
-from depthmix.values import read_recipe
 
 RECIPES, RESULTS = Path("lab") / "recipes", Path("lab") / "results"
 # Results on which the package's documentation rests.

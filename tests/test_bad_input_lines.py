@@ -171,7 +171,7 @@ LINES = [
     ("eval", USAGE, "run is needed", "depthmix train"),
     ("eval --run nowhere", CHECKPOINT, "run 'nowhere' does not exist"),
     ("eval --run {run} --batch-size 0", USAGE, "batch_size must be at least 1, got 0"),
-    ("eval --run {run} --seq-len=-3", USAGE, "seq_len must be at least 1, got -3"),
+    ("eval --run {run} --seq-len=-3", USAGE, "seq_len must be at least 1 or none, got -3"),
     ("eval --run {run} --input ''", USAGE, "eval: input must not hold an empty word, got ['']"),
     ("report ''", USAGE, "report: run must not hold an empty word"),
     ("data --input {corpus} '' --out d", USAGE, "data: input must not hold an empty word"),

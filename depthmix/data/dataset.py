@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -22,53 +20,6 @@ DTYPES: dict[str, np.dtype] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u
 SPLITS = ("train", "val")
 SIZES = ("tokens", "bytes", "documents")
 SplitKind = TypeVar("SplitKind")
-
-
-class ShardWriter:
-    """Writes the tokens of a split into files of at most `limit` tokens."""
-
-    def __init__(self, folder: Path, name: str, dtype: np.dtype, limit: int) -> None:
-        self.folder, self.name, self.dtype, self.limit = folder, name, dtype, max(1, limit)
-        self.sha256: dict[str, str] = {}
-        self.tokens = self.bytes = self.documents = 0
-        self.domains: dict[str, dict[str, int]] = {}
-        self._file: BinaryIO | None = None
-        self._digest, self._room = hashlib.sha256(), 0
-
-    def write(self, ids: np.ndarray, n_bytes: int, last: bool, domain: str = "") -> None:
-        """Add tokens that stand for `n_bytes` bytes of text; `last` ones end a document."""
-        self.tokens += len(ids)
-        self.bytes += n_bytes
-        self.documents += last
-        if domain:
-            sizes = self.domains.setdefault(domain, dict.fromkeys(SIZES, 0))
-            for name, more in zip(SIZES, (len(ids), n_bytes, int(last)), strict=True):
-                sizes[name] += more
-        while len(ids):
-            if self._file is None:
-                self._file = open(self.folder / f"{self.name}-{len(self.sha256):05d}.bin", "wb")  # noqa: SIM115
-                self._digest, self._room = hashlib.sha256(), self.limit
-            part, ids = ids[: self._room], ids[self._room :]
-            data = part.astype(self.dtype).tobytes()
-            self._file.write(data)
-            self._digest.update(data)
-            self._room -= len(part)
-            if not self._room:
-                self.close()
-
-    def close(self) -> None:
-        """Finish the current file, down to the disk."""
-        if self._file:
-            with self._file as file:
-                file.flush()
-                os.fsync(file.fileno())
-            self.sha256[Path(file.name).name] = self._digest.hexdigest()
-            self._file = None
-
-    def meta(self) -> dict[str, Any]:
-        """Return the split's entry in meta.json."""
-        sizes = {"tokens": self.tokens, "bytes": self.bytes, "documents": self.documents}
-        return {**sizes, "shards": list(self.sha256), **({"domains": self.domains} if self.domains else {})}
 
 
 @dataclass

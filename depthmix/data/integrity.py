@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from depthmix.errors import DATA, UserError
-from depthmix.files import is_plain_file, reason, write_file
+from depthmix.files import file_sha256, find_json_object, is_plain_file, reason, write_file
 
 VERIFIED = ".verified.json"
 # Two changes within one tick of a file system's clock leave the same times. What was read is remembered only for a file that had
@@ -125,9 +125,7 @@ def _read_entry(path: Path, known: Entry | None) -> tuple[Entry, bool]:
     before, now = _identity(path), time.time_ns()
     if known is not None and known[:-1] == before:
         return known, True
-    with open(path, "rb") as file:
-        checksum = hashlib.file_digest(file, "sha256").hexdigest()
-    return [*before, checksum], _identity(path) == before and now - max(before[2:]) > SETTLED
+    return [*before, file_sha256(path)], _identity(path) == before and now - max(before[2:]) > SETTLED
 
 
 def _identity(path: Path) -> list[int]:
@@ -142,11 +140,5 @@ def _recall(folder: Path) -> dict[str, Entry]:
 
 def _read_cache(folder: Path) -> dict[str, Entry]:
     """Return what is kept beside the data; nothing where it is missing or damaged."""
-    path = folder / VERIFIED
-    try:
-        found = json.loads(path.read_bytes()) if is_plain_file(path) else {}
-    except (OSError, ValueError, RecursionError):
-        return {}
-    if not isinstance(found, dict):
-        return {}
+    found = find_json_object(folder / VERIFIED) if is_plain_file(folder / VERIFIED) else {}
     return {name: entry for name, entry in found.items() if isinstance(entry, list) and len(entry) == 5}

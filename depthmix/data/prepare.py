@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
 from array import array
 from collections.abc import Callable, Iterable, Iterator
@@ -16,16 +14,16 @@ import numpy as np
 from depthmix.config import DataConfig
 from depthmix.data.alphabet import unknown_token
 from depthmix.data.corpus import Listing, find_sources, pieces
-from depthmix.data.dataset import VERSION, ShardWriter, TokenData, read_meta
+from depthmix.data.dataset import TokenData, read_meta
 from depthmix.data.staging import staged
 from depthmix.data.tokenizer import BYTES, END, chunks, encode, load_tokenizer, train_tokenizer, vocabulary
+from depthmix.data.validation_split import as_keys, check_split, choose, content_hash
+from depthmix.data.writing import SHARD_TOKENS, open_shards, write_meta, write_tokenizer
 from depthmix.errors import DATA, USAGE, UserError
-from depthmix.files import write_file
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-SHARD_TOKENS = 64 * 2**20
 SAMPLE_BYTES = 32 * 2**20  # of the training documents, for the tokenizer: more hardly changes it
 NEAR = 1 << 16  # characters around the wanted place in which a single document is cut
 
@@ -96,8 +94,7 @@ def prepare(
         meta |= listing.counts()
         meta["split"] = {**split, "val_fraction": config.val_fraction, "seed": config.seed}
         meta["document"], meta["text_field"] = config.document, config.text_field
-        text = json.dumps(meta, indent=2, ensure_ascii=False)
-        write_file(folder / "meta.json", text.encode("utf-8", "backslashreplace") + b"\n")
+        write_meta(folder, meta)
     return Path(config.out)
 
 
@@ -130,14 +127,6 @@ def warnings(folder: str | Path) -> list[str]:
 
 def _count(n: int, what: str) -> str:
     return f"{n:,} {what}{'' if n == 1 else 's'}"
-
-
-def check_split(config: DataConfig) -> None:
-    """Refuse a configuration without a folder to write, or whose split would leave one side empty."""
-    if not config.out:
-        raise UserError("No folder to write was given: set out.", USAGE)
-    if not 0 < config.val_fraction < 1:
-        raise UserError(f"val_fraction is {config.val_fraction}: it must lie between 0 and 1, both excluded.", USAGE)
 
 
 def _check(config: DataConfig) -> None:
@@ -189,50 +178,24 @@ def _choose_by_domain(scan: Scan, config: DataConfig) -> tuple[np.ndarray, str]:
 
 
 def _scan(corpus: Pieces, seed: int, report: Progress) -> Scan:
-    keys, sizes = array("Q"), array("Q")
-    start = f"{seed}\n".encode()
+    keys, sizes = bytearray(), array("Q")
     characters = done = shown = size = 0
-    digest = hashlib.blake2b(start, digest_size=8)
+    digest = content_hash(seed)
     for text, last in corpus:
         data = text.encode()
         digest.update(data)
         characters += len(text)
         size += len(data)
         if last:
-            keys.append(int.from_bytes(digest.digest(), "little"))
+            keys += digest.digest()
             sizes.append(size)
-            digest = hashlib.blake2b(start, digest_size=8)
-            size = 0
+            digest, size = content_hash(seed), 0
         done += len(data)
         if done - shown >= 1 << 20:
             report("scan", done, None)
             shown = done
     report("scan", done, done)
-    return Scan(np.array(keys, np.uint64), np.array(sizes, np.int64), characters, {"": len(keys)})
-
-
-def choose(keys: np.ndarray, fraction: float, seed: int) -> tuple[np.ndarray, str]:
-    """Choose the validation documents: those with the smallest keys. Copies of a document stay together, so that none
-    is in both splits.
-    """
-    unique, group, counts = np.unique(keys, return_inverse=True, return_counts=True)
-    by = "document"
-    if len(unique) == 1:
-        by = "document, though all are the same"
-        group = np.random.Philox(key=seed % 2**64).random_raw(len(keys)).argsort(kind="stable").argsort(kind="stable")
-        counts = np.ones(len(keys), np.int64)
-    wanted = min(max(1, round(fraction * len(keys))), len(keys) - 1)
-    taken = np.zeros(len(counts), bool)
-    left = wanted
-    for i, count in enumerate(counts):
-        if count <= left:
-            taken[i] = True
-            left -= int(count)
-        if not left:
-            break
-    if left == wanted:  # every document has more copies than wanted
-        taken[counts.argmin()] = True
-    return taken[group], by
+    return Scan(as_keys([keys]), np.array(sizes, np.int64), characters, {"": len(sizes)})
 
 
 def _cut(corpus: Pieces, characters: int, fraction: float) -> tuple[int, str]:
@@ -297,8 +260,7 @@ def _write(
     report: Progress,
 ) -> dict[str, Any]:
     size = vocabulary(tokenizer)
-    dtype = np.dtype("<u2" if size <= 2**16 else "<u4")
-    splits = [ShardWriter(folder, name, dtype, shard_tokens) for name in ("train", "val")]
+    splits = open_shards(folder, size, shard_tokens)
     upcoming, domain, end = iter(domains.items()), "", 0
     index = lost = 0
     unknown = unknown_token(tokenizer)
@@ -317,18 +279,7 @@ def _write(
     if index != len(in_val) or sum(s.bytes for s in splits) != total:
         raise UserError("The corpus changed while it was read: prepare it again.", DATA)
     report("encode", total, total)
-    text = tokenizer.to_str(pretty=True).encode()
-    write_file(folder / "tokenizer.json", text)
-    return {
-        "version": VERSION,
-        "dtype": "uint16" if dtype.itemsize == 2 else "uint32",
-        "vocab_size": size,
-        "tokenizer": "tokenizer.json",
-        "end_of_text": {"token": END, "id": tokenizer.token_to_id(END)},
-        **({"unknown_tokens": {"token": unknown[0], "count": lost}} if unknown is not None and lost else {}),
-        "splits": {s.name: s.meta() for s in splits},
-        "sha256": {
-            "tokenizer.json": hashlib.sha256(text).hexdigest(),
-            **{name: digest for s in splits for name, digest in s.sha256.items()},
-        },
-    }
+    meta = write_tokenizer(folder, tokenizer, size, splits)
+    if unknown is not None and lost:
+        meta["unknown_tokens"] = {"token": unknown[0], "count": lost}
+    return meta

@@ -8,8 +8,6 @@ FOLDER/images.npy, labels.npy; FILE.npz     arrays: images uint8 [N, H, W, C] or
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,10 +19,12 @@ import numpy as np
 from depthmix.config import DataConfig
 from depthmix.data.dataset import SPLITS, VERSION
 from depthmix.data.images import LABEL, ImageData
-from depthmix.data.prepare import Progress, choose
+from depthmix.data.prepare import Progress
 from depthmix.data.staging import staged
+from depthmix.data.validation_split import as_keys, check_split, choose, content_hash
+from depthmix.data.writing import write_meta
 from depthmix.errors import DATA, USAGE, UserError
-from depthmix.files import write_file
+from depthmix.files import reading, write_hashed
 
 PICTURES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
 HELD_OUT = ("val", "valid", "validation", "test")  # names of a folder for validation, the first that is there
@@ -34,11 +34,11 @@ CHUNK = 256  # images hashed or written at a time
 
 @dataclass
 class Images:
-    """Images of one split, or not split yet. `read` returns an image uint8 [H, W, C]; `key` identifies it."""
+    """Images of one split, or not split yet. `read` returns an image uint8 [H, W, C], `content` the bytes that identify it."""
 
     labels: np.ndarray  # int32 [N]
     read: Callable[[int], np.ndarray]
-    key: Callable[[int], bytes]
+    content: Callable[[int], bytes]
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -90,8 +90,7 @@ def prepare_images(config: DataConfig, progress: Progress | None = None) -> Path
             "split": split,
             "source": config.images,
         }
-        text = json.dumps(meta, indent=2, ensure_ascii=False)
-        write_file(folder / "meta.json", text.encode("utf-8", "backslashreplace") + b"\n")
+        write_meta(folder, meta)
     return Path(config.out)
 
 
@@ -108,10 +107,7 @@ def summary(folder: str | Path) -> str:
 def _check(config: DataConfig) -> None:
     if config.input:
         raise UserError("Give text with input or images with images, not both.", USAGE)
-    if not config.out:
-        raise UserError("No folder to write was given: set out.", USAGE)
-    if not 0 < config.val_fraction < 1:
-        raise UserError(f"val_fraction is {config.val_fraction}: it must lie between 0 and 1, both excluded.", USAGE)
+    check_split(config)
     if config.image_size is not None and config.image_size < 1:
         raise UserError(f"image_size is {config.image_size}: it must be at least 1.", USAGE)
 
@@ -157,10 +153,8 @@ def _pictures(folder: Path, size: int | None) -> Source:
 
 
 def _subfolders(folder: Path) -> list[str]:
-    try:
+    with reading(folder, DATA):
         return sorted(p.name for p in folder.iterdir() if p.is_dir() and not p.name.startswith("."))
-    except OSError as error:
-        raise UserError(f"{folder} cannot be read: {error.strerror or error}.", DATA) from error
 
 
 def _listing(folder: Path, classes: list[str], every: bool) -> list[tuple[Path, int]]:
@@ -183,10 +177,8 @@ def _is_picture(name: str) -> bool:
 
 
 def _bytes(path: Path) -> bytes:
-    try:
+    with reading(path, DATA):
         return path.read_bytes()
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror or error}.", DATA) from error
 
 
 class _Pictures:
@@ -286,15 +278,14 @@ def _checked(path: Path, images: np.ndarray, labels: np.ndarray, prefix: str) ->
 
 def _split(source: Source, fraction: float, seed: int, report: Progress) -> tuple[np.ndarray, np.ndarray]:
     """Choose training and validation images, class by class. Copies of an image stay together."""
-    images, start = source.train, f"{seed}\n".encode()
-    keys = np.empty(len(images), np.uint64)
+    images = source.train
+    digests = []
     for i in range(len(images)):
-        digest = hashlib.blake2b(start + images.key(i), digest_size=8).digest()
-        keys[i] = int.from_bytes(digest, "little")
+        digests.append(content_hash(seed, images.content(i)).digest())
         if i % CHUNK == 0:
             report("scan", i, len(images))
     report("scan", len(images), len(images))
-    held_out = np.zeros(len(images), bool)
+    keys, held_out = as_keys(digests), np.zeros(len(images), bool)
     for label, name in enumerate(source.classes):
         own = np.flatnonzero(images.labels == label)
         if len(own) < 2:
@@ -317,8 +308,9 @@ class _Writer:
     def write(self, name: str, images: Images, chosen: np.ndarray) -> None:
         """Write one split: the pixels of its images in order, and their labels."""
         files = {"pixels": f"{name}-pixels.bin", "labels": f"{name}-labels.bin"}
-        self._file(files["pixels"], self._pixels(images, chosen, name == "train"))
-        self._file(files["labels"], iter([images.labels[chosen].astype(LABEL).tobytes()]))
+        pixels, labels = self._pixels(images, chosen, name == "train"), images.labels[chosen].astype(LABEL).tobytes()
+        for kind, chunks in (("pixels", pixels), ("labels", [labels])):
+            self.sha256[files[kind]] = write_hashed(self.folder / files[kind], chunks)["sha256"]
         self.splits[name] = {"images": len(chosen), **files}
 
     def _pixels(self, images: Images, chosen: np.ndarray, counted: bool) -> Iterator[bytes]:
@@ -332,16 +324,6 @@ class _Writer:
             self.done += len(part)
             self.report("encode", self.done, self.total)
             yield part.tobytes()
-
-    def _file(self, name: str, parts: Iterator[bytes]) -> None:
-        digest = hashlib.sha256()
-        with open(self.folder / name, "wb") as file:
-            for part in parts:
-                file.write(part)
-                digest.update(part)
-            file.flush()
-            os.fsync(file.fileno())
-        self.sha256[name] = digest.hexdigest()
 
     def meta(self) -> dict[str, Any]:
         """Describe what was written, for meta.json."""

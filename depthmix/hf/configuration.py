@@ -112,11 +112,6 @@ class DepthmixConfig(CarriesCode, PreTrainedConfig):
         """Return what `CarriesCode` asks for."""
         return CLASSES, "depthmix.hf"
 
-    @classmethod
-    def from_decoder(cls, config: DecoderConfig, **kwargs: Any) -> DepthmixConfig:
-        """Convert a decoder's configuration. `kwargs`: further fields, for Hugging Face's tools."""
-        return cls(**{theirs: getattr(config, ours) for ours, theirs in FIELDS.items()}, **kwargs)
-
     def decoder_config(self) -> DecoderConfig:
         """Convert to the decoder's configuration."""
         return DecoderConfig(**{ours: getattr(self, theirs) for ours, theirs in FIELDS.items()})

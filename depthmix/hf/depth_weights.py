@@ -39,9 +39,9 @@ class Record:
         self.sources = None
 
 
-def asked_for(given: bool | None, config: Any) -> bool:
-    """Tell whether depth weights are asked for in the call or, where the call does not say, in the configuration."""
-    return bool(getattr(config, ASKED, False) if given is None else given)
+def asked_for(given: bool | None, config: Any, name: str = ASKED) -> bool:
+    """Tell whether an output is asked for in the call or, where the call does not say, in the configuration."""
+    return bool(getattr(config, name, False) if given is None else given)
 
 
 def forward_with_weights(plain: Any) -> Callable[..., Any]:

@@ -25,8 +25,7 @@ from transformers.utils import can_return_tuple
 from depthmix.hf.configuration import DepthmixConfig
 from depthmix.hf.depth_weights import GeneratesDepthWeights, asked_for
 from depthmix.hf.layer_count import explained
-from depthmix.hf.placement import bring_back, to_mixer
-from depthmix.hf.rounding import warn_if_rounded
+from depthmix.hf.placement import bring_back, to_mixer, warn_if_rounded
 from depthmix.mixers.base import Read
 from depthmix.models.blocks import Trace, init_matrix
 from depthmix.models.decoder import START_STD, Backbone, token_positions
@@ -198,10 +197,10 @@ class DepthmixModel(DepthmixPreTrainedModel, Backbone):
                 past_key_values=past_key_values,
                 position_ids=position_ids,
             )
-        attentions: list[Tensor] | None = [] if _asked(output_attentions, c, "output_attentions") else None
+        attentions: list[Tensor] | None = [] if asked_for(output_attentions, c, "output_attentions") else None
         trace = Trace(
             sources=[] if asked_for(output_depth_weights, c) else None,
-            mixtures=[] if _asked(output_hidden_states, c, "output_hidden_states") else None,
+            mixtures=[] if asked_for(output_hidden_states, c, "output_hidden_states") else None,
         )
         attend = self._attend({**kwargs, "position_ids": position_ids}, attentions)
         cos, sin = self.rotary(position_ids)
@@ -339,8 +338,3 @@ def _check_ids(ids: Tensor | None, vocab_size: int) -> None:
     low, high = (int(t) for t in ids.aminmax())
     if low < 0 or high >= vocab_size:
         raise IndexError(f"token id {low if low < 0 else high} is not in the vocabulary of {vocab_size} entries")
-
-
-def _asked(given: bool | None, config: DepthmixConfig, name: str) -> bool:
-    """Tell whether an output was asked for in the call or, where the call does not say, in the configuration."""
-    return bool(getattr(config, name, False) if given is None else given)

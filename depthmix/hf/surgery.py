@@ -22,8 +22,7 @@ from depthmix.hf.architectures import Site, architecture, why_not
 from depthmix.hf.carried import CarriesCode
 from depthmix.hf.depth_weights import ASKED, RECORD, Record, asked_for, with_weights
 from depthmix.hf.modeling import DepthmixPreTrainedModel
-from depthmix.hf.placement import bring_back, to_mixer
-from depthmix.hf.rounding import warn_if_rounded
+from depthmix.hf.placement import bring_back, to_mixer, warn_if_rounded
 from depthmix.hf.separate_inputs import OURS, SeparateInputs
 from depthmix.mixers.base import Mixer, create_mixer
 from depthmix.mixers.initial_share import initial_shares

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from depthmix.errors import INTERNAL
 from depthmix.parallel.progress import Progress
-from depthmix.parallel.watchdog import SILENT, Watchdog
+from depthmix.parallel.watchdog import SILENT, Watchdog, ranks
 
 EVERY = 0.5  # seconds between signs of life
 POLL = 0.01  # seconds between two looks at what others have done
@@ -151,9 +151,7 @@ class Heartbeat:
             return "the process where all met cannot be reached any more"
         self.leave("")
         still = [r for r in range(self.size) if r != self.rank and r not in left and before.get(r) == after.get(r)]
-        if not still:
-            return None
-        return f"rank{'s' * (len(still) > 1)} {', '.join(map(str, still))} of {self.size} died or cannot be reached"
+        return f"{ranks(still, self.size)} died or cannot be reached" if still else None
 
     def _read(self, kind: str) -> dict[int, str]:
         keys = {rank: f"{kind}/{rank}" for rank in range(self.size)}

@@ -14,7 +14,7 @@ from depthmix.config import InspectConfig
 from depthmix.data.dataset import TokenData
 from depthmix.data.tokenizer import load_tokenizer
 from depthmix.errors import CHECKPOINT, UserError
-from depthmix.files import write_text
+from depthmix.files import find_json_object, write_text
 from depthmix.insight.document import SCHEMA
 from depthmix.runs.checkpoint import MANIFEST, list_checkpoints
 from depthmix.runs.folder import RunFolder
@@ -46,19 +46,15 @@ def measured(
     """
     folder = RunFolder.open(config.run)
     options = {name: value for name, value in asdict(config).items() if name not in IRRELEVANT}
-    cached = _read(folder.path / INSIGHT)
+    cached = find_json_object(folder.path / INSIGHT)
     if not list_checkpoints(folder.checkpoints) and (document_without_weights := known(config.run)) is not None:
-        earlier_options = (cached or {}).get("asked", {})
+        earlier_options = cached.get("asked", {})
         if changed := [name for name in chosen if earlier_options.get(name) != options[name]]:
             problem = f"{config.run} has no weights any more, only earlier measurements"
             raise UserError(f"{problem}: leave --{changed[0]} out", CHECKPOINT)
         return document_without_weights
     key = {"schema": SCHEMA, "checkpoint": newest(folder), "asked": options}
-    if (
-        cached is not None
-        and key == {name: cached.get(name) for name in key}
-        and isinstance(cached.get("document"), dict)
-    ):
+    if key == {name: cached.get(name) for name in key} and isinstance(cached.get("document"), dict):
         return {**cached["document"], "run": str(config.run)}
     from depthmix.train.inspect import inspect_run
 
@@ -75,7 +71,7 @@ def known(run: str | Path) -> dict[str, Any] | None:
     A folder whose checkpoints were deleted keeps the document of its last one.
     """
     folder = RunFolder.open(run)
-    cached = _read(folder.path / INSIGHT) or {}
+    cached = find_json_object(folder.path / INSIGHT)
     fits = cached.get("schema") == SCHEMA and newest(folder) in ("", cached.get("checkpoint"))
     return {**cached["document"], "run": str(run)} if fits and isinstance(cached.get("document"), dict) else None
 
@@ -100,11 +96,3 @@ def opening_text(run: str | Path) -> str:
         return str(load_tokenizer(data.tokenizer_path).decode(ids)).strip()
     except UserError:
         return ""
-
-
-def _read(path: Path) -> dict[str, Any] | None:
-    try:
-        cached = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return None
-    return cached if isinstance(cached, dict) else None

@@ -31,6 +31,7 @@ from depthmix.report.page import make_page
 from depthmix.runs.restore import Trained, load_model
 from depthmix.train.generate import check_prompt
 from depthmix.train.inspect import encode_text, text_by_token
+from depthmix.values import check_at_least
 
 START = "The sun had set, and the old man walked slowly home along the river."
 # Bytes of a request: more than the context of any model here.
@@ -70,8 +71,7 @@ def _check(config: ExploreConfig) -> None:
         raise UserError(f"port must be from 1 to 65535, or 0 for any free port, got {config.port}")
     if not config.host:
         raise UserError("host must not be empty: 127.0.0.1 serves this machine alone, 0.0.0.0 anyone who can reach it")
-    if config.seq_len is not None and config.seq_len < 1:
-        raise UserError(f"seq_len must be at least 1 or none, got {config.seq_len}")
+    check_at_least(config, 1, "seq_len")
     check_prompt(config.text, "text")
 
 

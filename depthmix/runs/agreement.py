@@ -22,7 +22,7 @@ from typing import Any
 from depthmix.config import FREE, TrainConfig
 from depthmix.data.integrity import data_hash
 from depthmix.errors import CHECKPOINT, UserError
-from depthmix.files import reading
+from depthmix.files import file_sha256, reading
 from depthmix.mixers.defaults import all_options
 from depthmix.runs.checkpoint import Checkpoint, is_sound, latest_checkpoint, list_checkpoints, read_state_alone
 from depthmix.runs.folder import DATA_META, METRICS, RECIPE, TOKENIZER, RunFolder, check_options
@@ -39,7 +39,8 @@ def spell_out(config: TrainConfig) -> TrainConfig:
 
 def describe_run_files(folder: RunFolder) -> dict[str, Any]:
     """Describe the files around a checkpoint that is saved now: its state["run"]."""
-    files = {name: _sha256(folder, name) for name in KEPT if (folder.path / name).is_file()}
+    with reading(folder.path):
+        files = {name: file_sha256(folder.path / name) for name in KEPT if (folder.path / name).is_file()}
     raw = folder.read_file(METRICS)
     metrics = {"bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
     return {"id": folder.identity(), "files": files, "metrics": metrics}
@@ -66,9 +67,14 @@ def check_agreement(folder: RunFolder, saved: Checkpoint) -> None:
     _check_data(folder, saved)
     files = described.get("files")
     for name, expected in files.items() if isinstance(files, dict) else ():
-        if name in KEPT and (folder.path / name).is_file() and (found := _sha256(folder, name)) != expected:
+        path = folder.path / name
+        if name not in KEPT or not path.is_file():
+            continue
+        with reading(path):
+            found = file_sha256(path)
+        if found != expected:
             what = f"its SHA-256 was {str(expected)[:12]}… at step {saved.step} and is {found[:12]}…"
-            raise UserError(f"{folder.path / name} is not that of this run: {what}; put it back.", CHECKPOINT)
+            raise UserError(f"{path} is not that of this run: {what}; put it back.", CHECKPOINT)
 
 
 def _check_data(folder: RunFolder, saved: Checkpoint) -> None:
@@ -79,6 +85,30 @@ def _check_data(folder: RunFolder, saved: Checkpoint) -> None:
     if (found := data_hash(kept)) != expected:
         what = f"its SHA-256 is {found[:12]}… and the checkpoint of step {saved.step} was trained on {expected[:12]}…"
         raise UserError(f"{folder.path / DATA_META} is that of other data: {what}; put it back.", CHECKPOINT)
+
+
+def check_tokenizer(folder: RunFolder) -> None:
+    """Compare a run's tokenizer.json with the checksum in the run's copy of its data's meta.json.
+
+    With another vocabulary of the same size every token would stand for other text, and only the loss would show it.
+
+    Args:
+        folder: The run. A run of an older version, without such a checksum, passes.
+
+    Raises:
+        UserError: The tokenizer is another one.
+    """
+    meta = folder.data_meta()
+    sums, name = meta.get("sha256"), meta.get("tokenizer")
+    expected = sums.get(name) if isinstance(sums, dict) and isinstance(name, str) else None
+    if expected is None:
+        return
+    path = folder.path / TOKENIZER
+    with reading(path):
+        found = file_sha256(path)
+    if found != expected:
+        what = f"{path} is not the tokenizer that the run was trained with ({DATA_META} has another checksum)"
+        raise UserError(f"{what}: put it back, from the run's data or from a copy.", CHECKPOINT)
 
 
 def check_metrics(folder: RunFolder, saved: Checkpoint) -> None:
@@ -186,9 +216,3 @@ def _filled_in(recipe: Mapping[str, Any]) -> dict[str, Any]:
         **values,
         "mixer_options": all_options(str(values["mixer"]), options) if isinstance(options, dict) else options,
     }
-
-
-def _sha256(folder: RunFolder, name: str) -> str:
-    path = folder.path / name
-    with reading(path), open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -15,7 +15,7 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +27,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from depthmix.errors import CHECKPOINT, DISK, UserError
-from depthmix.files import reason, remedy, sync_folder
+from depthmix.files import json_bytes, reason, remedy, sync_folder, write_hashed
 
 FORMAT = "depthmix checkpoint"
 VERSION = 1
@@ -122,7 +122,7 @@ def save_checkpoint(
 
 def state_file(step: int, state: dict[str, Any]) -> bytes:
     """Return the content of state.json. Raises ValueError for a state that does not survive a round trip through JSON."""
-    return _json({"step": step, "state": _checked(state)})
+    return json_bytes({"step": step, "state": _checked(state)})
 
 
 @contextmanager
@@ -152,7 +152,7 @@ def begin(folder: Path, step: int) -> Path:
 def publish(temporary: Path, folder: Path, step: int, files: dict[str, Any], version: int) -> Path:
     """Write a checkpoint's manifest and give the folder its final name."""
     path = folder / f"step-{step:08d}"
-    write_hashed(temporary / MANIFEST, [_json({"format": FORMAT, "version": version, "files": files})])
+    write_hashed(temporary / MANIFEST, [json_bytes({"format": FORMAT, "version": version, "files": files})])
     sync_folder(temporary)
     if os.path.lexists(path):  # readers fall back on the name with the dot while the plain one is missing
         path.rename(folder / f".old-{path.name}")
@@ -266,7 +266,6 @@ def is_sound(path: Path) -> bool:
 def latest_checkpoint(
     folder: str | Path,
     warn: Callable[[str], object] | None = None,
-    advice: str = "move that folder away to start from the beginning",
     tensors: bool = True,
 ) -> Checkpoint | None:
     """Read the newest good checkpoint, for a training that resumes.
@@ -274,7 +273,6 @@ def latest_checkpoint(
     Args:
         folder: Folder of checkpoints.
         warn: Called with one sentence for each newer broken checkpoint; by default warnings.warn.
-        advice: What the user can do where all checkpoints are broken.
         tensors: Whether to read the tensors, too.
 
     Returns:
@@ -294,6 +292,7 @@ def latest_checkpoint(
                     problems.append(f"The checkpoint {path} is broken and was passed over: {broken}.")
                     tell(problems[-1])
         if problems and list_checkpoints(folder) == paths:
+            advice = "move that folder away to start from the beginning"
             raise UserError(f"No checkpoint in {folder} can be used; {advice}. {problems[0]}", CHECKPOINT)
         # A process that trains has replaced what was listed: look again.
     return None
@@ -346,35 +345,14 @@ def _tidy(folder: Path) -> None:
                 path.rename(plain)
 
 
-def _json(value: Any) -> bytes:
-    return (json.dumps(value, indent=1, allow_nan=False) + "\n").encode("ascii")
-
-
 def _checked(state: dict[str, Any]) -> dict[str, Any]:
     try:
-        same = isinstance(state, dict) and json.loads(_json(state)) == state
+        same = isinstance(state, dict) and json.loads(json_bytes(state)) == state
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"the state of a checkpoint must be JSON: {error}") from error
     if not same:  # tuples, keys that are no strings
         raise ValueError("the state of a checkpoint must be a dictionary that JSON gives back as it was")
     return state
-
-
-def write_hashed(path: Path, chunks: Iterable[bytes | memoryview]) -> dict[str, Any]:
-    """Write and fsync a file; returns its entry in the manifest."""
-    digest, size = hashlib.sha256(), 0
-    try:
-        with open(path, "xb") as file:
-            for chunk in chunks:
-                file.write(chunk)
-                digest.update(chunk)
-                size += len(chunk)
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        error.filename = error.filename or str(path)  # writing does not say where
-        raise
-    return {"size": size, "sha256": digest.hexdigest()}
 
 
 def safetensors(
@@ -461,7 +439,7 @@ def _manifest(raw: bytes) -> dict[str, dict[str, Any]]:
     manifest: Any
     try:
         manifest = json.loads(raw)
-        canonical = _json(manifest)
+        canonical = json_bytes(manifest)
     except (ValueError, RecursionError) as error:
         raise _Broken(f"{MANIFEST} is damaged or was not written by depthmix") from error
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:

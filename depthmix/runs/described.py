@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from depthmix.errors import CHECKPOINT, UserError
+from depthmix.files import read_json_object
 from depthmix.mixers.defaults import all_options
 from depthmix.models.exchange import FIELDS, MODEL_TYPE
 from depthmix.runs.agreement import check_agreement
 from depthmix.runs.checkpoint import load_checkpoint
 from depthmix.runs.folder import CHECKPOINTS, RECIPE, RunFolder
-from depthmix.runs.pretrained import CONFIG, INDEX, model_type, read_object
+from depthmix.runs.pretrained import CONFIG, INDEX, model_type
 from depthmix.runs.restore import model_config, read_train_config
 
 
@@ -41,13 +42,13 @@ def check_run_folder(place: Any) -> None:
 
 
 def _named_checkpoints(path: Path) -> list[Path]:
-    places = read_object(path / INDEX).get("weight_map")
+    places = read_json_object(path / INDEX).get("weight_map")
     names = places.values() if isinstance(places, dict) else ()
     return [path / name for name in sorted({os.path.dirname(str(name)) for name in names})]
 
 
 def _check_config(folder: RunFolder) -> None:
-    found, path = read_object(folder.path / CONFIG), folder.path / CONFIG
+    found, path = read_json_object(folder.path / CONFIG), folder.path / CONFIG
     vocab_size = found.get("vocab_size")  # not in the recipe; the weights have to fit it
     described = model_config(read_train_config(folder), vocab_size if type(vocab_size) is int else 1)
     for ours, theirs in FIELDS.items():

@@ -8,7 +8,6 @@ import os
 import platform
 import subprocess
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +18,9 @@ def environment(command: Sequence[str], device: str = "auto") -> dict[str, Any]:
     import torch
 
     import depthmix
-    from depthmix.device import choose_device
+    from depthmix.device import choose_device, device_name
 
     chosen = choose_device(device)
-    name = torch.cuda.get_device_name(chosen) if chosen.type == "cuda" else _processor()
     return {
         "depthmix": depthmix.__version__,
         "git_commit": _own_commit(),
@@ -32,19 +30,11 @@ def environment(command: Sequence[str], device: str = "auto") -> dict[str, Any]:
         "numpy": numpy.__version__,
         "platform": platform.platform(),
         "device": str(chosen),
-        "device_name": name,
+        "device_name": device_name(chosen),
         "cpu_count": os.cpu_count(),
         "command": list(command),
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
-
-
-def _processor() -> str:
-    with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 @functools.cache

@@ -19,7 +19,19 @@ from typing import Any
 from depthmix.data.dataset import read_meta
 from depthmix.data.integrity import data_hash, describe_change
 from depthmix.errors import CHECKPOINT, DATA, DISK, UserError
-from depthmix.files import TEMPORARY, check_above, open_no_link, reading, reason, sync_folder, write_file, writing
+from depthmix.files import (
+    TEMPORARY,
+    check_above,
+    json_bytes,
+    open_no_link,
+    parse_json_object,
+    read_json_object,
+    reading,
+    reason,
+    sync_folder,
+    write_file,
+    writing,
+)
 from depthmix.mixers.defaults import all_options
 from depthmix.names import install_command
 from depthmix.ownership import check_new_folder
@@ -160,26 +172,28 @@ class RunFolder:
 
     def identity(self) -> str:
         """Return the run's random id, which its checkpoints hold as well; "" for a run of an older version."""
-        found = self._read_object(ENVIRONMENT).get("run_id")
+        found = self._find_object(ENVIRONMENT).get("run_id")
         return found if isinstance(found, str) else ""
 
     def keep_identity(self, known: object = None) -> None:
         """Give a run without an id the one in its checkpoint, or a new one."""
         if not self.identity():
             given = known if isinstance(known, str) and known else uuid.uuid4().hex
-            self._replace(ENVIRONMENT, _json({**self._read_object(ENVIRONMENT), "run_id": given}))
+            self._replace(ENVIRONMENT, json_bytes({**self._find_object(ENVIRONMENT), "run_id": given}))
 
-    def append_metrics(self, record: dict[str, Any]) -> None:
-        """Append a line to metrics.jsonl. Numbers that are not finite become null."""
-        self._append_record(METRICS, record)
+    def append(self, name: str, record: dict[str, Any]) -> None:
+        """Append a line to metrics.jsonl, speed.jsonl or dynamics.jsonl. Numbers that are not finite become null.
 
-    def append_speed(self, record: dict[str, Any]) -> None:
-        """Append a line to speed.jsonl."""
-        self._append_record(SPEED, record)
+        Args:
+            name: METRICS, SPEED or DYNAMICS. A line of dynamics is about the weights after `step` steps.
+            record: The line, with a whole number as its step.
 
-    def append_dynamics(self, record: dict[str, Any]) -> None:
-        """Append a line to dynamics.jsonl, about the weights after `step` steps."""
-        self._append_record(DYNAMICS, record)
+        Raises:
+            UserError: The file cannot be written.
+        """
+        if type(record.get("step")) is not int:
+            raise ValueError(f"a line of {name} needs a whole number as its step, got {record.get('step')!r}")
+        self._append(name, (json.dumps(_finite(record), allow_nan=False) + "\n").encode("ascii"))
 
     @property
     def log_path(self) -> Path:
@@ -258,7 +272,7 @@ class RunFolder:
     def write_result(self, result: dict[str, Any]) -> None:
         """Write result.json atomically, with a checksum of its content. Numbers that are not finite become null."""
         content = _finite(result)
-        self._replace(RESULT, _json({**content, CHECKSUM: _checksum(content)}))
+        self._replace(RESULT, json_bytes({**content, CHECKSUM: _checksum(content)}))
 
     def set_result_aside(self, steps: int) -> None:
         """Rename the result of a run that is extended to result-at-STEPS.json."""
@@ -275,20 +289,14 @@ class RunFolder:
         path = self.path / RESULT
         if not self.has_result():
             raise UserError(f"{self.path} has no {RESULT}: the run has not finished.", CHECKPOINT)
-        try:
-            result = json.loads(self._read_bytes(path))
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"{path} is damaged: it is not JSON ({error}).", CHECKPOINT) from error
-        if not isinstance(result, dict):
-            raise UserError(f"{path} is damaged: it is not a JSON object.", CHECKPOINT)
-        return opened_result(path, result)
+        return opened_result(path, read_json_object(path))
 
     def read_recipe(self) -> dict[str, Any]:
         """Return the content of recipe.yaml. Raises UserError if it is missing or damaged."""
         try:
             import yaml
 
-            from depthmix.small_yaml import load_yaml
+            from depthmix.strict_yaml import load_yaml
         except ModuleNotFoundError:
             raise UserError(f"Reading a run needs the package yaml: {install_command('train')}.") from None
 
@@ -323,26 +331,26 @@ class RunFolder:
             if kept != wanted and not self.has_result():
                 self._replace(name, wanted)
         place = str(Path(meta).parent.absolute())
-        if not self.has_result() and (noted := self._read_object(ENVIRONMENT)).get("data") != place:
-            self._replace(ENVIRONMENT, _json({**noted, "data": place}))
+        if not self.has_result() and (noted := self._find_object(ENVIRONMENT)).get("data") != place:
+            self._replace(ENVIRONMENT, json_bytes({**noted, "data": place}))
 
     def keep_origin(self, origin: dict[str, Any] | None) -> None:
         """Record the model that the run's weights start from, if any, until the run has begun."""
         if origin is not None and not self.has_begun():
-            noted = self._read_object(ENVIRONMENT)
+            noted = self._find_object(ENVIRONMENT)
             if noted.get("init") != origin:
-                self._replace(ENVIRONMENT, _json({**noted, "init": origin}))
+                self._replace(ENVIRONMENT, json_bytes({**noted, "init": origin}))
 
     def data_meta(self) -> dict[str, Any]:
         """Return the meta.json of the run's data; empty where it was not kept, or is damaged."""
-        return self._read_object(DATA_META)
+        return self._find_object(DATA_META)
 
     def wandb_id(self, project: str) -> str:
         """Return the run's id in a Weights & Biases project, which stays the same when the run is resumed."""
-        known = self._read_object(WANDB)
+        known = self._find_object(WANDB)
         if not isinstance(known.get(project), str):
             known[project] = uuid.uuid4().hex[:8]
-            self._replace(WANDB, _json(known))
+            self._replace(WANDB, json_bytes(known))
         return known[project]
 
     def find_data(self, data: str) -> Path:
@@ -360,7 +368,7 @@ class RunFolder:
         Raises:
             UserError: No folder was found, with those tried; or the data have changed, with what changed.
         """
-        noted = self._read_object(ENVIRONMENT).get("data")
+        noted = self._find_object(ENVIRONMENT).get("data")
         near = [Path(p).absolute() for p in (noted, data) if isinstance(p, str) and p]
         above = [] if os.path.isabs(data) else [p / data for p in self.path.absolute().parents]
         found = [p for p in (*near, *above) if (p / "meta.json").is_file()]
@@ -406,7 +414,7 @@ class RunFolder:
 
     def _write_environment(self, command: Sequence[str], config: Any) -> None:
         found = {**environment(command, getattr(config, "device", "auto")), "run_id": uuid.uuid4().hex}
-        self._replace(ENVIRONMENT, _json(found))
+        self._replace(ENVIRONMENT, json_bytes(found))
 
     def _write_recipe(self, recipe: dict[str, Any]) -> None:
         import yaml
@@ -430,23 +438,14 @@ class RunFolder:
                     file.truncate(size)
                 raise
 
-    def _append_record(self, name: str, record: dict[str, Any]) -> None:
-        if type(record.get("step")) is not int:
-            raise ValueError(f"a line of {name} needs a whole number as its step, got {record.get('step')!r}")
-        self._append(name, (json.dumps(_finite(record), allow_nan=False) + "\n").encode("ascii"))
-
     def _read_records(self, name: str) -> list[dict[str, Any]]:
         path = self.path / name
         lines = self._read_bytes(path).split(b"\n")[:-1]  # what follows the last line end is torn, or nothing
         return [_record(path, number, line) for number, line in enumerate(lines, 1)]
 
-    def _read_object(self, name: str) -> dict[str, Any]:
+    def _find_object(self, name: str) -> dict[str, Any]:
         """Return the content of an optional JSON file; empty if it is missing or damaged."""
-        try:
-            found = json.loads(self._read_bytes(self.path / name))
-        except (ValueError, RecursionError):
-            return {}
-        return found if isinstance(found, dict) else {}
+        return parse_json_object(self._read_bytes(self.path / name))
 
     def read_file(self, name: str) -> bytes:
         """Return the content of a file in the folder; empty if it does not exist."""
@@ -471,10 +470,6 @@ def _runs_below(folder: Path) -> str:
         more = f" and {len(runs) - 8} more" if len(runs) > 8 else ""
         return f"; the runs in it are {', '.join(map(str, runs[:8]))}{more}: give one of them" if runs else ""
     return ""
-
-
-def _json(value: Any) -> bytes:
-    return (json.dumps(value, indent=1, allow_nan=False) + "\n").encode("ascii")
 
 
 def opened_result(path: Path, result: dict[str, Any]) -> dict[str, Any]:

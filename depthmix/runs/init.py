@@ -24,8 +24,8 @@ from depthmix.models import DecoderConfig
 from depthmix.models.exchange import MODEL_TYPE
 from depthmix.randomness import seed_random
 from depthmix.runs import foreign
+from depthmix.runs.agreement import check_tokenizer
 from depthmix.runs.folder import RECIPE, TOKENIZER, RunFolder
-from depthmix.runs.own_tokenizer import check_tokenizer
 from depthmix.runs.pretrained import is_pretrained, model_type, read_config, read_pretrained
 from depthmix.runs.restore import (
     build_decoder,

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from depthmix.data.tokenizer import END
 from depthmix.errors import CHECKPOINT, UserError
-from depthmix.files import reading, write_file, writing
+from depthmix.files import read_json_object, reading, write_file, writing
 from depthmix.mixers import OptionError
 from depthmix.mixers.defaults import all_options
 from depthmix.models import DecoderConfig
@@ -97,14 +97,14 @@ def is_pretrained(path: Path) -> bool:
 def model_type(path: Path) -> str | None:
     """Return the model type in a folder's config.json; None if there is none."""
     with suppress(UserError):
-        kind = read_object(path / CONFIG).get("model_type")
+        kind = read_json_object(path / CONFIG).get("model_type")
         return kind if isinstance(kind, str) else None
     return None
 
 
 def read_config(path: Path) -> DecoderConfig:
     """Return the decoder that a config.json describes. Raises UserError for another model type or a damaged file."""
-    config, kind = read_object(path / CONFIG), model_type(path)
+    config, kind = read_json_object(path / CONFIG), model_type(path)
     if kind != MODEL_TYPE:
         raise UserError(f"{path / CONFIG} describes no model: its model_type is {kind!r}", CHECKPOINT)
     try:
@@ -116,22 +116,22 @@ def read_config(path: Path) -> DecoderConfig:
 
 def read_pretrained(path: Path) -> Pretrained:
     """Read a model that `save_pretrained` wrote. Raises UserError for another model type or a damaged folder."""
-    decoder, config = read_config(path), read_object(path / CONFIG)
+    decoder, config = read_config(path), read_json_object(path / CONFIG)
     length = config.get("max_position_embeddings")
     return Pretrained(decoder, _weights(path), length if type(length) is int and length > 0 else None, read_end(path))
 
 
 def read_end(path: Path) -> int | None:
     """Return the id of the token that ends a text, the first if a folder names several; None if it names none."""
-    generation = read_object(path / GENERATION) if (path / GENERATION).is_file() else {}
-    ends = generation.get("eos_token_id", read_object(path / CONFIG).get("eos_token_id"))
+    generation = read_json_object(path / GENERATION) if (path / GENERATION).is_file() else {}
+    ends = generation.get("eos_token_id", read_json_object(path / CONFIG).get("eos_token_id"))
     end = ends[0] if isinstance(ends, list) and ends else ends
     return end if type(end) is int and end >= 0 else None
 
 
 def _weights(path: Path) -> dict[str, Tensor]:
     if (path / INDEX).is_file():
-        places = read_object(path / INDEX).get("weight_map")
+        places = read_json_object(path / INDEX).get("weight_map")
         if not isinstance(places, dict) or not all(isinstance(p, str) for p in places.values()):
             raise UserError(f"{path / INDEX} is damaged: it has no weight_map", CHECKPOINT)
         files = sorted(set(places.values()))
@@ -151,16 +151,3 @@ def _weights(path: Path) -> dict[str, Tensor]:
 
 def _own_name(name: str) -> str:
     return f"head.{name.removeprefix(HEAD)}" if name.startswith(HEAD) else name.removeprefix(BASE)
-
-
-def read_object(path: Path) -> dict[str, Any]:
-    """Read a JSON file that holds an object. Raises UserError if it is damaged."""
-    with reading(path):
-        raw = path.read_bytes()
-    try:
-        found = json.loads(raw)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is damaged: it is not JSON ({error})", CHECKPOINT) from error
-    if not isinstance(found, dict):
-        raise UserError(f"{path} is damaged: it is not a JSON object", CHECKPOINT)
-    return found

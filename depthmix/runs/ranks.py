@@ -35,13 +35,7 @@ class RankFolder(RunFolder):
     def locked(self) -> Iterator[None]:
         yield
 
-    def append_metrics(self, record: dict[str, Any]) -> None:
-        """Do nothing: the first process writes it."""
-
-    def append_dynamics(self, record: dict[str, Any]) -> None:
-        """Do nothing: the first process writes it."""
-
-    def append_speed(self, record: dict[str, Any]) -> None:
+    def append(self, name: str, record: dict[str, Any]) -> None:
         """Do nothing: the first process writes it."""
 
     def sync(self) -> None:

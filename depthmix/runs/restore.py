@@ -16,10 +16,9 @@ from depthmix.mixers import OptionError
 from depthmix.models import Decoder, DecoderConfig, Vit, VitConfig
 from depthmix.models.exchange import MODEL_TYPE
 from depthmix.runs import foreign
-from depthmix.runs.agreement import check_agreement
+from depthmix.runs.agreement import check_agreement, check_tokenizer
 from depthmix.runs.checkpoint import Checkpoint, load_checkpoint, newest_checkpoint
 from depthmix.runs.folder import RECIPE, TOKENIZER, RunFolder, check_options
-from depthmix.runs.own_tokenizer import check_tokenizer
 from depthmix.runs.pretrained import CONFIG, Pretrained, is_pretrained, model_type, read_end, read_pretrained
 from depthmix.shown import shown
 

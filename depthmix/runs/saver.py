@@ -4,24 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from depthmix.parallel.world import World
 from depthmix.runs.checkpoint import save_checkpoint
 
-
-class Saves(Protocol):
-    """Interface of a saver."""
-
-    def save(
-        self, step: int, model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor], state: dict[str, Any]
-    ) -> None:
-        """Save a checkpoint, or begin to."""
-
-    def wait(self) -> None:
-        """Wait until the checkpoint is on the disk. Raises UserError if it could not be written."""
+if TYPE_CHECKING:
+    from depthmix.runs import sharded
 
 
 class Saver:
@@ -34,15 +25,16 @@ class Saver:
     def save(
         self, step: int, model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor], state: dict[str, Any]
     ) -> None:
+        """Save a checkpoint."""
         save_checkpoint(self.folder, step, model, optimizer, state, self.keep, self.saved)
 
     def wait(self) -> None:
-        pass
+        """Do nothing: `save` has waited until the checkpoint is on the disk."""
 
 
 def open_saver(
     world: World, folder: Path, keep: int, saved: Callable[[Path], None], names: Callable[[], list[str]]
-) -> Saves:
+) -> Saver | sharded.Saver:
     """Make the saver of a training.
 
     Args:
@@ -54,6 +46,6 @@ def open_saver(
     """
     if not world.several:
         return Saver(folder, keep, saved)
-    from depthmix.runs import sharded  # slow to import
+    from depthmix.runs.sharded import Saver as ShardedSaver  # slow to import
 
-    return sharded.Saver(world, folder, keep, saved, names())
+    return ShardedSaver(world, folder, keep, saved, names())

@@ -32,9 +32,10 @@ import depthmix
 from depthmix.config import CompareConfig, TrainConfig
 from depthmix.errors import UserError
 from depthmix.names import nearest
+from depthmix.strict_yaml import read_recipe
 from depthmix.study.arms import Arm, parse_arm
 from depthmix.study.modules import load_modules
-from depthmix.values import coerce, is_study, read_recipe
+from depthmix.values import coerce, is_study
 
 FOLDER = Path("recipes") / "studies"
 KEYS = (

@@ -21,6 +21,7 @@ from depthmix.mixers.leaks import check_rule
 from depthmix.parallel.layout import Layout
 from depthmix.train.optim import check_groups
 from depthmix.train.task import make_task
+from depthmix.values import check_at_least
 
 FLOAT32 = torch.finfo(torch.float32)
 # Options in which the processes of one run may differ. The folder of the data may differ, not their content.
@@ -34,12 +35,9 @@ def check_config(config: TrainConfig) -> None:
             raise UserError(
                 f"{name} is needed: {next(f.metadata['help'] for f in dataclasses.fields(config) if f.name == name)}"
             )
-    for name in ("seq_len", "batch_size", "steps", "log_every", "eval_every", "save_every", "keep"):
-        if getattr(config, name) < 1:
-            raise UserError(f"{name} must be at least 1, got {getattr(config, name)}")
-    for name in ("micro_batch_size", "eval_tokens", "dynamics_every"):
-        if getattr(config, name) is not None and getattr(config, name) < 1:
-            raise UserError(f"{name} must be at least 1 or none, got {getattr(config, name)}")
+    check_at_least(config, 1, "seq_len", "batch_size", "steps", "log_every", "eval_every", "save_every", "keep")
+    check_at_least(config, 1, "micro_batch_size", "eval_tokens", "dynamics_every")
+    check_at_least(config, 0, "warmup", "seed")
     if config.micro_batch_size is not None and config.batch_size % config.micro_batch_size:
         raise UserError(f"micro_batch_size must divide batch_size={config.batch_size}, got {config.micro_batch_size}")
     if config.cuda_graph and (config.micro_batch_size is not None or config.checkpoint_activations):
@@ -50,9 +48,6 @@ def check_config(config: TrainConfig) -> None:
         if not FLOAT32.tiny <= value <= FLOAT32.max:
             held = f"from {FLOAT32.tiny:.1e} to {FLOAT32.max:.1e}"
             raise UserError(f"{name} must be within the range of float32, {held}, got {value}")
-    for name in ("warmup", "seed"):
-        if getattr(config, name) < 0:
-            raise UserError(f"{name} must be at least 0, got {getattr(config, name)}")
     for name in ("weight_decay", "clip"):
         if not 0 <= getattr(config, name) < math.inf:
             raise UserError(f"{name} must be a finite number of at least 0, got {getattr(config, name)}")

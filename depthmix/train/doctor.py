@@ -8,7 +8,7 @@ import platform
 import torch
 
 import depthmix
-from depthmix.device import choose_device
+from depthmix.device import choose_device, device_name
 from depthmix.ops.backend import why_no_kernels
 
 PACKAGES = {
@@ -39,11 +39,10 @@ def backends(device: torch.device) -> dict[str, str]:
 def report() -> str:
     """Return one page of text about this installation."""
     device = choose_device("auto")
-    name = torch.cuda.get_device_name() if device.type == "cuda" else platform.processor() or platform.machine()
     precision = "bf16 autocast" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "fp32"
     lines = [
         f"depthmix {depthmix.__version__}, Python {platform.python_version()}, torch {torch.__version__}",
-        f"device: {device} ({name}), {torch.get_num_threads()} CPU threads; precision with auto: {precision}",
+        f"device: {device} ({device_name(device)}), {torch.get_num_threads()} CPU threads; precision with auto: {precision}",
         "operators: kernels where they can run, the reference (plain PyTorch, at least fp32) elsewhere",
         *(f"    {op}: {backend}" for op, backend in backends(device).items()),
         "    the kernels' backward goes source by source while states pass from site to site as they are; a block that a wrapper",

@@ -181,20 +181,3 @@ def summed_images(
         found, labels = logits(batch.to(device))
     losses = functional.cross_entropy(found, labels, reduction="none")
     return float(losses.cpu().double().sum()), len(labels), int((found.argmax(-1) == labels).sum())
-
-
-def evaluate_images(
-    logits: Callable[[Tensor], tuple[Tensor, Tensor]],
-    model: nn.Module,
-    batches: Iterable[Tensor],
-    device: torch.device,
-    precision: str,
-) -> ImageEvaluation:
-    """Measure an image model: mean loss over all batches, summed in fp64, and accuracy."""
-    model.eval()
-    total, images, right = 0.0, 0, 0
-    for batch in batches:
-        sums = summed_images(logits, batch, device, precision)
-        total, images, right = total + sums[0], images + sums[1], right + sums[2]
-    model.train()
-    return ImageEvaluation(total / images, images, right / images)

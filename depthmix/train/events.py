@@ -28,29 +28,3 @@ class StepEvent:
 
 
 OnStep = Callable[[StepEvent], object]
-
-
-def call_back(
-    on_step: OnStep,
-    event: StepEvent,
-    save: Callable[[int], None] | None,
-    wait: Callable[[], None],
-    log: Callable[[str], None],
-) -> None:
-    """Call on_step. An exception in it ends the run, which can be resumed from this very step.
-
-    Args:
-        on_step: The caller's function.
-        event: The step.
-        save: Begins to write a checkpoint of a step; None if there is nothing to write.
-        wait: Waits until checkpoints are written.
-        log: Writes a sentence to the run's log.
-    """
-    try:
-        on_step(event)
-    except BaseException as error:
-        if save is not None:
-            save(event.step)
-        wait()
-        log(f"stopped by {type(error).__name__} in on_step after step {event.step}")
-        raise

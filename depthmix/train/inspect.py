@@ -34,6 +34,7 @@ from depthmix.train.evaluate import token_losses
 from depthmix.train.generate import check_prompt
 from depthmix.train.measure import batches_of_text
 from depthmix.train.progress import phases
+from depthmix.values import check_at_least
 
 Progress = Callable[[str, int, int | None], None]
 
@@ -105,13 +106,8 @@ def inspect_run(config: InspectConfig, progress: Progress | None = None) -> dict
 
 
 def _check(config: InspectConfig) -> None:
-    for name in ("tokens", "batch_size"):
-        if getattr(config, name) < 1:
-            raise UserError(f"{name} must be at least 1, got {getattr(config, name)}")
-    if config.seq_len is not None and config.seq_len < 1:
-        raise UserError(f"seq_len must be at least 1 or none, got {config.seq_len}")
-    if config.causal_tokens < 0:
-        raise UserError(f"causal_tokens must be at least 0, got {config.causal_tokens}")
+    check_at_least(config, 1, "tokens", "batch_size", "seq_len")
+    check_at_least(config, 0, "causal_tokens")
     if config.data and config.input:
         raise UserError("give either data or input, not both")
     check_prompt(config.text, "text")

@@ -44,7 +44,7 @@ from depthmix.runs.agreement import (
 from depthmix.runs.checkpoint import Checkpoint, list_checkpoints, remove_old
 from depthmix.runs.code_checksums import code_of
 from depthmix.runs.code_record import record_code
-from depthmix.runs.folder import RunFolder
+from depthmix.runs.folder import DYNAMICS, METRICS, SPEED, RunFolder
 from depthmix.runs.init import settled
 from depthmix.runs.ranks import RankFolder
 from depthmix.runs.restore import load_parameters
@@ -54,7 +54,7 @@ from depthmix.train.build import divide_model, prepare_model
 from depthmix.train.check import check_config, check_own_rule, check_run, check_start, facts
 from depthmix.train.clock import CoreWait, StepClock, quartiles
 from depthmix.train.evaluate import Evaluation, ImageEvaluation
-from depthmix.train.events import OnStep, StepEvent, call_back
+from depthmix.train.events import OnStep, StepEvent
 from depthmix.train.extend import can_take_more_steps, set_result_aside
 from depthmix.train.graph import GraphedBackward, record
 from depthmix.train.optim import (
@@ -67,7 +67,7 @@ from depthmix.train.optim import (
 from depthmix.train.progress import TrainingProgress
 from depthmix.train.sharing import settings_of
 from depthmix.train.signals import StopSignal
-from depthmix.train.sinks import open_sinks
+from depthmix.train.sinks import Sinks
 from depthmix.train.task import Model, make_task
 from depthmix.values import typed
 
@@ -206,7 +206,7 @@ class _Run:
         verb = "starting" if saved is None else "resuming"
         folder.log(f"{verb} at step {self.first_step} of {config.steps} on {trainer.device}")
         self.core_wait = CoreWait()
-        self.sinks = open_sinks(config if world.first else TrainConfig(), folder, self.first_step)
+        self.sinks = Sinks(config if world.first else TrainConfig(), folder, self.first_step)
         quiet = config.quiet or not world.first
         self.progress = TrainingProgress(label, self.first_step, config.steps, quiet, trainer.task.unit)
         describe = functools.partial(trainer.describe, folder)
@@ -241,9 +241,7 @@ class _Run:
                     if self.on_step is not None and world.first:
                         val_loss = None if evaluation is None else evaluation.loss
                         event = StepEvent(config.mixer, config.seed, done, config.steps, loss, val_loss)
-                        # Several processes save together or not at all.
-                        save = None if saving or world.several else self.save
-                        call_back(self.on_step, event, save, self.saver.wait, self.folder.log)
+                        self.call_back(self.on_step, event, saving)
                     if stopping and done < config.steps:
                         self.raise_interrupted(done, stop)
             world.at("the end", slow=True)
@@ -272,7 +270,7 @@ class _Run:
         self.seconds += self.step_times[-1]
         if magnitudes is not None and trainer.gradients is not None:
             dynamics = {**magnitudes, "gradient_norm": trainer.gradients.tolist()}
-            self.folder.append_dynamics({"step": step, **rounded(dynamics)})
+            self.folder.append(DYNAMICS, {"step": step, **rounded(dynamics)})
         return loss, norm, stopping
 
     def evaluate(self, step: int) -> Evaluation | ImageEvaluation:
@@ -318,7 +316,7 @@ class _Run:
             f"{task.unit}_per_s": task.per_step / self.step_times[-1],
             "memory_bytes": self.memory.read(),
         }
-        self.folder.append_speed(speed)
+        self.folder.append(SPEED, speed)
         self.sinks.write({**metrics, **speed})
 
     def log_evaluation(self, done: int, evaluation: Evaluation | ImageEvaluation) -> None:
@@ -332,8 +330,8 @@ class _Run:
         """Append a line to metrics.jsonl, after the opening line if that is not written yet."""
         # The opening line waits for the first step: a run that dies in that step may start over with another recipe.
         while self.opening:
-            self.folder.append_metrics(self.opening.pop())
-        self.folder.append_metrics(line)
+            self.folder.append(METRICS, self.opening.pop())
+        self.folder.append(METRICS, line)
 
     def show_progress(self, done: int, loss: float) -> None:
         """Update the progress bar; reading the memory takes a while, so only every 20 steps."""
@@ -355,6 +353,18 @@ class _Run:
         if self.world.first:
             state["run"] = describe_run_files(self.folder)
         self.saver.save(done, *self.trainer.checkpoint_tensors(), state)
+
+    def call_back(self, on_step: OnStep, event: StepEvent, saved: bool) -> None:
+        """Call on_step. An exception in it ends the run, which can be resumed from this very step."""
+        try:
+            on_step(event)
+        except BaseException as error:
+            # Several processes save together or not at all.
+            if not saved and not self.world.several:
+                self.save(event.step)
+            self.saver.wait()
+            self.folder.log(f"stopped by {type(error).__name__} in on_step after step {event.step}")
+            raise
 
     def raise_interrupted(self, done: int, stop: StopSignal) -> None:
         """End the run on a signal, once its checkpoint is written."""
@@ -538,8 +548,6 @@ class Trainer:
     def evaluate(self) -> Evaluation | ImageEvaluation:
         """Measure the model on the validation split, which several processes share among them."""
         self.world.at("the evaluation")
-        if not self.world.several:
-            return self.task.evaluate(self.model, self.device)
         self.model.eval()
         sums = {
             domain: self.engine.sums(

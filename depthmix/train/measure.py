@@ -24,28 +24,23 @@ from depthmix.runs.restore import Trained, load_model
 from depthmix.train.check import check_own_rule
 from depthmix.train.evaluate import Evaluation, ImageEvaluation, check_tokens, describe_learnt, evaluate
 from depthmix.train.task import Pictures
+from depthmix.values import check_at_least
 
 
-def evaluate_run(config: EvalConfig) -> Evaluation | ImageEvaluation:
+def evaluate_run(config: EvalConfig) -> tuple[Evaluation | ImageEvaluation, int]:
     """Measure a run's model on text files, or on its validation split.
 
     Args:
         config: What to measure.
 
     Returns:
-        The loss, with perplexity and bits per byte or, of images, with accuracy.
+        The loss, with perplexity and bits per byte or, of images, with accuracy; and the step of the checkpoint, 0 for
+            a model without checkpoints.
 
     Raises:
         UserError: The model or the text cannot be used.
     """
-    return _evaluate(config)[0]
-
-
-def _evaluate(config: EvalConfig) -> tuple[Evaluation | ImageEvaluation, int]:
-    """Measure a run's model, and return the step of its checkpoint as well (0 for a model without checkpoints)."""
-    for name in ("batch_size", "seq_len"):
-        if (value := getattr(config, name)) is not None and value < 1:
-            raise UserError(f"{name} must be at least 1, got {value}")
+    check_at_least(config, 1, "batch_size", "seq_len")
     device = choose_device(config.device)
     trained = load_model(config.run, device)
     check_own_rule(trained.config, text=trained.tokenizer is not None)
@@ -59,7 +54,9 @@ def _on_images(trained: Trained, config: EvalConfig, device: torch.device) -> Im
     if config.input or config.seq_len is not None:
         raise UserError(f"{trained.folder.path} was trained on images: leave input and seq_len out")
     data = ImageData.open(trained.folder.find_data(trained.config.data))
-    return Pictures(replace(trained.config, micro_batch_size=config.batch_size), data).evaluate(trained.model, device)
+    task = Pictures(replace(trained.config, micro_batch_size=config.batch_size), data)
+    sums = [task.sums(trained.model, batch, device, lambda losses: losses) for batch in task.validation()[""]]
+    return task.evaluation({"": [sum(column) for column in zip(*sums, strict=True)]})
 
 
 def batches_of_text(
@@ -127,8 +124,8 @@ def _windows(ids: np.ndarray, seq_len: int, batch_size: int) -> Iterator[Tensor]
 
 
 def measure(config: EvalConfig) -> None:
-    """Print the measurements of `evaluate_run` and the step of the checkpoint."""
-    found, step = _evaluate(config)
+    """Print what `evaluate_run` measures."""
+    found, step = evaluate_run(config)
     numbers: dict[str, Any] = {"step": step or None, "loss": found.loss, **found.numbers()}
     if isinstance(found, ImageEvaluation):
         numbers["images"] = found.images

@@ -14,6 +14,7 @@ class Sinks:
     """Zero or more further outputs of metrics."""
 
     def __init__(self, config: TrainConfig, folder: RunFolder, first: int) -> None:
+        """Open the outputs that a configuration asks for, for a run that continues after step `first`."""
         self.board: Any = None
         self.wandb: Any = None
         if config.tensorboard:
@@ -49,8 +50,3 @@ class Sinks:
             self.board.close()
         if self.wandb is not None:
             self.wandb.finish()
-
-
-def open_sinks(config: TrainConfig, folder: RunFolder, first: int) -> Sinks:
-    """Open the outputs that a configuration asks for, for a run that continues after step `first`."""
-    return Sinks(config, folder, first)

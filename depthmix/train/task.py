@@ -28,8 +28,6 @@ from depthmix.train.evaluate import (
     Evaluation,
     ImageEvaluation,
     check_tokens,
-    evaluate,
-    evaluate_images,
     summed_images,
     summed_loss,
     token_losses,
@@ -82,9 +80,6 @@ class Task(Protocol):
 
     def losses(self, model: Model, batch: Tensor) -> Tensor:
         """Compute every loss of a batch: one per token or per image."""
-
-    def evaluate(self, model: Any, device: torch.device) -> Evaluation | ImageEvaluation:
-        """Measure the model on the validation split."""
 
     def sums(self, model: Model, batch: Tensor, device: torch.device, whole: Model) -> tuple[float, ...]:
         """Compute the sums of one batch that `evaluation` needs. `whole` makes a plain tensor of one that is divided
@@ -147,9 +142,6 @@ class Text:
     def losses(self, model: Model, batch: Tensor) -> Tensor:
         return token_losses(model, batch, self.own)
 
-    def evaluate(self, model: Any, device: torch.device) -> Evaluation:
-        return evaluate(model, self.validation(), device, self.config.precision, self.val.n_bytes / self.val.n_tokens)
-
     def sums(self, model: Model, batch: Tensor, device: torch.device, whole: Model) -> tuple[float, ...]:
         return summed_loss(model, batch, device, self.config.precision, whole, self.own)
 
@@ -209,11 +201,6 @@ class Pictures:
     def logits(self, model: Model, batch: Tensor) -> tuple[Tensor, Tensor]:
         """Return logits [B, classes] in fp32 and labels [B]."""
         return model(self.inputs(batch)).float(), unpack(batch, self.data.shape)[1]
-
-    def evaluate(self, model: Vit, device: torch.device) -> ImageEvaluation:
-        return evaluate_images(
-            lambda batch: self.logits(model, batch), model, self.validation()[""], device, self.config.precision
-        )
 
     def sums(self, model: Model, batch: Tensor, device: torch.device, whole: Model) -> tuple[float, ...]:
         return summed_images(lambda batch: self.logits(model, batch), batch, device, self.config.precision)

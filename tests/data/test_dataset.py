@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from depthmix.data.dataset import Batches, ShardWriter, TokenData, validation_batches
+from depthmix.data.dataset import Batches, TokenData, validation_batches
+from depthmix.data.writing import ShardWriter
 from depthmix.errors import DATA, USAGE, UserError
 
 TRAIN = np.random.default_rng(0).integers(0, 300, 1003)

@@ -13,8 +13,8 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 import forking
 from depthmix.config import DataConfig
-from depthmix.data import dataset, staging
 from depthmix.data import prepare as module
+from depthmix.data import staging, writing
 from depthmix.data import tokenizer as tokenizing
 from depthmix.data.corpus import documents, find_sources, pieces
 from depthmix.data.dataset import TokenData
@@ -389,13 +389,13 @@ def test_replacing_where_folders_cannot_be_exchanged(corpus, tmp_path, monkeypat
     ],
 )
 def test_a_disk_that_takes_no_more(corpus, tmp_path, monkeypatch, number, message):
-    class Full(dataset.ShardWriter):
+    class Full(writing.ShardWriter):
         def write(self, *given):
             super().write(*given)
             if self.documents > 3:
                 raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(module, "ShardWriter", Full)
+    monkeypatch.setattr(writing, "ShardWriter", Full)
     refuses(message, config(corpus, tmp_path), DISK)
     assert [p.name for p in tmp_path.iterdir()] == ["corpus"]
 
@@ -409,7 +409,7 @@ def test_a_really_full_disk_and_a_place_that_is_no_folder(corpus, tmp_path, monk
     )
     refuses("cannot be written", config(corpus, tmp_path, out="/proc/out"), DISK)
     if os.path.exists("/dev/full"):
-        monkeypatch.setattr(dataset, "open", lambda path, mode: open("/dev/full", mode), raising=False)  # noqa: SIM115
+        monkeypatch.setattr(writing, "open", lambda path, mode: open("/dev/full", mode), raising=False)  # noqa: SIM115
         refuses("The disk is full", config(corpus, tmp_path), DISK)
 
 
@@ -417,13 +417,14 @@ SLOW = """
 import sys, time
 from depthmix.data import prepare as module
 from depthmix.config import DataConfig
-write = module.ShardWriter.write
+from depthmix.data.writing import ShardWriter
+write = ShardWriter.write
 def slow(self, *args):
     write(self, *args)
     if self.documents > 2:
         open(sys.argv[3], "w").close()
         time.sleep(60)
-module.ShardWriter.write = slow
+ShardWriter.write = slow
 module.prepare(DataConfig(input=[sys.argv[1]], out=sys.argv[2], vocab_size=300))
 """
 

@@ -3,6 +3,7 @@
 import torch
 
 from depthmix import DecoderConfig
+from depthmix.models.exchange import FIELDS
 
 VOCAB, DIM, BLOCKS, HEADS, KV_HEADS, HEAD_DIM, LENGTH = 13, 16, 3, 4, 2, 6, 8
 SITES = 2 * BLOCKS
@@ -16,7 +17,8 @@ def decoder_config(mixer="attnres", **fields):
 def hf_config(mixer="attnres", fields=None, **kwargs):
     from depthmix.hf import DepthmixConfig  # transformers takes seconds to import
 
-    return DepthmixConfig.from_decoder(decoder_config(mixer, **(fields or {})), **kwargs)
+    config = decoder_config(mixer, **(fields or {}))
+    return DepthmixConfig(**{theirs: getattr(config, ours) for ours, theirs in FIELDS.items()}, **kwargs)
 
 
 def causal_lm(mixer="attnres", fields=None, **kwargs):

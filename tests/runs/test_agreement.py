@@ -269,13 +269,13 @@ def test_options_of_the_mixer_are_spelt_out(tmp_path):
 
 def test_a_default_that_changes_later_changes_no_run(tmp_path, monkeypatch):
     folder = train(small.config(tmp_path / "run", mixer="attnres", n_blocks=2))
-    before = evaluate_run(EvalConfig(run=str(folder.path), device="cpu")).loss
+    before = evaluate_run(EvalConfig(run=str(folder.path), device="cpu"))[0].loss
     cls = mixer_class("attnres")
     constructor = inspect.unwrap(cls.__init__)
     monkeypatch.setattr(constructor, "__kwdefaults__", {**constructor.__kwdefaults__, "block_size": 2})
     changed = {**cls.options, "block_size": dataclasses.replace(cls.options["block_size"], default=2)}
     monkeypatch.setattr(cls, "options", changed)
     assert create_mixer("attnres", dim=8, n_blocks=2).block_size == 2
-    assert evaluate_run(EvalConfig(run=str(folder.path), device="cpu")).loss == before
+    assert evaluate_run(EvalConfig(run=str(folder.path), device="cpu"))[0].loss == before
     config = small.config(folder.path, mixer="attnres", n_blocks=2)
     refused(lambda: train(config), "another recipe: mixer_options was", code=CHECKPOINT)

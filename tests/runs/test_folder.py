@@ -15,7 +15,7 @@ import yaml
 import forking
 from depthmix.config import CompareConfig, TrainConfig
 from depthmix.errors import DATA, DISK
-from depthmix.runs.folder import RunFolder
+from depthmix.runs.folder import METRICS, SPEED, RunFolder
 from train.full_disk import file_size_limit
 from train.refused import refused
 
@@ -94,7 +94,7 @@ def test_going_on_takes_the_same_recipe(tmp_path):
     before = (path / "recipe.yaml").read_bytes()
     assert RunFolder.open_or_create(path, CONFIG, [], free).path == path  # the tuple of the options is a list in YAML
     assert (path / "recipe.yaml").read_bytes() == before
-    first.append_metrics({"step": 1})
+    first.append(METRICS, {"step": 1})
     other = dataclasses.replace(CONFIG, lr=0.5, dim=64, keep=9)
     refused(lambda: RunFolder.open_or_create(path, other, [], free), "lr was 0.0015 and is 0.5", "dim was 512")
     assert (path / "recipe.yaml").read_bytes() == before
@@ -114,7 +114,7 @@ def test_going_on_takes_the_same_recipe(tmp_path):
 def test_a_run_with_nothing_to_lose_takes_another_recipe(tmp_path):
     other = dataclasses.replace(CONFIG, batch_size=7)
     for name, begin in (
-        ("metrics", lambda run: run.append_metrics({"step": 1})),
+        ("metrics", lambda run: run.append(METRICS, {"step": 1})),
         ("checkpoint", lambda run: (run.checkpoints / "step-00000001").mkdir()),
         ("result", lambda run: run.write_result({})),
     ):
@@ -148,16 +148,16 @@ def test_damaged_recipe(run, recipe):
 
 def test_lines_are_there_at_once_and_deterministic(run):
     assert run.read_metrics() == run.read_speed() == []
-    run.append_metrics({"step": 1, "loss": 0.1 + 0.2, "lr": 1e-5})
-    run.append_metrics({"step": 2, "loss": math.nan, "grad_norm": math.inf})
-    run.append_speed({"step": 2, "seconds": 1.5, "memory_bytes": None})
+    run.append(METRICS, {"step": 1, "loss": 0.1 + 0.2, "lr": 1e-5})
+    run.append(METRICS, {"step": 2, "loss": math.nan, "grad_norm": math.inf})
+    run.append(SPEED, {"step": 2, "seconds": 1.5, "memory_bytes": None})
     expected = '{"step": 1, "loss": 0.30000000000000004, "lr": 1e-05}\n{"step": 2, "loss": null, "grad_norm": null}\n'
     assert (run.path / "metrics.jsonl").read_text() == expected
     assert run.read_metrics()[1] == {"step": 2, "loss": None, "grad_norm": None}
     assert run.read_speed() == [{"step": 2, "seconds": 1.5, "memory_bytes": None}]
     for record in ({}, {"step": 1.0}, {"step": True}, {"step": "1"}):
         with pytest.raises(ValueError, match="step"):
-            run.append_metrics(record)
+            run.append(METRICS, record)
     run.sync()
     run.log("hello\nthere ü")
     first, second = (run.path / "log.txt").read_text().splitlines()
@@ -171,7 +171,7 @@ def test_cut(run):
     for step, left in ((30, 6), (29, 4), (20, 4), (10, 2), (9, 0), (-1, 0)):
         for torn in ("", "{", '{"step": 10, "x": 1}', "\0\0\0", "\0\0\n{}\n"):
             path.write_text("".join(lines) + torn)
-            run.append_speed({"step": 99})
+            run.append(SPEED, {"step": 99})
             run.cut(step)
             assert path.read_text() == "".join(lines[:left])
             assert run.read_speed() == []
@@ -190,7 +190,7 @@ def test_cut(run):
 
 @pytest.mark.parametrize("torn", ["{", '{"step": 2}', '{"step": 2, "lo', "\0\0", "ü"])
 def test_a_torn_last_line_is_no_line(run, torn):
-    run.append_metrics({"step": 1})
+    run.append(METRICS, {"step": 1})
     with open(run.path / "metrics.jsonl", "ab") as file:
         file.write(torn.encode()[:-1] if torn == "ü" else torn.encode())
     assert run.read_metrics() == [{"step": 1}]
@@ -226,7 +226,7 @@ def test_data(run, tmp_path):
     tokenizer.write_text("{2}")
     run.keep_data(meta, str(tokenizer))
     assert kept() == ["{1}", "{2}"]
-    run.append_metrics({"step": 1})
+    run.append(METRICS, {"step": 1})
     for source in sources:
         before = source.read_text()
         source.write_text("{3}")
@@ -241,11 +241,11 @@ def test_data(run, tmp_path):
 
 
 def test_a_disk_that_takes_no_more(run, tmp_path):
-    run.append_metrics({"step": 1, "loss": 2.0})
+    run.append(METRICS, {"step": 1, "loss": 2.0})
     run.write_result({"a": 1})
     before = {p.name: p.read_bytes() for p in run.path.iterdir() if p.is_file()}
     with file_size_limit(30):
-        refused(lambda: run.append_metrics({"step": 2, "loss": 1.0}), run.path / "metrics.jsonl", code=DISK)
+        refused(lambda: run.append(METRICS, {"step": 2, "loss": 1.0}), run.path / "metrics.jsonl", code=DISK)
         refused(lambda: run.write_result({"a": "x" * 100}), run.path / "result.json", code=DISK)
         refused(lambda: RunFolder.create(tmp_path / "new", CONFIG, []), "environment.json", code=DISK)
         assert {p.name: p.read_bytes() for p in run.path.iterdir() if p.is_file()} == before  # no half lines
@@ -253,7 +253,7 @@ def test_a_disk_that_takes_no_more(run, tmp_path):
     assert run.read_metrics() == []
     assert RunFolder.open_or_create(tmp_path / "new", CONFIG, []).read_recipe()
     shutil.rmtree(run.path)
-    refused(lambda: run.append_metrics({"step": 2}), run.path / "metrics.jsonl", code=DISK)
+    refused(lambda: run.append(METRICS, {"step": 2}), run.path / "metrics.jsonl", code=DISK)
     refused(lambda: run.log("x"), run.path / "log.txt", code=DISK)
     refused(run.sync, run.path, code=DISK)
     refused(run.locked().__enter__, run.path, code=DISK)
@@ -262,12 +262,12 @@ def test_a_disk_that_takes_no_more(run, tmp_path):
 HOLDS = """
 import sys
 from pathlib import Path
-from depthmix.runs.folder import RunFolder
+from depthmix.runs.folder import METRICS, RunFolder
 
 mine = RunFolder.open(Path(sys.argv[1]))
 with mine.locked():
     for i in range(1, 1_000_000):
-        mine.append_metrics({"step": i, "loss": 1 / i})
+        mine.append(METRICS, {"step": i, "loss": 1 / i})
 """
 
 
@@ -282,7 +282,7 @@ def test_two_processes(tmp_path, run):
         steps = [record["step"] for record in run.read_metrics()]
         assert steps == list(range(1, len(steps) + 1))
         run.cut(3)
-        run.append_metrics({"step": 4})
+        run.append(METRICS, {"step": 4})
         assert [record["step"] for record in run.read_metrics()] == [1, 2, 3, 4]
     with run.locked():
         pass

@@ -49,7 +49,7 @@ def test_training_reports_each_domain(domains, tmp_path, capsys):
     assert result["val_loss"] == pytest.approx(torch.cat(list(losses.values())).mean().item(), abs=1e-5)
     lines = [json.loads(line) for line in (folder.path / "metrics.jsonl").read_text().splitlines()]
     assert [line["val_loss/sea"] for line in lines if "val_loss" in line][-1] == result["domains"]["sea"]
-    assert evaluate_run(EvalConfig(run=str(folder.path))).domains == pytest.approx(result["domains"])
+    assert evaluate_run(EvalConfig(run=str(folder.path)))[0].domains == pytest.approx(result["domains"])
     measure(EvalConfig(run=str(folder.path)))
     assert "\n    boat: loss " in capsys.readouterr().out
 
