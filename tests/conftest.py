@@ -173,6 +173,20 @@ def _seed():
         torch.default_generator.manual_seed(0)
 
 
+@pytest.fixture
+def quick_inductor(monkeypatch):
+    """Let Inductor run its C++ compiler once per test, on the test's own code.
+
+    It would also compile four probes for vector instructions and a header for later files. That takes three times as long
+    as the code itself, in every process.
+    """
+    from torch._inductor import config, cpu_vec_isa
+
+    monkeypatch.setattr(cpu_vec_isa, "valid_vec_isa_list", list)
+    with config.patch({"cpp.simdlen": 1, "cpp_cache_precompile_headers": False}):
+        yield
+
+
 @pytest.fixture(scope="session")
 def workers():
     """Processes for jobs of several, started with the first such test."""

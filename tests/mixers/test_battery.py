@@ -7,7 +7,6 @@ import warnings
 import pytest
 import safetensors.torch
 import torch
-from torch._inductor import config as inductor
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
@@ -477,7 +476,7 @@ def test_other_sites_compile_as_one_graph():
 
 
 @pytest.mark.uncovered
-def test_inductor_gives_the_same():
+def test_inductor_gives_the_same(quick_inductor):
     """What Inductor makes of the reads of one mixer of each kind: mixtures of sources, and streams. One file for its C++ compiler, which takes seconds."""
     backend = "inductor" if shutil.which("g++") or shutil.which("clang++") else "aot_eager"
     kinds = (("attnres", {}), ("hyper", {"static": True}))  # products of matrices would be files of their own
@@ -488,7 +487,7 @@ def test_inductor_gives_the_same():
         return [h for mixer in mixers for h in replay(mixer, sources)]
 
     torch._dynamo.reset()
-    with torch.no_grad(), inductor.patch({"cpp.simdlen": 1}):  # vectors are not ours to test, and take longer
+    with torch.no_grad():
         found = torch.compile(forward, fullgraph=True, backend=backend)(sources)
     for got, expected in zip(found, forward(sources), strict=True):
         torch.testing.assert_close(got, expected, rtol=0, atol=2e-6 * float(expected.abs().max().clamp(min=1)))
