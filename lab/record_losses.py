@@ -160,7 +160,7 @@ def record_times(path: Path, rules: Sequence[str]) -> None:
     """Append one round of times to a record, or begin one without losses."""
     from depthmix import list_mixers
 
-    written = {"device": "cuda", "torch": torch.__version__, "cases": {}}
+    written: dict[str, Any] = {"device": "cuda", "torch": torch.__version__, "cases": {}}
     if path.exists():
         written = json.loads(path.read_text())
     for name in rules or list_mixers():

@@ -25,7 +25,7 @@ def content_hash(seed: int, content: bytes = b"") -> Any:
     return hashlib.blake2b(f"{seed}\n".encode() + content, digest_size=8)
 
 
-def as_keys(digests: Iterable[bytes]) -> np.ndarray:
+def as_keys(digests: Iterable[bytes | bytearray]) -> np.ndarray:
     """Return finished hashes as the keys [N] that `choose` takes."""
     return np.frombuffer(b"".join(digests), "<u8")
 
