@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 from torch.nn import functional
 
 import depthmix
-from depthmix import list_mixers, values
+from depthmix import list_mixers, strict_yaml, values
 from depthmix.cli import COMMANDS, main
 from depthmix.config import (
     CompareConfig,
@@ -177,7 +177,7 @@ def test_numbers_with_an_exponent_are_numbers_everywhere(tmp_path):
     """YAML 1.1 reads 1e-3 as text, and a study's own keys are not coerced."""
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("power: {difference: 1e-3, spread: [.5E2, 2.e+1]}\nlabel: 1e-3x\nout: e-3\n")
-    found = values.read_recipe("study", str(recipe))
+    found = strict_yaml.read_recipe("study", str(recipe))
     assert found == {"power": {"difference": 0.001, "spread": [50.0, 20.0]}, "label": "1e-3x", "out": "e-3"}
 
 

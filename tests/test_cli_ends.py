@@ -20,6 +20,7 @@ PROGRAM = Path(sys.executable).with_name("depthmix")
 
 def test_a_package_that_is_not_installed(capsys, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "yaml", None)
+    monkeypatch.delitem(sys.modules, "depthmix.strict_yaml", raising=False)
     assert main(["train", "--recipe", str(tmp_path / "x.yaml")]) == 2
     assert (
         capsys.readouterr().err
