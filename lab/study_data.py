@@ -5,7 +5,7 @@ archive of JPEGs, one folder per class in train and in test). Four folders can b
 mix is the text of the long study, in which books, code and docs are domains. A folder whose sets are missing is left out.
 
 The tokens are the same bit for bit every time. Results of several machines and days can therefore be mixed: `depthmix study` compares
-their checksums. Any text will do for studies of your own (docs/data.md).
+their checksums. Any text will do for studies of your own (docs/guides/data.md).
 """
 
 from __future__ import annotations

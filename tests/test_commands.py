@@ -21,7 +21,7 @@ from train.small import overriding
 
 MODEL = "--n-blocks 1 --dim 16 --n-heads 2 --seq-len 32 --batch-size 2"
 SMALL = f"{MODEL} --steps 4 --warmup 1 --eval-every 4 --eval-tokens 100 --quiet"
-PAGES = ("quickstart", "data", "comparing", "study", "insight", "explore", "report")
+PAGES = ("quickstart", "guides/data", "comparing", "study", "guides/inspecting")
 DEMO = "depthmix compare --recipe recipes/demo.yaml"
 
 
@@ -85,7 +85,7 @@ def test_every_command_of_the_page_on_vision_runs(place, capsys, monkeypatch):
             folder.mkdir(parents=True, exist_ok=True)
             Image.fromarray(image).save(folder / f"{i}.png")
     few = "--n-blocks 1 --dim 12 --n-heads 1 --batch-size 4 --steps 2 --warmup 1 --eval-every 1 --quiet"
-    for command in commands("vision"):
+    for command in commands("guides/images"):
         argv = shlex.split(command)[1:]
         more = few if argv[0] in ("train", "compare") else ""
         more += " --seeds 0 --compile off --no-cuda-graph" if argv[0] == "compare" else ""
@@ -99,7 +99,7 @@ def test_the_page_of_the_gallery_is_made_from_what_was_kept(place, capsys, monke
         monkeypatch.setattr(f"depthmix.study.report.{draw}", lambda *_: [])
     (place / "lab" / "results").mkdir(parents=True)
     (place / "lab" / "results" / "gutenberg-54m-inside").symlink_to(ROOT / "lab" / "results" / "gutenberg-54m-inside")
-    (command,) = commands("gallery")
+    (command,) = commands("findings")
     assert main(shlex.split(command)[1:]) == 0, capsys.readouterr().err
     made = (place / "runs" / "gallery.html").read_text()
     assert made.count("<h4>Who reads what: the depth map") == 5

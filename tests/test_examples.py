@@ -10,7 +10,7 @@ from torch import nn
 from project import ROOT
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-PAGES = sorted((ROOT / "docs" / "models").glob("*.md"))
+PAGE = (ROOT / "docs" / "guides" / "examples.md").read_text()
 
 
 def load(path):
@@ -50,16 +50,12 @@ def test_a_fused_projection_of_one_mixture_two_or_three():
             torch.testing.assert_close(a, b)
 
 
-def test_every_example_has_a_page_and_every_page_an_example():
-    shown = {re.search(r"examples/(\w+\.py)", page.read_text())[1] for page in PAGES}
-    assert {p.name for p in EXAMPLES} == shown
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
-def test_pages_show_what_is_in_the_example(page):
-    text = page.read_text()
-    code = (ROOT / "examples" / re.search(r"examples/(\w+\.py)", text)[1]).read_text()
-    blocks = text.split("```python\n")[1:]
-    assert blocks
-    for block in blocks:
-        assert block.split("```")[0] in code
+def test_the_page_shows_every_example_and_what_is_in_it():
+    """Each section names one example; its blocks are pieces of that file."""
+    sections = re.split(r"^## ", PAGE, flags=re.M)[1:]
+    shown = [re.search(r"examples/(\w+\.py)", section)[1] for section in sections]
+    assert sorted(shown) == [p.name for p in EXAMPLES]
+    for name, section in zip(shown, sections, strict=True):
+        blocks = [block.split("```")[0] for block in section.split("```python\n")[1:]]
+        assert blocks
+        assert all(block in (ROOT / "examples" / name).read_text() for block in blocks)

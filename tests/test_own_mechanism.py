@@ -1,4 +1,4 @@
-"""docs/own-mechanism.md as it stands: the file, the lines that use it, and the commands, at a small size."""
+"""docs/guides/own-rule.md as it stands: the file, the lines that use it, and the commands, at a small size."""
 
 import re
 import shlex
@@ -11,7 +11,7 @@ from depthmix.mixers import base
 from project import ROOT, code_blocks
 from test_commands import small
 
-PAGE = ROOT / "docs" / "own-mechanism.md"
+PAGE = ROOT / "docs" / "guides" / "own-rule.md"
 
 
 @pytest.fixture(autouse=True)

@@ -1,1 +1,1 @@
-"""The package in Python, for notebooks and scripts: each name is imported on first use by `depthmix` itself (docs/api.md)."""
+"""The package in Python, for notebooks and scripts: each name is imported on first use by `depthmix` itself (docs/guides/python.md)."""

@@ -1,4 +1,4 @@
-"""Attention over depth (attnres) in decoding: one launch a site, sources in slots (slots.py, docs/inference.md).
+"""Attention over depth (attnres) in decoding: one launch a site, sources in slots (slots.py, docs/guides/generation.md).
 
 The newest source of site s lies in slot s, so slots 0, S, 2S, … of blocks of S sites are the finished sources. Where that moves
 little, the launch that finishes one passes it on to the running mixtures of all readers to come, and it is never read again. Where

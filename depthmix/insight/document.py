@@ -1,4 +1,4 @@
-"""The JSON document of all measurements, whose fields docs/insight.md describes.
+"""The JSON document of all measurements, whose fields docs/guides/inspecting.md describes.
 
 Lists over readers have one entry per site and a last one for finish. What a reader has by way and by source is [reader][way][source],
 where reader s has s + 1 sources, the embedding first.

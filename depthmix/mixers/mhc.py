@@ -7,7 +7,7 @@ x [n, D] a token, n copies of e at the start. At every site, with x⃗ the n str
     h_s = Σ_i H_pre[i] x_i;        x'_o = Σ_i H_res[o, i] x_i + H_post[o] y_s
 
 single_pass: h_s uses the H_pre that site s-1 predicted, site 0 reads stream 0, finish uses the last site's.
-docs/mechanisms.md has the two Sinkhorn conventions, the initialisations, and why `identity` favours one stream.
+docs/reference/rules.md has the two Sinkhorn conventions, the initialisations, and why `identity` favours one stream.
 """
 
 import math

@@ -27,7 +27,7 @@ def why_not_plain(mixer: Mixer) -> str | None:
             reader = "the final norm" if site == mixer.n_sites else f"site {site}"
             rule = f"{mixer.name}{' with these options' if mixer.options else ''}"
             what = f"what {reader} reads then is no part of the plain stream"
-            return f"{rule} does not begin as the plain residual: {what} (docs/retrofit.md names the rules and options that do not)"
+            return f"{rule} does not begin as the plain residual: {what} (docs/guides/retrofit.md names the rules and options that do not)"
     return None
 
 

@@ -11,7 +11,7 @@ A chunk's queries are the last ones of the keys they look at: torch's attention 
 (`causal_lower_right`). The gradients of k and v are summed where they came from, by autograd. Everything else is token-local, mixing
 over depth too, and for parameters and the loss these processes are as good as data-parallel ones.
 
-Torch's own (`torch.distributed.tensor.experimental.context_parallel`) has no attention for CPUs: docs/scale.md.
+Torch's own (`torch.distributed.tensor.experimental.context_parallel`) has no attention for CPUs: docs/guides/several-gpus.md.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The token explorer: choose a token of a text and see, for each site, where it read from. It shows one model or two.
 
-Documents (docs/insight.md) go into the page as JSON in which no HTML parser sees markup. explorer.js draws them.
+Documents (docs/guides/inspecting.md) go into the page as JSON in which no HTML parser sees markup. explorer.js draws them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The figures of one model's inside, from its document (docs/insight.md), beside those of the first model on the page."""
+"""The figures of one model's inside, from its document (docs/guides/inspecting.md), beside those of the first model on the page."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def panels(document: Document, first: Document | None) -> list[Panel]:
     """Return a panel for everything that a document holds.
 
     Args:
-        document: the model's document (docs/insight.md).
+        document: the model's document (docs/guides/inspecting.md).
         first: the document of the page's first model, drawn beside this one; None for the first model itself.
     """
     result = [depth_map(document), row_of_map(document)]

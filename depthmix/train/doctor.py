@@ -46,7 +46,7 @@ def report() -> str:
         "operators: kernels where they can run, the reference (plain PyTorch, at least fp32) elsewhere",
         *(f"    {op}: {backend}" for op, backend in backends(device).items()),
         "    the kernels' backward goes source by source while states pass from site to site as they are; a block that a wrapper",
-        "    (FSDP2) or torch.compile takes them apart for has it layer by layer: the same gradients, slower (docs/speed.md)",
+        "    (FSDP2) or torch.compile takes them apart for has it layer by layer: the same gradients, slower (docs/reference/performance.md)",
         '    to force one: `with depthmix.ops.use_backend("reference"):`, or "triton", around a whole pass',
         "packages:",
     ]

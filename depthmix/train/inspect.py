@@ -61,7 +61,7 @@ def inspect_run(config: InspectConfig, progress: Progress | None = None) -> dict
         progress: Called with (phase, done, total).
 
     Returns:
-        The document, as docs/insight.md describes it.
+        The document, as docs/guides/inspecting.md describes it.
 
     Raises:
         UserError: The model is not a decoder of depthmix, has diverged, or an option is invalid.

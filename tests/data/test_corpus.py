@@ -102,7 +102,7 @@ def test_source_code_and_compressed_text(tmp_path):
 
 
 def test_the_page_lists_what_is_source_code():
-    page = (ROOT / "docs" / "data.md").read_text()
+    page = (ROOT / "docs" / "guides" / "data.md").read_text()
     listed = page[page.index("Source code is") :].split("\n\n")[0].split("Markup")[0]
     assert tuple(re.findall(r"`(\.\w+)`", listed)) == corpus.CODE
 

@@ -1,4 +1,4 @@
-"""docs/huggingface.md and docs/retrofit.md: their blocks run one after the other, and their commands."""
+"""docs/guides/hugging-face.md and docs/guides/retrofit.md: their blocks run one after the other, and their commands."""
 
 import importlib
 import re
@@ -11,7 +11,7 @@ from depthmix.cli import main
 from project import ROOT, code_blocks
 from train import small
 
-PAGE, RETROFIT = ROOT / "docs" / "huggingface.md", ROOT / "docs" / "retrofit.md"
+PAGE, RETROFIT = ROOT / "docs" / "guides" / "hugging-face.md", ROOT / "docs" / "guides" / "retrofit.md"
 SMALL = (
     "--steps 2 --warmup 1 --seq-len 16 --batch-size 4 --eval-tokens 32 --device cpu --quiet"  # on top of a page's own
 )

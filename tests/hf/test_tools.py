@@ -87,7 +87,7 @@ def test_lora_with_gradient_checkpointing():
 
 
 def test_accelerate_reads_the_file_for_it():
-    """`accelerate launch --config_file` with the file of docs/scale.md, up to where it would start processes."""
+    """`accelerate launch --config_file` with the file of docs/guides/several-gpus.md, up to where it would start processes."""
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 
     path = ROOT / "examples" / "accelerate-fsdp2.yaml"

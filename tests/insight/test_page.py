@@ -4,6 +4,6 @@ from project import ROOT, code_blocks
 
 
 def test_the_example_runs(capsys):
-    (example,) = code_blocks(ROOT / "docs" / "insight.md")
+    example, _ = code_blocks(ROOT / "docs" / "guides" / "inspecting.md")
     exec(example, {})
     assert len(capsys.readouterr().out.splitlines()) >= 5

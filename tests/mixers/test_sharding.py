@@ -195,7 +195,7 @@ def test_the_page_on_ones_own_model(tmp_path):
     dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
     try:
         names = {}
-        for code in code_blocks(ROOT / "docs" / "own-model.md"):
+        for code in code_blocks(ROOT / "docs" / "guides" / "own-model.md"):
             if "depthmix.load(" not in code:
                 exec(code, names)
         names["model"](IDS).sum().backward()

@@ -1,4 +1,4 @@
-"""The mistakes other implementations made, each with a test of its own (docs/mechanisms.md, shared specifications)."""
+"""The mistakes other implementations made, each with a test of its own (docs/reference/rules.md, shared specifications)."""
 
 import math
 
@@ -129,7 +129,7 @@ def test_residual_map_of_mhc_learns(residual_map):
     learned = mixer.b.grad[:, 8:].abs().amax(-1)
     live = (
         learned[1:-1] if residual_map == "birkhoff" else learned[1:]
-    )  # see docs/mechanisms.md for the sites that cannot
+    )  # see docs/reference/rules.md for the sites that cannot
     assert (live > 1e-9).all()
     assert mixer.b[0, 9] == OFF_LOGIT
 

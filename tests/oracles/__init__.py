@@ -1,6 +1,6 @@
-"""Reference implementations written from docs/mechanisms.md and the papers alone; they share no code with depthmix.
+"""Reference implementations written from docs/reference/rules.md and the papers alone; they share no code with depthmix.
 
-One file per mechanism: `run`, and before it what docs/mechanisms.md says in tables,
+One file per mechanism: `run`, and before it what docs/reference/rules.md says in tables,
 
     DEFAULTS                 every option's default
     OPTIONS                  option combinations worth trying

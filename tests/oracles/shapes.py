@@ -1,4 +1,4 @@
-"""Every parameter's name, shape and initial value (docs/mechanisms.md). options: complete, DEFAULTS[name] | {...}."""
+"""Every parameter's name, shape and initial value (docs/reference/rules.md). options: complete, DEFAULTS[name] | {...}."""
 
 import torch
 from torch import Tensor

@@ -80,7 +80,7 @@ def test_reads_are_m_times_the_sources(name, options):
 
 @cases(pairs=True)
 def test_every_parameter_is_used(name, options):
-    """Zero gradients are exactly the ones docs/mechanisms.md explains."""
+    """Zero gradients are exactly the ones docs/reference/rules.md explains."""
     p = random_parameters(name, options, DIM, BLOCKS)
     t, _ = trace(name, options, p)
     grads = dict(zip(p, torch.autograd.grad(t.out.square().sum(), list(p.values())), strict=True)) if p else {}

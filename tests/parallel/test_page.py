@@ -1,4 +1,4 @@
-"""docs/scale.md and docs/pipeline.md say what is true: their layouts can be had, and what they name is there."""
+"""docs/guides/several-gpus.md and docs/guides/pipeline.md say what is true: their layouts can be had, and what they name is there."""
 
 import re
 import shlex
@@ -12,7 +12,7 @@ from depthmix.parallel.layout import OF_PIPELINES, SIZES, Layout
 from depthmix.parallel.pipeline import SCHEDULES
 from project import ROOT
 
-PAGE, PIPELINES = ((ROOT / "docs" / name).read_text() for name in ("scale.md", "pipeline.md"))
+PAGE, PIPELINES = ((ROOT / "docs" / "guides" / name).read_text() for name in ("several-gpus.md", "pipeline.md"))
 
 
 def test_the_line_of_the_recipe():

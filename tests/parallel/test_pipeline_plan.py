@@ -67,7 +67,7 @@ def test_hops_of_mixers():
 
 def test_the_commands_of_the_page_run(tmp_path, monkeypatch, capsys):
     """All but their arms are as the page has them; what they draw goes elsewhere."""
-    page = (ROOT / "docs" / "plan.md").read_text()
+    page = (ROOT / "docs" / "guides" / "planning.md").read_text()
     commands = re.findall(r"^    (depthmix plan .*)$", page, re.M)
     assert len(commands) >= 4
     monkeypatch.chdir(ROOT)

@@ -28,7 +28,7 @@ MEASURED = {
     "wide: 16 blocks, D=2048, 16384 tokens": {"n_blocks": 16, "dim": 2048, "n_heads": 16, "seq_len": 2048, "batch_size": 8},
 }  # fmt: skip
 NARROW, WIDE = MEASURED
-# docs/plan.md
+# docs/guides/planning.md
 MISSED = {(WIDE, "denseformer"), (NARROW, "denseformer"), (NARROW, "layerscale"), (NARROW, "rezero")}
 # GiB that PyTorch's loss took and ours does not: the wide steps were measured with it.
 LOSS_OF_THEN = {NARROW: 0.0, WIDE: 4 * 2 * 16384 * 16384 / GIB}

@@ -1,4 +1,4 @@
-"""Documents with every field of docs/insight.md, made up, and pages of them."""
+"""Documents with every field of docs/guides/inspecting.md, made up, and pages of them."""
 
 import random
 

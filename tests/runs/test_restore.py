@@ -51,7 +51,7 @@ def test_what_cannot_be_loaded(tmp_path, monkeypatch):
 
 
 def test_the_pages_example_runs(tmp_path, monkeypatch, capsys):
-    (code,) = (b for b in code_blocks(ROOT / "docs" / "own-model.md") if "depthmix.load(" in b)
+    (code,) = (b for b in code_blocks(ROOT / "docs" / "guides" / "own-model.md") if "depthmix.load(" in b)
     shutil.copytree(small.run().path, tmp_path / "runs" / "first")
     monkeypatch.chdir(tmp_path)
     place: dict = {}

@@ -65,4 +65,4 @@ def test_it_says_when_the_order_of_the_backward_is_lost(monkeypatch):
     said = " ".join(lines(monkeypatch, None))
     assert "source by source" in said
     assert "FSDP2" in said
-    assert (ROOT / "docs" / "speed.md").read_text().count("FSDP2")
+    assert (ROOT / "docs" / "reference" / "performance.md").read_text().count("FSDP2")
