@@ -33,7 +33,7 @@ from depthmix.data.dataset import TokenData
 from depthmix.errors import UserError
 from depthmix.parallel.layout import Layout
 from depthmix.parallel.world import World, join
-from depthmix.study.arms import check_arms, parse_arms
+from depthmix.compare.arms import check_arms, parse_arms
 from depthmix.train.compiled import compiled_once
 from depthmix.train.loop import Trainer
 

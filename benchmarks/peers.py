@@ -30,7 +30,7 @@ from depthmix.config import TrainConfig
 from depthmix.device import autocast
 from depthmix.models import Decoder
 from depthmix.runs.restore import model_config
-from depthmix.study.arms import parse_arms
+from depthmix.compare.arms import parse_arms
 from depthmix.train.evaluate import token_losses
 from depthmix.train.loop import Trainer
 

@@ -13,7 +13,7 @@ from benchmarks.options import Options
 from benchmarks.report import Report
 from benchmarks.step import case_of, data_of, of_arm, own_size, steps_of
 from benchmarks.timing import Clock
-from depthmix.study.arms import check_arms, parse_arms
+from depthmix.compare.arms import check_arms, parse_arms
 from depthmix.train.loop import Trainer
 
 # Steps that are averaged.

@@ -29,7 +29,7 @@ from depthmix.data.dataset import Split, TokenData
 from depthmix.device import autocast
 from depthmix.models import Decoder
 from depthmix.runs.restore import model_config
-from depthmix.study.arms import Arm, check_arms, parse_arms
+from depthmix.compare.arms import Arm, check_arms, parse_arms
 from depthmix.train.evaluate import token_losses
 from depthmix.train.loop import Trainer
 

@@ -70,10 +70,10 @@ __all__ = [
 ]
 # Looked up on first use: torch takes seconds to import, which `depthmix --version` and a mistyped flag need not wait for.
 _HOMES = {
-    "depthmix.api.comparison": ("compare",),
     "depthmix.api.depth_map_plot": ("plot_depth_map",),
     "depthmix.api.prepared_data": ("PreparedData", "prepare"),
     "depthmix.api.run_losses": ("compare_runs",),
+    "depthmix.compare": (),  # the package itself is the function: importing its modules binds this name to it
     "depthmix.config": ("TrainConfig",),
     "depthmix.errors": ("UserError",),
     "depthmix.insight": ("depth_mixing",),
@@ -92,7 +92,7 @@ _HOMES = {
     "depthmix.models": ("Decoder", "DecoderConfig", "Vit", "VitConfig"),
     "depthmix.ops": (),
     "depthmix.testing": ("check_mixer",),
-    "depthmix.train": (),  # the package itself is the function: importing its modules binds this name to it
+    "depthmix.train": (),  # the package itself is the function, too
     "depthmix.train.events": ("StepEvent",),
 }
 

@@ -164,7 +164,7 @@ def this_rank() -> int | None:
 
 
 def run_train(config: TrainConfig) -> None:
-    from depthmix.study.arms import options_apart
+    from depthmix.compare.arms import options_apart
     from depthmix.train.loop import train
 
     folder = train(options_apart("train", config))
@@ -185,20 +185,20 @@ def run_train(config: TrainConfig) -> None:
 
 
 def run_compare(config: CompareConfig) -> None:
-    from depthmix.study import compare
+    from depthmix.compare.compare import compare
 
     compare(config).show()
 
 
 def run_study(config: StudyConfig) -> None:
     begun = time.monotonic()  # torch, which is imported now, counts as well
-    from depthmix.study.study import study
+    from depthmix.compare.study import study
 
     study(config, begun=begun)
 
 
 def run_report(config: ReportConfig) -> None:
-    from depthmix.study.report import report
+    from depthmix.compare.report import report
 
     print(f"Report: {report(config)}")
 
@@ -207,7 +207,7 @@ def run_plan(config: PlanConfig) -> None:
     from depthmix.mixers import list_mixers
     from depthmix.parallel.plan.figure import check_path, draw
     from depthmix.parallel.plan.plan import plan
-    from depthmix.study.arms import Arm, options_apart, parse_arms
+    from depthmix.compare.arms import Arm, options_apart, parse_arms
 
     if config.figure:
         check_path(config.figure)
@@ -249,14 +249,14 @@ def run_inspect(config: InspectConfig) -> None:
 
 def run_explore(config: ExploreConfig) -> None:
     from depthmix.report.serve import explore
-    from depthmix.study.report import explored
+    from depthmix.compare.report import explored
 
     explore(config, explored)
 
 
 def run_retrofit(config: RetrofitConfig) -> None:
     from depthmix.runs.retrofit import retrofit_folder
-    from depthmix.study.arms import options_apart
+    from depthmix.compare.arms import options_apart
 
     print(retrofit_folder(options_apart("retrofit", config)))
 
@@ -372,7 +372,7 @@ def dispatch(argv: Sequence[str]) -> None:
         print(shtab.complete(build_parser(completing=True), given["shell"]))
         return
     if modules:
-        from depthmix.study.modules import load_modules
+        from depthmix.compare.modules import load_modules
 
         load_modules(Path(), modules, "--modules")
     config, run, _ = COMMANDS[command]

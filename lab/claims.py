@@ -37,16 +37,16 @@ from typing import Any
 from depthmix.errors import CHECKPOINT, UserError
 from depthmix.names import nearest
 from depthmix.strict_yaml import read_recipe
-from depthmix.study.arms import Arm
-from depthmix.study.fits import advantage
-from depthmix.study.interval import student_t, wilson
-from depthmix.study.recipe import Study, read_study
-from depthmix.study.records import RUNS, Records, read_records
-from depthmix.study.rows import Run, make_rows, read_run
-from depthmix.study.saved import read_json
-from depthmix.study.sections import growth, largest_stable, points, spikes
-from depthmix.study.sheet import as_runs, at_known_times
-from depthmix.study.spread import Spread, around, group_of, pooled
+from depthmix.compare.arms import Arm
+from depthmix.compare.fits import advantage
+from depthmix.compare.interval import student_t, wilson
+from depthmix.compare.recipe import Study, read_study
+from depthmix.compare.records import RUNS, Records, read_records
+from depthmix.compare.rows import Run, make_rows, read_run
+from depthmix.compare.saved import read_json
+from depthmix.compare.sections import growth, largest_stable, points, spikes
+from depthmix.compare.sheet import as_runs, at_known_times
+from depthmix.compare.spread import Spread, around, group_of, pooled
 
 RECIPES, RESULTS = Path("lab") / "recipes", Path("lab") / "results"
 # Results on which the package's documentation rests.
@@ -295,7 +295,7 @@ def _saved(path: Path) -> dict[str, Any]:
 
 def of_study(study: Study, records: Records) -> Results | None:
     """Return a study's results as claims need them, or None if it has no runs."""
-    from depthmix.study.study import chosen
+    from depthmix.compare.study import chosen
 
     used = chosen(study, records.runs)
     runs = {cell.name: at_known_times(study, records, cell, as_runs(used, cell)) for cell in study.cells}

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from depthmix.study.figures import COLOURS, INK, PAPER
-from depthmix.study.pictures import legend_below, name_rows, panels_of
+from depthmix.compare.figures import COLOURS, INK, PAPER
+from depthmix.compare.pictures import legend_below, name_rows, panels_of
 from lab.claims import Measurement
 
 # Characters of a label beside the panels. In a longer label the arm gets a line of its own.

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-import depthmix.study.compare  # for sys.modules: the package names a function so
-import depthmix.study.report
-import depthmix.study.sheet  # noqa: F401
+import depthmix.compare.compare  # for sys.modules: the package names a function so
+import depthmix.compare.report
+import depthmix.compare.sheet  # noqa: F401
 from depthmix.cli import main
 from depthmix.errors import CHECKPOINT
 from depthmix.report.serve import Server
@@ -45,7 +45,7 @@ def small(command):
         more += "--tokens 100 --causal-tokens 64 --batch-size 2"
     if argv[0] == "report":
         more += "--tokens 100 --causal-tokens 64"
-    if argv[0] == "compare":  # more seeds: tests/study
+    if argv[0] == "compare":  # more seeds: tests/compare
         more += " --seeds 0 --sample-tokens 8"
     if "--budget" in argv:  # the recipe's own arms run once
         more += " --arms residual attnres"
@@ -75,7 +75,7 @@ def place(tmp_path, monkeypatch):
 def test_every_command_of_the_page_on_vision_runs(place, capsys, monkeypatch):
     """On a few images of noise, in the shapes that the page speaks of."""
     monkeypatch.setattr(
-        sys.modules["depthmix.study.compare"], "draw_figures", lambda *_: []
+        sys.modules["depthmix.compare.compare"], "draw_figures", lambda *_: []
     )  # tests/train/test_images.py
     noise = np.random.default_rng(0).integers(0, 256, (20, 32, 32, 3), dtype=np.uint8)
     np.savez("digits.npz", images=noise[:, :8, :8, 0], labels=np.arange(20) % 4)
@@ -95,8 +95,8 @@ def test_every_command_of_the_page_on_vision_runs(place, capsys, monkeypatch):
 
 def test_the_page_of_the_gallery_is_made_from_what_was_kept(place, capsys, monkeypatch):
     """Its models' weights are nowhere: what was measured of them is enough."""
-    for draw in ("draw_figures", "draw_insides"):  # tests/study has them
-        monkeypatch.setattr(f"depthmix.study.report.{draw}", lambda *_: [])
+    for draw in ("draw_figures", "draw_insides"):  # tests/compare has them
+        monkeypatch.setattr(f"depthmix.compare.report.{draw}", lambda *_: [])
     (place / "lab" / "results").mkdir(parents=True)
     (place / "lab" / "results" / "gutenberg-54m-inside").symlink_to(ROOT / "lab" / "results" / "gutenberg-54m-inside")
     (command,) = commands("findings")
@@ -124,7 +124,7 @@ def test_every_command_of_the_pages_runs(place, capsys):
             for name in (*(() if command in DRAWN else FIGURES), *(() if command == DEMO else INSIDE)):
                 module, function = name.split(".")
                 nothing = ([], []) if function == "draw_study" else []
-                patch.setattr(sys.modules[f"depthmix.study.{module}"], function, lambda *_, nothing=nothing: nothing)
+                patch.setattr(sys.modules[f"depthmix.compare.{module}"], function, lambda *_, nothing=nothing: nothing)
             assert main(small(command)) == 0, f"{command}: {capsys.readouterr().err}"
         shown[command] = capsys.readouterr().out
     assert all("Open http://127.0.0.1:" in text for c, text in shown.items() if c.startswith("depthmix explore"))

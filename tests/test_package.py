@@ -35,7 +35,7 @@ LAYERS = {
     "schedule": 4,
     "device": 3,
 }
-LAYERS |= {"data": 4, "runs": 5, "train": 6, "report": 7, "study": 8, "testing": 9, "api": 10}
+LAYERS |= {"data": 4, "runs": 5, "train": 6, "report": 7, "compare": 8, "testing": 9, "api": 10}
 
 
 def test_import_is_light():
@@ -65,12 +65,16 @@ def imports(path):
             yield node.module
 
 
+# Packages that are functions of the API, `depthmix.train` and `depthmix.compare`.
+CALLABLE = [ROOT / "depthmix" / name / "__init__.py" for name in ("train", "compare")]
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "depthmix").rglob("*.py")), ids=lambda p: str(p.relative_to(ROOT)))
 def test_imports_point_one_way(path):
-    """ops <- mixers <- fast <- models <- insight, config <- data, parallel <- runs <- train <- page <- study <- testing <- api."""
+    """ops <- mixers <- fast <- models <- insight, config <- data, parallel <- runs <- train <- report <- compare <- testing <- api."""
     own = path.relative_to(ROOT / "depthmix").with_suffix("").parts[0]
-    if own in ("__init__", "__main__", "cli") or path == ROOT / "depthmix" / "train" / "__init__.py":
-        return  # the last is depthmix.train, which can be called
+    if own in ("__init__", "__main__", "cli") or path in CALLABLE:
+        return
     for name in imports(path):
         if name.startswith("depthmix."):
             layer = name.split(".")[1]
@@ -93,6 +97,10 @@ before = depthmix.train
 import depthmix.train.loop
 assert depthmix.train is before and depthmix.train.loop.train
 assert list(inspect.signature(depthmix.train).parameters) == ["config", "on_step"]
+before = depthmix.compare
+import depthmix.compare.arms
+assert depthmix.compare is before and depthmix.compare.arms.parse_arms
+assert list(inspect.signature(depthmix.compare).parameters)[:3] == ["data", "arms", "seeds"]
 try:
     depthmix.train({})
 except depthmix.UserError as error:
@@ -100,7 +108,7 @@ except depthmix.UserError as error:
 """
 
 
-def test_train_is_a_function_and_a_package_whatever_was_imported_first():
+def test_train_and_compare_are_functions_and_packages_whatever_was_imported_first():
     assert forking.python(CALLED_AND_IMPORTED).stdout == "train takes a depthmix.TrainConfig, got dict\n"
 
 

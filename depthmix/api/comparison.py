@@ -35,35 +35,11 @@ def compare(
     progress: bool = False,
     **options: Any,
 ) -> ComparisonResult:
-    """Train several mixers on the same data in the same order and compare them.
-
-    Args:
-        data: What `depthmix.prepare` returns, or the folder of prepared data.
-        arms: Mixers, each "NAME" or "NAME:option=value,option=value"; the first is the baseline.
-        seeds: How many seeds, counted from 0, or the seeds themselves. Differences are taken seed by seed.
-        out: Folder to keep. The same call with the same folder resumes, and more arms or seeds may be added. By default
-            a temporary folder, which is removed with the result.
-        on_step: Called with a `StepEvent` (arm, seed, step, steps, loss, val_loss) after every step of every run. An
-            exception in it, KeyboardInterrupt included, saves a checkpoint and ends the comparison.
-        progress: Show progress bars and print what the command line prints.
-        **options: Any option of `depthmix compare`, such as steps, dim, n_blocks, lr, budget or device.
-
-    Returns:
-        The result: a table, sentences about it, and the trained models.
-
-    Raises:
-        UserError: An option, an arm, the data or the folder cannot be used, or every run diverged. Where only some
-            diverged, a warning says so and the result holds the others.
-        KeyboardInterrupt: A signal, such as Ctrl-C, has stopped the comparison; the step it came in is saved.
-
-    Example:
-        >>> result = depthmix.compare(data, ["residual", "attnres:block_size=4"], seeds=3, steps=200)
-        >>> result["attnres:block_size=4"].model
-    """
+    """Train several mixers on the same data and compare them; see the package `depthmix.compare` for the arguments."""
     # Slow to import, and looked up on first use: `from depthmix import *` stays fast.
     from depthmix.api.comparison_result import ComparisonResult
-    from depthmix.study.compare import ArmsDiverged
-    from depthmix.study.compare import compare as run_comparison
+    from depthmix.compare.compare import ArmsDiverged
+    from depthmix.compare.compare import compare as run_comparison
 
     for name in options:
         if name not in OPTIONS:
@@ -84,7 +60,7 @@ def compare(
     except ArmsDiverged as error:
         if not error.comparison.runs:
             raise
-        warnings.warn(str(error), RuntimeWarning, stacklevel=2)
+        warnings.warn(str(error), RuntimeWarning, stacklevel=3)
         found = error.comparison
     except BaseException as error:
         if owned.temporary and any(owned.path.glob("*/seed-*")):

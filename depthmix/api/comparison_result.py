@@ -15,11 +15,11 @@ from depthmix.device import choose_device
 from depthmix.errors import CHECKPOINT, UserError
 from depthmix.names import nearest
 from depthmix.runs.restore import load_model
-from depthmix.study.arms import parse_arm
-from depthmix.study.compare import Comparison
-from depthmix.study.rows import Row, Run
-from depthmix.study.table import cells, to_text
-from depthmix.study.verdict import verdict
+from depthmix.compare.arms import parse_arm
+from depthmix.compare.compare import Comparison
+from depthmix.compare.rows import Row, Run
+from depthmix.compare.table import cells, to_text
+from depthmix.compare.verdict import verdict
 
 
 class LazyModels(Mapping[int, nn.Module]):

@@ -46,7 +46,7 @@ def plot_depth_map(
     except ImportError:
         raise UserError("matplotlib is not installed, and figures need it: pip install matplotlib") from None
     from depthmix.report.inside import way_names
-    from depthmix.study.insides import draw_map
+    from depthmix.compare.insides import draw_map
 
     chosen = choose_mixer(model, mixer)
     document = _document(chosen, depth_mixing(model, _batch(model, ids), mixer=chosen))

@@ -8,9 +8,9 @@ from typing import Any
 
 from depthmix.api.tables import as_table, to_html
 from depthmix.names import nearest
-from depthmix.study.rows import Row, Run, make_rows
-from depthmix.study.table import AGAINST, VAL_LOSS, Column, cells, lines_of
-from depthmix.study.verdict import verdict
+from depthmix.compare.rows import Row, Run, make_rows
+from depthmix.compare.table import AGAINST, VAL_LOSS, Column, cells, lines_of
+from depthmix.compare.verdict import verdict
 
 COLUMNS = (
     Column(lambda first: "loss", VAL_LOSS.cell),

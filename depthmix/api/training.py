@@ -10,7 +10,7 @@ from depthmix.api.prepared_data import as_folder
 from depthmix.config import TrainConfig
 from depthmix.errors import UserError
 from depthmix.runs.folder import RunFolder
-from depthmix.study.arms import options_apart
+from depthmix.compare.arms import options_apart
 from depthmix.train import loop
 from depthmix.train.events import OnStep
 

@@ -15,9 +15,9 @@ OPTIONS |= {"steps": 4, "eval_every": 2, "save_every": 2, "eval_tokens": 64, "de
 
 def leave_out_figures(monkeypatch):
     """Leave out figures and cut connections, which take most of the time and have tests of their own."""
-    import depthmix.study.compare  # noqa: F401
+    import depthmix.compare.compare  # noqa: F401
 
-    module = sys.modules["depthmix.study.compare"]
+    module = sys.modules["depthmix.compare.compare"]
     monkeypatch.setattr(module, "draw_figures", lambda *_: [])
     monkeypatch.setattr(module, "_look_inside", lambda *_: [])
     monkeypatch.setattr(module, "release_memory", lambda device: None)

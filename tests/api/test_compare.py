@@ -12,7 +12,7 @@ import torch
 import depthmix as dm
 from api.small_comparison import ARMS, OPTIONS, result_and_events
 from depthmix.errors import CHECKPOINT, DIVERGED, UserError
-from depthmix.study.table import from_csv, to_text
+from depthmix.compare.table import from_csv, to_text
 from train import small
 
 

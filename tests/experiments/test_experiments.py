@@ -15,8 +15,8 @@ from depthmix.ops import use_backend
 from depthmix.ops.norm import RMSNorm
 from depthmix.parallel.plan.costs import costs_of
 from depthmix.runs.code_checksums import KERNELS, code_of
-from depthmix.study.arms import parse_arm
-from depthmix.study.modules import load_modules
+from depthmix.compare.arms import parse_arm
+from depthmix.compare.modules import load_modules
 from experiments import references
 from harness import DIM, LAYOUTS, Sublayers, as_tuple, build, embedding, label, run_stack
 from mixers import test_battery as battery

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from depthmix import create_mixer
 from depthmix.mixers import base
 from depthmix.ops import use_backend
-from depthmix.study.modules import load_modules
+from depthmix.compare.modules import load_modules
 from gpu import exact
 from gpu.exact import BF16, FP32, draw, error
 

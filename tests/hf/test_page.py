@@ -42,7 +42,7 @@ def test_the_page_on_retrofit(tmp_path, monkeypatch, capsys):
     shutil.copytree(small.data(), tmp_path / "data" / "mine")
     monkeypatch.chdir(tmp_path)
     for slow in ("draw_figures", "_look_inside"):
-        monkeypatch.setattr(importlib.import_module("depthmix.study.compare"), slow, lambda *_: [])
+        monkeypatch.setattr(importlib.import_module("depthmix.compare.compare"), slow, lambda *_: [])
     place: dict = {}
     for block in code_blocks(RETROFIT):
         exec(block, place)

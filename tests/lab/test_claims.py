@@ -11,8 +11,8 @@ import yaml
 from matplotlib.text import Text
 
 from depthmix.errors import CHECKPOINT, USAGE
-from depthmix.study.interval import student_t
-from depthmix.study.recipe import read_study
+from depthmix.compare.interval import student_t
+from depthmix.compare.recipe import read_study
 from lab import results_page as module
 from lab.claims import (
     CONFIRMED,
@@ -31,7 +31,7 @@ from lab.claims import (
     verdicts,
 )
 from project import ROOT
-from study.studies import a_run
+from compare.studies import a_run
 from train.refused import refused
 
 

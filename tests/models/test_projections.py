@@ -8,7 +8,7 @@ from torch.nn.utils import parametrize
 
 from depthmix import Decoder, DecoderConfig
 from depthmix.models.projections import project
-from depthmix.study.arms import parse_arm
+from depthmix.compare.arms import parse_arm
 
 SIZES = (5, 3, 2)
 

@@ -144,7 +144,7 @@ def test_another_number_of_processes(monkeypatch, tmp_path):
 
 
 def test_compare_runs_in_one_process(tmp_path):
-    from depthmix.study.plan import check_config
+    from depthmix.compare.plan import check_config
 
     config = CompareConfig(out=str(tmp_path), arms=["residual"], parallel={"dp": 2})
     with pytest.raises(UserError, match="compare runs in one process"):

@@ -18,7 +18,7 @@ from depthmix.parallel.plan.memory import memory_by_rank
 from depthmix.parallel.plan.model import count
 from depthmix.parallel.plan.plan import plan
 from depthmix.parallel.plan.step import predict
-from depthmix.study.arms import parse_arm
+from depthmix.compare.arms import parse_arm
 from project import ROOT
 from train import small
 

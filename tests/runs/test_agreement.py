@@ -17,7 +17,7 @@ from depthmix.mixers.defaults import all_options, chosen_options
 from depthmix.runs.checkpoint import list_checkpoints, load_checkpoint
 from depthmix.runs.folder import RunFolder
 from depthmix.runs.init import init_values
-from depthmix.study.report import report
+from depthmix.compare.report import report
 from depthmix.train.generate import generate_text
 from depthmix.train.inspect import inspect_run
 from depthmix.train.loop import train

@@ -59,7 +59,7 @@ def test_an_arm_depends_on_its_own_mechanism_and_on_what_all_share(mixer):
     assert {f"mixers/{other}.py" for other in list_mixers()} & set(table) == {
         name for name in own if name.startswith("mixers/") and name[7:-3] in list_mixers()
     }
-    assert not [name for name in table if name.startswith(("runs/", "study/", "cli", "train/progress", "ops/gpu"))]
+    assert not [name for name in table if name.startswith(("runs/", "compare/", "cli", "train/progress", "ops/gpu"))]
 
 
 def test_specifications_count_by_themselves_and_kernels_together():

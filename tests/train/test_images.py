@@ -19,8 +19,8 @@ from depthmix.data.prepare_images import prepare_images
 from depthmix.errors import CHECKPOINT, DATA, INTERRUPTED, UserError
 from depthmix.runs.folder import RunFolder
 from depthmix.runs.init import init_values
-from depthmix.study import compare
-from depthmix.study.table import from_csv
+from depthmix.compare.compare import compare
+from depthmix.compare.table import from_csv
 from depthmix.train import step_times
 from depthmix.train.loop import Trainer, train
 from train import small

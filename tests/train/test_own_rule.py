@@ -83,7 +83,7 @@ def test_evaluation_refuses_it_where_an_older_version_has_trained_it(rule, tmp_p
 def test_the_trial_draws_nothing_from_the_generator(rule):
     from pathlib import Path
 
-    from depthmix.study.modules import load_modules
+    from depthmix.compare.modules import load_modules
 
     load_modules(Path(), [rule(HONEST)[1]], "--modules")
     before = torch.get_rng_state()

@@ -7,7 +7,7 @@ import pytest
 
 from depthmix.config import CompareConfig, TrainConfig
 from depthmix.errors import USAGE
-from depthmix.study import compare
+from depthmix.compare.compare import compare
 from depthmix.train.loop import train
 from depthmix.values import typed
 from train import small

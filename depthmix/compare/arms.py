@@ -1,0 +1,113 @@
+"""The arms of a comparison: `attnres:block_size=4,ways=3` is a mixer and its options."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import itertools
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+from depthmix.config import PlanConfig, RetrofitConfig, TrainConfig
+from depthmix.errors import UserError
+from depthmix.mixers import OptionError, create_mixer, mixer_class
+from depthmix.mixers.options import check_options, nearest, parse_value
+from depthmix.compare.same import same_mechanism
+
+WithMixer = TypeVar("WithMixer", TrainConfig, PlanConfig, RetrofitConfig)
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One mechanism with its options, typed and in the mechanism's own order."""
+
+    name: str
+    options: dict[str, Any]
+
+    @property
+    def label(self) -> str:
+        """What tables and figures call the arm; parse_arm reads it back."""
+        given = ",".join(f"{k}={_format(v)}" for k, v in self.options.items())
+        return f"{self.name}:{given}" if given else self.name
+
+    @property
+    def folder(self) -> str:
+        """The arm's folder name: the label in characters that every file system takes."""
+        plain = self.label.replace(":", "-").replace(",", "-")
+        if re.fullmatch(r"[A-Za-z0-9._=+-]{1,100}", plain):
+            return plain
+        digest = hashlib.sha256(self.label.encode()).hexdigest()[:8]  # two labels must not meet in one folder
+        return f"{re.sub(r'[^A-Za-z0-9._=+-]', '_', plain)[:90]}-{digest}"
+
+
+def parse_arm(text: str, what: str = "arm") -> Arm:
+    """NAME or NAME:option=value,option=value, with every name and value checked; what: it is called where something is wrong."""
+    if not isinstance(text, str):
+        raise UserError(f"{what} {text!r}: write NAME or NAME:option=value,option=value, and quote it in a recipe")
+    name, colon, rest = (part.strip() for part in text.partition(":"))
+    if not name:
+        raise UserError(f"{what} {text!r} has no mechanism; write NAME or NAME:option=value,option=value")
+    try:
+        known = mixer_class(name).options
+        given: dict[str, Any] = {}
+        for part in rest.split(",") if colon else []:
+            key, equals, value = (piece.strip() for piece in part.partition("="))
+            if key in known and not value:
+                raise UserError(f"{what} {text!r}: {key} needs a value, {key}=…: {known[key].describe()}")
+            if not key or not equals:
+                hint = nearest(key, known) if key else ""
+                raise UserError(f"{what} {text!r}: expected option=value, got {part.strip()!r}{hint}")
+            if key in given:
+                raise UserError(f"{what} {text!r} gives {key} twice")
+            given[key] = parse_value(value)
+        check_options(name, known, given)
+    except OptionError as error:
+        raise UserError(f"{what} {text!r}: {error}") from None
+    return Arm(name, {key: given[key] for key in known if key in given})
+
+
+def options_apart(command: str, config: WithMixer) -> WithMixer:
+    """Split the mixer of a configuration, `attnres:ways=2` as comparisons and tables write it, into its name and its options."""
+    if ":" not in config.mixer:
+        return config
+    if config.mixer_options:
+        raise UserError(f"{command}: options of the mixer are in {config.mixer!r} and in mixer_options; give them once")
+    arm = parse_arm(config.mixer, "mixer")
+    return dataclasses.replace(config, mixer=arm.name, mixer_options=arm.options)
+
+
+def parse_arms(texts: Sequence[str]) -> list[Arm]:
+    """All arms of a comparison; two that mean the same are refused."""
+    if isinstance(texts, str) or not texts:
+        raise UserError("arms is a list of at least one mechanism, e.g. residual attnres:block_size=4")
+    arms = [parse_arm(text) for text in texts]
+    seen: list[tuple[str, dict[str, Any]]] = []
+    for text, arm in zip(texts, arms, strict=True):
+        defaults = {key: option.default for key, option in mixer_class(arm.name).options.items()}
+        meaning = (arm.name, {**defaults, **arm.options})
+        if meaning in seen:
+            raise UserError(f"arms {texts[seen.index(meaning)]!r} and {text!r} are the same; remove one")
+        seen.append(meaning)
+    return arms
+
+
+def check_arms(arms: Sequence[Arm], dim: int, n_blocks: int) -> None:
+    """Options that do not fit the model, and arms that are one mechanism in it, fail now and not in an hour."""
+    for arm in arms:
+        try:
+            with torch.device("meta"):  # without memory
+                create_mixer(arm.name, dim=dim, n_blocks=n_blocks, **arm.options)
+        except OptionError as error:
+            raise UserError(f"arm {arm.label!r}: {error}") from None
+    for one, other in itertools.combinations(arms, 2):
+        if one.name == other.name and same_mechanism(one.name, one.options, other.options, dim, n_blocks):
+            what = f"are the same mechanism in a model of {n_blocks} blocks"
+            raise UserError(f"arms {one.label!r} and {other.label!r} {what}; remove one")
+
+
+def _format(value: Any) -> str:
+    return str(value).lower() if value is None or isinstance(value, bool) else str(value)

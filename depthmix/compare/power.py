@@ -1,0 +1,64 @@
+"""How many paired seeds a difference needs: the power of Student's paired test, exactly.
+
+    T = (Z + δ) / S,   δ = difference √n / sd,   S² = χ²(ν) / ν,   ν = n - 1, or more
+    where other arms' seeds tell the sd as well, up to OWN_SEEDS, from which on a difference goes by its own
+    power = P(|T| > t) = E[Φ(δ - t S) + Φ(-δ - t S)],   t of the 95% interval
+
+sd is the standard deviation of the differences taken seed by seed.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+
+from depthmix.compare.interval import OWN_SEEDS, student_t
+
+POWER = 0.8
+MOST = 200  # seeds; nobody runs more
+PIECES = 200  # of the integral over S
+
+
+def power(difference: float, sd: float, seeds: int, freedom: int | None = None) -> float:
+    """The chance that the 95% interval over so many paired seeds leaves zero out if the difference is real."""
+    df = seeds - 1 if seeds >= OWN_SEEDS else max(seeds - 1, freedom or 0)
+    if df < 1 or seeds < 1:
+        return 0.0
+    if sd <= 0:
+        return 1.0 if difference else 0.05
+    t, delta = student_t(df), abs(difference) * math.sqrt(seeds) / sd
+    phi = statistics.NormalDist().cdf
+    # The density of S is 2 (ν/2)^(ν/2) / Γ(ν/2) s^(ν-1) exp(-ν s²/2); beyond 1 + 8/√ν there is nothing of it.
+    width = (1 + 8 / math.sqrt(df)) / PIECES
+    constant = math.log(2) + df / 2 * math.log(df / 2) - math.lgamma(df / 2)
+    total = 0.0
+    for i in range(PIECES):
+        s = (i + 0.5) * width
+        density = math.exp(constant + (df - 1) * math.log(s) - df * s * s / 2)
+        total += density * width * (phi(delta - t * s) + phi(-delta - t * s))
+    return min(1.0, total)
+
+
+def seeds_needed(difference: float, sd: float, freedom: int | None = None, wanted: float = POWER) -> int | None:
+    """The fewest paired seeds with which the difference is shown with that chance; None if more than anyone runs."""
+    for few in range(1, OWN_SEEDS):
+        if power(difference, sd, few, freedom) >= wanted:
+            return few
+    low, high = OWN_SEEDS - 1, MOST
+    if power(difference, sd, MOST, freedom) < wanted:
+        return None
+    while high - low > 1:  # from here on power grows with the seeds
+        middle = (low + high) // 2
+        low, high = (low, middle) if power(difference, sd, middle, freedom) >= wanted else (middle, high)
+    return high
+
+
+def detectable(sd: float, seeds: int, freedom: int | None = None, wanted: float = POWER) -> float | None:
+    """The smallest difference that so many paired seeds show with that chance; None for one seed alone, which shows nothing."""
+    if seeds < 2 and not freedom:
+        return None
+    low, high = 0.0, 100 * sd
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (low, middle) if power(middle, sd, seeds, freedom) >= wanted else (middle, high)
+    return high

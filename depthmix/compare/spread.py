@@ -1,0 +1,84 @@
+"""How much losses vary by chance, from all arms of a study together.
+
+    loss(arm, seed) = a(arm) + s(seed) + e,     σ² = Σ e² / (runs - arms - seeds + 1),     a difference at one seed varies by √2 σ
+
+by least squares in every cell; squares and degrees of freedom of cells add up. Differences to the first arm, arm by arm, would count
+its chance as often as there are other arms. All arms are taken to vary alike, which they need not: a contrast that has OWN_SEEDS paired
+seeds goes by its own. What s varies by matters for a contrast of arms in different cells: their seeds are others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from depthmix.compare.interval import OWN_SEEDS, half_width, student_t
+from depthmix.compare.recipe import Cell, Study
+from depthmix.compare.rows import Run
+
+Number = Callable[[Run], float | None]
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The standard deviation of a difference of two arms at one seed, its degrees of freedom (0: nothing is known), and that of s."""
+
+    deviation: float
+    freedom: int
+    of_seeds: float = 0.0
+
+    def half_width(self, seeds: int, weights: Iterable[Sequence[float]] = ((1, -1),)) -> float | None:
+        """Half the width of the 95% interval of a mean over so many seeds of a sum of losses with these weights, by cell."""
+        if not self.freedom or not seeds:
+            return None
+        cells = [list(own) for own in weights]
+        by_arms = sum(w * w for own in cells for w in own) * self.deviation**2 / 2
+        by_seeds = sum(math.fsum(own) ** 2 for own in cells) * self.of_seeds**2
+        return student_t(self.freedom) * math.sqrt((by_arms + by_seeds) / seeds)
+
+
+def around(
+    values: Sequence[float], spread: Spread, weights: Iterable[Sequence[float]] = ((1, -1),)
+) -> tuple[float | None, int]:
+    """Half the 95% interval of the mean of a contrast, by its own seeds or by the spread of all arms, and degrees of freedom."""
+    if len(values) >= OWN_SEEDS:
+        return half_width(values), len(values) - 1
+    return spread.half_width(len(values), weights), spread.freedom
+
+
+def pooled(cells: Iterable[Sequence[Run]], number: Number = lambda run: run.val_loss) -> Spread:
+    """The spread in some cells together."""
+    squares, freedom = 0.0, 0
+    of_arms, others = 0.0, 0  # what is left without s
+    for runs in cells:
+        found = [(run.arm, run.seed, value) for run in runs if (value := number(run)) is not None]
+        arms, seeds = ({key: i for i, key in enumerate(dict.fromkeys(f[k] for f in found))} for k in (0, 1))
+        design = np.zeros((len(found), len(arms) + len(seeds)))
+        for i, (arm, seed, _) in enumerate(found):
+            design[i, arms[arm]] = design[i, len(arms) + seeds[seed]] = 1
+        values = np.array([value for *_, value in found])
+        fitted, _, rank, _ = np.linalg.lstsq(design, values, rcond=None)
+        squares += float(np.sum((values - design @ fitted) ** 2))
+        freedom += len(found) - int(rank)
+        for name in arms:
+            own = np.array([value for arm, _, value in found if arm == name])
+            of_arms, others = of_arms + float(np.sum((own - own.mean()) ** 2)), others + len(own) - 1
+    if not freedom:
+        return Spread(0.0, 0)
+    of_seeds = max(of_arms / others - squares / freedom, 0.0)
+    return Spread(math.sqrt(2 * squares / freedom), freedom, math.sqrt(of_seeds))
+
+
+def spreads(study: Study, by_cell: Mapping[str, Sequence[Run]]) -> dict[str, Spread]:
+    """Of every cell: pooled over the sizes of its domain, unless these are learning rates, of which the large ones vary more."""
+    group = {cell.name: group_of(study, cell) for cell in study.cells}
+    found = {own: pooled(runs for name, runs in by_cell.items() if group[name] == own) for own in set(group.values())}
+    return {name: found[group[name]] for name in by_cell}
+
+
+def group_of(study: Study, cell: Cell) -> tuple[str, str]:
+    """The domain and, where it matters, the size that a cell has its spread with."""
+    return cell.domain, cell.size if "stability" in study.sections else ""
