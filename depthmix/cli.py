@@ -218,12 +218,12 @@ def run_plan(config: PlanConfig) -> None:
     chosen = [Arm(config.mixer, config.mixer_options).label] if named else list_mixers()
     plain_first = [DEFAULT_MIXER, *(label for label in chosen if label != DEFAULT_MIXER)]
     arms = parse_arms(config.arms or plain_first)
-    found = plan(config, [(arm.label, arm.name, arm.options) for arm in arms])
-    print(found.text)
-    for warning in found.warnings:
+    planned = plan(config, [(arm.label, arm.name, arm.options) for arm in arms])
+    print(planned.text)
+    for warning in planned.warnings:
         print(f"depthmix: warning: {warning}", file=sys.stderr)
     if config.figure:
-        draw(found.rows, config, config.figure)
+        draw(planned.rows, config, config.figure)
 
 
 def run_eval(config: EvalConfig) -> None:

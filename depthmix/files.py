@@ -70,11 +70,11 @@ def open_no_link(path: str, flags: int) -> int:
         OSError: ELOOP for a link, EINVAL for anything else that is no plain file.
     """
     # Opened without waiting: a pipe that nobody reads would hang, and with plain files the flag changes nothing.
-    found = os.open(path, flags | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0), 0o666)
-    if not stat.S_ISREG(os.fstat(found).st_mode):
-        os.close(found)
+    descriptor = os.open(path, flags | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0), 0o666)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
         raise OSError(errno.EINVAL, "not a plain file", path)
-    return found
+    return descriptor
 
 
 def is_plain_file(path: Path) -> bool:
@@ -122,21 +122,21 @@ def read_json_object(path: Path) -> dict[str, Any]:
     with reading(path):
         raw = path.read_bytes()
     try:
-        found = json.loads(raw)
+        content = json.loads(raw)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is damaged: it is not JSON ({error}).", CHECKPOINT) from error
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise UserError(f"{path} is damaged: it is not a JSON object.", CHECKPOINT)
-    return found
+    return content
 
 
 def parse_json_object(raw: bytes) -> dict[str, Any]:
     """Parse JSON that holds an object; return an empty one for anything else, as of a damaged file."""
     try:
-        found = json.loads(raw)
+        content = json.loads(raw)
     except (ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}
 
 
 def find_json_object(path: Path) -> dict[str, Any]:

@@ -72,9 +72,9 @@ def check_foreign_files(folder: Path, names: Iterable[str], missing: str) -> Non
     Raises:
         UserError: naming the first such file.
     """
-    found = next((name for name in names if os.path.lexists(folder / name)), None)
-    if found is not None:
-        what = f"{folder} holds {found} and no {missing}, so that file is not depthmix's"
+    present = next((name for name in names if os.path.lexists(folder / name)), None)
+    if present is not None:
+        what = f"{folder} holds {present} and no {missing}, so that file is not depthmix's"
         raise UserError(f"{what}: choose another folder, or move it away.", CHECKPOINT)
 
 
@@ -98,8 +98,8 @@ def check_replaceable(path: Path, kind: str) -> None:
     if not os.path.lexists(path):
         return
     if not is_plain_file(path):
-        found = "a symbolic link" if path.is_symlink() else "a folder" if path.is_dir() else "no plain file"
-        raise UserError(f"{path} is {found}: choose another file.", USAGE)
+        kind_of_path = "a symbolic link" if path.is_symlink() else "a folder" if path.is_dir() else "no plain file"
+        raise UserError(f"{path} is {kind_of_path}: choose another file.", USAGE)
     if not _WRITTEN[kind](path):
         advice = "choose another file, or move this one away"
         raise UserError(f"{path} exists and is no {kind} of depthmix's, so it is left alone: {advice}.", USAGE)

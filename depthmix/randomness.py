@@ -33,11 +33,11 @@ _current: ContextVar[OwnRandom | None] = ContextVar("_current", default=None)
 
 def seed_random(seed: int) -> None:
     """Seed what draws the weights of a model: the generator of the training that builds it, or torch's where there is none."""
-    own = _current.get()
-    if own is None:
+    random = _current.get()
+    if random is None:
         torch.manual_seed(seed)
     else:
-        own.seed(seed)
+        random.seed(seed)
 
 
 class OwnRandom:

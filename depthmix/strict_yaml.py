@@ -35,19 +35,19 @@ class RecipeLoader(yaml.SafeLoader):
     """A YAML loader that refuses duplicate names and misread numbers."""
 
     def construct_number(self, node: Any) -> int | float:
-        if said := misread_number(node.value):
-            raise Ambiguous(f"at line {node.start_mark.line + 1}: {said}")
+        if problem := misread_number(node.value):
+            raise Ambiguous(f"at line {node.start_mark.line + 1}: {problem}")
         is_int = node.tag == "tag:yaml.org,2002:int"
         return self.construct_yaml_int(node) if is_int else self.construct_yaml_float(node)
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        seen: set[str] = set()
+        names: set[str] = set()
         for key, _ in node.value:
             if not isinstance(key, yaml.ScalarNode):
                 continue  # which is no YAML that a dictionary can hold
-            if key.value in seen:
+            if key.value in names:
                 raise Ambiguous(f"gives {key.value[:VALUE]} twice, again at line {key.start_mark.line + 1}")
-            seen.add(key.value)
+            names.add(key.value)
         return super().construct_mapping(node, deep)
 
 

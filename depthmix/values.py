@@ -192,6 +192,8 @@ def _commands_with(name: str) -> str:
     """Name the commands that do have an option of that name."""
     from depthmix import config
 
-    found = [c for c in vars(config).values() if isinstance(c, type) and name in getattr(c, "__dataclass_fields__", {})]
-    commands = " and ".join(f"`depthmix {c.__name__.removesuffix('Config').lower()}`" for c in found)
-    return f"; {commands} {'has' if len(found) == 1 else 'have'} it" if found else ""
+    commands_with_it = [
+        c for c in vars(config).values() if isinstance(c, type) and name in getattr(c, "__dataclass_fields__", {})
+    ]
+    commands = " and ".join(f"`depthmix {c.__name__.removesuffix('Config').lower()}`" for c in commands_with_it)
+    return f"; {commands} {'has' if len(commands_with_it) == 1 else 'have'} it" if commands_with_it else ""

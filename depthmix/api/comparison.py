@@ -56,18 +56,18 @@ def compare(
     config = build_config("compare", CompareConfig, given, _shape_of_init)
     try:
         with as_keyboard_interrupt():
-            found = run_comparison(config, on_step=on_step)
+            comparison = run_comparison(config, on_step=on_step)
     except ArmsDiverged as error:
         if not error.comparison.runs:
             raise
         warnings.warn(str(error), RuntimeWarning, stacklevel=3)
-        found = error.comparison
+        comparison = error.comparison
     except BaseException as error:
         if owned.temporary and any(owned.path.glob("*/seed-*")):
             owned.keep()
             error.add_note(f"The same call with out={str(owned.path)!r} resumes, as long as this process lives.")
         raise
-    return ComparisonResult(found, data, owned, config.device)
+    return ComparisonResult(comparison, data, owned, config.device)
 
 
 _OWN = ("seeds", "out", "on_step", "progress")

@@ -74,26 +74,26 @@ class ComparisonResult(Mapping[str, ArmResult]):
     A temporary folder is removed with the last object that uses it.
     """
 
-    def __init__(self, found: Comparison, data: Any, owned: OwnedFolder, device: str) -> None:
-        self._found, self._owned = found, owned
+    def __init__(self, comparison: Comparison, data: Any, owned: OwnedFolder, device: str) -> None:
+        self._comparison, self._owned = comparison, owned
         self.data = data  # kept: temporary data lives as long as its result
-        self.rows = found.rows
+        self.rows = comparison.rows
         rows = {row.arm: row for row in self.rows}
         self._arms = {}
-        for label in found.labels:
-            done = {run.seed: run for run in found.costed if run.arm == label}
-            runs = {seed: done[seed] for seed in found.recipe["seeds"] if seed in done}
+        for label in comparison.labels:
+            done = {run.seed: run for run in comparison.costed if run.arm == label}
+            runs = {seed: done[seed] for seed in comparison.recipe["seeds"] if seed in done}
             self._arms[label] = ArmResult(label, runs, rows.get(label), LazyModels(runs, owned, device))
 
     @property
     def folder(self) -> Path:
         """The folder of the comparison."""
-        return self._found.path
+        return self._comparison.path
 
     @property
     def report(self) -> Path:
         """A page to open in a browser."""
-        return self._found.report
+        return self._comparison.report
 
     @property
     def arms(self) -> list[str]:
@@ -108,7 +108,7 @@ class ComparisonResult(Mapping[str, ArmResult]):
     @property
     def notes(self) -> list[str]:
         """What else must be known to read the table, such as runs that diverged or step times that are not to be trusted."""
-        return self._found.remarks
+        return self._comparison.remarks
 
     def table(self) -> Any:
         """Return all numbers, one row per arm: a `pandas.DataFrame`, or a plain table where pandas is not installed."""

@@ -54,12 +54,12 @@ class _Spool(Listing):
 def _spooled(documents: Iterable[str], text_field: str, scratch: Path) -> Listing:
     """Write documents down, since the engine reads a corpus several times and a generator can be read once."""
     path = scratch / "texts.jsonl"
-    found = False
+    has_text = False
     with open(path, "w", encoding="ascii") as file:
         for document in documents:
-            found = found or bool(document.strip())
+            has_text = has_text or bool(document.strip())
             file.write(json.dumps({text_field: document}) + "\n")
-    if not found:
+    if not has_text:
         raise UserError("prepare: there is no text: every document is empty, or there are none.", DATA)
     return _Spool([Source(str(path), direct=True)])
 

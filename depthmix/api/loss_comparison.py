@@ -81,8 +81,8 @@ class LossComparison(Mapping[str, LossDifference]):
 
 def compare_losses(losses: Mapping[str, dict[Any, float]], baseline: str) -> LossComparison:
     """Compare losses by arm and seed with those of the baseline, by the statistics of `depthmix compare`."""
-    number = {seed: i for i, seed in enumerate(dict.fromkeys(s for own in losses.values() for s in own))}
-    runs = [_run(arm, number[seed], loss) for arm, own in losses.items() for seed, loss in own.items()]
+    number = {seed: i for i, seed in enumerate(dict.fromkeys(s for by_seed in losses.values() for s in by_seed))}
+    runs = [_run(arm, number[seed], loss) for arm, by_seed in losses.items() for seed, loss in by_seed.items()]
     rows = make_rows(runs, [baseline, *(arm for arm in losses if arm != baseline)])
     return LossComparison(rows, losses)
 

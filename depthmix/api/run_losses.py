@@ -40,9 +40,9 @@ def compare_runs(losses: Any, baseline: str | None = None) -> LossComparison:
     baseline = next(iter(by_arm)) if baseline is None else baseline
     if baseline not in by_arm:
         raise UserError(f"compare_runs: there is no arm {baseline!r} to compare with{nearest(str(baseline), by_arm)}")
-    for arm, own in by_arm.items():
-        if not own.keys() & by_arm[baseline].keys():
-            seeds = f"{_names(own)} and {_names(by_arm[baseline])}"
+    for arm, by_seed in by_arm.items():
+        if not by_seed.keys() & by_arm[baseline].keys():
+            seeds = f"{_names(by_seed)} and {_names(by_arm[baseline])}"
             raise UserError(f"compare_runs: {arm!r} and {baseline!r} share no seed ({seeds}): differences need pairs")
     from depthmix.api.loss_comparison import compare_losses  # slow to import
 
@@ -52,15 +52,15 @@ def compare_runs(losses: Any, baseline: str | None = None) -> LossComparison:
 def _by_seed(arm: str, values: Any) -> dict[Any, float]:
     try:
         pairs = list(values.items() if hasattr(values, "items") else enumerate(values))
-        found = {seed: float(loss) for seed, loss in pairs}
+        by_seed = {seed: float(loss) for seed, loss in pairs}
     except (TypeError, ValueError):
         raise UserError(f"compare_runs: the losses of {arm!r} are one number per seed, got {values!r}") from None
-    if not found:
+    if not by_seed:
         raise UserError(f"compare_runs: {arm!r} has no losses")
-    for seed, loss in found.items():
+    for seed, loss in by_seed.items():
         if not math.isfinite(loss):
             raise UserError(f"compare_runs: the loss of {arm!r} with seed {seed} is {loss}: leave that run out")
-    return found
+    return by_seed
 
 
 def _names(losses: Mapping[Any, float]) -> str:

@@ -70,7 +70,7 @@ class Listing:
     def counts(self) -> dict[str, dict[str, int]]:
         """Count the files taken by kind, and the skipped files by reason, largest first."""
         kinds = {"files": [s.kind for s in self.sources], "skipped_files": list(self.skipped.values())}
-        return {name: dict(Counter(sorted(found)).most_common()) for name, found in kinds.items()}
+        return {name: dict(Counter(sorted(entries)).most_common()) for name, entries in kinds.items()}
 
 
 def documents(inputs: Sequence[str | Path], text_field: str = "text", document: str = "file") -> Iterator[str]:
@@ -90,13 +90,13 @@ def find_sources(inputs: Sequence[str | Path]) -> Listing:
     if not inputs:
         raise UserError("No input was given: name files, folders or hf:NAME[:SPLIT].", USAGE)
     listing = Listing()
-    seen: set[tuple[int, int]] = set()
+    listed: set[tuple[int, int]] = set()
     named = {item: split_domain(item) for item in map(str, inputs)}
     if len(bare := [item for item, (domain, _) in named.items() if not domain]) not in (0, len(named)):
         raise UserError(f"{bare[0]} has no domain and other inputs have one: write NAME={bare[0]}.", USAGE)
     for domain, place in named.values():
         begun = len(listing.sources)
-        _find(place, listing, seen)
+        _find(place, listing, listed)
         listing.sources[begun:] = [replace(source, domain=domain) for source in listing.sources[begun:]]
         if domain and domain not in listing.by_domain():
             raise UserError(f"The domain {domain} has no files of its own: {place} was named before.", DATA)
@@ -113,7 +113,7 @@ def split_domain(item: str) -> tuple[str, str]:
     return name, place
 
 
-def _find(item: str, listing: Listing, seen: set[tuple[int, int]]) -> None:
+def _find(item: str, listing: Listing, listed: set[tuple[int, int]]) -> None:
     """Add the sources of one input to the listing."""
     if item.startswith("hf:"):
         name, _, split = item[3:].partition(":")
@@ -123,7 +123,7 @@ def _find(item: str, listing: Listing, seen: set[tuple[int, int]]) -> None:
         return
     info = _stat(item)
     if stat.S_ISDIR(info.st_mode):
-        if not _walk(item, listing, seen, {(info.st_dev, info.st_ino): item}):
+        if not _walk(item, listing, listed, {(info.st_dev, info.st_ino): item}):
             raise UserError(
                 f"The folder {item} holds no corpus: it has no file that ends in {KNOWN} and holds something"
                 f" ({len(listing.skipped)} skipped; README and LICENSE files do not count).",
@@ -135,8 +135,8 @@ def _find(item: str, listing: Listing, seen: set[tuple[int, int]]) -> None:
         raise UserError(f"{item} has an extension that is not known: use {KNOWN}.", DATA)
     elif info.st_size == 0:
         raise UserError(f"The file {item} is empty.", DATA)
-    elif (key := (info.st_dev, info.st_ino)) not in seen:
-        seen.add(key)
+    elif (key := (info.st_dev, info.st_ino)) not in listed:
+        listed.add(key)
         listing.sources.append(Source(item, True))
 
 
@@ -175,9 +175,9 @@ def _read(source: Source, text_field: str, document: str) -> Iterator[tuple[str,
             yield text, True
 
 
-def _walk(folder: str, listing: Listing, seen: set[tuple[int, int]], above: dict[tuple[int, int], str]) -> int:
+def _walk(folder: str, listing: Listing, listed: set[tuple[int, int]], above: dict[tuple[int, int], str]) -> int:
     """Add a folder's files; returns how many there are, including those already seen."""
-    found = 0
+    count = 0
     try:
         names = sorted(os.listdir(folder))
     except OSError as e:
@@ -199,7 +199,7 @@ def _walk(folder: str, listing: Listing, seen: set[tuple[int, int]], above: dict
         if stat.S_ISDIR(info.st_mode):
             if key in above:
                 raise UserError(f"{path} is a link back to the folder {above[key]}: the folders go in a circle.", DATA)
-            found += _walk(path, listing, seen, {**above, key: path})
+            count += _walk(path, listing, listed, {**above, key: path})
         elif not stat.S_ISREG(info.st_mode):
             listing.skipped[path] = "no file"
         elif ending not in CODE and name.split(".")[0].lower() in ABOUT:
@@ -209,11 +209,11 @@ def _walk(folder: str, listing: Listing, seen: set[tuple[int, int]], above: dict
         elif info.st_size == 0:
             listing.skipped[path] = "empty"
         else:
-            found += 1
-            if key not in seen:
-                seen.add(key)
+            count += 1
+            if key not in listed:
+                listed.add(key)
                 listing.sources.append(Source(path, False))
-    return found
+    return count
 
 
 def _splitext(name: str) -> str:

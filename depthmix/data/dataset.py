@@ -40,14 +40,14 @@ class Split:
         """Return the text of each named domain as a split of its own, or the whole split under an empty name."""
         if not self.domains:
             return {"": self}
-        found, start = {}, 0
+        parts, start = {}, 0
         for domain, size in self.domains.items():
             stop = start + size["tokens"]
             bounds = [(max(start - first, 0), max(stop - first, 0)) for first in map(int, self._starts[:-1])]
             shards = [shard[a:b] for shard, (a, b) in zip(self.shards, bounds, strict=True) if a < min(b, len(shard))]
-            found[domain] = Split(f"{self.name} ({domain})", size["tokens"], size["bytes"], size["documents"], shards)
+            parts[domain] = Split(f"{self.name} ({domain})", size["tokens"], size["bytes"], size["documents"], shards)
             start = stop
-        return found
+        return parts
 
     def window(self, start: int, length: int) -> np.ndarray:
         """Read `length` tokens from `start` on, as int64, across shards."""
@@ -112,9 +112,9 @@ class TokenData(Prepared[Split]):
         for name in SPLITS:
             info = meta["splits"][name]
             shards = [map_file(folder / shard, dtype) for shard in info["shards"]]
-            if (found := sum(map(len, shards))) != info["tokens"]:
+            if (on_disk := sum(map(len, shards))) != info["tokens"]:
                 raise UserError(
-                    f"{folder} is damaged: its {name} split has {found} tokens on disk and {info['tokens']} in meta.json"
+                    f"{folder} is damaged: its {name} split has {on_disk} tokens on disk and {info['tokens']} in meta.json"
                     " (a file was cut short or replaced); prepare the data again.",
                     DATA,
                 )

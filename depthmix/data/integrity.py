@@ -122,10 +122,10 @@ def _sums(meta: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _read_entry(path: Path, known: Entry | None) -> tuple[Entry, bool]:
     """Return the identity and the checksum of a file, and whether the two can be remembered."""
-    before, now = _identity(path), time.time_ns()
+    before, started = _identity(path), time.time_ns()
     if known is not None and known[:-1] == before:
         return known, True
-    return [*before, file_sha256(path)], _identity(path) == before and now - max(before[2:]) > SETTLED
+    return [*before, file_sha256(path)], _identity(path) == before and started - max(before[2:]) > SETTLED
 
 
 def _identity(path: Path) -> list[int]:
@@ -134,11 +134,11 @@ def _identity(path: Path) -> list[int]:
 
 
 def _recall(folder: Path) -> dict[str, Entry]:
-    here = os.path.abspath(folder)
-    return {os.path.basename(path): entry for path, entry in _remembered.items() if os.path.dirname(path) == here}
+    parent = os.path.abspath(folder)
+    return {os.path.basename(path): entry for path, entry in _remembered.items() if os.path.dirname(path) == parent}
 
 
 def _read_cache(folder: Path) -> dict[str, Entry]:
     """Return what is kept beside the data; nothing where it is missing or damaged."""
-    found = find_json_object(folder / VERIFIED) if is_plain_file(folder / VERIFIED) else {}
-    return {name: entry for name, entry in found.items() if isinstance(entry, list) and len(entry) == 5}
+    cached = find_json_object(folder / VERIFIED) if is_plain_file(folder / VERIFIED) else {}
+    return {name: entry for name, entry in cached.items() if isinstance(entry, list) and len(entry) == 5}

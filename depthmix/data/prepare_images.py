@@ -98,9 +98,11 @@ def summary(folder: str | Path) -> str:
     """Summarise prepared images in a few lines."""
     data = ImageData.open(folder)
     height, width, channels = data.shape
-    of = f"{len(data.classes)} classes, {height} x {width} pixels, {channels} channel{'' if channels == 1 else 's'}"
+    described = (
+        f"{len(data.classes)} classes, {height} x {width} pixels, {channels} channel{'' if channels == 1 else 's'}"
+    )
     return "\n".join(
-        [f"prepared images in {folder}: {of}", *(f"    {s}: {len(data.split(s)):,} images" for s in SPLITS)]
+        [f"prepared images in {folder}: {described}", *(f"    {s}: {len(data.split(s)):,} images" for s in SPLITS)]
     )
 
 
@@ -140,9 +142,9 @@ def _pictures(folder: Path, size: int | None) -> Source:
         classes = names
         splits = [_listing(folder, classes, True)]
     if len(classes) < 2:
-        found = f"one class only, {classes[0]}" if classes else "no folders with pictures"
+        held = f"one class only, {classes[0]}" if classes else "no folders with pictures"
         what = f"two classes at least, each a folder of pictures ({', '.join(PICTURES)})"
-        raise UserError(f"{folder} holds {found}: it needs {what}, or images.npy and labels.npy.", DATA)
+        raise UserError(f"{folder} holds {held}: it needs {what}, or images.npy and labels.npy.", DATA)
     reader = _Pictures(size)
 
     def images(listing: list[tuple[Path, int]]) -> Images:
@@ -159,17 +161,17 @@ def _subfolders(folder: Path) -> list[str]:
 
 def _listing(folder: Path, classes: list[str], every: bool) -> list[tuple[Path, int]]:
     """List the pictures with their labels, in order. `every`: each class must have some."""
-    found = []
+    listed = []
     for label, name in enumerate(classes):
-        own = sorted(Path(top) / f for top, _, files in os.walk(folder / name) for f in files if _is_picture(f))
-        if pipe := next((path for path in own if path.exists() and not path.is_file()), None):
+        pictures = sorted(Path(top) / f for top, _, files in os.walk(folder / name) for f in files if _is_picture(f))
+        if pipe := next((path for path in pictures if path.exists() and not path.is_file()), None):
             raise UserError(f"{pipe} is no plain file, but a pipe or a device: take it out of the folder.", DATA)
-        if every and not own:
+        if every and not pictures:
             raise UserError(f"The class {folder / name} is empty: no file in it ends in {', '.join(PICTURES)}.", DATA)
-        found += [(path, label) for path in own]
-    if not found and classes:
+        listed += [(path, label) for path in pictures]
+    if not listed and classes:
         raise UserError(f"{folder} holds no pictures.", DATA)
-    return found
+    return listed
 
 
 def _is_picture(name: str) -> bool:
@@ -213,21 +215,21 @@ class _Pictures:
 
 
 def _arrays(path: Path) -> Source:
-    found = _load(path)
+    arrays = _load(path)
     for name in ("images", "labels"):
-        if name not in found:
+        if name not in arrays:
             raise UserError(
-                f"{path} has no {name}: it needs images and labels (it has {', '.join(found) or 'nothing'}).", DATA
+                f"{path} has no {name}: it needs images and labels (it has {', '.join(arrays) or 'nothing'}).", DATA
             )
-    if ("val_images" in found) != ("val_labels" in found):
+    if ("val_images" in arrays) != ("val_labels" in arrays):
         raise UserError(f"{path} has one of val_images and val_labels: give both or none.", DATA)
-    images, labels = _checked(path, found["images"], found["labels"], "")
+    images, labels = _checked(path, arrays["images"], arrays["labels"], "")
     values = np.unique(labels)
     if len(values) < 2:
         raise UserError(f"{path} holds one class only, {values[0]}: it needs two at least.", DATA)
     val = None
-    if "val_images" in found:
-        val_images, val_labels = _checked(path, found["val_images"], found["val_labels"], "val_")
+    if "val_images" in arrays:
+        val_images, val_labels = _checked(path, arrays["val_images"], arrays["val_labels"], "val_")
         if val_images.shape[1:] != images.shape[1:]:
             raise UserError(
                 f"{path}: images are {list(images.shape[1:])} and val_images {list(val_images.shape[1:])}.", DATA
@@ -287,10 +289,10 @@ def _split(source: Source, fraction: float, seed: int, report: Progress) -> tupl
     report("scan", len(images), len(images))
     keys, held_out = as_keys(digests), np.zeros(len(images), bool)
     for label, name in enumerate(source.classes):
-        own = np.flatnonzero(images.labels == label)
-        if len(own) < 2:
+        members = np.flatnonzero(images.labels == label)
+        if len(members) < 2:
             raise UserError(f"The class {name} has one image: it needs two, one of them for validation.", DATA)
-        held_out[own] = choose(keys[own], fraction, seed)[0]
+        held_out[members] = choose(keys[members], fraction, seed)[0]
     return np.flatnonzero(~held_out), np.flatnonzero(held_out)
 
 

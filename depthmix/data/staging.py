@@ -182,8 +182,8 @@ def _lock(folder: Path, locks: contextlib.ExitStack) -> int | None:
 def _exchange(new: Path, old: Path) -> None:
     """Let two folders change places, in one step where the system can."""
     renameat2 = getattr(ctypes.CDLL(None), "renameat2", None) if os.name == "posix" else None
-    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
-    if renameat2 and renameat2(here, os.fsencode(new), here, os.fsencode(old), exchange) == 0:
+    current_folder, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    if renameat2 and renameat2(current_folder, os.fsencode(new), current_folder, os.fsencode(old), exchange) == 0:
         return
     aside = new.with_name(new.name + "-old")
     os.rename(old, aside)

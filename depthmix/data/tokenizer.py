@@ -54,9 +54,9 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    if (found := tokenizer.get_vocab_size()) < vocab_size:
+    if (entries := tokenizer.get_vocab_size()) < vocab_size:
         raise UserError(
-            f"The corpus is too small for a vocabulary of {vocab_size}: it yields {found} entries; set vocab_size to that or less.",
+            f"The corpus is too small for a vocabulary of {vocab_size}: it yields {entries} entries; set vocab_size to that or less.",
             DATA,
         )
     return _ready(tokenizer)

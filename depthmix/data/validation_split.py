@@ -42,13 +42,13 @@ def choose(keys: np.ndarray, fraction: float, seed: int) -> tuple[np.ndarray, st
         counts = np.ones(len(keys), np.int64)
     wanted = min(max(1, round(fraction * len(keys))), len(keys) - 1)
     taken = np.zeros(len(counts), bool)
-    left = wanted
+    remaining = wanted
     for i, count in enumerate(counts):
-        if count <= left:
+        if count <= remaining:
             taken[i] = True
-            left -= int(count)
-        if not left:
+            remaining -= int(count)
+        if not remaining:
             break
-    if left == wanted:  # every document has more copies than wanted
+    if remaining == wanted:  # every document has more copies than wanted
         taken[counts.argmin()] = True
     return taken[group], by

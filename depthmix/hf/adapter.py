@@ -27,8 +27,8 @@ class Adapter:
     def __call__(self, input_ids: Tensor, cache: Any = None, logits_to_keep: int = 0) -> Tensor:
         """Compute logits [B, T, vocab] of token ids [B, T], or of the last `logits_to_keep` of them."""
         kept: dict[str, Any] = {"past_key_values": cache, "use_cache": cache is not None}
-        found: Tensor = self.model(input_ids=input_ids, logits_to_keep=logits_to_keep, **kept).logits
-        return found
+        logits: Tensor = self.model(input_ids=input_ids, logits_to_keep=logits_to_keep, **kept).logits
+        return logits
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["model"], name)
@@ -50,8 +50,8 @@ class Adapter:
     @property
     def head(self) -> nn.Module:
         """The module that computes logits."""
-        found: nn.Module = self.model.get_output_embeddings()
-        return found
+        head: nn.Module = self.model.get_output_embeddings()
+        return head
 
     def new_cache(self) -> DynamicCache:
         """Make an empty cache."""
@@ -80,16 +80,16 @@ class Adapter:
 
     def repeated_parts(self) -> tuple[list[nn.Module], list[nn.Module]]:
         """Return (sublayers, norms): the modules to checkpoint or compile one by one."""
-        found = architecture(self.model.config)
-        layers: Any = getattr(self.model.base_model, found.layers)
-        parts = [(getattr(layer, s.sublayer), getattr(layer, s.norm)) for layer in layers for s in found.sites]
+        names = architecture(self.model.config)
+        layers: Any = getattr(self.model.base_model, names.layers)
+        parts = [(getattr(layer, s.sublayer), getattr(layer, s.norm)) for layer in layers for s in names.sites]
         return [sublayer for sublayer, _ in parts], [norm for _, norm in parts]
 
     def described(self, seq_len: int) -> dict[str, Any]:
         """Return the model's config.json. The length of training sequences leaves the model's own maximum as it is."""
         config: dict[str, Any] = json.loads(self.model.config.to_json_string())
-        found = {} if self._classes() is None else {"auto_map": auto_map(self._classes()[0])}
-        return {**config, **found, "architectures": [type(self.model).__name__], "dtype": "float32"}
+        carried = {} if self._classes() is None else {"auto_map": auto_map(self._classes()[0])}
+        return {**config, **carried, "architectures": [type(self.model).__name__], "dtype": "float32"}
 
     def code(self) -> str | None:
         """Return the source of the modeling file that saved folders carry; None for a class of Hugging Face's own."""

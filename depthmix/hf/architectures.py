@@ -83,8 +83,8 @@ def plain_type(config: Any) -> str:
 
 def architecture(config: Any) -> Architecture:
     """Return the structure of the layers of a model with this configuration."""
-    found = ARCHITECTURES[plain_type(config)]
-    return found._replace(parallel=True) if getattr(config, "use_parallel_residual", False) else found
+    structure = ARCHITECTURES[plain_type(config)]
+    return structure._replace(parallel=True) if getattr(config, "use_parallel_residual", False) else structure
 
 
 def why_not(model: Any) -> str | None:
@@ -103,10 +103,10 @@ def why_not(model: Any) -> str | None:
         return f"the architecture {kind!r} is not known; known are {', '.join(sorted(ARCHITECTURES))}"
     if kind == "gpt2" and config.add_cross_attention:  # type: ignore[union-attr]
         return "gpt2 with cross attention has three sublayers a layer"
-    found, base = ARCHITECTURES[kind], model.base_model
-    layers: Any = getattr(base, found.layers, None)
-    if not isinstance(layers, nn.ModuleList) or not hasattr(base, found.final_norm):
-        return f"this {kind} has no {found.layers} and {found.final_norm} where they are expected"
-    names = [n for site in found.sites for n in (site.norm, site.sublayer, *site.after)]
+    structure, base = ARCHITECTURES[kind], model.base_model
+    layers: Any = getattr(base, structure.layers, None)
+    if not isinstance(layers, nn.ModuleList) or not hasattr(base, structure.final_norm):
+        return f"this {kind} has no {structure.layers} and {structure.final_norm} where they are expected"
+    names = [n for site in structure.sites for n in (site.norm, site.sublayer, *site.after)]
     missing = [n for n in names if any(not hasattr(layer, n) for layer in layers)]
     return f"a layer of this {kind} has no {missing[0]}" if missing else None

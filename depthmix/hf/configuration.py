@@ -103,10 +103,10 @@ class DepthmixConfig(CarriesCode, PreTrainedConfig):
         """
         foreign = foreign_fields(config_dict)
         foreign_fields({"mixer": config_dict.get("mixer"), **kwargs})
-        found = super().from_dict({name: v for name, v in config_dict.items() if name not in foreign}, **kwargs)
+        loaded = super().from_dict({name: v for name, v in config_dict.items() if name not in foreign}, **kwargs)
         for name in foreign:
-            setattr(found[0] if isinstance(found, tuple) else found, name, config_dict[name])
-        return found
+            setattr(loaded[0] if isinstance(loaded, tuple) else loaded, name, config_dict[name])
+        return loaded
 
     def classes(self) -> tuple[dict[str, str], str]:
         """Return what `CarriesCode` asks for."""

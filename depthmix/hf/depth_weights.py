@@ -54,12 +54,15 @@ def forward_with_weights(plain: Any) -> Callable[..., Any]:
         record = Record()
         return with_weights(plain.forward(self, *args, **{**kwargs, RECORD: record}), record.weights)
 
-    own = inspect.signature(plain.forward)
+    signature = inspect.signature(plain.forward)
     kinds = inspect.Parameter
-    at = next((i for i, p in enumerate(own.parameters.values()) if p.kind is kinds.VAR_KEYWORD), len(own.parameters))
-    parameters = list(own.parameters.values())
+    at = next(
+        (i for i, p in enumerate(signature.parameters.values()) if p.kind is kinds.VAR_KEYWORD),
+        len(signature.parameters),
+    )
+    parameters = list(signature.parameters.values())
     parameters.insert(at, kinds(ASKED, kinds.KEYWORD_ONLY, default=None, annotation="bool | None"))
-    forward.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
+    forward.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     return forward
 
 

@@ -73,18 +73,18 @@ def model_class(plain: Any) -> type[Any]:
 
     def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         plain.__init__(self, config, *args, **kwargs)
-        said = getattr(config, "depthmix", None)
-        if not isinstance(said, dict) or said.keys() != {"mixer", "options"}:
+        recorded = getattr(config, "depthmix", None)
+        if not isinstance(recorded, dict) or recorded.keys() != {"mixer", "options"}:
             expected = "expected the mixer's name and its options"
-            raise ValueError(f"the configuration of a {config.model_type} has {said!r} as depthmix: {expected}")
+            raise ValueError(f"the configuration of a {config.model_type} has {recorded!r} as depthmix: {expected}")
         if self.base_model is self or not hasattr(self.base_model, MIXER):
-            install(self, said["mixer"], said["options"])
+            install(self, recorded["mixer"], recorded["options"])
 
     def from_pretrained(cls: Any, folder: Any, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
         with explained(folder, kwargs):
-            model, found = plain.from_pretrained.__func__(cls, folder, *args, output_loading_info=True, **kwargs)
-        _reset_missing(model, found["missing_keys"])
-        return (model, found) if output_loading_info else model
+            model, loading = plain.from_pretrained.__func__(cls, folder, *args, output_loading_info=True, **kwargs)
+        _reset_missing(model, loading["missing_keys"])
+        return (model, loading) if output_loading_info else model
 
     kept = list(getattr(plain, "_keep_in_fp32_modules_strict", None) or [])
     body = {"__init__": __init__, "config_class": config_class(plain.config_class), "__module__": __name__}
@@ -103,11 +103,11 @@ def _reset_missing(model: Any, names: Iterable[str]) -> None:
     missing = {name.rpartition(f"{MIXER}.")[2] for name in names if f"{MIXER}." in name}
     if not missing:
         return
-    own = {**dict(mixer.named_parameters()), **dict(mixer.named_buffers())}
-    loaded = {name: tensor.clone() for name, tensor in own.items() if name not in missing}
+    tensors = {**dict(mixer.named_parameters()), **dict(mixer.named_buffers())}
+    loaded = {name: tensor.clone() for name, tensor in tensors.items() if name not in missing}
     mixer.reset_parameters()
     for name, value in loaded.items():
-        own[name].copy_(value)
+        tensors[name].copy_(value)
 
 
 def register() -> None:

@@ -44,15 +44,15 @@ class SeparateInputs:
 class _AttentionView:
     """An attention as one call sees it: everything is the attention's, but each projection has its input already."""
 
-    def __init__(self, attention: Any, found: Architecture, inputs: Sequence[Tensor]) -> None:
+    def __init__(self, attention: Any, structure: Architecture, inputs: Sequence[Tensor]) -> None:
         self._attention = attention
         # Looked up in each call: an adapter may have put its own module in a projection's place.
-        if len(found.projections) == 1:
-            name = found.projections[0]
-            heads_of = attention.head_size if found.by_head else None
+        if len(structure.projections) == 1:
+            name = structure.projections[0]
+            heads_of = attention.head_size if structure.by_head else None
             setattr(self, name, _fused_projection(getattr(attention, name), inputs, heads_of))
         else:
-            for name, tensor in zip(found.projections, inputs, strict=True):
+            for name, tensor in zip(structure.projections, inputs, strict=True):
                 setattr(self, name, _projection(getattr(attention, name), tensor))
 
     def __getattr__(self, name: str) -> Any:

@@ -61,8 +61,8 @@ def retrofit(model: Any, mixer: str, *, quiet: bool = False, **options: Any) -> 
     given = [name for name in ("dim", "n_blocks", "sites") if name in options]
     if given:
         raise UserError(f"cannot retrofit: {given[0]} is the model's own and not to be given")
-    own = isinstance(model, DepthmixPreTrainedModel)
-    reason = _why_not_own(model) if own else why_not(model)
+    is_ours = isinstance(model, DepthmixPreTrainedModel)
+    reason = _why_not_own(model) if is_ours else why_not(model)
     if reason is None:
         reason = why_not_plain(_on_meta(model, mixer, options))
     if reason is not None:
@@ -72,7 +72,7 @@ def retrofit(model: Any, mixer: str, *, quiet: bool = False, **options: Any) -> 
         what = "the logits of this model are not numbers (NaN), so its weights are not usable"
         raise UserError(f"cannot retrofit: {what}", CHECKPOINT)
     came_from = model.config.name_or_path
-    if own:
+    if is_ours:
         plain = {name: getattr(model.config, name) for name in ("mixer", "mixer_options", "plain_eps")}
         _change_own(model, {"mixer": mixer, "mixer_options": dict(options), "plain_eps": True})
         setattr(model.config, FROM, plain)
@@ -136,28 +136,28 @@ def restore(model: Any) -> Any:
 
 def install(model: Any, mixer: str, options: dict[str, Any]) -> None:
     """Put a mixer in, with its initial parameters."""
-    base, found = model.base_model, architecture(model.config)
-    layers: Any = getattr(base, found.layers)
-    own = _create(model, mixer, options)
-    several = [site for site in range(own.n_sites) if own.ways(site) > 1]
-    own.variant_elsewhere = True  # in config.depthmix
-    initial_shares(own)  # measured now, so that a compiler of the forward finds them
-    base.add_module(MIXER, own)
+    base, structure = model.base_model, architecture(model.config)
+    layers: Any = getattr(base, structure.layers)
+    rule = _create(model, mixer, options)
+    several = [site for site in range(rule.n_sites) if rule.ways(site) > 1]
+    rule.variant_elsewhere = True  # in config.depthmix
+    initial_shares(rule)  # measured now, so that a compiler of the forward finds them
+    base.add_module(MIXER, rule)
     if several:
         norms = nn.ModuleDict()
         for site in several:
-            norm = getattr(layers[own.layout.block[site]], found.sites[0].norm)
-            norms[str(site)] = nn.ModuleList(copy.deepcopy(norm) for _ in range(own.ways(site) - 1))
+            norm = getattr(layers[rule.layout.block[site]], structure.sites[0].norm)
+            norms[str(site)] = nn.ModuleList(copy.deepcopy(norm) for _ in range(rule.ways(site) - 1))
         base.add_module(NORMS, norms)
     model.config.depthmix = {"mixer": mixer, "options": dict(options)}
     for i, layer in enumerate(layers):
-        layer.__dict__[OURS] = (base, i, found)
+        layer.__dict__[OURS] = (base, i, structure)
         layer.__class__ = _mixed(_class(layer), MixedLayer)
     for site in several:
-        for attention in (getattr(layers[own.layout.block[site]], s.sublayer) for s in found.sites if s.attention):
-            attention.__dict__[OURS] = (found,)
+        for attention in (getattr(layers[rule.layout.block[site]], s.sublayer) for s in structure.sites if s.attention):
+            attention.__dict__[OURS] = (structure,)
             attention.__class__ = _mixed(_class(attention), SeparateInputs)
-    norm = getattr(base, found.final_norm)
+    norm = getattr(base, structure.final_norm)
     norm.__dict__[OURS] = (base,)
     norm.__class__ = _mixed(_class(norm), FinishingNorm)
     base.register_forward_pre_hook(_before, with_kwargs=True)
@@ -165,8 +165,8 @@ def install(model: Any, mixer: str, options: dict[str, Any]) -> None:
 
 
 def _create(model: Any, mixer: str, options: dict[str, Any]) -> Mixer:
-    found = architecture(model.config)
-    layout = found.layout(len(getattr(model.base_model, found.layers)))
+    structure = architecture(model.config)
+    layout = structure.layout(len(getattr(model.base_model, structure.layers)))
     return create_mixer(mixer, dim=model.get_input_embeddings().weight.shape[1], **layout, **options)
 
 
@@ -180,9 +180,11 @@ def _on_meta(model: Any, mixer: str, options: dict[str, Any]) -> Mixer:
 
 
 def _why_not_own(model: Any) -> str | None:
-    now = model.base_model.mixer
+    current = model.base_model.mixer
     return (
-        None if is_plain(now) else f"this model was trained with {now.name}, and only plain residuals can be replaced"
+        None
+        if is_plain(current)
+        else f"this model was trained with {current.name}, and only plain residuals can be replaced"
     )
 
 
@@ -203,11 +205,11 @@ def _own_config(model: Any) -> Any:
     """Give the model a copy of its configuration, which other models may share, and return it. All of its modules share
     the copy.
     """
-    old, own = model.config, copy.deepcopy(model.config)
+    old, copied = model.config, copy.deepcopy(model.config)
     for module in model.modules():
         for name in [name for name, value in vars(module).items() if value is old]:
-            setattr(module, name, own)
-    return own
+            setattr(module, name, copied)
+    return copied
 
 
 def _class(x: Any) -> Any:
@@ -245,8 +247,8 @@ def _mixed(cls: type[nn.Module], way: type) -> type[nn.Module]:
 
 
 def _empty(cls: Any, way: type) -> nn.Module:
-    own = _mixed(cls, way)
-    return own.__new__(own)
+    subclass = _mixed(cls, way)
+    return subclass.__new__(subclass)
 
 
 class MixedLayer:
@@ -255,19 +257,19 @@ class MixedLayer:
     plain_class: Any  # the layer's own
 
     def forward(self, hidden_states: Tensor | State, *args: Any, **kwargs: Any) -> State:
-        base, i, found = self.__dict__[OURS]
+        base, i, structure = self.__dict__[OURS]
         given = _by_name(self.plain_class.forward, args, kwargs)
         _refuse_reentrant(self, given.pop(WANTED, False))
         record: Record | None = given.pop(RECORD, None)
         # Looked up: an adapter may have put a copy in its place.
-        own, norms = getattr(base, MIXER), getattr(base, NORMS, {})
-        shares = initial_shares(own)
+        mixer, norms = getattr(base, MIXER), getattr(base, NORMS, {})
+        shares = initial_shares(mixer)
         if isinstance(hidden_states, State):
             state = hidden_states
         else:
-            warn_if_rounded(own)
-            embedding = to_mixer(own, hidden_states)
-            state = own.start(embedding)
+            warn_if_rounded(mixer)
+            embedding = to_mixer(mixer, hidden_states)
+            state = mixer.start(embedding)
             if record is not None:
                 record.add(embedding)
 
@@ -277,24 +279,24 @@ class MixedLayer:
             share = shares[number]
             return [scaled(norm, share) for norm in (getattr(self, site.norm), *added)]
 
-        if found.parallel:
-            h = own.read(state, i)
+        if structure.parallel:
+            h = mixer.read(state, i)
             ways = h if isinstance(h, tuple) else (h,)
             total: Any = None
-            for site in found.sites:  # all but attention take the first way, that of its queries
+            for site in structure.sites:  # all but attention take the first way, that of its queries
                 some = norms_at(i, site)[: len(ways) if site.attention else 1]
-                seen = tuple(norm(t) for norm, t in zip(some, ways, strict=False))
-                y = _sublayer(self, site, seen if len(seen) > 1 else seen[0], given)
+                inputs = tuple(norm(t) for norm, t in zip(some, ways, strict=False))
+                y = _sublayer(self, site, inputs if len(inputs) > 1 else inputs[0], given)
                 total = y if total is None else y + total
-            return _write(own, state, i, total, record)
-        for k, site in enumerate(found.sites):
-            number = len(found.sites) * i + k
-            h = own.read(state, number, norms_at(number, site))
-            state = _write(own, state, number, _sublayer(self, site, h, given), record)
+            return _write(mixer, state, i, total, record)
+        for k, site in enumerate(structure.sites):
+            number = len(structure.sites) * i + k
+            h = mixer.read(state, number, norms_at(number, site))
+            state = _write(mixer, state, number, _sublayer(self, site, h, given), record)
         return state
 
 
-def _write(own: Mixer, state: Any, site: int, y: Tensor, record: Record | None) -> Any:
+def _write(mixer: Mixer, state: Any, site: int, y: Tensor, record: Record | None) -> Any:
     """Write a sublayer's output, recorded if there is a record.
 
     Under autocast a model's stream is in fp32 and its outputs are not: widened, as adding them would, so that kernels see one dtype.
@@ -303,7 +305,7 @@ def _write(own: Mixer, state: Any, site: int, y: Tensor, record: Record | None) 
     y = y.to(stream.device, torch.promote_types(y.dtype, stream.dtype))
     if record is not None:
         record.add(y)
-    return own.write(state, site, y)
+    return mixer.write(state, site, y)
 
 
 class FinishingNorm:
@@ -316,12 +318,12 @@ class FinishingNorm:
         return super().forward(hidden_states)  # type: ignore[misc]
 
 
-def _next_read(own: Mixer, state: State) -> Tensor:
+def _next_read(mixer: Mixer, state: State) -> Tensor:
     """Return what the next site (or finish) reads, before its norm; of several ways, the first. At step 0 this is the
     plain stream.
     """
-    h = own.finish(state) if state.site == own.n_sites else own.read(state, state.site)
-    share = initial_shares(own)[state.site]
+    h = mixer.finish(state) if state.site == mixer.n_sites else mixer.read(state, state.site)
+    share = initial_shares(mixer)[state.site]
     h = h[0] if isinstance(h, tuple) else h
     return h if share is None or share == 1.0 else h / share
 
@@ -352,15 +354,15 @@ def _after(base: Any, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
     """Convert a model's outputs: replace states among the hidden states by what each layer reads, and add depth
     weights. A hook of the base model.
     """
-    own = getattr(base, MIXER)
+    mixer = getattr(base, MIXER)
     record: Record | None = kwargs.get(RECORD)
     if record is not None:
-        record.close(own)
+        record.close(mixer)
 
     def readable(value: Any) -> Any:
         if not isinstance(value, tuple) or not any(isinstance(x, State) for x in value):
             return value
-        return tuple(_next_read(own, x) if isinstance(x, State) else x for x in value)
+        return tuple(_next_read(mixer, x) if isinstance(x, State) else x for x in value)
 
     if isinstance(output, tuple):
         output = tuple(map(readable, output))
@@ -414,7 +416,7 @@ def _logits(model: Any) -> Tensor:
 def mixer_of(model: Any) -> Mixer:
     """Return the mixer of a retrofitted model, or of one of depthmix. Raises UserError for any other model."""
     base = getattr(model, "base_model", None)
-    found = getattr(base, MIXER, getattr(base, "mixer", None))
-    if not isinstance(found, Mixer):
+    mixer = getattr(base, MIXER, getattr(base, "mixer", None))
+    if not isinstance(mixer, Mixer):
         raise UserError("this model is not retrofitted: it has no mixer")
-    return found
+    return mixer

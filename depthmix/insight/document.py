@@ -32,33 +32,33 @@ def describe_mixer(mixer: Mixer) -> dict[str, Any]:
     return {"readers": [*readers, {"name": "finish", "block": layout.n_blocks, "ways": 1}], "sources": sources}
 
 
-def of_depth_map(mixer: Mixer, found: DepthMap) -> dict[str, Any]:
+def of_depth_map(mixer: Mixer, measured: DepthMap) -> dict[str, Any]:
     return {
-        "tokens": found.tokens,
-        "signed": found.signed,
-        "mean": by_reader(mixer, found.mean),
-        "std": by_reader(mixer, found.std),
-        "quantiles": {str(q): by_reader(mixer, m) for q, m in zip(QUANTILES, found.quantiles, strict=True)},
-        **{name: by_reader(mixer, found.measures[name]) for name in MEASURES},
-        **{f"{name}_std": by_reader(mixer, found.measures_std[name]) for name in MEASURES},
-        "by_kind": by_kind(mixer, found.measures),
+        "tokens": measured.tokens,
+        "signed": measured.signed,
+        "mean": by_reader(mixer, measured.mean),
+        "std": by_reader(mixer, measured.std),
+        "quantiles": {str(q): by_reader(mixer, m) for q, m in zip(QUANTILES, measured.quantiles, strict=True)},
+        **{name: by_reader(mixer, measured.measures[name]) for name in MEASURES},
+        **{f"{name}_std": by_reader(mixer, measured.measures_std[name]) for name in MEASURES},
+        "by_kind": by_kind(mixer, measured.measures),
     }
 
 
-def of_structure(found: list[Structure] | None) -> list[dict[str, int]] | None:
-    return None if found is None else [dataclasses.asdict(way) for way in found]
+def of_structure(ways: list[Structure] | None) -> list[dict[str, int]] | None:
+    return None if ways is None else [dataclasses.asdict(way) for way in ways]
 
 
-def of_edges(found: EdgeEffects) -> dict[str, Any]:
-    return {"tokens": found.tokens, "loss": found.loss, "change": [row.tolist() for row in found.change]}
+def of_edges(effects: EdgeEffects) -> dict[str, Any]:
+    return {"tokens": effects.tokens, "loss": effects.loss, "change": [row.tolist() for row in effects.change]}
 
 
-def of_skips(found: SkipEffects) -> dict[str, Any]:
-    return {"tokens": found.tokens, "loss": found.loss, "change": found.change.tolist()}
+def of_skips(effects: SkipEffects) -> dict[str, Any]:
+    return {"tokens": effects.tokens, "loss": effects.loss, "change": effects.change.tolist()}
 
 
-def of_streams(found: Streams | None) -> dict[str, Any] | None:
-    return None if found is None else {f.name: getattr(found, f.name).tolist() for f in dataclasses.fields(found)}
+def of_streams(streams: Streams | None) -> dict[str, Any] | None:
+    return None if streams is None else {f.name: getattr(streams, f.name).tolist() for f in dataclasses.fields(streams)}
 
 
 def of_tokens(mixer: Mixer, pieces: list[str], losses: list[float | None], m: Tensor) -> dict[str, Any]:

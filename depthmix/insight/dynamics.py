@@ -71,13 +71,13 @@ class Magnitudes:
         """Return the numbers of the last pass, read from the device at once."""
         shares = shares_of_output(self.mixer, self.few)
         flat = torch.stack([*(t for ways in self.inputs for t in ways), *self.outputs, *self.streams, *self.blocks])
-        left = iter(torch.cat([flat, shares.to(flat)]).tolist())
+        values = iter(torch.cat([flat, shares.to(flat)]).tolist())
         return {
-            "input_rms": [[next(left) for _ in ways] for ways in self.inputs],
-            "output_rms": [next(left) for _ in self.outputs],
-            "stream_rms": [next(left) for _ in self.streams],
-            "block_rms": [next(left) for _ in self.blocks],
-            "share": list(left),
+            "input_rms": [[next(values) for _ in ways] for ways in self.inputs],
+            "output_rms": [next(values) for _ in self.outputs],
+            "stream_rms": [next(values) for _ in self.streams],
+            "block_rms": [next(values) for _ in self.blocks],
+            "share": list(values),
         }
 
 

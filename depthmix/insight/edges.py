@@ -89,7 +89,7 @@ class Cutting:
             with intercepted(self.mixer, **self.calls):
                 self.contributions = contributions(self.mixer, self.sources)
         dtype = self.sources[0].dtype
-        seen = []
+        mixtures = []
         for way, (parts, weights) in enumerate(self.contributions):
             whole, size = parts.sum(0), weights.abs()
             total = size.sum(0)
@@ -102,8 +102,8 @@ class Cutting:
                 # Where the others weigh nothing, nothing is left to read; what rounding left of them is not scaled up.
                 scale = torch.where(rest > 1e-6 * total, total / rest, 0.0).unsqueeze(-1)
                 copies.append((scale * (whole - parts[cut[1]])).to(dtype))
-            seen.append(torch.cat(copies))
-        return tuple(seen)
+            mixtures.append(torch.cat(copies))
+        return tuple(mixtures)
 
     def grown_state(self) -> Any:
         """Return the state of all copies before the reader's write."""
@@ -149,11 +149,11 @@ def edge_effects(
         size = batch[:, 1:].numel()
         for reader in range(n):
             edges: list[Cut] = [(way, source) for way in range(_ways(chosen, reader)) for source in range(reader + 1)]
-            cutting, found = Cutting(chosen, reader), []
+            cutting, parts = Cutting(chosen, reader), []
             some = max(1, at_once // size)
             for cuts in _chunks([None, *edges], some):
-                found.append(_losses(cutting, model, batch, cuts).cpu().double())
-            plain, *losses = torch.cat(found).unbind(0)
+                parts.append(_losses(cutting, model, batch, cuts).cpu().double())
+            plain, *losses = torch.cat(parts).unbind(0)
             change[reader] += size * (torch.stack(losses) - plain).view_as(change[reader])
             total += size * float(plain) / n
             if progress is not None:

@@ -39,11 +39,11 @@ class _Dispatch:
             setattr(mixer, name, self._dispatcher(name))
 
     def _dispatcher(self, name: str) -> Callable[..., Any]:
-        thread, own = self.thread, self.own[name]
+        thread, plain = self.thread, self.own[name]
 
         def dispatch(*args: Any, **kwargs: Any) -> Any:
             stack = getattr(thread, "stack", None)
-            return (stack[-1][name] if stack else own)(*args, **kwargs)
+            return (stack[-1][name] if stack else plain)(*args, **kwargs)
 
         return dispatch
 
@@ -68,32 +68,32 @@ def intercepted(mixer: Mixer, **calls: Callable[..., Any]) -> Iterator[None]:
     """
     assert set(calls) <= set(CONTRACT)
     with _lock:
-        there = _dispatches.get(mixer)
-        if there is None:
-            there = _dispatches[mixer] = _Dispatch(mixer)
-        there.open += 1
-    stack = there.thread.__dict__.setdefault("stack", [])
+        dispatch = _dispatches.get(mixer)
+        if dispatch is None:
+            dispatch = _dispatches[mixer] = _Dispatch(mixer)
+        dispatch.open += 1
+    stack = dispatch.thread.__dict__.setdefault("stack", [])
     # No model multiplies outputs with their gains on the way.
-    stack.append({**(stack[-1] if stack else there.own), "output_gains": dict, **calls})
+    stack.append({**(stack[-1] if stack else dispatch.own), "output_gains": dict, **calls})
     try:
         yield
     finally:
         stack.pop()
         with _lock:
-            there.open -= 1
-            if not there.open:
-                there.remove(mixer)
+            dispatch.open -= 1
+            if not dispatch.open:
+                dispatch.remove(mixer)
                 del _dispatches[mixer]
 
 
 def current_calls(mixer: Mixer) -> Calls:
     """Return what the mixer's calls are for this thread, by name, past its dispatchers."""
     with _lock:
-        there = _dispatches.get(mixer)
-        if there is None:
+        dispatch = _dispatches.get(mixer)
+        if dispatch is None:
             return {name: getattr(mixer, name) for name in CONTRACT}
-    stack = getattr(there.thread, "stack", None)
-    return dict(stack[-1] if stack else there.own)
+    stack = getattr(dispatch.thread, "stack", None)
+    return dict(stack[-1] if stack else dispatch.own)
 
 
 @contextmanager

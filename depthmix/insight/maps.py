@@ -87,12 +87,12 @@ def _by_token(mixer: Mixer, sources: list[Tensor]) -> Iterator[Tensor]:
 def by_kind(mixer: Mixer, measures: dict[str, Tensor]) -> dict[str, dict[str, float]]:
     """Average MEASURES over the sites of each name and over their ways. Site 0 is left out: it has only one source."""
     names = mixer.layout.names
-    found: dict[str, dict[str, float]] = {}
+    averages: dict[str, dict[str, float]] = {}
     for kind in dict.fromkeys(names):
         sites = [s for s in range(1, len(names)) if names[s] == kind]
         if not sites:
             continue
-        found[kind] = {name: float(value[:, sites].mean()) for name, value in measures.items()}
+        averages[kind] = {name: float(value[:, sites].mean()) for name, value in measures.items()}
         share = measures["effective"][:, sites] / (torch.tensor(sites) + 1)
-        found[kind]["effective_share"] = float(share.mean())
-    return found
+        averages[kind]["effective_share"] = float(share.mean())
+    return averages

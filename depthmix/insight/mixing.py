@@ -56,9 +56,9 @@ def choose_mixer(model: nn.Module, mixer: Mixer | str | None = None) -> Mixer:
             return next(iter(mixers.values()))
         which = f"; say which with mixer=, one of {', '.join(map(repr, mixers))}" if mixers else ""
         raise ValueError(f"depth_mixing: expected a model with one mixer, found {len(mixers)}{which}")
-    for name, found in mixers.items():
-        if mixer is found or (isinstance(mixer, str) and mixer == name):
-            return found
+    for name, candidate in mixers.items():
+        if mixer is candidate or (isinstance(mixer, str) and mixer == name):
+            return candidate
     given = repr(mixer) if isinstance(mixer, str) else "this module"
-    there = f"its mixers are {', '.join(map(repr, mixers))}" if mixers else "it has none"
-    raise ValueError(f"depth_mixing: {given} is no mixer of the model; {there}{nearest(str(mixer), mixers)}")
+    known = f"its mixers are {', '.join(map(repr, mixers))}" if mixers else "it has none"
+    raise ValueError(f"depth_mixing: {given} is no mixer of the model; {known}{nearest(str(mixer), mixers)}")

@@ -60,13 +60,13 @@ def structure(mixer: Mixer, sources: Sequence[Tensor]) -> list[Structure] | None
     whole = ranks(m, eps)  # [N, W]
     blocks = [ranks(m[..., s * unit :, : (s + 1) * unit], eps) for s in range(n)]
     widest = torch.stack(blocks).amax(0)
-    found = []
+    by_way = []
     for way in range(m.shape[1]):
         rank, semiseparable = (
             -(-int(r[:, way].median()) // unit) for r in (whole, widest)
         )  # a stream of D channels counts once
-        found.append(Structure(rank, semiseparable, (n + 1) // 2))
-    return found
+        by_way.append(Structure(rank, semiseparable, (n + 1) // 2))
+    return by_way
 
 
 def ranks(m: Tensor, eps: float) -> Tensor:

@@ -32,16 +32,16 @@ def skip_effects(model: nn.Module, batches: Iterable[Tensor], mixer: Mixer | str
     write = current_calls(chosen)["write"]
     losses, tokens = torch.zeros(chosen.n_sites + 1, dtype=torch.float64), 0
     for batch in batches:
-        found = []
+        by_skip = []
         for skipped in range(-1, chosen.n_sites):
 
             def skipping_write(state: Any, site: int, y: Tensor, skipped: int = skipped) -> Any:
                 return write(state, site, torch.zeros_like(y) if site == skipped else y)
 
             with intercepted(chosen, write=skipping_write), eval_mode(model):
-                found.append(next_token_loss(model, batch))
+                by_skip.append(next_token_loss(model, batch))
         size = batch[:, 1:].numel()
-        losses += size * torch.cat(found).cpu().double()
+        losses += size * torch.cat(by_skip).cpu().double()
         tokens += size
     if not tokens:
         raise ValueError("skip_effects: there are no tokens")

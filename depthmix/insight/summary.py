@@ -9,13 +9,19 @@ WAYS = {1: ("",), 2: ("qk", "v"), 3: ("q", "k", "v")}
 DASH = "–"
 
 
-def summary(found: dict[str, Any]) -> str:
+def summary(document: dict[str, Any]) -> str:
     """Format the document as text."""
-    parts = [_title(found), table(*_over_depth(found)), _legend(found), table(*_by_kind(found)), _structure(found)]
-    if found["streams"]:
-        parts.append(_streams(found["streams"]))
-    if found["text"]:
-        parts.append(table(*_by_token(found)))
+    parts = [
+        _title(document),
+        table(*_over_depth(document)),
+        _legend(document),
+        table(*_by_kind(document)),
+        _structure(document),
+    ]
+    if document["streams"]:
+        parts.append(_streams(document["streams"]))
+    if document["text"]:
+        parts.append(table(*_by_token(document)))
     return "\n\n".join(parts)
 
 
@@ -39,30 +45,32 @@ def way_names(reader: dict[str, Any]) -> list[str]:
     return list(WAYS.get(reader["ways"], [str(w) for w in range(reader["ways"])]))
 
 
-def _title(found: dict[str, Any]) -> str:
-    options = "".join(f", {k}={v}" for k, v in found["mixer_options"].items())
-    what = f"{found['mixer']}{options}: {len(found['sources']) - 1} sites, {found['parameters']['total']:,} parameters"
-    on = f"loss {number(found['loss'], '.4f')} on {found['dynamics']['tokens']:,} tokens"
-    return f"{found['run']}: {what}, step {found['step']}; {on}, depth maps over {found['mixing']['tokens']:,}."
+def _title(document: dict[str, Any]) -> str:
+    options = "".join(f", {k}={v}" for k, v in document["mixer_options"].items())
+    what = f"{document['mixer']}{options}: {len(document['sources']) - 1} sites, {document['parameters']['total']:,} parameters"
+    on = f"loss {number(document['loss'], '.4f')} on {document['dynamics']['tokens']:,} tokens"
+    return (
+        f"{document['run']}: {what}, step {document['step']}; {on}, depth maps over {document['mixing']['tokens']:,}."
+    )
 
 
-def _over_depth(found: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    mixing, dynamics, edges, skips = (found[k] for k in ("mixing", "dynamics", "edges", "skips"))
+def _over_depth(document: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    mixing, dynamics, edges, skips = (document[k] for k in ("mixing", "dynamics", "edges", "skips"))
     head = ["site", "newest", "embedding", "effective", "RMS read", "RMS output", "gradient", "share"]
     head += ["skipped", "most needed"] if edges else []
     rows = []
-    for r, reader in enumerate(found["readers"]):
-        site = r < len(found["readers"]) - 1
+    for r, reader in enumerate(document["readers"]):
+        site = r < len(document["readers"]) - 1
         for w, way in enumerate(way_names(reader)):
             name = f"{r:2d} {reader['name']} {way}".rstrip() if site else "   finish"
             row = [name, *(number(mixing[k][r][w], ".2f") for k in ("newest", "embedding"))]
             row += [f"{number(mixing['effective'][r][w], '.1f')} of {r + 1}", number(dynamics["input_rms"][r][w])]
-            own = site and w == 0  # what a site has once, whatever its ways
-            row += [number(dynamics[k][r]) if own else "" for k in ("output_rms", "gradient_norm")]
-            row.append(number(dynamics["share"][r + 1], "z.2f") if own else "")
+            once_per_site = site and w == 0  # what a site has once, whatever its ways
+            row += [number(dynamics[k][r]) if once_per_site else "" for k in ("output_rms", "gradient_norm")]
+            row.append(number(dynamics["share"][r + 1], "z.2f") if once_per_site else "")
             if edges:
-                row.append(number(skips["change"][r], "+z.4f") if own else "")
-                row.append(_most_needed(edges["change"][r][w], found["sources"]))
+                row.append(number(skips["change"][r], "+z.4f") if once_per_site else "")
+                row.append(_most_needed(edges["change"][r][w], document["sources"]))
             rows.append(row)
     return head, rows
 
@@ -75,39 +83,39 @@ def _most_needed(changes: list[float | None], sources: list[str]) -> str:
     return f"{source} {number(change, '+z.4f')}"
 
 
-def _legend(found: dict[str, Any]) -> str:
-    share = "the sizes of weights, some of which are negative" if found["mixing"]["signed"] else "the weights"
+def _legend(document: dict[str, Any]) -> str:
+    share = "the sizes of weights, some of which are negative" if document["mixing"]["signed"] else "the weights"
     lines = [
         f"newest, embedding: share of {share} that the last output and the embedding have; effective: exp(entropy) of the shares, of all sources;",
         "RMS read: before the norm; gradient: norm over the sublayer's parameters; share: of what finish reads"
-        f" (the embedding's is {number(found['dynamics']['share'][0], 'z.2f')});",
+        f" (the embedding's is {number(document['dynamics']['share'][0], 'z.2f')});",
     ]
-    if found["edges"]:
-        tokens = f"{found['edges']['tokens']:,} tokens"
+    if document["edges"]:
+        tokens = f"{document['edges']['tokens']:,} tokens"
         lines.append(
             f"skipped, most needed: rise of the loss without the sublayer, without its best source ({tokens})."
         )
     return "\n".join(lines)
 
 
-def _by_kind(found: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+def _by_kind(document: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     head = ["sites", "newest", "embedding", "effective", "of all there are"]
     rows = []
-    for kind, value in found["mixing"]["by_kind"].items():
+    for kind, value in document["mixing"]["by_kind"].items():
         shares = [number(value[k], ".2f") for k in ("newest", "embedding")]
         rows.append([kind, *shares, number(value["effective"], ".2f"), number(value["effective_share"], ".2f")])
     return head, rows
 
 
-def _structure(found: dict[str, Any]) -> str:
-    if found["structure"] is None:
+def _structure(document: dict[str, Any]) -> str:
+    if document["structure"] is None:
         return "Ranks of M are not measured: its entries are matrices, and too large."
-    ways = way_names({"ways": len(found["structure"])})
-    said = [
+    ways = way_names({"ways": len(document["structure"])})
+    by_way = [
         f"{way + ': ' if way else ''}{s['semiseparable']} (at most {s['most']}), rank {s['rank']}"
-        for way, s in zip(ways, found["structure"], strict=True)
+        for way, s in zip(ways, document["structure"], strict=True)
     ]
-    return f"Semiseparable rank of M, the streams it amounts to, for a typical token: {'; '.join(said)}."
+    return f"Semiseparable rank of M, the streams it amounts to, for a typical token: {'; '.join(by_way)}."
 
 
 def _streams(streams: dict[str, Any]) -> str:
@@ -126,9 +134,9 @@ def _streams(streams: dict[str, Any]) -> str:
     )
 
 
-def _by_token(found: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+def _by_token(document: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     """Average over the readers that have a choice, and over their ways, for each token."""
-    text = found["text"]
+    text = document["text"]
     head = ["token", "loss", "newest", "embedding"]
     rows = []
     for piece, loss, readers in zip(text["tokens"], text["losses"], text["weights"], strict=True):

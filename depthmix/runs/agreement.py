@@ -53,9 +53,9 @@ def check_agreement(folder: RunFolder, saved: Checkpoint) -> None:
         UserError: Names what differs, with both values.
     """
     described = _described(saved.state)
-    ours, theirs = folder.identity(), described.get("id")
-    if ours and theirs and ours != theirs:
-        what = f"the checkpoint is of run {theirs} and {folder.path} is run {ours}"
+    run_id, saved_id = folder.identity(), described.get("id")
+    if run_id and saved_id and run_id != saved_id:
+        what = f"the checkpoint is of run {saved_id} and {folder.path} is run {run_id}"
         raise UserError(f"Cannot use the checkpoint {saved.path}: {what}; put the run's own ones back.", CHECKPOINT)
     recipe = folder.read_recipe()
     check_options(folder, recipe, [field.name for field in dataclasses.fields(TrainConfig)])
@@ -71,9 +71,9 @@ def check_agreement(folder: RunFolder, saved: Checkpoint) -> None:
         if name not in KEPT or not path.is_file():
             continue
         with reading(path):
-            found = file_sha256(path)
-        if found != expected:
-            what = f"its SHA-256 was {str(expected)[:12]}… at step {saved.step} and is {found[:12]}…"
+            actual = file_sha256(path)
+        if actual != expected:
+            what = f"its SHA-256 was {str(expected)[:12]}… at step {saved.step} and is {actual[:12]}…"
             raise UserError(f"{path} is not that of this run: {what}; put it back.", CHECKPOINT)
 
 
@@ -82,8 +82,8 @@ def _check_data(folder: RunFolder, saved: Checkpoint) -> None:
     expected = data.get("sha256") if isinstance(data, dict) else None
     if expected is None or not kept:
         return
-    if (found := data_hash(kept)) != expected:
-        what = f"its SHA-256 is {found[:12]}… and the checkpoint of step {saved.step} was trained on {expected[:12]}…"
+    if (actual := data_hash(kept)) != expected:
+        what = f"its SHA-256 is {actual[:12]}… and the checkpoint of step {saved.step} was trained on {expected[:12]}…"
         raise UserError(f"{folder.path / DATA_META} is that of other data: {what}; put it back.", CHECKPOINT)
 
 
@@ -105,8 +105,8 @@ def check_tokenizer(folder: RunFolder) -> None:
         return
     path = folder.path / TOKENIZER
     with reading(path):
-        found = file_sha256(path)
-    if found != expected:
+        actual = file_sha256(path)
+    if actual != expected:
         what = f"{path} is not the tokenizer that the run was trained with ({DATA_META} has another checksum)"
         raise UserError(f"{what}: put it back, from the run's data or from a copy.", CHECKPOINT)
 
@@ -194,18 +194,22 @@ def _recipe_differences(recipe: Mapping[str, Any], saved: Checkpoint) -> list[st
     trained = saved.state.get("config")
     if not isinstance(trained, dict):
         return []
-    now, then = _filled_in(recipe), _filled_in(trained)
-    free = FREE | {"steps"} if _only_has_more_steps(now, then, saved.step) else FREE
-    changed = [name for name in now if name not in free and now[name] != then[name]]
-    return [f"{name} is {now[name]!r} and was {then[name]!r}" for name in changed]
+    current, trained_with = _filled_in(recipe), _filled_in(trained)
+    free = FREE | {"steps"} if _only_has_more_steps(current, trained_with, saved.step) else FREE
+    changed = [name for name in current if name not in free and current[name] != trained_with[name]]
+    return [f"{name} is {current[name]!r} and was {trained_with[name]!r}" for name in changed]
 
 
-def _only_has_more_steps(now: dict[str, Any], then: dict[str, Any], made: int) -> bool:
+def _only_has_more_steps(current: dict[str, Any], trained_with: dict[str, Any], made: int) -> bool:
     """Tell whether a run may be extended: its steps so far would have had the same learning rates (train/extend.py)."""
-    if type(now["steps"]) is not int or type(then["steps"]) is not int or now["steps"] < then["steps"]:
+    if (
+        type(current["steps"]) is not int
+        or type(trained_with["steps"]) is not int
+        or current["steps"] < trained_with["steps"]
+    ):
         return False
-    before = TrainConfig(**then)
-    return first_changed_step(before, dataclasses.replace(before, steps=now["steps"]), made) is None
+    before = TrainConfig(**trained_with)
+    return first_changed_step(before, dataclasses.replace(before, steps=current["steps"]), made) is None
 
 
 def _filled_in(recipe: Mapping[str, Any]) -> dict[str, Any]:

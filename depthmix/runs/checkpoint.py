@@ -176,18 +176,18 @@ def remove_old(folder: Path, step: int, keep: int) -> None:
 def list_checkpoints(folder: str | Path) -> list[Path]:
     """List the checkpoints in a folder, newest first, unverified; none if the folder does not exist."""
     folder = Path(folder)
-    found: dict[int, Path] = {}
+    by_step: dict[int, Path] = {}
     try:
         for path in folder.iterdir():
             if (match := NAME.fullmatch(path.name)) and path.is_dir():
                 step = int(match[1])
-                if step not in found or not path.name.startswith("."):
-                    found[step] = path
+                if step not in by_step or not path.name.startswith("."):
+                    by_step[step] = path
     except FileNotFoundError:
         return []
     except OSError as error:
         raise UserError(f"Cannot read the checkpoints in {folder}: {reason(error)}.", CHECKPOINT) from error
-    return [found[step] for step in sorted(found, reverse=True)]
+    return [by_step[step] for step in sorted(by_step, reverse=True)]
 
 
 def load_checkpoint(path: str | Path, tensors: bool = True) -> Checkpoint:
@@ -347,10 +347,10 @@ def _tidy(folder: Path) -> None:
 
 def _checked(state: dict[str, Any]) -> dict[str, Any]:
     try:
-        same = isinstance(state, dict) and json.loads(json_bytes(state)) == state
+        survives = isinstance(state, dict) and json.loads(json_bytes(state)) == state
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"the state of a checkpoint must be JSON: {error}") from error
-    if not same:  # tuples, keys that are no strings
+    if not survives:  # tuples, keys that are no strings
         raise ValueError("the state of a checkpoint must be a dictionary that JSON gives back as it was")
     return state
 

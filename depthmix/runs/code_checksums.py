@@ -85,23 +85,23 @@ def _file_of_class(mechanism: type) -> Path | None:
 
 def _checksum_of_class(mechanism: type) -> str:
     """Hash the compiled methods of a class whose source is in no file."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for name, value in sorted(vars(mechanism).items()):
         function = getattr(value, "__func__", getattr(value, "fget", value))
         if isinstance(function, FunctionType):
-            found.update(repr((name, function.__defaults__, function.__kwdefaults__)).encode())
-            _hash_bytecode(function.__code__, found)
-    return found.hexdigest()[:12]
+            digest.update(repr((name, function.__defaults__, function.__kwdefaults__)).encode())
+            _hash_bytecode(function.__code__, digest)
+    return digest.hexdigest()[:12]
 
 
-def _hash_bytecode(code: CodeType, found: Any) -> None:
+def _hash_bytecode(code: CodeType, digest: Any) -> None:
     constants = [c for c in code.co_consts if not isinstance(c, CodeType)]
     # Sorted, because the order within a frozenset differs between processes.
     plain = [sorted(map(repr, c)) if isinstance(c, frozenset) else repr(c) for c in constants]
-    found.update(repr((code.co_code.hex(), code.co_names, code.co_varnames, plain)).encode())
+    digest.update(repr((code.co_code.hex(), code.co_names, code.co_varnames, plain)).encode())
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
-            _hash_bytecode(inner, found)
+            _hash_bytecode(inner, digest)
 
 
 def file_of_its_own(mixer: str) -> Path | None:
@@ -161,37 +161,37 @@ def _is_kernel(path: Path) -> bool:
 @functools.cache
 def _files(mechanism: Path | None, images: bool) -> list[Path]:
     roots = [OF_IMAGES.get(root, root) if images else root for root in ROOTS]
-    found = _closure([*([mechanism] if mechanism else []), *(PACKAGE / root for root in roots)])
+    needed = _closure([*([mechanism] if mechanism else []), *(PACKAGE / root for root in roots)])
     silent = (*SILENT, *(SILENT_FOR_IMAGES if images else SILENT_FOR_TEXT))
-    return sorted(path for path in found if _name(path) not in silent)
+    return sorted(path for path in needed if _name(path) not in silent)
 
 
 def _closure(start: Iterable[Path]) -> set[Path]:
     """Return the files and, transitively, the files they import, wherever the import stands, as far as they count."""
-    found: set[Path] = set()
+    reached: set[Path] = set()
     waiting = list(start)
     while waiting:
         path = waiting.pop()
-        if path not in found:
-            found.add(path)
+        if path not in reached:
+            reached.add(path)
             waiting += [p for p in _imports(path) if _name(p).startswith(COUNTS)]
-    return found
+    return reached
 
 
 @functools.cache
 def _imports(path: Path) -> frozenset[Path]:
-    found: set[Path] = set()
+    imported: set[Path] = set()
     for node in ast.walk(_tree(path)):
         if isinstance(node, ast.Import):
-            found |= {file for alias in node.names if (file := _file(alias.name))}
+            imported |= {file for alias in node.names if (file := _file(alias.name))}
         elif isinstance(node, ast.ImportFrom) and node.module:
             for alias in node.names:
-                found |= _named(node.module, alias.name)
+                imported |= _named(node.module, alias.name)
         elif isinstance(node, ast.Constant) and str(node.value).startswith(
             "depthmix.fast."
         ):  # as a rule names its paths
-            found |= {file for name in (str(node.value).partition(":")[0],) if (file := _file(name))}
-    return frozenset(found)
+            imported |= {file for name in (str(node.value).partition(":")[0],) if (file := _file(name))}
+    return frozenset(imported)
 
 
 def _named(module: str, name: str) -> set[Path]:
@@ -228,17 +228,17 @@ def differences(tables: Iterable[tuple[str, Mapping[str, str]]], kernels: bool) 
         {file: its checksums} of the files that differ.
     """
     tables = list(tables)
-    seen: dict[str, set[str]] = {}
+    checksums: dict[str, set[str]] = {}
     by_mixer: dict[str, list[Mapping[str, str]]] = {}
     for mixer, table in tables:
         by_mixer.setdefault(mixer, []).append(table)
         for file, digest in table.items():
-            seen.setdefault(file, set()).add(digest)
-    for own in by_mixer.values():
-        for file in {file for table in own for file in table}:
-            if not all(file in table for table in own):
-                seen[file].add("none")
-    return {f: sums for f, sums in seen.items() if len(sums) > 1 and (kernels or not f.startswith(KERNELS))}
+            checksums.setdefault(file, set()).add(digest)
+    for mixer_tables in by_mixer.values():
+        for file in {file for table in mixer_tables for file in table}:
+            if not all(file in table for table in mixer_tables):
+                checksums[file].add("none")
+    return {f: sums for f, sums in checksums.items() if len(sums) > 1 and (kernels or not f.startswith(KERNELS))}
 
 
 def changed_since(
@@ -256,16 +256,16 @@ def changed_since(
     Returns:
         One sentence per file.
     """
-    found: dict[str, list[str]] = {}
+    arms_by_file: dict[str, list[str]] = {}
     for run, table in runs:
         file = file_of_its_own(run["config"].get("mixer", ""))
         if file is None or file.name not in table:
             continue
         if not accepted(file.name, {table[file.name], checksum(file)}, acceptances):
-            found.setdefault(file.name, []).append(run["arm"])
+            arms_by_file.setdefault(file.name, []).append(run["arm"])
     return [
         f"{name} has changed since the runs of {', '.join(dict.fromkeys(arms))} were made; to make them again, remove their lines from the results, or give the study another name."
-        for name, arms in found.items()
+        for name, arms in arms_by_file.items()
     ]
 
 

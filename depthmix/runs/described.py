@@ -48,13 +48,13 @@ def _named_checkpoints(path: Path) -> list[Path]:
 
 
 def _check_config(folder: RunFolder) -> None:
-    found, path = read_json_object(folder.path / CONFIG), folder.path / CONFIG
-    vocab_size = found.get("vocab_size")  # not in the recipe; the weights have to fit it
+    written, path = read_json_object(folder.path / CONFIG), folder.path / CONFIG
+    vocab_size = written.get("vocab_size")  # not in the recipe; the weights have to fit it
     described = model_config(read_train_config(folder), vocab_size if type(vocab_size) is int else 1)
     for ours, theirs in FIELDS.items():
-        now, then = found.get(theirs), getattr(described, ours)
+        given, expected = written.get(theirs), getattr(described, ours)
         if ours == "mixer_options":  # older versions wrote the given ones alone
-            now, then = (all_options(described.mixer, o) if isinstance(o, dict) else o for o in (now, then))
-        if theirs in found and now != then:
-            what = f"{theirs} is {now!r} and the run was trained with {then!r}"
+            given, expected = (all_options(described.mixer, o) if isinstance(o, dict) else o for o in (given, expected))
+        if theirs in written and given != expected:
+            what = f"{theirs} is {given!r} and the run was trained with {expected!r}"
             raise UserError(f"{path} was changed: {what}; put it back as it was.", CHECKPOINT)

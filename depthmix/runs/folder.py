@@ -114,20 +114,20 @@ class RunFolder:
         if not begun:
             return cls.create(path, config, command)
         self = cls.open(path)
-        now, then = _plain(_spelt_out(dataclasses.asdict(config))), _spelt_out(self.read_recipe())
-        check_options(self, then, now)
+        requested, recorded = _plain(_spelt_out(dataclasses.asdict(config))), _spelt_out(self.read_recipe())
+        check_options(self, recorded, requested)
         defaults = {
             f.name: f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
             for f in dataclasses.fields(config)
         }
         # A recipe of an older version lacks the fields that came later.
-        changes = {k: then.get(k, defaults[k]) for k, v in now.items() if v != then.get(k, defaults[k])}
-        fixed = [f"{k} was {v!r} and is {now[k]!r}" for k, v in changes.items() if k not in free]
+        changes = {k: recorded.get(k, defaults[k]) for k, v in requested.items() if v != recorded.get(k, defaults[k])}
+        fixed = [f"{k} was {v!r} and is {requested[k]!r}" for k, v in changes.items() if k not in free]
         if fixed and not self.has_begun():
             with self.locked():
                 if not self.has_begun():  # still: the process that held the lock may have come that far
                     self._write_environment(command, config)
-                    self._write_recipe(now)
+                    self._write_recipe(requested)
                     self.log(f"started over with another recipe: {', '.join(fixed)}")
                     return self
         if fixed:
@@ -135,8 +135,8 @@ class RunFolder:
             raise UserError(f"{self.path} holds a run of another recipe: {', '.join(fixed)}; {advice}.", CHECKPOINT)
         if changes and not self.has_result():
             with self.locked():
-                self._write_recipe({**then, **now})
-                self.log(f"recipe changed: {', '.join(f'{k} {v!r} -> {now[k]!r}' for k, v in changes.items())}")
+                self._write_recipe({**recorded, **requested})
+                self.log(f"recipe changed: {', '.join(f'{k} {v!r} -> {requested[k]!r}' for k, v in changes.items())}")
         return self
 
     @contextmanager
@@ -172,8 +172,8 @@ class RunFolder:
 
     def identity(self) -> str:
         """Return the run's random id, which its checkpoints hold as well; "" for a run of an older version."""
-        found = self._find_object(ENVIRONMENT).get("run_id")
-        return found if isinstance(found, str) else ""
+        run_id = self._find_object(ENVIRONMENT).get("run_id")
+        return run_id if isinstance(run_id, str) else ""
 
     def keep_identity(self, known: object = None) -> None:
         """Give a run without an id the one in its checkpoint, or a new one."""
@@ -205,9 +205,9 @@ class RunFolder:
         self._append(LOG, self._line(message))
 
     def _line(self, message: str) -> bytes:
-        now = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
+        timestamp = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
         text = message.replace("\n", "\n    ")
-        return f"{now} {text}\n".encode("utf-8", "backslashreplace")
+        return f"{timestamp} {text}\n".encode("utf-8", "backslashreplace")
 
     def sync(self) -> None:
         """Flush all logs to the disk. Called before a checkpoint, so that no line up to it is lost in a power failure."""
@@ -371,24 +371,24 @@ class RunFolder:
         noted = self._find_object(ENVIRONMENT).get("data")
         near = [Path(p).absolute() for p in (noted, data) if isinstance(p, str) and p]
         above = [] if os.path.isabs(data) else [p / data for p in self.path.absolute().parents]
-        found = [p for p in (*near, *above) if (p / "meta.json").is_file()]
-        if not found:
+        candidates = [p for p in (*near, *above) if (p / "meta.json").is_file()]
+        if not candidates:
             tried = " and ".join(dict.fromkeys(map(str, near))) + (f", and {data} above the run" if above else "")
             raise UserError(f"The data of {self.path} is not there any more: tried {tried}; use --input.", DATA)
         if not self._read_bytes(self.path / DATA_META):
-            return found[0]  # a run of an older version does not say what it was trained on
+            return candidates[0]  # a run of an older version does not say what it was trained on
         kept = self.data_meta()
         if not kept:
             what = "it does not say any more which data the run was trained on"
             raise UserError(
                 f"{self.path / DATA_META} is damaged, {what}: put it back from a copy, or use --input.", DATA
             )
-        for place in found:
+        for place in candidates:
             with suppress(UserError):  # a damaged one, while another may be whole
                 if data_hash(place) == data_hash(kept):
                     return place
-        change = describe_change(kept, read_meta(found[0]))
-        changed = f"The data in {found[0]} is not what {self.path} was trained on: {change}"
+        change = describe_change(kept, read_meta(candidates[0]))
+        changed = f"The data in {candidates[0]} is not what {self.path} was trained on: {change}"
         text = "" if "classes" in kept else ", or give text to measure on with --input"
         raise UserError(f"{changed}; prepare it as then{text}.", DATA)
 
@@ -403,9 +403,9 @@ class RunFolder:
             raise UserError(f"Cannot read {self.path}: {reason(error, self.path)}.", CHECKPOINT) from error
         if RECIPE in names:
             raise UserError(f"{self.path} already holds a run; choose another folder.", CHECKPOINT)
-        if left := list_checkpoints(self.checkpoints):
+        if checkpoints := list_checkpoints(self.checkpoints):
             what = f"{self.path} holds checkpoints and no {RECIPE}"
-            advice = f"put that file back, whose content is under config in {left[0] / STATE}, or choose another folder"
+            advice = f"put that file back, whose content is under config in {checkpoints[0] / STATE}, or choose another folder"
             raise UserError(f"{what}: {advice}.", CHECKPOINT)
         foreign = sorted(name for name in names - BEGUN if not name.startswith(TEMPORARY))
         if foreign:
@@ -413,8 +413,8 @@ class RunFolder:
             raise UserError(f"{self.path} is not a run folder ({what}); choose a new or empty folder.", CHECKPOINT)
 
     def _write_environment(self, command: Sequence[str], config: Any) -> None:
-        found = {**environment(command, getattr(config, "device", "auto")), "run_id": uuid.uuid4().hex}
-        self._replace(ENVIRONMENT, json_bytes(found))
+        content = {**environment(command, getattr(config, "device", "auto")), "run_id": uuid.uuid4().hex}
+        self._replace(ENVIRONMENT, json_bytes(content))
 
     def _write_recipe(self, recipe: dict[str, Any]) -> None:
         import yaml

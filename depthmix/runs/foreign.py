@@ -37,7 +37,7 @@ def load(folder: Path, what: str, **options: Any) -> Any:
     bars = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()  # theirs; a command has its own
     try:
-        model, found = AutoModelForCausalLM.from_pretrained(
+        model, loading = AutoModelForCausalLM.from_pretrained(
             folder,
             local_files_only=True,
             use_safetensors=True,
@@ -51,10 +51,10 @@ def load(folder: Path, what: str, **options: Any) -> Any:
     finally:
         if bars:
             logging.enable_progress_bar()
-    for name, *shapes in sorted(found["mismatched_keys"]):
+    for name, *shapes in sorted(loading["mismatched_keys"]):
         sizes = " and not ".join(str(list(shape)) for shape in shapes)
         raise UserError(f"{what}: {folder} does not fit together: {name} has the shape {sizes}", CHECKPOINT)
-    for name in sorted(found["missing_keys"]):
+    for name in sorted(loading["missing_keys"]):
         raise UserError(f"{what}: {folder} does not fit together: {name} is not in its weights", CHECKPOINT)
     return model
 
@@ -77,14 +77,18 @@ def describe(folder: Path, what: str) -> Description:
     if plain_type(config) not in ARCHITECTURES:
         known = ", ".join([MODEL_TYPE, *sorted(ARCHITECTURES)])
         raise UserError(f"{what} {folder} holds a model of type {config.model_type!r}; known are {known}", CHECKPOINT)
-    own = getattr(config, "depthmix", None)
-    right = isinstance(own, dict) and isinstance(own.get("mixer"), str) and isinstance(own.get("options"), dict)
-    if own is not None and not right:
-        raise UserError(f"{folder / CONFIG} is damaged: depthmix is {own!r}", CHECKPOINT)
+    recorded = getattr(config, "depthmix", None)
+    right = (
+        isinstance(recorded, dict)
+        and isinstance(recorded.get("mixer"), str)
+        and isinstance(recorded.get("options"), dict)
+    )
+    if recorded is not None and not right:
+        raise UserError(f"{folder / CONFIG} is damaged: depthmix is {recorded!r}", CHECKPOINT)
     n_blocks = config.num_hidden_layers
     shape = {"dim": config.hidden_size, "n_blocks": n_blocks, "n_heads": config.num_attention_heads}
     longest, sites = getattr(config, "max_position_embeddings", None), architecture(config).layout(n_blocks)
-    return Description(shape, config.vocab_size, longest, own, sites)
+    return Description(shape, config.vocab_size, longest, recorded, sites)
 
 
 def from_description(folder: Path) -> Any:

@@ -74,9 +74,9 @@ def read_source(init: str) -> Source:
         raise UserError(f"init {init!r} was trained on images: only models of text can be started from", CHECKPOINT)
     if model_type(folder) not in (None, MODEL_TYPE):
         return _read_foreign(path, folder, run)
-    found = _of_run(RunFolder(folder)) if run else read_config(path)
-    values = {name: getattr(found, name) for name in shared_fields()}
-    return Source(path, folder, values, {"n_blocks": found.n_blocks}, False, run, None if run else found.vocab_size)
+    decoder = _of_run(RunFolder(folder)) if run else read_config(path)
+    values = {name: getattr(decoder, name) for name in shared_fields()}
+    return Source(path, folder, values, {"n_blocks": decoder.n_blocks}, False, run, None if run else decoder.vocab_size)
 
 
 def _of_run(folder: RunFolder) -> DecoderConfig:
@@ -89,10 +89,10 @@ def _of_run(folder: RunFolder) -> DecoderConfig:
 
 
 def _read_foreign(path: Path, folder: Path, run: bool) -> Source:
-    found = foreign.describe(folder, "init")
-    own = found.mixer or {"mixer": TrainConfig.mixer, "options": {}}
-    values = {**found.shape, "mixer": own["mixer"], "mixer_options": own["options"]}
-    return Source(path, folder, values, found.sites, True, run, found.vocab_size, found.seq_len)
+    description = foreign.describe(folder, "init")
+    rule = description.mixer or {"mixer": TrainConfig.mixer, "options": {}}
+    values = {**description.shape, "mixer": rule["mixer"], "mixer_options": rule["options"]}
+    return Source(path, folder, values, description.sites, True, run, description.vocab_size, description.seq_len)
 
 
 def init_values(init: str, mixer: bool = True) -> dict[str, Any]:
@@ -139,8 +139,8 @@ def _check_shape(config: TrainConfig, source: Source) -> None:
 def _same_mixer(config: TrainConfig, source: Source) -> bool:
     if config.mixer != source.values["mixer"]:
         return False
-    ours, theirs = config.mixer_options, source.values["mixer_options"]
-    return all_options(config.mixer, ours) == all_options(config.mixer, theirs)
+    new_options, old_options = config.mixer_options, source.values["mixer_options"]
+    return all_options(config.mixer, new_options) == all_options(config.mixer, old_options)
 
 
 def _check_exchange(config: TrainConfig, source: Source, mixer: Mixer) -> None:
@@ -165,9 +165,9 @@ def check_vocabulary(config: TrainConfig, data: TokenData) -> None:
         return  # nothing says what its tokens mean
     if source.run:
         check_tokenizer(RunFolder(source.folder))
-    theirs, ours = (load_tokenizer(p, add_end=False).get_vocab() for p in (path, data.tokenizer_path))
+    model_tokens, data_tokens = (load_tokenizer(p, add_end=False).get_vocab() for p in (path, data.tokenizer_path))
     if any(
-        ours.get(token) != number for token, number in theirs.items()
+        data_tokens.get(token) != number for token, number in model_tokens.items()
     ):  # more of them need but rows of the embedding
         advice = f"prepare it with `depthmix data --tokenizer {path}`"
         raise UserError(f"{config.data} has other tokens than the model in {config.init}: {advice}", DATA)

@@ -17,8 +17,8 @@ class Parts:
     def __init__(self, folder: Path) -> None:
         metadata = HuggingFaceStorageReader(str(folder)).read_metadata()
         described: Any = metadata.state_dict_metadata
-        self.shapes: dict[str, torch.Size] = {name: found.size for name, found in described.items()}
-        self.dtypes: dict[str, torch.dtype] = {name: found.properties.dtype for name, found in described.items()}
+        self.shapes: dict[str, torch.Size] = {name: entry.size for name, entry in described.items()}
+        self.dtypes: dict[str, torch.dtype] = {name: entry.properties.dtype for name, entry in described.items()}
         self._places: dict[str, list[tuple[str, Any, Any]]] = {}
         stored: Any = metadata.storage_data
         for index, info in stored.items():

@@ -73,8 +73,8 @@ def _spelt_out(described: dict[str, Any]) -> dict[str, Any]:
     """Fill in every option of the mixer, since a later version's defaults may differ."""
     if "mixer_options" in described:
         return {**described, "mixer_options": all_options(described["mixer"], described["mixer_options"])}
-    if isinstance(own := described.get("depthmix"), dict):  # a retrofitted model
-        return {**described, "depthmix": {**own, "options": all_options(own["mixer"], own["options"])}}
+    if isinstance(rule := described.get("depthmix"), dict):  # a retrofitted model
+        return {**described, "depthmix": {**rule, "options": all_options(rule["mixer"], rule["options"])}}
     return described
 
 

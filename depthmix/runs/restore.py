@@ -52,8 +52,8 @@ def load_model(run: str | Path, device: torch.device) -> Trained:
     if not path.exists():
         raise UserError(f"run {str(run)!r} does not exist: give the folder that `depthmix train` wrote", CHECKPOINT)
     if is_pretrained(path):
-        ours = model_type(path) in (None, MODEL_TYPE)
-        return _load_pretrained(path, device) if ours else _load_foreign(path, device)
+        is_decoder = model_type(path) in (None, MODEL_TYPE)
+        return _load_pretrained(path, device) if is_decoder else _load_foreign(path, device)
     folder, saved = open_checkpoint(path)
     config = read_train_config(folder)
     if "classes" in (meta := folder.data_meta()):
@@ -100,15 +100,15 @@ def model_of_run(folder: RunFolder, saved: Checkpoint, config: TrainConfig, toke
     return model
 
 
-def model_of_pretrained(path: Path, found: Pretrained) -> Decoder:
+def model_of_pretrained(path: Path, saved: Pretrained) -> Decoder:
     """Build the decoder that `save_pretrained` wrote, with its weights."""
     try:
-        model = Decoder(found.decoder)
+        model = Decoder(saved.decoder)
     except OptionError as error:
         raise UserError(f"{path / CONFIG} describes no model: {error}", CHECKPOINT) from None
     buffers = dict(model.named_buffers())  # constants, which this version makes itself
-    tensors = {name: t for name, t in found.tensors.items() if name not in buffers}
-    load_parameters(model, tensors, found.decoder.mixer, str(path))
+    tensors = {name: t for name, t in saved.tensors.items() if name not in buffers}
+    load_parameters(model, tensors, saved.decoder.mixer, str(path))
     return model
 
 
@@ -124,44 +124,44 @@ def _load_vit(
 
 
 def _load_pretrained(path: Path, device: torch.device) -> Trained:
-    found, folder = read_pretrained(path), RunFolder(path)
+    saved, folder = read_pretrained(path), RunFolder(path)
     tokenizer = _tokenizer(folder, add_end=False)
-    _check_vocabulary(folder, vocabulary(tokenizer), found.decoder.vocab_size, "model")
-    config = TrainConfig(**{name: getattr(found.decoder, name) for name in shared_fields()})
-    config.seq_len = found.seq_len or config.seq_len
-    model = model_of_pretrained(path, found).to(device)
+    _check_vocabulary(folder, vocabulary(tokenizer), saved.decoder.vocab_size, "model")
+    config = TrainConfig(**{name: getattr(saved.decoder, name) for name in shared_fields()})
+    config.seq_len = saved.seq_len or config.seq_len
+    model = model_of_pretrained(path, saved).to(device)
     return Trained(
-        model.eval(), tokenizer, config, 0, folder, _end(path, tokenizer, found.end, found.decoder.vocab_size)
+        model.eval(), tokenizer, config, 0, folder, _end(path, tokenizer, saved.end, saved.decoder.vocab_size)
     )
 
 
 def _load_foreign(path: Path, device: torch.device) -> Trained:
     """Load a Hugging Face model, retrofitted or plain, with the tokenizer next to it."""
-    found, folder = foreign.describe(path, "run"), RunFolder(path)
+    description, folder = foreign.describe(path, "run"), RunFolder(path)
     tokenizer = _tokenizer(folder, add_end=False)
-    _check_vocabulary(folder, vocabulary(tokenizer), found.vocab_size, "model")
-    end = _end(path, tokenizer, read_end(path), found.vocab_size)
-    config = TrainConfig(**found.shape)  # type: ignore[arg-type]
-    if found.mixer is not None:
-        config.mixer, config.mixer_options = found.mixer["mixer"], found.mixer["options"]
-    config.seq_len = found.seq_len or config.seq_len
+    _check_vocabulary(folder, vocabulary(tokenizer), description.vocab_size, "model")
+    end = _end(path, tokenizer, read_end(path), description.vocab_size)
+    config = TrainConfig(**description.shape)  # type: ignore[arg-type]
+    if description.mixer is not None:
+        config.mixer, config.mixer_options = description.mixer["mixer"], description.mixer["options"]
+    config.seq_len = description.seq_len or config.seq_len
     model = foreign.load_adapted(path, "run").to(device).eval()
     return Trained(model, tokenizer, config, 0, folder, end, special=True)
 
 
-def _end(path: Path, tokenizer: Any, said: int | None, vocab_size: int) -> int | None:
+def _end(path: Path, tokenizer: Any, recorded: int | None, vocab_size: int) -> int | None:
     """Return the id of the token that ends a text: the folder's, or else the tokenizer's."""
-    end = tokenizer.token_to_id(END) if said is None else said
+    end = tokenizer.token_to_id(END) if recorded is None else recorded
     if end is not None and end >= vocab_size:
         what = f"the token {end} that ends a text is beyond the vocabulary of {vocab_size}"
         raise UserError(f"{path} cannot be used: {what}", CHECKPOINT)
     return end
 
 
-def _check_vocabulary(folder: RunFolder, tokens: int, vocab_size: int, of: str) -> None:
+def _check_vocabulary(folder: RunFolder, tokens: int, vocab_size: int, owner: str) -> None:
     if tokens > vocab_size:
         what = f"has {tokens} entries and the model {vocab_size}"
-        raise UserError(f"{folder.path / TOKENIZER} {what}: it is of another {of}", CHECKPOINT)
+        raise UserError(f"{folder.path / TOKENIZER} {what}: it is of another {owner}", CHECKPOINT)
 
 
 def read_train_config(folder: RunFolder) -> TrainConfig:
@@ -213,8 +213,8 @@ def vit_config(config: TrainConfig, meta: dict[str, Any]) -> VitConfig:
     """
     try:
         shape = {"image_size": (meta["height"], meta["width"]), "channels": meta["channels"]}
-        own = {name: getattr(config, name) for name in shared_fields(VitConfig)}
-        return VitConfig(n_classes=len(meta["classes"]), **shape, **own)
+        options = {name: getattr(config, name) for name in shared_fields(VitConfig)}
+        return VitConfig(n_classes=len(meta["classes"]), **shape, **options)
     except (KeyError, TypeError) as error:
         raise UserError(f"the meta.json of its images is damaged ({error})", DATA) from None
     except ValueError as error:

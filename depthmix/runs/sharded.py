@@ -94,9 +94,11 @@ class Saver:
         """
         try:
             written.result()
-            own = sorted((temporary / PARTS).glob(f"shard-{self.world.rank + 1:05d}-*.safetensors"))
+            written_here = sorted((temporary / PARTS).glob(f"shard-{self.world.rank + 1:05d}-*.safetensors"))
             files: list[Any] = [None] * self.world.size
-            dist.all_gather_object(files, {f"{PARTS}/{p.name}": _entry(p) for p in own}, group=self.world.beside)
+            dist.all_gather_object(
+                files, {f"{PARTS}/{p.name}": _entry(p) for p in written_here}, group=self.world.beside
+            )
             outcome: list[Any] = [None]
             if self.world.first:
                 outcome[0] = self._publish(temporary, step, state, {k: v for f in files for k, v in f.items()})
@@ -150,19 +152,19 @@ def load_into(
         UserError: The checkpoint is of another model or optimizer.
     """
     folder = path / PARTS if (path / PARTS).is_dir() else path
-    found = Parts(folder).shapes
+    saved_shapes = Parts(folder).shapes
     for name, shape in model.items():
-        if name not in found:
+        if name not in saved_shapes:
             raise UserError(f"the checkpoint {path} lacks {name}: it is of another model or optimizer", CHECKPOINT)
-        if found[name] != shape:
-            shapes = f"{list(found[name])}, not {list(shape)}"
+        if saved_shapes[name] != shape:
+            shapes = f"{list(saved_shapes[name])}, not {list(shape)}"
             raise UserError(f"the checkpoint {path} has {name} of shape {shapes}: it is of another size", CHECKPOINT)
-    own: dict[str, Tensor] = {}
-    for name, shape in found.items():
+    loaded: dict[str, Tensor] = {}
+    for name, shape in saved_shapes.items():
         place = places(name, shape)
         if place is None:
             raise UserError(f"the checkpoint {path} has {name}: it is of another model or optimizer", CHECKPOINT)
         if not place.is_meta:
-            own[name] = place
-    dcp.load(own, storage_reader=HuggingFaceStorageReader(str(folder)))
-    return own
+            loaded[name] = place
+    dcp.load(loaded, storage_reader=HuggingFaceStorageReader(str(folder)))
+    return loaded

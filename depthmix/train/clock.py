@@ -77,8 +77,8 @@ class CoreWait:
 
     def share(self) -> float | None:
         """Return waiting time / (running + waiting time), from 0 to 1; None where the system does not report it."""
-        now = _schedule()
-        ran, waited = (sum(n[i] - self.before.get(t, (0, 0))[i] for t, n in now.items()) for i in (0, 1))
+        current = _schedule()
+        ran, waited = (sum(n[i] - self.before.get(t, (0, 0))[i] for t, n in current.items()) for i in (0, 1))
         return waited / (ran + waited) if ran > 0 else None
 
 

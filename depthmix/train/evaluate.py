@@ -89,7 +89,7 @@ def check_tokens(batch: Tensor, vocab_size: int, folder: object) -> Tensor:
     return batch
 
 
-def token_losses(model: Callable[[Tensor], Tensor], batch: Tensor, own: Share = ALL) -> Tensor:
+def token_losses(model: Callable[[Tensor], Tensor], batch: Tensor, share: Share = ALL) -> Tensor:
     """Compute the loss of every token of a batch but the first of each row.
 
     Args:
@@ -100,7 +100,7 @@ def token_losses(model: Callable[[Tensor], Tensor], batch: Tensor, own: Share = 
     Returns:
         Losses in nats [B, T].
     """
-    logits, targets = model(own.of(batch[:, :-1], dim=1)), own.of(batch[:, 1:], dim=1)
+    logits, targets = model(share.of(batch[:, :-1], dim=1)), share.of(batch[:, 1:], dim=1)
     return token_loss(logits.flatten(0, 1), targets.flatten()).view_as(targets)
 
 
@@ -111,7 +111,7 @@ def summed_loss(
     device: torch.device,
     precision: str,
     whole: Callable[[Tensor], Tensor] = lambda losses: losses,
-    own: Share = ALL,
+    share: Share = ALL,
 ) -> tuple[float, int]:
     """Sum the losses of a batch in fp64.
 
@@ -127,7 +127,7 @@ def summed_loss(
         The sum, and the number of tokens.
     """
     with autocast(device, precision):
-        losses = whole(token_losses(model, batch.to(device), own))
+        losses = whole(token_losses(model, batch.to(device), share))
     return float(losses.cpu().double().sum()), losses.numel()  # there: MPS has no fp64
 
 
@@ -155,8 +155,8 @@ def evaluate(
     for name, batches in parts.items():
         total, tokens = 0.0, 0
         for batch in batches:
-            found, n = summed_loss(model, batch, device, precision)
-            total, tokens = total + found, tokens + n
+            loss, n = summed_loss(model, batch, device, precision)
+            total, tokens = total + loss, tokens + n
         sums[name] = total, tokens
     model.train()
     return Evaluation.of(sums, bytes_per_token)
@@ -178,6 +178,6 @@ def summed_images(
         The sum, the number of images, and the number classified correctly.
     """
     with autocast(device, precision):
-        found, labels = logits(batch.to(device))
-    losses = functional.cross_entropy(found, labels, reduction="none")
-    return float(losses.cpu().double().sum()), len(labels), int((found.argmax(-1) == labels).sum())
+        scores, labels = logits(batch.to(device))
+    losses = functional.cross_entropy(scores, labels, reduction="none")
+    return float(losses.cpu().double().sum()), len(labels), int((scores.argmax(-1) == labels).sum())

@@ -27,19 +27,19 @@ def can_take_more_steps(path: Path, config: TrainConfig) -> bool:
     if not (path / RECIPE).is_file():
         return False
     folder = RunFolder.open(path)
-    then = read_train_config(folder)
-    if config.steps <= then.steps or config.schedule != then.schedule or not folder.has_begun():
+    recorded = read_train_config(folder)
+    if config.steps <= recorded.steps or config.schedule != recorded.schedule or not folder.has_begun():
         return False
     newest = next(iter(list_checkpoints(folder.checkpoints)), None)
     if newest is None:
         if folder.has_result():
-            what = f"{path} has no checkpoint any more, so its {then.steps} steps cannot become {config.steps}"
+            what = f"{path} has no checkpoint any more, so its {recorded.steps} steps cannot become {config.steps}"
             raise UserError(f"{what}; put one back from a copy, or choose another folder", CHECKPOINT)
         return True  # it starts over
     made = int(newest.name.rpartition("-")[2])
-    changed = first_changed_step(then, dataclasses.replace(then, steps=config.steps), made)
+    changed = first_changed_step(recorded, dataclasses.replace(recorded, steps=config.steps), made)
     if changed is not None:
-        what = f"{path} has made {made} steps of a {then.schedule} schedule over {then.steps}"
+        what = f"{path} has made {made} steps of a {recorded.schedule} schedule over {recorded.steps}"
         why = f"over {config.steps} its learning rate would have been another from step {changed + 1} on"
         rule = "only rsqrt, and wsd before its decay, go on without a break"
         advice = f"start another run from its weights, with --init {path} and another --out"

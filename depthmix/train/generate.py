@@ -91,15 +91,15 @@ def _steps(model: Decoder, length: int) -> Callable[[Tensor], Tensor]:
 
 def stream_text(tokenizer: Any, tokens: Iterator[int]) -> Iterator[str]:
     """Decode tokens, yielding pieces of text as soon as their bytes form complete characters."""
-    seen: list[int] = []
+    ids: list[int] = []
     shown = ""
     for token in tokens:
-        seen.append(token)
-        text = tokenizer.decode(seen)
+        ids.append(token)
+        text = tokenizer.decode(ids)
         if not text.endswith("\ufffd"):  # a character of several bytes is not finished yet
             yield text[len(shown) :]
             shown = text
-    text = tokenizer.decode(seen)
+    text = tokenizer.decode(ids)
     if len(text) > len(shown):
         yield text[len(shown) :]
 

@@ -45,11 +45,11 @@ def inspect(config: InspectConfig) -> None:
         check_above(Path(config.json))
         check_replaceable(Path(config.json), "inspection")
     with phases() as progress:
-        found = inspect_run(config, progress)
-    print(summary(found))
+        document = inspect_run(config, progress)
+    print(summary(document))
     if config.json:
         check_replaceable(Path(config.json), "inspection")  # again: measuring took a while
-        write_text(Path(config.json), json.dumps(found, allow_nan=False) + "\n")
+        write_text(Path(config.json), json.dumps(document, allow_nan=False) + "\n")
         print(f"Everything, token by token too: {config.json}")
 
 
@@ -80,18 +80,18 @@ def inspect_run(config: InspectConfig, progress: Progress | None = None) -> dict
     ids, pieces = encode_text(trained, config.text, config.seq_len)
     batches = [batch.to(device) for batch in _measured_on(trained, config, ids)]
     with autocast(device, trained.config.precision):
-        loss, found = _over_depth(model, batches[0])
+        loss, measured = _over_depth(model, batches[0])
         if not math.isfinite(loss):
             what = "the model's output is not a number"
             raise UserError(f"{what}: this run has diverged, use an older checkpoint", DIVERGED)
         inputs = [batch[:, :-1] for batch in batches]
-        found["mixing"] = doc.of_depth_map(mixer, depth_map(model, _told(inputs, "depth maps", tell)))
+        measured["mixing"] = doc.of_depth_map(mixer, depth_map(model, _told(inputs, "depth maps", tell)))
         sources = sources_of(model, mixer, inputs[0])
-        found["structure"] = doc.of_structure(structure(mixer, sources))
-        found["streams"] = doc.of_streams(stream_report(mixer, sources))
+        measured["structure"] = doc.of_structure(structure(mixer, sources))
+        measured["streams"] = doc.of_streams(stream_report(mixer, sources))
         del sources
-        found |= _causal(model, batches, config.causal_tokens, tell)
-        found["text"] = text_by_token(model, ids, pieces) if pieces else None
+        measured |= _causal(model, batches, config.causal_tokens, tell)
+        measured["text"] = text_by_token(model, ids, pieces) if pieces else None
     described = {
         "schema": doc.SCHEMA,
         "run": str(config.run),
@@ -102,7 +102,7 @@ def inspect_run(config: InspectConfig, progress: Progress | None = None) -> dict
         **doc.describe_mixer(mixer),
         "loss": loss,
     }
-    return doc.rounded({**described, **found, "training": trained.folder.read_dynamics()})
+    return doc.rounded({**described, **measured, "training": trained.folder.read_dynamics()})
 
 
 def _check(config: InspectConfig) -> None:

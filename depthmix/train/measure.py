@@ -125,14 +125,14 @@ def _windows(ids: np.ndarray, seq_len: int, batch_size: int) -> Iterator[Tensor]
 
 def measure(config: EvalConfig) -> None:
     """Print what `evaluate_run` measures."""
-    found, step = evaluate_run(config)
-    numbers: dict[str, Any] = {"step": step or None, "loss": found.loss, **found.numbers()}
-    if isinstance(found, ImageEvaluation):
-        numbers["images"] = found.images
-        text = f"loss {found.loss:.4f} nats per image, accuracy {found.accuracy:.2%}, {found.images:,} images"
+    evaluation, step = evaluate_run(config)
+    numbers: dict[str, Any] = {"step": step or None, "loss": evaluation.loss, **evaluation.numbers()}
+    if isinstance(evaluation, ImageEvaluation):
+        numbers["images"] = evaluation.images
+        text = f"loss {evaluation.loss:.4f} nats per image, accuracy {evaluation.accuracy:.2%}, {evaluation.images:,} images"
     else:
-        numbers["tokens"] = found.tokens
-        learnt = describe_learnt(found.perplexity, found.bits_per_byte)
-        text = f"loss {found.loss:.4f} nats per token, {learnt}, {found.tokens:,} tokens"
-        text += "".join(f"\n    {domain}: loss {loss:.4f}" for domain, loss in found.domains.items())
+        numbers["tokens"] = evaluation.tokens
+        learnt = describe_learnt(evaluation.perplexity, evaluation.bits_per_byte)
+        text = f"loss {evaluation.loss:.4f} nats per token, {learnt}, {evaluation.tokens:,} tokens"
+        text += "".join(f"\n    {domain}: loss {loss:.4f}" for domain, loss in evaluation.domains.items())
     print(json.dumps(numbers) if config.json else text)

@@ -169,8 +169,8 @@ def _groups(
     for on in (True, False):
         for name, p in named.items():
             if decay[name] == on:
-                own, mesh = settings.get(name, {}), getattr(p, "device_mesh", None)
-                setting = own.get("lr", 1.0), own.get("weight_decay", weight_decay if on else 0.0)
+                overrides, mesh = settings.get(name, {}), getattr(p, "device_mesh", None)
+                setting = overrides.get("lr", 1.0), overrides.get("weight_decay", weight_decay if on else 0.0)
                 # The parameters of a group must be sharded over the same processes.
                 groups.setdefault((mesh, *setting), []).append((name, p))
     return [{"params": chosen, "weight_decay": d, "lr": peak_lr * factor} for (_, factor, d), chosen in groups.items()]

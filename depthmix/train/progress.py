@@ -62,8 +62,10 @@ class TrainingProgress:
             self.bar.update(self.task, completed=step, shown=shown)
         elif time.monotonic() - self.printed >= 10 or step == self.steps:
             self.printed = time.monotonic()
-            left = (self.printed - self.begun) / max(1, step - self.first) * (self.steps - step)
-            print(f"{self.label}  {step}/{self.steps}  {shown}  {duration(left)} left", file=sys.stderr, flush=True)
+            remaining = (self.printed - self.begun) / max(1, step - self.first) * (self.steps - step)
+            print(
+                f"{self.label}  {step}/{self.steps}  {shown}  {duration(remaining)} left", file=sys.stderr, flush=True
+            )
 
     def close(self) -> None:
         """Stop the bar, leaving its last state on the screen."""
@@ -75,11 +77,11 @@ class TrainingProgress:
 def phases() -> Iterator[Callable[[str, int, int | None], None]]:
     """Show the progress of work in phases, such as preparing data; yields progress(phase, done, total)."""
     if not _rich():
-        seen: set[str] = set()
+        announced: set[str] = set()
 
         def note(phase: str, done: int, total: int | None) -> None:
-            if phase not in seen:
-                seen.add(phase)
+            if phase not in announced:
+                announced.add(phase)
                 print(f"{phase} …", file=sys.stderr, flush=True)
 
         yield note

@@ -56,17 +56,17 @@ _running: list[tuple[int, Demands]] = []  # by thread
 @contextmanager
 def claim(demands: Demands) -> Iterator[None]:
     """Hold process-wide settings inside this context. Raises UserError if a training in another thread needs others."""
-    own = threading.get_ident(), demands
+    entry = threading.get_ident(), demands
     with _lock:
         for thread, other in _running:
-            if thread != own[0] and (why := demands.conflict(other)):
+            if thread != entry[0] and (why := demands.conflict(other)):
                 raise UserError(f"another thread of this process is training: {why}; {ADVICE}")
-        _running.append(own)
+        _running.append(entry)
     try:
         yield
     finally:
         with _lock:
-            _running.remove(own)
+            _running.remove(entry)
 
 
 @contextmanager

@@ -101,8 +101,8 @@ class Text:
 
     unit, exploded = "tokens", 3
 
-    def __init__(self, config: TrainConfig, data: TokenData, rows: slice = slice(None), own: Share = ALL) -> None:
-        self.config, self.data, self.own = config, data, own
+    def __init__(self, config: TrainConfig, data: TokenData, rows: slice = slice(None), share: Share = ALL) -> None:
+        self.config, self.data, self.share = config, data, share
         self.outcomes, self.per_step = data.vocab_size, config.batch_size * config.seq_len
         self.tokens = config.seq_len
         self.batches = Batches(data.split("train"), config.seq_len, config.batch_size, config.seed, rows)
@@ -140,10 +140,10 @@ class Text:
         return batch[:, :-1]
 
     def losses(self, model: Model, batch: Tensor) -> Tensor:
-        return token_losses(model, batch, self.own)
+        return token_losses(model, batch, self.share)
 
     def sums(self, model: Model, batch: Tensor, device: torch.device, whole: Model) -> tuple[float, ...]:
-        return summed_loss(model, batch, device, self.config.precision, whole, self.own)
+        return summed_loss(model, batch, device, self.config.precision, whole, self.share)
 
     def evaluation(self, sums: Mapping[str, Sequence[float]]) -> Evaluation:
         return Evaluation.of(sums, self.val.n_bytes / self.val.n_tokens)
@@ -226,7 +226,7 @@ def normalised(images: Tensor, data: ImageData) -> Tensor:
     return torch.stack(channels, dim=1)
 
 
-def make_task(config: TrainConfig, data: TokenData | ImageData, rows: slice = slice(None), own: Share = ALL) -> Task:
+def make_task(config: TrainConfig, data: TokenData | ImageData, rows: slice = slice(None), share: Share = ALL) -> Task:
     """Make the task of prepared data.
 
     Args:
@@ -244,4 +244,4 @@ def make_task(config: TrainConfig, data: TokenData | ImageData, rows: slice = sl
         if getattr(config, name) != defaults[name]:
             kind, other = ("images", "text") if images else ("text", "images")
             raise UserError(f"{name} is for {other}, and {config.data} holds {kind}: leave it out")
-    return Pictures(config, data, rows) if isinstance(data, ImageData) else Text(config, data, rows, own)
+    return Pictures(config, data, rows) if isinstance(data, ImageData) else Text(config, data, rows, share)

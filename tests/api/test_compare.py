@@ -72,7 +72,7 @@ def test_a_notebook_shows_the_table_with_text_escaped(result, monkeypatch):
     shown = result._repr_html_()
     assert shown.count("<tr>") == 3
     assert "<th>attnres:block_size=2</th>" in shown
-    monkeypatch.setattr(result._found, "notes", ["<script>alert('diverged')</script>"])
+    monkeypatch.setattr(result._comparison, "notes", ["<script>alert('diverged')</script>"])
     assert "<li>&lt;script&gt;alert(&#x27;diverged&#x27;)&lt;/script&gt;</li>" in result._repr_html_()
 
 
@@ -95,7 +95,7 @@ def test_models_are_loaded_when_they_are_asked_for(result, monkeypatch):
     loaded = []
     load = sys.modules["depthmix.api.comparison_result"].load_model
     monkeypatch.setattr("depthmix.api.comparison_result.load_model", lambda *a: loaded.append(a[0]) or load(*a))
-    fresh = type(result)(result._found, result.data, result._owned, "cpu")
+    fresh = type(result)(result._comparison, result.data, result._owned, "cpu")
     assert loaded == []
     assert fresh["residual"].models[1] is fresh["residual"].models[1]
     assert loaded == [fresh["residual"].runs[1].path]
