@@ -3,6 +3,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 TRAIN := .venv/.installed-train
 LINT := .venv/.installed-lint
+DOCS := .venv/.installed-docs
 PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 # The pip that Python brings along may be years old, and takes a minute longer on a slow machine to look through an index.
 VENV = @test -x $(BIN)/python || { $(PYTHON) -m venv .venv && { $(PIP) --upgrade pip || true; }; }
@@ -12,7 +13,7 @@ INSTALL = $(PIP) --constraint constraints.txt --editable
 UNUSED = transformers/models|plotly|pip|setuptools|mypy|mypyc|tests?|torch/testing/_internal|torchgen|sympy/physics|pygments/lexers|fontTools|pydantic|tensorboard|async_api|narwhals|werkzeug|grpc|torch/_vendor|numpy/distutils|sympy/stats|huggingface_hub/(cli|inference)
 COMPILE = @$(BIN)/python -m compileall -qq -j 0 -x '/($(UNUSED))/' .venv/lib depthmix || true
 
-.PHONY: setup demo test coverage test-harness test-gpu bench lint format new-mixer wheel clean
+.PHONY: setup demo test coverage test-harness test-gpu bench docs lint format new-mixer wheel clean
 
 setup: $(STAMP)
 
@@ -66,6 +67,14 @@ lint: $(LINT)
 	$(BIN)/python tools/docstrings.py
 	$(BIN)/mypy
 
+$(DOCS): $(STAMP)
+	$(INSTALL) ".[dev,docs]"
+	@touch $(DOCS)
+
+# The variable keeps mkdocs-material from printing its authors' notice about later versions, which is no warning about these pages.
+docs: $(DOCS)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 format: $(LINT)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -77,4 +86,4 @@ wheel: $(STAMP)
 	$(BIN)/python -m build --wheel --no-isolation --outdir dist
 
 clean:
-	rm -rf .venv data runs dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage
+	rm -rf .venv data runs dist build site .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage

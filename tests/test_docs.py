@@ -5,6 +5,7 @@ import importlib
 import re
 import runpy
 import textwrap
+import unicodedata
 
 import pytest
 import torch
@@ -51,15 +52,41 @@ def test_readme_lists_rules_with_their_options():
     assert rows == {name: list(mixer_class(name).options) for name in rows}
 
 
+def outside_code(text):
+    return re.sub(r"^```.*?^```", "", text, flags=re.S | re.M)
+
+
+def anchors(page):
+    """The anchors of a page's headings, as Markdown's table of contents names them."""
+    found = set()
+    for title in re.findall(r"^#+ (.+)$", outside_code(page.read_text()), re.M):
+        given = re.search(r"\{#([\w-]+)\}$", title)
+        plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", title)
+        plain = re.sub(r"[^\w\s-]", "", unicodedata.normalize("NFKD", plain).encode("ascii", "ignore").decode())
+        found.add(given[1] if given else re.sub(r"[-\s]+", "-", plain.strip().lower()))
+    return found
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_links_and_paths_lead_somewhere(page):
+def test_links_anchors_and_paths_lead_somewhere(page):
     text = page.read_text()
-    for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text):
-        assert (page.parent / target).exists(), target
+    for target, anchor in re.findall(r"\]\(([^)#\s:]*)(?:#([^)\s]*))?\)", outside_code(text)):
+        there = page.parent / target if target else page
+        assert there.exists() or there == ROOT / "docs" / "changelog.md", target
+        if anchor and there.suffix == ".md":
+            assert anchor in anchors(there), f"{target}#{anchor}"
     for path in re.findall(
         r"`((?:benchmarks|corpora|depthmix|docs|examples|lab|recipes|tests|tools)/[\w./=-]*)(?:::\w+)?`", text
     ):
         assert (ROOT / path).exists(), path
+
+
+def test_every_page_of_the_site_has_its_place():
+    """mkdocs.yml names each page once; pages of results are linked from the pages that quote them."""
+    nav = re.findall(r"^\s+- (?:[^:]+: )?([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M)
+    docs = ROOT / "docs"
+    pages = {str(p.relative_to(docs)) for p in docs.rglob("*.md") if docs / "results" not in p.parents}
+    assert sorted(nav) == sorted(pages | {"changelog.md"})  # which is CHANGELOG.md (tools/site_hooks.py)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))

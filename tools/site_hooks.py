@@ -1,0 +1,119 @@
+"""Hooks of mkdocs: pages for the repository's files that the documentation links to.
+
+The documentation links to examples, recipes and results beside docs/. A site has no files beside it, so each linked file becomes a
+page under repository/. Folders, and files that only such a page links to, keep their words and lose the link. CHANGELOG.md is
+changelog.md on the site. The search leaves these pages out.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).resolve().parents[1]
+CHANGELOG = "CHANGELOG.md"
+IMAGE = re.compile(r"!\[([^\[\]]*)\]\(([^()\s#]+)()\)")
+LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^()\s#]+)(#[^()\s]*)?\)")
+CODE = re.compile(r"^(```|~~~).*?^\1", re.M | re.S)
+LANGUAGES = {".py": "python", ".sh": "bash", ".toml": "toml", ".yaml": "yaml", ".yml": "yaml"}
+SHOWN = {".md", ".txt", *LANGUAGES}
+HIDDEN = "---\nsearch:\n  exclude: true\n---\n\n"
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add a page for each file beside docs/ that a page links to."""
+    pages = [file for file in files if file.src_uri.endswith(".md")]
+    known: dict[str, str] = {CHANGELOG: "changelog.md"}
+    for page in pages:
+        for path in linked(page.content_string, f"docs/{page.src_uri}"):
+            known.setdefault(path, page_of(path))
+    for path in linked((ROOT / CHANGELOG).read_text(), CHANGELOG):
+        known.setdefault(path, page_of(path))
+    for path in [path for path in known if path.endswith(".md")]:
+        images = [resolve(m[2], path) for m in IMAGE.finditer((ROOT / path).read_text())]
+        known |= {
+            image: f"repository/{image}"
+            for image in images
+            if (ROOT / image).is_file() and not image.startswith("docs/")
+        }
+    for path, uri in known.items():
+        if uri.endswith(".md"):
+            files.append(File.generated(config, uri, content=content_of(path, uri, known)))
+        else:
+            files.append(File.generated(config, uri, abs_src_path=str(ROOT / path)))
+    config["pages_of_files"] = known
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
+    """Point links that leave docs/ at the pages made of those files."""
+    if page.file.generated_by:
+        return markdown
+    return relink(markdown, f"docs/{page.file.src_uri}", page.file.src_uri, config["pages_of_files"])
+
+
+def linked(markdown: str, source: str) -> list[str]:
+    """Return the files beside docs/ that the page `source` links to, as paths in the repository."""
+    found = [resolve(m[2], source) for m in LINK.finditer(CODE.sub("", markdown))]
+    return [path for path in found if path and not path.startswith("docs/") and (ROOT / path).suffix in SHOWN]
+
+
+def resolve(target: str, source: str) -> str:
+    """Return a link's target as a path in the repository; nothing for an address of the web."""
+    if re.match(r"\w+:", target):
+        return ""
+    return os.path.normpath(os.path.join(os.path.dirname(source), target))
+
+
+def page_of(path: str) -> str:
+    """Return the page of the site that shows a file."""
+    return f"repository/{path}" if path.endswith(".md") else f"repository/{path}.md"
+
+
+def content_of(path: str, uri: str, known: dict[str, str]) -> str:
+    """Return the page of a file: Markdown with its links changed, anything else as a block of code."""
+    text = (ROOT / path).read_text()
+    if path.endswith(".md"):
+        shown = relink(text, path, uri, known)
+        return shown if path == CHANGELOG else HIDDEN + shown
+    language = LANGUAGES.get(Path(path).suffix, "text")
+    return f"{HIDDEN}# {path}\n\n````{language}\n{text.rstrip()}\n````\n"
+
+
+def relink(markdown: str, source: str, uri: str, known: dict[str, str]) -> str:
+    """Return the text of `source` as the page `uri`: its links lead to pages of the site, or become plain words.
+
+    Args:
+        markdown: text of the file.
+        source: path of the file in the repository.
+        uri: page of the site, as a path in docs/.
+        known: page of each file of the repository that has one.
+    """
+
+    def one(match: re.Match[str]) -> str:
+        words, target, anchor = match[1], match[2], match[3] or ""
+        path = resolve(target, source)
+        if not path:
+            return match[0]
+        page = (
+            path.removeprefix("docs/") if path.startswith("docs/") and not (ROOT / path).is_dir() else known.get(path)
+        )
+        if page is None or page.endswith(".jsonl"):
+            return words
+        if not uri.startswith("repository/") and not page.startswith("repository/") and source.startswith("docs/"):
+            return match[0]
+        mark = "!" if match[0].startswith("!") else ""
+        return f"{mark}[{words}]({os.path.relpath(page, os.path.dirname(uri) or '.')}{anchor})"
+
+    def all_of(text: str) -> str:
+        return LINK.sub(one, IMAGE.sub(one, text) if uri.startswith("repository/") else text)
+
+    parts, end = [], 0
+    for code in CODE.finditer(markdown):
+        parts += [all_of(markdown[end : code.start()]), code[0]]
+        end = code.end()
+    return "".join([*parts, all_of(markdown[end:])])
