@@ -10,7 +10,7 @@ from torch import Tensor
 
 from depthmix.ops.sinkhorn.op import sinkhorn
 from depthmix.ops.stream_mix.rules import Rule
-from depthmix.ops.stream_mix.step import Inputs, Step, step
+from depthmix.ops.stream_mix.step import Inputs, Step, step, write_step
 from ops.helpers import assert_near, rand
 
 pytest.importorskip("triton")
@@ -31,7 +31,7 @@ def by_the_book(rule: Rule | None, n: int, a: Inputs) -> Step:
         flat = x.reshape(tokens, n * dim)
         z = flat / (flat.square().mean(-1, keepdim=True) + rule.eps).sqrt() @ a.w
         pre = torch.sigmoid(a.scale[0] * z[:, :n] + a.base[:n]) + rule.pre_eps
-        post = 2 * torch.sigmoid(a.scale[1] * z[:, n : 2 * n] + a.base[n : 2 * n])
+        post = rule.post_scale * torch.sigmoid(a.scale[1] * z[:, n : 2 * n] + a.base[n : 2 * n]) + rule.post_eps
         if rule.residual_map == "birkhoff":
             a_k = torch.softmax(a.scale[2] * z[:, 2 * n :] + a.base[2 * n :], -1)
             eye = torch.eye(n, dtype=x.dtype)
@@ -82,8 +82,8 @@ def leaves_of(a: Inputs, kind: torch.dtype | None = None) -> Inputs:
     return Inputs(*(None if t is None else t.detach().to(kind or t.dtype).requires_grad_() for t in a))
 
 
-def outputs(found: Step, a: Inputs) -> list[Tensor]:
-    return [o for i, o in enumerate(found) if o is not None and o.requires_grad and (i > 0 or a.y is not None)]
+def outputs(found: Step) -> list[Tensor]:
+    return [o for o in found if o is not None and o.requires_grad]
 
 
 def taken(rule: Rule | None, n: int, a: Inputs) -> Step:
@@ -95,7 +95,7 @@ def taken(rule: Rule | None, n: int, a: Inputs) -> Step:
 def compare(rule: Rule | None, n: int, dim: int, tokens: int, tol: float = 6e-6, **given: Any) -> None:
     exact = inputs(rule, n, dim, tokens, **given)
     narrow, wide = leaves_of(exact, torch.float32), leaves_of(exact)
-    found, expected = outputs(taken(rule, n, narrow), narrow), outputs(by_the_book(rule, n, wide), wide)
+    found, expected = outputs(taken(rule, n, narrow)), outputs(by_the_book(rule, n, wide))
     cotangents = [rand(*o.shape, seed=50 + i) for i, o in enumerate(expected)]
     wanted = [[t for t in a if t is not None] for a in (narrow, wide)]
     grads = torch.autograd.grad(found, wanted[0], [c.float() for c in cotangents])
@@ -119,6 +119,7 @@ HYPER = Rule(2, joint=False, eps=1e-5, centred=True, tanh=True)
         (MHC._replace(residual_map="identity"), 24, 1, {"res": False}),
         (MHC._replace(residual_map="birkhoff"), 24, 70, {"first": "copies"}),
         (MHC._replace(n=3, residual_map="birkhoff"), 40, 3, {"pre": True}),
+        (MHC._replace(n=3, residual_map="identity", post_scale=1.5, post_eps=0.25), 40, 3, {"res": False}),
         (MHC._replace(n=4, residual_map="birkhoff"), 24, 5, {}),
         (MHC._replace(n=3), 8, 3, {"static": True, "layout": "strided"}),
         (HYPER, 24, 5, {}),
@@ -131,6 +132,22 @@ HYPER = Rule(2, joint=False, eps=1e-5, centred=True, tanh=True)
 )
 def test_outputs_and_every_gradient(rule: Rule | None, dim: int, tokens: int, given: dict[str, Any]) -> None:
     compare(rule, rule.n if rule is not None else 2, dim, tokens, **given)
+
+
+@pytest.mark.covered
+@pytest.mark.parametrize("res", [True, False])
+def test_write_alone(res: bool) -> None:
+    exact = inputs(None, 2, 24, 3, res=res)[:4]
+    narrow, wide = (leaves_of(Inputs(*exact), kind)[:4] for kind in (torch.float32, torch.float64))
+    eye = torch.eye(2, dtype=torch.float64).expand(3, 2, 2)
+    x, y, post, mix = wide
+    expected = torch.einsum("toi,tid->tod", eye if mix is None else mix, x) + torch.einsum("to,td->tod", post, y)
+    found = write_step(*narrow)
+    cotangent = rand(*expected.shape, seed=50)
+    wanted = [[t for t in a if t is not None] for a in (narrow, wide)]
+    grads = torch.autograd.grad(found, wanted[0], cotangent.float())
+    assert_near([found], [expected], 6e-6)
+    assert_near(grads, torch.autograd.grad(expected, wanted[1], cotangent), 6e-6)
 
 
 def test_half_precision_rounds_once() -> None:
@@ -185,6 +202,6 @@ def test_second_derivatives(rule: Rule) -> None:
 def test_zero_tokens() -> None:
     for rule in (MHC, HYPER, None):
         a = leaves_of(inputs(rule, 2, 24, 0, static=rule is None), torch.float32)
-        found = outputs(step(rule, 2, EPS, a), a)
+        found = outputs(step(rule, 2, EPS, a))
         grads = torch.autograd.grad([o.sum() for o in found], [t for t in a if t is not None])
         assert all(not g.any() for g in grads)

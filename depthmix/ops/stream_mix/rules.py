@@ -2,7 +2,8 @@
 
 From the products z = x W and the sums of the streams, with r = 1 / RMS:
 
-    joint (mHC):               H = scale ⊙ (r z) + base, W [n D, K];   pre = sigmoid(H_pre) + eps', post = 2 sigmoid(H_post),
+    joint (mHC):               H = scale ⊙ (r z) + base, W [n D, K];   pre = sigmoid(H_pre) + eps', post = 2 sigmoid(H_post)
+                               (a rule may have another factor than 2, and an eps here too),
                                res = Sinkhorn of H_res, or Σ softmax(H_res)_k P_k over all permutations, or None (identity)
     each (Hyper-Connections):  for every stream f(r z), W [D, n + 2], f = tanh or none;   pre = s_alpha f_0 + base_pre,
                                post = s_beta f_1 + base_post,   res = (s_alpha f_2: + base_res)ᵀ
@@ -34,6 +35,8 @@ class Rule(NamedTuple):
     convention: str = "paper"
     iterations: int = 20
     pre_eps: float = 0.0
+    post_scale: float = 2.0
+    post_eps: float = 0.0
 
     @property
     def residual_logits(self) -> int:
@@ -72,7 +75,8 @@ def coefficients(rule: Rule, dim: int, z: Tensor, sums: Tensor, base: Tensor, sc
         z = z * torch.rsqrt(sums / (n * dim) + rule.eps).unsqueeze(-1)
         sizes = (n, n, rule.residual_logits) if rule.residual_logits else (n, n)
         parts = [a * v + b for a, v, b in zip(scale, z.split(sizes, -1), base.split(sizes), strict=True)]
-        pre, post = torch.sigmoid(parts[0]) + rule.pre_eps, 2 * torch.sigmoid(parts[1])
+        pre = torch.sigmoid(parts[0]) + rule.pre_eps
+        post = rule.post_scale * torch.sigmoid(parts[1]) + rule.post_eps
         if rule.residual_map == "identity":
             return pre, post, None
         if rule.residual_map == "birkhoff":

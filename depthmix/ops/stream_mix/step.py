@@ -2,7 +2,8 @@
 
     x' = the write of y to x;    pre, post, res = the coefficients of x';    h = RMSNorm of the read of x' with pre
 
-Between two steps only x' is handed on and nothing else reads it, so no gradient [..., n, D] is ever added to another.
+Between two steps only x' is handed on and nothing else reads it, so no gradient [..., n, D] is ever added to another. That holds
+for a step that writes nothing, too, if the next one takes the step's x' (an alias of x) instead of x.
 """
 
 from typing import Any, NamedTuple
@@ -91,8 +92,7 @@ class _Step(torch.autograd.Function):
             assert a.scale is not None
             rule_pre, post, res = weights.forward(rule, x.shape[-1], z, sums, a.base, a.scale)
             pre = rule_pre if pre is None else pre
-        assert pre is not None
-        if h is None:
+        if h is None and pre is not None:
             h, rho = read(x, copies and a.y is None, n, pre, a.gain, eps)
         ctx.rule, ctx.n, ctx.eps = rule, n, eps
         new = None if a.y is None else x
@@ -100,7 +100,7 @@ class _Step(torch.autograd.Function):
         norm_needs_h = a.pre is not None and a.gain is not None
         ctx.save_for_backward(*a, new, rule_pre if a.pre is None else None, z, sums, rho, h if norm_needs_h else None)
         ctx.set_materialize_grads(False)
-        return new, h, rule_pre, post, res
+        return None if x.ndim == 2 else x, h, rule_pre, post, res
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
@@ -163,7 +163,7 @@ def _shared(g: Tensor | None, weight: Tensor | None, ndim: int) -> Tensor | None
 def _reference_backward(ctx: Any, a: Inputs, needed: Any, grads: Any) -> list[Tensor | None]:
     def reference(*inputs: Tensor | None) -> list[Tensor]:
         outputs = step_reference(ctx.rule, ctx.n, ctx.eps, Inputs(*inputs))  # type: ignore[arg-type]
-        outs = (None if inputs[1] is None else outputs.x, *outputs[1:])
+        outs = (None if outputs.x.ndim == 2 else outputs.x, *outputs[1:])
         return [o for o, g in zip(outs, grads, strict=True) if o is not None and g is not None]
 
     return reference_gradients(reference, a, needed, [g for g in grads if g is not None])
@@ -180,6 +180,15 @@ def step(rule: Rule | None, n: int, eps: float, inputs: Inputs) -> Step:
     """
     if inputs.w is not None and inputs.x.dtype == torch.bfloat16 and inputs.halves is None:
         inputs = inputs._replace(halves=halves_of(inputs.w.detach()))
-    contiguous = [None if t is None else t.contiguous() for t in inputs]
+    # Kernels for bf16 streams read halves instead of w.
+    w = inputs.w if inputs.x.dtype == torch.bfloat16 else None
+    contiguous = [t if t is None or t is w else t.contiguous() for t in inputs]
     x, *rest = _Step.apply(rule, n, eps, *contiguous)
     return Step(inputs.x if x is None else x, *rest)
+
+
+def write_step(x: Tensor, y: Tensor, post: Tensor, res: Tensor | None) -> Tensor:
+    """Write with kernels, differentiably, and read nothing: x' [N, n, D]. The arguments are those of `Inputs`."""
+    contiguous = [None if t is None else t.contiguous() for t in Inputs(x, y, post, res)]
+    written: Tensor = _Step.apply(None, post.shape[-1], 0.0, *contiguous)[0]
+    return written

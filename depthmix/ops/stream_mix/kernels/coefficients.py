@@ -92,6 +92,7 @@ def _transposed(m, n: tl.constexpr):
 def _joint_kernel(
     z, sums, base, scale, pre, post, res, N: tl.int64, iterations: tl.int32, eps, pre_eps,
     D: tl.constexpr, n: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, PERMUTATIONS: tl.constexpr, DEEPSEEK: tl.constexpr,
+    POST_SCALE: tl.constexpr, POST_EPS: tl.constexpr,
 ):  # fmt: skip
     COUNT: tl.constexpr = K - 2 * n  # logits of the residual map
     t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
@@ -102,7 +103,10 @@ def _joint_kernel(
         tl.store(pre + t * n + k, tl.sigmoid(v[k]) + pre_eps, mask=inside)
     v = _logits(_scaled(z, t, inside, r, n, n, K), tl.load(scale + 1), base + n, n)
     for k in tl.static_range(n):
-        tl.store(post + t * n + k, 2 * tl.sigmoid(v[k]), mask=inside)
+        p = POST_SCALE * tl.sigmoid(v[k])
+        if POST_EPS != 0:
+            p += POST_EPS
+        tl.store(post + t * n + k, p, mask=inside)
     if COUNT > 0:
         v = _logits(_scaled(z, t, inside, r, 2 * n, COUNT, K), tl.load(scale + 2), base + 2 * n, COUNT)
         if PERMUTATIONS != 0:
@@ -134,6 +138,7 @@ def _joint_backward_kernel(
     z, sums, base, scale, dpre, dpost, dres, dz, slopes, part, scratch, N: tl.int64, iterations: tl.int32, eps,
     D: tl.constexpr, n: tl.constexpr, K: tl.constexpr, UP: tl.constexpr, LAST: tl.constexpr, BT: tl.constexpr,
     PERMUTATIONS: tl.constexpr, DEEPSEEK: tl.constexpr, HAS_PRE: tl.constexpr, HAS_POST: tl.constexpr, HAS_RES: tl.constexpr,
+    POST_SCALE: tl.constexpr,
 ):  # fmt: skip
     COUNT: tl.constexpr = K - 2 * n
     t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
@@ -153,7 +158,7 @@ def _joint_backward_kernel(
             if which == 0 and HAS_PRE:
                 d = tl.load(dpre + t * n + k, mask=inside, other=0.0)
             if which == 1 and HAS_POST:
-                d = 2 * tl.load(dpost + t * n + k, mask=inside, other=0.0)
+                d = POST_SCALE * tl.load(dpost + t * n + k, mask=inside, other=0.0)
             g = g + (d * s * (1 - s),)
         more, total = _joint_part(g, v, a, r, which, row, which * n, n, K)
         found, along = found + more, along + total
@@ -303,7 +308,8 @@ def forward(rule: Rule, dim: int, z: Tensor, sums: Tensor, base: Tensor, scale: 
     if rule.joint:
         launch(
             _joint_kernel, (triton.cdiv(tokens, LANES),), z, *arguments, rule.iterations, rule.eps, rule.pre_eps,
-            K=z.shape[-1], BT=LANES, PERMUTATIONS=_permutations(rule), DEEPSEEK=rule.convention == "deepseek", num_warps=1, **shape,
+            K=z.shape[-1], BT=LANES, PERMUTATIONS=_permutations(rule), DEEPSEEK=rule.convention == "deepseek",
+            POST_SCALE=rule.post_scale, POST_EPS=rule.post_eps, num_warps=1, **shape,
         )  # fmt: skip
     else:
         launch(
@@ -354,7 +360,7 @@ def backward(
         launch(
             _joint_backward_kernel, (programs,), z, z, sums, base, scale, *grads, dz if parts is None else parts, slopes, part, scratch,
             tokens, rule.iterations, rule.eps, K=columns, UP=triton.next_power_of_2(columns), BT=LANES,
-            PERMUTATIONS=_permutations(rule), DEEPSEEK=rule.convention == "deepseek", num_warps=1, **options,
+            PERMUTATIONS=_permutations(rule), DEEPSEEK=rule.convention == "deepseek", POST_SCALE=rule.post_scale, num_warps=1, **options,
         )  # fmt: skip
     elif tokens:
         launch(
