@@ -53,3 +53,33 @@ def test_the_middle_block_of_backout():
     for site, y in enumerate([*OUTPUTS, *OUTPUTS[:2]]):
         state = mixer.write(state, site, y)
     check([mixer.finish(state).tolist()], [((2 + 1) - 0.5 * 2, (2 + 1) - 0.5 * 2)])
+
+
+def test_unet_doubles_the_stream_before_its_second_half():
+    check(pass_through("unet", {"w.1": (1.0,)}), [(1, -1), (2, -1), (4, 0), (5, 1), (4, 2)])
+    assert create_mixer("unet", dim=2, n_blocks=2).get_parameter("w.1").tolist() == [1.0]
+
+
+def test_the_vectors_of_parameter_golf():
+    """w = (1, 0.5): block 1 begins with (2, 0) + w ⊙ (2, 0) = (4, 0)."""
+    check(pass_through("unet", {"w.1": (1.0, 0.5)}, gate="vector")[2:3], [(4, 0)])
+
+
+def test_gates_start_at_the_shares_of_modded_nanogpt():
+    """σ(−1.5), also with a gate per token, which starts at one."""
+    for gate in ("sigmoid", "token"):
+        found = pass_through("unet", {}, gate=gate)
+        check(found[2:3], [(2 * 1.18243, 0)])
+
+
+def test_each_block_reads_its_mirror():
+    """Five blocks: blocks 0 and 1 push, blocks 3 and 2 pop, block 4 has no skip."""
+    mixer = create_mixer("unet", dim=1, sites=[("mlp",)] * 5).double()
+    assert [name for name, _ in mixer.named_parameters()] == ["w.2", "w.3"]
+    state = mixer.start(torch.ones(1, dtype=torch.float64))
+    reads = []
+    for site in range(5):
+        reads.append(mixer.read(state, site).item())
+        state = mixer.write(state, site, torch.tensor([10.0**site], dtype=torch.float64))
+    # 1; 1 + 1; 12 + 12, block 1's result; 124 + 2, block 0's result; 1126, and 11126 at the end
+    assert [*reads, mixer.finish(state).item()] == [1, 2, 24, 126, 1126, 11126]
