@@ -1,4 +1,4 @@
-"""Hooks of mkdocs: pages for the repository's files that the documentation links to.
+"""Hooks of mkdocs: tables and the page of commands (site_tables.py), and pages for files beside docs/.
 
 The documentation links to examples, recipes and results beside docs/. A site has no files beside it, so each linked file becomes a
 page under repository/. Folders, and files that only such a page links to, keep their words and lose the link. CHANGELOG.md is
@@ -12,10 +12,12 @@ import re
 from pathlib import Path
 from typing import Any
 
+import site_tables  # mkdocs looks for a hook's imports beside it
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[1]
-CHANGELOG = "CHANGELOG.md"
+
+CHANGELOG, COMMANDS = "CHANGELOG.md", "reference/command-line.md"
 IMAGE = re.compile(r"!\[([^\[\]]*)\]\(([^()\s#]+)()\)")
 LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^()\s#]+)(#[^()\s]*)?\)")
 CODE = re.compile(r"^(```|~~~).*?^\1", re.M | re.S)
@@ -26,10 +28,11 @@ HIDDEN = "---\nsearch:\n  exclude: true\n---\n\n"
 
 def on_files(files: Files, config: Any) -> Files:
     """Add a page for each file beside docs/ that a page links to."""
-    pages = [file for file in files if file.src_uri.endswith(".md")]
+    commands = site_tables.command_line()
+    texts = {file.src_uri: file.content_string for file in files if file.src_uri.endswith(".md")} | {COMMANDS: commands}
     known: dict[str, str] = {CHANGELOG: "changelog.md"}
-    for page in pages:
-        for path in linked(page.content_string, f"docs/{page.src_uri}"):
+    for uri, text in texts.items():
+        for path in linked(text, f"docs/{uri}"):
             known.setdefault(path, page_of(path))
     for path in linked((ROOT / CHANGELOG).read_text(), CHANGELOG):
         known.setdefault(path, page_of(path))
@@ -45,15 +48,16 @@ def on_files(files: Files, config: Any) -> Files:
             files.append(File.generated(config, uri, content=content_of(path, uri, known)))
         else:
             files.append(File.generated(config, uri, abs_src_path=str(ROOT / path)))
+    files.append(File.generated(config, COMMANDS, content=relink(commands, f"docs/{COMMANDS}", COMMANDS, known)))
     config["pages_of_files"] = known
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Point links that leave docs/ at the pages made of those files."""
+    """Put tables where marks are, and point links that leave docs/ at the pages made of those files."""
     if page.file.generated_by:
         return markdown
-    return relink(markdown, f"docs/{page.file.src_uri}", page.file.src_uri, config["pages_of_files"])
+    return relink(site_tables.fill(markdown), f"docs/{page.file.src_uri}", page.file.src_uri, config["pages_of_files"])
 
 
 def linked(markdown: str, source: str) -> list[str]:

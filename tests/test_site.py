@@ -1,0 +1,72 @@
+"""What the site takes from the program and from results (tools/site_tables.py), and where its pages are."""
+
+import dataclasses
+import importlib.util
+import re
+
+import pytest
+
+from depthmix.cli import COMMANDS
+from depthmix.mixers import list_mixers, mixer_class
+from project import ROOT
+
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.rglob("*.md"))
+# Made when the site is built (tools/site_hooks.py).
+MADE = ["changelog.md", "reference/command-line.md"]
+
+
+@pytest.fixture(scope="module")
+def tables():
+    spec = importlib.util.spec_from_file_location("site_tables", ROOT / "tools" / "site_tables.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_page_has_its_place():
+    """mkdocs.yml names each page once; pages of results are linked from the pages that quote them."""
+    nav = re.findall(r"^\s+- (?:[^:]+: )?([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M)
+    pages = [str(p.relative_to(DOCS)) for p in PAGES if DOCS / "results" not in p.parents]
+    assert sorted(nav) == sorted(pages + MADE)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(DOCS)))
+def test_every_mark_becomes_a_table(tables, page):
+    text = page.read_text()
+    filled = tables.fill(text)
+    assert "<!-- table:" not in filled
+    assert (filled == text) == ("<!-- table:" not in text)
+
+
+@pytest.mark.parametrize("rule", list_mixers())
+def test_the_table_of_a_rule_has_its_options_and_defaults(tables, rule):
+    rows = re.findall(r"^\| `(\w+)` \| .+ \| `(.*)` \|$", tables.options(rule), re.M)
+    assert rows == [(name, str(option.default)) for name, option in mixer_class(rule).options.items()]
+
+
+def test_the_page_of_commands_has_every_command_and_option(tables):
+    page = tables.command_line()
+    sections = {part.split("\n")[0]: part for part in page.split("\n## ")[1:]}
+    for name, (config, *_) in COMMANDS.items():
+        section = sections[name]
+        if "All options of [`train`](#train)" in section:
+            section += sections["train"]
+        for field in dataclasses.fields(config) if config else ():
+            assert f"| `--{field.name.replace('_', '-')}` |" in section, (name, field.name)
+    assert all(f"recipes/{p.name}" in page for p in (ROOT / "recipes").glob("*.yaml"))
+
+
+def test_tables_of_steps_are_of_the_newest_results(tables):
+    """Read from the Markdown that benchmarks write beside each CSV: another file, made by other code."""
+    results = ROOT / "benchmarks" / "results" / "h200"
+    newest = re.search(
+        r"\| layerscale \| .* \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|", (results / "step-gains.md").read_text()
+    )
+    row = re.search(r"^\| `layerscale` \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|", tables.steps("54m"), re.M)
+    assert [round(float(x), 1) for x in newest.groups()][1:] == [float(x) for x in row.groups()][1:]
+    full = re.search(
+        r"\| ours \| [^|]* \| [^|]* \| [^|]* \| ([\d.]+) \|",
+        (results / "all.md").read_text().split("| full-stack |")[1],
+    )
+    assert f"| {float(full[1]):.1f} |" in tables.stacks()
