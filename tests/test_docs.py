@@ -16,7 +16,6 @@ from project import ROOT, code_blocks
 
 # Pages that are made when the site is built (tools/site_hooks.py).
 MADE = ("changelog.md", "reference/command-line.md")
-README = (ROOT / "README.md").read_text()
 PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
@@ -40,18 +39,6 @@ def test_sections_describe_every_option_and_parameter_of_their_rule(name):
     mixer = mixer_class(name)(dim=24, n_blocks=2)
     for word in (*mixer.options, *{k.split(".")[0] for k, _ in mixer.named_parameters()}):
         assert re.search(rf"`{word}\b", text), f"{name}: {word} is not described"
-
-
-def rows_of_mixers():
-    """The README's table: {mixer: its options}."""
-    rows = re.findall(r"^\| `(\w+)` \| .* \|(.*)\|$", README, re.M)
-    return {name: re.findall(r"`(\w+)`", options) for name, options in rows}
-
-
-def test_readme_lists_rules_with_their_options():
-    rows = rows_of_mixers()
-    assert rows
-    assert rows == {name: list(mixer_class(name).options) for name in rows}
 
 
 def outside_code(text):
@@ -126,27 +113,6 @@ def test_the_page_on_speed_says_how_long_first_calls_take():
     stacks = re.findall(r"^\| (?:Full|Block) stack, forward\+backward, .* \| ([\d.]+) \|$", results, re.M)
     said = re.search(r"first call of a kernel takes ([\d.]+) s at most, .* of a stack, .*, ([\d.]+) s\.", page)
     assert said.groups() == tuple(f"{max(map(float, found)):.1f}" for found in (kernels, stacks))
-
-
-def test_the_readme_quotes_the_page_of_results():
-    """Every gain of its table is in that page's row of the rule, every ratio of steps in the study's own table."""
-    page = (ROOT / "docs" / "results.md").read_text().splitlines()
-    own = {row.split(" | ")[0]: row for row in reversed(page) if row.startswith("| ")}  # of its first table
-    study = (ROOT / "lab" / "results" / "wall-clock" / "table.md").read_text()
-    quoted = [line for line in README.splitlines() if line.startswith("| ") and " seeds | " in line]
-    assert len(quoted) == 4
-    for line in quoted:
-        rule, steps, *cells = line.strip("| ").split(" | ")
-        assert all(f"| {cell} |" in own[f"| {rule}"] for cell in cells), line
-        arm = rule.rpartition("(")[2].strip(")")
-        ratios = re.findall(rf"^\| {re.escape(arm)} \|(?: [^|]* \|){{5}} (\d\.\d\d) \|", study, re.M)
-        assert steps == ", ".join(ratios[: len(ratios) // 2])  # one for each size, of books, and of code again
-
-
-def test_the_pages_agree_on_how_long_the_demo_takes():
-    said = re.findall(r"(?:about \w+ minutes|\d+ min \d+ s)\b", README + (ROOT / "docs" / "quickstart.md").read_text())
-    assert len(said) == 2
-    assert len(set(said)) == 1
 
 
 def test_the_findings_quote_what_was_measured():
