@@ -6,8 +6,8 @@ from depthmix import create_mixer
 from depthmix.mixers.base import Mixer
 from depthmix.mixers.streams import StreamMixer
 from depthmix.ops import use_backend
-from depthmix.ops.depth_attention import precomputed_logits, traffic
-from depthmix.parallel.plan.costs import Costs, Traffic, costs_of
+from depthmix.ops.depth_attention import precomputed_logits
+from depthmix.parallel.plan.costs import Costs, Traffic, attnres, costs_of
 from depthmix.parallel.plan.costs.base import measured_state_tensors
 from harness import LAYOUTS, MIXERS
 from mixers.counting import DIM, STREAMS, metered, units_of
@@ -38,7 +38,7 @@ CASES += [
 def test_counted(name, options, monkeypatch):
     """Units forward and backward and activations kept, of kernels where there are any."""
     monkeypatch.setattr(precomputed_logits, "MIN_TOKENS", 1)
-    for module in (precomputed_logits, traffic):
+    for module in (precomputed_logits, attnres):
         monkeypatch.setattr(module, "MIN_SOURCES", 4)
     mixer = create_mixer(name, dim=DIM, **options)
     kernels = bool(mixer.fast_paths) or type(mixer)._read_normed is not Mixer._read_normed
@@ -68,7 +68,7 @@ def test_groups_and_pairs_are_those_of_the_kernels():
     from depthmix.ops.depth_attention.kernels.source_backward import PAIR
     from depthmix.ops.depth_attention.kernels.tiling import GROUP
 
-    assert (traffic.PAIR, traffic.GROUP) == (PAIR, GROUP)
+    assert (attnres.PAIR, attnres.GROUP) == (PAIR, GROUP)
 
 
 STATES = [(name, {"n_blocks": 3}) for name in MIXERS]
