@@ -49,10 +49,23 @@ def contributions(mixer: Mixer, sources: Sequence[Tensor]) -> tuple[Contribution
         *_, reads = frozen_reads(mixer, leaves, len(leaves) - 1)
         for h in reads:
             parts, weights = [], []
-            for source, g in zip(sources, entries_of_read(h, leaves, probe), strict=True):
+            for source, g in zip(sources, entries_of_read(h, leaves, probe, mixer.fractions), strict=True):
                 wide = source.detach().to(g.dtype)
-                parts.append(wide @ g.T if mixer.channel_mixing else wide * g)
+                if mixer.fractions is not None:
+                    parts.append(_products(h, leaves[len(parts)], wide))
+                else:
+                    parts.append(wide @ g.T if mixer.channel_mixing else wide * g)
                 w = g.diagonal().mean() if mixer.channel_mixing else g.mean(-1)
                 weights.append(w.expand(source.shape[:-1]))
             by_way.append(Contributions(torch.stack(parts), torch.stack(weights)))
     return tuple(by_way)
+
+
+def _products(h: Tensor, leaf: Tensor, source: Tensor) -> Tensor:
+    """Return M's entry times a source where the entry mixes channels: the derivative of h along the source.
+
+    The gradient by the leaf is linear in the direction of h, and its derivative by that direction is the product.
+    """
+    direction = torch.zeros_like(h, requires_grad=True)
+    (g,) = torch.autograd.grad(h, leaf, direction, retain_graph=True, create_graph=True, allow_unused=True)
+    return torch.zeros_like(source) if g is None else torch.autograd.grad(g, direction, source)[0]

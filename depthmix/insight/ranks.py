@@ -41,10 +41,12 @@ def structure(mixer: Mixer, sources: Sequence[Tensor]) -> list[Structure] | None
         sources: The embedding and the raw output of every site.
 
     Returns:
-        One entry per way; None where entries of M are matrices too large to analyse. Where entries are matrices
+        One entry per way; None where entries of M are matrices too large to analyse, or of each token. Where entries are matrices
             [D, D], ranks are in units of D.
     """
     n, dim = mixer.n_sites + 1, mixer.dim
+    if mixer.fractions is not None:
+        return None
     if mixer.channel_mixing:
         if n * dim > LARGEST:
             return None

@@ -60,6 +60,9 @@ class Mixer(NamesVariant):
     channel_mixing: bool = (
         False  # M's entries are D x D matrices, the same for every token; `mixing` gives their mean diagonal
     )
+    fractions: int | None = (
+        None  # M's entries are matrices of so many fractions of the channels; `mixing` gives their diagonal
+    )
 
     # Faster ways to run the rule, as "module:NAME" (fast_path.py); the first that can take a pass runs it.
     fast_paths: ClassVar[tuple[str | FastPath, ...]] = ()

@@ -5,7 +5,8 @@ With its coefficients held fixed, a read is linear in the embedding e and the si
     h_s = M[s, 0] e + Σ_{i<s} M[s, i+1] y_i
 
 So M is the derivative of h_s with the coefficients cut off from autograd (`State.observe`). An entry of M is one number per channel and
-token or, for rules with `channel_mixing`, one matrix [D, D] for all tokens.
+token or, for rules with `channel_mixing`, one matrix [D, D] for all tokens. Where a rule mixes fractions of the channels, an entry is a
+matrix of its fractions for each token, of which M has the diagonal.
 """
 
 from __future__ import annotations
@@ -81,10 +82,23 @@ def differentiable(mixer: Mixer, sources: Sequence[Tensor]) -> tuple[list[Tensor
         return leaves, torch.eye(mixer.dim).to(leaves[0]) if mixer.channel_mixing else torch.ones_like(leaves[0])
 
 
-def entries_of_read(h: Tensor, leaves: list[Tensor], probe: Tensor) -> list[Tensor]:
-    """Return the entry of M for each source of a read, shaped like the probe: by channel, or a matrix [D, D]."""
+def entries_of_read(h: Tensor, leaves: list[Tensor], probe: Tensor, fractions: int | None = None) -> list[Tensor]:
+    """Return the entry of M for each source of a read, shaped like the probe: by channel, or a matrix [D, D].
+
+    fractions: of a rule that mixes them, so that only what a fraction takes from the same fraction counts.
+    """
+    if fractions is None:
+        return _gradients(h, leaves, probe)
+    parts = zip(*(p.split(p.shape[-1] // fractions, dim=-1) for p in (h, probe)), strict=True)
+    of_parts = [_gradients(part, leaves, own) for part, own in parts]
+    width = probe.shape[-1] // fractions
+    by_source = zip(*of_parts, strict=True)
+    return [torch.cat([g[..., k * width : (k + 1) * width] for k, g in enumerate(gs)], dim=-1) for gs in by_source]
+
+
+def _gradients(h: Tensor, leaves: list[Tensor], probe: Tensor) -> list[Tensor]:
     grads = torch.autograd.grad(h, leaves, probe, retain_graph=True, allow_unused=True)
-    return [torch.zeros_like(probe) if g is None else g for g in grads]
+    return [torch.zeros_like(leaf) if g is None else g for g, leaf in zip(grads, leaves, strict=True)]
 
 
 @contextmanager
@@ -106,7 +120,10 @@ def _all_readers(mixer: Mixer, sources: Sequence[Tensor], entry: Callable[[Tenso
     leaves, probe = differentiable(mixer, sources)
     with differentiating(mixer):
         rows = [
-            [torch.stack([entry(g, probe) for g in entries_of_read(h, leaves, probe)], dim=-1) for h in reads]
+            [
+                torch.stack([entry(g, probe) for g in entries_of_read(h, leaves, probe, mixer.fractions)], dim=-1)
+                for h in reads
+            ]
             for reads in frozen_reads(mixer, leaves)
         ]
     n_ways = max(len(row) for row in rows)  # a reader with one mixture repeats it in every way

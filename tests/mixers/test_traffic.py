@@ -81,6 +81,7 @@ STATES += [
     ("grn", {"version": 1, **UNEVEN}),
     ("denseformer", UNEVEN),
     ("denseformer", {"n_blocks": 4, "period": 2}),
+    ("hyper", {"n_blocks": 2, "fractions": 2}),
 ]
 
 

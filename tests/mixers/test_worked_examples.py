@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from depthmix import create_mixer
+from depthmix.mixers import OptionError
 
 E = torch.tensor([1.0, -1.0], dtype=torch.float64)
 OUTPUTS = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0], [-1.0, 1.0]], dtype=torch.float64)
@@ -83,3 +84,19 @@ def test_each_block_reads_its_mirror():
         state = mixer.write(state, site, torch.tensor([10.0**site], dtype=torch.float64))
     # 1; 1 + 1; 12 + 12, block 1's result; 124 + 2, block 0's result; 1126, and 11126 at the end
     assert [*reads, mixer.finish(state).item()] == [1, 2, 24, 126, 1126, 11126]
+
+
+def test_frac_connections():
+    """Two fractions of one channel each; every site has the same weights, and finish returns the fractions as they are."""
+    weights = {"A_m": ((1.0, 0.5), (0.0, 1.0)), "A_r": ((1.0, 0.0), (0.2, 0.9)), "B": (1.0, 0.5)}
+    parameters = {key: [value] * 4 for key, value in weights.items()}
+    found = pass_through("hyper", parameters, fractions=2, static=True)
+    check(found, [(1, -0.5), (1.8, 0), (1.62, 0.5), (2.558, 1.5), (1.6022, 0.6989)])
+    check(pass_through("hyper", {}, fractions=2)[-1:], [(2, 2)])
+
+
+def test_fractions_that_cannot_be():
+    with pytest.raises(OptionError, match="fractions must divide dim=24, got 5"):
+        create_mixer("hyper", dim=24, n_blocks=2, fractions=5)
+    with pytest.raises(OptionError, match="with fractions there are no streams, so n may not be given, got 2"):
+        create_mixer("hyper", dim=24, n_blocks=2, fractions=2, n=2)

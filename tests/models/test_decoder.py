@@ -139,7 +139,7 @@ PLAIN_AT_STEP_0 = [
     *plain("dca", window=(None, 1), relu_on=("sum",), w_per_entry=(True,)),
     *plain("denseformer", dilation=(1, 2), period=(2,)),
     *plain("grn", version=(1, 2, 3), window=(1,), relu_on=("sum",), w_per_entry=(True,)),
-    *plain("hyper", n=(1, 3, 4), static=(True,), tanh=(False,), norm=("rmsnorm",)),
+    *plain("hyper", n=(1, 3, 4), static=(True,), tanh=(False,), norm=("rmsnorm",), fractions=(1, 2)),
     *plain("laurel", variant=("rw", "lr", "pa")),
     *plain("layerscale", init=(1.0,)),
     *plain("mhc", n=(2, 4), residual_map=("birkhoff", "identity"), head=("mean", "learned")),

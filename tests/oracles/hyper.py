@@ -5,20 +5,29 @@
 static: A_m, A_r, B are parameters. dynamic, Hn = norm(H) stream by stream (no gain):
     B(H) = s_beta tanh(Hn W_beta) + B;   A_m(H) = s_alpha tanh(Hn W_m) + A_m;   A_r(H) = s_alpha tanh(Hn W_r) + A_r
 M[s, i+1] = A_m,s^T A_r,s-1^T ... A_r,i+1^T B_i.
+
+fractions=m (Frac-Connections): H = e cut into m rows [m, D/m]; Y = A_m [m, m], A = A_r, and y is cut in the same way:
+
+    h_s = Y^T H;    H'_j = sum_i A[i, j] H_i + B_j y_{s,j};    h_S = H
+    Y(H) = s_alpha tanh(Hn W_m) + Y, and A(H), B(H) as above; row i of Hn makes row i of Y and A.
+M[s, i+1] is a matrix of fractions, Y_s^T A_{s-1}^T ... A_{i+1}^T diag(B_i); its diagonal is what M holds.
 """
 
 import torch
 
 from .tables import combine, one_hot_by_site
-from .trace import Trace, multi_stream, rms
+from .trace import Trace, multi_stream, no_mixing, rms
 
-DEFAULTS = {"n": 4, "static": False, "tanh": True, "norm": "layernorm"}
+DEFAULTS = {"n": 4, "static": False, "tanh": True, "norm": "layernorm", "fractions": None}
 OPTIONS = combine(n=[1, 2, 4], static=[False, True], tanh=[True, False], norm=["layernorm", "rmsnorm"])
+OPTIONS += combine(fractions=[1, 2, 4], static=[False, True], tanh=[True, False], norm=["layernorm", "rmsnorm"])
 DEAD_ROWS = set()
 
 
 def parameters(o, D, blocks):
     S = blocks.S
+    if o["fractions"] is not None:
+        return fraction_parameters(o, D // o["fractions"], S, o["fractions"])
     n = o["n"]
     out = {
         "A_m": ((S, n), one_hot_by_site(1, 0)),
@@ -27,6 +36,15 @@ def parameters(o, D, blocks):
     }
     if not o["static"]:
         out |= {"W_beta": ((S, D), 0), "W_m": ((S, D), 0), "W_r": ((S, D, n), 0)}
+        out |= {"s_alpha": ((S,), 0.01), "s_beta": ((S,), 0.01)}
+    return out
+
+
+def fraction_parameters(o, width, S, m):
+    identity = lambda shape: torch.eye(m, dtype=torch.float64).repeat(S, 1, 1)  # noqa: E731
+    out = {"A_m": ((S, m, m), identity), "A_r": ((S, m, m), identity), "B": ((S, m), 1)}
+    if not o["static"]:
+        out |= {"W_beta": ((S, width), 0), "W_m": ((S, width, m), 0), "W_r": ((S, width, m), 0)}
         out |= {"s_alpha": ((S,), 0.01), "s_beta": ((S,), 0.01)}
     return out
 
@@ -57,7 +75,52 @@ def coefficients(p, options, s, H):
     return A_m, A_r, B
 
 
+def fraction_coefficients(p, options, s, H):
+    """Y, A [B, T, m, m] and B [B, T, m] of site s for H [B, T, m, D/m]."""
+    batch = H.shape[:2]
+    Y, A, B = p["A_m"][s], p["A_r"][s], p["B"][s]
+    if options["static"]:
+        return Y.expand(*batch, -1, -1), A.expand(*batch, -1, -1), B.expand(*batch, -1)
+    squash = torch.tanh if options["tanh"] else lambda z: z
+    Hn = norm(options, H)
+    Y = p["s_alpha"][s] * squash(Hn @ p["W_m"][s]) + Y
+    A = p["s_alpha"][s] * squash(Hn @ p["W_r"][s]) + A
+    B = p["s_beta"][s] * squash(Hn @ p["W_beta"][s]) + B
+    return Y, A, B
+
+
+def run_fractions(p, options, blocks, e, sublayer) -> Trace:
+    m, reads, M = options["fractions"], [], no_mixing(1, blocks, e)
+    H = e.unflatten(-1, (m, -1))
+    eye = torch.eye(m, dtype=e.dtype).expand(*e.shape[:2], m, m)
+    parts = [eye]  # H as a sum of matrices [B, T, out, in] times the sources, cut into fractions
+    sources = [e.detach().unflatten(-1, (m, -1))]
+
+    def record(s, h, Y_T):
+        matrices = [(Y_T @ part).detach() for part in parts]
+        again = sum(a @ b for a, b in zip(matrices, sources, strict=True)).flatten(-2)
+        torch.testing.assert_close(again, h.detach(), rtol=1e-9, atol=1e-9)
+        for source, matrix in enumerate(matrices):
+            diagonal = matrix.diagonal(dim1=-2, dim2=-1)
+            M[0, s, source] = diagonal.repeat_interleave(e.shape[-1] // m, dim=-1)
+        reads.append((h,))
+
+    for s in range(blocks.S):
+        Y, A, B = fraction_coefficients(p, options, s, H)
+        h = (Y.transpose(-1, -2) @ H).flatten(-2)
+        record(s, h, Y.transpose(-1, -2))
+        y = sublayer(s, (h,)).unflatten(-1, (m, -1))
+        H = A.transpose(-1, -2) @ H + B[..., None] * y
+        parts = [A.transpose(-1, -2) @ part for part in parts] + [torch.diag_embed(B)]
+        sources.append(y.detach())
+    out = H.flatten(-2)
+    record(blocks.S, out, eye)
+    return Trace(out, reads, M)
+
+
 def run(p, options, blocks, e, sublayer) -> Trace:
+    if options["fractions"] is not None:
+        return run_fractions(p, options, blocks, e, sublayer)
     H = torch.stack([e] * options["n"], dim=2)  # [B, T, n, D]
     reads, qs, Rs, ps = [], [], [], []
     for s in range(blocks.S):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from depthmix.parallel.plan.costs.base import NORM, Costs, Published, StateSizes, Traffic, costs_for
+from depthmix.parallel.plan.costs.base import NORM, Costs, Published, StateSizes, Traffic, costs_for, one_stream_state
 
 
 @costs_for("hyper")
@@ -20,6 +20,8 @@ class StreamCosts(Costs):
         return not self.is_dynamic()
 
     def traffic(self) -> list[Traffic]:
+        if self.mixer.fractions is not None:  # what PyTorch moves was not counted
+            return super().traffic()
         n, dynamic, joint, known = self.mixer.n, self.is_dynamic(), self.joint, self.knows_next_read()
 
         def write(before: int) -> Traffic:
@@ -36,6 +38,8 @@ class StreamCosts(Costs):
         return [*[first, write(1), *[write(n)] * (sites - 2)][:sites], last]
 
     def state_tensors(self) -> list[StateSizes]:
+        if self.mixer.fractions is not None:
+            return one_stream_state(self.mixer)
         return [{site: float(self.mixer.n)} for site in range(self.mixer.n_sites + 1)]
 
 
