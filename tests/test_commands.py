@@ -28,7 +28,7 @@ DEMO = "depthmix compare --recipe recipes/demo.yaml"
 def commands(page):
     text = (ROOT / "docs" / f"{page}.md").read_text()
     found = re.findall(
-        r"^    (depthmix (?:data|train|compare|study|eval|generate|inspect|explore|report|list|doctor)\b.*)$",
+        r"^(?:    )?(depthmix (?:data|train|compare|study|eval|generate|inspect|explore|report|list|doctor)\b.*)$",
         text,
         re.M,
     )

@@ -70,3 +70,17 @@ def test_tables_of_steps_are_of_the_newest_results(tables):
         (results / "all.md").read_text().split("| full-stack |")[1],
     )
     assert f"| {float(full[1]):.1f} |" in tables.stacks()
+
+
+def test_ratios_on_the_first_pages_are_those_of_the_tables(tables):
+    """Cells of tables that are made from results: 1.07 of a step, 3.7× of a stack."""
+    made = "\n".join([*(tables.steps(size) for size in ("54m", "wide", "cpu")), tables.stacks(), tables.peers()])
+    measured = set(re.findall(r"\| ([\d.]+)×? (?=\|)", made))
+    for name in ("index.md", "which-rule.md"):
+        page = (DOCS / name).read_text()
+        ratios = re.findall(r"(\d+\.\d+)×", page)
+        assert ratios
+        assert set(ratios) <= measured, name
+    said = re.search(r"([\d.]+) to ([\d.]+) times less time", (DOCS / "index.md").read_text())
+    faster = sorted(float(x) for x in re.findall(r"\| ([\d.]+)× \| [\d.]+× \|", tables.stacks()))
+    assert [float(x) for x in said.groups()] == [faster[0], faster[-1]]
