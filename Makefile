@@ -65,6 +65,7 @@ lint: $(LINT)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python tools/docstrings.py
+	$(BIN)/python tools/prose.py
 	$(BIN)/mypy
 
 $(DOCS): $(STAMP)
