@@ -2,11 +2,14 @@
 
 import dataclasses
 import importlib.util
+import math
 import re
 
 import pytest
 
 from depthmix.cli import COMMANDS
+from depthmix.compare.interval import student_t
+from depthmix.compare.power import detectable
 from depthmix.mixers import list_mixers, mixer_class
 from project import ROOT
 
@@ -84,3 +87,13 @@ def test_ratios_on_the_first_pages_are_those_of_the_tables(tables):
     said = re.search(r"([\d.]+) to ([\d.]+) times less time", (DOCS / "index.md").read_text())
     faster = sorted(float(x) for x in re.findall(r"\| ([\d.]+)× \| [\d.]+× \|", tables.stacks()))
     assert [float(x) for x in said.groups()] == [faster[0], faster[-1]]
+
+
+def test_the_table_of_seeds_is_what_the_program_computes():
+    page = (DOCS / "concepts" / "statistics.md").read_text()
+    rows = re.findall(r"^\| (\d+) \| ([\d.]+) \| ([\d.]+) \|$", page, re.M)
+    assert len(rows) == 6
+    for seeds, half, difference in rows:
+        n = int(seeds)
+        assert half == f"{student_t(n - 1) / math.sqrt(n):.2f}"
+        assert difference == f"{detectable(1.0, n):.2f}"

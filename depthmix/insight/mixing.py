@@ -23,7 +23,8 @@ def depth_mixing(
 
     Args:
         model: A model with a mixer.
-        inputs, kwargs: Its arguments.
+        *inputs: Its positional arguments.
+        **kwargs: Its keyword arguments.
         per_token: Whether to average over channels only, and not over tokens.
         mixer: The mixer, or its name in the model, of a model with several, such as an encoder and a decoder.
 
