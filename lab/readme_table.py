@@ -40,6 +40,13 @@ NAMES = {
     "mhc": "Manifold-constrained Hyper-Connections",
     "mudd": "MUDD",
 }
+# Words of these names that need a definition.
+TERMS = {
+    "Block": "Block attends to sums of four outputs each. One block attends to the embedding and the sum of all outputs.",
+    "values apart": "Values apart: the values of attention have a mixture of their own."
+    " DeepCrossAttention has three mixtures, for queries, keys and values.",
+    "outputs scaled": "Outputs scaled: a learned vector scales each output.",
+}
 # One seed, H200, 18M parameters, 300M tokens of books and code, batch 32, rate 0.003, zero start: difference in validation loss
 # and tokens per second of the plain model over those of the rule.
 LEADS = {
@@ -161,6 +168,7 @@ def table(results: Results | None, rates: Results) -> str:
         rates: of the study that tuned its plain model.
     """
     rows = rows_of(results)
+    terms = [text for mark, text in TERMS.items() if any(mark in str(row) for row in rows)]
     lines = [
         "| rule | validation loss against the residual model, nats | step time | evidence |",
         "|---|---:|---:|---|",
@@ -168,6 +176,7 @@ def table(results: Results | None, rates: Results) -> str:
         "",
         "* Lower is better. A nat is a unit of loss with the natural logarithm. Brackets hold 95% intervals.",
         "* Step time is relative to the residual model, on an H200. A row with one seed is a lead, not a result.",
+        *([f"* {' '.join(terms)}"] if terms else []),
     ]
     if results and any(row.committed for row in rows):
         run = _first_run(results)

@@ -21,10 +21,16 @@ MEAN, LONGEST = 18, 40
 DONE = [
     "README.md",
     "CODE_OF_CONDUCT.md",
-    "SECURITY.md",
     "RELEASING.md",
+    "SECURITY.md",
+    "docs/concepts/*.md",
+    "docs/faq.md",
     "docs/guides/layouts.md",
     "docs/guides/python.md",
+    "docs/install.md",
+    "docs/other-packages.md",
+    "docs/quickstart.md",
+    "docs/which-rule.md",
 ]
 
 _LINK = re.compile(r"!?\[([^\]]*)\]\([^)]*\)")
