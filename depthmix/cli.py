@@ -43,7 +43,7 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
-        # argparse itself knows -1 and -0.5 as values, and takes -1e-3 for an option.
+        # argparse recognises -1 and -0.5 as values, but takes -1e-3 for an option.
         self._negative_number_matcher = re.compile(r"-(?:(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|inf|nan)$")
 
     def error(self, message: str) -> typing.NoReturn:
@@ -113,7 +113,7 @@ def add_flags(parser: argparse.ArgumentParser, config: type, completing: bool) -
         elif get_origin(hint) in (list, dict):
             one = hint if get_origin(hint) is dict else get_args(hint)[0]
             how["metavar"] = "OPTION=VALUE" if get_origin(one) is dict else "VALUE"
-            how |= {"nargs": "+", "action": "extend"}  # a second --input comes on top of the first
+            how |= {"nargs": "+", "action": "extend"}  # a second --input adds to the first
         else:
             how["metavar"] = "{" + ",".join(get_args(hint)) + "}" if get_origin(hint) is Literal else "VALUE"
             how["action"] = OnceOrAsWord if field.metadata["first"] else Once
@@ -128,8 +128,8 @@ def add_flags(parser: argparse.ArgumentParser, config: type, completing: bool) -
 
 
 def offer(action: argparse.Action, hint: Any) -> None:
-    """Tell shell completion which values a flag takes. Parsing does not use it, since argparse would word its refusals
-    itself.
+    """Declare a flag's values for shell completion only: parsing with them would replace our error messages by
+    argparse's.
     """
     import shtab
 
@@ -140,7 +140,7 @@ def offer(action: argparse.Action, hint: Any) -> None:
     paths |= dict.fromkeys(("recipe", "input", "images", "tokenizer"), shtab.FILE)
     action.choices = get_args(hint) if get_origin(hint) is Literal else words.get(action.dest)
     if action.dest in paths:
-        action.complete = paths[action.dest]  # type: ignore[attr-defined]  # where shtab looks for it
+        action.complete = paths[action.dest]  # type: ignore[attr-defined]  # read by shtab
 
 
 def run_data(config: DataConfig) -> None:
@@ -191,7 +191,7 @@ def run_compare(config: CompareConfig) -> None:
 
 
 def run_study(config: StudyConfig) -> None:
-    begun = time.monotonic()  # torch, which is imported now, counts as well
+    begun = time.monotonic()  # the import of torch counts
     from depthmix.compare.study import study
 
     study(config, begun=begun)
@@ -280,34 +280,34 @@ def run_doctor() -> None:
 
 COMMANDS: dict[str, tuple[type | None, Callable[..., None], str]] = {
     "train": (TrainConfig, run_train, "train one model, on text or on images"),
-    "compare": (CompareConfig, run_compare, "train several mechanisms on the same data and compare them at equal cost"),
+    "compare": (CompareConfig, run_compare, "train several rules on the same data and compare them at equal cost"),
     "study": (
         StudyConfig,
         run_study,
         "run a study, a file of arms and seeds, in pieces, and write its table and figures",
     ),
-    "report": (ReportConfig, run_report, "one page of runs: results, costs, and what layers read from each other"),
-    "plan": (PlanConfig, run_plan, "memory, communication and step time of a recipe on GPUs that are not here"),
+    "report": (ReportConfig, run_report, "write one page about runs: results, costs, and what layers read"),
+    "plan": (PlanConfig, run_plan, "estimate memory, communication and step time of a recipe on GPUs you do not have"),
     "eval": (
         EvalConfig,
         run_eval,
-        "loss, perplexity and bits per byte of a trained model on any text, accuracy on images",
+        "measure a trained model: loss, perplexity and bits per byte of text, accuracy on images",
     ),
     "generate": (GenerateConfig, run_generate, "continue a text with a trained model"),
     "inspect": (InspectConfig, run_inspect, "look inside a trained model: what layers read from each other"),
-    "explore": (ExploreConfig, run_explore, "type a text in a browser and see where each of its tokens is read from"),
+    "explore": (ExploreConfig, run_explore, "type a text in a browser and see what the layers read at each token"),
     "retrofit": (
         RetrofitConfig,
         run_retrofit,
-        "give a pretrained Hugging Face model a mechanism, with the same logits",
+        "give a pretrained Hugging Face model a rule, with the same logits",
     ),
     "data": (DataConfig, run_data, "prepare a corpus or images"),
-    "list": (None, run_list, "mechanisms and their options"),
-    "doctor": (None, run_doctor, "versions, device, and what will be used"),
+    "list": (None, run_list, "list the rules and their options"),
+    "doctor": (None, run_doctor, "show versions, the device, and which operators will use kernels"),
 }
 
 
-WITHOUT_MODULES = ("study", "data", "doctor")  # a study names its own
+WITHOUT_MODULES = ("study", "data", "doctor")  # a study's recipe names its modules
 
 
 @functools.cache
@@ -327,7 +327,7 @@ def build_parser(completing: bool = False) -> argparse.ArgumentParser:
         "action": "append",
         "default": argparse.SUPPRESS,
         "metavar": "FILE",
-        "help": "a Python file that registers mechanisms of your own, or a folder of such files, which is run first; may be given again",
+        "help": "Python file that registers rules of your own, or folder of such files; it runs first. May be repeated",
     }
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
     for name, (config, _, text) in COMMANDS.items():
@@ -353,7 +353,7 @@ def dispatch(argv: Sequence[str]) -> None:
     given = vars(namespace)
     command = given.pop("command")
     modules = given.pop("modules", [])
-    given.pop("debug", None)  # `main` looks for it, so that it also shows what goes wrong in here
+    given.pop("debug", None)  # read by `main`, so that it covers errors in this function
     twice = given.pop("twice", "")
     if unknown:
         config = COMMANDS[command][0] if command in COMMANDS else None
@@ -361,7 +361,7 @@ def dispatch(argv: Sequence[str]) -> None:
         flags += ["--recipe"] * bool(config) + ["--modules"] * (command not in WITHOUT_MODULES)
         near = nearest(unknown[0], flags) if unknown[0] != "--" else ""
         raise UserError(f"{command or 'depthmix'}: unknown argument {unknown[0]!r}{near}")
-    if twice:  # after what is unknown, of which the word may be the value
+    if twice:  # checked after unknown flags, whose value the extra word may be
         raise UserError(f"{command}: {twice}")
     if command is None:
         parser.print_help()
@@ -381,11 +381,11 @@ def dispatch(argv: Sequence[str]) -> None:
 
 def options_of_init(given: dict[str, Any]) -> dict[str, Any]:
     """Return the options that the model in `init` decides."""
-    if not given.get("init") or not Path(given["init"]).exists():  # then the command says so
+    if not given.get("init") or not Path(given["init"]).exists():  # the command itself reports a missing folder
         return {}
     from depthmix.runs.init import init_values
 
-    # The options of the folder's mixer are not those of another, nor a comparison's.
+    # The options of the folder's mixer do not apply to another mixer or to the arms of a comparison.
     return init_values(given["init"], not {"mixer", "arms"} & given.keys())
 
 
@@ -415,7 +415,7 @@ def options_of_run(given: dict[str, Any]) -> dict[str, Any]:
     if Path(recorded.data).absolute() != place:
         recorded.data = str(place)
     if given.get("mixer", recorded.mixer) != recorded.mixer:
-        recorded.mixer_options = {}  # they are not those of another
+        recorded.mixer_options = {}  # they belong to the recorded mixer
     return dataclasses.asdict(recorded)
 
 
@@ -462,8 +462,8 @@ def explain(error: BaseException) -> tuple[str, int]:
 
 
 def prepare_streams() -> None:
-    """Make stdout and stderr safe to write to: a closed one swallows everything, and characters it cannot encode are
-    escaped.
+    """Make stdout and stderr safe to write to: discard output to a closed stream, and escape characters that it cannot
+    encode.
     """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
@@ -474,21 +474,21 @@ def prepare_streams() -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command. A user's mistake prints one sentence to stderr; the exit code says which kind it was."""
+    """Run a command and return its exit code. A user's mistake prints one sentence to stderr."""
     argv = sys.argv[1:] if argv is None else argv
     prepare_streams()
     try:
         dispatch(argv)
-        sys.stdout.flush()  # here, where a full disk or a reader that has left is still noticed
+        sys.stdout.flush()  # raises here for a full disk or a closed pipe
         return 0
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python still flushes at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes stdout at exit
         return PIPE
     except (Exception, KeyboardInterrupt) as error:
         if "--debug" in argv:
             traceback.print_exc()
         message, code = explain(error)
-        if this_rank() and getattr(error, "shared", False):  # the first of several processes says it
+        if this_rank() and getattr(error, "shared", False):  # the first process reports it
             return code
     which = "" if this_rank() is None else f"rank {this_rank()}: "
     with suppress(OSError):

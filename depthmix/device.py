@@ -14,8 +14,10 @@ from depthmix.errors import UserError
 
 
 def choose_device(name: str) -> torch.device:
-    """Return the device of that name. auto prefers CUDA, then MPS, then the CPU. Raises UserError if it is not
-    available.
+    """Return the device of that name. auto prefers CUDA, then MPS, then the CPU.
+
+    Raises:
+        UserError: The device is not available.
     """
     if name == "auto":
         kind = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
@@ -52,14 +54,14 @@ def autocast(device: torch.device, precision: str) -> AbstractContextManager[Any
 
 
 def release_memory(device: torch.device) -> None:
-    """Free memory of deleted models, which have reference cycles and whose blocks the GPU's allocator keeps."""
+    """Free the memory of deleted models: collect their reference cycles and empty the GPU allocator's cache."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 class PeakMemory:
-    """Peak memory since construction: of the GPU's tensors, or of this process where the system can reset its counter."""
+    """Peak memory since construction, of the GPU's tensors or of this process. Unknown where the system cannot reset its counter."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.known = device, True
@@ -68,7 +70,8 @@ class PeakMemory:
         else:
             try:
                 Path("/proc/self/clear_refs").write_text("5")
-            except OSError:  # not Linux, or not allowed: what can be read is the peak of everything before, too
+            # Not Linux, or not allowed: the readable peak would include everything before.
+            except OSError:
                 self.known = False
 
     def read(self) -> int | None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from depthmix.errors import CHECKPOINT, DISK, UserError
 
-TEMPORARY = ".tmp-"  # how the names of unfinished files begin
+TEMPORARY = ".tmp-"  # prefix of the names of unfinished files
 
 
 def write_file(path: Path, data: bytes) -> None:
@@ -28,7 +28,8 @@ def write_file(path: Path, data: bytes) -> None:
         os.replace(temporary, path)
         sync_folder(path.parent)
     except OSError as error:
-        error.filename = str(path)  # writing does not say where, and nobody knows the temporary name
+        # An error of writing has no file name, and the temporary name would mean nothing to a user.
+        error.filename = str(path)
         raise
     finally:
         with suppress(OSError):
@@ -58,7 +59,7 @@ def write_hashed(path: Path, chunks: Iterable[bytes | memoryview]) -> dict[str, 
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        error.filename = error.filename or str(path)  # writing does not say where
+        error.filename = error.filename or str(path)  # an error of writing has no file name
         raise
     return {"size": size, "sha256": digest.hexdigest()}
 
@@ -67,9 +68,9 @@ def open_no_link(path: str, flags: int) -> int:
     """Open a file for `open(..., opener=open_no_link)`, refusing symbolic links and pipes.
 
     Raises:
-        OSError: ELOOP for a link, EINVAL for anything else that is no plain file.
+        OSError: ELOOP for a link, EINVAL for anything else that is not a plain file.
     """
-    # Opened without waiting: a pipe that nobody reads would hang, and with plain files the flag changes nothing.
+    # Without O_NONBLOCK, opening a pipe that nobody reads would hang. Plain files ignore the flag.
     descriptor = os.open(path, flags | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0), 0o666)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -78,7 +79,7 @@ def open_no_link(path: str, flags: int) -> int:
 
 
 def is_plain_file(path: Path) -> bool:
-    """Return whether a path is a file itself: no link, folder or pipe, and not missing."""
+    """Tell whether a path is a plain file: not a link, folder or pipe, and not missing."""
     try:
         return stat.S_ISREG(os.lstat(path).st_mode)
     except (OSError, ValueError):
@@ -102,7 +103,7 @@ def check_writable(folder: Path) -> None:
             pass
         probe.unlink()
     for path in made:
-        with suppress(OSError):  # somebody else has use for it by now
+        with suppress(OSError):  # another process has put files into it
             path.rmdir()
 
 
@@ -147,7 +148,7 @@ def find_json_object(path: Path) -> dict[str, Any]:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in a folder durable, on systems that can."""
+    """Flush the file names in a folder to the disk, on systems that can."""
     if os.name != "posix":
         return
     descriptor = os.open(folder, os.O_RDONLY)
@@ -161,7 +162,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def reason(error: OSError, path: Path | None = None) -> str:
-    """Describe a system error in words a user can act on, with its place unless `path` is that place."""
+    """Describe a system error in words that a user can act on, with its path unless that is `path`."""
     where = f" ({error.filename})" if error.filename and str(error.filename) != str(path) else ""
     if error.errno == errno.ENOSPC:
         return f"the disk is full{where}"
@@ -179,7 +180,7 @@ FAILING = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENODEV, errno.ENXIO)
 
 
 def remedy(error: OSError) -> str:
-    """Say what a user can do about what the system refused, in a clause that ends in running the command again."""
+    """Return advice about a system error, a clause that ends in running the command again."""
     again = "then run the same command again"
     if error.errno in FULL:
         return f"make room, {again}"

@@ -1,4 +1,4 @@
-"""Names: the mixer that is taken when none is named, the nearest to a misspelt one, and how the package is installed."""
+"""Names: the default mixer, suggestions for misspelt names, and the install command."""
 
 from __future__ import annotations
 
@@ -15,5 +15,5 @@ def nearest(name: str, valid: Iterable[str], cutoff: float = 0.5) -> str:
 
 
 def install_command(extra: str) -> str:
-    """Return how to install the package with one of its extras, from a clone: no index has it."""
+    """Return the command that installs the package with one of its extras. It needs a clone, since no index has the package."""
     return f"pip install '.[{extra}]' in a clone of depthmix"

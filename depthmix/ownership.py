@@ -1,7 +1,7 @@
-"""Recognise the files and folders that depthmix wrote itself. Everything else is left alone.
+"""Recognise the files and folders that depthmix wrote. Commands never change or delete anything else.
 
-A command that writes one file replaces a file only if it is a document of the same kind that depthmix wrote before. A run's folder
-and prepared data are closed to other commands' outputs, apart from new documents that a user places beside a run's own files.
+A command replaces an existing file only if depthmix wrote it as a document of the same kind. Commands do not write into run
+folders and prepared data of others, except for new documents that a user places beside a run's files.
 """
 
 from __future__ import annotations
@@ -14,10 +14,14 @@ from typing import Any
 from depthmix.errors import CHECKPOINT, DATA, USAGE, UserError
 from depthmix.files import find_json_object, is_plain_file
 
-RECIPE, ENVIRONMENT, META = "recipe.yaml", "environment.json", "meta.json"  # what a run's folder and prepared data have
+RECIPE, ENVIRONMENT, META = (
+    "recipe.yaml",
+    "environment.json",
+    "meta.json",
+)  # files that mark run folders and prepared data
 DRAWN = "drawn by depthmix"  # in the metadata of every figure
-PART = 4096  # bytes at either end of a file in which such a mark lies
-# What a run's folder holds, or may hold later: nothing of another command gets such a name there.
+PART = 4096  # bytes at either end of a file that are searched for the mark
+# Names in a run folder that are reserved for the run. Other commands do not write files of these names there.
 RUN_FILES = {
     RECIPE, ENVIRONMENT, "metrics.jsonl", "speed.jsonl", "dynamics.jsonl", "log.txt", "result.json", "tokenizer.json", ".lock",
     "wandb.json", "code.json", "data.json", "insight.json", "config.json", "generation_config.json", "tokenizer_config.json",
@@ -27,12 +31,12 @@ RUN_FOLDERS = {"checkpoints", "ranks", "tensorboard"}
 
 
 def is_run(folder: Path) -> bool:
-    """Return whether a folder is a run's. A recipe alone may be the user's."""
+    """Tell whether a folder is a run folder. A folder with a recipe alone may be the user's."""
     return os.path.lexists(folder / RECIPE) and os.path.lexists(folder / ENVIRONMENT)
 
 
 def is_prepared(folder: Path) -> bool:
-    """Return whether a folder is what `depthmix data` wrote."""
+    """Tell whether a folder holds data that `depthmix data` prepared."""
     return read_prepared(folder) is not None
 
 
@@ -44,14 +48,14 @@ def read_prepared(folder: Path) -> dict[str, Any] | None:
 
 
 def check_new_folder(path: Path, what: str) -> None:
-    """Refuse a folder that is a run's or prepared data, or that lies in such a folder.
+    """Refuse a folder that is, or lies in, a run folder or prepared data.
 
     Args:
-        path: the folder that a command would make, or write into.
-        what: what the command would write, for the message.
+        path: The folder that a command would make or write into.
+        what: The command's output, for the message.
 
     Raises:
-        UserError: naming the run or the prepared data.
+        UserError: The folder is refused. The message names the run or the prepared data.
     """
     real = Path(os.path.realpath(path))
     for folder in (real, *real.parents):
@@ -62,15 +66,15 @@ def check_new_folder(path: Path, what: str) -> None:
 
 
 def check_foreign_files(folder: Path, names: Iterable[str], missing: str) -> None:
-    """Refuse a folder that has files of these names, but not the one that depthmix writes before them.
+    """Refuse a folder that has files of these names, but lacks the file that depthmix writes before them.
 
     Args:
-        folder: the folder that a command would write into.
-        names: the files that it would write.
-        missing: the file that says that the others are depthmix's own.
+        folder: The folder that a command would write into.
+        names: The files that the command would write.
+        missing: The file that marks the others as depthmix's.
 
     Raises:
-        UserError: naming the first such file.
+        UserError: The folder is refused. The message names the first such file.
     """
     present = next((name for name in names if os.path.lexists(folder / name)), None)
     if present is not None:
@@ -79,14 +83,14 @@ def check_foreign_files(folder: Path, names: Iterable[str], missing: str) -> Non
 
 
 def check_replaceable(path: Path, kind: str) -> None:
-    """Refuse a file that depthmix did not write as a document of this kind, and a place that belongs to a run or to prepared data.
+    """Refuse to replace a file that depthmix did not write as a document of this kind, or to write into a run or prepared data.
 
     Args:
-        path: the file that a command would write.
+        path: The file that a command would write.
         kind: "inspection" (the JSON of `depthmix inspect`), "page" (a report's HTML) or "figure" (.png, .svg or .pdf).
 
     Raises:
-        UserError: naming the file and what is in its place.
+        UserError: The file is refused. The message names the obstacle.
     """
     real = Path(os.path.realpath(path.parent)) / path.name
     for folder in real.parents:
@@ -123,7 +127,7 @@ _WRITTEN = {"inspection": _is_inspection, "page": _is_page, "figure": _is_figure
 
 
 def _part(path: Path, whence: int) -> bytes:
-    """Return the first bytes of a file, or its last ones."""
+    """Return the first or the last bytes of a file."""
     try:
         with open(path, "rb") as file:
             if whence == os.SEEK_END:

@@ -1,12 +1,12 @@
-"""Random numbers of a training's own: two trainings in one process, or a training beside other work, do not change each other.
+"""Give each training its own random numbers, so that trainings in one process do not change each other.
 
-torch has one generator for the whole process. A training used to seed it, draw its weights from it and keep its state in checkpoints,
-so anybody else who drew numbers meanwhile changed the result. Here the weights come from a generator of the training's own, with the
-same numbers: while a model is built, every random operation of this thread is given that generator.
+torch has one generator per process, and other code that draws from it would change a training. So a training draws its weights
+from a generator of its own, with the numbers that torch's would give: while a model is built, every random operation of this thread
+receives that generator.
 
-Steps are another matter. Operations such as dropout take no generator, and to look at every operation would slow a step down. This
-package's own models draw nothing in a step. For a model with other modules, which may, the state of torch's generator is exchanged
-around each step, and a lock keeps the steps of other such trainings out.
+Steps work differently. Operations such as dropout take no generator, and intercepting every operation would slow a step down. The
+models of this package draw nothing in a step. A model with other modules may draw: then the state of torch's generator is swapped
+around each step, under a lock that excludes the steps of other such trainings.
 """
 
 from __future__ import annotations
@@ -21,18 +21,19 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# Torch's modules that draw nothing in a forward.
+# Modules of torch that draw nothing in a forward.
 QUIET: tuple[type[nn.Module], ...] = (
     *(nn.Linear, nn.Embedding, nn.Conv2d, nn.LayerNorm, nn.RMSNorm, nn.Identity),
     *(nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict, nn.Sequential),
 )
 
-_exchange = threading.RLock()  # held while torch's generators hold the state of a training
+# Held while torch's generators hold the state of a training.
+_exchange = threading.RLock()
 _current: ContextVar[OwnRandom | None] = ContextVar("_current", default=None)
 
 
 def seed_random(seed: int) -> None:
-    """Seed what draws the weights of a model: the generator of the training that builds it, or torch's where there is none."""
+    """Seed the generator that draws the weights of a model: that of the training that builds it, or else torch's."""
     random = _current.get()
     if random is None:
         torch.manual_seed(seed)
@@ -44,20 +45,20 @@ class OwnRandom:
     """Random generator of one training.
 
     Example:
-        >>> own = OwnRandom(0, torch.device("cpu"))
-        >>> with own.building():
+        >>> random = OwnRandom(0, torch.device("cpu"))
+        >>> with random.building():
         ...     model = nn.Linear(3, 3)
-        >>> with own.exchanged(model):
+        >>> with random.exchanged(model):
         ...     loss = model(torch.ones(3)).sum()
     """
 
     def __init__(self, seed: int, device: torch.device) -> None:
-        self.device = device  # where the steps are computed
+        self.device = device  # of the steps
         self._generators: dict[str, torch.Generator] = {}
         self.seed(seed)
 
     def seed(self, seed: int) -> None:
-        """Begin anew, with the numbers that torch's own generators give after `torch.manual_seed(seed)`."""
+        """Restart with the numbers that torch's generators give after `torch.manual_seed(seed)`."""
         self._seed = seed
         self._generators.clear()
 
@@ -69,11 +70,11 @@ class OwnRandom:
         return self._generators[name]
 
     def state(self) -> Tensor:
-        """Return the state of the CPU's generator, which a checkpoint keeps."""
+        """Return the state of the CPU's generator, for a checkpoint."""
         return self.generator(torch.device("cpu")).get_state()
 
     def restore(self, state: Tensor) -> None:
-        """Restore a state that a checkpoint kept."""
+        """Restore the state of the CPU's generator from a checkpoint."""
         self.generator(torch.device("cpu")).set_state(state)
 
     @contextmanager
@@ -90,10 +91,9 @@ class OwnRandom:
 
     @contextmanager
     def exchanged(self, model: Any) -> Iterator[None]:
-        """Let torch's generators continue from here inside this context, if the model may draw, and restore them
-        afterwards.
+        """Lend this training's random state to torch's generators inside this context, if the model may draw.
 
-        Numbers that another thread draws from torch's generators meanwhile are those of this training.
+        Meanwhile other threads that draw from torch's generators take numbers of this training.
         """
         with ExitStack() as stack:
             if may_draw(model):
@@ -104,7 +104,7 @@ class OwnRandom:
 
 
 class ProcessRandom(OwnRandom):
-    """Torch's own generators behind the same calls, for one of several processes: each has one training."""
+    """Torch's generators behind the interface of `OwnRandom`, for one of several processes, which has only one training."""
 
     def __init__(self) -> None:
         super().__init__(0, torch.device("cpu"))
@@ -125,7 +125,7 @@ class ProcessRandom(OwnRandom):
 
 
 def may_draw(model: Any) -> bool:
-    """Return whether a model has modules that are neither this package's nor known to draw nothing in a forward."""
+    """Tell whether a model has modules that may draw in a forward: neither this package's nor listed in `QUIET`."""
     return not all(_is_quiet(type(module)) for module in model.modules())
 
 
@@ -134,7 +134,7 @@ def _is_quiet(kind: type) -> bool:
 
 
 class _Drawing(TorchDispatchMode):
-    """Hands a training's generator to every random operation. Modes belong to a thread, so other threads notice nothing."""
+    """Gives a training's generator to every random operation. A mode belongs to a thread, so other threads are unaffected."""
 
     def __init__(self, own: OwnRandom) -> None:
         super().__init__()
@@ -157,7 +157,7 @@ class _Drawing(TorchDispatchMode):
 
 @contextmanager
 def _exchanged(ours: torch.Generator, own: torch.Generator) -> Iterator[None]:
-    """Let torch's generator go on from the state of another, and that one from where it comes to."""
+    """Swap in a generator's state for torch's inside this context, and save the advanced state back."""
     before = ours.get_state()
     ours.set_state(own.get_state())
     try:

@@ -8,7 +8,7 @@ from depthmix.config import TrainConfig
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:
-    """Return the factor on the peak learning rate at step 0 … steps - 1."""
+    """Return the factor on the peak learning rate at a step from 0 to steps - 1."""
     if step < config.warmup:
         return (step + 1) / config.warmup
     if config.schedule == "rsqrt":
@@ -23,18 +23,18 @@ def learning_rate(config: TrainConfig, step: int) -> float:
 
 
 def first_changed_step(then: TrainConfig, now: TrainConfig, steps: int) -> int | None:
-    """Find the first of the steps made so far whose learning rate would have been another.
+    """Find the first step made so far whose learning rate would have differed under another configuration.
 
-    A run can go on under another configuration without a break exactly where there is none: always with rsqrt, whose
-    rate does not depend on the number of steps, with wsd as long as neither decay has begun, and during the warm-up.
+    A run can continue under another configuration if there is no such step: always with rsqrt, whose rate does not
+    depend on the number of steps, with wsd while neither decay has begun, and during the warmup.
 
     Args:
-        then: The configuration that the steps were made with.
-        now: The one to go on with.
-        steps: How many were made.
+        then: The configuration of the steps made so far.
+        now: The configuration to continue with.
+        steps: Number of steps made so far.
 
     Returns:
-        The number of the step, from 0 on; None where all of them have the same learning rate.
+        The step, counted from 0; None if all steps have the same learning rate.
 
     Example:
         >>> short, long = (TrainConfig(schedule="wsd", warmup=10, steps=steps) for steps in (100, 200))

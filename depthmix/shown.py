@@ -1,4 +1,4 @@
-"""Values and messages as a terminal can take them: short, whatever they hold."""
+"""Shorten values and messages for a terminal."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from typing import Any
 
 VALUE = 200  # characters of a value in a message
 MESSAGE = 2000  # characters of a message
-ENDING = 400  # of them those of its end, where what to do stands
+ENDING = 400  # characters of a shortened message's end, which holds the advice
 
 
 def shown(value: Any, limit: int = VALUE) -> str:
-    """Return repr(value), cut off after so many characters; what follows is never made.
+    """Return the first characters of repr(value). The rest of the text is never built.
 
     Args:
-        value: what a user gave, of any size, also with lists that hold themselves.
-        limit: characters to show.
+        value: A user's value of any size; lists may contain themselves.
+        limit: Maximum number of characters.
 
     Returns:
-        repr(value) if it is that short, else its beginning with an ellipsis.
+        repr(value) if it is short enough, else its beginning with an ellipsis.
 
     Example:
         >>> shown([1] * 10**6, limit=10)
@@ -33,7 +33,7 @@ def shown(value: Any, limit: int = VALUE) -> str:
 
 
 def shorten(message: str) -> str:
-    """Return a message without the middle of what is far too long for one."""
+    """Cut the middle out of a message that is too long."""
     if len(message) <= MESSAGE:
         return message
     return f"{message[: MESSAGE - ENDING]} … {message[-ENDING:]}"

@@ -1,9 +1,11 @@
-"""Read YAML as a person reads it, and refuse what YAML 1.1, which PyYAML implements, would take for something else.
+"""Read YAML as a person reads it, and refuse values that YAML 1.1, which PyYAML implements, reads as something else.
 
-    steps: 010        the octal number 8: refused        lr: 1e-3     text in YAML 1.1: read as the number
-    steps: 1:30       90, a number of base 60: refused   a name twice: the last one would win without a word: refused
+    steps: 010     refused: YAML 1.1 reads the octal number 8
+    steps: 1:30    refused: YAML 1.1 reads 90, a number of base 60
+    a name twice   refused: the last value would silently win
+    lr: 1e-3       read as the number; YAML 1.1 reads a text
 
-A text also cannot grow: aliases may stand for a text a hundred times, and aliases of aliases for gigabytes.
+The expanded size is limited, too: aliases of aliases in a short text could expand to gigabytes.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from depthmix.shown import VALUE
 LIMIT = 100_000  # characters of values, with every alias written out; the longest recipe here has four thousand
 OCTAL = re.compile(r"[-+]?0[0-7_]+")
 BASE_60 = re.compile(r"[-+]?[0-9][0-9_]*(?::[0-5]?[0-9])+(?:\.[0-9_]*)?")
-# A number to YAML 1.2 and to everybody else; YAML 1.1 wants 1.0e-3.
+# A number in YAML 1.2. YAML 1.1 requires 1.0e-3.
 EXPONENT = re.compile(r"[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)[eE][-+]?[0-9]+$")
 
 
@@ -28,7 +30,7 @@ class TooLarge(ValueError):
 
 
 class Ambiguous(ValueError):
-    """Error for a line that YAML reads in another way than a person. The message goes on after the name of the file."""
+    """Error for a line that YAML reads differently from a person. The message continues after the name of the file."""
 
 
 class RecipeLoader(yaml.SafeLoader):
@@ -44,7 +46,7 @@ class RecipeLoader(yaml.SafeLoader):
         names: set[str] = set()
         for key, _ in node.value:
             if not isinstance(key, yaml.ScalarNode):
-                continue  # which is no YAML that a dictionary can hold
+                continue  # not a valid key of a dictionary
             if key.value in names:
                 raise Ambiguous(f"gives {key.value[:VALUE]} twice, again at line {key.start_mark.line + 1}")
             names.add(key.value)
@@ -78,15 +80,18 @@ def read_recipe(command: str, path: str) -> dict[str, Any]:
 
 
 def load_yaml(text: str, loader: type[yaml.SafeLoader]) -> Any:
-    """Return what a YAML text says.
+    """Parse a YAML text.
 
     Args:
-        text: one document.
-        loader: a plain loader, or `RecipeLoader`.
+        text: One document.
+        loader: A plain loader, or `RecipeLoader`.
+
+    Returns:
+        The value of the document.
 
     Raises:
-        TooLarge: its values have more than LIMIT characters once aliases are written out, or one holds itself.
-        yaml.YAMLError, ValueError, RecursionError: it is not YAML.
+        TooLarge: The values have more than LIMIT characters with aliases expanded, or a value contains itself.
+        yaml.YAMLError, ValueError, RecursionError: The text is not YAML.
     """
     if len(text) > LIMIT:
         raise TooLarge(f"it has more than {LIMIT:,} characters")
@@ -103,7 +108,7 @@ def load_yaml(text: str, loader: type[yaml.SafeLoader]) -> Any:
 
 
 def _expanded(node: yaml.Node, known: dict[int, int | None]) -> int:
-    """Count the characters of a node with all aliases in it written out; each node is looked at once."""
+    """Count the characters of a node with all aliases expanded. Each node is visited once."""
     if id(node) in known:
         size = known[id(node)]
         if size is None:
@@ -121,13 +126,13 @@ def _expanded(node: yaml.Node, known: dict[int, int | None]) -> int:
 
 
 def misread_number(text: str) -> str:
-    """Say what YAML takes a plain scalar for, where that is not the number one reads in it.
+    """Explain how YAML misreads a plain scalar that looks like another number.
 
     Args:
-        text: A scalar that YAML resolves to a number, as it stands in the file.
+        text: A scalar that YAML resolves to a number, as written in the file.
 
     Returns:
-        What is wrong and what to write instead; "" for a number that means what it looks like.
+        The problem and what to write instead; "" for a number that YAML reads as a person does.
 
     Example:
         >>> misread_number("010")

@@ -15,7 +15,7 @@ from depthmix.errors import UserError
 from depthmix.names import nearest as nearest_of
 from depthmix.shown import VALUE, shown
 
-nearest = functools.partial(nearest_of, cutoff=0.65)  # flags are many and alike: suggest only what is close
+nearest = functools.partial(nearest_of, cutoff=0.65)  # many flags are alike: suggest only close names
 
 
 def coerce(command: str, name: str, hint: Any, value: Any) -> Any:
@@ -59,7 +59,7 @@ def coerce(command: str, name: str, hint: Any, value: Any) -> Any:
 
 
 def _read_by_yaml(value: Any, hint: Any) -> str:
-    """Say how a word of a recipe became a value of another kind; a flag's value is text."""
+    """Explain how YAML turned a word of a recipe into a value of another type. The values of flags are text."""
     if isinstance(value, bool) and hint is not bool:
         return "; YAML reads yes, no, on and off as true and false: put the word in quotes"
     if isinstance(value, datetime.date):
@@ -96,10 +96,10 @@ def describe(hint: Any) -> str:
 
 
 def typed(command: str, config: Any) -> Any:
-    """Convert a configuration made in Python: numpy's numbers to Python's, and paths to text.
+    """Convert the values of a configuration made in Python: NumPy numbers to Python's, and paths to text.
 
     Raises:
-        UserError: A value does not have its field's type. Unlike on the command line, a text is not a number.
+        UserError: A value does not have its field's type. Unlike on the command line, text is not parsed as a number.
     """
     hints, plain = typing.get_type_hints(type(config)), {}
     for field in dataclasses.fields(config):
@@ -120,7 +120,7 @@ def _plain(value: Any) -> Any:
 
 def _check_type(command: str, name: str, hint: Any, value: Any) -> None:
     members = get_args(hint) if get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
-    if isinstance(value, float) and float in members:  # also one that is not finite, which the command itself refuses
+    if isinstance(value, float) and float in members:  # the command itself refuses values that are not finite
         return
     text = any(kind is str or get_origin(kind) is Literal for kind in members)
     if isinstance(value, str) and not text:
@@ -165,7 +165,7 @@ def build_config(
 
 
 def check_at_least(config: Any, least: int, *names: str) -> None:
-    """Raise UserError for the first of these options that is smaller; None passes, where it is the default."""
+    """Raise UserError for the first of the named options that is below `least`. None passes."""
     for name in names:
         value = getattr(config, name)
         if value is not None and value < least:
@@ -174,7 +174,7 @@ def check_at_least(config: Any, least: int, *names: str) -> None:
 
 
 def is_study(lines: dict[str, Any]) -> bool:
-    """Tell whether the lines are those of a study, which has a question. No command has an option of that name."""
+    """Tell whether a recipe is a study: it has a `question`, which is not an option of any command."""
     return "question" in lines
 
 
@@ -189,7 +189,7 @@ def _drop_replaced_options(lines: dict[str, Any], given: dict[str, Any]) -> dict
 
 
 def _commands_with(name: str) -> str:
-    """Name the commands that do have an option of that name."""
+    """Name the commands that have an option of this name."""
     from depthmix import config
 
     commands_with_it = [

@@ -1,4 +1,4 @@
-"""What `depthmix.compare` returns: a table, sentences about it, and the arms with their models."""
+"""The result of `depthmix.compare`: a table, sentences about it, and the arms with their models."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class LazyModels(Mapping[int, nn.Module]):
 
 
 class ArmResult:
-    """One arm of a comparison.
+    """An arm of a comparison, with its runs and models.
 
     Attributes:
         label: The arm as tables write it.
@@ -76,7 +76,8 @@ class ComparisonResult(Mapping[str, ArmResult]):
 
     def __init__(self, comparison: Comparison, data: Any, owned: OwnedFolder, device: str) -> None:
         self._comparison, self._owned = comparison, owned
-        self.data = data  # kept: temporary data lives as long as its result
+        # Kept so that temporary data lives as long as the result.
+        self.data = data
         self.rows = comparison.rows
         rows = {row.arm: row for row in self.rows}
         self._arms = {}
@@ -107,7 +108,7 @@ class ComparisonResult(Mapping[str, ArmResult]):
 
     @property
     def notes(self) -> list[str]:
-        """What else must be known to read the table, such as runs that diverged or step times that are not to be trusted."""
+        """Remarks that a reader of the table needs, such as runs that diverged or step times that are unreliable."""
         return self._comparison.remarks
 
     def table(self) -> Any:
@@ -118,7 +119,8 @@ class ComparisonResult(Mapping[str, ArmResult]):
         if label in self._arms:
             return self._arms[label]
         try:
-            meant = parse_arm(label).label  # other spaces, or options in another order
+            # The caller may have written other spaces, or the options in another order.
+            meant = parse_arm(label).label
         except UserError:
             meant = label
         if meant not in self._arms:

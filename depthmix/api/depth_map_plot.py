@@ -26,7 +26,7 @@ def plot_depth_map(
 
     Args:
         model: Any model with a mixer: a `Decoder`, a `Vit`, a retrofitted model, or one of your own.
-        ids: Tokens [T] or [B, T], as a list, array or tensor; of a model that takes anything else, its input tensor.
+        ids: Tokens [T] or [B, T], as a list, array or tensor. For a model that takes no tokens, its input tensor.
         ax: matplotlib axes to draw on. By default a new figure.
         way: Which mixture of attention, where a rule has several (queries, keys, values).
         mixer: Which mixer of a model with several: the module or its name in the model.
@@ -66,7 +66,7 @@ def plot_depth_map(
 
 
 def _document(mixer: Mixer, m: Tensor) -> dict[str, Any]:
-    """Return what the figure needs of the document that `depthmix inspect` writes; m: [W, S+1, S+1]."""
+    """Return the part of `depthmix inspect`'s document that the figure needs, from the matrix m [W, S+1, S+1]."""
     return {**describe_mixer(mixer), "mixing": {"mean": by_reader(mixer, m), "signed": bool((m < 0).any())}}
 
 

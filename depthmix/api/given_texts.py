@@ -1,4 +1,4 @@
-"""Texts and tokens from Python, whatever they come in, as the engine of `depthmix data` takes them."""
+"""Convert texts and tokens from Python to the input of `depthmix data`'s engine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FROM_PYTHON = "given in Python"
 
 
 def write_prepared(config: DataConfig, texts: Any, vocab_size: int | None, tokenizer: Any) -> None:
-    """Write texts or tokens to config.out as prepared data; `depthmix.prepare` says what they may be."""
+    """Write texts or tokens to config.out as prepared data. `depthmix.prepare` lists the accepted types."""
     with tempfile.TemporaryDirectory(prefix="depthmix-") as scratch:
         if tokenizer is not None:
             config.tokenizer = _tokenizer_file(tokenizer, Path(scratch))
@@ -45,14 +45,14 @@ def write_prepared(config: DataConfig, texts: Any, vocab_size: int | None, token
 
 
 class _Spool(Listing):
-    """Documents from Python in one file; the data does not name it, for it is gone by then."""
+    """Documents from Python in one temporary file. The prepared data does not name the file, which is deleted."""
 
     def counts(self) -> dict[str, dict[str, int]]:
         return {"files": {}, "skipped_files": {}}
 
 
 def _spooled(documents: Iterable[str], text_field: str, scratch: Path) -> Listing:
-    """Write documents down, since the engine reads a corpus several times and a generator can be read once."""
+    """Write documents to a file, since the engine reads a corpus several times and a generator can be read once."""
     path = scratch / "texts.jsonl"
     has_text = False
     with open(path, "w", encoding="ascii") as file:
@@ -65,7 +65,7 @@ def _spooled(documents: Iterable[str], text_field: str, scratch: Path) -> Listin
 
 
 def _documents(texts: Any, text_field: str) -> Iterator[str]:
-    """Every document of what a caller may give as texts."""
+    """Yield every document of the texts that a caller gave."""
     if isinstance(texts, str | bytes | os.PathLike):
         kind = "one text" if isinstance(texts, str) else type(texts).__name__
         raise UserError(
@@ -102,7 +102,7 @@ def _documents(texts: Any, text_field: str) -> Iterator[str]:
 
 
 def _as_tokens(texts: Any) -> np.ndarray | None:
-    """Return an array of tokens as NumPy's; None for anything that is no array of numbers."""
+    """Return an array of tokens as a NumPy array; None for anything that is not an array of numbers."""
     if isinstance(texts, torch.Tensor):
         return texts.detach().cpu().numpy()
     if isinstance(texts, np.ndarray) and texts.dtype.kind not in "UOST":
@@ -119,10 +119,10 @@ def _size_of_vocabulary(vocab_size: int | None, tokenizer: Any) -> int:
 
 
 def _tokenizer_file(tokenizer: Any, scratch: Path) -> str:
-    """Return the path of a tokenizer.json, written here for a tokenizer in memory."""
+    """Return the path of a tokenizer.json. A tokenizer in memory is written to `scratch` first."""
     if isinstance(tokenizer, str | os.PathLike):
         return os.fspath(tokenizer)
-    tokenizer = getattr(tokenizer, "backend_tokenizer", tokenizer)  # of a fast tokenizer of transformers
+    tokenizer = getattr(tokenizer, "backend_tokenizer", tokenizer)  # a fast tokenizer of transformers
     if not hasattr(tokenizer, "to_str"):
         kinds = "a tokenizers.Tokenizer or the path of a tokenizer.json"
         raise UserError(f"prepare: tokenizer is {type(tokenizer).__name__}: give {kinds}.", USAGE)

@@ -1,4 +1,4 @@
-"""Interruption of a training as Python knows it."""
+"""Turn the interruption of a training into a KeyboardInterrupt."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `depthmix.compare_runs` returns: differences to a baseline with their 95% intervals."""
+"""The result of `depthmix.compare_runs`: differences from a baseline with their 95% intervals."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class LossDifference:
-    """How an arm's loss differs from the baseline's.
+    """The difference of an arm's loss from the baseline's.
 
     Attributes:
         arm: The arm.
@@ -45,7 +45,7 @@ class LossDifference:
 
 
 class LossComparison(Mapping[str, LossDifference]):
-    """What `compare_runs` found: `found["dca"].difference`, `found.table()`, `found.verdict`."""
+    """The result of `compare_runs`: `result["dca"].difference`, `result.table()`, `result.verdict`."""
 
     def __init__(self, rows: list[Row], losses: Mapping[str, dict[Any, float]]) -> None:
         self._rows = rows
@@ -80,7 +80,7 @@ class LossComparison(Mapping[str, LossDifference]):
 
 
 def compare_losses(losses: Mapping[str, dict[Any, float]], baseline: str) -> LossComparison:
-    """Compare losses by arm and seed with those of the baseline, by the statistics of `depthmix compare`."""
+    """Compare losses by arm and seed with the baseline's, using the statistics of `depthmix compare`."""
     number = {seed: i for i, seed in enumerate(dict.fromkeys(s for by_seed in losses.values() for s in by_seed))}
     runs = [_run(arm, number[seed], loss) for arm, by_seed in losses.items() for seed, loss in by_seed.items()]
     rows = make_rows(runs, [baseline, *(arm for arm in losses if arm != baseline)])
@@ -88,7 +88,7 @@ def compare_losses(losses: Mapping[str, dict[Any, float]], baseline: str) -> Los
 
 
 def _run(arm: str, seed: int, loss: float) -> Run:
-    """Return a run as the statistics take it; of its costs nothing is known, and nothing is shown."""
+    """Build a run for the statistics. Its costs are placeholders, and no column shows them."""
     return Run(
         arm=arm,
         seed=seed,

@@ -19,7 +19,8 @@ class OwnedFolder:
         if path is None:
             root = tempfile.mkdtemp(prefix="depthmix-")
             weakref.finalize(self, _remove, root, os.getpid())
-            self.path = Path(root) / name  # a folder in it: what is prepared replaces its folder as a whole
+            # A subfolder, because preparing data replaces its folder as a whole.
+            self.path = Path(root) / name
         else:
             self.path = Path(path)
 
@@ -29,5 +30,6 @@ class OwnedFolder:
 
 
 def _remove(root: str, pid: int) -> None:
-    if os.getpid() == pid:  # a forked process has the object too, and ends first
+    # A forked process has a copy of the object, and may end first.
+    if os.getpid() == pid:
         shutil.rmtree(root, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""`depthmix.prepare`: texts or tokens from Python become prepared data, with the engine of `depthmix data`."""
+"""`depthmix.prepare`: prepare texts or tokens from Python with the engine of `depthmix data`."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from depthmix.api.owned_folder import OwnedFolder
 from depthmix.config import DataConfig
 from depthmix.errors import UserError
 
-# Engines are slow to import, so they are where they are needed: `from depthmix import *` stays fast.
+# The engines are slow to import. Functions import them on first use, so that `from depthmix import *` stays fast.
 
 Folder = str | os.PathLike[str]
 
 
 class PreparedData:
-    """Data in a folder, ready to train on: what `depthmix.prepare` returns.
+    """Prepared data in a folder, as `depthmix.prepare` returns it.
 
     A temporary folder is removed with the last object that uses it.
 
     Attributes:
         folder: The folder, which `depthmix train --data` takes, too.
-        splits: `{"train": …, "val": …}`; of text each has `n_tokens`, `n_bytes` and `n_documents`.
+        splits: `{"train": …, "val": …}`. Splits of text have `n_tokens`, `n_bytes` and `n_documents`.
         tokenizer: The `tokenizers.Tokenizer` of the data; None for images.
         vocab_size: Entries of the vocabulary; None for images.
 
@@ -81,13 +81,14 @@ def prepare(
         texts: One of
             an iterable of documents (a generator is read once, and need not fit into memory);
             a `datasets.Dataset`, or anything else with `column_names` whose rows are dictionaries;
-            a NumPy array or torch tensor of tokens, [N] or [sequences, T], taken as they are.
-        vocab_size: Entries of the byte-level BPE tokenizer that is trained on the texts (default: 16384), or of the
-            vocabulary that tokens belong to, where it must be given.
+            a NumPy array or torch tensor of tokens, [N] or [sequences, T], which are not changed.
+        vocab_size: Entries of the byte-level BPE tokenizer that is trained on the texts (default: 16384). Required for
+            tokens: the size of their vocabulary.
         tokenizer: A `tokenizers.Tokenizer`, or the path of a tokenizer.json, instead of training one.
         out: Folder to write and keep. By default a temporary one, which is removed with the returned object.
-        val_fraction: Share of the documents or sequences kept for validation; of a single one, its end.
-        seed: Seed of that split.
+        val_fraction: Share of the documents or sequences kept for validation. A single document or sequence gives
+            its end.
+        seed: Seed of the train/validation split.
         text_field: Column of a dataset that holds the text.
         overwrite: Replace prepared data in `out`.
 
@@ -95,7 +96,7 @@ def prepare(
         The data, for `depthmix.compare` and `depthmix.TrainConfig(data=…)`.
 
     Raises:
-        UserError: The texts or tokens cannot be used; one sentence says why.
+        UserError: The texts or tokens cannot be used. The message says why.
 
     Example:
         >>> depthmix.prepare(["One document.", "Another one."] * 50, vocab_size=300)

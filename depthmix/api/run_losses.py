@@ -1,4 +1,4 @@
-"""`depthmix.compare_runs`: the statistics of `depthmix compare` for losses from anybody's own training loop."""
+"""`depthmix.compare_runs`: the statistics of `depthmix compare` for losses from any training loop."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ def compare_runs(losses: Any, baseline: str | None = None) -> LossComparison:
     """Compare the final losses of runs that were trained elsewhere, seed by seed.
 
     Args:
-        losses: {arm: losses}, where losses are a list, of which the i-th belongs to the same seed in every arm, or
-            {seed: loss}, where seeds that an arm and the baseline share are paired. A DataFrame with one column per arm
-            and one row per seed is the same.
+        losses: {arm: losses}. An arm's losses are a list, whose i-th entry belongs to the same seed in every arm, or
+            {seed: loss}, where the seeds that an arm shares with the baseline are paired. A DataFrame with one column
+            per arm and one row per seed works, too.
         baseline: The arm that the others are compared with. By default the first.
 
     Returns:
@@ -29,8 +29,8 @@ def compare_runs(losses: Any, baseline: str | None = None) -> LossComparison:
         UserError: A loss is not a finite number, or an arm shares no seed with the baseline.
 
     Example:
-        >>> found = depthmix.compare_runs({"plain": [3.31, 3.35, 3.29], "mine": [3.27, 3.30, 3.26]})
-        >>> found["mine"].low, found["mine"].high
+        >>> result = depthmix.compare_runs({"plain": [3.31, 3.35, 3.29], "mine": [3.27, 3.30, 3.26]})
+        >>> result["mine"].low, result["mine"].high
     """
     if not hasattr(losses, "items"):
         raise UserError(f"compare_runs takes a dictionary of losses by arm, got {type(losses).__name__}")

@@ -1,4 +1,4 @@
-"""Tables for people who work in notebooks: a DataFrame where pandas is installed, else a plain one with the same numbers."""
+"""Tables for notebooks: a DataFrame if pandas is installed, else a plain table with the same numbers."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from depthmix.train.events import OnStep
 
 
 def train(config: TrainConfig, *, on_step: OnStep | None = None) -> RunFolder:
-    """Train one model, or resume the run in `config.out`: `depthmix.train` says more."""
+    """Train one model, or resume the run in `config.out`. The package `depthmix.train` documents the arguments."""
     if not isinstance(config, TrainConfig):
         raise UserError(f"train takes a depthmix.TrainConfig, got {type(config).__name__}")
     config = dataclasses.replace(config, data=as_folder(config.data), out=os.fspath(config.out))

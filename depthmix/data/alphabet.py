@@ -1,7 +1,7 @@
-"""Characters that a tokenizer's vocabulary lacks.
+"""Find characters that a tokenizer's vocabulary lacks.
 
-A byte-pair encoding without an unknown token drops what it has no token for: the text is shorter afterwards, and nobody is told.
-Other models put their unknown token in its place, which can be counted among the tokens (`unknown_token`).
+A byte-pair encoding without an unknown token silently drops characters that it has no token for. Other models replace
+them by their unknown token, which can be counted among the tokens (`unknown_token`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SHOWN = 5  # characters in a message
 
 
 class Alphabet:
-    """Checks texts for characters that a tokenizer would drop; every character is looked up once."""
+    """Checks texts for characters that a tokenizer would drop. Each character is looked up once."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         described = json.loads(tokenizer.to_str())
@@ -34,7 +34,7 @@ class Alphabet:
         """Refuse a text with characters that the tokenizer would drop.
 
         Raises:
-            UserError: naming some of them.
+            UserError: The text has such characters. The message names some of them.
         """
         new = set(text) - self.known if self.drops else set()
         if lacking := sorted(character for character in new if not self._has(character)):
@@ -45,7 +45,7 @@ class Alphabet:
         self.known |= new
 
     def _has(self, character: str) -> bool:
-        """Return whether all that the model is given for a character is in its vocabulary."""
+        """Tell whether the vocabulary holds every symbol that the model receives for a character."""
         normalizer, splitter = self.tokenizer.normalizer, self.tokenizer.pre_tokenizer
         text = normalizer.normalize_str(character) if normalizer else character
         symbols = "".join(part for part, _ in splitter.pre_tokenize_str(text)) if splitter else text
@@ -58,7 +58,7 @@ class Alphabet:
 
 
 def _has_all_bytes(described: dict[str, Any]) -> bool:
-    """Return whether every byte has a token, as in most vocabularies: then nothing is dropped, and no text need be looked at."""
+    """Tell whether every byte has a token, as in most vocabularies. Such a tokenizer drops nothing."""
     from tokenizers import pre_tokenizers
 
     splitter, vocabulary = described["pre_tokenizer"] or {}, described["model"]["vocab"]
@@ -67,7 +67,7 @@ def _has_all_bytes(described: dict[str, Any]) -> bool:
 
 
 def unknown_token(tokenizer: Tokenizer) -> tuple[str, int] | None:
-    """Return the token that stands for text a tokenizer does not know, and its id; None if it has none."""
+    """Return a tokenizer's token for unknown text, and its id; None if it has no such token."""
     model = json.loads(tokenizer.to_str())["model"]
     number = model.get("unk_id")  # of a unigram model; the others name the token
     token = model.get("unk_token") if number is None else tokenizer.id_to_token(number)

@@ -27,7 +27,7 @@ SOURCE = (
 CODE = tuple(SOURCE.split())
 JSONL, PARQUET, GZIP = ".jsonl", ".parquet", ".gz"
 KNOWN = f"{', '.join(PROSE)}, source code (.c, .py, .rs and so on), {JSONL}, any of these with {GZIP}, or {PARQUET}"
-ABOUT = {"readme", "license", "licence", "notice", "copying"}  # in a folder these speak of the corpus
+ABOUT = {"readme", "license", "licence", "notice", "copying"}  # files in a folder that describe the corpus
 BLOCK = 1 << 20  # bytes read at a time
 PARQUET_ROWS = 64  # rows decoded at a time: rows may be books
 _TEXT = re.compile(r"\S")
@@ -49,7 +49,7 @@ class Source:
 
     @property
     def kind(self) -> str:
-        """The extension of a file, with .gz, or the dataset's name."""
+        """The extension of a file, including .gz, or the dataset's name."""
         return f"hf:{self.name}" if self.hub else _splitext(self.name)
 
 
@@ -84,7 +84,7 @@ def documents(inputs: Sequence[str | Path], text_field: str = "text", document: 
 
 
 def find_sources(inputs: Sequence[str | Path]) -> Listing:
-    """Walk the inputs: folders recursively and in sorted order, each file once even where inputs overlap."""
+    """List the files of the inputs: folders recursively in sorted order, each file once even if inputs overlap."""
     if isinstance(inputs, str | Path):
         inputs = [inputs]
     if not inputs:
@@ -100,7 +100,7 @@ def find_sources(inputs: Sequence[str | Path]) -> Listing:
         listing.sources[begun:] = [replace(source, domain=domain) for source in listing.sources[begun:]]
         if domain and domain not in listing.by_domain():
             raise UserError(f"The domain {domain} has no files of its own: {place} was named before.", DATA)
-    # Text of one domain lies together, also where its inputs were not named one after the other.
+    # The text of a domain is contiguous, even if its inputs were not named one after the other.
     listing.sources = [source for part in listing.by_domain().values() for source in part.sources]
     return listing
 
@@ -259,7 +259,8 @@ def _decode(path: str, data: bytes, offset: int) -> str:
 def _whole(path: str) -> Iterator[tuple[str, bool]]:
     decoder = codecs.getincrementaldecoder("utf-8")("strict")
     offset = 0
-    held, started = "", False  # white space before the first word is held back: it may be all there is
+    # White space before the first word is held back, because the file may hold nothing else.
+    held, started = "", False
     with _open(path) as file:
         while data := _call(path, file.read, BLOCK):
             if (nul := data.find(b"\0")) >= 0:
@@ -332,7 +333,7 @@ def _jsonl(path: str, text_field: str) -> Iterator[str]:
 
 
 def as_text(value: Any, where: str, what: str) -> str:
-    """Return a value that must be text that UTF-8 can hold; UserError says where it is and what it is instead."""
+    """Return a value that must be text. Raises UserError, with the place, for another type or text that UTF-8 cannot hold."""
     if not isinstance(value, str):
         raise UserError(f"{where}: {what} is {type(value).__name__}, not text.", DATA)
     try:

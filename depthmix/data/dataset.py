@@ -84,7 +84,7 @@ class Prepared(Generic[SplitKind]):
         return self._splits[name]
 
     def verify(self) -> None:
-        """Read every file and compare it with its checksum, also those that were verified before."""
+        """Compare every file with its checksum, including files that were verified before."""
         verify_files(self.folder, self.meta, self.meta["sha256"], cached=False)
 
 
@@ -98,7 +98,7 @@ class TokenData(Prepared[Split]):
 
     @classmethod
     def open(cls, folder: str | Path) -> TokenData:
-        """Check the folder against its meta.json, versions, sizes and checksums, and map its files."""
+        """Check the folder's version, sizes and checksums against its meta.json, and map its files."""
         folder = Path(folder)
         meta = read_meta(folder)
         if "classes" in meta:
@@ -177,7 +177,7 @@ def _wrong(meta: dict[str, Any]) -> str | None:
 
 
 def _add_up(domains: Any, info: dict[str, Any]) -> bool:
-    """Return whether the sizes of the domains are those of their split together."""
+    """Tell whether the sizes of the domains add up to those of their split."""
     if not isinstance(domains, dict) or not all(isinstance(part, dict) for part in domains.values()):
         return False
     if not all(is_count(part.get(size), 1) for part in domains.values() for size in SIZES):
@@ -223,7 +223,7 @@ def _windows(split: Split, seq_len: int, batch_size: int) -> int:
 
 
 class Order:
-    """A seed's shuffled order of n items: each epoch contains every item once, in an order of its own."""
+    """Shuffled order of n items for a seed. Each epoch contains every item once, in a different order."""
 
     def __init__(self, n: int, seed: int) -> None:
         self.n, self.seed = n, seed
@@ -237,7 +237,7 @@ class Order:
     def _order(self, epoch: int) -> np.ndarray:
         order = self._orders.get(epoch)
         if order is None:
-            # Sorting raw bits: numpy promises the bits of Philox, not what its shuffles make of them.
+            # Raw bits are sorted because NumPy guarantees the bits of Philox, but not the results of its shuffles.
             key = np.array([self.seed % 2**64, epoch], np.uint64)
             bits = np.random.Philox(key=key).random_raw(self.n)
             order = bits.argsort(kind="stable")
@@ -246,16 +246,16 @@ class Order:
 
 
 class Batches:
-    """Training batches: `get(step)` is a function of the data, the arguments and the step, and of nothing else.
+    """Training batches. `get(step)` depends on the data, the arguments and the step only.
 
-    Windows of seq_len + 1 tokens start at multiples of seq_len; a batch may lie in two epochs.
+    Windows of seq_len + 1 tokens start at multiples of seq_len. A batch may span two epochs.
     """
 
     def __init__(self, split: Split, seq_len: int, batch_size: int, seed: int, rows: slice = slice(None)) -> None:
         self.split, self.seq_len, self.batch_size, self.seed = split, seq_len, batch_size, seed
-        self.rows = range(batch_size)[rows]  # of every batch: one process's, where several share them
+        self.rows = range(batch_size)[rows]  # this process's rows of every batch
         self.n_windows = _windows(split, seq_len, batch_size)
-        self.steps_per_epoch = -(-self.n_windows // batch_size)  # after so many steps every window was seen
+        self.steps_per_epoch = -(-self.n_windows // batch_size)
         self.order = Order(self.n_windows, seed)
 
     def get(self, step: int, rows: range | None = None) -> Tensor:

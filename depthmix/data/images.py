@@ -1,7 +1,7 @@
 """Prepared images: their files on disk, and the batches read from them.
 
-A batch is one tensor of bytes, [B, 4 + H W C]: a row is a label, four bytes, and the pixels of an image, so that it moves to a GPU,
-is split and recorded as a batch of tokens is. `unpack` takes it apart.
+A batch is one tensor of bytes [B, 4 + H W C]. A row holds a label of four bytes and the pixels of an image, so that a batch
+can be moved to a GPU, split and recorded like a batch of tokens. `unpack` separates labels and pixels.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from depthmix.data.integrity import verify_files
 from depthmix.errors import DATA, UserError
 
 LABEL = np.dtype("<i4")
-AUGMENTED = 2**63  # in the key of the random bits: they are not those of the order
+# Added to the key of the random bits, so that they differ from the bits of the order.
+AUGMENTED = 2**63
 
 
 @dataclass
@@ -42,7 +43,7 @@ class ImageData(Prepared[ImageSplit]):
         super().__init__(folder, meta, splits)
         self.shape: tuple[int, int, int] = (meta["height"], meta["width"], meta["channels"])
         self.classes: list[str] = meta["classes"]
-        self.mean: list[float] = meta["mean"]  # of the training images, by channel, of values from 0 to 1
+        self.mean: list[float] = meta["mean"]  # by channel, over the training images, of values from 0 to 1
         self.std: list[float] = meta["std"]
 
     @classmethod
@@ -111,7 +112,7 @@ def augment(images: Tensor, bits: np.ndarray, crop: int, flip: bool) -> Tensor:
     Args:
         images: The images.
         bits: Random bits [B, 3]: vertical shift, horizontal shift, mirroring.
-        crop: Largest shift in pixels; black comes in.
+        crop: Largest shift in pixels. Uncovered pixels are black.
         flip: Whether to mirror half of the images.
     """
     n, height, width, channels = images.shape
@@ -128,7 +129,7 @@ def augment(images: Tensor, bits: np.ndarray, crop: int, flip: bool) -> Tensor:
 
 
 class ImageBatches:
-    """Training batches: `get(step)` is a function of the data, the arguments and the step, and of nothing else."""
+    """Training batches. `get(step)` depends on the data, the arguments and the step only."""
 
     def __init__(
         self,
@@ -140,7 +141,7 @@ class ImageBatches:
         rows: slice = slice(None),
     ) -> None:
         self.split, self.batch_size, self.seed, self.crop, self.flip = split, batch_size, seed, crop, flip
-        self.rows = range(batch_size)[rows]  # of every batch: one process's, where several share them
+        self.rows = range(batch_size)[rows]  # this process's rows of every batch
         self.order = Order(len(split), seed)
 
     def get(self, step: int, rows: range | None = None) -> Tensor:

@@ -1,8 +1,8 @@
 """Check that prepared data is unchanged since `depthmix data` wrote it, and identify it by one hash.
 
-meta.json holds the SHA-256 of every other file. Reading all of them takes about a second per gigabyte, so what was found is kept
-beside the data, in `.verified.json`, with each file's identity: inode, size, and the times of the last changes to its content and to
-its entry. A file whose identity is still the same is not read again. Where the folder cannot be written, this process remembers.
+meta.json holds the SHA-256 of every other file. Reading all files takes about a second per gigabyte, so the checksums are cached
+in `.verified.json` beside the data, with each file's identity: inode, size, and the times of the last changes to its content and
+its entry. A file with an unchanged identity is not read again. If the folder is not writable, the cache lives in this process.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from depthmix.errors import DATA, UserError
 from depthmix.files import file_sha256, find_json_object, is_plain_file, reason, write_file
 
 VERIFIED = ".verified.json"
-# Two changes within one tick of a file system's clock leave the same times. What was read is remembered only for a file that had
-# been left alone for longer than the coarsest tick, which is two seconds (FAT).
+# Two changes within one tick of a file system's clock leave the same times. A checksum is cached only for a file that had not
+# changed for longer than the coarsest tick, which is two seconds (FAT).
 SETTLED = 2_000_000_000
-# What meta.json says of where data came from. With the same tokens or pixels it is the same data.
+# Entries of meta.json about the origin of the data. They do not count: data are their tokens or pixels.
 ORIGIN = {"source", "files", "skipped_files", "split", "document", "text_field", "unknown_tokens"}
 
-Entry = list[Any]  # inode, size, two times and the checksum that was found
+Entry = list[Any]  # inode, size, two times and the checksum
 _remembered: dict[str, Entry] = {}  # by path
 
 
 def data_hash(data: str | Path | Mapping[str, Any]) -> str:
-    """Return the SHA-256 that identifies prepared data, wherever it lies and whatever it was made from.
+    """Return the SHA-256 that identifies prepared data, independent of its place and origin.
 
     Args:
-        data: a folder of prepared data, or the content of its meta.json.
+        data: A folder of prepared data, or the content of its meta.json.
 
     Returns:
-        64 hexadecimal digits. They depend on the checksums of all files and on how the files are read, such as the type of the
-        tokens and the sizes of the splits.
+        64 hexadecimal digits, which depend on the checksums of all files and on how the files are read, such as the
+            type of the tokens and the sizes of the splits.
 
     Raises:
-        UserError: the folder is not prepared data.
+        UserError: The folder is not prepared data.
 
     Example:
         >>> data_hash("data/sotu") == data_hash(TokenData.open("data/sotu").meta)
@@ -59,13 +59,13 @@ def verify_files(folder: Path, meta: Mapping[str, Any], names: Iterable[str], ca
     """Compare files of prepared data with their checksums.
 
     Args:
-        folder: the prepared data.
-        meta: the content of its meta.json.
-        names: the files that are used; each must have a checksum in meta.json.
-        cached: whether to leave a file unread that was verified before and has the same identity.
+        folder: The prepared data.
+        meta: The content of its meta.json.
+        names: Files to compare. Each must have a checksum in meta.json.
+        cached: Whether to skip files that were verified before and have the same identity.
 
     Raises:
-        UserError: a file has no checksum, cannot be read, or is not what was written.
+        UserError: A file has no checksum, cannot be read, or has changed.
     """
     known = {**_read_cache(folder), **_recall(folder)} if cached else {}
     fresh: dict[str, Entry] = {}
@@ -87,12 +87,12 @@ def verify_files(folder: Path, meta: Mapping[str, Any], names: Iterable[str], ca
             fresh[name] = entry
     if fresh:
         _remembered.update({os.path.abspath(folder / name): entry for name, entry in fresh.items()})
-        with suppress(OSError):  # a folder that is not ours to write: other processes read the files again
+        with suppress(OSError):  # not writable: other processes read the files again
             write_file(folder / VERIFIED, json.dumps({**_read_cache(folder), **fresh}, indent=1).encode())
 
 
 def describe_change(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Say in a few words what differs between the meta.json of two data sets."""
+    """Describe in a few words what differs between the meta.json of two data sets."""
     kinds = ["images" if "classes" in meta else "text" for meta in (then, now)]
     if kinds[0] != kinds[1]:
         return f"it held {kinds[0]} and holds {kinds[1]}"
@@ -121,7 +121,7 @@ def _sums(meta: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _read_entry(path: Path, known: Entry | None) -> tuple[Entry, bool]:
-    """Return the identity and the checksum of a file, and whether the two can be remembered."""
+    """Return the identity and the checksum of a file, and whether they can be cached."""
     before, started = _identity(path), time.time_ns()
     if known is not None and known[:-1] == before:
         return known, True
@@ -139,6 +139,6 @@ def _recall(folder: Path) -> dict[str, Entry]:
 
 
 def _read_cache(folder: Path) -> dict[str, Entry]:
-    """Return what is kept beside the data; nothing where it is missing or damaged."""
+    """Return the content of the cache file; nothing if it is missing or damaged."""
     cached = find_json_object(folder / VERIFIED) if is_plain_file(folder / VERIFIED) else {}
     return {name: entry for name, entry in cached.items() if isinstance(entry, list) and len(entry) == 5}

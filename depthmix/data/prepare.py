@@ -24,8 +24,9 @@ from depthmix.errors import DATA, USAGE, UserError
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-SAMPLE_BYTES = 32 * 2**20  # of the training documents, for the tokenizer: more hardly changes it
-NEAR = 1 << 16  # characters around the wanted place in which a single document is cut
+# Bytes of the training documents that the tokenizer is trained on. More bytes hardly change it.
+SAMPLE_BYTES = 32 * 2**20
+NEAR = 1 << 16  # characters around the wanted cut of a single document that are searched for a good place
 
 Progress = Callable[[str, int, "int | None"], None]
 Pieces = Iterable[tuple[str, bool]]
@@ -38,7 +39,7 @@ class Scan:
     keys: np.ndarray  # a hash of the seed and the text
     sizes: np.ndarray  # bytes
     characters: int
-    domains: dict[str, int]  # documents of each domain; they lie one domain after the other
+    domains: dict[str, int]  # documents of each domain, in the order of the corpus
 
 
 def prepare(
@@ -117,12 +118,12 @@ def _sizes(part: dict[str, Any]) -> str:
 
 
 def warnings(folder: str | Path) -> list[str]:
-    """Return what a user has to know of prepared data before training on it."""
+    """Return warnings about prepared data that concern a training on it."""
     unknown = read_meta(Path(folder)).get("unknown_tokens")
     if not unknown:
         return []
-    what = f"{unknown['count']:,} tokens are {unknown['token']}: the tokenizer does not know the text that was there"
-    return [f"{what}, and it is lost; bits per byte count it as if it were not"]
+    what = f"{unknown['count']:,} tokens are {unknown['token']}, which replaced text that the tokenizer does not know"
+    return [f"{what}; bits per byte count the lost text as if it were present"]
 
 
 def _count(n: int, what: str) -> str:
@@ -167,7 +168,7 @@ def _scan_domains(listing: Listing, config: DataConfig, report: Progress) -> Sca
 
 
 def _choose_by_domain(scan: Scan, config: DataConfig) -> tuple[np.ndarray, str]:
-    """Choose the validation documents of each domain apart, so that each gives the same share of its documents."""
+    """Choose the validation documents of each domain separately, the same share of each."""
     chosen, ways, first = [], [], 0
     for count in scan.domains.values():
         part, by = choose(scan.keys[first : first + count], config.val_fraction, config.seed)

@@ -27,16 +27,22 @@ from depthmix.errors import DATA, USAGE, UserError
 from depthmix.files import reading, write_hashed
 
 PICTURES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
-HELD_OUT = ("val", "valid", "validation", "test")  # names of a folder for validation, the first that is there
+HELD_OUT = ("val", "valid", "validation", "test")  # names of a validation folder, in order of preference
 ARRAYS = ("images", "labels", "val_images", "val_labels")
 CHUNK = 256  # images hashed or written at a time
 
 
 @dataclass
 class Images:
-    """Images of one split, or not split yet. `read` returns an image uint8 [H, W, C], `content` the bytes that identify it."""
+    """Images of one split, or of an input without a split.
 
-    labels: np.ndarray  # int32 [N]
+    Attributes:
+        labels: int32 [N].
+        read: Returns image i, uint8 [H, W, C].
+        content: Returns the bytes that identify image i.
+    """
+
+    labels: np.ndarray
     read: Callable[[int], np.ndarray]
     content: Callable[[int], bytes]
 
@@ -46,7 +52,7 @@ class Images:
 
 @dataclass
 class Source:
-    """Content of an input: class names, and images with a split, or without one if `val` is None."""
+    """Class names and images of an input. `val` is None if the input has no split."""
 
     classes: list[str]
     train: Images
@@ -160,7 +166,7 @@ def _subfolders(folder: Path) -> list[str]:
 
 
 def _listing(folder: Path, classes: list[str], every: bool) -> list[tuple[Path, int]]:
-    """List the pictures with their labels, in order. `every`: each class must have some."""
+    """List the pictures with their labels, in order. `every`: require pictures in each class."""
     listed = []
     for label, name in enumerate(classes):
         pictures = sorted(Path(top) / f for top, _, files in os.walk(folder / name) for f in files if _is_picture(f))
@@ -203,7 +209,7 @@ class _Pictures:
         except (OSError, SyntaxError, ValueError, self.image.DecompressionBombError) as error:
             raise UserError(f"{path} cannot be read as a picture: {str(error).rstrip('.')}.", DATA) from error
         if self.size is not None:
-            picture = self.fit(picture, (self.size, self.size))  # the middle, as much of it as is square
+            picture = self.fit(picture, (self.size, self.size))  # crops to the central square
         self.first = self.first or (path, picture.size)
         if picture.size != self.first[1]:
             sizes = f"{picture.width} x {picture.height} pixels, and {self.first[0]} has {self.first[1][0]} x {self.first[1][1]}"
@@ -258,7 +264,7 @@ def _load(path: Path) -> dict[str, np.ndarray]:
         raise
     except (OSError, ValueError, EOFError) as error:
         raise UserError(f"{path} cannot be read as arrays of numbers: {str(error).splitlines()[0]}.", DATA) from error
-    except Exception as error:  # zipfile's own, of a damaged archive
+    except Exception as error:  # raised by zipfile for a damaged archive
         raise UserError(f"{path} cannot be read as arrays: {error}.", DATA) from error
 
 

@@ -24,9 +24,10 @@ def prepare_tokens(
     """Write tokens to config.out as prepared data.
 
     Args:
-        config: `out`, `vocab_size`, `val_fraction`, `seed` and `overwrite` count; `input` says in a word where the tokens are from.
-        tokens: Integers [N], of which the end is the validation split, or [sequences, T], of which some sequences are.
-        tokenizer: What the tokens mean; without one a token reads as its number.
+        config: `out`, `vocab_size`, `val_fraction`, `seed` and `overwrite` are used; `input` names the origin of the
+            tokens.
+        tokens: Integers [N], whose end becomes the validation split, or [sequences, T], of which some sequences do.
+        tokenizer: Tokenizer of the tokens. By default a token decodes to its number.
         shard_tokens: Largest number of tokens in a file.
 
     Returns:
@@ -50,7 +51,7 @@ def prepare_tokens(
             val.write(rows[0, at:], 0, True)
             split: dict[str, Any] = {"by": "token", "token": at, "note": "one sequence only: its end is for validation"}
         else:
-            # As bytes of one dtype: the split does not depend on that of the array.
+            # Hashed as int64, so that the split does not depend on the dtype of the array.
             keys = as_keys(content_hash(config.seed, row.astype("<i8").tobytes()).digest() for row in rows)
             in_val, by = choose(keys, config.val_fraction, config.seed)
             for row, held_out in zip(rows, in_val, strict=True):

@@ -1,9 +1,9 @@
-"""Prepared data appears complete or not at all, and nothing is deleted that `depthmix data` did not write.
+"""Write prepared data completely or not at all, and delete only files that `depthmix data` wrote.
 
-    .NAME.partial/   beside its place NAME, is filled; .depthmix in it says whose it is
-    NAME             gets the name at the end; old data changes places with it first and is then removed file by file
+    .NAME.partial/   is filled first; the file .depthmix in it marks the folder as depthmix's
+    NAME             is the final name; old data changes places with the new and is then removed file by file
 
-A folder in the place of .NAME.partial is taken over only if a killed process left it. Links are never followed.
+An existing .NAME.partial is taken over only if a killed process left it. Links are never followed.
 """
 
 from __future__ import annotations
@@ -34,14 +34,15 @@ UNLISTED = re.compile(r"(train|val)-[\w.-]+\.bin|tokenizer\.json")
 
 @contextlib.contextmanager
 def staged(target: Path, overwrite: bool) -> Iterator[Path]:
-    """Give a folder beside the target to fill, which takes the target's place if the block ends well, and goes away if it does not.
+    """Provide a folder to fill, which replaces the target if the block succeeds and is removed if it fails.
 
     Args:
-        target: where the data is to lie.
-        overwrite: whether prepared data that is there already may be replaced.
+        target: Folder to write.
+        overwrite: Whether to replace prepared data in the target.
 
     Raises:
-        UserError: the target, or the folder beside it, holds what `depthmix data` did not write; or the disk takes no more.
+        UserError: The target or the partial folder holds files that `depthmix data` did not write, or the disk is
+            full.
     """
     _check_target(target, overwrite)
     folder = target.parent / f".{target.name}.partial"
@@ -70,7 +71,7 @@ def staged(target: Path, overwrite: bool) -> Iterator[Path]:
 
 
 def own_files(folder: Path) -> set[str]:
-    """Return the names of the files in a folder that `depthmix data` wrote: those that meta.json lists, where there is one."""
+    """Return the names of the files in a folder that `depthmix data` wrote, according to its meta.json if it has one."""
     meta, names = read_prepared(folder), os.listdir(folder)
     if meta is None:
         listed = {name for name in names if UNLISTED.fullmatch(name)}
@@ -81,7 +82,7 @@ def own_files(folder: Path) -> set[str]:
 
 
 def foreign_file(folder: Path) -> str | None:
-    """Return the first name in a folder of what `depthmix data` did not write; None if there is nothing else."""
+    """Return the first name in a folder of a file that `depthmix data` did not write; None if there is none."""
     return min(set(os.listdir(folder)) - own_files(folder), default=None)
 
 
@@ -122,7 +123,7 @@ def _check_target(target: Path, overwrite: bool) -> None:
 
 
 def _take(folder: Path, target: Path, locks: contextlib.ExitStack) -> None:
-    """Make the folder, or take over and empty the one that a killed process left."""
+    """Make the folder, or take over and empty a folder that a killed process left."""
     while True:
         with contextlib.suppress(FileExistsError):
             folder.mkdir()
@@ -146,7 +147,7 @@ def _take(folder: Path, target: Path, locks: contextlib.ExitStack) -> None:
 
 
 def _check_left_over(folder: Path, target: Path) -> None:
-    """Refuse a folder with contents that no process of depthmix can have left there."""
+    """Refuse a folder whose contents no process of depthmix can have written."""
     names = os.listdir(folder)
     marked = is_plain_file(folder / MARKER) and (folder / MARKER).read_bytes() == MARK
     # A process killed right at the end leaves complete data, its own or the old one, without the marker.
@@ -162,7 +163,7 @@ def _not_ours(folder: Path, target: Path, why: str) -> UserError:
 
 
 def _remove(folder: Path) -> None:
-    """Remove a folder with the files that are depthmix's own; it stays if anything else is in it."""
+    """Remove depthmix's files from a folder, and the folder if it is empty then."""
     with contextlib.suppress(OSError):
         for name in own_files(folder):
             os.unlink(folder / name)
@@ -170,7 +171,7 @@ def _remove(folder: Path) -> None:
 
 
 def _lock(folder: Path, locks: contextlib.ExitStack) -> int | None:
-    """Lock a folder until the process ends, however it ends; None where the system has no such locks."""
+    """Lock a folder until the process ends, even by a kill. Returns None where the system has no such locks."""
     if fcntl is None:
         return None
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -180,7 +181,7 @@ def _lock(folder: Path, locks: contextlib.ExitStack) -> int | None:
 
 
 def _exchange(new: Path, old: Path) -> None:
-    """Let two folders change places, in one step where the system can."""
+    """Swap two folders, atomically where the system can."""
     renameat2 = getattr(ctypes.CDLL(None), "renameat2", None) if os.name == "posix" else None
     current_folder, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
     if renameat2 and renameat2(current_folder, os.fsencode(new), current_folder, os.fsencode(old), exchange) == 0:

@@ -21,18 +21,18 @@ if TYPE_CHECKING:
 
 END = "<|endoftext|>"
 BYTES = 256
-CHUNK = 1 << 14  # characters encoded in one piece: small enough to keep every core busy
-BATCH = 1 << 21  # characters encoded at a time: about 100 bytes of memory a token
+CHUNK = 1 << 14  # characters encoded in one piece, small enough to keep every core busy
+BATCH = 1 << 21  # characters encoded at a time, at about 100 bytes of memory per token
 BATCH_CHUNKS = 8192
 
-# Where text may be cut without changing its tokens: the usual pre-tokenizers start a new word at a space between two words.
-# Elsewhere (second choice) this holds for the tokenizer trained here, which starts a new word at any white space after something else.
+# Places where cutting a text does not change its tokens. First choice: the usual pre-tokenizers start a new word at a space
+# between two words. Second choice: the tokenizer trained here starts a new word at any white space after another character.
 _CUTS = (re.compile(r"(?<=\w)[ \n](?=\w)"), re.compile(r"(?<=\S)\s"))
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """Tokens of one chunk of a document, with the bytes of text they stand for; `last` chunks end in <|endoftext|>."""
+    """Tokens of one chunk of a document, and the number of bytes of its text. A `last` chunk ends in <|endoftext|>."""
 
     ids: np.ndarray
     n_bytes: int
@@ -63,7 +63,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def numbers_tokenizer(vocab_size: int) -> Tokenizer:
-    """Make a tokenizer for tokens that nobody has a text for: token 12 reads as the word "12"."""
+    """Make a tokenizer for tokens without a known text: token 12 decodes to the word "12"."""
     _require_tokenizers()
     from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -132,7 +132,7 @@ def vocabulary(tokenizer: Tokenizer) -> int:
 
 
 def chunks(pieces: Iterable[tuple[str, bool]], size: int = CHUNK) -> Iterator[tuple[str, bool]]:
-    """Split documents into chunks of about `size` characters, cut where tokens end. The cuts depend on the text alone."""
+    """Split documents into chunks of about `size` characters, cut where tokens end. The cuts depend only on the text."""
     buffer = ""
     for text, last in pieces:
         buffer += text
@@ -164,8 +164,8 @@ def encode(
 ) -> Iterator[Encoded]:
     """Encode a stream of (text, last) pieces. `progress` is called with the bytes done so far."""
     end = tokenizer.token_to_id(END)
-    assert end is not None, "train_tokenizer and load_tokenizer see to it"
-    # A tokenizer that puts something before every text, as some do, must see whole documents.
+    assert end is not None, "train_tokenizer and load_tokenizer add it"
+    # Some tokenizers put a token or a space before every text. They must see whole documents.
     size = CHUNK if _adds_up(tokenizer) else 1 << 62
     done, alphabet = 0, Alphabet(tokenizer)
     for batch in _batches(chunks(pieces, size)):
@@ -188,11 +188,11 @@ def encode(
 
 
 def _adds_up(tokenizer: Tokenizer) -> bool:
-    """Return whether two texts have the same tokens together and apart."""
+    """Tell whether two texts have the same tokens together and apart."""
     parts = "the first part", " and the second"
     try:
         whole, *apart = tokenizer.encode_batch_fast(["".join(parts), *parts], add_special_tokens=False)
-    except Exception:  # it lacks letters of these words, and any token for what it does not know
+    except Exception:  # it has neither all letters of these words nor an unknown token
         return False
     return bool(whole.ids == [number for part in apart for number in part.ids])
 

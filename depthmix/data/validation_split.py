@@ -21,7 +21,7 @@ def check_split(config: DataConfig) -> None:
 
 
 def content_hash(seed: int, content: bytes = b"") -> Any:
-    """Begin the hash of a document's content. Its 8 bytes are a key for `choose`, which thus ignores order and names."""
+    """Begin the hash of a document's content. The 8 bytes are a key for `choose`, so order and names do not count."""
     return hashlib.blake2b(f"{seed}\n".encode() + content, digest_size=8)
 
 

@@ -1,4 +1,4 @@
-"""Write prepared data: tokens in shards, the tokenizer beside them, and meta.json, which comes last."""
+"""Write prepared data: tokens in shards, the tokenizer, and at last meta.json."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class ShardWriter:
         self._digest, self._room = hashlib.sha256(), 0
 
     def write(self, ids: np.ndarray, n_bytes: int, last: bool, domain: str = "") -> None:
-        """Add tokens that stand for `n_bytes` bytes of text; `last` ones end a document."""
+        """Add tokens of `n_bytes` bytes of text. `last`: they end a document."""
         self.tokens += len(ids)
         self.bytes += n_bytes
         self.documents += last
@@ -79,7 +79,7 @@ def open_shards(folder: Path, vocab_size: int, limit: int) -> tuple[ShardWriter,
 def write_tokenizer(
     folder: Path, tokenizer: Tokenizer, vocab_size: int, splits: Sequence[ShardWriter]
 ) -> dict[str, Any]:
-    """Write the tokenizer beside finished splits, and return the part of meta.json that says how to read them."""
+    """Write the tokenizer beside finished splits, and return the entries of meta.json that describe both."""
     text = tokenizer.to_str(pretty=True).encode()
     write_file(folder / TOKENIZER, text)
     end = tokenizer.token_to_id(END)

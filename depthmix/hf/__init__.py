@@ -1,6 +1,6 @@
 """Hugging Face: the decoder as a PreTrainedModel, and other decoders with a mixer put in.
 
-Importing this makes the Auto classes know the model type `depthmix` and those of retrofitted models.
+Importing this package registers the model type `depthmix` and those of retrofitted models with the Auto classes.
 """
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification

@@ -1,7 +1,6 @@
 """Adapt a Hugging Face model to the interface of a `Decoder` that training, evaluation and generation use.
 
-Nothing is wrapped: parameters and modules are the model's own, under their names, so that a checkpoint of a run is one that
-`from_pretrained` reads.
+Parameters and modules are the model's own and keep their names, so that `from_pretrained` can read the checkpoints of a run.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from depthmix.models.exchange import auto_map, code
 
 
 class Adapter:
-    """A Hugging Face model with a `Decoder`'s interface. Other attributes are the model's."""
+    """A Hugging Face model with a `Decoder`'s interface. All other attributes come from the model."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -58,9 +57,7 @@ class Adapter:
         return DynamicCache(config=self.model.config)
 
     def give_mixer(self, mixer: str, options: dict[str, Any], keep: bool) -> None:
-        """Replace the plain residuals, or another mixer, by a mixer. `keep`: leave a mixer that is already in place as
-        it is.
-        """
+        """Replace the plain residuals, or another mixer, by a mixer. `keep`: leave an existing mixer unchanged."""
         if getattr(self.model.config, "depthmix", None) is not None:
             if keep:
                 return

@@ -1,8 +1,8 @@
 """Hugging Face decoders that can be retrofitted, and the names of their parts.
 
-A pre-norm layer is a chain of sites: x = x + after(sublayer(norm(x))). In a parallel layer the sublayers are one site: they read
-the same, each with its own norm, and their outputs are added. What has no such chain, or scales its residuals, is refused with the
-reason: a mixer would silently change it.
+A pre-norm layer is a chain of sites: x = x + after(sublayer(norm(x))). In a parallel layer the sublayers form one site: they read
+the same stream, each with its own norm, and their outputs are added. Other architectures, and those that scale their residuals,
+are refused with the reason, because a mixer would silently change them.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ class Site(NamedTuple):
 
     norm: str
     sublayer: str
-    after: tuple[str, ...] = ()  # applied to what it returns, in this order
+    after: tuple[str, ...] = ()  # modules applied to the output, in this order
     attention: bool = False
 
 
 class Architecture(NamedTuple):
     """Structure of the layers of a model type."""
 
-    layers: str  # of the base model
+    layers: str  # attribute of the base model
     final_norm: str
     sites: tuple[Site, ...]
-    projections: tuple[str, ...]  # of queries, keys and values in the attention; one name: of all three at once,
-    by_head: bool = False  # whose output has them head by head, not one after the other
-    parallel: bool = False  # the sublayers of a layer are one site
+    projections: tuple[str, ...]  # the attention's projections of queries, keys and values; one name if they are fused
+    by_head: bool = False  # whether a fused projection returns q, k and v head by head, not one after the other
+    parallel: bool = False  # whether the sublayers of a layer form one site
 
     def layout(self, n_layers: int) -> dict[str, Any]:
         """Return the arguments of `create_mixer` that describe the sites."""
@@ -72,7 +72,7 @@ ARCHITECTURES = {
     "gpt2": _GPT2,
     "gpt_neox": _NEOX,
 }
-PREFIX = "depthmix_"  # of the model types of retrofitted models
+PREFIX = "depthmix_"  # prefix of the model types of retrofitted models
 POST_NORM = {"olmo2", "olmo3", "bert", "roberta", "opt"}  # some or all of whose norms come after the addition
 
 
@@ -94,15 +94,15 @@ def why_not(model: Any) -> str | None:
     if kind is None or not hasattr(model, "base_model"):
         return f"expected a Hugging Face model, got {type(model).__name__}"
     if hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
-        return "this model has adapters around it: retrofit what they are put on, `model.get_base_model()`"
+        return "this model is wrapped in adapters: retrofit the model inside, `model.get_base_model()`"
     if kind == MODEL_TYPE:
-        return "a model of depthmix has a mixer already, which is chosen when it is made"
+        return "a model of depthmix already has a mixer, which is chosen when the model is built"
     if kind in POST_NORM:
-        return f"{kind} norms what a sublayer returns after it is added: a post-norm model has no stream that a mixer could read"
+        return f"{kind} is a post-norm model: it normalises after each addition and has no residual stream for a mixer to read"
     if kind not in ARCHITECTURES:
         return f"the architecture {kind!r} is not known; known are {', '.join(sorted(ARCHITECTURES))}"
     if kind == "gpt2" and config.add_cross_attention:  # type: ignore[union-attr]
-        return "gpt2 with cross attention has three sublayers a layer"
+        return "gpt2 with cross attention has three sublayers per layer"
     structure, base = ARCHITECTURES[kind], model.base_model
     layers: Any = getattr(base, structure.layers, None)
     if not isinstance(layers, nn.ModuleList) or not hasattr(base, structure.final_norm):

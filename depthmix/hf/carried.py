@@ -1,4 +1,4 @@
-"""Folders that name their model's classes, for tools that do not import depthmix themselves."""
+"""Saved folders with code that imports their model's classes, for tools that do not import depthmix."""
 
 from __future__ import annotations
 

@@ -14,15 +14,15 @@ from depthmix.names import DEFAULT_MIXER
 
 
 class DepthmixConfig(CarriesCode, PreTrainedConfig):
-    """The fields of `DecoderConfig` under Hugging Face's names, checked as it checks them, and what only its tools need.
+    """The fields of `DecoderConfig` under Hugging Face's names, with the same checks, and fields that only its tools need.
 
-    max_position_embeddings is the length of the sequences in training: tools take it for the context's length. Rotary positions
-    go further, so nothing here refuses a longer text.
+    max_position_embeddings is the length of the training sequences, which tools take for the context length. Rotary positions
+    have no limit, so longer texts are accepted.
     """
 
     model_type = MODEL_TYPE
     keys_to_ignore_at_inference = ["past_key_values"]
-    # The state over depth and the mixer's parameters are the same on every rank: a row-wise projection ends in their sum.
+    # The depth state and the mixer's parameters are equal on every rank, because each row-wise projection ends in an all-reduce.
     base_model_tp_plan = {
         "sublayers.*.q_proj": "colwise",
         "sublayers.*.k_proj": "colwise",

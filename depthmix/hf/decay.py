@@ -1,4 +1,4 @@
-"""Weight decay under Hugging Face's Trainer, whose own grouping goes by names and knows no mixer."""
+"""Weight decay under Hugging Face's Trainer, whose grouping by parameter names does not cover mixers."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from depthmix.mixers.decay import decays
 
 
 class PaperDecay:
-    """Makes a Trainer decay what `depthmix.param_groups` does: matrices, and in a mixer what its paper decays.
+    """Makes a Trainer decay the parameters that `depthmix.param_groups` does: matrices, and a mixer's as in its paper.
 
-    It comes first among the bases, before Trainer or any class made of it: `class MyTrainer(PaperDecay, Trainer): ...`.
-    Unlike an optimizer of one's own it also works where Trainer makes the optimizer after sharding, and keeps `optim` and the rest.
+    It comes first among the bases, before Trainer or a subclass: `class MyTrainer(PaperDecay, Trainer): ...`.
+    Unlike a custom optimizer, it also works if Trainer builds the optimizer after sharding, and it keeps Trainer's `optim` options.
     """
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:

@@ -1,7 +1,7 @@
-"""Depth-mixing matrices as an output: `output_depth_weights=True` in a call of a model, and in `generate`.
+"""Depth-mixing matrices as an output: `output_depth_weights=True` in a call of a model and in `generate`.
 
-The layers of a retrofitted model leave their outputs in a record that the call hands to them as an argument, so that concurrent calls
-have records of their own. `generate` collects what each of its steps has.
+The layers of a retrofitted model add their outputs to a record, which each call passes to them as an argument, so that concurrent
+calls have separate records. `generate` collects the weights of its steps.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def asked_for(given: bool | None, config: Any, name: str = ASKED) -> bool:
 
 
 def forward_with_weights(plain: Any) -> Callable[..., Any]:
-    """Return the forward of a model class with the argument and the output of depth weights; its base model fills the record."""
+    """Return the forward of a model class with `output_depth_weights` as an argument. The base model fills the record."""
 
     @functools.wraps(plain.forward)
     def forward(self: Any, *args: Any, output_depth_weights: bool | None = None, **kwargs: Any) -> Any:
@@ -67,7 +67,7 @@ def forward_with_weights(plain: Any) -> Callable[..., Any]:
 
 
 def with_weights(output: Any, weights: Tensor | None) -> Any:
-    """Return a model's output with depth weights in it: under their name, or last in a tuple."""
+    """Add depth weights to a model's output, by name or as the last entry of a tuple."""
     if weights is None:
         return output
     if isinstance(output, tuple):
@@ -76,7 +76,7 @@ def with_weights(output: Any, weights: Tensor | None) -> Any:
     return output
 
 
-# Of the `generate` that runs in this context: depth weights of each step. An assistant's own `generate` runs inside.
+# Depth weights of each step of the `generate` call in this context. The `generate` of an assistant model runs inside.
 _steps: ContextVar[list[Tensor] | None] = ContextVar("depthmix_steps", default=None)
 
 

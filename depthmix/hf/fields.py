@@ -1,4 +1,4 @@
-"""Refuse unknown fields of a configuration: transformers would keep any name as an attribute, even a misspelt one."""
+"""Refuse unknown fields of a configuration. transformers would keep any name as an attribute, even a misspelt one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from depthmix.mixers import list_mixers, mixer_class
 from depthmix.models.exchange import FIELDS
 from depthmix.names import DEFAULT_MIXER
 
-# What transformers puts into a configuration, or takes out of one, besides its declared fields.
+# Names that transformers uses in configurations besides the declared fields.
 OF_TRANSFORMERS = {
     "model_type",
     "auto_map",
@@ -26,7 +26,7 @@ OF_TRANSFORMERS = {
     "per_layer_config",
     "quantization_config",
     "distributed_config",
-    # Of older versions, which tools still set.
+    # Fields of older versions of transformers, which tools still set.
     "add_cross_attention",
     "decoder_start_token_id",
     "finetuning_task",
@@ -50,7 +50,8 @@ OURS = {
     "output_depth_weights",
     "retrofitted_from",
 }
-MISSPELT = 0.9  # likeness to a field's name from which on a field in a file is a misspelt one and not another tool's
+# Similarity to a field's name above which an unknown field in a file counts as misspelt and not as another tool's.
+MISSPELT = 0.9
 
 
 def _known(name: str) -> bool:
@@ -64,10 +65,10 @@ def refuse_unknown(given: Mapping[str, Any]) -> None:
     """Refuse fields that a configuration does not have.
 
     Args:
-        given: the fields that the constructor does not name.
+        given: Fields that the constructor does not name.
 
     Raises:
-        ValueError: with the right spelling, where there is one.
+        ValueError: A field is unknown. The message suggests the right spelling, if there is one.
     """
     for name, value in given.items():
         if not _known(name):
@@ -75,10 +76,10 @@ def refuse_unknown(given: Mapping[str, Any]) -> None:
 
 
 def foreign_fields(given: Mapping[str, Any]) -> set[str]:
-    """Return the names of fields in a file that some other tool left there, which mean nothing here and are kept.
+    """Return the names of fields in a file that belong to other tools. They have no effect and are kept.
 
     Raises:
-        ValueError: for an option of the mixer, or a name so close to a field's that it is a misspelt one.
+        ValueError: A field is an option of the mixer, or its name is almost that of a known field.
     """
     mixer = given.get("mixer", DEFAULT_MIXER)
     foreign = {name for name in given if not _known(name)}
@@ -90,7 +91,7 @@ def foreign_fields(given: Mapping[str, Any]) -> set[str]:
 
 
 def _advice(name: str, value: Any, rules: Iterable[str], cutoff: float = 0.7) -> str:
-    """Return how a field's sentence ends: where the value belongs or how the name is spelt; nothing if neither is known."""
+    """Return the end of the error message: where the value belongs or the right spelling; "" if neither is known."""
     options = {option for rule in rules for option in mixer_class(rule).options}
     if name in options:
         return f": it is an option of a mixer, to be given as mixer_options={{{name!r}: {value!r}}}"

@@ -17,22 +17,22 @@ PLACE = (
     "token",
     "cache_dir",
     "local_files_only",
-)  # which folder, of what `from_pretrained` is given
-RUN_ALL = {"gpt2", "gpt_neox"}  # model types that run all layers, whatever their configuration says later
+)  # arguments of `from_pretrained` that select the folder
+RUN_ALL = {"gpt2", "gpt_neox"}  # model types that ignore a later change of num_hidden_layers
 
 
 @contextmanager
 def explained(folder: Any, given: dict[str, Any]) -> Iterator[None]:
-    """Replace the error of weights that do not fit by a sentence, if the cause is the number of layers.
+    """Explain the error of weights that do not fit, if the cause is the number of layers.
 
     Args:
-        folder: from which a model is loaded inside.
-        given: the keyword arguments of `from_pretrained`.
+        folder: The folder that a model is loaded from inside this context.
+        given: The keyword arguments of `from_pretrained`.
 
     Raises:
-        UserError: with both numbers and what can be done.
+        UserError: The numbers of layers differ. The message has both numbers and advice.
     """
-    # As it is now: loading takes arguments out.
+    # Read first, because loading removes arguments.
     config, place = given.get("config"), {name: given[name] for name in PLACE if name in given}
     asked = given.get("num_hidden_layers", given.get("n_layer", getattr(config, "num_hidden_layers", None)))
     try:
@@ -47,5 +47,5 @@ def explained(folder: Any, given: dict[str, Any]) -> Iterator[None]:
         what = f"the mixer in {folder} is for {layers} layers, so the model cannot be loaded with {asked}"
         advice = "train a model of that depth instead"
         if asked < layers and saved.get("model_type", "").removeprefix(PREFIX) not in RUN_ALL:
-            advice = f"load all and set model.config.num_hidden_layers = {asked}, which leaves after so many layers"
+            advice = f"load all and set model.config.num_hidden_layers = {asked}, which exits after that many layers"
         raise UserError(f"{what}: {advice}", CHECKPOINT) from None

@@ -1,7 +1,7 @@
 """The decoder's own modules as a PreTrainedModel, so that Hugging Face's tools accept it.
 
-Depth mixing is local to a token, so between tokens there is nothing to keep but keys and values: the stock caches do. What is
-different from the decoder elsewhere is attention: masks and functions are those of transformers' attention interface.
+Depth mixing is token-local, so only keys and values are kept between tokens, and the standard caches work. Attention differs from
+the plain decoder: masks and functions come from transformers' attention interface.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def eager_attention(
     scaling: float,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Compute attention step by step and return its weights [B, heads, T, keys], too. `mask` is added to the logits."""
+    """Compute attention without fusion; returns (output, weights [B, heads, T, keys]). `mask` is added to the logits."""
     k, v = (t.repeat_interleave(module.num_key_value_groups, dim=1) for t in (k, v))
     logits = q @ k.transpose(-1, -2) * scaling
     if mask is not None:
@@ -68,16 +68,16 @@ def eager_attention(
 def _check_run_folder(place: Any) -> None:
     """Check a folder of `depthmix train` before its files are read one by one."""
     if isinstance(place, str | os.PathLike) and (Path(place) / "recipe.yaml").is_file():
-        # Runs are built on this package, so they are looked up where there is one.
+        # Imported here, because depthmix.runs imports this package.
         importlib.import_module("depthmix.runs.described").check_run_folder(place)
 
 
 class DepthmixPreTrainedModel(PreTrainedModel):
-    """Properties that transformers asks of all models here."""
+    """Properties of all models here that transformers reads."""
 
     config: DepthmixConfig
     config_class = DepthmixConfig
-    post_init: Callable[[], None]  # transformers'
+    post_init: Callable[[], None]  # defined by transformers
     _gradient_checkpointing_func: Callable[..., Tensor]  # set by gradient_checkpointing_enable
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
@@ -114,7 +114,7 @@ class DepthmixPreTrainedModel(PreTrainedModel):
         """Initialise one module as `Decoder.reset_parameters` does. Weights that were loaded stay as they are."""
         mixer = getattr(self, "mixer", None)
         if mixer is not None and any(module is part for part in mixer.modules()):
-            # Mixers set their parameters without torch.nn.init, whose functions transformers makes leave loaded weights alone.
+            # transformers patches torch.nn.init to skip loaded weights, but mixers do not use torch.nn.init.
             tensors = (*mixer.parameters(), *mixer.buffers())
             loaded = [(t, t.clone()) for t in tensors if getattr(t, "_is_hf_initialized", False)]
             mixer.reset_parameters()
@@ -135,12 +135,13 @@ class DepthmixPreTrainedModel(PreTrainedModel):
 class DepthmixModel(DepthmixPreTrainedModel, Backbone):
     """The decoder without its head: token ids in, final hidden states [B, T, D] out.
 
-    output_hidden_states: what each block reads, n_blocks tensors, then the final norm's output. With depth mixing no single
-    stream runs through the model: a block reads a mixture of the embedding and all earlier outputs, and it is these mixtures,
-    before the block's norm, that stand here (with several ways: the one for the queries). With the plain residual they are the usual ones.
+    output_hidden_states: the input of each block before its norm, n_blocks tensors, then the final norm's output. A block's
+    input is its mixture of the embedding and all earlier outputs; with several ways, the mixture for the queries. With plain
+    residuals these are the usual hidden states.
 
-    output_depth_weights: M[b, t, way, s, i], the weight with which site s (attention of block j is site 2j, its MLP 2j + 1, the
-    last row is the final norm) reads the embedding (i = 0) or the output of site i - 1: `Mixer.mixing` of every token, without gradient.
+    output_depth_weights: M[b, t, way, s, i], the weight with which site s reads the embedding (i = 0) or the output of site
+    i - 1. The attention of block j is site 2j, its MLP is site 2j + 1, and the last row is the final norm. This is
+    `Mixer.mixing` per token, without gradient.
     """
 
     def __init__(self, config: DepthmixConfig) -> None:
@@ -149,9 +150,9 @@ class DepthmixModel(DepthmixPreTrainedModel, Backbone):
         self.mixer.variant_elsewhere = True  # in config.json
         for sublayer in self.sublayers:
             if isinstance(sublayer, Attention):
-                sublayer.config = config  # where attention functions look for it
+                sublayer.config = config  # read by attention functions
         self.gradient_checkpointing = False
-        # A run's checkpoint holds parameters alone: a mixer's constants are made anew.
+        # A run's checkpoint holds parameters only. The mixer computes its constants.
         self._keys_to_ignore_on_load_missing = [rf"mixer\.{name}$" for name, _ in self.mixer.named_buffers()]
         self.post_init()
 
@@ -205,7 +206,7 @@ class DepthmixModel(DepthmixPreTrainedModel, Backbone):
         attend = self._attend({**kwargs, "position_ids": position_ids}, attentions)
         cos, sin = self.rotary(position_ids)
         context = Context(cos, sin, mask, past_key_values, attend)
-        # Fewer blocks than there are is how transformers asks for an early exit.
+        # transformers requests an early exit by a smaller num_hidden_layers.
         hidden = self.through_blocks(x, context, trace, blocks=c.num_hidden_layers)
         weights = None
         if (
@@ -241,7 +242,7 @@ class DepthmixModel(DepthmixPreTrainedModel, Backbone):
     def _run_where_it_is(self, sublayer: nn.Module, h: Read, context: Context, gain: Tensor | None) -> Any:
         if not (self.gradient_checkpointing and self.training):
             return sublayer(h, context, gain)
-        # One argument each: checkpoints of the older kind see no tensor in a tuple.
+        # One argument per way, because reentrant checkpoints do not see tensors in a tuple.
         ways = h if isinstance(h, tuple) else (h,)
 
         def run(gain: Tensor | None, *ways: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
-"""Run a model whose parts accelerate has put on several devices, or keeps in memory or on disk until they run.
+"""Run a model whose parts accelerate has placed on several devices or offloaded to memory or disk.
 
-accelerate hangs a hook on each module, which moves the module's inputs to its device, and offloaded weights there and back. A mixer
-is called by `read` and `write` and not as a module, so its hook never runs. Its parameters are few: they stay on their device, the
-state stays with them, and the outputs of sublayers are moved to the state. They also stay in fp32, unless a sharding policy rounds them.
+accelerate adds a hook to each module that moves the module's inputs, and offloaded weights, to its device. A mixer is called by `read`
+and `write` and not as a module, so its hook never runs. Its parameters are few: they stay on their device together with the state, and
+sublayer outputs are moved to the state. They also stay in fp32, unless a sharding policy rounds them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _lock = threading.Lock()
 
 
 def bring_back(mixer: Mixer) -> None:
-    """Load the parameters of an offloaded mixer to the device on which it runs, where they stay; others are left alone."""
+    """Load the parameters of an offloaded mixer to its execution device, for good. Other mixers are not changed."""
     if torch.compiler.is_compiling() or not _offloaded(mixer):
         return
     with _lock:
@@ -37,7 +37,7 @@ def _offloaded(mixer: Mixer) -> bool:
 
 
 def to_mixer(mixer: Mixer, x: Tensor) -> Tensor:
-    """Return an embedding on the device of the mixer's parameters, if it has any."""
+    """Move an embedding to the device of the mixer's parameters, if there are any."""
     parameter = next(mixer.parameters(), None)
     return x if parameter is None else x.to(parameter.device)
 

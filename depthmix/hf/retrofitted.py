@@ -1,8 +1,8 @@
 """Classes for retrofitted models, so that `AutoModelForCausalLM.from_pretrained` loads their folders like any others.
 
-The model type of a retrofitted llama is depthmix_llama: a llama whose configuration says which mixer it has, and whose
-constructor puts it in. `register` makes the configurations known to the Auto classes; a model's class is made and known when
-its first configuration is, since the code of all architectures takes long to import.
+The model type of a retrofitted llama is depthmix_llama: a llama whose configuration names a mixer and whose constructor installs
+it. `register` registers the configurations with the Auto classes. A model class is created and registered with its first
+configuration, since importing the code of all architectures takes long.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def config_class(plain: Any) -> type[Any]:
 
 @functools.cache
 def model_class(plain: Any) -> type[Any]:
-    """Make a model class that puts in the mixer of its configuration, from the class of the plain model."""
+    """Make a model class that installs the mixer of its configuration, from the class of the plain model."""
 
     def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         plain.__init__(self, config, *args, **kwargs)
@@ -89,7 +89,7 @@ def model_class(plain: Any) -> type[Any]:
     kept = list(getattr(plain, "_keep_in_fp32_modules_strict", None) or [])
     body = {"__init__": __init__, "config_class": config_class(plain.config_class), "__module__": __name__}
     renamed = get_checkpoint_conversion_mapping(plain.__name__)
-    if renamed is not None:  # of some classes weights have other names in a folder than in the model
+    if renamed is not None:  # for some classes the names of weights differ between folder and model
         register_checkpoint_conversion_mapping(_name(plain), renamed, overwrite=True)
     more = {"from_pretrained": classmethod(from_pretrained), "_keep_in_fp32_modules_strict": [*kept, MIXER]}
     generates = (GeneratesDepthWeights,) if issubclass(plain, GenerationMixin) else ()
@@ -98,7 +98,7 @@ def model_class(plain: Any) -> type[Any]:
 
 @torch.no_grad()
 def _reset_missing(model: Any, names: Iterable[str]) -> None:
-    """Give what a folder lacks of a mixer its initial value: transformers knows the modules of the plain model alone."""
+    """Initialise the mixer's tensors that a folder lacks. transformers initialises modules of the plain model only."""
     mixer = getattr(model.base_model, MIXER)
     missing = {name.rpartition(f"{MIXER}.")[2] for name in names if f"{MIXER}." in name}
     if not missing:
@@ -111,7 +111,7 @@ def _reset_missing(model: Any, names: Iterable[str]) -> None:
 
 
 def register() -> None:
-    """Make the configuration of every retrofitted architecture known to the Auto classes."""
+    """Register the configurations of all retrofitted architectures with the Auto classes."""
     for kind in ARCHITECTURES:
         if kind in CONFIG_MAPPING:
             config = config_class(CONFIG_MAPPING[kind])
@@ -120,7 +120,7 @@ def register() -> None:
 
 @functools.cache
 def register_models(plain: Any) -> None:
-    """Make the models of a retrofitted architecture known, by the configuration of the plain one."""
+    """Register the models of a retrofitted architecture, given the configuration class of the plain model."""
     for auto, mapping in AUTO:
         if plain in mapping:
             auto.register(config_class(plain), model_class(mapping[plain]), exist_ok=True)

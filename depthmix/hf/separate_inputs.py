@@ -1,8 +1,8 @@
-"""Give the projections of queries, keys and values of an attention inputs of their own.
+"""Give the query, key and value projections of an attention separate inputs.
 
-An attention of transformers hands one tensor to all of its projections. A rule with several ways reads two or three. They reach the
-attention as a tuple in the place of that tensor, so they belong to the call: concurrent calls cannot see each other's, and a
-checkpoint that recomputes the attention, in whatever thread, keeps them as it keeps any argument.
+An attention of transformers applies all projections to one tensor. A rule with several ways reads two or three tensors. The attention
+receives them as a tuple instead of that tensor. As an argument the tuple belongs to its call: concurrent calls do not mix, and a
+checkpoint that recomputes the attention in another thread keeps it.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from torch import Tensor
 
 from depthmix.hf.architectures import Architecture
 
-OURS = "_depthmix"  # an attribute of each module that a retrofit changes: what the module has to know
+OURS = "_depthmix"  # attribute of each module that a retrofit changes, with the data that its forward needs
 
 
 class SeparateInputs:
-    """An attention whose hidden states may be a tuple: the inputs of queries, keys and values, or of queries and keys, and of values."""
+    """An attention whose hidden states may be a tuple: inputs of (queries, keys, values), or of (queries and keys, values)."""
 
     plain_class: Any  # the attention's own
 
@@ -28,10 +28,10 @@ class SeparateInputs:
 
         Args:
             hidden_states: [B, T, D], or two or three of them.
-            args, kwargs: the attention's others.
+            args, kwargs: The attention's other arguments.
 
         Returns:
-            What the attention returns.
+            The attention's output.
         """
         if not isinstance(hidden_states, tuple):
             return self.plain_class.forward(self, hidden_states, *args, **kwargs)
@@ -42,11 +42,11 @@ class SeparateInputs:
 
 
 class _AttentionView:
-    """An attention as one call sees it: everything is the attention's, but each projection has its input already."""
+    """A view of an attention for one call. Everything is the attention's except its projections, which have fixed inputs."""
 
     def __init__(self, attention: Any, structure: Architecture, inputs: Sequence[Tensor]) -> None:
         self._attention = attention
-        # Looked up in each call: an adapter may have put its own module in a projection's place.
+        # Looked up in each call, because an adapter may have replaced a projection.
         if len(structure.projections) == 1:
             name = structure.projections[0]
             heads_of = attention.head_size if structure.by_head else None
@@ -60,14 +60,17 @@ class _AttentionView:
 
 
 def _projection(module: Any, tensor: Tensor) -> Callable[..., Tensor]:
-    """Return a call of a projection that takes its own input instead of the one it is handed."""
+    """Return a projection with a fixed input, which ignores its argument."""
     return lambda _, *args: module(tensor, *args)
 
 
 def _fused_projection(module: Any, inputs: Sequence[Tensor], head_size: int | None) -> Callable[..., Tensor]:
-    """Return a call of the projection of all three at once: what each of them is of its own input.
+    """Return a fused projection with a fixed input for each of q, k and v, which ignores its argument.
 
-    head_size: where the output has queries, keys and values head by head; None where they lie one after the other.
+    Args:
+        module: The fused projection.
+        inputs: The inputs of queries, keys and values, each [B, T, D].
+        head_size: Size of a head if the output holds q, k and v head by head; None if they follow one another.
     """
 
     def project(_: Tensor, *args: Any) -> Tensor:

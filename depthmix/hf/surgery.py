@@ -1,9 +1,9 @@
 """Give a pretrained Hugging Face decoder another rule for mixing over depth: the same weights, the same logits at step 0.
 
-The state of the mixer takes the place of the hidden states that one layer hands to the next: the first layer starts it, every
-layer reads and writes it, the final norm finishes it. Only this model changes: its layers get a subclass of their class whose
-forward does that, and everything else (cache, masks, rotary positions, generation, checkpointing, adapters) stays as it is.
-This package's own decoder has a mixer already; it is given another.
+The layers pass the mixer's state on instead of hidden states: the first layer starts it, every layer reads and writes it, and the
+final norm finishes it. The layers of this model get a subclass of their class with such a forward. Everything else (cache, masks,
+rotary positions, generation, checkpointing, adapters) is unchanged. This package's own decoder, which already has a mixer, gets
+another mixer.
 """
 
 from __future__ import annotations
@@ -30,24 +30,25 @@ from depthmix.mixers.plain import is_plain, why_not_plain
 from depthmix.mixers.state import State
 
 MIXER, NORMS = "depth_mixer", "depth_norms"  # modules of the base model
-FROM = "retrofitted_from"  # what a retrofitted configuration of this package's own decoder had before
-WANTED = "depthmix_gradients"  # argument of the base model that its layers get: whether the caller wants gradients
-CAME_FROM = "_depthmix_came_from"  # of the model: the folder of the plain one
-PROBE = 8  # tokens with which logits are compared
-ROUNDING, HALF_ROUNDING = 1e-2, 0.2  # of the largest logit: what no rounding changes, in fp32 and in half precision
+FROM = "retrofitted_from"  # field of a retrofitted DepthmixConfig: the mixer's fields before
+WANTED = "depthmix_gradients"  # argument of the layers: whether the caller of the model wants gradients
+CAME_FROM = "_depthmix_came_from"  # attribute of the model: the folder of the plain model
+PROBE = 8  # tokens for comparing logits
+# Largest change of logits by rounding, relative to the largest logit, in fp32 and in half precision.
+ROUNDING, HALF_ROUNDING = 1e-2, 0.2
 
 
 def retrofit(model: Any, mixer: str, *, quiet: bool = False, **options: Any) -> Any:
-    """Make a decoder mix over depth by a rule, in place, and print by how much its logits changed (by rounding).
+    """Give a decoder a rule for mixing over depth, in place, and print by how much rounding changed its logits.
 
     The model keeps its methods and weights. Its class becomes a subclass that saves and loads the mixer, which is the
     module `depth_mixer` of its base model and is trained with it. The model gets its own copy of the configuration.
-    Pass the whole model, not its base model, whose wrapper would go on describing a plain model.
+    Pass the whole model, not its base model: the configuration of the whole model has to change, too.
 
     Args:
         model: A Hugging Face model, or this package's decoder as one.
         mixer: Name of the rule.
-        quiet: Whether to print nothing.
+        quiet: Print nothing.
         options: Options of the rule.
 
     Returns:
@@ -60,14 +61,16 @@ def retrofit(model: Any, mixer: str, *, quiet: bool = False, **options: Any) -> 
         raise UserError("this model is retrofitted already; depthmix.restore(model) undoes that")
     given = [name for name in ("dim", "n_blocks", "sites") if name in options]
     if given:
-        raise UserError(f"cannot retrofit: {given[0]} is the model's own and not to be given")
+        raise UserError(f"cannot retrofit: the model decides {given[0]}; leave it out")
     is_ours = isinstance(model, DepthmixPreTrainedModel)
     reason = _why_not_own(model) if is_ours else why_not(model)
     if reason is None:
         reason = why_not_plain(_on_meta(model, mixer, options))
     if reason is not None:
         raise UserError(f"cannot retrofit: {reason}")
-    before = None if quiet or _place(model)[0].type == "meta" else _logits(model)  # without weights there are none
+    before = (
+        None if quiet or _place(model)[0].type == "meta" else _logits(model)
+    )  # a model without weights has no logits
     if before is not None and before.isnan().any():
         what = "the logits of this model are not numbers (NaN), so its weights are not usable"
         raise UserError(f"cannot retrofit: {what}", CHECKPOINT)
@@ -85,8 +88,9 @@ def retrofit(model: Any, mixer: str, *, quiet: bool = False, **options: Any) -> 
         norms = getattr(model.base_model, NORMS, None)
         if norms is not None:
             norms.to(device, dtype)
-    # The model is in no folder yet, and adapters of it would be put on the plain one in that folder. Its configuration goes on naming
-    # that folder, where trainers look for the tokenizer, and for a reference model: the plain one, whose logits are those of step 0.
+    # The retrofitted model is not saved yet. If it kept the plain model's folder as its name, its adapters would be loaded onto
+    # the plain model. The configuration keeps naming that folder: trainers look there for the tokenizer and for a reference model,
+    # and the plain model's logits are those of step 0.
     model.__dict__[CAME_FROM] = came_from
     model.name_or_path = ""
     if before is not None:
@@ -94,7 +98,7 @@ def retrofit(model: Any, mixer: str, *, quiet: bool = False, **options: Any) -> 
         change = ((after - before).abs().max() / before.abs().max().clamp(min=1e-30)).item()
         if not change <= (ROUNDING if _place(model)[1].itemsize > 2 else HALF_ROUNDING):
             restore(model)
-            what = f"{mixer} does not begin as the plain residual here, though a narrow copy of it does"
+            what = f"{mixer} does not begin as the plain residual in this model, though a narrow copy of it does"
             raise UserError(f"cannot retrofit: {what}: the logits changed by {change:.1e} of the largest")
         print(f"{mixer}: the logits changed by {change:.1e} of the largest")
     return model
@@ -111,7 +115,7 @@ def restore(model: Any) -> Any:
         return model
     if not issubclass(_class(model).config_class, CarriesCode):
         raise UserError(
-            "this model is not the one that was retrofitted but has a part in common with it: restore that one"
+            "this model shares modules with a retrofitted model but was not retrofitted itself: restore the other model"
         )
     base = model.base_model
     for hooks in (base._forward_pre_hooks, base._forward_hooks):
@@ -129,7 +133,7 @@ def restore(model: Any) -> Any:
     del config.depthmix
     vars(config).pop("auto_map", None)
     _say_where(model, model.__dict__.pop(CAME_FROM, ""))
-    if config.architectures:  # as a folder of the retrofitted model has it
+    if config.architectures:  # set if the retrofitted model was loaded from a folder
         config.architectures = [type(model).__name__]
     return model
 
@@ -141,7 +145,7 @@ def install(model: Any, mixer: str, options: dict[str, Any]) -> None:
     rule = _create(model, mixer, options)
     several = [site for site in range(rule.n_sites) if rule.ways(site) > 1]
     rule.variant_elsewhere = True  # in config.depthmix
-    initial_shares(rule)  # measured now, so that a compiler of the forward finds them
+    initial_shares(rule)  # measured and cached now, so that compiling the forward does not trace the measurement
     base.add_module(MIXER, rule)
     if several:
         norms = nn.ModuleDict()
@@ -202,9 +206,7 @@ def _say_where(model: Any, folder: str) -> None:
 
 
 def _own_config(model: Any) -> Any:
-    """Give the model a copy of its configuration, which other models may share, and return it. All of its modules share
-    the copy.
-    """
+    """Give the model and its modules a copy of the configuration, which other models may share; returns the copy."""
     old, copied = model.config, copy.deepcopy(model.config)
     for module in model.modules():
         for name in [name for name, value in vars(module).items() if value is old]:
@@ -218,8 +220,8 @@ def _class(x: Any) -> Any:
 
 
 def _is_retrofitted(model: Any) -> bool:
-    """Tell whether `retrofit` changed the model. It looks for traces that only `retrofit` leaves, since a model may be
-    trained with any configuration.
+    """Tell whether `retrofit` changed the model, by attributes that only `retrofit` sets. The rule alone would not tell,
+    since a model may be trained with any rule.
     """
     if isinstance(model, DepthmixPreTrainedModel):
         return getattr(model.config, FROM, None) is not None
@@ -236,10 +238,10 @@ def _rename(model: Any) -> None:
 
 @functools.cache
 def _mixed(cls: type[nn.Module], way: type) -> type[nn.Module]:
-    """Make a subclass with another forward and the same name, by which tools look for layers."""
+    """Make a subclass with another forward and the same name, because tools find layers by their class names."""
 
     def __reduce_ex__(self: Any, protocol: Any) -> tuple[Any, ...]:
-        """Pickle by way of the plain class, since pickle would look up the name and find that one."""
+        """Pickle through the plain class, which pickle would find under this name."""
         return _empty, (cls, way), self.__getstate__()
 
     body = {"__module__": cls.__module__, "__reduce_ex__": __reduce_ex__, "plain_class": cls}
@@ -254,14 +256,14 @@ def _empty(cls: Any, way: type) -> nn.Module:
 class MixedLayer:
     """A decoder layer that reads and writes the mixer's state in place of the hidden states."""
 
-    plain_class: Any  # the layer's own
+    plain_class: Any  # the layer's class before
 
     def forward(self, hidden_states: Tensor | State, *args: Any, **kwargs: Any) -> State:
         base, i, structure = self.__dict__[OURS]
         given = _by_name(self.plain_class.forward, args, kwargs)
         _refuse_reentrant(self, given.pop(WANTED, False))
         record: Record | None = given.pop(RECORD, None)
-        # Looked up: an adapter may have put a copy in its place.
+        # Looked up in each call, because an adapter may have replaced the mixer by a copy.
         mixer, norms = getattr(base, MIXER), getattr(base, NORMS, {})
         shares = initial_shares(mixer)
         if isinstance(hidden_states, State):
@@ -283,7 +285,7 @@ class MixedLayer:
             h = mixer.read(state, i)
             ways = h if isinstance(h, tuple) else (h,)
             total: Any = None
-            for site in structure.sites:  # all but attention take the first way, that of its queries
+            for site in structure.sites:  # sublayers other than attention read the first way, the queries'
                 some = norms_at(i, site)[: len(ways) if site.attention else 1]
                 inputs = tuple(norm(t) for norm, t in zip(some, ways, strict=False))
                 y = _sublayer(self, site, inputs if len(inputs) > 1 else inputs[0], given)
@@ -297,9 +299,9 @@ class MixedLayer:
 
 
 def _write(mixer: Mixer, state: Any, site: int, y: Tensor, record: Record | None) -> Any:
-    """Write a sublayer's output, recorded if there is a record.
+    """Write a sublayer's output, and add it to the record, if any.
 
-    Under autocast a model's stream is in fp32 and its outputs are not: widened, as adding them would, so that kernels see one dtype.
+    Under autocast the stream is in fp32 but outputs are not. They are widened, as an addition would, so that kernels see one dtype.
     """
     stream = state.template()
     y = y.to(stream.device, torch.promote_types(y.dtype, stream.dtype))
@@ -329,9 +331,10 @@ def _next_read(mixer: Mixer, state: State) -> Tensor:
 
 
 def _before(base: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Tell the layers what belongs to this call; a hook of the base model.
+    """Pass the data of this call to the layers; a hook of the base model.
 
-    That is whether the caller wants gradients, which a layer in a reentrant checkpoint cannot see, and the record of depth weights.
+    The data are the record of depth weights, and whether the caller wants gradients, which a layer in a reentrant checkpoint
+    cannot see.
     """
     bring_back(getattr(base, MIXER))
     asked = asked_for(kwargs.pop(ASKED, None), base.config)
@@ -342,8 +345,15 @@ def _before(base: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str
 def _refuse_reentrant(layer: Any, wanted: bool) -> None:
     """Refuse a reentrant checkpoint around a layer, which would lose gradients.
 
-    It runs the layer without gradients and takes them from the tensors that the layer returns, of which it sees none in a state.
-    wanted: whether the model's caller wants gradients; False of a layer that somebody calls by itself, of which nothing is known.
+    Such a checkpoint runs the layer without gradients and takes gradients from the tensors that the layer returns, but it does
+    not see the tensors in a state.
+
+    Args:
+        layer: The layer.
+        wanted: Whether the model's caller wants gradients; False if the layer is called on its own.
+
+    Raises:
+        UserError: Gradients would be lost.
     """
     if wanted and layer.training and not torch.is_grad_enabled():
         advice = "give gradient_checkpointing_kwargs={'use_reentrant': False}, which is exact"
@@ -385,7 +395,7 @@ def _by_name(forward: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[
 
 
 def _sublayer(layer: Any, site: Site, h: Any, given: dict[str, Any]) -> Tensor:
-    """Return a sublayer's output; h: its input, or a tuple of an attention's, see `SeparateInputs`."""
+    """Return a sublayer's output [B, T, D]. `h` is its input, or a tuple of inputs for an attention (`SeparateInputs`)."""
     module = getattr(layer, site.sublayer)
     y = module(h, **given) if site.attention else module(h)
     y = y[0] if isinstance(y, tuple) else y

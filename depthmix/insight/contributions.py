@@ -14,7 +14,7 @@ from depthmix.ops.precision import without_autocast
 
 
 class Contributions(NamedTuple):
-    """Hold what each of k sources adds to one mixture."""
+    """The contributions of k sources to one mixture."""
 
     parts: Tensor  # [k, ..., D], which add up to the mixture
     weights: Tensor  # [k, ...], their entries of M, averaged over channels

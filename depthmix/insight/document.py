@@ -1,7 +1,7 @@
 """The JSON document of all measurements, whose fields docs/guides/inspecting.md describes.
 
-Lists over readers have one entry per site and a last one for finish. What a reader has by way and by source is [reader][way][source],
-where reader s has s + 1 sources, the embedding first.
+Lists over readers have one entry per site and a last one for finish. Values by way and source are [reader][way][source], where
+reader s has s + 1 sources, the embedding first.
 """
 
 from __future__ import annotations

@@ -1,8 +1,11 @@
 """Magnitudes and gradients over depth, from a pass without gradients and from the gradients of a training step.
 
 RMS(x) = sqrt(mean over tokens and channels of x²)
-input: of what a site reads, before its norm;    output: of what it produces;    stream: of e + every output so far
-block: of the sum of a block's outputs;    share of source j: Σ <what j adds to h_S, h_S> / Σ <h_S, h_S>, which add up to 1
+input    RMS of a site's read, before its norm
+output   RMS of a site's output
+stream   RMS of e + all outputs so far
+block    RMS of the sum of a block's outputs
+share    of source j: Σ <contribution of j to h_S, h_S> / Σ <h_S, h_S>; the shares add up to 1
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ class Magnitudes:
         self.calls = current_calls(mixer)
 
     def watching(self) -> AbstractContextManager[None]:
-        """Record the passes inside this context; the last one stays."""
+        """Record the passes inside this context. Each pass replaces the one before."""
         return intercepted(self.mixer, start=self.start, read=self.read, write=self.write, finish=self.finish)
 
     def start(self, x: Tensor) -> Any:
@@ -121,6 +124,6 @@ def gradient_norms(modules: Iterable[nn.Module]) -> Tensor:
 
 def _gradient_norm(parameters: list[nn.Parameter]) -> Tensor:
     total = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-    whole = getattr(total, "full_tensor", None)  # of gradients that are shards, the norm of all
+    whole = getattr(total, "full_tensor", None)  # for sharded gradients, the norm over all shards
     total = total if whole is None else whole()
-    return total.to(parameters[0].device) if parameters else total  # of no gradients at all: 0, wherever
+    return total.to(parameters[0].device) if parameters else total  # without any gradient: 0 on the CPU

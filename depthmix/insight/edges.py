@@ -1,14 +1,14 @@
-"""Causal use: the change of the loss when one reader no longer gets one source.
+"""Causal effects of edges: the change of the loss when one reader no longer receives one source.
 
-A read is a sum of contributions (contributions.py): without source j, and with the other weights scaled so that their sizes
-add up to what all did,
+A read is a sum of contributions c_i (contributions.py). Cutting source j removes its contribution and rescales the others, so that the
+absolute weights keep their sum:
 
-    h' = (Σ|M_i| / Σ_{i≠j}|M_i|) Σ_{i≠j} (what source i adds)
+    h' = (Σ|M_i| / Σ_{i≠j}|M_i|) Σ_{i≠j} c_i
 
-for every token. Only this read changes: weights are those of the whole model, and later readers see source j as before. Where a site
-reads several mixtures, each has edges of its own.
+for every token. Only this read changes: the weights are those of the whole model, and later readers receive source j as before. If a
+site reads several mixtures, each has its own edges.
 
-Cuts are copies of the batch. Up to the reader there is one copy; there the batch grows, so that nothing before it is computed twice.
+Each cut is a copy of the batch. The pass runs on one copy up to the reader, where the batch grows, so that nothing is computed twice.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from depthmix.insight.mixing import choose_mixer
 from depthmix.insight.mode import eval_mode
 from depthmix.mixers import Mixer
 
-AT_ONCE = 32768  # tokens of all copies together
+AT_ONCE = 32768  # tokens per pass, over all copies
 
-Cut = tuple[int, int] | None  # a way and a source, or nothing
+Cut = tuple[int, int] | None  # (way, source); None: no cut
 
 
 @dataclass
@@ -43,12 +43,12 @@ class EdgeEffects:
 
 
 class Cutting:
-    """A pass in which a reader's mixture is cut in several ways at once, each in a copy of the batch."""
+    """A pass with several cuts at one reader, each in a copy of the batch."""
 
     def __init__(self, mixer: Mixer, reader: int) -> None:
         self.mixer, self.reader = mixer, reader
         self.sources: list[Tensor] = []
-        self.contributions: tuple[Contributions, ...] | None = None  # the same in every pass over the batch
+        self.contributions: tuple[Contributions, ...] | None = None  # equal in all passes over the batch
         self.calls = current_calls(mixer)
 
     def losses(self, model: nn.Module, batch: Tensor, cuts: Sequence[Cut]) -> Tensor:
@@ -84,7 +84,7 @@ class Cutting:
         return h if norm is None else norm(h)
 
     def mixtures(self) -> tuple[Tensor, ...]:
-        """Return what the reader sees under each cut, copy after copy: [E * B, ..., D] for each way."""
+        """Return the reader's mixtures under all cuts, copy after copy: [E * B, ..., D] for each way."""
         if self.contributions is None:
             with intercepted(self.mixer, **self.calls):
                 self.contributions = contributions(self.mixer, self.sources)
@@ -99,7 +99,7 @@ class Cutting:
                     copies.append(whole.to(dtype))
                     continue
                 rest = total - size[cut[1]]
-                # Where the others weigh nothing, nothing is left to read; what rounding left of them is not scaled up.
+                # If the other weights are zero up to rounding, the mixture is zero: rounding errors must not be scaled up.
                 scale = torch.where(rest > 1e-6 * total, total / rest, 0.0).unsqueeze(-1)
                 copies.append((scale * (whole - parts[cut[1]])).to(dtype))
             mixtures.append(torch.cat(copies))

@@ -1,12 +1,12 @@
-"""Intercept the calls between a model and its mixer, to record or change what passes, unknown to the model.
+"""Intercept the calls between a model and its mixer, to record or change tensors without the model's knowledge.
 
-A mixer is shared by all threads that run its model, and an interception belongs to the thread that makes it. While any thread
-intercepts a mixer, its calls go through dispatchers, which send each thread to its own:
+All threads that run a model share its mixer, but an interception applies only to the thread that makes it. While any thread intercepts
+a mixer, dispatchers replace the mixer's methods and select the call of each thread:
 
-    model in thread 1 --> mixer.write = dispatcher --> what thread 1 has given to `intercepted`
+    model in thread 1 --> mixer.write = dispatcher --> the function that thread 1 has passed to `intercepted`
     model in thread 2 ------------^        `---------> the mixer's own write
 
-A dispatcher looks into a threading.local and not into a context variable, because torch.compile can trace the former and guards on it.
+A dispatcher reads a threading.local and not a context variable, because torch.compile can trace the former and guard on it.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ Calls = dict[str, Callable[..., Any]]
 
 
 class _Dispatch:
-    """The dispatchers of one mixer, and the calls that each thread has put in."""
+    """The dispatchers of one mixer, and the intercepting calls of each thread."""
 
     def __init__(self, mixer: Mixer) -> None:
-        self.open = 0  # interceptions, of all threads
-        self.thread = threading.local()  # stack: calls by name, those of the innermost interception last
+        self.open = 0  # number of interceptions in all threads
+        self.thread = threading.local()  # .stack: calls by name, the innermost interception last
         self.own: Calls = {name: getattr(mixer, name) for name in CONTRACT}
         self.before = {name: call for name, call in vars(mixer).items() if name in CONTRACT}
         for name in CONTRACT:
@@ -48,7 +48,7 @@ class _Dispatch:
         return dispatch
 
     def remove(self, mixer: Mixer) -> None:
-        """Give the mixer its own calls back."""
+        """Restore the mixer's own methods."""
         for name in CONTRACT:
             vars(mixer).pop(name, None)
         vars(mixer).update(self.before)
@@ -60,11 +60,13 @@ _dispatches: weakref.WeakKeyDictionary[Mixer, _Dispatch] = weakref.WeakKeyDictio
 
 @contextmanager
 def intercepted(mixer: Mixer, **calls: Callable[..., Any]) -> Iterator[None]:
-    """Replace some of start, read, write and finish for this thread, and have outputs written as sublayers made them.
+    """Replace some of start, read, write and finish for this thread inside this context.
+
+    The model writes unscaled outputs meanwhile: output gains are not folded into weights.
 
     Args:
-        mixer: whose calls are replaced, until the context ends.
-        calls: what is called instead, by name. To go on with what they replace they need `current_calls`, taken before.
+        mixer: The mixer.
+        calls: Replacements by name. To call the methods they replace, they use `current_calls`, taken before.
     """
     assert set(calls) <= set(CONTRACT)
     with _lock:
@@ -73,7 +75,7 @@ def intercepted(mixer: Mixer, **calls: Callable[..., Any]) -> Iterator[None]:
             dispatch = _dispatches[mixer] = _Dispatch(mixer)
         dispatch.open += 1
     stack = dispatch.thread.__dict__.setdefault("stack", [])
-    # No model multiplies outputs with their gains on the way.
+    # Without gains, the model cannot fold any into its output projections.
     stack.append({**(stack[-1] if stack else dispatch.own), "output_gains": dict, **calls})
     try:
         yield
@@ -87,7 +89,7 @@ def intercepted(mixer: Mixer, **calls: Callable[..., Any]) -> Iterator[None]:
 
 
 def current_calls(mixer: Mixer) -> Calls:
-    """Return what the mixer's calls are for this thread, by name, past its dispatchers."""
+    """Return the mixer's calls for this thread by name, bypassing the dispatchers."""
     with _lock:
         dispatch = _dispatches.get(mixer)
         if dispatch is None:
@@ -98,7 +100,7 @@ def current_calls(mixer: Mixer) -> Calls:
 
 @contextmanager
 def record_sources(mixer: Mixer) -> Iterator[list[Tensor]]:
-    """Collect the embedding and every site's raw output from the passes that this thread makes inside; each new pass starts the list afresh."""
+    """Collect the embedding and every site's raw output of this thread's passes. A new pass clears the list."""
     sources: list[Tensor] = []
     calls = current_calls(mixer)
 

@@ -14,10 +14,10 @@ def next_token_loss(model: nn.Module, batch: Tensor) -> Tensor:
     hold.
     """
     out = model(batch[:, :-1])
-    logits = out if isinstance(out, Tensor) else out.logits  # as Hugging Face's models have it
+    logits = out if isinstance(out, Tensor) else out.logits  # of a Hugging Face model
     targets = batch[:, 1:].flatten()
     copies = logits.unflatten(0, (-1, len(batch))).unbind(0)
-    # One copy at a time: logits in fp32 are the largest tensor there is.
+    # One copy at a time, because fp32 logits are the largest tensor.
     return torch.stack(
         [functional.cross_entropy(copy.flatten(0, 1).to(compute_dtype(copy)), targets) for copy in copies]
     )

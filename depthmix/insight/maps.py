@@ -1,10 +1,10 @@
-"""Depth-mixing matrices over many tokens: the mean, how far tokens differ, and how widely every reader reads.
+"""Depth-mixing matrices over many tokens: mean, spread over tokens, and the number of sources that readers use.
 
-With p_j = |M_j| / Σ|M| over the sources of a reader, for every token (weights may be signed: their size counts):
+With p_j = |M_j| / Σ|M| over the sources of a reader, for every token (absolute values, because weights may be negative):
 
     entropy = −Σ p_j log p_j;    effective sources = exp(entropy);    newest = p of the last output;    embedding = p_0
 
-Sources are the embedding and raw outputs: a sum of four outputs that is read with one weight counts as four.
+Sources are the embedding and raw outputs: a sum of four outputs, read with one weight, counts as four sources.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from depthmix.insight.mixing import choose_mixer, sources_of
 from depthmix.insight.statistics import EvenSample, Moments
 from depthmix.mixers import Mixer
 
-AT_ONCE = 1024  # tokens
+AT_ONCE = 1024  # tokens whose matrices are computed together
 MEASURES = ("entropy", "effective", "newest", "embedding")
 
 
@@ -33,7 +33,7 @@ class DepthMap:
     mean: Tensor  # [W, S+1, S+1]
     std: Tensor  # [W, S+1, S+1], over tokens
     quantiles: Tensor  # [Q, W, S+1, S+1]
-    measures: dict[str, Tensor]  # of MEASURES, the mean over tokens: [W, S+1]
+    measures: dict[str, Tensor]  # mean over tokens of each of MEASURES: [W, S+1]
     measures_std: dict[str, Tensor]
 
 

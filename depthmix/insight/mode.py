@@ -1,8 +1,8 @@
-"""Measure a model in eval mode, and leave it in the mode that it was in.
+"""Measure a model in eval mode, and restore its mode afterwards.
 
-A mode is an attribute that all threads share. A module that is in eval mode already is not touched, and measurements at once of one
-model in train mode count: the last of them to end puts it back. A thread that trains a model while another measures it runs
-without dropout meanwhile, and its weights change under the measurement: measure a copy then.
+A mode is an attribute that all threads share. Modules already in eval mode are not changed. Simultaneous measurements of a model in
+train mode are counted, and the last one to end restores the mode. If one thread trains a model while another measures it, the
+training runs without dropout and the weights change during the measurement: measure a copy instead.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from torch import nn
 
 _lock = threading.Lock()
-# Measurements at once of each module that was in train mode before the first of them.
+# Number of current measurements of each module that was in train mode before the first of them.
 _measured: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
 
 
@@ -28,7 +28,7 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
         mine = [module for module in model.modules() if module.training or module in _measured]
         for module in mine:
             _measured[module] = _measured.get(module, 0) + 1
-            # Not `train(False)`, which a module may take for more than a mode: some adapters merge their weights.
+            # Not `train(False)`, which modules may override: some adapters merge their weights in it.
             module.training = False
     try:
         yield

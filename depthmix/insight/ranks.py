@@ -1,10 +1,10 @@
-"""Structure of M: its numerical rank, and its semiseparable rank.
+"""Structure of M: its numerical rank and its semiseparable rank.
 
-Readers from s on see what came before s through M[s:, :s+1]; the largest rank of these blocks is M's semiseparable rank, the number
-of streams that the rule could be carried out with: 1 where one stream is scaled and added to, n for n streams, and as large as a
-block can be, (S+2)//2, where every reader weighs every source anew (arXiv 2603.15031, section 6.2).
+The block M[s:, :s+1] holds the weights with which the readers from s on read the sources before s. The largest rank of these blocks
+is M's semiseparable rank, the number of streams that could carry out the rule: 1 for one stream that is scaled and added to, n for n
+streams, and at most (S+2)//2, if every reader weighs every source anew (arXiv 2603.15031, section 6.2).
 
-Ranks are those of single tokens and channels: averages over tokens have a higher one.
+Ranks are those of single tokens and channels, since averages over tokens have higher ranks.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from depthmix.mixers import Mixer
 from depthmix.mixers.mixing import mixing_by_channel
 
 TOKENS, CHANNELS = 32, 4
-LARGEST = 2048  # rows of a matrix of matrices whose rank is still worth the time
-ROUNDING = 30.0  # of the usual bound on what rounding adds to singular values: M is itself a result of many operations
+LARGEST = 2048  # maximum rows of a matrix of matrices whose rank is computed
+# Factor on the usual bound of rounding errors in singular values, since M itself is the result of many operations.
+ROUNDING = 30.0
 
 
 @dataclass
@@ -30,7 +31,7 @@ class Structure:
 
     rank: int
     semiseparable: int
-    most: int  # the largest semiseparable rank that a matrix of this size can have
+    most: int  # largest possible semiseparable rank of a matrix of this size
 
 
 def structure(mixer: Mixer, sources: Sequence[Tensor]) -> list[Structure] | None:
@@ -66,7 +67,7 @@ def structure(mixer: Mixer, sources: Sequence[Tensor]) -> list[Structure] | None
     for way in range(m.shape[1]):
         rank, semiseparable = (
             -(-int(r[:, way].median()) // unit) for r in (whole, widest)
-        )  # a stream of D channels counts once
+        )  # a stream of D channels counts as one
         by_way.append(Structure(rank, semiseparable, (n + 1) // 2))
     return by_way
 

@@ -1,4 +1,4 @@
-"""Redundancy: the change of the loss when a sublayer is skipped, its output replaced by zero."""
+"""Causal effects of sublayers: the change of the loss when a sublayer's output is replaced by zero."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
-KEPT = 2048  # tokens that quantiles are of, at most
+KEPT = 2048  # maximum tokens in a sample for quantiles
 
 
 class Moments:
@@ -19,9 +19,10 @@ class Moments:
         """Add tokens [N, ...]."""
         if not len(x):
             return
-        x = x.cpu().double()  # there: MPS has no fp64
+        x = x.cpu().double()  # on the CPU, because MPS has no fp64
         count, mean = self.count + len(x), x.mean(0)
-        away = mean - self.mean  # of this batch from those before: squares of deviations, not of values, lose no digits
+        # Squares of deviations instead of squares of values avoid cancellation.
+        away = mean - self.mean
         self.squares = self.squares + (x - mean).square().sum(0) + away.square() * (self.count * len(x) / count)
         self.mean, self.count = self.mean + away * (len(x) / count), count
 
@@ -31,9 +32,7 @@ class Moments:
 
 
 class EvenSample:
-    """Every k-th token, where k doubles whenever there are too many. No randomness, and as many from the end as from
-    the start.
-    """
+    """A sample of every k-th token, where k doubles whenever the sample is too large. It is deterministic and even."""
 
     def __init__(self, most: int = KEPT) -> None:
         self.most, self.stride, self.seen = most, 1, 0

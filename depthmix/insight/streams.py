@@ -1,8 +1,8 @@
-"""Measure the residual streams of rules that keep several: their similarity, and the gains of their maps.
+"""Measure the residual streams of rules with several streams: their similarity and the gains of their maps.
 
-The map of a site is the matrix by which its write mixes the streams. Gains are those of arXiv 2512.24880: the largest absolute row sum
-of a map bounds what it does to a signal, the largest absolute column sum what it does to a gradient. The composite map at a site is the
-product of all maps up to it.
+The map of a site is the matrix by which its write mixes the streams. Gains are defined as in arXiv 2512.24880: the largest absolute row
+sum of a map bounds its gain for signals, the largest absolute column sum its gain for gradients. The composite map at a site is the
+product of all maps up to the site.
 
 The type of a state tells whether its rule keeps streams. A rule with a state of its own registers two functions for it
 (`register_streams`).
@@ -81,16 +81,16 @@ register_streams(StreamsState, lambda mixer, state: state.x, _map_of_streams)
 
 @dataclass
 class Streams:
-    """Means over tokens, except where the name says largest."""
+    """Measurements of streams: means over tokens, and maxima over tokens in fields called largest."""
 
     similarity: Tensor  # [S+1, n, n], cosines between streams before every site, and at the end
     rms: Tensor  # [S+1, n]
-    row_error: Tensor  # [S], |row sum − 1| of a site's map; 0 keeps a signal's size
+    row_error: Tensor  # [S], |row sum − 1| of a site's map; 0 preserves the size of a signal
     column_error: Tensor  # [S]
-    largest_row_error: Tensor  # [S], of all tokens
+    largest_row_error: Tensor  # [S], over all tokens
     largest_column_error: Tensor  # [S]
-    gain: Tensor  # [S, 2], of signals and of gradients, of a site's map
-    composite_gain: Tensor  # [S, 2], of the product of the maps up to it
+    gain: Tensor  # [S, 2], of a site's map for signals and for gradients
+    composite_gain: Tensor  # [S, 2], of the composite map at a site
 
 
 @torch.no_grad()

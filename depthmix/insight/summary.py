@@ -1,4 +1,4 @@
-"""Print a document in a terminal: a table over depth, attention sites against the others, the rest in sentences."""
+"""Format a document for a terminal: a table over depth, a table by kind of site, and sentences."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _over_depth(document: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
             name = f"{r:2d} {reader['name']} {way}".rstrip() if site else "   finish"
             row = [name, *(number(mixing[k][r][w], ".2f") for k in ("newest", "embedding"))]
             row += [f"{number(mixing['effective'][r][w], '.1f')} of {r + 1}", number(dynamics["input_rms"][r][w])]
-            once_per_site = site and w == 0  # what a site has once, whatever its ways
+            once_per_site = site and w == 0  # columns that do not depend on the way
             row += [number(dynamics[k][r]) if once_per_site else "" for k in ("output_rms", "gradient_norm")]
             row.append(number(dynamics["share"][r + 1], "z.2f") if once_per_site else "")
             if edges:

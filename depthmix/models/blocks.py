@@ -1,6 +1,6 @@
 """Transformer blocks shared by all models: pre-norm attention and MLP, connected over depth by a mixer.
 
-The whole of it is: start, then for each site write(sublayer(read)), then finish; which rule the mixer follows is its own business.
+A pass is: start, then for each site write(sublayer(read)), then finish. No code here depends on the mixer's rule.
 """
 
 from __future__ import annotations
@@ -135,8 +135,8 @@ class Blocks(nn.Module):
             context: Inputs of attention besides the hidden states.
             trace: Lists to fill with tensors of this pass.
             last: Return only this many last tokens; None: all.
-            blocks: Leave after this many blocks and return what the next block would read; None or too many: run
-                all.
+            blocks: Exit after this many blocks and return the final norm of the next block's read; None or too
+                large: run all.
 
         Returns:
             Hidden states [B, T, D], or [B, last, D].

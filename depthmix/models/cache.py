@@ -13,7 +13,7 @@ from depthmix.ops.sublayer.op import turn_and_store
 
 
 class KVCache:
-    """A cache that grows with every token. Depth mixing is token-local, so a decoder keeps nothing else between tokens."""
+    """A cache that grows with every token. Depth mixing is token-local, so a decoder keeps only keys and values."""
 
     def __init__(self) -> None:
         self.keys: list[Tensor] = []

@@ -1,6 +1,6 @@
-"""A Llama-style decoder whose connections over depth are a choice.
+"""A Llama-style decoder with a choice of rules for mixing over depth.
 
-Pre-norm, RMSNorm, rotary positions, grouped-query attention, SwiGLU or squared ReLU; how its layers are connected is in blocks.py.
+Pre-norm, RMSNorm, rotary positions, grouped-query attention, SwiGLU or squared ReLU. blocks.py connects the layers.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class Decoder(Backbone):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         super()._apply(fn, recurse)
-        _tie(self)  # to_empty gives every module weights of its own
+        _tie(self)  # to_empty gives every module separate weights
         return self
 
     @torch.no_grad()

@@ -1,7 +1,7 @@
-"""Decoding: prompts in chunks, then token by token; on a GPU a step is one replay of a CUDA graph.
+"""Decoding: prompts in chunks, then token by token. On a GPU a step is one replay of a CUDA graph.
 
-Depth mixing is local to a token, so the depth state of a chunk is gone before the next one begins: what a long prompt needs is
-its keys and values, and the activations of one chunk. Logits are formed for the last token alone.
+Depth mixing is token-local, so the depth state of a chunk is freed before the next chunk: a long prompt needs memory for its keys
+and values and for the activations of one chunk. Logits are computed for the last token only.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from depthmix.models.decoder import Decoder
 from depthmix.models.layers import Context, last_tokens
 from depthmix.ops.gpu.recording import recorded
 
-CHUNK = 2048  # tokens of a prompt that go through the model at a time: enough for its products, few for the state of many sources
-WARMUP = 2  # steps before one is recorded
+# Prompt tokens per pass: enough for efficient matrix products, and few enough for a depth state of many sources.
+CHUNK = 2048
+WARMUP = 2  # steps before the recording
 
 
 class Decoding:
@@ -33,7 +34,7 @@ class Decoding:
             chunk: Prompt tokens per forward pass.
         """
         config, weight = model.config, model.embedding.weight
-        slots = -(-length // 16) * 16  # attention pads masks of other lengths, at every step
+        slots = -(-length // 16) * 16  # attention would pad masks of other lengths at every step
         self.model, self.chunk, self.length = model.eval(), chunk, length
         shape = (config.n_blocks, batch, config.n_kv_heads, slots, config.head_dim)
         self.cache = StaticKVCache(*shape, weight.dtype, weight.device)
@@ -43,7 +44,7 @@ class Decoding:
             self.cos, self.sin = model.rotary(self.places.unsqueeze(0))  # [1, 1, slots, d]
         self.seen, self.hidden = (torch.tensor(x, dtype=weight.dtype, device=weight.device) for x in (0.0, -torch.inf))
         self.graph: torch.cuda.CUDAGraph | None = None
-        self.constants: Any = None  # what the graph reads and never changes
+        self.constants: Any = None  # tensors that the graph reads and never writes
 
     @torch.no_grad()
     def prefill(self, ids: Tensor) -> Tensor:
@@ -102,7 +103,7 @@ class Decoding:
     def _through_blocks(self, ids: Tensor) -> Tensor:
         """Return the head's input for the last token [B, 1, D]."""
         tokens, past = ids.shape[1], self.cache.filled
-        if tokens == 1:  # by what is on the device, so that a replay finds its place
+        if tokens == 1:  # indexed by the position on the device, which a replay reads
             cos, sin = (t.index_select(2, self.cache.position) for t in (self.cos, self.sin))
             mask: Any = torch.where(self.places <= self.cache.position, self.seen, self.hidden)[None, None, None]
         else:

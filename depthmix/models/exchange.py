@@ -1,6 +1,6 @@
 """Hugging Face's names for the parts of a decoder: configuration fields, weights, classes.
 
-Nothing here imports transformers: `depthmix generate` reads such a folder without it, and `depthmix train` writes one.
+Nothing here imports transformers: `depthmix train` writes and `depthmix generate` reads such folders without it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from depthmix.names import install_command
 
 MODEL_TYPE, ARCHITECTURE = "depthmix", "DepthmixForCausalLM"
-BASE, HEAD = "model.", "lm_head."  # how the weights' names begin in a model with a head: the backbone's, the head's
+BASE, HEAD = "model.", "lm_head."  # prefixes of the weights' names in a model with a head
 
 # Fields of a config.json, by the field of DecoderConfig they hold.
 FIELDS = {
@@ -34,8 +34,8 @@ FIELDS = {
     "mixer_options": "mixer_options",
 }
 
-# A folder carries two lines of code, as folders of models that transformers does not know do: with `trust_remote_code=True`
-# tools that never heard of depthmix (evaluation harnesses, servers) find the classes, and find them in the package.
+# A saved folder holds two lines of code. With `trust_remote_code=True`, tools that do not know depthmix (evaluation harnesses,
+# servers) import the classes from the package.
 CODE = "modeling_depthmix.py"
 CLASSES = {
     "AutoConfig": "DepthmixConfig",

@@ -2,14 +2,14 @@
 
     [q, k, v] = h [W_q; W_k; W_v]ᵀ        dh = [dq, dk, dv] [W_q; W_k; W_v]
 
-reads h once and gives it one gradient, where three products read it three times and add three gradients up. Weights stay apart, as
-checkpoints and everybody who looks for them have them, and are joined for a pass. What is joined is a copy that waits for the
-backward: autocast makes such copies anyway, in its own precision, and without it there is none, nor for a step of decoding.
+reads h once and computes one gradient of h, where three products read h three times and add three gradients. The weights stay
+separate parameters, as checkpoints and tools expect, and are concatenated in each pass. The concatenation is a copy that is kept
+for the backward. Autocast makes such copies anyway, in its own precision. Without autocast, and in decoding, layers run separately.
 
     g ⊙ (W x) = (diag(g) W) x
 
-A gain for every channel of an output costs a pass over activations each way, and the output kept for its gradient; in the weights
-that are copied anyway it costs next to nothing.
+A gain for every channel of an output costs a pass over activations in forward and backward, and memory for the unscaled output. Folded
+into the weights that are copied anyway, it costs almost nothing.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A vision transformer whose connections over depth are a choice (Dosovitskiy et al. 2021, arXiv 2010.11929).
+"""A vision transformer (Dosovitskiy et al. 2021, arXiv 2010.11929) with a choice of rules for mixing over depth.
 
-Patches become tokens, positions are added, a class token may come first; pre-norm blocks, the decoder's own, with attention in all
-directions; the head reads the class token, or the mean over patches (Beyer et al. 2022, arXiv 2205.01580), after the final norm.
+Patches become tokens, with positions added and an optional class token in front. The blocks are the decoder's, with attention in all
+directions. After the final norm, the head reads the class token or the mean over patches (Beyer et al. 2022, arXiv 2205.01580).
 """
 
 from __future__ import annotations

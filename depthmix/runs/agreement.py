@@ -1,15 +1,15 @@
 """Check that the files of a run folder belong together: recipe, checkpoints, metrics, data and tokenizer.
 
-A checkpoint is protected by its own checksums. What lies around it is not, so the state of every checkpoint says what the run looked
-like when it was saved, and whoever reads a checkpoint compares:
+A checkpoint is protected by its own checksums, but the files around it are not. So the state of every checkpoint describes the run
+at the time of saving, and every reader of a checkpoint compares:
 
     state["config"]          the recipe, with every option of the mixer spelt out
     state["data"]            the SHA-256 of the data (see depthmix/data/integrity.py)
-    state["run"]["id"]       the run, by a random id that environment.json holds as well
+    state["run"]["id"]       the run's random id, which environment.json holds as well
     state["run"]["files"]    SHA-256 of data.json and tokenizer.json
     state["run"]["metrics"]  length and SHA-256 of metrics.jsonl up to this step
 
-Checkpoints of older versions lack some of these entries, and what is not recorded is not compared.
+An entry that is missing is not compared.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from depthmix.runs.folder import DATA_META, METRICS, RECIPE, TOKENIZER, RunFolde
 from depthmix.schedule import first_changed_step
 
 KEPT = (DATA_META, TOKENIZER)  # files that do not change once a run has begun
-SHOWN = 3  # differences that a message names
+SHOWN = 3  # maximum differences named in a message
 
 
 def spell_out(config: TrainConfig) -> TrainConfig:
@@ -50,7 +50,7 @@ def check_agreement(folder: RunFolder, saved: Checkpoint) -> None:
     """Refuse a checkpoint of another run, or of another recipe, data or tokenizer than the folder holds.
 
     Raises:
-        UserError: Names what differs, with both values.
+        UserError: Something differs. The message names it with both values.
     """
     described = _described(saved.state)
     run_id, saved_id = folder.identity(), described.get("id")
@@ -90,13 +90,13 @@ def _check_data(folder: RunFolder, saved: Checkpoint) -> None:
 def check_tokenizer(folder: RunFolder) -> None:
     """Compare a run's tokenizer.json with the checksum in the run's copy of its data's meta.json.
 
-    With another vocabulary of the same size every token would stand for other text, and only the loss would show it.
+    With another vocabulary of the same size every token would stand for other text, which only the loss would show.
 
     Args:
-        folder: The run. A run of an older version, without such a checksum, passes.
+        folder: The run. A run without such a checksum passes.
 
     Raises:
-        UserError: The tokenizer is another one.
+        UserError: The tokenizer differs.
     """
     meta = folder.data_meta()
     sums, name = meta.get("sha256"), meta.get("tokenizer")
@@ -168,7 +168,7 @@ def check_run_files(folder: RunFolder) -> None:
             check_metrics(folder, saved)
             return
         except UserError:
-            # A run that went on from an older checkpoint, because this one is broken, has cut its metrics back.
+            # A run that continued from an older checkpoint, because this one is broken, has truncated its metrics.
             if is_sound(path):
                 raise
 

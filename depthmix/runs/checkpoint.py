@@ -31,7 +31,7 @@ from depthmix.files import json_bytes, reason, remedy, sync_folder, write_hashed
 
 FORMAT = "depthmix checkpoint"
 VERSION = 1
-VERSION_IN_PARTS = 2  # in the place of optimizer.safetensors a folder with the parts that processes wrote
+VERSION_IN_PARTS = 2  # with a folder of the processes' parts instead of optimizer.safetensors
 PARTS = "parts"
 MODEL, OPTIMIZER, STATE, MANIFEST = "model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"
 NAME = re.compile(r"(?:\.old-)?step-([0-9]{8,})")
@@ -66,7 +66,7 @@ class _Broken(Exception):
     """Signals damaged content of a checkpoint; the message names the file."""
 
 
-# What the system says of a file that is gone: a training removes old checkpoints while others read them.
+# Errors for a file that no longer exists: a training removes old checkpoints while others read them.
 GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
 
 
@@ -154,7 +154,7 @@ def publish(temporary: Path, folder: Path, step: int, files: dict[str, Any], ver
     path = folder / f"step-{step:08d}"
     write_hashed(temporary / MANIFEST, [json_bytes({"format": FORMAT, "version": version, "files": files})])
     sync_folder(temporary)
-    if os.path.lexists(path):  # readers fall back on the name with the dot while the plain one is missing
+    if os.path.lexists(path):  # readers fall back on the name with the dot while the plain name is missing
         path.rename(folder / f".old-{path.name}")
     temporary.rename(path)
     sync_folder(folder)
@@ -163,7 +163,7 @@ def publish(temporary: Path, folder: Path, step: int, files: dict[str, Any], ver
 
 def remove_old(folder: Path, step: int, keep: int) -> None:
     """Remove checkpoints older than the `keep` newest up to this step."""
-    # The new one is complete: failing to remove an old one costs space, not the run, and is tried again at the next save.
+    # The new checkpoint is complete. Failing to remove an old one only costs space, and the next save tries again.
     with suppress(OSError):
         _tidy(folder)
         for old in [p for p in list_checkpoints(folder) if _step(p) <= step][keep:]:
@@ -208,9 +208,9 @@ def load_checkpoint(path: str | Path, tensors: bool = True) -> Checkpoint:
 
 
 def newest_checkpoint(folder: str | Path) -> Checkpoint | None:
-    """Verify and read the newest checkpoint, for readers: an older one would be another model than was asked for.
+    """Verify and read the newest checkpoint, for readers. An older one would be another model, so it is never used instead.
 
-    A checkpoint that a training replaces or removes meanwhile counts as never listed.
+    A checkpoint that a training replaces or removes meanwhile is ignored.
 
     Returns:
         The checkpoint, or None if there is none at all.
@@ -294,7 +294,7 @@ def latest_checkpoint(
         if problems and list_checkpoints(folder) == paths:
             advice = "move that folder away to start from the beginning"
             raise UserError(f"No checkpoint in {folder} can be used; {advice}. {problems[0]}", CHECKPOINT)
-        # A process that trains has replaced what was listed: look again.
+        # A training process has replaced the listed checkpoints: list them again.
     return None
 
 
@@ -350,8 +350,10 @@ def _checked(state: dict[str, Any]) -> dict[str, Any]:
         survives = isinstance(state, dict) and json.loads(json_bytes(state)) == state
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"the state of a checkpoint must be JSON: {error}") from error
-    if not survives:  # tuples, keys that are no strings
-        raise ValueError("the state of a checkpoint must be a dictionary that JSON gives back as it was")
+    if not survives:  # tuples, or keys that are not strings
+        raise ValueError(
+            "the state of a checkpoint must be a dictionary that a round trip through JSON leaves unchanged"
+        )
     return state
 
 
@@ -368,7 +370,7 @@ def safetensors(
         Chunks of the file.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    # The widest first keeps every tensor aligned.
+    # Widest dtypes first keep every tensor aligned.
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     end = 0
     for name in names:
@@ -452,7 +454,7 @@ def _manifest(raw: bytes) -> dict[str, dict[str, Any]]:
     known = list(manifest) == ["format", "version", "files"] and all(
         isinstance(entry, dict) and list(entry) == ["size", "sha256"] for entry in entries
     )
-    if not known or canonical != raw:  # one way to write it: no byte of the manifest can change unseen
+    if not known or canonical != raw:  # there is one encoding, so that no byte of the manifest can change unnoticed
         raise _Broken(f"{MANIFEST} is damaged")
     return files
 
@@ -468,7 +470,7 @@ def _load(path: Path) -> Checkpoint:
     tensors = []
     for name in (MODEL, OPTIMIZER):
         try:
-            # The loaded tensors are a view of the file; a copy does not depend on what becomes of it.
+            # The loaded tensors are views of the mapped file. Copies stay valid if the file is removed.
             tensors.append({key: value.clone() for key, value in _read(path, name).items()})
         except OSError as error:
             raise _unreadable(path, error) from error

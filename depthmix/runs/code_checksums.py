@@ -1,9 +1,9 @@
 """Checksums of the source files that a run's numbers depend on.
 
-For each arm the files are found by following imports from what trains any model (ROOTS) and from the arm's own mechanism,
-so another mechanism's file is not among them. Comments, docstrings and blank lines do not count. What a kernel computes is
-held to its reference by tests: a change there moves roundings and step times, not what an arm is. So the operators' own
-files count together as one checksum, which matters only where arms are given equal time.
+For each arm the files are found by following imports from the files that train any model (ROOTS) and from the arm's rule, so
+the files of other rules are not among them. Comments, docstrings and blank lines do not count. Tests hold every kernel to its
+reference: a changed kernel changes rounding and step times, but not the rule. So the operators' files share one checksum,
+which matters only where arms get equal time.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ ROOTS = (
     "train/graph.py",
     "data/dataset.py",
 )
-OF_IMAGES = {"models/decoder.py": "models/vit.py", "data/dataset.py": "data/images.py"}  # what stands in a root's place
-# Of a file that does other things, too, what a step is made of.
+OF_IMAGES = {"models/decoder.py": "models/vit.py", "data/dataset.py": "data/images.py"}  # roots that are replaced
+# Parts that count, of files that contain more than a training step needs.
 TASK, TASK_OF_IMAGES = "train/task.py", ("Pictures", "normalised")
 PARTS = {"train/loop.py": ("Trainer",), TASK: ("Text",)}
 COUNTS = (
@@ -52,12 +52,12 @@ COUNTS = (
     "device.py",
     "schedule.py",
 )
-# They look and check, or are for the other kind of data: no number of a study depends on them.
+# Files that only measure or check, or serve the other kind of data: no result depends on them.
 SILENT = ("mixers/mixing.py", "mixers/options.py")
 SILENT_FOR_TEXT, SILENT_FOR_IMAGES = ("models/vit.py", "data/images.py"), ("models/decoder.py",)
-# Of the operators, what says what they compute; the rest makes them fast.
+# Files that define what an operator computes. All other files of operators make it fast.
 SPECIFICATIONS = ("reference.py", "rules.py", "coefficients.py", "norm.py", "precision.py", "matmul.py")
-KERNELS = "kernels of "  # and a mechanism
+KERNELS = "kernels of "  # prefix of an entry, before the name of a rule
 
 
 def code_of(mixer: str, images: bool = False) -> dict[str, str]:
@@ -154,7 +154,7 @@ def _name(path: Path) -> str:
 
 
 def _is_kernel(path: Path) -> bool:
-    """Tell whether a file makes a rule fast, or is an operator's implementation and not its specification."""
+    """Tell whether a file implements a fast path or an operator, as opposed to the operator's specification."""
     return _name(path).startswith(("ops/", "fast/")) and path.name not in SPECIFICATIONS
 
 
@@ -167,7 +167,7 @@ def _files(mechanism: Path | None, images: bool) -> list[Path]:
 
 
 def _closure(start: Iterable[Path]) -> set[Path]:
-    """Return the files and, transitively, the files they import, wherever the import stands, as far as they count."""
+    """Return the given files and, transitively, the files they import that count. Imports inside functions are followed, too."""
     reached: set[Path] = set()
     waiting = list(start)
     while waiting:

@@ -1,9 +1,9 @@
-"""code.json of a run: checksums of the code that made it, one entry for each part made by other code than the part before.
+"""Record in a run's code.json which code made its steps: one entry of checksums per version of the code.
 
     [{"from_step": 0, "files": {"mixers/attnres.py": "3f0c…", …}}, {"from_step": 400, "files": {…}}]
 
-A run that goes on after an edit is made by two versions of the code, and only this file says so. `files` is null for steps
-whose code nobody recorded: those of a run that an older version of depthmix began.
+A run that continues after an edit is made by two versions of the code, which no other file records. `files` is null for steps
+without a record, for example after code.json was deleted.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ def record_code(folder: RunFolder, step: int, mixer: str, files: Mapping[str, st
 
     Args:
         folder: The run, whose lock the caller holds.
-        step: Steps made so far; what was recorded for later steps is dropped.
+        step: Steps made so far. Records of later steps are dropped.
         mixer: The run's rule.
-        files: {file: checksum} of the code that runs now.
+        files: {file: checksum} of the current code.
 
     Returns:
-        The files that differ from the code that made the last step; none for a new run, or where it is not recorded.
+        The files that differ from the code of the last step; none for a new run or a step without a record.
 
     Raises:
         UserError: code.json is damaged or cannot be written.

@@ -1,7 +1,7 @@
 """Check a run folder that Hugging Face's `from_pretrained` is about to read.
 
-transformers reads config.json and the weights that model.safetensors.index.json names. It looks neither at recipe.yaml nor at the
-checksums of the checkpoint, so a changed or damaged file would give other numbers without a word.
+transformers reads config.json and the weights that model.safetensors.index.json names. It ignores recipe.yaml and the checksums of
+the checkpoint, so a changed or damaged file would silently give other numbers.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from depthmix.runs.restore import model_config, read_train_config
 
 
 def check_run_folder(place: Any) -> None:
-    """Check the files of a run folder before transformers reads them. Anything but a run folder passes.
+    """Check the files of a run folder before transformers reads them. Other folders and names pass.
 
     Args:
         place: The argument of `from_pretrained`: a path or the name of a model.
 
     Raises:
-        UserError: The checkpoint is broken, or config.json or recipe.yaml are not those it was trained with.
+        UserError: The checkpoint is broken, or config.json or recipe.yaml have changed since the training.
     """
     path = Path(place) if isinstance(place, str | os.PathLike) else None
     if path is None or not ((path / RECIPE).is_file() and (path / CHECKPOINTS).is_dir() and (path / INDEX).is_file()):
@@ -49,7 +49,7 @@ def _named_checkpoints(path: Path) -> list[Path]:
 
 def _check_config(folder: RunFolder) -> None:
     written, path = read_json_object(folder.path / CONFIG), folder.path / CONFIG
-    vocab_size = written.get("vocab_size")  # not in the recipe; the weights have to fit it
+    vocab_size = written.get("vocab_size")  # not in the recipe; the weights are checked against it
     described = model_config(read_train_config(folder), vocab_size if type(vocab_size) is int else 1)
     for ours, theirs in FIELDS.items():
         given, expected = written.get(theirs), getattr(described, ours)

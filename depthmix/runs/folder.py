@@ -42,10 +42,10 @@ from depthmix.shown import shown
 RECIPE, ENVIRONMENT, METRICS, SPEED = "recipe.yaml", "environment.json", "metrics.jsonl", "speed.jsonl"
 DYNAMICS = "dynamics.jsonl"
 LOG, RESULT, TOKENIZER, CHECKPOINTS, LOCK = "log.txt", "result.json", "tokenizer.json", "checkpoints", ".lock"
-CHECKSUM = "sha256"  # of everything else in result.json
-WANDB = "wandb.json"  # the run's id, by project
-DATA_META = "data.json"  # the meta.json of the data, whose checksums say what the run is trained on
-# What a process killed while it created the folder may have left; recipe.yaml comes last and makes it a run folder.
+CHECKSUM = "sha256"  # key in result.json: checksum of everything else
+WANDB = "wandb.json"  # the run's id in each Weights & Biases project
+DATA_META = "data.json"  # a copy of the data's meta.json, whose checksums identify the data
+# Files of a folder whose creation was interrupted by a kill. recipe.yaml is written last and makes it a run folder.
 BEGUN = {ENVIRONMENT, CHECKPOINTS, LOCK, LOG}
 
 
@@ -69,7 +69,7 @@ class RunFolder:
         with writing(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
         with self.locked():
-            self._refuse_foreign()  # somebody else may have been faster
+            self._refuse_foreign()  # again: another process may have been faster
             with writing(self.checkpoints):
                 self.checkpoints.mkdir(exist_ok=True)
             self._write_environment(command, config)
@@ -97,7 +97,7 @@ class RunFolder:
     ) -> RunFolder:
         """Open the run to resume, or create a new one.
 
-        A run that died before there was anything to lose (out of memory, say) takes any configuration.
+        A run that died before its first line of metrics, for example out of memory, accepts any configuration.
 
         Args:
             path: The folder.
@@ -120,12 +120,12 @@ class RunFolder:
             f.name: f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
             for f in dataclasses.fields(config)
         }
-        # A recipe of an older version lacks the fields that came later.
+        # The recipe may lack fields that later versions added.
         changes = {k: recorded.get(k, defaults[k]) for k, v in requested.items() if v != recorded.get(k, defaults[k])}
         fixed = [f"{k} was {v!r} and is {requested[k]!r}" for k, v in changes.items() if k not in free]
         if fixed and not self.has_begun():
             with self.locked():
-                if not self.has_begun():  # still: the process that held the lock may have come that far
+                if not self.has_begun():  # again: the process that held the lock may have made steps
                     self._write_environment(command, config)
                     self._write_recipe(requested)
                     self.log(f"started over with another recipe: {', '.join(fixed)}")
@@ -171,7 +171,7 @@ class RunFolder:
             yield
 
     def identity(self) -> str:
-        """Return the run's random id, which its checkpoints hold as well; "" for a run of an older version."""
+        """Return the run's random id, which its checkpoints hold as well; "" if environment.json is missing or damaged."""
         run_id = self._find_object(ENVIRONMENT).get("run_id")
         return run_id if isinstance(run_id, str) else ""
 
@@ -327,7 +327,7 @@ class RunFolder:
             if kept and kept != wanted and self.has_begun():
                 advice = "use the data of then, or another folder"
                 raise UserError(f"{source} is not {what} this run began with ({self.path / name}); {advice}.", DATA)
-            # A finished run of an older version does not say what it was trained on, and this may not be it.
+            # A finished run without data.json may have been trained on other data.
             if kept != wanted and not self.has_result():
                 self._replace(name, wanted)
         place = str(Path(meta).parent.absolute())
@@ -376,15 +376,15 @@ class RunFolder:
             tried = " and ".join(dict.fromkeys(map(str, near))) + (f", and {data} above the run" if above else "")
             raise UserError(f"The data of {self.path} is not there any more: tried {tried}; use --input.", DATA)
         if not self._read_bytes(self.path / DATA_META):
-            return candidates[0]  # a run of an older version does not say what it was trained on
+            return candidates[0]  # nothing identifies the data of the run
         kept = self.data_meta()
         if not kept:
-            what = "it does not say any more which data the run was trained on"
+            what = "it no longer identifies the data that the run was trained on"
             raise UserError(
                 f"{self.path / DATA_META} is damaged, {what}: put it back from a copy, or use --input.", DATA
             )
         for place in candidates:
-            with suppress(UserError):  # a damaged one, while another may be whole
+            with suppress(UserError):  # this copy may be damaged and another one intact
                 if data_hash(place) == data_hash(kept):
                     return place
         change = describe_change(kept, read_meta(candidates[0]))
@@ -427,7 +427,7 @@ class RunFolder:
 
     def _append(self, name: str, data: bytes) -> None:
         path = self.path / name
-        # Opened for each line: nothing goes to a file that was replaced or removed meanwhile.
+        # Opened for each line, so that no line goes to a file that was replaced or removed meanwhile.
         with writing(path), open(path, "ab", buffering=0, opener=open_no_link) as file:
             size, rest = os.fstat(file.fileno()).st_size, memoryview(data)
             try:
@@ -440,7 +440,7 @@ class RunFolder:
 
     def _read_records(self, name: str) -> list[dict[str, Any]]:
         path = self.path / name
-        lines = self._read_bytes(path).split(b"\n")[:-1]  # what follows the last line end is torn, or nothing
+        lines = self._read_bytes(path).split(b"\n")[:-1]  # drops a torn last line
         return [_record(path, number, line) for number, line in enumerate(lines, 1)]
 
     def _find_object(self, name: str) -> dict[str, Any]:
@@ -498,14 +498,14 @@ def _finite(value: Any) -> Any:
 
 
 def _plain(recipe: dict[str, Any]) -> dict[str, Any]:
-    """Return the recipe as YAML reads it back (tuples become lists)."""
+    """Return the recipe as YAML reads it back: tuples become lists."""
     import yaml
 
     return yaml.safe_load(yaml.safe_dump(recipe, allow_unicode=True))
 
 
 def _spelt_out(recipe: dict[str, Any]) -> dict[str, Any]:
-    """Fill in every option of a recipe's mixer. Recipes of older versions hold only those that were given."""
+    """Fill in every option of a recipe's mixer, including options that later versions added."""
     options = recipe.get("mixer_options")
     if not isinstance(options, dict):
         return recipe

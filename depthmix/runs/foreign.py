@@ -1,4 +1,4 @@
-"""Hugging Face models from folders. Nothing is downloaded and nothing unpickled."""
+"""Load Hugging Face models from folders. Nothing is downloaded and nothing unpickled."""
 
 from __future__ import annotations
 
@@ -35,18 +35,19 @@ def load(folder: Path, what: str, **options: Any) -> Any:
     from transformers.utils import logging
 
     bars = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()  # theirs; a command has its own
+    logging.disable_progress_bar()  # commands show their own
     try:
         model, loading = AutoModelForCausalLM.from_pretrained(
             folder,
             local_files_only=True,
             use_safetensors=True,
             trust_remote_code=False,
-            ignore_mismatched_sizes=True,  # which are refused below, by name
+            ignore_mismatched_sizes=True,  # refused below, by name
             output_loading_info=True,
             **options,
         )
-    except Exception as error:  # of many kinds: transformers, safetensors and the hub's validation have their own
+    # transformers, safetensors and the hub's validation each raise their own types.
+    except Exception as error:
         raise UserError(f"{what}: the model in {folder} cannot be loaded: {_first(error)}", CHECKPOINT) from None
     finally:
         if bars:
@@ -60,13 +61,13 @@ def load(folder: Path, what: str, **options: Any) -> Any:
 
 
 class Description(NamedTuple):
-    """The content of a config.json that concerns us."""
+    """Fields of a config.json that depthmix reads."""
 
     shape: dict[str, int]  # dim, n_blocks, n_heads
     vocab_size: int
-    seq_len: int | None  # the longest sequence that it takes
-    mixer: dict[str, Any] | None  # its name and options, if it has been retrofitted
-    sites: dict[str, Any]  # what `create_mixer` is told of them
+    seq_len: int | None  # the longest sequence that the model accepts
+    mixer: dict[str, Any] | None  # name and options of a retrofitted model's mixer
+    sites: dict[str, Any]  # arguments of `create_mixer` that describe the sites
 
 
 def describe(folder: Path, what: str) -> Description:

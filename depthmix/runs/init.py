@@ -1,7 +1,7 @@
 """`--init`: start a training from a model in a folder, with its own mixer or, if it is plain, with another.
 
-The folder holds a run, a model that `save_pretrained` wrote, or one of `depthmix retrofit`; a path to one checkpoint of a run is as good.
-A plain model gets its mixer as `depthmix.retrofit` gives it: the loss at step 0 is the plain model's.
+The folder holds a run, a model that `save_pretrained` wrote, or a model of `depthmix retrofit`. One checkpoint of a run works, too.
+A plain model gets its mixer as in `depthmix.retrofit`: the loss at step 0 is the plain model's.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from depthmix.runs.restore import (
     shared_fields,
 )
 
-AT_RANDOM = ("embedding_std", "output_scale")  # how random weights begin
-NOT_SHAPE = ("mixer", "mixer_options", "plain_eps", *AT_RANDOM)  # fields of a model that may be other than the folder's
+AT_RANDOM = ("embedding_std", "output_scale")  # options of random initial weights
+NOT_SHAPE = ("mixer", "mixer_options", "plain_eps", *AT_RANDOM)  # fields that may differ from the folder's model
 
 
 @dataclass
@@ -46,13 +46,13 @@ class Source:
     """Description of the model in a folder."""
 
     path: Path
-    folder: Path  # the run's, where the path is that of a checkpoint
+    folder: Path  # the run folder, if `path` is a checkpoint
     values: dict[str, Any]  # fields of TrainConfig that the model decides
-    sites: dict[str, Any]  # what create_mixer is told of the model's sites
-    foreign: bool  # a model of Hugging Face's
+    sites: dict[str, Any]  # arguments of create_mixer that describe the model's sites
+    foreign: bool  # whether it is one of Hugging Face's own models
     run: bool
-    vocab_size: int | None = None  # where it is known without the weights
-    seq_len: int | None = None  # the longest sequence that it takes
+    vocab_size: int | None = None  # if known without the weights
+    seq_len: int | None = None  # the longest sequence that the model accepts
 
     def mixer(self, name: str, options: dict[str, Any]) -> Mixer:
         """Build a mixer for this model's sites on the meta device. Raises UserError for options that do not fit."""
@@ -107,7 +107,7 @@ def settled(config: TrainConfig) -> TrainConfig:
     """Fill in the fields that follow from `init`. Raises UserError where they contradict the configuration."""
     if not config.init:
         if config.tune != "all":
-            raise UserError(f"tune {config.tune} needs init: in a model with random weights all is to be learned")
+            raise UserError(f"tune {config.tune} needs init: a model with random weights has to learn all of them")
         return config
     source = read_source(config.init)
     mixer = source.mixer(config.mixer, config.mixer_options)
@@ -128,11 +128,11 @@ def _check_shape(config: TrainConfig, source: Source) -> None:
     for name, value in source.values.items():
         if name not in NOT_SHAPE and getattr(given, name) != value:
             what = f"{name} is {getattr(config, name)!r} and that of the model in {config.init} is {value!r}"
-            raise UserError(f"{what}: leave {name} out, the model's shape is its own")
+            raise UserError(f"{what}: leave {name} out, the model decides its shape")
     for name in AT_RANDOM:
         value = getattr(config, name)
         if value not in (getattr(TrainConfig, name), source.values.get(name)):
-            what = f"{name} says how random weights begin, and those of the model in {config.init} are loaded"
+            what = f"{name} is about random initial weights, and those of the model in {config.init} are loaded"
             raise UserError(f"{what}: leave {name} out")
 
 
@@ -149,9 +149,9 @@ def _check_exchange(config: TrainConfig, source: Source, mixer: Mixer) -> None:
     if not is_plain(old):
         options = "".join(f" {k}={v}" for k, v in chosen_options(old.name, source.values["mixer_options"]).items())
         what = f"the model in {config.init} was trained with {old.name}{options}"
-        raise UserError(f"{what}: it can go on with that, and only plain residuals can be replaced by another rule")
+        raise UserError(f"{what}: continue with that rule, since only plain residuals can be replaced by another")
     if reason := why_not_plain(mixer):
-        raise UserError(f"init: {reason}, so the model in {config.init} would not stay what it is")
+        raise UserError(f"init: {reason}, so the outputs of the model in {config.init} would change")
 
 
 def check_vocabulary(config: TrainConfig, data: TokenData) -> None:
@@ -162,7 +162,7 @@ def check_vocabulary(config: TrainConfig, data: TokenData) -> None:
     _check_size(config, data.vocab_size, source.vocab_size)
     path = source.folder / TOKENIZER
     if not path.is_file():
-        return  # nothing says what its tokens mean
+        return  # the model has no tokenizer to compare with
     if source.run:
         check_tokenizer(RunFolder(source.folder))
     model_tokens, data_tokens = (load_tokenizer(p, add_end=False).get_vocab() for p in (path, data.tokenizer_path))
@@ -184,7 +184,7 @@ def _check_size(config: TrainConfig, data: int, model: int | None) -> None:
 class Start:
     """A model to train, and its origin."""
 
-    model: Any  # a Decoder, or what has its calls
+    model: Any  # a Decoder, or a model with its interface
     origin: dict[str, Any] | None = None
 
 
@@ -195,7 +195,7 @@ def start_model(config: TrainConfig, vocab_size: int) -> Start:
         return Start(build_decoder(config, vocab_size))
     source = read_source(config.init)
     model, step = _load(source)
-    seed_random(config.seed)  # whatever loading has drawn
+    seed_random(config.seed)  # loading may have drawn numbers
     _check_size(config, vocab_size, model.config.vocab_size)
     if source.foreign:
         model.give_mixer(config.mixer, config.mixer_options, keep=_same_mixer(config, source))
@@ -211,7 +211,7 @@ def start_model(config: TrainConfig, vocab_size: int) -> Start:
 
 
 def _load(source: Source) -> tuple[Any, int | None]:
-    """Load a model with its weights; returns it with the step of its run, if it has one."""
+    """Load a model with its weights; returns (model, step of its run or None)."""
     if not source.run:
         if source.foreign:
             return foreign.load_adapted(source.path, "init"), None
@@ -221,9 +221,7 @@ def _load(source: Source) -> tuple[Any, int | None]:
 
 
 def check_finished(init: str) -> None:
-    """Raise UserError for an unfinished run: trainings that start from it at different times would get different
-    weights.
-    """
+    """Raise UserError for an unfinished run, whose newest weights depend on the time at which a training loads them."""
     source = read_source(init) if init else None
     if source is None or not source.run or source.path != source.folder or RunFolder(source.folder).has_result():
         return

@@ -35,5 +35,5 @@ class Parts:
             place.copy_(part)
             filled += part.numel()
         if filled != whole.numel():
-            raise ValueError(f"of {name} only {filled} numbers of {whole.numel()} are there")
+            raise ValueError(f"{name} has only {filled} of its {whole.numel()} numbers in the parts")
         return whole

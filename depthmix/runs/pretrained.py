@@ -1,8 +1,8 @@
 """Folders for Hugging Face's `from_pretrained`: make one of a run, and read one as a model.
 
 A run folder gets a config.json, a generation_config.json, a tokenizer_config.json beside its tokenizer.json, two lines of code
-that say where the model's classes are, and a model.safetensors.index.json that says that the weights lie in the newest
-checkpoint: nothing is copied. Neither way needs transformers. Nothing here unpickles, and nothing runs the code of a folder.
+that import the model's classes, and a model.safetensors.index.json that points to the weights in the newest checkpoint. Nothing is
+copied. Neither direction needs transformers. Nothing here unpickles, and nothing runs the code of a folder.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ def describe_run(run: Path, checkpoint: Path, model: Any, seq_len: int, end: int
         TOKENIZER_CONFIG: {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "model_max_length": seq_len,
-            "padding_side": "left",  # a continuation follows its prompt
+            "padding_side": "left",  # so that a continuation follows its prompt
             "clean_up_tokenization_spaces": False,
             **tokens,
         },
         INDEX: {"metadata": {"total_size": size}, "weight_map": dict.fromkeys(named, place)},
     }
-    # The index comes last: once it names the checkpoint, everything else is there.
+    # The index is written last: once it names the checkpoint, all other files exist.
     texts = {name: json.dumps(content, indent=2) + "\n" for name, content in files.items()}
     if (code := model.code()) is not None:
         texts = {CODE: code, **texts}
@@ -84,8 +84,8 @@ class Pretrained:
 
     decoder: DecoderConfig
     tensors: dict[str, Tensor]
-    seq_len: int | None  # tokens in a sequence of training, where it is known
-    end: int | None  # the token that ends a text, where there is one
+    seq_len: int | None  # tokens per training sequence, if known
+    end: int | None  # id of the token that ends a text, if any
 
 
 def is_pretrained(path: Path) -> bool:

@@ -1,6 +1,4 @@
-"""The run folder as all processes but the first see it: they write logs of their own and leave the rest to the first
-process.
-"""
+"""The run folder for all processes but the first. They write their own logs and leave everything else to the first process."""
 
 from __future__ import annotations
 
@@ -36,7 +34,7 @@ class RankFolder(RunFolder):
         yield
 
     def append(self, name: str, record: dict[str, Any]) -> None:
-        """Do nothing: the first process writes it."""
+        """Do nothing: the first process appends the line."""
 
     def sync(self) -> None:
         """Do nothing: the first process syncs the files."""
@@ -45,13 +43,13 @@ class RankFolder(RunFolder):
         """Do nothing: the first process cuts the files."""
 
     def keep_identity(self, known: object = None) -> None:
-        """Do nothing: the first process keeps it."""
+        """Do nothing: the first process keeps the identity."""
 
     def write_result(self, result: dict[str, Any]) -> None:
-        """Do nothing: the first process writes it."""
+        """Do nothing: the first process writes the result."""
 
     def keep_data(self, meta: str | Path, tokenizer: str | Path | None) -> None:
-        """Do nothing: the first process keeps them. All processes have agreed on the data before."""
+        """Do nothing: the first process keeps the copies. All processes have agreed on the data before."""
 
     def keep_origin(self, origin: dict[str, Any] | None) -> None:
-        """Do nothing: the first process keeps it."""
+        """Do nothing: the first process records the origin."""

@@ -27,13 +27,14 @@ from depthmix.shown import shown
 class Trained:
     """A trained model and all that is needed to use it."""
 
-    model: Any  # a Decoder, another library's model behind the same calls, or a Vit where the data are images; in eval mode
-    tokenizer: Any  # a tokenizers.Tokenizer; of images there is none
-    config: TrainConfig  # of a model that was not trained here: what is known, and no data
-    step: int  # of the checkpoint; 0 where there are none
+    # In eval mode: a Decoder, a Hugging Face model with a Decoder's interface, or a Vit for images.
+    model: Any
+    tokenizer: Any  # a tokenizers.Tokenizer; None for images
+    config: TrainConfig  # for a model that was not trained here: the known fields, without data
+    step: int  # of the checkpoint; 0 for a model without checkpoints
     folder: RunFolder
-    end: int | None = None  # the token that ends a text
-    special: bool = False  # whether a prompt begins with what its tokenizer puts before a text
+    end: int | None = None  # id of the token that ends a text
+    special: bool = False  # whether the tokenizer's special tokens come before a prompt
 
 
 def load_model(run: str | Path, device: torch.device) -> Trained:
@@ -58,7 +59,7 @@ def load_model(run: str | Path, device: torch.device) -> Trained:
     config = read_train_config(folder)
     if "classes" in (meta := folder.data_meta()):
         return _load_vit(folder, config, meta, saved, device)
-    has_end = meta.get("end_of_text", True) is not None  # tokens that were given as numbers may have none
+    has_end = meta.get("end_of_text", True) is not None  # data prepared from token ids may have none
     tokenizer = _tokenizer(folder, add_end=has_end)
     check_tokenizer(folder)
     model = model_of_run(folder, saved, config, vocabulary(tokenizer))
@@ -82,9 +83,7 @@ def open_checkpoint(path: Path) -> tuple[RunFolder, Checkpoint]:
 
 
 def model_of_run(folder: RunFolder, saved: Checkpoint, config: TrainConfig, tokens: int) -> Any:
-    """Build a run's model with the weights of a checkpoint. `tokens`: size of the vocabulary that it must at least
-    have.
-    """
+    """Build a run's model with the weights of a checkpoint. `tokens`: minimum size of its vocabulary."""
     kind = model_type(folder.path)
     if kind not in (None, MODEL_TYPE):
         model = foreign.from_description(folder.path)
@@ -106,7 +105,7 @@ def model_of_pretrained(path: Path, saved: Pretrained) -> Decoder:
         model = Decoder(saved.decoder)
     except OptionError as error:
         raise UserError(f"{path / CONFIG} describes no model: {error}", CHECKPOINT) from None
-    buffers = dict(model.named_buffers())  # constants, which this version makes itself
+    buffers = dict(model.named_buffers())  # constants, which the model computes
     tensors = {name: t for name, t in saved.tensors.items() if name not in buffers}
     load_parameters(model, tensors, saved.decoder.mixer, str(path))
     return model
@@ -150,7 +149,7 @@ def _load_foreign(path: Path, device: torch.device) -> Trained:
 
 
 def _end(path: Path, tokenizer: Any, recorded: int | None, vocab_size: int) -> int | None:
-    """Return the id of the token that ends a text: the folder's, or else the tokenizer's."""
+    """Return the id of the token that ends a text, as the folder records it or else as the tokenizer names it."""
     end = tokenizer.token_to_id(END) if recorded is None else recorded
     if end is not None and end >= vocab_size:
         what = f"the token {end} that ends a text is beyond the vocabulary of {vocab_size}"

@@ -1,5 +1,5 @@
-"""`depthmix retrofit`: read a pretrained model from a folder and write it to another, with a mixer. No code of a folder
-runs.
+"""`depthmix retrofit`: read a pretrained model from a folder and write it with a mixer to another folder. Code in the
+folder never runs.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def retrofit_folder(config: RetrofitConfig) -> str:
         raise UserError(f"retrofit: {error}") from None
     unfinished = out.with_name(f".tmp-{out.name}-{os.getpid()}")
     with writing(out):
-        unfinished.mkdir(parents=True)  # a folder that is there already is not ours to remove
+        unfinished.mkdir(parents=True)  # fails for an existing folder, which must not be removed below
         try:
             model.save_pretrained(unfinished)
             for pattern in TOKENIZER:

@@ -1,12 +1,12 @@
-"""Checkpoints of many processes, by torch.distributed.checkpoint: each process writes its part while the training
+"""Checkpoints of several processes, by torch.distributed.checkpoint. Each process writes its part while the training
 continues.
 
-    step-00000400/parts/shard-00001-…safetensors   what process 0 holds of the model and the optimizer; and so on
-    step-00000400/model.safetensors                the model in one piece, put together from the parts, for everybody else
-    step-00000400/state.json, manifest.json        as ever (checkpoint.py)
+    step-00000400/parts/shard-00001-…safetensors   process 0's part of the model and the optimizer, and so on
+    step-00000400/model.safetensors                the whole model, assembled from the parts, for other readers
+    step-00000400/state.json, manifest.json        as in checkpoint.py
 
-Any number of processes in any layout can go on from it, and from a checkpoint of one process; and one process from this.
-All processes must see the same folder. Parts are safetensors, so nothing here is pickled.
+Any number of processes in any layout can resume from such a checkpoint, and from a checkpoint of one process. All processes must
+see the same folder. Parts are safetensors, so nothing is pickled.
 """
 
 from __future__ import annotations
@@ -89,9 +89,7 @@ class Saver:
             return temporary
 
     def _finish(self, written: Any, temporary: Path, step: int, state: dict[str, Any]) -> None:
-        """Finish a checkpoint in a thread. It has a process group of its own, so its messages do not mix with the
-        training's.
-        """
+        """Finish a checkpoint in a thread. A separate process group keeps its messages apart from the training's."""
         try:
             written.result()
             written_here = sorted((temporary / PARTS).glob(f"shard-{self.world.rank + 1:05d}-*.safetensors"))

@@ -1,6 +1,6 @@
-"""Checks of what every mixer must do, whatever its rule: one function per promise of the contract, on the CPU and on small inputs.
+"""Checks of the contract that every mixer keeps, one function per promise, on the CPU and on small inputs.
 
-A check gets a mixer of its own, which it may change. It raises `CheckFailed` with what is wrong, or `NotApplicable`.
+A check receives a copy of the mixer, which it may change. It raises `CheckFailed` with the problem, or `NotApplicable`.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ CLOSE = 1e-5
 
 
 class CheckFailed(AssertionError):
-    """A mixer breaks a promise; the message says which and where."""
+    """Error for a mixer that breaks a promise. The message says which promise and where."""
 
 
 class NotApplicable(Exception):
-    """The mixer does not promise what a check is about; the message says why."""
+    """Error for a check that does not apply to a mixer. The message says why."""
 
 
 def check_contract(mixer: Mixer) -> None:
@@ -134,7 +134,7 @@ def check_gradients(mixer: Mixer) -> None:
     ]
 
     def value() -> Tensor:
-        """Weigh every number that is read, so that no gradient can hide."""
+        """Sum all reads with random weights, so that every gradient counts."""
         weighted_reads = zip(weights, _replay(mixer, sources), strict=True)
         return torch.stack([(w * h).sum() for of_read in weighted_reads for w, h in zip(*of_read, strict=True)]).sum()
 
@@ -158,7 +158,7 @@ def check_gradients(mixer: Mixer) -> None:
 
 
 def _difference(value: Callable[[], Tensor], leaf: Tensor, direction: Tensor, step: float) -> float:
-    """Return the central difference of a value as a leaf moves, which is put back."""
+    """Return the central difference of a value along a direction of a leaf, whose value is restored."""
     original, values = leaf.detach().clone(), []
     with torch.no_grad():
         for side in (1, -1):
@@ -272,7 +272,7 @@ CHECKS: dict[str, Callable[[Mixer], None]] = {
 
 
 def _stir(mixer: Mixer) -> None:
-    """Move every parameter, in fp64, away from its initial value, so that rules which start as plain show their own behaviour."""
+    """Move every parameter, in fp64, away from its initial value, so that rules that start as plain residuals differ from them."""
     stir(mixer, torch.Generator().manual_seed(0))
     with torch.no_grad():
         for p in mixer.parameters():

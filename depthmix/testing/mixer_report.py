@@ -1,4 +1,4 @@
-"""`depthmix.check_mixer`: hold a user's own mixer to the promises that the package's mixers keep."""
+"""`depthmix.check_mixer`: check that a user-defined mixer keeps the contract of the package's mixers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MARKS = {"passed": "✓", "failed": "✗", "skipped": "–"}
 
 
 class MixerCheckError(AssertionError):
-    """A mixer failed some of its checks; the message lists them."""
+    """Error for a mixer that failed checks. The message lists them."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class MixerReport:
 def check_mixer(
     mixer: Mixer | type[Mixer] | str, *, dim: int = DIM, n_blocks: int = N_BLOCKS, **options: Any
 ) -> MixerReport:
-    """Check a mixer on small inputs on the CPU; nothing is trained, and the mixer itself is left as it is.
+    """Check a mixer on small inputs on the CPU. Nothing is trained, and the mixer itself does not change.
 
     Args:
         mixer: A mixer, its class, or the name that the class is registered under.
@@ -84,19 +84,19 @@ def check_mixer(
     Returns:
         The results by name:
             contract: shapes, ways and dtypes of start, read, write and finish.
-            states: a state is a value, and inputs are left alone.
+            states: a state is a value, and inputs are not changed.
             causality: nothing depends on later tokens or on other rows of the batch.
-            locality: every token is mixed by itself.
+            locality: every token is mixed independently of the others.
             inference: a pass under no_grad gives the same results.
             gradients: autograd agrees with finite differences in fp64.
             precision: bf16 is within rounding of fp32.
-            parameters: all are set by reset_parameters, and stay fp32 in a bf16 model.
+            parameters: reset_parameters sets all of them, and they stay fp32 in a bf16 model.
             copies: deep copies and state dicts.
             contributions: the contributions of a read's sources add up to the read.
             pipeline: two pipeline stages compute what the whole computes; skipped if the rule cannot be divided.
 
     Raises:
-        UserError: There is nothing to check: no mixer, or a class that is not registered.
+        UserError: The argument is not a mixer, or its class is not registered.
         OptionError: The options or sizes do not fit the mixer.
 
     Example:

@@ -13,22 +13,22 @@ if TYPE_CHECKING:
 
 
 class _CallablePackage(ModuleType):
-    """Importing a submodule binds `depthmix.train` to this package, so the package itself must be the function."""
+    """A callable package. Importing a submodule binds `depthmix.train` to the package, so the package must be the function."""
 
     def __call__(self, config: TrainConfig, *, on_step: OnStep | None = None) -> RunFolder:
         """Train one model, or resume the run in `config.out`.
 
         Args:
             config: What to train. `data` and `out` name folders, as text or as anything with a path.
-            on_step: Called with a `StepEvent` after every step, of several processes in the first. An exception in it
-                saves a checkpoint and ends the training.
+            on_step: Called with a `StepEvent` after every step, in the first process only. An exception in it saves a
+                checkpoint and ends the training.
 
         Returns:
             The run folder. `depthmix.load(run)` gives its model.
 
         Raises:
             UserError: The configuration, the data or the folder cannot be used, or the run diverged.
-            KeyboardInterrupt: A signal, such as Ctrl-C, has stopped the training; the step it came in is saved.
+            KeyboardInterrupt: A signal, such as Ctrl-C, has stopped the training. The current step is saved.
         """
         from depthmix.api.training import train
 

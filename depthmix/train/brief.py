@@ -1,8 +1,7 @@
 """Train without a run folder, for studies of many short runs: final numbers and thinned loss curves.
 
-The steps are the trainer's own; what a study asks of them, spikes and the last step's magnitudes and gradients over depth (where
-`dynamics_every` is given), is kept as well. Left out is what stands around them in `depthmix train`: a run folder, checkpoints, and
-evaluations on the way unless eval_every asks for them.
+`Trainer` takes the steps, as in `depthmix train`. The result also has the loss spikes and, if `dynamics_every` is given, the last
+step's magnitudes and gradients over depth. There is no run folder and no checkpoint.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Make torch add in a fixed order: the same seed gives the same losses bit for bit, on a GPU too.
+"""Make torch add in a fixed order, so that the same seed gives the same losses bit for bit, on a GPU too.
 
-What of a training step adds in an order of its own unless it is told not to: the backward of attention (atomic adds into dq),
-the backward of the embedding where it is compiled, cuBLAS on several streams, and Inductor, which times several kernels for
-one reduction and takes the fastest of the day. Our own kernels have no atomic adds.
+By default the order varies in the backward of attention (atomic adds into dq), in the backward of a compiled embedding, in cuBLAS
+on several streams, and in Inductor, which times several kernels for a reduction and takes the fastest. depthmix's own kernels have
+no atomic adds.
 """
 
 from __future__ import annotations

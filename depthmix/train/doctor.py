@@ -31,8 +31,8 @@ OPERATORS = ("depth_attention", "depth_sum", "stream_mix", "sinkhorn")  # all of
 def backends(device: torch.device) -> dict[str, str]:
     """Return the backend of each operator on a device, with the reason."""
     why = why_no_kernels(device.type, device.index)
-    if why is None and device.type != "cuda":  # only in Triton's interpreter
-        why = f"on {device.type} kernels are interpreted, for tests, and run only where they are forced"
+    if why is None and device.type != "cuda":  # in Triton's interpreter
+        why = f"on {device.type} kernels run only in Triton's interpreter, for tests, if they are forced"
     return dict.fromkeys(OPERATORS, "triton kernels" if why is None else f"reference, because {why}")
 
 
@@ -45,9 +45,9 @@ def report() -> str:
         f"device: {device} ({device_name(device)}), {torch.get_num_threads()} CPU threads; precision with auto: {precision}",
         "operators: kernels where they can run, the reference (plain PyTorch, at least fp32) elsewhere",
         *(f"    {op}: {backend}" for op, backend in backends(device).items()),
-        "    the kernels' backward goes source by source while states pass from site to site as they are; a block that a wrapper",
-        "    (FSDP2) or torch.compile takes them apart for has it layer by layer: the same gradients, slower (docs/reference/performance.md)",
-        '    to force one: `with depthmix.ops.use_backend("reference"):`, or "triton", around a whole pass',
+        "    the kernels' backward goes source by source; in a block wrapped by FSDP2 or torch.compile it goes layer by layer,",
+        "    with the same gradients, but slower (docs/reference/performance.md)",
+        '    to force a backend: `with depthmix.ops.use_backend("reference"):`, or "triton", around a whole pass',
         "packages:",
     ]
     for package, purpose in PACKAGES.items():

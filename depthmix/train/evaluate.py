@@ -68,7 +68,7 @@ class ImageEvaluation:
 
     loss: float  # nats per image
     images: int
-    accuracy: float  # the share whose likeliest class is the right one
+    accuracy: float  # share of images whose most likely class is correct
 
     def curve(self) -> dict[str, float]:
         """Return the numbers for a line of the metrics."""
@@ -128,7 +128,7 @@ def summed_loss(
     """
     with autocast(device, precision):
         losses = whole(token_losses(model, batch.to(device), share))
-    return float(losses.cpu().double().sum()), losses.numel()  # there: MPS has no fp64
+    return float(losses.cpu().double().sum()), losses.numel()  # summed on the CPU, because MPS has no fp64
 
 
 def evaluate(

@@ -48,8 +48,7 @@ def can_take_more_steps(path: Path, config: TrainConfig) -> bool:
 
 
 def set_result_aside(folder: RunFolder, config: TrainConfig) -> None:
-    """Rename the result of a finished run that is extended, so that the run can continue. The caller holds the folder's
-    lock.
+    """Rename the result of a finished run that is extended, so that the run can continue.
 
     The caller holds the folder's lock.
     """
@@ -57,7 +56,7 @@ def set_result_aside(folder: RunFolder, config: TrainConfig) -> None:
         return
     made = folder.read_result().get("steps")
     if isinstance(made, int) and made < config.steps:
-        # In this order: after a kill in between, the run is one of `made` steps that has not written its result yet.
+        # The order matters: after a kill in between, the run looks like one of `made` steps without its result.
         folder.set_result_aside(made)
         folder.record_steps(config.steps)
         folder.log(f"goes on after {made} steps, to {config.steps}; the result so far is in result-at-{made}.json")

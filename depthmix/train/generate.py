@@ -31,7 +31,7 @@ def sample(logits: Tensor, temperature: float, top_p: float, generator: torch.Ge
     """
     if temperature == 0:
         return int(logits.argmax())
-    p = torch.softmax((logits - logits.max()).double() / temperature, dim=-1)  # no overflow at a tiny temperature
+    p = torch.softmax((logits - logits.max()).double() / temperature, dim=-1)  # avoids overflow at low temperatures
     p, order = p.sort(descending=True, stable=True)
     p = torch.where(p.cumsum(-1) - p < top_p, p, 0.0)  # the token that crosses top_p stays
     return int(order[torch.multinomial(p, 1, generator=generator)])
@@ -119,7 +119,7 @@ def generate_stream(
 
     Args:
         run: Run folder, checkpoint, or folder of `save_pretrained`.
-        prompt: Text to continue; empty: start from nothing.
+        prompt: Text to continue; may be empty.
         max_tokens: Maximum number of tokens to generate.
         temperature: 0 takes the most likely token.
         top_p: Probability mass of the most likely tokens to sample from.
@@ -149,7 +149,7 @@ def generate_stream(
     if len(ids) > trained.config.seq_len:
         what = f"the prompt has {len(ids)} tokens and the model was trained on sequences of {trained.config.seq_len}"
         raise UserError(f"{what}: shorten the prompt")
-    positions = getattr(trained.model.config, "max_position_embeddings", None)  # of a model of Hugging Face's
+    positions = getattr(trained.model.config, "max_position_embeddings", None)  # set for Hugging Face models
     if positions is not None and len(ids) + max_tokens > positions:
         what = f"the prompt has {len(ids)} tokens, {max_tokens} more are asked for, and the model has {positions} positions"
         raise UserError(f"{what}: lower max_tokens")

@@ -108,7 +108,7 @@ def train_in(world: World, config: TrainConfig, label: str = "", on_step: OnStep
     """
     world.together(lambda: check_config(config))
     config = world.together(lambda: settled(config))
-    # Only now: an error in the recipe is reported before a device that does not exist.
+    # Looked up here, so that an error in the recipe is reported before a missing device.
     device = world.device
     data = world.together(lambda: open_data(config.data))
     if world.several:
@@ -119,7 +119,7 @@ def train_in(world: World, config: TrainConfig, label: str = "", on_step: OnStep
         check_start(config)
         check_own_rule(config, text=isinstance(data, TokenData))
     memory = PeakMemory(device)
-    # The model comes before the folder: a model that cannot be built leaves no folder behind.
+    # The model is built before the folder, so that a model that cannot be built leaves no folder behind.
     trainer = world.together(lambda: Trainer(config, data, device, world))
     path = Path(config.out)
     folder = world.together(lambda: _open_folder(path, config) if world.first else None)
@@ -136,7 +136,7 @@ def train_in(world: World, config: TrainConfig, label: str = "", on_step: OnStep
         world.together(lambda: set_result_aside(folder, config) if world.first else None)
         if world.by_first(folder.has_result):
             world.by_first(lambda: check_run_files(folder))
-            # A run of an older version lacks the description of its newest checkpoint.
+            # Restores the description of the newest checkpoint if its files were deleted.
             for newest in list_checkpoints(folder.checkpoints)[:1] if world.first else ():
                 trainer.describe(folder, newest)
             return folder
@@ -153,7 +153,7 @@ def train_in(world: World, config: TrainConfig, label: str = "", on_step: OnStep
             _Run(trainer, folder, saved, memory, label or config.mixer, on_step).train()
         except Exception as error:
             if isinstance(error, Lost) or not isinstance(error, UserError):
-                # After hours of training nobody wants to run it again to see the traceback.
+                # The traceback goes into the log, so that nobody has to repeat hours of training to see it.
                 with suppress(UserError):
                     folder.log(traceback.format_exc())
             raise

@@ -80,13 +80,14 @@ def batches_of_text(
         ids, n_bytes = _encode(trained, config)
         return {"": _windows(ids, seq_len, config.batch_size)}, n_bytes / len(ids)
     if not data and not trained.config.data:
-        what = f"{trained.folder.path} does not say what its model was trained on"
+        what = f"{trained.folder.path} does not name the data that its model was trained on"
         raise UserError(f"{what}: give the text to measure it on with --input", DATA)
     opened = TokenData.open(data or trained.folder.find_data(trained.config.data))
     rows = trained.model.config.vocab_size
-    if opened.vocab_size != rows and not (trained.config.init and opened.vocab_size < rows):  # theirs may have more
+    # A pretrained model may have more rows than its tokenizer has entries.
+    if opened.vocab_size != rows and not (trained.config.init and opened.vocab_size < rows):
         what = f"has {opened.vocab_size} entries and the model's {rows}"
-        raise UserError(f"the vocabulary of {opened.folder} {what}: it is other data than then", DATA)
+        raise UserError(f"the vocabulary of {opened.folder} {what}: the model was trained on other data", DATA)
     if (
         data
         and load_tokenizer(opened.tokenizer_path, add_end=trained.end is not None).get_vocab()

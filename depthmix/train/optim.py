@@ -220,5 +220,5 @@ def load_optimizer_tensors(optimizers: dict[str, torch.optim.Optimizer], tensors
         optimizer, group, p = places[key, name]
         if value.ndim and value.shape != p.shape:
             raise ValueError(f"{path} has shape {list(value.shape)}, expected {list(p.shape)}")
-        on_cpu = value.ndim == 0 and not group.get("fused")  # AdamW counts its steps on the CPU unless it is fused
+        on_cpu = value.ndim == 0 and not group.get("fused")  # AdamW keeps its step count on the CPU unless it is fused
         optimizer.state[p][field] = value.to("cpu" if on_cpu else p.device).clone()

@@ -1,13 +1,13 @@
 """Decide which trainings may run at the same time in threads of one process.
 
-Most of a training is its own. Some settings of torch exist once per process, though, and a training that changes one of them
-would change the numbers of the others without a word:
+Some settings of torch exist once per process, and a training that changes one of them would silently change the numbers of the
+others:
 
     deterministic          torch's deterministic mode
-    compile                the cache of torch.compile, which a new model empties, and its mode, which dynamics set to eager
+    compile                the cache of torch.compile, which a new model clears, and its stance, which dynamics set to eager
     parallel               torch.distributed's group of processes
 
-A training that does not fit those under way in other threads is refused before it changes anything.
+A training that conflicts with the trainings in other threads is refused before it changes anything.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from depthmix.config import TrainConfig
 from depthmix.errors import UserError
 from depthmix.train.deterministic import deterministic
 
-ADVICE = "train one after the other, or in processes of their own"
+ADVICE = "train one after the other, or in separate processes"
 
 
 @dataclass(frozen=True)
 class Demands:
-    """Process-wide settings that a training needs. deterministic=None: either will do."""
+    """Process-wide settings that a training needs. deterministic=None: no preference."""
 
     deterministic: bool | None = None
     compiles: bool = False
@@ -40,7 +40,7 @@ class Demands:
     def conflict(self, other: Demands) -> str | None:
         """Explain why this training cannot run beside the other; None if it can."""
         if None not in (self.deterministic, other.deterministic) and self.deterministic != other.deterministic:
-            both = f"deterministic is {self.deterministic} here and {other.deterministic} there"
+            both = f"deterministic is {self.deterministic} in this training and {other.deterministic} in the other"
             return f"{both}, and torch has one setting for all threads"
         if self.compiles and other.compiles:
             return "both compile their models, and torch.compile has one cache for all threads"
@@ -74,7 +74,7 @@ def settings_of(config: TrainConfig) -> Iterator[None]:
     """Put the process-wide settings of a training in force.
 
     Raises:
-        UserError: A training in another thread needs them otherwise.
+        UserError: A training in another thread needs other settings.
     """
     with claim(Demands.of(config)), deterministic(config.deterministic):
         yield

@@ -1,8 +1,6 @@
 """Stop a training on a signal: the first one asks it to save and stop, the second one ends it at once.
 
 Simultaneous signals count as one request. `timeout` signals a process and then its group, of which the process is part.
-
-A second at the same moment is the same wish: `timeout` signals a process, and then its group, which it is part of.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from typing import Any
 A_MOMENT = 0.1
 ASKING = ("SIGINT", "SIGTERM")
 # Sent by a closing terminal, by a batch system before its time limit, and at a CPU time limit (`ulimit -St`). By default they
-# end a process. Handlers that somebody else has set, as nohup does, stay.
+# end a process. Handlers that others have set, such as nohup's, stay.
 ENDING = ("SIGHUP", "SIGUSR1", "SIGXCPU")
 
 # The contexts entered so far, in all threads.

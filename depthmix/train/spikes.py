@@ -1,8 +1,8 @@
 """Find loss spikes: steps at which the training loss leaps far above the steps before.
 
-    loss_t > m + max(LEAST, HIGH · 1.4826 · MAD),   m and MAD: median, and median deviation from it, of the WINDOW steps before
+    loss_t > m + max(LEAST, HIGH · 1.4826 · MAD),   m and MAD: median and median absolute deviation of the WINDOW steps before
 
-Papers show spikes in figures and do not define them. This definition ignores the trend, and the noise of small batches.
+Papers show spikes in figures without defining them. This definition ignores the trend and the noise of small batches.
 Consecutive steps count as one spike.
 """
 
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 # Preceding steps that a step is compared with.
 WINDOW = 50
-# Minimum height in standard deviations, if losses were normally distributed.
+# Minimum height in standard deviations, estimated from the MAD for normally distributed losses.
 HIGH = 6.0
 # Minimum height in nats.
 LEAST = 0.1

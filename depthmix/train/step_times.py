@@ -16,9 +16,9 @@ from depthmix.train.check import check_config
 from depthmix.train.loop import Trainer
 from depthmix.train.sharing import settings_of
 
-# Minimum seconds of a measurement: a few short steps would measure the machine's background load at that moment.
+# Minimum seconds of a measurement. A few short steps would mostly measure the momentary background load.
 A_SECOND = 1.0
-# Seconds of steps before a measurement. A GPU idles while a model is built, but not before a model that was kept.
+# Seconds of warmup steps before a measurement, because a GPU idles and slows down while a model is built.
 WARM = {"cuda": 0.5}
 
 
@@ -31,9 +31,9 @@ def measure_step_times(
 ) -> list[float]:
     """Measure the training steps of several configurations in turn.
 
-    Rounds run back and forth over the configurations, so that all see the same machine, even one that slows down. One
-    model at a time is in memory. On a GPU earlier models stay as well while they take little memory, so that they need
-    not be built and compiled again.
+    Rounds alternate between forward and backward order, so that a machine that slows down affects all configurations
+    alike. One model at a time is in memory. On a GPU, earlier models stay while memory is mostly free, which saves
+    building and compiling them again.
 
     Args:
         configs: The trainings.
@@ -43,8 +43,8 @@ def measure_step_times(
         stopping: Returns True to give up.
 
     Returns:
-        Median seconds of a step for each configuration, over the medians of its rounds; nothing if `stopping`
-            ended it.
+        Seconds per step of each configuration: the median over its rounds' medians. Empty if `stopping` ended the
+            measurement.
     """
     times: list[list[float]] = [[] for _ in configs]
     kept: dict[int, Trainer] = {}

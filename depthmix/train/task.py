@@ -1,4 +1,4 @@
-"""Tasks: all that the training loop leaves open for text and for images: batches, losses, measurements."""
+"""Tasks: the parts of a training that differ between text and images, such as batches, losses and measurements."""
 
 from __future__ import annotations
 

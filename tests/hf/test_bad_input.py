@@ -58,7 +58,7 @@ def test_a_prompt_longer_than_the_sequences_of_training(capsys):
 def test_retrofit_with_what_is_the_models_own(name):
     model = make("llama")
     before = model(ids()).logits
-    with pytest.raises(UserError, match=f"{name} is the model's own"):
+    with pytest.raises(UserError, match=f"the model decides {name}"):
         retrofit(model, "attnres", **{name: 3})
     assert torch.equal(model(ids()).logits, before)
 

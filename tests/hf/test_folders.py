@@ -234,4 +234,6 @@ def test_an_end_beyond_the_vocabulary(copy, capsys):
 
 
 def test_a_saved_folder_has_no_validation_split(saved, capsys):
-    refused(capsys, "does not say what its model was trained on", "--input", command="eval", code=DATA, run=saved)
+    refused(
+        capsys, "does not name the data that its model was trained on", "--input", command="eval", code=DATA, run=saved
+    )

@@ -71,7 +71,7 @@ def test_a_rule_that_changes_the_logits_is_refused(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(surgery, "why_not_plain", lambda mixer: None)
     model = make("llama")
     before = model(ids()).logits
-    with pytest.raises(UserError, match="rezero does not begin as the plain residual here"):
+    with pytest.raises(UserError, match="rezero does not begin as the plain residual in this model"):
         retrofit(model, "rezero")
     assert torch.equal(model(ids()).logits, before)
     assert type(model) is type(make("llama"))
@@ -296,7 +296,7 @@ def test_a_loaded_model_is_restored_to_a_plain_configuration_and_another_of_its_
 
 def test_a_part_of_a_retrofitted_model_is_not_restored() -> None:
     model = retrofit(make("llama"), "dca", quiet=True)
-    with pytest.raises(UserError, match="not the one that was retrofitted"):
+    with pytest.raises(UserError, match="shares modules with a retrofitted model"):
         restore(model.model)
     with pytest.raises(UserError, match="already"):
         retrofit(model.model, "dca")
@@ -402,7 +402,7 @@ def test_what_adapters_are_put_on_is_retrofitted_and_not_what_is_around_it() -> 
     peft = pytest.importorskip("peft")
     model = peft.get_peft_model(make("llama"), peft.LoraConfig(r=2, target_modules=["q_proj"]))
     before = model(ids()).logits
-    with pytest.raises(UserError, match=r"has adapters around it: retrofit .*`model.get_base_model\(\)`"):
+    with pytest.raises(UserError, match=r"is wrapped in adapters: retrofit .*`model.get_base_model\(\)`"):
         retrofit(model, "dca")
     retrofit(model.get_base_model(), "dca", quiet=True)
     torch.testing.assert_close(model(ids()).logits, before, rtol=1e-5, atol=1e-6)

@@ -118,7 +118,7 @@ def test_a_folder_of_save_pretrained_is_measured_on_text_on_data_or_on_the_text_
     assert by_text["mixing"]["tokens"] == len(by_text["text"]["tokens"]) - 1
     by_input = inspect_run(config(run=folder, input=[str(small.corpus())], causal_tokens=0))
     assert by_input["mixing"]["tokens"] == 96
-    words = ("does not say what its model was trained on", "--input")
+    words = ("does not name the data that its model was trained on", "--input")
     refused(lambda: inspect_run(config(run=folder)), *words, code=DATA)
     refused(lambda: inspect_run(config(run=folder, text="s")), "too short to measure", code=DATA)
 

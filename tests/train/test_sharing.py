@@ -77,7 +77,7 @@ def test_the_mode_stays_until_the_last_training_has_ended():
 def test_a_training_of_the_other_mode_is_refused(tmp_path, mode):
     config = small.config("nowhere", deterministic=mode, steps=2, warmup=1)
     other = small.config(tmp_path / "run", deterministic=not mode, steps=2, warmup=1)
-    end, words = threading.Event(), f"deterministic is {not mode} here and {mode} there"
+    end, words = threading.Event(), f"deterministic is {not mode} in this training and {mode} in the other"
     with ThreadPoolExecutor(1) as pool:
         try:
             result = under_way(pool, config, end)
