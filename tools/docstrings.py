@@ -49,7 +49,7 @@ _VERBS = """
     compute configure connect consume continue convert copy count create cut deal decide decode declare decode define delete derive
     describe detach detect determine disable discard dispatch display divide do download draw drop dump embed enable encode end enforce
     ensure enter equal escape estimate evaluate exchange execute exit expand explain export extend extract fail fetch fill filter find
-    finish fit flag flatten flush fold forget format forward free freeze gather generate get give group guard guess handle hash
+    finish fit flag flatten flush fold force forget format forward free freeze gather generate get give group guard guess handle hash
     hide hold identify ignore import initialise insert inspect install intercept invoke join judge keep label launch leave lend let link list
     load locate lock log look make map mark mask match measure meet memory-map merge mix move name normalise note notify number offer open order
     overwrite pack pad parse pass patch pause permute pick pickle place plan plot poll post predict prefetch prepare print probe
