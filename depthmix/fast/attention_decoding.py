@@ -6,6 +6,7 @@ tokens are more, it mixes all finished sources for the readers of the block that
 a launch of the first's own. A Full stack then, and any stack with a window, reads all sources at every site.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,10 +14,10 @@ import torch
 from torch import Tensor
 
 from depthmix.fast.attention import further_before, further_rows, is_usual_rule, why_no_kernels
+from depthmix.fast.slots import SlotState
 from depthmix.mixers.attnres import AttnResState
 from depthmix.mixers.base import Norm, Read
 from depthmix.mixers.fast_path import FastPath
-from depthmix.mixers.slots import SlotState
 from depthmix.mixers.state import register_state
 from depthmix.ops.norm import fused_gains
 from depthmix.ops.slots.op import (
@@ -35,6 +36,16 @@ from depthmix.ops.slots.op import (
 @register_state
 class AttnResSlots(SlotState):
     """A slot for every output: slot s holds the newest source of site s."""
+
+    scale: Tensor | None = None  # what `pending` is still to be multiplied with, [D]
+    # Mixtures of later readers, to which finished sources have been passed on.
+    running: Any = dataclasses.field(default=None, repr=False, metadata={"cache": True})
+    # What a group of sites of a Full stack reads of the sources before it.
+    group: Any = dataclasses.field(default=None, repr=False, metadata={"cache": True})
+
+    def slots_copied(self) -> None:
+        """Forget the running mixtures, which belong to the other slots."""
+        self.running = None
 
 
 class AttentionDecoding(FastPath):
@@ -79,7 +90,7 @@ class AttentionDecoding(FastPath):
     def write(self, mixer: Any, state: AttnResSlots, site: int, y: Tensor, scaled: bool) -> AttnResSlots:
         """Keep an output, and its gain [D], for the read that puts it into its slot."""
         gain = None if scaled or mixer.output_gain is None else mixer.gamma[site]
-        if not state.filled(site):  # nobody has read
+        if not state.is_filled(site):  # nobody has read
             read_slots(mixer, state, site)
         after: AttnResSlots = state.next(pending=y, scale=gain)
         return after
@@ -90,7 +101,7 @@ DECODING = AttnResSlots.path = AttentionDecoding()
 
 def read_slots(mixer: Any, state: AttnResSlots, site: int, gain: Sequence[Tensor] = (), out_eps: float = 0.0) -> Tensor:
     """Return the mixtures of a site or finish: [W, ..., D]."""
-    size, again = mixer.block_size, state.filled(site)
+    size, again = mixer.block_size, state.is_filled(site)
     newest = state.claim(site)
     finished = -(-site // size)  # sources before the newest
     before = -1 if site == 0 or (site - 1) % size == 0 else site - 1
@@ -100,7 +111,7 @@ def read_slots(mixer: Any, state: AttnResSlots, site: int, gain: Sequence[Tensor
     place = (1, oldest - 1, min(finished, 1 + finished - oldest))
     bank: tuple[Tensor | None, Tensor | None] = None, None
     if looks_back(mixer, state, site):
-        first, found, lse = state.ahead
+        first, found, lse = state.group
         place = (0, first, site - first)
         bank = found[site - first], lse[site - first]
     rows = slot_rows(mixer, "query", site), slot_rows(mixer, "key_gain", site)
@@ -150,9 +161,9 @@ def looks_back(mixer: Any, state: AttnResSlots, site: int) -> bool:
         return False
     if mixer.block_size > 1 or mixer.n_ways > 1 or mixer.window is not None:
         return False
-    if state.ahead is None or state.ahead[0] != first:
+    if state.group is None or state.group[0] != first:
         rows = slice(first, last + 1)
-        state.ahead = (first, *look_back(state.slots, first, mixer.query[rows], mixer.key_gain[rows], mixer.eps))
+        state.group = (first, *look_back(state.slots, first, mixer.query[rows], mixer.key_gain[rows], mixer.eps))
     return True
 
 

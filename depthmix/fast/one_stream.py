@@ -42,9 +42,7 @@ class PendingStream(State):
 
 @register_state
 class DecodedStream(PendingStream):
-    """The same without gradients."""
-
-    without_gradients = True
+    """A stream in decoding, where no read records gradients."""
 
 
 class AddLater(FastPath):

@@ -113,10 +113,6 @@ class Mixer(NamesVariant):
         """The same of finish."""
         return None
 
-    def _with_gradients(self, state: Any) -> State:
-        """For a state that was begun without gradients and is used with them: the same in the form that training has."""
-        raise NotImplementedError
-
     # The contract.
 
     def start(self, x: Tensor) -> State:
@@ -255,7 +251,7 @@ class Mixer(NamesVariant):
             taken = path.resume(self, state)
             if taken is not None:
                 return taken
-        return self._with_gradients(state) if state.without_gradients and torch.is_grad_enabled() else state
+        return state
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         # model.bfloat16() or model.to(dtype=...) moves a mixer but does not round its parameters: they stay fp32.

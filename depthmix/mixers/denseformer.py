@@ -8,20 +8,19 @@ Block i = 1 … N starts from Y_{i-1} with ordinary residuals inside and ends in
 from typing import Annotated
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from depthmix.mixers.base import register
 from depthmix.mixers.block_stack import BlockStack
 from depthmix.mixers.options import at_least
-from depthmix.mixers.stack_state import InsideNorm, SlotWeights, StackState, Tape
-from depthmix.ops.depth_sum.source_order import Weights
+from depthmix.mixers.reader_weights import ReaderWeights
 
 
 @register("denseformer")
 class DenseFormer(BlockStack):
     """alpha["i"] [i // dilation + 1], oldest first: 0 but for the newest, which is 1."""
 
-    accumulates = static = True
+    accumulates = True
 
     def __init__(
         self,
@@ -42,21 +41,8 @@ class DenseFormer(BlockStack):
             for alpha in self.alpha.values():
                 alpha.zero_()[-1] = 1.0
 
-    def _mix(self, state: StackState, reader: int, norm: InsideNorm | None) -> tuple[Tensor, ...]:
-        if not self._sums_at(reader):
-            return state.stack[-1:]
-        seen = state.stack[reader % self.dilation :: self.dilation]
-        return state.sums(seen, norm, static=self.alpha[str(reader)][None, :, None])
-
-    def _sums_at(self, reader: int) -> bool:
-        return reader > 0 and reader % self.period == 0
-
-    def _weights(self, tape: Tape, reader: int) -> tuple[slice, Weights] | None:
-        if not self._sums_at(reader):
+    def reader_weights(self, reader: int) -> ReaderWeights | None:
+        if reader % self.period:
             return None
-        seen = slice(reader % self.dilation, None, self.dilation)
-        return seen, Weights(static=self.alpha[str(reader)].float()[None, :, None])
-
-    def _slot_weights(self, reader: int) -> SlotWeights | None:
-        every = self.dilation == self.period == 1  # every reader sees every entry
-        return SlotWeights(self.alpha[str(reader)][None, :, None]) if every else None
+        every_nth = slice(reader % self.dilation, None, self.dilation) if self.dilation > 1 else slice(None)
+        return ReaderWeights(static=self.alpha[str(reader)][None, :, None], entries=every_nth)

@@ -58,8 +58,6 @@ def plain_state(mixer: Mixer, state: Any) -> Any:
     with without_autocast(state.template()):
         if state.path is not None:
             state = state.path.to_plain(mixer, state)
-        elif state.without_gradients:
-            state = mixer._with_gradients(state)
         return state.complete_sums()
 
 

@@ -13,13 +13,11 @@ W_2 = 0 and b = 1 for the newest entry: plain at step 0. Block 0 reads e in all 
 import math
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from depthmix.mixers.base import register
 from depthmix.mixers.block_stack import BlockStack
-from depthmix.mixers.stack_state import InsideNorm, StackState, Tape
-from depthmix.ops.depth_sum.coefficients import coefficients, coefficients_reference
-from depthmix.ops.depth_sum.source_order import Weights
+from depthmix.mixers.reader_weights import Network, ReaderWeights
 
 EPS = 1e-6
 WAYS = 4  # q, k, v, r
@@ -31,7 +29,7 @@ class Mudd(BlockStack):
 
     decayed = frozenset({"W_1", "W_2"})
     accumulates = True
-    goes_on = 3
+    residual_way = 3
 
     def __init__(self, dim: int, n_blocks: int) -> None:
         super().__init__(dim, n_blocks, n_ways=3)
@@ -51,14 +49,6 @@ class Mudd(BlockStack):
             self.W_2[i].zero_()
             self.b[i].zero_()[:, -1] = 1.0
 
-    def _of(self, reader: int) -> tuple[Tensor, Tensor, Tensor]:
-        """A reader's parameters."""
+    def reader_weights(self, reader: int) -> ReaderWeights:
         i = str(reader)
-        return self.W_1[i], self.W_2[i], self.b[i]
-
-    def _mix(self, state: StackState, reader: int, norm: InsideNorm | None) -> tuple[Tensor, ...]:
-        a = coefficients_reference(state.observe(state.stack[-1]), *self._of(reader), EPS)
-        return state.sums(state.stack, norm, dynamic=a)
-
-    def _weights(self, tape: Tape, reader: int) -> tuple[slice, Weights]:
-        return slice(None), Weights(dynamic=coefficients(tape.stack[-1], *self._of(reader), EPS))
+        return ReaderWeights(network=Network(self.W_1[i], self.W_2[i], self.b[i], EPS))

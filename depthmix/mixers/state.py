@@ -16,10 +16,6 @@ class State:
     """Base of all states. Subclasses add their tensors and are decorated with `register_state`."""
 
     tensor_fields: ClassVar[tuple[str, ...]] = ()  # the fields that hold tensors; set by `register_state`
-    without_gradients: ClassVar[bool] = (
-        False  # it knows nothing of autograd; `Mixer._with_gradients` gives one that does
-    )
-
     path: ClassVar[Any] = None  # the FastPath whose states are of this type; None: the rule's own state
 
     # What kept.py remembers of an instance. They are no fields, so that a state that somebody makes from another has none.

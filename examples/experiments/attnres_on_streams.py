@@ -66,9 +66,6 @@ class AttnResOnStreams(Mixer):
         self.below.reset_parameters()
         self.above.reset_parameters()
 
-    def _with_gradients(self, state: Both) -> Both:
-        return state  # each rule sees to its own
-
     def _start(self, x: Tensor) -> Both:
         return Both(below=self.below.start(x), above=self.above.start(x))
 

@@ -12,34 +12,78 @@ while dca's come from the kernel that adds the entry up. In 12 blocks that is 13
 numbers per token.
 """
 
-import itertools
+from collections.abc import Sequence
 from typing import Annotated, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from depthmix.mixers import register
+from depthmix.fast.score_rows import readers_of, score_rows
+from depthmix.fast.weighted_sums import PendingStack, Tape, WeightedSums
+from depthmix.mixers import register, register_state
 from depthmix.mixers.grn import DeltaStack
 from depthmix.mixers.options import at_least
-from depthmix.mixers.stack_state import Ahead, InsideNorm, StackState, Tape
-from depthmix.ops import depth_scores
+from depthmix.mixers.reader_weights import ReaderWeights
 from depthmix.ops.depth_sum.source_order import Weights, make_source
 from depthmix.ops.source_products import source_products
 
 
-class EntryScores(NamedTuple):
-    """An entry's scores for its readers, from the first one on."""
+class SoftmaxWeights(ReaderWeights):
+    """Weights whose scores are normalised over the entries."""
 
-    first: int
+    def activate(self, scores: Tensor) -> Tensor:
+        return scores.softmax(-1)
+
+
+class EntryScores(NamedTuple):
+    """One entry's scores for all readers from `first_reader` on."""
+
+    first_reader: int
     by_reader: tuple[Tensor, ...]  # [ways, ...] each
 
-    def last(self, n: int, tokens: object) -> "EntryScores":
+    def last(self, n: int, tokens: Sequence[int]) -> "EntryScores":
         return self._replace(by_reader=tuple(s[..., -n:] for s in self.by_reader))
+
+
+@register_state
+class SoftmaxStack(PendingStack):
+    """The state of a pass with `SoftmaxSums`."""
+
+
+class SoftmaxSums(WeightedSums):
+    """Sums with kernels, and scores without them: autograd brings the gradients of scores to the entries."""
+
+    def start(self, mixer: Any, x: Tensor) -> PendingStack:
+        started: PendingStack = super().start(mixer, x).as_type(SoftmaxStack)
+        return started
+
+    def resume(self, mixer: Any, state: Any) -> PendingStack | None:
+        resumed = super().resume(mixer, state)
+        return resumed if resumed is None or isinstance(resumed, SoftmaxStack) else resumed.as_type(SoftmaxStack)
+
+    def append(self, mixer: Any, tape: Tape, v: Tensor, add: Tensor | None, reader: int, position: int) -> Tape:
+        v, _ = make_source(v, add)
+        reader = max(reader, 1)  # the first block reads e alone
+        assert tape.table is not None
+        rows = score_rows(mixer).rows_from(tape.table, reader, position)
+        products = source_products(v, rows).split(readers_of(len(rows), mixer.reader_ways[reader:]))
+        scores: Any = EntryScores(reader, products)
+        return tape._replace(stack=(*tape.stack, v), scores=(*tape.scores, scores))
+
+    def kernel_weights(self, mixer: Any, tape: Any, reader: int, weights: ReaderWeights) -> Weights:
+        assert weights.static is not None
+        by_entry = [s.by_reader[reader - s.first_reader] for s in tape.scores]
+        return Weights(static=weights.static.float(), dynamic=torch.stack(by_entry, dim=-1).softmax(-1).movedim(0, -2))
+
+
+SoftmaxStack.path = SoftmaxSums()
 
 
 @register("softmax_dca")
 class SoftmaxDCA(DeltaStack):
     """b["i"] [3, t, D] = 1 - 1/t, w["i"] [3, 1, D] = 0; one way at finish, and where a block has no attention."""
+
+    fast_paths = (SoftmaxStack.path,)
 
     def __init__(self, dim: int, n_blocks: int, *, window: Annotated[int | None, at_least(1)] = None) -> None:
         super().__init__(dim, n_blocks, 3, 3, window, "dynamic", False)
@@ -49,32 +93,5 @@ class SoftmaxDCA(DeltaStack):
         for b in self.b.values():
             nn.init.constant_(b, 1 - 1 / b.shape[1])
 
-    def _mix(self, state: StackState, reader: int, norm: InsideNorm | None) -> tuple[Tensor, ...]:
-        if isinstance(state.tape, Ahead):
-            a = _softmax([EntryScores(*of_entry) for of_entry in state.tape.scores], reader)
-        else:
-            a = depth_scores([state.observe(v) for v in state.stack], self.w[str(reader)]).softmax(-1)
-        return state.sums(state.stack, norm, static=self.b[str(reader)], dynamic=a)
-
-    # The kernels' side: sums are theirs, and autograd brings the gradients of scores to the entries.
-
-    def _append(self, tape: Tape, v: Tensor, add: Tensor | None, reader: int, slot: int) -> Tape:
-        v, _ = make_source(v, add)
-        reader = max(reader, 1)  # the first block reads e alone
-        assert tape.w is not None
-        rows = self._rows(tape.w, reader, slot)
-        ways = self.reader_ways[reader:]
-        ways = ways[: list(itertools.accumulate(ways)).index(len(rows)) + 1]  # of those in whose window it stays
-        entry_scores: Any = EntryScores(reader, source_products(v, rows).split(ways))
-        return tape._replace(stack=(*tape.stack, v), scores=(*tape.scores, entry_scores))
-
-    def _weights(self, tape: Tape, reader: int) -> tuple[slice, Weights]:
-        return slice(None), Weights(static=self.b[str(reader)].float(), dynamic=_softmax(tape.scores, reader))
-
-    def _slot_weights(self, reader: int) -> Any:
-        return None  # decoding has no such kernel
-
-
-def _softmax(scores: Any, reader: int) -> Tensor:
-    """Return a reader's weights of all entries, [..., W, t], from their scores."""
-    return torch.stack([s.by_reader[reader - s.first] for s in scores], dim=-1).softmax(-1).movedim(0, -2)
+    def reader_weights(self, reader: int) -> ReaderWeights:
+        return SoftmaxWeights(self.b[str(reader)], self.w[str(reader)])

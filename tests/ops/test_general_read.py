@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from depthmix.mixers.slots import SlotState
+from depthmix.fast.slots import SlotState
 from depthmix.ops import BackendError, depth_attention, use_backend
 from depthmix.ops.depth_attention.op import why_unsupported
 from ops.helpers import (

@@ -88,7 +88,11 @@ class BlockStackCosts(Costs):
 
     def weights_from(self) -> str:
         """Say where weights come from: "static" numbers, "vectors", "scores" of the entries or a "network"."""
-        return "static" if self.mixer.static else "scores" if self.mixer.scores else "network"
+        readers = range(1, self.mixer.n_blocks + 1)
+        weights = next((w for reader in readers if (w := self.mixer.reader_weights(reader)) is not None), None)
+        if weights is None or weights.is_static:
+            return "static"
+        return "network" if weights.projection is None else "scores"
 
     def entries(self, reader: int) -> int:
         """Count the entries that a reader weighs."""
@@ -121,7 +125,7 @@ class BlockStackCosts(Costs):
     def _reader(self, i: int, adds: bool) -> Reader:
         mixer, sums = self.mixer, self.reads_sums(i)
         ways = mixer.reader_ways[i]
-        mixtures = ways + (ways > 1 and mixer.goes_on >= ways) if sums else ways
+        mixtures = ways + (ways > 1 and mixer.residual_way >= ways) if sums else ways
         # Two entries become one.
         merges = mixer.window is not None and i > mixer.window + 1
         norm, entries = i < mixer.n_blocks, self.entries(i) if sums else 1
@@ -132,28 +136,22 @@ class BlockStackCosts(Costs):
         mixer = self.mixer
         labels = itertools.count()
         stack: tuple[int, ...] = (next(labels),)
-        pending: list[int] = []
         g: list[int] = []
         outputs: list[int] = []  # the sum of the block's outputs so far
-        before: list[int]
         states = [dict.fromkeys(stack, 1.0)]
         for site in range(mixer.n_sites):
             block, begins, ends = mixer.layout.block[site], mixer.layout.begins[site], mixer.layout.ends[site]
+            y = next(labels)
             if begins:
-                if pending:
-                    stack = (*self._merged(stack, next(labels)), *pending)
-                g, before = [next(labels) if self.reads_sums(block) else stack[-1]], []
+                g = [next(labels) if self.reads_sums(block) else stack[-1]]
+            if mixer.accumulates:
+                g = [next(labels)]
             else:
-                before = [next(labels)] if mixer.accumulates else outputs
-            y = [next(labels)]
-            # With sums completed, a block has one entry, which is a new tensor if it is a sum.
+                outputs = [next(labels)] if outputs else [y]
             if ends:
-                g, outputs, pending = [], [], [next(labels)] if before or mixer.accumulates else y
-            elif begins:
-                outputs, pending = y, []
-            else:
-                g, outputs = (before, y) if mixer.accumulates else (g, [next(labels)])
-            states.append(dict.fromkeys((*stack, *pending, *g, *outputs), 1.0))
+                entry = g if mixer.accumulates else outputs
+                stack, g, outputs = (*self._merged(stack, next(labels)), *entry), [], []
+            states.append(dict.fromkeys((*stack, *g, *outputs), 1.0))
         return states
 
     def _merged(self, stack: tuple[int, ...], label: int) -> tuple[int, ...]:
