@@ -1,9 +1,9 @@
 """How one reader of a stack of entries G_0 … G_{n-1} weighs them, in each of its W mixtures.
 
-    mixture_w = Σ_j weight[w, j] ⊙ G_j;      weight[w, j] = static[w, j] + dynamic[w, j]
+mixture_w = Σ_j weight[w, j] ⊙ G_j;      weight[w, j] = static[w, j] + dynamic[w, j]
 
-    dynamic[w, j] = projection[w, j] · G_j              (GRN version 3 and DCA, with a ReLU)
-    dynamic = W_2 GELU(W_1 RMS(G_{n-1})) + b            (MUDD)
+dynamic[w, j] = projection[w, j] · G_j              (GRN version 3 and DCA, with a ReLU)
+dynamic = W_2 GELU(W_1 RMS(G_{n-1})) + b            (MUDD)
 """
 
 from collections.abc import Sequence
