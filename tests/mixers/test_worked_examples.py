@@ -1,5 +1,7 @@
 """Rules of training recipes on a model small enough to compute by hand: two blocks, two channels, fixed outputs."""
 
+import math
+
 import pytest
 import torch
 
@@ -100,3 +102,28 @@ def test_fractions_that_cannot_be():
         create_mixer("hyper", dim=24, n_blocks=2, fractions=5)
     with pytest.raises(OptionError, match="with fractions there are no streams, so n may not be given, got 2"):
         create_mixer("hyper", dim=24, n_blocks=2, fractions=2, n=2)
+
+
+@pytest.mark.parametrize(
+    ("beta", "expected"),
+    [
+        (1.0, [(1, -1), (2, -1), (2, 2), (1.4142, 1.4142), (0, 2.8284)]),
+        (0.5, [(1, -1), (1.5, -1), (1.5, 0.5), (1.7071, 0.7071), (0.75, 1.6642)]),
+    ],
+)
+def test_deep_delta_learning(beta, expected):
+    """The same gate at every site, and v = 2."""
+    zero = torch.zeros(4, 2).tolist()
+    parameters = {"w": zero, "b": [math.log(beta / (2 - beta))] * 4, "W_v": [[row] for row in zero], "b_v": [[0.0]] * 4}
+    check(pass_through("delta", parameters), expected)
+
+
+def test_deep_delta_learning_with_two_values():
+    """k = (1, 0), v = (2, 0), beta = 1: the first channel's values (1, 1) become (2, 0), the second's stay (−1, −1)."""
+    mixer = create_mixer("delta", dim=2, n_blocks=1, values=2, value="linear").double()
+    with torch.no_grad():
+        for p in mixer.parameters():
+            p.zero_()
+        mixer.b_v.copy_(torch.tensor([[2.0, 0.0]] * 2))
+    state = mixer.write(mixer.start(E), 0, OUTPUTS[0])
+    check([row.tolist() for row in state.rows], [(2, -1), (0, -1)])
