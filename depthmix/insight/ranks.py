@@ -17,9 +17,10 @@ from torch import Tensor
 
 from depthmix.insight.sampling import some_tokens
 from depthmix.mixers import Mixer
-from depthmix.mixers.mixing import mixing_by_channel
+from depthmix.mixers.mixing import mixing_by_channel, mixing_of_token
 
 TOKENS, CHANNELS = 32, 4
+FEW = 2  # tokens of which matrices of matrices are taken
 LARGEST = 2048  # maximum rows of a matrix of matrices whose rank is computed
 # Factor on the usual bound of rounding errors in singular values, since M itself is the result of many operations.
 ROUNDING = 30.0
@@ -42,15 +43,18 @@ def structure(mixer: Mixer, sources: Sequence[Tensor]) -> list[Structure] | None
         sources: The embedding and the raw output of every site.
 
     Returns:
-        One entry per way; None where entries of M are matrices too large to analyse, or of each token. Where entries are matrices
+        One entry per way; None where entries of M are matrices too large to analyse. Where entries are matrices
             [D, D], ranks are in units of D.
     """
     n, dim = mixer.n_sites + 1, mixer.dim
-    if mixer.fractions is not None:
+    if (mixer.channel_mixing or mixer.fractions is not None) and n * dim > LARGEST:
         return None
-    if mixer.channel_mixing:
-        if n * dim > LARGEST:
-            return None
+    if mixer.fractions is not None:
+        few = some_tokens(sources, FEW)  # [N, D] each
+        by_token = [mixing_of_token(mixer, token).permute(2, 3, 0, 4, 1) for token in zip(*few, strict=True)]
+        m = torch.stack(by_token).reshape(len(by_token), -1, n * dim, n * dim)
+        unit = dim
+    elif mixer.channel_mixing:
         m = mixing_by_channel(mixer, sources).permute(2, 3, 0, 4, 1)  # [W, reader, out, source, in]
         m = m.reshape(1, m.shape[0], n * dim, n * dim)
         unit = dim

@@ -83,7 +83,7 @@ class DeepDelta(Mixer):
         wide = compute_dtype(state.rows[0])
         k, r = self.K[site].to(wide), self.r[site].to(wide)
         shifted = torch.stack([functional.pad(r, (t, TAPS - 1 - t))[1 : 1 + self.values] for t in range(TAPS)])
-        c = shifted.T @ k  # [d_v, D]
+        c = matmul(shifted.T, k)  # [d_v, D]
         return torch.stack([c_m * x.to(wide) for c_m, x in zip(c, state.rows, strict=True)]).sum(0)
 
     def _gates(self, z: Tensor, site: int) -> tuple[Tensor, Tensor]:

@@ -55,6 +55,18 @@ def mixing_by_channel(mixer: Mixer, sources: Sequence[Tensor]) -> Tensor:
     return _all_readers(mixer, sources, lambda g, probe: g)
 
 
+def mixing_of_token(mixer: Mixer, sources: Sequence[Tensor]) -> Tensor:
+    """Return M with its entries as matrices [D, D], for one token: [D, D, W, S+1, S+1], the channel of the read first.
+
+    Args:
+        mixer: the rule.
+        sources: the embedding and the outputs of all sites, [D] each.
+    """
+    # Each of D copies of the token carries one unit probe.
+    copies = [source.expand(mixer.dim, -1) for source in sources]
+    return _all_readers(mixer, copies, lambda g, probe: g, torch.eye(mixer.dim).to(sources[0]))
+
+
 def frozen_reads(mixer: Mixer, sources: Sequence[Tensor], first: int = 0) -> Iterator[tuple[Tensor, ...]]:
     """Yield what sites and finish read when the sublayers produce these outputs, with coefficients that carry no gradient.
 
@@ -116,12 +128,16 @@ def differentiating(mixer: Mixer) -> Iterator[None]:
             reshard()
 
 
-def _all_readers(mixer: Mixer, sources: Sequence[Tensor], entry: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+def _all_readers(
+    mixer: Mixer, sources: Sequence[Tensor], entry: Callable[[Tensor, Tensor], Tensor], units: Tensor | None = None
+) -> Tensor:
+    """Stack entry(g, probe) of all readers, ways and sources. units: probes to use, with which entries mix channels freely."""
     leaves, probe = differentiable(mixer, sources)
+    probe, fractions = (probe, mixer.fractions) if units is None else (units.to(leaves[0]), None)
     with differentiating(mixer):
         rows = [
             [
-                torch.stack([entry(g, probe) for g in entries_of_read(h, leaves, probe, mixer.fractions)], dim=-1)
+                torch.stack([entry(g, probe) for g in entries_of_read(h, leaves, probe, fractions)], dim=-1)
                 for h in reads
             ]
             for reads in frozen_reads(mixer, leaves)

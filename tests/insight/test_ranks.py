@@ -19,6 +19,10 @@ UNIFIED = [
     ("laurel", {"variant": "rw"}, 1),
     *(("hyper", {"n": n}, n) for n in (1, 2, 3, 4)),
     ("hyper", {"n": 2, "static": True}, 2),
+    ("hyper", {"fractions": 2}, 1),
+    ("delta", {}, 1),
+    ("delta", {"values": 2}, 2),
+    ("lambdas", {}, 2),  # the stream and the embedding
     ("mhc", {"n": 2}, 2),
     ("mhc", {"n": 3, "schedule": "single_pass"}, 3),
     ("attnres", {}, DENSE),
