@@ -86,6 +86,13 @@ class TrainConfig:
     output_scale: float = option(
         1.0, "Factor on the initial output projections; 0: every sublayer starts by adding nothing"
     )
+    value_residual: Literal["off", "learnable", "sparse"] = option(
+        "off",
+        "Mix the first block's values into those of later blocks (ResFormer): of all, or of the last three eighths",
+    )
+    value_embeddings: bool = option(
+        False, "Add a gated embedding of the token to the values of every second block, as nanochat does"
+    )
     plain_eps: bool = option(
         False, "Scale each norm's eps to the initial share of the residual stream that the norm reads; init sets this"
     )
@@ -176,7 +183,18 @@ FREE = {"data", "out", "quiet", "tensorboard", "wandb", "keep", "save_every", "l
 FREE |= {"device", "on_nan", "parallel", "hang_limit"}
 
 # Options of TrainConfig that apply to one kind of data only.
-OF_TEXT = ("seq_len", "tie_embeddings", "rope_theta", "eval_tokens", "init", "tune", "embedding_std", "plain_eps")
+OF_TEXT = (
+    "seq_len",
+    "tie_embeddings",
+    "rope_theta",
+    "eval_tokens",
+    "init",
+    "tune",
+    "embedding_std",
+    "plain_eps",
+    "value_residual",
+    "value_embeddings",
+)
 OF_IMAGES = ("patch_size", "pool", "positions", "crop", "flip")
 
 

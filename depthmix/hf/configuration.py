@@ -57,6 +57,8 @@ class DepthmixConfig(CarriesCode, PreTrainedConfig):
         initializer_range: float = 0.02,
         output_scale: float = 1.0,
         plain_eps: bool = False,
+        value_residual: str = "off",
+        value_embeddings: bool = False,
         mixer: str = DEFAULT_MIXER,
         mixer_options: dict[str, Any] | None = None,
         max_position_embeddings: int = 2048,
@@ -84,6 +86,8 @@ class DepthmixConfig(CarriesCode, PreTrainedConfig):
             "initializer_range": initializer_range,
             "output_scale": output_scale,
             "plain_eps": plain_eps,
+            "value_residual": value_residual,
+            "value_embeddings": value_embeddings,
             "mixer": mixer,
             "mixer_options": dict(mixer_options or {}),
         }

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from depthmix.mixers.base import Read
 from depthmix.models.blocks import Trace, init_matrix
 from depthmix.models.decoder import START_STD, Backbone, token_positions
 from depthmix.models.layers import Attention, Context
+from depthmix.models.value_mixing import ValueMixing
 from depthmix.ops.norm import RMSNorm
 
 
@@ -120,6 +121,8 @@ class DepthmixPreTrainedModel(PreTrainedModel):
             mixer.reset_parameters()
             for tensor, value in loaded:
                 tensor.copy_(value)
+        elif isinstance(module, ValueMixing):  # comes after its parts
+            module.reset_parameters()
         elif isinstance(module, nn.Embedding):
             nn.init.normal_(module.weight, std=self.config.initializer_range)
         elif module is getattr(self, "lm_head", None):
@@ -205,7 +208,7 @@ class DepthmixModel(DepthmixPreTrainedModel, Backbone):
         )
         attend = self._attend({**kwargs, "position_ids": position_ids}, attentions)
         cos, sin = self.rotary(position_ids)
-        context = Context(cos, sin, mask, past_key_values, attend)
+        context = self.with_ids(Context(cos, sin, mask, past_key_values, attend), input_ids)
         # transformers requests an early exit by a smaller num_hidden_layers.
         hidden = self.through_blocks(x, context, trace, blocks=c.num_hidden_layers)
         weights = None
@@ -234,21 +237,23 @@ class DepthmixModel(DepthmixPreTrainedModel, Backbone):
 
         return attend
 
-    def _run_sublayer(self, sublayer: nn.Module, h: Read, context: Context, gain: Tensor | None) -> Tensor:
-        y: Tensor = self._run_where_it_is(sublayer, h, context, gain)
+    def _run_sublayer(self, sublayer: nn.Module, h: Read, context: Context, gain: Tensor | None) -> Any:
+        y = self._run_where_it_is(sublayer, h, context, gain)
         assert context.cos is not None
-        return y.to(context.cos.device)  # the state's
+        device = context.cos.device  # the state's
+        return (y[0].to(device), *y[1:]) if isinstance(y, tuple) else y.to(device)
 
     def _run_where_it_is(self, sublayer: nn.Module, h: Read, context: Context, gain: Tensor | None) -> Any:
         if not (self.gradient_checkpointing and self.training):
             return sublayer(h, context, gain)
-        # One argument per way, because reentrant checkpoints do not see tensors in a tuple.
+        # One argument per way and for values, because reentrant checkpoints do not see tensors in a tuple or a context.
         ways = h if isinstance(h, tuple) else (h,)
 
-        def run(gain: Tensor | None, *ways: Tensor) -> Tensor:
-            return sublayer(ways if len(ways) > 1 else ways[0], context, gain)
+        def run(gain: Tensor | None, first_values: Tensor | None, *ways: Tensor) -> Any:
+            h = ways if len(ways) > 1 else ways[0]
+            return sublayer(h, replace(context, first_values=first_values), gain)
 
-        return self._gradient_checkpointing_func(run, gain, *ways)
+        return self._gradient_checkpointing_func(run, gain, context.first_values, *ways)
 
 
 class DepthmixForCausalLM(GeneratesDepthWeights, DepthmixPreTrainedModel, GenerationMixin):

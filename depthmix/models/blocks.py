@@ -6,7 +6,7 @@ A pass is: start, then for each site write(sublayer(read)), then finish. No code
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -17,6 +17,7 @@ from depthmix.mixers.options import check_options, plain_value
 from depthmix.mixers.plain import read_early
 from depthmix.models.layers import Attention, Context, Mlp, MlpKind
 from depthmix.models.projections import own_gain, weights_take_gains
+from depthmix.models.value_mixing import ValueMixing, value_mixing
 from depthmix.ops.norm import RMSNorm
 
 
@@ -155,12 +156,15 @@ class Blocks(nn.Module):
                 mixtures.append(h[0] if isinstance(h, tuple) else h)
             gain = own_gain(gains, site, sublayer)
             y = self._run_sublayer(sublayer, mixer.read(state, site, norm), context, gain)
+            if isinstance(y, tuple):
+                y, values = y
+                context = replace(context, first_values=values)
             if sources is not None:
                 sources.append(y)
             state = mixer.write(state, site, y) if gain is None else mixer.write(state, site, y, scaled=True)
         return mixer.finish(state, self.final_norm, **({} if last is None else {"last": last}))
 
-    def _run_sublayer(self, sublayer: nn.Module, h: Read, context: Context, gain: Tensor | None) -> Tensor:
+    def _run_sublayer(self, sublayer: nn.Module, h: Read, context: Context, gain: Tensor | None) -> Any:
         return sublayer(h, context, gain)
 
     def _reset_blocks(self) -> None:
@@ -173,6 +177,9 @@ class Blocks(nn.Module):
                 init_matrix(module, *((self.mixer.n_sites, self.config.output_scale) if out else ()))
             elif isinstance(module, RMSNorm) and module.weight is not None:
                 nn.init.ones_(module.weight)
+        for module in self.modules():
+            if isinstance(module, ValueMixing):
+                module.reset_parameters()
 
     def parameter_counts(self) -> dict[str, int]:
         """Count the parameters by part.
@@ -205,7 +212,15 @@ class Blocks(nn.Module):
 
 def _attention(c: Sizes, block: int) -> Attention:
     eps = c.norm_eps if c.qk_norm else None
-    return Attention(block, c.dim, c.n_heads, c.n_kv_heads, c.head_dim, eps, c.qk_gain)
+    return Attention(block, c.dim, c.n_heads, c.n_kv_heads, c.head_dim, eps, c.qk_gain, **_values(c, block))
+
+
+def _values(c: Any, block: int) -> dict[str, Any]:
+    """Return what a model's attention is given for its values; nothing unless the model mixes values over depth."""
+    residual, embeddings = getattr(c, "value_residual", "off"), getattr(c, "value_embeddings", False)
+    size = c.vocab_size if embeddings else None
+    values = value_mixing(block, c.n_blocks, c.dim, c.n_kv_heads, c.head_dim, residual, size)
+    return {"values": values, "gives_values": residual != "off" and block == 0}
 
 
 def _mlp(c: Sizes) -> Mlp:

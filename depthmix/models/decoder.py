@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import copy
 import math
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from depthmix.models.blocks import Blocks, as_autocast, complete_sizes
 from depthmix.models.cache import KVCache
 from depthmix.models.exchange import ARCHITECTURE, FIELDS, MODEL_TYPE, auto_map, code
 from depthmix.models.layers import Context, MlpKind, Rotary, causal_mask, last_tokens
+from depthmix.models.value_mixing import ValueResidual
 from depthmix.names import DEFAULT_MIXER
 
 # Standard deviation of the initial head, and by default of the initial embedding.
@@ -49,6 +50,10 @@ class DecoderConfig:
     output_scale: float = 1.0
     # Scale each norm's eps by the square of the read's initial share of the plain stream (retrofitted models need it).
     plain_eps: bool = False
+    # Later blocks mix the values of block 0 with theirs (value_mixing.py): all of them, or the last three eighths.
+    value_residual: ValueResidual = "off"
+    # Every second block, from the last one down, adds an embedding of the token to its values.
+    value_embeddings: bool = False
     mixer: str = DEFAULT_MIXER
     mixer_options: dict[str, Any] = field(default_factory=dict)
 
@@ -58,6 +63,10 @@ class DecoderConfig:
             raise ValueError(f"head_dim must be even for rotary positions, got {self.head_dim}")
         if not (isinstance(self.embedding_std, (int, float)) and 0 < self.embedding_std < math.inf):
             raise ValueError(f"embedding_std must be a positive number, got {self.embedding_std!r}")
+        if self.value_residual not in get_args(ValueResidual):
+            raise ValueError(f"value_residual must be 'off', 'learnable' or 'sparse', got {self.value_residual!r}")
+        if not isinstance(self.value_embeddings, bool):
+            raise ValueError(f"value_embeddings must be True or False, got {self.value_embeddings!r}")
 
 
 class Backbone(Blocks):
@@ -65,6 +74,7 @@ class Backbone(Blocks):
 
     def _build(self, config: DecoderConfig) -> None:
         self._build_mixer(config)
+        self.value_embeddings = config.value_embeddings
         self.embedding = nn.Embedding(config.vocab_size, config.dim)
         self.rotary = Rotary(config.head_dim, config.rope_theta)
         self._build_blocks(config)
@@ -105,6 +115,18 @@ class Backbone(Blocks):
             got = f"{input_ids.dtype} of shape {list(input_ids.shape)}"
             raise ValueError(f"forward: expected token ids, integers of shape [batch, tokens], got {got}")
         return as_autocast(self.embedding(input_ids) if inputs_embeds is None else inputs_embeds)
+
+    def with_ids(self, context: Context, ids: Tensor | None) -> Context:
+        """Return the context with token ids where value embeddings look them up.
+
+        Raises:
+            ValueError: The model has value embeddings, and there are no ids.
+        """
+        if not self.value_embeddings:
+            return context
+        if ids is None:
+            raise ValueError("forward: value embeddings need input_ids, and only inputs_embeds are given")
+        return replace(context, token_ids=ids)
 
 
 def token_positions(mask: Tensor | None, past: Any, length: int, device: torch.device) -> Tensor:
@@ -173,7 +195,8 @@ class Decoder(Backbone):
             ValueError: An input has another shape or dtype.
         """
         x = self.embed(input_ids, inputs_embeds)  # [B, T, D]
-        hidden = self.through_blocks(x, self._context(x, attention_mask, position_ids, cache))
+        context = self.with_ids(self._context(x, attention_mask, position_ids, cache), input_ids)
+        hidden = self.through_blocks(x, context)
         return self.head(hidden[:, -logits_to_keep:])
 
     def _context(self, x: Tensor, mask: Tensor | None, positions: Tensor | None, cache: Any) -> Context:

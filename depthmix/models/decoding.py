@@ -110,7 +110,7 @@ class Decoding:
             cos, sin = (t[:, :, past : past + tokens] for t in (self.cos, self.sin))
             mask = last_tokens(tokens, past + tokens)
         x, context = self.model.embed(ids, None), Context(cos, sin, mask, self.cache)
-        return self.model.through_blocks(x, context, last=1)
+        return self.model.through_blocks(x, self.model.with_ids(context, ids), last=1)
 
     def _step(self) -> Tensor:
         logits = self.model.head(self._through_blocks(self.ids)[:, -1])

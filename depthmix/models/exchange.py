@@ -30,6 +30,8 @@ FIELDS = {
     "embedding_std": "initializer_range",
     "output_scale": "output_scale",
     "plain_eps": "plain_eps",
+    "value_residual": "value_residual",
+    "value_embeddings": "value_embeddings",
     "mixer": "mixer",
     "mixer_options": "mixer_options",
 }

@@ -13,6 +13,7 @@ from torch.nn import functional
 from depthmix.mixers.base import Read
 from depthmix.models.cache import StaticKVCache
 from depthmix.models.projections import project, project_out
+from depthmix.models.value_mixing import ValueMixing
 from depthmix.ops.norm import RMSNorm
 from depthmix.ops.sublayer.op import activate
 
@@ -56,9 +57,12 @@ class Attention(nn.Module):
         head_dim: int,
         qk_norm_eps: float | None,
         qk_gain: bool = True,
+        values: ValueMixing | None = None,
+        gives_values: bool = False,
     ) -> None:
+        """Build the projections. gives_values: `forward` returns (output, values) for later blocks to mix with theirs."""
         super().__init__()
-        self.head_dim = head_dim
+        self.head_dim, self.gives_values = head_dim, gives_values
         # Attributes that Hugging Face's caches and attention functions read.
         self.layer_idx, self.num_key_value_groups = block, n_heads // n_kv_heads
         self.scaling, self.is_causal = head_dim**-0.5, True
@@ -71,8 +75,9 @@ class Attention(nn.Module):
             None if qk_norm_eps is None else RMSNorm(head_dim, eps=qk_norm_eps, elementwise_affine=qk_gain)
             for _ in range(2)
         )
+        self.values = values
 
-    def forward(self, h: Read, context: Context, gain: Tensor | None = None) -> Tensor:
+    def forward(self, h: Read, context: Context, gain: Tensor | None = None) -> Any:
         ways = h if isinstance(h, tuple) else (h,)
         h_q, h_v = ways[0], ways[-1]
         if len(ways) == 1:
@@ -82,6 +87,9 @@ class Attention(nn.Module):
         else:
             projected = self.q_proj(h_q), self.k_proj(ways[1]), self.v_proj(h_v)
         q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in projected)  # [B, T, heads, d]; k, v: kv heads
+        own_values = v
+        if self.values is not None:
+            v = self.values(v, h_v, context.first_values, context.token_ids)
         stored = context.cache.take(self, q, k, v, context) if isinstance(context.cache, StaticKVCache) else None
         if stored is None:
             v = v.transpose(1, 2)
@@ -93,7 +101,8 @@ class Attention(nn.Module):
                 k, v = context.cache.update(k, v, self.layer_idx)
         else:
             q, k, v = stored
-        return project_out(context.attend(self, q, k, v, context).flatten(2), self.out_proj, gain)
+        y = project_out(context.attend(self, q, k, v, context).flatten(2), self.out_proj, gain)
+        return (y, own_values) if self.gives_values else y
 
 
 def scaled_dot_product(attention: Attention, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
@@ -143,6 +152,9 @@ class Context:
     mask: Any
     cache: Any  # a Hugging Face Cache, or None
     attend: Callable[[Attention, Tensor, Tensor, Tensor, Context], Tensor] = scaled_dot_product
+    # For value embeddings, token ids [B, T]; for value residuals, what block 0 projected [B, T, kv heads, d].
+    token_ids: Tensor | None = None
+    first_values: Tensor | None = None
 
     @property
     def causal(self) -> bool:
@@ -152,7 +164,7 @@ class Context:
 
     def to(self, device: Any, non_blocking: bool = False) -> Context:
         """Return the context with its tensors on a device: accelerate moves by this method what a module is called with."""
-        tensors = {name: getattr(self, name) for name in ("cos", "sin", "mask")}
+        tensors = {name: getattr(self, name) for name in ("cos", "sin", "mask", "token_ids", "first_values")}
         moved = {n: t.to(device, non_blocking=non_blocking) for n, t in tensors.items() if hasattr(t, "to")}
         return replace(self, **moved)
 

@@ -137,6 +137,10 @@ class Layout:
                 raise UserError(f"parallel: {name} divides the sequences of text: use dp or shard for images")
         if self.cp > 1:
             self._check_context_parallel(config)
+        mixes_values = isinstance(model, DecoderConfig) and (model.value_residual != "off" or model.value_embeddings)
+        if mixes_values and (self.tp > 1 or self.pp > 1):
+            what = "value_residual and value_embeddings need every head's values and the token ids in every block"
+            raise UserError(f"parallel: {what}, which tp and pp divide: use dp, shard or cp")
         if isinstance(model, DecoderConfig) and self.tp > 1:
             self._check_tensor_parallel(config, model)
         if self.pp > 1:

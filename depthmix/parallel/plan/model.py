@@ -8,6 +8,7 @@ import torch
 
 from depthmix.mixers import Mixer, create_mixer
 from depthmix.models import DecoderConfig
+from depthmix.models.value_mixing import value_mixing
 from depthmix.parallel.plan.costs import Published, Traffic, costs_of
 
 # Multiples of the size of bf16 logits that are kept and moved, including the head's products. Kept are the logits and their
@@ -61,7 +62,9 @@ class Counts:
         """Count the FLOPs per token, forward and backward: of products with parameters, and of causal attention."""
         c = self.config
         attention = 2 * seq_len * c.n_heads * c.head_dim * c.n_blocks
-        return 6 * (self.active - (0 if c.tie_embeddings else self.parameters["embedding"])), 3.5 * attention
+        tables = (c.n_blocks + 1) // 2 * c.vocab_size * c.n_kv_heads * c.head_dim if c.value_embeddings else 0
+        looked_up = tables + (0 if c.tie_embeddings else self.parameters["embedding"])
+        return 6 * (self.active - looked_up), 3.5 * attention
 
     def useful_flops(self, seq_len: int) -> float:
         """Count the FLOPs per token for MFU, which leaves out the scores that attention's backward computes again."""
@@ -75,7 +78,7 @@ def parts_of(config: DecoderConfig, mixer: Mixer) -> dict[str, int]:
     q, kv = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
     parts = {
         "embedding": c.vocab_size * c.dim,
-        "attention": c.n_blocks * (2 * c.dim * (q + kv) + 2 * c.head_dim * c.qk_norm),
+        "attention": c.n_blocks * (2 * c.dim * (q + kv) + 2 * c.head_dim * c.qk_norm) + _value_parameters(c),
         "mlp": c.n_blocks * c.dim * c.mlp_dim * (3 if c.mlp == "swiglu" else 2),
         "norms": c.dim * (sum(ways) + 1),
         "mixer": sum(p.numel() for p in mixer.parameters()),
@@ -83,6 +86,17 @@ def parts_of(config: DecoderConfig, mixer: Mixer) -> dict[str, int]:
     }
     added = parts["mixer"] + c.dim * (sum(ways) - len(ways))
     return {**parts, "total": sum(parts.values()), "added_by_mixer": added}
+
+
+def _value_parameters(config: DecoderConfig) -> int:
+    """Count the parameters of value residuals and value embeddings."""
+    c, total = config, 0
+    with torch.device("meta"):
+        for block in range(c.n_blocks):
+            size = c.vocab_size if c.value_embeddings else None
+            mixing = value_mixing(block, c.n_blocks, c.dim, c.n_kv_heads, c.head_dim, c.value_residual, size)
+            total += 0 if mixing is None else sum(p.numel() for p in mixing.parameters())
+    return total
 
 
 def count(config: DecoderConfig, total: float | None = None, active: float | None = None) -> Counts:
