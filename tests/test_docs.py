@@ -15,7 +15,7 @@ from harness import MIXERS, Sublayers, embedding, run_stack
 from project import ROOT, code_blocks
 
 # Pages that are made when the site is built (tools/site_hooks.py).
-MADE = ("changelog.md", "reference/command-line.md")
+MADE = ("changelog.md", "guides/first-steps.md", "reference/command-line.md")
 PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",

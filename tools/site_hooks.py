@@ -1,4 +1,4 @@
-"""Hooks of mkdocs: tables and the page of commands (site_tables.py), and pages for files beside docs/.
+"""Hooks of mkdocs: tables and the page of commands (site_tables.py), the notebook, and pages for files beside docs/.
 
 The documentation links to examples, recipes and results beside docs/. A site has no files beside it, so each linked file becomes a
 page under repository/. Folders, and files that only such a page links to, keep their words and lose the link. CHANGELOG.md is
@@ -7,6 +7,7 @@ changelog.md on the site. The search leaves these pages out.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from pathlib import Path
@@ -18,6 +19,7 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).resolve().parents[1]
 
 CHANGELOG, COMMANDS = "CHANGELOG.md", "reference/command-line.md"
+NOTEBOOK, FIRST_STEPS = "examples/notebooks/first_steps.ipynb", "guides/first-steps.md"
 IMAGE = re.compile(r"!\[([^\[\]]*)\]\(([^()\s#]+)()\)")
 LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^()\s#]+)(#[^()\s]*)?\)")
 CODE = re.compile(r"^(```|~~~).*?^\1", re.M | re.S)
@@ -49,6 +51,7 @@ def on_files(files: Files, config: Any) -> Files:
         else:
             files.append(File.generated(config, uri, abs_src_path=str(ROOT / path)))
     files.append(File.generated(config, COMMANDS, content=relink(commands, f"docs/{COMMANDS}", COMMANDS, known)))
+    files.append(File.generated(config, FIRST_STEPS, content=notebook()))
     config["pages_of_files"] = known
     return files
 
@@ -58,6 +61,16 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
     if page.file.generated_by:
         return markdown
     return relink(site_tables.fill(markdown), f"docs/{page.file.src_uri}", page.file.src_uri, config["pages_of_files"])
+
+
+def notebook() -> str:
+    """Return the notebook as a page, without what its cells printed."""
+    parts = []
+    for cell in json.loads((ROOT / NOTEBOOK).read_text())["cells"]:
+        text = "".join(cell["source"])
+        parts.append(text if cell["cell_type"] == "markdown" else f"```python\n{text}\n```")
+    title, *rest = parts
+    return "\n\n".join([title, f"This page is the notebook `{NOTEBOOK}`.", *rest]) + "\n"
 
 
 def linked(markdown: str, source: str) -> list[str]:
