@@ -2,14 +2,14 @@
 
 A page has a line `<!-- table: NAME ARGUMENTS -->`; tools/site_hooks.py puts the table there when the site is built.
 
-    options RULE         the options of a rule, from the registry
     recipes              the files in recipes/, with the first sentence of each
     steps 54m            training steps, from benchmarks/results; also `steps wide` and `steps cpu`
     stacks               reads of a whole stack beside other packages' kernels
     peers                whole rules beside other packages
     bandwidth            share of a copy's bandwidth that each kernel reaches
 
-`command_line()` is a page of its own, from the argument parsers.
+On the page of rules, tables with the head `| option | meaning |` get two columns more: what a rule's options accept, and their
+defaults. `command_line()` is a page of its own, from the argument parsers.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 MARK = re.compile(r"^<!-- table: ([\w =:,.-]+) -->$", re.M)
+SECTION = re.compile(r"^## (\w+).*?(?=^## |\Z)", re.M | re.S)
+OPTIONS = re.compile(r"^\| option \| meaning \|\n\|---\|---\|\n((?:\|.*\n)+)", re.M)
 Row = dict[str, str]
 
 # Files of steps, oldest first: a rule's row is of the newest file that has the rule.
@@ -69,14 +71,13 @@ PEERS = (
 
 
 def fill(markdown: str) -> str:
-    """Replace each mark of a page by its table."""
-    return MARK.sub(lambda match: make(*match[1].split()), markdown)
+    """Replace each mark of a page by its table, and complete tables of options."""
+    return SECTION.sub(complete_options, MARK.sub(lambda match: make(*match[1].split()), markdown))
 
 
 def make(kind: str, *words: str) -> str:
     """Return the table that a mark names."""
     makers = {
-        "options": options,
         "recipes": recipes,
         "steps": steps,
         "stacks": stacks,
@@ -96,17 +97,19 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], numbers: int | Non
 # The program
 
 
-def options(rule: str) -> str:
-    """Return a rule's options, with what each accepts and its default."""
+def complete_options(section: re.Match[str]) -> str:
+    """Return a rule's section, its table of options with what each accepts and its default, from the registry."""
     from depthmix.mixers import mixer_class
 
-    found = mixer_class(rule).options.values()
-    if not found:
-        return "No options."
-    return table(
-        ("option", "values", "default"),
-        ((f"`{o.name}`", words(o.describe()), f"`{o.default}`") for o in found),
-    )
+    def complete(found: re.Match[str]) -> str:
+        known = mixer_class(section[1]).options
+        meanings = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", found[1], re.M))
+        if list(meanings) != list(known):
+            raise ValueError(f"{section[1]}: the page has the options {list(meanings)}, the rule {list(known)}")
+        rows = ((f"`{o.name}`", words(o.describe()), f"`{o.default}`", meanings[o.name]) for o in known.values())
+        return table(("option", "values", "default", "meaning"), rows) + "\n"
+
+    return OPTIONS.sub(complete, section[0])
 
 
 def words(text: str) -> str:
