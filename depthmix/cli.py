@@ -29,7 +29,7 @@ from depthmix.config import (
     StudyConfig,
     TrainConfig,
 )
-from depthmix.errors import DATA, DISK, DIVERGED, INTERNAL, INTERRUPTED, PIPE, USAGE, UserError
+from depthmix.errors import DATA, DISK, INTERNAL, INTERRUPTED, PIPE, USAGE, UserError
 from depthmix.files import remedy
 from depthmix.names import DEFAULT_MIXER, install_command
 from depthmix.shown import shorten
@@ -169,10 +169,6 @@ def run_train(config: TrainConfig) -> None:
 
     folder = train(options_apart("train", config))
     result = folder.read_result()
-    loss = result["val_loss"]
-    if loss is None:  # not finite: older versions let a run end so
-        what = f"the run in {folder.path} ended in a loss that is not a number"
-        raise UserError(f"{what}: its weights are not usable; start again in another folder, with a lower lr", DIVERGED)
     if this_rank():
         return
     if "accuracy" in result:
@@ -181,7 +177,7 @@ def run_train(config: TrainConfig) -> None:
         from depthmix.train.evaluate import describe_learnt
 
         learnt = describe_learnt(result["perplexity"], result["bits_per_byte"])
-    print(f"validation loss {loss:.4f}, {learnt}; run in {folder.path}")
+    print(f"validation loss {result['val_loss']:.4f}, {learnt}; run in {folder.path}")
 
 
 def run_compare(config: CompareConfig) -> None:
@@ -204,10 +200,10 @@ def run_report(config: ReportConfig) -> None:
 
 
 def run_plan(config: PlanConfig) -> None:
+    from depthmix.compare.arms import Arm, options_apart, parse_arms
     from depthmix.mixers import list_mixers
     from depthmix.parallel.plan.figure import check_path, draw
     from depthmix.parallel.plan.plan import plan
-    from depthmix.compare.arms import Arm, options_apart, parse_arms
 
     if config.figure:
         check_path(config.figure)
@@ -248,15 +244,15 @@ def run_inspect(config: InspectConfig) -> None:
 
 
 def run_explore(config: ExploreConfig) -> None:
-    from depthmix.report.serve import explore
     from depthmix.compare.report import explored
+    from depthmix.report.serve import explore
 
     explore(config, explored)
 
 
 def run_retrofit(config: RetrofitConfig) -> None:
-    from depthmix.runs.retrofit import retrofit_folder
     from depthmix.compare.arms import options_apart
+    from depthmix.runs.retrofit import retrofit_folder
 
     print(retrofit_folder(options_apart("retrofit", config)))
 

@@ -25,7 +25,7 @@ from depthmix.errors import CHECKPOINT, UserError
 from depthmix.files import file_sha256, reading
 from depthmix.mixers.defaults import all_options
 from depthmix.runs.checkpoint import Checkpoint, is_sound, latest_checkpoint, list_checkpoints, read_state_alone
-from depthmix.runs.folder import DATA_META, METRICS, RECIPE, TOKENIZER, RunFolder, check_options
+from depthmix.runs.folder import DATA_META, METRICS, RECIPE, TOKENIZER, RunFolder, check_options, with_all_options
 from depthmix.schedule import first_changed_step
 
 KEPT = (DATA_META, TOKENIZER)  # files that do not change once a run has begun
@@ -215,8 +215,4 @@ def _only_has_more_steps(current: dict[str, Any], trained_with: dict[str, Any], 
 def _filled_in(recipe: Mapping[str, Any]) -> dict[str, Any]:
     """Fill in the defaults of options that the recipe's version did not have."""
     values = {name: recipe.get(name, default) for name, default in dataclasses.asdict(TrainConfig()).items()}
-    options = values["mixer_options"]
-    return {
-        **values,
-        "mixer_options": all_options(str(values["mixer"]), options) if isinstance(options, dict) else options,
-    }
+    return with_all_options(values)

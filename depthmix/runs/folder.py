@@ -73,7 +73,7 @@ class RunFolder:
             with writing(self.checkpoints):
                 self.checkpoints.mkdir(exist_ok=True)
             self._write_environment(command, config)
-            self._write_recipe(_spelt_out(dataclasses.asdict(config)))
+            self._write_recipe(with_all_options(dataclasses.asdict(config)))
         with suppress(OSError):
             sync_folder(self.path.parent)
         return self
@@ -114,7 +114,7 @@ class RunFolder:
         if not begun:
             return cls.create(path, config, command)
         self = cls.open(path)
-        requested, recorded = _plain(_spelt_out(dataclasses.asdict(config))), _spelt_out(self.read_recipe())
+        requested, recorded = _plain(with_all_options(dataclasses.asdict(config))), with_all_options(self.read_recipe())
         check_options(self, recorded, requested)
         defaults = {
             f.name: f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
@@ -232,7 +232,7 @@ class RunFolder:
         """
         for name, last in ((METRICS, step), (SPEED, step), (DYNAMICS, step - 1)):
             path = self.path / name
-            *lines, torn = self._read_bytes(path).split(b"\n")
+            *lines, torn = self.read_file(name).split(b"\n")
             kept = 0
             for number, line in enumerate(lines, 1):
                 # After a power failure, what was not synced may read as zeros; what a checkpoint needs was synced.
@@ -260,9 +260,7 @@ class RunFolder:
 
     def has_begun(self) -> bool:
         """Tell whether another recipe would lose anything: a line of metrics, a checkpoint or a result."""
-        return bool(
-            self.has_result() or b"\n" in self._read_bytes(self.path / METRICS) or list_checkpoints(self.checkpoints)
-        )
+        return bool(self.has_result() or b"\n" in self.read_file(METRICS) or list_checkpoints(self.checkpoints))
 
     def has_result(self) -> bool:
         """Tell whether the run has finished."""
@@ -301,7 +299,7 @@ class RunFolder:
             raise UserError(f"Reading a run needs the package yaml: {install_command('train')}.") from None
 
         path = self.path / RECIPE
-        raw = self._read_bytes(path)
+        raw = self.read_file(RECIPE)
         if not raw:
             raise UserError(f"{path} is missing or empty: {self.path} is not a run folder.", CHECKPOINT)
         try:
@@ -323,7 +321,7 @@ class RunFolder:
                 wanted = source.read_bytes()
             except OSError as error:
                 raise UserError(f"Cannot read {source}: {reason(error, source)}.", DATA) from error
-            kept = self._read_bytes(self.path / name)
+            kept = self.read_file(name)
             if kept and kept != wanted and self.has_begun():
                 advice = "use the data of then, or another folder"
                 raise UserError(f"{source} is not {what} this run began with ({self.path / name}); {advice}.", DATA)
@@ -375,7 +373,7 @@ class RunFolder:
         if not candidates:
             tried = " and ".join(dict.fromkeys(map(str, near))) + (f", and {data} above the run" if above else "")
             raise UserError(f"The data of {self.path} is not there any more: tried {tried}; use --input.", DATA)
-        if not self._read_bytes(self.path / DATA_META):
+        if not self.read_file(DATA_META):
             return candidates[0]  # nothing identifies the data of the run
         kept = self.data_meta()
         if not kept:
@@ -440,18 +438,16 @@ class RunFolder:
 
     def _read_records(self, name: str) -> list[dict[str, Any]]:
         path = self.path / name
-        lines = self._read_bytes(path).split(b"\n")[:-1]  # drops a torn last line
+        lines = self.read_file(name).split(b"\n")[:-1]  # drops a torn last line
         return [_record(path, number, line) for number, line in enumerate(lines, 1)]
 
     def _find_object(self, name: str) -> dict[str, Any]:
         """Return the content of an optional JSON file; empty if it is missing or damaged."""
-        return parse_json_object(self._read_bytes(self.path / name))
+        return parse_json_object(self.read_file(name))
 
     def read_file(self, name: str) -> bytes:
         """Return the content of a file in the folder; empty if it does not exist."""
-        return self._read_bytes(self.path / name)
-
-    def _read_bytes(self, path: Path) -> bytes:
+        path = self.path / name
         with reading(path):
             return path.read_bytes() if path.exists() else b""
 
@@ -504,7 +500,7 @@ def _plain(recipe: dict[str, Any]) -> dict[str, Any]:
     return yaml.safe_load(yaml.safe_dump(recipe, allow_unicode=True))
 
 
-def _spelt_out(recipe: dict[str, Any]) -> dict[str, Any]:
+def with_all_options(recipe: dict[str, Any]) -> dict[str, Any]:
     """Fill in every option of a recipe's mixer, including options that later versions added."""
     options = recipe.get("mixer_options")
     if not isinstance(options, dict):

@@ -25,7 +25,7 @@ from depthmix.mixers.defaults import all_options
 from depthmix.models import DecoderConfig
 from depthmix.models.exchange import BASE, CODE, FIELDS, HEAD, MODEL_TYPE
 from depthmix.runs.checkpoint import MODEL
-from depthmix.runs.folder import CHECKPOINTS, RECIPE
+from depthmix.runs.folder import CHECKPOINTS, RECIPE, with_all_options
 
 CONFIG, GENERATION, TOKENIZER_CONFIG = "config.json", "generation_config.json", "tokenizer_config.json"
 INDEX = f"{MODEL}.index.json"
@@ -71,11 +71,9 @@ def describe_run(run: Path, checkpoint: Path, model: Any, seq_len: int, end: int
 
 def _spelt_out(described: dict[str, Any]) -> dict[str, Any]:
     """Fill in every option of the mixer, since a later version's defaults may differ."""
-    if "mixer_options" in described:
-        return {**described, "mixer_options": all_options(described["mixer"], described["mixer_options"])}
     if isinstance(rule := described.get("depthmix"), dict):  # a retrofitted model
         return {**described, "depthmix": {**rule, "options": all_options(rule["mixer"], rule["options"])}}
-    return described
+    return with_all_options(described)
 
 
 @dataclass
