@@ -7,7 +7,7 @@ import pytest
 
 from depthmix.cli import main
 from depthmix.errors import CHECKPOINT, USAGE
-from depthmix.mixers import base
+from depthmix.mixers import registry
 from project import ROOT, code_blocks
 from test_commands import small
 
@@ -17,7 +17,7 @@ PAGE = ROOT / "docs" / "guides" / "own-rule.md"
 @pytest.fixture(autouse=True)
 def place(tmp_path, monkeypatch):
     """A folder with the page's file, in a process that does not know it yet."""
-    monkeypatch.setattr(base, "_MIXERS", dict(base._MIXERS))
+    monkeypatch.setattr(registry, "_MIXERS", dict(registry._MIXERS))
     (tmp_path / "fading.py").write_text(code_blocks(PAGE)[0])
     (tmp_path / "corpora" / "sotu").mkdir(parents=True)
     for text in sorted((ROOT / "corpora" / "sotu").glob("*.txt"))[:3]:  # a newcomer's has all
@@ -59,7 +59,7 @@ def test_without_the_file_or_with_another(place, line, code, words, capsys):
         train = "train --data data --out runs/fading --mixer fading --modules fading.py"
         assert main(["data", "--input", "corpora/sotu", "--out", "data", "--vocab-size", "300"]) == 0
         assert main(small(f"depthmix {train}")) == 0
-        base._MIXERS.pop("fading")
+        registry._MIXERS.pop("fading")
     (place / "taken.py").write_text(code_blocks(PAGE)[0].replace('"fading"', '"dca"'))
     (place / "broken.py").write_text("1 / 0")
     capsys.readouterr()

@@ -15,7 +15,7 @@ x_{s+1} = a_s x_s + y_s
 import torch
 from torch import Tensor, nn
 
-from depthmix.mixers.base import register
+from depthmix.mixers.registry import register
 from depthmix.mixers.one_stream import OneStream
 from depthmix.mixers.state import StreamState
 from depthmix.ops.precision import compute_dtype

@@ -11,15 +11,15 @@ from torch import nn
 
 from depthmix.api.owned_folder import OwnedFolder
 from depthmix.api.tables import as_table, to_html
-from depthmix.device import choose_device
-from depthmix.errors import CHECKPOINT, UserError
-from depthmix.names import nearest
-from depthmix.runs.restore import load_model
 from depthmix.compare.arms import parse_arm
 from depthmix.compare.compare import Comparison
 from depthmix.compare.rows import Row, Run
 from depthmix.compare.table import cells, to_text
 from depthmix.compare.verdict import verdict
+from depthmix.device import choose_device
+from depthmix.errors import CHECKPOINT, UserError
+from depthmix.names import nearest
+from depthmix.runs.restore import load_model
 
 
 class LazyModels(Mapping[int, nn.Module]):

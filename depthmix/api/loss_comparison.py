@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from depthmix.api.tables import as_table, to_html
-from depthmix.names import nearest
 from depthmix.compare.rows import Row, Run, make_rows
 from depthmix.compare.table import AGAINST, VAL_LOSS, Column, cells, lines_of
 from depthmix.compare.verdict import verdict
+from depthmix.names import nearest
 
 COLUMNS = (
     Column(lambda first: "loss", VAL_LOSS.cell),

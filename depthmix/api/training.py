@@ -7,10 +7,10 @@ import os
 
 from depthmix.api.interruption import as_keyboard_interrupt
 from depthmix.api.prepared_data import as_folder
+from depthmix.compare.arms import options_apart
 from depthmix.config import TrainConfig
 from depthmix.errors import UserError
 from depthmix.runs.folder import RunFolder
-from depthmix.compare.arms import options_apart
 from depthmix.train import loop
 from depthmix.train.events import OnStep
 

@@ -12,11 +12,11 @@ from typing import Any, TypeVar
 
 import torch
 
+from depthmix.compare.same import same_mechanism
 from depthmix.config import PlanConfig, RetrofitConfig, TrainConfig
 from depthmix.errors import UserError
 from depthmix.mixers import OptionError, create_mixer, mixer_class
 from depthmix.mixers.options import check_options, nearest, parse_value
-from depthmix.compare.same import same_mechanism
 
 WithMixer = TypeVar("WithMixer", TrainConfig, PlanConfig, RetrofitConfig)
 

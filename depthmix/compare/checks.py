@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 
+from depthmix.compare.pieces import Piece
+from depthmix.compare.recipe import Study
+from depthmix.compare.records import Records
 from depthmix.data.dataset import TokenData
 from depthmix.data.images import ImageData
 from depthmix.errors import CHECKPOINT, USAGE, UserError
 from depthmix.mixers import OptionError, create_mixer
 from depthmix.runs.code_checksums import accepted, code_of, differences
-from depthmix.compare.pieces import Piece
-from depthmix.compare.recipe import Study
-from depthmix.compare.records import Records
 
 # Options that no final number depends on, or that the rest of a record says.
 FREE = {"data", "out", "seed", "quiet", "device", "tensorboard", "wandb", "keep", "save_every", "log_every"}

@@ -9,15 +9,6 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from depthmix.config import CompareConfig, InspectConfig, TrainConfig
-from depthmix.device import choose_device, release_memory
-from depthmix.errors import CHECKPOINT, DISK, DIVERGED, UserError
-from depthmix.files import check_above, write_text
-from depthmix.ownership import check_foreign_files, check_new_folder
-from depthmix.report.measure import measured, opening_text
-from depthmix.report.page import load as load_plotly
-from depthmix.report.page import make_page
-from depthmix.runs.folder import RunFolder
 from depthmix.compare.arms import Arm
 from depthmix.compare.compare_code import CodeCheck, check_code, read_acceptances
 from depthmix.compare.costs import at_step_times, cost_note, doubts
@@ -37,6 +28,15 @@ from depthmix.compare.saved import (
 from depthmix.compare.step_times import measured_step_times, turns_are_cheap
 from depthmix.compare.table import print_table, to_csv, to_markdown
 from depthmix.compare.verdict import verdict
+from depthmix.config import CompareConfig, InspectConfig, TrainConfig
+from depthmix.device import choose_device, release_memory
+from depthmix.errors import CHECKPOINT, DISK, DIVERGED, UserError
+from depthmix.files import check_above, write_text
+from depthmix.ownership import check_foreign_files, check_new_folder
+from depthmix.report.measure import measured, opening_text
+from depthmix.report.page import load as load_plotly
+from depthmix.report.page import make_page
+from depthmix.runs.folder import RunFolder
 from depthmix.train.events import OnStep
 from depthmix.values import typed
 

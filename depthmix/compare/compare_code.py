@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from depthmix.compare.arms import Arm
+from depthmix.compare.plan import is_finished
 from depthmix.config import TrainConfig
 from depthmix.data.dataset import read_meta
 from depthmix.errors import CHECKPOINT, UserError
 from depthmix.runs.code_checksums import accepted, code_of, differences
 from depthmix.runs.code_record import read_code
 from depthmix.runs.folder import RunFolder
-from depthmix.compare.arms import Arm
-from depthmix.compare.plan import is_finished
 
 
 @dataclass

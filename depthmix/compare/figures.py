@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from depthmix.files import write_file, writing
-from depthmix.ownership import DRAWN
 from depthmix.compare.rows import Run
 from depthmix.compare.table import human
+from depthmix.files import write_file, writing
+from depthmix.ownership import DRAWN
 
 MISSING = "No figures: matplotlib is not installed (pip install matplotlib), everything else is complete."
 INK, PAPER = "#1f2428", "#ffffff"  # text, axes and the first arm; the background

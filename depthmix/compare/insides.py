@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from depthmix.report.inside import largest, names_of, of_way, square, way_names
 from depthmix.compare.figures import COLOURS, DASHES, INK, MISSING, load, save_figure
+from depthmix.report.inside import largest, names_of, of_way, square, way_names
 
 Document = Mapping[str, Any]
 MAP, OVER_DEPTH = "depth-map", "over-depth"

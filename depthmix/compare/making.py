@@ -9,12 +9,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from depthmix.compare.checks import plain_config
+from depthmix.compare.pieces import Piece
 from depthmix.data.dataset import TokenData
 from depthmix.data.images import ImageData
 from depthmix.errors import DIVERGED, UserError
 from depthmix.runs.code_checksums import code_id, code_of
-from depthmix.compare.checks import plain_config
-from depthmix.compare.pieces import Piece
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import Any
 
 import depthmix
 from depthmix.errors import UserError
-from depthmix.mixers import Mixer, OptionError, base
+from depthmix.mixers import Mixer, OptionError, registry
 
 _loaded: dict[Path, dict[str, type[Mixer]]] = {}  # by file: what it registers
 
@@ -31,7 +31,7 @@ def load_modules(folder: Path, said: Any, source: str) -> list[Path]:
             other = "another" if names.count(name) > 1 else "a file of the package"
             raise UserError(f"{source}, {name} is called like {other}; rename it")
     for file in files:
-        base._MIXERS.update(_loaded[file] if file in _loaded else _load(file, source))
+        registry._MIXERS.update(_loaded[file] if file in _loaded else _load(file, source))
     return files
 
 
@@ -47,7 +47,7 @@ def _files(folder: Path, text: str, source: str) -> list[Path]:
 
 def _load(file: Path, source: str) -> dict[str, type[Mixer]]:
     """What a file registers."""
-    before = dict(base._MIXERS)
+    before = dict(registry._MIXERS)
     mark = hashlib.sha256(str(file).encode()).hexdigest()[:8]  # studies in two folders may have files of one name
     name = f"depthmix_study_{file.stem}_{mark}"
     spec = importlib.util.spec_from_file_location(name, file)
@@ -57,10 +57,10 @@ def _load(file: Path, source: str) -> dict[str, type[Mixer]]:
     sys.modules[name] = module  # where Python looks for the source of its classes
     try:
         spec.loader.exec_module(module)
-        found = {n: c for n, c in base._MIXERS.items() if before.get(n) is not c}
+        found = {n: c for n, c in registry._MIXERS.items() if before.get(n) is not c}
     except BaseException as error:
-        base._MIXERS.clear()
-        base._MIXERS.update(before)
+        registry._MIXERS.clear()
+        registry._MIXERS.update(before)
         del sys.modules[name]
         if isinstance(error, SystemExit):
             code = "" if error.code is None else f" with {error.code!r}"

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from depthmix.config import TrainConfig
 from depthmix.compare.recipe import Cell, Study, StudyArm
+from depthmix.config import TrainConfig
 
 FIRST_TIME = 1.5  # times what other arms take: for an arm that nobody has timed
 

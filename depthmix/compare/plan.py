@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 
+from depthmix.compare.arms import Arm, check_arms, parse_arms
 from depthmix.config import CompareConfig, TrainConfig
 from depthmix.data.images import ImageData
 from depthmix.data.prepared import open_data
 from depthmix.errors import UserError
 from depthmix.names import DEFAULT_MIXER
 from depthmix.runs.init import check_finished, settled
-from depthmix.compare.arms import Arm, check_arms, parse_arms
 
 
 def check_config(config: CompareConfig) -> list[Arm]:

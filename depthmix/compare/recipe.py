@@ -29,12 +29,12 @@ from pathlib import Path
 from typing import Any
 
 import depthmix
+from depthmix.compare.arms import Arm, parse_arm
+from depthmix.compare.modules import load_modules
 from depthmix.config import CompareConfig, TrainConfig
 from depthmix.errors import UserError
 from depthmix.names import nearest
 from depthmix.strict_yaml import read_recipe
-from depthmix.compare.arms import Arm, parse_arm
-from depthmix.compare.modules import load_modules
 from depthmix.values import coerce, is_study
 
 FOLDER = Path("recipes") / "studies"

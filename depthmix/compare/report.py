@@ -10,6 +10,14 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from depthmix.compare.arms import Arm
+from depthmix.compare.costs import at_step_times, doubts
+from depthmix.compare.figures import NAMES, curve_over_seeds, draw_figures
+from depthmix.compare.insides import MAP, OVER_DEPTH, draw_insides, file_names
+from depthmix.compare.rows import Row, Run, make_rows, read_run
+from depthmix.compare.saved import COMPARISON, fingerprint, is_time, read_json
+from depthmix.compare.table import AGAINST, COSTS, VAL_LOSS, Column, cells, human, human_time, learnt, of_images
+from depthmix.compare.verdict import footnotes, verdict
 from depthmix.config import CompareConfig, InspectConfig, ReportConfig
 from depthmix.errors import CHECKPOINT, UserError
 from depthmix.files import check_above, write_text
@@ -21,14 +29,6 @@ from depthmix.report.page import make_page
 from depthmix.runs.code_checksums import differences
 from depthmix.runs.code_record import read_code
 from depthmix.runs.folder import DATA_META, ENVIRONMENT, RunFolder
-from depthmix.compare.arms import Arm
-from depthmix.compare.costs import at_step_times, doubts
-from depthmix.compare.figures import NAMES, curve_over_seeds, draw_figures
-from depthmix.compare.insides import MAP, OVER_DEPTH, draw_insides, file_names
-from depthmix.compare.rows import Row, Run, make_rows, read_run
-from depthmix.compare.saved import COMPARISON, fingerprint, is_time, read_json
-from depthmix.compare.table import AGAINST, COSTS, VAL_LOSS, Column, cells, human, human_time, learnt, of_images
-from depthmix.compare.verdict import footnotes, verdict
 from depthmix.train.progress import phases
 
 KEPT = ("depthmix", "git_commit", "python", "torch", "cuda", "device_name", "started")  # of an environment: no paths

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from depthmix.compare.interval import half_width
 from depthmix.errors import CHECKPOINT, DIVERGED, UserError
 from depthmix.runs.agreement import check_run_files
 from depthmix.runs.folder import RunFolder, opened_result
-from depthmix.compare.interval import half_width
 
 Point = tuple[float, float, float]  # tokens or images, seconds, validation loss
 

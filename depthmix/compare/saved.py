@@ -10,12 +10,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from depthmix.compare.arms import Arm
 from depthmix.config import TrainConfig
 from depthmix.errors import CHECKPOINT, UserError
 from depthmix.files import reading
 from depthmix.mixers import OptionError, mixer_class
 from depthmix.runs.folder import DATA_META, RunFolder
-from depthmix.compare.arms import Arm
 
 COMPARISON, STEP_TIMES = "comparison.json", "step_times.json"
 # What may change between two calls for one folder, since no number in the table depends on it.

@@ -9,8 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from depthmix.files import write_text
-from depthmix.runs.code_checksums import KERNELS, changed_since
 from depthmix.compare.costs import at_step_times, cost_note, doubts
 from depthmix.compare.interval import OWN_SEEDS
 from depthmix.compare.pictures import draw_study
@@ -33,6 +31,8 @@ from depthmix.compare.table import (
     plus_minus,
 )
 from depthmix.compare.verdict import footnotes, verdict
+from depthmix.files import write_text
+from depthmix.runs.code_checksums import KERNELS, changed_since
 
 RESULTS, TABLE = "results.csv", "table.md"
 NAMES = ("arm", "domain", "size", "seed", "mixer", "steps", "tokens", "val_loss", "bits_per_byte", "parameters")

@@ -6,13 +6,13 @@ import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from depthmix.config import CompareConfig
-from depthmix.errors import CHECKPOINT, UserError
-from depthmix.files import write_text
 from depthmix.compare.arms import Arm
 from depthmix.compare.plan import run_config
 from depthmix.compare.rows import Run
 from depthmix.compare.saved import STEP_TIMES, is_time, saved_step_times
+from depthmix.config import CompareConfig
+from depthmix.errors import CHECKPOINT, UserError
+from depthmix.files import write_text
 
 
 def measured_step_times(config: CompareConfig, arms: Sequence[Arm], say: Callable[[str], None]) -> list[float]:

@@ -12,6 +12,14 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from depthmix.compare.checks import check_code, check_pieces, check_runs, data_mark
+from depthmix.compare.making import Outcome, in_words, make_run
+from depthmix.compare.pictures import DIFFERENCES, LAWS, LOSSES
+from depthmix.compare.pieces import Deadline, Piece, in_order, predicted
+from depthmix.compare.recipe import Cell, Study, StudyArm, read_study
+from depthmix.compare.records import RUNS, Records, read_records, write_records
+from depthmix.compare.sheet import RESULTS as SHEET
+from depthmix.compare.sheet import TABLE, power_lines, write_sheet
 from depthmix.config import StudyConfig, TrainConfig
 from depthmix.data.images import ImageData
 from depthmix.data.prepared import open_data
@@ -21,14 +29,6 @@ from depthmix.files import check_writable
 from depthmix.names import nearest
 from depthmix.ownership import check_foreign_files, check_new_folder
 from depthmix.runs.environment import environment
-from depthmix.compare.checks import check_code, check_pieces, check_runs, data_mark
-from depthmix.compare.making import Outcome, in_words, make_run
-from depthmix.compare.pictures import DIFFERENCES, LAWS, LOSSES
-from depthmix.compare.pieces import Deadline, Piece, in_order, predicted
-from depthmix.compare.recipe import Cell, Study, StudyArm, read_study
-from depthmix.compare.records import RUNS, Records, read_records, write_records
-from depthmix.compare.sheet import RESULTS as SHEET
-from depthmix.compare.sheet import TABLE, power_lines, write_sheet
 
 RESULTS = Path("docs") / "results"
 OUTPUTS = (SHEET, TABLE, *(f"{stem}.{ending}" for stem in (DIFFERENCES, LOSSES, LAWS) for ending in ("svg", "png")))

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from depthmix.mixers.attnres import AttnRes, AttnResState
-from depthmix.mixers.base import Norm, Read
+from depthmix.mixers.checks import Norm, Read
 from depthmix.mixers.fast_path import FastPath
 from depthmix.mixers.state import register_state
+from depthmix.ops import depth_sum
 from depthmix.ops.backend import choose
 from depthmix.ops.backward_mail import seen_from_outside
 from depthmix.ops.depth_attention.op import is_usual, why_unsupported
@@ -109,7 +110,7 @@ class AttentionTraining(FastPath):
         note = state.take_note()
         newest, tape = note if isinstance(note, KernelNote) else (note, None)
         seen = newest if tape is None else seen_from_outside(newest, OP)
-        after: TapeState = mixer.after(state, site, y if scaled else mixer.scaled(site, y), seen)
+        after: TapeState = mixer.after(state, site, y if scaled else with_gain(mixer, site, y), seen)
         after.tape = None
         if tape is not None:
             opens = site % mixer.block_size == 0
@@ -153,6 +154,11 @@ class AttentionTraining(FastPath):
         ends = [0, *(site + 1 for site in mixer.nth_several), len(u)]
         *parts, rest = u.split([b - a for a, b in itertools.pairwise(ends)])  # each ends with an attention site
         return torch.cat([*itertools.chain(*zip(parts, own.unbind(0), strict=True)), rest])
+
+
+def with_gain(mixer: AttnRes, site: int, y: Tensor) -> Tensor:
+    """Multiply an output with its gain."""
+    return y if mixer.output_gain is None else depth_sum((y,), static=mixer.gamma[site].reshape(1, 1, -1))[0]
 
 
 def why_no_kernels(mixer: AttnRes, tensors: Sequence[Tensor]) -> str | None:

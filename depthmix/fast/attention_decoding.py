@@ -16,7 +16,7 @@ from torch import Tensor
 from depthmix.fast.attention import further_before, further_rows, is_usual_rule, why_no_kernels
 from depthmix.fast.slots import SlotState
 from depthmix.mixers.attnres import AttnResState
-from depthmix.mixers.base import Norm, Read
+from depthmix.mixers.checks import Norm, Read
 from depthmix.mixers.fast_path import FastPath
 from depthmix.mixers.state import register_state
 from depthmix.ops.norm import fused_gains

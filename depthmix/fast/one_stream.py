@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from depthmix.mixers.base import Norm
+from depthmix.mixers.checks import Norm
 from depthmix.mixers.fast_path import FastPath
 from depthmix.mixers.state import State, StreamState, last_rows, register_state
 from depthmix.ops.backend import choose
 from depthmix.ops.depth_sum.op import why_unsupported
 from depthmix.ops.depth_sum.source_order import plain_sum, read_sums
 from depthmix.ops.norm import fused_gains
-from depthmix.ops.scaled_add import scaled_add_norm
+from depthmix.ops.scaled_add import scaled_add, scaled_add_norm
 from depthmix.ops.slots.op import add_norm, usable
 
 
@@ -61,12 +61,12 @@ class AddLater(FastPath):
 
     def to_plain(self, mixer: Any, state: PendingStream) -> StreamState:
         """Add what waits."""
-        return StreamState(site=state.site, frozen=state.frozen, x=_total(mixer, state))
+        return StreamState(site=state.site, frozen=state.frozen, x=_total(state))
 
     def read(self, mixer: Any, state: PendingStream, site: int, norms: Sequence[Norm] | None) -> Tensor | None:
         """Return the stream with everything added, normed in the same launch."""
         if norms is None:
-            return _total(mixer, state)
+            return _total(state)
         fused = None if state.y is None else fused_gains(norms, state.x)
         if fused is None:
             return None
@@ -88,12 +88,12 @@ class AddLater(FastPath):
     def write(self, mixer: Any, state: PendingStream, site: int, y: Tensor, scaled: bool) -> PendingStream:
         """Let an output wait where kernels can add it, or add it at once."""
         noted = state.take_note()
-        x = _total(mixer, state) if noted is None else noted
-        scale = None if scaled else mixer.scale(site)
+        x = _total(state) if noted is None else noted
+        scale = None if scaled else mixer.gain(site)
         after: PendingStream = (
             state.next(x=x, y=y, scale=scale)
             if kernels_can_add(mixer, x, y)
-            else state.next(x=mixer.added(x, y, scale), y=None, scale=None)
+            else state.next(x=added(x, y, scale), y=None, scale=None)
         )
         return after
 
@@ -112,7 +112,7 @@ class AddLaterDecoding(AddLater):
     def read(self, mixer: Any, state: PendingStream, site: int, norms: Sequence[Norm] | None) -> Tensor | None:
         """Return the stream with everything added, normed in the same launch."""
         if norms is None:
-            return _total(mixer, state)
+            return _total(state)
         fused = fused_gains(norms, state.x)
         if fused is None:
             return None
@@ -123,14 +123,19 @@ class AddLaterDecoding(AddLater):
     def write(self, mixer: Any, state: PendingStream, site: int, y: Tensor, scaled: bool) -> PendingStream:
         """Let an output wait for the next launch."""
         noted = state.take_note()
-        after: PendingStream = state.next(x=_total(mixer, state) if noted is None else noted, y=y)
+        after: PendingStream = state.next(x=_total(state) if noted is None else noted, y=y)
         return after
 
 
-def _total(mixer: Any, state: PendingStream) -> Tensor:
+def _total(state: PendingStream) -> Tensor:
     """Return the stream with everything added."""
-    total: Tensor = state.x if state.y is None else mixer.added(state.x, state.y, state.scale)
+    total: Tensor = state.x if state.y is None else added(state.x, state.y, state.scale)
     return total
+
+
+def added(x: Tensor, y: Tensor, gain: Tensor | None) -> Tensor:
+    """Return x + gain ⊙ y, rounded once to x's dtype."""
+    return (x + y if gain is None else scaled_add(x, y, gain)).to(x.dtype)
 
 
 def kernels_can_add(mixer: Any, x: Tensor, y: Tensor) -> bool:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from depthmix.mixers.base import Norm
+from depthmix.mixers.checks import Norm
 from depthmix.mixers.fast_path import FastPath
 from depthmix.mixers.state import register_state
 from depthmix.mixers.streams import StreamsState

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from depthmix.fast.score_rows import projection_table, readers_of, score_rows
-from depthmix.mixers.base import Norm, Read
 from depthmix.mixers.block_stack import StackState
+from depthmix.mixers.checks import Norm, Read
 from depthmix.mixers.fast_path import FastPath
 from depthmix.mixers.reader_weights import ReaderWeights
 from depthmix.mixers.state import last_of, register_state

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from depthmix.fast.slots import SlotState
 from depthmix.fast.weighted_sums import RELU, way_or_ways
-from depthmix.mixers.base import Norm, Read
 from depthmix.mixers.block_stack import StackState
+from depthmix.mixers.checks import Norm, Read
 from depthmix.mixers.fast_path import FastPath
 from depthmix.mixers.reader_weights import ReaderWeights
 from depthmix.mixers.state import register_state

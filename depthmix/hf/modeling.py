@@ -26,7 +26,7 @@ from depthmix.hf.configuration import DepthmixConfig
 from depthmix.hf.depth_weights import GeneratesDepthWeights, asked_for
 from depthmix.hf.layer_count import explained
 from depthmix.hf.placement import bring_back, to_mixer, warn_if_rounded
-from depthmix.mixers.base import Read
+from depthmix.mixers.checks import Read
 from depthmix.models.blocks import Trace, init_matrix
 from depthmix.models.decoder import START_STD, Backbone, token_positions
 from depthmix.models.layers import Attention, Context

@@ -24,9 +24,10 @@ from depthmix.hf.depth_weights import ASKED, RECORD, Record, asked_for, with_wei
 from depthmix.hf.modeling import DepthmixPreTrainedModel
 from depthmix.hf.placement import bring_back, to_mixer, warn_if_rounded
 from depthmix.hf.separate_inputs import OURS, SeparateInputs
-from depthmix.mixers.base import Mixer, create_mixer
+from depthmix.mixers.base import Mixer
 from depthmix.mixers.initial_share import initial_shares
 from depthmix.mixers.plain import is_plain, why_not_plain
+from depthmix.mixers.registry import create_mixer
 from depthmix.mixers.state import State
 
 MIXER, NORMS = "depth_mixer", "depth_norms"  # modules of the base model

@@ -20,8 +20,7 @@ from typing import Any
 from torch import Tensor
 
 from depthmix.mixers import Mixer
-from depthmix.mixers.base import Read
-from depthmix.mixers.checks import check_norms
+from depthmix.mixers.checks import Read, check_norms
 from depthmix.mixers.sharding import CONTRACT
 
 Calls = dict[str, Callable[..., Any]]

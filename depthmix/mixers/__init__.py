@@ -3,10 +3,12 @@
 import importlib
 import pkgutil
 
-from depthmix.mixers.base import ContractError, Mixer, create_mixer, list_mixers, mixer_class, register
+from depthmix.mixers.base import Mixer
+from depthmix.mixers.checks import ContractError
 from depthmix.mixers.decay import param_groups
 from depthmix.mixers.layout import Layout
 from depthmix.mixers.options import OptionError
+from depthmix.mixers.registry import create_mixer, list_mixers, mixer_class, register
 from depthmix.mixers.sharding import shard_mixer
 from depthmix.mixers.state import State, register_state
 

@@ -20,8 +20,10 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from depthmix.mixers.base import Mixer, Read, register
+from depthmix.mixers.base import Mixer
+from depthmix.mixers.checks import Read
 from depthmix.mixers.options import OptionError, at_least
+from depthmix.mixers.registry import register
 from depthmix.mixers.state import State, last_of, last_rows, register_state
 from depthmix.ops import depth_attention, depth_sum
 from depthmix.ops.depth_attention.reference import weighted_sum
@@ -166,9 +168,6 @@ class AttnRes(Mixer):
         return h if len(h) > 1 else h[0]
 
     def _write(self, state: AttnResState, site: int, y: Tensor) -> AttnResState:
-        return self._write_scaled(state, site, self.scaled(site, y))
-
-    def _write_scaled(self, state: AttnResState, site: int, y: Tensor) -> AttnResState:
         return self.after(state, site, y, state.take_note())
 
     def _finish(self, state: AttnResState) -> Tensor:
@@ -219,10 +218,6 @@ class AttnRes(Mixer):
         if self.window is None or not blocks:
             return blocks
         return (blocks[0], *blocks[max(1, len(blocks) + 1 - self.window) :])
-
-    def scaled(self, site: int, y: Tensor) -> Tensor:
-        """Multiply an output with its gain."""
-        return y if self.output_gain is None else depth_sum((y,), static=self.gamma[site].reshape(1, 1, -1))[0]
 
     def output_gains(self) -> Mapping[int, Tensor]:
         return {} if self.output_gain is None else dict(enumerate(self.gamma.unbind(0)))

@@ -14,7 +14,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from depthmix.mixers.base import Mixer, Read
+from depthmix.mixers.base import Mixer
+from depthmix.mixers.checks import Read
 from depthmix.mixers.fast_path import FastPath
 from depthmix.mixers.options import OptionError
 from depthmix.mixers.reader_weights import ReaderWeights

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from depthmix.mixers.kept import changed_in_place, refuse_changes
+from depthmix.mixers.kept import refuse_changed_state
 from depthmix.mixers.state import State
+from depthmix.ops.precision import promoted_dtype
 
 if TYPE_CHECKING:
     from depthmix.mixers.base import Mixer
@@ -21,7 +22,7 @@ Read = Tensor | tuple[Tensor, ...]
 
 
 class ContractError(ValueError):
-    """The contract was used out of order, or with a tensor that does not fit."""
+    """Raised when the contract is used out of order, or with a tensor that does not fit."""
 
 
 # What a model passes.
@@ -45,10 +46,33 @@ def check_state(mixer: Mixer, call: str, state: Any) -> None:
         raise ContractError(f"{call}: the state is one of {state.made_for}, and this mixer is {mixer.signature}")
 
 
-def check_use(mixer: Mixer, call: str, state: Any) -> None:
-    """Check a state, and refuse one whose tensors somebody has changed in place."""
-    check_state(mixer, call, state)
-    refuse_changes(call, mixer.name, changed_in_place(state))
+def check_start(mixer: Mixer, x: Any) -> None:
+    """Raise ContractError unless x can be the embedding of a pass."""
+    check_tensor(mixer, "start", x)
+    parameter = next(mixer.parameters(), None)
+    if parameter is not None and parameter.device != x.device:
+        where = f"{mixer.name}'s parameters are on {parameter.device}, but the embedding is on {x.device}"
+        raise ContractError(f"start: {where}")
+
+
+def check_output(mixer: Mixer, site: int, y: Any, x: Tensor) -> None:
+    """Raise ContractError unless y can be a site's output in a pass whose embedding is like x."""
+    check_tensor(mixer, "write", y)
+    if y.shape != x.shape:
+        raise ContractError(f"write at site {site}: expected shape {list(x.shape)}, got {list(y.shape)}")
+    if y.device != x.device:
+        raise ContractError(f"write at site {site}: expected a tensor on {x.device}, got one on {y.device}")
+    if promoted_dtype((x, y)) != x.dtype:
+        expected = f"{x.dtype}, the embedding's dtype, or a narrower one"
+        raise ContractError(f"write at site {site}: expected {expected}, got {y.dtype}")
+
+
+def check_finish(mixer: Mixer, state: Any) -> None:
+    """Raise unless every site has been written and nobody has changed the state's tensors in place."""
+    check_state(mixer, "finish", state)
+    refuse_changed_state("finish", mixer.name, state)
+    if state.site != mixer.n_sites:
+        raise ContractError(f"finish is out of order: site {state.site} of {mixer.n_sites} has not been written yet")
 
 
 def check_order(mixer: Mixer, call: str, state: Any, site: int) -> int:
@@ -79,8 +103,12 @@ def check_norms(mixer: Mixer, norm: Norm | Sequence[Norm] | None, site: int) -> 
 # What a rule returns. Authors of a rule meet these first.
 
 
-def check_mixtures(mixer: Mixer, call: str, h: Any, ways: int, x: Tensor) -> None:
-    """Raise ContractError unless a rule returned `ways` tensors of the embedding's shape."""
+def check_mixtures(mixer: Mixer, call: str, h: Any, ways: int, x: Tensor) -> tuple[Tensor, ...]:
+    """Return a rule's mixtures as a tuple, rounded to the embedding's dtype.
+
+    Raises:
+        ContractError: the rule did not return `ways` tensors of the embedding's shape.
+    """
     mixtures = h if isinstance(h, tuple) else (h,)
     if len(mixtures) != ways:
         raise ContractError(f"{call}: {mixer.name} has {ways} way{'s' * (ways > 1)} there, got {len(mixtures)}")
@@ -88,6 +116,7 @@ def check_mixtures(mixer: Mixer, call: str, h: Any, ways: int, x: Tensor) -> Non
         if not isinstance(t, Tensor) or t.shape != x.shape:
             got = list(t.shape) if isinstance(t, Tensor) else type(t).__name__
             raise ContractError(f"{call}: {mixer.name} must give tensors of shape {list(x.shape)}, got {got}")
+    return tuple(t.to(x.dtype) for t in mixtures)
 
 
 def check_written(mixer: Mixer, site: int, state: Any, x: Tensor) -> None:
@@ -99,5 +128,5 @@ def check_written(mixer: Mixer, site: int, state: Any, x: Tensor) -> None:
         raise ContractError(f"{call} must return the state of site {site + 1}, which state.next(...) makes")
     new = state.template()
     if new.dtype != x.dtype or new.shape != x.shape:
-        found = f"{new.dtype} of shape {list(new.shape)}, where it was {x.dtype} of {list(x.shape)}"
-        raise ContractError(f"{call} put {found}, into the state; what a rule keeps it rounds itself")
+        change = f"{new.dtype} of shape {list(new.shape)}, where it was {x.dtype} of {list(x.shape)}"
+        raise ContractError(f"{call} put {change}, into the state; what a rule keeps it rounds itself")

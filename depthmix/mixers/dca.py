@@ -9,9 +9,9 @@ three ways per block and one at finish.
 
 from typing import Annotated, Literal
 
-from depthmix.mixers.base import register
 from depthmix.mixers.grn import DeltaStack
 from depthmix.mixers.options import at_least
+from depthmix.mixers.registry import register
 
 
 @register("dca")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from depthmix.mixers.base import mixer_class
 from depthmix.mixers.options import OptionError
+from depthmix.mixers.registry import mixer_class
 
 
 def all_options(mixer: str, given: Mapping[str, Any]) -> dict[str, Any]:

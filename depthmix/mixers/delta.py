@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from depthmix.mixers.base import Mixer, register
+from depthmix.mixers.base import Mixer
 from depthmix.mixers.options import at_least
+from depthmix.mixers.registry import register
 from depthmix.mixers.state import State, last_rows, register_state
 from depthmix.ops.matmul import matmul
 from depthmix.ops.precision import compute_dtype, rms_normalize, widen

@@ -10,10 +10,10 @@ from typing import Annotated
 import torch
 from torch import nn
 
-from depthmix.mixers.base import register
 from depthmix.mixers.block_stack import BlockStack
 from depthmix.mixers.options import at_least
 from depthmix.mixers.reader_weights import ReaderWeights
+from depthmix.mixers.registry import register
 
 
 @register("denseformer")

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from depthmix.mixers.state import State
 from depthmix.ops.precision import without_autocast
 
 if TYPE_CHECKING:
     from depthmix.mixers.base import Mixer
-    from depthmix.mixers.state import State
 
 
 class FastPath:
@@ -51,6 +51,25 @@ class FastPath:
     def to_plain(self, mixer: Mixer, state: Any) -> State:
         """Return the rule's own form of the state: for pipelines, insight and passes that this path cannot continue."""
         raise NotImplementedError
+
+
+def continue_pass(mixer: Mixer, state: Any) -> Any:
+    """Return the state in the form with which its pass continues: that of its path, of another path, or the rule's own."""
+    # A read has converted the state and left the result for the write.
+    if state.note is not None and isinstance(state.note[1], State):
+        converted = state.take_note()
+        if converted is not None:
+            return converted
+    if state.path is not None:
+        resumed = state.path.resume(mixer, state)
+        if resumed is not None:
+            return resumed
+        state = state.path.to_plain(mixer, state)
+    for path in mixer._paths:
+        resumed = path.resume(mixer, state)
+        if resumed is not None:
+            return resumed
+    return state
 
 
 def plain_state(mixer: Mixer, state: Any) -> Any:

@@ -14,10 +14,10 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import nn
 
-from depthmix.mixers.base import register
 from depthmix.mixers.block_stack import BlockStack
 from depthmix.mixers.options import OptionError, at_least
 from depthmix.mixers.reader_weights import ReaderWeights
+from depthmix.mixers.registry import register
 
 
 class DeltaStack(BlockStack):

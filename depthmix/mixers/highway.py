@@ -11,8 +11,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from depthmix.mixers.base import register
 from depthmix.mixers.one_stream import OneStream
+from depthmix.mixers.registry import register
 from depthmix.mixers.state import StreamState
 from depthmix.ops.matmul import matmul
 from depthmix.ops.precision import rms_normalize

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from depthmix.mixers.base import register
 from depthmix.mixers.fractions import FractionMixer, check_fractions, cut
 from depthmix.mixers.options import OptionError, at_least
+from depthmix.mixers.registry import register
 from depthmix.mixers.streams import StreamsState
 from depthmix.ops.matmul import matmul
 from depthmix.ops.precision import compute_dtype, rms_normalize

@@ -58,6 +58,23 @@ def changed_after_read(state: State) -> list[Tensor]:
     return [t for t, version in alive if t is not None and t._version != version]
 
 
+def refuse_changed_state(call: str, rule: str, state: State) -> None:
+    """Raise RuntimeError if a tensor of the state was changed in place."""
+    refuse_changes(call, rule, changed_in_place(state))
+
+
+def changed_before_write(rule: str, state: State) -> list[Tensor]:
+    """List the tensors that were changed in place before a write, which may be those that its read has used up.
+
+    Raises:
+        RuntimeError: there are some, and nobody has read the state.
+    """
+    changed = changed_in_place(state)
+    if changed and not state.was_read():
+        refuse_changes(f"write at site {state.site}", rule, changed)
+    return changed + changed_after_read(state)
+
+
 def refuse_changes(call: str, rule: str, changed: Iterable[Tensor]) -> None:
     """Raise RuntimeError if there are tensors in `changed`."""
     for t in changed:

@@ -13,9 +13,9 @@ from typing import Annotated, Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from depthmix.mixers.base import register
 from depthmix.mixers.one_stream import OneStream
 from depthmix.mixers.options import OptionError, at_least
+from depthmix.mixers.registry import register
 from depthmix.mixers.state import StreamState, register_state
 from depthmix.ops.matmul import matmul
 from depthmix.ops.precision import compute_dtype

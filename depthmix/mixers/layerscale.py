@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from depthmix.mixers.base import register
 from depthmix.mixers.one_stream import AddedStream
+from depthmix.mixers.registry import register
 
 
 @register("layerscale")
@@ -29,7 +29,7 @@ class LayerScale(AddedStream):
     def weight_options(self) -> dict[str, Any]:
         return {name: value for name, value in super().weight_options().items() if name != "init"}  # how weights begin
 
-    def scale(self, site: int) -> Tensor:
+    def gain(self, site: int) -> Tensor:
         return self.gamma[site]
 
     def output_gains(self) -> Mapping[int, Tensor]:

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from depthmix.mixers.base import Mixer, create_mixer, list_mixers, mixer_class
+from depthmix.mixers.base import Mixer
 from depthmix.mixers.options import OptionError
+from depthmix.mixers.registry import create_mixer, list_mixers, mixer_class
 from depthmix.mixers.trial import NARROW, reads_and_end, stir
 from depthmix.randomness import OwnRandom
 

@@ -17,8 +17,8 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from depthmix.mixers.base import register
 from depthmix.mixers.options import OptionError, at_least
+from depthmix.mixers.registry import register
 from depthmix.mixers.streams import StreamMixer, StreamsState
 from depthmix.ops import sinkhorn
 from depthmix.ops.matmul import matmul

@@ -15,9 +15,9 @@ import math
 import torch
 from torch import nn
 
-from depthmix.mixers.base import register
 from depthmix.mixers.block_stack import BlockStack
 from depthmix.mixers.reader_weights import Network, ReaderWeights
+from depthmix.mixers.registry import register
 
 EPS = 1e-6
 WAYS = 4  # q, k, v, r

@@ -12,11 +12,10 @@ from torch import Tensor
 from depthmix.mixers.base import Mixer
 from depthmix.mixers.fast_path import FastPath
 from depthmix.mixers.state import StreamState
-from depthmix.ops.scaled_add import scaled_add
 
 
 class OneStream(Mixer):
-    """Base of the rules with one running stream: they differ in how an output joins it."""
+    """Base of the rules with one running stream. They differ in how an output joins it (`_join`)."""
 
     def _start(self, x: Tensor) -> StreamState:
         return StreamState(x=x)
@@ -31,25 +30,18 @@ class OneStream(Mixer):
         return state.x
 
     def _join(self, state: StreamState, site: int, y: Tensor) -> Tensor:
-        """The stream after site produced y, not rounded."""
+        """Return the stream after a site's output y, not rounded."""
         raise NotImplementedError
 
 
 class AddedStream(OneStream):
-    """Outputs are added, each with a weight or a vector of them."""
+    """Base of the rules that add outputs, each multiplied with a gain or as it is."""
 
     fast_paths: ClassVar[tuple[str | FastPath, ...]] = ("depthmix.fast.one_stream:ADD_LATER",)
 
-    def scale(self, site: int) -> Tensor | None:
-        """What a site's output is multiplied with, [D]; None: nothing."""
+    def gain(self, site: int) -> Tensor | None:
+        """Return the gain [D] of a site's output, as in `output_gains`; None if there is none."""
         return None
 
-    def _write(self, state: StreamState, site: int, y: Tensor) -> StreamState:
-        return state.next(x=self.added(state.x, y, self.scale(site)))
-
-    def _write_scaled(self, state: StreamState, site: int, y: Tensor) -> StreamState:
-        return state.next(x=self.added(state.x, y, None))
-
-    def added(self, x: Tensor, y: Tensor, scale: Tensor | None) -> Tensor:
-        """Return x + scale ⊙ y, rounded once to x's dtype."""
-        return (x + y if scale is None else scaled_add(x, y, scale)).to(x.dtype)
+    def _join(self, state: StreamState, site: int, y: Tensor) -> Tensor:
+        return state.x + y

@@ -3,8 +3,8 @@
 x_0 = e;   h_s = x_s;   x_{s+1} = x_s + y_s;   h_S = x_S
 """
 
-from depthmix.mixers.base import register
 from depthmix.mixers.one_stream import AddedStream
+from depthmix.mixers.registry import register
 
 
 @register("residual")

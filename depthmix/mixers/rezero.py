@@ -8,8 +8,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from depthmix.mixers.base import register
 from depthmix.mixers.one_stream import AddedStream
+from depthmix.mixers.registry import register
 
 
 @register("rezero")
@@ -24,7 +24,7 @@ class ReZero(AddedStream):
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.alpha)
 
-    def scale(self, site: int) -> Tensor:
+    def gain(self, site: int) -> Tensor:
         return self.alpha[site].expand(self.dim)
 
     def output_gains(self) -> Mapping[int, Tensor]:

@@ -8,7 +8,8 @@ from typing import Any, cast
 
 import torch
 
-from depthmix.mixers.base import ContractError, Mixer
+from depthmix.mixers.base import Mixer
+from depthmix.mixers.checks import ContractError
 from depthmix.ops.torch_internals import inside_sharded_model
 
 CONTRACT = ("start", "read", "write", "finish", "output_gains")

@@ -15,7 +15,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from depthmix.mixers.base import Mixer, register
+from depthmix.mixers.base import Mixer
+from depthmix.mixers.registry import register
 from depthmix.mixers.state import State, last_of, last_rows, register_state
 from depthmix.ops import depth_sum
 from depthmix.ops.precision import rms_normalize

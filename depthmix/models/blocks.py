@@ -12,9 +12,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from depthmix.mixers.base import Read, create_mixer, mixer_class
+from depthmix.mixers.checks import Read
 from depthmix.mixers.options import check_options, plain_value
 from depthmix.mixers.plain import read_early
+from depthmix.mixers.registry import create_mixer, mixer_class
 from depthmix.models.layers import Attention, Context, Mlp, MlpKind
 from depthmix.models.projections import own_gain, weights_take_gains
 from depthmix.models.value_mixing import ValueMixing, value_mixing

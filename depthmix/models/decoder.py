@@ -13,8 +13,8 @@ from typing import Any, get_args
 import torch
 from torch import Tensor, nn
 
-from depthmix.mixers.base import create_mixer
 from depthmix.mixers.plain import eps_of_plain
+from depthmix.mixers.registry import create_mixer
 from depthmix.models.blocks import Blocks, as_autocast, complete_sizes
 from depthmix.models.cache import KVCache
 from depthmix.models.exchange import ARCHITECTURE, FIELDS, MODEL_TYPE, auto_map, code

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from depthmix.mixers.base import Read
+from depthmix.mixers.checks import Read
 from depthmix.models.cache import StaticKVCache
 from depthmix.models.projections import project, project_out
 from depthmix.models.value_mixing import ValueMixing

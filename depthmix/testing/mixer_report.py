@@ -12,7 +12,7 @@ import torch
 
 from depthmix.errors import UserError
 from depthmix.mixers import Mixer, create_mixer, mixer_class
-from depthmix.mixers.base import list_mixers
+from depthmix.mixers.registry import list_mixers
 
 DIM, N_BLOCKS = 24, 3
 MARKS = {"passed": "✓", "failed": "✗", "skipped": "–"}

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from api.small_comparison import leave_out_figures
-from depthmix.mixers import base
+from depthmix.mixers import registry as rules
 
 torch.set_num_threads(1)  # for tensors this small, threads only get into each other's way
 
@@ -12,7 +12,7 @@ torch.set_num_threads(1)  # for tensors this small, threads only get into each o
 @pytest.fixture(autouse=True)
 def registry(monkeypatch):
     """What a test registers is gone after it."""
-    monkeypatch.setattr(base, "_MIXERS", dict(base._MIXERS))
+    monkeypatch.setattr(rules, "_MIXERS", dict(rules._MIXERS))
 
 
 @pytest.fixture

@@ -4,15 +4,15 @@ import sys
 
 import pytest
 
-from depthmix.mixers import base
 from compare import studies
 from compare.fake_training import Trainer
+from depthmix.mixers import registry as rules
 
 
 @pytest.fixture(autouse=True)
 def registry(monkeypatch):
     """What a study's modules register is gone after a test."""
-    monkeypatch.setattr(base, "_MIXERS", dict(base._MIXERS))
+    monkeypatch.setattr(rules, "_MIXERS", dict(rules._MIXERS))
 
 
 @pytest.fixture

@@ -7,10 +7,8 @@ import signal
 import pytest
 import torch
 
-from depthmix.errors import DISK, DIVERGED, INTERNAL, INTERRUPTED, USAGE
-from depthmix.mixers import base
-from depthmix.mixers.leaks import leak
-from depthmix.runs.code_checksums import _checksum, _files, _imports, _tree, changed_since, checksum
+from compare import studies
+from compare.studies import a_run
 from depthmix.compare import modules
 from depthmix.compare import study as module
 from depthmix.compare.interval import student_t
@@ -18,9 +16,11 @@ from depthmix.compare.recipe import read_study
 from depthmix.compare.rows import make_rows
 from depthmix.compare.sheet import _with_interval
 from depthmix.compare.spread import Spread
+from depthmix.errors import DISK, DIVERGED, INTERNAL, INTERRUPTED, USAGE
+from depthmix.mixers import registry
+from depthmix.mixers.leaks import leak
+from depthmix.runs.code_checksums import _checksum, _files, _imports, _tree, changed_since, checksum
 from project import ROOT
-from compare import studies
-from compare.studies import a_run
 from train import pictures, small
 from train.refused import refused
 
@@ -271,7 +271,7 @@ def test_a_rule_that_has_changed_since_its_runs_is_named(training, tmp_path, mon
     for kept in (_checksum, _tree, _files, _imports):  # as in a new process
         kept.cache_clear()
     monkeypatch.setattr(modules, "_loaded", {})
-    monkeypatch.delitem(base._MIXERS, "mine")
+    monkeypatch.delitem(registry._MIXERS, "mine")
     run(path, tmp_path, quiet=False)
     assert "mine.py has changed since the runs of mine were made" in capsys.readouterr().out
     assert "mine.py has changed since the runs of mine were made" in table(tmp_path)

@@ -2,12 +2,12 @@
 
 import pytest
 
-from depthmix import create_mixer, list_mixers
-from depthmix.errors import USAGE
-from depthmix.mixers import base
-from depthmix.runs.code_checksums import code_of
-from depthmix.compare.recipe import read_study
 from compare import studies
+from depthmix import create_mixer, list_mixers
+from depthmix.compare.recipe import read_study
+from depthmix.errors import USAGE
+from depthmix.mixers import registry
+from depthmix.runs.code_checksums import code_of
 from train.refused import refused
 
 OWN = """
@@ -56,7 +56,7 @@ def test_a_study_is_read_twice_and_its_files_run_once(tmp_path):
     write(tmp_path, own=OWN.format(name="own") + "\nopen(__file__ + '.runs', 'a').write('.')\n")
     path = str(studies.write(tmp_path, modules=["own.py"], arms=["own"]))
     read_study(path)
-    del base._MIXERS["own"]  # as where another test begins
+    del registry._MIXERS["own"]  # as where another test begins
     assert read_study(path).labels == ["own"]
     assert (tmp_path / "own.py.runs").read_text() == "."
 
@@ -77,6 +77,6 @@ def test_a_study_is_read_twice_and_its_files_run_once(tmp_path):
 def test_what_cannot_be_loaded_changes_nothing(tmp_path, named, text, words):
     write(tmp_path, own=text)
     (tmp_path / "own.yaml").write_text("")
-    before = dict(base._MIXERS)
+    before = dict(registry._MIXERS)
     refused(lambda: read_study(str(studies.write(tmp_path, modules=named))), *words, code=USAGE)
-    assert before == base._MIXERS
+    assert before == registry._MIXERS

@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from depthmix import Decoder, DecoderConfig, create_mixer
+from depthmix.compare.arms import parse_arm
+from depthmix.compare.modules import load_modules
 from depthmix.insight import contributions
-from depthmix.mixers import base, mixer_class
+from depthmix.mixers import mixer_class, registry
 from depthmix.mixers.decay import decays
 from depthmix.ops import use_backend
 from depthmix.ops.norm import RMSNorm
 from depthmix.parallel.plan.costs import costs_of
 from depthmix.runs.code_checksums import KERNELS, code_of
-from depthmix.compare.arms import parse_arm
-from depthmix.compare.modules import load_modules
 from experiments import references
 from harness import DIM, LAYOUTS, Sublayers, as_tuple, build, embedding, label, run_stack
 from mixers import test_battery as battery
@@ -78,7 +78,7 @@ class Facts:
 @pytest.fixture(autouse=True)
 def loaded(monkeypatch):
     """The experiments are mixers here, and gone afterwards."""
-    monkeypatch.setattr(base, "_MIXERS", dict(base._MIXERS))
+    monkeypatch.setattr(registry, "_MIXERS", dict(registry._MIXERS))
     study = ROOT / "recipes" / "studies" / "beyond.yaml"
     assert [file.stem for file in load_modules(study.parent, ["../../examples/experiments"], "modules")] == FILES
     monkeypatch.setattr(battery, "Sublayers", Gated)

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from depthmix import create_mixer
-from depthmix.mixers import base
-from depthmix.ops import use_backend
 from depthmix.compare.modules import load_modules
+from depthmix.mixers import registry
+from depthmix.ops import use_backend
 from gpu import exact
 from gpu.exact import BF16, FP32, draw, error
 
@@ -35,7 +35,7 @@ TOLERANCE = {
 
 @pytest.fixture(autouse=True)
 def loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(base, "_MIXERS", dict(base._MIXERS))
+    monkeypatch.setattr(registry, "_MIXERS", dict(registry._MIXERS))
     load_modules(Path(__file__).resolve().parent, ["../../examples/experiments"], "modules")
 
 

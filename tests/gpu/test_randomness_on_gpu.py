@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from depthmix.mixers import base, register
+from depthmix.mixers import register, registry
 from depthmix.mixers.residual import Residual
 from depthmix.train.loop import train
 from train import small
@@ -19,7 +19,7 @@ for package in ("yaml", "tokenizers"):
 @pytest.fixture
 def noisy(monkeypatch):
     """A rule of somebody's own that draws in every read while it trains."""
-    monkeypatch.setattr(base, "_MIXERS", dict(base._MIXERS))
+    monkeypatch.setattr(registry, "_MIXERS", dict(registry._MIXERS))
 
     class Noisy(Residual):
         def _read(self, state, site):

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from depthmix.cli import main
 from depthmix.errors import CHECKPOINT, DISK, USAGE
-from depthmix.mixers import base
+from depthmix.mixers import registry
 from hf.test_retrofit import ids, make
 
 
@@ -102,7 +102,7 @@ class Ahead(OneStream):
 def test_a_rule_that_reads_later_tokens_is_refused(
     plain: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(base, "_MIXERS", dict(base._MIXERS))
+    monkeypatch.setattr(registry, "_MIXERS", dict(registry._MIXERS))
     (tmp_path / "ahead.py").write_text(LOOKS_AHEAD)
     given = ["--mixer", "ahead", "--modules", str(tmp_path / "ahead.py"), "--out", str(tmp_path / "out")]
     assert main(["retrofit", str(plain), *given]) == USAGE

@@ -2,10 +2,10 @@
 
 import pytest
 
-from depthmix.mixers import base
+from depthmix.mixers import registry as rules
 
 
 @pytest.fixture(autouse=True)
 def registry(monkeypatch):
     """Drop what a study's modules register after each test."""
-    monkeypatch.setattr(base, "_MIXERS", dict(base._MIXERS))
+    monkeypatch.setattr(rules, "_MIXERS", dict(rules._MIXERS))

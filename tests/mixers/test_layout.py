@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from depthmix import OptionError, create_mixer
-from depthmix.mixers.base import register
 from depthmix.mixers.layout import Layout
+from depthmix.mixers.registry import register
 from depthmix.mixers.residual import Residual
 from harness import DIM, LAYOUTS, MIXERS, as_tuple, build, embedding
 
@@ -128,7 +128,7 @@ def test_a_layout_is_part_of_how_a_mixer_is_built_and_not_of_what_is_saved():
 
 
 def test_a_mixer_derived_from_another_keeps_the_layout_it_was_given(monkeypatch):
-    monkeypatch.setattr("depthmix.mixers.base._MIXERS", {})
+    monkeypatch.setattr("depthmix.mixers.registry._MIXERS", {})
 
     @register("derived")
     class Derived(Residual):

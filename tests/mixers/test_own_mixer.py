@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from depthmix import ContractError, create_mixer
-from depthmix.mixers import Mixer, OptionError, State, base, register, register_state
+from depthmix.mixers import Mixer, OptionError, State, register, register_state, registry
 from depthmix.mixers.options import at_least
 
 D = 6
@@ -15,7 +15,7 @@ D = 6
 
 @pytest.fixture(autouse=True)
 def _registry(monkeypatch):
-    monkeypatch.setattr(base, "_MIXERS", dict(base._MIXERS))
+    monkeypatch.setattr(registry, "_MIXERS", dict(registry._MIXERS))
 
 
 @register_state

@@ -9,7 +9,7 @@ from torch import nn
 
 from depthmix import DecoderConfig, create_mixer
 from depthmix.errors import UserError
-from depthmix.mixers import base
+from depthmix.mixers import registry
 from depthmix.mixers.one_stream import OneStream
 from depthmix.ops import use_backend
 from depthmix.parallel.packing import pack_state, state_forms, unpack_state
@@ -150,10 +150,10 @@ def test_stages_by_kernels(name, n_blocks, choice, cuts):
 @pytest.fixture
 def registered():
     """A place for rules of a test."""
-    before = dict(base._MIXERS)
-    yield base.register
-    base._MIXERS.clear()
-    base._MIXERS.update(before)
+    before = dict(registry._MIXERS)
+    yield registry.register
+    registry._MIXERS.clear()
+    registry._MIXERS.update(before)
 
 
 class Scaled(OneStream):

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from depthmix.errors import INTERRUPTED, UserError
-from depthmix.mixers import base
+from depthmix.mixers import registry
 from depthmix.runs import code_checksums
 from depthmix.runs.code_checksums import code_of
 from depthmix.runs.code_record import CODE, read_code, record_code
@@ -69,7 +69,7 @@ def test_a_training_that_goes_on_with_other_code_says_so(tmp_path, monkeypatch, 
 
 
 SOURCE = """
-from depthmix.mixers.base import register
+from depthmix.mixers.registry import register
 from depthmix.mixers.residual import Residual
 @register("cell")
 class Cell(Residual):
@@ -83,10 +83,10 @@ class Cell(Residual):
 
 def test_a_rule_that_is_in_no_file_is_known_by_its_methods(monkeypatch):
     """As in a notebook."""
-    monkeypatch.setattr(base, "_MIXERS", dict(base._MIXERS))
+    monkeypatch.setattr(registry, "_MIXERS", dict(registry._MIXERS))
     tables = []
     for factor in (1, 2, 2):
-        base._MIXERS.pop("cell", None)
+        registry._MIXERS.pop("cell", None)
         exec(SOURCE.format(factor=factor), {"__name__": "a cell of a notebook"})
         tables.append(code_of("cell"))
     assert "the class Cell" in tables[0]

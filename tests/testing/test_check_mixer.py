@@ -6,7 +6,7 @@ from torch import nn
 
 import depthmix as dm
 from depthmix.errors import UserError
-from depthmix.mixers import Mixer, base
+from depthmix.mixers import Mixer, registry
 from depthmix.testing import MixerCheckError
 from harness import MIXERS
 
@@ -15,7 +15,7 @@ NAMES = "contract states causality locality inference gradients precision parame
 
 @pytest.fixture(autouse=True)
 def _registry(monkeypatch):
-    monkeypatch.setattr(base, "_MIXERS", dict(base._MIXERS))
+    monkeypatch.setattr(registry, "_MIXERS", dict(registry._MIXERS))
 
 
 @dm.register_state

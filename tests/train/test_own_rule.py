@@ -5,7 +5,7 @@ import torch
 
 from depthmix.cli import main
 from depthmix.errors import USAGE
-from depthmix.mixers import base
+from depthmix.mixers import registry
 from depthmix.mixers.leaks import check_rule
 from depthmix.runs.folder import RunFolder
 from train import small
@@ -32,7 +32,7 @@ SAID = "mixer 'own' cannot be used: what a site reads of a token depends on toke
 @pytest.fixture
 def rule(tmp_path, monkeypatch):
     """Writes a file that registers a rule, in a process that does not know it yet."""
-    monkeypatch.setattr(base, "_MIXERS", dict(base._MIXERS))
+    monkeypatch.setattr(registry, "_MIXERS", dict(registry._MIXERS))
 
     def write(join, name="own.py"):
         (tmp_path / name).write_text(RULE.format(join=join))
@@ -76,7 +76,7 @@ def test_evaluation_refuses_it_where_an_older_version_has_trained_it(rule, tmp_p
     config = small.config(tmp_path / "run", mixer="own", steps=3, eval_every=3)
     assert main(["train", *small.flags(config), *rule(HONEST)]) == 0
     assert RunFolder(tmp_path / "run").has_result()
-    base._MIXERS.pop("own")
+    registry._MIXERS.pop("own")
     refused(["eval", tmp_path / "run", "--device", "cpu", *rule(AHEAD, "changed.py")], capsys)
 
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional
 
 from depthmix import Decoder, DecoderConfig
-from depthmix.mixers import base, list_mixers, register
+from depthmix.mixers import list_mixers, register, registry
 from depthmix.mixers.residual import Residual
 from depthmix.models import blocks
 from depthmix.randomness import OwnRandom, may_draw, seed_random
@@ -60,7 +60,7 @@ def in_threads(*calls):
 @pytest.fixture
 def noisy(monkeypatch):
     """A rule of somebody's own that draws in every read while it trains."""
-    monkeypatch.setattr(base, "_MIXERS", dict(base._MIXERS))
+    monkeypatch.setattr(registry, "_MIXERS", dict(registry._MIXERS))
 
     class Noisy(Residual):
         def _read(self, state, site):

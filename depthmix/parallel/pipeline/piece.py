@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from depthmix.mixers.base import ContractError
+from depthmix.mixers.checks import ContractError
 from depthmix.models.blocks import as_autocast
 from depthmix.models.decoder import Decoder, token_positions
 from depthmix.models.layers import Context

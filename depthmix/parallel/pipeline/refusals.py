@@ -8,7 +8,8 @@ from typing import Protocol
 import torch
 
 from depthmix.errors import UserError
-from depthmix.mixers.base import Mixer, create_mixer
+from depthmix.mixers.base import Mixer
+from depthmix.mixers.registry import create_mixer
 from depthmix.models.decoder import DecoderConfig
 from depthmix.names import nearest
 from depthmix.parallel.packing import Form, state_forms
