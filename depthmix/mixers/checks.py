@@ -67,10 +67,15 @@ def check_output(mixer: Mixer, site: int, y: Any, x: Tensor) -> None:
         raise ContractError(f"write at site {site}: expected {expected}, got {y.dtype}")
 
 
+def check_use(mixer: Mixer, call: str, state: Any) -> None:
+    """Raise unless the state is this mixer's and nobody has changed its tensors in place."""
+    check_state(mixer, call, state)
+    refuse_changed_state(call, mixer.name, state)
+
+
 def check_finish(mixer: Mixer, state: Any) -> None:
-    """Raise unless every site has been written and nobody has changed the state's tensors in place."""
-    check_state(mixer, "finish", state)
-    refuse_changed_state("finish", mixer.name, state)
+    """Raise unless the state is fit for use and every site has been written."""
+    check_use(mixer, "finish", state)
     if state.site != mixer.n_sites:
         raise ContractError(f"finish is out of order: site {state.site} of {mixer.n_sites} has not been written yet")
 
