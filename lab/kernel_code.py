@@ -198,7 +198,9 @@ def main() -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     recording = commands.add_parser("record", help="compile the kernels of rules and write their hashes")
     recording.add_argument("path", type=Path, help="file to write")
-    recording.add_argument("--rules", nargs="+", default=RULES, help="rules to compile; all that have kernels by default")
+    recording.add_argument(
+        "--rules", nargs="+", default=RULES, help="rules to compile; all that have kernels by default"
+    )
     recording.add_argument("--small", action="store_true", help="one small decoder per rule")
     comparing = commands.add_parser("compare", help="compare two records")
     comparing.add_argument("before", type=Path)

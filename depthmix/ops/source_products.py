@@ -99,10 +99,10 @@ def _tokens_by_rows(d: Tensor, w: Tensor, x: Tensor, along: Tensor | None) -> Te
         return widen(dx if along is None else dx.addcmul_(widen(x, d.dtype), along), x.dtype)
     (d_high, d_low), (w_high, w_low) = _halves(d), _halves(w)
     # low times low is below the precision of the result.
-    left, right = torch.cat([d_high, d_high, d_low]).T, torch.cat([w_high, w_low, w_high])
+    d_parts, w_parts = torch.cat([d_high, d_high, d_low]).T, torch.cat([w_high, w_low, w_high])
     if along is None:
-        return left @ right
-    return torch.addmm(torch.mul(x, along, out=torch.empty_like(x)), left, right)
+        return d_parts @ w_parts
+    return torch.addmm(torch.mul(x, along, out=torch.empty_like(x)), d_parts, w_parts)
 
 
 def _in_halves(wide: Tensor, x: Tensor) -> bool:

@@ -66,7 +66,7 @@ def transformed() -> bool:
     return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
 
 
-_OWN_HOOKS = (
+_MODULE_HOOKS = (
     "_forward_hooks",
     "_forward_pre_hooks",
     "_backward_hooks",
@@ -86,7 +86,7 @@ def calls_only_its_forward(module: nn.Module) -> bool:
     """Return whether calling the module runs its class's forward and nothing else: no hooks, module or global, and no replaced forward."""
     everywhere = torch.nn.modules.module
     return not (
-        any(getattr(module, name) for name in _OWN_HOOKS)
+        any(getattr(module, name) for name in _MODULE_HOOKS)
         or any(getattr(everywhere, name) for name in _GLOBAL_HOOKS)
         or any(name in module.__dict__ for name in _IN_PLACE_OF_FORWARD)
     )

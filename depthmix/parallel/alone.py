@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Loss = Callable[..., Tensor]  # (rows of a batch, and what gives their logits, if not the model) -> their mean loss
-Place = Callable[[str, torch.Size], Tensor | None]  # a tensor to read one of this name and shape into, if there is any
+# (rows of a batch, and what computes their logits if not the model) -> their mean loss.
+Loss = Callable[..., Tensor]
+# (name, shape) -> the tensor to read that one into, or None.
+Place = Callable[[str, torch.Size], Tensor | None]
 
 
 class Alone:
@@ -38,17 +40,17 @@ class Alone:
         total, parts = torch.zeros((), device=batch.device), batch.split(micro)
         for part in parts:
             with self.part(last=part is parts[-1]):
-                found = loss(part) * (len(part) / len(batch))
-                found.backward()
-            total += found.detach()
+                part_loss = loss(part) * (len(part) / len(batch))
+                part_loss.backward()
+            total += part_loss.detach()
         return total
 
     def probe(self, loss: Loss, batch: Tensor) -> tuple[Tensor, Tensor]:
         """Compute the loss of a batch and the norm of its gradient, which is not kept."""
-        found = loss(batch)
+        batch_loss = loss(batch)
         # Not backward(): a recorded step's gradients stay where they are.
-        gradients = torch.autograd.grad(found, self.parameters, allow_unused=True)
-        return found.detach(), torch.nn.utils.get_total_norm([g for g in gradients if g is not None])
+        gradients = torch.autograd.grad(batch_loss, self.parameters, allow_unused=True)
+        return batch_loss.detach(), torch.nn.utils.get_total_norm([g for g in gradients if g is not None])
 
     def order_sums(self, loss: Loss, batch: Tensor, micro: int) -> None:
         """Restore the order in which gradients are added, as it is after the first step of a training. For a run that
@@ -68,9 +70,9 @@ class Alone:
         total: list[float] = []
         for batch, counts in dealt:
             with self.part():
-                found = list(of(self, batch))
-            total = total or [0.0] * len(found)
-            total = [a + b for a, b in zip(total, found, strict=True)] if counts else total
+                numbers = list(of(self, batch))
+            total = total or [0.0] * len(numbers)
+            total = [a + b for a, b in zip(total, numbers, strict=True)] if counts else total
         self.rest()
         return total
 
@@ -106,7 +108,7 @@ class Alone:
             read: Given the shapes that must exist and a place for each tensor, fills the places.
             place: Returns the place of anything else in the checkpoint.
         """
-        own = {name: p.detach() for name, p in self.model.named_parameters()}
-        shapes = {name: p.shape for name, p in own.items()}
-        found = read(shapes, lambda name, shape: own[name] if name in own else place(name, shape))
-        return {name: t for name, t in found.items() if name not in own}
+        parameters = {name: p.detach() for name, p in self.model.named_parameters()}
+        shapes = {name: p.shape for name, p in parameters.items()}
+        tensors = read(shapes, lambda name, shape: parameters[name] if name in parameters else place(name, shape))
+        return {name: t for name, t in tensors.items() if name not in parameters}

@@ -57,7 +57,8 @@ class Parallel(Alone):
         assert world.mesh is not None
         self.world, self.mesh, layout = world, world.mesh, world.layout
         self.model = build_empty(build, seed)
-        self.blueprint = copy.deepcopy(self.model)  # without memory: names and shapes of the model in one piece
+        # Without memory: names and shapes of the undivided model.
+        self.blueprint = copy.deepcopy(self.model)
         if layout.tp > 1:
             tensor.parallelize(self.model, self.mesh[TENSOR])
         if layout.cp > 1:
@@ -117,10 +118,10 @@ class Parallel(Alone):
 
     def probe(self, loss: Loss, batch: Tensor) -> tuple[Tensor, Tensor]:
         """Compute the loss of a batch and the norm of its gradient, which is not kept."""
-        found = self.backward(loss, batch, len(batch))
+        batch_loss = self.backward(loss, batch, len(batch))
         norm = self.clip(math.inf)
         self.model.zero_grad(set_to_none=True)
-        return found, norm
+        return batch_loss, norm
 
     def rest(self) -> None:
         """Reshard parameters that FSDP2 leaves gathered after a pass without a backward."""

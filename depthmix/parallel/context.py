@@ -44,19 +44,19 @@ class SharedAttention:
         """
         k, v = self.gather(torch.stack([k, v])).unbind()
         length = q.shape[2] // 2
-        found = []
-        for chunk, own, mask in zip(self.share.chunks, q.split(length, dim=2), context.mask, strict=True):
+        outputs = []
+        for chunk, chunk_q, mask in zip(self.share.chunks, q.split(length, dim=2), context.mask, strict=True):
             n_keys = (chunk + 1) * length
             y = functional.scaled_dot_product_attention(
-                own,
+                chunk_q,
                 k[:, :, :n_keys],
                 v[:, :, :n_keys],
                 attn_mask=mask,
                 is_causal=mask is None and length > 1,
                 enable_gqa=attention.num_key_value_groups > 1,
             )
-            found.append(y)
-        return torch.cat(found, dim=2).transpose(1, 2)
+            outputs.append(y)
+        return torch.cat(outputs, dim=2).transpose(1, 2)
 
     def masks(self, n_tokens: int) -> tuple[Any, ...]:
         """Return the mask argument of `attend`: one mask for each chunk of `n_tokens` tokens. Masks are made outside

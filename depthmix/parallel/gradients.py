@@ -68,10 +68,10 @@ def _norm(gradients: list[Tensor], mesh: DeviceMesh | None, dimensions: Dimensio
     if dimensions is None:
         return whole(torch.nn.utils.get_total_norm(gradients))
     # What torch does with divided tensors, but with what is here: its dispatch takes milliseconds for a hundred of them.
-    found = torch.nn.utils.get_total_norm([local(g) for g in gradients])
+    local_norm = torch.nn.utils.get_total_norm([local(g) for g in gradients])
     if mesh is None or not dimensions:
-        return found
-    squares = found.square()
+        return local_norm
+    squares = local_norm.square()
     for dimension in dimensions:
         dist.all_reduce(squares, group=mesh.get_group(dimension))
     return squares.sqrt()

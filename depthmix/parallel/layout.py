@@ -88,10 +88,10 @@ class Layout:
 
     def micro_batch_size(self, config: TrainConfig) -> int | None:
         """Return the sequences per forward pass of a process; None: all of its own. The default of a pipeline is one."""
-        own = config.batch_size // self.data
+        sequences = config.batch_size // self.data
         if self.pp == 1 or config.micro_batch_size is not None:
             return config.micro_batch_size
-        return 1 if self.microbatches is None else own // self.microbatches
+        return 1 if self.microbatches is None else sequences // self.microbatches
 
     def __str__(self) -> str:
         sizes = {name: getattr(self, name) for name in SIZES if name != "pp" or self.pp > 1}
@@ -113,9 +113,9 @@ class Layout:
         if config.batch_size % self.data:
             what = f"batch_size={config.batch_size} must be a multiple of {self.data}"
             raise UserError(f"parallel: {what}, for every process takes as many sequences (dp x shard)")
-        own, micro = config.batch_size // self.data, config.micro_batch_size
-        if micro is not None and own % micro:
-            what = f"micro_batch_size={micro} must divide {own}"
+        sequences, micro = config.batch_size // self.data, config.micro_batch_size
+        if micro is not None and sequences % micro:
+            what = f"micro_batch_size={micro} must divide {sequences}"
             raise UserError(f"parallel: {what}, the sequences of one process ({config.batch_size} / {self.data})")
         if config.cuda_graph and self.size > 1:
             raise UserError("cuda_graph records the step of one process: leave it out with parallel")
@@ -164,15 +164,16 @@ class Layout:
             raise UserError(f"parallel: tp={self.tp} is more than the vocabulary of {model.vocab_size}")
 
     def _check_pipeline(self, config: TrainConfig, model: DecoderConfig | VitConfig | None) -> None:
-        from depthmix.parallel.pipeline import check_pipeline  # slow to import
+        # Slow to import.
+        from depthmix.parallel.pipeline import check_pipeline
 
         if not isinstance(model, DecoderConfig):
             raise UserError("parallel: pp divides models of text: use dp or shard for images")
         if config.dynamics_every is not None:
             raise UserError("dynamics_every looks at the whole depth, of which pp leaves a part: leave one of them out")
-        own, micros = config.batch_size // self.data, self.microbatches
+        sequences, micros = config.batch_size // self.data, self.microbatches
         micro = self.micro_batch_size(config) or 1
-        if config.micro_batch_size is not None and micros is not None and micros * micro != own:
-            made = f"microbatches={micros} of micro_batch_size={micro} make {micros * micro} sequences"
-            raise UserError(f"parallel: {made}, and a pipeline has {own} in a step: leave one of them out")
-        check_pipeline(model, self, self.order, micros or own // micro, own)
+        if config.micro_batch_size is not None and micros is not None and micros * micro != sequences:
+            product = f"microbatches={micros} of micro_batch_size={micro} make {micros * micro} sequences"
+            raise UserError(f"parallel: {product}, and a pipeline has {sequences} in a step: leave one of them out")
+        check_pipeline(model, self, self.order, micros or sequences // micro, sequences)

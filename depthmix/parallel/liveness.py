@@ -18,9 +18,12 @@ from depthmix.errors import INTERNAL
 from depthmix.parallel.progress import Progress
 from depthmix.parallel.watchdog import SILENT, Watchdog, ranks
 
-EVERY = 0.5  # seconds between signs of life
-POLL = 0.01  # seconds between two looks at what others have done
-STRUCK, SAID = "struck", "said"  # keys of the store: why all are to end, and that one has said it
+# Seconds between signs of life.
+EVERY = 0.5
+# Seconds between two looks at the store.
+POLL = 0.01
+# Keys of the store: the reason to end the run, and a mark that some process has printed it.
+STRUCK, SAID = "struck", "said"
 ADVICE = "the run stops; torchrun's --max-restarts, or the same command, goes on from the last checkpoint"
 
 
@@ -53,25 +56,29 @@ class Heartbeat:
         self.log: Log | None = None
         self.ended, self.struck = threading.Event(), threading.Event()
         self._open = ExitStack()
-        self._stacks_file: Any = 2  # standard error, until there is a log
+        # Standard error, until there is a log.
+        self._stacks_file: Any = 2
         self.thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
         self.thread.start()
 
     def write_to(self, log: Log) -> None:
         """Write warnings and stacks into a run folder's log from now on."""
-        with suppress(OSError):  # whoever writes the first line there says it
+        # The first write to the log reports the error.
+        with suppress(OSError):
             log.log_path.parent.mkdir(exist_ok=True)
             self._stacks_file = self._open.enter_context(log.log_path.open("a", encoding="utf-8"))
             self.log = log
 
     def _beat(self) -> None:
-        with suppress(RuntimeError):  # the store is gone: so is whoever kept it, and the run with it
+        # Without the store the process that kept it is gone, and so is the run.
+        with suppress(RuntimeError):
             before = time.monotonic()
             self.watchdog.beat(before)
             while not self.ended.wait(EVERY):
                 now = time.monotonic()
                 if now - before > SILENT:
-                    self.progress.skip(now - before)  # the process was suspended, or one call kept all threads waiting
+                    # The process was suspended, or one call blocked all threads.
+                    self.progress.skip(now - before)
                 before = now
                 self.watchdog.beat(now)
                 if self.size > 1:
@@ -92,7 +99,8 @@ class Heartbeat:
     def _end(self, why: str, speaks: bool) -> None:
         """Write the stacks of this process and end it. `speaks`: print the reason once all others have written theirs."""
         self.struck.set()
-        with suppress(Exception):  # a full disk must not keep the process from ending
+        # A full disk must not keep the process from ending.
+        with suppress(Exception):
             if self.log is not None:
                 self.log.log(f"{why}; the stacks of this process:")
             faulthandler.dump_traceback(file=self._stacks_file)
@@ -105,8 +113,10 @@ class Heartbeat:
                 where = "above" if folder is None else f"in {folder / 'log.txt'} and {folder / 'ranks'}"
                 self._tell(f"{why}; the stacks of all processes are {where}; {ADVICE}")
                 self.store.set(SAID, "")
-                time.sleep(EVERY)  # the store may be this process's, and the others still ask it
-        os._exit(INTERNAL)  # the main thread waits inside of torch, where nothing else ends it
+                # The store may live in this process, and the others still read it.
+                time.sleep(EVERY)
+        # The main thread waits inside torch, where nothing else ends it.
+        os._exit(INTERNAL)
 
     def _wait(self, keys: list[str], seconds: float) -> None:
         until = time.monotonic() + seconds
@@ -133,24 +143,28 @@ class Heartbeat:
             faulthandler.cancel_dump_traceback_later()
         self._open.close()
 
-    def gone(self) -> str | None:
+    def find_the_dead(self) -> str | None:
         """Name the processes that have died or left for a reason of their own; None if all are present."""
         if self.struck.is_set():
-            self.thread.join()  # which ends this process
+            # That thread ends this process.
+            self.thread.join()
         if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun ends us too: not before we know why
+            # torchrun ends this process too. Find out the reason first.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
         try:
-            before, until, left = self._read("beat"), time.monotonic() + SILENT, self._read("left")
-            while time.monotonic() < until and not any(left.values()):
+            before, until, reasons_by_rank = self._read("beat"), time.monotonic() + SILENT, self._read("left")
+            while time.monotonic() < until and not any(reasons_by_rank.values()):
                 time.sleep(EVERY)
-                left = self._read("left")
-            if reasons := {rank: reason for rank, reason in left.items() if reason and rank != self.rank}:
+                reasons_by_rank = self._read("left")
+            if reasons := {rank: reason for rank, reason in reasons_by_rank.items() if reason and rank != self.rank}:
                 return "; ".join(f"rank {rank} has stopped: {reason}" for rank, reason in sorted(reasons.items()))
             after = self._read("beat")
         except RuntimeError:
             return "the process where all met cannot be reached any more"
         self.leave("")
-        still = [r for r in range(self.size) if r != self.rank and r not in left and before.get(r) == after.get(r)]
+        still = [
+            r for r in range(self.size) if r != self.rank and r not in reasons_by_rank and before.get(r) == after.get(r)
+        ]
         return f"{ranks(still, self.size)} died or cannot be reached" if still else None
 
     def _read(self, kind: str) -> dict[int, str]:

@@ -29,9 +29,12 @@ from depthmix.parallel.watchdog import WARN_AFTER, ranks
 ADVICE = (
     "check that every process is started and reaches the first one; nothing is lost, and the same command starts again"
 )
-POLL = 0.01  # seconds
-KNOCK = 0.1  # seconds between two attempts to connect
-LEAVING = 1.0  # seconds for which the first process keeps the store when not all came
+# Seconds.
+POLL = 0.01
+# Seconds between two attempts to connect.
+KNOCK = 0.1
+# Seconds for which the first process keeps the store if some never came.
+LEAVING = 1.0
 
 
 class NeverCame(UserError):
@@ -85,22 +88,24 @@ def new_corner(store: Any, rank: int, size: int, patience: timedelta) -> Any:
     Raises:
         NeverCame: Some were not there in time, with their ranks.
     """
-    own = uuid.uuid4().hex
+    name = uuid.uuid4().hex
     store.set_timeout(patience)
-    store.set(f"hello/{rank}", own)
+    store.set(f"hello/{rank}", name)
     if rank:
         with _said_to_wait_for(rank, "rank 0"):
-            corner = _get(store, f"answer/{own}")
+            corner = _get(store, f"answer/{name}")
         store.set(f"{corner}/{rank}", "")
-        store.set_timeout(2 * patience)  # rank 0 decides who was in time
+        # Rank 0 decides which processes were in time.
+        store.set_timeout(2 * patience)
         if missing := _get(store, f"{corner}/met"):
             raise NeverCame(missing)
     else:
-        corner = own
+        corner = name
         missing = _answer(store, corner, size, patience.total_seconds())
         store.set(f"{corner}/met", missing)
         if missing:
-            time.sleep(LEAVING)  # the others read it in this process's store
+            # The others read the message in this process's store.
+            time.sleep(LEAVING)
             raise NeverCame(missing)
     return PrefixStore(corner, store)
 
@@ -122,7 +127,8 @@ def _answer(store: Any, corner: str, size: int, seconds: float) -> str:
             if store.check([f"{corner}/{other}"]):
                 waiting.remove(other)
             elif store.check([f"hello/{other}"]) and (name := store.get(f"hello/{other}")) not in answered:
-                answered.add(name)  # maybe of one that died: then the answer is for nobody, and a new name will come
+                # This name may belong to a process that died. Then nobody reads the answer, and a new name will come.
+                answered.add(name)
                 store.set(f"answer/{name.decode()}", corner)
         if not waiting:
             return ""

@@ -86,7 +86,8 @@ def state_forms(mixer: Mixer, sites: Sequence[int], dtype: torch.dtype = torch.f
     forms: list[Form] = []
     mixer = _weightless(mixer)
     labels: dict[int, int] = {}
-    alive: list[Tensor] = []  # so that no id is used twice
+    # Kept alive so that no id is used twice.
+    alive: list[Tensor] = []
 
     def activation() -> Tensor:
         return torch.zeros(*TOKENS, mixer.dim, dtype=dtype, device="cpu")
@@ -131,5 +132,7 @@ def _form(state: Any, labels: Sequence[int]) -> Form:
         raise PackingError(f"a state that contains {', '.join(sorted(others))} cannot be sent: only tensors can")
     tensors = [leaves[i] for i in places]
     by_token = tuple(t.shape[:2] == TOKENS for t in tensors)
-    shapes = tuple(tuple(t.shape[2:] if own else t.shape) for t, own in zip(tensors, by_token, strict=True))
+    shapes = tuple(
+        tuple(t.shape[2:] if has_tokens else t.shape) for t, has_tokens in zip(tensors, by_token, strict=True)
+    )
     return Form(state.site, spec, places, tuple(labels), shapes, by_token, tuple(t.dtype for t in tensors))

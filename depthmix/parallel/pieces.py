@@ -32,26 +32,29 @@ class Pieces(Alone):
 
     def saved(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return this process's tensors under the undivided model's names; the mixer's tensors whole, in every process."""
-        found: dict[str, Tensor] = {}
-        mixed: dict[str, dict[str, Tensor]] = {}  # by the whole's name and by stage
+        tensors_of_whole: dict[str, Tensor] = {}
+        # By the undivided model's name and by stage.
+        mixed: dict[str, dict[str, Tensor]] = {}
         for name, t in tensors.items():
-            path, own = _apart(name)
-            stage, _, rest = own.partition(".")
-            title = self.title(own)
+            path, parameter_name = _apart(name)
+            stage, _, rest = parameter_name.partition(".")
+            title = self.title(parameter_name)
             if title.startswith(MIXER):
-                if self._own_rows(title, stage) is not None:
+                if self._rows_of(title, stage) is not None:
                     mixed.setdefault(path + title, {})[stage] = whole(t).detach()
-            elif title == rest:  # a tied matrix is saved where the embedding is
-                found[path + title] = t
-        return {**found, **self._joined(mixed)}
+            elif title == rest:
+                # A tied matrix is saved with the embedding.
+                tensors_of_whole[path + title] = t
+        return {**tensors_of_whole, **self._joined(mixed)}
 
     def _joined(self, mixed: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
         """Join the rows that stages own of the mixer's tensors, given by stage and whole, in one message."""
         numbers = {n: next(iter(t.values())).item() for n, t in mixed.items() if not next(iter(t.values())).ndim}
-        known: list[Any] = [None] * self.pipe.ranks
-        dist.all_gather_object(known, (list(mixed), numbers), group=self.pipe.group)
-        numbers = {n: value for _, there in known for n, value in there.items()}  # counts of steps are the same in all
-        names = [name for name in sorted({n for there, _ in known for n in there}) if name not in numbers]
+        gathered: list[Any] = [None] * self.pipe.ranks
+        dist.all_gather_object(gathered, (list(mixed), numbers), group=self.pipe.group)
+        # Counts of steps are equal in all stages.
+        numbers = {n: value for _, numbers_of_rank in gathered for n, value in numbers_of_rank.items()}
+        names = sorted({n for names_of_rank, _ in gathered for n in names_of_rank if n not in numbers})
         of_whole = dict(self.blueprint.named_parameters())
         shapes = [of_whole[_apart(name)[1]].shape for name in names]
         kind = next((p.dtype for p in self.blueprint.mixer.parameters()), None)
@@ -59,25 +62,27 @@ class Pieces(Alone):
         joined = {n: t.view(s) for n, s, t in zip(names, shapes, flat.split([s.numel() for s in shapes]), strict=True)}
         for name, parts in mixed.items():
             for stage, t in parts.items() if name in joined else ():
-                rows = self._own_rows(_apart(name)[1], stage)
+                rows = self._rows_of(_apart(name)[1], stage)
                 joined[name][rows].copy_(t[rows])
         if names:
-            dist.all_reduce(flat, group=self.pipe.group)  # of every number all but one process have zero
+            # All but one process have zeros there, so the sum is the number.
+            dist.all_reduce(flat, group=self.pipe.group)
         return {n: t.clone() for n, t in joined.items()} | {n: torch.tensor(value) for n, value in numbers.items()}
 
-    def _own_rows(self, title: str, stage: str) -> slice | None:
+    def _rows_of(self, title: str, stage: str) -> slice | None:
         """Return the rows that a stage owns of a mixer's parameter; None if it owns none."""
-        rows: slice | None = self.pieces[stage].own_rows(title)
+        rows: slice | None = self.pieces[stage].rows_of(title)
         return rows
 
     def load(
         self, read: Callable[[Mapping[str, torch.Size], Place], dict[str, Tensor]], place: Place
     ) -> dict[str, Tensor]:
         shapes = {name: p.shape for name, p in self.blueprint.named_parameters()}
-        own = dict(self.model.named_parameters())
-        mine_of: dict[str, list[str]] = {}  # this process's names by those in the whole
-        for name in own:
-            mine_of.setdefault(self.title(name), []).append(name)
+        parameters = dict(self.model.named_parameters())
+        # This process's names, by the undivided model's.
+        local_names: dict[str, list[str]] = {}
+        for name in parameters:
+            local_names.setdefault(self.title(name), []).append(name)
 
         def put(name: str, shape: torch.Size) -> Tensor | None:
             path, title = _apart(name)
@@ -85,24 +90,26 @@ class Pieces(Alone):
                 return place(name, shape)
             if title.startswith(MIXER):
                 return torch.zeros(shape, dtype=self.blueprint.embedding.weight.dtype)
-            if title not in mine_of:
-                return torch.empty(shape, device="meta")  # others have it
-            mine = mine_of[title][0]
-            return place(path + mine, shape) if path else own[mine].detach()
+            if title not in local_names:
+                # Other processes have it.
+                return torch.empty(shape, device="meta")
+            parameter_name = local_names[title][0]
+            return place(path + parameter_name, shape) if path else parameters[parameter_name].detach()
 
-        found: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for name, t in read(shapes, put).items():
             path, title = _apart(name)
-            for mine in mine_of.get(title, []) if title in shapes else [title]:
+            for parameter_name in local_names.get(title, []) if title in shapes else [title]:
                 if not title.startswith(MIXER):
-                    found[path + mine] = t
-                elif not path or self._own_rows(title, mine.partition(".")[0]) is not None:
-                    found[path + mine] = self._taken(name, t, own[mine])
-        return {name: t for name, t in found.items() if name not in own}
+                    tensors[path + parameter_name] = t
+                elif not path or self._rows_of(title, parameter_name.partition(".")[0]) is not None:
+                    tensors[path + parameter_name] = self._taken(name, t, parameters[parameter_name])
+        return {name: t for name, t in tensors.items() if name not in parameters}
 
     def _taken(self, name: str, of_whole: Tensor, parameter: Tensor) -> Tensor:
         """Divide a mixer's tensor as its parameter is divided here. Parameters themselves are filled in place."""
-        if of_whole.shape != parameter.shape:  # a number of steps
+        # A number of steps.
+        if of_whole.shape != parameter.shape:
             return of_whole
         place = parameter.detach() if _apart(name)[0] == "" else torch.zeros_like(parameter)
         fill(place, of_whole)

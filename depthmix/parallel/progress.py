@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch.distributed import distributed_c10d
 
-FIRST_TIMES = 4  # as long as the limit: what is done for the first time may compile
+# Factor on the limit for first times, which may compile.
+FIRST_TIMES = 4
 
 
 class Progress:
@@ -63,13 +64,15 @@ def begun_collectives(device: torch.device) -> int:
 
     Torch numbers the collectives of each group to find processes that are out of step, and has no public name for the number.
     """
-    found = 0
+    begun = 0
     for group in list(distributed_c10d._world.pg_map):
-        for kind in {device, torch.device("cpu")}:  # saving sends between CPUs
-            with suppress(RuntimeError):  # a group that is being made or torn down, or one that is not for this device
+        # Saving communicates between CPUs.
+        for kind in {device, torch.device("cpu")}:
+            # The group is being set up or torn down, or is not for this device.
+            with suppress(RuntimeError):
                 backend: Any = group._get_backend(kind)
-                found += backend._get_sequence_number_for_group()
-    return found
+                begun += backend._get_sequence_number_for_group()
+    return begun
 
 
 def main_thread_line() -> str:

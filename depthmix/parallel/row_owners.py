@@ -75,7 +75,7 @@ def row_owners(mixer: Mixer) -> Owners:
     return owners
 
 
-def own_rows(owner: Sequence[int] | int, sites: range) -> slice | None:
+def rows_of_sites(owner: Sequence[int] | int, sites: range) -> slice | None:
     """Return the rows that belong to some sites: everything for a parameter in one piece, None where no row does."""
     if isinstance(owner, int):
         return slice(None) if owner in sites else None
@@ -85,18 +85,18 @@ def own_rows(owner: Sequence[int] | int, sites: range) -> slice | None:
     return slice(rows[0], rows[-1] + 1) if rows else None
 
 
-def select_own(owners: Owners, tensors: Mapping[str, Tensor], sites: range) -> dict[str, Tensor]:
+def select_rows(owners: Owners, tensors: Mapping[str, Tensor], sites: range) -> dict[str, Tensor]:
     """Return views of the rows that belong to some sites. Tensors without owners, such as buffers, stay whole."""
     selected = {}
     for name, t in tensors.items():
-        rows = own_rows(owners[name], sites) if name in owners else slice(None)
+        rows = rows_of_sites(owners[name], sites) if name in owners else slice(None)
         if rows is not None:
             selected[name] = t if rows == slice(None) else t[rows]
     return selected
 
 
-def join_own(owners: Owners, parts: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Join what `select_own` returned for each stage, in the order of the stages, into whole tensors."""
+def join_rows(owners: Owners, parts: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Join what `select_rows` returned for each stage, in the order of the stages, into whole tensors."""
     pieces: dict[str, list[Tensor]] = {}
     for part in parts:
         for name, t in part.items():
@@ -108,7 +108,7 @@ def join_own(owners: Owners, parts: Iterable[Mapping[str, Tensor]]) -> dict[str,
 def freeze_foreign(mixer: Mixer, owners: Owners, sites: range) -> None:
     """Freeze the parameters of which no row belongs to these sites. They need neither gradients nor optimizer state."""
     for name, p in mixer.named_parameters():
-        if own_rows(owners[name], sites) is None:
+        if rows_of_sites(owners[name], sites) is None:
             p.requires_grad_(False)
 
 
@@ -116,10 +116,10 @@ def freeze_foreign(mixer: Mixer, owners: Owners, sites: range) -> None:
 def blank_foreign(mixer: Mixer, owners: Owners, sites: range) -> None:
     """Set the rows of all other sites to NaN, for tests: what runs these sites must not depend on them."""
     for name, p in mixer.named_parameters():
-        own = select_own(owners, {name: p.clone()}, sites)
+        saved = select_rows(owners, {name: p.clone()}, sites)
         p.fill_(math.nan)
-        for mine, kept in zip(select_own(owners, {name: p}, sites).values(), own.values(), strict=True):
-            mine.copy_(kept)
+        for rows, values in zip(select_rows(owners, {name: p}, sites).values(), saved.values(), strict=True):
+            rows.copy_(values)
 
 
 def why_not_divided(mixer: Mixer) -> str | None:

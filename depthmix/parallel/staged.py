@@ -55,7 +55,8 @@ class Staged(Pieces):
         self.mesh, layout = world.mesh, world.layout
         model = build_empty(build, seed)
         self.blueprint = copy.deepcopy(model)
-        divided: dict[range, set[str]] = {}  # what tensor parallelism has divided, by the sites of a piece
+        # Names that tensor parallelism has divided, by the sites of a piece.
+        divided: dict[range, set[str]] = {}
 
         def divide(piece: Piece) -> Piece:
             if layout.tp > 1:
@@ -90,7 +91,8 @@ class Staged(Pieces):
             for name, p in piece.named_parameters()
             if layout.tp > 1 and name not in divided[piece.sites]
         ]
-        self.unread: list[Tensor] | None = None  # parameters of the mixer that have gradients in other pieces alone
+        # Parameters of the mixer that have gradients only in other pieces.
+        self.unread: list[Tensor] | None = None
 
     # Weights.
 
@@ -105,7 +107,8 @@ class Staged(Pieces):
         if model.config.tie_embeddings and (self.pipe.has_first or self.pipe.has_last):
             ends: list[Any] = list(self.pieces.values())
             tied = ends[0].embedding.weight if self.pipe.has_first else ends[-1].head.weight
-            model.embedding.weight = model.head.weight = tied  # the one that is here gets the numbers of both
+            # The matrix of this process gets the numbers of both.
+            model.embedding.weight = model.head.weight = tied
 
         def take(mixer: nn.Module) -> None:
             drawn = {**dict(mixer.named_parameters()), **dict(mixer.named_buffers())}
@@ -150,43 +153,44 @@ class Staged(Pieces):
 
     def probe(self, loss: Loss, batch: Tensor) -> tuple[Tensor, Tensor]:
         """Compute the loss of a batch and the norm of its gradient, which is not kept. Every micro-batch is this batch."""
-        found = self.backward(loss, batch.repeat(self.pipe.microbatches, 1), len(batch))
+        batch_loss = self.backward(loss, batch.repeat(self.pipe.microbatches, 1), len(batch))
         norm = self.clip(math.inf)
         self.model.zero_grad(set_to_none=True)
-        return found, norm
+        return batch_loss, norm
 
     def sums(self, of: Callable[[Any, Tensor], Iterable[float]], dealt: Iterable[tuple[Tensor, bool]]) -> list[float]:
         """Add up numbers over batches, at the end of the pipeline; empty in other processes."""
-        n, found = self.pipe.microbatches, list[list[float]]()
+        n, rows = self.pipe.microbatches, list[list[float]]()
         together: list[tuple[Tensor, bool]] = []
         for batch, counts in dealt:
             together.append((batch, counts))
             if len(together) == n:
-                found += self._sums(of, together)
+                rows += self._sums(of, together)
                 together = []
         if together:
-            found += self._sums(of, together + [(together[0][0], False)] * (n - len(together)))
+            rows += self._sums(of, together + [(together[0][0], False)] * (n - len(together)))
         self.rest()
-        return [math.fsum(column) for column in zip(*found, strict=True)]
+        return [math.fsum(column) for column in zip(*rows, strict=True)]
 
     def _sums(
-        self, of: Callable[[Any, Tensor], Iterable[float]], given: list[tuple[Tensor, bool]]
+        self, of: Callable[[Any, Tensor], Iterable[float]], batches: list[tuple[Tensor, bool]]
     ) -> list[list[float]]:
         """Compute the numbers of one schedule's micro-batches. All have one size: smaller batches are padded with rows
         that do not count.
         """
-        size, found = max(len(batch) for batch, _ in given), list[list[float]]()
-        rows = iter([len(batch) if counts else 0 for batch, counts in given])  # the end sees them in this order
+        size, numbers = max(len(batch) for batch, _ in batches), list[list[float]]()
+        # The last stage sees batches in this order.
+        rows = iter([len(batch) if counts else 0 for batch, counts in batches])
 
         def look(logits: Tensor, batch: Tensor) -> Tensor:
             if n := next(rows):
-                found.append(list(of(lambda _: logits[:n], batch[:n])))
+                numbers.append(list(of(lambda _: logits[:n], batch[:n])))
             return torch.zeros((), device=self.pipe.device)
 
         self.pipe.loss = look
         with self.part():
-            self.pipe.evaluate(torch.cat([torch.cat([b, b[:1].expand(size - len(b), -1)]) for b, _ in given]))
-        return found
+            self.pipe.evaluate(torch.cat([torch.cat([b, b[:1].expand(size - len(b), -1)]) for b, _ in batches]))
+        return numbers
 
     def whole(self, losses: Tensor) -> Tensor:
         return whole(losses)

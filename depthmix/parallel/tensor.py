@@ -26,7 +26,8 @@ from torch.distributed.tensor.parallel import (
 
 from depthmix.models import Decoder
 
-SEQUENCE = 1  # the dimension of tokens in [B, T, D]
+# Dimension of tokens in [B, T, D].
+SEQUENCE = 1
 
 
 class GatherSequence(ParallelStyle):
@@ -78,5 +79,6 @@ def parallelize(model: Any, mesh: DeviceMesh) -> None:
         model.parts = mesh.size()
         return
     if model.config.tie_embeddings:
-        model.head.weight = model.embedding.weight  # both were divided alike, over the vocabulary
+        # Both are divided alike, over the vocabulary.
+        model.head.weight = model.embedding.weight
     model.register_forward_pre_hook(_positions, with_kwargs=True)

@@ -18,10 +18,14 @@ from typing import Any
 
 from depthmix.parallel.progress import Progress, main_thread_line
 
-WARN_AFTER = 30.0  # seconds without progress
-SILENT = 2.5  # seconds without a sign of life, after which a process counts as silent
-WATCHERS = 8  # ranks that look at all others: of a thousand not each needs to
-NAMED = 8  # ranks in a sentence
+# Seconds without progress.
+WARN_AFTER = 30.0
+# Seconds without a sign of life, after which a process counts as silent.
+SILENT = 2.5
+# Number of ranks that watch all others. With a thousand ranks, not each needs to.
+WATCHERS = 8
+# Most ranks that a sentence names.
+NAMED = 8
 
 
 class Watchdog:
@@ -46,8 +50,10 @@ class Watchdog:
         self.store, self.rank, self.size, self.progress = store, rank, size, progress
         self.in_order, self.where = in_order, where
         self._n = 0
-        self._said: dict[int, dict[str, Any]] = {}  # the last sign of life, by rank
-        self._changed: dict[int, float] = {}  # when it was another
+        # Last sign of life, by rank.
+        self._said: dict[int, dict[str, Any]] = {}
+        # Time at which the last sign of life changed, by rank.
+        self._changed: dict[int, float] = {}
         self._looking_since: float | None = None
         self._warned = False
 
@@ -55,11 +61,11 @@ class Watchdog:
         """Write a sign of life: what this process does, and for how long it has stood still."""
         self._n += 1
         idle = self.progress.idle(now)
-        own = {"n": self._n, "place": self.progress.place, "count": self.progress.count(), "idle": idle}
-        own |= {"allowed": self.progress.allowed, "slow": self.progress.slow, "where": self.where()}
-        self._said[self.rank] = own
+        sign = {"n": self._n, "place": self.progress.place, "count": self.progress.count(), "idle": idle}
+        sign |= {"allowed": self.progress.allowed, "slow": self.progress.slow, "where": self.where()}
+        self._said[self.rank] = sign
         self._changed[self.rank] = now
-        self.store.set(f"beat/{self.rank}", json.dumps(own))
+        self.store.set(f"beat/{self.rank}", json.dumps(sign))
 
     def look(self, now: float) -> tuple[str | None, str | None]:
         """Return (warning, reason to end the run), each None unless it is due and this process is the one to report it."""
@@ -70,7 +76,8 @@ class Watchdog:
         self._read(now)
         if self._looking_since is None:
             self._looking_since = now
-        if now - self._looking_since < SILENT:  # so long it takes to see who is silent
+        # It takes this long to see which process is silent.
+        if now - self._looking_since < SILENT:
             return None, None
         heard = [rank for rank, since in sorted(self._changed.items()) if now - since < SILENT]
         if heard[0] != self.rank:
@@ -82,17 +89,18 @@ class Watchdog:
             return None, None
         self._warned = True
         if len(heard) == self.size == len(self._behind(heard)) and any(said["slow"] for said in still):
-            return None, None  # all do something for the first time, as compiling, and nobody is behind
+            # All processes do something for the first time, such as compiling, and none is behind.
+            return None, None
         return self._sentence(heard, idle), None
 
     def _read(self, now: float) -> None:
         for rank in range(self.size):
             if rank == self.rank or not self.store.check([f"beat/{rank}"]):
                 continue
-            there = json.loads(self.store.get(f"beat/{rank}"))
-            if there["n"] != self._said.get(rank, {}).get("n"):
+            sign = json.loads(self.store.get(f"beat/{rank}"))
+            if sign["n"] != self._said.get(rank, {}).get("n"):
                 self._changed[rank] = now
-            self._said[rank] = there
+            self._said[rank] = sign
 
     def _behind(self, heard: list[int]) -> list[int]:
         """Return the ranks that the others wait for, as far as known; else all ranks."""

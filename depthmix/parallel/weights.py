@@ -27,7 +27,8 @@ class AsInOnePiece(TorchDispatchMode):
         if function not in DRAWS or (args[0].device.type == "cpu" and not isinstance(args[0], DTensor)):
             return function(*args, **(kwargs or {}))
         place = args[0]
-        whole = torch.empty(place.shape, dtype=place.dtype, device="cpu")  # a GPU would draw other numbers
+        # On the CPU: a GPU would draw other numbers.
+        whole = torch.empty(place.shape, dtype=place.dtype, device="cpu")
         function(whole, *args[1:], **(kwargs or {}))
         if not place.is_meta:
             fill(place, whole)
@@ -67,25 +68,26 @@ def build_empty(build: Callable[[], Any], seed: int) -> Any:
     with AsInOnePiece():
         for name, module in model.named_modules():
             if isinstance(module, nn.Linear | nn.Embedding | nn.Conv2d) and not name.startswith("mixer."):
-                module.reset_parameters()  # as torch itself does when it builds one; mixers are always built empty
+                # As torch does when it builds a module. Mixers are always built empty.
+                module.reset_parameters()
     return model
 
 
 def like(model: Any) -> Any:
     """Build a model of the same configuration, on the device in force."""
-    made = type(model)(model.config)
-    for (_, p), (_, q) in zip(made.named_parameters(), model.named_parameters(), strict=True):
+    model_like = type(model)(model.config)
+    for (_, p), (_, q) in zip(model_like.named_parameters(), model.named_parameters(), strict=True):
         p.requires_grad_(q.requires_grad)
-    return made
+    return model_like
 
 
 def fingerprint(model: nn.Module) -> str:
     """Hash a model's weights."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for name, p in model.named_parameters():
-        found.update(name.encode() + b"\0")
-        found.update(p.detach().cpu().reshape(-1).view(torch.uint8).numpy().data)
-    return found.hexdigest()[:16]
+        digest.update(name.encode() + b"\0")
+        digest.update(p.detach().cpu().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()[:16]
 
 
 def take_over(model: Any, source: nn.Module, device: torch.device) -> None:
@@ -101,8 +103,8 @@ def materialize(model: Any, mixer: nn.Module, device: torch.device) -> None:
     model.to_empty(device=device)
 
     def take(whole: nn.Module) -> None:
-        for own, drawn in ((model.mixer.parameters(), whole.parameters()), (model.mixer.buffers(), whole.buffers())):
-            for place, value in zip(own, drawn, strict=True):
+        for places, drawn in ((model.mixer.parameters(), whole.parameters()), (model.mixer.buffers(), whole.buffers())):
+            for place, value in zip(places, drawn, strict=True):
                 fill(place, value.detach())
 
     draw(model, mixer, take)
@@ -114,7 +116,8 @@ def draw(model: Any, mixer: nn.Module, take: Callable[[nn.Module], None]) -> Non
     """
     whole = copy.deepcopy(mixer).to_empty(device="cpu")
 
-    def reset_mixer() -> None:  # a rule may set rows and entries one by one, which a divided tensor does not take
+    # A rule may set single rows and entries, which a divided tensor does not support.
+    def reset_mixer() -> None:
         whole.reset_parameters()  # type: ignore[operator]
         take(whole)
 

@@ -27,9 +27,12 @@ from depthmix.parallel.progress import FIRST_TIMES, Progress, begun_collectives
 from depthmix.parallel.share import Share
 
 Result = TypeVar("Result")
-HANG_LIMIT = 300.0  # seconds; a process that dies is noticed at once, by its connections
-PIPELINE, REPLICATE, SHARD, TENSOR = "pp", "dp", "shard", "tp"  # the dimensions of the mesh
-CONTEXT = "cp"  # and of another
+# Seconds without progress. A process that dies is noticed at once, by its connections.
+HANG_LIMIT = 300.0
+# Dimensions of the mesh.
+PIPELINE, REPLICATE, SHARD, TENSOR = "pp", "dp", "shard", "tp"
+# The dimension of context parallelism.
+CONTEXT = "cp"
 
 
 class SharedError(UserError):
@@ -54,12 +57,15 @@ class World:
     ) -> None:
         self.layout, self.rank, self.size, self.mesh = layout, rank, layout.size, mesh
         self._device = device
-        self.beat: Heartbeat | None = None  # where other processes are
+        # None in a world of one process.
+        self.beat: Heartbeat | None = None
         self.first = rank == 0
         _, self.data_rank, sharing = layout.place(rank)
-        self.share = Share(sharing // layout.tp, layout.cp)  # of every sequence
+        # This process's part of every sequence.
+        self.share = Share(sharing // layout.tp, layout.cp)
         self._asked = torch.zeros(1)
-        self.beside: Any = None  # a group of its own for what happens beside the training, such as saving
+        # A separate group for work beside the training, such as saving.
+        self.beside: Any = None
 
     @functools.cached_property
     def device(self) -> torch.device:
@@ -79,8 +85,8 @@ class World:
 
     def rows(self, batch_size: int) -> slice:
         """Return the rows of a batch that belong to this process."""
-        own = batch_size // self.layout.data
-        return slice(self.data_rank * own, (self.data_rank + 1) * own)
+        size = batch_size // self.layout.data
+        return slice(self.data_rank * size, (self.data_rank + 1) * size)
 
     def average(self, numbers: Tensor, asked: bool = False) -> Tensor:
         """Average numbers [n] over all processes. `asked`: whether this process was asked to stop (see `stopping`)."""
@@ -125,8 +131,8 @@ class World:
                 yield dealt[self.data_rank], True
                 dealt = []
         if dealt:
-            own = self.data_rank < len(dealt)
-            yield dealt[self.data_rank if own else 0], own
+            counts = self.data_rank < len(dealt)
+            yield dealt[self.data_rank if counts else 0], counts
 
     def add_up(self, *numbers: float) -> list[float]:
         """Sum numbers over the processes that have tokens of their own. The result is bitwise the same in all.
@@ -135,16 +141,18 @@ class World:
         """
         places = map(self.layout.place, range(self.size))
         counted = [stage == self.layout.pp - 1 and sharing % self.layout.tp == 0 for stage, _, sharing in places]
-        found = [there for there, own in zip(self.gather(numbers), counted, strict=True) if own]
-        return [math.fsum(column) for column in zip(*found, strict=True)]
+        rows = [
+            numbers_of_rank for numbers_of_rank, counts in zip(self.gather(numbers), counted, strict=True) if counts
+        ]
+        return [math.fsum(column) for column in zip(*rows, strict=True)]
 
     def gather(self, value: Any) -> list[Any]:
         """Return the value of every process, in the order of their ranks."""
         if not self.several:
             return [value]
-        found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, value)
-        return found
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values
 
     def together(self, call: Callable[[], Result]) -> Result:
         """Call a function in every process and return its result. If it raises a UserError in some, all raise it, with
@@ -183,19 +191,19 @@ class World:
         try:
             yield
         except RuntimeError as error:
-            gone = None if self.beat is None else self.beat.gone()
-            if gone is None:
+            dead = None if self.beat is None else self.beat.find_the_dead()
+            if dead is None:
                 raise
-            raise Lost(f"{gone}; {ADVICE}", INTERNAL) from error
+            raise Lost(f"{dead}; {ADVICE}", INTERNAL) from error
 
     def agree(self, facts: Mapping[str, Any]) -> None:
         """Raise UserError, naming rank and difference, unless the facts are the same in every process."""
-        found = self.gather(dict(facts))
+        by_rank = self.gather(dict(facts))
         differences = [
-            f"rank {rank} differs from rank 0: {name} is {there.get(name)!r} there and {found[0].get(name)!r} on rank 0"
-            for rank, there in enumerate(found)
-            for name in dict.fromkeys((*found[0], *there))
-            if there.get(name) != found[0].get(name)
+            f"rank {rank} differs from rank 0: {name} is {facts_of_rank.get(name)!r} there and {by_rank[0].get(name)!r} on rank 0"
+            for rank, facts_of_rank in enumerate(by_rank)
+            for name in dict.fromkeys((*by_rank[0], *facts_of_rank))
+            if facts_of_rank.get(name) != by_rank[0].get(name)
         ]
         if differences:
             more = f" (and {len(differences) - 3} more differences)" if len(differences) > 3 else ""
@@ -211,7 +219,8 @@ def join(layout: Layout, device: str, given: bool, hang_limit: float = HANG_LIMI
         given: Whether the recipe has a layout.
         hang_limit: Seconds without progress after which the run ends.
     """
-    started = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()  # by torchrun, or as it does
+    # Set by torchrun or by hand.
+    started = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
     size = int(os.environ["WORLD_SIZE"]) if started else 1
     layout.check_world(size, given)
     if not given:
@@ -221,15 +230,18 @@ def join(layout: Layout, device: str, given: bool, hang_limit: float = HANG_LIMI
     chosen = choose_device(device)
     if chosen.type == "cuda":
         if chosen.index is None:
-            chosen = choose_device(f"cuda:{local}")  # UserError where there are fewer GPUs than processes
+            # Raises UserError if there are fewer GPUs than processes.
+            chosen = choose_device(f"cuda:{local}")
         torch.cuda.set_device(chosen)
     store: Any = dist.HashStore()
     rank = 0
-    limit = hang_limit if 0 < hang_limit < math.inf else HANG_LIMIT  # where it is none, that is said when all are there
+    # An invalid limit is reported once all processes have met.
+    limit = hang_limit if 0 < hang_limit < math.inf else HANG_LIMIT
     if started:
         rank, patience = int(os.environ["RANK"]), timedelta(seconds=FIRST_TIMES * limit)
         store = new_corner(open_store(rank, patience), rank, size, patience)
-    timeout = timedelta(seconds=2 * FIRST_TIMES * limit + 60)  # torch's own, which only says that something timed out
+    # torch's own timeout, which only reports that something timed out.
+    timeout = timedelta(seconds=2 * FIRST_TIMES * limit + 60)
     progress = Progress(limit, functools.partial(begun_collectives, chosen))
     # A connection of its own: a client of the store does one thing at a time, and the main thread's may wait in it.
     alive = dist.PrefixStore("alive", store.clone())
@@ -238,12 +250,13 @@ def join(layout: Layout, device: str, given: bool, hang_limit: float = HANG_LIMI
     try:
         with world.naming_the_dead():
             backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
-            own = dist.PrefixStore("depthmix", store)
-            dist.init_process_group(backend, store=own, rank=rank, world_size=size, timeout=timeout)
+            prefix_store = dist.PrefixStore("depthmix", store)
+            dist.init_process_group(backend, store=prefix_store, rank=rank, world_size=size, timeout=timeout)
             world.mesh = _mesh(layout, chosen)
             world.beside = dist.new_group(backend="gloo", timeout=timeout)
             yield world
-            dist.barrier()  # nobody hangs up on one who still listens
+            # No process may close its connections while another still uses them.
+            dist.barrier()
     except SharedError:
         with suppress(RuntimeError):
             dist.barrier()
@@ -251,7 +264,8 @@ def join(layout: Layout, device: str, given: bool, hang_limit: float = HANG_LIMI
     except Lost:
         raise
     except BaseException as error:
-        beat.leave(str(error) or type(error).__name__)  # its own affair, but the others will want to know
+        # The error concerns this process, but the others need to know.
+        beat.leave(str(error) or type(error).__name__)
         raise
     finally:
         beat.stop()

@@ -43,7 +43,9 @@ def test_a_kernel_is_compiled_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> 
         pytest.skip("Triton has no compiler for this machine")
     assert done.returncode == 0, done.stderr[-2000:]
     key, _, code = done.stdout.strip().rpartition(" ")
-    assert key.startswith("depthmix.ops.gpu.program_sums._sum_programs_kernel(*fp32*16, *fp32*16, i64, i64, constexpr=4, ")
+    assert key.startswith(
+        "depthmix.ops.gpu.program_sums._sum_programs_kernel(*fp32*16, *fp32*16, i64, i64, constexpr=4, "
+    )
     assert "'num_warps': 8" in key
     assert len(code) == 16
 

@@ -37,8 +37,8 @@ for name, constants, warps in eval(sys.argv[1]):
 CONSTANTS = {
     "D": 512, "BD": 512, "BT": 2, "WAYS": 3, "STATIC": 1, "DYNAMIC": True, "RELU": 1, "ADD": 0, "NORM": 3, "RAW": 0, "KEEP": True,
     "UP": 8, "ALIGNED": True, "ROWS_ALIGNED": True, "STAGES": 1, "G": 2, "DOTS": True, "ROWS": True, "S": 2, "SCORED": True,
-    "SMALL": 1e-30, "SAME_W": True, "HAS_G": True, "HAS_PART": False, "WHOLE": 2,
-    "MIXTURES": 1, "SOME": False, "PASSED": False, "BY_SOURCE": True, "LEAN": False, "PAIRS": True,
+    "SMALL": 1e-30, "SHARED_W": True, "HAS_G": True, "HAS_PART": False, "WHOLE": 2,
+    "MIXTURES": 1, "PARTIAL": False, "PASSED": False, "BY_SOURCE": True, "LEAN": False, "PAIRS": True,
 }  # fmt: skip
 COMPILED = [
     ("_read_kernel", CONSTANTS, 2),
@@ -48,7 +48,7 @@ COMPILED = [
     ("_norm_backward_kernel", CONSTANTS | {"UP": 4, "MIXTURES": 1}, 2),
     ("_weight_backward_kernel", CONSTANTS, 1),
     ("_source_backward_kernel", CONSTANTS | {"BD": 256, "BT": 4}, 1),
-    ("_source_backward_kernel", CONSTANTS | {"BD": 256, "SOME": True}, 1),
+    ("_source_backward_kernel", CONSTANTS | {"BD": 256, "PARTIAL": True}, 1),
 ]
 
 

@@ -260,7 +260,7 @@ CONSTANTS = {
     "STAGES": 1,
     "S": 2,
     "SPLIT": True,
-    "AHEAD": 2,
+    "PREFETCH": 2,
     "G": 16,
     "LEVELS": 4,
     "NEAR": 3,

@@ -237,8 +237,8 @@ from depthmix.ops.sublayer import kernels as sublayer
 
 OTHERS = dict.fromkeys(("slot", "stride", "head", "skip", "n", "T", "cos_row"), "i32") | {"N": "i64", "slots": "*bf16"}
 OTHERS |= dict.fromkeys(("eps", "out_eps"), "fp32") | {"position": "*i64"}
-OTHERS |= dict.fromkeys(("begin", "ahead", "own_at", "own_begin", "readers"), "i32") | {"rows": "i64"}
-names = ("q0", "q1", "q2", "k0", "k1", "k2", "q", "k", "oq", "ok", "acc", "stats", "bank", "bank_lse", "query", "key_gain", "lse", "static", "w", "cos", "sin", "scale")
+OTHERS |= dict.fromkeys(("begin", "n_later", "further_at", "further_begin", "readers"), "i32") | {"rows": "i64"}
+names = ("q0", "q1", "q2", "k0", "k1", "k2", "q", "k", "further_q", "further_k", "acc", "stats", "bank", "bank_lse", "query", "key_gain", "lse", "static", "w", "cos", "sin", "scale")
 OTHERS |= dict.fromkeys(names, "*fp32")
 for name, constants in eval(sys.argv[1]):
     fn = next(getattr(m, name) for m in (slots, running_softmax, sublayer) if hasattr(m, name))
@@ -252,7 +252,7 @@ for name, constants in eval(sys.argv[1]):
 CONSTANTS = {
     "D": 512, "BD": 512, "NS": 2, "MANY": False, "WAYS": 2, "SCALE": True, "BEFORE": True, "BANK": True, "NORM": True, "ALIGNED": True,
     "STATIC": 1, "SCORES": True, "PER_ENTRY": False, "RELU": 1, "RAW": 0, "ADD": True, "KEEP": False, "UNIT": 8, "BLOCK": 1024, "GATED": True, "EARLY": True,
-    "OWN": True, "FIRST": False, "ANEW": True,
+    "HAS_FURTHER": True, "FIRST": False, "ANEW": True,
 }  # fmt: skip
 HEADS = {"H": 6, "BH": 8, "KV": 3, "BKV": 4, "HALF": 32, "BHALF": 32}
 COMPILED = [

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from depthmix import Decoder, DecoderConfig
 from depthmix.parallel.gradients import local, whole
 from depthmix.parallel.pipeline import pipeline
-from depthmix.parallel.pipeline.piece import MIXER, own_tensors
+from depthmix.parallel.pipeline.piece import MIXER, tensors_of_piece
 from depthmix.parallel.plan.layout import Layout
 from depthmix.parallel.staged import Staged
 from depthmix.parallel.weights import fill, part_of
@@ -56,9 +56,9 @@ def same_gradients(pipe, plain, what):
     if plain.config.tie_embeddings:
         of_whole["head.weight"] = of_whole["embedding.weight"]
     for piece in pipe.pieces.values():
-        expected = own_tensors(piece, {n: g for n, g in of_whole.items() if g is not None})
+        expected = tensors_of_piece(piece, {n: g for n, g in of_whole.items() if g is not None})
         found = {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in piece.named_parameters()}
-        own = own_tensors(piece, found)
+        own = tensors_of_piece(piece, found)
         assert expected.keys() <= own.keys(), what
         for name, gradient in expected.items():
             close(own[name], gradient, (*what, name))
@@ -118,7 +118,7 @@ def loads(sizes, schedule, case, micros):
     close(pipe.evaluate(ids), losses(plain, ids).detach(), "loaded")
     whole = plain.state_dict()
     assert all(torch.equal(t, whole[name]) for name, t in pipe.whole().items())
-    (own,) = (own_tensors(piece, piece.state_dict()) for piece in pipe.pieces.values())
+    (own,) = (tensors_of_piece(piece, piece.state_dict()) for piece in pipe.pieces.values())
     return {name.removeprefix(MIXER): t.shape for name, t in own.items()}
 
 
@@ -147,9 +147,9 @@ def equal_parts(engine, of_whole, found, what):
     if engine.blueprint.config.tie_embeddings and "embedding.weight" in of_whole:
         of_whole = {**of_whole, "head.weight": of_whole["embedding.weight"]}
     for stage, piece in engine.pieces.items():
-        expected = own_tensors(piece, of_whole)
+        expected = tensors_of_piece(piece, of_whole)
         for name, _ in piece.named_parameters():
-            t, rows = found[f"{stage}.{name}"], piece.own_rows(name) if name.startswith(MIXER) else None
+            t, rows = found[f"{stage}.{name}"], piece.rows_of(name) if name.startswith(MIXER) else None
             if name.startswith(MIXER) and rows is None:  # another stage has it
                 continue
             assert (t is None) == (name not in expected), (*what, name)

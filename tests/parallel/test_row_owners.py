@@ -18,10 +18,10 @@ from depthmix.parallel.plan.layout import Layout
 from depthmix.parallel.row_owners import (
     OwnersError,
     freeze_foreign,
-    join_own,
-    own_rows,
+    join_rows,
     row_owners,
-    select_own,
+    rows_of_sites,
+    select_rows,
     why_not_divided,
 )
 from harness import LAYOUTS, MIXERS, OPTIONS, Sublayers, as_tuple, build
@@ -49,10 +49,10 @@ def stages_of(whole, owners, ranges):
         stage = copy.deepcopy(whole)
         freeze_foreign(stage, owners, sites)
         named = {n: p.detach() for n, p in stage.named_parameters()}
-        kept = {n: t.clone() for n, t in select_own(owners, named, sites).items()}
+        kept = {n: t.clone() for n, t in select_rows(owners, named, sites).items()}
         for t in named.values():
             t.add_(1.0)
-        for n, t in select_own(owners, named, sites).items():
+        for n, t in select_rows(owners, named, sites).items():
             t.copy_(kept[n])
         stages.append(stage)
     return stages
@@ -106,18 +106,18 @@ def same(whole, blocks, cuts, dtype, dim):
     owners, own = row_owners(whole), []
     for stage, sites in stages:
         grads = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in stage.named_parameters()}
-        own.append({n: t.clone() for n, t in select_own(owners, grads, sites).items()})
-        for t in select_own(owners, grads, sites).values():
+        own.append({n: t.clone() for n, t in select_rows(owners, grads, sites).items()})
+        for t in select_rows(owners, grads, sites).values():
             t.zero_()
         assert not any(t.any() for t in grads.values())  # rows for other sites
-    joined = join_own(owners, own)
+    joined = join_rows(owners, own)
     assert joined.keys() == named.keys()
     gradients = [e.grad, sublayers.weight.grad, *(joined[name] for name in named)]
     for f, x, what in zip([found, *gradients], [out, *expected], ["out", "e", "sublayers", *named], strict=True):
         relative = 1e-10 if dtype == torch.float64 else 1e-5
         allowed = relative * max(float(x.detach().abs().max()) if x.numel() else 0, 1e-3)
         torch.testing.assert_close(f, x, rtol=relative, atol=allowed, msg=lambda m, what=what: f"{what}: {m}")
-    values = join_own(owners, [select_own(owners, stage.state_dict(), sites) for stage, sites in stages])
+    values = join_rows(owners, [select_rows(owners, stage.state_dict(), sites) for stage, sites in stages])
     assert values.keys() == whole.state_dict().keys()
     assert all(torch.equal(values[name], t) for name, t in whole.state_dict().items())
 
@@ -188,11 +188,11 @@ def test_owners_follow_from_shapes(n_blocks):
 
 
 def test_rows_of_sites():
-    assert own_rows([0, 2, 4], range(2, 5)) == slice(1, 3)
-    assert own_rows(4, range(2, 5)) == slice(None)
-    assert own_rows([0, 2], range(3, 5)) is own_rows(2, range(3, 5)) is None
+    assert rows_of_sites([0, 2, 4], range(2, 5)) == slice(1, 3)
+    assert rows_of_sites(4, range(2, 5)) == slice(None)
+    assert rows_of_sites([0, 2], range(3, 5)) is rows_of_sites(2, range(3, 5)) is None
     with pytest.raises(OwnersError, match=r"the rows for sites 1 to 2 are not neighbours: \[0, 2\]"):
-        own_rows([1, 5, 2], range(1, 3))
+        rows_of_sites([1, 5, 2], range(1, 3))
 
 
 def test_what_cannot_be_divided_is_refused_with_the_reason(registered):

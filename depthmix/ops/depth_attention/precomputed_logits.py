@@ -37,8 +37,8 @@ class GroupMixtures(NamedTuple):
             nothing = u.new_empty(0)
             return [self.y], [], nothing, nothing, nothing
         add, gain, *others = rest
-        gain, left = None if gain is None else side_by_side(gain), self._rows_from(row)
-        bank, lse = self.bank[len(self.bank) - left], self.lse[len(self.lse) - left]
+        gain, n_rows = None if gain is None else side_by_side(gain), self._rows_from(row)
+        bank, lse = self.bank[len(self.bank) - n_rows], self.lse[len(self.lse) - n_rows]
         return torch.ops.depthmix.depth_read_near(u, sources[len(logits) :], add, gain, *others, bank, lse)
 
     def after(self, row: int) -> "GroupMixtures":
@@ -91,7 +91,7 @@ class FirstRead(NamedTuple):
 def precompute_group(
     queries: Tensor,
     row: int,
-    olds: Sequence[Tensor],
+    older: Sequence[Tensor],
     precomputed: GroupMixtures | KnownLogits | None,
     eps: float,
     first_read: FirstRead | None = None,
@@ -104,7 +104,7 @@ def precompute_group(
     Args:
         queries: [R, D], of all sites.
         row: row of the site that reads next.
-        olds: its older sources.
+        older: its older sources.
         precomputed: what the previous call returned.
         eps: of the keys' norm.
         first_read: see `FirstRead`; None under training.
@@ -115,11 +115,11 @@ def precompute_group(
     from depthmix.ops.depth_attention.kernels.tiling import GROUP
 
     assert not isinstance(precomputed, KnownLogits)
-    if not _worth_it(olds) or len(olds) != row:
+    if not _worth_it(older) or len(older) != row:
         return None
     if row % GROUP == 0 and MIN_SOURCES <= row <= len(queries) - 2:
         return precompute_mixtures(
-            queries, row, [v.contiguous() for v in olds], precomputed, eps, None, None, first_read
+            queries, row, [v.contiguous() for v in older], precomputed, eps, None, None, first_read
         )
     return (
         precomputed
@@ -131,7 +131,7 @@ def precompute_group(
 def precompute_block_group(
     queries: Tensor,
     row: int,
-    olds: Sequence[Tensor],
+    older: Sequence[Tensor],
     precomputed: GroupMixtures | KnownLogits | None,
     eps: float,
     size: int,
@@ -144,12 +144,12 @@ def precompute_block_group(
     from depthmix.ops.depth_attention.kernels.tiling import GROUP
 
     assert not isinstance(precomputed, KnownLogits)
-    if not _worth_it(olds):
+    if not _worth_it(older):
         return None
     inside = row % size
     begins_group, rows = inside % GROUP == 0, min(GROUP, size - inside, len(queries) - row)
-    if begins_group and rows > 1 and len(olds) >= MIN_SOURCES:
-        return precompute_mixtures(queries, row, [v.contiguous() for v in olds], precomputed, eps, rows, 1)
+    if begins_group and rows > 1 and len(older) >= MIN_SOURCES:
+        return precompute_mixtures(queries, row, [v.contiguous() for v in older], precomputed, eps, rows, 1)
     in_group = (
         precomputed is not None and not begins_group and precomputed.row <= row < precomputed.row + len(precomputed.lse)
     )
@@ -157,18 +157,18 @@ def precompute_block_group(
 
 
 def precompute_logits(
-    queries: Tensor, row: int, olds: Sequence[Tensor], precomputed: GroupMixtures | KnownLogits | None, eps: float
+    queries: Tensor, row: int, older: Sequence[Tensor], precomputed: GroupMixtures | KnownLogits | None, eps: float
 ) -> KnownLogits | None:
     """Return the logits of the older sources for the row and all rows after it, or None where that does not pay.
 
     For reads of several ways, whose dot products would take longer than their memory traffic. precomputed: what the previous call returned.
     """
     assert not isinstance(precomputed, GroupMixtures)
-    return extend_logits(queries, row, [v.contiguous() for v in olds], precomputed, eps) if _worth_it(olds) else None
+    return extend_logits(queries, row, [v.contiguous() for v in older], precomputed, eps) if _worth_it(older) else None
 
 
-def _worth_it(olds: Sequence[Tensor]) -> bool:
-    tokens = olds[0].numel() // olds[0].shape[-1] if olds else 0
+def _worth_it(older: Sequence[Tensor]) -> bool:
+    tokens = older[0].numel() // older[0].shape[-1] if older else 0
     return tokens >= MIN_TOKENS and not torch.compiler.is_compiling()
 
 
@@ -204,12 +204,12 @@ def precompute_mixtures(
     )
     with torch.no_grad():
         halves = tiling.SplitRows.of(queries, sources[0].dtype) if before is None else before.queries
-        known = () if before is None else before.scores
-        groups = range(step * len(known), len(sources), step)
-        new = (tiling.scores(halves.after(row), sources[i : i + step], eps) for i in groups)
-        scores, left = (*known, *new), len(queries) - row
-        first = [s[0] for s in _logits(scores, left, 1)]
-        bank, lse, y = tiling.make_bank(first, sources, rows or min(tiling.GROUP, left), step, *first_read_inputs)
+        known_scores = () if before is None else before.scores
+        groups = range(step * len(known_scores), len(sources), step)
+        new_scores = (tiling.scores(halves.after(row), sources[i : i + step], eps) for i in groups)
+        scores, n_rows = (*known_scores, *new_scores), len(queries) - row
+        first = [s[0] for s in _logits(scores, n_rows, 1)]
+        bank, lse, y = tiling.make_bank(first, sources, rows or min(tiling.GROUP, n_rows), step, *first_read_inputs)
         return GroupMixtures(halves, row, scores, tuple(bank), lse, y)
 
 
@@ -221,9 +221,9 @@ def extend_logits(
 
     with torch.no_grad():
         halves = tiling.SplitRows.of(queries, sources[0].dtype) if before is None else before.queries
-        known = () if before is None else before.scores
-        new = (tiling.scores(halves.after(row), [v], eps) for v in sources[len(known) :])
-        return KnownLogits(halves, (*known, *new))
+        known_scores = () if before is None else before.scores
+        new_scores = (tiling.scores(halves.after(row), [v], eps) for v in sources[len(known_scores) :])
+        return KnownLogits(halves, (*known_scores, *new_scores))
 
 
 def read(

@@ -11,7 +11,8 @@ from depthmix.ops.autograd import reference_gradients
 from depthmix.ops.depth_attention.reference import depth_attention_reference
 from depthmix.ops.precision import rms_normalize, widen, without_autocast
 
-Options = tuple[float, bool, int, str]  # eps, key_norm, heads, activation
+# (eps, key_norm, heads, activation).
+Options = tuple[float, bool, int, str]
 
 
 class Mixed(NamedTuple):
@@ -127,8 +128,8 @@ def _backward(
         ds = p * (dp - (p * dp).sum(0)) if activation == "softmax" else dp * p * (1 - p)  # [n, ..., H]
         t = ds if r is None else ds * r
         if r is not None:
-            own = t * s if heads == 1 else (t * s).sum(-1, keepdim=True)
-            radial = own * r if radial is None else radial.addcmul_(own, r)  # [n, ..., 1]
+            radial_part = t * s if heads == 1 else (t * s).sum(-1, keepdim=True)
+            radial = radial_part * r if radial is None else radial.addcmul_(radial_part, r)  # [n, ..., 1]
         steps.append(t.unbind())
         if need_u:
             by_token = _mix(steps[w], sources)

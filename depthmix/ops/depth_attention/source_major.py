@@ -240,9 +240,9 @@ def _backward(ctx: Any, saved: Sequence[Tensor], grads: Sequence[Tensor | None])
         by_group = []
         step = ctx.ways if ctx.ways <= MAX_FUSED_WAYS else 1
         for w in range(0, ctx.ways, step):
-            some, k = slice(w, w + step), None if gain is None else gain[w : w + step]
+            ways, k = slice(w, w + step), None if gain is None else gain[w : w + step]
             by_group.append(
-                read_backward(filled_dy[some], o[some], u[some], k, s[some], lse[some], newest, eps, store, ctx.n > 1)
+                read_backward(filled_dy[ways], o[ways], u[ways], k, s[ways], lse[ways], newest, eps, store, ctx.n > 1)
             )
         dgain = (
             None
@@ -292,15 +292,15 @@ def _gradients_of_pair(
     """
     from depthmix.ops.depth_attention.kernels.pair import pair_backward
 
-    fresh, queries, gain, s, lse, old, *_ = saved
+    fresh, queries, gain, s, lse, older, *_ = saved
     maker = ctx.makers[0]
-    need_old = ctx.needs_input_grad[6] if maker is None else node_will_run(maker)
+    need_older = ctx.needs_input_grad[6] if maker is None else node_will_run(maker)
     filled_dy = [torch.zeros_like(fresh) if d is None else d.contiguous() for d in dy]
     u, partial_gradient = queries[ctx.row : ctx.row + ctx.ways], take_partial_gradient(ctx, pass_id)
     outside_gradient = None if has_readers else g
     gradients = pair_backward(
         filled_dy,
-        old,
+        older,
         fresh,
         u,
         gain,
@@ -309,7 +309,7 @@ def _gradients_of_pair(
         outside_gradient,
         partial_gradient,
         ctx.eps[0],
-        (need_old, need_fresh),
+        (need_older, need_fresh),
         whole=not has_readers,
     )
     if has_readers and gradients.db is not None:
@@ -429,7 +429,7 @@ def _differentiable_backward(
     """Compute the gradients of all sources at once by autograd through the reference, for create_graph=True."""
     fresh, queries, gain, _, _, *rest = saved
     makerless_sources = iter(rest[ctx.n_saved :])
-    olds = [next(makerless_sources) if m is None else saved_once(m, OP)[0] for m in ctx.makers]
+    older = [next(makerless_sources) if m is None else saved_once(m, OP)[0] for m in ctx.makers]
     needs_add, *needs = ctx.needs_input_grad[5:]
 
     def reference(queries: Tensor, gain: Tensor | None, *sources: Tensor) -> tuple[Tensor, ...]:
@@ -440,5 +440,5 @@ def _differentiable_backward(
 
     filled_dy = [torch.zeros_like(fresh) if g is None else g for g in grads]
     needed = (*ctx.needs_input_grad[3:5], *needs[:-1], needs_add or needs[-1])
-    dqueries, dgain, *dv = reference_gradients(reference, (queries, gain, *olds, fresh), needed, filled_dy)
+    dqueries, dgain, *dv = reference_gradients(reference, (queries, gain, *older, fresh), needed, filled_dy)
     return (None, None, None, dqueries, dgain, dv[-1] if needs_add else None, *dv)

@@ -23,7 +23,8 @@ WAVES = 4
 def _forward_kernel(
     x, y, g, out, N: tl.int64, units: tl.int32, UNIT: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr
 ):  # fmt: skip
-    D = units * UNIT  # whole rows of 16 bytes, if that is what there is
+    # A multiple of 16 bytes where D allows it.
+    D = units * UNIT
     t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
     d = tl.program_id(1) * BD + tl.arange(0, BD)
     at, ok = t[:, None] * D + d[None, :], (t < N)[:, None] & (d < D)[None, :]

@@ -30,7 +30,8 @@ def _divided(m, AXIS: tl.constexpr, DEEPSEEK: tl.constexpr):
     s = tl.sum(m, AXIS)
     if DEEPSEEK:
         s += EPS
-    s = tl.where(s > 0, s, 1.0)  # of what is no row or column
+    # Padding rows and columns have the sum 0.
+    s = tl.where(s > 0, s, 1.0)
     return m / tl.expand_dims(s, AXIS), s
 
 
@@ -41,29 +42,29 @@ def _undivided(m, g, s, AXIS: tl.constexpr):
 
 
 @triton.jit
-def _log_divided(logits, some, AXIS: tl.constexpr):
+def _log_divided(logits, entry_ok, AXIS: tl.constexpr):
     """Return logits minus the log-sum-exp along an axis; -inf at padding."""
-    top = tl.max(tl.where(some, logits, float("-inf")), AXIS)
+    top = tl.max(tl.where(entry_ok, logits, float("-inf")), AXIS)
     top = tl.where(top > float("-inf"), top, 0.0)
-    s = tl.sum(tl.where(some, tl.exp(logits - tl.expand_dims(top, AXIS)), 0.0), AXIS)
+    s = tl.sum(tl.where(entry_ok, tl.exp(logits - tl.expand_dims(top, AXIS)), 0.0), AXIS)
     return logits - tl.expand_dims(top + tl.log(tl.where(s > 0, s, 1.0)), AXIS)
 
 
 @triton.jit
-def _softmax(logits, some):
-    e = tl.where(some, tl.exp(logits - tl.max(tl.where(some, logits, float("-inf")), ROWS)[:, :, None]), 0.0)
+def _softmax(logits, entry_ok):
+    e = tl.where(entry_ok, tl.exp(logits - tl.max(tl.where(entry_ok, logits, float("-inf")), ROWS)[:, :, None]), 0.0)
     s = tl.sum(e, ROWS)
     return e / tl.where(s > 0, s, 1.0)[:, :, None]
 
 
 @triton.jit
-def _begin(logits, some, DEEPSEEK: tl.constexpr):
+def _begin(logits, entry_ok, DEEPSEEK: tl.constexpr):
     """Return the matrix at which plain divisions begin."""
     if DEEPSEEK:
-        rows = tl.max(tl.where(some, 1.0, 0.0), ROWS)[:, :, None] > 0
-        m = tl.where(some, _softmax(tl.where(rows, logits, 0.0), some | (rows == 0)) + EPS, 0.0)
+        rows = tl.max(tl.where(entry_ok, 1.0, 0.0), ROWS)[:, :, None] > 0
+        m = tl.where(entry_ok, _softmax(tl.where(rows, logits, 0.0), entry_ok | (rows == 0)) + EPS, 0.0)
     else:
-        m = tl.where(some, tl.exp(_log_divided(_log_divided(logits, some, COLUMNS), some, ROWS)), 0.0)
+        m = tl.where(entry_ok, tl.exp(_log_divided(_log_divided(logits, entry_ok, COLUMNS), entry_ok, ROWS)), 0.0)
     return m
 
 
@@ -85,17 +86,17 @@ def _iterate(m, at, stride, keep, iterations, DEEPSEEK: tl.constexpr, KEEP: tl.c
 
 
 @triton.jit
-def sinkhorn_tile(logits, some, iterations, DEEPSEEK: tl.constexpr):
+def sinkhorn_tile(logits, entry_ok, iterations, DEEPSEEK: tl.constexpr):
     """Normalise a tile [BT, P, P]. some: mask of entries."""
-    return _iterate(_begin(logits, some, DEEPSEEK), logits, 0, some, iterations, DEEPSEEK, False)
+    return _iterate(_begin(logits, entry_ok, DEEPSEEK), logits, 0, entry_ok, iterations, DEEPSEEK, False)
 
 
 @triton.jit
-def sinkhorn_tile_backward(logits, dm, some, scratch, t, N, iterations, P: tl.constexpr, DEEPSEEK: tl.constexpr):
+def sinkhorn_tile_backward(logits, dm, entry_ok, scratch, t, N, iterations, P: tl.constexpr, DEEPSEEK: tl.constexpr):
     """Return dlogits. scratch: memory [2 iterations, N, P]."""
     j = tl.arange(0, P)
     at, keep, stride = scratch + t[:, None] * P + j[None, :], (t < N)[:, None] & (j < P)[None, :], N * P
-    m = _iterate(_begin(logits, some, DEEPSEEK), at, stride, keep, iterations, DEEPSEEK, True)
+    m = _iterate(_begin(logits, entry_ok, DEEPSEEK), at, stride, keep, iterations, DEEPSEEK, True)
     tl.debug_barrier()
     g = m * dm
     for back in range(1, iterations):
@@ -106,12 +107,12 @@ def sinkhorn_tile_backward(logits, dm, some, scratch, t, N, iterations, P: tl.co
         m, g = _undivided(m, g, s, ROWS if DEEPSEEK else COLUMNS)
     if DEEPSEEK:
         m, g = _undivided(m, g, tl.load(at, mask=keep, other=1.0), COLUMNS)
-        g = g / tl.where(some, m, 1.0)
-        p = tl.where(some, m - EPS, 0.0)
+        g = g / tl.where(entry_ok, m, 1.0)
+        p = tl.where(entry_ok, m - EPS, 0.0)
         g = p * (g - tl.sum(p * g, ROWS)[:, :, None])
     else:
         g = g - m * tl.sum(g, ROWS)[:, :, None]
-        m = tl.where(some, tl.exp(_log_divided(logits, some, COLUMNS)), 0.0)
+        m = tl.where(entry_ok, tl.exp(_log_divided(logits, entry_ok, COLUMNS)), 0.0)
         g = g - m * tl.sum(g, COLUMNS)[:, None, :]
     return g
 
@@ -128,9 +129,9 @@ def _forward_kernel(
     logits, out, N: tl.int64, iterations: tl.int32, n: tl.constexpr, P: tl.constexpr, BT: tl.constexpr, DEEPSEEK: tl.constexpr
 ):  # fmt: skip
     t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
-    at, some = square(t, N, n, P)
-    v = tl.load(logits + at, mask=some, other=0.0).to(tl.float32)
-    tl.store(out + at, sinkhorn_tile(v, some, iterations, DEEPSEEK), mask=some)
+    at, entry_ok = square(t, N, n, P)
+    v = tl.load(logits + at, mask=entry_ok, other=0.0).to(tl.float32)
+    tl.store(out + at, sinkhorn_tile(v, entry_ok, iterations, DEEPSEEK), mask=entry_ok)
 
 
 @triton.jit(do_not_specialize=["N", "iterations"])
@@ -139,11 +140,11 @@ def _backward_kernel(
     n: tl.constexpr, P: tl.constexpr, BT: tl.constexpr, DEEPSEEK: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
-    at, some = square(t, N, n, P)
-    v = tl.load(logits + at, mask=some, other=0.0).to(tl.float32)
-    g = tl.load(dm + at, mask=some, other=0.0)
-    g = sinkhorn_tile_backward(v, g, some, scratch, t, N, iterations, P, DEEPSEEK)
-    tl.store(out + at, g.to(out.dtype.element_ty), mask=some)
+    at, entry_ok = square(t, N, n, P)
+    v = tl.load(logits + at, mask=entry_ok, other=0.0).to(tl.float32)
+    g = tl.load(dm + at, mask=entry_ok, other=0.0)
+    g = sinkhorn_tile_backward(v, g, entry_ok, scratch, t, N, iterations, P, DEEPSEEK)
+    tl.store(out + at, g.to(out.dtype.element_ty), mask=entry_ok)
 
 
 def side(n: int) -> int:

@@ -59,7 +59,8 @@ def _iterate(v: Tensor, iterations: int, convention: str) -> tuple[Tensor, list[
     """Return the matrix and the divisors of all plain divisions."""
     if convention == "deepseek":
         m, eps = torch.softmax(v, ROWS) + DEEPSEEK_EPS, DEEPSEEK_EPS
-    else:  # only the first iteration needs logarithms: after it every sum is between 1 / n² and n
+    else:
+        # Only the first iteration needs logarithms: after it every sum is between 1 / n² and n.
         m, eps = torch.softmax(v - torch.logsumexp(v, COLUMNS), ROWS), 0.0
     divisors = []
     for axis in _order(iterations, convention):

@@ -48,10 +48,10 @@ def _rows(slots, at, t, N, d, mask, D: tl.constexpr, ALIGNED: tl.constexpr):
 
 
 @triton.jit
-def _attend(x, there, u, m, z, acc, eps, D: tl.constexpr):
+def _attend(x, ok, u, m, z, acc, eps, D: tl.constexpr):
     """Add sources to a running softmax: return the new maximum, sum and weighted sum."""
     square, dot = tl.split(tl.sum(tl.join(x * x, x * u[None, :]), 1))
-    s = tl.where(there, dot * tl.rsqrt(square / D + eps), float("-inf"))
+    s = tl.where(ok, dot * tl.rsqrt(square / D + eps), float("-inf"))
     top = tl.maximum(m, tl.max(s, 0))
     old, p = tl.exp(m - top), tl.exp(s - top)
     return top, z * old + tl.sum(p, 0), acc * old + tl.sum(p[:, None] * x, 0)
@@ -89,7 +89,8 @@ def _attend_kernel(
     if EARLY:
         wait_for_previous_kernel()
     i = tl.arange(0, NS)
-    if not MANY:  # on their way before anything else is looked at
+    # Request these loads first.
+    if not MANY:
         at = (i + tl.where(i >= head, skip, 0)) * stride
         x = _rows(slots, at, t, N, d, (i < n)[:, None] & ok[None, :], D, ALIGNED)
     v = _newest(slots, y, scale, before, slot, t, way, N, d, ok, D, SCALE, BEFORE)
@@ -102,14 +103,16 @@ def _attend_kernel(
             at = (j + tl.where(j >= head, skip, 0)) * stride
             x = _rows(slots, at, t, N, d, (j < n)[:, None] & ok[None, :], D, ALIGNED)
             m, z, acc = _attend(x.to(tl.float32), j < n, u, m, z, acc, eps, D)
-    else:  # the newest is one more row of the tile: one reduction for all logits
+    else:
+        # The newest source is one more row of the tile, so that one reduction gives all logits.
         x = tl.where((i == n)[:, None], v.to(x.dtype)[None, :], x)
         m, z, acc = _attend(x.to(tl.float32), i <= n, u, m, z, acc, eps, D)
-    if BANK:  # the mixture of older sources, with weights that sum to one
+    # The mixture of older sources, with weights that sum to one.
+    if BANK:
         lse = tl.load(bank_lse + t)
         top = tl.maximum(m, lse)
-        own, old = tl.exp(m - top), tl.exp(lse - top)
-        z, acc = own * z + old, own * acc + old * tl.load(bank + t * D + d, mask=ok, other=0.0)
+        new, old = tl.exp(m - top), tl.exp(lse - top)
+        z, acc = new * z + old, new * acc + old * tl.load(bank + t * D + d, mask=ok, other=0.0)
     acc = acc / z
     if NORM:
         acc = acc * tl.rsqrt(tl.sum(acc * acc, 0) / D + out_eps) * gain
@@ -155,16 +158,17 @@ def _add_up_kernel(
     d = tl.arange(0, BD)
     ok = d < D
     # Everything that does not depend on a sum is asked for before the first one.
-    first = (way * (slot + 1)).to(tl.int64)  # of a way's rows, where there is one for each entry
-    u, own = tl.zeros([BD], tl.float32), tl.zeros([BD], tl.float32)
+    # First row of a way, if it has one row per entry.
+    first = (way * (slot + 1)).to(tl.int64)
+    u, newest_weight = tl.zeros([BD], tl.float32), tl.zeros([BD], tl.float32)
     if SCORES:
         u = tl.load(w + (first + slot if PER_ENTRY else way) * D + d, mask=ok, other=0.0)
     if STATIC == 1:
-        own = tl.load(static + (first + slot) * D + d, mask=ok, other=0.0)
+        newest_weight = tl.load(static + (first + slot) * D + d, mask=ok, other=0.0)
     elif STATIC == 2:
-        own += tl.load(static + first + slot)
+        newest_weight += tl.load(static + first + slot)
     elif not SCORES:
-        own += 1.0
+        newest_weight += 1.0
     if NORM:
         gain = _row_of_way(g0, g1, g2, way, d, D, WAYS)
     if EARLY:
@@ -174,22 +178,22 @@ def _add_up_kernel(
     i = tl.arange(0, NS)
     for start in range(0, slot, NS):
         j = start + i
-        there = (j < slot)[:, None] & ok[None, :]
+        row_ok = (j < slot)[:, None] & ok[None, :]
         rows = ((first + j) * D)[:, None] + d[None, :]
-        x = _rows(slots, j, t, N, d, there, D, ALIGNED).to(tl.float32)
+        x = _rows(slots, j, t, N, d, row_ok, D, ALIGNED).to(tl.float32)
         b = tl.zeros([NS, BD], tl.float32)
         if STATIC == 1:
-            b = tl.load(static + rows, mask=there, other=0.0)
+            b = tl.load(static + rows, mask=row_ok, other=0.0)
         elif STATIC == 2:
             b += tl.load(static + first + j, mask=j < slot, other=0.0)[:, None]
         elif not SCORES:
             b += 1.0
         if PER_ENTRY:  # noqa: SIM108 (decided by the compiler)
-            s = tl.sum(x * tl.load(w + rows, mask=there, other=0.0), 1)
+            s = tl.sum(x * tl.load(w + rows, mask=row_ok, other=0.0), 1)
         else:
             s = tl.sum(x * u[None, :], 1)
         acc += tl.sum(_weight(b, s[:, None], SCORES, RELU) * x, 0)
-    acc += _weight(own, tl.sum(v * u, 0), SCORES, RELU) * v
+    acc += _weight(newest_weight, tl.sum(v * u, 0), SCORES, RELU) * v
     if way == RAW:
         tl.store(raw + t * D + d, acc.to(raw.dtype.element_ty), mask=ok)
     if NORM:
@@ -211,7 +215,8 @@ def _add_norm_kernel(
     v = tl.load(x + t * D + d, mask=ok, other=0.0).to(tl.float32)
     if ADD:
         v += tl.load(y + t * D + d, mask=ok, other=0.0).to(tl.float32)
-        if KEEP:  # the norm is then that of what others will see
+        # Norm the rounded sum, which later readers see.
+        if KEEP:
             v = v.to(total.dtype.element_ty)
             tl.store(total + t * D + d, v, mask=ok)
             v = v.to(tl.float32)

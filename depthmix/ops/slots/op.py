@@ -30,7 +30,7 @@ _library.define(
 )
 _library.define(
     "slots_pass_on(Tensor(a!) slots, Tensor(b!) acc, Tensor(c!) stats, Tensor y, int before, int slot, int stride, int begin, int end,"
-    " Tensor query, Tensor key_gain, Tensor? own_query, Tensor? own_key_gain, int own_at, int own_begin, int own_end, int ways,"
+    " Tensor query, Tensor key_gain, Tensor? further_query, Tensor? further_key_gain, int further_at, int further_begin, int further_end, int ways,"
     " Tensor[] gain, float eps, float out_eps, Tensor? scale) -> Tensor"
 )
 _library.define("slots_add_norm(Tensor x, Tensor? y, Tensor gain, float eps, bool keep=True) -> (Tensor, Tensor)")
@@ -93,16 +93,16 @@ def _add_up_fake(
 
 def _pass_on(
     slots: Tensor, acc: Tensor, stats: Tensor, y: Tensor, before: int, slot: int, stride: int, begin: int, end: int, query: Tensor,
-    key_gain: Tensor, own_query: Tensor | None, own_key_gain: Tensor | None, own_at: int, own_begin: int, own_end: int,
+    key_gain: Tensor, further_query: Tensor | None, further_key_gain: Tensor | None, further_at: int, further_begin: int, further_end: int,
     ways: int, gain: list[Tensor], eps: float, out_eps: float, scale: Tensor | None,
 ) -> Tensor:  # fmt: skip
     from depthmix.ops.slots import running_softmax
 
     partial = None if before < 0 else slots[before]
-    own = [None if t is None else t.contiguous() for t in (own_query, own_key_gain)]
+    further = [None if t is None else t.contiguous() for t in (further_query, further_key_gain)]
     return running_softmax.pass_on(
-        slots, acc, stats, y.contiguous(), partial, slot, stride, begin, end, query.contiguous(), key_gain.contiguous(), own[0],
-        own[1], own_at, own_begin, own_end, ways, _contiguous(gain), eps, out_eps, scale,
+        slots, acc, stats, y.contiguous(), partial, slot, stride, begin, end, query.contiguous(), key_gain.contiguous(), further[0],
+        further[1], further_at, further_begin, further_end, ways, _contiguous(gain), eps, out_eps, scale,
     )  # fmt: skip
 
 
@@ -189,12 +189,12 @@ def pass_on(
     before: int,
     slot: int,
     stride: int,
-    ahead: range,
+    later_readers: range,
     query: Tensor,
     key_gain: Tensor,
-    own: tuple[Tensor, Tensor] | None,
-    own_at: int,
-    own_ahead: range,
+    further: tuple[Tensor, Tensor] | None,
+    further_at: int,
+    further_readers: range,
     ways: int,
     gain: Sequence[Tensor],
     eps: float,
@@ -203,11 +203,11 @@ def pass_on(
 ) -> Tensor:
     """Run running_softmax.pass_on.
 
-    before: as in attend. ahead, own_ahead: the later readers and further ways whose running mixtures are updated.
+    before: as in attend. later_readers, further_readers: those whose running mixtures are updated.
     """
     out: Tensor = torch.ops.depthmix.slots_pass_on(
-        slots, *running, y, before, slot, stride, ahead.start, ahead.stop, query, key_gain, *(own or (None, None)),
-        own_at, own_ahead.start, own_ahead.stop, ways, gain, eps, out_eps, scale,
+        slots, *running, y, before, slot, stride, later_readers.start, later_readers.stop, query, key_gain, *(further or (None, None)),
+        further_at, further_readers.start, further_readers.stop, ways, gain, eps, out_eps, scale,
     )  # fmt: skip
     return out
 

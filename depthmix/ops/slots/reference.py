@@ -56,7 +56,7 @@ def attend(
 
 def pass_on(
     slots: Tensor, acc: Tensor, stats: Tensor, y: Tensor, before: Tensor | None, slot: int, stride: int, begin: int, end: int,
-    query: Tensor, key_gain: Tensor, own_query: Tensor | None, own_key_gain: Tensor | None, own_at: int, own_begin: int, own_end: int,
+    query: Tensor, key_gain: Tensor, further_query: Tensor | None, further_key_gain: Tensor | None, further_at: int, further_begin: int, further_end: int,
     ways: int, gain: Sequence[Tensor], eps: float, out_eps: float, scale: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Compute running_softmax.pass_on in plain PyTorch."""
@@ -76,16 +76,16 @@ def pass_on(
         return query[i] * key_gain[i], i
 
     def further(i: int) -> tuple[Tensor, int]:
-        assert own_query is not None
-        assert own_key_gain is not None
-        return own_query[i] * own_key_gain[i], len(query) + i
+        assert further_query is not None
+        assert further_key_gain is not None
+        return further_query[i] * further_key_gain[i], len(query) + i
 
     outs = []
     for way in range(ways):
-        _, z, a = added(*(further(own_at + way - 1) if way else reader(slot)), [slot])
+        _, z, a = added(*(further(further_at + way - 1) if way else reader(slot)), [slot])
         outs.append(_out((a / z.unsqueeze(-1)).view(y.shape), gain, way, out_eps, slots))
     new = list(range(0, slot + 1, stride)) if stride else [slot]
-    for u, row in [*map(reader, range(begin, end)), *map(further, range(own_begin, own_end))]:
+    for u, row in [*map(reader, range(begin, end)), *map(further, range(further_begin, further_end))]:
         stats[0, row], stats[1, row], acc[row] = added(u, row, new)
     return torch.stack(outs)
 

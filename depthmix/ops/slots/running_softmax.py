@@ -25,49 +25,53 @@ from depthmix.ops.slots.kernels import _attend, _newest, _row_of_way, _rows, _th
 
 
 @triton.jit
-def _row(main, own, index, is_main, d, D: tl.constexpr, OWN: tl.constexpr):
+def _row(main, further, index, is_main, d, D: tl.constexpr, HAS_FURTHER: tl.constexpr):
     """Load a row of one of two tensors, in fp32."""
     at = index.to(tl.int64) * D + d
     row = tl.load(main + at, mask=d < tl.where(is_main, D, 0), other=0.0)
-    if OWN:
-        row += tl.load(own + at, mask=d < tl.where(is_main, 0, D), other=0.0)
+    if HAS_FURTHER:
+        row += tl.load(further + at, mask=d < tl.where(is_main, 0, D), other=0.0)
     return row
 
 
-@triton.jit(do_not_specialize=["N", "slot", "stride", "begin", "ahead", "own_at", "own_begin", "readers"])
+@triton.jit(do_not_specialize=["N", "slot", "stride", "begin", "n_later", "further_at", "further_begin", "readers"])
 def _pass_on_kernel(
-    slots, acc, stats, y, scale, before, q, k, oq, ok, g0, g1, g2, out,
-    N: tl.int64, slot: tl.int32, stride: tl.int32, begin: tl.int32, ahead: tl.int32, own_at: tl.int32, own_begin: tl.int32,
+    slots, acc, stats, y, scale, before, q, k, further_q, further_k, g0, g1, g2, out,
+    N: tl.int64, slot: tl.int32, stride: tl.int32, begin: tl.int32, n_later: tl.int32, further_at: tl.int32, further_begin: tl.int32,
     readers: tl.int32, rows: tl.int64, eps, out_eps,
-    D: tl.constexpr, BD: tl.constexpr, NS: tl.constexpr, WAYS: tl.constexpr, OWN: tl.constexpr, FIRST: tl.constexpr,
+    D: tl.constexpr, BD: tl.constexpr, NS: tl.constexpr, WAYS: tl.constexpr, HAS_FURTHER: tl.constexpr, FIRST: tl.constexpr,
     ANEW: tl.constexpr, SCALE: tl.constexpr, BEFORE: tl.constexpr, NORM: tl.constexpr, ALIGNED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0).to(tl.int64)
-    j = tl.program_id(1)  # ways of this reader, readers to come, and their own ways
+    # Ways of this reader, then later readers, then their further ways.
+    j = tl.program_id(1)
     d = tl.arange(0, BD)
     inside = d < D
     i = j - WAYS
-    mine = j < WAYS
-    is_main = tl.where(mine, j == 0, i < ahead)
-    index = tl.where(is_main, tl.where(mine, slot, begin + i), tl.where(mine, own_at + j - 1, own_begin + i - ahead))
+    is_this_reader = j < WAYS
+    is_main = tl.where(is_this_reader, j == 0, i < n_later)
+    main_index = tl.where(is_this_reader, slot, begin + i)
+    further_index = tl.where(is_this_reader, further_at + j - 1, further_begin + i - n_later)
+    index = tl.where(is_main, main_index, further_index)
     row = index + tl.where(is_main, 0, readers)
-    u = _row(q, oq, index, is_main, d, D, OWN) * _row(k, ok, index, is_main, d, D, OWN)
+    u = _row(q, further_q, index, is_main, d, D, HAS_FURTHER) * _row(k, further_k, index, is_main, d, D, HAS_FURTHER)
     if NORM:
         gain = _row_of_way(g0, g1, g2, j, d, D, WAYS)
     if EARLY:
         wait_for_previous_kernel()
     at = row.to(tl.int64) * N + t
-    known = (not FIRST) & (mine | (not ANEW))
-    a = tl.load(acc + at * D + d, mask=d < tl.where(known, D, 0), other=0.0)
-    m = tl.load(stats + at, mask=known, other=float("-inf"))
-    z = tl.load(stats + rows * N + at, mask=known, other=0.0)
+    has_running = (not FIRST) & (is_this_reader | (not ANEW))
+    a = tl.load(acc + at * D + d, mask=d < tl.where(has_running, D, 0), other=0.0)
+    m = tl.load(stats + at, mask=has_running, other=float("-inf"))
+    z = tl.load(stats + rows * N + at, mask=has_running, other=0.0)
     if ANEW:
-        n = tl.where(mine, 0, slot // stride)  # finished before the newest
+        # Sources finished before the newest.
+        n = tl.where(is_this_reader, 0, slot // stride)
         b = tl.arange(0, NS)
         for start in range(0, n, NS):
-            there = start + b < n
-            x = _rows(slots, (start + b) * stride, t, N, d, there[:, None] & inside[None, :], D, ALIGNED)
-            m, z, a = _attend(x.to(tl.float32), there, u, m, z, a, eps, D)
+            row_ok = start + b < n
+            x = _rows(slots, (start + b) * stride, t, N, d, row_ok[:, None] & inside[None, :], D, ALIGNED)
+            m, z, a = _attend(x.to(tl.float32), row_ok, u, m, z, a, eps, D)
     v = _newest(slots, y, scale, before, slot, t, j, N, d, inside, D, SCALE, BEFORE)
     sums = tl.sum(tl.join(tl.join(v * v, v * u), tl.join(a * v, a * a)), 0)  # [2, 2]
     of_new, of_old = tl.split(sums)
@@ -78,7 +82,7 @@ def _pass_on_kernel(
     o, p = tl.exp(m - top), tl.exp(s - top)
     z = o * z + p
     h = o * a + p * v
-    if mine:
+    if is_this_reader:
         h = h / z
         if NORM:
             total = tl.maximum(o * o * old_square + 2 * o * p * across + p * p * square, 0.0)
@@ -107,11 +111,11 @@ def pass_on(
     end: int,
     query: Tensor,
     key_gain: Tensor,
-    own_query: Tensor | None,
-    own_key_gain: Tensor | None,
-    own_at: int,
-    own_begin: int,
-    own_end: int,
+    further_query: Tensor | None,
+    further_key_gain: Tensor | None,
+    further_at: int,
+    further_begin: int,
+    further_end: int,
     ways: int,
     gain: Sequence[Tensor],
     eps: float,
@@ -126,9 +130,9 @@ def pass_on(
         stride: 0, or the distance between finished sources: update later readers from slots 0, stride, …, slot instead of the newest.
         begin, end: later readers to update.
         query, key_gain: [R, D] fp32, of every reader.
-        own_query, own_key_gain: [A, D], of further ways.
-        own_at: this reader's first row of these.
-        own_begin, own_end: further ways to update.
+        further_query, further_key_gain: [A, D], of further ways.
+        further_at: this reader's first row of these.
+        further_begin, further_end: further ways to update.
         gain: [D] for each way, any dtype, or empty.
         scale: [D] fp32, or None.
     """
@@ -137,15 +141,19 @@ def pass_on(
     out = torch.empty(ways, *y.shape, dtype=slots.dtype, device=y.device)
     if tokens:
         block = triton.next_power_of_2(dim)
-        ahead, others = end - begin, own_end - own_begin
-        anew = stride > 0 and slot > 0 and ahead + others > 0
-        own = (query, key_gain) if own_query is None or own_key_gain is None else (own_query, own_key_gain)
+        n_later, n_further = end - begin, further_end - further_begin
+        anew = stride > 0 and slot > 0 and n_later + n_further > 0
+        further = (
+            (query, key_gain)
+            if further_query is None or further_key_gain is None
+            else (further_query, further_key_gain)
+        )
         launch(
-            _pass_on_kernel, (tokens, ways + ahead + others), y,
-            slots, acc, stats, y, query if scale is None else scale, y if before is None else before, query, key_gain, *own, *_three(gain, query), out,
-            tokens, slot, max(1, stride), begin, ahead, own_at, own_begin, len(query), len(acc), eps, out_eps,
+            _pass_on_kernel, (tokens, ways + n_later + n_further), y,
+            slots, acc, stats, y, query if scale is None else scale, y if before is None else before, query, key_gain, *further, *_three(gain, query), out,
+            tokens, slot, max(1, stride), begin, n_later, further_at, further_begin, len(query), len(acc), eps, out_eps,
             D=dim, BD=block, NS=min(triton.next_power_of_2(slot // stride), rows_at_once(dim)) if anew else 1, WAYS=ways,
-            OWN=own_query is not None, FIRST=slot == 0, ANEW=anew, SCALE=scale is not None, BEFORE=before is not None, NORM=len(gain) > 0,
-            ALIGNED=aligned(dim, [slots]), num_warps=_warps(block) if anew else _warps_of(block, ahead + others), **dependent_launch(y),
+            HAS_FURTHER=further_query is not None, FIRST=slot == 0, ANEW=anew, SCALE=scale is not None, BEFORE=before is not None, NORM=len(gain) > 0,
+            ALIGNED=aligned(dim, [slots]), num_warps=_warps(block) if anew else _warps_of(block, n_later + n_further), **dependent_launch(y),
         )  # fmt: skip
     return out

@@ -54,7 +54,8 @@ def permutation_matrices(n: int) -> Tensor:
     return torch.nn.functional.one_hot(torch.tensor(permutations(n)), n).flatten(1)
 
 
-Coefficients = tuple[Tensor, Tensor, Tensor | None]  # pre [..., n], post [..., n], res [..., n, n], output stream first
+# (pre [..., n], post [..., n], res [..., n, n] with the output stream first).
+Coefficients = tuple[Tensor, Tensor, Tensor | None]
 
 
 def products(rule: Rule, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:

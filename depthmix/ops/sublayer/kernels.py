@@ -20,7 +20,8 @@ def _turn(x, out, at, to, gain, c, ok, cos, sin, eps, HALF: tl.constexpr, NORM: 
     a = tl.load(x + at, mask=ok, other=0.0).to(tl.float32)
     z = tl.load(x + at + HALF, mask=ok, other=0.0).to(tl.float32)
     inside = c < HALF
-    if NORM:  # whose own result is rounded
+    # The norm's result is rounded.
+    if NORM:
         r = tl.rsqrt(tl.sum(a * a + z * z, 1) / (2 * HALF) + eps)[:, None]
         a = a * r * tl.load(gain + c, mask=inside, other=0.0).to(tl.float32)[None, :]
         z = z * r * tl.load(gain + HALF + c, mask=inside, other=0.0).to(tl.float32)[None, :]
@@ -45,7 +46,8 @@ def _turn_kernel(
     D: tl.constexpr = 2 * HALF
     if EARLY:
         wait_for_previous_kernel()
-    token = tl.program_id(0).to(tl.int64)  # of B * T
+    # One of B * T.
+    token = tl.program_id(0).to(tl.int64)
     b, t = token // T, token % T
     c = tl.arange(0, BHALF)
     cos, sin = cos + (b * cos_row + t) * D, sin + (b * cos_row + t) * D
@@ -56,13 +58,14 @@ def _turn_kernel(
         to = ((b * H + head) * T + t)[:, None] * D + c[None, :]
         _turn(q, q_out, at, to, q_gain, c, ok, cos, sin, eps, HALF, NORM)
     else:
-        own = tl.arange(0, BKV)  # names of its own: what both branches define must have one shape
-        there = (own < KV)[:, None] & (c < HALF)[None, :]
-        row = (token * KV + own)[:, None] * D + c[None, :]
-        place = ((b * KV + own) * slots + tl.load(position) + t)[:, None] * D + c[None, :]
-        _turn(k, keys, row, place, k_gain, c, there, cos, sin, eps, HALF, NORM)
-        tl.store(values + place, tl.load(v + row, mask=there, other=0.0), mask=there)
-        tl.store(values + place + HALF, tl.load(v + row + HALF, mask=there, other=0.0), mask=there)
+        # Other names than in the first branch: a name that both branches define must have one shape.
+        kv_head = tl.arange(0, BKV)
+        kv_ok = (kv_head < KV)[:, None] & (c < HALF)[None, :]
+        row = (token * KV + kv_head)[:, None] * D + c[None, :]
+        place = ((b * KV + kv_head) * slots + tl.load(position) + t)[:, None] * D + c[None, :]
+        _turn(k, keys, row, place, k_gain, c, kv_ok, cos, sin, eps, HALF, NORM)
+        tl.store(values + place, tl.load(v + row, mask=kv_ok, other=0.0), mask=kv_ok)
+        tl.store(values + place + HALF, tl.load(v + row + HALF, mask=kv_ok, other=0.0), mask=kv_ok)
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -72,11 +75,13 @@ def _activate_kernel(
     if EARLY:
         wait_for_previous_kernel()
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    ok = i < n * UNIT  # whole rows of 16 bytes, if that is what there is
+    # A multiple of 16 bytes where D allows it.
+    ok = i < n * UNIT
     x = tl.load(up + i, mask=ok, other=0.0).to(tl.float32)
     if GATED:
         g = tl.load(gate + i, mask=ok, other=0.0).to(tl.float32)
-        g = (g / (1.0 + tl.exp(-g))).to(out.dtype.element_ty).to(tl.float32)  # rounded, as PyTorch's operators do
+        # Round, as PyTorch's operators do.
+        g = (g / (1.0 + tl.exp(-g))).to(out.dtype.element_ty).to(tl.float32)
         y = g * x
     else:
         y = tl.maximum(x, 0.0)

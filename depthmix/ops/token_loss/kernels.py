@@ -19,25 +19,29 @@ BLOCK = 4096
 
 @triton.jit(do_not_specialize=["units"])
 def _forward_kernel(logits, targets, losses, sums, units: tl.int32, UNIT: tl.constexpr, BLOCK: tl.constexpr):
-    row, V = tl.program_id(0).to(tl.int64), units * UNIT  # whole rows of 16 bytes, if that is what there is
+    # A multiple of 16 bytes where D allows it.
+    row, V = tl.program_id(0).to(tl.int64), units * UNIT
     logits += row * V
     column = tl.arange(0, BLOCK)
-    top = tl.full([BLOCK], float("-inf"), tl.float32)  # of each lane, so that lanes meet once, at the end
+    # One maximum per lane: lanes are reduced once, at the end.
+    top = tl.full([BLOCK], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
     for first in range(0, units, BLOCK // UNIT):
         at = first * UNIT + column
         x = tl.load(logits + at, mask=at < V, other=float("-inf")).to(tl.float32)
         higher = tl.maximum(top, x, propagate_nan=tl.PropagateNan.ALL)
-        base = tl.where(higher == float("-inf"), 0.0, higher)  # of nothing but -inf, whose differences are NaN
+        # Differences of -inf would be NaN.
+        base = tl.where(higher == float("-inf"), 0.0, higher)
         total = total * tl.exp(top - base) + tl.exp(x - base)
         top = higher
     highest = tl.max(top, 0)
     base = tl.where(highest == float("-inf"), 0.0, highest)
-    log_sum = tl.log(tl.sum(total * tl.exp(top - base), 0))  # above the highest, which may be large: kept apart
+    # Kept apart from the highest logit, which may be large.
+    log_sum = tl.log(tl.sum(total * tl.exp(top - base), 0))
     target = tl.load(targets + row)
     inside = (target >= 0) & (target < V)
-    own = tl.load(logits + target, mask=inside, other=float("nan")).to(tl.float32)
-    tl.store(losses + row, log_sum - (own - base))
+    target_logit = tl.load(logits + target, mask=inside, other=float("nan")).to(tl.float32)
+    tl.store(losses + row, log_sum - (target_logit - base))
     tl.store(sums + 2 * row, base)
     tl.store(sums + 2 * row + 1, log_sum)
 

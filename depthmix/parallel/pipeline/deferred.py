@@ -22,12 +22,12 @@ class Deferred:
     """Weight-gradient products that a backward pass has postponed."""
 
     def __init__(self) -> None:
-        self.left: list[Callable[[], None]] = []
+        self.products: list[Callable[[], None]] = []
 
     def take(self) -> list[Callable[[], None]]:
         """Return and remove the products of the last backward pass."""
-        left, self.left = self.left, []
-        return left
+        products, self.products = self.products, []
+        return products
 
 
 class _Linear(torch.autograd.Function):
@@ -42,7 +42,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (dy,), (x, weight) = grads, ctx.saved_tensors
         # Not the saved weight: what a checkpoint gives back is another tensor with the same values.
-        ctx.deferred.left.append(functools.partial(_add_product, ctx.linear.weight, x, dy))
+        ctx.deferred.products.append(functools.partial(_add_product, ctx.linear.weight, x, dy))
         dx = (dy @ weight.to(dy.dtype)).to(x.dtype) if ctx.needs_input_grad[0] else None
         return dx, None, None, None
 

@@ -44,11 +44,11 @@ def plan_hops(forms: Sequence[Form], ranks: int, cache: Cache) -> list[Hop]:
     """Plan the hops into the stages 0, 1, …, given the states before them. The first carries nothing."""
     hops = []
     for stage, form in enumerate(forms):
-        there: set[int] = set(form.labels) if stage == 0 else set()
+        present: set[int] = set(form.labels) if stage == 0 else set()
         if cache != "none":
             for earlier in range(stage % ranks, stage, ranks):
-                there.update(forms[earlier].labels)
+                present.update(forms[earlier].labels)
                 if cache == "all":
-                    there.update(forms[earlier + 1].labels)
-        hops.append(Hop(form, tuple(label for label in dict.fromkeys(form.labels) if label not in there)))
+                    present.update(forms[earlier + 1].labels)
+        hops.append(Hop(form, tuple(label for label in dict.fromkeys(form.labels) if label not in present)))
     return hops

@@ -19,7 +19,7 @@ from depthmix.models.layers import Context
 from depthmix.models.projections import own_gain, weights_take_gains
 from depthmix.ops.norm import RMSNorm
 from depthmix.parallel.packing import Form, pack_state, unpack_state
-from depthmix.parallel.row_owners import Owners, freeze_foreign, join_own, own_rows, row_owners, select_own
+from depthmix.parallel.row_owners import Owners, freeze_foreign, join_rows, row_owners, rows_of_sites, select_rows
 
 MIXER = "mixer."
 
@@ -34,7 +34,8 @@ class Piece(nn.Module):
         super().__init__()
         self.config, self.sites, self.before, self.after = model.config, sites, before, after
         self.first, self.last = sites.start == 0, after is None
-        self.parts = 1  # that sequences are in; a piece's states are of one
+        # Number of parts that sequences are divided into.
+        self.parts = 1
         self.mixer, self.mixer_sites = copy.deepcopy(model.mixer), range(sites.start, sites.stop + self.last)
         self.owners = row_owners(model.mixer)
         freeze_foreign(self.mixer, self.owners, self.mixer_sites)
@@ -65,16 +66,20 @@ class Piece(nn.Module):
 
     def _sent(self, tensors: Sequence[Tensor], form: Form, tokens: Sequence[int]) -> tuple[Tensor, ...]:
         """Convert the tensors to the form that the next stage expects."""
-        expected = [(*tokens, *s) if own else s for s, own in zip(form.shapes, form.by_token, strict=True)]
+        expected = [
+            (*tokens, *s) if has_tokens else s for s, has_tokens in zip(form.shapes, form.by_token, strict=True)
+        ]
         if [tuple(t.shape) for t in tensors] != expected:
-            found = [tuple(t.shape) for t in tensors]
-            raise ContractError(f"{self.mixer.name}: the state before site {form.site} is {found}, expected {expected}")
+            shapes = [tuple(t.shape) for t in tensors]
+            raise ContractError(
+                f"{self.mixer.name}: the state before site {form.site} is {shapes}, expected {expected}"
+            )
         # Views, because FSDP2 puts hooks on what comes out, and a state's own tensors do not take them with kernels.
         return tuple(t.to(kind).view_as(t) for t, kind in zip(tensors, form.dtypes, strict=True))
 
-    def own_rows(self, title: str) -> slice | None:
+    def rows_of(self, title: str) -> slice | None:
         """Return the rows that this piece owns of a mixer's parameter, `mixer.query`; None if it owns none."""
-        return own_rows(self.owners[title.removeprefix(MIXER)], self.mixer_sites)
+        return rows_of_sites(self.owners[title.removeprefix(MIXER)], self.mixer_sites)
 
     def repeated_parts(self) -> tuple[list[nn.Module], list[nn.Module]]:
         """Return (sublayers, norms): the modules to checkpoint or compile one by one."""
@@ -82,17 +87,17 @@ class Piece(nn.Module):
         return list(self.sublayers.values()), norms + ([self.final_norm] if self.last else [])
 
 
-def own_tensors(piece: Piece, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def tensors_of_piece(piece: Piece, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return a piece's part of tensors named as in the whole decoder: what it trains and saves, as views."""
     names = set(piece.state_dict())
     others = {name: t for name, t in tensors.items() if name in names and not name.startswith(MIXER)}
-    return {**others, **_prefixed(select_own(piece.owners, _mixer_tensors(tensors), piece.mixer_sites))}
+    return {**others, **_prefixed(select_rows(piece.owners, _mixer_tensors(tensors), piece.mixer_sites))}
 
 
-def join_own_tensors(owners: Owners, parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Join what `own_tensors` returned for all pieces, in order, into the tensors of the whole decoder."""
+def join_pieces(owners: Owners, parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Join what `tensors_of_piece` returned for all pieces, in order, into the tensors of the whole decoder."""
     joined = {name: t for part in parts for name, t in part.items() if not name.startswith(MIXER)}
-    return {**joined, **_prefixed(join_own(owners, map(_mixer_tensors, parts)))}
+    return {**joined, **_prefixed(join_rows(owners, map(_mixer_tensors, parts)))}
 
 
 def _mixer_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

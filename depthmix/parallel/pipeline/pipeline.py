@@ -22,7 +22,7 @@ from depthmix.ops.token_loss import token_loss
 from depthmix.parallel.gradients import local, norm, scale
 from depthmix.parallel.pipeline.deferred import defer
 from depthmix.parallel.pipeline.hops import Cache, plan_hops
-from depthmix.parallel.pipeline.piece import Piece, join_own_tensors, own_tensors
+from depthmix.parallel.pipeline.piece import Piece, join_pieces, tensors_of_piece
 from depthmix.parallel.pipeline.refusals import (
     MOST_ACTIVATIONS,
     ONE_STAGE,
@@ -52,7 +52,8 @@ class Pipeline:
         self.has_first, self.has_last = stages[0].is_first, stages[-1].is_last
         self.loss = loss
 
-        def of_step(logits: Tensor, rows: Tensor) -> Tensor:  # micro-batches are equal: the mean of their means
+        # Micro-batches have equal sizes, so the loss is the mean of their means.
+        def of_step(logits: Tensor, rows: Tensor) -> Tensor:
             return self.loss(logits, rows) / microbatches
 
         given: Any = stages[0] if schedule in ONE_STAGE else stages
@@ -80,7 +81,8 @@ class Pipeline:
         """Compute the loss without gradients."""
         loss = self._run(self.schedule.eval, batch)
         for stage in self.stages:
-            stage.clear_runtime_states()  # which a backward would have done
+            # A backward would have done this.
+            stage.clear_runtime_states()
         return loss
 
     def _run(self, call: Callable[..., Any], batch: Tensor) -> Tensor:
@@ -93,7 +95,8 @@ class Pipeline:
         losses: list[Tensor] = []
         inputs = (batch[:, :-1],) if self.has_first else ()
         call(*inputs, target=batch if self.has_last else None, losses=losses)
-        total = torch.zeros((), device=self.device)  # of the same dtype in all
+        # The same dtype in all processes.
+        total = torch.zeros((), device=self.device)
         for loss in losses:
             total += loss.detach()
         dist.broadcast(total, group=self.group, group_src=self.ranks - 1)
@@ -114,23 +117,24 @@ class Pipeline:
     def _exchange(self, weight: Tensor) -> None:
         other = self.ranks - 1 if self.has_first else 0
         weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
-        if isinstance(weight, DTensor):  # an embedding's gradient may be divided otherwise than a head's
+        # An embedding's gradient may be divided in another way than a head's.
+        if isinstance(weight, DTensor):
             weight.grad = weight.grad.redistribute(placements=weight.placements)  # type: ignore[attr-defined]
-        own = local(weight.grad).contiguous()
-        theirs = torch.empty_like(own)
+        gradient = local(weight.grad).contiguous()
+        other_gradient = torch.empty_like(gradient)
         ops = [
-            dist.P2POp(dist.isend, own, group=self.group, group_peer=other),
-            dist.P2POp(dist.irecv, theirs, group=self.group, group_peer=other),
+            dist.P2POp(dist.isend, gradient, group=self.group, group_peer=other),
+            dist.P2POp(dist.irecv, other_gradient, group=self.group, group_peer=other),
         ]
         for work in dist.batch_isend_irecv(ops):
             work.wait()
-        local(weight.grad).copy_(own + theirs)
+        local(weight.grad).copy_(gradient + other_gradient)
 
     def clip(self, limit: float) -> Tensor:
         """Scale the whole model's gradient so that its norm is at most the limit, and return the norm before."""
         counted_elsewhere = None if self.has_first else self._tied()
-        own = [p for p in self.parameters() if p.grad is not None and p is not counted_elsewhere]
-        square = norm(own).square() if own else torch.zeros((), device=self.device)
+        counted = [p for p in self.parameters() if p.grad is not None and p is not counted_elsewhere]
+        square = norm(counted).square() if counted else torch.zeros((), device=self.device)
         dist.all_reduce(square, group=self.group)
         scale(self.parameters(), square.sqrt(), limit)
         return square.sqrt()
@@ -147,18 +151,18 @@ class Pipeline:
             assert isinstance(piece, Piece)
             piece.load_state_dict({name: whole[name] for name in piece.state_dict()})
 
-    def whole(self, own: Mapping[int, Mapping[str, Tensor]] | None = None) -> dict[str, Tensor]:
-        """Return the whole decoder's state dict on the CPU of every rank. `own`: other tensors of this rank, by stage."""
-        mine = {i: self._own_on_cpu(i, d) for i, d in (own or self.state_dict()).items()}
-        found: list[Any] = [None] * self.ranks
-        dist.all_gather_object(found, mine, group=self.group)
-        by_stage = {i: d for rank in found for i, d in rank.items()}
+    def whole(self, tensors: Mapping[int, Mapping[str, Tensor]] | None = None) -> dict[str, Tensor]:
+        """Return the whole decoder's state dict on the CPU of every rank. `tensors`: other tensors of this rank, by stage."""
+        local_tensors = {i: self._on_cpu(i, d) for i, d in (tensors or self.state_dict()).items()}
+        gathered: list[Any] = [None] * self.ranks
+        dist.all_gather_object(gathered, local_tensors, group=self.group)
+        by_stage = {i: d for rank in gathered for i, d in rank.items()}
         piece: Any = next(iter(self.pieces.values()))
-        return join_own_tensors(piece.owners, [by_stage[i] for i in sorted(by_stage)])
+        return join_pieces(piece.owners, [by_stage[i] for i in sorted(by_stage)])
 
-    def _own_on_cpu(self, stage: int, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _on_cpu(self, stage: int, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         piece: Any = self.pieces[str(stage)]
-        return {name: t.detach().cpu() for name, t in own_tensors(piece, tensors).items()}
+        return {name: t.detach().cpu() for name, t in tensors_of_piece(piece, tensors).items()}
 
 
 def pipeline(

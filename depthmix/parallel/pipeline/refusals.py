@@ -17,9 +17,12 @@ from depthmix.parallel.pipeline.hops import CACHES
 from depthmix.parallel.plan.hops import cuts
 from depthmix.parallel.row_owners import why_not_divided
 
-SCHEDULES = ("GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble")  # as torch calls them
-ONE_STAGE = ("GPipe", "1F1B")  # a rank
-MOST_ACTIVATIONS = 64  # in a state between stages: above, sending it takes longer than computing with it
+# Spelled as torch does.
+SCHEDULES = ("GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble")
+# Schedules with one stage per rank.
+ONE_STAGE = ("GPipe", "1F1B")
+# Largest state between stages, in activations. Sending a larger one takes longer than computing with it.
+MOST_ACTIVATIONS = 64
 
 
 class Stages(Protocol):
@@ -41,8 +44,8 @@ def schedule_named(name: str) -> str:
         why = "puts neighbouring stages on one rank, of which the kept state knows nothing"
         raise UserError(f"parallel: schedule={name} {why}; there are {', '.join(SCHEDULES)}")
     if name.lower() not in by_lower:
-        there = f"there are {', '.join(SCHEDULES)}{nearest(name, SCHEDULES)}"
-        raise UserError(f"parallel: unknown schedule {name!r}; {there}")
+        choices = f"there are {', '.join(SCHEDULES)}{nearest(name, SCHEDULES)}"
+        raise UserError(f"parallel: unknown schedule {name!r}; {choices}")
     return by_lower[name.lower()]
 
 
@@ -114,12 +117,12 @@ def stage_forms(config: DecoderConfig, stages: int, dtype: torch.dtype, most: fl
     why = why_not_divided(_mixer(config, 2))
     if why is not None:
         raise UserError(f"parallel: {why}")
-    found = state_forms(whole_mixer(config), [sites.start for sites in stage_sites(config, stages)], dtype)
-    for stage, form in enumerate(found):
+    forms = state_forms(whole_mixer(config), [sites.start for sites in stage_sites(config, stages)], dtype)
+    for stage, form in enumerate(forms):
         sizes = {label: form.numbers(label)[0] for label in form.labels}
         size = sum(sizes.values()) / config.dim
         if size > most:
             advice = "a rule that keeps fewer sources (block_size, window) or fewer stages would send less"
             what = f"the state of {config.mixer} before stage {stage} has {size:g} activations a token, at most {most:g} travel"
             raise UserError(f"parallel: {what}; {advice}")
-    return found
+    return forms

@@ -63,8 +63,10 @@ class DepthStage(PipelineStage):
         self.bank, self.deferred = bank, deferred
         self.hop = hops[index]
         self.next = None if index + 1 == len(hops) else hops[index + 1]
-        self.tokens: tuple[int, ...] = ()  # [B, T] of a micro-batch; set before a step
-        self.sent_forward = self.sent_backward = 0  # bytes, since somebody set them to 0
+        # [B, T] of a micro-batch; set before a step.
+        self.tokens: tuple[int, ...] = ()
+        # Bytes sent since the caller last set these to 0.
+        self.sent_forward = self.sent_backward = 0
         self._arriving: dict[int, dict[int, Tensor]] = {}
         self._returning: dict[int, dict[int, Tensor]] = {}
         self._products: dict[int, list[Callable[[], None]]] = {}
@@ -117,10 +119,11 @@ class DepthStage(PipelineStage):
             return []
         tensors = []
         for label in self.hop.carries:
-            found = self.bank.take(bwd_chunk_id, label)
-            if found is None:  # nobody read it
-                found = self.hop.form.empty(label, self.tokens, self.device).zero_()
-            tensors.append(found.contiguous())
+            gradient = self.bank.take(bwd_chunk_id, label)
+            # No stage read this tensor.
+            if gradient is None:
+                gradient = self.hop.form.empty(label, self.tokens, self.device).zero_()
+            tensors.append(gradient.contiguous())
         self.sent_backward += sum(t.nbytes for t in tensors)
         return [self._op(dist.isend, t, self.stage_index - 1) for t in tensors]
 
@@ -138,7 +141,8 @@ class DepthStage(PipelineStage):
         out = self.forward_maybe_with_nosync(*args)
         made: dict[int, Tensor] = {}
         if self.next is None:
-            self.output_chunks.append(torch.zeros(1))  # schedules put outputs together: logits would be many
+            # Schedules concatenate outputs. Logits would take much memory.
+            self.output_chunks.append(torch.zeros(1))
         else:
             # What came through as it was is passed on as it came: by kernels it may be another tensor with the same values.
             made = {label: t for label, t in zip(self.next.form.labels, out, strict=True) if label not in leaves}
@@ -159,15 +163,16 @@ class DepthStage(PipelineStage):
         if self.next is not None:
             for label, g in self._returning.pop(micro).items():
                 bank.add(micro, label, g)
-            found = {label: bank.take(micro, label) for label in made}
-            roots = [made[label] for label, g in found.items() if g is not None]
-            gradients = [g for g in found.values() if g is not None]
-        given = {"stage_output": roots, "output_grads": gradients, "input_values": list(leaves.values())}
-        of_leaves, _ = self.backward_maybe_with_nosync("full", given, last_backward=last_backward)
+            gradients_made = {label: bank.take(micro, label) for label in made}
+            roots = [made[label] for label, g in gradients_made.items() if g is not None]
+            gradients = [g for g in gradients_made.values() if g is not None]
+        arguments = {"stage_output": roots, "output_grads": gradients, "input_values": list(leaves.values())}
+        of_leaves, _ = self.backward_maybe_with_nosync("full", arguments, last_backward=last_backward)
         for label, of_leaf in zip(leaves, of_leaves, strict=True):
             if of_leaf is not None:
                 bank.add(micro, label, of_leaf)
-        for label in (*made, *self.hop.carries):  # of this rank's stages those that use them are done
+        # All stages of this rank that use these tensors are done.
+        for label in (*made, *self.hop.carries):
             bank.values.pop((micro, label), None)
         if self.deferred is not None:
             self._products[micro] = self.deferred.take()

@@ -107,7 +107,7 @@ STEADY = 4
 @functools.cache
 def play(ranks: int, virtual: int, micros: int, forward: float, backward: float, hop: float = 0.0) -> Step:
     """Simulate one step, with only as many micro-batches as the pipeline needs to run evenly, and add the time of the others."""
-    some = min(micros, STEADY * ranks)
-    step = simulate(ranks, virtual, some, forward, backward, hop)
-    seconds = step.seconds + (micros - some) * virtual * (forward + backward)
+    simulated = min(micros, STEADY * ranks)
+    step = simulate(ranks, virtual, simulated, forward, backward, hop)
+    seconds = step.seconds + (micros - simulated) * virtual * (forward + backward)
     return Step(seconds, 1 - micros * virtual * (forward + backward) / seconds, step.in_flight)

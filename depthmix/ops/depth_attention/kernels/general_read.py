@@ -23,7 +23,8 @@ def _row(address, at, like, ALIGNED: tl.constexpr):
     """Return pointers into the tensor at an address, of the same type as `like`."""
     row = address.to(tl.pointer_type(like.dtype.element_ty)) + at
     if ALIGNED:
-        row = tl.multiple_of(row, [1, 16])  # what comes from a table has no known alignment
+        # The compiler knows no alignment of an address that comes from a table.
+        row = tl.multiple_of(row, [1, 16])
     return row
 
 
@@ -51,8 +52,8 @@ def _read_kernel(
     t = tl.program_id(0).to(tl.int64)
     head, c = tl.arange(0, BH), tl.arange(0, BC)
     d = head[:, None] * (D // H) + c[None, :]
-    here = head < H
-    ok = here[:, None] & (c < D // H)[None, :]
+    head_ok = head < H
+    ok = head_ok[:, None] & (c < D // H)[None, :]
     q = tl.load(u + (t * D if BY_TOKEN else 0) + d, mask=ok, other=0.0)
     top, z = tl.full([BH], float("-inf"), tl.float32), tl.zeros([BH], tl.float32)
     o = tl.zeros([BH, BC], tl.float32)
@@ -62,7 +63,7 @@ def _read_kernel(
         if KEY_NORM:
             logit *= tl.rsqrt(_total(v * v) / D + eps)
         if KEEP:
-            tl.store(s + (i * N + t) * H + head, logit, mask=here)
+            tl.store(s + (i * N + t) * H + head, logit, mask=head_ok)
         if SOFTMAX:
             higher = tl.maximum(top, logit)
             old, new = tl.exp(top - higher), tl.exp(logit - higher)
@@ -71,7 +72,7 @@ def _read_kernel(
             o += tl.sigmoid(logit)[:, None] * v
     if SOFTMAX:
         if KEEP:
-            tl.store(lse + t * H + head, top + tl.log(z), mask=here)
+            tl.store(lse + t * H + head, top + tl.log(z), mask=head_ok)
         o /= z[:, None]
     if NORM:
         o *= tl.rsqrt(_total(o * o) / D + out_eps) * tl.load(gain + d, mask=ok, other=0.0)
@@ -86,18 +87,19 @@ def _backward_kernel(
 ):  # fmt: skip
     head, c = tl.arange(0, BH), tl.arange(0, BC)
     d = head[:, None] * (D // H) + c[None, :]
-    here = head < H
-    ok = here[:, None] & (c < D // H)[None, :]
-    several = tl.where(n > 1, 1.0, 0.0)  # the weight of an only source is 1 whatever its logit
+    head_ok = head < H
+    ok = head_ok[:, None] & (c < D // H)[None, :]
+    # The weight of an only source is 1 whatever its logit.
+    several = tl.where(n > 1, 1.0, 0.0)
     du_all, dgain = tl.zeros([BH, BC], tl.float32), tl.zeros([BH, BC], tl.float32)
     for t in tl.range(tl.program_id(0).to(tl.int64), N, tl.num_programs(0), num_stages=1):
         q = tl.load(u + (t * D if BY_TOKEN else 0) + d, mask=ok, other=0.0)
         o, z = tl.zeros([BH, BC], tl.float32), tl.zeros([BH], tl.float32)
         if SOFTMAX:
-            z = tl.load(lse + t * H + head, mask=here, other=0.0)
+            z = tl.load(lse + t * H + head, mask=head_ok, other=0.0)
         if SOFTMAX or NORM:
             for i in range(n):
-                logit = tl.load(s + (i * N + t) * H + head, mask=here, other=0.0)
+                logit = tl.load(s + (i * N + t) * H + head, mask=head_ok, other=0.0)
                 v = _load(_row(tl.load(table + 3 * i), t * D + d, dy, ALIGNED), ok)
                 o += _weight(logit, z, SOFTMAX)[:, None] * v
         g = _load(dy + t * D + d, ok)
@@ -107,10 +109,11 @@ def _backward_kernel(
             g *= tl.load(gain + d, mask=ok, other=0.0)
             g = rho * (g - o * (_total(g * o) * rho * rho / D))
         delta = tl.sum(g * o, 1)
-        own = tl.zeros([BH, BC], tl.float32)  # this token's part of du: long sums are added up in two steps
+        # This token's part of du. A long sum in one accumulator would be less exact.
+        token_du = tl.zeros([BH, BC], tl.float32)
         for i in range(n):
             v = _load(_row(tl.load(table + 3 * i), t * D + d, dy, ALIGNED), ok)
-            logit = tl.load(s + (i * N + t) * H + head, mask=here, other=0.0)
+            logit = tl.load(s + (i * N + t) * H + head, mask=head_ok, other=0.0)
             p, dp = _weight(logit, z, SOFTMAX), tl.sum(g * v, 1)
             ds = p * (dp - delta) * several if SOFTMAX else dp * p * (1 - p)
             dv = p[:, None] * g
@@ -119,7 +122,7 @@ def _backward_kernel(
                 dv -= (tl.sum(ds * logit, 0) * r * r / D) * v
                 ds *= r
             dv += ds[:, None] * q
-            own += ds[:, None] * v
+            token_du += ds[:, None] * v
             if BEFORE:
                 dv += _load(_row(tl.load(table + 3 * i + 1), t * D + d, s, ALIGNED), ok)
             if LAST:
@@ -127,9 +130,9 @@ def _backward_kernel(
             else:
                 tl.store(_row(tl.load(table + 3 * i + 2), t * D + d, s, ALIGNED), dv, mask=ok)
         if BY_TOKEN:
-            tl.store(du + t * D + d, own, mask=ok)
+            tl.store(du + t * D + d, token_du, mask=ok)
         else:
-            du_all += own
+            du_all += token_du
     part += tl.program_id(0).to(tl.int64) * ((not BY_TOKEN) + NORM) * D + d
     if not BY_TOKEN:
         tl.store(part, du_all, mask=ok)

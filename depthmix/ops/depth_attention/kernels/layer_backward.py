@@ -43,8 +43,10 @@ def _layer_backward_kernel(
 ):  # fmt: skip
     d = tl.arange(0, BD)
     ok = d < D
-    several = tl.where(n > 1, 1.0, 0.0)  # the weight of an only source is 1 whatever its logit
-    way = N * n  # from one way's logits to the next
+    # The weight of an only source is 1 whatever its logit.
+    several = tl.where(n > 1, 1.0, 0.0)
+    # Distance from one way's logits to the next.
+    way = N * n
     u0, k0 = tl.load(u + d, mask=ok, other=0.0), tl.load(gain + d, mask=ok, other=0.0)
     du0, dg0 = tl.zeros([BD], tl.float32), tl.zeros([BD], tl.float32)
     if WAYS >= 2:
@@ -69,15 +71,16 @@ def _layer_backward_kernel(
                 o2 = tl.fma(tl.exp(tl.load(at + 2 * way) - l2), v, o2)
         y0 = tl.load(dy0 + t * D + d, mask=ok, other=0.0).to(tl.float32)
         y0, dg0, delta0 = _through_norm(y0, o0, k0, dg0, out_eps, D, NORM)
-        own0 = tl.zeros([BD], tl.float32)  # this token's part of du: long sums are added up in two steps
+        # This token's part of du. A long sum in one accumulator would be less exact.
+        token_du0 = tl.zeros([BD], tl.float32)
         if WAYS >= 2:
             y1 = tl.load(dy1 + t * D + d, mask=ok, other=0.0).to(tl.float32)
             y1, dg1, delta1 = _through_norm(y1, o1, k1, dg1, out_eps, D, NORM)
-            own1 = tl.zeros([BD], tl.float32)
+            token_du1 = tl.zeros([BD], tl.float32)
         if WAYS >= 3:
             y2 = tl.load(dy2 + t * D + d, mask=ok, other=0.0).to(tl.float32)
             y2, dg2, delta2 = _through_norm(y2, o2, k2, dg2, out_eps, D, NORM)
-            own2 = tl.zeros([BD], tl.float32)
+            token_du2 = tl.zeros([BD], tl.float32)
         for i in range(n):
             v = load_row(tl.load(table + 3 * i), t, d, D, dy0, ALIGNED, ok)
             r = tl.rsqrt(tl.sum(v * v, 0) / D + eps)
@@ -85,21 +88,21 @@ def _layer_backward_kernel(
             acc = load_row(g, t, d, D, dy0, ALIGNED, d < tl.where(g != 0, D, 0))
             c = 0.0
             at = s + i * N + t
-            acc, c, own0 = _pair(v, r, y0, u0, tl.load(at), l0, delta0, several, acc, c, own0)
+            acc, c, token_du0 = _pair(v, r, y0, u0, tl.load(at), l0, delta0, several, acc, c, token_du0)
             if WAYS >= 2:
-                acc, c, own1 = _pair(v, r, y1, u1, tl.load(at + way), l1, delta1, several, acc, c, own1)
+                acc, c, token_du1 = _pair(v, r, y1, u1, tl.load(at + way), l1, delta1, several, acc, c, token_du1)
             if WAYS >= 3:
-                acc, c, own2 = _pair(v, r, y2, u2, tl.load(at + 2 * way), l2, delta2, several, acc, c, own2)
+                acc, c, token_du2 = _pair(v, r, y2, u2, tl.load(at + 2 * way), l2, delta2, several, acc, c, token_du2)
             acc -= (c * r * r / D) * v
             out = out.to(tl.pointer_type(dy0.dtype.element_ty)) + t * D + d
             if ALIGNED:
                 out = tl.multiple_of(out, 16)
             tl.store(out, acc.to(dy0.dtype.element_ty), mask=ok)
-        du0 += own0
+        du0 += token_du0
         if WAYS >= 2:
-            du1 += own1
+            du1 += token_du1
         if WAYS >= 3:
-            du2 += own2
+            du2 += token_du2
     part += tl.program_id(0).to(tl.int64) * (2 * WAYS * D) + d
     tl.store(part, du0, mask=ok)
     tl.store(part + WAYS * D, dg0, mask=ok)

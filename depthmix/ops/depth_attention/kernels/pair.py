@@ -75,7 +75,8 @@ def _pair_read_kernel(
         if NORM:
             square0, square1 = tl.split(tl.sum(tl.join(x0 * x0, x1 * x1), 0))
             rho0, rho1 = tl.rsqrt(square0 / D + out_eps), tl.rsqrt(square1 / D + out_eps)
-        way = 2 * N  # from one way's logits to the next
+        # Distance from one way's logits to the next.
+        way = 2 * N
         totals = N * (1 + NORM)
         _store_way(x1, rho1, s_a1, s_b1, total1, y1, gain + D, s + way, lse + totals, t, N, d, ok, D, NORM)
     elif NORM:
@@ -108,7 +109,8 @@ def _pair_backward_kernel(
 ):  # fmt: skip
     d = tl.arange(0, BD)
     ok = d < D
-    way, totals = 2 * N, N * (1 + NORM)  # from one way's logits to the next
+    # Distance from one way's logits to the next.
+    way, totals = 2 * N, N * (1 + NORM)
     q0 = tl.load(u + d, mask=ok, other=0.0)
     du0, dgain0 = tl.zeros([BD], tl.float32), tl.zeros([BD], tl.float32)
     if NORM:

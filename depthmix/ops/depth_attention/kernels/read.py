@@ -25,7 +25,8 @@ def load_row(address, t, d, D: tl.constexpr, like, ALIGNED: tl.constexpr, mask):
     """Load row t of the tensor at an address, in fp32; zeros where the mask is false."""
     row = address.to(tl.pointer_type(like.dtype.element_ty)) + t * D + d
     if ALIGNED:
-        row = tl.multiple_of(row, 16)  # what comes from a table has no known alignment
+        # The compiler knows no alignment of an address that comes from a table.
+        row = tl.multiple_of(row, 16)
     return tl.load(row, mask=mask, other=0.0).to(tl.float32)
 
 
@@ -67,10 +68,12 @@ def _read_kernel(
     t = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BD)
     ok = d < D
-    way = N * n  # from one way's logits to the next
+    # Distance from one way's logits to the next.
+    way = N * n
     u0 = tl.load(u + d, mask=ok, other=0.0)
     m0, z0, acc0 = float("-inf"), 0.0, tl.zeros([BD], tl.float32)
-    if BANK:  # the mixture of older sources, with weights that sum to one
+    # The mixture of older sources, with weights that sum to one.
+    if BANK:
         m0, z0, acc0 = tl.load(bank_lse + t), 1.0, tl.load(bank + t * D + d, mask=ok, other=0.0)
     if WAYS >= 2:
         u1 = tl.load(u + D + d, mask=ok, other=0.0)
@@ -100,7 +103,8 @@ def _read_kernel(
             m1, z1, acc1 = _attend(v, r, u1, m1, z1, acc1, at + way, KEEP)
         if WAYS >= 3:
             m2, z2, acc2 = _attend(v, r, u2, m2, z2, acc2, at + 2 * way, KEEP)
-    rows = N * (1 + (NORM and KEEP == 2))  # from one way's totals to the next
+    # Distance from one way's totals to the next.
+    rows = N * (1 + (NORM and KEEP == 2))
     deliver(z0, acc0, m0 + tl.log(z0), y0, o0, gain, lse, t, N, d, ok, out_eps, D, NORM, KEEP)
     if WAYS >= 2:
         deliver(z1, acc1, m1 + tl.log(z1), y1, o1, gain + D, lse + rows, t, N, d, ok, out_eps, D, NORM, KEEP)
@@ -150,7 +154,8 @@ def _read_backward_kernel(
 ):  # fmt: skip
     d = tl.arange(0, BD)
     ok = d < D
-    rows = N * (1 + NORM)  # from one way's totals to the next
+    # Distance from one way's totals to the next.
+    rows = N * (1 + NORM)
     du0, dgain0 = tl.zeros([BD], tl.float32), tl.zeros([BD], tl.float32)
     if WAYS == 2:
         du1, dgain1 = tl.zeros([BD], tl.float32), tl.zeros([BD], tl.float32)
@@ -173,7 +178,8 @@ def _read_backward_kernel(
             x1 = tl.load(o1 + at, mask=ok, other=0.0).to(tl.float32)
         if LOCAL:
             w = tl.load(v + at, mask=ok, other=0.0).to(tl.float32)
-        if NORM:  # x is the normed result
+        # x is the normed result.
+        if NORM:
             rho0 = tl.load(lse + N + t)
             dgain0 += y0 * x0
             y0 = y0 * k0

@@ -79,23 +79,25 @@ def _fold(z, LEVELS: tl.constexpr, NEAR: tl.constexpr):
 
 
 @triton.jit
-def _known(readers, e, n, t, N, S: tl.constexpr):
+def _load_readers(readers, e, n, t, N, S: tl.constexpr):
     """Load log-sum-exp, δ, whether several sources were read, and the logits of the sources, for a group of readers."""
-    at, some = readers + 5 * e, e < n
-    ld = tl.load(at + 1, mask=some, other=0).to(tl.pointer_type(tl.float32)) + t
-    a = tl.load(tl.load(at + 3, mask=some, other=0).to(tl.pointer_type(tl.float32)) + t, mask=some, other=0.0)
+    at, ok = readers + 5 * e, e < n
+    ld = tl.load(at + 1, mask=ok, other=0).to(tl.pointer_type(tl.float32)) + t
+    a = tl.load(tl.load(at + 3, mask=ok, other=0).to(tl.pointer_type(tl.float32)) + t, mask=ok, other=0.0)
     b = a
     if S == 2:
-        b = tl.load(tl.load(at + 4, mask=some, other=0).to(tl.pointer_type(tl.float32)) + t, mask=some, other=0.0)
-    lse = tl.load(ld, mask=some, other=float("inf"))  # no reader, no weight
-    return lse, tl.load(ld + N, mask=some, other=0.0), tl.load(at + 2, mask=some, other=0), a, b
+        b = tl.load(tl.load(at + 4, mask=ok, other=0).to(tl.pointer_type(tl.float32)) + t, mask=ok, other=0.0)
+    # No reader, no weight.
+    lse = tl.load(ld, mask=ok, other=float("inf"))
+    return lse, tl.load(ld + N, mask=ok, other=0.0), tl.load(at + 2, mask=ok, other=0), a, b
 
 
 @triton.jit
 def _weights(s, r, lse, delta, several):
     """Return p, p r and -δ p r of a group of readers for one source."""
     p = tl.exp(s - lse)
-    w = tl.where(several != 0, p * r, 0.0)  # the weight of an only source is 1 whatever its logit
+    # The weight of an only source is 1 whatever its logit.
+    w = tl.where(several != 0, p * r, 0.0)
     return tl.join(tl.join(p, w), tl.join(-delta * w, p))
 
 
@@ -104,17 +106,17 @@ def _four(x):
     """Return p, -δ p r and p r of one reader and source, as _weights joined them."""
     a, b = tl.split(tl.reshape(x, [2, 2]))
     p, w = tl.split(a)
-    rest, _ = tl.split(b)
-    return p, rest, w
+    minus_delta, _ = tl.split(b)
+    return p, minus_delta, w
 
 
 @triton.jit
-def _leave(w, s, r, some, at, C, SPLIT: tl.constexpr):
+def _store_ds(w, s, r, ok, at, C, SPLIT: tl.constexpr):
     """Store r ds of a group of readers and return Σ ds s."""
     head = w.to(at.dtype.element_ty)
-    tl.store(at, head, mask=some)
+    tl.store(at, head, mask=ok)
     if SPLIT:
-        tl.store(at + C, (w - head.to(tl.float32)).to(at.dtype.element_ty), mask=some)
+        tl.store(at + C, (w - head.to(tl.float32)).to(at.dtype.element_ty), mask=ok)
     return tl.sum(w * s, 0) / r
 
 
@@ -135,7 +137,7 @@ def _close_source(table, t, d, ok, x, r, acc, c, D: tl.constexpr, like, ALIGNED:
 def _source_backward_kernel(
     sources, readers, u, like, ds, weights, N: tl.int64, n: tl.int32, C: tl.int32, eps,
     D: tl.constexpr, BD: tl.constexpr, S: tl.constexpr, G: tl.constexpr, SPLIT: tl.constexpr, ALIGNED: tl.constexpr,
-    LEVELS: tl.constexpr, NEAR: tl.constexpr, AHEAD: tl.constexpr, LANES: tl.constexpr,
+    LEVELS: tl.constexpr, NEAR: tl.constexpr, PREFETCH: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     # sources: rows [v, g, part, whole, rest]; readers: [do, log-sum-exp and δ, whether it read several, logits, logits]
     t = tl.program_id(0).to(tl.int64)
@@ -143,62 +145,63 @@ def _source_backward_kernel(
     ok = d < D
     j = tl.arange(0, G)
     lane = tl.arange(0, LANES)
-    for i in tl.static_range(1, AHEAD):
+    for i in tl.static_range(1, PREFETCH):
         _prefetch(tl.load(readers + 5 * tl.minimum(i, n - 1)), t, lane, D, LANES, like)
-    lse, delta, several, s0, s1 = _known(readers, j, n, t, N, S)
+    lse, delta, several, s0, s1 = _load_readers(readers, j, n, t, N, S)
     x0, r0, acc0 = _open_source(sources, t, d, ok, eps, D, like, ALIGNED)
     c0 = 0.0
     if S == 2:
         x1, r1, acc1 = _open_source(sources + 5, t, d, ok, eps, D, like, ALIGNED)
         c1 = 0.0
     four = tl.arange(0, 4 * S)
-    mine = weights + t * (4 * S * G)
+    group_weights = weights + t * (4 * S * G)
     ds += t * (1 + SPLIT) * C
     # The loop waits for memory, so each row of do is fetched while the one before it is at work, its address while the one
     # before that is. Registers allow no more, so what is further ahead is prefetched.
     y = _row(tl.load(readers), t, d, ok, D, like, ALIGNED)
     do = tl.load(readers + 5 * tl.minimum(1, n - 1))
-    later = tl.load(readers + 5 * tl.minimum(AHEAD, n - 1))
+    later = tl.load(readers + 5 * tl.minimum(PREFETCH, n - 1))
     for start in range(0, n, G):
         group = _weights(s0, r0, lse, delta, several)
-        found0 = tl.zeros([G], tl.float32)
+        scaled_ds0 = tl.zeros([G], tl.float32)
         if S == 2:
             group = tl.join(group, _weights(s1, r1, lse, delta, several))
-            found1 = tl.zeros([G], tl.float32)
-        tl.store(mine + j[:, None] * (4 * S) + four[None, :], tl.reshape(group, [G, 4 * S]))
+            scaled_ds1 = tl.zeros([G], tl.float32)
+        tl.store(group_weights + j[:, None] * (4 * S) + four[None, :], tl.reshape(group, [G, 4 * S]))
         tl.debug_barrier()
         logits0, logits1 = s0, s1
-        lse, delta, several, s0, s1 = _known(readers, start + G + j, n, t, N, S)
+        lse, delta, several, s0, s1 = _load_readers(readers, start + G + j, n, t, N, S)
         for k in tl.range(0, tl.minimum(n - start, G)):
             z = y.to(tl.float32)
-            now = tl.load(mine + k * (4 * S) + four)
-            if AHEAD > 0:
+            packed = tl.load(group_weights + k * (4 * S) + four)
+            if PREFETCH > 0:
                 _prefetch(later, t, lane, D, LANES, like)
-                later = tl.load(readers + 5 * tl.minimum(start + k + AHEAD + 1, n - 1))
+                later = tl.load(readers + 5 * tl.minimum(start + k + PREFETCH + 1, n - 1))
             y = _row(do, t, d, d < tl.where(start + k + 1 < n, D, 0), D, like, ALIGNED)
             do = tl.load(readers + 5 * tl.minimum(start + k + 2, n - 1))
             q = tl.load(u + (start + k) * D + d, mask=ok, other=0.0, eviction_policy="evict_last")
             if S == 1:
-                p, rest, w = _four(now)
-                w = tl.fma(tl.sum(_fold(x0 * z, LEVELS, NEAR), 0), w, rest)
+                p, minus_delta, w = _four(packed)
+                w = tl.fma(tl.sum(_fold(x0 * z, LEVELS, NEAR), 0), w, minus_delta)
                 acc0 = tl.fma(w, q, tl.fma(p, z, acc0))
-                found0 = tl.where(j == k, w, found0)
+                scaled_ds0 = tl.where(j == k, w, scaled_ds0)
             else:
-                now, second = tl.split(tl.reshape(now, [4, 2]))
+                packed, packed1 = tl.split(tl.reshape(packed, [4, 2]))
                 dots = tl.join(_fold(x0 * z, LEVELS, NEAR), _fold(x1 * z, LEVELS, NEAR))
-                dot, other = tl.split(tl.sum(dots, 0))  # one reduction for both
-                p, rest, w = _four(now)
-                w = tl.fma(dot, w, rest)
+                # One reduction for both.
+                dot, other = tl.split(tl.sum(dots, 0))
+                p, minus_delta, w = _four(packed)
+                w = tl.fma(dot, w, minus_delta)
                 acc0 = tl.fma(w, q, tl.fma(p, z, acc0))
-                found0 = tl.where(j == k, w, found0)
-                p, rest, w = _four(second)
-                w = tl.fma(other, w, rest)
+                scaled_ds0 = tl.where(j == k, w, scaled_ds0)
+                p, minus_delta, w = _four(packed1)
+                w = tl.fma(other, w, minus_delta)
                 acc1 = tl.fma(w, q, tl.fma(p, z, acc1))
-                found1 = tl.where(j == k, w, found1)
+                scaled_ds1 = tl.where(j == k, w, scaled_ds1)
         e = start + j
-        c0 += _leave(found0, logits0, r0, e < n, ds + e, C, SPLIT)
+        c0 += _store_ds(scaled_ds0, logits0, r0, e < n, ds + e, C, SPLIT)
         if S == 2:
-            c1 += _leave(found1, logits1, r1, e < n, ds + N * (1 + SPLIT) * C + e, C, SPLIT)
+            c1 += _store_ds(scaled_ds1, logits1, r1, e < n, ds + N * (1 + SPLIT) * C + e, C, SPLIT)
         tl.debug_barrier()
     _close_source(sources, t, d, ok, x0, r0, acc0, c0, D, like, ALIGNED)
     if S == 2:
@@ -269,13 +272,15 @@ def _launch(
     dim, tokens = v.shape[-1], ds.shape[1]
     block = triton.next_power_of_2(dim)
     # A lane holds 16 numbers of each row, or more where that saves a reduction between warps and registers allow it.
-    held = 2048 if len(sources) == 1 else 1024
-    warps = 1 if v.element_size() == 2 and block <= held else min(32, max(1, block // 512))
-    ahead = _ahead(v)
+    widest = 2048 if len(sources) == 1 else 1024
+    warps = 1 if v.element_size() == 2 and block <= widest else min(32, max(1, block // 512))
+    prefetch = _rows_to_prefetch(v)
     rows = [
         (x.v, x.g, x.part, o if x.whole else None, None if x.whole else o) for x, o in zip(sources, out, strict=True)
     ]
-    known = ((x.do.data_ptr(), x.ld.data_ptr(), int(x.several), x.s[0].data_ptr(), x.s[-1].data_ptr()) for x in readers)
+    addresses = (
+        (x.do.data_ptr(), x.ld.data_ptr(), int(x.several), x.s[0].data_ptr(), x.s[-1].data_ptr()) for x in readers
+    )
     wide = aligned(dim, *rows, [x.do for x in readers])
     # Numbers of a row that a lane holds, as a power of two.
     levels = max(1, block // (32 * warps)).bit_length() - 1
@@ -288,18 +293,18 @@ def _launch(
         *address_tables(
             v.device,
             tuple(0 if a is None else a.data_ptr() for row in rows for a in row),
-            tuple(a for reader in known for a in reader),
+            tuple(a for reader in addresses for a in reader),
         ),
         _side_by_side([x.u for x in readers]), v, ds,
         torch.empty(tokens, group, 4 * len(sources), dtype=torch.float32, device=v.device), tokens, len(readers), columns, eps,
         D=dim, BD=block, S=len(sources), G=group, SPLIT=ds.dtype == torch.bfloat16, ALIGNED=wide,
-        LEVELS=levels, NEAR=min(levels, near), AHEAD=ahead, LANES=32 * warps, num_warps=warps, num_stages=1,
+        LEVELS=levels, NEAR=min(levels, near), PREFETCH=prefetch, LANES=32 * warps, num_warps=warps, num_stages=1,
         # Many warps per core are worth more than a few registers.
-        maxnreg=(96 if len(sources) == 1 else 128) if ahead and levels == 4 and ds.dtype == torch.bfloat16 else None,
+        maxnreg=(96 if len(sources) == 1 else 128) if prefetch and levels == 4 and ds.dtype == torch.bfloat16 else None,
     )  # fmt: skip
 
 
-def _ahead(like: Tensor) -> int:
+def _rows_to_prefetch(like: Tensor) -> int:
     """Return how many readers ahead a row is prefetched: the fastest on an H200. The instruction exists on NVIDIA GPUs only."""
     return 2 if like.is_cuda and torch.version.hip is None else 0
 

@@ -20,7 +20,7 @@ from depthmix.ops.gpu.launch import launch
 # Sites that read older sources together.
 GROUP = 4
 # From this many rows of sources on, larger tiles keep all cores busy.
-MANY = 1 << 15
+MANY_ROWS = 1 << 15
 
 
 @triton.jit(do_not_specialize=["N", "n", "rows"])
@@ -36,7 +36,8 @@ def _scores_kernel(
         at = tl.multiple_of(at, (1, 16))
     dots, squares = tl.zeros([BT, BR], tl.float32), tl.zeros([BT, BK], tl.float32)
     v = tl.load(at, mask=(t < N)[:, None] & (column < D)[None, :], other=0.0)
-    for k in range(0, D, BK):  # the next part of a source is on its way in registers, see `scores`
+    # The next part of a source is loaded into registers meanwhile, see `scores`.
+    for k in range(0, D, BK):
         d = k + column
         of_u, inside = row[:, None] * D + d[None, :], (row < rows)[:, None] & (d < D)[None, :]
         high = tl.load(u_high + of_u, mask=inside, other=0.0)
@@ -99,7 +100,8 @@ def _bank_kernel(
         if ROWS > 3:
             acc3 += tl.exp(tl.load(s + 3 * STEP * N) - l3) * v
     at = t * D + d
-    if NEWEST:  # the first query's site reads now, and has one source more
+    # The first query's site reads now. It has one more source.
+    if NEWEST:
         x = x.to(tl.float32)
         square, s0 = tl.split(tl.sum(tl.join(x * x, x * tl.load(u + d, mask=ok, other=0.0)), 0))
         s0 *= tl.rsqrt(square / D + eps)
@@ -138,7 +140,8 @@ def _read_known_kernel(
         tl.store(fresh + t * D + d, v, mask=ok)
     v = v.to(tl.float32)
     u0 = tl.load(u + d, mask=ok, other=0.0)
-    if WAYS >= 2:  # one reduction for all
+    # One reduction for all.
+    if WAYS >= 2:
         u1 = tl.load(u + D + d, mask=ok, other=0.0)
         u2 = u1
         if WAYS >= 3:
@@ -174,7 +177,8 @@ def _read_known_kernel(
             acc1 = tl.fma(tl.exp(tl.load(p + N) - l1), v, acc1)
         if WAYS >= 3:
             acc2 = tl.fma(tl.exp(tl.load(p + 2 * N) - l2), v, acc2)
-    rows = N * (1 + (NORM and KEEP == 2))  # from one way's totals to the next
+    # Distance from one way's totals to the next.
+    rows = N * (1 + (NORM and KEEP == 2))
     deliver(1.0, acc0, l0, y0, o0, g0, lse, t, N, d, ok, out_eps, D, NORM, KEEP)
     if WAYS >= 2:
         deliver(1.0, acc1, l1, y1, o1, g1, lse + rows, t, N, d, ok, out_eps, D, NORM, KEEP)
@@ -216,7 +220,7 @@ def scores(queries: SplitRows, sources: Sequence[Tensor], eps: float) -> Tensor:
     table = address_table(tuple(x.data_ptr() for x in sources), v.device)
     wide = max(16, triton.next_power_of_2(dim))
     # Few tokens: larger tiles would leave cores idle. Long rows: more of them on their way at a time.
-    tile, depth = (64, 128) if dim > 1024 or tokens * len(sources) < MANY else (128, 64)
+    tile, depth = (64, 128) if dim > 1024 or tokens * len(sources) < MANY_ROWS else (128, 64)
     depth = min(wide, depth if kind != torch.float32 else 32)
     # More rows would not fit in the shared memory of smaller GPUs.
     for at in range(0, rows, 64):
@@ -262,8 +266,10 @@ def make_bank(
     tokens, block = v.numel() // dim, triton.next_power_of_2(dim)
     # A norm needs the whole row.
     block = min(1024, block) if newest is None else block
-    own = [torch.empty(tokens, dim, dtype=torch.float32, device=v.device) for _ in range(rows - (newest is not None))]
-    bank = own if newest is None else [own[0], *own]
+    mixtures = [
+        torch.empty(tokens, dim, dtype=torch.float32, device=v.device) for _ in range(rows - (newest is not None))
+    ]
+    bank = mixtures if newest is None else [mixtures[0], *mixtures]
     lse = torch.empty(rows, tokens, dtype=torch.float32, device=v.device)
     y = None if newest is None else torch.empty_like(newest)
     pairs = [(x.data_ptr(), s.data_ptr()) for x, s in zip(sources, logits, strict=True)]

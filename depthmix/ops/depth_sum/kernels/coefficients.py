@@ -39,12 +39,13 @@ def _hidden_kernel(
     d = tl.arange(0, BD)
     dots, squares = tl.zeros([BT, BK], tl.float32), tl.zeros([BT, BD], tl.float32)
     v = tl.load(x + (t[:, None] * D + d[None, :]), mask=(t < N)[:, None] & (d < D)[None, :], other=0.0)
-    for _ in range(0, D, BD):  # the next part in registers, in one stage: as in depth attention's `scores`
-        at, given = k[:, None] * D + d[None, :], (k < K)[:, None] & (d < D)[None, :]
-        of_high = tl.load(high + at, mask=given, other=0.0)
+    # The next part is loaded into registers and there is one stage, as in depth attention's `scores`.
+    for _ in range(0, D, BD):
+        at, w_ok = k[:, None] * D + d[None, :], (k < K)[:, None] & (d < D)[None, :]
+        of_high = tl.load(high + at, mask=w_ok, other=0.0)
         of_low = of_high
         if SPLIT:
-            of_low = tl.load(low + at, mask=given, other=0.0)
+            of_low = tl.load(low + at, mask=w_ok, other=0.0)
         d += BD
         later = tl.load(x + (t[:, None] * D + d[None, :]), mask=(t < N)[:, None] & (d < D)[None, :], other=0.0)
         dots = tl.dot(v, tl.trans(of_high), dots, input_precision="ieee")
@@ -136,13 +137,13 @@ def _source_kernel(
     acc = tl.zeros([BT, BD], tl.float32)
     for start in range(0, K, BK):
         k = start + tl.arange(0, BK)
-        at, some = e + t[:, None] * ((1 + SPLIT) * K) + k[None, :], (t < N)[:, None] & (k < K)[None, :]
-        of_w, given = k[:, None] * D + d[None, :], (k < K)[:, None] & (d < D)[None, :]
-        head, w = tl.load(at, mask=some, other=0.0), tl.load(high + of_w, mask=given, other=0.0)
+        at, e_ok = e + t[:, None] * ((1 + SPLIT) * K) + k[None, :], (t < N)[:, None] & (k < K)[None, :]
+        of_w, w_ok = k[:, None] * D + d[None, :], (k < K)[:, None] & (d < D)[None, :]
+        head, w = tl.load(at, mask=e_ok, other=0.0), tl.load(high + of_w, mask=w_ok, other=0.0)
         acc = tl.dot(head, w, acc, input_precision="ieee")
         if SPLIT:
-            acc = tl.dot(tl.load(at + K, mask=some, other=0.0), w, acc, input_precision="ieee")
-            acc = tl.dot(head, tl.load(low + of_w, mask=given, other=0.0), acc, input_precision="ieee")
+            acc = tl.dot(tl.load(at + K, mask=e_ok, other=0.0), w, acc, input_precision="ieee")
+            acc = tl.dot(head, tl.load(low + of_w, mask=w_ok, other=0.0), acc, input_precision="ieee")
     c = tl.zeros([BT], tl.float32)
     parts: tl.constexpr = (K + BK - 1) // BK
     for i in tl.static_range(parts):

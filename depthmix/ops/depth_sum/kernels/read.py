@@ -26,13 +26,13 @@ FIELDS = 4
 
 
 @triton.jit
-def _load_dynamic(table, i, t, some, BT: tl.constexpr, WAYS: tl.constexpr, DYNAMIC: tl.constexpr):
+def _load_dynamic(table, i, t, ok, BT: tl.constexpr, WAYS: tl.constexpr, DYNAMIC: tl.constexpr):
     """Load the dynamic weights of source i: WAYS x BT numbers."""
     numbers = ()
     if DYNAMIC:
         address, token, way = tl.load(table + 4 * i + 1), tl.load(table + 4 * i + 2), tl.load(table + 4 * i + 3)
         for w in tl.static_range(WAYS):
-            numbers = numbers + load_scalars(address + 4 * w * way, token, t, some, BT)
+            numbers = numbers + load_scalars(address + 4 * w * way, token, t, ok, BT)
     return numbers
 
 
@@ -42,7 +42,8 @@ def _load_static(static, i, n, d, ok, D: tl.constexpr, WAYS: tl.constexpr, STATI
     rows = ()
     for w in tl.static_range(WAYS):
         if STATIC == 1:
-            at = static + (w * n + i).to(tl.int64) * D + d  # n is a tensor, so the sum is one too
+            # n is a tensor, so the sum is one too.
+            at = static + (w * n + i).to(tl.int64) * D + d
             if BRANCH:
                 row = tl.zeros(d.shape, tl.float32)
                 if n > 0:
@@ -123,9 +124,11 @@ def _read_kernel(
     acc = ()
     for _ in tl.static_range(WAYS * BT):
         acc = acc + (tl.zeros([BD], tl.float32),)
-    if LEAN:  # the same as below with as few instructions as can be, which here take longer than memory does
+    # The loop below with the fewest instructions. In this case instructions take longer than memory.
+    if LEAN:
         step: tl.constexpr = D if STATIC == 1 else 1
-        at, way = static, n.to(tl.int64) * step  # of the static weights, and from one way's to the next
+        # Address of the static weights, and distance from one way's to the next.
+        at, way = static, n.to(tl.int64) * step
         rows = _load_lean(tl.load(table), t, y0, D, BD, BT, ALIGNED, PAIRS)
         p = _load_side(tl.load(table + 1), t, N, BT, WAYS)
         later = table + 4 * tl.minimum(1, n - 1)
@@ -141,7 +144,8 @@ def _read_kernel(
             at += step
         b = _load_next(at, way, d, ok, WAYS, STATIC)
         acc = _accumulate(acc, rows, b, p, BT, WAYS, STATIC, DYNAMIC, RELU, PAIRS)
-    elif STAGES > 1:  # rows of sources through shared memory, of weights not: hence the branches
+    elif STAGES > 1:
+        # Rows of sources go through shared memory. Rows of weights do not: hence the branches.
         p = _load_dynamic(table, 0, t, True, BT, WAYS, DYNAMIC)
         for i in tl.range(0, n - ADD, num_stages=STAGES):
             rows = load_rows(tl.load(table + 4 * i), t, d, ok, y0, D, BT, ALIGNED)
@@ -152,29 +156,30 @@ def _read_kernel(
             b = _load_static(static, i, n, d, ok, D, WAYS, STATIC, True)
             acc = _accumulate(acc, rows, b, p, BT, WAYS, STATIC, DYNAMIC, RELU)
             p = next_p
-    else:  # the next source's rows and numbers in registers while this one's are at work, an address one further ahead
+    else:
+        # Load the next source's rows and numbers while this one's are in use, and the address of the one after it.
         rows = load_rows(tl.load(table), t, d, d < tl.where(n > ADD, D, 0), y0, D, BT, ALIGNED)
         p = _load_dynamic(table, 0, t, True, BT, WAYS, DYNAMIC)
         later = tl.load(table + 4 * tl.minimum(1, n - 1))
         for i in tl.range(0, n - ADD):
             b = _load_static(static, i, n, d, ok, D, WAYS, STATIC, False)
-            some = i + 1 < n - ADD
-            next_rows = load_rows(later, t, d, d < tl.where(some, D, 0), y0, D, BT, ALIGNED)
-            next_p = _load_dynamic(table, tl.minimum(i + 1, n - 1), t, some, BT, WAYS, DYNAMIC)
+            has_next = i + 1 < n - ADD
+            next_rows = load_rows(later, t, d, d < tl.where(has_next, D, 0), y0, D, BT, ALIGNED)
+            next_p = _load_dynamic(table, tl.minimum(i + 1, n - 1), t, has_next, BT, WAYS, DYNAMIC)
             later = tl.load(table + 4 * tl.minimum(i + 2, n - 1))
             acc = _accumulate(acc, rows, b, p, BT, WAYS, STATIC, DYNAMIC, RELU)
             rows, p = next_rows, next_p
     if ADD:
         rows = load_rows(tl.load(table + 4 * (n - 1)), t, d, ok, y0, D, BT, ALIGNED)
         other = load_rows(add.to(tl.int64), t, d, ok, y0, D, BT, ALIGNED)
-        made = ()
+        newest = ()
         for k in tl.static_range(BT):
             v = (rows[k].to(tl.float32) + other[k].to(tl.float32)).to(y0.dtype.element_ty)
             tl.store(fresh + (t + k) * D + d, v, mask=ok)
-            made = made + (v,)
+            newest = newest + (v,)
         p = _load_dynamic(table, n - 1, t, True, BT, WAYS, DYNAMIC)
         b = _load_static(static, n - 1, n, d, ok, D, WAYS, STATIC, False)
-        acc = _accumulate(acc, made, b, p, BT, WAYS, STATIC, DYNAMIC, RELU)
+        acc = _accumulate(acc, newest, b, p, BT, WAYS, STATIC, DYNAMIC, RELU)
     if NORM > 0:
         squares = ()
         for k in tl.static_range(NORM * BT):
@@ -307,10 +312,10 @@ def _side_by_side(dynamic: Sequence[Tensor] | None, tokens: int) -> bool:
 
 def source_table(sources: Sequence[Tensor], dynamic: Sequence[Tensor] | None) -> Tensor:
     """Return a table with the address of each source and of its dynamic weights."""
-    known = [(0, 0, 0)] * len(sources)
+    fields = [(0, 0, 0)] * len(sources)
     if dynamic is not None:
-        known = [(p.data_ptr(), p.stride(0), p.stride(1)) for p in dynamic]
-    rows = [(v.data_ptr(), *p) for v, p in zip(sources, known, strict=True)]
+        fields = [(p.data_ptr(), p.stride(0), p.stride(1)) for p in dynamic]
+    rows = [(v.data_ptr(), *p) for v, p in zip(sources, fields, strict=True)]
     return address_table(tuple(a for row in rows for a in row), sources[0].device)
 
 

@@ -94,7 +94,8 @@ def _norm_backward(
                     along = y * x
                     if AGAIN or (MIXTURES >> w) % 2 == 1:
                         products = products + (along * gains[w],)
-                    else:  # x is gain ⊙ x̂, and so is what is added up
+                    else:
+                        # x is gain ⊙ x̂, so the sum is too.
                         products = products + (along,)
                     new = new + (acc[w] + along,)
                     xs = xs + (x,)
@@ -121,10 +122,10 @@ def _norm_backward(
         acc = new
     if NORM:
         for w in tl.static_range(WAYS):
-            found = acc[w]
+            total = acc[w]
             if not AGAIN and (MIXTURES >> w) % 2 == 0:
-                found *= inverse[w]
-            tl.store(dgain + (program * WAYS + w) * D + d, found, mask=ok)
+                total *= inverse[w]
+            tl.store(dgain + (program * WAYS + w) * D + d, total, mask=ok)
 
 
 @triton.jit(do_not_specialize=["N", "n"])
@@ -183,13 +184,14 @@ def _weight_backward_kernel(
     acc, bases = (), ()
     for j in tl.static_range(G):
         bases = bases + (tl.load(table + 4 * tl.minimum(start + j, n - 1)).to(tl.pointer_type(o0.dtype.element_ty)),)
-    k = tl.arange(0, UP)  # dot products side by side, those of a source's ways together
+    # Dot products side by side, those of a source's ways together.
+    k = tl.arange(0, UP)
     way, i = k % WAYS, start + k // WAYS
-    some = (k < WAYS * G) & (i < n)
+    ok_dot = (k < WAYS * G) & (i < n)
     if RELU == 1 and DYNAMIC:
-        own = tl.load(table + 4 * i + 1, mask=some, other=0).to(tl.pointer_type(tl.float32))
-        own += way * tl.load(table + 4 * i + 3, mask=some, other=0)
-        stride = tl.load(table + 4 * i + 2, mask=some, other=0)
+        dynamic_at = tl.load(table + 4 * i + 1, mask=ok_dot, other=0).to(tl.pointer_type(tl.float32))
+        dynamic_at += way * tl.load(table + 4 * i + 3, mask=ok_dot, other=0)
+        stride = tl.load(table + 4 * i + 2, mask=ok_dot, other=0)
     if ROWS:
         for _ in tl.static_range(WAYS * G):
             acc = acc + (tl.zeros([BD], tl.float32),)
@@ -212,15 +214,16 @@ def _weight_backward_kernel(
                 if ROWS:
                     new = new + (tl.fma(y, v, acc[j * WAYS + w]),)
         acc = new
-        if DOTS:  # one reduction for all
-            found = sums_side_by_side(products, WAYS * G, UP)
+        # One reduction for all.
+        if DOTS:
+            products_sum = sums_side_by_side(products, WAYS * G, UP)
             if RELU == 1 and DYNAMIC:
-                p = tl.load(own + t * stride, mask=some, other=0.0)
-                found = tl.where(p >= 0, found, 0.0)
+                p = tl.load(dynamic_at + t * stride, mask=ok_dot, other=0.0)
+                products_sum = tl.where(p >= 0, products_sum, 0.0)
             if BY_SOURCE:
-                tl.store(dots + ((t * n + start) * WAYS + k), found, mask=some)
+                tl.store(dots + ((t * n + start) * WAYS + k), products_sum, mask=ok_dot)
             else:
-                tl.store(dots + ((t * WAYS + way) * n + i), found, mask=some)
+                tl.store(dots + ((t * WAYS + way) * n + i), products_sum, mask=ok_dot)
     if ROWS:
         for j in tl.static_range(G):
             for w in tl.static_range(WAYS):
@@ -297,11 +300,11 @@ def read_backward(
     dgain, through = None, None if passed is None else torch.empty_like(v)
     table = source_table(sources, dynamic)
     if norm or has_raw or through is not None:
-        own = min(32, max(1, block // 256 if normed == 1 else max(min(8, block // 128), block // 256)))
+        norm_warps = min(32, max(1, block // 256 if normed == 1 else max(min(8, block // 128), block // 256)))
         # Tokens whose rows fit in the shared memory of small GPUs.
-        ahead = 1 + 90_000 // ((2 * normed + 1) * block * v.element_size())
+        fitting_stages = 1 + 90_000 // ((2 * normed + 1) * block * v.element_size())
         # Programs that the cores hold at once.
-        share = min(max(tokens, 1), cores * max(1, 16 // own))
+        share = min(max(tokens, 1), cores * max(1, 16 // norm_warps))
         dgain = make(share, normed if norm else 0, dim, **fp32)
         if tokens:
             launch(
@@ -311,8 +314,8 @@ def read_backward(
                 table, rms if static is None else static, tokens, n,
                 D=dim, BD=block, WAYS=normed, UP=triton.next_power_of_2(normed), NORM=norm, RAW=raw if has_raw else -1,
                 MIXTURES=mixtures, PASSED=through is not None, SMALL=2**-7 if v.dtype == torch.float16 else 1e-30,
-                STATIC=kind_of(static, dim), DYNAMIC=dynamic is not None, RELU=relu, STAGES=min(3, ahead),
-                num_warps=own, num_stages=1,
+                STATIC=kind_of(static, dim), DYNAMIC=dynamic is not None, RELU=relu, STAGES=min(3, fitting_stages),
+                num_warps=norm_warps, num_stages=1,
             )  # fmt: skip
     by_source = need.by_source and not clamp_later
     dots = torch.empty(tokens if dots_wanted else 0, *((n, ways) if by_source else (ways, n)), **fp32)

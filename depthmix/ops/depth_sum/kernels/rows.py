@@ -20,7 +20,8 @@ def load_rows(address, t, d, mask, like, D: tl.constexpr, BT: tl.constexpr, ALIG
     for k in tl.static_range(BT):
         at = first + (k * D + d)
         if ALIGNED:
-            at = tl.multiple_of(at, 16)  # what comes from a table has no known alignment
+            # The compiler knows no alignment of an address that comes from a table.
+            at = tl.multiple_of(at, 16)
         rows = rows + (tl.load(at, mask=mask, other=0.0, eviction_policy="evict_first"),)
     return rows
 
@@ -37,12 +38,12 @@ def widened(x, BD: tl.constexpr, PAIRS: tl.constexpr):
 
 
 @triton.jit
-def load_scalars(address, stride, t, some, BT: tl.constexpr):
+def load_scalars(address, stride, t, ok, BT: tl.constexpr):
     """Load one fp32 number for each of BT tokens, `stride` numbers apart."""
     at = address.to(tl.pointer_type(tl.float32)) + t * stride
     numbers = ()
     for _ in tl.static_range(BT):
-        numbers = numbers + (tl.load(at, mask=some, other=0.0),)
+        numbers = numbers + (tl.load(at, mask=ok, other=0.0),)
         at += stride
     return numbers
 

@@ -34,11 +34,11 @@ def _score_kernel(
         if ADD:
             x = (x.to(tl.float32) + tl.load(add + at, mask=inside, other=0.0).to(tl.float32)).to(v.dtype.element_ty)
             tl.store(fresh + at, x, mask=inside)
-        given = (row < rows)[:, None] & (d < D)[None, :]
-        w = tl.load(high + row[:, None] * D + d[None, :], mask=given, other=0.0)
+        w_ok = (row < rows)[:, None] & (d < D)[None, :]
+        w = tl.load(high + row[:, None] * D + d[None, :], mask=w_ok, other=0.0)
         dots = tl.dot(x, tl.trans(w), dots, input_precision="ieee")
         if SPLIT:
-            w = tl.load(low + row[:, None] * D + d[None, :], mask=given, other=0.0)
+            w = tl.load(low + row[:, None] * D + d[None, :], mask=w_ok, other=0.0)
             dots = tl.dot(x, tl.trans(w), dots, input_precision="ieee")
     at = row.to(tl.int64)[None, :] * N + t[:, None] if ACROSS else t[:, None] * rows + row[None, :]
     tl.store(s + at, dots, mask=(t < N)[:, None] & (row < rows)[None, :])
@@ -89,15 +89,16 @@ def add_and_score(
 def _gather_kernel(table, out, N: tl.int64, columns: tl.int32, BT: tl.constexpr, BC: tl.constexpr, SPLIT: tl.constexpr):
     t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
     c = tl.program_id(1) * BC + tl.arange(0, BC)
-    some = c < columns
-    base = tl.load(table + 2 * c, mask=some, other=0)
-    stride = tl.load(table + 2 * c + 1, mask=some, other=0)
-    there = some & (base != 0)  # columns that only fill up have no address
+    column_ok = c < columns
+    base = tl.load(table + 2 * c, mask=column_ok, other=0)
+    stride = tl.load(table + 2 * c + 1, mask=column_ok, other=0)
+    # Padding columns have no address.
+    filled = column_ok & (base != 0)
     at = base.to(tl.pointer_type(tl.float32))[None, :] + t[:, None] * stride[None, :]
-    x = tl.load(at, mask=(t < N)[:, None] & there[None, :], other=0.0)
+    x = tl.load(at, mask=(t < N)[:, None] & filled[None, :], other=0.0)
     head = x.to(out.dtype.element_ty)
     to = out + t[:, None] * ((1 + SPLIT) * columns) + c[None, :]
-    inside = (t < N)[:, None] & some[None, :]
+    inside = (t < N)[:, None] & column_ok[None, :]
     tl.store(to, head, mask=inside)
     if SPLIT:
         tl.store(to + columns, (x - head.to(tl.float32)).to(out.dtype.element_ty), mask=inside)
@@ -114,11 +115,11 @@ def score_backward(v: Tensor, ds: Sequence[Tensor]) -> Tensor:
     # Whole rows of 16 bytes.
     columns = -(-n // 8) * 8
     both = torch.empty(tokens, (1 + split) * columns, dtype=v.dtype if split else torch.float32, device=v.device)
-    known = [(x.data_ptr(), x.stride(0)) for x in ds] + [(0, 0)] * (columns - n)
+    fields = [(x.data_ptr(), x.stride(0)) for x in ds] + [(0, 0)] * (columns - n)
     wide = min(128, triton.next_power_of_2(columns))
     launch(
         _gather_kernel, (triton.cdiv(tokens, 32), triton.cdiv(columns, wide)), v,
-        address_table(tuple(a for pair in known for a in pair), v.device), both, tokens, columns,
+        address_table(tuple(a for pair in fields for a in pair), v.device), both, tokens, columns,
         BT=32, BC=wide, SPLIT=split, num_warps=4,
     )  # fmt: skip
     return _products(both, v, columns)[:, :n]

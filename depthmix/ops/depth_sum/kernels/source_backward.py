@@ -60,16 +60,17 @@ def _close(targets, acc, j: tl.constexpr, t, d, like, D: tl.constexpr, BT: tl.co
         out, part = whole.to(tl.pointer_type(like.dtype.element_ty)) + row, rest.to(tl.pointer_type(tl.float32)) + row
         if ALIGNED:
             out, part = tl.multiple_of(out, 16), tl.multiple_of(part, 16)
-        if WHOLE != 0:  # 0: no source is, 1: some are, 2: all are
+        # WHOLE: 0: no source is finished, 1: one of them is, 2: all are.
+        if WHOLE != 0:
             tl.store(out, acc[j * BT + k].to(like.dtype.element_ty), mask=d < tl.where(whole != 0, D, 0))
         if WHOLE != 2:
             tl.store(part, acc[j * BT + k], mask=d < tl.where(rest != 0, D, 0))
 
 
 @triton.jit
-def _load_row(address, d, ok, D: tl.constexpr, ALIGNED: tl.constexpr, SOME: tl.constexpr):
+def _load_row(address, d, ok, D: tl.constexpr, ALIGNED: tl.constexpr, PARTIAL: tl.constexpr):
     """Load a row of parameters, or zeros if there is none."""
-    if SOME:
+    if PARTIAL:
         ok = d < tl.where(address != 0, D, 0)
     at = address.to(tl.pointer_type(tl.float32)) + d
     if ALIGNED:
@@ -78,35 +79,35 @@ def _load_row(address, d, ok, D: tl.constexpr, ALIGNED: tl.constexpr, SOME: tl.c
 
 
 @triton.jit
-def _load_numbers(reader, t, some, BT: tl.constexpr, S: tl.constexpr, DYNAMIC: tl.constexpr, SCORED: tl.constexpr,
-                  SOME: tl.constexpr):  # fmt: skip
+def _load_numbers(reader, t, ok, BT: tl.constexpr, S: tl.constexpr, DYNAMIC: tl.constexpr, SCORED: tl.constexpr,
+                  PARTIAL: tl.constexpr):  # fmt: skip
     """Load a reader's dynamic weights of the S sources and the gradients of their scores, for BT tokens each."""
     numbers = ()
     for j in tl.static_range(S):
         if DYNAMIC:
             at = tl.load(reader + 6 * j + 2)
-            seen = some & (at != 0) if SOME else some
-            numbers = numbers + load_scalars(at, tl.load(reader + 6 * j + 3), t, seen, BT)
+            present = ok & (at != 0) if PARTIAL else ok
+            numbers = numbers + load_scalars(at, tl.load(reader + 6 * j + 3), t, present, BT)
         if SCORED:
             at = tl.load(reader + 6 * j + 4)
-            seen = some & (at != 0) if SOME else some
-            numbers = numbers + load_scalars(at, tl.load(reader + 6 * j + 5), t, seen, BT)
+            present = ok & (at != 0) if PARTIAL else ok
+            numbers = numbers + load_scalars(at, tl.load(reader + 6 * j + 5), t, present, BT)
     return numbers
 
 
 @triton.jit
 def _load_parameters(reader, d, ok, D: tl.constexpr, S: tl.constexpr, STATIC: tl.constexpr, SCORED: tl.constexpr,
-                     SAME_W: tl.constexpr, ROWS_ALIGNED: tl.constexpr, SOME: tl.constexpr):  # fmt: skip
+                     SHARED_W: tl.constexpr, ROWS_ALIGNED: tl.constexpr, PARTIAL: tl.constexpr):  # fmt: skip
     """Load a reader's static weights of the S sources, and the rows that scored them."""
     b, u = (), ()
     for j in tl.static_range(S):
         if STATIC == 1:
-            b = b + (_load_row(tl.load(reader + 6 * j), d, ok, D, ROWS_ALIGNED, SOME),)
+            b = b + (_load_row(tl.load(reader + 6 * j), d, ok, D, ROWS_ALIGNED, PARTIAL),)
         elif STATIC == 2:
             at = tl.load(reader + 6 * j)
             b = b + (tl.load(at.to(tl.pointer_type(tl.float32)), mask=at != 0, other=0.0),)
-        if SCORED and (j == 0 or not SAME_W):
-            u = u + (_load_row(tl.load(reader + 6 * j + 1), d, ok, D, ROWS_ALIGNED, SOME),)
+        if SCORED and (j == 0 or not SHARED_W):
+            u = u + (_load_row(tl.load(reader + 6 * j + 1), d, ok, D, ROWS_ALIGNED, PARTIAL),)
     return b, u
 
 
@@ -114,8 +115,8 @@ def _load_parameters(reader, d, ok, D: tl.constexpr, S: tl.constexpr, STATIC: tl
 def _source_backward_kernel(
     targets, readers, like, N: tl.int64, n: tl.int32,
     D: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr, S: tl.constexpr, STATIC: tl.constexpr, DYNAMIC: tl.constexpr,
-    SCORED: tl.constexpr, SAME_W: tl.constexpr, RELU: tl.constexpr, HAS_G: tl.constexpr, HAS_PART: tl.constexpr,
-    WHOLE: tl.constexpr, ALIGNED: tl.constexpr, ROWS_ALIGNED: tl.constexpr, SOME: tl.constexpr,
+    SCORED: tl.constexpr, SHARED_W: tl.constexpr, RELU: tl.constexpr, HAS_G: tl.constexpr, HAS_PART: tl.constexpr,
+    WHOLE: tl.constexpr, ALIGNED: tl.constexpr, ROWS_ALIGNED: tl.constexpr, PARTIAL: tl.constexpr,
 ):  # fmt: skip
     # targets: [g, part, whole, rest]; readers: [do], then for each target [static, w, dynamic, stride, ds, stride]
     size: tl.constexpr = 1 + 6 * S
@@ -123,16 +124,16 @@ def _source_backward_kernel(
     d = tl.program_id(1) * BD + tl.arange(0, BD)
     ok = d < D
     rows = load_rows(tl.load(readers), t, d, ok, like, D, BT, ALIGNED)
-    numbers = _load_numbers(readers + 1, t, n > 0, BT, S, DYNAMIC, SCORED, SOME)
+    numbers = _load_numbers(readers + 1, t, n > 0, BT, S, DYNAMIC, SCORED, PARTIAL)
     later = tl.load(readers + size * tl.minimum(1, n - 1))
     acc = ()
     for j in tl.static_range(S):
         acc = acc + _open(targets, j, t, d, ok, like, D, BT, HAS_G, HAS_PART, ALIGNED)
     for r in tl.range(0, n):
-        b, u = _load_parameters(readers + size * r + 1, d, ok, D, S, STATIC, SCORED, SAME_W, ROWS_ALIGNED, SOME)
+        b, u = _load_parameters(readers + size * r + 1, d, ok, D, S, STATIC, SCORED, SHARED_W, ROWS_ALIGNED, PARTIAL)
         next_rows = load_rows(later, t, d, d < tl.where(r + 1 < n, D, 0), like, D, BT, ALIGNED)
         follower = readers + size * tl.minimum(r + 1, n - 1) + 1
-        next_numbers = _load_numbers(follower, t, r + 1 < n, BT, S, DYNAMIC, SCORED, SOME)
+        next_numbers = _load_numbers(follower, t, r + 1 < n, BT, S, DYNAMIC, SCORED, PARTIAL)
         later = tl.load(readers + size * tl.minimum(r + 2, n - 1))
         wide = ()
         for k in tl.static_range(BT):
@@ -144,7 +145,7 @@ def _source_backward_kernel(
                 x = weight(b[j] if STATIC > 0 else 0.0, p, STATIC, DYNAMIC, RELU)
                 total = tl.fma(x, wide[k], acc[j * BT + k])
                 if SCORED:
-                    total = tl.fma(numbers[j * BT * (1 + DYNAMIC) + DYNAMIC * BT + k], u[0 if SAME_W else j], total)
+                    total = tl.fma(numbers[j * BT * (1 + DYNAMIC) + DYNAMIC * BT + k], u[0 if SHARED_W else j], total)
                 new = new + (total,)
         acc = new
         rows, numbers = next_rows, next_numbers
@@ -181,7 +182,7 @@ def source_backward(targets: Sequence[Target], readers: Sequence[Reader]) -> lis
         targets = [x._replace(g=None, part=part) for x, part in zip(targets, parts, strict=True)]
     out = [torch.empty_like(x.like, dtype=x.like.dtype if x.whole else torch.float32) for x in targets]
     if not kinds:
-        return [o.copy_(_known(x)) for o, x in zip(out, targets, strict=True)]
+        return [o.copy_(_without_readers(x)) for o, x in zip(out, targets, strict=True)]
     if out[0].numel():
         _launch(targets, kinds[-1], out)
     return out
@@ -198,7 +199,7 @@ def _at(by_target: Sequence[Tensor | None] | None, j: int) -> tuple[int, int]:
     return (0, 0) if x is None else (x.data_ptr(), x.stride(0))
 
 
-def _known(target: Target) -> Tensor:
+def _without_readers(target: Target) -> Tensor:
     """Return a gradient to which no reader adds."""
     parts = [x.float() for x in (target.g, target.part) if x is not None]
     return sum(x.view(target.like.shape) for x in parts) if parts else torch.zeros_like(target.like)  # type: ignore[return-value]
@@ -212,26 +213,26 @@ def _launch(targets: Sequence[Target], readers: Sequence[Reader], out: Sequence[
     block = min(256, triton.next_power_of_2(dim))
     tile = tokens_of(TILE, tokens)
     entries: list[int] = []
-    same_w = scored
+    shared_w = scored
     for r in readers:
         w = [] if r.w is None else [next(u for u in (*r.w[j:], *r.w) if u is not None) for j in range(s)]
-        same_w = same_w and len({u.data_ptr() for u in w}) == 1
+        shared_w = shared_w and len({u.data_ptr() for u in w}) == 1
         entries.append(r.do.data_ptr())
         for j in range(s):
             entries += _at(r.static, j)[:1] + _at(w or None, j)[:1] + _at(r.dynamic, j) + _at(r.ds, j)
     rows = [(x.g, x.part, o if x.whole else None, None if x.whole else o) for x, o in zip(targets, out, strict=True)]
-    parameters = [p for r in readers for given in (r.static if static == 1 else None, r.w) for p in given or ()]
-    some = any(x is None for r in readers for given in (r.static, r.dynamic) for x in given or ())
+    parameters = [p for r in readers for by_target in (r.static if static == 1 else None, r.w) for p in by_target or ()]
+    partial = any(x is None for r in readers for by_target in (r.static, r.dynamic) for x in by_target or ())
     wholes = sum(x.whole for x in targets)
-    known: Any = {
+    constants: Any = {
         "D": dim, "BD": block, "BT": tile, "S": s, "SCORED": scored, "RELU": relu, "HAS_G": any(x.g is not None for x in targets),
         "HAS_PART": any(x.part is not None for x in targets), "WHOLE": 2 if wholes == s else int(wholes > 0),
-        "ALIGNED": aligned(dim, *rows, [r.do for r in readers]), "ROWS_ALIGNED": aligned(dim, parameters), "SOME": some,
+        "ALIGNED": aligned(dim, *rows, [r.do for r in readers]), "ROWS_ALIGNED": aligned(dim, parameters), "PARTIAL": partial,
         "num_warps": 1, "num_stages": 1,
     }  # fmt: skip
-    where = tuple(0 if a is None else a.data_ptr() for row in rows for a in row)
+    target_addresses = tuple(0 if a is None else a.data_ptr() for row in rows for a in row)
     grid = triton.cdiv(tokens, tile), triton.cdiv(dim, block)
     launch(
-        _source_backward_kernel, grid, v, *address_tables(v.device, where, tuple(entries)), v, tokens, len(readers),
-        STATIC=static, DYNAMIC=dynamic, SAME_W=same_w, **known,
+        _source_backward_kernel, grid, v, *address_tables(v.device, target_addresses, tuple(entries)), v, tokens, len(readers),
+        STATIC=static, DYNAMIC=dynamic, SHARED_W=shared_w, **constants,
     )  # fmt: skip

@@ -94,7 +94,8 @@ def _joint_kernel(
     D: tl.constexpr, n: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, PERMUTATIONS: tl.constexpr, DEEPSEEK: tl.constexpr,
     POST_SCALE: tl.constexpr, POST_EPS: tl.constexpr,
 ):  # fmt: skip
-    COUNT: tl.constexpr = K - 2 * n  # logits of the residual map
+    # Number of logits of the residual map.
+    COUNT: tl.constexpr = K - 2 * n
     t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
     inside = t < N
     r = tl.rsqrt(tl.load(sums + t, mask=inside, other=1.0) / (n * D) + eps)
@@ -146,7 +147,7 @@ def _joint_backward_kernel(
     r = tl.rsqrt(tl.load(sums + t, mask=inside, other=1.0) / (n * D) + eps)
     row = part + tl.program_id(0) * (K + 3)
     along = tl.zeros([BT], tl.float32)
-    found = ()
+    dz_columns = ()
     for which in tl.static_range(2):
         a = tl.load(scale + which)
         v = _scaled(z, t, inside, r, which * n, n, K)
@@ -161,7 +162,7 @@ def _joint_backward_kernel(
                 d = POST_SCALE * tl.load(dpost + t * n + k, mask=inside, other=0.0)
             g = g + (d * s * (1 - s),)
         more, total = _joint_part(g, v, a, r, which, row, which * n, n, K)
-        found, along = found + more, along + total
+        dz_columns, along = dz_columns + more, along + total
     if COUNT > 0:
         a = tl.load(scale + 2)
         v = _scaled(z, t, inside, r, 2 * n, COUNT, K)
@@ -179,15 +180,15 @@ def _joint_backward_kernel(
             for _ in tl.static_range(COUNT):
                 g = g + (tl.zeros([BT], tl.float32),)
         more, total = _joint_part(g, v, a, r, 2, row, 2 * n, COUNT, K)
-        found, along = found + more, along + total
+        dz_columns, along = dz_columns + more, along + total
     else:
         tl.store(row + K + 2, 0.0)
     k = tl.arange(0, UP)
-    whole, some = _side_by_side(found, 0, 1, UP, K - 1, BT), inside[:, None] & (k < K)[None, :]
+    whole, column_ok = _side_by_side(dz_columns, 0, 1, UP, K - 1, BT), inside[:, None] & (k < K)[None, :]
     if LAST > 0:
-        _store_parts(dz + t[:, None] * (3 * LAST) + k[None, :], whole, some, LAST, 3)
+        _store_parts(dz + t[:, None] * (3 * LAST) + k[None, :], whole, column_ok, LAST, 3)
     else:
-        tl.store(dz + t[:, None] * K + k[None, :], whole, mask=some)
+        tl.store(dz + t[:, None] * K + k[None, :], whole, mask=column_ok)
     tl.store(slopes + 2 * t, -r * r * along / (n * D), mask=inside)
     tl.store(slopes + 2 * t + 1, tl.zeros([BT], tl.float32), mask=inside)
 
@@ -207,21 +208,21 @@ def _of_streams(
 ):  # fmt: skip
     """Load for every stream 1 / RMS, mean, r z for pre, post and res, and the masks of valid entries."""
     i, j = tl.arange(0, P)[None, :], tl.arange(0, P)[None, None, :]
-    some = inside[:, None] & (i < n)
+    stream_ok = inside[:, None] & (i < n)
     stream = t[:, None] * n + i
-    mean = tl.load(sums + 2 * stream, mask=some, other=0.0) / D
-    variance = tl.load(sums + 2 * stream + 1, mask=some, other=1.0) / D
+    mean = tl.load(sums + 2 * stream, mask=stream_ok, other=0.0) / D
+    variance = tl.load(sums + 2 * stream + 1, mask=stream_ok, other=1.0) / D
     if CENTRED:
         variance = tl.maximum(variance - mean * mean, 0.0)
     else:
         mean = tl.zeros_like(mean)
     r = tl.rsqrt(variance + eps)
-    every = some[:, :, None] & (j < n)
+    entry_ok = stream_ok[:, :, None] & (j < n)
     at = z + stream * (n + 2)
-    a = tl.load(at, mask=some, other=0.0) * r
-    b = tl.load(at + 1, mask=some, other=0.0) * r
-    c = tl.load(at[:, :, None] + 2 + j, mask=every, other=0.0) * r[:, :, None]
-    return r, mean, a, b, c, some, every
+    a = tl.load(at, mask=stream_ok, other=0.0) * r
+    b = tl.load(at + 1, mask=stream_ok, other=0.0) * r
+    c = tl.load(at[:, :, None] + 2 + j, mask=entry_ok, other=0.0) * r[:, :, None]
+    return r, mean, a, b, c, stream_ok, entry_ok
 
 
 @triton.jit(do_not_specialize=["N"], do_not_specialize_on_alignment=ROWS)
@@ -232,16 +233,16 @@ def _each_kernel(
 ):  # fmt: skip
     t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
     inside = t < N
-    _, _, a, b, c, some, every = _of_streams(z, sums, t, inside, eps, D, n, P, CENTRED)
+    _, _, a, b, c, stream_ok, entry_ok = _of_streams(z, sums, t, inside, eps, D, n, P, CENTRED)
     if TANH:
         a, b, c = _tanh(a), _tanh(b), _tanh(c)
     i, j = tl.arange(0, P)[None, :], tl.arange(0, P)[None, None, :]
     s_alpha, s_beta = tl.load(scale), tl.load(scale + 1)
     at = t[:, None] * n + i
-    tl.store(pre + at, s_alpha * a + tl.load(base + i, mask=i < n, other=0.0), mask=some)
-    tl.store(post + at, s_beta * b + tl.load(base + n + i, mask=i < n, other=0.0), mask=some)
+    tl.store(pre + at, s_alpha * a + tl.load(base + i, mask=i < n, other=0.0), mask=stream_ok)
+    tl.store(post + at, s_beta * b + tl.load(base + n + i, mask=i < n, other=0.0), mask=stream_ok)
     static = tl.load(base + 2 * n + i[:, :, None] * n + j, mask=(i < n)[:, :, None] & (j < n), other=0.0)
-    tl.store(res + _square_transposed(t, n, P), s_alpha * c + static, mask=every)
+    tl.store(res + _square_transposed(t, n, P), s_alpha * c + static, mask=entry_ok)
 
 
 @triton.jit(do_not_specialize=["N"], do_not_specialize_on_alignment=ROWS)
@@ -253,16 +254,16 @@ def _each_backward_kernel(
     K: tl.constexpr = n + 2
     t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
     inside = t < N
-    r, mean, a, b, c, some, every = _of_streams(z, sums, t, inside, eps, D, n, P, CENTRED)
+    r, mean, a, b, c, stream_ok, entry_ok = _of_streams(z, sums, t, inside, eps, D, n, P, CENTRED)
     i, j = tl.arange(0, P)[None, :], tl.arange(0, P)[None, None, :]
     at = t[:, None] * n + i
     da, db, dc = tl.zeros([BT, P], tl.float32), tl.zeros([BT, P], tl.float32), tl.zeros([BT, P, P], tl.float32)
     if HAS_PRE:
-        da = tl.load(dpre + at, mask=some, other=0.0)
+        da = tl.load(dpre + at, mask=stream_ok, other=0.0)
     if HAS_POST:
-        db = tl.load(dpost + at, mask=some, other=0.0)
+        db = tl.load(dpost + at, mask=stream_ok, other=0.0)
     if HAS_RES:
-        dc = tl.load(dres + _square_transposed(t, n, P), mask=every, other=0.0)
+        dc = tl.load(dres + _square_transposed(t, n, P), mask=entry_ok, other=0.0)
     line = tl.arange(0, P)
     row = part + tl.program_id(0) * (2 * n + n * n + 2)
     tl.store(row + line, tl.sum(da, 0), mask=line < n)
@@ -281,17 +282,17 @@ def _each_backward_kernel(
     along = da * a + db * b + tl.sum(dc * c, 2)
     da, db, dc = da * r, db * r, dc * r[:, :, None]
     to = dz + at * K
-    tl.store(to, da, mask=some)
-    tl.store(to + 1, db, mask=some)
-    tl.store(to[:, :, None] + 2 + j, dc, mask=every)
+    tl.store(to, da, mask=stream_ok)
+    tl.store(to + 1, db, mask=stream_ok)
+    tl.store(to[:, :, None] + 2 + j, dc, mask=entry_ok)
     if LAST > 0:
         to = parts + at * (2 * LAST)
-        _store_parts(to, da, some, LAST, 2)
-        _store_parts(to + 1, db, some, LAST, 2)
-        _store_parts(to[:, :, None] + 2 + j, dc, every, LAST, 2)
+        _store_parts(to, da, stream_ok, LAST, 2)
+        _store_parts(to + 1, db, stream_ok, LAST, 2)
+        _store_parts(to[:, :, None] + 2 + j, dc, entry_ok, LAST, 2)
     slope = -r * r * along / D
-    tl.store(slopes + 2 * at, slope, mask=some)
-    tl.store(slopes + 2 * at + 1, -slope * mean, mask=some)
+    tl.store(slopes + 2 * at, slope, mask=stream_ok)
+    tl.store(slopes + 2 * at + 1, -slope * mean, mask=stream_ok)
 
 
 def forward(rule: Rule, dim: int, z: Tensor, sums: Tensor, base: Tensor, scale: Tensor) -> Coefficients:

@@ -81,7 +81,8 @@ def _norm_backward_kernel(
 ):  # fmt: skip
     d = tl.arange(0, BD)
     k = tl.load(gain + d, mask=d < D, other=1.0)[None, :]
-    lost = tl.min(tl.min(tl.abs(k), 1), 0) < SMALL  # then h does not say what u was
+    # Then u cannot be recovered from h.
+    lost = tl.min(tl.min(tl.abs(k), 1), 0) < SMALL
     back = 1.0 / tl.where(tl.abs(k) < SMALL, 1.0, k)
     sums = tl.zeros([BT, BD], tl.float32)
     for start in tl.range(tl.program_id(0).to(tl.int64) * BT, N, tl.num_programs(0) * BT, num_stages=STAGES):

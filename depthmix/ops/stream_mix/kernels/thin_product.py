@@ -23,15 +23,15 @@ def _thin_kernel(
     t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
     k = tl.arange(0, KP)
     inside = (t < N)[:, None]
-    own = dz + t[:, None] * (3 * K) + k[None, :]
-    high = tl.load(own, mask=inside & (k < K)[None, :], other=0.0)
-    low = tl.load(own + 2 * K, mask=inside & (k < K)[None, :], other=0.0)
+    dz_row = dz + t[:, None] * (3 * K) + k[None, :]
+    high = tl.load(dz_row, mask=inside & (k < K)[None, :], other=0.0)
+    low = tl.load(dz_row + 2 * K, mask=inside & (k < K)[None, :], other=0.0)
     first = tl.program_id(1) * PART
     for start in tl.range(first, first + PART, BC, num_stages=3):
         c = start + tl.arange(0, BC)
         at = w + k[:, None] * C + c[None, :]
-        some = (k < K)[:, None] & (c < C)[None, :]
-        w_high, w_low = tl.load(at, mask=some, other=0.0), tl.load(at + K * C, mask=some, other=0.0)
+        w_ok = (k < K)[:, None] & (c < C)[None, :]
+        w_high, w_low = tl.load(at, mask=w_ok, other=0.0), tl.load(at + K * C, mask=w_ok, other=0.0)
         acc = tl.dot(low, w_high)
         acc = tl.dot(high, w_low, acc)
         acc = tl.dot(high, w_high, acc)

@@ -69,13 +69,13 @@ def zeros(count: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr):
 
 
 @triton.jit
-def load_products(w, row, some, k, C: tl.constexpr, K: tl.constexpr, LOW: tl.constexpr):
+def load_products(w, row, w_ok, k, C: tl.constexpr, K: tl.constexpr, LOW: tl.constexpr):
     """Load rows of W [BK, KP]. With LOW > 0 load them from the two parts of its transpose [.., C], LOW apart (products.py)."""
     if LOW > 0:
         at = w + k.to(tl.int64)[None, :] * C + row[:, None]
-        high, low = tl.load(at, mask=some, other=0.0), tl.load(at + LOW, mask=some, other=0.0)
+        high, low = tl.load(at, mask=w_ok, other=0.0), tl.load(at + LOW, mask=w_ok, other=0.0)
     else:
-        high = tl.load(w + row[:, None] * K + k[None, :], mask=some, other=0.0)
+        high = tl.load(w + row[:, None] * K + k[None, :], mask=w_ok, other=0.0)
         low = high
     return high, low
 

@@ -71,12 +71,12 @@ def _write_kernel(
             for o in tl.static_range(n):
                 new = new + (xs[o].to(out.dtype.element_ty),)
         if SCAN > 0:
-            some = (d < D)[:, None] & (k < K)[None, :]
+            w_ok = (d < D)[:, None] & (k < K)[None, :]
             more, more_squares, more_totals = (), (), ()
             joint, joint_squares = dots[0], squares[0]
             for o in tl.static_range(n):
                 row = d.to(tl.int64) + (o * D if SCAN == 1 else 0)
-                high, low = load_products(w, row, some, k, C, K, LOW)
+                high, low = load_products(w, row, w_ok, k, C, K, LOW)
                 v = new[o].to(tl.float32)
                 a = new[o] if SPLIT else v
                 if SCAN == 1:

@@ -67,7 +67,8 @@ def _write_backward_kernel(
             r = tl.load(rho + t, mask=inside, other=0.0)[:, None]
             along = tl.load(c + t, mask=inside, other=0.0)[:, None]
     if SCAN > 0:
-        a_norm = load_weights(slopes, t, inside, 2 * n if SCAN == 2 else 2, False)  # slope and shift of each
+        # Slope and shift of each stream.
+        a_norm = load_weights(slopes, t, inside, 2 * n if SCAN == 2 else 2, False)
     if SCAN == 2:
         dz = load_weights(products, t, inside, n * K, False)
     d_post = zeros(n if WRITE else 1, BT, L)
@@ -99,7 +100,8 @@ def _write_backward_kernel(
         if SCAN == 2:
             for k in tl.static_range(K):
                 row, more = tl.zeros([1, BK], tl.float32), ()
-                if N > 0:  # in a branch of its own a load does not go through shared memory
+                # In a branch of its own the load does not go through shared memory.
+                if N > 0:
                     row = _row_of(w, k, d, D, K, LOW)
                 for o in tl.static_range(n):
                     more = more + (ps[o] + dz[o * K + k] * row,)
@@ -116,7 +118,8 @@ def _write_backward_kernel(
                 acc += tl.load(g + at_stream, mask=ok, other=0.0).to(tl.float32)
             if READ:
                 acc += a_pre[o] * du
-            gs = gs + (acc,)  # where there is no channel it may be the shift, and what it is multiplied with is zero
+            # At padding channels this may be the shift. It is multiplied with zeros there.
+            gs = gs + (acc,)
         if WRITE:
             tl.store(dy + at, weighted(gs, a_post, n, 0, 1).to(dy.dtype.element_ty), mask=ok)
             more = ()

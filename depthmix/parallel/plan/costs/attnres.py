@@ -75,7 +75,8 @@ def backward_units(reads: Sequence[ReadShape]) -> list[int]:
         fused = r.ways <= MAX_FUSED_WAYS and not unprocessed
         # dy and o, the source and its gradient.
         units = 2 * r.ways + 2 + of_next + WIDE * (part and r.lasts)
-        units += r.ways * (r.norm and (r.n > 1 or not fused))  # do
+        # Each do.
+        units += r.ways * (r.norm and (r.n > 1 or not fused))
         paired = False
         if not fused:
             readers = unprocessed + r.ways

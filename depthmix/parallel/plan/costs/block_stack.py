@@ -137,7 +137,8 @@ class BlockStackCosts(Costs):
         labels = itertools.count()
         stack: tuple[int, ...] = (next(labels),)
         g: list[int] = []
-        outputs: list[int] = []  # the sum of the block's outputs so far
+        # Sum of the block's outputs so far.
+        outputs: list[int] = []
         states = [dict.fromkeys(stack, 1.0)]
         for site in range(mixer.n_sites):
             block, begins, ends = mixer.layout.block[site], mixer.layout.begins[site], mixer.layout.ends[site]

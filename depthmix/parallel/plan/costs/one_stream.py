@@ -21,7 +21,8 @@ class AddedStreamCosts(Costs):
 @costs_for("residual")
 class ResidualCosts(AddedStreamCosts):
     def published(self) -> Published:
-        return Published(2, 1)  # the stream and the output read, the stream written
+        # Read the stream and the output, write the stream.
+        return Published(2, 1)
 
 
 class JoinedStreamCosts(Costs):
