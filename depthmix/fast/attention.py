@@ -1,7 +1,7 @@
 """Attention over depth (attnres) in training: one node of autograd per read, which applies the norms that follow it.
 
 Kernels run where they can. They take the queries of all sites as one table and remember each source as their own autograd knows it
-(ops/depth_attention/source_major.py). Elsewhere `depth_attention` computes the same in plain PyTorch.
+(ops/depth_attention/source_order.py). Elsewhere `depth_attention` computes the same in plain PyTorch.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ from depthmix.ops.depth_attention.precomputed_logits import (
     precompute_group,
     precompute_logits,
 )
-from depthmix.ops.depth_attention.source_major import OP, is_pair, read_sources
+from depthmix.ops.depth_attention.source_order import OP, is_pair, read_sources
 from depthmix.ops.norm import fused_gains, side_by_side
 from depthmix.ops.row_gradients import collect_rows
 from depthmix.ops.torch_internals import transformed

@@ -1,4 +1,4 @@
-"""Mailboxes between autograd nodes.
+"""Mailboxes between autograd nodes, which two engines share to differentiate stacks of reads in source order.
 
 During backward a read posts its gradient to the nodes that made its sources. Autograd sees none of this. Entries are keyed by
 backward pass, synchronised across CUDA streams and dropped when the pass ends.
@@ -9,6 +9,20 @@ A node that receives mail has some of these tables, each a dict from pass id to 
     partial_gradient   (fp32 gradient, stream): the sum over readers that were processed together with a newer source
     score_mail         gradients of the scores of its output, whose rows of the score table it must differentiate
     summand_mail       finished gradients, which the node only adds up
+
+The engines are depth_attention/source_order.py (softmax over depth) and depth_sum/source_order.py (weighted sums). What they
+do alike is here and in row_gradients.py: mail, makers, unfinished gradients, rows of parameters. They stay two engines. One engine
+could launch the same kernels, so machine code would not change, but every step between taking mail and posting would be a hook:
+
+    step                      attention                                    weighted sums
+    ----------------------    -----------------------------------------    ------------------------------------------------
+    maker of a source         the read that is first to see it             a MakeSource node, or the read that added it up
+    a reading holds           do, logits, log-sum-exp and δ per token      do, weights, gradients and rows of scores
+    gradient of a source      needs the source, and gives du too           needs no source; dw comes from score_mail
+    source of a neighbour     needed, so no checkpointed neighbour         not needed
+    neighbours pair if        all readers are common to both               the shared readers save more than they cost
+    a read's own gradients    fused with its norm and newest source,       one pass for the norm and one for the weights
+                              or both sources of a pair at once
 """
 
 import weakref
@@ -74,6 +88,22 @@ def saved_once(ctx: Any, op: str) -> Sequence[Tensor]:
         raise RuntimeError(f"{op}: {what}; {WORKAROUND}") from None
 
 
+def open_mailboxes(node: Any, *tables: str) -> None:
+    """Give a node the tables to which others post, each empty."""
+    for table in tables:
+        assert table in TABLES
+        setattr(node, table, {})
+
+
+def maker_of(source: Tensor, *node_types: Any) -> Any:
+    """Return the node that made a source and collects its gradient, or None if no node of these types did.
+
+    A node's `source_nr` is the number of the output that is a source, or None.
+    """
+    node = source.grad_fn
+    return node if isinstance(node, node_types) and source.output_nr == node.source_nr else None
+
+
 class _PassMail:
     """Remember the nodes that hold mail of one backward pass, to empty their mailboxes at its end."""
 
@@ -112,12 +142,29 @@ def post(node: Any, pass_id: int, item: Any, table: str = "mail") -> None:
     entries[pass_id].append(item)
 
 
+def leave_partial_gradient(node: Any, pass_id: int, gradient: Tensor) -> None:
+    """Leave an unfinished fp32 gradient of a node's source with the node, which continues from there."""
+    node.partial_gradient[pass_id] = gradient, current_stream(gradient)
+
+
 def take_partial_gradient(node: Any, pass_id: int) -> Tensor | None:
-    """Remove and return the fp32 gradient that readers shared with a newer source have already contributed to a node's output."""
+    """Remove and return the unfinished gradient that `leave_partial_gradient` left, ready for the current stream."""
     partial_gradient, stream = node.partial_gradient.pop(pass_id, (None, None))
     if partial_gradient is not None:
         wait_for_stream(stream, partial_gradient)
     return partial_gradient
+
+
+def finish_gradient(partial_gradient: Tensor | None, g: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """Return the sum of an unfinished gradient and autograd's, rounded to `dtype`; autograd's alone unchanged."""
+    if partial_gradient is None:
+        return g
+    return (partial_gradient if g is None else partial_gradient + g).to(dtype)
+
+
+def filled(grads: Sequence[Tensor | None], like: Tensor) -> list[Tensor]:
+    """Return gradients as contiguous tensors, with zeros for the ones that autograd left out."""
+    return [torch.zeros_like(like) if g is None else g.contiguous() for g in grads]
 
 
 def current_stream(like: Tensor) -> torch.cuda.Stream | None:

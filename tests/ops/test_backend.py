@@ -19,7 +19,7 @@ from depthmix.ops import BackendError, depth_attention, use_backend
 from depthmix.ops import backend as backend_module
 from ops.helpers import assert_near, rand
 from ops.test_depth_attention import naive
-from ops.test_source_major import BLOCK_WAYS, D, Stack, leaves, tokens
+from ops.test_depth_attention_order import BLOCK_WAYS, D, Stack, leaves, tokens
 
 FP32 = torch.float32
 Q, V = torch.ones(8), [torch.ones(2, 3, 8), torch.zeros(2, 3, 8)]

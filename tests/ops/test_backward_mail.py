@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from depthmix.ops import backward_mail, use_backend
 from ops.helpers import nodes_with_mailboxes
-from ops.test_source_major import Stack, cotangent, leaves, tokens
+from ops.test_depth_attention_order import Stack, cotangent, leaves, tokens
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.usefixtures("quick_interpreter")

@@ -29,7 +29,7 @@ from ops.helpers import (
 )
 from ops.test_depth_attention import QUERIES, W, case
 from ops.test_depth_attention_kernels import TOL, Fn, assert_exact, assert_second_derivatives
-from ops.test_source_major import (
+from ops.test_depth_attention_order import (
     Stack,
     assert_as_oracle,
     assert_as_reference,

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from depthmix.ops import use_backend
 from ops.helpers import assert_near, compiled_in_its_own_process, saved_storages
-from ops.test_source_major import BLOCK_WAYS, FULL_NORMED, TWO_WAYS, D, Stack, Stopped, backward, cotangent, tokens
+from ops.test_depth_attention_order import BLOCK_WAYS, FULL_NORMED, TWO_WAYS, D, Stack, Stopped, backward, cotangent, tokens
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.usefixtures("quick_interpreter")
@@ -55,7 +55,7 @@ def forget_launches() -> None:
 
 
 @pytest.mark.parametrize("options", [FULL_NORMED, TWO_WAYS, BLOCK_WAYS], ids=str)
-def test_the_kernels_run_and_in_source_major_order(options: dict[str, Any]) -> None:
+def test_the_kernels_run_and_in_source_order(options: dict[str, Any]) -> None:
     """What is compared above is not the reference with itself, and no read writes a gradient for each of its sources."""
     for backend, expected in (("triton", True), ("reference", False), (None, False)):
         with use_backend(backend), Operators() as seen:

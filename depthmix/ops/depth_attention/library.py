@@ -1,7 +1,7 @@
 """Register the kernels of depth attention as PyTorch operators, for torch.compile, selective checkpointing and CUDA graphs.
 
 `depthmix::depth_read` differentiates layer by layer: each read's backward writes the gradient of each of its sources.
-source_major.py has the faster order, for eager training.
+source_order.py has the faster order, for eager training.
 """
 
 from collections.abc import Sequence
@@ -15,17 +15,17 @@ _library.define(
     "depth_read(Tensor u, Tensor[] sources, Tensor? add, Tensor? gain, float eps, float out_eps, int keep)"
     " -> (Tensor[] y, Tensor[] o, Tensor s, Tensor lse, Tensor fresh)"
 )
-# Reads the newer sources, given the mixture of the older ones. source_major.py differentiates it.
+# Reads the newer sources, given the mixture of the older ones. source_order.py differentiates it.
 _library.define(
     "depth_read_near(Tensor u, Tensor[] sources, Tensor? add, Tensor? gain, float eps, float out_eps, int keep,"
     " Tensor bank, Tensor bank_lse) -> (Tensor[] y, Tensor[] o, Tensor s, Tensor lse, Tensor fresh)"
 )
-# Reads with known logits for all sources but the newest. source_major.py differentiates it.
+# Reads with known logits for all sources but the newest. source_order.py differentiates it.
 _library.define(
     "depth_read_known(Tensor u, Tensor[] sources, Tensor[] logits, Tensor? add, Tensor[] gain, float eps, float out_eps,"
     " int keep) -> (Tensor[] y, Tensor[] o, Tensor s, Tensor lse, Tensor fresh)"
 )
-# Reads two sources. source_major.py differentiates it.
+# Reads two sources. source_order.py differentiates it.
 _library.define(
     "depth_read_pair(Tensor u, Tensor old, Tensor newest, Tensor? add, Tensor? gain, float eps, float out_eps)"
     " -> (Tensor[] y, Tensor s, Tensor lse, Tensor fresh)"

@@ -10,7 +10,7 @@ from depthmix.ops.backend import choose
 from depthmix.ops.checks import check_shape, check_sources, leading
 from depthmix.ops.depth_attention.general_read import GeneralRead
 from depthmix.ops.depth_attention.reference_autograd import DepthAttention, attend, differentiable
-from depthmix.ops.depth_attention.source_major import read_sources
+from depthmix.ops.depth_attention.source_order import read_sources
 from depthmix.ops.precision import compute_dtype, promoted_dtype, widen, without_autocast
 from depthmix.ops.torch_internals import transformed
 

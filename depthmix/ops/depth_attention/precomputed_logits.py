@@ -1,6 +1,6 @@
 """Work on older sources that reads to come will need, done ahead of them: the queries of all sites are known beforehand.
 
-Results are caches without autograd history. Gradients always go from each read to each of its sources (source_major.py).
+Results are caches without autograd history. Gradients always go from each read to each of its sources (source_order.py).
 """
 
 from collections.abc import Sequence

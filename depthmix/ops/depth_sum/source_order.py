@@ -32,8 +32,8 @@ Example: sources v_0, v_1, v_2 made by nodes M0, M1, M2, and three reads, in the
 
 M1 and M0 are neighbours: M1 reads do_2 and do_1 once for both sources. Every second source, counted from the oldest, does so.
 
-depth_attention/source_major.py runs the same schedule for softmax. Both engines share backward_mail.py and row_gradients.py. They
-stay apart because their readings differ: here weights are known, so gradients need no source and all of D may be cut up.
+depth_attention/source_order.py runs the same schedule for softmax. backward_mail.py and row_gradients.py are common to both
+engines; backward_mail.py says why there are two.
 """
 
 from collections.abc import Sequence
@@ -46,6 +46,11 @@ from depthmix.ops.autograd import reference_gradients
 from depthmix.ops.backward_mail import (
     current_pass_id,
     current_stream,
+    filled,
+    finish_gradient,
+    leave_partial_gradient,
+    maker_of,
+    open_mailboxes,
     post,
     saved_once,
     take_partial_gradient,
@@ -262,14 +267,8 @@ class MakeSource(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Any, v: Tensor, add: Tensor | None) -> Any:
-        ctx.mail, ctx.partial_gradient, ctx.score_mail, ctx.fresh_nr, ctx.dtype, ctx.stack_position = (
-            {},
-            {},
-            {},
-            0,
-            v.dtype,
-            None,
-        )
+        open_mailboxes(ctx, "mail", "partial_gradient", "score_mail")
+        ctx.source_nr, ctx.dtype, ctx.stack_position = 0, v.dtype, None
         ctx.set_materialize_grads(False)
         fresh, scores = _add_and_score(v, add, rows)
         fresh = v.detach() if fresh is v else fresh
@@ -301,10 +300,10 @@ class ReadSums(torch.autograd.Function):
         sums = _read(plan, inputs, keep=True)
         outs = _outputs(sums)
         ctx.n, ctx.n_kept, ctx.mixtures = len(sources), len(sums.kept), sums.mixtures
-        ctx.mail, ctx.partial_gradient, ctx.score_mail, ctx.stack_position = {}, {}, {}, None
+        open_mailboxes(ctx, "mail", "partial_gradient", "score_mail")
+        ctx.source_nr, ctx.stack_position = None if add is None else len(outs) - 1, None
         ctx.dtype = sources[-1].dtype  # type: ignore[union-attr]
-        ctx.fresh_nr = None if add is None else len(outs) - 1
-        ctx.makers = [_source_maker(v) for v in sources]
+        ctx.makers = [maker_of(v, MakeSource._backward_cls, ReadSums._backward_cls) for v in sources]  # type: ignore[arg-type]
         _number_sources(ctx.makers if add is None else [*ctx.makers[:-1], ctx])
         ctx.collector = None if table is None else table.grad_fn
         if add is not None:
@@ -337,13 +336,6 @@ class ReadSums(torch.autograd.Function):
             return _backward(ctx, saved[:4], kept, sources * (ctx.n // len(sources)), scores, grads)
 
 
-def _source_maker(source: Any) -> Any:
-    """Return the node that made a source and collects its gradient, or None if it is no node of this engine."""
-    node = source.grad_fn
-    ours = isinstance(node, (MakeSource._backward_cls, ReadSums._backward_cls)) and source.output_nr == node.fresh_nr
-    return node if ours else None
-
-
 def _backward(
     ctx: Any, inputs: Sequence[Any], kept: tuple[Any, Any, int], sources: list[Tensor], scores: list[Tensor], grads: Any
 ) -> tuple[Tensor | None, ...]:
@@ -351,9 +343,9 @@ def _backward(
     need_static, _, need_dynamic, _, need_add, *needs = ctx.needs_input_grad[1:]
     dy = [None if g is None else g.contiguous() for g in grads]
     passed = dy.pop() if ctx.plan.passes else None
-    g = None if ctx.fresh_nr is None else dy.pop()
+    g = None if ctx.source_nr is None else dy.pop()
     draw = None if ctx.plan.raw is None else dy.pop()
-    need_fresh = ctx.fresh_nr is not None and (need_add or needs[-1])
+    need_fresh = ctx.source_nr is not None and (need_add or needs[-1])
     pass_id = current_pass_id(OP)
     mail: list[tuple[Reading, int]] = ctx.mail.pop(pass_id, []) if need_fresh else []
     dstatic = ddynamic = dgain = None
@@ -409,9 +401,8 @@ def differentiate_read(
     from depthmix.ops.depth_sum.kernels.read_backward import Need, read_backward
 
     rms, rows, mixtures = kept or (torch.empty(0, dtype=torch.float32, device=sources[0].device), [], 0)
-    filled = [torch.zeros_like(sources[-1]) if d is None else d for d in dy]
     return read_backward(
-        filled, draw, plan.raw, rows, rms, gain, sources, static, dynamic, plan.weights.relu, Need(*need), mixtures, passed
+        filled(dy, sources[-1]), draw, plan.raw, rows, rms, gain, sources, static, dynamic, plan.weights.relu, Need(*need), mixtures, passed
     )  # fmt: skip
 
 
@@ -450,9 +441,7 @@ def _gradient_of_source(node: Any, g: Tensor | None, mail: list[tuple[Reading, i
 
     partial_gradient = take_partial_gradient(node, pass_id)
     if not mail:
-        return (
-            g if partial_gradient is None else (partial_gradient if g is None else partial_gradient + g).to(node.dtype)
-        )
+        return finish_gradient(partial_gradient, g, node.dtype)
     like = mail[0][0].do[0]
     target = Target(like, None if g is None else g.contiguous(), partial_gradient, True)
     older = _older_neighbour(node, mail, pass_id)
@@ -469,7 +458,7 @@ def _gradient_of_source(node: Any, g: Tensor | None, mail: list[tuple[Reading, i
     unfinished, whole = source_backward(
         [Target(like, None, take_partial_gradient(older, pass_id), False), target], readers
     )
-    older.partial_gradient[pass_id] = unfinished, current_stream(like)
+    leave_partial_gradient(older, pass_id, unfinished)
     older.score_mail.setdefault(pass_id, []).extend(reading.scored_rows(i) for reading, i in older.mail[pass_id])
     older.mail[pass_id].clear()
     return whole
@@ -517,10 +506,10 @@ def _differentiable_backward(
         mixed = depth_sum_reference(sources, static, dynamic, relu == SUM_CLAMPED)
         y = mixed if gain is None else [rms_normalize(o, plan.eps) * k for o, k in zip(mixed, gain, strict=False)]
         outs = [*y, *([] if raw is None else [mixed[raw]])]
-        return (*(o.to(ctx.dtype) for o in outs), *sources[-1:] * (ctx.fresh_nr is not None or plan.passes))
+        return (*(o.to(ctx.dtype) for o in outs), *sources[-1:] * (ctx.source_nr is not None or plan.passes))
 
-    filled = [torch.zeros_like(sources[-1]) if g is None else g for g in grads]
     *needs, need_add = ctx.needs_input_grad[1:6]
     need_sources = [*ctx.needs_input_grad[6:-1], ctx.needs_input_grad[-1] or need_add]
-    gradients = reference_gradients(reference, (*inputs, *sources), (*needs, *need_sources), filled)
+    output_grads = [torch.zeros_like(sources[-1]) if g is None else g for g in grads]
+    gradients = reference_gradients(reference, (*inputs, *sources), (*needs, *need_sources), output_grads)
     return None, *gradients[:4], gradients[-1] if need_add else None, *gradients[4:]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from depthmix.ops import use_backend
 from ops.helpers import assert_near
-from ops.test_source_major import Results, Stack, plain, tokens
+from ops.test_depth_attention_order import Results, Stack, plain, tokens
 
 addresses = pytest.importorskip("depthmix.ops.gpu.addresses")
 CPU = torch.device("cpu")

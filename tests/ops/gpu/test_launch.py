@@ -54,7 +54,7 @@ def test_the_guard_is_entered_if_and_only_if_another_device_is_current(
 
 def test_kernels_and_tables_of_a_stack_are_launched_under_the_guard(monkeypatch: pytest.MonkeyPatch) -> None:
     """Interpreted, on the CPU: every launch and every table asks for the device of its tensors."""
-    from ops.test_source_major import Stack, cotangent, tokens
+    from ops.test_depth_attention_order import Stack, cotangent, tokens
 
     addresses = pytest.importorskip("depthmix.ops.gpu.addresses")
     inside, asked = [0], []

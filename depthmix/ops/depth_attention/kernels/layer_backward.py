@@ -1,7 +1,7 @@
 """Depth attention's backward read by read: one kernel computes the gradients of all sources of a read.
 
 A token's sources are read twice, the second time from the cache: o is mixed again, because a stored o would be rounded.
-source_major.py has the faster order for stacks of reads; this kernel needs nothing but the read itself.
+source_order.py has the faster order for stacks of reads; this kernel needs nothing but the read itself.
 """
 
 from collections.abc import Sequence

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from depthmix.ops.depth_attention.precomputed_logits import KNOWN_WAYS, MIN_SOURCES
-from depthmix.ops.depth_attention.source_major import MAX_FUSED_WAYS, MIN_SHARED_READERS, is_pair
+from depthmix.ops.depth_attention.source_order import MAX_FUSED_WAYS, MIN_SHARED_READERS, is_pair
 from depthmix.parallel.plan.costs.base import NORM, Costs, Published, StateSizes, Traffic, costs_for
 
 # Blocks in which the paper's table schedules a Full stack.

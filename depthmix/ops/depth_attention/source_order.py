@@ -31,8 +31,8 @@ v_i is freed when dv_i appears. Two shortcuts save further traffic:
   nothing of its mixtures and posts the older source's finished gradient as `summand_mail`. In a stack of one block all reads
   but the first are of this kind.
 
-depth_sum/source_order.py runs the same schedule for weighted sums. Both engines share backward_mail.py and row_gradients.py. They
-stay apart because their readings differ: softmax needs log-sum-exp, δ and the source itself for each gradient, sums do not.
+depth_sum/source_order.py runs the same schedule for weighted sums. backward_mail.py and row_gradients.py are common to both
+engines; backward_mail.py says why there are two.
 """
 
 from collections.abc import Sequence
@@ -45,6 +45,11 @@ from depthmix.ops.autograd import reference_gradients
 from depthmix.ops.backward_mail import (
     current_pass_id,
     current_stream,
+    filled,
+    finish_gradient,
+    leave_partial_gradient,
+    maker_of,
+    open_mailboxes,
     post,
     saved_once,
     take_partial_gradient,
@@ -157,14 +162,13 @@ class ReadSources(torch.autograd.Function):
             (y, o, s, lse, fresh), ctx.older_logits = read(queries, row, ways, sources, precomputed, add, gain, *eps, 2)
             mixtures = o or y
         fresh = sources[-1].detach() if add is None else fresh
-        ctx.row, ctx.ways, ctx.eps, ctx.mail, ctx.partial_gradient, ctx.n = row, ways, eps, {}, {}, len(sources)
-        # Finished gradients, from reads of two sources.
-        ctx.summand_mail = {}
+        ctx.row, ctx.ways, ctx.eps, ctx.n, ctx.source_nr = row, ways, eps, len(sources), ways
+        open_mailboxes(ctx, "mail", "partial_gradient", "summand_mail")
         ctx.saved_tensors_hooked = saving_is_hooked()
         ctx.queries = queries.grad_fn if isinstance(queries.grad_fn, CollectRows._backward_cls) else None
         # A source's maker contributes to du after this read's backward has returned. Only a collector can still receive that.
         du_may_come_later = ctx.queries is not None or not queries.requires_grad
-        ctx.makers = [_source_maker(v) if du_may_come_later else None for v in sources[:-1]]
+        ctx.makers = [maker_of(v, ReadSources._backward_cls) if du_may_come_later else None for v in sources[:-1]]
         makerless = [v for v, maker in zip(sources, ctx.makers, strict=False) if maker is None]
         ctx.n_saved = len(mixtures)
         ctx.save_for_backward(fresh, queries, gain, s, lse, *mixtures, *makerless)
@@ -180,155 +184,179 @@ class ReadSources(torch.autograd.Function):
             return _backward(ctx, saved, grads)
 
 
-def _source_maker(source: Tensor) -> Any:
-    """Return the node that made a source and collects its gradient, or None if the source is no newest source of a read."""
-    node = source.grad_fn
-    ours = isinstance(node, ReadSources._backward_cls) and source.output_nr == node.ways
-    return node if ours else None
+class _ReadGradients(NamedTuple):
+    """Gradients that a read's backward computes itself, besides what it posts."""
+
+    dv: list[Tensor | None]  # of each older source
+    g: Tensor | None  # of the newest source, to which mail adds
+    du: Tensor | None  # [W, D], this read's part
+    dgain: Tensor | None
 
 
 def _backward(ctx: Any, saved: Sequence[Tensor], grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-    from depthmix.ops.depth_attention.kernels.layer_backward import layer_backward
-    from depthmix.ops.depth_attention.kernels.pair import add_up_rows
-    from depthmix.ops.depth_attention.kernels.read import Newest, read_backward
-
-    fresh, queries, gain, s, lse, *rest = saved
-    o, makerless_sources = rest[: ctx.n_saved], iter(rest[ctx.n_saved :])
+    fresh, queries = saved[:2]
     *dy, g = grads
     g = None if g is None else g.contiguous()
-    pass_id, eps = current_pass_id(OP), ctx.eps[0]
+    pass_id = current_pass_id(OP)
     # Readings of the newest source by later reads, each with the source's number there.
     mail: list[tuple[Reading, int]] = ctx.mail.pop(pass_id, [])
     for reading, _ in mail:
         reading.wait_for_stream()
-    summand_mail = _ordered_summands(ctx.summand_mail.pop(pass_id, []))
-    if len(summand_mail) == 1 and g is None:
-        g = summand_mail[0]
-    elif summand_mail:
-        ctx.partial_gradient[pass_id] = (
-            add_up_rows(summand_mail, take_partial_gradient(ctx, pass_id)),
-            current_stream(fresh),
-        )
-    needs_add, *needs = ctx.needs_input_grad[5:]
-    need_fresh = needs_add or needs[-1]
-    dgain, dqueries = None, None
-    dv: list[Tensor | None] = [None] * ctx.n
-    standalone = (
-        ctx.n > 1 and not any(ctx.makers) and not ctx.older_logits and not mail and pass_id not in ctx.partial_gradient
-    )
-
-    if ctx.pair and any(d is not None for d in dy):
-        dv[0], g, du, dgain = _gradients_of_pair(ctx, saved, dy, g, bool(mail), need_fresh, pass_id)
-        dqueries = _return_or_post_du(ctx, queries, du, pass_id)
-    elif standalone and any(d is not None for d in dy):
+    g = _take_summands(ctx, g, pass_id)
+    dqueries = dgain = None
+    dv: list[Tensor | None] = [None] * (ctx.n - 1)
+    if any(d is not None for d in dy):
         # Not part of a stack, so nothing is gained from another order.
-        filled_dy = [torch.zeros_like(fresh) if d is None else d.contiguous() for d in dy]
-        u, sources = queries[ctx.row : ctx.row + ctx.ways], [*makerless_sources, fresh]
-        gradients, du, dgain = layer_backward(filled_dy, u, gain, s, lse[:, 0].contiguous(), sources, g, *ctx.eps)
-        dv = [d if need else None for d, need in zip(gradients, [*needs[:-1], need_fresh], strict=True)]
-        dgain, g = None if gain is None else dgain, dv[-1]
-        dqueries = _return_or_post_du(ctx, queries, du, pass_id)
-    elif any(d is not None for d in dy):
-        makers = [(i, m) for i, m in enumerate(ctx.makers) if m is not None and node_will_run(m)]
-        makerless = [(i, next(makerless_sources)) for i, m in enumerate(ctx.makers) if m is None]
-        # Few ways and no mail: compute the newest source's gradient here, while do is in registers.
-        fused = ctx.ways <= MAX_FUSED_WAYS and not mail
-        newest = Newest(fresh, g, need_fresh, take_partial_gradient(ctx, pass_id)) if fused else None
-        u = queries[ctx.row : ctx.row + ctx.ways]
-        store = bool(makers or makerless or not fused)
-        filled_dy = [torch.zeros_like(fresh) if d is None else d.contiguous() for d in dy]
-        by_group = []
-        step = ctx.ways if ctx.ways <= MAX_FUSED_WAYS else 1
-        for w in range(0, ctx.ways, step):
-            ways, k = slice(w, w + step), None if gain is None else gain[w : w + step]
-            by_group.append(
-                read_backward(filled_dy[ways], o[ways], u[ways], k, s[ways], lse[ways], newest, eps, store, ctx.n > 1)
-            )
-        dgain = (
-            None
-            if gain is None
-            else by_group[0].dgain
-            if len(by_group) == 1
-            else torch.cat([x.dgain for x in by_group])
+        standalone = (
+            ctx.n > 1
+            and not any(ctx.makers)
+            and not ctx.older_logits
+            and not mail
+            and pass_id not in ctx.partial_gradient
         )
-        do, ld = [d for x in by_group for d in x.do], [t for x in by_group for t in x.ld]
-        reading = Reading(do, s, ctx.older_logits, ctx.n, ld, u, ctx.row, ctx.queries, current_stream(u))
-        for i, maker in makers:
-            post(maker, pass_id, (reading, i))
-        du_parts = []
-        for i, v in makerless:
-            dv[i], du = _gradient_through_one_read(v, None, reading, i, eps, needs[i])
-            du_parts.append(du)
-        if fused:
-            g = by_group[0].dv
-            du_parts.append(by_group[0].du)
-        elif ctx.queries is None and not mail and pass_id not in ctx.partial_gradient:
-            g, du = _gradient_through_one_read(fresh, g, reading, ctx.n - 1, eps, need_fresh)
-            du_parts.append(du)
-        else:
-            mail.append((reading, ctx.n - 1))
-        if du_parts:
-            dqueries = _return_or_post_du(
-                ctx, queries, du_parts[0] if len(du_parts) == 1 else torch.stack(du_parts).sum(0), pass_id
-            )
+        differentiate = _backward_of_pair if ctx.pair else _backward_alone if standalone else _backward_in_stack
+        dv, g, du, dgain = differentiate(ctx, saved, filled(dy, fresh), g, mail, pass_id)
+        dqueries = None if du is None else _return_or_post_du(ctx, queries, du, pass_id)
     if mail or pass_id in ctx.partial_gradient:
-        g = _gradient_of_source(ctx, fresh, g, mail, need_fresh, pass_id)
-    dv[-1] = g
-    return (None, None, None, dqueries, dgain, g if needs_add else None, *dv)
+        g = _gradient_of_source(ctx, fresh, g, mail, pass_id)
+    return (None, None, None, dqueries, dgain, g if ctx.needs_input_grad[5] else None, *dv, g)
 
 
-def _gradients_of_pair(
+def _needs_newest(ctx: Any) -> bool:
+    """Return whether the newest source needs a gradient: as it was passed in, or what was added to it."""
+    return ctx.needs_input_grad[5] or ctx.needs_input_grad[-1]
+
+
+def _backward_in_stack(
     ctx: Any,
     saved: Sequence[Tensor],
-    dy: Sequence[Tensor | None],
+    dy: list[Tensor],
     g: Tensor | None,
-    has_readers: bool,
-    need_fresh: bool,
+    mail: list[tuple[Reading, int]],
     pass_id: int,
-) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor | None]:
-    """Return the gradients of both sources, du and dgain of a read of two sources.
+) -> _ReadGradients:
+    """Differentiate a read as the drawing at the top of this file shows: post a `Reading` to the makers of older sources.
 
-    If the newest source has other readers (has_readers), its share goes to `partial_gradient`, and the caller continues from there.
+    If the newest source's gradient is not computed here, the read becomes one of its readers: it joins `mail`.
+    """
+    from depthmix.ops.depth_attention.kernels.read import Newest, read_backward
+
+    fresh, queries, gain, s, lse, *rest = saved
+    o, makerless_sources = rest[: ctx.n_saved], iter(rest[ctx.n_saved :])
+    eps, need_sources, need_fresh = ctx.eps[0], ctx.needs_input_grad[6:], _needs_newest(ctx)
+    makers = [(i, m) for i, m in enumerate(ctx.makers) if m is not None and node_will_run(m)]
+    makerless = [(i, next(makerless_sources)) for i, m in enumerate(ctx.makers) if m is None]
+    # Few ways and no mail: compute the newest source's gradient here, while do is in registers.
+    fused = ctx.ways <= MAX_FUSED_WAYS and not mail
+    newest = Newest(fresh, g, need_fresh, take_partial_gradient(ctx, pass_id)) if fused else None
+    u = queries[ctx.row : ctx.row + ctx.ways]
+    store = bool(makers or makerless or not fused)
+    by_group = []
+    step = ctx.ways if ctx.ways <= MAX_FUSED_WAYS else 1
+    for w in range(0, ctx.ways, step):
+        ways, k = slice(w, w + step), None if gain is None else gain[w : w + step]
+        by_group.append(read_backward(dy[ways], o[ways], u[ways], k, s[ways], lse[ways], newest, eps, store, ctx.n > 1))
+    dgain = None
+    if gain is not None:
+        dgain = by_group[0].dgain if len(by_group) == 1 else torch.cat([x.dgain for x in by_group])
+    do, ld = [d for x in by_group for d in x.do], [t for x in by_group for t in x.ld]
+    reading = Reading(do, s, ctx.older_logits, ctx.n, ld, u, ctx.row, ctx.queries, current_stream(u))
+    for i, maker in makers:
+        post(maker, pass_id, (reading, i))
+    dv: list[Tensor | None] = [None] * (ctx.n - 1)
+    du_parts = []
+    for i, v in makerless:
+        dv[i], du = _gradient_through_one_read(v, None, reading, i, eps, need_sources[i])
+        du_parts.append(du)
+    if fused:
+        g = by_group[0].dv
+        du_parts.append(by_group[0].du)
+    elif ctx.queries is None and not mail and pass_id not in ctx.partial_gradient:
+        g, du = _gradient_through_one_read(fresh, g, reading, ctx.n - 1, eps, need_fresh)
+        du_parts.append(du)
+    else:
+        mail.append((reading, ctx.n - 1))
+    du_total = None
+    if du_parts:
+        du_total = du_parts[0] if len(du_parts) == 1 else torch.stack(du_parts).sum(0)
+    return _ReadGradients(dv, g, du_total, dgain)
+
+
+def _backward_alone(
+    ctx: Any,
+    saved: Sequence[Tensor],
+    dy: list[Tensor],
+    g: Tensor | None,
+    mail: list[tuple[Reading, int]],
+    pass_id: int,
+) -> _ReadGradients:
+    """Differentiate a read that is not part of a stack: all its sources in one launch."""
+    from depthmix.ops.depth_attention.kernels.layer_backward import layer_backward
+
+    fresh, queries, gain, s, lse, *rest = saved
+    u, sources = queries[ctx.row : ctx.row + ctx.ways], [*rest[ctx.n_saved :], fresh]
+    gradients, du, dgain = layer_backward(dy, u, gain, s, lse[:, 0].contiguous(), sources, g, *ctx.eps)
+    needs = [*ctx.needs_input_grad[6:-1], _needs_newest(ctx)]
+    *dv, g = [d if need else None for d, need in zip(gradients, needs, strict=True)]
+    return _ReadGradients(dv, g, du, None if gain is None else dgain)
+
+
+def _backward_of_pair(
+    ctx: Any,
+    saved: Sequence[Tensor],
+    dy: list[Tensor],
+    g: Tensor | None,
+    mail: list[tuple[Reading, int]],
+    pass_id: int,
+) -> _ReadGradients:
+    """Differentiate a read of two sources, with both of their gradients in one launch.
+
+    If the newest source has other readers, its share goes to `partial_gradient`, and the caller continues from there.
     """
     from depthmix.ops.depth_attention.kernels.pair import pair_backward
 
     fresh, queries, gain, s, lse, older, *_ = saved
-    maker = ctx.makers[0]
+    (maker,) = ctx.makers
     need_older = ctx.needs_input_grad[6] if maker is None else node_will_run(maker)
-    filled_dy = [torch.zeros_like(fresh) if d is None else d.contiguous() for d in dy]
     u, partial_gradient = queries[ctx.row : ctx.row + ctx.ways], take_partial_gradient(ctx, pass_id)
-    outside_gradient = None if has_readers else g
     gradients = pair_backward(
-        filled_dy,
+        dy,
         older,
         fresh,
         u,
         gain,
         s,
         lse,
-        outside_gradient,
+        None if mail else g,
         partial_gradient,
         ctx.eps[0],
-        (need_older, need_fresh),
-        whole=not has_readers,
+        (need_older, _needs_newest(ctx)),
+        whole=not mail,
     )
-    if has_readers and gradients.db is not None:
-        ctx.partial_gradient[pass_id] = gradients.db, current_stream(fresh)
+    if mail and gradients.db is not None:
+        leave_partial_gradient(ctx, pass_id, gradients.db)
     if maker is not None and gradients.da is not None:
         post(maker, pass_id, (ctx.row, gradients.da, current_stream(fresh)), "summand_mail")
-    return (
-        gradients.da if maker is None else None,
-        g if has_readers else gradients.db,
-        gradients.du,
-        None if gain is None else gradients.dgain,
-    )
+    dv, g = [gradients.da if maker is None else None], g if mail else gradients.db
+    return _ReadGradients(dv, g, gradients.du, None if gain is None else gradients.dgain)
 
 
-def _ordered_summands(summand_mail: list[tuple[int, Tensor, Any]]) -> list[Tensor]:
-    """Return the finished gradients that reads of two sources posted, in the order of their rows, ready for the current stream."""
-    for _, da, stream in summand_mail:
+def _take_summands(ctx: Any, g: Tensor | None, pass_id: int) -> Tensor | None:
+    """Add the finished gradients that reads of two sources posted, in the order of their rows, and return autograd's part.
+
+    A single one without a gradient from autograd is returned as it is. Others become part of `partial_gradient`.
+    """
+    from depthmix.ops.depth_attention.kernels.pair import add_up_rows
+
+    posted = sorted(ctx.summand_mail.pop(pass_id, []), key=lambda item: item[0])
+    summands = [da for _, da, _ in posted]
+    for _, da, stream in posted:
         wait_for_stream(stream, da)
-    return [da for _, da, _ in sorted(summand_mail, key=lambda item: item[0])]
+    if len(summands) == 1 and g is None:
+        return summands[0]
+    if summands:
+        leave_partial_gradient(ctx, pass_id, add_up_rows(summands, take_partial_gradient(ctx, pass_id)))
+    return g
 
 
 def _return_or_post_du(ctx: Any, queries: Tensor, du: Tensor, pass_id: int) -> Tensor | None:
@@ -372,7 +400,7 @@ def _scatter_rows(du: Tensor, queries: Tensor, row: int) -> Tensor:
 
 
 def _gradient_of_source(
-    ctx: Any, v: Tensor, g: Tensor | None, mail: list[tuple[Reading, int]], need_dv: bool, pass_id: int
+    ctx: Any, v: Tensor, g: Tensor | None, mail: list[tuple[Reading, int]], pass_id: int
 ) -> Tensor | None:
     """Add up the gradient of the source v that this node made: g from autograd, its partial gradient, and its mail.
 
@@ -380,6 +408,7 @@ def _gradient_of_source(
     """
     from depthmix.ops.depth_attention.kernels.source_backward import Source, source_backward
 
+    need_dv = _needs_newest(ctx)
     by_queries: dict[int, list[tuple[Reading, int]]] = {}
     for item in mail:
         by_queries.setdefault(id(item[0].queries), []).append(item)
@@ -397,15 +426,13 @@ def _gradient_of_source(
         readers = [reader for reading, i in items for reader in _readers_of(reading, *range(i - len(older), i + 1))]
         gradients, du = source_backward(sources, readers, ctx.eps[0], need_du)
         for (maker, _), d in zip(older, gradients, strict=False):
-            maker.partial_gradient[pass_id] = d, current_stream(v)
+            leave_partial_gradient(maker, pass_id, d)
             maker.mail[pass_id].clear()
         g, partial_gradient = (gradients[-1] if need_dv else g), None
         if du is not None:
             rows = [reading.row + w for reading, _ in items for w in range(len(reading.do))]
             post_row_gradients(queries, pass_id, rows, du)
-    if partial_gradient is not None and need_dv:
-        g = (partial_gradient if g is None else partial_gradient + g).to(v.dtype)
-    return g
+    return finish_gradient(partial_gradient, g, v.dtype) if need_dv else g
 
 
 def _older_neighbour(ctx: Any, mail: list[tuple[Reading, int]], pass_id: int) -> list[tuple[Any, Tensor]]:
