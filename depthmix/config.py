@@ -130,7 +130,7 @@ class TrainConfig:
     weight_decay: float = option(0.1, "Weight decay, applied to matrices only")
     groups: list[dict[str, Any]] = option(
         [],
-        "Parameter groups with their own lr (a factor) or weight_decay; the first match applies, e.g. match=mixer.b.*,lr=0.1,weight_decay=0.1",
+        "Parameter groups with their own lr (a factor), weight_decay, beta1 or beta2; the first match applies, e.g. match=mixer.b.*,lr=0.1,weight_decay=0.1",
     )
     clip: float = option(1.0, "Maximum gradient norm; 0: no clipping")
     seed: int = option(0, "Seed of the initial weights and of the data order")

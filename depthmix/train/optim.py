@@ -15,6 +15,9 @@ from depthmix.errors import UserError
 from depthmix.mixers.decay import decays
 from depthmix.names import nearest
 
+# What a parameter group may set.
+SETTINGS = ("lr", "weight_decay", "beta1", "beta2")
+
 
 def hidden_matrices(model: nn.Module) -> set[str]:
     """Return the weights that Muon updates: those of linear layers, except the head's."""
@@ -114,7 +117,7 @@ def build_optimizers(
     optimizers: dict[str, torch.optim.Optimizer] = {}
     if rest:
         optimizers["adamw"] = AdamW(
-            _groups(rest, decay, config.weight_decay, config.lr, by_name),
+            _groups(rest, decay, config.weight_decay, config.lr, by_name, (config.beta1, config.beta2)),
             lr=config.lr,
             betas=(config.beta1, config.beta2),
             eps=config.adam_eps,
@@ -133,11 +136,15 @@ def check_groups(groups: Sequence[Mapping[str, Any]]) -> None:
     """Raise UserError for a parameter group that no model can have."""
     for group in groups:
         for key in group:
-            if key not in ("match", "lr", "weight_decay"):
-                what = "a group has match, lr (a factor) and weight_decay"
-                raise UserError(f"groups: unknown key {key!r}; {what}{nearest(key, ('match', 'lr', 'weight_decay'))}")
+            if key not in ("match", *SETTINGS):
+                what = "a group has match, lr (a factor), weight_decay, beta1 and beta2"
+                raise UserError(f"groups: unknown key {key!r}; {what}{nearest(key, ('match', *SETTINGS))}")
         if not isinstance(group.get("match"), str) or len(group) < 2:
             raise UserError(f"groups: a group needs match, a pattern, and lr or weight_decay, got {dict(group)!r}")
+        for key in ("beta1", "beta2"):
+            value = group.get(key, 0.0)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
+                raise UserError(f"groups: {key} must be a number from 0 to below 1, got {value!r}")
         for key in ("lr", "weight_decay"):
             value = group.get(key, 0.0)
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
@@ -164,16 +171,24 @@ def _groups(
     weight_decay: float,
     peak_lr: float,
     settings: Mapping[str, Mapping[str, Any]],
+    betas: tuple[float, float] | None = None,
 ) -> list[dict[str, Any]]:
-    groups: dict[tuple[Any, float, float], list[tuple[str, Tensor]]] = {}
+    """Divide parameters into groups of equal settings. betas: AdamW's; None for an optimizer without them."""
+    groups: dict[tuple[Any, ...], list[tuple[str, Tensor]]] = {}
     for on in (True, False):
         for name, p in named.items():
             if decay[name] == on:
                 overrides, mesh = settings.get(name, {}), getattr(p, "device_mesh", None)
-                setting = overrides.get("lr", 1.0), overrides.get("weight_decay", weight_decay if on else 0.0)
+                if betas is None and ("beta1" in overrides or "beta2" in overrides):
+                    raise UserError(f"groups: beta1 and beta2 are AdamW's, and {name} is trained by Muon")
+                own = None if betas is None else (overrides.get("beta1", betas[0]), overrides.get("beta2", betas[1]))
+                setting = overrides.get("lr", 1.0), overrides.get("weight_decay", weight_decay if on else 0.0), own
                 # The parameters of a group must be sharded over the same processes.
                 groups.setdefault((mesh, *setting), []).append((name, p))
-    return [{"params": chosen, "weight_decay": d, "lr": peak_lr * factor} for (_, factor, d), chosen in groups.items()]
+    return [
+        {"params": chosen, "weight_decay": d, "lr": peak_lr * factor, **({} if own is None else {"betas": own})}
+        for (_, factor, d, own), chosen in groups.items()
+    ]
 
 
 def set_learning_rate(optimizers: dict[str, torch.optim.Optimizer], factor: float) -> None:

@@ -5,15 +5,15 @@ import dataclasses
 import pytest
 import torch
 
-from depthmix import create_mixer, list_mixers
-from depthmix.errors import USAGE, UserError
-from depthmix.runs.restore import model_config, vit_config
+from compare import studies
+from depthmix import Decoder, Vit, list_mixers
 from depthmix.compare.pieces import in_order
 from depthmix.compare.recipe import read_study
+from depthmix.errors import USAGE, UserError
+from depthmix.runs.restore import model_config, vit_config
 from depthmix.train.loop import check_config
 from depthmix.train.optim import match_groups
 from project import ROOT
-from compare import studies
 from train.refused import refused
 
 STUDIES = sorted((ROOT / "recipes" / "studies").glob("*.yaml"))
@@ -164,10 +164,10 @@ def test_every_arm_of_our_studies_can_be_built(path):
         for cell in sizes.values():
             config = study.config(arm, cell, 0)
             check_config(dataclasses.replace(config, out="nowhere"))
-            _ = model_config(config, 32) if not config.crop else vit_config(config, PICTURES)
             with torch.device("meta"):
-                mixer = create_mixer(config.mixer, dim=config.dim, n_blocks=config.n_blocks, **config.mixer_options)
-            match_groups([f"mixer.{name}" for name, _ in mixer.named_parameters()], config.groups)
+                text = not config.crop
+                model = Decoder(model_config(config, 32)) if text else Vit(vit_config(config, PICTURES))
+            match_groups([name for name, _ in model.named_parameters()], config.groups)
     assert study.power["spread"]
     assert study.name == "tiny" or "# On an H200" in path.read_text()  # what it will take
 

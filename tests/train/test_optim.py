@@ -272,6 +272,20 @@ def test_groups_change_what_they_name_and_nothing_else(optimizer):
     }
 
 
+def test_groups_with_betas_of_their_own():
+    groups = [{"match": "mixer.b.1", "beta1": 0.5}, {"match": "mixer.w.*", "beta1": 0.96, "beta2": 0.9}]
+    optimizers = build_optimizers(model("dca"), TrainConfig(groups=groups, optimizer="muon", beta1=0.8, beta2=0.99))
+    found = {n: g["betas"] for g in optimizers["adamw"].param_groups for n in g["param_names"]}
+    own = {n: betas for n, betas in found.items() if betas != (0.8, 0.99)}
+    assert own == {"mixer.b.1": (0.5, 0.99), **{f"mixer.w.{i}": (0.96, 0.9) for i in (1, 2, 3)}}
+
+
+def test_betas_of_matrices_that_muon_trains_are_refused():
+    groups = [{"match": "sublayers.*", "beta1": 0.5}]
+    words = ["beta1 and beta2 are AdamW's, and sublayers.0.q_proj.weight is trained by Muon"]
+    refused(lambda: build_optimizers(model(), TrainConfig(groups=groups, optimizer="muon")), *words, code=USAGE)
+
+
 def test_groups_follow_the_schedule():
     optimizers = build_optimizers(model("dca"), TrainConfig(lr=0.01, groups=[{"match": "mixer.b.*", "lr": 0.1}]))
     set_learning_rate(optimizers, 0.5)
@@ -295,6 +309,7 @@ def test_a_group_of_the_rule_is_no_error_where_the_rule_has_no_parameters():
         ({"lr": 1}, ["needs match"]),
         ({"match": "mixer.b.*"}, ["lr or weight_decay"]),
         ({"match": "mixer.b.*", "lr": -1}, ["lr must be a finite number"]),
+        ({"match": "mixer.b.*", "beta2": 1.0}, ["beta2 must be a number from 0 to below 1, got 1.0"]),
         ({"match": "mixer.b.*", "weight_decay": "x"}, ["weight_decay must be a finite number"]),
     ],
 )
