@@ -109,7 +109,12 @@ def load(run: str | Path, device: str | torch.device = "auto") -> Trained:
         The model in eval mode, with its tokenizer, the configuration it was trained with and its step.
 
     Raises:
-        UserError: The model cannot be loaded, with the reason.
+        UserError: The model cannot be loaded. The message says why.
+
+    Example:
+        >>> trained = depthmix.load("runs/attnres")
+        >>> trained.model(torch.tensor([trained.tokenizer.encode("My fellow").ids])).shape
+        torch.Size([1, 3, 512])
     """
     from depthmix.device import choose_device
     from depthmix.runs.restore import load_model
@@ -118,14 +123,18 @@ def load(run: str | Path, device: str | torch.device = "auto") -> Trained:
 
 
 def retrofit(model: Any, mixer: str, *, quiet: bool = False, **options: Any) -> Any:
-    """Make a Hugging Face decoder mix over depth by a rule, in place; prints by how much its logits changed (depthmix.hf)."""
+    """Give a Hugging Face decoder a rule for mixing over depth, in place. `depthmix.hf.retrofit` documents the arguments.
+
+    Example:
+        >>> model = depthmix.retrofit(AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B"), "attnres", block_size=4)
+    """
     from depthmix.hf import retrofit as change
 
     return change(model, mixer, quiet=quiet, **options)
 
 
 def restore(model: Any) -> Any:
-    """Undo `retrofit` (depthmix.hf)."""
+    """Undo `retrofit`, in place, and return the model. The mixer's trained parameters are dropped."""
     from depthmix.hf import restore as undo
 
     return undo(model)

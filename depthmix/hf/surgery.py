@@ -57,6 +57,10 @@ def retrofit(model: Any, mixer: str, *, quiet: bool = False, **options: Any) -> 
 
     Raises:
         UserError: The architecture is not supported, or the rule does not start as plain residuals.
+
+    Example:
+        >>> model = retrofit(AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B"), "attnres", block_size=4)
+        attnres: the logits changed by 2.1e-07 of the largest
     """
     if _is_retrofitted(model):
         raise UserError("this model is retrofitted already; depthmix.restore(model) undoes that")
@@ -106,7 +110,17 @@ def retrofit(model: Any, mixer: str, *, quiet: bool = False, **options: Any) -> 
 
 
 def restore(model: Any) -> Any:
-    """Undo `retrofit`: the model adds up its sublayers' outputs again. The mixer's trained parameters are dropped."""
+    """Undo `retrofit`, in place: the model adds its sublayers' outputs again. The mixer's parameters are dropped.
+
+    Args:
+        model: A retrofitted model.
+
+    Returns:
+        The model.
+
+    Raises:
+        UserError: The model is not retrofitted.
+    """
     if not _is_retrofitted(model):
         raise UserError("this model is not retrofitted: there is nothing to undo")
     if isinstance(model, DepthmixPreTrainedModel):

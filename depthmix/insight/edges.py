@@ -132,7 +132,7 @@ def edge_effects(
     at_once: int = AT_ONCE,
     progress: Callable[[], None] | None = None,
 ) -> EdgeEffects:
-    """Measure all edges of a model.
+    """Measure how the loss changes when each edge between a source and a reader is cut.
 
     Args:
         model: model(ids) returns logits. The logits' first dimension may be longer than the ids'.
@@ -140,6 +140,17 @@ def edge_effects(
         mixer: The mixer, or its name, of a model with several.
         at_once: Tokens per pass.
         progress: Called for every reader of every batch.
+
+    Returns:
+        The loss of the unchanged model, and its rise without each edge.
+
+    Raises:
+        ValueError: There are no tokens, or the mixer is not found.
+
+    Example:
+        >>> model = depthmix.Decoder(depthmix.DecoderConfig(11, dim=8, n_blocks=2, n_heads=2))
+        >>> [tuple(change.shape) for change in edge_effects(model, [torch.zeros(2, 4, dtype=torch.int64)]).change]
+        [(1, 1), (1, 2), (1, 3), (1, 4), (1, 5)]
     """
     chosen = choose_mixer(model, mixer)
     n = chosen.n_sites + 1

@@ -51,7 +51,24 @@ def reading(m: Tensor) -> dict[str, Tensor]:
 
 
 def depth_map(model: nn.Module, batches: Iterable[Any], mixer: Mixer | str | None = None) -> DepthMap:
-    """Measure the mixing matrices of a model over batches, running model(batch) one at a time."""
+    """Measure the depth-mixing matrices of a model over batches.
+
+    Args:
+        model: A model with a mixer, called as model(batch).
+        batches: Inputs of the model.
+        mixer: The mixer, or its name, of a model with several.
+
+    Returns:
+        Mean and spread over the tokens of all batches.
+
+    Raises:
+        ValueError: There are no tokens, or the mixer is not found.
+
+    Example:
+        >>> model = depthmix.Decoder(depthmix.DecoderConfig(11, dim=8, n_blocks=2, n_heads=2))
+        >>> depth_map(model, [torch.zeros(2, 3, dtype=torch.int64)]).mean.shape
+        torch.Size([1, 5, 5])
+    """
     chosen = choose_mixer(model, mixer)
     whole, sample, signed = Moments(), EvenSample(), False
     measures = {name: Moments() for name in MEASURES}

@@ -33,13 +33,30 @@ def depth_mixing(
 
     Raises:
         ValueError: The model has no mixer or several, or did not use this one.
+
+    Example:
+        >>> model = depthmix.Decoder(depthmix.DecoderConfig(11, dim=8, n_blocks=2, n_heads=2, mixer="attnres"))
+        >>> depth_mixing(model, torch.zeros(2, 3, dtype=torch.int64)).shape
+        torch.Size([1, 5, 5])
     """
     chosen = choose_mixer(model, mixer)
     return chosen.mixing(sources_of(model, chosen, *inputs, **kwargs), per_token)
 
 
 def sources_of(model: nn.Module, mixer: Mixer, *inputs: Any, **kwargs: Any) -> list[Tensor]:
-    """Return the embedding and the raw output of every site when the model runs on a batch: S + 1 tensors [..., D]."""
+    """Run a model on a batch and return the embedding and the raw output of every site.
+
+    Args:
+        model: The model, called as model(*inputs, **kwargs) in eval mode.
+        mixer: Its mixer.
+        inputs, kwargs: The model's arguments.
+
+    Returns:
+        S + 1 tensors [..., D].
+
+    Raises:
+        ValueError: The model did not use the mixer.
+    """
     with torch.no_grad(), eval_mode(model), record_sources(mixer) as sources:
         model(*inputs, **kwargs)
     if not sources:

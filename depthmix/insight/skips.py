@@ -27,7 +27,24 @@ class SkipEffects:
 
 @torch.no_grad()
 def skip_effects(model: nn.Module, batches: Iterable[Tensor], mixer: Mixer | str | None = None) -> SkipEffects:
-    """Measure the effect of skipping each sublayer over batches of token ids [B, T + 1]. model(ids) returns logits."""
+    """Measure how the loss changes when each sublayer is skipped.
+
+    Args:
+        model: A language model with a mixer: model(ids) returns logits.
+        batches: Token ids [B, T + 1].
+        mixer: The mixer, or its name, of a model with several.
+
+    Returns:
+        The loss of the unchanged model, and its rise without each of the S sublayers.
+
+    Raises:
+        ValueError: There are no tokens, or the mixer is not found.
+
+    Example:
+        >>> model = depthmix.Decoder(depthmix.DecoderConfig(11, dim=8, n_blocks=2, n_heads=2))
+        >>> skip_effects(model, [torch.zeros(2, 4, dtype=torch.int64)]).change.shape
+        torch.Size([4])
+    """
     chosen = choose_mixer(model, mixer)
     write = current_calls(chosen)["write"]
     losses, tokens = torch.zeros(chosen.n_sites + 1, dtype=torch.float64), 0

@@ -95,8 +95,14 @@ class Streams:
 
 @torch.no_grad()
 def stream_report(mixer: Mixer, sources: Sequence[Tensor]) -> Streams | None:
-    """Measure the streams on a few tokens; None for a rule without streams. `sources`: the embedding and every site's
-    raw output.
+    """Measure the streams on a few tokens.
+
+    Args:
+        mixer: The rule.
+        sources: The embedding and the raw output of every site, [..., D] each (`sources_of`).
+
+    Returns:
+        The measurements; None for a rule without streams.
     """
     with without_autocast(sources[0]):
         return _report(mixer, *some_tokens(sources, TOKENS))

@@ -30,7 +30,11 @@ LEFT_OUT: Any = None
 
 @dataclass
 class DecoderConfig:
-    """Size and shape of a decoder."""
+    """Size and shape of a decoder.
+
+    Example:
+        >>> DecoderConfig(vocab_size=512, dim=64, n_blocks=6, n_heads=4, mixer="attnres", mixer_options={"block_size": 4})
+    """
 
     vocab_size: int
     dim: int
@@ -139,7 +143,13 @@ def token_positions(mask: Tensor | None, past: Any, length: int, device: torch.d
 
 
 class Decoder(Backbone):
-    """A language model: token ids [B, T] in, logits [B, T, vocab] out."""
+    """A language model: token ids [B, T] in, logits [B, T, vocab] out.
+
+    Example:
+        >>> model = Decoder(DecoderConfig(vocab_size=512, dim=64, n_blocks=6, n_heads=4, mixer="attnres"))
+        >>> model(torch.zeros(2, 3, dtype=torch.int64)).shape
+        torch.Size([2, 3, 512])
+    """
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
