@@ -6,6 +6,7 @@ A page has a line `<!-- table: NAME ARGUMENTS -->`; tools/site_hooks.py puts the
     steps 54m            training steps, from benchmarks/results; also `steps wide` and `steps cpu`
     stacks               reads of a whole stack beside other packages' kernels
     peers                whole rules beside other packages
+    decoding             decoding steps, prompts and memory beside the plain residual's
     bandwidth            share of a copy's bandwidth that each kernel reaches
 
 On the page of rules, tables with the head `| option | meaning |` get two columns more: what a rule's options accept, and their
@@ -83,6 +84,7 @@ def make(kind: str, *words: str) -> str:
         "stacks": stacks,
         "peers": peers,
         "bandwidth": bandwidth,
+        "decoding": decoding,
     }
     return makers[kind](*words)
 
@@ -283,3 +285,22 @@ def bandwidth() -> str:
     """Return each kernel's share of a copy's bandwidth at width 2048."""
     rows = [r for r in read("bandwidth-2048") if r["metric"] == "share of copy bandwidth" and r["who"] != "copy"]
     return table(("kernel", "share"), ((r["who"], f"{float(r['value']):.2f}") for r in rows), 1)
+
+
+def decoding() -> str:
+    """Return times and memory of decoding steps and prompts, relative to the plain residual."""
+    lines = []
+    for entry, what, metric in (
+        ("decode", "a decoding step", "time / residual"),
+        ("prefill", "a prompt of 8,192 tokens", "time / residual"),
+        ("prefill-memory", "peak memory, 131,072 tokens in chunks of 2,048", "peak memory / residual"),
+    ):
+        rows = [row for row in read(entry) if row["metric"] == metric and row["who"] != "residual"]
+        for case in dict.fromkeys(row["case"] for row in rows):
+            size, batch = re.findall(r" (54m|1b):", case)[0], re.findall(r"batch \d+", case)
+            cells = {row["who"]: f"{float(row['value']):.2f}×" for row in rows if row["case"] == case}
+            block = "attnres:block_size=" + ("4" if size == "54m" else "8")
+            arms = (block, "attnres", f"{block},ways=2", "dca")
+            title = ", ".join([what, size.upper(), *batch])
+            lines.append((title, *(cells[arm] for arm in arms)))
+    return table(("", "Block", "Full", "Block, two ways", "`dca`"), lines, 1)

@@ -78,6 +78,9 @@ def test_the_commands_of_the_page_run(tmp_path, monkeypatch, capsys):
         assert "Memory of the fullest rank" in shown
         if "residual mhc attnres" in command:  # the page's table
             told = [line.split() for line in shown.split("Traffic")[1].splitlines()[2:]]
-            rows = [line.strip("| ").split(" | ") for line in page.split("|---|\n")[1].splitlines()[:4]]
+            rows = [
+                line.strip("| ").split(" | ")
+                for line in page.split("| 128 sites")[1].split("|---|\n")[1].splitlines()[:4]
+            ]
             assert [[*row[:4], *row[5:]] for row in told] == rows
     assert (tmp_path / "pipelines.png").stat().st_size > 10_000
