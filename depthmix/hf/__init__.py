@@ -1,10 +1,12 @@
-"""Hugging Face: the decoder as a PreTrainedModel, and other decoders with a mixer put in.
+"""Hugging Face: the decoder as a PreTrainedModel, other decoders with a mixer put in, and models that
+mix over depth themselves, made faster.
 
 Importing this package registers the model type `depthmix` and those of retrofitted models with the Auto classes.
 """
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from depthmix.hf.accelerated.accelerate import accelerate
 from depthmix.hf.configuration import DepthmixConfig
 from depthmix.hf.decay import PaperDecay
 from depthmix.hf.modeling import DepthmixForCausalLM, DepthmixForSequenceClassification, DepthmixModel
@@ -24,6 +26,7 @@ __all__ = [
     "DepthmixForSequenceClassification",
     "DepthmixModel",
     "PaperDecay",
+    "accelerate",
     "mixer_of",
     "restore",
     "retrofit",

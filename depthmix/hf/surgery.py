@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from depthmix.errors import CHECKPOINT, UserError
+from depthmix.hf.accelerated.accelerate import is_accelerated, restore_plain
 from depthmix.hf.architectures import Site, architecture, why_not
 from depthmix.hf.carried import CarriesCode
 from depthmix.hf.depth_weights import ASKED, RECORD, Record, asked_for, with_weights
@@ -110,17 +111,22 @@ def retrofit(model: Any, mixer: str, *, quiet: bool = False, **options: Any) -> 
 
 
 def restore(model: Any) -> Any:
-    """Undo `retrofit`, in place: the model adds its sublayers' outputs again. The mixer's parameters are dropped.
+    """Undo `retrofit` or `accelerate`, in place.
+
+    A retrofitted model adds its sublayers' outputs again, and the mixer's parameters are dropped. An accelerated model runs
+    transformers' own code again.
 
     Args:
-        model: A retrofitted model.
+        model: A retrofitted or accelerated model.
 
     Returns:
         The model.
 
     Raises:
-        UserError: The model is not retrofitted.
+        UserError: The model is neither.
     """
+    if is_accelerated(model):
+        return restore_plain(model)
     if not _is_retrofitted(model):
         raise UserError("this model is not retrofitted: there is nothing to undo")
     if isinstance(model, DepthmixPreTrainedModel):

@@ -1,0 +1,22 @@
+"""What `accelerate` knows of a family of models. Each family has a file, which ends in one such description."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+
+class Family(NamedTuple):
+    """Classes of a family: each is a subclass of a class of transformers, has its name and takes over from it."""
+
+    title: str
+    layer: Any
+    head: Any  # of the model's end; None: it stays as it is
+    why_not: Callable[[Any, Any], str | None]  # why a layer cannot be accelerated, given its class's KIND
+    mixing: tuple[str, ...]  # modules of a layer that make up its mixing; the others are sublayers
+    token_shape: Callable[[Any], tuple[int, ...]]  # of what a layer receives for a token
+    outputs: Callable[[Any, str], int]  # how many things a sublayer returns, by its name; 0: a tensor alone
+
+    def replacements(self) -> dict[type, Any]:
+        """Return our class for each class of transformers."""
+        return {own.__mro__[1]: own for own in (self.layer, self.head) if own is not None}

@@ -1,0 +1,125 @@
+"""Small models of the families that mix over depth, with random weights: real modules of transformers at width 32."""
+
+from typing import Any
+
+import torch
+
+VOCAB, DIM, LENGTH = 61, 32, 9
+
+
+def deepseek_v4(**fields: Any) -> Any:
+    from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
+
+    shape = {
+        "vocab_size": VOCAB,
+        "hidden_size": DIM,
+        "moe_intermediate_size": 16,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "head_dim": 16,
+        "q_lora_rank": 16,
+        "num_experts_per_tok": 2,
+        "n_routed_experts": 4,
+        "layer_types": ["sliding_attention", "heavily_compressed_attention", "compressed_sparse_attention"],
+        "mlp_layer_types": ["hash_moe", "moe", "moe"],
+        "compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 4},
+        "sliding_window": 4,
+        "o_groups": 2,
+        "o_lora_rank": 8,
+        "index_n_heads": 2,
+        "index_head_dim": 8,
+        "index_topk": 2,
+        "partial_rotary_factor": 0.5,
+        "max_position_embeddings": 64,
+        "bos_token_id": 0,
+        "eos_token_id": None,
+    }
+    return DeepseekV4ForCausalLM(DeepseekV4Config(**{**shape, **fields}))
+
+
+def glm5_next(**fields: Any) -> Any:
+    from transformers import Glm5NextConfig, Glm5NextForConditionalGeneration
+
+    text = {
+        "vocab_size": VOCAB,
+        "hidden_size": DIM,
+        "intermediate_size": 24,
+        "moe_intermediate_size": 16,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "kv_lora_rank": 8,
+        "q_lora_rank": 16,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 8,
+        "index_n_heads": 2,
+        "index_head_dim": 8,
+        "index_topk": 8,
+        "index_kpool": 4,
+        "layer_types": ["linear_attention", "indexed_attention", "indexed_attention"],
+        "indexer_types": ["full", "full", "shared"],
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "linear_head_dim": 8,
+        "linear_num_heads": 2,
+        "max_position_embeddings": 64,
+        "pad_token_id": None,
+    }
+    vision = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "out_hidden_size": DIM}
+    vision |= {"image_size": 28, "patch_size": 14, "projection_intermediate_size": 16}
+    tokens = {f"{kind}_{part}token_id": 50 for kind in ("image", "video") for part in ("", "start_", "end_")}
+    config = Glm5NextConfig(text_config={**text, **fields}, vision_config=vision, **tokens)
+    return Glm5NextForConditionalGeneration(config)
+
+
+def hy_v4(**fields: Any) -> Any:
+    from transformers import HYV4Config, HYV4ForCausalLM
+
+    shape = {
+        "vocab_size": VOCAB,
+        "hidden_size": DIM,
+        "intermediate_size": 24,
+        "moe_intermediate_size": 16,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 8,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 8,
+        "index_topk": 4,
+        "index_head_dim": 8,
+        "index_n_heads": 2,
+        "indexer_types": ["full", "full", "shared"],
+        "hc_magnitude": 1.5,
+        "max_position_embeddings": 64,
+        "pad_token_id": None,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    return HYV4ForCausalLM(HYV4Config(**{**shape, **fields}))
+
+
+BUILD = {build.__name__: build for build in (deepseek_v4, glm5_next, hy_v4)}
+
+
+def small_model(family: str, dtype: torch.dtype = torch.float32, seed: int = 0, **fields: Any) -> Any:
+    """Return a model in eval mode whose mixing is far from its initial state: every weight of it matters."""
+    torch.manual_seed(seed)
+    model = BUILD[family](**fields).eval()
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "_hc." in name or "hc_head" in name:
+                p += (0.1 if p.ndim > 1 else 0.5) * torch.randn_like(p)
+            elif "norm" in name:
+                p += 0.2 * torch.randn_like(p)
+            elif p.ndim > 1 and "vision" not in name:
+                p.mul_(5.0)
+    return model.to(dtype)
+
+
+def tokens(batch: int = 2, length: int = LENGTH, seed: int = 1) -> torch.Tensor:
+    return torch.randint(49, (batch, length), generator=torch.Generator().manual_seed(seed))
