@@ -72,8 +72,15 @@ def accelerate(model: Any, check: bool = True, *, quiet: bool = False) -> Any:
     for module in (*able, *heads):
         _change_class(module, replacements[type(module)])
     if not quiet:
-        left = f", {len(waiting) - len(able)} layers with offloaded weights stay as they are" if len(able) < len(waiting) else ""
-        print(f"{family.title}: {2 * len(able)} mHC modules{' and the head' if heads else ''}{left}{_where(model)}", end="")
+        left = (
+            f", {len(waiting) - len(able)} layers with offloaded weights stay as they are"
+            if len(able) < len(waiting)
+            else ""
+        )
+        print(
+            f"{family.title}: {2 * len(able)} mHC modules{' and the head' if heads else ''}{left}{_where(model)}",
+            end="",
+        )
         print(f"; checked on random streams: equal within {difference:.0e}" if check else "")
     return model
 
@@ -84,7 +91,9 @@ def restore_plain(model: Any) -> Any:
         if is_ours(type(module)):
             _change_class(module, type(module).__mro__[1])
         elif any(is_ours(base) for base in type(module).__mro__):
-            raise UserError(f"a {type(module).__name__} cannot be restored: undo what made it from the accelerated layer first")
+            raise UserError(
+                f"a {type(module).__name__} cannot be restored: undo what made it from the accelerated layer first"
+            )
     return model
 
 
@@ -110,7 +119,9 @@ def _layers(model: Any) -> tuple[Family, dict[str, Any]]:
             found.setdefault(known[-1].__name__, {})[name] = module
     if not found:
         families = ", ".join(FAMILIES.values())
-        raise UserError(f"cannot accelerate a {type(model).__name__}: no layers that mix over depth in it are known ({families})")
+        raise UserError(
+            f"cannot accelerate a {type(model).__name__}: no layers that mix over depth in it are known ({families})"
+        )
     if len(found) > 1:
         raise UserError(f"cannot accelerate a model with layers of several families: {', '.join(found)}")
     ((kind, layers),) = found.items()
@@ -129,7 +140,9 @@ def _require_original(name: str, layer: Any, known: type) -> None:
     """Raise UserError unless a layer is exactly of a class of transformers, or ours, and runs that class's forward."""
     home = f"transformers.models.{FAMILIES[known.__name__]}.modeling_{FAMILIES[known.__name__]}"
     if known.__module__ != home:
-        raise UserError(f"cannot accelerate {name}: its class is {known.__module__}.{known.__name__}, not the one of transformers")
+        raise UserError(
+            f"cannot accelerate {name}: its class is {known.__module__}.{known.__name__}, not the one of transformers"
+        )
     if is_ours(type(layer)):
         return
     if type(layer) is not known:
@@ -146,11 +159,16 @@ def _change_class(module: Any, kind: Any) -> None:
     """Give a module another class, whose forward it then runs also inside the hooks of accelerate."""
     before = type(module).forward
     module.__class__ = kind
-    if getattr(vars(module).get("_old_forward"), "__func__", None) is before:
-        module._old_forward = types.MethodType(kind.forward, module)
+    for name in ("_old_forward", "forward"):  # the second is what is left of a hook that was removed
+        if getattr(vars(module).get(name), "__func__", None) is before:
+            setattr(module, name, types.MethodType(kind.forward, module))
 
 
 def _where(model: Any) -> str:
-    weight = next(model.parameters())
-    reason = why_no_kernels(weight.device.type, weight.device.index)
+    device = next(model.parameters()).device
+    reason = (
+        why_no_kernels("cuda", device.index)
+        if device.type == "cuda"
+        else f"kernels run on GPUs, and the model is on {device.type}"
+    )
     return f", in plain PyTorch ({reason})" if reason is not None else ""

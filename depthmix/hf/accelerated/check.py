@@ -68,7 +68,9 @@ def _bare(module: nn.Module) -> Any:
     bare = kind.__new__(kind)
     nn.Module.__init__(bare)
     own = {name: value for name, value in vars(module).items() if name not in vars(bare) and not name.startswith("_")}
-    bare.__dict__.update({name: value for name, value in own.items() if name not in ("forward", "gradient_checkpointing")})
+    bare.__dict__.update(
+        {name: value for name, value in own.items() if name not in ("forward", "gradient_checkpointing")}
+    )
     return bare
 
 
@@ -92,7 +94,9 @@ def _results(shell: Any, x: Tensor) -> tuple[list[Tensor], list[Any]]:
         sublayer.calls.clear()
     out = shell(x)
     out = out[0] if isinstance(out, tuple) else out
-    weights = torch.linspace(-1.0, 1.0, out.numel()).view(out.shape).cos() * torch.arange(out.numel()).view(out.shape).sin()
+    weights = (
+        torch.linspace(-1.0, 1.0, out.numel()).view(out.shape).cos() * torch.arange(out.numel()).view(out.shape).sin()
+    )
     grads = torch.autograd.grad((out * weights).sum(), [x, *shell.parameters()])
     calls = [list(module.calls) for module in shell.children() if isinstance(module, _Sublayer)]
     return [out.detach(), *grads], calls

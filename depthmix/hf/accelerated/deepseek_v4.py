@@ -1,6 +1,6 @@
 """DeepSeek-V4: mHC in DeepSeek's orientation, with a learned head.
 
-    pre = sigmoid(H_pre) + eps;   post = 2 sigmoid(H_post);   comb = Sinkhorn of H_comb;   x'_o = Σ_i comb[i, o] x_i + post[o] y
+pre = sigmoid(H_pre) + eps;   post = 2 sigmoid(H_post);   comb = Sinkhorn of H_comb;   x'_o = Σ_i comb[i, o] x_i + post[o] y
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What `accelerate` knows of a family of models. Each family has a file, which ends in one such description."""
+"""Description of a family of models for `accelerate`. Each family has a file of its own, which ends in one."""
 
 from __future__ import annotations
 

@@ -48,7 +48,11 @@ class HYV4DecoderLayer(modeling.HYV4DecoderLayer):
     ) -> tuple[Tensor, Tensor | None]:
         """Return the streams [B, T, n, D] after attention and MLP, and the attention's selection of keys."""
         attention = {"attention_mask": attention_mask, "position_ids": position_ids, "past_key_values": past_key_values}
-        attention |= {"use_cache": use_cache, "position_embeddings": position_embeddings, "prev_topk_indices": prev_topk_indices}
+        attention |= {
+            "use_cache": use_cache,
+            "position_embeddings": position_embeddings,
+            "prev_topk_indices": prev_topk_indices,
+        }
         if not mix.mixes_as_written(self, self.KIND):
             return super().forward(hidden_states, **attention, **kwargs)
         h, streams = mix.read(self.KIND, mix.begin(hidden_states), None, self.attn_hc, self.input_layernorm)

@@ -22,7 +22,6 @@ from depthmix.ops.stream_mix.rules import Rule
 from depthmix.ops.stream_mix.step import Inputs, step, step_reference, write_step
 from depthmix.ops.torch_internals import calls_only_its_forward
 
-
 CONNECTIONS, NORMS = ("attn_hc", "ffn_hc"), ("input_layernorm", "post_attention_layernorm")  # modules of a layer
 
 
@@ -74,7 +73,9 @@ def read(kind: Kind, streams: Streams, y: Tensor | None, connection: Any, norm: 
     return h if gain is not None else norm(h), streams
 
 
-def _read(rule: Rule, streams: Streams, y: Tensor | None, weights: Any, gain: Tensor | None, eps: float) -> tuple[Tensor, Streams]:
+def _read(
+    rule: Rule, streams: Streams, y: Tensor | None, weights: Any, gain: Tensor | None, eps: float
+) -> tuple[Tensor, Streams]:
     x, shape, post, res = streams
     wide = compute_dtype(weights.fn)
     w, base, scale = (widen(t, wide) for t in (weights.fn, weights.base, weights.scale))
@@ -116,11 +117,13 @@ def runs_as_written(module: nn.Module) -> bool:
     Hooks and a replaced forward make the answer False. Hooks of accelerate that only move inputs to the module's device do not:
     the inputs are on the layer's device.
     """
-    if "_hf_hook" not in module.__dict__:
+    own = module.__dict__
+    hook, forward = own.get("_hf_hook"), own.get("forward" if "_hf_hook" not in own else "_old_forward")
+    # A hook that was removed leaves the class's forward behind, bound to the module.
+    if getattr(forward, "__func__", None) is not type(module).forward:
         return calls_only_its_forward(module)
-    hook, forward = module.__dict__["_hf_hook"], module.__dict__.get("_old_forward")
-    moves_inputs = type(hook).__name__ == "AlignDevicesHook" and not hook.offload
-    return moves_inputs and getattr(forward, "__func__", None) is type(module).forward
+    moves_inputs = hook is None or (type(hook).__name__ == "AlignDevicesHook" and not hook.offload)
+    return moves_inputs and not module._forward_hooks and not module._forward_pre_hooks
 
 
 def mixes_as_written(layer: Any, kind: Kind) -> bool:
@@ -135,7 +138,7 @@ def mixes_as_written(layer: Any, kind: Kind) -> bool:
 
 
 def _is_plain(weight: Tensor) -> bool:
-    return type(weight) in (nn.Parameter, Tensor) and not weight.is_meta
+    return type(weight) in (nn.Parameter, Tensor)
 
 
 def _fuses(norm: Any, kind: type) -> bool:

@@ -118,8 +118,41 @@ def small_model(family: str, dtype: torch.dtype = torch.float32, seed: int = 0, 
                 p += 0.2 * torch.randn_like(p)
             elif p.ndim > 1 and "vision" not in name:
                 p.mul_(5.0)
+    # Their grouped products know no fp64.
+    model.set_experts_implementation("eager")
     return model.to(dtype)
 
 
 def tokens(batch: int = 2, length: int = LENGTH, seed: int = 1) -> torch.Tensor:
     return torch.randint(49, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def layers_of(model: Any) -> Any:
+    base = model.model
+    return (base.language_model if hasattr(base, "language_model") else base).layers
+
+
+class Times(torch.nn.Module):
+    """A sublayer without an error of its own: x times ±2."""
+
+    def __init__(self, outputs: int, seed: int) -> None:
+        super().__init__()
+        self.outputs = outputs
+        factors = 2.0 * torch.randn(DIM, generator=torch.Generator().manual_seed(seed)).sign()
+        self.register_buffer("factors", factors, persistent=False)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        x = args[0] if args else kwargs["hidden_states"]
+        y = x * self.factors.to(x.dtype)
+        return (y, *[None] * (self.outputs - 1)) if self.outputs else y
+
+
+ATTENTION_OUTPUTS = {"deepseek_v4": 2, "glm5_next": 0, "hy_v4": 3}  # of the first layer; 0: a tensor alone
+
+
+def mixing_alone(family: str, dtype: torch.dtype, **fields: Any) -> Any:
+    """Return a model whose first layer has sublayers without rounding errors."""
+    model = small_model(family, dtype, **fields)
+    first = layers_of(model)[0]
+    first.self_attn, first.mlp = Times(ATTENTION_OUTPUTS[family], 5), Times(0, 6)
+    return model

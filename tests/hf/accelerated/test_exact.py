@@ -1,0 +1,173 @@
+"""Accelerated models against those of transformers: outputs and every gradient, each against a run of the original in fp64."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers.models.hy_v4")
+from depthmix.hf import accelerate
+from depthmix.ops import use_backend
+from hf.accelerated.exact import Wide, exact_copy, relative_error
+from hf.accelerated.small_models import BUILD, DIM, LENGTH, VOCAB, layers_of, mixing_alone, small_model, tokens
+from ops.helpers import saved_storages
+
+FAMILIES = list(BUILD)
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+ALL_SELECTED = {"num_experts_per_tok": 4, "index_topk": 16}  # otherwise a rounding may select other experts
+
+
+def random(*shape: int, seed: int = 7) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def layer_results(layer: Any, x: torch.Tensor, cotangent: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The streams a layer returns, and the gradients of what it received and of all its weights."""
+    x = x.clone().requires_grad_()
+    out = layer(x)
+    out = out[0] if isinstance(out, tuple) else out
+    names = ["x", *[name for name, _ in layer.named_parameters()]]
+    grads = torch.autograd.grad(out, [x, *layer.parameters()], cotangent)
+    return {"out": out.detach(), **dict(zip(names, grads, strict=True))}
+
+
+def assert_as_exact(found: Any, original: Any, exact: Any, dtype: torch.dtype) -> None:
+    """Our error is at most 1.5 times the original's, or about a rounding step more, which tensors of two numbers need."""
+    step = max(torch.finfo(dtype).eps / 2, 5e-7)
+    for name, truth in exact.items():
+        ours, theirs = relative_error(found[name], truth), relative_error(original[name], truth)
+        assert ours <= 1.5 * theirs + step, f"{name}: ours {ours:.1e}, theirs {theirs:.1e}"
+
+
+def compare_layers(family: str, dtype: torch.dtype, batch: int, length: int, backend: str | None) -> None:
+    model = mixing_alone(family, dtype)
+    layer, exact = layers_of(model)[0], exact_copy(layers_of(model)[0])
+    ours = layers_of(accelerate(copy.deepcopy(model), quiet=True))[0]
+    x, cotangent = (random(batch, length, 4, DIM, seed=seed).to(dtype) for seed in (1, 2))
+    with Wide():
+        truth = layer_results(exact, x.double(), cotangent.double())
+    with use_backend(backend):
+        found = layer_results(ours, x, cotangent)
+    assert_as_exact(found, layer_results(layer, x, cotangent), truth, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_mixing_of_a_layer(family: str, dtype: torch.dtype) -> None:
+    compare_layers(family, dtype, 2, 40, None)
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype"), [(f, torch.float32) for f in FAMILIES] + [("glm5_next", torch.float16)], ids=str
+)
+@pytest.mark.usefixtures("quick_interpreter")
+def test_mixing_of_a_layer_by_kernels(family: str, dtype: torch.dtype) -> None:
+    """bf16 is left to tests/gpu: the interpreter does not round to it as a GPU does."""
+    pytest.importorskip("triton")
+    compare_layers(family, dtype, 1, 7, "triton")
+
+
+def model_results(model: Any, cotangent: torch.Tensor) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    out = model(input_ids=tokens()).logits
+    (out * cotangent.to(out.dtype)).sum().backward()
+    grads = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    return {"logits": out.detach(), "grads": grads}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_models(family: str, dtype: torch.dtype) -> None:
+    model = small_model(family, dtype, **ALL_SELECTED)
+    ours, exact, cotangent = accelerate(copy.deepcopy(model), quiet=True), exact_copy(model), random(2, LENGTH, VOCAB)
+    with Wide():
+        truth = model_results(exact, cotangent.double())
+    assert_as_exact(model_results(ours, cotangent), model_results(model, cotangent), truth, dtype)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v4", "hy_v4"])
+@pytest.mark.usefixtures("quick_interpreter")
+def test_heads_by_kernels(family: str) -> None:
+    pytest.importorskip("triton")
+    model = small_model(family, torch.float16)
+    head, exact = model.model.hc_head, exact_copy(model.model.hc_head)
+    ours = accelerate(copy.deepcopy(model), quiet=True).model.hc_head
+    x, cotangent = random(1, 7, 4, DIM, seed=1).half(), random(1, 7, DIM, seed=2).half()
+    with Wide():
+        truth = layer_results(exact, x.double(), cotangent.double())
+    with use_backend("triton"):
+        found = layer_results(ours, x, cotangent)
+    assert_as_exact(found, layer_results(head, x, cotangent), truth, torch.float16)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_autocast(family: str) -> None:
+    """fp32 weights under bf16 autocast: the mixing stays in fp32, where transformers' projections are rounded."""
+    model = small_model(family, **ALL_SELECTED)
+    ours, exact, cotangent = accelerate(copy.deepcopy(model), quiet=True), exact_copy(model), random(2, LENGTH, VOCAB)
+    with Wide():
+        truth = model_results(exact, cotangent.double())
+    with torch.autocast("cpu", torch.bfloat16):
+        found, original = (model_results(m, cotangent) for m in (ours, model))
+    assert_as_exact(found, original, truth, torch.bfloat16)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_compiled(family: str) -> None:
+    """The layer in one graph, without breaks, and its gradients."""
+    fewer = {} if family == "hy_v4" else {"hc_sinkhorn_iters": 3}
+    model = mixing_alone(family, torch.float32, **fewer)
+    layer, exact = layers_of(model)[0], exact_copy(layers_of(model)[0])
+    ours = torch.compile(
+        layers_of(accelerate(copy.deepcopy(model), quiet=True))[0], backend="aot_eager", fullgraph=True
+    )
+    x, cotangent = (random(2, 5, 4, DIM, seed=seed) for seed in (1, 2))
+    with Wide():
+        truth = layer_results(exact, x.double(), cotangent.double())
+    found = layer_results(ours, x, cotangent)
+    found = {name.removeprefix("_orig_mod."): value for name, value in found.items()}
+    assert_as_exact(found, layer_results(layer, x, cotangent), truth, torch.float32)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_decoding_with_a_cache(family: str) -> None:
+    model = small_model(family)
+    ours, ids = accelerate(copy.deepcopy(model), quiet=True), tokens(length=5)
+    options = {"max_new_tokens": 6, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    found, expected = (m.generate(ids, **options) for m in (ours, model))
+    assert torch.equal(found.sequences, expected.sequences)
+    torch.testing.assert_close(torch.stack(found.logits), torch.stack(expected.logits), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradient_checkpointing(family: str) -> None:
+    """The same gradients, bit by bit, and each layer runs once more in the backward pass."""
+    model = accelerate(small_model(family), quiet=True).train()
+    plain, cotangent = model_results(model, random(2, LENGTH, VOCAB)), random(2, LENGTH, VOCAB)
+    for reentrant in (False, True):
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model.enable_input_require_grads()
+        calls = []
+        handles = [
+            layer.mlp.register_forward_hook(lambda *_, calls=calls: calls.append(1)) for layer in layers_of(model)
+        ]
+        checkpointed = model_results(model, cotangent)
+        assert len(calls) == 2 * len(layers_of(model))
+        assert all(torch.equal(plain[name], checkpointed[name]) for name in plain)
+        for handle in handles:
+            handle.remove()
+
+
+@pytest.mark.usefixtures("quick_interpreter")
+def test_kernels_save_little_for_the_backward() -> None:
+    """At this width, where weights and coefficients are as large as the streams, still less than half."""
+    pytest.importorskip("triton")
+    model, sizes = mixing_alone("deepseek_v4", torch.float16), []
+    for m, backend in ((model, None), (accelerate(copy.deepcopy(model), quiet=True), "triton")):
+        x = random(1, 7, 4, DIM).half().requires_grad_()
+        with use_backend(backend), saved_storages(1) as kept:
+            layers_of(m)[0](x)
+        weights = {p.untyped_storage().data_ptr() for p in m.parameters()}
+        sizes.append(sum(size for at, size in kept.items() if at not in weights))
+    assert sizes[1] < sizes[0] / 2, sizes
