@@ -26,7 +26,6 @@ from depthmix.config import (
     PlanConfig,
     ReportConfig,
     RetrofitConfig,
-    StudyConfig,
     TrainConfig,
 )
 from depthmix.errors import DATA, DISK, INTERNAL, INTERRUPTED, PIPE, USAGE, UserError
@@ -51,6 +50,8 @@ class Parser(argparse.ArgumentParser):
         if unknown:
             near = nearest(unknown[1][1:-1].lower(), COMMANDS)
             message = f"unknown command {unknown[1]}; there are {', '.join(COMMANDS)}{near}"
+            if unknown[1][1:-1] == "study":
+                message = "studies are run by `depthmix compare`: give it the study's recipe, as in `depthmix compare recipes/studies/tiny.yaml`"
         elif message.endswith("expected one argument"):
             flag = message.removeprefix("argument ").partition(":")[0]
             message += f" (one that begins with a dash is written {flag}=-…)"
@@ -98,7 +99,7 @@ def add_flags(parser: argparse.ArgumentParser, config: type, completing: bool) -
         help="YAML file with any of the options below; flags override it",
     )
     actions: list[argparse.Action] = [recipe]
-    for field in dataclasses.fields(config):
+    for field in (field for field in dataclasses.fields(config) if field.metadata["flag"]):
         flag, hint = "--" + field.name.replace("_", "-"), hints[field.name]
         default = getattr(plain, field.name)
         shown = (
@@ -181,16 +182,10 @@ def run_train(config: TrainConfig) -> None:
 
 
 def run_compare(config: CompareConfig) -> None:
-    from depthmix.compare.compare import compare
+    begun = time.monotonic()  # a time limit includes importing torch
+    from depthmix.compare.engine import compare
 
-    compare(config).show()
-
-
-def run_study(config: StudyConfig) -> None:
-    begun = time.monotonic()  # the import of torch counts
-    from depthmix.compare.study import study
-
-    study(config, begun=begun)
+    compare(config, begun=begun).show()
 
 
 def run_report(config: ReportConfig) -> None:
@@ -200,20 +195,22 @@ def run_report(config: ReportConfig) -> None:
 
 
 def run_plan(config: PlanConfig) -> None:
-    from depthmix.compare.arms import Arm, options_apart, parse_arms
+    from depthmix.compare.arms import Arm, options_apart, parse_arms, rule_of
+    from depthmix.compare.modules import load_modules
     from depthmix.mixers import list_mixers
     from depthmix.parallel.plan.figure import check_path, draw
     from depthmix.parallel.plan.plan import plan
 
     if config.figure:
         check_path(config.figure)
+    load_modules(Path(), config.modules, "modules")
     config = options_apart("plan", config)
     if config.arms and config.mixer_options:
         raise UserError("plan: mixer_options belong to one mixer: write them behind its arm, as in NAME:option=value")
     named = config.mixer != DEFAULT_MIXER or config.mixer_options  # a recipe of `train`
     chosen = [Arm(config.mixer, config.mixer_options).label] if named else list_mixers()
     plain_first = [DEFAULT_MIXER, *(label for label in chosen if label != DEFAULT_MIXER)]
-    arms = parse_arms(config.arms or plain_first)
+    arms = parse_arms(list(dict.fromkeys(map(rule_of, config.arms))) or plain_first)
     planned = plan(config, [(arm.label, arm.name, arm.options) for arm in arms])
     print(planned.text)
     for warning in planned.warnings:
@@ -277,11 +274,6 @@ def run_doctor() -> None:
 COMMANDS: dict[str, tuple[type | None, Callable[..., None], str]] = {
     "train": (TrainConfig, run_train, "train one model, on text or on images"),
     "compare": (CompareConfig, run_compare, "train several rules on the same data and compare them at equal cost"),
-    "study": (
-        StudyConfig,
-        run_study,
-        "run a study, a file of arms and seeds, in pieces, and write its table and figures",
-    ),
     "report": (ReportConfig, run_report, "write one page about runs: results, costs, and what layers read"),
     "plan": (PlanConfig, run_plan, "estimate memory, communication and step time of a recipe on GPUs you do not have"),
     "eval": (
@@ -303,7 +295,7 @@ COMMANDS: dict[str, tuple[type | None, Callable[..., None], str]] = {
 }
 
 
-WITHOUT_MODULES = ("study", "data", "doctor")  # a study's recipe names its modules
+WITHOUT_MODULES = ("data", "doctor")
 
 
 @functools.cache
@@ -335,7 +327,7 @@ def build_parser(completing: bool = False) -> argparse.ArgumentParser:
             sub.add_argument("--modules", **modules)
         if config:
             add_flags(sub, config, completing)
-        if config is PlanConfig:
+        if config in (CompareConfig, PlanConfig):
             how: Any = {"nargs": "?", "action": OnceOrAsWord, "metavar": "RECIPE", "help": "Same as --recipe"}
             sub.add_argument("recipe", default=argparse.SUPPRESS, **how)
     completion = commands.add_parser("completion", help='print shell completion: eval "$(depthmix completion bash)"')

@@ -8,15 +8,16 @@ from typing import Any, Literal
 from depthmix.names import DEFAULT_MIXER
 
 
-def option(default: Any, help: str, first: bool = False) -> Any:
+def option(default: Any, help: str, first: bool = False, flag: bool = True) -> Any:
     """Make a dataclass field that carries a help text.
 
     Args:
         default: The field's default. Lists and dictionaries are copied for every instance.
         help: The help text: an imperative or a noun, then the consequence.
         first: Whether the value may come as a word of its own, without its flag.
+        flag: Whether the command line has a flag for it. Nested values can stand in a recipe only.
     """
-    metadata = {"help": help, "first": first}
+    metadata = {"help": help, "first": first, "flag": flag}
     if isinstance(default, list | dict):
         return field(default_factory=default.copy, metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -200,15 +201,48 @@ OF_IMAGES = ("patch_size", "pool", "positions", "crop", "flip")
 
 @dataclass
 class CompareConfig(TrainConfig):
-    """Train several models on the same data in the same order and compare them at equal cost."""
+    """Train several models on the same data in the same order and compare them at equal cost. The same command resumes
+    a comparison that was interrupted.
+    """
 
-    arms: list[str] = option(
-        [], "Models to compare, each a rule as NAME or NAME:option=value,option=value; the first is the baseline"
+    eval_every: int = option(100, "Steps between evaluations; the last step is always evaluated; 0: only the last step")
+    arms: list[Any] = option(
+        [],
+        "Models to compare, each a rule as NAME or NAME:option=value,option=value; the first is the baseline. In a recipe an arm may also be {label, mixer, set, seeds, sizes}",
     )
     seeds: list[int] = option([0], "Seeds; every arm runs once per seed")
     budget: Literal["tokens", "time"] = option(
         "tokens",
         "Budget that all arms share. tokens: the same number of steps; time: the number of steps that fit into the baseline's time",
+    )
+    domains: dict[str, Any] = option(
+        {}, "Folders of prepared data by name, NAME=PATH, to compare the models on each of them; instead of data"
+    )
+    sizes: dict[str, Any] = option(
+        {}, "Options of the model or its training by name, to compare the models at each of these sizes", flag=False
+    )
+    only: list[str] = option([], "Run only these arms, seeds, sizes and domains; the rest stays to be done")
+    minutes: float = option(0.0, "Time limit in minutes; a run that would take longer is not started; 0: no limit")
+    save_models: bool = option(
+        True, "Keep a folder for every run, with checkpoints to resume from; without, only the results are kept"
+    )
+    step_times: bool = option(
+        False, "Measure step times in turns once all runs are done, for the costs in the table; at equal time always"
+    )
+    report: bool = option(False, "Run nothing; rewrite the table, the figures and the report from the results")
+    results: list[str] = option([], "Further files of results (runs.jsonl), for example from another machine")
+    question: str = option("", "Question that the comparison answers, for the table")
+    notes: list[str] = option([], "Sentences to print below the table", flag=False)
+    power: dict[str, Any] = option(
+        {},
+        "difference: the difference that matters, in nats; spread: how much a paired difference varies from seed to seed (standard deviations)",
+        flag=False,
+    )
+    sections: list[Literal["stability", "depth"]] = option(
+        [], "Further sections of the table: stability over learning rates, magnitudes over depth", flag=False
+    )
+    modules: list[str] = option(
+        [], "Python files that register rules of your own, or folders of such files, from the recipe's folder", flag=False
     )
     prompt: str = option("", "Text that every model continues at the end; none: no sample")
     sample_tokens: int = option(60, "Tokens to generate after the prompt")
@@ -216,28 +250,6 @@ class CompareConfig(TrainConfig):
         "",
         "REASON why runs made by different versions of the code may share a table; it is stored and printed below the table",
     )
-
-
-@dataclass
-class StudyConfig:
-    """Run the missing runs of a study, a file of arms and seeds, and write its table and figures."""
-
-    study: str = option("", "Name of a file in recipes/studies, or a path; may be given as the first word", first=True)
-    data: list[str] = option(
-        [], "Folder of prepared data, or DOMAIN=FOLDER for each domain; none: the folders that the study names"
-    )
-    arms: list[str] = option([], "Run only these arms, by their names in the table")
-    sizes: list[str] = option([], "Run only these sizes")
-    seeds: list[int] = option([], "Run only these seeds")
-    out: str = option("", "Folder for the results; none: docs/results/NAME, whose results always count")
-    results: list[str] = option([], "Further files of results, for example from another machine")
-    minutes: float = option(0.0, "Time limit in minutes; a run that would take longer is not started; 0: no limit")
-    report: bool = option(False, "Run nothing; rewrite the table and figures from the results")
-    accept_code: str = option(
-        "", "REASON why results made by other versions of the code count; it is stored and printed in the table"
-    )
-    device: str = option("auto", "Device: cpu, cuda, cuda:N, mps or auto")
-    quiet: bool = option(False, "Hide the progress bar")
 
 
 @dataclass

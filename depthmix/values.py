@@ -20,6 +20,8 @@ nearest = functools.partial(nearest_of, cutoff=0.65)  # many flags are alike: su
 
 def coerce(command: str, name: str, hint: Any, value: Any) -> Any:
     """Convert a flag's text or a recipe's value to the field's type. Raises UserError where it does not fit."""
+    if hint is Any:
+        return value
     members = get_args(hint) if get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
     expected = describe(hint)
     if type(None) in members and (value is None or (isinstance(value, str) and value.lower() == "none")):
@@ -146,14 +148,7 @@ def build_config(
     recipe = given.pop("recipe", None)
     if recipe == "":
         raise UserError(f"{command}: --recipe is empty; give the path of a YAML file, or leave it out")
-    lines: dict[str, Any] = {}
-    if recipe is not None:
-        from depthmix.strict_yaml import read_recipe
-
-        lines = read_recipe(command, recipe)
-    if is_study(lines):
-        advice = f"run it with `depthmix study {recipe}`"
-        raise UserError(f"{command}: {recipe} is a study, not a recipe of {command}'s options; {advice}")
+    lines: dict[str, Any] = {} if recipe is None else _read_lines(command, recipe)
     values = {**_drop_replaced_options(lines, given), **given}
     for name in values:
         if name not in hints:
@@ -173,9 +168,35 @@ def check_at_least(config: Any, least: int, *names: str) -> None:
             raise UserError(f"{name} must be at least {least}{or_none}, got {value}")
 
 
-def is_study(lines: dict[str, Any]) -> bool:
-    """Tell whether a recipe is a study: it has a `question`, which is not an option of any command."""
-    return "question" in lines
+# What a recipe takes from its base: the options of a training, without those that name one run.
+NOT_INHERITED = ("out", "mixer", "mixer_options", "seed")
+
+
+def _read_lines(command: str, recipe: str, above: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Read a recipe and the training options of its `base`, a recipe whose path is relative to this one's folder."""
+    from depthmix.config import CompareConfig, TrainConfig
+    from depthmix.strict_yaml import read_recipe
+
+    lines = read_recipe(command, recipe)
+    folder = os.path.dirname(recipe)
+    modules = lines.get("modules")
+    if isinstance(modules, list) and all(isinstance(path, str) for path in modules):
+        lines["modules"] = [os.path.normpath(os.path.join(folder, path)) for path in modules]
+    base = lines.pop("base", None)
+    if base is None:
+        return lines
+    if not isinstance(base, str) or not base:
+        raise UserError(f"{command}: base in {recipe} must be the path of a recipe, got {shown(base)}")
+    path = os.path.normpath(os.path.join(folder, base))
+    if path in (recipe, *above):
+        raise UserError(f"{command}: the recipe {recipe} is its own base")
+    inherited = _read_lines(command, path, (recipe, *above))
+    options = [field.name for field in dataclasses.fields(CompareConfig)]
+    if unknown := next((name for name in inherited if name not in options), None):
+        what = f"the base {path} of {recipe} has an unknown option {shown(unknown)}"
+        raise UserError(f"{command}: {what}{nearest(unknown, options)}")
+    known = {field.name for field in dataclasses.fields(TrainConfig)} - {*NOT_INHERITED}
+    return {**{name: value for name, value in inherited.items() if name in known}, **lines}
 
 
 def _drop_replaced_options(lines: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:

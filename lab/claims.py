@@ -7,7 +7,7 @@ measure there:
     accuracy: {…}                                     a weighted sum of accuracies, in percent
     tokens_to_reach, time_to_reach: arm @ cell         tokens or time to the first arm's final loss, relative to the first arm
     step_ratio: arm @ cell                             of runs that had the machine to themselves, or timed in turns
-    compute_advantage, time_advantage: arm             by fitted power laws (fits.py)
+    compute_advantage, time_advantage: arm             by fitted power laws (power_laws.py)
     spikes, growth, rate: {arm: …, against: …}         loss spikes; outputs' growth over depth; the largest stable rate, as a ratio
 
 `says` is the paper's number, or `above` or `below` if it gives none.
@@ -34,21 +34,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from depthmix.errors import CHECKPOINT, UserError
+from depthmix.compare import results as comparison
+from depthmix.compare.interval import student_t, wilson
+from depthmix.compare.recipe import Recipe, load_recipe
+from depthmix.compare.records import RUNS, read_records
+from depthmix.compare.report import RECIPE
+from depthmix.compare.rows import Run, make_rows
+from depthmix.compare.sections import growth, largest_stable, spikes
+from depthmix.compare.spread import Spread, around, group_of, pooled
+from depthmix.compare.table import spreads_assumed
+from depthmix.errors import UserError
 from depthmix.names import nearest
 from depthmix.strict_yaml import read_recipe
-from depthmix.compare.arms import Arm
-from depthmix.compare.fits import advantage
-from depthmix.compare.interval import student_t, wilson
-from depthmix.compare.recipe import Study, read_study
-from depthmix.compare.records import RUNS, Records, read_records
-from depthmix.compare.rows import Run, make_rows, read_run
-from depthmix.compare.saved import read_json
-from depthmix.compare.sections import growth, largest_stable, points, spikes
-from depthmix.compare.sheet import as_runs, at_known_times
-from depthmix.compare.spread import Spread, around, group_of, pooled
+from lab.power_laws import advantage, points
 
-RECIPES, RESULTS = Path("lab") / "recipes", Path("lab") / "results"
+RECIPES, RESULTS = (Path("lab") / "recipes", Path("recipes") / "studies"), Path("lab") / "results"
 # Results on which the package's documentation rests.
 PUBLISHED = Path("docs") / "results"
 CONFIRMED, IN_SIGN, NOT_SEEN = "confirmed", "confirmed in sign", "not seen at this scale"
@@ -118,8 +118,9 @@ class Results:
     first: str
     runs: dict[str, list[Run]]  # by cell
     assumed: float | None = None  # spread of a paired difference
-    study: Study | None = None
+    study: Recipe | None = None
     records: list[dict[str, Any]] = field(default_factory=list)
+    comparison: comparison.Results | None = None
 
     def at(self, place: str) -> tuple[str, str]:
         """Split `arm @ cell`. Without a cell, the study's first one is returned."""
@@ -231,7 +232,7 @@ def places(claim: Claim) -> list[str]:
     return [claim.what["arm"], claim.what["against"]] if "against" in claim.what else list(claim.what)
 
 
-def check_places(claim: Claim, study: Study) -> None:
+def check_places(claim: Claim, study: Recipe) -> None:
     """Refuse a claim about an arm or a cell that the study lacks: it would never be measured."""
     for place in places(claim):
         arm, _, cell = place.partition(" @ ")
@@ -240,7 +241,7 @@ def check_places(claim: Claim, study: Study) -> None:
         check_cell(cell, study, f"claim {claim.claim!r}")
 
 
-def check_cell(cell: str, study: Study, where: str) -> None:
+def check_cell(cell: str, study: Recipe, where: str) -> None:
     """Refuse a cell or domain that the study lacks. "" stands for the first."""
     cells = [*(known.name for known in study.cells), *study.domains]
     if cell and cell not in cells:
@@ -252,14 +253,21 @@ def find_results(name: str) -> Path:
     return next((folder / name for folder in (PUBLISHED, RESULTS) if (folder / name).is_dir()), RESULTS / name)
 
 
-def find_recipe(name: str) -> str:
-    """Return the path of a study of the laboratory, and the name itself for a study of the package."""
-    path = RECIPES / f"{name}.yaml"
-    return path.as_posix() if path.is_file() else name
+def find_recipe(name: str) -> Path:
+    """Return the recipe of a comparison by its name: of the laboratory, of the package, or beside its results.
+
+    Raises:
+        UserError: There is none.
+    """
+    places = [*(folder / f"{name}.yaml" for folder in RECIPES), find_results(name) / RECIPE]
+    if found := next((path for path in places if path.is_file()), None):
+        return found
+    known = sorted(path.stem for folder in RECIPES for path in folder.glob("*.yaml"))
+    raise UserError(f"unknown study {name!r}; there are {', '.join(known)}{nearest(name, known)}")
 
 
 def read_results(name: str) -> Results | None:
-    """Read all results of a study or comparison.
+    """Read all results of a comparison.
 
     Args:
         name: name of its folder in lab/results or docs/results.
@@ -268,40 +276,18 @@ def read_results(name: str) -> Results | None:
         The results; None where there are none yet.
     """
     place = find_results(name)
-    if (place / RUNS).is_file():
-        return of_study(read_study(find_recipe(name)), read_records([place / RUNS]))
-    paths = sorted(place.glob("*/seed-*/result.json"))
-    if not paths:
+    if not (place / RUNS).is_file():
         return None
-    runs = []
-    for path in paths:
-        saved = _saved(path)
-        runs.append(read_run(path.parent, Arm(saved.get("mixer", ""), saved.get("mixer_options", {})).label))
-    order = _saved(place / "comparison.json").get("recipe", {}).get("arms") or [runs[0].arm]
-    return Results(name, order[0], {"": runs})
+    return as_results(comparison.Results(load_recipe(find_recipe(name)), read_records([place / RUNS])))
 
 
-def _saved(path: Path) -> dict[str, Any]:
-    """Read a file of results, or {} if it does not exist.
-
-    Raises:
-        UserError: the file is damaged.
-    """
-    content = read_json(path)
-    if content is None and path.exists():
-        raise UserError(f"{path} is damaged: it should be a JSON object", CHECKPOINT)
-    return content or {}
-
-
-def of_study(study: Study, records: Records) -> Results | None:
-    """Return a study's results as claims need them, or None if it has no runs."""
-    from depthmix.compare.study import chosen
-
-    used = chosen(study, records.runs)
-    runs = {cell.name: at_known_times(study, records, cell, as_runs(used, cell)) for cell in study.cells}
-    if not any(runs.values()):
+def as_results(found: comparison.Results) -> Results | None:
+    """Return a comparison's results as claims need them, or None if it has no runs."""
+    recipe = found.recipe
+    if not any(found.runs.values()):
         return None
-    return Results(study.name, study.labels[0], runs, max(study.power["spread"], default=None), study, used)
+    assumed = max(spreads_assumed(recipe), default=None)
+    return Results(recipe.name, recipe.labels[0], found.runs, assumed, recipe, found.used, found)
 
 
 def measure(claim: Claim, results: Results) -> Measurement | None:
@@ -386,12 +372,10 @@ def _spread_of(values: Sequence[float]) -> Measurement:
 
 
 def _advantage(results: Results, place: str, timed: bool) -> Measurement | None:
-    if results.study is None:
+    if results.comparison is None:
         return None
     arm, domain = (part.strip() for part in f"{place} @ ".split(" @ ")[:2])
-    points_by_arm = points(
-        results.study, results.records, results.runs, domain or next(iter(results.study.domains)), timed
-    )
+    points_by_arm = points(results.comparison, domain or next(iter(results.comparison.recipe.domains)), timed)
     if arm not in points_by_arm or results.first not in points_by_arm:
         return None
     fitted = advantage(points_by_arm[results.first], points_by_arm[arm])

@@ -10,6 +10,8 @@ from pathlib import Path
 from statistics import mean, median, pstdev
 from typing import Any
 
+import yaml
+
 
 def evenness(values: Sequence[float]) -> float:
     """Return standard deviation over mean: 0 if all values are equal."""
@@ -55,7 +57,7 @@ def rows(documents: Sequence[dict[str, Any]]) -> list[tuple[str, list[str]]]:
 
 
 def table(folder: Path) -> str:
-    arms = json.loads((folder / "comparison.json").read_text())["recipe"]["arms"]
+    arms = yaml.safe_load((folder / "comparison.yaml").read_text())["arms"]
     paths = [folder / arm.replace(":", "-").replace(",", "-") / "seed-0" / "insight.json" for arm in arms]
     named_rows = rows([json.loads(path.read_text())["document"] for path in paths])
     lines = [f"| | {' | '.join(arms)} |", "|---|" + "---:|" * len(arms)]

@@ -15,13 +15,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from depthmix.compare.columns import markdown_line, markdown_text
+from depthmix.compare.interval import OWN_SEEDS, student_t
+from depthmix.compare.power import MOST, POWER, seeds_needed
+from depthmix.compare.recipe import Recipe, load_recipe
 from depthmix.errors import UserError
 from depthmix.files import write_text
-from depthmix.study.figures import load, save_figure
-from depthmix.study.interval import OWN_SEEDS, student_t
-from depthmix.study.power import MOST, POWER, seeds_needed
-from depthmix.study.recipe import Study, find_study, read_study
-from depthmix.study.table import markdown_line, markdown_text
+from depthmix.report.figures import load, save_figure
 from lab.claims import (
     ASSUMED,
     CONFIRMED,
@@ -75,18 +75,16 @@ def write_claims(path: Path = CLAIMS, page: Path = PAGE) -> Path:
     look = functools.cache(read_results)
 
     @functools.cache
-    def study_named(name: str) -> Study:
-        return read_study(find_recipe(name))
+    def study_named(name: str) -> Recipe:
+        return load_recipe(find_recipe(name))
 
     for claim in claims:
         for name in claim.studies:
-            if not (find_results(name) / "comparison.json").is_file():
-                check_places(claim, study_named(name))
+            check_places(claim, study_named(name))
     beside = rule_table.pop("beside")
     for place in (place for column in (*beside, *rule_table["columns"]) for place in column["study"]):
         name, _, cell = place.partition(" @ ")
-        if not (find_results(name) / "comparison.json").is_file():
-            check_cell(cell, study_named(name), path.name)
+        check_cell(cell, study_named(name), path.name)
     judged = verdicts(claims, look)
     count = Counter(verdict for _, verdict, _, _ in judged)
     summary = ", ".join(f"{count[verdict]} {verdict}" for verdict in VERDICTS if count[verdict])
@@ -223,7 +221,7 @@ def _with_seeds(measured: Measurement | None) -> str:
 def _link(name: str) -> str:
     """Link to the table of a study from the page; to the study's file where there is no table."""
     table = find_results(name) / "table.md"
-    return f"[{name}]({_from_page(table if table.is_file() else find_study(find_recipe(name)))})"
+    return f"[{name}]({_from_page(table if table.is_file() else find_recipe(name))})"
 
 
 def _from_page(path: Path) -> str:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from depthmix.compare.figures import COLOURS, INK, PAPER
-from depthmix.compare.pictures import legend_below, name_rows, panels_of
+from depthmix.report.figures import COLOURS, INK, PAPER, legend_below, name_rows, panels_of
 from lab.claims import Measurement
 
 # Characters of a label beside the panels. In a longer label the arm gets a line of its own.

@@ -4,7 +4,7 @@ SETS holds gutenberg100 (train.txt.bz2, valid.txt.bz2, index.json), pycode and d
 archive of JPEGs, one folder per class in train and in test). Four folders can be made of them: gutenberg, pycode, cifar10, and mix.
 mix is the text of the long study, in which books, code and docs are domains. A folder whose sets are missing is left out.
 
-The tokens are the same bit for bit every time. Results of several machines and days can therefore be mixed: `depthmix study` compares
+The tokens are the same bit for bit every time. Results of several machines and days can therefore be mixed: `depthmix compare` compares
 their checksums. Any text will do for studies of your own (docs/guides/data.md).
 """
 

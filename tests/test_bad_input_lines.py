@@ -13,7 +13,7 @@ from train.bad import COMPARE, TRAIN, one_sentence, table
 fails = bad.fails
 
 LINES = [
-    ("", USAGE, "expected a command", "train, compare, study, report, plan, eval"),
+    ("", USAGE, "expected a command", "train, compare, report, plan, eval"),
     (
         "trian",
         USAGE,
@@ -143,7 +143,7 @@ LINES = [
     (f"{TRAIN} --wandb depths", USAGE, "wandb is not installed", "pip install wandb"),
     # compare
     ("compare", USAGE, "compare needs --out"),
-    ("compare --data {data} --out s", USAGE, "arms is a list of at least one mechanism"),
+    ("compare --data {data} --out s", USAGE, "arms must be a list of at least one rule"),
     ("compare --out s --arms residual", USAGE, "data"),
     (f"{COMPARE} --arms", USAGE, "--arms: expected at least one argument"),
     (f"{COMPARE} --arms resnet", USAGE, "arm 'resnet'", "unknown mixer 'resnet'"),
@@ -162,7 +162,7 @@ LINES = [
     (f"{COMPARE} --arms residual --seeds=-4", USAGE, "seed must be at least 0, got -4"),
     (f"{COMPARE} --arms residual --budget money", USAGE, "budget must be tokens or time, got 'money'"),
     (f"{COMPARE} --arms residual --steps 0", USAGE, "steps must be at least 1"),
-    (f"{COMPARE} --arms residual --mixer dca", USAGE, "takes its mechanisms from --arms"),
+    (f"{COMPARE} --arms residual --mixer dca", USAGE, "takes its rules from --arms"),
     (f"{COMPARE} --arms residual --sample-tokens 0", USAGE, "sample_tokens must be at least 1"),
     (f"{COMPARE} --arms residual --dim 15", USAGE, "n_heads must divide dim=15"),
     (f"{COMPARE} --arms residual --lr 0", USAGE, "lr must be a finite number above 0"),
@@ -175,7 +175,8 @@ LINES = [
     ("eval --run {run} --input ''", USAGE, "eval: input must not hold an empty word, got ['']"),
     ("report ''", USAGE, "report: run must not hold an empty word"),
     ("data --input {corpus} '' --out d", USAGE, "data: input must not hold an empty word"),
-    ("study tiny --results ''", USAGE, "study: results must not hold an empty word"),
+    ("compare --results ''", USAGE, "compare: results must not hold an empty word"),
+    ("study tiny", USAGE, "studies are run by `depthmix compare`"),
     ("eval --run {run} --seq-len 1300", DATA, "val split has 1235 tokens"),
     ("eval --run {run} --input nowhere.txt", DATA, "There is no file or folder nowhere.txt"),
     ("eval --run {run} --device tpu", USAGE, "device must be cpu, cuda"),

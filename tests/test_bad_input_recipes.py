@@ -101,18 +101,12 @@ def test_recipes_that_cannot_be_read(case, fails):
         ("compare", "seeds: [a]", "seeds must be a whole number, got 'a'"),
         ("compare", "seeds: [1.5]", "seeds must be a whole number, got 1.5"),
         ("compare", "arms: residual", "arms must be a list, got 'residual'"),
-        ("compare", "arms: [{attnres: 3}]", "arms must be text, got {{'attnres': 3}}"),
-        ("compare", "out: s\nseeds: []\narms: [residual]", "seeds must be a list of at least one integer"),
+        ("compare", "data: d\nout: s\narms: [{attnres: 3}]", "an arm is a rule, or has mixer and", "got {{'attnres': 3}}"),
+        ("compare", "data: d\nout: s\nseeds: []\narms: [residual]", "seeds must be a list of at least one integer"),
         ("data", "input: book.txt", "input must be a list, got 'book.txt'"),
         ("data", "val_fraction: half", "val_fraction must be a number, got 'half'"),
         ("eval", "input: [1]", "input must be text, got 1"),
-        (
-            "train",
-            "question: Why?",
-            "train: recipe.yaml is a study, not a recipe of train's",
-            "`depthmix study recipe.yaml`",
-        ),
-        ("study", "question: Why?\narms: [dca]", "recipe.yaml is a study", "run it with `depthmix study recipe.yaml`"),
+        ("train", "question: Why?", "unknown option 'question' in the recipe", "; `depthmix compare` and", "have it"),
         ("generate", "top_p: [0.9]", "top_p must be a number, got [0.9]"),
     ]
 )

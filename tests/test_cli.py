@@ -30,7 +30,6 @@ from depthmix.config import (
     PlanConfig,
     ReportConfig,
     RetrofitConfig,
-    StudyConfig,
     TrainConfig,
 )
 from depthmix.data.dataset import TokenData
@@ -42,7 +41,7 @@ from train import small
 
 PROGRAM = Path(sys.executable).with_name("depthmix")
 CONFIGS = {name: config for name, (config, _, _) in COMMANDS.items() if config}
-FIELDS = [(command, f.name) for command, config in CONFIGS.items() for f in dataclasses.fields(config)]
+FIELDS = [(command, f.name) for command, config in CONFIGS.items() for f in dataclasses.fields(config) if f.metadata["flag"]]
 
 
 @pytest.fixture
@@ -76,8 +75,9 @@ def test_help(command, capsys, monkeypatch):
     text = capsys.readouterr().out
     assert text.startswith(f"usage: depthmix {command}")
     for field in dataclasses.fields(CONFIGS[command]) if command in CONFIGS else ():
-        assert f"--{field.name.replace('_', '-')} " in text
-        assert field.metadata["help"] in text, field.name
+        if field.metadata["flag"]:
+            assert f"--{field.name.replace('_', '-')} " in text
+            assert field.metadata["help"] in text, field.name
     if command in CONFIGS:
         assert "--recipe FILE" in text
         assert CONFIGS[command].__doc__ in text
@@ -174,10 +174,10 @@ def test_the_options_of_a_recipes_mixer_are_not_those_of_another(lines, flags, f
 
 
 def test_numbers_with_an_exponent_are_numbers_everywhere(tmp_path):
-    """YAML 1.1 reads 1e-3 as text, and a study's own keys are not coerced."""
+    """YAML 1.1 reads 1e-3 as text, and nested values of a recipe are not coerced."""
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("power: {difference: 1e-3, spread: [.5E2, 2.e+1]}\nlabel: 1e-3x\nout: e-3\n")
-    found = strict_yaml.read_recipe("study", str(recipe))
+    found = strict_yaml.read_recipe("compare", str(recipe))
     assert found == {"power": {"difference": 0.001, "spread": [50.0, 20.0]}, "label": "1e-3x", "out": "e-3"}
 
 
@@ -503,6 +503,5 @@ def test_eval_and_generate_have_one_flat_class_each():
         "data": DataConfig,
         "report": ReportConfig,
         "retrofit": RetrofitConfig,
-        "study": StudyConfig,
     } == CONFIGS
     assert values.describe(typing.get_type_hints(TrainConfig)["n_kv_heads"]) == "a whole number or none"

@@ -51,7 +51,7 @@ def test_its_commands(capsys):
         ("list --modules taken.py", USAGE, ["--modules, taken.py: there is a mixer 'dca' already"]),
         ("list --modules broken.py", USAGE, ["--modules, broken.py cannot be loaded: ZeroDivisionError"]),
         ("list --modles fading.py", USAGE, ["unknown argument '--modles'; did you mean '--modules'?"]),
-        ("study none --modules fading.py", USAGE, ["unknown argument '--modules'"]),
+        ("doctor --modules fading.py", USAGE, ["unknown argument '--modules'"]),
     ],
 )
 def test_without_the_file_or_with_another(place, line, code, words, capsys):

@@ -82,14 +82,10 @@ def test_a_report_leaves_the_figures_of_others_alone(fails, tmp_path):
     assert not (tmp_path / "r.html").exists()
 
 
-STUDY = "question: which\nseeds: [0]\nset: {{dim: 16, n_blocks: 1, n_heads: 2, seq_len: 16, batch_size: 4, steps: 3, warmup: 1}}\ndata: {data}\narms: [residual, rezero]\n"
-
-
-@table([("train", TRAIN), ("compare", f"{COMPARE} --arms residual"), ("study", "study s.yaml --device cpu --out run")])
+@table([("train", TRAIN), ("compare", f"{COMPARE} --arms residual")])
 def test_folders_inside_others(case, fails, tmp_path, copied):
     """A run in prepared data would be deleted with it; files of one in another run's folder cannot be told apart."""
     line = case[1]
-    (tmp_path / "s.yaml").write_text(STUDY.format(data=small.data()))
     data = shutil.copytree(small.data(), tmp_path / "prepared")
     for place, kind in ((data / "runs" / "a", "prepared data"), (copied / "a", "a run")):
         above = data if kind == "prepared data" else copied
@@ -101,26 +97,16 @@ def test_folders_inside_others(case, fails, tmp_path, copied):
     fails(line.replace("--out run", f"--out {tmp_path / 'link' / 'a'}"), DATA, f"lies in {data}, which holds")
 
 
-@table([("compare", f"{COMPARE} --arms residual"), ("study", "study s.yaml --device cpu --out run")])
-def test_a_runs_folder_is_for_no_other_results(case, fails, tmp_path, copied):
-    (tmp_path / "s.yaml").write_text(STUDY.format(data=small.data()))
+def test_a_runs_folder_is_for_no_other_results(fails, copied):
     before = sorted(copied.iterdir())
-    fails(case[1].replace("--out run", f"--out {copied}"), CHECKPOINT if case[0] == "compare" else DATA, str(copied))
+    fails(f"{COMPARE} --arms residual".replace("--out run", f"--out {copied}"), DATA, str(copied))
     assert sorted(copied.iterdir()) == before
 
 
-@table(
-    [
-        ("compare", f"{COMPARE} --arms residual", "comparison.json"),
-        ("study", "study s.yaml --device cpu --out run", "runs.jsonl"),
-    ]
-)
-def test_tables_of_others(case, fails, tmp_path):
-    _, line, first = case
-    (tmp_path / "s.yaml").write_text(STUDY.format(data=small.data()))
+def test_tables_of_others(fails, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "table.md").write_text("mine")
-    fails(line, CHECKPOINT, f"run holds table.md and no {first}, so that file is not depthmix's")
+    fails(f"{COMPARE} --arms residual", CHECKPOINT, "run holds table.md and no runs.jsonl, so that file is not depthmix's")
     assert (tmp_path / "run" / "table.md").read_text() == "mine"
     assert [p.name for p in (tmp_path / "run").iterdir()] == ["table.md"]
 

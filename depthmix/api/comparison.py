@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 # They are arguments of their own here, or those of one training.
 NOT_OPTIONS = {"data", "out", "arms", "seeds", "quiet", "mixer", "mixer_options", "seed", "parallel"}
+# Options of the command line: the result of a call is one table of models.
+NOT_OPTIONS |= {"domains", "sizes", "only", "minutes", "save_models", "report", "results", "modules"}
 OPTIONS = [f.name for f in fields(CompareConfig) if f.name not in NOT_OPTIONS]
 
 
@@ -38,8 +40,8 @@ def compare(
     """Train several mixers on the same data and compare them; see the package `depthmix.compare` for the arguments."""
     # Slow to import, and looked up on first use: `from depthmix import *` stays fast.
     from depthmix.api.comparison_result import ComparisonResult
-    from depthmix.compare.compare import ArmsDiverged
-    from depthmix.compare.compare import compare as run_comparison
+    from depthmix.compare.engine import ArmsDiverged
+    from depthmix.compare.engine import compare as run_comparison
 
     for name in options:
         if name not in OPTIONS:

@@ -12,9 +12,9 @@ from torch import nn
 from depthmix.api.owned_folder import OwnedFolder
 from depthmix.api.tables import as_table, to_html
 from depthmix.compare.arms import parse_arm
-from depthmix.compare.compare import Comparison
+from depthmix.compare.columns import cells, to_text
+from depthmix.compare.engine import Comparison
 from depthmix.compare.rows import Row, Run
-from depthmix.compare.table import cells, to_text
 from depthmix.compare.verdict import verdict
 from depthmix.device import choose_device
 from depthmix.errors import CHECKPOINT, UserError
@@ -78,12 +78,12 @@ class ComparisonResult(Mapping[str, ArmResult]):
         self._comparison, self._owned = comparison, owned
         # Kept so that temporary data lives as long as the result.
         self.data = data
-        self.rows = comparison.rows
+        self.rows, all_runs = comparison.rows, comparison.runs
         rows = {row.arm: row for row in self.rows}
         self._arms = {}
         for label in comparison.labels:
-            done = {run.seed: run for run in comparison.costed if run.arm == label}
-            runs = {seed: done[seed] for seed in comparison.recipe["seeds"] if seed in done}
+            done = {run.seed: run for run in all_runs if run.arm == label}
+            runs = {seed: done[seed] for seed in comparison.recipe.config.seeds if seed in done}
             self._arms[label] = ArmResult(label, runs, rows.get(label), LazyModels(runs, owned, device))
 
     @property
@@ -109,7 +109,7 @@ class ComparisonResult(Mapping[str, ArmResult]):
     @property
     def notes(self) -> list[str]:
         """Remarks that a reader of the table needs, such as runs that diverged or step times that are unreliable."""
-        return self._comparison.remarks
+        return self._comparison.notes
 
     def table(self) -> Any:
         """Return all numbers, one row per arm: a `pandas.DataFrame`, or a plain table where pandas is not installed."""

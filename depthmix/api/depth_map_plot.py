@@ -45,7 +45,7 @@ def plot_depth_map(
         from matplotlib import pyplot
     except ImportError:
         raise UserError("matplotlib is not installed, and figures need it: pip install matplotlib") from None
-    from depthmix.compare.insides import draw_map
+    from depthmix.report.depth_figures import draw_map
     from depthmix.report.inside import way_names
 
     chosen = choose_mixer(model, mixer)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from depthmix.api.tables import as_table, to_html
+from depthmix.compare.columns import AGAINST, VAL_LOSS, Column, cells, lines_of
 from depthmix.compare.rows import Row, Run, make_rows
-from depthmix.compare.table import AGAINST, VAL_LOSS, Column, cells, lines_of
 from depthmix.compare.verdict import verdict
 from depthmix.names import nearest
 

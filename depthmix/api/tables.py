@@ -7,7 +7,7 @@ import importlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from depthmix.compare.table import lines_of
+from depthmix.compare.columns import lines_of
 
 INDEX = "arm"
 

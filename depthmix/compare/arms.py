@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from depthmix.compare.same import same_mechanism
+from depthmix.compare.equivalence import same_mechanism
 from depthmix.config import PlanConfig, RetrofitConfig, TrainConfig
 from depthmix.errors import UserError
 from depthmix.mixers import OptionError, create_mixer, mixer_class
@@ -30,18 +30,23 @@ class Arm:
 
     @property
     def label(self) -> str:
-        """What tables and figures call the arm; parse_arm reads it back."""
+        """Name in tables and figures; `parse_arm` reads it back."""
         given = ",".join(f"{k}={_format(v)}" for k, v in self.options.items())
         return f"{self.name}:{given}" if given else self.name
 
-    @property
-    def folder(self) -> str:
-        """The arm's folder name: the label in characters that every file system takes."""
-        plain = self.label.replace(":", "-").replace(",", "-")
-        if re.fullmatch(r"[A-Za-z0-9._=+-]{1,100}", plain):
-            return plain
-        digest = hashlib.sha256(self.label.encode()).hexdigest()[:8]  # two labels must not meet in one folder
-        return f"{re.sub(r'[^A-Za-z0-9._=+-]', '_', plain)[:90]}-{digest}"
+
+def slug(label: str) -> str:
+    """Return a label in characters that every file system accepts; different labels give different slugs."""
+    plain = label.replace(":", "-").replace(",", "-")
+    if re.fullmatch(r"[A-Za-z0-9._=+-]{1,100}", plain):
+        return plain
+    digest = hashlib.sha256(label.encode()).hexdigest()[:8]
+    return f"{re.sub(r'[^A-Za-z0-9._=+-]', '_', plain)[:90]}-{digest}"
+
+
+def rule_of(arm: Any) -> Any:
+    """Return the rule of an arm as a recipe gives it: the text itself, or the `mixer` of a mapping."""
+    return arm.get("mixer") if isinstance(arm, dict) else arm
 
 
 def parse_arm(text: str, what: str = "arm") -> Arm:

@@ -1,19 +1,23 @@
-"""Whether costs can be trusted: what a busy machine leaves in step times, and what then takes their place."""
+"""Whether measured costs can be trusted: the effect of a busy machine on step times, and what replaces them."""
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from depthmix.compare.rows import Run
 
-SEEDS_APART = 1.1  # the slowest seed's step time over the fastest's
-MIDDLE_HALF = 0.25  # of a run's steps: from the first to the third quartile, over the median
-WAITED = 0.1  # of the CPU time a run wanted, until a core was free
+# Largest ratio of the step times of two seeds of one arm.
+SEEDS_APART = 1.1
+# Largest distance between the quartiles of a run's steps, as a fraction of their median.
+MIDDLE_HALF = 0.25
+# Largest share of the wanted CPU time in which a run waited for a core.
+WAITED = 0.1
 
 
 def doubts(runs: Sequence[Run], arms: Sequence[str]) -> list[str]:
-    """Why the step times of an arm are not its own: nothing, or what was seen, one phrase for each such arm."""
+    """Describe the arms whose step times other programs have disturbed, one phrase per arm."""
     found = []
     for arm in arms:
         own = [run for run in runs if run.arm == arm]
@@ -40,20 +44,42 @@ def _ms(seconds: float) -> str:
     return f"{1000 * seconds:.3g}"
 
 
-def cost_note(found: Sequence[str], in_turns: bool, equal_time: bool = False) -> list[str]:
-    """The doubts as a sentence under the table; at equal time the arms' steps come of what was timed, and with them losses."""
+def cost_notes(found: Sequence[str], in_turns: bool, equal_time: bool = False) -> list[str]:
+    """Return the note under the table on a busy machine; nothing if there is no doubt.
+
+    Args:
+        found: Result of `doubts`.
+        in_turns: Whether the costs come from step times measured in turns.
+        equal_time: Whether these also decided the numbers of steps, and with them the losses.
+    """
     if not found:
         return []
     begin = f"A busy machine: step times of the runs are not to be trusted ({'; '.join(found)})"
     columns = "“step”, “ratio”, “time” and “time to reach”"
     if in_turns:
-        steps = ", which also said how many steps each of them makes: if the machine was busy then, too, losses are not those of equal time"
+        steps = ", which also decided how many steps each arm takes: if the machine was busy then, too, losses are not those of equal time"
         return [f"{begin}, so {columns} are from timing the arms in turns{steps * equal_time}."]
     return [f"{begin}, nor are {columns}; run on a machine of its own to compare costs."]
 
 
+def moved_step_times(runs: Sequence[Run], baseline: str) -> list[str]:
+    """Name the arms that at equal time trained more than 5% longer or shorter than the baseline by their runs' own step times."""
+    times: dict[str, float] = {}
+    for arm in dict.fromkeys(run.arm for run in runs if not run.shared):
+        times[arm] = statistics.fmean(run.train_seconds for run in runs if run.arm == arm)
+    steps = {run.arm: run.steps for run in runs}
+    notes: list[str] = []
+    for arm, seconds in times.items() if baseline in times else ():
+        off = seconds / times[baseline] - 1
+        # An arm with few steps cannot come closer than half a step.
+        if abs(off) > max(0.05, 1 / steps[arm]):
+            word = "longer" if off > 0 else "shorter"
+            notes.append(f"{arm} trained {abs(off):.0%} {word} than {baseline}: step times moved after they were measured.")
+    return notes
+
+
 def at_step_times(runs: Sequence[Run], times: Mapping[str, float]) -> list[Run]:
-    """The runs as if each step had taken its arm's time given."""
+    """Return the runs as if each step had taken the given time of its arm."""
     return [_at(run, times[run.arm]) for run in runs]
 
 

@@ -1,4 +1,4 @@
-"""How sure a mean over a few seeds is: Student's t, exactly."""
+"""Confidence intervals of means over a few seeds: Student's t, exactly."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ import statistics
 from collections.abc import Sequence
 
 CONFIDENCE = 0.95
-OWN_SEEDS = 6  # from here on a difference goes by its own spread: t is 2.6, that of many degrees of freedom 2.0
+# From this number of seeds on, a difference uses its own spread: t is 2.6, against 2.0 for many degrees of freedom.
+OWN_SEEDS = 6
 
 
 def student_probability(t: float, df: int) -> float:
-    """P(|T| <= t) for Student's T with a whole number of degrees of freedom: a finite sum in theta = atan(t / sqrt(df)).
+    """Return P(|T| <= t) for Student's T with a whole number of degrees of freedom, a sum in theta = atan(t / sqrt(df)).
 
     df odd:  2/pi (theta + sin cos (1 + 2/3 cos^2 + 2·4/(3·5) cos^4 + …)), df even:  sin (1 + 1/2 cos^2 + 1·3/(2·4) cos^4 + …),
     up to cos^(df - 3) and cos^(df - 2).
@@ -29,7 +30,7 @@ def student_probability(t: float, df: int) -> float:
 
 @functools.cache
 def student_t(df: int, confidence: float = CONFIDENCE) -> float:
-    """The t with P(|T| <= t) = confidence, by bisection over theta."""
+    """Find the t with P(|T| <= t) = confidence, by bisection over theta."""
     low, high = 0.0, math.pi / 2
     for _ in range(80):
         middle = (low + high) / 2
@@ -41,7 +42,7 @@ def student_t(df: int, confidence: float = CONFIDENCE) -> float:
 
 
 def wilson(n: int, of: int) -> tuple[float, float]:
-    """The 95% interval of a share, n of so many, by Wilson's score."""
+    """Return the 95% interval of a share, `n` of `of`, by Wilson's score."""
     z = statistics.NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
     middle = (n + z * z / 2) / (of + z * z)
     half = z * math.sqrt(n * (of - n) / of + z * z / 4) / (of + z * z)
@@ -49,7 +50,7 @@ def wilson(n: int, of: int) -> tuple[float, float]:
 
 
 def half_width(values: Sequence[float]) -> float | None:
-    """Half the width of the 95% interval of the mean; None for one value, which says nothing of chance."""
+    """Return half the width of the 95% interval of the mean; None for one value, which says nothing about chance."""
     if len(values) < 2:
         return None
     return student_t(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))

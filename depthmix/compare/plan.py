@@ -1,101 +1,111 @@
-"""Every run of a comparison, in its order, and what can be known to be wrong before any of them runs."""
+"""The runs of a comparison in their order, their steps at equal time, and how long each will take."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Sequence
-from dataclasses import fields
-from pathlib import Path
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from depthmix.compare.arms import Arm, check_arms, parse_arms
-from depthmix.config import CompareConfig, TrainConfig
-from depthmix.data.images import ImageData
-from depthmix.data.prepared import open_data
-from depthmix.errors import UserError
-from depthmix.names import DEFAULT_MIXER
-from depthmix.runs.init import check_finished, settled
+from depthmix.compare.recipe import Cell, Recipe, RecipeArm
+from depthmix.config import TrainConfig
 
-
-def check_config(config: CompareConfig) -> list[Arm]:
-    """The arms, or a UserError for what can be known to be wrong before anything runs."""
-    from depthmix.train.generate import check_prompt
-
-    if not config.out:
-        raise UserError("compare needs --out, the folder for its runs and its report")
-    if config.mixer != DEFAULT_MIXER or config.mixer_options:
-        raise UserError("compare takes its mechanisms from --arms, not from --mixer and --mixer-options")
-    if config.parallel:
-        raise UserError("compare runs in one process: train the arms one by one with `depthmix train` and parallel")
-    if config.seed != CompareConfig.seed:
-        raise UserError(f"compare takes its seeds from --seeds, not from --seed: --seeds {config.seed}")
-    if config.budget not in ("tokens", "time"):
-        raise UserError(f"budget must be tokens or time, got {config.budget!r}")
-    if not config.seeds or any(isinstance(seed, bool) or not isinstance(seed, int) for seed in config.seeds):
-        raise UserError(f"seeds must be a list of at least one integer, got {config.seeds!r}")
-    if len(set(config.seeds)) < len(config.seeds):
-        raise UserError(f"every seed counts once, got {config.seeds!r}")
-    for name in ("steps", "eval_every", "save_every", "sample_tokens"):
-        if getattr(config, name) < 1:
-            raise UserError(f"{name} must be at least 1, got {getattr(config, name)}")
-    check_prompt(config.prompt)
-    arms = parse_arms(config.arms)
-    check_finished(config.init)
-    check_arms(arms, config.dim, config.n_blocks)
-    _check_plan(make_plan(config, arms), bool(config.prompt))
-    return arms
+Key = tuple[str, str, str, int]  # arm, domain, size, seed
+# An arm that nobody has timed may take this multiple of what the others take.
+FIRST_TIME = 1.5
 
 
-def _check_plan(plan: Sequence[tuple[Arm, TrainConfig]], prompted: bool) -> None:
-    """What would stop a run is said before anything is written, or the folder would refuse the corrected command."""
-    from depthmix.train.check import check_config, check_run
+@dataclass(frozen=True)
+class PlannedRun:
+    """One run of a comparison."""
 
-    data = None
-    for _, config in plan:
-        check_config(config)
-        if not is_finished(config):  # those that are do not need the data any more
-            data = data or open_data(config.data)
-            check_run(config, data)
-            if prompted and isinstance(data, ImageData):
-                raise UserError(f"prompt is for text, and {config.data} holds images: leave it out")
+    arm: RecipeArm
+    cell: Cell
+    config: TrainConfig
 
+    @property
+    def key(self) -> Key:
+        """Identity of the run within the comparison."""
+        return self.arm.label, self.cell.domain, self.cell.size, self.config.seed
 
-def make_plan(
-    config: CompareConfig, arms: Sequence[Arm], step_times: Sequence[float] | None = None
-) -> list[tuple[Arm, TrainConfig]]:
-    """Every run in its order: seed by seed, arm by arm. With step times every arm gets the steps that fit into the first's time."""
-    budgets = [config.steps for _ in arms]
-    if step_times is not None:
-        # The hair added keeps 3 * 0.1 / 0.3 from becoming no step at all.
-        budgets = [max(1, math.floor(config.steps * step_times[0] / t * (1 + 1e-9))) for t in step_times]
-    return [
-        (arm, run_config(config, arm, seed, steps))
-        for seed in config.seeds
-        for arm, steps in zip(arms, budgets, strict=True)
-    ]
+    @property
+    def title(self) -> str:
+        """Name on the progress bar."""
+        return f"{self.arm.label}{', ' * bool(self.cell.name)}{self.cell.name}, seed {self.config.seed}"
 
 
-def run_config(config: CompareConfig, arm: Arm, seed: int, steps: int) -> TrainConfig:
-    """One arm's training: the comparison's own, with a full schedule over its own number of steps.
+def key_of(record: Mapping[str, Any]) -> Key:
+    """Return the identity of a recorded run."""
+    return record["arm"], record["domain"], record["size"], record["seed"]
 
-    Warm-up and the intervals of evaluation and saving shrink with the steps: as many points on every curve, and as long between two saves.
+
+def plan_runs(recipe: Recipe, step_times: Mapping[tuple[str, str], Mapping[str, float]]) -> list[PlannedRun]:
+    """List all runs: every arm with the first seed, then every arm with the second, so partial results stay balanced.
+
+    Args:
+        recipe: The comparison.
+        step_times: Seconds per step by (domain, size) and arm. At equal time, runs without one are left out.
     """
-    values = {f.name: getattr(config, f.name) for f in fields(TrainConfig)}
+    asked = [recipe.config.seeds, *(own for arm in recipe.arms for own in arm.seeds.values())]
+    runs = []
+    for seed in dict.fromkeys(seed for own in asked for seed in own):
+        for cell in recipe.cells:
+            seeds = recipe.seeds_at(cell)
+            for arm in (arm for arm in recipe.arms if seed in seeds.get(arm.label, ())):
+                config = recipe.train_config(arm, cell, seed)
+                if recipe.config.budget == "time":
+                    times = step_times.get((cell.domain, cell.size), {})
+                    if arm.label not in times:
+                        continue
+                    config = at_equal_time(config, times[recipe.labels[0]], times[arm.label])
+                runs.append(PlannedRun(arm, cell, config))
+    return runs
+
+
+def at_equal_time(config: TrainConfig, baseline: float, own: float) -> TrainConfig:
+    """Give a training the steps that fit into the baseline's time, and a whole schedule over them.
+
+    Warmup and the intervals of evaluation and saving shrink with the steps.
+
+    Args:
+        config: The training, with the baseline's steps.
+        baseline: Seconds per step of the baseline.
+        own: Seconds per step of this training.
+    """
+    # The factor keeps 3 * 0.1 / 0.3 from rounding down to 2.
+    steps = max(1, math.floor(config.steps * baseline / own * (1 + 1e-9)))
     share = steps / config.steps
-    values |= {
-        "out": str(Path(config.out) / arm.folder / f"seed-{seed}"),
-        "mixer": arm.name,
-        "mixer_options": dict(arm.options),
-        "seed": seed,
-        "steps": steps,
-        "warmup": min(max(1, round(config.warmup * share)), steps - 1)
-        if share != 1 and config.warmup > 0
-        else config.warmup,
-        "eval_every": max(1, round(config.eval_every * share)),
-        "save_every": max(1, round(config.save_every * share)),
-    }
-    return settled(TrainConfig(**values))
+    warmup = min(max(1, round(config.warmup * share)), steps - 1) if config.warmup and share != 1 else config.warmup
+    intervals = {name: max(1, round(getattr(config, name) * share)) for name in ("eval_every", "save_every")}
+    return dataclasses.replace(config, steps=steps, warmup=warmup, **intervals)
 
 
-def is_finished(config: TrainConfig) -> bool:
-    """Whether the run is there with its result."""
-    return (Path(config.out) / "result.json").exists()
+def predict_seconds(run: PlannedRun, records: Sequence[Mapping[str, Any]], device_name: str) -> float:
+    """Predict the seconds that a run will take from those finished on the same device; 0 if nothing is known."""
+    here = [r for r in records if "result" in r and r["environment"].get("device_name") == device_name]
+    cell = [r for r in here if (r["domain"], r["size"]) == (run.cell.domain, run.cell.size)]
+    own = [_wall_seconds(r) for r in cell if r["arm"] == run.arm.label]
+    if own:
+        return statistics.median(own)  # the first run of a process includes compilation
+    others = [_wall_seconds(r) / r["result"]["steps"] for r in cell]
+    return FIRST_TIME * statistics.median(others) * run.config.steps if others else 0.0
+
+
+def _wall_seconds(record: Mapping[str, Any]) -> float:
+    # Earlier versions let several runs (`lanes`) share a GPU.
+    return float(record["result"]["wall_seconds"]) / record.get("lanes", 1)
+
+
+class Deadline:
+    """The end of the time limit. A twentieth of the time, 20 s at most, is kept for writing tables and figures."""
+
+    def __init__(self, minutes: float, begun: float) -> None:
+        seconds = 60 * minutes
+        self.end = begun + seconds - min(20.0, seconds / 20) if minutes else math.inf
+
+    def fits(self, seconds: float) -> bool:
+        """Tell whether more than this many seconds are left."""
+        return time.monotonic() + seconds < self.end

@@ -1,7 +1,7 @@
-"""How many paired seeds a difference needs: the power of Student's paired test, exactly.
+"""The number of paired seeds that a difference needs: the power of Student's paired test, exactly.
 
     T = (Z + δ) / S,   δ = difference √n / sd,   S² = χ²(ν) / ν,   ν = n - 1, or more
-    where other arms' seeds tell the sd as well, up to OWN_SEEDS, from which on a difference goes by its own
+    where the seeds of other arms also estimate the sd, as they do below OWN_SEEDS
     power = P(|T| > t) = E[Φ(δ - t S) + Φ(-δ - t S)],   t of the 95% interval
 
 sd is the standard deviation of the differences taken seed by seed.
@@ -15,12 +15,14 @@ import statistics
 from depthmix.compare.interval import OWN_SEEDS, student_t
 
 POWER = 0.8
-MOST = 200  # seeds; nobody runs more
-PIECES = 200  # of the integral over S
+# Nobody runs more seeds.
+MOST = 200
+# Pieces of the integral over S.
+PIECES = 200
 
 
 def power(difference: float, sd: float, seeds: int, freedom: int | None = None) -> float:
-    """The chance that the 95% interval over so many paired seeds leaves zero out if the difference is real."""
+    """Return the chance that the 95% interval over `seeds` paired seeds excludes zero if the difference is real."""
     df = seeds - 1 if seeds >= OWN_SEEDS else max(seeds - 1, freedom or 0)
     if df < 1 or seeds < 1:
         return 0.0
@@ -28,7 +30,7 @@ def power(difference: float, sd: float, seeds: int, freedom: int | None = None) 
         return 1.0 if difference else 0.05
     t, delta = student_t(df), abs(difference) * math.sqrt(seeds) / sd
     phi = statistics.NormalDist().cdf
-    # The density of S is 2 (ν/2)^(ν/2) / Γ(ν/2) s^(ν-1) exp(-ν s²/2); beyond 1 + 8/√ν there is nothing of it.
+    # The density of S is 2 (ν/2)^(ν/2) / Γ(ν/2) s^(ν-1) exp(-ν s²/2); beyond 1 + 8/√ν it is negligible.
     width = (1 + 8 / math.sqrt(df)) / PIECES
     constant = math.log(2) + df / 2 * math.log(df / 2) - math.lgamma(df / 2)
     total = 0.0
@@ -40,7 +42,7 @@ def power(difference: float, sd: float, seeds: int, freedom: int | None = None) 
 
 
 def seeds_needed(difference: float, sd: float, freedom: int | None = None, wanted: float = POWER) -> int | None:
-    """The fewest paired seeds with which the difference is shown with that chance; None if more than anyone runs."""
+    """Return the fewest paired seeds that show the difference with the chance `wanted`; None if more than anyone runs."""
     for few in range(1, OWN_SEEDS):
         if power(difference, sd, few, freedom) >= wanted:
             return few
@@ -54,7 +56,7 @@ def seeds_needed(difference: float, sd: float, freedom: int | None = None, wante
 
 
 def detectable(sd: float, seeds: int, freedom: int | None = None, wanted: float = POWER) -> float | None:
-    """The smallest difference that so many paired seeds show with that chance; None for one seed alone, which shows nothing."""
+    """Return the smallest difference that `seeds` paired seeds show with the chance `wanted`; None for one seed alone."""
     if seeds < 2 and not freedom:
         return None
     low, high = 0.0, 100 * sd

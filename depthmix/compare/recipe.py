@@ -1,20 +1,17 @@
-"""A study's file: a question, arms and seeds, on one or several data sets and sizes.
+"""A comparison's recipe, checked: models, seeds, data sets and sizes.
 
-question: in words
-base: ../gutenberg-54m.yaml        # a recipe, from this file; its arms, seeds and budget do not count
-set: {steps: 600}                  # any option of `depthmix train`, for all arms
-seeds: [0, 1, 2]
-budget: tokens                     # or time, as with `depthmix compare`
-data: {books: data/books}          # domains; or one folder
-sizes: {54m: {}, 6m: {dim: 256}}   # options by size
-modules: [../../examples/experiments]  # Python files that register mechanisms of their own, from this file
-power: {difference: 0.01, spread: [0.004, 0.008]}
-step_times: true                   # measured in turns when all runs are there, for the costs; at equal time always, and first
-sections: [power-laws]             # what the table says besides: power-laws, stability, depth
-notes: [what has to be said under the table]
-arms:
-  - residual                       # the first is what the others are compared with
-  - {label: slow b, mixer: "dca:window=2", set: {lr: 0.001}, seeds: [0], sizes: [54m]}
+    base: ../gutenberg-54m.yaml        # a recipe, from this file's folder, whose training options apply here
+    steps: 600                         # any option of `depthmix train`, for all arms
+    seeds: [0, 1, 2]
+    budget: tokens                     # or time
+    domains: {books: data/books}       # data sets by name; or `data: FOLDER`
+    sizes: {54m: {}, 6m: {dim: 256}}   # options by size
+    arms:
+      - residual                       # the baseline, which the others are compared with
+      - {label: slow b, mixer: "dca:window=2", set: {lr: 0.001}, seeds: [0], sizes: [54m]}
+
+A cell is one domain at one size. Arms are compared within a cell. Options of an arm override those of a size, which override
+those for all arms.
 """
 
 from __future__ import annotations
@@ -22,375 +19,320 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import os
 import typing
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import depthmix
-from depthmix.compare.arms import Arm, parse_arm
+from depthmix.compare.arms import Arm, check_arms, parse_arm, parse_arms, slug
 from depthmix.compare.modules import load_modules
 from depthmix.config import CompareConfig, TrainConfig
 from depthmix.errors import UserError
-from depthmix.names import nearest
-from depthmix.strict_yaml import read_recipe
-from depthmix.values import coerce, is_study
+from depthmix.names import DEFAULT_MIXER, nearest
+from depthmix.values import build_config, coerce
 
-FOLDER = Path("recipes") / "studies"
-KEYS = (
-    "question",
-    "base",
-    "set",
-    "seeds",
-    "budget",
-    "data",
-    "sizes",
-    "modules",
-    "power",
-    "step_times",
-    "sections",
-    "notes",
-    "arms",
-)
-SECTIONS = ("power-laws", "stability", "depth")
 ARM_KEYS = ("label", "mixer", "set", "seeds", "sizes")
-SAME_FOR_ALL = {"eval_tokens": "losses on different text cannot be compared"}  # options that no arm has for itself
-AT_EQUAL_TIME = {"steps": "an arm makes those that fit into the first one's time"}
-# What a study says in other words, and what a run without a folder has no use for.
+# Options that no arm can have for itself, and why.
+SAME_FOR_ALL = {"eval_tokens": "losses on different text cannot be compared"}
+AT_EQUAL_TIME = {"steps": "an arm takes the steps that fit into the baseline's time"}
+# Options of a training that a comparison states in another way.
 ELSEWHERE = {
-    "data": "data",
-    "out": "--out",
+    "data": "domains",
+    "out": "out",
     "seed": "seeds",
     "mixer": "arms",
     "mixer_options": "arms",
-    "device": "--device",
-    "quiet": "--quiet",
+    "device": "device",
+    "quiet": "quiet",
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class StudyArm:
-    """One arm: a mechanism, and how its training differs from the others'."""
+@dataclass(frozen=True)
+class RecipeArm:
+    """One arm: a rule, and how its training differs from that of the others."""
 
     label: str
     arm: Arm
     settings: dict[str, Any]
     seeds: dict[str, list[int]]  # by domain
-    sizes: list[str]  # at which it is run
+    sizes: list[str]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Cell:
-    """One data set and size: where arms are compared with each other."""
+    """One domain at one size."""
 
     domain: str
     size: str
     settings: dict[str, Any]
-    seeds: list[int] | None = None  # others are left out
+    seeds: list[int] | None = None  # if not all
 
     @property
     def name(self) -> str:
-        """What tables call it; nothing where there is only one."""
+        """Name in tables; empty where there is only one cell."""
         return " ".join(word for word in (self.domain, self.size) if word)
 
 
-@dataclasses.dataclass(frozen=True)
-class Study:
-    """A study's file, checked."""
+@dataclass(frozen=True)
+class Recipe:
+    """A checked recipe."""
 
-    name: str
-    path: Path
-    question: str
-    settings: dict[str, Any]  # of TrainConfig, for every run
-    seeds: list[int]
-    budget: str
+    config: CompareConfig
     domains: dict[str, str]  # folders
-    active: list[str]  # domains to run now
     cells: list[Cell]
-    arms: list[StudyArm]
-    power: dict[str, Any]
-    step_times: bool  # measured in turns, for the costs
-    sections: list[str]
-    notes: list[str]
+    arms: list[RecipeArm]
+
+    @property
+    def name(self) -> str:
+        """Title of the table: the name of the results' folder."""
+        return Path(self.config.out).absolute().name
 
     @property
     def labels(self) -> list[str]:
-        """The arms' names."""
+        """Names of the arms, the baseline first."""
         return [arm.label for arm in self.arms]
 
     @property
-    def called(self) -> str:
-        """What a command calls it: by its name, where that is enough, else by the file, from here."""
-        known = next((p for p in _places() if (p / f"{self.name}.yaml").resolve() == self.path.resolve()), None)
-        return self.name if known else Path(os.path.relpath(self.path)).as_posix()
+    def timed(self) -> bool:
+        """Whether step times are measured in turns."""
+        return self.config.step_times or self.config.budget == "time"
 
-    def runs_at(self, cell: Cell) -> dict[str, list[int]]:
-        """The arms that are to be run there, and their seeds."""
+    def seeds_at(self, cell: Cell) -> dict[str, list[int]]:
+        """Return the seeds of every arm that is run in a cell."""
         arms = [arm for arm in self.arms if cell.size in arm.sizes and arm.seeds[cell.domain]]
-        known = {arm.label: arm.seeds[cell.domain] for arm in arms}
-        return {label: [s for s in own if cell.seeds is None or s in cell.seeds] for label, own in known.items()}
+        wanted = {arm.label: arm.seeds[cell.domain] for arm in arms}
+        return {label: [s for s in own if cell.seeds is None or s in cell.seeds] for label, own in wanted.items()}
 
-    def config(self, arm: StudyArm, cell: Cell, seed: int, **more: Any) -> TrainConfig:
-        """One run: evaluated once, at its end, unless the study asks for more."""
-        said = {**self.settings, **cell.settings, **arm.settings}
-        own = {"data": self.domains[cell.domain], "mixer": arm.arm.name, "mixer_options": dict(arm.arm.options)}
-        config = TrainConfig(**{**said, **own, "seed": seed, **more})
-        return config if "eval_every" in said else dataclasses.replace(config, eval_every=max(1, config.steps))
-
-
-def _places() -> list[Path]:
-    """Where studies are known by their names."""
-    return [FOLDER, Path(depthmix.__file__).parents[1] / FOLDER]
+    def train_config(self, arm: RecipeArm, cell: Cell, seed: int) -> TrainConfig:
+        """Return the training of one run, before its steps are scaled to equal time."""
+        values = {f.name: getattr(self.config, f.name) for f in dataclasses.fields(TrainConfig)}
+        values |= {**cell.settings, **arm.settings, "data": self.domains[cell.domain], "seed": seed}
+        values |= {"mixer": arm.arm.name, "mixer_options": dict(arm.arm.options)}
+        names = [name for name in (cell.domain, cell.size, arm.label) if name]
+        values["out"] = Path(self.config.out).joinpath(*map(slug, names), f"seed-{seed}").as_posix()
+        values["eval_every"] = values["eval_every"] or max(1, values["steps"])
+        return TrainConfig(**values)
 
 
-def find_study(name: str) -> Path:
-    """The file of a study, by name or path."""
-    if not name:
-        raise UserError(f"study needs the name of a file in {FOLDER}, or a path")
-    places = _places()
-    tried = [Path(name), *(folder / f"{name}.yaml" for folder in places)]
-    found = next((path for path in tried if path.is_file()), None)
-    if found is None:
-        known = sorted({path.stem for folder in places for path in folder.glob("*.yaml")})
-        there = f"there are {', '.join(known)}" if known else f"there is none in {FOLDER}"
-        raise UserError(f"unknown study {name!r}; {there}, or give the path of a file{nearest(name, known)}")
-    return found
+def load_recipe(path: str | Path, **options: Any) -> Recipe:
+    """Read a recipe from a file."""
+    return check_recipe(build_config("compare", CompareConfig, {**options, "recipe": str(path)}))
 
 
-def read_study(name: str, data: Iterable[str] = ()) -> Study:
-    """A study's file with everything in it checked that needs no data; data: folders that take the place of its own."""
-    path = find_study(name)
-    given = read_recipe("study", str(path))
-    _known(given, KEYS, str(path))
-    question = given.get("question")
-    if not isinstance(question, str) or not question.strip():
-        raise UserError(f"{path}: question is needed, what the study asks, in words")
-    load_modules(path.parent, given.get("modules", []), f"{path}: modules")
-    base = _base(path, given.get("base"))
-    said = base.pop("data", None)
-    domains, active = _domains(path, given.get("data", said), list(data))
-    sizes = given.get("sizes", {"": {}})
-    if not isinstance(sizes, dict) or not sizes:
-        raise UserError(f"{path}: sizes maps names to options, got {sizes!r}")
-    seeds = _seeds(path, given.get("seeds", [0]))
-    cells = [_cell(path, domain, str(size), said, seeds) for domain in domains for size, said in sizes.items()]
+def check_recipe(config: CompareConfig) -> Recipe:
+    """Check everything in a recipe that needs no data.
+
+    Raises:
+        UserError: An option, an arm, a size or a domain cannot be used.
+    """
+    _check_options(config)
+    load_modules(Path(), config.modules, "compare: modules")
+    domains = _domains(config)
+    sizes = config.sizes or {"": {}}
+    cells = [_cell(domain, size, own, config.seeds) for domain in domains for size, own in sizes.items()]
     names = [cell.name for cell in cells]
     if twice := next((name for name in names if names.count(name) > 1), None):
-        raise UserError(f"{path}: two pairs of a domain and a size are called {twice!r}; give one another name")
-    budget = given.get("budget", "tokens")
-    if budget not in ("tokens", "time"):
-        raise UserError(
-            f"{path}: budget must be tokens or time, got {budget!r}{nearest(str(budget), ('tokens', 'time'))}"
-        )
-    notes = given.get("notes", [])
-    if not isinstance(notes, list) or not all(isinstance(note, str) for note in notes):
-        raise UserError(f"{path}: notes is a list of sentences")
-    settings = {**base, **_settings(path, "set", given.get("set", {}))}
-    arms = _arms(path, given.get("arms"), dict.fromkeys(domains, seeds), [str(size) for size in sizes])
-    for arm in arms:
-        for key, why in {**SAME_FOR_ALL, **(AT_EQUAL_TIME if budget == "time" else {})}.items():
-            if key in arm.settings:
-                raise UserError(f"{path}, arm {arm.label!r}: {key} is said for all arms or by size, since {why}")
-    sections = _sections(path, given.get("sections", []))
-    _check_sections(path, sections, settings, cells, arms)
-    return Study(
-        name=path.stem,
-        path=path,
-        question=" ".join(question.split()),
-        settings=settings,
-        seeds=seeds,
-        budget=budget,
-        domains=domains,
-        active=active,
-        cells=cells,
-        arms=arms,
-        power=_power(path, given.get("power", {})),
-        step_times=_yes_or_no(path, "step_times", given.get("step_times", False)) or budget == "time",
-        sections=sections,
-        notes=[" ".join(note.split()) for note in notes],
-    )
+        raise UserError(f"compare: two pairs of a domain and a size are called {twice!r}; rename one of them")
+    arms = _arms(config, dict.fromkeys(domains, config.seeds), list(sizes))
+    _check_sections(config, cells, arms)
+    return Recipe(config, domains, cells, arms)
 
 
-def _known(given: Mapping[str, Any], keys: Iterable[str], where: str) -> None:
+def _check_options(config: CompareConfig) -> None:
+    from depthmix.runs.init import check_finished
+    from depthmix.train.generate import check_prompt
+
+    if not config.out:
+        raise UserError("compare needs --out, the folder for its results")
+    if config.mixer != DEFAULT_MIXER or config.mixer_options:
+        raise UserError("compare takes its rules from --arms, not from --mixer and --mixer-options")
+    if config.parallel:
+        raise UserError("compare runs in one process: leave parallel out, or train the arms one by one")
+    if config.seed != CompareConfig.seed:
+        raise UserError(f"compare takes its seeds from --seeds, not from --seed: --seeds {config.seed}")
+    if config.budget not in ("tokens", "time"):
+        raise UserError(f"budget must be tokens or time, got {config.budget!r}")
+    _check_seeds("compare", config.seeds)
+    for name, least in (("steps", 1), ("eval_every", 0), ("save_every", 1), ("sample_tokens", 1)):
+        if getattr(config, name) < least:
+            raise UserError(f"{name} must be at least {least}, got {getattr(config, name)}")
+    if not 0 <= config.minutes < math.inf:
+        raise UserError(f"minutes must be a number of at least 0, got {config.minutes:g}")
+    if config.prompt and not config.save_models:
+        raise UserError("a prompt needs trained models: set save_models, or leave the prompt out")
+    check_prompt(config.prompt)
+    check_finished(config.init)
+    _check_power(config.power)
+
+
+def _check_power(power: Mapping[str, Any]) -> None:
+    _check_keys("compare: power", power, ("difference", "spread"))
+    spread = power.get("spread", [])
+    values = [*(spread if isinstance(spread, list) else [spread]), *([power["difference"]] if "difference" in power else [])]
+    if not all(isinstance(v, int | float) and not isinstance(v, bool) and 0 < v < math.inf for v in values):
+        raise UserError(f"compare: power: difference and spread must be numbers above 0, in nats, got {dict(power)!r}")
+
+
+def _check_keys(where: str, given: Mapping[str, Any], keys: Sequence[str]) -> None:
     for key in given:
         if key not in keys:
             raise UserError(f"{where}: unknown key {key!r}; there are {', '.join(keys)}{nearest(str(key), keys)}")
 
 
-def _base(path: Path, base: Any) -> dict[str, Any]:
-    """The options of a recipe that are those of a training; what it says of arms, seeds and budgets does not count."""
-    if base is None:
-        return {}
-    if not isinstance(base, str):
-        raise UserError(f"{path}: base is the path of a recipe, got {base!r}")
-    found = read_recipe("study", str(path.parent / base))
-    if is_study(found):
-        advice = "base takes a recipe of training options"
-        if isinstance(found.get("base"), str):
-            advice += f", such as that study's own base, {os.path.normpath(Path(base).parent / found['base'])}"
-        raise UserError(f"{path}: base {base} is a study itself; {advice}")
-    known = {f.name for f in dataclasses.fields(TrainConfig)}
-    options = [f.name for f in dataclasses.fields(CompareConfig)]
-    if lost := next((key for key in found if key not in options), None):
-        raise UserError(f"{path}: its base {base} has an unknown option {lost!r}{nearest(lost, options)}")
-    dropped = {*ELSEWHERE, "eval_every"} - {"data"}
-    kept = {key: value for key, value in found.items() if key in known and key not in dropped}
-    return {**_coerced(str(path.parent / base), {k: v for k, v in kept.items() if k != "data"}), **_only(kept, "data")}
+def _check_seeds(where: str, seeds: Any) -> list[int]:
+    if not isinstance(seeds, list) or not seeds or any(isinstance(s, bool) or not isinstance(s, int) for s in seeds):
+        raise UserError(f"{where}: seeds must be a list of at least one integer, got {seeds!r}")
+    if min(seeds) < 0:
+        raise UserError(f"{where}: seed must be at least 0, got {min(seeds)}")
+    if len(set(seeds)) < len(seeds):
+        raise UserError(f"{where}: every seed counts once, got {seeds!r}")
+    return seeds
 
 
-def _only(given: Mapping[str, Any], key: str) -> dict[str, Any]:
-    return {key: given[key]} if key in given else {}
+def _domains(config: CompareConfig) -> dict[str, str]:
+    """Return the folders of prepared data by name; one folder without a name for `data`."""
+    if not config.domains:
+        if not config.data:
+            raise UserError("data is needed: a folder written by `depthmix data`, or domains with a folder each")
+        return {"": config.data}
+    if not all(isinstance(folder, str) and folder for folder in config.domains.values()):
+        raise UserError(f"compare: domains maps names to folders of prepared data, got {config.domains!r}")
+    return dict(config.domains)
 
 
-def _settings(path: Path, where: str, given: Any) -> dict[str, Any]:
-    given = {} if given is None else given
-    if not isinstance(given, dict):
-        raise UserError(f"{path}: {where} holds options of a training, option: value, got {given!r}")
-    for key in given:
-        if key in ELSEWHERE:
-            raise UserError(f"{path}: {where} cannot hold {key}; a study says it with {ELSEWHERE[key]}")
-    return _coerced(f"{path}, {where}", given)
-
-
-@functools.cache  # it evaluates every annotation, and a study asks for each arm
+@functools.cache  # evaluating every annotation takes a while, and each arm needs them
 def _options() -> dict[str, Any]:
     return typing.get_type_hints(TrainConfig)
 
 
-def _coerced(where: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    hints = _options()
-    for key in given:
-        if key not in hints:
-            raise UserError(f"{where}: unknown option {str(key)!r}{nearest(str(key), hints)}")
-    return {key: coerce(where, key, hints[key], value) for key, value in given.items()}
-
-
-def _domains(path: Path, said: Any, given: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """Folders by domain, and which to run: all of the study's, or those the command line names, as DOMAIN=FOLDER or, of one, FOLDER."""
-    if isinstance(said, str):
-        said = {"": said}
-    if not isinstance(said, dict) or not said or not all(isinstance(v, str) and v for v in said.values()):
-        raise UserError(f"{path}: data is a folder, or maps the names of domains to folders, got {said!r}")
-    domains = {str(name): folder for name, folder in said.items()}
-    active = []
-    for text in given:
-        name, equals, folder = text.partition("=")
-        if len(domains) == 1 and (not equals or name not in domains):
-            domains, active = dict.fromkeys(domains, text), list(domains)
-        elif equals and name in domains and folder:
-            domains[name] = folder
-            active.append(name)
-        else:
-            wanted = " ".join(f"{name}=FOLDER" for name in domains) if domains.keys() != {""} else "one folder"
-            raise UserError(f"study: --data {text} does not fit; {path} wants {wanted}{nearest(name, domains)}")
-    return domains, active or list(domains)
-
-
-def _seeds(where: Path | str, seeds: Any) -> list[int]:
-    numbers = isinstance(seeds, list) and all(isinstance(s, int) and not isinstance(s, bool) for s in seeds)
-    if not numbers or not seeds or len(set(seeds)) < len(seeds):
-        raise UserError(f"{where}: seeds is a list of different whole numbers, got {seeds!r}")
-    return seeds
-
-
-def _seeds_of(where: str, given: Any, known: dict[str, list[int]]) -> dict[str, list[int]]:
-    """An arm's by domain: the same for all, or for some its own, which may be none."""
+def _settings(where: str, given: Any) -> dict[str, Any]:
+    """Return options of a training with their types checked."""
+    given = {} if given is None else given
     if not isinstance(given, dict):
-        return dict.fromkeys(known, _seeds(where, given))
-    for domain in map(str, given):
-        if domain not in known:
-            raise UserError(f"{where}, seeds: the study has no domain {domain!r}{nearest(domain, known)}")
-    return known | {str(domain): _seeds(where, own) if own != [] else [] for domain, own in given.items()}
+        raise UserError(f"{where} must hold options of a training, option: value, got {given!r}")
+    for key in given:
+        if key in ELSEWHERE:
+            raise UserError(f"{where} cannot hold {key}; a comparison sets it with {ELSEWHERE[key]}")
+        if key not in _options():
+            raise UserError(f"{where}: unknown option {str(key)!r}{nearest(str(key), _options())}")
+    return {key: coerce(where, key, _options()[key], value) for key, value in given.items()}
 
 
-def _cell(path: Path, domain: str, size: str, said: Any, seeds: Sequence[int]) -> Cell:
-    own = None
-    if isinstance(said, dict) and "seeds" in said:
-        own, said = _seeds(path, said["seeds"]), {key: value for key, value in said.items() if key != "seeds"}
+def _cell(domain: str, size: str, given: Any, seeds: Sequence[int]) -> Cell:
+    own, where = None, f"compare: sizes, {size}"
+    if isinstance(given, dict) and "seeds" in given:
+        own = _check_seeds(where, given["seeds"])
+        given = {key: value for key, value in given.items() if key != "seeds"}
         if lost := [seed for seed in own if seed not in seeds]:
-            raise UserError(f"{path}: sizes, {size}: the study has no seed {lost[0]}; a size leaves some of its out")
-    return Cell(domain, size, _settings(path, f"sizes, {size}", said), own)
+            raise UserError(f"{where}: the comparison has no seed {lost[0]}; a size can only leave seeds out")
+    return Cell(domain, size, _settings(where, given), own)
+
+
+def _arms(config: CompareConfig, seeds: dict[str, list[int]], sizes: list[str]) -> list[RecipeArm]:
+    if not config.arms:
+        raise UserError("arms must be a list of at least one rule, e.g. residual attnres:block_size=4")
+    plain = [given for given in config.arms if isinstance(given, str)]
+    parse_arms(plain or [DEFAULT_MIXER])  # refuses two arms with the same options
+    arms: list[RecipeArm] = []
+    for given in config.arms:
+        said = {"mixer": given} if isinstance(given, str) else given
+        if not isinstance(said, dict) or not isinstance(said.get("mixer"), str):
+            raise UserError(f"compare: an arm is a rule, or has mixer and {', '.join(ARM_KEYS)}, got {given!r}")
+        arm = parse_arm(said["mixer"])
+        label = said.get("label", arm.label)
+        where = f"compare: arm {label!r}"
+        _check_keys(where, said, ARM_KEYS)
+        if not isinstance(label, str) or not label.strip() or not label.isprintable():
+            raise UserError(f"compare: the label of an arm is one line of text, got {label!r}")
+        if label in [other.label for other in arms]:
+            raise UserError(f"compare: two arms are called {label!r}; give one of them a label")
+        settings = _settings(f"{where}: set", said.get("set", {}))
+        own = _seeds_by_domain(where, said["seeds"], seeds) if "seeds" in said else seeds
+        there = _sizes_of(where, said["sizes"], sizes) if "sizes" in said else sizes
+        arms.append(RecipeArm(label, arm, settings, own, there))
+        _check_own_options(config, where, settings)
+    first = arms[0]
+    if len(first.sizes) < len(sizes):
+        raise UserError(f"compare: the baseline, {first.label!r}, must be run at every size")
+    if nowhere := [domain for domain, own in first.seeds.items() if not own]:
+        raise UserError(f"compare: the baseline, {first.label!r}, needs a seed on {nowhere[0]}")
+    for arm in arms:
+        if sum(other.arm == arm.arm and other.settings == arm.settings for other in arms) > 1:
+            raise UserError(f"compare: arm {arm.label!r} is there twice, under another label; remove one of them")
+    if len(plain) == len(config.arms):
+        check_arms([arm.arm for arm in arms], config.dim, config.n_blocks)
+    return arms
+
+
+def _check_own_options(config: CompareConfig, where: str, settings: Mapping[str, Any]) -> None:
+    for key, why in {**SAME_FOR_ALL, **(AT_EQUAL_TIME if config.budget == "time" else {})}.items():
+        if key in settings:
+            raise UserError(f"{where}: {key} must be set for all arms or by size, since {why}")
+
+
+def _seeds_by_domain(where: str, given: Any, known: dict[str, list[int]]) -> dict[str, list[int]]:
+    """Return an arm's seeds by domain, given as one list or by domain. An empty list leaves a domain out."""
+    if not isinstance(given, dict):
+        return dict.fromkeys(known, _check_seeds(where, given))
+    for domain in given:
+        if domain not in known:
+            raise UserError(f"{where}: seeds: there is no domain {domain!r}{nearest(str(domain), known)}")
+    return known | {domain: _check_seeds(where, own) if own != [] else [] for domain, own in given.items()}
 
 
 def _sizes_of(where: str, given: Any, known: Sequence[str]) -> list[str]:
     if not isinstance(given, list) or not given:
-        raise UserError(f"{where}: sizes is a list of the study's, got {given!r}")
-    for size in map(str, given):
+        raise UserError(f"{where}: sizes must be a list of sizes, got {given!r}")
+    for size in given:
         if size not in known:
-            raise UserError(f"{where}: the study has no size {size!r}{nearest(size, known)}")
-    return [str(size) for size in given]
-
-
-def _power(path: Path, given: Any) -> dict[str, Any]:
-    if not isinstance(given, dict):
-        raise UserError(f"{path}: power holds difference and spread, got {given!r}")
-    _known(given, ("difference", "spread"), f"{path}: power")
-    spread = given.get("spread", [])
-    values = [*(spread if isinstance(spread, list) else [spread]), *_only(given, "difference").values()]
-    if not all(isinstance(v, int | float) and not isinstance(v, bool) and 0 < v < math.inf for v in values):
-        raise UserError(f"{path}: power, difference and spread are numbers above 0, in nats, got {given!r}")
-    return {**given, "spread": spread if isinstance(spread, list) else [spread]}
-
-
-def _yes_or_no(path: Path, name: str, given: Any) -> bool:
-    if not isinstance(given, bool):
-        raise UserError(f"{path}: {name} is true or false, got {given!r}")
-    return given
-
-
-def _sections(path: Path, given: Any) -> list[str]:
-    if not isinstance(given, list):
-        raise UserError(f"{path}: sections is a list of {', '.join(SECTIONS)}, got {given!r}")
-    for name in given:
-        if name not in SECTIONS:
-            raise UserError(
-                f"{path}: unknown section {name!r}; there are {', '.join(SECTIONS)}{nearest(str(name), SECTIONS)}"
-            )
+            raise UserError(f"{where}: there is no size {size!r}{nearest(str(size), known)}")
     return list(given)
 
 
-def _check_sections(
-    path: Path, sections: Sequence[str], settings: Mapping[str, Any], cells: Sequence[Cell], arms: Sequence[StudyArm]
-) -> None:
-    """UserError for a section that its runs could not fill, or would fill with what is not comparable."""
-    everywhere = [settings, *(cell.settings for cell in cells), *(arm.settings for arm in arms)]
-    if "depth" in sections and not any(said.get("dynamics_every") for said in everywhere):
-        raise UserError(f"{path}: the section depth is made of what dynamics_every keeps; set it")
-    for arm in arms if "stability" in sections else ():
+def _check_sections(config: CompareConfig, cells: Sequence[Cell], arms: Sequence[RecipeArm]) -> None:
+    """Refuse a section that the runs could not fill, or would fill with what is not comparable."""
+    options = [vars(config), *(cell.settings for cell in cells), *(arm.settings for arm in arms)]
+    if "depth" in config.sections and not any(own.get("dynamics_every") for own in options):
+        raise UserError("compare: the section depth needs what dynamics_every records; set it")
+    for arm in arms if "stability" in config.sections else ():
         rates: dict[tuple[str, float], str] = {}
         for cell in (cell for cell in cells if cell.size in arm.sizes):
-            rate = {**settings, **cell.settings, **arm.settings}.get("lr", TrainConfig().lr)
+            rate = {"lr": config.lr, **cell.settings, **arm.settings}["lr"]
             other = rates.setdefault((cell.domain, rate), cell.size)
             if other != cell.size:
-                words = f"{arm.label} has the same at {other!r} and {cell.size!r}"
-                raise UserError(f"{path}: the section stability is for sizes that are learning rates, and {words}")
+                words = f"{arm.label} has the same rate at {other!r} and {cell.size!r}"
+                raise UserError(f"compare: the section stability is for sizes that are learning rates, and {words}")
 
 
-def _arms(path: Path, given: Any, seeds: dict[str, list[int]], sizes: Sequence[str]) -> list[StudyArm]:
-    if not isinstance(given, list) or not given:
-        raise UserError(f"{path}: arms is a list of at least one arm")
-    arms: list[StudyArm] = []
-    for item in given:
-        said = {"mixer": item} if isinstance(item, str) else item
-        if not isinstance(said, dict) or not isinstance(said.get("mixer"), str):
-            raise UserError(f"{path}: an arm is a mechanism, or has mixer and other keys, got {item!r}")
-        label = said.get("label", said["mixer"])
-        _known(said, ARM_KEYS, f"{path}, arm {label!r}")
-        if not isinstance(label, str) or not label.strip() or not label.isprintable():
-            raise UserError(f"{path}: the label of an arm is one line of text, got {label!r}")
-        if label in [arm.label for arm in arms]:
-            raise UserError(f"{path}: two arms are called {label!r}; give one a label of its own")
-        settings = _settings(path, f"arm {label!r}", said.get("set", {}))
-        own = _seeds_of(f"{path}, arm {label!r}", said["seeds"], seeds) if "seeds" in said else seeds
-        there = _sizes_of(f"{path}, arm {label!r}", said["sizes"], sizes) if "sizes" in said else list(sizes)
-        arms.append(StudyArm(label, parse_arm(said["mixer"]), settings, own, there))
-    if len(arms[0].sizes) < len(sizes):
-        raise UserError(f"{path}: the first arm, {arms[0].label!r}, is run at every size: others are compared with it")
-    if nowhere := [domain for domain, own in arms[0].seeds.items() if not own]:
-        words = f"the first arm, {arms[0].label!r}, has no seed on {nowhere[0]}"
-        raise UserError(f"{path}: {words}, where others are compared with it")
-    for arm in arms:
-        if sum(other.arm == arm.arm and other.settings == arm.settings for other in arms) > 1:
-            raise UserError(f"{path}: arm {arm.label!r} is there twice, under another label; remove one")
-    return arms
+def check_only(recipe: Recipe) -> dict[str, set[Any]]:
+    """Return what `only` names, by kind (arm, seed, size, domain); an empty set stands for all.
+
+    Raises:
+        UserError: A word names nothing, or no run has all of them together.
+    """
+    seeds = {seed for arm in recipe.arms for own in arm.seeds.values() for seed in own}
+    known = {
+        "arm": {arm.label: arm.label for arm in recipe.arms},
+        "seed": {str(seed): seed for seed in seeds},
+        "size": {cell.size: cell.size for cell in recipe.cells},
+        "domain": {domain: domain for domain in recipe.domains},
+    }
+    chosen: dict[str, set[Any]] = {kind: {names[w] for w in recipe.config.only if w in names} for kind, names in known.items()}
+    every = [name for names in known.values() for name in names if name]
+    if lost := [word for word in recipe.config.only if word not in every]:
+        raise UserError(f"compare: only: there is no arm, seed, size or domain {lost[0]!r}{nearest(lost[0], every)}")
+    if not any(
+        is_chosen(chosen, label, cell, seed)
+        for cell in recipe.cells
+        for label, own in recipe.seeds_at(cell).items()
+        for seed in own
+    ):
+        raise UserError(f"compare: only: no run is of {' and '.join(recipe.config.only)} together")
+    return chosen
+
+
+def is_chosen(chosen: Mapping[str, set[Any]], label: str, cell: Cell, seed: int) -> bool:
+    """Tell whether `only` names a run."""
+    own: Iterable[tuple[str, Any]] = (("arm", label), ("seed", seed), ("size", cell.size), ("domain", cell.domain))
+    return all(not chosen[kind] or value in chosen[kind] for kind, value in own)

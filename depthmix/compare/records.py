@@ -1,13 +1,15 @@
-"""A study's results: one file of JSON lines, small enough to commit, merged from several machines and days.
+"""The results of a comparison: one file of JSON lines, small enough to commit, merged from several machines and days.
 
     {"kind": "run", "arm": …, "domain": …, "size": …, "seed": …, "config": {…}, "data": …, "code": …, "result": {…}, "environment": {…}}
-    {"kind": "code", "id": …, "files": {file: checksum}}          the code of runs
-    {"kind": "accept", "reason": …, "files": {file: [checksums]}}   which versions of it may be mixed
-    {"kind": "step_times", "domain": …, "size": …, "seconds": {arm: seconds}}   at equal time
+    {"kind": "code", "id": …, "files": {file: checksum}}            the code of runs
+    {"kind": "accept", "reason": …, "files": {file: [checksums]}}     versions of the code that may be mixed
+    {"kind": "step_times", "domain": …, "size": …, "seconds": {arm: seconds}}     measured in turns
+    {"kind": "sample", "arm": …, "run": …, "prompt": …, "tokens": …, "text": …}   a model's continuation of the prompt
 
-A run that diverged has `diverged`, a sentence, in the place of its result; one that shared its GPU with others, as
-earlier versions could, has `lanes`, their number, and its times and memory are no costs; one that was taken over from another study has
-`from`, its name. Images are counted instead of tokens. The file is written whole after every run.
+A run that diverged has `diverged`, a sentence, instead of a result. `path` is the folder of a run whose model is saved.
+`earlier_code` lists further code of a run that was resumed by other code. Image runs count `images` instead of `tokens`.
+Runs of earlier versions may have `lanes`, the number of runs that shared their GPU (their times and memory are no costs),
+and `from`, the study they were taken from. The file is replaced after every run.
 """
 
 from __future__ import annotations
@@ -38,6 +40,7 @@ NEEDED: dict[str, dict[str, type]] = {
     "code": {"id": str, "files": dict},
     "accept": {"reason": str, "files": dict},
     "step_times": {"domain": str, "size": str, "seconds": dict},
+    "sample": {"arm": str, "run": str, "prompt": str, "tokens": int, "text": str},
 }
 OTHERS: dict[str, type] = {"parameters": dict, "val_curve": list, "train_curve": list, "spikes": list}
 NUMBERS = ("steps", "val_loss", "step_seconds", "seconds", "wall_seconds")
@@ -45,31 +48,38 @@ NUMBERS = ("steps", "val_loss", "step_seconds", "seconds", "wall_seconds")
 
 @dataclass
 class Records:
-    """The lines of one or several result files; the first of two runs with one arm, cell, seed and configuration counts."""
+    """Lines of one or several result files. Of two runs with one arm, cell, seed and configuration the first counts."""
 
     lines: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def runs(self) -> list[dict[str, Any]]:
-        """The runs."""
+        """Records of runs."""
         return self.of("run")
 
     def of(self, kind: str) -> list[dict[str, Any]]:
-        """The lines of a kind."""
+        """Return the lines of one kind."""
         return [line for line in self.lines if line["kind"] == kind]
 
     def code(self, run: dict[str, Any]) -> dict[str, str]:
-        """The checksums of the code that made a run."""
-        found = next((line["files"] for line in self.of("code") if line["id"] == run["code"]), None)
-        if found is None:
-            what = (
-                f"the results lack the line on the code {run['code']} that {run['arm']} with seed {run['seed']} is of"
-            )
+        """Return the checksums of the code that made a run, or its last part."""
+        return self.codes(run)[-1]
+
+    def codes(self, run: dict[str, Any]) -> list[dict[str, str]]:
+        """Return the checksums of every version of the code that made a run.
+
+        Raises:
+            UserError: The line of checksums is missing.
+        """
+        tables = {line["id"]: line["files"] for line in self.of("code")}
+        ids = [*run.get("earlier_code", []), run["code"]]
+        if lost := [name for name in ids if name not in tables]:
+            what = f"the results lack the line on the code {lost[0]}, which made {run['arm']} with seed {run['seed']}"
             raise UserError(f"{what}; take the file from a copy, or remove all runs of that code", CHECKPOINT)
-        return dict(found)
+        return [dict(tables[name]) for name in ids]
 
     def add(self, *lines: dict[str, Any]) -> None:
-        """More lines, each once."""
+        """Add lines that are not there yet."""
         known = {_key(line) for line in self.lines}
         for line in lines:
             if _key(line) not in known:
@@ -78,7 +88,7 @@ class Records:
 
 
 def read_records(paths: Iterable[Path]) -> Records:
-    """The results in files, where there are any; UserError names a line that is damaged."""
+    """Read the results in files; a file that does not exist is empty. Raises UserError for a damaged line."""
     records = Records()
     for path in paths:
         with reading(path):
@@ -90,6 +100,8 @@ def read_records(paths: Iterable[Path]) -> Records:
 
 
 def _checked(path: Path, number: int, line: bytes) -> dict[str, Any]:
+    """Parse a line and check the types of what tables and figures read."""
+
     def damaged(what: str) -> UserError:
         advice = "take the file from a copy, or, if it is a run's, remove that line, and the run is made again"
         return UserError(f"{path}:{number} is damaged ({what}); {advice}", CHECKPOINT)
@@ -103,34 +115,8 @@ def _checked(path: Path, number: int, line: bytes) -> dict[str, Any]:
     for key, kind in NEEDED[found["kind"]].items():
         if not isinstance(found.get(key), kind) or isinstance(found.get(key), bool):
             raise damaged(f"{key} is missing or of another kind")
-    if found["kind"] == "run" and "diverged" not in found:
-        result = found.get("result")
-        if not isinstance(result, dict):
-            raise damaged("it has no result")
-        for key in (*NUMBERS, "images" if "images" in result else "tokens"):
-            value = result.get(key)
-            if not _is_number(value):
-                raise damaged(f"its result has no {key}")
-        if min(result["steps"], result["step_seconds"], result.get("images", result.get("tokens"))) <= 0:
-            raise damaged("its result is of no step")
-        for key, kind in OTHERS.items():
-            if not isinstance(result.get(key, kind()), kind):
-                raise damaged(f"{key} of its result is of another kind")
-        if not all(map(_is_number, result.get("parameters", {}).values())):
-            raise damaged("parameters of its result are no numbers")
-        for key in ("peak_memory", "bits_per_byte", "accuracy", "core_wait"):
-            if result.get(key) is not None and not _is_number(result[key]):
-                raise damaged(f"{key} of its result is no number")
-        for key in ("val_curve", "train_curve"):
-            if not all(_are_numbers(point) and len(point) == 2 for point in result.get(key, [])):
-                raise damaged(f"{key} of its result is no list of points")
-        if result.get("step_quartiles") is not None and not _are_numbers(result["step_quartiles"], 2):
-            raise damaged("step_quartiles of its result are no two numbers")
-        depth = result.get("depth")
-        if depth and not (
-            isinstance(depth, dict) and all(_are_numbers(depth.get(k), 1) for k in ("block_rms", "gradient_norm"))
-        ):
-            raise damaged("depth of its result is no list of numbers")
+    if found["kind"] == "run" and "diverged" not in found and (problem := find_problem(found.get("result"))):
+        raise damaged(f"of its result {problem}")
     if not _is_number(found.get("lanes", 1)):
         raise damaged("lanes is no number")
     if found["kind"] in ("code", "accept"):
@@ -142,6 +128,34 @@ def _checked(path: Path, number: int, line: bytes) -> dict[str, Any]:
     if found["kind"] == "step_times" and not all(_is_number(t) and t > 0 for t in found["seconds"].values()):
         raise damaged("seconds holds something else than times")
     return found
+
+
+def find_problem(result: Any) -> str:
+    """Describe what is wrong with the types of a result; empty if nothing is."""
+    if not isinstance(result, dict):
+        return "there is nothing"
+    counted = "images" if "images" in result else "tokens"
+    if lost := [key for key in (*NUMBERS, counted) if not _is_number(result.get(key))]:
+        return f"{lost[0]} is no number"
+    if min(result["steps"], result["step_seconds"], result[counted]) <= 0:
+        return f"steps, step_seconds and {counted} are not above 0"
+    for key, kind in OTHERS.items():
+        if not isinstance(result.get(key, kind()), kind):
+            return f"{key} is of another kind"
+    if not all(_is_number(value) for value in result.get("parameters", {}).values()):
+        return "parameters are no numbers"
+    for key in ("peak_memory", "bits_per_byte", "accuracy", "core_wait"):
+        if result.get(key) is not None and not _is_number(result[key]):
+            return f"{key} is no number"
+    for key in ("val_curve", "train_curve"):
+        if not all(_are_numbers(point) and len(point) == 2 for point in result.get(key, [])):
+            return f"{key} is no list of points"
+    if result.get("step_quartiles") is not None and not _are_numbers(result["step_quartiles"], 2):
+        return "step_quartiles are no two numbers"
+    depth = result.get("depth") or {"block_rms": [0], "gradient_norm": [0]}
+    if not isinstance(depth, dict) or not all(_are_numbers(depth.get(k), 1) for k in ("block_rms", "gradient_norm")):
+        return "depth is no list of numbers"
+    return ""
 
 
 def _is_number(value: Any) -> bool:
@@ -158,12 +172,13 @@ def _key(line: dict[str, Any]) -> str:
         "code": ["id"],
         "accept": ["reason", "files"],
         "step_times": ["domain", "size", "environment"],
+        "sample": ["arm", "run", "prompt", "tokens"],
     }[line["kind"]]
     return json.dumps([line["kind"], *(line.get(part) for part in parts)], sort_keys=True)
 
 
 def write_records(folder: Path, records: Records) -> None:
-    """Write a study's results, with those that another process has written meanwhile."""
+    """Replace the file of results. Lines that another process has written meanwhile are kept."""
     path = folder / RUNS
     check_above(path)
     with writing(path):
@@ -177,7 +192,7 @@ def write_records(folder: Path, records: Records) -> None:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """One process at a time, where the system has locks."""
+    """Lock the folder for this process, on systems that have locks."""
     try:
         import fcntl
     except ImportError:

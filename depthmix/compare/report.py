@@ -1,4 +1,4 @@
-"""The page of a comparison, and `depthmix report`: the same page of any runs, with what their layers read from each other."""
+"""The report: one page on a comparison, or on any runs (`depthmix report`), with what their layers read from each other."""
 
 from __future__ import annotations
 
@@ -8,50 +8,61 @@ from collections.abc import Mapping, Sequence
 from dataclasses import MISSING as NONE
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from depthmix.compare.arms import Arm
-from depthmix.compare.costs import at_step_times, doubts
-from depthmix.compare.figures import NAMES, curve_over_seeds, draw_figures
-from depthmix.compare.insides import MAP, OVER_DEPTH, draw_insides, file_names
+from depthmix.compare.columns import AGAINST, COSTS, VAL_LOSS, Column, cells, human, human_time, learnt, of_images
+from depthmix.compare.figures import CURVES, curve_over_seeds, draw_curves
+from depthmix.compare.recipe import check_recipe
+from depthmix.compare.records import RUNS, read_records
+from depthmix.compare.results import Results
 from depthmix.compare.rows import Row, Run, make_rows, read_run
-from depthmix.compare.saved import COMPARISON, fingerprint, is_time, read_json
-from depthmix.compare.table import AGAINST, COSTS, VAL_LOSS, Column, cells, human, human_time, learnt, of_images
 from depthmix.compare.verdict import footnotes, verdict
 from depthmix.config import CompareConfig, InspectConfig, ReportConfig
 from depthmix.errors import CHECKPOINT, UserError
-from depthmix.files import check_above, write_text
+from depthmix.files import check_above, find_json_object, write_text
 from depthmix.mixers.defaults import chosen_options
 from depthmix.ownership import check_replaceable
 from depthmix.report.content import Content, Curve, Table
+from depthmix.report.depth_figures import MAP, OVER_DEPTH, draw_insides, file_names
 from depthmix.report.measure import known, measured, opening_text
 from depthmix.report.page import make_page
 from depthmix.runs.code_checksums import differences
 from depthmix.runs.code_record import read_code
 from depthmix.runs.folder import DATA_META, ENVIRONMENT, RunFolder
 from depthmix.train.progress import phases
+from depthmix.values import build_config
 
-KEPT = ("depthmix", "git_commit", "python", "torch", "cuda", "device_name", "started")  # of an environment: no paths
-# What may differ between runs that one table compares.
+if TYPE_CHECKING:
+    from depthmix.compare.engine import Comparison
+
+# The recipe of a comparison, in its folder.
+RECIPE = "comparison.yaml"
+# Fields of an environment that the page shows: none with paths.
+KEPT = ("depthmix", "git_commit", "python", "torch", "cuda", "device_name", "started")
+# Options that may differ between runs that one table compares.
 OWN = {"out", "mixer", "mixer_options", "seed", "quiet", "tensorboard", "wandb", "keep", "save_every", "log_every", "dynamics_every"}  # fmt: skip
+UNFINISHED = "This comparison is not finished: run the same command again and it goes on."
 
 
 @dataclass
 class Found:
-    """Runs to report on: those of the table, and where the models lie that are looked into."""
+    """Runs to report on: those of the tables, by cell, and the folders of the models to look into."""
 
-    runs: list[Run] = field(default_factory=list)
+    runs: dict[str, list[Run]] = field(default_factory=dict)
+    rows: dict[str, list[Row]] = field(default_factory=dict)
     labels: list[str] = field(default_factory=list)  # in the order of the table
     models: list[tuple[str, Path]] = field(default_factory=list)
     recipe: dict[str, Any] = field(default_factory=dict)
-    samples: list[dict[str, str]] = field(default_factory=list)
+    samples: list[dict[str, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     comparable: bool = True
+    pooled: bool = False  # the intervals use the spread of all arms
 
 
 def report(config: ReportConfig) -> Path:
-    """Measure what is not known yet and write the page, with figures for papers beside it."""
+    """Measure what is not known yet, and write the page with figures for papers beside it. Returns the page."""
     out = Path(config.out)
     _check(config, out)
     found = gather([Path(run) for run in config.run])
@@ -69,25 +80,34 @@ def report(config: ReportConfig) -> Path:
             chosen = [name for name in ("text", "input", "data") if getattr(config, name)]
             documents.append({**measured(asked, progress, chosen), "label": label})
     check_replaceable(out, "page")  # again: measuring took a while
-    notes = draw_figures(found.runs, found.labels, folder) or draw_insides(documents, folder)
-    found.notes += notes
-    page = make_page(content_of(found, documents, command_of("report", config)))
-    write_text(out, page)
+    runs = next(iter(found.runs.values()), []) if len(found.runs) == 1 else []
+    found.notes += draw_curves(runs, found.labels, folder) or draw_insides(documents, folder)
+    write_text(out, make_page(content_of(found, documents, command_of("report", config))))
     return out
+
+
+def write_page(comparison: Comparison) -> None:
+    """Write the report of a comparison, with whatever there is so far."""
+    found = of_results(comparison.results)
+    found.notes += [*comparison.not_drawn, *comparison.not_inspected]
+    found.samples = comparison.samples
+    config = comparison.recipe.config
+    nested = any(isinstance(arm, dict) for arm in config.arms) or config.sizes
+    command = f"depthmix compare {comparison.path / RECIPE}" if nested else command_of("compare", config)
+    write_text(comparison.report, make_page(content_of(found, comparison.documents, command)))
 
 
 def figure_files(found: Found, folder: Path) -> list[Path]:
     """Return the files that a report draws into its folder of figures."""
-    stems = [
-        *NAMES.values(),
-        OVER_DEPTH,
-        *(f"{MAP}-{name}" for name in file_names([label for label, _ in found.models])),
-    ]
-    return [folder / f"{stem}.{ending}" for stem in stems for ending in ("svg", "png")]
+    maps = [f"{MAP}-{name}" for name in file_names([label for label, _ in found.models])]
+    return [folder / f"{stem}.{ending}" for stem in (*CURVES.values(), OVER_DEPTH, *maps) for ending in ("svg", "png")]
 
 
 def explored(runs: Sequence[str]) -> Content | None:
-    """The same of runs whose texts are looked into live: with what is known of them, or takes seconds to measure."""
+    """Return the content of a page on runs whose texts are explored live; None where there is only a checkpoint.
+
+    Measurements are those known, or the ones that take seconds.
+    """
     try:
         found = gather([Path(run) for run in runs])
         with phases() as progress:
@@ -95,7 +115,7 @@ def explored(runs: Sequence[str]) -> Content | None:
                 {**(known(path) or measured(InspectConfig(run=str(path), causal_tokens=0), progress)), "label": label}
                 for label, path in found.models
             ]
-    except UserError:  # a checkpoint alone, or a folder that `save_pretrained` wrote: the text is all there is to show
+    except UserError:  # a checkpoint alone, or a folder that `save_pretrained` wrote
         return None
     return content_of(found, documents, shlex.join(["depthmix", "explore", *runs]))
 
@@ -117,46 +137,42 @@ def _check(config: ReportConfig, out: Path) -> None:
 
 
 def gather(paths: Sequence[Path]) -> Found:
-    """The runs in folders of trainings and comparisons; UserError for anything else."""
-    if len(paths) == 1 and (paths[0] / COMPARISON).is_file():
+    """Return the runs in folders of trainings and comparisons. Raises UserError for any other folder."""
+    if len(paths) == 1 and (paths[0] / RECIPE).is_file():
         return of_comparison(paths[0])
     folders: list[Path] = []
     for path in paths:
-        folders += [Path(r.path) for r in of_comparison(path).runs] if (path / COMPARISON).is_file() else [path]
+        folders += [place for _, place in of_comparison(path, every=True).models] if (path / RECIPE).is_file() else [path]
     seen: dict[Path, Path] = {folder.resolve(): folder for folder in folders}
     return of_trainings(list(seen.values()))
 
 
-def of_comparison(path: Path) -> Found:
-    """All arms of a comparison; the inside is that of the first seed each."""
-    saved = read_json(path / COMPARISON)
-    try:
-        assert saved is not None
-        recipe = dict(saved["recipe"])
-        labels = [str(label) for label in recipe["arms"]]
-        places = [(str(run["arm"]), path / str(run["path"])) for run in saved["runs"]]
-        samples = [{key: str(s[key]) for key in ("arm", "prompt", "text")} for s in saved.get("samples") or []]
-        found = Found(labels=labels, recipe=recipe, samples=samples, notes=[str(n) for n in saved.get("notes") or []])
-        finished = bool(saved["finished"])
-    except (AssertionError, KeyError, TypeError, ValueError):
-        what = f"{path / COMPARISON} is damaged"
-        raise UserError(f"{what}: run the comparison again, which makes it from its runs", CHECKPOINT) from None
-    if not places:
+def of_comparison(path: Path, every: bool = False) -> Found:
+    """Return the runs of a comparison from its folder. `models` has the first seed of each arm, or every run."""
+    config = build_config("report", CompareConfig, {"recipe": str(path / RECIPE)})
+    config.out = str(path)
+    return of_results(Results(check_recipe(config), read_records([path / RUNS]), path), every)
+
+
+def of_results(results: Results, every: bool = False) -> Found:
+    """Return what a page shows of a comparison's results."""
+    config, path = results.recipe.config, results.out
+    if not results.used:
         raise UserError(f"no run of the comparison in {path} has finished yet", CHECKPOINT)
-    found.runs = [read_run(place, arm) for arm, place in places]
-    times = saved.get("step_times")
-    if (
-        isinstance(times, list)
-        and len(times) == len(labels)
-        and all(map(is_time, times))
-        and doubts(found.runs, labels)
-    ):
-        found.runs = at_step_times(found.runs, dict(zip(labels, times, strict=True)))  # as the comparison's own table
-    for label in labels:
-        first = next((place for arm, place in places if arm == label), None)
-        found.models += [] if first is None else [(label, first)]
-    found.warnings += [] if finished else [UNFINISHED]
-    return found
+    planned = sum(len(seeds) for cell in results.recipe.cells for seeds in results.recipe.seeds_at(cell).values())
+    runs = [run for own in results.runs.values() for run in own] if every else [run for _, run in results.first_runs()]
+    names = [f.name for f in fields(CompareConfig)]
+    return Found(
+        runs={name: own for name, own in results.runs.items() if own},
+        rows={name: rows for name, rows in results.rows.items() if rows},
+        labels=results.recipe.labels,
+        models=[(run.arm, Path(run.path)) for run in runs if run.path],
+        recipe={name: getattr(config, name) for name in names},
+        samples=[line for line in results.records.of("sample") if line["prompt"] == config.prompt],
+        notes=[*results.notes(), *(note for cell in results.recipe.cells for note in results.cost_notes(cell))],
+        warnings=[] if len(results.used) == planned else [UNFINISHED],
+        pooled=any(spread.freedom for spread in results.spreads.values()),
+    )
 
 
 def _label(recipe: dict[str, Any]) -> str:
@@ -164,11 +180,8 @@ def _label(recipe: dict[str, Any]) -> str:
     return Arm(mixer, chosen_options(mixer, options if isinstance(options, dict) else {})).label
 
 
-UNFINISHED = "This comparison is not finished: run the same command again and it goes on."
-
-
 def of_trainings(folders: Sequence[Path]) -> Found:
-    """Runs given one by one: seeds of one arm are one row, if they are of one recipe but for what OWN names."""
+    """Return runs given one by one. Seeds of one arm share a row if their recipes differ only in what OWN names."""
     opened = [RunFolder.open(folder) for folder in folders]
     recipes = [folder.read_recipe() for folder in opened]
     names = [_label(recipe) for recipe in recipes]
@@ -176,7 +189,7 @@ def of_trainings(folders: Sequence[Path]) -> Found:
         key for key in {k for r in recipes for k in r} - OWN if any(r.get(key) != recipes[0].get(key) for r in recipes)
     )
     seeds = [(name, r.get("seed")) for name, r in zip(names, recipes, strict=True)]
-    data = {mark for folder in folders if (mark := fingerprint(folder, DATA_META))}
+    data = {mark for folder in folders if (mark := _data_of(folder))}
     if differ or len(data) > 1 or len(set(seeds)) < len(seeds):  # then each run is by itself
         names = [
             f"{name} ({folder})" if names.count(name) > 1 else name for name, folder in zip(names, folders, strict=True)
@@ -192,18 +205,29 @@ def of_trainings(folders: Sequence[Path]) -> Found:
         found.warnings.append(
             f"These runs differ in more than their mechanism, so their losses do not compare ({shown})."
         )
+    runs = []
     for name, folder in zip(names, opened, strict=True):
         if folder.has_result():
-            found.runs.append(read_run(folder.path, name))
+            runs.append(read_run(folder.path, name))
         else:
             found.notes.append(f"{folder.path} has not finished: the table and the curves are without it.")
         if name not in [label for label, _ in found.models]:
             found.models.append((name, folder.path))
+    if runs:
+        found.runs, found.rows = {"": runs}, {"": make_rows(runs, found.labels)}
     return found
 
 
+def _data_of(folder: Path) -> bytes | None:
+    """Return the description of the data that a run was trained on; None where there is none."""
+    try:
+        return (folder / DATA_META).read_bytes()
+    except OSError:
+        return None
+
+
 def _code_warnings(folders: Sequence[RunFolder], recipes: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Say where runs were made by different code; of a run without a record nothing is known."""
+    """Say where runs were made by different code, as far as it is recorded."""
     mixers = [str(recipe.get("mixer", "")) for recipe in recipes]
     tables = [(m, table) for m, folder in zip(mixers, folders, strict=True) for table in read_code(folder) if table]
     changed = sorted(differences(tables, kernels=False))
@@ -212,21 +236,21 @@ def _code_warnings(folders: Sequence[RunFolder], recipes: Sequence[Mapping[str, 
 
 
 def content_of(found: Found, documents: Sequence[Mapping[str, Any]], command: str) -> Content:
-    """What the page of some runs says."""
-    rows = make_rows(found.runs, found.labels)
+    """Return the content of a page on some runs."""
+    rows = next(iter(found.rows.values()), [])
     several = len(found.labels) > 1
-    title = (
-        f"{len(found.labels)} ways to mix over depth, compared" if several else f"Mixing over depth: {found.labels[0]}"
-    )
+    count = f"{len(found.labels)} ways to mix over depth, compared"
+    runs = next(iter(found.runs.values())) if len(found.runs) == 1 else []
+    explained = list(dict.fromkeys(n for own in found.rows.values() for n in _footnotes(own, found.comparable)))
     return Content(
-        title=title,
+        title=count if several else f"Mixing over depth: {found.labels[0]}",
         warnings=found.warnings,
-        verdict=verdict(rows) if found.comparable else [],
+        verdict=_verdicts(found) if found.comparable else [],
         facts=facts(found.recipe, found.labels, rows, found.comparable),
-        tables=tables(rows, found.comparable),
-        notes=[*found.notes, *(_footnotes(rows, found.comparable) if rows else ["No run has finished yet."])],
+        tables=[table for name, own in found.rows.items() for table in tables(own, found.comparable, name)],
+        notes=[*found.notes, *(explained if rows else ["No run has finished yet."])],
         reading=how_to_read(found.recipe, rows) if several and found.comparable else [],
-        curves=curves(found.runs, found.labels),
+        curves=curves(runs, found.labels),
         images=of_images(rows),
         samples=found.samples,
         documents=documents,
@@ -236,15 +260,23 @@ def content_of(found: Found, documents: Sequence[Mapping[str, Any]], command: st
     )
 
 
+def _verdicts(found: Found) -> list[str]:
+    return [
+        f"{name}: {sentence}" if name else sentence
+        for name, rows in found.rows.items()
+        for sentence in verdict(rows, found.pooled)
+    ]
+
+
 def _footnotes(rows: Sequence[Row], comparable: bool) -> list[str]:
-    """Those of columns that the tables have."""
+    """Return the footnotes of the columns that the tables have."""
     return [n for n in footnotes(rows) if "to reach" not in n or (len(rows) > 1 and comparable)]
 
 
 def facts(
     recipe: Mapping[str, Any], labels: Sequence[str], rows: Sequence[Row], comparable: bool = True
 ) -> list[tuple[str, str]]:
-    """What was compared, in a few lines; of runs that do not compare what the first one is."""
+    """Describe what was compared in a few lines. For runs that do not compare, describe the first one."""
     get = recipe.get
     size = f"{get('n_blocks')} blocks, width {get('dim')}, {get('n_heads')} heads"
     if rows:
@@ -254,7 +286,7 @@ def facts(
     per_step = f"{get('batch_size')} {kind} per step, {get('optimizer')}, {get('schedule')} schedule"
     if get("budget") == "time":
         budget = (
-            "equal time: each arm gets as many steps as fit into the first arm's time, and a full schedule over them"
+            "equal time: each arm gets as many steps as fit into the baseline's time, and a full schedule over them"
         )
         budget += f" ({human_time(rows[0].train_seconds)})" if rows else ""
     else:
@@ -265,9 +297,10 @@ def facts(
     seeds = ", ".join(str(seed) for seed in get("seeds", [get("seed")]))
     order = ", in the same order for every arm" if len(labels) > 1 and comparable else ""
     of = "" if comparable else " of the first"
+    data = get("data") or ", ".join(f"{name}: {folder}" for name, folder in (get("domains") or {}).items())
     return [
         ("arms" if len(labels) > 1 else "arm", ", ".join(labels)),
-        (f"data{of}", f"{get('data')}{order}"),
+        (f"data{of}", f"{data}{order}"),
         (f"model{of}", size),
         (f"training{of}", per_step),
         (f"budget{of}", budget),
@@ -275,8 +308,8 @@ def facts(
     ]
 
 
-def tables(rows: Sequence[Row], comparable: bool = True) -> list[Table]:
-    """What was learnt, and what it cost."""
+def tables(rows: Sequence[Row], comparable: bool = True, cell: str = "") -> list[Table]:
+    """Return two tables: what was learnt, and what it cost."""
     if not rows:
         return []
     best = min(row.val_loss for row in rows)
@@ -286,8 +319,8 @@ def tables(rows: Sequence[Row], comparable: bool = True) -> list[Table]:
     if len(rows) > 1 and comparable:
         alone = (AGAINST, VAL_LOSS, *learnt(rows))
     return [
-        Table("", *_parted(cells(rows, alone)), best=marked),
-        Table("What it cost", *_parted(cells(rows, COSTS)), best=marked),
+        Table(cell, *_parted(cells(rows, alone)), best=marked),
+        Table(f"What it cost{', ' * bool(cell)}{cell}", *_parted(cells(rows, COSTS)), best=marked),
     ]
 
 
@@ -296,19 +329,20 @@ def _parted(lines: list[list[str]]) -> tuple[list[str], list[list[str]]]:
 
 
 def how_to_read(recipe: Mapping[str, Any], rows: Sequence[Row]) -> list[str]:
+    """Explain the tables to a reader who is new to them."""
     if not rows:
         return []
     data, each = ("images", "image") if of_images(rows) else ("text", "token")
     cost = "training time" if recipe.get("budget") == "time" else f"training {data}"
     return [
         f"Validation loss says how surprised a model is by {data} it has never seen, so lower is better, and all arms got the same amount of {cost}. "
-        f"The column “against {rows[0].baseline}” is what counts: believe a difference when the sentence at the top gives an interval that leaves zero out, and remember that it speaks of one arm at a time. "
+        f"The column “against {rows[0].baseline}” is what counts: believe a difference when the sentence at the top gives an interval that excludes zero, and remember that it holds for one arm at a time. "
         f"“Ratio” and “time to reach” are the price: an arm that learns more from each {each} but whose steps are much slower can still be the worse choice for your time."
     ]
 
 
 def curves(runs: Sequence[Run], labels: Sequence[str]) -> list[Curve]:
-    """One for each arm that has runs."""
+    """Return one curve per arm that has runs."""
     found = []
     for label in labels:
         if own := [run for run in runs if run.arm == label]:
@@ -318,15 +352,15 @@ def curves(runs: Sequence[Run], labels: Sequence[str]) -> list[Curve]:
 
 
 def recipe_text(recipe: Mapping[str, Any]) -> str:
-    """JSON values are YAML values: these lines can be pasted into a recipe."""
+    """Return lines that can be pasted into a recipe: JSON values are YAML values."""
     return "\n".join(f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in recipe.items())
 
 
 def environments(paths: Sequence[Path]) -> list[tuple[str, str]]:
-    """Versions and devices of runs; where they differ, all that there are."""
+    """Return versions and devices of runs; where they differ, all of them."""
     seen: dict[str, list[str]] = {}
     for path in paths:
-        known = read_json(path / ENVIRONMENT) or {}
+        known = find_json_object(path / ENVIRONMENT)
         for name in KEPT:
             value = known.get(name)
             if value is not None and str(value) not in seen.setdefault(name, []):
@@ -337,12 +371,12 @@ def environments(paths: Sequence[Path]) -> list[tuple[str, str]]:
 
 
 def command_of(command: str, config: ReportConfig | CompareConfig) -> str:
-    """The command line that a configuration comes from, with what is not as usual."""
+    """Return the command line of a configuration, with the options that are not at their defaults."""
     words = ["depthmix", command]
     for f in fields(config):
         value = getattr(config, f.name)
         usual = f.default_factory() if f.default_factory is not NONE else f.default
-        if value == usual or f.name == "quiet":
+        if value == usual or f.name == "quiet" or not f.metadata["flag"]:
             continue
         flag = "--" + f.name.replace("_", "-")
         if isinstance(value, bool):

@@ -1,19 +1,20 @@
-"""What finished run folders say, run by run and arm by arm."""
+"""Finished runs, and the rows of a table: one per arm, over its seeds."""
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from depthmix.compare.interval import half_width
+from depthmix.compare.recipe import Cell
+from depthmix.compare.records import find_problem
 from depthmix.errors import CHECKPOINT, DIVERGED, UserError
 from depthmix.runs.agreement import check_run_files
-from depthmix.runs.folder import RunFolder, opened_result
+from depthmix.runs.folder import METRICS, RunFolder
 
 Point = tuple[float, float, float]  # tokens or images, seconds, validation loss
 
@@ -36,19 +37,19 @@ class Run:
     peak_memory: int | None
     curve: list[Point]
     step_quartiles: tuple[float, float] | None = None
-    core_wait: float | None = None  # share of the CPU time wanted that others had
+    core_wait: float | None = None  # share of the wanted CPU time that other processes had
     accuracy: float | None = None  # of images
-    shared: bool = False  # whether other runs had the machine, too: its times and memory are no costs
+    shared: bool = False  # the machine ran others, too: its times and memory are no costs
 
     @property
     def train_seconds(self) -> float:
-        """Steps at the median step time: compilation, other processes and pauses do not count."""
+        """Training time: steps at the median step time, without compilation, evaluation and pauses."""
         return self.steps * self.step_seconds
 
 
 @dataclass(frozen=True)
 class Row:
-    """One arm over its seeds. A spread is half the range over seeds; None where there is nothing to say."""
+    """One arm over its seeds. A spread is half the range over seeds. None stands for a number that is not known."""
 
     arm: str
     baseline: str  # the first arm, which the others are compared with
@@ -76,90 +77,94 @@ class Row:
     accuracy_spread: float | None = None
 
 
+def as_run(arm: str, seed: int, result: Mapping[str, Any], path: str = "", shared: bool = False) -> Run:
+    """Convert a result, as a record holds it, to a run. The result counts as the last point of its curve."""
+    counted = result["images"] if "images" in result else result["tokens"]
+    parameters, quartiles = result.get("parameters", {}), result.get("step_quartiles")
+    steps, step_seconds, loss = result["steps"], result["step_seconds"], result["val_loss"]
+    curve = [(step * counted / steps, step * step_seconds, y) for step, y in result.get("val_curve", []) if step < steps]
+    return Run(
+        arm=arm,
+        seed=seed,
+        path=path,
+        steps=steps,
+        tokens=counted,
+        val_loss=loss,
+        bits_per_byte=result.get("bits_per_byte"),
+        parameters=parameters.get("total", 0),
+        added_by_mixer=parameters.get("added_by_mixer", 0),
+        step_seconds=step_seconds,
+        seconds=result["seconds"],
+        peak_memory=result.get("peak_memory"),
+        curve=[*curve, (counted, steps * step_seconds, loss)],
+        step_quartiles=(quartiles[0], quartiles[1]) if quartiles else None,
+        core_wait=result.get("core_wait"),
+        accuracy=result.get("accuracy"),
+        shared=shared,
+    )
+
+
+def as_runs(used: Iterable[Mapping[str, Any]], cell: Cell, out: Path | None = None) -> list[Run]:
+    """Return the finished runs of one cell.
+
+    Args:
+        used: Records of runs.
+        cell: The cell.
+        out: The comparison's folder, which the paths of run folders are relative to.
+    """
+    here = [r for r in used if (r["domain"], r["size"]) == (cell.domain, cell.size) and "result" in r]
+    return [
+        as_run(r["arm"], r["seed"], r["result"], str(out / r["path"]) if out and "path" in r else "", r.get("lanes", 1) > 1)
+        for r in here
+    ]
+
+
 def read_run(path: str | Path, arm: str) -> Run:
-    """A finished run folder; UserError names the folder when it cannot be used."""
+    """Read a finished run folder.
+
+    Raises:
+        UserError: The run has not finished or cannot be used, or its loss is not a number (DIVERGED).
+    """
     path = Path(path)
-    check_run_files(RunFolder(path))
-    result = _read_result(path)
+    return as_run(arm, *result_of_folder(RunFolder(path)), path=str(path))
+
+
+def result_of_folder(folder: RunFolder) -> tuple[int, dict[str, Any]]:
+    """Return the seed and the result of a finished run folder with its curve, as a record holds it.
+
+    Raises:
+        UserError: The run has not finished or cannot be used, or its loss is not a number (DIVERGED).
+    """
+    check_run_files(folder)
+    result = folder.read_result()
+    loss = math.nan if result.get("val_loss", 0.0) is None else result.get("val_loss")  # JSON has no NaN
+    if isinstance(loss, float) and not math.isfinite(loss):
+        raise UserError(f"the validation loss at the end of {folder.path} is {loss}", DIVERGED)
+    if not (folder.path / METRICS).exists():
+        raise UserError(f"{folder.path} has no {METRICS}; delete the folder and run again", CHECKPOINT)
+    lines = [line for line in folder.read_metrics() if line.get("val_loss") is not None]
     try:
-        accuracy = result.get("accuracy")
-        steps, tokens = int(result["steps"]), int(result["tokens" if accuracy is None else "images"])
-        parameters = result["parameters"]
-        seconds: Any = result.get("seconds")
-        step_seconds = float(result.get("step_seconds") or seconds / steps)
-        quartiles, wait = result.get("step_quartiles"), result.get("core_wait")
-        run = Run(
-            arm=arm,
-            seed=int(result["seed"]),
-            path=str(path),
-            steps=steps,
-            tokens=tokens,
-            val_loss=math.nan if result["val_loss"] is None else float(result["val_loss"]),  # null: not a number
-            bits_per_byte=result.get("bits_per_byte"),
-            parameters=int(parameters["total"]),
-            added_by_mixer=int(parameters.get("added_by_mixer", 0)),
-            step_seconds=step_seconds,
-            seconds=seconds,
-            peak_memory=result.get("peak_memory"),
-            curve=[],
-            step_quartiles=None if quartiles is None else (float(quartiles[0]), float(quartiles[1])),
-            core_wait=None if wait is None else float(wait),
-            accuracy=None if accuracy is None else float(accuracy),
-        )
-    except (KeyError, TypeError, ValueError, ZeroDivisionError, AttributeError, IndexError) as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise UserError(
-            f"{path / 'result.json'} is not the result of a training ({reason}); delete {path} and run again",
-            CHECKPOINT,
-        ) from None
-    if not math.isfinite(run.val_loss):
-        raise UserError(f"the validation loss at the end of {path} is {run.val_loss}", DIVERGED)
-    if not (math.isfinite(step_seconds) and step_seconds > 0 and steps > 0):
-        raise UserError(f"{path / 'result.json'} has no usable step time; delete {path} and run again", CHECKPOINT)
-    run.curve.extend(_read_curve(path, run))
-    return run
-
-
-def _read_result(path: Path) -> dict[str, Any]:
-    try:
-        result = json.loads((path / "result.json").read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(
-            f"{path} has no result.json: that run has not finished; run again to resume it", CHECKPOINT
-        ) from None
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"{path / 'result.json'} cannot be read ({error}); delete {path} and run again", CHECKPOINT
-        ) from None
-    if not isinstance(result, dict):
-        raise UserError(
-            f"{path / 'result.json'} is not the result of a training; delete {path} and run again", CHECKPOINT
-        )
-    return opened_result(path / "result.json", result)
-
-
-def _read_curve(path: Path, run: Run) -> list[Point]:
-    """The evaluations by tokens and time; the result is the last of them."""
-    points: dict[int, Point] = {}
-    try:
-        lines = (path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        for line in lines:
-            entry = json.loads(line)
-            loss = entry.get("val_loss")
-            if loss is not None and math.isfinite(loss):
-                step = int(entry["step"])
-                points[step] = (entry["tokens" if run.accuracy is None else "images"], step * run.step_seconds, loss)
-    except FileNotFoundError:
-        raise UserError(f"{path} has no metrics.jsonl; delete the folder and run again", CHECKPOINT) from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        message = f"{path / 'metrics.jsonl'} cannot be read ({error}); delete {path} and run again"
-        raise UserError(message, CHECKPOINT) from None
-    points[run.steps] = (run.tokens, run.train_seconds, run.val_loss)
-    return [points[step] for step in sorted(points)]
+        lines = [line for line in lines if math.isfinite(line["val_loss"])]
+        seconds = result.get("seconds") or result["steps"] * result["step_seconds"]
+        found = {
+            **result,
+            "seconds": seconds,
+            "wall_seconds": seconds,
+            "step_seconds": result.get("step_seconds") or seconds / result["steps"],
+            "val_curve": [[line["step"], line["val_loss"]] for line in lines],
+        }
+        problem = find_problem(found)
+        seed = int(result["seed"])
+    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        problem = f"{type(error).__name__}: {error}"
+    if problem:
+        what = f"{folder.path / 'result.json'} is not the result of a training ({problem})"
+        raise UserError(f"{what}; delete {folder.path} and run again", CHECKPOINT)
+    return seed, found
 
 
 def reach(curve: Sequence[Point], target: float) -> tuple[float, float] | None:
-    """Tokens and seconds at which a curve first is at the target or below, linear between evaluations; None if never.
+    """Find the tokens and seconds at which a curve first reaches a target, linear between evaluations; None if never.
 
     Nothing is known before the first evaluation: a curve that starts below the target gets that point.
     """
@@ -175,7 +180,7 @@ def reach(curve: Sequence[Point], target: float) -> tuple[float, float] | None:
 
 
 def make_rows(runs: Sequence[Run], arms: Sequence[str]) -> list[Row]:
-    """One row an arm, in the order given, for the arms that have runs; the first arm is what the others are compared with."""
+    """Make one row per arm that has runs, in the order given. The first arm is the baseline."""
     base = {run.seed: run for run in runs if arms and run.arm == arms[0]}
     rows = []
     for arm in arms:
@@ -231,10 +236,10 @@ def _fractions(run: Run, plain: Run) -> tuple[float, float] | None:
 
 
 def spread(values: Sequence[float]) -> float | None:
-    """Half the range: with two or three seeds it says all there is, and promises no distribution."""
+    """Return half the range of some values: with two or three seeds it assumes no distribution."""
     return (max(values) - min(values)) / 2 if len(values) > 1 else None
 
 
 def median_seconds(runs: Sequence[Run]) -> float:
-    """The median over seeds of the median step time."""
+    """Return the median over seeds of the median step time."""
     return statistics.median(run.step_seconds for run in runs)

@@ -1,10 +1,10 @@
-"""How much losses vary by chance, from all arms of a study together.
+"""How much losses vary by chance, estimated from all arms of a comparison together.
 
     loss(arm, seed) = a(arm) + s(seed) + e,     σ² = Σ e² / (runs - arms - seeds + 1),     a difference at one seed varies by √2 σ
 
-by least squares in every cell; squares and degrees of freedom of cells add up. Differences to the first arm, arm by arm, would count
-its chance as often as there are other arms. All arms are taken to vary alike, which they need not: a contrast that has OWN_SEEDS paired
-seeds goes by its own. What s varies by matters for a contrast of arms in different cells: their seeds are others.
+by least squares in every cell; squares and degrees of freedom of cells add up. Taking differences to the baseline arm by arm would
+count the baseline's chance once per other arm. All arms are assumed to vary alike, which need not be true, so a contrast with
+OWN_SEEDS paired seeds uses its own spread. The spread of s matters for contrasts of arms in different cells, whose seeds differ.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from depthmix.compare.interval import OWN_SEEDS, half_width, student_t
-from depthmix.compare.recipe import Cell, Study
+from depthmix.compare.recipe import Cell, Recipe
 from depthmix.compare.rows import Run
 
 Number = Callable[[Run], float | None]
@@ -24,14 +24,19 @@ Number = Callable[[Run], float | None]
 
 @dataclass(frozen=True)
 class Spread:
-    """The standard deviation of a difference of two arms at one seed, its degrees of freedom (0: nothing is known), and that of s."""
+    """Standard deviation of a difference of two arms at one seed, its degrees of freedom (0: unknown), and deviation of s."""
 
     deviation: float
     freedom: int
     of_seeds: float = 0.0
 
     def half_width(self, seeds: int, weights: Iterable[Sequence[float]] = ((1, -1),)) -> float | None:
-        """Half the width of the 95% interval of a mean over so many seeds of a sum of losses with these weights, by cell."""
+        """Return half the width of the 95% interval of a contrast's mean over seeds; None if nothing is known.
+
+        Args:
+            seeds: Number of seeds.
+            weights: Weights of the losses in the contrast, by cell.
+        """
         if not self.freedom or not seeds:
             return None
         cells = [list(own) for own in weights]
@@ -43,16 +48,16 @@ class Spread:
 def around(
     values: Sequence[float], spread: Spread, weights: Iterable[Sequence[float]] = ((1, -1),)
 ) -> tuple[float | None, int]:
-    """Half the 95% interval of the mean of a contrast, by its own seeds or by the spread of all arms, and degrees of freedom."""
+    """Return half the 95% interval of a contrast's mean, by its own seeds or the spread of all arms, and degrees of freedom."""
     if len(values) >= OWN_SEEDS:
         return half_width(values), len(values) - 1
     return spread.half_width(len(values), weights), spread.freedom
 
 
 def pooled(cells: Iterable[Sequence[Run]], number: Number = lambda run: run.val_loss) -> Spread:
-    """The spread in some cells together."""
+    """Estimate the spread in some cells together."""
     squares, freedom = 0.0, 0
-    of_arms, others = 0.0, 0  # what is left without s
+    of_arms, others = 0.0, 0  # squares and degrees of freedom without s
     for runs in cells:
         found = [(run.arm, run.seed, value) for run in runs if (value := number(run)) is not None]
         arms, seeds = ({key: i for i, key in enumerate(dict.fromkeys(f[k] for f in found))} for k in (0, 1))
@@ -72,13 +77,13 @@ def pooled(cells: Iterable[Sequence[Run]], number: Number = lambda run: run.val_
     return Spread(math.sqrt(2 * squares / freedom), freedom, math.sqrt(of_seeds))
 
 
-def spreads(study: Study, by_cell: Mapping[str, Sequence[Run]]) -> dict[str, Spread]:
-    """Of every cell: pooled over the sizes of its domain, unless these are learning rates, of which the large ones vary more."""
-    group = {cell.name: group_of(study, cell) for cell in study.cells}
+def spreads(recipe: Recipe, by_cell: Mapping[str, Sequence[Run]]) -> dict[str, Spread]:
+    """Estimate the spread of every cell from all sizes of its domain. Sizes that are learning rates have a spread each."""
+    group = {cell.name: group_of(recipe, cell) for cell in recipe.cells}
     found = {own: pooled(runs for name, runs in by_cell.items() if group[name] == own) for own in set(group.values())}
     return {name: found[group[name]] for name in by_cell}
 
 
-def group_of(study: Study, cell: Cell) -> tuple[str, str]:
-    """The domain and, where it matters, the size that a cell has its spread with."""
-    return cell.domain, cell.size if "stability" in study.sections else ""
+def group_of(recipe: Recipe, cell: Cell) -> tuple[str, str]:
+    """Return the domain, and the size where it matters, with which a cell shares its spread."""
+    return cell.domain, cell.size if "stability" in recipe.config.sections else ""

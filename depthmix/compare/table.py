@@ -1,234 +1,240 @@
-"""The table of a comparison: how its rows are written, for people and for programs."""
+"""The table of a comparison: table.md for people, table.csv for programs, and what the terminal shows."""
 
 from __future__ import annotations
 
 import csv
 import io
-import shutil
-import sys
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields
-from typing import Any, TextIO
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields
+from typing import Any
 
+from depthmix.compare.columns import (
+    COSTS,
+    DASH,
+    OF_A_MACHINE,
+    TIME_TO_REACH,
+    bullets,
+    cells,
+    learnt,
+    markdown_table,
+    markdown_text,
+    of_images,
+    plus_minus,
+    print_table,
+)
+from depthmix.compare.interval import OWN_SEEDS
+from depthmix.compare.power import POWER, detectable, seeds_needed
+from depthmix.compare.recipe import Cell, Recipe
+from depthmix.compare.records import RUNS
+from depthmix.compare.results import Results
 from depthmix.compare.rows import Row
-from depthmix.compare.verdict import footnotes, verdict
+from depthmix.compare.sections import sections
+from depthmix.compare.spread import Spread, group_of
+from depthmix.compare.verdict import footnotes, summary, verdict
 
-DASH = "–"
-ROUNDING = 1e-12  # spreads up to here are what float64 leaves of equal differences, as of 4.0 - 3.9 and 4.01 - 3.91
-
-
-@dataclass(frozen=True)
-class Column:
-    """A column: its heading, given the first arm's name, and its cell."""
-
-    heading: Callable[[str], str]
-    cell: Callable[[Row], str]
+TABLE, CSV = "table.md", "table.csv"
+# The steps and tokens of an arm depend on these.
+OF_A_BATCH = ("steps", "batch_size", "seq_len")
 
 
-def _or_dash(value: float | None, form: str) -> str:
-    return DASH if value is None else format(value, form)
+def show(results: Results, samples: Sequence[Mapping[str, Any]]) -> None:
+    """Print the table of every cell, its verdict and what must be known to read it."""
+    for cell in results.recipe.cells:
+        rows = results.rows[cell.name]
+        if rows:
+            print(f"\n{cell.name}" * bool(cell.name))
+            print_table(rows)
+            for sentence in [*verdict(rows, results.spreads[cell.name].freedom > 0), *results.cost_notes(cell)]:
+                print(sentence)
+    for sentence in results.notes():
+        print(sentence)
+    for sample in samples:
+        print(f"\n{sample['arm']}: {sample['prompt']}{sample['text'].removeprefix(sample['prompt'])}")
 
 
-def plus_minus(value: float | None, around: float | None, decimals: int = 4, sign: str = "", unit: str = "") -> str:
-    """Write a value and its spread, finer than usual where the spread would read as nothing though there is one.
-
-    Args:
-        value: The value; a dash stands for None.
-        around: What follows the ±; None for nothing.
-        decimals: The usual digits after the point; two more at most are added.
-        sign: How a sign is written, as format() takes it.
-        unit: What follows the value.
-
-    Example:
-        >>> plus_minus(-0.00012, 0.00003, sign="+z"), plus_minus(-0.1, 1e-8), plus_minus(-0.1, 0.0)
-        ('-0.00012 ± 0.00003', '-0.1000 ± <0.0001', '-0.1000 ± 0.0000')
-    """
-    if value is None:
-        return DASH
-    if around is None:
-        return f"{value:{sign}.{decimals}f}{unit}"
-    finer = (n for n in range(decimals, decimals + 3) if float(f"{around:.{n}f}"))
-    digits = next(finer, None)
-    if digits is None:
-        below = f"<{10**-decimals:.{decimals}f}" if around > ROUNDING else f"{around:.{decimals}f}"
-        return f"{value:{sign}.{decimals}f}{unit} ± {below}"
-    return f"{value:{sign}.{digits}f}{unit} ± {around:.{digits}f}"
+def conclusion(results: Results) -> str:
+    """Return one sentence on the best arm of the first cell that has results."""
+    for cell in results.recipe.cells:
+        if rows := results.rows[cell.name]:
+            return summary(rows, cell.name, results.recipe.config.budget == "time")
+    return "No run has finished yet."
 
 
-def _percent(value: float | None, around: float | None) -> str:
-    return plus_minus(value and 100 * value, around and 100 * around, decimals=2, unit="%")
-
-
-def _fraction(value: float | None, row: Row) -> str:
-    if value is not None:
-        return f"{value:.2f}"
-    if row.paired == 0:
-        return DASH
-    return "not reached" if row.reached == 0 else f"{row.reached} of {row.paired} seeds"
-
-
-def human(number: float) -> str:
-    """1234567 as 1.23M."""
-    for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if number >= size:
-            return f"{number / size:.3g}{unit}"
-    return f"{number:g}"
-
-
-def human_time(seconds: float) -> str:
-    """Seconds as 8.2 s, 12.3 min or 4.56 h."""
-    if seconds < 100:
-        return f"{seconds:.1f} s"
-    return f"{seconds / 60:.1f} min" if seconds < 6000 else f"{seconds / 3600:.2f} h"
-
-
-VAL_LOSS = Column(lambda first: "val. loss", lambda r: plus_minus(r.val_loss, r.val_loss_spread))
-AGAINST = Column(lambda first: f"against {first}", lambda r: plus_minus(r.difference, r.difference_spread, sign="+z"))
-TIME_TO_REACH = Column(lambda first: "time to reach", lambda r: _fraction(r.time_to_reach, r))
-OF_TEXT = (
-    Column(lambda first: "perplexity", lambda r: f"{r.perplexity:.2f}"),
-    Column(lambda first: "bits/byte", lambda r: _or_dash(r.bits_per_byte, ".4f")),
-    Column(lambda first: "tokens to reach", lambda r: _fraction(r.tokens_to_reach, r)),
-    TIME_TO_REACH,
-)
-OF_IMAGES = (
-    Column(lambda first: "accuracy", lambda r: _percent(r.accuracy, r.accuracy_spread)),
-    Column(lambda first: "images to reach", lambda r: _fraction(r.tokens_to_reach, r)),
-    TIME_TO_REACH,
-)
-COSTS = (
-    Column(lambda first: "parameters", lambda r: human(r.parameters)),
-    Column(lambda first: "of the mixer", lambda r: human(r.added_by_mixer)),
-    Column(lambda first: "step, ms", lambda r: f"{r.step_ms:.1f}"),
-    Column(lambda first: "ratio", lambda r: _or_dash(r.step_ratio, ".2f")),
-    Column(lambda first: "memory, GiB", lambda r: _or_dash(r.peak_memory and r.peak_memory / 2**30, ".2f")),
-    Column(lambda first: "steps", lambda r: f"{r.steps:,}"),
-    Column(lambda first: "time", lambda r: human_time(r.train_seconds)),
-    Column(lambda first: "seeds", lambda r: str(r.seeds)),
-)
-
-OF_A_MACHINE = tuple(COSTS[i] for i in (2, 3, 4, 6))  # step, ratio, memory and time: of runs that had it to themselves
-
-
-def of_images(rows: Sequence[Row]) -> bool:
-    """Whether the runs were trained on images."""
-    return any(row.accuracy is not None for row in rows)
-
-
-def learnt(rows: Sequence[Row]) -> tuple[Column, ...]:
-    """What is said of what was learnt besides the loss: it depends on the data."""
-    return OF_IMAGES if of_images(rows) else OF_TEXT
-
-
-def cells(rows: Sequence[Row], columns: Sequence[Column] | None = None) -> list[list[str]]:
-    """Heading and one line for each row, as strings; the arm comes first."""
-    columns = (VAL_LOSS, AGAINST, *learnt(rows), *COSTS) if columns is None else columns
-    first = rows[0].baseline.partition(":")[0] if rows else ""
-    heading = ["arm", *(c.heading(first) for c in columns)]
-    return [heading, *([r.arm, *(c.cell(r) for c in columns)] for r in rows)]
-
-
-def to_text(rows: Sequence[Row], width: int | None = None) -> str:
-    """Plain text; in parts one below the other where one does not fit into the width."""
-    return "\n".join("".join(line + "\n" for line in part) for part in _parts(rows, width))
-
-
-def _parts(rows: Sequence[Row], width: int | None) -> list[list[str]]:
-    """Aligned lines, the heading and a rule first; every part begins with the arm."""
-    table = cells(rows)
-    widths = [max(len(line[i]) for line in table) for i in range(len(table[0]))]
-    parts: list[list[int]] = [[]]
-    for column in range(1, len(widths)):
-        needed = widths[0] + sum(2 + widths[i] for i in [*parts[-1], column])
-        if width is not None and parts[-1] and needed > width:
-            parts.append([])
-        parts[-1].append(column)
-    return [lines_of([[line[0], *(line[i] for i in part)] for line in table]) for part in parts]
-
-
-def lines_of(table: Sequence[Sequence[str]]) -> list[str]:
-    """Align a heading and its lines: the first column left, numbers right, a rule below the heading."""
-    widths = [max(len(line[i]) for line in table) for i in range(len(table[0]))]
-    heading, *rows = table
-    lines = [heading, ["─" * width for width in widths], *rows]
-    return [
-        "  ".join([line[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(line[1:], widths[1:], strict=True))])
-        for line in lines
-    ]
-
-
-def print_table(rows: Sequence[Row], file: TextIO | None = None) -> None:
-    """Print the table, with colours where rich is installed and the output is a terminal."""
-    file = file or sys.stdout
-    width = shutil.get_terminal_size((120, 24)).columns if file.isatty() else 120
-    try:
-        from rich.console import Console
-        from rich.text import Text
-    except ImportError:
-        print(to_text(rows, width), file=file)
-        return
-    console = Console(file=file)
-    best = min((row.val_loss for row in rows), default=None)
-    styles = ["bold", "dim", *("bold green" if row.val_loss == best else "" for row in rows)]
-    for part in _parts(rows, width):
-        for line, style in zip(part, styles, strict=True):
-            console.print(Text(line, style=style), soft_wrap=True)
-        console.print()
-
-
-# What a program reads.
-
-
-def to_csv(rows: Sequence[Row]) -> str:
-    """One line an arm with full precision; empty where there is no value, “not reached” where a loss was not reached."""
+def to_csv(results: Results) -> str:
+    """Return one line per arm and cell with full precision; empty where there is no value."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     names = [f.name for f in fields(Row)]
-    writer.writerow(names)
-    for row in rows:
-        values = {k: "" if v is None else v for k, v in asdict(row).items()}
-        for name in ("tokens_to_reach", "time_to_reach"):
-            if values[name] == "" and row.paired:
-                values[name] = "not reached"
-        writer.writerow([values[name] for name in names])
+    writer.writerow([*names, "domain", "size"])
+    for cell in results.recipe.cells:
+        for row in results.rows[cell.name]:
+            values = {k: "" if v is None else v for k, v in asdict(row).items()}
+            for name in ("tokens_to_reach", "time_to_reach"):
+                if values[name] == "" and row.paired:
+                    values[name] = "not reached"
+            writer.writerow([*(values[name] for name in names), cell.domain, cell.size])
     return out.getvalue()
 
 
-def from_csv(text: str) -> list[Row]:
-    """The rows that to_csv wrote."""
-    kinds = {f.name: f.type for f in fields(Row)}
-    rows = []
-    for line in csv.DictReader(io.StringIO(text)):
-        values: dict[str, Any] = {}
-        for name, value in line.items():
-            kind = str(kinds[name])
-            missing = "None" in kind and value in ("", "not reached")
-            values[name] = None if missing else value if kind == "str" else (int if "int" in kind else float)(value)
-        rows.append(Row(**values))
-    return rows
+def to_markdown(results: Results, drawn: Sequence[str] = ()) -> str:
+    """Return the question, losses, verdicts and costs by cell, what the seeds can show, and how the table was made.
 
-
-def to_markdown(rows: Sequence[Row], notes: Sequence[str] = ()) -> str:
-    """A Markdown table, what it says and what the columns mean."""
-    if not rows:
-        return "No run has finished yet.\n"
-    heading, *lines = cells(rows)
-    text = [markdown_line(heading), "|" + "---|" + "---:|" * (len(heading) - 1)]
-    text += [markdown_line(line) for line in lines]
-    for block in (verdict(rows), [*notes, *footnotes(rows)]):
-        if block:
-            text += ["", *(f"* {markdown_text(sentence)}" for sentence in block)]
+    Args:
+        results: The results.
+        drawn: Names of the figures to show.
+    """
+    recipe, rows = results.recipe, results.rows
+    text = [f"# {recipe.name}", ""]
+    if recipe.config.question:
+        text += [markdown_text(recipe.config.question), ""]
+    if not any(rows.values()) and not results.diverged:
+        text.append("No run has finished yet.")
+    else:
+        text += [*_losses(results), "", *bullets(_legend(results)), *(f"\n![{name}]({name}.png)" for name in drawn)]
+        for cell in recipe.cells:
+            text += ["", *_cell(results, cell)]
+        text += sections(recipe, results.used)
+    if shown := [*power_lines(recipe), *_measured(recipe, results.spreads)]:
+        text += ["", "## What the seeds can show", "", *bullets(shown)]
+    text += ["", "## How this was made", "", *bullets(_how_made(results))]
     return "\n".join(text) + "\n"
 
 
-def markdown_line(line: Sequence[str]) -> str:
-    """A line of a Markdown table."""
-    return "| " + " | ".join(markdown_text(cell) for cell in line) + " |"
+def _losses(results: Results) -> list[str]:
+    """Return the main table: a line per arm, whether it has finished or not."""
+    first, rows = results.recipe.labels[0], results.rows
+    diverged = {(r["arm"], " ".join(w for w in (r["domain"], r["size"]) if w)) for r in results.diverged}
+    heading = ["arm"]
+    for name in rows:
+        of = f"{name}: " if name else ""
+        heading += [f"{of}val. loss", f"{of}against {first}", "seeds"]
+    lines = []
+    for label in results.recipe.labels:
+        line = [label]
+        for name, own in rows.items():
+            row = next((row for row in own if row.arm == label), None)
+            none = "diverged" if (label, name) in diverged else DASH
+            line += [none, DASH, "0"] if row is None else [f"{row.val_loss:.4f}", _against(row), _seeds(row)]
+        lines.append(line)
+    return markdown_table(heading, lines)
 
 
-def markdown_text(text: str) -> str:
-    """Text that Markdown shows as it is, on one line."""
-    text = " ".join(text.split())
-    for character, entity in (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;"), ("|", "\\|")):
-        text = text.replace(character, entity)
-    return text
+def _against(row: Row) -> str:
+    return plus_minus(row.difference, row.difference_interval, sign="+z")
+
+
+def _seeds(row: Row) -> str:
+    """Return the number of seeds, and how many of them have a pair where the baseline lacks some."""
+    return str(row.seeds) if row.difference is None or row.paired == row.seeds else f"{row.seeds}, {row.paired} of both"
+
+
+def _legend(results: Results) -> list[str]:
+    recipe, rows = results.recipe, results.rows
+    budget = "the same steps" if recipe.config.budget == "tokens" else "the steps that fit into the baseline's time"
+    own = {arm.label: [key for key in OF_A_BATCH if key in arm.settings] for arm in recipe.arms}
+    if others := [f"{label} ({', '.join(keys)})" for label, keys in own.items() if keys]:
+        budget += f", but for what arms set themselves: {', '.join(others)}"
+    each = "image" if any(map(of_images, rows.values())) else "token"
+    enough = any(r.paired >= OWN_SEEDS and r.difference is not None for own in rows.values() for r in own)
+    alone = f", and from {OWN_SEEDS} seeds on with their own" if enough else ""
+    return [
+        f"Loss: nats (natural-log loss units) per {each} on the validation split at the end, mean over seeds; every arm takes {budget}. Differences are taken seed by seed, ± half the 95% interval of their mean, with the spread that all arms have together on these data{alone} (depthmix/compare/spread.py).",
+    ]
+
+
+def _cell(results: Results, cell: Cell) -> list[str]:
+    """Return verdicts and costs of one cell."""
+    rows, runs = results.rows[cell.name], results.runs[cell.name]
+    if not rows:
+        return [f"## {cell.name or 'Verdicts and costs'}", "", "No run has finished."]
+    columns, several = cost_columns(results, cell)
+    heading, *lines = cells(rows, columns)
+    busy = {run.arm for run in runs if run.shared}
+    of_a_machine = [i for i, column in enumerate(columns, start=1) if column in (*OF_A_MACHINE, TIME_TO_REACH)]
+    lines = [[DASH if line[0] in busy and i in of_a_machine else text for i, text in enumerate(line)] for line in lines]
+    timed = any(column in columns for column in OF_A_MACHINE)
+    # Footnotes of the columns that are shown. The main table explains ±.
+    notes = [n for n in footnotes(rows) if "±" not in n and (several or "to reach" not in n) and (timed or "ratio" not in n)]
+    verdicts = bullets(verdict(rows, results.spreads[cell.name].freedom > 0))
+    return [
+        f"## {cell.name or 'Verdicts and costs'}",
+        "",
+        *verdicts,
+        *[""] * bool(verdicts),
+        *markdown_table(heading, lines),
+        "",
+        *bullets([*results.cost_notes(cell), *notes]),
+    ]
+
+
+def cost_columns(results: Results, cell: Cell) -> tuple[list[Any], bool]:
+    """Return the columns of a cell's second table, and whether curves tell when a loss was reached."""
+    rows, runs = results.rows[cell.name], results.runs[cell.name]
+    several = all(len(run.curve) > 1 for run in runs)
+    shared = any(run.shared for run in runs) and not results.timing(cell)
+    columns = [c for c in learnt(rows) if several or "to reach" not in c.heading("")]
+    columns += [c for c in COSTS if not (shared and c in OF_A_MACHINE)]
+    return [c for c in columns if not (shared and c is TIME_TO_REACH)], several
+
+
+def power_lines(recipe: Recipe) -> list[str]:
+    """Say how many paired seeds the difference of interest needs, and what the recipe's seeds can show."""
+    lines, difference = [], recipe.config.power.get("difference")
+    seeds = len(recipe.config.seeds)
+    for spread in spreads_assumed(recipe):
+        begin = f"If a paired difference varies by {spread:g} nats from seed to seed (standard deviation)"
+        if difference is not None:
+            needed = seeds_needed(difference, spread)
+            words = "more seeds than anyone runs" if needed is None else _paired(needed)
+            lines.append(
+                f"{begin}, one of {difference:g} needs {words} to be shown with a chance of {POWER:.0%}; {_shows(spread, seeds)}."
+            )
+        else:
+            lines.append(f"{begin}: {_shows(spread, seeds)}.")
+    return lines
+
+
+def spreads_assumed(recipe: Recipe) -> list[float]:
+    """Return the standard deviations of a paired difference that the recipe assumes."""
+    spread = recipe.config.power.get("spread", [])
+    return spread if isinstance(spread, list) else [spread]
+
+
+def _paired(seeds: int | str) -> str:
+    return f"{seeds} paired seed{'s' * (seeds != 1)}"
+
+
+def _shows(spread: float, seeds: int, freedom: int | None = None) -> str:
+    least = detectable(spread, seeds, freedom)
+    shown = f"{seeds} seed{'s show' if seeds > 1 else ' shows'}"
+    return "one seed shows nothing" if least is None else f"{shown} {least:.3f}"
+
+
+def _measured(recipe: Recipe, found: Mapping[str, Spread]) -> list[str]:
+    """Say the same with the measured spread of all arms."""
+    lines, difference = [], recipe.config.power.get("difference")
+    known = [cell for cell in recipe.cells if found[cell.name].freedom]
+    # Sizes with seeds of their own are listed apart.
+    groups = {(*group_of(recipe, cell), cell.size if cell.seeds else ""): cell for cell in known}
+    for (domain, *sizes), cell in groups.items():
+        own, name = found[cell.name], " ".join(dict.fromkeys(word for word in (domain, *sizes) if word))
+        line = f"Measured here{', ' * bool(name)}{name}: {own.deviation:.4f}, by all arms together"
+        if difference is not None:
+            needed = seeds_needed(difference, own.deviation, own.freedom)
+            line += f"; a difference of {difference:g} needs {_paired('too many' if needed is None else needed)}"
+        lines.append(f"{line}; {_shows(own.deviation, len(cell.seeds or recipe.config.seeds), own.freedom)}.")
+    return lines
+
+
+def _how_made(results: Results) -> list[str]:
+    """Return the command, where it ran, and what the reader has to know of the code."""
+    recipe, used = results.recipe, results.used
+    planned = sum(len(seeds) for cell in recipe.cells for seeds in recipe.seeds_at(cell).values())
+    lines = [f"{len(used)} of {planned} runs are done ({RUNS})."]
+    places = [(r["environment"].get("device_name"), r["environment"].get("torch")) for r in used]
+    lines += [f"{places.count(p)} runs on {p[0]}, torch {p[1]}." for p in sorted(set(places), key=str)]
+    lines += results.notes()
+    left_out = len({(r["arm"], r["domain"], r["size"], r["seed"]) for r in results.records.runs}) - len(used)
+    if left_out:
+        lines.append(f"{left_out} runs in {RUNS} are of arms, seeds, sizes or data that the recipe does not name, and are left out.")
+    return lines

@@ -1,4 +1,4 @@
-"""What a table says, in sentences that claim no more than its seeds allow."""
+"""Sentences about the rows of a table, which claim no more than its seeds allow."""
 
 from __future__ import annotations
 
@@ -8,14 +8,17 @@ from collections.abc import Sequence
 from depthmix.compare.interval import CONFIDENCE, student_t
 from depthmix.compare.rows import Row
 
-FINEST = 4  # decimals of a loss; what is smaller nobody should care about
+# Most decimals of a loss. Smaller differences do not matter.
+FINEST = 4
 SURE = f"{CONFIDENCE:.0%} interval"
 
 
 def verdict(rows: Sequence[Row], pooled: bool = False) -> list[str]:
-    """A sentence for every arm but the first: a difference is one if the paired interval leaves zero out.
+    """Say for every arm but the baseline whether its difference is one: whether the paired interval excludes zero.
 
-    pooled: intervals of few seeds have the spread of all arms, not of their own.
+    Args:
+        rows: One row per arm, the baseline first.
+        pooled: Whether intervals of few seeds use the spread of all arms instead of their own.
     """
     return [_sentence(row, row.difference, pooled) for row in rows if row.difference is not None]
 
@@ -27,7 +30,7 @@ def _sentence(row: Row, difference: float, pooled: bool) -> str:
     half = row.difference_interval
     if half is None:
         size = f"{_rounded(0.01, difference)[0]} nats {_side(difference)} {row.baseline}"
-        return f"{row.arm}: {size} with one seed, which says nothing of chance; run three or more."
+        return f"{row.arm}: {size} with one seed, which says nothing about chance; run three or more."
     near, far = sorted((difference - half, difference + half), key=abs)
     size, from_, to = _rounded(half, difference, near, far)
     begin = f"{row.arm}: {size} nats {_side(difference)} {row.baseline}"
@@ -44,15 +47,46 @@ def _side(difference: float) -> str:
 
 
 def _rounded(uncertainty: float, *values: float) -> list[str]:
-    """The values to two digits of what is uncertain, finer where one of them would read as nothing."""
+    """Round values to two digits of the uncertainty, finer where one of them would read as zero."""
     decimals = 2 if uncertainty <= 0 else min(max(1 - math.floor(math.log10(uncertainty)), 2), FINEST)
     while decimals < FINEST and any(round(abs(value), decimals) == 0 for value in values):
         decimals += 1
     return [f"{abs(value):.{decimals}f}" for value in values]
 
 
+def summary(rows: Sequence[Row], cell: str = "", equal_time: bool = False) -> str:
+    """Return one sentence for a newcomer: how the best arm ended against the baseline.
+
+    Args:
+        rows: One row per arm, the baseline first.
+        cell: Name of the domain and size, if there are several.
+        equal_time: Whether the arms trained for equal time instead of equal steps.
+    """
+    where = f"On {cell}, after" if cell else "After"
+    amount = "the same training time" if equal_time and len(rows) > 1 else f"{rows[0].steps:,} steps"
+    others = [row for row in rows if row.difference is not None]
+    if not others:
+        return f"{where} {amount}, {rows[0].arm} ended with a validation loss of {rows[0].val_loss:.4f} nats."
+    best = min(others, key=lambda row: row.difference or 0.0)
+    difference, half = best.difference or 0.0, best.difference_interval
+    begin = f"{where} {amount}, {best.arm} ended"
+    if half is None:
+        size = _rounded(0.01, difference)[0]
+        side = _side(difference)
+        return f"{begin} {size} nats {side} {best.baseline}; one seed says nothing about chance, so run three or more."
+    # One digit of the uncertainty, and at least two decimals.
+    decimals = max(2, -math.floor(math.log10(half))) if half > 0 else 2
+    decimals = min(decimals, FINEST) if half > 10**-FINEST else 2
+    size = f"{abs(difference):.{decimals}f}"
+    low, high = (f"{end:+.{decimals}f}".replace("-", "−") for end in (difference - half, difference + half))
+    low, high = (end.replace("+", "") if low[0] == high[0] else end for end in (low, high))
+    zero = "excludes" if abs(difference) > half else "includes"
+    end = "" if zero == "excludes" else ", so no difference is shown"
+    return f"{begin} {size} nats {_side(difference)} {best.baseline}; the {SURE}, {low} to {high}, {zero} zero{end}."
+
+
 def footnotes(rows: Sequence[Row]) -> list[str]:
-    """What the columns mean."""
+    """Explain the columns."""
     first = rows[0].baseline if rows else "the first arm"
     notes = [
         f"“to reach”: what an arm needs to come down to {first}'s final validation loss, as a fraction of what {first} needs; below 1 is better.",

@@ -107,10 +107,10 @@ def _hash_bytecode(code: CodeType, digest: Any) -> None:
 def file_of_its_own(mixer: str) -> Path | None:
     """Return the file of a user-defined mixer; None for a mixer of the package, and for an unknown name."""
     try:
-        file = Path(inspect.getfile(mixer_class(mixer)))
+        file = _file_of_class(mixer_class(mixer))
     except OptionError:
         return None
-    return None if file.is_relative_to(PACKAGE) else file
+    return None if file is None or file.is_relative_to(PACKAGE) else file
 
 
 def code_id(table: Mapping[str, str]) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from depthmix.errors import UserError
-from depthmix.compare.figures import COLOURS, INK, load, save_figure
+from depthmix.report.figures import COLOURS, INK, load, save_figure
 from lab.theory.rank import gain, threshold
 from lab.theory.results import DIMS, HIGH, LOW, Results, init_name
 from lab.theory.risk import RULES

@@ -1,7 +1,6 @@
 """A small comparison, made once a process, and what makes comparisons quick."""
 
 import functools
-import sys
 
 import pytest
 
@@ -15,12 +14,9 @@ OPTIONS |= {"steps": 4, "eval_every": 2, "save_every": 2, "eval_tokens": 64, "de
 
 def leave_out_figures(monkeypatch):
     """Leave out figures and cut connections, which take most of the time and have tests of their own."""
-    import depthmix.compare.compare  # noqa: F401
-
-    module = sys.modules["depthmix.compare.compare"]
-    monkeypatch.setattr(module, "draw_figures", lambda *_: [])
-    monkeypatch.setattr(module, "_look_inside", lambda *_: [])
-    monkeypatch.setattr(module, "release_memory", lambda device: None)
+    monkeypatch.setattr("depthmix.compare.engine.draw_figures", lambda *_: ([], []))
+    monkeypatch.setattr("depthmix.compare.engine.look_inside", lambda *_: None)
+    monkeypatch.setattr("depthmix.compare.engine.release_memory", lambda device: None)
 
 
 @functools.cache

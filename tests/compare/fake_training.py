@@ -7,11 +7,11 @@ from pathlib import Path
 
 import yaml
 
+from compare.run_folders import write_run
 from depthmix.config import CompareConfig
 from depthmix.runs.code_checksums import code_of
 from depthmix.runs.code_record import record_code
 from depthmix.runs.folder import RunFolder
-from compare.test_table import write_run
 from train import small
 
 SECONDS = {"residual": 0.2, "attnres": 0.3, "dca": 0.5, "rezero": 0.2}
@@ -32,7 +32,9 @@ class Trainer:
         self.calls, self.measured, self.generated = [], [], []
         self.fail, self.results = {}, {}  # by mixer and seed
 
-    def train(self, config, *, label=""):
+    def train(self, config, *, label="", on_step=None):
+        if RunFolder(config.out).has_result():  # as a training does with a finished run
+            return RunFolder(config.out)
         self.calls.append((config.mixer, config.seed))
         if error := self.fail.get((config.mixer, config.seed)):
             raise error
@@ -47,8 +49,9 @@ class Trainer:
         (Path(config.out) / "recipe.yaml").write_text(yaml.safe_dump(asdict(config)))
         shutil.copy(Path(config.data) / "meta.json", Path(config.out) / "data.json")
         record_code(RunFolder(config.out), 0, config.mixer, code_of(config.mixer))
+        return RunFolder(config.out)
 
-    def measure_step_times(self, configs):
+    def measure_step_times(self, configs, stopping=None):
         self.measured.append([config.mixer for config in configs])
         return [SECONDS[config.mixer] * (1 + 0.5 * (len(self.measured) - 1)) for config in configs]
 

@@ -4,12 +4,11 @@ import json
 
 import pytest
 
+from compare.fake_training import configuration
+from depthmix.compare.engine import compare
 from depthmix.errors import CHECKPOINT, UserError
-from depthmix.mixers import mixer_class
 from depthmix.runs import code_checksums
 from depthmix.runs.code_record import CODE
-from depthmix.compare.compare import compare
-from compare.fake_training import configuration
 
 
 @pytest.fixture
@@ -41,12 +40,12 @@ def test_a_seed_of_other_code_is_refused_until_somebody_says_why_not(tmp_path, t
     edited("mixers/attnres.py")
     compare(configuration(tmp_path))  # nothing is missing, so nothing would be mixed
     more = {"seeds": [0, 1]}
-    refused(configuration(tmp_path, **more), "(mixers/attnres.py changed), and 3 more", "--accept-code REASON")
+    refused(configuration(tmp_path, **more), "(mixers/attnres.py changed), and 3 more runs", "--accept-code REASON")
     assert len(trainer.calls) == 3
     said = compare(configuration(tmp_path, **more, accept_code="a renamed\nvariable"))
     assert len(trainer.calls) == 6
     assert [row.seeds for row in said.rows] == [2, 2, 2]
-    note = "Runs of different code are mixed (mixers/attnres.py), accepted because: a renamed variable."
+    note = "Results of different code are mixed (mixers/attnres.py), accepted because: a renamed variable."
     assert note in table(tmp_path)
     compare(configuration(tmp_path, seeds=[0, 1, 2]))  # the reason need not be said again
     assert table(tmp_path).count(note) == 1
@@ -57,7 +56,7 @@ def test_a_seed_of_other_code_is_refused_until_somebody_says_why_not(tmp_path, t
 def test_code_of_a_rule_that_no_arm_uses_does_not_matter(tmp_path, trainer, edited):
     compare(configuration(tmp_path))
     edited("mixers/mhc.py", "mixers/mudd.py")
-    assert compare(configuration(tmp_path, seeds=[0, 1])).finished
+    assert compare(configuration(tmp_path, seeds=[0, 1])).unfinished is False
 
 
 def test_kernels_matter_where_arms_get_equal_time(tmp_path, trainer, edited):
@@ -65,18 +64,27 @@ def test_kernels_matter_where_arms_get_equal_time(tmp_path, trainer, edited):
         compare(configuration(tmp_path, out=str(tmp_path / budget), budget=budget))
     edited("ops/depth_attention/op.py")
     more = {"seeds": [0, 1]}
-    assert compare(configuration(tmp_path, out=str(tmp_path / "tokens"), **more)).finished
+    assert compare(configuration(tmp_path, out=str(tmp_path / "tokens"), **more)).unfinished is False
     refused(configuration(tmp_path, out=str(tmp_path / "time"), budget="time", **more), "kernels of attnres")
 
 
-def test_finished_runs_of_different_code_are_refused(tmp_path, trainer, edited):
+def recorded_again(tmp_path, run):
+    """Take the record of a run out of the results: it is made again from its folder."""
+    file = tmp_path / "out" / "runs.jsonl"
+    lines = [line for line in file.read_text().splitlines() if json.loads(line).get("path") != run]
+    file.write_text("".join(f"{line}\n" for line in lines))
+
+
+def test_finished_runs_of_different_code_are_refused(tmp_path, trainer):
     """A run trained by another version can be copied into the folder."""
     compare(configuration(tmp_path, seeds=[0, 1]))
     path = tmp_path / "out" / "dca" / "seed-1" / CODE
     parts = json.loads(path.read_text())
     parts[0]["files"]["mixers/dca.py"] = "of old"
     path.write_text(json.dumps(parts))
-    refused(configuration(tmp_path, seeds=[0, 1]), "runs that were made by different code (mixers/dca.py changed)")
+    recorded_again(tmp_path, "dca/seed-1")
+    compare(configuration(tmp_path, seeds=[0, 1]))
+    refused(configuration(tmp_path, seeds=[0, 1]), "the results are of different code (mixers/dca.py changed)")
 
 
 def test_both_versions_of_a_run_that_went_on_after_an_edit_count(tmp_path, trainer):
@@ -84,64 +92,29 @@ def test_both_versions_of_a_run_that_went_on_after_an_edit_count(tmp_path, train
     path = tmp_path / "out" / "residual" / "seed-0" / CODE
     first = json.loads(path.read_text())[0]["files"]
     path.write_text(json.dumps([{"from_step": 0, "files": {**first, "models/layers.py": "of old"}}, {"from_step": 200, "files": first}]))  # fmt: skip
+    recorded_again(tmp_path, "residual/seed-0")
+    compare(configuration(tmp_path))
     refused(configuration(tmp_path), "(models/layers.py changed)")
 
 
-def test_runs_of_an_older_version_are_taken_with_a_warning(tmp_path, trainer):
+def test_a_run_that_does_not_say_which_code_made_it_needs_a_reason(tmp_path, trainer):
     compare(configuration(tmp_path))
-    for name in ("residual", "dca"):
-        (tmp_path / "out" / name / "seed-0" / CODE).unlink()
-    said = []
-    assert compare(configuration(tmp_path, seeds=[0, 1]), say=said.append).finished
-    words = "2 runs do not say which code made them, so runs of different code may be mixed here."
-    assert said[0] == f"Warning: {words}"
-    assert words in table(tmp_path)
-
-
-@pytest.mark.parametrize("text", ["", "{", "{}", "[1]", '[{"from_step": 0}]', '[{"from_step": 0, "files": {"a": 1}}]'])
-def test_a_damaged_record_is_named(tmp_path, trainer, text):
+    (tmp_path / "out" / "dca" / "seed-0" / CODE).unlink()
+    recorded_again(tmp_path, "dca/seed-0")
     compare(configuration(tmp_path))
-    path = tmp_path / "out" / "dca" / "seed-0" / CODE
-    path.write_text(text)
-    refused(configuration(tmp_path), f"{path} is damaged", "put it back from a copy, or delete it")
-
-
-@pytest.mark.parametrize(
-    "accepted", [None, [1], [{"reason": 1, "files": {}}], [{"reason": "why", "files": {"a": [1]}}]]
-)
-def test_a_damaged_acceptance_counts_as_never_given(tmp_path, trainer, edited, accepted):
-    compare(configuration(tmp_path))
-    edited("mixers/attnres.py")
-    compare(configuration(tmp_path, seeds=[0, 1], accept_code="a name"))
-    path = tmp_path / "out" / "comparison.json"
-    saved = json.loads(path.read_text())
-    assert saved["accepted"][0]["reason"] == "a name"
-    path.write_text(json.dumps({**saved, "accepted": accepted}))
-    refused(configuration(tmp_path, seeds=[0, 1]), "(mixers/attnres.py changed)")
+    more = {"seeds": [0, 1]}
+    refused(configuration(tmp_path, **more), "mixers/dca.py", "--accept-code REASON")
+    compare(configuration(tmp_path, **more, accept_code="it is from May"))
+    assert "accepted because: it is from May." in table(tmp_path)
 
 
 def test_every_run_is_held_to_the_recipe_and_the_data(tmp_path, trainer):
-    """A run that was trained into the folder by hand is not one of the comparison's."""
+    """A record of another training is not one of the comparison's."""
     compare(configuration(tmp_path))
-    folder = tmp_path / "out" / "dca" / "seed-0"
-    recipe = (folder / "recipe.yaml").read_text()
-    (folder / "recipe.yaml").write_text(recipe.replace("lr: 0.0015", "lr: 0.1"))
-    refused(configuration(tmp_path), "dca/seed-0 is a run of another recipe (lr was 0.1 and is 0.0015); give")
-    (folder / "recipe.yaml").write_text(recipe)
-    (folder / "data.json").write_text("{}")
-    refused(configuration(tmp_path), "dca/seed-0 is a run of another recipe (its data was prepared otherwise)")
-
-
-def test_a_default_that_has_changed_is_another_recipe(tmp_path, trainer, monkeypatch):
-    compare(configuration(tmp_path, arms=["residual", "dca"]))
-    folder = tmp_path / "out" / "dca" / "seed-0"
-    recipe = (folder / "recipe.yaml").read_text()
-    options = {name: option.default for name, option in mixer_class("dca").options.items()}
-    name = next(iter(options))
-    resolved = recipe.replace("mixer_options: {}", f"mixer_options: {json.dumps(options)}")
-    (folder / "recipe.yaml").write_text(resolved)
-    assert compare(configuration(tmp_path, arms=["residual", "dca"])).finished
-    (folder / "recipe.yaml").write_text(
-        recipe.replace("mixer_options: {}", f"mixer_options: {json.dumps({**options, name: 77})}")
-    )
-    refused(configuration(tmp_path, arms=["residual", "dca"]), "another recipe (mixer_options was", "77")
+    file = tmp_path / "out" / "runs.jsonl"
+    text = file.read_text()
+    file.write_text(text.replace('"lr": 0.0015', '"lr": 0.1', 1))
+    refused(configuration(tmp_path), "residual, seed 0 of another recipe (lr was 0.1 and is 0.0015); give")
+    checksum = json.loads(text.splitlines()[-1])["data"]
+    file.write_text(text.replace(f'"data": "{checksum}"', '"data": "other"'))
+    refused(configuration(tmp_path), "its data was prepared otherwise")

@@ -5,9 +5,9 @@ import signal
 
 import pytest
 
+from compare import recipes
+from compare.test_results_only import changed_code, lines, run, table
 from depthmix.errors import CHECKPOINT, INTERNAL, INTERRUPTED
-from compare import studies
-from compare.test_study import changed_code, lines, run, table
 from train import small
 from train.refused import refused
 
@@ -23,19 +23,19 @@ def test_equal_time(training, tmp_path, monkeypatch):
         ]
 
     monkeypatch.setattr("depthmix.train.step_times.measure_step_times", measure)
-    sizes = {"set": {**studies.SIZES, "steps": 12}, "budget": "time", "seeds": [0]}
-    run(studies.write(tmp_path, **sizes), tmp_path)
+    sizes = {"steps": 12, "budget": "time", "seeds": [0]}
+    run(recipes.write(tmp_path, **sizes), tmp_path)
 
     def steps():
         return {x["arm"]: (x["config"]["steps"], x["config"]["warmup"]) for x in lines(tmp_path) if x["kind"] == "run"}
 
     assert steps() == {"residual": (12, 2), "attnres:block_size=2": (6, 1), "slow": (4, 1)}
-    run(studies.write(tmp_path, arms=[*studies.ARMS, "rezero"], **sizes), tmp_path)  # on a machine three times slower
+    run(recipes.write(tmp_path, arms=[*recipes.ARMS, "rezero"], **sizes), tmp_path)  # on a machine three times slower
     assert measured == [["residual", "attnres", "dca"], ["residual", "rezero"]]
     assert steps()["rezero"] == (24, 4)
     assert len(training.made) == 4
-    run(studies.write(tmp_path, arms=[*studies.ARMS, "rezero"], **sizes), tmp_path, report=True)
-    assert "the steps that fit into the first arm's time" in table(tmp_path)
+    run(recipes.write(tmp_path, arms=[*recipes.ARMS, "rezero"], **sizes), tmp_path, report=True)
+    assert "the steps that fit into the baseline's time" in table(tmp_path)
 
 
 def test_at_equal_time_one_arm_that_cannot_run_does_not_stop_the_others(training, tmp_path, monkeypatch):
@@ -49,7 +49,7 @@ def test_at_equal_time_one_arm_that_cannot_run_does_not_stop_the_others(training
 
     broken = {"attnres"}
     monkeypatch.setattr("depthmix.train.step_times.measure_step_times", measure)
-    path = studies.write(tmp_path, budget="time")
+    path = recipes.write(tmp_path, budget="time")
     words = ["1 arm could not be run (attnres:block_size=2: no such kernel)", "4 of 6 runs"]
     refused(lambda: run(path, tmp_path), *words, code=INTERNAL)
     assert {arm for arm, _ in training.made} == {"residual", "dca"}
@@ -57,15 +57,15 @@ def test_at_equal_time_one_arm_that_cannot_run_does_not_stop_the_others(training
     run(path, tmp_path)
     assert len(training.made) == 6
     broken.add("residual")  # which the others are compared with
-    other = studies.write(tmp_path, "other", budget="time")
+    other = recipes.write(tmp_path, "other", budget="time")
     with pytest.raises(RuntimeError, match="no such"):
         run(other, tmp_path / "other")
 
 
 def test_at_equal_time_what_is_not_measured_is_still_to_do(training, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("depthmix.train.step_times.measure_step_times", lambda configs, **_: [0.1] * len(configs))
-    path = studies.write(tmp_path, budget="time", sizes={"s": {}, "m": {"dim": 32}})
-    run(path, tmp_path, sizes=["s"], quiet=False)
+    path = recipes.write(tmp_path, budget="time", sizes={"s": {}, "m": {"dim": 32}})
+    run(path, tmp_path, only=["s"], quiet=False)
     assert "6 of 12 runs are done; the same command goes on" in capsys.readouterr().out
     run(path, tmp_path / "none", minutes=0.1, quiet=False)  # six seconds, of which three arms need twelve
     assert "0 of 12 runs are done; the same command goes on" in capsys.readouterr().out
@@ -73,7 +73,7 @@ def test_at_equal_time_what_is_not_measured_is_still_to_do(training, tmp_path, m
 
 def test_step_times_of_another_process_are_taken_over(training, tmp_path, monkeypatch):
     """What it has run meanwhile has the steps that they gave."""
-    path, first = studies.write(tmp_path, budget="time"), [True]
+    path, first = recipes.write(tmp_path, budget="time"), [True]
 
     def measure(configs, **_):
         if first.pop():
@@ -100,7 +100,7 @@ def test_a_signal_ends_measuring(training, tmp_path, monkeypatch):
         return [0.1] * len(configs)
 
     monkeypatch.setattr("depthmix.train.step_times.measure_step_times", measure)
-    path = studies.write(tmp_path, budget="time", sizes={"s": {}, "m": {"dim": 32}})
+    path = recipes.write(tmp_path, budget="time", sizes={"s": {}, "m": {"dim": 32}})
     refused(lambda: run(path, tmp_path), "stopped by SIGTERM: 0 of 12", code=INTERRUPTED)
     assert len(measured) == 1
     assert not training.made
@@ -116,7 +116,7 @@ def test_a_signal_ends_measuring_between_two_arms(training, tmp_path, monkeypatc
 
     monkeypatch.setattr("depthmix.train.step_times._trainer", build)
     monkeypatch.setattr("depthmix.train.step_times._step_seconds", lambda *_: 0.1)
-    path = studies.write(tmp_path, budget="time")
+    path = recipes.write(tmp_path, budget="time")
     refused(lambda: run(path, tmp_path), "stopped by SIGTERM: 0 of 6", code=INTERRUPTED)
     assert built == ["residual"]
     assert not (tmp_path / "out").exists()
@@ -130,7 +130,7 @@ def test_domains_with_as_many_words_have_the_same_step_times(training, tmp_path,
     )
     words, fewer = str(small.data()), str(small.other_data())
     data = {"words": words, "again": words, "fewer": fewer}
-    path = studies.write(tmp_path, budget="time", data=data, seeds=[0])
+    path = recipes.write(tmp_path, budget="time", domains=data, seeds=[0])
     run(path, tmp_path)
     times = {x["domain"]: x["seconds"]["slow"] for x in lines(tmp_path) if x["kind"] == "step_times"}
     assert times == pytest.approx({"words": 0.1, "again": 0.1, "fewer": 0.2})
@@ -142,11 +142,11 @@ def test_domains_with_as_many_words_have_the_same_step_times(training, tmp_path,
 def test_kernels_matter_at_equal_time_only(training, tmp_path, monkeypatch):
     monkeypatch.setattr("depthmix.train.step_times.measure_step_times", lambda configs, **_: [0.1 for _ in configs])
     for budget in ("tokens", "time"):
-        run(studies.write(tmp_path, budget, budget=budget, seeds=[0]), tmp_path / budget)
+        run(recipes.write(tmp_path, budget, budget=budget, seeds=[0]), tmp_path / budget)
     changed_code(monkeypatch, "ops/depth_attention/op.py")
-    run(studies.write(tmp_path, "tokens"), tmp_path / "tokens")
+    run(recipes.write(tmp_path, "tokens"), tmp_path / "tokens")
     assert "attnres were made with more than one version of the kernels" in table(tmp_path / "tokens")
-    path = studies.write(tmp_path, "time", budget="time")
+    path = recipes.write(tmp_path, "time", budget="time")
     refused(lambda: run(path, tmp_path / "time"), "kernels of attnres changed", code=CHECKPOINT)
 
 
@@ -159,19 +159,19 @@ def test_an_arm_is_run_at_its_own_sizes(training, tmp_path, monkeypatch):
 
     def write(size):
         arms = ["residual", {"mixer": "dca", "sizes": [size]}]
-        return studies.write(tmp_path, sizes={"s": {}, "m": {"dim": 32}}, arms=arms, step_times=True)
+        return recipes.write(tmp_path, sizes={"s": {}, "m": {"dim": 32}}, arms=arms, step_times=True)
 
     run(write("m"), tmp_path)
     assert sorted(training.made) == [("dca", 0), ("dca", 1), *[("residual", 0)] * 2, *[("residual", 1)] * 2]
     assert timed == ["residual", "residual", "dca"]
-    assert "6 of 6 are done" in table(tmp_path)
+    assert "6 of 6 runs are done" in table(tmp_path)
     run(write("s"), tmp_path, report=True)
-    assert "2 runs in runs.jsonl are of arms, seeds, sizes or data that the study does not name" in table(tmp_path)
+    assert "2 runs in runs.jsonl are of arms, seeds, sizes or data that the recipe does not name" in table(tmp_path)
 
 
 def test_what_seeds_can_show_goes_by_those_of_a_size(training, tmp_path):
     sizes = {"s": {}, "m": {"dim": 32, "seeds": [0, 1]}}
-    run(studies.write(tmp_path, sizes=sizes, seeds=[0, 1, 2]), tmp_path)
+    run(recipes.write(tmp_path, sizes=sizes, seeds=[0, 1, 2]), tmp_path)
     said = [line for line in table(tmp_path).splitlines() if line.startswith("* Measured here")]
     assert ["3 seeds show" in line for line in said] == [True, False]
     assert ["2 seeds show" in line for line in said] == [False, True]
@@ -180,6 +180,6 @@ def test_what_seeds_can_show_goes_by_those_of_a_size(training, tmp_path):
 def test_a_size_leaves_seeds_out(training, tmp_path):
     arms = ["residual", {"mixer": "dca", "seeds": [1]}]
     sizes = {"s": {}, "m": {"dim": 32, "seeds": [0]}}
-    run(studies.write(tmp_path, sizes=sizes, arms=arms), tmp_path)
+    run(recipes.write(tmp_path, sizes=sizes, arms=arms), tmp_path)
     assert training.made == [("residual", 0), ("residual", 0), ("residual", 1), ("dca", 1)]
-    assert "4 of 4 are done" in table(tmp_path)
+    assert "4 of 4 runs are done" in table(tmp_path)

@@ -8,21 +8,26 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+import yaml
 
+from compare.run_folders import write_run
 from depthmix.cli import main
+from depthmix.compare.figures import curve_over_seeds, draw_curves, plot_curves
+from depthmix.compare.inside import affordable_tokens
+from depthmix.compare.recipe import check_recipe
+from depthmix.compare.records import Records, write_records
+from depthmix.compare.report import Found, command_of, content_of, environments, explored, gather, of_results
+from depthmix.compare.results import Results
+from depthmix.compare.rows import make_rows, read_run, result_of_folder
 from depthmix.config import CompareConfig, ReportConfig
 from depthmix.errors import CHECKPOINT, DISK, USAGE
 from depthmix.report import measure
+from depthmix.report.depth_figures import draw_insides, file_names
+from depthmix.report.figures import MISSING
 from depthmix.report.page import make_page
 from depthmix.runs.code_record import CODE
 from depthmix.runs.folder import RunFolder
-from depthmix.compare.compare import affordable
-from depthmix.compare.figures import MISSING, curve_over_seeds, draw_figures, plot
-from depthmix.compare.insides import draw_insides, file_names
-from depthmix.compare.report import Found, command_of, content_of, environments, explored, gather
-from depthmix.compare.rows import read_run
 from report.measured_documents import document
-from compare.test_table import write_run
 from train import bad, small
 from train.checkpoints import forget_run
 
@@ -37,6 +42,10 @@ def two_arms(tmp_path, label="arm"):
             folder = tmp_path / f"run{len(runs)}"
             runs.append(read_run(write_run(folder, losses, seed=seed, step_seconds=0.5 + seed), name))
     return runs
+
+
+def found_of(runs, labels, **more):
+    return Found({"": runs}, {"": make_rows(runs, labels)}, labels, **more)
 
 
 def test_curves_are_means_over_seeds(tmp_path):
@@ -76,12 +85,12 @@ def test_figures_are_files_and_the_same_again(tmp_path):
     pytest.importorskip("matplotlib")
     evil = "<script>alert('arm')</script>$x^"
     runs = two_arms(tmp_path, evil)
-    assert draw_figures(runs, ["plain", evil], tmp_path / "figures") == []
+    assert draw_curves(runs, ["plain", evil], tmp_path / "figures") == []
     for name in ("loss-tokens", "loss-time"):
         assert (tmp_path / "figures" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
         assert "<svg" in (tmp_path / "figures" / f"{name}.svg").read_text()
     before = (tmp_path / "figures" / "loss-time.svg").read_bytes()
-    draw_figures(runs, ["plain", evil], tmp_path / "figures")
+    draw_curves(runs, ["plain", evil], tmp_path / "figures")
     assert (tmp_path / "figures" / "loss-time.svg").read_bytes() == before
 
 
@@ -106,7 +115,7 @@ def test_text_stays_text(tmp_path):
     runs = two_arms(tmp_path, evil)
     recipe = {"arms": ["plain", evil], "data": "<img src=x>", "budget": "tokens", "steps": 500, "seeds": [0, 1]}
     sample = {"arm": evil, "prompt": "<b>Once", "text": "<b>Once</b><script>alert('sample')</script>"}
-    found = Found(runs, ["plain", evil], recipe=recipe, samples=[sample], notes=["note <i>"])
+    found = found_of(runs, ["plain", evil], recipe=recipe, samples=[sample], notes=["note <i>"])
     page = Page(make_page(content_of(found, [document(evil)], "depthmix report <u>")))
     assert not {"img", "i", "u", "link", "iframe"} & set(page.tags)
     for text in ("alert('arm')", "alert('sample')", "<b>Once", "<img src=x>", "note <i>", "How to read this", "<u>"):
@@ -124,11 +133,11 @@ def test_without_matplotlib_and_plotly_everything_else_is_there(tmp_path, monkey
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setattr("depthmix.report.page.plotly_source", lambda: "")
     runs = two_arms(tmp_path)
-    notes = draw_figures(runs, ["plain", "arm"], tmp_path / "figures")
+    notes = draw_curves(runs, ["plain", "arm"], tmp_path / "figures")
     assert notes == [MISSING] == draw_insides([document("a")], tmp_path / "figures")
     assert not (tmp_path / "figures").exists()
     recipe = {"arms": ["plain", "arm"], "budget": "time", "seeds": [0, 1]}
-    page = Page(make_page(content_of(Found(runs, ["plain", "arm"], recipe=recipe, notes=notes), [], "")))
+    page = Page(make_page(content_of(found_of(runs, ["plain", "arm"], recipe=recipe, notes=notes), [], "")))
     assert MISSING in page.text
     assert "plotly is not installed" in page.text
     assert "table" in page.tags
@@ -146,7 +155,7 @@ def six_arms(tmp_path):
 @pytest.mark.parametrize("axis", ["tokens", "time"])
 def test_the_legend_of_six_arms_lies_on_no_curve(six_arms, axis):
     pytest.importorskip("matplotlib")
-    figure = plot(six_arms, SIX, axis)
+    figure = plot_curves(six_arms, SIX, axis)
     figure.draw_without_rendering()
     (legend,) = figure.legends
     box, (axes,) = legend.get_window_extent(), figure.axes
@@ -162,7 +171,7 @@ def test_the_legend_of_six_arms_lies_on_no_curve(six_arms, axis):
 @pytest.mark.usefixtures("light")
 def test_the_report_shows_what_counts_first_and_costs_in_a_table_of_their_own(six_arms):
     recipe = {"arms": SIX, "budget": "tokens", "steps": 500, "seeds": [0]}
-    html = make_page(content_of(Found(six_arms, SIX, recipe=recipe), [], ""))
+    html = make_page(content_of(found_of(six_arms, SIX, recipe=recipe), [], ""))
     results, costs = Page(html).tables
     assert results[0][:3] == ["arm", "against residual", "val. loss"]
     assert costs[0][:1] + costs[0][3:5] == ["arm", "step, ms", "ratio"]
@@ -240,8 +249,6 @@ def test_a_report_of_a_run_is_measured_once_for_a_checkpoint(run, tmp_path, monk
 
 
 def changed(run, name, **values):
-    import yaml
-
     other = run.with_name(name)
     shutil.copytree(run, other)
     found = {**yaml.safe_load((other / "recipe.yaml").read_text()), **values}
@@ -251,22 +258,28 @@ def changed(run, name, **values):
     return other
 
 
-def comparison_of(folder, *names):
-    runs = [{"arm": "residual", "path": name} for name in names]
-    said = {"finished": True, "recipe": {"arms": ["residual"]}, "runs": runs}
-    (folder / "comparison.json").write_text(json.dumps(said))
+def comparison_of(folder, *names, **more):
+    """A comparison's folder with these runs, each in the folder of that name."""
+    said = {"arms": ["residual"], "seeds": [0, 1, 2], "data": "data", "out": str(folder), **more}
+    (folder / "comparison.yaml").write_text(yaml.safe_dump(said))
+    lines = [{"kind": "code", "id": "c", "files": {}}]
+    for arm, name in names:
+        seed, result = result_of_folder(RunFolder(folder / name))
+        place = {"arm": arm, "domain": "", "size": "", "seed": seed, "path": name}
+        lines.append({"kind": "run", **place, "result": result, "config": {}, "environment": {}, "data": "", "code": "c"})
+    write_records(folder, Records(lines))
     return folder
 
 
 def test_seeds_of_one_recipe_are_one_row_and_other_recipes_are_not_compared(run):
     seeds = gather([run, changed(run, "second", seed=1)])
     assert len(seeds.labels) == len(seeds.models) == 1
-    assert [r.seed for r in seeds.runs] == [0, 1]
-    together = gather([changed(run, "alone", seed=2), comparison_of(run.parent, "second", "first")])
-    assert [r.seed for r in together.runs] == [2, 1, 0]
+    assert [r.seed for r in seeds.runs[""]] == [0, 1]
+    together = gather([changed(run, "alone", seed=2), comparison_of(run.parent, ("residual", "second"), ("residual", "first"))])
+    assert [r.seed for r in together.runs[""]] == [2, 1, 0]
     assert together.models == [(together.labels[0], run.parent / "alone")]
     twice = gather([run, run])
-    assert len(twice.runs) == 1
+    assert len(twice.runs[""]) == 1
     longer = gather([run, changed(run, "third", lr=0.5)])
     assert not longer.comparable
     assert len(longer.labels) == 2
@@ -281,7 +294,7 @@ def test_seeds_of_one_recipe_are_one_row_and_other_recipes_are_not_compared(run)
     unfinished = changed(run, "fourth", seed=2)
     (unfinished / "result.json").unlink()
     found = gather([run, unfinished])
-    assert len(found.runs) == 1
+    assert len(found.runs[""]) == 1
     assert "has not finished" in found.notes[0]
 
 
@@ -307,31 +320,44 @@ def test_runs_of_other_data_are_not_compared_and_other_code_is_said(run):
 
 
 def test_a_comparison_is_reported_with_all_its_arms(tmp_path):
-    runs = [write_run(tmp_path / arm / "seed-0", [5.0, 4.0 - i]) for i, arm in enumerate(("residual", "dca"))]
-    saved = {
-        "finished": False,
-        "recipe": {"arms": ["residual", "dca"], "steps": 2},
-        "runs": [{"arm": p.parent.name, "path": p.relative_to(tmp_path).as_posix()} for p in map(Path, runs)],
-        "samples": [{"arm": "dca", "prompt": "a", "text": "ab"}],
-        "notes": ["a note"],
-    }
-    (tmp_path / "comparison.json").write_text(json.dumps(saved))
+    for i, arm in enumerate(("residual", "dca")):
+        for seed in (0, 1):
+            write_run(tmp_path / arm / f"seed-{seed}", [5.0, 4.0 - i], seed=seed)
+    names = [(arm, f"{arm}/seed-{seed}") for arm in ("residual", "dca") for seed in (0, 1)]
+    more = {"arms": ["residual", "dca"], "prompt": "a", "notes": ["a note"]}
+    comparison_of(tmp_path, *names, **more)
     found = gather([tmp_path])
     assert found.labels == [label for label, _ in found.models] == ["residual", "dca"]
-    assert found.samples == saved["samples"]
+    assert found.models[1][1] == tmp_path / "dca" / "seed-0"
     content = content_of(found, [], "")
     assert "not finished" in content.warnings[0]
-    assert "1.000 nats below residual" in content.verdict[0]
+    assert "1.0000 nats below residual" in content.verdict[0]
     assert content.notes[0] == "a note"
     assert content.tables[1].lines[1][4] == "1.00"  # the ratio of the runs' own step times
-    for place in runs:  # which are not to be trusted where others had the cores
-        result = json.loads((Path(place) / "result.json").read_text())
-        (Path(place) / "result.json").write_text(json.dumps({**result, "core_wait": 0.6}))
-    (tmp_path / "comparison.json").write_text(json.dumps({**saved, "step_times": [0.1, 0.3]}))
+    records = Records([json.loads(line) for line in (tmp_path / "runs.jsonl").read_text().splitlines()])
+    for line in records.runs:  # which are not to be trusted where others had the cores
+        line["result"]["core_wait"] = 0.6
+    records.add({"kind": "step_times", "domain": "", "size": "", "seconds": {"residual": 0.1, "dca": 0.3}})
+    (tmp_path / "runs.jsonl").unlink()
+    write_records(tmp_path, records)
     assert content_of(gather([tmp_path]), [], "").tables[1].lines[1][4] == "3.00"
-    (tmp_path / "comparison.json").write_text("{}")
-    with pytest.raises(Exception, match="is damaged: run the comparison again"):
+    (tmp_path / "runs.jsonl").write_text("{}")
+    with pytest.raises(Exception, match="is damaged"):
         gather([tmp_path])
+
+
+def test_a_page_has_a_table_for_every_size(tmp_path):
+    config = CompareConfig(out=str(tmp_path), data="data", arms=["residual", "dca"], sizes={"s": {}, "m": {"dim": 8}})
+    lines = [{"kind": "code", "id": "c", "files": {}}]
+    for size in ("s", "m"):
+        for i, arm in enumerate(config.arms):
+            _, result = result_of_folder(RunFolder(write_run(tmp_path / size / arm, [5.0, 4.0 - i])))
+            place = {"arm": arm, "domain": "", "size": size, "seed": 0}
+            lines.append({"kind": "run", **place, "result": result, "config": {}, "environment": {}, "data": "", "code": "c"})
+    content = content_of(of_results(Results(check_recipe(config), Records(lines))), [], "")
+    assert [table.title for table in content.tables] == ["s", "What it cost, s", "m", "What it cost, m"]
+    assert content.verdict[1].startswith("m: dca: 1.000 nats below residual")
+    assert not content.curves
 
 
 def test_where_runs_were_made_is_said_once(tmp_path):
@@ -362,8 +388,8 @@ def test_what_cannot_be_reported_is_one_sentence(fails, run, tmp_path):
 
 def test_cutting_connections_stays_within_its_time(six_arms):
     """Twelve sites, 1,000 tokens in a step of one second: a third of a millisecond a token, 38 passes, three times that."""
-    fast = affordable(six_arms[0], 6, 1000, 4.0)
+    fast = affordable_tokens(six_arms[0], 6, 1000, 4.0)
     step = six_arms[0].step_seconds
     assert fast == int(4.0 / (3 * (455 / 12) * step / 3000))
-    assert affordable(six_arms[0], 6, 10**9, 4.0) == 4096
-    assert affordable(six_arms[0], 64, 1000, 4.0) < fast
+    assert affordable_tokens(six_arms[0], 6, 10**9, 4.0) == 4096
+    assert affordable_tokens(six_arms[0], 64, 1000, 4.0) < fast

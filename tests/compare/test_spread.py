@@ -5,11 +5,10 @@ import math
 import numpy as np
 import pytest
 
+from compare import recipes
+from compare.recipes import a_run
 from depthmix.compare.interval import OWN_SEEDS, student_t, wilson
-from depthmix.compare.recipe import read_study
 from depthmix.compare.spread import Spread, around, pooled, spreads
-from compare import studies
-from compare.studies import a_run
 
 
 def table(losses):
@@ -104,11 +103,11 @@ def test_arms_that_do_not_vary_alike_have_their_own_with_enough_seeds():
     assert around(values[1:], spread) == (spread.half_width(OWN_SEEDS - 1), spread.freedom)
 
 
-def test_of_a_study_sizes_of_a_domain_are_one_unless_they_are_rates(tmp_path):
+def test_sizes_of_a_domain_are_one_unless_they_are_rates(tmp_path):
     cells = {"s": table([[4.0, 5.0], [3.9, 4.92]]), "m": table([[4.0, 5.0], [3.9, 4.9]])}
     for sections, same in (([], True), (["stability"], False)):
         sizes = {"s": {"lr": 1e-3}, "m": {"lr": 1e-2}}
-        study = read_study(str(studies.write(tmp_path, sizes=sizes, data="words", sections=sections)))
+        study = recipes.read(recipes.write(tmp_path, sizes=sizes, sections=sections))
         names = [cell.name for cell in study.cells]
         found = spreads(study, dict(zip(names, cells.values(), strict=True)))
         assert (found[names[0]] == found[names[1]]) is same

@@ -7,47 +7,23 @@ import json
 import math
 import sys
 from dataclasses import asdict
-from pathlib import Path
 
 import pytest
 
+from compare.run_folders import write_run
+from depthmix.compare.arms import slug
+from depthmix.compare.columns import plus_minus, print_table, to_text
+from depthmix.compare.recipe import check_recipe
+from depthmix.compare.records import Records
+from depthmix.compare.results import Results
+from depthmix.compare.rows import Row, make_rows, reach, read_run, result_of_folder
+from depthmix.compare.table import to_csv, to_markdown
+from depthmix.compare.verdict import summary, verdict
+from depthmix.config import CompareConfig
 from depthmix.errors import CHECKPOINT, DIVERGED, UserError
-from depthmix.compare.rows import Row, make_rows, reach, read_run
-from depthmix.compare.table import from_csv, plus_minus, print_table, to_csv, to_markdown, to_text
-from depthmix.compare.verdict import verdict
+from depthmix.runs.folder import RunFolder
 
 PLAIN = [6.0, 5.0, 4.5, 4.0]
-
-
-def write_run(path, losses, *, eval_every=100, tokens_per_step=10, step_seconds=0.5, seed=0, **result):
-    """A finished run whose evaluations are the losses given, the last one at its last step."""
-    path = Path(path)
-    path.mkdir(parents=True, exist_ok=True)
-    steps = result.pop("steps", eval_every * len(losses))
-    lines = []
-    for i, loss in enumerate(losses, 1):
-        step = min(i * eval_every, steps)
-        lines.append({"step": step, "tokens": step * tokens_per_step, "loss": loss, "lr": 0.1, "grad_norm": 1.0})
-        lines.append({"step": step, "tokens": step * tokens_per_step, "val_loss": loss})
-    (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    final = losses[-1]
-    values = {
-        "mixer": "residual",
-        "mixer_options": {},
-        "seed": seed,
-        "steps": steps,
-        "tokens": steps * tokens_per_step,
-        "val_loss": final,
-        "perplexity": math.exp(final) if math.isfinite(final) else final,
-        "bits_per_byte": final / 2,
-        "parameters": {"mixer": 0, "total": 1000, "added_by_mixer": 0},
-        "step_seconds": step_seconds,
-        "seconds": steps * step_seconds + 7,
-        "peak_memory": None,
-        **result,
-    }
-    (path / "result.json").write_text(json.dumps(values))
-    return path
 
 
 def rows_of(tmp_path, *arms):
@@ -166,8 +142,8 @@ def test_step_time_falls_back_on_the_clock(tmp_path):
     ("file", "text", "words", "code"),
     [
         ("result.json", None, "no result.json", CHECKPOINT),
-        ("result.json", "{", "cannot be read", CHECKPOINT),
-        ("result.json", "[]", "not the result", CHECKPOINT),
+        ("result.json", "{", "is damaged", CHECKPOINT),
+        ("result.json", "[]", "is damaged", CHECKPOINT),
         ("result.json", "{}", "not the result", CHECKPOINT),
         ("result.json", {"val_loss": math.nan}, "is nan", DIVERGED),
         ("result.json", {"val_loss": math.inf}, "is inf", DIVERGED),
@@ -175,13 +151,12 @@ def test_step_time_falls_back_on_the_clock(tmp_path):
         ("result.json", {"step_quartiles": [0.5]}, "not the result", CHECKPOINT),
         ("result.json", {"core_wait": "much"}, "not the result", CHECKPOINT),
         ("result.json", {"parameters": 3}, "not the result", CHECKPOINT),
-        ("result.json", {"step_seconds": -1.0}, "no usable step time", CHECKPOINT),
+        ("result.json", {"step_seconds": -1.0}, "not the result", CHECKPOINT),
         ("result.json", {"step_seconds": None, "seconds": None}, "not the result", CHECKPOINT),
         ("metrics.jsonl", None, "no metrics.jsonl", CHECKPOINT),
-        ("metrics.jsonl", '{"step": 1', "cannot be read", CHECKPOINT),
-        ("metrics.jsonl", '{"val_loss": 1.0}\n', "cannot be read", CHECKPOINT),
-        ("metrics.jsonl", "[1]\n", "cannot be read", CHECKPOINT),
-        ("metrics.jsonl", b"\xff\xfe", "cannot be read", CHECKPOINT),
+        ("metrics.jsonl", '{"val_loss": 1.0}\n', "is damaged", CHECKPOINT),
+        ("metrics.jsonl", "[1]\n", "is damaged", CHECKPOINT),
+        ("metrics.jsonl", b"\xff\xfe\n", "is damaged", CHECKPOINT),
     ],
 )
 def test_a_run_that_cannot_be_used_is_named(tmp_path, file, text, words, code):
@@ -215,13 +190,25 @@ def rows(tmp_path):
     )
 
 
-def test_csv_round_trip(rows):
-    text = to_csv(rows)
-    assert from_csv(text) == rows
-    lines = list(csv.DictReader(io.StringIO(text)))
-    assert [line["arm"] for line in lines] == ["residual", "attnres:block_size=4,ways=3", "dca"]
-    assert lines[2]["tokens_to_reach"] == "not reached"
-    assert lines[0]["difference"] == lines[2]["bits_per_byte"] == ""
+def results_of(tmp_path, *arms, **options):
+    """Results of (label, {seed: losses}) with one run per seed, and no code to speak of."""
+    config = CompareConfig(out=str(tmp_path / "out"), data="data", arms=[{"label": label, "mixer": "dca", "set": {"lr": 0.001 * (i + 1)}} for i, (label, _) in enumerate(arms)], seeds=list(arms[0][1]), **options)
+    lines = [{"kind": "code", "id": "c", "files": {}}]
+    for label, seeds in arms:
+        for seed, losses in seeds.items():
+            _, result = result_of_folder(RunFolder(write_run(tmp_path / slug(label) / f"seed-{seed}", losses, seed=seed)))
+            lines.append({"kind": "run", "arm": label, "domain": "", "size": "", "seed": seed, "config": {}, "data": "", "code": "c", "environment": {"device_name": "a CPU", "torch": "2"}, "result": result})
+    return Results(check_recipe(config), Records(lines))
+
+
+def test_csv_has_every_number_of_the_rows(tmp_path):
+    results = results_of(tmp_path, ("plain", {0: PLAIN}), ("other", {0: [7, 6, 5, 4.5]}))
+    lines = list(csv.DictReader(io.StringIO(to_csv(results))))
+    assert [line["arm"] for line in lines] == ["plain", "other"]
+    for line, row in zip(lines, results.rows[""], strict=True):
+        for name, value in asdict(row).items():
+            assert line[name] == ("not reached" if name.endswith("to_reach") and value is None else "" if value is None else str(value)), name
+    assert lines[1]["tokens_to_reach"] == "not reached"
 
 
 def test_json_round_trip(rows):
@@ -229,28 +216,33 @@ def test_json_round_trip(rows):
     assert [Row(**row) for row in again] == rows
 
 
-def test_markdown_is_a_table_with_one_line_an_arm(rows):
-    text = to_markdown(rows, ["a | note <b>"])
-    assert text == to_markdown(rows, ["a | note <b>"])
-    table = [line.strip("|").split("|") for line in text.splitlines() if line.startswith("|")]
-    assert len({len(line) for line in table}) == 1
-    assert [line[0].strip() for line in table[2:]] == [row.arm for row in rows]
-    first = dict(zip((h.strip() for h in table[0]), (c.strip() for c in table[2]), strict=True))
-    assert first["val. loss"] == "4.0500 ± 0.0500"
-    assert first["against residual"] == "–"
-    assert first["parameters"] == "54.5M"
-    assert first["tokens to reach"] == "1.00"
-    second = [c.strip() for c in table[3]]
-    assert "-0.3500 ± 0.0500" in second
-    assert "1.50" in second
+def test_markdown_has_one_line_per_arm_and_text_stays_text(tmp_path):
+    results = results_of(tmp_path, ("residual", {0: PLAIN, 1: PLAIN}), ("<script>|", {0: [5, 4.1, 3.7, 3.6], 1: [5, 4.1, 3.7, 3.7]}), notes=["a | note <b>"])
+    text = to_markdown(results)
+    assert text == to_markdown(results)
+    assert "<script>" not in text
+    assert "&lt;script&gt;\\|" in text
     assert "a \\| note &lt;b&gt;" in text
-    assert to_markdown([]) == "No run has finished yet.\n"
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    assert lines[0] == "| arm | val. loss | against residual | seeds |"
+    assert lines[2] == "| residual | 4.0000 | – | 2 |"
+    assert lines[3].startswith("| &lt;script&gt;\\| | 3.6500 | -0.3500 ± 0.6353 | 2 |")  # 12.7062 * 0.05
+    assert "| residual | 54.60 | 2.0000 | 1.00 | 1.00 |" in text
 
 
-def test_markup_in_a_label_stays_text(tmp_path):
-    rows = rows_of(tmp_path, ("<script>|", {0: PLAIN}, {}))
-    assert "<script>" not in to_markdown(rows)
-    assert "&lt;script&gt;\\|" in to_markdown(rows)
+def test_one_sentence_sums_a_comparison_up(tmp_path):
+    def rows(*losses):
+        arms = [("residual", {seed: [5.0, own[0]] for seed, own in enumerate(losses)}), ("dca", {seed: [5.0, own[1]] for seed, own in enumerate(losses)})]
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        folder.mkdir()
+        return results_of(folder, *arms).rows[""]
+
+    # Differences -0.05 and -0.03: mean -0.04, sd 0.01414, t = 12.706, half the interval 0.127.
+    assert summary(rows((4.0, 3.95), (4.1, 4.07))) == "After 200 steps, dca ended 0.04 nats below residual; the 95% interval, −0.17 to +0.09, includes zero, so no difference is shown."
+    assert summary(rows((4.0, 3.952), (4.1, 4.05))) == "After 200 steps, dca ended 0.05 nats below residual; the 95% interval, −0.06 to −0.04, excludes zero."
+    assert "one seed says nothing about chance" in summary(rows((4.0, 3.95)))
+    assert summary(rows((4.0, 3.95))[:1]) == "After 200 steps, residual ended with a validation loss of 4.0000 nats."
+    assert summary(rows((4.0, 3.95)), "books", equal_time=True).startswith("On books, after the same training time, dca ended")
 
 
 @pytest.mark.parametrize("width", [60, 80, 120, None])

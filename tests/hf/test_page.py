@@ -1,6 +1,5 @@
 """docs/guides/hugging-face.md and docs/guides/retrofit.md: their blocks run one after the other, and their commands."""
 
-import importlib
 import re
 import shlex
 import shutil
@@ -41,8 +40,8 @@ def test_the_page_on_retrofit(tmp_path, monkeypatch, capsys):
     shutil.copytree(small.run().path, tmp_path / "runs" / "plain")
     shutil.copytree(small.data(), tmp_path / "data" / "mine")
     monkeypatch.chdir(tmp_path)
-    for slow in ("draw_figures", "_look_inside"):
-        monkeypatch.setattr(importlib.import_module("depthmix.compare.compare"), slow, lambda *_: [])
+    monkeypatch.setattr("depthmix.compare.engine.draw_figures", lambda *_: ([], []))
+    monkeypatch.setattr("depthmix.compare.engine.look_inside", lambda *_: None)
     place: dict = {}
     for block in code_blocks(RETROFIT):
         exec(block, place)

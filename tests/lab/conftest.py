@@ -2,6 +2,7 @@
 
 import pytest
 
+from compare.conftest import light, training  # noqa: F401  # fixtures
 from depthmix.mixers import registry as rules
 
 

@@ -10,9 +10,10 @@ import pytest
 import yaml
 from matplotlib.text import Text
 
-from depthmix.errors import CHECKPOINT, USAGE
+from compare.recipes import a_run
 from depthmix.compare.interval import student_t
-from depthmix.compare.recipe import read_study
+from depthmix.compare.recipe import load_recipe
+from depthmix.errors import CHECKPOINT, USAGE
 from lab import results_page as module
 from lab.claims import (
     CONFIRMED,
@@ -31,7 +32,6 @@ from lab.claims import (
     verdicts,
 )
 from project import ROOT
-from compare.studies import a_run
 from train.refused import refused
 
 
@@ -155,14 +155,14 @@ def test_domains_have_a_spread_of_their_own(tmp_path):
     said = yaml.safe_load((ROOT / "recipes" / "studies" / "tiny.yaml").read_text())
     said |= {
         "base": str(ROOT / "recipes" / "demo.yaml"),
-        "data": {"books": "b", "code": "c"},
+        "domains": {"books": "b", "code": "c"},
         "sizes": {"s": {}, "m": {}},
     }
     (tmp_path / "two.yaml").write_text(yaml.safe_dump(said))
     cells = {name: [a_run("plain", 0, 4.0), a_run("a", 0, 3.9)] for name in ("books s", "books m", "code s", "code m")}
     for cell, loss in (("books s", 3.92), ("code s", 3.5)):
         cells[cell] += [a_run("plain", 1, 4.0), a_run("a", 1, loss)]
-    found = results(cells, study=read_study(str(tmp_path / "two.yaml"), []))
+    found = results(cells, study=load_recipe(tmp_path / "two.yaml"))
 
     def half(*cells):
         weights = {f"{arm} @ {cell}": w for cell in cells for arm, w in (("a", 1), ("plain", -1))}
@@ -269,10 +269,11 @@ CLAIM = {"claim": "c", "source": "p, t", "says": -1, "study": "tiny", "contrast"
 
 def test_a_damaged_result_is_named(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    path = tmp_path / "lab" / "results" / "some" / "residual" / "seed-0" / "result.json"
+    path = tmp_path / "lab" / "results" / "some" / "runs.jsonl"
     path.parent.mkdir(parents=True)
     path.write_text("{")
-    refused(lambda: read_results("some"), "result.json is damaged", code=CHECKPOINT)
+    (path.parent / "comparison.yaml").write_text("data: d\nout: o\narms: [residual]\n")
+    refused(lambda: read_results("some"), "runs.jsonl:1 is damaged", code=CHECKPOINT)
 
 
 def test_what_a_measure_is_of(tmp_path):

@@ -144,8 +144,8 @@ def test_another_number_of_processes(monkeypatch, tmp_path):
 
 
 def test_compare_runs_in_one_process(tmp_path):
-    from depthmix.compare.plan import check_config
+    from depthmix.compare.recipe import check_recipe
 
     config = CompareConfig(out=str(tmp_path), arms=["residual"], parallel={"dp": 2})
     with pytest.raises(UserError, match="compare runs in one process"):
-        check_config(config)
+        check_recipe(config)

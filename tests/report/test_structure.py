@@ -150,7 +150,7 @@ def test_names_no_mechanism():
     from depthmix import list_mixers
 
     words = re.compile(rf"\b({'|'.join(list_mixers())})\b")
-    for path in [*(ROOT / "depthmix" / "report").iterdir(), ROOT / "depthmix" / "study" / "report.py"]:
+    for path in [*(ROOT / "depthmix" / "report").iterdir(), ROOT / "depthmix" / "compare" / "report.py"]:
         if path.suffix in (".py", ".js", ".css"):
             found = [line for line in path.read_text().splitlines() if words.search(line)]
             assert not [line for line in found if "plain residual" not in line], path

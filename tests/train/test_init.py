@@ -1,6 +1,5 @@
 """`--init`: trainings that start from a model in a folder, with its own mixer or with another in the place of plain residuals."""
 
-import importlib
 import json
 import shlex
 import shutil
@@ -143,8 +142,8 @@ def test_a_recipe_takes_the_same_keys(tmp_path, monkeypatch):
 
 
 def test_arms_that_start_from_one_model(tmp_path, capsys, monkeypatch):
-    for slow in ("draw_figures", "_look_inside"):
-        monkeypatch.setattr(importlib.import_module("depthmix.compare.compare"), slow, lambda *_: [])
+    monkeypatch.setattr("depthmix.compare.engine.draw_figures", lambda *_: ([], []))
+    monkeypatch.setattr("depthmix.compare.engine.look_inside", lambda *_: None)
     given = ["--data", str(small.data()), "--init", str(small.run().path), "--out", str(tmp_path / "out")]
     given += shlex.split("--seq-len 32 --batch-size 4 --steps 2 --warmup 1 --eval-tokens 64 --device cpu --quiet")
     assert main(["compare", *given, "--arms", "residual", "attnres:block_size=2", "dca"]) == 0

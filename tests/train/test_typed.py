@@ -5,9 +5,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from depthmix.compare.engine import compare
 from depthmix.config import CompareConfig, TrainConfig
 from depthmix.errors import USAGE
-from depthmix.compare.compare import compare
 from depthmix.train.loop import train
 from depthmix.values import typed
 from train import small

@@ -1,0 +1,167 @@
+"""The results of a comparison: its records, and the rows that follow from them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from depthmix.compare.costs import at_step_times, cost_notes, doubts, moved_step_times
+from depthmix.compare.interval import OWN_SEEDS
+from depthmix.compare.plan import Key, key_of
+from depthmix.compare.recipe import Cell, Recipe
+from depthmix.compare.records import Records
+from depthmix.compare.rows import Row, Run, as_runs, make_rows
+from depthmix.compare.spread import Spread, spreads
+from depthmix.runs.code_checksums import KERNELS, changed_since
+
+SHARED = "Several runs shared the machine, so what they took says nothing of what an arm costs, and is left out."
+UNTIMED = "A dash: that arm was not timed with the others, and its runs say nothing of what it costs."
+
+
+def select_runs(recipe: Recipe, runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the first record of every run that the recipe names. Others stay in the file and out of the table."""
+    wanted = {
+        (label, cell.domain, cell.size, seed)
+        for cell in recipe.cells
+        for label, seeds in recipe.seeds_at(cell).items()
+        for seed in seeds
+    }
+    found: dict[Key, dict[str, Any]] = {}
+    for run in runs:
+        if key_of(run) in wanted:
+            found.setdefault(key_of(run), run)
+    return list(found.values())
+
+
+@dataclass
+class Results:
+    """Records of a comparison as tables, figures and pages need them."""
+
+    recipe: Recipe
+    records: Records
+    out: Path | None = None
+
+    @cached_property
+    def used(self) -> list[dict[str, Any]]:
+        """Records of the runs that the recipe names."""
+        return select_runs(self.recipe, self.records.runs)
+
+    @cached_property
+    def own_times(self) -> dict[str, list[Run]]:
+        """Finished runs by cell, with their own step times."""
+        return {cell.name: as_runs(self.used, cell, self.out) for cell in self.recipe.cells}
+
+    @cached_property
+    def runs(self) -> dict[str, list[Run]]:
+        """Finished runs by cell, with the step times that count: those measured in turns where they are needed and known."""
+        return {cell.name: at_known_times(self.recipe, self.records, cell, self.own_times[cell.name]) for cell in self.recipe.cells}
+
+    @cached_property
+    def spreads(self) -> dict[str, Spread]:
+        """Chance in every cell."""
+        return spreads(self.recipe, self.runs)
+
+    @cached_property
+    def rows(self) -> dict[str, list[Row]]:
+        """Rows of the table by cell, with the intervals that the spread of all arms gives."""
+        return {
+            name: [with_interval(row, self.spreads[name]) for row in make_rows(runs, self.recipe.labels)]
+            for name, runs in self.runs.items()
+        }
+
+    @property
+    def diverged(self) -> list[dict[str, Any]]:
+        """Records of runs that diverged."""
+        return [record for record in self.used if "diverged" in record]
+
+    def first_runs(self) -> list[tuple[str, Run]]:
+        """Return every arm's first finished run in the first cell that has it."""
+        runs = [run for own in self.runs.values() for run in own]
+        firsts = ((label, next((run for run in runs if run.arm == label), None)) for label in self.recipe.labels)
+        return [(label, run) for label, run in firsts if run is not None]
+
+    def timing(self, cell: Cell) -> list[str]:
+        """Say where the step times of a cell were measured in turns, if the recipe asks for that."""
+        return in_turns(self.records, cell) if self.recipe.timed else []
+
+    def cost_notes(self, cell: Cell) -> list[str]:
+        """Return the sentences that belong under a cell's costs."""
+        runs, own = self.runs[cell.name], self.own_times[cell.name]
+        equal_time = self.recipe.config.budget == "time"
+        timed = self.timing(cell)
+        busy = any(run.shared for run in runs)
+        if busy and not timed:
+            return [SHARED]
+        said = doubts([run for run in own if not run.shared], self.recipe.labels)
+        known = bool(in_turns(self.records, cell))
+        notes = [*timed, *[UNTIMED] * busy, *cost_notes(said, known, equal_time)]
+        return [*notes, *(moved_step_times(own, self.recipe.labels[0]) if equal_time else [])]
+
+    def notes(self) -> list[str]:
+        """Return what must be known to read the table: runs that diverged, mixed code, and the recipe's own notes."""
+        lines = [
+            f"{', '.join(w for w in (r['arm'] + ' with seed ' + str(r['seed']), r['domain'], r['size']) if w)} diverged: {r['diverged']}."
+            for r in self.diverged
+        ]
+        by_mixer = {(m, self.records.code(r).get(f"{KERNELS}{m}")) for r in self.used for m in [r["config"].get("mixer")]}
+        if twice := sorted({str(m) for m, _ in by_mixer if sum(m == other for other, _ in by_mixer) > 1}):
+            what = f"Runs of {', '.join(twice)} were made with more than one version of the kernels"
+            lines.append(f"{what}, which differ in speed and rounding.")
+        for reason, files in _accepted(self.records).items():
+            files_named = ", ".join(sorted(files))
+            lines.append(f"Results of different code are mixed ({files_named}), accepted because: {reason.rstrip('.')}.")
+        lines += self.changed_rules()
+        return [*lines, *(" ".join(note.split()) for note in self.recipe.config.notes)]
+
+    def changed_rules(self) -> list[str]:
+        """Name the user's own rules whose files have changed since their runs were made."""
+        return changed_since([(r, self.records.code(r)) for r in self.used], self.records.of("accept"))
+
+
+def with_interval(row: Row, chance: Spread) -> Row:
+    """Give a row the interval from the spread of all arms, unless it has enough seeds of its own or no spread is known."""
+    half = chance.half_width(row.paired)
+    own = row.difference is None or half is None or row.paired >= OWN_SEEDS
+    return row if own else replace(row, difference_interval=half)
+
+
+def at_known_times(recipe: Recipe, records: Records, cell: Cell, runs: Sequence[Run]) -> list[Run]:
+    """Replace the step times of runs by those measured in turns, if the recipe asks for them or the runs' own are in doubt."""
+    lines = [r for r in records.of("step_times") if (r["domain"], r["size"]) == (cell.domain, cell.size)]
+    needed = recipe.timed or doubts([run for run in runs if not run.shared], recipe.labels)
+    times: dict[str, float] = lines[0]["seconds"] if lines and needed else {}
+    if recipe.labels[0] not in times:
+        return list(runs)
+    timed = at_step_times([run for run in runs if run.arm in times], times)
+    # What arms without a measurement took was taken on another machine.
+    others = [replace(run, shared=True) for run in runs if run.arm not in times]
+    return [
+        *(
+            replace(run, shared=False, step_quartiles=None, core_wait=None, peak_memory=None if run.shared else run.peak_memory)
+            for run in timed
+        ),
+        *others,
+    ]
+
+
+def in_turns(records: Records, cell: Cell) -> list[str]:
+    """Say where the step times of a cell were measured in turns; nothing if they were not."""
+    for line in records.of("step_times"):
+        if (line["domain"], line["size"]) == (cell.domain, cell.size):
+            where: Mapping[str, Any] = line.get("environment", {})
+            device, commit = where.get("device_name"), str(where.get("git_commit"))[:12]
+            return [f"Step times were measured in turns on {device}, apart from the runs (commit {commit})."]
+    return []
+
+
+def _accepted(records: Records) -> dict[str, set[str]]:
+    """Return the files of which versions are mixed, by reason. A reason that continues an earlier one stands for both."""
+    reasons = [line["reason"] for line in records.of("accept")]
+    files: dict[str, set[str]] = {}
+    for line in records.of("accept"):
+        last = max((reason for reason in reasons if reason.startswith(line["reason"])), key=len)
+        files.setdefault(last, set()).update(line["files"])
+    return files
