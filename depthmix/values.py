@@ -174,7 +174,7 @@ NOT_INHERITED = ("out", "mixer", "mixer_options", "seed")
 
 def _read_lines(command: str, recipe: str, above: tuple[str, ...] = ()) -> dict[str, Any]:
     """Read a recipe and the training options of its `base`, a recipe whose path is relative to this one's folder."""
-    from depthmix.config import CompareConfig, TrainConfig
+    from depthmix import config
     from depthmix.strict_yaml import read_recipe
 
     lines = read_recipe(command, recipe)
@@ -191,11 +191,11 @@ def _read_lines(command: str, recipe: str, above: tuple[str, ...] = ()) -> dict[
     if path in (recipe, *above):
         raise UserError(f"{command}: the recipe {recipe} is its own base")
     inherited = _read_lines(command, path, (recipe, *above))
-    options = [field.name for field in dataclasses.fields(CompareConfig)]
+    options = [field.name for field in dataclasses.fields(config.CompareConfig)]
     if unknown := next((name for name in inherited if name not in options), None):
         what = f"the base {path} of {recipe} has an unknown option {shown(unknown)}"
         raise UserError(f"{command}: {what}{nearest(unknown, options)}")
-    known = {field.name for field in dataclasses.fields(TrainConfig)} - {*NOT_INHERITED}
+    known = {field.name for field in dataclasses.fields(config.TrainConfig)} - {*NOT_INHERITED}
     return {**{name: value for name, value in inherited.items() if name in known}, **lines}
 
 

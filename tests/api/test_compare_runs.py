@@ -58,7 +58,7 @@ def test_one_seed_has_no_interval():
     assert found["mine"].difference == pytest.approx(-0.1)
     assert (found["mine"].low, found["mine"].high) == (None, None)
     assert found.verdict == [
-        "mine: 0.100 nats below plain with one seed, which says nothing of chance; run three or more."
+        "mine: 0.100 nats below plain with one seed, which says nothing about chance; run three or more."
     ]
 
 

@@ -142,6 +142,7 @@ def test_a_signal_ends_it_cleanly(training, tmp_path):
 
 def test_weights_to_start_from_count_not_their_folder(training, tmp_path, monkeypatch):
     monkeypatch.setattr("depthmix.compare.engine.check_planned", lambda *_: None)
+    monkeypatch.setattr("depthmix.runs.init.check_finished", lambda init: None)
     monkeypatch.setattr("depthmix.runs.init.settled", lambda config: config)  # that folder holds no model
     for name in ("here", "there"):
         (tmp_path / name).mkdir()

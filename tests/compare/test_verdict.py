@@ -77,7 +77,7 @@ def test_a_clear_difference_is_called_with_how_sure_that_is():
 def test_what_chance_may_explain_is_not_called():
     assert sentence(-0.045, -0.059) == "0.052 nats below residual, but the 95% interval over 2 seeds, wide since t = 12.7 for two, reaches from 0.141 below to 0.037 above: no difference shown."  # fmt: skip
     assert sentence(-0.1, 0.05, 0.02).endswith("over 3 seeds reaches from 0.21 below to 0.19 above: no difference shown.")  # fmt: skip
-    assert sentence(-0.0595) == "0.059 nats below residual with one seed, which says nothing of chance; run three or more."  # fmt: skip
+    assert sentence(-0.0595) == "0.059 nats below residual with one seed, which says nothing about chance; run three or more."  # fmt: skip
 
 
 @pytest.mark.parametrize(
