@@ -7,7 +7,7 @@ X [d_v, D] per token, d_v copies of e at the start. At every site, with z the re
 
 One value (d_v = 1): z = X, as it is. Several: z = Σ_j c_j ⊙ X_j with a c [d_v, D] of each site, and of finish:
 
-    c_m = Σ_t K_t r_{m−t+1},   K [4, D], r [d_v]: a kernel over the rows, and how the rows are read after it
+    c_m = Σ_t K_t r_{m−t+1},   K [4, D], r [d_v]: a filter over the rows, and how the rows are read after it
 """
 
 import dataclasses
