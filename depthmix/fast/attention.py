@@ -36,7 +36,7 @@ from depthmix.ops.torch_internals import transformed
 
 
 class Tape(NamedTuple):
-    """What kernels pass from read to read: all queries with key gains folded in, and the sources that their autograd tracks."""
+    """Kernel-side twin of the state: all queries with key gains folded in, and the sources that autograd tracks."""
 
     queries: Tensor  # [R, D], the ways of a site side by side
     blocks: tuple[Tensor, ...]
@@ -58,7 +58,7 @@ class TapeState(AttnResState):
 
 
 class KernelNote(NamedTuple):
-    """What a read with kernels leaves for the write of its site."""
+    """Results of a read with kernels that the write of its site uses."""
 
     newest: Tensor
     tape: Tape
@@ -109,8 +109,8 @@ class AttentionTraining(FastPath):
         """Append the source that the read of this site has added up."""
         note = state.take_note()
         newest, tape = note if isinstance(note, KernelNote) else (note, None)
-        seen = newest if tape is None else seen_from_outside(newest, OP)
-        after: TapeState = mixer.after(state, site, y if scaled else with_gain(mixer, site, y), seen)
+        outside = newest if tape is None else seen_from_outside(newest, OP)
+        after: TapeState = mixer.after(state, site, y if scaled else with_gain(mixer, site, y), outside)
         after.tape = None
         if tape is not None:
             opens = site % mixer.block_size == 0
@@ -150,14 +150,14 @@ class AttentionTraining(FastPath):
         u: Tensor = mixer.query.float() * mixer.key_gain.float()
         if mixer.n_ways == 1:
             return u
-        own = further_rows(mixer, "query").float() * further_rows(mixer, "key_gain").float()  # [A, W-1, D]
+        further = further_rows(mixer, "query").float() * further_rows(mixer, "key_gain").float()  # [A, W-1, D]
         ends = [0, *(site + 1 for site in mixer.nth_several), len(u)]
         *parts, rest = u.split([b - a for a, b in itertools.pairwise(ends)])  # each ends with an attention site
-        return torch.cat([*itertools.chain(*zip(parts, own.unbind(0), strict=True)), rest])
+        return torch.cat([*itertools.chain(*zip(parts, further.unbind(0), strict=True)), rest])
 
 
 def with_gain(mixer: AttnRes, site: int, y: Tensor) -> Tensor:
-    """Multiply an output with its gain."""
+    """Return an output multiplied with its gain."""
     return y if mixer.output_gain is None else depth_sum((y,), static=mixer.gamma[site].reshape(1, 1, -1))[0]
 
 
@@ -203,8 +203,8 @@ def _mix_with_kernels(
         if mixer.n_ways >= KNOWN_WAYS:
             far = precompute_logits(*known)
         elif size == 1:
-            own = None if trains else FirstRead(newest, out_gain[0] if out_gain else None, out_eps)
-            far = precompute_group(*known, own)
+            first_read = None if trains else FirstRead(newest, out_gain[0] if out_gain else None, out_eps)
+            far = precompute_group(*known, first_read)
         elif not trains:
             far = precompute_block_group(*known, size=size)
     tape = tape._replace(far=far)

@@ -53,8 +53,8 @@ class AttentionDecoding(FastPath):
 
     def start(self, mixer: Any, x: Tensor) -> AttnResSlots | None:
         """Begin a pass of few tokens; None for passes that train or have many."""
-        known = mixer.routing == "replace" and is_usual_rule(mixer)
-        if not known or why_no_kernels(mixer, [x]) is not None or not few_tokens(x) or not usable("attnres", x):
+        supported = mixer.routing == "replace" and is_usual_rule(mixer)
+        if not supported or why_no_kernels(mixer, [x]) is not None or not few_tokens(x) or not usable("attnres", x):
             return None
         state: AttnResSlots = AttnResSlots.of(x, mixer.n_sites + 1)
         if mixer.window is None and (mixer.block_size > 1 or to_all_readers(mixer, x)):
@@ -111,9 +111,9 @@ def read_slots(mixer: Any, state: AttnResSlots, site: int, gain: Sequence[Tensor
     place = (1, oldest - 1, min(finished, 1 + finished - oldest))
     bank: tuple[Tensor | None, Tensor | None] = None, None
     if looks_back(mixer, state, site):
-        first, found, lse = state.group
+        first, group_sums, lse = state.group
         place = (0, first, site - first)
-        bank = found[site - first], lse[site - first]
+        bank = group_sums[site - first], lse[site - first]
     rows = slot_rows(mixer, "query", site), slot_rows(mixer, "key_gain", site)
     source = newest, state.pending, before, site, size
     return attend(*source, *place, *rows, gain, mixer.eps, out_eps, *bank, state.scale)
@@ -122,20 +122,20 @@ def read_slots(mixer: Any, state: AttnResSlots, site: int, gain: Sequence[Tensor
 def read_and_pass_on(
     mixer: Any, state: AttnResSlots, site: int, before: int, again: bool, gain: Sequence[Tensor], out_eps: float
 ) -> Tensor:
-    """Complete the site's running mixture; pass a finished source on to the running mixtures of later readers."""
+    """Return a site's mixtures from its running ones, and pass a finished source on to those of later readers."""
     size, last, to_all = mixer.block_size, mixer.n_readers - 1, to_all_readers(mixer, state.pending)
     if again or site % size:
         last = site
     elif not to_all:
         last = min(site + size, last)
-    ahead = range(site + 1, last + 1)
-    own, own_at, own_ahead = None, 0, range(0)
+    later = range(site + 1, last + 1)
+    further, first_further, later_further = None, 0, range(0)
     if mixer.n_ways > 1:
-        own = (further_rows(mixer, "query").flatten(0, 1), further_rows(mixer, "key_gain").flatten(0, 1))
-        own_at, *ends = (further_before(mixer, s) for s in (site, ahead.start, ahead.stop))
-        own_ahead = range(*ends)
-    rows = mixer.query, mixer.key_gain, own, own_at, own_ahead
-    source = state.pending, before, site, 0 if to_all else size, ahead
+        further = (further_rows(mixer, "query").flatten(0, 1), further_rows(mixer, "key_gain").flatten(0, 1))
+        first_further, *ends = (further_before(mixer, s) for s in (site, later.start, later.stop))
+        later_further = range(*ends)
+    rows = mixer.query, mixer.key_gain, further, first_further, later_further
+    source = state.pending, before, site, 0 if to_all else size, later
     mixtures = state.slots, state.running, *source, *rows, mixer.ways(site)
     return pass_on(*mixtures, gain, mixer.eps, out_eps, state.scale)
 

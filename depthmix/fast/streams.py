@@ -36,9 +36,9 @@ class Tape(NamedTuple):
 
 
 class Note(NamedTuple):
-    """What a read leaves for the write of its site."""
+    """Results of a read that the write of its site uses."""
 
-    found: Step
+    result: Step
     tape: Tape
     kernels: bool  # they wrote what waited, and let the write wait that comes
 
@@ -91,10 +91,10 @@ class StreamSteps(FastPath):
         note = note or self._at_once(mixer, state, site)
         if note is None:
             note = self._without_kernels(mixer, state, site)
-            assert note.found.pre is not None
-            note = note._replace(found=note.found._replace(h=stream_read(note.found.x, note.found.pre)))
+            assert note.result.pre is not None
+            note = note._replace(result=note.result._replace(h=stream_read(note.result.x, note.result.pre)))
         state.leave_note(note)
-        return note.found.h
+        return note.result.h
 
     def _read_normed(self, mixer: Any, state: PendingStreams, site: int, norms: Sequence[Norm]) -> Tensor | None:
         norm = norms[0]
@@ -107,17 +107,17 @@ class StreamSteps(FastPath):
         if note is None:
             return None
         state.leave_note(note)
-        return note.found.h
+        return note.result.h
 
     def write(self, mixer: Any, state: PendingStreams, site: int, y: Tensor, scaled: bool) -> PendingStreams:
         """Let an output wait for the next read where kernels run; write it at once elsewhere."""
         note = state.take_note() or self._by_kernels(mixer, state, site) or self._at_once(mixer, state, site)
         note = note or self._without_kernels(mixer, state, site)
-        found, pre = note.found, None if state.pre is None else note.found.pre
+        result, pre = note.result, None if state.pre is None else note.result.pre
         if note.kernels:
-            return state.next(x=found.x, y=y, post=found.post, res=found.res, pre=pre, tape=note.tape)
-        assert found.post is not None
-        x = stream_write(found.x, found.res, found.post, y)
+            return state.next(x=result.x, y=y, post=result.post, res=result.res, pre=pre, tape=note.tape)
+        assert result.post is not None
+        x = stream_write(result.x, result.res, result.post, y)
         return state.next(x=x, y=None, post=None, res=None, pre=pre, tape=note.tape)
 
     def finish(self, mixer: Any, state: PendingStreams, norm: Norm | None) -> Tensor | None:
@@ -140,7 +140,7 @@ class StreamSteps(FastPath):
         )
 
     def _tape(self, mixer: Any, state: PendingStreams) -> Tape | None:
-        """What kernels work with; None where they are not used."""
+        """Return what kernels work with; None where they are not used."""
         if state.frozen or torch.compiler.is_compiling():
             return None
         wide = any(p.dtype == torch.float64 for p in itertools.islice(mixer.parameters(), 1))  # all are alike
@@ -150,14 +150,14 @@ class StreamSteps(FastPath):
         return self._any_tape(mixer, state)
 
     def _any_tape(self, mixer: Any, state: PendingStreams, columns: bool = False) -> Tape:
-        """The tape of a state, made anew if it comes from elsewhere."""
+        """Return the tape of a state, or a new one for a state that comes from elsewhere."""
         tape, trained = state.tape, torch.is_grad_enabled()
         if tape is None or tape.trained != trained or tape.columns != columns:
             tape = Tape(None, self._by_site(mixer, state.x.dtype, columns), trained, columns)
         return tape
 
     def _by_site(self, mixer: Any, kind: torch.dtype, columns: bool) -> Sequence[tuple[Tensor, ...]]:
-        """Taken apart once a pass, so that a parameter's gradient is put together once."""
+        """Split the parameters by site, once per pass, so that a parameter's gradient is put together once."""
         parameters, rule = list(mixer._for_all_sites()), mixer._rule()
         if columns:
             assert rule is not None
@@ -167,7 +167,7 @@ class StreamSteps(FastPath):
         return list(zip(*(p.unbind(0) for p in parameters), strict=True))
 
     def _reads_at_once(self, mixer: Any, state: PendingStreams) -> bool:
-        """Whether the reference makes a site's weights and reads with them as one node of autograd."""
+        """Tell whether the reference makes a site's weights and reads with them as one node of autograd."""
         rule = mixer._rule()
         return rule is not None and not rule.joint and not state.frozen and own_backward()
 
@@ -175,30 +175,30 @@ class StreamSteps(FastPath):
         self, mixer: Any, state: PendingStreams, tape: Tape, rule: Rule | None, pre: Tensor | None, parameters: Sequence[Tensor] = (),
         gain: Tensor | None = None, eps: float = 0.0,
     ) -> Step:  # fmt: skip
-        """The write that waits, and a read."""
+        """Run the write that waits, and a read."""
         tokens, n, dim = state.x.shape[:-2], mixer.n, mixer.dim
         x = state.x.reshape(-1, n, dim) if tape.first is None else tape.first.reshape(-1, dim)
         y = None if state.y is None else state.y.reshape(-1, dim)
         post, res = (flat(state.post, n), flat(state.res, n, n)) if state.y is not None else (None, None)
         w, base, scale, halves = (*parameters, None, None, None, None)[:4]
-        given = Inputs(x, y, post, res, flat(pre, n), w, base, scale, gain, halves)
-        found = step(rule, n, eps, given)
+        inputs = Inputs(x, y, post, res, flat(pre, n), w, base, scale, gain, halves)
+        result = step(rule, n, eps, inputs)
 
         def shaped(t: Tensor | None, *rest: int) -> Tensor | None:
             return None if t is None else t.view(*tokens, *rest)
 
         return Step(
-            state.x if y is None else found.x.view(*tokens, n, dim),
-            found.h.view(*tokens, dim),
-            shaped(found.pre, n),
-            shaped(found.post, n),
-            shaped(found.res, n, n),
+            state.x if y is None else result.x.view(*tokens, n, dim),
+            result.h.view(*tokens, dim),
+            shaped(result.pre, n),
+            shaped(result.post, n),
+            shaped(result.res, n, n),
         )
 
     def _step_at(
         self, mixer: Any, state: PendingStreams, tape: Tape, site: int, gain: Tensor | None, eps: float
     ) -> Step:
-        """The write that waits, and the read of a site."""
+        """Run the write that waits, and the read of a site."""
         rule, parameters = mixer._rule(), tape.rules[site]
         if rule is not None:
             return self._step(mixer, state, tape, rule, state.pre, parameters, gain, eps)
@@ -211,11 +211,11 @@ class StreamSteps(FastPath):
         tape = self._tape(mixer, state)
         if tape is None:
             return None
-        found = self._step_at(mixer, state, tape, site, gain, eps)
-        return Note(found, tape if state.y is None else tape._replace(first=None), kernels=True)
+        result = self._step_at(mixer, state, tape, site, gain, eps)
+        return Note(result, tape if state.y is None else tape._replace(first=None), kernels=True)
 
     def _without_kernels(self, mixer: Any, state: PendingStreams, site: int) -> Note:
-        """The write that waits, and the weights of a site."""
+        """Run the write that waits, and compute the weights of a site."""
         tape = self._any_tape(mixer, state)
         plain = dataclasses.replace(self._plain(mixer, state), tape=tape)
         return Note(Step(plain.x, plain.x, *mixer._coefficients(plain, tape.rules[site][:3])), tape, kernels=False)
@@ -223,7 +223,7 @@ class StreamSteps(FastPath):
     def _at_once(
         self, mixer: Any, state: PendingStreams, site: int, gain: Tensor | None = None, eps: float = 0.0
     ) -> Note | None:
-        """The write that waits, the weights of a site and its read, where the reference can do the last two at once."""
+        """Run the write that waits, compute the weights of a site and read, where the reference can do the last two at once."""
         if not self._reads_at_once(mixer, state):
             return None
         rule, tape, x = mixer._rule(), self._any_tape(mixer, state, columns=True), state.written_streams()
@@ -234,7 +234,7 @@ class StreamSteps(FastPath):
 
 
 def flat(weights: Tensor | None, *shape: int) -> Tensor | None:
-    """[..., *shape] -> [N, *shape]; weights that all tokens share stay as they are."""
+    """Reshape [..., *shape] to [N, *shape]; weights that all tokens share stay as they are."""
     return weights if weights is None or weights.ndim == len(shape) else weights.reshape(-1, *shape)
 
 

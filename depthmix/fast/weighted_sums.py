@@ -60,7 +60,7 @@ class KernelScores(NamedTuple):
 
 
 class Tape(NamedTuple):
-    """What kernels pass from read to read: the entries that their autograd tracks, and their scores."""
+    """Kernel-side twin of the state: the entries that autograd tracks, and their scores."""
 
     stack: tuple[Tensor, ...]
     scores: tuple[KernelScores | None, ...]
@@ -70,14 +70,14 @@ class Tape(NamedTuple):
 
 
 class EntryScores(NamedTuple):
-    """One entry's scores without kernels, for all readers from `first_reader` on."""
+    """Scores of an entry without kernels, for all readers from `first_reader` on."""
 
     first_reader: int
     by_reader: tuple[Tensor, ...]  # [ways, ...] each
 
 
 class KnownScores(NamedTuple):
-    """What passes without kernels keep from read to read: the scores of every entry, made once for all readers to come."""
+    """Scores of every entry in passes without kernels, made once for all later readers."""
 
     table: Tensor  # [R, D]
     by_entry: tuple[EntryScores, ...]
@@ -105,7 +105,7 @@ class PendingStack(StackState):
 
 
 class Note(NamedTuple):
-    """What a block's first read leaves for the write of its site."""
+    """Results of a block's first read that the write of its site uses."""
 
     g: Tensor
     stack: tuple[Tensor, ...]  # with the entry that waited

@@ -30,7 +30,8 @@ from depthmix.ops.depth_attention.reference import weighted_sum
 from depthmix.ops.matmul import matmul
 from depthmix.ops.precision import rms_normalize
 
-OWN = {2: "_v", 3: "_kv"}  # by ways: how parameters end that belong to an attention site's ways after the first
+# By number of ways: the suffix of parameters for an attention site's ways after the first.
+SUFFIX = {2: "_v", 3: "_kv"}
 
 
 @register_state
@@ -126,8 +127,8 @@ class AttnRes(Mixer):
         self.register_parameter(name, nn.Parameter(torch.empty(self.n_readers, *shape)))
         if self.n_ways > 1:
             ways = () if self.n_ways == 2 else (self.n_ways - 1,)
-            own = nn.Parameter(torch.empty(len(self.layout.attention), *ways, *shape))
-            self.register_parameter(name + OWN[self.n_ways], own)
+            further = nn.Parameter(torch.empty(len(self.layout.attention), *ways, *shape))
+            self.register_parameter(name + SUFFIX[self.n_ways], further)
 
     @property
     def n_readers(self) -> int:
@@ -151,12 +152,13 @@ class AttnRes(Mixer):
         return self.n_ways if site in self.nth_several else 1
 
     def weight_options(self) -> dict[str, Any]:
-        own = super().weight_options()
-        own.pop("query_init", None)  # how queries begin
+        options = super().weight_options()
+        # How queries begin does not matter to weights.
+        options.pop("query_init", None)
         others = -(-(self.n_readers - 1) // self.block_size)
         windowed = self.window is not None and self.window < others
         named = {"block_size": self.block_size, "window": self.window if windowed else None}
-        return own | named | {"output_gain": self.output_gain is not None}
+        return options | named | {"output_gain": self.output_gain is not None}
 
     # The rule.
 
@@ -226,8 +228,8 @@ class AttnRes(Mixer):
         """Return the query of every way: [W, D], or of the input [W, ..., D]."""
         if self.query_from == "learned":
             return self._rows("query", site)
-        seen = rms_normalize(state.observe(newest), self.eps)
-        queries = [matmul(seen, (w / self.dim).to(seen.dtype).T) for w in self._rows("query_proj", site)]
+        normed = rms_normalize(state.observe(newest), self.eps)
+        queries = [matmul(normed, (w / self.dim).to(normed.dtype).T) for w in self._rows("query_proj", site)]
         return torch.stack(queries) if len(queries) > 1 else queries[0].unsqueeze(0)  # no copy of one
 
     def _rows(self, name: str, site: int) -> Tensor:
@@ -240,4 +242,4 @@ class AttnRes(Mixer):
 
     def further(self, name: str) -> Any:
         """Return the parameter for the ways after the first."""
-        return getattr(self, name + OWN[self.n_ways])
+        return getattr(self, name + SUFFIX[self.n_ways])

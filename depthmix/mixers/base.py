@@ -27,7 +27,7 @@ from depthmix.ops.precision import without_autocast
 
 
 class Mixer(NamesVariant):
-    """One rule for mixing over depth, with its parameters laid out by site."""
+    """A rule for mixing over depth, with its parameters laid out by site."""
 
     # What a model calls.
 

@@ -50,7 +50,7 @@ class BlockStack(Mixer):
     window: int | None = None  # the stack is e, the sum of everything between, and the last `window` entries
 
     def __init__(self, dim: int, n_blocks: int, n_ways: int = 1) -> None:
-        """n_ways: mixtures that a block's attention reads."""
+        """Set up the readers; n_ways: mixtures that a block's attention reads."""
         super().__init__(dim, n_blocks)
         self.reader_ways = (*self._ways_of_blocks(n_ways), 1)  # [N + 1], the last for finish
 

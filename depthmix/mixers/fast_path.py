@@ -1,8 +1,8 @@
 """The contract between a rule and a faster way to run it.
 
 A rule computes on a plain state. A fast path computes the same on a state of its own type, a subclass whose class attribute `path`
-names it. The type of a state thus says who computes; `Mixer` asks the path of the state, and the rule where there is none.
-A rule lists its paths in `Mixer.fast_paths`, those to try first in front.
+names it. The type of a state thus says who computes: `Mixer` asks the path of the state, and the rule where there is none.
+A rule lists its paths in `Mixer.fast_paths`, in the order in which they are tried.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class FastPath:
-    """One faster way to run some rules. It holds no state of its own."""
+    """Base of the faster ways to run rules. A path keeps nothing between calls."""
 
     def start(self, mixer: Mixer, x: Tensor) -> State | None:
         """Begin a pass with the embedding x [..., D]; return None where this path cannot run it."""

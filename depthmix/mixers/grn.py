@@ -21,7 +21,7 @@ from depthmix.mixers.registry import register
 
 
 class DeltaStack(BlockStack):
-    """What GRN and DCA share: the stack of block deltas, read by `n_ways` GRNs per block and one at finish.
+    """Base of GRN and DCA: the stack of block deltas, read by `n_ways` GRNs per block and one at finish.
 
     A block without attention has one GRN.
 
@@ -68,7 +68,7 @@ class DeltaStack(BlockStack):
 
 @register("grn")
 class GRN(DeltaStack):
-    """One GRN per block, shared by queries, keys and values."""
+    """A single GRN per block, shared by queries, keys and values."""
 
     def __init__(
         self,

@@ -45,10 +45,12 @@ class Highway(OneStream):
         return {name: value for name, value in super().weight_options().items() if name != "bias"}  # how weights begin
 
     def _join(self, state: StreamState, site: int, y: Tensor) -> Tensor:
-        seen = rms_normalize(state.observe(state.x), EPS)
-        w, b = self.W_T[site].to(seen.dtype), self.b_T[site].to(seen.dtype)
+        normed = rms_normalize(state.observe(state.x), EPS)
+        w, b = self.W_T[site].to(normed.dtype), self.b_T[site].to(normed.dtype)
         gate = (
-            torch.sigmoid(matmul(seen, w.T) + b) if self.gate == "vector" else torch.sigmoid(seen @ w + b).unsqueeze(-1)
+            torch.sigmoid(matmul(normed, w.T) + b)
+            if self.gate == "vector"
+            else torch.sigmoid(normed @ w + b).unsqueeze(-1)
         )
-        x = state.x.to(seen.dtype)
+        x = state.x.to(normed.dtype)
         return x + gate * (y - x)

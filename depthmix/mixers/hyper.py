@@ -104,7 +104,7 @@ class HyperConnections(FractionMixer):
         return s_alpha * z[..., :n] + y, s_alpha * z[..., n : 2 * n] + a, s_beta * z[..., -1] + b
 
     def _coefficients(self, state: StreamsState, parameters: Sequence[Tensor]) -> Coefficients:
-        """A_m and B [..., n] and A_rᵀ [..., n, n] (output stream first) for the H this site reads."""
+        """Return A_m and B [..., n] and A_rᵀ [..., n, n] (output stream first) for the H that this site reads."""
         x = state.observe(state.x)
         wide, rule = compute_dtype(x), self._rule()
         first, second, third = (p.to(wide) for p in parameters)

@@ -82,7 +82,7 @@ class Lambdas(Mixer):
         return {name: value for name, value in super().weight_options().items() if name != "init"}  # how weights begin
 
     def _row(self, site: int) -> int | None:
-        """The row of r and c that a site applies before its read; None where the stream stays as it is."""
+        """Return the row of r and c that a site applies before its read; None where the stream stays as it is."""
         if self.per == "site":
             return site
         return self.layout.block[site] if self.layout.begins[site] else None

@@ -4,7 +4,7 @@ rw:  x_{s+1} = alpha_s y_s + beta_s x_s
 lr:  x_{s+1} = y_s + x_s + B_s A_s x_s
 pa:  x_{s+1} = y_s + x_s + B_s z_s;    z_s = Σ_{j<s} gamma_{s,j} A_s x_j
 
-z has `rank` numbers, so it is what pa adds up: every x_j is read once, for all sites to come.
+z has `rank` numbers. pa therefore adds up z and not x: every x_j is read once, for all later sites.
 """
 
 import dataclasses
@@ -23,19 +23,19 @@ from depthmix.ops.precision import compute_dtype
 DEFAULT_RANK = 16
 
 
-class Ahead(NamedTuple):
-    """What the history so far makes of z, not rounded."""
+class LaterZ(NamedTuple):
+    """Contributions of the history so far to z of the next site and all sites after it, not rounded."""
 
-    z: Tensor  # of the next site and all after it: [..., sites * rank]
-    trained: bool
+    z: Tensor  # [..., sites * rank]
+    trained: bool  # made with gradients
 
 
 @register_state
 class HistoryState(StreamState):
-    """The stream and all that it was before earlier sites."""
+    """The stream, and the streams before all earlier sites."""
 
     history: tuple[Tensor, ...] = ()  # x_0 … x_{s-1}
-    ahead: Ahead | None = dataclasses.field(default=None, repr=False, metadata={"cache": True})
+    later_z: LaterZ | None = dataclasses.field(default=None, repr=False, metadata={"cache": True})
 
 
 @register("laurel")
@@ -90,8 +90,9 @@ class Laurel(OneStream):
             return self.alpha[site].to(wide) * y + self.beta[site].to(wide) * x
         if self.variant == "lr":
             z = matmul(x, self.A[site].to(wide).T)
-        elif (ahead := self._ahead(state, site)) is not None:
-            z = ahead[..., : self.rank].contiguous()  # the backward of a product keeps all that a view is of
+        elif (z_from_here := self._z_from(state, site)) is not None:
+            # A copy: the backward of a product would keep the whole tensor that a view belongs to.
+            z = z_from_here[..., : self.rank].contiguous()
         else:
             return x + y
         return x + y + matmul(z, self.B[site].to(wide).T)
@@ -99,25 +100,28 @@ class Laurel(OneStream):
     def _write(self, state: StreamState, site: int, y: Tensor) -> StreamState:
         if not isinstance(state, HistoryState):
             return super()._write(state, site, y)
-        z, trained, later = self._ahead(state, site), torch.is_grad_enabled(), None
-        known = dataclasses.replace(state, ahead=None if z is None else Ahead(z, trained))
+        z, trained, later = self._z_from(state, site), torch.is_grad_enabled(), None
+        known = dataclasses.replace(state, later_z=None if z is None else LaterZ(z, trained))
         if site + 1 < self.n_sites:
-            later = Ahead(self._added(None if z is None else z[..., self.rank :], state.x, site, site + 1), trained)
+            later = LaterZ(
+                self._with_part(None if z is None else z[..., self.rank :], state.x, site, site + 1), trained
+            )
         after: Any = super()._write(known, site, y)
-        return dataclasses.replace(after, history=(*state.history, state.x), ahead=later)
+        return dataclasses.replace(after, history=(*state.history, state.x), later_z=later)
 
-    def _ahead(self, state: Any, site: int) -> Tensor | None:
-        """z of this site and all after it; None where nothing came before."""
-        if state.ahead is not None and (state.ahead.trained or not torch.is_grad_enabled()):
-            return state.ahead.z
+    def _z_from(self, state: Any, site: int) -> Tensor | None:
+        """Return z of this site and all after it, side by side; None if there is no history."""
+        if state.later_z is not None and (state.later_z.trained or not torch.is_grad_enabled()):
+            return state.later_z.z
+        # A state that comes from elsewhere, such as another pipeline stage, has the history alone.
         z = None
-        for j, x in enumerate(state.history):  # the state comes from elsewhere
-            z = self._added(z, x, j, site)
+        for j, x in enumerate(state.history):
+            z = self._with_part(z, x, j, site)
         return z
 
-    def _added(self, z: Tensor | None, x: Tensor, j: int, site: int) -> Tensor:
-        """z of a site and all after it, with x_j's part."""
+    def _with_part(self, z: Tensor | None, x: Tensor, j: int, site: int) -> Tensor:
+        """Add the part of x_j to z of a site and all after it."""
         x = x.to(compute_dtype(x))
         gamma, rows = (p[site:].to(x.dtype) for p in (self.gamma, self.A))
-        more = matmul(x, (gamma[:, j, None, None] * rows).flatten(0, 1).T)
-        return more if z is None else z + more
+        part = matmul(x, (gamma[:, j, None, None] * rows).flatten(0, 1).T)
+        return part if z is None else z + part

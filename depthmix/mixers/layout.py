@@ -1,4 +1,4 @@
-"""Which sites a model has: the sublayers of its blocks, by name.
+"""The sites of a model: the sublayers of its blocks, by name.
 
     n_blocks=12                                                attention and an MLP in each of 12 blocks
     n_blocks=6, sites=("attention", "cross_attention", "mlp")  the same three in each of 6 blocks
@@ -23,7 +23,7 @@ Sites = Sequence[str] | Sequence[Sequence[str]]
 
 @dataclass(frozen=True)
 class Layout:
-    """The names of every block's sites. Sites are numbered through, from 0; S of them, in N blocks."""
+    """The names of every block's sites: S sites in N blocks, numbered from 0."""
 
     blocks: tuple[tuple[str, ...], ...]
     n_blocks: int = field(init=False, repr=False)
@@ -52,31 +52,32 @@ class Layout:
 
     @classmethod
     def of(cls, owner: str, n_blocks: Any = None, sites: Any = None) -> Layout:
-        """From what `create_mixer` is given; owner: who an error speaks of."""
+        """Build a layout from the arguments of `create_mixer`; owner: the rule that an error names."""
         blocks = None if sites is None else _blocks(owner, sites)
         if n_blocks is not None or blocks is None or blocks[1]:
             Option("n_blocks", None, (int,), (), False, 1).check(owner, n_blocks)
         if blocks is None:
             return cls((BLOCK,) * n_blocks)
-        found, alike = blocks
+        named_blocks, alike = blocks
         if alike:
-            return cls(found * n_blocks)
-        if n_blocks is not None and n_blocks != len(found):
-            raise OptionError(f"{owner}: sites has {len(found)} blocks, n_blocks is {n_blocks}; leave n_blocks out")
-        return cls(found)
+            return cls(named_blocks * n_blocks)
+        if n_blocks is not None and n_blocks != len(named_blocks):
+            mismatch = f"sites has {len(named_blocks)} blocks, n_blocks is {n_blocks}"
+            raise OptionError(f"{owner}: {mismatch}; leave n_blocks out")
+        return cls(named_blocks)
 
     def short(self) -> tuple[Any, ...]:
-        """As `sites` of `create_mixer` with n_blocks: one block if all are alike."""
+        """Return the `sites` that `create_mixer` takes together with n_blocks: one block if all are alike."""
         return self.blocks[0] if len(set(self.blocks)) == 1 else self.blocks
 
 
 def is_attention(name: str) -> bool:
-    """Whether a site of this name forms queries, keys and values of what it reads."""
+    """Tell whether a site of this name forms queries, keys and values from what it reads."""
     return name.endswith("attention") and not name.endswith("cross_attention")
 
 
 def _blocks(owner: str, sites: Any) -> tuple[tuple[tuple[str, ...], ...], bool]:
-    """The blocks that `sites` names, and whether it is one that all blocks are like."""
+    """Return the blocks that `sites` names, and True if it names the sites of one block that all blocks are like."""
     if isinstance(sites, str) or not isinstance(sites, Sequence) or not len(sites):
         raise OptionError(f"{owner}: sites must be {FORM}, got {sites!r}")
     alike = all(isinstance(name, str) for name in sites)

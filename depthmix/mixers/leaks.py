@@ -1,7 +1,7 @@
-"""Try a rule of one's own: does it read tokens to come, other rows of the batch, or memory that nobody set?
+"""Try a user's rule: does it read later tokens, other rows of the batch, or memory that was never set?
 
-A language model that sees the next token has a fine loss, and parameters that begin as whatever memory held mostly train all the
-same. tests/mixers hold the rules of the package to this. Commands try every other rule before its first run.
+A language model that sees the next token has a fine loss. Parameters that begin as whatever memory held mostly train all the same.
+Tests hold the rules of the package to this. Commands try every other rule before its first run.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ CLOSE = 1e-9  # fp64
 
 
 def check_rule(name: str, options: Mapping[str, Any], dim: int, n_blocks: int, tokens_too: bool = True) -> None:
-    """Raise OptionError for a rule of one's own that reads what it must not (see `leak`)."""
-    if said := leak(name, options, dim, n_blocks, tokens_too):
-        raise OptionError(f"mixer {name!r} cannot be used: {said}, and its losses would say nothing")
+    """Raise OptionError for a user's rule that reads what it must not (see `leak`)."""
+    if reason := leak(name, options, dim, n_blocks, tokens_too):
+        raise OptionError(f"mixer {name!r} cannot be used: {reason}, and its losses would say nothing")
 
 
 def leak(name: str, options: Mapping[str, Any], dim: int, n_blocks: int, tokens_too: bool = True) -> str | None:
@@ -50,11 +50,12 @@ def leak(name: str, options: Mapping[str, Any], dim: int, n_blocks: int, tokens_
         options: of the rule.
         dim: channels of the model.
         n_blocks: blocks of the model.
-        tokens_too: whether later tokens are to come, as in text.
+        tokens_too: also try later tokens, which text has and images have not.
     """
     if not _is_own(name):
         return None
-    with OwnRandom(0, CPU).building():  # a run draws what it would draw without the trial, in other threads too
+    # Its own random numbers: a run draws what it would draw without the trial, in other threads too.
+    with OwnRandom(0, CPU).building():
         for width in sorted({min(dim, NARROW), dim}):
             try:
                 with FreshMemoryOfNan():
@@ -66,12 +67,13 @@ def leak(name: str, options: Mapping[str, Any], dim: int, n_blocks: int, tokens_
                         )
                 return find_leak(mixer, tokens_too)
             except Exception:
-                continue  # as where heads do not divide the narrow width; of the other a training will say what is wrong
+                # Heads may not divide the narrow width. An error at the full width is the training's to report.
+                continue
     return None
 
 
 def _is_own(name: str) -> bool:
-    """Tell whether a rule is of no file of the package."""
+    """Tell whether a rule stands outside the package."""
     if name not in list_mixers():
         return False
     try:
@@ -91,17 +93,19 @@ class FreshMemoryOfNan(TorchDispatchMode):
 
 
 def find_leak(mixer: Mixer, tokens_too: bool) -> str | None:
-    """Try a mixer, whose parameters are changed, and say what it reads and must not; None if there is nothing."""
+    """Try a mixer and say what it reads and must not; None if that is nothing. The parameters are changed."""
     random = torch.Generator().manual_seed(0)
     stir(mixer, random)
     x = torch.randn(ROWS, TOKENS, mixer.dim, generator=random, dtype=torch.float64)
 
     def read(x: Tensor) -> list[Tensor]:
-        with torch.no_grad(), OwnRandom(0, CPU).building():  # the same chance each time
+        # The same random numbers in every pass.
+        with torch.no_grad(), OwnRandom(0, CPU).building():
             return reads_and_end(mixer, x)
 
     before = read(x)
-    if not all(bool(torch.isfinite(h).all()) for h in before):  # at these parameters it says nothing
+    # Reads that are not finite cannot be compared.
+    if not all(bool(torch.isfinite(h).all()) for h in before):
         return None
     places: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {"other rows of the batch": ((1,), (0,))}
     if tokens_too:

@@ -85,16 +85,16 @@ class MHC(StreamMixer):
         self.alpha.fill_(INITIAL_ALPHA)
         self.phi.zero_()
         self.b.zero_()
-        own = torch.eye(n, dtype=torch.bool, device=like.device).repeat(-(-self.n_sites // n), 1)[: self.n_sites]
+        favoured = torch.eye(n, dtype=torch.bool, device=like.device).repeat(-(-self.n_sites // n), 1)[: self.n_sites]
         if self.init == "uniform":
             for phi in self.phi:
                 nn.init.xavier_uniform_(phi)
         else:
             if self.init == "identity":  # weights 2 : 1 : … : 1 over the streams, summing to one
-                pre = torch.where(own, like.new_tensor(math.log(2 / (n - 1))), like.new_tensor(-math.log(n)))
+                pre = torch.where(favoured, like.new_tensor(math.log(2 / (n - 1))), like.new_tensor(-math.log(n)))
                 post = torch.zeros_like(pre)
             else:
-                pre = post = torch.where(own, like.new_tensor(1.0), like.new_tensor(-1.0))
+                pre = post = torch.where(favoured, like.new_tensor(1.0), like.new_tensor(-1.0))
             res = like.new_full((sum(self.sizes) - 2 * n,), OFF_LOGIT)
             if self.residual_map == "sinkhorn":
                 res[:: n + 1] = 0.0
@@ -122,7 +122,7 @@ class MHC(StreamMixer):
         return rms_normalize(state.observe(state.x).flatten(-2), eps)  # [..., nD]
 
     def _coefficients(self, state: StreamsState, parameters: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor | None]:
-        """H_pre and H_post [..., n] and H_res [..., n, n] (output stream first; None for the identity)."""
+        """Return H_pre and H_post [..., n] and H_res [..., n, n] (output stream first; None for the identity)."""
         x = self._normalized(state)
         phi, b, alpha = (p.to(x.dtype) for p in parameters)
         z, b = matmul(x, phi).split(self.sizes, dim=-1), b.split(self.sizes, dim=-1)

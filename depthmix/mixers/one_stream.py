@@ -1,4 +1,4 @@
-"""What the rules share that keep one running stream, which every output joins in some way.
+"""A running stream that every output joins: what most rules of the residual family share.
 
 x_0 = e;   h_s = x_s;   x_{s+1} = join(x_s, y_s);   h_S = x_S
 

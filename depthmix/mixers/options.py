@@ -1,7 +1,7 @@
-"""Options of a mixer: read off its constructor's annotations, checked before it runs.
+"""Options of a mixer, read from its constructor's annotations and checked before it runs.
 
-A constructor says what it accepts, `block_size: Annotated[int | None, at_least(1)] = None` or `gate: Literal["vector", "scalar"]`,
-and that is what is validated, what an error message lists and what documentation and command line can show.
+An annotation such as `block_size: Annotated[int | None, at_least(1)] = None` or `gate: Literal["vector", "scalar"]` is the only
+description of an option. Validation, error messages, documentation and the command line all use it.
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ from depthmix.names import nearest
 WORDS = {"none": None, "null": None, "true": True, "false": False}
 INTEGER, NUMBER = r"[+-]?\d{1,18}", r"[+-]?((\d+\.?\d*|\.\d+)([eE][+-]?\d+)?|inf|nan)"
 KINDS = (int, float, bool, str)
-REQUIRED = ("dim", "n_blocks", "sites")  # every mixer's own, not options
-FLOAT32_MAX = 3.4028234663852886e38  # parameters are fp32, and a larger number cannot be put into one
+# Arguments that every mixer has; they are no options.
+REQUIRED = ("dim", "n_blocks", "sites")
+# Parameters are fp32 and cannot hold a larger number.
+FLOAT32_MAX = 3.4028234663852886e38
 
 
 class OptionError(ValueError):
-    """An unknown mixer or option, or a value it cannot take."""
+    """Raised for an unknown mixer or option, and for a value that an option does not take."""
 
 
 @dataclass(frozen=True)
@@ -34,13 +36,13 @@ class AtLeast:
 
 
 def at_least(low: float) -> AtLeast:
-    """A lower bound on a number, for use in Annotated."""
+    """Return a lower bound on a number, for use in Annotated."""
     return AtLeast(low)
 
 
 @dataclass(frozen=True)
 class Option:
-    """One option: its name, its default and what it accepts."""
+    """The name of an option, its default and the values it accepts."""
 
     name: str
     default: Any
@@ -50,7 +52,7 @@ class Option:
     low: float | None
 
     def describe(self) -> str:
-        """What the option accepts, in words."""
+        """Return in words which values the option accepts."""
         bound = "" if self.low is None else f" of at least {self.low:g}"
         words = {int: "an integer", float: "a finite number", bool: "True or False", str: "a string"}
         parts = [words[k] + (bound if k in (int, float) else "") for k in self.kinds]
@@ -81,19 +83,19 @@ class Option:
 
 
 def parse_option(owner: str, name: str, annotation: Any, default: Any) -> Option:
-    """The Option an annotation describes."""
+    """Return the Option that an annotation describes."""
     members, lows = _members(annotation)
     choices = tuple(c for m in members if get_origin(m) is Literal for c in get_args(m))
     kinds = tuple(m for m in members if m in KINDS)
-    strange = [m for m in members if m not in (*KINDS, type(None)) and get_origin(m) is not Literal]
-    if strange:
+    unknown = [m for m in members if m not in (*KINDS, type(None)) and get_origin(m) is not Literal]
+    if unknown:
         known = "int, float, bool, str, None, Literal[...] and Annotated[..., at_least(n)]"
-        raise OptionError(f"{owner}: the annotation of {name} may be of {known}, got {strange[0]!r}")
+        raise OptionError(f"{owner}: the annotation of {name} may be of {known}, got {unknown[0]!r}")
     return Option(name, default, kinds, choices, type(None) in members, next(iter(lows), None))
 
 
 def _members(annotation: Any) -> tuple[list[Any], list[float]]:
-    """What an annotation is a union of, and the bounds in it."""
+    """Return the members of an annotation's union, and the bounds in it."""
     if get_origin(annotation) is Annotated:
         inner, *extra = get_args(annotation)
         members, lows = _members(inner)
@@ -105,9 +107,9 @@ def _members(annotation: Any) -> tuple[list[Any], list[float]]:
 
 
 def options_of(owner: str, constructor: Callable[..., Any]) -> dict[str, Option]:
-    """The options of a mixer's constructor by name: its keyword arguments but dim and n_blocks."""
+    """Return the options of a mixer's constructor by name: its keyword arguments except dim, n_blocks and sites."""
     hints = typing.get_type_hints(constructor, include_extras=True)
-    found = {}
+    options = {}
     for name, parameter in inspect.signature(constructor).parameters.items():
         if name in ("self", *REQUIRED):
             continue
@@ -116,15 +118,15 @@ def options_of(owner: str, constructor: Callable[..., Any]) -> dict[str, Option]
         if name not in hints or parameter.default is parameter.empty:
             lacks = "a default" if name in hints else "an annotation that says what it accepts"
             raise OptionError(f"{owner}: option {name!r} needs {lacks}, as in `{name}: int = 3`")
-        found[name] = parse_option(owner, name, hints[name], parameter.default)
-        found[name].check(owner, parameter.default)
-    return found
+        options[name] = parse_option(owner, name, hints[name], parameter.default)
+        options[name].check(owner, parameter.default)
+    return options
 
 
 def parse_value(text: str) -> Any:
-    """What an option's value means as text, on the command line, in an arm and in a recipe alike.
+    """Return the value of an option that is written as text: on the command line, in an arm and in a recipe alike.
 
-    none or null, true, false, a number, or the text itself; quotes keep what is in them text.
+    The text is none or null, true, false, a number, or stands for itself. Quotes keep a text a text.
     """
     if text.lower() in WORDS:
         return WORDS[text.lower()]
@@ -143,11 +145,11 @@ def plain_value(value: Any) -> Any:
     return value
 
 
-def check_options(owner: str, options: Mapping[str, Option], given: Mapping[str, Any]) -> None:
+def check_options(owner: str, options: Mapping[str, Option], values: Mapping[str, Any]) -> None:
     """Raise OptionError for an unknown option or a value that does not fit."""
-    if not isinstance(given, Mapping):
-        raise OptionError(f"{owner}: options must be a dictionary of names and values ({{}} for none), got {given!r}")
-    for name, value in given.items():
+    if not isinstance(values, Mapping):
+        raise OptionError(f"{owner}: options must be a dictionary of names and values ({{}} for none), got {values!r}")
+    for name, value in values.items():
         if name not in options:
             valid = f"its options are {', '.join(options)}" if options else "it has no options"
             raise OptionError(f"{owner}: unknown option {name!r}; {valid}{nearest(name, options)}")

@@ -1,4 +1,4 @@
-"""Weights of published models under the names they have there, as the parameters of our mixers.
+"""Convert weights of published models, under their own names, to the parameters of our mixers.
 
 | source | mixer | options |
 |---|---|---|
@@ -24,19 +24,19 @@ State = Mapping[str, Tensor]
 
 
 class _Names:
-    """The tensors of a state whose names end so, by layer; OptionError for what is missing."""
+    """Tensors of a state, found by the ends of their names. A missing one raises OptionError."""
 
     def __init__(self, source: str, state: State) -> None:
         self.source, self.state = source, state
 
     def one(self, end: str) -> Tensor:
-        found = [k for k in self.state if k == end or k.endswith("." + end)]
-        if len(found) != 1:
-            raise OptionError(f"{self.source}: expected one tensor whose name ends in {end}, found {len(found)}")
-        return self.state[found[0]].float()
+        names = [k for k in self.state if k == end or k.endswith("." + end)]
+        if len(names) != 1:
+            raise OptionError(f"{self.source}: expected one tensor whose name ends in {end}, found {len(names)}")
+        return self.state[names[0]].float()
 
     def layers(self, end: str) -> int:
-        """How many layers have a tensor of this name."""
+        """Count the layers that have a tensor of this name."""
         n = 0
         while any(k.endswith(f".{n}.{end}") or k == f"{n}.{end}" for k in self.state):
             n += 1
@@ -45,13 +45,13 @@ class _Names:
         return n
 
     def sites(self, first: str, second: str) -> list[Tensor]:
-        """Of the two sites of every layer, in their order."""
+        """Return the tensors of the two sites of every layer, in order."""
         n = self.layers(first)
         return [self.one(f"{i}.{end}") for i in range(n) for end in (first, second)]
 
 
 def _attnres(names: _Names, ends: tuple[str, str, str]) -> dict[str, Tensor]:
-    """Each end with _proj [1, D], the query, and _norm [D], the key's gain."""
+    """Convert <end>_proj [1, D], the queries, and <end>_norm [D], the key gains."""
     query, gain = (
         [*names.sites(f"{ends[0]}_{kind}.weight", f"{ends[1]}_{kind}.weight"), names.one(f"{ends[2]}_{kind}.weight")]
         for kind in ("proj", "norm")
@@ -60,17 +60,25 @@ def _attnres(names: _Names, ends: tuple[str, str, str]) -> dict[str, Tensor]:
 
 
 def _deepseek_v4(names: _Names) -> dict[str, Tensor]:
-    """fn [K, n D], base [K] and scale [3] of attn_hc and ffn_hc; the head's of its own."""
-    found = {
+    """Convert fn [K, n D], base [K] and scale [3] of attn_hc and ffn_hc, and the head's own."""
+    by_site = {
         ours: torch.stack(names.sites(f"attn_hc.{theirs}", f"ffn_hc.{theirs}"))
         for ours, theirs in (("phi", "fn"), ("b", "base"), ("alpha", "scale"))
     }
     head = {ours: names.one(f"hc_head.hc_{end}") for ours, end in (("b_head", "base"), ("alpha_head", "scale"))}
-    return {**found, "phi": found["phi"].mT.contiguous(), "phi_head": names.one("hc_head.hc_fn").T.contiguous(), **head}
+    return {
+        **by_site,
+        "phi": by_site["phi"].mT.contiguous(),
+        "phi_head": names.one("hc_head.hc_fn").T.contiguous(),
+        **head,
+    }
 
 
 def _mhc_lite(names: _Names) -> dict[str, Tensor]:
-    """The weighted norm goes into phi; permutation r sends stream i to perm[i] there, and takes it from order[o] here."""
+    """Convert the weights of mHC-lite. Its norm's gain becomes part of phi.
+
+    Permutation r sends stream i to perm[i] there, and takes it from order[o] here.
+    """
 
     def of(end: str) -> Tensor:
         return torch.stack([t.reshape(-1) if t.ndim < 2 else t for t in names.sites(f"hc_attn.{end}", f"hc_mlp.{end}")])
@@ -95,9 +103,17 @@ SOURCES: dict[str, Callable[[_Names], dict[str, Tensor]]] = {
 
 
 def published_weights(source: str, state: State) -> dict[str, Tensor]:
-    """The parameters of our mixer, in fp32, from the tensors of a model of that source; others among them are left alone.
+    """Return the parameters of our mixer, in fp32, from the tensors of a published model.
 
-    `mixer.load_state_dict(published_weights("deepseek-v4", tensors), strict=False)` puts them in.
+    Args:
+        source: one of `SOURCES`.
+        state: the model's tensors by name. Tensors that are no weights of its mixer are ignored.
+
+    Raises:
+        OptionError: an unknown source, or a tensor that is missing.
+
+    Example:
+        >>> mixer.load_state_dict(published_weights("deepseek-v4", tensors), strict=False)
     """
     if source not in SOURCES:
         raise OptionError(f"unknown source {source!r}; there are {', '.join(SOURCES)}")

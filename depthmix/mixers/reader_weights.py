@@ -1,4 +1,4 @@
-"""How one reader of a stack of entries G_0 … G_{n-1} weighs them, in each of its W mixtures.
+"""Weights of one reader of a stack of entries G_0 … G_{n-1}, for each of its W mixtures.
 
 mixture_w = Σ_j weight[w, j] ⊙ G_j;      weight[w, j] = static[w, j] + dynamic[w, j]
 
@@ -25,7 +25,7 @@ class Network(NamedTuple):
 
 
 class ReaderWeights(NamedTuple):
-    """One reader's weights: numbers or vectors that all tokens share, plus numbers that depend on the entries."""
+    """The weights of a reader: numbers or vectors that all tokens share, plus numbers that depend on the entries."""
 
     static: Tensor | None = None  # [W, n, D] or [W, n, 1]
     projection: Tensor | None = None  # [W, n, D], or [W, 1, D] for all entries

@@ -32,8 +32,8 @@ def register(name: str) -> Callable[[MixerType], MixerType]:
         ... class MyRule(Mixer): ...
     """
     if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+", name):
-        said = "a mixer's name is of letters, digits, _, - and ., and is given when it is registered"
-        raise OptionError(f"{said}, as in @register('my_rule'), got {name!r}")
+        rule = "a mixer's name is of letters, digits, _, - and ., and is given when it is registered"
+        raise OptionError(f"{rule}, as in @register('my_rule'), got {name!r}")
 
     def decorate(cls: MixerType) -> MixerType:
         known = _MIXERS.get(name)
@@ -97,8 +97,8 @@ def mixer_class(name: str) -> type[Mixer]:
         rule, colon, _ = str(name).partition(":")
         # Tables and comparisons write a rule with its options.
         if colon and rule in _MIXERS:
-            said = f"mixer {name!r} is a rule with its options, which are given apart here"
-            raise OptionError(f"{said}: mixer {rule!r}, and each option by its name")
+            message = f"mixer {name!r} is a rule with its options, which are given apart here"
+            raise OptionError(f"{message}: mixer {rule!r}, and each option by its name")
         hint = (
             nearest(str(name), _MIXERS)
             or "; one of your own is known once its file is imported, in a command with --modules FILE"

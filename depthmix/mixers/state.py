@@ -1,4 +1,4 @@
-"""What a mixer carries from site to site: an explicit value, registered as a pytree."""
+"""The state that a mixer carries from site to site: an explicit value, registered as a pytree."""
 
 from __future__ import annotations
 
@@ -18,24 +18,26 @@ class State:
     tensor_fields: ClassVar[tuple[str, ...]] = ()  # the fields that hold tensors; set by `register_state`
     path: ClassVar[Any] = None  # the FastPath whose states are of this type; None: the rule's own state
 
-    # What kept.py remembers of an instance. They are no fields, so that a state that somebody makes from another has none.
-    kept_versions: ClassVar[list[int] | None] = None  # of `kept_tensors()` when the mixer handed the state out
-    returned_versions: ClassVar[list[Any] | None] = None  # of what the last read returned, each with a weak reference
+    # Versions of tensors, for kept.py. They are no fields, so that a state made from another one has none.
+    # Versions of `kept_tensors()` when the mixer handed the state out.
+    kept_versions: ClassVar[list[int] | None] = None
+    # Versions of the tensors that the last read returned, each with a weak reference.
+    returned_versions: ClassVar[list[Any] | None] = None
 
     site: int = 0  # the site that reads and writes next
     frozen: bool = False  # coefficients are constants for autograd: how `Mixer.mixing` sees the linear map
-    made_for: str | None = None  # the mixer that the state is for: `Mixer.signature`; None: nobody said
-    # What a read worked out and the write of the same site can use. A cache and no more: it is not part of the value
-    # (a pytree round trip drops it), `take_note` empties it so that a checkpointed region recomputes the same way,
-    # and a write that finds none computes it again.
+    made_for: str | None = None  # `Mixer.signature` of the mixer that the state is for; None if unknown
+    # Results of a read that the write of the same site can use. The note is a cache and no part of the value: a pytree round
+    # trip drops it, and a write without a note computes it again. `take_note` empties it, so that a checkpointed region
+    # recomputes in the same way.
     note: Any = dataclasses.field(default=None, repr=False, metadata={"cache": True})
 
     def template(self) -> Tensor:
-        """A tensor with the embedding's shape, dtype and device."""
+        """Return a tensor with the embedding's shape, dtype and device."""
         raise NotImplementedError(f"{type(self).__name__} does not implement template(): one of its tensors [..., D]")
 
     def last(self, n: int) -> Any:
-        """The same of the last n tokens of a sequence [..., T, D] alone, where that is a matter of slices; otherwise of all."""
+        """Return the state of the last n tokens of [..., T, D], if slices suffice for that; otherwise the whole state."""
         return self
 
     def complete_sums(self) -> Any:
@@ -43,20 +45,20 @@ class State:
         return self
 
     def observe(self, x: Tensor) -> Tensor:
-        """x as an input of coefficients, cut off from autograd when they are frozen."""
+        """Return x as an input of coefficients, detached if these are frozen."""
         return x.detach() if self.frozen else x
 
     def kept_tensors(self) -> list[Tensor]:
         """List the tensors of the state, all of which may be the caller's own memory."""
-        found: list[Tensor] = []
+        tensors: list[Tensor] = []
         for name in self.tensor_fields:
             value = getattr(self, name)
             for part in value if type(value) is tuple else (value,):
                 if isinstance(part, Tensor):
-                    found.append(part)
+                    tensors.append(part)
                 elif part is not None:
-                    found += [t for t in pytree.tree_leaves(part) if isinstance(t, Tensor)]
-        return found
+                    tensors += [t for t in pytree.tree_leaves(part) if isinstance(t, Tensor)]
+        return tensors
 
     def was_read(self) -> bool:
         """Tell whether a read of the state has left all that its write needs of what was pending."""
@@ -67,12 +69,12 @@ class State:
         self.note = (torch.is_grad_enabled(), value)
 
     def take_note(self) -> Any:
-        """What the last read left, or None. A note left under no_grad is no use to a write that needs gradients."""
+        """Return and forget what the last read left, or None. A write with gradients cannot use a note left under no_grad."""
         note, self.note = self.note, None
         return note[1] if note is not None and note[0] == torch.is_grad_enabled() else None
 
     def next(self, **changes: Any) -> Any:
-        """This state after one more write."""
+        """Return a copy with changes, as the state after one more write."""
         return dataclasses.replace(self, site=self.site + 1, note=None, **changes)
 
     def as_type(self, cls: type[Any], **changes: Any) -> Any:
@@ -82,12 +84,13 @@ class State:
 
 
 def last_rows(x: Tensor, n: int) -> Tensor:
-    """Of the last n tokens: [..., n, D]."""
-    return x[..., -n:, :].contiguous()  # of one sequence they lie together already
+    """Return the last n tokens, [..., n, D]."""
+    # No copy if there is one sequence, whose tokens lie together.
+    return x[..., -n:, :].contiguous()
 
 
 def last_of(parts: tuple[Tensor, ...], n: int) -> tuple[Tensor, ...]:
-    """Of each."""
+    """Return the last n tokens of every tensor."""
     return tuple(last_rows(x, n) for x in parts)
 
 
@@ -97,7 +100,7 @@ _STATIC = ("site", "frozen", "made_for")
 
 @dataclass_transform(eq_default=False, kw_only_default=True)
 def register_state(cls: StateType) -> StateType:
-    """Class decorator: make a State subclass a dataclass and a pytree node whose children are its tensors."""
+    """Make a State subclass a dataclass and a pytree node whose children are its tensors, as a class decorator."""
     cls = dataclasses.dataclass(eq=False, kw_only=True)(cls)  # type: ignore[assignment]
     names = [f.name for f in dataclasses.fields(cls) if f.name not in _STATIC and not f.metadata.get("cache")]
     cls.tensor_fields = tuple(names)
@@ -124,7 +127,7 @@ def register_state(cls: StateType) -> StateType:
 
 @register_state
 class StreamState(State):
-    """One running stream: all that a rule needs which only changes how an output is added."""
+    """The state of rules with one running stream."""
 
     x: Tensor  # [..., D]
 

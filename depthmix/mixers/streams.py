@@ -1,4 +1,4 @@
-"""n residual streams: what Hyper-Connections and mHC share."""
+"""n residual streams, which Hyper-Connections and mHC share."""
 
 from collections.abc import Sequence
 from typing import ClassVar
@@ -26,12 +26,12 @@ class StreamsState(State):
 
 
 def copies(x: Tensor, n: int) -> Tensor:
-    """n streams that are all the embedding: [..., D] -> [..., n, D]."""
+    """Return n streams that are all the embedding: [..., D] -> [..., n, D]."""
     return x.unsqueeze(-2).expand(*x.shape[:-1], n, x.shape[-1])
 
 
 class StreamMixer(Mixer):
-    """A rule over n streams: subclasses say what its weights are."""
+    """Base of the rules over n streams. Subclasses say what their weights are."""
 
     fast_paths: ClassVar[tuple[str | FastPath, ...]] = ("depthmix.fast.streams:STEPS",)
     n: int
@@ -51,15 +51,15 @@ class StreamMixer(Mixer):
         raise NotImplementedError
 
     def _for_all_sites(self) -> tuple[Tensor, Tensor, Tensor]:
-        """w, base and scale of the rule for all sites, [S, ...], or without a rule pre, post and res."""
+        """Return w, base and scale of the rule for all sites, [S, ...], or without a rule pre, post and res."""
         raise NotImplementedError
 
     def _last_read(self, state: StreamsState) -> Tensor | None:
-        """The weights [..., n] or [n] of finish, where they are known before the last write."""
+        """Return the weights [..., n] or [n] of finish, if they are known before the last write; otherwise None."""
         return torch.ones(self.n, device=state.x.device, dtype=compute_dtype(state.x))
 
     def _head(self, state: StreamsState) -> Tensor:
-        """The weights of finish, where they follow from the streams."""
+        """Return the weights of finish, where they follow from the streams."""
         raise NotImplementedError
 
     # The rule.

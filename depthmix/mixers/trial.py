@@ -1,4 +1,4 @@
-"""One pass of a mixer alone, at random parameters and with simple sublayers: what tells rules apart and shows what they look at."""
+"""Run a mixer alone, at random parameters and with simple sublayers, to tell rules apart and to see what they read."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def stir(mixer: Mixer, random: torch.Generator) -> list[Tensor]:
 
 def reads_and_end(mixer: Mixer, x: Tensor) -> list[Tensor]:
     """Return what every site reads, and finish, for x [..., D] with sublayers that work channel by channel."""
-    state, seen = mixer.start(x), list[Tensor]()
+    state, results = mixer.start(x), list[Tensor]()
     for site in range(mixer.n_sites):
         read = mixer.read(state, site)
         reads = read if isinstance(read, tuple) else (read,)
-        seen += reads
+        results += reads
         mixed = torch.stack([(way + 1) * h for way, h in enumerate(reads)]).sum(0)
         state = mixer.write(state, site, torch.sin(mixed + site))
-    return [*seen, mixer.finish(state)]
+    return [*results, mixer.finish(state)]

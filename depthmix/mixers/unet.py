@@ -54,8 +54,8 @@ class UNet(Mixer):
         readers = [str(block) for block in range(self.n_skips, 2 * self.n_skips)]
         width = dim if gate == "vector" else 1
         self.w = nn.ParameterDict({b: nn.Parameter(torch.empty(width)) for b in readers})
-        seen = readers if gate == "token" else ()
-        self.g = nn.ParameterDict({b: nn.Parameter(torch.empty(min(SEEN, dim))) for b in seen})
+        gated = readers if gate == "token" else ()
+        self.g = nn.ParameterDict({b: nn.Parameter(torch.empty(min(SEEN, dim))) for b in gated})
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -88,9 +88,9 @@ class UNet(Mixer):
             return w
         if state.x_0 is None:
             return torch.sigmoid(w)
-        seen = rms_normalize(state.observe(state.x_0), EPS)[..., : self.g[block].shape[0]]
-        logit = (seen * self.g[block].to(seen.dtype)).sum(-1, keepdim=True)
-        return 2 * torch.sigmoid(w.to(seen.dtype)) * torch.sigmoid(logit)
+        normed = rms_normalize(state.observe(state.x_0), EPS)[..., : self.g[block].shape[0]]
+        logit = (normed * self.g[block].to(normed.dtype)).sum(-1, keepdim=True)
+        return 2 * torch.sigmoid(w.to(normed.dtype)) * torch.sigmoid(logit)
 
     def _start(self, x: Tensor) -> PushedState:
         return PushedState(x=x, x_0=x if self.gate == "token" else None)

@@ -68,15 +68,15 @@ def silent_entry() -> Tensor:
 
 def check_variant(mixer: NamesVariant, entry: Tensor) -> None:
     """Raise OptionError unless the weights with this entry are those of the mixer's variant."""
-    said, here = _unpacked(mixer, entry), mixer.weight_options()
-    if not said:
+    saved, own_options = _unpacked(mixer, entry), mixer.weight_options()
+    if not saved:
         return
-    rule, options = said["rule"], said["options"]
+    rule, options = saved["rule"], saved["options"]
     if rule != mixer.name:
         raise OptionError(f"the weights are those of mixer {rule!r}, and this one is {mixer.name!r}; build {rule!r}")
-    for name in (*here, *(n for n in options if n not in here)):
+    for name in (*own_options, *(n for n in options if n not in own_options)):
         default = mixer.options[name].default if name in mixer.options else None
-        theirs, ours = options.get(name, default), here.get(name)
+        theirs, ours = options.get(name, default), own_options.get(name)
         if theirs != ours or isinstance(theirs, bool) is not isinstance(ours, bool):
             what = f"the weights were made with {name}={theirs!r}, and this mixer has {name}={ours!r}"
             raise OptionError(f"{mixer.name}: {what}; build it with the options of the weights")
@@ -88,12 +88,12 @@ def check_entry(mixer: NamesVariant, state: Mapping[str, Any], prefix: str) -> N
     if entry is not None:
         check_variant(mixer, entry)
     elif not mixer.variant_elsewhere and any(name.startswith(prefix) for name in state):
-        said = f"these weights do not say with which options they were made; they are taken for {mixer.signature}"
-        warnings.warn(said, stacklevel=2)
+        message = f"these weights do not say with which options they were made; they are taken for {mixer.signature}"
+        warnings.warn(message, stacklevel=2)
 
 
-def _packed(said: Mapping[str, Any]) -> Tensor:
-    text = json.dumps(said).encode()
+def _packed(content: Mapping[str, Any]) -> Tensor:
+    text = json.dumps(content).encode()
     text += b" " * (-len(text) % UNIT)
     return torch.tensor(list(text), dtype=torch.float32, device="cpu")
 
@@ -101,9 +101,9 @@ def _packed(said: Mapping[str, Any]) -> Tensor:
 def _unpacked(mixer: NamesVariant, entry: Tensor) -> dict[str, Any]:
     try:
         numbers = [round(number) for number in entry.detach().cpu().flatten().tolist()]
-        said = json.loads(bytes(numbers))
-        if not said or (isinstance(said["rule"], str) and isinstance(said["options"], dict)):
-            return dict(said)
+        content = json.loads(bytes(numbers))
+        if not content or (isinstance(content["rule"], str) and isinstance(content["options"], dict)):
+            return dict(content)
     except (AttributeError, KeyError, TypeError, ValueError, OverflowError):
         pass
     raise OptionError(f"{mixer.name}: the entry {KEY}, which names the options of the weights, is damaged; remove it")
