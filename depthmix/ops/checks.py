@@ -2,7 +2,13 @@
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
+
+# Activations that the kernels know. They compute in float32.
+KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Channels of a row that fit in the registers of 32 warps.
+MAX_DIM = 16384
 
 
 def check_sources(op: str, sources: Sequence[Tensor]) -> None:
@@ -22,6 +28,12 @@ def check_sources(op: str, sources: Sequence[Tensor]) -> None:
                 f"{op}: all sources must be alike; source 0 is {list(first.shape)} on {first.device}, "
                 f"source {i} is {list(v.shape)} on {v.device}"
             )
+
+
+def why_too_wide(dim: int, room: int | None = None) -> str | None:
+    """Return why a token's channels do not fit in a program's registers, or None if they do. room: numbers that they take."""
+    fits = (dim if room is None else room) <= MAX_DIM
+    return None if fits else f"a token's {dim} channels do not fit; they hold up to {MAX_DIM}"
 
 
 def leading(x: Tensor) -> int:

@@ -77,6 +77,11 @@ def _backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor | None]:
 torch.library.register_autograd("depthmix::ieee_matmul", _backward, setup_context=_setup, lib=_library)
 
 
+def wide_product(a: Tensor, b: Tensor) -> Tensor:
+    """Multiply bf16 matrices a [N, K] and b [K, M] with an fp32 result, which only CUDA's product returns directly."""
+    return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else matmul(a.float(), b.float())
+
+
 def matmul(a: Tensor, b: Tensor) -> Tensor:
     """Multiply a [..., K] by b [K, M] in the precision of their dtype.
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from depthmix.ops.autograd import own_backward, reference_gradients
-from depthmix.ops.matmul import matmul
+from depthmix.ops.matmul import matmul, wide_product
 from depthmix.ops.precision import compute_dtype, rms_normalize, widen, without_autocast
 
 
@@ -80,7 +80,7 @@ def _rows_by_tokens(w: Tensor, x: Tensor) -> Tensor:
     """Return w xᵀ [R, N]."""
     if not _in_halves(w, x):
         return matmul(w, widen(x, w.dtype).T)
-    high, low = _product(torch.cat(_halves(w)), x.T).chunk(2)
+    high, low = wide_product(torch.cat(_halves(w)), x.T).chunk(2)
     return high + low
 
 
@@ -88,7 +88,7 @@ def _over_tokens(d: Tensor, x: Tensor) -> Tensor:
     """Return d x [R, D]."""
     if not _in_halves(d, x):
         return matmul(d, widen(x, d.dtype))
-    high, low = _product(torch.cat(_halves(d)), x).chunk(2)
+    high, low = wide_product(torch.cat(_halves(d)), x).chunk(2)
     return high + low
 
 
@@ -114,8 +114,3 @@ def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
     """Split fp32 x into bf16 high and low with high + low ≈ x to 16 bits of mantissa."""
     high = x.to(torch.bfloat16)
     return high, (x - high).to(torch.bfloat16)
-
-
-def _product(a: Tensor, b: Tensor) -> Tensor:
-    """Multiply bf16 matrices with an fp32 result, which only CUDA's product can return directly."""
-    return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else matmul(a.float(), b.float())

@@ -7,15 +7,13 @@ import torch
 from torch import Tensor
 
 from depthmix.ops.backend import choose
-from depthmix.ops.checks import check_shape, check_sources, leading
+from depthmix.ops.checks import KERNEL_DTYPES, check_shape, check_sources, leading, why_too_wide
 from depthmix.ops.depth_attention.general_read import GeneralRead
 from depthmix.ops.depth_attention.reference_autograd import DepthAttention, attend, differentiable
 from depthmix.ops.depth_attention.source_order import read_sources
 from depthmix.ops.precision import compute_dtype, promoted_dtype, widen, without_autocast
 from depthmix.ops.torch_internals import transformed
 
-# Channels of a row that fit in the registers of 32 warps.
-MAX_DIM = 16384
 # Mixtures that one kernel computes at once.
 MAX_WAYS = 3
 
@@ -33,10 +31,9 @@ def why_unsupported(sources: Sequence[Tensor], *, wide: bool, heads: int = 1) ->
     dtype, dim = sources[0].dtype, sources[0].shape[-1]
     if wide:
         return "they compute in float32, and the queries are float64"
-    if dtype not in (torch.float32, torch.bfloat16, torch.float16) or any(v.dtype != dtype for v in sources):
+    if dtype not in KERNEL_DTYPES or any(v.dtype != dtype for v in sources):
         return "they know sources of one dtype, float32, bfloat16 or float16"
-    held = power_of_two(heads) * power_of_two(dim // heads)
-    return None if held <= MAX_DIM else f"a token's {dim} channels do not fit; they hold up to {MAX_DIM}"
+    return why_too_wide(dim, power_of_two(heads) * power_of_two(dim // heads))
 
 
 def power_of_two(n: int) -> int:

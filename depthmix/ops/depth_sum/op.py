@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from depthmix.ops.backend import choose
-from depthmix.ops.checks import check_shape, check_sources, leading
+from depthmix.ops.checks import KERNEL_DTYPES, check_shape, check_sources, leading, why_too_wide
 from depthmix.ops.depth_sum import library  # noqa: F401  (registers the operators)
 from depthmix.ops.depth_sum.reference import depth_scores_reference, depth_sum_reference
 from depthmix.ops.depth_sum.reference_autograd import DepthScores, DepthSum, SourceScores, scores, sums
@@ -14,8 +14,6 @@ from depthmix.ops.depth_sum.source_order import ADDED, SUM_CLAMPED, Weights, rea
 from depthmix.ops.precision import promoted_dtype, without_autocast
 from depthmix.ops.torch_internals import transformed
 
-# Channels of a row that fit in the registers of 32 warps.
-MAX_DIM = 16384
 # Sums that one kernel computes at once.
 MAX_WAYS = 4
 
@@ -25,9 +23,9 @@ def why_unsupported(sources: Sequence[Tensor], *, wide: bool) -> str | None:
     dtype, dim = sources[0].dtype, sources[0].shape[-1]
     if wide:
         return "they compute in float32, and the weights are float64"
-    if dtype not in (torch.float32, torch.bfloat16, torch.float16) or any(v.dtype != dtype for v in sources):
+    if dtype not in KERNEL_DTYPES or any(v.dtype != dtype for v in sources):
         return "they know sources of one dtype, float32, bfloat16 or float16"
-    return None if dim <= MAX_DIM else f"a token's {dim} channels do not fit; they hold up to {MAX_DIM}"
+    return why_too_wide(dim)
 
 
 def depth_sum(

@@ -1,5 +1,6 @@
 """Launch kernels on the device of their tensors. Triton itself uses the current device, whichever that is."""
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -20,6 +21,16 @@ def on_device(device: torch.device) -> AbstractContextManager[Any]:
 def current_place(device: torch.device) -> Place:
     """Return the device and the stream on which the current thread launches kernels for its tensors."""
     return device, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+
+
+def count_cores(like: Tensor, on_cpu: int) -> int:
+    """Return the streaming multiprocessors of a tensor's GPU; `on_cpu` in the interpreter, so that tests have several programs."""
+    return torch.cuda.get_device_properties(like.device).multi_processor_count if like.is_cuda else on_cpu
+
+
+def repeat_last(tensors: Sequence[Tensor], count: int) -> tuple[Tensor, ...]:
+    """Pad tensors to `count` kernel arguments by repeating the last one."""
+    return (*tensors, *(tensors[-1],) * (count - len(tensors)))
 
 
 def launch(kernel: Any, grid: tuple[int, ...], like: Tensor, *arguments: Any, **options: Any) -> None:

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from depthmix.ops.gpu.launch import launch
+from depthmix.ops.gpu.launch import count_cores, launch
 from depthmix.ops.gpu.program_sums import sum_programs
 
 # Numbers of each tensor that a program holds.
@@ -69,7 +69,7 @@ def backward(d_out: Tensor, y: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
         return dy, y.new_zeros(dim, dtype=torch.float32)
     sizes, tokens = _sizes(y), y.numel() // dim
     parts = triton.cdiv(dim, sizes["BD"])
-    cores = torch.cuda.get_device_properties(y.device).multi_processor_count if y.is_cuda else 1
+    cores = count_cores(y, on_cpu=1)
     programs = min(triton.cdiv(tokens, sizes["BT"]), max(1, WAVES * cores // parts))
     part = y.new_empty(programs, dim, dtype=torch.float32)
     launch(_backward_kernel, (programs, parts), y, d_out, y, g, dy, part, tokens, **sizes)

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from depthmix.ops.gpu.launch import launch
+from depthmix.ops.gpu.launch import count_cores, launch
 from depthmix.ops.gpu.program_sums import sum_programs
 
 # Numbers of each tensor that a program holds, unless a row has more.
@@ -92,7 +92,7 @@ def backward(
     if not y.numel():
         return dx, dy, *y.new_zeros(2, dim, dtype=torch.float32)
     sizes, tokens = _sizes(y), y.numel() // dim
-    cores = torch.cuda.get_device_properties(y.device).multi_processor_count if y.is_cuda else 1
+    cores = count_cores(y, on_cpu=1)
     programs = min(triton.cdiv(tokens, sizes["BT"]), WAVES * cores)
     part = y.new_empty(programs, 2, dim, dtype=torch.float32)
     launch(

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from depthmix.ops.autograd import reference_gradients
 from depthmix.ops.backend import choose
+from depthmix.ops.checks import KERNEL_DTYPES, why_too_wide
 from depthmix.ops.precision import compute_dtype, rms_normalize, widen, without_autocast
-from depthmix.ops.slots.op import KINDS, MAX_DIM
 
 
 class _ScaledAdd(torch.autograd.Function):
@@ -85,7 +85,7 @@ def why_unsupported(x: Tensor, y: Tensor, gamma: Tensor) -> str | None:
     if any(type(t) not in (Tensor, torch.nn.Parameter) for t in (x, y, gamma)):
         # Not DTensors, which are sharded across processes.
         return "they take plain tensors"
-    wrong = next((t.dtype for t in (x, y, gamma) if t.dtype not in KINDS), None)
+    wrong = next((t.dtype for t in (x, y, gamma) if t.dtype not in KERNEL_DTYPES), None)
     return None if wrong is None else f"they compute in float32, and got {wrong}"
 
 
@@ -126,12 +126,7 @@ def scaled_add_norm(
         BackendError: "triton" was asked for and cannot run this call.
     """
     with without_autocast(x):
-        why = why_unsupported(x, y, gamma) or why_unsupported(x, y, gain)
-        why = why or (
-            None
-            if x.shape[-1] <= MAX_DIM
-            else f"a token's {x.shape[-1]} channels do not fit; they hold up to {MAX_DIM}"
-        )
+        why = why_unsupported(x, y, gamma) or why_unsupported(x, y, gain) or why_too_wide(x.shape[-1])
         if choose("scaled_add", x, why, backend) == "triton" and not torch.compiler.is_compiling():
             inputs = (t.contiguous() for t in (x, y, gamma, gain))
             out, h = _ScaledAddNorm.apply(eps, *inputs)

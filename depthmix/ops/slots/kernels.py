@@ -19,7 +19,7 @@ from torch import Tensor
 
 from depthmix.ops.gpu.addresses import aligned
 from depthmix.ops.gpu.dependent_launch import dependent_launch, wait_for_previous_kernel
-from depthmix.ops.gpu.launch import launch
+from depthmix.ops.gpu.launch import launch, repeat_last
 
 # Most numbers of sources that a lane holds.
 LANE = 128
@@ -240,11 +240,6 @@ def rows_at_once(dim: int) -> int:
     return max(1, LANE * 32 * _warps(block) // block)
 
 
-def _three(rows: Sequence[Tensor], other: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    rows = rows or (other,)
-    return rows[0], rows[min(1, len(rows) - 1)], rows[-1]
-
-
 def attend(
     slots: Tensor,
     y: Tensor,
@@ -283,7 +278,7 @@ def attend(
         many = n + 1 > rows
         launch(
             _attend_kernel, (tokens, ways), y,
-            slots, y, query[0] if scale is None else scale, y if before is None else before, *_three(query, y), *_three(key_gain, y), *_three(gain, query[0]),
+            slots, y, query[0] if scale is None else scale, y if before is None else before, *repeat_last(query, 3), *repeat_last(key_gain, 3), *repeat_last(gain or query[:1], 3),
             query[0] if bank is None else bank, query[0] if bank_lse is None else bank_lse, out,
             tokens, slot, stride, head, skip, n, eps, out_eps,
             D=dim, BD=block, NS=rows if many else triton.next_power_of_2(n + 1), MANY=many, WAYS=ways, SCALE=scale is not None, BEFORE=before is not None, BANK=bank is not None,
@@ -344,7 +339,7 @@ def add_up(
         launch(
             _add_up_kernel, (tokens, ways), y,
             slots, y, y if before is None else before, fp32 if static is None else static, fp32 if w is None else w,
-            *_three(gain, fp32), out, rough, tokens, slot, out_eps,
+            *repeat_last(gain or [fp32], 3), out, rough, tokens, slot, out_eps,
             D=dim, BD=block, NS=rows, WAYS=ways, STATIC=kind, SCORES=w is not None,
             PER_ENTRY=w is not None and w.shape[1] > 1, RELU=relu, BEFORE=before is not None, NORM=len(gain) > 0, RAW=raw, ALIGNED=aligned(dim, [slots]), num_warps=warps, **dependent_launch(y),
         )  # fmt: skip

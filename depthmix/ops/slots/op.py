@@ -7,10 +7,8 @@ import torch
 from torch import Tensor
 
 from depthmix.ops.backend import choose, why_no_kernels
+from depthmix.ops.checks import KERNEL_DTYPES, why_too_wide
 
-KINDS = (torch.float32, torch.bfloat16, torch.float16)
-# Channels of a row that fit in the registers of 16 warps.
-MAX_DIM = 16384
 # Up to this many tokens a launch takes longer than the memory traffic of its site.
 STEP_TOKENS = 256
 # Sites of a Full stack that read the sources before them together.
@@ -144,7 +142,7 @@ def usable(op: str, x: Tensor) -> bool:
     # x may be a leaf whose gradient the caller wants later. Slots hold copies of x, which would cut it off.
     if x.requires_grad:
         return False
-    if x.dtype not in KINDS or x.shape[-1] > MAX_DIM:
+    if x.dtype not in KERNEL_DTYPES or why_too_wide(x.shape[-1]) is not None:
         return False
     return why_no_kernels(x.device.type, x.device.index) is None and choose(op, x, None) == "triton"
 

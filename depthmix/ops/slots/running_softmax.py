@@ -20,8 +20,8 @@ from torch import Tensor
 
 from depthmix.ops.gpu.addresses import aligned
 from depthmix.ops.gpu.dependent_launch import dependent_launch, wait_for_previous_kernel
-from depthmix.ops.gpu.launch import launch
-from depthmix.ops.slots.kernels import _attend, _newest, _row_of_way, _rows, _three, _warps, rows_at_once
+from depthmix.ops.gpu.launch import launch, repeat_last
+from depthmix.ops.slots.kernels import _attend, _newest, _row_of_way, _rows, _warps, rows_at_once
 
 
 @triton.jit
@@ -150,7 +150,7 @@ def pass_on(
         )
         launch(
             _pass_on_kernel, (tokens, ways + n_later + n_further), y,
-            slots, acc, stats, y, query if scale is None else scale, y if before is None else before, query, key_gain, *further, *_three(gain, query), out,
+            slots, acc, stats, y, query if scale is None else scale, y if before is None else before, query, key_gain, *further, *repeat_last(gain or [query], 3), out,
             tokens, slot, max(1, stride), begin, n_later, further_at, further_begin, len(query), len(acc), eps, out_eps,
             D=dim, BD=block, NS=min(triton.next_power_of_2(slot // stride), rows_at_once(dim)) if anew else 1, WAYS=ways,
             HAS_FURTHER=further_query is not None, FIRST=slot == 0, ANEW=anew, SCALE=scale is not None, BEFORE=before is not None, NORM=len(gain) > 0,

@@ -1,10 +1,9 @@
 """stream_read, stream_write and stream_rule_read: check arguments. step.py runs the kernels, which write and read in one step."""
 
-import torch
 from torch import Tensor
 
 from depthmix.ops.autograd import own_backward
-from depthmix.ops.checks import check_shape
+from depthmix.ops.checks import KERNEL_DTYPES, check_shape, why_too_wide
 from depthmix.ops.precision import without_autocast
 from depthmix.ops.stream_mix.reference import stream_read_reference, stream_write_reference
 from depthmix.ops.stream_mix.reference_autograd import StreamRead, StreamRuleRead, StreamWrite, rule_read_reference
@@ -12,20 +11,17 @@ from depthmix.ops.stream_mix.rules import Rule
 
 # With n streams a token has n² weights and sums, which must fit in registers.
 MAX_STREAMS = 4
-# Channels of a row that fit in the registers of 32 warps.
-MAX_DIM = 16384
 
 
 def why_unsupported(x: Tensor, y: Tensor | None, n: int, *, wide: bool) -> str | None:
     """Return why the kernels cannot do a step, or None if they can. wide: the parameters are float64."""
-    known = (torch.float32, torch.bfloat16, torch.float16)
-    if x.dtype not in known or (y is not None and y.dtype not in known):
+    if x.dtype not in KERNEL_DTYPES or (y is not None and y.dtype not in KERNEL_DTYPES):
         return "they know streams in float32, bfloat16 or float16"
     if wide:
         return "they compute in float32, and the parameters are float64"
     if n > MAX_STREAMS:
         return f"they hold up to {MAX_STREAMS} streams, got {n}"
-    return None if x.shape[-1] <= MAX_DIM else f"a token's {x.shape[-1]} channels do not fit; they hold up to {MAX_DIM}"
+    return why_too_wide(x.shape[-1])
 
 
 def stream_read(x: Tensor, pre: Tensor) -> Tensor:

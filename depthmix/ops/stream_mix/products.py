@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from depthmix.ops.matmul import matmul
+from depthmix.ops.matmul import matmul, wide_product
 
 # bf16 has the range of fp32; fp16 has not.
 HALF = torch.bfloat16
@@ -81,13 +81,8 @@ def weight_gradient(x: Tensor, dz: Tensor, w: Tensor, n: int) -> Tensor:
     if dz.dtype != HALF:
         return matmul(dz.view(-1, columns).t(), _rows(x, w).float()).t()
     high_and_low = dz.view(-1, dz.shape[-1])[:, -2 * half :].t()
-    both = _wide_mm(high_and_low, _rows(x, w))
+    both = wide_product(high_and_low, _rows(x, w))
     return (both[:columns] + both[half : half + columns]).t()
-
-
-def _wide_mm(a: Tensor, b: Tensor) -> Tensor:
-    """Multiply bf16 matrices with an fp32 result."""
-    return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else matmul(a.float(), b.float())
 
 
 def _rows(x: Tensor, w: Tensor) -> Tensor:

@@ -8,8 +8,8 @@ from torch.nn import functional
 
 from depthmix.ops.autograd import reference_gradients
 from depthmix.ops.backend import choose
+from depthmix.ops.checks import KERNEL_DTYPES
 from depthmix.ops.precision import without_autocast
-from depthmix.ops.slots.op import KINDS
 
 
 class _TokenLoss(torch.autograd.Function):
@@ -44,7 +44,7 @@ def why_unsupported(logits: Tensor, targets: Tensor) -> str | None:
     if type(logits) is not Tensor or type(targets) is not Tensor:
         # Not DTensors, which are sharded across processes.
         return "they take plain tensors"
-    if logits.dtype not in KINDS:
+    if logits.dtype not in KERNEL_DTYPES:
         return f"they compute in float32, and the logits are {logits.dtype}"
     return None if logits.shape[-1] < 2**30 else "they count columns in 32 bits"
 

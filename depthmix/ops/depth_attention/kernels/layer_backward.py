@@ -11,9 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from depthmix.ops.depth_attention.kernels.read import load_row, programs_for, three
+from depthmix.ops.depth_attention.kernels.read import load_row, programs_for
 from depthmix.ops.gpu.addresses import address_table, aligned
-from depthmix.ops.gpu.launch import launch
+from depthmix.ops.gpu.launch import launch, repeat_last
 
 
 @triton.jit
@@ -148,7 +148,7 @@ def layer_backward(
     launch(
         _layer_backward_kernel, (programs,), v,
         address_table(tuple(a for row in rows for a in row), v.device),
-        *three(dy), u, u if gain is None else gain, s, lse, part, tokens, len(sources), eps, out_eps,
+        *repeat_last(dy, 3), u, u if gain is None else gain, s, lse, part, tokens, len(sources), eps, out_eps,
         D=dim, BD=block, WAYS=ways, NORM=gain is not None, ALIGNED=aligned(dim, sources, gs, dv), num_warps=warps,
     )  # fmt: skip
     return dv, part[:, 0].sum(0), torch.zeros_like(u) if gain is None else part[:, 1].sum(0)

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from depthmix.ops.gpu.addresses import address_table, aligned
-from depthmix.ops.gpu.launch import launch
+from depthmix.ops.gpu.launch import count_cores, launch, repeat_last
 from depthmix.ops.gpu.program_sums import sum_programs
 
 
@@ -306,17 +306,12 @@ def read(
             _read_kernel, (tokens,), first,
             table, first if add is None else add, first if fresh is None else fresh, u if bank is None else bank,
             u if bank_lse is None else bank_lse, u, u if gain is None else gain,
-            *three(y), *three(o or y), s, lse, tokens, n, eps, out_eps,
+            *repeat_last(y, 3), *repeat_last(o or y, 3), s, lse, tokens, n, eps, out_eps,
             D=dim, BD=block, WAYS=ways, ADD=int(add is not None), BANK=bank is not None, NORM=gain is not None, KEEP=keep,
             ALIGNED=aligned(dim, sources), STAGES=stages(4, first, 1),
             num_warps=warps_for(block, 1 + ways),
         )  # fmt: skip
     return result
-
-
-def three(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Pad one to three tensors to three kernel arguments by repeating the last."""
-    return (tensors[0], tensors[-1], tensors[-1]) if len(tensors) < 3 else (tensors[0], tensors[1], tensors[2])
 
 
 class Newest(NamedTuple):
@@ -389,5 +384,5 @@ def read_backward(
 
 def programs_for(tokens: int, warps: int, like: Tensor) -> int:
     """Return how many programs share the tokens when each adds up its own partial gradient: few, but enough to fill a GPU."""
-    cores = torch.cuda.get_device_properties(like.device).multi_processor_count if like.is_cuda else 3
+    cores = count_cores(like, on_cpu=3)
     return min(tokens, max(1, 8 // warps) * cores)

@@ -19,7 +19,7 @@ from torch import Tensor
 from depthmix.ops.depth_attention.kernels.read import load_row
 from depthmix.ops.gpu.addresses import address_tables, aligned
 from depthmix.ops.gpu.launch import launch
-from depthmix.ops.matmul import matmul
+from depthmix.ops.matmul import matmul, wide_product
 
 # Sources whose gradients are computed together.
 PAIR = 2
@@ -252,10 +252,8 @@ def source_backward(
     if not need_du:
         return out, None
     rows = [x.v.reshape(tokens, dim) for x in sources]
-    if split and v.is_cuda:
-        parts = [torch.mm(d.t(), x, out_dtype=torch.float32) for d, x in zip(ds, rows, strict=True)]
-    else:
-        parts = [matmul(d.t().float(), x.float()) for d, x in zip(ds, rows, strict=True)]
+    product = wide_product if split else lambda d, x: matmul(d, x.float())
+    parts = [product(d.t(), x) for d, x in zip(ds, rows, strict=True)]
     du = parts[0] if len(parts) == 1 else parts[0].add_(parts[1])
     return out, du.view(1 + split, columns, dim)[:, :n]
 

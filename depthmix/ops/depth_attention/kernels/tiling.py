@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from depthmix.ops.depth_attention.kernels.read import Result, deliver, load_row, three
+from depthmix.ops.depth_attention.kernels.read import Result, deliver, load_row
 from depthmix.ops.gpu.addresses import address_table, aligned
-from depthmix.ops.gpu.launch import launch
+from depthmix.ops.gpu.launch import launch, repeat_last
 
 # Sites that read older sources together.
 GROUP = 4
@@ -306,8 +306,8 @@ def read_known(
     launch(
         _read_known_kernel, (tokens,), newest,
         address_table(tuple(a for pair in pairs for a in pair), newest.device), newest, newest if add is None else add,
-        newest if result.fresh is None else result.fresh, u, *three([u] if gain is None else list(gain)),
-        *three(result.y), *three(result.o or result.y), result.s, result.lse, tokens, n, eps, out_eps,
+        newest if result.fresh is None else result.fresh, u, *repeat_last([u] if gain is None else list(gain), 3),
+        *repeat_last(result.y, 3), *repeat_last(result.o or result.y, 3), result.s, result.lse, tokens, n, eps, out_eps,
         D=dim, BD=block, BN=max(16, triton.next_power_of_2(n)), WAYS=ways, ADD=int(add is not None), NORM=gain is not None,
         KEEP=keep, ALIGNED=aligned(dim, sources), STAGES=3, num_warps=max(1, block // 1024),
     )  # fmt: skip

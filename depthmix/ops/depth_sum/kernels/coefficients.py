@@ -17,7 +17,7 @@ from torch import Tensor
 
 from depthmix.ops.depth_attention.kernels.tiling import SplitRows
 from depthmix.ops.depth_sum.kernels.scores import rows_from_halves
-from depthmix.ops.gpu.launch import launch
+from depthmix.ops.gpu.launch import count_cores, launch
 
 # Rows of W_1, or of W_2, that a program processes together.
 BLOCK = 64
@@ -207,7 +207,7 @@ def coefficients_backward(
             torch.zeros_like(x), torch.zeros_like(w_1), torch.zeros_like(w_2), torch.zeros(rows, **fp32)
         )
     parts = triton.cdiv(hidden, BLOCK)
-    cores = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 2
+    cores = count_cores(x, on_cpu=2)
     tile = 128 if x.element_size() == 2 else 32
     # More tokens at a time would not fit in the registers.
     short = min(tile, 64)

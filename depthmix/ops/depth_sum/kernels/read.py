@@ -19,7 +19,7 @@ from torch import Tensor
 
 from depthmix.ops.depth_sum.kernels.rows import load_rows, load_scalars, sums, tokens_of, weight, widened
 from depthmix.ops.gpu.addresses import address_table, aligned
-from depthmix.ops.gpu.launch import launch
+from depthmix.ops.gpu.launch import launch, repeat_last
 
 # Entries of a source in the table: its address, that of its dynamic weights, and their strides for tokens and ways.
 FIELDS = 4
@@ -227,9 +227,7 @@ def read(
     plain: bool = False,
     *,
     tile: int | None = None,
-    warps: int | None = None,
     stages: int | None = None,
-    registers: int | None = None,
     pairs: bool = True,
 ) -> Sums:
     """Compute W sums of the sources [..., D], the last of which is sources[-1] + add if `add` is given.
@@ -243,7 +241,7 @@ def read(
         raw: the way whose sum is also returned before its norm. Ways without a norm, beside others with one, have no other result.
         keep: also return what a backward of the norm needs.
         plain: all weights are one.
-        tile, warps, stages, registers, pairs: launch parameters for tests and benchmarks.
+        tile, stages, pairs: launch parameters for tests.
     """
     v, n, dim = sources[-1], len(sources), sources[-1].shape[-1]
     tokens, ways = v.numel() // dim, static.shape[0] if static is not None else dynamic[0].shape[1]  # type: ignore[index]
@@ -267,20 +265,20 @@ def read(
     block = triton.next_power_of_2(dim)
     rows = kind_of(static, dim) == 1
     lean = not keep and add is None and _side_by_side(dynamic, tokens)
-    shape = _shape(block, ways, rows, v.element_size())
-    # As many tokens as the registers hold.
+    best_tile, warps, best_stages = _shape(block, ways, rows, v.element_size())
+    limit = {}
     if lean and rows and ways == 3 and v.element_size() == 2 and block <= 4096:
-        shape, registers = (3, max(1, block // 256), 1), registers or 128
-    if registers is None and rows and ways > 1 and block <= 512:
+        # As many tokens as the registers hold.
+        best_tile, warps, best_stages, limit = 3, max(1, block // 256), 1, {"maxnreg": 128}
+    elif rows and ways > 1 and block <= 512:
         # A quarter more warps fit on a core, at the price of four spilled numbers.
-        registers = 96
-    limit = {} if registers is None else {"maxnreg": registers}
-    tile, warps, stages = tokens_of(tile or shape[0], tokens), warps or shape[1], stages or shape[2]
+        limit = {"maxnreg": 96}
+    tile, stages = tokens_of(tile or best_tile, tokens), stages or best_stages
     fp32 = result.rms if static is None else static
     launch(
         _read_kernel, (triton.cdiv(tokens, tile),), v,
         source_table(sources, dynamic), v if add is None else add, v if result.fresh is None else result.fresh,
-        fp32, *four([fp32] if gain is None else list(gain)), *four(result.y),
+        fp32, *repeat_last([fp32] if gain is None else list(gain), 4), *repeat_last(result.y, 4),
         v if result.raw is None else result.raw, result.rms, tokens, n, out_eps,
         D=dim, BD=block, BT=tile, WAYS=ways, STATIC=kind_of(static, dim), DYNAMIC=dynamic is not None, RELU=relu,
         ADD=int(add is not None), NORM=norm, RAW=-1 if raw is None else raw, KEEP=kept > 0,
@@ -322,8 +320,3 @@ def source_table(sources: Sequence[Tensor], dynamic: Sequence[Tensor] | None) ->
 def kind_of(static: Tensor | None, dim: int) -> int:
     """Return the kind of static weights. 0: none, 1: rows of channels, 2: numbers."""
     return 0 if static is None else 1 if static.shape[-1] == dim else 2
-
-
-def four(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Pad up to four tensors to four kernel arguments by repeating the last."""
-    return (*tensors, *(tensors[-1],) * (4 - len(tensors)))

@@ -22,10 +22,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from depthmix.ops.depth_sum.kernels.read import four, kind_of, source_table
+from depthmix.ops.depth_sum.kernels.read import kind_of, source_table
 from depthmix.ops.depth_sum.kernels.rows import sums, sums_side_by_side, weight
 from depthmix.ops.gpu.addresses import aligned
-from depthmix.ops.gpu.launch import launch
+from depthmix.ops.gpu.launch import count_cores, launch, repeat_last
 from depthmix.ops.gpu.program_sums import sum_programs
 
 
@@ -265,8 +265,6 @@ def read_backward(
     passed: Tensor | None = None,
     *,
     group: int | None = None,
-    warps: int | None = None,
-    stages: int | None = None,
     programs: int | None = None,
 ) -> ReadGradients:
     """Compute the gradients of a read, given those of its results and of the raw one.
@@ -278,7 +276,7 @@ def read_backward(
         kept, mixtures, rms: what the read saved.
         need: which gradients to compute.
         passed: a second gradient of a source that the first way passes unchanged; added to a copy of that way's do.
-        group, warps, stages, programs: launch parameters for tests and benchmarks.
+        group, programs: launch parameters for tests.
     """
     v, n, normed = sources[0], len(sources), len(dy)
     ways = static.shape[0] if static is not None else dynamic[0].shape[1] if dynamic is not None else normed
@@ -295,7 +293,7 @@ def read_backward(
     clamp_later = relu == 1 and need.static and kind_of(static, dim) == 2
     fp32: Any = {"dtype": torch.float32, "device": v.device}
     block = triton.next_power_of_2(dim)
-    cores = torch.cuda.get_device_properties(v.device).multi_processor_count if v.is_cuda else 2
+    cores = count_cores(v, on_cpu=2)
     make: Any = torch.empty if tokens else torch.zeros
     dgain, through = None, None if passed is None else torch.empty_like(v)
     table = source_table(sources, dynamic)
@@ -309,7 +307,7 @@ def read_backward(
         if tokens:
             launch(
                 _norm_backward_kernel, (share,), v,
-                *four(dy), dy[0] if draw is None else draw, *four(kept or dy), rms, rms if gain is None else gain, *four(do),
+                *repeat_last(dy, 4), dy[0] if draw is None else draw, *repeat_last(kept or dy, 4), rms, rms if gain is None else gain, *repeat_last(do, 4),
                 dy[0] if passed is None else passed, do[0] if through is None else through, dgain,
                 table, rms if static is None else static, tokens, n,
                 D=dim, BD=block, WAYS=normed, UP=triton.next_power_of_2(normed), NORM=norm, RAW=raw if has_raw else -1,
@@ -323,17 +321,16 @@ def read_backward(
     if dots_wanted or rows_wanted:
         # A larger group would need more registers than there are.
         group = group or (4 if ways == 1 and n > 2 and relu != 2 else 2)
-        warps = warps or min(32, max(1, block // 512))
         groups = triton.cdiv(n, group)
         programs = min(max(tokens, 1), programs or max(1, 12 * cores // groups))
         part = make(programs, ways, n if rows_wanted else 0, dim, **fp32)
         if tokens:
             launch(
                 _weight_backward_kernel, (groups, programs), v,
-                table, *four(do), rms if static is None else static, dots, part, tokens, n,
+                table, *repeat_last(do, 4), rms if static is None else static, dots, part, tokens, n,
                 D=dim, BD=block, WAYS=ways, G=group, UP=max(2, triton.next_power_of_2(ways * group)), STATIC=kind_of(static, dim),
                 DYNAMIC=dynamic is not None, RELU=0 if clamp_later else relu, DOTS=dots_wanted, ROWS=rows_wanted,
-                ALIGNED=aligned(dim, sources), BY_SOURCE=by_source, STAGES=stages or (1 if relu == 2 else 4), num_warps=warps, num_stages=1,
+                ALIGNED=aligned(dim, sources), BY_SOURCE=by_source, STAGES=1 if relu == 2 else 4, num_warps=min(32, max(1, block // 512)), num_stages=1,
             )  # fmt: skip
     dots = dots.transpose(1, 2) if by_source else dots
     dstatic = None

@@ -15,7 +15,7 @@ from torch import Tensor
 from depthmix.ops.depth_attention.kernels.tiling import SplitRows
 from depthmix.ops.gpu.addresses import address_table
 from depthmix.ops.gpu.launch import launch
-from depthmix.ops.matmul import matmul
+from depthmix.ops.matmul import matmul, wide_product
 
 
 @triton.jit(do_not_specialize=["N", "rows"])
@@ -53,12 +53,11 @@ def add_and_score(
     tile: int | None = None,
     depth: int | None = None,
     warps: int | None = None,
-    stages: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return v + add, rounded once (v itself without add), and its dot products [N, R] fp32 with the rows of w [R, D] fp32.
 
     across: store the products of one row contiguously, which reads without gradients prefer.
-    tile, depth, warps, stages: launch parameters for tests and benchmarks.
+    tile, depth, warps: launch parameters, by default the fastest on an H200.
     """
     dim = v.shape[-1]
     tokens = v.numel() // dim
@@ -72,15 +71,16 @@ def add_and_score(
         long = dim >= 1024 and small and up <= 64
         # With so few tokens larger tiles leave cores idle.
         few = across and tokens < 1 << 15
+        stages = 4 if long else 3 if small and up <= 64 else 2
         if few and add is not None and small and up <= 64:
-            tile, warps, stages = tile or 32, warps or 2, stages or 3
+            tile, warps, stages = tile or 32, warps or 2, 3
         tile = tile or (128 if up <= 64 and small and not long and not few else 64)
         depth = depth or min(64 if small else 32, max(16, triton.next_power_of_2(dim)))
         launch(
             _score_kernel, (triton.cdiv(tokens, tile),), v,
             v, v if add is None else add, fresh, high, low, scores, tokens, len(high),
             D=dim, BT=tile, BR=up, BK=depth, ADD=add is not None, SPLIT=small, ACROSS=across,
-            num_warps=warps or (8 if tile == 128 else 4), num_stages=stages or (4 if long else 3 if small and up <= 64 else 2),
+            num_warps=warps or (8 if tile == 128 else 4), num_stages=stages,
         )  # fmt: skip
     return fresh, scores.t() if across else scores
 
@@ -139,5 +139,4 @@ def _products(both: Tensor, v: Tensor, columns: int) -> Tensor:
     rows = v.reshape(-1, v.shape[-1])
     if both.dtype == torch.float32:
         return matmul(both.t(), rows.float()).unsqueeze(0)
-    dw = torch.mm(both.t(), rows, out_dtype=torch.float32) if v.is_cuda else matmul(both.t().float(), rows.float())
-    return dw.view(2, columns, -1)
+    return wide_product(both.t(), rows).view(2, columns, -1)

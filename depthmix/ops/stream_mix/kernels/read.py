@@ -106,9 +106,7 @@ def _options(x: Tensor, copies: bool, n: int, pre: Tensor, gain: Tensor | None) 
     return shape | {"COPIES": copies, "STATIC": pre.ndim == 1, "NORM": gain is not None}
 
 
-def read(
-    x: Tensor, copies: bool, n: int, pre: Tensor, gain: Tensor | None, eps: float, warps: int | None = None
-) -> tuple[Tensor, Tensor | None]:
+def read(x: Tensor, copies: bool, n: int, pre: Tensor, gain: Tensor | None, eps: float) -> tuple[Tensor, Tensor | None]:
     """Return h [N, D] in x's dtype, and with a norm rho [N]. pre: [N, n], or [n] for all tokens."""
     tokens, dim = x.shape[0], x.shape[-1]
     h = torch.empty(tokens, dim, dtype=x.dtype, device=x.device)
@@ -118,23 +116,22 @@ def read(
         launch(
             _read_kernel, (triton.cdiv(tokens, int(options["BT"])),), x,
             x, pre, x if gain is None else gain, h, x if rho is None else rho, tokens, eps,
-            **options, num_warps=warps or _warps(options),
+            **options, num_warps=_warps(options),
         )  # fmt: skip
     return h, rho
 
 
 def read_backward(
-    dh: Tensor, x: Tensor, copies: bool, n: int, pre: Tensor, gain: Tensor | None, rho: Tensor | None,
-    tile: tuple[int, int, int] | None = None,
+    dh: Tensor, x: Tensor, copies: bool, n: int, pre: Tensor, gain: Tensor | None, rho: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """Return dpre [N, n], c [N] and dgain [D]. tile: tokens, warps and stages of a program; the programs share all tokens."""
+    """Return dpre [N, n], c [N] and dgain [D]."""
     tokens, dim = x.shape[0], x.shape[-1]
     dpre = torch.empty(tokens, n, dtype=torch.float32, device=x.device)
     c = part = None
-    options = _options(x, copies, n, pre, gain)
-    bt, warps, stages = tile or (1, max(1, min(32, int(options["BD"]) // 512)), _stages(x, n + 1, 3))
+    options = _options(x, copies, n, pre, gain) | {"BT": 1}
+    warps = _warps(options)
     # Each program stores a row of sums for dgain.
-    programs = min(SMS * max(1, WARPS // warps), triton.cdiv(tokens, bt))
+    programs = min(SMS * max(1, WARPS // warps), tokens)
     if gain is not None:
         c = torch.empty(tokens, dtype=torch.float32, device=x.device)
         part = torch.empty(programs, dim, dtype=torch.float32, device=x.device)
@@ -142,27 +139,26 @@ def read_backward(
         launch(
             _read_backward_kernel, (programs,), x,
             dh, x, pre, x if gain is None else gain, x if rho is None else rho, dpre, x if c is None else c,
-            x if part is None else part, tokens, **(options | {"BT": bt}), STAGES=stages, num_warps=warps,
+            x if part is None else part, tokens, **options, STAGES=_stages(x, n + 1, 3), num_warps=warps,
         )  # fmt: skip
     return dpre, c, None if part is None else sum_programs(part) if tokens else part.new_zeros(dim)
 
 
 def norm_backward(
-    dh: Tensor, h: Tensor, x: Tensor, copies: bool, n: int, pre: Tensor, gain: Tensor, rho: Tensor,
-    tile: tuple[int, int, int] | None = None,
+    dh: Tensor, h: Tensor, x: Tensor, copies: bool, n: int, pre: Tensor, gain: Tensor, rho: Tensor
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return c [N] and dgain [D] from the result h of the read. The kernel reads the streams only if a gain is close to zero."""
     tokens = len(x)
-    options = _options(x, copies, n, pre, None)
+    options = _options(x, copies, n, pre, None) | {"BT": 1}
     del options["NORM"]
-    bt, warps, stages = tile or (1, max(1, min(32, int(options["BD"]) // 512)), _stages(x, 2, 4))
-    programs = min(SMS * max(1, WARPS // warps), triton.cdiv(tokens, bt))
+    warps = _warps(options)
+    programs = min(SMS * max(1, WARPS // warps), tokens)
     c = torch.empty(tokens, dtype=torch.float32, device=x.device)
     part = torch.empty(programs, x.shape[-1], dtype=torch.float32, device=x.device)
     if tokens:
         launch(
             _norm_backward_kernel, (programs,), x, dh, h, x, pre, gain, rho, c, part, tokens,
-            **(options | {"BT": bt}), SMALL=2**-7 if h.dtype == torch.float16 else 1e-30, STAGES=stages, num_warps=warps,
+            **options, SMALL=2**-7 if h.dtype == torch.float16 else 1e-30, STAGES=_stages(x, 2, 4), num_warps=warps,
         )  # fmt: skip
     return c, sum_programs(part) if tokens else gain.new_zeros(gain.shape)
 

@@ -79,11 +79,11 @@ class Rows(NamedTuple):
 
 def write_rows(
     x: Tensor, copies: bool, n: int, y: Tensor, post: Tensor, res: Tensor | None, scan: int,
-    reading: Reading | None = None, tile: tuple[int, ...] | None = None,
+    reading: Reading | None = None,
 ) -> Rows:  # fmt: skip
     """Write to the streams, and read from them if `reading` is given.
 
-    x: [N, n, D], or with copies [N, D]. scan: 1 for the sum of all streams, 2 for those of each. tile: tokens and warps of a program.
+    x: [N, n, D], or with copies [N, D]. scan: 1 for the sum of all streams, 2 for those of each.
     """
     tokens, dim = x.shape[0], x.shape[-1]
     out = torch.empty(tokens, n, dim, dtype=x.dtype, device=x.device)
@@ -96,15 +96,14 @@ def write_rows(
         rho = None if gain is None else torch.empty(tokens, dtype=torch.float32, device=x.device)
     if tokens:
         block = triton.next_power_of_2(dim)
-        bt, warps = tile or (1, max(1, block // 512))
 
         def or_x(tensor: Tensor | None) -> Tensor:
             return x if tensor is None else tensor
 
         launch(
-            _write_rows_kernel, (triton.cdiv(tokens, bt),), x,
+            _write_rows_kernel, (tokens,), x,
             x, y, post, or_x(res), out, or_x(sums), or_x(pre), or_x(gain), or_x(h), or_x(rho), tokens, eps,
-            D=dim, BD=block, n=n, BT=bt, COPIES=copies, RES=res is not None, STATIC=post.ndim == 1, SCAN=scan,
-            READ=pre is not None, STATIC_PRE=pre is not None and pre.ndim == 1, NORM=gain is not None, num_warps=warps,
+            D=dim, BD=block, n=n, BT=1, COPIES=copies, RES=res is not None, STATIC=post.ndim == 1, SCAN=scan,
+            READ=pre is not None, STATIC_PRE=pre is not None and pre.ndim == 1, NORM=gain is not None, num_warps=max(1, block // 512),
         )  # fmt: skip
     return Rows(out, sums, h, rho)

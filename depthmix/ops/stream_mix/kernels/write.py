@@ -35,6 +35,8 @@ from depthmix.ops.stream_mix.products import padded, product
 
 # What z is computed from: nothing, all streams together, or each of them.
 NO_SCAN, JOINT, EACH = 0, 1, 2
+# Tokens of a program.
+TOKENS = 64
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -115,7 +117,7 @@ class Written(NamedTuple):
 def write(
     x: Tensor, copies: bool, n: int, y: Tensor | None, post: Tensor | None, res: Tensor | None,
     w: Tensor | None, halves: Tensor | None, scan: int, reading: Reading | None = None, *,
-    inside: bool = False, tile: tuple[int, ...] | None = None,
+    inside: bool = False,
 ) -> Written:  # fmt: skip
     """Write to the streams and compute what the next coefficients need.
 
@@ -126,18 +128,17 @@ def write(
         scan: NO_SCAN; JOINT for sums Σ x'² [N]; EACH for sums Σ x' and Σ x'² [N, n, 2].
         reading: a read that may run in the same launch.
         inside: one kernel for everything.
-        tile: tokens, channels, warps and stages of that kernel's program, or tokens and warps of the elementwise kernel's.
     """
     if y is None or post is None or inside or x.shape[-1] > MAX_ROW:
-        return Written(*_write_and_scan(x, copies, n, y, post, res, w, halves, scan, tile))
-    done = write_rows(x, copies, n, y, post, res, scan, reading, tile)
+        return Written(*_write_and_scan(x, copies, n, y, post, res, w, halves, scan))
+    done = write_rows(x, copies, n, y, post, res, scan, reading)
     z = None if scan == NO_SCAN or w is None else product(done.x, w, halves, scan == JOINT)
     return Written(done.x, z, done.sums, done.h, done.rho)
 
 
 def _write_and_scan(
     x: Tensor, copies: bool, n: int, y: Tensor | None, post: Tensor | None, res: Tensor | None,
-    w: Tensor | None, halves: Tensor | None, scan: int, tile: tuple[int, ...] | None,
+    w: Tensor | None, halves: Tensor | None, scan: int,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     dim, tokens = x.shape[-1], x.shape[0]
     out = x if y is None else torch.empty(tokens, n, dim, dtype=x.dtype, device=x.device)
@@ -149,15 +150,14 @@ def _write_and_scan(
         sums = torch.empty(*shape, *(() if scan == JOINT else (2,)), dtype=torch.float32, device=x.device)
     if tokens and (y is not None or scan != NO_SCAN):
         v = vector(x)
-        # One stage, for the reason given in depth attention's `scores`.
-        bt, bk, warps, stages = tile or (64, 4 * v, 4, 1)
         low = 0 if w is None or halves is None or not splits(x) else padded(columns) * len(w)
         launch(
-            _write_kernel, (triton.cdiv(tokens, bt),), x,
+            _write_kernel, (triton.cdiv(tokens, TOKENS),), x,
             x, x if y is None else y, x if post is None else post, x if res is None else res, out,
             (halves if low else w) if w is not None else x, x if z is None else z, x if sums is None else sums, tokens,
-            D=dim, n=n, K=columns, KP=max(16, triton.next_power_of_2(columns)), LOW=low, BT=bt, BK=bk, V=v, COPIES=copies,
+            D=dim, n=n, K=columns, KP=max(16, triton.next_power_of_2(columns)), LOW=low, BT=TOKENS, BK=4 * v, V=v, COPIES=copies,
             WRITE=y is not None, RES=res is not None, STATIC=post is not None and post.ndim == 1, SCAN=scan,
-            num_warps=warps, num_stages=stages,
+            # One stage, for the reason given in depth attention's `scores`.
+            num_warps=4, num_stages=1,
         )  # fmt: skip
     return out, z, sums

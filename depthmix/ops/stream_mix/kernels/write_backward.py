@@ -184,16 +184,15 @@ class WriteGradients(NamedTuple):
 
 def write_backward(
     g: Tensor | None, x: Tensor, copies: bool, n: int, y: Tensor | None, post: Tensor | None, res: Tensor | None,
-    read: ReadGradient | None, scan: ScanGradient | None, tile: tuple[int, int, int, int] | None = None,
+    read: ReadGradient | None, scan: ScanGradient | None,
 ) -> WriteGradients:  # fmt: skip
     """Compute the gradients of a write.
 
-    g: the gradient of x' from the next step, [N, n, D]. tile: tokens, channels, warps and stages of a program.
+    g: the gradient of x' from the next step, [N, n, D].
     """
     tokens, dim = x.shape[0], x.shape[-1]
     dx, dy, dpost, dres, dpre = out = _gradients_like(x, n, y, res, read is not None and read.wanted)
     if tokens:
-        bt, bk, warps, stages = tile or (1, 32 * vector(x), 1, 2)
 
         def or_x(tensor: Tensor | None) -> Tensor:
             return x if tensor is None else tensor
@@ -203,13 +202,13 @@ def write_backward(
         columns = 0 if w is None or products is None else products.shape[-1]
         low = padded(columns) * dim if w is not None and w.dtype != torch.float32 else 0
         launch(
-            _write_backward_kernel, (triton.cdiv(tokens, bt),), x,
+            _write_backward_kernel, (tokens,), x,
             or_x(g), x, or_x(y), or_x(post), or_x(res), or_x(dh), or_x(gain), or_x(pre), or_x(rho), or_x(c),
             or_x(products), or_x(w), or_x(slopes), dx, or_x(dy), or_x(dpost), or_x(dres), or_x(dpre), tokens,
-            D=dim, n=n, K=columns, LOW=low, BT=bt, BK=bk, V=min(vector(x), bt * bk // (32 * warps)), COPIES=copies,
+            D=dim, n=n, K=columns, LOW=low, BT=1, BK=32 * vector(x), V=vector(x), COPIES=copies,
             WRITE=y is not None, RES=res is not None, STATIC=post is not None and post.ndim == 1, NEXT=g is not None,
             READ=dh is not None, NORM=gain is not None, STATIC_PRE=pre is not None and pre.ndim == 1, DPRE=dpre is not None,
-            SCAN=0 if slopes is None else slopes.ndim - 1, STAGES=stages, num_warps=warps,
+            SCAN=0 if slopes is None else slopes.ndim - 1, STAGES=2, num_warps=1,
         )  # fmt: skip
     return out
 
