@@ -13,10 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from depthmix.ops.registration import library, register
 from depthmix.ops.torch_internals import constant_for_compiler, transformed
 
-_library = torch.library.Library("depthmix", "FRAGMENT")
-_library.define("ieee_matmul(Tensor a, Tensor b) -> Tensor")
 # The setting belongs to the process, and backward passes run in other threads.
 _lock = threading.RLock()
 
@@ -58,9 +57,7 @@ def _ieee_matmul(a: Tensor, b: Tensor) -> Tensor:
         return a @ b
 
 
-for _device in ("CUDA", "CPU"):
-    _library.impl("ieee_matmul", _ieee_matmul, _device)
-torch.library.register_fake("depthmix::ieee_matmul", lambda a, b: a @ b, lib=_library)
+register("ieee_matmul(Tensor a, Tensor b) -> Tensor", _ieee_matmul, lambda a, b: a @ b)
 
 
 def _setup(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
@@ -74,7 +71,7 @@ def _backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor | None]:
     return da, db
 
 
-torch.library.register_autograd("depthmix::ieee_matmul", _backward, setup_context=_setup, lib=_library)
+torch.library.register_autograd("depthmix::ieee_matmul", _backward, setup_context=_setup, lib=library)
 
 
 def wide_product(a: Tensor, b: Tensor) -> Tensor:

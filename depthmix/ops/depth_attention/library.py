@@ -10,30 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_library = torch.library.Library("depthmix", "FRAGMENT")
-_library.define(
-    "depth_read(Tensor u, Tensor[] sources, Tensor? add, Tensor? gain, float eps, float out_eps, int keep)"
-    " -> (Tensor[] y, Tensor[] o, Tensor s, Tensor lse, Tensor fresh)"
-)
-# Reads the newer sources, given the mixture of the older ones. source_order.py differentiates it.
-_library.define(
-    "depth_read_near(Tensor u, Tensor[] sources, Tensor? add, Tensor? gain, float eps, float out_eps, int keep,"
-    " Tensor bank, Tensor bank_lse) -> (Tensor[] y, Tensor[] o, Tensor s, Tensor lse, Tensor fresh)"
-)
-# Reads with known logits for all sources but the newest. source_order.py differentiates it.
-_library.define(
-    "depth_read_known(Tensor u, Tensor[] sources, Tensor[] logits, Tensor? add, Tensor[] gain, float eps, float out_eps,"
-    " int keep) -> (Tensor[] y, Tensor[] o, Tensor s, Tensor lse, Tensor fresh)"
-)
-# Reads two sources. source_order.py differentiates it.
-_library.define(
-    "depth_read_pair(Tensor u, Tensor old, Tensor newest, Tensor? add, Tensor? gain, float eps, float out_eps)"
-    " -> (Tensor[] y, Tensor s, Tensor lse, Tensor fresh)"
-)
-_library.define(
-    "depth_read_backward(Tensor[] dy, Tensor u, Tensor? gain, Tensor s, Tensor lse, Tensor[] sources, Tensor? g,"
-    " float eps, float out_eps) -> (Tensor[] dv, Tensor du, Tensor dgain)"
-)
+from depthmix.ops.registration import library, register
 
 Read = tuple[list[Tensor], list[Tensor], Tensor, Tensor, Tensor]
 Gradients = tuple[list[Tensor], Tensor, Tensor]
@@ -69,8 +46,7 @@ def _read_known_fake(
 
 
 def _read_fake(
-    u: Tensor, sources: list[Tensor], add: Tensor | None, gain: Tensor | None, eps: float, out_eps: float, keep: int,
-    bank: Tensor | None = None, bank_lse: Tensor | None = None,
+    u: Tensor, sources: list[Tensor], add: Tensor | None, gain: Tensor | None, eps: float, out_eps: float, keep: int, *bank: Tensor
 ) -> Read:  # fmt: skip
     from depthmix.ops.depth_attention.kernels.read import Result
 
@@ -118,25 +94,37 @@ def _read_backward(
 
 
 def _read_backward_fake(
-    dy: list[Tensor], u: Tensor, gain: Tensor | None, s: Tensor, lse: Tensor, sources: list[Tensor], g: Tensor | None,
-    eps: float, out_eps: float,
-) -> Gradients:  # fmt: skip
+    dy: list[Tensor], u: Tensor, gain: Tensor | None, s: Tensor, lse: Tensor, sources: list[Tensor], *others: Any
+) -> Gradients:
     dgain = u.new_empty(0) if gain is None else torch.empty_like(u)
     return [torch.empty_like(v) for v in sources], torch.empty_like(u), dgain
 
 
-# On a CPU the kernels run in Triton's interpreter.
-for _device in ("CUDA", "CPU"):
-    _library.impl("depth_read", _read, _device)
-    _library.impl("depth_read_near", _read, _device)
-    _library.impl("depth_read_known", _read_known, _device)
-    _library.impl("depth_read_pair", _read_pair, _device)
-    _library.impl("depth_read_backward", _read_backward, _device)
-torch.library.register_fake("depthmix::depth_read", _read_fake, lib=_library)
-torch.library.register_fake("depthmix::depth_read_near", _read_fake, lib=_library)
-torch.library.register_fake("depthmix::depth_read_known", _read_known_fake, lib=_library)
-torch.library.register_fake("depthmix::depth_read_pair", _read_pair_fake, lib=_library)
-torch.library.register_fake("depthmix::depth_read_backward", _read_backward_fake, lib=_library)
+_RESULT = "(Tensor[] y, Tensor[] o, Tensor s, Tensor lse, Tensor fresh)"
+_READ = "Tensor u, Tensor[] sources, Tensor? add, Tensor? gain, float eps, float out_eps, int keep"
+register(f"depth_read({_READ}) -> {_RESULT}", _read, _read_fake)
+# Reads the newer sources, given the mixture of the older ones. source_order.py differentiates it, and the two that follow.
+register(f"depth_read_near({_READ}, Tensor bank, Tensor bank_lse) -> {_RESULT}", _read, _read_fake)
+# Reads with known logits for all sources but the newest.
+register(
+    "depth_read_known(Tensor u, Tensor[] sources, Tensor[] logits, Tensor? add, Tensor[] gain, float eps, float out_eps,"
+    f" int keep) -> {_RESULT}",
+    _read_known,
+    _read_known_fake,
+)
+# Reads two sources.
+register(
+    "depth_read_pair(Tensor u, Tensor old, Tensor newest, Tensor? add, Tensor? gain, float eps, float out_eps)"
+    " -> (Tensor[] y, Tensor s, Tensor lse, Tensor fresh)",
+    _read_pair,
+    _read_pair_fake,
+)
+register(
+    "depth_read_backward(Tensor[] dy, Tensor u, Tensor? gain, Tensor s, Tensor lse, Tensor[] sources, Tensor? g,"
+    " float eps, float out_eps) -> (Tensor[] dv, Tensor du, Tensor dgain)",
+    _read_backward,
+    _read_backward_fake,
+)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Read) -> None:
@@ -161,4 +149,4 @@ def _backward(ctx: Any, dy: Sequence[Tensor | None], do: Any, ds: Any, dlse: Any
     return du, dv, dv[-1].clone() if ctx.added else None, dgain if ctx.normed else None, None, None, None
 
 
-torch.library.register_autograd("depthmix::depth_read", _backward, setup_context=_setup, lib=_library)
+torch.library.register_autograd("depthmix::depth_read", _backward, setup_context=_setup, lib=library)

@@ -11,14 +11,7 @@ import torch
 from torch import Tensor
 
 from depthmix.ops.depth_sum import source_order as order
-
-_library = torch.library.Library("depthmix", "FRAGMENT")
-_library.define("depth_sum_read(Tensor[] sources, Tensor? static, Tensor? dynamic, bool relu) -> Tensor[]")
-# A gradient that is not needed, or whose input is None, comes back empty.
-_library.define(
-    "depth_sum_read_backward(Tensor[] do, Tensor[] sources, Tensor? static, Tensor? dynamic, bool relu, bool[] need)"
-    " -> (Tensor static, Tensor dynamic, Tensor[] sources)"
-)
+from depthmix.ops.registration import library, register
 
 Gradients = tuple[Tensor, Tensor, list[Tensor]]
 
@@ -76,12 +69,14 @@ def _read_backward_fake(
     return empty[0], empty[1], empty[2:]
 
 
-# On a CPU the kernels run in Triton's interpreter.
-for _device in ("CUDA", "CPU"):
-    _library.impl("depth_sum_read", _read, _device)
-    _library.impl("depth_sum_read_backward", _read_backward, _device)
-torch.library.register_fake("depthmix::depth_sum_read", _read_fake, lib=_library)
-torch.library.register_fake("depthmix::depth_sum_read_backward", _read_backward_fake, lib=_library)
+register("depth_sum_read(Tensor[] sources, Tensor? static, Tensor? dynamic, bool relu) -> Tensor[]", _read, _read_fake)
+# A gradient that is not needed, or whose input is None, comes back empty.
+register(
+    "depth_sum_read_backward(Tensor[] do, Tensor[] sources, Tensor? static, Tensor? dynamic, bool relu, bool[] need)"
+    " -> (Tensor static, Tensor dynamic, Tensor[] sources)",
+    _read_backward,
+    _read_backward_fake,
+)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
@@ -97,4 +92,4 @@ def _backward(ctx: Any, do: Sequence[Tensor]) -> tuple[Any, ...]:
     return grads[2:], grads[0], grads[1], None
 
 
-torch.library.register_autograd("depthmix::depth_sum_read", _backward, setup_context=_setup, lib=_library)
+torch.library.register_autograd("depthmix::depth_sum_read", _backward, setup_context=_setup, lib=library)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from depthmix.ops.backend import choose, why_no_kernels
 from depthmix.ops.checks import KERNEL_DTYPES, why_too_wide
+from depthmix.ops.registration import register
 
 # Up to this many tokens a launch takes longer than the memory traffic of its site.
 STEP_TOKENS = 256
@@ -15,23 +16,6 @@ STEP_TOKENS = 256
 GROUP = 8
 # Bytes that one launch may move to update the running softmax of all later readers, which then need not read the source.
 PASS_BYTES = 1 << 22
-
-_library = torch.library.Library("depthmix", "FRAGMENT")
-_library.define(
-    "slots_attend(Tensor(a!) slots, Tensor y, int before, int slot, int stride, int head, int skip, int n, Tensor[] query,"
-    " Tensor[] key_gain, Tensor[] gain, float eps, float out_eps, Tensor? bank, Tensor? bank_lse, Tensor? scale) -> Tensor"
-)
-_library.define("slots_look_back(Tensor slots, int n, Tensor query, Tensor key_gain, float eps) -> (Tensor, Tensor)")
-_library.define(
-    "slots_add_up(Tensor(a!) slots, Tensor y, Tensor? before, int slot, int ways, Tensor? static, Tensor? w, int relu,"
-    " Tensor[] gain, float out_eps, int raw) -> (Tensor, Tensor)"
-)
-_library.define(
-    "slots_pass_on(Tensor(a!) slots, Tensor(b!) acc, Tensor(c!) stats, Tensor y, int before, int slot, int stride, int begin, int end,"
-    " Tensor query, Tensor key_gain, Tensor? further_query, Tensor? further_key_gain, int further_at, int further_begin, int further_end, int ways,"
-    " Tensor[] gain, float eps, float out_eps, Tensor? scale) -> Tensor"
-)
-_library.define("slots_add_norm(Tensor x, Tensor? y, Tensor gain, float eps, bool keep=True) -> (Tensor, Tensor)")
 
 
 def _contiguous(rows: Sequence[Tensor]) -> list[Tensor]:
@@ -54,8 +38,7 @@ def _attend(
 
 def _attend_fake(
     slots: Tensor, y: Tensor, before: int, slot: int, stride: int, head: int, skip: int, n: int, query: list[Tensor],
-    key_gain: list[Tensor], gain: list[Tensor], eps: float, out_eps: float, bank: Tensor | None, bank_lse: Tensor | None,
-    scale: Tensor | None,
+    *others: Any,
 ) -> Tensor:  # fmt: skip
     return slots.new_empty(len(query), *y.shape)
 
@@ -83,9 +66,8 @@ def _add_up(
 
 
 def _add_up_fake(
-    slots: Tensor, y: Tensor, before: Tensor | None, slot: int, ways: int, static: Tensor | None, w: Tensor | None,
-    relu: int, gain: list[Tensor], out_eps: float, raw: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    slots: Tensor, y: Tensor, before: Tensor | None, slot: int, ways: int, *others: Any
+) -> tuple[Tensor, Tensor]:
     return slots.new_empty(ways, *y.shape), slots.new_empty(y.shape)
 
 
@@ -121,17 +103,35 @@ def _add_norm_fake(x: Tensor, y: Tensor | None, gain: Tensor, eps: float, keep: 
     return x.new_empty(x.shape if keep and y is not None else 0), x.new_empty(x.shape)
 
 
-for _name, _run, _fake in (
-    ("attend", _attend, _attend_fake),
-    ("look_back", _look_back, _look_back_fake),
-    ("add_up", _add_up, _add_up_fake),
-    ("pass_on", _pass_on, _pass_on_fake),
-    ("add_norm", _add_norm, _add_norm_fake),
-):
-    # On a CPU the kernels run in Triton's interpreter.
-    for _device in ("CUDA", "CPU"):
-        _library.impl(f"slots_{_name}", _run, _device)
-    torch.library.register_fake(f"depthmix::slots_{_name}", _fake, lib=_library)
+register(
+    "slots_attend(Tensor(a!) slots, Tensor y, int before, int slot, int stride, int head, int skip, int n, Tensor[] query,"
+    " Tensor[] key_gain, Tensor[] gain, float eps, float out_eps, Tensor? bank, Tensor? bank_lse, Tensor? scale) -> Tensor",
+    _attend,
+    _attend_fake,
+)
+register(
+    "slots_look_back(Tensor slots, int n, Tensor query, Tensor key_gain, float eps) -> (Tensor, Tensor)",
+    _look_back,
+    _look_back_fake,
+)
+register(
+    "slots_add_up(Tensor(a!) slots, Tensor y, Tensor? before, int slot, int ways, Tensor? static, Tensor? w, int relu,"
+    " Tensor[] gain, float out_eps, int raw) -> (Tensor, Tensor)",
+    _add_up,
+    _add_up_fake,
+)
+register(
+    "slots_pass_on(Tensor(a!) slots, Tensor(b!) acc, Tensor(c!) stats, Tensor y, int before, int slot, int stride, int begin, int end,"
+    " Tensor query, Tensor key_gain, Tensor? further_query, Tensor? further_key_gain, int further_at, int further_begin,"
+    " int further_end, int ways, Tensor[] gain, float eps, float out_eps, Tensor? scale) -> Tensor",
+    _pass_on,
+    _pass_on_fake,
+)
+register(
+    "slots_add_norm(Tensor x, Tensor? y, Tensor gain, float eps, bool keep=True) -> (Tensor, Tensor)",
+    _add_norm,
+    _add_norm_fake,
+)
 
 
 def usable(op: str, x: Tensor) -> bool:

@@ -1,17 +1,13 @@
 """turn_and_store and activate: kernels where no gradient is wanted and they can run, plain PyTorch elsewhere."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from depthmix.ops.registration import register
 from depthmix.ops.slots.op import usable
-
-_library = torch.library.Library("depthmix", "FRAGMENT")
-_library.define(
-    "turn_and_store(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor? q_gain, Tensor? k_gain, float eps,"
-    " Tensor position, Tensor(a!) keys, Tensor(b!) values) -> Tensor"
-)
-_library.define("activate(Tensor? gate, Tensor up) -> Tensor")
 
 
 def _turn(
@@ -24,10 +20,7 @@ def _turn(
     return kernels.turn_and_store(q, k, v, cos, sin, q_gain, k_gain, eps, position, keys, values)
 
 
-def _turn_fake(
-    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, q_gain: Tensor | None, k_gain: Tensor | None, eps: float,
-    position: Tensor, keys: Tensor, values: Tensor,
-) -> Tensor:  # fmt: skip
+def _turn_fake(q: Tensor, *others: Any) -> Tensor:
     return q.new_empty(q.shape[0], q.shape[2], q.shape[1], q.shape[3])
 
 
@@ -41,12 +34,13 @@ def _activate_fake(gate: Tensor | None, up: Tensor) -> Tensor:
     return torch.empty_like(up, memory_format=torch.contiguous_format)
 
 
-# On a CPU the kernels run in Triton's interpreter.
-for _device in ("CUDA", "CPU"):
-    _library.impl("turn_and_store", _turn, _device)
-    _library.impl("activate", _activate, _device)
-torch.library.register_fake("depthmix::turn_and_store", _turn_fake, lib=_library)
-torch.library.register_fake("depthmix::activate", _activate_fake, lib=_library)
+register(
+    "turn_and_store(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor? q_gain, Tensor? k_gain, float eps,"
+    " Tensor position, Tensor(a!) keys, Tensor(b!) values) -> Tensor",
+    _turn,
+    _turn_fake,
+)
+register("activate(Tensor? gate, Tensor up) -> Tensor", _activate, _activate_fake)
 
 
 def turn_and_store(
