@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import dataclasses
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -144,10 +145,19 @@ def command_line() -> str:
         page.append(f"## {name}\n\n{plain(command.description or summary[name])}\n\n{usage}")
         if shared:
             page.append("All options of [`train`](#train), and these:")
-        rows = [row for action in own if (row := argument(action))]
+        rows = [row for action in own if (row := argument(action))] + recipe_only(name)
         if rows:
             page.append(table(("option", "meaning", "default"), rows))
     return "\n\n".join(page) + "\n"
+
+
+def recipe_only(name: str) -> list[tuple[str, str, str]]:
+    """Return the rows of a command's options that stand in a recipe and have no flag."""
+    from depthmix.cli import COMMANDS
+
+    config = COMMANDS[name][0] if name in COMMANDS else None
+    fields = [f for f in dataclasses.fields(config) if not f.metadata["flag"]] if config else []
+    return [(f"`{field.name}` (recipe)", plain(field.metadata["help"]), "") for field in fields]
 
 
 def argument(action: argparse.Action) -> tuple[str, str, str] | None:
