@@ -20,10 +20,10 @@ CHANNELS = 12  # that a gate sees
 
 
 class ValueMixing(nn.Module):
-    """What the attention of one block does to its values.
+    """Mix the values of one block's attention with those of block 0, and with an embedding of the token.
 
     Attributes:
-        mix: λ_1 and λ_2 [2], or None. "learnable": one half each. "sparse": 5 and 1, in the last three eighths of the blocks.
+        lambda_1, lambda_2: [1], or None. "learnable": one half each. "sparse": 5 and 1, in the last three eighths of the blocks.
         table: E [vocab, kv heads * d], or None. It starts uniform, with the standard deviation of the value projection.
         gate: W_g [kv heads, 12]. It starts uniform in (0, 0.02), so that a gate starts near 1.5.
     """
@@ -34,7 +34,8 @@ class ValueMixing(nn.Module):
         """Build the parts. start: λ_1 and λ_2; None: no value residual. vocab_size: None: no value embedding."""
         super().__init__()
         self.dim, self.start = dim, start
-        self.mix = None if start is None else nn.Parameter(torch.empty(2))
+        # Two parameters, since each process of FSDP2 may hold a part of one.
+        self.lambda_1, self.lambda_2 = (None if start is None else nn.Parameter(torch.empty(1)) for _ in range(2))
         self.table = self.gate = None
         if vocab_size is not None:
             self.table = nn.Embedding(vocab_size, n_kv_heads * head_dim)
@@ -43,9 +44,9 @@ class ValueMixing(nn.Module):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Set all parameters to their initial values."""
-        if self.mix is not None and self.start is not None:
-            for i, value in enumerate(self.start):
-                nn.init.constant_(self.mix[i : i + 1], value)
+        if self.lambda_1 is not None and self.lambda_2 is not None and self.start is not None:
+            nn.init.constant_(self.lambda_1, self.start[0])
+            nn.init.constant_(self.lambda_2, self.start[1])
         if self.table is not None and self.gate is not None:
             bound = math.sqrt(3 / self.dim)
             nn.init.uniform_(self.table.weight, -bound, bound)
@@ -63,9 +64,8 @@ class ValueMixing(nn.Module):
         Returns:
             Values [B, T, kv heads, d] in the dtype of v.
         """
-        if self.mix is not None and first is not None:
-            mix = self.mix.to(v.device)
-            v = (mix[0] * first.to(v.device) + mix[1] * v).to(v.dtype)
+        if self.lambda_1 is not None and self.lambda_2 is not None and first is not None:
+            v = (self.lambda_1 * first.to(v.device) + self.lambda_2 * v).to(v.dtype)
         if self.table is not None and self.gate is not None and ids is not None:
             gate = 3 * torch.sigmoid(self.gate(h[..., : self.gate.in_features]))  # [B, T, kv heads]
             v = v + (gate.unsqueeze(-1) * self.table(ids.to(v.device)).unflatten(-1, v.shape[-2:])).to(v.dtype)

@@ -49,8 +49,8 @@ def logits_by_hand(model, ids):
         q, k, v = (a @ p.weight.T for p in (attention.q_proj, attention.k_proj, attention.v_proj))
         first = v if block == 0 else first
         weights = dict(attention.named_parameters())
-        if "values.mix" in weights:
-            v = weights["values.mix"][0] * first + weights["values.mix"][1] * v
+        if "values.lambda_1" in weights:
+            v = weights["values.lambda_1"] * first + weights["values.lambda_2"] * v
         if "values.table.weight" in weights:
             gate = 3 / (1 + torch.exp(-(a[..., :12] @ weights["values.gate.weight"].T)))
             embedded = weights["values.table.weight"][ids]
@@ -98,9 +98,11 @@ def test_examples():
 
 def test_initial_values():
     learnable, sparse = (decoder(False, value_residual=kind) for kind in ("learnable", "sparse"))
-    starts = [{n: p.tolist() for n, p in m.named_parameters() if "values" in n} for m in (learnable, sparse)]
-    assert starts[0] == {f"sublayers.{2 * block}.values.mix": [0.5, 0.5] for block in range(1, BLOCKS)}
-    assert starts[1] == {f"sublayers.{2 * block}.values.mix": [5.0, 1.0] for block in (3, 4)}  # of 5; 5, 6, 7 of 8
+    starts = [{n: p.item() for n, p in m.named_parameters() if "values" in n} for m in (learnable, sparse)]
+    name = "sublayers.{}.values.lambda_{}".format
+    assert starts[0] == {name(2 * block, i): 0.5 for block in range(1, BLOCKS) for i in (1, 2)}
+    # Of 5 blocks; of 8 they are 5, 6 and 7.
+    assert starts[1] == {name(2 * block, i): value for block in (3, 4) for i, value in ((1, 5.0), (2, 1.0))}
     model = decoder(False, value_embeddings=True)
     assert [n for n, _ in model.named_parameters() if "table" in n] == [
         f"sublayers.{site}.values.table.weight" for site in (0, 4, 8)
@@ -180,7 +182,7 @@ def test_in_hugging_faces_model(tmp_path, reentrant):
     model = DepthmixForCausalLM(DepthmixConfig(vocab_size=VOCAB, **sizes, **BOTH))
     gate = model.get_parameter("model.sublayers.4.values.gate.weight")
     assert 0 < gate.min().item() < gate.max().item() < 0.02
-    assert model.get_parameter("model.sublayers.4.values.mix").tolist() == [0.5, 0.5]
+    assert model.get_parameter("model.sublayers.4.values.lambda_1").tolist() == [0.5]
     model.save_pretrained(tmp_path)
     back = DepthmixForCausalLM.from_pretrained(tmp_path)
     assert (back.config.value_residual, back.config.value_embeddings) == ("learnable", True)

@@ -38,7 +38,8 @@ def test_attention_is_that_of_the_whole_sequence(count):
 
 def test_mixers_with_two_processes(workers):
     """One of each make: a stream, a stack of blocks with ways, streams, sums; with grouped heads."""
-    cases = [("residual", {}, {}), ("attnres", {"ways": 3}, GROUPED), ("mhc", {}, {}), ("dca", {}, GROUPED)]
+    values = {"value_residual": "sparse", "value_embeddings": True}
+    cases = [("residual", {}, values), ("attnres", {"ways": 3}, GROUPED), ("mhc", {}, {}), ("dca", {}, GROUPED)]
     workers.run(2, "parallel.jobs:same_training", {"cp": 2}, cases)
 
 

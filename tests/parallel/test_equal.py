@@ -9,6 +9,7 @@ from parallel.jobs import example
 PLAIN = {}
 FULL = {"vocab_size": 13, "mlp": "swiglu", "n_kv_heads": 2}  # a vocabulary that two do not divide evenly
 TIED = {"tie_embeddings": True}
+VALUES = ("residual", {}, {"value_residual": "learnable", "value_embeddings": True})
 # Options under which states are made of other things, or a parameter is divided otherwise, than with the defaults.
 WAYS = ("attnres", {"ways": 3}, FULL)
 PARTS = ("mhc", {"residual_map": "birkhoff", "schedule": "single_pass"}, FULL)
@@ -17,7 +18,9 @@ EVERY = [(name, {}, PLAIN) for name in list_mixers()]
 
 
 @pytest.mark.parametrize(
-    ("sizes", "others"), [({"dp": 2}, [EARLIER]), ({"shard": 2}, [PARTS]), ({"tp": 2}, [WAYS, EARLIER])], ids=str
+    ("sizes", "others"),
+    [({"dp": 2}, [EARLIER, VALUES]), ({"shard": 2}, [PARTS, VALUES]), ({"tp": 2}, [WAYS, EARLIER])],
+    ids=str,
 )
 def test_every_mixer_with_two_processes(workers, sizes, others):
     workers.run(2, "parallel.jobs:same_training", sizes, [*EVERY, *others])
