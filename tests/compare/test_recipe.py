@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from compare import recipes
-from depthmix import create_mixer, list_mixers
+from depthmix import Decoder, Vit, list_mixers
 from depthmix.compare.plan import plan_runs
 from depthmix.compare.recipe import load_recipe
 from depthmix.compare.table import spreads_assumed
@@ -126,16 +126,31 @@ def test_a_base_has_a_base(tmp_path):
         ({"arms": [{"mixer": "dca", "set": {"lrr": 1}}]}, ["arm 'dca'", "unknown option 'lrr'", "'lr'"]),
         ({"arms": [{"mixer": "dca", "set": 3}]}, ["arm 'dca': set must hold options"]),
         ({"arms": [{"label": "a \ud800", "mixer": "dca"}]}, ["one line"]),
-        ({"domains": {"a": "x", "a b": "x"}, "sizes": {"b c": {}, "c": {}}}, ["a domain and a size are called 'a b c'"]),
+        (
+            {"domains": {"a": "x", "a b": "x"}, "sizes": {"b c": {}, "c": {}}},
+            ["a domain and a size are called 'a b c'"],
+        ),
         ({"arms": [{"label": "x"}]}, ["an arm is a rule"]),
         ({"arms": [{"label": "a\nb", "mixer": "dca"}]}, ["one line"]),
         ({"arms": ["residual", {"mixer": "dca", "sizes": "54m"}]}, ["arm 'dca': sizes must be a list"]),
         ({"sizes": {"54m": {}}, "arms": ["residual", {"mixer": "dca", "sizes": ["45m"]}]}, ["no size '45m'", "'54m'"]),
-        ({"sizes": {"a": {}, "b": {}}, "arms": [{"mixer": "dca", "sizes": ["b"]}]}, ["'dca', must be run at every size"]),
+        (
+            {"sizes": {"a": {}, "b": {}}, "arms": [{"mixer": "dca", "sizes": ["b"]}]},
+            ["'dca', must be run at every size"],
+        ),
         ({"arms": [{"mixer": "dca", "seeds": []}]}, ["arm 'dca': seeds must be a list"]),
-        ({"domains": {"books": "x"}, "arms": [{"mixer": "dca", "seeds": {"boks": [0]}}]}, ["no domain 'boks'", "'books'"]),
-        ({"domains": {"books": "x"}, "arms": [{"mixer": "dca", "seeds": {"books": 0}}]}, ["arm 'dca': seeds must be a list"]),
-        ({"domains": {"books": "x"}, "arms": [{"mixer": "dca", "seeds": {"books": []}}]}, ["'dca', needs a seed on books"]),
+        (
+            {"domains": {"books": "x"}, "arms": [{"mixer": "dca", "seeds": {"boks": [0]}}]},
+            ["no domain 'boks'", "'books'"],
+        ),
+        (
+            {"domains": {"books": "x"}, "arms": [{"mixer": "dca", "seeds": {"books": 0}}]},
+            ["arm 'dca': seeds must be a list"],
+        ),
+        (
+            {"domains": {"books": "x"}, "arms": [{"mixer": "dca", "seeds": {"books": []}}]},
+            ["'dca', needs a seed on books"],
+        ),
         ({"arms": ["dca", "dca"]}, ["are the same"]),
         ({"arms": ["dca", {"label": "dca", "mixer": "grn"}]}, ["two arms are called 'dca'"]),
         ({"arms": ["dca", {"label": "x", "mixer": "dca"}]}, ["is there twice"]),
@@ -156,10 +171,9 @@ def test_every_arm_of_our_recipes_can_be_built(path):
         for cell in sizes.values():
             config = recipe.train_config(arm, cell, 0)
             check_config(dataclasses.replace(config, out="nowhere"))
-            _ = model_config(config, 32) if not config.crop else vit_config(config, PICTURES)
             with torch.device("meta"):
-                mixer = create_mixer(config.mixer, dim=config.dim, n_blocks=config.n_blocks, **config.mixer_options)
-            match_groups([f"mixer.{name}" for name, _ in mixer.named_parameters()], config.groups)
+                model = Vit(vit_config(config, PICTURES)) if config.crop else Decoder(model_config(config, 32))
+            match_groups([name for name, _ in model.named_parameters()], config.groups)
     assert spreads_assumed(recipe)
     assert recipe.config.out == f"docs/results/{path.stem}"
     assert path.stem == "tiny" or "# On an H200" in path.read_text()  # what it will take
