@@ -35,7 +35,7 @@ def test_scores(rows: int, tokens: int, dim: int, monkeypatch: pytest.MonkeyPatc
     u, sources = single(rows, dim, seed=50), drawn(3, tokens, dim)
     found = scores(SplitRows.of(u, sources[0].dtype), sources, EPS)
     if rows in (17, 65):
-        monkeypatch.setattr(tiling, "MANY", 1)  # other tiles
+        monkeypatch.setattr(tiling, "MANY_ROWS", 1)  # other tiles
         assert_near([scores(SplitRows.of(u, sources[0].dtype), sources, EPS)], [found], 1e-6)
     assert found.shape == (rows, 3, tokens)
     assert_near([found], [torch.stack([logits(u, v) for v in sources], 1)], 2e-6)

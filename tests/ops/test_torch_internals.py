@@ -185,7 +185,7 @@ GLOBAL = {
 @pytest.mark.parametrize("name", [*OWN, *GLOBAL])
 def test_hooks_are_where_they_are_looked_for(name: str) -> None:
     """Each way to register one is noticed, and only under the name that is listed for it."""
-    assert set(OWN) == set(torch_internals._OWN_HOOKS)
+    assert set(OWN) == set(torch_internals._MODULE_HOOKS)
     assert set(GLOBAL) == set(torch_internals._GLOBAL_HOOKS)
     module = nn.Identity()
     assert calls_only_its_forward(module)
