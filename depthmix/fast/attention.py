@@ -18,7 +18,7 @@ from depthmix.mixers.fast_path import FastPath
 from depthmix.mixers.state import register_state
 from depthmix.ops import depth_sum
 from depthmix.ops.backend import choose
-from depthmix.ops.backward_mail import seen_from_outside
+from depthmix.ops.backward_mail import guarded_view
 from depthmix.ops.depth_attention.op import is_usual, why_unsupported
 from depthmix.ops.depth_attention.precomputed_logits import (
     KNOWN_WAYS,
@@ -109,7 +109,7 @@ class AttentionTraining(FastPath):
         """Append the source that the read of this site has added up."""
         note = state.take_note()
         newest, tape = note if isinstance(note, KernelNote) else (note, None)
-        outside = newest if tape is None else seen_from_outside(newest, OP)
+        outside = newest if tape is None else guarded_view(newest, OP)
         after: TapeState = mixer.after(state, site, y if scaled else with_gain(mixer, site, y), outside)
         after.tape = None
         if tape is not None:

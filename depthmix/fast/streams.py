@@ -17,7 +17,7 @@ from depthmix.mixers.fast_path import FastPath
 from depthmix.mixers.state import register_state
 from depthmix.mixers.streams import StreamsState
 from depthmix.ops import stream_read, stream_write
-from depthmix.ops.autograd import own_backward
+from depthmix.ops.autograd import uses_custom_backward
 from depthmix.ops.backend import choose
 from depthmix.ops.norm import eps_of, is_plain_rms_norm
 from depthmix.ops.stream_mix.op import stream_rule_read, why_unsupported
@@ -169,7 +169,7 @@ class StreamSteps(FastPath):
     def _reads_at_once(self, mixer: Any, state: PendingStreams) -> bool:
         """Tell whether the reference makes a site's weights and reads with them as one node of autograd."""
         rule = mixer._rule()
-        return rule is not None and not rule.joint and not state.frozen and own_backward()
+        return rule is not None and not rule.joint and not state.frozen and uses_custom_backward()
 
     def _step(
         self, mixer: Any, state: PendingStreams, tape: Tape, rule: Rule | None, pre: Tensor | None, parameters: Sequence[Tensor] = (),

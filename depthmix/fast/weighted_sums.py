@@ -19,9 +19,9 @@ from depthmix.mixers.checks import Norm, Read
 from depthmix.mixers.fast_path import FastPath
 from depthmix.mixers.reader_weights import ReaderWeights
 from depthmix.mixers.state import last_of, register_state
-from depthmix.ops.autograd import own_backward
+from depthmix.ops.autograd import uses_custom_backward
 from depthmix.ops.backend import choose
-from depthmix.ops.backward_mail import seen_from_outside
+from depthmix.ops.backward_mail import guarded_view
 from depthmix.ops.depth_sum.coefficients import coefficients
 from depthmix.ops.depth_sum.op import depth_sum, depth_sum_normed, source_scores, why_unsupported
 from depthmix.ops.depth_sum.source_order import (
@@ -144,7 +144,7 @@ class WeightedSums(FastPath):
         if norms is None:
             return way_or_ways(self.mixtures(mixer, state, reader)) if begins else read_inside(mixer, state)
         kernels, trains = use_kernels(mixer, state), torch.is_grad_enabled()
-        fused = fused_gains(norms, state.template()) if kernels or own_backward() else None
+        fused = fused_gains(norms, state.template()) if kernels or uses_custom_backward() else None
         if fused is None:
             return None
         gains, eps = fused
@@ -234,7 +234,7 @@ class WeightedSums(FastPath):
         self, mixer: Any, state: PendingStack, stack: tuple[Tensor, ...], reader: int, weights: ReaderWeights | None
     ) -> KnownScores | None:
         """Return the scores of a stack: those that the state has, and those of the entries that this reader sees first."""
-        if weights is None or weights.projection is None or not own_backward():
+        if weights is None or weights.projection is None or not uses_custom_backward():
             return None
         known = state.tape if isinstance(state.tape, KnownScores) else None
         if known is None:
@@ -269,7 +269,7 @@ class WeightedSums(FastPath):
                     mixer, tape._replace(stack=(), scores=()), tape.stack[1], tape.stack[2], reader, 1
                 )
                 tape = tape._replace(stack=merged(tape.stack, v), scores=merged(tape.scores, scores))
-                stack = merged(stack, seen_from_outside(v, OP))
+                stack = merged(stack, guarded_view(v, OP))
             before, add = state.pending[0], state.pending[1] if len(state.pending) > 1 else None
             read_adds = gain is not None if weights is None else weights.is_static
             if add is not None and read_adds:
@@ -286,7 +286,7 @@ class WeightedSums(FastPath):
             h, g, fresh = (tape.stack[-1].view_as(tape.stack[-1]),) * mixer.reader_ways[reader], None, None
         if fresh is not None:
             tape = tape._replace(stack=(*tape.stack[:-1], fresh))
-        newest = seen_from_outside(tape.stack[-1], OP)
+        newest = guarded_view(tape.stack[-1], OP)
         stack = stack if state.pending is None else (*stack, newest)
         return h, Note(newest if g is None else g, stack, tape)
 

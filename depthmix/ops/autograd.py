@@ -9,7 +9,7 @@ from torch import Tensor
 from depthmix.ops.torch_internals import transformed
 
 
-def own_backward() -> bool:
+def uses_custom_backward() -> bool:
     """Return whether an operator may use its hand-written backward.
 
     It may not under torch.compile and torch.func, which derive a backward themselves.

@@ -54,7 +54,7 @@ def current_pass_id(op: str) -> int:
     return backward_pass()
 
 
-def seen_from_outside(newest: Tensor, op: str) -> Tensor:
+def guarded_view(newest: Tensor, op: str) -> Tensor:
     """Return a view of a source for a caller that inspects a state, which fails loudly when asked for a gradient.
 
     Later reads post the gradient of a source to its maker, so the gradient never reaches the tensor in the state. Autograd itself
@@ -66,11 +66,11 @@ def seen_from_outside(newest: Tensor, op: str) -> Tensor:
         what = "with kernels the gradient of a state's tensor is never formed by itself"
         raise RuntimeError(f"{op}: {what}; {WORKAROUND}")
 
-    seen = newest.view_as(newest)
-    if seen.requires_grad:
+    view = newest.view_as(newest)
+    if view.requires_grad:
         for name in ("retain_grad", "register_hook"):
-            setattr(seen, name, no_gradient)
-    return seen
+            setattr(view, name, no_gradient)
+    return view
 
 
 def saved_once(ctx: Any, op: str) -> Sequence[Tensor]:

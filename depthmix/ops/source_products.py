@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from depthmix.ops.autograd import own_backward, reference_gradients
+from depthmix.ops.autograd import reference_gradients, uses_custom_backward
 from depthmix.ops.matmul import matmul, wide_product
 from depthmix.ops.precision import compute_dtype, rms_normalize, widen, without_autocast
 
@@ -31,7 +31,7 @@ def source_products(v: Tensor, w: Tensor, eps: float | None = None) -> Tensor:
         [R, ...] in fp32 (fp64 for fp64).
     """
     with without_autocast(v):
-        if not own_backward():
+        if not uses_custom_backward():
             return source_products_reference(eps, v, w)
         products: Tensor = SourceProducts.apply(eps, v, w)
         return products

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from depthmix.ops.autograd import own_backward
+from depthmix.ops.autograd import uses_custom_backward
 from depthmix.ops.checks import KERNEL_DTYPES, check_shape, why_too_wide
 from depthmix.ops.precision import without_autocast
 from depthmix.ops.stream_mix.reference import stream_read_reference, stream_write_reference
@@ -44,7 +44,7 @@ def stream_read(x: Tensor, pre: Tensor) -> Tensor:
     n = _streams("stream_read", x)
     check_shape("stream_read", "pre", pre, x, (n,), tuple(x.shape[:-1]))
     with without_autocast(x):
-        if own_backward():
+        if uses_custom_backward():
             return StreamRead.apply(x, pre)
         return stream_read_reference(x, pre).to(x.dtype)
 
@@ -74,7 +74,7 @@ def stream_write(x: Tensor, res: Tensor | None, post: Tensor, y: Tensor) -> Tens
     check_shape(op, "post", post, x, (n,), (*tokens, n))
     check_shape(op, "y", y, x, (*tokens, x.shape[-1]))
     with without_autocast(x):
-        if own_backward():
+        if uses_custom_backward():
             return StreamWrite.apply(x, res, post, y)
         return stream_write_reference(x, res, post, y).to(x.dtype)
 
@@ -105,7 +105,7 @@ def stream_rule_read(
     if gain is not None:
         check_shape(op, "gain", gain, x, (width,))
     with without_autocast(x):
-        if own_backward():
+        if uses_custom_backward():
             u, post, res = StreamRuleRead.apply(rule, eps, x, columns, bases, scales, gain)
             return u, post, res
         return rule_read_reference(rule, eps, x, columns, bases, scales, gain)
