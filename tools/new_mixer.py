@@ -15,8 +15,8 @@ x_{s+1} = a_s x_s + y_s
 import torch
 from torch import Tensor, nn
 
-from depthmix.mixers.registry import register
 from depthmix.mixers.one_stream import OneStream
+from depthmix.mixers.registry import register
 from depthmix.mixers.state import StreamState
 from depthmix.ops.precision import compute_dtype
 
@@ -25,11 +25,11 @@ from depthmix.ops.precision import compute_dtype
 class @Name@(OneStream):
     """a [S] = init."""
 
-    # YOURS: the options are keyword arguments, their annotations say what is valid.
+    # YOURS: the options. They are keyword arguments, and their annotations say what is valid.
     def __init__(self, dim: int, n_blocks: int, *, init: float = 0.5) -> None:
         super().__init__(dim, n_blocks)
         self.init = init
-        # YOURS: the parameters, by site, created empty and filled in reset_parameters.
+        # YOURS: the parameters, one row per site, created empty and filled in reset_parameters.
         self.a = nn.Parameter(torch.empty(self.n_sites))
         self.reset_parameters()
 
