@@ -65,7 +65,8 @@ def starts_plain(options):
 def run(p, options, blocks, e, sublayer) -> Trace:
     a = p["a"]
     x, reads = e, []
-    for s in range(blocks.S):  # YOURS: blocks.sites has the sites of each block, blocks.attention those that are attention
+    # YOURS: blocks.sites has the sites of each block, blocks.attention the attention sites.
+    for s in range(blocks.S):
         reads.append((x,))
         x = a[s] * x + sublayer(s, (x,))
     reads.append((x,))
