@@ -19,8 +19,8 @@ from benchmarks.report import Report
 from benchmarks.step import TIGHT, arm_errors, random_data, steps_of
 from benchmarks.timing import Run, interleaved
 from depthmix.cli import build_config
-from depthmix.config import CompareConfig, TrainConfig
 from depthmix.compare.arms import check_arms, parse_arms
+from depthmix.config import CompareConfig, TrainConfig
 from depthmix.train.loop import Trainer
 
 DEMO = Path(__file__).parents[1] / "recipes" / "demo.yaml"

@@ -20,10 +20,10 @@ from benchmarks import check
 from benchmarks.options import Options, backend
 from benchmarks.report import Report
 from benchmarks.timing import Clock, Mark, Run, interleaved
+from depthmix.compare.arms import Arm, check_arms, parse_arms
 from depthmix.models import Decoder, DecoderConfig
 from depthmix.models.decoding import Decoding
 from depthmix.ops.gpu.recording import recorded as recorded_graph
-from depthmix.compare.arms import Arm, check_arms, parse_arms
 
 M54 = DecoderConfig(vocab_size=16384, dim=512, n_blocks=12, n_heads=8, mlp="relu2", qk_norm=True)
 B1 = DecoderConfig(vocab_size=32768, dim=2048, n_blocks=16, n_heads=16, mlp_dim=8192)

@@ -28,12 +28,12 @@ from benchmarks.options import Options
 from benchmarks.report import Report
 from benchmarks.step import STEPS, TIGHT, VOCAB, arm_errors, random_data, recipe_config, small_config, steps_of
 from benchmarks.timing import Clock, interleaved
+from depthmix.compare.arms import check_arms, parse_arms
 from depthmix.config import TrainConfig
 from depthmix.data.dataset import TokenData
 from depthmix.errors import UserError
 from depthmix.parallel.layout import Layout
 from depthmix.parallel.world import World, join
-from depthmix.compare.arms import check_arms, parse_arms
 from depthmix.train.compiled import compiled_once
 from depthmix.train.loop import Trainer
 

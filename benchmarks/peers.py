@@ -26,11 +26,11 @@ from benchmarks.report import Report
 from benchmarks.step import TIGHT, VOCAB, arm_errors, random_data, steps_of
 from benchmarks.timing import Mark, Run, interleaved
 from depthmix import create_mixer
+from depthmix.compare.arms import parse_arms
 from depthmix.config import TrainConfig
 from depthmix.device import autocast
 from depthmix.models import Decoder
 from depthmix.runs.restore import model_config
-from depthmix.compare.arms import parse_arms
 from depthmix.train.evaluate import token_losses
 from depthmix.train.loop import Trainer
 

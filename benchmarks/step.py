@@ -24,12 +24,12 @@ from benchmarks.options import Options, backend
 from benchmarks.report import Report
 from benchmarks.timing import Clock, Mark, Run, interleaved
 from depthmix.cli import build_config
+from depthmix.compare.arms import Arm, check_arms, parse_arms
 from depthmix.config import CompareConfig, TrainConfig
 from depthmix.data.dataset import Split, TokenData
 from depthmix.device import autocast
 from depthmix.models import Decoder
 from depthmix.runs.restore import model_config
-from depthmix.compare.arms import Arm, check_arms, parse_arms
 from depthmix.train.evaluate import token_losses
 from depthmix.train.loop import Trainer
 

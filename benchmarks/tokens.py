@@ -17,8 +17,8 @@ from benchmarks.inference import B1, M54, PAST, ROUNDS, SLOTS, STEPS, TINY, _fil
 from benchmarks.options import Options
 from benchmarks.report import Report
 from benchmarks.timing import Mark, Run, interleaved
-from depthmix.models import Decoder, DecoderConfig
 from depthmix.compare.arms import parse_arms
+from depthmix.models import Decoder, DecoderConfig
 
 SIZES = {"54m": dataclasses.replace(M54, mlp="swiglu", qk_norm=False, mlp_dim=1408), "1b": B1}
 BATCHES = (1, 64)

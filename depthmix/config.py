@@ -242,7 +242,9 @@ class CompareConfig(TrainConfig):
         [], "Further sections of the table: stability over learning rates, magnitudes over depth", flag=False
     )
     modules: list[str] = option(
-        [], "Python files that register rules of your own, or folders of such files, from the recipe's folder", flag=False
+        [],
+        "Python files that register rules of your own, or folders of such files, from the recipe's folder",
+        flag=False,
     )
     prompt: str = option("", "Text that every model continues at the end; none: no sample")
     sample_tokens: int = option(60, "Tokens to generate after the prompt")

@@ -101,7 +101,12 @@ def test_recipes_that_cannot_be_read(case, fails):
         ("compare", "seeds: [a]", "seeds must be a whole number, got 'a'"),
         ("compare", "seeds: [1.5]", "seeds must be a whole number, got 1.5"),
         ("compare", "arms: residual", "arms must be a list, got 'residual'"),
-        ("compare", "data: d\nout: s\narms: [{attnres: 3}]", "an arm is a rule, or has mixer and", "got {{'attnres': 3}}"),
+        (
+            "compare",
+            "data: d\nout: s\narms: [{attnres: 3}]",
+            "an arm is a rule, or has mixer and",
+            "got {{'attnres': 3}}",
+        ),
         ("compare", "data: d\nout: s\nseeds: []\narms: [residual]", "seeds must be a list of at least one integer"),
         ("data", "input: book.txt", "input must be a list, got 'book.txt'"),
         ("data", "val_fraction: half", "val_fraction must be a number, got 'half'"),

@@ -41,7 +41,9 @@ from train import small
 
 PROGRAM = Path(sys.executable).with_name("depthmix")
 CONFIGS = {name: config for name, (config, _, _) in COMMANDS.items() if config}
-FIELDS = [(command, f.name) for command, config in CONFIGS.items() for f in dataclasses.fields(config) if f.metadata["flag"]]
+FIELDS = [
+    (command, f.name) for command, config in CONFIGS.items() for f in dataclasses.fields(config) if f.metadata["flag"]
+]
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 import re
 import shlex
 import shutil
-import sys
 
 import numpy as np
 import pytest

@@ -106,7 +106,9 @@ def test_a_runs_folder_is_for_no_other_results(fails, copied):
 def test_tables_of_others(fails, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "table.md").write_text("mine")
-    fails(f"{COMPARE} --arms residual", CHECKPOINT, "run holds table.md and no runs.jsonl, so that file is not depthmix's")
+    fails(
+        f"{COMPARE} --arms residual", CHECKPOINT, "run holds table.md and no runs.jsonl, so that file is not depthmix's"
+    )
     assert (tmp_path / "run" / "table.md").read_text() == "mine"
     assert [p.name for p in (tmp_path / "run").iterdir()] == ["table.md"]
 

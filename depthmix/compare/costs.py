@@ -74,7 +74,9 @@ def moved_step_times(runs: Sequence[Run], baseline: str) -> list[str]:
         # An arm with few steps cannot come closer than half a step.
         if abs(off) > max(0.05, 1 / steps[arm]):
             word = "longer" if off > 0 else "shorter"
-            notes.append(f"{arm} trained {abs(off):.0%} {word} than {baseline}: step times moved after they were measured.")
+            notes.append(
+                f"{arm} trained {abs(off):.0%} {word} than {baseline}: step times moved after they were measured."
+            )
     return notes
 
 

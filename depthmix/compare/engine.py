@@ -135,13 +135,22 @@ class Comparison:
     def notes(self) -> list[str]:
         """Sentences that must be known to read the table."""
         results = self.results
-        return [*results.notes(), *(note for cell in self.recipe.cells for note in results.cost_notes(cell)), *self.not_drawn, *self.not_inspected]
+        return [
+            *results.notes(),
+            *(note for cell in self.recipe.cells for note in results.cost_notes(cell)),
+            *self.not_drawn,
+            *self.not_inspected,
+        ]
 
     @property
     def samples(self) -> list[dict[str, Any]]:
         """Continuations of the recipe's prompt, in the order of the arms."""
         config = self.recipe.config
-        made = {s["arm"]: s for s in self.records.of("sample") if (s["prompt"], s["tokens"]) == (config.prompt, config.sample_tokens)}
+        made = {
+            s["arm"]: s
+            for s in self.records.of("sample")
+            if (s["prompt"], s["tokens"]) == (config.prompt, config.sample_tokens)
+        }
         return [made[label] for label in self.labels if label in made]
 
     @property
@@ -162,7 +171,9 @@ class Comparison:
             raise UserError(f"{out} is a file; choose a folder for the comparison", CHECKPOINT)
         check_new_folder(out, "the comparison")
         if (out / "result.json").exists() or (out / "metrics.jsonl").exists():
-            raise UserError(f"{out} is the run folder of one training; choose another folder for the comparison", CHECKPOINT)
+            raise UserError(
+                f"{out} is the run folder of one training; choose another folder for the comparison", CHECKPOINT
+            )
         if not (out / RUNS).exists() and not (out / RECIPE).exists():
             figures = (f"{stem}.{ending}" for stem in FIGURES for ending in ("svg", "png"))
             check_foreign_files(out, (TABLE, CSV, REPORT, *figures), RUNS)
@@ -177,7 +188,9 @@ class Comparison:
             times.setdefault((line["domain"], line["size"]), line["seconds"])
         return plan_runs(self.recipe, times)
 
-    def check_results(self, missing: Sequence[PlannedRun], checksums: dict[str, str], device: str | None, images: Iterable[str] = ()) -> None:
+    def check_results(
+        self, missing: Sequence[PlannedRun], checksums: dict[str, str], device: str | None, images: Iterable[str] = ()
+    ) -> None:
         """Refuse results that may not share the table with each other or with the missing runs."""
         used, config = self.results.used, self.recipe.config
         check_records(used, self.planned(), checksums, device)
@@ -301,10 +314,18 @@ class _Runner:
             arms = "1 arm" if len(self.failed) == 1 else f"{len(self.failed)} arms"
             raise UserError(f"{arms} could not be run ({what}); {again}", INTERNAL)
         used = self.comparison.results.used
-        lost = [label for label in self.recipe.labels if (own := [r for r in used if r["arm"] == label]) and all("diverged" in r for r in own)]
+        lost = [
+            label
+            for label in self.recipe.labels
+            if (own := [r for r in used if r["arm"] == label]) and all("diverged" in r for r in own)
+        ]
         if lost:
             diverged = sum("diverged" in record for record in used)
-            others = f"the table is {self.comparison.path / TABLE}" if len(lost) < len(self.recipe.arms) else "there is nothing to compare"
+            others = (
+                f"the table is {self.comparison.path / TABLE}"
+                if len(lost) < len(self.recipe.arms)
+                else "there is nothing to compare"
+            )
             message = f"{diverged} of {self.total} runs diverged, all of {', '.join(lost)}; {others}"
             raise ArmsDiverged(f"{message}; lower lr or leave those arms out, with another --out", self.comparison)
         self.say(f"{where}." if self._done() == self.total else f"{again}.")
@@ -414,8 +435,12 @@ class _Runner:
             self.say(f"{run.title} diverged: {record['diverged']}.")
         else:
             result = record["result"]
-            parts = [f"{result[f'{part}_seconds']:.1f}" for part in ("build", "first", "eval") if f"{part}_seconds" in result]
-            around = " ({} to build it, {} for its first steps, {} to evaluate it)".format(*parts) if len(parts) == 3 else ""
+            parts = [
+                f"{result[f'{part}_seconds']:.1f}" for part in ("build", "first", "eval") if f"{part}_seconds" in result
+            ]
+            around = (
+                " ({} to build it, {} for its first steps, {} to evaluate it)".format(*parts) if len(parts) == 3 else ""
+            )
             self.say(f"{run.title}: {result['val_loss']:.4f} in {result['wall_seconds']:.0f} s{around}")
         self.records.add(*outcome.lines)
         self.comparison.save()
@@ -435,7 +460,11 @@ class _Runner:
     def _measure(self, signal: Any) -> None:
         """Measure step times in turns in every cell that lacks some, and record them."""
         for cell in self.recipe.cells:
-            if not signal.requested and cell.domain in self.data and (not self.chosen["size"] or cell.size in self.chosen["size"]):
+            if (
+                not signal.requested
+                and cell.domain in self.data
+                and (not self.chosen["size"] or cell.size in self.chosen["size"])
+            ):
                 self._measure_cell(cell, signal)
 
     def _measure_cell(self, cell: Cell, signal: Any) -> None:
@@ -464,7 +493,11 @@ class _Runner:
             known = {**{arm: seconds * scale for arm, seconds in times.items()}, **known}
             # Another process may have recorded step times meanwhile. Its runs have the steps that these give.
             others = [r for r in read_records([self.comparison.path / RUNS]).of("step_times") if r not in lines]
-            theirs = [r["seconds"] for r in others if (r["domain"], r["size"]) == place and known.keys() <= r["seconds"].keys()]
+            theirs = [
+                r["seconds"]
+                for r in others
+                if (r["domain"], r["size"]) == place and known.keys() <= r["seconds"].keys()
+            ]
             known = theirs[0] if theirs else known
         self.records.lines = [line for line in self.records.lines if line not in lines]
         line = {"kind": "step_times", "domain": cell.domain, "size": cell.size, "seconds": known}

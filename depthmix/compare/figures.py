@@ -47,7 +47,9 @@ def draw_figures(results: Results, folder: Path) -> tuple[list[str], list[str]]:
         save_figure(lambda: plot_differences(results), folder / DIFFERENCES, DIFFERENCES)
         drawn.append(DIFFERENCES)
         if curves := train_curves(results.used):
-            counted = "images" if any(run.accuracy is not None for runs in by_cell.values() for run in runs) else "tokens"
+            counted = (
+                "images" if any(run.accuracy is not None for runs in by_cell.values() for run in runs) else "tokens"
+            )
             save_figure(lambda: plot_training(list(by_cell), labels, curves, counted), folder / TRAINING, TRAINING)
     if len(by_cell) == 1:
         (runs,) = by_cell.values()

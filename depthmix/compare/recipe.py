@@ -169,7 +169,10 @@ def _check_options(config: CompareConfig) -> None:
 def _check_power(power: Mapping[str, Any]) -> None:
     _check_keys("compare: power", power, ("difference", "spread"))
     spread = power.get("spread", [])
-    values = [*(spread if isinstance(spread, list) else [spread]), *([power["difference"]] if "difference" in power else [])]
+    values = [
+        *(spread if isinstance(spread, list) else [spread]),
+        *([power["difference"]] if "difference" in power else []),
+    ]
     if not all(isinstance(v, int | float) and not isinstance(v, bool) and 0 < v < math.inf for v in values):
         raise UserError(f"compare: power: difference and spread must be numbers above 0, in nats, got {dict(power)!r}")
 
@@ -318,7 +321,9 @@ def check_only(recipe: Recipe) -> dict[str, set[Any]]:
         "size": {cell.size: cell.size for cell in recipe.cells},
         "domain": {domain: domain for domain in recipe.domains},
     }
-    chosen: dict[str, set[Any]] = {kind: {names[w] for w in recipe.config.only if w in names} for kind, names in known.items()}
+    chosen: dict[str, set[Any]] = {
+        kind: {names[w] for w in recipe.config.only if w in names} for kind, names in known.items()
+    }
     every = [name for names in known.values() for name in names if name]
     if lost := [word for word in recipe.config.only if word not in every]:
         raise UserError(f"compare: only: there is no arm, seed, size or domain {lost[0]!r}{nearest(lost[0], every)}")

@@ -142,7 +142,9 @@ def gather(paths: Sequence[Path]) -> Found:
         return of_comparison(paths[0])
     folders: list[Path] = []
     for path in paths:
-        folders += [place for _, place in of_comparison(path, every=True).models] if (path / RECIPE).is_file() else [path]
+        folders += (
+            [place for _, place in of_comparison(path, every=True).models] if (path / RECIPE).is_file() else [path]
+        )
     seen: dict[Path, Path] = {folder.resolve(): folder for folder in folders}
     return of_trainings(list(seen.values()))
 

@@ -57,7 +57,10 @@ class Results:
     @cached_property
     def runs(self) -> dict[str, list[Run]]:
         """Finished runs by cell, with the step times that count: those measured in turns where they are needed and known."""
-        return {cell.name: at_known_times(self.recipe, self.records, cell, self.own_times[cell.name]) for cell in self.recipe.cells}
+        return {
+            cell.name: at_known_times(self.recipe, self.records, cell, self.own_times[cell.name])
+            for cell in self.recipe.cells
+        }
 
     @cached_property
     def spreads(self) -> dict[str, Spread]:
@@ -106,13 +109,17 @@ class Results:
             f"{', '.join(w for w in (r['arm'] + ' with seed ' + str(r['seed']), r['domain'], r['size']) if w)} diverged: {r['diverged']}."
             for r in self.diverged
         ]
-        by_mixer = {(m, self.records.code(r).get(f"{KERNELS}{m}")) for r in self.used for m in [r["config"].get("mixer")]}
+        by_mixer = {
+            (m, self.records.code(r).get(f"{KERNELS}{m}")) for r in self.used for m in [r["config"].get("mixer")]
+        }
         if twice := sorted({str(m) for m, _ in by_mixer if sum(m == other for other, _ in by_mixer) > 1}):
             what = f"Runs of {', '.join(twice)} were made with more than one version of the kernels"
             lines.append(f"{what}, which differ in speed and rounding.")
         for reason, files in _accepted(self.records).items():
             files_named = ", ".join(sorted(files))
-            lines.append(f"Results of different code are mixed ({files_named}), accepted because: {reason.rstrip('.')}.")
+            lines.append(
+                f"Results of different code are mixed ({files_named}), accepted because: {reason.rstrip('.')}."
+            )
         lines += self.changed_rules()
         return [*lines, *(" ".join(note.split()) for note in self.recipe.config.notes)]
 
@@ -140,7 +147,13 @@ def at_known_times(recipe: Recipe, records: Records, cell: Cell, runs: Sequence[
     others = [replace(run, shared=True) for run in runs if run.arm not in times]
     return [
         *(
-            replace(run, shared=False, step_quartiles=None, core_wait=None, peak_memory=None if run.shared else run.peak_memory)
+            replace(
+                run,
+                shared=False,
+                step_quartiles=None,
+                core_wait=None,
+                peak_memory=None if run.shared else run.peak_memory,
+            )
             for run in timed
         ),
         *others,

@@ -82,7 +82,9 @@ def as_run(arm: str, seed: int, result: Mapping[str, Any], path: str = "", share
     counted = result["images"] if "images" in result else result["tokens"]
     parameters, quartiles = result.get("parameters", {}), result.get("step_quartiles")
     steps, step_seconds, loss = result["steps"], result["step_seconds"], result["val_loss"]
-    curve = [(step * counted / steps, step * step_seconds, y) for step, y in result.get("val_curve", []) if step < steps]
+    curve = [
+        (step * counted / steps, step * step_seconds, y) for step, y in result.get("val_curve", []) if step < steps
+    ]
     return Run(
         arm=arm,
         seed=seed,
@@ -114,7 +116,9 @@ def as_runs(used: Iterable[Mapping[str, Any]], cell: Cell, out: Path | None = No
     """
     here = [r for r in used if (r["domain"], r["size"]) == (cell.domain, cell.size) and "result" in r]
     return [
-        as_run(r["arm"], r["seed"], r["result"], str(out / r["path"]) if out and "path" in r else "", r.get("lanes", 1) > 1)
+        as_run(
+            r["arm"], r["seed"], r["result"], str(out / r["path"]) if out and "path" in r else "", r.get("lanes", 1) > 1
+        )
         for r in here
     ]
 

@@ -45,7 +45,7 @@ def rates(used: Records, arm: str) -> dict[float, list[Mapping[str, Any]]]:
 
 def largest_stable(recipe: Recipe, used: Records, arm: str) -> float | None:
     """Find the largest rate up to which every seed finishes near the arm's best loss; None if there is none."""
-    by_rate = rates( used, arm)
+    by_rate = rates(used, arm)
     means = _means(by_rate)
     stable = None
     for lr, runs in by_rate.items():
@@ -76,7 +76,7 @@ def _stability(recipe: Recipe, used: Records) -> list[str]:
     text = ["## Stability", ""]
     for domain in recipe.domains:
         own = [record for record in used if record["domain"] == domain]
-        by_arm = {arm: rates( own, arm) for arm in recipe.labels}
+        by_arm = {arm: rates(own, arm) for arm in recipe.labels}
         all_rates = sorted({lr for by_rate in by_arm.values() for lr in by_rate})
         lines = []
         base = _at_best(by_arm[recipe.labels[0]])

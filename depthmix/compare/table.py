@@ -154,7 +154,9 @@ def _cell(results: Results, cell: Cell) -> list[str]:
     lines = [[DASH if line[0] in busy and i in of_a_machine else text for i, text in enumerate(line)] for line in lines]
     timed = any(column in columns for column in OF_A_MACHINE)
     # Footnotes of the columns that are shown. The main table explains ±.
-    notes = [n for n in footnotes(rows) if "±" not in n and (several or "to reach" not in n) and (timed or "ratio" not in n)]
+    notes = [
+        n for n in footnotes(rows) if "±" not in n and (several or "to reach" not in n) and (timed or "ratio" not in n)
+    ]
     verdicts = bullets(verdict(rows, results.spreads[cell.name].freedom > 0))
     return [
         f"## {cell.name or 'Verdicts and costs'}",
@@ -236,5 +238,7 @@ def _how_made(results: Results) -> list[str]:
     lines += results.notes()
     left_out = len({(r["arm"], r["domain"], r["size"], r["seed"]) for r in results.records.runs}) - len(used)
     if left_out:
-        lines.append(f"{left_out} runs in {RUNS} are of arms, seeds, sizes or data that the recipe does not name, and are left out.")
+        lines.append(
+            f"{left_out} runs in {RUNS} are of arms, seeds, sizes or data that the recipe does not name, and are left out."
+        )
     return lines

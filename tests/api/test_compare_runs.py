@@ -7,8 +7,8 @@ import sys
 import pytest
 
 import depthmix as dm
-from depthmix.errors import UserError
 from depthmix.compare.interval import student_t
+from depthmix.errors import UserError
 
 PLAIN, MINE = [3.31, 3.35, 3.29], [3.27, 3.30, 3.26]
 

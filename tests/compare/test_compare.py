@@ -27,8 +27,12 @@ def plan(config, *times):
 
 def test_equal_tokens_is_the_same_training_for_every_arm_seed_by_seed(tmp_path):
     runs = plan(configuration(tmp_path, seeds=[3, 1]))
-    assert [(r.arm.arm.name, r.config.seed) for r in runs] == [(m, s) for s in (3, 1) for m in ("residual", "attnres", "dca")]
-    assert {(r.config.steps, r.config.warmup, r.config.eval_every, r.config.save_every) for r in runs} == {(400, 40, 100, 200)}
+    assert [(r.arm.arm.name, r.config.seed) for r in runs] == [
+        (m, s) for s in (3, 1) for m in ("residual", "attnres", "dca")
+    ]
+    assert {(r.config.steps, r.config.warmup, r.config.eval_every, r.config.save_every) for r in runs} == {
+        (400, 40, 100, 200)
+    }
     assert runs[1].config.out == str(tmp_path / "out" / "attnres-block_size=4" / "seed-3")
     assert runs[1].config.mixer_options == {"block_size": 4}
     assert type(runs[0].config).__name__ == "TrainConfig"
@@ -48,7 +52,9 @@ def test_equal_time_scales_steps_warmup_and_intervals(tmp_path):
     [([0.3, 0.1], 1200), ([0.1, 0.1], 400), ([0.1, 0.3], 133), ([1e-3, 100.0], 1), ([0.7, 0.1], 2800)],
 )
 def test_equal_time_arithmetic(tmp_path, times, steps):
-    first, other = (run.config for run in plan(configuration(tmp_path, arms=["residual", "dca"], budget="time"), *times))
+    first, other = (
+        run.config for run in plan(configuration(tmp_path, arms=["residual", "dca"], budget="time"), *times)
+    )
     assert first.steps == 400
     assert other.steps == steps
     assert other.steps * times[1] <= 400 * times[0] * (1 + 1e-6) or other.steps == 1
@@ -130,7 +136,10 @@ def test_finished_arms_are_not_run_again(tmp_path, trainer):
     with pytest.raises(UserError, match="stopped"):
         compare(config)
     out = tmp_path / "out"
-    assert [line["arm"] for line in csv.DictReader((out / "table.csv").read_text().splitlines())] == ["residual", "attnres:block_size=4"]
+    assert [line["arm"] for line in csv.DictReader((out / "table.csv").read_text().splitlines())] == [
+        "residual",
+        "attnres:block_size=4",
+    ]
     assert "2 of 6 runs are done" in (out / "table.md").read_text()
     assert "not finished" in (out / "report.html").read_text()
 
@@ -165,7 +174,10 @@ def test_equal_time_measures_once_and_resumes_with_the_same_numbers(tmp_path, tr
 def test_step_times_that_moved_are_said(tmp_path, trainer, monkeypatch):
     config = configuration(tmp_path, budget="time")
     real = trainer.measure_step_times
-    monkeypatch.setattr("depthmix.train.step_times.measure_step_times", lambda configs, **_: [t * (2 if c.mixer == "dca" else 1) for c, t in zip(configs, real(configs), strict=True)])
+    monkeypatch.setattr(
+        "depthmix.train.step_times.measure_step_times",
+        lambda configs, **_: [t * (2 if c.mixer == "dca" else 1) for c, t in zip(configs, real(configs), strict=True)],
+    )
     compare(config)
     assert "dca trained 50% shorter than residual" in (tmp_path / "out" / "table.md").read_text()
 

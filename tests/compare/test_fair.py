@@ -81,7 +81,10 @@ def table(tmp_path):
             },
             ["dca has the same rate at 's' and 'm'"],
         ),
-        ({"sections": ["stability"], "sizes": {"s": {}, "m": {"dim": 32}}}, ["residual has the same rate at 's' and 'm'"]),
+        (
+            {"sections": ["stability"], "sizes": {"s": {}, "m": {"dim": 32}}},
+            ["residual has the same rate at 's' and 'm'"],
+        ),
     ],
 )
 def test_a_recipe_that_could_not_be_compared_is_refused(tmp_path, changes, words):
@@ -313,5 +316,7 @@ def test_a_signal_in_the_last_measuring_is_no_success(training, tmp_path, monkey
 
 def test_all_of_a_part_may_diverge(training, tmp_path):
     training.fail["residual", 0] = recipes.diverged()
-    refused(lambda: run(recipes.write(tmp_path), tmp_path, only=["residual", "0"]), "1 of 6 runs diverged", code=DIVERGED)
+    refused(
+        lambda: run(recipes.write(tmp_path), tmp_path, only=["residual", "0"]), "1 of 6 runs diverged", code=DIVERGED
+    )
     assert "1 of 6 runs are done" in table(tmp_path)

@@ -22,7 +22,9 @@ def records(study, seeds=(0, 1), steps=6):
         for seed in seeds:
             config = dataclasses.replace(study.train_config(arm, study.cells[0], seed), steps=steps)
             place = {"arm": arm.label, "domain": "words", "size": "", "seed": seed}
-            found.append({"kind": "run", **place, "result": training(config, None), "config": {}, "environment": {}, "code": "c"})
+            found.append(
+                {"kind": "run", **place, "result": training(config, None), "config": {}, "environment": {}, "code": "c"}
+            )
     return found
 
 

@@ -25,7 +25,7 @@ def test_what_is_said_last_counts(tmp_path):
         "data: data/base\nlr: 0.5\nclip: 2.0\neval_every: 7\nout: base\narms: [dca]\nseeds: [9]\nbudget: time\n"
     )
     arms = [{"label": "one", "mixer": "attnres:ways=2", "set": {"warmup": 1}}, "residual"]
-    own = {key: None for key in recipes.SIZES} | {"eval_every": None, "domains": None}
+    own = dict.fromkeys(recipes.SIZES) | {"eval_every": None, "domains": None}
     said = {**own, "base": "base.yaml", "steps": 20, "clip": 3.0, "sizes": {"s": {"dim": 32, "warmup": 5}}}
     recipe = recipes.read(recipes.write(tmp_path, arms=arms, **said))
     assert (recipe.config.seeds, recipe.config.budget, recipe.domains) == ([0, 1], "tokens", {"": "data/base"})

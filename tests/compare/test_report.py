@@ -5,7 +5,6 @@ import re
 import shutil
 import sys
 from html.parser import HTMLParser
-from pathlib import Path
 
 import pytest
 import yaml
@@ -266,7 +265,9 @@ def comparison_of(folder, *names, **more):
     for arm, name in names:
         seed, result = result_of_folder(RunFolder(folder / name))
         place = {"arm": arm, "domain": "", "size": "", "seed": seed, "path": name}
-        lines.append({"kind": "run", **place, "result": result, "config": {}, "environment": {}, "data": "", "code": "c"})
+        lines.append(
+            {"kind": "run", **place, "result": result, "config": {}, "environment": {}, "data": "", "code": "c"}
+        )
     write_records(folder, Records(lines))
     return folder
 
@@ -275,7 +276,9 @@ def test_seeds_of_one_recipe_are_one_row_and_other_recipes_are_not_compared(run)
     seeds = gather([run, changed(run, "second", seed=1)])
     assert len(seeds.labels) == len(seeds.models) == 1
     assert [r.seed for r in seeds.runs[""]] == [0, 1]
-    together = gather([changed(run, "alone", seed=2), comparison_of(run.parent, ("residual", "second"), ("residual", "first"))])
+    together = gather(
+        [changed(run, "alone", seed=2), comparison_of(run.parent, ("residual", "second"), ("residual", "first"))]
+    )
     assert [r.seed for r in together.runs[""]] == [2, 1, 0]
     assert together.models == [(together.labels[0], run.parent / "alone")]
     twice = gather([run, run])
@@ -353,7 +356,9 @@ def test_a_page_has_a_table_for_every_size(tmp_path):
         for i, arm in enumerate(config.arms):
             _, result = result_of_folder(RunFolder(write_run(tmp_path / size / arm, [5.0, 4.0 - i])))
             place = {"arm": arm, "domain": "", "size": size, "seed": 0}
-            lines.append({"kind": "run", **place, "result": result, "config": {}, "environment": {}, "data": "", "code": "c"})
+            lines.append(
+                {"kind": "run", **place, "result": result, "config": {}, "environment": {}, "data": "", "code": "c"}
+            )
     content = content_of(of_results(Results(check_recipe(config), Records(lines))), [], "")
     assert [table.title for table in content.tables] == ["s", "What it cost, s", "m", "What it cost, m"]
     assert content.verdict[1].startswith("m: dca: 1.000 nats below residual")

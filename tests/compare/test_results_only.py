@@ -75,7 +75,10 @@ def test_the_table_and_how_it_was_made(training, tmp_path):
         assert words in text
     assert str(tmp_path) not in text
     found = list(csv.DictReader((tmp_path / "out" / "table.csv").read_text().splitlines()))
-    assert [(r["arm"], r["seeds"], r["domain"]) for r in found[1:]] == [("attnres:block_size=2", "2", "words"), ("slow", "2", "words")]
+    assert [(r["arm"], r["seeds"], r["domain"]) for r in found[1:]] == [
+        ("attnres:block_size=2", "2", "words"),
+        ("slow", "2", "words"),
+    ]
     assert float(found[1]["val_loss"]) == 3.905
     assert found[0]["parameters"] == "1000"
 
@@ -254,9 +257,7 @@ def test_another_recipe_is_refused(training, tmp_path):
     for more in ({}, {"report": True}):
         refused(lambda more=more: run(path, tmp_path, **more), "residual", "lr was 0.0015 and is 0.5", code=CHECKPOINT)
     assert (tmp_path / "out" / "runs.jsonl").read_bytes() == before
-    run(
-        recipes.write(tmp_path, eval_every=2, log_every=3), tmp_path
-    )  # no number depends on it
+    run(recipes.write(tmp_path, eval_every=2, log_every=3), tmp_path)  # no number depends on it
 
 
 def test_many_processes_are_refused(training, tmp_path):
@@ -438,7 +439,10 @@ def test_the_command(training, tmp_path, capsys):
     said = capsys.readouterr().out
     assert "6 of 6 runs are done." in said
     sentence, report = said.splitlines()[-2:]
-    assert sentence == "On words, after 6 steps, attnres:block_size=2 ended 0.10 nats below residual; the 95% interval, −0.10 to −0.10, excludes zero."
+    assert (
+        sentence
+        == "On words, after 6 steps, attnres:block_size=2 ended 0.10 nats below residual; the 95% interval, −0.10 to −0.10, excludes zero."
+    )
     assert report == f"Report: {tmp_path / 'out' / 'report.html'}"
     assert main(["compare", "--recipe", str(path), "--out", str(tmp_path / "out"), "--report", "--quiet"]) == 0
     assert main(["compare", str(path), "--out", str(tmp_path / "out"), "--results", "nothing.jsonl"]) == CHECKPOINT

@@ -62,7 +62,9 @@ def test_depth(training, tmp_path, monkeypatch):
     )
     assert "| slow | 4.00 | 4.50 | 0 of 3 | 2 |" in table(tmp_path, sections=["depth"], dynamics_every=3)
     data = {"words": str(small.data()), "others": str(small.other_data())}
-    text = table(tmp_path, name="both", domains=data, sizes={"s": {}, "m": {"seeds": [1]}}, sections=["depth"], dynamics_every=3)
+    text = table(
+        tmp_path, name="both", domains=data, sizes={"s": {}, "m": {"seeds": [1]}}, sections=["depth"], dynamics_every=3
+    )
     for place, seeds in (("words, s", 2), ("words, m", 1), ("others, s", 2), ("others, m", 1)):
         assert f"| slow, {place} | 4.00 | 4.50 | 0 of 3 | {seeds} |" in text
 

@@ -192,12 +192,33 @@ def rows(tmp_path):
 
 def results_of(tmp_path, *arms, **options):
     """Results of (label, {seed: losses}) with one run per seed, and no code to speak of."""
-    config = CompareConfig(out=str(tmp_path / "out"), data="data", arms=[{"label": label, "mixer": "dca", "set": {"lr": 0.001 * (i + 1)}} for i, (label, _) in enumerate(arms)], seeds=list(arms[0][1]), **options)
+    config = CompareConfig(
+        out=str(tmp_path / "out"),
+        data="data",
+        arms=[{"label": label, "mixer": "dca", "set": {"lr": 0.001 * (i + 1)}} for i, (label, _) in enumerate(arms)],
+        seeds=list(arms[0][1]),
+        **options,
+    )
     lines = [{"kind": "code", "id": "c", "files": {}}]
     for label, seeds in arms:
         for seed, losses in seeds.items():
-            _, result = result_of_folder(RunFolder(write_run(tmp_path / slug(label) / f"seed-{seed}", losses, seed=seed)))
-            lines.append({"kind": "run", "arm": label, "domain": "", "size": "", "seed": seed, "config": {}, "data": "", "code": "c", "environment": {"device_name": "a CPU", "torch": "2"}, "result": result})
+            _, result = result_of_folder(
+                RunFolder(write_run(tmp_path / slug(label) / f"seed-{seed}", losses, seed=seed))
+            )
+            lines.append(
+                {
+                    "kind": "run",
+                    "arm": label,
+                    "domain": "",
+                    "size": "",
+                    "seed": seed,
+                    "config": {},
+                    "data": "",
+                    "code": "c",
+                    "environment": {"device_name": "a CPU", "torch": "2"},
+                    "result": result,
+                }
+            )
     return Results(check_recipe(config), Records(lines))
 
 
@@ -207,7 +228,9 @@ def test_csv_has_every_number_of_the_rows(tmp_path):
     assert [line["arm"] for line in lines] == ["plain", "other"]
     for line, row in zip(lines, results.rows[""], strict=True):
         for name, value in asdict(row).items():
-            assert line[name] == ("not reached" if name.endswith("to_reach") and value is None else "" if value is None else str(value)), name
+            assert line[name] == (
+                "not reached" if name.endswith("to_reach") and value is None else "" if value is None else str(value)
+            ), name
     assert lines[1]["tokens_to_reach"] == "not reached"
 
 
@@ -217,7 +240,12 @@ def test_json_round_trip(rows):
 
 
 def test_markdown_has_one_line_per_arm_and_text_stays_text(tmp_path):
-    results = results_of(tmp_path, ("residual", {0: PLAIN, 1: PLAIN}), ("<script>|", {0: [5, 4.1, 3.7, 3.6], 1: [5, 4.1, 3.7, 3.7]}), notes=["a | note <b>"])
+    results = results_of(
+        tmp_path,
+        ("residual", {0: PLAIN, 1: PLAIN}),
+        ("<script>|", {0: [5, 4.1, 3.7, 3.6], 1: [5, 4.1, 3.7, 3.7]}),
+        notes=["a | note <b>"],
+    )
     text = to_markdown(results)
     assert text == to_markdown(results)
     assert "<script>" not in text
@@ -232,17 +260,28 @@ def test_markdown_has_one_line_per_arm_and_text_stays_text(tmp_path):
 
 def test_one_sentence_sums_a_comparison_up(tmp_path):
     def rows(*losses):
-        arms = [("residual", {seed: [5.0, own[0]] for seed, own in enumerate(losses)}), ("dca", {seed: [5.0, own[1]] for seed, own in enumerate(losses)})]
+        arms = [
+            ("residual", {seed: [5.0, own[0]] for seed, own in enumerate(losses)}),
+            ("dca", {seed: [5.0, own[1]] for seed, own in enumerate(losses)}),
+        ]
         folder = tmp_path / str(len(list(tmp_path.iterdir())))
         folder.mkdir()
         return results_of(folder, *arms).rows[""]
 
     # Differences -0.05 and -0.03: mean -0.04, sd 0.01414, t = 12.706, half the interval 0.127.
-    assert summary(rows((4.0, 3.95), (4.1, 4.07))) == "After 200 steps, dca ended 0.04 nats below residual; the 95% interval, −0.17 to +0.09, includes zero, so no difference is shown."
-    assert summary(rows((4.0, 3.952), (4.1, 4.05))) == "After 200 steps, dca ended 0.05 nats below residual; the 95% interval, −0.06 to −0.04, excludes zero."
+    assert (
+        summary(rows((4.0, 3.95), (4.1, 4.07)))
+        == "After 200 steps, dca ended 0.04 nats below residual; the 95% interval, −0.17 to +0.09, includes zero, so no difference is shown."
+    )
+    assert (
+        summary(rows((4.0, 3.952), (4.1, 4.05)))
+        == "After 200 steps, dca ended 0.05 nats below residual; the 95% interval, −0.06 to −0.04, excludes zero."
+    )
     assert "one seed says nothing about chance" in summary(rows((4.0, 3.95)))
     assert summary(rows((4.0, 3.95))[:1]) == "After 200 steps, residual ended with a validation loss of 4.0000 nats."
-    assert summary(rows((4.0, 3.95)), "books", equal_time=True).startswith("On books, after the same training time, dca ended")
+    assert summary(rows((4.0, 3.95)), "books", equal_time=True).startswith(
+        "On books, after the same training time, dca ended"
+    )
 
 
 @pytest.mark.parametrize("width", [60, 80, 120, None])

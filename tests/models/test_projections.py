@@ -7,8 +7,8 @@ from torch.nn import functional
 from torch.nn.utils import parametrize
 
 from depthmix import Decoder, DecoderConfig
-from depthmix.models.projections import project
 from depthmix.compare.arms import parse_arm
+from depthmix.models.projections import project
 
 SIZES = (5, 3, 2)
 

@@ -20,7 +20,16 @@ from depthmix.ops.depth_sum import source_order
 from harness import LAYOUTS
 from ops import plain_sums
 from ops.helpers import assert_near, nodes_with_mailboxes, rand
-from ops.test_depth_attention_order import SCENARIOS, Stack, assert_as_reference, backward, cotangent, leaves, plain, tokens
+from ops.test_depth_attention_order import (
+    SCENARIOS,
+    Stack,
+    assert_as_reference,
+    backward,
+    cotangent,
+    leaves,
+    plain,
+    tokens,
+)
 from oracles import DEFAULTS, ORACLES
 
 pytest.importorskip("triton")

@@ -16,7 +16,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from depthmix.ops import use_backend
 from ops.helpers import assert_near, compiled_in_its_own_process, saved_storages
-from ops.test_depth_attention_order import BLOCK_WAYS, FULL_NORMED, TWO_WAYS, D, Stack, Stopped, backward, cotangent, tokens
+from ops.test_depth_attention_order import (
+    BLOCK_WAYS,
+    FULL_NORMED,
+    TWO_WAYS,
+    D,
+    Stack,
+    Stopped,
+    backward,
+    cotangent,
+    tokens,
+)
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.usefixtures("quick_interpreter")

@@ -11,7 +11,16 @@ from torch.utils.checkpoint import checkpoint
 
 from depthmix.ops import use_backend
 from ops.helpers import assert_near
-from ops.test_depth_attention_order import Results, Stack, assert_as_reference, backward, cotangent, leaves, plain, tokens
+from ops.test_depth_attention_order import (
+    Results,
+    Stack,
+    assert_as_reference,
+    backward,
+    cotangent,
+    leaves,
+    plain,
+    tokens,
+)
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.usefixtures("quick_interpreter")

@@ -6,6 +6,7 @@ import functools
 import pytest
 
 from depthmix.cli import build_config, main
+from depthmix.compare.arms import parse_arm
 from depthmix.config import PlanConfig
 from depthmix.mixers import create_mixer, list_mixers
 from depthmix.models import Decoder, DecoderConfig
@@ -18,7 +19,6 @@ from depthmix.parallel.plan.memory import memory_by_rank
 from depthmix.parallel.plan.model import count
 from depthmix.parallel.plan.plan import plan
 from depthmix.parallel.plan.step import predict
-from depthmix.compare.arms import parse_arm
 from project import ROOT
 from train import small
 

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 import depthmix
+from depthmix.compare.report import report
 from depthmix.config import FREE, EvalConfig, InspectConfig, ReportConfig, TrainConfig
 from depthmix.errors import CHECKPOINT, DATA
 from depthmix.mixers import create_mixer, mixer_class
@@ -17,7 +18,6 @@ from depthmix.mixers.defaults import all_options, chosen_options
 from depthmix.runs.checkpoint import list_checkpoints, load_checkpoint
 from depthmix.runs.folder import RunFolder
 from depthmix.runs.init import init_values
-from depthmix.compare.report import report
 from depthmix.train.generate import generate_text
 from depthmix.train.inspect import inspect_run
 from depthmix.train.loop import train

@@ -6,12 +6,12 @@ import shutil
 import pytest
 import torch
 
+from depthmix.compare.rows import read_run
 from depthmix.config import TrainConfig
 from depthmix.errors import UserError
 from depthmix.runs.checkpoint import list_checkpoints
 from depthmix.runs.folder import RunFolder
 from depthmix.runs.restore import load_model
-from depthmix.compare.rows import read_run
 from depthmix.train.loop import train
 from train import small
 
