@@ -260,9 +260,9 @@ def _arms(config: CompareConfig, seeds: dict[str, list[int]], sizes: list[str]) 
         raise UserError(f"compare: the baseline, {first.label!r}, must be run at every size")
     if nowhere := [domain for domain, own in first.seeds.items() if not own]:
         raise UserError(f"compare: the baseline, {first.label!r}, needs a seed on {nowhere[0]}")
-    for arm in arms:
-        if sum(other.arm == arm.arm and other.settings == arm.settings for other in arms) > 1:
-            raise UserError(f"compare: arm {arm.label!r} is there twice, under another label; remove one of them")
+    for this in arms:
+        if sum(other.arm == this.arm and other.settings == this.settings for other in arms) > 1:
+            raise UserError(f"compare: arm {this.label!r} is there twice, under another label; remove one of them")
     if len(plain) == len(config.arms):
         check_arms([arm.arm for arm in arms], config.dim, config.n_blocks)
     return arms
@@ -315,7 +315,7 @@ def check_only(recipe: Recipe) -> dict[str, set[Any]]:
         UserError: A word names nothing, or no run has all of them together.
     """
     seeds = {seed for arm in recipe.arms for own in arm.seeds.values() for seed in own}
-    known = {
+    known: dict[str, dict[str, Any]] = {
         "arm": {arm.label: arm.label for arm in recipe.arms},
         "seed": {str(seed): seed for seed in seeds},
         "size": {cell.size: cell.size for cell in recipe.cells},

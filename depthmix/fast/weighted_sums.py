@@ -170,7 +170,7 @@ class WeightedSums(FastPath):
         else:
             before = note
             if before is None and accumulates:
-                before = total((state.g,) if state.delta is None else (state.g, state.delta))
+                before = total([part for part in (state.g, state.delta) if part is not None])
             elif before is None:
                 before = state.delta
         if ends:
@@ -178,6 +178,7 @@ class WeightedSums(FastPath):
         elif begins or accumulates:
             changes |= {"g": note.g if begins else before, "delta": y}
         else:
+            assert before is not None, "a block's first site leaves a delta"
             changes["delta"] = before + y
         after: PendingStack = state.next(**changes)
         return after

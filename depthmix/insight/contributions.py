@@ -48,7 +48,8 @@ def contributions(mixer: Mixer, sources: Sequence[Tensor]) -> tuple[Contribution
     with differentiating(mixer), without_autocast(sources[0]):
         *_, reads = frozen_reads(mixer, leaves, len(leaves) - 1)
         for h in reads:
-            parts, weights = [], []
+            parts: list[Tensor] = []
+            weights: list[Tensor] = []
             for source, g in zip(sources, entries_of_read(h, leaves, probe, mixer.fractions), strict=True):
                 wide = source.detach().to(g.dtype)
                 if mixer.fractions is not None:

@@ -74,7 +74,8 @@ class UNet(Mixer):
             return state.x if not added else (state.x + added[0]).to(state.x.dtype)
         block = self.layout.block[site]
         share = self._share(state, str(block))  # [..., 1] or [D]
-        sources, weights = (state.x, state.pushed[-1]), [torch.ones_like(share), share]
+        sources: tuple[Tensor, ...] = (state.x, state.pushed[-1])
+        weights = [torch.ones_like(share), share]
         if block == self.n_skips:  # the newest result is the stream itself
             sources, weights = sources[:1], [1 + share]
         weights += [torch.ones_like(share) for _ in added]

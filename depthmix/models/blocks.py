@@ -18,7 +18,7 @@ from depthmix.mixers.plain import read_early
 from depthmix.mixers.registry import create_mixer, mixer_class
 from depthmix.models.layers import Attention, Context, Mlp, MlpKind
 from depthmix.models.projections import own_gain, weights_take_gains
-from depthmix.models.value_mixing import ValueMixing, value_mixing
+from depthmix.models.value_mixing import ValueMixing, ValueResidual, value_mixing
 from depthmix.ops.norm import RMSNorm
 
 
@@ -218,7 +218,8 @@ def _attention(c: Sizes, block: int) -> Attention:
 
 def _values(c: Any, block: int) -> dict[str, Any]:
     """Return what a model's attention is given for its values; nothing unless the model mixes values over depth."""
-    residual, embeddings = getattr(c, "value_residual", "off"), getattr(c, "value_embeddings", False)
+    residual: ValueResidual = getattr(c, "value_residual", "off")
+    embeddings = getattr(c, "value_embeddings", False)
     size = c.vocab_size if embeddings else None
     values = value_mixing(block, c.n_blocks, c.dim, c.n_kv_heads, c.head_dim, residual, size)
     return {"values": values, "gives_values": residual != "off" and block == 0}

@@ -151,7 +151,7 @@ def _require_original(name: str, layer: Any, known: type) -> None:
             + (" (accelerate a model before it is sharded)" if type(layer).__name__.startswith("FSDP") else "")
         )
     forward: Any = vars(layer).get("_old_forward") if "_hf_hook" in vars(layer) else vars(layer).get("forward")
-    if forward is not None and getattr(forward, "__func__", None) is not known.forward:  # type: ignore[attr-defined]
+    if forward is not None and getattr(forward, "__func__", None) is not known.forward:
         raise UserError(f"cannot accelerate {name}: something else has replaced its forward")
 
 

@@ -45,8 +45,8 @@ class Weights(NamedTuple):
 class Kind(NamedTuple):
     """Classes of a family's modules, and how coefficients follow from the streams."""
 
-    connection: type
-    norm: type
+    connection: type[Any]
+    norm: type[Any]
     rule: Callable[[Any], Rule]  # of a connection
 
 
@@ -141,7 +141,7 @@ def _is_plain(weight: Tensor) -> bool:
     return type(weight) in (nn.Parameter, Tensor)
 
 
-def _fuses(norm: Any, kind: type) -> bool:
+def _fuses(norm: Any, kind: type[Any]) -> bool:
     """Return whether a step may replace the call of a norm."""
     return type(norm) is kind and runs_as_written(norm) and _is_plain(norm.weight)
 

@@ -426,6 +426,7 @@ def _gradient_of_source(
         readers = [reader for reading, i in items for reader in _readers_of(reading, *range(i - len(older), i + 1))]
         gradients, du = source_backward(sources, readers, ctx.eps[0], need_du)
         for (maker, _), d in zip(older, gradients, strict=False):
+            assert d is not None, "sources before this node's are differentiated only on request"
             leave_partial_gradient(maker, pass_id, d)
             maker.mail[pass_id].clear()
         g, partial_gradient = (gradients[-1] if need_dv else g), None

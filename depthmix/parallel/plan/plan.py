@@ -113,8 +113,8 @@ def _check(config: PlanConfig) -> None:
 
 def _count(config: PlanConfig, label: str, name: str, options: dict[str, Any]) -> Counts:
     try:
-        names = ("dim", "n_blocks", "n_heads", "n_kv_heads", "head_dim", "mlp", "mlp_dim", "qk_norm", "tie_embeddings")
-        names += ("value_residual", "value_embeddings")
+        names = ["dim", "n_blocks", "n_heads", "n_kv_heads", "head_dim", "mlp", "mlp_dim", "qk_norm", "tie_embeddings"]
+        names += ["value_residual", "value_embeddings"]
         sizes: dict[str, Any] = {size: getattr(config, size) for size in names}
         model = DecoderConfig(vocab_size=config.vocab_size or VOCABULARY, mixer=name, mixer_options=options, **sizes)
         return count(model, config.params or None, config.active_params or config.params or None)
