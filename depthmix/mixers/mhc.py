@@ -50,6 +50,7 @@ class MHC(StreamMixer):
         head: Literal["sum", "mean", "learned"] | None = None,
         init: Literal["identity", "uniform", "symmetry"] = "identity",
         schedule: Literal["standard", "single_pass"] = "standard",
+        eps: Annotated[float | None, at_least(0)] = None,
     ) -> None:
         super().__init__(dim, n_blocks)
         if convention == "deepseek" and residual_map != "sinkhorn":
@@ -65,6 +66,7 @@ class MHC(StreamMixer):
         self.n, self.residual_map, self.convention, self.iterations = n, residual_map, convention, iterations
         self.head = None if schedule == "single_pass" else head or "sum"
         self.init, self.schedule = init, schedule
+        self.eps = self._usual_eps() if eps is None else eps
         n_res = self._rule().residual_logits
         self.sizes = (n, n, n_res) if n_res else (n, n)
         self.phi = nn.Parameter(torch.empty(self.n_sites, n * dim, sum(self.sizes)))
@@ -109,7 +111,11 @@ class MHC(StreamMixer):
             self.alpha_head.fill_(INITIAL_ALPHA)
 
     def weight_options(self) -> dict[str, Any]:
-        return {name: value for name, value in super().weight_options().items() if name != "init"} | {"head": self.head}
+        options = {name: value for name, value in super().weight_options().items() if name != "init"}
+        return options | {"head": self.head, "eps": None if self.eps == self._usual_eps() else self.eps}
+
+    def _usual_eps(self) -> float:
+        return DEEPSEEK_EPS if self.convention == "deepseek" else PAPER_EPS
 
     def _first_read(self, x: Tensor) -> Tensor | None:
         if self.schedule == "standard":
@@ -118,8 +124,7 @@ class MHC(StreamMixer):
         return first.expand(*x.shape[:-1], self.n)
 
     def _normalized(self, state: StreamsState) -> Tensor:
-        eps = DEEPSEEK_EPS if self.convention == "deepseek" else PAPER_EPS
-        return rms_normalize(state.observe(state.x).flatten(-2), eps)  # [..., nD]
+        return rms_normalize(state.observe(state.x).flatten(-2), self.eps)  # [..., nD]
 
     def _coefficients(self, state: StreamsState, parameters: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return H_pre and H_post [..., n] and H_res [..., n, n] (output stream first; None for the identity)."""
@@ -137,15 +142,14 @@ class MHC(StreamMixer):
         return m.transpose(-1, -2) if self.convention == "deepseek" else m
 
     def _rule(self) -> Rule:
-        deepseek = self.convention == "deepseek"
         return Rule(
             self.n,
             joint=True,
-            eps=DEEPSEEK_EPS if deepseek else PAPER_EPS,
+            eps=self.eps,
             residual_map=self.residual_map,
             convention=self.convention,
             iterations=self.iterations,
-            pre_eps=DEEPSEEK_EPS if deepseek else 0.0,
+            pre_eps=DEEPSEEK_EPS if self.convention == "deepseek" else 0.0,
         )
 
     def _for_all_sites(self) -> tuple[Tensor, Tensor, Tensor]:

@@ -24,6 +24,7 @@ DEFAULTS = {
     "head": "sum",
     "init": "identity",
     "schedule": "standard",
+    "eps": None,
 }
 OPTIONS = (
     combine(n=[2, 3], residual_map=["sinkhorn"], convention=["paper", "deepseek"], iterations=[1, 3, 20])
@@ -32,6 +33,7 @@ OPTIONS = (
     + combine(residual_map=["sinkhorn", "birkhoff", "identity"], init=["identity", "uniform", "symmetry"])
     + combine(schedule=["single_pass"], residual_map=["sinkhorn", "birkhoff", "identity"])
     + combine(schedule=["single_pass"], convention=["deepseek"], n=[2, 4])
+    + combine(convention=["paper", "deepseek"], head=["learned"], eps=[0.3])
 )
 DEAD_ROWS = {("b_res", 0)}  # at site 0 the streams are copies, and the residual map's rows sum to one
 
@@ -80,7 +82,8 @@ def deepseek(options) -> bool:
 
 def rms_streams(options, x):
     """RMS over all n D numbers of a token."""
-    return rms(x.reshape(*x.shape[:2], -1), 1e-6 if deepseek(options) else 1e-20)
+    usual = 1e-6 if deepseek(options) else 1e-20
+    return rms(x.reshape(*x.shape[:2], -1), usual if options["eps"] is None else options["eps"])
 
 
 def sinkhorn_paper(logits, iterations):
