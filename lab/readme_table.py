@@ -62,7 +62,7 @@ FIRST = "attnres:block_size=4"
 
 @dataclass(frozen=True)
 class Row:
-    """One rule of the table."""
+    """A rule's line of the table."""
 
     arm: str
     difference: float
@@ -73,7 +73,7 @@ class Row:
 
     @property
     def lead(self) -> bool:
-        """Whether one seed is all there is."""
+        """True if only one seed has finished."""
         return self.seeds < 2
 
     @property

@@ -1,4 +1,4 @@
-"""The arms of a comparison: `attnres:block_size=4,ways=3` is a mixer and its options."""
+"""Arms of a comparison: `attnres:block_size=4,ways=3` is a rule and its options."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WithMixer = TypeVar("WithMixer", TrainConfig, PlanConfig, RetrofitConfig)
 
 @dataclass(frozen=True)
 class Arm:
-    """One mechanism with its options, typed and in the mechanism's own order."""
+    """A rule with its options, typed and in the order of the rule's constructor."""
 
     name: str
     options: dict[str, Any]
@@ -86,7 +86,7 @@ def options_apart(command: str, config: WithMixer) -> WithMixer:
 
 
 def parse_arms(texts: Sequence[str]) -> list[Arm]:
-    """All arms of a comparison; two that mean the same are refused."""
+    """Parse all arms of a comparison. Raises UserError for two arms with the same options."""
     if isinstance(texts, str) or not texts:
         raise UserError("arms is a list of at least one mechanism, e.g. residual attnres:block_size=4")
     arms = [parse_arm(text) for text in texts]
@@ -101,7 +101,16 @@ def parse_arms(texts: Sequence[str]) -> list[Arm]:
 
 
 def check_arms(arms: Sequence[Arm], dim: int, n_blocks: int) -> None:
-    """Options that do not fit the model, and arms that are one mechanism in it, fail now and not in an hour."""
+    """Check before any training that all arms fit the model and that no two of them are the same rule in it.
+
+    Args:
+        arms: The arms.
+        dim: Width of the model.
+        n_blocks: Blocks of the model.
+
+    Raises:
+        UserError: An option does not fit the model, or two arms compute the same.
+    """
     for arm in arms:
         try:
             with torch.device("meta"):  # without memory

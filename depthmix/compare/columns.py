@@ -127,7 +127,7 @@ def cells(rows: Sequence[Row], columns: Sequence[Column] | None = None) -> list[
 
 
 def to_text(rows: Sequence[Row], width: int | None = None) -> str:
-    """Lay rows out as plain text, in several parts where one is wider than `width`."""
+    """Format rows as plain text, in several parts if the table is wider than `width`."""
     return "\n".join("".join(line + "\n" for line in part) for part in _parts(rows, width))
 
 

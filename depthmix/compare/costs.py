@@ -1,4 +1,4 @@
-"""Whether measured costs can be trusted: the effect of a busy machine on step times, and what replaces them."""
+"""Step times that a busy machine has distorted: how they are recognised, and what replaces them."""
 
 from __future__ import annotations
 

@@ -246,7 +246,7 @@ class Comparison:
 
 
 class _Runner:
-    """One call of a comparison: opens the data once, checks everything it will run, and runs it."""
+    """Runner of one call: it opens the data once, checks everything that is missing, and runs it."""
 
     def __init__(self, comparison: Comparison, on_step: OnStep | None, begun: float) -> None:
         self.comparison, self.recipe, self.config = comparison, comparison.recipe, comparison.recipe.config

@@ -1,4 +1,4 @@
-"""Whether two sets of options are one mechanism under two names: the same start, the same function, the same gradients."""
+"""Recognise two sets of options that give the same rule: the same initial values, outputs and gradients."""
 
 from __future__ import annotations
 
@@ -16,9 +16,17 @@ TOKENS = 3
 
 
 def same_mechanism(name: str, one: Mapping[str, Any], other: Mapping[str, Any], dim: int, n_blocks: int) -> bool:
-    """Build both, compare parameters at their start, then outputs and gradients at random ones, bit for bit in fp64.
+    """Tell whether two sets of options give the same rule in a model.
 
-    Options need not be understood for that: in six blocks a block size of twelve and one of a hundred are the same.
+    Both rules are built. Their initial parameters, and their outputs and gradients at random parameters, are compared bit by bit in
+    fp64. No option needs to be understood for this: in six blocks, a block size of 12 and one of 100 are the same.
+
+    Args:
+        name: Name of the rule.
+        one: Options.
+        other: Other options.
+        dim: Width of the model.
+        n_blocks: Blocks of the model.
     """
     sizes: dict[str, Any] = {"n_blocks": n_blocks}
     with torch.device("meta"):
@@ -27,10 +35,10 @@ def same_mechanism(name: str, one: Mapping[str, Any], other: Mapping[str, Any], 
         return False
     try:
         mixers = [create_mixer(name, dim=min(dim, NARROW), **sizes, **options) for options in (one, other)]
-    except OptionError:  # as heads that do not divide the narrow width
+    except OptionError:  # such as heads that do not divide the narrow width
         mixers = [create_mixer(name, dim=dim, **sizes, **options) for options in (one, other)]
-    found = [_behaviour(mixer) for mixer in mixers]
-    return all(len(a) == len(b) and all(map(torch.equal, a, b)) for a, b in zip(*found, strict=True))
+    values = [_behaviour(mixer) for mixer in mixers]
+    return all(len(a) == len(b) and all(map(torch.equal, a, b)) for a, b in zip(*values, strict=True))
 
 
 def _shapes(mixer: Mixer) -> dict[str, tuple[torch.Size, bool]]:
@@ -39,12 +47,11 @@ def _shapes(mixer: Mixer) -> dict[str, tuple[torch.Size, bool]]:
 
 
 def _behaviour(mixer: Mixer) -> tuple[list[Tensor], list[Tensor]]:
-    """Parameters as they start; then what the mixer reads and returns at random ones, and every gradient."""
+    """Return a mixer's initial parameters, and its reads, output and gradients at random parameters."""
     random = torch.Generator().manual_seed(0)
     start = stir(mixer, random)
     x = torch.randn(TOKENS, mixer.dim, generator=random, dtype=torch.float64, requires_grad=True)
-    seen = reads_and_end(mixer, x)
+    outputs = reads_and_end(mixer, x)
     weights = torch.randn(TOKENS, mixer.dim, generator=random, dtype=torch.float64)
-    wanted = [x, *mixer.parameters()]
-    grads = torch.autograd.grad((seen[-1] * weights).sum(), wanted, allow_unused=True)
-    return start, [*seen, *(torch.zeros(()) if g is None else g for g in grads)]
+    grads = torch.autograd.grad((outputs[-1] * weights).sum(), [x, *mixer.parameters()], allow_unused=True)
+    return start, [*outputs, *(torch.zeros(()) if g is None else g for g in grads)]

@@ -46,7 +46,7 @@ def _files(folder: Path, text: str, source: str) -> list[Path]:
 
 
 def _load(file: Path, source: str) -> dict[str, type[Mixer]]:
-    """What a file registers."""
+    """Run a file and return the rules that it registers."""
     before = dict(registry._MIXERS)
     mark = hashlib.sha256(str(file).encode()).hexdigest()[:8]  # studies in two folders may have files of one name
     name = f"depthmix_study_{file.stem}_{mark}"

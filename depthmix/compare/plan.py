@@ -20,7 +20,7 @@ FIRST_TIME = 1.5
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """One run of a comparison."""
+    """A run that the recipe asks for: an arm in a cell with one seed."""
 
     arm: RecipeArm
     cell: Cell

@@ -50,7 +50,7 @@ ELSEWHERE = {
 
 @dataclass(frozen=True)
 class RecipeArm:
-    """One arm: a rule, and how its training differs from that of the others."""
+    """An arm: a rule, and how its training differs from that of the others."""
 
     label: str
     arm: Arm
@@ -61,7 +61,7 @@ class RecipeArm:
 
 @dataclass(frozen=True)
 class Cell:
-    """One domain at one size."""
+    """A domain at a size."""
 
     domain: str
     size: str
@@ -95,7 +95,7 @@ class Recipe:
 
     @property
     def timed(self) -> bool:
-        """Whether step times are measured in turns."""
+        """True if step times are measured in turns."""
         return self.config.step_times or self.config.budget == "time"
 
     def seeds_at(self, cell: Cell) -> dict[str, list[int]]:

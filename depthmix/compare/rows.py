@@ -21,7 +21,7 @@ Point = tuple[float, float, float]  # tokens or images, seconds, validation loss
 
 @dataclass(frozen=True)
 class Run:
-    """One finished training: one arm with one seed."""
+    """A finished training of an arm with one seed."""
 
     arm: str
     seed: int
@@ -49,7 +49,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Row:
-    """One arm over its seeds. A spread is half the range over seeds. None stands for a number that is not known."""
+    """An arm over its seeds. A spread is half the range over seeds. None stands for a number that is not known."""
 
     arm: str
     baseline: str  # the first arm, which the others are compared with

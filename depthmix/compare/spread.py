@@ -1,4 +1,4 @@
-"""How much losses vary by chance, estimated from all arms of a comparison together.
+"""Variation of losses by chance, estimated from all arms of a comparison together.
 
     loss(arm, seed) = a(arm) + s(seed) + e,     σ² = Σ e² / (runs - arms - seeds + 1),     a difference at one seed varies by √2 σ
 

@@ -1,4 +1,4 @@
-"""One node that collects the gradients of a parameter table [R, D] whose rows many reads use, and adds them up once.
+"""The node that collects the gradients of a parameter table [R, D] whose rows many reads use, and adds them up once.
 
 Without it every read would return a gradient of the whole table, mostly zeros, and autograd would add R such tables.
 """

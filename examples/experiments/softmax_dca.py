@@ -36,7 +36,7 @@ class SoftmaxWeights(ReaderWeights):
 
 
 class EntryScores(NamedTuple):
-    """One entry's scores for all readers from `first_reader` on."""
+    """An entry's scores for all readers from `first_reader` on."""
 
     first_reader: int
     by_reader: tuple[Tensor, ...]  # [ways, ...] each

@@ -24,7 +24,7 @@ from depthmix.ops.sinkhorn.reference import DEEPSEEK_EPS, sinkhorn_reference
 
 
 class Rule(NamedTuple):
-    """One way to make the weights of reads and writes."""
+    """Options of a rule that makes the weights of reads and writes."""
 
     n: int
     joint: bool  # the streams of a token together, as mHC; otherwise each for itself, as Hyper-Connections

@@ -1,4 +1,4 @@
-"""One step of a stack of residual streams, as one autograd node: the write of a site and the read of the next one.
+"""A step of a stack of residual streams as one autograd node: the write of a site and the read of the next site.
 
     x' = the write of y to x;    pre, post, res = the coefficients of x';    h = RMSNorm of the read of x' with pre
 

@@ -209,7 +209,7 @@ def _source_backward_kernel(
 
 
 class Reader(NamedTuple):
-    """One way of a read, as kernel arguments for the gradients of its sources."""
+    """A way of a read, as kernel arguments for the gradients of its sources."""
 
     do: Tensor  # like a source
     s: Sequence[Tensor]  # logits of each of the sources in question, [N]

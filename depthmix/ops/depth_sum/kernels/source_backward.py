@@ -163,7 +163,7 @@ class Target(NamedTuple):
 
 
 class Reader(NamedTuple):
-    """One way of a read, as kernel arguments for the gradients of some sources. None marks a source it does not use."""
+    """A way of a read, as kernel arguments for the gradients of some sources. None marks a source it does not use."""
 
     do: Tensor  # like a source
     static: Sequence[Tensor | None] | None  # for each target [D] or [1]
