@@ -2,7 +2,7 @@
 
 X [d_v, D] per token, d_v copies of e at the start. At every site, with z the read and y its output,
 
-    k = y / sqrt(|y|² + eps²);    beta = 2 σ(w · RMS(z) + b);    v = 4 σ(W_v z + b_v),  or linear without σ
+    k = y / sqrt(|y|² + eps²);    beta = 2 σ(w · RMS(z) + b);    v = 4 σ(W_v z + b_v),  or linear: W_v RMS(z)
     X_j ← X_j + beta (v_j − k · X_j) k                                                            for every row j
 
 One value (d_v = 1): z = X, as it is. Several: z = Σ_j c_j ⊙ X_j with a c [d_v, D] of each site, and of finish:
@@ -63,7 +63,8 @@ class DeepDelta(Mixer):
         self.w = nn.Parameter(torch.empty(self.n_sites, dim))
         self.b = nn.Parameter(torch.empty(self.n_sites))
         self.W_v = nn.Parameter(torch.empty(self.n_sites, values, dim))
-        self.b_v = nn.Parameter(torch.empty(self.n_sites, values))
+        if value == "sigmoid":
+            self.b_v = nn.Parameter(torch.empty(self.n_sites, values))
         if values > 1:
             self.K = nn.Parameter(torch.empty(self.n_sites + 1, TAPS, dim))
             self.r = nn.Parameter(torch.empty(self.n_sites + 1, values))
@@ -73,7 +74,8 @@ class DeepDelta(Mixer):
         for p in (self.w, self.W_v, *((self.K,) if self.values > 1 else ())):
             nn.init.normal_(p, std=0.5 / math.sqrt(self.dim))
         nn.init.zeros_(self.b)
-        nn.init.uniform_(self.b_v, -1 / math.sqrt(self.dim), 1 / math.sqrt(self.dim))
+        if self.value == "sigmoid":
+            nn.init.uniform_(self.b_v, -1 / math.sqrt(self.dim), 1 / math.sqrt(self.dim))
         if self.values > 1:
             nn.init.constant_(self.r, 1 / self.values)
 
@@ -90,10 +92,12 @@ class DeepDelta(Mixer):
     def _gates(self, z: Tensor, site: int) -> tuple[Tensor, Tensor]:
         """Return beta [..., 1] and v [..., d_v] for what a site reads."""
         z = widen(z, compute_dtype(z))
-        w, b, w_v, b_v = (p[site].to(z.dtype) for p in (self.w, self.b, self.W_v, self.b_v))
-        beta = 2 * torch.sigmoid((rms_normalize(z, RMS_EPS) * w).sum(-1, keepdim=True) + b)
-        v = matmul(z, w_v.T) + b_v
-        return beta, 4 * torch.sigmoid(v) if self.value == "sigmoid" else v
+        normed = rms_normalize(z, RMS_EPS)
+        w, b, w_v = (p[site].to(z.dtype) for p in (self.w, self.b, self.W_v))
+        beta = 2 * torch.sigmoid((normed * w).sum(-1, keepdim=True) + b)
+        if self.value == "linear":
+            return beta, matmul(normed, w_v.T)
+        return beta, 4 * torch.sigmoid(matmul(z, w_v.T) + self.b_v[site].to(z.dtype))
 
     def _start(self, x: Tensor) -> ValuesState:
         return ValuesState(rows=(x,) * self.values)

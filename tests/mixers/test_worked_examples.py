@@ -119,11 +119,11 @@ def test_deep_delta_learning(beta, expected):
 
 
 def test_deep_delta_learning_with_two_values():
-    """k = (1, 0), v = (2, 0), beta = 1: the first channel's values (1, 1) become (2, 0), the second's stay (−1, −1)."""
-    mixer = create_mixer("delta", dim=2, n_blocks=1, values=2, value="linear").double()
+    """k = (1, 0), v = 4 σ(0, −∞) = (2, 0), beta = 1: the first channel's values (1, 1) become (2, 0), the second's stay (−1, −1)."""
+    mixer = create_mixer("delta", dim=2, n_blocks=1, values=2).double()
     with torch.no_grad():
         for p in mixer.parameters():
             p.zero_()
-        mixer.b_v.copy_(torch.tensor([[2.0, 0.0]] * 2))
+        mixer.b_v.copy_(torch.tensor([[0.0, -math.inf]] * 2))
     state = mixer.write(mixer.start(E), 0, OUTPUTS[0])
     check([row.tolist() for row in state.rows], [(2, -1), (0, -1)])

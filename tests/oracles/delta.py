@@ -1,6 +1,6 @@
 """delta. X [D, d_v] per token, e in every column. Site s reads z and produces y:
 
-    k = y / sqrt(|y|^2 + 1e-10);   beta = 2 sigmoid(w . RMS(z) + b);   v = 4 sigmoid(W_v z + b_v), or W_v z + b_v
+    k = y / sqrt(|y|^2 + 1e-10);   beta = 2 sigmoid(w . RMS(z) + b);   v = 4 sigmoid(W_v z + b_v), or linear W_v RMS(z)
     X <- (I - beta k k^T) X + beta k v^T
 d_v = 1: z = X. Otherwise z_i = sum_j r_j U_ij with U_ij = sum_t K_ti X_{i,j+t-1}, X zero outside; K and r of the site, or of the end.
 
@@ -20,7 +20,9 @@ DEAD_ROWS = set()
 
 def parameters(o, D, blocks):
     S, d_v = blocks.S, o["values"]
-    out = {"w": ((S, D), None), "b": ((S,), 0), "W_v": ((S, d_v, D), None), "b_v": ((S, d_v), None)}
+    out = {"w": ((S, D), None), "b": ((S,), 0), "W_v": ((S, d_v, D), None)}
+    if o["value"] == "sigmoid":
+        out["b_v"] = ((S, d_v), None)
     if d_v > 1:
         out |= {"K": ((S + 1, 4, D), None), "r": ((S + 1, d_v), 1 / d_v)}
     return out
@@ -67,9 +69,10 @@ def run(p, options, blocks, e, sublayer) -> Trace:
         norm = torch.sqrt((y * y).sum(-1) + 1e-10)  # [B, T]
         k = y / norm[..., None]
         beta = 2 * torch.sigmoid(torch.einsum("btd,d->bt", rms(z, 1e-6), p["w"][s]) + p["b"][s])
-        v = torch.einsum("btd,jd->btj", z, p["W_v"][s]) + p["b_v"][s]
         if options["value"] == "sigmoid":
-            v = 4 * torch.sigmoid(v)
+            v = 4 * torch.sigmoid(torch.einsum("btd,jd->btj", z, p["W_v"][s]) + p["b_v"][s])
+        else:
+            v = torch.einsum("btd,jd->btj", rms(z, 1e-6), p["W_v"][s])
         erase = eye - beta[..., None, None] * k[..., :, None] * k[..., None, :]
         X = torch.einsum("btoi,btij->btoj", erase, X) + (beta[..., None] * k)[..., None] * v[..., None, :]
         parts = [torch.einsum("btoi,btinj->btonj", erase, part) for part in parts]
