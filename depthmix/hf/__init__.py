@@ -10,6 +10,7 @@ from depthmix.hf.accelerated.accelerate import accelerate
 from depthmix.hf.configuration import DepthmixConfig
 from depthmix.hf.decay import PaperDecay
 from depthmix.hf.modeling import DepthmixForCausalLM, DepthmixForSequenceClassification, DepthmixModel
+from depthmix.hf.published import published_mixer
 from depthmix.hf.retrofitted import known_to_trainer, register
 from depthmix.hf.surgery import mixer_of, restore, retrofit
 
@@ -28,6 +29,7 @@ __all__ = [
     "PaperDecay",
     "accelerate",
     "mixer_of",
+    "published_mixer",
     "restore",
     "retrofit",
 ]

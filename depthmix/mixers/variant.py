@@ -66,6 +66,11 @@ def silent_entry() -> Tensor:
     return _packed({})
 
 
+def named_entry(mixer: NamesVariant, notes: Mapping[str, str]) -> Tensor:
+    """Make the entry of a mixer's weights, with notes on options, which the message of a difference repeats."""
+    return _packed({"rule": mixer.name, "options": mixer.weight_options(), "notes": dict(notes)})
+
+
 def check_variant(mixer: NamesVariant, entry: Tensor) -> None:
     """Raise OptionError unless the weights with this entry are those of the mixer's variant."""
     saved, own_options = _unpacked(mixer, entry), mixer.weight_options()
@@ -79,7 +84,8 @@ def check_variant(mixer: NamesVariant, entry: Tensor) -> None:
         theirs, ours = options.get(name, default), own_options.get(name)
         if theirs != ours or isinstance(theirs, bool) is not isinstance(ours, bool):
             what = f"the weights were made with {name}={theirs!r}, and this mixer has {name}={ours!r}"
-            raise OptionError(f"{mixer.name}: {what}; build it with the options of the weights")
+            note = f" ({saved['notes'][name]})" if name in saved.get("notes", ()) else ""
+            raise OptionError(f"{mixer.name}: {what}{note}; build it with the options of the weights")
 
 
 def check_entry(mixer: NamesVariant, state: Mapping[str, Any], prefix: str) -> None:

@@ -30,19 +30,32 @@ E_, OUT = rand(TOKENS, D, seed=1), [rand(TOKENS, D, seed=2 + s) for s in range(2
 
 
 @pytest.mark.parametrize(
-    ("source", "ends", "prefix"),
+    ("source", "ends", "prefix", "fields"),
     [
-        ("kimi-k3", ("self_attention_res", "mlp_res", "output_attn_res"), "model."),
-        ("flash-linear-attention", ("attn_res", "mlp_res", "res"), "model."),
+        (
+            "kimi-k3",
+            ("self_attention_res", "mlp_res", "output_attn_res"),
+            "model.",
+            {"attn_res_block_size": 2, "rms_norm_eps": EPS},
+        ),
+        (
+            "flash-linear-attention",
+            ("attn_res", "mlp_res", "res"),
+            "model.",
+            {"attnres_block_size": 4, "norm_eps": EPS},
+        ),
     ],
 )
-def test_attention_residuals(source: str, ends: tuple[str, str, str], prefix: str) -> None:
+def test_attention_residuals(source: str, ends: tuple[str, str, str], prefix: str, fields: dict[str, Any]) -> None:
     """Blocks of two layers: sources are the embedding, the finished blocks' sums and the running one."""
     places = [f"{prefix}layers.{i}.{end}" for i in range(LAYERS) for end in ends[:2]] + [prefix + ends[2]]
     state = {f"{p}_proj.weight": rand(1, D, seed=20 + i) for i, p in enumerate(places)}
     state |= {f"{p}_norm.weight": rand(D, seed=40 + i) for i, p in enumerate(places)}
     mixer = create_mixer("attnres", dim=D, n_blocks=LAYERS, block_size=4, eps=EPS)
-    found = mixer.load_state_dict(published_weights(source, state | {"model.norm.weight": rand(D, seed=3)}))
+    config = {"hidden_size": D, "num_hidden_layers": LAYERS, **fields}
+    found = mixer.load_state_dict(
+        published_weights(source, state | {"model.norm.weight": rand(D, seed=3)}, config=config)
+    )
     assert not found.missing_keys
     finished, running, expected = [E_], None, []
     for s, place in enumerate(places):
@@ -130,8 +143,8 @@ def test_mhc_lite() -> None:
 def test_what_does_not_fit_is_said() -> None:
     with pytest.raises(OptionError, match="unknown source 'nobody'; there are kimi-k3"):
         published_weights("nobody", {})
-    with pytest.raises(OptionError, match="not weights of that model"):
+    with pytest.raises(OptionError, match="no tensor of its mixing is among these names: none ends in attn_hc.fn"):
         published_weights("deepseek-v4", {"a": torch.zeros(1)})
     state = {"layers.0.attn_res_proj.weight": torch.zeros(1, D)}
-    with pytest.raises(OptionError, match=r"ends in 0\.mlp_res_proj\.weight, found 0"):
-        published_weights("flash-linear-attention", state)
+    with pytest.raises(OptionError, match=r"layer 0 has layers\.0\.attn_res_proj\.weight and no attn_res_norm\.weight"):
+        published_weights("flash-linear-attention", state, config={})
