@@ -61,7 +61,7 @@ def published_mixer(folder: str | Path, layers: Sequence[int] | None = None, *, 
     except OptionError as error:
         raise UserError(f"the mixer in {folder} cannot be read: {error}", CHECKPOINT) from None
     if SOURCES[source].head and not found.head:
-        what = f"the files in {folder} have no weights for the last read of {found.list or prefix}"
+        what = f"the files in {folder} have no weights for the last read of {found.stack or prefix}"
         warnings.warn(f"{what}: finish returns the mean of what it reads", stacklevel=2)
     mixer = mixer.to_empty(device="cpu")
     mixer.load_state_dict(weights)

@@ -204,7 +204,7 @@ class Found(NamedTuple):
     """Names of the tensors of a published model's mixing."""
 
     source: str
-    list: str  # name of the list of layers
+    stack: str  # name of the list of layers
     layers: dict[int, dict[str, str]]  # by layer: our short names and the tensors' names
     head: dict[str, str]
 

@@ -80,14 +80,15 @@ def test_names_in_memory_give_the_same_weights(saved):
         model, folder = saved[family]
         mixer = from_folder(folder)
         weights = published_weights(source, model.state_dict(), config=model.config.to_dict())
-        for name, value in mixer.state_dict().items():
+        for name, value in mixer.named_parameters():
             assert torch.equal(value, weights[name]), name
+        mixer.load_state_dict(weights)  # of the same options
 
 
 def test_a_range_of_layers_needs_only_the_files_that_have_them(saved, tmp_path):
     _, folder = saved["deepseek_v4"]
     index = json.loads((folder / "model.safetensors.index.json").read_text())
-    needed = {file for name, file in index["weight_map"].items() if name.startswith(("layers.2.hc_", "hc_head"))}
+    needed = {file for name, file in index["weight_map"].items() if "layers.2.hc_" in name or "hc_head" in name}
     for file in ("config.json", "model.safetensors.index.json", *needed):
         shutil.copy(folder / file, tmp_path)
     whole, part = from_folder(folder), from_folder(tmp_path, layers=range(2, 3))
@@ -100,12 +101,13 @@ def test_a_range_of_layers_needs_only_the_files_that_have_them(saved, tmp_path):
 
 @pytest.fixture
 def one_file(saved, tmp_path):
-    """Return a function that writes DeepSeek-V4's tensors, changed, to a new folder in one file."""
+    """Return a function that writes DeepSeek-V4's tensors, changed, to a new folder in one file, with its publisher's names."""
     _, folder = saved["deepseek_v4"]
     tensors = {}
     for path in folder.glob("*.safetensors"):
         with safe_open(path, "pt") as opened:
             tensors |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    tensors = {name.removeprefix("model.").replace("hc_head.hc_", "hc_head_"): t for name, t in tensors.items()}
 
     def write(change=lambda tensors: tensors, **fields):
         config = json.loads((folder / "config.json").read_text())
@@ -174,9 +176,9 @@ def test_a_folder_without_tensors_and_a_damaged_index_are_said(one_file, tmp_pat
     with pytest.raises(UserError, match="cannot be read as safetensors"):
         from_folder(folder)
     (folder / "model.safetensors").unlink()
-    with pytest.raises(UserError, match="neither model.safetensors.index.json nor files of safetensors"):
+    with pytest.raises(UserError, match=r"neither model.safetensors.index.json nor files of safetensors"):
         from_folder(folder)
-    with pytest.raises(UserError, match="No such file"):
+    with pytest.raises(UserError, match="no such file"):
         from_folder(tmp_path / "nowhere")
 
 
@@ -205,7 +207,7 @@ def test_a_block_of_kimi_has_twelve_layers_and_ours_twelve_sites(tmp_path):
     with pytest.raises(OptionError, match=counts):
         twelve_sites.load_state_dict(weights)
     with pytest.raises(
-        OptionError, match="do not say how many layers a block has; pass the content of its config.json"
+        OptionError, match=r"do not say how many layers a block has; pass the content of its config.json"
     ):
         published_weights("kimi-k3", kimi(26))
 
@@ -213,6 +215,6 @@ def test_a_block_of_kimi_has_twelve_layers_and_ours_twelve_sites(tmp_path):
 def test_two_stacks_are_told_apart_by_their_prefix():
     tensors = kimi(1, prefix="a.") | kimi(1, prefix="b.")
     config = KIMI | {"num_hidden_layers": 1}
-    with pytest.raises(OptionError, match="there are layers in a.layers and in b.layers; say which with prefix="):
+    with pytest.raises(OptionError, match=r"there are layers in a.layers and in b.layers; say which with prefix="):
         published_weights("kimi-k3", tensors, config=config)
     assert published_weights("kimi-k3", tensors, config=config, prefix="b.")["query"].shape == (3, 8)

@@ -143,7 +143,7 @@ def test_mhc_lite() -> None:
 def test_what_does_not_fit_is_said() -> None:
     with pytest.raises(OptionError, match="unknown source 'nobody'; there are kimi-k3"):
         published_weights("nobody", {})
-    with pytest.raises(OptionError, match="no tensor of its mixing is among these names: none ends in attn_hc.fn"):
+    with pytest.raises(OptionError, match=r"no tensor of its mixing is among these names: none ends in attn_hc.fn"):
         published_weights("deepseek-v4", {"a": torch.zeros(1)})
     state = {"layers.0.attn_res_proj.weight": torch.zeros(1, D)}
     with pytest.raises(OptionError, match=r"layer 0 has layers\.0\.attn_res_proj\.weight and no attn_res_norm\.weight"):
