@@ -148,9 +148,12 @@ class AttentionTraining(FastPath):
     def queries(self, mixer: Any) -> Tensor:
         """Return query ⊙ key_gain of every reader: [R, D], the ways of a site side by side, finish's last."""
         u: Tensor = mixer.query.float() * mixer.key_gain.float()
+        u = u if mixer.logit_scale == 1.0 else u * mixer.logit_scale
         if mixer.n_ways == 1:
             return u
-        further = further_rows(mixer, "query").float() * further_rows(mixer, "key_gain").float()  # [A, W-1, D]
+        further = (
+            further_rows(mixer, "query").float() * further_rows(mixer, "key_gain").float() * mixer.logit_scale
+        )  # [A, W-1, D]
         ends = [0, *(site + 1 for site in mixer.nth_several), len(u)]
         *parts, rest = u.split([b - a for a, b in itertools.pairwise(ends)])  # each ends with an attention site
         return torch.cat([*itertools.chain(*zip(parts, further.unbind(0), strict=True)), rest])
@@ -170,7 +173,13 @@ def why_no_kernels(mixer: AttnRes, tensors: Sequence[Tensor]) -> str | None:
 def is_usual_rule(mixer: AttnRes) -> bool:
     """Tell whether kernels of whole stacks know the options; the paper's ablations have kernels read by read."""
     static = mixer.query_from == "learned"
-    return is_usual(static=static, key_norm=mixer.key_norm, heads=mixer.heads, activation=mixer.weights)
+    rule = {
+        "key_norm": mixer.key_norm,
+        "heads": mixer.heads,
+        "activation": mixer.weights,
+        "value_norm": mixer.value_norm,
+    }
+    return is_usual(static=static, **rule)
 
 
 def further_before(mixer: AttnRes, site: int) -> int:

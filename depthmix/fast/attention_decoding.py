@@ -53,7 +53,7 @@ class AttentionDecoding(FastPath):
 
     def start(self, mixer: Any, x: Tensor) -> AttnResSlots | None:
         """Begin a pass of few tokens; None for passes that train or have many."""
-        supported = mixer.routing == "replace" and is_usual_rule(mixer)
+        supported = mixer.routing == "replace" and is_usual_rule(mixer) and mixer.logit_scale == 1.0
         if not supported or why_no_kernels(mixer, [x]) is not None or not few_tokens(x) or not usable("attnres", x):
             return None
         state: AttnResSlots = AttnResSlots.of(x, mixer.n_sites + 1)

@@ -10,6 +10,7 @@ routing="add" (arXiv 2605.18855): h_0 = e, then the plain stream + Σ_i p_i v_i;
 With ways=2 an attention site reads two mixtures, one for queries and keys and one for values; with ways=3 each has its own.
 Queries start at zero: plain at step 0. With query_init they start at N(0, query_init²), which the paper advises against.
 output_gain: with γ_s ⊙ y_s where a site has put out y_s, γ a learned vector as in LayerScale, which starts at that number.
+value_norm: h_s = Σ_i p_i RMS(v_i). scaled_logits: logits divided by sqrt(D), or by the root of a head's channels. Inkling 2 has both.
 query="input": query_s = W_s RMS(newest source) / D. The paper has no 1/D; without it a step of Adam moves logits by up to lr · D².
 """
 
@@ -28,7 +29,7 @@ from depthmix.mixers.state import State, last_of, last_rows, register_state
 from depthmix.ops import depth_attention, depth_sum
 from depthmix.ops.depth_attention.reference import weighted_sum
 from depthmix.ops.matmul import matmul
-from depthmix.ops.precision import rms_normalize
+from depthmix.ops.precision import rms_normalize, rms_scale
 
 # By number of ways: the suffix of parameters for an attention site's ways after the first.
 SUFFIX = {2: "_v", 3: "_kv"}
@@ -89,6 +90,8 @@ class AttnRes(Mixer):
         query_init: Annotated[float, at_least(0)] = 0.0,
         weights: Literal["softmax", "sigmoid", "static"] = "softmax",
         key_norm: bool = True,
+        value_norm: bool = False,
+        scaled_logits: bool = False,
         heads: Annotated[int, at_least(1)] = 1,
         window: Annotated[int | None, at_least(1)] = None,
         routing: Literal["replace", "add"] = "replace",
@@ -99,9 +102,12 @@ class AttnRes(Mixer):
         if dim % heads:
             divisors = ", ".join(str(h) for h in range(1, dim + 1) if dim % h == 0)
             raise OptionError(f"attnres: heads must divide dim={dim} (one of {divisors}), got {heads}")
-        if weights == "static" and (query != "learned" or query_init or heads != 1 or not key_norm):
+        if weights == "static" and (
+            query != "learned" or query_init or heads != 1 or not key_norm or value_norm or scaled_logits
+        ):
             raise OptionError(
-                "attnres: weights='static' has no queries and keys, so query, query_init, key_norm and heads cannot be set"
+                "attnres: weights='static' has no queries and keys, so query, query_init, key_norm, value_norm, scaled_logits and "
+                "heads cannot be set"
             )
         if ways > 1 and not self.layout.attention:
             raise OptionError(
@@ -113,6 +119,7 @@ class AttnRes(Mixer):
         # Of the sites that read several mixtures: {site: its row in the parameters of the further ways}.
         self.nth_several = {site: i for i, site in enumerate(self.layout.attention)}
         self.key_norm, self.heads, self.window, self.routing, self.eps = key_norm, heads, window, routing, eps
+        self.value_norm, self.logit_scale = value_norm, (dim // heads) ** -0.5 if scaled_logits else 1.0
         if weights == "static":
             self._add("logits", self._most_sources())
         else:
@@ -191,12 +198,21 @@ class AttnRes(Mixer):
             return depth_sum(sources, static=p.unsqueeze(-1))
         query = self._query(state, site, newest)
         gain = self._rows("key_gain", site) if self.key_norm else None
-        call |= {"key_norm": self.key_norm, "heads": self.heads, "activation": self.weights}
+        query = query if self.logit_scale == 1.0 else query * self.logit_scale
+        call |= {
+            "key_norm": self.key_norm,
+            "heads": self.heads,
+            "activation": self.weights,
+            "value_norm": self.value_norm,
+        }
         if not state.frozen:
             return depth_attention(query, sources, gain, self.eps, **call)
         call |= {"return_weights": True, "backend": "reference"}
-        _, p = depth_attention(query, [state.observe(v) for v in sources], gain, self.eps, **call)
+        observed = [state.observe(v) for v in sources]
+        _, p = depth_attention(query, observed, gain, self.eps, **call)
         p = p if self.heads > 1 else p.unsqueeze(-1)
+        if self.value_norm:
+            p = p * torch.stack([rms_scale(v, self.eps) for v in observed], dim=-2)
         return tuple(weighted_sum(p_way.detach(), sources) for p_way in p)
 
     def routed(self, state: AttnResState, mixed: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

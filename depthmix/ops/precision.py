@@ -38,4 +38,9 @@ def widen(x: Tensor, dtype: torch.dtype) -> Tensor:
 def rms_normalize(x: Tensor, eps: float) -> Tensor:
     """Return x / sqrt(mean(x²) + eps) over the last dimension, in fp32 or wider, not rounded back."""
     x = widen(x, compute_dtype(x))
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+    return x * rms_scale(x, eps)
+
+
+def rms_scale(x: Tensor, eps: float) -> Tensor:
+    """Return 1 / sqrt(mean(x²) + eps) over the last dimension [..., 1], in fp32 or wider."""
+    return torch.rsqrt(widen(x, compute_dtype(x)).square().mean(-1, keepdim=True) + eps)

@@ -42,6 +42,7 @@ def naive(
     key_norm: bool = True,
     heads: int = 1,
     activation: str = "softmax",
+    value_norm: bool = False,
     out_eps: float | None = None,
 ) -> tuple[Tensor, ...]:
     """From the equations: stack, normalise the keys, one einsum for the logits, one for the sum. Outputs, then weights."""
@@ -61,7 +62,8 @@ def naive(
         p = e / e.sum(2, keepdim=True)
     else:
         p = 1 / (1 + (-logits).exp())
-    out = torch.einsum("wtih,ithc->wthc", p, v).reshape(ways, *tokens, dim)
+    values = v / (v.pow(2).mean((-1, -2), keepdim=True) + eps).sqrt() if value_norm else v
+    out = torch.einsum("wtih,ithc->wthc", p, values).reshape(ways, *tokens, dim)
     if out_gain is not None:
         out = out / (out.pow(2).mean(-1, keepdim=True) + (eps if out_eps is None else out_eps)).sqrt()
         out = out * out_gain.reshape(-1, *(1,) * len(tokens), dim)
@@ -125,6 +127,15 @@ EVERY_OPTION = combinations(
     key_gain=(None, "D", "WD"),
     out_gain=(None, "D", "WD"),
 )
+EVERY_OPTION += combinations(
+    kind=QUERIES,
+    heads=(1, 3),
+    activation=("softmax", "sigmoid"),
+    key_norm=(True, False),
+    key_gain=(None, "D"),
+    out_gain=(None, "D"),
+    value_norm=(True,),
+)
 
 
 @pytest.mark.parametrize("options", [o for o in EVERY_OPTION if allowed(o)], ids=name)
@@ -180,7 +191,9 @@ def test_random_cases_against_naive(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", combinations(kind=QUERIES, heads=(1, 2), activation=("softmax", "sigmoid")), ids=name
+    "options",
+    combinations(kind=QUERIES, heads=(1, 2), activation=("softmax", "sigmoid"), value_norm=(False, True)),
+    ids=name,
 )
 def test_gradcheck(options: dict[str, Any]) -> None:
     """Finite differences agree with the hand-written backward in each mode."""
@@ -223,7 +236,9 @@ def test_large_logits_do_not_overflow(activation: str) -> None:
 
 @pytest.mark.parametrize("kind", QUERIES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("options", [{}, {"out_gain": "D"}, {"heads": 3, "activation": "sigmoid"}], ids=name)
+@pytest.mark.parametrize(
+    "options", [{}, {"out_gain": "D"}, {"heads": 3, "activation": "sigmoid"}, {"value_norm": True}], ids=name
+)
 def test_half_precision_rounds_once(options: dict[str, Any], dtype: torch.dtype, kind: str) -> None:
     """Half-precision sources with fp32 parameters: output in the sources' dtype, weights fp32, everything rounded once."""
     op, expected, leaves = case((2, 5, 24), 5, kind, "D", dtype=dtype, eps=1e-2, **options)

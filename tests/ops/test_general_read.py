@@ -63,10 +63,15 @@ def kernels(
 
 
 EVERY = combinations(kind=QUERIES, heads=(1, 3), activation=("softmax", "sigmoid"), key_norm=(True, False))
+EVERY += combinations(
+    kind=QUERIES, heads=(1, 3), activation=("softmax", "sigmoid"), key_norm=(True, False), value_norm=(True,)
+)
 
 
 def unusual(o: dict[str, Any]) -> bool:
-    return "token" in o["kind"] or o["heads"] > 1 or o["activation"] == "sigmoid" or not o["key_norm"]
+    return (
+        "token" in o["kind"] or o["heads"] > 1 or o["activation"] == "sigmoid" or not o["key_norm"] or "value_norm" in o
+    )
 
 
 @pytest.mark.covered
@@ -369,7 +374,7 @@ for name, constants in eval(sys.argv[1]):
 """
 ALL = {"NORM": True, "KEEP": True, "STAGES": 1, "BEFORE": True, "LAST": True}
 COMPILED = [
-    (kernel, ALL | {"D": 512, "H": h, "BH": h, "BC": 512 // h, "BY_TOKEN": t, "KEY_NORM": k, "SOFTMAX": s, "ALIGNED": a})
+    (kernel, ALL | {"D": 512, "H": h, "BH": h, "BC": 512 // h, "BY_TOKEN": t, "KEY_NORM": k, "VALUE_NORM": k, "SOFTMAX": s, "ALIGNED": a})
     for kernel in ("_read_kernel", "_backward_kernel")
     for h, t, k, s, a in ((1, True, True, True, True), (16, False, True, True, True), (4, False, False, False, False))
 ]  # fmt: skip

@@ -5,6 +5,9 @@ partial sum from the last block boundary to s, unless it is empty. window W: e a
 
 M[s, i+1] = p of the source that contains y_i, 0 if a window dropped it.
 
+value_norm: h_s = sum_i p_i RMS(v_i). M[s, i+1] has the factor 1 / rms of the source that contains y_i.
+scaled_logits: the logits of a head of C channels are divided by sqrt(C).
+
 output_gain: y_i is gamma_i * what site i put out, channel by channel, so M[s, i+1] has that factor.
 
 routing="add": h_0 = e;  h_s = stream + mixture for s >= 1;  h_S = stream = e + sum_i y_i. Rows of M: 1; p + 1; 1.
@@ -24,6 +27,8 @@ DEFAULTS = {
     "query_init": 0.0,
     "weights": "softmax",
     "key_norm": True,
+    "value_norm": False,
+    "scaled_logits": False,
     "heads": 1,
     "window": None,
     "routing": "replace",
@@ -41,6 +46,11 @@ OPTIONS = (
     + combine(block_size=[3], ways=[3], weights=["static"], window=[None, 2], routing=["replace", "add"])
     + combine(block_size=[3, "all"], ways=[1, 2], output_gain=[0.1])
     + combine(ways=[3], weights=["softmax", "static"], routing=["add"], output_gain=[1.0])
+    + combine(ways=[1, 3], block_size=[None, 3], value_norm=[True], scaled_logits=[False, True])
+    + combine(
+        value_norm=[True], scaled_logits=[True], heads=[2], weights=["softmax", "sigmoid"], query=["learned", "input"]
+    )
+    + combine(value_norm=[True], key_norm=[False], ways=[2], window=[2], routing=["replace", "add"])
 )
 DEAD_ROWS = {("query", 0), ("key_gain", 0)}  # site 0 has a single source
 
@@ -73,7 +83,7 @@ def parameters(o, D, blocks):
 
 
 def starts_plain(options):
-    return options["window"] is None and options["output_gain"] in (None, 1)
+    return options["window"] is None and options["output_gain"] in (None, 1) and not options["value_norm"]
 
 
 def members(s, block_size, window):
@@ -103,7 +113,8 @@ def logits(p, options, s, way, nth, v):
     if options["key_norm"]:
         keys = pick(p, "key_gain", s, way, nth) * rms(v, options["eps"])
     product = q * keys
-    return product.reshape(n, *v.shape[1:3], heads, -1).sum(-1)
+    z = product.reshape(n, *v.shape[1:3], heads, -1).sum(-1)
+    return z / math.sqrt(v.shape[-1] // heads) if options["scaled_logits"] else z
 
 
 def weights(p, options, s, way, nth, v):
@@ -113,7 +124,8 @@ def weights(p, options, s, way, nth, v):
         return torch.softmax(pick(p, "logits", s, way, nth)[:n], dim=0)[:, None, None, None].expand_as(v)
     z = logits(p, options, s, way, nth, v)
     w = torch.softmax(z, dim=0) if options["weights"] == "softmax" else torch.sigmoid(z)
-    return w.repeat_interleave(dim // options["heads"], dim=-1)
+    w = w.repeat_interleave(dim // options["heads"], dim=-1)
+    return w / torch.sqrt((v * v).mean(-1, keepdim=True) + options["eps"]) if options["value_norm"] else w
 
 
 def read(p, options, s, way, nth, sources, row):

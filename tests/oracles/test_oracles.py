@@ -132,7 +132,7 @@ def test_rows_that_sum_to_one(name, options):
     if name == "highway":
         torch.testing.assert_close(t.M.sum(2), ones)
         assert (t.M >= 0).all()
-    elif name == "attnres" and options["weights"] != "sigmoid":
+    elif name == "attnres" and options["weights"] != "sigmoid" and not options["value_norm"]:
         size = attnres.size_of(options["block_size"])
         add = float(options["routing"] == "add")
         for s in range(1, 2 * BLOCKS) if add else range(2 * BLOCKS + 1):  # one representative per block: its first site

@@ -1,4 +1,4 @@
-"""Reads that the kernels of whole stacks do not know: heads, sigmoid, keys without a norm, per-token queries."""
+"""Reads that the kernels of whole stacks do not know: heads, sigmoid, keys without a norm, normed values, per-token queries."""
 
 from functools import partial
 from typing import Any
@@ -57,8 +57,9 @@ class GeneralRead(torch.autograd.Function):
 
 def _kernel_options(options: Options) -> dict[str, Any]:
     """Return the options as keyword arguments of the kernels."""
-    eps, key_norm, heads, activation = options
-    return {"eps": eps, "key_norm": key_norm, "heads": heads, "softmax": activation == "softmax"}
+    rule: dict[str, Any] = options._asdict()
+    softmax = rule.pop("activation") == "softmax"
+    return {**rule, "softmax": softmax}
 
 
 def _by_way(u: Tensor, gain: Tensor | None) -> list[tuple[Tensor, Tensor | None]]:

@@ -9,7 +9,7 @@ from torch import Tensor
 from depthmix.ops.backend import choose
 from depthmix.ops.checks import KERNEL_DTYPES, check_shape, check_sources, leading, why_too_wide
 from depthmix.ops.depth_attention.general_read import GeneralRead
-from depthmix.ops.depth_attention.reference_autograd import DepthAttention, attend, differentiable
+from depthmix.ops.depth_attention.reference_autograd import DepthAttention, Options, attend, differentiable
 from depthmix.ops.depth_attention.source_order import read_sources
 from depthmix.ops.precision import compute_dtype, promoted_dtype, widen, without_autocast
 from depthmix.ops.torch_internals import transformed
@@ -18,12 +18,12 @@ from depthmix.ops.torch_internals import transformed
 MAX_WAYS = 3
 
 
-def is_usual(*, static: bool, key_norm: bool, heads: int, activation: str) -> bool:
+def is_usual(*, static: bool, key_norm: bool, heads: int, activation: str, value_norm: bool) -> bool:
     """Return whether the kernels of whole stacks know a read. Other reads have kernels of their own (general_read.py).
 
     static: all tokens share the query.
     """
-    return static and key_norm and heads == 1 and activation == "softmax"
+    return static and key_norm and heads == 1 and activation == "softmax" and not value_norm
 
 
 def why_unsupported(sources: Sequence[Tensor], *, wide: bool, heads: int = 1) -> str | None:
@@ -52,6 +52,7 @@ def depth_attention(
     key_norm: bool = True,
     heads: int = 1,
     activation: str = "softmax",
+    value_norm: bool = False,
     out_eps: float | None = None,
     backend: str | None = None,
 ) -> Any:
@@ -62,12 +63,13 @@ def depth_attention(
             dimension W, W queries read the same sources.
         sources: list of n tensors [..., D]. They are neither stacked nor copied.
         key_gain: [D] or [W, D], gain of the keys' RMSNorm.
-        eps: of the keys' RMSNorm.
+        eps: of the RMSNorm of keys and values.
         out_gain: [D] or [W, D]. The result goes through an RMSNorm with this gain before it is rounded.
         return_weights: also return the attention weights.
         key_norm: normalise the keys; without it key_gain must be None.
         heads: number of channel groups with weights of their own; divides D.
         activation: "softmax" over sources, or "sigmoid" element by element.
+        value_norm: mix normalised sources; their norm has no gain.
         out_eps: of the RMSNorm with out_gain, by default eps.
         backend: "triton" or "reference". By default `use_backend` decides, then kernels run where they can.
 
@@ -114,13 +116,14 @@ def depth_attention(
         if out_gain is not None:
             gains = out_gain if out_gain.ndim == 2 else out_gain.unsqueeze(0).expand(n_ways, -1)
             gains = widen(gains, wide)
-        usual = is_usual(static=u.ndim == 2, key_norm=key_norm, heads=heads, activation=activation)
+        rule = {"key_norm": key_norm, "heads": heads, "activation": activation, "value_norm": value_norm}
+        usual = is_usual(static=u.ndim == 2, **rule)
         why = why_unsupported(sources, wide=query.dtype == torch.float64, heads=heads)
         if return_weights:
             why = "they do not return weights"
         elif not usual and torch.compiler.is_compiling():
             why = "torch.compile makes its own of reads with these options"
-        options = (eps, key_norm, heads, activation)
+        options = Options(eps, **rule)
         kernels = choose(op, first, why, backend) == "triton"
         if kernels and not usual:
             mixtures = GeneralRead.apply(options, norm_eps, torch.is_grad_enabled(), u, gains, *sources)

@@ -11,8 +11,15 @@ from depthmix.ops.autograd import reference_gradients
 from depthmix.ops.depth_attention.reference import depth_attention_reference
 from depthmix.ops.precision import rms_normalize, widen, without_autocast
 
-# (eps, key_norm, heads, activation).
-Options = tuple[float, bool, int, str]
+
+class Options(NamedTuple):
+    """How sources are weighed, in the order of `depth_attention_reference`."""
+
+    eps: float
+    key_norm: bool = True
+    heads: int = 1
+    activation: str = "softmax"
+    value_norm: bool = False
 
 
 class Mixed(NamedTuple):
@@ -39,6 +46,8 @@ class DepthAttention(torch.autograd.Function):
         ds_i  = p_i (dp_i − Σ_j p_j dp_j)      softmax;   dp_i p_i (1 − p_i)   sigmoid
         dv_i  = Σ_w  p_i do + ds_i r_i u − (Σ_heads ds_i s_i) r_i² / D · v_i
         du    = Σ_i ds_i r_i v_i               summed over tokens unless u is per token
+
+    With value_norm do · v_i gets the factor r_i, p_i do too, and Σ_heads ds_i s_i becomes Σ_heads ds_i s_i + p_i r_i (do · v_i).
     """
 
     @staticmethod
@@ -78,21 +87,21 @@ def differentiable(
 
 def attend(options: Options, out_eps: float, u: Tensor, gain: Tensor | None, sources: Sequence[Tensor]) -> Mixed:
     """Compute the mixtures and the intermediates that the backward needs."""
-    eps, key_norm, heads, activation = options
+    eps, key_norm, heads, activation, value_norm = options
     ways, norms = u.unbind(), []
     dots: list[list[Tensor]] = [[] for _ in ways]
     for source in sources:
         v = widen(source, u.dtype)
         for dots_w, u_w in zip(dots, ways, strict=True):
             dots_w.append(_dot(u_w, v, heads))
-        if key_norm:
+        if key_norm or value_norm:
             norms.append(torch.linalg.vector_norm(v, dim=-1, keepdim=True))
-    mixed = Mixed([], [], [], [], _rstd(torch.stack(norms), u.shape[-1], eps) if key_norm else None)
+    mixed = Mixed([], [], [], [], _rstd(torch.stack(norms), u.shape[-1], eps) if norms else None)
     for w, dots_w in enumerate(dots):
         s = _stack(dots_w, heads)
-        s = s if mixed.r is None else s.mul_(mixed.r)
+        s = s.mul_(mixed.r) if key_norm else s
         p = torch.softmax(s, dim=0) if activation == "softmax" else torch.sigmoid(s)
-        o = _mix(p.unbind(), sources)
+        o = _mix(_source_weights(options, p, mixed.r), sources)
         if gain is not None:
             mixed.rho.append(_rstd(torch.linalg.vector_norm(o, dim=-1, keepdim=True), u.shape[-1], out_eps))
             o.mul_(mixed.rho[-1]).mul_(gain[w])
@@ -112,9 +121,9 @@ def _backward(
     dweights: Sequence[Tensor],
     needs: Sequence[bool],
 ) -> list[Tensor | None]:
-    _, _, heads, activation = options
+    _, key_norm, heads, activation, value_norm = options
     (need_u, _, *need_v), dim, r = needs, u.shape[-1], mixed.r
-    ways, weights, radial = u.unbind(), [p.unbind() for p in mixed.p], None
+    ways, weights, radial = u.unbind(), [_source_weights(options, p, r) for p in mixed.p], None
     do, dgain, steps, du = list(dy), [], [], []
     for w, (p, s) in enumerate(zip(mixed.p, mixed.s, strict=True)):
         if gain is not None:
@@ -124,16 +133,24 @@ def _backward(
             along = product.mv(gain[w]).view_as(rho).mul_(rho).mul_(rho)
             do[w] = (dy[w] * gain[w]).addcmul_(o, along, value=-1 / dim).mul_(rho)
         dp = _stack([_dot(do[w], widen(v, u.dtype), heads) for v in sources], heads)
+        along_source = None
+        if value_norm:
+            dp = dp * r
+            along_source = p * dp
         dp = dp + dweights[w] if dweights else dp
         ds = p * (dp - (p * dp).sum(0)) if activation == "softmax" else dp * p * (1 - p)  # [n, ..., H]
-        t = ds if r is None else ds * r
-        if r is not None:
-            radial_part = t * s if heads == 1 else (t * s).sum(-1, keepdim=True)
-            radial = radial_part * r if radial is None else radial.addcmul_(radial_part, r)  # [n, ..., 1]
-        steps.append(t.unbind())
+        if key_norm:
+            along_source = ds * s if along_source is None else along_source.addcmul_(ds, s)
+            ds = ds * r
+        if along_source is not None:
+            part = along_source if heads == 1 else along_source.sum(-1, keepdim=True)
+            radial = part if radial is None else radial.add_(part)  # [n, ..., 1]
+        steps.append(ds.unbind())
         if need_u:
             by_token = _mix(steps[w], sources)
             du.append(by_token if u.ndim > 2 else by_token.reshape(-1, dim).sum(0))
+    if radial is not None:
+        radial.mul_(r).mul_(r)
     dv: list[Tensor | None] = [None] * len(sources)
     for i, source in enumerate(sources):
         if need_v[i]:
@@ -144,6 +161,11 @@ def _backward(
                 total.addcmul_(radial[i], widen(source, u.dtype), value=-1 / dim)
             dv[i] = widen(total, source.dtype)
     return [torch.stack(du) if need_u else None, torch.stack(dgain) if dgain else None, *dv]
+
+
+def _source_weights(options: Options, p: Tensor, r: Tensor | None) -> tuple[Tensor, ...]:
+    """Return what each source is multiplied with, by head: n times [..., H]."""
+    return (p * r if options.value_norm else p).unbind()
 
 
 def _by_head(x: Tensor, heads: int) -> Tensor:

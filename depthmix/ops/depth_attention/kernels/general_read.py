@@ -1,4 +1,5 @@
-"""Kernels for depth attention with the paper's ablations, read by read: heads, sigmoid, keys without a norm, per-token queries.
+"""Kernels for depth attention with the paper's ablations, read by read: heads, sigmoid, keys without a norm,
+normed values, per-token queries.
 
 A program takes one token, whose channels lie as [heads, channels of a head]; heads beyond H and channels beyond D/H are zeros.
 The equations are those of reference.py, and of reference_autograd.py for the backward. The backward mixes o again from the logits,
@@ -47,7 +48,7 @@ def _weight(s, lse, SOFTMAX: tl.constexpr):
 def _read_kernel(
     table, u, gain, y, s, lse, N: tl.int64, n: tl.int32, eps, out_eps,
     D: tl.constexpr, H: tl.constexpr, BH: tl.constexpr, BC: tl.constexpr, BY_TOKEN: tl.constexpr, KEY_NORM: tl.constexpr,
-    SOFTMAX: tl.constexpr, NORM: tl.constexpr, KEEP: tl.constexpr, ALIGNED: tl.constexpr, STAGES: tl.constexpr,
+    VALUE_NORM: tl.constexpr, SOFTMAX: tl.constexpr, NORM: tl.constexpr, KEEP: tl.constexpr, ALIGNED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0).to(tl.int64)
     head, c = tl.arange(0, BH), tl.arange(0, BC)
@@ -60,8 +61,12 @@ def _read_kernel(
     for i in tl.range(0, n, num_stages=STAGES):
         v = _load(_row(tl.load(table + i), t * D + d, y, ALIGNED), ok)
         logit = tl.sum(v * q, 1)
-        if KEY_NORM:
-            logit *= tl.rsqrt(_total(v * v) / D + eps)
+        if KEY_NORM or VALUE_NORM:
+            r = tl.rsqrt(_total(v * v) / D + eps)
+            if KEY_NORM:
+                logit *= r
+            if VALUE_NORM:
+                v *= r
         if KEEP:
             tl.store(s + (i * N + t) * H + head, logit, mask=head_ok)
         if SOFTMAX:
@@ -83,7 +88,7 @@ def _read_kernel(
 def _backward_kernel(
     table, dy, u, gain, s, lse, du, part, N: tl.int64, n: tl.int32, eps, out_eps,
     D: tl.constexpr, H: tl.constexpr, BH: tl.constexpr, BC: tl.constexpr, BY_TOKEN: tl.constexpr, KEY_NORM: tl.constexpr,
-    SOFTMAX: tl.constexpr, NORM: tl.constexpr, BEFORE: tl.constexpr, LAST: tl.constexpr, ALIGNED: tl.constexpr,
+    VALUE_NORM: tl.constexpr, SOFTMAX: tl.constexpr, NORM: tl.constexpr, BEFORE: tl.constexpr, LAST: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     head, c = tl.arange(0, BH), tl.arange(0, BC)
     d = head[:, None] * (D // H) + c[None, :]
@@ -101,6 +106,8 @@ def _backward_kernel(
             for i in range(n):
                 logit = tl.load(s + (i * N + t) * H + head, mask=head_ok, other=0.0)
                 v = _load(_row(tl.load(table + 3 * i), t * D + d, dy, ALIGNED), ok)
+                if VALUE_NORM:
+                    v *= tl.rsqrt(_total(v * v) / D + eps)
                 o += _weight(logit, z, SOFTMAX)[:, None] * v
         g = _load(dy + t * D + d, ok)
         if NORM:
@@ -115,10 +122,15 @@ def _backward_kernel(
             v = _load(_row(tl.load(table + 3 * i), t * D + d, dy, ALIGNED), ok)
             logit = tl.load(s + (i * N + t) * H + head, mask=head_ok, other=0.0)
             p, dp = _weight(logit, z, SOFTMAX), tl.sum(g * v, 1)
+            if KEY_NORM or VALUE_NORM:
+                r = tl.rsqrt(_total(v * v) / D + eps)
+            if VALUE_NORM:
+                dp *= r
             ds = p * (dp - delta) * several if SOFTMAX else dp * p * (1 - p)
             dv = p[:, None] * g
+            if VALUE_NORM:
+                dv = r * dv - (tl.sum(p * dp, 0) * r * r / D) * v
             if KEY_NORM:
-                r = tl.rsqrt(_total(v * v) / D + eps)
                 dv -= (tl.sum(ds * logit, 0) * r * r / D) * v
                 ds *= r
             dv += ds[:, None] * q
@@ -140,10 +152,12 @@ def _backward_kernel(
         tl.store(part + (not BY_TOKEN) * D, dgain, mask=ok)
 
 
-def _shape(dim: int, heads: int, u: Tensor, gain: Tensor | None, key_norm: bool, softmax: bool) -> dict[str, object]:
+def _shape(
+    dim: int, heads: int, u: Tensor, gain: Tensor | None, key_norm: bool, softmax: bool, value_norm: bool
+) -> dict[str, object]:
     rows, columns = triton.next_power_of_2(heads), triton.next_power_of_2(dim // heads)
     return {
-        "D": dim, "H": heads, "BH": rows, "BC": columns, "BY_TOKEN": u.ndim > 1, "KEY_NORM": key_norm,
+        "D": dim, "H": heads, "BH": rows, "BC": columns, "BY_TOKEN": u.ndim > 1, "KEY_NORM": key_norm, "VALUE_NORM": value_norm,
         "SOFTMAX": softmax, "NORM": gain is not None, "num_warps": min(32, max(1, rows * columns // 512)),
     }  # fmt: skip
 
@@ -156,7 +170,7 @@ def _programs(tokens: int, warps: object, like: Tensor) -> int:
 
 def read(
     u: Tensor, gain: Tensor | None, sources: Sequence[Tensor], *, eps: float, out_eps: float, key_norm: bool, heads: int,
-    softmax: bool, keep: bool,
+    softmax: bool, value_norm: bool, keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Compute the mixture, shaped like a source.
 
@@ -174,14 +188,14 @@ def read(
             address_table(tuple(x.data_ptr() for x in sources), v.device),
             u, u if gain is None else gain, y, s, lse, tokens, len(sources), eps, out_eps,
             KEEP=keep, ALIGNED=aligned(dim // heads, sources), STAGES=stages(4, v, 1),
-            **_shape(dim, heads, u, gain, key_norm, softmax),
+            **_shape(dim, heads, u, gain, key_norm, softmax, value_norm),
         )  # fmt: skip
     return y, s, lse
 
 
 def backward(
     dy: Tensor, u: Tensor, gain: Tensor | None, sources: Sequence[Tensor], s: Tensor, lse: Tensor, *, eps: float,
-    out_eps: float, key_norm: bool, heads: int, softmax: bool, before: Sequence[Tensor] | None, last: bool,
+    out_eps: float, key_norm: bool, heads: int, softmax: bool, value_norm: bool, before: Sequence[Tensor] | None, last: bool,
 ) -> tuple[Tensor, Tensor | None, list[Tensor]]:  # fmt: skip
     """Compute the gradients of u, of the gain and of every source, given that of the mixture.
 
@@ -191,7 +205,7 @@ def backward(
     dv = [torch.empty_like(x, dtype=x.dtype if last else torch.float32) for x in sources]
     if not tokens:
         return torch.zeros_like(u), None if gain is None else torch.zeros_like(gain), dv
-    shape = _shape(dim, heads, u, gain, key_norm, softmax)
+    shape = _shape(dim, heads, u, gain, key_norm, softmax, value_norm)
     programs, shared = _programs(tokens, shape["num_warps"], dy), u.ndim == 1
     part = torch.empty(programs, shared + (gain is not None), dim, dtype=torch.float32, device=dy.device)
     du = torch.empty_like(u)
