@@ -17,7 +17,7 @@ from train.small import overriding
 
 MODEL = "--n-blocks 1 --dim 16 --n-heads 2 --seq-len 32 --batch-size 2"
 SMALL = f"{MODEL} --steps 4 --warmup 1 --eval-every 4 --eval-tokens 100 --quiet"
-PAGES = ("quickstart", "guides/data", "comparing", "study", "guides/inspecting")
+PAGES = ("quickstart", "guides/data", "guides/comparing", "guides/large-comparisons", "guides/inspecting")
 DEMO = "depthmix compare --recipe recipes/demo.yaml"
 
 

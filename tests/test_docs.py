@@ -20,6 +20,7 @@ PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
     ROOT / "benchmarks" / "README.md",
+    ROOT / "examples" / "experiments" / "README.md",
     ROOT / "lab" / "README.md",
     ROOT / "lab" / "LOG.md",
     ROOT / "lab" / "theory" / "README.md",

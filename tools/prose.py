@@ -25,6 +25,8 @@ DONE = [
     "SECURITY.md",
     "docs/concepts/*.md",
     "docs/faq.md",
+    "docs/guides/comparing.md",
+    "docs/guides/large-comparisons.md",
     "docs/guides/layouts.md",
     "docs/guides/python.md",
     "docs/install.md",

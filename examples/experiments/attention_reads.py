@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from depthmix.fast.attention import AttentionTraining
 from depthmix.mixers import register
-from depthmix.mixers.attnres import OWN, AttnRes
+from depthmix.mixers.attnres import SUFFIX, AttnRes
 from depthmix.mixers.options import at_least
 
 
@@ -55,11 +55,11 @@ class AttentionReads(AttnRes):
         super().__init__(dim, n_blocks, block_size=block_size, ways=2)
 
     def _add(self, name: str, *shape: int) -> None:
-        for way in ("", OWN[2])[self.only == "values" :]:
+        for way in ("", SUFFIX[2])[self.only == "values" :]:
             self.register_parameter(name + way, nn.Parameter(torch.empty(len(self.layout.attention), *shape)))
 
     def _rows(self, name: str, site: int) -> Tensor:
-        like = getattr(self, name + OWN[2])
+        like = getattr(self, name + SUFFIX[2])
         plain = like.new_full((self.dim,), float(name == "key_gain"))
         if self.ways(site) == 1:
             return plain.unsqueeze(0)

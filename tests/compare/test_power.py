@@ -41,8 +41,8 @@ def test_without_a_difference_one_in_twenty_is_shown():
     assert power(0.0, 1.0, 5) == pytest.approx(0.05, abs=1e-3)
 
 
-def test_what_the_page_on_studies_says():
-    page = (ROOT / "docs" / "study.md").read_text()
+def test_what_the_page_on_larger_comparisons_says():
+    page = (ROOT / "docs" / "guides" / "large-comparisons.md").read_text()
     needed, least = seeds_needed(0.01, 0.006), detectable(0.006, 3)
     assert f"vary by 0.006 nats, one of 0.01 needs {needed} seeds, and three seeds show {least:.3f}." in page
 

@@ -216,7 +216,7 @@ def moved(name, options):
 
 def test_the_page_says_what_they_move():
     runpy.run_path(str(ROOT / "examples/experiments/_costs.py"))
-    page = (ROOT / "docs" / "study.md").read_text()
+    page = (ROOT / "examples" / "experiments" / "README.md").read_text()
     lines = {name: next(line for line in page.splitlines() if f"`{name}.py`" in line) for name in FILES}
     for name, choice in [(name, {}) for name in FILES] + [
         ("gate_apart", {"values": True}),
