@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from depthmix.mixers import register
-from depthmix.mixers.attnres import OWN, AttnRes
+from depthmix.mixers.attnres import SUFFIX, AttnRes
 from depthmix.mixers.options import OptionError, at_least
 
 
@@ -46,4 +46,4 @@ class GateApart(AttnRes):
 
     def _add(self, name: str, *shape: int) -> None:
         super()._add(name, *shape)  # with one way everywhere
-        self.register_parameter(name + OWN[2], nn.Parameter(torch.empty(len(self._apart), *shape)))
+        self.register_parameter(name + SUFFIX[2], nn.Parameter(torch.empty(len(self._apart), *shape)))
