@@ -42,17 +42,17 @@ def rows(documents: Sequence[dict[str, Any]]) -> list[tuple[str, list[str]]]:
         return ", ".join(f"{d['sources'][source]} {change:.2f}" for source, change in finish)
 
     return [
-        ("what sites read: RMS of the last third over the third after the first sixth", each(lambda d: growth([x[0] for x in d["dynamics"]["input_rms"]]))),
-        ("what sites write: the same", each(lambda d: growth(d["dynamics"]["output_rms"]))),
+        ("growth of what sites read", each(lambda d: growth([x[0] for x in d["dynamics"]["input_rms"]]))),
+        ("growth of what sites write", each(lambda d: growth(d["dynamics"]["output_rms"]))),
         ("unevenness of gradients", each(lambda d: pairs(evenness, d["dynamics"]["gradient_norm"]))),
-        ("… without the first block", each(lambda d: pairs(evenness, d["dynamics"]["gradient_norm"], 2))),
-        ("sources in use, of all", each(lambda d: by_kind(d, "effective_share"))),
-        ("share of the newest output", each(lambda d: by_kind(d, "newest"))),
-        ("share of the embedding", each(lambda d: by_kind(d, "embedding"))),
-        ("semiseparable rank, of 13", each(lambda d: ", ".join(str(s["semiseparable"]) for s in d["structure"]))),
-        ("loss without the first MLP", each(lambda d: f"+{d['skips']['change'][1]:.2f}")),
-        ("… without another sublayer, median", each(lambda d: f"+{median(d['skips']['change'][2:]):.3f}")),
-        ("what finish misses most", each(most_needed)),
+        ("unevenness of gradients without the first block", each(lambda d: pairs(evenness, d["dynamics"]["gradient_norm"], 2))),
+        ("effective share of sources", each(lambda d: by_kind(d, "effective_share"))),
+        ("weight of the newest source", each(lambda d: by_kind(d, "newest"))),
+        ("weight of the embedding", each(lambda d: by_kind(d, "embedding"))),
+        ("semiseparable rank, at most 13", each(lambda d: ", ".join(str(s["semiseparable"]) for s in d["structure"]))),
+        ("rise of the loss without the first MLP", each(lambda d: f"+{d['skips']['change'][1]:.2f}")),
+        ("rise without another sublayer, median", each(lambda d: f"+{median(d['skips']['change'][2:]):.3f}")),
+        ("sources that finish needs most, with the rise", each(most_needed)),
     ]  # fmt: skip
 
 
