@@ -53,7 +53,6 @@ RECIPES, RESULTS = (Path("lab") / "recipes", Path("recipes") / "studies"), Path(
 PUBLISHED = Path("docs") / "results"
 CONFIRMED, IN_SIGN, NOT_SEEN = "confirmed", "confirmed in sign", "not seen at this scale"
 CONTRADICTED, UNDECIDED, NOT_MEASURED = "contradicted", "not decided yet", "not measured yet"
-VERDICTS = (CONFIRMED, IN_SIGN, NOT_SEEN, CONTRADICTED, UNDECIDED, NOT_MEASURED)
 ASSUMED = "the spread is the one assumed in the study's file"
 CHANCE = "one seed, which says nothing of chance"
 # Degrees of freedom of a spread that is taken as known.

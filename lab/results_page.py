@@ -1,4 +1,4 @@
-"""Write docs/results.md: verdicts on the papers' claims, and a table and a figure for the question which rule to use.
+"""Write docs/results.md, the long study and verdicts on the papers' claims, and lab/short-trainings.md, all gains in short trainings.
 
 python -m lab.results_page
 """
@@ -12,11 +12,12 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from depthmix.compare.columns import markdown_line, markdown_text
-from depthmix.compare.interval import OWN_SEEDS, student_t
+from depthmix.compare.interval import student_t
 from depthmix.compare.power import MOST, POWER, seeds_needed
 from depthmix.compare.recipe import Recipe, load_recipe
 from depthmix.errors import UserError
@@ -29,8 +30,8 @@ from lab.claims import (
     IN_SIGN,
     NOT_MEASURED,
     NOT_SEEN,
+    PUBLISHED,
     UNDECIDED,
-    VERDICTS,
     Claim,
     Measurement,
     Results,
@@ -45,26 +46,66 @@ from lab.claims import (
     read_results,
     verdicts,
 )
+from lab.readme_table import LONG, RATES, table
 from lab.rules_picture import plot_rules
 
-CLAIMS, PAGE = Path("lab") / "claims.yaml", Path("docs") / "results.md"
-# Beside the page.
+CLAIMS, PAGE, SHORT = Path("lab") / "claims.yaml", Path("docs") / "results.md", Path("lab") / "short-trainings.md"
+# Beside the page on short trainings.
 FIGURE = Path("results") / "rules"
+# Drawn by `depthmix compare` when the long study has runs.
+LONG_FIGURE = PUBLISHED / LONG / "differences.png"
 # From this multiple of the paper's effect on, the page warns.
 FAR = 3
 # By a column's title and an arm.
 Gains = dict[str, dict[str, Measurement]]
+# By verdict: what the 95% interval of our number says.
+MEANING = {
+    CONFIRMED: "the interval excludes no effect, on the paper's side. Our effect is at least half of the paper's, or the interval contains the paper's.",
+    IN_SIGN: "the same, but our effect is less than half of the paper's.",
+    NOT_SEEN: "the interval includes no effect and excludes the paper's. For a claim without a number, our value is on the other side.",
+    CONTRADICTED: "the interval excludes no effect, on the other side.",
+    UNDECIDED: "the interval includes both no effect and the paper's. More seeds would tell.",
+    NOT_MEASURED: "there are no runs yet.",
+}
+SHORT_INTRO = (
+    "This page keeps what our studies of short trainings found, most of 0.4 to 1.5 tokens per parameter. What a rule gains in them says little about long trainings."
+    " [Results](../docs/results.md) has the long study and the verdicts on the papers' claims."
+)
+REPRODUCE = [
+    "## Reproduce",
+    "",
+    "Every study is one recipe, in [recipes/studies](../recipes/studies) or [lab/recipes](../lab/README.md). Each begins with how to prepare its data and the time that an H200 needs. For example:",
+    "",
+    "    python lab/study_data.py SETS --only mix",
+    "    depthmix compare recipes/studies/long.yaml",
+    "    python -m lab.results_page",
+    "",
+    f"The last command writes this page from the runs and [claims.yaml](../{CLAIMS.as_posix()}), which names the study and the contrast that decide each claim.",
+    "",
+]
 
 
-def write_claims(path: Path = CLAIMS, page: Path = PAGE) -> Path:
-    """Write the page of verdicts.
+@dataclass(frozen=True)
+class Judged:
+    """A claim with its verdict, the measurement that decides it, and its measurements elsewhere by column."""
+
+    claim: Claim
+    verdict: str
+    measured: Measurement | None
+    study: str
+    others: dict[str, Measurement | None]
+
+
+def write_claims(path: Path = CLAIMS, page: Path = PAGE, short: Path = SHORT) -> Path:
+    """Write the page of results and the page on short trainings.
 
     Args:
         path: file of claims; studies and benchmarks in it are found from the repository's root.
-        page: page to write, with its figure in the folder results beside it.
+        page: page of results to write: the long study, and a verdict on each claim.
+        short: page on short trainings to write, with its figure in the folder results beside it.
 
     Returns:
-        The page.
+        The page of results.
 
     Raises:
         UserError: the file is missing, or something in it makes no sense.
@@ -85,59 +126,14 @@ def write_claims(path: Path = CLAIMS, page: Path = PAGE) -> Path:
     for place in (place for column in (*beside, *rule_table["columns"]) for place in column["study"]):
         name, _, cell = place.partition(" @ ")
         check_cell(cell, study_named(name), path.name)
-    judged = verdicts(claims, look)
-    count = Counter(verdict for _, verdict, _, _ in judged)
-    summary = ", ".join(f"{count[verdict]} {verdict}" for verdict in VERDICTS if count[verdict])
-    text = [
-        "# What the papers claim, and what we found",
-        "",
-        f"Of {len(judged)} claims: {summary}. Made by `python -m lab.results_page` from [claims.yaml](../{CLAIMS.as_posix()}) and the results beside it.",
-        "",
-        "The 95% interval of our number decides the verdict:",
-        "",
-        f"* “{CONFIRMED}”: it excludes no effect on the paper's side, and our effect is at least half of the paper's or the interval contains the paper's.",
-        f"* “{IN_SIGN}”: it excludes no effect on the paper's side, but our effect is less than half of the paper's.",
-        f"* “{NOT_SEEN}”: it includes no effect and excludes the paper's. For a claim without a number, our value is on the other side.",
-        f"* “{UNDECIDED}”: it includes both no effect and the paper's; more seeds would tell.",
-        f"* “{CONTRADICTED}”: it excludes no effect on the other side.",
-        "",
-        "The papers' models are larger and train longer, on other data, so compare signs before sizes. Of so many 95% intervals, about two miss the truth.",
-        "",
-        f"Intervals of losses are Student's, over seeds alone. Up to {OWN_SEEDS - 1} paired seeds, the spread is that of all arms of the study on the same data, so an arm with one seed has an interval too. From {OWN_SEEDS} paired seeds on, it is the arm's own. Intervals of advantages come from the jackknife over sizes and show how much depends on a single size.",
-        "",
-        *(markdown_text(line) for line in rule_table.pop("intro")),
-        *_elsewhere(judged, beside, look),
-        "",
-    ]
-    for source in dict.fromkeys(claim.source.partition(",")[0] for claim in claims):
-        heading = ["verdict", "claim", "paper", "ours", "seeds", "study", *(column["title"] for column in beside)]
-        entries = [entry for entry in judged if entry[0].source.partition(",")[0] == source]
-        text += [f"## {source}", "", markdown_line(heading), "|---|---|---:|---:|---:|---|" + "---:|" * len(beside)]
-        remarks = []
-        for claim, verdict, measured, name in entries:
-            place = claim.source.partition(",")[2].strip()
-            cells = [
-                f"**{verdict}**",
-                f"{claim.claim}{f' ({place})' if place else ''}",
-                _said(claim.says),
-                _shown(measured),
-            ]
-            others = {column["title"]: elsewhere(claim, name, column, look) for column in beside}
-            seeds = (
-                ("–" if not measured.of else f"{measured.seeds} {measured.of}".removesuffix(" seeds"))
-                if measured
-                else "0"
-            )
-            line = markdown_line([*cells, seeds]) + f" {_link(name)} |"
-            text.append(line + "".join(f" {_with_seeds(other)} |" for other in others.values()))
-            words = [claim.note]
-            if measured:
-                words += [measured.remark, _to_tell(claim, measured), *_warnings(claim, measured, others)]
-            if any(words):
-                remarks.append(f"{claim.claim}: {'; '.join(filter(None, words))}.")
-        text += ["", *(f"* {markdown_text(remark)}" for remark in remarks), *[""] * bool(remarks)]
+    judged = [Judged(*entry, _others(entry[0], entry[3], beside, look)) for entry in verdicts(claims, look)]
+    intro = rule_table.pop("intro")
+    text = ["# Results", "", *_long_study(look), *_claims(judged, intro), *REPRODUCE]
+    write_text(page, "\n".join(text).rstrip() + "\n")
+
     gains = _gains(rule_table["columns"], rule_table["rules"], look)
     rule_table["columns"] = [column for column in rule_table["columns"] if gains[column["title"]]]
+    text = ["# Short trainings", "", SHORT_INTRO, "", *_claims_elsewhere(judged, beside)]
     text += _which(**rule_table, gains=gains, look=look)
     panels: dict[str, Gains] = {}
     for column in rule_table["columns"]:
@@ -146,24 +142,114 @@ def write_claims(path: Path = CLAIMS, page: Path = PAGE) -> Path:
     if load() and panels:
         arms = {arm for by_column in panels.values() for by_arm in by_column.values() for arm in by_arm}
         labels = {rule["arm"]: _label(rule) for rule in rule_table["rules"] if rule["arm"] in arms}
-        save_figure(lambda: plot_rules(labels, panels), page.parent / FIGURE, FIGURE.name, ["png"])
-    write_text(page, "\n".join(text).rstrip() + "\n")
+        save_figure(lambda: plot_rules(labels, panels), short.parent / FIGURE, FIGURE.name, ["png"])
+    write_text(short, "\n".join(text).rstrip() + "\n")
     return page
 
 
-def _elsewhere(
-    judged: Sequence[tuple[Claim, str, Measurement | None, str]],
-    beside: Sequence[Mapping[str, Any]],
-    look: Callable[[str], Results | None],
-) -> list[str]:
+def _others(
+    claim: Claim, name: str, beside: Sequence[Mapping[str, Any]], look: Callable[[str], Results | None]
+) -> dict[str, Measurement | None]:
+    """Measure a claim in the columns beside the study that decides it."""
+    return {column["title"]: elsewhere(claim, name, column, look) for column in beside}
+
+
+def _long_study(look: Callable[[str], Results | None]) -> list[str]:
+    """Return the section on the long study: what it asks, how much of it is done, and its table; nothing without the runs that tuned it."""
+    rates = look(RATES)
+    if rates is None:
+        return []
+    recipe, results = load_recipe(find_recipe(LONG)), look(LONG)
+    config = recipe.config
+    tokens = config.steps * config.batch_size * config.seq_len
+    parameters = next(iter(rates.runs.values()))[0].parameters
+    planned = sum(len(seeds) for cell in recipe.cells for seeds in recipe.seeds_at(cell).values())
+    done = len(results.used) if results else 0
+    text = [
+        "## Does a rule help in a long training?",
+        "",
+        f"The study `{LONG}` asks this. Each of its models has {parameters / 1e6:.0f}M parameters and trains on {tokens / 1e6:.0f}M tokens"
+        f" of books, code and documentation, {tokens / parameters:.0f} per parameter."
+        f" The plain residual model is tuned first: its batch size and rate are the best of {len(rates.runs)} pairs ([{RATES}]({_from(PAGE, find_results(RATES) / 'table.md')})).",
+        "",
+    ]
+    if done:
+        text += [
+            f"**{done} of its {planned} runs are done** ([table]({_from(PAGE, find_results(LONG) / 'table.md')})).",
+            "",
+        ]
+    else:
+        text += [
+            f"**The study is under way: 0 of its {planned} runs are done.** Until then, the only long trainings are single runs made outside this repository."
+            " They are leads, not results.",
+            "",
+        ]
+    text += [table(results, rates).replace("](docs/", "]("), ""]
+    if LONG_FIGURE.is_file():
+        text += [f"![differences of the long study]({_from(PAGE, LONG_FIGURE)})", ""]
+    return text
+
+
+def _claims(judged: Sequence[Judged], intro: Sequence[str]) -> list[str]:
+    """Return the section on the papers' claims: how verdicts are made, then a table and remarks per paper."""
+    count = Counter(entry.verdict for entry in judged)
+    text = [
+        "## What the papers claim, in short trainings",
+        "",
+        "Our older studies measured claims of the papers in short trainings. Most take 0.4 to 1.5 tokens per parameter. They show which effects appear early, and nothing about long trainings.",
+        "",
+        f"Of {len(judged)} claims:",
+        "",
+        *(f"* {count[verdict]} {verdict}: {MEANING[verdict]}" for verdict in MEANING if count[verdict]),
+        "",
+        "The papers' models are larger, train longer, and use other data, so compare signs before sizes. Of so many 95% intervals, about two miss the truth.",
+        "",
+        *(markdown_text(line) for line in intro),
+        "",
+    ]
+    for source in dict.fromkeys(entry.claim.source.partition(",")[0] for entry in judged):
+        text += [f"### {source}", ""]
+        text += [markdown_line(["verdict", "claim", "paper", "ours", "seeds", "study"]), "|---|---|---:|---:|---:|---|"]
+        remarks = []
+        for entry in (entry for entry in judged if entry.claim.source.partition(",")[0] == source):
+            claim, measured = entry.claim, entry.measured
+            place = claim.source.partition(",")[2].strip()
+            seeds = "0"
+            if measured:
+                seeds = "–" if not measured.of else f"{measured.seeds} {measured.of}".removesuffix(" seeds")
+            shown = f"{claim.claim}{f' ({place})' if place else ''}"
+            cells = [f"**{entry.verdict}**", shown, _said(claim.says), _shown(measured), seeds]
+            text.append(f"{markdown_line(cells)} {_link(entry.study, PAGE)} |")
+            words = [*([claim.note] if claim.note else [])]
+            if measured:
+                words += [measured.remark, _to_tell(claim, measured), *_warnings(claim, measured, entry.others)]
+            if words := [word[0].upper() + word[1:].removesuffix(".") for word in words if word]:
+                remarks.append(f"{claim.claim}: {'. '.join(words)}.")
+        text += ["", *(f"* {markdown_text(remark)}" for remark in remarks), *[""] * bool(remarks)]
+    return text
+
+
+def _claims_elsewhere(judged: Sequence[Judged], beside: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the claims' measurements at another size, on other data, and against a better plain model."""
+    titles = [column["title"] for column in beside]
+    if not titles:
+        return []
+    text = ["## The papers' claims elsewhere", "", *_counts(judged, titles)]
+    text += [markdown_line(["claim", "paper", "verdict", *titles]), "|---|---:|---|" + "---:|" * len(titles)]
+    for entry in judged:
+        cells = [entry.claim.claim, _said(entry.claim.says), entry.verdict]
+        text.append(markdown_line([*cells, *(_with_seeds(entry.others[title]) for title in titles)]))
+    return [*text, ""]
+
+
+def _counts(judged: Sequence[Judged], titles: Sequence[str]) -> list[str]:
     """Count, for each column beside the claims, how many of the confirmed claims are confirmed there too."""
     counts = []
-    for column in beside:
-        others = [judge(c, elsewhere(c, name, column, look)) for c, verdict, _, name in judged if verdict == CONFIRMED]
+    for title in titles:
+        others = [judge(e.claim, e.others[title]) for e in judged if e.verdict == CONFIRMED]
         known = [verdict for verdict in others if verdict != NOT_MEASURED]
-        counts += [f"{known.count(CONFIRMED)} of {len(known)} in “{column['title']}”"] * bool(known)
-    words = f"Confirmed claims that were measured again elsewhere, and confirmed there too: {'; '.join(counts)}."
-    return ["", words] if counts else []
+        counts += [f"* {known.count(CONFIRMED)} of {len(known)} in “{title}”"] * bool(known)
+    return ["Confirmed claims that are confirmed here too:", "", *counts, ""] if counts else []
 
 
 def _warnings(claim: Claim, measured: Measurement, others: Mapping[str, Measurement | None]) -> list[str]:
@@ -218,15 +304,15 @@ def _with_seeds(measured: Measurement | None) -> str:
     return _shown(measured) + seeds + (", assumed spread" if measured and measured.remark == ASSUMED else "")
 
 
-def _link(name: str) -> str:
-    """Link to the table of a study from the page; to the study's file where there is no table."""
-    table = find_results(name) / "table.md"
-    return f"[{name}]({_from_page(table if table.is_file() else find_recipe(name))})"
+def _link(name: str, page: Path) -> str:
+    """Link to the table of a study from a page; to the study's file where there is no table."""
+    results = find_results(name) / "table.md"
+    return f"[{name}]({_from(page, results if results.is_file() else find_recipe(name))})"
 
 
-def _from_page(path: Path) -> str:
-    """Return the path of a file of this repository as the page links to it."""
-    return Path(os.path.relpath(path, PAGE.parent)).as_posix()
+def _from(page: Path, path: Path) -> str:
+    """Return the path of a file of this repository as a page links to it."""
+    return Path(os.path.relpath(path, page.parent)).as_posix()
 
 
 def _which(
@@ -246,7 +332,7 @@ def _which(
             if line["metric"].startswith("step / "):
                 ratios[line["who"], line["case"].partition(":")[0]] = float(line["value"])
     cases = sorted({case for _, case in ratios})
-    text = ["## Which rule should I use?", ""]
+    text = ["## Gains of the rules", ""]
     if choices:
         text += [markdown_line(["you", "use", "result"]), "|---|---|---|"]
         text += [*(markdown_line([choice["you"], choice["use"], choice["gave"]]) for choice in choices), ""]
@@ -256,7 +342,7 @@ def _which(
     for name in dict.fromkeys(column["table"] for column in columns):
         titles = [column["title"] for column in columns if column["table"] == name]
         where = dict.fromkeys(n for c in columns if c["table"] == name for n in map(_name, c["study"]) if look(n))
-        explanation = f"nats against the plain residual (below zero is better), with 95% intervals, from {', '.join(_link(n) for n in where)}"
+        explanation = f"nats against the plain residual (below zero is better), with 95% intervals, from {', '.join(_link(n, SHORT) for n in where)}"
         text += [
             f"**{markdown_text(name)}**: {explanation}.",
             "",
@@ -268,7 +354,7 @@ def _which(
             if any(measurements):
                 text.append(markdown_line([_label(rule), *map(_with_seeds, measurements)]))
         text.append("")
-    runs = ", ".join(f"[{Path(name).name}]({_from_page(Path(f'{name}.md'))})" for name in steps)
+    runs = ", ".join(f"[{Path(name).name}]({_from(SHORT, Path(f'{name}.md'))})" for name in steps)
     source = f": step times come from {runs}, from the last one that has the rule, relative to the plain step of the same run"
     text += [f"**What a rule needs**{source * bool(steps)}.", ""]
     text.append(markdown_line(["rule", *(f"step, {case}" for case in cases), "what it needs"]))

@@ -1,4 +1,4 @@
-"""The figure of docs/results.md: every rule's gain. Columns of the page's table stand side by side in panels."""
+"""The figure of lab/short-trainings.md: every rule's gain. Columns of the page's table stand side by side in panels."""
 
 from __future__ import annotations
 

@@ -23,6 +23,7 @@ PAGES = [
     ROOT / "examples" / "experiments" / "README.md",
     ROOT / "lab" / "README.md",
     ROOT / "lab" / "LOG.md",
+    ROOT / "lab" / "short-trainings.md",
     ROOT / "lab" / "theory" / "README.md",
     *sorted((ROOT / "docs").rglob("*.md")),
 ]

@@ -144,11 +144,11 @@ def test_a_contrast_of_six_seeds_has_its_own_spread():
 
 
 def test_the_readme_gives_any_contrast(monkeypatch, capsys):
-    """Values apart on code, as results.md says it of Full at 18M."""
+    """Values apart on code, as the page on short trainings says it of Full at 18M."""
     monkeypatch.chdir(ROOT)
     exec(re.search(r'^    python -c "(.*)"$', (ROOT / "lab" / "README.md").read_text(), re.M)[1], {})
     found = float(re.match(r"Measurement\(value=-([\d.]+)", capsys.readouterr().out)[1])
-    assert f"Full {found:.3f} (two)" in (ROOT / "docs" / "results.md").read_text()
+    assert f"Full {found:.3f} (two)" in (ROOT / "lab" / "short-trainings.md").read_text()
 
 
 def test_domains_have_a_spread_of_their_own(tmp_path):
@@ -283,9 +283,17 @@ def test_what_a_measure_is_of(tmp_path):
         ({"step_ratio": 3}, "an arm, got 3"),
     ):
         (tmp_path / "claims.yaml").write_text(yaml.safe_dump({"claims": [{**bare, **wrong}]}))
-        refused(lambda: module.write_claims(tmp_path / "claims.yaml", tmp_path / "page.md"), words, code=USAGE)
+        refused(
+            lambda: module.write_claims(tmp_path / "claims.yaml", tmp_path / "page.md", tmp_path / "short.md"),
+            words,
+            code=USAGE,
+        )
     (tmp_path / "claims.yaml").write_text("claims: [words]")
-    refused(lambda: module.write_claims(tmp_path / "claims.yaml", tmp_path / "page.md"), "list of claims", code=USAGE)
+    refused(
+        lambda: module.write_claims(tmp_path / "claims.yaml", tmp_path / "page.md", tmp_path / "short.md"),
+        "list of claims",
+        code=USAGE,
+    )
 
 
 @pytest.mark.parametrize(
@@ -311,16 +319,18 @@ def test_what_is_wrong_with_a_claim_is_said(tmp_path, changes, words):
     path = tmp_path / "claims.yaml"
     kept = {key: value for key, value in {**CLAIM, **changes}.items() if value is not None or key == "says"}
     path.write_text(yaml.safe_dump({"claims": [kept]}))
-    refused(lambda: module.write_claims(path, tmp_path / "page.md"), *words, code=USAGE)
+    refused(lambda: module.write_claims(path, tmp_path / "page.md", tmp_path / "short.md"), *words, code=USAGE)
 
 
 def test_the_page_is_made_of_what_is_there(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     drawn = []
     monkeypatch.setattr(module, "save_figure", lambda make, *_: drawn.append(make()))
-    module.write_claims(page=tmp_path / "results.md")
+    module.write_claims(page=tmp_path / "results.md", short=tmp_path / "short.md")
     made = (tmp_path / "results.md").read_text()
-    assert made == (ROOT / "docs" / "results.md").read_text()  # else: `python -m lab.results_page`
+    # Else: `python -m lab.results_page`.
+    assert made == (ROOT / "docs" / "results.md").read_text()
+    assert (tmp_path / "short.md").read_text() == (ROOT / "lab" / "short-trainings.md").read_text()
     assert "| **confirmed** | DCA ends 0.050 nats below the plain residual" in made
     count = len(yaml.safe_load((ROOT / "lab" / "claims.yaml").read_text())["claims"])
     assert len(re.findall(r"^\| \*\*", made, re.MULTILINE)) == count
@@ -336,8 +346,8 @@ def test_a_step_is_from_the_last_run_that_has_the_rule(tmp_path, monkeypatch):
     rules = [{"arm": arm} for arm in ("dca", "layerscale", "mudd")]
     said = {"rules": rules, "steps": ["old", "new"], "choices": [{"you": "a|b", "use": "`dca`", "gave": "<b>"}]}
     (tmp_path / "claims.yaml").write_text(yaml.safe_dump(said))
-    module.write_claims(tmp_path / "claims.yaml", tmp_path / "page.md")
-    page = (tmp_path / "page.md").read_text()
+    module.write_claims(tmp_path / "claims.yaml", tmp_path / "page.md", tmp_path / "short.md")
+    page = (tmp_path / "short.md").read_text()
     assert all(row in page for row in ("| dca | 1.17 |", "| layerscale | 1.00 |", "| mudd | – |"))
     assert "| you | use | result |\n|---|---|---|\n| a\\|b | `dca` | &lt;b&gt; |" in page
 
@@ -370,7 +380,11 @@ def test_a_step_is_from_the_last_run_that_has_the_rule(tmp_path, monkeypatch):
 def test_what_is_wrong_with_the_second_table_is_said(tmp_path, monkeypatch, more, words):
     monkeypatch.chdir(ROOT)
     (tmp_path / "claims.yaml").write_text(yaml.safe_dump(more))
-    refused(lambda: module.write_claims(tmp_path / "claims.yaml", tmp_path / "page.md"), *words, code=USAGE)
+    refused(
+        lambda: module.write_claims(tmp_path / "claims.yaml", tmp_path / "page.md", tmp_path / "short.md"),
+        *words,
+        code=USAGE,
+    )
 
 
 def test_of_several_studies_the_one_with_most_seeds_counts():
@@ -418,3 +432,21 @@ def test_a_contrast_elsewhere_is_of_one_cell_and_of_contrasts_only():
     assert found(place=both, what={"b": 1, "plain": -1}).value == pytest.approx(-0.2)  # from the one with most seeds
     assert found(decided="s").value == pytest.approx(-0.3)
     assert found(of=("t",)) is None  # of a claim that other studies decide
+
+
+def test_the_long_study_says_how_much_of_it_is_done(monkeypatch):
+    """Runs of another study stand in for its own, which may not be there yet."""
+    monkeypatch.chdir(ROOT)
+    rates, runs = (module.read_results(name) for name in ("long-rates", "mechanisms-18m"))
+    none = "\n".join(module._long_study({"long-rates": rates}.get))
+    some = "\n".join(module._long_study({"long-rates": rates, "long": runs}.get))
+    recipe = yaml.safe_load((ROOT / "recipes" / "studies" / "long.yaml").read_text())
+    arms = recipe["arms"]
+    planned = sum(len(arm.get("seeds", recipe["seeds"]) if isinstance(arm, dict) else recipe["seeds"]) for arm in arms)
+    assert f"under way: 0 of its {planned} runs are done" in none
+    assert "They are leads, not results." in none
+    assert "360M tokens of books, code and documentation, 20 per parameter" in none
+    assert f"**{len(runs.used)} of its {planned} runs are done**" in some
+    assert "under way" not in some
+    assert "](results/long-rates/table.md)" in some
+    assert module._long_study({}.get) == []

@@ -1,4 +1,4 @@
-"""The figure of docs/results.md: what every rule gains, in panels."""
+"""The figure of lab/short-trainings.md: what every rule gains, in panels."""
 
 import itertools
 
