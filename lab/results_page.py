@@ -164,7 +164,7 @@ def _long_study(look: Callable[[str], Results | None]) -> list[str]:
     tokens = config.steps * config.batch_size * config.seq_len
     parameters = next(iter(rates.runs.values()))[0].parameters
     planned = sum(len(seeds) for cell in recipe.cells for seeds in recipe.seeds_at(cell).values())
-    done = len(results.used) if results else 0
+    done = sum(map(len, results.runs.values())) if results else 0
     text = [
         "## Does a rule help in a long training?",
         "",

@@ -446,7 +446,7 @@ def test_the_long_study_says_how_much_of_it_is_done(monkeypatch):
     assert f"under way: 0 of its {planned} runs are done" in none
     assert "They are leads, not results." in none
     assert "360M tokens of books, code and documentation, 20 per parameter" in none
-    assert f"**{len(runs.used)} of its {planned} runs are done**" in some
+    assert f"**{sum(map(len, runs.runs.values()))} of its {planned} runs are done**" in some
     assert "under way" not in some
     assert "](results/long-rates/table.md)" in some
     assert module._long_study({}.get) == []
