@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks import tuned
+from benchmarks.accelerated import accelerate
 from benchmarks.bandwidth import bandwidth
 from benchmarks.check import WrongResult
 from benchmarks.cpu_step import cpu_step
@@ -50,6 +51,7 @@ ENTRIES: dict[str, Entry] = {
     "prefill": prefill,
     "prefill-memory": prefill_memory,
     "tokens": tokens,
+    "accelerate": accelerate,
 }
 HELP = {
     "full-stack": "a Full stack alone against flash-linear-attention",
@@ -68,6 +70,7 @@ HELP = {
     "prefill": "a prompt of 8k tokens by mechanism against the plain residual",
     "prefill-memory": "the peak memory of a prompt of 128k tokens in chunks against the plain residual",
     "tokens": "tokens per second of the plain model against Hugging Face's Llama with the same weights",
+    "accelerate": "models of transformers that mix over depth: eager, compiled, Liger and ours",
     "tune": "tune flash-linear-attention, compiling its kernels in parallel; keep the result with --tuned",
     "all": "run every entry, each with a limit in seconds",
 }
@@ -88,6 +91,7 @@ LIMITS = {
     "prefill": 150,
     "prefill-memory": 120,
     "tokens": 200,
+    "accelerate": 540,
 }
 # Exit code if ours is wrong and was not timed.
 WRONG = 3

@@ -40,6 +40,7 @@ MEASURED = {
     "prefill": {"time / residual", "time of residual beside it", "error of fp32, steps"},
     "prefill-memory": {"prompt"},
     "tokens": {"tokens per second", "tokens / transformers'", "difference of logits in fp32"},
+    "accelerate": {"forward+backward / eager", "wall of forward", "training", "prefill", "decode latency"},
     "tune": set(),
 }
 
@@ -47,6 +48,7 @@ LESS = {
     "first-call": ("--cases", "kernel"),
     "step": ("--arms", "residual", "attnres:block_size=2,ways=2"),
     "parallel-step": ("--arms", "attnres:block_size=2"),
+    "accelerate": ("--cases", "hy_v4"),
 }
 
 
