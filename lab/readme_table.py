@@ -123,7 +123,7 @@ def lead_rows(measured: Iterable[str]) -> list[Row]:
 
 def tuning_gain(rates: Results) -> float:
     """Return what the best batch and rate give the plain model over the leads' batch of 32 and rate of 0.003."""
-    losses = {cell: runs[0].val_loss for cell, runs in rates.runs.items() if runs}
+    losses = {cell: run.val_loss for cell, runs in rates.runs.items() for run in runs if run.arm == rates.first}
     return losses["batch 32, lr 0.003"] - min(losses.values())
 
 

@@ -162,7 +162,8 @@ def _long_study(look: Callable[[str], Results | None]) -> list[str]:
     recipe, results = load_recipe(find_recipe(LONG)), look(LONG)
     config = recipe.config
     tokens = config.steps * config.batch_size * config.seq_len
-    parameters = next(iter(rates.runs.values()))[0].parameters
+    tuned = [run for runs in rates.runs.values() for run in runs if run.arm == rates.first]
+    parameters = tuned[0].parameters
     planned = sum(len(seeds) for cell in recipe.cells for seeds in recipe.seeds_at(cell).values())
     done = sum(map(len, results.runs.values())) if results else 0
     text = [
@@ -170,7 +171,7 @@ def _long_study(look: Callable[[str], Results | None]) -> list[str]:
         "",
         f"The study `{LONG}` asks this. Each of its models has {parameters / 1e6:.0f}M parameters and trains on {tokens / 1e6:.0f}M tokens"
         f" of books, code and documentation, {tokens / parameters:.0f} per parameter."
-        f" The plain residual model is tuned first: its batch size and rate are the best of {len(rates.runs)} pairs ([{RATES}]({_from(PAGE, find_results(RATES) / 'table.md')})).",
+        f" The plain residual model is tuned first: its batch size and rate are the best of {len(tuned)} pairs ([{RATES}]({_from(PAGE, find_results(RATES) / 'table.md')})).",
         "",
     ]
     if done:
