@@ -103,8 +103,8 @@ def test_source_code_and_compressed_text(tmp_path):
 
 def test_the_page_lists_what_is_source_code():
     page = (ROOT / "docs" / "guides" / "data.md").read_text()
-    listed = page[page.index("Source code is") :].split("\n\n")[0].split("Markup")[0]
-    assert tuple(re.findall(r"`(\.\w+)`", listed)) == corpus.CODE
+    listed = page[page.index("Source code is recognised") : page.index("Markup, configuration")]
+    assert tuple(re.findall(r"\.\w+", listed)) == corpus.CODE
 
 
 def test_jsonl_gzip_and_parquet_say_the_same(tmp_path):
