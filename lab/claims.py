@@ -449,7 +449,7 @@ def _stable(results: Results, *arms: str) -> list[float] | None:
     """Return each arm's largest stable rate, or None if one of them has none."""
     if results.study is None:
         return None
-    rates = [largest_stable(results.study, results.records, arm) for arm in arms]
+    rates = [largest_stable(results.records, arm) for arm in arms]
     stable = [rate for rate in rates if rate is not None]
     return stable if len(stable) == len(arms) else None
 

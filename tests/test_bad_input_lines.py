@@ -149,7 +149,7 @@ LINES = [
     (f"{COMPARE} --arms resnet", USAGE, "arm 'resnet'", "unknown mixer 'resnet'"),
     (f"{COMPARE} --arms residual residual", USAGE, "arms 'residual' and 'residual' are the same"),
     (f"{COMPARE} --arms residual attnres attnres:ways=1", USAGE, "are the same; remove one"),
-    (f"{COMPARE} --arms :ways=3", USAGE, "arm ':ways=3' has no mechanism"),
+    (f"{COMPARE} --arms :ways=3", USAGE, "arm ':ways=3' has no rule"),
     (f"{COMPARE} --arms attnres:ways", USAGE, "arm 'attnres:ways': ways needs a value, ways=…: 1, 2 or 3"),
     (f"{COMPARE} --arms attnres:", USAGE, "expected option=value"),
     (f"{COMPARE} --arms attnres:wayz=3", USAGE, "unknown option 'wayz'", "did you mean 'ways'?"),

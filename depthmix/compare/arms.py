@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from depthmix.compare.equivalence import same_mechanism
+from depthmix.compare.equivalence import is_same_rule
 from depthmix.config import PlanConfig, RetrofitConfig, TrainConfig
 from depthmix.errors import UserError
 from depthmix.mixers import OptionError, create_mixer, mixer_class
@@ -50,12 +50,23 @@ def rule_of(arm: Any) -> Any:
 
 
 def parse_arm(text: str, what: str = "arm") -> Arm:
-    """NAME or NAME:option=value,option=value, with every name and value checked; what: it is called where something is wrong."""
+    """Parse an arm, "NAME" or "NAME:option=value,option=value".
+
+    Args:
+        text: The arm.
+        what: The word for it in error messages.
+
+    Returns:
+        The arm, with every name and value checked.
+
+    Raises:
+        UserError: A name or a value is wrong.
+    """
     if not isinstance(text, str):
         raise UserError(f"{what} {text!r}: write NAME or NAME:option=value,option=value, and quote it in a recipe")
     name, colon, rest = (part.strip() for part in text.partition(":"))
     if not name:
-        raise UserError(f"{what} {text!r} has no mechanism; write NAME or NAME:option=value,option=value")
+        raise UserError(f"{what} {text!r} has no rule; write NAME or NAME:option=value,option=value")
     try:
         known = mixer_class(name).options
         given: dict[str, Any] = {}
@@ -76,7 +87,7 @@ def parse_arm(text: str, what: str = "arm") -> Arm:
 
 
 def options_apart(command: str, config: WithMixer) -> WithMixer:
-    """Split the mixer of a configuration, `attnres:ways=2` as comparisons and tables write it, into its name and its options."""
+    """Split a configuration's mixer, such as `attnres:ways=2`, into its name and its options."""
     if ":" not in config.mixer:
         return config
     if config.mixer_options:
@@ -88,15 +99,15 @@ def options_apart(command: str, config: WithMixer) -> WithMixer:
 def parse_arms(texts: Sequence[str]) -> list[Arm]:
     """Parse all arms of a comparison. Raises UserError for two arms with the same options."""
     if isinstance(texts, str) or not texts:
-        raise UserError("arms is a list of at least one mechanism, e.g. residual attnres:block_size=4")
+        raise UserError("arms is a list of at least one rule, e.g. residual attnres:block_size=4")
     arms = [parse_arm(text) for text in texts]
-    seen: list[tuple[str, dict[str, Any]]] = []
+    meanings: list[tuple[str, dict[str, Any]]] = []
     for text, arm in zip(texts, arms, strict=True):
         defaults = {key: option.default for key, option in mixer_class(arm.name).options.items()}
         meaning = (arm.name, {**defaults, **arm.options})
-        if meaning in seen:
-            raise UserError(f"arms {texts[seen.index(meaning)]!r} and {text!r} are the same; remove one")
-        seen.append(meaning)
+        if meaning in meanings:
+            raise UserError(f"arms {texts[meanings.index(meaning)]!r} and {text!r} are the same; remove one")
+        meanings.append(meaning)
     return arms
 
 
@@ -118,8 +129,8 @@ def check_arms(arms: Sequence[Arm], dim: int, n_blocks: int) -> None:
         except OptionError as error:
             raise UserError(f"arm {arm.label!r}: {error}") from None
     for one, other in itertools.combinations(arms, 2):
-        if one.name == other.name and same_mechanism(one.name, one.options, other.options, dim, n_blocks):
-            what = f"are the same mechanism in a model of {n_blocks} blocks"
+        if one.name == other.name and is_same_rule(one.name, one.options, other.options, dim, n_blocks):
+            what = f"are the same rule in a model of {n_blocks} blocks"
             raise UserError(f"arms {one.label!r} and {other.label!r} {what}; remove one")
 
 

@@ -25,7 +25,7 @@ NOT_RECORDED = {"data", "out", "seed", "quiet", "device", "tensorboard", "wandb"
 NOT_RECORDED |= {"hang_limit"}
 # Recorded options that may differ: how many points a curve has, what else is recorded, and what a diverging run does.
 MAY_DIFFER = {"eval_every", "dynamics_every", "on_nan"}
-# Stands for initial weights that are not on this machine.
+# The checksum of initial weights that are not on this machine.
 NOT_HERE = "not here"
 
 
@@ -151,8 +151,8 @@ def check_code(
     """
     tables = [(run["config"].get("mixer", ""), table) for run in used for table in records.codes(run)]
     kinds = sorted({(run.config.mixer, run.cell.domain in set(images)) for run in missing}) if used else []
-    here = [(mixer, code_of(mixer, of_images)) for mixer, of_images in kinds]
-    changed = differences([*tables, *here], kernels)
+    installed = [(mixer, code_of(mixer, of_images)) for mixer, of_images in kinds]
+    changed = differences([*tables, *installed], kernels)
     files = {f: sorted(sums) for f, sums in changed.items() if not accepted(f, sums, records.of("accept"))}
     if files and not reason:
         what = f"the results are of different code ({', '.join(sorted(files))} changed)"

@@ -18,22 +18,23 @@ WAITED = 0.1
 
 def doubts(runs: Sequence[Run], arms: Sequence[str]) -> list[str]:
     """Describe the arms whose step times other programs have disturbed, one phrase per arm."""
-    found = []
+    phrases = []
     for arm in arms:
-        own = [run for run in runs if run.arm == arm]
-        if reason := own and _doubt(own):
-            found.append(f"{arm} {reason}")
-    return found
+        runs_of_arm = [run for run in runs if run.arm == arm]
+        if reason := runs_of_arm and _doubt(runs_of_arm):
+            phrases.append(f"{arm} {reason}")
+    return phrases
 
 
-def _doubt(own: Sequence[Run]) -> str:
-    waited = max(run.core_wait or 0.0 for run in own)
+def _doubt(runs: Sequence[Run]) -> str:
+    """Describe how the step times of an arm's runs were disturbed; empty if they were not."""
+    waited = max(run.core_wait or 0.0 for run in runs)
     if waited > WAITED:
         return f"waited for a core {waited:.0%} of the time it wanted one"
-    times = [run.step_seconds for run in own]
+    times = [run.step_seconds for run in runs]
     if max(times) > SEEDS_APART * min(times):
         return f"took {_ms(min(times))} to {_ms(max(times))} ms per step, depending on the seed"
-    for run in own:
+    for run in runs:
         if run.step_quartiles and run.step_quartiles[1] - run.step_quartiles[0] > MIDDLE_HALF * run.step_seconds:
             low, high = run.step_quartiles
             return f"took {_ms(low)} to {_ms(high)} ms in the middle half of its steps with seed {run.seed}"
@@ -44,17 +45,17 @@ def _ms(seconds: float) -> str:
     return f"{1000 * seconds:.3g}"
 
 
-def cost_notes(found: Sequence[str], in_turns: bool, equal_time: bool = False) -> list[str]:
+def cost_notes(phrases: Sequence[str], in_turns: bool, equal_time: bool = False) -> list[str]:
     """Return the note under the table on a busy machine; nothing if there is no doubt.
 
     Args:
-        found: Result of `doubts`.
+        phrases: Result of `doubts`.
         in_turns: Whether the costs come from step times measured in turns.
         equal_time: Whether these also decided the numbers of steps, and with them the losses.
     """
-    if not found:
+    if not phrases:
         return []
-    begin = f"A busy machine: step times of the runs are not to be trusted ({'; '.join(found)})"
+    begin = f"A busy machine: step times of the runs are not to be trusted ({'; '.join(phrases)})"
     columns = "“step”, “ratio”, “time” and “time to reach”"
     if in_turns:
         steps = ", which also decided how many steps each arm takes: if the machine was busy then, too, losses are not those of equal time"

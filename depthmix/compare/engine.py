@@ -146,12 +146,9 @@ class Comparison:
     def samples(self) -> list[dict[str, Any]]:
         """Continuations of the recipe's prompt, in the order of the arms."""
         config = self.recipe.config
-        made = {
-            s["arm"]: s
-            for s in self.records.of("sample")
-            if (s["prompt"], s["tokens"]) == (config.prompt, config.sample_tokens)
-        }
-        return [made[label] for label in self.labels if label in made]
+        prompt = config.prompt, config.sample_tokens
+        by_arm = {line["arm"]: line for line in self.records.of("sample") if (line["prompt"], line["tokens"]) == prompt}
+        return [by_arm[label] for label in self.labels if label in by_arm]
 
     @property
     def report(self) -> Path:
@@ -177,8 +174,8 @@ class Comparison:
         if not (out / RUNS).exists() and not (out / RECIPE).exists():
             figures = (f"{stem}.{ending}" for stem in FIGURES for ending in ("svg", "png"))
             check_foreign_files(out, (TABLE, CSV, REPORT, *figures), RUNS)
-        if lost := next((name for name in config.results if not Path(name).is_file()), None):
-            raise UserError(f"compare: there is no file of results {lost}", CHECKPOINT)
+        if missing := next((name for name in config.results if not Path(name).is_file()), None):
+            raise UserError(f"compare: there is no file of results {missing}", CHECKPOINT)
         self.records = read_records(dict.fromkeys([out / RUNS, *map(Path, config.results)]))
 
     def planned(self) -> list[PlannedRun]:
@@ -258,7 +255,7 @@ class _Runner:
         self.stopped_measuring = False
         # Set in `run`, once everything that needs no device or data is checked.
         self.queue: list[PlannedRun] = []
-        self.asked: set[Key] = set()
+        self.requested: set[Key] = set()
         self.total = 0
 
     @property
@@ -284,7 +281,7 @@ class _Runner:
                     self.say(" ".join(line.split()))
             self.say(f"{self._done()} of {self.total} runs are done.")
             self.queue = self._chosen(missing)
-            self.asked = {run.key for run in self.queue}
+            self.requested = {run.key for run in self.queue}
             if self.queue:
                 check_writable(comparison.path)  # before a run is made that could not be kept
                 load()  # the memory that matplotlib takes would count as that of the second run
@@ -305,8 +302,8 @@ class _Runner:
 
     def _end(self, signal: Any) -> None:
         """Say how much is done, or raise the error that the call ends with."""
-        where = f"{self._done()} of {self.total} runs are done"
-        again = f"{where}; the same command goes on from there"
+        progress = f"{self._done()} of {self.total} runs are done"
+        again = f"{progress}; the same command goes on from there"
         if signal.requested and (self._done() < self.total or self.stopped_measuring):
             raise UserError(f"stopped by {signal.name}: {again}", INTERRUPTED)
         if self.failed:
@@ -314,27 +311,21 @@ class _Runner:
             arms = "1 arm" if len(self.failed) == 1 else f"{len(self.failed)} arms"
             raise UserError(f"{arms} could not be run ({what}); {again}", INTERNAL)
         used = self.comparison.results.used
-        lost = [
-            label
-            for label in self.recipe.labels
-            if (own := [r for r in used if r["arm"] == label]) and all("diverged" in r for r in own)
-        ]
-        if lost:
-            diverged = sum("diverged" in record for record in used)
-            others = (
-                f"the table is {self.comparison.path / TABLE}"
-                if len(lost) < len(self.recipe.arms)
-                else "there is nothing to compare"
-            )
-            message = f"{diverged} of {self.total} runs diverged, all of {', '.join(lost)}; {others}"
+        finished = {record["arm"] for record in used if "diverged" not in record}
+        diverged = [record["arm"] for record in used if "diverged" in record]
+        if arms_lost := [label for label in self.recipe.labels if label in diverged and label not in finished]:
+            remains = f"the table is {self.comparison.path / TABLE}"
+            if len(arms_lost) == len(self.recipe.arms):
+                remains = "there is nothing to compare"
+            message = f"{len(diverged)} of {self.total} runs diverged, all of {', '.join(arms_lost)}; {remains}"
             raise ArmsDiverged(f"{message}; lower lr or leave those arms out, with another --out", self.comparison)
-        self.say(f"{where}." if self._done() == self.total else f"{again}.")
+        self.say(f"{progress}." if self._done() == self.total else f"{again}.")
 
     def _open_data(self) -> None:
         """Open the data of every chosen domain. Data of finished runs may be gone."""
         self.device = choose_device(self.config.device)
-        found = environment([], self.config.device)
-        self.environment = {key: found[key] for key in KEPT}
+        machine = environment([], self.config.device)
+        self.environment = {key: machine[key] for key in KEPT}
         self.data, done = {}, {key_of(record) for record in self.records.runs}
         for name, folder in self.recipe.domains.items():
             cells = [cell for cell in self.recipe.cells if cell.domain == name]
@@ -364,8 +355,8 @@ class _Runner:
         return [run for run in runs if is_chosen(self.chosen, run.arm.label, run.cell, run.config.seed)]
 
     def _compiles(self) -> bool:
-        own = [vars(self.config), *(c.settings for c in self.recipe.cells), *(a.settings for a in self.recipe.arms)]
-        return any(settings.get("compile", "off") != "off" for settings in own)
+        by_part = [vars(self.config), *(c.settings for c in self.recipe.cells), *(a.settings for a in self.recipe.arms)]
+        return any(settings.get("compile", "off") != "off" for settings in by_part)
 
     def _run_queue(self, signal: Any) -> None:
         """Run one training after the other until the queue is empty, a signal comes or the time is over."""
@@ -400,11 +391,11 @@ class _Runner:
         name = self.environment["device_name"]
         times = [predict_seconds(run, self.records.runs, name) for run in self.queue]
         baseline = self.recipe.labels[0]
-        there = self.started | {key_of(record) for record in self.records.runs}
+        begun = self.started | {key_of(record) for record in self.records.runs}
         for run, seconds in zip(self.queue, times, strict=True):
             pair = (baseline, *run.key[1:])
             # A run without the baseline's run of the same seed has nothing to be compared with.
-            is_paired = pair == run.key or pair in there or pair not in self.asked
+            is_paired = pair == run.key or pair in begun or pair not in self.requested
             if self.deadline.fits(seconds) and is_paired:  # perhaps a shorter one than the next
                 self.queue.remove(run)
                 self.started.add(run.key)
@@ -419,29 +410,26 @@ class _Runner:
         return None
 
     def _keep(self, run: PlannedRun, outcome: Outcome) -> None:
-        """Record what came of a run, and say it."""
+        """Record the outcome of a run, and print it."""
         if not outcome.lines:
             self.started.discard(run.key)
         if outcome.error:
             self.failed[run.arm.label] = outcome.error
             return
         if not outcome.lines:
-            kept = "is saved and resumes later" if self.config.save_models else "would not end in time and is left out"
-            self.say(f"{run.title} {kept}.")
+            what = "is saved and resumes later" if self.config.save_models else "would not end in time and is left out"
+            self.say(f"{run.title} {what}.")
             self.queue = [other for other in self.queue if other.arm is not run.arm]
             return
         record = outcome.lines[-1]
         if "diverged" in record:
             self.say(f"{run.title} diverged: {record['diverged']}.")
         else:
-            result = record["result"]
-            parts = [
-                f"{result[f'{part}_seconds']:.1f}" for part in ("build", "first", "eval") if f"{part}_seconds" in result
-            ]
-            around = (
-                " ({} to build it, {} for its first steps, {} to evaluate it)".format(*parts) if len(parts) == 3 else ""
-            )
-            self.say(f"{run.title}: {result['val_loss']:.4f} in {result['wall_seconds']:.0f} s{around}")
+            result, parts = record["result"], ""
+            # Only a run without a folder measures its parts.
+            if "build_seconds" in result:
+                parts = f" ({result['build_seconds']:.1f} to build it, {result['first_seconds']:.1f} for its first steps, {result['eval_seconds']:.1f} to evaluate it)"
+            self.say(f"{run.title}: {result['val_loss']:.4f} in {result['wall_seconds']:.0f} s{parts}")
         self.records.add(*outcome.lines)
         self.comparison.save()
 
@@ -468,9 +456,10 @@ class _Runner:
                 self._measure_cell(cell, signal)
 
     def _measure_cell(self, cell: Cell, signal: Any) -> None:
+        """Measure the step times of a cell's arms that have none, and record them."""
         first, place = self.recipe.arms[0], (cell.domain, cell.size)
-        there, asked = self.recipe.seeds_at(cell), self.chosen["arm"]
-        arms = [a for a in self.recipe.arms if a.label in there and (not asked or a is first or a.label in asked)]
+        labels, chosen = self.recipe.seeds_at(cell), self.chosen["arm"]
+        arms = [a for a in self.recipe.arms if a.label in labels and (not chosen or a is first or a.label in chosen)]
         lines = [line for line in self.records.of("step_times") if (line["domain"], line["size"]) == place]
         known = dict(lines[0]["seconds"]) if lines else self._times_of_same_shapes(cell)
         missing = [arm for arm in arms if arm.label not in known and arm.label not in self.failed]
@@ -504,13 +493,16 @@ class _Runner:
         self.records.add({**line, "environment": self.environment})
         write_records(self.comparison.path, self.records)
         if self.config.budget == "time":
-            said = ", ".join(f"{arm} {1000 * seconds:.1f} ms" for arm, seconds in known.items())
-            self.say(f"Steps at equal time{', ' * bool(cell.name)}{cell.name}: {said}")
+            times_by_arm = ", ".join(f"{arm} {1000 * seconds:.1f} ms" for arm, seconds in known.items())
+            self.say(f"Steps at equal time{', ' * bool(cell.name)}{cell.name}: {times_by_arm}")
 
     def _step_times(
         self, group: Sequence[RecipeArm], configs: Sequence[TrainConfig], stopping: Callable[[], bool]
     ) -> dict[str, float] | None:
-        """Measure step times by arm; None if a signal stopped it. An arm that fails is left out, unless it is the baseline."""
+        """Measure step times by arm, and return None if a signal stopped it.
+
+        An arm that fails is left out. The baseline's error is raised.
+        """
         from depthmix.train.step_times import measure_step_times
 
         arms = list(zip(group, configs, strict=True))
@@ -519,18 +511,19 @@ class _Runner:
                 times = measure_step_times([config for _, config in arms], stopping=stopping)
                 return {arm.label: seconds for (arm, _), seconds in zip(arms, times, strict=True)} if times else None
             except Exception as error:
-                lost = getattr(error, "measured", 0)
-                if lost == 0:
+                # The number of arms measured before the one that failed.
+                place = getattr(error, "measured", 0)
+                if place == 0:
                     raise
-                self.failed[arms[lost][0].label] = describe_error(error)
-                del arms[lost]
+                self.failed[arms[place][0].label] = describe_error(error)
+                del arms[place]
 
     def _times_of_same_shapes(self, cell: Cell) -> dict[str, float]:
         """Return the step times that another domain with as many vocabulary entries has at this size on this device."""
         words = getattr(self.data[cell.domain], "vocab_size", None)
         for line in self.records.of("step_times"):
-            other = getattr(self.data.get(line["domain"]), "vocab_size", None)
-            here = line.get("environment", {}).get("device_name") == self.environment.get("device_name")
-            if here and line["size"] == cell.size and words is not None and other == words:
+            other_words = getattr(self.data.get(line["domain"]), "vocab_size", None)
+            on_device = line.get("environment", {}).get("device_name") == self.environment.get("device_name")
+            if on_device and line["size"] == cell.size and words is not None and other_words == words:
                 return dict(line["seconds"])
         return {}

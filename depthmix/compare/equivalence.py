@@ -15,7 +15,7 @@ from depthmix.mixers.trial import NARROW, reads_and_end, stir
 TOKENS = 3
 
 
-def same_mechanism(name: str, one: Mapping[str, Any], other: Mapping[str, Any], dim: int, n_blocks: int) -> bool:
+def is_same_rule(name: str, one: Mapping[str, Any], other: Mapping[str, Any], dim: int, n_blocks: int) -> bool:
     """Tell whether two sets of options give the same rule in a model.
 
     Both rules are built. Their initial parameters, and their outputs and gradients at random parameters, are compared bit by bit in

@@ -75,12 +75,12 @@ def plot_differences(results: Results) -> Any:
     for axes, (name, runs) in zip(panels, by_cell.items(), strict=True):
         base = {run.seed: run.val_loss for run in runs if run.arm == first}
         for place, label in enumerate(others):
-            own = [r.val_loss - base[r.seed] for r in runs if r.arm == label and r.seed in base]
-            axes.plot(own, [place] * len(own), "o", color=COLOURS[0], markersize=3, alpha=0.6, zorder=3)
-            if own:
-                half, _ = around(own, results.spreads[name])
+            differences = [r.val_loss - base[r.seed] for r in runs if r.arm == label and r.seed in base]
+            axes.plot(differences, [place] * len(differences), "o", color=COLOURS[0], markersize=3, alpha=0.6, zorder=3)
+            if differences:
+                half, _ = around(differences, results.spreads[name])
                 interval: dict[str, Any] = {"xerr": None if half is None else [half], "capsize": 3, "linewidth": 1.4}
-                mean = [statistics.fmean(own)]
+                mean = [statistics.fmean(differences)]
                 axes.errorbar(mean, [place], fmt="o", color=COLOURS[0], markersize=6, zorder=4, **interval)
         axes.axvline(0, color=INK, linewidth=1)
         axes.set_xlabel(f"nats against {first}").set_parse_math(False)
@@ -129,13 +129,13 @@ def mean_difference(curves: TrainCurves, cell: str, arm: str, first: str) -> tup
     """
     keys = [(key, (cell, first, key[2])) for key in curves if key[:2] == (cell, arm)]
     pairs = [(curves[key], curves[base]) for key, base in keys if base in curves]
-    same = [
-        (own, base) for own, base in pairs if [p[0] for p in own] == [p[0] for p in base] == [p[0] for p in pairs[0][0]]
-    ]
-    if not same:
+    if not pairs:
         return [], []
-    x = [tokens for tokens, _ in same[0][0]]
-    return x, [statistics.fmean(own[k][1] - base[k][1] for own, base in same) for k in range(len(x))]
+    x = [tokens for tokens, _ in pairs[0][0]]
+    aligned = [pair for pair in pairs if all([tokens for tokens, _ in curve] == x for curve in pair)]
+    if not aligned:
+        return [], []
+    return x, [statistics.fmean(curve[k][1] - base[k][1] for curve, base in aligned) for k in range(len(x))]
 
 
 def curve_over_seeds(runs: Sequence[Run], axis: str) -> tuple[list[float], list[float], list[float], list[float]]:
@@ -150,7 +150,8 @@ def curve_over_seeds(runs: Sequence[Run], axis: str) -> tuple[list[float], list[
 
 def plot_curves(runs: Sequence[Run], arms: Sequence[str], axis: str) -> Any:
     """Plot the loss of every arm, mean and range over seeds, against "tokens" or "time"."""
-    curves = {arm: curve_over_seeds(own, axis) for arm in arms if (own := [r for r in runs if r.arm == arm])}
+    finished = {arm: [run for run in runs if run.arm == arm] for arm in arms}
+    curves = {arm: curve_over_seeds(of_arm, axis) for arm, of_arm in finished.items() if of_arm}
     figure, (axes,) = panels_of([""], 8.4, 4.8 + 0.2 * -(-len(curves) // 2))
     longest = max(x[-1] for x, *_ in curves.values())
     scale, unit = _time_unit(longest) if axis == "time" else (1.0, "")

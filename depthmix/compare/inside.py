@@ -27,12 +27,12 @@ def make_samples(comparison: Comparison) -> None:
         return
     from depthmix.train.generate import generate_text
 
-    made = {sample["arm"]: sample["run"] for sample in comparison.samples}
+    known = {sample["arm"]: sample["run"] for sample in comparison.samples}
     for label, run in comparison.results.first_runs():
-        place = Path(run.path).relative_to(comparison.path).as_posix() if run.path else ""
-        if place and made.get(label) != place:
+        folder = Path(run.path).relative_to(comparison.path).as_posix() if run.path else ""
+        if folder and known.get(label) != folder:
             text = generate_text(Path(run.path), config.prompt, config.sample_tokens, TEMPERATURE, TOP_P, 0)
-            line = {"kind": "sample", "arm": label, "run": place, "prompt": config.prompt}
+            line = {"kind": "sample", "arm": label, "run": folder, "prompt": config.prompt}
             comparison.records.add({**line, "tokens": config.sample_tokens, "text": text})
 
 
@@ -42,16 +42,18 @@ def look_inside(comparison: Comparison) -> None:
     firsts = [(label, run) for label, run in comparison.results.first_runs() if run.path]
     comparison.documents, comparison.not_inspected = [], []
     for label, run in firsts:
-        cut = affordable_tokens(run, config.n_blocks, config.batch_size * config.seq_len, CUTTING / len(firsts))
-        asked = InspectConfig(run.path, text=opening_text(run.path), tokens=MAP_TOKENS, device=config.device)
-        asked.causal_tokens = cut if cut >= config.seq_len else 0  # at least one sequence
+        tokens = affordable_tokens(run, config.n_blocks, config.batch_size * config.seq_len, CUTTING / len(firsts))
+        inspection = InspectConfig(run.path, text=opening_text(run.path), tokens=MAP_TOKENS, device=config.device)
+        # At least one sequence.
+        inspection.causal_tokens = tokens if tokens >= config.seq_len else 0
         try:
-            found = measured(asked)
-        except (UserError, RuntimeError) as error:  # such as out of memory; the comparison is there all the same
+            document = measured(inspection)
+        # Such as out of memory. It must not cost the comparison its results.
+        except (UserError, RuntimeError) as error:
             reason = str(error).strip().splitlines() or [type(error).__name__]
             comparison.not_inspected.append(f"What is inside {label} is not shown: {reason[0]}")
             continue
-        comparison.documents.append({**found, "label": label})
+        comparison.documents.append({**document, "label": label})
 
 
 def affordable_tokens(run: Run, n_blocks: int, tokens: int, seconds: float) -> int:

@@ -1,7 +1,7 @@
-"""Mechanisms that a study, or a command, brings along: Python files which register mixers and are part of no package.
+"""Rules of the user's own: Python files outside the package that register rules.
 
-A file is run as it is, so only what is named is loaded, and only from this machine's disk. It is counted among an
-arm's code like any mechanism's own file (runs/code_checksums.py). It may add names, never take one that is there.
+Loading a file runs it, so only files are loaded that the recipe or the command names. A file may add names of rules but not replace
+them. It counts as code of the runs of its rules (runs/code_checksums.py).
 """
 
 from __future__ import annotations
@@ -16,18 +16,32 @@ import depthmix
 from depthmix.errors import UserError
 from depthmix.mixers import Mixer, OptionError, registry
 
-_loaded: dict[Path, dict[str, type[Mixer]]] = {}  # by file: what it registers
+# Rules by the file that registers them.
+_loaded: dict[Path, dict[str, type[Mixer]]] = {}
 
 
-def load_modules(folder: Path, said: Any, source: str) -> list[Path]:
-    """Load Python files and folders of them, paths from a folder: the files, each once a process. source: who names them."""
-    if not isinstance(said, list) or not all(isinstance(text, str) and text for text in said):
-        raise UserError(f"{source} is a list of Python files, or of folders of them, got {said!r}")
-    files = [file for text in said for file in _files(folder, text, source)]
+def load_modules(folder: Path, modules: Any, source: str) -> list[Path]:
+    """Load Python files, each once per process.
+
+    Args:
+        folder: The folder that relative paths start from.
+        modules: Paths of files, and of folders of files.
+        source: The option that names them, for error messages.
+
+    Returns:
+        The files.
+
+    Raises:
+        UserError: There is no such file, two files have one name, or a file cannot be loaded.
+    """
+    if not isinstance(modules, list) or not all(isinstance(text, str) and text for text in modules):
+        raise UserError(f"{source} is a list of Python files, or of folders of them, got {modules!r}")
+    files = [file for text in modules for file in _files(folder, text, source)]
     names = [file.name for file in dict.fromkeys(files)]
-    own = Path(depthmix.__file__).parent
-    for name in names:  # by which an arm's code is known, wherever the files lie
-        if names.count(name) > 1 or (own / name).exists():
+    package = Path(depthmix.__file__).parent
+    # Records of runs name files without their folders.
+    for name in names:
+        if names.count(name) > 1 or (package / name).exists():
             other = "another" if names.count(name) > 1 else "a file of the package"
             raise UserError(f"{source}, {name} is called like {other}; rename it")
     for file in files:
@@ -39,16 +53,17 @@ def _files(folder: Path, text: str, source: str) -> list[Path]:
     path = (folder / text).resolve()
     if path.is_file() and path.suffix == ".py":
         return [path]
-    found = sorted(path.glob("[!_]*.py")) if path.is_dir() else []
-    if not found:
+    files = sorted(path.glob("[!_]*.py")) if path.is_dir() else []
+    if not files:
         raise UserError(f"{source}, {text}: there is no Python file there")
-    return found
+    return files
 
 
 def _load(file: Path, source: str) -> dict[str, type[Mixer]]:
     """Run a file and return the rules that it registers."""
     before = dict(registry._MIXERS)
-    mark = hashlib.sha256(str(file).encode()).hexdigest()[:8]  # studies in two folders may have files of one name
+    # Two folders may have files of one name.
+    mark = hashlib.sha256(str(file).encode()).hexdigest()[:8]
     name = f"depthmix_study_{file.stem}_{mark}"
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None
@@ -57,7 +72,7 @@ def _load(file: Path, source: str) -> dict[str, type[Mixer]]:
     sys.modules[name] = module  # where Python looks for the source of its classes
     try:
         spec.loader.exec_module(module)
-        found = {n: c for n, c in registry._MIXERS.items() if before.get(n) is not c}
+        registered = {n: c for n, c in registry._MIXERS.items() if before.get(n) is not c}
     except BaseException as error:
         registry._MIXERS.clear()
         registry._MIXERS.update(before)
@@ -72,5 +87,5 @@ def _load(file: Path, source: str) -> dict[str, type[Mixer]]:
         if isinstance(error, OptionError):  # of `register`
             raise UserError(f"{source}, {file.name}: {what}") from error
         raise UserError(f"{source}, {file.name} cannot be loaded: {type(error).__name__}: {what}") from error
-    _loaded[file] = found
-    return found
+    _loaded[file] = registered
+    return registered

@@ -49,9 +49,9 @@ def plan_runs(recipe: Recipe, step_times: Mapping[tuple[str, str], Mapping[str, 
         recipe: The comparison.
         step_times: Seconds per step by (domain, size) and arm. At equal time, runs without one are left out.
     """
-    asked = [recipe.config.seeds, *(own for arm in recipe.arms for own in arm.seeds.values())]
+    seed_lists = [recipe.config.seeds, *(seeds for arm in recipe.arms for seeds in arm.seeds.values())]
     runs = []
-    for seed in dict.fromkeys(seed for own in asked for seed in own):
+    for seed in dict.fromkeys(seed for seeds in seed_lists for seed in seeds):
         for cell in recipe.cells:
             seeds = recipe.seeds_at(cell)
             for arm in (arm for arm in recipe.arms if seed in seeds.get(arm.label, ())):
@@ -65,7 +65,7 @@ def plan_runs(recipe: Recipe, step_times: Mapping[tuple[str, str], Mapping[str, 
     return runs
 
 
-def at_equal_time(config: TrainConfig, baseline: float, own: float) -> TrainConfig:
+def at_equal_time(config: TrainConfig, baseline: float, step_seconds: float) -> TrainConfig:
     """Give a training the steps that fit into the baseline's time, and a whole schedule over them.
 
     Warmup and the intervals of evaluation and saving shrink with the steps.
@@ -73,10 +73,10 @@ def at_equal_time(config: TrainConfig, baseline: float, own: float) -> TrainConf
     Args:
         config: The training, with the baseline's steps.
         baseline: Seconds per step of the baseline.
-        own: Seconds per step of this training.
+        step_seconds: Seconds per step of this training.
     """
     # The factor keeps 3 * 0.1 / 0.3 from rounding down to 2.
-    steps = max(1, math.floor(config.steps * baseline / own * (1 + 1e-9)))
+    steps = max(1, math.floor(config.steps * baseline / step_seconds * (1 + 1e-9)))
     share = steps / config.steps
     warmup = min(max(1, round(config.warmup * share)), steps - 1) if config.warmup and share != 1 else config.warmup
     intervals = {name: max(1, round(getattr(config, name) * share)) for name in ("eval_every", "save_every")}
@@ -85,13 +85,13 @@ def at_equal_time(config: TrainConfig, baseline: float, own: float) -> TrainConf
 
 def predict_seconds(run: PlannedRun, records: Sequence[Mapping[str, Any]], device_name: str) -> float:
     """Predict the seconds that a run will take from those finished on the same device; 0 if nothing is known."""
-    here = [r for r in records if "result" in r and r["environment"].get("device_name") == device_name]
-    cell = [r for r in here if (r["domain"], r["size"]) == (run.cell.domain, run.cell.size)]
-    own = [_wall_seconds(r) for r in cell if r["arm"] == run.arm.label]
-    if own:
-        return statistics.median(own)  # the first run of a process includes compilation
-    others = [_wall_seconds(r) / r["result"]["steps"] for r in cell]
-    return FIRST_TIME * statistics.median(others) * run.config.steps if others else 0.0
+    on_device = [r for r in records if "result" in r and r["environment"].get("device_name") == device_name]
+    in_cell = [r for r in on_device if (r["domain"], r["size"]) == (run.cell.domain, run.cell.size)]
+    # The median, since the first run of a process includes compilation.
+    if seconds := [_wall_seconds(r) for r in in_cell if r["arm"] == run.arm.label]:
+        return statistics.median(seconds)
+    seconds_per_step = [_wall_seconds(r) / r["result"]["steps"] for r in in_cell]
+    return FIRST_TIME * statistics.median(seconds_per_step) * run.config.steps if seconds_per_step else 0.0
 
 
 def _wall_seconds(record: Mapping[str, Any]) -> float:

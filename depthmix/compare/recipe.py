@@ -18,9 +18,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,11 +34,11 @@ from depthmix.names import DEFAULT_MIXER, nearest
 from depthmix.values import build_config, coerce
 
 ARM_KEYS = ("label", "mixer", "set", "seeds", "sizes")
-# Options that no arm can have for itself, and why.
-SAME_FOR_ALL = {"eval_tokens": "losses on different text cannot be compared"}
-AT_EQUAL_TIME = {"steps": "an arm takes the steps that fit into the baseline's time"}
-# Options of a training that a comparison states in another way.
-ELSEWHERE = {
+# Options that no arm can set, and why.
+COMMON_OPTIONS = {"eval_tokens": "losses on different text cannot be compared"}
+COMMON_AT_EQUAL_TIME = {"steps": "an arm takes the steps that fit into the baseline's time"}
+# Options of a training, and the keys of a comparison that state them.
+STATED_BY = {
     "data": "domains",
     "out": "out",
     "seed": "seeds",
@@ -66,7 +67,7 @@ class Cell:
     domain: str
     size: str
     settings: dict[str, Any]
-    seeds: list[int] | None = None  # if not all
+    seeds: list[int] | None = None  # None: all seeds of the comparison
 
     @property
     def name(self) -> str:
@@ -101,8 +102,10 @@ class Recipe:
     def seeds_at(self, cell: Cell) -> dict[str, list[int]]:
         """Return the seeds of every arm that is run in a cell."""
         arms = [arm for arm in self.arms if cell.size in arm.sizes and arm.seeds[cell.domain]]
-        wanted = {arm.label: arm.seeds[cell.domain] for arm in arms}
-        return {label: [s for s in own if cell.seeds is None or s in cell.seeds] for label, own in wanted.items()}
+        return {
+            arm.label: [seed for seed in arm.seeds[cell.domain] if cell.seeds is None or seed in cell.seeds]
+            for arm in arms
+        }
 
     def train_config(self, arm: RecipeArm, cell: Cell, seed: int) -> TrainConfig:
         """Return the training of one run, before its steps are scaled to equal time."""
@@ -130,10 +133,10 @@ def check_recipe(config: CompareConfig) -> Recipe:
     load_modules(Path(), config.modules, "compare: modules")
     domains = _domains(config)
     sizes = config.sizes or {"": {}}
-    cells = [_cell(domain, size, own, config.seeds) for domain in domains for size, own in sizes.items()]
+    cells = [_cell(domain, size, options, config.seeds) for domain in domains for size, options in sizes.items()]
     names = [cell.name for cell in cells]
-    if twice := next((name for name in names if names.count(name) > 1), None):
-        raise UserError(f"compare: two pairs of a domain and a size are called {twice!r}; rename one of them")
+    if repeated := next((name for name in names if names.count(name) > 1), None):
+        raise UserError(f"compare: two pairs of a domain and a size are called {repeated!r}; rename one of them")
     arms = _arms(config, dict.fromkeys(domains, config.seeds), list(sizes))
     _check_sections(config, cells, arms)
     return Recipe(config, domains, cells, arms)
@@ -215,21 +218,21 @@ def _settings(where: str, given: Any) -> dict[str, Any]:
     if not isinstance(given, dict):
         raise UserError(f"{where} must hold options of a training, option: value, got {given!r}")
     for key in given:
-        if key in ELSEWHERE:
-            raise UserError(f"{where} cannot hold {key}; a comparison sets it with {ELSEWHERE[key]}")
+        if key in STATED_BY:
+            raise UserError(f"{where} cannot hold {key}; a comparison sets it with {STATED_BY[key]}")
         if key not in _options():
             raise UserError(f"{where}: unknown option {str(key)!r}{nearest(str(key), _options())}")
     return {key: coerce(where, key, _options()[key], value) for key, value in given.items()}
 
 
 def _cell(domain: str, size: str, given: Any, seeds: Sequence[int]) -> Cell:
-    own, where = None, f"compare: sizes, {size}"
+    seeds_of_size, where = None, f"compare: sizes, {size}"
     if isinstance(given, dict) and "seeds" in given:
-        own = _check_seeds(where, given["seeds"])
+        seeds_of_size = _check_seeds(where, given["seeds"])
         given = {key: value for key, value in given.items() if key != "seeds"}
-        if lost := [seed for seed in own if seed not in seeds]:
-            raise UserError(f"{where}: the comparison has no seed {lost[0]}; a size can only leave seeds out")
-    return Cell(domain, size, _settings(where, given), own)
+        if unknown := [seed for seed in seeds_of_size if seed not in seeds]:
+            raise UserError(f"{where}: the comparison has no seed {unknown[0]}; a size can only leave seeds out")
+    return Cell(domain, size, _settings(where, given), seeds_of_size)
 
 
 def _arms(config: CompareConfig, seeds: dict[str, list[int]], sizes: list[str]) -> list[RecipeArm]:
@@ -239,37 +242,37 @@ def _arms(config: CompareConfig, seeds: dict[str, list[int]], sizes: list[str]) 
     parse_arms(plain or [DEFAULT_MIXER])  # refuses two arms with the same options
     arms: list[RecipeArm] = []
     for given in config.arms:
-        said = {"mixer": given} if isinstance(given, str) else given
-        if not isinstance(said, dict) or not isinstance(said.get("mixer"), str):
+        entry = {"mixer": given} if isinstance(given, str) else given
+        if not isinstance(entry, dict) or not isinstance(entry.get("mixer"), str):
             raise UserError(f"compare: an arm is a rule, or has mixer and {', '.join(ARM_KEYS)}, got {given!r}")
-        arm = parse_arm(said["mixer"])
-        label = said.get("label", arm.label)
+        arm = parse_arm(entry["mixer"])
+        label = entry.get("label", arm.label)
         where = f"compare: arm {label!r}"
-        _check_keys(where, said, ARM_KEYS)
+        _check_keys(where, entry, ARM_KEYS)
         if not isinstance(label, str) or not label.strip() or not label.isprintable():
             raise UserError(f"compare: the label of an arm is one line of text, got {label!r}")
         if label in [other.label for other in arms]:
             raise UserError(f"compare: two arms are called {label!r}; give one of them a label")
-        settings = _settings(f"{where}: set", said.get("set", {}))
-        own = _seeds_by_domain(where, said["seeds"], seeds) if "seeds" in said else seeds
-        there = _sizes_of(where, said["sizes"], sizes) if "sizes" in said else sizes
-        arms.append(RecipeArm(label, arm, settings, own, there))
-        _check_own_options(config, where, settings)
+        settings = _settings(f"{where}: set", entry.get("set", {}))
+        arm_seeds = _seeds_by_domain(where, entry["seeds"], seeds) if "seeds" in entry else seeds
+        arm_sizes = _sizes_of(where, entry["sizes"], sizes) if "sizes" in entry else sizes
+        arms.append(RecipeArm(label, arm, settings, arm_seeds, arm_sizes))
+        _check_common_options(config, where, settings)
     first = arms[0]
     if len(first.sizes) < len(sizes):
         raise UserError(f"compare: the baseline, {first.label!r}, must be run at every size")
-    if nowhere := [domain for domain, own in first.seeds.items() if not own]:
-        raise UserError(f"compare: the baseline, {first.label!r}, needs a seed on {nowhere[0]}")
-    for this in arms:
-        if sum(other.arm == this.arm and other.settings == this.settings for other in arms) > 1:
-            raise UserError(f"compare: arm {this.label!r} is there twice, under another label; remove one of them")
+    if without_seeds := [domain for domain, domain_seeds in first.seeds.items() if not domain_seeds]:
+        raise UserError(f"compare: the baseline, {first.label!r}, needs a seed on {without_seeds[0]}")
+    for one, other in itertools.combinations(arms, 2):
+        if one.arm == other.arm and one.settings == other.settings:
+            raise UserError(f"compare: arm {one.label!r} is there twice, under another label; remove one of them")
     if len(plain) == len(config.arms):
         check_arms([arm.arm for arm in arms], config.dim, config.n_blocks)
     return arms
 
 
-def _check_own_options(config: CompareConfig, where: str, settings: Mapping[str, Any]) -> None:
-    for key, why in {**SAME_FOR_ALL, **(AT_EQUAL_TIME if config.budget == "time" else {})}.items():
+def _check_common_options(config: CompareConfig, where: str, settings: Mapping[str, Any]) -> None:
+    for key, why in {**COMMON_OPTIONS, **(COMMON_AT_EQUAL_TIME if config.budget == "time" else {})}.items():
         if key in settings:
             raise UserError(f"{where}: {key} must be set for all arms or by size, since {why}")
 
@@ -281,7 +284,7 @@ def _seeds_by_domain(where: str, given: Any, known: dict[str, list[int]]) -> dic
     for domain in given:
         if domain not in known:
             raise UserError(f"{where}: seeds: there is no domain {domain!r}{nearest(str(domain), known)}")
-    return known | {domain: _check_seeds(where, own) if own != [] else [] for domain, own in given.items()}
+    return known | {domain: _check_seeds(where, seeds) if seeds != [] else [] for domain, seeds in given.items()}
 
 
 def _sizes_of(where: str, given: Any, known: Sequence[str]) -> list[str]:
@@ -294,9 +297,9 @@ def _sizes_of(where: str, given: Any, known: Sequence[str]) -> list[str]:
 
 
 def _check_sections(config: CompareConfig, cells: Sequence[Cell], arms: Sequence[RecipeArm]) -> None:
-    """Refuse a section that the runs could not fill, or would fill with what is not comparable."""
+    """Refuse a section whose numbers the runs would not record, or whose numbers could not be compared."""
     options = [vars(config), *(cell.settings for cell in cells), *(arm.settings for arm in arms)]
-    if "depth" in config.sections and not any(own.get("dynamics_every") for own in options):
+    if "depth" in config.sections and not any(settings.get("dynamics_every") for settings in options):
         raise UserError("compare: the section depth needs what dynamics_every records; set it")
     for arm in arms if "stability" in config.sections else ():
         rates: dict[tuple[str, float], str] = {}
@@ -309,12 +312,12 @@ def _check_sections(config: CompareConfig, cells: Sequence[Cell], arms: Sequence
 
 
 def check_only(recipe: Recipe) -> dict[str, set[Any]]:
-    """Return what `only` names, by kind (arm, seed, size, domain); an empty set stands for all.
+    """Return the arms, seeds, sizes and domains that `only` names, by kind. An empty set stands for all.
 
     Raises:
         UserError: A word names nothing, or no run has all of them together.
     """
-    seeds = {seed for arm in recipe.arms for own in arm.seeds.values() for seed in own}
+    seeds = {seed for arm in recipe.arms for domain_seeds in arm.seeds.values() for seed in domain_seeds}
     known: dict[str, dict[str, Any]] = {
         "arm": {arm.label: arm.label for arm in recipe.arms},
         "seed": {str(seed): seed for seed in seeds},
@@ -324,20 +327,28 @@ def check_only(recipe: Recipe) -> dict[str, set[Any]]:
     chosen: dict[str, set[Any]] = {
         kind: {names[w] for w in recipe.config.only if w in names} for kind, names in known.items()
     }
-    every = [name for names in known.values() for name in names if name]
-    if lost := [word for word in recipe.config.only if word not in every]:
-        raise UserError(f"compare: only: there is no arm, seed, size or domain {lost[0]!r}{nearest(lost[0], every)}")
+    every_name = [name for names in known.values() for name in names if name]
+    if unknown := next((word for word in recipe.config.only if word not in every_name), None):
+        what = f"there is no arm, seed, size or domain {unknown!r}{nearest(unknown, every_name)}"
+        raise UserError(f"compare: only: {what}")
     if not any(
         is_chosen(chosen, label, cell, seed)
         for cell in recipe.cells
-        for label, own in recipe.seeds_at(cell).items()
-        for seed in own
+        for label, arm_seeds in recipe.seeds_at(cell).items()
+        for seed in arm_seeds
     ):
         raise UserError(f"compare: only: no run is of {' and '.join(recipe.config.only)} together")
     return chosen
 
 
 def is_chosen(chosen: Mapping[str, set[Any]], label: str, cell: Cell, seed: int) -> bool:
-    """Tell whether `only` names a run."""
-    own: Iterable[tuple[str, Any]] = (("arm", label), ("seed", seed), ("size", cell.size), ("domain", cell.domain))
-    return all(not chosen[kind] or value in chosen[kind] for kind, value in own)
+    """Tell whether `only` names a run.
+
+    Args:
+        chosen: Result of `check_only`.
+        label: Label of the run's arm.
+        cell: Its cell.
+        seed: Its seed.
+    """
+    values = {"arm": label, "seed": seed, "size": cell.size, "domain": cell.domain}
+    return all(not chosen[kind] or value in chosen[kind] for kind, value in values.items())

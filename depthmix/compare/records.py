@@ -1,4 +1,4 @@
-"""The results of a comparison: one file of JSON lines, small enough to commit, merged from several machines and days.
+"""Results of a comparison: a file of JSON lines, small enough to commit. Files of several machines can be merged.
 
     {"kind": "run", "arm": …, "domain": …, "size": …, "seed": …, "config": {…}, "data": …, "code": …, "result": {…}, "environment": {…}}
     {"kind": "code", "id": …, "files": {file: checksum}}            the code of runs
@@ -48,7 +48,7 @@ NUMBERS = ("steps", "val_loss", "step_seconds", "seconds", "wall_seconds")
 
 @dataclass
 class Records:
-    """Lines of one or several result files. Of two runs with one arm, cell, seed and configuration the first counts."""
+    """Lines of one or several result files. If two runs have one arm, cell, seed and configuration, the first counts."""
 
     lines: list[dict[str, Any]] = field(default_factory=list)
 
@@ -73,8 +73,10 @@ class Records:
         """
         tables = {line["id"]: line["files"] for line in self.of("code")}
         ids = [*run.get("earlier_code", []), run["code"]]
-        if lost := [name for name in ids if name not in tables]:
-            what = f"the results lack the line on the code {lost[0]}, which made {run['arm']} with seed {run['seed']}"
+        if missing := [name for name in ids if name not in tables]:
+            what = (
+                f"the results lack the line on the code {missing[0]}, which made {run['arm']} with seed {run['seed']}"
+            )
             raise UserError(f"{what}; take the file from a copy, or remove all runs of that code", CHECKPOINT)
         return [dict(tables[name]) for name in ids]
 
@@ -107,27 +109,27 @@ def _checked(path: Path, number: int, line: bytes) -> dict[str, Any]:
         return UserError(f"{path}:{number} is damaged ({what}); {advice}", CHECKPOINT)
 
     try:
-        found = json.loads(line)
+        record = json.loads(line)
     except (ValueError, RecursionError):
         raise damaged("it is not JSON") from None
-    if not isinstance(found, dict) or found.get("kind") not in NEEDED:
+    if not isinstance(record, dict) or record.get("kind") not in NEEDED:
         raise damaged("it is no line of results")
-    for key, kind in NEEDED[found["kind"]].items():
-        if not isinstance(found.get(key), kind) or isinstance(found.get(key), bool):
+    for key, kind in NEEDED[record["kind"]].items():
+        if not isinstance(record.get(key), kind) or isinstance(record.get(key), bool):
             raise damaged(f"{key} is missing or of another kind")
-    if found["kind"] == "run" and "diverged" not in found and (problem := find_problem(found.get("result"))):
+    if record["kind"] == "run" and "diverged" not in record and (problem := find_problem(record.get("result"))):
         raise damaged(f"of its result {problem}")
-    if not _is_number(found.get("lanes", 1)):
+    if not _is_number(record.get("lanes", 1)):
         raise damaged("lanes is no number")
-    if found["kind"] in ("code", "accept"):
-        several = found["kind"] == "accept"
-        for sums in found["files"].values():
-            own = sums if several else [sums]
-            if not isinstance(own, list) or not all(isinstance(text, str) for text in own):
+    if record["kind"] in ("code", "accept"):
+        several = record["kind"] == "accept"
+        for sums in record["files"].values():
+            checksums = sums if several else [sums]
+            if not isinstance(checksums, list) or not all(isinstance(text, str) for text in checksums):
                 raise damaged("files holds something else than checksums")
-    if found["kind"] == "step_times" and not all(_is_number(t) and t > 0 for t in found["seconds"].values()):
+    if record["kind"] == "step_times" and not all(_is_number(t) and t > 0 for t in record["seconds"].values()):
         raise damaged("seconds holds something else than times")
-    return found
+    return record
 
 
 def find_problem(result: Any) -> str:
@@ -135,8 +137,8 @@ def find_problem(result: Any) -> str:
     if not isinstance(result, dict):
         return "there is nothing"
     counted = "images" if "images" in result else "tokens"
-    if lost := [key for key in (*NUMBERS, counted) if not _is_number(result.get(key))]:
-        return f"{lost[0]} is no number"
+    if wrong := [key for key in (*NUMBERS, counted) if not _is_number(result.get(key))]:
+        return f"{wrong[0]} is no number"
     if min(result["steps"], result["step_seconds"], result[counted]) <= 0:
         return f"steps, step_seconds and {counted} are not above 0"
     for key, kind in OTHERS.items():

@@ -1,4 +1,4 @@
-"""The report: one page on a comparison, or on any runs (`depthmix report`), with what their layers read from each other."""
+"""The report: a page on a comparison, or on any runs (`depthmix report`), with the depth maps of their models."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ RECIPE = "comparison.yaml"
 # Fields of an environment that the page shows: none with paths.
 KEPT = ("depthmix", "git_commit", "python", "torch", "cuda", "device_name", "started")
 # Options that may differ between runs that one table compares.
-OWN = {"out", "mixer", "mixer_options", "seed", "quiet", "tensorboard", "wandb", "keep", "save_every", "log_every", "dynamics_every"}  # fmt: skip
+MAY_DIFFER = {"out", "mixer", "mixer_options", "seed", "quiet", "tensorboard", "wandb", "keep", "save_every", "log_every", "dynamics_every"}  # fmt: skip
 UNFINISHED = "This comparison is not finished: run the same command again and it goes on."
 
 
 @dataclass
-class Found:
+class ReportedRuns:
     """Runs to report on: those of the tables, by cell, and the folders of the models to look into."""
 
     runs: dict[str, list[Run]] = field(default_factory=dict)
@@ -65,41 +65,41 @@ def report(config: ReportConfig) -> Path:
     """Measure what is not known yet, and write the page with figures for papers beside it. Returns the page."""
     out = Path(config.out)
     _check(config, out)
-    found = gather([Path(run) for run in config.run])
+    reported = gather([Path(run) for run in config.run])
     folder = out.parent / "figures"
-    for path in figure_files(found, folder):
+    for path in figure_files(reported, folder):
         check_replaceable(path, "figure")
     documents = []
     with phases() as progress:
-        for label, path in found.models:
+        for label, path in reported.models:
             text = config.text or opening_text(path)
-            asked = InspectConfig(
+            inspection = InspectConfig(
                 run=str(path), input=config.input, data=config.data, text=text, tokens=config.tokens,
                 causal_tokens=config.causal_tokens, device=config.device,
             )  # fmt: skip
             chosen = [name for name in ("text", "input", "data") if getattr(config, name)]
-            documents.append({**measured(asked, progress, chosen), "label": label})
+            documents.append({**measured(inspection, progress, chosen), "label": label})
     check_replaceable(out, "page")  # again: measuring took a while
-    runs = next(iter(found.runs.values()), []) if len(found.runs) == 1 else []
-    found.notes += draw_curves(runs, found.labels, folder) or draw_insides(documents, folder)
-    write_text(out, make_page(content_of(found, documents, command_of("report", config))))
+    runs = next(iter(reported.runs.values()), []) if len(reported.runs) == 1 else []
+    reported.notes += draw_curves(runs, reported.labels, folder) or draw_insides(documents, folder)
+    write_text(out, make_page(content_of(reported, documents, command_of("report", config))))
     return out
 
 
 def write_page(comparison: Comparison) -> None:
     """Write the report of a comparison, with whatever there is so far."""
-    found = of_results(comparison.results)
-    found.notes += [*comparison.not_drawn, *comparison.not_inspected]
-    found.samples = comparison.samples
+    reported = of_results(comparison.results)
+    reported.notes += [*comparison.not_drawn, *comparison.not_inspected]
+    reported.samples = comparison.samples
     config = comparison.recipe.config
     nested = any(isinstance(arm, dict) for arm in config.arms) or config.sizes
     command = f"depthmix compare {comparison.path / RECIPE}" if nested else command_of("compare", config)
-    write_text(comparison.report, make_page(content_of(found, comparison.documents, command)))
+    write_text(comparison.report, make_page(content_of(reported, comparison.documents, command)))
 
 
-def figure_files(found: Found, folder: Path) -> list[Path]:
+def figure_files(reported: ReportedRuns, folder: Path) -> list[Path]:
     """Return the files that a report draws into its folder of figures."""
-    maps = [f"{MAP}-{name}" for name in file_names([label for label, _ in found.models])]
+    maps = [f"{MAP}-{name}" for name in file_names([label for label, _ in reported.models])]
     return [folder / f"{stem}.{ending}" for stem in (*CURVES.values(), OVER_DEPTH, *maps) for ending in ("svg", "png")]
 
 
@@ -109,15 +109,15 @@ def explored(runs: Sequence[str]) -> Content | None:
     Measurements are those known, or the ones that take seconds.
     """
     try:
-        found = gather([Path(run) for run in runs])
+        reported = gather([Path(run) for run in runs])
         with phases() as progress:
             documents = [
                 {**(known(path) or measured(InspectConfig(run=str(path), causal_tokens=0), progress)), "label": label}
-                for label, path in found.models
+                for label, path in reported.models
             ]
     except UserError:  # a checkpoint alone, or a folder that `save_pretrained` wrote
         return None
-    return content_of(found, documents, shlex.join(["depthmix", "explore", *runs]))
+    return content_of(reported, documents, shlex.join(["depthmix", "explore", *runs]))
 
 
 def _check(config: ReportConfig, out: Path) -> None:
@@ -136,7 +136,7 @@ def _check(config: ReportConfig, out: Path) -> None:
     check_replaceable(out, "page")
 
 
-def gather(paths: Sequence[Path]) -> Found:
+def gather(paths: Sequence[Path]) -> ReportedRuns:
     """Return the runs in folders of trainings and comparisons. Raises UserError for any other folder."""
     if len(paths) == 1 and (paths[0] / RECIPE).is_file():
         return of_comparison(paths[0])
@@ -145,27 +145,31 @@ def gather(paths: Sequence[Path]) -> Found:
         folders += (
             [place for _, place in of_comparison(path, every=True).models] if (path / RECIPE).is_file() else [path]
         )
-    seen: dict[Path, Path] = {folder.resolve(): folder for folder in folders}
-    return of_trainings(list(seen.values()))
+    # Each folder once, under the name that it was given last.
+    by_place: dict[Path, Path] = {folder.resolve(): folder for folder in folders}
+    return of_trainings(list(by_place.values()))
 
 
-def of_comparison(path: Path, every: bool = False) -> Found:
+def of_comparison(path: Path, every: bool = False) -> ReportedRuns:
     """Return the runs of a comparison from its folder. `models` has the first seed of each arm, or every run."""
     config = build_config("report", CompareConfig, {"recipe": str(path / RECIPE)})
     config.out = str(path)
     return of_results(Results(check_recipe(config), read_records([path / RUNS]), path), every)
 
 
-def of_results(results: Results, every: bool = False) -> Found:
+def of_results(results: Results, every: bool = False) -> ReportedRuns:
     """Return what a page shows of a comparison's results."""
     config, path = results.recipe.config, results.out
     if not results.used:
         raise UserError(f"no run of the comparison in {path} has finished yet", CHECKPOINT)
     planned = sum(len(seeds) for cell in results.recipe.cells for seeds in results.recipe.seeds_at(cell).values())
-    runs = [run for own in results.runs.values() for run in own] if every else [run for _, run in results.first_runs()]
+    if every:
+        runs = [run for by_cell in results.runs.values() for run in by_cell]
+    else:
+        runs = [run for _, run in results.first_runs()]
     names = [f.name for f in fields(CompareConfig)]
-    return Found(
-        runs={name: own for name, own in results.runs.items() if own},
+    return ReportedRuns(
+        runs={name: runs for name, runs in results.runs.items() if runs},
         rows={name: rows for name, rows in results.rows.items() if rows},
         labels=results.recipe.labels,
         models=[(run.arm, Path(run.path)) for run in runs if run.path],
@@ -182,13 +186,15 @@ def _label(recipe: dict[str, Any]) -> str:
     return Arm(mixer, chosen_options(mixer, options if isinstance(options, dict) else {})).label
 
 
-def of_trainings(folders: Sequence[Path]) -> Found:
-    """Return runs given one by one. Seeds of one arm share a row if their recipes differ only in what OWN names."""
+def of_trainings(folders: Sequence[Path]) -> ReportedRuns:
+    """Return runs given one by one. Seeds of one arm share a row if their recipes differ only in what MAY_DIFFER names."""
     opened = [RunFolder.open(folder) for folder in folders]
     recipes = [folder.read_recipe() for folder in opened]
     names = [_label(recipe) for recipe in recipes]
     differ = sorted(
-        key for key in {k for r in recipes for k in r} - OWN if any(r.get(key) != recipes[0].get(key) for r in recipes)
+        key
+        for key in {k for r in recipes for k in r} - MAY_DIFFER
+        if any(r.get(key) != recipes[0].get(key) for r in recipes)
     )
     seeds = [(name, r.get("seed")) for name, r in zip(names, recipes, strict=True)]
     data = {mark for folder in folders if (mark := _data_of(folder))}
@@ -196,28 +202,30 @@ def of_trainings(folders: Sequence[Path]) -> Found:
         names = [
             f"{name} ({folder})" if names.count(name) > 1 else name for name, folder in zip(names, folders, strict=True)
         ]
-    found = Found(labels=list(dict.fromkeys(names)), recipe=recipes[0], comparable=not differ and len(data) < 2)
-    found.warnings += _code_warnings(opened, recipes)
+    reported = ReportedRuns(
+        labels=list(dict.fromkeys(names)), recipe=recipes[0], comparable=not differ and len(data) < 2
+    )
+    reported.warnings += _code_warnings(opened, recipes)
     if len(data) > 1 and "data" not in differ:
-        found.warnings.append(
+        reported.warnings.append(
             "These runs were trained on data that was prepared differently, so their losses do not compare."
         )
     if differ:
         shown = "; ".join(f"{key}: {' and '.join(dict.fromkeys(str(r.get(key)) for r in recipes))}" for key in differ)
-        found.warnings.append(
-            f"These runs differ in more than their mechanism, so their losses do not compare ({shown})."
+        reported.warnings.append(
+            f"These runs differ in more than their rule, so their losses do not compare ({shown})."
         )
     runs = []
     for name, folder in zip(names, opened, strict=True):
         if folder.has_result():
             runs.append(read_run(folder.path, name))
         else:
-            found.notes.append(f"{folder.path} has not finished: the table and the curves are without it.")
-        if name not in [label for label, _ in found.models]:
-            found.models.append((name, folder.path))
+            reported.notes.append(f"{folder.path} has not finished: the table and the curves are without it.")
+        if name not in [label for label, _ in reported.models]:
+            reported.models.append((name, folder.path))
     if runs:
-        found.runs, found.rows = {"": runs}, {"": make_rows(runs, found.labels)}
-    return found
+        reported.runs, reported.rows = {"": runs}, {"": make_rows(runs, reported.labels)}
+    return reported
 
 
 def _data_of(folder: Path) -> bytes | None:
@@ -237,36 +245,37 @@ def _code_warnings(folders: Sequence[RunFolder], recipes: Sequence[Mapping[str, 
     return [f"These runs were made by different code ({', '.join(changed)} changed): {advice}."] if changed else []
 
 
-def content_of(found: Found, documents: Sequence[Mapping[str, Any]], command: str) -> Content:
+def content_of(reported: ReportedRuns, documents: Sequence[Mapping[str, Any]], command: str) -> Content:
     """Return the content of a page on some runs."""
-    rows = next(iter(found.rows.values()), [])
-    several = len(found.labels) > 1
-    count = f"{len(found.labels)} ways to mix over depth, compared"
-    runs = next(iter(found.runs.values())) if len(found.runs) == 1 else []
-    explained = list(dict.fromkeys(n for own in found.rows.values() for n in _footnotes(own, found.comparable)))
+    rows = next(iter(reported.rows.values()), [])
+    several = len(reported.labels) > 1
+    count = f"{len(reported.labels)} ways to mix over depth, compared"
+    runs = next(iter(reported.runs.values())) if len(reported.runs) == 1 else []
+    notes_by_cell = [_footnotes(rows, reported.comparable) for rows in reported.rows.values()]
+    explained = list(dict.fromkeys(note for notes in notes_by_cell for note in notes))
     return Content(
-        title=count if several else f"Mixing over depth: {found.labels[0]}",
-        warnings=found.warnings,
-        verdict=_verdicts(found) if found.comparable else [],
-        facts=facts(found.recipe, found.labels, rows, found.comparable),
-        tables=[table for name, own in found.rows.items() for table in tables(own, found.comparable, name)],
-        notes=[*found.notes, *(explained if rows else ["No run has finished yet."])],
-        reading=how_to_read(found.recipe, rows) if several and found.comparable else [],
-        curves=curves(runs, found.labels),
+        title=count if several else f"Mixing over depth: {reported.labels[0]}",
+        warnings=reported.warnings,
+        verdict=_verdicts(reported) if reported.comparable else [],
+        facts=facts(reported.recipe, reported.labels, rows, reported.comparable),
+        tables=[table for name, rows in reported.rows.items() for table in tables(rows, reported.comparable, name)],
+        notes=[*reported.notes, *(explained if rows else ["No run has finished yet."])],
+        reading=how_to_read(reported.recipe, rows) if several and reported.comparable else [],
+        curves=curves(runs, reported.labels),
         images=of_images(rows),
-        samples=found.samples,
+        samples=reported.samples,
         documents=documents,
-        recipe=recipe_text(found.recipe),
-        environment=environments([path for _, path in found.models]),
+        recipe=recipe_text(reported.recipe),
+        environment=environments([path for _, path in reported.models]),
         command=command,
     )
 
 
-def _verdicts(found: Found) -> list[str]:
+def _verdicts(reported: ReportedRuns) -> list[str]:
     return [
         f"{name}: {sentence}" if name else sentence
-        for name, rows in found.rows.items()
-        for sentence in verdict(rows, found.pooled)
+        for name, rows in reported.rows.items()
+        for sentence in verdict(rows, reported.pooled)
     ]
 
 
@@ -345,12 +354,12 @@ def how_to_read(recipe: Mapping[str, Any], rows: Sequence[Row]) -> list[str]:
 
 def curves(runs: Sequence[Run], labels: Sequence[str]) -> list[Curve]:
     """Return one curve per arm that has runs."""
-    found = []
+    drawn = []
     for label in labels:
-        if own := [run for run in runs if run.arm == label]:
-            tokens, mean, low, high = curve_over_seeds(own, "tokens")
-            found.append(Curve(label, tokens, curve_over_seeds(own, "time")[0], mean, low, high))
-    return found
+        if of_arm := [run for run in runs if run.arm == label]:
+            tokens, mean, low, high = curve_over_seeds(of_arm, "tokens")
+            drawn.append(Curve(label, tokens, curve_over_seeds(of_arm, "time")[0], mean, low, high))
+    return drawn
 
 
 def recipe_text(recipe: Mapping[str, Any]) -> str:
@@ -360,16 +369,16 @@ def recipe_text(recipe: Mapping[str, Any]) -> str:
 
 def environments(paths: Sequence[Path]) -> list[tuple[str, str]]:
     """Return versions and devices of runs; where they differ, all of them."""
-    seen: dict[str, list[str]] = {}
+    by_name: dict[str, list[str]] = {}
     for path in paths:
-        known = find_json_object(path / ENVIRONMENT)
+        environment = find_json_object(path / ENVIRONMENT)
         for name in KEPT:
-            value = known.get(name)
-            if value is not None and str(value) not in seen.setdefault(name, []):
-                seen[name].append(str(value))
-    times = sorted(seen.pop("started", []))
-    seen["started"] = times if len(times) < 2 else [f"{times[0]} to {times[-1]}"]
-    return [(name.replace("_", " "), ", ".join(values)) for name, values in seen.items() if values]
+            value = environment.get(name)
+            if value is not None and str(value) not in by_name.setdefault(name, []):
+                by_name[name].append(str(value))
+    times = sorted(by_name.pop("started", []))
+    by_name["started"] = times if len(times) < 2 else [f"{times[0]} to {times[-1]}"]
+    return [(name.replace("_", " "), ", ".join(values)) for name, values in by_name.items() if values]
 
 
 def command_of(command: str, config: ReportConfig | CompareConfig) -> str:

@@ -29,11 +29,11 @@ def select_runs(recipe: Recipe, runs: Sequence[dict[str, Any]]) -> list[dict[str
         for label, seeds in recipe.seeds_at(cell).items()
         for seed in seeds
     }
-    found: dict[Key, dict[str, Any]] = {}
+    first: dict[Key, dict[str, Any]] = {}
     for run in runs:
         if key_of(run) in wanted:
-            found.setdefault(key_of(run), run)
-    return list(found.values())
+            first.setdefault(key_of(run), run)
+    return list(first.values())
 
 
 @dataclass
@@ -82,7 +82,7 @@ class Results:
 
     def first_runs(self) -> list[tuple[str, Run]]:
         """Return every arm's first finished run in the first cell that has it."""
-        runs = [run for own in self.runs.values() for run in own]
+        runs = [run for by_cell in self.runs.values() for run in by_cell]
         firsts = ((label, next((run for run in runs if run.arm == label), None)) for label in self.recipe.labels)
         return [(label, run) for label, run in firsts if run is not None]
 
@@ -92,28 +92,29 @@ class Results:
 
     def cost_notes(self, cell: Cell) -> list[str]:
         """Return the sentences that belong under a cell's costs."""
-        runs, own = self.runs[cell.name], self.own_times[cell.name]
+        runs = self.own_times[cell.name]
         equal_time = self.recipe.config.budget == "time"
         timed = self.timing(cell)
-        busy = any(run.shared for run in runs)
+        busy = any(run.shared for run in self.runs[cell.name])
         if busy and not timed:
             return [SHARED]
-        said = doubts([run for run in own if not run.shared], self.recipe.labels)
+        doubtful = doubts([run for run in runs if not run.shared], self.recipe.labels)
         known = bool(in_turns(self.records, cell))
-        notes = [*timed, *[UNTIMED] * busy, *cost_notes(said, known, equal_time)]
-        return [*notes, *(moved_step_times(own, self.recipe.labels[0]) if equal_time else [])]
+        notes = [*timed, *[UNTIMED] * busy, *cost_notes(doubtful, known, equal_time)]
+        return [*notes, *(moved_step_times(runs, self.recipe.labels[0]) if equal_time else [])]
 
     def notes(self) -> list[str]:
         """Return what must be known to read the table: runs that diverged, mixed code, and the recipe's own notes."""
-        lines = [
-            f"{', '.join(w for w in (r['arm'] + ' with seed ' + str(r['seed']), r['domain'], r['size']) if w)} diverged: {r['diverged']}."
-            for r in self.diverged
-        ]
-        by_mixer = {
-            (m, self.records.code(r).get(f"{KERNELS}{m}")) for r in self.used for m in [r["config"].get("mixer")]
-        }
-        if twice := sorted({str(m) for m, _ in by_mixer if sum(m == other for other, _ in by_mixer) > 1}):
-            what = f"Runs of {', '.join(twice)} were made with more than one version of the kernels"
+        lines = []
+        for record in self.diverged:
+            words = (f"{record['arm']} with seed {record['seed']}", record["domain"], record["size"])
+            lines.append(f"{', '.join(word for word in words if word)} diverged: {record['diverged']}.")
+        kernels_by_mixer: dict[str, set[str | None]] = {}
+        for record in self.used:
+            mixer = str(record["config"].get("mixer"))
+            kernels_by_mixer.setdefault(mixer, set()).add(self.records.code(record).get(f"{KERNELS}{mixer}"))
+        if mixed := sorted(mixer for mixer, versions in kernels_by_mixer.items() if len(versions) > 1):
+            what = f"Runs of {', '.join(mixed)} were made with more than one version of the kernels"
             lines.append(f"{what}, which differ in speed and rounding.")
         for reason, files in _accepted(self.records).items():
             files_named = ", ".join(sorted(files))
@@ -131,8 +132,9 @@ class Results:
 def with_interval(row: Row, chance: Spread) -> Row:
     """Give a row the interval from the spread of all arms, unless it has enough seeds of its own or no spread is known."""
     half = chance.half_width(row.paired)
-    own = row.difference is None or half is None or row.paired >= OWN_SEEDS
-    return row if own else replace(row, difference_interval=half)
+    if row.difference is None or half is None or row.paired >= OWN_SEEDS:
+        return row
+    return replace(row, difference_interval=half)
 
 
 def at_known_times(recipe: Recipe, records: Records, cell: Cell, runs: Sequence[Run]) -> list[Run]:
@@ -143,21 +145,11 @@ def at_known_times(recipe: Recipe, records: Records, cell: Cell, runs: Sequence[
     if recipe.labels[0] not in times:
         return list(runs)
     timed = at_step_times([run for run in runs if run.arm in times], times)
-    # What arms without a measurement took was taken on another machine.
-    others = [replace(run, shared=True) for run in runs if run.arm not in times]
-    return [
-        *(
-            replace(
-                run,
-                shared=False,
-                step_quartiles=None,
-                core_wait=None,
-                peak_memory=None if run.shared else run.peak_memory,
-            )
-            for run in timed
-        ),
-        *others,
-    ]
+    # The measured times stand alone. What else a run measured on a shared machine is no cost.
+    cleared: dict[str, Any] = {"shared": False, "step_quartiles": None, "core_wait": None}
+    timed = [replace(run, **cleared, peak_memory=None if run.shared else run.peak_memory) for run in timed]
+    # Arms without a measurement took their times on another machine.
+    return timed + [replace(run, shared=True) for run in runs if run.arm not in times]
 
 
 def in_turns(records: Records, cell: Cell) -> list[str]:

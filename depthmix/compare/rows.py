@@ -114,13 +114,12 @@ def as_runs(used: Iterable[Mapping[str, Any]], cell: Cell, out: Path | None = No
         cell: The cell.
         out: The comparison's folder, which the paths of run folders are relative to.
     """
-    here = [r for r in used if (r["domain"], r["size"]) == (cell.domain, cell.size) and "result" in r]
-    return [
-        as_run(
-            r["arm"], r["seed"], r["result"], str(out / r["path"]) if out and "path" in r else "", r.get("lanes", 1) > 1
-        )
-        for r in here
-    ]
+    runs = []
+    for record in used:
+        if (record["domain"], record["size"]) == (cell.domain, cell.size) and "result" in record:
+            path = str(out / record["path"]) if out and "path" in record else ""
+            runs.append(as_run(record["arm"], record["seed"], record["result"], path, record.get("lanes", 1) > 1))
+    return runs
 
 
 def read_run(path: str | Path, arm: str) -> Run:
@@ -150,21 +149,21 @@ def result_of_folder(folder: RunFolder) -> tuple[int, dict[str, Any]]:
     try:
         lines = [line for line in lines if math.isfinite(line["val_loss"])]
         seconds = result.get("seconds") or result["steps"] * result["step_seconds"]
-        found = {
+        recorded = {
             **result,
             "seconds": seconds,
             "wall_seconds": seconds,
             "step_seconds": result.get("step_seconds") or seconds / result["steps"],
             "val_curve": [[line["step"], line["val_loss"]] for line in lines],
         }
-        problem = find_problem(found)
+        problem = find_problem(recorded)
         seed = int(result["seed"])
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         problem = f"{type(error).__name__}: {error}"
     if problem:
         what = f"{folder.path / 'result.json'} is not the result of a training ({problem})"
         raise UserError(f"{what}; delete {folder.path} and run again", CHECKPOINT)
-    return seed, found
+    return seed, recorded
 
 
 def reach(curve: Sequence[Point], target: float) -> tuple[float, float] | None:
@@ -188,55 +187,58 @@ def make_rows(runs: Sequence[Run], arms: Sequence[str]) -> list[Row]:
     base = {run.seed: run for run in runs if arms and run.arm == arms[0]}
     rows = []
     for arm in arms:
-        own = sorted((run for run in runs if run.arm == arm), key=lambda run: run.seed)
-        if own:
-            rows.append(_row(own, base, arms[0]))
+        runs_of_arm = sorted((run for run in runs if run.arm == arm), key=lambda run: run.seed)
+        if runs_of_arm:
+            rows.append(_row(runs_of_arm, base, arms[0]))
     return rows
 
 
-def _row(own: Sequence[Run], base: dict[int, Run], baseline: str) -> Row:
-    pairs = [(run, base[run.seed]) for run in own if run.seed in base]
+def _row(runs: Sequence[Run], base: dict[int, Run], baseline: str) -> Row:
+    """Make the row of an arm from its runs and the baseline's runs by seed."""
+    first = runs[0]
+    pairs = [(run, base[run.seed]) for run in runs if run.seed in base]
     differences = [run.val_loss - plain.val_loss for run, plain in pairs]
-    fractions = [found for run, plain in pairs if (found := _fractions(run, plain))]
+    fractions = [reached for run, plain in pairs if (reached := _fractions(run, plain))]
     everywhere = bool(pairs) and len(fractions) == len(pairs)
-    losses = [run.val_loss for run in own]
-    bits = [run.bits_per_byte for run in own if run.bits_per_byte is not None]
-    accuracies = [run.accuracy for run in own if run.accuracy is not None]
-    memory = [run.peak_memory for run in own if run.peak_memory is not None]
+    losses = [run.val_loss for run in runs]
+    bits = [run.bits_per_byte for run in runs if run.bits_per_byte is not None]
+    accuracies = [run.accuracy for run in runs if run.accuracy is not None]
+    memory = [run.peak_memory for run in runs if run.peak_memory is not None]
     ratio = [median_seconds([p[i] for p in pairs]) for i in (0, 1)] if pairs else None
     return Row(
-        arm=own[0].arm,
+        arm=first.arm,
         baseline=baseline,
-        seeds=len(own),
-        steps=own[0].steps,
-        tokens=own[0].tokens,
+        seeds=len(runs),
+        steps=first.steps,
+        tokens=first.tokens,
         val_loss=statistics.fmean(losses),
         val_loss_spread=spread(losses),
-        difference=statistics.fmean(differences) if pairs and own[0].arm != baseline else None,
-        difference_spread=spread(differences) if own[0].arm != baseline else None,
-        difference_interval=half_width(differences) if own[0].arm != baseline else None,
+        difference=statistics.fmean(differences) if pairs and first.arm != baseline else None,
+        difference_spread=spread(differences) if first.arm != baseline else None,
+        difference_interval=half_width(differences) if first.arm != baseline else None,
         perplexity=math.exp(min(statistics.fmean(losses), 700.0)),
-        bits_per_byte=statistics.fmean(bits) if len(bits) == len(own) else None,
-        parameters=own[0].parameters,
-        added_by_mixer=own[0].added_by_mixer,
-        step_ms=1000 * median_seconds(own),
+        bits_per_byte=statistics.fmean(bits) if len(bits) == len(runs) else None,
+        parameters=first.parameters,
+        added_by_mixer=first.added_by_mixer,
+        step_ms=1000 * median_seconds(runs),
         step_ratio=ratio[0] / ratio[1] if ratio else None,
-        train_seconds=statistics.fmean(run.train_seconds for run in own),
+        train_seconds=statistics.fmean(run.train_seconds for run in runs),
         peak_memory=max(memory) if memory else None,
         tokens_to_reach=statistics.fmean(f[0] for f in fractions) if everywhere else None,
         time_to_reach=statistics.fmean(f[1] for f in fractions) if everywhere else None,
         reached=len(fractions),
         paired=len(pairs),
-        accuracy=statistics.fmean(accuracies) if len(accuracies) == len(own) else None,
-        accuracy_spread=spread(accuracies) if len(accuracies) == len(own) else None,
+        accuracy=statistics.fmean(accuracies) if len(accuracies) == len(runs) else None,
+        accuracy_spread=spread(accuracies) if len(accuracies) == len(runs) else None,
     )
 
 
 def _fractions(run: Run, plain: Run) -> tuple[float, float] | None:
+    """Return the tokens and the time that a run needs for the baseline's final loss, as fractions of the baseline's."""
     if run.arm == plain.arm:
         return 1.0, 1.0
-    found = reach(run.curve, plain.val_loss)
-    return None if found is None else (found[0] / plain.tokens, found[1] / plain.train_seconds)
+    reached = reach(run.curve, plain.val_loss)
+    return None if reached is None else (reached[0] / plain.tokens, reached[1] / plain.train_seconds)
 
 
 def spread(values: Sequence[float]) -> float | None:

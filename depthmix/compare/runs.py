@@ -59,7 +59,7 @@ def make_run(
         environment: Machine and versions, for the record.
         out: The comparison's folder, in which the run keeps its checkpoints; None: only the results are kept.
         label: Name on the progress bar.
-        stop: Called after each step with an estimate of the seconds left; returns True to give up.
+        stop: Called after each step with an estimate of the seconds that the run still needs; returns True to give up.
         on_step: Called with a `StepEvent` after every step of a run with a folder.
 
     Raises:
@@ -69,22 +69,22 @@ def make_run(
     from depthmix.train.brief import train_briefly
 
     codes = [code_of(run.config.mixer, images=isinstance(data, ImageData))]
-    found: dict[str, Any] = {}
+    outcome: dict[str, Any] = {}
     try:
         if out is not None:
             folder = _train_in_folder(run, label, stop, on_step)
             if folder is None:
                 return Outcome()
             codes = [UNKNOWN_CODE if table is None else table for table in read_code(folder)]
-            found["result"] = rounded(result_of_folder(folder)[1])
+            outcome["result"] = rounded(result_of_folder(folder)[1])
         else:
             result = train_briefly(settled(run.config), data, label=label, stop=stop)
             if result is None:
                 return Outcome()
-            found["result"] = rounded(result)
+            outcome["result"] = rounded(result)
     except UserError as error:
         if error.exit_code == DIVERGED:
-            found["diverged"] = str(error)
+            outcome["diverged"] = str(error)
         elif out is not None:
             raise
         else:
@@ -106,15 +106,15 @@ def make_run(
         "environment": {**environment, "started": time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime())},
         **({"path": Path(run.config.out).relative_to(out).as_posix()} if out is not None else {}),
         **({"earlier_code": [line["id"] for line in lines[:-1]]} if len(lines) > 1 else {}),
-        **found,
+        **outcome,
     }
     return Outcome((*lines, record))
 
 
 def _failed(run: PlannedRun, error: Exception) -> Outcome:
-    said = describe_error(error)
-    print(f"{run.title} failed: {said}", file=sys.stderr, flush=True)
-    return Outcome(error=said)
+    text = describe_error(error)
+    print(f"{run.title} failed: {text}", file=sys.stderr, flush=True)
+    return Outcome(error=text)
 
 
 def describe_error(error: Exception) -> str:

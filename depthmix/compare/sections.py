@@ -36,14 +36,14 @@ def _of(what: str, domain: str) -> str:
 
 def rates(used: Records, arm: str) -> dict[float, list[Mapping[str, Any]]]:
     """Group an arm's runs by learning rate, lowest first."""
-    found: dict[float, list[Mapping[str, Any]]] = {}
+    by_rate: dict[float, list[Mapping[str, Any]]] = {}
     for record in used:
         if record["arm"] == arm:
-            found.setdefault(float(record["config"]["lr"]), []).append(record)
-    return dict(sorted(found.items()))
+            by_rate.setdefault(float(record["config"]["lr"]), []).append(record)
+    return dict(sorted(by_rate.items()))
 
 
-def largest_stable(recipe: Recipe, used: Records, arm: str) -> float | None:
+def largest_stable(used: Records, arm: str) -> float | None:
     """Find the largest rate up to which every seed finishes near the arm's best loss; None if there is none."""
     by_rate = rates(used, arm)
     means = _means(by_rate)
@@ -75,18 +75,18 @@ def spikes(runs: Records) -> int:
 def _stability(recipe: Recipe, used: Records) -> list[str]:
     text = ["## Stability", ""]
     for domain in recipe.domains:
-        own = [record for record in used if record["domain"] == domain]
-        by_arm = {arm: rates(own, arm) for arm in recipe.labels}
+        of_domain = [record for record in used if record["domain"] == domain]
+        by_arm = {arm: rates(of_domain, arm) for arm in recipe.labels}
         all_rates = sorted({lr for by_rate in by_arm.values() for lr in by_rate})
         lines = []
         base = _at_best(by_arm[recipe.labels[0]])
         for arm, by_rate in by_arm.items():
             shown = [_at_rate(by_rate.get(lr, [])) for lr in all_rates]
-            stable = largest_stable(recipe, own, arm)
+            stable = largest_stable(of_domain, arm)
             best = _at_best(by_rate)
-            both = [best[seed] - base[seed] for seed in best if seed in base] if arm != recipe.labels[0] else []
-            ahead = f"{statistics.fmean(both):+z.4f}" if both else DASH
-            lines.append([arm, *shown, ahead, DASH if stable is None else f"{stable:g}"])
+            differences = [best[seed] - base[seed] for seed in best if seed in base] if arm != recipe.labels[0] else []
+            difference = f"{statistics.fmean(differences):+z.4f}" if differences else DASH
+            lines.append([arm, *shown, difference, DASH if stable is None else f"{stable:g}"])
         heading = [_of("arm", domain), *(f"lr {lr:g}" for lr in all_rates), "each at its best", "stable up to"]
         text += [*_table(heading, lines, []), ""]
     notes = [
@@ -133,11 +133,11 @@ def _depth(recipe: Recipe, used: Records) -> list[str]:
     lines = []
     for arm in recipe.labels:
         for cell in recipe.cells:
-            own = [r for r in used if (r["arm"], r["domain"], r["size"]) == (arm, cell.domain, cell.size)]
+            key = arm, cell.domain, cell.size
             place = ", ".join(word for word in (cell.domain if len(recipe.domains) > 1 else "", cell.size) if word)
-            found = [r["result"] for r in own if r.get("result", {}).get("depth")]
-            if found:
-                lines.append([f"{arm}, {place}" if place else arm, *_over_depth(found), str(len(found))])
+            of_cell = [r.get("result", {}) for r in used if (r["arm"], r["domain"], r["size"]) == key]
+            if results := [result for result in of_cell if result.get("depth")]:
+                lines.append([f"{arm}, {place}" if place else arm, *_over_depth(results), str(len(results))])
     heading = ["arm", "outputs, last / first", "gradients, largest / median", "sublayers without gradients", "seeds"]
     notes = [
         "At the last step: RMS of what a block adds to the residual stream, over the tokens of a few rows, last block over first; and the norm of a sublayer's gradients, largest over median.",
@@ -146,12 +146,13 @@ def _depth(recipe: Recipe, used: Records) -> list[str]:
     return ["## Magnitudes and gradients over depth", "", *_table(heading, lines, notes)]
 
 
-def _over_depth(found: Records) -> list[str]:
-    norms = [result["depth"]["gradient_norm"] for result in found]
+def _over_depth(results: Records) -> list[str]:
+    """Return the cells of one line of the section on depth."""
+    norms = [result["depth"]["gradient_norm"] for result in results]
     ratios = [max(n) / middle if (middle := statistics.median(n)) else math.inf for n in norms]
-    grown = [g for result in found if (g := growth(result)) is not None]
+    grown = [g for result in results if (g := growth(result)) is not None]
     return [
         f"{statistics.fmean(grown):.2f}" if grown else DASH,
         f"{ratio:.2f}" if (ratio := statistics.fmean(ratios)) < 1 / SILENT else f"over {1 / SILENT:,.0f}",
-        f"{statistics.fmean(map(silent, found)):.3g} of {len(norms[0])}",
+        f"{statistics.fmean(map(silent, results)):.3g} of {len(norms[0])}",
     ]

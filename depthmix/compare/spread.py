@@ -24,11 +24,11 @@ Number = Callable[[Run], float | None]
 
 @dataclass(frozen=True)
 class Spread:
-    """Standard deviation of a difference of two arms at one seed, its degrees of freedom (0: unknown), and deviation of s."""
+    """Variation of losses by chance."""
 
-    deviation: float
-    freedom: int
-    of_seeds: float = 0.0
+    deviation: float  # standard deviation of a difference of two arms at one seed
+    freedom: int  # its degrees of freedom; 0: unknown
+    of_seeds: float = 0.0  # standard deviation of s
 
     def half_width(self, seeds: int, weights: Iterable[Sequence[float]] = ((1, -1),)) -> float | None:
         """Return half the width of the 95% interval of a contrast's mean over seeds; None if nothing is known.
@@ -39,16 +39,22 @@ class Spread:
         """
         if not self.freedom or not seeds:
             return None
-        cells = [list(own) for own in weights]
-        by_arms = sum(w * w for own in cells for w in own) * self.deviation**2 / 2
-        by_seeds = sum(math.fsum(own) ** 2 for own in cells) * self.of_seeds**2
+        by_cell = [list(cell) for cell in weights]
+        by_arms = sum(w * w for cell in by_cell for w in cell) * self.deviation**2 / 2
+        by_seeds = sum(math.fsum(cell) ** 2 for cell in by_cell) * self.of_seeds**2
         return student_t(self.freedom) * math.sqrt((by_arms + by_seeds) / seeds)
 
 
 def around(
     values: Sequence[float], spread: Spread, weights: Iterable[Sequence[float]] = ((1, -1),)
 ) -> tuple[float | None, int]:
-    """Return half the 95% interval of a contrast's mean, by its own seeds or the spread of all arms, and degrees of freedom."""
+    """Return half the width of the 95% interval of a contrast's mean over seeds, and its degrees of freedom.
+
+    Args:
+        values: The contrast at every seed. From OWN_SEEDS values on, their own spread is used.
+        spread: The spread of all arms, used for fewer values.
+        weights: Weights of the losses in the contrast, by cell.
+    """
     if len(values) >= OWN_SEEDS:
         return half_width(values), len(values) - 1
     return spread.half_width(len(values), weights), spread.freedom
@@ -57,31 +63,33 @@ def around(
 def pooled(cells: Iterable[Sequence[Run]], number: Number = lambda run: run.val_loss) -> Spread:
     """Estimate the spread in some cells together."""
     squares, freedom = 0.0, 0
-    of_arms, others = 0.0, 0  # squares and degrees of freedom without s
+    # The same for a model without s, whose residuals hold the variation of seeds, too.
+    squares_with_seeds, freedom_with_seeds = 0.0, 0
     for runs in cells:
-        found = [(run.arm, run.seed, value) for run in runs if (value := number(run)) is not None]
-        arms, seeds = ({key: i for i, key in enumerate(dict.fromkeys(f[k] for f in found))} for k in (0, 1))
-        design = np.zeros((len(found), len(arms) + len(seeds)))
-        for i, (arm, seed, _) in enumerate(found):
+        known = [(run.arm, run.seed, value) for run in runs if (value := number(run)) is not None]
+        arms, seeds = ({key: i for i, key in enumerate(dict.fromkeys(k[part] for k in known))} for part in (0, 1))
+        design = np.zeros((len(known), len(arms) + len(seeds)))
+        for i, (arm, seed, _) in enumerate(known):
             design[i, arms[arm]] = design[i, len(arms) + seeds[seed]] = 1
-        values = np.array([value for *_, value in found])
+        values = np.array([value for *_, value in known])
         fitted, _, rank, _ = np.linalg.lstsq(design, values, rcond=None)
         squares += float(np.sum((values - design @ fitted) ** 2))
-        freedom += len(found) - int(rank)
+        freedom += len(known) - int(rank)
         for name in arms:
-            own = np.array([value for arm, _, value in found if arm == name])
-            of_arms, others = of_arms + float(np.sum((own - own.mean()) ** 2)), others + len(own) - 1
+            of_arm = np.array([value for arm, _, value in known if arm == name])
+            squares_with_seeds += float(np.sum((of_arm - of_arm.mean()) ** 2))
+            freedom_with_seeds += len(of_arm) - 1
     if not freedom:
         return Spread(0.0, 0)
-    of_seeds = max(of_arms / others - squares / freedom, 0.0)
+    of_seeds = max(squares_with_seeds / freedom_with_seeds - squares / freedom, 0.0)
     return Spread(math.sqrt(2 * squares / freedom), freedom, math.sqrt(of_seeds))
 
 
 def spreads(recipe: Recipe, by_cell: Mapping[str, Sequence[Run]]) -> dict[str, Spread]:
     """Estimate the spread of every cell from all sizes of its domain. Sizes that are learning rates have a spread each."""
     group = {cell.name: group_of(recipe, cell) for cell in recipe.cells}
-    found = {own: pooled(runs for name, runs in by_cell.items() if group[name] == own) for own in set(group.values())}
-    return {name: found[group[name]] for name in by_cell}
+    by_group = {g: pooled(runs for name, runs in by_cell.items() if group[name] == g) for g in set(group.values())}
+    return {name: by_group[group[name]] for name in by_cell}
 
 
 def group_of(recipe: Recipe, cell: Cell) -> tuple[str, str]:

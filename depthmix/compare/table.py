@@ -111,10 +111,10 @@ def _losses(results: Results) -> list[str]:
     lines = []
     for label in results.recipe.labels:
         line = [label]
-        for name, own in rows.items():
-            row = next((row for row in own if row.arm == label), None)
-            none = "diverged" if (label, name) in diverged else DASH
-            line += [none, DASH, "0"] if row is None else [f"{row.val_loss:.4f}", _against(row), _seeds(row)]
+        for name, by_arm in rows.items():
+            row = next((row for row in by_arm if row.arm == label), None)
+            no_loss = "diverged" if (label, name) in diverged else DASH
+            line += [no_loss, DASH, "0"] if row is None else [f"{row.val_loss:.4f}", _against(row), _seeds(row)]
         lines.append(line)
     return markdown_table(heading, lines)
 
@@ -131,11 +131,11 @@ def _seeds(row: Row) -> str:
 def _legend(results: Results) -> list[str]:
     recipe, rows = results.recipe, results.rows
     budget = "the same steps" if recipe.config.budget == "tokens" else "the steps that fit into the baseline's time"
-    own = {arm.label: [key for key in OF_A_BATCH if key in arm.settings] for arm in recipe.arms}
-    if others := [f"{label} ({', '.join(keys)})" for label, keys in own.items() if keys]:
+    set_by_arm = {arm.label: [key for key in OF_A_BATCH if key in arm.settings] for arm in recipe.arms}
+    if others := [f"{label} ({', '.join(keys)})" for label, keys in set_by_arm.items() if keys]:
         budget += f", but for what arms set themselves: {', '.join(others)}"
     each = "image" if any(map(of_images, rows.values())) else "token"
-    enough = any(r.paired >= OWN_SEEDS and r.difference is not None for own in rows.values() for r in own)
+    enough = any(r.paired >= OWN_SEEDS and r.difference is not None for by_cell in rows.values() for r in by_cell)
     alone = f", and from {OWN_SEEDS} seeds on with their own" if enough else ""
     return [
         f"Loss: nats (natural-log loss units) per {each} on the validation split at the end, mean over seeds; every arm takes {budget}. Differences are taken seed by seed, ± half the 95% interval of their mean, with the spread that all arms have together on these data{alone} (depthmix/compare/spread.py).",
@@ -212,19 +212,19 @@ def _shows(spread: float, seeds: int, freedom: int | None = None) -> str:
     return "one seed shows nothing" if least is None else f"{shown} {least:.3f}"
 
 
-def _measured(recipe: Recipe, found: Mapping[str, Spread]) -> list[str]:
-    """Say the same with the measured spread of all arms."""
+def _measured(recipe: Recipe, spreads: Mapping[str, Spread]) -> list[str]:
+    """Return the lines of `power_lines` for the measured spread of all arms."""
     lines, difference = [], recipe.config.power.get("difference")
-    known = [cell for cell in recipe.cells if found[cell.name].freedom]
+    known = [cell for cell in recipe.cells if spreads[cell.name].freedom]
     # Sizes with seeds of their own are listed apart.
     groups = {(*group_of(recipe, cell), cell.size if cell.seeds else ""): cell for cell in known}
     for (domain, *sizes), cell in groups.items():
-        own, name = found[cell.name], " ".join(dict.fromkeys(word for word in (domain, *sizes) if word))
-        line = f"Measured here{', ' * bool(name)}{name}: {own.deviation:.4f}, by all arms together"
+        spread, name = spreads[cell.name], " ".join(dict.fromkeys(word for word in (domain, *sizes) if word))
+        line = f"Measured here{', ' * bool(name)}{name}: {spread.deviation:.4f}, by all arms together"
         if difference is not None:
-            needed = seeds_needed(difference, own.deviation, own.freedom)
+            needed = seeds_needed(difference, spread.deviation, spread.freedom)
             line += f"; a difference of {difference:g} needs {_paired('too many' if needed is None else needed)}"
-        lines.append(f"{line}; {_shows(own.deviation, len(cell.seeds or recipe.config.seeds), own.freedom)}.")
+        lines.append(f"{line}; {_shows(spread.deviation, len(cell.seeds or recipe.config.seeds), spread.freedom)}.")
     return lines
 
 

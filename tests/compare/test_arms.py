@@ -58,8 +58,8 @@ def test_labels_do_not_depend_on_the_order_and_folders_are_plain():
         ("attnres:", "expected option=value"),
         ("attnres:ways=3,", "expected option=value"),
         ("residual:ways=3", "it has no options"),
-        (":ways=3", "no mechanism"),
-        ("", "no mechanism"),
+        (":ways=3", "no rule"),
+        ("", "no rule"),
         ({"attnres": None}, "NAME:option=value"),
     ],
 )
@@ -140,7 +140,7 @@ def test_an_option_given_twice_on_the_command_line_is_refused():
 )
 def test_one_mechanism_under_two_names_is_refused(same):
     names = [repr(text) for text in same if text != "residual"]
-    with pytest.raises(UserError, match=f"{names[0]} and {names[1]} are the same mechanism in a model of 6 blocks"):
+    with pytest.raises(UserError, match=f"{names[0]} and {names[1]} are the same rule in a model of 6 blocks"):
         check_arms(parse_arms(same), dim=40, n_blocks=6)
 
 

@@ -15,7 +15,7 @@ from depthmix.compare.figures import curve_over_seeds, draw_curves, plot_curves
 from depthmix.compare.inside import affordable_tokens
 from depthmix.compare.recipe import check_recipe
 from depthmix.compare.records import Records, write_records
-from depthmix.compare.report import Found, command_of, content_of, environments, explored, gather, of_results
+from depthmix.compare.report import ReportedRuns, command_of, content_of, environments, explored, gather, of_results
 from depthmix.compare.results import Results
 from depthmix.compare.rows import make_rows, read_run, result_of_folder
 from depthmix.config import CompareConfig, ReportConfig
@@ -44,7 +44,7 @@ def two_arms(tmp_path, label="arm"):
 
 
 def found_of(runs, labels, **more):
-    return Found({"": runs}, {"": make_rows(runs, labels)}, labels, **more)
+    return ReportedRuns({"": runs}, {"": make_rows(runs, labels)}, labels, **more)
 
 
 def test_curves_are_means_over_seeds(tmp_path):
