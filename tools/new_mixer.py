@@ -70,7 +70,7 @@ def run(p, options, blocks, e, sublayer) -> Trace:
         reads.append((x,))
         x = a[s] * x + sublayer(s, (x,))
     reads.append((x,))
-    M = no_mixing(1, blocks, e)
+    M = no_mixing(1, blocks, e)  # YOURS: M[way, reader, source] has a weight per channel
     for s in range(blocks.S + 1):
         for i in range(s + 1):
             M[:, s, i] = a[i:s].detach().prod()

@@ -229,7 +229,7 @@ def _measured(recipe: Recipe, spreads: Mapping[str, Spread]) -> list[str]:
 
 
 def _how_made(results: Results) -> list[str]:
-    """Return the command, where it ran, and what the reader has to know of the code."""
+    """Return how many runs are done, where they ran, and what the reader has to know of their code."""
     recipe, used = results.recipe, results.used
     planned = sum(len(seeds) for cell in recipe.cells for seeds in recipe.seeds_at(cell).values())
     lines = [f"{len(used)} of {planned} runs are done ({RUNS})."]
