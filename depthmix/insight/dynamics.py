@@ -24,6 +24,7 @@ from depthmix.insight.mixing import choose_mixer
 from depthmix.insight.mode import eval_mode
 from depthmix.insight.sampling import some_tokens
 from depthmix.mixers import Mixer
+from depthmix.models.with_mixer import with_mixer
 from depthmix.ops.precision import compute_dtype
 
 SHARE_TOKENS = 256
@@ -114,6 +115,7 @@ def magnitudes(model: nn.Module, *inputs: Any, mixer: Mixer | str | None = None,
         >>> len(magnitudes(model, torch.zeros(2, 3, dtype=torch.int64))["output_rms"])
         4
     """
+    model = with_mixer(model)
     taken = Magnitudes(choose_mixer(model, mixer))
     with taken.watching(), eval_mode(model):
         model(*inputs, **kwargs)

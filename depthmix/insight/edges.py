@@ -27,6 +27,7 @@ from depthmix.insight.losses import next_token_loss
 from depthmix.insight.mixing import choose_mixer
 from depthmix.insight.mode import eval_mode
 from depthmix.mixers import Mixer
+from depthmix.models.with_mixer import with_mixer
 
 AT_ONCE = 32768  # tokens per pass, over all copies
 
@@ -152,6 +153,7 @@ def edge_effects(
         >>> [tuple(change.shape) for change in edge_effects(model, [torch.zeros(2, 4, dtype=torch.int64)]).change]
         [(1, 1), (1, 2), (1, 3), (1, 4), (1, 5)]
     """
+    model = with_mixer(model)
     chosen = choose_mixer(model, mixer)
     n = chosen.n_sites + 1
     total, tokens = 0.0, 0

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from depthmix.insight.mixing import choose_mixer, sources_of
 from depthmix.insight.statistics import EvenSample, Moments
 from depthmix.mixers import Mixer
+from depthmix.models.with_mixer import with_mixer
 
 AT_ONCE = 1024  # tokens whose matrices are computed together
 MEASURES = ("entropy", "effective", "newest", "embedding")
@@ -69,6 +70,7 @@ def depth_map(model: nn.Module, batches: Iterable[Any], mixer: Mixer | str | Non
         >>> depth_map(model, [torch.zeros(2, 3, dtype=torch.int64)]).mean.shape
         torch.Size([1, 5, 5])
     """
+    model = with_mixer(model)
     chosen = choose_mixer(model, mixer)
     whole, sample, signed = Moments(), EvenSample(), False
     measures = {name: Moments() for name in MEASURES}

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from depthmix.insight.intercept import record_sources
 from depthmix.insight.mode import eval_mode
 from depthmix.mixers import Mixer
+from depthmix.models.with_mixer import with_mixer
 from depthmix.names import nearest
 
 
@@ -22,7 +23,7 @@ def depth_mixing(
     last row is finish.
 
     Args:
-        model: A model with a mixer.
+        model: A model with a mixer, or one of transformers that already mixes over depth (DeepSeek-V4, GLM-5-Next).
         *inputs: Its positional arguments.
         **kwargs: Its keyword arguments.
         per_token: Whether to average over channels only, and not over tokens.
@@ -39,6 +40,7 @@ def depth_mixing(
         >>> depth_mixing(model, torch.zeros(2, 3, dtype=torch.int64)).shape
         torch.Size([1, 5, 5])
     """
+    model = with_mixer(model)
     chosen = choose_mixer(model, mixer)
     return chosen.mixing(sources_of(model, chosen, *inputs, **kwargs), per_token)
 

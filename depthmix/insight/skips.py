@@ -14,6 +14,7 @@ from depthmix.insight.losses import next_token_loss
 from depthmix.insight.mixing import choose_mixer
 from depthmix.insight.mode import eval_mode
 from depthmix.mixers import Mixer
+from depthmix.models.with_mixer import with_mixer
 
 
 @dataclass
@@ -45,6 +46,7 @@ def skip_effects(model: nn.Module, batches: Iterable[Tensor], mixer: Mixer | str
         >>> skip_effects(model, [torch.zeros(2, 4, dtype=torch.int64)]).change.shape
         torch.Size([4])
     """
+    model = with_mixer(model)
     chosen = choose_mixer(model, mixer)
     write = current_calls(chosen)["write"]
     losses, tokens = torch.zeros(chosen.n_sites + 1, dtype=torch.float64), 0
