@@ -13,7 +13,8 @@ from transformers import DynamicCache
 
 from depthmix.hf.architectures import architecture
 from depthmix.hf.carried import CarriesCode
-from depthmix.hf.surgery import MIXER, NORMS, restore, retrofit
+from depthmix.hf.surgery import MIXER, NORMS, mixer_of, restore, retrofit
+from depthmix.mixers import Mixer
 from depthmix.models.exchange import auto_map, code
 
 
@@ -51,6 +52,25 @@ class Adapter:
         """The module that computes logits."""
         head: nn.Module = self.model.get_output_embeddings()
         return head
+
+    @property
+    def has_mixer(self) -> bool:
+        """Tell whether the model is retrofitted."""
+        return hasattr(self.model.base_model, MIXER)
+
+    @property
+    def mixer(self) -> Mixer:
+        """The mixer of a retrofitted model."""
+        return mixer_of(self.model)
+
+    @property
+    def sublayers(self) -> list[nn.Module]:
+        """The modules of every site, in order."""
+        structure, (sublayers, _) = architecture(self.model.config), self.repeated_parts()
+        size = len(structure.sites)
+        if not structure.parallel:
+            return sublayers
+        return [nn.ModuleList(sublayers[i : i + size]) for i in range(0, len(sublayers), size)]
 
     def new_cache(self) -> DynamicCache:
         """Make an empty cache."""

@@ -20,7 +20,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from depthmix.hf.accelerated.streams import CONNECTIONS
+from depthmix.hf.adapter import Adapter
 from depthmix.hf.published import mixer_of_published
+from depthmix.mixers import Mixer
 from depthmix.mixers.published import find_names, source_of
 
 SUBLAYERS = ("self_attn", "mlp")
@@ -63,6 +65,25 @@ class Viewed(nn.Module):
             else:
                 hooks.enter_context(_removed(self.layers[-1].register_forward_hook(mixing.finish_in_streams)))
             return self.model(*args, **kwargs)
+
+
+class ViewedAdapter(Adapter):
+    """A view with a `Decoder`'s interface."""
+
+    @property
+    def mixer(self) -> Mixer:
+        """The mixer of the view."""
+        return self.model.mixer
+
+    @property
+    def sublayers(self) -> list[nn.Module]:
+        """The modules of every site, in order."""
+        return self.model.sublayers
+
+    def parameter_counts(self) -> dict[str, int]:
+        """Count the parameters of the mixing and of the whole model."""
+        mixer = sum(p.numel() for p in self.model.mixer.parameters())
+        return {"mixer": mixer, "total": sum(p.numel() for p in self.model.model.parameters()), "added_by_mixer": mixer}
 
 
 class _Mixing:

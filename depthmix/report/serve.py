@@ -24,10 +24,10 @@ from depthmix.device import autocast, choose_device
 from depthmix.errors import CHECKPOINT, DIVERGED, UserError
 from depthmix.insight import document as doc
 from depthmix.mixers.defaults import chosen_options
-from depthmix.models import Decoder
 from depthmix.report.content import Content
 from depthmix.report.explorer import explorer_data
 from depthmix.report.page import make_page
+from depthmix.runs.foreign import measured
 from depthmix.runs.restore import Trained, load_model
 from depthmix.train.generate import check_prompt
 from depthmix.train.inspect import encode_text, text_by_token
@@ -83,9 +83,7 @@ class Models:
         for run, trained in runs:
             if trained.tokenizer is None:
                 raise UserError(f"{run} was trained on images: the explorer shows text", CHECKPOINT)
-            if not isinstance(trained.model, Decoder):
-                what = f"{run} holds a Hugging Face model"
-                raise UserError(f"{what}: depthmix.depth_mixing shows what its layers read", CHECKPOINT)
+            trained.model = measured(trained.model, run)
 
     def documents(self, text: str) -> list[dict[str, Any]]:
         """Return the parts of `depthmix inspect`'s document that the explorer shows, for each model.

@@ -8,7 +8,11 @@ from typing import Any, NamedTuple
 import torch
 
 from depthmix.errors import CHECKPOINT, UserError
+from depthmix.mixers.options import OptionError
+from depthmix.mixers.published import MODEL_TYPES, meta_mixer, source_of
+from depthmix.models import Decoder
 from depthmix.models.exchange import MODEL_TYPE
+from depthmix.models.with_mixer import with_mixer
 from depthmix.names import install_command
 from depthmix.runs.pretrained import CONFIG
 
@@ -29,15 +33,18 @@ def retrofitted(model: Any, mixer: str, options: dict[str, Any]) -> Any:
 
 
 def load(folder: Path, what: str, **options: Any) -> Any:
-    """Load a causal language model that `save_pretrained` wrote. `what` names the option in error messages."""
+    """Load a language model that `save_pretrained` wrote. `what` names the option in error messages."""
     need_transformers(what)
-    from transformers import AutoModelForCausalLM
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.utils import logging
 
+    # A model that also reads images has no class of its own for text.
+    kind = type(_config(folder, what))
+    auto: Any = AutoModelForCausalLM if kind in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModelForImageTextToText
     bars = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()  # commands show their own
     try:
-        model, loading = AutoModelForCausalLM.from_pretrained(
+        model, loading = auto.from_pretrained(
             folder,
             local_files_only=True,
             use_safetensors=True,
@@ -70,13 +77,21 @@ class Description(NamedTuple):
     sites: dict[str, Any]  # arguments of `create_mixer` that describe the sites
 
 
-def describe(folder: Path, what: str) -> Description:
-    """Describe the model in a folder without loading its weights. `what` names the option in error messages."""
+def describe(folder: Path, what: str, mixing: bool = False) -> Description:
+    """Describe the model in a folder without loading its weights.
+
+    Args:
+        folder: The folder.
+        what: The option, for error messages.
+        mixing: Whether a model that mixes over depth with modules of its own will do.
+    """
     config = _config(folder, what)
     from depthmix.hf.architectures import ARCHITECTURES, architecture, plain_type
 
+    if mixing and config.model_type in MODEL_TYPES:
+        return _describe_mixing(config, folder, what)
     if plain_type(config) not in ARCHITECTURES:
-        known = ", ".join([MODEL_TYPE, *sorted(ARCHITECTURES)])
+        known = ", ".join([MODEL_TYPE, *sorted(ARCHITECTURES), *(MODEL_TYPES if mixing else ())])
         raise UserError(f"{what} {folder} holds a model of type {config.model_type!r}; known are {known}", CHECKPOINT)
     recorded = getattr(config, "depthmix", None)
     right = (
@@ -90,6 +105,40 @@ def describe(folder: Path, what: str) -> Description:
     shape = {"dim": config.hidden_size, "n_blocks": n_blocks, "n_heads": config.num_attention_heads}
     longest, sites = getattr(config, "max_position_embeddings", None), architecture(config).layout(n_blocks)
     return Description(shape, config.vocab_size, longest, recorded, sites)
+
+
+def _describe_mixing(config: Any, folder: Path, what: str) -> Description:
+    """Describe a model that mixes over depth with modules of its own."""
+    fields, text = config.to_dict(), config.get_text_config()
+    layers = text.num_hidden_layers
+    try:
+        mixer = meta_mixer(source_of(fields), fields, range(layers))
+    except OptionError as error:
+        raise UserError(f"{what} {folder}: {error}", CHECKPOINT) from None
+    shape = {"dim": text.hidden_size, "n_blocks": layers, "n_heads": text.num_attention_heads}
+    given = {name: value for name, value in mixer.chosen.items() if value != mixer.options[name].default}
+    rule = {"mixer": mixer.name, "options": given}
+    return Description(shape, text.vocab_size, text.max_position_embeddings, rule, {})
+
+
+def measured(model: Any, what: str) -> Any:
+    """Return a loaded model in the form that `depthmix inspect` measures, with its mixer as `model.mixer`.
+
+    Raises:
+        UserError: The model has no mixer and does not mix over depth.
+    """
+    if isinstance(model, Decoder):
+        return model
+    from depthmix.hf.adapter import Adapter
+    from depthmix.hf.viewed import ViewedAdapter
+
+    if isinstance(model, Adapter):
+        view = with_mixer(model.model)
+        if view is not model.model:
+            return ViewedAdapter(view)
+        if model.has_mixer:
+            return model
+    raise UserError(f"{what} holds a model without a rule for mixing over depth: retrofit it first", CHECKPOINT)
 
 
 def from_description(folder: Path) -> Any:

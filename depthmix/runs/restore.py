@@ -136,7 +136,7 @@ def _load_pretrained(path: Path, device: torch.device) -> Trained:
 
 def _load_foreign(path: Path, device: torch.device) -> Trained:
     """Load a Hugging Face model, retrofitted or plain, with the tokenizer next to it."""
-    description, folder = foreign.describe(path, "run"), RunFolder(path)
+    description, folder = foreign.describe(path, "run", mixing=True), RunFolder(path)
     tokenizer = _tokenizer(folder, add_end=False)
     _check_vocabulary(folder, vocabulary(tokenizer), description.vocab_size, "model")
     end = _end(path, tokenizer, read_end(path), description.vocab_size)

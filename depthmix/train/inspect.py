@@ -27,8 +27,8 @@ from depthmix.insight.skips import skip_effects
 from depthmix.insight.streams import stream_report
 from depthmix.insight.summary import summary
 from depthmix.mixers.defaults import chosen_options
-from depthmix.models import Decoder
 from depthmix.ownership import check_replaceable
+from depthmix.runs.foreign import measured as measured_model
 from depthmix.runs.restore import Trained, load_model
 from depthmix.train.evaluate import token_losses
 from depthmix.train.generate import check_prompt
@@ -73,10 +73,8 @@ def inspect_run(config: InspectConfig, progress: Progress | None = None) -> dict
     if trained.tokenizer is None:
         what = f"{config.run} was trained on images"
         raise UserError(f"{what}: depthmix.insight measures such models from Python, on images", CHECKPOINT)
-    if not isinstance(trained.model, Decoder):
-        what = f"{config.run} holds a model of Hugging Face's"
-        raise UserError(f"{what}: depthmix.depth_mixing shows what its layers read", CHECKPOINT)
-    model, mixer = trained.model, trained.model.mixer
+    model = measured_model(trained.model, str(config.run))
+    mixer = model.mixer
     ids, pieces = encode_text(trained, config.text, config.seq_len)
     batches = [batch.to(device) for batch in _measured_on(trained, config, ids)]
     with autocast(device, trained.config.precision):
@@ -161,7 +159,7 @@ def first_tokens(batches: Iterable[Tensor], tokens: int) -> Iterator[Tensor]:
             return
 
 
-def _over_depth(model: Decoder, batch: Tensor) -> tuple[float, dict[str, Any]]:
+def _over_depth(model: Any, batch: Tensor) -> tuple[float, dict[str, Any]]:
     """Compute the loss of a batch and the dynamics (magnitudes and gradient norms over depth) of its forward and
     backward pass.
     """
@@ -174,7 +172,7 @@ def _over_depth(model: Decoder, batch: Tensor) -> tuple[float, dict[str, Any]]:
     return loss.item(), {"dynamics": {"tokens": batch[:, 1:].numel(), **numbers, "gradient_norm": norms}}
 
 
-def _causal(model: Decoder, batches: list[Tensor], tokens: int, tell: Progress) -> dict[str, Any]:
+def _causal(model: Any, batches: list[Tensor], tokens: int, tell: Progress) -> dict[str, Any]:
     if not tokens:
         return {"edges": None, "skips": None}
     some = list(first_tokens(batches, tokens))
@@ -184,7 +182,7 @@ def _causal(model: Decoder, batches: list[Tensor], tokens: int, tell: Progress) 
     return {"edges": doc.of_edges(edges), "skips": doc.of_skips(skips)}
 
 
-def text_by_token(model: Decoder, ids: Tensor, pieces: list[str]) -> dict[str, Any]:
+def text_by_token(model: Any, ids: Tensor, pieces: list[str]) -> dict[str, Any]:
     """Report where each token of a text was read from, for the document; ids and pieces are those of `encode_text`."""
     with torch.no_grad():
         losses = token_losses(model, ids)[0].tolist() if ids.shape[1] > 1 else []

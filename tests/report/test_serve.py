@@ -393,7 +393,9 @@ def test_a_model_too_short_for_the_first_sentence_begins_with_an_empty_box():
 
 def test_a_model_of_another_library_is_refused():
     run = dataclasses.replace(trained("residual"), model=torch.nn.Identity())
-    refused(lambda: Models([("there", run)]), "there holds a Hugging Face model", code=CHECKPOINT)
+    refused(
+        lambda: Models([("there", run)]), "there holds a model without a rule for mixing over depth", code=CHECKPOINT
+    )
 
 
 # In a browser.
