@@ -75,6 +75,7 @@ $(DOCS): $(STAMP)
 # The variable keeps mkdocs-material from printing its authors' notice about later versions, which is no warning about these pages.
 docs: $(DOCS)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	$(BIN)/python tools/site_links.py site
 
 format: $(LINT)
 	$(BIN)/ruff check --fix .

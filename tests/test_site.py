@@ -1,4 +1,4 @@
-"""What the site takes from the program and from results (tools/site_tables.py), and where its pages are."""
+"""What the site takes from the program and from results (tools/site_tables.py), where its pages are, and the check of its links (tools/site_links.py)."""
 
 import dataclasses
 import importlib.util
@@ -19,12 +19,16 @@ PAGES = sorted(DOCS.rglob("*.md"))
 MADE = ["changelog.md", "guides/first-steps.md", "reference/command-line.md"]
 
 
-@pytest.fixture(scope="module")
-def tables():
-    spec = importlib.util.spec_from_file_location("site_tables", ROOT / "tools" / "site_tables.py")
+def tool(name):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def tables():
+    return tool("site_tables")
 
 
 def test_every_page_has_its_place():
@@ -103,3 +107,30 @@ def test_the_table_of_seeds_is_what_the_program_computes():
         n = int(seeds)
         assert half == f"{student_t(n - 1) / math.sqrt(n):.2f}"
         assert difference == f"{detectable(1.0, n):.2f}"
+
+
+GOOD = """<a href="#top" id="top">here</a> <a href="guides/">a folder</a> <a href="guides/#two">anchor</a> <a href="/">home</a>
+<a href="https://example.org/page#any">elsewhere</a> <img src="data:image/png;base64,AA"> <link rel="canonical" href="https://x.org">"""
+
+
+@pytest.mark.parametrize(
+    ("bad", "said"),
+    [
+        ("", []),
+        ('<a href="gone/">', ["index.html: gone/: there is no such file"]),
+        ('<a href="guides/#three">', ["index.html: guides/#three: there is no such anchor"]),
+        ('<a href="#nothing">', ["index.html: #nothing: there is no such anchor"]),
+        ('<img src="gone.png">', ["index.html: gone.png: there is no such file"]),
+        ('<script src="https://cdn.example/x.js">', ["index.html: loads https://cdn.example/x.js"]),
+    ],
+)
+def test_links_of_the_built_site(tmp_path, capsys, bad, said):
+    """`make docs` runs this check on all pages."""
+    (tmp_path / "guides").mkdir()
+    (tmp_path / "guides" / "index.html").write_text('<h2 id="two">Two</h2><a href="../index.html#top">up</a>')
+    (tmp_path / "index.html").write_text(GOOD + bad)
+    links = tool("site_links")
+    assert links.broken(tmp_path) == said
+    assert links.main([str(tmp_path)]) == bool(said)
+    assert links.main([str(tmp_path / "guides" / "none")]) == 2
+    assert capsys.readouterr().out.splitlines() == said
