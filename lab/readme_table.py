@@ -4,6 +4,7 @@ python -m lab.readme_table
 
 Rows come from the runs of the study `long` (docs/results/long), as far as they are there. A rule without such runs keeps its row of
 `LEADS`, figures of single runs that were made outside this repository. Both texts lie between markers; nothing else changes.
+docs/results.md has the same table with the losses on each domain.
 """
 
 from __future__ import annotations
@@ -11,16 +12,16 @@ from __future__ import annotations
 import math
 import re
 import statistics
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from depthmix.compare.rows import Run
 from depthmix.files import write_text
-from lab.claims import Results, contrast, read_results
+from lab.claims import Measurement, Results, contrast, read_results
+from lab.long_study import LENGTHS, LONG, RATES, Factor, domains_of, of_domain, plain_gains, tokens_factor
 
 README = Path("README.md")
-LONG, RATES = "long", "long-rates"
 MARKERS = "<!-- {name}: written by python -m lab.readme_table -->", "<!-- end of {name} -->"
 
 # Rules as the table names them. Other rules go by their label.
@@ -33,12 +34,16 @@ NAMES = {
     "attnres:block_size=all,ways=2,output_gain=0.1": "One block, values apart, outputs scaled",
     "dca": "DeepCrossAttention",
     "dca:window=8": "DeepCrossAttention, last 8 blocks",
+    "delta, usual start": "Deep Delta Learning",
     "denseformer": "DenseFormer",
     "grn:version=3": "GRN-v3",
     "hyper": "Hyper-Connections",
+    "lambdas:backout=true, nanochat's rates": "Lambdas of stream and embedding, backout",
     "layerscale": "LayerScale",
     "mhc": "Manifold-constrained Hyper-Connections",
     "mudd": "MUDD",
+    "residual, value residual": "Value residual",
+    "unet, skips at a rate of 0.04": "U-Net skips over depth",
 }
 # Words of these names that need a definition.
 TERMS = {
@@ -56,6 +61,10 @@ LEADS = {
 }
 # Parameters and tokens of these.
 LEAD_SIZE = (18e6, 300e6)
+FACTORS = (
+    "* Tokens: how many times the tokens the residual model needs for the rule's loss, read between its own longer trainings."
+    " GPU time: the same in time, so more than 1 means that the rule saves time."
+)
 # Of the leads, the one whose gain held for both starts.
 FIRST = "attnres:block_size=4"
 
@@ -70,6 +79,8 @@ class Row:
     seeds: int
     step_ratio: float | None
     committed: bool
+    domains: Mapping[str, Measurement] = field(default_factory=dict)
+    tokens: Factor | None = None
 
     @property
     def lead(self) -> bool:
@@ -81,30 +92,57 @@ class Row:
         """The end of the interval that is closest to no gain, or beyond it."""
         return self.difference + (self.half or 0)
 
-    def __str__(self) -> str:
+    @property
+    def name(self) -> str:
+        """The rule's name, or its arm."""
+        return NAMES.get(self.arm, self.arm)
+
+    @property
+    def time(self) -> Factor | None:
+        """The plain model's GPU time for this loss, as a multiple."""
+        return self.tokens.over(self.step_ratio) if self.tokens and self.step_ratio else None
+
+    def cells(self, domains: Iterable[str] = (), factors: bool = False) -> list[str]:
+        """Return the row's cells, with columns for domains and for factors on the plain model's tokens and GPU time."""
         name = f"{NAMES[self.arm]} (`{self.arm}`)" if self.arm in NAMES else f"`{self.arm}`"
-        gain = f"{self.difference:+.3f}"
-        if self.half is not None and not self.lead:
-            gain += f" ({self.difference - self.half:+.3f} to {self.difference + self.half:+.3f})"
+        shown = [name, self._difference(self.difference, self.half)]
+        for domain in domains:
+            measured = self.domains.get(domain)
+            half = measured.high - measured.value if measured else math.inf
+            shown.append(self._difference(measured.value, half if math.isfinite(half) else None) if measured else "–")
+        if factors:
+            shown += [factor.show(interval=not self.lead) if factor else "–" for factor in (self.tokens, self.time)]
         evidence = "1 seed: a lead" if self.lead else f"{self.seeds} seeds"
         evidence += "" if self.committed else ", made outside"
-        return f"| {name} | {gain} | {f'{self.step_ratio:.2f}' if self.step_ratio else '–'} | {evidence} |"
+        return [*shown, f"{self.step_ratio:.2f}" if self.step_ratio else "–", evidence]
+
+    def _difference(self, value: float, half: float | None) -> str:
+        ends = "" if half is None or self.lead else f" ({value - half:+z.3f} to {value + half:+z.3f})"
+        return f"{value:+z.3f}{ends}"
+
+    def __str__(self) -> str:
+        return f"| {' | '.join(self.cells())} |"
 
 
-def committed_rows(results: Results) -> list[Row]:
+def committed_rows(results: Results, lengths: Results | None = None) -> list[Row]:
     """Return a row for every rule that shares a seed with the plain model in a study of one cell.
 
     Args:
         results: of a study whose first arm is the plain model. Arms and seeds may be missing.
+        lengths: of the study that has the plain model at other lengths, if there are any.
     """
     runs = next(iter(results.runs.values()))
-    rows = []
+    points, rows = plain_gains(results, lengths), []
+    by_domain = {domain: of_domain(results, domain) for domain in domains_of(results)}
     for arm in dict.fromkeys(run.arm for run in runs if run.arm != results.first):
-        measured = contrast(results, {arm: 1.0, results.first: -1.0})
+        weights = {arm: 1.0, results.first: -1.0}
+        measured = contrast(results, weights)
+        domains = {domain: found for domain, own in by_domain.items() if (found := contrast(own, weights))}
         if measured is not None and not math.isnan(measured.value):
-            half = measured.high - measured.value
             ratio = _step_ratio(runs, arm, results.first)
-            rows.append(Row(arm, measured.value, half if math.isfinite(half) else None, measured.seeds, ratio, True))
+            half = measured.high - measured.value if math.isfinite(measured.high) else None
+            tokens = tokens_factor(points, measured)
+            rows.append(Row(arm, measured.value, half, measured.seeds, ratio, True, domains, tokens))
     return rows
 
 
@@ -127,9 +165,14 @@ def tuning_gain(rates: Results) -> float:
     return losses["batch 32, lr 0.003"] - min(losses.values())
 
 
-def rows_of(results: Results | None) -> list[Row]:
-    """Return all rows, the largest gain first. `results` are those of the long study, if there are any."""
-    rows = committed_rows(results) if results else []
+def rows_of(results: Results | None, lengths: Results | None = None) -> list[Row]:
+    """Return all rows, the largest gain first.
+
+    Args:
+        results: of the long study, if there are any.
+        lengths: of the study of other lengths, if there are any.
+    """
+    rows = committed_rows(results, lengths) if results else []
     return sorted([*rows, *lead_rows(row.arm for row in rows)], key=lambda row: row.difference)
 
 
@@ -160,22 +203,30 @@ def headline(results: Results | None) -> str:
     return f"{text} {evidence}; see [Does it help?](#does-it-help)"
 
 
-def table(results: Results | None, rates: Results) -> str:
+def table(results: Results | None, rates: Results, lengths: Results | None = None, by_domain: bool = False) -> str:
     """Return the table and the conditions under it.
 
     Args:
         results: of the long study, if there are any.
         rates: of the study that tuned its plain model.
+        lengths: of the study of other lengths, if there are any.
+        by_domain: add the difference on each domain.
     """
-    rows = rows_of(results)
-    terms = [text for mark, text in TERMS.items() if any(mark in str(row) for row in rows)]
+    rows = rows_of(results, lengths)
+    domains = list(dict.fromkeys(name for row in rows for name in row.domains)) if by_domain else []
+    factors = any(row.tokens for row in rows)
+    heading = ["rule", "validation loss against the residual model, nats", *domains]
+    heading += ["tokens that the residual model needs", "its GPU time"] * factors + ["step time", "evidence"]
+    shown = [row.cells(domains, factors) for row in rows]
+    terms = [text for mark, text in TERMS.items() if any(mark in cells[0] for cells in shown)]
     lines = [
-        "| rule | validation loss against the residual model, nats | step time | evidence |",
-        "|---|---:|---:|---|",
-        *(str(row) for row in rows),
+        f"| {' | '.join(heading)} |",
+        f"|---|{'---:|' * (len(heading) - 2)}---|",
+        *(f"| {' | '.join(cells)} |" for cells in shown),
         "",
         "* Lower is better. A nat is a unit of loss with the natural logarithm. Brackets hold 95% intervals.",
         "* Step time is relative to the residual model, on an H200. A row with one seed is a lead, not a result.",
+        *([FACTORS] if factors else []),
         *([f"* {' '.join(terms)}"] if terms else []),
     ]
     if results and any(row.committed for row in rows):
@@ -213,9 +264,9 @@ def replace(page: str, name: str, text: str) -> str:
 
 def updated(page: str) -> str:
     """Return the page with both texts as the committed results give them."""
-    results, rates = read_results(LONG), read_results(RATES)
+    results, rates, lengths = map(read_results, (LONG, RATES, LENGTHS))
     assert rates is not None
-    return replace(replace(page, "headline", headline(results)), "table", table(results, rates))
+    return replace(replace(page, "headline", headline(results)), "table", table(results, rates, lengths))
 
 
 if __name__ == "__main__":

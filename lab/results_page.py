@@ -46,7 +46,9 @@ from lab.claims import (
     read_results,
     verdicts,
 )
-from lab.readme_table import LONG, RATES, table
+from lab.long_pictures import plot_factors, plot_lengths
+from lab.long_study import LENGTHS, LONG, RATES, gains_by_length
+from lab.readme_table import NAMES, Row, rows_of, table
 from lab.rules_picture import plot_rules
 
 CLAIMS, PAGE, SHORT = Path("lab") / "claims.yaml", Path("docs") / "results.md", Path("lab") / "short-trainings.md"
@@ -54,6 +56,11 @@ CLAIMS, PAGE, SHORT = Path("lab") / "claims.yaml", Path("docs") / "results.md", 
 FIGURE = Path("results") / "rules"
 # Drawn by `depthmix compare` when the long study has runs.
 LONG_FIGURE = PUBLISHED / LONG / "differences.png"
+# In the folder `results` beside the page.
+FACTORS_FIGURE, LENGTHS_FIGURE = Path("results") / LONG / "multiples", Path("results") / LENGTHS / "gains"
+# Claims that a study of all rules decided, measured again in the long study.
+LONG_COLUMN = {"title": LONG, "study": [LONG], "of": ["mechanisms", "mechanisms-18m", "gutenberg-54m"]}
+LEAD = "a lead"
 # From this multiple of the paper's effect on, the page warns.
 FAR = 3
 # By a column's title and an arm.
@@ -128,7 +135,7 @@ def write_claims(path: Path = CLAIMS, page: Path = PAGE, short: Path = SHORT) ->
         check_cell(cell, study_named(name), path.name)
     judged = [Judged(*entry, _others(entry[0], entry[3], beside, look)) for entry in verdicts(claims, look)]
     intro = rule_table.pop("intro")
-    text = ["# Results", "", *_long_study(look), *_claims(judged, intro), *REPRODUCE]
+    text = ["# Results", "", *_long_study(look, page), *_long_claims(claims, look), *_claims(judged, intro), *REPRODUCE]
     write_text(page, "\n".join(text).rstrip() + "\n")
 
     gains = _gains(rule_table["columns"], rule_table["rules"], look)
@@ -154,12 +161,15 @@ def _others(
     return {column["title"]: elsewhere(claim, name, column, look) for column in beside}
 
 
-def _long_study(look: Callable[[str], Results | None]) -> list[str]:
-    """Return the section on the long study: what it asks, how much of it is done, and its table; nothing without the runs that tuned it."""
+def _long_study(look: Callable[[str], Results | None], page: Path) -> list[str]:
+    """Return the section on the long study: what it asks, how much of it is done, and its table; nothing without the runs that tuned it.
+
+    Its figures are written beside the page.
+    """
     rates = look(RATES)
     if rates is None:
         return []
-    recipe, results = load_recipe(find_recipe(LONG)), look(LONG)
+    recipe, results, lengths = load_recipe(find_recipe(LONG)), look(LONG), look(LENGTHS)
     config = recipe.config
     tokens = config.steps * config.batch_size * config.seq_len
     tuned = [run for runs in rates.runs.values() for run in runs if run.arm == rates.first]
@@ -185,10 +195,53 @@ def _long_study(look: Callable[[str], Results | None]) -> list[str]:
             " They are leads, not results.",
             "",
         ]
-    text += [table(results, rates).replace("](docs/", "]("), ""]
+    text += [table(results, rates, lengths, by_domain=True).replace("](docs/", "]("), ""]
     if LONG_FIGURE.is_file():
         text += [f"![differences of the long study]({_from(PAGE, LONG_FIGURE)})", ""]
+    return text + _long_figures(rows_of(results, lengths), gains_by_length([lengths, results]), page)
+
+
+def _long_figures(rows: Sequence[Row], by_length: Mapping[str, Mapping[int, Measurement]], page: Path) -> list[str]:
+    """Draw gains as multiples of tokens and time, and over lengths, as far as there are runs; return the lines that show them."""
+    text: list[str] = []
+    if any(row.tokens for row in rows):
+        text += [f"![what gains are worth in tokens and GPU time]({FACTORS_FIGURE.as_posix()}.png)", ""]
+        if load():
+            save_figure(lambda: plot_factors(rows), page.parent / FACTORS_FIGURE, FACTORS_FIGURE.name, ["png"])
+    if by_length:
+        text += [
+            "**Does a gain last?** Every point is a training with its whole schedule.",
+            "",
+            f"![gains by length]({LENGTHS_FIGURE.as_posix()}.png)",
+            "",
+        ]
+        if load():
+            save_figure(
+                lambda: plot_lengths(by_length, NAMES), page.parent / LENGTHS_FIGURE, LENGTHS_FIGURE.name, ["png"]
+            )
     return text
+
+
+def _long_claims(claims: Sequence[Claim], look: Callable[[str], Results | None]) -> list[str]:
+    """Return the section on claims that the long study has measured, if there are any; with one seed they have no verdict."""
+    found = [(claim, measured) for claim in claims if (measured := elsewhere(claim, "", LONG_COLUMN, look))]
+    if not found:
+        return []
+    verdict = {claim.claim: LEAD if m.seeds == 1 else judge(claim, m) for claim, m in found}
+    left = len(claims) - len(found)
+    text = [
+        "## What the papers claim, in long trainings",
+        "",
+        f"The long study has measured {len(found)} claims; the other {left} are open. Verdicts mean the same as below. One seed gives a lead and no verdict.",
+        "",
+        markdown_line(["verdict", "claim", "paper", "ours", "seeds"]),
+        "|---|---|---:|---:|---:|",
+    ]
+    for claim, measured in found:
+        value = f"{measured.value:+z.3f}" if measured.seeds == 1 else _shown(measured)
+        said = f"{claim.claim} ({claim.source.partition(',')[0]})"
+        text.append(markdown_line([f"**{verdict[claim.claim]}**", said, _said(claim.says), value, str(measured.seeds)]))
+    return [*text, ""]
 
 
 def _claims(judged: Sequence[Judged], intro: Sequence[str]) -> list[str]:
