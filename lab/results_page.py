@@ -161,7 +161,7 @@ def _others(
     return {column["title"]: elsewhere(claim, name, column, look) for column in beside}
 
 
-def _long_study(look: Callable[[str], Results | None], page: Path) -> list[str]:
+def _long_study(look: Callable[[str], Results | None], page: Path = PAGE) -> list[str]:
     """Return the section on the long study: what it asks, how much of it is done, and its table; nothing without the runs that tuned it.
 
     Its figures are written beside the page.
