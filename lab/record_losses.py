@@ -1,7 +1,7 @@
 """Record the losses of every rule on one commit and compare two records bit for bit.
 
     python lab/record_losses.py record before.json            # on one commit
-    python lab/record_losses.py record after.json             # on another
+    python lab/record_losses.py record after.json --cases before.json   # on another
     python lab/record_losses.py compare before.json after.json
 
     python lab/record_losses.py time before.json              # on a GPU, in turns on both commits, into the same two files
@@ -9,7 +9,8 @@
 
 A change that only moves code around trains every rule to the same losses bit for bit. The script trains a small decoder with every
 rule, in the option combinations of the oracles, for 50 steps on random tokens. It uses nothing but `depthmix.Decoder`, so that it runs
-on commits whose other modules have other names. On a GPU it runs the kernels, in bf16 autocast, with deterministic sums.
+on commits whose other modules have other names. An option that a rule has gained changes which combinations are trained; `--cases`
+trains those of another record. On a GPU it runs the kernels, in bf16 autocast, with deterministic sums.
 
 `time` measures training steps, decoding steps and eager forward passes of a larger decoder, and appends them to the file. Run it
 several times on both commits in turns; `compare` prints the ratio of the lowest times. Exit status: 1 if a loss differs or a rule
@@ -144,14 +145,25 @@ def median_milliseconds(call: Callable[[], Any]) -> float:
     return statistics.median(times[5:])
 
 
-def record(path: Path, device: torch.device, rules: Sequence[str], part: tuple[int, int]) -> None:
-    """Write the losses of every case."""
+def recorded_cases(path: Path) -> list[tuple[str, str, dict[str, Any]]]:
+    """Return (label, rule, options) of every case in a record."""
+    return [(label, case["rule"], case["options"]) for label, case in json.loads(path.read_text())["cases"].items()]
+
+
+def record(path: Path, device: torch.device, wanted: Sequence[tuple[str, str, dict[str, Any]]]) -> None:
+    """Write the losses of cases.
+
+    Args:
+        path: file to write.
+        device: where to train.
+        wanted: (label, rule, options) of every case.
+    """
     torch.use_deterministic_algorithms(device.type == "cuda", warn_only=True)
     torch.set_num_threads(1)
     by_case: dict[str, Any] = {}
     begun = time.monotonic()
-    for label, name, options in cases(rules, part):
-        by_case[label] = {"losses": losses(name, options, device)}
+    for label, name, options in wanted:
+        by_case[label] = {"rule": name, "options": options, "losses": losses(name, options, device)}
         path.write_text(json.dumps({"device": str(device), "torch": torch.__version__, "cases": by_case}, indent=1))
     print(f"{len(by_case)} cases in {time.monotonic() - begun:.0f} s: {path}")
 
@@ -212,6 +224,9 @@ def main() -> int:
     recording.add_argument(
         "--part", type=part_of, default=(0, 1), metavar="I/N", help="every N-th case, from case I on"
     )
+    recording.add_argument(
+        "--cases", type=Path, help="record whose cases to train, instead of the combinations of today"
+    )
     timing = commands.add_parser("time", help="on a GPU, time every rule and append the times to a record")
     timing.add_argument("path", type=Path, help="file to write or extend")
     timing.add_argument("--rules", nargs="+", default=(), help="rules to time; all by default")
@@ -221,7 +236,8 @@ def main() -> int:
     options = parser.parse_args()
     sys.path.insert(0, str(ROOT))
     if options.command == "record":
-        record(options.path, options.device, options.rules, options.part)
+        wanted = recorded_cases(options.cases) if options.cases else cases(options.rules, options.part)
+        record(options.path, options.device, wanted)
     elif options.command == "time":
         record_times(options.path, options.rules)
     else:
