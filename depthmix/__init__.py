@@ -111,7 +111,7 @@ def load(run: str | Path, device: str | torch.device = "auto") -> Trained:
     Raises:
         UserError: The model cannot be loaded. The message says why.
 
-    Example:
+    Examples:
         >>> trained = depthmix.load("runs/attnres")
         >>> trained.model(torch.tensor([trained.tokenizer.encode("My fellow").ids])).shape
         torch.Size([1, 3, 512])
@@ -125,7 +125,7 @@ def load(run: str | Path, device: str | torch.device = "auto") -> Trained:
 def retrofit(model: Any, mixer: str, *, quiet: bool = False, **options: Any) -> Any:
     """Give a Hugging Face decoder a rule for mixing over depth, in place. `depthmix.hf.retrofit` documents the arguments.
 
-    Example:
+    Examples:
         >>> model = depthmix.retrofit(AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B"), "attnres", block_size=4)
     """
     from depthmix.hf import retrofit as change

@@ -44,7 +44,7 @@ def seed_random(seed: int) -> None:
 class OwnRandom:
     """Random generator of one training.
 
-    Example:
+    Examples:
         >>> random = OwnRandom(0, torch.device("cpu"))
         >>> with random.building():
         ...     model = nn.Linear(3, 3)

@@ -36,7 +36,7 @@ def first_changed_step(then: TrainConfig, now: TrainConfig, steps: int) -> int |
     Returns:
         The step, counted from 0; None if all steps have the same learning rate.
 
-    Example:
+    Examples:
         >>> short, long = (TrainConfig(schedule="wsd", warmup=10, steps=steps) for steps in (100, 200))
         >>> first_changed_step(short, long, 80), first_changed_step(short, long, 81)
         (None, 80)

@@ -20,7 +20,7 @@ def shown(value: Any, limit: int = VALUE) -> str:
     Returns:
         repr(value) if it is short enough, else its beginning with an ellipsis.
 
-    Example:
+    Examples:
         >>> shown([1] * 10**6, limit=10)
         '[1, 1, 1, …'
     """

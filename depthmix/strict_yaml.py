@@ -134,7 +134,7 @@ def misread_number(text: str) -> str:
     Returns:
         The problem and what to write instead; "" for a number that YAML reads as a person does.
 
-    Example:
+    Examples:
         >>> misread_number("010")
         'YAML reads 010 as the octal number 8: write 10, or quotes around text'
     """

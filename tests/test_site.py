@@ -134,3 +134,9 @@ def test_links_of_the_built_site(tmp_path, capsys, bad, said):
     assert links.main([str(tmp_path)]) == bool(said)
     assert links.main([str(tmp_path / "guides" / "none")]) == 2
     assert capsys.readouterr().out.splitlines() == said
+
+
+def test_examples_in_docstrings_are_shown_as_code():
+    """mkdocstrings takes `Examples:` for code, and `Example:` for a note in prose."""
+    files = sorted((ROOT / "depthmix").rglob("*.py"))
+    assert [str(p) for p in files if re.search(r"^ *Example:$", p.read_text(), re.M)] == []

@@ -250,7 +250,8 @@ def measured_steps(rows: list[Row], shape: str) -> dict[str, tuple[str, ...]]:
             f"{float(x['step']):.1f}",
             f"{float(x['step of residual beside it']):.1f}",
             f"{float(x['memory of a step']):.1f}",
-            x["date"],
+            # A hyphen at which a narrow column does not break.
+            x["date"].replace("-", "\N{NON-BREAKING HYPHEN}"),
         )
         for who, x in found.items()
         if x.get("step / residual")

@@ -38,7 +38,7 @@ def plot_depth_map(
     Raises:
         UserError: matplotlib is not installed, or there is no such way.
 
-    Example:
+    Examples:
         >>> ax = depthmix.plot_depth_map(result["attnres"].model, data.tokenizer.encode("My fellow").ids)
     """
     try:

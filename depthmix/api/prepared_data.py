@@ -27,7 +27,7 @@ class PreparedData:
         tokenizer: The `tokenizers.Tokenizer` of the data; None for images.
         vocab_size: Entries of the vocabulary; None for images.
 
-    Example:
+    Examples:
         >>> data = depthmix.prepare(texts, vocab_size=512)
         >>> data.splits["val"].n_tokens
         1873
@@ -98,7 +98,7 @@ def prepare(
     Raises:
         UserError: The texts or tokens cannot be used. The message says why.
 
-    Example:
+    Examples:
         >>> depthmix.prepare(["One document.", "Another one."] * 50, vocab_size=300)
     """
     from depthmix.api.given_texts import write_prepared

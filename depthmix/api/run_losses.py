@@ -28,7 +28,7 @@ def compare_runs(losses: Any, baseline: str | None = None) -> LossComparison:
     Raises:
         UserError: A loss is not a finite number, or an arm shares no seed with the baseline.
 
-    Example:
+    Examples:
         >>> result = depthmix.compare_runs({"plain": [3.31, 3.35, 3.29], "mine": [3.27, 3.30, 3.26]})
         >>> result["mine"].low, result["mine"].high
     """

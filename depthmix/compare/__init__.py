@@ -48,7 +48,7 @@ class _CallablePackage(ModuleType):
                 diverged, a warning says so and the result holds the others.
             KeyboardInterrupt: A signal, such as Ctrl-C, has stopped the comparison; the step it came in is saved.
 
-        Example:
+        Examples:
             >>> result = depthmix.compare(data, ["residual", "attnres:block_size=4"], seeds=3, steps=200)
             >>> result["attnres:block_size=4"].model
         """

@@ -36,7 +36,7 @@ def plus_minus(value: float | None, around: float | None, decimals: int = 4, sig
         sign: How a sign is written, as format() takes it.
         unit: What follows the value.
 
-    Example:
+    Examples:
         >>> plus_minus(-0.00012, 0.00003, sign="+z"), plus_minus(-0.1, 1e-8), plus_minus(-0.1, 0.0)
         ('-0.00012 ± 0.00003', '-0.1000 ± <0.0001', '-0.1000 ± 0.0000')
     """

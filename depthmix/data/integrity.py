@@ -43,7 +43,7 @@ def data_hash(data: str | Path | Mapping[str, Any]) -> str:
     Raises:
         UserError: The folder is not prepared data.
 
-    Example:
+    Examples:
         >>> data_hash("data/sotu") == data_hash(TokenData.open("data/sotu").meta)
         True
     """

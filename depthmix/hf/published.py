@@ -45,7 +45,7 @@ def published_mixer(folder: str | Path, layers: Sequence[int] | None = None, *, 
     Raises:
         UserError: The folder has no such model, or its tensors do not fit its configuration.
 
-    Example:
+    Examples:
         >>> mixer = depthmix.hf.published_mixer("DeepSeek-V4-Flash", layers=range(24, 28))
     """
     folder = Path(folder)

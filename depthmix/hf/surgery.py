@@ -59,7 +59,7 @@ def retrofit(model: Any, mixer: str, *, quiet: bool = False, **options: Any) -> 
     Raises:
         UserError: The architecture is not supported, or the rule does not start as plain residuals.
 
-    Example:
+    Examples:
         >>> model = retrofit(AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B"), "attnres", block_size=4)
         attnres: the logits changed by 2.1e-07 of the largest
     """

@@ -33,7 +33,7 @@ def contributions(mixer: Mixer, sources: Sequence[Tensor]) -> tuple[Contribution
     Raises:
         ContractError: There are no sources, or more than S + 1.
 
-    Example:
+    Examples:
         >>> mixer = depthmix.create_mixer("denseformer", dim=8, n_blocks=2)
         >>> e, y = torch.randn(2, 3, 8)
         >>> ((parts, weights),) = contributions(mixer, [e, y])  # of the read at site 1

@@ -110,7 +110,7 @@ def magnitudes(model: nn.Module, *inputs: Any, mixer: Mixer | str | None = None,
         input_rms [S+1][ways] (the last of finish), output_rms [S], stream_rms [S+1], block_rms [N] and share
             [S+1].
 
-    Example:
+    Examples:
         >>> model = depthmix.Decoder(depthmix.DecoderConfig(11, dim=8, n_blocks=2, n_heads=2))
         >>> len(magnitudes(model, torch.zeros(2, 3, dtype=torch.int64))["output_rms"])
         4

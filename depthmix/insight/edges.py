@@ -148,7 +148,7 @@ def edge_effects(
     Raises:
         ValueError: There are no tokens, or the mixer is not found.
 
-    Example:
+    Examples:
         >>> model = depthmix.Decoder(depthmix.DecoderConfig(11, dim=8, n_blocks=2, n_heads=2))
         >>> [tuple(change.shape) for change in edge_effects(model, [torch.zeros(2, 4, dtype=torch.int64)]).change]
         [(1, 1), (1, 2), (1, 3), (1, 4), (1, 5)]

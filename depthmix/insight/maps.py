@@ -65,7 +65,7 @@ def depth_map(model: nn.Module, batches: Iterable[Any], mixer: Mixer | str | Non
     Raises:
         ValueError: There are no tokens, or the mixer is not found.
 
-    Example:
+    Examples:
         >>> model = depthmix.Decoder(depthmix.DecoderConfig(11, dim=8, n_blocks=2, n_heads=2))
         >>> depth_map(model, [torch.zeros(2, 3, dtype=torch.int64)]).mean.shape
         torch.Size([1, 5, 5])

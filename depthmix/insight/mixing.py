@@ -35,7 +35,7 @@ def depth_mixing(
     Raises:
         ValueError: The model has no mixer or several, or did not use this one.
 
-    Example:
+    Examples:
         >>> model = depthmix.Decoder(depthmix.DecoderConfig(11, dim=8, n_blocks=2, n_heads=2, mixer="attnres"))
         >>> depth_mixing(model, torch.zeros(2, 3, dtype=torch.int64)).shape
         torch.Size([1, 5, 5])

@@ -41,7 +41,7 @@ def skip_effects(model: nn.Module, batches: Iterable[Tensor], mixer: Mixer | str
     Raises:
         ValueError: There are no tokens, or the mixer is not found.
 
-    Example:
+    Examples:
         >>> model = depthmix.Decoder(depthmix.DecoderConfig(11, dim=8, n_blocks=2, n_heads=2))
         >>> skip_effects(model, [torch.zeros(2, 4, dtype=torch.int64)]).change.shape
         torch.Size([4])

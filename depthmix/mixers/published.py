@@ -363,7 +363,7 @@ def published_weights(
     Raises:
         OptionError: An unknown source, a missing tensor, or one of another shape than the configuration says.
 
-    Example:
+    Examples:
         >>> mixer.load_state_dict(published_weights("deepseek-v4", model.state_dict()))
     """
     n_layers = None if config is None else text_config(config).get("num_hidden_layers")

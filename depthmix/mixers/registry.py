@@ -27,7 +27,7 @@ def register(name: str) -> Callable[[MixerType], MixerType]:
     Raises:
         OptionError: the name is taken or malformed, or an option of the constructor has no default or no annotation.
 
-    Example:
+    Examples:
         >>> @register("my_rule")
         ... class MyRule(Mixer): ...
     """
@@ -123,7 +123,7 @@ def create_mixer(
     Raises:
         OptionError: an unknown rule or option, or a value that it does not take.
 
-    Example:
+    Examples:
         >>> depthmix.create_mixer("attnres", dim=64, n_blocks=4, block_size=2).n_sites
         8
     """

@@ -32,7 +32,7 @@ LEFT_OUT: Any = None
 class DecoderConfig:
     """Size and shape of a decoder.
 
-    Example:
+    Examples:
         >>> DecoderConfig(vocab_size=512, dim=64, n_blocks=6, n_heads=4, mixer="attnres", mixer_options={"block_size": 4})
     """
 
@@ -145,7 +145,7 @@ def token_positions(mask: Tensor | None, past: Any, length: int, device: torch.d
 class Decoder(Backbone):
     """A language model: token ids [B, T] in, logits [B, T, vocab] out.
 
-    Example:
+    Examples:
         >>> model = Decoder(DecoderConfig(vocab_size=512, dim=64, n_blocks=6, n_heads=4, mixer="attnres"))
         >>> model(torch.zeros(2, 3, dtype=torch.int64)).shape
         torch.Size([2, 3, 512])

@@ -117,7 +117,7 @@ class PatchEmbedding(nn.Module):
 class Vit(Blocks):
     """An image classifier: images [B, C, H, W] in, logits [B, classes] out.
 
-    Example:
+    Examples:
         >>> model = Vit(VitConfig(image_size=32, patch_size=4, n_classes=10, dim=64, n_blocks=6, n_heads=4))
         >>> model(torch.zeros(2, 3, 32, 32)).shape
         torch.Size([2, 10])

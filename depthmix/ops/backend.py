@@ -57,7 +57,7 @@ def use_backend(name: str | None) -> Iterator[None]:
     Raises:
         BackendError: `name` is not a backend.
 
-    Example:
+    Examples:
         >>> with depthmix.ops.use_backend("reference"):
         ...     loss = model(tokens).mean()
         ...     loss.backward()

@@ -99,7 +99,7 @@ def check_mixer(
         UserError: The argument is not a mixer, or its class is not registered.
         OptionError: The options or sizes do not fit the mixer.
 
-    Example:
+    Examples:
         >>> depthmix.check_mixer("my_rule", init=0.9).raise_if_failed()
     """
     # Slow to import.

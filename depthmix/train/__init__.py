@@ -30,7 +30,7 @@ class _CallablePackage(ModuleType):
             UserError: The configuration, the data or the folder cannot be used, or the run diverged.
             KeyboardInterrupt: A signal, such as Ctrl-C, has stopped the training. The current step is saved.
 
-        Example:
+        Examples:
             >>> config = depthmix.TrainConfig(data="data/sotu", out="runs/attnres", mixer="attnres", steps=100, warmup=10)
             >>> run = depthmix.train(config)
             >>> run.read_result()["val_loss"]

@@ -44,7 +44,7 @@ def accelerate(model: Any, check: bool = True, *, quiet: bool = False) -> Any:
     Raises:
         UserError: The model has no layers of a known family, or they are not as transformers defines them. Nothing is changed then.
 
-    Example:
+    Examples:
         >>> model = AutoModelForCausalLM.from_pretrained("deepseek-ai/DeepSeek-V4-Flash")
         >>> depthmix.hf.accelerate(model)
     """

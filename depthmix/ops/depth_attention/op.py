@@ -81,7 +81,7 @@ def depth_attention(
         ValueError: shapes, dtypes, devices or options do not fit together.
         BackendError: "triton" was asked for and cannot run this call.
 
-    Example:
+    Examples:
         >>> sources = [torch.randn(2, 16, 64) for _ in range(3)]
         >>> depth_attention(torch.zeros(64), sources).shape  # a zero query averages the sources
         torch.Size([2, 16, 64])

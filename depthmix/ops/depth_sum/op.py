@@ -52,7 +52,7 @@ def depth_sum(
         ValueError: shapes, dtypes or devices do not fit together.
         BackendError: "triton" was asked for and cannot run this call.
 
-    Example:
+    Examples:
         >>> sources = [torch.ones(2, 16, 64), torch.ones(2, 16, 64)]
         >>> (total,) = depth_sum(sources, static=torch.ones(1, 2, 1))  # the plain residual sum
     """
@@ -127,7 +127,7 @@ def depth_scores(sources: Sequence[Tensor], w: Tensor) -> Tensor:
     Raises:
         ValueError: shapes, dtypes or devices do not fit together.
 
-    Example:
+    Examples:
         >>> depth_scores([torch.randn(2, 16, 64)] * 3, torch.randn(1, 3, 64)).shape
         torch.Size([2, 16, 1, 3])
     """

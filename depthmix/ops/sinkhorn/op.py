@@ -65,7 +65,7 @@ def sinkhorn(logits: Tensor, iterations: int = 20, convention: str = "paper", *,
         ValueError: wrong shape, dtype, iterations or convention.
         BackendError: "triton" was asked for and cannot run this call.
 
-    Example:
+    Examples:
         >>> sinkhorn(torch.zeros(2, 16, 4, 4)).sum(-1)  # every row sums to one
     """
     if logits.ndim < 2 or logits.shape[-1] != logits.shape[-2] or not logits.is_floating_point():

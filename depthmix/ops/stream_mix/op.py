@@ -37,7 +37,7 @@ def stream_read(x: Tensor, pre: Tensor) -> Tensor:
     Raises:
         ValueError: shapes, dtypes or devices do not fit together.
 
-    Example:
+    Examples:
         >>> stream_read(torch.ones(2, 16, 4, 64), torch.full((4,), 0.25)).shape
         torch.Size([2, 16, 64])
     """
@@ -64,7 +64,7 @@ def stream_write(x: Tensor, res: Tensor | None, post: Tensor, y: Tensor) -> Tens
     Raises:
         ValueError: shapes, dtypes or devices do not fit together.
 
-    Example:
+    Examples:
         >>> x = stream_write(torch.ones(2, 16, 4, 64), None, torch.ones(4), torch.ones(2, 16, 64))
     """
     op = "stream_write"
