@@ -249,7 +249,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from depthmix.ops.depth_attention.kernels import layer_backward, pair, read, source_backward, tiling
 
-OTHERS = {"N": "i64", "n": "i32", "C": "i32", "eps": "fp32", "out_eps": "fp32"}
+OTHERS = {"N": "i64", "n": "i32", "stacked": "i32", "C": "i32", "eps": "fp32", "out_eps": "fp32"}
 OTHERS |= dict.fromkeys(("table", "sources", "readers"), "*i64") | dict.fromkeys(("u", "gain", "g0", "g1", "g2", "s", "lse", "part"), "*fp32")
 OTHERS |= dict.fromkeys(("bank0", "bank1", "bank2", "bank3", "weights", "before"), "*fp32")
 for name, constants in eval(sys.argv[1]):
@@ -264,6 +264,9 @@ for name, constants in eval(sys.argv[1]):
 CONSTANTS = {
     "WAYS": 2,
     "ADD": 0,
+    "STORE_SUM": True,
+    "STACK": False,
+    "VALUE_NORM": False,
     "BANK": False,
     "NORM": True,
     "KEEP": 2,
@@ -297,6 +300,8 @@ ALONE = {
     "ALIGNED": True,
 }
 COMPILED += [(kernel, CONSTANTS | ALONE) for kernel in ("_read_kernel", "_bank_kernel", "_read_known_kernel")]
+OF_LAYERS = {"ADD": 1, "STORE_SUM": False, "STACK": True, "VALUE_NORM": True, "WAYS": 3, "KEEP": 1}
+COMPILED += [(kernel, COMPILED[0][1] | OF_LAYERS) for kernel in ("_read_kernel", "_layer_backward_kernel")]
 COMPILED += [(kernel, COMPILED[0][1]) for kernel in ("_pair_read_kernel", "_pair_backward_kernel", "_add_up_kernel")]
 
 

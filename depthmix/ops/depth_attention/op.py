@@ -9,6 +9,7 @@ from torch import Tensor
 from depthmix.ops.backend import choose
 from depthmix.ops.checks import KERNEL_DTYPES, check_shape, check_sources, leading, why_too_wide
 from depthmix.ops.depth_attention.general_read import GeneralRead
+from depthmix.ops.depth_attention.normed_read import NormedRead, reads_normed
 from depthmix.ops.depth_attention.reference_autograd import DepthAttention, Options, attend, differentiable
 from depthmix.ops.depth_attention.source_order import read_sources
 from depthmix.ops.precision import compute_dtype, promoted_dtype, widen, without_autocast
@@ -125,11 +126,20 @@ def depth_attention(
             why = "torch.compile makes its own of reads with these options"
         options = Options(eps, **rule)
         kernels = choose(op, first, why, backend) == "triton"
+        results: list[Tensor]
+        if kernels and u.ndim == 2 and reads_normed(options):
+            results = []
+            for w in range(0, n_ways, MAX_WAYS):
+                gain = None if gains is None else gains[w : w + MAX_WAYS]
+                results += NormedRead.apply(
+                    (eps, norm_eps), dtype, torch.is_grad_enabled(), u[w : w + MAX_WAYS], gain, None, None, *sources
+                )
+            return tuple(results) if many else results[0]
         if kernels and not usual:
             mixtures = GeneralRead.apply(options, norm_eps, torch.is_grad_enabled(), u, gains, *sources)
             return tuple(mixtures) if many else mixtures[0]
         if kernels:
-            results: list[Tensor] = []
+            results = []
             for w in range(0, n_ways, MAX_WAYS):
                 step = min(MAX_WAYS, n_ways - w)
                 gain = None if gains is None else gains[w : w + step].contiguous()

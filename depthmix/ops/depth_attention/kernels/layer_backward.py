@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from depthmix.ops.depth_attention.kernels.read import load_row, programs_for
+from depthmix.ops.depth_attention.kernels.read import load_row, programs_for, row_of
 from depthmix.ops.gpu.addresses import address_table, aligned
 from depthmix.ops.gpu.launch import launch, repeat_last
 
@@ -28,18 +28,34 @@ def _through_norm(y, o, k, dgain, out_eps, D: tl.constexpr, NORM: tl.constexpr):
 
 
 @triton.jit
-def _pair(v, r, y, u, s, lse, delta, several, acc, c, du):
-    """Add one way's part to a source's gradient, to c = Σ ds s and to du."""
-    p = tl.exp(s - lse)
-    ds = p * (tl.sum(y * v, 0) - delta) * several
+def _pair(v, r, y, u, s, lse, delta, several, acc, c, du, VALUE_NORM: tl.constexpr):
+    """Add one way's part to a source's gradient, to c = Σ ds s (and p dp with normed values) and to du."""
+    p, dp = tl.exp(s - lse), tl.sum(y * v, 0)
+    if VALUE_NORM:
+        dp *= r
+        c += p * dp
+    ds = p * (dp - delta) * several
     w = ds * r
-    return tl.fma(w, u, tl.fma(p, y, acc)), c + ds * s, tl.fma(w, v, du)
+    weight = p * r if VALUE_NORM else p
+    return tl.fma(w, u, tl.fma(weight, y, acc)), c + ds * s, tl.fma(w, v, du)
 
 
-@triton.jit(do_not_specialize=["N", "n"])
+@triton.jit
+def _load_source(
+    table, add, t, i, n, stacked, d, ok, D: tl.constexpr, ADD: tl.constexpr, STACK: tl.constexpr, ALIGNED: tl.constexpr
+):
+    """Return source i of a token; with ADD the newest one is a sum."""
+    v = load_row(tl.load(table + 3 * i), row_of(t, i, stacked, STACK), d, D, add, ALIGNED, ok)
+    if ADD:
+        v += tl.load(add + t * D + d, mask=d < tl.where(i == n - 1, D, 0), other=0.0).to(tl.float32)
+    return v
+
+
+@triton.jit(do_not_specialize=["N", "n", "stacked"])
 def _layer_backward_kernel(
-    table, dy0, dy1, dy2, u, gain, s, lse, part, N: tl.int64, n: tl.int32, eps, out_eps,
-    D: tl.constexpr, BD: tl.constexpr, WAYS: tl.constexpr, NORM: tl.constexpr, ALIGNED: tl.constexpr,
+    table, add, dy0, dy1, dy2, u, gain, s, lse, part, N: tl.int64, n: tl.int32, stacked: tl.int32, eps, out_eps,
+    D: tl.constexpr, BD: tl.constexpr, WAYS: tl.constexpr, ADD: tl.constexpr, NORM: tl.constexpr, VALUE_NORM: tl.constexpr,
+    STACK: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     d = tl.arange(0, BD)
     ok = d < D
@@ -62,7 +78,9 @@ def _layer_backward_kernel(
         if WAYS >= 3:
             l2, o2 = tl.load(lse + 2 * N + t), tl.zeros([BD], tl.float32)
         for i in range(n):
-            v = load_row(tl.load(table + 3 * i), t, d, D, dy0, ALIGNED, ok)
+            v = _load_source(table, add, t, i, n, stacked, d, ok, D, ADD, STACK, ALIGNED)
+            if VALUE_NORM:
+                v *= tl.rsqrt(tl.sum(v * v, 0) / D + eps)
             at = s + i * N + t
             o0 = tl.fma(tl.exp(tl.load(at) - l0), v, o0)
             if WAYS >= 2:
@@ -82,22 +100,26 @@ def _layer_backward_kernel(
             y2, dg2, delta2 = _through_norm(y2, o2, k2, dg2, out_eps, D, NORM)
             token_du2 = tl.zeros([BD], tl.float32)
         for i in range(n):
-            v = load_row(tl.load(table + 3 * i), t, d, D, dy0, ALIGNED, ok)
+            v = _load_source(table, add, t, i, n, stacked, d, ok, D, ADD, STACK, ALIGNED)
             r = tl.rsqrt(tl.sum(v * v, 0) / D + eps)
             g, out = tl.load(table + 3 * i + 1), tl.load(table + 3 * i + 2)
-            acc = load_row(g, t, d, D, dy0, ALIGNED, d < tl.where(g != 0, D, 0))
+            acc = load_row(g, t, d, D, add, ALIGNED, d < tl.where(g != 0, D, 0))
             c = 0.0
             at = s + i * N + t
-            acc, c, token_du0 = _pair(v, r, y0, u0, tl.load(at), l0, delta0, several, acc, c, token_du0)
+            acc, c, token_du0 = _pair(v, r, y0, u0, tl.load(at), l0, delta0, several, acc, c, token_du0, VALUE_NORM)
             if WAYS >= 2:
-                acc, c, token_du1 = _pair(v, r, y1, u1, tl.load(at + way), l1, delta1, several, acc, c, token_du1)
+                acc, c, token_du1 = _pair(
+                    v, r, y1, u1, tl.load(at + way), l1, delta1, several, acc, c, token_du1, VALUE_NORM
+                )
             if WAYS >= 3:
-                acc, c, token_du2 = _pair(v, r, y2, u2, tl.load(at + 2 * way), l2, delta2, several, acc, c, token_du2)
+                acc, c, token_du2 = _pair(
+                    v, r, y2, u2, tl.load(at + 2 * way), l2, delta2, several, acc, c, token_du2, VALUE_NORM
+                )
             acc -= (c * r * r / D) * v
-            out = out.to(tl.pointer_type(dy0.dtype.element_ty)) + t * D + d
+            out = out.to(tl.pointer_type(add.dtype.element_ty)) + row_of(t, i, stacked, STACK) * D + d
             if ALIGNED:
                 out = tl.multiple_of(out, 16)
-            tl.store(out, acc.to(dy0.dtype.element_ty), mask=ok)
+            tl.store(out, acc.to(add.dtype.element_ty), mask=ok)
         du0 += token_du0
         if WAYS >= 2:
             du1 += token_du1
@@ -124,14 +146,25 @@ def layer_backward(
     g: Tensor | None,
     eps: float,
     out_eps: float,
+    *,
+    add: Tensor | None = None,
+    value_norm: bool = False,
+    dstack: Tensor | None = None,
 ) -> tuple[list[Tensor], Tensor, Tensor]:
     """Compute the gradients of every source, of u [W, D] and of the gain [W, D] (zeros without one), given those of the results.
 
-    s, lse: logits [W, n, N] and their log-sum-exp [W, N]. g: a gradient of the newest source from elsewhere, or None.
+    Args:
+        s, lse: logits [W, n, N] and their log-sum-exp [W, N].
+        g: a gradient of the newest source from elsewhere, or None.
+        add: a tensor that was added to the newest source and has the same gradient, or None.
+        value_norm: as for `read`.
+        dstack: if the first m sources are views of a tensor [..., m, D], memory for its gradient.
     """
-    v, (ways, dim) = sources[0], u.shape
+    v, (ways, dim) = sources[-1], u.shape
     tokens = v.numel() // dim
-    dv = [torch.empty_like(x) for x in sources]
+    of_stack = [] if dstack is None else list(dstack.unbind(-2))
+    stacked = len(of_stack)
+    dv = of_stack + [torch.empty_like(x) for x in sources[stacked:]]
     if not tokens:
         return dv, torch.zeros_like(u), torch.zeros_like(u)
     block = triton.next_power_of_2(dim)
@@ -148,7 +181,9 @@ def layer_backward(
     launch(
         _layer_backward_kernel, (programs,), v,
         address_table(tuple(a for row in rows for a in row), v.device),
-        *repeat_last(dy, 3), u, u if gain is None else gain, s, lse, part, tokens, len(sources), eps, out_eps,
-        D=dim, BD=block, WAYS=ways, NORM=gain is not None, ALIGNED=aligned(dim, sources, gs, dv), num_warps=warps,
+        v if add is None else add, *repeat_last(dy, 3), u, u if gain is None else gain, s, lse, part, tokens, len(sources),
+        stacked, eps, out_eps,
+        D=dim, BD=block, WAYS=ways, ADD=add is not None, NORM=gain is not None, VALUE_NORM=value_norm, STACK=stacked > 0,
+        ALIGNED=aligned(dim, sources, gs, dv), num_warps=warps,
     )  # fmt: skip
     return dv, part[:, 0].sum(0), torch.zeros_like(u) if gain is None else part[:, 1].sum(0)

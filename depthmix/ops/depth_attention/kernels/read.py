@@ -31,14 +31,15 @@ def load_row(address, t, d, D: tl.constexpr, like, ALIGNED: tl.constexpr, mask):
 
 
 @triton.jit
-def _attend(v, r, u, m, z, acc, at, KEEP: tl.constexpr):
+def _attend(v, r, u, m, z, acc, at, KEEP: tl.constexpr, VALUE_NORM: tl.constexpr):
     """Add one source to a running softmax: return the new maximum, sum and weighted sum. Its logit is stored."""
     s = tl.sum(v * u, 0) * r
     if KEEP > 0:
         tl.store(at, s)
     top = tl.maximum(m, s)
     old, new = tl.exp(m - top), tl.exp(s - top)
-    return top, z * old + new, acc * old + new * v
+    weight = new * r if VALUE_NORM else new
+    return top, z * old + new, acc * old + weight * v
 
 
 @triton.jit
@@ -59,11 +60,19 @@ def deliver(
     tl.store(y + t * D + d, acc.to(y.dtype.element_ty), mask=ok)
 
 
-@triton.jit(do_not_specialize=["N", "n"])
+@triton.jit
+def row_of(t, i, stacked, STACK: tl.constexpr):
+    """Return the row of token t in source i. The first `stacked` sources lie in one tensor [N, stacked, D]."""
+    return t * tl.where(i < stacked, stacked, 1) if STACK else t
+
+
+@triton.jit(do_not_specialize=["N", "n", "stacked"])
 def _read_kernel(
-    table, add, fresh, bank, bank_lse, u, gain, y0, y1, y2, o0, o1, o2, s, lse, N: tl.int64, n: tl.int32, eps, out_eps,
-    D: tl.constexpr, BD: tl.constexpr, WAYS: tl.constexpr, ADD: tl.constexpr, BANK: tl.constexpr, NORM: tl.constexpr,
-    KEEP: tl.constexpr, ALIGNED: tl.constexpr, STAGES: tl.constexpr,
+    table, add, fresh, bank, bank_lse, u, gain, y0, y1, y2, o0, o1, o2, s, lse, N: tl.int64, n: tl.int32, stacked: tl.int32,
+    eps, out_eps,
+    D: tl.constexpr, BD: tl.constexpr, WAYS: tl.constexpr, ADD: tl.constexpr, STORE_SUM: tl.constexpr, BANK: tl.constexpr,
+    NORM: tl.constexpr, VALUE_NORM: tl.constexpr, KEEP: tl.constexpr, STACK: tl.constexpr, ALIGNED: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BD)
@@ -82,27 +91,28 @@ def _read_kernel(
         u2 = tl.load(u + 2 * D + d, mask=ok, other=0.0)
         m2, z2, acc2 = float("-inf"), 0.0, tl.zeros([BD], tl.float32)
     for i in tl.range(0, n - ADD, num_stages=STAGES):
-        v = load_row(tl.load(table + i), t, d, D, y0, ALIGNED, ok)
+        v = load_row(tl.load(table + i), row_of(t, i, stacked, STACK), d, D, add, ALIGNED, ok)
         r = tl.rsqrt(tl.sum(v * v, 0) / D + eps)
         at = s + i * N + t
-        m0, z0, acc0 = _attend(v, r, u0, m0, z0, acc0, at, KEEP)
+        m0, z0, acc0 = _attend(v, r, u0, m0, z0, acc0, at, KEEP, VALUE_NORM)
         if WAYS >= 2:
-            m1, z1, acc1 = _attend(v, r, u1, m1, z1, acc1, at + way, KEEP)
+            m1, z1, acc1 = _attend(v, r, u1, m1, z1, acc1, at + way, KEEP, VALUE_NORM)
         if WAYS >= 3:
-            m2, z2, acc2 = _attend(v, r, u2, m2, z2, acc2, at + 2 * way, KEEP)
+            m2, z2, acc2 = _attend(v, r, u2, m2, z2, acc2, at + 2 * way, KEEP, VALUE_NORM)
     if ADD:
-        v = load_row(tl.load(table + n - 1), t, d, D, y0, ALIGNED, ok)
+        v = load_row(tl.load(table + n - 1), t, d, D, add, ALIGNED, ok)
         v += tl.load(add + t * D + d, mask=ok, other=0.0)
-        v = v.to(fresh.dtype.element_ty)
-        tl.store(fresh + t * D + d, v, mask=ok)
-        v = v.to(tl.float32)
+        if STORE_SUM:
+            v = v.to(fresh.dtype.element_ty)
+            tl.store(fresh + t * D + d, v, mask=ok)
+            v = v.to(tl.float32)
         r = tl.rsqrt(tl.sum(v * v, 0) / D + eps)
         at = s + (n - 1) * N + t
-        m0, z0, acc0 = _attend(v, r, u0, m0, z0, acc0, at, KEEP)
+        m0, z0, acc0 = _attend(v, r, u0, m0, z0, acc0, at, KEEP, VALUE_NORM)
         if WAYS >= 2:
-            m1, z1, acc1 = _attend(v, r, u1, m1, z1, acc1, at + way, KEEP)
+            m1, z1, acc1 = _attend(v, r, u1, m1, z1, acc1, at + way, KEEP, VALUE_NORM)
         if WAYS >= 3:
-            m2, z2, acc2 = _attend(v, r, u2, m2, z2, acc2, at + 2 * way, KEEP)
+            m2, z2, acc2 = _attend(v, r, u2, m2, z2, acc2, at + 2 * way, KEEP, VALUE_NORM)
     # Distance from one way's totals to the next.
     rows = N * (1 + (NORM and KEEP == 2))
     deliver(z0, acc0, m0 + tl.log(z0), y0, o0, gain, lse, t, N, d, ok, out_eps, D, NORM, KEEP)
@@ -259,8 +269,10 @@ class Result(NamedTuple):
     fresh: Tensor | None  # the newest source, if it was added up here
 
     @classmethod
-    def empty(cls, like: Tensor, ways: int, norm: bool, add: bool, keep: int, n: int) -> "Result":
-        """Allocate a read of n sources like `like`.
+    def empty(
+        cls, like: Tensor, ways: int, norm: bool, add: bool, keep: int, n: int, dtype: torch.dtype | None = None
+    ) -> "Result":
+        """Allocate a read of n sources like `like`, whose results have another dtype if one is given.
 
         A normed result is of order one: fp16 holds it in as many bytes as bf16 and eight times as exactly. That matters because the
         backward takes differences of what it computes from it.
@@ -269,7 +281,7 @@ class Result(NamedTuple):
         kind = torch.float16 if like.dtype == torch.bfloat16 else like.dtype
         rows = min(1, keep) + (norm and keep == 2)
         return cls(
-            [torch.empty_like(like) for _ in range(ways)],
+            [torch.empty_like(like, dtype=dtype) for _ in range(ways)],
             [torch.empty_like(like, dtype=kind) for _ in range(ways if norm and keep == 2 else 0)],
             torch.empty(ways, n if keep else 0, tokens, dtype=torch.float32, device=like.device),
             torch.empty(ways, rows, tokens, dtype=torch.float32, device=like.device),
@@ -287,6 +299,11 @@ def read(
     keep: int,
     bank: Tensor | None = None,
     bank_lse: Tensor | None = None,
+    *,
+    value_norm: bool = False,
+    store_sum: bool = True,
+    stacked: int = 0,
+    dtype: torch.dtype | None = None,
 ) -> Result:
     """Compute W mixtures of the sources [..., D], the last of which is sources[-1] + add if `add` is given.
 
@@ -294,10 +311,14 @@ def read(
         u, gain: [W, D] fp32.
         keep: what to save for a backward. 0: nothing; 1: layer by layer; 2: in source order.
         bank, bank_lse: the mixture of further sources for one way, [N, D] fp32, and its log-sum-exp [N]. s then covers the others.
+        value_norm: mix normalised sources.
+        store_sum: round the sum with `add` and return it; otherwise it is neither rounded nor stored.
+        stacked: the first so many sources are views of one contiguous tensor [..., stacked, D].
+        dtype: of the results, by default that of the sources.
     """
     first, n, (ways, dim) = sources[-1], len(sources), u.shape
     tokens = first.numel() // dim
-    result = Result.empty(first, ways, gain is not None, add is not None, keep, n)
+    result = Result.empty(first, ways, gain is not None, add is not None and store_sum, keep, n, dtype)
     y, o, s, lse, fresh = result
     if tokens:
         block = triton.next_power_of_2(dim)
@@ -306,9 +327,9 @@ def read(
             _read_kernel, (tokens,), first,
             table, first if add is None else add, first if fresh is None else fresh, u if bank is None else bank,
             u if bank_lse is None else bank_lse, u, u if gain is None else gain,
-            *repeat_last(y, 3), *repeat_last(o or y, 3), s, lse, tokens, n, eps, out_eps,
-            D=dim, BD=block, WAYS=ways, ADD=int(add is not None), BANK=bank is not None, NORM=gain is not None, KEEP=keep,
-            ALIGNED=aligned(dim, sources), STAGES=stages(4, first, 1),
+            *repeat_last(y, 3), *repeat_last(o or y, 3), s, lse, tokens, n, stacked, eps, out_eps,
+            D=dim, BD=block, WAYS=ways, ADD=int(add is not None), STORE_SUM=fresh is not None, BANK=bank is not None,
+            NORM=gain is not None, VALUE_NORM=value_norm, KEEP=keep, STACK=stacked > 0, ALIGNED=aligned(dim, sources), STAGES=stages(4, first, 1),
             num_warps=warps_for(block, 1 + ways),
         )  # fmt: skip
     return result
