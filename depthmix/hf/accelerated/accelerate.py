@@ -15,7 +15,6 @@ from torch import nn
 from depthmix.errors import UserError
 from depthmix.hf.accelerated.check import largest_difference
 from depthmix.hf.accelerated.family import Family
-from depthmix.hf.accelerated.streams import mixes_as_written
 from depthmix.ops.backend import why_no_kernels
 
 # Classes of layers, and the file of their family: here and, with another prefix, in transformers.
@@ -23,6 +22,8 @@ FAMILIES = {
     "DeepseekV4DecoderLayer": "deepseek_v4",
     "Glm5NextTextDecoderLayer": "glm5_next",
     "HYV4DecoderLayer": "hy_v4",
+    "Inkling2SlidingDecoderLayer": "inkling2",
+    "Inkling2FullDecoderLayer": "inkling2",
 }
 TOLERANCE = 1e-3  # of the norm of an output or a gradient: rounding stays far below, another rule far above
 
@@ -30,7 +31,7 @@ TOLERANCE = 1e-3  # of the norm of an output or a gradient: rounding stays far b
 def accelerate(model: Any, check: bool = True, *, quiet: bool = False) -> Any:
     """Make a model that already mixes over depth run that mixing on depthmix's kernels, in place.
 
-    DeepSeek-V4, GLM-5-Next and Hunyuan V4 are known. Outputs and gradients are those of the model up to rounding, and closer to exact
+    DeepSeek-V4, GLM-5-Next, Hunyuan V4 and Inkling 2 are known. Outputs and gradients are those of the model up to rounding, and closer to exact
     ones. Call this before a model is sharded by FSDP2; adapters, `device_map` and `torch.compile` may come before or after.
 
     Args:
@@ -49,39 +50,36 @@ def accelerate(model: Any, check: bool = True, *, quiet: bool = False) -> Any:
         >>> depthmix.hf.accelerate(model)
     """
     family, layers = _layers(model)
-    plain_layer = family.layer.__mro__[1]
-    waiting = {name: layer for name, layer in layers.items() if type(layer) is plain_layer}
+    replacements = family.replacements()
+    waiting = {name: layer for name, layer in layers.items() if type(layer) in replacements}
     if not waiting:
         if not quiet:
             print(f"{family.title}: this model is accelerated already")
         return model
     difference = 0.0
     for name, layer in waiting.items():
-        reason = family.why_not(layer, family.layer.KIND)
+        own = replacements[type(layer)]
+        reason = family.why_not(layer, own.KIND)
         if reason is not None:
             raise UserError(f"cannot accelerate {name}: {reason}")
         if check:
-            difference = max(difference, largest_difference(family, layer))
+            difference = max(difference, largest_difference(family, layer, own))
             if not difference <= TOLERANCE:
                 what = "its mixing is not the one of this family"
-                raise UserError(f"cannot accelerate {name}: {what} (random streams differ by {difference:.1e})")
+                raise UserError(f"cannot accelerate {name}: {what} (random tokens differ by {difference:.1e})")
     # Weights that are offloaded or wrapped are not where a step reads them.
-    able = [layer for layer in waiting.values() if mixes_as_written(layer, family.layer.KIND)]
-    replacements = family.replacements()
-    heads = [module for module in model.modules() if type(module) in replacements and type(module) is not plain_layer]
+    able = [layer for layer in waiting.values() if family.mixes_as_written(layer, replacements[type(layer)].KIND)]
+    inside = {part for layer in layers.values() for part in layer.modules()}
+    heads = [part for part in model.modules() if type(part) in replacements and part not in inside]
     for module in (*able, *heads):
         _change_class(module, replacements[type(module)])
     if not quiet:
-        left = (
-            f", {len(waiting) - len(able)} layers with offloaded weights stay as they are"
-            if len(able) < len(waiting)
-            else ""
-        )
-        print(
-            f"{family.title}: {2 * len(able)} mHC modules{' and the head' if heads else ''}{left}{_where(model)}",
-            end="",
-        )
-        print(f"; checked on random streams: equal within {difference:.0e}" if check else "")
+        count = sum(type(part) is type(layer).KIND.connection for layer in able for part in layer.children())
+        left = len(waiting) - len(able)
+        parts = f"{count} {family.connections}{' and the head' if heads else ''}"
+        parts += f", {left} layers with offloaded weights stay as they are" if left else ""
+        checked = f"; checked on random tokens: equal within {difference:.0e}" if check else ""
+        print(f"{family.title}: {parts}{_where(model)}{checked}")
     return model
 
 
@@ -111,28 +109,28 @@ def _layers(model: Any) -> tuple[Family, dict[str, Any]]:
     """Return the family of a model and its layers by name, or raise UserError."""
     if not isinstance(model, nn.Module):
         raise UserError(f"cannot accelerate a {type(model).__name__}: expected a model of transformers")
-    found: dict[str, dict[str, Any]] = {}
+    found: dict[str, dict[str, Any]] = {}  # layers by family
     for name, module in model.named_modules():
         known = [base for base in type(module).__mro__ if base.__name__ in FAMILIES]
         if known:
             _require_original(name, module, known[-1])
-            found.setdefault(known[-1].__name__, {})[name] = module
+            found.setdefault(FAMILIES[known[-1].__name__], {})[name] = module
     if not found:
-        families = ", ".join(FAMILIES.values())
+        families = ", ".join(dict.fromkeys(FAMILIES.values()))
         raise UserError(
             f"cannot accelerate a {type(model).__name__}: no layers that mix over depth in it are known ({families})"
         )
     if len(found) > 1:
         raise UserError(f"cannot accelerate a model with layers of several families: {', '.join(found)}")
-    ((kind, layers),) = found.items()
-    return _family(kind), layers
+    ((file, layers),) = found.items()
+    return _family(file), layers
 
 
-def _family(kind: str) -> Family:
+def _family(file: str) -> Family:
     try:
-        family: Family = importlib.import_module(f"{__package__}.{FAMILIES[kind]}").FAMILY
+        family: Family = importlib.import_module(f"{__package__}.{file}").FAMILY
     except (ImportError, AttributeError) as e:
-        raise UserError(f"cannot accelerate a {kind}: this version of transformers defines it otherwise ({e})") from e
+        raise UserError(f"cannot accelerate {file}: this version of transformers defines it otherwise ({e})") from e
     return family
 
 

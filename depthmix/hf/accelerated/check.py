@@ -1,11 +1,12 @@
 """Compare an accelerated layer with the layer of transformers on a few random tokens: outputs and gradients, on the CPU in fp32.
 
 Both run with the layer's own mixing weights, a little changed, so that nothing is hidden by an initial state such as equal
-coefficients. In the place of attention and MLP stands a product with fixed numbers.
+coefficients. Products with fixed numbers stand for attention and MLP.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,17 +18,17 @@ from depthmix.ops import use_backend
 BATCH, LENGTH = 2, 3
 
 
-def largest_difference(family: Family, layer: Any) -> float:
+def largest_difference(family: Family, layer: Any, own: Any) -> float:
     """Return the largest relative difference of an output or a gradient between a layer of transformers and ours.
 
-    Infinity if the two call their sublayers with different arguments or return different things.
+    own: our class for this layer. Infinity if the two call their sublayers with different arguments or return different things.
     """
     with torch.inference_mode(False), torch.enable_grad(), torch.device("cpu"), use_backend("reference"):
         generator = torch.Generator("cpu").manual_seed(0)
         shell = _shell(family, layer, generator)
-        x = torch.randn(BATCH, LENGTH, *family.token_shape(layer), generator=generator)
+        x = [torch.randn(BATCH, LENGTH, *shape, generator=generator) for shape in family.token_shapes(layer)]
         expected, expected_calls = _results(shell, x)
-        shell.__class__ = family.layer
+        shell.__class__ = own
         found, calls = _results(shell, x)
     if calls != expected_calls or [t.shape for t in found] != [t.shape for t in expected]:
         return float("inf")
@@ -37,7 +38,7 @@ def largest_difference(family: Family, layer: Any) -> float:
 
 
 class _Sublayer(nn.Module):
-    """Multiply by fixed numbers, and remember how it is called."""
+    """Multiply by fixed numbers, and remember how it is called. Each further input has the numbers in another order."""
 
     def __init__(self, factors: Tensor, outputs: int) -> None:
         super().__init__()
@@ -46,7 +47,8 @@ class _Sublayer(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         x, *rest = (*args, *(kwargs.pop("hidden_states"),)) if "hidden_states" in kwargs else args
         self.calls.append((len(rest), sorted(kwargs)))
-        y = x * self.factors
+        inputs = [t for t in (x, *rest, *kwargs.values()) if isinstance(t, Tensor) and t.is_floating_point()]
+        y = torch.stack([t * self.factors.roll(k) for k, t in enumerate(inputs)]).sum(0)
         return (y, *[None] * (self.outputs - 1)) if self.outputs else y
 
 
@@ -57,7 +59,7 @@ def _shell(family: Family, layer: Any, generator: torch.Generator) -> Any:
         if name in family.mixing:
             setattr(shell, name, _copy(child, generator))
         else:
-            factors = 1.0 + 0.5 * torch.randn(family.token_shape(layer)[-1], generator=generator)
+            factors = 1.0 + 0.5 * torch.randn(family.dim(layer), generator=generator)
             setattr(shell, name, _Sublayer(factors, family.outputs(layer, name)))
     return shell.eval()
 
@@ -87,16 +89,16 @@ def _copy(module: nn.Module, generator: torch.Generator) -> Any:
     return bare
 
 
-def _results(shell: Any, x: Tensor) -> tuple[list[Tensor], list[Any]]:
-    """Return the streams that a layer makes of x, the gradients of x and of all weights, and how sublayers were called."""
-    x = x.clone().requires_grad_()
+def _results(shell: Any, inputs: Sequence[Tensor]) -> tuple[list[Tensor], list[Any]]:
+    """Return what a layer makes of its inputs, the gradients of these and of all weights, and how sublayers were called."""
+    inputs = [x.clone().requires_grad_() for x in inputs]
     for sublayer in (module for module in shell.children() if isinstance(module, _Sublayer)):
         sublayer.calls.clear()
-    out = shell(x)
+    out = shell(*inputs)
     out = out[0] if isinstance(out, tuple) else out
     weights = (
         torch.linspace(-1.0, 1.0, out.numel()).view(out.shape).cos() * torch.arange(out.numel()).view(out.shape).sin()
     )
-    grads = torch.autograd.grad((out * weights).sum(), [x, *shell.parameters()])
+    grads = torch.autograd.grad((out * weights).sum(), [*inputs, *shell.parameters()], materialize_grads=True)
     calls = [list(module.calls) for module in shell.children() if isinstance(module, _Sublayer)]
     return [out.detach(), *grads], calls

@@ -62,10 +62,13 @@ class DeepseekV4HyperHead(modeling.DeepseekV4HyperHead):
 
 FAMILY = Family(
     title="DeepSeek-V4",
-    layer=DeepseekV4DecoderLayer,
+    connections="mHC modules",
+    layers=(DeepseekV4DecoderLayer,),
     head=DeepseekV4HyperHead,
     why_not=why_not_sinkhorn,
+    mixes_as_written=mix.mixes_as_written,
     mixing=(*mix.CONNECTIONS, *mix.NORMS),
-    token_shape=mix.token_shape,
+    dim=lambda layer: mix.token_shape(layer)[1],
+    token_shapes=lambda layer: (mix.token_shape(layer),),
     outputs=lambda layer, name: 2 if name == "self_attn" else 0,
 )

@@ -49,10 +49,13 @@ def _outputs(layer: Any, name: str) -> int:
 
 FAMILY = Family(
     title="GLM-5-Next",
-    layer=Glm5NextTextDecoderLayer,
+    connections="mHC modules",
+    layers=(Glm5NextTextDecoderLayer,),
     head=None,
     why_not=why_not_sinkhorn,
+    mixes_as_written=mix.mixes_as_written,
     mixing=(*mix.CONNECTIONS, *mix.NORMS),
-    token_shape=mix.token_shape,
+    dim=lambda layer: mix.token_shape(layer)[1],
+    token_shapes=lambda layer: (mix.token_shape(layer),),
     outputs=_outputs,
 )

@@ -72,10 +72,13 @@ class HYV4HyperHead(modeling.HYV4HyperHead):
 
 FAMILY = Family(
     title="Hunyuan V4",
-    layer=HYV4DecoderLayer,
+    connections="mHC modules",
+    layers=(HYV4DecoderLayer,),
     head=HYV4HyperHead,
     why_not=mix.why_not,
+    mixes_as_written=mix.mixes_as_written,
     mixing=(*mix.CONNECTIONS, *mix.NORMS),
-    token_shape=mix.token_shape,
+    dim=lambda layer: mix.token_shape(layer)[1],
+    token_shapes=lambda layer: (mix.token_shape(layer),),
     outputs=lambda layer, name: 3 if name == "self_attn" else 0,
 )

@@ -68,7 +68,8 @@ def read(kind: Kind, streams: Streams, y: Tensor | None, connection: Any, norm: 
     Returns:
         The input [B, T, D] of the next sublayer, after its norm, and the streams.
     """
-    gain, eps = (norm.weight, norm.variance_epsilon) if _fuses(norm, kind.norm) else (None, 0.0)
+    gain = fused_gain(norm, kind.norm)
+    eps = 0.0 if gain is None else norm.variance_epsilon
     h, streams = _read(kind.rule(connection), streams, y, connection, gain, eps)
     return h if gain is not None else norm(h), streams
 
@@ -132,18 +133,20 @@ def mixes_as_written(layer: Any, kind: Kind) -> bool:
     An adapter, a quantiser or an offloading hook may have changed them. Then the layer runs transformers' own forward.
     """
     return all(
-        type(part) is kind.connection and runs_as_written(part) and _is_plain(part.fn)
+        type(part) is kind.connection and runs_as_written(part) and is_plain(part.fn)
         for part in (layer.attn_hc, layer.ffn_hc)
     )
 
 
-def _is_plain(weight: Tensor) -> bool:
+def is_plain(weight: Tensor) -> bool:
+    """Return whether a weight is neither sharded, quantised nor parametrised."""
     return type(weight) in (nn.Parameter, Tensor)
 
 
-def _fuses(norm: Any, kind: type[Any]) -> bool:
-    """Return whether a step may replace the call of a norm."""
-    return type(norm) is kind and runs_as_written(norm) and _is_plain(norm.weight)
+def fused_gain(norm: Any, kind: type[Any]) -> Tensor | None:
+    """Return the gain of a norm whose call a kernel may replace, or None."""
+    plain = type(norm) is kind and runs_as_written(norm) and is_plain(norm.weight)
+    return norm.weight if plain else None
 
 
 def why_not(layer: Any, kind: Kind) -> str | None:

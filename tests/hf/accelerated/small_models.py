@@ -103,7 +103,37 @@ def hy_v4(**fields: Any) -> Any:
     return HYV4ForCausalLM(HYV4Config(**{**shape, **fields}))
 
 
-BUILD = {build.__name__: build for build in (deepseek_v4, glm5_next, hy_v4)}
+def inkling2(**fields: Any) -> Any:
+    """Blocks of two layers; the second layer, inside a block, and the third, which opens one, have full attention."""
+    from transformers import Inkling2ForCausalLM
+    from transformers.models.inkling2.configuration_inkling2 import Inkling2TextConfig
+
+    shape = {
+        "vocab_size": VOCAB,
+        "unpadded_vocab_size": VOCAB,
+        "hidden_size": DIM,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "swa_num_attention_heads": 2,
+        "swa_num_key_value_heads": 2,
+        "swa_head_dim": 8,
+        "sliding_window_size": 4,
+        "d_rel": 4,
+        "rel_extent": 8,
+        "layer_types": ["hybrid_sliding", "hybrid", "hybrid", "hybrid_sliding"],
+        "n_layers_per_attn_res_block": 2,
+        "moe_intermediate_size": 16,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "max_position_embeddings": 64,
+        "eos_token_id": None,
+    }
+    return Inkling2ForCausalLM(Inkling2TextConfig(**{**shape, **fields}))
+
+
+BUILD = {build.__name__: build for build in (deepseek_v4, glm5_next, hy_v4, inkling2)}
 
 
 def small_model(family: str, dtype: torch.dtype = torch.float32, seed: int = 0, **fields: Any) -> Any:
@@ -112,7 +142,9 @@ def small_model(family: str, dtype: torch.dtype = torch.float32, seed: int = 0, 
     model = BUILD[family](**fields).eval()
     with torch.no_grad():
         for name, p in model.named_parameters():
-            if "_hc." in name or "hc_head" in name:
+            if name.endswith("_input.query"):
+                p += 2.0 * torch.randn_like(p)
+            elif "_hc." in name or "hc_head" in name:
                 p += (0.1 if p.ndim > 1 else 0.5) * torch.randn_like(p)
             elif "norm" in name:
                 p += 0.2 * torch.randn_like(p)

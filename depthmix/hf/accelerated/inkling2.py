@@ -1,0 +1,227 @@
+"""Inkling 2: attention over depth, with keys and values normed alike, logits divided by sqrt(D), and blocks of several layers.
+
+    layer:   [read, norm] attention [add, read, norm] MLP [add]
+
+Sources of a read are the sums of the finished blocks, which the model hands from layer to layer as one tensor, and the sum of the
+current one. Full-attention layers read three mixtures, for queries, keys and values. Each bracket is one launch
+(depthmix.ops.depth_attention.normed_read); nothing is concatenated or copied to fp32. As in transformers, a block's sum stays in
+fp32 inside a layer and is rounded once, at its end: a read adds it up again from its two parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers.models.inkling2 import modeling_inkling2 as modeling
+
+from depthmix.hf.accelerated.family import Family
+from depthmix.hf.accelerated.streams import fused_gain, is_plain, runs_as_written
+from depthmix.ops.backend import choose
+from depthmix.ops.depth_attention.normed_read import NormedRead, unstacked
+from depthmix.ops.depth_attention.op import depth_attention, why_unsupported
+from depthmix.ops.depth_sum.op import depth_sum
+from depthmix.ops.precision import compute_dtype, widen, without_autocast
+
+READS = ("attention_input", "mlp_input")
+
+
+class Kind(NamedTuple):
+    """Names of the norms before attention, and classes of a layer's modules."""
+
+    input_norms: tuple[str, ...]
+    connection: type = modeling.Inkling2BlockAttentionResidual
+    norm: type = modeling.Inkling2RMSNorm
+
+    @property
+    def norms(self) -> tuple[str, ...]:
+        """Return the names of all norms that follow a read."""
+        return (*self.input_norms, "post_attention_layernorm")
+
+
+def read(
+    part: Any, blocks: Tensor, sources: Sequence[Tensor], add: Tensor | None = None, norms: Sequence[Any] = ()
+) -> tuple[Tensor, ...]:
+    """Mix the blocks' sums and apply the norms that follow.
+
+    Args:
+        part: the module with the queries.
+        blocks: sums of finished blocks [B, T, m, D].
+        sources: further sources [B, T, D], the newest one last.
+        add: [B, T, D], what the newest source is short of.
+        norms: an RMSNorm for each query; without norms the mixtures are in fp32.
+
+    Returns:
+        One mixture [B, T, D] per query.
+    """
+    gains = [fused_gain(norm, Kind._field_defaults["norm"]) for norm in norms]
+    fused = bool(norms) and None not in gains and len({norm.variance_epsilon for norm in norms}) == 1
+    with without_autocast(blocks):
+        wide = compute_dtype(part.query, *sources)
+        query = widen(part.query, wide).view(-1, blocks.shape[-1]) * blocks.shape[-1] ** -0.5
+        gain = torch.stack([widen(g, wide) for g in gains]) if fused else None  # type: ignore[arg-type]
+        eps = part.norm.eps, norms[0].variance_epsilon if fused else 0.0
+        dtype = sources[0].dtype if fused else wide
+        if _kernels(blocks, sources, add, wide):
+            keep = torch.is_grad_enabled()
+            mixtures = NormedRead.apply(eps, dtype, keep, query, gain, blocks, add, *sources)
+        else:
+            options: dict[str, Any] = {"eps": eps[0], "out_gain": gain, "out_eps": eps[1], "value_norm": True}
+            found = depth_attention(query, unstacked(blocks, add, sources), **options, backend="reference")
+            mixtures = tuple(widen(h, dtype) for h in found)
+    if fused or not norms:
+        return tuple(mixtures)
+    return tuple(norm(h).to(sources[0].dtype) for norm, h in zip(norms, mixtures, strict=True))
+
+
+def _kernels(blocks: Tensor, sources: Sequence[Tensor], add: Tensor | None, wide: torch.dtype) -> bool:
+    if torch.compiler.is_compiling():
+        return False
+    tensors = [*sources, blocks, *(() if add is None else (add,))]
+    why = why_unsupported([sources[0], *tensors], wide=wide == torch.float64)
+    return choose("accelerate", sources[0], why) == "triton"
+
+
+class _Sum(torch.autograd.Function):
+    """Add tensors in fp32 and round once. All of them have the sum's gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, *parts: Tensor) -> Tensor:
+        first, ones = parts[0], torch.ones(1, len(parts), 1, device=parts[0].device, dtype=compute_dtype(*parts))
+        ctx.dtypes = [t.dtype for t in parts]
+        return depth_sum(parts, static=ones)[0].to(first.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, ...]:
+        return tuple(widen(g, dtype) for dtype in ctx.dtypes)
+
+
+def _forward(
+    layer: Any, hidden_states: Tensor, block_states: Tensor, attention_mask: Tensor | None, caches: Any, kwargs: Any
+) -> Tensor:
+    """Run a layer: return the sum [B, T, D] of its block so far, after attention and MLP."""
+    norms = [getattr(layer, name) for name in layer.KIND.input_norms]
+    if layer.attention_input is None:
+        inputs = [norm(hidden_states).to(hidden_states.dtype) for norm in norms]
+    else:
+        inputs = list(read(layer.attention_input, block_states, [hidden_states], norms=norms))
+    given = dict(zip(("hidden_states", "key_hidden_states", "value_hidden_states"), inputs, strict=False))
+    y, _ = layer.self_attn(**given, attention_mask=attention_mask, **caches, **kwargs)
+    y = layer.post_attention_convolution(y, **caches)
+    opens = layer.is_block_boundary  # then hidden_states is the sum of a finished block
+    sources, add = ([hidden_states, y], None) if opens else ([hidden_states], y)
+    (h,) = read(layer.mlp_input, block_states, sources, add, [layer.post_attention_layernorm])
+    z = layer.post_mlp_convolution(layer.mlp(h), **caches)
+    return _total(hidden_states.dtype, (y, z) if opens else (hidden_states, y, z))
+
+
+def _total(dtype: torch.dtype, parts: Sequence[Tensor]) -> Tensor:
+    """Return the sum of tensors, rounded once."""
+    with without_autocast(parts[0]):
+        if torch.compiler.is_compiling():
+            wide = compute_dtype(*parts)
+            return torch.stack([t.to(wide) for t in parts]).sum(0).to(dtype)
+        out: Tensor = _Sum.apply(*parts)
+        return widen(out, dtype)
+
+
+class Inkling2SlidingDecoderLayer(modeling.Inkling2SlidingDecoderLayer):
+    """A layer whose attention reads one mixture."""
+
+    KIND: ClassVar = Kind(("input_layernorm",))
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        block_states: Tensor,
+        attention_mask: Tensor | None = None,
+        conv_mask: Tensor | None = None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Return the sum [B, T, D] of the block so far, after attention and MLP."""
+        caches = {"conv_mask": conv_mask, "past_key_values": past_key_values}
+        if not mixes_as_written(self, self.KIND):
+            return super().forward(hidden_states, block_states, attention_mask, **caches, **kwargs)
+        return _forward(self, hidden_states, block_states, attention_mask, caches, kwargs)
+
+
+class Inkling2FullDecoderLayer(modeling.Inkling2FullDecoderLayer):
+    """A layer whose attention reads three mixtures."""
+
+    KIND: ClassVar = Kind(("q_input_layernorm", "k_input_layernorm", "v_input_layernorm"))
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        block_states: Tensor,
+        attention_mask: Tensor | None = None,
+        conv_mask: Tensor | None = None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Return the sum [B, T, D] of the block so far, after attention and MLP."""
+        caches = {"conv_mask": conv_mask, "past_key_values": past_key_values}
+        if not mixes_as_written(self, self.KIND):
+            return super().forward(hidden_states, block_states, attention_mask, **caches, **kwargs)
+        return _forward(self, hidden_states, block_states, attention_mask, caches, kwargs)
+
+
+class Inkling2BlockAttentionResidual(modeling.Inkling2BlockAttentionResidual):
+    """The read at the end of the model."""
+
+    def forward(self, block_states: Tensor, partial_block_states: Tensor) -> tuple[Tensor, ...]:
+        """Return the mixtures [B, T, D] in fp32, which the model norms."""
+        return read(self, block_states, [partial_block_states])
+
+
+def mixes_as_written(layer: Any, kind: Kind) -> bool:
+    """Return whether the modules with a layer's queries are still what they were when the layer was accelerated."""
+    parts = [getattr(layer, name) for name in READS]
+    return all(
+        type(part) is kind.connection
+        and runs_as_written(part)
+        and type(part.norm) is modeling.Inkling2UnweightedRMSNorm
+        and runs_as_written(part.norm)
+        and is_plain(part.query)
+        for part in parts
+        if part is not None
+    )
+
+
+def why_not(layer: Any, kind: Kind) -> str | None:
+    """Return why the modules of a layer are not those that a read can replace, or None."""
+    ways = {"attention_input": len(kind.input_norms), "mlp_input": 1}
+    kinds = dict.fromkeys(READS, kind.connection) | dict.fromkeys(kind.norms, kind.norm)
+    for name, expected in kinds.items():
+        part = getattr(layer, name, None)
+        if type(part) is not expected and not (part is None and name == "attention_input"):
+            return f"its {name} is a {type(part).__name__}, not a {expected.__name__}"
+    width = dim(layer)
+    for name, n in ways.items():
+        part = getattr(layer, name)
+        shapes = {} if part is None else {key: tuple(p.shape) for key, p in part.named_parameters()}
+        if part is not None and shapes != {"query": (width,) if n == 1 else (n, width)}:
+            return f"the parameters of its {name} have shapes {shapes}, expected {n} queries of {width}"
+    return None
+
+
+def dim(layer: Any) -> int:
+    """Return the channels of a layer."""
+    return int(layer.post_attention_layernorm.weight.shape[-1])
+
+
+FAMILY = Family(
+    title="Inkling 2",
+    connections="attention residuals",
+    layers=(Inkling2SlidingDecoderLayer, Inkling2FullDecoderLayer),
+    head=Inkling2BlockAttentionResidual,
+    why_not=why_not,
+    mixes_as_written=mixes_as_written,
+    mixing=(*READS, *Inkling2SlidingDecoderLayer.KIND.norms, *Inkling2FullDecoderLayer.KIND.input_norms),
+    dim=dim,
+    token_shapes=lambda layer: ((dim(layer),), (2, dim(layer))),
+    outputs=lambda layer, name: 2 if name == "self_attn" else 0,
+)
