@@ -165,7 +165,7 @@ def layers_of(model: Any) -> Any:
 
 
 class Times(torch.nn.Module):
-    """A sublayer without an error of its own: x times ±2."""
+    """A sublayer without an error of its own: x times ±2, each channel from one of the inputs."""
 
     def __init__(self, outputs: int, seed: int) -> None:
         super().__init__()
@@ -174,17 +174,38 @@ class Times(torch.nn.Module):
         self.register_buffer("factors", factors, persistent=False)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        x = args[0] if args else kwargs["hidden_states"]
-        y = x * self.factors.to(x.dtype)
+        inputs = [t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor) and t.shape[-1] == DIM]
+        channel, factors = torch.arange(DIM), self.factors.to(inputs[0].dtype)
+        y = sum(x * factors * (channel % len(inputs) == k) for k, x in enumerate(inputs))
         return (y, *[None] * (self.outputs - 1)) if self.outputs else y
 
 
-ATTENTION_OUTPUTS = {"deepseek_v4": 2, "glm5_next": 0, "hy_v4": 3}  # of the first layer; 0: a tensor alone
+# Layers whose mixing is compared, with the number of things that their attention returns; 0: a tensor alone.
+LAYERS = [
+    ("deepseek_v4", 0, 2),
+    ("glm5_next", 0, 0),
+    ("hy_v4", 0, 3),
+    ("inkling2", 1, 2),
+    ("inkling2", 2, 2),
+    ("inkling2", 3, 2),
+]
+SUBLAYERS = ("mlp", "post_attention_convolution", "post_mlp_convolution")
+TOKEN_SHAPES = {"inkling2": ((DIM,), (3, DIM))}  # of each input of a layer; otherwise four streams
 
 
-def mixing_alone(family: str, dtype: torch.dtype, **fields: Any) -> Any:
-    """Return a model whose first layer has sublayers without rounding errors."""
+def mixing_alone(family: str, dtype: torch.dtype, index: int = 0, **fields: Any) -> Any:
+    """Return a model with a layer that has sublayers without rounding errors."""
     model = small_model(family, dtype, **fields)
-    first = layers_of(model)[0]
-    first.self_attn, first.mlp = Times(ATTENTION_OUTPUTS[family], 5), Times(0, 6)
+    layer, outputs = layers_of(model)[index], {(f, i): n for f, i, n in LAYERS}[family, index]
+    layer.self_attn = Times(outputs, 5)
+    for k, name in enumerate(SUBLAYERS):
+        if hasattr(layer, name):
+            setattr(layer, name, Times(0, 6 + k))
     return model
+
+
+def layer_inputs(family: str, batch: int, length: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Return random activations as a layer receives them."""
+    generator = torch.Generator().manual_seed(1)
+    shapes = TOKEN_SHAPES.get(family, ((4, DIM),))
+    return [torch.randn(batch, length, *shape, generator=generator).to(dtype) for shape in shapes]

@@ -10,25 +10,39 @@ pytest.importorskip("transformers.models.hy_v4")
 from depthmix.hf import accelerate
 from depthmix.ops import use_backend
 from hf.accelerated.exact import Wide, exact_copy, relative_error
-from hf.accelerated.small_models import BUILD, DIM, LENGTH, VOCAB, layers_of, mixing_alone, small_model, tokens
+from hf.accelerated.small_models import (
+    BUILD,
+    DIM,
+    LAYERS,
+    LENGTH,
+    VOCAB,
+    layer_inputs,
+    layers_of,
+    mixing_alone,
+    small_model,
+    tokens,
+)
 from ops.helpers import saved_storages
 
 FAMILIES = list(BUILD)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-ALL_SELECTED = {"num_experts_per_tok": 4, "index_topk": 16}  # otherwise a rounding may select other experts
+# Otherwise a rounding may select other experts.
+ALL_SELECTED: dict[str, Any] = {family: {"num_experts_per_tok": 4, "index_topk": 16} for family in FAMILIES}
+ALL_SELECTED["inkling2"] = {"num_experts_per_tok": 4}
+PLACES = [(family, index) for family, index, _ in LAYERS]
 
 
 def random(*shape: int, seed: int = 7) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def layer_results(layer: Any, x: torch.Tensor, cotangent: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The streams a layer returns, and the gradients of what it received and of all its weights."""
-    x = x.clone().requires_grad_()
-    out = layer(x)
+def layer_results(layer: Any, inputs: list[torch.Tensor], cotangent: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What a layer returns, and the gradients of what it received and of all its weights."""
+    inputs = [x.clone().requires_grad_() for x in inputs]
+    out = layer(*inputs)
     out = out[0] if isinstance(out, tuple) else out
-    names = ["x", *[name for name, _ in layer.named_parameters()]]
-    grads = torch.autograd.grad(out, [x, *layer.parameters()], cotangent)
+    names = [*[f"input {i}" for i in range(len(inputs))], *[name for name, _ in layer.named_parameters()]]
+    grads = torch.autograd.grad(out, [*inputs, *layer.parameters()], cotangent)
     return {"out": out.detach(), **dict(zip(names, grads, strict=True))}
 
 
@@ -40,32 +54,42 @@ def assert_as_exact(found: Any, original: Any, exact: Any, dtype: torch.dtype) -
         assert ours <= 1.5 * theirs + step, f"{name}: ours {ours:.1e}, theirs {theirs:.1e}"
 
 
-def compare_layers(family: str, dtype: torch.dtype, batch: int, length: int, backend: str | None) -> None:
-    model = mixing_alone(family, dtype)
-    layer, exact = layers_of(model)[0], exact_copy(layers_of(model)[0])
-    ours = layers_of(accelerate(copy.deepcopy(model), quiet=True))[0]
-    x, cotangent = (random(batch, length, 4, DIM, seed=seed).to(dtype) for seed in (1, 2))
+def compare_layers(
+    place: tuple[str, int], dtype: torch.dtype, batch: int, length: int, backend: str | None, **fields: Any
+) -> None:
+    family, index = place
+    model = mixing_alone(family, dtype, index, **fields)
+    layer, exact = layers_of(model)[index], exact_copy(layers_of(model)[index])
+    ours = layers_of(accelerate(copy.deepcopy(model), quiet=True))[index]
+    inputs = layer_inputs(family, batch, length, dtype)
+    cotangent = random(*inputs[0].shape, seed=2).to(dtype)
     with Wide():
-        truth = layer_results(exact, x.double(), cotangent.double())
+        truth = layer_results(exact, [x.double() for x in inputs], cotangent.double())
+    if backend == "compiled":
+        ours = torch.compile(ours, backend="aot_eager", fullgraph=True)
+        backend = None
     with use_backend(backend):
-        found = layer_results(ours, x, cotangent)
-    assert_as_exact(found, layer_results(layer, x, cotangent), truth, dtype)
+        found = layer_results(ours, inputs, cotangent)
+    found = {name.removeprefix("_orig_mod."): value for name, value in found.items()}
+    assert_as_exact(found, layer_results(layer, inputs, cotangent), truth, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_mixing_of_a_layer(family: str, dtype: torch.dtype) -> None:
-    compare_layers(family, dtype, 2, 40, None)
+@pytest.mark.parametrize("place", PLACES, ids=str)
+def test_mixing_of_a_layer(place: tuple[str, int], dtype: torch.dtype) -> None:
+    compare_layers(place, dtype, 2, 40, None)
 
 
-@pytest.mark.parametrize(
-    ("family", "dtype"), [(f, torch.float32) for f in FAMILIES] + [("glm5_next", torch.float16)], ids=str
-)
+BY_KERNELS = [(place, torch.float32) for place in PLACES]
+BY_KERNELS += [(place, torch.float16) for place in PLACES if place[0] in ("glm5_next", "inkling2")]
+
+
+@pytest.mark.parametrize(("place", "dtype"), BY_KERNELS, ids=str)
 @pytest.mark.usefixtures("quick_interpreter")
-def test_mixing_of_a_layer_by_kernels(family: str, dtype: torch.dtype) -> None:
+def test_mixing_of_a_layer_by_kernels(place: tuple[str, int], dtype: torch.dtype) -> None:
     """bf16 is left to tests/gpu: the interpreter does not round to it as a GPU does."""
     pytest.importorskip("triton")
-    compare_layers(family, dtype, 1, 7, "triton")
+    compare_layers(place, dtype, 1, 7, "triton")
 
 
 def model_results(model: Any, cotangent: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -79,32 +103,37 @@ def model_results(model: Any, cotangent: torch.Tensor) -> dict[str, torch.Tensor
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_models(family: str, dtype: torch.dtype) -> None:
-    model = small_model(family, dtype, **ALL_SELECTED)
+    model = small_model(family, dtype, **ALL_SELECTED[family])
     ours, exact, cotangent = accelerate(copy.deepcopy(model), quiet=True), exact_copy(model), random(2, LENGTH, VOCAB)
     with Wide():
         truth = model_results(exact, cotangent.double())
     assert_as_exact(model_results(ours, cotangent), model_results(model, cotangent), truth, dtype)
 
 
-@pytest.mark.parametrize("family", ["deepseek_v4", "hy_v4"])
+@pytest.mark.parametrize(
+    ("family", "name"), [("deepseek_v4", "hc_head"), ("hy_v4", "hc_head"), ("inkling2", "final_input")]
+)
 @pytest.mark.usefixtures("quick_interpreter")
-def test_heads_by_kernels(family: str) -> None:
+def test_heads_by_kernels(family: str, name: str) -> None:
     pytest.importorskip("triton")
     model = small_model(family, torch.float16)
-    head, exact = model.model.hc_head, exact_copy(model.model.hc_head)
-    ours = accelerate(copy.deepcopy(model), quiet=True).model.hc_head
-    x, cotangent = random(1, 7, 4, DIM, seed=1).half(), random(1, 7, DIM, seed=2).half()
+    head, exact = getattr(model.model, name), exact_copy(getattr(model.model, name))
+    ours = getattr(accelerate(copy.deepcopy(model), quiet=True).model, name)
+    inputs = layer_inputs(family, 1, 7, torch.float16)
+    inputs = inputs if len(inputs) == 1 else [inputs[1], inputs[0]]
+    cotangent = random(1, 7, DIM, seed=2)
+    cotangent = cotangent if family == "inkling2" else cotangent.half()
     with Wide():
-        truth = layer_results(exact, x.double(), cotangent.double())
+        truth = layer_results(exact, [x.double() for x in inputs], cotangent.double())
     with use_backend("triton"):
-        found = layer_results(ours, x, cotangent)
-    assert_as_exact(found, layer_results(head, x, cotangent), truth, torch.float16)
+        found = layer_results(ours, inputs, cotangent)
+    assert_as_exact(found, layer_results(head, inputs, cotangent), truth, torch.float16)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_autocast(family: str) -> None:
     """fp32 weights under bf16 autocast: the mixing stays in fp32, where transformers' projections are rounded."""
-    model = small_model(family, **ALL_SELECTED)
+    model = small_model(family, **ALL_SELECTED[family])
     ours, exact, cotangent = accelerate(copy.deepcopy(model), quiet=True), exact_copy(model), random(2, LENGTH, VOCAB)
     with Wide():
         truth = model_results(exact, cotangent.double())
@@ -113,21 +142,11 @@ def test_autocast(family: str) -> None:
     assert_as_exact(found, original, truth, torch.bfloat16)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_compiled(family: str) -> None:
+@pytest.mark.parametrize("place", PLACES, ids=str)
+def test_compiled(place: tuple[str, int]) -> None:
     """The layer in one graph, without breaks, and its gradients."""
-    fewer = {} if family == "hy_v4" else {"hc_sinkhorn_iters": 3}
-    model = mixing_alone(family, torch.float32, **fewer)
-    layer, exact = layers_of(model)[0], exact_copy(layers_of(model)[0])
-    ours = torch.compile(
-        layers_of(accelerate(copy.deepcopy(model), quiet=True))[0], backend="aot_eager", fullgraph=True
-    )
-    x, cotangent = (random(2, 5, 4, DIM, seed=seed) for seed in (1, 2))
-    with Wide():
-        truth = layer_results(exact, x.double(), cotangent.double())
-    found = layer_results(ours, x, cotangent)
-    found = {name.removeprefix("_orig_mod."): value for name, value in found.items()}
-    assert_as_exact(found, layer_results(layer, x, cotangent), truth, torch.float32)
+    fewer = {"hc_sinkhorn_iters": 3} if place[0] in ("deepseek_v4", "glm5_next") else {}
+    compare_layers(place, torch.float32, 2, 5, "compiled", **fewer)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
