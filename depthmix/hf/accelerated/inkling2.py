@@ -32,8 +32,8 @@ class Kind(NamedTuple):
     """Names of the norms before attention, and classes of a layer's modules."""
 
     input_norms: tuple[str, ...]
-    connection: type = modeling.Inkling2BlockAttentionResidual
-    norm: type = modeling.Inkling2RMSNorm
+    connection: type[Any] = modeling.Inkling2BlockAttentionResidual
+    norm: type[Any] = modeling.Inkling2RMSNorm
 
     @property
     def norms(self) -> tuple[str, ...]:
@@ -179,7 +179,7 @@ class Inkling2BlockAttentionResidual(modeling.Inkling2BlockAttentionResidual):
 
 def mixes_as_written(layer: Any, kind: Kind) -> bool:
     """Return whether the modules with a layer's queries are still what they were when the layer was accelerated."""
-    parts = [getattr(layer, name) for name in READS]
+    parts: list[Any] = [getattr(layer, name) for name in READS]
     return all(
         type(part) is kind.connection
         and runs_as_written(part)

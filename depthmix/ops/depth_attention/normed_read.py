@@ -82,7 +82,8 @@ class NormedRead(torch.autograd.Function):
         older, own, add_rows = _rows(stack, add, sources)
         dstack = None if stack is None else stack.new_empty(stack.shape)
         rows = None if gain is None else gain.contiguous()
-        dy, rule = [d.contiguous() for d in grads], {"add": add_rows, "value_norm": True, "dstack": dstack}
+        dy = [d.contiguous() for d in grads]
+        rule: dict[str, Any] = {"add": add_rows, "value_norm": True, "dstack": dstack}
         dv, du, dgain = layer_backward(
             dy, u.contiguous(), rows, s, lse[:, 0].contiguous(), [*older, *own], None, *ctx.eps, **rule
         )

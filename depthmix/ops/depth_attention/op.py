@@ -117,7 +117,12 @@ def depth_attention(
         if out_gain is not None:
             gains = out_gain if out_gain.ndim == 2 else out_gain.unsqueeze(0).expand(n_ways, -1)
             gains = widen(gains, wide)
-        rule = {"key_norm": key_norm, "heads": heads, "activation": activation, "value_norm": value_norm}
+        rule: dict[str, Any] = {
+            "key_norm": key_norm,
+            "heads": heads,
+            "activation": activation,
+            "value_norm": value_norm,
+        }
         usual = is_usual(static=u.ndim == 2, **rule)
         why = why_unsupported(sources, wide=query.dtype == torch.float64, heads=heads)
         if return_weights:

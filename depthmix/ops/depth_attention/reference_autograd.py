@@ -99,7 +99,7 @@ def attend(options: Options, out_eps: float, u: Tensor, gain: Tensor | None, sou
     mixed = Mixed([], [], [], [], _rstd(torch.stack(norms), u.shape[-1], eps) if norms else None)
     for w, dots_w in enumerate(dots):
         s = _stack(dots_w, heads)
-        s = s.mul_(mixed.r) if key_norm else s
+        s = s if mixed.r is None or not key_norm else s.mul_(mixed.r)
         p = torch.softmax(s, dim=0) if activation == "softmax" else torch.sigmoid(s)
         o = _mix(_source_weights(options, p, mixed.r), sources)
         if gain is not None:
@@ -134,12 +134,12 @@ def _backward(
             do[w] = (dy[w] * gain[w]).addcmul_(o, along, value=-1 / dim).mul_(rho)
         dp = _stack([_dot(do[w], widen(v, u.dtype), heads) for v in sources], heads)
         along_source = None
-        if value_norm:
+        if r is not None and value_norm:
             dp = dp * r
             along_source = p * dp
         dp = dp + dweights[w] if dweights else dp
         ds = p * (dp - (p * dp).sum(0)) if activation == "softmax" else dp * p * (1 - p)  # [n, ..., H]
-        if key_norm:
+        if r is not None and key_norm:
             along_source = ds * s if along_source is None else along_source.addcmul_(ds, s)
             ds = ds * r
         if along_source is not None:
@@ -149,7 +149,7 @@ def _backward(
         if need_u:
             by_token = _mix(steps[w], sources)
             du.append(by_token if u.ndim > 2 else by_token.reshape(-1, dim).sum(0))
-    if radial is not None:
+    if radial is not None and r is not None:
         radial.mul_(r).mul_(r)
     dv: list[Tensor | None] = [None] * len(sources)
     for i, source in enumerate(sources):
@@ -165,7 +165,7 @@ def _backward(
 
 def _source_weights(options: Options, p: Tensor, r: Tensor | None) -> tuple[Tensor, ...]:
     """Return what each source is multiplied with, by head: n times [..., H]."""
-    return (p * r if options.value_norm else p).unbind()
+    return (p if r is None or not options.value_norm else p * r).unbind()
 
 
 def _by_head(x: Tensor, heads: int) -> Tensor:

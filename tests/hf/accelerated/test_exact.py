@@ -161,7 +161,11 @@ def test_decoding_with_a_cache(family: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gradient_checkpointing(family: str) -> None:
-    """The same gradients, bit by bit, and each layer runs once more in the backward pass."""
+    """The same gradients, and each layer runs once more in the backward pass.
+
+    Bit by bit, but for one case: what goes to several layers, as Inkling's blocks, has gradients that autograd adds in another order
+    if checkpoints are reentrant.
+    """
     model = accelerate(small_model(family), quiet=True).train()
     plain, cotangent = model_results(model, random(2, LENGTH, VOCAB)), random(2, LENGTH, VOCAB)
     for reentrant in (False, True):
@@ -173,7 +177,8 @@ def test_gradient_checkpointing(family: str) -> None:
         ]
         checkpointed = model_results(model, cotangent)
         assert len(calls) == 2 * len(layers_of(model))
-        assert all(torch.equal(plain[name], checkpointed[name]) for name in plain)
+        tolerance = 1e-5 if reentrant and family == "inkling2" else 0.0
+        assert all(relative_error(checkpointed[name], plain[name].double()) <= tolerance for name in plain)
         for handle in handles:
             handle.remove()
 
