@@ -7,11 +7,12 @@ Importing this package registers the model type `depthmix` and those of retrofit
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from depthmix.hf.accelerated.accelerate import accelerate
+from depthmix.hf.architectures import LLAMA, Architecture, Site
 from depthmix.hf.configuration import DepthmixConfig
 from depthmix.hf.decay import PaperDecay
 from depthmix.hf.modeling import DepthmixForCausalLM, DepthmixForSequenceClassification, DepthmixModel
 from depthmix.hf.published import published_mixer
-from depthmix.hf.retrofitted import known_to_trainer, register
+from depthmix.hf.retrofitted import known_to_trainer, register, register_architecture
 from depthmix.hf.surgery import mixer_of, restore, retrofit
 
 AutoConfig.register(DepthmixConfig.model_type, DepthmixConfig, exist_ok=True)
@@ -22,14 +23,18 @@ known_to_trainer(DepthmixConfig.model_type, DepthmixForCausalLM)
 register()
 
 __all__ = [
+    "LLAMA",
+    "Architecture",
     "DepthmixConfig",
     "DepthmixForCausalLM",
     "DepthmixForSequenceClassification",
     "DepthmixModel",
     "PaperDecay",
+    "Site",
     "accelerate",
     "mixer_of",
     "published_mixer",
+    "register_architecture",
     "restore",
     "retrofit",
 ]

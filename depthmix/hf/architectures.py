@@ -29,7 +29,8 @@ class Architecture(NamedTuple):
     layers: str  # attribute of the base model
     final_norm: str
     sites: tuple[Site, ...]
-    projections: tuple[str, ...]  # the attention's projections of queries, keys and values; one name if they are fused
+    # The attention's projections of queries, keys and values; one name if they are fused, none if they cannot read apart.
+    projections: tuple[str, ...]
     by_head: bool = False  # whether a fused projection returns q, k and v head by head, not one after the other
     parallel: bool = False  # whether the sublayers of a layer form one site
 
@@ -38,13 +39,13 @@ class Architecture(NamedTuple):
         return {"n_blocks": n_layers, "sites": ("attention",) if self.parallel else None}
 
 
-_LLAMA = Architecture(
+LLAMA = Architecture(
     "layers",
     "norm",
     (Site("input_layernorm", "self_attn", attention=True), Site("post_attention_layernorm", "mlp")),
     ("q_proj", "k_proj", "v_proj"),
 )
-_GEMMA2 = _LLAMA._replace(
+_GEMMA2 = LLAMA._replace(
     sites=(
         Site("input_layernorm", "self_attn", ("post_attention_layernorm",), attention=True),
         Site("pre_feedforward_layernorm", "mlp", ("post_feedforward_layernorm",)),
@@ -61,19 +62,37 @@ _NEOX = Architecture(
     ("query_key_value",),
     by_head=True,
 )
+_PHI3 = LLAMA._replace(
+    sites=(
+        Site("input_layernorm", "self_attn", ("resid_attn_dropout",), attention=True),
+        Site("post_attention_layernorm", "mlp", ("resid_mlp_dropout",)),
+    ),
+    projections=(),
+)
 ARCHITECTURES = {
-    "llama": _LLAMA,
-    "mistral": _LLAMA,
-    "qwen2": _LLAMA,
-    "qwen3": _LLAMA,
-    "gemma": _LLAMA,
+    "llama": LLAMA,
+    "mistral": LLAMA,
+    "qwen2": LLAMA,
+    "qwen3": LLAMA,
+    "gemma": LLAMA,
+    "smollm3": LLAMA,
+    "olmo": LLAMA,
+    "helium": LLAMA,
+    "starcoder2": LLAMA,
+    "mixtral": LLAMA,
+    "qwen3_moe": LLAMA,
+    "gpt_oss": LLAMA,
+    "deepseek_v3": LLAMA._replace(projections=()),
+    "phi3": _PHI3,
     "gemma2": _GEMMA2,
     "gemma3_text": _GEMMA2,
     "gpt2": _GPT2,
     "gpt_neox": _NEOX,
 }
+_POST_NORM = "it normalises after each addition and has no residual stream for a mixer to read"
 PREFIX = "depthmix_"  # prefix of the model types of retrofitted models
-POST_NORM = {"olmo2", "olmo3", "bert", "roberta", "opt"}  # some or all of whose norms come after the addition
+POST_NORM = {"bert", "roberta"}  # norm(x + f(x))
+NORMED_OUTPUTS = {"olmo2", "olmo3"}  # x + norm(f(x))
 
 
 def plain_type(config: Any) -> str:
@@ -98,9 +117,19 @@ def why_not(model: Any) -> str | None:
     if kind == MODEL_TYPE:
         return "a model of depthmix already has a mixer, which is chosen when the model is built"
     if kind in POST_NORM:
-        return f"{kind} is a post-norm model: it normalises after each addition and has no residual stream for a mixer to read"
+        return f"{kind} is a post-norm model: {_POST_NORM}"
+    if kind in NORMED_OUTPUTS:
+        what = f"{kind} norms what sublayers return and not what they read, x + norm(f(x))"
+        return f"{what}: a rule may begin with a share of the stream, for which only a norm before a sublayer makes up"
+    if kind == "opt":
+        if not config.do_layer_norm_before:  # type: ignore[union-attr]
+            return f"opt with do_layer_norm_before=False is a post-norm model: {_POST_NORM}"
+        return "the MLP of opt is no module of its own: its layer calls fc1 and fc2 between two additions"
     if kind not in ARCHITECTURES:
-        return f"the architecture {kind!r} is not known; known are {', '.join(sorted(ARCHITECTURES))}"
+        # The check runs the model, and registers what it recognises.
+        from depthmix.hf.recognised import why_not_recognised
+
+        return why_not_recognised(model)
     if kind == "gpt2" and config.add_cross_attention:  # type: ignore[union-attr]
         return "gpt2 with cross attention has three sublayers per layer"
     structure, base = ARCHITECTURES[kind], model.base_model

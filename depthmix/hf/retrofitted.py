@@ -36,7 +36,7 @@ from transformers.conversion_mapping import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from depthmix.hf.architectures import ARCHITECTURES, PREFIX
+from depthmix.hf.architectures import ARCHITECTURES, LLAMA, PREFIX, Architecture
 from depthmix.hf.carried import CarriesCode
 from depthmix.hf.depth_weights import GeneratesDepthWeights, forward_with_weights
 from depthmix.hf.layer_count import explained
@@ -113,9 +113,27 @@ def _reset_missing(model: Any, names: Iterable[str]) -> None:
 def register() -> None:
     """Register the configurations of all retrofitted architectures with the Auto classes."""
     for kind in ARCHITECTURES:
-        if kind in CONFIG_MAPPING:
-            config = config_class(CONFIG_MAPPING[kind])
-            AutoConfig.register(config.model_type, config, exist_ok=True)
+        _register_config(kind)
+
+
+def _register_config(kind: str) -> None:
+    if kind in CONFIG_MAPPING:
+        config = config_class(CONFIG_MAPPING[kind])
+        AutoConfig.register(config.model_type, config, exist_ok=True)
+
+
+def register_architecture(model_type: str, structure: Architecture = LLAMA) -> None:
+    """Say how the layers of a model type are made, so that `retrofit` and `from_pretrained` know it in this process.
+
+    Args:
+        model_type: `model_type` of the model's configuration.
+        structure: Names of the modules of a layer; by default those of Llama.
+
+    Example:
+        >>> depthmix.hf.register_architecture("minimax_m2")
+    """
+    ARCHITECTURES[model_type] = structure
+    _register_config(model_type)
 
 
 @functools.cache

@@ -71,7 +71,8 @@ def retrofit(model: Any, mixer: str, *, quiet: bool = False, **options: Any) -> 
     is_ours = isinstance(model, DepthmixPreTrainedModel)
     reason = _why_not_own(model) if is_ours else why_not(model)
     if reason is None:
-        reason = why_not_plain(_on_meta(model, mixer, options))
+        rule = _on_meta(model, mixer, options)
+        reason = why_not_plain(rule) or (None if is_ours else _why_not_apart(model, rule))
     if reason is not None:
         raise UserError(f"cannot retrofit: {reason}")
     before = (
@@ -202,6 +203,14 @@ def _on_meta(model: Any, mixer: str, options: dict[str, Any]) -> Mixer:
             return _create(model, mixer, options)
         c = model.config.decoder_config()
         return create_mixer(mixer, dim=c.dim, n_blocks=c.n_blocks, **options)
+
+
+def _why_not_apart(model: Any, rule: Mixer) -> str | None:
+    """Explain why a model cannot have a rule whose queries, keys and values read apart; None if it can."""
+    if architecture(model.config).projections or all(rule.ways(site) == 1 for site in range(rule.n_sites)):
+        return None
+    what = "has no projections of queries, keys and values that could read apart"
+    return f"{model.config.model_type} {what}: choose a rule, or options, with one way"
 
 
 def _why_not_own(model: Any) -> str | None:
