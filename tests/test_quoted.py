@@ -1,0 +1,94 @@
+"""Numbers that pages quote by hand, each held to the result it comes from. tests/test_readme.py and test_site.py have others."""
+
+import json
+import re
+import statistics
+import tomllib
+
+import pytest
+
+import depthmix
+from lab.claims import contrast, read_results
+from lab.long_study import RATES
+from lab.readme_table import tuning_gain
+from project import ROOT
+
+DOCS, H200 = ROOT / "docs", ROOT / "benchmarks" / "results" / "h200"
+
+
+def page(name):
+    return (DOCS / name).read_text()
+
+
+@pytest.fixture(autouse=True)
+def root(monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+
+def test_what_tuning_gives_the_plain_model():
+    """One number on the pages that advise to tune first."""
+    gain = f"{tuning_gain(read_results(RATES)):.3f} nats"
+    assert f"lowered its loss by {gain}" in page("which-rule.md")
+    assert gain in (ROOT / "README.md").read_text()
+
+
+def test_versions():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    python, torch = (
+        re.search(r">=([\d.]+)", text)[1] for text in (project["requires-python"], project["dependencies"][0])
+    )
+    assert f"Python {python} or newer" in page("install.md")
+    assert f"Python {python} or newer" in (ROOT / "README.md").read_text()
+    assert f"PyTorch {torch} or newer" in page("install.md")
+    assert f"| depthmix {depthmix.__version__} |" in page("other-packages.md")
+    extras = set(project["optional-dependencies"]) - {"dev", "lint", "docs"}
+    assert set(re.findall(r"'\.\[(\w+)\]'", page("install.md"))) == extras
+
+
+def test_a_retrofitted_model_gains_nothing():
+    table = page("results/retrofit-54m/table.md")
+    differences = [abs(float(x)) for x in re.findall(r"^\| [a-z].*? \| [\d.]+ ± [\d.]+ \| ([+-][\d.]+) ±", table, re.M)]
+    assert len(differences) == 3
+    said = re.search(r"all differences are below ([\d.]+) nats", page("guides/retrofit.md"))
+    assert max(differences) < float(said[1]) < 0.001
+
+
+def test_accuracy_of_images():
+    found = read_results("cifar10")
+    points = contrast(found, {"dca": 1.0, found.first: -1.0}, True).value
+    assert f"{points:.1f} points more images right" in page("guides/images.md")
+
+
+def test_steps_on_several_processes():
+    rows = re.findall(
+        r"\| gutenberg-54m, residual: .*? \| (DDP|FSDP2) \| .*? \| ([\d.]+) \(≤",
+        (H200 / "parallel-step.md").read_text(),
+    )
+    ddp, fsdp = (dict(reversed(rows))[name] for name in ("DDP", "FSDP2"))
+    assert f"takes {ddp} times the plain loop's under DDP, and {fsdp} under FSDP2" in page("guides/several-gpus.md")
+
+
+def test_the_copy_that_kernels_are_held_to():
+    copy = re.search(r"D=2048 \| copy \| 1 \| ([\d.]+) \|", (H200 / "kernels.md").read_text())
+    assert f"about {float(copy[1]) / 1000:.1f} TB/s" in page("concepts/kernels.md")
+
+
+def test_what_skipped_sublayers_cost():
+    folder = ROOT / "lab" / "results" / "gutenberg-54m-inside"
+    documents = [json.loads(path.read_text())["document"] for path in sorted(folder.glob("*/seed-0/insight.json"))]
+    assert len(documents) == 5
+    changes = [document["skips"]["change"] for document in documents]
+    first = [change[1] for change in changes]
+    others = [statistics.median(change[2:]) for change in changes]
+    cheap = [sum(x < 0.1 for x in change) for change in changes]
+    text = page("findings.md")
+    assert f"costs {min(first):.1f} to {max(first):.1f} nats in every model" in text
+    assert f"costs {min(others):.2f} to {max(others):.2f} in the median" in text
+    assert f"{min(cheap)} to {max(cheap)} of the 24 sublayers cost less than 0.1 nats" in text
+
+
+def test_how_alike_streams_stay():
+    path = ROOT / "lab" / "results" / "gutenberg-54m-inside" / "mhc" / "seed-0" / "insight.json"
+    cosines = json.loads(path.read_text())["document"]["streams"]["similarity"][-1]
+    apart = [x for i, row in enumerate(cosines) for j, x in enumerate(row) if i != j]
+    assert f"cosines of {min(apart):.2f} to {max(apart):.2f}" in page("findings.md")
