@@ -43,6 +43,10 @@ def test_versions():
     assert f"| depthmix {depthmix.__version__} |" in page("other-packages.md")
     extras = set(project["optional-dependencies"]) - {"dev", "lint", "docs"}
     assert set(re.findall(r"'\.\[(\w+)\]'", page("install.md"))) == extras
+    others = page("other-packages.md").lower()
+    for pin in project["optional-dependencies"]["bench"]:
+        name, version = pin.split("==")
+        assert re.search(rf"\| \[?{name}\b[^|]* {re.escape(version)} \|", others), pin
 
 
 def test_a_retrofitted_model_gains_nothing():
