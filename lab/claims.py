@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from depthmix.compare import results as comparison
-from depthmix.compare.interval import student_t, wilson
+from depthmix.compare.interval import CONFIDENCE, student_t
 from depthmix.compare.recipe import Recipe, load_recipe
 from depthmix.compare.records import RUNS, read_records
 from depthmix.compare.report import RECIPE
@@ -381,6 +381,14 @@ def _advantage(results: Results, place: str, timed: bool) -> Measurement | None:
     if fitted is None:
         return None
     return Measurement(fitted[1].factor, fitted[1].low, fitted[1].high, len(points_by_arm[arm]), of="sizes")
+
+
+def wilson(n: int, of: int) -> tuple[float, float]:
+    """Return the 95% interval of a share, `n` of `of`, by Wilson's score."""
+    z = statistics.NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
+    middle = (n + z * z / 2) / (of + z * z)
+    half = z * math.sqrt(n * (of - n) / of + z * z / 4) / (of + z * z)
+    return max(middle - half, 0.0), min(middle + half, 1.0)
 
 
 def _spikes(results: Results, arm: str, against: str) -> Measurement | None:

@@ -23,6 +23,7 @@ from depthmix.report.figures import (
     save_figure,
     style_of,
 )
+from depthmix.report.plots import time_unit
 
 DIFFERENCES, TRAINING = "differences", "training"
 # Loss curves by what is on the x axis.
@@ -154,7 +155,7 @@ def plot_curves(runs: Sequence[Run], arms: Sequence[str], axis: str) -> Any:
     curves = {arm: curve_over_seeds(of_arm, axis) for arm, of_arm in finished.items() if of_arm}
     figure, (axes,) = panels_of([""], 8.4, 4.8 + 0.2 * -(-len(curves) // 2))
     longest = max(x[-1] for x, *_ in curves.values())
-    scale, unit = _time_unit(longest) if axis == "time" else (1.0, "")
+    scale, unit = time_unit(longest) if axis == "time" else (1.0, "")
     for place, arm in enumerate(arms):
         if arm not in curves:
             continue
@@ -189,7 +190,3 @@ def _limit(axes: Any, curves: dict[str, Any]) -> None:
     margin = 0.06 * (max(top, highest) - lowest) or 0.1
     axes.set_ylim(lowest - margin, max(top, highest) + margin)
     axes.set_xlim(left=0)
-
-
-def _time_unit(longest: float) -> tuple[float, str]:
-    return (1.0, "seconds") if longest < 180 else (60.0, "minutes") if longest < 10800 else (3600.0, "hours")

@@ -41,14 +41,6 @@ def student_t(df: int, confidence: float = CONFIDENCE) -> float:
     return math.sqrt(df) * math.tan((low + high) / 2)
 
 
-def wilson(n: int, of: int) -> tuple[float, float]:
-    """Return the 95% interval of a share, `n` of `of`, by Wilson's score."""
-    z = statistics.NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
-    middle = (n + z * z / 2) / (of + z * z)
-    half = z * math.sqrt(n * (of - n) / of + z * z / 4) / (of + z * z)
-    return max(middle - half, 0.0), min(middle + half, 1.0)
-
-
 def half_width(values: Sequence[float]) -> float | None:
     """Return half the width of the 95% interval of the mean; None for one value, which says nothing about chance."""
     if len(values) < 2:

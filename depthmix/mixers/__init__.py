@@ -1,4 +1,4 @@
-"""The mechanisms, one file each. Importing this package registers them: every module in its folder is imported."""
+"""The rules, one file each. Importing this package registers them: every module in its folder is imported."""
 
 import importlib
 import pkgutil

@@ -134,14 +134,14 @@ def choose(op: str, x: Tensor, unsupported: str | None, backend: str | None = No
     Raises:
         BackendError: "triton" was asked for and cannot run this call.
     """
-    asked = _check(backend) or (_thread.forced if torch.compiler.is_compiling() else _forced.get())
-    if asked == "reference":
-        return asked
-    if asked is None and not x.is_cuda:
+    requested = _check(backend) or (_thread.forced if torch.compiler.is_compiling() else _forced.get())
+    if requested == "reference":
+        return requested
+    if requested is None and not x.is_cuda:
         return "reference"
     why = why_no_kernels(x.device.type, x.device.index) or unsupported
     if why is None and transformed():
         why = "torch.func and forward-mode derivatives go through the reference"
-    if asked == "triton" and why is not None:
+    if requested == "triton" and why is not None:
         raise BackendError(f"{op}: the triton backend cannot be used: {why}")
     return "reference" if why is not None else "triton"

@@ -43,7 +43,7 @@ def leading(x: Tensor) -> int:
 
 def check_shape(op: str, name: str, x: Tensor, like: Tensor, *shapes: tuple[int, ...]) -> None:
     """Raise ValueError unless x is floating-point, has one of `shapes` and is on the device of `like`."""
-    # Tuples of another length are equal in no place that counts, but comparing them would tie a dynamic size to a number.
+    # Compare lengths first. Comparing tuples of different lengths would make torch.compile specialise a dynamic size.
     if not any(len(shape) == x.ndim and tuple(x.shape) == shape for shape in shapes):
         expected = " or ".join(str(list(s)) for s in shapes)
         raise ValueError(f"{op}: expected {name} of shape {expected}, got {list(x.shape)}")

@@ -113,12 +113,6 @@ def fused_gains(norms: Sequence[Any], x: Tensor) -> tuple[list[Tensor], float] |
     return [n.weight for n in rms], eps_of(rms[0], x)
 
 
-def fused_norms(norms: Sequence[Any], x: Tensor) -> tuple[Tensor, float] | None:
-    """Return `fused_gains` with the gains as one tensor [W, D]."""
-    fused = fused_gains(norms, x)
-    return None if fused is None else (side_by_side(fused[0]), fused[1])
-
-
 def side_by_side(rows: Tensor | Sequence[Tensor]) -> Tensor:
     """Return rows [D] as one tensor [W, D]; several rows are copied."""
     if isinstance(rows, Tensor):

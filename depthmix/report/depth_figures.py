@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from depthmix.report.figures import MISSING, legend_below, load, save_figure, style_of
-from depthmix.report.inside import largest, names_of, of_way, square, way_names
+from depthmix.report.inside import largest, mean, names_of, of_way, square, way_names
 
 Document = Mapping[str, Any]
 MAP, OVER_DEPTH = "depth-map", "over-depth"
@@ -70,8 +70,8 @@ def plot_over_depth(documents: Sequence[Document]) -> Any:
     for axes, (name, title) in zip(panels, QUANTITIES.items(), strict=True):
         values: list[float] = []
         for i, document in enumerate(documents):
-            found = document["dynamics"][name]
-            y = [_mean(v) if isinstance(v, list) else v for v in found]
+            by_site = document["dynamics"][name]
+            y = [mean(v) if isinstance(v, list) else v for v in by_site]
             values += [v for v in y if v is not None]
             colour, dashes = style_of(i)
             drawn = [float("nan") if v is None else v for v in y]
@@ -109,8 +109,3 @@ def _names(axes: Any, axis: str, names: Sequence[str], angle: float) -> None:
     getattr(axes, f"set_{axis}ticks")(places, [names[i] for i in places], rotation=angle, fontsize=8)
     for text in getattr(axes, f"get_{axis}ticklabels")():
         text.set_parse_math(False)
-
-
-def _mean(values: Sequence[float | None]) -> float | None:
-    known = [v for v in values if v is not None]
-    return sum(known) / len(known) if known else None

@@ -65,14 +65,14 @@ def explorer_data(documents: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
 
 def labels(documents: Sequence[Mapping[str, Any]]) -> list[str]:
     """Name each model: by its label, otherwise by its mixer and options. Models of the same name get their run's folder added."""
-    names = [document.get("label") or _mechanism(document) for document in documents]
+    names = [document.get("label") or _rule_of(document) for document in documents]
     return [
         f"{name} ({document['run']})" if names.count(name) > 1 else name
         for name, document in zip(names, documents, strict=True)
     ]
 
 
-def _mechanism(document: Mapping[str, Any]) -> str:
+def _rule_of(document: Mapping[str, Any]) -> str:
     options = ",".join(f"{k}={v}" for k, v in document["mixer_options"].items())
     return f"{document['mixer']}:{options}" if options else str(document["mixer"])
 

@@ -274,7 +274,7 @@ def over_depth(document: Document, first: Document | None) -> list[Panel]:
             "Size of what each site reads",
             "The size (RMS) of what a site reads before its norm{comparison}. Where it grows with depth, later outputs must be ever larger to count.",
             "RMS",
-            lambda d: [_mean(ways) for ways in d["dynamics"]["input_rms"]],
+            lambda d: [mean(ways) for ways in d["dynamics"]["input_rms"]],
         ),
         panel(
             "Size of each site's output",
@@ -292,13 +292,14 @@ def over_depth(document: Document, first: Document | None) -> list[Panel]:
             "How widely each site reads",
             "The effective number of sources of a reader{comparison}: as many equally weighted sources would have the same entropy. 1 is a single source; the plain residual reads all of them.",
             "effective sources",
-            lambda d: [_mean(ways) for ways in d["mixing"]["effective"]],
+            lambda d: [mean(ways) for ways in d["mixing"]["effective"]],
             log=False,
         ),
     ]
 
 
-def _mean(values: Sequence[float | None]) -> float | None:
+def mean(values: Sequence[float | None]) -> float | None:
+    """Return the mean of the values that are known; None if there are none."""
     known = [v for v in values if v is not None]
     return sum(known) / len(known) if known else None
 
@@ -319,7 +320,7 @@ def streams(document: Document) -> list[Panel]:
     pairs = [(i, j) for i in range(n) for j in range(i)]
     similarities = [[matrix[i][j] for i, j in pairs] for matrix in measured["similarity"]]
     lines = [
-        Line("mean", [_mean(values) for values in similarities], "@series1"),
+        Line("mean", [mean(values) for values in similarities], "@series1"),
         Line("most alike", [max(_known(values), default=None) for values in similarities], "@soft", "dot"),
         Line("least alike", [min(_known(values), default=None) for values in similarities], "@soft", "dash"),
     ]
@@ -370,7 +371,7 @@ def over_training(document: Document) -> list[Panel]:
         (
             "Over training: size of what each site reads",
             "The size (RMS) of what each site reads at every recorded step, from left to right. Rows are sites; the last row is what the prediction is made from.",
-            [[_mean(ways) for ways in line["input_rms"]] for line in lines],
+            [[mean(ways) for ways in line["input_rms"]] for line in lines],
         ),
         (
             "Over training: gradient at each site",

@@ -62,31 +62,31 @@ KERNELS = "kernels of "  # prefix of an entry, before the name of a rule
 
 def code_of(mixer: str, images: bool = False) -> dict[str, str]:
     """Return {file: checksum} for runs with a mixer, and one checksum of all the kernels they use."""
-    mechanism = mixer_class(mixer)
-    file = _file_of_class(mechanism)
+    rule = mixer_class(mixer)
+    file = _file_of_class(rule)
     files = _files(file, images)
     meaning = {_name(path): checksum(path) for path in files if not _is_kernel(path)}
     if file is None:
-        meaning[f"the class {mechanism.__name__}"] = _checksum_of_class(mechanism)
+        meaning[f"the class {rule.__name__}"] = _checksum_of_class(rule)
     if images:
         meaning[TASK] = _checksum(PACKAGE / TASK, TASK_OF_IMAGES)
     kernels = hashlib.sha256("".join(checksum(path) for path in files if _is_kernel(path)).encode())
     return {**meaning, KERNELS + mixer: kernels.hexdigest()[:12]}
 
 
-def _file_of_class(mechanism: type) -> Path | None:
+def _file_of_class(rule: type) -> Path | None:
     """Return the file that defines a class; None for one defined in a notebook or by `python -c`."""
     try:
-        file = Path(inspect.getfile(mechanism))
+        file = Path(inspect.getfile(rule))
     except (OSError, TypeError):
         return None
     return file if file.is_file() else None
 
 
-def _checksum_of_class(mechanism: type) -> str:
+def _checksum_of_class(rule: type) -> str:
     """Hash the compiled methods of a class whose source is in no file."""
     digest = hashlib.sha256()
-    for name, value in sorted(vars(mechanism).items()):
+    for name, value in sorted(vars(rule).items()):
         function = getattr(value, "__func__", getattr(value, "fget", value))
         if isinstance(function, FunctionType):
             digest.update(repr((name, function.__defaults__, function.__kwdefaults__)).encode())
@@ -159,9 +159,9 @@ def _is_kernel(path: Path) -> bool:
 
 
 @functools.cache
-def _files(mechanism: Path | None, images: bool) -> list[Path]:
+def _files(rule: Path | None, images: bool) -> list[Path]:
     roots = [OF_IMAGES.get(root, root) if images else root for root in ROOTS]
-    needed = _closure([*([mechanism] if mechanism else []), *(PACKAGE / root for root in roots)])
+    needed = _closure([*([rule] if rule else []), *(PACKAGE / root for root in roots)])
     silent = (*SILENT, *(SILENT_FOR_IMAGES if images else SILENT_FOR_TEXT))
     return sorted(path for path in needed if _name(path) not in silent)
 

@@ -238,7 +238,7 @@ def load_parameters(model: Any, tensors: dict[str, Tensor], mixer: str, what: st
         if name not in named or name not in tensors:
             kind = "has" if name in tensors else "lacks"
             raise UserError(
-                f"the checkpoint at {what} {kind} {name}: it is of another mechanism or size than {mixer} as configured",
+                f"the checkpoint at {what} {kind} {name}: it is of another rule or size than {mixer} as configured",
                 CHECKPOINT,
             )
         if named[name].shape != tensors[name].shape:

@@ -7,7 +7,7 @@ import pytest
 
 from compare import recipes
 from compare.recipes import a_run
-from depthmix.compare.interval import OWN_SEEDS, student_t, wilson
+from depthmix.compare.interval import OWN_SEEDS, student_t
 from depthmix.compare.spread import Spread, around, pooled, spreads
 
 
@@ -111,9 +111,3 @@ def test_sizes_of_a_domain_are_one_unless_they_are_rates(tmp_path):
         names = [cell.name for cell in study.cells]
         found = spreads(study, dict(zip(names, cells.values(), strict=True)))
         assert (found[names[0]] == found[names[1]]) is same
-
-
-def test_shares_have_wilsons_interval():
-    assert wilson(0, 10) == pytest.approx((0.0, 0.2775), abs=1e-4)  # Newcombe 1998, and any calculator since
-    assert wilson(3, 10) == pytest.approx((0.1078, 0.6032), abs=1e-4)
-    assert wilson(10, 10) == pytest.approx((0.7225, 1.0), abs=1e-4)

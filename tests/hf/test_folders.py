@@ -207,7 +207,7 @@ def test_folders_that_are_missing_or_foreign(tmp_path, capsys, copy):
     ("changes", "words"),
     [
         ({"mixer": "atnres"}, ["describes no model", "attnres"]),
-        ({"mixer": "rezero"}, ["lacks mixer.alpha", "another mechanism or size"]),
+        ({"mixer": "rezero"}, ["lacks mixer.alpha", "another rule or size"]),
         ({"hidden_size": 64, "head_dim": 16}, ["of shape", "another size"]),
         ({"vocab_size": 100}, ["tokenizer.json has 300 entries and the model 100"]),
         ({"num_hidden_layers": "two"}, ["describes no model"]),

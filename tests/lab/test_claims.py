@@ -30,6 +30,7 @@ from lab.claims import (
     measure,
     read_results,
     verdicts,
+    wilson,
 )
 from project import ROOT
 from train.refused import refused
@@ -450,3 +451,9 @@ def test_the_long_study_says_how_much_of_it_is_done(monkeypatch):
     assert "under way" not in some
     assert "](results/long-rates/table.md)" in some
     assert module._long_study({}.get) == []
+
+
+def test_shares_have_wilsons_interval():
+    assert wilson(0, 10) == pytest.approx((0.0, 0.2775), abs=1e-4)  # Newcombe 1998, and any calculator since
+    assert wilson(3, 10) == pytest.approx((0.1078, 0.6032), abs=1e-4)
+    assert wilson(10, 10) == pytest.approx((0.7225, 1.0), abs=1e-4)

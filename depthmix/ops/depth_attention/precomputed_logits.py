@@ -1,4 +1,4 @@
-"""Work on older sources that reads to come will need, done ahead of them: the queries of all sites are known beforehand.
+"""Work on older sources that several later reads share. It needs the queries alone, which are known before the first read.
 
 Results are caches without autograd history. Gradients always go from each read to each of its sources (source_order.py).
 """

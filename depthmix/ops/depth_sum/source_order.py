@@ -165,14 +165,14 @@ def read_sums(
         ]
     passed = outs.pop() if passes else None
     fresh = None if add is None else outs.pop()
-    rough = None if plan.raw is None else outs.pop()
-    return Result(tuple(outs), outs[raw] if gain is None and raw is not None else rough, fresh, passed)
+    before_norm = None if plan.raw is None else outs.pop()
+    return Result(tuple(outs), outs[raw] if gain is None and raw is not None else before_norm, fresh, passed)
 
 
 class ReadOptions(NamedTuple):
     """Arguments of a read besides tensors that have gradients."""
 
-    weights: Weights  # without static, dynamic and table, which have
+    weights: Weights  # without static, dynamic and table: these have gradients
     eps: float = 0.0
     raw: int | None = None
     passes: bool = False

@@ -21,9 +21,9 @@ from depthmix.ops.gpu.addresses import aligned
 from depthmix.ops.gpu.dependent_launch import dependent_launch, wait_for_previous_kernel
 from depthmix.ops.gpu.launch import launch, repeat_last
 
-# Most numbers of sources that a lane holds.
+# A lane holds at most this many numbers of sources.
 LANE = 128
-# The same beside as many fp32 weights.
+# A lane that also holds their fp32 weights holds at most this many.
 SUM_LANE = 64
 
 

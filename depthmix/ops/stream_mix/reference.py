@@ -3,7 +3,7 @@
     read:   u    = Σ_i pre[i] x_i
     write:  x'_o = Σ_i res[o, i] x_i + post[o] y          (res None: x'_o = x_o + post[o] y)
 
-x [..., n, C]; pre, post [..., n] and res [..., n, n] a token, or without the leading dimensions the same for every token.
+x [..., n, C]. pre and post are [..., n] and res [..., n, n] with weights per token, or [n] and [n, n] with one for all tokens.
 """
 
 import torch

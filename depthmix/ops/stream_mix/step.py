@@ -126,7 +126,7 @@ class _Step(torch.autograd.Function):
             c = None
             if h is not None:
                 c, dgain = norm_backward(dh, h, x, copies, n, a.pre, a.gain, rho)
-            read = ReadGradient(dh, a.pre, a.gain, rho, c, wanted=needed[4])
+            read = ReadGradient(dh, a.pre, a.gain, rho, c, need_dpre=needed[4])
         scan, dw, dbase, dscale = None, None, None, None
         if rule is not None and not (dpre is None and dpost is None and dres is None):
             dz, parts, slopes, dbase, dscale = weights.backward(

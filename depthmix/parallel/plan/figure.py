@@ -21,7 +21,7 @@ MICROS = 4 * max(RANKS)
 
 
 def draw(rows: Sequence[Row], config: PlanConfig, path: str) -> None:
-    """Write the figure. Its right half shows the mechanism whose state is largest at the end."""
+    """Write the figure. Its right half shows the rule whose state is largest at the end."""
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 

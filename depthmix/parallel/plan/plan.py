@@ -22,7 +22,7 @@ from depthmix.parallel.plan.step import predict
 # Vocabulary if neither the recipe nor the data says it.
 VOCABULARY = 16384
 # Label, name and options.
-Mechanism = tuple[str, str, dict[str, Any]]
+RuleArm = tuple[str, str, dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -35,19 +35,19 @@ class Plan:
     warnings: list[str]
 
 
-def plan(config: PlanConfig, mechanisms: Sequence[Mechanism]) -> Plan:
-    """Plan a recipe for each of several mechanisms.
+def plan(config: PlanConfig, rules: Sequence[RuleArm]) -> Plan:
+    """Plan a recipe for each of several rules.
 
     Args:
-        config: the recipe. With a layout, it is used for all mechanisms; otherwise `propose` chooses.
-        mechanisms: label, name and options of each.
+        config: the recipe. With a layout, it is used for all rules; otherwise `propose` chooses.
+        rules: label, name and options of each.
 
     Raises:
         UserError: the recipe or the layout makes no sense.
     """
     gpu = find_gpu(config.gpu)
     _check(config)
-    counts_by_label = [(label, _count(config, label, name, options)) for label, name, options in mechanisms]
+    counts_by_label = [(label, _count(config, label, name, options)) for label, name, options in rules]
     counts = [c for _, c in counts_by_label]
     warnings: list[str] = []
     if config.layout:
@@ -74,7 +74,7 @@ def plan(config: PlanConfig, mechanisms: Sequence[Mechanism]) -> Plan:
 
 
 def propose(counts: Sequence[Counts], config: PlanConfig, gpu: Gpu) -> tuple[Layout, bool]:
-    """Return the layout in which the slowest of the mechanisms is fastest, and True if it fits.
+    """Return the layout in which the slowest of the rules is fastest, and True if it fits.
 
     If no layout fits, the layout that needs the least memory is returned, and False.
     """

@@ -16,7 +16,7 @@ from depthmix.parallel.plan.step import Prediction
 
 @dataclass(frozen=True)
 class Row:
-    """The plan for a mechanism in a layout."""
+    """The plan for a rule in a layout."""
 
     label: str
     counts: Counts

@@ -223,7 +223,7 @@ class Source(NamedTuple):
 
     v: Tensor
     g: Tensor | None = None  # from elsewhere
-    part: Tensor | None = None  # from readers seen before, fp32
+    part: Tensor | None = None  # fp32, from readers that an earlier launch processed
     whole: bool = True  # whether these are the last readers
     need_dv: bool = True
 

@@ -199,7 +199,7 @@ class SplitRows(NamedTuple):
             return cls(high, high)
         if torch.is_grad_enabled():
             return cls(high, (queries - high.float()).to(kind))
-        # The same numbers as below autograd, in one launch.
+        # The numbers of the line above, in one launch. `out=` has no autograd.
         return cls(high, torch.sub(queries, high, out=torch.empty_like(high)))
 
     def after(self, row: int) -> "SplitRows":

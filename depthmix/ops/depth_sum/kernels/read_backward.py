@@ -283,13 +283,13 @@ def read_backward(
     dim = v.shape[-1]
     tokens = v.numel() // dim
     norm, has_raw = gain is not None, draw is not None and raw is not None and raw < normed
-    dots_wanted = need.dynamic or (need.static and kind_of(static, dim) == 2)
-    rows_wanted = need.static and kind_of(static, dim) == 1
-    if not (norm or has_raw or passed is not None or dots_wanted or rows_wanted):
+    need_dots = need.dynamic or (need.static and kind_of(static, dim) == 2)
+    need_rows = need.static and kind_of(static, dim) == 1
+    if not (norm or has_raw or passed is not None or need_dots or need_rows):
         return ReadGradients(list(dy), None, None, None)
     do = [torch.empty_like(g) if norm or (has_raw and i == raw) else g for i, g in enumerate(dy)]
     do += [draw if draw is not None and i == raw else torch.zeros_like(v) for i in range(normed, ways)]
-    # The dynamic part's own clamp is not that of the static one: where both are wanted as numbers it is applied below.
+    # The dynamic part is clamped apart from the static one. If both gradients are dot products, the clamp follows below.
     clamp_later = relu == 1 and need.static and kind_of(static, dim) == 2
     fp32: Any = {"dtype": torch.float32, "device": v.device}
     block = triton.next_power_of_2(dim)
@@ -316,26 +316,26 @@ def read_backward(
                 num_warps=norm_warps, num_stages=1,
             )  # fmt: skip
     by_source = need.by_source and not clamp_later
-    dots = torch.empty(tokens if dots_wanted else 0, *((n, ways) if by_source else (ways, n)), **fp32)
+    dots = torch.empty(tokens if need_dots else 0, *((n, ways) if by_source else (ways, n)), **fp32)
     part = torch.empty(0, **fp32)
-    if dots_wanted or rows_wanted:
+    if need_dots or need_rows:
         # A larger group would need more registers than there are.
         group = group or (4 if ways == 1 and n > 2 and relu != 2 else 2)
         groups = triton.cdiv(n, group)
         programs = min(max(tokens, 1), programs or max(1, 12 * cores // groups))
-        part = make(programs, ways, n if rows_wanted else 0, dim, **fp32)
+        part = make(programs, ways, n if need_rows else 0, dim, **fp32)
         if tokens:
             launch(
                 _weight_backward_kernel, (groups, programs), v,
                 table, *repeat_last(do, 4), rms if static is None else static, dots, part, tokens, n,
                 D=dim, BD=block, WAYS=ways, G=group, UP=max(2, triton.next_power_of_2(ways * group)), STATIC=kind_of(static, dim),
-                DYNAMIC=dynamic is not None, RELU=0 if clamp_later else relu, DOTS=dots_wanted, ROWS=rows_wanted,
+                DYNAMIC=dynamic is not None, RELU=0 if clamp_later else relu, DOTS=need_dots, ROWS=need_rows,
                 ALIGNED=aligned(dim, sources), BY_SOURCE=by_source, STAGES=1 if relu == 2 else 4, num_warps=min(32, max(1, block // 512)), num_stages=1,
             )  # fmt: skip
     dots = dots.transpose(1, 2) if by_source else dots
     dstatic = None
     if need.static:
-        dstatic = sum_programs(part) if rows_wanted else dots.sum(0).unsqueeze(-1)
+        dstatic = sum_programs(part) if need_rows else dots.sum(0).unsqueeze(-1)
     if clamp_later and dynamic is not None:
         dots = dots * (torch.stack(list(dynamic), -1) >= 0)
     return ReadGradients(

@@ -158,7 +158,7 @@ class Target(NamedTuple):
 
     like: Tensor  # the source, or a tensor like it
     g: Tensor | None = None  # from elsewhere, like the source
-    part: Tensor | None = None  # from readers seen before, fp32
+    part: Tensor | None = None  # fp32, from readers that an earlier launch processed
     whole: bool = True  # whether these are the last readers
 
 

@@ -81,8 +81,8 @@ def _norm_backward_kernel(
 ):  # fmt: skip
     d = tl.arange(0, BD)
     k = tl.load(gain + d, mask=d < D, other=1.0)[None, :]
-    # Then u cannot be recovered from h.
-    lost = tl.min(tl.min(tl.abs(k), 1), 0) < SMALL
+    # u cannot be recovered from h where the gain is close to zero.
+    inexact = tl.min(tl.min(tl.abs(k), 1), 0) < SMALL
     back = 1.0 / tl.where(tl.abs(k) < SMALL, 1.0, k)
     sums = tl.zeros([BT, BD], tl.float32)
     for start in tl.range(tl.program_id(0).to(tl.int64) * BT, N, tl.num_programs(0) * BT, num_stages=STAGES):
@@ -92,7 +92,7 @@ def _norm_backward_kernel(
         at = t[:, None] * D + d[None, :]
         g = tl.load(dh + at, mask=ok, other=0.0).to(tl.float32)
         u = tl.load(h + at, mask=ok, other=0.0).to(tl.float32) * back
-        if lost:
+        if inexact:
             u = weighted(load_streams(x, t, d, ok, D, n, COPIES), load_weights(pre, t, inside, n, STATIC), n, 0, 1)
             u = u * tl.load(rho + t, mask=inside, other=0.0)[:, None]
         sums += g * u

@@ -161,7 +161,7 @@ class ReadGradient(NamedTuple):
     gain: Tensor | None
     rho: Tensor | None  # [N]
     c: Tensor | None  # [N]
-    wanted: bool = False  # dpre
+    need_dpre: bool = False
 
 
 class ScanGradient(NamedTuple):
@@ -179,7 +179,7 @@ class WriteGradients(NamedTuple):
     dy: Tensor | None
     dpost: Tensor | None  # [N, n]
     dres: Tensor | None  # [N, n, n]
-    dpre: Tensor | None  # [N, n], if it was wanted
+    dpre: Tensor | None  # [N, n], with need_dpre
 
 
 def write_backward(
@@ -191,7 +191,7 @@ def write_backward(
     g: the gradient of x' from the next step, [N, n, D].
     """
     tokens, dim = x.shape[0], x.shape[-1]
-    dx, dy, dpost, dres, dpre = out = _gradients_like(x, n, y, res, read is not None and read.wanted)
+    dx, dy, dpost, dres, dpre = out = _gradients_like(x, n, y, res, read is not None and read.need_dpre)
     if tokens:
 
         def or_x(tensor: Tensor | None) -> Tensor:
