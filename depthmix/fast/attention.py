@@ -29,6 +29,7 @@ from depthmix.ops.depth_attention.precomputed_logits import (
     precompute_group,
     precompute_logits,
 )
+from depthmix.ops.depth_attention.reference_autograd import Options
 from depthmix.ops.depth_attention.source_order import OP, is_pair, read_sources
 from depthmix.ops.norm import fused_gains, side_by_side
 from depthmix.ops.row_gradients import collect_rows
@@ -172,14 +173,8 @@ def why_no_kernels(mixer: AttnRes, tensors: Sequence[Tensor]) -> str | None:
 
 def is_usual_rule(mixer: AttnRes) -> bool:
     """Tell whether kernels of whole stacks know the options; the paper's ablations have kernels read by read."""
-    static = mixer.query_from == "learned"
-    rule = {
-        "key_norm": mixer.key_norm,
-        "heads": mixer.heads,
-        "activation": mixer.weights,
-        "value_norm": mixer.value_norm,
-    }
-    return is_usual(static=static, **rule)
+    options = Options(mixer.eps, mixer.key_norm, mixer.heads, mixer.weights, mixer.value_norm)
+    return is_usual(options, static=mixer.query_from == "learned")
 
 
 def further_before(mixer: AttnRes, site: int) -> int:

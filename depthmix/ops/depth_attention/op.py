@@ -19,11 +19,14 @@ from depthmix.ops.torch_internals import transformed
 MAX_WAYS = 3
 
 
-def is_usual(*, static: bool, key_norm: bool, heads: int, activation: str, value_norm: bool) -> bool:
+def is_usual(options: Options, static: bool) -> bool:
     """Return whether the kernels of whole stacks know a read. Other reads have kernels of their own (general_read.py).
 
-    static: all tokens share the query.
+    Args:
+        options: how the read weighs its sources.
+        static: all tokens share the query.
     """
+    _, key_norm, heads, activation, value_norm = options
     return static and key_norm and heads == 1 and activation == "softmax" and not value_norm
 
 
@@ -117,19 +120,13 @@ def depth_attention(
         if out_gain is not None:
             gains = out_gain if out_gain.ndim == 2 else out_gain.unsqueeze(0).expand(n_ways, -1)
             gains = widen(gains, wide)
-        rule: dict[str, Any] = {
-            "key_norm": key_norm,
-            "heads": heads,
-            "activation": activation,
-            "value_norm": value_norm,
-        }
-        usual = is_usual(static=u.ndim == 2, **rule)
+        options = Options(eps, key_norm, heads, activation, value_norm)
+        usual = is_usual(options, static=u.ndim == 2)
         why = why_unsupported(sources, wide=query.dtype == torch.float64, heads=heads)
         if return_weights:
             why = "they do not return weights"
         elif not usual and torch.compiler.is_compiling():
             why = "torch.compile makes its own of reads with these options"
-        options = Options(eps, **rule)
         kernels = choose(op, first, why, backend) == "triton"
         results: list[Tensor]
         if kernels and u.ndim == 2 and reads_normed(options):
