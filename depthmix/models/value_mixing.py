@@ -15,6 +15,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from depthmix.ops.precision import compute_dtype
+
 ValueResidual = Literal["off", "learnable", "sparse"]
 CHANNELS = 12  # that a gate sees
 
@@ -64,12 +66,15 @@ class ValueMixing(nn.Module):
         Returns:
             Values [B, T, kv heads, d] in the dtype of v.
         """
+        wide = compute_dtype(v)
+        mixed = v.to(wide)
         if self.lambda_1 is not None and self.lambda_2 is not None and first is not None:
-            v = (self.lambda_1 * first.to(v.device) + self.lambda_2 * v).to(v.dtype)
+            mixed = self.lambda_1.to(wide) * first.to(v.device, wide) + self.lambda_2.to(wide) * mixed
         if self.table is not None and self.gate is not None and ids is not None:
-            gate = 3 * torch.sigmoid(self.gate(h[..., : self.gate.in_features]))  # [B, T, kv heads]
-            v = v + (gate.unsqueeze(-1) * self.table(ids.to(v.device)).unflatten(-1, v.shape[-2:])).to(v.dtype)
-        return v
+            gate = 3 * torch.sigmoid(self.gate(h[..., : self.gate.in_features]).to(wide))  # [B, T, kv heads]
+            embedded = self.table(ids.to(v.device)).unflatten(-1, v.shape[-2:])
+            mixed = mixed + gate.unsqueeze(-1) * embedded.to(wide)
+        return mixed.to(v.dtype)
 
 
 def value_mixing(

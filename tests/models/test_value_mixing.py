@@ -114,6 +114,23 @@ def test_initial_values():
     assert 0 < gate.min().item() < gate.max().item() < 0.02
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_rounded_once(dtype):
+    """Where terms cancel, a rounded partial sum would be off by far more than the result's own rounding."""
+    torch.manual_seed(0)
+    mixing = ValueMixing(DIM, KV_HEADS, HEAD_DIM, (0.5, 0.5), VOCAB).to(dtype)
+    mixing.reset_parameters()
+    first, v, h = torch.randn(3, 1, 500, KV_HEADS * HEAD_DIM + 4).to(dtype)
+    first, v = (t[..., : KV_HEADS * HEAD_DIM].unflatten(-1, (KV_HEADS, HEAD_DIM)) for t in (first, v))
+    ids = torch.randint(VOCAB, (1, 500))
+    gate = mixing.gate(h[..., :12]).double()  # a product of the model, in the model's dtype
+    embedded = mixing.table(ids).unflatten(-1, (KV_HEADS, HEAD_DIM)).double()
+    exact = 0.5 * first.double() + 0.5 * v.double() + (3 / (1 + torch.exp(-gate))).unsqueeze(-1) * embedded
+    found = mixing(v, h, first, ids)
+    assert found.dtype == dtype
+    torch.testing.assert_close(found.double(), exact, rtol=0.51 * torch.finfo(dtype).eps, atol=1e-6)
+
+
 def test_without_them_nothing_is_added():
     assert not any("values" in name for name, _ in decoder().named_parameters())
 
