@@ -7,6 +7,7 @@ import re
 
 import pytest
 
+import depthmix
 from depthmix.cli import COMMANDS
 from depthmix.compare.interval import student_t
 from depthmix.compare.power import detectable
@@ -29,6 +30,19 @@ def tool(name):
 @pytest.fixture(scope="module")
 def tables():
     return tool("site_tables")
+
+
+def test_every_public_name_is_in_the_reference():
+    """`ops` is a module, of which the page has two functions."""
+    named = re.findall(r"^::: depthmix(?:\.\w+)*\.(\w+)$", (DOCS / "reference" / "api.md").read_text(), re.M)
+    assert set(depthmix.__all__) - {"ops"} <= set(named)
+
+
+@pytest.mark.parametrize("rule", list_mixers())
+def test_every_rule_is_described(rule):
+    assert re.search(rf"^## {rule}\b", (DOCS / "reference" / "rules.md").read_text(), re.M)
+    table = (DOCS / "concepts" / "depth-mixing.md").read_text().split("## Every rule as a matrix")[1]
+    assert re.search(rf"^\| .*`{rule}`", table, re.M)
 
 
 def test_every_page_has_its_place():
