@@ -129,7 +129,7 @@ def register_architecture(model_type: str, structure: Architecture = LLAMA) -> N
         model_type: `model_type` of the model's configuration.
         structure: Names of the modules of a layer; by default those of Llama.
 
-    Example:
+    Examples:
         >>> depthmix.hf.register_architecture("minimax_m2")
     """
     ARCHITECTURES[model_type] = structure
