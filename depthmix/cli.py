@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from depthmix.config import (
+    AccelerateConfig,
     CompareConfig,
     DataConfig,
     EvalConfig,
@@ -229,7 +230,7 @@ def run_generate(config: GenerateConfig) -> None:
     from depthmix.train.generate import generate_stream
 
     c = config
-    for piece in generate_stream(c.run, c.prompt, c.max_tokens, c.temperature, c.top_p, c.seed, c.device):
+    for piece in generate_stream(c.run, c.prompt, c.max_tokens, c.temperature, c.top_p, c.seed, c.device, c.accelerate):
         print(piece, end="", flush=True)
     print()
 
@@ -252,6 +253,12 @@ def run_retrofit(config: RetrofitConfig) -> None:
     from depthmix.runs.retrofit import retrofit_folder
 
     print(retrofit_folder(options_apart("retrofit", config)))
+
+
+def run_accelerate(config: AccelerateConfig) -> None:
+    from depthmix.train.accelerate import accelerate
+
+    accelerate(config)
 
 
 def run_list() -> None:
@@ -288,6 +295,11 @@ COMMANDS: dict[str, tuple[type | None, Callable[..., None], str]] = {
         RetrofitConfig,
         run_retrofit,
         "give a pretrained Hugging Face model a rule, with the same logits",
+    ),
+    "accelerate": (
+        AccelerateConfig,
+        run_accelerate,
+        "check and time a Hugging Face model that mixes over depth on depthmix's operators",
     ),
     "data": (DataConfig, run_data, "prepare a corpus or images"),
     "list": (None, run_list, "list the rules and their options"),

@@ -302,6 +302,9 @@ class EvalConfig:
     seq_len: int | None = option(None, "Tokens per sequence; none: as in training")
     device: str = option("auto", "Device: cpu, cuda, cuda:N, mps or auto")
     json: bool = option(False, "Print JSON")
+    accelerate: bool = option(
+        False, "Run the mixing of a Hugging Face model that mixes over depth by itself on depthmix's operators"
+    )
 
 
 @dataclass
@@ -317,6 +320,9 @@ class GenerateConfig:
     top_p: float = option(0.95, "Sample from the most likely tokens whose probabilities sum to this")
     seed: int = option(0, "Seed of the sampling")
     device: str = option("auto", "Device: cpu, cuda, cuda:N, mps or auto")
+    accelerate: bool = option(
+        False, "Run the mixing of a Hugging Face model that mixes over depth by itself on depthmix's operators"
+    )
 
 
 @dataclass
@@ -329,6 +335,26 @@ class RetrofitConfig:
     )
     mixer_options: dict[str, Any] = option({}, "Options of the mixer, e.g. block_size=4 ways=3")
     out: str = option("", "New folder to write, for `depthmix train --init` and AutoModelForCausalLM.from_pretrained")
+
+
+@dataclass
+class AccelerateConfig:
+    """Check depthmix.hf.accelerate on a model that mixes over depth: results in fp32, and times before and after."""
+
+    model: str = option(
+        "",
+        "Folder of a Hugging Face model, or its config.json. Without weights, or with layers or experts, weights are random and the vocabulary is small",
+        first=True,
+    )
+    layers: int | None = option(None, "Layers of a model with random weights; none: at most 4")
+    experts: int | None = option(None, "Experts of a layer of a model with random weights; none: at most 8")
+    tokens: int = option(256, "Tokens per sequence")
+    batch_size: int = option(1, "Sequences per pass")
+    repeats: int = option(5, "Passes of each kind, of which the table has the median")
+    precision: Literal["auto", "fp32", "bf16"] = option(
+        "auto", "Precision of the timed passes; auto: bf16 on a GPU, fp32 elsewhere"
+    )
+    device: str = option("auto", "Device: cpu, cuda, cuda:N, mps or auto")
 
 
 @dataclass

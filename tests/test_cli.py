@@ -21,6 +21,7 @@ import depthmix
 from depthmix import list_mixers, strict_yaml, values
 from depthmix.cli import COMMANDS, main
 from depthmix.config import (
+    AccelerateConfig,
     CompareConfig,
     DataConfig,
     EvalConfig,
@@ -505,5 +506,6 @@ def test_eval_and_generate_have_one_flat_class_each():
         "data": DataConfig,
         "report": ReportConfig,
         "retrofit": RetrofitConfig,
+        "accelerate": AccelerateConfig,
     } == CONFIGS
     assert values.describe(typing.get_type_hints(TrainConfig)["n_kv_heads"]) == "a whole number or none"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -139,6 +141,14 @@ def measured(model: Any, what: str) -> Any:
         if model.has_mixer:
             return model
     raise UserError(f"{what} holds a model without a rule for mixing over depth: retrofit it first", CHECKPOINT)
+
+
+def accelerate(model: Any) -> None:
+    """Run the mixing of a loaded model on this package's operators. Says on stderr what it does, as stdout has results."""
+    from depthmix.hf import accelerate
+
+    with redirect_stdout(sys.stderr):
+        accelerate(model)
 
 
 def from_description(folder: Path) -> Any:

@@ -66,6 +66,18 @@ def load_model(run: str | Path, device: torch.device) -> Trained:
     return Trained(model.to(device).eval(), tokenizer, config, saved.step, folder, tokenizer.token_to_id(END))
 
 
+def accelerate_loaded(trained: Trained) -> None:
+    """Run the mixing of a Hugging Face model that mixes over depth on this package's operators.
+
+    Raises:
+        UserError: The model is not one.
+    """
+    if isinstance(trained.model, Decoder | Vit):
+        what = f"{trained.folder.path} holds a model of depthmix, which runs on its operators already"
+        raise UserError(f"accelerate: {what}: leave the option out")
+    foreign.accelerate(trained.model.model)
+
+
 def open_checkpoint(path: Path) -> tuple[RunFolder, Checkpoint]:
     """Load the newest checkpoint of a run folder, or the given checkpoint. Raises UserError unless it fits the rest of
     the folder.

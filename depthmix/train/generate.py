@@ -14,7 +14,7 @@ from depthmix.device import choose_device
 from depthmix.errors import CHECKPOINT, DIVERGED, UserError
 from depthmix.models import Decoder
 from depthmix.models.decoding import CHUNK, Decoding
-from depthmix.runs.restore import load_model
+from depthmix.runs.restore import accelerate_loaded, load_model
 
 
 def sample(logits: Tensor, temperature: float, top_p: float, generator: torch.Generator) -> int:
@@ -113,7 +113,14 @@ def check_prompt(prompt: str, name: str = "prompt") -> None:
 
 
 def generate_stream(
-    run: str | Path, prompt: str, max_tokens: int, temperature: float, top_p: float, seed: int, device: str = "auto"
+    run: str | Path,
+    prompt: str,
+    max_tokens: int,
+    temperature: float,
+    top_p: float,
+    seed: int,
+    device: str = "auto",
+    accelerate: bool = False,
 ) -> Iterator[str]:
     """Continue a prompt with the model in a run folder, piece by piece.
 
@@ -125,6 +132,7 @@ def generate_stream(
         top_p: Probability mass of the most likely tokens to sample from.
         seed: Seed of the sampling.
         device: cpu, cuda, cuda:N, mps or auto.
+        accelerate: Run the mixing of a Hugging Face model that mixes over depth on this package's operators.
 
     Returns:
         An iterator over pieces of text.
@@ -144,6 +152,8 @@ def generate_stream(
     trained = load_model(run, choose_device(device))
     if trained.tokenizer is None:
         raise UserError(f"{run} was trained on images: it has no text to continue", CHECKPOINT)
+    if accelerate:
+        accelerate_loaded(trained)
     end = trained.end
     ids = trained.tokenizer.encode(prompt, add_special_tokens=trained.special).ids or ([0] if end is None else [end])
     if len(ids) > trained.config.seq_len:

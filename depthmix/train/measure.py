@@ -20,7 +20,7 @@ from depthmix.data.images import ImageData
 from depthmix.data.tokenizer import load_tokenizer
 from depthmix.device import choose_device
 from depthmix.errors import DATA, UserError
-from depthmix.runs.restore import Trained, load_model
+from depthmix.runs.restore import Trained, accelerate_loaded, load_model
 from depthmix.train.check import check_own_rule
 from depthmix.train.evaluate import Evaluation, ImageEvaluation, check_tokens, describe_learnt, evaluate
 from depthmix.train.task import Pictures
@@ -43,6 +43,8 @@ def evaluate_run(config: EvalConfig) -> tuple[Evaluation | ImageEvaluation, int]
     check_at_least(config, 1, "batch_size", "seq_len")
     device = choose_device(config.device)
     trained = load_model(config.run, device)
+    if config.accelerate:
+        accelerate_loaded(trained)
     check_own_rule(trained.config, text=trained.tokenizer is not None)
     if trained.tokenizer is None:
         return _on_images(trained, config, device), trained.step
