@@ -444,7 +444,7 @@ def test_what_cannot_be_is_refused() -> None:
         (lambda: retrofit(model, "highway"), "highway .* does not begin as the plain residual: what site 1 reads"),
         (lambda: retrofit(model, "attnres", window=1), "does not begin as the plain residual"),
         (lambda: retrofit(torch.nn.Linear(2, 2), "attnres"), "Hugging Face model"),
-        (lambda: retrofit(make("stablelm"), "attnres"), "not known"),
+        (lambda: retrofit(make("cohere"), "attnres"), "not known"),
     ):
         with pytest.raises((UserError, ValueError), match=reason):
             call()
