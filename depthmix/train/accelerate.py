@@ -51,7 +51,12 @@ def accelerate(config: AccelerateConfig) -> None:
     from depthmix.hf import accelerate as put_in
     from depthmix.hf import restore
 
-    expected = results(model, ids)
+    try:
+        expected = results(model, ids)
+        Timer(model, ids, device).measure()
+    except (ValueError, RuntimeError, TypeError, IndexError, AttributeError) as error:
+        what = f"the model itself does not run ({str(error).strip().splitlines()[0]})"
+        raise UserError(f"accelerate: {what}; try other --layers, --experts or --tokens", CHECKPOINT) from error
     put_in(model)
     found = results(model, ids)
     differences = [_difference(f, e) for f, e in zip(found, expected, strict=True)]

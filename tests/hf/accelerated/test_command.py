@@ -47,9 +47,9 @@ def test_a_folder_is_compared_and_timed(folder, capsys):
 def test_a_configuration_gets_random_weights_and_fewer_layers(family, tmp_path, capsys):
     small_model(family).config.save_pretrained(tmp_path)
     file = str(tmp_path / "config.json")
-    code, text = said(capsys, "accelerate", file, "--layers", "1", "--experts", "2", *SHORT)
+    code, text = said(capsys, "accelerate", file, "--layers", "2", "--experts", "2", *SHORT)
     assert code == 0
-    assert f"{family}, random weights, width 32, 1 of 3 layers, 2 of 4 experts, 1 x 6 tokens" in text
+    assert f"{family}, random weights, width 32, 2 of 3 layers, 2 of 4 experts, 1 x 6 tokens" in text
     assert numbers(text, "largest difference of a gradient, fp32")[0] < 1e-3
 
 
@@ -97,12 +97,12 @@ def test_numbers_below_one_and_a_missing_model_are_refused(folder, capsys):
 def test_eval_and_generate_accelerate(folder, tmp_path, capsys):
     (tmp_path / "text.txt").write_text(TEXT)
     loss = ["eval", "--run", str(folder), "--input", str(tmp_path / "text.txt"), "--device", "cpu", "--json"]
-    plain, fast = (json.loads(said(capsys, *loss, *more)[1].splitlines()[-1]) for more in ((), ("--accelerate",)))
+    plain, fast = (json.loads(said(capsys, *loss, *more)[1].splitlines()[0]) for more in ((), ("--accelerate",)))
     assert fast["loss"] == pytest.approx(plain["loss"], rel=1e-5)
     more = ["generate", "--run", str(folder), "--prompt", "The", "--max-tokens", "5", "--temperature", "0"]
     texts = [said(capsys, *more, "--device", "cpu", *flag) for flag in ((), ("--accelerate",))]
     assert texts[0][0] == texts[1][0] == 0
-    assert texts[1][1].endswith(texts[0][1])
+    assert texts[1][1].startswith(texts[0][1])
     assert "mHC modules" in texts[1][1]
 
 
