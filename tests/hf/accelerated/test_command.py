@@ -59,8 +59,8 @@ def test_a_model_with_another_rule_fails_the_check(folder, capsys, monkeypatch):
     from depthmix.hf.accelerated import streams
 
     real = streams.write
-    monkeypatch.setattr(streams, "write", lambda held, y: real(held, 2 * y))
-    monkeypatch.setattr(module, "largest_difference", lambda family, layer: 0.0)
+    monkeypatch.setattr(streams, "write", lambda held, y, *rest: real(held, 2 * y, *rest))
+    monkeypatch.setattr(module, "largest_difference", lambda *args: 0.0)
     code, text = said(capsys, "accelerate", str(folder), *SHORT)
     assert code == 1
     assert "the accelerated model gives other results: the largest relative difference is" in text
