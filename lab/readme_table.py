@@ -189,7 +189,7 @@ def headline(results: Results | None) -> str:
     side = "below" if row.difference < 0 else "above"
     text = (
         f"- **Lower loss for the same text.** {NAMES.get(row.arm, row.arm)} (`{row.arm}`) ended {abs(row.difference):.3f}"
-        f" nats {side} a residual model. Both had {size / 1e6:.0f}M parameters and {tokens / 1e6:.0f}M training tokens."
+        f" nats (natural-log loss units) {side} a residual model. Both had {size / 1e6:.0f}M parameters and {tokens / 1e6:.0f}M training tokens."
     )
     if row.lead:
         evidence = "That is a lead from one seed"

@@ -31,7 +31,8 @@ HIDDEN = "---\nsearch:\n  exclude: true\n---\n\n"
 def on_files(files: Files, config: Any) -> Files:
     """Add a page for each file beside docs/ that a page links to."""
     commands = site_tables.command_line()
-    texts = {file.src_uri: file.content_string for file in files if file.src_uri.endswith(".md")} | {COMMANDS: commands}
+    texts = {file.src_uri: site_tables.fill(file.content_string) for file in files if file.src_uri.endswith(".md")}
+    texts[COMMANDS] = commands
     known: dict[str, str] = {CHANGELOG: "changelog.md"}
     for uri, text in texts.items():
         for path in linked(text, f"docs/{uri}"):

@@ -8,6 +8,7 @@ A page has a line `<!-- table: NAME ARGUMENTS -->`; tools/site_hooks.py puts the
     peers                whole rules beside other packages
     decoding             decoding steps, prompts and memory beside the plain residual's
     bandwidth            share of a copy's bandwidth that each kernel reaches
+    readme limits        a part of the README: `headline`, `versions` or `limits`, for pages in docs/ itself
 
 On the page of rules, tables with the head `| option | meaning |` get two columns more: what a rule's options accept, and their
 defaults. `command_line()` is a page of its own, from the argument parsers.
@@ -70,6 +71,13 @@ PEERS = (
         "hyper-connections",
     ),
 )
+# Parts of the README that pages show, and the pages that answer for its sections.
+README_PARTS = {
+    "headline": r"^<!-- headline:[^\n]*\n(.*?)^<!-- end of headline -->",
+    "versions": r"^(\| what was run \|.*?)\n\n",
+    "limits": r"^## Limits\n(.*?)^## ",
+}
+README_SECTIONS = {"#does-it-help": "results.md"}
 
 
 def fill(markdown: str) -> str:
@@ -86,8 +94,24 @@ def make(kind: str, *words: str) -> str:
         "peers": peers,
         "bandwidth": bandwidth,
         "decoding": decoding,
+        "readme": readme,
     }
     return makers[kind](*words)
+
+
+def readme(part: str) -> str:
+    """Return a part of the README, so that both say the same. Its links lead from a page in docs/ itself."""
+    found = re.search(README_PARTS[part], (ROOT / "README.md").read_text(), re.M | re.S)
+    if found is None:
+        raise ValueError(f"the README has no {part}")
+
+    def relink(link: re.Match[str]) -> str:
+        target = link[1]
+        if target.startswith("#"):
+            return f"]({README_SECTIONS[target]})"
+        return f"]({target.removeprefix('docs/') if target.startswith('docs/') else f'../{target}'})"
+
+    return re.sub(r"\]\((?!\w+:)([^)]+)\)", relink, found[1].strip())
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], numbers: int | None = None) -> str:
