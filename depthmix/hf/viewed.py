@@ -2,30 +2,51 @@
 
 The mixer has copies of the model's own weights. Hooks let it do the mixing during a call:
 
-    first layer     receives e in all streams                   mixer.start(e)
+    first layer     receives e, or e in all streams             mixer.start(e)
     attn_hc         returns (..., what attention reads)         <- mixer.read
     self_attn       returns y                                   mixer.write(y)
     ffn_hc, mlp     the same
     hc_head         returns what the final norm reads           <- mixer.finish;  without a head: the last layer returns it, in all streams
 
-The layers still compute their own streams, which nobody reads. Between calls the model has no hooks.
+The layers still compute their own streams or blocks, which nobody reads. Between calls the model has no hooks.
 """
 
 from __future__ import annotations
 
 import threading
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from depthmix.hf.accelerated.streams import CONNECTIONS
+from depthmix.errors import UserError
 from depthmix.hf.adapter import Adapter
 from depthmix.hf.published import mixer_of_published
 from depthmix.mixers import Mixer
 from depthmix.mixers.published import find_names, source_of
 
 SUBLAYERS = ("self_attn", "mlp")
+
+
+class Modules(NamedTuple):
+    """Names of a layer's modules that mix: those that return what a sublayer reads, and those that return what it puts out."""
+
+    reads: tuple[str, str]
+    outputs: tuple[str, str]
+    head: str  # beside the layers; a model may lack it
+    streams: bool  # whether layers pass on streams
+    several: bool  # whether all that a read returns are mixtures, one per way
+
+
+STREAMS = Modules(("attn_hc", "ffn_hc"), SUBLAYERS, "hc_head", streams=True, several=False)
+BLOCKS = Modules(
+    ("attention_input", "mlp_input"),
+    ("post_attention_convolution", "post_mlp_convolution"),
+    "final_input",
+    streams=False,
+    several=True,
+)
+MODULES = {"deepseek-v4": STREAMS, "glm-5-next": STREAMS, "hunyuan-v4": STREAMS, "inkling-2": BLOCKS}
 _lock = threading.RLock()  # hooks belong to modules, which threads share
 
 
@@ -34,10 +55,16 @@ class Viewed(nn.Module):
 
     def __init__(self, model: Any) -> None:
         super().__init__()
+        source = source_of(model.config.to_dict())
+        if source not in MODULES:
+            raise UserError(
+                f"{source} has other sources than the outputs of its sublayers, so no mixer can stand in for it"
+            )
+        self.modules_of = MODULES[source]
         self.model, self.mixer = model, mixer_of_published(model)
-        where = find_names(source_of(model.config.to_dict()), list(model.state_dict())).stack
+        where = find_names(source, list(model.state_dict())).stack
         self.layers = list(model.get_submodule(where))
-        self.head = getattr(model.get_submodule(where.rpartition(".")[0]), "hc_head", None)
+        self.head = getattr(model.get_submodule(where.rpartition(".")[0]), self.modules_of.head, None)
 
     @property
     def sublayers(self) -> list[nn.Module]:
@@ -53,17 +80,18 @@ class Viewed(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model, and let the mixer do its mixing."""
         with _lock, ExitStack() as hooks:
-            mixing = _Mixing(self.mixer)
-            hooks.enter_context(_removed(self.layers[0].register_forward_pre_hook(mixing.start, with_kwargs=True)))
+            names, mixing = self.modules_of, _Mixing(self.mixer, self.modules_of)
+            hooks.callback(self.layers[0].register_forward_pre_hook(mixing.start, with_kwargs=True).remove)
             for i, layer in enumerate(self.layers):
-                for k, (connection, sublayer) in enumerate(zip(CONNECTIONS, SUBLAYERS, strict=True)):
-                    reads, writes = mixing.at(2 * i + k)
-                    hooks.enter_context(_removed(getattr(layer, connection).register_forward_hook(reads)))
-                    hooks.enter_context(_removed(getattr(layer, sublayer).register_forward_hook(writes)))
+                for k, (reader, output) in enumerate(zip(names.reads, names.outputs, strict=True)):
+                    read, write = mixing.at(2 * i + k)
+                    if getattr(layer, reader) is not None:
+                        hooks.callback(getattr(layer, reader).register_forward_hook(read).remove)
+                    hooks.callback(getattr(layer, output).register_forward_hook(write).remove)
             if self.head is not None:
-                hooks.enter_context(_removed(self.head.register_forward_hook(mixing.finish)))
+                hooks.callback(self.head.register_forward_hook(mixing.finish).remove)
             else:
-                hooks.enter_context(_removed(self.layers[-1].register_forward_hook(mixing.finish_in_streams)))
+                hooks.callback(self.layers[-1].register_forward_hook(mixing.finish_in_streams).remove)
             return self.model(*args, **kwargs)
 
 
@@ -89,45 +117,39 @@ class ViewedAdapter(Adapter):
 class _Mixing:
     """Hooks for one call of a model."""
 
-    def __init__(self, mixer: Any) -> None:
-        self.mixer = mixer
+    def __init__(self, mixer: Any, names: Modules) -> None:
+        self.mixer, self.names = mixer, names
         self.state: Any = None
+        self.has_read = -1  # the last site that did
 
     def start(self, layer: Any, args: Any, kwargs: Any) -> None:
-        streams = args[0] if args else kwargs["hidden_states"]
-        self.state = self.mixer.start(streams[..., 0, :].contiguous())
+        x = args[0] if args else kwargs["hidden_states"]
+        self.state = self.mixer.start(x[..., 0, :].contiguous() if self.names.streams else x)
 
     def at(self, site: int) -> tuple[Any, Any]:
         """Return the hooks of a site's connection and of its sublayer."""
 
         def read(module: Any, args: Any, out: Any) -> Any:
-            return (*out[:-1], self.mixer.read(self.state, site))
+            self.has_read = site
+            h = self.mixer.read(self.state, site)
+            if self.names.several:
+                return h[: len(out)] if isinstance(h, tuple) else (h,)
+            return (*out[:-1], h)
 
         def write(module: Any, args: Any, out: Any) -> None:
+            if self.has_read < site:  # the model's first sublayer reads e, and has no module for it
+                self.mixer.read(self.state, site)
             y: Tensor = out[0] if isinstance(out, tuple) else out
             self.state = self.mixer.write(self.state, site, y)
 
         return read, write
 
-    def finish(self, head: Any, args: Any, out: Any) -> Tensor:
-        h: Tensor = self.mixer.finish(self.state)
-        return h
+    def finish(self, head: Any, args: Any, out: Any) -> Any:
+        h = self.mixer.finish(self.state)
+        return (h,) if self.names.several else h
 
     def finish_in_streams(self, layer: Any, args: Any, out: Any) -> Any:
         streams = out[0] if isinstance(out, tuple) else out
         h: Tensor = self.mixer.finish(self.state)
         h = h.unsqueeze(-2).expand(*h.shape[:-1], *streams.shape[-2:])
         return (h, *out[1:]) if isinstance(out, tuple) else h
-
-
-class _removed:
-    """A hook inside this context."""
-
-    def __init__(self, handle: Any) -> None:
-        self.handle = handle
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *error: object) -> None:
-        self.handle.remove()
