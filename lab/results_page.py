@@ -174,7 +174,7 @@ def _long_study(look: Callable[[str], Results | None], page: Path = PAGE) -> lis
     tokens = config.steps * config.batch_size * config.seq_len
     tuned = [run for runs in rates.runs.values() for run in runs if run.arm == rates.first]
     parameters = tuned[0].parameters
-    planned = sum(len(seeds) for cell in recipe.cells for seeds in recipe.seeds_at(cell).values())
+    planned = len(recipe.run_keys)
     done = sum(map(len, results.runs.values())) if results else 0
     text = [
         "## Does a rule help in a long training?",

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from depthmix.compare.plan import Key, PlannedRun, key_of
+from depthmix.compare.plan import PlannedRun, key_of
+from depthmix.compare.recipe import Key
 from depthmix.compare.records import Records
 from depthmix.data.dataset import TokenData
 from depthmix.data.images import ImageData

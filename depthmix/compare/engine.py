@@ -20,8 +20,8 @@ from depthmix.compare.checks import check_code, check_planned, check_records, da
 from depthmix.compare.costs import doubts
 from depthmix.compare.figures import FIGURES, draw_figures
 from depthmix.compare.inside import look_inside, make_samples
-from depthmix.compare.plan import Deadline, Key, PlannedRun, key_of, plan_runs, predict_seconds
-from depthmix.compare.recipe import Cell, Recipe, RecipeArm, check_only, check_recipe, is_chosen
+from depthmix.compare.plan import Deadline, PlannedRun, key_of, plan_runs, predict_seconds
+from depthmix.compare.recipe import Cell, Key, Recipe, RecipeArm, check_only, check_recipe, is_chosen
 from depthmix.compare.records import RUNS, Records, read_records, write_records
 from depthmix.compare.report import RECIPE, write_page
 from depthmix.compare.results import Results
@@ -275,7 +275,7 @@ class _Runner:
             missing = self._missing()
             comparison.check_results(missing, self.checksums, self.device.type, self.images)
             check_planned(missing, self.data)
-            self.total = sum(len(seeds) for cell in self.recipe.cells for seeds in self.recipe.seeds_at(cell).values())
+            self.total = len(self.recipe.run_keys)
             if self.config.question:
                 for line in (self.config.question, *power_lines(self.recipe)):
                     self.say(" ".join(line.split()))
@@ -328,15 +328,8 @@ class _Runner:
         self.environment = {key: machine[key] for key in KEPT}
         self.data, done = {}, {key_of(record) for record in self.records.runs}
         for name, folder in self.recipe.domains.items():
-            cells = [cell for cell in self.recipe.cells if cell.domain == name]
-            wanted = {
-                (label, cell.domain, cell.size, seed)
-                for cell in cells
-                for label, seeds in self.recipe.seeds_at(cell).items()
-                for seed in seeds
-                if is_chosen(self.chosen, label, cell, seed)
-            }
-            if wanted - done or (wanted and Path(folder, "meta.json").exists()):
+            chosen = {key for key in self.recipe.run_keys if key[1] == name and is_chosen(self.chosen, key)}
+            if chosen - done or (chosen and Path(folder, "meta.json").exists()):
                 self.data[name] = open_data(folder)
         self.checksums = {name: data_checksum(data) for name, data in self.data.items()}
         self.images = [name for name, data in self.data.items() if isinstance(data, ImageData)]
@@ -352,7 +345,7 @@ class _Runner:
         return [run for run in self.comparison.planned() if run.key not in done and run.cell.domain in self.data]
 
     def _chosen(self, runs: Sequence[PlannedRun]) -> list[PlannedRun]:
-        return [run for run in runs if is_chosen(self.chosen, run.arm.label, run.cell, run.config.seed)]
+        return [run for run in runs if is_chosen(self.chosen, run.key)]
 
     def _compiles(self) -> bool:
         by_part = [vars(self.config), *(c.settings for c in self.recipe.cells), *(a.settings for a in self.recipe.arms)]

@@ -10,10 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from depthmix.compare.recipe import Cell, Recipe, RecipeArm
+from depthmix.compare.recipe import Cell, Key, Recipe, RecipeArm
 from depthmix.config import TrainConfig
 
-Key = tuple[str, str, str, int]  # arm, domain, size, seed
 # An arm that nobody has timed may take this multiple of what the others take.
 FIRST_TIME = 1.5
 

@@ -33,6 +33,8 @@ from depthmix.errors import UserError
 from depthmix.names import DEFAULT_MIXER, nearest
 from depthmix.values import build_config, coerce
 
+# Arm, domain, size and seed of a run.
+Key = tuple[str, str, str, int]
 ARM_KEYS = ("label", "mixer", "set", "seeds", "sizes")
 # Options that no arm can set, and why.
 COMMON_OPTIONS = {"eval_tokens": "losses on different text cannot be compared"}
@@ -106,6 +108,16 @@ class Recipe:
             arm.label: [seed for seed in arm.seeds[cell.domain] if cell.seeds is None or seed in cell.seeds]
             for arm in arms
         }
+
+    @property
+    def run_keys(self) -> list[Key]:
+        """Keys of all runs."""
+        return [
+            (label, cell.domain, cell.size, seed)
+            for cell in self.cells
+            for label, seeds in self.seeds_at(cell).items()
+            for seed in seeds
+        ]
 
     def train_config(self, arm: RecipeArm, cell: Cell, seed: int) -> TrainConfig:
         """Return the training of one run, before its steps are scaled to equal time."""
@@ -331,24 +343,17 @@ def check_only(recipe: Recipe) -> dict[str, set[Any]]:
     if unknown := next((word for word in recipe.config.only if word not in every_name), None):
         what = f"there is no arm, seed, size or domain {unknown!r}{nearest(unknown, every_name)}"
         raise UserError(f"compare: only: {what}")
-    if not any(
-        is_chosen(chosen, label, cell, seed)
-        for cell in recipe.cells
-        for label, arm_seeds in recipe.seeds_at(cell).items()
-        for seed in arm_seeds
-    ):
+    if not any(is_chosen(chosen, key) for key in recipe.run_keys):
         raise UserError(f"compare: only: no run is of {' and '.join(recipe.config.only)} together")
     return chosen
 
 
-def is_chosen(chosen: Mapping[str, set[Any]], label: str, cell: Cell, seed: int) -> bool:
+def is_chosen(chosen: Mapping[str, set[Any]], key: Key) -> bool:
     """Tell whether `only` names a run.
 
     Args:
         chosen: Result of `check_only`.
-        label: Label of the run's arm.
-        cell: Its cell.
-        seed: Its seed.
+        key: Key of the run.
     """
-    values = {"arm": label, "seed": seed, "size": cell.size, "domain": cell.domain}
-    return all(not chosen[kind] or value in chosen[kind] for kind, value in values.items())
+    kinds = ("arm", "domain", "size", "seed")
+    return all(not chosen[kind] or value in chosen[kind] for kind, value in zip(kinds, key, strict=True))

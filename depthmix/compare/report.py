@@ -162,7 +162,6 @@ def of_results(results: Results, every: bool = False) -> ReportedRuns:
     config, path = results.recipe.config, results.out
     if not results.used:
         raise UserError(f"no run of the comparison in {path} has finished yet", CHECKPOINT)
-    planned = sum(len(seeds) for cell in results.recipe.cells for seeds in results.recipe.seeds_at(cell).values())
     if every:
         runs = [run for by_cell in results.runs.values() for run in by_cell]
     else:
@@ -176,7 +175,7 @@ def of_results(results: Results, every: bool = False) -> ReportedRuns:
         recipe={name: getattr(config, name) for name in names},
         samples=[line for line in results.records.of("sample") if line["prompt"] == config.prompt],
         notes=[*results.notes(), *(note for cell in results.recipe.cells for note in results.cost_notes(cell))],
-        warnings=[] if len(results.used) == planned else [UNFINISHED],
+        warnings=[] if len(results.used) == len(results.recipe.run_keys) else [UNFINISHED],
         pooled=any(spread.freedom for spread in results.spreads.values()),
     )
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from depthmix.compare.costs import at_step_times, cost_notes, doubts, moved_step_times
 from depthmix.compare.interval import OWN_SEEDS
-from depthmix.compare.plan import Key, key_of
-from depthmix.compare.recipe import Cell, Recipe
+from depthmix.compare.plan import key_of
+from depthmix.compare.recipe import Cell, Key, Recipe
 from depthmix.compare.records import Records
 from depthmix.compare.rows import Row, Run, as_runs, make_rows
 from depthmix.compare.spread import Spread, spreads
@@ -23,15 +23,10 @@ UNTIMED = "A dash: that arm was not timed with the others, and its runs say noth
 
 def select_runs(recipe: Recipe, runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the first record of every run that the recipe names. Others stay in the file and out of the table."""
-    wanted = {
-        (label, cell.domain, cell.size, seed)
-        for cell in recipe.cells
-        for label, seeds in recipe.seeds_at(cell).items()
-        for seed in seeds
-    }
+    keys = set(recipe.run_keys)
     first: dict[Key, dict[str, Any]] = {}
     for run in runs:
-        if key_of(run) in wanted:
+        if key_of(run) in keys:
             first.setdefault(key_of(run), run)
     return list(first.values())
 

@@ -231,8 +231,7 @@ def _measured(recipe: Recipe, spreads: Mapping[str, Spread]) -> list[str]:
 def _how_made(results: Results) -> list[str]:
     """Return how many runs are done, where they ran, and what the reader has to know of their code."""
     recipe, used = results.recipe, results.used
-    planned = sum(len(seeds) for cell in recipe.cells for seeds in recipe.seeds_at(cell).values())
-    lines = [f"{len(used)} of {planned} runs are done ({RUNS})."]
+    lines = [f"{len(used)} of {len(recipe.run_keys)} runs are done ({RUNS})."]
     places = [(r["environment"].get("device_name"), r["environment"].get("torch")) for r in used]
     lines += [f"{places.count(p)} runs on {p[0]}, torch {p[1]}." for p in sorted(set(places), key=str)]
     lines += results.notes()
