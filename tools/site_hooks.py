@@ -122,7 +122,8 @@ def relink(markdown: str, source: str, uri: str, known: dict[str, str]) -> str:
         )
         if page is None or page.endswith(".jsonl"):
             return words
-        if not uri.startswith("repository/") and not page.startswith("repository/") and source.startswith("docs/"):
+        # From one page in docs/ to another, the link is right as it stands.
+        if source.startswith("docs/") and path.startswith("docs/"):
             return match[0]
         mark = "!" if match[0].startswith("!") else ""
         return f"{mark}[{words}]({os.path.relpath(page, os.path.dirname(uri) or '.')}{anchor})"
