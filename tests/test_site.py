@@ -113,6 +113,18 @@ def test_ratios_on_the_first_pages_are_those_of_the_tables(tables):
     assert [float(x) for x in said.groups()] == [faster[0], faster[-1]]
 
 
+def test_what_a_step_needs_is_that_of_the_table(tables):
+    memory = {
+        rule: float(cells.split(" | ")[3])
+        for rule, cells in re.findall(r"^\| `([^`]+)` \| (.*) \|$", tables.steps("54m"), re.M)
+    }
+    said = re.search(
+        r"from ([\d.]+) GiB to ([\d.]+) with Block, and to ([\d.]+) with Hyper", (DOCS / "faq.md").read_text()
+    )
+    assert [float(x) for x in said.groups()] == [memory[x] for x in ("residual", "attnres:block_size=4", "hyper")]
+    assert "| `residual` | 1.00 |" in tables.steps("wide")
+
+
 def test_the_table_of_seeds_is_what_the_program_computes():
     page = (DOCS / "concepts" / "statistics.md").read_text()
     rows = re.findall(r"^\| (\d+) \| ([\d.]+) \| ([\d.]+) \|$", page, re.M)

@@ -254,6 +254,8 @@ def steps(size: str) -> str:
             who = who.replace("block_size=24", "block_size=all")
             newest.pop(who, None)
             newest[who] = found
+        if plain := plain_step(read(name), SHAPES[size]):
+            newest["residual"] = plain
     order = sorted(newest, key=lambda who: float(newest[who][0]))
     return table(
         ("rule", "step / plain", "step, ms", "plain step beside it, ms", "memory, GiB", "measured"),
@@ -274,12 +276,27 @@ def measured_steps(rows: list[Row], shape: str) -> dict[str, tuple[str, ...]]:
             f"{float(x['step']):.1f}",
             f"{float(x['step of residual beside it']):.1f}",
             f"{float(x['memory of a step']):.1f}",
-            # A hyphen at which a narrow column does not break.
-            x["date"].replace("-", "\N{NON-BREAKING HYPHEN}"),
+            shown_date(x["date"]),
         )
         for who, x in found.items()
         if x.get("step / residual")
     }
+
+
+def plain_step(rows: list[Row], shape: str) -> tuple[str, ...] | None:
+    """Return the plain model's cells in one file of results. Its time is the one beside the first rule."""
+    own = [row for row in rows if row["entry"] == "step" and row["case"].startswith(shape + ":")]
+    memory = [row for row in own if (row["who"], row["metric"]) == ("residual", "memory of a step")]
+    beside = [float(row["value"]) for row in own if row["metric"] == "step of residual beside it"]
+    if not memory or not beside:
+        return None
+    ms = f"{beside[0]:.1f}"
+    return ("1.00", ms, ms, f"{float(memory[-1]['value']):.1f}", shown_date(memory[-1]["date"]))
+
+
+def shown_date(date: str) -> str:
+    """Return a date with hyphens at which a narrow column does not break."""
+    return date.replace("-", "\N{NON-BREAKING HYPHEN}")
 
 
 def stacks() -> str:
