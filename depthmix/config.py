@@ -84,6 +84,7 @@ class TrainConfig:
     rope_theta: float = option(10000.0, "Base of the rotary position embedding")
     norm_eps: float = option(1e-6, "eps of the norms")
     embedding_std: float = option(0.02, "Standard deviation of the initial embedding")
+    embedding_norm: bool = option(False, "Normalise the embedding, without learned gains, before the first block")
     output_scale: float = option(
         1.0, "Factor on the initial output projections; 0: every sublayer starts by adding nothing"
     )
@@ -192,6 +193,7 @@ OF_TEXT = (
     "init",
     "tune",
     "embedding_std",
+    "embedding_norm",
     "plain_eps",
     "value_residual",
     "value_embeddings",

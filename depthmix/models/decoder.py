@@ -21,6 +21,7 @@ from depthmix.models.exchange import ARCHITECTURE, FIELDS, MODEL_TYPE, auto_map,
 from depthmix.models.layers import Context, MlpKind, Rotary, causal_mask, last_tokens
 from depthmix.models.value_mixing import ValueResidual
 from depthmix.names import DEFAULT_MIXER
+from depthmix.ops.precision import rms_normalize
 
 # Standard deviation of the initial head, and by default of the initial embedding.
 START_STD = 0.02
@@ -50,6 +51,7 @@ class DecoderConfig:
     rope_theta: float = 10000.0
     norm_eps: float = 1e-6
     embedding_std: float = START_STD  # standard deviation of the initial embedding
+    embedding_norm: bool = False  # RMS norm without gains after the embedding
     # Factor on the initial output projections, whose outputs add up to about one at 1.0.
     output_scale: float = 1.0
     # Scale each norm's eps by the square of the read's initial share of the plain stream (retrofitted models need it).
@@ -69,8 +71,14 @@ class DecoderConfig:
             raise ValueError(f"embedding_std must be a positive number, got {self.embedding_std!r}")
         if self.value_residual not in get_args(ValueResidual):
             raise ValueError(f"value_residual must be 'off', 'learnable' or 'sparse', got {self.value_residual!r}")
-        if not isinstance(self.value_embeddings, bool):
-            raise ValueError(f"value_embeddings must be True or False, got {self.value_embeddings!r}")
+        for name in ("embedding_norm", "value_embeddings"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
+
+
+def mixer_input(x: Tensor, eps: float | None) -> Tensor:
+    """Return what the first block receives for embeddings [B, T, D]: normed if there is an eps, in autocast's dtype."""
+    return as_autocast(x if eps is None else rms_normalize(x, eps).to(x.dtype))
 
 
 class Backbone(Blocks):
@@ -79,6 +87,7 @@ class Backbone(Blocks):
     def _build(self, config: DecoderConfig) -> None:
         self._build_mixer(config)
         self.value_embeddings = config.value_embeddings
+        self.embedding_eps = config.norm_eps if config.embedding_norm else None
         self.embedding = nn.Embedding(config.vocab_size, config.dim)
         self.rotary = Rotary(config.head_dim, config.rope_theta)
         self._build_blocks(config)
@@ -118,7 +127,7 @@ class Backbone(Blocks):
         if input_ids is not None and (input_ids.ndim != 2 or input_ids.is_floating_point()):
             got = f"{input_ids.dtype} of shape {list(input_ids.shape)}"
             raise ValueError(f"forward: expected token ids, integers of shape [batch, tokens], got {got}")
-        return as_autocast(self.embedding(input_ids) if inputs_embeds is None else inputs_embeds)
+        return mixer_input(self.embedding(input_ids) if inputs_embeds is None else inputs_embeds, self.embedding_eps)
 
     def with_ids(self, context: Context, ids: Tensor | None) -> Context:
         """Return the context with token ids where value embeddings look them up.

@@ -28,6 +28,7 @@ FIELDS = {
     "rope_theta": "rope_theta",
     "norm_eps": "rms_norm_eps",
     "embedding_std": "initializer_range",
+    "embedding_norm": "embedding_norm",
     "output_scale": "output_scale",
     "plain_eps": "plain_eps",
     "value_residual": "value_residual",

@@ -13,8 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from depthmix.mixers.checks import ContractError
-from depthmix.models.blocks import as_autocast
-from depthmix.models.decoder import Decoder, token_positions
+from depthmix.models.decoder import Decoder, mixer_input, token_positions
 from depthmix.models.layers import Context
 from depthmix.models.projections import own_gain, weights_take_gains
 from depthmix.ops.norm import RMSNorm
@@ -43,13 +42,16 @@ class Piece(nn.Module):
         self.norms = nn.ModuleDict({str(site): model.norms[site] for site in sites})
         self.sublayers = nn.ModuleDict({str(site): model.sublayers[site] for site in sites})
         if self.first:
-            self.embedding = model.embedding
+            self.embedding, self.embedding_eps = model.embedding, model.embedding_eps
         if self.last:
             self.final_norm, self.head = model.final_norm, model.head
 
     def forward(self, *given: Tensor) -> Any:
         mixer = self.mixer
-        state = mixer.start(as_autocast(self.embedding(*given))) if self.first else unpack_state(self.before, given)
+        if self.first:
+            state = mixer.start(mixer_input(self.embedding(*given), self.embedding_eps))
+        else:
+            state = unpack_state(self.before, given)
         x = state.template()
         cos, sin = self.rotary(token_positions(None, 0, self.parts * x.shape[1], x.device))
         context = Context(cos, sin, None, None)
