@@ -7,7 +7,8 @@ from depthmix import list_mixers
 from parallel.jobs import example
 
 PLAIN = {}
-FULL = {"vocab_size": 13, "mlp": "swiglu", "n_kv_heads": 2, "embedding_norm": True}  # a vocabulary that two do not divide evenly
+# A vocabulary that two processes do not divide evenly.
+FULL = {"vocab_size": 13, "mlp": "swiglu", "n_kv_heads": 2, "embedding_norm": True}
 TIED = {"tie_embeddings": True}
 VALUES = ("residual", {}, {"value_residual": "learnable", "value_embeddings": True})
 # Options under which states are made of other things, or a parameter is divided otherwise, than with the defaults.
