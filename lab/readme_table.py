@@ -38,10 +38,11 @@ NAMES = {
     "denseformer": "DenseFormer",
     "grn:version=3": "GRN-v3",
     "hyper": "Hyper-Connections",
-    "lambdas:backout=true, nanochat's rates": "Lambdas of stream and embedding, backout",
+    "lambdas:backout=true, normed embedding": "Lambdas of stream and embedding, backout",
     "layerscale": "LayerScale",
     "mhc": "Manifold-constrained Hyper-Connections",
     "mudd": "MUDD",
+    "residual, normed embedding": "Residual, normed embedding",
     "residual, value residual": "Value residual",
     "unet, skips at a rate of 0.04": "U-Net skips over depth",
 }
