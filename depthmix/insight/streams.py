@@ -20,6 +20,7 @@ from torch import Tensor
 from depthmix.insight.sampling import some_tokens
 from depthmix.mixers import Mixer
 from depthmix.mixers.fast_path import plain_state
+from depthmix.mixers.gated_streams import GatedState
 from depthmix.mixers.streams import StreamMixer, StreamsState
 from depthmix.ops.precision import compute_dtype, without_autocast
 
@@ -72,11 +73,17 @@ def stream_map(mixer: Mixer, state: Any) -> Tensor | None:
 def _map_of_streams(mixer: StreamMixer, state: StreamsState) -> Tensor:
     _, _, res = mixer._coefficients(state, mixer._parameters_of(state.site))
     if res is None:
-        res = torch.eye(mixer.n, device=state.x.device, dtype=compute_dtype(state.x))
+        return _no_map(mixer, state)
     return res.expand(*state.x.shape[:-2], mixer.n, mixer.n)
 
 
+def _no_map(mixer: Any, state: Any) -> Tensor:
+    eye = torch.eye(mixer.n, device=state.x.device, dtype=compute_dtype(state.x))
+    return eye.expand(*state.x.shape[:-2], mixer.n, mixer.n)
+
+
 register_streams(StreamsState, lambda mixer, state: state.x, _map_of_streams)
+register_streams(GatedState, lambda mixer, state: state.x, _no_map)
 
 
 @dataclass

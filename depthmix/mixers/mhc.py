@@ -45,16 +45,21 @@ class MHC(StreamMixer):
         *,
         n: Annotated[int, at_least(2)] = 4,
         residual_map: Literal["sinkhorn", "birkhoff", "identity"] = "sinkhorn",
-        convention: Literal["paper", "deepseek"] = "paper",
+        convention: Literal["paper", "deepseek", "hunyuan"] = "paper",
         iterations: Annotated[int, at_least(1)] = 20,
         head: Literal["sum", "mean", "learned"] | None = None,
         init: Literal["identity", "uniform", "symmetry"] = "identity",
         schedule: Literal["standard", "single_pass"] = "standard",
         eps: Annotated[float | None, at_least(0)] = None,
+        post_scale: Annotated[float, at_least(0)] = 2.0,
     ) -> None:
         super().__init__(dim, n_blocks)
         if convention == "deepseek" and residual_map != "sinkhorn":
             raise OptionError(f"mhc: convention='deepseek' is one of Sinkhorn, residual_map is {residual_map!r}")
+        if convention == "hunyuan" and residual_map != "identity":
+            raise OptionError(
+                f"mhc: convention='hunyuan' has no residual map, so residual_map must be 'identity', got {residual_map!r}"
+            )
         if residual_map == "birkhoff" and n > MOST_PERMUTED:
             raise OptionError(
                 f"mhc: residual_map='birkhoff' has a weight for each of n! permutations; n may be up to {MOST_PERMUTED}, got {n}"
@@ -67,6 +72,7 @@ class MHC(StreamMixer):
         self.head = None if schedule == "single_pass" else head or "sum"
         self.init, self.schedule = init, schedule
         self.eps = self._usual_eps() if eps is None else eps
+        self.post_scale = post_scale
         n_res = self._rule().residual_logits
         self.sizes = (n, n, n_res) if n_res else (n, n)
         self.phi = nn.Parameter(torch.empty(self.n_sites, n * dim, sum(self.sizes)))
@@ -94,7 +100,8 @@ class MHC(StreamMixer):
         else:
             if self.init == "identity":  # weights 2 : 1 : … : 1 over the streams, summing to one
                 pre = torch.where(favoured, like.new_tensor(math.log(2 / (n - 1))), like.new_tensor(-math.log(n)))
-                post = torch.zeros_like(pre)
+                # post begins at one where the scale allows it.
+                post = torch.full_like(pre, -math.log(self.post_scale - 1) if self.post_scale > 1 else 0.0)
             else:
                 pre = post = torch.where(favoured, like.new_tensor(1.0), like.new_tensor(-1.0))
             res = like.new_full((sum(self.sizes) - 2 * n,), OFF_LOGIT)
@@ -115,7 +122,7 @@ class MHC(StreamMixer):
         return options | {"head": self.head, "eps": None if self.eps == self._usual_eps() else self.eps}
 
     def _usual_eps(self) -> float:
-        return DEEPSEEK_EPS if self.convention == "deepseek" else PAPER_EPS
+        return PAPER_EPS if self.convention == "paper" else DEEPSEEK_EPS
 
     def _first_read(self, x: Tensor) -> Tensor | None:
         if self.schedule == "standard":
@@ -132,8 +139,9 @@ class MHC(StreamMixer):
         phi, b, alpha = (p.to(x.dtype) for p in parameters)
         z, b = matmul(x, phi).split(self.sizes, dim=-1), b.split(self.sizes, dim=-1)
         pre, post, *res = (alpha[i] * z[i] + b[i] for i in range(len(self.sizes)))
-        h_pre = torch.sigmoid(pre) + (DEEPSEEK_EPS if self.convention == "deepseek" else 0.0)
-        return h_pre, 2 * torch.sigmoid(post), self._residual_map(res[0]) if res else None
+        rule = self._rule()
+        h_pre, h_post = torch.sigmoid(pre) + rule.pre_eps, rule.post_scale * torch.sigmoid(post) + rule.post_eps
+        return h_pre, h_post, self._residual_map(res[0]) if res else None
 
     def _residual_map(self, logits: Tensor) -> Tensor:
         if self.residual_map == "birkhoff":
@@ -147,9 +155,11 @@ class MHC(StreamMixer):
             joint=True,
             eps=self.eps,
             residual_map=self.residual_map,
-            convention=self.convention,
+            convention="deepseek" if self.convention == "deepseek" else "paper",
             iterations=self.iterations,
-            pre_eps=DEEPSEEK_EPS if self.convention == "deepseek" else 0.0,
+            pre_eps=0.0 if self.convention == "paper" else DEEPSEEK_EPS,
+            post_scale=self.post_scale,
+            post_eps=DEEPSEEK_EPS if self.convention == "hunyuan" else 0.0,
         )
 
     def _for_all_sites(self) -> tuple[Tensor, Tensor, Tensor]:

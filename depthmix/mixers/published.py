@@ -6,7 +6,10 @@
 | `flash-linear-attention` | attnres | block_size: `attnres_block_size`; eps: `norm_eps` |
 | `deepseek-v4` | mhc | convention="deepseek", head="learned", n: `hc_mult`, iterations: `hc_sinkhorn_iters`, eps: `rms_norm_eps` |
 | `glm-5-next` | mhc | as `deepseek-v4`, with head="mean" |
+| `hunyuan-v4` | mhc | convention="hunyuan", residual_map="identity", head="learned", n: `hc_mult`, post_scale: `hc_magnitude`, eps |
 | `mhc-lite` | mhc | residual_map="birkhoff", n |
+| `inkling-2` | attnres | ways=3, value_norm=True, scaled_logits=True, block_size: twice `n_layers_per_attn_res_block` |
+| `qwen4-exp` | gated_streams | n: `hc_count`, rank: `hc_lowrank`, eps: `rms_norm_eps` |
 
 Names may be those in files (`layers.0.hc_attn_fn`) or in memory (`model.layers.0.attn_hc.fn`). Queries and key gains are one row per
 site. mHC's logits are pre, post and res in this order everywhere. The direction of the residual map differs (here output stream
@@ -55,6 +58,7 @@ class Source(NamedTuple):
     convert: Callable[[Parts], dict[str, Tensor]]
     options: Callable[[Config], dict[str, Any]] | None  # None: its configurations are not known
     needs_config: bool = False  # whether weights do not tell one rule from another
+    optional: frozenset[str] = frozenset()  # tensors that a layer may lack, by our short names
     notes: dict[str, str] = {}  # what to know about an option that differs from the configuration's field
 
 
@@ -134,6 +138,58 @@ def _mhc_lite(parts: Parts) -> dict[str, Tensor]:
     return {"phi": (of("norm.gamma") + 1).unsqueeze(-1) * phi, "b": b, "alpha": scales}
 
 
+def _hunyuan_options(config: Config) -> dict[str, Any]:
+    deepseek = _deepseek_options({**config, "hc_sinkhorn_iters": None})
+    shared = {name: deepseek[name] for name in ("n", "eps")}
+    rule = {"convention": "hunyuan", "residual_map": "identity", "head": "learned"}
+    return {**shared, **rule, "post_scale": float(config["hc_magnitude"])}
+
+
+_HUNYUAN_LAYER = {
+    f"{ours}.{end}": rf"{theirs}_hc\.{end}|hc_{ours}_layer\.(?:hc_pre\.)?hc_{end}"
+    for ours, theirs in (("attn", "attn"), ("mlp", "ffn"))
+    for end in _HC
+}
+
+
+def _inkling(parts: Parts) -> dict[str, Tensor]:
+    """Convert queries [D], or [3, D] where an attention site reads three mixtures. Layer 0 has none: its one source is the embedding."""
+    mlp = [layer["mlp.query"] for layer in parts.layers]
+    nothing = torch.zeros_like(mlp[0])
+    attention = [layer.get("attn.query", nothing).view(-1, len(nothing)).expand(3, -1) for layer in parts.layers]
+    rows = [row for three, own in zip(attention, mlp, strict=True) for row in (three[0], own)]
+    query = torch.stack([*rows, parts.head["query"] if parts.head else nothing])
+    further = torch.stack([three[1:] for three in attention])
+    return {
+        "query": query,
+        "key_gain": torch.ones_like(query),
+        "query_kv": further,
+        "key_gain_kv": torch.ones_like(further),
+    }
+
+
+def _qwen(parts: Parts) -> dict[str, Tensor]:
+    """Convert the norm's gain less one [n D], and the matrices [out, in] of every site and of the head."""
+    gain, down, up, inject = (parts.sites(end) for end in _QWEN)
+    n = inject.shape[1]
+    head = {end: value.unsqueeze(0) for end, value in parts.head.items()}
+    if not head:
+        raise OptionError("qwen4-exp: the tensors of the last read, hyper_connection_mixer, are missing")
+    gain, down, up = (torch.cat([a, head[end]]) for a, end in ((gain, "gain"), (down, "down"), (up, "up")))
+    return {
+        "gain": (1.0 + gain).unflatten(-1, (n, -1)),
+        "W_down": down.mT.contiguous(),
+        "W_up": up.mT.contiguous(),
+        "W_inject": inject.mT.contiguous(),
+    }
+
+
+_QWEN = {
+    "gain": "hc_norm.weight",
+    "down": "input_mix_weight_down.weight",
+    "up": "input_mix_weight_up.weight",
+    "inject": "block_inject_weight.weight",
+}
 _MHC_LITE = (
     "norm.gamma",
     "static_alpha",
@@ -169,6 +225,37 @@ SOURCES = {
         lambda c: {**_deepseek_options(c), "head": "learned"},
     ),
     "glm-5-next": Source("mhc", _DEEPSEEK_LAYER, {}, _deepseek, lambda c: {**_deepseek_options(c), "head": "mean"}),
+    "hunyuan-v4": Source(
+        "mhc", _HUNYUAN_LAYER, {end: rf"hc_head\.hc_(?:head_)?{end}" for end in _HC}, _deepseek, _hunyuan_options
+    ),
+    "inkling-2": Source(
+        "attnres",
+        {f"{site}.query": rf"{name}_input\.query" for site, name in (("attn", "attention"), ("mlp", "mlp"))},
+        {"query": r"final_input\.query"},
+        _inkling,
+        lambda c: {
+            "block_size": 2 * c["n_layers_per_attn_res_block"],
+            "ways": 3,
+            "value_norm": True,
+            "scaled_logits": True,
+        },
+        needs_config=True,
+        optional=frozenset({"attn.query"}),
+        notes={
+            "block_size": "n_layers_per_attn_res_block of its configuration counts layers, which have two sites each"
+        },
+    ),
+    "qwen4-exp": Source(
+        "gated_streams",
+        {
+            f"{site}.{ours}": re.escape(f"{site}_hyper_connection.{theirs}")
+            for site in ("attn", "mlp")
+            for ours, theirs in _QWEN.items()
+        },
+        {ours: re.escape(f"hyper_connection_mixer.{theirs}") for ours, theirs in _QWEN.items() if ours != "inject"},
+        _qwen,
+        lambda c: {"n": c["hc_count"], "rank": c["hc_lowrank"], "eps": c["rms_norm_eps"]},
+    ),
     "mhc-lite": Source(
         "mhc",
         {f"{ours}.{end}": re.escape(f"hc_{ours}.{end}") for ours in ("attn", "mlp") for end in _MHC_LITE},
@@ -177,7 +264,16 @@ SOURCES = {
         None,
     ),
 }
-MODEL_TYPES = {"deepseek_v4": "deepseek-v4", "glm5_next": "glm-5-next", "glm5_next_text": "glm-5-next"}
+MODEL_TYPES = {
+    "deepseek_v4": "deepseek-v4",
+    "glm5_next": "glm-5-next",
+    "glm5_next_text": "glm-5-next",
+    "hy_v4": "hunyuan-v4",
+    "inkling2": "inkling-2",
+    "inkling2_text": "inkling-2",
+    "qwen4_exp": "qwen4-exp",
+    "qwen4_exp_text": "qwen4-exp",
+}
 FIELDS = {"attn_res_block_size": "kimi-k3", "attnres_block_size": "flash-linear-attention"}
 
 
@@ -257,7 +353,8 @@ def find_names(
     found = lists[where]
     chosen = _chosen(source, found, layers, None if prefix else n_layers)
     for number in chosen:
-        _require(source, described.layer, found[number], f"layer {number}")
+        required = {end: theirs for end, theirs in described.layer.items() if end not in described.optional}
+        _require(source, required, found[number], f"layer {number}")
     own = f"{where}.{chosen[0]}"
     head = heads.get(own if FURTHER_TOKENS.search(own) else where.rpartition(".")[0], {})
     if head:

@@ -1,7 +1,7 @@
 """mhc. x = n copies of e, [n, D] per token. At every site, x_vec the n streams one after the other:
 
     z = RMS(x_vec) phi_s = [z_pre | z_post | z_res];   H~ = alpha_s z + b_s, each part with its own alpha
-    H_pre = sigmoid(H~_pre);   H_post = 2 sigmoid(H~_post);   H_res = map(H~_res)
+    H_pre = sigmoid(H~_pre);   H_post = post_scale sigmoid(H~_post);   H_res = map(H~_res)
     h_s = sum_i H_pre[i] x_i;   x'_o = sum_i H_res[o, i] x_i + H_post[o] y_s
     single_pass: h_s reads with the H_pre of site s-1, site 0 reads stream 0, the end reads with the last site's.
 
@@ -25,6 +25,7 @@ DEFAULTS = {
     "init": "identity",
     "schedule": "standard",
     "eps": None,
+    "post_scale": 2.0,
 }
 OPTIONS = (
     combine(n=[2, 3], residual_map=["sinkhorn"], convention=["paper", "deepseek"], iterations=[1, 3, 20])
@@ -34,6 +35,10 @@ OPTIONS = (
     + combine(schedule=["single_pass"], residual_map=["sinkhorn", "birkhoff", "identity"])
     + combine(schedule=["single_pass"], convention=["deepseek"], n=[2, 4])
     + combine(convention=["paper", "deepseek"], head=["learned"], eps=[0.3])
+    + combine(
+        residual_map=["identity"], convention=["hunyuan"], head=["mean", "learned"], eps=[None, 0.3], post_scale=[1.5]
+    )
+    + combine(post_scale=[0.5, 3.0], schedule=["standard", "single_pass"])
 )
 DEAD_ROWS = {("b_res", 0)}  # at site 0 the streams are copies, and the residual map's rows sum to one
 
@@ -50,6 +55,8 @@ def b_start(o, S, R):
     post = pre
     if o["init"] == "identity":
         pre, post = one_hot_by_site(logit(2 / (n + 1)), logit(1 / (n + 1)))((S, n)), full((S, n), 0)
+        if o["post_scale"] > 1:
+            post = full((S, n), logit(1 / o["post_scale"]))
     res = full((S, R), -8)
     if o["residual_map"] == "sinkhorn":
         res[:, [i * n + i for i in range(n)]] = 0.0
@@ -73,7 +80,7 @@ def parameters(o, D, blocks):
 
 
 def starts_plain(options):
-    return options["init"] == "identity"
+    return options["init"] == "identity" and options["post_scale"] > 1
 
 
 def deepseek(options) -> bool:
@@ -82,7 +89,7 @@ def deepseek(options) -> bool:
 
 def rms_streams(options, x):
     """RMS over all n D numbers of a token."""
-    usual = 1e-6 if deepseek(options) else 1e-20
+    usual = 1e-6 if deepseek(options) or options["convention"] == "hunyuan" else 1e-20
     return rms(x.reshape(*x.shape[:2], -1), usual if options["eps"] is None else options["eps"])
 
 
@@ -133,12 +140,14 @@ def coefficients(p, options, s, x):
     n, alpha, b = options["n"], p["alpha"][s], p["b"][s]
     z = torch.einsum("btk,km->btm", rms_streams(options, x), p["phi"][s])
     pre = torch.sigmoid(alpha[0] * z[..., :n] + b[:n])
-    post = 2 * torch.sigmoid(alpha[1] * z[..., n : 2 * n] + b[n : 2 * n])
+    post = options["post_scale"] * torch.sigmoid(alpha[1] * z[..., n : 2 * n] + b[n : 2 * n])
     res = z[..., 2 * n :]
     if options["residual_map"] != "identity":
         res = alpha[2] * res + b[2 * n :]
     if deepseek(options):
         pre = pre + 1e-6
+    if options["convention"] == "hunyuan":
+        pre, post = pre + 1e-6, post + 1e-6
     return pre, post, residual_map(options, res, x.shape[:2], n)
 
 
