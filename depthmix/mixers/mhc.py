@@ -3,7 +3,7 @@
 x [n, D] a token, n copies of e at the start. At every site, with x⃗ the n streams one after the other:
 
     [z_pre | z_post | z_res] = RMS(x⃗) phi_s;     H̃_* = alpha_s,* z_* + b_s,*
-    H_pre = sigmoid(H̃_pre);   H_post = 2 sigmoid(H̃_post);   H_res = sinkhorn, birkhoff or identity of H̃_res
+    H_pre = sigmoid(H̃_pre);   H_post = post_scale sigmoid(H̃_post);   H_res = sinkhorn, birkhoff or identity of H̃_res
     h_s = Σ_i H_pre[i] x_i;        x'_o = Σ_i H_res[o, i] x_i + H_post[o] y_s
 
 single_pass: h_s uses the H_pre that site s-1 predicted, site 0 reads stream 0, finish uses the last site's.

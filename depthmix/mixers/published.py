@@ -58,6 +58,9 @@ class Source(NamedTuple):
     convert: Callable[[Parts], dict[str, Tensor]]
     options: Callable[[Config], dict[str, Any]] | None  # None: its configurations are not known
     needs_config: bool = False  # whether weights do not tell one rule from another
+    rename: Callable[[str], str] | None = (
+        None  # a name in files as the one in memory, where layers are numbered otherwise
+    )
     optional: frozenset[str] = frozenset()  # tensors that a layer may lack, by our short names
     notes: dict[str, str] = {}  # what to know about an option that differs from the configuration's field
 
@@ -146,7 +149,7 @@ def _hunyuan_options(config: Config) -> dict[str, Any]:
 
 
 _HUNYUAN_LAYER = {
-    f"{ours}.{end}": rf"{theirs}_hc\.{end}|hc_{ours}_layer\.(?:hc_pre\.)?hc_{end}"
+    f"{ours}.{end}": rf"{theirs}_hc\.{end}|hc_{ours}_layer\.hc_{end}"
     for ours, theirs in (("attn", "attn"), ("mlp", "ffn"))
     for end in _HC
 }
@@ -166,6 +169,17 @@ def _inkling(parts: Parts) -> dict[str, Tensor]:
         "query_kv": further,
         "key_gain_kv": torch.ones_like(further),
     }
+
+
+def _inkling_name(name: str) -> str:
+    """Return a name with its layer. Files number the queries of attention from layer 1 on, which is the first to have one."""
+
+    def place(match: re.Match[str]) -> str:
+        site, first = ("attention", 1) if match[1] == "attn" else ("mlp", 0)
+        return f"layers.{int(match[2]) + first}.{site}_input.query"
+
+    name = re.sub(r"attn_res\.(attn|mlp)_queries\.(\d+)$", place, name)
+    return re.sub(r"attn_res\.output_query$", "final_input.query", name)
 
 
 def _qwen(parts: Parts) -> dict[str, Tensor]:
@@ -226,7 +240,12 @@ SOURCES = {
     ),
     "glm-5-next": Source("mhc", _DEEPSEEK_LAYER, {}, _deepseek, lambda c: {**_deepseek_options(c), "head": "mean"}),
     "hunyuan-v4": Source(
-        "mhc", _HUNYUAN_LAYER, {end: rf"hc_head\.hc_(?:head_)?{end}" for end in _HC}, _deepseek, _hunyuan_options
+        "mhc",
+        _HUNYUAN_LAYER,
+        {end: rf"hc_head\.hc_(?:head_)?{end}" for end in _HC},
+        _deepseek,
+        _hunyuan_options,
+        rename=lambda name: re.sub(r"(^|\.)hc_pre\.", r"\1", name),
     ),
     "inkling-2": Source(
         "attnres",
@@ -240,6 +259,7 @@ SOURCES = {
             "scaled_logits": True,
         },
         needs_config=True,
+        rename=_inkling_name,
         optional=frozenset({"attn.query"}),
         notes={
             "block_size": "n_layers_per_attn_res_block of its configuration counts layers, which have two sites each"
@@ -342,6 +362,7 @@ def find_names(
         if not name.startswith(prefix):
             continue
         rest = name[len(prefix) :]
+        rest = rest if described.rename is None else described.rename(rest)
         if (match := in_layer.fullmatch(rest)) is not None:
             place = re.fullmatch(r"(.*?)\.?(\d+)", match["place"] or "")
             # With a prefix, one layer may have no number.

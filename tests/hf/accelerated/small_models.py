@@ -133,7 +133,54 @@ def inkling2(**fields: Any) -> Any:
     return Inkling2ForCausalLM(Inkling2TextConfig(**{**shape, **fields}))
 
 
-BUILD = {build.__name__: build for build in (deepseek_v4, glm5_next, hy_v4, inkling2)}
+def qwen4_exp(**fields: Any) -> Any:
+    """The second layer adds embeddings of n-grams to the streams."""
+    from transformers import Qwen4ExpForCausalLM
+    from transformers.models.qwen4_exp.configuration_qwen4_exp import Qwen4ExpTextConfig
+
+    shape = {
+        "vocab_size": VOCAB,
+        "hidden_size": DIM,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 2,
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 16,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "layer_types": ["linear_attention", "linear_attention", "indexed_attention"],
+        "ple_layer_ids": [2],
+        "ple_embed_dim": 16,
+        "heads_per_ngram": 2,
+        "ngram_vocab_size_base": 50,
+        "make_ngram_vocab_size_divisible_by": 8,
+        "split_ngram_parts": 1,
+        "hc_lowrank": 6,
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 16,
+        "indexer_budget": 16,
+        "indexer_compress_ratio": 4,
+        "max_position_embeddings": 64,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "mrope_section": [3, 3, 2],
+            "mrope_interleaved": True,
+        },
+        "pad_token_id": None,
+        "bos_token_id": None,
+        "eos_token_id": VOCAB - 1,
+    }
+    return Qwen4ExpForCausalLM(Qwen4ExpTextConfig(**{**shape, **fields}))
+
+
+BUILD = {build.__name__: build for build in (deepseek_v4, glm5_next, hy_v4, inkling2, qwen4_exp)}
 
 
 def small_model(family: str, dtype: torch.dtype = torch.float32, seed: int = 0, **fields: Any) -> Any:
@@ -144,6 +191,8 @@ def small_model(family: str, dtype: torch.dtype = torch.float32, seed: int = 0, 
         for name, p in model.named_parameters():
             if name.endswith("_input.query"):
                 p += 2.0 * torch.randn_like(p)
+            elif "hyper_connection" in name and p.ndim > 1:
+                p.mul_(25.0)
             elif "_hc." in name or "hc_head" in name:
                 p += (0.1 if p.ndim > 1 else 0.5) * torch.randn_like(p)
             elif "norm" in name:
