@@ -26,7 +26,8 @@ def largest_difference(family: Family, layer: Any, own: Any) -> float:
     with torch.inference_mode(False), torch.enable_grad(), torch.device("cpu"), use_backend("reference"):
         generator = torch.Generator("cpu").manual_seed(0)
         shell = _shell(family, layer, generator)
-        x = [torch.randn(BATCH, LENGTH, *shape, generator=generator) for shape in family.token_shapes(layer)]
+        shapes = family.token_shapes(layer)
+        x = [None if s is None else torch.randn(BATCH, LENGTH, *s, generator=generator) for s in shapes]
         expected, expected_calls = _results(shell, x)
         shell.__class__ = own
         found, calls = _results(shell, x)
@@ -48,7 +49,8 @@ class _Sublayer(nn.Module):
         x, *rest = (*args, *(kwargs.pop("hidden_states"),)) if "hidden_states" in kwargs else args
         self.calls.append((len(rest), sorted(kwargs)))
         inputs = [t for t in (x, *rest, *kwargs.values()) if isinstance(t, Tensor) and t.is_floating_point()]
-        y = torch.stack([t * self.factors.roll(k) for k, t in enumerate(inputs)]).sum(0)
+        factors = self.factors.repeat(x.shape[-1] // len(self.factors))
+        y = torch.stack([t * factors.roll(k) for k, t in enumerate(inputs)]).sum(0)
         return (y, *[None] * (self.outputs - 1)) if self.outputs else y
 
 
@@ -89,12 +91,13 @@ def _copy(module: nn.Module, generator: torch.Generator) -> Any:
     return bare
 
 
-def _results(shell: Any, inputs: Sequence[Tensor]) -> tuple[list[Tensor], list[Any]]:
+def _results(shell: Any, given: Sequence[Tensor | None]) -> tuple[list[Tensor], list[Any]]:
     """Return what a layer makes of its inputs, the gradients of these and of all weights, and how sublayers were called."""
-    inputs = [x.clone().requires_grad_() for x in inputs]
+    arguments = [None if x is None else x.clone().requires_grad_() for x in given]
+    inputs = [x for x in arguments if x is not None]
     for sublayer in (module for module in shell.children() if isinstance(module, _Sublayer)):
         sublayer.calls.clear()
-    out = shell(*inputs)
+    out = shell(*arguments)
     out = out[0] if isinstance(out, tuple) else out
     weights = (
         torch.linspace(-1.0, 1.0, out.numel()).view(out.shape).cos() * torch.arange(out.numel()).view(out.shape).sin()

@@ -23,7 +23,9 @@ class Family(NamedTuple):
     ]  # whether a layer's mixing modules are still what they were, given KIND
     mixing: tuple[str, ...]  # modules of a layer that make up its mixing; the others are sublayers
     dim: Callable[[Any], int]  # channels of a sublayer's input
-    token_shapes: Callable[[Any], tuple[tuple[int, ...], ...]]  # of each tensor that a layer receives, for a token
+    token_shapes: Callable[
+        [Any], tuple[tuple[int, ...] | None, ...]
+    ]  # of a layer's first arguments, for a token; None: no tensor
     outputs: Callable[[Any, str], int]  # how many things a sublayer returns, by its name; 0: a tensor alone
 
     def replacements(self) -> dict[type, Any]:
