@@ -80,8 +80,16 @@ def _bare(module: nn.Module) -> Any:
 
 def _copy(module: nn.Module, generator: torch.Generator) -> Any:
     """Return a copy on the CPU in fp32, with slightly other weights."""
+    if type(module) is not nn.Linear and hasattr(module, "in_features"):
+        # An adapter or a quantised matrix, which both layers call alike.
+        plain = nn.Linear(module.in_features, module.out_features, bias=False)  # type: ignore[arg-type]
+        plain.weight.data = torch.randn(plain.weight.shape, generator=generator) * plain.in_features**-0.5
+        return plain
     bare = _bare(module)
-    for name, p in module.named_parameters(recurse=False):
+    for name, p in module._parameters.items():
+        if p is None:
+            bare.register_parameter(name, None)
+            continue
         there = type(p) in (nn.Parameter, Tensor) and not p.is_meta
         values = p.detach().to("cpu", torch.float32) if there else torch.zeros(p.shape)
         noise = torch.randn(p.shape, generator=generator)

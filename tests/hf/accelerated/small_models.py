@@ -240,9 +240,11 @@ LAYERS = [
     ("hy_v4", 0, 3),
     ("inkling2", 1, 2),
     ("inkling2", 2, 2),
+    ("qwen4_exp", 2, 2),
 ]
 SUBLAYERS = ("mlp", "post_attention_convolution", "post_mlp_convolution")
-TOKEN_SHAPES = {"inkling2": ((DIM,), (3, DIM))}  # of each input of a layer; otherwise four streams
+# Of a layer's first arguments; None is given as it is. Otherwise four streams.
+TOKEN_SHAPES: dict[str, Any] = {"inkling2": ((DIM,), (3, DIM)), "qwen4_exp": ((4 * DIM,), None)}
 
 
 def mixing_alone(family: str, dtype: torch.dtype, index: int = 0, **fields: Any) -> Any:
@@ -256,8 +258,10 @@ def mixing_alone(family: str, dtype: torch.dtype, index: int = 0, **fields: Any)
     return model
 
 
-def layer_inputs(family: str, batch: int, length: int, dtype: torch.dtype) -> list[torch.Tensor]:
+def layer_inputs(family: str, batch: int, length: int, dtype: torch.dtype) -> list[Any]:
     """Return random activations as a layer receives them."""
     generator = torch.Generator().manual_seed(1)
     shapes = TOKEN_SHAPES.get(family, ((4, DIM),))
-    return [torch.randn(batch, length, *shape, generator=generator).to(dtype) for shape in shapes]
+    return [
+        None if shape is None else torch.randn(batch, length, *shape, generator=generator).to(dtype) for shape in shapes
+    ]

@@ -39,7 +39,10 @@ def mixing_runs(model: Any) -> bool:
 def mixing_runs_in(layer: Any, run: Callable[[], Any]) -> bool:
     calls = []
     # Without weights, so that no hook stands before it.
-    part = layer.attn_hc.input_norm if hasattr(layer, "attn_hc") else layer.mlp_input.norm
+    if hasattr(layer, "attn_hc"):
+        part = layer.attn_hc.input_norm
+    else:
+        part = layer.mlp_input.norm if hasattr(layer, "mlp_input") else layer.mlp_hyper_connection.hc_norm
     before = type(part).forward
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
         patch.setattr(type(part), "forward", lambda self, x: calls.append(self) or before(self, x))
@@ -67,7 +70,7 @@ def test_restore_brings_back_the_model(family: str) -> None:
     classes = {name: type(m) for name, m in model.named_modules()}
     accelerate(model, quiet=True)
     changed = {type(m).__name__ for name, m in model.named_modules() if type(m) is not classes[name]}
-    ends = ("DecoderLayer", "HyperHead", "BlockAttentionResidual")
+    ends = ("DecoderLayer", "HyperHead", "BlockAttentionResidual", "GatedResidual")
     assert changed == {k.__name__ for k in classes.values() if k.__name__.endswith(ends)} - {"Glm5NextTextHyperHead"}
     restore(model)
     assert {name: type(m) for name, m in model.named_modules()} == classes

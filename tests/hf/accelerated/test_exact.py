@@ -28,7 +28,7 @@ FAMILIES = list(BUILD)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # Otherwise a rounding may select other experts.
 ALL_SELECTED: dict[str, Any] = {family: {"num_experts_per_tok": 4, "index_topk": 16} for family in FAMILIES}
-ALL_SELECTED["inkling2"] = {"num_experts_per_tok": 4}
+ALL_SELECTED |= {family: {"num_experts_per_tok": 4} for family in ("inkling2", "qwen4_exp")}
 PLACES = [(family, index) for family, index, _ in LAYERS]
 
 
@@ -36,14 +36,18 @@ def random(*shape: int, seed: int = 7) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def layer_results(layer: Any, inputs: list[torch.Tensor], cotangent: torch.Tensor) -> dict[str, torch.Tensor]:
+def layer_results(layer: Any, given: list[Any], cotangent: torch.Tensor) -> dict[str, torch.Tensor]:
     """What a layer returns, and the gradients of what it received and of all its weights."""
-    inputs = [x.clone().requires_grad_() for x in inputs]
-    out = layer(*inputs)
+    given = [None if x is None else x.clone().requires_grad_() for x in given]
+    inputs, out = [x for x in given if x is not None], layer(*given)
     out = out[0] if isinstance(out, tuple) else out
     names = [*[f"input {i}" for i in range(len(inputs))], *[name for name, _ in layer.named_parameters()]]
     grads = torch.autograd.grad(out, [*inputs, *layer.parameters()], cotangent)
     return {"out": out.detach(), **dict(zip(names, grads, strict=True))}
+
+
+def wide(inputs: list[Any]) -> list[Any]:
+    return [None if x is None else x.double() for x in inputs]
 
 
 def assert_as_exact(found: Any, original: Any, exact: Any, dtype: torch.dtype) -> None:
@@ -64,7 +68,7 @@ def compare_layers(
     inputs = layer_inputs(family, batch, length, dtype)
     cotangent = random(*inputs[0].shape, seed=2).to(dtype)
     with Wide():
-        truth = layer_results(exact, [x.double() for x in inputs], cotangent.double())
+        truth = layer_results(exact, wide(inputs), cotangent.double())
     if backend == "compiled":
         ours = torch.compile(ours, backend="aot_eager", fullgraph=True)
         backend = None
@@ -81,7 +85,7 @@ def test_mixing_of_a_layer(place: tuple[str, int], dtype: torch.dtype) -> None:
 
 
 BY_KERNELS = [(place, torch.float32) for place in PLACES]
-BY_KERNELS += [(place, torch.float16) for place in PLACES if place[0] in ("glm5_next", "inkling2")]
+BY_KERNELS += [(place, torch.float16) for place in PLACES if place[0] in ("glm5_next", "inkling2", "qwen4_exp")]
 
 
 @pytest.mark.parametrize(("place", "dtype"), BY_KERNELS, ids=str)
@@ -111,7 +115,13 @@ def test_models(family: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "name"), [("deepseek_v4", "hc_head"), ("hy_v4", "hc_head"), ("inkling2", "final_input")]
+    ("family", "name"),
+    [
+        ("deepseek_v4", "hc_head"),
+        ("hy_v4", "hc_head"),
+        ("inkling2", "final_input"),
+        ("qwen4_exp", "hyper_connection_mixer"),
+    ],
 )
 @pytest.mark.usefixtures("quick_interpreter")
 def test_heads_by_kernels(family: str, name: str) -> None:
@@ -120,11 +130,11 @@ def test_heads_by_kernels(family: str, name: str) -> None:
     head, exact = getattr(model.model, name), exact_copy(getattr(model.model, name))
     ours = getattr(accelerate(copy.deepcopy(model), quiet=True).model, name)
     inputs = layer_inputs(family, 1, 7, torch.float16)
-    inputs = inputs if len(inputs) == 1 else [inputs[1], inputs[0]]
+    inputs = [inputs[1], inputs[0]] if family == "inkling2" else inputs[:1]
     cotangent = random(1, 7, DIM, seed=2)
     cotangent = cotangent if family == "inkling2" else cotangent.half()
     with Wide():
-        truth = layer_results(exact, [x.double() for x in inputs], cotangent.double())
+        truth = layer_results(exact, wide(inputs), cotangent.double())
     with use_backend("triton"):
         found = layer_results(ours, inputs, cotangent)
     assert_as_exact(found, layer_results(head, inputs, cotangent), truth, torch.float16)
