@@ -107,11 +107,26 @@ def model_results(model: Any, cotangent: torch.Tensor) -> dict[str, torch.Tensor
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_models(family: str, dtype: torch.dtype) -> None:
-    model = small_model(family, dtype, **ALL_SELECTED[family])
+    # Linear attention makes so much of a rounding that one model in bf16 says little.
+    seeds = (0, 1, 2) if family == "qwen4_exp" and dtype != torch.float32 else (0,)
+    runs = [run_three(family, dtype, seed) for seed in seeds]
+    found, original, truth = (
+        {
+            name: torch.cat([run[k][name].double().flatten() / run[2][name].norm() for run in runs])
+            for name in runs[0][k]
+        }
+        for k in range(3)
+    )
+    assert_as_exact(found, original, truth, dtype)
+
+
+def run_three(family: str, dtype: torch.dtype, seed: int) -> list[dict[str, torch.Tensor]]:
+    """Results of ours, of the original and of the original in fp64."""
+    model = small_model(family, dtype, seed, **ALL_SELECTED[family])
     ours, exact, cotangent = accelerate(copy.deepcopy(model), quiet=True), exact_copy(model), random(2, LENGTH, VOCAB)
     with Wide():
         truth = model_results(exact, cotangent.double())
-    assert_as_exact(model_results(ours, cotangent), model_results(model, cotangent), truth, dtype)
+    return [model_results(ours, cotangent), model_results(model, cotangent), truth]
 
 
 @pytest.mark.parametrize(
