@@ -117,7 +117,7 @@ def mixes_as_written(layer: Any, kind: Kind) -> bool:
 def why_not(layer: Any, kind: Kind) -> str | None:
     """Return why the modules of a layer are not those that a step can replace, or None."""
     for name in CONNECTIONS:
-        part = getattr(layer, name, None)
+        part: Any = getattr(layer, name, None)
         if type(part) is not kind.connection:
             return f"its {name} is a {type(part).__name__}, not a {kind.connection.__name__}"
         n, width = part.hc_count, part.hidden_size

@@ -13,7 +13,7 @@ from depthmix.ops.precision import rms_normalize, widen, without_autocast
 
 
 class Options(NamedTuple):
-    """Options of the weights of sources, in the order of `depth_attention_reference`."""
+    """Say how sources are weighed, in the order of `depth_attention_reference`."""
 
     eps: float
     key_norm: bool = True
@@ -23,13 +23,13 @@ class Options(NamedTuple):
 
 
 class Mixed(NamedTuple):
-    """Intermediates of a read, a list by way of each but r."""
+    """Intermediates of a read, by way: results (not rounded), weights and logits [n, ..., H], ρ [..., 1]; and r [n, ..., 1]."""
 
-    outs: list[Tensor]  # results [..., D], not rounded
-    p: list[Tensor]  # weights [n, ..., H]
-    s: list[Tensor]  # logits [n, ..., H]
-    rho: list[Tensor]  # [..., 1]
-    r: Tensor  # [n, ..., 1]; empty if neither keys nor values are normed
+    outs: list[Tensor]
+    p: list[Tensor]
+    s: list[Tensor]
+    rho: list[Tensor]
+    r: Tensor | None
 
 
 class DepthAttention(torch.autograd.Function):
@@ -96,7 +96,7 @@ def attend(options: Options, out_eps: float, u: Tensor, gain: Tensor | None, sou
             dots_w.append(_dot(u_w, v, heads))
         if key_norm or value_norm:
             norms.append(torch.linalg.vector_norm(v, dim=-1, keepdim=True))
-    mixed = Mixed([], [], [], [], _rstd(torch.stack(norms), u.shape[-1], eps) if norms else u.new_empty(0))
+    mixed = Mixed([], [], [], [], _rstd(torch.stack(norms), u.shape[-1], eps) if norms else None)
     for w, dots_w in enumerate(dots):
         s = _stack(dots_w, heads)
         s = s if mixed.r is None or not key_norm else s.mul_(mixed.r)
@@ -163,7 +163,7 @@ def _backward(
     return [torch.stack(du) if need_u else None, torch.stack(dgain) if dgain else None, *dv]
 
 
-def _source_weights(options: Options, p: Tensor, r: Tensor) -> tuple[Tensor, ...]:
+def _source_weights(options: Options, p: Tensor, r: Tensor | None) -> tuple[Tensor, ...]:
     """Return what each source is multiplied with, by head: n times [..., H]."""
     return (p if r is None or not options.value_norm else p * r).unbind()
 
