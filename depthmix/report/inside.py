@@ -46,7 +46,7 @@ def panels(document: Document, first: Document | None) -> list[Panel]:
         document: the model's document (docs/guides/inspecting.md).
         first: the document of the page's first model, drawn beside this one; None for the first model itself.
     """
-    result = [depth_map(document), row_of_map(document)]
+    result = [depth_map(document), row_of_map()]
     result += [edge_map(document), *edge_scatter(document)] if document["edges"] else []
     result += over_depth(document, first)
     if document["skips"]:
@@ -123,7 +123,7 @@ def as_map(figure: Figure, sources: Sequence[str]) -> Figure:
     return {**figure, "square": len(sources)}
 
 
-def row_of_map(document: Document) -> Panel:
+def row_of_map() -> Panel:
     caption = (
         "How one reader's weights differ between tokens. A box spans the middle half of the tokens, its line is the median, and the whiskers span 90%. "
         "A long box means that the weight depends on the token, a flat box that it is the same for all tokens."

@@ -121,7 +121,7 @@ def _store_ds(w, s, r, ok, at, C, SPLIT: tl.constexpr):
 
 
 @triton.jit
-def _close_source(table, t, d, ok, x, r, acc, c, D: tl.constexpr, like, ALIGNED: tl.constexpr):
+def _close_source(table, t, d, x, r, acc, c, D: tl.constexpr, like, ALIGNED: tl.constexpr):
     """Store a source's gradient, rounded if it is whole, in fp32 if more readers will come."""
     acc -= (c * r * r / D) * x
     whole, part = tl.load(table + 3), tl.load(table + 4)
@@ -203,9 +203,9 @@ def _source_backward_kernel(
         if S == 2:
             c1 += _store_ds(scaled_ds1, logits1, r1, e < n, ds + N * (1 + SPLIT) * C + e, C, SPLIT)
         tl.debug_barrier()
-    _close_source(sources, t, d, ok, x0, r0, acc0, c0, D, like, ALIGNED)
+    _close_source(sources, t, d, x0, r0, acc0, c0, D, like, ALIGNED)
     if S == 2:
-        _close_source(sources + 5, t, d, ok, x1, r1, acc1, c1, D, like, ALIGNED)
+        _close_source(sources + 5, t, d, x1, r1, acc1, c1, D, like, ALIGNED)
 
 
 class Reader(NamedTuple):

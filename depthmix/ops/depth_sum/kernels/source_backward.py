@@ -27,7 +27,7 @@ TILE = 4
 
 
 @triton.jit
-def _open(targets, j, t, d, ok, like, D: tl.constexpr, BT: tl.constexpr, HAS_G: tl.constexpr, HAS_PART: tl.constexpr,
+def _open(targets, j, t, d, like, D: tl.constexpr, BT: tl.constexpr, HAS_G: tl.constexpr, HAS_PART: tl.constexpr,
           ALIGNED: tl.constexpr):  # fmt: skip
     """Load the gradient that source j has so far: from elsewhere, and from earlier readers."""
     acc = ()
@@ -128,7 +128,7 @@ def _source_backward_kernel(
     later = tl.load(readers + size * tl.minimum(1, n - 1))
     acc = ()
     for j in tl.static_range(S):
-        acc = acc + _open(targets, j, t, d, ok, like, D, BT, HAS_G, HAS_PART, ALIGNED)
+        acc = acc + _open(targets, j, t, d, like, D, BT, HAS_G, HAS_PART, ALIGNED)
     for r in tl.range(0, n):
         b, u = _load_parameters(readers + size * r + 1, d, ok, D, S, STATIC, SCORED, SHARED_W, ROWS_ALIGNED, PARTIAL)
         next_rows = load_rows(later, t, d, d < tl.where(r + 1 < n, D, 0), like, D, BT, ALIGNED)
