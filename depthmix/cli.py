@@ -262,13 +262,11 @@ def run_accelerate(config: AccelerateConfig) -> None:
 
 
 def run_list() -> None:
-    from depthmix.mixers import list_mixers, mixer_class
+    from depthmix.mixers import list_mixers, mixer_class, rule_summary
 
     for name in list_mixers():
-        cls = mixer_class(name)
-        summary = (sys.modules[cls.__module__].__doc__ or "").strip().splitlines()[0]
-        print(f"{name}: {summary}")
-        for option in cls.options.values():
+        print(f"{name}: {rule_summary(name)}")
+        for option in mixer_class(name).options.values():
             print(f"    {option.name}: {option.describe()} (default: {option.default})")
 
 

@@ -224,6 +224,9 @@ class CompareConfig(TrainConfig):
         {}, "Options of the model or its training by name, to compare the models at each of these sizes", flag=False
     )
     only: list[str] = option([], "Run only these arms, seeds, sizes and domains; the rest stays to be done")
+    jobs: int = option(
+        1, "Number of concurrent runs on the CPU, each in a process of its own with its share of the cores"
+    )
     minutes: float = option(0.0, "Time limit in minutes; a run that would take longer is not started; 0: no limit")
     save_models: bool = option(
         True, "Keep a folder for every run, with checkpoints to resume from; without, only the results are kept"

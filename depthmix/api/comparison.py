@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 # They are arguments of their own here, or those of one training.
 NOT_OPTIONS = {"data", "out", "arms", "seeds", "quiet", "mixer", "mixer_options", "seed", "parallel"}
 # Options of the command line: the result of a call is one table of models.
-NOT_OPTIONS |= {"domains", "sizes", "only", "minutes", "save_models", "report", "results", "modules"}
+NOT_OPTIONS |= {"domains", "sizes", "only", "jobs", "minutes", "save_models", "report", "results", "modules"}
 OPTIONS = [f.name for f in fields(CompareConfig) if f.name not in NOT_OPTIONS]
 
 

@@ -12,6 +12,7 @@ import functools
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from depthmix.compare.results import Results
 from depthmix.compare.rows import Row, Run
 from depthmix.compare.runs import Outcome, describe_error, make_run
 from depthmix.compare.table import CSV, TABLE, conclusion, power_lines, show, to_csv, to_markdown
+from depthmix.compare.workers import Workers, threads_of_a_run
 from depthmix.config import CompareConfig, TrainConfig
 from depthmix.data.images import ImageData
 from depthmix.data.prepared import open_data
@@ -42,9 +44,11 @@ from depthmix.values import typed
 
 REPORT = "report.html"
 # Options of one call, which the recipe in the folder leaves out.
-OF_A_CALL = {"only", "minutes", "report", "results", "accept_code", "quiet"}
+OF_A_CALL = {"only", "jobs", "minutes", "report", "results", "accept_code", "quiet"}
 # Seconds that measuring an arm's step times may take: a model is built three times, for a second of steps each.
 MEASURING = 20.0
+# Seconds between two looks at signals while runs are under way in other processes.
+A_MOMENT = 0.2
 # Seconds that measuring takes on any machine.
 AT_LEAST = 4.0
 # Fields of a run's environment that are kept: none with paths.
@@ -269,7 +273,7 @@ class _Runner:
 
         self._open_data()
         comparison = self.comparison
-        with StopSignal() as signal, compiled_once(self._compiles()):
+        with StopSignal() as signal, compiled_once(self._compiles()), threads_of_a_run(self.config.jobs):
             if self.config.budget == "time":
                 self._measure(signal)
             missing = self._missing()
@@ -324,6 +328,8 @@ class _Runner:
     def _open_data(self) -> None:
         """Open the data of every chosen domain. Data of finished runs may be gone."""
         self.device = choose_device(self.config.device)
+        if self.config.jobs > 1 and self.device.type != "cpu":
+            raise UserError(f"jobs: concurrent runs share the CPU, and this comparison runs on {self.device.type}")
         machine = environment([], self.config.device)
         self.environment = {key: machine[key] for key in KEPT}
         self.data, done = {}, {key_of(record) for record in self.records.runs}
@@ -352,7 +358,10 @@ class _Runner:
         return any(settings.get("compile", "off") != "off" for settings in by_part)
 
     def _run_queue(self, signal: Any) -> None:
-        """Run one training after the other until the queue is empty, a signal comes or the time is over."""
+        """Run the queue until it is empty, a signal comes or the time is over."""
+        if self.config.jobs > 1 and len(self.queue) > 1:
+            self._run_at_once(signal)
+            return
         while not signal.requested and (task := self._next()):
             run, evaluating = task
 
@@ -362,21 +371,37 @@ class _Runner:
                 return not self.deadline.fits(left + (evaluating or left / 20))
 
             release_memory(self.device)  # the last run's memory is not this one's
-            place = [planned.key for planned in self.comparison.planned()].index(run.key) + 1
-            outcome = make_run(
-                run,
-                self.data[run.cell.domain],
-                self.checksums[run.cell.domain],
-                self.environment,
-                self.comparison.path if self.config.save_models else None,
-                f"{run.title} ({place} of {self.total})",
-                stop,
-                self.on_step,
-            )
+            data = self.data[run.cell.domain]
+            outcome = make_run(run, data, *self._arguments(run), stop, self.on_step)
             if signal.requested and not outcome.lines and not outcome.error:
                 self.say("Stopping.")
             else:
                 self._keep(run, outcome)
+
+    def _run_at_once(self, signal: Any) -> None:
+        """Run the queue in several processes."""
+        running: dict[Future[Outcome], PlannedRun] = {}
+        with Workers(self.config.jobs, self.deadline) as workers:
+            while True:
+                while len(running) < self.config.jobs and not signal.requested and (task := self._next()):
+                    running[workers.submit(task[0], *self._arguments(task[0]))] = task[0]
+                if not running:
+                    return
+                for future in wait(running, A_MOMENT, FIRST_COMPLETED).done:
+                    run = running.pop(future)
+                    try:
+                        self._keep(run, future.result())
+                    except UserError as error:
+                        if error.exit_code != INTERRUPTED or not signal.requested:
+                            raise
+                if signal.requested:
+                    workers.stop()
+
+    def _arguments(self, run: PlannedRun) -> tuple[str, dict[str, Any], Path | None, str]:
+        """Return the checksum of a run's data, its environment, the folder for its model and its name for progress."""
+        place = [planned.key for planned in self.comparison.planned()].index(run.key) + 1
+        out = self.comparison.path if self.config.save_models else None
+        return self.checksums[run.cell.domain], self.environment, out, f"{run.title} ({place} of {self.total})"
 
     def _next(self) -> tuple[PlannedRun, float] | None:
         """Take the next run that there is time for, and the longest time that an evaluation has taken."""

@@ -49,6 +49,11 @@ def load_modules(folder: Path, modules: Any, source: str) -> list[Path]:
     return files
 
 
+def loaded_files() -> list[str]:
+    """Return the files that this process has loaded, for a process that is to know the same rules."""
+    return [str(file) for file in _loaded]
+
+
 def _files(folder: Path, text: str, source: str) -> list[Path]:
     path = (folder / text).resolve()
     if path.is_file() and path.suffix == ".py":

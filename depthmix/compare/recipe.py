@@ -169,7 +169,7 @@ def _check_options(config: CompareConfig) -> None:
     if config.budget not in ("tokens", "time"):
         raise UserError(f"budget must be tokens or time, got {config.budget!r}")
     _check_seeds("compare", config.seeds)
-    for name, least in (("steps", 1), ("eval_every", 0), ("save_every", 1), ("sample_tokens", 1)):
+    for name, least in (("steps", 1), ("eval_every", 0), ("save_every", 1), ("sample_tokens", 1), ("jobs", 1)):
         if getattr(config, name) < least:
             raise UserError(f"{name} must be at least {least}, got {getattr(config, name)}")
     if not 0 <= config.minutes < math.inf:

@@ -85,6 +85,11 @@ class Results:
         """Say where the step times of a cell were measured in turns, if the recipe asks for that."""
         return in_turns(self.records, cell) if self.recipe.timed else []
 
+    def are_costs_trusted(self, cell: Cell) -> bool:
+        """Tell whether the step times of a cell are costs: measured in turns, or by runs that nothing disturbed."""
+        runs = self.runs[cell.name]
+        return not any(run.shared for run in runs) and not doubts(runs, self.recipe.labels)
+
     def cost_notes(self, cell: Cell) -> list[str]:
         """Return the sentences that belong under a cell's costs."""
         runs = self.own_times[cell.name]

@@ -31,6 +31,7 @@ from depthmix.compare.rows import Row
 from depthmix.compare.sections import sections
 from depthmix.compare.spread import Spread, group_of
 from depthmix.compare.verdict import footnotes, summary, verdict
+from depthmix.mixers import rule_title
 
 TABLE, CSV = "table.md", "table.csv"
 # The steps and tokens of an arm depend on these.
@@ -54,9 +55,13 @@ def show(results: Results, samples: Sequence[Mapping[str, Any]]) -> None:
 
 def conclusion(results: Results) -> str:
     """Return one sentence on the best arm of the first cell that has results."""
-    for cell in results.recipe.cells:
+    recipe = results.recipe
+    # A label of its own already says what an arm is.
+    titles = {arm.label: rule_title(arm.arm.name) for arm in recipe.arms if arm.label == arm.arm.label}
+    for cell in recipe.cells:
         if rows := results.rows[cell.name]:
-            return summary(rows, cell.name, results.recipe.config.budget == "time")
+            timed = results.are_costs_trusted(cell)
+            return summary(rows, cell.name, recipe.config.budget == "time", timed, titles)
     return "No run has finished yet."
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from depthmix.compare.interval import CONFIDENCE, student_t
 from depthmix.compare.rows import Row
@@ -54,35 +54,51 @@ def _rounded(uncertainty: float, *values: float) -> list[str]:
     return [f"{abs(value):.{decimals}f}" for value in values]
 
 
-def summary(rows: Sequence[Row], cell: str = "", equal_time: bool = False) -> str:
-    """Return one sentence for a newcomer: how the best arm ended against the baseline.
+def summary(
+    rows: Sequence[Row],
+    cell: str = "",
+    equal_time: bool = False,
+    timed: bool = True,
+    titles: Mapping[str, str] | None = None,
+) -> str:
+    """Say to a newcomer whether the best arm is better than the baseline, by how much and at what cost.
 
     Args:
         rows: One row per arm, the baseline first.
         cell: Name of the domain and size, if there are several.
         equal_time: Whether the arms trained for equal time instead of equal steps.
+        timed: Whether the step times can be trusted.
+        titles: What the labels of arms stand for, where that is known.
     """
     where = f"On {cell}, after" if cell else "After"
-    amount = "the same training time" if equal_time and len(rows) > 1 else f"{rows[0].steps:,} steps"
+    after = f"{where} the same training time" if equal_time and len(rows) > 1 else f"{where} {rows[0].steps:,} steps"
     others = [row for row in rows if row.difference is not None]
     if not others:
-        return f"{where} {amount}, {rows[0].arm} ended with a validation loss of {rows[0].val_loss:.4f} nats."
+        return f"{after}, {rows[0].arm} ended with a validation loss of {rows[0].val_loss:.4f} nats."
     best = min(others, key=lambda row: row.difference or 0.0)
     difference, half = best.difference or 0.0, best.difference_interval
-    begin = f"{where} {amount}, {best.arm} ended"
+    arm, baseline = (
+        f"{label} ({titles[label]})" if titles and titles.get(label) else label for label in (best.arm, best.baseline)
+    )
     if half is None:
-        size = _rounded(0.01, difference)[0]
-        side = _side(difference)
-        return f"{begin} {size} nats {side} {best.baseline}; one seed says nothing about chance, so run three or more."
-    # One digit of the uncertainty, and at least two decimals.
-    decimals = max(2, -math.floor(math.log10(half))) if half > 0 else 2
-    decimals = min(decimals, FINEST) if half > 10**-FINEST else 2
-    size = f"{abs(difference):.{decimals}f}"
-    low, high = (f"{end:+.{decimals}f}".replace("-", "−") for end in (difference - half, difference + half))
-    low, high = (end.replace("+", "") if low[0] == high[0] else end for end in (low, high))
-    zero = "excludes" if abs(difference) > half else "includes"
-    end = "" if zero == "excludes" else ", so no difference is shown"
-    return f"{begin} {size} nats {_side(difference)} {best.baseline}; the {SURE}, {low} to {high}, {zero} zero{end}."
+        found = f"{arm} ended {_rounded(0.01, difference)[0]} nats {_side(difference)} {baseline}"
+        return f"{after}, {found}; one seed says nothing about chance, so run three or more."
+    near, far = sorted((difference - half, difference + half), key=abs)
+    size, near_size, far_size = _rounded(half, difference, near, far)
+    timed = timed and not equal_time and best.step_ratio is not None
+    cost = f", at {best.step_ratio:.2f} times the time per step" if timed else ""
+    if abs(difference) <= half:
+        reach = f"from {far_size} {_level(far)} to {near_size} {_level(near)}"
+        found = f"{best.arm} ended {size} nats {_level(difference)}, but the {SURE} reaches {reach}"
+        return f"No difference is shown between {arm} and {baseline}. {after}, {found}{cost}."
+    does = "predicts unseen text" if best.accuracy is None else "classifies unseen images"
+    word = "better" if difference < 0 else "worse"
+    found = f"its loss is {size} nats {_level(difference)} ({SURE} {near_size} to {far_size}; lower is better)"
+    return f"With {arm} the model {does} {word} than with {baseline}. {after}, {found}{cost}."
+
+
+def _level(difference: float) -> str:
+    return "lower" if difference < 0 else "higher"
 
 
 def footnotes(rows: Sequence[Row]) -> list[str]:

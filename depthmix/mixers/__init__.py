@@ -8,7 +8,7 @@ from depthmix.mixers.checks import ContractError
 from depthmix.mixers.decay import param_groups
 from depthmix.mixers.layout import Layout
 from depthmix.mixers.options import OptionError
-from depthmix.mixers.registry import create_mixer, list_mixers, mixer_class, register
+from depthmix.mixers.registry import create_mixer, list_mixers, mixer_class, register, rule_summary, rule_title
 from depthmix.mixers.sharding import shard_mixer
 from depthmix.mixers.state import State, register_state
 
@@ -27,5 +27,7 @@ __all__ = [
     "param_groups",
     "register",
     "register_state",
+    "rule_summary",
+    "rule_title",
     "shard_mixer",
 ]

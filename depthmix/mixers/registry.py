@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -105,6 +106,23 @@ def mixer_class(name: str) -> type[Mixer]:
         )
         raise OptionError(f"unknown mixer {name!r}; there are {', '.join(list_mixers())}{hint}")
     return _MIXERS[name]
+
+
+def rule_summary(name: str) -> str:
+    """Return the first line of a rule's file, which says what the rule is; empty if the file begins without a docstring."""
+    document = getattr(sys.modules[mixer_class(name).__module__], "__doc__", None) or ""
+    return document.strip().partition("\n")[0]
+
+
+def rule_title(name: str) -> str:
+    """Return a rule's name in words: its summary as far as the first bracket or punctuation mark.
+
+    Example:
+        >>> rule_title("attnres")
+        'Attention Residuals'
+    """
+    title = re.split(r" \(|[:;.,]", rule_summary(name))[0]
+    return re.sub(r"^The ", "the ", title)
 
 
 def create_mixer(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +15,7 @@ def _rich() -> bool:
         import rich  # noqa: F401
     except ModuleNotFoundError:
         return False
-    return sys.stderr.isatty()
+    return sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
 
 
 def duration(seconds: float) -> str:

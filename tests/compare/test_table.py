@@ -6,7 +6,7 @@ import io
 import json
 import math
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -269,19 +269,25 @@ def test_one_sentence_sums_a_comparison_up(tmp_path):
         return results_of(folder, *arms).rows[""]
 
     # Differences -0.05 and -0.03: mean -0.04, sd 0.01414, t = 12.706, half the interval 0.127.
-    assert (
-        summary(rows((4.0, 3.95), (4.1, 4.07)))
-        == "After 200 steps, dca ended 0.04 nats below residual; the 95% interval, −0.17 to +0.09, includes zero, so no difference is shown."
+    assert summary(rows((4.0, 3.95), (4.1, 4.07))) == (
+        "No difference is shown between dca and residual. After 200 steps, dca ended 0.04 nats lower, "
+        "but the 95% interval reaches from 0.17 lower to 0.09 higher, at 1.00 times the time per step."
     )
-    assert (
-        summary(rows((4.0, 3.952), (4.1, 4.05)))
-        == "After 200 steps, dca ended 0.05 nats below residual; the 95% interval, −0.06 to −0.04, excludes zero."
+    clear = rows((4.0, 3.952), (4.1, 4.05))
+    assert summary(clear, titles={"dca": "DeepCrossAttention"}) == (
+        "With dca (DeepCrossAttention) the model predicts unseen text better than with residual. After 200 steps, "
+        "its loss is 0.049 nats lower (95% interval 0.036 to 0.062; lower is better), at 1.00 times the time per step."
     )
+    assert summary(clear, timed=False).endswith("lower is better).")
+    worse = [replace(row, accuracy=0.5) for row in rows((3.952, 4.0), (4.05, 4.1))]
+    assert "With dca the model classifies unseen images worse than with residual" in summary(worse)
+    assert "its loss is 0.049 nats higher (95% interval 0.036 to 0.062; lower is better)" in summary(worse)
     assert "one seed says nothing about chance" in summary(rows((4.0, 3.95)))
     assert summary(rows((4.0, 3.95))[:1]) == "After 200 steps, residual ended with a validation loss of 4.0000 nats."
     assert summary(rows((4.0, 3.95)), "books", equal_time=True).startswith(
         "On books, after the same training time, dca ended"
     )
+    assert "times the time per step" not in summary(clear, equal_time=True)
 
 
 @pytest.mark.parametrize("width", [60, 80, 120, None])
