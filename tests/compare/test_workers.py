@@ -1,0 +1,67 @@
+"""Runs in several processes at once: the numbers of one process, stopping, and what is refused."""
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+import torch
+
+from compare import recipes
+from compare.test_fair import own_rule
+from depthmix.compare import modules, workers
+from depthmix.compare.engine import compare
+from depthmix.errors import INTERRUPTED, USAGE
+from train.refused import refused
+
+
+def losses(comparison):
+    return {(run["arm"], run["seed"]): run["result"]["val_loss"] for run in comparison.records.runs}
+
+
+@pytest.fixture
+def recipe(tmp_path, light, monkeypatch):
+    """A recipe with a rule of its own, in a file that workers must load."""
+    monkeypatch.setattr(modules, "_loaded", {})
+    monkeypatch.setattr("depthmix.compare.engine.look_inside", lambda _: None)
+    own = own_rule(tmp_path, "halving_twice", "x * 0.5 + y")
+    return recipes.write(tmp_path, arms=["residual", "halving_twice"], modules=[own], save_models=True)
+
+
+def test_runs_at_once_are_stopped_resumed_and_end_with_the_numbers_of_one_process(recipe, tmp_path):
+    out = tmp_path / "both"
+
+    def stop_at_the_second_seed():
+        deadline = time.monotonic() + 300
+        while time.monotonic() < deadline and not list(out.glob("*/seed-1/metrics.jsonl")):
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    stopping = threading.Thread(target=stop_at_the_second_seed)
+    stopping.start()
+    refused(lambda: compare(recipes.config(recipe, out, jobs=2)), "stopped by SIGTERM", "of 4", code=INTERRUPTED)
+    stopping.join()
+    assert losses(compare(recipes.config(recipe, out, report=True)))
+    resumed = losses(compare(recipes.config(recipe, out)))
+    assert len(resumed) == 4
+    assert resumed == losses(compare(recipes.config(recipe, tmp_path / "one")))
+
+
+def test_runs_share_the_threads(monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
+    taken = []
+    monkeypatch.setattr(torch, "set_num_threads", taken.append)
+    with workers.threads_of_a_run(3):
+        assert taken == [2]
+    assert taken == [2, 7]
+    with workers.threads_of_a_run(9):
+        assert taken[-1] == 1
+
+
+def test_runs_at_once_need_the_cpu(recipe, tmp_path, monkeypatch):
+    refused(
+        lambda: compare(recipes.config(recipe, tmp_path / "out", jobs=0)), "jobs must be at least 1, got 0", code=USAGE
+    )
+    monkeypatch.setattr("depthmix.compare.engine.choose_device", lambda name: torch.device("cuda"))
+    refused(lambda: compare(recipes.config(recipe, tmp_path / "out", jobs=2)), "jobs", "runs on cuda", code=USAGE)
