@@ -65,7 +65,7 @@ HELP = {
     "parallel-step": "training step time under DDP and FSDP2 in a world of one process against the plain loop",
     "peer-step": "training step time of DCA and Hyper-Connections against the published modules",
     "mhc-ops": "sites of mHC alone against Liger's operators",
-    "cpu-step": "training step time at the demo's size on the CPU, Block against the plain residual",
+    "cpu-step": "training step time of a small model on the CPU, Block against the plain residual",
     "decode": "a decoding step by mechanism against the plain residual, batch 1, 8 and 64",
     "prefill": "a prompt of 8k tokens by mechanism against the plain residual",
     "prefill-memory": "the peak memory of a prompt of 128k tokens in chunks against the plain residual",

@@ -1,6 +1,6 @@
-"""`cpu-step`: a training step at the demo's size on the CPU, mechanisms on the reference against the plain residual.
+"""`cpu-step`: a training step of a small model on the CPU, mechanisms on the reference against the plain residual.
 
-It uses two threads and fp32, and compiles nothing, like `make demo`. Models take turns step by step, and the ratio is one of
+It uses two threads and fp32, and compiles nothing. Models take turns step by step, and the ratio is one of
 medians, so that a neighbour who takes the cores away slows all of them down.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 
@@ -18,13 +17,10 @@ from benchmarks.options import Options, backend
 from benchmarks.report import Report
 from benchmarks.step import TIGHT, arm_errors, random_data, steps_of
 from benchmarks.timing import Run, interleaved
-from depthmix.cli import build_config
 from depthmix.compare.arms import check_arms, parse_arms
-from depthmix.config import CompareConfig, TrainConfig
+from depthmix.config import TrainConfig
 from depthmix.train.loop import Trainer
 
-DEMO = Path(__file__).parents[1] / "recipes" / "demo.yaml"
-# Vocabulary of the demo's tokenizer.
 VOCAB = 512
 TARGETS = {
     "residual": "",
@@ -47,8 +43,8 @@ CPU = torch.device("cpu")
 
 
 def cpu_step(options: Options, report: Report) -> None:
-    """Time the demo's model with each arm on the CPU, whatever the device of other entries."""
-    config, targets = demo_config(), TARGETS
+    """Time a small model with each arm on the CPU, whatever the device of other entries."""
+    config, targets = small_config(), TARGETS
     if options.small:
         config, targets = dataclasses.replace(config, n_blocks=2, seq_len=8, batch_size=2), dict.fromkeys(SMALL, "")
     case = (
@@ -75,12 +71,23 @@ def cpu_step(options: Options, report: Report) -> None:
         report.add(case, label, "spread of the rounds", timing.spread)
 
 
-def demo_config() -> TrainConfig:
-    """Return the model and the optimizer of the recipe."""
-    recipe = build_config("benchmarks", CompareConfig, {"recipe": str(DEMO)})
-    of_recipe = {f.name: getattr(recipe, f.name) for f in dataclasses.fields(TrainConfig)}
-    changes = {"data": "random tokens", "device": "cpu", "precision": "fp32", "steps": 10**6, "quiet": True}
-    return TrainConfig(**{**of_recipe, **changes})
+def small_config() -> TrainConfig:
+    """Return a model that trains on a laptop, and its optimizer."""
+    return TrainConfig(
+        data="random tokens",
+        dim=64,
+        n_blocks=6,
+        n_heads=4,
+        seq_len=64,
+        batch_size=16,
+        steps=10**6,
+        lr=3e-3,
+        warmup=20,
+        embedding_std=1.0,
+        device="cpu",
+        precision="fp32",
+        quiet=True,
+    )
 
 
 @contextmanager

@@ -44,7 +44,7 @@ def small(command):
     if argv[0] == "report":
         more += "--tokens 100 --causal-tokens 64"
     if argv[0] == "compare":  # more seeds: tests/compare
-        more += " --seeds 0 --sample-tokens 8"
+        more += " --seeds 0 --jobs 1 --sample-tokens 8"
     if "--budget" in argv:  # the recipe's own arms run once
         more += " --arms residual attnres"
     return overriding(argv, shlex.split(more))
@@ -126,10 +126,10 @@ def test_every_command_of_the_pages_runs(place, capsys):
     assert "residual" in shown[DEMO]
     assert "My fellow Americans" in shown[DEMO]
     report = (place / "runs" / "demo" / "report.html").read_text()
-    assert report.count("<h4>Who reads what: the depth map") == 3
+    assert report.count("<h4>Who reads what: the depth map") == 2
     assert "What is inside" not in report  # what could not be shown
     assert (place / "runs" / "figures" / "depth-map-residual.svg").is_file()
-    assert (place / "runs" / "demo" / "table.csv").read_text().count("\n") >= 4
+    assert (place / "runs" / "demo" / "table.csv").read_text().count("\n") >= 3
     assert "6 of 6 runs are done." in shown["depthmix compare recipes/studies/tiny.yaml"]
     assert "6 of 6 runs are done" in (place / "docs" / "results" / "tiny" / "table.md").read_text()
     assert (place / "docs" / "results" / "tiny" / "differences.png").stat().st_size > 1000

@@ -1,9 +1,10 @@
-"""`cpu-step`: the demo's sizes, a ratio with its target, and refusing what is wrong."""
+"""`cpu-step`: the size of the committed results, a ratio with its target, and refusing what is wrong."""
 
 import torch
 
 from benchmarks import cli, cpu_step, step
 from benchmarks.report import read_rows
+from project import ROOT
 
 
 def run(folder, *more):
@@ -22,16 +23,11 @@ def test_writes_a_ratio_and_leaves_the_threads_alone(tmp_path):
     assert {"step", "spread of the rounds", "error of fp32"} <= {r.metric for r in rows}
 
 
-def test_the_size_is_the_demos():
-    config = cpu_step.demo_config()
-    assert (config.dim, config.n_blocks, config.n_heads, config.seq_len, config.batch_size) == (64, 6, 4, 64, 16)
-    assert (config.mlp, config.qk_norm, config.lr, config.precision, config.compile) == (
-        "relu2",
-        True,
-        3e-3,
-        "fp32",
-        "off",
-    )
+def test_the_size_is_that_of_the_committed_results():
+    config = cpu_step.small_config()
+    shape = f"{config.n_blocks} blocks, D={config.dim}, {config.batch_size}x{config.seq_len} tokens"
+    assert shape in (ROOT / "benchmarks" / "results" / "cpu" / "cpu-step.md").read_text()
+    assert (config.mlp, config.qk_norm, config.precision, config.compile) == ("relu2", True, "fp32", "off")
     assert cpu_step.TARGETS["attnres:block_size=4"] == "<= 1.25"
 
 

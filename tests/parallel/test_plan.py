@@ -220,7 +220,10 @@ def test_what_is_planned(tmp_path, capsys):
     recipe.write_text("mixer: grn\nmixer_options: {version: 1}\nn_blocks: 2\n")
     assert arms(str(recipe)) == ["residual", "grn:version=1"]
     assert sorted(arms("--n-blocks", "2", "--gpu", "H100")) == list_mixers()
-    assert arms(str(ROOT / "recipes" / "demo.yaml")) == ["residual", "attnres:block_size=all,ways=2", "dca"]
+    assert arms(str(ROOT / "recipes" / "demo.yaml")) == [
+        "residual",
+        "attnres:block_size=all,ways=2,output_gain=0.1",
+    ]
 
 
 def test_memory_of_every_rank_adds_up():
