@@ -17,6 +17,7 @@ from depthmix.compare.recipe import check_recipe
 from depthmix.compare.records import RUNS, read_records
 from depthmix.compare.results import Results
 from depthmix.compare.rows import Row, Run, make_rows, read_run
+from depthmix.compare.table import conclusion
 from depthmix.compare.verdict import footnotes, verdict
 from depthmix.config import CompareConfig, InspectConfig, ReportConfig
 from depthmix.errors import CHECKPOINT, UserError
@@ -59,6 +60,7 @@ class ReportedRuns:
     warnings: list[str] = field(default_factory=list)
     comparable: bool = True
     pooled: bool = False  # the intervals use the spread of all arms
+    conclusion: str = ""  # of a comparison: the best arm, in plain words
 
 
 def report(config: ReportConfig) -> Path:
@@ -177,6 +179,7 @@ def of_results(results: Results, every: bool = False) -> ReportedRuns:
         notes=[*results.notes(), *(note for cell in results.recipe.cells for note in results.cost_notes(cell))],
         warnings=[] if len(results.used) == len(results.recipe.run_keys) else [UNFINISHED],
         pooled=any(spread.freedom for spread in results.spreads.values()),
+        conclusion=conclusion(results),
     )
 
 
@@ -271,11 +274,13 @@ def content_of(reported: ReportedRuns, documents: Sequence[Mapping[str, Any]], c
 
 
 def _verdicts(reported: ReportedRuns) -> list[str]:
-    return [
+    """Return the comparison in plain words, and below it a sentence for each arm if there are several."""
+    by_arm = [
         f"{name}: {sentence}" if name else sentence
         for name, rows in reported.rows.items()
         for sentence in verdict(rows, reported.pooled)
     ]
+    return [reported.conclusion, *(by_arm if len(by_arm) > 1 else [])] if reported.conclusion and by_arm else by_arm
 
 
 def _footnotes(rows: Sequence[Row], comparable: bool) -> list[str]:
