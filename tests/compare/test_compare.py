@@ -125,7 +125,7 @@ def test_show_ends_with_one_sentence_and_where_the_report_is(tmp_path, trainer, 
     for words in ("against residual", "0.100 nats below", "We and <script>"):
         assert words in text
     assert text.splitlines()[-2:] == [
-        "After 400 steps, attnres:block_size=4 ended 0.100 nats below residual; one seed says nothing about chance, so run three or more.",
+        "After 400 steps, attnres:block_size=4 (Attention Residuals) ended 0.100 nats below residual (the plain residual connection); one seed says nothing about chance, so run three or more.",
         f"Report: {tmp_path / 'out' / 'report.html'}",
     ]
 

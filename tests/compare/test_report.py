@@ -334,7 +334,7 @@ def test_a_comparison_is_reported_with_all_its_arms(tmp_path):
     assert found.models[1][1] == tmp_path / "dca" / "seed-0"
     content = content_of(found, [], "")
     assert "not finished" in content.warnings[0]
-    assert "1.0000 nats below residual" in content.verdict[0]
+    assert "1.0000 nats lower" in content.verdict[0]
     assert content.notes[0] == "a note"
     assert content.tables[1].lines[1][4] == "1.00"  # the ratio of the runs' own step times
     records = Records([json.loads(line) for line in (tmp_path / "runs.jsonl").read_text().splitlines()])
@@ -361,7 +361,8 @@ def test_a_page_has_a_table_for_every_size(tmp_path):
             )
     content = content_of(of_results(Results(check_recipe(config), Records(lines))), [], "")
     assert [table.title for table in content.tables] == ["s", "What it cost, s", "m", "What it cost, m"]
-    assert content.verdict[1].startswith("m: dca: 1.000 nats below residual")
+    assert content.verdict[0].startswith("On s, after")
+    assert content.verdict[2].startswith("m: dca: 1.000 nats below residual")
     assert not content.curves
 
 
