@@ -185,12 +185,17 @@ def exact(oracle: Oracle, inputs: Inputs, backward: bool = True) -> Results:
     return run(oracle.run, inputs, dtype=torch.float64, backward=backward)
 
 
+def relative_tolerance(case: Case) -> float:
+    """Return the error that a well-conditioned tensor of a case may have, relative to its norm."""
+    return TIGHT if case.dtype == torch.float32 else LOOSE
+
+
 def tolerances(oracle: Oracle, inputs: Inputs, right: Results, case: Case) -> dict[str, float]:
     """Return the difference, in the 2-norm, that each tensor of a case may have from the oracle's."""
     if case.dtype != torch.float32:
-        return _with_floor(right, LOOSE)
+        return _with_floor(right, relative_tolerance(case))
     rough = run(oracle.run, inputs, dtype=torch.float32).all()
-    allowed = _with_floor(right, TIGHT)
+    allowed = _with_floor(right, relative_tolerance(case))
     return {name: bound + TIMES * float((rough[name] - right.all()[name]).norm()) for name, bound in allowed.items()}
 
 

@@ -5,7 +5,7 @@
 Sources of a reader: the embedding, the sums of finished blocks of `block_size` sublayers, and the sum of the block at hand unless
 it is empty. Full is a block size of one.
 
-The convention "inkling2" norms values too, divides logits by sqrt(D), and has no gain g.
+The convention "inkling2" norms values too, divides logits by sqrt(D), has no gain g, and lets sublayer 0 read the embedding as it is.
 """
 
 from __future__ import annotations
@@ -75,6 +75,8 @@ class AttnRes(Oracle):
 
     def read(self, p: Parameters, s: int, sources: list[Tensor]) -> Tensor:
         """Return the mixture of reader s."""
+        if s == 0 and self.options["normed_values"]:
+            return sources[0]
         v = torch.stack(sources)
         weights = torch.softmax(self.cut(self.scaled(p["query"][s] * self.gained(p, s, self.keys(v)))), dim=0)
         return (weights * self.values(v)).sum(0)
