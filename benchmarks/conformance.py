@@ -13,7 +13,7 @@ import argparse
 import importlib
 import importlib.metadata
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,7 +38,6 @@ class Subject(NamedTuple):
     build: Callable[[], Call]  # imports the package
     convention: str | None = None
     options: dict[str, Any] = {}
-    note: str = ""
 
 
 def mixer(rule: str, **options: Any) -> Call:
@@ -296,14 +295,14 @@ def subjects() -> list[Subject]:
     return [*ours, *published]
 
 
-def check(subject: Subject) -> tuple[str, RuleReport | None]:
-    """Return the diagnosis of a subject in one line, and the report."""
+def check(subject: Subject, cases: Sequence[str] = ()) -> tuple[str, RuleReport | None]:
+    """Return the diagnosis of a subject in one line, and the report. `cases` names the inputs; none means all."""
     try:
         call = subject.build()
     # A package may be missing, or fail to import where there is no GPU.
     except Exception as error:
         return f"not run: {type(error).__name__}: {' '.join(str(error).split())[:120]}", None
-    report = check_rule(call, subject.rule, subject.convention, device=DEVICE, **subject.options)
+    report = check_rule(call, subject.rule, subject.convention, device=DEVICE, only=cases, **subject.options)
     return report.diagnosis, report
 
 
@@ -320,6 +319,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Check published implementations of the rules.")
     parser.add_argument("--only", default="", help="only subjects whose package, name or rule contains this text")
     parser.add_argument("--out", default="benchmarks/results/conformance.md", help="file for the table")
+    parser.add_argument(
+        "--cases", nargs="+", default=[], help="only these inputs, such as random; Triton's interpreter is slow"
+    )
     given = parser.parse_args()
     where = torch.cuda.get_device_name() if DEVICE == "cuda" else "CPU"
     lines = ["| package | what | compared with | diagnosis |", "|---|---|---|---|"]
@@ -327,7 +329,7 @@ def main() -> None:
         if given.only not in f"{subject.package} {subject.what} {subject.rule}":
             continue
         begun = time.perf_counter()
-        diagnosis, report = check(subject)
+        diagnosis, report = check(subject, given.cases)
         compared = ", ".join([subject.rule, *filter(None, [subject.convention])])
         compared += "".join(f", {name}={value}" for name, value in subject.options.items())
         print(f"{subject.package} {version(subject.package)} {subject.what} ({time.perf_counter() - begun:.0f} s)")

@@ -229,7 +229,12 @@ def clipped(expected: Results, found: Results, oracle: Oracle) -> Results:
     """Cut the gradients of an oracle that cuts them, at the largest gradient that was found."""
     if not oracle.clipped:
         return expected
-    kinds = {"inputs": _is_input, "parameters": lambda name: not _is_input(name), "all": lambda name: True}
+    kinds: dict[str, Callable[[str], bool]] = {
+        "all": lambda name: True,
+        "embedding": lambda name: name == "gradient of embedding",
+        "inputs": _is_input,
+        "parameters": lambda name: not _is_input(name),
+    }
     cut = {name for name in expected.gradients if kinds[oracle.clipped](name)}
     limit = max((float(found.gradients[name].abs().max()) for name in cut if name in found.gradients), default=0.0)
     # Without any gradient, another mistake was made.

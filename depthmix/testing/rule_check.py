@@ -225,18 +225,16 @@ class Comparison(NamedTuple):
 
         Args:
             oracle: The oracle.
-            strict: Allow no more than for the right oracle. Otherwise the mistake's own rounding is allowed for.
+            strict: Allow reads no more than from the right oracle. Otherwise the mistake's own rounding is allowed for.
         """
-        # Reads are cheap, and most mistakes change them.
+        # Reads are cheap to compute, and most mistakes change them.
         values = exact(oracle, self.inputs, backward=False).values
         if strict and any(not self._near(name, value) for name, value in values.items()):
             return False
         expected = exact(oracle, self.inputs)
         if _within(self.excess(expected, self.allowed, oracle)):
             return True
-        return not strict and _within(
-            self.excess(expected, tolerances(oracle, self.inputs, expected, self.case), oracle)
-        )
+        return _within(self.excess(expected, tolerances(oracle, self.inputs, expected, self.case), oracle))
 
     def _near(self, name: str, value: Tensor) -> bool:
         found = self.found.values.get(name)
@@ -279,8 +277,8 @@ def _explain(
     # The inputs that differ most tell mistakes apart first.
     ordered = wrong + [c for c in exact_cases if c not in wrong]
     single = oracle.mistakes()
-    # Mistakes of one kind with many values are not combined.
-    joined = [m for m in single if not m.name.startswith(("clamped", "another eps"))]
+    # Clamps have too many values to be combined.
+    joined = [m for m in single if not m.name.startswith("clamped")]
     for count, among in ((1, single), (2, joined)):
         found = []
         for chosen in combinations(among, count):

@@ -27,7 +27,7 @@ class Oracle:
     # Conventions by name, each with the options that it sets. The first one is the default.
     CONVENTIONS: ClassVar[dict[str, dict[str, Any]]] = {"paper": {}}
     eps: float = 1e-6
-    # What the gradients are cut at: nothing, "all", "inputs" or "parameters". The check finds the limit.
+    # Which gradients are cut: none, "all", "embedding", "inputs" or "parameters". The check finds the limit.
     clipped: str = ""
     # Whether parameters called alpha are weights, not scales of the size one.
     many_averages: ClassVar[bool] = False
@@ -103,7 +103,12 @@ def clipped_gradients() -> list[Mistake]:
     """Return the mistakes of gradients that are cut at some value."""
     return [
         Mistake(f"clamped gradients (of {what})", _with("clipped", kind))
-        for what, kind in (("inputs and parameters", "all"), ("inputs", "inputs"), ("parameters", "parameters"))
+        for what, kind in (
+            ("all inputs and parameters", "all"),
+            ("the embedding", "embedding"),
+            ("all inputs", "inputs"),
+            ("parameters", "parameters"),
+        )
     ]
 
 

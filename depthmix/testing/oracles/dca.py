@@ -99,7 +99,7 @@ class Dca(Oracle):
         """Return the usual mistakes."""
         found = [
             Mistake("embedding not among the sources", NoEmbedding),
-            Mistake("dynamic weights never train (relu has no gradient at zero)", DeadRelu),
+            Mistake("relu without a gradient at zero (a w that begins at zero never trains)", DeadRelu),
             Mistake("relu of the sum instead of the dynamic part", ReluOfSum),
             Mistake("relu missing", NoRelu),
             Mistake("norm before the dynamic weights", NormedKeys),
@@ -148,7 +148,9 @@ class NoRelu:
 
 
 class NormedKeys(Dca):
-    """Norm entries before the dynamic weights."""
+    """Norm entries before the dynamic weights, with the eps that PyTorch's RMSNorm has in fp32."""
+
+    eps = torch.finfo(torch.float32).eps
 
     def keys(self, g: Tensor) -> Tensor:
         """Return normed entries."""

@@ -23,6 +23,8 @@ from depthmix.testing.oracles.streams import Coefficients, MeanAtEnd, Streams, S
 EPS = 1e-6
 # Bias with which a gate is nearly closed: its eps is then larger than the gate.
 CLOSED = -20.0
+# Factor with which columns of Sinkhorn's matrix nearly vanish.
+SPREAD = 20.0
 
 
 class Mhc(Streams):
@@ -64,9 +66,10 @@ class Mhc(Streams):
         return values | {name: torch.full_like(v, 0.01) for name, v in values.items() if name.startswith("alpha")}
 
     def saturated(self, p: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Close the gates of reads and writes."""
+        """Close the gates of reads and writes, and spread the logits of the residual map."""
         b = p["b"].clone()
         b[:, : 2 * self.n] += CLOSED
+        b[:, 2 * self.n :] *= SPREAD
         return p | {"b": b}
 
     def coefficients(self, p: Parameters, s: int, x: Tensor) -> Coefficients:
@@ -80,7 +83,7 @@ class Mhc(Streams):
         if self.options["map"] == "identity":
             residual = torch.eye(n, dtype=x.dtype).expand(*x.shape[:-2], n, n)
         else:
-            residual = self.residual(self.matrix(logits[2]))
+            residual = self.residual(self.matrix(self.cut_residual(logits[2])))
         return Coefficients(read, write, residual)
 
     def projected(self, x: Tensor, phi: Tensor) -> Tensor:
@@ -94,6 +97,10 @@ class Mhc(Streams):
     def logits(self, z: Tensor, alpha: Tensor, b: Tensor) -> Tensor:
         """Return a part's logits."""
         return alpha * z + b
+
+    def cut_residual(self, logits: Tensor) -> Tensor:
+        """Return the logits of the residual map, cut where an implementation cuts them alone."""
+        return logits
 
     def matrix(self, logits: Tensor) -> Tensor:
         """Return the residual map's logits [B, T, n, n], row by row."""
@@ -149,6 +156,10 @@ class Mhc(Streams):
             found += [
                 Mistake("row/column order of Sinkhorn", OtherOrder),
                 Mistake(f"the convention of {other} instead of {self.convention}", OtherConvention),
+                *(
+                    Mistake(f"clamped gradients (residual logits are clamped at {value:g})", _cut_residual(value))
+                    for value in (2.0, 5.0, 10.0, 20.0)
+                ),
                 Mistake("one Sinkhorn iteration too many", MoreIterations),
                 Mistake("one Sinkhorn iteration too few", FewerIterations),
                 Mistake("logits of the residual map read column by column", ColumnByColumn),
@@ -184,6 +195,15 @@ class Mhc(Streams):
             for name, (word, step) in ends.items()
             if name != self.options["head"]
         ]
+
+
+def _cut_residual(limit: float) -> type:
+    class CutResidual:
+        def cut_residual(self, logits: Tensor) -> Tensor:
+            """Return cut logits."""
+            return logits.clamp(-limit, limit)
+
+    return CutResidual
 
 
 class OtherOrder(Mhc):
