@@ -1,10 +1,10 @@
-"""What `depthmix.testing.check_rule` says of published implementations: `python -m benchmarks.conformance`.
+"""Check published implementations of the rules with `depthmix.testing.check_rule`: `python -m benchmarks.conformance`.
 
 Each implementation is driven through a function that hands it the check's parameters and sublayers. Packages that are not installed
 are skipped, and a line says so (`pip install '.[bench]'`). On a GPU the operators run there, elsewhere in Triton's interpreter where
 they can.
 
-Reads the checks of one package alone with --only TEXT. Writes a Markdown table to --out.
+--only TEXT checks what contains the text. --out names the file of the table.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Subject(NamedTuple):
 
 
 def mixer(rule: str, **options: Any) -> Call:
-    """Drive a mixer of this package."""
+    """Run a mixer of this package."""
 
     def call(parameters: dict[str, Tensor], e: Tensor, sublayer: Callable[..., Tensor]) -> Tensor:
         own = create_mixer(rule, dim=e.shape[-1], n_blocks=N_BLOCKS, **options).to(e.device)
@@ -77,7 +77,7 @@ def _with_parameters(
 
 
 def lucidrains_hyper() -> Call:
-    """Drive the module HyperConnections of hyper-connections."""
+    """Run the module HyperConnections of hyper-connections."""
     from hyper_connections import HyperConnections
 
     def call(p: dict[str, Tensor], e: Tensor, sublayer: Callable[..., Tensor]) -> Tensor:
@@ -102,7 +102,7 @@ def lucidrains_hyper() -> Call:
 
 
 def lucidrains_dca() -> Call:
-    """Drive the GRNs of deep-cross-attention as its GPT does, with the whole stack."""
+    """Run the GRNs of deep-cross-attention as its GPT does, with the whole stack."""
     from deep_cross_attention.dca_gpt import GRN
 
     def mixture(b: Tensor, w: Tensor, stack: list[Tensor]) -> Tensor:
@@ -124,7 +124,7 @@ def lucidrains_dca() -> Call:
 
 
 def fla_attnres(name: str) -> Callable[[], Call]:
-    """Drive an Attention Residuals operator of flash-linear-attention."""
+    """Run an Attention Residuals operator of flash-linear-attention."""
 
     def build() -> Call:
         operator = getattr(importlib.import_module("fla.ops.attnres"), name)
@@ -134,7 +134,7 @@ def fla_attnres(name: str) -> Callable[[], Call]:
 
 
 def liger_attnres() -> Call:
-    """Drive the Attention Residuals operator of Liger-Kernel."""
+    """Run the Attention Residuals operator of Liger-Kernel."""
     operator = importlib.import_module("liger_kernel.transformers.functional").liger_attn_res
     return _full_attnres(lambda sources, q, g: operator(torch.stack(sources), q, g, 1e-6))
 
@@ -150,7 +150,7 @@ def _full_attnres(read: Callable[[list[Tensor], Tensor, Tensor], Tensor]) -> Cal
 
 
 def liger_mhc(**options: Any) -> Callable[[], Call]:
-    """Drive the mHC operators of Liger-Kernel."""
+    """Run the mHC operators of Liger-Kernel."""
 
     def build() -> Call:
         ops = importlib.import_module("liger_kernel.transformers.functional")
@@ -183,7 +183,7 @@ class _Sublayer(nn.Module):
 
 
 def transformers_streams(family: str) -> Callable[[], Call]:
-    """Drive the decoder layers and the end of a family with streams, without the norms before sublayers."""
+    """Run the decoder layers and the end of a family with streams, without the norms before sublayers."""
 
     def build() -> Call:
         from benchmarks.depth_models import RETURNED, depth_model
@@ -222,7 +222,7 @@ def transformers_streams(family: str) -> Callable[[], Call]:
 
 
 def inkling() -> Call:
-    """Drive the sliding layers and the end of Inkling 2, whose blocks have one layer here, without norms and convolutions."""
+    """Run the sliding layers and the end of Inkling 2, whose blocks have one layer here, without norms and convolutions."""
     from benchmarks.depth_models import depth_model
 
     def call(p: dict[str, Tensor], e: Tensor, sublayer: Callable[..., Tensor]) -> Tensor:

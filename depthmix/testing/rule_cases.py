@@ -66,7 +66,7 @@ class Inputs(NamedTuple):
 
 
 class Results(NamedTuple):
-    """What a run returns, by name, in fp64: reads, the end, and gradients."""
+    """Values and gradients of a run, by name, in fp64."""
 
     values: dict[str, Tensor]
     gradients: dict[str, Tensor]

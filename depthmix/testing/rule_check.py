@@ -238,7 +238,8 @@ class Comparison(NamedTuple):
 
     def _near(self, name: str, value: Tensor) -> bool:
         found = self.found.values.get(name)
-        return found is not None and float((found - value).norm()) <= self.allowed.get(name, 0.0)
+        allowed = max(self.allowed.get(name, 0.0), relative_tolerance(self.case) * float(value.norm()))
+        return found is not None and float((found - value).norm()) <= allowed
 
     def result(self, oracle: Oracle) -> CaseResult:
         """Compare with the oracle."""

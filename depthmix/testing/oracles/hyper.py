@@ -66,11 +66,11 @@ class Hyper(Streams):
         return value
 
     def norm(self, x: Tensor) -> Tensor:
-        """Norm every stream."""
+        """Return normed streams."""
         return self.rms(self.centred(x))
 
     def centred(self, x: Tensor) -> Tensor:
-        """Subtract the mean, for LayerNorm."""
+        """Return the streams, for LayerNorm without their means."""
         return x - x.mean(-1, keepdim=True) if self.options["norm"] == "layernorm" else x
 
     def projection(self, hn: Tensor, w: Tensor) -> Tensor:
@@ -78,7 +78,7 @@ class Hyper(Streams):
         return hn @ w
 
     def squash(self, z: Tensor) -> Tensor:
-        """Bound the dynamic part."""
+        """Return the dynamic part, bounded by tanh."""
         return torch.tanh(z) if self.options["tanh"] else z
 
     def mistakes(self) -> list[Mistake]:

@@ -66,9 +66,13 @@ class Mhc(Streams):
         return values | {name: torch.full_like(v, 0.01) for name, v in values.items() if name.startswith("alpha")}
 
     def saturated(self, p: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Close the gates of reads and writes, and spread the logits of the residual map."""
+        """Close the gates of reads and every second write, and spread the logits of the residual map.
+
+        Without any write all streams are equal, and no residual map can change them.
+        """
         b = p["b"].clone()
-        b[:, : 2 * self.n] += CLOSED
+        b[:, : self.n] += CLOSED
+        b[1::2, self.n : 2 * self.n] += CLOSED
         b[:, 2 * self.n :] *= SPREAD
         return p | {"b": b}
 
@@ -87,7 +91,7 @@ class Mhc(Streams):
         return Coefficients(read, write, residual)
 
     def projected(self, x: Tensor, phi: Tensor) -> Tensor:
-        """Norm the streams together and project them."""
+        """Return the projections of the streams, which are normed together."""
         return self.normed(x) @ phi
 
     def normed(self, x: Tensor) -> Tensor:

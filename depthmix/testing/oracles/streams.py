@@ -1,4 +1,4 @@
-"""What rules with several residual streams share: a site reads them, and its output is written to all of them.
+"""Rules with several residual streams: a site reads them, and its output is written to all of them.
 
 h_s = Σ_i read[i] x_i;   x'_o = Σ_i map[o, i] x_i + write[o] y_s;   the end reads the streams once more
 """
