@@ -205,8 +205,9 @@ def run_plan(config: PlanConfig) -> None:
     if config.figure:
         check_path(config.figure)
     load_modules(Path(), config.modules, "modules")
+    given_apart = config.mixer_options
     config = options_apart("plan", config)
-    if config.arms and config.mixer_options:
+    if config.arms and given_apart:
         raise UserError("plan: mixer_options belong to one mixer: write them behind its arm, as in NAME:option=value")
     named = config.mixer != DEFAULT_MIXER or config.mixer_options  # a recipe of `train`
     chosen = [Arm(config.mixer, config.mixer_options).label] if named else list_mixers()

@@ -219,6 +219,10 @@ def test_what_is_planned(tmp_path, capsys):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("mixer: grn\nmixer_options: {version: 1}\nn_blocks: 2\n")
     assert arms(str(recipe)) == ["residual", "grn:version=1"]
+    # Arms replace the recipe's mixer, options and all.
+    recipe.write_text("mixer: grn:version=1\nn_blocks: 2\n")
+    assert arms(str(recipe)) == ["residual", "grn:version=1"]
+    assert arms(str(recipe), "--arms", "residual", "attnres:ways=2") == ["residual", "attnres:ways=2"]
     assert sorted(arms("--n-blocks", "2", "--gpu", "H100")) == list_mixers()
     assert arms(str(ROOT / "recipes" / "demo.yaml")) == [
         "residual",
