@@ -30,7 +30,7 @@ CONFIG, INDEX = "config.json", "model.safetensors.index.json"
 def published_mixer(folder: str | Path, layers: Sequence[int] | None = None, *, prefix: str = "") -> Mixer:
     """Read the mixer of a published model from its folder: config.json, and the few tensors of its mixing.
 
-    DeepSeek-V4, GLM-5-Next, Kimi K3 and models of flash-linear-attention are known. A mixer of later layers alone begins with one
+    DeepSeek-V4, GLM-5-Next, Hunyuan V4, Inkling 2, Qwen4-Exp, Kimi K3 and models of flash-linear-attention are known. A mixer of later layers alone begins with one
     stream: what earlier layers have put into the streams or blocks is not there.
 
     Args:

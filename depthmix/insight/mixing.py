@@ -23,7 +23,7 @@ def depth_mixing(
     last row is finish.
 
     Args:
-        model: A model with a mixer, or one of transformers that already mixes over depth (DeepSeek-V4, GLM-5-Next).
+        model: A model with a mixer, or one of transformers that already mixes over depth (DeepSeek-V4, GLM-5-Next, Hunyuan V4, Inkling 2).
         *inputs: Its positional arguments.
         **kwargs: Its keyword arguments.
         per_token: Whether to average over channels only, and not over tokens.

@@ -9,7 +9,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from depthmix import OptionError, UserError, create_mixer
-from depthmix.mixers.published import published_weights
+from depthmix.mixers.published import published_weights, source_of
 from hf.accelerated.small_models import layers_of, small_model, tokens
 
 N_LAYERS = 3
@@ -83,6 +83,17 @@ def test_names_in_memory_give_the_same_weights(saved):
         for name, value in mixer.named_parameters():
             assert torch.equal(value, weights[name]), name
         mixer.load_state_dict(weights)  # of the same options
+
+
+@pytest.mark.parametrize("family", ["hy_v4", "inkling2", "qwen4_exp"])
+def test_files_of_the_other_families_have_the_weights_of_their_models(family, tmp_path):
+    model = small_model(family)
+    model.save_pretrained(tmp_path)
+    mixer = from_folder(tmp_path)
+    weights = published_weights(source_of(model.config.to_dict()), model.state_dict(), config=model.config.to_dict())
+    for name, value in mixer.named_parameters():
+        assert torch.equal(value, weights[name]), name
+    assert mixer.n_sites == 2 * N_LAYERS
 
 
 def test_a_range_of_layers_needs_only_the_files_that_have_them(saved, tmp_path):

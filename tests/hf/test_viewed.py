@@ -38,6 +38,21 @@ def test_the_mixer_of_a_view_is_what_mixes(model):
     assert (changed - plain).abs().max() > 0.1
 
 
+@pytest.mark.parametrize("family", ["hy_v4", "inkling2"])
+def test_other_families_have_the_same_logits_and_depth_weights_of_their_own(family):
+    model = small_model(family)
+    plain, viewed = plain_and_viewed(model)
+    torch.testing.assert_close(viewed, plain, rtol=1e-4, atol=1e-5)
+    found = depthmix.depth_mixing(model, input_ids=tokens())
+    assert found.shape == (3 if family == "inkling2" else 1, 7, 7)
+    assert found[0].diagonal().abs().min() > 0
+
+
+def test_a_model_with_other_sources_is_refused():
+    with pytest.raises(depthmix.UserError, match="qwen4-exp has other sources than the outputs of its sublayers"):
+        depthmix.depth_mixing(small_model("qwen4_exp"), input_ids=tokens())
+
+
 def test_an_accelerated_model_has_the_same_view():
     from depthmix.hf import accelerate
 
