@@ -6,6 +6,7 @@ take turns, so that other load on the machine meets both.
 
 from __future__ import annotations
 
+import re
 import statistics
 import time
 from collections.abc import Callable
@@ -63,7 +64,7 @@ def accelerate(config: AccelerateConfig) -> None:
     del expected, found
     half = config.precision == "bf16" or (config.precision == "auto" and device.type == "cuda")
     if half:
-        model = model.to(torch.bfloat16)
+        to_bf16(model)
     after, before = Timer(model, ids, device), Timer(model, ids, device)
     for _ in range(config.repeats + 1):  # the first is a warm-up
         restore(model)
@@ -156,6 +157,15 @@ def _reduce(text: dict[str, Any], layers: int, experts: int) -> str:
         text["vocab_size"] = VOCAB
         text.update({name: None for name in TOKEN_IDS if name in text})
     return ", ".join(described)
+
+
+def to_bf16(model: Any) -> None:
+    """Round weights as `from_pretrained(dtype=torch.bfloat16)` does: some modules stay in fp32, mixing among them."""
+    names = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+    kept = [re.compile(rf"(^|\.){re.escape(part)}(\.|$)") for part in names]
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_floating_point() and not any(part.search(name) for part in kept):
+            tensor.data = tensor.data.to(torch.bfloat16)
 
 
 def loss_of(model: Any, ids: Tensor) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,8 @@ import torch
 pytest.importorskip("transformers")
 
 from depthmix.cli import main
-from hf.accelerated.small_models import small_model
+from depthmix.train.accelerate import to_bf16
+from hf.accelerated.small_models import layers_of, small_model
 from hf.test_inspect_others import TEXT, folder_of
 
 SHORT = ["--tokens", "6", "--repeats", "1", "--device", "cpu"]
@@ -43,14 +44,26 @@ def test_a_folder_is_compared_and_timed(folder, capsys):
         assert gain == pytest.approx(before / after, rel=0.05)
 
 
-@pytest.mark.parametrize("family", ["glm5_next", "hy_v4"])
-def test_a_configuration_gets_random_weights_and_fewer_layers(family, tmp_path, capsys):
-    small_model(family).config.save_pretrained(tmp_path)
+@pytest.mark.parametrize(("family", "layers"), [("glm5_next", 2), ("hy_v4", 2), ("inkling2", 2), ("qwen4_exp", 3)])
+def test_a_configuration_gets_random_weights_and_fewer_layers(family, layers, tmp_path, capsys):
+    config = small_model(family).config
+    config.save_pretrained(tmp_path)
     file = str(tmp_path / "config.json")
-    code, text = said(capsys, "accelerate", file, "--layers", "2", "--experts", "2", *SHORT)
+    code, text = said(capsys, "accelerate", file, "--layers", str(layers), "--experts", "2", *SHORT)
     assert code == 0
-    assert f"{family}, random weights, width 32, 2 of 3 layers, 2 of 4 experts, 1 x 6 tokens" in text
+    described = f"random weights, width 32, {layers} of 3 layers, 2 of 4 experts, 1 x 6 tokens"
+    assert f"{config.model_type}, {described}" in text
     assert numbers(text, "largest difference of a gradient, fp32")[0] < 1e-3
+
+
+def test_in_bf16_the_mixing_s_weights_stay_as_transformers_keeps_them(folder, capsys):
+    code, text = said(capsys, "accelerate", str(folder), "--precision", "bf16", *SHORT)
+    assert code == 0
+    assert numbers(text, "training, bf16, ms")[0] > 0
+    model = small_model("deepseek_v4")
+    to_bf16(model)
+    (layer, *_) = layers_of(model)
+    assert (layer.attn_hc.fn.dtype, layer.self_attn.q_a_proj.weight.dtype) == (torch.float32, torch.bfloat16)
 
 
 def test_a_model_with_another_rule_fails_the_check(folder, capsys, monkeypatch):
