@@ -5,6 +5,7 @@ import shlex
 
 import pytest
 
+import depthmix
 from depthmix.cli import main
 from depthmix.errors import CHECKPOINT, USAGE
 from depthmix.mixers import registry
@@ -30,6 +31,11 @@ def test_in_python(place, monkeypatch, capsys):
     monkeypatch.syspath_prepend(place)
     exec(code_blocks(PAGE)[1], {})
     assert "torch.Size([1, 5, 5])" in capsys.readouterr().out
+
+
+def test_it_passes_the_check_that_the_page_names():
+    exec(compile(code_blocks(PAGE)[0], "a cell", "exec"), {"__name__": "notebook"})
+    assert depthmix.check_mixer("fading").passed
 
 
 def test_its_commands(capsys):
