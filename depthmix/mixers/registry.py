@@ -117,7 +117,7 @@ def rule_summary(name: str) -> str:
 def rule_title(name: str) -> str:
     """Return a rule's name in words: its summary as far as the first bracket or punctuation mark.
 
-    Example:
+    Examples:
         >>> rule_title("attnres")
         'Attention Residuals'
     """
