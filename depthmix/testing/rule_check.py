@@ -139,7 +139,7 @@ def check_rule(
     Raises:
         UserError: The rule, convention or an option is unknown.
 
-    Example:
+    Examples:
         >>> def theirs(parameters, embedding, sublayer):
         ...     sources = [embedding]
         ...     for query, gain in zip(parameters["query"], parameters["key_gain"]):
@@ -199,7 +199,7 @@ def rule_parameters(
     Raises:
         UserError: The rule, convention or an option is unknown.
 
-    Example:
+    Examples:
         >>> depthmix.testing.rule_parameters("attnres", dim=64)
         {'query': (7, 64), 'key_gain': (7, 64)}
     """
