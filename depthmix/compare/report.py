@@ -313,7 +313,9 @@ def facts(
     order = ", in the same order for every arm" if len(labels) > 1 and comparable else ""
     of = "" if comparable else " of the first"
     data = get("data") or ", ".join(f"{name}: {folder}" for name, folder in (get("domains") or {}).items())
+    question = " ".join(str(get("question") or "").split())
     return [
+        *([("question", question)] if question else []),
         ("arms" if len(labels) > 1 else "arm", ", ".join(labels)),
         (f"data{of}", f"{data}{order}"),
         (f"model{of}", size),

@@ -351,6 +351,7 @@ def test_a_comparison_is_reported_with_all_its_arms(tmp_path):
 
 def test_a_page_has_a_table_for_every_size(tmp_path):
     config = CompareConfig(out=str(tmp_path), data="data", arms=["residual", "dca"], sizes={"s": {}, "m": {"dim": 8}})
+    config.question = "Does it\nhelp?"
     lines = [{"kind": "code", "id": "c", "files": {}}]
     for size in ("s", "m"):
         for i, arm in enumerate(config.arms):
@@ -362,6 +363,7 @@ def test_a_page_has_a_table_for_every_size(tmp_path):
     content = content_of(of_results(Results(check_recipe(config), Records(lines))), [], "")
     assert [table.title for table in content.tables] == ["s", "What it cost, s", "m", "What it cost, m"]
     assert content.verdict[0].startswith("On s, after")
+    assert content.facts[0] == ("question", "Does it help?")
     assert content.verdict[2].startswith("m: dca: 1.000 nats below residual")
     assert not content.curves
 
