@@ -101,6 +101,8 @@ def _why_not_sums(model: Any) -> str | None:
         hooks.callback(final_norm.register_forward_pre_hook(received((len(layers), "x")), with_kwargs=True).remove)
         try:
             model.eval()(input_ids=ids)
+        except (RuntimeError, ValueError, TypeError) as error:
+            return f"it does not run on token ids alone ({str(error).strip().splitlines()[0]})"
         finally:
             model.train(training)
     for i in range(len(layers)):

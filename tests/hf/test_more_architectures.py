@@ -118,3 +118,27 @@ def test_an_architecture_can_be_registered(registered):
     register_architecture("minimax_m2")
     retrofit(model, "attnres")
     assert mixer_of(model).n_sites == 6
+
+
+def test_a_model_that_does_not_run_on_tokens_is_refused(registered, monkeypatch):
+    model = make("minimax_m2", **EXPERTS)
+
+    def fail(*args, **kwargs):
+        raise ValueError("pixel_values are missing")
+
+    monkeypatch.setattr(model.model.layers[1].mlp, "forward", fail)
+    with pytest.raises(UserError, match=r"it does not run on token ids alone \(pixel_values are missing\)"):
+        retrofit(model, "attnres")
+
+
+def test_a_command_takes_a_file_that_registers(registered, tmp_path, capsys):
+    from depthmix.cli import main
+    from hf.test_foreign_folders import save
+
+    folder = save(tmp_path / "model", "minimax_m2", "attnres", **EXPERTS)
+    given = ["generate", "--run", str(folder), "--prompt", "The", "--max-tokens", "3", "--device", "cpu"]
+    del ARCHITECTURES["minimax_m2"]
+    assert main(given) == 4
+    assert "holds a model of type 'depthmix_minimax_m2'" in capsys.readouterr().err
+    (tmp_path / "mine.py").write_text('import depthmix.hf\n\ndepthmix.hf.register_architecture("minimax_m2")\n')
+    assert main([*given, "--modules", str(tmp_path / "mine.py")]) == 0
