@@ -9,7 +9,7 @@ from torch import Tensor
 
 from depthmix.ops import BackendError, use_backend
 from depthmix.ops.gated_streams import gated_mean, write_norm
-from ops.helpers import assert_near, rand, run, saved_storages
+from ops.helpers import assert_near, compiled_in_its_own_process, rand, run, saved_storages
 from ops.test_depth_attention_kernels import assert_second_derivatives
 
 EPS, FP32, FP16 = 1e-2, torch.float32, torch.float16
@@ -132,3 +132,31 @@ def test_what_kernels_do_not_know_by_triton() -> None:
             write_norm(torch.ones(1, 2, 4, dtype=torch.float64), None, None, torch.ones(2, 4), EPS)
         with pytest.raises(BackendError, match="9000 channels do not fit"):
             gated_mean(torch.ones(1, 4, 9000), torch.ones(1, 4, 9000))
+
+
+PTX = """
+import sys
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from depthmix.ops.gated_streams import kernels
+
+OTHERS = {"N": "i64", "eps": "fp32"} | dict.fromkeys(("post", "gain", "dpost", "part"), "*fp32")
+for name in eval(sys.argv[1]):
+    fn = getattr(kernels, name)
+    constants = {"n": 4, "BN": 4, "D": 2048, "BD": 2048, "WRITE": True, "HAS_NEXT": True}
+    constants = {p.name: constants[p.name] for p in fn.params if p.is_constexpr}
+    types = {p.name: "constexpr" if p.is_constexpr else OTHERS.get(p.name, "*bf16") for p in fn.params}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, t in enumerate(types.values()) if t.startswith("*")}
+    source = ASTSource(fn=fn, signature=types, constexprs=constants, attrs=aligned)
+    print(triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 16}).asm["ptx"], end="----")
+"""
+KERNELS = ["_write_norm_kernel", "_write_norm_backward_kernel", "_gated_mean_kernel", "_gated_mean_backward_kernel"]
+
+
+def test_rows_are_loaded_sixteen_bytes_wide() -> None:
+    """Compiled for an H100, without one: rows of bf16 come in 16-byte loads, at Qwen4-Exp's width."""
+    pytest.importorskip("triton")
+    for kernel, code in zip(KERNELS, compiled_in_its_own_process(PTX, KERNELS), strict=True):
+        assert "ld.global.v4.b32" in code, kernel
+        assert "ld.global.b16" not in code, kernel

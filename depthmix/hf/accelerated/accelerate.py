@@ -32,8 +32,8 @@ TOLERANCE = 1e-3  # of the norm of an output or a gradient: rounding stays far b
 def accelerate(model: Any, check: bool = True, *, quiet: bool = False) -> Any:
     """Make a model that already mixes over depth run that mixing on depthmix's kernels, in place.
 
-    DeepSeek-V4, GLM-5-Next, Hunyuan V4, Inkling 2 and Qwen4-Exp are known. Outputs and gradients are those of the model up to rounding, and closer to exact
-    ones. Call this before a model is sharded by FSDP2; adapters, `device_map` and `torch.compile` may come before or after.
+    DeepSeek-V4, GLM-5-Next, Hunyuan V4, Inkling 2 and Qwen4-Exp are known. Outputs and gradients are those of the model up to
+    rounding. Call this before a model is sharded by FSDP2; adapters, `device_map` and `torch.compile` may come before or after.
 
     Args:
         model: A model of transformers, or a module that contains one, such as a PEFT model.
