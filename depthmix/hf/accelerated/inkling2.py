@@ -23,6 +23,7 @@ from depthmix.ops.backend import choose
 from depthmix.ops.depth_attention.normed_read import NormedRead, unstacked
 from depthmix.ops.depth_attention.op import depth_attention, why_unsupported
 from depthmix.ops.depth_sum.op import depth_sum
+from depthmix.ops.norm import side_by_side
 from depthmix.ops.precision import compute_dtype, widen, without_autocast
 
 READS = ("attention_input", "mlp_input")
@@ -56,12 +57,12 @@ def read(
     Returns:
         One mixture [B, T, D] per query.
     """
-    gains = [fused_gain(norm, Kind._field_defaults["norm"]) for norm in norms]
-    fused = bool(norms) and None not in gains and len({norm.variance_epsilon for norm in norms}) == 1
+    gains = [fused_gain(norm, modeling.Inkling2RMSNorm) for norm in norms]
+    fused = bool(norms) and all(g is not None for g in gains) and len({norm.variance_epsilon for norm in norms}) == 1
     with without_autocast(blocks):
         wide = compute_dtype(part.query, *sources)
         query = widen(part.query, wide).view(-1, blocks.shape[-1]) * blocks.shape[-1] ** -0.5
-        gain = torch.stack([widen(g, wide) for g in gains]) if fused else None  # type: ignore[arg-type]
+        gain = side_by_side([widen(g, wide) for g in gains if g is not None]) if fused else None
         eps = part.norm.eps, norms[0].variance_epsilon if fused else 0.0
         dtype = sources[0].dtype if fused else wide
         if _kernels(blocks, sources, add, wide):
@@ -109,12 +110,17 @@ def _forward(
         inputs = list(read(layer.attention_input, block_states, [hidden_states], norms=norms))
     given = dict(zip(("hidden_states", "key_hidden_states", "value_hidden_states"), inputs, strict=False))
     y, _ = layer.self_attn(**given, attention_mask=attention_mask, **caches, **kwargs)
-    y = layer.post_attention_convolution(y, **caches)
+    y = _widened(layer.post_attention_convolution(y, **caches), hidden_states)
     opens = layer.is_block_boundary  # then hidden_states is the sum of a finished block
     sources, add = ([hidden_states, y], None) if opens else ([hidden_states], y)
     (h,) = read(layer.mlp_input, block_states, sources, add, [layer.post_attention_layernorm])
-    z = layer.post_mlp_convolution(layer.mlp(h), **caches)
+    z = _widened(layer.post_mlp_convolution(layer.mlp(h), **caches), hidden_states)
     return _total(hidden_states.dtype, (y, z) if opens else (hidden_states, y, z))
+
+
+def _widened(y: Tensor, like: Tensor) -> Tensor:
+    """Return an output in the dtype of the stream where that is wider, as under autocast. Kernels know sources of one dtype."""
+    return widen(y, torch.promote_types(y.dtype, like.dtype))
 
 
 def _total(dtype: torch.dtype, parts: Sequence[Tensor]) -> Tensor:
