@@ -228,7 +228,7 @@ class Times(torch.nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         inputs = [t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor) and t.shape[-1] == DIM]
-        channel, factors = torch.arange(DIM), self.factors.to(inputs[0].dtype)
+        channel, factors = torch.arange(DIM, device=inputs[0].device), self.factors.to(inputs[0].dtype)
         y = sum(x * factors * (channel % len(inputs) == k) for k, x in enumerate(inputs))
         return (y, *[None] * (self.outputs - 1)) if self.outputs else y
 
