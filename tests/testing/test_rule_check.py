@@ -12,7 +12,8 @@ from benchmarks import conformance
 from depthmix.errors import UserError
 from depthmix.testing import RuleCheckError, check_rule, rule_parameters
 
-FP32 = (torch.float32,)
+# Inputs that tell the mistakes below apart.
+FP32 = {"dtypes": (torch.float32,), "only": ("random", "at its initial values", "closed gates", "tiny activations")}
 
 
 def rms(x, eps):
@@ -221,7 +222,7 @@ ATTNRES = [
 
 @pytest.mark.parametrize(("mistake", "size", "name"), ATTNRES)
 def test_mistakes_in_attention_residuals_are_named(mistake, size, name):
-    report = check_rule(attention_residuals(mistake, size), "attnres", dtypes=FP32, block_size=size)
+    report = check_rule(attention_residuals(mistake, size), "attnres", **FP32, block_size=size)
     assert report.mistakes == [name], report
 
 
@@ -246,13 +247,13 @@ MHC = [
 @pytest.mark.parametrize(("mistake", "name"), MHC)
 def test_mistakes_in_mhc_are_named(mistake, name):
     call = hyper_connections_constrained(mistake, iterations=2)
-    report = check_rule(call, "mhc", "deepseek", dtypes=FP32, n_blocks=2, iterations=2)
+    report = check_rule(call, "mhc", "deepseek", **FP32, n_blocks=2, iterations=2)
     assert report.mistakes == [name], report
 
 
 def test_another_convention_of_mhc_is_named():
     call = hyper_connections_constrained(convention="paper", iterations=2)
-    report = check_rule(call, "mhc", "deepseek", dtypes=FP32, n_blocks=2, iterations=2)
+    report = check_rule(call, "mhc", "deepseek", **FP32, n_blocks=2, iterations=2)
     assert report.mistakes == ["the convention of paper instead of deepseek"]
 
 
@@ -260,7 +261,7 @@ def test_two_mistakes_at_once_are_named():
     def call(p, e, sublayer):
         return hyper_connections_constrained("transposed", iterations=2)(p, e, sublayer) / 4
 
-    report = check_rule(call, "mhc", "deepseek", dtypes=FP32, n_blocks=2, iterations=2)
+    report = check_rule(call, "mhc", "deepseek", **FP32, n_blocks=2, iterations=2)
     assert report.mistakes == ["transposed residual map + streams averaged at the end (the head is sum)"]
 
 
@@ -275,7 +276,7 @@ HYPER = [
 
 @pytest.mark.parametrize(("mistake", "name"), HYPER)
 def test_mistakes_in_hyper_connections_are_named(mistake, name):
-    report = check_rule(hyper_connections(mistake), "hyper", dtypes=FP32, n_blocks=2)
+    report = check_rule(hyper_connections(mistake), "hyper", **FP32, n_blocks=2)
     assert report.mistakes == [name], report
 
 
@@ -295,7 +296,7 @@ BLOCKS = [
 
 @pytest.mark.parametrize(("call", "rule", "name"), BLOCKS, ids=[name for _, _, name in BLOCKS])
 def test_mistakes_in_rules_of_blocks_are_named(call, rule, name):
-    report = check_rule(call, rule, dtypes=FP32)
+    report = check_rule(call, rule, **FP32)
     assert report.mistakes == [name], report
 
 
