@@ -74,7 +74,12 @@ def mixer_of_published(model: Any) -> Mixer:
     source = source_of(config)
     state = model.state_dict()
     found = find_names(source, list(state))
-    weights = published_weights(source, {name: state[name] for name in found.names()}, config=config)
+    tensors = {name: state[name] for name in found.names()}
+    if any(tensor.is_meta for tensor in tensors.values()):
+        raise UserError(
+            "the weights of this model's mixing are offloaded or not loaded: load the model without offloading"
+        )
+    weights = published_weights(source, tensors, config=config)
     mixer = meta_mixer(source, config, list(found.layers), bool(found.head))
     mixer = mixer.to_empty(device=next(model.parameters()).device)
     mixer.load_state_dict(weights)

@@ -124,7 +124,8 @@ class _Mixing:
 
     def start(self, layer: Any, args: Any, kwargs: Any) -> None:
         x = args[0] if args else kwargs["hidden_states"]
-        self.state = self.mixer.start(x[..., 0, :].contiguous() if self.names.streams else x)
+        e = x[..., 0, :].contiguous() if self.names.streams else x
+        self.state = self.mixer.start(e.to(next(self.mixer.parameters()).device))
 
     def at(self, site: int) -> tuple[Any, Any]:
         """Return the hooks of a site's connection and of its sublayer."""
@@ -132,24 +133,23 @@ class _Mixing:
         def read(module: Any, args: Any, out: Any) -> Any:
             self.has_read = site
             h = self.mixer.read(self.state, site)
-            if self.names.several:
-                return h[: len(out)] if isinstance(h, tuple) else (h,)
-            return (*out[:-1], h)
+            ways = tuple(way.to(out[-1].device) for way in (h if isinstance(h, tuple) else (h,)))
+            return ways[: len(out)] if self.names.several else (*out[:-1], *ways)
 
         def write(module: Any, args: Any, out: Any) -> None:
             if self.has_read < site:  # the model's first sublayer reads e, and has no module for it
                 self.mixer.read(self.state, site)
             y: Tensor = out[0] if isinstance(out, tuple) else out
-            self.state = self.mixer.write(self.state, site, y)
+            self.state = self.mixer.write(self.state, site, y.to(self.state.template().device))
 
         return read, write
 
     def finish(self, head: Any, args: Any, out: Any) -> Any:
         h = self.mixer.finish(self.state)
-        return (h,) if self.names.several else h
+        return (h.to(out[0].device),) if self.names.several else h.to(out.device)
 
     def finish_in_streams(self, layer: Any, args: Any, out: Any) -> Any:
         streams = out[0] if isinstance(out, tuple) else out
-        h: Tensor = self.mixer.finish(self.state)
+        h: Tensor = self.mixer.finish(self.state).to(streams.device)
         h = h.unsqueeze(-2).expand(*h.shape[:-1], *streams.shape[-2:])
         return (h, *out[1:]) if isinstance(out, tuple) else h

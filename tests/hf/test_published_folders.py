@@ -213,6 +213,8 @@ def test_a_block_of_kimi_has_twelve_layers_and_ours_twelve_sites(tmp_path):
     with pytest.raises(UserError, match="layer 20 is inside a block of 12 layers; begin with layer 12"):
         from_folder(tmp_path, layers=range(20, 26))
     weights = published_weights("kimi-k3", kimi(26), config=KIMI)
+    # The files of some models have a further layer, which predicts the token after the next.
+    assert published_weights("kimi-k3", kimi(27), config=KIMI)["query"].shape == (53, 8)
     twelve_sites = create_mixer("attnres", dim=8, n_blocks=26, block_size=12, eps=1e-5)
     counts = r"block_size=24, and this mixer has block_size=12 \(attn_res_block_size of its configuration counts layers"
     with pytest.raises(OptionError, match=counts):

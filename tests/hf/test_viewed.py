@@ -48,6 +48,11 @@ def test_other_families_have_the_same_logits_and_depth_weights_of_their_own(fami
     assert found[0].diagonal().abs().min() > 0
 
 
+def test_a_model_without_weights_is_refused():
+    with pytest.raises(depthmix.UserError, match="the weights of this model's mixing are offloaded or not loaded"):
+        depthmix.depth_mixing(small_model("deepseek_v4").to("meta"), input_ids=tokens())
+
+
 def test_a_model_with_other_sources_is_refused():
     with pytest.raises(depthmix.UserError, match="qwen4-exp has other sources than the outputs of its sublayers"):
         depthmix.depth_mixing(small_model("qwen4_exp"), input_ids=tokens())
