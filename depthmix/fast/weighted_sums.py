@@ -221,7 +221,7 @@ class WeightedSums(FastPath):
             h = stack[-1:] * max(mixer.reader_ways[reader], residual_way + 1)
             note = Note(h[residual_way], stack, known)
             return h if gain is None else tuple(rms_norm(t, row, eps) for t, row in zip(h, gain, strict=False)), note
-        entries = stack[weights.entries]
+        entries = weights.seen(stack)
         call: dict[str, Any] = {"static": weights.static, "relu": weights.relu_on == "sum"}
         call["dynamic"] = weights.dynamic(entries) if known is None else weights.activate(joined(known, reader))
         if gain is None:
@@ -280,7 +280,7 @@ class WeightedSums(FastPath):
         if weights is not None:
             chosen = self.kernel_weights(mixer, tape, reader, weights)
             residual_way = mixer.residual_way_of(reader)
-            h, g, fresh, _ = read_sums(tape.stack[weights.entries], chosen, add, gain, eps, residual_way)
+            h, g, fresh, _ = read_sums(weights.seen(tape.stack), chosen, add, gain, eps, residual_way)
         elif gain is not None:
             h, g, fresh, _ = read_sums(tape.stack[-1:], plain_sum(tape.stack[0], len(gain)), add, gain, eps)
         else:

@@ -132,7 +132,7 @@ def read_slots(mixer: Any, state: StackSlots, reader: int, gain: Sequence[Tensor
 
 def slot_weights(weights: ReaderWeights | None) -> SlotWeights | None:
     """Return a reader's weights as the kernel takes them; None where it cannot."""
-    if weights is None or weights.network is not None or weights.entries != slice(None):
+    if weights is None or weights.network is not None or weights.every > 1:
         return None
     return SlotWeights(weights.static, weights.projection, RELU[weights.relu_on])
 

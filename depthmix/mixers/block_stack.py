@@ -115,7 +115,7 @@ class BlockStack(Mixer):
         weights = self.reader_weights(reader) if reader else None
         if weights is None:
             return state.stack[-1:] * max(self.reader_ways[reader], self.residual_way_of(reader) + 1)
-        entries = state.stack[weights.entries]
+        entries = weights.seen(state.stack)
         dynamic = weights.dynamic([state.observe(v) for v in entries])
         return depth_sum(entries, weights.static, dynamic, weights.relu_on == "sum", backend="reference")
 

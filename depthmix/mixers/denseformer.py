@@ -44,5 +44,5 @@ class DenseFormer(BlockStack):
     def reader_weights(self, reader: int) -> ReaderWeights | None:
         if reader % self.period:
             return None
-        every_nth = slice(reader % self.dilation, None, self.dilation) if self.dilation > 1 else slice(None)
-        return ReaderWeights(static=self.alpha[str(reader)][None, :, None], entries=every_nth)
+        static = self.alpha[str(reader)][None, :, None]
+        return ReaderWeights(static=static, first=reader % self.dilation, every=self.dilation)

@@ -32,12 +32,18 @@ class ReaderWeights(NamedTuple):
     network: Network | None = None
     # Which weights are clamped at zero. The derivative at zero is 1, because w = 0 puts every score there.
     relu_on: Literal["dynamic", "sum"] | None = None
-    entries: slice = slice(None)  # the entries that the reader sees
+    # The reader sees the entries first, first + every, … Numbers, since torch.compile cannot rebuild a slice in a tuple.
+    first: int = 0
+    every: int = 1
 
     @property
     def is_static(self) -> bool:
         """True if the weights do not depend on the entries."""
         return self.projection is None and self.network is None
+
+    def seen(self, stack: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return the entries that the reader sees."""
+        return stack[self.first :: self.every]
 
     def dynamic(self, entries: Sequence[Tensor]) -> Tensor | None:
         """Compute the dynamic weights [..., W, n] of the entries [..., D] that the reader sees; None if there are none."""
