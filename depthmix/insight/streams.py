@@ -20,8 +20,7 @@ from torch import Tensor
 from depthmix.insight.sampling import some_tokens
 from depthmix.mixers import Mixer
 from depthmix.mixers.fast_path import plain_state
-from depthmix.mixers.gated_streams import GatedState
-from depthmix.mixers.streams import StreamMixer, StreamsState
+from depthmix.mixers.streams import GatedState, StreamMixer, StreamsState
 from depthmix.ops.precision import compute_dtype, without_autocast
 
 TOKENS = 1024

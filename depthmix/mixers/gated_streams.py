@@ -17,23 +17,12 @@ from torch.nn import functional
 from depthmix.mixers.base import Mixer
 from depthmix.mixers.options import at_least
 from depthmix.mixers.registry import register
-from depthmix.mixers.state import State, register_state
-from depthmix.mixers.streams import copies
+from depthmix.mixers.streams import GatedState, copies
 from depthmix.ops import stream_write
 from depthmix.ops.matmul import matmul
 from depthmix.ops.precision import compute_dtype, rms_scale
 
 INITIAL_STD = 0.02
-
-
-@register_state
-class GatedState(State):
-    """n streams."""
-
-    x: Tensor  # [..., n, D]
-
-    def template(self) -> Tensor:
-        return self.x.select(-2, 0)
 
 
 class Gates(NamedTuple):

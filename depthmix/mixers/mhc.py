@@ -23,9 +23,9 @@ from depthmix.mixers.streams import StreamMixer, StreamsState
 from depthmix.ops import sinkhorn
 from depthmix.ops.matmul import matmul
 from depthmix.ops.precision import compute_dtype, rms_normalize
-from depthmix.ops.stream_mix.rules import Rule, mixed_permutations, permutation_matrices
+from depthmix.ops.stream_mix.rules import DEEPSEEK_EPS, Rule, mixed_permutations, permutation_matrices
 
-PAPER_EPS, DEEPSEEK_EPS = 1e-20, 1e-6
+PAPER_EPS = 1e-20
 INITIAL_ALPHA = 0.01
 MOST_PERMUTED = 6  # streams: 720 permutations
 OFF_LOGIT = -8.0  # of the residual map's entries that start near zero

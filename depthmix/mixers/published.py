@@ -27,10 +27,10 @@ import torch
 from torch import Tensor
 
 from depthmix.mixers.base import Mixer
-from depthmix.mixers.mhc import DEEPSEEK_EPS
 from depthmix.mixers.options import OptionError
 from depthmix.mixers.registry import create_mixer
 from depthmix.mixers.variant import KEY, named_entry, silent_entry
+from depthmix.ops.stream_mix.rules import DEEPSEEK_EPS
 
 State = Mapping[str, Tensor]
 Config = Mapping[str, Any]

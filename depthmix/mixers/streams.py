@@ -25,6 +25,16 @@ class StreamsState(State):
         return self.x.select(-2, 0)
 
 
+@register_state
+class GatedState(State):
+    """n streams, for rules that mix them channel by channel."""
+
+    x: Tensor  # [..., n, D]
+
+    def template(self) -> Tensor:
+        return self.x.select(-2, 0)
+
+
 def copies(x: Tensor, n: int) -> Tensor:
     """Return n streams that are all the embedding: [..., D] -> [..., n, D]."""
     return x.unsqueeze(-2).expand(*x.shape[:-1], n, x.shape[-1])
