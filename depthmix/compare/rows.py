@@ -145,6 +145,9 @@ def result_of_folder(folder: RunFolder) -> tuple[int, dict[str, Any]]:
         raise UserError(f"the validation loss at the end of {folder.path} is {loss}", DIVERGED)
     if not (folder.path / METRICS).exists():
         raise UserError(f"{folder.path} has no {METRICS}; delete the folder and run again", CHECKPOINT)
+    # `read_metrics` drops a torn last line, which a running training may have. A finished run has none.
+    if not folder.read_file(METRICS).endswith(b"\n"):
+        raise UserError(f"{folder.path / METRICS} does not end with a whole line; put it back from a copy", CHECKPOINT)
     lines = [line for line in folder.read_metrics() if line.get("val_loss") is not None]
     try:
         lines = [line for line in lines if math.isfinite(line["val_loss"])]
