@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from benchmarks import (
+    accelerated,
     bandwidth,
+    check,
     cli,
     first_call,
     inference,
@@ -282,3 +284,19 @@ def test_profile_has_the_longest_kernels_of_an_arm(tmp_path, monkeypatch):
     assert len(own) == 20
     assert sum(own.values()) <= whole
     assert any("mm" in who for who in own)  # a Linear's product
+
+
+def test_a_wrong_family_is_not_timed_and_the_others_are(tmp_path, monkeypatch):
+    calls = []
+
+    def boundaries(family, dim, options, report):
+        calls.append(family)
+        if family == "glm5_next":
+            raise check.WrongResult("ours is wrong")
+
+    monkeypatch.setattr(accelerated, "boundaries", boundaries)
+    monkeypatch.setattr(accelerated, "whole_model", lambda family, options, report: calls.append(f"{family} whole"))
+    code, rows = run("accelerate", tmp_path)
+    assert code == cli.WRONG
+    assert {"deepseek_v4", "glm5_next", "hy_v4", "hy_v4 whole"} <= set(calls)
+    assert [row.case for row in rows if row.metric == "refused"] == ["glm5_next, D=32", ""]
