@@ -100,7 +100,7 @@ def test_what_cannot_be_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[st
     refused(capsys, USAGE, "the model has 64 positions: lower max_tokens", *generate)
     refused(capsys, USAGE, "shorten the prompt", "generate", "--run", str(folder), "--prompt", PROMPT * 40)
     refused(capsys, DATA, "give the text to measure it on with --input", "eval", "--run", str(folder))
-    refused(capsys, CHECKPOINT, "depthmix.depth_mixing shows", "inspect", "--run", str(folder))
+    refused(capsys, DATA, "give the text to measure it on with --input", "inspect", "--run", str(folder))
     for name, words in (("model.safetensors", "cannot be loaded"), ("tokenizer.json", "There is no tokenizer file")):
         copy = shutil.copytree(folder, tmp_path / name)
         (copy / name).unlink()
