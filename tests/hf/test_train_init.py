@@ -128,7 +128,7 @@ CASES = [
     (TRAIN.replace("{data}", "{other}") + "{foreign}", DATA, "other tokens"),
     (TRAIN + "{small}", DATA, "has 300 entries", "61"),
     (TRAIN + "{unknown}", CHECKPOINT, "nobody-knows"),
-    (TRAIN + "{stablelm}", CHECKPOINT, "'stablelm'", "known are depthmix, gemma"),
+    (TRAIN + "{stablelm}", CHECKPOINT, "'stablelm'", "known are depthmix, deepseek_v3, gemma"),
     (TRAIN + "{corrupt}", CHECKPOINT, "cannot be loaded"),
 ]
 
