@@ -225,8 +225,9 @@ def table(results: Results | None, rates: Results, lengths: Results | None = Non
         f"|---|{'---:|' * (len(heading) - 2)}---|",
         *(f"| {' | '.join(cells)} |" for cells in shown),
         "",
-        "* Lower is better. A nat is a unit of loss with the natural logarithm. Brackets hold 95% intervals.",
-        "* Step time is relative to the residual model, on an H200. A row with one seed is a lead, not a result.",
+        "* Lower is better. A nat is a unit of loss with the natural logarithm."
+        + " Brackets hold 95% intervals." * any("(" in cells[1] for cells in shown),
+        "* Step time is relative to the residual model of that size, on an H200. A row with one seed is a lead, not a result.",
         *([FACTORS] if factors else []),
         *([f"* {' '.join(terms)}"] if terms else []),
     ]
@@ -239,7 +240,7 @@ def table(results: Results | None, rates: Results, lengths: Results | None = Non
         ]
     if not all(row.committed for row in rows):
         lines += [
-            "* Rows made outside this repository: 18M parameters, and 300M tokens of books and code in batches of 32.",
+            "* Rows made outside this repository, with its trainer: 18M parameters, 300M tokens of books and code, batches of 32.",
             f"* Their residual model was not at its best. A batch of 128 gives it {tuning_gain(rates):.3f} nats"
             f" ([tuning](docs/results/{RATES}/table.md)), about as much as these rules gained.",
             "* With an embedding that starts at a standard deviation of 1 instead of 0.02, Block kept 0.040 nats."

@@ -11,6 +11,7 @@ from depthmix.mixers.options import OptionError
 from depthmix.mixers.registry import create_mixer, list_mixers, mixer_class, register, rule_summary, rule_title
 from depthmix.mixers.sharding import shard_mixer
 from depthmix.mixers.state import State, register_state
+from depthmix.ops.precision import compute_dtype
 
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")
@@ -21,6 +22,7 @@ __all__ = [
     "Mixer",
     "OptionError",
     "State",
+    "compute_dtype",
     "create_mixer",
     "list_mixers",
     "mixer_class",
