@@ -88,9 +88,12 @@ def model_class(plain: Any) -> type[Any]:
 
     kept = list(getattr(plain, "_keep_in_fp32_modules_strict", None) or [])
     body = {"__init__": __init__, "config_class": config_class(plain.config_class), "__module__": __name__}
-    renamed = get_checkpoint_conversion_mapping(plain.__name__)
-    if renamed is not None:  # for some classes the names of weights differ between folder and model
-        register_checkpoint_conversion_mapping(_name(plain), renamed, overwrite=True)
+    # For some classes and model types, such as those with experts, the names of weights differ between folder and model.
+    model_type = plain.config_class.model_type
+    for known, ours in ((plain.__name__, _name(plain)), (model_type, PREFIX + model_type)):
+        renamed = get_checkpoint_conversion_mapping(known)
+        if renamed is not None:
+            register_checkpoint_conversion_mapping(ours, renamed, overwrite=True)
     more = {"from_pretrained": classmethod(from_pretrained), "_keep_in_fp32_modules_strict": [*kept, MIXER]}
     generates = (GeneratesDepthWeights,) if issubclass(plain, GenerationMixin) else ()
     return type(_name(plain), (*generates, plain), {**body, **more, "forward": forward_with_weights(plain)})
