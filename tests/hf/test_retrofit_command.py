@@ -61,7 +61,7 @@ def test_what_is_wrong_is_said(plain: Path, tmp_path: Path, capsys: pytest.Captu
     (corrupt / "config.json").write_bytes((plain / "config.json").read_bytes())
     (corrupt / "model.safetensors").write_bytes(b"nothing like it")
     (foreign / "config.json").write_text('{"model_type": "nobody-knows"}')
-    make("stablelm").save_pretrained(broken)
+    make("cohere").save_pretrained(broken)
     for options, code, words in (
         (["--out", "x"], USAGE, "--model is missing"),
         (["--model", str(plain), "--mixer", "dca"], USAGE, "--out is missing"),
@@ -73,7 +73,7 @@ def test_what_is_wrong_is_said(plain: Path, tmp_path: Path, capsys: pytest.Captu
         (
             ["--mixer", "dca", "--model", str(broken), "--out", str(tmp_path / "x")],
             USAGE,
-            "the architecture 'stablelm' is not known",
+            "the architecture 'cohere' is not known",
         ),
         (["--model", str(plain), "--out", str(tmp_path / "x"), "--mixer", "nothing"], USAGE, "nothing"),
     ):

@@ -128,7 +128,7 @@ CASES = [
     (TRAIN.replace("{data}", "{other}") + "{foreign}", DATA, "other tokens"),
     (TRAIN + "{small}", DATA, "has 300 entries", "61"),
     (TRAIN + "{unknown}", CHECKPOINT, "nobody-knows"),
-    (TRAIN + "{stablelm}", CHECKPOINT, "'stablelm'", "known are depthmix, deepseek_v3, gemma"),
+    (TRAIN + "{cohere}", CHECKPOINT, "'cohere'", "known are depthmix, deepseek_v3, gemma"),
     (TRAIN + "{corrupt}", CHECKPOINT, "cannot be loaded"),
 ]
 
@@ -136,15 +136,15 @@ CASES = [
 @bad.table(CASES)
 def test_what_cannot_be_is_said_in_one_sentence(case: Any, fails: Any, foreign: Path, tmp_path: Path) -> None:
     line, code, *words = case
-    names = ("small", "unknown", "stablelm", "corrupt")
+    names = ("small", "unknown", "cohere", "corrupt")
     places: dict[str, Path] = {"foreign": foreign, **{name: tmp_path / name for name in names if f"{{{name}}}" in line}}
     if "{small}" in line:
         make("llama").save_pretrained(places["small"])
     if "{unknown}" in line:
         places["unknown"].mkdir()
         (places["unknown"] / "config.json").write_text('{"model_type": "nobody-knows"}')
-    if "{stablelm}" in line:
-        make("stablelm").save_pretrained(places["stablelm"])
+    if "{cohere}" in line:
+        make("cohere").save_pretrained(places["cohere"])
     if "{corrupt}" in line:
         shutil.copytree(foreign, places["corrupt"])
         (places["corrupt"] / "model.safetensors").write_bytes(b"nothing like it")
