@@ -14,10 +14,21 @@ from depthmix.ops.precision import compute_dtype, widen
 
 
 class FractionMixer(StreamMixer):
-    """A rule over n streams that can also work on m fractions of one."""
+    """A rule over n streams that can also work on m fractions of one. self.n is the number of either."""
 
-    def _fraction_weights(self, x: Tensor, site: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return Y and A [..., m, m] and B [..., m] of a site for the stream x [..., D]."""
+    def __init__(self, dim: int, n_blocks: int, *, n: int, fractions: int | None) -> None:
+        if fractions is not None:
+            self.fast_paths = ()  # type: ignore[misc]  # they know streams
+        super().__init__(dim, n_blocks)
+        if fractions is not None:
+            if dim % fractions:
+                raise OptionError(f"{self.name}: fractions must divide dim={dim}, got {fractions}")
+            if n != self.options["n"].default:
+                raise OptionError(f"{self.name}: with fractions there are no streams, so n may not be given, got {n}")
+        self.n, self.fractions = fractions or n, fractions
+
+    def _fraction_weights(self, x: Tensor, site: int) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Return Y and A [..., m, m] and B [..., m] of a site for the stream x [..., D]; A is None for the identity."""
         raise NotImplementedError
 
     def _start(self, x: Tensor) -> StreamState:  # type: ignore[override]
@@ -34,7 +45,8 @@ class FractionMixer(StreamMixer):
         if self.fractions is None:
             return super()._write(state, site, y)  # type: ignore[arg-type, return-value]
         _, a, b = state.take_note() or self._fraction_weights(state.observe(state.x), site)
-        kept = mix_fractions(a, cut(state.x, self.fractions))
+        h = cut(state.x, self.fractions)
+        kept = h if a is None else mix_fractions(a, h)
         after: StreamState = state.next(
             x=(kept + b.unsqueeze(-1) * cut(y, self.fractions)).flatten(-2).to(state.x.dtype)
         )
@@ -42,12 +54,6 @@ class FractionMixer(StreamMixer):
 
     def _finish(self, state: StreamState) -> Tensor:  # type: ignore[override]
         return super()._finish(state) if self.fractions is None else state.x  # type: ignore[arg-type]
-
-
-def check_fractions(owner: str, dim: int, fractions: int) -> None:
-    """Raise OptionError unless the fractions are of equal width."""
-    if dim % fractions:
-        raise OptionError(f"{owner}: fractions must divide dim={dim}, got {fractions}")
 
 
 def cut(x: Tensor, m: int) -> Tensor:

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from depthmix.mixers.fractions import FractionMixer, check_fractions, cut
-from depthmix.mixers.options import OptionError, at_least
+from depthmix.mixers.fractions import FractionMixer, cut
+from depthmix.mixers.options import at_least
 from depthmix.mixers.registry import register
 from depthmix.mixers.streams import StreamsState
 from depthmix.ops.matmul import matmul
@@ -28,7 +28,6 @@ from depthmix.ops.stream_mix.rules import Coefficients, Rule, coefficients, prod
 
 LAYERNORM_EPS, RMSNORM_EPS = 1e-5, 1e-6
 INITIAL_SCALE = 0.01
-DEFAULT_STREAMS = 4
 
 
 @register("hyper")
@@ -45,20 +44,14 @@ class HyperConnections(FractionMixer):
         dim: int,
         n_blocks: int,
         *,
-        n: Annotated[int, at_least(1)] = DEFAULT_STREAMS,
+        n: Annotated[int, at_least(1)] = 4,
         static: bool = False,
         tanh: bool = True,
         norm: Literal["layernorm", "rmsnorm"] = "layernorm",
         fractions: Annotated[int | None, at_least(1)] = None,
     ) -> None:
-        if fractions is not None:
-            self.fast_paths = ()  # type: ignore[misc]  # they know streams
-        super().__init__(dim, n_blocks)
-        if fractions is not None:
-            check_fractions(self.name, dim, fractions)
-            if n != DEFAULT_STREAMS:
-                raise OptionError(f"hyper: with fractions there are no streams, so n may not be given, got {n}")
-        self.n, self.static, self.tanh, self.norm, self.fractions = fractions or n, static, tanh, norm, fractions
+        super().__init__(dim, n_blocks, n=n, fractions=fractions)
+        self.static, self.tanh, self.norm = static, tanh, norm
         sites, n, width = self.n_sites, self.n, dim // (fractions or 1)
         columns = () if fractions is None else (n,)  # a fraction of a read has weights of its own
         self.A_m = nn.Parameter(torch.empty(sites, n, *columns))

@@ -7,6 +7,10 @@ x [n, D] a token, n copies of e at the start. At every site, with x⃗ the n str
     h_s = Σ_i H_pre[i] x_i;        x'_o = Σ_i H_res[o, i] x_i + H_post[o] y_s
 
 single_pass: h_s uses the H_pre that site s-1 predicted, site 0 reads stream 0, finish uses the last site's.
+With fractions=m (fractions.py) x⃗ is the stream [D] itself, x [m, D/m], and a fraction of a read has weights of its own:
+
+    H_pre = sigmoid(H̃_pre) [m, m];   h_s[j] = Σ_i H_pre[j, i] x_i;        x'_o = Σ_i H_res[o, i] x_i + H_post[o] y_s[o];    h_S = x
+
 docs/reference/rules.md has the two Sinkhorn conventions, the initialisations, and why `identity` favours one stream.
 """
 
@@ -17,9 +21,10 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor, nn
 
+from depthmix.mixers.fractions import FractionMixer
 from depthmix.mixers.options import OptionError, at_least
 from depthmix.mixers.registry import register
-from depthmix.mixers.streams import StreamMixer, StreamsState
+from depthmix.mixers.streams import StreamsState
 from depthmix.ops import sinkhorn
 from depthmix.ops.matmul import matmul
 from depthmix.ops.precision import compute_dtype, rms_normalize
@@ -29,11 +34,15 @@ PAPER_EPS = 1e-20
 INITIAL_ALPHA = 0.01
 MOST_PERMUTED = 6  # streams: 720 permutations
 OFF_LOGIT = -8.0  # of the residual map's entries that start near zero
+FRACTION_LOGIT = 8.0  # a fraction starts with a share of sigmoid(8) of itself, in its read and in the residual map
 
 
 @register("mhc")
-class MHC(StreamMixer):
-    """phi [S, nD, K], b [S, K], alpha [S, 3 or 2]; K = n + n + (n², n! or 0) in the order pre, post, res."""
+class MHC(FractionMixer):
+    """phi [S, nD, K], b [S, K], alpha [S, 3 or 2]; K = n + n + (n², n! or 0) in the order pre, post, res.
+
+    With fractions n = m, phi [S, D, K], and pre has m² columns, row-major (the fraction of the read first).
+    """
 
     decayed = frozenset({"phi", "phi_head"})
     permutations: Tensor  # [n!, n²], of the birkhoff map
@@ -52,30 +61,38 @@ class MHC(StreamMixer):
         schedule: Literal["standard", "single_pass"] = "standard",
         eps: Annotated[float | None, at_least(0)] = None,
         post_scale: Annotated[float, at_least(0)] = 2.0,
+        fractions: Annotated[int | None, at_least(2)] = None,
     ) -> None:
-        super().__init__(dim, n_blocks)
+        super().__init__(dim, n_blocks, n=n, fractions=fractions)
+        if fractions is not None:
+            fixed = {"head": (head, None), "init": (init, "identity"), "schedule": (schedule, "standard")}
+            for option, (value, only) in fixed.items():
+                if value != only:
+                    raise OptionError(f"mhc: with fractions {option} must be {only!r}, got {value!r}")
         if convention == "deepseek" and residual_map != "sinkhorn":
             raise OptionError(f"mhc: convention='deepseek' is one of Sinkhorn, residual_map is {residual_map!r}")
         if convention == "hunyuan" and residual_map != "identity":
             raise OptionError(
                 f"mhc: convention='hunyuan' has no residual map, so residual_map must be 'identity', got {residual_map!r}"
             )
-        if residual_map == "birkhoff" and n > MOST_PERMUTED:
+        if residual_map == "birkhoff" and self.n > MOST_PERMUTED:
+            mixed = "n" if fractions is None else "fractions"
             raise OptionError(
-                f"mhc: residual_map='birkhoff' has a weight for each of n! permutations; n may be up to {MOST_PERMUTED}, got {n}"
+                f"mhc: residual_map='birkhoff' has a weight for each of n! permutations; {mixed} may be up to {MOST_PERMUTED}, got {self.n}"
             )
         if schedule == "single_pass" and head is not None:
             raise OptionError(
                 "mhc: schedule='single_pass' reads the output with the last site's weights and takes no head"
             )
-        self.n, self.residual_map, self.convention, self.iterations = n, residual_map, convention, iterations
-        self.head = None if schedule == "single_pass" else head or "sum"
+        self.residual_map, self.convention, self.iterations = residual_map, convention, iterations
+        self.head = None if schedule == "single_pass" or fractions is not None else head or "sum"
         self.init, self.schedule = init, schedule
         self.eps = self._usual_eps() if eps is None else eps
         self.post_scale = post_scale
-        n_res = self._rule().residual_logits
-        self.sizes = (n, n, n_res) if n_res else (n, n)
-        self.phi = nn.Parameter(torch.empty(self.n_sites, n * dim, sum(self.sizes)))
+        n, n_res = self.n, self._rule().residual_logits
+        n_pre, width = (n, n * dim) if fractions is None else (n * n, dim)
+        self.sizes = (n_pre, n, n_res) if n_res else (n_pre, n)
+        self.phi = nn.Parameter(torch.empty(self.n_sites, width, sum(self.sizes)))
         self.b = nn.Parameter(torch.empty(self.n_sites, sum(self.sizes)))
         self.alpha = nn.Parameter(torch.empty(self.n_sites, len(self.sizes)))
         if residual_map == "birkhoff":
@@ -89,22 +106,16 @@ class MHC(StreamMixer):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        n, like = self.n, self.b.new_zeros(())
+        n = self.n
         self.alpha.fill_(INITIAL_ALPHA)
         self.phi.zero_()
         self.b.zero_()
-        favoured = torch.eye(n, dtype=torch.bool, device=like.device).repeat(-(-self.n_sites // n), 1)[: self.n_sites]
         if self.init == "uniform":
             for phi in self.phi:
                 nn.init.xavier_uniform_(phi)
         else:
-            if self.init == "identity":  # weights 2 : 1 : … : 1 over the streams, summing to one
-                pre = torch.where(favoured, like.new_tensor(math.log(2 / (n - 1))), like.new_tensor(-math.log(n)))
-                # post begins at one where the scale allows it.
-                post = torch.full_like(pre, -math.log(self.post_scale - 1) if self.post_scale > 1 else 0.0)
-            else:
-                pre = post = torch.where(favoured, like.new_tensor(1.0), like.new_tensor(-1.0))
-            res = like.new_full((sum(self.sizes) - 2 * n,), OFF_LOGIT)
+            pre, post, off = self._initial_logits()
+            res = post.new_full((sum(self.sizes[2:]),), off)
             if self.residual_map == "sinkhorn":
                 res[:: n + 1] = 0.0
             elif self.residual_map == "birkhoff":
@@ -116,6 +127,24 @@ class MHC(StreamMixer):
             self.phi_head.zero_()
             self.b_head.fill_(-math.log(n - 1))
             self.alpha_head.fill_(INITIAL_ALPHA)
+
+    def _initial_logits(self) -> tuple[Tensor, Tensor, float]:
+        """Return the logits of H_pre and H_post [S, ...] at step 0, and that of the residual map away from the identity."""
+        n, like = self.n, self.b.new_zeros(())
+        favoured = torch.eye(n, dtype=torch.bool, device=like.device).repeat(-(-self.n_sites // n), 1)[: self.n_sites]
+        if self.init == "symmetry":
+            pre = torch.where(favoured, like.new_tensor(1.0), like.new_tensor(-1.0))
+            return pre, pre, OFF_LOGIT
+        # post begins at one where the scale allows it.
+        post = like.new_full(favoured.shape, -math.log(self.post_scale - 1) if self.post_scale > 1 else 0.0)
+        if self.fractions is None:  # weights 2 : 1 : … : 1 over the streams, summing to one
+            pre = torch.where(favoured, like.new_tensor(math.log(2 / (n - 1))), like.new_tensor(-math.log(n)))
+            return pre, post, OFF_LOGIT
+        own = torch.eye(n, dtype=like.dtype, device=like.device).flatten()
+        pre = (FRACTION_LOGIT * (2 * own - 1)).expand(self.n_sites, -1)
+        # The other fractions, or the other permutations, share sigmoid(-FRACTION_LOGIT).
+        others = (math.factorial(n) if self.residual_map == "birkhoff" else n) - 1
+        return pre, post, -FRACTION_LOGIT - math.log(others)
 
     def weight_options(self) -> dict[str, Any]:
         options = {name: value for name, value in super().weight_options().items() if name != "init"}
@@ -135,7 +164,15 @@ class MHC(StreamMixer):
 
     def _coefficients(self, state: StreamsState, parameters: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return H_pre and H_post [..., n] and H_res [..., n, n] (output stream first; None for the identity)."""
-        x = self._normalized(state)
+        return self._weights(self._normalized(state), parameters)
+
+    def _fraction_weights(self, x: Tensor, site: int) -> tuple[Tensor, Tensor | None, Tensor]:
+        pre, post, res = self._weights(rms_normalize(x, self.eps), self._parameters_of(site))
+        read = pre.unflatten(-1, (self.n, self.n)).transpose(-1, -2)
+        return read, None if res is None else res.transpose(-1, -2), post
+
+    def _weights(self, x: Tensor, parameters: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return H_pre, H_post and H_res for the normed x⃗."""
         phi, b, alpha = (p.to(x.dtype) for p in parameters)
         z, b = matmul(x, phi).split(self.sizes, dim=-1), b.split(self.sizes, dim=-1)
         pre, post, *res = (alpha[i] * z[i] + b[i] for i in range(len(self.sizes)))

@@ -16,7 +16,7 @@ M[s, i+1] is a matrix of fractions, Y_s^T A_{s-1}^T ... A_{i+1}^T diag(B_i); its
 import torch
 
 from .tables import combine, one_hot_by_site
-from .trace import Trace, multi_stream, no_mixing, rms
+from .trace import Trace, fractions_trace, multi_stream, rms
 
 DEFAULTS = {"n": 4, "static": False, "tanh": True, "norm": "layernorm", "fractions": None}
 OPTIONS = combine(n=[1, 2, 4], static=[False, True], tanh=[True, False], norm=["layernorm", "rmsnorm"])
@@ -90,32 +90,11 @@ def fraction_coefficients(p, options, s, H):
 
 
 def run_fractions(p, options, blocks, e, sublayer) -> Trace:
-    m, reads, M = options["fractions"], [], no_mixing(1, blocks, e)
-    H = e.unflatten(-1, (m, -1))
-    eye = torch.eye(m, dtype=e.dtype).expand(*e.shape[:2], m, m)
-    parts = [eye]  # H as a sum of matrices [B, T, out, in] times the sources, cut into fractions
-    sources = [e.detach().unflatten(-1, (m, -1))]
-
-    def record(s, h, Y_T):
-        matrices = [(Y_T @ part).detach() for part in parts]
-        again = sum(a @ b for a, b in zip(matrices, sources, strict=True)).flatten(-2)
-        torch.testing.assert_close(again, h.detach(), rtol=1e-9, atol=1e-9)
-        for source, matrix in enumerate(matrices):
-            diagonal = matrix.diagonal(dim1=-2, dim2=-1)
-            M[0, s, source] = diagonal.repeat_interleave(e.shape[-1] // m, dim=-1)
-        reads.append((h,))
-
-    for s in range(blocks.S):
+    def weights(s, H):
         Y, A, B = fraction_coefficients(p, options, s, H)
-        h = (Y.transpose(-1, -2) @ H).flatten(-2)
-        record(s, h, Y.transpose(-1, -2))
-        y = sublayer(s, (h,)).unflatten(-1, (m, -1))
-        H = A.transpose(-1, -2) @ H + B[..., None] * y
-        parts = [A.transpose(-1, -2) @ part for part in parts] + [torch.diag_embed(B)]
-        sources.append(y.detach())
-    out = H.flatten(-2)
-    record(blocks.S, out, eye)
-    return Trace(out, reads, M)
+        return Y.transpose(-1, -2), A.transpose(-1, -2), B
+
+    return fractions_trace(options["fractions"], weights, blocks, e, sublayer)
 
 
 def run(p, options, blocks, e, sublayer) -> Trace:

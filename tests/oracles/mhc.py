@@ -6,6 +6,13 @@
     single_pass: h_s reads with the H_pre of site s-1, site 0 reads stream 0, the end reads with the last site's.
 
 M[s, i+1] = H_pre,s H_res,s-1 ... H_res,i+1 H_post,i.
+
+fractions=m: x = e cut into m rows [m, D/m], x_vec = e; y is cut in the same way. z_pre has m^2 numbers, [m, m]:
+
+    h_s,j = sum_i H_pre[j, i] x_i;   x'_o = sum_i H_res[o, i] x_i + H_post[o] y_s,o;   h_S = x
+    start: H_pre = sigmoid(8) on the diagonal and sigmoid(-8) elsewhere. H_res: sigmoid(8) on the diagonal, the rest in equal parts;
+    for birkhoff sigmoid(8) for the identity, the rest in equal parts for the other permutations.
+M[s, i+1] is a matrix of fractions, H_pre,s H_res,s-1 ... H_res,i+1 diag(H_post,i); its diagonal is what M holds.
 """
 
 import math
@@ -14,7 +21,7 @@ from itertools import permutations
 import torch
 
 from .tables import combine, full, one_hot_by_site
-from .trace import Trace, multi_stream, rms
+from .trace import Trace, fractions_trace, multi_stream, rms
 
 DEFAULTS = {
     "n": 4,
@@ -26,6 +33,7 @@ DEFAULTS = {
     "schedule": "standard",
     "eps": None,
     "post_scale": 2.0,
+    "fractions": None,
 }
 OPTIONS = (
     combine(n=[2, 3], residual_map=["sinkhorn"], convention=["paper", "deepseek"], iterations=[1, 3, 20])
@@ -39,6 +47,9 @@ OPTIONS = (
         residual_map=["identity"], convention=["hunyuan"], head=["mean", "learned"], eps=[None, 0.3], post_scale=[1.5]
     )
     + combine(post_scale=[0.5, 3.0], schedule=["standard", "single_pass"])
+    + combine(fractions=[2, 4], residual_map=["sinkhorn", "birkhoff", "identity"])
+    + combine(fractions=[2], convention=["deepseek"], iterations=[3], eps=[None, 0.3])
+    + combine(fractions=[2], convention=["hunyuan"], residual_map=["identity"], post_scale=[1.5])
 )
 DEAD_ROWS = {("b_res", 0)}  # at site 0 the streams are copies, and the residual map's rows sum to one
 
@@ -65,8 +76,28 @@ def b_start(o, S, R):
     return torch.cat([pre, post, res], dim=1)
 
 
+def fraction_parameters(o, D, S, m):
+    R = {"sinkhorn": m * m, "birkhoff": math.factorial(m), "identity": 0}[o["residual_map"]]
+    kept, given = 1 / (1 + math.exp(-8)), 1 / (1 + math.exp(8))
+    pre = torch.eye(m, dtype=torch.float64).flatten() * 16 - 8
+    post = full((m,), logit(1 / o["post_scale"]) if o["post_scale"] > 1 else 0)
+    own = torch.zeros(R, dtype=torch.bool)
+    own[: m * m : m + 1] = o["residual_map"] == "sinkhorn"
+    own[:1] = True
+    # Logits count up to a constant: the logarithms of the shares, from that of the largest on.
+    share = given / ((m if o["residual_map"] == "sinkhorn" else math.factorial(m)) - 1)
+    res = full((R,), 0).masked_fill(~own, math.log(share / kept))
+    return {
+        "phi": ((S, D, m * m + m + R), 0),
+        "b": ((S, m * m + m + R), lambda shape: torch.cat([pre, post, res]).repeat(S, 1)),
+        "alpha": ((S, 3 if R else 2), 0.01),
+    }
+
+
 def parameters(o, D, blocks):
     S = blocks.S
+    if o["fractions"] is not None:
+        return fraction_parameters(o, D, S, o["fractions"])
     n = o["n"]
     R = {"sinkhorn": n * n, "birkhoff": math.factorial(n), "identity": 0}[o["residual_map"]]
     out = {
@@ -80,7 +111,7 @@ def parameters(o, D, blocks):
 
 
 def starts_plain(options):
-    return options["init"] == "identity" and options["post_scale"] > 1
+    return options["init"] == "identity" and options["post_scale"] > 1 and options["fractions"] is None
 
 
 def deepseek(options) -> bool:
@@ -136,14 +167,15 @@ def residual_map(options, logits, batch, n):
 
 
 def coefficients(p, options, s, x):
-    """H_pre [B, T, n], H_post [B, T, n], H_res [B, T, n_out, n_in] of site s, from the x it reads."""
-    n, alpha, b = options["n"], p["alpha"][s], p["b"][s]
+    """H_pre [B, T, n] (of fractions [B, T, m²]), H_post [B, T, n], H_res [B, T, n_out, n_in] of site s, from the x it reads."""
+    n, alpha, b = options["fractions"] or options["n"], p["alpha"][s], p["b"][s]
+    k = n if options["fractions"] is None else n * n
     z = torch.einsum("btk,km->btm", rms_streams(options, x), p["phi"][s])
-    pre = torch.sigmoid(alpha[0] * z[..., :n] + b[:n])
-    post = options["post_scale"] * torch.sigmoid(alpha[1] * z[..., n : 2 * n] + b[n : 2 * n])
-    res = z[..., 2 * n :]
+    pre = torch.sigmoid(alpha[0] * z[..., :k] + b[:k])
+    post = options["post_scale"] * torch.sigmoid(alpha[1] * z[..., k : k + n] + b[k : k + n])
+    res = z[..., k + n :]
     if options["residual_map"] != "identity":
-        res = alpha[2] * res + b[2 * n :]
+        res = alpha[2] * res + b[k + n :]
     if deepseek(options):
         pre = pre + 1e-6
     if options["convention"] == "hunyuan":
@@ -163,6 +195,14 @@ def head(p, options, x):
 
 
 def run(p, options, blocks, e, sublayer) -> Trace:
+    m = options["fractions"]
+    if m is not None:
+
+        def weights(s, x):
+            pre, post, res = coefficients(p, options, s, x)
+            return pre.unflatten(-1, (m, m)), res, post
+
+        return fractions_trace(m, weights, blocks, e, sublayer)
     single_pass = options["schedule"] == "single_pass"
     x = torch.stack([e] * options["n"], dim=2)  # [B, T, n, D]
     late = torch.zeros(x.shape[:3], dtype=e.dtype)

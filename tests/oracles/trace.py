@@ -72,3 +72,36 @@ def multi_stream(q: list[Tensor], R: list[Tensor], p: list[Tensor], blocks: Bloc
                 row = torch.einsum("bto,btoi->bti", row, R[m])
             M[0, s, source] = (row * writes[source]).sum(-1, keepdim=True)
     return M.detach()
+
+
+def fractions_trace(m, weights, blocks, e, sublayer) -> Trace:
+    """Run a rule on m fractions of e [B, T, D].
+
+    weights(s, H [B, T, m, D/m]) gives the read's and the residual map's matrices [B, T, m_out, m_in], and the write's weights [B, T, m].
+    """
+    reads, M = [], no_mixing(1, blocks, e)
+    H = e.unflatten(-1, (m, -1))
+    eye = torch.eye(m, dtype=e.dtype).expand(*e.shape[:2], m, m)
+    parts = [eye]  # H as a sum of matrices [B, T, out, in] times the sources, cut into fractions
+    sources = [e.detach().unflatten(-1, (m, -1))]
+
+    def record(s, h, read):
+        matrices = [(read @ part).detach() for part in parts]
+        again = sum(a @ b for a, b in zip(matrices, sources, strict=True)).flatten(-2)
+        torch.testing.assert_close(again, h.detach(), rtol=1e-9, atol=1e-9)
+        for source, matrix in enumerate(matrices):
+            diagonal = matrix.diagonal(dim1=-2, dim2=-1)
+            M[0, s, source] = diagonal.repeat_interleave(e.shape[-1] // m, dim=-1)
+        reads.append((h,))
+
+    for s in range(blocks.S):
+        read, kept, written = weights(s, H)
+        h = (read @ H).flatten(-2)
+        record(s, h, read)
+        y = sublayer(s, (h,)).unflatten(-1, (m, -1))
+        H = kept @ H + written[..., None] * y
+        parts = [kept @ part for part in parts] + [torch.diag_embed(written)]
+        sources.append(y.detach())
+    out = H.flatten(-2)
+    record(blocks.S, out, eye)
+    return Trace(out, reads, M)

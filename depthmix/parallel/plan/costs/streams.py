@@ -53,7 +53,9 @@ class MHCCosts(StreamCosts):
     def knows_next_read(self) -> bool:
         return bool(self.mixer.schedule == "single_pass")
 
-    def published(self) -> Published:
+    def published(self) -> Published | None:
+        if self.mixer.fractions is not None:
+            return None
         n = self.mixer.n
         # the coefficients, their use for pre, post and res, the sum
         read, written = [n, n, 1, n, 2 * n], [0, 1, n, n, n]
