@@ -25,6 +25,7 @@ def check_parts(mixer, sublayers):
 
 OTHERS = [
     ("hyper", {"fractions": 3}),
+    ("mhc", {"fractions": 3}),
     ("attnres", {"block_size": 2, "ways": 3}),
     ("attnres", {"ways": 2, "query": "input", "window": 1}),
     ("attnres", {"heads": 2, "weights": "sigmoid", "routing": "add"}),

@@ -24,6 +24,7 @@ UNIFIED = [
     ("delta", {"values": 2}, 2),
     ("lambdas", {}, 2),  # the stream and the embedding
     ("mhc", {"n": 2}, 2),
+    ("mhc", {"fractions": 2}, 1),
     ("mhc", {"n": 3, "schedule": "single_pass"}, 3),
     ("attnres", {}, DENSE),
     ("attnres", {"heads": 2, "weights": "sigmoid"}, DENSE),

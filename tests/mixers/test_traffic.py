@@ -81,6 +81,7 @@ STATES += [
     ("denseformer", UNEVEN),
     ("denseformer", {"n_blocks": 4, "period": 2}),
     ("hyper", {"n_blocks": 2, "fractions": 2}),
+    ("mhc", {"n_blocks": 2, "fractions": 2}),
 ]
 
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from depthmix import create_mixer
+from depthmix import Decoder, DecoderConfig, create_mixer
 from depthmix.mixers import OptionError
 
 E = torch.tensor([1.0, -1.0], dtype=torch.float64)
@@ -97,11 +97,54 @@ def test_frac_connections():
     check(pass_through("hyper", {}, fractions=2)[-1:], [(2, 2)])
 
 
-def test_fractions_that_cannot_be():
-    with pytest.raises(OptionError, match="fractions must divide dim=24, got 5"):
-        create_mixer("hyper", dim=24, n_blocks=2, fractions=5)
-    with pytest.raises(OptionError, match="with fractions there are no streams, so n may not be given, got 2"):
-        create_mixer("hyper", dim=24, n_blocks=2, fractions=2, n=2)
+def test_constrained_fractions():
+    """H_pre = ((1/2, 3/4), (1/4, 1/2)), H_res = ((3/4, 1/4), (1/4, 3/4)) and H_post = (1, 1/2) at every site."""
+    three = math.log(3)
+    logits = (0, three, -three, 0, *(0, -three), *(three, 0, 0, three))
+    expected = [(-0.25, -0.25), (0.375, 0.125), (0.875, 0.5), (1.78125, 1.03125), (0.6875, 1.8125)]
+    check(pass_through("mhc", {"b": [logits] * 4}, fractions=2), expected)
+
+
+@pytest.mark.parametrize("residual_map", ["sinkhorn", "birkhoff"])
+@pytest.mark.parametrize("m", [2, 4])
+def test_constrained_fractions_start_near_the_plain_net(m, residual_map):
+    """With 24 sites: each map keeps sigmoid(8) of a fraction, and the logits differ by less than 1%, but do differ."""
+    shape = {"vocab_size": 64, "dim": 48, "n_blocks": 12, "n_heads": 4}
+    ids = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(0))
+    options = {"fractions": m, "residual_map": residual_map}
+    logits = []
+    for rule in ({"mixer": "residual"}, {"mixer": "mhc", "mixer_options": options}):
+        torch.manual_seed(0)
+        model = Decoder(DecoderConfig(**shape, **rule)).double()
+        with torch.no_grad():
+            logits.append(model(ids))
+    assert 0.001 < ((logits[1] - logits[0]).norm() / logits[0].norm()).item() < 0.01
+    kept = model.mixer._weights(torch.zeros(48, dtype=torch.float64), model.mixer._parameters_of(5))[2]
+    assert kept.sum(0).tolist() == pytest.approx([1.0] * m)
+    assert kept.sum(1).tolist() == pytest.approx([1.0] * m)
+    # Some of the other permutations keep a fraction, too: of those of m that are left, (m - 1)! - 1.
+    others = (math.factorial(m - 1) - 1) / (math.factorial(m) - 1) if residual_map == "birkhoff" else 0
+    own = (1 + others * math.exp(-8)) / (1 + math.exp(-8))
+    assert kept.diagonal().tolist() == pytest.approx([own] * m, abs=1e-7)
+
+
+@pytest.mark.parametrize("rule", ["hyper", "mhc"])
+def test_fractions_that_cannot_be(rule):
+    with pytest.raises(OptionError, match=f"{rule}: fractions must divide dim=24, got 5"):
+        create_mixer(rule, dim=24, n_blocks=2, fractions=5)
+    with pytest.raises(OptionError, match=f"{rule}: with fractions there are no streams, so n may not be given, got 2"):
+        create_mixer(rule, dim=24, n_blocks=2, fractions=2, n=2)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "only"),
+    [("head", "mean", None), ("init", "uniform", "identity"), ("schedule", "single_pass", "standard")],
+)
+def test_options_of_streams_do_not_go_with_constrained_fractions(option, value, only):
+    with pytest.raises(OptionError, match=f"mhc: with fractions {option} must be {only!r}, got {value!r}"):
+        create_mixer("mhc", dim=24, n_blocks=2, fractions=2, **{option: value})
+    with pytest.raises(OptionError, match="fractions may be up to 6, got 8"):
+        create_mixer("mhc", dim=24, n_blocks=2, fractions=8, residual_map="birkhoff")
 
 
 @pytest.mark.parametrize(
