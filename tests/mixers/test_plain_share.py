@@ -54,6 +54,7 @@ def test_reads_at_step_0_are_the_share_of_the_plain_stream(name: str) -> None:
         ("hyper", {}, (1, 1, 1, 1, 4)),
         ("mhc", {"n": 3, "convention": "deepseek"}, (1, 1, 1, 1, 3)),
         ("mhc", {"init": "uniform"}, (None,) * 5),
+        ("mhc", {"fractions": 2}, (None,) * 5),
         ("rezero", {}, (1, None, None, None, None)),
         ("layerscale", {"init": 1.0}, (1, 1, 1, 1, 1)),
     ],

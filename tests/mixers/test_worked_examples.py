@@ -129,6 +129,12 @@ def test_constrained_fractions_start_near_the_plain_net(m, residual_map):
 
 
 @pytest.mark.parametrize("rule", ["hyper", "mhc"])
+def test_fractions_run_in_plain_pytorch(rule):
+    assert create_mixer(rule, dim=24, n_blocks=2)._paths != ()
+    assert create_mixer(rule, dim=24, n_blocks=2, fractions=2)._paths == ()
+
+
+@pytest.mark.parametrize("rule", ["hyper", "mhc"])
 def test_fractions_that_cannot_be(rule):
     with pytest.raises(OptionError, match=f"{rule}: fractions must divide dim=24, got 5"):
         create_mixer(rule, dim=24, n_blocks=2, fractions=5)

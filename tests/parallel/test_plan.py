@@ -129,6 +129,7 @@ def test_the_papers_table_of_traffic():
     assert (plain.read, plain.written) == (2, 1)
     streams = costs_of(create_mixer("mhc", n=4, **size)).published()
     assert (streams.total, streams.numbers) == (34, 2 * 16 + 4 * 4)
+    assert costs_of(create_mixer("mhc", fractions=2, **size)).published() is None
     full = costs_of(create_mixer("attnres", **size)).published()
     assert (full.read, full.written) == (7 + 15, 2)
     block = costs_of(create_mixer("attnres", block_size=16, **size)).published()
