@@ -136,21 +136,19 @@ def _backward(
         along_source = None
         if r is not None and value_norm:
             dp = dp * r
-            along_source = p * dp
+            along_source = p * dp * r
         dp = dp + dweights[w] if dweights else dp
         ds = p * (dp - (p * dp).sum(0)) if activation == "softmax" else dp * p * (1 - p)  # [n, ..., H]
         if r is not None and key_norm:
-            along_source = ds * s if along_source is None else along_source.addcmul_(ds, s)
             ds = ds * r
-        if along_source is not None:
+            along_source = ds * s if along_source is None else along_source.addcmul_(ds, s)
+        if r is not None and along_source is not None:
             part = along_source if heads == 1 else along_source.sum(-1, keepdim=True)
-            radial = part if radial is None else radial.add_(part)  # [n, ..., 1]
+            radial = part * r if radial is None else radial.addcmul_(part, r)  # [n, ..., 1]
         steps.append(ds.unbind())
         if need_u:
             by_token = _mix(steps[w], sources)
             du.append(by_token if u.ndim > 2 else by_token.reshape(-1, dim).sum(0))
-    if radial is not None and r is not None:
-        radial.mul_(r).mul_(r)
     dv: list[Tensor | None] = [None] * len(sources)
     for i, source in enumerate(sources):
         if need_v[i]:
