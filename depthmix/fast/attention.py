@@ -179,7 +179,7 @@ def is_usual_rule(mixer: AttnRes) -> bool:
 
 def further_before(mixer: AttnRes, site: int) -> int:
     """Count the rows for the ways after the first that belong to the readers before `site`."""
-    return (mixer.n_ways - 1) * mixer.several_before[site]
+    return (mixer.n_ways - 1) * sum(s < site for s in mixer.nth_several)
 
 
 def further_rows(mixer: AttnRes, name: str) -> Tensor:

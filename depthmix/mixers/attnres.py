@@ -118,8 +118,6 @@ class AttnRes(Mixer):
         self.query_init = query_init
         # Of the sites that read several mixtures: {site: its row in the parameters of the further ways}.
         self.nth_several = {site: i for i, site in enumerate(self.layout.attention)}
-        # How many of them come before a site.
-        self.several_before = [sum(s < site for s in self.nth_several) for site in range(self.n_sites + 2)]
         self.key_norm, self.heads, self.window, self.routing, self.eps = key_norm, heads, window, routing, eps
         self.value_norm, self.logit_scale = value_norm, (dim // heads) ** -0.5 if scaled_logits else 1.0
         if weights == "static":
