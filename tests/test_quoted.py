@@ -26,7 +26,7 @@ def root(monkeypatch):
 
 
 def test_what_tuning_gives_the_plain_model():
-    """One number on the pages that advise to tune first."""
+    """Hold the number on the pages that advise to tune first."""
     gain = f"{tuning_gain(read_results(RATES)):.3f} nats"
     assert f"lowered its loss by {gain}" in page("which-rule.md")
     assert gain in (ROOT / "README.md").read_text()

@@ -16,7 +16,7 @@ def table(tmp_path, **said):
 
 
 def results(training, monkeypatch, change):
-    """What a training finds, with a change by its configuration."""
+    """Return what a training measures, changed by its configuration."""
 
     def train(config, data, **more):
         return change(config, training(config, data, **more))

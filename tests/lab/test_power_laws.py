@@ -55,7 +55,7 @@ def test_what_all_have_in_common_is_no_uncertainty():
 
 
 def test_the_mean_over_sizes():
-    """Of logarithms: 1/2 and 2 are 1 in the mean; t = 4.303 for three sizes."""
+    """Take the interval of logarithms: 1/2 and 2 are 1 in the mean; t = 4.303 for three sizes."""
     mean = over_sizes([0.5, 1.0, 2.0])
     half = 4.303 * math.log(2) / math.sqrt(3)
     assert [mean.factor, mean.low, mean.high] == pytest.approx([1.0, math.exp(-half), math.exp(half)], rel=1e-3)
@@ -91,7 +91,7 @@ def test_too_little_to_say():
 
 
 def trained(training, monkeypatch, change):
-    """What a training finds, with a change by its configuration."""
+    """Return what a training measures, changed by its configuration."""
 
     def train(config, data, **more):
         return change(config, training(config, data, **more))

@@ -22,7 +22,7 @@ def ids(length=7):
 
 
 def test_the_first_block_receives_normed_embeddings():
-    """The same as a model without the norm whose embeddings are normed by hand; every row of the table may serve."""
+    """Compare with a model without the norm, whose embeddings are normed by hand; every row of the table may serve."""
     normed, plain = decoder(embedding_norm=True), decoder()
     table = normed.embedding.weight
     assert torch.equal(table, plain.embedding.weight)

@@ -116,7 +116,7 @@ def test_initial_values():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_rounded_once(dtype):
-    """Where terms cancel, a rounded partial sum would be off by far more than the result's own rounding."""
+    """Let terms cancel, so that a rounded partial sum is off by far more than the result's own rounding."""
     torch.manual_seed(0)
     mixing = ValueMixing(DIM, KV_HEADS, HEAD_DIM, (0.5, 0.5), VOCAB).to(dtype)
     mixing.reset_parameters()

@@ -37,7 +37,7 @@ def test_ways_and_gains(ways: int, out_gain: bool, monkeypatch: pytest.MonkeyPat
     ("shape", "n"), [((1, 1, 24), 1), ((3, 1), 3), ((2, 1, 17), 4), ((1, 257), 2), ((1, 8), 33), ((2, 0, 8), 2)]
 )
 def test_shapes(shape: tuple[int, ...], n: int) -> None:
-    """One token, one channel, one source and many, widths that are no power of two, no tokens at all."""
+    """Try one token, one channel, one source and many, widths that are no power of two, and no tokens at all."""
     op, expected, leaves = case(shape, n, ways=3, out_gain=True, value_norm=True)
     if 0 in shape:
         outs, grads, _ = run(op, leaves)

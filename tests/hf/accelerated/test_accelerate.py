@@ -1,4 +1,4 @@
-"""What `accelerate` leaves as it was, what it refuses, and that `restore` brings everything back."""
+"""Tests of `accelerate` and `restore`: what stays as it was, what is refused, and that everything comes back."""
 
 import copy
 import hashlib
@@ -32,7 +32,7 @@ def checksums(folder: Path) -> dict[str, str]:
 
 
 def mixing_runs(model: Any) -> bool:
-    """Whether transformers' own mixing runs: its modules are called."""
+    """Tell whether transformers' own mixing runs, by calls of its modules."""
     return mixing_runs_in(layers_of(model)[0], lambda: model(input_ids=tokens()))
 
 
@@ -281,7 +281,7 @@ def transposed(self: Any, hidden_states: torch.Tensor, input_ids: Any = None, **
 
 
 def test_the_check_finds_another_mixing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As another version of transformers might have it: nothing else tells."""
+    """Change the layer as another version of transformers might; only the numerical check can notice it."""
     monkeypatch.setattr(deepseek.DeepseekV4DecoderLayer, "forward", transposed)
     assert "cannot accelerate model.layers.0: its mixing is not the one of this family" in refusal(
         small_model("deepseek_v4")

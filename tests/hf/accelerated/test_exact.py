@@ -37,7 +37,7 @@ def random(*shape: int, seed: int = 7) -> torch.Tensor:
 
 
 def layer_results(layer: Any, given: list[Any], cotangent: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What a layer returns, and the gradients of what it received and of all its weights."""
+    """Return what a layer returns, and the gradients of its inputs and of all its weights."""
     given = [None if x is None else x.clone().requires_grad_() for x in given]
     inputs, out = [x for x in given if x is not None], layer(*given)
     out = out[0] if isinstance(out, tuple) else out
@@ -186,7 +186,7 @@ def test_decoding_with_a_cache(family: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gradient_checkpointing(family: str) -> None:
-    """The same gradients, and each layer runs once more in the backward pass.
+    """Compare gradients with and without checkpoints; each layer runs once more in the backward pass.
 
     Bit by bit, but for one case: what goes to several layers, as Inkling's blocks, has gradients that autograd adds in another order
     if checkpoints are reentrant.

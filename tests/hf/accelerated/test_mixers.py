@@ -31,7 +31,7 @@ def sublayers(layer: Any) -> list[tuple[list[Any], list[Any]]]:
 
 
 def record(model: Any, ids: Tensor) -> tuple[Calls, Tensor]:
-    """How the model calls its sublayers, and what its output projection returns."""
+    """Describe how the model calls its sublayers and what its output projection returns."""
     calls: Calls = {}
     modules = [m for layer in layers_of(model) for _, parts in sublayers(layer) for m in parts]
     handles = [
