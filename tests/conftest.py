@@ -49,9 +49,11 @@ METER = Meter()
 HERE = Path(__file__).parent
 COVERED = pytest.StashKey[bool]()
 
+# A shell ignores SIGINT for programs in the background, and nohup ignores SIGHUP. Tests send both, to child processes too.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    # A shell gives programs in the background no interruptions; tests send some, to programs of their own too.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # Files of tests in memory, where there is room: what is saved is waited for until the disk has it, a tenth of all the time.
 MEMORY = Path("/dev/shm")
