@@ -92,6 +92,7 @@ def test_every_option(options: dict[str, Any]) -> None:
         ((2, 17), 4, 3),  # neither even nor a power of two
         ((2, 40), 5, 0),
         ((1, 257), 2, 2),
+        ((2, 2600), 3, 2),  # a row in pieces
         ((2, 16), 3, 5),  # more ways than a kernel reads at once
         ((7, 8), 2, 0),  # more tokens than programs in a kernel that walks over them
         ((2, 8), 16, 0),

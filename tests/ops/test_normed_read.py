@@ -34,7 +34,8 @@ def test_ways_and_gains(ways: int, out_gain: bool, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize(
-    ("shape", "n"), [((1, 1, 24), 1), ((3, 1), 3), ((2, 1, 17), 4), ((1, 257), 2), ((1, 8), 33), ((2, 0, 8), 2)]
+    ("shape", "n"),
+    [((1, 1, 24), 1), ((3, 1), 3), ((2, 1, 17), 4), ((1, 257), 2), ((2, 2600), 3), ((1, 8), 33), ((2, 0, 8), 2)],
 )
 def test_shapes(shape: tuple[int, ...], n: int) -> None:
     """Try one token, one channel, one source and many, widths that are no power of two, and no tokens at all."""

@@ -3,7 +3,7 @@
 The equations are in reference.py. Sources are never stacked: kernels reach them through tables of addresses.
 
     read             o_w = Σ_i p_wi v_i for W ways from one read of the sources, the add that makes the newest source
-                     and the RMSNorm that follows
+                     and the RMSNorm that follows. Wide rows are cut into pieces (depthmix/ops/gpu/rows.py)
     read_backward    for one or two ways: the norm, and the newest source while it is in registers
 """
 
@@ -18,6 +18,20 @@ from torch import Tensor
 from depthmix.ops.gpu.addresses import address_table, aligned
 from depthmix.ops.gpu.launch import count_cores, launch, repeat_last
 from depthmix.ops.gpu.program_sums import sum_programs
+from depthmix.ops.gpu.rows import (
+    Pieces,
+    add_rows,
+    blend_rows,
+    cut,
+    divide_row,
+    dot,
+    load_pieces,
+    multiply_rows,
+    round_row,
+    scale_row,
+    store_pieces,
+    zero_row,
+)
 
 
 @triton.jit
@@ -33,31 +47,29 @@ def load_row(address, t, d, D: tl.constexpr, like, ALIGNED: tl.constexpr, mask):
 @triton.jit
 def _attend(v, r, u, m, z, acc, at, KEEP: tl.constexpr, VALUE_NORM: tl.constexpr):
     """Add one source to a running softmax: return the new maximum, sum and weighted sum. Its logit is stored."""
-    s = tl.sum(v * u, 0) * r
+    s = dot(v, u) * r
     if KEEP > 0:
         tl.store(at, s)
     top = tl.maximum(m, s)
     old, new = tl.exp(m - top), tl.exp(s - top)
     weight = new * r if VALUE_NORM else new
-    return top, z * old + new, acc * old + weight * v
+    return top, z * old + new, blend_rows(acc, old, v, weight)
 
 
 @triton.jit
-def deliver(
-    z, acc, lse, y, xhat, gain, total, t, N, d, ok, out_eps, D: tl.constexpr, NORM: tl.constexpr, KEEP: tl.constexpr
-):
-    """Store a way's result acc / z: the sum, or with NORM its RMSNorm; and what a backward needs (Result)."""
-    acc = acc / z
+def deliver(z, acc, lse, y, xhat, gain, total, t, N, out_eps, D: tl.constexpr, NORM: tl.constexpr, KEEP: tl.constexpr):
+    """Store a way's result acc / z: the sum, or with NORM its RMSNorm; and what a backward needs (Result). acc is in pieces."""
+    acc = divide_row(acc, z)
     if KEEP > 0:
         tl.store(total + t, lse)
     if NORM:
-        r = tl.rsqrt(tl.sum(acc * acc, 0) / D + out_eps)
-        acc = acc * r
+        r = tl.rsqrt(dot(acc, acc) / D + out_eps)
+        acc = scale_row(acc, r)
         if KEEP == 2:
-            tl.store(xhat + t * D + d, acc.to(xhat.dtype.element_ty), mask=ok)
+            store_pieces(xhat + t * D, acc, D)
             tl.store(total + N + t, r)
-        acc = acc * tl.load(gain + d, mask=ok, other=0.0)
-    tl.store(y + t * D + d, acc.to(y.dtype.element_ty), mask=ok)
+        acc = multiply_rows(acc, load_pieces(gain, D, len(acc), acc[0].shape[0]))
+    store_pieces(y + t * D, acc, D)
 
 
 @triton.jit
@@ -70,29 +82,28 @@ def row_of(t, i, stacked, STACK: tl.constexpr):
 def _read_kernel(
     table, add, fresh, bank, bank_lse, u, gain, y0, y1, y2, o0, o1, o2, s, lse, N: tl.int64, n: tl.int32, stacked: tl.int32,
     eps, out_eps,
-    D: tl.constexpr, BD: tl.constexpr, WAYS: tl.constexpr, ADD: tl.constexpr, STORE_SUM: tl.constexpr, BANK: tl.constexpr,
+    D: tl.constexpr, C: tl.constexpr, K: tl.constexpr, WAYS: tl.constexpr, ADD: tl.constexpr, STORE_SUM: tl.constexpr, BANK: tl.constexpr,
     NORM: tl.constexpr, VALUE_NORM: tl.constexpr, KEEP: tl.constexpr, STACK: tl.constexpr, ALIGNED: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0).to(tl.int64)
-    d = tl.arange(0, BD)
-    ok = d < D
     # Distance from one way's logits to the next.
     way = N * n
-    u0 = tl.load(u + d, mask=ok, other=0.0)
-    m0, z0, acc0 = float("-inf"), 0.0, tl.zeros([BD], tl.float32)
+    u0 = load_pieces(u, D, C, K)
+    m0, z0, acc0 = float("-inf"), 0.0, zero_row(C, K)
     # The mixture of older sources, with weights that sum to one.
     if BANK:
-        m0, z0, acc0 = tl.load(bank_lse + t), 1.0, tl.load(bank + t * D + d, mask=ok, other=0.0)
+        m0, z0, acc0 = tl.load(bank_lse + t), 1.0, load_pieces(bank + t * D, D, C, K)
     if WAYS >= 2:
-        u1 = tl.load(u + D + d, mask=ok, other=0.0)
-        m1, z1, acc1 = float("-inf"), 0.0, tl.zeros([BD], tl.float32)
+        u1 = load_pieces(u + D, D, C, K)
+        m1, z1, acc1 = float("-inf"), 0.0, zero_row(C, K)
     if WAYS >= 3:
-        u2 = tl.load(u + 2 * D + d, mask=ok, other=0.0)
-        m2, z2, acc2 = float("-inf"), 0.0, tl.zeros([BD], tl.float32)
+        u2 = load_pieces(u + 2 * D, D, C, K)
+        m2, z2, acc2 = float("-inf"), 0.0, zero_row(C, K)
     for i in tl.range(0, n - ADD, num_stages=STAGES):
-        v = load_row(tl.load(table + i), row_of(t, i, stacked, STACK), d, D, add, ALIGNED, ok)
-        r = tl.rsqrt(tl.sum(v * v, 0) / D + eps)
+        source = tl.load(table + i).to(tl.pointer_type(add.dtype.element_ty))
+        v = load_pieces(source + row_of(t, i, stacked, STACK) * D, D, C, K, ALIGNED)
+        r = tl.rsqrt(dot(v, v) / D + eps)
         at = s + i * N + t
         m0, z0, acc0 = _attend(v, r, u0, m0, z0, acc0, at, KEEP, VALUE_NORM)
         if WAYS >= 2:
@@ -100,13 +111,13 @@ def _read_kernel(
         if WAYS >= 3:
             m2, z2, acc2 = _attend(v, r, u2, m2, z2, acc2, at + 2 * way, KEEP, VALUE_NORM)
     if ADD:
-        v = load_row(tl.load(table + n - 1), t, d, D, add, ALIGNED, ok)
-        v += tl.load(add + t * D + d, mask=ok, other=0.0)
+        source = tl.load(table + n - 1).to(tl.pointer_type(add.dtype.element_ty))
+        v = load_pieces(source + t * D, D, C, K, ALIGNED)
+        v = add_rows(v, load_pieces(add + t * D, D, C, K))
         if STORE_SUM:
-            v = v.to(fresh.dtype.element_ty)
-            tl.store(fresh + t * D + d, v, mask=ok)
-            v = v.to(tl.float32)
-        r = tl.rsqrt(tl.sum(v * v, 0) / D + eps)
+            v = round_row(v, fresh)
+            store_pieces(fresh + t * D, v, D)
+        r = tl.rsqrt(dot(v, v) / D + eps)
         at = s + (n - 1) * N + t
         m0, z0, acc0 = _attend(v, r, u0, m0, z0, acc0, at, KEEP, VALUE_NORM)
         if WAYS >= 2:
@@ -115,11 +126,11 @@ def _read_kernel(
             m2, z2, acc2 = _attend(v, r, u2, m2, z2, acc2, at + 2 * way, KEEP, VALUE_NORM)
     # Distance from one way's totals to the next.
     rows = N * (1 + (NORM and KEEP == 2))
-    deliver(z0, acc0, m0 + tl.log(z0), y0, o0, gain, lse, t, N, d, ok, out_eps, D, NORM, KEEP)
+    deliver(z0, acc0, m0 + tl.log(z0), y0, o0, gain, lse, t, N, out_eps, D, NORM, KEEP)
     if WAYS >= 2:
-        deliver(z1, acc1, m1 + tl.log(z1), y1, o1, gain + D, lse + rows, t, N, d, ok, out_eps, D, NORM, KEEP)
+        deliver(z1, acc1, m1 + tl.log(z1), y1, o1, gain + D, lse + rows, t, N, out_eps, D, NORM, KEEP)
     if WAYS >= 3:
-        deliver(z2, acc2, m2 + tl.log(z2), y2, o2, gain + 2 * D, lse + 2 * rows, t, N, d, ok, out_eps, D, NORM, KEEP)
+        deliver(z2, acc2, m2 + tl.log(z2), y2, o2, gain + 2 * D, lse + 2 * rows, t, N, out_eps, D, NORM, KEEP)
 
 
 @triton.jit
@@ -254,6 +265,14 @@ def warps_for(block: int, registers: int) -> int:
     return min(32, max(1, triton.next_power_of_2(block * registers) // (32 * 128)))
 
 
+def warps_and_pieces(dim: int, ways: int) -> tuple[int, Pieces]:
+    """Return how many warps hold a row, and a query and a sum for each way, and how they cut a row."""
+    # Pieces have no empty lanes. A lane has registers for 200 numbers of these rows.
+    warps = max(4, triton.next_power_of_2(triton.cdiv(dim * (1 + 2 * ways), 25600)) * 4)
+    pieces = cut(dim, warps)
+    return (warps_for(pieces.width, 1 + ways) if pieces.count == 1 else warps), pieces
+
+
 def stages(most: int, like: Tensor, rows: int) -> int:
     """Return how many loop steps are loaded ahead, each of `rows` rows like `like`, within a small GPU's shared memory."""
     return max(1, min(most, 1 + 90_000 // (rows * triton.next_power_of_2(like.shape[-1]) * like.element_size())))
@@ -321,16 +340,16 @@ def read(
     result = Result.empty(first, ways, gain is not None, add is not None and store_sum, keep, n, dtype)
     y, o, s, lse, fresh = result
     if tokens:
-        block = triton.next_power_of_2(dim)
+        warps, pieces = warps_and_pieces(dim, ways)
         table = address_table(tuple(v.data_ptr() for v in sources), first.device)
         launch(
             _read_kernel, (tokens,), first,
             table, first if add is None else add, first if fresh is None else fresh, u if bank is None else bank,
             u if bank_lse is None else bank_lse, u, u if gain is None else gain,
             *repeat_last(y, 3), *repeat_last(o or y, 3), s, lse, tokens, n, stacked, eps, out_eps,
-            D=dim, BD=block, WAYS=ways, ADD=int(add is not None), STORE_SUM=fresh is not None, BANK=bank is not None,
+            D=dim, C=pieces.count, K=pieces.width, WAYS=ways, ADD=int(add is not None), STORE_SUM=fresh is not None, BANK=bank is not None,
             NORM=gain is not None, VALUE_NORM=value_norm, KEEP=keep, STACK=stacked > 0, ALIGNED=aligned(dim, sources), STAGES=stages(4, first, 1),
-            num_warps=warps_for(block, 1 + ways),
+            num_warps=warps,
         )  # fmt: skip
     return result
 

@@ -107,7 +107,7 @@ def _bank_kernel(
         s0 *= tl.rsqrt(square / D + eps)
         both = _with(l0, s0)
         acc0 = tl.exp(l0 - both) * acc0 + tl.exp(s0 - both) * x
-        deliver(1.0, acc0, both, y, y, gain, lse, t, N, d, ok, out_eps, D, NORM, 0)
+        deliver(1.0, (acc0,), both, y, y, gain, lse, t, N, out_eps, D, NORM, 0)
     else:
         tl.store(bank0 + at, acc0, mask=ok)
     tl.store(bank1 + at, acc1, mask=ok)
@@ -179,11 +179,11 @@ def _read_known_kernel(
             acc2 = tl.fma(tl.exp(tl.load(p + 2 * N) - l2), v, acc2)
     # Distance from one way's totals to the next.
     rows = N * (1 + (NORM and KEEP == 2))
-    deliver(1.0, acc0, l0, y0, o0, g0, lse, t, N, d, ok, out_eps, D, NORM, KEEP)
+    deliver(1.0, (acc0,), l0, y0, o0, g0, lse, t, N, out_eps, D, NORM, KEEP)
     if WAYS >= 2:
-        deliver(1.0, acc1, l1, y1, o1, g1, lse + rows, t, N, d, ok, out_eps, D, NORM, KEEP)
+        deliver(1.0, (acc1,), l1, y1, o1, g1, lse + rows, t, N, out_eps, D, NORM, KEEP)
     if WAYS >= 3:
-        deliver(1.0, acc2, l2, y2, o2, g2, lse + 2 * rows, t, N, d, ok, out_eps, D, NORM, KEEP)
+        deliver(1.0, (acc2,), l2, y2, o2, g2, lse + 2 * rows, t, N, out_eps, D, NORM, KEEP)
 
 
 class SplitRows(NamedTuple):
