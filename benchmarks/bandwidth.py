@@ -12,6 +12,8 @@ from benchmarks.report import Report
 from benchmarks.timing import Mark, Run, interleaved
 
 SIZES = ((16384, 2048), (16384, 1024), (32768, 512))  # tokens, dim
+# Of large models, for the kernels that their reads run.
+WIDE = tuple((8192, dim) for dim in (4096, 4608, 5120, 7168, 8192))
 SMALL = ((64, 32),)
 # The target holds from this dim on.
 FROM_DIM = 1024
@@ -22,12 +24,14 @@ TOLERANCE = 2e-2
 def bandwidth(options: Options, report: Report, kernels: list[Kernel] | None = None) -> None:
     """Check every kernel at every size, then time it in turns with the copy."""
     kernels = registry() if kernels is None else kernels
-    for tokens, dim in SMALL if options.small else SIZES:
+    for tokens, dim in SMALL if options.small else (*SIZES, *WIDE):
         case = f"N={tokens}, D={dim}"
         if not options.wanted(case):
             continue
         copy = kernels[0].make(tokens, dim, options.device)
         for kernel in kernels:
+            if (tokens, dim) in WIDE and not kernel.wide and kernel is not kernels[0]:
+                continue
             work = kernel.make(tokens, dim, options.device)
             work.run()
             require(kernel.name, work.errors(), TOLERANCE)

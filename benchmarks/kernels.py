@@ -32,6 +32,7 @@ class Kernel(NamedTuple):
 
     name: str
     make: Callable[[int, int, torch.device], Work]
+    wide: bool = False  # also measured at the widths of large models
 
 
 def copy(tokens: int, dim: int, device: torch.device) -> Work:
@@ -190,33 +191,38 @@ def make_bank(tokens: int, dim: int, device: torch.device) -> Work:
     return Work(run, (16 + 2 * 4) * like.nbytes + 16 * 4 * 4 * tokens, errors)
 
 
-def layer_backward(tokens: int, dim: int, device: torch.device) -> Work:
+def layer_backward(ways: int, value_norm: bool = False) -> Callable[[int, int, torch.device], Work]:
     """Set up all gradients of a read of eight sources with the norm that follows, in layer order.
 
-    Its sources are in the cache at best.
+    Its sources are in the cache at best. With `value_norm`, normalised sources are mixed.
     """
-    from depthmix.ops.depth_attention.kernels import read as kernel
-    from depthmix.ops.depth_attention.kernels.layer_backward import layer_backward
 
-    like = torch.empty(tokens, dim, device=device, dtype=torch.bfloat16)
-    sources, dy = [torch.randn_like(like) for _ in range(N_SOURCES)], torch.randn_like(like)
-    u, gain = torch.randn(1, dim, device=device) / dim**0.5, torch.rand(1, dim, device=device) + 0.5
-    forward = kernel.read(u, sources, None, gain, EPS, EPS, keep=1)
-    results: list[Tensor] = []
+    def make(tokens: int, dim: int, device: torch.device) -> Work:
+        from depthmix.ops.depth_attention.kernels import read as kernel
+        from depthmix.ops.depth_attention.kernels.layer_backward import layer_backward
 
-    def run() -> None:
-        results[:] = layer_backward([dy], u, gain, forward.s, forward.lse[:, 0], sources, None, EPS, EPS)[0]
+        like = torch.empty(tokens, dim, device=device, dtype=torch.bfloat16)
+        sources, dy = [torch.randn_like(like) for _ in range(N_SOURCES)], [torch.randn_like(like) for _ in range(ways)]
+        u, gain = torch.randn(ways, dim, device=device) / dim**0.5, torch.rand(ways, dim, device=device) + 0.5
+        forward = kernel.read(u, sources, None, gain, EPS, EPS, keep=1, value_norm=value_norm)
+        results: list[Tensor] = []
 
-    def errors() -> dict[str, float]:
-        sources_fp64 = [v.requires_grad_() for v in first_rows(sources)]
-        out = _norm(reference.read(u[0].double(), sources_fp64, torch.ones_like(u[0]).double()), gain[0])
-        return {
-            "dv": max(
-                map(relative_error, first_rows(results), torch.autograd.grad(out, sources_fp64, first_rows([dy])[0]))
-            )
-        }
+        def run() -> None:
+            results[:] = layer_backward(
+                dy, u, gain, forward.s, forward.lse[:, 0], sources, None, EPS, EPS, value_norm=value_norm
+            )[0]
 
-    return Work(run, (2 * N_SOURCES + 1) * like.nbytes, errors)
+        def errors() -> dict[str, float]:
+            sources_fp64 = [v.requires_grad_() for v in first_rows(sources)]
+            ones = torch.ones_like(u[0]).double()
+            values = [_norm(v, ones) for v in sources_fp64] if value_norm else sources_fp64
+            outs = [_norm(reference.read(q.double(), values, ones), k) for q, k in zip(u, gain, strict=True)]
+            expected = torch.autograd.grad(outs, sources_fp64, first_rows(dy))
+            return {"dv": max(map(relative_error, first_rows(results), expected))}
+
+        return Work(run, (2 * N_SOURCES + ways) * like.nbytes, errors)
+
+    return make
 
 
 def read_backward(ways: int, pair: bool = False) -> Callable[[int, int, torch.device], Work]:
@@ -297,9 +303,9 @@ def registry() -> list[Kernel]:
     kernels = [Kernel("copy", copy)]
     if torch.cuda.is_available() and why_no_kernels("cuda", torch.cuda.current_device()) is None:
         kernels += [
-            Kernel("read", read(1)),
-            Kernel("read, two ways", read(2)),
-            Kernel("read, three ways", read(3)),
+            Kernel("read", read(1), wide=True),
+            Kernel("read, two ways", read(2), wide=True),
+            Kernel("read, three ways", read(3), wide=True),
             Kernel("read_known, two ways", read_known(2)),
             Kernel("read_known, three ways", read_known(3)),
             Kernel("other read, 16 heads", other_read(16, False)),
@@ -316,7 +322,8 @@ def registry() -> list[Kernel]:
             Kernel("pair_backward, two ways", read_backward(2, pair=True)),
             Kernel("source_backward, one source", source_backward(1)),
             Kernel("source_backward, two sources", source_backward(2)),
-            Kernel("layer_backward", layer_backward),
+            Kernel("layer_backward", layer_backward(1), wide=True),
+            Kernel("layer_backward, three ways of normed values", layer_backward(3, value_norm=True), wide=True),
             Kernel("sum read, DCA", sum_read(3)),
             Kernel("sum read, DenseFormer", sum_read(1)),
             Kernel("sum read_backward, DCA", sum_read_backward(3)),

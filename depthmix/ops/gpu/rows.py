@@ -6,6 +6,7 @@ first, so that one reduction is left. A row that is one piece compiles to the co
 """
 
 # ruff: noqa: RUF005 (Triton adds tuples and does not unpack them)
+# mypy: disable-error-code="assignment"
 
 from typing import NamedTuple
 
@@ -21,7 +22,7 @@ WASTE = 0.1
 class Pieces(NamedTuple):
     """Describe how a kernel cuts a row."""
 
-    count: int
+    number: int
     width: int  # a power of two
 
 
@@ -39,8 +40,8 @@ def cut(dim: int, warps: int) -> Pieces:
     if block <= ONE_PIECE or block <= dim * (1 + WASTE):
         return Pieces(1, block)
     possible = [Pieces(triton.cdiv(dim, width), width) for width in (2048, 1024, 512) if width >= 32 * warps]
-    fitting = [p for p in possible if p.count * p.width <= dim * (1 + WASTE)]
-    return (fitting or [min([*possible, Pieces(1, block)], key=lambda p: p.count * p.width)])[0]
+    fitting = [p for p in possible if p.number * p.width <= dim * (1 + WASTE)]
+    return (fitting or [min([*possible, Pieces(1, block)], key=lambda p: p.number * p.width)])[0]
 
 
 @triton.jit

@@ -22,4 +22,4 @@ from depthmix.ops.gpu.rows import Pieces, cut
 )
 def test_cut(dim: int, warps: int, pieces: Pieces) -> None:
     assert cut(dim, warps) == pieces
-    assert pieces.count * pieces.width >= dim
+    assert pieces.number * pieces.width >= dim

@@ -190,7 +190,7 @@ def layer_backward(
         address_table(tuple(a for row in rows for a in row), v.device),
         v if add is None else add, *repeat_last(dy, 3), u, u if gain is None else gain, s, lse, part, tokens, len(sources),
         stacked, eps, out_eps,
-        D=dim, C=pieces.count, K=pieces.width, WAYS=ways, ADD=add is not None, NORM=gain is not None, VALUE_NORM=value_norm, STACK=stacked > 0,
+        D=dim, C=pieces.number, K=pieces.width, WAYS=ways, ADD=add is not None, NORM=gain is not None, VALUE_NORM=value_norm, STACK=stacked > 0,
         ALIGNED=aligned(dim, sources, gs, dv), num_warps=warps,
     )  # fmt: skip
     return dv, part[:, 0].sum(0), torch.zeros_like(u) if gain is None else part[:, 1].sum(0)

@@ -270,7 +270,7 @@ def warps_and_pieces(dim: int, ways: int) -> tuple[int, Pieces]:
     # Pieces have no empty lanes. A lane has registers for 200 numbers of these rows.
     warps = max(4, triton.next_power_of_2(triton.cdiv(dim * (1 + 2 * ways), 25600)) * 4)
     pieces = cut(dim, warps)
-    return (warps_for(pieces.width, 1 + ways) if pieces.count == 1 else warps), pieces
+    return (warps_for(pieces.width, 1 + ways) if pieces.number == 1 else warps), pieces
 
 
 def stages(most: int, like: Tensor, rows: int) -> int:
@@ -347,7 +347,7 @@ def read(
             table, first if add is None else add, first if fresh is None else fresh, u if bank is None else bank,
             u if bank_lse is None else bank_lse, u, u if gain is None else gain,
             *repeat_last(y, 3), *repeat_last(o or y, 3), s, lse, tokens, n, stacked, eps, out_eps,
-            D=dim, C=pieces.count, K=pieces.width, WAYS=ways, ADD=int(add is not None), STORE_SUM=fresh is not None, BANK=bank is not None,
+            D=dim, C=pieces.number, K=pieces.width, WAYS=ways, ADD=int(add is not None), STORE_SUM=fresh is not None, BANK=bank is not None,
             NORM=gain is not None, VALUE_NORM=value_norm, KEEP=keep, STACK=stacked > 0, ALIGNED=aligned(dim, sources), STAGES=stages(4, first, 1),
             num_warps=warps,
         )  # fmt: skip
