@@ -77,7 +77,6 @@ CASES = [(name, choice) for name in MIXERS for choice in OPTIONS.get(name, [{}])
 CASE_IDS = [label(*case) for case in CASES]
 PAIRWISE = [(name, choice) for name in MIXERS for choice in pairwise(name, OPTIONS.get(name, [{}]))]
 PAIRWISE_IDS = [label(*case) for case in PAIRWISE]
-BY_THREES = [(name, choice) for name in MIXERS for choice in pairwise(name, OPTIONS.get(name, [{}]), 3)]
 
 
 def complete(name, choice):

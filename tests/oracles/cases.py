@@ -1,5 +1,6 @@
 """Option combinations worth trying, one list per mechanism."""
 
+from heapq import heapify, heappop, heapreplace
 from itertools import combinations
 
 from . import DEFAULTS, MODULES
@@ -7,15 +8,24 @@ from . import DEFAULTS, MODULES
 OPTIONS = {name: module.OPTIONS for name, module in MODULES.items()}
 
 
-def pairwise(name, choices, n=2):
-    """Few of the combinations, among which every two (or n) options still have every two values that meet in any of them."""
+def pairwise(name, choices, n=2, matters=lambda meeting: True):
+    """Return few of the combinations, in which every two (or n) options still have all values that meet in any of them.
+
+    Meetings of which `matters` says no, tuples of (option, value), may be left out.
+    """
     values = [sorted((DEFAULTS.get(name, {}) | choice).items()) for choice in choices]
-    met = [{meeting for size in range(1, n + 1) for meeting in combinations(v, size)} for v in values]
-    left, kept = set().union(*met), set()
+    met = [{m for size in range(1, n + 1) for m in combinations(v, size) if matters(m)} for v in values]
+    left, kept = set().union(*met), []
+    # The best combination next. The heap holds gains as they were: they only shrink, so most need not be counted again.
+    gains = [(-len(m), i) for i, m in enumerate(met)]
+    heapify(gains)
     while left or not kept:
-        best = max(range(len(met)), key=lambda i: len(met[i] & left))
-        kept.add(best)
-        left -= met[best]
+        _, best = gains[0]
+        gain = (-len(met[best] & left), best)
+        if heapreplace(gains, gain) == gain:
+            heappop(gains)
+            kept.append(best)
+            left -= met[best]
     return [choices[i] for i in sorted(kept)]
 
 

@@ -146,13 +146,9 @@ def sinkhorn_deepseek(logits, iterations, eps=1e-6):
 def birkhoff(logits, n):
     """sum_r a_r P_r, P_r[o, perm_r(o)] = 1, permutations in lexicographic order."""
     a = torch.softmax(logits, dim=-1)
-    H = torch.zeros(*logits.shape[:-1], n, n, dtype=logits.dtype)
-    for r, perm in enumerate(permutations(range(n))):
-        P = torch.zeros(n, n, dtype=logits.dtype)
-        for o in range(n):
-            P[o, perm[o]] = 1.0
-        H = H + a[..., r, None, None] * P
-    return H
+    eye = torch.eye(n, dtype=logits.dtype)
+    P = torch.stack([eye[list(perm)] for perm in permutations(range(n))])
+    return torch.einsum("...r,roi->...oi", a, P)
 
 
 def residual_map(options, logits, batch, n):

@@ -66,11 +66,11 @@ def multi_stream(q: list[Tensor], R: list[Tensor], p: list[Tensor], blocks: Bloc
     M = no_mixing(1, blocks, e)
     writes = [torch.ones_like(q[0]), *p]
     for s in range(blocks.S + 1):
-        for source in range(s + 1):
-            row = q[s]
-            for m in range(s - 1, source - 1, -1):
-                row = torch.einsum("bto,btoi->bti", row, R[m])
+        row = q[s]
+        for source in range(s, -1, -1):
             M[0, s, source] = (row * writes[source]).sum(-1, keepdim=True)
+            if source:
+                row = torch.einsum("bto,btoi->bti", row, R[source - 1])
     return M.detach()
 
 
