@@ -220,15 +220,16 @@ def layers_of(model: Any) -> Any:
 class Times(torch.nn.Module):
     """A sublayer without an error of its own: x times ±2, each channel from one of the inputs."""
 
-    def __init__(self, outputs: int, seed: int) -> None:
+    def __init__(self, outputs: int, seed: int, dim: int = DIM) -> None:
         super().__init__()
         self.outputs = outputs
-        factors = 2.0 * torch.randn(DIM, generator=torch.Generator().manual_seed(seed)).sign()
+        factors = 2.0 * torch.randn(dim, generator=torch.Generator().manual_seed(seed)).sign()
         self.register_buffer("factors", factors, persistent=False)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        inputs = [t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor) and t.shape[-1] == DIM]
-        channel, factors = torch.arange(DIM, device=inputs[0].device), self.factors.to(inputs[0].dtype)
+        dim = len(self.factors)
+        inputs = [t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor) and t.shape[-1] == dim]
+        channel, factors = torch.arange(dim, device=inputs[0].device), self.factors.to(inputs[0].dtype)
         y = sum(x * factors * (channel % len(inputs) == k) for k, x in enumerate(inputs))
         return (y, *[None] * (self.outputs - 1)) if self.outputs else y
 
@@ -243,25 +244,23 @@ LAYERS = [
     ("qwen4_exp", 2, 2),
 ]
 SUBLAYERS = ("mlp", "post_attention_convolution", "post_mlp_convolution")
-# Of a layer's first arguments; None is given as it is. Otherwise four streams.
-TOKEN_SHAPES: dict[str, Any] = {"inkling2": ((DIM,), (3, DIM)), "qwen4_exp": ((4 * DIM,), None)}
 
 
-def mixing_alone(family: str, dtype: torch.dtype, index: int = 0, **fields: Any) -> Any:
+def mixing_alone(family: str, dtype: torch.dtype, index: int = 0, dim: int = DIM, **fields: Any) -> Any:
     """Return a model with a layer that has sublayers without rounding errors."""
-    model = small_model(family, dtype, **fields)
+    model = small_model(family, dtype, hidden_size=dim, **fields)
     layer, outputs = layers_of(model)[index], {(f, i): n for f, i, n in LAYERS}[family, index]
-    layer.self_attn = Times(outputs, 5)
+    layer.self_attn = Times(outputs, 5, dim)
     for k, name in enumerate(SUBLAYERS):
         if hasattr(layer, name):
-            setattr(layer, name, Times(0, 6 + k))
+            setattr(layer, name, Times(0, 6 + k, dim))
     return model
 
 
-def layer_inputs(family: str, batch: int, length: int, dtype: torch.dtype) -> list[Any]:
-    """Return random activations as a layer receives them."""
+def layer_inputs(family: str, batch: int, length: int, dtype: torch.dtype, dim: int = DIM) -> list[Any]:
+    """Return random activations as a layer receives them. None stands for an argument that is None."""
     generator = torch.Generator().manual_seed(1)
-    shapes = TOKEN_SHAPES.get(family, ((4, DIM),))
+    shapes: Any = {"inkling2": ((dim,), (3, dim)), "qwen4_exp": ((4 * dim,), None)}.get(family, ((4, dim),))
     return [
         None if shape is None else torch.randn(batch, length, *shape, generator=generator).to(dtype) for shape in shapes
     ]

@@ -10,7 +10,17 @@ import torch
 pytest.importorskip("transformers.models.hy_v4")
 from depthmix.hf import accelerate
 from depthmix.ops import use_backend
-from hf.accelerated.exact import Wide, exact_copy, relative_error
+from hf.accelerated.exact import (
+    ALL_SELECTED,
+    Wide,
+    assert_as_exact,
+    exact_copy,
+    layer_results,
+    model_results,
+    random,
+    relative_error,
+    wide,
+)
 from hf.accelerated.small_models import (
     BUILD,
     DIM,
@@ -26,11 +36,8 @@ from hf.accelerated.small_models import (
 from ops.helpers import saved_storages
 
 FAMILIES = list(BUILD)
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-# Otherwise a rounding may select other experts.
-ALL_SELECTED: dict[str, Any] = {family: {"num_experts_per_tok": 4, "index_topk": 16} for family in FAMILIES}
-ALL_SELECTED |= {family: {"num_experts_per_tok": 4} for family in ("inkling2", "qwen4_exp")}
 PLACES = [(family, index) for family, index, _ in LAYERS]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # For the interpreter and for torch.compile, which pay for every iteration.
 FEWER_ITERATIONS: dict[str, Any] = {family: {"hc_sinkhorn_iters": 3} for family in ("deepseek_v4", "glm5_next")}
 
@@ -38,32 +45,6 @@ FEWER_ITERATIONS: dict[str, Any] = {family: {"hc_sinkhorn_iters": 3} for family 
 def accelerated(model: Any) -> Any:
     """Return an accelerated copy. Its numerical check has tests of its own."""
     return accelerate(copy.deepcopy(model), check=False, quiet=True)
-
-
-def random(*shape: int, seed: int = 7) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def layer_results(layer: Any, given: list[Any], cotangent: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return what a layer returns, and the gradients of its inputs and of all its weights."""
-    given = [None if x is None else x.clone().requires_grad_() for x in given]
-    inputs, out = [x for x in given if x is not None], layer(*given)
-    out = out[0] if isinstance(out, tuple) else out
-    names = [*[f"input {i}" for i in range(len(inputs))], *[name for name, _ in layer.named_parameters()]]
-    grads = torch.autograd.grad(out, [*inputs, *layer.parameters()], cotangent)
-    return {"out": out.detach(), **dict(zip(names, grads, strict=True))}
-
-
-def wide(inputs: list[Any]) -> list[Any]:
-    return [None if x is None else x.double() for x in inputs]
-
-
-def assert_as_exact(found: Any, original: Any, exact: Any, dtype: torch.dtype) -> None:
-    """Our error is at most 1.5 times the original's, or about a rounding step more, which tensors of two numbers need."""
-    step = max(torch.finfo(dtype).eps / 2, 5e-7)
-    for name, truth in exact.items():
-        ours, theirs = relative_error(found[name], truth), relative_error(original[name], truth)
-        assert ours <= 1.5 * theirs + step, f"{name}: ours {ours:.1e}, theirs {theirs:.1e}"
 
 
 def compare_layers(
@@ -101,14 +82,6 @@ def test_mixing_of_a_layer_by_kernels(place: tuple[str, int], dtype: torch.dtype
     """bf16 is left to tests/gpu: the interpreter does not round to it as a GPU does."""
     pytest.importorskip("triton")
     compare_layers(place, dtype, 1, 7, "triton", **FEWER_ITERATIONS.get(place[0], {}))
-
-
-def model_results(model: Any, cotangent: torch.Tensor) -> dict[str, torch.Tensor]:
-    model.zero_grad()
-    out = model(input_ids=tokens()).logits
-    (out * cotangent.to(out.dtype)).sum().backward()
-    grads = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-    return {"logits": out.detach(), "grads": grads}
 
 
 @pytest.mark.parametrize(
