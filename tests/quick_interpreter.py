@@ -4,6 +4,8 @@ import functools
 import inspect
 import types
 
+from interpreter_plans import Plans
+
 
 def quicken(interpreter, patch):
     """Until the patch is undone."""
@@ -23,6 +25,7 @@ def quicken_builtins(interpreter, patch):
     """Every function of the language is called through two others, which copy its arguments and check that one is there."""
     core, semantic = interpreter.tl.core, interpreter.interpreter_semantic
     checks = core.builtin(lambda _semantic: None).__code__
+    planned = Plans(interpreter).wrappers()
 
     def patch_attr(obj, name, member, builder, *scope):
         member = member.__wrapped__ if getattr(member, "__code__", None) is checks else member
@@ -31,6 +34,7 @@ def quicken_builtins(interpreter, patch):
             kwargs["_semantic"] = semantic
             return member(*args, **kwargs)
 
+        call = planned.get((obj, name), lambda slow: slow)(call)
         (scope[0].set_attr if scope else setattr)(obj, name, call)
 
     patch.setattr(interpreter, "_patch_attr", patch_attr)
@@ -84,7 +88,7 @@ def quicken_dtypes(interpreter, patch):
 
 def quicken_types(tl, patch):
     """A block's type is checked and named, and a tensor's shape made of constants, whenever something is computed."""
-    block_type, constexpr, types = tl.block_type, tl.constexpr, {}
+    block_type, constexpr, types, unwrap = tl.block_type, tl.constexpr, {}, tl.core._unwrap_if_constexpr
     begin, fill = block_type.__init__, tl.tensor.__init__
 
     def new(cls, element_ty, shape):
@@ -105,6 +109,24 @@ def quicken_types(tl, patch):
         self.handle, self.type = handle, type
         self.numel, self.dtype, self.shape = known
 
+    pointer_type, point = tl.pointer_type, tl.pointer_type.__init__
+
+    def new_pointer(cls, element_ty, address_space="global", const=False):
+        element_ty = unwrap(element_ty)
+        if type(element_ty) is not type(tl.float32):
+            return object.__new__(cls)
+        key = (cls, element_ty.name, unwrap(address_space), unwrap(const))
+        if key not in types:
+            types[key] = object.__new__(cls)
+            point(types[key], element_ty, address_space, const)
+        return types[key]
+
+    def init_pointer(self, *args, **named):
+        if not hasattr(self, "const"):
+            point(self, *args, **named)
+
+    patch.setattr(pointer_type, "__new__", new_pointer)
+    patch.setattr(pointer_type, "__init__", init_pointer)
     patch.setattr(block_type, "__new__", new)
     patch.setattr(block_type, "__init__", lambda self, element_ty, shape: None)
     patch.setattr(tl.tensor, "__init__", init)
