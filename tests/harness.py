@@ -76,6 +76,7 @@ MIXERS = list_mixers()
 CASES = [(name, choice) for name in MIXERS for choice in OPTIONS.get(name, [{}])]
 CASE_IDS = [label(*case) for case in CASES]
 PAIRWISE = [(name, choice) for name in MIXERS for choice in pairwise(name, OPTIONS.get(name, [{}]))]
+EVERY_VALUE = [(name, choice) for name in MIXERS for choice in pairwise(name, OPTIONS.get(name, [{}]), 1)]
 PAIRWISE_IDS = [label(*case) for case in PAIRWISE]
 
 
