@@ -217,23 +217,23 @@ def test_data_is_known_by_its_content(tmp_path, trainer):
 
 
 @pytest.mark.parametrize(
-    ("values", "words"),
+    ("budget", "values", "words"),
     [
-        ({"lr": 0}, "lr must be a finite number above 0"),
-        ({"warmup": 400}, "warmup must be shorter"),
-        ({"seeds": [0, -4]}, "seed must be at least 0, got -4"),
-        ({"dim": 15}, "n_heads must divide dim=15"),
-        ({"n_kv_heads": 3}, "n_kv_heads must divide"),
-        ({"arms": ["residual", "attnres:heads=3"]}, "heads must divide dim=8"),
-        ({"arms": ["residual", "rezero"], "output_scale": 0.0}, "sublayers would never learn"),
-        ({"seq_len": 5000}, "train split has 4912 tokens"),
-        ({"seq_len": 1300}, "val split has 1235 tokens"),
-        ({"device": "cuda:99"}, "not available here"),
-        ({"data": "nowhere"}, "There is no folder nowhere"),
-        ({"data": ""}, "data is needed"),
+        ("tokens", {"lr": 0}, "lr must be a finite number above 0"),
+        ("time", {"warmup": 400}, "warmup must be shorter"),
+        ("tokens", {"seeds": [0, -4]}, "seed must be at least 0, got -4"),
+        ("time", {"dim": 15}, "n_heads must divide dim=15"),
+        ("tokens", {"n_kv_heads": 3}, "n_kv_heads must divide"),
+        ("time", {"arms": ["residual", "attnres:heads=3"]}, "heads must divide dim=8"),
+        ("tokens", {"arms": ["residual", "rezero"], "output_scale": 0.0}, "sublayers would never learn"),
+        ("time", {"seq_len": 5000}, "train split has 4912 tokens"),
+        ("tokens", {"seq_len": 1300}, "val split has 1235 tokens"),
+        ("time", {"seq_len": 1300}, "val split has 1235 tokens"),
+        ("time", {"device": "cuda:99"}, "not available here"),
+        ("tokens", {"data": "nowhere"}, "There is no folder nowhere"),
+        ("time", {"data": ""}, "data is needed"),
     ],
 )
-@pytest.mark.parametrize("budget", ["tokens", "time"])
 def test_what_no_run_could_use_is_said_before_anything_is_written(tmp_path, trainer, budget, values, words):
     with pytest.raises((UserError, ValueError), match=words):
         compare(configuration(tmp_path, budget=budget, **values))

@@ -1,8 +1,10 @@
 """Runs in several processes at once: the numbers of one process, stopping, and what is refused."""
 
+import multiprocessing
 import os
 import signal
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -32,6 +34,15 @@ def test_runs_at_once_end_with_the_numbers_of_one_process(recipe, tmp_path):
     both = losses(compare(recipes.config(recipe, tmp_path / "both", jobs=2)))
     assert len(both) == 4
     assert both == losses(compare(recipes.config(recipe, tmp_path / "one")))
+
+
+@pytest.fixture(autouse=True)
+def forked(monkeypatch):
+    """Fork workers from a process with torch, which spawned ones import for seconds each. They know no more of depthmix."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch._dynamo"])
+    fake = SimpleNamespace(get_context=lambda method: context, parent_process=multiprocessing.parent_process)
+    monkeypatch.setattr(workers, "multiprocessing", fake)
 
 
 def test_a_signal_stops_all_runs_and_their_checkpoints_are_saved(recipe, tmp_path):
