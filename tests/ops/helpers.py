@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 import forking
+from oracles.cases import pairwise
 
 quick = settings(
     max_examples=30, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
@@ -181,6 +182,11 @@ def saved_storages(at_least: int) -> Iterator[dict[int, int]]:
 def combinations(**options: Sequence[Any]) -> list[dict[str, Any]]:
     """All combinations of the options' values."""
     return [dict(zip(options, values, strict=True)) for values in product(*options.values())]
+
+
+def few(options: Sequence[dict[str, Any]], meeting: int = 2) -> list[dict[str, Any]]:
+    """Few of the options, in which any two (or `meeting`) values that are together in one of them still are."""
+    return pairwise("", options, meeting)
 
 
 def name(options: dict[str, Any]) -> str:

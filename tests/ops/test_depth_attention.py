@@ -19,13 +19,14 @@ from ops.helpers import (
     assert_near,
     assert_rounded_once,
     combinations,
-    name,
+    few,
     peak_temporaries,
     quick,
     rand,
     run,
     stacked_sizes,
 )
+from small_cases import each
 
 QUERIES = ("static", "ways", "token", "token_ways")
 W = 2
@@ -138,9 +139,9 @@ EVERY_OPTION += combinations(
 )
 
 
-@pytest.mark.parametrize("options", [o for o in EVERY_OPTION if allowed(o)], ids=name)
+@each("options", few([o for o in EVERY_OPTION if allowed(o)], 3))
 def test_every_option_against_naive(options: dict[str, Any]) -> None:
-    """Outputs, weights and all gradients (also through the weights) for every combination of options."""
+    """Outputs, weights and all gradients (also through the weights) for every three values of options that can meet."""
     assert_agrees(*case((2, 3, 24), eps=1e-3, out_eps=0.1, **options))
 
 
@@ -150,15 +151,15 @@ SHAPES = ((2, 5, 24), (7, 1), (3, 24), (0, 5, 8), (2, 3, 1), (24,), (2, 1, 3, 6)
 NEEDS_DIMENSIONS = {"static": 1, "ways": 1, "token_ways": 2, "token": 3}  # [N, D] beside sources [N, D] means N ways
 
 
-@pytest.mark.parametrize("n", [1, 3, 29])
-@pytest.mark.parametrize(("shape", "kind"), [(s, k) for s in SHAPES for k in QUERIES if len(s) >= NEEDS_DIMENSIONS[k]])
+@each("n", [1, 3, 29])
+@each(("shape", "kind"), [(s, k) for s in SHAPES for k in QUERIES if len(s) >= NEEDS_DIMENSIONS[k]])
 def test_odd_shapes_against_naive(shape: tuple[int, ...], kind: str, n: int) -> None:
     """Odd, empty and one-channel shapes, one source and many, with the default eps for both norms."""
     assert_agrees(*case(shape, n, kind, key_gain="D", out_gain="D"))
 
 
-@pytest.mark.parametrize("kind", QUERIES)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@each("kind", QUERIES)
+@each("layout", LAYOUTS)
 def test_layouts_against_naive(layout: str, kind: str) -> None:
     """Transposed, strided and expanded sources, queries and gains."""
     gain = "WD" if "ways" in kind else "D"
@@ -190,10 +191,9 @@ def test_random_cases_against_naive(data: st.DataObject) -> None:
     assert_agrees(*case(shape, data.draw(st.integers(1, 6)), **{**options, "heads": heads}, **drawn))
 
 
-@pytest.mark.parametrize(
+@each(
     "options",
-    combinations(kind=QUERIES, heads=(1, 2), activation=("softmax", "sigmoid"), value_norm=(False, True)),
-    ids=name,
+    few(combinations(kind=QUERIES, heads=(1, 2), activation=("softmax", "sigmoid"), value_norm=(False, True)), 3),
 )
 def test_gradcheck(options: dict[str, Any]) -> None:
     """Finite differences agree with the hand-written backward in each mode."""
@@ -202,8 +202,8 @@ def test_gradcheck(options: dict[str, Any]) -> None:
     assert torch.autograd.gradcheck(op, [t.clone().requires_grad_() for t in leaves])
 
 
-@pytest.mark.parametrize("heads", [1, 3])
-@pytest.mark.parametrize("kind", QUERIES)
+@each("heads", [1, 3])
+@each("kind", QUERIES)
 def test_weights_sum_to_one_and_output_in_convex_hull(kind: str, heads: int) -> None:
     """Softmax weights are a distribution over depth, so every channel stays between its sources."""
     op, _, leaves = case((2, 5, 6), 5, kind, "D", heads=heads)
@@ -216,7 +216,7 @@ def test_weights_sum_to_one_and_output_in_convex_hull(kind: str, heads: int) -> 
         assert bool((out >= v.amin(0) - 1e-14).all() and (out <= v.amax(0) + 1e-14).all())
 
 
-@pytest.mark.parametrize(("activation", "weight"), [("softmax", 1 / 5), ("sigmoid", 1 / 2)])
+@each(("activation", "weight"), [("softmax", 1 / 5), ("sigmoid", 1 / 2)])
 def test_zero_query_weighs_all_alike(activation: str, weight: float) -> None:
     """The published initialisation: a zero query averages the sources (spec 1.7); with sigmoid each has weight one half."""
     v = [rand(2, 5, 6, seed=i) for i in range(5)]
@@ -224,7 +224,7 @@ def test_zero_query_weighs_all_alike(activation: str, weight: float) -> None:
     assert_near([out], [weight * sum(v)], 1e-14)
 
 
-@pytest.mark.parametrize("activation", ["softmax", "sigmoid"])
+@each("activation", ["softmax", "sigmoid"])
 def test_large_logits_do_not_overflow(activation: str) -> None:
     """With logits of 1e4 in fp32, outputs and gradients are finite; softmax picks the source with the largest logit."""
     op, expected, leaves = case((2, 5, 24), 4, key_gain="D", dtype=torch.float32, activation=activation)
@@ -234,11 +234,9 @@ def test_large_logits_do_not_overflow(activation: str) -> None:
     assert_near(outs, expected(*(t.double() for t in leaves)), 1e-5)
 
 
-@pytest.mark.parametrize("kind", QUERIES)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(
-    "options", [{}, {"out_gain": "D"}, {"heads": 3, "activation": "sigmoid"}, {"value_norm": True}], ids=name
-)
+@each("kind", QUERIES)
+@each("dtype", [torch.bfloat16, torch.float16])
+@each("options", [{}, {"out_gain": "D"}, {"heads": 3, "activation": "sigmoid"}, {"value_norm": True}])
 def test_half_precision_rounds_once(options: dict[str, Any], dtype: torch.dtype, kind: str) -> None:
     """Half-precision sources with fp32 parameters: output in the sources' dtype, weights fp32, everything rounded once."""
     op, expected, leaves = case((2, 5, 24), 5, kind, "D", dtype=dtype, eps=1e-2, **options)
@@ -248,7 +246,7 @@ def test_half_precision_rounds_once(options: dict[str, Any], dtype: torch.dtype,
     assert_rounded_once(op, expected, leaves)
 
 
-@pytest.mark.parametrize("position", [0, 3])
+@each("position", [0, 3])
 def test_mixed_dtypes_promote(position: int) -> None:
     """An fp32 embedding among bf16 sources gives an fp32 result, and gradients in each source's dtype."""
     op, expected, leaves = case((2, 5, 24), 4, dtype=torch.bfloat16, key_gain="D")
@@ -257,7 +255,7 @@ def test_mixed_dtypes_promote(position: int) -> None:
     assert_rounded_once(op, expected, leaves)
 
 
-@pytest.mark.parametrize("options", combinations(kind=QUERIES, heads=(1, 2)), ids=name)
+@each("options", combinations(kind=QUERIES, heads=(1, 2)))
 def test_autocast_changes_nothing(options: dict[str, Any]) -> None:
     """Autocast does not lower the precision of the mixing."""
     op, _, leaves = case((2, 5, 24), 3, key_gain="D", out_gain="D", dtype=torch.float32, **options)
@@ -270,7 +268,7 @@ def test_backward_inside_autocast_changes_nothing() -> None:
     assert_backward_ignores_autocast(op, leaves)
 
 
-@pytest.mark.parametrize("options", combinations(kind=QUERIES, heads=(1, 3), out_gain=(None, "D")), ids=name)
+@each("options", few(combinations(kind=QUERIES, heads=(1, 3), out_gain=(None, "D"))))
 def test_return_weights_and_no_grad_change_nothing(options: dict[str, Any]) -> None:
     """The results are bit-equal with and without the weights, and without gradients; no input is written to."""
     op, _, leaves = case((2, 5, 6), 4, **options)
@@ -282,8 +280,8 @@ def test_return_weights_and_no_grad_change_nothing(options: dict[str, Any]) -> N
     assert_inputs_untouched(op, leaves)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", QUERIES)
+@each("dtype", [torch.float32, torch.bfloat16])
+@each("kind", QUERIES)
 def test_sources_are_not_stacked(kind: str, dtype: torch.dtype) -> None:
     """No stack or cat of the activations in the forward; the naive implementation is caught making one."""
     op, expected, leaves = case((2, 5, 24), 4, kind, "D", dtype=dtype)
@@ -292,7 +290,7 @@ def test_sources_are_not_stacked(kind: str, dtype: torch.dtype) -> None:
     assert max(stacked_sizes(expected, *(t.float() for t in leaves))) >= full
 
 
-@pytest.mark.parametrize("kind", QUERIES)
+@each("kind", QUERIES)
 def test_temporaries_do_not_grow_with_sources(kind: str) -> None:
     """At most a handful of full-size tensors are alive at once in the forward, as many for 29 sources as for 4."""
     peaks = []
@@ -331,7 +329,7 @@ BAD: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize(("args", "options", "message"), BAD.values(), ids=BAD)
+@each(("args", "options", "message"), BAD.values(), ids=BAD)
 def test_refusals(args: tuple[Any, ...], options: dict[str, Any], message: str) -> None:
     """Every bad argument is refused with the op, the argument, what was expected and what came."""
     with pytest.raises(ValueError, match=f"^depth_attention: .*{message}"):

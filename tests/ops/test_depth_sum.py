@@ -29,6 +29,7 @@ from ops.helpers import (
     saved_storages,
     stacked_sizes,
 )
+from small_cases import each
 
 Op = Callable[..., tuple[Tensor, ...]]
 
@@ -100,24 +101,24 @@ CASES: dict[str, tuple[Op, Op, list[Tensor]]] = {
 }
 
 
-@pytest.mark.parametrize("n", [1, 29])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("options", OPTIONS, ids=name)
+@each("n", [1, 29])
+@each("shape", SHAPES)
+@each("options", OPTIONS)
 def test_sum_against_naive(options: dict[str, Any], shape: tuple[int, ...], n: int) -> None:
     """Every kind of weight at odd shapes, for one source and many: outputs and all gradients."""
     assert_agrees(*sum_case(shape, n, 3, **options))
 
 
-@pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize("n", [1, 29])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@each("shared", [False, True])
+@each("n", [1, 29])
+@each("shape", SHAPES)
 def test_scores_against_naive(shape: tuple[int, ...], n: int, shared: bool) -> None:
     """Dot products with a vector a source or one for all: outputs and all gradients."""
     assert_agrees(*score_case(shape, n, 3, shared))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("options", OPTIONS, ids=name)
+@each("layout", LAYOUTS)
+@each("options", OPTIONS)
 def test_layouts_against_naive(options: dict[str, Any], layout: str) -> None:
     """Transposed, strided and expanded sources and weights."""
     assert_agrees(*sum_case((2, 5, 6), 4, **options, layout=layout))
@@ -141,7 +142,7 @@ def test_random_cases_against_naive(
     assert_agrees(*score_case((*tokens, dim), n, ways, layout=layout))
 
 
-@pytest.mark.parametrize("options", [o for o in OPTIONS if o["relu"]], ids=name)
+@each("options", [o for o in OPTIONS if o["relu"]])
 def test_relu_has_derivative_one_at_zero(options: dict[str, Any]) -> None:
     """Weights initialised at zero learn: their gradient is the one without relu, and the output is zero."""
     op, expected, leaves = sum_case((2, 5, 6), **options)
@@ -162,7 +163,7 @@ def test_unit_weights_add_and_average() -> None:
     assert_near([total, *picks], [v[0] + v[1] + v[2] + v[3], *v], 1e-14)
 
 
-@pytest.mark.parametrize("options", [{"static": "D"}, {"static": "1", "dynamic": True}], ids=name)
+@each("options", [{"static": "D"}, {"static": "1", "dynamic": True}])
 def test_gradcheck(options: dict[str, Any]) -> None:
     """Finite differences, first and second order: these operators are plain autograd."""
     op, _, leaves = sum_case((2, 2), 2, **options)
@@ -175,8 +176,8 @@ HALVES = (torch.bfloat16, torch.float16)
 ONE_TERM = [o for o in OPTIONS if o["relu"] or not (o["static"] and o["dynamic"])]
 
 
-@pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("options", ONE_TERM, ids=name)
+@each("dtype", HALVES)
+@each("options", ONE_TERM)
 def test_half_precision_rounds_once(options: dict[str, Any], dtype: torch.dtype) -> None:
     """Half-precision sources, one way, fp32 weights: output in the sources' dtype; output and gradients rounded once."""
     op, expected, leaves = sum_case((2, 5, 24), 5, 1, **options, dtype=dtype)
@@ -184,8 +185,8 @@ def test_half_precision_rounds_once(options: dict[str, Any], dtype: torch.dtype)
     assert_rounded_once(op, expected, leaves)
 
 
-@pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("options", OPTIONS, ids=name)
+@each("dtype", HALVES)
+@each("options", OPTIONS)
 def test_half_precision_with_ways(options: dict[str, Any], dtype: torch.dtype) -> None:
     """Several ways: outputs and weights' gradients rounded once, sources' gradients once for every product they are in."""
     op, expected, leaves = sum_case((2, 5, 24), 5, 3, **options, dtype=dtype)
@@ -193,8 +194,8 @@ def test_half_precision_with_ways(options: dict[str, Any], dtype: torch.dtype) -
     assert_rounded_once(op, expected, leaves, grad_roundings=2 * (3 if options in ONE_TERM else 6))
 
 
-@pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("ways", [1, 3])
+@each("dtype", HALVES)
+@each("ways", [1, 3])
 def test_scores_of_half_precision_stay_fp32(ways: int, dtype: torch.dtype) -> None:
     """Scores are not rounded: half-precision sources give fp32 scores."""
     op, expected, leaves = score_case((2, 5, 24), 5, ways, dtype=dtype)
@@ -202,13 +203,13 @@ def test_scores_of_half_precision_stay_fp32(ways: int, dtype: torch.dtype) -> No
     assert_rounded_once(op, expected, leaves, grad_roundings=1 if ways == 1 else 2 * ways)
 
 
-@pytest.mark.parametrize("case", [sum_case, score_case])
+@each("case", [sum_case, score_case])
 def test_source_gradients_round_once_with_ways(case: Callable[..., tuple[Op, Op, list[Tensor]]]) -> None:
     """The rule of precision.py, one rounding at the end, holds for the sources' gradients with several ways too."""
     assert_rounded_once(*case((2, 5, 24), 5, 4, dtype=torch.bfloat16))
 
 
-@pytest.mark.parametrize("position", [0, 3])
+@each("position", [0, 3])
 def test_mixed_dtypes_promote(position: int) -> None:
     """An fp32 embedding among bf16 sources gives fp32 sums."""
     op, expected, leaves = sum_case((2, 5, 24), 4, 1, dtype=torch.bfloat16)
@@ -217,7 +218,7 @@ def test_mixed_dtypes_promote(position: int) -> None:
     assert_rounded_once(op, expected, leaves)
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+@each("case", CASES.values(), ids=CASES.keys())
 def test_autocast_changes_nothing_and_inputs_are_untouched(case: tuple[Op, Op, list[Tensor]]) -> None:
     """Bit-equal in fp32 under autocast, backward inside or outside of it; no input is written to."""
     op, _, leaves = case
@@ -227,7 +228,7 @@ def test_autocast_changes_nothing_and_inputs_are_untouched(case: tuple[Op, Op, l
     assert_backward_ignores_autocast(op, leaves)
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+@each("case", CASES.values(), ids=CASES.keys())
 def test_sources_are_not_stacked(case: tuple[Op, Op, list[Tensor]]) -> None:
     """No stack or cat of the activations; the naive implementation is caught making one."""
     op, expected, leaves = case
@@ -235,8 +236,8 @@ def test_sources_are_not_stacked(case: tuple[Op, Op, list[Tensor]]) -> None:
     assert max(stacked_sizes(op, *leaves), default=0) < full <= max(stacked_sizes(expected, *leaves))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("options", [o for o in OPTIONS if not o["relu"]], ids=name)
+@each("dtype", [torch.float32, torch.bfloat16])
+@each("options", [o for o in OPTIONS if not o["relu"]])
 def test_keeps_references_to_the_sources_only(options: dict[str, Any], dtype: torch.dtype) -> None:
     """For the backward, the only full-size tensors kept are the sources themselves, also for bf16 sources."""
     op, _, leaves = sum_case((4, 8, 64), 4, ways=3, **options, dtype=dtype)
@@ -247,7 +248,7 @@ def test_keeps_references_to_the_sources_only(options: dict[str, Any], dtype: to
     assert len(outs) == 3
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=name)
+@each("options", OPTIONS)
 def test_temporaries_do_not_grow_with_sources(options: dict[str, Any]) -> None:
     """As many full-size tensors are alive at once in the forward for 29 sources as for 4."""
     peaks = []
@@ -278,28 +279,28 @@ BAD_SUMS: dict[str, tuple[dict[str, Any], str]] = {
         "dynamic is on meta, the activations are on cpu",
     ),
 }
-SUMS = [pytest.param(*v, id=k) for k, v in BAD_SUMS.items()] + [
-    pytest.param({"static": torch.ones(())}, r"static of shape .*, got \[\]", id="scalar"),
-    pytest.param({"dynamic": torch.ones(1)}, r"dynamic of shape .*, got \[1\]", id="one dimension"),
-]
+BAD_SUMS |= {
+    "scalar": ({"static": torch.ones(())}, r"static of shape .*, got \[\]"),
+    "one dimension": ({"dynamic": torch.ones(1)}, r"dynamic of shape .*, got \[1\]"),
+}
 
 
-@pytest.mark.parametrize(("sources", "message"), BAD_SOURCES.values(), ids=BAD_SOURCES.keys())
-@pytest.mark.parametrize("op", [depth_sum, depth_scores], ids=lambda f: f.__name__)
+@each(("sources", "message"), BAD_SOURCES.values(), ids=BAD_SOURCES.keys())
+@each("op", [depth_sum, depth_scores])
 def test_bad_sources_are_refused(op: Callable[..., Any], sources: Any, message: str) -> None:
     """Bad sources are refused by either operator, by name."""
     with pytest.raises(ValueError, match=f"^{op.__name__}: .*{message}"):
         op(sources, S)
 
 
-@pytest.mark.parametrize(("weights", "message"), SUMS)
+@each(("weights", "message"), BAD_SUMS.values(), ids=BAD_SUMS)
 def test_bad_weights_are_refused(weights: dict[str, Any], message: str) -> None:
     """Bad weights are refused with the op, the argument, what was expected and what came."""
     with pytest.raises(ValueError, match=f"^depth_sum: .*{message}"):
         depth_sum([A], **weights)
 
 
-@pytest.mark.parametrize(
+@each(
     ("w", "message"),
     [(torch.ones(5, 2, 4), r"w of shape \[5, 1, 4\].*, got \[5, 2, 4\]"), (S.to("meta"), "w is on meta, .* on cpu")],
     ids=("shape", "device"),
@@ -332,8 +333,8 @@ def normed_case(
 NORMED = {"all": (3, 0), "last way goes on": (2, 2)}
 
 
-@pytest.mark.parametrize("case", NORMED.values(), ids=NORMED.keys())
-@pytest.mark.parametrize("shape", [(2, 5, 6), (0, 5, 8), (24,)], ids=str)
+@each("case", NORMED.values(), ids=NORMED.keys())
+@each("shape", [(2, 5, 6), (0, 5, 8), (24,)])
 def test_norms_inside_a_sum(case: tuple[int, int], shape: tuple[int, ...]) -> None:
     """The first sums normed and one as it is; outputs and all gradients."""
     assert_agrees(*normed_case(*case, shape))
@@ -341,9 +342,9 @@ def test_norms_inside_a_sum(case: tuple[int, int], shape: tuple[int, ...]) -> No
     assert_agrees(*normed_case(*case, shape, layout="transposed"))
 
 
-@pytest.mark.parametrize("case", NORMED.values(), ids=NORMED.keys())
+@each("case", NORMED.values(), ids=NORMED.keys())
 def test_second_derivatives_of_norms_inside_a_sum(case: tuple[int, int]) -> None:
-    op, _, leaves = normed_case(*case, (2, 3))
+    op, _, leaves = normed_case(*case, (1, 3))
     assert torch.autograd.gradgradcheck(op, [t.clone().requires_grad_() for t in leaves])
 
 
@@ -356,7 +357,7 @@ def test_norms_inside_a_sum_round_once_and_ignore_autocast() -> None:
     assert_inputs_untouched(op, leaves)
 
 
-@pytest.mark.parametrize("shape", [(2, 5, 6), (0, 5, 8), (24,)], ids=str)
+@each("shape", [(2, 5, 6), (0, 5, 8), (24,)])
 def test_scores_of_one_source_for_many_readers(shape: tuple[int, ...]) -> None:
     """One product, apart by reader; a reader that nobody asked about has gradient zero."""
 
@@ -368,7 +369,8 @@ def test_scores_of_one_source_for_many_readers(shape: tuple[int, ...]) -> None:
 
     leaves = [rand(*shape, seed=1), rand(6, shape[-1], seed=2)]
     assert_agrees(ours, expected, leaves)
-    assert torch.autograd.gradgradcheck(ours, [t.clone().requires_grad_() for t in leaves])
+    few = [rand(2, 3, seed=1), rand(6, 3, seed=2)]
+    assert torch.autograd.gradgradcheck(ours, [t.requires_grad_() for t in few])
     leaves = [t.float() for t in leaves]
     assert_ignores_autocast(ours, leaves)
     assert_backward_ignores_autocast(ours, leaves)

@@ -22,6 +22,7 @@ from ops.helpers import (
     rand,
     run,
 )
+from small_cases import each
 
 CONVENTIONS = ("paper", "deepseek")
 EPS = 1e-6
@@ -53,9 +54,9 @@ def case(convention: str, iterations: int = 20) -> tuple[Callable[..., Tensor], 
     return lambda x: sinkhorn(x, iterations, convention), lambda x: naive(x, iterations, convention)
 
 
-@pytest.mark.parametrize("iterations", [1, 2, 20])
-@pytest.mark.parametrize("convention", CONVENTIONS)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@each("iterations", [1, 2, 20])
+@each("convention", CONVENTIONS)
+@each("shape", SHAPES)
 def test_against_naive(shape: tuple[int, ...], convention: str, iterations: int) -> None:
     """Values and gradients at odd and empty shapes, one stream and many."""
     assert_agrees(*case(convention, iterations), [2 * rand(*shape)])
@@ -77,15 +78,15 @@ def test_random_cases_against_naive(
     assert_agrees(*case(convention, iterations), [scale * rand(*tokens, n, n, layout=layout)])
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("convention", CONVENTIONS)
+@each("layout", LAYOUTS)
+@each("convention", CONVENTIONS)
 def test_layouts_against_naive(convention: str, layout: str) -> None:
     """Transposed, strided and expanded logits."""
     assert_agrees(*case(convention), [rand(3, 5, 4, 4, layout=layout)])
 
 
-@pytest.mark.parametrize("iterations", [1, 5])
-@pytest.mark.parametrize("convention", CONVENTIONS)
+@each("iterations", [1, 5])
+@each("convention", CONVENTIONS)
 def test_gradcheck(convention: str, iterations: int) -> None:
     """Finite differences, first and second order, also far from convergence."""
     logits = (3 * rand(2, 3, 3)).requires_grad_()
@@ -94,7 +95,7 @@ def test_gradcheck(convention: str, iterations: int) -> None:
     assert torch.autograd.gradgradcheck(op, logits)
 
 
-@pytest.mark.parametrize("convention", CONVENTIONS)
+@each("convention", CONVENTIONS)
 def test_large_logits_in_float32(convention: str) -> None:
     """Entries that vanish beside others: as near as fp32 holds their logits, with gradients that are numbers."""
     for scale in (20.0, 300.0, 1e5):
@@ -111,7 +112,7 @@ def test_large_logits_in_float32(convention: str) -> None:
             assert_near([rows], [torch.ones_like(rows)], 1e-5)
 
 
-@pytest.mark.parametrize("convention", CONVENTIONS)
+@each("convention", CONVENTIONS)
 def test_under_torch_func(convention: str) -> None:
     """Gradients token by token, as torch.func derives them: a sum of them is what autograd finds."""
     op, _ = case(convention, 3)
@@ -121,7 +122,7 @@ def test_under_torch_func(convention: str) -> None:
     assert_near([by_token], torch.autograd.grad(op(leaf).square().sum(), leaf), 1e-12)
 
 
-@pytest.mark.parametrize("convention", CONVENTIONS)
+@each("convention", CONVENTIONS)
 def test_without_gradients_it_has_the_same_bits(convention: str) -> None:
     logits = rand(5, 4, 4).float().requires_grad_()
     with torch.no_grad():
@@ -158,7 +159,7 @@ def test_default_is_twenty_paper_iterations() -> None:
     assert not torch.equal(sinkhorn(logits, 19), sinkhorn(logits, 20))
 
 
-@pytest.mark.parametrize("scale", [1.0, 3.0, 10.0])
+@each("scale", [1.0, 3.0, 10.0])
 def test_paper_sums(scale: float) -> None:
     """Row sums are exact at any scale; column sums only approximately, and only for small logits."""
     m = sinkhorn(scale * rand(50, 4, 4))
@@ -168,7 +169,7 @@ def test_paper_sums(scale: float) -> None:
     assert bool((m >= 0).all())
 
 
-@pytest.mark.parametrize("scale", [1.0, 3.0, 10.0])
+@each("scale", [1.0, 3.0, 10.0])
 def test_deepseek_sums(scale: float) -> None:
     """Column sums are exact up to eps at any scale: s / (s + eps), a little below one; row sums only approximately."""
     m = sinkhorn(scale * rand(50, 4, 4), convention="deepseek")
@@ -198,7 +199,7 @@ def test_sinkhorn_orientation_and_order_trap() -> None:
     assert far.median() < 1e-4  # both tend to the same doubly stochastic matrix, up to eps
 
 
-@pytest.mark.parametrize("convention", CONVENTIONS)
+@each("convention", CONVENTIONS)
 def test_permutation_equivariance(convention: str) -> None:
     """Renaming output or input streams before or after is the same."""
     logits, rows, columns = 3 * rand(5, 4, 4), torch.tensor([2, 0, 3, 1]), torch.tensor([1, 3, 2, 0])
@@ -213,15 +214,15 @@ def test_paper_ignores_offsets_of_columns_but_not_of_rows_alone() -> None:
     assert (sinkhorn(logits + offset.T, 1) - sinkhorn(logits, 1)).abs().max() > 1e-2
 
 
-@pytest.mark.parametrize("value", [0.0, 100.0])
-@pytest.mark.parametrize("convention", CONVENTIONS)
+@each("value", [0.0, 100.0])
+@each("convention", CONVENTIONS)
 def test_equal_logits_give_the_uniform_matrix(convention: str, value: float) -> None:
     """Equal logits mean 1/n everywhere, whatever their size."""
     m = sinkhorn(torch.full((4, 4), value, dtype=torch.float64), 20, convention)
     assert_near([m], [torch.full((4, 4), 0.25, dtype=torch.float64)], 2e-6)
 
 
-@pytest.mark.parametrize("convention", CONVENTIONS)
+@each("convention", CONVENTIONS)
 def test_huge_logits_stay_finite(convention: str) -> None:
     """Logits of standard deviation 200 in fp32, where exp overflows, give finite values and gradients."""
     logits = (200 * rand(100, 4, 4)).float()
@@ -234,8 +235,8 @@ def test_huge_logits_stay_finite(convention: str) -> None:
         assert bool((m.sum(-2) <= 1 + 1e-6).all())
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("convention", CONVENTIONS)
+@each("dtype", [torch.bfloat16, torch.float16])
+@each("convention", CONVENTIONS)
 def test_half_precision_is_computed_in_fp32(convention: str, dtype: torch.dtype) -> None:
     """Half-precision logits give an fp32 matrix, not rounded, and a gradient rounded once."""
     op, expected = case(convention)
@@ -243,7 +244,7 @@ def test_half_precision_is_computed_in_fp32(convention: str, dtype: torch.dtype)
     assert_rounded_once(op, expected, [rand(5, 4, 4, dtype=dtype)])
 
 
-@pytest.mark.parametrize("convention", CONVENTIONS)
+@each("convention", CONVENTIONS)
 def test_autocast_changes_nothing_and_logits_are_untouched(convention: str) -> None:
     """Bit-equal in fp32 under autocast, backward inside or outside of it; the logits are not written to."""
     op, _ = case(convention)
@@ -264,7 +265,7 @@ BAD: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 
 
-@pytest.mark.parametrize(("args", "message"), BAD.values(), ids=BAD.keys())
+@each(("args", "message"), BAD.values(), ids=BAD.keys())
 def test_refusals(args: tuple[Any, ...], message: str) -> None:
     """Every bad argument is refused with what was expected and what came."""
     with pytest.raises(ValueError, match=f"^sinkhorn: .*{message}"):

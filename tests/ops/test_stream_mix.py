@@ -26,6 +26,7 @@ from ops.helpers import (
     rand,
     stacked_sizes,
 )
+from small_cases import each
 
 Op = Callable[..., Tensor]
 SHAPES = ((2, 5, 4, 24), (7, 1, 1), (3, 2, 24), (0, 5, 4, 8), (2, 3, 4, 1), (4, 24), (2, 2, 29, 3))  # [..., n, C]
@@ -86,15 +87,15 @@ def cases(shape: Sequence[int] = (2, 5, 4, 24), **how: Any) -> dict[str, tuple[O
 EVERY = tuple(cases())
 
 
-@pytest.mark.parametrize("key", EVERY)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@each("key", EVERY)
+@each("shape", SHAPES)
 def test_odd_shapes_against_naive(shape: tuple[int, ...], key: str) -> None:
     """Odd, empty and one-channel shapes, one stream and many: outputs and all gradients."""
     assert_agrees(*cases(shape)[key])
 
 
-@pytest.mark.parametrize("key", EVERY)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@each("key", EVERY)
+@each("layout", LAYOUTS)
 def test_layouts_against_naive(layout: str, key: str) -> None:
     """Transposed, strided and expanded streams, weights and layer outputs."""
     assert_agrees(*cases((2, 5, 4, 6), layout=layout)[key])
@@ -113,7 +114,7 @@ def test_random_cases_against_naive(tokens: list[int], n: int, width: int, key: 
     assert_agrees(*cases((*tokens, n, width), layout=layout)[key])
 
 
-@pytest.mark.parametrize("key", EVERY)
+@each("key", EVERY)
 def test_gradcheck(key: str) -> None:
     """Finite differences, first and second order."""
     op, _, leaves = cases((2, 2, 3))[key]
@@ -142,7 +143,7 @@ def test_row_stochastic_res_makes_convex_combinations() -> None:
     assert bool((out >= x.amin(-2, keepdim=True) - 1e-14).all() and (out <= x.amax(-2, keepdim=True) + 1e-14).all())
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@each("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_no_res_is_the_identity(dtype: torch.dtype) -> None:
     """res=None gives what an identity matrix gives, to the bit."""
     op, _, leaves = write_case((2, 5, 4, 24), None, dtype=dtype)
@@ -156,8 +157,8 @@ def test_residual_and_read_of_one_stream() -> None:
     assert_near([stream_read(x, one), stream_write(x, None, one, y)], [x[..., 0, :], x + y[..., None, :]], 1e-15)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("key", EVERY)
+@each("dtype", [torch.bfloat16, torch.float16])
+@each("key", EVERY)
 def test_half_precision_rounds_once(key: str, dtype: torch.dtype) -> None:
     """Half-precision streams with fp32 weights: result in the streams' dtype, everything rounded once."""
     op, expected, leaves = cases(dtype=dtype)[key]
@@ -165,7 +166,7 @@ def test_half_precision_rounds_once(key: str, dtype: torch.dtype) -> None:
     assert_rounded_once(op, expected, leaves)
 
 
-@pytest.mark.parametrize("key", EVERY)
+@each("key", EVERY)
 def test_autocast_changes_nothing_and_inputs_are_untouched(key: str) -> None:
     """Bit-equal in fp32 under autocast; no input is written to; nothing of the streams' size is stacked."""
     op, _, leaves = cases(dtype=torch.float32)[key]
@@ -174,7 +175,7 @@ def test_autocast_changes_nothing_and_inputs_are_untouched(key: str) -> None:
     assert max(stacked_sizes(op, *leaves), default=0) < leaves[0].numel()
 
 
-@pytest.mark.parametrize("key", EVERY)
+@each("key", EVERY)
 def test_backward_inside_autocast_changes_nothing(key: str) -> None:
     """Gradients are bit-equal when the backward is called inside the autocast region."""
     op, _, leaves = cases(dtype=torch.float32)[key]
@@ -200,7 +201,7 @@ BAD: dict[str, tuple[Op, tuple[Any, ...], str]] = {
 }
 
 
-@pytest.mark.parametrize(("op", "args", "message"), BAD.values(), ids=BAD.keys())
+@each(("op", "args", "message"), BAD.values(), ids=BAD.keys())
 def test_refusals(op: Op, args: tuple[Any, ...], message: str) -> None:
     """Every bad argument is refused with the op, the argument, what was expected and what came."""
     with pytest.raises(ValueError, match=f"^{op.__name__}: .*{message}"):
@@ -240,24 +241,24 @@ def rule_case(
     return ours, naive, leaves
 
 
-@pytest.mark.parametrize("options", RULES, ids=name)
-@pytest.mark.parametrize("shape", SHAPES[:6], ids=str)
+@each("options", RULES)
+@each("shape", SHAPES[:6])
 def test_a_rule_and_its_read(shape: tuple[int, ...], options: dict[str, Any]) -> None:
     """Weights, read and norm at odd shapes: outputs and all gradients."""
     assert_agrees(*rule_case(shape, **options))
     assert_agrees(*rule_case(shape, **options, gain=False))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@each("layout", LAYOUTS)
 def test_a_rule_and_its_read_of_any_layout(layout: str) -> None:
     """Transposed, strided and expanded streams."""
     assert_agrees(*rule_case((2, 5, 4, 6), layout=layout))
 
 
-@pytest.mark.parametrize("options", RULES, ids=name)
+@each("options", RULES)
 def test_second_derivatives_of_a_rule(options: dict[str, Any]) -> None:
     """Finite differences of gradients."""
-    op, _, leaves = rule_case((2, 2, 3), **options)
+    op, _, leaves = rule_case((1, 2, 3), **options)
     leaves = [t.clone().requires_grad_() for t in leaves]
     assert torch.autograd.gradcheck(op, leaves)
     assert torch.autograd.gradgradcheck(op, leaves)
