@@ -89,9 +89,19 @@ def test_a_bug_in_training_is_in_the_runs_log(tmp_path, monkeypatch, capsys):
     assert "in fail" in (tmp_path / "run" / "log.txt").read_text()
 
 
-def test_a_reader_that_leaves(tmp_path):
+# The program, of which one command is replaced, so that it prints without the seconds in which torch is imported.
+PRINTS = """
+import sys
+from depthmix.cli import COMMANDS, main
+COMMANDS["list"] = (None, lambda: print("a rule"), "")
+sys.exit(main(["list"]))
+"""
+
+
+def test_a_reader_that_leaves():
     """`depthmix list | head -0`, with a pipe nobody reads from the start: silent, and as if SIGPIPE had ended it."""
-    process = subprocess.Popen([str(PROGRAM), "list"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    command = [sys.executable, "-c", PRINTS]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
     process.stdout.close()
     assert process.stderr.read() == ""
     assert process.wait(60) == 141
@@ -139,7 +149,8 @@ def test_what_does_not_need_torch_does_not_wait_for_it(tmp_path):
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
 def test_output_to_a_full_disk():
     with open("/dev/full", "w") as full:
-        done = subprocess.run([str(PROGRAM), "list"], stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+        command = [sys.executable, "-c", PRINTS]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False, cwd=ROOT)
     assert done.returncode == 6
     advice = "make room, then run the same command again"
     assert done.stderr == f"depthmix: cannot write or read: No space left on device; {advice}\n"

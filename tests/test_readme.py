@@ -6,11 +6,12 @@ import shlex
 import pytest
 
 import depthmix
+import forking
 from depthmix.cli import main
 from depthmix.compare.arms import parse_arm
 from depthmix.mixers import list_mixers
 from lab.readme_table import LEADS, MARKERS, updated
-from project import ROOT, code_blocks, python
+from project import ROOT, code_blocks
 from train.small import overriding
 
 README = (ROOT / "README.md").read_text()
@@ -38,7 +39,7 @@ def test_no_gain_is_written_by_hand():
 
 def test_code_runs():
     (block,) = code_blocks(ROOT / "README.md")
-    assert python(block) == "torch.Size([2, 16, 64])\n"
+    assert forking.python(block).stdout == "torch.Size([2, 16, 64])\n"
 
 
 def test_rules_with_their_options_exist():

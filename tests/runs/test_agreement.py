@@ -52,9 +52,11 @@ READERS = {
     "load one checkpoint": lambda folder: depthmix.load(list_checkpoints(folder.checkpoints)[1], "cpu"),
     "eval": lambda folder: evaluate_run(EvalConfig(run=str(folder.path), device="cpu")),
     "generate": lambda folder: generate_text(folder.path, "The", 2, device="cpu"),
-    "inspect": lambda folder: inspect_run(InspectConfig(run=str(folder.path), device="cpu")),
+    "inspect": lambda folder: inspect_run(
+        InspectConfig(run=str(folder.path), device="cpu", tokens=64, causal_tokens=0)
+    ),
     "report": lambda folder: report(
-        ReportConfig(run=[str(folder.path)], out=str(folder.path / "r.html"), device="cpu")
+        ReportConfig(run=[str(folder.path)], out=str(folder.path / "r.html"), device="cpu", tokens=64, causal_tokens=0)
     ),
     "init": lambda folder: train(
         small.config(folder.path.with_name("child"), **init_values(str(folder.path)), init=str(folder.path))
