@@ -288,8 +288,10 @@ CONSTANTS = {
     "NEED_B": True,
 }
 KERNELS = ("_read_kernel", "_source_backward_kernel", "_bank_kernel", "_read_known_kernel", "_layer_backward_kernel")
-COMPILED = [(kernel, CONSTANTS | {"D": 512, "BD": 512, "ALIGNED": True}) for kernel in KERNELS]
-COMPILED += [(kernel, CONSTANTS | {"D": 2048, "BD": 2048, "ALIGNED": False}) for kernel in KERNELS[:2]]
+COMPILED = [(kernel, CONSTANTS | {"D": 512, "BD": 512, "C": 1, "K": 512, "ALIGNED": True}) for kernel in KERNELS]
+COMPILED += [
+    (kernel, CONSTANTS | {"D": 2048, "BD": 2048, "C": 1, "K": 2048, "ALIGNED": False}) for kernel in KERNELS[:2]
+]
 ALONE = {
     "KEEP": 0,
     "WAYS": 1,
@@ -297,11 +299,15 @@ ALONE = {
     "NEWEST": True,
     "D": 512,
     "BD": 512,
+    "C": 1,
+    "K": 512,
     "ALIGNED": True,
 }
 COMPILED += [(kernel, CONSTANTS | ALONE) for kernel in ("_read_kernel", "_bank_kernel", "_read_known_kernel")]
 OF_LAYERS = {"ADD": 1, "STORE_SUM": False, "STACK": True, "VALUE_NORM": True, "WAYS": 3, "KEEP": 1}
 COMPILED += [(kernel, COMPILED[0][1] | OF_LAYERS) for kernel in ("_read_kernel", "_layer_backward_kernel")]
+IN_PIECES = {"D": 1536, "C": 3, "K": 512}
+COMPILED += [(kernel, COMPILED[0][1] | IN_PIECES) for kernel in ("_read_kernel", "_layer_backward_kernel")]
 COMPILED += [(kernel, COMPILED[0][1]) for kernel in ("_pair_read_kernel", "_pair_backward_kernel", "_add_up_kernel")]
 
 
