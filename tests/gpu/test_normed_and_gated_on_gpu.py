@@ -31,7 +31,7 @@ def read_case(
         add, (u, *gain) = rest[0] if with_sum else None, rest[with_sum:]
         with use_backend("triton"):
             read: Sequence[Tensor] = NormedRead.apply(
-                (EPS, OUT_EPS), dtype, True, u, gain[0] if gain else None, stack, add, older, newest
+                (EPS, OUT_EPS), dtype, True, False, u, gain[0] if gain else None, stack, add, older, newest
             )
         return read
 

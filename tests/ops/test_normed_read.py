@@ -54,23 +54,34 @@ def test_layouts(layout: str) -> None:
 
 
 def blocks_case(
-    m: int, ways: int, with_sum: bool, with_gain: bool, dtype: torch.dtype = FP32, out: torch.dtype | None = None
+    m: int,
+    ways: int,
+    with_sum: bool,
+    with_gain: bool,
+    dtype: torch.dtype = FP32,
+    out: torch.dtype | None = None,
+    then_sum: bool = False,
 ) -> Any:
-    """A read of m blocks in one tensor, one more source and the newest one, which may be a sum."""
+    """A read of m blocks in one tensor, one more source and the newest one, which may be a sum. then_sum: later, one more is added."""
     shape = (2, 3, 24)
     leaves = [rand(*shape[:-1], m, 24, seed=1, dtype=dtype), *(rand(*shape, seed=2 + i, dtype=dtype) for i in range(3))]
     leaves += [0.4 * rand(ways, 24, seed=8 + i, dtype=FP32) for i in range(1 + with_gain)]
 
     def op(stack: Tensor, older: Tensor, newest: Tensor, add: Tensor, u: Tensor, *gain: Tensor) -> tuple[Tensor, ...]:
         summands = (newest, add) if with_sum else (newest + add, None)
-        args = ((1e-2, 0.3), out or dtype, True, u, gain[0] if gain else None, stack, summands[1], older, summands[0])
+        args = ((1e-2, 0.3), out or dtype, True, then_sum, u, gain[0] if gain else None, stack, summands[1])
         with use_backend("triton"):
-            return normed_read.NormedRead.apply(*args)
+            found = normed_read.NormedRead.apply(*args, older, summands[0])
+            if not then_sum:
+                return found
+            parts = [t.detach() for t in summands if t is not None]
+            return (*found[:-1], normed_read.SumWithInlet.apply(found[-1], *parts, newest.square()))
 
     def expected(stack: Tensor, older: Tensor, newest: Tensor, add: Tensor, u: Tensor, *gain: Tensor) -> Any:
         sources = [*stack.unbind(-2), older + stack.sum() - stack.sum(), newest + add]
         gains = {"out_gain": gain[0]} if gain else {}
-        return naive(u, sources, None, 1e-2, kind="ways", out_eps=0.3, **RULE, **gains)[:-1]
+        mixtures = naive(u, sources, None, 1e-2, kind="ways", out_eps=0.3, **RULE, **gains)[:-1]
+        return (*mixtures, sources[-1] + newest.square()) if then_sum else mixtures
 
     return op, expected, leaves
 
@@ -108,8 +119,25 @@ def test_nothing_is_concatenated_and_little_is_kept() -> None:
     assert out[0].requires_grad
 
 
+@pytest.mark.parametrize("with_sum", [False, True])
+def test_a_sum_after_the_read(with_sum: bool) -> None:
+    """The gradient of the sum comes to the read, whose gradient of the newest source is rounded once."""
+    assert_exact(*blocks_case(2, 3, with_sum, True, then_sum=True))
+    op, expected, leaves = blocks_case(2, 1, with_sum, True, FP16, then_sum=True)
+    # Nothing that autograd would add itself.
+    leaves[2].zero_()
+    _, grads, cotangents = run(op, leaves)
+    _, exact, _ = run(expected, [t.double() for t in leaves], cotangents)
+    newest = 3 if with_sum else 2
+    assert ((grads[newest] - exact[newest]).abs() <= 2**-11 * exact[newest].abs() * 1.01 + 1e-6).all()
+    # A mixture that nobody uses has no gradient.
+    grads = torch.autograd.grad(op(*(t.requires_grad_() for t in leaves))[-1], leaves[2], cotangents[-1])
+    assert torch.equal(grads[0], cotangents[-1])
+
+
 def test_second_derivatives() -> None:
     assert_second_derivatives(*blocks_case(2, 2, True, True))
+    assert_second_derivatives(*blocks_case(1, 1, True, True, then_sum=True))
     assert_second_derivatives(*case((2, 1, 6), 3, layout="strided", out_gain=True, value_norm=True, eps=1e-2))
 
 

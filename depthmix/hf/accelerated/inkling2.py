@@ -5,7 +5,8 @@
 Sources of a read are the sums of the finished blocks, which the model hands from layer to layer as one tensor, and the sum of the
 current one. Full-attention layers read three mixtures, for queries, keys and values. Each bracket is one launch
 (depthmix.ops.depth_attention.normed_read); nothing is concatenated or copied to fp32. As in transformers, a block's sum stays in
-fp32 inside a layer and is rounded once, at its end: a read adds it up again from its two parts.
+fp32 inside a layer and is rounded once, at its end: a read adds it up again from its two parts. Its gradient is rounded once too: the
+part from the layer's end comes to the read's backward by an inlet.
 """
 
 from __future__ import annotations
@@ -20,9 +21,8 @@ from transformers.models.inkling2 import modeling_inkling2 as modeling
 from depthmix.hf.accelerated.family import Family
 from depthmix.hf.accelerated.streams import fused_gain, is_plain, runs_as_written
 from depthmix.ops.backend import choose
-from depthmix.ops.depth_attention.normed_read import NormedRead, unstacked
+from depthmix.ops.depth_attention.normed_read import NormedRead, SumWithInlet, sum_once, unstacked
 from depthmix.ops.depth_attention.op import depth_attention, why_unsupported
-from depthmix.ops.depth_sum.op import depth_sum
 from depthmix.ops.norm import side_by_side
 from depthmix.ops.precision import compute_dtype, widen, without_autocast
 
@@ -42,9 +42,22 @@ class Kind(NamedTuple):
         return (*self.input_norms, "post_attention_layernorm")
 
 
+class Reads(NamedTuple):
+    """Mixtures, and what stands for the newest source in a later sum."""
+
+    mixtures: tuple[Tensor, ...]
+    inlet: Tensor | None  # of kernels with gradients (depthmix.ops.depth_attention.normed_read)
+    newest: Tensor | None  # without kernels: the source itself, in fp32 or wider
+
+
 def read(
-    part: Any, blocks: Tensor, sources: Sequence[Tensor], add: Tensor | None = None, norms: Sequence[Any] = ()
-) -> tuple[Tensor, ...]:
+    part: Any,
+    blocks: Tensor,
+    sources: Sequence[Tensor],
+    add: Tensor | None = None,
+    norms: Sequence[Any] = (),
+    then_sum: bool = False,
+) -> Reads:
     """Mix the blocks' sums and apply the norms that follow.
 
     Args:
@@ -53,12 +66,14 @@ def read(
         sources: further sources [B, T, D], the newest one last.
         add: [B, T, D], what the newest source is short of.
         norms: an RMSNorm for each query; without norms the mixtures are in fp32.
+        then_sum: whether `_total` adds to the newest source afterwards.
 
     Returns:
         One mixture [B, T, D] per query.
     """
     gains = [fused_gain(norm, modeling.Inkling2RMSNorm) for norm in norms]
     fused = bool(norms) and all(g is not None for g in gains) and len({norm.variance_epsilon for norm in norms}) == 1
+    inlet = newest = None
     with without_autocast(blocks):
         wide = compute_dtype(part.query, *sources)
         query = widen(part.query, wide).view(-1, blocks.shape[-1]) * blocks.shape[-1] ** -0.5
@@ -67,14 +82,16 @@ def read(
         dtype = sources[0].dtype if fused else wide
         if _kernels(blocks, sources, add, wide):
             keep = torch.is_grad_enabled()
-            mixtures = NormedRead.apply(eps, dtype, keep, query, gain, blocks, add, *sources)
+            found = NormedRead.apply(eps, dtype, keep, then_sum and keep, query, gain, blocks, add, *sources)
+            mixtures, inlet = found[: len(query)], found[-1] if then_sum and keep else None
         else:
             options: dict[str, Any] = {"eps": eps[0], "out_gain": gain, "out_eps": eps[1], "value_norm": True}
-            found = depth_attention(query, unstacked(blocks, add, sources), **options, backend="reference")
-            mixtures = tuple(widen(h, dtype) for h in found)
-    if fused or not norms:
-        return tuple(mixtures)
-    return tuple(norm(h).to(sources[0].dtype) for norm, h in zip(norms, mixtures, strict=True))
+            unstacked_sources = unstacked(blocks, add, sources)
+            found = depth_attention(query, unstacked_sources, **options, backend="reference")
+            mixtures, newest = tuple(widen(h, dtype) for h in found), unstacked_sources[-1]
+    if norms and not fused:
+        mixtures = tuple(norm(h).to(sources[0].dtype) for norm, h in zip(norms, mixtures, strict=True))
+    return Reads(mixtures, inlet, newest)
 
 
 def _kernels(blocks: Tensor, sources: Sequence[Tensor], add: Tensor | None, wide: torch.dtype) -> bool:
@@ -85,20 +102,6 @@ def _kernels(blocks: Tensor, sources: Sequence[Tensor], add: Tensor | None, wide
     return choose("accelerate", sources[0], why) == "triton"
 
 
-class _Sum(torch.autograd.Function):
-    """Add tensors in fp32 and round once. All of them have the sum's gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, *parts: Tensor) -> Tensor:
-        first, ones = parts[0], torch.ones(1, len(parts), 1, device=parts[0].device, dtype=compute_dtype(*parts))
-        ctx.dtypes = [t.dtype for t in parts]
-        return depth_sum(parts, static=ones)[0].to(first.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, ...]:
-        return tuple(widen(g, dtype) for dtype in ctx.dtypes)
-
-
 def _forward(
     layer: Any, hidden_states: Tensor, block_states: Tensor, attention_mask: Tensor | None, caches: Any, kwargs: Any
 ) -> Tensor:
@@ -107,15 +110,15 @@ def _forward(
     if layer.attention_input is None:
         inputs = [norm(hidden_states).to(hidden_states.dtype) for norm in norms]
     else:
-        inputs = list(read(layer.attention_input, block_states, [hidden_states], norms=norms))
+        inputs = list(read(layer.attention_input, block_states, [hidden_states], norms=norms).mixtures)
     given = dict(zip(("hidden_states", "key_hidden_states", "value_hidden_states"), inputs, strict=False))
     y, _ = layer.self_attn(**given, attention_mask=attention_mask, **caches, **kwargs)
     y = _widened(layer.post_attention_convolution(y, **caches), hidden_states)
     opens = layer.is_block_boundary  # then hidden_states is the sum of a finished block
     sources, add = ([hidden_states, y], None) if opens else ([hidden_states], y)
-    (h,) = read(layer.mlp_input, block_states, sources, add, [layer.post_attention_layernorm])
-    z = _widened(layer.post_mlp_convolution(layer.mlp(h), **caches), hidden_states)
-    return _total(hidden_states.dtype, (y, z) if opens else (hidden_states, y, z))
+    reads = read(layer.mlp_input, block_states, sources, add, [layer.post_attention_layernorm], then_sum=True)
+    z = _widened(layer.post_mlp_convolution(layer.mlp(*reads.mixtures), **caches), hidden_states)
+    return widen(_total(reads, (y,) if opens else (hidden_states, y), z), hidden_states.dtype)
 
 
 def _widened(y: Tensor, like: Tensor) -> Tensor:
@@ -123,14 +126,16 @@ def _widened(y: Tensor, like: Tensor) -> Tensor:
     return widen(y, torch.promote_types(y.dtype, like.dtype))
 
 
-def _total(dtype: torch.dtype, parts: Sequence[Tensor]) -> Tensor:
-    """Return the sum of tensors, rounded once."""
-    with without_autocast(parts[0]):
-        if torch.compiler.is_compiling():
-            wide = compute_dtype(*parts)
-            return torch.stack([t.to(wide) for t in parts]).sum(0).to(dtype)
-        out: Tensor = _Sum.apply(*parts)
-        return widen(out, dtype)
+def _total(reads: Reads, newest: Sequence[Tensor], z: Tensor) -> Tensor:
+    """Return the newest source of a read, given in parts, with z added: rounded once."""
+    with without_autocast(z):
+        if reads.newest is not None:
+            return widen(reads.newest + z, newest[0].dtype)
+        if reads.inlet is None:
+            return sum_once((*newest, z))
+        # The parts have their gradients from the read.
+        total: Tensor = SumWithInlet.apply(reads.inlet, *(t.detach() for t in newest), z)
+        return total
 
 
 class Inkling2SlidingDecoderLayer(modeling.Inkling2SlidingDecoderLayer):
@@ -180,7 +185,7 @@ class Inkling2BlockAttentionResidual(modeling.Inkling2BlockAttentionResidual):
 
     def forward(self, block_states: Tensor, partial_block_states: Tensor) -> tuple[Tensor, ...]:
         """Return the mixtures [B, T, D] in fp32, which the model norms."""
-        return read(self, block_states, [partial_block_states])
+        return read(self, block_states, [partial_block_states]).mixtures
 
 
 def mixes_as_written(layer: Any, kind: Kind) -> bool:

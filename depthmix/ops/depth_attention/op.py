@@ -133,9 +133,8 @@ def depth_attention(
             results = []
             for w in range(0, n_ways, MAX_WAYS):
                 gain = None if gains is None else gains[w : w + MAX_WAYS]
-                results += NormedRead.apply(
-                    (eps, norm_eps), dtype, torch.is_grad_enabled(), u[w : w + MAX_WAYS], gain, None, None, *sources
-                )
+                keep, rows = torch.is_grad_enabled(), u[w : w + MAX_WAYS]
+                results += NormedRead.apply((eps, norm_eps), dtype, keep, False, rows, gain, None, None, *sources)
             return tuple(results) if many else results[0]
         if kernels and not usual:
             mixtures = GeneralRead.apply(options, norm_eps, torch.is_grad_enabled(), u, gains, *sources)

@@ -63,7 +63,9 @@ def compare_layers(
     with use_backend("triton" if backend == "triton" else None):
         found = layer_results(ours, inputs, cotangent)
     found = {name.removeprefix("_orig_mod."): value for name, value in found.items()}
-    assert_as_exact(found, layer_results(layer, inputs, cotangent), truth, dtype)
+    # Half precision is left with the roundings of stored tensors, which are at the same places for Inkling 2.
+    times = 1.05 if family == "inkling2" and dtype != torch.float32 and backend is None else 1.5
+    assert_as_exact(found, layer_results(layer, inputs, cotangent), truth, dtype, times)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
