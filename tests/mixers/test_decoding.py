@@ -135,7 +135,7 @@ LAST = [*RULES, ("dca", {"window": 1}), ("attnres", {"routing": "add"}), ("hyper
 def test_finish_of_the_last_tokens_alone(name, options, monkeypatch):
     """Of several sequences, through the kernels for many tokens; with gradients or without."""
     monkeypatch.setattr("depthmix.ops.slots.op.STEP_TOKENS", 0)
-    mixer, x = mixer_of(name, n_blocks=3, **options), rand(2, 3, D, dtype=torch.float32)
+    mixer, x = mixer_of(name, **options), rand(2, 3, D, dtype=torch.float32)
     norms = norms_of(mixer)
     with use_backend("reference"):
         expected = finished(mixer, x, norms, None)[:, -2:]

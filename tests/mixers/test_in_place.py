@@ -132,7 +132,7 @@ def test_by_kernels_a_change_is_refused_or_without_effect(name, choice, normed):
     """A wrong gradient without a word is what autograd's own nodes never give."""
     pytest.importorskip("triton")
     run = Pass(build(name, 2, choice, random=True, dtype=torch.float32), True, normed)
-    run.sublayers, run.e = run.sublayers.float(), run.e.float()
+    run.sublayers, run.e = run.sublayers.float(), run.e[:1, :3].float()  # a program of a kernel for every token
     run.norm = None if run.norm is None else run.norm.float()
     with use_backend("triton"):
         expected = run.run()

@@ -7,7 +7,7 @@ from depthmix import create_mixer
 from harness import MIXERS, as_tuple
 from ops.helpers import saved_storages
 
-TOKENS, DIM = 1024, 256  # beside an activation a number for each pair of sites and token is little
+TOKENS, DIM = 384, 256  # beside an activation a number for each pair of sites and token is little
 CASES = [*((name, {}) for name in MIXERS), ("laurel", {"variant": "pa"}), ("dca", {"window": 2})]
 
 

@@ -7,13 +7,13 @@ import torch
 from torch.utils import _pytree as pytree
 
 from depthmix.mixers.fast_path import plain_state
-from harness import MIXERS, PAIRWISE, as_tuple, build, embedding, label
+from harness import EVERY_VALUE, MIXERS, as_tuple, build, embedding, label
 
 
 @pytest.mark.parametrize("name", MIXERS)
 def test_what_is_read_and_kept_is_rounded_once(name):
     """Number by number it is what the same state gives in fp32, rounded; so all arithmetic is in fp32."""
-    for choice in (choice for other, choice in PAIRWISE if other == name):
+    for choice in (choice for other, choice in EVERY_VALUE if other == name):
         # a mixture is rounded and then added to the stream; a sum of what leaves a window is rounded before it is read
         if choice.get("routing") == "add" or (choice.get("window") == 1 and name in ("dca", "grn")):
             continue
