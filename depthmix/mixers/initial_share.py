@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from depthmix.ops.backend import use_backend
-from depthmix.ops.torch_internals import constant_for_compiler
+from depthmix.ops.torch_internals import UncompiledMode, constant_for_compiler
 
 if TYPE_CHECKING:
     from depthmix.mixers.base import Mixer
@@ -114,7 +113,7 @@ def _share(read: Tensor | tuple[Tensor, ...], stream: Tensor, n_sites: int) -> f
     return exact if abs(exact - c) <= TOLERANCE * c else c
 
 
-class OwnRandomNumbers(TorchDispatchMode):
+class OwnRandomNumbers(UncompiledMode):
     """Draw random numbers from a generator of one's own, in this thread. The global generator stays as it is."""
 
     def __init__(self, generator: torch.Generator) -> None:

@@ -10,8 +10,10 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
+    "UncompiledMode",
     "autograd_is_compiled",
     "backward_pass",
     "calls_only_its_forward",
@@ -57,6 +59,17 @@ def constant_for_compiler(function: Function) -> Function:
     """Do what torch.compiler.assume_constant_result does, without importing the compiler."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+class UncompiledMode(TorchDispatchMode):
+    """Base of dispatch modes that never run inside a compiled function.
+
+    PyTorch wraps other modes for the compiler, and imports all of it at their first operator. That takes two seconds.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
 
 
 # The compiler guards on both by itself.

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from depthmix.ops import torch_internals
 from depthmix.ops.torch_internals import (
+    UncompiledMode,
     autograd_is_compiled,
     backward_pass,
     calls_only_its_forward,
@@ -49,7 +50,7 @@ def asked() -> list[Any]:
 
 def test_every_name_is_tested_here() -> None:
     functions = {name for name, f in vars(torch_internals).items() if inspect.isfunction(f)}
-    assert functions | {"pytree"} == set(torch_internals.__all__)
+    assert functions | {"UncompiledMode", "pytree"} == set(torch_internals.__all__)
     assert set(torch_internals.__all__) <= set(globals())
 
 
@@ -166,6 +167,20 @@ def test_the_compiler_takes_a_marked_function_for_a_constant() -> None:
     compiled = torch.compile(marked, fullgraph=True, backend="eager")
     assert compiled(x) == compiled(x) == 3
     assert len(calls) == 1
+
+
+def test_a_mode_that_is_never_compiled_is_not_wrapped_for_the_compiler() -> None:
+    class Counting(UncompiledMode):
+        calls = 0
+
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            Counting.calls += 1
+            return function(*args, **(kwargs or {}))
+
+    assert not hasattr(Counting.__torch_dispatch__, "__wrapped__")
+    with Counting():
+        assert torch.ones(2).sum() == 2
+    assert Counting.calls >= 2
 
 
 OWN = {
