@@ -1,6 +1,7 @@
 """Every kernel is launched where its tensors are, whichever device is the current one."""
 
 import ast
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -128,3 +129,63 @@ def test_a_kernel_that_another_thread_is_loading_is_loaded_and_launched_again() 
         launch.launch(Loading(TypeError("something else")), (2,), x, 3, N=4)
     with pytest.raises(ValueError, match="another"):
         launch.launch(Loading(ValueError("another")), (2,), x, 3, N=4)
+
+
+def of_triton(kernel: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> str:
+    """Return the key by which Triton itself looks for a variant, as if for an H100."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import make_backend
+    from triton.runtime.jit import create_function_from_signature
+
+    bind = create_function_from_signature(kernel.signature, kernel.params, make_backend(GPUTarget("cuda", 90, 32)))
+    _, specialization, others = bind(*arguments, **options)
+    return repr((specialization, others))
+
+
+def example(table, x, y, n, rows, eps, scale: Any, D, STORE, num=3):  # type: ignore[no-untyped-def]
+    """Stand for a kernel: only its signature is looked at."""
+
+
+def jit_function() -> Any:
+    triton = pytest.importorskip("triton")
+    constant = triton.language.constexpr
+    example.__annotations__.update(D=constant, STORE=constant, num=constant, n=triton.language.int64)
+    return triton.runtime.jit.JITFunction(example, do_not_specialize=["rows"])
+
+
+def test_launches_with_one_key_are_one_variant_of_tritons() -> None:
+    """Tensors of all kinds, and the integers at which Triton compiles something else."""
+    kernel = jit_function()
+    table = torch.zeros(8, dtype=torch.int64)
+    rows = [torch.zeros(32, dtype=dtype)[start:] for dtype in (torch.float32, torch.bfloat16) for start in (0, 1, 16)]
+    integers = [0, 1, 2, 15, 16, 17, -1, -16, 2**31 - 1, 2**31, 2**31 - 16, 2**31 + 16, -(2**31), -(2**31) - 1, 2**40]
+    calls = [(table, x, rows[0], 7, 3, 1e-6, 2.0) for x in rows]
+    calls += [(table, rows[0], x, n, n, 1e-6, n) for x, n in itertools.product(rows[:2], integers)]
+    calls += [(table, rows[0], rows[0], n, m, 0.5, 1.0) for n, m in itertools.product(integers, integers)]
+    variants: dict[Any, str] = {}
+    for call, settings in itertools.product(calls, ({"D": 64, "STORE": 1}, {"D": 64, "STORE": 0, "num_warps": 4})):
+        key = launch.variant(kernel, torch.device("cuda", 0), call, settings)
+        assert key is not None
+        assert variants.setdefault(key, of_triton(kernel, call, settings)) == of_triton(kernel, call, settings)
+    assert 40 < len(variants) < len(calls)
+    assert len(set(variants.values())) > 20
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options"),
+    [
+        ((1, 2, 3, 4, 5, 6, 7, 64), {"STORE": 1, "num": 3}),  # a constant whose value is not in the key
+        (
+            (1, 2, 3, 4, 5, 6),
+            {"scale": 1.0, "D": 64, "STORE": 1, "num": 3},
+        ),  # an argument that would never change again
+        ((1, 2, 3, 4, 5, 6, 7), {"D": 64, "STORE": 1}),  # a constant that has a default
+        ((1, 2, 3, 4, 5, 6, True), {"D": 64, "STORE": 1, "num": 3}),  # neither a tensor nor a number
+    ],
+)
+def test_other_calls_are_left_to_triton(
+    arguments: tuple[Any, ...], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "_compiled", {})
+    launch.remember(jit_function(), object(), torch.device("cuda", 0), arguments, options)
+    assert not launch._compiled
