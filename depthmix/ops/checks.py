@@ -23,7 +23,9 @@ def check_sources(op: str, sources: Sequence[Tensor]) -> None:
             raise ValueError(f"{op}: expected sources [..., D], source {i} is {got}")
         if not v.is_floating_point():
             raise ValueError(f"{op}: expected floating-point sources, source {i} is {v.dtype}")
-        if v.shape != first.shape or v.device != first.device:
+        if i == 0:
+            shape, device = v.shape, v.device
+        elif v.shape != shape or v.device != device:
             raise ValueError(
                 f"{op}: all sources must be alike; source 0 is {list(first.shape)} on {first.device}, "
                 f"source {i} is {list(v.shape)} on {v.device}"

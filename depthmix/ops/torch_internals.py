@@ -18,6 +18,7 @@ __all__ = [
     "backward_pass",
     "calls_only_its_forward",
     "constant_for_compiler",
+    "dispatcher_is_idle",
     "inside_sharded_model",
     "node_will_run",
     "pytree",
@@ -77,6 +78,22 @@ class UncompiledMode(TorchDispatchMode):
 def transformed() -> bool:
     """Return whether tensors may belong to torch.func (grad, vmap, jvp, ...) or carry forward-mode derivatives."""
     return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
+
+
+def dispatcher_is_idle() -> bool:
+    """Return whether an operator on plain tensors would go straight to its implementation.
+
+    Autograd, torch.func, dispatch modes (fake tensors, selective checkpointing, profilers of operators), tracing and compilation
+    all want to see it on its way.
+    """
+    return not (
+        torch.is_grad_enabled()
+        or torch.compiler.is_compiling()
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._get_tracing_state() is not None
+        or torch.autograd._profiler_enabled()
+    )
 
 
 _MODULE_HOOKS = (

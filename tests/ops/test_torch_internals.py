@@ -17,6 +17,7 @@ from depthmix.ops.torch_internals import (
     backward_pass,
     calls_only_its_forward,
     constant_for_compiler,
+    dispatcher_is_idle,
     inside_sharded_model,
     node_will_run,
     pytree,
@@ -254,3 +255,30 @@ def test_pytrees_take_new_nodes_with_named_children() -> None:
     assert leaves == [1, 2]
     assert pytree.tree_unflatten([3, 4], spec).b == 4
     assert [pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(Pair(1, 2))[0]] == [".a", ".b"]
+
+
+def test_the_dispatcher_is_idle_only_where_nobody_wants_to_see_operators() -> None:
+    from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.utils.flop_counter import FlopCounterMode
+
+    seen: dict[str, bool] = {}
+
+    def look(name: str, x: Tensor) -> Tensor:
+        seen[name] = dispatcher_is_idle()
+        return x + 1
+
+    x = torch.ones(2)
+    look("with gradients", x)
+    with torch.no_grad():
+        look("plain", x)
+        with FlopCounterMode(display=False):
+            look("dispatch mode", x)
+        torch.func.vmap(lambda x: look("torch.func", x))(x)
+        torch.jit.trace(lambda x: look("trace", x), x, check_trace=False)
+        make_fx(lambda x: look("fx", x))(x)
+        with torch.profiler.profile():
+            look("profiler", x)
+        torch.compile(lambda x: look("compiler", x), backend="eager", fullgraph=True)(x)
+        look("plain again", x)
+    assert {name for name, idle in seen.items() if idle} == {"plain", "plain again"}
+    assert len(seen) == 9

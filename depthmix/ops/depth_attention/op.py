@@ -108,9 +108,11 @@ def depth_attention(
     if key_gain is not None and not key_norm:
         raise ValueError(f"{op}: key_gain belongs to the keys' norm, but key_norm is False")
 
-    dtype = promoted_dtype(tuple(sources))
+    # One for all of its dtype.
+    kinds = (first,) if all(v.dtype == first.dtype for v in sources) else tuple(sources)
+    dtype = promoted_dtype(kinds)
     with without_autocast(first):
-        wide = compute_dtype(query, *sources)
+        wide = compute_dtype(query, *kinds)
         u = widen(query, wide)
         if key_gain is not None:
             gain = widen(key_gain, wide)
@@ -122,7 +124,7 @@ def depth_attention(
             gains = widen(gains, wide)
         options = Options(eps, key_norm, heads, activation, value_norm)
         usual = is_usual(options, static=u.ndim == 2)
-        why = why_unsupported(sources, wide=query.dtype == torch.float64, heads=heads)
+        why = why_unsupported(kinds, wide=query.dtype == torch.float64, heads=heads)
         if return_weights:
             why = "they do not return weights"
         elif not usual and torch.compiler.is_compiling():

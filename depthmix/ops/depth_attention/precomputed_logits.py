@@ -11,6 +11,7 @@ from torch import Tensor
 
 from depthmix.ops.depth_attention import library  # noqa: F401  (registers the operators)
 from depthmix.ops.norm import side_by_side
+from depthmix.ops.registration import call
 
 # kernels.tiling imports triton.
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ class GroupMixtures(NamedTuple):
         add, gain, *others = rest
         gain, n_rows = None if gain is None else side_by_side(gain), self._rows_from(row)
         bank, lse = self.bank[len(self.bank) - n_rows], self.lse[len(self.lse) - n_rows]
-        return torch.ops.depthmix.depth_read_near(u, sources[len(logits) :], add, gain, *others, bank, lse)
+        return call("depth_read_near", u, sources[len(logits) :], add, gain, *others, bank, lse)
 
     def after(self, row: int) -> "GroupMixtures":
         """Return what the rows after this one need; the mixture of this row is dropped."""
@@ -63,7 +64,7 @@ class KnownLogits(NamedTuple):
     def read(self, row: int, u: Tensor, sources: Sequence[Tensor], logits: list[Tensor], *rest: Any) -> Any:
         """Read at a row with known logits for all sources but the newest."""
         add, gain, *others = rest
-        return torch.ops.depthmix.depth_read_known(u, sources, logits, add, [] if gain is None else list(gain), *others)
+        return call("depth_read_known", u, sources, logits, add, [] if gain is None else list(gain), *others)
 
     def after(self, row: int) -> "KnownLogits":
         """Return what the rows after this one need: everything."""
@@ -243,6 +244,6 @@ def read(
     if precomputed is None:
         add, gain, *others = rest
         gain = None if gain is None else side_by_side(gain)
-        return torch.ops.depthmix.depth_read(u, sources, add, gain, *others), []
+        return call("depth_read", u, sources, add, gain, *others), []
     logits = precomputed.logits(len(queries) - row, ways)
     return precomputed.read(row, u, sources, logits, *rest), logits

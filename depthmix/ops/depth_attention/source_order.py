@@ -58,6 +58,7 @@ from depthmix.ops.backward_mail import (
 from depthmix.ops.depth_attention.precomputed_logits import GroupMixtures, KnownLogits, read
 from depthmix.ops.depth_attention.reference import depth_attention_reference
 from depthmix.ops.precision import rms_normalize, without_autocast
+from depthmix.ops.registration import call
 from depthmix.ops.row_gradients import CollectRows, post_row_gradients
 from depthmix.ops.torch_internals import node_will_run, saving_is_hooked
 
@@ -157,7 +158,7 @@ class ReadSources(torch.autograd.Function):
         ctx.pair = is_pair(len(sources), ways, lasts)
         if ctx.pair:
             ctx.older_logits, mixtures = [], sources[:1]
-            y, s, lse, fresh = torch.ops.depthmix.depth_read_pair(queries[row : row + ways], *sources, add, gain, *eps)
+            y, s, lse, fresh = call("depth_read_pair", queries[row : row + ways], *sources, add, gain, *eps)
         else:
             (y, o, s, lse, fresh), ctx.older_logits = read(queries, row, ways, sources, precomputed, add, gain, *eps, 2)
             mixtures = o or y

@@ -221,5 +221,8 @@ def recorded_table(addresses: tuple[int, ...], place: Place) -> Tensor:
 
 def aligned(dim: int, *groups: Sequence[Tensor | None]) -> bool:
     """Return whether every row of every tensor starts at a multiple of 16 bytes."""
-    given = [t for group in groups for t in group if t is not None]
-    return all(t.data_ptr() % 16 == 0 and dim * t.element_size() % 16 == 0 for t in given)
+    for group in groups:
+        for t in group:
+            if t is not None and (t.data_ptr() % 16 or dim * t.element_size() % 16):
+                return False
+    return True

@@ -85,7 +85,7 @@ def launch_again(
         return False
     run, function, metadata, constants = compiled
     x, y, z = (*grid, 1, 1)[:3]
-    stream = torch._C._cuda_getCurrentRawStream(device.index)
+    stream = current_place(device)[1]
     run(x, y, z, stream, function, metadata, None, None, None, *arguments, *constants)
     return True
 

@@ -7,6 +7,7 @@ The equations are in reference.py. Sources are never stacked: kernels reach them
     read_backward    for one or two ways: the norm, and the newest source while it is in registers
 """
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -260,11 +261,13 @@ def _read_backward_kernel(
         store_sums(part, 1, du1, dgain1, d, ok, D, WAYS)
 
 
+@functools.cache
 def warps_for(block: int, registers: int) -> int:
     """Return the fewest warps that hold `registers` fp32 rows of a block. One warp needs no reduction across warps."""
     return min(32, max(1, triton.next_power_of_2(block * registers) // (32 * 128)))
 
 
+@functools.cache
 def warps_and_pieces(dim: int, ways: int) -> tuple[int, Pieces]:
     """Return how many warps hold a row, and a query and a sum for each way, and how they cut a row."""
     # Pieces have no empty lanes. A lane has registers for 200 numbers of these rows.
@@ -275,7 +278,12 @@ def warps_and_pieces(dim: int, ways: int) -> tuple[int, Pieces]:
 
 def stages(most: int, like: Tensor, rows: int) -> int:
     """Return how many loop steps are loaded ahead, each of `rows` rows like `like`, within a small GPU's shared memory."""
-    return max(1, min(most, 1 + 90_000 // (rows * triton.next_power_of_2(like.shape[-1]) * like.element_size())))
+    return _stages(most, like.shape[-1], like.element_size(), rows)
+
+
+@functools.cache
+def _stages(most: int, dim: int, size: int, rows: int) -> int:
+    return max(1, min(most, 1 + 90_000 // (rows * triton.next_power_of_2(dim) * size)))
 
 
 class Result(NamedTuple):
