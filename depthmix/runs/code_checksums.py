@@ -149,10 +149,13 @@ def _tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
+# Comparisons ask for the same hundreds of names after every run.
+@functools.cache
 def _name(path: Path) -> str:
     return path.relative_to(PACKAGE).as_posix() if path.is_relative_to(PACKAGE) else path.name
 
 
+@functools.cache
 def _is_kernel(path: Path) -> bool:
     """Tell whether a file implements a fast path or an operator, as opposed to the operator's specification."""
     return _name(path).startswith(("ops/", "fast/")) and path.name not in SPECIFICATIONS
