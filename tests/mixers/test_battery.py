@@ -36,6 +36,11 @@ every_layout = pytest.mark.parametrize("blocks", [3, *LAYOUTS.values()], ids=["u
 every_value = pytest.mark.parametrize(("name", "choice"), EVERY_VALUE, ids=[label(*case) for case in EVERY_VALUE])
 
 
+def every_two_values(name):
+    """Return the choices of options in which all pairs of values meet. A rule that is not registered has its defaults."""
+    return [choice for other, choice in PAIRWISE if other == name] or [{}]
+
+
 def gradients(mixer, sublayers, e, **kwargs):
     """Gradients of everything for a fixed loss, and the output."""
     for p in (*mixer.parameters(), *sublayers.parameters()):
@@ -217,11 +222,11 @@ def tensors(state):
     return [leaf for leaf in pytree.tree_leaves(state) if leaf is not None]
 
 
+@pytest.mark.parametrize("blocks", [2, *LAYOUTS.values()], ids=["usual", *LAYOUTS])
 @every_mixer
-def test_a_state_is_a_value(name):
+def test_a_state_is_a_value(name, blocks):
     """Writing twice from one state, with or without the read before it, and after a pytree round trip, gives the same."""
-    cases = [(choice, 2) for other, choice in PAIRWISE if other == name]
-    for choice, blocks in [*cases, *(({}, layout) for layout in LAYOUTS.values())]:
+    for choice in every_two_values(name) if blocks == 2 else [{}]:
         check_a_state_is_a_value(name, choice, blocks)
 
 
@@ -249,7 +254,7 @@ def check_a_state_is_a_value(name, choice, blocks):
 @every_mixer
 def test_a_prefix_without_gradients_leaves_those_of_the_rest_alone(name):
     """What a state remembers of it besides its value, which a pytree round trip drops, was made without gradients too."""
-    for choice in (choice for other, choice in PAIRWISE if other == name):
+    for choice in every_two_values(name):
         check_a_prefix_without_gradients(name, choice)
 
 
