@@ -177,7 +177,10 @@ def layer_backward(
     # Few enough rows that a lane may hold 32 numbers of each.
     small = ways == 1 and v.element_size() == 2
     warps = min(32, max(1, triton.next_power_of_2(dim) // (1024 if small else 256)))
-    pieces = cut(dim, warps)
+    pieces = cut(dim, min(16, warps))
+    if pieces.number > 1:
+        # Rows in pieces are shorter. 32 warps would have too few registers each.
+        warps = min(16, warps)
     # More programs than run at a time, so that each adds up few tokens: long sums are less exact.
     programs = min(tokens, (4 if small else 8) * programs_for(tokens, warps, v))
     part = torch.empty(programs, 2, ways, dim, dtype=torch.float32, device=v.device)
