@@ -1,10 +1,18 @@
 """`cpu-step`: the size of the committed results, a ratio with its target, and refusing what is wrong."""
 
+import pytest
 import torch
 
-from benchmarks import cli, cpu_step, step
+from benchmarks import cli, cpu_step, report, step
 from benchmarks.report import read_rows
 from project import ROOT
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch):
+    """Draw nothing, and use one thread: two of a busy machine wait for each other."""
+    monkeypatch.setattr(cpu_step, "THREADS", 1)
+    monkeypatch.setattr(report, "plot", lambda rows, path: None)
 
 
 def run(folder, *more):
@@ -12,11 +20,16 @@ def run(folder, *more):
     return code, read_rows(folder / "cpu-step.csv")
 
 
-def test_writes_a_ratio_and_leaves_the_threads_alone(tmp_path):
+def test_threads_are_used_and_their_number_is_left_alone():
     before = torch.get_num_threads()
+    with cpu_step.threads(2):
+        assert torch.get_num_threads() == 2
+    assert torch.get_num_threads() == before
+
+
+def test_writes_a_ratio(tmp_path):
     code, rows = run(tmp_path)
     assert code == 0
-    assert torch.get_num_threads() == before
     ratios = {r.who: r.value for r in rows if r.metric == "step / residual"}
     assert set(ratios) == set(cpu_step.SMALL) >= {"residual", "attnres:block_size=4"}
     assert ratios["residual"] == 1

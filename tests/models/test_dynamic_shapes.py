@@ -35,7 +35,7 @@ class Broken(nn.Module):
     def __init__(self):
         super().__init__()
         self.mixer = create_mixer("attnres", dim=16, n_blocks=1)
-        self.norms = nn.ModuleList(nn.RMSNorm(16, eps=1e-6) for _ in range(2))
+        self.norms = nn.ModuleList(nn.RMSNorm(16, eps=1e-6) for _ in range(self.mixer.n_sites))
 
     def forward(self, x):
         state = self.mixer.start(x)
@@ -46,11 +46,18 @@ class Broken(nn.Module):
         return self.mixer.finish(state)
 
 
-def test_a_site_is_a_plain_number_in_pieces_of_a_model(quick_inductor):
+def test_a_site_is_a_plain_number_in_pieces_of_a_model():
     """As a symbol it would reach the compiled code of a piece that does not define it."""
     pytest.importorskip("triton")
-    model = Broken()
+    model, x, symbols = Broken(), torch.randn(2, 5, 16), []
+
+    def compiler(graph, inputs):
+        symbols.append([i.node.hint for i in inputs if isinstance(i, torch.SymInt) and i.node.maybe_as_int() is None])
+        return graph.forward
+
     torch._dynamo.reset()
-    compiled, x = torch.compile(model, dynamic=True), torch.randn(2, 5, 16)
+    compiled = torch.compile(model, dynamic=True, backend=compiler)
     with use_backend("triton"), torch.no_grad():
         torch.testing.assert_close(compiled(x), model(x))
+    assert len(symbols) > 4
+    assert {2, 5} <= {size for piece in symbols for size in piece} <= {2, 3, 5, 16}  # of x and three queries
