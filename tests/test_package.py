@@ -165,7 +165,7 @@ def test_wheel_runs_the_readme_in_a_fresh_environment_without_extras(tmp_path, m
     (wheel,) = tmp_path.glob("depthmix-*.whl")
     venv.create(tmp_path / "env")
     interpreter = tmp_path / "env" / "bin" / "python"
-    install = ["install", "--quiet", "--no-deps", "--no-index", str(wheel)]
+    install = ["install", "--quiet", "--no-compile", "--no-deps", "--no-index", str(wheel)]
     subprocess.run(
         [sys.executable, "-m", "pip", "--python", str(interpreter), *install], check=True, capture_output=True
     )

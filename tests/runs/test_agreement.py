@@ -28,8 +28,10 @@ from train.refused import refused
 
 
 @pytest.fixture
-def run(tmp_path):
-    """A finished run that may be changed."""
+def run(tmp_path, monkeypatch):
+    """A finished run that may be changed. Reports of it have no figures: tests/compare has them."""
+    for draw in ("draw_curves", "draw_insides"):
+        monkeypatch.setattr(f"depthmix.compare.report.{draw}", lambda *_: [])
     shutil.copytree(small.run().path, tmp_path / "run")
     return RunFolder(tmp_path / "run")
 
