@@ -12,8 +12,7 @@ import ast
 import functools
 import hashlib
 import inspect
-import io
-import tokenize
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import CodeType, FunctionType
@@ -57,6 +56,10 @@ SILENT = ("mixers/mixing.py", "mixers/options.py")
 SILENT_FOR_TEXT, SILENT_FOR_IMAGES = ("models/vit.py", "data/images.py"), ("models/decoder.py",)
 # Files that define what an operator computes. All other files of operators make it fast.
 SPECIFICATIONS = ("reference.py", "rules.py", "coefficients.py", "norm.py", "precision.py", "matmul.py")
+# A hundred files are read before every run, and tokenize takes longer than all the rest of it.
+STRING_OR_COMMENT = re.compile(
+    r"""\"{3}(?:\\.|[^\\])*?\"{3}|'{3}(?:\\.|[^\\])*?'{3}|"(?:\\.|[^\\\n"])*"|'(?:\\.|[^\\\n'])*'|\#[^\n]*""", re.DOTALL
+)
 KERNELS = "kernels of "  # prefix of an entry, before the name of a rule
 
 
@@ -126,11 +129,7 @@ def checksum(path: Path) -> str:
 @functools.cache
 def _checksum(path: Path, wanted: tuple[str, ...] | None) -> str:
     source, tree = path.read_text(encoding="utf-8"), _tree(path)
-    lines = source.split("\n")  # as Python counts them
-    for token in tokenize.generate_tokens(io.StringIO(source).readline) if "#" in source else ():
-        if token.type == tokenize.COMMENT:
-            row, column = token.start
-            lines[row - 1] = lines[row - 1][:column]
+    lines = _without_comments(source).split("\n")  # as Python counts them
     for node in (tree, *_statements(tree)):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and ast.get_docstring(
             node, clean=False
@@ -156,6 +155,10 @@ def _statements(node: ast.AST) -> Iterator[ast.AST]:
 @functools.cache
 def _tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def _without_comments(source: str) -> str:
+    return STRING_OR_COMMENT.sub(lambda found: "" if found[0].startswith("#") else found[0], source)
 
 
 # Comparisons ask for the same hundreds of names after every run.

@@ -1,5 +1,8 @@
 """Which files a run's numbers depend on, and what of them counts."""
 
+import io
+import tokenize
+
 import pytest
 
 from depthmix import list_mixers
@@ -26,6 +29,33 @@ def of(tmp_path, text, name="a.py"):
     code_checksums._checksum.cache_clear()
     code_checksums._tree.cache_clear()
     return found
+
+
+TRICKY = (
+    r'''
+a = "# no" + '# no'  # yes "one" 'two'
+b = """ # no
+  " # no '' \""" # no
+"""  # yes
+c = r"\# no\\"  # yes: r"
+d = f"{a!r:>{3}} # no {b['k']}"  # yes
+e = ""  # yes
+g = "it's"  # isn't
+'''
+    + "h = ''' # no \\''' # no '''  # yes\n"
+)
+
+
+def test_comments_are_those_that_python_finds():
+    from depthmix.runs import code_checksums
+
+    lines = TRICKY.split("\n")
+    for token in tokenize.generate_tokens(io.StringIO(TRICKY).readline):
+        if token.type == tokenize.COMMENT:
+            row, column = token.start
+            assert token.string.startswith(("# yes", "# isn't"))
+            lines[row - 1] = lines[row - 1][:column]
+    assert code_checksums._without_comments(TRICKY) == "\n".join(lines)
 
 
 @pytest.mark.parametrize(
