@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from depthmix.ops import BackendError, use_backend
 from depthmix.ops.gated_streams import gated_mean, write_norm
@@ -132,6 +133,36 @@ def test_what_kernels_do_not_know_by_triton() -> None:
             write_norm(torch.ones(1, 2, 4, dtype=torch.float64), None, None, torch.ones(2, 4), EPS)
         with pytest.raises(BackendError, match="9000 channels do not fit"):
             gated_mean(torch.ones(1, 4, 9000), torch.ones(1, 4, 9000))
+
+
+def read_and_write(x: Tensor, gain: Tensor, y: Tensor, post: Tensor, z: Tensor) -> list[Tensor]:
+    """A write with the read after it, and another read of what was given, as in a layer of Qwen4-Exp."""
+    first = gated_mean(z, write_norm(x, None, None, gain, EPS)[1])
+    x, normed = write_norm(z.detach(), y, post, gain.detach(), EPS)
+    return [first, x, gated_mean(z.detach(), normed)]
+
+
+def test_compiled_as_one_graph_by_triton() -> None:
+    """Both are operators in one graph."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    leaves = [*leaves_of((3, 2, 6), True), rand(3, 2, 6, seed=5, dtype=FP32)]
+    with use_backend("triton"):
+        found, expected = (
+            run(f, leaves) for f in (torch.compile(read_and_write, backend=counter, fullgraph=True), read_and_write)
+        )
+    for a, b in zip((*found[0], *found[1]), (*expected[0], *expected[1]), strict=True):
+        assert torch.equal(a, b)
+    names = [str(node.target) for graph in counter.graphs for node in graph.graph.nodes]
+    assert [sum(f"depthmix.{op}" in name for name in names) for op in ("write_norm", "gated_mean")] == [2, 2]
+
+
+def test_opcheck_by_triton() -> None:
+    """Schema, fake kernels, autograd registration and AOT dispatch are in order."""
+    x, gain, y, post = (t.requires_grad_() for t in leaves_of((3, 2, 6), True))
+    for written in ((y, post), (None, None)):
+        torch.library.opcheck(torch.ops.depthmix.write_norm.default, (x, *written, gain, EPS))
+    torch.library.opcheck(torch.ops.depthmix.gated_mean.default, (x, x.detach().sin().requires_grad_()))
 
 
 PTX = """

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from depthmix.ops import depth_attention, use_backend
 from ops.helpers import LAYOUTS, assert_near, rand, run, saved_storages, stacked_sizes
@@ -139,6 +140,45 @@ def test_second_derivatives() -> None:
     assert_second_derivatives(*blocks_case(2, 2, True, True))
     assert_second_derivatives(*blocks_case(1, 1, True, True, then_sum=True))
     assert_second_derivatives(*case((2, 1, 6), 3, layout="strided", out_gain=True, value_norm=True, eps=1e-2))
+
+
+def read_and_add(
+    u: Tensor, gain: Tensor, stack: Tensor, older: Tensor, newest: Tensor, add: Tensor, z: Tensor
+) -> list[Tensor]:
+    """A read and the sum after it, as in a layer of Inkling 2."""
+    mixtures, inlet = normed_read.read_normed((1e-2, 0.3), FP32, True, u, gain, stack, add, (older, newest))
+    return [*mixtures, normed_read.sum_with_inlet(inlet, (newest, add), z)]
+
+
+def leaves_of_a_read() -> list[Tensor]:
+    shapes = [(2, 6), (2, 6), (3, 2, 6), *[(3, 6)] * 4]
+    return [rand(*shape, seed=i, dtype=FP32) for i, shape in enumerate(shapes)]
+
+
+@pytest.mark.uncovered
+def test_compiled_as_one_graph(quick_inductor: None) -> None:
+    """Reads and sums are operators in one graph, and give the bits of eager code. Inductor has nothing to compile besides."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("inductor")
+    compiled, leaves = torch.compile(read_and_add, fullgraph=True, backend=counter), leaves_of_a_read()
+    with use_backend("triton"):
+        found, expected = run(compiled, leaves), run(read_and_add, leaves)
+    for a, b in zip((*found[0], *found[1]), (*expected[0], *expected[1]), strict=True):
+        assert torch.equal(a, b)
+    names = [str(node.target) for graph in counter.graphs for node in graph.graph.nodes]
+    assert [sum(f"depthmix.{op}" in name for name in names) for op in ("normed_read", "sum_with_inlet")] == [1, 1]
+
+
+@pytest.mark.parametrize("few", [False, True])
+def test_opcheck(few: bool) -> None:
+    """Schema, fake kernels, autograd registration and, once, AOT dispatch are in order."""
+    u, gain, stack, older, newest, add, _ = (t.requires_grad_() for t in leaves_of_a_read())
+    rest = (None, None, None) if few else (gain, stack, add)
+    checks = ["test_schema", "test_autograd_registration", "test_faketensor"] + ["test_aot_dispatch_dynamic"] * (
+        not few
+    )
+    args = (u, *rest, [older, newest], 1e-2, 0.3, FP32, True, not few)
+    torch.library.opcheck(torch.ops.depthmix.normed_read.default, args, test_utils=checks)
 
 
 STACKS: list[dict[str, Any]] = [

@@ -21,7 +21,7 @@ from transformers.models.inkling2 import modeling_inkling2 as modeling
 from depthmix.hf.accelerated.family import Family
 from depthmix.hf.accelerated.streams import fused_gain, is_plain, runs_as_written
 from depthmix.ops.backend import choose
-from depthmix.ops.depth_attention.normed_read import NormedRead, SumWithInlet, sum_once, unstacked
+from depthmix.ops.depth_attention.normed_read import read_normed, sum_with_inlet, unstacked
 from depthmix.ops.depth_attention.op import depth_attention, why_unsupported
 from depthmix.ops.norm import side_by_side
 from depthmix.ops.precision import compute_dtype, widen, without_autocast
@@ -81,9 +81,7 @@ def read(
         eps = part.norm.eps, norms[0].variance_epsilon if fused else 0.0
         dtype = sources[0].dtype if fused else wide
         if _kernels(blocks, sources, add, wide):
-            keep = torch.is_grad_enabled()
-            found = NormedRead.apply(eps, dtype, keep, then_sum and keep, query, gain, blocks, add, *sources)
-            mixtures, inlet = found[: len(query)], found[-1] if then_sum and keep else None
+            mixtures, inlet = read_normed(eps, dtype, then_sum, query, gain, blocks, add, sources)
         else:
             options: dict[str, Any] = {"eps": eps[0], "out_gain": gain, "out_eps": eps[1], "value_norm": True}
             unstacked_sources = unstacked(blocks, add, sources)
@@ -95,8 +93,6 @@ def read(
 
 
 def _kernels(blocks: Tensor, sources: Sequence[Tensor], add: Tensor | None, wide: torch.dtype) -> bool:
-    if torch.compiler.is_compiling():
-        return False
     tensors = [*sources, blocks, *(() if add is None else (add,))]
     why = why_unsupported([sources[0], *tensors], wide=wide == torch.float64)
     return choose("accelerate", sources[0], why) == "triton"
@@ -131,11 +127,7 @@ def _total(reads: Reads, newest: Sequence[Tensor], z: Tensor) -> Tensor:
     with without_autocast(z):
         if reads.newest is not None:
             return widen(reads.newest + z, newest[0].dtype)
-        if reads.inlet is None:
-            return sum_once((*newest, z))
-        # The parts have their gradients from the read.
-        total: Tensor = SumWithInlet.apply(reads.inlet, *(t.detach() for t in newest), z)
-        return total
+        return sum_with_inlet(reads.inlet, newest, z)
 
 
 class Inkling2SlidingDecoderLayer(modeling.Inkling2SlidingDecoderLayer):

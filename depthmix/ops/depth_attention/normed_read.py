@@ -21,8 +21,9 @@ from torch import Tensor
 
 from depthmix.ops.autograd import reference_gradients
 from depthmix.ops.backward_mail import current_pass_id
+from depthmix.ops.depth_attention import normed_library  # noqa: F401  (registers the operators)
+from depthmix.ops.depth_attention.normed_rows import new_inlet, normed_read, normed_read_backward, sum_once
 from depthmix.ops.depth_attention.reference_autograd import Options, differentiable
-from depthmix.ops.depth_sum.op import depth_sum
 from depthmix.ops.precision import compute_dtype, widen, without_autocast
 
 
@@ -99,78 +100,6 @@ class SumWithInlet(torch.autograd.Function):
         return of_inlet, *[None] * (len(ctx.needs_input_grad) - 2), of_last
 
 
-def new_inlet(like: Tensor) -> Tensor:
-    """Return a tensor of the shape and dtype of another that takes no memory."""
-    return like.new_zeros(1).expand(like.shape)
-
-
-def sum_once(parts: Sequence[Tensor]) -> Tensor:
-    """Return the sum of tensors in the dtype of the first one, rounded once."""
-    first, ones = parts[0], torch.ones(1, len(parts), 1, device=parts[0].device, dtype=compute_dtype(*parts))
-    total: Tensor = depth_sum(parts, static=ones)[0]
-    return widen(total, first.dtype)
-
-
-def normed_read(
-    eps: tuple[float, float],
-    dtype: torch.dtype,
-    keep: bool,
-    u: Tensor,
-    gain: Tensor | None,
-    stack: Tensor | None,
-    add: Tensor | None,
-    sources: Sequence[Tensor],
-) -> tuple[list[Tensor], Tensor, Tensor]:
-    """Return the mixtures of `NormedRead.forward`, the logits [W, n, N] and their log-sum-exp [W, 1, N]."""
-    from depthmix.ops.depth_attention.kernels.read import read
-
-    older, own, add_rows = _rows(stack, add, sources)
-    options: dict[str, Any] = {"value_norm": True, "store_sum": False, "stacked": len(older), "dtype": dtype}
-    rows = None if gain is None else gain.contiguous()
-    y, _, s, lse, _ = read(u.contiguous(), [*older, *own], add_rows, rows, *eps, int(keep), **options)
-    return y, s, lse
-
-
-def normed_read_backward(
-    dy: Sequence[Tensor],
-    g: Tensor | None,
-    eps: tuple[float, float],
-    u: Tensor,
-    gain: Tensor | None,
-    s: Tensor,
-    lse: Tensor,
-    stack: Tensor | None,
-    add: Tensor | None,
-    sources: Sequence[Tensor],
-) -> tuple[Tensor | None, list[Tensor], Tensor, Tensor | None]:
-    """Return the gradients of the stack, of the sources, of u and of the gain; `add` has that of the newest source.
-
-    Args:
-        dy: gradients of the mixtures.
-        g: a gradient of the newest source from elsewhere, or None.
-        eps, u, gain, stack, add, sources: as in the forward.
-        s, lse: as the forward returned them.
-    """
-    from depthmix.ops.depth_attention.kernels.layer_backward import layer_backward
-
-    older, own, add_rows = _rows(stack, add, sources)
-    dstack = None if stack is None else stack.new_empty(stack.shape)
-    rows, g = (None if t is None else t.contiguous() for t in (gain, g))
-    rule: dict[str, Any] = {"add": add_rows, "value_norm": True, "dstack": dstack}
-    dv, du, dgain = layer_backward(
-        [d.contiguous() for d in dy], u.contiguous(), rows, s, lse[:, 0].contiguous(), [*older, *own], g, *eps, **rule
-    )
-    return dstack, dv[len(older) :], du, None if gain is None else dgain
-
-
-def _rows(
-    stack: Tensor | None, add: Tensor | None, sources: Sequence[Tensor]
-) -> tuple[list[Tensor], list[Tensor], Tensor | None]:
-    """Return the older sources, the others and what is added to the last of them, as kernels read them."""
-    older = [] if stack is None else list(stack.contiguous().unbind(-2))
-    return older, [v.contiguous() for v in sources], None if add is None else add.contiguous()
-
-
 def _reference(eps: tuple[float, float], dtype: torch.dtype, with_sum: bool) -> Any:
     """Return the same computation in plain PyTorch, as a function of all tensors. with_sum: also return the newest source."""
 
@@ -191,3 +120,45 @@ def unstacked(stack: Tensor | None, add: Tensor | None, sources: Sequence[Tensor
     newest = widen(newest, compute_dtype(newest))
     newest = newest if add is None else newest + add
     return [*(() if stack is None else stack.unbind(-2)), *others, newest]
+
+
+def read_normed(
+    eps: tuple[float, float],
+    dtype: torch.dtype,
+    then_sum: bool,
+    u: Tensor,
+    gain: Tensor | None,
+    stack: Tensor | None,
+    add: Tensor | None,
+    sources: Sequence[Tensor],
+) -> tuple[tuple[Tensor, ...], Tensor | None]:
+    """Read with kernels: return the mixtures, and an inlet if `then_sum` and gradients are recorded.
+
+    The arguments are those of `NormedRead.forward`.
+    """
+    keep = torch.is_grad_enabled()
+    with_inlet = then_sum and keep
+    if torch.compiler.is_compiling():
+        rest = (list(sources), *eps, dtype, keep, with_inlet)
+        y, _, _, inlet = torch.ops.depthmix.normed_read(u, gain, stack, add, *rest)
+        return tuple(y), inlet if with_inlet else None
+    found = NormedRead.apply(eps, dtype, keep, with_inlet, u, gain, stack, add, *sources)
+    return (found[:-1], found[-1]) if with_inlet else (found, None)
+
+
+def sum_with_inlet(inlet: Tensor | None, parts: Sequence[Tensor], last: Tensor) -> Tensor:
+    """Return the sum of tensors in the dtype of the first one, rounded once.
+
+    Args:
+        inlet: of the read whose newest source is the sum of the parts, or None: the parts have gradients of their own.
+        parts: tensors [..., D].
+        last: one more.
+    """
+    if inlet is None:
+        return sum_once((*parts, last))
+    parts = [t.detach() for t in parts]
+    if torch.compiler.is_compiling():
+        total: Tensor = torch.ops.depthmix.sum_with_inlet(inlet, parts, last)
+    else:
+        total = SumWithInlet.apply(inlet, *parts, last)
+    return total

@@ -9,7 +9,7 @@ from torch import Tensor
 from depthmix.ops.backend import choose
 from depthmix.ops.checks import KERNEL_DTYPES, check_shape, check_sources, leading, why_too_wide
 from depthmix.ops.depth_attention.general_read import GeneralRead
-from depthmix.ops.depth_attention.normed_read import NormedRead, reads_normed
+from depthmix.ops.depth_attention.normed_read import read_normed, reads_normed
 from depthmix.ops.depth_attention.reference_autograd import DepthAttention, Options, attend, differentiable
 from depthmix.ops.depth_attention.source_order import read_sources
 from depthmix.ops.precision import compute_dtype, promoted_dtype, widen, without_autocast
@@ -127,7 +127,7 @@ def depth_attention(
         why = why_unsupported(kinds, wide=query.dtype == torch.float64, heads=heads)
         if return_weights:
             why = "they do not return weights"
-        elif not usual and torch.compiler.is_compiling():
+        elif not usual and torch.compiler.is_compiling() and not (u.ndim == 2 and reads_normed(options)):
             why = "torch.compile makes its own of reads with these options"
         kernels = choose(op, first, why, backend) == "triton"
         results: list[Tensor]
@@ -135,8 +135,8 @@ def depth_attention(
             results = []
             for w in range(0, n_ways, MAX_WAYS):
                 gain = None if gains is None else gains[w : w + MAX_WAYS]
-                keep, rows = torch.is_grad_enabled(), u[w : w + MAX_WAYS]
-                results += NormedRead.apply((eps, norm_eps), dtype, keep, False, rows, gain, None, None, *sources)
+                rows = u[w : w + MAX_WAYS]
+                results += read_normed((eps, norm_eps), dtype, False, rows, gain, None, None, sources)[0]
             return tuple(results) if many else results[0]
         if kernels and not usual:
             mixtures = GeneralRead.apply(options, norm_eps, torch.is_grad_enabled(), u, gains, *sources)

@@ -10,6 +10,7 @@ from depthmix.ops.autograd import reference_gradients
 from depthmix.ops.backend import choose
 from depthmix.ops.checks import KERNEL_DTYPES, why_too_wide
 from depthmix.ops.depth_attention.op import power_of_two
+from depthmix.ops.gated_streams import library  # noqa: F401  (registers the operators)
 from depthmix.ops.gated_streams.reference import gated_mean_reference, write_norm_reference
 from depthmix.ops.precision import widen, without_autocast
 
@@ -68,8 +69,6 @@ class _GatedMean(torch.autograd.Function):
 def _kernels(op: str, *tensors: Tensor | None) -> bool:
     given = [t for t in tensors if t is not None]
     first, why = given[0], None
-    if torch.compiler.is_compiling():
-        return False
     if any(t.dtype not in KERNEL_DTYPES for t in given):
         why = "they know float32, bfloat16 and float16"
     n, dim = first.shape[-2:]
@@ -92,8 +91,12 @@ def write_norm(x: Tensor, y: Tensor | None, post: Tensor | None, gain: Tensor, e
     """
     with without_autocast(x):
         if _kernels("write_norm", x, y, post, gain):
+            gain = widen(gain, torch.float32)
+            if torch.compiler.is_compiling():
+                new, normed = torch.ops.depthmix.write_norm(x, y, post, gain, eps)
+                return x if y is None else new, normed
             rows = (x.contiguous(), None if y is None else y.contiguous(), None if post is None else post.contiguous())
-            new, normed = _WriteNorm.apply(eps, *rows, widen(gain, torch.float32).contiguous())
+            new, normed = _WriteNorm.apply(eps, *rows, gain.contiguous())
             return new, normed
         return write_norm_reference(eps, x, y, post, gain)
 
@@ -110,6 +113,9 @@ def gated_mean(z: Tensor, normed: Tensor) -> Tensor:
     """
     with without_autocast(normed):
         if _kernels("gated_mean", normed, z):
-            h: Tensor = _GatedMean.apply(z.contiguous(), normed.contiguous())
+            if torch.compiler.is_compiling():
+                h: Tensor = torch.ops.depthmix.gated_mean(z, normed)
+            else:
+                h = _GatedMean.apply(z.contiguous(), normed.contiguous())
             return h
         return gated_mean_reference(z, normed)
