@@ -141,9 +141,9 @@ def _reduce(text: dict[str, Any], layers: int, experts: int) -> str:
     if not isinstance(there, int) or "hidden_size" not in text:
         raise UserError("accelerate: the configuration has no num_hidden_layers and hidden_size", CHECKPOINT)
     layers = min(layers, there)
-    for name, value in text.items():
-        if isinstance(value, list) and len(value) == there:
-            text[name] = value[:layers]
+    by_layer = {name: value for name, value in text.items() if isinstance(value, list) and len(value) == there}
+    kept = varied(by_layer.get("layer_types") or [None] * there, layers)
+    text.update({name: [value[i] for i in kept] for name, value in by_layer.items()})
     text["num_hidden_layers"] = layers
     described = [f"width {text['hidden_size']}", f"{layers} of {there} layers"]
     for name in N_EXPERTS:
@@ -157,6 +157,16 @@ def _reduce(text: dict[str, Any], layers: int, experts: int) -> str:
         text["vocab_size"] = VOCAB
         text.update({name: None for name in TOKEN_IDS if name in text})
     return ", ".join(described)
+
+
+def varied(kinds: list[Any], count: int) -> list[int]:
+    """Choose `count` layers, in order: the first of each kind as far as there is room, then the first others.
+
+    Some models do not run without one of their kinds. GLM-5-Next's caches need a layer of attention beside linear ones.
+    """
+    firsts = [i for i, kind in enumerate(kinds) if kind not in kinds[:i]][:count]
+    others = [i for i in range(len(kinds)) if i not in firsts]
+    return sorted(firsts + others[: count - len(firsts)])
 
 
 def to_bf16(model: Any) -> None:

@@ -126,3 +126,14 @@ def test_other_models_are_not_accelerated(tmp_path, capsys):
     assert code == 2
     assert "cannot accelerate a LlamaForCausalLM" in text
     assert torch.is_grad_enabled()
+
+
+def test_the_layers_that_are_kept_have_all_kinds_if_there_is_room() -> None:
+    from depthmix.train.accelerate import varied
+
+    linear_and_full = ["linear", "linear", "linear", "full"] * 3
+    assert varied(linear_and_full, 2) == [0, 3]
+    assert varied(linear_and_full, 4) == [0, 1, 2, 3]
+    assert varied(linear_and_full, 1) == [0]
+    assert varied([None] * 5, 3) == [0, 1, 2]
+    assert varied(list("abcd"), 3) == [0, 1, 2]
