@@ -3,10 +3,10 @@
 from dataclasses import replace
 from typing import Any
 
-import pytest
 import torch
 
 from depthmix import Decoder, DecoderConfig
+from small_cases import each
 
 EXACT: list[tuple[str, dict[str, Any]]] = [
     ("attnres", {}),
@@ -33,7 +33,7 @@ def plain() -> Decoder:
     return model
 
 
-@pytest.mark.parametrize(("name", "options"), EXACT, ids=str)
+@each(("name", "options"), EXACT)
 def test_the_logits_stay(name: str, options: dict[str, Any]) -> None:
     model, ids = plain(), torch.randint(13, (2, 7))
     before, weights = model(ids), {n: p.detach().clone() for n, p in model.named_parameters()}
@@ -55,7 +55,7 @@ def test_without_the_eps_of_plain_the_logits_change() -> None:
     assert not torch.allclose(model(ids), before, rtol=1e-2, atol=1e-3)
 
 
-@pytest.mark.parametrize("name", ["attnres", "dca", "mhc"])
+@each("name", ["attnres", "dca", "mhc"])
 def test_a_mixer_alone_has_the_gradients_it_has_with_the_rest(name: str) -> None:
     model, ids = plain(), torch.randint(13, (2, 7))
     model.change_mixer(replace(model.config, mixer=name, plain_eps=True))

@@ -1,7 +1,9 @@
 """The decoder: against a plain Transformer written here, at step 0, and what must hold whatever the mixer."""
 
 import ast
+import functools
 import inspect
+import itertools
 import re
 from collections import defaultdict
 
@@ -13,6 +15,8 @@ from torch.nn.functional import normalize
 import depthmix.models.decoder as decoder_module
 from depthmix import Decoder, DecoderConfig, create_mixer, list_mixers
 from depthmix.mixers import mixer_class
+from oracles.cases import pairwise
+from small_cases import each
 
 SMALL = {"vocab_size": 13, "dim": 16, "n_blocks": 3, "n_heads": 4, "n_kv_heads": 2, "mlp_dim": 24}
 SEVERAL_WAYS = [(name, {}) for name in list_mixers() if create_mixer(name, dim=4, n_blocks=1).ways(0) > 1]
@@ -89,13 +93,16 @@ def plain_transformer(p, c, ids):
     return rms(x, p["final_norm.weight"], c.norm_eps) @ head.T
 
 
-@pytest.mark.parametrize("mlp", ["swiglu", "relu2"])
-@pytest.mark.parametrize("qk_norm", [False, True])
-@pytest.mark.parametrize("tie_embeddings", [False, True])
-@pytest.mark.parametrize(("n_kv_heads", "head_dim"), [(None, None), (2, None), (1, None), (2, 6)])
-def test_logits_and_every_gradient_are_those_of_a_plain_transformer(n_kv_heads, head_dim, tie_embeddings, qk_norm, mlp):
-    shape = {"n_kv_heads": n_kv_heads, "head_dim": head_dim, "tie_embeddings": tie_embeddings, "qk_norm": qk_norm}
-    model = small(random=True, mlp=mlp, **shape)
+HEADS = ({}, {"n_kv_heads": 2}, {"n_kv_heads": 1}, {"n_kv_heads": 2, "head_dim": 6})
+EVERY_CHOICE = [
+    {"heads": heads, "tie_embeddings": tied, "qk_norm": qk_norm, "mlp": mlp}
+    for heads, tied, qk_norm, mlp in itertools.product(range(4), (False, True), (False, True), ("swiglu", "relu2"))
+]
+
+
+@each("choice", pairwise("", EVERY_CHOICE))
+def test_logits_and_every_gradient_are_those_of_a_plain_transformer(choice):
+    model = small(random=True, **HEADS[choice["heads"]], **{k: v for k, v in choice.items() if k != "heads"})
     weights = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
     logits, expected = model(tokens()), plain_transformer(weights, model.config, tokens())
     torch.testing.assert_close(logits, expected, rtol=1e-9, atol=1e-9)
@@ -132,7 +139,7 @@ def test_the_source_names_no_mechanism():
 # Step 0.
 
 
-@pytest.mark.parametrize("mixer", list_mixers())
+@each("mixer", list_mixers())
 def test_one_seed_gives_the_same_weights_outside_the_mixer(mixer):
     weights = dict(small(mixer).named_parameters())
     for name, p in small().named_parameters():
@@ -172,11 +179,16 @@ def logits_and_gradients(model):
     return logits, gradients
 
 
-@pytest.mark.parametrize(("mixer", "options"), PLAIN_AT_STEP_0, ids=str)
+@functools.cache
+def plain_logits_and_gradients():
+    return logits_and_gradients(small(norm_eps=1e-12))
+
+
+@each(("mixer", "options"), PLAIN_AT_STEP_0)
 def test_at_step_0_logits_and_gradients_are_those_of_the_plain_transformer(mixer, options):
     tolerance = 1e-4 if options.get("convention") == "deepseek" else 1e-6
     logits, gradients = logits_and_gradients(small(mixer, options, norm_eps=1e-12))
-    expected, expected_gradients = logits_and_gradients(small(norm_eps=1e-12))
+    expected, expected_gradients = plain_logits_and_gradients()
     assert_relative(logits, expected, tolerance)
     assert gradients.keys() == expected_gradients.keys()
     for name, gradient in expected_gradients.items():
@@ -192,8 +204,8 @@ def test_rezero_starts_as_the_embedding_alone():
 # Whatever the mixer.
 
 
-@pytest.mark.parametrize(("mixer", "options"), SEVERAL_WAYS, ids=str)
-@pytest.mark.parametrize("way", range(3))
+@each(("mixer", "options"), SEVERAL_WAYS)
+@each("way", range(3))
 def test_each_of_several_norms_reaches_its_own_projections_and_no_other(mixer, options, way):
     model, site = small(mixer, options, random=True), 2
     ways = model.mixer.ways(site)
@@ -210,7 +222,7 @@ def test_each_of_several_norms_reaches_its_own_projections_and_no_other(mixer, o
     assert changed == [w in SEEN_BY[ways][way] for w in "qkv"]
 
 
-@pytest.mark.parametrize("mixer", list_mixers())
+@each("mixer", list_mixers())
 def test_counts_add_up_to_the_parameters(mixer):
     model = small(mixer)
     counts = model.parameter_counts()
@@ -219,7 +231,7 @@ def test_counts_add_up_to_the_parameters(mixer):
     assert added == total - small().parameter_counts()["total"]
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@each("tied", [False, True])
 def test_counts_of_a_plain_model_by_hand(tied):
     counts = small(tie_embeddings=tied).parameter_counts()
     attention = 3 * (16 * 16 + 2 * 16 * 8 + 16 * 16)  # q; k and v with two of four heads; out
@@ -235,7 +247,7 @@ def test_added_parameters_follow_the_formulas():
     assert small("dca").parameter_counts()["added_by_mixer"] == gains_and_scores + n * 2 * dim
 
 
-@pytest.mark.parametrize("mixer", list_mixers())
+@each("mixer", list_mixers())
 def test_no_logit_depends_on_later_tokens_or_other_rows(mixer):
     model, ids = small(mixer, random=True), tokens()
     before = model(ids)
@@ -248,7 +260,7 @@ def test_no_logit_depends_on_later_tokens_or_other_rows(mixer):
         assert (after[1, t:] != before[1, t:]).any(-1).all()
 
 
-@pytest.mark.parametrize("mixer", list_mixers())
+@each("mixer", list_mixers())
 def test_bfloat16_keeps_the_mixer_in_fp32_and_the_logits_close(mixer):
     model = small(mixer, random=True, dtype=torch.float32)
     expected, kept = model(tokens()), {name: p.clone() for name, p in model.mixer.named_parameters()}
@@ -261,7 +273,7 @@ def test_bfloat16_keeps_the_mixer_in_fp32_and_the_logits_close(mixer):
     assert (logits.float() - expected).norm() < 0.1 * expected.norm()
 
 
-@pytest.mark.parametrize("mixer", list_mixers())
+@each("mixer", list_mixers())
 def test_autocast_runs_forward_and_backward_with_finite_gradients(mixer):
     model = small(mixer, random=True, dtype=torch.float32)
     expected = model(tokens())
@@ -274,7 +286,7 @@ def test_autocast_runs_forward_and_backward_with_finite_gradients(mixer):
         assert p.grad is not None or name.startswith("mixer"), name
 
 
-@pytest.mark.parametrize("mixer", list_mixers())
+@each("mixer", list_mixers())
 def test_linear_wide_init_does_not_touch_mixers(mixer):
     def weird(module):
         if isinstance(module, (nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm)):
@@ -289,7 +301,7 @@ def test_linear_wide_init_does_not_touch_mixers(mixer):
         assert torch.equal(p, before[name]), name
 
 
-@pytest.mark.parametrize(("mixer", "tied"), [*((name, False) for name in list_mixers()), ("residual", True)])
+@each(("mixer", "tied"), [*((name, False) for name in list_mixers()), ("residual", True)])
 def test_a_model_built_on_meta_initialises_like_any_other(mixer, tied):
     fields = {"dtype": torch.float32, "tie_embeddings": tied, "embedding_std": 0.5, "output_scale": 0.0}
     expected = small(mixer, **fields)
@@ -307,7 +319,7 @@ def test_a_model_built_on_meta_initialises_like_any_other(mixer, tied):
     assert torch.equal(model(tokens()), expected(tokens()))
 
 
-@pytest.mark.parametrize("mixer", list_mixers())
+@each("mixer", list_mixers())
 def test_a_bfloat16_default_dtype_leaves_the_mixer_in_fp32_with_exact_values(mixer):
     expected = small(mixer, dtype=torch.float32).mixer
     torch.set_default_dtype(torch.bfloat16)
@@ -340,7 +352,7 @@ BAD += [
 ]
 
 
-@pytest.mark.parametrize(("changes", "names", "says"), BAD, ids=str)
+@each(("changes", "names", "says"), BAD)
 def test_a_bad_configuration_says_what_is_valid(changes, names, says):
     with pytest.raises(ValueError, match=rf"\b{names}\b.*{says}"):
         small(**changes)

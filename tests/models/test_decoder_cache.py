@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from depthmix import Decoder, DecoderConfig, list_mixers
+from small_cases import each
 
 VOCAB, LENGTH, BLOCKS, HEADS, KV_HEADS, HEAD_DIM = 13, 8, 3, 4, 2, 6
 CACHES = ["dynamic", "static"]
@@ -71,26 +72,26 @@ def four_dimensional(mask):
     return full
 
 
-@pytest.mark.parametrize("mixer", list_mixers())
+@each("mixer", list_mixers())
 def test_decoding_token_by_token_with_a_dynamic_cache_equals_the_full_forward(mixer):
     model, ids = decoder(mixer), tokens()
     torch.testing.assert_close(in_chunks(model, ids, new_cache("dynamic"), (4, 1, 1, 1, 1)), model(ids), **CLOSE)
 
 
-@pytest.mark.parametrize("mixer", ["residual", "attnres", "mhc", "dca", "mudd"])
+@each("mixer", ["residual", "attnres", "mhc", "dca", "mudd"])
 def test_decoding_token_by_token_with_a_static_cache_equals_the_full_forward(mixer):
     model, ids = decoder(mixer), tokens()
     torch.testing.assert_close(in_chunks(model, ids, new_cache("static"), (4, 1, 1, 1, 1)), model(ids), **CLOSE)
 
 
-@pytest.mark.parametrize("kind", CACHES)
-@pytest.mark.parametrize("chunks", [(LENGTH,), (3, 4, 1), (1, 5, 2), (1,) * LENGTH], ids=str)
+@each("kind", CACHES)
+@each("chunks", [(LENGTH,), (3, 4, 1), (1, 5, 2), (1,) * LENGTH])
 def test_prefill_in_chunks_equals_the_full_forward(kind, chunks):
     model, ids = decoder(ways=2, block_size=2), tokens()
     torch.testing.assert_close(in_chunks(model, ids, new_cache(kind), chunks), model(ids), **CLOSE)
 
 
-@pytest.mark.parametrize("kind", CACHES)
+@each("kind", CACHES)
 def test_a_cache_holds_the_keys_and_values_of_every_block(kind):
     cache = new_cache(kind)
     decoder()(tokens(), cache=cache)
@@ -99,16 +100,16 @@ def test_a_cache_holds_the_keys_and_values_of_every_block(kind):
     assert [tuple(layer.values.shape) for layer in cache.layers] == [(2, KV_HEADS, slots, HEAD_DIM)] * BLOCKS
 
 
-@pytest.mark.parametrize("mixer", list_mixers())
-@pytest.mark.parametrize("side", ["left", "right"])
+@each("mixer", list_mixers())
+@each("side", ["left", "right"])
 def test_padded_rows_equal_the_rows_alone(side, mixer):
     model, (ids, mask) = decoder(mixer), padded(side)
     torch.testing.assert_close(model(ids, mask)[mask.bool()], rows_alone(model, ids, mask), **CLOSE)
 
 
-@pytest.mark.parametrize("kind", CACHES)
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("chunks", [(3, 4, 1), (1,) * LENGTH], ids=str)
+@each("kind", CACHES)
+@each("side", ["left", "right"])
+@each("chunks", [(3, 4, 1), (1,) * LENGTH])
 def test_padded_rows_through_a_cache_equal_the_rows_alone(chunks, side, kind):
     model, (ids, mask) = decoder("dca"), padded(side)
     logits = in_chunks(model, ids, new_cache(kind), chunks, mask)
@@ -116,14 +117,14 @@ def test_padded_rows_through_a_cache_equal_the_rows_alone(chunks, side, kind):
     torch.testing.assert_close(logits[mask.bool()], rows_alone(model, ids, mask), **CLOSE)
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.long, torch.float64])
+@each("dtype", [torch.bool, torch.long, torch.float64])
 def test_what_stands_in_the_padding_and_the_dtype_of_the_mask_do_not_matter(dtype):
     model, (ids, mask) = decoder(), padded("left")
     other = torch.where(mask.bool(), ids, (ids + 1) % VOCAB)
     assert torch.equal(model(other, mask.to(dtype))[mask.bool()], model(ids, mask)[mask.bool()])
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
+@each("side", ["left", "right"])
 def test_padded_positions_give_no_nan_in_logits_or_gradients(side):
     model, (ids, mask) = decoder().requires_grad_(), padded(side)
     mask[1] = 0  # a row of padding only
@@ -133,7 +134,7 @@ def test_padded_positions_give_no_nan_in_logits_or_gradients(side):
     assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
 
 
-@pytest.mark.parametrize("kind", CACHES)
+@each("kind", CACHES)
 def test_explicit_positions_equal_the_default_ones(kind):
     model, ids = decoder(), tokens()
     positions = torch.arange(LENGTH).expand(2, -1)
@@ -155,8 +156,8 @@ def test_a_padded_batch_counts_positions_without_the_padding():
     assert torch.equal(model(ids, mask, positions), model(ids, mask))
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("additive", [False, True])
+@each("side", ["left", "right"])
+@each("additive", [False, True])
 def test_a_four_dimensional_mask_equals_the_two_dimensional_one(additive, side):
     model, (ids, mask) = decoder(), padded(side)
     full = four_dimensional(mask)
@@ -173,7 +174,7 @@ def test_a_four_dimensional_mask_may_be_shared_by_batch_and_heads_or_differ_by_h
         torch.testing.assert_close(model(ids, causal.expand(*shape, LENGTH, LENGTH)), model(ids), **CLOSE)
 
 
-@pytest.mark.parametrize("kind", CACHES)
+@each("kind", CACHES)
 def test_a_mask_that_does_not_cover_the_cache_is_refused(kind):
     model, ids, cache = decoder(), tokens(), new_cache(kind)
     model(ids[:, :4], cache=cache)
@@ -181,9 +182,7 @@ def test_a_mask_that_does_not_cover_the_cache_is_refused(kind):
         model(ids[:, 4:5], torch.ones(2, 1), cache=cache)
 
 
-@pytest.mark.parametrize(
-    "shape", [(2, LENGTH - 1), (2, LENGTH + 1), (1, LENGTH), (LENGTH,), (2, LENGTH, LENGTH)], ids=str
-)
+@each("shape", [(2, LENGTH - 1), (2, LENGTH + 1), (1, LENGTH), (LENGTH,), (2, LENGTH, LENGTH)], ids=str)
 def test_a_mask_of_the_wrong_shape_is_refused(shape):
     with pytest.raises(ValueError, match=r"attention_mask of shape \[2, 8\] or four dimensions, got"):
         decoder()(tokens(), attention_mask=torch.ones(shape))

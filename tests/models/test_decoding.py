@@ -7,6 +7,7 @@ from depthmix import Decoder, DecoderConfig, list_mixers
 from depthmix.models import decoding as decoding_module
 from depthmix.models.decoding import Decoding
 from depthmix.ops import use_backend
+from small_cases import each
 
 VOCAB, LENGTH = 13, 9
 
@@ -33,13 +34,13 @@ def decoded(model, ids, prompt, chunk):
     return torch.stack(outs, dim=1)
 
 
-@pytest.mark.parametrize("mixer", list_mixers())
+@each("mixer", list_mixers())
 def test_a_prompt_in_chunks_and_steps_after_it_equal_the_whole_forward(mixer):
     model, ids = decoder(mixer), tokens()
     torch.testing.assert_close(decoded(model, ids, 5, 2), model(ids)[:, 4:], rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize(("prompt", "chunk", "batch"), [(1, 4, 1), (6, 3, 3), (8, 100, 1)])
+@each(("prompt", "chunk", "batch"), [(1, 4, 1), (6, 3, 3), (8, 100, 1)])
 def test_any_chunk(prompt, chunk, batch):
     model, ids = decoder(block_size=2, ways=2), tokens(batch)
     torch.testing.assert_close(decoded(model, ids, prompt, chunk), model(ids)[:, prompt - 1 :], rtol=1e-9, atol=1e-9)

@@ -12,6 +12,7 @@ from depthmix.models.blocks import Trace
 from depthmix.parallel.packing import state_forms
 from depthmix.parallel.pipeline import piece
 from depthmix.parallel.pipeline.piece import Piece
+from small_cases import each
 
 SIZES = {"dim": 12, "n_blocks": 2, "n_heads": 2, "mlp_dim": 20}
 RULES = ["layerscale", "rezero"]
@@ -65,8 +66,8 @@ def by_the_rule(model, given):
 
 
 @pytest.mark.usefixtures("always")
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("build", [decoder, vit])
+@each("rule", RULES)
+@each("build", [decoder, vit])
 def test_logits_and_every_gradient_are_those_of_the_rule(build, rule):
     model = build(rule)
     given = IDS if build is decoder else torch.randn(2, 1, 8, 8, dtype=torch.float64)
@@ -96,7 +97,7 @@ def wrapped(sublayer):
 
 
 @pytest.mark.usefixtures("always")
-@pytest.mark.parametrize("change", [hooked, wrapped, lambda s: hooked(s.out_proj)])
+@each("change", [hooked, wrapped, lambda s: hooked(s.out_proj)])
 def test_who_looks_at_a_sublayer_sees_its_output(change):
     model = decoder("layerscale")
     expected = by_the_rule(model, IDS)
@@ -120,7 +121,7 @@ def test_traces_and_recordings_have_outputs_as_they_are():
     torch.testing.assert_close(traced[1], y)
 
 
-@pytest.mark.parametrize("rule", RULES)
+@each("rule", RULES)
 def test_under_autocast(rule):
     """As close to fp32 as the rule's own products are, within a factor of two."""
     model = decoder(rule).float()
@@ -133,7 +134,7 @@ def test_under_autocast(rule):
         assert (a - c).norm() <= 2 * (b - c).norm() + 1e-6 * c.norm()
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad])
+@each("mode", [torch.no_grad, torch.enable_grad])
 def test_no_copy_is_made_that_would_not_be_made_anyway(mode):
     """In decoding, and in training without autocast, the rule multiplies."""
     model = decoder("layerscale").float()
@@ -160,7 +161,7 @@ def test_compiled_as_one_graph():
 
 
 @pytest.mark.usefixtures("always")
-@pytest.mark.parametrize("rule", RULES)
+@each("rule", RULES)
 def test_stages_multiply_in_their_own_weights(rule):
     model = decoder(rule)
     first, second = state_forms(model.mixer, [0, 3], torch.float64)

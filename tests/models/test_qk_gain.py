@@ -1,10 +1,10 @@
 """Norms of queries and keys without learned gains."""
 
-import pytest
 import torch
 
 from depthmix.models import Decoder, DecoderConfig
 from depthmix.ops.norm import RMSNorm
+from small_cases import each
 
 
 def decoder(**changes):
@@ -23,7 +23,7 @@ def test_only_the_gains_are_gone():
     assert decoder(qk_norm=False, qk_gain=False)(ids).shape == (1, 11, 11)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@each("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_the_norm_itself(dtype):
     x = torch.randn(3, 8, dtype=dtype)
     wide = x.double()

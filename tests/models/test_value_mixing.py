@@ -14,6 +14,7 @@ from depthmix.models.decoding import Decoding
 from depthmix.models.layers import rotate
 from depthmix.models.value_mixing import ValueMixing
 from depthmix.parallel.plan.model import parts_of
+from small_cases import each
 
 VOCAB, DIM, BLOCKS, HEADS, KV_HEADS, HEAD_DIM = 13, 16, 5, 4, 2, 6
 BOTH = {"value_residual": "learnable", "value_embeddings": True}
@@ -114,7 +115,7 @@ def test_initial_values():
     assert 0 < gate.min().item() < gate.max().item() < 0.02
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@each("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_rounded_once(dtype):
     """Let terms cancel, so that a rounded partial sum is off by far more than the result's own rounding."""
     torch.manual_seed(0)
@@ -173,13 +174,13 @@ def test_embeddings_instead_of_ids_are_refused():
     assert decoder(value_residual="learnable")(inputs_embeds=torch.randn(1, 3, DIM, dtype=torch.float64)).shape[1] == 3
 
 
-@pytest.mark.parametrize(("field", "value"), [("value_residual", "all"), ("value_embeddings", "yes")])
+@each(("field", "value"), [("value_residual", "all"), ("value_embeddings", "yes")])
 def test_other_values_are_refused(field, value):
     with pytest.raises(ValueError, match=f"{field} must be"):
         decoder(**{field: value})
 
 
-@pytest.mark.parametrize("sizes", [{"tp": 2}, {"pp": 2}])
+@each("sizes", [{"tp": 2}, {"pp": 2}])
 def test_layouts_that_divide_values_are_refused(sizes):
     from depthmix.config import TrainConfig
     from depthmix.parallel.layout import Layout

@@ -10,6 +10,7 @@ from torch.nn import functional
 import depthmix
 from depthmix import Vit, VitConfig, list_mixers
 from depthmix.models import blocks, vit
+from small_cases import each
 
 SMALL = {"image_size": (8, 12), "patch_size": 4, "n_classes": 5, "dim": 16, "n_blocks": 2, "n_heads": 2, "mlp_dim": 24}
 
@@ -65,8 +66,8 @@ def plain(model, x):
     return (h[:, 0] if c.pool == "token" else h.mean(1)) @ p["head.weight"].T
 
 
-@pytest.mark.parametrize("pool", ["token", "mean"])
-@pytest.mark.parametrize("positions", ["learned", "sincos"])
+@each("pool", ["token", "mean"])
+@each("positions", ["learned", "sincos"])
 def test_with_plain_residuals_it_is_a_plain_vision_transformer(pool, positions):
     model = small(pool=pool, positions=positions)
     with torch.no_grad():
@@ -76,7 +77,7 @@ def test_with_plain_residuals_it_is_a_plain_vision_transformer(pool, positions):
     torch.testing.assert_close(model(images()), plain(model, images()), rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("mixer", list_mixers())
+@each("mixer", list_mixers())
 def test_every_mixer_trains_all_of_it(mixer):
     model = small(mixer, pool="token")
     with torch.no_grad():  # off the start, where some gradients are zero
@@ -90,7 +91,7 @@ def test_every_mixer_trains_all_of_it(mixer):
     assert depthmix.depth_mixing(model, images()).shape[-1] == 5
 
 
-@pytest.mark.parametrize(("mixer", "options", "ways"), [("dca", {}, 3), ("attnres", {"ways": 2}, 2)])
+@each(("mixer", "options", "ways"), [("dca", {}, 3), ("attnres", {"ways": 2}, 2)])
 def test_several_ways_have_norms_of_their_own(mixer, options, ways):
     model = small(mixer, options)
     assert [len(norms) for norms in model.norms] == [ways, 1, ways, 1]
@@ -139,7 +140,7 @@ def test_one_number_is_height_and_width():
     assert VitConfig(**SMALL | {"image_size": 8}).image_size == (8, 8)
 
 
-@pytest.mark.parametrize(
+@each(
     ("changes", "words"),
     [
         ({"patch_size": 3}, "patch_size must divide images of 8 x 12, got 3"),

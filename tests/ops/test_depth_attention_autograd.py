@@ -9,8 +9,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from depthmix.ops import depth_attention
-from ops.helpers import assert_near, name, rand, saved_storages
+from ops.helpers import assert_near, rand, saved_storages
 from ops.test_depth_attention import case
+from small_cases import each
 
 TOKENS, D = (2, 8), 64
 FULL = 2 * 8 * D
@@ -39,7 +40,7 @@ def kept_by_full_stack(attend: Callable[..., Tensor], sites: int, dtype: torch.d
 BF16, FP32 = torch.bfloat16, torch.float32
 
 
-@pytest.mark.parametrize("dtype", [FP32, BF16])
+@each("dtype", [FP32, BF16])
 def test_memory_grows_with_sites_not_their_square(dtype: torch.dtype) -> None:
     """A Full stack keeps each source once and nothing else of full size: measured, one activation per source (sites + 1)."""
     kept = {sites: kept_by_full_stack(depth_attention, sites, dtype) for sites in (8, 16)}
@@ -49,7 +50,7 @@ def test_memory_grows_with_sites_not_their_square(dtype: torch.dtype) -> None:
     assert sum(kept[16]) < 2.3 * sum(kept[8])
 
 
-@pytest.mark.parametrize("dtype", [FP32, BF16])
+@each("dtype", [FP32, BF16])
 def test_memory_with_output_norm(dtype: torch.dtype) -> None:
     """Nor does the output norm keep anything of full size: measured, one activation per source, as without it."""
     gain = torch.ones(D, requires_grad=True)
@@ -60,7 +61,7 @@ def test_memory_with_output_norm(dtype: torch.dtype) -> None:
     assert sum(kept[16]) < 2.3 * sum(kept[8])
 
 
-@pytest.mark.parametrize("dtype", [FP32, BF16])
+@each("dtype", [FP32, BF16])
 def test_memory_bound_catches_stacking(dtype: torch.dtype) -> None:
     """The same bounds fail for an implementation that stacks, so they mean something."""
     kept = {sites: kept_by_full_stack(stacked, sites, dtype) for sites in (8, 16)}
@@ -105,8 +106,8 @@ FROZEN = {
 }
 
 
-@pytest.mark.parametrize("heads", [1, 2])
-@pytest.mark.parametrize("frozen", FROZEN.values(), ids=FROZEN.keys())
+@each("heads", [1, 2])
+@each("frozen", FROZEN.values(), ids=FROZEN.keys())
 def test_frozen_inputs_leave_the_other_gradients_alone(frozen: tuple[int, ...], heads: int) -> None:
     """Freezing inputs gives them no gradient and changes no other gradient."""
     query, sources, gain = leaves()
@@ -118,7 +119,7 @@ def test_frozen_inputs_leave_the_other_gradients_alone(frozen: tuple[int, ...], 
         assert (t.grad is None) if i in frozen else torch.equal(t.grad, expected[i])
 
 
-@pytest.mark.parametrize("i", range(3))
+@each("i", range(3))
 def test_gradient_of_one_source(i: int) -> None:
     """torch.autograd.grad for a single source gives the gradient that a full backward gives."""
     query, sources, gain = leaves()
@@ -167,7 +168,7 @@ def test_two_forwards_before_one_backward() -> None:
     assert_near(torch.autograd.grad(together, every), [a + b for a, b in zip(one, extra, strict=True)], 1e-14)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
+@each("reentrant", [False, True])
 def test_checkpointed_gradients_are_the_same(reentrant: bool) -> None:
     """Recomputing the op in the backward gives bit-equal gradients."""
     query, sources, gain = leaves()
@@ -193,7 +194,7 @@ def naive_objective(query: Tensor, sources: Sequence[Tensor], gain: Tensor) -> T
     return (torch.softmax((keys * query).sum(-1), 0).unsqueeze(-1) * v).sum(0)
 
 
-@pytest.mark.parametrize("linear", [True, False])
+@each("linear", [True, False])
 def test_second_derivatives_are_right(linear: bool) -> None:
     """The penalty on a gradient, differentiated again: for every leaf what plain autograd gives."""
     query, sources, gain = leaves()
@@ -205,8 +206,8 @@ def test_second_derivatives_are_right(linear: bool) -> None:
     assert_near(results[0], results[1])
 
 
-@pytest.mark.parametrize("options", [{}, {"heads": 2, "activation": "sigmoid"}, {"key_norm": False}], ids=name)
-@pytest.mark.parametrize("kind", ["ways", "token"])
+@each("options", [{}, {"heads": 2, "activation": "sigmoid"}, {"key_norm": False}])
+@each("kind", ["ways", "token"])
 def test_second_derivatives_through_output_norm_and_weights(kind: str, options: dict[str, Any]) -> None:
     """The same for a result that was normed, and for the weights, of every kind of query; one token is all zeros."""
     op, expected, inputs = case((2, 1, 4), 3, kind, out_gain="D", eps=1e-2, **options)

@@ -22,6 +22,7 @@ from ops.helpers import (
     stacked_sizes,
 )
 from ops.test_depth_attention import naive
+from small_cases import each
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.usefixtures("quick_interpreter")
@@ -73,15 +74,13 @@ def assert_exact(op: Fn, expected: Fn, leaves: Sequence[Tensor], tol: float = TO
 
 
 @pytest.mark.covered
-@pytest.mark.parametrize(
-    "options", combinations(ways=(0, 1, 2, 3), key_gain=(False, True), out_gain=(False, True)), ids=name
-)
+@each("options", combinations(ways=(0, 1, 2, 3), key_gain=(False, True), out_gain=(False, True)), ids=name)
 def test_every_option(options: dict[str, Any]) -> None:
     """Ways with and without gains; two different eps, large enough to be missed if they are mixed up."""
     assert_exact(*case(eps=1e-2, out_eps=0.3, **options))
 
 
-@pytest.mark.parametrize(
+@each(
     ("shape", "n", "ways"),
     [
         ((1, 24), 1, 0),  # one token, one source
@@ -106,8 +105,8 @@ def test_shapes(shape: tuple[int, ...], n: int, ways: int) -> None:
     assert_exact(*case(shape, n, ways, True, True))
 
 
-@pytest.mark.parametrize("shape", [(0, 24), (2, 0, 8), (0, 1)])
-@pytest.mark.parametrize("ways", [0, 2])
+@each("shape", [(0, 24), (2, 0, 8), (0, 1)])
+@each("ways", [0, 2])
 def test_no_tokens(shape: tuple[int, ...], ways: int) -> None:
     """Nothing in, nothing out, and gradients of zero for what all tokens share."""
     op, _, leaves = case(shape, 3, ways, True, True)
@@ -117,14 +116,14 @@ def test_no_tokens(shape: tuple[int, ...], ways: int) -> None:
     assert all(not g.any() for g in grads)
 
 
-@pytest.mark.parametrize("gains", [False, True])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@each("gains", [False, True])
+@each("layout", LAYOUTS)
 def test_layouts(layout: str, gains: bool) -> None:
     """Transposed, strided and expanded sources, queries and gains."""
     assert_exact(*case((2, 2, 6), 3, 3, gains, gains, layout))
 
 
-@pytest.mark.parametrize("layout", ["strided", "channels_first"])
+@each("layout", ["strided", "channels_first"])
 def test_layouts_of_gradients(layout: str) -> None:
     """Gradients of the outputs come as they come: strided, transposed, and expanded from a sum."""
     op, expected, leaves = case((2, 2, 6), 3, 3, True, True)
@@ -135,7 +134,7 @@ def test_layouts_of_gradients(layout: str) -> None:
     assert_near(grads, exact, TOL)
 
 
-@pytest.mark.parametrize("options", combinations(ways=(0, 2, 3), out_gain=(False, True)), ids=name)
+@each("options", combinations(ways=(0, 2, 3), out_gain=(False, True)))
 def test_half_precision(options: dict[str, Any]) -> None:
     """fp16 sources with fp32 parameters: outputs are the exact ones rounded once.
 
@@ -196,8 +195,8 @@ WANTED = {
 }
 
 
-@pytest.mark.parametrize("wanted", WANTED.values(), ids=WANTED)
-@pytest.mark.parametrize("ways", [0, 2])
+@each("wanted", WANTED.values(), ids=WANTED)
+@each("ways", [0, 2])
 def test_some_inputs_are_constants(wanted: tuple[int, ...], ways: int) -> None:
     """Any part of the inputs may be without a gradient; the others' is the same."""
     op, expected, leaves = case((2, 24), 4, ways, True, True)
@@ -242,7 +241,7 @@ def test_sources_are_not_stacked() -> None:
     assert max(stacked_sizes(lambda: run(op, leaves)), default=0) < 5 * 24
 
 
-@pytest.mark.parametrize("again", [True, False])
+@each("again", [True, False])
 def test_second_backward(again: bool) -> None:
     """With retain_graph the same bits; without, PyTorch's error."""
     op, _, leaves = case((2, 24), 3, 3, True, True)

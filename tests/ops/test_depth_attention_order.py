@@ -20,6 +20,7 @@ from harness import LAYOUTS
 from ops.helpers import assert_near
 from oracles import DEFAULTS, ORACLES
 from oracles.blocks import Blocks
+from small_cases import each
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.usefixtures("quick_interpreter")
@@ -484,9 +485,9 @@ def test_what_people_do_with_two_ways(scenario: Scenario) -> None:
     assert_as_reference(scenario, tokens(), tol=1e-5, **TWO_WAYS)
 
 
-@pytest.mark.parametrize("block_size", [1, 3])
-@pytest.mark.parametrize("window", [1, 2])
-@pytest.mark.parametrize("backend", ["triton", "reference"])
+@each("block_size", [1, 3])
+@each("window", [1, 2])
+@each("backend", ["triton", "reference"])
 def test_what_has_left_the_window_is_forgotten(backend: str, window: int, block_size: int) -> None:
     """A state holds e, what the window still shows of the finished blocks, and the newest source: not one block more."""
     with use_backend(backend), torch.no_grad():

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ops.helpers import assert_near, rand
+from small_cases import each
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.usefixtures("quick_interpreter")
@@ -111,7 +112,7 @@ CASES = [
 
 
 @pytest.mark.covered
-@pytest.mark.parametrize(
+@each(
     ("ways", "n", "static", "dynamic", "relu", "norm", "tokens", "dim", "stages"),
     [(*case, 1 + 2 * (k % 3 == 2)) for k, case in enumerate(CASES)],
 )
@@ -139,9 +140,7 @@ def side_by_side(tokens: int, ways: int, seed: int) -> Tensor:
 
 
 @pytest.mark.covered
-@pytest.mark.parametrize(
-    ("ways", "n", "static", "dynamic", "relu", "norm", "tokens", "dim"), [c for c in CASES if c[3]]
-)
+@each(("ways", "n", "static", "dynamic", "relu", "norm", "tokens", "dim"), [c for c in CASES if c[3]])
 def test_a_read_that_keeps_nothing(
     ways: int, n: int, static: Any, dynamic: bool, relu: int, norm: bool, tokens: int, dim: int
 ) -> None:
@@ -159,7 +158,7 @@ def test_a_read_that_keeps_nothing(
 
 
 @pytest.mark.covered
-@pytest.mark.parametrize("pairs", [False, True])
+@each("pairs", [False, True])
 def test_a_read_of_bf16_that_keeps_nothing(pairs: bool) -> None:
     """Numbers that bf16 holds exactly, so that it does not matter how the interpreter rounds: widened one by one, or two at a time."""
     case = Case(7, 20, 3, 3, "rows", True, 1, False)
@@ -171,7 +170,7 @@ def test_a_read_of_bf16_that_keeps_nothing(pairs: bool) -> None:
         assert torch.equal(a.double(), e)
 
 
-@pytest.mark.parametrize(("n", "stages"), [(1, 1), (3, 1), (2, 3)])
+@each(("n", "stages"), [(1, 1), (3, 1), (2, 3)])
 def test_read_adds_up_the_newest_source(n: int, stages: int) -> None:
     case = Case(7, 20, n, 2, "rows", False, 0, True, FP16)
     add = numbers(7, 20, seed=60, dtype=FP16)
@@ -192,7 +191,7 @@ def test_sums_are_rounded_once() -> None:
 
 
 @pytest.mark.covered
-@pytest.mark.parametrize(("ways", "n", "static", "dynamic", "relu", "norm", "tokens", "dim"), CASES)
+@each(("ways", "n", "static", "dynamic", "relu", "norm", "tokens", "dim"), CASES)
 def test_read_backward(
     ways: int, n: int, static: Any, dynamic: bool, relu: int, norm: bool, tokens: int, dim: int
 ) -> None:
@@ -221,7 +220,7 @@ def test_read_backward(
             assert_near([a], [e], 2 * TOL[FP32])
 
 
-@pytest.mark.parametrize("has_draw", [False, True])
+@each("has_draw", [False, True])
 def test_a_way_without_a_norm_beside_others(has_draw: bool) -> None:
     """Four ways of which three are normed: the fourth comes as it is, and its gradient is that of the raw result, or none."""
     case = Case(7, 20, 3, 4, None, True, 0, True)
@@ -245,7 +244,7 @@ def test_a_way_without_a_norm_beside_others(has_draw: bool) -> None:
     assert back.do[3] is draw or not has_draw
 
 
-@pytest.mark.parametrize("has_add", [False, True])
+@each("has_add", [False, True])
 def test_one_source_as_it_is_is_kept_for_all_norms(has_add: bool) -> None:
     """The norms of three ways that see the same source: nothing is written for their backward but the sizes."""
     case = Case(7, 20, 1, 3, "numbers", False, 0, True)
@@ -266,7 +265,7 @@ def test_one_source_as_it_is_is_kept_for_all_norms(has_add: bool) -> None:
     assert_near([*found.do, found.dgain], [*do, dgain], 2 * TOL[FP32])
 
 
-@pytest.mark.parametrize("norm", [False, True])
+@each("norm", [False, True])
 def test_what_is_passed_is_added_to_a_copy(norm: bool) -> None:
     """In fp32, before the one rounding; do itself is without it."""
     case = Case(7, 20, 2, 1, "numbers", False, 0, norm, FP16)
@@ -280,7 +279,7 @@ def test_what_is_passed_is_added_to_a_copy(norm: bool) -> None:
     assert_near([found.through], [without.do[0].double() + passed.double()], 1e-3)
 
 
-@pytest.mark.parametrize("shape", [(1, 2, 20), (700, 3, 7), (130, 1100), (3, 0, 20)])
+@each("shape", [(1, 2, 20), (700, 3, 7), (130, 1100), (3, 0, 20)])
 def test_total(shape: tuple[int, ...]) -> None:
     part = numbers(*shape, seed=1)
     found = sum_programs(part)
@@ -306,10 +305,8 @@ def test_read_backward_does_what_is_needed() -> None:
 
 
 @pytest.mark.covered
-@pytest.mark.parametrize(
-    ("rows", "tokens", "dim", "dtype"), [(1, 7, 20, FP32), (5, 1, 40, FP16), (70, 7, 20, FP32), (3, 0, 20, FP32)]
-)
-@pytest.mark.parametrize("has_add", [False, True])
+@each(("rows", "tokens", "dim", "dtype"), [(1, 7, 20, FP32), (5, 1, 40, FP16), (70, 7, 20, FP32), (3, 0, 20, FP32)])
+@each("has_add", [False, True])
 def test_scores(rows: int, tokens: int, dim: int, dtype: torch.dtype, has_add: bool) -> None:
     """Of the source as rounded, with weights that keep more than its precision; and the gradient of those weights."""
     v, w = numbers(tokens, dim, seed=1, dtype=dtype), numbers(rows, dim, seed=2)
@@ -327,7 +324,7 @@ def test_scores(rows: int, tokens: int, dim: int, dtype: torch.dtype, has_add: b
 
 
 @pytest.mark.covered
-@pytest.mark.parametrize(("n", "static", "dynamic", "relu", "scored", "tokens", "dim"), [
+@each(("n", "static", "dynamic", "relu", "scored", "tokens", "dim"), [
     (1, "rows", False, 0, False, 7, 20),
     (2, "rows", True, 1, True, 9, 40),
     (2, "numbers", True, 2, False, 7, 20),
@@ -336,7 +333,7 @@ def test_scores(rows: int, tokens: int, dim: int, dtype: torch.dtype, has_add: b
     (2, "numbers", False, 0, False, 1, 20),
     (1, "rows", True, 1, True, 0, 20),
 ])  # fmt: skip
-@pytest.mark.parametrize("same_w", [False, True])
+@each("same_w", [False, True])
 def test_source_backward(
     n: int, static: Any, dynamic: bool, relu: int, scored: bool, tokens: int, dim: int, same_w: bool
 ) -> None:
@@ -370,9 +367,7 @@ def test_source_backward(
         assert_near([found], [expected], TOL[FP32])
 
 
-@pytest.mark.parametrize(
-    ("static", "dynamic", "relu"), [("rows", True, 1), ("rows", True, 2), ("numbers", False, 0), (None, True, 0)]
-)
+@each(("static", "dynamic", "relu"), [("rows", True, 1), ("rows", True, 2), ("numbers", False, 0), (None, True, 0)])
 def test_readers_of_one_of_two_sources(static: Any, dynamic: bool, relu: int) -> None:
     """What a reader has for a source that it does not read is None, and nothing comes of it."""
     kind = {"rows": 20, "numbers": 1, None: 0}[static]

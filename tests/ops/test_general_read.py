@@ -21,6 +21,7 @@ from ops.helpers import (
     assert_near,
     combinations,
     compiled_in_its_own_process,
+    few,
     name,
     rand,
     run,
@@ -39,6 +40,7 @@ from ops.test_depth_attention_order import (
     second_backward,
     tokens,
 )
+from small_cases import each
 
 pytest.importorskip("triton")
 kernels_module = pytest.importorskip("depthmix.ops.depth_attention.kernels.general_read")
@@ -75,16 +77,16 @@ def unusual(o: dict[str, Any]) -> bool:
 
 
 @pytest.mark.covered
-@pytest.mark.parametrize("gains", [False, True])
-@pytest.mark.parametrize("options", [o for o in EVERY if unusual(o)], ids=name)
-def test_every_option(options: dict[str, Any], gains: bool) -> None:
+@each("options", few([o | {"gains": gains} for o in EVERY if unusual(o) for gains in (False, True)], 3))
+def test_every_option(options: dict[str, Any]) -> None:
     """Two different eps, large enough to be missed if they are mixed up; three heads of 24 channels, and one."""
-    size = ("WD" if "ways" in options["kind"] else "D") if gains else None
+    options = dict(options)
+    size = ("WD" if "ways" in options["kind"] else "D") if options.pop("gains") else None
     key_gain = size if options["key_norm"] else None
     assert_exact(*kernels(eps=1e-2, out_eps=0.3, key_gain=key_gain, out_gain=size, **options))
 
 
-@pytest.mark.parametrize(
+@each(
     ("shape", "n", "options"),
     [
         ((1, 1, 24), 1, {"kind": "token", "heads": 2}),  # one token, one source
@@ -121,8 +123,8 @@ def test_no_tokens(kind: str) -> None:
     assert all(not g.any() for g in grads)
 
 
-@pytest.mark.parametrize("kind", ["ways", "token"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@each("kind", ["ways", "token"])
+@each("layout", LAYOUTS)
 def test_layouts(layout: str, kind: str) -> None:
     """Transposed, strided and expanded sources, queries and gains."""
     gain = "WD" if kind == "ways" else "D"
@@ -139,8 +141,8 @@ def test_layouts_of_gradients() -> None:
         assert_near(grads, exact, TOL)
 
 
-@pytest.mark.parametrize("options", [{"heads": 3}, {"kind": "token", "activation": "sigmoid"}], ids=name)
-@pytest.mark.parametrize("gain", [None, "D"])
+@each("options", [{"heads": 3}, {"kind": "token", "activation": "sigmoid"}])
+@each("gain", [None, "D"])
 def test_half_precision(options: dict[str, Any], gain: str | None) -> None:
     """fp16 sources with fp32 parameters: outputs and gradients are the exact ones, rounded once."""
     op, expected, leaves = kernels((2, 2, 24), 4, FP16, key_gain="D", out_gain=gain, eps=1e-2, **options)
@@ -193,8 +195,8 @@ def test_a_source_given_twice() -> None:
     assert_exact(lambda a, b, q: op(a, b, a, b, q), lambda a, b, q: expected(a, b, a, b, q), [*leaves[:2], leaves[4]])
 
 
-@pytest.mark.parametrize("wanted", [(3,), (4,), (5,), (0,), (1, 2), (1, 4)], ids=str)
-@pytest.mark.parametrize("kind", ["static", "token"])
+@each("wanted", [(3,), (4,), (5,), (0,), (1, 2), (1, 4)])
+@each("kind", ["static", "token"])
 def test_some_inputs_are_constants(wanted: tuple[int, ...], kind: str) -> None:
     """Any part of the inputs may be without a gradient; the others' is the same."""
     op, expected, leaves = kernels(n=3, kind=kind, heads=2, key_gain="D", out_gain="D")
@@ -314,7 +316,7 @@ def test_every_gradient_of_a_stack(options: dict[str, Any], monkeypatch: pytest.
     assert len(calls) == (0 if mixer.weights == "static" else reads)
 
 
-@pytest.mark.parametrize("options", [{"block_size": 4}, *ABLATIONS], ids=str)
+@each("options", [{"block_size": 4}, *ABLATIONS])
 def test_decoding_with_slots_is_for_what_its_kernels_know(options: dict[str, Any]) -> None:
     """Few tokens without gradients: only the rule itself, and the ablations give what the reference gives."""
     stack, x = Stack(norm=True, **options), tokens().detach()

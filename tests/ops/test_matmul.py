@@ -8,7 +8,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from depthmix.ops import matmul as module
 from depthmix.ops.matmul import _ieee, _ieee_matmul, lowered, matmul
-from harness import PAIRWISE, PAIRWISE_IDS, Sublayers, build, embedding, run_stack
+from harness import EVERY_VALUE, Sublayers, build, embedding, run_stack
+from small_cases import each
 
 PRODUCTS = {"matmul", "mm", "bmm", "addmm", "baddbmm", "convolution"}
 
@@ -114,7 +115,7 @@ def test_a_setting_that_is_chosen_meanwhile_stays(monkeypatch):
     assert settings.precision == "bf16"
 
 
-@pytest.mark.parametrize(("name", "choice"), PAIRWISE, ids=PAIRWISE_IDS)
+@each(("name", "choice"), EVERY_VALUE)
 def test_no_product_of_a_mixer_is_lowered(name, choice):
     """Forward and backward, in every form of every rule."""
     mixer, e = build(name, 2, choice, random=True, dtype=torch.float32), embedding(torch.float32).requires_grad_()

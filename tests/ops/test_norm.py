@@ -12,6 +12,7 @@ from torch.nn.utils import parametrize, prune
 
 from depthmix import create_mixer
 from depthmix.ops.norm import RMSNorm, is_plain_rms_norm, rms_norm
+from small_cases import each
 
 DIM = 6
 Watched = Callable[..., None]
@@ -79,8 +80,8 @@ def meddled(norm: nn.RMSNorm, how: str) -> Iterator[list[None]]:
             handle.remove()
 
 
-@pytest.mark.parametrize("how", MEDDLERS)
-@pytest.mark.parametrize("kind", [nn.RMSNorm, RMSNorm])
+@each("how", MEDDLERS)
+@each("kind", [nn.RMSNorm, RMSNorm])
 def test_what_someone_does_to_a_norm_happens_in_a_read(kind: type[nn.RMSNorm], how: str) -> None:
     mixer, x = create_mixer("attnres", dim=DIM, n_blocks=1), torch.randn(2, DIM, requires_grad=True)
     norm = kind(DIM)
@@ -93,7 +94,7 @@ def test_what_someone_does_to_a_norm_happens_in_a_read(kind: type[nn.RMSNorm], h
         torch.testing.assert_close(got, norm(x))
 
 
-@pytest.mark.parametrize("norm", [Shifted(DIM), Called(DIM)], ids=lambda n: type(n).__name__)
+@each("norm", [Shifted(DIM), Called(DIM)])
 def test_a_subclass_is_called(norm: nn.RMSNorm) -> None:
     mixer, x = create_mixer("attnres", dim=DIM, n_blocks=1), torch.randn(2, DIM)
     assert torch.equal(mixer.read(mixer.start(x), 0, norm), norm(x))
@@ -114,7 +115,7 @@ def test_a_compiled_norm_is_still_fused() -> None:
     assert is_plain_rms_norm(norm, DIM)
 
 
-@pytest.mark.parametrize("norm", [nn.RMSNorm(DIM, elementwise_affine=False), nn.RMSNorm((1, DIM)), nn.LayerNorm(DIM)])
+@each("norm", [nn.RMSNorm(DIM, elementwise_affine=False), nn.RMSNorm((1, DIM)), nn.LayerNorm(DIM)])
 def test_another_norm_is_called(norm: nn.Module) -> None:
     mixer, x = create_mixer("attnres", dim=DIM, n_blocks=1), torch.randn(2, 1, DIM)
     assert torch.equal(mixer.read(mixer.start(x), 0, norm), norm(x))
@@ -126,8 +127,8 @@ def test_a_norm_of_another_width_says_so() -> None:
         mixer.read(mixer.start(torch.randn(2, DIM)), 0, nn.RMSNorm(DIM + 1))
 
 
-@pytest.mark.parametrize("shape", [(2, 5, DIM), (0, DIM), (DIM,)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@each("shape", [(2, 5, DIM), (0, DIM), (DIM,)])
+@each("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_the_norm_of_reads_is_rms_norm(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     """Values and gradients of the module's, to the rounding of the dtype; second derivatives by finite differences."""
     norm = RMSNorm(DIM, eps=1e-3, dtype=torch.float64 if dtype == torch.float64 else torch.float32)

@@ -6,13 +6,14 @@ import torch
 from depthmix.ops import use_backend
 from depthmix.ops.scaled_add import scaled_add, scaled_add_norm
 from ops.helpers import rand
+from small_cases import each
 
 pytest.importorskip("triton")
 pytestmark = [pytest.mark.usefixtures("quick_interpreter"), pytest.mark.covered]
 
 
-@pytest.mark.parametrize("backend", ["triton", "reference"])
-@pytest.mark.parametrize(
+@each("backend", ["triton", "reference"])
+@each(
     ("shape", "dtype", "layout"),
     [
         ((7, 5), torch.float32, "contiguous"),
@@ -37,9 +38,9 @@ def test_sum_and_gradients(shape, dtype, layout, backend):
         torch.testing.assert_close(found.double(), e, **close)
 
 
-@pytest.mark.parametrize("backend", ["triton", "reference"])
-@pytest.mark.parametrize("used", ["both", "sum", "norm"])
-@pytest.mark.parametrize(
+@each("backend", ["triton", "reference"])
+@each("used", ["both", "sum", "norm"])
+@each(
     ("shape", "dtype", "layout"),
     [
         ((7, 5), torch.float32, "contiguous"),
@@ -79,7 +80,7 @@ def alone(*leaves):
     return scaled_add(*leaves).pow(3).sum()
 
 
-@pytest.mark.parametrize("function", [alone, with_its_norm])
+@each("function", [alone, with_its_norm])
 def test_the_second_derivative_is_that_of_the_reference(function):
     found = []
     for backend in ("triton", "reference"):
@@ -95,7 +96,7 @@ def test_the_second_derivative_is_that_of_the_reference(function):
         assert a.abs().max() > 0
 
 
-@pytest.mark.parametrize("function", [alone, with_its_norm])
+@each("function", [alone, with_its_norm])
 def test_the_second_derivative_with_a_weight_that_has_none(function):
     sizes = ((2, 4), (2, 4), (4,), (4,))[: 4 if function is with_its_norm else 3]
     found = []

@@ -5,16 +5,15 @@ import torch
 
 from depthmix.ops import BackendError, sinkhorn
 from ops.helpers import assert_near, rand
+from small_cases import each
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.usefixtures("quick_interpreter")
 
 
 @pytest.mark.covered
-@pytest.mark.parametrize("convention", ["paper", "deepseek"])
-@pytest.mark.parametrize(
-    ("n", "iterations", "scale"), [(4, 20, 1.0), (3, 2, 20.0), (2, 1, 200.0), (1, 3, 1.0), (5, 4, 3.0)]
-)
+@each("convention", ["paper", "deepseek"])
+@each(("n", "iterations", "scale"), [(4, 20, 1.0), (3, 2, 20.0), (2, 1, 200.0), (1, 3, 1.0), (5, 4, 3.0)])
 def test_matrices_and_gradients(n: int, iterations: int, scale: float, convention: str) -> None:
     logits = (scale * rand(3, 2, n, n)).float().requires_grad_()
     exact = logits.detach().double().requires_grad_()

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from depthmix.ops.slots import op, reference
 from ops.helpers import compiled_in_its_own_process, rand
+from small_cases import each
 
 pytest.importorskip("triton")
 pytestmark = [pytest.mark.usefixtures("quick_interpreter"), pytest.mark.covered]
@@ -37,7 +38,7 @@ ATTEND = [  # tokens, D, ways, block size, site, dtype, norm
 ]
 
 
-@pytest.mark.parametrize(("tokens", "dim", "ways", "size", "site", "dtype", "norm"), ATTEND)
+@each(("tokens", "dim", "ways", "size", "site", "dtype", "norm"), ATTEND)
 def test_attend(tokens, dim, ways, size, site, dtype, norm):
     slots, y = slots_of(site + 2, tokens, dim, dtype, site), rand(*tokens, dim, seed=2, dtype=dtype)
     query, key_gain = rows(ways, dim, 3), rows(ways, dim, 4)
@@ -66,9 +67,7 @@ PASS = [  # tokens, D, ways, attention sites, readers, slot, stride, readers tha
 ]
 
 
-@pytest.mark.parametrize(
-    ("tokens", "dim", "ways", "sites", "readers", "slot", "stride", "ahead", "dtype", "norm"), PASS
-)
+@each(("tokens", "dim", "ways", "sites", "readers", "slot", "stride", "ahead", "dtype", "norm"), PASS)
 def test_pass_on(tokens, dim, ways, sites, readers, slot, stride, ahead, dtype, norm):
     n, more = y_count(tokens), max(1, ways - 1)
     slots, y = slots_of(slot + 1, tokens, dim, dtype, slot), rand(*tokens, dim, seed=2, dtype=dtype)
@@ -126,8 +125,8 @@ def test_a_window_skips_sources_after_the_first():
     near(found, op.attend(few, y, -1, 4, 1, 1, 0, 4, query, key_gain, [], 1e-6, 0.0))
 
 
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize(("group", "site"), [(4, 7), (4, 4), (3, 8)])
+@each("dtype", FLOATS)
+@each(("group", "site"), [(4, 7), (4, 4), (3, 8)])
 def test_two_phases_are_one_softmax(group, site, dtype):
     """What look_back found for a group of sites and a site's own sources, merged, against the direct read."""
     slots, y = slots_of(site + 1, (2,), 20, dtype, site), rand(2, 20, seed=2, dtype=dtype)
@@ -165,7 +164,7 @@ SUMS = [  # tokens, D, ways, slot, static, scores, relu, dtype
 ]
 
 
-@pytest.mark.parametrize(("tokens", "dim", "ways", "slot", "static", "scores", "relu", "dtype"), SUMS)
+@each(("tokens", "dim", "ways", "slot", "static", "scores", "relu", "dtype"), SUMS)
 def test_add_up(tokens, dim, ways, slot, static, scores, relu, dtype):
     slots = slots_of(slot + 2, tokens, dim, dtype, slot)
     y, before = (rand(*tokens, dim, seed=s, dtype=dtype) for s in (2, 3))
@@ -179,8 +178,8 @@ def test_add_up(tokens, dim, ways, slot, static, scores, relu, dtype):
     assert torch.equal(slots[: slot + 1], expected_slots[: slot + 1])
 
 
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("shape", [(1, 16), (3, 1, 7), (0, 8)])
+@each("dtype", FLOATS)
+@each("shape", [(1, 16), (3, 1, 7), (0, 8)])
 def test_add_norm(shape, dtype):
     x, y, gain = rand(*shape, seed=1, dtype=dtype), rand(*shape, seed=2, dtype=dtype), rand(shape[-1], dtype=dtype)
     for other in (y, None):

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from ops.helpers import assert_near, rand
+from small_cases import each
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.usefixtures("quick_interpreter")
@@ -49,8 +50,8 @@ def backward(case: Case, need_du: bool = True, **known: Tensor | bool) -> tuple[
 
 
 @pytest.mark.covered
-@pytest.mark.parametrize("sources", [1, 2])
-@pytest.mark.parametrize(
+@each("sources", [1, 2])
+@each(
     ("n", "dim"),  # weights are computed for sixteen readers at a time
     [(1, 24), (2, 7), (15, 80), (16, 24), (17, 7), (33, 80)],
 )

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from depthmix.ops.source_products import source_products
+from small_cases import each
 
 EPS = pytest.mark.parametrize("eps", [None, 1e-6, 0.1], ids=str)
 
@@ -20,7 +21,7 @@ def both(v, w, ds, f):
 
 
 @EPS
-@pytest.mark.parametrize(("tokens", "rows", "dim"), [((2, 3), 5, 7), ((11,), 1, 24), ((), 3, 8), ((0,), 2, 8)])
+@each(("tokens", "rows", "dim"), [((2, 3), 5, 7), ((11,), 1, 24), ((), 3, 8), ((0,), 2, 8)])
 def test_values_and_gradients_in_fp64(tokens, rows, dim, eps):
     v, w = torch.randn(*tokens, dim, dtype=torch.float64), torch.randn(rows, dim, dtype=torch.float64)
     ds = torch.randn(rows, *tokens, dtype=torch.float64)

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from depthmix.ops.stream_mix.products import halves_of, product, product_backward, weight_gradient
 from ops.helpers import assert_near, rand
+from small_cases import each
 
 N, D, n = 5, 24, 3
 WIDTHS = {"joint": (n * D, 15), "each": (D, 5)}  # of W, whose columns are padded to 16 and 8
@@ -19,7 +20,7 @@ def parts(dz: Tensor) -> Tensor:
     return columns.flatten(-2)
 
 
-@pytest.mark.parametrize("kind", WIDTHS)
+@each("kind", WIDTHS)
 def test_parts_lose_nothing_that_fp32_would_keep(kind: str) -> None:
     rows, columns = WIDTHS[kind]
     w, x = rand(rows, columns).float(), rand(N, n, D, seed=1).bfloat16()

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from ops.helpers import assert_near, rand
+from small_cases import each
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.usefixtures("quick_interpreter")
@@ -53,9 +54,9 @@ def test_half_precision_loses_nothing_of_a_query() -> None:
     assert_near([scores(halves, sources, EPS)], [torch.stack([logits(u, v) for v in sources], 1)], 4e-6)
 
 
-@pytest.mark.parametrize("rows", [2, 3, 4])
+@each("rows", [2, 3, 4])
 @pytest.mark.covered
-@pytest.mark.parametrize("n", [4, 36])  # up to 32 are weighed at once
+@each("n", [4, 36])  # up to 32 are weighed at once
 def test_make_bank(n: int, rows: int) -> None:
     from depthmix.ops.depth_attention.kernels.tiling import SplitRows, make_bank, scores
 
@@ -69,7 +70,7 @@ def test_make_bank(n: int, rows: int) -> None:
 
 
 @pytest.mark.covered
-@pytest.mark.parametrize(
+@each(
     ("n", "rows", "norm", "dtype"),
     [(4, 4, True, torch.float32), (8, 2, False, torch.float32), (8, 3, True, torch.float16)],
 )
@@ -94,9 +95,9 @@ def test_make_bank_and_read(n: int, rows: int, norm: bool, dtype: torch.dtype) -
 
 
 @pytest.mark.covered
-@pytest.mark.parametrize("ways", [1, 2, 3])
-@pytest.mark.parametrize("add", [False, True])
-@pytest.mark.parametrize(("n", "norm"), [(2, True), (19, True), (19, False)])  # n: sources
+@each("ways", [1, 2, 3])
+@each("add", [False, True])
+@each(("n", "norm"), [(2, True), (19, True), (19, False)])  # n: sources
 def test_read_known(n: int, norm: bool, add: bool, ways: int) -> None:
     from depthmix.ops.depth_attention.kernels.tiling import SplitRows, read_known, scores
 

@@ -25,6 +25,7 @@ from depthmix.ops.torch_internals import (
     transformed,
     when_pass_ends,
 )
+from small_cases import each
 
 
 class Watch(torch.autograd.Function):
@@ -198,7 +199,7 @@ GLOBAL = {
 }
 
 
-@pytest.mark.parametrize("name", [*OWN, *GLOBAL])
+@each("name", [*OWN, *GLOBAL])
 def test_hooks_are_where_they_are_looked_for(name: str) -> None:
     """Each way to register one is noticed, and only under the name that is listed for it."""
     assert set(OWN) == set(torch_internals._MODULE_HOOKS)
@@ -213,7 +214,7 @@ def test_hooks_are_where_they_are_looked_for(name: str) -> None:
     assert calls_only_its_forward(module)
 
 
-@pytest.mark.parametrize("name", torch_internals._IN_PLACE_OF_FORWARD)
+@each("name", torch_internals._IN_PLACE_OF_FORWARD)
 def test_a_call_goes_through_what_may_be_replaced(name: str) -> None:
     module, x = nn.Identity(), torch.ones(1)
     setattr(module, name, lambda x: x + 1)

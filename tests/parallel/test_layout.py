@@ -11,12 +11,13 @@ from depthmix.models import VitConfig
 from depthmix.parallel.layout import Layout
 from depthmix.runs.restore import model_config
 from depthmix.train.loop import train
+from small_cases import each
 from train.refused import refused
 
 CONFIG = TrainConfig(dim=64, n_blocks=8, n_heads=8, n_kv_heads=4, mlp_dim=96, seq_len=32, batch_size=24)
 
 
-@pytest.mark.parametrize(
+@each(
     ("given", "size", "data"),
     [
         ({}, 1, 1),
@@ -47,7 +48,7 @@ def test_flag_and_recipe_say_the_same(tmp_path):
     assert Layout.of(staged) == Layout(pp=2, schedule="1F1B")
 
 
-@pytest.mark.parametrize(
+@each(
     ("given", "words"),
     [
         ({"sharded": 2}, "not 'sharded'; did you mean 'shard'?"),
@@ -65,7 +66,7 @@ def test_lines_that_are_none(given, words):
     assert words in refused(lambda: Layout.of(given), code=USAGE)
 
 
-@pytest.mark.parametrize(
+@each(
     ("given", "changes", "words"),
     [
         ({"dp": 5}, {}, "batch_size=24 must be a multiple of 5"),
@@ -106,7 +107,7 @@ def test_recipes_that_a_layout_cannot_run(given, changes, words):
     Layout.of({"dp": 2}).check(CONFIG, model_config(CONFIG, 300))
 
 
-@pytest.mark.parametrize("name", ["tp", "cp"])
+@each("name", ["tp", "cp"])
 def test_text_alone_has_sequences_to_divide(name):
     vit = VitConfig(image_size=8, patch_size=4, n_classes=2, dim=64, n_blocks=1, n_heads=8)
     assert "use dp or shard for images" in refused(lambda: Layout.of({name: 2}).check(CONFIG, vit), code=USAGE)
@@ -114,7 +115,7 @@ def test_text_alone_has_sequences_to_divide(name):
     Layout.of({"dp": 2, "shard": 2}).check(CONFIG, vit)
 
 
-@pytest.mark.parametrize(
+@each(
     ("given", "changes", "order", "micro"),
     [
         ({"pp": 2}, {}, "1F1B", 1),

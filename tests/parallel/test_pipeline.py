@@ -15,6 +15,7 @@ from depthmix.parallel.plan.hops import cuts, hop_sizes
 from depthmix.parallel.plan.layout import Layout
 from parallel.example import bank_states
 from parallel.pipeline_jobs import LENGTH, SHAPE, decoder
+from small_cases import each
 
 MIXERS = list_mixers()
 TWO, FOUR = {"n_blocks": 2}, {"n_blocks": 4}
@@ -89,7 +90,7 @@ def test_hops_carry_as_many_bytes_as_the_formulas_say(workers, cache, units):
         assert forward[:-1] == hop_sizes(states, cuts(8, 8), 4, cached=cache == "received")
 
 
-@pytest.mark.parametrize("name", MIXERS)
+@each("name", MIXERS)
 def test_the_planner_counts_what_hops_carry(name):
     with torch.device("meta"):
         mixer = create_mixer(name, dim=16, n_blocks=8, **QUICK.get(name, {}))
@@ -99,7 +100,7 @@ def test_the_planner_counts_what_hops_carry(name):
         assert sizes == [0, *hop_sizes(costs_of(mixer).state_tensors(), cuts(8, 8), 4, cached=cache == "received")]
 
 
-@pytest.mark.parametrize(("ranks", "virtual"), [(2, 1), (2, 4), (4, 2), (16, 8)])
+@each(("ranks", "virtual"), [(2, 1), (2, 4), (4, 2), (16, 8)])
 def test_what_ranks_make_need_not_come_back(ranks, virtual):
     """P (P - 1) / 2 + (V - 1) P (P - 1) units."""
 
@@ -176,7 +177,7 @@ def test_stages_load_a_state_dict_and_save_their_rows_of_it(workers):
     assert [tuple(rows["query_v"]) for rows in found] == [(2, 16), (2, 16)]
 
 
-@pytest.mark.parametrize(
+@each(
     ("sizes", "schedule", "micros", "changes", "said"),
     [
         ({"pp": 4, "virtual": 2}, "Interleaved1F1B", 4, {"n_blocks": 7}, "8 stages .* more than the 7 blocks"),

@@ -12,9 +12,10 @@ from depthmix.parallel.plan.hops import cuts, hop_sizes
 from depthmix.parallel.plan.schedule import orders, play, simulate
 from parallel.example import bank_states
 from project import ROOT
+from small_cases import each
 
 
-@pytest.mark.parametrize(("ranks", "virtual"), [(2, 1), (4, 1), (16, 1), (4, 2), (4, 4), (16, 8)])
+@each(("ranks", "virtual"), [(2, 1), (4, 1), (16, 1), (4, 2), (4, 4), (16, 8)])
 def test_the_bubble_is_that_of_theory(ranks, virtual):
     """(P - 1) (f + b) of a whole rank's time, divided by V with virtual stages (Narayanan et al. 2021, arXiv 2104.04473)."""
     micros = 2 * ranks
@@ -42,8 +43,8 @@ def test_hops_take_their_time():
     assert simulate(4, 1, 8, 1.0, 2.0, hop=0.5).seconds > simulate(4, 1, 8, 1.0, 2.0).seconds + 6 * 0.5 - 1e-9
 
 
-@pytest.mark.parametrize("ranks", [2, 4, 16])
-@pytest.mark.parametrize("virtual", [1, 2, 8])
+@each("ranks", [2, 4, 16])
+@each("virtual", [1, 2, 8])
 def test_communication_is_the_papers(ranks, virtual):
     """arXiv 2603.15031, section 4.1, with C = P V: C (C - 1) / 2 units, and with caching P (P - 1) / 2 + (V - 1) P²."""
     chunks, states = ranks * virtual, bank_states(ranks * virtual)

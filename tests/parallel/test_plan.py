@@ -20,6 +20,7 @@ from depthmix.parallel.plan.model import count
 from depthmix.parallel.plan.plan import plan
 from depthmix.parallel.plan.step import predict
 from project import ROOT
+from small_cases import each
 from train import small
 
 SMALL = "--n-blocks 4 --dim 64 --n-heads 4 --batch-size 8 --seq-len 64 --arms residual attnres:block_size=4"
@@ -52,7 +53,7 @@ def counted(case, label):
     return count(DecoderConfig(16384, mlp="relu2", qk_norm=True, mixer=arm.name, mixer_options=arm.options, **model))
 
 
-@pytest.mark.parametrize("case", MEASURED)
+@each("case", MEASURED)
 def test_memory_is_what_was_measured(case):
     """Within 10%: the benchmark takes the peak of the first step, in which there are weights and activations, and subtracts what is
     there after it, weights, gradients and optimizer state."""
@@ -74,7 +75,7 @@ def plain_of_then(monkeypatch):
 
 
 @pytest.mark.usefixtures("plain_of_then")
-@pytest.mark.parametrize("case", MEASURED)
+@each("case", MEASURED)
 def test_extra_time_of_a_step_is_what_was_measured(case):
     assert missed(case) == {miss for miss in MISSED if miss[0] == case}
 
@@ -110,7 +111,7 @@ def missed(case, *names):
 
 
 @pytest.mark.usefixtures("plain_of_then")
-@pytest.mark.parametrize(("case", "milliseconds"), [(NARROW, 27.9), (WIDE, 159.0)])
+@each(("case", "milliseconds"), [(NARROW, 27.9), (WIDE, 159.0)])
 def test_the_plain_step_is_near_what_was_measured(case, milliseconds):
     counts, config = counted(case, "residual"), PlanConfig(**MEASURED[case])
     assert 1e3 * predict(counts, Layout(), config, GPUS["h200"]).seconds == pytest.approx(milliseconds, rel=0.1)

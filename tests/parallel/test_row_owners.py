@@ -26,9 +26,10 @@ from depthmix.parallel.row_owners import (
 )
 from harness import LAYOUTS, MIXERS, OPTIONS, Sublayers, as_tuple, build
 from oracles.cases import pairwise
+from small_cases import each
 
 SITES = [("attention", "mlp")] * 3
-CASES = [(name, SITES, choice, (2, 3)) for name in MIXERS for choice in pairwise(name, OPTIONS[name])]
+CASES = [(name, SITES, choice, (2, 3)) for name in MIXERS for choice in pairwise(name, OPTIONS[name], 1)]
 CASES += [
     ("grn", [("attention", "mlp")] * 5, {"window": 1, "w_per_entry": True}, (2, 4, 6, 8)),
     ("attnres", LAYOUTS["uneven"], {"ways": 2, "block_size": 2}, (1, 3, 6)),
@@ -122,7 +123,7 @@ def same(whole, blocks, cuts, dtype, dim):
     assert all(torch.equal(values[name], t) for name, t in whole.state_dict().items())
 
 
-@pytest.mark.parametrize(("name", "blocks", "choice", "cuts"), CASES, ids=str)
+@each(("name", "blocks", "choice", "cuts"), CASES)
 def test_stages_are_the_whole(name, blocks, choice, cuts):
     torch.manual_seed(0)
     same(build(name, blocks, choice, random=True), blocks, cuts, torch.float64, 24)
@@ -175,7 +176,7 @@ def test_a_new_rule_with_a_row_per_site_is_divided_as_it_is(registered):
     same(create_mixer("scaled", dim=8, n_blocks=3), SITES, (2, 3), torch.float32, 8)
 
 
-@pytest.mark.parametrize("n_blocks", [1, 2, 4])
+@each("n_blocks", [1, 2, 4])
 def test_owners_follow_from_shapes(n_blocks):
     """Whatever sizes are equal by chance: with four blocks a row per stream is not a row per block."""
     s = 2 * n_blocks
