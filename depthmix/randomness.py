@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from depthmix.ops.torch_internals import UncompiledMode
 
 # Modules of torch that draw nothing in a forward.
 QUIET: tuple[type[nn.Module], ...] = (
@@ -133,7 +134,7 @@ def _is_quiet(kind: type) -> bool:
     return kind in QUIET or kind.__module__.split(".")[0] == "depthmix"
 
 
-class _Drawing(TorchDispatchMode):
+class _Drawing(UncompiledMode):
     """Gives a training's generator to every random operation. A mode belongs to a thread, so other threads are unaffected."""
 
     def __init__(self, own: OwnRandom) -> None:

@@ -23,7 +23,7 @@ LAYERS = {
     "ownership": 2,
     "strict_yaml": 1,
     "ops": 0,
-    "randomness": 0,
+    "randomness": 0.5,
     "mixers": 1,
     "fast": 1.5,
     "models": 2,

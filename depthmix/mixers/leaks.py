@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from depthmix.mixers.base import Mixer
 from depthmix.mixers.options import OptionError
 from depthmix.mixers.registry import create_mixer, list_mixers, mixer_class
 from depthmix.mixers.trial import NARROW, reads_and_end, stir
+from depthmix.ops.torch_internals import UncompiledMode
 from depthmix.randomness import OwnRandom
 
 PACKAGE = Path(__file__).parents[1]
@@ -82,7 +82,7 @@ def _is_own(name: str) -> bool:
         return True
 
 
-class FreshMemoryOfNan(TorchDispatchMode):
+class FreshMemoryOfNan(UncompiledMode):
     """Fill new tensors with NaN in this thread. Torch's deterministic mode would fill those of other threads, too."""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

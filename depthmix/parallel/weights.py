@@ -15,12 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from depthmix.ops.torch_internals import UncompiledMode
 
 DRAWS = (torch.ops.aten.normal_.default, torch.ops.aten.uniform_.default)
 
 
-class AsInOnePiece(TorchDispatchMode):
+class AsInOnePiece(UncompiledMode):
     """Inside this context, a random draw into a missing or partial tensor uses the numbers of the whole tensor."""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -35,7 +36,7 @@ class AsInOnePiece(TorchDispatchMode):
         return place
 
 
-class NotDrawing(TorchDispatchMode):
+class NotDrawing(UncompiledMode):
     """Inside this context, nothing is drawn into tensors without memory. torch takes long to find out that nothing is
     to be done.
     """

@@ -114,7 +114,7 @@ def check_mixer(
             continue
         try:
             with torch.random.fork_rng(devices=()):
-                torch.manual_seed(0)
+                torch.default_generator.manual_seed(0)
                 check(copy.deepcopy(subject))
             results[name] = CheckResult(name, "passed")
         except NotApplicable as error:
@@ -141,7 +141,7 @@ def _build(mixer: Any, dim: int, n_blocks: int, options: dict[str, Any]) -> Mixe
     if not isinstance(mixer, str):
         raise UserError(f"check_mixer takes a mixer, its class or its name, got {type(mixer).__name__}")
     with torch.random.fork_rng(devices=()):
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         return create_mixer(mixer, dim=dim, n_blocks=n_blocks, **options).eval()
 
 
