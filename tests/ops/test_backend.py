@@ -19,8 +19,10 @@ from depthmix.ops import BackendError, depth_attention, use_backend
 from depthmix.ops import backend as backend_module
 from ops.helpers import assert_near, rand
 from ops.test_depth_attention import naive
-from ops.test_depth_attention_order import BLOCK_WAYS, D, Stack, leaves, tokens
+from ops.test_depth_attention_order import D, Stack, leaves, tokens
 
+pytest.importorskip("triton")
+pytestmark = pytest.mark.usefixtures("quick_interpreter")
 FP32 = torch.float32
 Q, V = torch.ones(8), [torch.ones(2, 3, 8), torch.zeros(2, 3, 8)]
 
@@ -46,7 +48,6 @@ def kernels_run(**options: Any) -> bool:
 
 def test_an_argument_or_a_context_forces_a_backend() -> None:
     """Without either the CPU has the reference; the argument has the last word; contexts nest and end, also by an exception."""
-    pytest.importorskip("triton")
     assert not kernels_run()
     assert kernels_run(backend="triton")
     with use_backend("triton"):
@@ -66,7 +67,6 @@ def test_an_argument_or_a_context_forces_a_backend() -> None:
 
 def test_the_context_reaches_a_mixer() -> None:
     """A pass keeps the backend it was started with, to its end."""
-    pytest.importorskip("triton")
     stack, x = Stack(n_blocks=1), tokens()
     for backend in ("triton", "reference"):
         with use_backend(backend):
@@ -78,7 +78,6 @@ def test_the_context_reaches_a_mixer() -> None:
 
 def test_a_context_is_of_one_thread() -> None:
     """Two threads that overlap, and the thread that started them, see what they asked for alone; nothing stays forced."""
-    pytest.importorskip("triton")
     both, seen = threading.Barrier(2, timeout=60), dict[str, list[bool]]()
     kernels = threading.Lock()  # the interpreter runs one at a time
 
@@ -110,7 +109,6 @@ def test_a_context_is_of_one_thread() -> None:
 
 def test_a_context_is_of_one_task() -> None:
     """Of two asyncio tasks in one thread, the one that entered first leaves first."""
-    pytest.importorskip("triton")
     seen: list[bool] = []
 
     async def task(backend: str, entered: asyncio.Event, left: asyncio.Event) -> None:
@@ -201,7 +199,6 @@ UNSUPPORTED: dict[str, tuple[Any, dict[str, Any]]] = {
 @pytest.mark.parametrize(("query", "options"), UNSUPPORTED.values(), ids=UNSUPPORTED)
 def test_what_the_kernels_cannot_do(query: Tensor, options: dict[str, Any]) -> None:
     """Asked for explicitly: an error that says why. Left to the operator: the reference."""
-    pytest.importorskip("triton")
     with pytest.raises(BackendError, match="depth_attention: the triton backend cannot be used: they "):
         depth_attention(query, V, backend="triton", **options)
     with pytest.raises(BackendError, match="cannot be used"), use_backend("triton"):
@@ -212,7 +209,6 @@ def test_what_the_kernels_cannot_do(query: Tensor, options: dict[str, Any]) -> N
 @pytest.mark.parametrize("sources", [[t.double() for t in V], [V[0], V[1].half()]], ids=["fp64", "mixed"])
 def test_dtypes_the_kernels_do_not_know(sources: list[Tensor]) -> None:
     """fp64, and sources of different dtypes."""
-    pytest.importorskip("triton")
     with pytest.raises(BackendError, match="one dtype, float32, bfloat16 or float16"):
         depth_attention(Q, sources, backend="triton")
 
@@ -266,7 +262,6 @@ def depth_read(quick_interpreter: None) -> Any:
 OPERATOR = {
     "one source": (1, 1, False, False),
     "sources, norm": (1, 3, False, True),
-    "add": (1, 2, True, False),
     "ways, add, norm": (2, 2, True, True),
 }
 
@@ -284,18 +279,19 @@ def test_opcheck(depth_read: Any, ways: int, n: int, add: bool, norm: bool) -> N
         torch.library.opcheck(depth_read, (given[0], [t.detach() for t in v[:n]], *given[1:], 1e-6, 1e-3, False))
 
 
-@pytest.mark.parametrize(("add", "norm"), [(False, True), pytest.param(True, False, marks=pytest.mark.covered)])
-def test_opcheck_of_reads_that_know_something(depth_read: Any, add: bool, norm: bool) -> None:
+@pytest.mark.parametrize(
+    ("add", "norm", "keep"), [(False, True, 0), pytest.param(True, False, 2, marks=pytest.mark.covered)]
+)
+def test_opcheck_of_reads_that_know_something(depth_read: Any, add: bool, norm: bool, keep: int) -> None:
     """The mixture of older sources, or their logits, or that there is one; all are differentiated by what calls them."""
     u, *v = [rand(3, 8, seed=9, dtype=FP32), *[rand(2, 8, seed=i, dtype=FP32) for i in range(4)]]
     rest = (v[3] if add else None, rand(3, 8, seed=8, dtype=FP32) if norm else None, 1e-6, 1e-3)
     logits = [rand(3, 2, seed=20 + i, dtype=FP32) for i in range(2)]
     one = (rest[0], None if rest[1] is None else rest[1][:1], *rest[2:])
-    for keep in (0, 2):
-        several = (rest[0], [] if rest[1] is None else list(rest[1].clone().split(1)), *rest[2:])
-        torch.library.opcheck(torch.ops.depthmix.depth_read_known.default, (u, v[:3], logits, *several, keep))
-        bank, lse = rand(2, 8, seed=30, dtype=FP32), rand(2, seed=31, dtype=FP32)
-        torch.library.opcheck(torch.ops.depthmix.depth_read_near.default, (u[:1], v[:2], *one, keep, bank, lse))
+    several = (rest[0], [] if rest[1] is None else list(rest[1].clone().split(1)), *rest[2:])
+    torch.library.opcheck(torch.ops.depthmix.depth_read_known.default, (u, v[:3], logits, *several, keep))
+    bank, lse = rand(2, 8, seed=30, dtype=FP32), rand(2, seed=31, dtype=FP32)
+    torch.library.opcheck(torch.ops.depthmix.depth_read_near.default, (u[:1], v[:2], *one, keep, bank, lse))
     both = (rest[0], None if rest[1] is None else rest[1][:2], *rest[2:])
     torch.library.opcheck(torch.ops.depthmix.depth_read_pair.default, (u[:2], *v[:2], *both))
 
@@ -323,7 +319,7 @@ def gradients(f: Callable[[Tensor], Tensor], x: Tensor, wanted: list[Tensor]) ->
 @pytest.mark.uncovered  # tracing the compiler itself takes minutes
 def test_a_compiled_stack(depth_read: Any) -> None:
     """One graph, the same output and gradients, compiled once."""
-    stack, x = Stack(**BLOCK_WAYS), tokens()
+    stack, x = Stack(n_blocks=1, norm=True, block_size=1, ways=3), tokens()
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(stack, fullgraph=True, backend=counter)
