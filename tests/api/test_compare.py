@@ -154,8 +154,7 @@ def test_a_kept_folder_is_resumed_and_takes_more_arms_and_seeds(undrawn, tmp_pat
     assert (tmp_path / "out" / "table.md").exists()
 
 
-@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-@pytest.mark.parametrize("kept", [True, False], ids=["kept", "temporary"])
+@pytest.mark.parametrize(("error", "kept"), [(RuntimeError, True), (KeyboardInterrupt, False)])
 def test_an_exception_in_the_callback_leaves_what_is_done_to_go_on_with(undrawn, tmp_path, error, kept):
     def stop(event):
         if (event.arm, event.step) == ("rezero", 3):

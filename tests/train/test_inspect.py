@@ -55,7 +55,7 @@ def test_the_document_of_every_mixer_is_whole(mixer, monkeypatch):
         trained, model=model, config=dataclasses.replace(trained.config, mixer=mixer, mixer_options={})
     )
     monkeypatch.setattr(command, "load_model", lambda run, device: trained)
-    found = inspect_run(config(tokens=64, causal_tokens=32, text="sea"))
+    found = inspect_run(config(tokens=32, causal_tokens=16, text="sea"))
     assert json.loads(json.dumps(found, allow_nan=False)) == found
     readers, n = found["readers"], 4
     assert [r["name"] for r in readers] == ["attention", "mlp"] * 2 + ["finish"]

@@ -23,8 +23,9 @@ def test_every_step_is_told_with_its_loss_and_evaluations(tmp_path):
     assert {(event.arm, event.seed, event.steps) for event in events} == {("residual", 0, 6)}
 
 
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-@pytest.mark.parametrize("at", [3, 4], ids=["at a checkpoint", "between checkpoints"])
+@pytest.mark.parametrize(
+    ("error", "at"), [(ValueError, 3), (KeyboardInterrupt, 4)], ids=["at a checkpoint", "between checkpoints"]
+)
 def test_an_exception_in_the_callback_saves_that_step_and_the_run_goes_on_to_the_same_numbers(tmp_path, error, at):
     plain = train(small.config(tmp_path / "plain"))
 
