@@ -84,20 +84,22 @@ class Records:
         """Add lines that are not there yet."""
         known = {_key(line) for line in self.lines}
         for line in lines:
-            if _key(line) not in known:
-                known.add(_key(line))
+            if (key := _key(line)) not in known:
+                known.add(key)
                 self.lines.append(line)
 
 
 def read_records(paths: Iterable[Path]) -> Records:
     """Read the results in files; a file that does not exist is empty. Raises UserError for a damaged line."""
-    records = Records()
+    lines = list[dict[str, Any]]()
     for path in paths:
         with reading(path):
             raw = path.read_bytes() if path.exists() else b""
         for number, line in enumerate(raw.splitlines(), 1):
             if line.strip():
-                records.add(_checked(path, number, line))
+                lines.append(_checked(path, number, line))
+    records = Records()
+    records.add(*lines)
     return records
 
 
