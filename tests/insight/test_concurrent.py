@@ -80,7 +80,7 @@ def test_two_measurements_at_once(measure):
 
 
 def test_a_compiled_model_runs_beside_a_measurement_and_is_measured_itself():
-    model, ids = decoder("attnres", n_blocks=1), tokens()
+    model, ids = decoder("highway", n_blocks=1), tokens()  # few lines to trace
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     expected = depth_mixing(model, ids)
     with torch.no_grad():

@@ -1,6 +1,7 @@
 """The page on theory quotes its result file, and the command that makes it says what is wrong."""
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -39,9 +40,9 @@ def small():
 
 def test_the_command_writes_every_figure_and_number(small, tmp_path, monkeypatch, capsys):
     def save(make, stem, *_):
-        figure = make()
-        figure.set_layout_engine("none")  # well laid out and sharp they take seconds
-        figure.savefig(f"{stem}.png", dpi=20)
+        """Make a figure. Drawing it takes seconds."""
+        assert make().axes
+        Path(f"{stem}.png").touch()
 
     monkeypatch.setattr(figures, "save_figure", save)
     monkeypatch.setattr(command, "compute", lambda say: small)
