@@ -129,9 +129,8 @@ def random_model(file: Path, given: AccelerateConfig) -> tuple[Any, str]:
     # transformers and huggingface_hub's validation each raise their own types.
     except Exception as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-        raise UserError(
-            f"accelerate: {file} describes no model that transformers builds: {lines[0]}", CHECKPOINT
-        ) from None
+        why = " ".join(lines[: 1 + lines[0].endswith(":")])
+        raise UserError(f"accelerate: {file} describes no model that transformers builds: {why}", CHECKPOINT) from None
     return model, f"{fields.get('model_type')}, random weights, {described}"
 
 
