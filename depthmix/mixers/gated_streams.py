@@ -36,6 +36,7 @@ class Gates(NamedTuple):
 class GatedStreams(Mixer):
     """gain [S+1, n, D] = 1; W_down [S+1, n D, R], W_up [S+1, R, n D], W_inject [S, n D, n] ~ N(0, 0.02²). The last rows are finish's."""
 
+    fast_paths = ("depthmix.fast.gated_streams:STEPS",)
     decayed = frozenset({"W_down", "W_up", "W_inject"})
 
     def __init__(

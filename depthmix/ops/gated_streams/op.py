@@ -35,14 +35,15 @@ class _WriteNorm(torch.autograd.Function):
         from depthmix.ops.gated_streams.kernels import write_norm_backward
 
         x, y, post, gain, new = ctx.saved_tensors
-        given = [torch.zeros_like(x) if d is None else d for d in (dnew, dnormed)]
+        dnormed = torch.zeros_like(x) if dnormed is None else dnormed
         if torch.is_grad_enabled():
+            given = [torch.zeros_like(x) if dnew is None else dnew, dnormed]
             with without_autocast(x):
                 reference = partial(write_norm_reference, ctx.eps)
                 return None, *reference_gradients(reference, (x, y, post, gain), ctx.needs_input_grad[1:], given)
         dnew = None if dnew is None else dnew.contiguous()
         streams = x if new is None else new
-        return None, *write_norm_backward(streams, y, post, gain, dnew, given[1].contiguous(), ctx.eps)
+        return None, *write_norm_backward(streams, y, post, gain, dnew, dnormed.contiguous(), ctx.eps)
 
 
 class _GatedMean(torch.autograd.Function):
@@ -66,14 +67,17 @@ class _GatedMean(torch.autograd.Function):
         return gated_mean_backward(z, normed, dh.contiguous())
 
 
-def _kernels(op: str, *tensors: Tensor | None) -> bool:
+def why_unsupported(*tensors: Tensor | None) -> str | None:
+    """Return why the kernels cannot take these tensors, the first of which are streams [..., n, D], or None if they can."""
     given = [t for t in tensors if t is not None]
-    first, why = given[0], None
     if any(t.dtype not in KERNEL_DTYPES for t in given):
-        why = "they know float32, bfloat16 and float16"
-    n, dim = first.shape[-2:]
-    why = why or why_too_wide(dim, power_of_two(n) * power_of_two(dim))
-    return choose(op, first, why) == "triton"
+        return "they know float32, bfloat16 and float16"
+    n, dim = given[0].shape[-2:]
+    return why_too_wide(dim, power_of_two(n) * power_of_two(dim))
+
+
+def _kernels(op: str, x: Tensor, *others: Tensor | None) -> bool:
+    return choose(op, x, why_unsupported(x, *others)) == "triton"
 
 
 def write_norm(x: Tensor, y: Tensor | None, post: Tensor | None, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
