@@ -1,4 +1,4 @@
-"""Hyper-Connections and mHC on a GPU: bf16 against fp64, no worse than the reference; the same bits twice and in a CUDA graph."""
+"""Hyper-Connections, mHC and gated streams on a GPU: bf16 against fp64, no worse than the reference; the same bits twice and in a CUDA graph."""
 
 import copy
 import math
@@ -25,7 +25,10 @@ CASES = [
     ("mhc", {"schedule": "single_pass"}),
     ("mhc", {"residual_map": "birkhoff"}),
     ("mhc", {"residual_map": "birkhoff", "n": 3, "head": "learned"}),
+    ("gated_streams", {"rank": 40}),
+    ("gated_streams", {"n": 3, "rank": 64}),
 ]
+WIDE = {"phi", "phi_head", "W_m", "W_beta", "W_r", "W_down", "W_up", "W_inject"}
 
 
 class Stack(nn.Module):
@@ -39,8 +42,7 @@ class Stack(nn.Module):
         self.to(DEVICE)
         with torch.no_grad():
             for i, (key, p) in enumerate(self.named_parameters()):
-                wide = key.split(".")[-1] in ("phi", "phi_head", "W_m", "W_beta", "W_r")
-                p += (0.5 / dim**0.5 if wide else 0.3) * draw(*p.shape, seed=i)
+                p += (0.5 / dim**0.5 if key.split(".")[-1] in WIDE else 0.3) * draw(*p.shape, seed=i)
 
     def forward(self, x: Tensor) -> Tensor:
         state = self.mixer.start(x)
@@ -80,7 +82,7 @@ def test_errors_are_the_references(name: str, options: dict[str, Any], kind: tor
     assert {k: ratio for k, ratio in worse.items() if ratio > (1.5 if sizes.get(k, tokens) > 16 else 3)} == {}
 
 
-@pytest.mark.parametrize(("name", "options"), [CASES[0], CASES[3], CASES[6]], ids=str)
+@pytest.mark.parametrize(("name", "options"), [CASES[0], CASES[3], CASES[6], CASES[-1]], ids=str)
 def test_the_same_bits_twice_and_in_a_graph(name: str, options: dict[str, Any]) -> None:
     stack, x, g = Stack(name, options, 512), draw(515, 512, dtype=torch.bfloat16), draw(515, 512, dtype=torch.bfloat16)
     first, second = (results(stack, x, g, "triton") for _ in range(2))

@@ -43,6 +43,7 @@ RULES: dict[str, tuple[str, dict[str, Any]]] = {
     "mudd": ("mudd", {}),
     "hyper": ("hyper", {}),
     "mhc": ("mhc", {}),
+    "gated_streams": ("gated_streams", {"rank": 16}),
     "layerscale": ("layerscale", {}),
     "rezero": ("rezero", {}),
 }

@@ -17,6 +17,7 @@ SIZES = {  # enough for pairs and groups; two blocks elsewhere
     "attnres": {"n_blocks": 3},
     "hyper": {"n_blocks": 1, "n": STREAMS},
     "mhc": {"n_blocks": 1, "n": STREAMS, "iterations": 2},
+    "gated_streams": {"n_blocks": 1, "rank": 3},
 }
 UNEVEN = {"sites": LAYOUTS["uneven"]}
 # A rule without a cost file is taken for a plain sum.

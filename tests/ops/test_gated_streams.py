@@ -1,6 +1,7 @@
 """write_norm and gated_mean: the reference and the kernels (in Triton's interpreter) against equations in fp64."""
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -8,8 +9,10 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from depthmix.fast.gated_streams import PendingGatedStreams
 from depthmix.ops import BackendError, use_backend
 from depthmix.ops.gated_streams import gated_mean, write_norm
+from harness import Sublayers, build, embedding, run_stack
 from ops.helpers import assert_near, compiled_in_its_own_process, rand, run, saved_storages
 from ops.test_depth_attention_kernels import assert_second_derivatives
 
@@ -163,6 +166,37 @@ def test_opcheck_by_triton() -> None:
     for written in ((y, post), (None, None)):
         torch.library.opcheck(torch.ops.depthmix.write_norm.default, (x, *written, gain, EPS))
     torch.library.opcheck(torch.ops.depthmix.gated_mean.default, (x, x.detach().sin().requires_grad_()))
+
+
+def pass_results(mixer: Any, sublayers: Any, e: Tensor, backends: Sequence[str]) -> list[Tensor]:
+    """Return output, reads and every gradient of a pass. Each site, and finish, runs by a backend of its own."""
+    e = e.detach().requires_grad_()
+    by_site = [backends[i % len(backends)] for i in range(mixer.n_sites + 1)]
+    with use_backend(by_site[0]):
+        state, reads = mixer.start(e), []
+    for site in range(mixer.n_sites):
+        with use_backend(by_site[site]):
+            reads.append(mixer.read(state, site))
+            state = mixer.write(state, site, sublayers(site, (reads[-1],)))
+    with use_backend(by_site[-1]):
+        out = mixer.finish(state)
+    inputs = [e, *sublayers.parameters(), *mixer.parameters()]
+    return [out, *reads, *torch.autograd.grad(out.square().sum(), inputs)]
+
+
+def test_the_rule_by_triton() -> None:
+    """A pass by kernels, one that changes over in between, and one without gradients give what the rule gives."""
+    dims = {"dim": 12, "dtype": FP32}
+    mixer, sublayers = build("gated_streams", 2, {"n": 3, "rank": 5}, random=True, **dims), Sublayers(2, **dims)
+    e = embedding(**dims)
+    exact = pass_results(copy.deepcopy(mixer).double(), copy.deepcopy(sublayers).double(), e.double(), ["reference"])
+    for backends in (["triton"], ["triton", "triton", "reference"], ["reference", "triton"]):
+        assert_near(pass_results(mixer, sublayers, e, backends), exact, 2e-5)
+    with torch.no_grad(), use_backend("triton"):
+        state = mixer.start(e)
+        assert type(state) is PendingGatedStreams
+        out = run_stack(mixer, sublayers, e)[0]
+    assert_near([out], exact[:1], 2e-6)
 
 
 PTX = """
