@@ -1,5 +1,6 @@
 """Which files a run's numbers depend on, and what of them counts."""
 
+import ast
 import io
 import tokenize
 
@@ -44,6 +45,41 @@ g = "it's"  # isn't
 '''
     + "h = ''' # no \\''' # no '''  # yes\n"
 )
+
+
+NESTED = """
+class A:
+    if a:
+        import b
+    else:
+        from c import d
+    async def e(self):
+        try:
+            import f
+        except E:
+            import g
+        else:
+            import h
+        finally:
+            import i
+        for j in k:
+            with l: import m
+        else:
+            while n:
+                import o
+        match p:
+            case q:
+                def r(): import s
+"""
+
+
+def test_no_statement_is_passed_over():
+    from depthmix.runs import code_checksums
+
+    tree = ast.parse(NESTED)
+    found = [node for node in code_checksums._statements(tree) if isinstance(node, ast.stmt)]
+    assert {*found} == {node for node in ast.walk(tree) if isinstance(node, ast.stmt)}
+    assert len(found) == len({*found}) > 18
 
 
 def test_comments_are_those_that_python_finds():
