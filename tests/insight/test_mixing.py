@@ -67,13 +67,8 @@ def test_shape_is_ways_by_readers_by_sources_and_the_average_is_over_tokens(mixe
     assert per_token.shape == (B, T, n_ways, readers, readers)
     assert m.dtype == per_token.dtype == torch.float64
     torch.testing.assert_close(per_token.mean((0, 1)), m, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("mixer", list_mixers())
-def test_no_reader_sees_its_own_output_or_a_later_one(mixer):
-    m = depth_mixing(decoder(mixer), tokens(), per_token=True)
-    assert (m.triu(1) == 0).all()
-    assert (m[..., 0, 0] != 0).all()
+    assert (per_token.triu(1) == 0).all(), "a reader sees its own output or a later one"
+    assert (per_token[..., 0, 0] != 0).all()
 
 
 def test_residual_is_all_ones():
@@ -270,7 +265,7 @@ def test_which_mixer_is_meant_must_be_clear(mixer, said):
 
 
 @pytest.mark.parametrize("mixer", list_mixers())
-@pytest.mark.parametrize("batch", [(), (3,), (2, 3, 2)], ids=str)
+@pytest.mark.parametrize("batch", [(), (2, 3, 2)], ids=str)
 def test_a_users_own_module_with_any_leading_dimensions(mixer, batch):
     model, x = own(mixer), torch.randn(*batch, DIM).double()
     m = depth_mixing(model, x, per_token=True)

@@ -127,7 +127,7 @@ def test_no_token_sees_a_later_one(name, choice):
     assert not torch.allclose(before[:, 3:], after[:, 3:])
 
 
-@every_layout
+@pytest.mark.parametrize("blocks", [3, LAYOUTS["uneven"]], ids=["usual", "uneven"])
 @every_mixer
 def test_a_pass_over_flat_tokens_is_the_same(name, blocks):
     """The rule is token-local: only the last dimension means anything to it."""
@@ -277,7 +277,7 @@ def check_a_prefix_without_gradients(name, choice):
         assert a is None or torch.allclose(a, b, rtol=1e-12, atol=1e-12), choice
 
 
-@pytest.mark.parametrize("blocks", [3, LAYOUTS["parallel"], LAYOUTS["cross"]], ids=["usual", "parallel", "cross"])
+@pytest.mark.parametrize("blocks", [3, LAYOUTS["cross"]], ids=["usual", "cross"])
 @every_mixer
 def test_bf16_is_within_rounding_of_fp32(name, blocks):
     """On the same bf16 values: a mixture rounds once, a stream once a write, so the bound is a rounding a site of the largest value."""
@@ -363,12 +363,7 @@ EVERY_SCALE = torch.tensor([1e-4, 1e-3, 0.02, 1.0, 16.0], dtype=torch.float64).u
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 @every_mixer
 def test_a_norm_inside_a_read_is_the_norm_after_it(name, dtype):
-    check_a_norm_inside_a_read(name, dtype, 2)
-
-
-@every_mixer
-def test_a_norm_inside_a_read_of_other_sites_is_the_norm_after_it(name):
-    check_a_norm_inside_a_read(name, torch.float32, LAYOUTS["uneven"])
+    check_a_norm_inside_a_read(name, dtype, LAYOUTS["uneven"] if dtype == torch.float32 else 2)
 
 
 def check_a_norm_inside_a_read(name, dtype, blocks):
