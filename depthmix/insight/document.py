@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from depthmix.insight.contributions import Shares
 from depthmix.insight.edges import EdgeEffects
 from depthmix.insight.maps import MEASURES, DepthMap, by_kind
 from depthmix.insight.ranks import Structure
@@ -20,7 +21,7 @@ from depthmix.insight.statistics import QUANTILES
 from depthmix.insight.streams import Streams
 from depthmix.mixers import Mixer
 
-SCHEMA = 1
+SCHEMA = 2
 DIGITS = 5
 
 
@@ -37,6 +38,8 @@ def of_depth_map(mixer: Mixer, measured: DepthMap) -> dict[str, Any]:
         "tokens": measured.tokens,
         "signed": measured.signed,
         "mean": by_reader(mixer, measured.mean),
+        "contribution": by_reader(mixer, measured.contribution),
+        "projection": by_reader(mixer, measured.projection),
         "std": by_reader(mixer, measured.std),
         "quantiles": {str(q): by_reader(mixer, m) for q, m in zip(QUANTILES, measured.quantiles, strict=True)},
         **{name: by_reader(mixer, measured.measures[name]) for name in MEASURES},
@@ -61,9 +64,12 @@ def of_streams(streams: Streams | None) -> dict[str, Any] | None:
     return None if streams is None else {f.name: getattr(streams, f.name).tolist() for f in dataclasses.fields(streams)}
 
 
-def of_tokens(mixer: Mixer, pieces: list[str], losses: list[float | None], m: Tensor) -> dict[str, Any]:
-    """Describe a text token by token, from mixing matrices m [T, W, S+1, S+1]."""
-    return {"tokens": pieces, "losses": losses, "weights": [by_reader(mixer, token) for token in m]}
+def of_tokens(mixer: Mixer, shares: Shares) -> dict[str, Any]:
+    """Describe what every token of a text was read from, from shares [T, W, S+1, S+1]."""
+    return {
+        "weights": [by_reader(mixer, token) for token in shares.weights],
+        "contributions": [by_reader(mixer, token) for token in shares.contribution],
+    }
 
 
 def by_reader(mixer: Mixer, m: Tensor) -> list[Any]:

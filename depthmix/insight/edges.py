@@ -6,7 +6,7 @@ absolute weights keep their sum:
     h' = (Σ|M_i| / Σ_{i≠j}|M_i|) Σ_{i≠j} c_i
 
 for every token. Only this read changes: the weights are those of the whole model, and later readers receive source j as before. If a
-site reads several mixtures, each has its own edges.
+site reads several mixtures, each has its own edges, which can be cut one by one or all together.
 
 Each cut is a copy of the batch. The pass runs on one copy up to the reader, where the batch grows, so that nothing is computed twice.
 """
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from depthmix.insight.contributions import Contributions, contributions
 from depthmix.insight.intercept import current_calls, intercepted, normed
-from depthmix.insight.losses import next_token_loss
+from depthmix.insight.losses import next_token_losses
 from depthmix.insight.mixing import choose_mixer
 from depthmix.insight.mode import eval_mode
 from depthmix.mixers import Mixer
@@ -31,7 +31,7 @@ from depthmix.models.with_mixer import with_mixer
 
 AT_ONCE = 32768  # tokens per pass, over all copies
 
-Cut = tuple[int, int] | None  # (way, source); None: no cut
+Cut = tuple[int | None, int] | None  # (way, source), of all ways if way is None; None: no cut
 
 
 @dataclass
@@ -53,9 +53,9 @@ class Cutting:
         self.calls = current_calls(mixer)
 
     def losses(self, model: nn.Module, batch: Tensor, cuts: Sequence[Cut]) -> Tensor:
-        """Compute the loss of each cut: [len(cuts)]."""
+        """Compute the losses of every token with each cut: [len(cuts), B, T]."""
         with torch.no_grad(), eval_mode(model), self.applied(cuts):
-            return next_token_loss(model, batch)
+            return next_token_losses(model, batch)
 
     def applied(self, cuts: Sequence[Cut]) -> AbstractContextManager[None]:
         """Apply the cuts inside this context. The model's output has len(cuts) copies along its first dimension."""
@@ -96,7 +96,7 @@ class Cutting:
             total = size.sum(0)
             copies = []
             for cut in self.cuts:
-                if cut is None or cut[0] != way:
+                if cut is None or cut[0] not in (None, way):
                     copies.append(whole.to(dtype))
                     continue
                 rest = total - size[cut[1]]
@@ -114,6 +114,41 @@ class Cutting:
         for site, y in enumerate(outputs):
             state = self.calls["write"](state, site, y)
         return state
+
+
+def losses_without(
+    model: Any,
+    batch: Tensor,
+    reader: int,
+    cuts: Sequence[Cut],
+    mixer: Mixer | str | None = None,
+    at_once: int = AT_ONCE,
+) -> Tensor:
+    """Compute the loss of every token of a batch with each of some cuts at one reader.
+
+    Args:
+        model: model(ids) returns logits. The logits' first dimension may be longer than the ids'.
+        batch: Token ids [B, T + 1].
+        reader: A site, or S for finish.
+        cuts: (way, source) each. The way None cuts the source from all ways, and the cut None cuts nothing.
+        mixer: The mixer, or its name, of a model with several.
+        at_once: Tokens per pass.
+
+    Returns:
+        Losses in nats [len(cuts), B, T].
+
+    Raises:
+        ValueError: The mixer is not found.
+
+    Examples:
+        >>> model = depthmix.Decoder(depthmix.DecoderConfig(11, dim=8, n_blocks=2, n_heads=2))
+        >>> losses_without(model, torch.zeros(2, 4, dtype=torch.int64), reader=1, cuts=[None, (None, 0)]).shape
+        torch.Size([2, 2, 3])
+    """
+    model = with_mixer(model)
+    cutting = Cutting(choose_mixer(model, mixer), reader)
+    some = max(1, at_once // max(1, batch[:, 1:].numel()))
+    return torch.cat([_losses(cutting, model, batch, cuts[i : i + some]) for i in range(0, len(cuts), some)])
 
 
 def _losses(cutting: Cutting, model: nn.Module, batch: Tensor, cuts: Sequence[Cut]) -> Tensor:
@@ -162,11 +197,8 @@ def edge_effects(
         size = batch[:, 1:].numel()
         for reader in range(n):
             edges: list[Cut] = [(way, source) for way in range(_ways(chosen, reader)) for source in range(reader + 1)]
-            cutting, parts = Cutting(chosen, reader), []
-            some = max(1, at_once // size)
-            for cuts in _chunks([None, *edges], some):
-                parts.append(_losses(cutting, model, batch, cuts).cpu().double())
-            plain, *losses = torch.cat(parts).unbind(0)
+            by_token = losses_without(model, batch, reader, [None, *edges], chosen, at_once)
+            plain, *losses = by_token.cpu().double().mean((1, 2)).unbind(0)
             change[reader] += size * (torch.stack(losses) - plain).view_as(change[reader])
             total += size * float(plain) / n
             if progress is not None:
@@ -179,7 +211,3 @@ def edge_effects(
 
 def _ways(mixer: Mixer, reader: int) -> int:
     return mixer.ways(reader) if reader < mixer.n_sites else 1
-
-
-def _chunks(cuts: list[Cut], size: int) -> Iterable[list[Cut]]:
-    return (cuts[i : i + size] for i in range(0, len(cuts), size))

@@ -4,7 +4,8 @@ With p_j = |M_j| / Σ|M| over the sources of a reader, for every token (absolute
 
     entropy = −Σ p_j log p_j;    effective sources = exp(entropy);    newest = p of the last output;    embedding = p_0
 
-Sources are the embedding and raw outputs: a sum of four outputs, read with one weight, counts as four sources.
+Sources are the embedding and raw outputs: a sum of four outputs, read with one weight, counts as four sources. Beside the weights stand
+contributions and projections (contributions.py), which also know how large sources are.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from depthmix.insight.contributions import Shares, shares_by_token
 from depthmix.insight.mixing import choose_mixer, sources_of
 from depthmix.insight.statistics import EvenSample, Moments
 from depthmix.mixers import Mixer
@@ -36,6 +38,8 @@ class DepthMap:
     quantiles: Tensor  # [Q, W, S+1, S+1]
     measures: dict[str, Tensor]  # mean over tokens of each of MEASURES: [W, S+1]
     measures_std: dict[str, Tensor]
+    contribution: Tensor  # [W, S+1, S+1], mean over tokens of each source's share of the sizes of contributions
+    projection: Tensor  # [W, S+1, S+1], mean over tokens of each source's projection on the read
 
 
 def reading(m: Tensor) -> dict[str, Tensor]:
@@ -73,10 +77,14 @@ def depth_map(model: nn.Module, batches: Iterable[Any], mixer: Mixer | str | Non
     model = with_mixer(model)
     chosen = choose_mixer(model, mixer)
     whole, sample, signed = Moments(), EvenSample(), False
+    contribution, projection = Moments(), Moments()
     measures = {name: Moments() for name in MEASURES}
     for batch in batches:
-        for m in _by_token(chosen, sources_of(model, chosen, batch)):
+        for shares in _by_token(chosen, sources_of(model, chosen, batch)):
+            m = shares.weights
             whole.add(m)
+            contribution.add(shares.contribution)
+            projection.add(shares.projection)
             sample.add(m)
             signed = signed or bool((m < 0).any())
             for name, value in reading(m).items():
@@ -91,16 +99,18 @@ def depth_map(model: nn.Module, batches: Iterable[Any], mixer: Mixer | str | Non
         sample.quantiles(),
         {name: moments.mean for name, moments in measures.items()},
         {name: moments.std() for name, moments in measures.items()},
+        contribution.mean,
+        projection.mean,
     )
 
 
-def _by_token(mixer: Mixer, sources: list[Tensor]) -> Iterator[Tensor]:
-    """Yield M of some tokens at a time: [N, W, S+1, S+1]. Autograd keeps many times the size of a read, so memory
+def _by_token(mixer: Mixer, sources: list[Tensor]) -> Iterator[Shares]:
+    """Yield the numbers of some tokens at a time: [N, W, S+1, S+1]. Autograd keeps many times the size of a read, so memory
     limits the number.
     """
     flat = [s.reshape(-1, s.shape[-1]).split(AT_ONCE) for s in sources]
     for some in zip(*flat, strict=True):
-        yield mixer.mixing(some, per_token=True)
+        yield shares_by_token(mixer, some)
 
 
 def by_kind(mixer: Mixer, measures: dict[str, Tensor]) -> dict[str, dict[str, float]]:

@@ -24,7 +24,7 @@ INSIGHT = "insight.json"
 # Options that change no number.
 IRRELEVANT = {"run", "json", "device", "batch_size"}
 # Tokens of the text if the user gives none.
-PIECES = 48
+PIECES = 32
 
 
 def measured(
@@ -47,7 +47,11 @@ def measured(
     folder = RunFolder.open(config.run)
     options = {name: value for name, value in asdict(config).items() if name not in IRRELEVANT}
     cached = find_json_object(folder.path / INSIGHT)
-    if not list_checkpoints(folder.checkpoints) and (document_without_weights := known(config.run)) is not None:
+    has_weights = bool(list_checkpoints(folder.checkpoints))
+    if not has_weights and isinstance(cached.get("document"), dict) and cached.get("schema") != SCHEMA:
+        problem = f"{config.run} has no weights any more, and another version of depthmix made its measurements"
+        raise UserError(f"{problem}: train the model again, or leave this run out", CHECKPOINT)
+    if not has_weights and (document_without_weights := known(config.run)) is not None:
         earlier_options = cached.get("asked", {})
         if changed := [name for name in chosen if earlier_options.get(name) != options[name]]:
             problem = f"{config.run} has no weights any more, only earlier measurements"

@@ -110,8 +110,9 @@ class Models:
         if not pieces:
             raise UserError(f"the tokenizer of {run} makes no tokens of this text")
         with autocast(ids.device, trained.config.precision):
-            text_document = text_by_token(trained.model, ids, pieces)
+            text_document = text_by_token(trained.model, ids, pieces, trained.tokenizer)
         means = mean(text_document["weights"])
+        over = f"the {len(pieces)} tokens of this text"
         if not all(
             math.isfinite(n) for n in [*text_document["losses"][1:], *(w for r in means for way in r for w in way)]
         ):
@@ -122,7 +123,12 @@ class Models:
             "mixer": trained.config.mixer,
             "mixer_options": chosen_options(trained.config.mixer, trained.config.mixer_options),
             **doc.describe_mixer(trained.model.mixer),
-            "mixing": {"tokens": len(pieces), "over": f"the {len(pieces)} tokens of this text", "mean": means},
+            "mixing": {
+                "tokens": len(pieces),
+                "over": over,
+                "mean": means,
+                "contribution": mean(text_document["contributions"]),
+            },
             "text": text_document,
         }
         return doc.rounded(document)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import math
@@ -17,26 +18,30 @@ from depthmix.device import autocast, choose_device
 from depthmix.errors import CHECKPOINT, DATA, DIVERGED, UserError
 from depthmix.files import check_above, write_text
 from depthmix.insight import document as doc
+from depthmix.insight.contributions import shares_by_token
 from depthmix.insight.dynamics import gradient_norms, magnitudes
-from depthmix.insight.edges import edge_effects
-from depthmix.insight.losses import next_token_loss
+from depthmix.insight.edges import edge_effects, losses_without
+from depthmix.insight.lens import logit_lens
+from depthmix.insight.losses import logits_of, next_token_loss
 from depthmix.insight.maps import depth_map
-from depthmix.insight.mixing import depth_mixing, sources_of
+from depthmix.insight.mixing import sources_of
+from depthmix.insight.mode import eval_mode
 from depthmix.insight.ranks import structure
 from depthmix.insight.skips import skip_effects
 from depthmix.insight.streams import stream_report
 from depthmix.insight.summary import summary
 from depthmix.mixers.defaults import chosen_options
+from depthmix.ops.precision import compute_dtype
 from depthmix.ownership import check_replaceable
 from depthmix.runs.foreign import measured as measured_model
 from depthmix.runs.restore import Trained, load_model
-from depthmix.train.evaluate import token_losses
 from depthmix.train.generate import check_prompt
 from depthmix.train.measure import batches_of_text
 from depthmix.train.progress import phases
 from depthmix.values import check_at_least
 
 Progress = Callable[[str, int, int | None], None]
+PREDICTIONS = 5  # most probable next tokens of each token
 
 
 def inspect(config: InspectConfig) -> None:
@@ -89,7 +94,8 @@ def inspect_run(config: InspectConfig, progress: Progress | None = None) -> dict
         measured["streams"] = doc.of_streams(stream_report(mixer, sources))
         del sources
         measured |= _causal(model, batches, config.causal_tokens, tell)
-        measured["text"] = text_by_token(model, ids, pieces) if pieces else None
+        cuts = config.causal_tokens > 0
+        measured["text"] = text_by_token(model, ids, pieces, trained.tokenizer, cuts) if pieces else None
     described = {
         "schema": doc.SCHEMA,
         "run": str(config.run),
@@ -182,12 +188,88 @@ def _causal(model: Any, batches: list[Tensor], tokens: int, tell: Progress) -> d
     return {"edges": doc.of_edges(edges), "skips": doc.of_skips(skips)}
 
 
-def text_by_token(model: Any, ids: Tensor, pieces: list[str]) -> dict[str, Any]:
-    """Report where each token of a text was read from, for the document; ids and pieces are those of `encode_text`."""
-    with torch.no_grad():
-        losses = token_losses(model, ids)[0].tolist() if ids.shape[1] > 1 else []
-    m = depth_mixing(model, ids, per_token=True)[0]
-    return doc.of_tokens(model.mixer, pieces, [None, *losses], m)
+@torch.no_grad()
+def text_by_token(model: Any, ids: Tensor, pieces: list[str], tokenizer: Any, cuts: bool = False) -> dict[str, Any]:
+    """Report, for each token of a text, what was read, what was predicted, and which connections the prediction needed.
+
+    Args:
+        model: A Decoder, or a model with its interface, on the device of the ids.
+        ids: Token ids [1, T], from `encode_text`.
+        pieces: The pieces of text that the tokens stand for, from `encode_text`.
+        tokenizer: A tokenizer, which decodes the predicted tokens.
+        cuts: Whether to cut every connection, which takes S²/2 passes over the text.
+
+    Returns:
+        The field `text` of the document (docs/guides/inspecting.md).
+    """
+    mixer, name = model.mixer, token_names(tokenizer)
+    with eval_mode(model):
+        logits = logits_of(model, ids)[0]
+    log_p = logits.to(compute_dtype(logits)).log_softmax(-1)
+    losses = -log_p[:-1].gather(-1, ids[0, 1:, None]).squeeze(-1)
+    best, tokens = log_p.exp().topk(min(PREDICTIONS, log_p.shape[-1]))
+    predictions = [
+        [{"token": name(token), "probability": p} for token, p in zip(*row, strict=True)]
+        for row in zip(tokens.tolist(), best.tolist(), strict=True)
+    ]
+    lens = logit_lens(model, ids)
+    # [token][reader]. Nothing follows the last token.
+    following = [*lens.following[:, 0].T.tolist(), [None] * len(lens.tokens)]
+    by_reader = [
+        [{"token": name(token), "probability": p, "next": after} for token, p, after in zip(*row, strict=True)]
+        for row in zip(lens.tokens[:, 0].T.tolist(), lens.probabilities[:, 0].T.tolist(), following, strict=True)
+    ]
+    return {
+        "tokens": pieces,
+        "losses": [None, *losses.tolist()],
+        **doc.of_tokens(mixer, shares_by_token(mixer, [s[0] for s in sources_of(model, mixer, ids)])),
+        "predictions": predictions,
+        "lens": by_reader,
+        "cuts": _cuts_by_token(model, ids) if cuts else None,
+    }
+
+
+def _cuts_by_token(model: Any, ids: Tensor) -> list[list[list[float]] | None]:
+    """Cut every connection. Return the rise of the next token's loss, [token][reader][source]; None for the last token."""
+    changes = []
+    for reader in range(model.mixer.n_sites + 1 if ids.shape[1] > 1 else 0):
+        plain, *losses = losses_without(model, ids, reader, [None, *((None, s) for s in range(reader + 1))])[:, 0]
+        changes.append((torch.stack(losses) - plain).T.tolist())
+    return [*(list(token) for token in zip(*changes, strict=True)), None]
+
+
+def losses_of_cut(model: Any, ids: Tensor, reader: int, source: int) -> list[float | None]:
+    """Compute the losses of a text's tokens with one connection cut, in all ways; None for the first token.
+
+    Args:
+        model: As for `text_by_token`.
+        ids: Token ids [1, T].
+        reader: A site, or S for finish.
+        source: 0 for the embedding, i + 1 for the output of site i.
+    """
+    if ids.shape[1] < 2:
+        return [None]
+    losses: list[float] = losses_without(model, ids, reader, [(None, source)])[0, 0].tolist()
+    return [None, *losses]
+
+
+def token_names(tokenizer: Any) -> Callable[[int], str]:
+    """Return a function that decodes one token id, keeping a leading space.
+
+    Args:
+        tokenizer: A tokenizer of tokenizers or transformers.
+
+    Returns:
+        The function. Bytes that are no whole character become U+FFFD, the replacement character.
+    """
+
+    @functools.cache
+    def name(token: int) -> str:
+        # Many decoders drop the space before a text's first word, so a second copy shows the space.
+        once, twice = (str(tokenizer.decode([token] * n, skip_special_tokens=False)) for n in (1, 2))
+        return twice[len(once) :] if twice.startswith(once) else once
+
+    return name
 
 
 def _told(batches: list[Tensor], phase: str, tell: Progress) -> Iterator[Tensor]:

@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional
 
 from depthmix import list_mixers
-from depthmix.insight.edges import Cutting, edge_effects
+from depthmix.insight.edges import Cutting, edge_effects, losses_without
 from depthmix.insight.losses import next_token_loss
 from depthmix.insight.skips import skip_effects
 from insight.small_decoder import VOCAB, B, T, decoder, tokens
@@ -29,8 +29,8 @@ def test_with_nothing_cut_logits_are_the_models_whatever_reader_is_taken_apart(m
     assert not {"start", "read", "write", "finish"} & set(vars(model.mixer))
 
 
-def by_definition(model, reader, way, source):
-    """The loss with one edge cut: every read is a row of M, of a pass that has come that far, times the sources."""
+def by_definition(model, reader, cut_ways, source):
+    """The losses with one edge cut: every read is a row of M, of a pass that has come that far, times the sources."""
     mixer, ids = model.mixer, BATCH[:, :-1]
     x = model.embed(ids, None)
     context, sources = model._context(x, None, None, None), [x]
@@ -38,7 +38,7 @@ def by_definition(model, reader, way, source):
     def reads(site, ways):
         padded = [*sources, *[torch.zeros_like(x)] * (mixer.n_sites + 1 - len(sources))]
         m = mixer.mixing(padded, per_token=True)[..., site, : len(sources)]  # [B, T, W, k]
-        if site == reader:
+        for way in cut_ways if site == reader else ():
             rest = m[..., way, :].clone()
             rest[..., source] = 0
             rest *= m[..., way, :].abs().sum(-1, keepdim=True) / rest.abs().sum(-1, keepdim=True).clamp(min=1e-30)
@@ -49,7 +49,7 @@ def by_definition(model, reader, way, source):
         h = tuple(norm(r) for norm, r in zip(norms, reads(site, mixer.ways(site)), strict=True))
         sources.append(sublayer(h if len(h) > 1 else h[0], context))
     logits = model.head(model.final_norm(reads(mixer.n_sites, 1)[0]))
-    return functional.cross_entropy(logits.flatten(0, 1), BATCH[:, 1:].flatten()).item()
+    return functional.cross_entropy(logits.transpose(1, 2), BATCH[:, 1:], reduction="none")
 
 
 @pytest.mark.parametrize(
@@ -71,8 +71,11 @@ def test_a_cut_is_what_its_definition_says(mixer, options):
     for reader, source in ((0, 0), (1, 0), (2, 1), (3, 3), (4, 2)):
         ways = found.change[reader].shape[0]
         assert found.change[reader].shape == (model.mixer.ways(reader) if reader < 4 else 1, reader + 1)
-        cut = by_definition(model, reader, ways - 1, source)
+        cut = by_definition(model, reader, [ways - 1], source).mean().item()
         assert found.change[reader][-1, source].item() == pytest.approx(cut - found.loss, abs=1e-9)
+        by_token = losses_without(model, BATCH, reader, [None, (None, source)])
+        assert by_token[0].mean().item() == pytest.approx(found.loss)
+        torch.testing.assert_close(by_token[1], by_definition(model, reader, range(ways), source))
 
 
 def test_edges_without_weight_are_of_no_use():

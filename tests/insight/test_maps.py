@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from depthmix import depth_mixing, list_mixers
+from depthmix.insight import sources_of
+from depthmix.insight.contributions import shares_by_token
 from depthmix.insight.maps import MEASURES, by_kind, depth_map, reading
 from depthmix.insight.statistics import QUANTILES, EvenSample, Moments
 from insight.small_decoder import decoder, tokens
@@ -23,6 +25,10 @@ def test_batch_after_batch_gives_what_all_tokens_give(mixer, monkeypatch):
     torch.testing.assert_close(found.std, each.std(0, correction=0), rtol=1e-6, atol=1e-9)
     quantiles = torch.quantile(each, torch.tensor(QUANTILES).double(), dim=0)
     torch.testing.assert_close(found.quantiles.double(), quantiles, rtol=1e-5, atol=1e-6)
+    shares = [shares_by_token(model.mixer, sources_of(model, model.mixer, b)) for b in batches]
+    for name in ("contribution", "projection"):
+        by_token = torch.cat([getattr(batch, name).flatten(0, 1) for batch in shares])
+        torch.testing.assert_close(getattr(found, name), by_token.mean(0))
     for name, value in reading(each).items():
         torch.testing.assert_close(found.measures[name], value.mean(0))
         torch.testing.assert_close(found.measures_std[name], value.std(0, correction=0), rtol=1e-6, atol=1e-8)

@@ -116,7 +116,7 @@ def test_the_answer_is_the_librarys(server):
     assert status == 200
     (found,) = json.loads(body)["models"]
     run = server.models.runs[0][1]
-    expected = text_by_token(run.model, *encode_text(run, TEXT))
+    expected = text_by_token(run.model, *encode_text(run, TEXT), run.tokenizer)
     assert found["tokens"] == expected["tokens"]
     assert "".join(found["tokens"]) == TEXT
     assert found["losses"][0] is None
@@ -412,7 +412,7 @@ def test_typing_a_text_shows_the_librarys_numbers(open_page):
         shown.get_by_role("button", name="Show").click()
         expect(shown.locator(".tokens").first).to_have_text("deep·<b>sky")
         run = server.models.runs[0][1]
-        expected = text_by_token(run.model, *encode_text(run, "deep <b>sky"))
+        expected = text_by_token(run.model, *encode_text(run, "deep <b>sky"), run.tokenizer)
         shown.locator(".tokens").first.locator("button").nth(2).click()
         cell = shown.locator("table").first.locator("tbody tr").nth(4).locator("td").nth(1)
         cell.hover()

@@ -2,10 +2,12 @@
 
 import dataclasses
 import json
+import math
 import shutil
 
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models
 
 from depthmix import Decoder, list_mixers
 from depthmix.cli import main
@@ -17,7 +19,15 @@ from depthmix.insight.summary import summary, table
 from depthmix.runs.checkpoint import list_checkpoints
 from depthmix.runs.restore import load_model
 from depthmix.train import inspect as command
-from depthmix.train.inspect import encode_text, first_tokens, inspect_run
+from depthmix.train.evaluate import token_losses
+from depthmix.train.inspect import (
+    encode_text,
+    first_tokens,
+    inspect_run,
+    losses_of_cut,
+    text_by_token,
+    token_names,
+)
 from train import small
 from train.refused import refused
 
@@ -61,8 +71,10 @@ def test_the_document_of_every_mixer_is_whole(mixer, monkeypatch):
     assert [r["name"] for r in readers] == ["attention", "mlp"] * 2 + ["finish"]
     assert [r["ways"] for r in readers] == [*(model.mixer.ways(s) for s in range(n)), 1]
     assert found["sources"] == ["embedding", "attention 0", "mlp 0", "attention 1", "mlp 1"]
-    for name in ("mean", "std"):
+    for name in ("mean", "std", "contribution", "projection"):
         ragged(found["mixing"][name], readers)
+    for name in ("contribution", "projection"):
+        assert all(sum(way) == pytest.approx(1, abs=1e-3) for reader in found["mixing"][name] for way in reader)
     for name in ("entropy", "effective", "newest", "embedding", "effective_std"):
         ragged(found["mixing"][name], readers, sources=False)
     for each in found["mixing"]["quantiles"].values():
@@ -73,8 +85,18 @@ def test_the_document_of_every_mixer_is_whole(mixer, monkeypatch):
     assert len(found["structure"]) == max(r["ways"] for r in readers)
     assert (found["streams"] is None) == (streams_of(model.mixer, model.mixer.start(torch.zeros(1, 32))) is None)
     assert "".join(found["text"]["tokens"]) == "sea"
-    for token in found["text"]["weights"]:
+    text = found["text"]
+    for token in text["weights"] + text["contributions"]:
         ragged(token, readers)
+    assert text["cuts"][-1] is None
+    assert all([len(sources) for sources in token] == [1, 2, 3, 4, 5] for token in text["cuts"][:-1])
+    for losses, predicted, lens in zip([*text["losses"][1:], None], text["predictions"], text["lens"], strict=True):
+        assert [p["probability"] for p in predicted] == sorted((p["probability"] for p in predicted), reverse=True)
+        assert len(predicted) == 5
+        assert len(lens) == len(readers)
+        assert {"token": lens[-1]["token"], "probability": lens[-1]["probability"]} == predicted[0]
+        after = lens[-1]["next"]
+        assert (after is losses is None) or -math.log(after) == pytest.approx(losses, abs=1e-3)
     assert found["loss"] == pytest.approx(found["skips"]["loss"], rel=0.2)
     assert all(p.grad is None for p in model.parameters())
     shown = summary(found)
@@ -88,10 +110,10 @@ def test_the_command_prints_tables_and_writes_the_document(tmp_path, capsys):
     assert main(["inspect", str(small.run().path), *flags]) == 0
     shown = capsys.readouterr().out
     found = json.loads(out.read_text())
-    assert found["schema"] == 1
+    assert found["schema"] == 2
     assert found["step"] == 60
     assert found["mixing"]["tokens"] == 96  # rows of 32
-    assert found["edges"] is found["skips"] is None
+    assert found["edges"] is found["skips"] is found["text"]["cuts"] is None
     for words in ("step 60", " 3 mlp", "finish", "of 5", "Semiseparable rank", "'T", str(out)):
         assert words in shown
     assert "skipped" not in shown
@@ -149,6 +171,35 @@ def test_pieces_add_up_to_the_text_whatever_its_characters_take():
     ids, pieces = encode_text(small.load_run(), "é 🌊!\n東")
     assert pieces == ["é", "", " ", "🌊", "", "", "", "!", "\n", "東", "", ""]
     assert ids.shape == (1, 12)
+
+
+def test_cuts_of_a_text_are_the_rises_of_its_losses():
+    """The reads at a token make the prediction of the token after it."""
+    trained = small.load_run()
+    ids, pieces = encode_text(trained, SENTENCE)
+    found = text_by_token(trained.model, ids, pieces, trained.tokenizer, cuts=True)
+    assert found["losses"] == pytest.approx([None, *token_losses(trained.model, ids)[0].tolist()])
+    for reader, source in ((0, 0), (3, 1), (4, 4)):
+        cut = losses_of_cut(trained.model, ids, reader, source)
+        rises = [b - a for a, b in zip(found["losses"][1:], cut[1:], strict=True)]
+        assert [token[reader][source] for token in found["cuts"][:-1]] == pytest.approx(rises, abs=1e-5)
+        assert max(map(abs, rises)) > 1e-3
+    only = text_by_token(trained.model, ids[:, :1], pieces[:1], trained.tokenizer, cuts=True)
+    assert (only["losses"], only["cuts"], only["lens"][0][-1]["next"]) == ([None], [None], None)
+    assert losses_of_cut(trained.model, ids[:, :1], 4, 0) == [None]
+
+
+def test_names_of_predicted_tokens_keep_a_space_and_show_single_bytes():
+    tokenizer = small.load_run().tokenizer
+    name = token_names(tokenizer)
+    ids = tokenizer.encode(" sea é", add_special_tokens=False).ids
+    assert "".join(map(name, ids[:-2])) == " sea "
+    assert [name(token) for token in ids[-2:]] == ["\ufffd", "\ufffd"]
+    assert name(0) == "<|endoftext|>"
+    # A decoder that drops the space before the first word.
+    words = Tokenizer(models.WordLevel({"\u2581sea": 0, "b": 1}))
+    words.decoder = decoders.Metaspace()
+    assert [token_names(words)(token) for token in (0, 1)] == [" sea", "b"]
 
 
 def test_data_of_another_tokenizer_is_refused(tmp_path):
