@@ -9,8 +9,8 @@ PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-comp
 VENV = @test -x $(BIN)/python || { $(PYTHON) -m venv .venv && { $(PIP) --upgrade pip || true; }; }
 INSTALL = $(PIP) --constraint constraints.txt --editable
 # On all cores, where pip takes one, and of depthmix too, which processes of tests would compile again and again;
-# without what is not imported: packages' tests, most architectures of transformers, plotly's Python, and some large parts of others.
-UNUSED = transformers/models|plotly|pip|setuptools|mypy|mypyc|tests?|torch/testing/_internal|torchgen|sympy/physics|pygments/lexers|fontTools|pydantic|tensorboard|async_api|narwhals|werkzeug|grpc|torch/_vendor|numpy/distutils|sympy/stats|huggingface_hub/(cli|inference)
+# without what is not imported: packages' tests, most architectures of transformers, and some large parts of others.
+UNUSED = transformers/models|pip|setuptools|mypy|mypyc|tests?|torch/testing/_internal|torchgen|sympy/physics|pygments/lexers|fontTools|pydantic|tensorboard|async_api|narwhals|werkzeug|grpc|torch/_vendor|numpy/distutils|sympy/stats|huggingface_hub/(cli|inference)
 COMPILE = @$(BIN)/python -m compileall -qq -j 0 -x '/($(UNUSED))/' .venv/lib depthmix || true
 
 .PHONY: setup demo test coverage test-harness test-gpu bench docs lint format new-mixer wheel clean

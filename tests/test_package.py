@@ -170,8 +170,12 @@ def test_wheel_runs_the_readme_in_a_fresh_environment_without_extras(tmp_path, m
         [sys.executable, "-m", "pip", "--python", str(interpreter), *install], check=True, capture_output=True
     )
     (packages,) = (tmp_path / "env").glob("lib/python*/site-packages")
-    own = {f.name for f in (ROOT / "depthmix" / "report").iterdir() if f.suffix in (".css", ".js")}
-    assert own == {f.name for f in (packages / "depthmix" / "report").iterdir() if f.suffix in (".css", ".js")} != set()
+    own = {f.name for f in (ROOT / "depthmix" / "report" / "web").iterdir() if f.suffix in (".css", ".js")}
+    assert (
+        own
+        == {f.name for f in (packages / "depthmix" / "report" / "web").iterdir() if f.suffix in (".css", ".js")}
+        != set()
+    )
     (metadata,) = packages.glob("depthmix-*.dist-info")
     for own in needed(*(Distribution.at(metadata).requires or [])):
         for name in {path.parts[0] for path in own.files or []} - {"..", "__pycache__"}:

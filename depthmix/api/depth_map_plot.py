@@ -46,7 +46,7 @@ def plot_depth_map(
     except ImportError:
         raise UserError("matplotlib is not installed, and figures need it: pip install matplotlib") from None
     from depthmix.report.depth_figures import draw_map
-    from depthmix.report.inside import way_names
+    from depthmix.report.documents import way_names
 
     chosen = choose_mixer(model, mixer)
     document = _document(chosen, depth_mixing(model, _batch(model, ids), mixer=chosen))

@@ -52,10 +52,6 @@ def plus_minus(value: float | None, around: float | None, decimals: int = 4, sig
     return f"{value:{sign}.{digits}f}{unit} ± {around:.{digits}f}"
 
 
-def _percent(value: float | None, around: float | None) -> str:
-    return plus_minus(value and 100 * value, around and 100 * around, decimals=2, unit="%")
-
-
 def _fraction(value: float | None, row: Row) -> str:
     if value is not None:
         return f"{value:.2f}"
@@ -79,8 +75,8 @@ def human_time(seconds: float) -> str:
     return f"{seconds / 60:.1f} min" if seconds < 6000 else f"{seconds / 3600:.2f} h"
 
 
-VAL_LOSS = Column(lambda first: "val. loss", lambda r: plus_minus(r.val_loss, r.val_loss_spread))
-AGAINST = Column(lambda first: f"against {first}", lambda r: plus_minus(r.difference, r.difference_spread, sign="+z"))
+VAL_LOSS = Column(lambda first: "val. loss", lambda r: f"{r.val_loss:.4f}")
+AGAINST = Column(lambda first: f"against {first}", lambda r: plus_minus(r.difference, r.difference_interval, sign="+z"))
 TIME_TO_REACH = Column(lambda first: "time to reach", lambda r: _fraction(r.time_to_reach, r))
 OF_TEXT = (
     Column(lambda first: "perplexity", lambda r: f"{r.perplexity:.2f}"),
@@ -89,7 +85,7 @@ OF_TEXT = (
     TIME_TO_REACH,
 )
 OF_IMAGES = (
-    Column(lambda first: "accuracy", lambda r: _percent(r.accuracy, r.accuracy_spread)),
+    Column(lambda first: "accuracy", lambda r: _or_dash(r.accuracy, ".2%")),
     Column(lambda first: "images to reach", lambda r: _fraction(r.tokens_to_reach, r)),
     TIME_TO_REACH,
 )

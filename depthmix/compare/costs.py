@@ -26,6 +26,14 @@ def doubts(runs: Sequence[Run], arms: Sequence[str]) -> list[str]:
     return phrases
 
 
+def busy_arms(runs: Sequence[Run]) -> set[str]:
+    """Return the arms whose step times are no costs: they shared their machine, or other programs disturbed them."""
+    by_arm: dict[str, list[Run]] = {}
+    for run in runs:
+        by_arm.setdefault(run.arm, []).append(run)
+    return {arm for arm, own in by_arm.items() if any(run.shared for run in own) or _doubt(own)}
+
+
 def _doubt(runs: Sequence[Run]) -> str:
     """Describe how the step times of an arm's runs were disturbed; empty if they were not."""
     waited = max(run.core_wait or 0.0 for run in runs)

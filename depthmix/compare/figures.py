@@ -11,6 +11,7 @@ from depthmix.compare.columns import human
 from depthmix.compare.results import Results
 from depthmix.compare.rows import Run
 from depthmix.compare.spread import around
+from depthmix.report.content import time_unit
 from depthmix.report.figures import (
     COLOURS,
     DASHES,
@@ -23,7 +24,6 @@ from depthmix.report.figures import (
     save_figure,
     style_of,
 )
-from depthmix.report.plots import time_unit
 
 DIFFERENCES, TRAINING = "differences", "training"
 # Loss curves by what is on the x axis.

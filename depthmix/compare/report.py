@@ -4,27 +4,41 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import MISSING as NONE
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from depthmix.compare.arms import Arm
-from depthmix.compare.columns import AGAINST, COSTS, VAL_LOSS, Column, cells, human, human_time, learnt, of_images
+from depthmix.compare.columns import (
+    AGAINST,
+    COSTS,
+    OF_A_MACHINE,
+    TIME_TO_REACH,
+    VAL_LOSS,
+    Column,
+    cells,
+    human,
+    human_time,
+    learnt,
+    of_images,
+)
+from depthmix.compare.costs import busy_arms
 from depthmix.compare.figures import CURVES, curve_over_seeds, draw_curves
 from depthmix.compare.recipe import check_recipe
 from depthmix.compare.records import RUNS, read_records
 from depthmix.compare.results import Results
 from depthmix.compare.rows import Row, Run, make_rows, read_run
 from depthmix.compare.table import conclusion
-from depthmix.compare.verdict import footnotes, verdict
+from depthmix.compare.verdict import footnotes, headline, verdict
 from depthmix.config import CompareConfig, InspectConfig, ReportConfig
 from depthmix.errors import CHECKPOINT, UserError
 from depthmix.files import check_above, find_json_object, write_text
+from depthmix.mixers import list_mixers, rule_title
 from depthmix.mixers.defaults import chosen_options
 from depthmix.ownership import check_replaceable
-from depthmix.report.content import Content, Curve, Table
+from depthmix.report.content import BETTER, BUSY, WORSE, Content, Curve, Effect, Table
 from depthmix.report.depth_figures import MAP, OVER_DEPTH, draw_insides, file_names
 from depthmix.report.measure import known, measured, opening_text
 from depthmix.report.page import make_page
@@ -43,6 +57,8 @@ RECIPE = "comparison.yaml"
 KEPT = ("depthmix", "git_commit", "python", "torch", "cuda", "device_name", "started")
 # Options that may differ between runs that one table compares.
 MAY_DIFFER = {"out", "mixer", "mixer_options", "seed", "quiet", "tensorboard", "wandb", "keep", "save_every", "log_every", "dynamics_every"}  # fmt: skip
+# Shorter trainings than this say little about long ones (lab/LOG.md).
+TOKENS_PER_PARAMETER = 15
 UNFINISHED = "This comparison is not finished: run the same command again and it goes on."
 
 
@@ -251,16 +267,30 @@ def content_of(reported: ReportedRuns, documents: Sequence[Mapping[str, Any]], c
     """Return the content of a page on some runs."""
     rows = next(iter(reported.rows.values()), [])
     several = len(reported.labels) > 1
-    count = f"{len(reported.labels)} ways to mix over depth, compared"
+    compared = several and reported.comparable and bool(rows)
+    finding = (
+        f"{len(reported.labels)} ways to mix over depth" if several else f"Mixing over depth: {reported.labels[0]}"
+    )
+    if compared:
+        finding = headline(rows, reported.recipe.get("budget") == "time", titles_of(reported.labels))
+    busy = {name: busy_arms(runs) for name, runs in reported.runs.items()}
     runs = next(iter(reported.runs.values())) if len(reported.runs) == 1 else []
     notes_by_cell = [_footnotes(rows, reported.comparable) for rows in reported.rows.values()]
     explained = list(dict.fromkeys(note for notes in notes_by_cell for note in notes))
     return Content(
-        title=count if several else f"Mixing over depth: {reported.labels[0]}",
+        title=finding,
+        subtitle=subtitle(reported.recipe, rows),
+        badge=badge(rows) if compared else "",
+        baseline=rows[0].baseline if rows else "",
+        effects=effects(rows, next(iter(busy.values()), set())) if compared else [],
         warnings=reported.warnings,
         verdict=_verdicts(reported) if reported.comparable else [],
         facts=facts(reported.recipe, reported.labels, rows, reported.comparable),
-        tables=[table for name, rows in reported.rows.items() for table in tables(rows, reported.comparable, name)],
+        tables=[
+            table
+            for name, rows in reported.rows.items()
+            for table in tables(rows, reported.comparable, name, busy.get(name, set()))
+        ],
         notes=[*reported.notes, *(explained if rows else ["No run has finished yet."])],
         reading=how_to_read(reported.recipe, rows) if several and reported.comparable else [],
         curves=curves(runs, reported.labels),
@@ -325,20 +355,80 @@ def facts(
     ]
 
 
-def tables(rows: Sequence[Row], comparable: bool = True, cell: str = "") -> list[Table]:
-    """Return two tables: what was learnt, and what it cost."""
+def titles_of(labels: Sequence[str]) -> dict[str, str]:
+    """Return what the labels stand for in words, for rules of which only one arm is compared."""
+    names = [label.partition(":")[0] for label in labels]
+    known = {name: rule_title(name) for name in set(names) & set(list_mixers())}
+    return {label: known[n] for label, n in zip(labels, names, strict=True) if n in known and names.count(n) == 1}
+
+
+def subtitle(recipe: Mapping[str, Any], rows: Sequence[Row]) -> str:
+    """Say in one line how large the models are and how long they trained."""
+    if not rows:
+        return ""
+    first, unit = rows[0], "images" if of_images(rows) else "tokens"
+    others = len(rows) - 1
+    count = f"{others} rule{'s' * (others > 1)} against {first.baseline}, " if others else ""
+    length = "" if unit == "images" else f", {first.tokens / first.parameters:.2g} per parameter"
+    data = str(recipe.get("data") or "several data sets")
+    return f"{count}{human(first.parameters)} parameters, {human(first.tokens)} {unit} of {data}{length}."
+
+
+def badge(rows: Sequence[Row]) -> str:
+    """Return a warning of a few words where one seed or a short training makes a result a lead."""
+    if all(row.difference_interval is None for row in rows):
+        return "1 seed: a lead, not evidence"
+    short = not of_images(rows) and rows[0].tokens < TOKENS_PER_PARAMETER * rows[0].parameters
+    return "short training: a lead" if short else ""
+
+
+def effects(rows: Sequence[Row], busy: Collection[str]) -> list[Effect]:
+    """Return the difference and the price of every arm but the baseline, the lowest loss first."""
+    found = [
+        Effect(
+            row.arm, row.difference, row.difference_interval, row.step_ratio, row.arm in busy or row.baseline in busy
+        )
+        for row in rows
+        if row.difference is not None
+    ]
+    return sorted(found, key=lambda effect: effect.difference)
+
+
+def tables(
+    rows: Sequence[Row], comparable: bool = True, cell: str = "", busy: Collection[str] = frozenset()
+) -> list[Table]:
+    """Return two tables: what was learnt, and what it cost.
+
+    Args:
+        rows: One row per arm, the baseline first.
+        comparable: Whether the losses compare.
+        cell: Name of the domain and size, if there are several.
+        busy: Arms whose step times were taken on a busy machine.
+    """
     if not rows:
         return []
-    best = min(row.val_loss for row in rows)
-    marked = frozenset(i for i, row in enumerate(rows) if row.val_loss == best and len(rows) > 1 and comparable)
     # What counts comes first, where a narrow screen shows it.
     alone: Sequence[Column] = (VAL_LOSS, *(c for c in learnt(rows) if "to reach" not in c.heading("")))
     if len(rows) > 1 and comparable:
         alone = (AGAINST, VAL_LOSS, *learnt(rows))
     return [
-        Table(cell, *_parted(cells(rows, alone)), best=marked),
-        Table(f"What it cost{', ' * bool(cell)}{cell}", *_parted(cells(rows, COSTS)), best=marked),
+        Table(title, *_parted(cells(rows, columns)), marks=_marks(rows, columns, busy))
+        for title, columns in ((cell, alone), (f"What it cost{', ' * bool(cell)}{cell}", COSTS))
     ]
+
+
+def _marks(rows: Sequence[Row], columns: Sequence[Column], busy: Collection[str]) -> dict[tuple[int, int], str]:
+    """Mark the differences whose interval excludes zero, and the times of a busy machine."""
+    marks: dict[tuple[int, int], str] = {}
+    for i, row in enumerate(rows):
+        for j, column in enumerate(columns, start=1):
+            half, difference = row.difference_interval, row.difference
+            if column is AGAINST and half is not None and difference is not None and abs(difference) > half:
+                marks[i, j] = BETTER if difference < 0 else WORSE
+            # A ratio is as doubtful as the baseline's time.
+            elif column in (*OF_A_MACHINE, TIME_TO_REACH) and (row.arm in busy or row.baseline in busy):
+                marks[i, j] = BUSY
+    return marks
 
 
 def _parted(lines: list[list[str]]) -> tuple[list[str], list[list[str]]]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import statistics
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -53,3 +56,22 @@ class EvenSample:
     def quantiles(self) -> Tensor:
         """Compute quantiles [len(QUANTILES), ...] of the tokens kept."""
         return torch.quantile(torch.cat(self.kept), torch.tensor(QUANTILES), dim=0)
+
+
+def rank_correlation(pairs: Sequence[tuple[float, float]]) -> float | None:
+    """Return Spearman's rank correlation, with mean ranks for ties, or None if one side has no order."""
+    sides = [_ranks([pair[i] for pair in pairs]) for i in (0, 1)]
+    if len(pairs) < 3 or any(len(set(side)) == 1 for side in sides):
+        return None
+    return statistics.correlation(*sides)
+
+
+def _ranks(values: Sequence[float]) -> list[float]:
+    """Rank values from 0. Equal values share the mean of their ranks."""
+    order = sorted(values)
+    first: dict[float, int] = {}
+    count: dict[float, int] = {}
+    for rank, value in enumerate(order):
+        first.setdefault(value, rank)
+        count[value] = count.get(value, 0) + 1
+    return [first[value] + (count[value] - 1) / 2 for value in values]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -14,7 +14,27 @@ class Table:
     title: str
     heading: Sequence[str]
     lines: Sequence[Sequence[str]]
-    best: frozenset[int] = frozenset()  # lines to highlight
+    marks: Mapping[tuple[int, int], str] = field(default_factory=dict)  # of cells (line, column): BETTER, WORSE or BUSY
+
+
+# What a mark says: the interval excludes zero, below it or above; the time was taken on a busy machine.
+BETTER, WORSE, BUSY = "better", "worse", "busy"
+
+
+@dataclass(frozen=True)
+class Effect:
+    """The difference of an arm's loss from the baseline's, and the price of its steps."""
+
+    label: str
+    difference: float
+    interval: float | None  # half the width of the 95% interval; None with one seed
+    step_ratio: float | None
+    busy: bool = False  # the step times were taken on a busy machine
+
+    @property
+    def shown(self) -> bool:
+        """Tell whether the interval excludes zero."""
+        return self.interval is not None and abs(self.difference) > self.interval
 
 
 @dataclass(frozen=True)
@@ -29,11 +49,20 @@ class Curve:
     high: Sequence[float]
 
 
+def time_unit(longest: float) -> tuple[float, str]:
+    """Return the number of seconds in a suitable unit, and the unit's name."""
+    return (1.0, "seconds") if longest < 180 else (60.0, "minutes") if longest < 10800 else (3600.0, "hours")
+
+
 @dataclass(frozen=True)
 class Content:
-    """The content of one page. The page shows the first of `documents` beside each of the others."""
+    """The content of one page. It begins with its finding, the effects of all arms, and the words of a text."""
 
-    title: str
+    title: str  # the finding in one sentence, if there is one
+    subtitle: str = ""  # what was compared
+    badge: str = ""  # a warning of two or three words, such as "1 seed: a lead"
+    baseline: str = ""
+    effects: Sequence[Effect] = ()
     warnings: Sequence[str] = ()  # what a reader must know before anything else
     verdict: Sequence[str] = ()
     facts: Sequence[tuple[str, str]] = ()

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from depthmix.report.documents import largest, mean, names_of, of_way, square, way_names
 from depthmix.report.figures import MISSING, legend_below, load, save_figure, style_of
-from depthmix.report.inside import largest, mean, names_of, of_way, square, way_names
 
 Document = Mapping[str, Any]
 MAP, OVER_DEPTH = "depth-map", "over-depth"

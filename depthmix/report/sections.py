@@ -6,21 +6,16 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from depthmix.report.content import Content, Table
-from depthmix.report.inside import Panel, way_names
+from depthmix.report.content import BUSY, Content, Table
 
-LOSS_CAPTIONS = {
-    "tokens": (
-        "Loss against {unit}",
-        "Which arm learns more from the same {data}. The validation loss says how surprised a model is by {data} it has never seen: lower is better.",
-    ),
-    "time": (
-        "Loss against training time",
-        "Which arm is further after the same time. Only the end of a line is a finished schedule.",
-    ),
-}
-INSIDE = (
-    "A model is a stack of sites; each site is one attention or one MLP. Every later site can read a site's output, and so can finish, from which the prediction is made. "
+WORDS_FORM = """<form id="words-form">
+<label for="words-text">Text to look into</label>
+<textarea id="words-text" rows="2" spellcheck="false" aria-describedby="words-status words-count"></textarea>
+<button type="submit">Show</button> <span id="words-count" class="soft"></span> <span id="words-status" role="status"></span>
+</form>
+"""
+MODEL = (
+    "A model is a stack of sites; each site is one attention or one MLP. Every later site can read a site's output, and so can the prediction. "
     "The first source is the embedding, which is the token alone. The rule for mixing over depth decides how much each site reads from each source."
 )
 
@@ -30,31 +25,55 @@ def listed(items: Sequence[str], css: str) -> str:
 
 
 def opening(content: Content) -> str:
-    """Return the title, the warnings, the verdict and the facts."""
-    facts = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in content.facts)
+    """Return the finding, what was compared, and what a reader must know before anything else."""
+    badge = f' <span class="badge">{escape(content.badge)}</span>' if content.badge else ""
+    subtitle = f'<p class="subtitle">{escape(content.subtitle)}{badge}</p>' if content.subtitle or badge else ""
     warnings = "".join(f'<p class="warn">{escape(warning)}</p>' for warning in content.warnings)
-    return f"<h1>{escape(content.title)}</h1>\n{warnings}{listed(content.verdict, 'verdict')}{f'<dl>{facts}</dl>' if facts else ''}"
+    noscript = '<noscript><p class="warn">The figures need JavaScript.</p></noscript>'
+    return f"<h1>{escape(content.title)}</h1>\n{subtitle}{warnings}{noscript}{listed(content.verdict, 'verdict')}"
+
+
+def words(live: bool) -> str:
+    """Return the place of the words and their rivers, with a box for other texts if a server computes them."""
+    return f'<section id="words" aria-label="words">{WORDS_FORM if live else ""}<div class="panels"></div></section>'
+
+
+def maps(models: Sequence[Mapping[str, Any]]) -> str:
+    if not models:
+        return ""
+    title = "The same map for all models, on one scale" if len(models) > 1 else "Who reads what"
+    return f'<section id="maps" class="later" aria-label="depth maps"><h2>{title}</h2></section>'
+
+
+def over_depth(models: Sequence[Mapping[str, Any]]) -> str:
+    if not models:
+        return ""
+    return '<section id="depth" class="later" aria-label="over depth"><h2>What happens over depth</h2></section>'
+
+
+def curves(content: Content) -> str:
+    if not content.curves:
+        return ""
+    return '<section id="curves" class="later" aria-label="loss curves"><h2>Loss during training</h2></section>'
 
 
 def results(content: Content) -> str:
     """Return the tables, each in a scrolling box of its own, and how to read them."""
     if not (content.tables or content.notes):
         return ""
-    parts = ["<h2>Results</h2>", *(table(t) for t in content.tables), listed(content.notes, "soft")]
-    if content.reading:
-        parts += ["<h2>How to read this</h2>", *(f"<p>{escape(sentence)}</p>" for sentence in content.reading)]
-    return "\n".join(parts)
+    reading = "".join(f"<p>{escape(sentence)}</p>" for sentence in content.reading)
+    folded = f"<details><summary>How to read this</summary>{reading}</details>" if reading else ""
+    return "\n".join(["<h2>Results</h2>", *(table(t) for t in content.tables), listed(content.notes, "soft"), folded])
 
 
 def table(content: Table) -> str:
     head = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in content.heading)
     lines = []
     for i, (name, *cells) in enumerate(content.lines):
-        css = ' class="best"' if i in content.best else ""
         # A long name may break at these places.
         broken = escape(name).replace(":", ":<wbr>").replace(",", ",<wbr>").replace("/", "/<wbr>")
-        rest = "".join(f"<td>{escape(cell)}</td>" for cell in cells)
-        lines.append(f'<tr{css}><th scope="row">{broken}</th>{rest}</tr>')
+        rest = "".join(_cell(cell, content.marks.get((i, j), "")) for j, cell in enumerate(cells, start=1))
+        lines.append(f'<tr><th scope="row">{broken}</th>{rest}</tr>')
     title = f"<h3>{escape(content.title)}</h3>" if content.title else ""
     label = escape(content.title or "Results")
     return (
@@ -63,102 +82,62 @@ def table(content: Table) -> str:
     )
 
 
-def figure(name: str, title: str, caption: str, height: int, attributes: str = "", extra: str = "") -> str:
-    """Return the place where page.js draws a figure. Its height is reserved until then."""
-    return (
-        f'<figure><h4>{escape(title)}</h4>{extra}<div class="plot" id="{name}" role="img" aria-label="{escape(title)}" '
-        f'style="min-height: {height}px"{attributes}></div><figcaption>{escape(caption)}</figcaption></figure>'
-    )
-
-
-def loss_section(names: Mapping[str, str], images: bool) -> str:
-    """Return the section of the curves.
-
-    Args:
-        names: the figure's id for "tokens" and for "time".
-        images: the models were trained on images.
-    """
-    parts = ["<h2>Curves</h2>"] if names else []
-    words = {"unit": "images", "data": "images"} if images else {"unit": "tokens", "data": "text"}
-    for axis, name in names.items():
-        title, caption = (text.format(**words) for text in LOSS_CAPTIONS[axis])
-        parts.append(figure(name, title, caption, 440))
-    return "\n".join(parts)
+def _cell(text: str, mark: str) -> str:
+    if mark == BUSY:
+        return f'<td>{escape(text)} <span class="tag">busy</span></td>'
+    css = f' class="{mark}"' if mark else ""
+    return f"<td{css}>{escape(text)}</td>"
 
 
 def samples(content: Content) -> str:
     if not content.samples:
         return ""
-    html = ["<h2>Samples</h2>", '<p class="soft">The same prompt (bold) and the same random numbers for every arm.</p>']
+    html = ['<p class="soft">The same prompt (bold) and the same random numbers for every arm.</p>']
     for sample in content.samples:
         html.append(f"<h3>{escape(sample['arm'])}</h3>")
         rest = sample["text"].removeprefix(sample["prompt"])
         html.append(f'<div class="sample"><b>{escape(sample["prompt"])}</b>{escape(rest)}</div>')
-    return "\n".join(html)
+    return folded("Samples of text", "\n".join(html))
 
 
-def inside_section(documents: Sequence[Mapping[str, Any]], drawn: Sequence[Sequence[tuple[str, Panel]]]) -> str:
-    """Return a section for each model.
-
-    Args:
-        documents: the models' documents.
-        drawn: for each model, the ids and panels of its figures.
-    """
-    if not documents:
+def inside(models: Sequence[Mapping[str, Any]], documents: Sequence[Mapping[str, Any]]) -> str:
+    """Return a folded section for each model, which the script fills when it is opened."""
+    if not models:
         return ""
-    links = "".join(f'<li><a href="#run-{i}">{escape(d["label"])}</a></li>' for i, d in enumerate(documents))
-    nav = f'<nav aria-label="Models"><ul class="links">{links}</ul></nav>' if len(documents) > 1 else ""
-    parts = ["<h2>Inside the models</h2>" if len(documents) > 1 else "<h2>Inside the model</h2>"]
-    parts += [f"<p>{INSIDE}</p>", nav]
-    for i, (document, of_model) in enumerate(zip(documents, drawn, strict=True)):
-        parts.append(f'<section class="run" id="run-{i}" data-run="{i}"><h3>{escape(document["label"])}</h3>')
-        parts += [f'<p class="soft">{escape(_facts(document))}</p>', _ways(document, i), '<div class="grid">']
-        parts += [_panel(name, panel) for name, panel in of_model]
-        parts.append("</div></section>")
-    return "\n".join(part for part in parts if part)
-
-
-def _panel(name: str, panel: Panel) -> str:
-    if panel.kind == "row":
-        readout = '<p class="readout" aria-live="polite"></p>'
-        return figure(name, panel.title, panel.caption, 300, ' data-kind="row"', readout)
-    height = panel.figures[0].get("height", 380)
-    if panel.kind != "map":
-        return figure(name, panel.title, panel.caption, height)
-    keys = ' tabindex="0" data-kind="map" aria-describedby="keys"'
-    return figure(name, panel.title, panel.caption, height, keys).replace('role="img"', 'role="application"', 1)
+    parts = [
+        f'<details class="inside"><summary>{escape(model["label"])}</summary><p class="soft">{escape(_facts(document))}</p></details>'
+        for model, document in zip(models, documents, strict=True)
+    ]
+    title = "Inside each model" if len(models) > 1 else "Inside the model"
+    return "\n".join([f"<h2>{title}</h2>", f'<p class="soft">{MODEL}</p>', *parts])
 
 
 def _facts(document: Mapping[str, Any]) -> str:
-    loss = (
-        ""
-        if document["loss"] is None
-        else f"; loss {document['loss']:.4f} on {document['dynamics']['tokens']:,} tokens"
-    )
-    text = f"{len(document['sources']) - 1} sites, {document['parameters']['total']:,} parameters, step {document['step']:,}{loss}."
-    ranks = document["structure"]
-    if ranks:
+    text = f"{len(document['sources']) - 1} sites, {document['parameters']['total']:,} parameters, step {document['step']:,}. "
+    text += f"Contributions and weights are means over {document['mixing']['tokens']:,} tokens."
+    if ranks := document["structure"]:
         of_ways = ", ".join(f"{way['semiseparable']} of at most {way['most']}" for way in ranks)
         text += f" Streams that the rule is equivalent to (semiseparable rank): {of_ways}."
     return text
 
 
-def _ways(document: Mapping[str, Any], run: int) -> str:
-    names = way_names(document)
-    if len(names) == 1:
-        return ""
-    options = "".join(f'<option value="{i}">{escape(name)}</option>' for i, name in enumerate(names))
-    return f'<p><label for="way-{run}">Show the mixture for</label> <select id="way-{run}" class="way">{options}</select></p>'
-
-
 def closing(content: Content) -> str:
-    """Return the recipe, the environment and the command."""
+    """Return the method, the recipe, the environment and the command, folded."""
     parts = []
+    if content.facts:
+        parts.append(folded("How this was made", _definitions(content.facts)))
     if content.recipe:
-        parts += ["<h2>Recipe</h2>", f"<pre>{escape(content.recipe)}</pre>"]
+        parts.append(folded("Recipe", f"<pre>{escape(content.recipe)}</pre>"))
     if content.environment:
-        facts = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in content.environment)
-        parts += ["<h2>Where it ran</h2>", f"<dl>{facts}</dl>"]
+        parts.append(folded("Where it ran", _definitions(content.environment)))
     if content.command:
-        parts += ["<h2>The command that made this page</h2>", f"<pre>{escape(content.command)}</pre>"]
-    return "\n".join(parts)
+        parts.append(folded("The command that made this page", f"<pre>{escape(content.command)}</pre>"))
+    return "\n".join(["<h2>Methods</h2>", *parts] if parts else [])
+
+
+def folded(title: str, html: str) -> str:
+    return f"<details><summary>{escape(title)}</summary>{html}</details>"
+
+
+def _definitions(facts: Sequence[tuple[str, str]]) -> str:
+    return "<dl>" + "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in facts) + "</dl>"

@@ -25,7 +25,7 @@ from depthmix.errors import CHECKPOINT, DIVERGED, UserError
 from depthmix.insight import document as doc
 from depthmix.mixers.defaults import chosen_options
 from depthmix.report.content import Content
-from depthmix.report.explorer import explorer_data
+from depthmix.report.model_data import explorer_data
 from depthmix.report.page import make_page
 from depthmix.runs.foreign import measured
 from depthmix.runs.restore import Trained, load_model

@@ -15,10 +15,9 @@ def registry(monkeypatch):
 
 @pytest.fixture
 def light(monkeypatch):
-    """Leave out what takes most of the time and has tests of its own: figures, plotly, and the inside of models."""
+    """Leave out what takes most of the time and has tests of its own: figures, and the inside of models."""
     monkeypatch.setattr("depthmix.compare.engine.draw_figures", lambda *_: ([], []))
     monkeypatch.setattr("depthmix.compare.engine.release_memory", lambda device: None)
-    monkeypatch.setattr("depthmix.report.page.plotly_source", lambda: "// plotly")
 
 
 @pytest.fixture

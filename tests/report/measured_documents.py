@@ -2,7 +2,7 @@
 
 import random
 
-from depthmix.report.content import Content, Curve, Table
+from depthmix.report.content import BETTER, BUSY, Content, Curve, Effect, Table
 
 EVIL = "<script>alert('%{x}')</script><b>&amp;"
 
@@ -29,6 +29,27 @@ def document(
     def by_site(least=0.01):
         return [round(draw.uniform(least, 1.0), 4) for _ in kinds]
 
+    def shares():
+        """Rows that add up to one, as contributions do."""
+        found = by_source(0.01)
+        return [[[v / sum(row) for v in row] for row in ways] for ways in found]
+
+    def predictions():
+        return [
+            {"token": f" {word}", "probability": 0.5 / 2**i} for i, word in enumerate(("sea", "sky", "deep", "is", "a"))
+        ]
+
+    def lens(t):
+        actual = text[t + 1] if t + 1 < len(text) else ""
+        return [
+            {"token": actual if r == n - 1 else f" r{r}", "probability": 0.3, "next": 0.1 if actual else None}
+            for r in range(n)
+        ]
+
+    def cuts(t):
+        own = [[round(draw.uniform(-0.2, 1.0), 3) for _ in range(r + 1)] for r in range(n)]
+        return own if t + 1 < len(text) else [[None] * (r + 1) for r in range(n)]
+
     least = -1.0 if signed else 0.0
     mean = by_source(least)
     spread = {"0.05": -0.2, "0.25": -0.1, "0.5": 0.0, "0.75": 0.1, "0.95": 0.2}
@@ -43,7 +64,7 @@ def document(
         {"step": step, "input_rms": by_way(), "output_rms": by_site(), "gradient_norm": by_site()} for step in steps
     ]
     return {
-        "schema": 1,
+        "schema": 2,
         "label": label,
         "run": f"runs/{seed}",
         "step": 100,
@@ -54,6 +75,7 @@ def document(
         "sources": ["embedding", *(f"{name} {block}" for name, block in kinds)],
         "loss": 3.25,
         "mixing": {"tokens": 20000, "signed": signed, "mean": mean, "std": mean, "quantiles": quantiles}
+        | {"contribution": shares(), "projection": shares()}
         | {name: by_way(float(n)) for name in ("entropy", "effective", "newest", "embedding")},
         "structure": [{"rank": 3, "semiseparable": 2, "most": 3}] * ways,
         "dynamics": {"tokens": 512, "input_rms": by_way(), "share": [0.1] * n}
@@ -63,8 +85,12 @@ def document(
         "streams": own_streams if streams else None,
         "text": {
             "tokens": list(text),
-            "losses": [None, *[1.0] * (len(text) - 1)],
-            "weights": [by_source() for _ in text],
+            "losses": [None, *(round(draw.uniform(0.1, 9), 3) for _ in text[1:])],
+            "weights": [by_source(least) for _ in text],
+            "contributions": [shares() for _ in text],
+            "predictions": [predictions() for _ in text],
+            "lens": [lens(t) for t in range(len(text))],
+            "cuts": [cuts(t) for t in range(len(text))] if edges else None,
         }
         if text
         else None,
@@ -86,7 +112,11 @@ def content(labels, documents=(), **more):
         "title": "Some ways compared",
         "verdict": [f"{label}: 0.1 nats below the first." for label in labels[1:]],
         "facts": [("data", "data/sotu")],
-        "tables": [Table("", ["arm", *columns], lines, frozenset({1}))],
+        "subtitle": "Two rules against plain.",
+        "badge": "1 seed: a lead",
+        "baseline": labels[0],
+        "effects": [Effect(label, -0.1 + 0.07 * i, 0.05, 1.2, busy=i == 1) for i, label in enumerate(labels[1:])],
+        "tables": [Table("", ["arm", *columns], lines, {(1, 1): BETTER, (1, 2): BUSY})],
         "notes": ["A note."],
         "reading": ["Lower is better."],
         "curves": [curve(label, 4.0 + 0.001 * i) for i, label in enumerate(labels)],

@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import http.client
 import json
+import math
 import re
 import socket
 import threading
@@ -19,6 +20,7 @@ from depthmix.config import ExploreConfig, TrainConfig
 from depthmix.data.tokenizer import train_tokenizer
 from depthmix.errors import CHECKPOINT, DIVERGED, USAGE
 from depthmix.report import serve
+from depthmix.report.model_data import explorer_data
 from depthmix.report.serve import LONGEST, Models, Server, listen, mean, page
 from depthmix.runs.folder import RunFolder
 from depthmix.runs.restore import Trained
@@ -96,7 +98,7 @@ def said(server, status, *words, **request):
 def test_the_page_and_the_answer_come_with_a_policy(server):
     status, headers, body = ask(server, "GET", "/")
     assert status == 200
-    assert b"explorer-data" in body
+    assert b'id="words-form"' in body
     (meta,) = re.findall(r'Content-Security-Policy" content="([^"]*)"', body.decode())
     sent, said = (
         dict(part.strip().split(" ", 1) for part in text.split(";"))
@@ -117,16 +119,20 @@ def test_the_answer_is_the_librarys(server):
     (found,) = json.loads(body)["models"]
     run = server.models.runs[0][1]
     expected = text_by_token(run.model, *encode_text(run, TEXT), run.tokenizer)
-    assert found["tokens"] == expected["tokens"]
-    assert "".join(found["tokens"]) == TEXT
-    assert found["losses"][0] is None
-    assert found["losses"][1:] == pytest.approx(expected["losses"][1:], rel=1e-4)
-    for reader, own in zip(found["weights"][3], expected["weights"][3], strict=True):
-        for way, weights in zip(reader, own, strict=True):
-            assert way == pytest.approx(weights, rel=1e-4)
+    (model,) = explorer_data(run_documents := server.models.documents(TEXT))
+    assert found == json.loads(json.dumps(model))
+    text = found["text"]
+    assert text["tokens"] == expected["tokens"]
+    assert "".join(text["tokens"]) == TEXT
+    assert text["losses"][0] is None
+    assert text["losses"][1:] == pytest.approx(expected["losses"][1:], rel=1e-4)
+    for reader, own in zip(text["share"][3], expected["contributions"][3], strict=True):
+        for way, shares in zip(reader, own, strict=True):
+            assert way == pytest.approx([1000 * share for share in shares], abs=1.01)
+    (document,) = run_documents
     last = [token[-1][0] for token in expected["weights"]]
-    assert found["mean"][-1][0] == pytest.approx([sum(w) / len(w) for w in zip(*last, strict=True)], rel=1e-4)
-    assert found["mean_over"] == f"the {len(found['tokens'])} tokens of this text"
+    means = [sum(w) / len(w) for w in zip(*last, strict=True)]
+    assert document["mixing"]["mean"][-1][0] == pytest.approx(means, rel=1e-4)
     assert found["label"] == "attnres:ways=3"
 
 
@@ -407,29 +413,25 @@ def test_typing_a_text_shows_the_librarys_numbers(open_page):
     with serving(trained(ways=2), trained("residual")) as server:
         shown = open_page(server.url)
         assert shown.input_value("textarea") == TEXT
-        shown.select_option("select.way", label="values")
         shown.fill("textarea", "deep <b>sky")
         shown.get_by_role("button", name="Show").click()
-        expect(shown.locator(".tokens").first).to_have_text("deep·<b>sky")
+        expect(shown.locator(".tokens").first).to_contain_text("<b>sky")
         run = server.models.runs[0][1]
         expected = text_by_token(run.model, *encode_text(run, "deep <b>sky"), run.tokenizer)
-        shown.locator(".tokens").first.locator("button").nth(2).click()
-        cell = shown.locator("table").first.locator("tbody tr").nth(4).locator("td").nth(1)
-        cell.hover()
-        weight = float(shown.locator(".readout").first.inner_text().split("weight ")[1].split(" ")[0])
-        assert weight == pytest.approx(expected["weights"][2][4][0][1], rel=1e-3)
-        loss = float(shown.locator(".about").first.inner_text().split("loss ")[1].split(" ")[0])
-        assert loss == pytest.approx(expected["losses"][2], rel=1e-3)
-        assert shown.input_value("select.way") == "1"  # what was chosen stays chosen
-        assert shown.locator("select.model").count() == 2
+        shown.locator(".tokens button").nth(2).click()
+        chance = float(shown.locator(".chance").first.inner_text().split("1 in ")[1].replace(",", ""))
+        assert chance == pytest.approx(math.exp(expected["losses"][2]), rel=0.05)
+        # The first map is on the first screen.
+        assert shown.locator(".depth-map").first.bounding_box()["y"] < 600
+        assert shown.locator(".side select").count() == 2
         assert shown.problems == []
 
         shown.fill("textarea", "x" * 51)
         shown.keyboard.press("Control+Enter")
-        expect(shown.locator("#explorer-status")).to_contain_text(f"sequences {TOKENS}")
-        assert "".join(shown.locator(".tokens").first.inner_text().split()) == "deep·<b>sky"  # still there
+        expect(shown.locator("#words-status")).to_contain_text(f"sequences {TOKENS}")
+        assert shown.locator(".river").count() == 0  # the maps of the earlier text are gone
         assert "422" in shown.problems.pop()
     shown.fill("textarea", "the")
     shown.get_by_role("button", name="Show").click()
-    expect(shown.locator("#explorer-status")).to_contain_text("still running?")
+    expect(shown.locator("#words-status")).to_contain_text("still running?")
     shown.problems.clear()

@@ -8,14 +8,14 @@ from html.parser import HTMLParser
 
 import pytest
 
-from depthmix.report import page as page_module
-from depthmix.report.inside import panels, rank_correlation
-from depthmix.report.page import MISSING, make_page, script_json
-from depthmix.report.plots import colour_of, depth_figure, distinct, log_ticks, loss_figure, shown
+from depthmix.insight.statistics import rank_correlation
+from depthmix.report.content import Content, Effect
+from depthmix.report.documents import distinct, labels
+from depthmix.report.effects import effects
+from depthmix.report.model_data import NATS, SHARE, explorer_data, models_data, script_json
+from depthmix.report.page import SCRIPTS, WEB, make_page, script
 from project import ROOT
-from report.measured_documents import EVIL, content, curve, document
-
-pytest.importorskip("plotly")
+from report.measured_documents import EVIL, content, document
 
 
 class Parsed(HTMLParser):
@@ -50,25 +50,26 @@ def evil():
         document(f"{EVIL} 2", streams=2, signed=True),
     ]
     said = content([EVIL, f"{EVIL} 2"], documents)
-    words = dict.fromkeys(("title", "recipe", "command"), EVIL)
+    words = dict.fromkeys(("title", "subtitle", "badge", "baseline", "recipe", "command"), EVIL)
     lists = {key: [EVIL] for key in ("warnings", "notes", "reading")}
     pairs = {"facts": [(EVIL, EVIL)], "environment": [(EVIL, EVIL)]}
     samples = [{"arm": EVIL, "prompt": EVIL, "text": f"{EVIL} and {EVIL}"}]
-    return make_page(type(said)(**{**vars(said), **words, **lists, **pairs, "samples": samples}))
+    more = {"samples": samples, "effects": [Effect(EVIL, -0.1, 0.05, 1.1)]}
+    return make_page(Content(**{**vars(said), **words, **lists, **pairs, **more}))
 
 
 def test_text_from_outside_is_text(evil):
     parsed = Parsed(evil)
     assert parsed.text.count("alert('%{x}')</script><b>&amp;") >= 20
     assert not {"img", "iframe", "link", "object", "embed"} & {tag for tag, _ in parsed.tags}
-    assert sum(tag == "b" for tag, _ in parsed.tags) == 1  # the prompt of the one sample
+    assert sum(tag == "b" for tag, _ in parsed.tags) == 2  # the prompt of the one sample and the one difference
     for attributes, code in parsed.scripts:
         if attributes.get("type") == "application/json":
             assert not set("<>&\u2028\u2029") & set(code)
             json.loads(code)
 
 
-def test_only_the_pages_own_scripts_may_run_and_nothing_is_fetched(evil):
+def test_only_the_pages_own_script_may_run_and_nothing_is_fetched(evil):
     parsed = Parsed(evil)
     policy = next(a["content"] for t, a in parsed.tags if a.get("http-equiv") == "Content-Security-Policy")
     ran = [code for attributes, code in parsed.scripts if attributes.get("type") != "application/json"]
@@ -76,40 +77,55 @@ def test_only_the_pages_own_scripts_may_run_and_nothing_is_fetched(evil):
     assert re.search(r"script-src ([^;]*);", policy)[1].split() == [f"'sha256-{h}'" for h in hashes]
     assert policy.startswith("default-src 'none';")
     assert "connect-src" not in policy
-    links = [value for _, a in parsed.tags for name, value in a.items() if name in ("src", "href", "action")]
-    assert all(link.startswith("#") for link in links)
+    assert not [value for _, a in parsed.tags for name, value in a.items() if name in ("src", "href", "action")]
     assert not any(name.startswith("on") for _, a in parsed.tags for name in a)
 
 
-def test_every_figure_has_a_place_and_a_sentence(evil):
-    parsed = Parsed(evil)
-    places = {a["id"] for _, a in parsed.tags if a.get("class") == "plot"}
-    data = json.loads(next(code for a, code in parsed.scripts if a.get("id") == "page-data"))
-    assert places == set(data["figures"])
-    captions = [c for c in re.findall(r"<figcaption>(.*?)</figcaption>", evil) if len(c) > 60]
-    assert len(captions) == len(places)
-    assert len(data["runs"]) == 2
-    assert data["runs"][0]["ways"] == ["queries and keys", "values"]
+def test_the_scripts_are_short_and_make_no_markup():
+    assert {path.stem for path in WEB.glob("*.js")} == set(SCRIPTS)
+    assert len(script().splitlines()) <= 1210
+    assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(|new Function", script())
 
 
-def test_a_large_models_page_is_under_eight_megabytes():
-    text = ["word"] * 48
+def test_a_page_of_five_models_of_twelve_blocks_is_under_a_megabyte():
+    text = ["word"] * 32
     documents = [
-        document(f"model {i}", blocks=12, ways=3, streams=4, steps=range(0, 2000, 100), text=text) for i in range(3)
+        document(f"model {i}", blocks=12, ways=ways, steps=range(0, 2000, 200), text=text)
+        for i, ways in enumerate((1, 1, 2, 3, 1))
     ]
-    html = make_page(content(["a", "b", "c"], documents))
-    assert 4e6 < len(html.encode()) < 8e6
+    html = make_page(content([d["label"] for d in documents], documents))
+    assert 4e5 < len(html.encode()) < 1e6
+
+
+def test_shares_weights_and_cuts_arrive_as_whole_numbers():
+    found = document("a", ways=2, signed=True, text=["one", " two", " three"])
+    (model,) = explorer_data([found])
+    shares, whole = found["text"]["contributions"][1][2][1], model["text"]["share"][1][2][1]
+    assert whole == [round(SHARE * share) for share in shares]
+    weights, total = found["text"]["weights"][1][2][1], model["text"]["total"][1][2][1]
+    assert total == pytest.approx(sum(map(abs, weights)), rel=5e-3)
+    back = [part / SHARE * total for part in model["text"]["weight"][1][2][1]]
+    assert back == pytest.approx(weights, abs=1e-2)
+    assert any(weight < 0 for weight in back)
+    assert model["text"]["cuts"][1][3] == [round(NATS * cut) for cut in found["text"]["cuts"][1][3]]
+    assert model["text"]["cuts"][2][0] == [None]
+    assert model["readers"][-1] == "prediction"
+    assert model["readers"][:2] == ["attention 0", "mlp 0"]
 
 
 def test_what_is_not_measured_is_left_out():
     plain = document("plain", edges=False)
-    titles = [panel.title for panel in panels(plain, None)]
-    assert len(titles) == 6
-    every = document("all", ways=2, streams=3, steps=(0, 5, 10))
-    more = [panel.title for panel in panels(every, plain)]
-    assert set(titles) < set(more)
-    assert len(more) == 14
-    assert all(panel.figures or panel.kind == "row" for panel in panels(every, plain))
+    (model,) = models_data([plain])
+    assert model["text"] is model["inside"]["edges"] is model["inside"]["streams"] is model["depth"]["skips"] is None
+    html = make_page(Content(title="t", documents=[plain]))
+    assert 'id="words"' not in html
+    assert 'id="curves"' not in html
+    assert 'class="effects"' not in html
+    assert 'id="maps"' in html
+    assert make_page(Content(title="t")).count("<section") == 0
+    without_cuts = document("plain", edges=False, text=["a", " b"])
+    assert explorer_data([without_cuts])[0]["text"]["cuts"] is None
+    assert explorer_data([document("one token", text=["a"])]) == []
 
 
 def test_numbers_that_are_not_there_are_gaps():
@@ -122,80 +138,55 @@ def test_numbers_that_are_not_there_are_gaps():
             return [emptied(item) for item in value]
         return None if isinstance(value, float) else value
 
-    whole = document("a", ways=2, streams=2, steps=(0, 5))
-    parts = ("loss", "mixing", "dynamics", "edges", "skips", "streams", "training", "structure")
+    whole = document("a", ways=2, streams=2, steps=(0, 5), text=["a", " b"])
+    parts = ("loss", "mixing", "dynamics", "edges", "skips", "streams", "training", "structure", "text")
     empty = {**whole, **{part: emptied(whole[part]) for part in parts}, "structure": None}
     html = make_page(content(["a", "b"], [empty, whole, {**empty, "label": "b"}]))
-    assert html.count("<h4>Who reads what") == 3
+    assert html.count('<details class="inside"') == 3
     assert "NaN" not in next(code for a, code in Parsed(html).scripts if a.get("id") == "page-data")
 
 
-def test_without_plotly_everything_else_is_there(monkeypatch):
-    monkeypatch.setattr(page_module, "plotly_source", lambda: "")
-    html = make_page(content(["a", "b"], [document("a")]))
-    assert MISSING in html
-    assert "0.1 nats below" in html
-    assert "1.2345 ± 0.0123" in html
-    assert 'class="plot"' not in html
-    assert "script-src 'none'" in html or "script-src 'sha256" in html
+def test_effects_are_filled_where_the_interval_excludes_zero():
+    shown, hidden, lead = (
+        Effect("a", -0.1, 0.02, 1.1),
+        Effect("b", -0.01, 0.03, 1.2, busy=True),
+        Effect("c", 0.2, None, None),
+    )
+    assert (shown.shown, hidden.shown, lead.shown) == (True, False, False)
+    html = effects(Content(title="t", baseline="plain", effects=[shown, hidden, lead]))
+    lines = [line.partition("</tr>")[0] for line in html.split("<tr>")[2:]]
+    assert ['class="dot shown"' in line for line in lines] == [True, False, False]
+    assert ['class="bar"' in line for line in lines] == [True, True, False]
+    assert ["busy" in line for line in lines] == [False, True, False]
+    assert ["−0.100 ± 0.020" in lines[0], "1.20× step" in lines[1], "+0.200<" in lines[2]] == [True] * 3
+    places = [float(p) for p in re.findall(r'class="dot[^"]*" style="left: ([\d.]+)%', html)]
+    zero = float(re.search(r'class="zero" style="left: ([\d.]+)%', html)[1])
+    assert 0 <= places[0] < places[1] < zero < places[2] <= 100
+    unit = (zero - places[0]) / 0.1
+    assert places[2] - zero == pytest.approx(0.2 * unit, abs=0.1)
 
 
-def test_plotly_is_never_imported():
-    """Its script is read from its package: importing that takes longer than making the page."""
-    for path in (ROOT / "depthmix").rglob("*.py"):
-        assert not re.search(r"^\s*(import|from) plotly", path.read_text(), re.M), path
+def test_the_table_marks_cells_and_not_the_lowest_loss():
+    html = make_page(content(["a", "b", "c"], []))
+    assert html.count('<td class="better">1.2345 ± 0.0123</td>') == 1
+    assert html.count('1.2345 ± 0.0123 <span class="tag">busy</span>') == 1
+    assert 'class="best"' not in html
 
 
 def test_names_no_mechanism():
     from depthmix import list_mixers
 
     words = re.compile(rf"\b({'|'.join(list_mixers())})\b")
-    for path in [*(ROOT / "depthmix" / "report").iterdir(), ROOT / "depthmix" / "compare" / "report.py"]:
+    for path in [*(ROOT / "depthmix" / "report").rglob("*"), ROOT / "depthmix" / "compare" / "report.py"]:
         if path.suffix in (".py", ".js", ".css"):
             found = [line for line in path.read_text().splitlines() if words.search(line)]
             assert not [line for line in found if "plain residual" not in line], path
 
 
-# Figures.
-
-
-def test_loss_figures_have_an_end_for_each_line_and_a_band_for_seeds():
-    figure = loss_figure([curve("a", 4.0), curve(EVIL, 3.9)], "time")
-    lines = [trace for trace in figure["data"] if trace.get("name")]
-    bands = [trace for trace in figure["data"] if trace.get("fill") == "toself"]
-    assert [end["text"] for end in figure["ends"]] == ["a", EVIL]  # page.js escapes them
-    assert [trace["name"] for trace in lines] == ["a", shown(EVIL)]
-    assert len(bands) == 2
-    assert all(EVIL not in trace["hovertemplate"] for trace in lines)  # or its %{x} would be filled in
-    low, high = figure["layout"]["yaxis"]["range"]
-    assert all(low < end["y"] < high for end in figure["ends"])
-    assert "seconds" in figure["layout"]["xaxis"]["title"]["text"]
-
-
-def test_one_evaluation_and_one_seed_make_a_figure():
-    figure = loss_figure([curve("a", 4.0, points=1)], "tokens")
-    low, high = figure["layout"]["yaxis"]["range"]
-    assert low < 4.0 < high
-
-
-def test_axes_over_depth_are_logarithmic_where_values_differ_much():
-    from depthmix.report.plots import Line
-
-    names = ["a", "b", "c"]
-    small, wide = (depth_figure(names, [Line("x", y, "@ink")], "RMS") for y in ([1.0, 2.0, None], [0.01, 1.0, 5.0]))
-    assert small["layout"]["yaxis"]["type"] == "linear"
-    assert small["layout"]["yaxis"]["range"][0] == 0
-    assert small["ends"][0]["x"] == 1
-    assert wide["layout"]["yaxis"]["type"] == "log"
-    assert wide["ends"][0]["y"] == pytest.approx(0.699, abs=1e-3)
-    negative = depth_figure(names, [Line("x", [-1.0, 1.0, 0.5], "@ink")], "cosine")
-    assert negative["layout"]["yaxis"]["range"][0] < -1
-
-
-def test_names_on_an_axis_are_distinct_and_colours_run_on():
-    assert distinct(["mlp 0", "mlp 0", "x", "mlp 0"]) == ["mlp 0", "mlp 0 (2)", "x", "mlp 0 (3)"]
-    assert [colour_of(i) for i in (0, 1, 6, 7)] == [("@ink", "solid"), ("@series1", "solid"), ("@series6", "solid"), ("@series1", "dash")]  # fmt: skip
-    assert shown("a <b>\n& c") == "a &lt;b&gt; &amp; c"
+def test_names_are_distinct():
+    assert distinct(["mlp 0", "mlp 0", "x", "mlp 0"]) == ["mlp 0 (1)", "mlp 0 (2)", "x", "mlp 0 (3)"]
+    named = [document("same", seed=3), document("same", seed=4), {**document("", seed=1), "mixer_options": {"n": 1}}]
+    assert labels(named) == ["same (runs/3)", "same (runs/4)", "some:n=1"]
 
 
 def test_rank_correlation():
@@ -206,34 +197,9 @@ def test_rank_correlation():
     assert rank_correlation([(1, 1), (2, 2)]) is None
 
 
-def test_json_in_a_script_tag():
-    text = "</script><!--&\u2028\u2029"
-    assert json.loads(script_json(text)) == text
-    assert not set("<>&\u2028\u2029") & set(script_json(text))
-
-
-@pytest.mark.parametrize(
-    ("values", "shown"),
-    [
-        ([0.13, 0.5, None], ["0.1", "0.2", "0.5", "1", "2", "5"]),
-        ([3.0, 40.0], ["1", "2", "5", "10", "20", "50", "100", "200", "500"]),
-        ([2e-6, 0.01], ["1e-06", "1e-05", "0.0001", "0.001", "0.01"]),
-        ([0.0, None], None),
-    ],
-)
-def test_every_tick_of_a_log_axis_says_the_whole_number(values, shown):
-    """Plotly's own have 2 and 5 for 0.2 and 0.5."""
-    assert log_ticks(values).get("ticktext") == shown
-
-
-def test_colours_of_the_depth_map_follow_the_root_and_the_pointer_shows_the_number():
-    found = document("one", signed=False)
-    (panel,) = (p for p in panels(found, found) if p.title.startswith("Who reads what"))
-    heat = panel.figures[0]["data"][0]
-    mean = [reader[0] for reader in found["mixing"]["mean"]]
-    most = max(w for row in mean[1:] for w in row)
-    assert heat["zmin"] == 0.0
-    for z, own, row in zip(heat["z"], heat["customdata"], mean, strict=True):
-        assert own[: len(row)] == row
-        assert z[: len(row)] == pytest.approx([(w / most) ** 0.5 for w in row])
-    assert "customdata" in heat["hovertemplate"]
+def test_json_in_a_script_has_no_letter_that_means_something():
+    value = {"text": "</script><!--&\u2028\u2029\ud800é"}
+    text = script_json(value)
+    assert not set(text) & set("<>&\u2028\u2029")
+    assert text.isascii()
+    assert json.loads(text) == value

@@ -1,0 +1,90 @@
+// Copy a figure as SVG or PNG. Where the browser has no clipboard for the page, the figure is downloaded.
+
+const EXPORTED = ["fill", "stroke", "stroke-width", "stroke-opacity", "stroke-dasharray", "opacity", "font-size", "font-weight", "font-family", "text-anchor"];
+
+// Browsers compute mixed colours as color(srgb r g b / a), which few programs read.
+function plainColour(value) {
+  const parts = value.match(/^color\(srgb ([\d.e-]+) ([\d.e-]+) ([\d.e-]+)(?: \/ ([\d.e-]+))?\)$/);
+  if (!parts) return value;
+  const [r, g, b] = parts.slice(1, 4).map((part) => Math.round(255 * part));
+  return parts[4] ? `rgba(${r}, ${g}, ${b}, ${parts[4]})` : `rgb(${r}, ${g}, ${b})`;
+}
+
+// Write a drawing as a file of its own, with the styles that the page gives it.
+function svgText(drawing) {
+  const copy = drawing.cloneNode(true);
+  const originals = [drawing, ...drawing.querySelectorAll("*")];
+  [copy, ...copy.querySelectorAll("*")].forEach((node, i) => {
+    const style = getComputedStyle(originals[i]);
+    for (const name of EXPORTED) node.setAttribute(name, plainColour(style.getPropertyValue(name)));
+    node.removeAttribute("class");
+    node.removeAttribute("style");
+  });
+  copy.querySelectorAll("[data-unseen]").forEach((node) => node.remove());
+  const { width, height } = drawing.viewBox.baseVal;
+  const ground = svg("rect", { width, height, fill: plainColour(getComputedStyle(document.body).backgroundColor) });
+  copy.prepend(ground);
+  fill(copy, { xmlns: SVG, width, height }, []);
+  return new XMLSerializer().serializeToString(copy);
+}
+
+async function pngOf(drawing) {
+  const { width, height } = drawing.viewBox.baseVal;
+  const image = new Image();
+  image.src = `data:image/svg+xml,${encodeURIComponent(svgText(drawing))}`;
+  await image.decode();
+  const canvas = el("canvas", { width: 2 * width, height: 2 * height });
+  canvas.getContext("2d").drawImage(image, 0, 0, 2 * width, 2 * height);
+  return new Promise((done) => canvas.toBlob(done, "image/png"));
+}
+
+function download(blob, name) {
+  const link = el("a", { href: URL.createObjectURL(blob), download: name });
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 1000);
+}
+
+// The buttons of a figure. `find` returns its drawing when a button is pressed.
+function exportButtons(title, find) {
+  const name = title.toLowerCase().replace(/[^a-z0-9]+/g, "-").replace(/^-|-$/g, "") || "figure";
+  const said = el("span", { role: "status" });
+  const button = (text, hint, make) => {
+    const made = el("button", { type: "button", title: hint, "aria-label": `${hint}: ${title}` }, text);
+    made.addEventListener("click", async () => {
+      const drawing = find();
+      said.textContent = drawing ? await make(drawing) : "";
+      setTimeout(() => (said.textContent = ""), 2500);
+    });
+    return made;
+  };
+  const asSvg = button("SVG", "Copy the figure as SVG", async (drawing) => {
+    const text = svgText(drawing);
+    try {
+      await navigator.clipboard.writeText(text);
+      return "copied";
+    } catch {
+      download(new Blob([text], { type: "image/svg+xml" }), `${name}.svg`);
+      return "downloaded";
+    }
+  });
+  const asPng = button("PNG", "Copy the figure as PNG", async (drawing) => {
+    const blob = await pngOf(drawing);
+    try {
+      await navigator.clipboard.write([new ClipboardItem({ "image/png": blob })]);
+      return "copied";
+    } catch {
+      download(blob, `${name}.png`);
+      return "downloaded";
+    }
+  });
+  return el("span", { class: "export" }, said, asSvg, asPng);
+}
+
+// A figure with its title, export buttons, caption and the table behind it. `body` holds one svg.
+function figure(title, body, { caption = "", table = null, controls = [] } = {}) {
+  const head = el("div", { class: "head" }, el("h3", {}, title), ...controls, exportButtons(title, () => body.querySelector("svg")));
+  const made = el("figure", {}, head, body);
+  if (caption) made.append(el("figcaption", {}, caption));
+  if (table) made.append(tableBehind(title, table.heading, table.rows));
+  return made;
+}
