@@ -14,10 +14,12 @@ import socket
 import socketserver
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
 from typing import Any
+
+from torch import Tensor
 
 from depthmix.config import ExploreConfig
 from depthmix.device import autocast, choose_device
@@ -30,7 +32,7 @@ from depthmix.report.page import make_page
 from depthmix.runs.foreign import measured
 from depthmix.runs.restore import Trained, load_model
 from depthmix.train.generate import check_prompt
-from depthmix.train.inspect import encode_text, text_by_token
+from depthmix.train.inspect import encode_text, losses_of_cut, text_by_token
 from depthmix.values import check_at_least
 
 START = "The sun had set, and the old man walked slowly home along the river."
@@ -41,6 +43,10 @@ PATIENCE = 10.0
 # Seconds to wait while another text is computed.
 QUEUE = 60.0
 TITLE = "What layers read from each other"
+# Connections that may wait to be accepted. A browser opens several, and a page may be open in many windows.
+BACKLOG = 128
+TEXT_EXAMPLE = '{"text": "…"}'
+CUT_EXAMPLE = '{"text": "…", "model": 0, "reader": 1, "source": 0}'
 
 
 def explore(config: ExploreConfig, report: Callable[[Sequence[str]], Content | None] | None = None) -> None:
@@ -91,10 +97,25 @@ class Models:
         Raises:
             UserError: the text cannot be shown.
         """
-        check_prompt(text, "the text")
-        if not text.strip():
-            raise UserError("the text is empty: write a sentence")
+        _check_text(text)
         return [self._document(run, trained, text) for run, trained in self.runs]
+
+    def losses_of_cut(self, text: str, model: int, reader: int, source: int) -> list[float | None]:
+        """Return the losses of a text's tokens when a model's reader gets nothing of a source; None for the first token.
+
+        Raises:
+            UserError: the text cannot be shown, or there is no such model, reader or source.
+        """
+        _check_text(text)
+        _check_index("model", model, len(self.runs))
+        run, trained = self.runs[model]
+        _check_index("reader", reader, trained.model.mixer.n_sites + 1)
+        _check_index("source", source, reader + 1, f" at reader {reader}")
+        ids, _ = self._encode(run, trained, text)
+        with autocast(ids.device, trained.config.precision):
+            losses = losses_of_cut(trained.model, ids, reader, source)
+        _check_finite(run, losses[1:])
+        return list(doc.rounded(losses))
 
     def documents_or_none(self, text: str) -> list[dict[str, Any]]:
         """Return the documents of a text, or none if the text is too long for a model."""
@@ -105,19 +126,19 @@ class Models:
                 raise
             return []
 
-    def _document(self, run: str, trained: Trained, text: str) -> dict[str, Any]:
+    def _encode(self, run: str, trained: Trained, text: str) -> tuple[Tensor, list[str]]:
         ids, pieces = encode_text(trained, text, self.seq_len)
         if not pieces:
             raise UserError(f"the tokenizer of {run} makes no tokens of this text")
+        return ids, pieces
+
+    def _document(self, run: str, trained: Trained, text: str) -> dict[str, Any]:
+        ids, pieces = self._encode(run, trained, text)
         with autocast(ids.device, trained.config.precision):
             text_document = text_by_token(trained.model, ids, pieces, trained.tokenizer)
         means = mean(text_document["weights"])
+        _check_finite(run, [*text_document["losses"][1:], *(w for r in means for way in r for w in way)])
         over = f"the {len(pieces)} tokens of this text"
-        if not all(
-            math.isfinite(n) for n in [*text_document["losses"][1:], *(w for r in means for way in r for w in way)]
-        ):
-            what = f"the output of the model in {run} is not a number"
-            raise UserError(f"{what}: this run has diverged, use an older checkpoint", DIVERGED)
         document = {
             "run": run,
             "mixer": trained.config.mixer,
@@ -132,6 +153,23 @@ class Models:
             "text": text_document,
         }
         return doc.rounded(document)
+
+
+def _check_text(text: str) -> None:
+    check_prompt(text, "the text")
+    if not text.strip():
+        raise UserError("the text is empty: write a sentence")
+
+
+def _check_index(name: str, index: int, n: int, where: str = "") -> None:
+    if not 0 <= index < n:
+        raise UserError(f"{name} must be from 0 to {n - 1}{where}, got {index}")
+
+
+def _check_finite(run: str, numbers: Sequence[float | None]) -> None:
+    if not all(number is not None and math.isfinite(number) for number in numbers):
+        what = f"the output of the model in {run} is not a number"
+        raise UserError(f"{what}: this run has diverged, use an older checkpoint", DIVERGED)
 
 
 def mean(weights: list[list[list[list[float]]]]) -> list[list[list[float]]]:
@@ -169,6 +207,7 @@ class Server(socketserver.ThreadingTCPServer):
 
     daemon_threads = True
     allow_reuse_address = True
+    request_queue_size = BACKLOG
 
     def __init__(self, host: str, port: int, models: Models, page: bytes) -> None:
         self.models, self.page, self.host = models, page, host.lower()
@@ -201,7 +240,10 @@ class Server(socketserver.ThreadingTCPServer):
 
 
 class Handler(BaseHTTPRequestHandler):
-    """GET / returns the page, and POST /text computes a text. Everything else is refused with a sentence."""
+    """GET / returns the page, POST /text computes a text, and POST /cut its losses with one connection cut.
+
+    Everything else is refused with a sentence.
+    """
 
     server: Server
     timeout = PATIENCE
@@ -214,11 +256,17 @@ class Handler(BaseHTTPRequestHandler):
             if (self.command, self.path) == ("GET", "/"):
                 self._send(HTTPStatus.OK, self.server.page, "text/html; charset=utf-8")
             elif (self.command, self.path) == ("POST", "/text"):
-                self._answer(HTTPStatus.OK, {"models": self._compute(self._text())})
+                text = self._sent({"text": str}, TEXT_EXAMPLE)["text"]
+                models = self._compute(lambda: explorer_data(self.server.models.documents(text)))
+                self._answer(HTTPStatus.OK, {"models": models})
+            elif (self.command, self.path) == ("POST", "/cut"):
+                cut = self._sent({"text": str, "model": int, "reader": int, "source": int}, CUT_EXAMPLE)
+                losses = self._compute(lambda: self.server.models.losses_of_cut(**cut))
+                self._answer(HTTPStatus.OK, {"losses": losses})
             else:
-                known = self.path in ("/", "/text")
+                known = self.path in ("/", "/text", "/cut")
                 status = HTTPStatus.METHOD_NOT_ALLOWED if known else HTTPStatus.NOT_FOUND
-                raise Refused(status, "only GET / and POST /text are served here")
+                raise Refused(status, "only GET /, POST /text and POST /cut are served here")
         except Refused as refused:
             self._answer(refused.status, {"error": _sentence(refused)})
 
@@ -238,14 +286,14 @@ class Handler(BaseHTTPRequestHandler):
         if origins - {f"http://{host}"} or (self.command != "GET" and fetch_site not in ("none", "same-origin")):
             raise Refused(HTTPStatus.FORBIDDEN, "pages of other sites may not use this server")
 
-    def _text(self) -> str:
-        """Return the text that was sent."""
+    def _sent(self, fields: Mapping[str, type], example: str) -> dict[str, Any]:
+        """Return the fields of the JSON object that was sent, each of its type."""
         lengths = self.headers.get_all("Content-Length", [])
         if len(lengths) != 1 or not lengths[0].isdecimal() or "Transfer-Encoding" in self.headers:
             raise Refused(HTTPStatus.LENGTH_REQUIRED, "say how long the text is, in Content-Length")
         # No form on another page can send this type.
         if self.headers.get_content_type() != "application/json":
-            raise Refused(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, 'send {"text": "…"} as application/json')
+            raise Refused(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, f"send {example} as application/json")
         if self.unread > LONGEST:
             raise Refused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"a text may take {LONGEST:,} bytes, and this is longer")
         body = self.rfile.read(self.unread)
@@ -254,16 +302,22 @@ class Handler(BaseHTTPRequestHandler):
             sent = json.loads(body.decode())
         except (ValueError, RecursionError):
             raise Refused(HTTPStatus.BAD_REQUEST, "this is not JSON in UTF-8") from None
-        if not whole or not isinstance(sent, dict) or not isinstance(sent.get("text"), str):
-            raise Refused(HTTPStatus.BAD_REQUEST, 'send {"text": "…"}')
-        return sent["text"]
+        # JSON's true and false are no numbers, though Python's are.
+        if (
+            not whole
+            or not isinstance(sent, dict)
+            or any(type(sent.get(name)) is not kind for name, kind in fields.items())
+        ):
+            raise Refused(HTTPStatus.BAD_REQUEST, f"send {example}")
+        return {name: sent[name] for name in fields}
 
-    def _compute(self, text: str) -> list[dict[str, Any]]:
+    def _compute(self, compute: Callable[[], Any]) -> Any:
+        """Return the result of a computation, which waits for its turn."""
         models = self.server.models
         if not models.lock.acquire(timeout=QUEUE):
             raise Refused(HTTPStatus.SERVICE_UNAVAILABLE, "another text is still being computed: try again later")
         try:
-            return explorer_data(models.documents(text))
+            return compute()
         except UserError as error:
             broken = error.exit_code == DIVERGED
             status = HTTPStatus.INTERNAL_SERVER_ERROR if broken else HTTPStatus.UNPROCESSABLE_ENTITY

@@ -136,6 +136,42 @@ def test_the_answer_is_the_librarys(server):
     assert found["label"] == "attnres:ways=3"
 
 
+CUT = {"text": TEXT, "model": 1, "reader": 4, "source": 1}
+
+
+def test_a_cut_is_the_librarys():
+    with serving(trained("residual"), trained(ways=3)) as server:
+        status, _, body = ask(server, path="/cut", body=json.dumps(CUT))
+        assert status == 200
+        (first, *losses) = json.loads(body)["losses"]
+        assert first is None
+        run = server.models.runs[1][1]
+        ids, pieces = encode_text(run, TEXT)
+        text = text_by_token(run.model, ids, pieces, run.tokenizer, cuts=True)
+        rises = [token[4][1] for token in text["cuts"][:-1]]
+        expected = [loss + rise for loss, rise in zip(text["losses"][1:], rises, strict=True)]
+        assert losses == pytest.approx(expected, rel=1e-3)
+        assert losses != pytest.approx(text["losses"][1:], rel=1e-3)
+
+
+def test_fifty_connections_may_wait(server):
+    """They are made before any is accepted: more than the library's backlog of five would not be made at all."""
+    with Server("127.0.0.1", 0, server.models, b"a page") as waiting:
+        clients = [socket.create_connection(("127.0.0.1", waiting.port), timeout=5) for _ in range(50)]
+        for client in clients:
+            client.sendall(f"GET / HTTP/1.0\r\nHost: 127.0.0.1:{waiting.port}\r\n\r\n".encode())
+        thread = threading.Thread(target=waiting.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            answers = [client.makefile("rb").read() for client in clients]
+        finally:
+            waiting.shutdown()
+            thread.join()
+            for client in clients:
+                client.close()
+        assert all(b" 200 " in answer and answer.endswith(b"a page") for answer in answers)
+
+
 def test_the_mean_keeps_the_shape():
     assert mean([[[[1.0]], [[0.0, 2.0], [4.0, 4.0]]], [[[3.0]], [[1.0, 0.0], [4.0, 0.0]]]]) == [
         [[2.0]],
@@ -194,6 +230,7 @@ def test_on_all_addresses_any_address_is_its_own_and_no_name():
     [
         *(("GET", path, 404) for path in ("/favicon.ico", "/a", "/?a", "/../../etc/passwd", "http://evil.example/")),
         ("GET", "/text", 405),
+        ("GET", "/cut", 405),
         ("POST", "/", 405),
         *((method, "/text", 405) for method in ("PUT", "DELETE", "PATCH", "OPTIONS", "TRACE")),
         ("BREW", "/text", 501),
@@ -201,7 +238,7 @@ def test_on_all_addresses_any_address_is_its_own_and_no_name():
 )
 def test_nothing_else_is_served(server, method, path, status):
     sentence = said(server, status, method=method, path=path)
-    assert status == 501 or sentence == "Only GET / and POST /text are served here."
+    assert status == 501 or sentence == "Only GET /, POST /text and POST /cut are served here."
     if status == 405:
         assert ask(server, method, path)[1]["Allow"] == ("GET" if path == "/" else "POST")
 
@@ -237,6 +274,38 @@ def test_what_cannot_be_looked_into_is_refused(server, status, words, request_):
     said(server, status, words, **request_)
 
 
+@pytest.mark.parametrize(
+    ("status", "words", "changes"),
+    [
+        (400, 'Send {"text": "…", "model": 0, "reader": 1, "source": 0}', {"reader": None}),
+        (400, 'Send {"text": "…", "model": 0,', {"source": "1"}),
+        (400, 'Send {"text": "…", "model": 0,', {"source": 1.0}),
+        (400, 'Send {"text": "…", "model": 0,', {"model": False}),
+        (400, 'Send {"text": "…", "model": 0,', {"text": 5}),
+        (422, "The text is empty", {"text": " "}),
+        (422, f"51 tokens and the model's sequences {TOKENS}", {"text": "x" * 51}),
+        (422, "Model must be from 0 to 0, got 1", {"model": 1}),
+        (422, "Reader must be from 0 to 4, got 5", {"reader": 5}),
+        (422, "Reader must be from 0 to 4, got -1", {"reader": -1}),
+        (422, "Source must be from 0 to 2 at reader 2, got 3", {"reader": 2, "source": 3}),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_cut_is_refused(server, status, words, changes):
+    said(server, status, words, path="/cut", body=json.dumps(CUT | {"model": 0} | changes))
+
+
+def test_a_cut_is_refused_as_a_text_is(server):
+    body, own = json.dumps(CUT | {"model": 0}), {"path": "/cut"}
+    said(server, 421, "answers to no other name", headers={"Host": "evil.example"}, body=body, **own)
+    said(server, 403, "other sites", headers={"Origin": "http://evil.example"}, body=body, **own)
+    said(server, 403, headers={"Sec-Fetch-Site": "cross-site"}, body=body, **own)
+    said(server, 411, "Content-Length", headers={"Content-Length": None}, **own)
+    said(server, 413, f"{LONGEST:,} bytes", body=b" " * (LONGEST + 1), **own)
+    said(server, 415, "application/json", headers={"Content-Type": "text/plain"}, body=body, **own)
+    said(server, 400, "not JSON in UTF-8", body="{", **own)
+
+
 def test_a_request_that_promises_more_than_it_sends_is_answered_at_once(server):
     begun = time.monotonic()
     with socket.create_connection(("127.0.0.1", server.port), timeout=10) as client:
@@ -270,6 +339,8 @@ def test_outputs_that_are_no_numbers_are_said():
         with torch.no_grad():
             run.model.head.weight.fill_(float("nan"))
         said(server, 500, "of the model in runs/0 is not a number", "has diverged")
+        cut = json.dumps(CUT | {"model": 0})
+        said(server, 500, "of the model in runs/0 is not a number", path="/cut", body=cut)
         refused(lambda: server.models.documents_or_none(TEXT), "diverged", code=DIVERGED)
 
 
@@ -303,6 +374,7 @@ def test_one_text_at_a_time(server, monkeypatch):
     monkeypatch.setattr(serve, "QUEUE", 0.01)
     with server.models.lock:
         said(server, 503, "Another text")
+        said(server, 503, "Another text", path="/cut", body=json.dumps(CUT | {"model": 0}))
 
 
 # The command.
