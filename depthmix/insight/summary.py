@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import fmean
 from typing import Any
 
 WAYS = {1: ("",), 2: ("qk", "v"), 3: ("q", "k", "v")}
@@ -56,7 +57,7 @@ def _title(document: dict[str, Any]) -> str:
 
 def _over_depth(document: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     mixing, dynamics, edges, skips = (document[k] for k in ("mixing", "dynamics", "edges", "skips"))
-    head = ["site", "newest", "embedding", "effective", "RMS read", "RMS output", "gradient", "share"]
+    head = ["site", "newest", "embedding", "contribution", "effective", "RMS read", "RMS output", "gradient", "share"]
     head += ["skipped", "most needed"] if edges else []
     rows = []
     for r, reader in enumerate(document["readers"]):
@@ -64,6 +65,7 @@ def _over_depth(document: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
         for w, way in enumerate(way_names(reader)):
             name = f"{r:2d} {reader['name']} {way}".rstrip() if site else "   finish"
             row = [name, *(number(mixing[k][r][w], ".2f") for k in ("newest", "embedding"))]
+            row.append(number(mixing["contribution"][r][w][0], ".3f"))
             row += [f"{number(mixing['effective'][r][w], '.1f')} of {r + 1}", number(dynamics["input_rms"][r][w])]
             once_per_site = site and w == 0  # columns that do not depend on the way
             row += [number(dynamics[k][r]) if once_per_site else "" for k in ("output_rms", "gradient_norm")]
@@ -87,6 +89,7 @@ def _legend(document: dict[str, Any]) -> str:
     share = "the sizes of weights, some of which are negative" if document["mixing"]["signed"] else "the weights"
     lines = [
         f"newest, embedding: share of {share} that the last output and the embedding have; effective: exp(entropy) of the shares, of all sources;",
+        "contribution: the embedding's share of the sizes of what sources add to the read, which counts how large sources are;",
         "RMS read: before the norm; gradient: norm over the sublayer's parameters; share: of what finish reads"
         f" (the embedding's is {number(document['dynamics']['share'][0], 'z.2f')});",
     ]
@@ -99,10 +102,13 @@ def _legend(document: dict[str, Any]) -> str:
 
 
 def _by_kind(document: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    head = ["sites", "newest", "embedding", "effective", "of all there are"]
+    head = ["sites", "newest", "embedding", "contribution", "effective", "of all there are"]
     rows = []
+    contributions = list(zip(document["readers"], document["mixing"]["contribution"], strict=True))[1:]
     for kind, value in document["mixing"]["by_kind"].items():
         shares = [number(value[k], ".2f") for k in ("newest", "embedding")]
+        own = [fmean(way[0] for way in ways) for reader, ways in contributions if reader["name"] == kind]
+        shares.append(number(fmean(own), ".3f"))
         rows.append([kind, *shares, number(value["effective"], ".2f"), number(value["effective_share"], ".2f")])
     return head, rows
 
@@ -137,11 +143,14 @@ def _streams(streams: dict[str, Any]) -> str:
 def _by_token(document: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     """Average over the readers that have a choice, and over their ways, for each token."""
     text = document["text"]
-    head = ["token", "loss", "newest", "embedding"]
+    head = ["token", "loss", "newest", "embedding", "contribution"]
     rows = []
-    for piece, loss, readers in zip(text["tokens"], text["losses"], text["weights"], strict=True):
+    columns = [text[name] for name in ("tokens", "losses", "weights", "contributions")]
+    for piece, loss, readers, contributions in zip(*columns, strict=True):
         shares = [[abs(v) for v in way] for reader in readers[1:] for way in reader]
         sums = [(way[-1], way[0], sum(way) or 1.0) for way in shares]
         means = [sum(s[i] / s[2] for s in sums) / len(sums) for i in (0, 1)]
-        rows.append([repr(piece), number(loss, ".3f"), *(number(m, ".2f") for m in means)])
+        contribution = fmean(way[0] for reader in contributions[1:] for way in reader)
+        shown = [*(number(m, ".2f") for m in means), number(contribution, ".3f")]
+        rows.append([repr(piece), number(loss, ".3f"), *shown])
     return head, rows

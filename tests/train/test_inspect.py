@@ -101,6 +101,8 @@ def test_the_document_of_every_mixer_is_whole(mixer, monkeypatch):
     assert all(p.grad is None for p in model.parameters())
     shown = summary(found)
     assert "most needed" in shown
+    finish = next(line for line in shown.splitlines() if line.startswith("   finish"))
+    assert finish.split()[3] == f"{found['mixing']['contribution'][-1][0][0]:.3f}"
     assert ("streams:" in shown) == (found["streams"] is not None)
 
 
