@@ -117,6 +117,14 @@ class Models:
         _check_finite(run, losses[1:])
         return list(doc.rounded(losses))
 
+    def room(self, text: str) -> tuple[int, int]:
+        """Return the number of a text's tokens and the most that are possible, for the model with the least room."""
+        counts = []
+        for _, trained in self.runs:
+            n = len(trained.tokenizer.encode(text, add_special_tokens=False).ids)
+            counts.append((n, self.seq_len or trained.config.seq_len))
+        return max(counts, key=lambda count: count[0] / count[1])
+
     def documents_or_none(self, text: str) -> list[dict[str, Any]]:
         """Return the documents of a text, or none if the text is too long for a model."""
         try:
@@ -240,7 +248,7 @@ class Server(socketserver.ThreadingTCPServer):
 
 
 class Handler(BaseHTTPRequestHandler):
-    """GET / returns the page, POST /text computes a text, and POST /cut its losses with one connection cut.
+    """GET / returns the page, POST /text computes a text, POST /cut its losses with one connection cut, and POST /count its tokens.
 
     Everything else is refused with a sentence.
     """
@@ -263,10 +271,13 @@ class Handler(BaseHTTPRequestHandler):
                 cut = self._sent({"text": str, "model": int, "reader": int, "source": int}, CUT_EXAMPLE)
                 losses = self._compute(lambda: self.server.models.losses_of_cut(**cut))
                 self._answer(HTTPStatus.OK, {"losses": losses})
+            elif (self.command, self.path) == ("POST", "/count"):
+                tokens, most = self.server.models.room(self._sent({"text": str}, TEXT_EXAMPLE)["text"])
+                self._answer(HTTPStatus.OK, {"tokens": tokens, "most": most})
             else:
-                known = self.path in ("/", "/text", "/cut")
+                known = self.path in ("/", "/text", "/cut", "/count")
                 status = HTTPStatus.METHOD_NOT_ALLOWED if known else HTTPStatus.NOT_FOUND
-                raise Refused(status, "only GET /, POST /text and POST /cut are served here")
+                raise Refused(status, "only GET /, and POST to /text, /cut and /count are served here")
         except Refused as refused:
             self._answer(refused.status, {"error": _sentence(refused)})
 

@@ -154,6 +154,15 @@ def test_a_cut_is_the_librarys():
         assert losses != pytest.approx(text["losses"][1:], rel=1e-3)
 
 
+def test_tokens_are_counted_without_waiting_for_a_text(server):
+    with server.models.lock:
+        status, _, body = ask(server, path="/count", body=json.dumps({"text": TEXT}))
+    run = server.models.runs[0][1]
+    assert (status, json.loads(body)) == (200, {"tokens": len(run.tokenizer.encode(TEXT).ids), "most": TOKENS})
+    said(server, 400, "Send", path="/count", body="{}")
+    said(server, 403, "other sites", path="/count", headers={"Origin": "http://evil.example"})
+
+
 def test_fifty_connections_may_wait(server):
     """They are made before any is accepted: more than the library's backlog of five would not be made at all."""
     with Server("127.0.0.1", 0, server.models, b"a page") as waiting:
@@ -238,7 +247,7 @@ def test_on_all_addresses_any_address_is_its_own_and_no_name():
 )
 def test_nothing_else_is_served(server, method, path, status):
     sentence = said(server, status, method=method, path=path)
-    assert status == 501 or sentence == "Only GET /, POST /text and POST /cut are served here."
+    assert status == 501 or sentence == "Only GET /, and POST to /text, /cut and /count are served here."
     if status == 405:
         assert ask(server, method, path)[1]["Allow"] == ("GET" if path == "/" else "POST")
 
@@ -486,6 +495,7 @@ def test_typing_a_text_shows_the_librarys_numbers(open_page):
         shown = open_page(server.url)
         assert shown.input_value("textarea") == TEXT
         shown.fill("textarea", "deep <b>sky")
+        expect(shown.locator("#words-count")).to_have_text(re.compile(rf"^\d+ of at most {TOKENS} tokens$"))
         shown.get_by_role("button", name="Show").click()
         expect(shown.locator(".tokens").first).to_contain_text("<b>sky")
         run = server.models.runs[0][1]
@@ -493,6 +503,14 @@ def test_typing_a_text_shows_the_librarys_numbers(open_page):
         shown.locator(".tokens button").nth(2).click()
         chance = float(shown.locator(".chance").first.inner_text().split("1 in ")[1].replace(",", ""))
         assert chance == pytest.approx(math.exp(expected["losses"][2]), rel=0.05)
+        # A cut is computed by the server.
+        shown.locator(".depth-map").first.focus()
+        shown.keyboard.press("Enter")
+        shown.get_by_role("button", name="Cut it").click()
+        expect(shown.locator(".chance").first).to_contain_text("cut")
+        after = float(shown.locator(".chance .after").first.inner_text().split("1 in ")[1].replace(",", ""))
+        (loss,) = server.models.losses_of_cut("deep <b>sky", 0, 4, 0)[2:3]
+        assert after == pytest.approx(math.exp(loss), rel=0.05)
         # The first map is on the first screen.
         assert shown.locator(".depth-map").first.bounding_box()["y"] < 600
         assert shown.locator(".side select").count() == 2

@@ -2,7 +2,7 @@
 
 function live(words) {
   const form = document.getElementById("words-form"), box = document.getElementById("words-text");
-  const status = document.getElementById("words-status");
+  const status = document.getElementById("words-status"), counter = document.getElementById("words-count");
   const button = form.querySelector("button");
   let shown = "";
 
@@ -37,6 +37,19 @@ function live(words) {
     }
   }
 
+  async function count() {
+    const text = box.value;
+    if (!text.trim()) return void (counter.textContent = "");
+    try {
+      const { tokens, most } = await post("/count", { text });
+      if (text !== box.value) return;
+      counter.textContent = `${tokens} of at most ${most} tokens`;
+      counter.classList.toggle("wrong", tokens > most);
+    } catch {
+      counter.textContent = "";
+    }
+  }
+
   words.ask = async (model, reader, source) => {
     try {
       return (await post("/cut", { text: shown, model, reader, source })).losses;
@@ -55,7 +68,13 @@ function live(words) {
   box.addEventListener("keydown", (event) => {
     if (event.key === "Enter" && (event.ctrlKey || event.metaKey) && !button.disabled) form.requestSubmit();
   });
+  let waiting;
+  box.addEventListener("input", () => {
+    clearTimeout(waiting);
+    waiting = setTimeout(count, 250);
+  });
   return (models) => {
     box.value = shown = models.length ? models[0].text.tokens.join("") : "";
+    count();
   };
 }
