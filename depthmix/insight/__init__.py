@@ -1,9 +1,15 @@
 """Looking inside: what layers read from each other, magnitudes over depth, and which connections matter."""
 
-from depthmix.insight.contributions import Contributions, contributions
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from depthmix.insight.contributions import Contributions, Shares, contributions, shares_by_token
 from depthmix.insight.dynamics import gradient_norms, magnitudes
-from depthmix.insight.edges import EdgeEffects, edge_effects
+from depthmix.insight.edges import EdgeEffects, edge_effects, losses_without
 from depthmix.insight.intercept import record_sources
+from depthmix.insight.lens import LogitLens, logit_lens
 from depthmix.insight.maps import DepthMap, depth_map
 from depthmix.insight.mixing import depth_mixing, sources_of
 from depthmix.insight.ranks import Structure, structure
@@ -14,6 +20,8 @@ __all__ = [
     "Contributions",
     "DepthMap",
     "EdgeEffects",
+    "LogitLens",
+    "Shares",
     "SkipEffects",
     "Streams",
     "Structure",
@@ -21,10 +29,14 @@ __all__ = [
     "depth_map",
     "depth_mixing",
     "edge_effects",
+    "explore",
     "gradient_norms",
+    "logit_lens",
+    "losses_without",
     "magnitudes",
     "record_sources",
     "register_streams",
+    "shares_by_token",
     "skip_effects",
     "sources_of",
     "stream_map",
@@ -32,3 +44,10 @@ __all__ = [
     "streams_of",
     "structure",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # It makes a page, and pages are made of what this package measures. So it is imported on first use only.
+    if name == "explore":
+        return importlib.import_module("depthmix.api.token_explorer").explore
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

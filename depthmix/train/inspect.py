@@ -24,13 +24,14 @@ from depthmix.insight.edges import edge_effects, losses_without
 from depthmix.insight.lens import logit_lens
 from depthmix.insight.losses import logits_of, next_token_loss
 from depthmix.insight.maps import depth_map
-from depthmix.insight.mixing import sources_of
+from depthmix.insight.mixing import choose_mixer, sources_of
 from depthmix.insight.mode import eval_mode
 from depthmix.insight.ranks import structure
 from depthmix.insight.skips import skip_effects
 from depthmix.insight.streams import stream_report
 from depthmix.insight.summary import summary
 from depthmix.mixers.defaults import chosen_options
+from depthmix.models.with_mixer import with_mixer
 from depthmix.ops.precision import compute_dtype
 from depthmix.ownership import check_replaceable
 from depthmix.runs.foreign import measured as measured_model
@@ -137,11 +138,16 @@ def encode_text(trained: Trained, text: str, seq_len: int | None = None) -> tupl
         what = f"the text has {len(encoded.ids)} tokens and the model's sequences {longest}"
         raise UserError(f"{what}: give a shorter one, or a longer --seq-len")
     device = next(trained.model.parameters()).device
+    return torch.tensor([encoded.ids], device=device), pieces_of(text, encoded.offsets)
+
+
+def pieces_of(text: str, offsets: Iterable[tuple[int, int]]) -> list[str]:
+    """Return the piece of a text that each token stands for, from the tokens' offsets. The pieces concatenate to the text."""
     pieces, shown = [], 0
-    for a, b in encoded.offsets:
+    for a, b in offsets:
         pieces.append(text[max(a, shown) : b])
         shown = max(shown, b)
-    return torch.tensor([encoded.ids], device=device), pieces
+    return pieces
 
 
 def _measured_on(trained: Trained, config: InspectConfig, ids: Tensor) -> Iterator[Tensor]:
@@ -193,7 +199,7 @@ def text_by_token(model: Any, ids: Tensor, pieces: list[str], tokenizer: Any, cu
     """Report, for each token of a text, what was read, what was predicted, and which connections the prediction needed.
 
     Args:
-        model: A Decoder, or a model with its interface, on the device of the ids.
+        model: A language model with a mixer, on the device of the ids.
         ids: Token ids [1, T], from `encode_text`.
         pieces: The pieces of text that the tokens stand for, from `encode_text`.
         tokenizer: A tokenizer, which decodes the predicted tokens.
@@ -202,7 +208,8 @@ def text_by_token(model: Any, ids: Tensor, pieces: list[str], tokenizer: Any, cu
     Returns:
         The field `text` of the document (docs/guides/inspecting.md).
     """
-    mixer, name = model.mixer, token_names(tokenizer)
+    model, name = with_mixer(model), token_names(tokenizer)
+    mixer = choose_mixer(model)
     with eval_mode(model):
         logits = logits_of(model, ids)[0]
     log_p = logits.to(compute_dtype(logits)).log_softmax(-1)
@@ -232,7 +239,7 @@ def text_by_token(model: Any, ids: Tensor, pieces: list[str], tokenizer: Any, cu
 def _cuts_by_token(model: Any, ids: Tensor) -> list[list[list[float]] | None]:
     """Cut every connection. Return the rise of the next token's loss, [token][reader][source]; None for the last token."""
     changes = []
-    for reader in range(model.mixer.n_sites + 1 if ids.shape[1] > 1 else 0):
+    for reader in range(choose_mixer(model).n_sites + 1 if ids.shape[1] > 1 else 0):
         plain, *losses = losses_without(model, ids, reader, [None, *((None, s) for s in range(reader + 1))])[:, 0]
         changes.append((torch.stack(losses) - plain).T.tolist())
     return [*(list(token) for token in zip(*changes, strict=True)), None]
