@@ -1,16 +1,18 @@
-"""`depthmix.plot_depth_map`: the depth-mixing matrix of a model, drawn with matplotlib."""
+"""`depthmix.plot_depth_map`: what a model's sites read from each other, drawn with matplotlib."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from depthmix.errors import UserError
-from depthmix.insight.document import by_reader, describe_mixer
-from depthmix.insight.mixing import choose_mixer, depth_mixing
+from depthmix.insight.document import describe_mixer, of_depth_map
+from depthmix.insight.maps import depth_map
+from depthmix.insight.mixing import choose_mixer
 from depthmix.mixers import Mixer
+from depthmix.models.with_mixer import with_mixer
 
 
 def plot_depth_map(
@@ -19,6 +21,7 @@ def plot_depth_map(
     *,
     ax: Any = None,
     way: int = 0,
+    values: Literal["contribution", "weight"] = "contribution",
     mixer: Mixer | str | None = None,
     colorbar: bool = True,
 ) -> Any:
@@ -29,6 +32,8 @@ def plot_depth_map(
         ids: Tokens [T] or [B, T], as a list, array or tensor. For a model that takes no tokens, its input tensor.
         ax: matplotlib axes to draw on. By default a new figure.
         way: Which mixture of attention, where a rule has several (queries, keys, values).
+        values: `contribution` draws each source's share of the sizes of what sources add to a read. `weight` draws the
+            depth-mixing matrix, which does not count how large sources are.
         mixer: Which mixer of a model with several: the module or its name in the model.
         colorbar: Draw a colour bar beside the axes.
 
@@ -36,7 +41,7 @@ def plot_depth_map(
         The axes, with readers downwards and sources to the right.
 
     Raises:
-        UserError: matplotlib is not installed, or there is no such way.
+        UserError: matplotlib is not installed, or there is no such way or no such value.
 
     Examples:
         >>> ax = depthmix.plot_depth_map(result["attnres"].model, data.tokenizer.encode("My fellow").ids)
@@ -45,29 +50,28 @@ def plot_depth_map(
         from matplotlib import pyplot
     except ImportError:
         raise UserError("matplotlib is not installed, and figures need it: pip install matplotlib") from None
-    from depthmix.report.depth_figures import draw_map
+    from depthmix.report.depth_figures import COLOURS, draw_map
     from depthmix.report.documents import way_names
 
+    if values not in COLOURS:
+        raise UserError(f"plot_depth_map: values must be 'contribution' or 'weight', got {values!r}")
+    model = with_mixer(model)
     chosen = choose_mixer(model, mixer)
-    document = _document(chosen, depth_mixing(model, _batch(model, ids), mixer=chosen))
+    found = depth_map(model, [_batch(model, ids)], chosen)
+    document = {**describe_mixer(chosen), "mixing": of_depth_map(chosen, found)}
     names = way_names(document)
     if not 0 <= way < len(names):
         raise UserError(f"plot_depth_map: there is no way {way}; this mixer has {len(names)}, counted from 0")
     if ax is None:
         size = 2.2 + 0.19 * len(document["readers"])
         _, ax = pyplot.subplots(figsize=(size + 0.6, size), layout="constrained")
-    shown = draw_map(ax, document, way)
+    shown = draw_map(ax, document, way, values)
     ax.set_title(names[way], fontsize=10.5)
     ax.set_xlabel("source")
     ax.set_ylabel("reader")
     if colorbar:
-        ax.figure.colorbar(shown, ax=ax, shrink=0.8, label="weight")
+        ax.figure.colorbar(shown, ax=ax, shrink=0.8, label=COLOURS[values])
     return ax
-
-
-def _document(mixer: Mixer, m: Tensor) -> dict[str, Any]:
-    """Return the part of `depthmix inspect`'s document that the figure needs, from the matrix m [W, S+1, S+1]."""
-    return {**describe_mixer(mixer), "mixing": {"mean": by_reader(mixer, m), "signed": bool((m < 0).any())}}
 
 
 def _batch(model: nn.Module, ids: Any) -> Tensor:

@@ -12,6 +12,8 @@ from depthmix.report.figures import MISSING, legend_below, load, save_figure, st
 
 Document = Mapping[str, Any]
 MAP, OVER_DEPTH = "depth-map", "over-depth"
+# What the colours of a map show.
+COLOURS = {"contribution": "share of what is read", "weight": "weight"}
 QUANTITIES = {"input_rms": "RMS read", "output_rms": "RMS output", "gradient_norm": "gradient norm"}
 # Most names on an axis.
 EVERY = 26
@@ -39,25 +41,41 @@ def file_names(labels: Sequence[str]) -> list[str]:
 
 
 def plot_map(document: Document) -> Any:
-    """Plot M, mean over tokens, a panel per way: readers downwards, sources to the right."""
+    """Plot contributions, mean over tokens, a panel per way: readers downwards, sources to the right."""
     readers, ways = document["readers"], way_names(document)
     figure, panels = _panels(len(ways), 1.9 + 0.19 * len(readers), 1.4 + 0.19 * len(readers))
     shown = None
     for way, (axes, name) in enumerate(zip(panels, ways, strict=True)):
         shown = draw_map(axes, document, way)
         axes.set_title(name, fontsize=10.5)
-    figure.colorbar(shown, ax=panels, shrink=0.8, label="weight")
+    figure.colorbar(shown, ax=panels, shrink=0.8, label=COLOURS["contribution"])
     return figure
 
 
-def draw_map(axes: Any, document: Document, way: int) -> Any:
-    """Draw one way of M on matplotlib's axes. Returns the image, for a colour bar."""
+def draw_map(axes: Any, document: Document, way: int, values: str = "contribution") -> Any:
+    """Draw one way of a model's contributions or weights on matplotlib's axes.
+
+    Contributions have the same scale in every model, from 0 to 1. It grows with the root, so that small shares can be told apart.
+
+    Args:
+        axes: matplotlib's axes.
+        document: the model's document (docs/guides/inspecting.md).
+        way: which mixture of attention.
+        values: "contribution" or "weight".
+
+    Returns:
+        The image, for a colour bar.
+    """
+    from matplotlib.colors import Normalize, PowerNorm
+
     readers, sources = names_of(document)
     mixing = document["mixing"]
-    size = largest(mixing["mean"])
-    scale, low = ("RdBu", -size) if mixing["signed"] else ("Blues", 0.0)
-    values = [[float("nan") if v is None else v for v in row] for row in square(of_way(mixing["mean"], way))]
-    shown = axes.imshow(values, cmap=scale, vmin=low, vmax=size, aspect="equal", interpolation="nearest")
+    by_reader = mixing["contribution" if values == "contribution" else "mean"]
+    size = largest(by_reader)
+    scale = PowerNorm(0.5, 0, 1) if values == "contribution" else Normalize(-size if mixing["signed"] else 0.0, size)
+    colours = "RdBu" if scale.vmin else "Blues"
+    drawn = [[float("nan") if v is None else v for v in row] for row in square(of_way(by_reader, way))]
+    shown = axes.imshow(drawn, cmap=colours, norm=scale, aspect="equal", interpolation="nearest")
     _names(axes, "x", sources, 90)
     _names(axes, "y", readers, 0)
     axes.spines[["top", "right"]].set_visible(False)
