@@ -6,11 +6,14 @@ python lab/findings.py lab/results/gutenberg-54m-inside
 import json
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import mean, median, pstdev
 from typing import Any
 
 import yaml
+
+from depthmix.insight.statistics import rank_correlation
 
 
 def evenness(values: Sequence[float]) -> float:
@@ -27,6 +30,20 @@ def pairs(of: Callable[[Sequence[float]], float], values: Sequence[float], first
     return f"{of(values[first::2]):.2f} / {of(values[first + 1 :: 2]):.2f}"
 
 
+def need(document: dict[str, Any], field: str) -> str:
+    """Format the rank correlation between a field of `mixing` and the rise of the loss without the connection.
+
+    Weights count by their share of the magnitudes of a read. The first reader has no choice and does not count.
+    """
+    pairs = []
+    for ways, changes in zip(document["mixing"][field][1:], document["edges"]["change"][1:], strict=True):
+        for row, rises in zip(ways, changes, strict=True):
+            total = sum(abs(v) for v in row) or 1.0
+            shares = [abs(v) / total for v in row] if field == "mean" else row
+            pairs += [pair for pair in zip(shares, rises, strict=True) if pair[0]]
+    return f"{rank_correlation(pairs):.2f}"
+
+
 def rows(documents: Sequence[dict[str, Any]]) -> list[tuple[str, list[str]]]:
     """Return the quantities with each model's number. If there are two numbers, the first is of attention and the second of MLP sites."""
 
@@ -41,6 +58,9 @@ def rows(documents: Sequence[dict[str, Any]]) -> list[tuple[str, list[str]]]:
         finish = sorted(enumerate(d["edges"]["change"][-1][0]), key=lambda pair: -pair[1])[:4]
         return ", ".join(f"{d['sources'][source]} {change:.2f}" for source, change in finish)
 
+    # Documents of schema 1 know weights only.
+    known = all("contribution" in d["mixing"] for d in documents)
+    needs = {"weight": "mean", "contribution": "contribution", "projection": "projection"} if known else {}
     return [
         ("growth of what sites read", each(lambda d: growth([x[0] for x in d["dynamics"]["input_rms"]]))),
         ("growth of what sites write", each(lambda d: growth(d["dynamics"]["output_rms"]))),
@@ -53,6 +73,7 @@ def rows(documents: Sequence[dict[str, Any]]) -> list[tuple[str, list[str]]]:
         ("rise of the loss without the first MLP", each(lambda d: f"+{d['skips']['change'][1]:.2f}")),
         ("rise without another sublayer, median", each(lambda d: f"+{median(d['skips']['change'][2:]):.3f}")),
         ("sources that finish needs most, with the rise", each(most_needed)),
+        *((f"rank correlation of {name} and need", each(partial(need, field=field))) for name, field in needs.items()),
     ]  # fmt: skip
 
 
