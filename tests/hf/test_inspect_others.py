@@ -48,6 +48,11 @@ def test_a_folder_is_inspected_and_explored(family, rule, tmp_path, capsys):
     torch.testing.assert_close(torch.tensor(last), expected[-1], rtol=1e-3, atol=1e-3)
     assert len(document["dynamics"]["gradient_norm"]) == len(document["readers"]) - 1
     assert all(norm > 0 for norm in document["dynamics"]["gradient_norm"])
+    text = document["text"]
+    for lens, (best, *_) in zip(text["lens"], text["predictions"], strict=True):
+        assert lens[-1]["token"] == best["token"]
+        assert lens[-1]["probability"] == pytest.approx(best["probability"], rel=1e-3)
+    assert (text["cuts"] is None) == (family != "llama")
     (shown,) = Models([(str(folder), trained)]).documents(TEXT)
     assert "".join(shown["text"]["tokens"]) == TEXT
     capsys.readouterr()
