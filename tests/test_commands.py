@@ -133,7 +133,7 @@ def test_every_command_of_the_pages_runs(place, capsys):
     assert "residual" in shown[DEMO]
     assert "My fellow Americans" in shown[DEMO]
     report = (place / "runs" / "demo" / "report.html").read_text()
-    assert report.count("<h4>Who reads what: the depth map") == 2
+    assert report.count('<details class="inside">') == 2
     assert "What is inside" not in report  # what could not be shown
     assert (place / "runs" / "figures" / "depth-map-residual.svg").is_file()
     assert (place / "runs" / "demo" / "table.csv").read_text().count("\n") >= 3

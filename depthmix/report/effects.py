@@ -47,7 +47,7 @@ def _line(effect: Effect, place: Callable[[float], str]) -> str:
     bar = ""
     if half is not None:
         begin, end = (place(effect.difference + side) for side in (-half, half))
-        bar = f'<span class="bar" style="left: {begin}; width: calc({end} - {begin})"></span>'
+        bar = f'<span class="interval" style="left: {begin}; width: calc({end} - {begin})"></span>'
         said += f" ± {half:.3f}"
     dot = f'<span class="dot{" shown" if effect.shown else ""}" style="left: {place(effect.difference)}"></span>'
     price = "" if effect.step_ratio is None else f"{effect.step_ratio:.2f}× step"

@@ -22,7 +22,7 @@ from depthmix.report.sections import closing, curves, inside, maps, opening, ove
 
 WEB = Path(__file__).parent / "web"
 # In the order in which they use each other.
-SCRIPTS = ("basics", "export", "maps", "plots", "river", "sentence", "words", "overview", "live", "start")
+SCRIPTS = ("basics", "export", "maps", "plots", "effects", "river", "sentence", "words", "overview", "live", "start")
 
 
 def make_page(content: Content, live: Sequence[Mapping[str, Any]] | None = None) -> str:
@@ -38,6 +38,8 @@ def make_page(content: Content, live: Sequence[Mapping[str, Any]] | None = None)
         "models": models,
         "curves": [{**asdict(curve), "seconds": [s / scale for s in curve.seconds]} for curve in content.curves],
         "units": ["images" if content.images else "tokens", time],
+        "effects": [asdict(effect) for effect in content.effects],
+        "baseline": content.baseline,
         "live": None if live is None else explorer_data(live),
     }
     has_words = live is not None or any(model["text"] for model in models)

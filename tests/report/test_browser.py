@@ -185,6 +185,13 @@ def test_figures_are_exported_with_their_colours(open_page, report, tmp_path):
     assert 'stroke="rgb(' in drawing
     assert 'class="' not in drawing
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
+    with page.expect_download() as found:
+        page.locator(".effects").get_by_role("button", name="Copy the figure as SVG").click()
+    found.value.save_as(tmp_path / "effects.svg")
+    effects = (tmp_path / "effects.svg").read_text()
+    assert effects.count("<circle") == 2
+    assert "95% interval" in effects
+    assert "third" in effects
     assert page.problems == []
 
 

@@ -24,6 +24,8 @@ if (wordsRoot) {
   begin(models);
   words.load(models);
 }
+const effectsRoot = document.querySelector(".effects");
+if (effectsRoot) offerEffects(effectsRoot, data);
 for (const [id, draw] of [
   ["maps", (root) => new Maps(root, data.models)],
   ["depth", (root) => depthChart(root, data.models)],

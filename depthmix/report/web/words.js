@@ -65,7 +65,7 @@ class Words {
     const ways = Math.max(...this.shown.map((_, side) => this.model(side).ways.length));
     const own = this.shown.map((_, side) => this.model(side)).find((model) => model.ways.length === ways);
     const choose = ways > 1 && select("what attention reads for", ["all it reads", ...own.ways], this.way + 1, (i) => ((this.way = i - 1), this.update()));
-    const bar = el("div", { class: "bar" }, this.player, link, ...(choose ? [el("label", {}, "attention reads for ", choose)] : []));
+    const bar = el("div", { class: "bar" }, this.player, ...(this.ask ? [] : [link]), ...(choose ? [el("label", {}, "attention reads for ", choose)] : []));
     const hero = el("div", { class: `hero of${this.shown.length}` }, ...this.sides.map((side) => side.root), this.mapFigure());
     const panels = this.root.querySelector(".panels");
     panels.replaceChildren(this.title, this.explanation(), this.sentence.root, bar, hero, this.readout);
