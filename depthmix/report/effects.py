@@ -24,7 +24,8 @@ def effects(content: Content) -> str:
     n = round((high - low) / step)
     decimals = max(0, -math.floor(math.log10(step) + 1e-9))
     ticks = "".join(
-        f'<span style="left: {place(low + i * step)}">{_tick(low + i * step, decimals)}</span>' for i in range(n + 1)
+        f'<span{_is_zero(low + i * step)} style="left: {place(low + i * step)}">{_tick(low + i * step, decimals)}</span>'
+        for i in range(n + 1)
     )
     shown, hidden = (any(e.shown is is_shown for e in content.effects) for is_shown in (True, False))
     keys = [
@@ -59,6 +60,11 @@ def _line(effect: Effect, place: Callable[[float], str]) -> str:
     )
 
 
+def _is_zero(value: float) -> str:
+    """Return the attribute of the tick that a narrow screen keeps."""
+    return ' class="same"' if abs(value) < 1e-12 else ""
+
+
 def _tick(value: float, decimals: int) -> str:
     return "same" if abs(value) < 1e-12 else f"{value:+.{decimals}f}".replace("-", "−")
 
@@ -71,5 +77,5 @@ def _scale(shown: Sequence[Effect]) -> tuple[float, float, float]:
         ends += [effect.difference - half, effect.difference + half]
     width = max(max(ends) - min(ends), NARROWEST)
     power = 10.0 ** math.floor(math.log10(width / 4))
-    step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= width / 4)
+    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= width / 4)
     return math.floor(min(ends) / step - 0.1) * step, math.ceil(max(ends) / step + 0.1) * step, step

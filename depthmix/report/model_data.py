@@ -28,8 +28,13 @@ def models_data(documents: Sequence[Document]) -> list[dict[str, Any]]:
 
 def explorer_data(documents: Sequence[Document]) -> list[dict[str, Any]]:
     """Return what the page draws of each document that has a text: its maps and its text."""
-    shown = [document for document in documents if document["text"] and len(document["text"]["tokens"]) > 1]
-    return [_named(document, label) for document, label in zip(shown, labels(shown), strict=True)]
+    names = labels(documents)
+    # A server knows each model by its place among all documents.
+    return [
+        {**_named(document, names[i]), "place": i}
+        for i, document in enumerate(documents)
+        if document["text"] and len(document["text"]["tokens"]) > 1
+    ]
 
 
 def _named(document: Document, label: str) -> dict[str, Any]:

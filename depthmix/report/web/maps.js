@@ -39,11 +39,12 @@ class DepthMap {
   constructor(model, { scale, label, say, choose = null, names = true }) {
     Object.assign(this, { model, scale, say, choose, rows: [] });
     this.n = model.readers.length;
-    // Names are as large on the page for a model of a hundred sites as for one of ten.
-    this.letters = 0.45 * this.n;
+    // Names are as large on the page for a model of a hundred sites as for one of ten; a map of fewer sites is smaller.
+    this.letters = Math.max(0.45 * this.n, 4.6);
     const wide = this.n * CELL, room = names ? 5.8 * this.letters : 0;
     this.left = room;
     this.svg = svg("svg", { viewBox: `0 0 ${room + wide} ${wide + room}`, role: "img", "aria-label": label, tabindex: 0, class: "depth-map" });
+    if (this.n < 11) this.svg.style.maxWidth = `${3 * (room + wide)}px`;
     this.paths = new Map();
     for (const level of range(2 * CLASSES + 1)) {
       const path = svg("path", { class: `c${level - CLASSES}` });

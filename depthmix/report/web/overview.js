@@ -48,7 +48,7 @@ class Maps {
 function depthChart(root, models) {
   const readers = models[0].readers.length, same = models.filter((model) => model.readers.length === readers);
   const names = models[0].readers;
-  const keys = Object.keys(QUANTITIES).filter((key) => same.some((model) => model.depth[key]));
+  const keys = Object.keys(QUANTITIES).filter((key) => same.some((model) => model.depth[key]?.some(known)));
   const plot = new Plot({ label: "over depth", names });
   const note = el("p", { class: "soft" });
   const show = (i) => {
@@ -79,7 +79,6 @@ function lossCurves(root, curves, units) {
 class Inside {
   constructor(root, model) {
     const { edges, streams, training } = model.inside;
-    root.append(el("p", { class: "soft" }, model.facts));
     const parts = [...(edges ? [this.needs(model, edges), this.shareAndNeed(model, edges)] : []), ...(streams ? this.streams(model, streams) : []), ...this.training(model, training)];
     root.append(el("div", { class: "grid" }, ...parts));
   }

@@ -1,6 +1,7 @@
 // Lines and points over two axes, redrawn when the width changes.
 
 const HEIGHT = 300;
+const FLAT = 5;
 const LETTER = 6.9; // width of a letter of 12 pixels, about
 
 // Ticks at round numbers: 1, 2, 5 times powers of ten.
@@ -24,7 +25,8 @@ const shortNumber = (value) => (Math.abs(value) >= 1e9 ? `${number(value / 1e9)}
 class Scale {
   constructor(values, from, to, log, margin = 0) {
     const shown = values.filter((v) => known(v) && (!log || v > 0));
-    this.log = log && shown.length > 0;
+    // A logarithmic axis is for values that differ much.
+    this.log = log && shown.length > 0 && Math.max(...shown) > FLAT * Math.min(...shown);
     let low = shown.length ? Math.min(...shown) : 0, high = shown.length ? Math.max(...shown) : 1;
     if (low === high) [low, high] = this.log ? [low / 2, high * 2] : [low - 0.5, high + 0.5];
     const [a, b] = [low, high].map((v) => (this.log ? Math.log10(v) : v));
@@ -101,7 +103,7 @@ class Plot {
 
   marks(series) {
     const place = (i, y) => [this.across.at(series.x[i]).toFixed(1), this.up.at(y).toFixed(1)];
-    const shown = range(series.x.length).filter((i) => known(series.y[i]) && !(this.logY && series.y[i] <= 0));
+    const shown = range(series.x.length).filter((i) => known(series.y[i]) && !(this.up.log && series.y[i] <= 0));
     const css = `s${series.colour}`;
     if (series.points) {
       return shown.map((i) => {
@@ -119,7 +121,7 @@ class Plot {
   // Names of lines at their ends. Where they would overlap they are pushed down, then up from the bottom.
   endLabels(bottom, right) {
     const labels = this.series.filter((s) => !s.points).map((s) => {
-      const last = s.y.findLastIndex((y) => known(y) && !(this.logY && y <= 0));
+      const last = s.y.findLastIndex((y) => known(y) && !(this.up.log && y <= 0));
       return last < 0 ? null : { s, x: this.across.at(s.x[last]), y: this.up.at(s.y[last]) };
     }).filter(Boolean).sort((a, b) => a.y - b.y);
     let edge = -Infinity;

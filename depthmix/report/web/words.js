@@ -28,6 +28,11 @@ class Words {
     return this.models[this.shown[side]];
   }
 
+  // A server's texts have no address, and a frame in a notebook may not change its own.
+  get linked() {
+    return !this.ask && location.protocol !== "about:";
+  }
+
   get pair() {
     return this.shown.length > 1 && this.model(0).text.tokens.join("\0") === this.model(1).text.tokens.join("\0");
   }
@@ -65,7 +70,7 @@ class Words {
     const ways = Math.max(...this.shown.map((_, side) => this.model(side).ways.length));
     const own = this.shown.map((_, side) => this.model(side)).find((model) => model.ways.length === ways);
     const choose = ways > 1 && select("what attention reads for", ["all it reads", ...own.ways], this.way + 1, (i) => ((this.way = i - 1), this.update()));
-    const bar = el("div", { class: "bar" }, this.player, ...(this.ask ? [] : [link]), ...(choose ? [el("label", {}, "attention reads for ", choose)] : []));
+    const bar = el("div", { class: "bar" }, this.player, ...(this.linked ? [link] : []), ...(choose ? [el("label", {}, "attention reads for ", choose)] : []));
     const hero = el("div", { class: `hero of${this.shown.length}` }, ...this.sides.map((side) => side.root), this.mapFigure());
     const panels = this.root.querySelector(".panels");
     panels.replaceChildren(this.title, this.explanation(), this.sentence.root, bar, hero, this.readout);
@@ -207,7 +212,7 @@ class Words {
       const { text, readers } = this.model(side), i = this.wordOf(side);
       if (r >= readers.length) return null;
       if (text.cuts) return known(text.losses[i]) ? text.losses[i] + text.cuts[i - 1][r][s] / NATS : null;
-      return (await this.ask(this.shown[side], r, s))?.[i] ?? null;
+      return (await this.ask(this.model(side).place, r, s))?.[i] ?? null;
     }));
     if (asked !== this.word || this.band?.[0] !== r || this.band?.[1] !== s) return;
     this.cut = found;
@@ -236,12 +241,12 @@ class Words {
 
   // A link names the word and the models: #word=14&models=0,2
   writeLink() {
-    if (!this.ask) history.replaceState(null, "", `#word=${this.word}&models=${this.shown.join(",")}`);
+    if (this.linked) history.replaceState(null, "", `#word=${this.word}&models=${this.shown.join(",")}`);
   }
 
   readLink() {
     const asked = new URLSearchParams(location.hash.slice(1));
-    if (!asked.has("word") || !this.models.length || this.ask) return false;
+    if (!asked.has("word") || !this.models.length || !this.linked) return false;
     const models = (asked.get("models") ?? "").split(",").map(Number);
     if (models.length === this.shown.length && models.every((i) => Number.isInteger(i) && this.models[i])) this.shown = models;
     this.word = clamp(parseInt(asked.get("word"), 10) || 1, 1, this.model(0).text.tokens.length);
