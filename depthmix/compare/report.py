@@ -14,8 +14,8 @@ from depthmix.compare.arms import Arm
 from depthmix.compare.columns import (
     AGAINST,
     COSTS,
-    OF_A_MACHINE,
     TIME_TO_REACH,
+    TIMES,
     VAL_LOSS,
     Column,
     cells,
@@ -426,7 +426,7 @@ def _marks(rows: Sequence[Row], columns: Sequence[Column], busy: Collection[str]
             if column is AGAINST and half is not None and difference is not None and abs(difference) > half:
                 marks[i, j] = BETTER if difference < 0 else WORSE
             # A ratio is as doubtful as the baseline's time.
-            elif column in (*OF_A_MACHINE, TIME_TO_REACH) and (row.arm in busy or row.baseline in busy):
+            elif column in (*TIMES, TIME_TO_REACH) and (row.arm in busy or row.baseline in busy):
                 marks[i, j] = BUSY
     return marks
 

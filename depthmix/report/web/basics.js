@@ -68,6 +68,8 @@ const brief = (name) => {
   const text = name.replace("attention", "attn");
   return text.length > 12 ? `${text.slice(0, 11)}…` : text;
 };
+// A label that may break after its colons and commas.
+const breakable = (label) => label.split(/(?<=[:,/])/).flatMap((part, i) => (i ? [el("wbr"), part] : [part]));
 // A reader with fewer ways than others uses its only mixture for each of them.
 const ofWay = (ways, way) => ways[Math.min(way, ways.length - 1)];
 

@@ -82,7 +82,7 @@ function exportButtons(title, find) {
 
 // A figure with its title, export buttons, caption and the table behind it. `body` holds one svg.
 function figure(title, body, { caption = "", table = null, controls = [] } = {}) {
-  const head = el("div", { class: "head" }, el("h3", {}, title), ...controls, exportButtons(title, () => body.querySelector("svg")));
+  const head = el("div", { class: "head" }, el("h3", {}, ...breakable(title)), ...controls, exportButtons(title, () => body.querySelector("svg")));
   const made = el("figure", {}, head, body);
   if (caption) made.append(el("figcaption", {}, caption));
   if (table) made.append(tableBehind(title, table.heading, table.rows));

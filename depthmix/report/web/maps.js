@@ -61,7 +61,7 @@ class DepthMap {
   names() {
     const every = Math.ceil(this.n / 13);
     const shown = [...range(this.n).filter((i) => i % every === 0 && i + every < this.n), this.n - 1];
-    const style = { "text-anchor": "end", "font-size": this.letters }, low = 0.45 * CELL + 0.36 * this.letters;
+    const style = { "text-anchor": "end", style: `font-size: ${this.letters}px` }, low = 0.45 * CELL + 0.36 * this.letters;
     const rows = shown.map((i) => svg("text", { ...style, x: this.left - 0.4 * this.letters, y: i * CELL + low }, brief(this.model.readers[i])));
     const columns = shown.map((i) => {
       const x = this.left + i * CELL + low, y = (this.n + 0.2) * CELL;

@@ -40,7 +40,8 @@ class Words {
   // The word that one model finds hardest compared with the other, or of a single model the hardest.
   mostDifferent() {
     const [a, b] = this.shown.map((_, side) => this.model(side).text.losses);
-    const size = a.map((loss, i) => (i && known(loss) ? Math.abs(this.pair && known(b[i]) ? loss - b[i] : loss) : -1));
+    const first = Math.min(4, a.length >> 2) || 1; // the words before have little to go by
+    const size = a.map((loss, i) => (i >= first && known(loss) ? Math.abs(this.pair && known(b[i]) ? loss - b[i] : loss) : -1));
     return Math.max(1, size.indexOf(Math.max(...size)));
   }
 
@@ -79,7 +80,7 @@ class Words {
   }
 
   explanation() {
-    const [a, b] = this.shown.map((_, side) => el("b", { class: `m${side}` }, this.model(side).label));
+    const [a, b] = this.shown.map((_, side) => el("b", { class: `m${side}` }, ...breakable(this.model(side).label)));
     const mark = this.pair
       ? ["The line below a word shows which model found it easier: ", a, " or ", b, ". "]
       : ["The line below a word is the stronger, the less the model expected it. "];
@@ -90,7 +91,7 @@ class Words {
     const model = this.model(side);
     const river = new River(model, side, (r, s) => this.chooseBand(r, s));
     const chance = el("p", { class: "chance" }), top = el("ol", { class: "top" });
-    const head = el("div", { class: `head m${side}` }, pick || el("h3", {}, model.label), exportButtons(`river of ${model.label}`, () => river.svg));
+    const head = el("div", { class: `head m${side}` }, pick || el("h3", {}, ...breakable(model.label)), exportButtons(`river of ${model.label}`, () => river.svg));
     const table = tableBehind(`What the prediction of ${model.label} is made of`, () => ["reader", "source", "share of the read", "share of the prediction"], () => this.bandRows(side));
     return { river, chance, top, root: el("div", { class: "side" }, head, chance, el("div", {}, river.svg), top, table) };
   }
@@ -108,7 +109,7 @@ class Words {
     const scale = same ? SCALES.difference : SCALES.even;
     const say = (r, s) => (same ? this.saidOfBoth(r, s) : `${model.readers[r]}: ${percent(this.shares(0)[r][s])} of what it reads is ${model.sources[s]}.`);
     this.map = new DepthMap(model, { scale, label: title, say, choose: (r, s) => this.chooseBand(r, s) });
-    const words = same ? [el("span", {}, el("i", { class: `swatch c${-CLASSES}` }), `more in ${this.model(0).label}`), el("span", {}, el("i", { class: `swatch c${CLASSES}` }), `more in ${this.model(1).label}`)] : [];
+    const words = same ? [el("span", {}, el("i", { class: `swatch c${-CLASSES}` }), "more in ", ...breakable(this.model(0).label)), el("span", {}, el("i", { class: `swatch c${CLASSES}` }), "more in ", ...breakable(this.model(1).label))] : [];
     const body = el("div", {}, this.map.svg, same ? el("p", { class: "legend" }, ...words) : legendOf(scale), this.map.readout);
     return figure(title, body, { table: this.map.table((value) => (same ? `${signed(100 * value, 2)} points` : percent(value))) });
   }
