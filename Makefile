@@ -4,11 +4,9 @@ STAMP := .venv/.installed
 TRAIN := .venv/.installed-train
 LINT := .venv/.installed-lint
 DOCS := .venv/.installed-docs
-PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
-# The pip that Python brings along may be years old, and takes a minute longer on a slow machine to look through an index.
-VENV = @test -x $(BIN)/python || { $(PYTHON) -m venv .venv && { $(PIP) --upgrade pip || true; }; }
-INSTALL = $(PIP) --constraint constraints.txt --editable
-# On all cores, where pip takes one, and of depthmix too, which processes of tests would compile again and again;
+VENV = @test -x $(BIN)/python || $(PYTHON) -m venv .venv
+INSTALL = tools/install
+# On all cores, and of depthmix too, which processes of tests would compile again and again;
 # without what is not imported: packages' tests, most architectures of transformers, and some large parts of others.
 UNUSED = transformers/models|pip|setuptools|mypy|mypyc|tests?|torch/testing/_internal|torchgen|sympy/physics|pygments/lexers|fontTools|pydantic|tensorboard|async_api|narwhals|werkzeug|grpc|torch/_vendor|numpy/distutils|sympy/stats|huggingface_hub/(cli|inference)
 COMPILE = @$(BIN)/python -m compileall -qq -j 0 -x '/($(UNUSED))/' .venv/lib depthmix || true
@@ -20,14 +18,14 @@ setup: $(STAMP)
 # Newer than what it was installed from: nothing to do.
 $(STAMP): pyproject.toml constraints.txt
 	$(VENV)
-	$(INSTALL) ".[dev]"
+	$(INSTALL) dev
 	$(COMPILE)
 	@touch $(STAMP)
 
 # A third of the above in bytes: what a user of the command line installs.
 $(TRAIN): pyproject.toml constraints.txt
 	$(VENV)
-	$(INSTALL) ".[train]"
+	$(INSTALL) train
 	$(COMPILE)
 	@touch $(TRAIN)
 
@@ -47,7 +45,7 @@ coverage: $(STAMP)
 
 # 470 MB more, so not part of `test`, where it is skipped.
 test-harness: $(STAMP)
-	$(INSTALL) ".[dev,eval]"
+	$(INSTALL) dev,eval
 	$(BIN)/python -m pytest tests/hf/test_harness.py $(PYTEST_ARGS)
 
 # Without `make setup`: a GPU machine has a torch of its own.
@@ -58,7 +56,7 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks all $(BENCH_ARGS)
 
 $(LINT): $(STAMP)
-	$(INSTALL) ".[dev,lint]"
+	$(INSTALL) dev,lint
 	@touch $(LINT)
 
 lint: $(LINT)
@@ -69,7 +67,7 @@ lint: $(LINT)
 	$(BIN)/mypy
 
 $(DOCS): $(STAMP)
-	$(INSTALL) ".[dev,docs]"
+	$(INSTALL) dev,docs
 	@touch $(DOCS)
 
 # The variable keeps mkdocs-material from printing its authors' notice about later versions, which is no warning about these pages.
