@@ -182,9 +182,11 @@ def quick_inductor(monkeypatch):
     It would also compile four probes for vector instructions and a header for later files. That takes three times as long
     as the code itself, in every process.
     """
-    from torch._inductor import config, cpu_vec_isa
+    from torch._inductor import codecache, config, cpu_vec_isa
 
     monkeypatch.setattr(cpu_vec_isa, "valid_vec_isa_list", list)
+    # A hash of Triton's 500 MB library, for keys of kernels that run on GPUs.
+    monkeypatch.setattr(codecache, "triton_key", lambda: "unused")
     with config.patch({"cpp.simdlen": 1, "cpp_cache_precompile_headers": False}):
         yield
 

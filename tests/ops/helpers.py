@@ -1,6 +1,7 @@
 """What the operators' tests share: running with every gradient, comparing, odd layouts, and watching what PyTorch does."""
 
 import os
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import product
@@ -206,10 +207,25 @@ def nodes_with_mailboxes(out: Tensor) -> list[Any]:
     return [node for node, kept in seen.items() if kept]
 
 
+# Tests read PTX, so the assembler need not run. The key for Triton's cache is a hash of its 500 MB library, which takes
+# 1.6 s per process. The folder of the cache is empty and of this process alone: there is nothing to look up.
+ONLY_PTX = """
+import triton.runtime.cache
+from triton.backends.nvidia.compiler import CUDABackend
+
+CUDABackend.make_cubin = lambda *_: b""
+triton.runtime.cache.triton_key = lambda: "unused"
+"""
+
+
 def compiled_in_its_own_process(code: str, cases: Sequence[Any]) -> list[str]:
-    """What a program prints of each case, compiled for a GPU that need not be here: without Triton's interpreter."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = forking.python(code, repr(cases), env=environment)
+    """Return what `code` prints for each case, with kernels compiled to PTX for a GPU that need not be here.
+
+    The process has no Triton interpreter.
+    """
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_DISABLE_LINE_INFO": "1"}
+    with tempfile.TemporaryDirectory() as cache:
+        done = forking.python(ONLY_PTX + code, repr(cases), env=environment | {"TRITON_CACHE_DIR": cache})
     if done.returncode and "ptxas" in done.stderr:
         pytest.skip("Triton has no assembler for this machine")
     assert done.returncode == 0, done.stderr[-2000:]

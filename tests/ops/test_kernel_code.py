@@ -289,9 +289,7 @@ CONSTANTS = {
 }
 KERNELS = ("_read_kernel", "_source_backward_kernel", "_bank_kernel", "_read_known_kernel", "_layer_backward_kernel")
 COMPILED = [(kernel, CONSTANTS | {"D": 512, "BD": 512, "C": 1, "K": 512, "ALIGNED": True}) for kernel in KERNELS]
-COMPILED += [
-    (kernel, CONSTANTS | {"D": 2048, "BD": 2048, "C": 1, "K": 2048, "ALIGNED": False}) for kernel in KERNELS[:2]
-]
+COMPILED += [(kernel, COMPILED[0][1] | {"ALIGNED": False}) for kernel in KERNELS[:2]]
 ALONE = {
     "KEEP": 0,
     "WAYS": 1,
