@@ -34,8 +34,7 @@ def drive(address):
     for module in ("parallel.jobs", "parallel.pipeline_jobs", "torch.distributed.checkpoint", "depthmix.train.loop"):
         importlib.import_module(module)
     torch.optim.AdamW([torch.zeros(1)]).zero_grad()  # which imports the compiler
-    gc.collect()
-    gc.freeze()  # or every worker would look through all that was imported, and copy its memory doing so
+    importlib.import_module("train.small").prepare_to_fork("residual")
     pools = {}
     try:
         while (job := channel.recv()) is not None:

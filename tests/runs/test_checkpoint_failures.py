@@ -3,6 +3,7 @@
 Run as a script, this file is the process that gets killed (see `killed`, `killed_everywhere` and `described_everywhere`).
 """
 
+import gc
 import json
 import os
 import random
@@ -261,6 +262,8 @@ def test_a_kill_at_any_instant(tmp_path):
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # or every process would look through all that was imported, and copy its memory doing so
     killed(Path(sys.argv[1]))
     killed_everywhere(Path(sys.argv[1]))
     described_everywhere(Path(sys.argv[1]))

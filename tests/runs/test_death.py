@@ -205,4 +205,5 @@ def test_a_power_cut_after_any_sync_loses_nothing(tmp_path):
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    small.prepare_to_fork("residual")
     {"die_everywhere": die_everywhere, "lose_power": lose_power}[sys.argv[1]](Path(sys.argv[2]), sys.argv[3])

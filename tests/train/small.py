@@ -2,6 +2,7 @@
 
 import atexit
 import functools
+import gc
 import hashlib
 import json
 import os
@@ -13,6 +14,7 @@ import torch
 from depthmix.config import DataConfig, TrainConfig
 from depthmix.data.dataset import TokenData
 from depthmix.data.prepare import prepare
+from depthmix.runs.code_checksums import code_of
 from depthmix.runs.folder import RunFolder
 from depthmix.runs.restore import Trained, load_model
 from depthmix.train.loop import train
@@ -105,6 +107,19 @@ def config(out, **changes) -> TrainConfig:
     if "data" not in changes:
         values["data"] = str(data())
     return TrainConfig(**{**values, **changes})
+
+
+def prepare_to_fork(*mixers: str) -> None:
+    """Do what each forked training would do for itself: parse depthmix's files, in 0.8 s, and collect garbage.
+
+    Args:
+        mixers: Rules of the trainings.
+    """
+    for mixer in mixers:
+        code_of(mixer)
+    # Or every process would look through all that was imported, and copy its memory doing so.
+    gc.collect()
+    gc.freeze()
 
 
 def flags(config) -> list[str]:

@@ -143,6 +143,7 @@ if __name__ == "__main__":
     import yaml  # noqa: F401 (what every training imports on its way, once for all of them)
 
     assert torch.get_num_threads() == 1  # by small: no OpenMP threads that a fork would lose
+    small.prepare_to_fork("residual", "attnres", "mhc")
     channel = Client(sys.argv[1])
     while (asked := channel.recv()) is not None:
         what, arguments = asked
