@@ -18,6 +18,8 @@ from pathlib import Path
 import forking
 
 HERE = Path(__file__).parent
+IMPORTED_BY_JOBS = "parallel.jobs parallel.pipeline_jobs torch.distributed.checkpoint depthmix.train.loop depthmix.runs.sharded yaml"
+FAST = ("attention", "attention_decoding", "weighted_sums", "weighted_sums_decoding", "streams", "one_stream")
 LIMIT = 120  # seconds until a job is taken to hang
 
 
@@ -31,7 +33,7 @@ def drive(address):
     import torch
 
     torch.set_num_threads(1)
-    for module in ("parallel.jobs", "parallel.pipeline_jobs", "torch.distributed.checkpoint", "depthmix.train.loop"):
+    for module in (*IMPORTED_BY_JOBS.split(), *(f"depthmix.fast.{name}" for name in FAST)):
         importlib.import_module(module)
     torch.optim.AdamW([torch.zeros(1)]).zero_grad()  # which imports the compiler
     importlib.import_module("train.small").prepare_to_fork("residual")
