@@ -18,7 +18,9 @@ from pathlib import Path
 import forking
 
 HERE = Path(__file__).parent
-IMPORTED_BY_JOBS = "parallel.jobs parallel.pipeline_jobs torch.distributed.checkpoint depthmix.train.loop depthmix.runs.sharded yaml"
+IMPORTED_BY_JOBS = (
+    "parallel.jobs parallel.pipeline_jobs torch.distributed.checkpoint depthmix.train.loop depthmix.runs.sharded yaml"
+)
 FAST = ("attention", "attention_decoding", "weighted_sums", "weighted_sums_decoding", "streams", "one_stream")
 LIMIT = 120  # seconds until a job is taken to hang
 
