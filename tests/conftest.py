@@ -1,6 +1,7 @@
 """What every test gets: fresh tensors full of NaN, so that memory nobody wrote cannot pass, and kernels without a GPU."""
 
 import atexit
+import functools
 import gc
 import importlib
 import os
@@ -143,12 +144,17 @@ def pytest_collection(session):
     return (yield)
 
 
+@functools.cache
+def is_of_mixers_or_ops(path):
+    return not {"mixers", "ops"}.isdisjoint(path.relative_to(HERE).parts)
+
+
 def pytest_collection_modifyitems(items):
     """Coverage is measured by the tests of what it is of. It doubles the interpreter's time, so of kernels by those marked `covered`."""
     interpreted = {item for item in items if "quick_interpreter" in getattr(item, "fixturenames", ())}
     nth = Counter()  # of a test's cases: every second shows the same lines
     for item in items:
-        own = not {"mixers", "ops"}.isdisjoint(item.path.relative_to(HERE).parts)
+        own = is_of_mixers_or_ops(item.path)
         marks = {mark.name for mark in item.iter_markers()}
         measured = own and "uncovered" not in marks and (item not in interpreted or "covered" in marks)
         item.stash[COVERED] = measured and nth[item.originalname] % 2 == 0
