@@ -20,6 +20,7 @@ from benchmarks.cpu_step import cpu_step
 from benchmarks.environment import environment
 from benchmarks.errors import errors
 from benchmarks.first_call import first_call
+from benchmarks.host import host
 from benchmarks.inference import decode, prefill, prefill_memory
 from benchmarks.options import Options, add_arguments, backend, from_arguments
 from benchmarks.parallel_step import parallel_step
@@ -47,6 +48,7 @@ ENTRIES: dict[str, Entry] = {
     "peer-step": peer_step,
     "mhc-ops": mhc_ops,
     "cpu-step": cpu_step,
+    "host": host,
     "decode": decode,
     "prefill": prefill,
     "prefill-memory": prefill_memory,
@@ -66,6 +68,7 @@ HELP = {
     "peer-step": "training step time of DCA and Hyper-Connections against the published modules",
     "mhc-ops": "sites of mHC alone against Liger's operators",
     "cpu-step": "training step time of a small model on the CPU, Block against the plain residual",
+    "host": "what a call of an operator costs the host, in microseconds",
     "decode": "a decoding step by mechanism against the plain residual, batch 1, 8 and 64",
     "prefill": "a prompt of 8k tokens by mechanism against the plain residual",
     "prefill-memory": "the peak memory of a prompt of 128k tokens in chunks against the plain residual",
@@ -87,6 +90,7 @@ LIMITS = {
     "peer-step": 150,
     "mhc-ops": 60,
     "cpu-step": 60,
+    "host": 120,
     "decode": 200,
     "prefill": 150,
     "prefill-memory": 120,

@@ -30,6 +30,7 @@ class Options:
     recipe: str = "recipes/gutenberg-54m.yaml"
     arms: tuple[str, ...] = ()  # of `step`; by default those of the table
     backend: str = "default"  # of our operators
+    against: str = ""  # `host`: another checkout to measure in the same run
 
     @property
     def dtype(self) -> torch.dtype:
@@ -67,6 +68,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("default", "triton", "reference"),
         help="force one of our operators' backends",
     )
+    parser.add_argument(
+        "--against", default="", metavar="FOLDER", help="host: another checkout, measured in turns with this one"
+    )
 
 
 def from_arguments(given: argparse.Namespace) -> Options:
@@ -88,6 +92,7 @@ def from_arguments(given: argparse.Namespace) -> Options:
         recipe=given.recipe,
         arms=tuple(given.arms),
         backend=given.backend,
+        against=given.against,
     )
 
 

@@ -46,6 +46,7 @@ MEASURED = {
     "prefill-memory": {"prompt"},
     "tokens": {"tokens per second", "tokens / transformers'", "difference of logits in fp32"},
     "accelerate": {"forward+backward / eager", "wall of forward", "training", "prefill", "decode latency"},
+    "host": {"host"},
     "tune": set(),
 }
 
