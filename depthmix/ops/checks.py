@@ -7,29 +7,43 @@ from torch import Tensor
 
 # Activations that the kernels know. They compute in float32.
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Tensors that do nothing of their own when an operator meets them.
+PLAIN = (Tensor, torch.nn.Parameter)
 # Channels of a row that fit in the registers of 32 warps.
 MAX_DIM = 16384
 
 
-def check_sources(op: str, sources: Sequence[Tensor]) -> None:
-    """Raise ValueError unless sources are a non-empty list of floating-point tensors with one shape and device."""
+def check_sources(op: str, sources: Sequence[Tensor]) -> bool:
+    """Raise ValueError unless sources are a non-empty list of floating-point tensors with one shape and device.
+
+    Returns:
+        Whether they are also of one dtype, and of no subclass that may want to see what is done with them.
+    """
     if isinstance(sources, Tensor) or len(sources) == 0:
         got = "one tensor" if isinstance(sources, Tensor) else "none"
         raise ValueError(f"{op}: expected a non-empty list of source tensors, got {got}")
     first = sources[0]
+    _check_source(op, 0, first, first)
+    shape, device, dtype = first.shape, first.device, first.dtype
+    alike = True
     for i, v in enumerate(sources):
-        if not isinstance(v, Tensor) or v.ndim == 0:
-            got = "a scalar" if isinstance(v, Tensor) else type(v).__name__
-            raise ValueError(f"{op}: expected sources [..., D], source {i} is {got}")
-        if not v.is_floating_point():
-            raise ValueError(f"{op}: expected floating-point sources, source {i} is {v.dtype}")
-        if i == 0:
-            shape, device = v.shape, v.device
-        elif v.shape != shape or v.device != device:
-            raise ValueError(
-                f"{op}: all sources must be alike; source 0 is {list(first.shape)} on {first.device}, "
-                f"source {i} is {list(v.shape)} on {v.device}"
-            )
+        if not (type(v) in PLAIN and v.dtype == dtype and v.shape == shape and v.device == device):
+            _check_source(op, i, v, first)
+            alike = False
+    return alike
+
+
+def _check_source(op: str, i: int, v: Tensor, first: Tensor) -> None:
+    if not isinstance(v, Tensor) or v.ndim == 0:
+        got = "a scalar" if isinstance(v, Tensor) else type(v).__name__
+        raise ValueError(f"{op}: expected sources [..., D], source {i} is {got}")
+    if not v.is_floating_point():
+        raise ValueError(f"{op}: expected floating-point sources, source {i} is {v.dtype}")
+    if v.shape != first.shape or v.device != first.device:
+        raise ValueError(
+            f"{op}: all sources must be alike; source 0 is {list(first.shape)} on {first.device}, "
+            f"source {i} is {list(v.shape)} on {v.device}"
+        )
 
 
 def why_too_wide(dim: int, room: int | None = None) -> str | None:
@@ -45,8 +59,11 @@ def leading(x: Tensor) -> int:
 
 def check_shape(op: str, name: str, x: Tensor, like: Tensor, *shapes: tuple[int, ...]) -> None:
     """Raise ValueError unless x is floating-point, has one of `shapes` and is on the device of `like`."""
-    # Compare lengths first. Comparing tuples of different lengths would make torch.compile specialise a dynamic size.
-    if not any(len(shape) == x.ndim and tuple(x.shape) == shape for shape in shapes):
+    for shape in shapes:
+        # Compare lengths first. Comparing tuples of different lengths would make torch.compile specialise a dynamic size.
+        if len(shape) == x.ndim and tuple(x.shape) == shape:
+            break
+    else:
         expected = " or ".join(str(list(s)) for s in shapes)
         raise ValueError(f"{op}: expected {name} of shape {expected}, got {list(x.shape)}")
     if not x.is_floating_point():

@@ -6,12 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from depthmix.ops.checks import PLAIN
 from depthmix.ops.torch_internals import dispatcher_is_idle
 
 # The registrations live as long as this object.
 library = torch.library.Library("depthmix", "FRAGMENT")
-# Tensors that do nothing of their own when an operator meets them.
-PLAIN = (Tensor, torch.nn.Parameter)
 _implementations: dict[str, Callable[..., Any]] = {}
 
 

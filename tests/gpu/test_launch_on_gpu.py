@@ -8,6 +8,7 @@ import torch
 
 from depthmix.ops import depth_attention
 from depthmix.ops.gpu import launch
+from depthmix.ops.torch_internals import current_stream_handle
 
 pytestmark = pytest.mark.gpu
 
@@ -56,6 +57,29 @@ def test_a_second_launch_passes_by_triton_unless_a_hook_watches(monkeypatch: pyt
     assert seen
 
 
+def test_launches_follow_the_current_stream() -> None:
+    """A launch by `launch_again` goes to the stream that is current at that moment, and a new thread has another one."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    assert current_stream_handle(device) == torch.cuda.current_stream(device).cuda_stream
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        assert current_stream_handle(device) == stream.cuda_stream
+        ours, expected = read(5, 64, 3, torch.float32)
+    stream.synchronize()
+    torch.testing.assert_close(ours, expected)
+    assert current_stream_handle(device) == torch.cuda.current_stream(device).cuda_stream
+
+
+def test_a_tensor_on_the_cpu_is_refused_at_a_second_launch_too() -> None:
+    from depthmix.ops.depth_attention.kernels.read import mixtures
+
+    sources, query = [torch.randn(1, 64, device="cuda") for _ in range(2)], torch.randn(64, device="cuda")
+    for _ in range(2):
+        mixtures(query, sources, None, None, 1e-6, 1e-6)
+    with pytest.raises(ValueError, match="cpu tensor"):
+        mixtures(query, sources, None, query.cpu(), 1e-6, 1e-6)
+
+
 def test_it_takes_less_of_the_host() -> None:
     """A read of one token, with and without: the kernel is a few microseconds, the rest is Python."""
     sources, query = [torch.randn(1, 64, device="cuda") for _ in range(9)], torch.randn(64, device="cuda")
@@ -74,7 +98,7 @@ def test_it_takes_less_of_the_host() -> None:
         quick = measure()
         watched = launch.is_watched
         try:
-            launch.is_watched = lambda kernel: True
+            launch.is_watched = lambda kernel, settings: True
             slow = measure()
         finally:
             launch.is_watched = watched

@@ -213,15 +213,51 @@ def test_one_of_three_results_is_used() -> None:
     assert_exact(lambda *t: op(*t)[1:2], lambda *t: expected(*t)[1:2], leaves)
 
 
-def test_without_gradients() -> None:
+WITHOUT_GRADIENTS = [
+    {},
+    {"ways": 1, "key_gain": True},
+    {"ways": 3, "key_gain": True, "out_gain": True, "shape": (2, 3, 24)},
+    {"ways": 4, "out_gain": True, "out_eps": 0.1},
+    {"key_gain": True, "out_gain": True, "layout": "strided", "eps": 0.01},
+    {"ways": 2, "key_gain": True, "out_gain": True, "layout": "expanded"},
+    {"dtype": FP16, "out_gain": True, "n": 1},
+    {"value_norm": True, "ways": 4, "out_gain": True},
+    {"value_norm": True, "key_gain": True, "dtype": FP16},
+    {"heads": 2, "key_gain": True},
+    {"activation": "sigmoid"},
+    {"key_norm": False, "out_gain": True},
+    {"shape": (0, 24), "ways": 2},
+]
+
+
+@each("options", WITHOUT_GRADIENTS)
+def test_without_gradients(options: dict[str, Any]) -> None:
     """no_grad and inference_mode give the bits that training gives, and no graph; nothing is written to."""
-    op, _, leaves = case((2, 24), 3, 3, True, True)
+    op, _, leaves = case(**{"shape": (2, 24), "n": 3, **options})
     outs, _, _ = run(op, leaves)
     for off in (torch.no_grad, torch.inference_mode):
         with off():
             again = op(*[t.requires_grad_() for t in leaves])
         assert all(torch.equal(a, b) and not b.requires_grad for a, b in zip(outs, again, strict=True))
+        assert [(a.dtype, a.shape, a.stride()) for a in outs] == [(b.dtype, b.shape, b.stride()) for b in again]
     assert_inputs_untouched(op, [t.detach() for t in leaves])
+
+
+def test_a_gain_that_ways_share_and_a_query_of_the_sources_dtype() -> None:
+    """Without gradients, too: a gain [D] counts for all ways, and small parameters are widened."""
+    sources = [rand(2, 24, seed=i, dtype=FP16) for i in range(3)]
+    query, key_gain, out_gain = (rand(*s, seed=9, dtype=FP16) for s in ((2, 24), (24,), (24,)))
+
+    def read() -> tuple[Tensor, ...]:
+        return depth_attention(query, sources, key_gain, out_gain=out_gain, backend="triton")
+
+    outs = read()
+    with torch.no_grad():
+        again = read()
+    assert all(torch.equal(a, b) for a, b in zip(outs, again, strict=True))
+    inputs = (query.double(), [v.double() for v in sources], key_gain.double())
+    exact = naive(*inputs, out_gain=out_gain.double().expand(2, 24), kind="ways")
+    assert_near(again, exact[:2], 2e-3)
 
 
 def test_autocast_changes_nothing() -> None:

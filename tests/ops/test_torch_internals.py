@@ -17,6 +17,7 @@ from depthmix.ops.torch_internals import (
     backward_pass,
     calls_only_its_forward,
     constant_for_compiler,
+    current_stream_handle,
     dispatcher_is_idle,
     inside_sharded_model,
     node_will_run,
@@ -283,3 +284,13 @@ def test_the_dispatcher_is_idle_only_where_nobody_wants_to_see_operators() -> No
         look("plain again", x)
     assert {name for name, idle in seen.items() if idle} == {"plain", "plain again"}
     assert len(seen) == 9
+
+
+def test_the_handle_of_the_current_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each device has its own; tests/gpu/test_launch_on_gpu.py compares it with PyTorch's public stream."""
+    asked: list[int] = []
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda i: (asked.append(i), 70 + i)[1], raising=False)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
+    assert current_stream_handle(torch.device("cpu")) == 0
+    assert not asked
+    assert [current_stream_handle(torch.device(d)) for d in ("cuda:1", "cuda:0", "cuda")] == [71, 70, 72]

@@ -22,7 +22,13 @@ from torch import Tensor
 from depthmix.ops.autograd import reference_gradients
 from depthmix.ops.backward_mail import current_pass_id
 from depthmix.ops.depth_attention import normed_library  # noqa: F401  (registers the operators)
-from depthmix.ops.depth_attention.normed_rows import new_inlet, normed_read, normed_read_backward, sum_once
+from depthmix.ops.depth_attention.normed_rows import (
+    new_inlet,
+    normed_mixtures,
+    normed_read,
+    normed_read_backward,
+    sum_once,
+)
 from depthmix.ops.depth_attention.reference_autograd import Options, differentiable
 from depthmix.ops.precision import compute_dtype, widen, without_autocast
 
@@ -142,6 +148,8 @@ def read_normed(
         rest = (list(sources), *eps, dtype, keep, with_inlet)
         y, _, _, inlet = torch.ops.depthmix.normed_read(u, gain, stack, add, *rest)
         return tuple(y), inlet if with_inlet else None
+    if not keep:
+        return tuple(normed_mixtures(eps, dtype, u, gain, stack, add, sources)), None
     found = NormedRead.apply(eps, dtype, keep, with_inlet, u, gain, stack, add, *sources)
     return (found[:-1], found[-1]) if with_inlet else (found, None)
 

@@ -35,11 +35,30 @@ def normed_read(
     """Return the mixtures of `NormedRead.forward`, the logits [W, n, N] and their log-sum-exp [W, 1, N]."""
     from depthmix.ops.depth_attention.kernels.read import read
 
-    older, own, add_rows = _rows(stack, add, sources)
-    options: dict[str, Any] = {"value_norm": True, "store_sum": False, "stacked": len(older), "dtype": dtype}
-    rows = None if gain is None else gain.contiguous()
-    y, _, s, lse, _ = read(u.contiguous(), [*older, *own], add_rows, rows, *eps, int(keep), **options)
+    u, gain, stack, add = _contiguous(u, gain, stack, add)
+    options: dict[str, Any] = {"value_norm": True, "store_sum": False, "stack": stack, "dtype": dtype}
+    y, _, s, lse, _ = read(u, [v.contiguous() for v in sources], add, gain, *eps, int(keep), **options)
     return y, s, lse
+
+
+def normed_mixtures(
+    eps: tuple[float, float],
+    dtype: torch.dtype,
+    u: Tensor,
+    gain: Tensor | None,
+    stack: Tensor | None,
+    add: Tensor | None,
+    sources: Sequence[Tensor],
+) -> list[Tensor]:
+    """Return the mixtures of `NormedRead.forward` alone, for calls without gradients."""
+    from depthmix.ops.depth_attention.kernels.read import mixtures
+
+    u, gain, stack, add = _contiguous(u, gain, stack, add)
+    return mixtures(u, [v.contiguous() for v in sources], add, gain, *eps, True, stack, dtype)
+
+
+def _contiguous(*tensors: Tensor | None) -> list[Any]:
+    return [None if t is None else t.contiguous() for t in tensors]
 
 
 def normed_read_backward(

@@ -1,6 +1,7 @@
 """depth_attention: check arguments and choose between kernels and the reference."""
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from depthmix.ops.depth_attention.normed_read import read_normed, reads_normed
 from depthmix.ops.depth_attention.reference_autograd import DepthAttention, Options, attend, differentiable
 from depthmix.ops.depth_attention.source_order import read_sources
 from depthmix.ops.precision import compute_dtype, promoted_dtype, widen, without_autocast
-from depthmix.ops.torch_internals import transformed
+from depthmix.ops.torch_internals import dispatcher_is_idle, transformed
 
 # Mixtures that one kernel computes at once.
 MAX_WAYS = 3
@@ -91,13 +92,14 @@ def depth_attention(
         torch.Size([2, 16, 64])
     """
     op = "depth_attention"
-    check_sources(op, sources)
+    alike = check_sources(op, sources)
     first = sources[0]
-    dim, tokens = first.shape[-1], tuple(first.shape[:-1])
+    shape = tuple(first.shape)
+    dim = shape[-1]
     many = not (query.ndim == 1 or (query.ndim == first.ndim >= 3 and query.shape == first.shape))
     n_ways = leading(query) if many else 1
     static, lead = (dim,), (n_ways,) if many else ()
-    check_shape(op, "query", query, first, (*lead, *static), (*lead, *tokens, dim))
+    check_shape(op, "query", query, first, (*lead, *static), (*lead, *shape))
     for name, gain in (("key_gain", key_gain), ("out_gain", out_gain)):
         if gain is not None:
             check_shape(op, name, gain, first, static, (*lead, *static))
@@ -107,6 +109,19 @@ def depth_attention(
         raise ValueError(f"{op}: activation must be 'softmax' or 'sigmoid', got {activation!r}")
     if key_gain is not None and not key_norm:
         raise ValueError(f"{op}: key_gain belongs to the keys' norm, but key_norm is False")
+    norm_eps = eps if out_eps is None else out_eps
+    if (
+        alike
+        and dispatcher_is_idle()
+        and query.ndim == 1 + many
+        and key_norm
+        and heads == 1
+        and activation == "softmax"
+        and not return_weights
+        and choose(op, first, why_unsupported((first,), wide=query.dtype == torch.float64), backend) == "triton"
+    ):
+        mixtures = _read_without_gradients(query, sources, key_gain, out_gain, eps, norm_eps, value_norm)
+        return tuple(mixtures) if many else mixtures[0]
 
     # One for all of its dtype.
     kinds = (first,) if all(v.dtype == first.dtype for v in sources) else tuple(sources)
@@ -118,7 +133,7 @@ def depth_attention(
             gain = widen(key_gain, wide)
             u = u * (gain if gain.ndim == 1 or u.ndim == 2 else gain.reshape(n_ways, *(1,) * (u.ndim - 2), dim))
         u = u if many else u.unsqueeze(0)
-        gains, norm_eps = None, eps if out_eps is None else out_eps
+        gains = None
         if out_gain is not None:
             gains = out_gain if out_gain.ndim == 2 else out_gain.unsqueeze(0).expand(n_ways, -1)
             gains = widen(gains, wide)
@@ -162,3 +177,35 @@ def depth_attention(
         return result
     weights = torch.stack([p_w.movedim(0, -2) if heads > 1 else p_w.squeeze(-1).movedim(0, -1) for p_w in p])
     return result, (weights if many else weights[0])
+
+
+def _read_without_gradients(
+    query: Tensor, sources: Sequence[Tensor], key_gain: Tensor | None, out_gain: Tensor | None, eps: float, norm_eps: float, value_norm: bool
+) -> list[Tensor]:  # fmt: skip
+    """Read by softmax with queries [D] or [W, D] that all tokens share, by kernels. The caller has checked that they can do it.
+
+    A read of few tokens takes a GPU 15 µs, so what counts is how little is done here. Nothing passes the dispatcher or autograd, and
+    nothing is kept for a backward.
+    """
+    mixtures = _mixtures_by_kernel()
+    query = widen(query, torch.float32)
+    if key_gain is not None:
+        query = query * widen(key_gain, torch.float32)
+    if out_gain is not None:
+        out_gain = widen(out_gain, torch.float32).expand(query.shape).contiguous()
+    query, sources = query.contiguous(), [v.contiguous() for v in sources]
+    if query.ndim == 1:
+        return mixtures(query, sources, None, out_gain, eps, norm_eps, value_norm)
+    results: list[Tensor] = []
+    for w in range(0, len(query), MAX_WAYS):
+        gain = None if out_gain is None else out_gain[w : w + MAX_WAYS]
+        results += mixtures(query[w : w + MAX_WAYS], sources, None, gain, eps, norm_eps, value_norm)
+    return results
+
+
+@functools.cache
+def _mixtures_by_kernel() -> Callable[..., list[Tensor]]:
+    """Return the launch of a read. Importing it at each call would take 1 µs; triton is not imported before it is needed."""
+    from depthmix.ops.depth_attention.kernels.read import mixtures
+
+    return mixtures

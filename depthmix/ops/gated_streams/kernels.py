@@ -7,6 +7,7 @@ from torch import Tensor
 
 from depthmix.ops.depth_attention.kernels.read import programs_for
 from depthmix.ops.gpu.launch import launch
+from depthmix.ops.gpu.sizes import next_power_of_2
 
 
 @triton.jit
@@ -91,7 +92,7 @@ def _gated_mean_backward_kernel(
 
 def _tile(x: Tensor) -> dict[str, int]:
     n, dim = x.shape[-2:]
-    rows, columns = triton.next_power_of_2(n), triton.next_power_of_2(dim)
+    rows, columns = next_power_of_2(n), next_power_of_2(dim)
     warps = min(32, max(1, rows * columns // 512))
     return {"n": n, "BN": rows, "D": dim, "BD": columns, "num_warps": warps}
 

@@ -202,7 +202,8 @@ def address_tables(device: torch.device, *groups: tuple[int, ...]) -> tuple[Tens
     """
     with on_device(device):
         place = current_place(device)
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        # A CPU has no index.
+        if device.index is not None and torch.cuda.is_current_stream_capturing():
             return tuple(recorded_table(group, place) for group in groups)
         arena = _thread_arenas.arenas.get(place)
         if arena is None:
@@ -217,6 +218,25 @@ def recorded_table(addresses: tuple[int, ...], place: Place) -> Tensor:
     """
     table = write_afterwards(addresses, place)
     return write(torch.empty(len(addresses), dtype=torch.int64, device=place[0]), addresses) if table is None else table
+
+
+def table_of(sources: Sequence[Tensor], stack: Tensor | None = None) -> tuple[Tensor, bool]:
+    """Return the address table of sources for a launch that needs one table, and whether `aligned` holds for them.
+
+    Args:
+        sources: tensors [..., D].
+        stack: more sources, as one contiguous tensor [..., m, D]. They come first.
+    """
+    first = sources[0]
+    row_bytes = first.shape[-1] * first.element_size()
+    addresses = [v.data_ptr() for v in sources]
+    if stack is not None:
+        start = stack.data_ptr()
+        addresses = [*range(start, start + stack.shape[-2] * row_bytes, row_bytes), *addresses]
+    bits = row_bytes
+    for address in addresses:
+        bits |= address
+    return address_tables(first.device, tuple(addresses))[0], bits % 16 == 0
 
 
 def aligned(dim: int, *groups: Sequence[Tensor | None]) -> bool:

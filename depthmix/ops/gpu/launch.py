@@ -7,20 +7,26 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from depthmix.ops.torch_internals import current_stream_handle
+
 # A device and the handle of one of its streams, 0 on a CPU.
 Place = tuple[torch.device, int]
 
 
+_NO_GUARD: AbstractContextManager[Any] = nullcontext()
+
+
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
     """Return a context in which `device` is the current one."""
-    if device.type != "cuda" or device.index == torch.cuda.current_device():
-        return nullcontext()
+    # Without an index it is the CPU, or the current GPU.
+    if device.index is None or device.index == torch.cuda.current_device():
+        return _NO_GUARD
     return torch.cuda.device(device)
 
 
 def current_place(device: torch.device) -> Place:
     """Return the device and the stream on which the current thread launches kernels for its tensors."""
-    return device, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    return device, current_stream_handle(device)
 
 
 def count_cores(like: Tensor, on_cpu: int) -> int:
@@ -35,19 +41,24 @@ def repeat_last(tensors: Sequence[Tensor], count: int) -> tuple[Tensor, ...]:
 
 def launch(kernel: Any, grid: tuple[int, ...], like: Tensor, *arguments: Any, **options: Any) -> None:
     """Call kernel[grid](*arguments, **options) on the device of `like` and the current stream of that device."""
-    with on_device(like.device):
-        if like.is_cuda and launch_again(kernel, grid, like.device, arguments, options):
-            return
-        try:
-            compiled = kernel[grid](*arguments, **options)
-        except TypeError:
-            # Triton publishes a compiled kernel before it is loaded. While another thread loads it, a launch is refused,
-            # because the kernel's function is still None (triton-lang/triton, pull request 11518).
-            load(kernel, grid, *arguments, **options)
-            # Any other TypeError is raised again here.
-            compiled = kernel[grid](*arguments, **options)
-        if like.is_cuda:
-            remember(kernel, compiled, like.device, arguments, options)
+    device = like.device
+    with on_device(device):
+        if not like.is_cuda:
+            start(kernel, grid, arguments, options)
+        elif not launch_again(kernel, grid, device, arguments, options):
+            remember(kernel, start(kernel, grid, arguments, options), device, arguments, options)
+
+
+def start(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """Launch a kernel by Triton's own call, and return what it compiled."""
+    try:
+        return kernel[grid](*arguments, **options)
+    except TypeError:
+        # Triton publishes a compiled kernel before it is loaded. While another thread loads it, a launch is refused,
+        # because the kernel's function is still None (triton-lang/triton, pull request 11518).
+        load(kernel, grid, *arguments, **options)
+        # Any other TypeError is raised again here.
+        return kernel[grid](*arguments, **options)
 
 
 def load(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
@@ -66,6 +77,7 @@ class Compiled(NamedTuple):
     function: int
     metadata: Any
     constants: tuple[Any, ...]  # the arguments that follow those of a call
+    settings: Any  # Triton's, with the hooks that want to see launches
 
 
 # Kernels that have been launched, by what Triton compiles a variant for.
@@ -78,15 +90,15 @@ def launch_again(
     """Launch a kernel that was launched before with arguments of the same kinds, and return whether it was.
 
     Triton's own call binds arguments, looks for the variant and asks its hooks, which takes longer than a small kernel runs.
+    Its launcher takes an address instead of a tensor, and then does not ask the driver where the tensor lies.
     """
-    key = variant(kernel, device, arguments, options)
+    key, given = variant(kernel, device, arguments, options)
     compiled = _compiled.get(key) if key is not None else None
-    if compiled is None or is_watched(kernel):
+    if compiled is None or is_watched(kernel, compiled.settings):
         return False
-    run, function, metadata, constants = compiled
+    run, function, metadata, constants, _ = compiled
     x, y, z = (*grid, 1, 1)[:3]
-    stream = current_place(device)[1]
-    run(x, y, z, stream, function, metadata, None, None, None, *arguments, *constants)
+    run(x, y, z, current_stream_handle(device), function, metadata, None, None, None, *given, *constants)
     return True
 
 
@@ -97,7 +109,9 @@ def remember(
 
     Only if all arguments of the call vary and all that follow are constants: those are part of the key, with their values.
     """
-    key = variant(kernel, device, arguments, options)
+    from triton import knobs
+
+    key, _ = variant(kernel, device, arguments, options)
     given, rest = kernel.params[: len(arguments)], kernel.params[len(arguments) :]
     constant = [p.name in options for p in rest if p.is_constexpr]
     if (
@@ -109,34 +123,64 @@ def remember(
     ):
         return
     constants = tuple(options[p.name] for p in rest)
-    _compiled[key] = Compiled(compiled.run, compiled.function, compiled.packed_metadata, constants)
+    _compiled[key] = Compiled(compiled.run, compiled.function, compiled.packed_metadata, constants, knobs.runtime)
 
 
 def variant(
     kernel: Any, device: torch.device, arguments: tuple[Any, ...], options: dict[str, Any]
-) -> tuple[Any, ...] | None:
+) -> tuple[tuple[Any, ...] | None, list[int | float]]:
     """Return a key that is at least as fine as Triton's: launches with one key run the same machine code.
 
-    None stands for arguments of other kinds than tensors, integers and floats.
+    Also return the arguments as numbers, addresses for tensors. The key is None for arguments of other kinds than tensors on a GPU,
+    integers and floats: then the numbers are of no use.
     """
-    key = [kernel, device.index, *options.items()]
-    for argument in arguments:
-        if isinstance(argument, Tensor):
-            key.append(argument.dtype)
-            key.append(argument.data_ptr() % 16 == 0)
-        elif type(argument) is int:
+    key = [kernel.fn, device.index, *options, *options.values()]
+    numbers: list[int | float] = []
+    before = None
+    for argument, unspecialized in zip(arguments, _unspecialized(kernel), strict=False):
+        kind = type(argument)
+        if kind is not int and argument is before:
+            # A tensor that stands in several places.
+            key.append("same")
+            numbers.append(numbers[-1])
+        elif kind is int:
             # Triton compiles the number 1 in, uses that a number is a multiple of 16, and passes few bytes where they are enough.
-            key.append(argument == 1)
-            key.append(argument % 16 == 0)
-            key.append(-(2**31) <= argument < 2**31)
-        elif type(argument) is not float:
-            return None
-    return tuple(key)
+            if unspecialized:
+                key.append(int)
+            else:
+                key += argument == 1, argument % 16 == 0, -(2**31) <= argument < 2**31
+            numbers.append(argument)
+        elif kind is float:
+            key.append(float)
+            numbers.append(argument)
+        elif isinstance(argument, Tensor) and argument.is_cuda:
+            address = argument.data_ptr()
+            key.append(argument.dtype)
+            key.append(address % 16 == 0)
+            numbers.append(address)
+        else:
+            return None, numbers
+        before = argument
+    return tuple(key), numbers
 
 
-def is_watched(kernel: Any) -> bool:
-    """Return whether a profiler or a debugger wants to see Triton's launches."""
-    from triton import knobs
+# By the function of a kernel. A kernel itself hashes its source code, under a lock.
+_unspecialized_parameters: dict[Any, list[bool]] = {}
 
-    hooks = (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook)
-    return bool(kernel.pre_run_hooks) or any(hook is not None and getattr(hook, "calls", True) for hook in hooks)
+
+def _unspecialized(kernel: Any) -> list[bool]:
+    """Return for each parameter of a kernel whether one variant serves all its integers."""
+    found = _unspecialized_parameters.get(kernel.fn)
+    if found is None:
+        found = [bool(p.annotation_type) and p.do_not_specialize for p in kernel.params]
+        _unspecialized_parameters[kernel.fn] = found
+    return found
+
+
+def is_watched(kernel: Any, settings: Any) -> bool:
+    """Return whether a profiler or a debugger wants to see Triton's launches. settings: Triton's, `knobs.runtime`."""
+    return bool(kernel.pre_run_hooks) or _is_set(settings.launch_enter_hook) or _is_set(settings.launch_exit_hook)
+
+
+def _is_set(hook: Any) -> bool:
+    return hook is not None and bool(getattr(hook, "calls", True))

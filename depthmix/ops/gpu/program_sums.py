@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from depthmix.ops.gpu.launch import launch
+from depthmix.ops.gpu.sizes import cdiv
 
 # Numbers that a program adds to its sums at a time.
 TILE = 8192
@@ -45,7 +46,7 @@ def sum_programs(part: Tensor) -> Tensor:
         # Narrow enough blocks that there are programs for all cores.
         block = 16 if width <= 1024 else 32 if width <= 8192 else 64
         launch(
-            _sum_programs_kernel, (triton.cdiv(width, block),), part,
+            _sum_programs_kernel, (cdiv(width, block),), part,
             part, out, len(part), width // unit, UNIT=unit, BP=TILE // block, BC=block, num_warps=8, num_stages=1,
         )  # fmt: skip
     return out

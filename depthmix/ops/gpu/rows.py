@@ -13,6 +13,8 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from depthmix.ops.gpu.sizes import cdiv, next_power_of_2
+
 # Rows up to this width are always one piece: their kernels wait for memory either way.
 ONE_PIECE = 2048
 # A wider row is cut when more than this part of it would be lanes without a channel.
@@ -36,10 +38,10 @@ def cut(dim: int, warps: int) -> Pieces:
     Returns:
         One piece where it wastes little, otherwise the widest pieces that do; the least wasteful if none does.
     """
-    block = triton.next_power_of_2(dim)
+    block = next_power_of_2(dim)
     if block <= ONE_PIECE or block <= dim * (1 + WASTE):
         return Pieces(1, block)
-    possible = [Pieces(triton.cdiv(dim, width), width) for width in (2048, 1024, 512) if width >= 32 * warps]
+    possible = [Pieces(cdiv(dim, width), width) for width in (2048, 1024, 512) if width >= 32 * warps]
     fitting = [p for p in possible if p.number * p.width <= dim * (1 + WASTE)]
     return (fitting or [min([*possible, Pieces(1, block)], key=lambda p: p.number * p.width)])[0]
 

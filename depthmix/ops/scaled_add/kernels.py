@@ -12,6 +12,7 @@ from torch import Tensor
 
 from depthmix.ops.gpu.launch import count_cores, launch
 from depthmix.ops.gpu.program_sums import sum_programs
+from depthmix.ops.gpu.sizes import cdiv, next_power_of_2
 
 # Numbers of each tensor that a program holds.
 TILE = 4096
@@ -57,7 +58,7 @@ def forward(x: Tensor, y: Tensor, g: Tensor) -> Tensor:
     if x.numel():
         sizes = _sizes(x)
         tokens = x.numel() // x.shape[-1]
-        grid = triton.cdiv(tokens, sizes["BT"]), triton.cdiv(x.shape[-1], sizes["BD"])
+        grid = cdiv(tokens, sizes["BT"]), cdiv(x.shape[-1], sizes["BD"])
         launch(_forward_kernel, grid, x, x, y, g, out, tokens, **sizes)
     return out
 
@@ -68,9 +69,9 @@ def backward(d_out: Tensor, y: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     if not y.numel():
         return dy, y.new_zeros(dim, dtype=torch.float32)
     sizes, tokens = _sizes(y), y.numel() // dim
-    parts = triton.cdiv(dim, sizes["BD"])
+    parts = cdiv(dim, sizes["BD"])
     cores = count_cores(y, on_cpu=1)
-    programs = min(triton.cdiv(tokens, sizes["BT"]), max(1, WAVES * cores // parts))
+    programs = min(cdiv(tokens, sizes["BT"]), max(1, WAVES * cores // parts))
     part = y.new_empty(programs, dim, dtype=torch.float32)
     launch(_backward_kernel, (programs, parts), y, d_out, y, g, dy, part, tokens, **sizes)
     return dy, sum_programs(part)
@@ -78,5 +79,5 @@ def backward(d_out: Tensor, y: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
 
 def _sizes(x: Tensor) -> dict[str, Any]:
     dim = x.shape[-1]
-    unit, block = 8 if dim % 8 == 0 else 1, min(512, triton.next_power_of_2(dim))
+    unit, block = 8 if dim % 8 == 0 else 1, min(512, next_power_of_2(dim))
     return {"units": dim // unit, "UNIT": unit, "BT": max(1, TILE // block), "BD": block, "num_warps": 8}

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from depthmix.ops.gpu.launch import count_cores, launch
 from depthmix.ops.gpu.program_sums import sum_programs
+from depthmix.ops.gpu.sizes import cdiv, next_power_of_2
 
 # Numbers of each tensor that a program holds, unless a row has more.
 TILE = 2048
@@ -78,7 +79,7 @@ def forward(x: Tensor, y: Tensor, g: Tensor, gain: Tensor, eps: float) -> tuple[
     if x.numel():
         sizes = _sizes(x)
         launch(
-            _forward_kernel, (triton.cdiv(tokens, sizes["BT"]),), x,
+            _forward_kernel, (cdiv(tokens, sizes["BT"]),), x,
             x, y, g, gain, out, h, rms, tokens, sizes.pop("units"), eps, **sizes,
         )  # fmt: skip
     return out, h, rms
@@ -93,7 +94,7 @@ def backward(
         return dx, dy, *y.new_zeros(2, dim, dtype=torch.float32)
     sizes, tokens = _sizes(y), y.numel() // dim
     cores = count_cores(y, on_cpu=1)
-    programs = min(triton.cdiv(tokens, sizes["BT"]), WAVES * cores)
+    programs = min(cdiv(tokens, sizes["BT"]), WAVES * cores)
     part = y.new_empty(programs, 2, dim, dtype=torch.float32)
     launch(
         _backward_kernel, (programs,), y,
@@ -105,7 +106,7 @@ def backward(
 
 def _sizes(x: Tensor) -> dict[str, Any]:
     dim = x.shape[-1]
-    unit, block = 8 if dim % 8 == 0 else 1, triton.next_power_of_2(dim)
+    unit, block = 8 if dim % 8 == 0 else 1, next_power_of_2(dim)
     tile = max(1, TILE // block)
     warps = min(32, max(1, tile * block // (32 * LANE)))
     return {"units": dim // unit, "UNIT": unit, "BT": tile, "BD": block, "num_warps": warps}

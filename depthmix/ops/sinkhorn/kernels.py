@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from depthmix.ops.gpu.launch import launch
+from depthmix.ops.gpu.sizes import cdiv, next_power_of_2
 from depthmix.ops.sinkhorn.lanes import LANES, MAX_LANES_N, lanes_backward_kernel, lanes_kernel, lanes_scratch
 from depthmix.ops.sinkhorn.reference import DEEPSEEK_EPS
 
@@ -149,7 +150,7 @@ def _backward_kernel(
 
 def side(n: int) -> int:
     """Return the rows and columns of a matrix's tile."""
-    return max(2, triton.next_power_of_2(n))
+    return max(2, next_power_of_2(n))
 
 
 def scratch_for(like: Tensor, tokens: int, n: int, iterations: int) -> Tensor:
@@ -167,12 +168,12 @@ def forward(logits: Tensor, iterations: int, convention: str) -> Tensor:
     tokens = logits.numel() // (n * n)
     if tokens and n <= MAX_LANES_N:
         launch(
-            lanes_kernel, (triton.cdiv(tokens, LANES),), logits, logits, out, tokens, iterations,
+            lanes_kernel, (cdiv(tokens, LANES),), logits, logits, out, tokens, iterations,
             n=n, BT=LANES, DEEPSEEK=convention == "deepseek", num_warps=1,
         )  # fmt: skip
     elif tokens:
         launch(
-            _forward_kernel, (triton.cdiv(tokens, TILE),), logits, logits, out, tokens, iterations,
+            _forward_kernel, (cdiv(tokens, TILE),), logits, logits, out, tokens, iterations,
             n=n, P=side(n), BT=TILE, DEEPSEEK=convention == "deepseek", num_warps=WARPS,
         )  # fmt: skip
     return out
@@ -185,13 +186,13 @@ def backward(logits: Tensor, dm: Tensor, iterations: int, convention: str) -> Te
     tokens = logits.numel() // (n * n)
     if tokens and n <= MAX_LANES_N:
         launch(
-            lanes_backward_kernel, (triton.cdiv(tokens, LANES),), logits,
+            lanes_backward_kernel, (cdiv(tokens, LANES),), logits,
             logits, dm, out, lanes_scratch(logits, tokens, n, iterations), tokens, iterations,
             n=n, BT=LANES, DEEPSEEK=convention == "deepseek", num_warps=1,
         )  # fmt: skip
     elif tokens:
         launch(
-            _backward_kernel, (triton.cdiv(tokens, TILE),), logits,
+            _backward_kernel, (cdiv(tokens, TILE),), logits,
             logits, dm, out, scratch_for(logits, tokens, n, iterations), tokens, iterations,
             n=n, P=side(n), BT=TILE, DEEPSEEK=convention == "deepseek", num_warps=WARPS,
         )  # fmt: skip

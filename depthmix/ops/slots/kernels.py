@@ -20,6 +20,7 @@ from torch import Tensor
 from depthmix.ops.gpu.addresses import aligned
 from depthmix.ops.gpu.dependent_launch import dependent_launch, wait_for_previous_kernel
 from depthmix.ops.gpu.launch import launch, repeat_last
+from depthmix.ops.gpu.sizes import next_power_of_2
 
 # A lane holds at most this many numbers of sources.
 LANE = 128
@@ -236,7 +237,7 @@ def _sum_warps(block: int) -> int:
 
 def rows_at_once(dim: int) -> int:
     """Return how many sources of `dim` channels one tile holds."""
-    block = triton.next_power_of_2(dim)
+    block = next_power_of_2(dim)
     return max(1, LANE * 32 * _warps(block) // block)
 
 
@@ -272,7 +273,7 @@ def attend(
     tokens = y.numel() // dim
     out = torch.empty(ways, *y.shape, dtype=slots.dtype, device=y.device)
     if tokens:
-        block = triton.next_power_of_2(dim)
+        block = next_power_of_2(dim)
         # If all sources fit in one tile, the newest is one of its rows.
         rows = rows_at_once(dim)
         many = n + 1 > rows
@@ -281,7 +282,7 @@ def attend(
             slots, y, query[0] if scale is None else scale, y if before is None else before, *repeat_last(query, 3), *repeat_last(key_gain, 3), *repeat_last(gain or query[:1], 3),
             query[0] if bank is None else bank, query[0] if bank_lse is None else bank_lse, out,
             tokens, slot, stride, head, skip, n, eps, out_eps,
-            D=dim, BD=block, NS=rows if many else triton.next_power_of_2(n + 1), MANY=many, WAYS=ways, SCALE=scale is not None, BEFORE=before is not None, BANK=bank is not None,
+            D=dim, BD=block, NS=rows if many else next_power_of_2(n + 1), MANY=many, WAYS=ways, SCALE=scale is not None, BEFORE=before is not None, BANK=bank is not None,
             NORM=len(gain) > 0, ALIGNED=aligned(dim, [slots]), num_warps=_warps(block), **dependent_launch(y),
         )  # fmt: skip
     return out
@@ -294,8 +295,8 @@ def look_back(slots: Tensor, n: int, query: Tensor, key_gain: Tensor, eps: float
     bank = torch.empty(len(query), tokens, dim, dtype=torch.float32, device=slots.device)
     lse = torch.empty(len(query), tokens, dtype=torch.float32, device=slots.device)
     if tokens:
-        block = triton.next_power_of_2(dim)
-        rows = min(triton.next_power_of_2(max(1, n)), rows_at_once(dim))
+        block = next_power_of_2(dim)
+        rows = min(next_power_of_2(max(1, n)), rows_at_once(dim))
         launch(
             _look_back_kernel, (tokens, len(query)), slots,
             slots, query, key_gain, bank, lse, tokens, n, eps,
@@ -331,9 +332,9 @@ def add_up(
     out = torch.empty(ways, *y.shape, dtype=slots.dtype, device=y.device)
     rough = torch.empty(y.shape, dtype=slots.dtype, device=y.device)
     if tokens:
-        block = triton.next_power_of_2(dim)
+        block = next_power_of_2(dim)
         warps = _sum_warps(block)
-        rows = min(triton.next_power_of_2(max(1, slot)), max(1, SUM_LANE * 32 * warps // block))
+        rows = min(next_power_of_2(max(1, slot)), max(1, SUM_LANE * 32 * warps // block))
         kind = 0 if static is None else 1 if static.shape[-1] == dim and dim > 1 else 2
         fp32 = next((t for t in (static, w) if t is not None), slots)
         launch(
@@ -352,7 +353,7 @@ def add_norm(x: Tensor, y: Tensor | None, gain: Tensor, eps: float, keep: bool =
     tokens = x.numel() // dim
     total, out = torch.empty_like(x) if keep and y is not None else None, torch.empty_like(x)
     if tokens:
-        block = triton.next_power_of_2(dim)
+        block = next_power_of_2(dim)
         launch(
             _add_norm_kernel, (tokens,), x,
             x, x if y is None else y, gain, x if total is None else total, out, tokens, eps,

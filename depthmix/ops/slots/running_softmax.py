@@ -21,6 +21,7 @@ from torch import Tensor
 from depthmix.ops.gpu.addresses import aligned
 from depthmix.ops.gpu.dependent_launch import dependent_launch, wait_for_previous_kernel
 from depthmix.ops.gpu.launch import launch, repeat_last
+from depthmix.ops.gpu.sizes import next_power_of_2
 from depthmix.ops.slots.kernels import _attend, _newest, _row_of_way, _rows, _warps, rows_at_once
 
 
@@ -140,7 +141,7 @@ def pass_on(
     tokens = y.numel() // dim
     out = torch.empty(ways, *y.shape, dtype=slots.dtype, device=y.device)
     if tokens:
-        block = triton.next_power_of_2(dim)
+        block = next_power_of_2(dim)
         n_later, n_further = end - begin, further_end - further_begin
         anew = stride > 0 and slot > 0 and n_later + n_further > 0
         further = (
@@ -152,7 +153,7 @@ def pass_on(
             _pass_on_kernel, (tokens, ways + n_later + n_further), y,
             slots, acc, stats, y, query if scale is None else scale, y if before is None else before, query, key_gain, *further, *repeat_last(gain or [query], 3), out,
             tokens, slot, max(1, stride), begin, n_later, further_at, further_begin, len(query), len(acc), eps, out_eps,
-            D=dim, BD=block, NS=min(triton.next_power_of_2(slot // stride), rows_at_once(dim)) if anew else 1, WAYS=ways,
+            D=dim, BD=block, NS=min(next_power_of_2(slot // stride), rows_at_once(dim)) if anew else 1, WAYS=ways,
             HAS_FURTHER=further_query is not None, FIRST=slot == 0, ANEW=anew, SCALE=scale is not None, BEFORE=before is not None, NORM=len(gain) > 0,
             ALIGNED=aligned(dim, [slots]), num_warps=_warps(block) if anew else _warps_of(block, n_later + n_further), **dependent_launch(y),
         )  # fmt: skip

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from depthmix.ops.gpu.dependent_launch import dependent_launch, wait_for_previous_kernel
 from depthmix.ops.gpu.launch import launch
+from depthmix.ops.gpu.sizes import cdiv, next_power_of_2
 
 
 @triton.jit
@@ -100,12 +101,12 @@ def turn_and_store(
     batch, length, heads, dim = q.shape
     out = q.new_empty(batch, heads, length, dim)
     if q.numel():
-        block, rows = triton.next_power_of_2(dim // 2), triton.next_power_of_2(heads)
+        block, rows = next_power_of_2(dim // 2), next_power_of_2(heads)
         launch(
             _turn_kernel, (batch * length, 2), q,
             q, k, v, cos, sin, q if q_gain is None else q_gain, q if k_gain is None else k_gain, position, out, keys, values,
             length, length if len(cos) > 1 else 0, keys.shape[2], eps,
-            H=heads, BH=rows, KV=k.shape[2], BKV=triton.next_power_of_2(k.shape[2]), HALF=dim // 2, BHALF=block,
+            H=heads, BH=rows, KV=k.shape[2], BKV=next_power_of_2(k.shape[2]), HALF=dim // 2, BHALF=block,
             NORM=q_gain is not None, num_warps=min(8, max(1, rows * block // 256)), **dependent_launch(q),
         )  # fmt: skip
     return out
@@ -119,7 +120,7 @@ def activate(gate: Tensor | None, up: Tensor) -> Tensor:
         # Small blocks, so that few numbers are spread over several cores.
         block, unit = 1024 if n >= 1 << 20 else 256, 8 if n % 8 == 0 else 1
         launch(
-            _activate_kernel, (triton.cdiv(n, block),), up,
+            _activate_kernel, (cdiv(n, block),), up,
             up if gate is None else gate, up, out, n // unit, UNIT=unit, BLOCK=block, GATED=gate is not None,
             num_warps=max(1, block // 256), **dependent_launch(up),
         )  # fmt: skip

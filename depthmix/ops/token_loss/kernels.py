@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from depthmix.ops.gpu.launch import launch
+from depthmix.ops.gpu.sizes import cdiv, next_power_of_2
 
 # Columns that a program processes at a time.
 BLOCK = 4096
@@ -78,12 +79,12 @@ def backward(logits: Tensor, targets: Tensor, sums: Tensor, dlosses: Tensor) -> 
     dlogits = torch.empty_like(logits)
     if n:
         sizes = _sizes(vocab)
-        grid = n, triton.cdiv(vocab, sizes["BLOCK"])
+        grid = n, cdiv(vocab, sizes["BLOCK"])
         launch(_backward_kernel, grid, logits, logits, targets, sums, dlosses, dlogits, **sizes)
     return dlogits
 
 
 def _sizes(vocab: int) -> dict[str, int]:
-    block = min(BLOCK, max(128, triton.next_power_of_2(vocab)))
+    block = min(BLOCK, max(128, next_power_of_2(vocab)))
     unit = 8 if vocab % 8 == 0 else 1
     return {"units": vocab // unit, "UNIT": unit, "BLOCK": block, "num_warps": max(1, block // 512)}

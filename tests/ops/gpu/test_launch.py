@@ -142,45 +142,56 @@ def of_triton(kernel: Any, arguments: tuple[Any, ...], options: dict[str, Any]) 
     return repr((specialization, others))
 
 
-def example(table, x, y, n, rows, eps, scale: Any, D, STORE, num=3):  # type: ignore[no-untyped-def]
+def example(table, x, y, n, rows, tokens, eps, scale: Any, D, STORE, num=3):  # type: ignore[no-untyped-def]
     """Stand for a kernel: only its signature is looked at."""
 
 
 def jit_function() -> Any:
     triton = pytest.importorskip("triton")
     constant = triton.language.constexpr
-    example.__annotations__.update(D=constant, STORE=constant, num=constant, n=triton.language.int64)
-    return triton.runtime.jit.JITFunction(example, do_not_specialize=["rows"])
+    wide = triton.language.int64
+    example.__annotations__.update(D=constant, STORE=constant, num=constant, n=wide, tokens=wide)
+    return triton.runtime.jit.JITFunction(example, do_not_specialize=["rows", "tokens"])
 
 
-def test_launches_with_one_key_are_one_variant_of_tritons() -> None:
-    """Tensors of all kinds, and the integers at which Triton compiles something else."""
+def test_launches_with_one_key_are_one_variant_of_tritons(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors of all kinds, the integers at which Triton compiles something else, and integers in the places of floats."""
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
     kernel = jit_function()
     table = torch.zeros(8, dtype=torch.int64)
     rows = [torch.zeros(32, dtype=dtype)[start:] for dtype in (torch.float32, torch.bfloat16) for start in (0, 1, 16)]
     integers = [0, 1, 2, 15, 16, 17, -1, -16, 2**31 - 1, 2**31, 2**31 - 16, 2**31 + 16, -(2**31), -(2**31) - 1, 2**40]
-    calls = [(table, x, rows[0], 7, 3, 1e-6, 2.0) for x in rows]
-    calls += [(table, rows[0], x, n, n, 1e-6, n) for x, n in itertools.product(rows[:2], integers)]
-    calls += [(table, rows[0], rows[0], n, m, 0.5, 1.0) for n, m in itertools.product(integers, integers)]
+    calls: list[tuple[Any, ...]] = [(table, x, rows[0], 7, 3, 5, 1e-6, 2.0) for x in rows]
+    calls += [(table, x, x, 7, 3, 5, 1e-6, 2.0) for x in rows]
+    calls += [(table, rows[0], x, n, n, n, 1e-6, n) for x, n in itertools.product(rows[:2], integers)]
+    calls += [(table, rows[0], x, n, n, n, n, 1e-6) for x, n in itertools.product(rows[:2], integers)]
+    calls += [(table, rows[0], rows[0], n, m, 5, 0.5, 1.0) for n, m in itertools.product(integers, integers)]
     variants: dict[Any, str] = {}
     for call, settings in itertools.product(calls, ({"D": 64, "STORE": 1}, {"D": 64, "STORE": 0, "num_warps": 4})):
-        key = launch.variant(kernel, torch.device("cuda", 0), call, settings)
+        key, numbers = launch.variant(kernel, torch.device("cuda", 0), call, settings)
         assert key is not None
+        assert numbers == [x.data_ptr() if isinstance(x, torch.Tensor) else x for x in call]
         assert variants.setdefault(key, of_triton(kernel, call, settings)) == of_triton(kernel, call, settings)
     assert 40 < len(variants) < len(calls)
     assert len(set(variants.values())) > 20
 
 
+def test_tensors_on_the_cpu_are_left_to_triton() -> None:
+    """Triton refuses them with an error. Their addresses mean nothing to a GPU."""
+    arguments = (*[torch.zeros(8)] * 3, 7, 3, 5, 1e-6, 2.0)
+    assert launch.variant(jit_function(), torch.device("cuda", 0), arguments, {"D": 64, "STORE": 1})[0] is None
+
+
 @pytest.mark.parametrize(
     ("arguments", "options"),
     [
-        ((1, 2, 3, 4, 5, 6, 7, 64), {"STORE": 1, "num": 3}),  # a constant whose value is not in the key
+        ((1, 2, 3, 4, 5, 6, 7, 8, 64), {"STORE": 1, "num": 3}),  # a constant whose value is not in the key
         (
-            (1, 2, 3, 4, 5, 6),
+            (1, 2, 3, 4, 5, 6, 7),
             {"scale": 1.0, "D": 64, "STORE": 1, "num": 3},
         ),  # an argument that would never change again
-        ((1, 2, 3, 4, 5, 6, 7), {"D": 64, "STORE": 1}),  # a constant that has a default
-        ((1, 2, 3, 4, 5, 6, True), {"D": 64, "STORE": 1, "num": 3}),  # neither a tensor nor a number
+        ((1, 2, 3, 4, 5, 6, 7, 8), {"D": 64, "STORE": 1}),  # a constant that has a default
+        ((1, 2, 3, 4, 5, 6, 7, True), {"D": 64, "STORE": 1, "num": 3}),  # neither a tensor nor a number
     ],
 )
 def test_other_calls_are_left_to_triton(
@@ -189,3 +200,44 @@ def test_other_calls_are_left_to_triton(
     monkeypatch.setattr(launch, "_compiled", {})
     launch.remember(jit_function(), object(), torch.device("cuda", 0), arguments, options)
     assert not launch._compiled
+
+
+class Recorded:
+    """Stand for what Triton compiled: keep the launches."""
+
+    function, packed_metadata = 17, "metadata"
+
+    def __init__(self) -> None:
+        self.launches: list[tuple[Any, ...]] = []
+
+    def run(self, *given: Any) -> None:
+        self.launches.append(given)
+
+
+def test_a_second_launch_passes_its_own_addresses_and_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of the first launch is left in the second: neither addresses nor numbers, nor the grid, nor the stream."""
+    kernel, compiled, started, stream = jit_function(), Recorded(), [], [3]
+    monkeypatch.setattr(launch, "_compiled", {})
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
+    monkeypatch.setattr(launch, "current_stream_handle", lambda device: stream[0])
+    monkeypatch.setattr(launch, "start", lambda *given: started.append(given) or compiled)
+    settings = {"D": 64, "STORE": 1, "num": 3, "num_warps": 4}
+
+    def call(seed: int) -> tuple[Any, ...]:
+        tensors = [torch.zeros(64) for _ in range(2)]
+        arguments = (tensors[0], tensors[1], tensors[1], 17 + seed, 3, 5 + seed, 0.5 + seed, 2.0)
+        launch.launch(kernel, (4 + seed, 2), tensors[0], *arguments, **settings)
+        first, second = (t.data_ptr() for t in tensors)
+        return 4 + seed, 2, 1, stream[0], first, second, second, 17 + seed, 3, 5 + seed, 0.5 + seed, 2.0
+
+    call(0)
+    assert (len(started), compiled.launches) == (1, [])
+    for seed in (2, 4):
+        stream[0] = seed
+        x, y, z, handle, *arguments = call(seed)
+        expected = (x, y, z, handle, 17, "metadata", None, None, None, *arguments, 64, 1, 3)
+        assert compiled.launches[-1] == expected
+    assert (len(started), len(compiled.launches)) == (1, 2)
+    kernel.add_pre_run_hook(lambda *given, **options: None)
+    call(6)
+    assert len(started) == 2

@@ -17,6 +17,7 @@ from depthmix.ops.depth_attention.kernels.read import programs_for, stages
 from depthmix.ops.gpu.addresses import address_table, aligned
 from depthmix.ops.gpu.launch import launch
 from depthmix.ops.gpu.program_sums import sum_programs
+from depthmix.ops.gpu.sizes import next_power_of_2
 
 
 @triton.jit
@@ -155,7 +156,7 @@ def _backward_kernel(
 def _shape(
     dim: int, heads: int, u: Tensor, gain: Tensor | None, key_norm: bool, softmax: bool, value_norm: bool
 ) -> dict[str, object]:
-    rows, columns = triton.next_power_of_2(heads), triton.next_power_of_2(dim // heads)
+    rows, columns = next_power_of_2(heads), next_power_of_2(dim // heads)
     return {
         "D": dim, "H": heads, "BH": rows, "BC": columns, "BY_TOKEN": u.ndim > 1, "KEY_NORM": key_norm, "VALUE_NORM": value_norm,
         "SOFTMAX": softmax, "NORM": gain is not None, "num_warps": min(32, max(1, rows * columns // 512)),

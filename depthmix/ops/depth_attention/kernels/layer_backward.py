@@ -25,6 +25,7 @@ from depthmix.ops.gpu.rows import (
     store_pieces,
     zero_row,
 )
+from depthmix.ops.gpu.sizes import next_power_of_2
 
 
 @triton.jit
@@ -176,7 +177,7 @@ def layer_backward(
         return dv, torch.zeros_like(u), torch.zeros_like(u)
     # Few enough rows that a lane may hold 32 numbers of each.
     small = ways == 1 and v.element_size() == 2
-    warps = min(32, max(1, triton.next_power_of_2(dim) // (1024 if small else 256)))
+    warps = min(32, max(1, next_power_of_2(dim) // (1024 if small else 256)))
     pieces = cut(dim, min(16, warps))
     if pieces.number > 1:
         # Rows in pieces are shorter. 32 warps would have too few registers each.

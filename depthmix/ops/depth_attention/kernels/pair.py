@@ -21,6 +21,7 @@ from depthmix.ops.depth_attention.kernels.read import four_sums, load_row, progr
 from depthmix.ops.gpu.addresses import address_table, aligned
 from depthmix.ops.gpu.launch import launch
 from depthmix.ops.gpu.program_sums import sum_programs
+from depthmix.ops.gpu.sizes import next_power_of_2
 
 
 @triton.jit
@@ -218,7 +219,7 @@ def pair_read(
     ways, dim = u.shape
     y, s, lse, fresh = result = PairRead.empty(new, ways, gain is not None, add is not None)
     if new.numel():
-        block = triton.next_power_of_2(dim)
+        block = next_power_of_2(dim)
         launch(
             _pair_read_kernel, (new.numel() // dim,), new,
             old, new, new if add is None else add, new if fresh is None else fresh, u, u if gain is None else gain,
@@ -269,7 +270,7 @@ def pair_backward(
     db = torch.empty_like(first, dtype=first.dtype if whole else torch.float32) if need[1] else None
     if not tokens:
         return PairGradients(da, db, torch.zeros_like(u), torch.zeros_like(u))
-    block = triton.next_power_of_2(dim)
+    block = next_power_of_2(dim)
     warps = warps_for(block, 8)
     programs = programs_for(tokens, warps, first)
     parts = torch.empty(programs, 2, ways, dim, dtype=torch.float32, device=first.device)
@@ -289,7 +290,7 @@ def add_up_rows(summands: Sequence[Tensor], before: Tensor | None) -> Tensor:
     first = summands[0]
     out = torch.empty_like(first, dtype=torch.float32)
     dim = first.shape[-1]
-    block = triton.next_power_of_2(dim)
+    block = next_power_of_2(dim)
     if out.numel():
         launch(
             _add_up_kernel, (out.numel() // dim,), first,

@@ -9,14 +9,14 @@ The equations are in reference.py. Sources are never stacked: kernels reach them
 
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from depthmix.ops.gpu.addresses import address_table, aligned
+from depthmix.ops.gpu.addresses import table_of
 from depthmix.ops.gpu.launch import count_cores, launch, repeat_last
 from depthmix.ops.gpu.program_sums import sum_programs
 from depthmix.ops.gpu.rows import (
@@ -33,6 +33,7 @@ from depthmix.ops.gpu.rows import (
     store_pieces,
     zero_row,
 )
+from depthmix.ops.gpu.sizes import cdiv, next_power_of_2
 
 
 @triton.jit
@@ -264,14 +265,14 @@ def _read_backward_kernel(
 @functools.cache
 def warps_for(block: int, registers: int) -> int:
     """Return the fewest warps that hold `registers` fp32 rows of a block. One warp needs no reduction across warps."""
-    return min(32, max(1, triton.next_power_of_2(block * registers) // (32 * 128)))
+    return min(32, max(1, next_power_of_2(block * registers) // (32 * 128)))
 
 
 @functools.cache
 def warps_and_pieces(dim: int, ways: int) -> tuple[int, Pieces]:
     """Return how many warps hold a row, and a query and a sum for each way, and how they cut a row."""
     # Pieces have no empty lanes. A lane has registers for 200 numbers of these rows.
-    warps = max(4, triton.next_power_of_2(triton.cdiv(dim * (1 + 2 * ways), 25600)) * 4)
+    warps = max(4, next_power_of_2(cdiv(dim * (1 + 2 * ways), 25600)) * 4)
     pieces = cut(dim, warps)
     return (warps_for(pieces.width, 1 + ways) if pieces.number == 1 else warps), pieces
 
@@ -283,7 +284,7 @@ def stages(most: int, like: Tensor, rows: int) -> int:
 
 @functools.cache
 def _stages(most: int, dim: int, size: int, rows: int) -> int:
-    return max(1, min(most, 1 + 90_000 // (rows * triton.next_power_of_2(dim) * size)))
+    return max(1, min(most, 1 + 90_000 // (rows * next_power_of_2(dim) * size)))
 
 
 class Result(NamedTuple):
@@ -329,7 +330,7 @@ def read(
     *,
     value_norm: bool = False,
     store_sum: bool = True,
-    stacked: int = 0,
+    stack: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> Result:
     """Compute W mixtures of the sources [..., D], the last of which is sources[-1] + add if `add` is given.
@@ -340,26 +341,73 @@ def read(
         bank, bank_lse: the mixture of further sources for one way, [N, D] fp32, and its log-sum-exp [N]. s then covers the others.
         value_norm: mix normalised sources.
         store_sum: round the sum with `add` and return it; otherwise it is neither rounded nor stored.
-        stacked: the first so many sources are views of one contiguous tensor [..., stacked, D].
+        stack: older sources as one contiguous tensor [..., m, D], or None.
         dtype: of the results, by default that of the sources.
     """
-    first, n, (ways, dim) = sources[-1], len(sources), u.shape
-    tokens = first.numel() // dim
-    result = Result.empty(first, ways, gain is not None, add is not None and store_sum, keep, n, dtype)
+    first, n = sources[-1], len(sources) + (0 if stack is None else stack.shape[-2])
+    result = Result.empty(first, u.shape[0], gain is not None, add is not None and store_sum, keep, n, dtype)
     y, o, s, lse, fresh = result
-    if tokens:
-        warps, pieces = warps_and_pieces(dim, ways)
-        table = address_table(tuple(v.data_ptr() for v in sources), first.device)
-        launch(
-            _read_kernel, (tokens,), first,
-            table, first if add is None else add, first if fresh is None else fresh, u if bank is None else bank,
-            u if bank_lse is None else bank_lse, u, u if gain is None else gain,
-            *repeat_last(y, 3), *repeat_last(o or y, 3), s, lse, tokens, n, stacked, eps, out_eps,
-            D=dim, C=pieces.number, K=pieces.width, WAYS=ways, ADD=int(add is not None), STORE_SUM=fresh is not None, BANK=bank is not None,
-            NORM=gain is not None, VALUE_NORM=value_norm, KEEP=keep, STACK=stacked > 0, ALIGNED=aligned(dim, sources), STAGES=stages(4, first, 1),
-            num_warps=warps,
-        )  # fmt: skip
+    _launch_read(y, o or y, s, lse, fresh, u, sources, add, gain, eps, out_eps, keep, bank, bank_lse, value_norm, stack)
     return result
+
+
+def mixtures(
+    u: Tensor,
+    sources: Sequence[Tensor],
+    add: Tensor | None,
+    gain: Tensor | None,
+    eps: float,
+    out_eps: float,
+    value_norm: bool = False,
+    stack: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> list[Tensor]:
+    """Return the mixtures of `read` alone, for calls without gradients. A sum with `add` is neither rounded nor stored.
+
+    u, gain: [W, D] fp32, or [D] for one way.
+    """
+    first, ways = sources[-1], 1 if u.ndim == 1 else u.shape[0]
+    y = [torch.empty_like(first, dtype=dtype) for _ in range(ways)]
+    # The kernel stores neither logits nor their log-sum-exp: u takes their places.
+    _launch_read(y, y, u, u, None, u, sources, add, gain, eps, out_eps, 0, None, None, value_norm, stack)
+    return y
+
+
+def _launch_read(
+    y: list[Tensor], o: list[Tensor], s: Tensor, lse: Tensor, fresh: Tensor | None,
+    u: Tensor, sources: Sequence[Tensor], add: Tensor | None, gain: Tensor | None, eps: float, out_eps: float,
+    keep: int, bank: Tensor | None, bank_lse: Tensor | None, value_norm: bool, stack: Tensor | None,
+) -> None:  # fmt: skip
+    """Launch the kernel with the results of `Result`, and otherwise the arguments of `read`."""
+    first, dim = sources[-1], u.shape[-1]
+    tokens = first.numel() // dim
+    if not tokens:
+        return
+    stacked = 0 if stack is None else stack.shape[-2]
+    table, is_aligned = table_of(sources, stack)
+    settings = _read_settings(
+        dim, first.element_size(), len(y), add is not None, fresh is not None, bank is not None, gain is not None, value_norm, keep,
+        stacked > 0, is_aligned,
+    )  # fmt: skip
+    launch(
+        _read_kernel, (tokens,), first,
+        table, first if add is None else add, first if fresh is None else fresh, u if bank is None else bank,
+        u if bank_lse is None else bank_lse, u, u if gain is None else gain,
+        *repeat_last(y, 3), *repeat_last(o, 3), s, lse, tokens, stacked + len(sources), stacked, eps, out_eps, **settings,
+    )  # fmt: skip
+
+
+@functools.cache
+def _read_settings(
+    dim: int, size: int, ways: int, add: bool, store_sum: bool, bank: bool, norm: bool, value_norm: bool, keep: int, stack: bool,
+    is_aligned: bool,
+) -> dict[str, Any]:  # fmt: skip
+    """Return the constants and launch options of `_read_kernel`. size: bytes of an element of the sources."""
+    warps, pieces = warps_and_pieces(dim, ways)
+    return {
+        "D": dim, "C": pieces.number, "K": pieces.width, "WAYS": ways, "ADD": int(add), "STORE_SUM": store_sum, "BANK": bank, "NORM": norm,
+        "VALUE_NORM": value_norm, "KEEP": keep, "STACK": stack, "ALIGNED": is_aligned, "STAGES": _stages(4, dim, size, 1), "num_warps": warps,
+    }  # fmt: skip
 
 
 class Newest(NamedTuple):
@@ -410,7 +458,7 @@ def read_backward(
     dv = torch.empty_like(first) if newest is not None and newest.need_dv else None
     if not tokens:
         return ReadGradients(do, ld, dv, torch.zeros_like(u), torch.zeros_like(u))
-    block = triton.next_power_of_2(dim)
+    block = next_power_of_2(dim)
     # Twice as many warps for two ways are slower, at every width.
     warps = warps_for(block, 8)
     programs = programs_for(tokens, warps, first)

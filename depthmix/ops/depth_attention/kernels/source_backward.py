@@ -19,6 +19,7 @@ from torch import Tensor
 from depthmix.ops.depth_attention.kernels.read import load_row
 from depthmix.ops.gpu.addresses import address_tables, aligned
 from depthmix.ops.gpu.launch import launch
+from depthmix.ops.gpu.sizes import next_power_of_2
 from depthmix.ops.matmul import matmul, wide_product
 
 # Sources whose gradients are computed together.
@@ -268,7 +269,7 @@ def _launch(
 ) -> None:
     v = sources[0].v
     dim, tokens = v.shape[-1], ds.shape[1]
-    block = triton.next_power_of_2(dim)
+    block = next_power_of_2(dim)
     # A lane holds 16 numbers of each row, or more where that saves a reduction between warps and registers allow it.
     widest = 2048 if len(sources) == 1 else 1024
     warps = 1 if v.element_size() == 2 and block <= widest else min(32, max(1, block // 512))

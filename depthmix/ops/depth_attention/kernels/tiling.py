@@ -16,6 +16,7 @@ from torch import Tensor
 from depthmix.ops.depth_attention.kernels.read import Result, deliver, load_row
 from depthmix.ops.gpu.addresses import address_table, aligned
 from depthmix.ops.gpu.launch import launch, repeat_last
+from depthmix.ops.gpu.sizes import cdiv, next_power_of_2
 
 # Sites that read older sources together.
 GROUP = 4
@@ -218,7 +219,7 @@ def scores(queries: SplitRows, sources: Sequence[Tensor], eps: float) -> Tensor:
     tokens = v.numel() // dim
     out = torch.empty(rows, len(sources), tokens, dtype=torch.float32, device=v.device)
     table = address_table(tuple(x.data_ptr() for x in sources), v.device)
-    wide = max(16, triton.next_power_of_2(dim))
+    wide = max(16, next_power_of_2(dim))
     # Few tokens: larger tiles would leave cores idle. Long rows: more of them on their way at a time.
     tile, depth = (64, 128) if dim > 1024 or tokens * len(sources) < MANY_ROWS else (128, 64)
     depth = min(wide, depth if kind != torch.float32 else 32)
@@ -226,9 +227,9 @@ def scores(queries: SplitRows, sources: Sequence[Tensor], eps: float) -> Tensor:
     for at in range(0, rows, 64):
         n = min(64, rows - at)
         launch(
-            _scores_kernel, (triton.cdiv(tokens, tile), len(sources)), v,
+            _scores_kernel, (cdiv(tokens, tile), len(sources)), v,
             table, high[at:], low[at:], out[at:], v, tokens, len(sources), n, eps,
-            D=dim, BT=tile, BR=max(16, triton.next_power_of_2(n)), BK=depth, SPLIT=kind != torch.float32,
+            D=dim, BT=tile, BR=max(16, next_power_of_2(n)), BK=depth, SPLIT=kind != torch.float32,
             ALIGNED=aligned(dim, sources), num_warps=tile // 16, num_stages=1,
         )  # fmt: skip
     return out
@@ -263,7 +264,7 @@ def make_bank(
     """
     v = sources[0]
     dim = v.shape[-1]
-    tokens, block = v.numel() // dim, triton.next_power_of_2(dim)
+    tokens, block = v.numel() // dim, next_power_of_2(dim)
     # A norm needs the whole row.
     block = min(1024, block) if newest is None else block
     mixtures = [
@@ -274,11 +275,11 @@ def make_bank(
     y = None if newest is None else torch.empty_like(newest)
     pairs = [(x.data_ptr(), s.data_ptr()) for x, s in zip(sources, logits, strict=True)]
     launch(
-        _bank_kernel, (tokens, triton.cdiv(dim, block)), v,
+        _bank_kernel, (tokens, cdiv(dim, block)), v,
         address_table(tuple(a for pair in pairs for a in pair), v.device), *bank, *bank[: GROUP - rows], lse, v,
         v if newest is None else newest, lse if u is None else u, lse if gain is None else gain, v if y is None else y,
         tokens, len(sources), eps, out_eps,
-        D=dim, BD=block, BN=max(32, triton.next_power_of_2(len(sources))), ROWS=rows, STEP=step, ALIGNED=aligned(dim, sources),
+        D=dim, BD=block, BN=max(32, next_power_of_2(len(sources))), ROWS=rows, STEP=step, ALIGNED=aligned(dim, sources),
         STAGES=4 if block > 512 else 3, NEWEST=y is not None, NORM=gain is not None, num_warps=max(1, block // 1024),
     )  # fmt: skip
     return bank, lse, y
@@ -301,14 +302,14 @@ def read_known(
     newest, n, (ways, dim) = sources[-1], len(sources) - 1, u.shape
     tokens = newest.numel() // dim
     result = Result.empty(newest, ways, gain is not None, add is not None, keep, 1)
-    block = triton.next_power_of_2(dim)
+    block = next_power_of_2(dim)
     pairs = [(x.data_ptr(), s.data_ptr()) for x, s in zip(sources, logits, strict=False)]
     launch(
         _read_known_kernel, (tokens,), newest,
         address_table(tuple(a for pair in pairs for a in pair), newest.device), newest, newest if add is None else add,
         newest if result.fresh is None else result.fresh, u, *repeat_last([u] if gain is None else list(gain), 3),
         *repeat_last(result.y, 3), *repeat_last(result.o or result.y, 3), result.s, result.lse, tokens, n, eps, out_eps,
-        D=dim, BD=block, BN=max(16, triton.next_power_of_2(n)), WAYS=ways, ADD=int(add is not None), NORM=gain is not None,
+        D=dim, BD=block, BN=max(16, next_power_of_2(n)), WAYS=ways, ADD=int(add is not None), NORM=gain is not None,
         KEEP=keep, ALIGNED=aligned(dim, sources), STAGES=3, num_warps=max(1, block // 1024),
     )  # fmt: skip
     return result

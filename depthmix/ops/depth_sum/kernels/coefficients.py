@@ -18,6 +18,7 @@ from torch import Tensor
 from depthmix.ops.depth_attention.kernels.tiling import SplitRows
 from depthmix.ops.depth_sum.kernels.scores import rows_from_halves
 from depthmix.ops.gpu.launch import count_cores, launch
+from depthmix.ops.gpu.sizes import cdiv, next_power_of_2
 
 # Rows of W_1, or of W_2, that a program processes together.
 BLOCK = 64
@@ -181,13 +182,13 @@ def coefficients(x: Tensor, w_1: Tensor, w_2: Tensor, b: Tensor, eps: float) -> 
     if tokens:
         tile = 128 if small else 32
         launch(
-            _hidden_kernel, (triton.cdiv(tokens, tile), triton.cdiv(hidden, BLOCK)), x,
+            _hidden_kernel, (cdiv(tokens, tile), cdiv(hidden, BLOCK)), x,
             x, kept.high, kept.low, kept.z, kept.r, tokens, eps,
-            D=dim, K=hidden, BT=tile, BK=BLOCK, BD=min(64 if small else 32, max(16, triton.next_power_of_2(dim))), SPLIT=small,
+            D=dim, K=hidden, BT=tile, BK=BLOCK, BD=min(64 if small else 32, max(16, next_power_of_2(dim))), SPLIT=small,
             num_warps=8, num_stages=1,
         )  # fmt: skip
         launch(
-            _out_kernel, (triton.cdiv(tokens, tile), triton.cdiv(rows, BLOCK)), x,
+            _out_kernel, (cdiv(tokens, tile), cdiv(rows, BLOCK)), x,
             kept.z, w_2, b, a, tokens, rows // _unit(rows),
             K=hidden, UNIT=_unit(rows), BT=tile, BK=BLOCK, BC=BLOCK, PRECISION=_precision(x), num_warps=8, num_stages=1,
         )  # fmt: skip
@@ -206,15 +207,15 @@ def coefficients_backward(
         return CoefficientGradients(
             torch.zeros_like(x), torch.zeros_like(w_1), torch.zeros_like(w_2), torch.zeros(rows, **fp32)
         )
-    parts = triton.cdiv(hidden, BLOCK)
+    parts = cdiv(hidden, BLOCK)
     cores = count_cores(x, on_cpu=2)
     tile = 128 if x.element_size() == 2 else 32
     # More tokens at a time would not fit in the registers.
     short = min(tile, 64)
-    programs = min(triton.cdiv(tokens, short), 2 * cores)
+    programs = min(cdiv(tokens, short), 2 * cores)
     sums = torch.empty(programs, rows * (hidden + 1), **fp32)
     launch(
-        _outer_kernel, (programs, parts, triton.cdiv(rows, BLOCK)), x,
+        _outer_kernel, (programs, parts, cdiv(rows, BLOCK)), x,
         da, kept.z, sums, tokens, rows // _unit(rows),
         K=hidden, UNIT=_unit(rows), BT=short, BK=BLOCK, BC=BLOCK, PRECISION=_precision(x), num_warps=4 if short == 64 else 8, num_stages=1,
     )  # fmt: skip
@@ -224,7 +225,7 @@ def coefficients_backward(
         e = torch.empty(tokens, (1 + split) * hidden, dtype=x.dtype if split else torch.float32, device=x.device)
         along = torch.empty(tokens, parts, **fp32)
         launch(
-            _hidden_backward_kernel, (triton.cdiv(tokens, tile), parts), x,
+            _hidden_backward_kernel, (cdiv(tokens, tile), parts), x,
             da, w_2, kept.z, kept.r, e, along, tokens, rows // _unit(rows),
             K=hidden, UNIT=_unit(rows), BT=tile, BK=BLOCK, BC=BLOCK, SPLIT=split, PRECISION=_precision(x), num_warps=8, num_stages=1,
         )  # fmt: skip
@@ -232,9 +233,9 @@ def coefficients_backward(
     if need_x:
         dx = torch.empty_like(x)
         tile = 128 if split else 32
-        block = min(tile, max(16, triton.next_power_of_2(dim)))
+        block = min(tile, max(16, next_power_of_2(dim)))
         launch(
-            _source_kernel, (triton.cdiv(tokens, tile), triton.cdiv(dim, block)), x,
+            _source_kernel, (cdiv(tokens, tile), cdiv(dim, block)), x,
             e, kept.high if split else w_1, kept.low if split else w_1, x, kept.r, along, dx, tokens,
             D=dim, K=hidden, BT=tile, BK=BLOCK, BD=block, SPLIT=split, num_warps=8 if split else 4, num_stages=1,
         )  # fmt: skip

@@ -20,6 +20,7 @@ from torch import Tensor
 from depthmix.ops.depth_sum.kernels.rows import load_rows, load_scalars, sums, tokens_of, weight, widened
 from depthmix.ops.gpu.addresses import address_table, aligned
 from depthmix.ops.gpu.launch import launch, repeat_last
+from depthmix.ops.gpu.sizes import cdiv, next_power_of_2
 
 # Entries of a source in the table: its address, that of its dynamic weights, and their strides for tokens and ways.
 FIELDS = 4
@@ -262,7 +263,7 @@ def read(
     )
     if not tokens:
         return result
-    block = triton.next_power_of_2(dim)
+    block = next_power_of_2(dim)
     rows = kind_of(static, dim) == 1
     lean = not keep and add is None and _side_by_side(dynamic, tokens)
     best_tile, warps, best_stages = _shape(block, ways, rows, v.element_size())
@@ -276,13 +277,13 @@ def read(
     tile, stages = tokens_of(tile or best_tile, tokens), stages or best_stages
     fp32 = result.rms if static is None else static
     launch(
-        _read_kernel, (triton.cdiv(tokens, tile),), v,
+        _read_kernel, (cdiv(tokens, tile),), v,
         source_table(sources, dynamic), v if add is None else add, v if result.fresh is None else result.fresh,
         fp32, *repeat_last([fp32] if gain is None else list(gain), 4), *repeat_last(result.y, 4),
         v if result.raw is None else result.raw, result.rms, tokens, n, out_eps,
         D=dim, BD=block, BT=tile, WAYS=ways, STATIC=kind_of(static, dim), DYNAMIC=dynamic is not None, RELU=relu,
         ADD=int(add is not None), NORM=norm, RAW=-1 if raw is None else raw, KEEP=kept > 0,
-        UP=triton.next_power_of_2((norm or ways) * tile), ALIGNED=aligned(dim, sources, [add]), STAGES=stages,
+        UP=next_power_of_2((norm or ways) * tile), ALIGNED=aligned(dim, sources, [add]), STAGES=stages,
         LEAN=lean and stages == 1, PAIRS=pairs and v.dtype == torch.bfloat16 and dim % 2 == 0, num_warps=warps, num_stages=1, **limit,
     )  # fmt: skip
     return result

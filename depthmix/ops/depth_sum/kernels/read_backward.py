@@ -27,6 +27,7 @@ from depthmix.ops.depth_sum.kernels.rows import sums, sums_side_by_side, weight
 from depthmix.ops.gpu.addresses import aligned
 from depthmix.ops.gpu.launch import count_cores, launch, repeat_last
 from depthmix.ops.gpu.program_sums import sum_programs
+from depthmix.ops.gpu.sizes import cdiv, next_power_of_2
 
 
 @triton.jit
@@ -292,7 +293,7 @@ def read_backward(
     # The dynamic part is clamped apart from the static one. If both gradients are dot products, the clamp follows below.
     clamp_later = relu == 1 and need.static and kind_of(static, dim) == 2
     fp32: Any = {"dtype": torch.float32, "device": v.device}
-    block = triton.next_power_of_2(dim)
+    block = next_power_of_2(dim)
     cores = count_cores(v, on_cpu=2)
     make: Any = torch.empty if tokens else torch.zeros
     dgain, through = None, None if passed is None else torch.empty_like(v)
@@ -310,7 +311,7 @@ def read_backward(
                 *repeat_last(dy, 4), dy[0] if draw is None else draw, *repeat_last(kept or dy, 4), rms, rms if gain is None else gain, *repeat_last(do, 4),
                 dy[0] if passed is None else passed, do[0] if through is None else through, dgain,
                 table, rms if static is None else static, tokens, n,
-                D=dim, BD=block, WAYS=normed, UP=triton.next_power_of_2(normed), NORM=norm, RAW=raw if has_raw else -1,
+                D=dim, BD=block, WAYS=normed, UP=next_power_of_2(normed), NORM=norm, RAW=raw if has_raw else -1,
                 MIXTURES=mixtures, PASSED=through is not None, SMALL=2**-7 if v.dtype == torch.float16 else 1e-30,
                 STATIC=kind_of(static, dim), DYNAMIC=dynamic is not None, RELU=relu, STAGES=min(3, fitting_stages),
                 num_warps=norm_warps, num_stages=1,
@@ -321,14 +322,14 @@ def read_backward(
     if need_dots or need_rows:
         # A larger group would need more registers than there are.
         group = group or (4 if ways == 1 and n > 2 and relu != 2 else 2)
-        groups = triton.cdiv(n, group)
+        groups = cdiv(n, group)
         programs = min(max(tokens, 1), programs or max(1, 12 * cores // groups))
         part = make(programs, ways, n if need_rows else 0, dim, **fp32)
         if tokens:
             launch(
                 _weight_backward_kernel, (groups, programs), v,
                 table, *repeat_last(do, 4), rms if static is None else static, dots, part, tokens, n,
-                D=dim, BD=block, WAYS=ways, G=group, UP=max(2, triton.next_power_of_2(ways * group)), STATIC=kind_of(static, dim),
+                D=dim, BD=block, WAYS=ways, G=group, UP=max(2, next_power_of_2(ways * group)), STATIC=kind_of(static, dim),
                 DYNAMIC=dynamic is not None, RELU=0 if clamp_later else relu, DOTS=need_dots, ROWS=need_rows,
                 ALIGNED=aligned(dim, sources), BY_SOURCE=by_source, STAGES=1 if relu == 2 else 4, num_warps=min(32, max(1, block // 512)), num_stages=1,
             )  # fmt: skip

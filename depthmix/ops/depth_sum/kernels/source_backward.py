@@ -21,6 +21,7 @@ from torch import Tensor
 from depthmix.ops.depth_sum.kernels.rows import load_rows, load_scalars, tokens_of, weight
 from depthmix.ops.gpu.addresses import address_tables, aligned
 from depthmix.ops.gpu.launch import launch
+from depthmix.ops.gpu.sizes import cdiv, next_power_of_2
 
 # Tokens for which rows of parameters are loaded once.
 TILE = 4
@@ -210,7 +211,7 @@ def _launch(targets: Sequence[Target], readers: Sequence[Reader], out: Sequence[
     dim = v.shape[-1]
     tokens = v.numel() // dim
     static, dynamic, scored, relu = _kind(readers[0])
-    block = min(256, triton.next_power_of_2(dim))
+    block = min(256, next_power_of_2(dim))
     tile = tokens_of(TILE, tokens)
     entries: list[int] = []
     shared_w = scored
@@ -231,7 +232,7 @@ def _launch(targets: Sequence[Target], readers: Sequence[Reader], out: Sequence[
         "num_warps": 1, "num_stages": 1,
     }  # fmt: skip
     target_addresses = tuple(0 if a is None else a.data_ptr() for row in rows for a in row)
-    grid = triton.cdiv(tokens, tile), triton.cdiv(dim, block)
+    grid = cdiv(tokens, tile), cdiv(dim, block)
     launch(
         _source_backward_kernel, grid, v, *address_tables(v.device, target_addresses, tuple(entries)), v, tokens, len(readers),
         STATIC=static, DYNAMIC=dynamic, SHARED_W=shared_w, **constants,
