@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from depthmix import create_mixer
 from depthmix.ops import sinkhorn, use_backend
 from depthmix.ops.norm import RMSNorm
+from depthmix.ops.stream_mix.rules import Rule
+from depthmix.ops.stream_mix.step import Inputs, step
 from gpu.exact import DEVICE, FP32, draw, error
 
 ROUNDING = 2e-3  # relative, of one rounding to bf16
@@ -116,3 +118,25 @@ def test_sinkhorn(n: int, convention: str) -> None:
     m, exact = sinkhorn(logits, 20, convention, backend="triton"), sinkhorn(wide, 20, convention, backend="reference")
     assert error(m, exact) < 2e-6
     assert error(torch.autograd.grad(m, logits, g)[0], torch.autograd.grad(exact, wide, g.double())[0]) < 2e-5
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 64, 65])
+@pytest.mark.parametrize("writes", [False, True], ids=["reads", "writes and reads"])
+def test_few_tokens_without_gradients_have_the_numbers_of_training(tokens: int, writes: bool) -> None:
+    """Kernels split W themselves for up to 64 tokens; in training PyTorch does."""
+    n, dim = 4, 200
+    rule = Rule(n, joint=True, eps=1e-6, convention="deepseek")
+    x, y = (draw(tokens, *shape, seed=i).to(DEVICE, torch.bfloat16) for i, shape in enumerate([(n, dim), (dim,)]))
+    post, res = draw(tokens, n, seed=2).to(DEVICE, FP32), draw(tokens, n, n, seed=3).to(DEVICE, FP32)
+    fn = draw(24, n * dim, seed=4).to(DEVICE, FP32) / dim**0.5
+    base, scale, gain = (draw(k, seed=5 + i).to(DEVICE, FP32) for i, k in enumerate([24, 3, dim]))
+    written = (y, post, res) if writes else (None, None, None)
+    inputs = Inputs(x, *written, None, fn.requires_grad_().T, base, scale, gain)
+    training = step(rule, n, 1e-6, inputs)
+    with torch.no_grad():
+        alone = step(rule, n, 1e-6, inputs)
+    for ours, expected in zip(alone, training, strict=True):
+        assert ours is not None
+        assert expected is not None
+        assert not ours.requires_grad
+        assert error(ours, expected.double()) < (ROUNDING if ours.dtype == torch.bfloat16 else 1e-5)

@@ -27,7 +27,7 @@ OPS = Path(__file__).parents[2] / "depthmix" / "ops"
 RACED = {"_scores_kernel", "_hidden_kernel", "_write_kernel"}
 # Other kernels with products in a loop, and why their settings are safe.
 SAFE = {
-    "_score_kernel": "only products read what is loaded; with an add, registers are what the products read",
+    "_score_kernel": "only products read what is loaded; what is added up or split here, they read from registers",
     "_out_kernel": "one stage",
     "_hidden_backward_kernel": "one stage",
     "_outer_kernel": "one stage",

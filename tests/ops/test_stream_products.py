@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from depthmix.ops.stream_mix.products import halves_of, product, product_backward, weight_gradient
+from depthmix.ops.stream_mix.products import halves_of, product, product_backward, split_by_kernels, weight_gradient
 from ops.helpers import assert_near, rand
 from small_cases import each
 
@@ -68,3 +68,14 @@ def test_a_write_with_its_products_inside_is_one_with_them_outside(scan: int, co
     assert inside.h is None
     after = read(inside.x, False, n, pre, gain, 1e-6)
     assert_near([t for t in outside[3:] if t is not None], [t for t in after if t is not None], 3e-6)
+
+
+def test_kernels_split_w_for_few_tokens_only() -> None:
+    """Where W is a parameter's transpose. Their numbers are compared on a GPU: the interpreter has no products in bf16."""
+    columns = WIDTHS["joint"][1]
+    w, x = rand(columns, n * D).float().T, rand(N, n, D).to(torch.bfloat16)
+    assert split_by_kernels(x, w)
+    assert not split_by_kernels(x.repeat(13, 1, 1), w)
+    assert not split_by_kernels(x, w.contiguous())
+    assert not split_by_kernels(x.float(), w)
+    assert_near([product(x, w, None, True)], [product(x, w, halves_of(w), True)], 1e-4)

@@ -8,6 +8,8 @@ bf16 numbers, padded to K' columns (whole 16 bytes), one part after the other:
 
     Wᵀ: high, low, high;      dz: high, high, low
 
+Few tokens without gradients use W alone: their kernels split the part of W that they have loaded (`split_by_kernels`).
+
 z and dW lose nothing this way. P, one product over 3 K' columns, loses only what is below 2^-16 and its own rounding.
 """
 
@@ -20,6 +22,7 @@ from depthmix.ops.matmul import matmul, wide_product
 
 # bf16 has the range of fp32; fp16 has not.
 HALF = torch.bfloat16
+FEW_TOKENS = 64
 
 
 def padded(columns: int) -> int:
@@ -37,19 +40,30 @@ def halves_of(w: Tensor) -> Tensor:
     return out.flatten(-3, -2)
 
 
+def split_by_kernels(x: Tensor, w: Tensor) -> bool:
+    """Return whether kernels split W [C, K] themselves: the same numbers without `halves_of`, which launches six kernels.
+
+    Each program splits all of W, so this is for the tokens of one program. W must be the transpose of a contiguous [K, C].
+    """
+    return x.dtype == HALF and x.shape[0] <= FEW_TOKENS and w.ndim == 2 and w.stride() == (1, len(w))
+
+
 def product(x: Tensor, w: Tensor, halves: Tensor | None, joint: bool) -> Tensor:
     """Return z of streams [N, n, D]: [N, K] if joint, otherwise [N, n, K], in fp32."""
     rows, columns = _rows(x, w), w.shape[-1]
-    if halves is None:
+    if halves is None and not (x.is_cuda and split_by_kernels(x, w)):
         z = matmul(rows.float(), w)
     else:
-        half = padded(columns)
-        high, low = halves[:columns], halves[half : half + columns]
+        if halves is None:
+            high = low = w.mT
+        else:
+            half = padded(columns)
+            high, low = halves[:columns], halves[half : half + columns]
         if x.is_cuda:
             from depthmix.ops.depth_sum.kernels.scores import SplitRows, add_and_score
 
-            # The fastest tiles that still fit on small GPUs.
-            deep = len(w) >= 128 and columns <= 32
+            # The fastest tiles that still fit on small GPUs. A kernel that splits W needs more room.
+            deep = len(w) >= 128 and columns <= 32 and halves is not None
             shape: dict[str, Any] = {"tile": 64, "depth": 128, "warps": 4} if deep else {}
             z = add_and_score(rows, None, SplitRows(high, low), **shape)[1]
         else:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from depthmix.ops.autograd import reference_gradients
 from depthmix.ops.precision import compute_dtype
-from depthmix.ops.stream_mix.products import halves_of, product_backward, weight_gradient
+from depthmix.ops.stream_mix.products import halves_of, product_backward, split_by_kernels, weight_gradient
 from depthmix.ops.stream_mix.reference import stream_read_reference, stream_write_reference
 from depthmix.ops.stream_mix.rules import Rule, coefficients, products
 
@@ -69,38 +69,60 @@ def step_reference(rule: Rule | None, n: int, eps: float, inputs: Inputs) -> Ste
     return Step(x if inputs.y is None else streams, h.to(kind), rule_pre, post, res)
 
 
+class _Kept(NamedTuple):
+    """Hold what a backward needs besides the inputs."""
+
+    new: Tensor | None  # x' if something was written
+    rule_pre: Tensor | None  # the rule's pre if the read used it
+    z: Tensor | None
+    sums: Tensor | None
+    rho: Tensor | None
+    h: Tensor | None  # if the backward of the norm needs it instead of the streams
+
+
+def _by_kernels(rule: Rule | None, n: int, eps: float, a: Inputs) -> tuple[Step, _Kept]:
+    """Compute the step with kernels, from contiguous inputs. h is None if nothing says how to read."""
+    from depthmix.ops.stream_mix.kernels import coefficients as weights
+    from depthmix.ops.stream_mix.kernels.read import read
+    from depthmix.ops.stream_mix.kernels.rows import Reading
+    from depthmix.ops.stream_mix.kernels.write import EACH, JOINT, NO_SCAN, write
+
+    copies, scan = a.x.ndim == 2, NO_SCAN if rule is None else JOINT if rule.joint else EACH
+    reading = None if a.pre is None else Reading(a.pre, a.gain, eps)
+    x, z, sums, h, rho = write(a.x, copies, n, a.y, a.post, a.res, a.w, a.halves, scan, reading)
+    rule_pre = post = res = None
+    if rule is not None:
+        assert z is not None
+        assert sums is not None
+        assert a.base is not None
+        assert a.scale is not None
+        rule_pre, post, res = weights.forward(rule, x.shape[-1], z, sums, a.base, a.scale)
+    pre = rule_pre if a.pre is None else a.pre
+    if h is None and pre is not None:
+        h, rho = read(x, copies and a.y is None, n, pre, a.gain, eps)
+    norm_needs_h = a.pre is not None and a.gain is not None
+    kept = _Kept(
+        None if a.y is None else x,
+        rule_pre if a.pre is None else None,
+        z,
+        sums,
+        rho,
+        h if norm_needs_h else None,
+    )
+    return Step(x, h, rule_pre, post, res), kept  # type: ignore[arg-type]
+
+
 class _Step(torch.autograd.Function):
     """Compute the step with kernels."""
 
     @staticmethod
     def forward(ctx: Any, rule: Rule | None, n: int, eps: float, *inputs: Tensor | None) -> Any:
-        from depthmix.ops.stream_mix.kernels import coefficients as weights
-        from depthmix.ops.stream_mix.kernels.read import read
-        from depthmix.ops.stream_mix.kernels.rows import Reading
-        from depthmix.ops.stream_mix.kernels.write import EACH, JOINT, NO_SCAN, write
-
         a = Inputs(*inputs)  # type: ignore[arg-type]
-        copies, scan = a.x.ndim == 2, NO_SCAN if rule is None else JOINT if rule.joint else EACH
-        reading = None if a.pre is None else Reading(a.pre, a.gain, eps)
-        x, z, sums, h, rho = write(a.x, copies, n, a.y, a.post, a.res, a.w, a.halves, scan, reading)
-        pre, post, res = a.pre, None, None
-        rule_pre = None
-        if rule is not None:
-            assert z is not None
-            assert sums is not None
-            assert a.base is not None
-            assert a.scale is not None
-            rule_pre, post, res = weights.forward(rule, x.shape[-1], z, sums, a.base, a.scale)
-            pre = rule_pre if pre is None else pre
-        if h is None and pre is not None:
-            h, rho = read(x, copies and a.y is None, n, pre, a.gain, eps)
+        found, kept = _by_kernels(rule, n, eps, a)
         ctx.rule, ctx.n, ctx.eps = rule, n, eps
-        new = None if a.y is None else x
-        # Then the backward of the norm needs h instead of the streams.
-        norm_needs_h = a.pre is not None and a.gain is not None
-        ctx.save_for_backward(*a, new, rule_pre if a.pre is None else None, z, sums, rho, h if norm_needs_h else None)
+        ctx.save_for_backward(*a, *kept)
         ctx.set_materialize_grads(False)
-        return None if x.ndim == 2 else x, h, rule_pre, post, res
+        return None if found.x.ndim == 2 else found.x, *found[1:]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
@@ -178,17 +200,23 @@ def step(rule: Rule | None, n: int, eps: float, inputs: Inputs) -> Step:
         eps: of the norm.
         inputs: see `Inputs`.
     """
-    if inputs.w is not None and inputs.x.dtype == torch.bfloat16 and inputs.halves is None:
-        inputs = inputs._replace(halves=halves_of(inputs.w.detach()))
-    # Kernels for bf16 streams read halves instead of w.
-    w = inputs.w if inputs.x.dtype == torch.bfloat16 else None
-    contiguous = [t if t is None or t is w else t.contiguous() for t in inputs]
-    x, *rest = _Step.apply(rule, n, eps, *contiguous)
-    return Step(inputs.x if x is None else x, *rest)
+    x, w = inputs.x, inputs.w
+    graph = torch.is_grad_enabled()
+    if w is not None and x.dtype == torch.bfloat16 and inputs.halves is None and (graph or not split_by_kernels(x, w)):
+        inputs = inputs._replace(halves=halves_of(w.detach()))
+    # Kernels for bf16 streams read halves instead of w, or split it.
+    kept_as_is = w if x.dtype == torch.bfloat16 else None
+    inputs = Inputs(*[t if t is None or t is kept_as_is else t.contiguous() for t in inputs])
+    if not graph:
+        return _by_kernels(rule, n, eps, inputs)[0]
+    new, *rest = _Step.apply(rule, n, eps, *inputs)
+    return Step(inputs.x if new is None else new, *rest)
 
 
 def write_step(x: Tensor, y: Tensor, post: Tensor, res: Tensor | None) -> Tensor:
     """Write with kernels, differentiably, and read nothing: x' [N, n, D]. The arguments are those of `Inputs`."""
-    contiguous = [None if t is None else t.contiguous() for t in Inputs(x, y, post, res)]
-    written: Tensor = _Step.apply(None, post.shape[-1], 0.0, *contiguous)[0]
+    inputs = Inputs(*[None if t is None else t.contiguous() for t in (x, y, post, res)])
+    if not torch.is_grad_enabled():
+        return _by_kernels(None, post.shape[-1], 0.0, inputs)[0].x
+    written: Tensor = _Step.apply(None, post.shape[-1], 0.0, *inputs)[0]
     return written

@@ -15,6 +15,7 @@ from torch import Tensor
 from depthmix.ops.depth_attention.kernels.tiling import SplitRows
 from depthmix.ops.gpu.addresses import address_table
 from depthmix.ops.gpu.launch import launch
+from depthmix.ops.gpu.sizes import cdiv, next_power_of_2
 from depthmix.ops.matmul import matmul, wide_product
 
 
@@ -24,6 +25,8 @@ def _score_kernel(
     D: tl.constexpr, BT: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, ADD: tl.constexpr, SPLIT: tl.constexpr,
     ACROSS: tl.constexpr,
 ):  # fmt: skip
+    # Rows in fp32 are split here.
+    WHOLE: tl.constexpr = SPLIT and high.dtype.element_ty == tl.float32
     t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
     row = tl.arange(0, BR)
     dots = tl.zeros([BT, BR], tl.float32)
@@ -36,10 +39,15 @@ def _score_kernel(
             tl.store(fresh + at, x, mask=inside)
         w_ok = (row < rows)[:, None] & (d < D)[None, :]
         w = tl.load(high + row[:, None] * D + d[None, :], mask=w_ok, other=0.0)
+        rest = w
+        if WHOLE:
+            w = w.to(v.dtype.element_ty)
+            rest = (rest - w.to(tl.float32)).to(v.dtype.element_ty)
         dots = tl.dot(x, tl.trans(w), dots, input_precision="ieee")
         if SPLIT:
-            w = tl.load(low + row[:, None] * D + d[None, :], mask=w_ok, other=0.0)
-            dots = tl.dot(x, tl.trans(w), dots, input_precision="ieee")
+            if not WHOLE:
+                rest = tl.load(low + row[:, None] * D + d[None, :], mask=w_ok, other=0.0)
+            dots = tl.dot(x, tl.trans(rest), dots, input_precision="ieee")
     at = row.to(tl.int64)[None, :] * N + t[:, None] if ACROSS else t[:, None] * rows + row[None, :]
     tl.store(s + at, dots, mask=(t < N)[:, None] & (row < rows)[None, :])
 
@@ -56,6 +64,7 @@ def add_and_score(
 ) -> tuple[Tensor, Tensor]:
     """Return v + add, rounded once (v itself without add), and its dot products [N, R] fp32 with the rows of w [R, D] fp32.
 
+    w: rows, or their halves in v's dtype. Halves that are both the rows themselves are split by the kernel.
     across: store the products of one row contiguously, which reads without gradients prefer.
     tile, depth, warps: launch parameters, by default the fastest on an H200.
     """
@@ -67,7 +76,7 @@ def add_and_score(
     scores = torch.empty(shape, dtype=torch.float32, device=v.device)
     if tokens:
         small = v.element_size() == 2
-        up = max(16, triton.next_power_of_2(len(high)))
+        up = max(16, next_power_of_2(len(high)))
         long = dim >= 1024 and small and up <= 64
         # With so few tokens larger tiles leave cores idle.
         few = across and tokens < 1 << 15
@@ -75,9 +84,9 @@ def add_and_score(
         if few and add is not None and small and up <= 64:
             tile, warps, stages = tile or 32, warps or 2, 3
         tile = tile or (128 if up <= 64 and small and not long and not few else 64)
-        depth = depth or min(64 if small else 32, max(16, triton.next_power_of_2(dim)))
+        depth = depth or min(64 if small else 32, max(16, next_power_of_2(dim)))
         launch(
-            _score_kernel, (triton.cdiv(tokens, tile),), v,
+            _score_kernel, (cdiv(tokens, tile),), v,
             v, v if add is None else add, fresh, high, low, scores, tokens, len(high),
             D=dim, BT=tile, BR=up, BK=depth, ADD=add is not None, SPLIT=small, ACROSS=across,
             num_warps=warps or (8 if tile == 128 else 4), num_stages=stages,
@@ -116,9 +125,9 @@ def score_backward(v: Tensor, ds: Sequence[Tensor]) -> Tensor:
     columns = -(-n // 8) * 8
     both = torch.empty(tokens, (1 + split) * columns, dtype=v.dtype if split else torch.float32, device=v.device)
     fields = [(x.data_ptr(), x.stride(0)) for x in ds] + [(0, 0)] * (columns - n)
-    wide = min(128, triton.next_power_of_2(columns))
+    wide = min(128, next_power_of_2(columns))
     launch(
-        _gather_kernel, (triton.cdiv(tokens, 32), triton.cdiv(columns, wide)), v,
+        _gather_kernel, (cdiv(tokens, 32), cdiv(columns, wide)), v,
         address_table(tuple(a for pair in fields for a in pair), v.device), both, tokens, columns,
         BT=32, BC=wide, SPLIT=split, num_warps=4,
     )  # fmt: skip

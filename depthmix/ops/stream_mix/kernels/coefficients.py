@@ -23,6 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from depthmix.ops.gpu.launch import launch
+from depthmix.ops.gpu.sizes import cdiv, next_power_of_2
 from depthmix.ops.sinkhorn.kernels import TILE, WARPS, side
 from depthmix.ops.sinkhorn.lanes import LANES, lanes_scratch, load_lanes, sinkhorn_lanes, sinkhorn_lanes_backward
 from depthmix.ops.stream_mix.kernels.birkhoff import birkhoff_lanes, birkhoff_lanes_backward, permutation_bits
@@ -308,13 +309,13 @@ def forward(rule: Rule, dim: int, z: Tensor, sums: Tensor, base: Tensor, scale: 
     shape = {"D": dim, "n": n}
     if rule.joint:
         launch(
-            _joint_kernel, (triton.cdiv(tokens, LANES),), z, *arguments, rule.iterations, rule.eps, rule.pre_eps,
+            _joint_kernel, (cdiv(tokens, LANES),), z, *arguments, rule.iterations, rule.eps, rule.pre_eps,
             K=z.shape[-1], BT=LANES, PERMUTATIONS=_permutations(rule), DEEPSEEK=rule.convention == "deepseek",
             POST_SCALE=rule.post_scale, POST_EPS=rule.post_eps, num_warps=1, **shape,
         )  # fmt: skip
     else:
         launch(
-            _each_kernel, (triton.cdiv(tokens, TILE),), z, *arguments, rule.eps,
+            _each_kernel, (cdiv(tokens, TILE),), z, *arguments, rule.eps,
             P=side(n), BT=TILE, CENTRED=rule.centred, TANH=rule.tanh, num_warps=WARPS, **shape,
         )  # fmt: skip
     return pre, post, res
@@ -350,7 +351,7 @@ def backward(
     if not last or not rule.joint:
         dz = torch.empty_like(z)
     slopes = torch.empty(*z.shape[:-1], 2, dtype=torch.float32, device=z.device)
-    programs = triton.cdiv(tokens, LANES if rule.joint else TILE)
+    programs = cdiv(tokens, LANES if rule.joint else TILE)
     part = torch.empty(programs, len(base) + (3 if rule.joint else 2), dtype=torch.float32, device=z.device)
     grads = [z if g is None else g for g in (dpre, dpost, dres)]
     options: dict[str, int | bool] = {"D": dim, "n": n, "LAST": last}
@@ -360,7 +361,7 @@ def backward(
         scratch = lanes_scratch(z, tokens, n, rule.iterations) if kept else z
         launch(
             _joint_backward_kernel, (programs,), z, z, sums, base, scale, *grads, dz if parts is None else parts, slopes, part, scratch,
-            tokens, rule.iterations, rule.eps, K=columns, UP=triton.next_power_of_2(columns), BT=LANES,
+            tokens, rule.iterations, rule.eps, K=columns, UP=next_power_of_2(columns), BT=LANES,
             PERMUTATIONS=_permutations(rule), DEEPSEEK=rule.convention == "deepseek", POST_SCALE=rule.post_scale, num_warps=1, **options,
         )  # fmt: skip
     elif tokens:

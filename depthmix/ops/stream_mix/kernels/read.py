@@ -17,6 +17,7 @@ from torch import Tensor
 
 from depthmix.ops.gpu.launch import launch
 from depthmix.ops.gpu.program_sums import sum_programs
+from depthmix.ops.gpu.sizes import cdiv, next_power_of_2
 from depthmix.ops.stream_mix.kernels.tiles import load_streams, load_weights, row_tile, weighted
 
 # Streaming multiprocessors of an H200, and warps of the backward on each. More warps would cost more in stored sums than they save.
@@ -114,7 +115,7 @@ def read(x: Tensor, copies: bool, n: int, pre: Tensor, gain: Tensor | None, eps:
     if tokens:
         options = _options(x, copies, n, pre, gain)
         launch(
-            _read_kernel, (triton.cdiv(tokens, int(options["BT"])),), x,
+            _read_kernel, (cdiv(tokens, int(options["BT"])),), x,
             x, pre, x if gain is None else gain, h, x if rho is None else rho, tokens, eps,
             **options, num_warps=_warps(options),
         )  # fmt: skip
@@ -165,7 +166,7 @@ def norm_backward(
 
 def _stages(x: Tensor, rows: int, wanted: int) -> int:
     """Return how many tokens' rows may be loaded ahead within a small GPU's shared memory."""
-    return max(1, min(wanted, 90_000 // (rows * triton.next_power_of_2(x.shape[-1]) * x.element_size())))
+    return max(1, min(wanted, 90_000 // (rows * next_power_of_2(x.shape[-1]) * x.element_size())))
 
 
 def _warps(options: dict[str, int | bool]) -> int:

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from depthmix.ops.gpu.launch import launch
+from depthmix.ops.gpu.sizes import next_power_of_2
 from depthmix.ops.stream_mix.kernels.tiles import load_streams, load_weights, written
 
 # Channels of a row whose n streams a program holds.
@@ -95,7 +96,7 @@ def write_rows(
         h = torch.empty(tokens, dim, dtype=x.dtype, device=x.device)
         rho = None if gain is None else torch.empty(tokens, dtype=torch.float32, device=x.device)
     if tokens:
-        block = triton.next_power_of_2(dim)
+        block = next_power_of_2(dim)
 
         def or_x(tensor: Tensor | None) -> Tensor:
             return x if tensor is None else tensor

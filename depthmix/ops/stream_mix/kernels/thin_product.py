@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from depthmix.ops.gpu.launch import launch
+from depthmix.ops.gpu.sizes import cdiv, next_power_of_2
 
 # Tokens, channels and warps of a program, and the parts of the channels that programs walk over.
 TOKENS, CHANNELS, WARPS, PARTS = 128, 128, 8, 4
@@ -43,9 +44,9 @@ def thin_product(dz: Tensor, halves: Tensor) -> Tensor:
     tokens, channels, k = len(dz), halves.shape[1], len(halves) // 3
     out = torch.empty(tokens, channels, dtype=dz.dtype, device=dz.device)
     if tokens:
-        part = triton.cdiv(triton.cdiv(channels, PARTS), CHANNELS) * CHANNELS
+        part = cdiv(cdiv(channels, PARTS), CHANNELS) * CHANNELS
         launch(
-            _thin_kernel, (triton.cdiv(tokens, TOKENS), triton.cdiv(channels, part)), dz, dz, halves, out, tokens,
-            C=channels, K=k, KP=max(16, triton.next_power_of_2(k)), PART=part, BT=TOKENS, BC=CHANNELS, num_warps=WARPS,
+            _thin_kernel, (cdiv(tokens, TOKENS), cdiv(channels, part)), dz, dz, halves, out, tokens,
+            C=channels, K=k, KP=max(16, next_power_of_2(k)), PART=part, BT=TOKENS, BC=CHANNELS, num_warps=WARPS,
         )  # fmt: skip
     return out

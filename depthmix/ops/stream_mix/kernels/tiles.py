@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from depthmix.ops.gpu.sizes import next_power_of_2
+
 
 @triton.jit
 def load_streams(x, t, d, ok, D: tl.constexpr, n: tl.constexpr, COPIES: tl.constexpr):
@@ -70,8 +72,16 @@ def zeros(count: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr):
 
 @triton.jit
 def load_products(w, row, w_ok, k, C: tl.constexpr, K: tl.constexpr, LOW: tl.constexpr):
-    """Load rows of W [BK, KP]. With LOW > 0 load them from the two parts of its transpose [.., C], LOW apart (products.py)."""
-    if LOW > 0:
+    """Load rows of W [BK, KP].
+
+    LOW = 0: from W in fp32. LOW > 0: from the two parts of its transpose [.., C], LOW apart (products.py). LOW < 0: from its transpose
+    in fp32, which is split here.
+    """
+    if LOW < 0:
+        whole = tl.load(w + k.to(tl.int64)[None, :] * C + row[:, None], mask=w_ok, other=0.0)
+        high = whole.to(tl.bfloat16)
+        low = (whole - high.to(tl.float32)).to(tl.bfloat16)
+    elif LOW > 0:
         at = w + k.to(tl.int64)[None, :] * C + row[:, None]
         high, low = tl.load(at, mask=w_ok, other=0.0), tl.load(at + LOW, mask=w_ok, other=0.0)
     else:
@@ -103,5 +113,5 @@ def splits(x: Tensor) -> bool:
 
 def row_tile(dim: int, tokens: int) -> tuple[int, int]:
     """Return tokens and channels of a tile of whole rows: 2048 numbers, so that 4 warps keep those of n streams in registers."""
-    block = triton.next_power_of_2(dim)
-    return max(1, min(2048 // block, 16, triton.next_power_of_2(tokens))), block
+    block = next_power_of_2(dim)
+    return max(1, min(2048 // block, 16, next_power_of_2(tokens))), block

@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from depthmix.ops.gpu.launch import launch
+from depthmix.ops.gpu.sizes import cdiv, next_power_of_2
 from depthmix.ops.stream_mix.kernels.rows import MAX_ROW, Reading, write_rows
 from depthmix.ops.stream_mix.kernels.tiles import (
     dot_right,
@@ -31,7 +32,7 @@ from depthmix.ops.stream_mix.kernels.tiles import (
     written,
     zeros,
 )
-from depthmix.ops.stream_mix.products import padded, product
+from depthmix.ops.stream_mix.products import padded, product, split_by_kernels
 
 # What z is computed from: nothing, all streams together, or each of them.
 NO_SCAN, JOINT, EACH = 0, 1, 2
@@ -45,7 +46,7 @@ def _write_kernel(
     D: tl.constexpr, n: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, LOW: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, V: tl.constexpr,
     COPIES: tl.constexpr, WRITE: tl.constexpr, RES: tl.constexpr, STATIC: tl.constexpr, SCAN: tl.constexpr,
 ):  # fmt: skip
-    SPLIT: tl.constexpr = LOW > 0
+    SPLIT: tl.constexpr = LOW != 0
     C: tl.constexpr = D * n if SCAN == 1 else D
     L: tl.constexpr = BK // V
     t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
@@ -124,7 +125,7 @@ def write(
     Args:
         x: [N, n, D], or with copies [N, D].
         y: [N, D], or None to write nothing.
-        w: fp32; for bf16 streams `halves` holds its parts (`halves_of`).
+        w: fp32; for bf16 streams `halves` holds its parts (`halves_of`), or kernels split it (`split_by_kernels`).
         scan: NO_SCAN; JOINT for sums Σ x'² [N]; EACH for sums Σ x' and Σ x'² [N, n, 2].
         reading: a read that may run in the same launch.
         inside: one kernel for everything.
@@ -150,12 +151,14 @@ def _write_and_scan(
         sums = torch.empty(*shape, *(() if scan == JOINT else (2,)), dtype=torch.float32, device=x.device)
     if tokens and (y is not None or scan != NO_SCAN):
         v = vector(x)
-        low = 0 if w is None or halves is None or not splits(x) else padded(columns) * len(w)
+        low = 0
+        if w is not None and splits(x):
+            low = padded(columns) * len(w) if halves is not None else -1 if split_by_kernels(x, w) else 0
         launch(
-            _write_kernel, (triton.cdiv(tokens, TOKENS),), x,
+            _write_kernel, (cdiv(tokens, TOKENS),), x,
             x, x if y is None else y, x if post is None else post, x if res is None else res, out,
-            (halves if low else w) if w is not None else x, x if z is None else z, x if sums is None else sums, tokens,
-            D=dim, n=n, K=columns, KP=max(16, triton.next_power_of_2(columns)), LOW=low, BT=TOKENS, BK=4 * v, V=v, COPIES=copies,
+            x if w is None else halves if low > 0 else w, x if z is None else z, x if sums is None else sums, tokens,
+            D=dim, n=n, K=columns, KP=max(16, next_power_of_2(columns)), LOW=low, BT=TOKENS, BK=4 * v, V=v, COPIES=copies,
             WRITE=y is not None, RES=res is not None, STATIC=post is not None and post.ndim == 1, SCAN=scan,
             # One stage, for the reason given in depth attention's `scores`.
             num_warps=4, num_stages=1,
