@@ -13,8 +13,8 @@ import argparse
 import shutil
 from pathlib import Path
 
-from depthmix.compare.report import RECIPE, content_of, gather
 from depthmix.compare.records import RUNS
+from depthmix.compare.report import RECIPE, content_of, gather
 from depthmix.config import InspectConfig
 from depthmix.report.measure import INSIGHT, known, measured
 from depthmix.report.page import make_page

@@ -1,6 +1,5 @@
 """The commands in the documents run, and the demo's path works, at a tenth of their size or less."""
 
-import json
 import re
 import shlex
 import shutil
@@ -10,8 +9,6 @@ import pytest
 from PIL import Image
 
 from depthmix.cli import main
-from depthmix.errors import CHECKPOINT
-from depthmix.insight.document import SCHEMA
 from depthmix.report.serve import Server
 from depthmix.train import step_times
 from project import ROOT
@@ -89,26 +86,6 @@ def test_every_command_of_the_page_on_vision_runs(place, capsys, monkeypatch):
         more += " --seeds 0 --compile off --no-cuda-graph" if argv[0] == "compare" else ""
         assert main(overriding(argv, shlex.split(more))) == 0, f"{command}: {capsys.readouterr().err}"
     assert "accuracy" in (place / "runs" / "cifar10-vit" / "table.md").read_text()
-
-
-def test_the_page_of_the_gallery_is_made_from_what_was_kept(place, capsys, monkeypatch):
-    """Its models' weights are nowhere: what was measured of them is enough, if this version measured it."""
-    for draw in ("draw_curves", "draw_insides"):  # tests/compare has them
-        monkeypatch.setattr(f"depthmix.compare.report.{draw}", lambda *_: [])
-    (place / "lab" / "results").mkdir(parents=True)
-    (place / "lab" / "results" / "gutenberg-54m-inside").symlink_to(ROOT / "lab" / "results" / "gutenberg-54m-inside")
-    command = commands("findings")[-1]
-    (document, *_) = (ROOT / "lab" / "results" / "gutenberg-54m-inside").glob("*/seed-0/insight.json")
-    if json.loads(document.read_text())["schema"] != SCHEMA:
-        assert main(shlex.split(command)[1:]) == CHECKPOINT
-        assert "another version of depthmix made its measurements: train the model again" in capsys.readouterr().err
-        return
-    assert main(shlex.split(command)[1:]) == 0, capsys.readouterr().err
-    made = (place / "runs" / "gallery.html").read_text()
-    assert made.count("<h4>Who reads what: the depth map") == 5
-    assert "nobody" in made  # a word of the text that was read token by token
-    assert main([*shlex.split(command)[1:], "--text", "another text"]) == CHECKPOINT
-    assert "has no weights any more" in capsys.readouterr().err
 
 
 FIGURES = ("engine.draw_figures", "report.draw_curves", "report.draw_insides")

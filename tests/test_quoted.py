@@ -8,6 +8,7 @@ import tomllib
 import pytest
 
 import depthmix
+from depthmix.report.model_data import correlation_with_need
 from lab.claims import contrast, read_results
 from lab.long_study import RATES
 from lab.readme_table import tuning_gain
@@ -89,6 +90,36 @@ def test_what_skipped_sublayers_cost():
     assert f"costs {min(first):.1f} to {max(first):.1f} nats in every model" in text
     assert f"costs {min(others):.2f} to {max(others):.2f} in the median" in text
     assert f"{min(cheap)} to {max(cheap)} of the 24 sublayers cost less than 0.1 nats" in text
+
+
+def test_weights_and_contributions_of_the_findings():
+    """Contributions are approximated from mean weights and mean sizes, since these documents do not hold them."""
+    names = ("in a reader's weights", "its share in what is read", "first MLP in what is read")
+    rows = {name: [] for name in (*names, "weight and need", "contribution and need")}
+    for name in ("residual", "attnres-block_size=4", "attnres-block_size=4-ways=2", "dca", "mhc"):
+        path = ROOT / "lab" / "results" / "gutenberg-54m-inside" / name / "seed-0" / "insight.json"
+        document = json.loads(path.read_text())["document"]
+        sizes = [document["dynamics"]["stream_rms"][0], *document["dynamics"]["output_rms"]]
+        weights = document["mixing"]["mean"]
+
+        def shares(row, sizes=sizes):
+            parts = [abs(weight) * size for weight, size in zip(row, sizes, strict=False)]
+            return [part / sum(parts) for part in parts]
+
+        contributions = [[shares(row) for row in ways] for ways in weights]
+        even = [[shares(row, [1.0] * len(row)) for row in ways] for ways in weights]
+
+        def mean_of(values, source, first):
+            return statistics.mean(statistics.mean(row[source] for row in ways) for ways in values[first:])
+
+        rows[names[0]].append(f"{mean_of(even, 0, 2):.3f}")
+        rows[names[1]].append(f"{mean_of(contributions, 0, 2):.3f}")
+        rows[names[2]].append(f"{mean_of(contributions, 2, 3):.2f}")
+        for row, values in (("weight and need", weights), ("contribution and need", contributions)):
+            rows[row].append(f"{correlation_with_need(document, values):.2f}")
+    text = page("findings.md")
+    for row, values in rows.items():
+        assert re.search(rf"{row} \| {re.escape(' | '.join(values))} \|", text), (row, values)
 
 
 def test_how_alike_streams_stay():

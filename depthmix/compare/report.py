@@ -271,8 +271,11 @@ def content_of(reported: ReportedRuns, documents: Sequence[Mapping[str, Any]], c
     finding = (
         f"{len(reported.labels)} ways to mix over depth" if several else f"Mixing over depth: {reported.labels[0]}"
     )
+    # The first of several domains and sizes is the one at the top.
+    cell = next(iter(reported.rows)) if len(reported.rows) > 1 else ""
     if compared:
-        finding = headline(rows, reported.recipe.get("budget") == "time", titles_of(reported.labels))
+        said = headline(rows, reported.recipe.get("budget") == "time", titles_of(reported.labels))
+        finding = f"{cell}: {said}" if cell else said
     busy = {name: busy_arms(runs) for name, runs in reported.runs.items()}
     runs = next(iter(reported.runs.values())) if len(reported.runs) == 1 else []
     notes_by_cell = [_footnotes(rows, reported.comparable) for rows in reported.rows.values()]
@@ -283,6 +286,7 @@ def content_of(reported: ReportedRuns, documents: Sequence[Mapping[str, Any]], c
         badge=badge(rows) if compared else "",
         baseline=rows[0].baseline if rows else "",
         effects=effects(rows, next(iter(busy.values()), set())) if compared else [],
+        cell=cell,
         warnings=reported.warnings,
         verdict=_verdicts(reported) if reported.comparable else [],
         facts=facts(reported.recipe, reported.labels, rows, reported.comparable),
@@ -379,14 +383,20 @@ def badge(rows: Sequence[Row]) -> str:
     if all(row.difference_interval is None for row in rows):
         return "1 seed: a lead, not evidence"
     short = not of_images(rows) and rows[0].tokens < TOKENS_PER_PARAMETER * rows[0].parameters
-    return "short training: a lead" if short else ""
+    return "short training: a lead, not evidence" if short else ""
 
 
 def effects(rows: Sequence[Row], busy: Collection[str]) -> list[Effect]:
     """Return the difference and the price of every arm but the baseline, the lowest loss first."""
+    titles = titles_of([row.arm for row in rows])
     found = [
         Effect(
-            row.arm, row.difference, row.difference_interval, row.step_ratio, row.arm in busy or row.baseline in busy
+            label=row.arm,
+            difference=row.difference,
+            interval=row.difference_interval,
+            step_ratio=row.step_ratio,
+            busy=row.arm in busy or row.baseline in busy,
+            title=titles.get(row.arm, ""),
         )
         for row in rows
         if row.difference is not None

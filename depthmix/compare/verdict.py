@@ -112,32 +112,29 @@ def headline(rows: Sequence[Row], equal_time: bool = False, titles: Mapping[str,
     if not others:
         return f"{rows[0].arm}: validation loss {rows[0].val_loss:.4f} nats"
     name = {row.arm: (titles or {}).get(row.arm) or row.arm for row in others}
-    baseline, what = others[0].baseline, "classifies images" if others[0].accuracy is not None else "predicts text"
+    baseline, images = others[0].baseline, others[0].accuracy is not None
+    one, many = ("classifies images", "classify images") if images else ("predicts text", "predict text")
     best = min(others, key=lambda row: row.difference or 0.0)
     if all(row.difference_interval is None for row in others):
         size, side = _rounded(0.01, best.difference or 0.0)[0], _side(best.difference or 0.0)
         return f"{name[best.arm]} ended {size} nats {side} {baseline}, in one run"
-    shown = [row for row in others if abs(row.difference or 0.0) > (row.difference_interval or math.inf)]
+    halves = [(row, math.inf if row.difference_interval is None else row.difference_interval) for row in others]
+    shown = [row for row, half in halves if abs(row.difference or 0.0) > half]
     better = [row for row in shown if (row.difference or 0.0) < 0]
+    n, alone = len(others), len(others) == 1
+    if not shown:
+        return f"No difference is shown between {name[best.arm] if alone else f'any of {n} rules'} and {baseline}"
     if not better:
-        rule = name[others[0].arm] if len(others) == 1 else f"any of {len(others)} rules"
-        if len(others) == 1 and shown:
-            return f"{rule} {what} worse than {baseline}"
-        return (
-            f"No difference is shown between {rule} and {baseline}"
-            if not shown
-            else f"No rule is shown to beat {baseline}"
-        )
-    if len(better) < len(others):
-        which = name[better[0].arm] if len(better) == 1 else f"{len(better)}"
-        return f"Of {len(others)} rules, {which} {what if len(better) == 1 else what.replace('s ', ' ', 1)} better than {baseline}"
-    who = name[best.arm] if len(others) == 1 else f"All {len(others)} rules"
+        return f"{name[best.arm]} {one} worse than {baseline}" if alone else f"No rule is shown to beat {baseline}"
+    if len(better) < n:
+        which, verb = (name[better[0].arm], one) if len(better) == 1 else (str(len(better)), many)
+        return f"Of {n} rules, {which} {verb} better than {baseline}"
+    who, verb, reach = (name[best.arm], one, "reaches") if alone else (f"All {n} rules", many, "reach")
     saved = sorted(round(100 * (1 - row.tokens_to_reach)) for row in better if row.tokens_to_reach is not None)
-    if len(saved) == len(better) and saved[0] > 0 and not equal_time:
+    if len(saved) == n and saved[0] > 0 and not equal_time:
         span = f"{saved[0]}%" if saved[0] == saved[-1] else f"{saved[0]}–{saved[-1]}%"
-        unit = "images" if best.accuracy is not None else "tokens"
-        return f"{who} reach{'es' * (len(others) == 1)} {baseline}'s loss with {span} fewer {unit}"
-    return f"{who} {what if len(others) == 1 else what.replace('s ', ' ', 1)} better than {baseline}"
+        return f"{who} {reach} {baseline}'s loss with {span} fewer {'images' if images else 'tokens'}"
+    return f"{who} {verb} better than {baseline}"
 
 
 def _level(difference: float) -> str:

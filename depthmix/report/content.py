@@ -30,6 +30,7 @@ class Effect:
     interval: float | None  # half the width of the 95% interval; None with one seed
     step_ratio: float | None
     busy: bool = False  # the step times were taken on a busy machine
+    title: str = ""  # the rule's name in words
 
     @property
     def shown(self) -> bool:
@@ -63,6 +64,7 @@ class Content:
     badge: str = ""  # a warning of two or three words, such as "1 seed: a lead"
     baseline: str = ""
     effects: Sequence[Effect] = ()
+    cell: str = ""  # domain and size of the effects, if there are several
     warnings: Sequence[str] = ()  # what a reader must know before anything else
     verdict: Sequence[str] = ()
     facts: Sequence[tuple[str, str]] = ()

@@ -33,12 +33,14 @@ def effects(content: Content) -> str:
         '<span><span class="dot"></span> no difference shown</span>' if hidden else "",
         '<span class="tag">busy</span> step times of a busy machine' if any(e.busy for e in content.effects) else "",
     ]
-    caption = f"Validation loss against {content.baseline}, in nats, with the 95% interval. Left is better."
+    where = f" on {content.cell}" if content.cell else ""
+    caption = f"Validation loss{where} against {content.baseline}, in nats (natural-log loss units), with the 95% interval. Left is better."
+    head = "<tr><th>rule</th><th>interval</th><th>difference in nats, time of a step</th></tr>"
     return (
-        f'<figure class="effects"><table aria-label="{escape(caption)}"><thead class="unseen"><tr><th>rule</th>'
-        f"<th>difference, nats</th><th>time of a step</th></tr></thead><tbody>{lines}</tbody></table>"
-        f'<div class="ticks" aria-hidden="true">{ticks}</div>'
-        f"<figcaption>{escape(caption)} {' '.join(key for key in keys if key)}</figcaption></figure>"
+        '<figure class="effects"><table><caption class="unseen">Differences from the baseline</caption>'
+        f'<colgroup><col class="names"><col><col class="prices"></colgroup><thead class="unseen">{head}</thead>'
+        f'<tbody>{lines}</tbody><tfoot aria-hidden="true"><tr><td></td><td><div class="ticks">{ticks}</div></td>'
+        f"<td></td></tr></tfoot></table><figcaption>{escape(caption)} {' '.join(key for key in keys if key)}</figcaption></figure>"
     )
 
 
@@ -53,10 +55,12 @@ def _line(effect: Effect, place: Callable[[float], str]) -> str:
     dot = f'<span class="dot{" shown" if effect.shown else ""}" style="left: {place(effect.difference)}"></span>'
     price = "" if effect.step_ratio is None else f"{effect.step_ratio:.2f}× step"
     busy = ' <span class="tag">busy</span>' if effect.busy and price else ""
-    name = escape(effect.label).replace(":", ":<wbr>").replace(",", ",<wbr>")
+    label = escape(effect.label).replace(":", ":<wbr>").replace(",", ",<wbr>")
+    name = f"{escape(effect.title)}<small>{label}</small>" if effect.title else label
+    told = "" if half is None else "excludes zero" if effect.shown else "includes zero: no difference shown"
     return (
-        f'<tr><th scope="row">{name}</th><td class="track"><span class="zero" style="left: {place(0.0)}"></span>{bar}{dot}</td>'
-        f'<td class="price"><b>{said}</b> {price}{busy}</td></tr>'
+        f'<tr><th scope="row">{name}</th><td class="track"><span class="zero" style="left: {place(0.0)}"></span>{bar}{dot}'
+        f'<span class="unseen">{told}</span></td><td class="price"><b>{said}</b> {price}{busy}</td></tr>'
     )
 
 

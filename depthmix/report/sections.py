@@ -16,7 +16,7 @@ WORDS_FORM = """<form id="words-form">
 """
 MODEL = (
     "A model is a stack of sites; each site is one attention or one MLP. Every later site can read a site's output, and so can the prediction. "
-    "The first source is the embedding, which is the token alone. The rule for mixing over depth decides how much each site reads from each source."
+    "Who reads is a reader, and what is read is a source. The first source is the embedding, which is the token alone. The rule for mixing over depth decides how much each reader takes from each source."
 )
 
 
@@ -42,7 +42,7 @@ def maps(models: Sequence[Mapping[str, Any]]) -> str:
     if not models:
         return ""
     title = "The same map for all models, on one scale" if len(models) > 1 else "Who reads what"
-    return f'<section id="maps" class="later" aria-label="depth maps"><h2>{title}</h2></section>'
+    return f'<section id="maps" class="later" aria-label="depth maps"><h2>{title}</h2><p class="soft">{MODEL}</p></section>'
 
 
 def over_depth(models: Sequence[Mapping[str, Any]]) -> str:
@@ -54,7 +54,7 @@ def over_depth(models: Sequence[Mapping[str, Any]]) -> str:
 def curves(content: Content) -> str:
     if not content.curves:
         return ""
-    return '<section id="curves" class="later" aria-label="loss curves"><h2>Loss during training</h2></section>'
+    return '<section id="curves" class="later" aria-label="loss curves"><h2>Who learns faster</h2></section>'
 
 
 def results(content: Content) -> str:
@@ -109,7 +109,7 @@ def inside(models: Sequence[Mapping[str, Any]], documents: Sequence[Mapping[str,
         for model, document in zip(models, documents, strict=True)
     ]
     title = "Inside each model" if len(models) > 1 else "Inside the model"
-    return "\n".join([f"<h2>{title}</h2>", f'<p class="soft">{MODEL}</p>', *parts])
+    return "\n".join(['<section class="folded">', f"<h2>{title}</h2>", *parts, "</section>"])
 
 
 def _facts(document: Mapping[str, Any]) -> str:
@@ -132,7 +132,7 @@ def closing(content: Content) -> str:
         parts.append(folded("Where it ran", _definitions(content.environment)))
     if content.command:
         parts.append(folded("The command that made this page", f"<pre>{escape(content.command)}</pre>"))
-    return "\n".join(["<h2>Methods</h2>", *parts] if parts else [])
+    return "\n".join(['<section class="folded">', "<h2>Methods</h2>", *parts, "</section>"] if parts else [])
 
 
 def folded(title: str, html: str) -> str:

@@ -118,7 +118,12 @@ class Models:
         return list(doc.rounded(losses))
 
     def room(self, text: str) -> tuple[int, int]:
-        """Return the number of a text's tokens and the most that are possible, for the model with the least room."""
+        """Return the number of a text's tokens and the most that are possible, for the model with the least room.
+
+        Raises:
+            UserError: the text cannot be shown.
+        """
+        check_prompt(text, "the text")
         counts = []
         for _, trained in self.runs:
             n = len(trained.tokenizer.encode(text, add_special_tokens=False).ids)
@@ -138,6 +143,8 @@ class Models:
         ids, pieces = encode_text(trained, text, self.seq_len)
         if not pieces:
             raise UserError(f"the tokenizer of {run} makes no tokens of this text")
+        if len(pieces) == 1:
+            raise UserError(f"the text is a single token of {run}, and nothing comes before it: write a sentence")
         return ids, pieces
 
     def _document(self, run: str, trained: Trained, text: str) -> dict[str, Any]:
@@ -272,7 +279,11 @@ class Handler(BaseHTTPRequestHandler):
                 losses = self._compute(lambda: self.server.models.losses_of_cut(**cut))
                 self._answer(HTTPStatus.OK, {"losses": losses})
             elif (self.command, self.path) == ("POST", "/count"):
-                tokens, most = self.server.models.room(self._sent({"text": str}, TEXT_EXAMPLE)["text"])
+                text = self._sent({"text": str}, TEXT_EXAMPLE)["text"]
+                try:
+                    tokens, most = self.server.models.room(text)
+                except UserError as error:
+                    raise Refused(HTTPStatus.UNPROCESSABLE_ENTITY, str(error)) from None
                 self._answer(HTTPStatus.OK, {"tokens": tokens, "most": most})
             else:
                 known = self.path in ("/", "/text", "/cut", "/count")

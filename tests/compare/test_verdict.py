@@ -8,7 +8,7 @@ import pytest
 
 from depthmix.compare.interval import half_width, student_probability, student_t
 from depthmix.compare.rows import Run, make_rows
-from depthmix.compare.verdict import footnotes, verdict
+from depthmix.compare.verdict import footnotes, headline, verdict
 from project import ROOT
 
 
@@ -113,3 +113,28 @@ def test_with_the_spread_of_all_arms():
     assert (
         "the 95% interval with one seed, by the spread of the others, reaches from" in verdict([unsure], pooled=True)[0]
     )
+
+
+def test_the_headline_says_no_more_than_is_shown():
+    def rows(*differences, half=0.02, tokens=0.9, accuracy=None):
+        (base, other) = rows_of([4.0, 4.0], [3.9, 3.92])
+        changed = {"difference_interval": half, "tokens_to_reach": tokens, "accuracy": accuracy}
+        arms = [replace(other, arm=f"arm{i}", difference=d, **changed) for i, d in enumerate(differences)]
+        return [replace(base, accuracy=accuracy), *arms]
+
+    assert headline(rows(-0.1)) == "arm0 reaches residual's loss with 10% fewer tokens"
+    assert (
+        headline(rows(-0.1), titles={"arm0": "Some Rule"}) == "Some Rule reaches residual's loss with 10% fewer tokens"
+    )
+    assert headline(rows(-0.1, -0.2)) == "All 2 rules reach residual's loss with 10% fewer tokens"
+    assert headline(rows(-0.1), equal_time=True) == "arm0 predicts text better than residual"
+    assert headline(rows(-0.1, tokens=None)) == "arm0 predicts text better than residual"
+    assert headline(rows(-0.1, -0.01, 0.1)) == "Of 3 rules, arm0 predicts text better than residual"
+    assert headline(rows(-0.1, -0.2, 0.1)) == "Of 3 rules, 2 predict text better than residual"
+    assert headline(rows(-0.1, -0.2, 0.1, accuracy=0.5)) == "Of 3 rules, 2 classify images better than residual"
+    assert headline(rows(0.1)) == "arm0 predicts text worse than residual"
+    assert headline(rows(0.1, 0.2)) == "No rule is shown to beat residual"
+    assert headline(rows(0.01, -0.01)) == "No difference is shown between any of 2 rules and residual"
+    assert headline(rows(-0.1, half=0.0)).startswith("arm0 reaches")
+    assert headline(rows(-0.1, half=None)) == "arm0 ended 0.100 nats below residual, in one run"
+    assert headline(rows()) == "residual: validation loss 4.0000 nats"

@@ -105,12 +105,45 @@ def test_words_and_where_they_came_from(open_page, report):
     assert page.locator("img, .panels script").count() == 0
     assert EVIL in page.inner_text("#words")
 
+    # A link to another word forgets the cut, and an open table follows the word.
+    before = page.locator(".side .numbers tbody").first.inner_text()
+    page.locator(".river.m0 .hit").first.dispatch_event("click")
+    page.get_by_role("button", name="Cut it").click()
+    page.evaluate("location.hash = 'word=5&models=0,1'")
+    page.wait_for_timeout(50)
+    assert "cut" not in reads(page)
+    page.locator(".side .numbers summary").first.click()
+    token(page, 2).click()
+    second = page.locator(".side .numbers tbody").first.inner_text()
+    token(page, 3).click()
+    assert before == second != page.locator(".side .numbers tbody").first.inner_text()
+
     # Play goes through the sentence.
     token(page, 1).click()
     page.get_by_role("button", name="▶ Play").click()
     page.wait_for_timeout(1500)
     assert page.url.endswith("#word=2&models=0,1")
     page.get_by_role("button", name="❚❚ Pause").click()
+
+
+def test_models_of_other_tokens_and_other_texts(open_page, tmp_path):
+    """The first may cut the text finer or coarser than the second; a model of another text is left out."""
+    fine = document("fine", text=["It", " was", " a", " dark", " night"])
+    coarse = document("coarse", text=["It was", " a dark", " night"], ways=3, seed=1)
+    other = document("other", text=["Another", " text"], seed=2)
+    path = tmp_path / "page.html"
+    path.write_text(make_page(content(["fine", "coarse", "other"], [fine, coarse, other])), encoding="utf-8")
+    page = open_page(path)
+    assert page.locator(".side select").first.locator("option").all_inner_texts() == ["fine", "coarse"]
+    assert "1 with another text" in page.inner_text("#words")
+    token(page, 1).click()
+    assert reads(page, 1).startswith("read at “It was”, predicting “a dark”")
+    token(page, 4).click()
+    page.locator("#words .bar select").select_option(label="keys")
+    page.locator(".side select").first.select_option(label="coarse")
+    page.locator(".side select").nth(1).select_option(label="fine")
+    assert reads(page).startswith("read at “a dark”, predicting “night”")
+    assert page.locator("#words .bar select").input_value() == "2"
 
 
 def test_maps_plots_and_tables(open_page, report):
@@ -206,6 +239,8 @@ def test_it_can_be_read_at_every_width_in_light_and_dark(open_page, report):
             page.locator(f"#{place} svg").first.wait_for()
         page.wait_for_timeout(50)
         assert page.evaluate("document.documentElement.scrollWidth") <= width
+        zero, same = page.evaluate(AXIS)
+        assert abs(zero - same) < 1.5  # the scale stands below what it measures
         ground, seen = page.evaluate(READABLE)
         assert (luminance(ground) > 0.9) == (scheme == "light")
         assert len(seen) > 60
@@ -235,6 +270,10 @@ READABLE = """() => {
     }
     return [ground, seen];
 }"""
+AXIS = """() => [".track .zero", ".ticks .same"].map((place) => {
+    const { left, right } = document.querySelector(place).getBoundingClientRect();
+    return (left + right) / 2;
+})"""
 # Colours of marks that carry meaning: lines, the ends of both scales, dots.
 MARKS = """() => [
     ...[...document.querySelectorAll("path.line")].map((e) => getComputedStyle(e).stroke),

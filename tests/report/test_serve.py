@@ -160,6 +160,7 @@ def test_tokens_are_counted_without_waiting_for_a_text(server):
     run = server.models.runs[0][1]
     assert (status, json.loads(body)) == (200, {"tokens": len(run.tokenizer.encode(TEXT).ids), "most": TOKENS})
     said(server, 400, "Send", path="/count", body="{}")
+    said(server, 422, path="/count", body='{"text": "\\ud800"}')
     said(server, 403, "other sites", path="/count", headers={"Origin": "http://evil.example"})
 
 

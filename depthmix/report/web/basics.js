@@ -36,6 +36,7 @@ function percent(share) {
 // Write a probability as "1 in 82".
 function oneIn(probability) {
   if (!known(probability)) return "not a number";
+  if (probability < 1e-300) return "less than 1 in 10³⁰⁰";
   const n = 1 / probability;
   if (n >= 1e6) return `1 in ${number(n / 1e6, 2)} million`;
   return `1 in ${n < 9.95 ? n.toFixed(1).replace(/\.0$/, "") : Math.round(+n.toPrecision(3)).toLocaleString("en")}`;
@@ -70,12 +71,15 @@ const brief = (name) => {
 };
 // A label that may break after its colons and commas.
 const breakable = (label) => label.split(/(?<=[:,/])/).flatMap((part, i) => (i ? [el("wbr"), part] : [part]));
-// A reader with fewer ways than others uses its only mixture for each of them.
-const ofWay = (ways, way) => ways[Math.min(way, ways.length - 1)];
+const ALL = "all it reads";
+// The names of the ways of the model with most of them, to choose from; empty if every reader has one.
+const wayChoices = (models) => models.reduce((most, model) => (model.ways.length > most.length ? model.ways : most), []);
 
-// Average a reader's ways, which all have the same sources.
-function overWays(ways) {
-  return ways[0].map((_, s) => sum(ways.map((way) => way[s])) / ways.length);
+// Return a reader's values for the way of this name, or their mean over all ways. Models with fewer ways read queries and keys together.
+function ofWay(model, ways, name) {
+  if (name === ALL) return ways[0].map((_, s) => sum(ways.map((way) => way[s])) / ways.length);
+  const own = model.ways.findIndex((way) => way === name || way.split(" and ").includes(name));
+  return ways[clamp(own, 0, ways.length - 1)];
 }
 
 // Make the last focused element of a group its only tab stop; arrow keys move inside the group.
@@ -105,16 +109,20 @@ function choice(label, options, value, onChange) {
   return el("span", { class: "choice", role: "group", "aria-label": label }, ...buttons);
 }
 
-// The numbers behind a figure as a table, built when it is opened.
-function tableBehind(caption, heading, rows) {
+// The numbers behind a figure as a table, built when it is opened and when the figure in `root` is drawn again.
+function tableBehind(root, caption, { heading, rows }) {
   const details = el("details", { class: "numbers" }, el("summary", {}, "Show as a table"));
-  details.addEventListener("toggle", () => {
+  const build = () => {
     details.querySelector(".scroll")?.remove();
     if (!details.open) return;
     const cells = (line, tag) => line.map((cell, i) => el(i ? tag : "th", { scope: tag === "th" ? "col" : i ? null : "row" }, cell));
     const body = rows().map((line) => el("tr", {}, ...cells(line, "td")));
     const table = el("table", {}, el("caption", {}, caption), el("thead", {}, el("tr", {}, ...cells(heading(), "th"))), el("tbody", {}, ...body));
     details.append(el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": caption }, table));
-  });
-  return details;
+  };
+  details.addEventListener("toggle", build);
+  root.addEventListener("redrawn", build);
+  root.append(details);
 }
+
+const redrawn = (drawing) => drawing.dispatchEvent(new CustomEvent("redrawn", { bubbles: true }));

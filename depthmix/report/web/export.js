@@ -11,7 +11,7 @@ function plainColour(value) {
 }
 
 // Write a drawing as a file of its own, with the styles that the page gives it.
-function svgText(drawing) {
+function svgText(drawing, title) {
   const copy = drawing.cloneNode(true);
   const originals = [drawing, ...drawing.querySelectorAll("*")];
   [copy, ...copy.querySelectorAll("*")].forEach((node, i) => {
@@ -21,20 +21,29 @@ function svgText(drawing) {
     node.removeAttribute("style");
   });
   copy.querySelectorAll("[data-unseen]").forEach((node) => node.remove());
-  const { width, height } = drawing.viewBox.baseVal;
-  const ground = svg("rect", { width, height, fill: plainColour(getComputedStyle(document.body).backgroundColor) });
-  copy.prepend(ground);
-  fill(copy, { xmlns: SVG, width, height }, []);
+  copy.querySelectorAll("[data-exported]").forEach((node) => node.removeAttribute("display"));
+  const [width, height] = sizeOf(drawing), head = 0.07 * width, page = getComputedStyle(document.body);
+  const ground = svg("rect", { y: -head, width, height, fill: plainColour(page.backgroundColor) });
+  const letters = Math.min(0.6 * head, (1.7 * width) / title.length);
+  const said = svg("text", { y: -0.4 * head, "font-size": letters, "font-weight": 600, "font-family": page.fontFamily, fill: plainColour(page.color) }, title);
+  copy.prepend(ground, said);
+  fill(copy, { xmlns: SVG, width, height, viewBox: `0 ${-head} ${width} ${height}` }, []);
   return new XMLSerializer().serializeToString(copy);
 }
 
-async function pngOf(drawing) {
+// The size of a drawing with its title, in its own units.
+function sizeOf(drawing) {
   const { width, height } = drawing.viewBox.baseVal;
+  return [width, height + 0.07 * width];
+}
+
+async function pngOf(drawing, title) {
+  const [width, height] = sizeOf(drawing), scale = Math.max(2, 1200 / width);
   const image = new Image();
-  image.src = `data:image/svg+xml,${encodeURIComponent(svgText(drawing))}`;
+  image.src = `data:image/svg+xml,${encodeURIComponent(svgText(drawing, title))}`;
   await image.decode();
-  const canvas = el("canvas", { width: 2 * width, height: 2 * height });
-  canvas.getContext("2d").drawImage(image, 0, 0, 2 * width, 2 * height);
+  const canvas = el("canvas", { width: scale * width, height: scale * height });
+  canvas.getContext("2d").drawImage(image, 0, 0, scale * width, scale * height);
   return new Promise((done) => canvas.toBlob(done, "image/png"));
 }
 
@@ -58,7 +67,7 @@ function exportButtons(title, find) {
     return made;
   };
   const asSvg = button("SVG", "Copy the figure as SVG", async (drawing) => {
-    const text = svgText(drawing);
+    const text = svgText(drawing, title);
     try {
       await navigator.clipboard.writeText(text);
       return "copied";
@@ -68,7 +77,7 @@ function exportButtons(title, find) {
     }
   });
   const asPng = button("PNG", "Copy the figure as PNG", async (drawing) => {
-    const blob = await pngOf(drawing);
+    const blob = await pngOf(drawing, title);
     try {
       await navigator.clipboard.write([new ClipboardItem({ "image/png": blob })]);
       return "copied";
@@ -85,6 +94,6 @@ function figure(title, body, { caption = "", table = null, controls = [] } = {})
   const head = el("div", { class: "head" }, el("h3", {}, ...breakable(title)), ...controls, exportButtons(title, () => body.querySelector("svg")));
   const made = el("figure", {}, head, body);
   if (caption) made.append(el("figcaption", {}, caption));
-  if (table) made.append(tableBehind(title, table.heading, table.rows));
+  if (table) tableBehind(made, title, table);
   return made;
 }

@@ -10,15 +10,16 @@ const SCALES = {
   // How much more or less than an even share, from an eighth to eight times.
   even: {
     level: (share, sources) => (share <= 0 ? -CLASSES : clamp(Math.round((CLASSES / 3) * Math.log2(share * sources)), -CLASSES, CLASSES)),
-    legend: [[-CLASSES, "⅛"], [0, "even share"], [CLASSES, "8×"]],
+    legend: [[-CLASSES, "⅛ of an even share"], [0, "an even share"], [CLASSES, "8 times"]],
   },
   // The share itself. Colours grow with its root, so that small shares can be told apart.
   share: {
     level: (share) => Math.sign(share) * Math.min(CLASSES, Math.ceil(CLASSES * Math.sqrt(Math.abs(share)) - 0.25)),
     legend: [[-CLASSES, "−100%"], [-CLASSES / 2, "−25%"], [0, "0"], [CLASSES / 2, "25%"], [CLASSES, "100%"]],
   },
-  // Differences of shares in percentage points, by their root.
+  // Differences of shares in percentage points, by their root, in the colours of the two models.
   difference: {
+    css: "d",
     level: (share) => Math.sign(share) * Math.min(CLASSES, Math.round(CLASSES * Math.sqrt(Math.abs(share) / 0.3))),
     legend: [[-CLASSES, "−30 points"], [0, "same"], [CLASSES, "+30 points"]],
   },
@@ -29,8 +30,10 @@ const SCALES = {
   },
 };
 
+const classOf = (scale, level) => `${scale.css ?? "c"}${level}`;
+
 function legendOf(scale) {
-  const swatches = scale.legend.map(([level, text]) => el("span", {}, el("i", { class: `swatch c${level}` }), text));
+  const swatches = scale.legend.map(([level, text]) => el("span", {}, el("i", { class: `swatch ${classOf(scale, level)}` }), el("span", {}, ...breakable(text))));
   return el("p", { class: "legend" }, ...swatches);
 }
 
@@ -41,18 +44,18 @@ class DepthMap {
     this.n = model.readers.length;
     // Names are as large on the page for a model of a hundred sites as for one of ten; a map of fewer sites is smaller.
     this.letters = Math.max(0.45 * this.n, 4.6);
-    const wide = this.n * CELL, room = names ? 5.8 * this.letters : 0;
+    const wide = this.n * CELL, room = names ? 6.6 * this.letters : 0;
     this.left = room;
-    this.svg = svg("svg", { viewBox: `0 0 ${room + wide} ${wide + room}`, role: "img", "aria-label": label, tabindex: 0, class: "depth-map" });
+    this.svg = svg("svg", { viewBox: `0 0 ${room + wide} ${wide + room}`, role: "application", "aria-label": `${label}: arrow keys move${choose ? ", Enter chooses" : ""}`, tabindex: 0, class: "depth-map" });
     if (this.n < 11) this.svg.style.maxWidth = `${3 * (room + wide)}px`;
     this.paths = new Map();
     for (const level of range(2 * CLASSES + 1)) {
-      const path = svg("path", { class: `c${level - CLASSES}` });
+      const path = svg("path", { class: classOf(scale, level - CLASSES) });
       this.paths.set(level - CLASSES, path);
       this.svg.append(path);
     }
     this.mark = svg("rect", { class: "mark", width: CELL, height: CELL, visibility: "hidden", "data-unseen": "" });
-    this.svg.append(this.mark, ...(names ? this.names() : []));
+    this.svg.append(this.mark, ...(names ? this.names() : []), this.legend());
     this.readout = el("p", { class: "readout", "aria-live": "polite" });
     this.at = null;
     this.listen();
@@ -70,6 +73,16 @@ class DepthMap {
     return [...rows, ...columns];
   }
 
+  // In the empty half of a figure that is copied: what the colours mean.
+  legend() {
+    const x = this.left + 0.56 * this.n * CELL, size = this.letters;
+    const lines = this.scale.legend.flatMap(([level, text], i) => [
+      svg("rect", { x, y: (1.5 * i + 0.5) * size, width: 0.8 * size, height: 0.8 * size, class: classOf(this.scale, level) }),
+      svg("text", { x: x + 1.2 * size, y: (1.5 * i + 1.2) * size, style: `font-size: ${0.8 * size}px` }, text),
+    ]);
+    return svg("g", { "data-exported": "", display: "none" }, ...lines);
+  }
+
   /* rows: the value of each cell [reader][source]. */
   show(rows) {
     this.rows = rows;
@@ -84,6 +97,7 @@ class DepthMap {
     );
     for (const [level, path] of this.paths) path.setAttribute("d", (parts.get(level) ?? []).join(""));
     if (this.at) this.point(...this.at);
+    redrawn(this.svg);
   }
 
   place(event) {

@@ -12,10 +12,10 @@ const QUANTITIES = {
 // Small maps of all models: contributions by default, weights on demand.
 class Maps {
   constructor(root, models) {
-    Object.assign(this, { root, models, weights: false, way: 0 });
-    const ways = models.reduce((most, model) => (model.ways.length > most.length ? model.ways : most), []);
+    Object.assign(this, { root, models, weights: false, way: ALL });
+    const ways = [ALL, ...wayChoices(models)];
     const what = choice("what the maps show", ["contribution", "weight"], 0, (i) => ((this.weights = Boolean(i)), this.draw()));
-    const way = ways.length > 1 && select("what attention reads for", ways, 0, (i) => ((this.way = i), this.draw()));
+    const way = ways.length > 1 && select("what attention reads for", ways, 0, (i) => ((this.way = ways[i]), this.draw()));
     this.bar = el("div", { class: "bar" }, what, ...(way ? [el("label", {}, "attention reads for ", way)] : []));
     this.caption = el("p", { class: "soft" });
     this.grid = el("div", { class: "multiples" });
@@ -29,7 +29,7 @@ class Maps {
       ? "Each row is a reader and each column a source. Colour: the source's weight as a share of all weights of its reader. Weights leave out how large a source is."
       : "Each row is a reader and each column a source. Colour: how much more or less of what is read comes from a source than an even share. A contribution is weight times size.";
     const figures = this.models.map((model) => {
-      const values = (this.weights ? model.weight : model.share).map((ways) => ofWay(ways, this.way).map((share) => share / SHARE));
+      const values = (this.weights ? model.weight : model.share).map((ways) => ofWay(model, ways, this.way).map((share) => share / SHARE));
       const map = new DepthMap(model, { scale, label: `depth map of ${model.label}`, say: (r, s) => this.say(model, r, s) });
       map.show(values);
       return figure(model.label, el("div", {}, map.svg, map.readout), { table: map.table(percent) });
@@ -38,9 +38,8 @@ class Maps {
   }
 
   say(model, r, s) {
-    const way = Math.min(this.way, model.share[r].length - 1), name = model.share[r].length > 1 ? ` (${model.ways[way]})` : "";
-    const weight = (model.weight[r][way][s] / SHARE) * model.total[r][way];
-    return `${model.readers[r]}${name}: ${percent(model.share[r][way][s] / SHARE)} of what it reads is ${model.sources[s]}; weight ${number(weight, 3)}.`;
+    const weights = model.weight[r].map((way, w) => number((way[s] / SHARE) * model.total[r][w], 3));
+    return `${model.readers[r]}: ${percent(ofWay(model, model.share[r], this.way)[s] / SHARE)} of what it reads is ${model.sources[s]}; weight ${weights.join(", ")}.`;
   }
 }
 
@@ -59,7 +58,7 @@ function depthChart(root, models) {
     plot.show(series.filter((line) => line.y.length), { label: title, y, logY: log });
   };
   const options = keys.map((key) => QUANTITIES[key][0]);
-  root.append(figure("Over depth", plot.root, { table: plot.table(), controls: [select("quantity", options, 0, show)] }), note);
+  root.append(figure("By site, for all models", plot.root, { table: plot.table(), controls: [select("quantity", options, 0, show)] }), note);
   show(0);
 }
 
@@ -71,7 +70,7 @@ function lossCurves(root, curves, units) {
     plot.show(series, { x: time ? `${units[1]} of training` : units[0] });
   };
   const axis = choice("against", [units[0], "time"], 0, show);
-  root.append(figure("Validation loss during training", plot.root, { table: plot.table(), controls: [axis], caption: "Lower is better. A shaded band spans the seeds. Only the end of a line is a finished schedule." }));
+  root.append(figure("Validation loss", plot.root, { table: plot.table(), controls: [axis], caption: "Lower is better. A shaded band spans the seeds. Only the end of a line is a finished schedule." }));
   show(0);
 }
 
@@ -109,7 +108,7 @@ class Inside {
     const keys = groups.map(({ label, colour }) => el("span", {}, el("i", { class: `swatch s${colour}` }), label));
     const { contribution, weight } = edges.correlation;
     const correlation = known(contribution) ? ` The rank correlation with need is ${number(contribution, 2)} for contributions${known(weight) ? ` and ${number(weight, 2)} for weights` : ""}; 1 would be a rising line.` : "";
-    return figure("Contribution against need", el("div", {}, plot.root, el("p", { class: "legend" }, ...keys)), { caption: `Each point is one connection.${correlation} ${left} connections that are not needed or hardly read are left out.` });
+    return figure("Contribution against need", el("div", {}, plot.root, el("p", { class: "legend" }, ...keys)), { table: plot.table(), caption: `Each point is one connection.${correlation} ${left} connections that are not needed or hardly read are left out.` });
   }
 
   streams(model, streams) {

@@ -2,14 +2,16 @@
 
 const HEIGHT = 300;
 const FLAT = 5;
+const COLOURS = 8; // further lines are dashed
 const LETTER = 6.9; // width of a letter of 12 pixels, about
 
 // Ticks at round numbers: 1, 2, 5 times powers of ten.
 function ticks(low, high, log, most) {
   if (log) {
     const powers = range(Math.ceil(Math.log10(high)) - Math.floor(Math.log10(low)) + 1).map((i) => i + Math.floor(Math.log10(low)));
-    for (const steps of [[1, 2, 5], [1, 3], [1]]) {
-      const found = powers.flatMap((power) => steps.map((step) => +(step * 10 ** power).toPrecision(2))).filter((t) => t >= low && t <= high);
+    for (const [steps, every] of [[[1, 2, 5], 1], [[1, 3], 1], [[1], 1], [[1], 2], [[1], 3], [[1], 5]]) {
+      const chosen = powers.filter((power) => power % every === 0);
+      const found = chosen.flatMap((power) => steps.map((step) => +(step * 10 ** power).toPrecision(2))).filter((t) => t >= low && t <= high);
       if (found.length <= most && found.length > 1) return found;
     }
     return [low, high];
@@ -65,13 +67,14 @@ class Plot {
     const all = (key) => this.series.flatMap((s) => s[key] ?? []);
     this.across = new Scale(all("x"), left, this.width - right, this.logX, lines ? 0 : 0.03);
     this.up = new Scale([...all("y"), ...all("low"), ...all("high")], bottom, top, this.logY, 0.04);
-    const drawing = svg("svg", { viewBox: `0 0 ${this.width} ${HEIGHT}`, role: "img", "aria-label": this.label, tabindex: 0 });
+    const drawing = svg("svg", { viewBox: `0 0 ${this.width} ${HEIGHT}`, role: "application", "aria-label": `${this.label}: arrow keys move`, tabindex: 0 });
     drawing.append(...this.axes(left, right, bottom), ...this.series.flatMap((s) => this.marks(s)), ...(lines ? this.endLabels(bottom, right) : []));
     this.line = svg("line", { y1: top, y2: bottom, class: "cursor", visibility: "hidden", "data-unseen": "" });
     drawing.append(this.line);
     drawing.addEventListener("pointermove", (event) => this.pointAt(event));
     drawing.addEventListener("keydown", (event) => this.step(event));
     this.box.replaceChildren(drawing);
+    redrawn(this.box);
   }
 
   labelRoom() {
@@ -104,7 +107,7 @@ class Plot {
   marks(series) {
     const place = (i, y) => [this.across.at(series.x[i]).toFixed(1), this.up.at(y).toFixed(1)];
     const shown = range(series.x.length).filter((i) => known(series.y[i]) && !(this.up.log && series.y[i] <= 0));
-    const css = `s${series.colour}`;
+    const css = `s${series.colour % COLOURS}`, dash = series.dash ?? (series.colour < COLOURS ? null : "8 3");
     if (series.points) {
       return shown.map((i) => {
         const [x, y] = place(i, series.y[i]);
@@ -112,7 +115,7 @@ class Plot {
       });
     }
     const path = (ys, which) => which.map((i, k) => `${k ? "L" : "M"}${place(i, ys[i]).join(" ")}`).join("");
-    const line = svg("path", { d: path(series.y, shown), class: `${css} line`, "stroke-dasharray": series.dash ?? null });
+    const line = svg("path", { d: path(series.y, shown), class: `${css} line`, "stroke-dasharray": dash });
     if (!series.low) return [line];
     const band = path(series.low, shown) + path(series.high, [...shown].reverse()).replace("M", "L") + "z";
     return [svg("path", { d: band, class: `${css} band` }), line];
@@ -131,7 +134,7 @@ class Plot {
     const fits = Math.floor((right - 16) / LETTER);
     return labels.flatMap(({ s, x, y, to }) => [
       svg("line", { x1: x + 2, y1: y, x2: this.width - right + 11, y2: to, class: "leader" }),
-      svg("text", { x: this.width - right + 13, y: to + 4, class: `s${s.colour} end` }, svg("title", {}, s.label), s.label.length > fits ? `${s.label.slice(0, fits - 1)}…` : s.label),
+      svg("text", { x: this.width - right + 13, y: to + 4, class: `s${s.colour % COLOURS} end` }, svg("title", {}, s.label), s.label.length > fits ? `${s.label.slice(0, fits - 1)}…` : s.label),
     ]);
   }
 
@@ -162,6 +165,10 @@ class Plot {
   }
 
   table() {
+    if (this.series.some((s) => s.points)) {
+      const rows = () => this.series.flatMap((s) => s.names.map((name, i) => [name, number(s.x[i]), number(s.y[i])]));
+      return { heading: () => ["point", this.x, this.y], rows };
+    }
     const lines = () => this.series.filter((s) => !s.points);
     return {
       heading: () => [this.names ? "site" : this.x, ...lines().map((s) => s.label)],

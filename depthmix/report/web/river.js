@@ -6,8 +6,10 @@
 
 const RIVER = { width: 400, axis: 196, reach: 112, band: 30, least: 5e-4 };
 
-// Return what each band carries, [reader][source], from the shares [reader][source] of every read.
-function carriedBy(shares) {
+// Return what each band carries, [reader][source], from the shares [reader][source] of every read. Shares are rounded, so each row is
+// divided by its sum, or a deep river would lose water.
+function carriedBy(rounded) {
+  const shares = rounded.map((row) => row.map((share) => share / (sum(row) || 1)));
   const nodes = Array(shares.length + 1).fill(0);
   nodes[shares.length] = 1;
   const bands = shares.map((row) => row.map(() => 0));
@@ -31,10 +33,10 @@ class River {
     this.top = 34;
     const height = this.top + this.n * this.space + 26;
     this.svg = svg("svg", { viewBox: `0 0 ${RIVER.width} ${height}`, class: `river m${colour}`, role: "img" });
-    const others = kinds.slice(1).join(" and ");
+    const others = [...kinds.slice(1), "prediction"].join(" and ");
     this.svg.append(
       svg("text", { x: 2, y: 12 }, `◂ read by ${kinds[0]}`),
-      svg("text", { x: RIVER.width - 2, y: 12, "text-anchor": "end" }, others ? `read by ${others} ▸` : ""),
+      svg("text", { x: RIVER.width - 2, y: 12, "text-anchor": "end" }, `read by ${others} ▸`),
     );
     this.bands = svg("g", {});
     this.nodes = svg("g", {});
@@ -51,7 +53,7 @@ class River {
     this.guesses = new Map();
     for (const node of range(this.n + 1)) {
       const end = node === 0 || node === this.n, y = this.y(node) + 4;
-      if (!end && (this.n - node) % every) continue;
+      if (!end && ((this.n - node) % every || node < every)) continue;
       const name = node ? this.model.readers[node === this.n ? this.n - 1 : node - 1] : "embedding";
       group.append(svg("text", { x: 2, y, class: end ? "strong" : "" }, brief(name)));
       if (!node) continue;
@@ -93,8 +95,9 @@ class River {
       const guess = guesses?.[node - 1];
       text.textContent = guess ? brief(word(guess[0])) : "";
       text.classList.toggle("right", Boolean(guess) && guess[0] === actual);
-      text.style.setProperty("--sure", guess ? `${Math.round(45 + 55 * Math.sqrt(guess[1]))}%` : "0%");
+      text.style.setProperty("--sure", guess ? `${Math.round(66 + 34 * Math.sqrt(guess[1]))}%` : "0%");
     }
     this.svg.setAttribute("aria-label", label);
+    redrawn(this.svg);
   }
 }

@@ -49,6 +49,7 @@ class Sentence {
     const { tokens, losses } = this.text;
     this.buttons.forEach((button, i) => {
       button.setAttribute("aria-pressed", i === chosen);
+      button.tabIndex = i === chosen ? 0 : -1;
       if (i >= tokens.length) return;
       const loss = losses[i], gain = others && known(loss) && known(others[i]) ? loss - others[i] : null;
       const size = gain === null ? (known(loss) ? loss / 12 : 0) : Math.abs(gain) / 2;

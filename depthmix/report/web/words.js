@@ -8,13 +8,16 @@ const PACE = 1300; // milliseconds per word while playing
 class Words {
   /* root: the section. ask(model, r, s): resolves to the losses of all words with a connection cut, from a server; null without one. */
   constructor(root, ask) {
-    Object.assign(this, { root, ask, models: [], shown: [], word: 1, way: -1, band: null, cut: null });
+    Object.assign(this, { root, ask, models: [], shown: [], word: 1, way: ALL, band: null, cut: null });
     addEventListener("hashchange", () => this.readLink());
   }
 
-  load(models) {
+  load(given) {
     this.stop();
-    this.models = models;
+    // Only models of one text can be compared word by word.
+    const textOf = (model) => model.text.tokens.join("");
+    const models = given.filter((model) => textOf(model) === textOf(given[0]));
+    Object.assign(this, { models, leftOut: given.length - models.length });
     this.root.querySelector(".panels").replaceChildren();
     this.root.classList.toggle("empty", !models.length);
     if (!models.length) return;
@@ -40,8 +43,10 @@ class Words {
   // The word that one model finds hardest compared with the other, or of a single model the hardest.
   mostDifferent() {
     const [a, b] = this.shown.map((_, side) => this.model(side).text.losses);
-    const first = Math.min(4, a.length >> 2) || 1; // the words before have little to go by
-    const size = a.map((loss, i) => (i >= first && known(loss) ? Math.abs(this.pair && known(b[i]) ? loss - b[i] : loss) : -1));
+    // The first words have little to go by, and whole words say more than pieces.
+    const first = Math.min(4, a.length >> 2) || 1, { tokens } = this.model(0).text;
+    const whole = tokens.map((piece, i) => /^\s\p{L}{2}/u.test(piece) && !/^\p{L}/u.test(tokens[i + 1] ?? ""));
+    const size = a.map((loss, i) => (i >= first && known(loss) && (whole[i] || !whole.some((is, j) => is && j >= first)) ? Math.abs(this.pair && known(b[i]) ? loss - b[i] : loss) : -1));
     return Math.max(1, size.indexOf(Math.max(...size)));
   }
 
@@ -53,24 +58,25 @@ class Words {
     const begin = own.slice(0, i).join("").length;
     let end = 0;
     const there = other.findIndex((piece) => (end += piece.length) > begin);
-    return there < 0 ? other.length : there;
+    return there < 0 ? other.length : Math.max(1, there);
   }
 
   build() {
+    this.stop();
     const several = this.models.length > 1;
     const names = this.models.map((model) => model.label);
     const pick = (side) => several && select(side ? "second model" : "first model", names, this.shown[side], (i) => this.pick(side, i));
     this.title = el("h2", { id: "words-title" });
     this.sentence = new Sentence(this.model(0).text, (i) => this.choose(i));
     this.sides = this.shown.map((_, side) => this.side(side, pick(side)));
-    this.readout = el("div", { class: "readout", "aria-live": "polite" });
+    this.readout = el("div", { class: "readout" });
     this.player = el("button", { type: "button", class: "play", "aria-pressed": false }, "▶ Play");
     this.player.addEventListener("click", () => (this.timer ? this.stop() : this.play()));
     const link = el("button", { type: "button" }, "Copy link");
     link.addEventListener("click", () => this.copyLink(link));
-    const ways = Math.max(...this.shown.map((_, side) => this.model(side).ways.length));
-    const own = this.shown.map((_, side) => this.model(side)).find((model) => model.ways.length === ways);
-    const choose = ways > 1 && select("what attention reads for", ["all it reads", ...own.ways], this.way + 1, (i) => ((this.way = i - 1), this.update()));
+    const ways = [ALL, ...wayChoices(this.shown.map((_, side) => this.model(side)))];
+    if (!ways.includes(this.way)) this.way = ALL;
+    const choose = ways.length > 1 && select("what attention reads for", ways, ways.indexOf(this.way), (i) => ((this.way = ways[i]), this.update()));
     const bar = el("div", { class: "bar" }, this.player, ...(this.linked ? [link] : []), ...(choose ? [el("label", {}, "attention reads for ", choose)] : []));
     const hero = el("div", { class: `hero of${this.shown.length}` }, ...this.sides.map((side) => side.root), this.mapFigure());
     const panels = this.root.querySelector(".panels");
@@ -84,16 +90,20 @@ class Words {
     const mark = this.pair
       ? ["The line below a word shows which model found it easier: ", a, " or ", b, ". "]
       : ["The line below a word is the stronger, the less the model expected it. "];
-    return el("p", { class: "soft" }, ...mark, "Choose a word. A band is as thick as what it carries to the prediction. At the right is what each depth would have predicted.");
+    const left = this.leftOut ? ` Left out: ${this.leftOut} with another text.` : "";
+    return el("p", { class: "soft" }, ...mark, "Choose a word. A band is as thick as the part of the prediction that it carries, by size. ",
+      "Attention also brings in what earlier words carried; the bands follow this word only. ", `At the right is what each depth would have predicted.${left}`);
   }
 
   side(side, pick) {
     const model = this.model(side);
     const river = new River(model, side, (r, s) => this.chooseBand(r, s));
-    const chance = el("p", { class: "chance" }), top = el("ol", { class: "top" });
+    const chance = el("p", { class: "chance", "aria-live": "polite" }), top = el("ol", { class: "top" });
     const head = el("div", { class: `head m${side}` }, pick || el("h3", {}, ...breakable(model.label)), exportButtons(`river of ${model.label}`, () => river.svg));
-    const table = tableBehind(`What the prediction of ${model.label} is made of`, () => ["reader", "source", "share of the read", "share of the prediction"], () => this.bandRows(side));
-    return { river, chance, top, root: el("div", { class: "side" }, head, chance, el("div", {}, river.svg), top, table) };
+    const root = el("div", { class: "side" }, head, chance, el("div", {}, river.svg), top);
+    const heading = () => ["reader", "source", "share of the read", "share of the prediction"];
+    tableBehind(root, `What the prediction of ${model.label} is made of`, { heading, rows: () => this.bandRows(side) });
+    return { river, chance, top, root };
   }
 
   bandRows(side) {
@@ -109,7 +119,7 @@ class Words {
     const scale = same ? SCALES.difference : SCALES.even;
     const say = (r, s) => (same ? this.saidOfBoth(r, s) : `${model.readers[r]}: ${percent(this.shares(0)[r][s])} of what it reads is ${model.sources[s]}.`);
     this.map = new DepthMap(model, { scale, label: title, say, choose: (r, s) => this.chooseBand(r, s) });
-    const words = same ? [el("span", {}, el("i", { class: `swatch c${-CLASSES}` }), "more in ", ...breakable(this.model(0).label)), el("span", {}, el("i", { class: `swatch c${CLASSES}` }), "more in ", ...breakable(this.model(1).label))] : [];
+    const words = same ? [el("span", {}, el("i", { class: `swatch d${-CLASSES}` }), el("span", {}, "more in ", ...breakable(this.model(0).label))), el("span", {}, el("i", { class: `swatch d${CLASSES}` }), el("span", {}, "more in ", ...breakable(this.model(1).label)))] : [];
     const body = el("div", {}, this.map.svg, same ? el("p", { class: "legend" }, ...words) : legendOf(scale), this.map.readout);
     return figure(title, body, { table: this.map.table((value) => (same ? `${signed(100 * value, 2)} points` : percent(value))) });
   }
@@ -122,7 +132,7 @@ class Words {
   // The shares of every read that predicted the word, [reader][source].
   shares(side) {
     const { text } = this.model(side), at = this.wordOf(side) - 1;
-    return text.share[at].map((ways) => (this.way < 0 ? overWays(ways) : ofWay(ways, this.way)).map((share) => share / SHARE));
+    return text.share[at].map((ways) => ofWay(this.model(side), ways, this.way).map((share) => share / SHARE));
   }
 
   choose(word) {
@@ -133,7 +143,13 @@ class Words {
   }
 
   pick(side, i) {
+    // The same place of the text in another first model.
+    const { tokens } = this.model(0).text, begin = tokens.slice(0, this.word).join("").length;
     this.shown[side] = i;
+    const own = this.model(0).text.tokens;
+    let end = 0;
+    const there = own.findIndex((piece) => (end += piece.length) > begin);
+    this.word = there < 0 ? own.length : Math.max(1, there);
     this.band = this.cut = null;
     this.build();
     this.writeLink();
@@ -191,12 +207,13 @@ class Words {
     const able = this.ask || this.sides.every((_, side) => this.model(side).text.cuts);
     const button = el("button", { type: "button", "aria-pressed": Boolean(this.cut) }, this.cut ? "Join it again" : "Cut it");
     button.addEventListener("click", () => this.toggleCut());
-    this.readout.append(...lines, ...(able ? [el("p", {}, button, " ", this.cut ? this.saidOfCut() : "for the whole text, and see the probability change.")] : []));
+    this.readout.append(...lines, ...(able ? [el("p", {}, button, " ", this.cut ? this.saidOfCut() : "for the whole text: its reader then takes more of its other sources. See how probable the word is without it.")] : []));
   }
 
   saidOfCut() {
     const said = this.sides.map((_, side) => {
       const loss = this.model(side).text.losses[this.wordOf(side)], after = this.cut[side];
+      if (this.band[0] >= this.model(side).readers.length) return `${this.model(side).label} has no such reader`;
       if (!known(after) || !known(loss)) return `${this.model(side).label}: there is no word to predict`;
       return `${this.model(side).label}: ${oneIn(Math.exp(-loss))} becomes ${oneIn(Math.exp(-after))} (${signed(after - loss, 2)} nats)`;
     });
@@ -209,13 +226,17 @@ class Words {
       return this.update();
     }
     const [r, s] = this.band, asked = this.word;
+    let failed = false; // the page already says why
     const found = await Promise.all(this.sides.map(async (_, side) => {
       const { text, readers } = this.model(side), i = this.wordOf(side);
       if (r >= readers.length) return null;
-      if (text.cuts) return known(text.losses[i]) ? text.losses[i] + text.cuts[i - 1][r][s] / NATS : null;
-      return (await this.ask(this.model(side).place, r, s))?.[i] ?? null;
+      const rise = text.cuts?.[i - 1]?.[r][s];
+      if (text.cuts) return known(text.losses[i]) && known(rise) ? text.losses[i] + rise / NATS : null;
+      const losses = await this.ask(this.model(side).place, r, s);
+      failed ||= !losses;
+      return losses?.[i] ?? null;
     }));
-    if (asked !== this.word || this.band?.[0] !== r || this.band?.[1] !== s) return;
+    if (failed || asked !== this.word || this.band?.[0] !== r || this.band?.[1] !== s) return;
     this.cut = found;
     this.update();
     this.readout.querySelector("button")?.focus();
@@ -224,6 +245,7 @@ class Words {
   play() {
     const last = this.model(0).text.tokens.length - 1;
     if (this.word >= last) this.choose(1);
+    this.quiet(true);
     this.player.textContent = "❚❚ Pause";
     this.player.setAttribute("aria-pressed", true);
     this.timer = setInterval(() => {
@@ -236,8 +258,14 @@ class Words {
     clearInterval(this.timer);
     this.timer = null;
     if (!this.player) return;
+    this.quiet(false);
     this.player.textContent = "▶ Play";
     this.player.setAttribute("aria-pressed", false);
+  }
+
+  // A screen reader would read every word while they play.
+  quiet(is) {
+    for (const { chance } of this.sides) chance.setAttribute("aria-live", is ? "off" : "polite");
   }
 
   // A link names the word and the models: #word=14&models=0,2
@@ -248,6 +276,8 @@ class Words {
   readLink() {
     const asked = new URLSearchParams(location.hash.slice(1));
     if (!asked.has("word") || !this.models.length || !this.linked) return false;
+    this.stop();
+    this.band = this.cut = null;
     const models = (asked.get("models") ?? "").split(",").map(Number);
     if (models.length === this.shown.length && models.every((i) => Number.isInteger(i) && this.models[i])) this.shown = models;
     this.word = clamp(parseInt(asked.get("word"), 10) || 1, 1, this.model(0).text.tokens.length);
