@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import ast
 import functools
+import gc
 import hashlib
 import inspect
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import CodeType, FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import depthmix
 from depthmix.mixers import OptionError, mixer_class
@@ -128,19 +129,65 @@ def checksum(path: Path) -> str:
 
 @functools.cache
 def _checksum(path: Path, wanted: tuple[str, ...] | None) -> str:
-    source, tree = path.read_text(encoding="utf-8"), _tree(path)
-    lines = _without_comments(source).split("\n")  # as Python counts them
-    for node in (tree, *_statements(tree)):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and ast.get_docstring(
-            node, clean=False
-        ):
-            first, last = node.body[0].lineno, node.body[0].end_lineno or node.body[0].lineno
-            lines[first - 1 : last] = [""] * (last - first + 1)
+    outline = _outline(path)
+    lines = _without_comments(path.read_text(encoding="utf-8")).split("\n")  # as Python counts them
+    for first, last in outline.docstrings:
+        lines[first - 1 : last] = [""] * (last - first + 1)
     if wanted:
-        parts = [n for n in tree.body if getattr(n, "name", None) in wanted]
-        lines = [line for n in parts for line in lines[n.lineno - 1 : n.end_lineno]]
+        lines = [line for name, first, last in outline.parts if name in wanted for line in lines[first - 1 : last]]
     text = "\n".join(line.rstrip() for line in lines if line.strip())
     return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+class _Outline(NamedTuple):
+    """Keep of a file's syntax tree what checksums need. The trees of all files are 300,000 objects."""
+
+    docstrings: list[tuple[int, int]]  # first and last line
+    parts: list[tuple[str, int, int]]  # name, first and last line of each class and function outside any other
+    imports: list[
+        tuple[str, str | None]
+    ]  # (module, None) for `import module`, (module, name) for `from module import name`
+    reexports: list[tuple[str, str, str]]  # module, name and name here, of `from module import name` outside functions
+
+
+@functools.cache
+def _outline(path: Path) -> _Outline:
+    source = path.read_text(encoding="utf-8")
+    # Syntax trees have no cycles, and Python's collector would look through torch's objects for each few files.
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return _outline_of(ast.parse(source), named="depthmix.fast." in source)
+    finally:
+        if collects:
+            gc.enable()
+
+
+def _outline_of(tree: ast.Module, named: bool) -> _Outline:
+    """Collect what checksums need from a tree; `named` says that it may name fast paths as strings, as rules do."""
+    outline = _Outline([], [], [], [])
+    for node in ast.walk(tree) if named else (tree, *_statements(tree)):
+        if isinstance(node, ast.Import):
+            outline.imports.extend((alias.name, None) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            outline.imports.extend((node.module, alias.name) for alias in node.names if node.module)
+        elif isinstance(node, ast.Constant):
+            if str(node.value).startswith("depthmix.fast."):
+                outline.imports.append((str(node.value).partition(":")[0], None))
+        elif isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and ast.get_docstring(
+            node, clean=False
+        ):
+            outline.docstrings.append(_lines(node.body[0]))
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom) and node.module:
+            outline.reexports.extend((node.module, alias.name, alias.asname or alias.name) for alias in node.names)
+        elif isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            outline.parts.append((node.name, *_lines(node)))
+    return outline
+
+
+def _lines(node: ast.stmt) -> tuple[int, int]:
+    return node.lineno, node.end_lineno or node.lineno
 
 
 def _statements(node: ast.AST) -> Iterator[ast.AST]:
@@ -150,11 +197,6 @@ def _statements(node: ast.AST) -> Iterator[ast.AST]:
         for child in inner if isinstance(inner, list) else ():
             yield child
             yield from _statements(child)
-
-
-@functools.cache
-def _tree(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"))
 
 
 def _without_comments(source: str) -> str:
@@ -196,18 +238,11 @@ def _closure(start: Iterable[Path]) -> set[Path]:
 @functools.cache
 def _imports(path: Path) -> frozenset[Path]:
     imported: set[Path] = set()
-    # Rules name their fast paths in expressions.
-    named = "depthmix.fast." in path.read_text(encoding="utf-8")
-    for node in ast.walk(_tree(path)) if named else _statements(_tree(path)):
-        if isinstance(node, ast.Import):
-            imported |= {file for alias in node.names if (file := _file(alias.name))}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            for alias in node.names:
-                imported |= _named(node.module, alias.name)
-        elif isinstance(node, ast.Constant) and str(node.value).startswith(
-            "depthmix.fast."
-        ):  # as a rule names its paths
-            imported |= {file for name in (str(node.value).partition(":")[0],) if (file := _file(name))}
+    for module, name in _outline(path).imports:
+        if name is not None:
+            imported |= _named(module, name)
+        elif (file := _file(module)) is not None:
+            imported.add(file)
     return frozenset(imported)
 
 
@@ -218,12 +253,13 @@ def _named(module: str, name: str) -> set[Path]:
     file = _file(module)
     if file is None or file.name != "__init__.py":
         return {file} if file else set()
-    for node in _tree(file).body:
-        if isinstance(node, ast.ImportFrom) and node.module and name in [a.asname or a.name for a in node.names]:
-            return _named(node.module, name)
+    for origin, named, here in _outline(file).reexports:
+        if name == here:
+            return _named(origin, named)
     return {file}
 
 
+@functools.cache
 def _file(module: str) -> Path | None:
     first, *rest = module.split(".")
     if first != PACKAGE.name:

@@ -18,7 +18,7 @@ from depthmix.compare.spread import Spread
 from depthmix.errors import CHECKPOINT, DIVERGED, INTERNAL, INTERRUPTED, USAGE
 from depthmix.mixers import registry as rules
 from depthmix.mixers.leaks import leak
-from depthmix.runs.code_checksums import _checksum, _files, _imports, _tree, changed_since, checksum
+from depthmix.runs.code_checksums import _checksum, _files, _imports, _outline, changed_since, checksum
 from train import pictures, small
 from train.refused import refused
 
@@ -269,7 +269,7 @@ def test_a_rule_that_has_changed_since_its_runs_is_named(training, tmp_path, mon
     run(path, tmp_path, quiet=False)
     assert "mine.py has changed" not in table(tmp_path) + capsys.readouterr().out
     own_rule(tmp_path, "mine", "2 * y")
-    for kept in (_checksum, _tree, _files, _imports):  # as in a new process
+    for kept in (_checksum, _outline, _files, _imports):  # as in a new process
         kept.cache_clear()
     monkeypatch.setattr(modules, "_loaded", {})
     monkeypatch.delitem(rules._MIXERS, "mine")

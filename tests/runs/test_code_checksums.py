@@ -1,8 +1,10 @@
 """Which files a run's numbers depend on, and what of them counts."""
 
 import ast
+import gc
 import io
 import tokenize
+from contextlib import suppress
 
 import pytest
 
@@ -28,7 +30,7 @@ def of(tmp_path, text, name="a.py"):
     from depthmix.runs import code_checksums
 
     code_checksums._checksum.cache_clear()
-    code_checksums._tree.cache_clear()
+    code_checksums._outline.cache_clear()
     return found
 
 
@@ -114,6 +116,19 @@ def test_comments_and_docstrings_do_not_count(tmp_path, old, new, same):
     assert (of(tmp_path, SOURCE) == of(tmp_path, changed)) == same
 
 
+@pytest.mark.parametrize("text", ["A = 1", "A ="])
+@pytest.mark.parametrize("collects", [True, False])
+def test_the_garbage_collector_is_on_if_it_was(tmp_path, text, collects):
+    before = gc.isenabled()
+    (gc.enable if collects else gc.disable)()
+    try:
+        with suppress(SyntaxError):
+            of(tmp_path, text)
+        assert gc.isenabled() == collects
+    finally:
+        (gc.enable if before else gc.disable)()
+
+
 @pytest.mark.parametrize("mixer", list_mixers())
 def test_an_arm_depends_on_its_own_mechanism_and_on_what_all_share(mixer):
     table = code_of(mixer)
@@ -132,6 +147,8 @@ def test_specifications_count_by_themselves_and_kernels_together():
     table = code_of("attnres")
     assert "ops/depth_attention/reference.py" in table
     assert not [name for name in table if "kernels/" in name or name.endswith("/op.py")]
+    assert "ops/depth_sum/reference.py" in table  # of a fast path, which the rule names as a string
+    assert "models/__init__.py" not in table  # what it imports is followed to its file
     assert code_id(table) != code_id(table | {"ops/norm.py": "x"})
 
 

@@ -110,7 +110,7 @@ def config(out, **changes) -> TrainConfig:
 
 
 def prepare_to_fork(*mixers: str) -> None:
-    """Do what each forked training would do for itself: parse depthmix's files, in 0.8 s, and collect garbage.
+    """Do what each forked training would do for itself: parse depthmix's files and collect garbage.
 
     Args:
         mixers: Rules of the trainings.
