@@ -9,6 +9,7 @@ from torch import Tensor
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Tensors that do nothing of their own when an operator meets them.
 PLAIN = (Tensor, torch.nn.Parameter)
+_PLAIN_OR_NONE = {*PLAIN, type(None)}
 # Channels of a row that fit in the registers of 32 warps.
 MAX_DIM = 16384
 
@@ -44,6 +45,11 @@ def _check_source(op: str, i: int, v: Tensor, first: Tensor) -> None:
             f"{op}: all sources must be alike; source 0 is {list(first.shape)} on {first.device}, "
             f"source {i} is {list(v.shape)} on {v.device}"
         )
+
+
+def all_plain(*tensors: Tensor | None) -> bool:
+    """Return whether none of the tensors is of a subclass, which may want to see what is done with it."""
+    return _PLAIN_OR_NONE.issuperset(map(type, tensors))
 
 
 def why_too_wide(dim: int, room: int | None = None) -> str | None:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from depthmix.ops.checks import PLAIN
+from depthmix.ops.checks import PLAIN, all_plain
 from depthmix.ops.torch_internals import dispatcher_is_idle
 
 # The registrations live as long as this object.
@@ -41,7 +41,7 @@ def call(name: str, *arguments: Any) -> Any:
 
 
 def _is_plain(argument: Any) -> bool:
-    """Return whether an argument has no tensor of a subclass, which may want to see the operators that it meets."""
+    """Return whether an argument has no tensor of a subclass."""
     if isinstance(argument, (list, tuple)):
-        return all(type(t) in PLAIN for t in argument)
+        return all_plain(*argument)
     return type(argument) in PLAIN or not isinstance(argument, Tensor)

@@ -63,7 +63,13 @@ def test_modes_and_subclasses_see_the_operator(passed_by: list[str]) -> None:
         assert any("depth_read" in name for name in seen)
         with FakeTensorMode() as mode:
             assert read(mode.from_tensor(x)).shape == (3, 4)
-    assert not passed_by
+        for query, sources in (
+            (torch.ones(4).as_subclass(Own), [x, 2 * x]),
+            (torch.ones(4), [x, 2 * x.as_subclass(Own)]),
+        ):
+            with use_backend("triton"):
+                torch.testing.assert_close(depth_attention(query, sources), read(x))
+    assert passed_by == ["mixtures"] * 2
     assert not registration._is_plain([x, x.as_subclass(Own)])
     assert not registration._is_plain(x.as_subclass(Own))
     assert registration._is_plain([x, torch.nn.Parameter(x)])

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from depthmix.ops.backend import choose
-from depthmix.ops.checks import KERNEL_DTYPES, check_shape, check_sources, leading, why_too_wide
+from depthmix.ops.checks import KERNEL_DTYPES, all_plain, check_shape, check_sources, leading, why_too_wide
 from depthmix.ops.depth_attention.general_read import GeneralRead
 from depthmix.ops.depth_attention.normed_read import read_normed, reads_normed
 from depthmix.ops.depth_attention.reference_autograd import DepthAttention, Options, attend, differentiable
@@ -112,6 +112,7 @@ def depth_attention(
     norm_eps = eps if out_eps is None else out_eps
     if (
         alike
+        and all_plain(query, key_gain, out_gain)
         and dispatcher_is_idle()
         and query.ndim == 1 + many
         and key_norm

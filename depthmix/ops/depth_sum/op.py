@@ -11,7 +11,7 @@ from depthmix.ops.depth_sum import library  # noqa: F401  (registers the operato
 from depthmix.ops.depth_sum.reference import depth_scores_reference, depth_sum_reference
 from depthmix.ops.depth_sum.reference_autograd import DepthScores, DepthSum, SourceScores, scores, sums
 from depthmix.ops.depth_sum.source_order import ADDED, SUM_CLAMPED, Weights, read_sums
-from depthmix.ops.precision import promoted_dtype, without_autocast
+from depthmix.ops.precision import promoted_dtype, widen, without_autocast
 from depthmix.ops.torch_internals import transformed
 
 # Sums that one kernel computes at once.
@@ -57,7 +57,7 @@ def depth_sum(
         >>> (total,) = depth_sum(sources, static=torch.ones(1, 2, 1))  # the plain residual sum
     """
     op = "depth_sum"
-    check_sources(op, sources)
+    alike = check_sources(op, sources)
     first, n = sources[0], len(sources)
     if static is None and dynamic is None:
         raise ValueError(f"{op}: expected static or dynamic weights, or both, got none")
@@ -66,14 +66,16 @@ def depth_sum(
     if dynamic is not None:
         n_ways = leading(static) if static is not None else dynamic.shape[-2] if dynamic.ndim > 1 else 1
         check_shape(op, "dynamic", dynamic, first, (*first.shape[:-1], n_ways, n))
-    dtype = promoted_dtype(tuple(sources))
+    # One for all of its dtype.
+    kinds = (first,) if alike else tuple(sources)
+    dtype = promoted_dtype(kinds)
     weights = [t for t in (static, dynamic) if t is not None]
     n_ways = leading(static) if static is not None else weights[0].shape[-2]
-    why = why_unsupported(sources, wide=any(t.dtype == torch.float64 for t in weights))
+    why = why_unsupported(kinds, wide=any(t.dtype == torch.float64 for t in weights))
     why = why or (f"they form up to {MAX_WAYS} sums at once" if n_ways > MAX_WAYS else None)
     with without_autocast(first):
         if choose(op, first, why, backend) == "triton":
-            b, a = (None if t is None else t.float() for t in (static, dynamic))
+            b, a = (None if t is None else widen(t, torch.float32) for t in (static, dynamic))
             if torch.compiler.is_compiling():
                 return tuple(torch.ops.depthmix.depth_sum_read(sources, b, a, relu))
             return read_sums(sources, Weights(static=b, dynamic=a, relu=SUM_CLAMPED if relu else ADDED)).y

@@ -206,7 +206,7 @@ def step(rule: Rule | None, n: int, eps: float, inputs: Inputs) -> Step:
         inputs = inputs._replace(halves=halves_of(w.detach()))
     # Kernels for bf16 streams read halves instead of w, or split it.
     kept_as_is = w if x.dtype == torch.bfloat16 else None
-    inputs = Inputs(*[t if t is None or t is kept_as_is else t.contiguous() for t in inputs])
+    inputs = Inputs._make(t if t is None or t is kept_as_is else t.contiguous() for t in inputs)
     if not graph:
         return _by_kernels(rule, n, eps, inputs)[0]
     new, *rest = _Step.apply(rule, n, eps, *inputs)
@@ -215,7 +215,7 @@ def step(rule: Rule | None, n: int, eps: float, inputs: Inputs) -> Step:
 
 def write_step(x: Tensor, y: Tensor, post: Tensor, res: Tensor | None) -> Tensor:
     """Write with kernels, differentiably, and read nothing: x' [N, n, D]. The arguments are those of `Inputs`."""
-    inputs = Inputs(*[None if t is None else t.contiguous() for t in (x, y, post, res)])
+    inputs = Inputs(x.contiguous(), y.contiguous(), post.contiguous(), None if res is None else res.contiguous())
     if not torch.is_grad_enabled():
         return _by_kernels(None, post.shape[-1], 0.0, inputs)[0].x
     written: Tensor = _Step.apply(None, post.shape[-1], 0.0, *inputs)[0]

@@ -311,11 +311,14 @@ def _side_by_side(dynamic: Sequence[Tensor] | None, tokens: int) -> bool:
 
 def source_table(sources: Sequence[Tensor], dynamic: Sequence[Tensor] | None) -> Tensor:
     """Return a table with the address of each source and of its dynamic weights."""
-    fields = [(0, 0, 0)] * len(sources)
-    if dynamic is not None:
-        fields = [(p.data_ptr(), p.stride(0), p.stride(1)) for p in dynamic]
-    rows = [(v.data_ptr(), *p) for v, p in zip(sources, fields, strict=True)]
-    return address_table(tuple(a for row in rows for a in row), sources[0].device)
+    fields: list[int] = []
+    if dynamic is None:
+        for v in sources:
+            fields += v.data_ptr(), 0, 0, 0
+    else:
+        for v, p in zip(sources, dynamic, strict=True):
+            fields += v.data_ptr(), p.data_ptr(), *p.stride()
+    return address_table(tuple(fields), sources[0].device)
 
 
 def kind_of(static: Tensor | None, dim: int) -> int:
