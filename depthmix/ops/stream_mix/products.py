@@ -41,7 +41,7 @@ def halves_of(w: Tensor) -> Tensor:
 
 
 def split_by_kernels(x: Tensor, w: Tensor) -> bool:
-    """Return whether kernels split W [C, K] themselves: the same numbers without `halves_of`, which launches six kernels.
+    """Return whether kernels split W [C, K] themselves: the same numbers without `halves_of`, which launches five kernels.
 
     Each program splits all of W, so this is for the tokens of one program. W must be the transpose of a contiguous [K, C].
     """
