@@ -10,14 +10,19 @@ Pictures for the documentation are taken of the page with Debian's chromium, if 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import json
 import shutil
 from pathlib import Path
 
 from depthmix.compare.records import RUNS
+from depthmix.compare.report import KEPT as SHOWN
 from depthmix.compare.report import RECIPE, content_of, gather
 from depthmix.config import InspectConfig
+from depthmix.files import find_json_object
 from depthmix.report.measure import INSIGHT, known, measured
 from depthmix.report.page import make_page
+from depthmix.runs.folder import ENVIRONMENT
 from depthmix.train.progress import phases
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -27,7 +32,7 @@ PAGE = GALLERY / "models.html"
 # Read by every model token by token.
 TEXT = 'It was a dark night when the captain came aboard. "We sail at dawn," he said, and nobody answered him.'
 # Of a run's folder, what the page needs: no weights.
-FILES = ("config.json", "data.json", "dynamics.jsonl", "environment.json", INSIGHT, "metrics.jsonl", "recipe.yaml", "result.json")  # fmt: skip
+FILES = ("config.json", "dynamics.jsonl", INSIGHT, "metrics.jsonl", "recipe.yaml", "result.json")  # fmt: skip
 # Name, place on the page, and width and height of a picture.
 PICTURES = (("first-screen", None, 1400, 1000), ("depth-maps", "maps", 1400, 700))
 
@@ -42,6 +47,13 @@ def keep(comparison: Path) -> None:
         for name in FILES:
             if (run / name).is_file():
                 shutil.copyfile(run / name, place / name)
+        # Paths of the machine stay there.
+        measurements = find_json_object(place / INSIGHT)
+        measurements["document"]["run"] = str(run.relative_to(comparison))
+        (place / INSIGHT).write_text(json.dumps(measurements, allow_nan=False) + "\n", encoding="utf-8")
+        environment = find_json_object(run / ENVIRONMENT)
+        shown = {name: environment[name] for name in SHOWN if name in environment}
+        (place / ENVIRONMENT).write_text(json.dumps(shown, indent=1) + "\n", encoding="utf-8")
         print(f"kept what was measured of {label}")
     for name in (RECIPE, RUNS):
         shutil.copyfile(comparison / name, KEPT / name)
@@ -49,9 +61,12 @@ def keep(comparison: Path) -> None:
 
 def page() -> str:
     """Return the page as HTML, from what is kept."""
-    reported = gather([KEPT])
-    documents = [{**(known(path) or {}), "label": label} for label, path in reported.models]
-    return make_page(content_of(reported, documents, "python -m lab.gallery"))
+    # The page names the folder, so it must not depend on where the repository lies.
+    with contextlib.chdir(ROOT):
+        reported = gather([KEPT.relative_to(ROOT)])
+        documents = [{**(known(path) or {}), "label": label} for label, path in reported.models]
+        content = content_of(reported, documents, "python -m lab.gallery")
+    return make_page(content)
 
 
 def take_pictures() -> None:
