@@ -22,19 +22,20 @@ function svgText(drawing, title) {
   });
   copy.querySelectorAll("[data-unseen]").forEach((node) => node.remove());
   copy.querySelectorAll("[data-exported]").forEach((node) => node.removeAttribute("display"));
-  const [width, height] = sizeOf(drawing), head = 0.07 * width, page = getComputedStyle(document.body);
-  const ground = svg("rect", { y: -head, width, height, fill: plainColour(page.backgroundColor) });
+  const [width, height, margin] = sizeOf(drawing), head = 0.07 * width, page = getComputedStyle(document.body);
+  const box = { x: -margin, y: -head - margin, width, height };
+  const ground = svg("rect", { ...box, fill: plainColour(page.backgroundColor) });
   const letters = Math.min(0.6 * head, (1.7 * width) / title.length);
   const said = svg("text", { y: -0.4 * head, "font-size": letters, "font-weight": 600, "font-family": page.fontFamily, fill: plainColour(page.color) }, title);
   copy.prepend(ground, said);
-  fill(copy, { xmlns: SVG, width, height, viewBox: `0 ${-head} ${width} ${height}` }, []);
+  fill(copy, { xmlns: SVG, width, height, viewBox: Object.values(box).join(" ") }, []);
   return new XMLSerializer().serializeToString(copy);
 }
 
-// The size of a drawing with its title, in its own units.
+// The size of a drawing with its title and margin, in its own units, and the margin.
 function sizeOf(drawing) {
-  const { width, height } = drawing.viewBox.baseVal;
-  return [width, height + 0.07 * width];
+  const { width, height } = drawing.viewBox.baseVal, margin = 0.02 * width, whole = width + 2 * margin;
+  return [whole, height + 0.07 * whole + 2 * margin, margin];
 }
 
 async function pngOf(drawing, title) {

@@ -21,7 +21,6 @@ const SCALES = {
   difference: {
     css: "d",
     level: (share) => Math.sign(share) * Math.min(CLASSES, Math.round(CLASSES * Math.sqrt(Math.abs(share) / 0.3))),
-    legend: [[-CLASSES, "−30 points"], [0, "same"], [CLASSES, "+30 points"]],
   },
   // Changes of the loss in nats, by their root, up to one nat.
   nats: {

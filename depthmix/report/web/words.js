@@ -99,7 +99,7 @@ class Words {
     const model = this.model(side);
     const river = new River(model, side, (r, s) => this.chooseBand(r, s));
     const chance = el("p", { class: "chance", "aria-live": "polite" }), top = el("ol", { class: "top" });
-    const head = el("div", { class: `head m${side}` }, pick || el("h3", {}, ...breakable(model.label)), exportButtons(`river of ${model.label}`, () => river.svg));
+    const head = el("div", { class: `head m${side}` }, pick || el("h3", {}, ...breakable(model.label)), exportButtons(`Where a word came from: ${model.label}`, () => river.svg));
     const root = el("div", { class: "side" }, head, chance, el("div", {}, river.svg), top);
     const heading = () => ["reader", "source", "share of the read", "share of the prediction"];
     tableBehind(root, `What the prediction of ${model.label} is made of`, { heading, rows: () => this.bandRows(side) });
@@ -116,11 +116,11 @@ class Words {
     const same = this.shown.length > 1 && this.model(0).readers.length === this.model(1).readers.length;
     this.compared = same;
     const model = this.model(0), title = same ? "Difference: who is read more" : "What each reader reads for this word";
-    const scale = same ? SCALES.difference : SCALES.even;
+    const names = this.shown.map((_, side) => `more in ${this.model(side).label}`);
+    const scale = same ? { ...SCALES.difference, legend: [[-CLASSES, names[0]], [0, "same"], [CLASSES, names[1]]] } : SCALES.even;
     const say = (r, s) => (same ? this.saidOfBoth(r, s) : `${model.readers[r]}: ${percent(this.shares(0)[r][s])} of what it reads is ${model.sources[s]}.`);
     this.map = new DepthMap(model, { scale, label: title, say, choose: (r, s) => this.chooseBand(r, s) });
-    const words = same ? [el("span", {}, el("i", { class: `swatch d${-CLASSES}` }), el("span", {}, "more in ", ...breakable(this.model(0).label))), el("span", {}, el("i", { class: `swatch d${CLASSES}` }), el("span", {}, "more in ", ...breakable(this.model(1).label)))] : [];
-    const body = el("div", {}, this.map.svg, same ? el("p", { class: "legend" }, ...words) : legendOf(scale), this.map.readout);
+    const body = el("div", {}, this.map.svg, legendOf(scale), this.map.readout);
     return figure(title, body, { table: this.map.table((value) => (same ? `${signed(100 * value, 2)} points` : percent(value))) });
   }
 
