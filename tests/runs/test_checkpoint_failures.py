@@ -102,13 +102,14 @@ def test_a_folder_that_vanished(tmp_path):
 
 
 def test_a_folder_that_may_not_be_written(request):
-    base = Path(tempfile.mkdtemp())
+    root = os.geteuid() == 0
+    # Root's TMPDIR may be closed to other users, and then the folder is not even found.
+    base = Path(tempfile.mkdtemp(dir="/tmp" if root else None))
     request.addfinalizer(lambda: shutil.rmtree(base))
     folder = base / "checkpoints"
     path = save(folder, 1)
     for p, mode in ((base, 0o755), (folder, 0o555), (path / "state.json", 0o644)):
         p.chmod(mode)
-    root = os.geteuid() == 0
     if root:
         os.seteuid(65534)
     try:
