@@ -122,26 +122,43 @@ def _poison_fresh_memory():
 
 
 def pytest_collection_finish():
-    """What is there before the first test stays: Python's collector need not look through it again and again."""
-    gc.collect()
+    """What is there before the first test stays, 60,000 objects of garbage with it: Python's collector need not look through it."""
     gc.freeze()
     gc.enable()
     gc.set_threshold(10_000)  # graphs are made of many small objects, and reference counts free nearly all of them
 
 
 def pytest_unconfigure():
-    gc.unfreeze()  # or Triton complains of leaks when Python ends
+    # Workers end without Python's end (see `_end`), and before that pytest collects garbage twice: in seconds, of all objects.
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        gc.unfreeze()  # or Triton complains of leaks when Python ends
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection(session):
     METER.pause()
     if runs_tests(session.config):
+        rewrite_share_of_asserts(session.config)
         with METER.on(), suppress(ImportError):  # where it is measured, and not first by a test that is not
             for name in ("mixers", "ops"):
                 for module in pkgutil.walk_packages([HERE.parent / "depthmix" / name], f"depthmix.{name}."):
                     importlib.import_module(module.name)
     return (yield)
+
+
+def rewrite_share_of_asserts(config):
+    """Rewrite the asserts in a worker's share of all files, which pytest keeps: or in a fresh clone every worker would rewrite all."""
+    worker = getattr(config, "workerinput", None)
+    if worker is None or config.option.file_or_dir or config.option.assertmode != "rewrite" or sys.dont_write_bytecode:
+        return
+    from _pytest.assertion import rewrite
+
+    first = int(worker["workerid"].removeprefix("gw"))
+    for path in sorted(HERE.rglob("test_*.py"))[first :: worker["workercount"]]:
+        kept = rewrite.get_cache_dir(path) / (path.stem + rewrite.PYC_TAIL)
+        if rewrite.try_makedirs(kept.parent) and rewrite._read_pyc(path, kept) is None:
+            source, code = rewrite._rewrite_test(path, config)
+            rewrite._write_pyc(config.stash[rewrite.assertstate_key], code, source, kept)
 
 
 @functools.cache
