@@ -8,7 +8,11 @@ VENV = @test -x $(BIN)/python || $(PYTHON) -m venv .venv
 INSTALL = tools/install
 # On all cores, and of depthmix too, which processes of tests would compile again and again;
 # without what is not imported: packages' tests, most architectures of transformers, and some large parts of others.
-UNUSED = transformers/models|pip|setuptools|mypy|mypyc|tests?|torch/testing/_internal|torchgen|sympy/physics|pygments/lexers|fontTools|pydantic|tensorboard|async_api|narwhals|werkzeug|grpc|torch/_vendor|numpy/distutils|sympy/stats|huggingface_hub/(cli|inference)
+UNUSED = transformers/models|pip|setuptools|mypy|mypyc|tests?|torch/testing/_internal|torchgen|sympy/physics|pygments/lexers|fontTools|pydantic|tensorboard|async_api|narwhals|werkzeug|grpc|torch/_vendor|numpy/distutils|sympy/stats|huggingface_hub/inference
+UNUSED := $(UNUSED)|benchmarks?|cli|click|typer|markdown|markdown_it|tomlkit|_plotly_utils|f2py|numpy/polynomial|absl/testing|triton/tools
+UNUSED := $(UNUSED)|sympy/(crypto|holonomic|parsing/autolev|parsing/latex|vector)|transformers/(exporters|pipelines)|test_utils
+UNUSED := $(UNUSED)|hypothesis/extra|fsspec/implementations|rich/_unicode_data|torch/(ao/ns|ao/pruning|backends/_nnapi|utils/hipify)
+UNUSED := $(UNUSED)|torch/distributed/(_tools|optim)
 COMPILE = @$(BIN)/python -m compileall -qq -j 0 -x '/($(UNUSED))/' .venv/lib depthmix || true
 
 .PHONY: setup demo test coverage test-harness test-gpu bench docs lint format new-mixer wheel clean
