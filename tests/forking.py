@@ -1,6 +1,7 @@
 """Programs in processes of their own, forked from one that has imported torch: which takes two seconds every time.
 
 Run as a script, this file is that one. Nothing else is imported there, so that a program finds depthmix and Triton as new as it would.
+Programs that train may ask for a second one, which has imported what every training does: two seconds more.
 """
 
 import atexit
@@ -18,31 +19,39 @@ from pathlib import Path
 
 from project import ROOT
 
+# Run by the server before it forks, for programs that are about trainings and not about what is imported when.
+TRAINING = """
+import pytest, torch._dynamo, yaml
+from train import small
+small.prepare_to_fork("residual", "attnres", "mhc")
+"""
+
 
 @functools.cache
-def _server():
-    """One a worker, which ends when its input does."""
+def _server(first=""):
+    """One a worker, and one more with a program that it runs first; it ends when its input does."""
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "tests")}
-    server = subprocess.Popen([sys.executable, __file__], env=environment, **pipes)
+    folders = [ROOT / "tests", ROOT] if first else [ROOT / "tests"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, folders))}
+    server = subprocess.Popen([sys.executable, __file__, first], env=environment, **pipes)
     atexit.register(server.communicate)
     return server
 
 
-def python(code, *argv, env=None, cwd=ROOT):
-    """`python -c code argv`, as subprocess.run has it."""
+def python(code, *argv, env=None, cwd=ROOT, first=""):
+    """`python -c code argv`, as subprocess.run has it; `first` is nothing or TRAINING."""
     with tempfile.TemporaryDirectory() as folder:
         out, err = Path(folder, "out"), Path(folder, "err")
         request = {"code": code, "argv": ["-c", *map(str, argv)], "env": {**(os.environ if env is None else env)}}
         request |= {"cwd": str(cwd), "out": str(out), "err": str(err)}
-        status = _ask(request, wait=True)
+        status = _ask(request, wait=True, first=first)
         return subprocess.CompletedProcess(argv, status, out.read_text(), err.read_text())
 
 
-def start(code, *argv, env):
+def start(code, *argv, env, first=""):
     """The same without waiting for its end, and without its output, but for errors: the number of the process."""
     request = {"code": code, "argv": ["-c", *map(str, argv)], "env": env, "cwd": str(ROOT), "out": None, "err": None}
-    return _ask(request, wait=False)
+    return _ask(request, wait=False, first=first)
 
 
 @contextmanager
@@ -59,9 +68,10 @@ def started(code, *argv, until):
         _ask(process, wait=True)
 
 
-def _ask(request, wait):
-    print(json.dumps([wait, request]), file=_server().stdin, flush=True)
-    return json.loads(_server().stdout.readline())
+def _ask(request, wait, first=""):
+    server = _server(first)
+    print(json.dumps([wait, request]), file=server.stdin, flush=True)
+    return json.loads(server.stdout.readline())
 
 
 def _run(code, argv, env, cwd, out, err):
@@ -92,6 +102,7 @@ if __name__ == "__main__":
     import torch
 
     torch.set_num_threads(1)  # no threads that a fork would lose
+    exec(sys.argv[1])
     for line in sys.stdin:
         wait, request = json.loads(line)
         if isinstance(request, int):  # one to kill

@@ -110,7 +110,7 @@ class Workers:
         code = "import sys; from parallel.workers import drive; drive(sys.argv[1])"
         with tempfile.TemporaryDirectory() as folder, Listener(f"{folder}/socket") as listener:
             environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parent)}
-            self.process = forking.start(code, listener.address, env=environment)
+            self.process = forking.start(code, listener.address, env=environment, first=forking.TRAINING)
             self.channel = listener.accept()
 
     def run(self, size, name, *args):

@@ -257,7 +257,8 @@ def described_everywhere(base):
 def test_a_kill_at_any_instant(tmp_path):
     code = f"import runpy; runpy.run_path({__file__!r}, run_name='__main__')"
     here = {**os.environ, "PYTHONPATH": os.pathsep.join(str(p) for p in Path(__file__).parents[1:3])}
-    done = forking.python(code, tmp_path, env=here)  # a process of one thread, which can fork without danger
+    # A process of one thread, which can fork without danger.
+    done = forking.python(code, tmp_path, env=here, first=forking.TRAINING)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -186,9 +186,8 @@ def why_not_mounted(work):
 def asked(what, work):
     code = f"import runpy, sys; sys.argv[0] = {__file__!r}; runpy.run_path({__file__!r}, run_name='__main__')"
     here = {**os.environ, "PYTHONPATH": os.pathsep.join(str(p) for p in Path(__file__).parents[1:3])}
-    done = forking.python(
-        code, what, work, small.data(), env=here
-    )  # a process of one thread, which can fork without danger
+    # A process of one thread, which can fork without danger.
+    done = forking.python(code, what, work, small.data(), env=here, first=forking.TRAINING)
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 

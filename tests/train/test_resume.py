@@ -164,7 +164,7 @@ def ask():
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), str(ROOT)])}
     with tempfile.TemporaryDirectory() as folder, Listener(f"{folder}/socket") as listener:
         code = f"import runpy; runpy.run_path({__file__!r}, run_name='__main__')"
-        forking.start(code, listener.address, env=environment)
+        forking.start(code, listener.address, env=environment, first=forking.TRAINING)
         with listener.accept() as driver:
 
             def request(what, **arguments):
