@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from depthmix.ops.autograd import reference_gradients
-from depthmix.ops.matmul import matmul
+from depthmix.ops.matmul import matmul, row_sums
 from depthmix.ops.norm import normed, normed_backward
 from depthmix.ops.precision import compute_dtype, rms_normalize, widen, without_autocast
 from depthmix.ops.stream_mix.reference import stream_read_reference, stream_write_reference
@@ -48,8 +48,11 @@ class StreamWrite(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, res: Tensor | None, post: Tensor, y: Tensor) -> Tensor:
         ctx.save_for_backward(x, res, post, y)
         wide = _wide(x, res, post, y)
-        out = widen(post, wide).unsqueeze(-1) * y.unsqueeze(-2)
-        return widen(out.add_(x) if res is None else _mix_into(out, widen(res, wide), widen(x, wide)), x.dtype)
+        factors = widen(post, wide).unsqueeze(-1), widen(y, wide).unsqueeze(-2)
+        streams = widen(x, wide)
+        if res is None:
+            return widen(torch.addcmul(streams, *factors), x.dtype)
+        return widen(_mixed(widen(res, wide), streams).addcmul_(*factors), x.dtype)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
@@ -59,17 +62,14 @@ class StreamWrite(torch.autograd.Function):
                 return tuple(reference_gradients(_write, (x, res, post, y), ctx.needs_input_grad, [g]))
             need_x, need_res, need_post, need_y = ctx.needs_input_grad
             wide = _wide(x, res, post, y)
-            g, post = widen(g, wide), widen(post, wide)
-            dx = dres = None
-            # One buffer for all products: allocating memory costs as much as filling it.
-            product = torch.empty_like(g)
+            g, dx, dres, dpost = widen(g, wide), None, None, None
             if need_x:
-                dx = widen(g if res is None else _mix_into(None, widen(res, wide).transpose(-1, -2), g), x.dtype)
+                dx = widen(g if res is None else _mixed(widen(res, wide).mT, g), x.dtype)
             if need_res and res is not None:
-                dots = [torch.mul(g, x_i, out=product).sum(-1) for x_i in x.unsqueeze(-3).unbind(-2)]
-                dres = _like(res, torch.stack(dots).movedim(0, -1))
-            dpost = _like(post, torch.mul(g, y.unsqueeze(-2), out=product).sum(-1)) if need_post else None
-            return dx, dres, dpost, widen(_weighted(post, g), y.dtype) if need_y else None
+                dres = _like(res, _dots(g, widen(x, wide)))
+            if need_post:
+                dpost = _like(post, row_sums(g * y.unsqueeze(-2)))
+            return dx, dres, dpost, widen(_weighted(widen(post, wide), g), y.dtype) if need_y else None
 
 
 class StreamRuleRead(torch.autograd.Function):
@@ -184,12 +184,35 @@ def _weighted(weights: Tensor, x: Tensor) -> Tensor:
     return out
 
 
-def _mix_into(out: Tensor | None, weights: Tensor, x: Tensor) -> Tensor:
-    """Add Σ_i weights[o, i] x_i for every o to `out`, in place."""
+def _mixed(weights: Tensor, x: Tensor) -> Tensor:
+    """Return Σ_i weights[o, i] x_i for every o [..., n, C] for weights [..., n, n] or [n, n]."""
+    if _multiplies_in_one_pass(x):
+        return matmul(weights.contiguous(), x.contiguous())
+    out = None
     for p, x_i in zip(weights.unsqueeze(-1).unbind(-2), x.unsqueeze(-3).unbind(-2), strict=True):
         out = p * x_i if out is None else out.addcmul_(p, x_i)
     assert out is not None
     return out
+
+
+def _dots(g: Tensor, x: Tensor) -> Tensor:
+    """Return g_o · x_i [..., n, n]."""
+    if _multiplies_in_one_pass(x):
+        # MKL needs ten times as long for four columns of few channels as for three.
+        columns = x.contiguous().chunk(-(-x.shape[-2] // 3), dim=-2)
+        return torch.cat([matmul(g.contiguous(), c.mT) for c in columns], dim=-1)
+    # One buffer for all products: allocating memory costs as much as filling it.
+    product = torch.empty_like(g)
+    return torch.stack([row_sums(torch.mul(g, x_i, out=product)) for x_i in x.unsqueeze(-3).unbind(-2)], dim=-1)
+
+
+def _multiplies_in_one_pass(x: Tensor) -> bool:
+    """Tell whether a product of small matrices for every token passes over the streams once.
+
+    Without MKL it is a call for each token, and MKL takes contiguous matrices. PyTorch's own loop, which multiplies all others, is
+    slower than a pass for each stream.
+    """
+    return x.shape[-2] > 2 and torch.backends.mkl.is_available()
 
 
 def _like(weight: Tensor, g: Tensor) -> Tensor:
