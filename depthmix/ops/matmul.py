@@ -89,6 +89,13 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
     return torch.ops.depthmix.ieee_matmul(a, b)
 
 
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """Return total + a b for matrices, in the precision of their dtype."""
+    if a.dtype == torch.float32 and lowered(a.device.type):
+        return total + matmul(a, b)
+    return torch.addmm(total, a, b)
+
+
 def row_sums(x: Tensor) -> Tensor:
     """Sum x [..., D] over its last dimension. A product with ones reads short rows faster on a CPU than torch.sum."""
     return matmul(x, x.new_ones(x.shape[-1]))

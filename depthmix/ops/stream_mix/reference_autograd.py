@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from depthmix.ops.autograd import reference_gradients
-from depthmix.ops.matmul import matmul, row_sums
+from depthmix.ops.matmul import add_product, matmul, row_sums
 from depthmix.ops.norm import normed, normed_backward
 from depthmix.ops.precision import compute_dtype, rms_normalize, widen, without_autocast
 from depthmix.ops.stream_mix.reference import stream_read_reference, stream_write_reference
@@ -65,16 +65,19 @@ class StreamWrite(torch.autograd.Function):
             g, dx, dres, dpost = widen(g, wide), None, None, None
             if need_x:
                 dx = widen(g if res is None else _mixed(widen(res, wide).mT, g), x.dtype)
-            if need_res and res is not None:
-                dres = _like(res, _dots(g, widen(x, wide)))
-            if need_post:
+            if res is not None and (need_res or need_post):
+                # One more column has fewer passes than a product of its own.
+                dots = _dots(g, torch.cat([widen(x, wide), widen(y, wide).unsqueeze(-2)], dim=-2))
+                dres, dpost = _like(res, dots[..., :-1]), _like(post, dots[..., -1])
+            elif need_post:
                 dpost = _like(post, row_sums(g * y.unsqueeze(-2)))
             return dx, dres, dpost, widen(_weighted(widen(post, wide), g), y.dtype) if need_y else None
 
 
 class StreamRuleRead(torch.autograd.Function):
-    """Compute stream_rule_read: u, normed with a gain and rounded once, post and res.
+    """Compute stream_rule_read: u, normed with a gain and rounded once, post and res; and pass the streams on.
 
+    Later uses take the streams from here, so that this backward adds the gradients up.
     Small tensors, with a number for every stream and column of W, are stored column by column: [n + 2, M] for the M streams of all
     tokens.
     """
@@ -82,7 +85,7 @@ class StreamRuleRead(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, rule: Rule, eps: float, x: Tensor, columns: Tensor, bases: Tensor, scales: Tensor, gain: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         k, wide, dim = rule.n + 2, compute_dtype(x, columns), x.shape[-1]
         streams = widen(x, wide)
         rows = streams.reshape(-1, dim)
@@ -103,16 +106,18 @@ class StreamRuleRead(torch.autograd.Function):
         u, rho = (o, None) if gain is None else normed(o, widen(gain, wide), eps)
         ctx.rule, ctx.eps = rule, eps
         ctx.save_for_backward(x, columns, bases, scales, gain, r, mean, z, f, pre, None if gain is None else o, rho)
-        return widen(u, x.dtype), made[1], made[2:].movedim(0, -2)
+        # Detached: a view of x would let nobody change x in place afterwards.
+        return widen(u, x.dtype), made[1], made[2:].movedim(0, -2), x.detach()
 
     @staticmethod
-    def backward(ctx: Any, du: Tensor, dpost: Tensor, dres: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, du: Tensor, dpost: Tensor, dres: Tensor, dx_later: Tensor) -> tuple[Tensor | None, ...]:
         x, columns, bases, scales, gain, r, mean, z, f, pre, o, rho = ctx.saved_tensors
         needs, wide, dim, k = ctx.needs_input_grad[2:], z.dtype, x.shape[-1], len(z)
         with without_autocast(x):
             if torch.is_grad_enabled():
                 reference = partial(rule_read_reference, ctx.rule, ctx.eps)
-                gradients = reference_gradients(reference, (x, columns, bases, scales, gain), needs, (du, dpost, dres))
+                inputs, grads = (x, columns, bases, scales, gain), (du, dpost, dres, dx_later)
+                gradients = reference_gradients(reference, inputs, needs, grads)
                 return (None, None, *gradients)
             du, dgain, dx, dcolumns = widen(du, wide), None, None, None
             if gain is not None:
@@ -122,7 +127,7 @@ class StreamRuleRead(torch.autograd.Function):
             rows, products = streams.reshape(-1, dim), r.new_empty(len(columns), len(r))
             dz = products[:k]
             made = dz.view(k, *x.shape[:-1])
-            torch.sum(streams * du, dim=-1, out=made[0])
+            made[0].copy_(row_sums(streams * du))
             made[1].copy_(dpost)
             made[2:].copy_(dres.movedim(-2, 0))
             dbases = dz.view(k, -1, _period(x)).sum(1).view(k, -1, x.shape[-2]).sum(1)
@@ -135,7 +140,8 @@ class StreamRuleRead(torch.autograd.Function):
             if mean is not None:
                 torch.mul(along, mean, out=products[k])
             if needs[0]:
-                dx = matmul(products.T, widen(columns, wide)).addcmul_(rows, along.unsqueeze(-1), value=-1 / dim)
+                dx = add_product(widen(dx_later, wide).reshape(rows.shape), products.T, widen(columns, wide))
+                dx.addcmul_(rows, along.unsqueeze(-1), value=-1 / dim)
                 dx = widen(dx.view(x.shape).addcmul_(pre.unsqueeze(-1), du), x.dtype)
             if needs[1]:
                 dcolumns = widen(matmul(products, rows), columns.dtype)
@@ -144,7 +150,7 @@ class StreamRuleRead(torch.autograd.Function):
 
 def rule_read_reference(
     rule: Rule, eps: float, x: Tensor, columns: Tensor, bases: Tensor, scales: Tensor, gain: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute StreamRuleRead in plain PyTorch."""
     k, wide = rule.n + 2, compute_dtype(x, columns)
     streams, columns, bases, scales = (widen(t, wide) for t in (x, columns, bases, scales))
@@ -155,7 +161,7 @@ def rule_read_reference(
     made = bases.T + scales * (torch.tanh(z) if rule.tanh else z)  # [..., n, n + 2]
     u = stream_read_reference(streams, made[..., 0])
     u = u if gain is None else rms_normalize(u, eps) * gain.to(wide)
-    return u.to(x.dtype), made[..., 1], made[..., 2:].transpose(-1, -2)
+    return u.to(x.dtype), made[..., 1], made[..., 2:].transpose(-1, -2), x
 
 
 def _period(x: Tensor) -> int:
@@ -187,7 +193,8 @@ def _weighted(weights: Tensor, x: Tensor) -> Tensor:
 def _mixed(weights: Tensor, x: Tensor) -> Tensor:
     """Return Σ_i weights[o, i] x_i for every o [..., n, C] for weights [..., n, n] or [n, n]."""
     if _multiplies_in_one_pass(x):
-        return matmul(weights.contiguous(), x.contiguous())
+        # MKL takes matrices whose rows or columns are contiguous. PyTorch's own loop for all others takes twenty times as long.
+        return matmul(weights if 1 in weights.stride()[-2:] else weights.contiguous(), x.contiguous())
     out = None
     for p, x_i in zip(weights.unsqueeze(-1).unbind(-2), x.unsqueeze(-3).unbind(-2), strict=True):
         out = p * x_i if out is None else out.addcmul_(p, x_i)
@@ -196,10 +203,10 @@ def _mixed(weights: Tensor, x: Tensor) -> Tensor:
 
 
 def _dots(g: Tensor, x: Tensor) -> Tensor:
-    """Return g_o · x_i [..., n, n]."""
-    if _multiplies_in_one_pass(x):
+    """Return g_o · x_i [..., n, m] for g [..., n, C] and x [..., m, C]."""
+    if _multiplies_in_one_pass(g):
         # MKL needs ten times as long for four columns of few channels as for three.
-        columns = x.contiguous().chunk(-(-x.shape[-2] // 3), dim=-2)
+        columns = x.chunk(-(-x.shape[-2] // 3), dim=-2)
         return torch.cat([matmul(g.contiguous(), c.mT) for c in columns], dim=-1)
     # One buffer for all products: allocating memory costs as much as filling it.
     product = torch.empty_like(g)
@@ -209,8 +216,7 @@ def _dots(g: Tensor, x: Tensor) -> Tensor:
 def _multiplies_in_one_pass(x: Tensor) -> bool:
     """Tell whether a product of small matrices for every token passes over the streams once.
 
-    Without MKL it is a call for each token, and MKL takes contiguous matrices. PyTorch's own loop, which multiplies all others, is
-    slower than a pass for each stream.
+    Without MKL it is a call for each token, and with two streams PyTorch's own loop, which is slower than two passes.
     """
     return x.shape[-2] > 2 and torch.backends.mkl.is_available()
 
