@@ -1,4 +1,4 @@
-"""`cpu-step`: the size of the committed results, a ratio with its target, and refusing what is wrong."""
+"""`cpu-step`: the size of the committed results, a ratio for every arm, and refusing what is wrong."""
 
 import pytest
 import torch
@@ -41,7 +41,6 @@ def test_the_size_is_that_of_the_committed_results():
     shape = f"{config.n_blocks} blocks, D={config.dim}, {config.batch_size}x{config.seq_len} tokens"
     assert shape in (ROOT / "benchmarks" / "results" / "cpu" / "cpu-step.md").read_text()
     assert (config.mlp, config.qk_norm, config.precision, config.compile) == ("relu2", True, "fp32", "off")
-    assert cpu_step.TARGETS["attnres:block_size=4"] == "<= 1.25"
 
 
 def test_refuses_to_time_a_wrong_arm(tmp_path, monkeypatch):
