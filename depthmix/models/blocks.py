@@ -233,9 +233,7 @@ def init_matrix(linear: nn.Linear, n_sites: int = 1, scale: float = 1.0) -> None
     """Draw a weight from N(0, 1/fan_in) times `scale`, divided by sqrt(n_sites) for an output projection, whose outputs
     add up.
     """
-    # There is nothing to draw on the meta device, where planners build models and PyTorch takes a millisecond per matrix.
-    if not linear.weight.is_meta:
-        nn.init.normal_(linear.weight, std=1 / math.sqrt(linear.in_features) / math.sqrt(n_sites) * scale)
+    nn.init.normal_(linear.weight, std=1 / math.sqrt(linear.in_features) / math.sqrt(n_sites) * scale)
 
 
 def as_autocast(x: Tensor) -> Tensor:
