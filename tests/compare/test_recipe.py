@@ -11,6 +11,7 @@ from depthmix.compare.plan import plan_runs
 from depthmix.compare.recipe import load_recipe
 from depthmix.compare.table import spreads_assumed
 from depthmix.errors import USAGE, UserError
+from depthmix.parallel.weights import NotDrawing
 from depthmix.runs.restore import model_config, vit_config
 from depthmix.train.loop import check_config
 from depthmix.train.optim import match_groups
@@ -173,7 +174,7 @@ def test_every_arm_of_our_recipes_can_be_built(path):
             check_config(dataclasses.replace(config, out="nowhere"))
             of_model = vit_config(config, PICTURES) if config.crop else model_config(config, 32)
             if repr(of_model) not in names:
-                with torch.device("meta"):
+                with torch.device("meta"), NotDrawing():
                     model = Vit(of_model) if config.crop else Decoder(of_model)
                 names[repr(of_model)] = [name for name, _ in model.named_parameters()]
             match_groups(names[repr(of_model)], config.groups)
