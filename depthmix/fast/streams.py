@@ -229,7 +229,7 @@ class StreamSteps(FastPath):
         rule, tape, x = mixer._rule(), self._any_tape(mixer, state, columns=True), state.written_streams()
         assert rule is not None
         columns, bases, scales = tape.rules[site]
-        h, post, res, x = stream_rule_read(rule, x, columns, bases, scales, gain, eps)
+        h, post, res = stream_rule_read(rule, x, columns, bases, scales, gain, eps)
         return Note(Step(x, h, None, post, res), tape, kernels=False)
 
 

@@ -80,22 +80,10 @@ def wide_product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:
-    """Multiply a [..., K] by b [K, M] or [K], or without gradients by [..., K, M], in the precision of their dtype.
+    """Multiply a [..., K] by b [K, M] in the precision of their dtype.
 
     Under torch.func, which does not know the operator, this is plain @.
     """
     if a.dtype != torch.float32 or not lowered(a.device.type) or transformed():
         return a @ b
     return torch.ops.depthmix.ieee_matmul(a, b)
-
-
-def add_product(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """Return total + a b for matrices, in the precision of their dtype."""
-    if a.dtype == torch.float32 and lowered(a.device.type):
-        return total + matmul(a, b)
-    return torch.addmm(total, a, b)
-
-
-def row_sums(x: Tensor) -> Tensor:
-    """Sum x [..., D] over its last dimension. A product with ones reads short rows faster on a CPU than torch.sum."""
-    return matmul(x, x.new_ones(x.shape[-1]))

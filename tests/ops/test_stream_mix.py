@@ -236,7 +236,7 @@ def rule_case(
         u = naive_read(x, pre)
         if gain is not None:
             u = gain * u / (u.square().mean(-1, keepdim=True) + 1e-2).sqrt()
-        return u, post, a_r.transpose(-1, -2), x
+        return u, post, a_r.transpose(-1, -2)
 
     return ours, naive, leaves
 

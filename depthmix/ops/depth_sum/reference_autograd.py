@@ -9,7 +9,7 @@ from torch import Tensor
 
 from depthmix.ops.autograd import reference_gradients
 from depthmix.ops.depth_sum.reference import depth_scores_reference, depth_sum_reference
-from depthmix.ops.matmul import matmul, row_sums
+from depthmix.ops.matmul import matmul
 from depthmix.ops.norm import normed, normed_backward
 from depthmix.ops.precision import compute_dtype, rms_normalize, widen, without_autocast
 
@@ -159,19 +159,12 @@ class _Weights:
             tokens_last = widen(dynamic, wide).movedim((-2, -1), (0, 1)).contiguous()
             self.dynamic = [d.unsqueeze(-1).unbind() for d in tokens_last.unbind()]
         self.n_ways = len(self.static or self.dynamic or ())
-        # One buffer for all sums of two weights: it stays in the processor's cache.
-        self.sum: Tensor | None = None
 
     def of(self, way: int, i: int) -> Tensor:
-        """Return the weight of a source in a way, before its relu. The next call overwrites it."""
+        """Return the weight of a source in a way, before its relu."""
         if self.static is None or self.dynamic is None:
             return (self.static or self.dynamic)[way][i]  # type: ignore[index]
-        self.sum = torch.add(self.static[way][i], self.dynamic[way][i], out=self.sum)
-        return self.sum
-
-    def clamped(self, weight: Tensor) -> Tensor:
-        """Return a weight of `of` after its relu, if it has one."""
-        return weight.clamp(min=0) if self.relu else weight
+        return self.static[way][i] + self.dynamic[way][i]
 
 
 def sums(relu: bool, static: Tensor | None, dynamic: Tensor | None, sources: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -182,7 +175,8 @@ def sums(relu: bool, static: Tensor | None, dynamic: Tensor | None, sources: Seq
     for i, source in enumerate(sources):
         v = widen(source, wide)
         for w in range(weights.n_ways):
-            weight = weights.clamped(weights.of(w, i))
+            weight = weights.of(w, i)
+            weight = weight.clamp(min=0) if relu else weight
             if i == 0:
                 outs.append(v * weight)
             else:
@@ -202,28 +196,26 @@ def _sums_backward(
     wide, rows, dim = do[0].dtype, do[0].shape[:-1].numel(), do[0].shape[-1]
     weights = _Weights(relu, static, dynamic, wide)
     all_ways = torch.stack(list(do)) if len(do) > 1 else do[0].unsqueeze(0)  # [W, ..., D]
-    # One buffer for all products, as for the weights.
-    products = torch.empty_like(all_ways) if need_static or need_dynamic else None
     dstatic: list[Tensor] = []
     ddynamic: list[Tensor] = []
     dv: list[Tensor | None] = []
     for i, source in enumerate(sources):
+        by_way = [weights.of(w, i) for w in range(len(do))]
+        if need_static or need_dynamic:
+            product = all_ways * widen(source, wide)
+            if relu:
+                for p, weight in zip(product.unbind(), by_way, strict=True):
+                    p.mul_(weight >= 0)
+            if need_static and static is not None:
+                by_channel = product.reshape(len(do), rows, dim).sum(1)
+                dstatic.append(by_channel if static.shape[-1] == dim else by_channel.sum(1, keepdim=True))
+            if need_dynamic:
+                ddynamic.append(product.sum(-1))
         total = None
-        if products is not None:
-            torch.mul(all_ways, widen(source, wide), out=products)
-        for w, d in enumerate(do):
-            weight = weights.of(w, i)
-            if relu and products is not None:
-                products[w].mul_(weight >= 0)
-            if need_v[i]:
-                weight = weights.clamped(weight)
-                total = d * weight if total is None else total.addcmul_(d, weight)
+        for d, weight in zip(do, by_way if need_v[i] else (), strict=False):
+            weight = weight.clamp(min=0) if relu else weight
+            total = d * weight if total is None else total.addcmul_(d, weight)
         dv.append(None if total is None else widen(total, source.dtype))
-        if need_static and static is not None and products is not None:
-            by_channel = products.reshape(len(do), rows, dim).sum(1)
-            dstatic.append(by_channel if static.shape[-1] == dim else by_channel.sum(1, keepdim=True))
-        if need_dynamic and products is not None:
-            ddynamic.append(row_sums(products))
     by_token = _stacked(ddynamic, dynamic)
     return [_stacked(dstatic, static), None if by_token is None else by_token.movedim((0, 1), (-2, -1)), *dv]
 

@@ -81,7 +81,7 @@ def stream_write(x: Tensor, res: Tensor | None, post: Tensor, y: Tensor) -> Tens
 
 def stream_rule_read(
     rule: Rule, x: Tensor, columns: Tensor, bases: Tensor, scales: Tensor, gain: Tensor | None = None, eps: float = 0.0
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the weights of Hyper-Connections from the streams, and read with them.
 
     Args:
@@ -92,7 +92,7 @@ def stream_rule_read(
         eps: of that norm.
 
     Returns:
-        u [..., C], rounded once, post [..., n], res [..., n, n], and x for later uses, whose gradients this node adds up.
+        u [..., C], rounded once, post [..., n] and res [..., n, n].
 
     Raises:
         ValueError: shapes, dtypes or devices do not fit together.
@@ -106,8 +106,8 @@ def stream_rule_read(
         check_shape(op, "gain", gain, x, (width,))
     with without_autocast(x):
         if uses_custom_backward():
-            u, post, res, passed = StreamRuleRead.apply(rule, eps, x, columns, bases, scales, gain)
-            return u, post, res, passed
+            u, post, res = StreamRuleRead.apply(rule, eps, x, columns, bases, scales, gain)
+            return u, post, res
         return rule_read_reference(rule, eps, x, columns, bases, scales, gain)
 
 

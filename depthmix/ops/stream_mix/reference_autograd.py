@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from depthmix.ops.autograd import reference_gradients
-from depthmix.ops.matmul import add_product, matmul, row_sums
+from depthmix.ops.matmul import matmul
 from depthmix.ops.norm import normed, normed_backward
 from depthmix.ops.precision import compute_dtype, rms_normalize, widen, without_autocast
 from depthmix.ops.stream_mix.reference import stream_read_reference, stream_write_reference
@@ -48,11 +48,8 @@ class StreamWrite(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, res: Tensor | None, post: Tensor, y: Tensor) -> Tensor:
         ctx.save_for_backward(x, res, post, y)
         wide = _wide(x, res, post, y)
-        factors = widen(post, wide).unsqueeze(-1), widen(y, wide).unsqueeze(-2)
-        streams = widen(x, wide)
-        if res is None:
-            return widen(torch.addcmul(streams, *factors), x.dtype)
-        return widen(_mixed(widen(res, wide), streams).addcmul_(*factors), x.dtype)
+        out = widen(post, wide).unsqueeze(-1) * y.unsqueeze(-2)
+        return widen(out.add_(x) if res is None else _mix_into(out, widen(res, wide), widen(x, wide)), x.dtype)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
@@ -62,22 +59,22 @@ class StreamWrite(torch.autograd.Function):
                 return tuple(reference_gradients(_write, (x, res, post, y), ctx.needs_input_grad, [g]))
             need_x, need_res, need_post, need_y = ctx.needs_input_grad
             wide = _wide(x, res, post, y)
-            g, dx, dres, dpost = widen(g, wide), None, None, None
+            g, post = widen(g, wide), widen(post, wide)
+            dx = dres = None
+            # One buffer for all products: allocating memory costs as much as filling it.
+            product = torch.empty_like(g)
             if need_x:
-                dx = widen(g if res is None else _mixed(widen(res, wide).mT, g), x.dtype)
-            if res is not None and (need_res or need_post):
-                # One more column has fewer passes than a product of its own.
-                dots = _dots(g, torch.cat([widen(x, wide), widen(y, wide).unsqueeze(-2)], dim=-2))
-                dres, dpost = _like(res, dots[..., :-1]), _like(post, dots[..., -1])
-            elif need_post:
-                dpost = _like(post, row_sums(g * y.unsqueeze(-2)))
-            return dx, dres, dpost, widen(_weighted(widen(post, wide), g), y.dtype) if need_y else None
+                dx = widen(g if res is None else _mix_into(None, widen(res, wide).transpose(-1, -2), g), x.dtype)
+            if need_res and res is not None:
+                dots = [torch.mul(g, x_i, out=product).sum(-1) for x_i in x.unsqueeze(-3).unbind(-2)]
+                dres = _like(res, torch.stack(dots).movedim(0, -1))
+            dpost = _like(post, torch.mul(g, y.unsqueeze(-2), out=product).sum(-1)) if need_post else None
+            return dx, dres, dpost, widen(_weighted(post, g), y.dtype) if need_y else None
 
 
 class StreamRuleRead(torch.autograd.Function):
-    """Compute stream_rule_read: u, normed with a gain and rounded once, post and res; and pass the streams on.
+    """Compute stream_rule_read: u, normed with a gain and rounded once, post and res.
 
-    Later uses take the streams from here, so that this backward adds the gradients up.
     Small tensors, with a number for every stream and column of W, are stored column by column: [n + 2, M] for the M streams of all
     tokens.
     """
@@ -85,7 +82,7 @@ class StreamRuleRead(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, rule: Rule, eps: float, x: Tensor, columns: Tensor, bases: Tensor, scales: Tensor, gain: Tensor | None
-    ) -> tuple[Tensor, ...]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         k, wide, dim = rule.n + 2, compute_dtype(x, columns), x.shape[-1]
         streams = widen(x, wide)
         rows = streams.reshape(-1, dim)
@@ -106,18 +103,16 @@ class StreamRuleRead(torch.autograd.Function):
         u, rho = (o, None) if gain is None else normed(o, widen(gain, wide), eps)
         ctx.rule, ctx.eps = rule, eps
         ctx.save_for_backward(x, columns, bases, scales, gain, r, mean, z, f, pre, None if gain is None else o, rho)
-        # Detached: a view of x would let nobody change x in place afterwards.
-        return widen(u, x.dtype), made[1], made[2:].movedim(0, -2), x.detach()
+        return widen(u, x.dtype), made[1], made[2:].movedim(0, -2)
 
     @staticmethod
-    def backward(ctx: Any, du: Tensor, dpost: Tensor, dres: Tensor, dx_later: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, du: Tensor, dpost: Tensor, dres: Tensor) -> tuple[Tensor | None, ...]:
         x, columns, bases, scales, gain, r, mean, z, f, pre, o, rho = ctx.saved_tensors
         needs, wide, dim, k = ctx.needs_input_grad[2:], z.dtype, x.shape[-1], len(z)
         with without_autocast(x):
             if torch.is_grad_enabled():
                 reference = partial(rule_read_reference, ctx.rule, ctx.eps)
-                inputs, grads = (x, columns, bases, scales, gain), (du, dpost, dres, dx_later)
-                gradients = reference_gradients(reference, inputs, needs, grads)
+                gradients = reference_gradients(reference, (x, columns, bases, scales, gain), needs, (du, dpost, dres))
                 return (None, None, *gradients)
             du, dgain, dx, dcolumns = widen(du, wide), None, None, None
             if gain is not None:
@@ -127,7 +122,7 @@ class StreamRuleRead(torch.autograd.Function):
             rows, products = streams.reshape(-1, dim), r.new_empty(len(columns), len(r))
             dz = products[:k]
             made = dz.view(k, *x.shape[:-1])
-            made[0].copy_(row_sums(streams * du))
+            torch.sum(streams * du, dim=-1, out=made[0])
             made[1].copy_(dpost)
             made[2:].copy_(dres.movedim(-2, 0))
             dbases = dz.view(k, -1, _period(x)).sum(1).view(k, -1, x.shape[-2]).sum(1)
@@ -140,8 +135,7 @@ class StreamRuleRead(torch.autograd.Function):
             if mean is not None:
                 torch.mul(along, mean, out=products[k])
             if needs[0]:
-                dx = add_product(widen(dx_later, wide).reshape(rows.shape), products.T, widen(columns, wide))
-                dx.addcmul_(rows, along.unsqueeze(-1), value=-1 / dim)
+                dx = matmul(products.T, widen(columns, wide)).addcmul_(rows, along.unsqueeze(-1), value=-1 / dim)
                 dx = widen(dx.view(x.shape).addcmul_(pre.unsqueeze(-1), du), x.dtype)
             if needs[1]:
                 dcolumns = widen(matmul(products, rows), columns.dtype)
@@ -150,7 +144,7 @@ class StreamRuleRead(torch.autograd.Function):
 
 def rule_read_reference(
     rule: Rule, eps: float, x: Tensor, columns: Tensor, bases: Tensor, scales: Tensor, gain: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Compute StreamRuleRead in plain PyTorch."""
     k, wide = rule.n + 2, compute_dtype(x, columns)
     streams, columns, bases, scales = (widen(t, wide) for t in (x, columns, bases, scales))
@@ -161,7 +155,7 @@ def rule_read_reference(
     made = bases.T + scales * (torch.tanh(z) if rule.tanh else z)  # [..., n, n + 2]
     u = stream_read_reference(streams, made[..., 0])
     u = u if gain is None else rms_normalize(u, eps) * gain.to(wide)
-    return u.to(x.dtype), made[..., 1], made[..., 2:].transpose(-1, -2), x
+    return u.to(x.dtype), made[..., 1], made[..., 2:].transpose(-1, -2)
 
 
 def _period(x: Tensor) -> int:
@@ -190,35 +184,12 @@ def _weighted(weights: Tensor, x: Tensor) -> Tensor:
     return out
 
 
-def _mixed(weights: Tensor, x: Tensor) -> Tensor:
-    """Return Σ_i weights[o, i] x_i for every o [..., n, C] for weights [..., n, n] or [n, n]."""
-    if _multiplies_in_one_pass(x):
-        # MKL takes matrices whose rows or columns are contiguous. PyTorch's own loop for all others takes twenty times as long.
-        return matmul(weights if 1 in weights.stride()[-2:] else weights.contiguous(), x.contiguous())
-    out = None
+def _mix_into(out: Tensor | None, weights: Tensor, x: Tensor) -> Tensor:
+    """Add Σ_i weights[o, i] x_i for every o to `out`, in place."""
     for p, x_i in zip(weights.unsqueeze(-1).unbind(-2), x.unsqueeze(-3).unbind(-2), strict=True):
         out = p * x_i if out is None else out.addcmul_(p, x_i)
     assert out is not None
     return out
-
-
-def _dots(g: Tensor, x: Tensor) -> Tensor:
-    """Return g_o · x_i [..., n, m] for g [..., n, C] and x [..., m, C]."""
-    if _multiplies_in_one_pass(g):
-        # MKL needs ten times as long for four columns of few channels as for three.
-        columns = x.chunk(-(-x.shape[-2] // 3), dim=-2)
-        return torch.cat([matmul(g.contiguous(), c.mT) for c in columns], dim=-1)
-    # One buffer for all products: allocating memory costs as much as filling it.
-    product = torch.empty_like(g)
-    return torch.stack([row_sums(torch.mul(g, x_i, out=product)) for x_i in x.unsqueeze(-3).unbind(-2)], dim=-1)
-
-
-def _multiplies_in_one_pass(x: Tensor) -> bool:
-    """Tell whether a product of small matrices for every token passes over the streams once.
-
-    Without MKL it is a call for each token, and with two streams PyTorch's own loop, which is slower than two passes.
-    """
-    return x.shape[-2] > 2 and torch.backends.mkl.is_available()
 
 
 def _like(weight: Tensor, g: Tensor) -> Tensor:
