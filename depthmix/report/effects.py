@@ -34,7 +34,8 @@ def effects(content: Content) -> str:
         '<span class="tag">busy</span> step times of a busy machine' if any(e.busy for e in content.effects) else "",
     ]
     where = f" on {content.cell}" if content.cell else ""
-    caption = f"Validation loss{where} against {content.baseline}, in nats (natural-log loss units), with the 95% interval. Left is better."
+    each = "image" if content.images else "token"
+    caption = f"Validation loss{where} against {content.baseline}, in nats per {each} (natural-log loss units), with the 95% interval. Left is better."
     head = "<tr><th>rule</th><th>interval</th><th>difference in nats, time of a step</th></tr>"
     return (
         '<figure class="effects"><table><caption class="unseen">Differences from the baseline</caption>'

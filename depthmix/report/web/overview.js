@@ -63,7 +63,7 @@ function depthChart(root, models) {
 }
 
 function lossCurves(root, curves, units) {
-  const plot = new Plot({ label: "validation loss", y: "validation loss, nats" });
+  const plot = new Plot({ label: "validation loss", y: `nats per ${units[0].slice(0, -1)}` });
   const show = (i) => {
     const time = Boolean(i);
     const series = curves.map((curve, colour) => ({ label: curve.label, colour, x: time ? curve.seconds : curve.tokens, y: curve.mean, low: curve.low, high: curve.high }));
