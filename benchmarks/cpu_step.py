@@ -44,7 +44,8 @@ CPU = torch.device("cpu")
 
 def cpu_step(options: Options, report: Report) -> None:
     """Time a small model with each arm on the CPU, whatever the device of other entries."""
-    config, names = small_config(), ARMS
+    config = small_config()
+    names: tuple[str, ...] = ARMS
     if options.small:
         config, names = dataclasses.replace(config, n_blocks=2, seq_len=8, batch_size=2), SMALL
     case = (
