@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from depthmix.insight.statistics import rank_correlation
+from depthmix.report.model_data import correlation_with_need
 
 
 def evenness(values: Sequence[float]) -> float:
@@ -33,15 +33,9 @@ def pairs(of: Callable[[Sequence[float]], float], values: Sequence[float], first
 def need(document: dict[str, Any], field: str) -> str:
     """Format the rank correlation between a field of `mixing` and the rise of the loss without the connection.
 
-    Weights count by their share of the magnitudes of a read. The first reader has no choice and does not count.
+    Weights count by their share of the magnitudes of a read. Contributions and projections are shares already.
     """
-    pairs = []
-    for ways, changes in zip(document["mixing"][field][1:], document["edges"]["change"][1:], strict=True):
-        for row, rises in zip(ways, changes, strict=True):
-            total = sum(abs(v) for v in row) or 1.0
-            shares = [abs(v) / total for v in row] if field == "mean" else row
-            pairs += [pair for pair in zip(shares, rises, strict=True) if pair[0]]
-    return f"{rank_correlation(pairs):.2f}"
+    return f"{correlation_with_need(document, document['mixing'][field], signed=field != 'mean'):.2f}"
 
 
 def rows(documents: Sequence[dict[str, Any]]) -> list[tuple[str, list[str]]]:

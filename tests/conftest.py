@@ -122,7 +122,7 @@ def _poison_fresh_memory():
 
 
 def pytest_collection_finish():
-    """What is there before the first test stays, 60,000 objects of garbage with it: Python's collector need not look through it."""
+    """Freeze what exists before the first test, so that Python's collector need not look through it."""
     gc.freeze()
     gc.enable()
     gc.set_threshold(10_000)  # graphs are made of many small objects, and reference counts free nearly all of them

@@ -29,7 +29,7 @@ small.prepare_to_fork("residual", "attnres", "mhc")
 
 @functools.cache
 def _server(first=""):
-    """One a worker, and one more with a program that it runs first; it ends when its input does."""
+    """Start a server that forks processes, one per worker and per program that it runs first. It ends when its input does."""
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     folders = [ROOT / "tests", ROOT] if first else [ROOT / "tests"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, folders))}

@@ -62,7 +62,7 @@ def explore(model: Any, tokenizer: Any, text: str, *, against: Any = None, cuts:
 
     Examples:
         >>> depthmix.insight.explore(trained.model, trained.tokenizer, "My fellow Americans")
-        <page of 181,223 characters; a notebook shows it, and .html is its source>
+        <page of ... characters; a notebook shows it, and .html is its source>
     """
     check_prompt(text, "the text")
     ids, pieces = _encode(tokenizer, text)

@@ -26,7 +26,7 @@ def _or_dash(value: float | None, form: str) -> str:
     return DASH if value is None else format(value, form)
 
 
-def plus_minus(value: float | None, around: float | None, decimals: int = 4, sign: str = "", unit: str = "") -> str:
+def plus_minus(value: float | None, around: float | None, decimals: int = 4, sign: str = "") -> str:
     """Write a value and its spread, finer than usual where the spread would read as nothing though there is one.
 
     Args:
@@ -34,7 +34,6 @@ def plus_minus(value: float | None, around: float | None, decimals: int = 4, sig
         around: What follows the ±; None for nothing.
         decimals: The usual digits after the point; two more at most are added.
         sign: How a sign is written, as format() takes it.
-        unit: What follows the value.
 
     Examples:
         >>> plus_minus(-0.00012, 0.00003, sign="+z"), plus_minus(-0.1, 1e-8), plus_minus(-0.1, 0.0)
@@ -43,13 +42,13 @@ def plus_minus(value: float | None, around: float | None, decimals: int = 4, sig
     if value is None:
         return DASH
     if around is None:
-        return f"{value:{sign}.{decimals}f}{unit}"
+        return f"{value:{sign}.{decimals}f}"
     finer = (n for n in range(decimals, decimals + 3) if float(f"{around:.{n}f}"))
     digits = next(finer, None)
     if digits is None:
         below = f"<{10**-decimals:.{decimals}f}" if around > ROUNDING else f"{around:.{decimals}f}"
-        return f"{value:{sign}.{decimals}f}{unit} ± {below}"
-    return f"{value:{sign}.{digits}f}{unit} ± {around:.{digits}f}"
+        return f"{value:{sign}.{decimals}f} ± {below}"
+    return f"{value:{sign}.{digits}f} ± {around:.{digits}f}"
 
 
 def _fraction(value: float | None, row: Row) -> str:

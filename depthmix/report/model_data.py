@@ -127,12 +127,13 @@ def _inside(document: Document) -> dict[str, Any]:
     }
 
 
-def correlation_with_need(document: Document, values: Any) -> float | None:
+def correlation_with_need(document: Document, values: Any, signed: bool = False) -> float | None:
     """Return the rank correlation of each connection's share of its read with the rise of the loss without it.
 
     Args:
         document: A document with `edges`.
         values: Contributions or weights, [reader][way][source]. The first reader has no choice and does not count.
+        signed: Whether the values are shares already, whose sign counts. Otherwise shares are taken of their magnitudes.
 
     Returns:
         Spearman's correlation, or None if there is no order.
@@ -141,7 +142,8 @@ def correlation_with_need(document: Document, values: Any) -> float | None:
     for ways, changes in zip(values[1:], document["edges"]["change"][1:], strict=True):
         for row, change in zip(ways, changes, strict=True):
             total = sum(abs(v) for v in row if v is not None) or 1.0
-            pairs += [(abs(v) / total, rise) for v, rise in zip(row, change, strict=True) if v and rise is not None]
+            shares = row if signed else [v and abs(v) / total for v in row]
+            pairs += [(v, rise) for v, rise in zip(shares, change, strict=True) if v and rise is not None]
     return rank_correlation(pairs)
 
 

@@ -11,7 +11,7 @@ IDS = tokens()
 
 
 def reads_of(model):
-    """What every reader reads, before its norm, as hooks see it: [S+1][ways]."""
+    """Record with hooks what every reader reads before its norm: [S+1][ways]."""
     reads, handles = [], []
     for norms in [*model.norms, [model.final_norm]]:
         reads.append([])

@@ -149,7 +149,7 @@ def test_memory_is_released(run: Callable[..., None], options: dict[str, Any]) -
 
 
 def test_ten_steps_keep_nothing() -> None:
-    """As many tensors live after 10 steps as after 3."""
+    """Count as many live tensors after 10 steps as after 3."""
     stack, x, counts = Stack(n_blocks=1, norm=True), tokens(shape=(1, D)), []
     with without_collector(), use_backend("triton"), Operators() as seen:
         for step in range(10):

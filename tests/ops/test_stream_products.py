@@ -71,7 +71,10 @@ def test_a_write_with_its_products_inside_is_one_with_them_outside(scan: int, co
 
 
 def test_kernels_split_w_for_few_tokens_only() -> None:
-    """Where W is a parameter's transpose. Their numbers are compared on a GPU: the interpreter has no products in bf16."""
+    """Let kernels split W where it is a parameter's transpose.
+
+    A test on a GPU compares their numbers, because the interpreter has no products in bf16.
+    """
     columns = WIDTHS["joint"][1]
     w, x = rand(columns, n * D).float().T, rand(N, n, D).to(torch.bfloat16)
     assert split_by_kernels(x, w)
