@@ -10,6 +10,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from depthmix.errors import CHECKPOINT, UserError
+from depthmix.insight.document import SCHEMA
 from depthmix.insight.statistics import rank_correlation
 from depthmix.report.documents import Document, labels, mean, names_of, way_names
 
@@ -19,7 +21,17 @@ PREDICTION = "prediction"
 
 
 def models_data(documents: Sequence[Document]) -> list[dict[str, Any]]:
-    """Return what the page draws of each document: maps, values over depth, its text, and what is inside."""
+    """Return what the page draws of each document: maps, values over depth, its text, and what is inside.
+
+    Raises:
+        UserError: A document was made by another version of depthmix.
+    """
+    for document in documents:
+        if document.get("schema") != SCHEMA:
+            problem = f"the measurements of {document.get('run', 'a model')} have schema {document.get('schema')}"
+            raise UserError(
+                f"{problem}, and this version of depthmix needs {SCHEMA}: inspect the model again", CHECKPOINT
+            )
     return [
         {**_named(document, label), "depth": _over_depth(document), "inside": _inside(document)}
         for document, label in zip(documents, labels(documents), strict=True)

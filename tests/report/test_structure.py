@@ -8,6 +8,7 @@ from html.parser import HTMLParser
 
 import pytest
 
+from depthmix.errors import UserError
 from depthmix.insight.statistics import rank_correlation
 from depthmix.report.content import Content, Effect
 from depthmix.report.documents import distinct, labels
@@ -112,6 +113,13 @@ def test_shares_weights_and_cuts_arrive_as_whole_numbers():
     assert model["text"]["cuts"][2][0] == [None]
     assert model["readers"][-1] == "prediction"
     assert model["readers"][:2] == ["attention 0", "mlp 0"]
+
+
+def test_a_document_of_another_version_is_refused_in_a_sentence():
+    with pytest.raises(
+        UserError, match="the measurements of runs/0 have schema 1, and this version of depthmix needs 2"
+    ):
+        make_page(Content(title="t", documents=[document("a") | {"schema": 1}]))
 
 
 def test_what_is_not_measured_is_left_out():
