@@ -2,9 +2,8 @@
 
 python -m lab.readme_table
 
-Rows come from the runs of the study `long` (docs/results/long), as far as they are there. A rule without such runs keeps its row of
-`LEADS`, figures of single runs that were made outside this repository. Both texts lie between markers; nothing else changes.
-docs/results.md has the same table with the losses on each domain.
+Rows come from the runs of the study `long` (docs/results/long), as far as they are there. Both texts lie between markers; nothing
+else changes. docs/results.md has the same table with the losses on each domain.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from depthmix.compare.costs import busy_arms
 from depthmix.compare.rows import Run
 from depthmix.files import write_text
 from lab.claims import Measurement, Results, contrast, read_results
@@ -48,26 +48,16 @@ NAMES = {
 }
 # Words of these names that need a definition.
 TERMS = {
-    "Block": "Block attends to sums of four outputs each. One block attends to the embedding and the sum of all outputs.",
+    "Residuals, Block": "Block attends to sums of four outputs each.",
+    "One block": "One block attends to the embedding and the sum of all outputs.",
     "values apart": "Values apart: the values of attention have a mixture of their own."
     " DeepCrossAttention has three mixtures, for queries, keys and values.",
     "outputs scaled": "Outputs scaled: a learned vector scales each output.",
 }
-# One seed, H200, 18M parameters, 300M tokens of books and code, batch 32, rate 0.003, zero start: difference in validation loss
-# and tokens per second of the plain model over those of the rule.
-LEADS = {
-    "attnres:block_size=all,ways=2,output_gain=0.1": (-0.059, 2.00 / 1.99),
-    "dca": (-0.058, 2.00 / 1.61),
-    "attnres:block_size=4": (-0.051, 2.00 / 1.87),
-}
-# Parameters and tokens of these.
-LEAD_SIZE = (18e6, 300e6)
 FACTORS = (
     "* Tokens: how many times the tokens the residual model needs for the rule's loss, read between its own longer trainings."
     " GPU time: the same in time, so more than 1 means that the rule saves time."
 )
-# Of the leads, the one whose gain held for both starts.
-FIRST = "attnres:block_size=4"
 
 
 @dataclass(frozen=True)
@@ -79,7 +69,6 @@ class Row:
     half: float | None
     seeds: int
     step_ratio: float | None
-    committed: bool
     domains: Mapping[str, Measurement] = field(default_factory=dict)
     tokens: Factor | None = None
 
@@ -103,8 +92,8 @@ class Row:
         """The plain model's GPU time for this loss, as a multiple."""
         return self.tokens.over(self.step_ratio) if self.tokens and self.step_ratio else None
 
-    def cells(self, domains: Iterable[str] = (), factors: bool = False) -> list[str]:
-        """Return the row's cells, with columns for domains and for factors on the plain model's tokens and GPU time."""
+    def cells(self, domains: Iterable[str] = (), factors: bool = False, steps: bool = True) -> list[str]:
+        """Return the row's cells, with columns for domains, for factors on the plain model's tokens and GPU time, and for step times."""
         name = f"{NAMES[self.arm]} (`{self.arm}`)" if self.arm in NAMES else f"`{self.arm}`"
         shown = [name, self._difference(self.difference, self.half)]
         for domain in domains:
@@ -113,9 +102,9 @@ class Row:
             shown.append(self._difference(measured.value, half if math.isfinite(half) else None) if measured else "–")
         if factors:
             shown += [factor.show(interval=not self.lead) if factor else "–" for factor in (self.tokens, self.time)]
-        evidence = "1 seed: a lead" if self.lead else f"{self.seeds} seeds"
-        evidence += "" if self.committed else ", made outside"
-        return [*shown, f"{self.step_ratio:.2f}" if self.step_ratio else "–", evidence]
+        if steps:
+            shown.append(f"{self.step_ratio:.2f}" if self.step_ratio else "–")
+        return [*shown, "1 seed: a lead" if self.lead else f"{self.seeds} seeds"]
 
     def _difference(self, value: float, half: float | None) -> str:
         ends = "" if half is None or self.lead else f" ({value - half:+z.3f} to {value + half:+z.3f})"
@@ -125,8 +114,8 @@ class Row:
         return f"| {' | '.join(self.cells())} |"
 
 
-def committed_rows(results: Results, lengths: Results | None = None) -> list[Row]:
-    """Return a row for every rule that shares a seed with the plain model in a study of one cell.
+def rows_of(results: Results, lengths: Results | None = None) -> list[Row]:
+    """Return a row for every rule that shares a seed with the plain model in a study of one cell, the largest gain first.
 
     Args:
         results: of a study whose first arm is the plain model. Arms and seeds may be missing.
@@ -143,54 +132,29 @@ def committed_rows(results: Results, lengths: Results | None = None) -> list[Row
             ratio = _step_ratio(runs, arm, results.first)
             half = measured.high - measured.value if math.isfinite(measured.high) else None
             tokens = tokens_factor(points, measured)
-            rows.append(Row(arm, measured.value, half, measured.seeds, ratio, True, domains, tokens))
-    return rows
+            rows.append(Row(arm, measured.value, half, measured.seeds, ratio, domains, tokens))
+    return sorted(rows, key=lambda row: row.difference)
 
 
 def _step_ratio(runs: Iterable[Run], arm: str, baseline: str) -> float | None:
-    """Return the ratio of step times, taken over runs that had the machine to themselves."""
-    alone = [run for run in runs if not run.shared]
-    times = [[run.step_seconds for run in alone if run.arm == name] for name in (arm, baseline)]
+    """Return the ratio of step times; None where other programs shared the machine or disturbed it."""
+    runs = list(runs)
+    if busy_arms(runs) & {arm, baseline}:
+        return None
+    times = [[run.step_seconds for run in runs if run.arm == name] for name in (arm, baseline)]
     return statistics.median(times[0]) / statistics.median(times[1]) if all(times) else None
 
 
-def lead_rows(measured: Iterable[str]) -> list[Row]:
-    """Return the rows of `LEADS` for rules that no committed run has measured."""
-    known = set(measured)
-    return [Row(arm, gain, None, 1, ratio, False) for arm, (gain, ratio) in LEADS.items() if arm not in known]
-
-
-def tuning_gain(rates: Results) -> float:
-    """Return what the best batch and rate give the plain model over the leads' batch of 32 and rate of 0.003."""
-    losses = {cell: run.val_loss for cell, runs in rates.runs.items() for run in runs if run.arm == rates.first}
-    return losses["batch 32, lr 0.003"] - min(losses.values())
-
-
-def rows_of(results: Results | None, lengths: Results | None = None) -> list[Row]:
-    """Return all rows, the largest gain first.
-
-    Args:
-        results: of the long study, if there are any.
-        lengths: of the study of other lengths, if there are any.
-    """
-    rows = committed_rows(results, lengths) if results else []
-    return sorted([*rows, *lead_rows(row.arm for row in rows)], key=lambda row: row.difference)
-
-
-def headline(results: Results | None) -> str:
-    """Return the gain of the rule with the strongest evidence; of `FIRST` as long as no rule has two seeds."""
+def headline(results: Results) -> str:
+    """Return the gain of the rule with the strongest evidence."""
     rows = rows_of(results)
-    shown = [row for row in rows if not row.lead]
-    row = min(shown, key=lambda row: row.nearest_end) if shown else next(row for row in rows if row.arm == FIRST)
-    size, tokens = LEAD_SIZE
-    if row.committed:
-        assert results is not None
-        run = _first_run(results)
-        size, tokens = run.parameters, run.tokens
+    shown = [row for row in rows if not row.lead] or rows
+    row = min(shown, key=lambda row: row.nearest_end)
+    run = _first_run(results)
     side = "below" if row.difference < 0 else "above"
     text = (
         f"- **Lower loss for the same text.** {NAMES.get(row.arm, row.arm)} (`{row.arm}`) ended {abs(row.difference):.3f}"
-        f" nats (natural-log loss units) {side} a residual model. Both had {size / 1e6:.0f}M parameters and {tokens / 1e6:.0f}M training tokens."
+        f" nats (natural-log loss units) {side} a residual model. Both had {run.parameters / 1e6:.0f}M parameters and {run.tokens / 1e6:.0f}M training tokens."
     )
     if row.lead:
         evidence = "That is a lead from one seed"
@@ -204,21 +168,22 @@ def headline(results: Results | None) -> str:
     return f"{text} {evidence}; see [Does it help?](#does-it-help)"
 
 
-def table(results: Results | None, rates: Results, lengths: Results | None = None, by_domain: bool = False) -> str:
+def table(results: Results, lengths: Results | None = None, by_domain: bool = False) -> str:
     """Return the table and the conditions under it.
 
     Args:
-        results: of the long study, if there are any.
-        rates: of the study that tuned its plain model.
+        results: of the long study.
         lengths: of the study of other lengths, if there are any.
         by_domain: add the difference on each domain.
     """
-    rows = rows_of(results, lengths)
+    rows, run = rows_of(results, lengths), _first_run(results)
     domains = list(dict.fromkeys(name for row in rows for name in row.domains)) if by_domain else []
     factors = any(row.tokens for row in rows)
     heading = ["rule", "validation loss against the residual model, nats", *domains]
-    heading += ["tokens that the residual model needs", "its GPU time"] * factors + ["step time", "evidence"]
-    shown = [row.cells(domains, factors) for row in rows]
+    # Without a step time there is no GPU time either.
+    steps = any(row.step_ratio for row in rows)
+    heading += ["tokens that the residual model needs", "its GPU time"] * factors + ["step time"] * steps + ["evidence"]
+    shown = [row.cells(domains, factors, steps) for row in rows]
     terms = [text for mark, text in TERMS.items() if any(mark in cells[0] for cells in shown)]
     lines = [
         f"| {' | '.join(heading)} |",
@@ -227,25 +192,14 @@ def table(results: Results | None, rates: Results, lengths: Results | None = Non
         "",
         "* Lower is better. A nat is a unit of loss with the natural logarithm."
         + " Brackets hold 95% intervals." * any("(" in cells[1] for cells in shown),
-        "* Step time is relative to the residual model of that size, on an H200. A row with one seed is a lead, not a result.",
+        *(["* Step time is relative to the residual model, on an H200."] if steps else []),
+        *(["* A row with one seed is a lead, not a result."] if any(row.lead for row in rows) else []),
         *([FACTORS] if factors else []),
         *([f"* {' '.join(terms)}"] if terms else []),
+        f"* The models have {run.parameters / 1e6:.0f}M parameters and train on {run.tokens / 1e6:.0f}M tokens of books, code and"
+        f" documentation, {run.tokens / run.parameters:.0f} per parameter. All rules use the batch size and rate that"
+        f" are best for the residual model ([runs](docs/results/{LONG}/table.md), [tuning](docs/results/{RATES}/table.md)).",
     ]
-    if results and any(row.committed for row in rows):
-        run = _first_run(results)
-        lines += [
-            f"* Runs here: {run.parameters / 1e6:.0f}M parameters and {run.tokens / 1e6:.0f}M tokens of books, code and"
-            f" documentation, {run.tokens / run.parameters:.0f} per parameter. All rules use the batch size and rate that"
-            f" are best for the residual model ([runs](docs/results/{LONG}/table.md), [tuning](docs/results/{RATES}/table.md)).",
-        ]
-    if not all(row.committed for row in rows):
-        lines += [
-            "* Rows made outside this repository, with its trainer: 18M parameters, 300M tokens of books and code, batches of 32.",
-            f"* Their residual model was not at its best. A batch of 128 gives it {tuning_gain(rates):.3f} nats"
-            f" ([tuning](docs/results/{RATES}/table.md)), about as much as these rules gained.",
-            "* With an embedding that starts at a standard deviation of 1 instead of 0.02, Block kept 0.040 nats."
-            " One block kept 0.006.",
-        ]
     return "\n".join(lines)
 
 
@@ -266,9 +220,9 @@ def replace(page: str, name: str, text: str) -> str:
 
 def updated(page: str) -> str:
     """Return the page with both texts as the committed results give them."""
-    results, rates, lengths = map(read_results, (LONG, RATES, LENGTHS))
-    assert rates is not None
-    return replace(replace(page, "headline", headline(results)), "table", table(results, rates, lengths))
+    results, lengths = map(read_results, (LONG, LENGTHS))
+    assert results is not None
+    return replace(replace(page, "headline", headline(results)), "table", table(results, lengths))
 
 
 if __name__ == "__main__":

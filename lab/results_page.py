@@ -1,4 +1,4 @@
-"""Write docs/results.md, the long study and verdicts on the papers' claims, and lab/short-trainings.md, all gains in short trainings.
+"""Write docs/results.md, the long study with verdicts on the papers' claims, and lab/short-trainings.md, all of it in short trainings.
 
 python -m lab.results_page
 """
@@ -75,8 +75,8 @@ MEANING = {
     NOT_MEASURED: "there are no runs yet.",
 }
 SHORT_INTRO = (
-    "This page keeps what our studies of short trainings found, most of 0.4 to 1.5 tokens per parameter. What a rule gains in them says little about long trainings."
-    " [Results](../docs/results.md) has the long study and the verdicts on the papers' claims."
+    "This page keeps what our studies of short trainings found, most of 0.4 to 1.5 tokens per parameter. They show which effects appear early, and nothing about long trainings."
+    " [Results](../docs/results.md) has the long study, and what it says about the papers' claims."
 )
 REPRODUCE = [
     "## Reproduce",
@@ -87,7 +87,7 @@ REPRODUCE = [
     "    depthmix compare recipes/studies/long.yaml",
     "    python -m lab.results_page",
     "",
-    f"The last command writes this page from the runs and [claims.yaml](../{CLAIMS.as_posix()}), which names the study and the contrast that decide each claim.",
+    f"The last command writes this page from the runs and [claims.yaml](../{CLAIMS.as_posix()}).",
     "",
 ]
 
@@ -108,8 +108,8 @@ def write_claims(path: Path = CLAIMS, page: Path = PAGE, short: Path = SHORT) ->
 
     Args:
         path: file of claims; studies and benchmarks in it are found from the repository's root.
-        page: page of results to write: the long study, and a verdict on each claim.
-        short: page on short trainings to write, with its figure in the folder results beside it.
+        page: page of results to write: the long study, and which claims it decides.
+        short: page on short trainings to write, with a verdict on each claim, and with its figure in the folder results beside it.
 
     Returns:
         The page of results.
@@ -135,12 +135,12 @@ def write_claims(path: Path = CLAIMS, page: Path = PAGE, short: Path = SHORT) ->
         check_cell(cell, study_named(name), path.name)
     judged = [Judged(*entry, _others(entry[0], entry[3], beside, look)) for entry in verdicts(claims, look)]
     intro = rule_table.pop("intro")
-    text = ["# Results", "", *_long_study(look, page), *_long_claims(claims, look), *_claims(judged, intro), *REPRODUCE]
+    text = ["# Results", "", *_long_study(look, page), *_long_claims(claims, look), *REPRODUCE]
     write_text(page, "\n".join(text).rstrip() + "\n")
 
     gains = _gains(rule_table["columns"], rule_table["rules"], look)
     rule_table["columns"] = [column for column in rule_table["columns"] if gains[column["title"]]]
-    text = ["# Short trainings", "", SHORT_INTRO, "", *_claims_elsewhere(judged, beside)]
+    text = ["# Short trainings", "", SHORT_INTRO, "", *_claims(judged, intro), *_claims_elsewhere(judged, beside)]
     text += _which(**rule_table, gains=gains, look=look)
     panels: dict[str, Gains] = {}
     for column in rule_table["columns"]:
@@ -175,7 +175,6 @@ def _long_study(look: Callable[[str], Results | None], page: Path = PAGE) -> lis
     tuned = [run for runs in rates.runs.values() for run in runs if run.arm == rates.first]
     parameters = tuned[0].parameters
     planned = len(recipe.run_keys)
-    done = sum(map(len, results.runs.values())) if results else 0
     text = [
         "## Does a rule help in a long training?",
         "",
@@ -184,18 +183,15 @@ def _long_study(look: Callable[[str], Results | None], page: Path = PAGE) -> lis
         f" The plain residual model is tuned first: its batch size and rate are the best of {len(tuned)} pairs ([{RATES}]({_from(PAGE, find_results(RATES) / 'table.md')})).",
         "",
     ]
-    if done:
-        text += [
-            f"**{done} of its {planned} runs are done** ([table]({_from(PAGE, find_results(LONG) / 'table.md')})).",
-            "",
-        ]
-    else:
-        text += [
-            f"**The study is under way: 0 of its {planned} runs are done.** Until then, the only long trainings are single runs made outside this repository."
-            " They are leads, not results.",
-            "",
-        ]
-    text += [table(results, rates, lengths, by_domain=True).replace("](docs/", "]("), ""]
+    if not results:
+        return [*text, f"**The study is under way: 0 of its {planned} runs are done.**", ""]
+    done = sum(map(len, results.runs.values()))
+    text += [
+        f"**{done} of its {planned} runs are done** ([table]({_from(PAGE, find_results(LONG) / 'table.md')})).",
+        "",
+        table(results, lengths, by_domain=True).replace("](docs/", "]("),
+        "",
+    ]
     if LONG_FIGURE.is_file():
         text += [f"![differences of the long study]({_from(PAGE, LONG_FIGURE)})", ""]
     return text + _long_figures(rows_of(results, lengths), gains_by_length([lengths, results]), page)
@@ -228,29 +224,40 @@ def _long_claims(claims: Sequence[Claim], look: Callable[[str], Results | None])
     if not found:
         return []
     verdict = {claim.claim: LEAD if m.seeds == 1 else judge(claim, m) for claim, m in found}
-    left = len(claims) - len(found)
     text = [
-        "## What the papers claim, in long trainings",
+        "## What the papers claim",
         "",
-        f"The long study has measured {len(found)} claims; the other {left} are open. Verdicts mean the same as below. One seed gives a lead and no verdict.",
+        f"The long study has measured {len(found)} of {len(claims)} claims. The others are open: nobody has measured them in a long training."
+        f" [Short trainings]({_from(PAGE, SHORT)}) keeps what was seen of them in short ones.",
+        "",
+        *(f"* {named}: {MEANING[named]}" for named in MEANING if named in verdict.values()),
+        "* The papers' models are larger and use other data, so compare signs before sizes. One seed gives a lead and no verdict.",
         "",
         markdown_line(["verdict", "claim", "paper", "ours", "seeds"]),
         "|---|---|---:|---:|---:|",
     ]
     for claim, measured in found:
         value = f"{measured.value:+z.3f}" if measured.seeds == 1 else _shown(measured)
-        said = f"{claim.claim} ({claim.source.partition(',')[0]})"
+        said = f"{claim.claim} ({claim.source})"
         text.append(markdown_line([f"**{verdict[claim.claim]}**", said, _said(claim.says), value, str(measured.seeds)]))
+    decided = {claim.claim for claim, _ in found}
+    for source in dict.fromkeys(claim.source.partition(",")[0] for claim in claims):
+        left = [c for c in claims if c.claim not in decided and c.source.partition(",")[0] == source]
+        text += ["", f"**Open, of {source}:**", "", *(f"* {_claimed(claim)}" for claim in left)]
     return [*text, ""]
+
+
+def _claimed(claim: Claim) -> str:
+    """Return a claim with its place in the paper."""
+    place = claim.source.partition(",")[2].strip()
+    return f"{claim.claim}{f' ({place})' if place else ''}"
 
 
 def _claims(judged: Sequence[Judged], intro: Sequence[str]) -> list[str]:
     """Return the section on the papers' claims: how verdicts are made, then a table and remarks per paper."""
     count = Counter(entry.verdict for entry in judged)
     text = [
-        "## What the papers claim, in short trainings",
-        "",
-        "Our older studies measured claims of the papers in short trainings. Most take 0.4 to 1.5 tokens per parameter. They show which effects appear early, and nothing about long trainings.",
+        "## What the papers claim",
         "",
         f"Of {len(judged)} claims:",
         "",
@@ -267,13 +274,11 @@ def _claims(judged: Sequence[Judged], intro: Sequence[str]) -> list[str]:
         remarks = []
         for entry in (entry for entry in judged if entry.claim.source.partition(",")[0] == source):
             claim, measured = entry.claim, entry.measured
-            place = claim.source.partition(",")[2].strip()
             seeds = "0"
             if measured:
                 seeds = "–" if not measured.of else f"{measured.seeds} {measured.of}".removesuffix(" seeds")
-            shown = f"{claim.claim}{f' ({place})' if place else ''}"
-            cells = [f"**{entry.verdict}**", shown, _said(claim.says), _shown(measured), seeds]
-            text.append(f"{markdown_line(cells)} {_link(entry.study, PAGE)} |")
+            cells = [f"**{entry.verdict}**", _claimed(claim), _said(claim.says), _shown(measured), seeds]
+            text.append(f"{markdown_line(cells)} {_link(entry.study, SHORT)} |")
             words = [*([claim.note] if claim.note else [])]
             if measured:
                 words += [measured.remark, _to_tell(claim, measured), *_warnings(claim, measured, entry.others)]

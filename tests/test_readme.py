@@ -10,7 +10,7 @@ import forking
 from depthmix.cli import main
 from depthmix.compare.arms import parse_arm
 from depthmix.mixers import list_mixers
-from lab.readme_table import LEADS, MARKERS, updated
+from lab.readme_table import MARKERS, updated
 from project import ROOT, code_blocks
 from train.small import overriding
 
@@ -43,7 +43,7 @@ def test_code_runs():
 
 
 def test_rules_with_their_options_exist():
-    named = set(re.findall(rf"`((?:{'|'.join(list_mixers())})(?::[\w=.,]+)?)`", README)) | set(LEADS)
+    named = set(re.findall(rf"`((?:{'|'.join(list_mixers())})(?::[\w=.,]+)?)`", README))
     assert {"residual", "dca", "attnres:block_size=4"} <= named
     for rule in named:
         arm = parse_arm(rule)

@@ -6,8 +6,10 @@ import re
 import pytest
 
 from lab.claims import read_results
-from lab.readme_table import FIRST, LEADS, committed_rows, headline, replace, rows_of, table
+from lab.readme_table import headline, replace, rows_of, table
 from project import ROOT
+
+BLOCK = "attnres:block_size=4"
 
 
 @pytest.fixture
@@ -21,62 +23,56 @@ def results(monkeypatch):
 
 def only(results, **seeds):
     """The same study with these seeds of these arms."""
-    wanted = {("attnres:block_size=4" if arm == "block" else arm): set(which) for arm, which in seeds.items()}
+    wanted = {(BLOCK if arm == "block" else arm): set(which) for arm, which in seeds.items()}
     ((cell, runs),) = results.runs.items()
     return dataclasses.replace(results, runs={cell: [run for run in runs if run.seed in wanted.get(run.arm, ())]})
 
 
-@pytest.fixture
-def rates(monkeypatch):
-    monkeypatch.chdir(ROOT)
-    return read_results("long-rates")
-
-
-def test_without_runs_all_rows_are_leads_from_outside(rates):
-    lines = [line for line in table(None, rates).splitlines() if line.startswith("| ") and "nats" not in line]
-    assert len(lines) == len(LEADS)
-    assert all(line.endswith("| 1 seed: a lead, made outside |") for line in lines)
-    assert "from one seed" in headline(None)
-    assert f"(`{FIRST}`)" in headline(None)
-
-
-def test_the_better_plain_model_is_said_beside_the_leads(rates):
-    """Losses of the table of long-rates: 2.1635 at the leads' batch and rate, 2.1104 at the best."""
-    assert f"gives it {2.1635 - 2.1104:.3f} nats" in table(None, rates)
-
-
-def test_plain_runs_alone_change_nothing(results, rates):
-    assert table(only(results, residual=[0, 1]), rates) == table(None, rates)
-
-
 def test_a_rule_without_a_common_seed_has_no_row_yet(results):
-    assert committed_rows(only(results, residual=[0], dca=[1])) == []
+    assert rows_of(only(results, residual=[0], dca=[1])) == []
 
 
-def test_one_seed_is_a_lead_and_has_no_interval(results, rates):
+def test_one_seed_is_a_lead_and_has_no_interval(results):
     here = only(results, residual=[0, 1], dca=[0])
-    (row,) = committed_rows(here)
+    (row,) = rows_of(here)
     runs = {(run.arm, run.seed): run for run in next(iter(results.runs.values()))}
     assert row.difference == pytest.approx(runs["dca", 0].val_loss - runs["residual", 0].val_loss)
     assert str(row).endswith("| 1 seed: a lead |")
     assert " to " not in str(row)
-    # The others keep their rows from outside.
-    assert {row.arm for row in rows_of(here)} == set(LEADS)
-    assert table(here, rates).count("made outside |") == len(LEADS) - 1
-    assert f"(`{FIRST}`)" in headline(here)
-    assert "300M training tokens" in headline(here)
+    assert "That is a lead from one seed" in headline(here)
+    assert "a lead, not a result" in table(here)
 
 
 def test_two_seeds_are_a_result_with_an_interval(results):
     here = only(results, residual=[0, 1, 2], block=[0, 1, 2], dca=[0])
-    row = next(row for row in committed_rows(here) if row.arm == FIRST)
+    row = next(row for row in rows_of(here) if row.arm == BLOCK)
     losses = {(run.arm, run.seed): run.val_loss for run in next(iter(results.runs.values()))}
-    assert row.difference == pytest.approx(sum(losses[FIRST, s] - losses["residual", s] for s in range(3)) / 3)
+    assert row.difference == pytest.approx(sum(losses[BLOCK, s] - losses["residual", s] for s in range(3)) / 3)
     low, high = (float(x) for x in re.search(r"\((\S+) to (\S+)\)", str(row)).groups())
     assert low < row.difference < high < 0
     assert str(row).endswith("| 3 seeds |")
     assert f"The 95% interval over 3 seeds is {-high:.3f} to {-low:.3f}" in headline(here)
     assert "26M training tokens" in headline(here)
+
+
+def test_step_times_of_a_busy_machine_are_not_shown(results):
+    ((cell, runs),) = only(results, residual=[0], block=[0]).runs.items()
+
+    def with_times(**milliseconds):
+        """The two runs with the lower quartile, the median and the upper quartile of their steps."""
+        timed = []
+        for run in runs:
+            low, middle, high = milliseconds["block" if run.arm == BLOCK else run.arm]
+            quartiles = (low / 1e3, high / 1e3)
+            timed.append(dataclasses.replace(run, shared=False, step_seconds=middle / 1e3, step_quartiles=quartiles))
+        return dataclasses.replace(results, runs={cell: timed})
+
+    quiet = with_times(residual=(9.9, 10, 10.1), block=(10.9, 11, 11.1))
+    assert rows_of(quiet)[0].step_ratio == pytest.approx(1.1)
+    assert "| 1.10 |" in table(quiet)
+    busy = with_times(residual=(9.9, 10, 15), block=(10.9, 11, 11.1))
+    assert rows_of(busy)[0].step_ratio is None
+    assert "step time" not in table(busy)
 
 
 def test_an_interval_that_includes_zero_is_said(results):
