@@ -8,6 +8,7 @@ import tomllib
 import pytest
 
 import depthmix
+from benchmarks.report import read_rows
 from depthmix.report.model_data import correlation_with_need
 from lab.claims import contrast, read_results
 from lab.long_study import LONG, RATES
@@ -76,6 +77,35 @@ def test_steps_on_several_processes():
     )
     ddp, fsdp = (dict(reversed(rows))[name] for name in ("DDP", "FSDP2"))
     assert f"takes {ddp} times the plain loop's under DDP, and {fsdp} under FSDP2" in page("guides/several-gpus.md")
+
+
+def test_times_of_mixing_in_models_of_transformers():
+    """Hold the guide's table, and the README's range, to the result files."""
+    measured = {}
+    for name in ("accelerate-deepseek-v4", "accelerate-families"):
+        for row in read_rows(H200 / f"{name}.csv"):
+            if row.metric == "forward+backward":
+                measured.setdefault(row.case.partition(",")[0], {})[row.who] = row.value
+    quoted = re.findall(r"^\| (\S.*?) \| \d{4} \| (.*) \|$", page("guides/accelerate.md"), re.M)
+    table = {
+        name.lower().replace("-", "_").replace(" ", ""): cells.split(" | ")
+        for name, cells in quoted
+        if "e-0" not in cells
+    }
+    families = {"deepseek_v4": "deepseek_v4", "glm_5_next": "glm5_next", "hunyuanv4": "hy_v4", "inkling2": "inkling2"}
+    families["qwen4_exp"] = "qwen4_exp"
+    assert set(table) == set(families)
+    ratios = []
+    for name, cells in table.items():
+        times = measured[families[name]]
+        eager, compiled, ours = (times[who] for who in ("eager", "compiled", "ours"))
+        assert [float(c) for c in cells[:3]] == [float(f"{t:.3g}") for t in (eager, compiled, ours)]
+        assert cells[3:] == [f"{eager / ours:.1f}", f"{compiled / ours:.1f}"]
+        ratios.append(eager / ours)
+    assert (
+        f"{int(min(ratios))} to {int(max(ratios))} times faster than in transformers"
+        in (ROOT / "README.md").read_text()
+    )
 
 
 def test_the_copy_that_kernels_are_held_to():
