@@ -44,7 +44,7 @@ def draw_figures(results: Results, folder: Path) -> tuple[list[str], list[str]]:
     labels, drawn = results.recipe.labels, []
     if not by_cell:
         return [], []
-    if len(labels) > 1:
+    if {run.arm for runs in by_cell.values() for run in runs} - {labels[0]}:
         save_figure(lambda: plot_differences(results), folder / DIFFERENCES, DIFFERENCES)
         drawn.append(DIFFERENCES)
         if curves := train_curves(results.used):
@@ -69,9 +69,11 @@ def draw_curves(runs: Sequence[Run], arms: Sequence[str], folder: Path) -> list[
 
 
 def plot_differences(results: Results) -> Any:
-    """Plot a row per arm, a panel per cell: small dots are seeds, the large one their mean with its 95% interval."""
+    """Plot a row per arm that has runs, a panel per cell: small dots are seeds, the large one their mean with its 95% interval."""
     by_cell = {name: runs for name, runs in results.runs.items() if runs}
     first, *others = results.recipe.labels
+    finished = {run.arm for runs in by_cell.values() for run in runs}
+    others = [label for label in others if label in finished]
     figure, panels = panels_of(list(by_cell), 6.4 if len(by_cell) == 1 else 5.0, 1.4 + 0.32 * len(others))
     for axes, (name, runs) in zip(panels, by_cell.items(), strict=True):
         base = {run.seed: run.val_loss for run in runs if run.arm == first}

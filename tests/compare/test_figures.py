@@ -53,6 +53,12 @@ def test_a_row_for_every_arm_but_the_first(study):
     assert [text.get_text() for text in axes.get_yticklabels()] == study.labels[1:]
 
 
+def test_arms_that_have_not_run_have_no_row(study):
+    runs = [a_run("residual", 0, 4.0), a_run("slow", 0, 3.9)]
+    axes = plot_differences(given(study, runs)).axes[0]
+    assert [text.get_text() for text in axes.get_yticklabels()] == ["slow"]
+
+
 def test_intervals_of_a_figure_are_those_of_the_table(study):
     runs = [a_run("residual", 0, 4.0), a_run("residual", 1, 5.0), a_run("slow", 0, 3.9), a_run("slow", 1, 4.92)]
     axes = plot_differences(given(study, runs)).axes[0]
