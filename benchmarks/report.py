@@ -146,7 +146,7 @@ def markdown(rows: Sequence[Row], environment: dict[str, str]) -> str:
             shown = [_cell(cells.get(m)) for m in metrics]
             if any(shown):
                 lines.append(f"| {' | '.join([case, who, *shown])} |")
-        notes = dict.fromkeys(f"* {r.case}, {r.who}: {r.note}" for r in of_entry if r.note)
+        notes = dict.fromkeys(f"* {', '.join(filter(None, (r.case, r.who)))}: {r.note}" for r in of_entry if r.note)
         parts.append("\n".join([*lines, *(["", *notes] if notes else [])]))
     setting = ", ".join(f"{k} {v}" if k != "hardware" else v for k, v in environment.items() if v)
     return "\n\n".join([*parts, f"Measured on {setting}."]) + "\n"

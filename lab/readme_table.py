@@ -179,7 +179,7 @@ def table(results: Results, lengths: Results | None = None, by_domain: bool = Fa
     rows, run = rows_of(results, lengths), _first_run(results)
     domains = list(dict.fromkeys(name for row in rows for name in row.domains)) if by_domain else []
     factors = any(row.tokens for row in rows)
-    heading = ["rule", "validation loss against the residual model, nats", *domains]
+    heading = ["rule", "validation loss minus the residual model's, nats", *domains]
     # Without a step time there is no GPU time either.
     steps = any(row.step_ratio for row in rows)
     heading += ["tokens that the residual model needs", "its GPU time"] * factors + ["step time"] * steps + ["evidence"]
@@ -190,8 +190,12 @@ def table(results: Results, lengths: Results | None = None, by_domain: bool = Fa
         f"|---|{'---:|' * (len(heading) - 2)}---|",
         *(f"| {' | '.join(cells)} |" for cells in shown),
         "",
-        "* Lower is better. A nat is a unit of loss with the natural logarithm."
-        + " Brackets hold 95% intervals." * any("(" in cells[1] for cells in shown),
+        "* Lower is better." + " Brackets hold 95% intervals." * any("(" in cells[1] for cells in shown),
+        *(
+            ["* With two seeds, intervals rest on the spread of all rules together, and may be too narrow."]
+            if any(row.seeds == 2 for row in rows)
+            else []
+        ),
         *(["* Step time is relative to the residual model, on an H200."] if steps else []),
         *(["* A row with one seed is a lead, not a result."] if any(row.lead for row in rows) else []),
         *([FACTORS] if factors else []),

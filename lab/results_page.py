@@ -227,7 +227,7 @@ def _long_claims(claims: Sequence[Claim], look: Callable[[str], Results | None])
     text = [
         "## What the papers claim",
         "",
-        f"The long study has measured {len(found)} of {len(claims)} claims. The others are open: nobody has measured them in a long training."
+        f"The long study has measured {len(found)} of {len(claims)} claims. The others are open: we have not measured them in a long training."
         f" [Short trainings]({_from(PAGE, SHORT)}) keeps what was seen of them in short ones.",
         "",
         *(f"* {named}: {MEANING[named]}" for named in MEANING if named in verdict.values()),
