@@ -6,7 +6,6 @@ import shutil
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TextIO
 
 from depthmix.compare.rows import Row
 
@@ -26,29 +25,25 @@ def _or_dash(value: float | None, form: str) -> str:
     return DASH if value is None else format(value, form)
 
 
-def plus_minus(value: float | None, around: float | None, decimals: int = 4, sign: str = "") -> str:
-    """Write a value and its spread, finer than usual where the spread would read as nothing though there is one.
+def plus_minus(value: float | None, around: float | None) -> str:
+    """Write a difference and its spread with four decimals, or up to six where the spread would read as zero.
 
     Args:
-        value: The value; a dash stands for None.
+        value: The difference; a dash stands for None.
         around: What follows the ±; None for nothing.
-        decimals: The usual digits after the point; two more at most are added.
-        sign: How a sign is written, as format() takes it.
 
     Examples:
-        >>> plus_minus(-0.00012, 0.00003, sign="+z"), plus_minus(-0.1, 1e-8), plus_minus(-0.1, 0.0)
-        ('-0.00012 ± 0.00003', '-0.1000 ± <0.0001', '-0.1000 ± 0.0000')
+        >>> plus_minus(-0.00012, 0.00003), plus_minus(0.1, 1e-8), plus_minus(-0.1, 0.0)
+        ('-0.00012 ± 0.00003', '+0.1000 ± <0.0001', '-0.1000 ± 0.0000')
     """
     if value is None:
         return DASH
     if around is None:
-        return f"{value:{sign}.{decimals}f}"
-    finer = (n for n in range(decimals, decimals + 3) if float(f"{around:.{n}f}"))
-    digits = next(finer, None)
-    if digits is None:
-        below = f"<{10**-decimals:.{decimals}f}" if around > ROUNDING else f"{around:.{decimals}f}"
-        return f"{value:{sign}.{decimals}f} ± {below}"
-    return f"{value:{sign}.{digits}f} ± {around:.{digits}f}"
+        return f"{value:+z.4f}"
+    for digits in (4, 5, 6):
+        if float(f"{around:.{digits}f}"):
+            return f"{value:+z.{digits}f} ± {around:.{digits}f}"
+    return f"{value:+z.4f} ± {'<0.0001' if around > ROUNDING else '0.0000'}"
 
 
 def _fraction(value: float | None, row: Row) -> str:
@@ -75,7 +70,7 @@ def human_time(seconds: float) -> str:
 
 
 VAL_LOSS = Column(lambda first: "val. loss", lambda r: f"{r.val_loss:.4f}")
-AGAINST = Column(lambda first: f"against {first}", lambda r: plus_minus(r.difference, r.difference_interval, sign="+z"))
+AGAINST = Column(lambda first: f"against {first}", lambda r: plus_minus(r.difference, r.difference_interval))
 TIME_TO_REACH = Column(lambda first: "time to reach", lambda r: _fraction(r.time_to_reach, r))
 OF_TEXT = (
     Column(lambda first: "perplexity", lambda r: f"{r.perplexity:.2f}"),
@@ -152,17 +147,16 @@ def lines_of(table: Sequence[Sequence[str]]) -> list[str]:
     ]
 
 
-def print_table(rows: Sequence[Row], file: TextIO | None = None) -> None:
+def print_table(rows: Sequence[Row]) -> None:
     """Print rows, with colours where rich is installed and the output is a terminal."""
-    file = file or sys.stdout
-    width = shutil.get_terminal_size((120, 24)).columns if file.isatty() else 120
+    width = shutil.get_terminal_size((120, 24)).columns if sys.stdout.isatty() else 120
     try:
         from rich.console import Console
         from rich.text import Text
     except ImportError:
-        print(to_text(rows, width), file=file)
+        print(to_text(rows, width))
         return
-    console = Console(file=file)
+    console = Console()
     best = min((row.val_loss for row in rows), default=None)
     styles = ["bold", "dim", *("bold green" if row.val_loss == best else "" for row in rows)]
     for part in _parts(rows, width):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
+from bisect import bisect_left
 
 from depthmix.compare.interval import OWN_SEEDS, student_t
 
@@ -49,31 +50,30 @@ def _pieces(df: int) -> list[tuple[float, float]]:
 
 
 @functools.lru_cache(1000)
-def seeds_needed(difference: float, sd: float, freedom: int | None = None, wanted: float = POWER) -> int | None:
-    """Return the fewest paired seeds that show the difference with the chance `wanted`; None if more than anyone runs."""
-    for few in range(1, OWN_SEEDS):
-        if power(difference, sd, few, freedom) >= wanted:
-            return few
-    low, high = OWN_SEEDS - 1, MOST
-    if power(difference, sd, MOST, freedom) < wanted:
-        return None
-    while high - low > 1:  # from here on power grows with the seeds
-        middle = (low + high) // 2
-        low, high = (low, middle) if power(difference, sd, middle, freedom) >= wanted else (middle, high)
-    return high
+def seeds_needed(difference: float, sd: float, freedom: int | None = None) -> int | None:
+    """Return the fewest paired seeds that show the difference with the chance POWER; None if more than anyone runs."""
+
+    def is_enough(seeds: int) -> bool:
+        return power(difference, sd, seeds, freedom) >= POWER
+
+    if few := next(filter(is_enough, range(1, OWN_SEEDS)), None):
+        return few
+    # From OWN_SEEDS on, power grows with the seeds.
+    most = OWN_SEEDS + bisect_left(range(OWN_SEEDS, MOST + 1), True, key=is_enough)
+    return most if most <= MOST else None
 
 
-def detectable(sd: float, seeds: int, freedom: int | None = None, wanted: float = POWER) -> float | None:
-    """Return the smallest difference that `seeds` paired seeds show with the chance `wanted`; None for one seed alone."""
+def detectable(sd: float, seeds: int, freedom: int | None = None) -> float | None:
+    """Return the smallest difference that `seeds` paired seeds show with the chance POWER; None for one seed alone."""
     if seeds < 2 and not freedom:
         return None
-    return sd * _detectable_per_sd(seeds, freedom, wanted)
+    return sd * _detectable_per_sd(seeds, freedom)
 
 
 @functools.lru_cache(1000)
-def _detectable_per_sd(seeds: int, freedom: int | None, wanted: float) -> float:
+def _detectable_per_sd(seeds: int, freedom: int | None) -> float:
     low, high = 0.0, 100.0
     for _ in range(40):
         middle = (low + high) / 2
-        low, high = (low, middle) if power(middle, 1.0, seeds, freedom) >= wanted else (middle, high)
+        low, high = (low, middle) if power(middle, 1.0, seeds, freedom) >= POWER else (middle, high)
     return high

@@ -9,6 +9,7 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from depthmix.compare.columns import (
+    AGAINST,
     COSTS,
     DASH,
     OF_A_MACHINE,
@@ -19,7 +20,6 @@ from depthmix.compare.columns import (
     markdown_table,
     markdown_text,
     of_images,
-    plus_minus,
     print_table,
 )
 from depthmix.compare.interval import OWN_SEEDS
@@ -119,13 +119,9 @@ def _losses(results: Results) -> list[str]:
         for name, by_arm in rows.items():
             row = next((row for row in by_arm if row.arm == label), None)
             no_loss = "diverged" if (label, name) in diverged else DASH
-            line += [no_loss, DASH, "0"] if row is None else [f"{row.val_loss:.4f}", _against(row), _seeds(row)]
+            line += [no_loss, DASH, "0"] if row is None else [f"{row.val_loss:.4f}", AGAINST.cell(row), _seeds(row)]
         lines.append(line)
     return markdown_table(heading, lines)
-
-
-def _against(row: Row) -> str:
-    return plus_minus(row.difference, row.difference_interval, sign="+z")
 
 
 def _seeds(row: Row) -> str:

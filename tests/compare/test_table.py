@@ -106,7 +106,7 @@ def test_seeds_are_paired_and_the_spread_is_half_the_range(tmp_path):
     ],
 )
 def test_a_spread_that_is_there_never_reads_as_nothing(value, around, text):
-    assert plus_minus(value, around, sign="+z") == text
+    assert plus_minus(value, around) == text
 
 
 def test_accuracies_are_in_percent(tmp_path):
