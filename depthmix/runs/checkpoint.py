@@ -14,7 +14,6 @@ import json
 import os
 import re
 import shutil
-import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -101,10 +100,6 @@ def save_checkpoint(
         UserError: The disk is full or not writable.
         ValueError: `state` does not survive a round trip through JSON.
     """
-    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-        raise ValueError(f"step must be a whole number from 0 on, got {step!r}")
-    if keep < 1:
-        raise ValueError(f"keep must be at least 1, got {keep}")
     folder = Path(folder)
     text = state_file(step, state)
     with writing_checkpoint(folder, step):
@@ -122,7 +117,15 @@ def save_checkpoint(
 
 def state_file(step: int, state: dict[str, Any]) -> bytes:
     """Return the content of state.json. Raises ValueError for a state that does not survive a round trip through JSON."""
-    return json_bytes({"step": step, "state": _checked(state)})
+    try:
+        survives = isinstance(state, dict) and json.loads(json_bytes(state)) == state
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"the state of a checkpoint must be JSON: {error}") from error
+    if not survives:  # tuples, or keys that are not strings
+        raise ValueError(
+            "the state of a checkpoint must be a dictionary that a round trip through JSON leaves unchanged"
+        )
+    return json_bytes({"step": step, "state": state})
 
 
 @contextmanager
@@ -202,7 +205,7 @@ def load_checkpoint(path: str | Path, tensors: bool = True) -> Checkpoint:
     """
     path = Path(path)
     try:
-        return _load(path) if tensors else _without_tensors(path)
+        return _load(path, tensors)
     except _Broken as broken:
         raise _refusal(path, broken) from broken
 
@@ -263,16 +266,12 @@ def is_sound(path: Path) -> bool:
     return True
 
 
-def latest_checkpoint(
-    folder: str | Path,
-    warn: Callable[[str], object] | None = None,
-    tensors: bool = True,
-) -> Checkpoint | None:
+def latest_checkpoint(folder: str | Path, warn: Callable[[str], object], tensors: bool = True) -> Checkpoint | None:
     """Read the newest good checkpoint, for a training that resumes.
 
     Args:
         folder: Folder of checkpoints.
-        warn: Called with one sentence for each newer broken checkpoint; by default warnings.warn.
+        warn: Called with one sentence for each newer broken checkpoint.
         tensors: Whether to read the tensors, too.
 
     Returns:
@@ -281,16 +280,15 @@ def latest_checkpoint(
     Raises:
         UserError: All checkpoints are broken.
     """
-    tell = warn or (lambda sentence: warnings.warn(sentence, stacklevel=3))
     while paths := list_checkpoints(folder):
         problems = []
         for path in paths:
             try:
-                return _load(path) if tensors else _without_tensors(path)
+                return _load(path, tensors)
             except _Broken as broken:
                 if path.exists():
                     problems.append(f"The checkpoint {path} is broken and was passed over: {broken}.")
-                    tell(problems[-1])
+                    warn(problems[-1])
         if problems and list_checkpoints(folder) == paths:
             advice = "move that folder away to start from the beginning"
             raise UserError(f"No checkpoint in {folder} can be used; {advice}. {problems[0]}", CHECKPOINT)
@@ -343,18 +341,6 @@ def _tidy(folder: Path) -> None:
                 _remove(path)
             else:
                 path.rename(plain)
-
-
-def _checked(state: dict[str, Any]) -> dict[str, Any]:
-    try:
-        survives = isinstance(state, dict) and json.loads(json_bytes(state)) == state
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"the state of a checkpoint must be JSON: {error}") from error
-    if not survives:  # tuples, or keys that are not strings
-        raise ValueError(
-            "the state of a checkpoint must be a dictionary that a round trip through JSON leaves unchanged"
-        )
-    return state
 
 
 def safetensors(
@@ -465,13 +451,13 @@ def _right_names(names: list[str], version: int) -> bool:
     return names[:1] + names[-1:] == [MODEL, STATE] and all(PART.fullmatch(name) for name in names[1:-1])
 
 
-def _load(path: Path) -> Checkpoint:
+def _load(path: Path, tensors: bool = True) -> Checkpoint:
     _verify(path)
-    tensors = []
-    for name in (MODEL, OPTIMIZER):
+    loaded: dict[str, dict[str, Tensor]] = {MODEL: {}, OPTIMIZER: {}}
+    for name in loaded if tensors else ():
         try:
             # The loaded tensors are views of the mapped file. Copies stay valid if the file is removed.
-            tensors.append({key: value.clone() for key, value in _read(path, name).items()})
+            loaded[name] = {key: value.clone() for key, value in _read(path, name).items()}
         except OSError as error:
             raise _unreadable(path, error) from error
         except (SafetensorError, ValueError) as error:
@@ -480,7 +466,7 @@ def _load(path: Path) -> Checkpoint:
             if (refused := _system_error(error, path / name)) is None:
                 raise
             raise _unreadable(path, refused) from error
-    return Checkpoint(*_read_state(path), tensors[0], tensors[1], path)
+    return Checkpoint(*_read_state(path), loaded[MODEL], loaded[OPTIMIZER], path)
 
 
 def _read(path: Path, name: str) -> Mapping[str, Tensor]:
@@ -505,11 +491,6 @@ def _read_state(path: Path) -> tuple[int, dict[str, Any]]:
     if NAME.fullmatch(path.name) and _step(path) != step:
         raise _Broken(f"{STATE} is that of step {step}")
     return step, content["state"]
-
-
-def _without_tensors(path: Path) -> Checkpoint:
-    _verify(path)
-    return Checkpoint(*_read_state(path), {}, {}, path)
 
 
 def _refuse(constant: str) -> None:

@@ -191,8 +191,6 @@ class RunFolder:
         Raises:
             UserError: The file cannot be written.
         """
-        if type(record.get("step")) is not int:
-            raise ValueError(f"a line of {name} needs a whole number as its step, got {record.get('step')!r}")
         self._append(name, (json.dumps(_finite(record), allow_nan=False) + "\n").encode("ascii"))
 
     @property

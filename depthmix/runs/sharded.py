@@ -11,7 +11,6 @@ see the same folder. Parts are safetensors, so nothing is pickled.
 
 from __future__ import annotations
 
-import hashlib
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -24,6 +23,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 
 from depthmix.errors import CHECKPOINT, UserError
+from depthmix.files import file_sha256, write_hashed
 from depthmix.parallel.world import SharedError, World
 from depthmix.runs.checkpoint import (
     MODEL,
@@ -35,7 +35,6 @@ from depthmix.runs.checkpoint import (
     remove_old,
     safetensors,
     state_file,
-    write_hashed,
     writing_checkpoint,
 )
 from depthmix.runs.parts import Parts
@@ -128,8 +127,7 @@ class Saver:
 
 
 def _entry(path: Path) -> dict[str, Any]:
-    with open(path, "rb") as file:
-        return {"size": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+    return {"size": path.stat().st_size, "sha256": file_sha256(path)}
 
 
 def load_into(

@@ -35,7 +35,7 @@ def test_a_world_of_one_trains_as_without(tmp_path: Path, mixer: str, layout: di
         found += losses(trainer, range(2, 4))  # while it is written
         saver.wait()
         assert found == pytest.approx(expected, rel=1e-2)
-        saved = latest_checkpoint(tmp_path / "checkpoints", tensors=False)
+        saved = latest_checkpoint(tmp_path / "checkpoints", warn=pytest.fail, tensors=False)
         assert saved is not None
         again = loop.Trainer(config, data, world.device, world)
         again.restore(saved)

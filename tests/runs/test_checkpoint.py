@@ -101,19 +101,13 @@ def test_tensors_the_format_cannot_hold_are_refused(tmp_path, model):
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000001"]
 
 
-@pytest.mark.parametrize(("step", "keep"), [(-1, 1), (True, 1), (1.0, 1), (1, 0)])
-def test_wrong_step_or_keep(tmp_path, step, keep):
-    with pytest.raises(ValueError, match="must be"):
-        save_checkpoint(tmp_path, step, {}, {}, {}, keep)
-
-
 # Which ones are there
 
 
 def test_newest_first_and_pruned(tmp_path):
     for folder in (tmp_path / "nowhere", tmp_path):
         assert list_checkpoints(folder) == []
-        assert latest_checkpoint(folder) is None
+        assert latest_checkpoint(folder, warn=no_warning) is None
     for step in (5, 10, 99_999_999, 100_000_000):
         path = save(tmp_path, step, keep=2)
         assert path == list_checkpoints(tmp_path)[0]
@@ -307,10 +301,8 @@ def test_latest_passes_over_broken_ones_aloud(tmp_path):
     heard = []
     assert holds(latest_checkpoint(tmp_path, heard.append), 1)
     assert [("00000003" in s, "00000002" in s) for s in heard] == [(True, False), (False, True)]
-    assert "state.json is missing" in heard[0]
+    assert "is broken and was passed over: state.json is missing" in heard[0]
     assert "model.safetensors has 4 bytes" in heard[1]
-    with pytest.warns(UserWarning, match="is broken and was passed over"):
-        latest_checkpoint(tmp_path)
     shutil.rmtree(tmp_path / "step-00000001")
     refused(lambda: latest_checkpoint(tmp_path, heard.append), tmp_path, "state.json is missing")
 
@@ -330,7 +322,11 @@ def test_a_disk_that_fails_does_not_make_an_older_checkpoint_the_newest(tmp_path
     newest = save(tmp_path, 2)
     unreadable(newest / "manifest.json")
     words = f"Cannot read the checkpoint {newest}: input/output error", "it may be whole: try again, or move it away"
-    for read in (latest_checkpoint, newest_checkpoint, lambda folder: load_checkpoint(newest)):
+    for read in (
+        lambda folder: latest_checkpoint(folder, no_warning),
+        newest_checkpoint,
+        lambda folder: load_checkpoint(newest),
+    ):
         refused(lambda: read(tmp_path), *words)  # noqa: B023
     newest.rename(tmp_path / "away")
     assert holds(latest_checkpoint(tmp_path, warn=no_warning), 1)
