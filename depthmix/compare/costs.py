@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from depthmix.compare.rows import Run
@@ -17,21 +17,24 @@ WAITED = 0.1
 
 
 def doubts(runs: Sequence[Run], arms: Sequence[str]) -> list[str]:
-    """Describe the arms whose step times other programs have disturbed, one phrase per arm."""
-    phrases = []
-    for arm in arms:
-        runs_of_arm = [run for run in runs if run.arm == arm]
-        if reason := runs_of_arm and _doubt(runs_of_arm):
-            phrases.append(f"{arm} {reason}")
-    return phrases
+    """Describe the arms whose step times other programs have disturbed, one phrase per arm. Skips runs that shared
+    their machine.
+    """
+    reasons = _doubts_by_arm(runs)
+    return [f"{arm} {reasons[arm]}" for arm in arms if arm in reasons]
 
 
 def busy_arms(runs: Sequence[Run]) -> set[str]:
     """Return the arms whose step times are no costs: they shared their machine, or other programs disturbed them."""
+    return {run.arm for run in runs if run.shared} | _doubts_by_arm(runs).keys()
+
+
+def _doubts_by_arm(runs: Sequence[Run]) -> dict[str, str]:
     by_arm: dict[str, list[Run]] = {}
     for run in runs:
-        by_arm.setdefault(run.arm, []).append(run)
-    return {arm for arm, own in by_arm.items() if any(run.shared for run in own) or _doubt(own)}
+        if not run.shared:
+            by_arm.setdefault(run.arm, []).append(run)
+    return {arm: doubt for arm, own in by_arm.items() if (doubt := _doubt(own))}
 
 
 def _doubt(runs: Sequence[Run]) -> str:
@@ -89,11 +92,15 @@ def moved_step_times(runs: Sequence[Run], baseline: str) -> list[str]:
     return notes
 
 
-def at_step_times(runs: Sequence[Run], times: Mapping[str, float]) -> list[Run]:
-    """Return the runs as if each step had taken the given time of its arm."""
-    return [_at(run, times[run.arm]) for run in runs]
-
-
-def _at(run: Run, seconds: float) -> Run:
+def at_step_time(run: Run, seconds: float) -> Run:
+    """Return a run as if each step had taken this time. What else the run measured on a shared machine is no cost."""
     scale = seconds / run.step_seconds
-    return replace(run, step_seconds=seconds, curve=[(tokens, s * scale, loss) for tokens, s, loss in run.curve])
+    return replace(
+        run,
+        step_seconds=seconds,
+        curve=[(tokens, s * scale, loss) for tokens, s, loss in run.curve],
+        step_quartiles=None,
+        core_wait=None,
+        peak_memory=None if run.shared else run.peak_memory,
+        shared=False,
+    )

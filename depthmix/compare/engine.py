@@ -8,7 +8,6 @@ from its last checkpoint.
 
 from __future__ import annotations
 
-import functools
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -55,18 +54,11 @@ AT_LEAST = 4.0
 KEPT = ("depthmix", "git_commit", "python", "torch", "cuda", "device", "device_name")
 
 
-def compare(
-    config: CompareConfig,
-    *,
-    say: Callable[[str], None] | None = None,
-    on_step: OnStep | None = None,
-    begun: float | None = None,
-) -> Comparison:
+def compare(config: CompareConfig, *, on_step: OnStep | None = None, begun: float | None = None) -> Comparison:
     """Run what is missing of a comparison, as far as the time limit allows, and write its results.
 
     Args:
         config: The comparison.
-        say: Receives sentences for the user; by default they are printed, unless `config.quiet`.
         on_step: Called with a `StepEvent` after every step of a run whose model is saved.
         begun: Start of the time limit, by time.monotonic(); by default now.
 
@@ -79,8 +71,7 @@ def compare(
         ArmsDiverged: An arm has no result, since all its runs diverged.
     """
     config = typed("compare", config)
-    say = say or (_silent if config.quiet else functools.partial(print, flush=True))
-    comparison = Comparison(check_recipe(config), say)
+    comparison = Comparison(check_recipe(config))
     comparison.open()
     if config.report:
         comparison.check_results([], {}, None)
@@ -88,10 +79,6 @@ def compare(
     else:
         _Runner(comparison, on_step, time.monotonic() if begun is None else begun).run()
     return comparison
-
-
-def _silent(text: str) -> None:
-    pass
 
 
 class ArmsDiverged(UserError):
@@ -105,8 +92,8 @@ class ArmsDiverged(UserError):
 class Comparison:
     """A comparison's folder: its recipe, its records, and what is written about them."""
 
-    def __init__(self, recipe: Recipe, say: Callable[[str], None]) -> None:
-        self.recipe, self.say = recipe, say
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe = recipe
         self.path = Path(recipe.config.out)
         self.records = Records()
         self.documents: list[dict[str, Any]] = []
@@ -114,6 +101,11 @@ class Comparison:
         self.not_drawn: list[str] = []
         self.not_inspected: list[str] = []
         self.unfinished = True
+
+    def say(self, text: str) -> None:
+        """Print a sentence for the user, unless the comparison is quiet."""
+        if not self.recipe.config.quiet:
+            print(text, flush=True)
 
     @property
     def results(self) -> Results:
@@ -201,10 +193,6 @@ class Comparison:
         """Write the records and the table, as after every run."""
         if self.records.lines:
             write_records(self.path, self.records)
-        self.write_table()
-
-    def write_table(self) -> None:
-        """Write table.md and table.csv from the records."""
         results = self.results
         if results.used:
             write_text(self.path / TABLE, to_markdown(results, self.drawn))
@@ -478,7 +466,7 @@ class _Runner:
         first, place = self.recipe.arms[0], (cell.domain, cell.size)
         labels, chosen = self.recipe.seeds_at(cell), self.chosen["arm"]
         arms = [a for a in self.recipe.arms if a.label in labels and (not chosen or a is first or a.label in chosen)]
-        lines = [line for line in self.records.of("step_times") if (line["domain"], line["size"]) == place]
+        lines = self.records.step_times(*place)
         known = dict(lines[0]["seconds"]) if lines else self._times_of_same_shapes(cell)
         missing = [arm for arm in arms if arm.label not in known and arm.label not in self.failed]
         if not missing and lines:
@@ -499,12 +487,8 @@ class _Runner:
             scale = known.get(first.label, times[first.label]) / times[first.label]
             known = {**{arm: seconds * scale for arm, seconds in times.items()}, **known}
             # Another process may have recorded step times meanwhile. Its runs have the steps that these give.
-            others = [r for r in read_records([self.comparison.path / RUNS]).of("step_times") if r not in lines]
-            theirs = [
-                r["seconds"]
-                for r in others
-                if (r["domain"], r["size"]) == place and known.keys() <= r["seconds"].keys()
-            ]
+            others = [r for r in read_records([self.comparison.path / RUNS]).step_times(*place) if r not in lines]
+            theirs = [r["seconds"] for r in others if known.keys() <= r["seconds"].keys()]
             known = theirs[0] if theirs else known
         self.records.lines = [line for line in self.records.lines if line not in lines]
         line = {"kind": "step_times", "domain": cell.domain, "size": cell.size, "seconds": known}

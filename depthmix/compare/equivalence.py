@@ -28,15 +28,14 @@ def is_same_rule(name: str, one: Mapping[str, Any], other: Mapping[str, Any], di
         dim: Width of the model.
         n_blocks: Blocks of the model.
     """
-    sizes: dict[str, Any] = {"n_blocks": n_blocks}
     with torch.device("meta"):
-        shapes = [_shapes(create_mixer(name, dim=dim, **sizes, **options)) for options in (one, other)]
+        shapes = [_shapes(create_mixer(name, dim=dim, n_blocks=n_blocks, **options)) for options in (one, other)]
     if shapes[0] != shapes[1]:
         return False
     try:
-        mixers = [create_mixer(name, dim=min(dim, NARROW), **sizes, **options) for options in (one, other)]
+        mixers = [create_mixer(name, dim=min(dim, NARROW), n_blocks=n_blocks, **options) for options in (one, other)]
     except OptionError:  # such as heads that do not divide the narrow width
-        mixers = [create_mixer(name, dim=dim, **sizes, **options) for options in (one, other)]
+        mixers = [create_mixer(name, dim=dim, n_blocks=n_blocks, **options) for options in (one, other)]
     values = [_behaviour(mixer) for mixer in mixers]
     return all(len(a) == len(b) and all(map(torch.equal, a, b)) for a, b in zip(*values, strict=True))
 

@@ -61,6 +61,10 @@ class Records:
         """Return the lines of one kind."""
         return [line for line in self.lines if line["kind"] == kind]
 
+    def step_times(self, domain: str, size: str) -> list[dict[str, Any]]:
+        """Return the lines on step times of one cell. The first one counts."""
+        return [line for line in self.of("step_times") if (line["domain"], line["size"]) == (domain, size)]
+
     def code(self, run: dict[str, Any]) -> dict[str, str]:
         """Return the checksums of the code that made a run, or its last part."""
         return self.codes(run)[-1]

@@ -421,10 +421,11 @@ def tables(
     alone: Sequence[Column] = (VAL_LOSS, *(c for c in learnt(rows) if "to reach" not in c.heading("")))
     if len(rows) > 1 and comparable:
         alone = (AGAINST, VAL_LOSS, *learnt(rows))
-    return [
-        Table(title, *_parted(cells(rows, columns)), marks=_marks(rows, columns, busy))
-        for title, columns in ((cell, alone), (f"What it cost{', ' * bool(cell)}{cell}", COSTS))
-    ]
+    made = []
+    for title, columns in ((cell, alone), (f"What it cost{', ' * bool(cell)}{cell}", COSTS)):
+        heading, *lines = cells(rows, columns)
+        made.append(Table(title, heading, lines, _marks(rows, columns, busy)))
+    return made
 
 
 def _marks(rows: Sequence[Row], columns: Sequence[Column], busy: Collection[str]) -> dict[tuple[int, int], str]:
@@ -439,10 +440,6 @@ def _marks(rows: Sequence[Row], columns: Sequence[Column], busy: Collection[str]
             elif column in (*TIMES, TIME_TO_REACH) and (row.arm in busy or row.baseline in busy):
                 marks[i, j] = BUSY
     return marks
-
-
-def _parted(lines: list[list[str]]) -> tuple[list[str], list[list[str]]]:
-    return lines[0], lines[1:]
 
 
 def how_to_read(recipe: Mapping[str, Any], rows: Sequence[Row]) -> list[str]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from depthmix.compare.costs import at_step_times, cost_notes, doubts, moved_step_times
+from depthmix.compare.costs import at_step_time, cost_notes, doubts, moved_step_times
 from depthmix.compare.interval import OWN_SEEDS
 from depthmix.compare.plan import key_of
 from depthmix.compare.recipe import Cell, Key, Recipe
@@ -21,16 +21,6 @@ SHARED = "Several runs shared the machine, so what they took says nothing of wha
 UNTIMED = "A dash: that arm was not timed with the others, and its runs say nothing of what it costs."
 
 
-def select_runs(recipe: Recipe, runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the first record of every run that the recipe names. Others stay in the file and out of the table."""
-    keys = set(recipe.run_keys)
-    first: dict[Key, dict[str, Any]] = {}
-    for run in runs:
-        if key_of(run) in keys:
-            first.setdefault(key_of(run), run)
-    return list(first.values())
-
-
 @dataclass
 class Results:
     """Records of a comparison as tables, figures and pages need them."""
@@ -41,8 +31,13 @@ class Results:
 
     @cached_property
     def used(self) -> list[dict[str, Any]]:
-        """Records of the runs that the recipe names."""
-        return select_runs(self.recipe, self.records.runs)
+        """The first record of every run that the recipe names. Others stay in the file and out of the table."""
+        keys = set(self.recipe.run_keys)
+        first: dict[Key, dict[str, Any]] = {}
+        for run in self.records.runs:
+            if key_of(run) in keys:
+                first.setdefault(key_of(run), run)
+        return list(first.values())
 
     @cached_property
     def own_times(self) -> dict[str, list[Run]]:
@@ -52,10 +47,7 @@ class Results:
     @cached_property
     def runs(self) -> dict[str, list[Run]]:
         """Finished runs by cell, with the step times that count: those measured in turns where they are needed and known."""
-        return {
-            cell.name: at_known_times(self.recipe, self.records, cell, self.own_times[cell.name])
-            for cell in self.recipe.cells
-        }
+        return {cell.name: self._at_known_times(cell) for cell in self.recipe.cells}
 
     @cached_property
     def spreads(self) -> dict[str, Spread]:
@@ -81,9 +73,25 @@ class Results:
         firsts = ((label, next((run for run in runs if run.arm == label), None)) for label in self.recipe.labels)
         return [(label, run) for label, run in firsts if run is not None]
 
+    def _at_known_times(self, cell: Cell) -> list[Run]:
+        """Replace the step times of runs by those measured in turns, if the recipe asks for them or the runs' own are in doubt."""
+        runs, lines = self.own_times[cell.name], self.records.step_times(cell.domain, cell.size)
+        needed = self.recipe.timed or doubts(runs, self.recipe.labels)
+        times: dict[str, float] = lines[0]["seconds"] if lines and needed else {}
+        if self.recipe.labels[0] not in times:
+            return runs
+        timed = [at_step_time(run, times[run.arm]) for run in runs if run.arm in times]
+        # Arms without a measurement took their times on another machine.
+        return timed + [replace(run, shared=True) for run in runs if run.arm not in times]
+
     def timing(self, cell: Cell) -> list[str]:
         """Say where the step times of a cell were measured in turns, if the recipe asks for that."""
-        return in_turns(self.records, cell) if self.recipe.timed else []
+        lines = self.records.step_times(cell.domain, cell.size)
+        if not lines or not self.recipe.timed:
+            return []
+        where: Mapping[str, Any] = lines[0].get("environment", {})
+        device, commit = where.get("device_name"), str(where.get("git_commit"))[:12]
+        return [f"Step times were measured in turns on {device}, apart from the runs (commit {commit})."]
 
     def are_costs_trusted(self, cell: Cell) -> bool:
         """Tell whether the step times of a cell are costs: measured in turns, or by runs that nothing disturbed."""
@@ -98,8 +106,8 @@ class Results:
         busy = any(run.shared for run in self.runs[cell.name])
         if busy and not timed:
             return [SHARED]
-        doubtful = doubts([run for run in runs if not run.shared], self.recipe.labels)
-        known = bool(in_turns(self.records, cell))
+        doubtful = doubts(runs, self.recipe.labels)
+        known = bool(self.records.step_times(cell.domain, cell.size))
         notes = [*timed, *[UNTIMED] * busy, *cost_notes(doubtful, known, equal_time)]
         return [*notes, *(moved_step_times(runs, self.recipe.labels[0]) if equal_time else [])]
 
@@ -135,31 +143,6 @@ def with_interval(row: Row, chance: Spread) -> Row:
     if row.difference is None or half is None or row.paired >= OWN_SEEDS:
         return row
     return replace(row, difference_interval=half)
-
-
-def at_known_times(recipe: Recipe, records: Records, cell: Cell, runs: Sequence[Run]) -> list[Run]:
-    """Replace the step times of runs by those measured in turns, if the recipe asks for them or the runs' own are in doubt."""
-    lines = [r for r in records.of("step_times") if (r["domain"], r["size"]) == (cell.domain, cell.size)]
-    needed = recipe.timed or doubts([run for run in runs if not run.shared], recipe.labels)
-    times: dict[str, float] = lines[0]["seconds"] if lines and needed else {}
-    if recipe.labels[0] not in times:
-        return list(runs)
-    timed = at_step_times([run for run in runs if run.arm in times], times)
-    # The measured times stand alone. What else a run measured on a shared machine is no cost.
-    cleared: dict[str, Any] = {"shared": False, "step_quartiles": None, "core_wait": None}
-    timed = [replace(run, **cleared, peak_memory=None if run.shared else run.peak_memory) for run in timed]
-    # Arms without a measurement took their times on another machine.
-    return timed + [replace(run, shared=True) for run in runs if run.arm not in times]
-
-
-def in_turns(records: Records, cell: Cell) -> list[str]:
-    """Say where the step times of a cell were measured in turns; nothing if they were not."""
-    for line in records.of("step_times"):
-        if (line["domain"], line["size"]) == (cell.domain, cell.size):
-            where: Mapping[str, Any] = line.get("environment", {})
-            device, commit = where.get("device_name"), str(where.get("git_commit"))[:12]
-            return [f"Step times were measured in turns on {device}, apart from the runs (commit {commit})."]
-    return []
 
 
 def _accepted(records: Records) -> dict[str, set[str]]:

@@ -27,10 +27,6 @@ def _table(heading: Sequence[str], lines: Iterable[Sequence[str]], notes: Iterab
     return [*markdown_table(heading, list(lines)), "", *bullets(notes)]
 
 
-def _of(what: str, domain: str) -> str:
-    return f"{what}, {domain}" if domain else what
-
-
 # Stability.
 
 
@@ -87,7 +83,12 @@ def _stability(recipe: Recipe, used: Records) -> list[str]:
             differences = [best[seed] - base[seed] for seed in best if seed in base] if arm != recipe.labels[0] else []
             difference = f"{statistics.fmean(differences):+z.4f}" if differences else DASH
             lines.append([arm, *shown, difference, DASH if stable is None else f"{stable:g}"])
-        heading = [_of("arm", domain), *(f"lr {lr:g}" for lr in all_rates), "each at its best", "stable up to"]
+        heading = [
+            f"arm, {domain}" if domain else "arm",
+            *(f"lr {lr:g}" for lr in all_rates),
+            "each at its best",
+            "stable up to",
+        ]
         text += [*_table(heading, lines, []), ""]
     notes = [
         "A loss at each learning rate, mean over seeds, and in brackets the loss spikes of all of them: steps far above the median of the 50 before (depthmix/train/spikes.py).",

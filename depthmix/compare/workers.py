@@ -12,7 +12,7 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -103,8 +103,7 @@ def _make(
     label: str,
     deadline: Deadline,
 ) -> Outcome:
-    return make_run(run, open_data(run.config.data), checksum, environment, out, label, _stop_at(deadline))
+    def stop(left: float) -> bool:
+        return _stopping.is_set() or not deadline.fits(left)
 
-
-def _stop_at(deadline: Deadline) -> Callable[[float], bool]:
-    return lambda left: _stopping.is_set() or not deadline.fits(left)
+    return make_run(run, open_data(run.config.data), checksum, environment, out, label, stop)
