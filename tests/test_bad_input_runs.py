@@ -17,7 +17,7 @@ from depthmix.runs.checkpoint import list_checkpoints, load_checkpoint, save_che
 from test_bad_input_recipes import bomb
 from train import bad, small
 from train.bad import cut, meta, remove, table, write
-from train.checkpoints import forget_run
+from train.checkpoints import match_run
 
 fails = bad.fails
 
@@ -59,14 +59,14 @@ def resave(**changes):
     return change
 
 
-def old(change):
-    """The mutation of a run whose checkpoints, as those of older versions, do not say what lay around them."""
+def forged(change):
+    """The mutation of a run whose checkpoints are made to agree with it."""
 
-    def of_old_run(folder):
-        forget_run(folder)
+    def with_checkpoints(folder):
         change(folder)
+        match_run(folder)
 
-    return of_old_run
+    return with_checkpoints
 
 
 def pickled(folder):
@@ -110,42 +110,42 @@ BROKEN_RUNS = [
     ("recipe cut", write("recipe.yaml", b"data: {x"), "recipe.yaml is damaged: it is not YAML"),
     ("recipe a list", write("recipe.yaml", b"- a\n"), "recipe.yaml is damaged: it does not map names"),
     ("text in the recipe", recipe(dim="wide"), "dim is 'wide' and was 32"),
-    ("text in the recipe, old run", old(recipe(dim="wide")), "recipe.yaml is damaged: dim is 'wide'"),
+    ("text in the recipe, forged", forged(recipe(dim="wide")), "recipe.yaml is damaged: dim is 'wide'"),
     ("null in the recipe", recipe(rope_theta=None), "rope_theta is None and was 10000.0"),
-    ("null in the recipe, old run", old(recipe(rope_theta=None)), "recipe.yaml is damaged: rope_theta is None"),
+    ("null in the recipe, forged", forged(recipe(rope_theta=None)), "recipe.yaml is damaged: rope_theta is None"),
     (
         "wrong options in the recipe",
         recipe(mixer_options={"ways": 3}),
         "recipe.yaml was changed since the run was trained: mixer_options is {{'ways': 3}} and was {{}}",
     ),
     (
-        "wrong options in the recipe, old run",
-        old(recipe(mixer_options={"ways": 3})),
+        "wrong options in the recipe, forged",
+        forged(recipe(mixer_options={"ways": 3})),
         "describes no model",
         "unknown option 'ways'",
     ),
     ("no such mixer", recipe(mixer="resnet"), "mixer is 'resnet' and was 'residual'; put the recipe back"),
-    ("no such mixer, old run", old(recipe(mixer="resnet")), "describes no model", "unknown mixer 'resnet'"),
+    ("no such mixer, forged", forged(recipe(mixer="resnet")), "describes no model", "unknown mixer 'resnet'"),
     ("another mixer", recipe(mixer="mhc"), "mixer is 'mhc' and was 'residual'"),
-    ("another mixer, old run", old(recipe(mixer="mhc")), "lacks mixer.", "another rule or size than mhc"),
+    ("another mixer, forged", forged(recipe(mixer="mhc")), "lacks mixer.", "another rule or size than mhc"),
     ("another size", recipe(dim=64), "dim is 64 and was 32"),
-    ("another size, old run", old(recipe(dim=64)), "another size", "embedding.weight"),
+    ("another size, forged", forged(recipe(dim=64)), "another size", "embedding.weight"),
     ("more blocks", recipe(n_blocks=3), "n_blocks is 3 and was 2"),
-    ("more blocks, old run", old(recipe(n_blocks=3)), "lacks", "another rule or size"),
+    ("more blocks, forged", forged(recipe(n_blocks=3)), "lacks", "another rule or size"),
     ("fewer blocks", recipe(n_blocks=1), "n_blocks is 1 and was 2"),
-    ("fewer blocks, old run", old(recipe(n_blocks=1)), "has norms.2", "another rule or size"),
+    ("fewer blocks, forged", forged(recipe(n_blocks=1)), "has norms.2", "another rule or size"),
     ("impossible size", recipe(n_heads=5), "n_heads is 5 and was 2"),
-    ("impossible size, old run", old(recipe(n_heads=5)), "describes no model", "n_heads must divide dim=32"),
+    ("impossible size, forged", forged(recipe(n_heads=5)), "describes no model", "n_heads must divide dim=32"),
     ("no tokenizer", remove("tokenizer.json"), "There is no tokenizer file"),
     ("tokenizer cut", cut("tokenizer.json", 200), "tokenizer.json is not that of this run: its SHA-256 was"),
-    ("tokenizer cut, old run", old(cut("tokenizer.json", 200)), "is not a tokenizer.json"),
+    ("tokenizer cut, forged", forged(cut("tokenizer.json", 200)), "is not a tokenizer.json"),
     ("tokenizer of somebody else", write("tokenizer.json", b"{}"), "tokenizer.json is not that of this run"),
-    ("tokenizer of somebody else, old run", old(write("tokenizer.json", b"{}")), "is not a tokenizer.json"),
+    ("tokenizer of somebody else, forged", forged(write("tokenizer.json", b"{}")), "is not a tokenizer.json"),
     ("unknown option in the recipe", recipe(width=5), "or of a later version of depthmix: there is no option 'width'"),
     ("a document in the recipe", write("recipe.yaml", b'{"schema": 1, "run": "r"}'), "there is no option 'schema'"),
     ("aliases in the recipe", write("recipe.yaml", bomb(8)), "recipe.yaml is damaged: it is not YAML (its aliases"),
     ("another tokenizer", swapped, "tokenizer.json is not that of this run"),
-    ("another tokenizer, old run", old(swapped), "is not the tokenizer that the run was trained with", "put it back"),
+    ("another tokenizer, forged", forged(swapped), "is not the tokenizer that the run was trained with", "put it back"),
     ("no checkpoints", remove("checkpoints"), "has no checkpoint yet"),
     ("no checkpoint", every(lambda p: shutil.rmtree(p)), "has no checkpoint yet"),
     ("no model", every(remove("model.safetensors")), "model.safetensors is missing; there is no older good one"),
@@ -239,7 +239,7 @@ def test_data_that_was_replaced_is_not_measured(fails, copied, tmp_path):
         fails(f"{command} --run {{run}} --device cpu", DATA, *words, run=copied)
     write("data.json", b"{")(copied)
     fails("eval --run {run} --device cpu", CHECKPOINT, "data.json is not that of this run", run=copied)
-    forget_run(copied)
+    match_run(copied)
     fails("eval --run {run} --device cpu", DATA, "data.json is damaged", run=copied)
 
 
@@ -277,7 +277,7 @@ RESUMED = [
     ("unknown option", recipe(width=5), CHECKPOINT, "there is no option 'width'"),
     ("recipe changed", recipe(lr=1.0), CHECKPOINT, "another recipe: lr was 1.0 and is 0.01"),
     ("metrics cut", write("metrics.jsonl", b"loss 5\n"), CHECKPOINT, "metrics.jsonl has 7 bytes and had", "at step 60"),
-    ("metrics damaged, old run", old(write("metrics.jsonl", b"loss 5\n")), CHECKPOINT, "metrics.jsonl:1 is damaged"),
+    ("speed damaged", write("speed.jsonl", b"loss 5\n"), CHECKPOINT, "speed.jsonl:1 is damaged"),
     ("all models broken", every(cut("model.safetensors", 9)), CHECKPOINT, "No checkpoint in", "move that folder away"),
     ("optimizer gone", every(remove("optimizer.safetensors")), CHECKPOINT, "optimizer.safetensors is missing"),
     ("another model", resave(**{"head.weight": torch.zeros(2, 2)}), CHECKPOINT, "of shape [2, 2]"),

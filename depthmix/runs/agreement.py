@@ -9,7 +9,7 @@ at the time of saving, and every reader of a checkpoint compares:
     state["run"]["files"]    SHA-256 of data.json and tokenizer.json
     state["run"]["metrics"]  length and SHA-256 of metrics.jsonl up to this step
 
-An entry that is missing is not compared.
+Files that are missing from the folder are not compared.
 """
 
 from __future__ import annotations
@@ -52,9 +52,11 @@ def check_agreement(folder: RunFolder, saved: Checkpoint) -> None:
     Raises:
         UserError: Something differs. The message names it with both values.
     """
-    described = _described(saved.state)
-    run_id, saved_id = folder.identity(), described.get("id")
-    if run_id and saved_id and run_id != saved_id:
+    if not {"config", "data", "run"} <= saved.state.keys():
+        raise UserError(f"the checkpoint {saved.path} was not written by `depthmix train`", CHECKPOINT)
+    described = saved.state["run"]
+    run_id, saved_id = folder.identity(), described["id"]
+    if run_id and run_id != saved_id:
         what = f"the checkpoint is of run {saved_id} and {folder.path} is run {run_id}"
         raise UserError(f"Cannot use the checkpoint {saved.path}: {what}; put the run's own ones back.", CHECKPOINT)
     recipe = folder.read_recipe()
@@ -64,27 +66,19 @@ def check_agreement(folder: RunFolder, saved: Checkpoint) -> None:
         advice = "put the recipe back as it was; another recipe needs another run"
         what = f"was changed since the run was trained: {', '.join(differences[:SHOWN])}{more}"
         raise UserError(f"{folder.path / RECIPE} {what}; {advice}.", CHECKPOINT)
-    _check_data(folder, saved)
-    files = described.get("files")
-    for name, expected in files.items() if isinstance(files, dict) else ():
+    kept, trained_on = folder.data_meta(), saved.state["data"]["sha256"]
+    if kept and (actual := data_hash(kept)) != trained_on:
+        what = f"its SHA-256 is {actual[:12]}… and step {saved.step} was trained on {trained_on[:12]}…"
+        raise UserError(f"{folder.path / DATA_META} is that of other data: {what}; put it back.", CHECKPOINT)
+    for name, expected in described["files"].items():
         path = folder.path / name
-        if name not in KEPT or not path.is_file():
+        if not path.is_file():
             continue
         with reading(path):
             actual = file_sha256(path)
         if actual != expected:
-            what = f"its SHA-256 was {str(expected)[:12]}… at step {saved.step} and is {actual[:12]}…"
+            what = f"its SHA-256 was {expected[:12]}… at step {saved.step} and is {actual[:12]}…"
             raise UserError(f"{path} is not that of this run: {what}; put it back.", CHECKPOINT)
-
-
-def _check_data(folder: RunFolder, saved: Checkpoint) -> None:
-    data, kept = saved.state.get("data"), folder.data_meta()
-    expected = data.get("sha256") if isinstance(data, dict) else None
-    if expected is None or not kept:
-        return
-    if (actual := data_hash(kept)) != expected:
-        what = f"its SHA-256 is {actual[:12]}… and the checkpoint of step {saved.step} was trained on {expected[:12]}…"
-        raise UserError(f"{folder.path / DATA_META} is that of other data: {what}; put it back.", CHECKPOINT)
 
 
 def check_tokenizer(folder: RunFolder) -> None:
@@ -117,14 +111,11 @@ def check_metrics(folder: RunFolder, saved: Checkpoint) -> None:
     Raises:
         UserError: Lines are missing or were changed.
     """
-    recorded = metrics_length(saved)
-    if recorded is None:
-        return
-    raw, expected = folder.read_file(METRICS), _described(saved.state)["metrics"].get("sha256")
+    raw, recorded = folder.read_file(METRICS), saved.state["run"]["metrics"]
     path = folder.path / METRICS
-    if len(raw) < recorded:
-        what = f"has {len(raw)} bytes and had {recorded} at step {saved.step}: lines are missing"
-    elif hashlib.sha256(raw[:recorded]).hexdigest() != expected:
+    if len(raw) < recorded["bytes"]:
+        what = f"has {len(raw)} bytes and had {recorded['bytes']} at step {saved.step}: lines are missing"
+    elif hashlib.sha256(raw[: recorded["bytes"]]).hexdigest() != recorded["sha256"]:
         what = f"does not hold the lines that it had at step {saved.step}: it was changed"
     else:
         return
@@ -146,7 +137,7 @@ def checkpoint_to_go_on_from(folder: RunFolder, tell: Callable[[str], object], t
     if saved is not None:
         check_agreement(folder, saved)
         check_metrics(folder, saved)
-    folder.keep_identity(None if saved is None else _described(saved.state).get("id"))
+    folder.keep_identity(None if saved is None else saved.state["run"]["id"])
     return saved
 
 
@@ -173,28 +164,9 @@ def check_run_files(folder: RunFolder) -> None:
                 raise
 
 
-def metrics_length(saved: Checkpoint | None) -> int | None:
-    """Return the length of metrics.jsonl in bytes when a checkpoint was saved: 0 without a checkpoint, None where it is
-    not recorded.
-    """
-    if saved is None:
-        return 0
-    metrics = _described(saved.state).get("metrics")
-    length = metrics.get("bytes") if isinstance(metrics, dict) else None
-    return length if type(length) is int else None
-
-
-def _described(state: Mapping[str, Any]) -> dict[str, Any]:
-    found = state.get("run")
-    return found if isinstance(found, dict) else {}
-
-
 def _recipe_differences(recipe: Mapping[str, Any], saved: Checkpoint) -> list[str]:
     """List the options whose value in the recipe differs from the value the checkpoint was trained with."""
-    trained = saved.state.get("config")
-    if not isinstance(trained, dict):
-        return []
-    current, trained_with = _filled_in(recipe), _filled_in(trained)
+    current, trained_with = _filled_in(recipe), _filled_in(saved.state["config"])
     free = FREE | {"steps"} if _only_has_more_steps(current, trained_with, saved.step) else FREE
     changed = [name for name in current if name not in free and current[name] != trained_with[name]]
     return [f"{name} is {current[name]!r} and was {trained_with[name]!r}" for name in changed]

@@ -175,11 +175,11 @@ class RunFolder:
         run_id = self._find_object(ENVIRONMENT).get("run_id")
         return run_id if isinstance(run_id, str) else ""
 
-    def keep_identity(self, known: object = None) -> None:
+    def keep_identity(self, known: str | None) -> None:
         """Give a run without an id the one in its checkpoint, or a new one."""
         if not self.identity():
-            given = known if isinstance(known, str) and known else uuid.uuid4().hex
-            self._replace(ENVIRONMENT, json_bytes({**self._find_object(ENVIRONMENT), "run_id": given}))
+            content = {**self._find_object(ENVIRONMENT), "run_id": known or uuid.uuid4().hex}
+            self._replace(ENVIRONMENT, json_bytes(content))
 
     def append(self, name: str, record: dict[str, Any]) -> None:
         """Append a line to metrics.jsonl, speed.jsonl or dynamics.jsonl. Numbers that are not finite become null.
@@ -218,7 +218,7 @@ class RunFolder:
         with writing(self.path):
             sync_folder(self.path)
 
-    def cut(self, step: int, metrics_length: int | None = None) -> None:
+    def cut(self, step: int, metrics_length: int) -> None:
         """Drop the lines of metrics.jsonl and speed.jsonl after a step, the lines of dynamics.jsonl from it on, and a
         torn last line.
 
@@ -226,23 +226,24 @@ class RunFolder:
 
         Args:
             step: The step that the run resumes from.
-            metrics_length: Bytes of metrics.jsonl to keep, where the checkpoint records it.
+            metrics_length: Bytes of metrics.jsonl up to the step, as its checkpoint records them.
         """
-        for name, last in ((METRICS, step), (SPEED, step), (DYNAMICS, step - 1)):
-            path = self.path / name
-            *lines, torn = self.read_file(name).split(b"\n")
+        self._truncate(METRICS, metrics_length)
+        for name, last in ((SPEED, step), (DYNAMICS, step - 1)):
             kept = 0
-            for number, line in enumerate(lines, 1):
+            for number, line in enumerate(self.read_file(name).split(b"\n")[:-1], 1):
                 # After a power failure, what was not synced may read as zeros; what a checkpoint needs was synced.
-                if line.startswith(b"\0") or _record(path, number, line)["step"] > last:
+                if line.startswith(b"\0") or _record(self.path / name, number, line)["step"] > last:
                     break
                 kept += len(line) + 1
-            if name == METRICS and metrics_length is not None:
-                kept = metrics_length
-            if kept < sum(len(line) + 1 for line in lines) + len(torn):
-                with writing(path), open(path, "r+b", opener=open_no_link) as file:
-                    file.truncate(kept)  # atomic, and possible on a full disk
-                    os.fsync(file.fileno())
+            self._truncate(name, kept)
+
+    def _truncate(self, name: str, length: int) -> None:
+        if length < len(self.read_file(name)):
+            path = self.path / name
+            with writing(path), open(path, "r+b", opener=open_no_link) as file:
+                file.truncate(length)  # atomic, and possible on a full disk
+                os.fsync(file.fileno())
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """Return the lines of metrics.jsonl, without a torn last one."""

@@ -27,6 +27,13 @@ def need_transformers(what: str) -> None:
         raise UserError(f"{what} needs transformers: {install_command('hf')}") from None
 
 
+def retrofitted(model: Any, mixer: str, options: dict[str, Any]) -> Any:
+    """Put a mixer into a loaded model."""
+    from depthmix.hf import retrofit
+
+    return retrofit(model, mixer, **options)
+
+
 def load(folder: Path, what: str, **options: Any) -> Any:
     """Load a language model that `save_pretrained` wrote. `what` names the option in error messages."""
     need_transformers(what)

@@ -20,7 +20,6 @@ from depthmix.errors import CHECKPOINT, DATA, UserError
 from depthmix.mixers import Mixer, OptionError, create_mixer
 from depthmix.mixers.defaults import all_options, chosen_options
 from depthmix.mixers.plain import is_plain, why_not_plain
-from depthmix.models import DecoderConfig
 from depthmix.models.exchange import MODEL_TYPE
 from depthmix.randomness import seed_random
 from depthmix.runs import foreign
@@ -32,6 +31,7 @@ from depthmix.runs.restore import (
     model_config,
     model_of_pretrained,
     model_of_run,
+    naming_description,
     open_checkpoint,
     read_train_config,
     shared_fields,
@@ -74,18 +74,15 @@ def read_source(init: str) -> Source:
         raise UserError(f"init {init!r} was trained on images: only models of text can be started from", CHECKPOINT)
     if model_type(folder) not in (None, MODEL_TYPE):
         return _read_foreign(path, folder, run)
-    decoder = _of_run(RunFolder(folder)) if run else read_config(path)
+    if run:
+        config = read_train_config(RunFolder(folder))
+        # The vocabulary is known from the weights alone.
+        with naming_description(folder / RECIPE):
+            decoder = model_config(config, vocab_size=1)
+    else:
+        decoder = read_config(path)
     values = {name: getattr(decoder, name) for name in shared_fields()}
     return Source(path, folder, values, {"n_blocks": decoder.n_blocks}, False, run, None if run else decoder.vocab_size)
-
-
-def _of_run(folder: RunFolder) -> DecoderConfig:
-    """Return the configuration of a run's decoder; its vocab_size is a placeholder."""
-    config = read_train_config(folder)
-    try:
-        return model_config(config, 1)
-    except UserError as error:
-        raise UserError(f"{folder.path / RECIPE} describes no model: {error}", CHECKPOINT) from None
 
 
 def _read_foreign(path: Path, folder: Path, run: bool) -> Source:

@@ -20,7 +20,6 @@ from torch import Tensor
 from depthmix.data.tokenizer import END
 from depthmix.errors import CHECKPOINT, UserError
 from depthmix.files import read_json_object, reading, write_file, writing
-from depthmix.mixers import OptionError
 from depthmix.mixers.defaults import all_options
 from depthmix.models import DecoderConfig
 from depthmix.models.exchange import BASE, CODE, FIELDS, HEAD, MODEL_TYPE
@@ -108,7 +107,7 @@ def read_config(path: Path) -> DecoderConfig:
     try:
         known = {ours: config[theirs] for ours, theirs in FIELDS.items() if theirs in config}
         return DecoderConfig(**known)
-    except (OptionError, TypeError, ValueError) as error:
+    except (TypeError, ValueError) as error:
         raise UserError(f"{path / CONFIG} describes no model: {error}", CHECKPOINT) from None
 
 

@@ -39,10 +39,10 @@ class RankFolder(RunFolder):
     def sync(self) -> None:
         """Do nothing: the first process syncs the files."""
 
-    def cut(self, step: int, metrics_length: int | None = None) -> None:
+    def cut(self, step: int, metrics_length: int) -> None:
         """Do nothing: the first process cuts the files."""
 
-    def keep_identity(self, known: object = None) -> None:
+    def keep_identity(self, known: str | None) -> None:
         """Do nothing: the first process keeps the identity."""
 
     def write_result(self, result: dict[str, Any]) -> None:

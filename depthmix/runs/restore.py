@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -102,10 +104,8 @@ def model_of_run(folder: RunFolder, saved: Checkpoint, config: TrainConfig, toke
     else:
         embedding = saved.model.get("embedding.weight")
         vocab_size = len(embedding) if embedding is not None and embedding.ndim else tokens
-        try:
+        with naming_description(folder.path / RECIPE):
             model = build_decoder(config, vocab_size)
-        except UserError as error:
-            raise UserError(f"{folder.path / RECIPE} describes no model: {error}", CHECKPOINT) from None
     _check_vocabulary(folder, tokens, model.config.vocab_size, "run")
     load_parameters(model, saved.model, config.mixer, f"step {saved.step} of {folder.path}")
     return model
@@ -113,10 +113,8 @@ def model_of_run(folder: RunFolder, saved: Checkpoint, config: TrainConfig, toke
 
 def model_of_pretrained(path: Path, saved: Pretrained) -> Decoder:
     """Build the decoder that `save_pretrained` wrote, with its weights."""
-    try:
+    with naming_description(path / CONFIG):
         model = Decoder(saved.decoder)
-    except OptionError as error:
-        raise UserError(f"{path / CONFIG} describes no model: {error}", CHECKPOINT) from None
     buffers = dict(model.named_buffers())  # constants, which the model computes
     tensors = {name: t for name, t in saved.tensors.items() if name not in buffers}
     load_parameters(model, tensors, saved.decoder.mixer, str(path))
@@ -126,10 +124,8 @@ def model_of_pretrained(path: Path, saved: Pretrained) -> Decoder:
 def _load_vit(
     folder: RunFolder, config: TrainConfig, meta: dict[str, Any], saved: Checkpoint, device: torch.device
 ) -> Trained:
-    try:
+    with naming_description(folder.path):
         model = build_vit(config, meta).to(device)
-    except UserError as error:
-        raise UserError(f"{folder.path} describes no model: {error}", CHECKPOINT) from None
     load_parameters(model, saved.model, config.mixer, f"step {saved.step} of {folder.path}")
     return Trained(model.eval(), None, config, saved.step, folder)
 
@@ -194,6 +190,15 @@ def _tokenizer(folder: RunFolder, add_end: bool = True) -> Any:
     except UserError as error:
         code = CHECKPOINT if error.exit_code == DATA else error.exit_code
         raise UserError(f"run {folder.path} cannot be used: {error}", code) from None
+
+
+@contextmanager
+def naming_description(path: Path) -> Iterator[None]:
+    """Name the file or folder whose description of a model cannot be built."""
+    try:
+        yield
+    except (UserError, OptionError) as error:
+        raise UserError(f"{path} describes no model: {error}", CHECKPOINT) from None
 
 
 def shared_fields(model: type = DecoderConfig) -> set[str]:

@@ -37,9 +37,7 @@ def retrofit_folder(config: RetrofitConfig) -> str:
         plain = foreign.load(given, "retrofit")
         dim, n_blocks = plain.get_input_embeddings().weight.shape[1], plain.config.num_hidden_layers
         check_rule(config.mixer, config.mixer_options, dim, n_blocks)
-        from depthmix.hf import retrofit  # needs transformers, for whose absence `load` has a sentence
-
-        model = retrofit(plain, config.mixer, **config.mixer_options)
+        model = foreign.retrofitted(plain, config.mixer, config.mixer_options)
     except OptionError as error:
         raise UserError(f"retrofit: {error}") from None
     unfinished = out.with_name(f".tmp-{out.name}-{os.getpid()}")

@@ -38,7 +38,6 @@ from depthmix.runs.agreement import (
     check_run_files,
     checkpoint_to_go_on_from,
     describe_run_files,
-    metrics_length,
     spell_out,
 )
 from depthmix.runs.checkpoint import Checkpoint, list_checkpoints, remove_old
@@ -201,7 +200,7 @@ class _Run:
         self.skipped = 0 if saved is None else int(saved.state["skipped"])
         self.val_loss = None if saved is None else saved.state["val_loss"]
         self.step_times: list[float] = []
-        folder.cut(self.first_step, metrics_length(saved))
+        folder.cut(self.first_step, 0 if saved is None else saved.state["run"]["metrics"]["bytes"])
         self.opening = [] if saved is not None else _evaluate_start(trainer, folder)
         verb = "starting" if saved is None else "resuming"
         folder.log(f"{verb} at step {self.first_step} of {config.steps} on {trainer.device}")

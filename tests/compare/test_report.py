@@ -28,7 +28,7 @@ from depthmix.runs.code_record import CODE
 from depthmix.runs.folder import RunFolder
 from report.measured_documents import document
 from train import bad, small
-from train.checkpoints import forget_run
+from train.checkpoints import match_run
 
 fails = bad.fails
 
@@ -245,7 +245,7 @@ def changed(run, name, **values):
     shutil.copytree(run, other)
     found = {**yaml.safe_load((other / "recipe.yaml").read_text()), **values}
     (other / "recipe.yaml").write_text(yaml.safe_dump(found))
-    forget_run(other)
+    match_run(other)
     RunFolder(other).write_result({**RunFolder(other).read_result(), "seed": found["seed"]})
     return other
 
@@ -307,6 +307,7 @@ def test_runs_of_other_data_are_not_compared_and_other_code_is_said(run):
     ]
     (second / CODE).unlink()
     (second / "data.json").write_text("{}")
+    match_run(second)
     found = gather([run, second])
     assert not found.comparable
     assert len(found.labels) == 2

@@ -164,24 +164,24 @@ def test_lines_are_there_at_once_and_deterministic(run):
 
 def test_cut(run):
     lines = [json.dumps({"step": step, "x": x}) + "\n" for step in (10, 20, 30) for x in (1, 2)]
-    path = run.path / "metrics.jsonl"
+    path = run.path / "speed.jsonl"
     for step, left in ((30, 6), (29, 4), (20, 4), (10, 2), (9, 0), (-1, 0)):
         for torn in ("", "{", '{"step": 10, "x": 1}', "\0\0\0", "\0\0\n{}\n"):
             path.write_text("".join(lines) + torn)
-            run.append(SPEED, {"step": 99})
-            run.cut(step)
+            (run.path / "metrics.jsonl").write_bytes(b"abc")
+            run.cut(step, 2)
             assert path.read_text() == "".join(lines[:left])
-            assert run.read_speed() == []
+            assert (run.path / "metrics.jsonl").read_bytes() == b"ab"
     path.unlink()
-    run.cut(5)
+    run.cut(5, 2)
     assert not path.exists()
     for garbage in ("{}", "", "x", "[1]", '{"step": "1"}', '{"step": NaN}', "[" * 100_000):
         path.write_text(lines[0] + garbage + "\n" + lines[1])
-        refused(lambda: run.cut(30), f"{path}:2")
-        refused(run.read_metrics, f"{path}:2")
+        refused(lambda: run.cut(30, 2), f"{path}:2")
+        refused(run.read_speed, f"{path}:2")
         assert path.read_text() == lines[0] + garbage + "\n" + lines[1]
     path.write_text(lines[0] + lines[2] + "garbage\n")
-    run.cut(10)  # what is dropped need not be readable
+    run.cut(10, 2)  # what is dropped need not be readable
     assert path.read_text() == lines[0]
 
 
@@ -246,7 +246,7 @@ def test_a_disk_that_takes_no_more(run, tmp_path):
         refused(lambda: run.write_result({"a": "x" * 100}), run.path / "result.json", code=DISK)
         refused(lambda: RunFolder.create(tmp_path / "new", CONFIG, []), "environment.json", code=DISK)
         assert {p.name: p.read_bytes() for p in run.path.iterdir() if p.is_file()} == before  # no half lines
-        run.cut(0)
+        run.cut(0, 0)
     assert run.read_metrics() == []
     assert RunFolder.open_or_create(tmp_path / "new", CONFIG, []).read_recipe()
     shutil.rmtree(run.path)
@@ -278,7 +278,7 @@ def test_two_processes(tmp_path, run):
         refused(RunFolder(run.path).locked().__enter__, f"process {os.getpid()} ")
         steps = [record["step"] for record in run.read_metrics()]
         assert steps == list(range(1, len(steps) + 1))
-        run.cut(3)
+        run.cut(3, sum(len(line) for line in run.read_file(METRICS).splitlines(keepends=True)[:3]))
         run.append(METRICS, {"step": 4})
         assert [record["step"] for record in run.read_metrics()] == [1, 2, 3, 4]
     with run.locked():

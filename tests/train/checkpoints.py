@@ -5,7 +5,9 @@ import json
 
 import torch
 
+from depthmix.runs.agreement import describe_run_files
 from depthmix.runs.checkpoint import list_checkpoints, save_checkpoint
+from depthmix.runs.folder import RunFolder
 
 FILES = ["model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"]
 
@@ -29,11 +31,12 @@ def no_warning(sentence):
     raise AssertionError(sentence)
 
 
-def forget_run(folder):
-    """Make checkpoints say, as those of older versions do, nothing about the run folder around them."""
-    for path in list_checkpoints(folder / "checkpoints"):
+def match_run(folder):
+    """Make checkpoints describe the recipe and the files that are around them now."""
+    run = RunFolder(folder)
+    for path in list_checkpoints(run.checkpoints):
         found = json.loads((path / "state.json").read_text())
-        found["state"] = {k: v for k, v in found["state"].items() if k not in ("config", "run", "data")}
+        found["state"] |= {"config": run.read_recipe(), "run": describe_run_files(run)}
         forge(path, state_json=(json.dumps(found) + "\n").encode())
 
 
