@@ -12,6 +12,7 @@ from typing import Any
 
 from depthmix.errors import CHECKPOINT, UserError
 from depthmix.files import read_json_object
+from depthmix.mixers.defaults import all_options
 from depthmix.models.exchange import FIELDS, MODEL_TYPE
 from depthmix.runs.agreement import check_agreement
 from depthmix.runs.checkpoint import load_checkpoint
@@ -52,6 +53,8 @@ def _check_config(folder: RunFolder) -> None:
     described = model_config(read_train_config(folder), vocab_size if type(vocab_size) is int else 1)
     for ours, theirs in FIELDS.items():
         given, expected = written.get(theirs), getattr(described, ours)
+        if ours == "mixer_options":  # recipe.yaml may lack options that are at their defaults
+            given, expected = (all_options(described.mixer, o) if isinstance(o, dict) else o for o in (given, expected))
         if theirs in written and given != expected:
             what = f"{theirs} is {given!r} and the run was trained with {expected!r}"
             raise UserError(f"{path} was changed: {what}; put it back as it was.", CHECKPOINT)
