@@ -81,7 +81,7 @@ class ComparisonResult(Mapping[str, ArmResult]):
         self.rows, all_runs = comparison.rows, comparison.runs
         rows = {row.arm: row for row in self.rows}
         self._arms = {}
-        for label in comparison.labels:
+        for label in comparison.recipe.labels:
             done = {run.seed: run for run in all_runs if run.arm == label}
             runs = {seed: done[seed] for seed in comparison.recipe.config.seeds if seed in done}
             self._arms[label] = ArmResult(label, runs, rows.get(label), LazyModels(runs, owned, device))

@@ -113,11 +113,6 @@ class Comparison:
         return Results(self.recipe, self.records, self.path)
 
     @property
-    def labels(self) -> list[str]:
-        """Names of the arms."""
-        return self.recipe.labels
-
-    @property
     def rows(self) -> list[Row]:
         """Rows of the first cell, one per arm."""
         return self.results.rows[self.recipe.cells[0].name]
@@ -144,7 +139,7 @@ class Comparison:
         config = self.recipe.config
         prompt = config.prompt, config.sample_tokens
         by_arm = {line["arm"]: line for line in self.records.of("sample") if (line["prompt"], line["tokens"]) == prompt}
-        return [by_arm[label] for label in self.labels if label in by_arm]
+        return [by_arm[label] for label in self.recipe.labels if label in by_arm]
 
     @property
     def report(self) -> Path:

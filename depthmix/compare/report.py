@@ -157,40 +157,37 @@ def _check(config: ReportConfig, out: Path) -> None:
 def gather(paths: Sequence[Path]) -> ReportedRuns:
     """Return the runs in folders of trainings and comparisons. Raises UserError for any other folder."""
     if len(paths) == 1 and (paths[0] / RECIPE).is_file():
-        return of_comparison(paths[0])
+        return of_results(_finished(paths[0]))
     folders: list[Path] = []
     for path in paths:
-        folders += (
-            [place for _, place in of_comparison(path, every=True).models] if (path / RECIPE).is_file() else [path]
-        )
+        if (path / RECIPE).is_file():
+            folders += [Path(run.path) for runs in _finished(path).runs.values() for run in runs if run.path]
+        else:
+            folders.append(path)
     # Each folder once, under the name that it was given last.
     by_place: dict[Path, Path] = {folder.resolve(): folder for folder in folders}
     return of_trainings(list(by_place.values()))
 
 
-def of_comparison(path: Path, every: bool = False) -> ReportedRuns:
-    """Return the runs of a comparison from its folder. `models` has the first seed of each arm, or every run."""
+def _finished(path: Path) -> Results:
+    """Read the results of a comparison from its folder. Raises UserError if no run has finished."""
     config = build_config("report", CompareConfig, {"recipe": str(path / RECIPE)})
     config.out = str(path)
-    return of_results(Results(check_recipe(config), read_records([path / RUNS]), path), every)
-
-
-def of_results(results: Results, every: bool = False) -> ReportedRuns:
-    """Return what a page shows of a comparison's results."""
-    config, path = results.recipe.config, results.out
+    results = Results(check_recipe(config), read_records([path / RUNS]), path)
     if not results.used:
         raise UserError(f"no run of the comparison in {path} has finished yet", CHECKPOINT)
-    if every:
-        runs = [run for by_cell in results.runs.values() for run in by_cell]
-    else:
-        runs = [run for _, run in results.first_runs()]
-    names = [f.name for f in fields(CompareConfig)]
+    return results
+
+
+def of_results(results: Results) -> ReportedRuns:
+    """Return what a page shows of a comparison's results, with the model of each arm's first seed."""
+    config = results.recipe.config
     return ReportedRuns(
         runs={name: runs for name, runs in results.runs.items() if runs},
         rows={name: rows for name, rows in results.rows.items() if rows},
         labels=results.recipe.labels,
-        models=[(run.arm, Path(run.path)) for run in runs if run.path],
-        recipe={name: getattr(config, name) for name in names},
+        models=[(label, Path(run.path)) for label, run in results.first_runs() if run.path],
+        recipe=dict(vars(config)),
         samples=[line for line in results.records.of("sample") if line["prompt"] == config.prompt],
         notes=[*results.notes(), *(note for cell in results.recipe.cells for note in results.cost_notes(cell))],
         warnings=[] if len(results.used) == len(results.recipe.run_keys) else [UNFINISHED],

@@ -22,8 +22,6 @@ from depthmix.runs.folder import RunFolder
 from depthmix.train.events import OnStep, StepEvent
 
 Data = TokenData | ImageData
-# Records without a table of checksums: the run folder does not say which code made it.
-UNKNOWN_CODE: dict[str, str] = {}
 
 
 class OutOfTime(Exception):
@@ -75,7 +73,8 @@ def make_run(
             folder = _train_in_folder(run, label, stop, on_step)
             if folder is None:
                 return Outcome()
-            codes = [UNKNOWN_CODE if table is None else table for table in read_code(folder)]
+            # Steps whose code the run folder does not record have an empty table.
+            codes = [table or {} for table in read_code(folder)]
             outcome["result"] = rounded(result_of_folder(folder)[1])
         else:
             result = train_briefly(settled(run.config), data, label=label, stop=stop)
