@@ -313,7 +313,7 @@ class _Runner:
         self.device = choose_device(self.config.device)
         if self.config.jobs > 1 and self.device.type != "cpu":
             raise UserError(f"jobs: concurrent runs share the CPU, and this comparison runs on {self.device.type}")
-        machine = environment([], self.config.device)
+        machine = environment(self.config.device)
         self.environment = {key: machine[key] for key in KEPT}
         self.data, done = {}, {key_of(record) for record in self.records.runs}
         for name, folder in self.recipe.domains.items():

@@ -151,17 +151,11 @@ def result_of_folder(folder: RunFolder) -> tuple[int, dict[str, Any]]:
     lines = [line for line in folder.read_metrics() if line.get("val_loss") is not None]
     try:
         lines = [line for line in lines if math.isfinite(line["val_loss"])]
-        seconds = result.get("seconds") or result["steps"] * result["step_seconds"]
-        recorded = {
-            **result,
-            "seconds": seconds,
-            "wall_seconds": seconds,
-            "step_seconds": result.get("step_seconds") or seconds / result["steps"],
-            "val_curve": [[line["step"], line["val_loss"]] for line in lines],
-        }
+        curve = [[line["step"], line["val_loss"]] for line in lines]
+        recorded = {**result, "wall_seconds": result["seconds"], "val_curve": curve}
         problem = find_problem(recorded)
         seed = int(result["seed"])
-    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         problem = f"{type(error).__name__}: {error}"
     if problem:
         what = f"{folder.path / 'result.json'} is not the result of a training ({problem})"

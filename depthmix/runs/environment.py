@@ -7,12 +7,12 @@ import functools
 import os
 import platform
 import subprocess
-from collections.abc import Sequence
+import sys
 from pathlib import Path
 from typing import Any
 
 
-def environment(command: Sequence[str], device: str = "auto") -> dict[str, Any]:
+def environment(device: str) -> dict[str, Any]:
     """Describe versions, machine, device, commit and command of a run that begins now."""
     import numpy
     import torch
@@ -32,7 +32,7 @@ def environment(command: Sequence[str], device: str = "auto") -> dict[str, Any]:
         "device": str(chosen),
         "device_name": device_name(chosen),
         "cpu_count": os.cpu_count(),
-        "command": list(command),
+        "command": sys.argv,
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
 

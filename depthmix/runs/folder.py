@@ -11,7 +11,7 @@ import math
 import os
 import socket
 import uuid
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -61,7 +61,7 @@ class RunFolder:
         return self.path / CHECKPOINTS
 
     @classmethod
-    def create(cls, path: str | Path, config: Any, command: Sequence[str]) -> RunFolder:
+    def create(cls, path: str | Path, config: Any) -> RunFolder:
         """Create a run folder for a configuration (a dataclass). The folder must be new or empty."""
         self = cls(path)
         self._refuse_foreign()
@@ -72,7 +72,7 @@ class RunFolder:
             self._refuse_foreign()  # again: another process may have been faster
             with writing(self.checkpoints):
                 self.checkpoints.mkdir(exist_ok=True)
-            self._write_environment(command, config)
+            self._write_environment(config)
             self._write_recipe(with_all_options(dataclasses.asdict(config)))
         with suppress(OSError):
             sync_folder(self.path.parent)
@@ -92,9 +92,7 @@ class RunFolder:
         return self
 
     @classmethod
-    def open_or_create(
-        cls, path: str | Path, config: Any, command: Sequence[str], free: Collection[str] = ()
-    ) -> RunFolder:
+    def open_or_create(cls, path: str | Path, config: Any, free: Collection[str] = ()) -> RunFolder:
         """Open the run to resume, or create a new one.
 
         A run that died before its first line of metrics, for example out of memory, accepts any configuration.
@@ -102,7 +100,6 @@ class RunFolder:
         Args:
             path: The folder.
             config: The configuration, a dataclass.
-            command: The command line, for the records.
             free: Fields in which a resumed run may differ.
 
         Raises:
@@ -112,21 +109,18 @@ class RunFolder:
         with reading(Path(path)):
             begun = (Path(path) / RECIPE).is_file()
         if not begun:
-            return cls.create(path, config, command)
+            return cls.create(path, config)
         self = cls.open(path)
         requested, recorded = _plain(with_all_options(dataclasses.asdict(config))), with_all_options(self.read_recipe())
         check_options(self, recorded, requested)
-        defaults = {
-            f.name: f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
-            for f in dataclasses.fields(config)
-        }
         # The recipe may lack fields that later versions added.
+        defaults = dataclasses.asdict(type(config)())
         changes = {k: recorded.get(k, defaults[k]) for k, v in requested.items() if v != recorded.get(k, defaults[k])}
         fixed = [f"{k} was {v!r} and is {requested[k]!r}" for k, v in changes.items() if k not in free]
         if fixed and not self.has_begun():
             with self.locked():
                 if not self.has_begun():  # again: the process that held the lock may have made steps
-                    self._write_environment(command, config)
+                    self._write_environment(config)
                     self._write_recipe(requested)
                     self.log(f"started over with another recipe: {', '.join(fixed)}")
                     return self
@@ -409,8 +403,8 @@ class RunFolder:
             what = f"it holds {foreign[0]} and no {RECIPE}"
             raise UserError(f"{self.path} is not a run folder ({what}); choose a new or empty folder.", CHECKPOINT)
 
-    def _write_environment(self, command: Sequence[str], config: Any) -> None:
-        content = {**environment(command, getattr(config, "device", "auto")), "run_id": uuid.uuid4().hex}
+    def _write_environment(self, config: Any) -> None:
+        content = {**environment(config.device), "run_id": uuid.uuid4().hex}
         self._replace(ENVIRONMENT, json_bytes(content))
 
     def _write_recipe(self, recipe: dict[str, Any]) -> None:

@@ -162,7 +162,7 @@ def train_in(world: World, config: TrainConfig, label: str = "", on_step: OnStep
 def _open_folder(path: Path, config: TrainConfig) -> RunFolder:
     """Open the run folder, or create it; a run that can be extended accepts another number of steps."""
     free = FREE | {"steps"} if can_take_more_steps(path, config) else FREE
-    return RunFolder.open_or_create(path, config, sys.argv, free)
+    return RunFolder.open_or_create(path, config, free)
 
 
 def _record_code(

@@ -24,12 +24,13 @@ CONFIG = TrainConfig(data="d", out="o", mixer="attnres", mixer_options={"ways": 
 
 @pytest.fixture
 def run(tmp_path):
-    return RunFolder.create(tmp_path / "run", CONFIG, ["depthmix", "train"])
+    return RunFolder.create(tmp_path / "run", CONFIG)
 
 
-def test_recipe_and_environment(tmp_path):
+def test_recipe_and_environment(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["depthmix", "compare", "--x=\udcff"])
     config = CompareConfig(data="dätä", out=": # '\n", device="cpu", lr=1e-5, n_kv_heads=None, seeds=[1, 2])
-    run = RunFolder.create(tmp_path / "a" / "b" / "run", config, ["depthmix", "compare", "--x=\udcff"])
+    run = RunFolder.create(tmp_path / "a" / "b" / "run", config)
     recipe = run.read_recipe()
     assert recipe == dataclasses.asdict(config)
     assert list(recipe) == [f.name for f in dataclasses.fields(config)]
@@ -67,72 +68,73 @@ def test_the_commit_is_that_of_depthmix_and_of_nobody_else(tmp_path):
 def test_folders_that_are_not_for_this_run(tmp_path, run):
     (tmp_path / "foreign").mkdir()
     (tmp_path / "foreign" / "thesis.tex").touch()
-    refused(lambda: RunFolder.create(tmp_path / "foreign", CONFIG, []), "thesis.tex", "not a run folder")
+    refused(lambda: RunFolder.create(tmp_path / "foreign", CONFIG), "thesis.tex", "not a run folder")
     assert [p.name for p in (tmp_path / "foreign").iterdir()] == ["thesis.tex"]
     refused(lambda: RunFolder.open(tmp_path / "foreign"), "recipe.yaml")
     refused(lambda: RunFolder.open(tmp_path / "nowhere"), "does not exist")
     (tmp_path / "file").touch()
     refused(lambda: RunFolder.open(tmp_path / "file"), "is a file")
-    refused(lambda: RunFolder.create(tmp_path / "file", CONFIG, []), "is a file")
-    refused(lambda: RunFolder.create(tmp_path / "file" / "below", CONFIG, []), "file")
-    refused(lambda: RunFolder.create(run.path, CONFIG, []), "already holds a run")
-    refused(lambda: RunFolder.open_or_create(tmp_path / ("x" * 300), CONFIG, []), "too long")
-    refused(lambda: RunFolder.create("/proc/nothing/here", CONFIG, []), "/proc/nothing", code=DISK)
+    refused(lambda: RunFolder.create(tmp_path / "file", CONFIG), "is a file")
+    refused(lambda: RunFolder.create(tmp_path / "file" / "below", CONFIG), "file")
+    refused(lambda: RunFolder.create(run.path, CONFIG), "already holds a run")
+    refused(lambda: RunFolder.open_or_create(tmp_path / ("x" * 300), CONFIG), "too long")
+    refused(lambda: RunFolder.create("/proc/nothing/here", CONFIG), "/proc/nothing", code=DISK)
 
 
 def test_a_creation_cut_short_is_done_again(tmp_path, run):
     (run.path / "recipe.yaml").unlink()  # it comes last
     (run.path / ".tmp-recipe.yaml-1").write_text("dat")
-    assert RunFolder.open_or_create(run.path, CONFIG, []).read_recipe()["mixer"] == "attnres"
+    assert RunFolder.open_or_create(run.path, CONFIG).read_recipe()["mixer"] == "attnres"
     assert not (run.path / ".tmp-recipe.yaml-1").exists()
 
 
 def test_going_on_takes_the_same_recipe(tmp_path):
     path = tmp_path / "run"
     free = {"data", "keep"}
-    first = RunFolder.open_or_create(path, CONFIG, [], free)
+    first = RunFolder.open_or_create(path, CONFIG, free)
     before = (path / "recipe.yaml").read_bytes()
-    assert RunFolder.open_or_create(path, CONFIG, [], free).path == path  # the tuple of the options is a list in YAML
+    assert RunFolder.open_or_create(path, CONFIG, free).path == path  # the tuple of the options is a list in YAML
     assert (path / "recipe.yaml").read_bytes() == before
     first.append(METRICS, {"step": 1})
     other = dataclasses.replace(CONFIG, lr=0.5, dim=64, keep=9)
-    refused(lambda: RunFolder.open_or_create(path, other, [], free), "lr was 0.0015 and is 0.5", "dim was 512")
+    refused(lambda: RunFolder.open_or_create(path, other, free), "lr was 0.0015 and is 0.5", "dim was 512")
     assert (path / "recipe.yaml").read_bytes() == before
-    RunFolder.open_or_create(path, dataclasses.replace(CONFIG, data="moved"), [], free)
+    RunFolder.open_or_create(path, dataclasses.replace(CONFIG, data="moved"), free)
     assert first.read_recipe()["data"] == "moved"
     assert "data 'd' -> 'moved'" in (path / "log.txt").read_text()
     recipe = first.read_recipe()
     del recipe["clip"]  # written before there was such an option
     (path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    RunFolder.open_or_create(path, dataclasses.replace(CONFIG, data="moved"), [], free)
-    refused(lambda: RunFolder.open_or_create(path, dataclasses.replace(CONFIG, clip=2.0), [], free), "clip was 1.0")
+    RunFolder.open_or_create(path, dataclasses.replace(CONFIG, data="moved"), free)
+    refused(lambda: RunFolder.open_or_create(path, dataclasses.replace(CONFIG, clip=2.0), free), "clip was 1.0")
     first.write_result({})
-    RunFolder.open_or_create(path, dataclasses.replace(CONFIG, keep=7), [], free)
+    RunFolder.open_or_create(path, dataclasses.replace(CONFIG, keep=7), free)
     assert first.read_recipe()["keep"] == 2  # a finished run stays as it is
 
 
-def test_a_run_with_nothing_to_lose_takes_another_recipe(tmp_path):
+def test_a_run_with_nothing_to_lose_takes_another_recipe(tmp_path, monkeypatch):
     other = dataclasses.replace(CONFIG, batch_size=7)
     for name, begin in (
         ("metrics", lambda run: run.append(METRICS, {"step": 1})),
         ("checkpoint", lambda run: (run.checkpoints / "step-00000001").mkdir()),
         ("result", lambda run: run.write_result({})),
     ):
-        run = RunFolder.create(tmp_path / name, CONFIG, [])
+        run = RunFolder.create(tmp_path / name, CONFIG)
         (run.path / "metrics.jsonl").write_text('{"step"')  # torn
-        assert RunFolder.open_or_create(run.path, other, ["again"]).read_recipe()["batch_size"] == 7
+        monkeypatch.setattr("sys.argv", ["again"])
+        assert RunFolder.open_or_create(run.path, other).read_recipe()["batch_size"] == 7
         assert json.loads((run.path / "environment.json").read_text())["command"] == ["again"]
         assert "batch_size was 64 and is 7" in (run.path / "log.txt").read_text()
         (run.path / "metrics.jsonl").unlink()
         begin(run)
-        refused(lambda path=run.path: RunFolder.open_or_create(path, CONFIG, []), "batch_size was 7 and is 64")
+        refused(lambda path=run.path: RunFolder.open_or_create(path, CONFIG), "batch_size was 7 and is 64")
 
 
 def test_a_place_below_a_file(tmp_path):
     (tmp_path / "f").write_text("mine")
     for path in (tmp_path / "f" / "run", tmp_path / "f" / "a" / "b"):
         words = f"{path} cannot be written: {tmp_path / 'f'} is a file"
-        refused(lambda path=path: RunFolder.open_or_create(path, CONFIG, []), words, code=DISK)
+        refused(lambda path=path: RunFolder.open_or_create(path, CONFIG), words, code=DISK)
 
 
 @pytest.mark.parametrize(
@@ -244,11 +246,11 @@ def test_a_disk_that_takes_no_more(run, tmp_path):
     with file_size_limit(30):
         refused(lambda: run.append(METRICS, {"step": 2, "loss": 1.0}), run.path / "metrics.jsonl", code=DISK)
         refused(lambda: run.write_result({"a": "x" * 100}), run.path / "result.json", code=DISK)
-        refused(lambda: RunFolder.create(tmp_path / "new", CONFIG, []), "environment.json", code=DISK)
+        refused(lambda: RunFolder.create(tmp_path / "new", CONFIG), "environment.json", code=DISK)
         assert {p.name: p.read_bytes() for p in run.path.iterdir() if p.is_file()} == before  # no half lines
         run.cut(0, 0)
     assert run.read_metrics() == []
-    assert RunFolder.open_or_create(tmp_path / "new", CONFIG, []).read_recipe()
+    assert RunFolder.open_or_create(tmp_path / "new", CONFIG).read_recipe()
     shutil.rmtree(run.path)
     refused(lambda: run.append(METRICS, {"step": 2}), run.path / "metrics.jsonl", code=DISK)
     refused(lambda: run.log("x"), run.path / "log.txt", code=DISK)
@@ -272,7 +274,7 @@ def test_two_processes(tmp_path, run):
     with forking.started(HOLDS, run.path, until=lambda: len(run.read_metrics()) > 4) as other:
         refused(run.locked().__enter__, f"process {other} ")
         changed = dataclasses.replace(CONFIG, keep=5)
-        refused(lambda: RunFolder.open_or_create(run.path, changed, [], {"keep"}), f"process {other} ")
+        refused(lambda: RunFolder.open_or_create(run.path, changed, {"keep"}), f"process {other} ")
         time.sleep(random.Random(0).uniform(0.05, 0.2))  # it writes lines
     with run.locked():  # a killed process holds nothing
         refused(RunFolder(run.path).locked().__enter__, f"process {os.getpid()} ")
