@@ -134,14 +134,6 @@ class Comparison:
         ]
 
     @property
-    def samples(self) -> list[dict[str, Any]]:
-        """Continuations of the recipe's prompt, in the order of the arms."""
-        config = self.recipe.config
-        prompt = config.prompt, config.sample_tokens
-        by_arm = {line["arm"]: line for line in self.records.of("sample") if (line["prompt"], line["tokens"]) == prompt}
-        return [by_arm[label] for label in self.recipe.labels if label in by_arm]
-
-    @property
     def report(self) -> Path:
         """File of the report."""
         return self.path / REPORT
@@ -223,7 +215,7 @@ class Comparison:
         results = self.results
         if not results.used:
             return
-        show(results, self.samples)
+        show(results)
         for note in (*self.not_drawn, *self.not_inspected):
             print(note)
         print(f"\nTable: {self.path / TABLE}\n{conclusion(results)}\nReport: {self.report}")

@@ -27,7 +27,7 @@ def make_samples(comparison: Comparison) -> None:
         return
     from depthmix.train.generate import generate_text
 
-    known = {sample["arm"]: sample["run"] for sample in comparison.samples}
+    known = {sample["arm"]: sample["run"] for sample in comparison.results.samples}
     for label, run in comparison.results.first_runs():
         folder = Path(run.path).relative_to(comparison.path).as_posix() if run.path else ""
         if folder and known.get(label) != folder:

@@ -108,7 +108,6 @@ def write_page(comparison: Comparison) -> None:
     """Write the report of a comparison, with whatever there is so far."""
     reported = of_results(comparison.results)
     reported.notes += [*comparison.not_drawn, *comparison.not_inspected]
-    reported.samples = comparison.samples
     config = comparison.recipe.config
     nested = any(isinstance(arm, dict) for arm in config.arms) or config.sizes
     command = f"depthmix compare {comparison.path / RECIPE}" if nested else command_of("compare", config)
@@ -181,14 +180,13 @@ def _finished(path: Path) -> Results:
 
 def of_results(results: Results) -> ReportedRuns:
     """Return what a page shows of a comparison's results, with the model of each arm's first seed."""
-    config = results.recipe.config
     return ReportedRuns(
         runs={name: runs for name, runs in results.runs.items() if runs},
         rows={name: rows for name, rows in results.rows.items() if rows},
         labels=results.recipe.labels,
         models=[(label, Path(run.path)) for label, run in results.first_runs() if run.path],
-        recipe=dict(vars(config)),
-        samples=[line for line in results.records.of("sample") if line["prompt"] == config.prompt],
+        recipe=dict(vars(results.recipe.config)),
+        samples=results.samples,
         notes=[*results.notes(), *(note for cell in results.recipe.cells for note in results.cost_notes(cell))],
         warnings=[] if len(results.used) == len(results.recipe.run_keys) else [UNFINISHED],
         pooled=any(spread.freedom for spread in results.spreads.values()),
@@ -212,7 +210,7 @@ def of_trainings(folders: Sequence[Path]) -> ReportedRuns:
         if any(r.get(key) != recipes[0].get(key) for r in recipes)
     )
     seeds = [(name, r.get("seed")) for name, r in zip(names, recipes, strict=True)]
-    data = {mark for folder in folders if (mark := _data_of(folder))}
+    data = {meta for folder in opened if (meta := folder.read_file(DATA_META))}
     if differ or len(data) > 1 or len(set(seeds)) < len(seeds):  # then each run is by itself
         names = [
             f"{name} ({folder})" if names.count(name) > 1 else name for name, folder in zip(names, folders, strict=True)
@@ -241,14 +239,6 @@ def of_trainings(folders: Sequence[Path]) -> ReportedRuns:
     if runs:
         reported.runs, reported.rows = {"": runs}, {"": make_rows(runs, reported.labels)}
     return reported
-
-
-def _data_of(folder: Path) -> bytes | None:
-    """Return the description of the data that a run was trained on; None where there is none."""
-    try:
-        return (folder / DATA_META).read_bytes()
-    except OSError:
-        return None
 
 
 def _code_warnings(folders: Sequence[RunFolder], recipes: Sequence[Mapping[str, Any]]) -> list[str]:

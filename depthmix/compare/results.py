@@ -67,6 +67,14 @@ class Results:
         """Records of runs that diverged."""
         return [record for record in self.used if "diverged" in record]
 
+    @property
+    def samples(self) -> list[dict[str, Any]]:
+        """Continuations of the recipe's prompt, in the order of the arms."""
+        config = self.recipe.config
+        prompt = config.prompt, config.sample_tokens
+        by_arm = {line["arm"]: line for line in self.records.of("sample") if (line["prompt"], line["tokens"]) == prompt}
+        return [by_arm[label] for label in self.recipe.labels if label in by_arm]
+
     def first_runs(self) -> list[tuple[str, Run]]:
         """Return every arm's first finished run in the first cell that has it."""
         runs = [run for by_cell in self.runs.values() for run in by_cell]

@@ -38,8 +38,8 @@ TABLE, CSV = "table.md", "table.csv"
 OF_A_BATCH = ("steps", "batch_size", "seq_len")
 
 
-def show(results: Results, samples: Sequence[Mapping[str, Any]]) -> None:
-    """Print the table of every cell, its verdict and what must be known to read it."""
+def show(results: Results) -> None:
+    """Print the table of every cell, its verdict, what must be known to read it, and the samples."""
     for cell in results.recipe.cells:
         rows = results.rows[cell.name]
         if rows:
@@ -49,7 +49,7 @@ def show(results: Results, samples: Sequence[Mapping[str, Any]]) -> None:
                 print(sentence)
     for sentence in results.notes():
         print(sentence)
-    for sample in samples:
+    for sample in results.samples:
         print(f"\n{sample['arm']}: {sample['prompt']}{sample['text'].removeprefix(sample['prompt'])}")
 
 
