@@ -31,7 +31,7 @@ from depthmix.compare.modules import load_modules
 from depthmix.config import CompareConfig, TrainConfig
 from depthmix.errors import UserError
 from depthmix.names import DEFAULT_MIXER, nearest
-from depthmix.values import build_config, coerce
+from depthmix.values import build_config, check_at_least, coerce
 
 # Arm, domain, size and seed of a run.
 Key = tuple[str, str, str, int]
@@ -169,9 +169,8 @@ def _check_options(config: CompareConfig) -> None:
     if config.budget not in ("tokens", "time"):
         raise UserError(f"budget must be tokens or time, got {config.budget!r}")
     _check_seeds("compare", config.seeds)
-    for name, least in (("steps", 1), ("eval_every", 0), ("save_every", 1), ("sample_tokens", 1), ("jobs", 1)):
-        if getattr(config, name) < least:
-            raise UserError(f"{name} must be at least {least}, got {getattr(config, name)}")
+    check_at_least(config, 1, "steps", "save_every", "sample_tokens", "jobs")
+    check_at_least(config, 0, "eval_every")
     if not 0 <= config.minutes < math.inf:
         raise UserError(f"minutes must be a number of at least 0, got {config.minutes:g}")
     if config.prompt and not config.save_models:

@@ -46,7 +46,7 @@ from depthmix.runs.code_checksums import differences
 from depthmix.runs.code_record import read_code
 from depthmix.runs.folder import DATA_META, ENVIRONMENT, RunFolder
 from depthmix.train.progress import phases
-from depthmix.values import build_config
+from depthmix.values import build_config, check_at_least
 
 if TYPE_CHECKING:
     from depthmix.compare.engine import Comparison
@@ -142,9 +142,8 @@ def _check(config: ReportConfig, out: Path) -> None:
         raise UserError("report needs at least one run: folders of `depthmix train` or `depthmix compare`")
     if config.data and config.input:
         raise UserError("give either data or input, not both")
-    for name, least in (("tokens", 1), ("causal_tokens", 0)):
-        if getattr(config, name) < least:
-            raise UserError(f"{name} must be at least {least}, got {getattr(config, name)}")
+    check_at_least(config, 1, "tokens")
+    check_at_least(config, 0, "causal_tokens")
     if out.suffix.lower() not in (".html", ".htm"):
         raise UserError(f"out must be a file that ends in .html, got {config.out!r}")
     check_above(out)

@@ -280,7 +280,12 @@ class RunFolder:
         path = self.path / RESULT
         if not self.has_result():
             raise UserError(f"{self.path} has no {RESULT}: the run has not finished.", CHECKPOINT)
-        return opened_result(path, read_json_object(path))
+        content = read_json_object(path)
+        # Older results have no checksum.
+        if CHECKSUM in content and content.pop(CHECKSUM) != _checksum(content):
+            what = f"{path} is damaged: its content does not match its checksum"
+            raise UserError(f"{what}; put it back from a copy.", CHECKPOINT)
+        return content
 
     def read_recipe(self) -> dict[str, Any]:
         """Return the content of recipe.yaml. Raises UserError if it is missing or damaged."""
@@ -310,10 +315,8 @@ class RunFolder:
         """
         of_text = [] if tokenizer is None else [(TOKENIZER, Path(tokenizer), "the tokenizer")]
         for name, source, what in (*of_text, (DATA_META, Path(meta), "that of the data")):
-            try:
+            with reading(source, DATA):
                 wanted = source.read_bytes()
-            except OSError as error:
-                raise UserError(f"Cannot read {source}: {reason(error, source)}.", DATA) from error
             kept = self.read_file(name)
             if kept and kept != wanted and self.has_begun():
                 advice = "use the data of then, or another folder"
@@ -384,14 +387,13 @@ class RunFolder:
         raise UserError(f"{changed}; prepare it as then{text}.", DATA)
 
     def _refuse_foreign(self) -> None:
-        try:
-            names = {p.name for p in self.path.iterdir()}
-        except FileNotFoundError:
-            return
-        except NotADirectoryError:
-            raise UserError(f"{self.path} is a file; choose another folder for the run.", CHECKPOINT) from None
-        except OSError as error:
-            raise UserError(f"Cannot read {self.path}: {reason(error, self.path)}.", CHECKPOINT) from error
+        with reading(self.path):
+            try:
+                names = {p.name for p in self.path.iterdir()}
+            except FileNotFoundError:
+                return
+            except NotADirectoryError:
+                raise UserError(f"{self.path} is a file; choose another folder for the run.", CHECKPOINT) from None
         if RECIPE in names:
             raise UserError(f"{self.path} already holds a run; choose another folder.", CHECKPOINT)
         if checkpoints := list_checkpoints(self.checkpoints):
@@ -461,18 +463,6 @@ def _runs_below(folder: Path) -> str:
     return ""
 
 
-def opened_result(path: Path, result: dict[str, Any]) -> dict[str, Any]:
-    """Return the content of a result.json without its checksum. Raises UserError where they disagree; older files have
-    no checksum.
-    """
-    content = {name: value for name, value in result.items() if name != CHECKSUM}
-    if CHECKSUM in result and result[CHECKSUM] != _checksum(content):
-        raise UserError(
-            f"{path} is damaged: its content does not match its checksum; put it back from a copy.", CHECKPOINT
-        )
-    return content
-
-
 def _checksum(content: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
@@ -502,10 +492,7 @@ def with_all_options(recipe: dict[str, Any]) -> dict[str, Any]:
 
 
 def _record(path: Path, number: int, line: bytes) -> dict[str, Any]:
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
-        record = None
-    if not isinstance(record, dict) or type(record.get("step")) is not int:
+    record = parse_json_object(line)
+    if type(record.get("step")) is not int:
         raise UserError(f"{path}:{number} is damaged: it is not a JSON object with a step.", CHECKPOINT)
     return record

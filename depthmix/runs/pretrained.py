@@ -8,7 +8,6 @@ copied. Neither direction needs transformers. Nothing here unpickles, and nothin
 from __future__ import annotations
 
 import json
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from depthmix.data.tokenizer import END
 from depthmix.errors import CHECKPOINT, UserError
-from depthmix.files import read_json_object, reading, write_file, writing
+from depthmix.files import find_json_object, read_json_object, reading, write_file, writing
 from depthmix.mixers.defaults import all_options
 from depthmix.models import DecoderConfig
 from depthmix.models.exchange import BASE, CODE, FIELDS, HEAD, MODEL_TYPE
@@ -93,10 +92,8 @@ def is_pretrained(path: Path) -> bool:
 
 def model_type(path: Path) -> str | None:
     """Return the model type in a folder's config.json; None if there is none."""
-    with suppress(UserError):
-        kind = read_json_object(path / CONFIG).get("model_type")
-        return kind if isinstance(kind, str) else None
-    return None
+    kind = find_json_object(path / CONFIG).get("model_type")
+    return kind if isinstance(kind, str) else None
 
 
 def read_config(path: Path) -> DecoderConfig:
