@@ -83,12 +83,8 @@ def _stability(recipe: Recipe, used: Records) -> list[str]:
             differences = [best[seed] - base[seed] for seed in best if seed in base] if arm != recipe.labels[0] else []
             difference = f"{statistics.fmean(differences):+z.4f}" if differences else DASH
             lines.append([arm, *shown, difference, DASH if stable is None else f"{stable:g}"])
-        heading = [
-            f"arm, {domain}" if domain else "arm",
-            *(f"lr {lr:g}" for lr in all_rates),
-            "each at its best",
-            "stable up to",
-        ]
+        at_rates = [f"lr {lr:g}" for lr in all_rates]
+        heading = [f"arm, {domain}" if domain else "arm", *at_rates, "each at its best", "stable up to"]
         text += [*_table(heading, lines, []), ""]
     notes = [
         "A loss at each learning rate, mean over seeds, and in brackets the loss spikes of all of them: steps far above the median of the 50 before (depthmix/train/spikes.py).",

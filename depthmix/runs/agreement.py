@@ -174,11 +174,7 @@ def _recipe_differences(recipe: Mapping[str, Any], saved: Checkpoint) -> list[st
 
 def _only_has_more_steps(current: dict[str, Any], trained_with: dict[str, Any], made: int) -> bool:
     """Tell whether a run may be extended: its steps so far would have had the same learning rates (train/extend.py)."""
-    if (
-        type(current["steps"]) is not int
-        or type(trained_with["steps"]) is not int
-        or current["steps"] < trained_with["steps"]
-    ):
+    if type(current["steps"]) is not int or current["steps"] < trained_with["steps"]:
         return False
     before = TrainConfig(**trained_with)
     return first_changed_step(before, dataclasses.replace(before, steps=current["steps"]), made) is None
