@@ -172,8 +172,7 @@ class RunFolder:
     def keep_identity(self, known: str | None) -> None:
         """Give a run without an id the one in its checkpoint, or a new one."""
         if not self.identity():
-            content = {**self._find_object(ENVIRONMENT), "run_id": known or uuid.uuid4().hex}
-            self._replace(ENVIRONMENT, json_bytes(content))
+            self._note(run_id=known or uuid.uuid4().hex)
 
     def append(self, name: str, record: dict[str, Any]) -> None:
         """Append a line to metrics.jsonl, speed.jsonl or dynamics.jsonl. Numbers that are not finite become null.
@@ -324,16 +323,19 @@ class RunFolder:
             # A finished run without data.json may have been trained on other data.
             if kept != wanted and not self.has_result():
                 self._replace(name, wanted)
-        place = str(Path(meta).parent.absolute())
-        if not self.has_result() and (noted := self._find_object(ENVIRONMENT)).get("data") != place:
-            self._replace(ENVIRONMENT, json_bytes({**noted, "data": place}))
+        if not self.has_result():
+            self._note(data=str(Path(meta).parent.absolute()))
 
     def keep_origin(self, origin: dict[str, Any] | None) -> None:
         """Record the model that the run's weights start from, if any, until the run has begun."""
         if origin is not None and not self.has_begun():
-            noted = self._find_object(ENVIRONMENT)
-            if noted.get("init") != origin:
-                self._replace(ENVIRONMENT, json_bytes({**noted, "init": origin}))
+            self._note(init=origin)
+
+    def _note(self, **values: Any) -> None:
+        """Record values in environment.json, unless they are there already."""
+        noted = self._find_object(ENVIRONMENT)
+        if noted | values != noted:
+            self._replace(ENVIRONMENT, json_bytes(noted | values))
 
     def data_meta(self) -> dict[str, Any]:
         """Return the meta.json of the run's data; empty where it was not kept, or is damaged."""
