@@ -20,11 +20,14 @@ pytest.importorskip("triton")
 
 from depthmix.ops.depth_attention.kernels import tiling
 from depthmix.ops.depth_sum.kernels import coefficients, scores
-from depthmix.ops.stream_mix.kernels import thin_product, write
+from depthmix.ops.stream_mix.kernels import split_product, thin_product
+from depthmix.ops.stream_mix.products import halves_of
 
 OPS = Path(__file__).parents[2] / "depthmix" / "ops"
 # Kernels that read a tile both for a product and into registers: one stage, whatever the shape.
-RACED = {"_scores_kernel", "_hidden_kernel", "_write_kernel"}
+RACED = {"_scores_kernel", "_hidden_kernel"}
+# One that does so if it sums.
+RACED_WITH_SUMS = "_product_kernel"
 # Other kernels with products in a loop, and why their settings are safe.
 SAFE = {
     "_score_kernel": "only products read what is loaded; what is added up or split here, they read from registers",
@@ -35,7 +38,7 @@ SAFE = {
     "_thin_kernel": "only products read what the loop loads",
 }
 ONE_STAGE = RACED | {name for name, why in SAFE.items() if why == "one stage"}
-MODULES = (tiling, coefficients, scores, thin_product, write)
+MODULES = (tiling, coefficients, scores, split_product, thin_product)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -62,7 +65,7 @@ def kernels_with_products() -> set[str]:
 
 def test_every_kernel_with_a_product_is_judged() -> None:
     """A new kernel belongs to one of the two lists, once somebody has looked at what its loop loads."""
-    assert kernels_with_products() == RACED | SAFE.keys()
+    assert kernels_with_products() == RACED | SAFE.keys() | {RACED_WITH_SUMS}
 
 
 @pytest.fixture
@@ -90,11 +93,11 @@ def all_launches(dim: int, tokens: int, dtype: torch.dtype) -> None:
     w_1, w_2, b = torch.zeros(24, dim), torch.zeros(12, 24), torch.zeros(12)
     a, kept = coefficients.coefficients(v, w_1, w_2, b, 1e-6)
     coefficients.coefficients_backward(a, v, w_1, w_2, kept, True, True)
-    streams, post = torch.zeros(tokens, 4, dim, dtype=dtype), torch.zeros(tokens, 4)
-    for scan, width in ((write.EACH, dim), (write.JOINT, 4 * dim)):
-        halves = write.padded(6) * 3
-        parts = torch.zeros(halves, width, dtype=dtype) if dtype == torch.bfloat16 else None
-        write.write(streams, False, 4, v, post, None, torch.zeros(width, 6), parts, scan, inside=True)
+    streams = torch.zeros(tokens, 4, dim, dtype=dtype)
+    for joint, sums in ((False, False), (False, True), (True, False), (True, True)):
+        w = torch.zeros(6, 4 * dim if joint else dim).T
+        for halves in (None, halves_of(w)):
+            split_product.split_product(streams, 4, w, halves, joint=joint, sums=sums)
     if dtype == torch.bfloat16:
         thin_product.thin_product(torch.zeros(tokens, 24, dtype=dtype), torch.zeros(24, 4 * dim, dtype=dtype))
 
@@ -105,23 +108,24 @@ def test_kernels_that_raced_have_one_stage(
     dim: int, tokens: int, dtype: torch.dtype, launches: list[tuple[str, dict[str, Any]]]
 ) -> None:
     all_launches(dim, tokens, dtype)
-    expected = RACED | SAFE.keys() - ({"_thin_kernel"} if dtype != torch.bfloat16 else set())
+    expected = RACED | {RACED_WITH_SUMS} | SAFE.keys() - ({"_thin_kernel"} if dtype != torch.bfloat16 else set())
     assert {name for name, _ in launches} == expected
     for name, options in launches:
-        if name in ONE_STAGE:
+        if name in ONE_STAGE or (name == RACED_WITH_SUMS and options["SUMS"]):
             assert options["num_stages"] == 1, name
 
 
 @pytest.mark.parametrize(
     ("module", "name"),
-    [(tiling, "_scores_kernel"), (coefficients, "_hidden_kernel"), (write, "_write_kernel")],
+    [(tiling, "_scores_kernel"), (coefficients, "_hidden_kernel"), (split_product, "_product_kernel")],
 )
 def test_no_loop_of_these_kernels_sets_stages_of_its_own(module: ModuleType, name: str) -> None:
     """A loop over tl.range(..., num_stages=n) would ignore the launch's setting."""
     assert "num_stages" not in inspect.getsource(getattr(module, name).fn)
 
 
-@pytest.mark.parametrize("function", [tiling.scores, coefficients.coefficients], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "function", [tiling.scores, coefficients.coefficients, split_product.split_product], ids=lambda f: f.__name__
+)
 def test_no_argument_raises_the_stages(function: Callable[..., Any]) -> None:
-    """`write` has one, for benchmarks."""
     assert "stages" not in inspect.signature(function).parameters

@@ -1,4 +1,4 @@
-"""Products of residual streams with fp32 weights, in bf16 parts and in fp32, and a write with them inside its kernel or outside."""
+"""Products of residual streams with fp32 weights, in bf16 parts and in fp32, and with the channels split among programs."""
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ def test_parts_lose_nothing_that_fp32_would_keep(kind: str) -> None:
         tol = 2e-6 if given is dz else 2e-5
         assert_near([weight_gradient(x, given, w, n)], [flat.t() @ exact[0]], tol)
     for halves, tol in ((None, 2e-6), (halves_of(w), 2e-5)):
-        z = product(x, w, halves, kind == "joint")
+        (z,) = product(x, w, halves, kind == "joint")
         assert z.shape[:-1] == dz.shape[:-1]
         assert_near([z.reshape(-1, columns)], [flat @ exact[1]], tol)
     high, low, again = halves_of(w).unflatten(0, (3, -1))[:, :columns].mT.double().unbind(0)
@@ -49,25 +49,73 @@ def test_the_weight_gradient_of_copies() -> None:
     assert_near([weight_gradient(x, dz, w, n)], [x.repeat(1, n).t() @ dz.double()], 2e-6)
 
 
-@pytest.mark.usefixtures("quick_interpreter")
-@pytest.mark.parametrize(("scan", "copies", "shared"), [(1, False, False), (2, False, True), (1, True, False)])
-def test_a_write_with_its_products_inside_is_one_with_them_outside(scan: int, copies: bool, shared: bool) -> None:
-    """And the read with it, where the weights are known, is a read after it."""
+@each(("tiles", "channels", "parts"), [
+    (1, 4 * 4096, 64),  # a decoded token: as many as there may be
+    (1, 4 * 2816, 32),  # of at least 256 channels
+    (1, 4 * 200, 2),
+    (1, 255, 1),
+    (9, 4 * 4096, 32),
+    (128, 4 * 4096, 4),  # 8192 tokens in tiles of 64
+    (256, 4 * 4096, 2),
+    (512, 4 * 4096, 1),
+    (4096, 4 * 4096, 1),
+])  # fmt: skip
+def test_how_many_parts(tiles: int, channels: int, parts: int) -> None:
     pytest.importorskip("triton")
-    from depthmix.ops.stream_mix.kernels.read import read
-    from depthmix.ops.stream_mix.kernels.rows import Reading
-    from depthmix.ops.stream_mix.kernels.write import write
+    from depthmix.ops.stream_mix.kernels.split_product import count_parts
 
-    lead = () if shared else (N,)
-    w = rand(*WIDTHS["joint" if scan == 1 else "each"]).float()
+    assert count_parts(tiles, channels) == parts
+
+
+@pytest.mark.usefixtures("quick_interpreter")
+@each("joint", [True, False])
+@each("copies", [True, False])
+@each(("tokens", "dim", "parts"), [(5, 24, 1), (70, 264, 4), (3, 520, 8)])
+def test_slices_add_up_to_products_and_sums(joint: bool, copies: bool, tokens: int, dim: int, parts: int) -> None:
+    """With as many slices as there are parts of 256 channels, except that a stream alone has a fourth of them."""
+    pytest.importorskip("triton")
+    from depthmix.ops.stream_mix.kernels.split_product import split_product
+
+    n, columns = 4, 15 if joint else 6
+    x = (rand(tokens, dim) if copies else rand(tokens, n, dim)).float()
+    w = rand(n * dim if joint else dim, columns, seed=1).float()
+    z, sums = split_product(x, n, w, None, joint=joint, sums=True)
+    assert sums is not None
+    assert len(z) == len(sums) == (parts if joint else max(1, parts // n))
+    wide = (x.unsqueeze(1).expand(-1, n, -1) if copies else x).double()
+    flat = wide.flatten(1) if joint else wide
+    squares = flat.square().sum(-1)
+    exact = squares if joint else torch.stack([flat.sum(-1), squares], -1)
+    assert_near([z.double().sum(0), sums.double().sum(0)], [flat @ w.double(), exact], 3e-6)
+    assert torch.equal(split_product(x, n, w, None, joint=joint)[0], z)
+
+
+@pytest.mark.usefixtures("quick_interpreter")
+@pytest.mark.parametrize("scan", [0, 1, 2])
+@pytest.mark.parametrize("copies", [True, False])
+def test_a_long_row_is_written_in_parts(scan: int, copies: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not read on the way."""
+    pytest.importorskip("triton")
+    from depthmix.ops.stream_mix.kernels import rows
+
     x, y = rand(N, D).float() if copies else rand(N, n, D).float(), rand(N, D, seed=1).float()
-    post, pre, gain = rand(*lead, n, seed=2).float(), rand(*lead, n, seed=3).float(), rand(D, seed=4).float()
-    given = (x, copies, n, y, post, rand(*lead, n, n, seed=5).float(), w, None, scan)
-    inside, outside = write(*given, inside=True), write(*given, Reading(pre, gain, 1e-6))
-    assert_near([t for t in outside[:3] if t is not None], [t for t in inside[:3] if t is not None], 3e-6)
-    assert inside.h is None
-    after = read(inside.x, False, n, pre, gain, 1e-6)
-    assert_near([t for t in outside[3:] if t is not None], [t for t in after if t is not None], 3e-6)
+    post, res = rand(N, n, seed=2).float(), rand(N, n, n, seed=3).float()
+    given = (x, copies, n, y, post, res, scan, rows.Reading(rand(N, n, seed=4).float(), None, 0.0))
+    whole = rows.write_rows(*given)
+    monkeypatch.setattr(rows, "MAX_ROW", 16)
+    monkeypatch.setattr(rows, "PART", 16)
+    parts = rows.write_rows(*given)
+    assert torch.equal(parts.x, whole.x)
+    assert whole.h is not None
+    assert parts.h is None
+    streams = whole.x.double()
+    if scan == 1:
+        assert parts.sums is not None
+        assert_near(parts.sums.double().unbind(0), [t.square().sum((1, 2)) for t in streams.split(16, -1)], 2e-6)
+    if scan == 2:
+        assert parts.sums is not None
+        expected = [torch.stack([t.sum(-1), t.square().sum(-1)], -1) for t in streams.split(16, -1)]
+        assert_near(parts.sums.double().unbind(0), expected, 2e-6)
 
 
 def test_kernels_split_w_for_few_tokens_only() -> None:

@@ -14,6 +14,9 @@ from depthmix.ops.stream_mix.step import Inputs, Step, step, write_step
 from ops.helpers import assert_near, rand
 
 pytest.importorskip("triton")
+
+from depthmix.ops.stream_mix.kernels import rows, split_product, write
+
 pytestmark = pytest.mark.usefixtures("quick_interpreter")
 EPS = 1e-5
 
@@ -132,6 +135,30 @@ HYPER = Rule(2, joint=False, eps=1e-5, centred=True, tanh=True)
 )
 def test_outputs_and_every_gradient(rule: Rule | None, dim: int, tokens: int, given: dict[str, Any]) -> None:
     compare(rule, rule.n if rule is not None else 2, dim, tokens, **given)
+
+
+@pytest.mark.covered
+@pytest.mark.parametrize("first", [None, "copies", "nothing"])
+@pytest.mark.parametrize("rule", [MHC._replace(n=4), MHC._replace(residual_map="birkhoff"), HYPER], ids=str)
+@pytest.mark.parametrize("least", [128, 16])
+def test_channels_split_among_programs(
+    rule: Rule, first: str | None, least: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Into few and into many parts, with products by the kernel, as on a GPU, and rows written in parts."""
+    slices: list[int] = []
+
+    def split(x: Tensor, w: Tensor, halves: Tensor | None, joint: bool) -> Tensor:
+        z = split_product.split_product(x, x.shape[1], w, halves, joint=joint)[0]
+        slices.append(len(z))
+        return z
+
+    monkeypatch.setattr(split_product, "MIN_CHANNELS", least)
+    monkeypatch.setattr(write, "product", split)
+    monkeypatch.setattr(rows, "MAX_ROW", 64)
+    monkeypatch.setattr(rows, "PART", 64)
+    compare(rule, rule.n, 264, 11, tol=2e-5, first=first)
+    assert slices or first == "nothing"
+    assert all(1 < count <= 8 if least == 128 else count > 8 for count in slices)
 
 
 @pytest.mark.covered

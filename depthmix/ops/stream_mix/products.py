@@ -9,11 +9,10 @@ bf16 numbers, padded to K' columns (whole 16 bytes), one part after the other:
     Wᵀ: high, low, high;      dz: high, high, low
 
 Few tokens without gradients use W alone: their kernels split the part of W that they have loaded (`split_by_kernels`).
+Kernels split the channels of z among programs (kernels/split_product.py), so z comes in slices.
 
 z and dW lose nothing this way. P, one product over 3 K' columns, loses only what is below 2^-16 and its own rounding.
 """
-
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,32 +42,22 @@ def halves_of(w: Tensor) -> Tensor:
 def split_by_kernels(x: Tensor, w: Tensor) -> bool:
     """Return whether kernels split W [C, K] themselves: the same numbers without `halves_of`, which launches five kernels.
 
-    Each program splits all of W, so this is for the tokens of one program. W must be the transpose of a contiguous [K, C].
+    Every tile of tokens splits all of W again, so this is for few of them. W must be the transpose of a contiguous [K, C].
     """
     return x.dtype == HALF and x.shape[0] <= FEW_TOKENS and w.ndim == 2 and w.stride() == (1, len(w))
 
 
 def product(x: Tensor, w: Tensor, halves: Tensor | None, joint: bool) -> Tensor:
-    """Return z of streams [N, n, D]: [N, K] if joint, otherwise [N, n, K], in fp32."""
-    rows, columns = _rows(x, w), w.shape[-1]
-    if halves is None and not (x.is_cuda and split_by_kernels(x, w)):
-        z = matmul(rows.float(), w)
-    else:
-        if halves is None:
-            high = low = w.mT
-        else:
-            half = padded(columns)
-            high, low = halves[:columns], halves[half : half + columns]
-        if x.is_cuda:
-            from depthmix.ops.depth_sum.kernels.scores import SplitRows, add_and_score
+    """Return slices of z of streams [N, n, D], whose sum is z: [S, N, K] if joint, otherwise [S, N, n, K], in fp32."""
+    if x.is_cuda and (halves is not None or split_by_kernels(x, w)):
+        from depthmix.ops.stream_mix.kernels.split_product import split_product
 
-            # The fastest tiles that still fit on small GPUs. A kernel that splits W needs more room.
-            deep = len(w) >= 128 and columns <= 32 and halves is not None
-            shape: dict[str, Any] = {"tile": 64, "depth": 128, "warps": 4} if deep else {}
-            z = add_and_score(rows, None, SplitRows(high, low), **shape)[1]
-        else:
-            z = matmul(rows.float(), (high.float() + low.float()).t())
-    return z if joint else z.view(*x.shape[:2], columns)
+        return split_product(x, x.shape[1], w, halves, joint=joint)[0]
+    if halves is not None:
+        columns, half = w.shape[-1], padded(w.shape[-1])
+        w = (halves[:columns].float() + halves[half : half + columns].float()).t()
+    z = matmul(_rows(x, w).float(), w)
+    return (z if joint else z.view(*x.shape[:2], z.shape[-1])).unsqueeze(0)
 
 
 def product_backward(dz: Tensor, w: Tensor, halves: Tensor | None, n: int) -> Tensor:

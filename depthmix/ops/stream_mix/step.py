@@ -96,7 +96,7 @@ def _by_kernels(rule: Rule | None, n: int, eps: float, a: Inputs) -> tuple[Step,
         assert sums is not None
         assert a.base is not None
         assert a.scale is not None
-        rule_pre, post, res = weights.forward(rule, x.shape[-1], z, sums, a.base, a.scale)
+        rule_pre, post, res, z, sums = weights.forward(rule, x.shape[-1], z, sums, a.base, a.scale)
     pre = rule_pre if a.pre is None else a.pre
     if h is None and pre is not None:
         h, rho = read(x, copies and a.y is None, n, pre, a.gain, eps)

@@ -3,6 +3,9 @@
 For mHC a lane holds one token and its numbers are registers (sinkhorn/lanes.py). dz is stored in fp32 and, for products in bf16,
 in parts of LAST columns each (products.py).
 
+z and the sums of the streams come in slices (split_product.py). The forward adds the slices of its tokens up, and stores the totals
+for itself and for the backward. So that few tokens load many slices at once, a program then has fewer tokens.
+
 The equations are in rules.py. The backward starts from the products again. With H' the gradient of what scale and base made,
 r = 1 / RMS over C channels, and r' = Σ dz ⊙ z / r:
 
@@ -28,7 +31,7 @@ from depthmix.ops.sinkhorn.kernels import TILE, WARPS, side
 from depthmix.ops.sinkhorn.lanes import LANES, lanes_scratch, load_lanes, sinkhorn_lanes, sinkhorn_lanes_backward
 from depthmix.ops.stream_mix.kernels.birkhoff import birkhoff_lanes, birkhoff_lanes_backward, permutation_bits
 from depthmix.ops.stream_mix.products import HALF, padded
-from depthmix.ops.stream_mix.rules import Coefficients, Rule
+from depthmix.ops.stream_mix.rules import Rule
 
 # Parameter rows may be aligned at one site and not at another. Do not compile twice for that.
 ROWS = ["base", "scale"]
@@ -64,6 +67,42 @@ def _square_transposed(t, n: tl.constexpr, P: tl.constexpr):
 
 
 @triton.jit
+def _numbers(N, WIDTH: tl.constexpr, WIDE: tl.constexpr, BT: tl.constexpr):
+    """Return where the numbers of the program's BT tokens are in [N, WIDTH], and their mask: [BT WIDE]."""
+    j = tl.arange(0, BT * WIDE)
+    at = tl.program_id(0).to(tl.int64) * (BT * WIDTH) + j
+    return at, (j < BT * WIDTH) & (at < N * WIDTH)
+
+
+@triton.jit
+def _load_slices(x, count, N, WIDTH: tl.constexpr, WIDE: tl.constexpr, BT: tl.constexpr, SLICES: tl.constexpr):
+    """Load all slices of x [count, N, WIDTH] for the program's tokens."""
+    s = tl.arange(0, SLICES)[:, None]
+    at, ok = _numbers(N, WIDTH, WIDE, BT)
+    return tl.load(x + s * (N * WIDTH) + at[None, :], mask=(s < count) & ok[None, :], other=0.0)
+
+
+@triton.jit
+def _store_total(out, slices, N, WIDTH: tl.constexpr, WIDE: tl.constexpr, BT: tl.constexpr):
+    at, ok = _numbers(N, WIDTH, WIDE, BT)
+    tl.store(out + at, tl.sum(slices, 0), mask=ok)
+
+
+@triton.jit
+def _add_slices(
+    z_slices, sum_slices, z_count, sum_count, z, sums, N, Z: tl.constexpr, UP: tl.constexpr, SUMS: tl.constexpr, SUMS_UP: tl.constexpr,
+    BT: tl.constexpr, SLICES: tl.constexpr,
+):  # fmt: skip
+    """Add up the slices of z [N, Z] and of the sums [N, SUMS] for the program's tokens, which may then load them."""
+    if SLICES > 1:
+        more_z = _load_slices(z_slices, z_count, N, Z, UP, BT, SLICES)
+        more_sums = _load_slices(sum_slices, sum_count, N, SUMS, SUMS_UP, BT, SLICES)
+        _store_total(z, more_z, N, Z, UP, BT)
+        _store_total(sums, more_sums, N, SUMS, SUMS_UP, BT)
+        tl.debug_barrier()
+
+
+@triton.jit
 def _scaled(z, t, inside, r, FIRST: tl.constexpr, COUNT: tl.constexpr, K: tl.constexpr):
     """Return columns of r z, a tuple of [BT]."""
     out = ()
@@ -73,11 +112,11 @@ def _scaled(z, t, inside, r, FIRST: tl.constexpr, COUNT: tl.constexpr, K: tl.con
 
 
 @triton.jit
-def _logits(v, a, base, COUNT: tl.constexpr):
-    """Apply scale and base."""
+def _logits(v, a, base, FIRST: tl.constexpr, COUNT: tl.constexpr):
+    """Apply scale and base to v[FIRST:]."""
     out = ()
     for k in tl.static_range(COUNT):
-        out = out + (a * v[k] + tl.load(base + k),)
+        out = out + (a * v[FIRST + k] + tl.load(base + k),)
     return out
 
 
@@ -89,32 +128,37 @@ def _transposed(m, n: tl.constexpr):
     return out
 
 
-@triton.jit(do_not_specialize=["N", "iterations"], do_not_specialize_on_alignment=ROWS)
+@triton.jit(do_not_specialize=["N", "z_count", "sum_count", "iterations"], do_not_specialize_on_alignment=ROWS)
 def _joint_kernel(
-    z, sums, base, scale, pre, post, res, N: tl.int64, iterations: tl.int32, eps, pre_eps,
-    D: tl.constexpr, n: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, PERMUTATIONS: tl.constexpr, DEEPSEEK: tl.constexpr,
-    POST_SCALE: tl.constexpr, POST_EPS: tl.constexpr,
+    z_slices, sum_slices, z, sums, base, scale, pre, post, res, N: tl.int64, z_count: tl.int32, sum_count: tl.int32,
+    iterations: tl.int32, eps, pre_eps,
+    D: tl.constexpr, n: tl.constexpr, K: tl.constexpr, UP: tl.constexpr, BT: tl.constexpr, SLICES: tl.constexpr,
+    PERMUTATIONS: tl.constexpr, DEEPSEEK: tl.constexpr, POST_SCALE: tl.constexpr, POST_EPS: tl.constexpr,
 ):  # fmt: skip
     # Number of logits of the residual map.
     COUNT: tl.constexpr = K - 2 * n
+    _add_slices(z_slices, sum_slices, z_count, sum_count, z, sums, N, K, UP, 1, 1, BT, SLICES)
     t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
     inside = t < N
     r = tl.rsqrt(tl.load(sums + t, mask=inside, other=1.0) / (n * D) + eps)
-    v = _logits(_scaled(z, t, inside, r, 0, n, K), tl.load(scale), base, n)
+    # All loads come before all stores: a load cannot move before a store, and would wait for memory once more.
+    v = _scaled(z, t, inside, r, 0, K, K)
+    logits_pre = _logits(v, tl.load(scale), base, 0, n)
+    logits_post = _logits(v, tl.load(scale + 1), base + n, n, n)
+    if COUNT > 0:
+        m = _logits(v, tl.load(scale + 2), base + 2 * n, 2 * n, COUNT)
     for k in tl.static_range(n):
-        tl.store(pre + t * n + k, tl.sigmoid(v[k]) + pre_eps, mask=inside)
-    v = _logits(_scaled(z, t, inside, r, n, n, K), tl.load(scale + 1), base + n, n)
+        tl.store(pre + t * n + k, tl.sigmoid(logits_pre[k]) + pre_eps, mask=inside)
     for k in tl.static_range(n):
-        p = POST_SCALE * tl.sigmoid(v[k])
+        p = POST_SCALE * tl.sigmoid(logits_post[k])
         if POST_EPS != 0:
             p += POST_EPS
         tl.store(post + t * n + k, p, mask=inside)
     if COUNT > 0:
-        v = _logits(_scaled(z, t, inside, r, 2 * n, COUNT, K), tl.load(scale + 2), base + 2 * n, COUNT)
         if PERMUTATIONS != 0:
-            m = birkhoff_lanes(v, n, COUNT, PERMUTATIONS)
+            m = birkhoff_lanes(m, n, COUNT, PERMUTATIONS)
         else:
-            m = sinkhorn_lanes(v, iterations, n, DEEPSEEK)
+            m = sinkhorn_lanes(m, iterations, n, DEEPSEEK)
             if DEEPSEEK:
                 m = _transposed(m, n)
         for e in tl.static_range(n * n):
@@ -152,7 +196,7 @@ def _joint_backward_kernel(
     for which in tl.static_range(2):
         a = tl.load(scale + which)
         v = _scaled(z, t, inside, r, which * n, n, K)
-        logits = _logits(v, a, base + which * n, n)
+        logits = _logits(v, a, base + which * n, 0, n)
         g = ()
         for k in tl.static_range(n):
             s = tl.sigmoid(logits[k])
@@ -170,7 +214,7 @@ def _joint_backward_kernel(
         g = ()
         if HAS_RES:
             g = load_lanes(dres + t * (n * n), inside, n * n)
-            logits = _logits(v, a, base + 2 * n, COUNT)
+            logits = _logits(v, a, base + 2 * n, 0, COUNT)
             if PERMUTATIONS != 0:
                 g = birkhoff_lanes_backward(logits, g, n, COUNT, PERMUTATIONS)
             else:
@@ -226,12 +270,13 @@ def _of_streams(
     return r, mean, a, b, c, stream_ok, entry_ok
 
 
-@triton.jit(do_not_specialize=["N"], do_not_specialize_on_alignment=ROWS)
+@triton.jit(do_not_specialize=["N", "z_count", "sum_count"], do_not_specialize_on_alignment=ROWS)
 def _each_kernel(
-    z, sums, base, scale, pre, post, res, N: tl.int64, eps,
-    D: tl.constexpr, n: tl.constexpr, P: tl.constexpr, BT: tl.constexpr,
+    z_slices, sum_slices, z, sums, base, scale, pre, post, res, N: tl.int64, z_count: tl.int32, sum_count: tl.int32, eps,
+    D: tl.constexpr, n: tl.constexpr, UP: tl.constexpr, P: tl.constexpr, BT: tl.constexpr, SLICES: tl.constexpr,
     CENTRED: tl.constexpr, TANH: tl.constexpr,
 ):  # fmt: skip
+    _add_slices(z_slices, sum_slices, z_count, sum_count, z, sums, N, n * (n + 2), UP, 2 * n, 2 * P, BT, SLICES)
     t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
     inside = t < N
     _, _, a, b, c, stream_ok, entry_ok = _of_streams(z, sums, t, inside, eps, D, n, P, CENTRED)
@@ -296,29 +341,53 @@ def _each_backward_kernel(
     tl.store(slopes + 2 * at + 1, -slope * mean, mask=stream_ok)
 
 
-def forward(rule: Rule, dim: int, z: Tensor, sums: Tensor, base: Tensor, scale: Tensor) -> Coefficients:
-    """Return pre and post [N, n] and res [N, n, n] or None, for z [N, K] or [N, n, K]."""
-    n, tokens = rule.n, len(z)
-    pre, post = (torch.empty(tokens, n, dtype=torch.float32, device=z.device) for _ in range(2))
+class Made(NamedTuple):
+    """Results of the forward: the coefficients, and the totals of all slices, which the backward reads."""
+
+    pre: Tensor  # [N, n]
+    post: Tensor  # [N, n]
+    res: Tensor | None  # [N, n, n]; None: the identity
+    z: Tensor  # [N, K] or [N, n, K]
+    sums: Tensor  # [N] or [N, n, 2]
+
+
+def forward(rule: Rule, dim: int, z_slices: Tensor, sum_slices: Tensor, base: Tensor, scale: Tensor) -> Made:
+    """Compute the coefficients from slices of z [S, N, K] or [S, N, n, K], and of the sums [S', N] or [S', N, n, 2]."""
+    n, tokens, like = rule.n, z_slices.shape[1], z_slices
+    pre, post = (torch.empty(tokens, n, dtype=torch.float32, device=like.device) for _ in range(2))
     res = None
     if not rule.joint or rule.residual_logits:
-        res = torch.empty(tokens, n, n, dtype=torch.float32, device=z.device)
+        res = torch.empty(tokens, n, n, dtype=torch.float32, device=like.device)
+    z_count, sum_count = len(z_slices), len(sum_slices)
+    block, slices = _tile(max(z_count, sum_count), LANES if rule.joint else TILE)
+    # Tensors of their own: they are kept for the backward, and the slices are not.
+    z, sums = (s[0] if slices == 1 else torch.empty_like(s[0]) for s in (z_slices, sum_slices))
+    made = Made(pre, post, res, z, sums)
     if not tokens:
-        return pre, post, res
-    arguments = (z, sums, base, scale, pre, post, z if res is None else res, tokens)
-    shape = {"D": dim, "n": n}
+        return made
+    grid = (cdiv(tokens, block),)
+    arguments = (z_slices, sum_slices, z, sums, base, scale, pre, post, z if res is None else res, tokens, z_count, sum_count)
+    shape = {"D": dim, "n": n, "UP": next_power_of_2(z[0].numel()), "BT": block, "SLICES": slices}
     if rule.joint:
         launch(
-            _joint_kernel, (cdiv(tokens, LANES),), z, *arguments, rule.iterations, rule.eps, rule.pre_eps,
-            K=z.shape[-1], BT=LANES, PERMUTATIONS=_permutations(rule), DEEPSEEK=rule.convention == "deepseek",
+            _joint_kernel, grid, like, *arguments, rule.iterations, rule.eps, rule.pre_eps,
+            K=z.shape[-1], PERMUTATIONS=_permutations(rule), DEEPSEEK=rule.convention == "deepseek",
             POST_SCALE=rule.post_scale, POST_EPS=rule.post_eps, num_warps=1, **shape,
         )  # fmt: skip
     else:
         launch(
-            _each_kernel, (cdiv(tokens, TILE),), z, *arguments, rule.eps,
-            P=side(n), BT=TILE, CENTRED=rule.centred, TANH=rule.tanh, num_warps=WARPS, **shape,
+            _each_kernel, grid, like, *arguments, rule.eps,
+            P=side(n), CENTRED=rule.centred, TANH=rule.tanh, num_warps=WARPS, **shape,
         )  # fmt: skip
-    return pre, post, res
+    return made
+
+
+def _tile(count: int, most: int) -> tuple[int, int]:
+    """Return the tokens of a program and the slices it loads at once, for `count` slices and at most `most` tokens.
+
+    With K = 24 they are 2048 numbers, 64 for each lane. Few choices are few variants to compile.
+    """
+    return (most, 1) if count == 1 else (8, 8) if count <= 8 else (1, next_power_of_2(max(64, count)))
 
 
 def _permutations(rule: Rule) -> int:

@@ -18,10 +18,10 @@ from torch import Tensor
 from depthmix.ops.gpu.launch import launch
 from depthmix.ops.gpu.program_sums import sum_programs
 from depthmix.ops.gpu.sizes import cdiv, next_power_of_2
-from depthmix.ops.stream_mix.kernels.tiles import load_streams, load_weights, row_tile, weighted
+from depthmix.ops.stream_mix.kernels.tiles import SMS, load_streams, load_weights, row_tile, weighted
 
-# Streaming multiprocessors of an H200, and warps of the backward on each. More warps would cost more in stored sums than they save.
-SMS, WARPS = 132, 8
+# Warps of the backward on each multiprocessor. More warps would cost more in stored sums than they save.
+WARPS = 8
 
 
 @triton.jit(do_not_specialize=["N"])

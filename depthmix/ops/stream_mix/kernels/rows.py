@@ -1,8 +1,9 @@
-"""The write to n streams by whole rows, with the next read where its weights are known beforehand: one pass over memory.
+"""The write to n streams, with the next read where its weights are known beforehand: one pass over memory.
 
     x'_o = Σ_i res[o, i] x_i + post[o] y, rounded;    Σ x'²  (and Σ x' of each stream);    u = Σ_i pre_i x'_i;    h = gain ⊙ u / RMS(u)
 
-z = x' W is a matrix product of its own (products.py).
+z = x' W is a matrix product of its own (products.py). Rows that are too long for a program are written in parts, each of which stores
+a slice of the sums (split_product.py). Such a row is read by a kernel of its own, because its norm needs all of it.
 """
 
 from typing import NamedTuple
@@ -13,11 +14,11 @@ import triton.language as tl
 from torch import Tensor
 
 from depthmix.ops.gpu.launch import launch
-from depthmix.ops.gpu.sizes import next_power_of_2
+from depthmix.ops.gpu.sizes import cdiv, next_power_of_2
 from depthmix.ops.stream_mix.kernels.tiles import load_streams, load_weights, written
 
-# Channels of a row whose n streams a program holds.
-MAX_ROW = 4096
+# Channels of a row whose n streams a program holds, and of the parts of longer rows.
+MAX_ROW, PART = 4096, 1024
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -28,7 +29,9 @@ def _write_rows_kernel(
 ):  # fmt: skip
     t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
     inside = t < N
-    d = tl.arange(0, BD)
+    d = tl.program_id(1) * BD + tl.arange(0, BD)
+    # Of this part of a row.
+    slot = tl.program_id(1).to(tl.int64) * N + t
     ok = inside[:, None] & (d < D)[None, :]
     xs = load_streams(x, t, d, ok, D, n, COPIES)
     b = tl.load(y + t[:, None] * D + d[None, :], mask=ok, other=0.0).to(tl.float32)
@@ -49,10 +52,10 @@ def _write_rows_kernel(
         if SCAN == 1:
             squares += v * v
         if SCAN == 2:
-            tl.store(sums + (t * n + o) * 2, tl.sum(v, 1), mask=inside)
-            tl.store(sums + (t * n + o) * 2 + 1, tl.sum(v * v, 1), mask=inside)
+            tl.store(sums + (slot * n + o) * 2, tl.sum(v, 1), mask=inside)
+            tl.store(sums + (slot * n + o) * 2 + 1, tl.sum(v * v, 1), mask=inside)
     if SCAN == 1:
-        tl.store(sums + t, tl.sum(squares, 1), mask=inside)
+        tl.store(sums + slot, tl.sum(squares, 1), mask=inside)
     if READ:
         if NORM:
             r = tl.rsqrt(tl.sum(u * u, 1) / D + eps)
@@ -73,7 +76,7 @@ class Rows(NamedTuple):
     """Results of a write and a read."""
 
     x: Tensor  # [N, n, D]
-    sums: Tensor | None  # Σ x'² [N] for all streams together, Σ x' and Σ x'² [N, n, 2] for each of them
+    sums: Tensor | None  # slices of Σ x'² [S, N] for all streams together, of Σ x' and Σ x'² [S, N, n, 2] for each of them
     h: Tensor | None  # [N, D]
     rho: Tensor | None  # [N]
 
@@ -82,27 +85,30 @@ def write_rows(
     x: Tensor, copies: bool, n: int, y: Tensor, post: Tensor, res: Tensor | None, scan: int,
     reading: Reading | None = None,
 ) -> Rows:  # fmt: skip
-    """Write to the streams, and read from them if `reading` is given.
+    """Write to the streams, and read from them if `reading` is given and a program holds a row.
 
     x: [N, n, D], or with copies [N, D]. scan: 1 for the sum of all streams, 2 for those of each.
     """
     tokens, dim = x.shape[0], x.shape[-1]
+    whole = dim <= MAX_ROW
+    block = next_power_of_2(dim) if whole else PART
+    parts = cdiv(dim, block)
     out = torch.empty(tokens, n, dim, dtype=x.dtype, device=x.device)
     sums = h = rho = None
     if scan:
-        sums = torch.empty((tokens,) if scan == 1 else (tokens, n, 2), dtype=torch.float32, device=x.device)
-    pre, gain, eps = reading or (None, None, 0.0)
+        shape = (parts, tokens) if scan == 1 else (parts, tokens, n, 2)
+        sums = torch.empty(shape, dtype=torch.float32, device=x.device)
+    pre, gain, eps = reading if reading is not None and whole else (None, None, 0.0)
     if pre is not None:
         h = torch.empty(tokens, dim, dtype=x.dtype, device=x.device)
         rho = None if gain is None else torch.empty(tokens, dtype=torch.float32, device=x.device)
     if tokens:
-        block = next_power_of_2(dim)
 
         def or_x(tensor: Tensor | None) -> Tensor:
             return x if tensor is None else tensor
 
         launch(
-            _write_rows_kernel, (tokens,), x,
+            _write_rows_kernel, (tokens, parts), x,
             x, y, post, or_x(res), out, or_x(sums), or_x(pre), or_x(gain), or_x(h), or_x(rho), tokens, eps,
             D=dim, BD=block, n=n, BT=1, COPIES=copies, RES=res is not None, STATIC=post.ndim == 1, SCAN=scan,
             READ=pre is not None, STATIC_PRE=pre is not None and pre.ndim == 1, NORM=gain is not None, num_warps=max(1, block // 512),

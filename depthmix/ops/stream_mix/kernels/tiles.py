@@ -15,6 +15,9 @@ from torch import Tensor
 
 from depthmix.ops.gpu.sizes import next_power_of_2
 
+# Streaming multiprocessors of an H200. A constant, so that results do not depend on the GPU.
+SMS = 132
+
 
 @triton.jit
 def load_streams(x, t, d, ok, D: tl.constexpr, n: tl.constexpr, COPIES: tl.constexpr):
