@@ -31,6 +31,7 @@ from benchmarks.profile import profile_step
 from benchmarks.report import Report, read_rows
 from benchmarks.stack_entries import block_stack, full_stack
 from benchmarks.step import step
+from benchmarks.streams import streams
 from benchmarks.tokens import tokens
 from depthmix.errors import UserError
 
@@ -47,6 +48,7 @@ ENTRIES: dict[str, Entry] = {
     "parallel-step": parallel_step,
     "peer-step": peer_step,
     "mhc-ops": mhc_ops,
+    "streams": streams,
     "cpu-step": cpu_step,
     "host": host,
     "decode": decode,
@@ -67,6 +69,7 @@ HELP = {
     "parallel-step": "training step time under DDP and FSDP2 in a world of one process against the plain loop",
     "peer-step": "training step time of DCA and Hyper-Connections against the published modules",
     "mhc-ops": "sites of mHC alone against Liger's operators",
+    "streams": "each kernel of a boundary of mHC at 1, 64 and 8192 tokens beside a copy",
     "cpu-step": "training step time of a small model on the CPU, Block against the plain residual",
     "host": "what a call of an operator costs the host, in microseconds",
     "decode": "a decoding step by mechanism against the plain residual, batch 1, 8 and 64",
@@ -89,6 +92,7 @@ LIMITS = {
     "parallel-step": 240,
     "peer-step": 150,
     "mhc-ops": 60,
+    "streams": 60,
     "cpu-step": 60,
     "host": 120,
     "decode": 200,

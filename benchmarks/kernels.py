@@ -334,6 +334,7 @@ def registry() -> list[Kernel]:
             Kernel("stream write and read", stream_write(True)),
             Kernel("stream read", stream_read),
             Kernel("stream products, mHC", stream_products(24)),
+            Kernel("stream products and sums, mHC", stream_products(24, sums=True)),
             Kernel("stream products, Hyper-Connections", stream_products(6)),
             Kernel("stream read_backward", stream_read_backward(False)),
             Kernel("stream read_backward, known weights", stream_read_backward(True)),

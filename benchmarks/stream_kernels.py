@@ -1,4 +1,4 @@
-"""Kernels of residual streams for the registry in kernels.py: a site of Hyper-Connections or mHC with four streams, and its backward."""
+"""Kernels of residual streams for kernels.py and streams.py: a site of Hyper-Connections or mHC with four streams, and its backward."""
 
 from __future__ import annotations
 
@@ -15,10 +15,13 @@ STREAMS = 4
 
 
 class Site:
-    """The tensors of one site, with weights for every token."""
+    """The tensors of one site, with weights for every token. Activations are in bf16, and without a GPU in fp32."""
 
     def __init__(self, tokens: int, dim: int, device: torch.device) -> None:
-        def rand(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        # Triton's interpreter has no products in bf16.
+        kind = torch.bfloat16 if device.type == "cuda" else torch.float32
+
+        def rand(*shape: int, dtype: torch.dtype = kind) -> Tensor:
             return torch.randn(tokens, *shape, device=device).to(dtype)
 
         self.x, self.y, self.dh, self.g = rand(STREAMS, dim), rand(dim), rand(dim), rand(STREAMS, dim)
@@ -82,30 +85,63 @@ def stream_read(tokens: int, dim: int, device: torch.device) -> Work:
     return Work(run, (STREAMS + 1) * site.unit, errors)
 
 
-def stream_products(columns: int) -> Callable[[int, int, torch.device], Work]:
-    """Set up the products of all streams with W.
+def stream_products(columns: int, sums: bool = False) -> Callable[[int, int, torch.device], Work]:
+    """Set up the products of all streams with W, as inference runs them.
 
-    mHC has 24 columns for all channels together, Hyper-Connections 6 for each stream.
+    mHC has 24 columns for all channels together, Hyper-Connections 6 for each stream. With `sums`, those of the streams too, which
+    no write has computed.
     """
 
     def make(tokens: int, dim: int, device: torch.device) -> Work:
-        from depthmix.ops.stream_mix.products import halves_of, product
+        from depthmix.ops.stream_mix.kernels.split_product import split_product
+        from depthmix.ops.stream_mix.products import halves_of, split_by_kernels
 
-        site, joint, results = Site(tokens, dim, device), columns > STREAMS + 2, list[Tensor]()
-        w = torch.randn(STREAMS * dim if joint else dim, columns, device=device) / dim**0.5
-        halves = halves_of(w)
+        site, joint, results = Site(tokens, dim, device), columns > STREAMS + 2, list[Tensor | None]()
+        w = torch.randn(columns, STREAMS * dim if joint else dim, device=device).T / dim**0.5
+        halves = halves_of(w) if site.x.dtype == torch.bfloat16 and not split_by_kernels(site.x, w) else None
 
         def run() -> None:
-            results[:] = [product(site.x, w, halves, joint)]
+            results[:] = split_product(site.x, STREAMS, w, halves, joint=joint, sums=sums)
 
         def errors() -> dict[str, float]:
-            (x,) = site.first("x")
+            (x,), (z, squares) = site.first("x"), results
+            assert z is not None
             expected = x.flatten(1) @ w.double() if joint else x @ w.double()
-            return {"z": relative_error(results[0][:ROWS].double(), expected)}
+            differences = {"z": relative_error(z.double().sum(0)[:ROWS], expected)}
+            if squares is not None and joint:
+                differences["sums"] = relative_error(squares.double().sum(0)[:ROWS], x.square().sum((1, 2)))
+            return differences
 
-        return Work(run, STREAMS * site.unit + tokens * (columns if joint else columns * STREAMS) * 4, errors)
+        weights = w.nbytes if halves is None else 2 * halves.nbytes // 3
+        numbers = tokens * (columns if joint else columns * STREAMS) * 4
+        return Work(run, STREAMS * site.unit + weights + numbers, errors)
 
     return make
+
+
+def stream_coefficients(tokens: int, dim: int, device: torch.device) -> Work:
+    """Set up mHC's coefficients with Sinkhorn's map, from as many slices of the products as a GPU makes."""
+    from depthmix.ops.stream_mix.kernels import coefficients as kernel
+    from depthmix.ops.stream_mix.kernels.split_product import split_product
+    from depthmix.ops.stream_mix.rules import Rule, coefficients
+
+    rule, site, results = Rule(STREAMS, joint=True, eps=EPS), Site(tokens, dim, device), list[kernel.Made]()
+    columns = 2 * STREAMS + STREAMS**2
+    w = torch.randn(columns, STREAMS * dim, device=device).T / (STREAMS * dim) ** 0.5
+    base, scale = torch.randn(columns, device=device), torch.randn(3, device=device)
+    slices, squares = split_product(site.x.float(), STREAMS, w, None, joint=True, sums=True)
+    assert squares is not None
+
+    def run() -> None:
+        results[:] = [kernel.forward(rule, dim, slices, squares[:1], base, scale)]
+
+    def errors() -> dict[str, float]:
+        z, square = slices[:, :ROWS].double().sum(0), squares[0, :ROWS].double()
+        expected = coefficients(rule, dim, z, square, base.double(), scale.double())
+        pairs = zip(("pre", "post", "res"), results[0], expected, strict=False)
+        return {k: relative_error(a[:ROWS].double(), e) for k, a, e in pairs if a is not None and e is not None}
+
+    return Work(run, slices.nbytes + (2 * columns + 2) * tokens * 4, errors)
 
 
 def stream_read_backward(known: bool) -> Callable[[int, int, torch.device], Work]:

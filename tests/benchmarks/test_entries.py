@@ -39,6 +39,7 @@ MEASURED = {
     "errors": {"error of output", "error of d x", "error of d sources", "error of d out_gain"},
     "bandwidth": {"share of copy bandwidth", "bandwidth", "time"},
     "first-call": {"first call"},
+    "streams": {"time", "bandwidth"},
     "step": {"step", "step / residual", "first step", "error of fp32"},
     "parallel-step": {"step", "wall", "step / plain", "error of losses", "error of gradient norms"},
     "decode": {"time / residual", "time", "error of fp32, prompt", "error of fp32, steps"},

@@ -14,7 +14,7 @@ from depthmix.ops import sinkhorn, use_backend
 from depthmix.ops.norm import RMSNorm
 from depthmix.ops.stream_mix.rules import Rule
 from depthmix.ops.stream_mix.step import Inputs, step
-from gpu.exact import DEVICE, FP32, draw, error
+from gpu.exact import BF16, DEVICE, FP16, FP32, Round, draw, error
 
 ROUNDING = 2e-3  # relative, of one rounding to bf16
 CASES = [
@@ -118,6 +118,98 @@ def test_sinkhorn(n: int, convention: str) -> None:
     m, exact = sinkhorn(logits, 20, convention, backend="triton"), sinkhorn(wide, 20, convention, backend="reference")
     assert error(m, exact) < 2e-6
     assert error(torch.autograd.grad(m, logits, g)[0], torch.autograd.grad(exact, wide, g.double())[0]) < 2e-5
+
+
+def exact_step(rule: Rule, kind: torch.dtype, a: Any) -> list[Tensor]:
+    """x', h, post and res from mHC's equations in fp64, with x' and h rounded as kernels round them."""
+    n, x = rule.n, a.x
+    if a.y is not None:
+        x = torch.einsum("toi,tid->tod", a.res, x) + torch.einsum("to,td->tod", a.post, a.y)
+        x = Round.apply(x, kind)
+    flat = x.flatten(1)
+    z = flat / (flat.square().mean(-1, keepdim=True) + rule.eps).sqrt() @ a.w
+    pre, post = (
+        k * torch.sigmoid(a.scale[i] * z[:, i * n : i * n + n] + a.base[i * n : i * n + n])
+        for i, k in enumerate((1, 2))
+    )
+    res = torch.exp(a.scale[2] * z[:, 2 * n :] + a.base[2 * n :]).view(-1, n, n)
+    for _ in range(rule.iterations):
+        res = res / res.sum(1, keepdim=True)
+        res = res / res.sum(2, keepdim=True)
+    h = torch.einsum("ti,tid->td", pre, x)
+    h = h / (h.square().mean(-1, keepdim=True) + 1e-6).sqrt() * a.gain
+    return [x, Round.apply(h, kind), post, res]
+
+
+# Tokens, D, dtype, and whether an output is written before.
+SIZES = [
+    (1, 64, FP32, True),
+    (1, 4096, BF16, True),
+    (1, 4096, BF16, False),
+    (1, 4608, FP16, True),
+    (3, 64, BF16, False),
+    (3, 2816, BF16, True),
+    (3, 4608, FP32, False),
+    (64, 2816, BF16, False),
+    (64, 4096, BF16, True),
+    (64, 4096, FP16, False),
+    (64, 4608, BF16, True),
+    (65, 64, FP16, True),
+    (65, 2816, FP32, True),
+    (65, 4096, BF16, False),
+    (200, 64, BF16, True),
+    (200, 2816, FP16, True),
+    (200, 4096, FP32, False),
+    (200, 4608, BF16, True),
+    (8192, 64, FP32, True),
+    (8192, 2816, FP16, True),
+    (8192, 2816, BF16, True),
+    (8192, 4096, BF16, True),
+    (8192, 4096, BF16, False),
+    (8192, 4608, BF16, False),
+]
+
+
+@pytest.mark.parametrize(("tokens", "dim", "kind", "writes"), SIZES, ids=str)
+def test_channels_split_among_programs(tokens: int, dim: int, kind: torch.dtype, writes: bool) -> None:
+    """From one token to 8192, in 64 parts to one: against fp64, with every gradient, and the same bits twice."""
+    n = 4
+    rule = Rule(n, joint=True, eps=1e-6)
+    x, y = (draw(tokens, *shape, seed=i, dtype=kind) for i, shape in enumerate([(n, dim), (dim,)]))
+    post, res = draw(tokens, n, seed=2), draw(tokens, n, n, seed=3)
+    fn, gain = draw(24, n * dim, seed=4) / (n * dim) ** 0.5, 1 + 0.3 * draw(dim, seed=7)
+    base, scale = draw(24, seed=5), 1 + 0.3 * draw(3, seed=6)
+    leaves = [x, *([y, post, res] if writes else []), fn, base, scale, gain]
+    cotangents = [draw(tokens, *shape, seed=10 + i) for i, shape in enumerate([(n, dim), (dim,), (n,), (n, n)])]
+
+    def inputs(given: list[Tensor]) -> Inputs:
+        first, *written, w, base, scale, gain = given
+        return Inputs(first, *(written or [None] * 3), None, w.T, base, scale, gain)
+
+    def outputs(given: list[Tensor]) -> list[Tensor]:
+        found = step(rule, n, 1e-6, inputs(given))
+        return [found.x, found.h, found.post, found.res]  # type: ignore[list-item]
+
+    def with_gradients(wide: bool) -> tuple[list[Tensor], list[Tensor]]:
+        given = [(t.double() if wide else t).detach().requires_grad_() for t in leaves]
+        out = exact_step(rule, kind, inputs(given)) if wide else outputs(given)
+        # Without a write, x' is x.
+        used = list(zip(out, cotangents, strict=True))[0 if writes else 1 :]
+        grads = torch.autograd.grad([o for o, _ in used], given, [c.to(o.dtype) for o, c in used])
+        return [o.detach() for o in out], list(grads)
+
+    (exact, exact_grads), (out, grads), (again, grads_again) = (with_gradients(wide) for wide in (True, False, False))
+    assert all(torch.equal(a, b) for a, b in zip([*out, *grads], [*again, *grads_again], strict=True))
+    with torch.no_grad():
+        alone, alone_again = outputs(leaves), outputs(leaves)
+    assert all(torch.equal(a, b) for a, b in zip(alone, alone_again, strict=True))
+    rounding = {BF16: ROUNDING, FP16: ROUNDING / 4, FP32: 1e-5}[kind]
+    for found in (out, alone):
+        for actual, expected in zip(found, exact, strict=True):
+            # A few streams are rounded the other way, which the coefficients notice.
+            assert error(actual, expected) < 2 * rounding
+    for actual, expected in zip(grads, exact_grads, strict=True):
+        assert error(actual, expected) < max(15 * rounding, 1e-4)
 
 
 @pytest.mark.parametrize("tokens", [1, 5, 64, 65])

@@ -30,7 +30,7 @@ RACED = {"_scores_kernel", "_hidden_kernel"}
 RACED_WITH_SUMS = "_product_kernel"
 # Other kernels with products in a loop, and why their settings are safe.
 SAFE = {
-    "_score_kernel": "only products read what is loaded; what is added up or split here, they read from registers",
+    "_score_kernel": "only products read what is loaded; what is added up here, they read from registers",
     "_out_kernel": "one stage",
     "_hidden_backward_kernel": "one stage",
     "_outer_kernel": "one stage",

@@ -25,8 +25,6 @@ def _score_kernel(
     D: tl.constexpr, BT: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, ADD: tl.constexpr, SPLIT: tl.constexpr,
     ACROSS: tl.constexpr,
 ):  # fmt: skip
-    # Rows in fp32 are split here.
-    WHOLE: tl.constexpr = SPLIT and high.dtype.element_ty == tl.float32
     t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
     row = tl.arange(0, BR)
     dots = tl.zeros([BT, BR], tl.float32)
@@ -39,34 +37,21 @@ def _score_kernel(
             tl.store(fresh + at, x, mask=inside)
         w_ok = (row < rows)[:, None] & (d < D)[None, :]
         w = tl.load(high + row[:, None] * D + d[None, :], mask=w_ok, other=0.0)
-        rest = w
-        if WHOLE:
-            w = w.to(v.dtype.element_ty)
-            rest = (rest - w.to(tl.float32)).to(v.dtype.element_ty)
         dots = tl.dot(x, tl.trans(w), dots, input_precision="ieee")
         if SPLIT:
-            if not WHOLE:
-                rest = tl.load(low + row[:, None] * D + d[None, :], mask=w_ok, other=0.0)
+            rest = tl.load(low + row[:, None] * D + d[None, :], mask=w_ok, other=0.0)
             dots = tl.dot(x, tl.trans(rest), dots, input_precision="ieee")
     at = row.to(tl.int64)[None, :] * N + t[:, None] if ACROSS else t[:, None] * rows + row[None, :]
     tl.store(s + at, dots, mask=(t < N)[:, None] & (row < rows)[None, :])
 
 
 def add_and_score(
-    v: Tensor,
-    add: Tensor | None,
-    w: Tensor | SplitRows,
-    *,
-    across: bool = False,
-    tile: int | None = None,
-    depth: int | None = None,
-    warps: int | None = None,
+    v: Tensor, add: Tensor | None, w: Tensor | SplitRows, *, across: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Return v + add, rounded once (v itself without add), and its dot products [N, R] fp32 with the rows of w [R, D] fp32.
 
-    w: rows, or their halves in v's dtype. Halves that are both the rows themselves are split by the kernel.
+    w: rows, or their halves in v's dtype.
     across: store the products of one row contiguously, which reads without gradients prefer.
-    tile, depth, warps: launch parameters, by default the fastest on an H200.
     """
     dim = v.shape[-1]
     tokens = v.numel() // dim
@@ -80,16 +65,16 @@ def add_and_score(
         long = dim >= 1024 and small and up <= 64
         # With so few tokens larger tiles leave cores idle.
         few = across and tokens < 1 << 15
-        stages = 4 if long else 3 if small and up <= 64 else 2
+        tile = 128 if up <= 64 and small and not long and not few else 64
+        warps, stages = 8 if tile == 128 else 4, 4 if long else 3 if small and up <= 64 else 2
         if few and add is not None and small and up <= 64:
-            tile, warps, stages = tile or 32, warps or 2, 3
-        tile = tile or (128 if up <= 64 and small and not long and not few else 64)
-        depth = depth or min(64 if small else 32, max(16, next_power_of_2(dim)))
+            tile, warps, stages = 32, 2, 3
+        depth = min(64 if small else 32, max(16, next_power_of_2(dim)))
         launch(
             _score_kernel, (cdiv(tokens, tile),), v,
             v, v if add is None else add, fresh, high, low, scores, tokens, len(high),
             D=dim, BT=tile, BR=up, BK=depth, ADD=add is not None, SPLIT=small, ACROSS=across,
-            num_warps=warps or (8 if tile == 128 else 4), num_stages=stages,
+            num_warps=warps, num_stages=stages,
         )  # fmt: skip
     return fresh, scores.t() if across else scores
 

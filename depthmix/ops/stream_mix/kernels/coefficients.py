@@ -18,6 +18,7 @@ slope x + shift is the gradient of the streams through the norm's sums. Each pro
 # ruff: noqa: RUF005
 # mypy: disable-error-code="assignment, var-annotated"
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -360,14 +361,15 @@ def forward(rule: Rule, dim: int, z_slices: Tensor, sum_slices: Tensor, base: Te
         res = torch.empty(tokens, n, n, dtype=torch.float32, device=like.device)
     z_count, sum_count = len(z_slices), len(sum_slices)
     block, slices = _tile(max(z_count, sum_count), LANES if rule.joint else TILE)
-    # Tensors of their own: they are kept for the backward, and the slices are not.
-    z, sums = (s[0] if slices == 1 else torch.empty_like(s[0]) for s in (z_slices, sum_slices))
+    # The backward keeps the totals. In tensors of their own they do not keep the slices.
+    z, sums = (s[0] if slices == 1 else s.new_empty(s.shape[1:]) for s in (z_slices, sum_slices))
     made = Made(pre, post, res, z, sums)
     if not tokens:
         return made
     grid = (cdiv(tokens, block),)
-    arguments = (z_slices, sum_slices, z, sums, base, scale, pre, post, z if res is None else res, tokens, z_count, sum_count)
-    shape = {"D": dim, "n": n, "UP": next_power_of_2(z[0].numel()), "BT": block, "SLICES": slices}
+    outputs = (z, sums, base, scale, pre, post, z if res is None else res)
+    arguments = (z_slices, sum_slices, *outputs, tokens, z_count, sum_count)
+    shape = {"D": dim, "n": n, "UP": next_power_of_2(math.prod(z.shape[1:])), "BT": block, "SLICES": slices}
     if rule.joint:
         launch(
             _joint_kernel, grid, like, *arguments, rule.iterations, rule.eps, rule.pre_eps,

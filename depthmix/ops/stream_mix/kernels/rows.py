@@ -76,7 +76,7 @@ class Rows(NamedTuple):
     """Results of a write and a read."""
 
     x: Tensor  # [N, n, D]
-    sums: Tensor | None  # slices of Σ x'² [S, N] for all streams together, of Σ x' and Σ x'² [S, N, n, 2] for each of them
+    sums: Tensor | None  # slices of Σ x'² [S, N] for all streams together, of Σ x' and Σ x'² [S, N, n, 2] for each
     h: Tensor | None  # [N, D]
     rho: Tensor | None  # [N]
 

@@ -108,7 +108,7 @@ def split_product(
     found = torch.empty(shape if joint else (*shape, 2), **numbers) if sums else None
     if rows:
         launch(
-            _product_kernel, (tiles, parts), x, x, halves if low > 0 else w, z, z if found is None else found, rows, blocks,
+            _product_kernel, (tiles, parts), x, x, halves if low > 0 else w if low else w.contiguous(), z, z if found is None else found, rows, blocks,
             D=dim, n=streams, K=columns, KP=max(16, next_power_of_2(columns)), LOW=low, BT=tile, BK=depth, V=vector(x), COPIES=copies,
             REPEAT=repeat, SUMS=0 if found is None else 1 if joint else 2,
             # One stage with sums, which read the same tile as the products (tests/ops/test_kernel_stages.py).
