@@ -49,22 +49,29 @@ def test_the_weight_gradient_of_copies() -> None:
     assert_near([weight_gradient(x, dz, w, n)], [x.repeat(1, n).t() @ dz.double()], 2e-6)
 
 
-@each(("tiles", "channels", "parts"), [
-    (1, 4 * 4096, 64),  # a decoded token: as many as there may be
-    (1, 4 * 2816, 32),  # of at least 256 channels
-    (1, 4 * 200, 2),
-    (1, 255, 1),
-    (9, 4 * 4096, 32),
-    (128, 4 * 4096, 4),  # 8192 tokens in tiles of 64
-    (256, 4 * 4096, 2),
-    (512, 4 * 4096, 1),
-    (4096, 4 * 4096, 1),
+@each(("tokens", "dim", "tile", "parts"), [
+    (1, 4096, 16, 64),  # a decoded token: as many as there may be
+    (64, 4096, 16, 64),
+    (65, 4096, 64, 64),
+    (1, 2816, 16, 30),  # 88 blocks of 128 channels by threes: 32 parts would be of two or three
+    (1, 136, 16, 2),
+    (3, 63, 16, 1),  # at least 256 channels
+    (576, 4096, 64, 32),
+    (8192, 4096, 64, 4),
+    (16384, 4096, 64, 2),
+    (32768, 4096, 64, 1),
+    (1 << 18, 4096, 64, 1),
 ])  # fmt: skip
-def test_how_many_parts(tiles: int, channels: int, parts: int) -> None:
+def test_how_many_programs(tokens: int, dim: int, tile: int, parts: int) -> None:
+    """Of four streams. From 528 programs on, four for each multiprocessor, there are no more parts."""
     pytest.importorskip("triton")
-    from depthmix.ops.stream_mix.kernels.split_product import count_parts
+    from depthmix.ops.stream_mix.kernels.split_product import plan
 
-    assert count_parts(tiles, channels) == parts
+    found = plan(tokens, tokens <= 64, 4, dim, True)
+    assert (found.tile, found.parts) == (tile, parts)
+    assert found.tiles * found.tile >= tokens
+    assert found.parts * found.blocks * found.depth >= 4 * dim
+    assert found.parts == 1 or found.tiles * found.parts <= 4 * 132
 
 
 @pytest.mark.usefixtures("quick_interpreter")

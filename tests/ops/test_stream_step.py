@@ -153,10 +153,15 @@ def test_channels_split_among_programs(
         return z
 
     monkeypatch.setattr(split_product, "MIN_CHANNELS", least)
+    monkeypatch.setattr(split_product, "plan", split_product.plan.__wrapped__)
     monkeypatch.setattr(write, "product", split)
     monkeypatch.setattr(rows, "MAX_ROW", 64)
     monkeypatch.setattr(rows, "PART", 64)
     compare(rule, rule.n, 264, 11, tol=6e-6, first=first)
+    a = leaves_of(inputs(rule, rule.n, 264, 11, first=first), torch.float32)
+    with torch.no_grad():
+        alone = step(rule, rule.n, EPS, a)
+    assert all(torch.equal(found, kept) for found, kept in zip(alone, step(rule, rule.n, EPS, a), strict=True))
     assert slices or first == "nothing"
     assert all(1 < count <= 8 if least == 128 else count > 8 for count in slices)
 

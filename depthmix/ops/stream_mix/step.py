@@ -80,8 +80,11 @@ class _Kept(NamedTuple):
     h: Tensor | None  # if the backward of the norm needs it instead of the streams
 
 
-def _by_kernels(rule: Rule | None, n: int, eps: float, a: Inputs) -> tuple[Step, _Kept]:
-    """Compute the step with kernels, from contiguous inputs. h is None if nothing says how to read."""
+def _by_kernels(rule: Rule | None, n: int, eps: float, a: Inputs, keep: bool) -> tuple[Step, _Kept]:
+    """Compute the step with kernels, from contiguous inputs. h is None if nothing says how to read.
+
+    keep: a backward follows. Without one, z and sums of `_Kept` are None.
+    """
     from depthmix.ops.stream_mix.kernels import coefficients as weights
     from depthmix.ops.stream_mix.kernels.read import read
     from depthmix.ops.stream_mix.kernels.rows import Reading
@@ -96,7 +99,7 @@ def _by_kernels(rule: Rule | None, n: int, eps: float, a: Inputs) -> tuple[Step,
         assert sums is not None
         assert a.base is not None
         assert a.scale is not None
-        rule_pre, post, res, z, sums = weights.forward(rule, x.shape[-1], z, sums, a.base, a.scale)
+        rule_pre, post, res, z, sums = weights.forward(rule, x.shape[-1], z, sums, a.base, a.scale, keep)
     pre = rule_pre if a.pre is None else a.pre
     if h is None and pre is not None:
         h, rho = read(x, copies and a.y is None, n, pre, a.gain, eps)
@@ -118,7 +121,7 @@ class _Step(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rule: Rule | None, n: int, eps: float, *inputs: Tensor | None) -> Any:
         a = Inputs(*inputs)  # type: ignore[arg-type]
-        found, kept = _by_kernels(rule, n, eps, a)
+        found, kept = _by_kernels(rule, n, eps, a, keep=True)
         ctx.rule, ctx.n, ctx.eps = rule, n, eps
         ctx.save_for_backward(*a, *kept)
         ctx.set_materialize_grads(False)
@@ -208,7 +211,7 @@ def step(rule: Rule | None, n: int, eps: float, inputs: Inputs) -> Step:
     kept_as_is = w if x.dtype == torch.bfloat16 else None
     inputs = Inputs._make(t if t is None or t is kept_as_is else t.contiguous() for t in inputs)
     if not graph:
-        return _by_kernels(rule, n, eps, inputs)[0]
+        return _by_kernels(rule, n, eps, inputs, keep=False)[0]
     new, *rest = _Step.apply(rule, n, eps, *inputs)
     return Step(inputs.x if new is None else new, *rest)
 
@@ -217,6 +220,6 @@ def write_step(x: Tensor, y: Tensor, post: Tensor, res: Tensor | None) -> Tensor
     """Write with kernels, differentiably, and read nothing: x' [N, n, D]. The arguments are those of `Inputs`."""
     inputs = Inputs(x.contiguous(), y.contiguous(), post.contiguous(), None if res is None else res.contiguous())
     if not torch.is_grad_enabled():
-        return _by_kernels(None, post.shape[-1], 0.0, inputs)[0].x
+        return _by_kernels(None, post.shape[-1], 0.0, inputs, keep=False)[0].x
     written: Tensor = _Step.apply(None, post.shape[-1], 0.0, *inputs)[0]
     return written

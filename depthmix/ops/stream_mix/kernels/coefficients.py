@@ -3,8 +3,8 @@
 For mHC a lane holds one token and its numbers are registers (sinkhorn/lanes.py). dz is stored in fp32 and, for products in bf16,
 in parts of LAST columns each (products.py).
 
-z and the sums of the streams come in slices (split_product.py). The forward adds the slices of its tokens up, and stores the totals
-for itself and for the backward. So that few tokens load many slices at once, a program then has fewer tokens.
+z and the sums of the streams come in slices (split_product.py). The forward adds the slices of its tokens up, stores the totals, and
+loads them again, one token per lane; so does the backward. With many slices a program has few tokens, and loads all slices at once.
 
 The equations are in rules.py. The backward starts from the products again. With H' the gradient of what scale and base made,
 r = 1 / RMS over C channels, and r' = Σ dz ⊙ z / r:
@@ -18,7 +18,6 @@ slope x + shift is the gradient of the streams through the norm's sums. Each pro
 # ruff: noqa: RUF005
 # mypy: disable-error-code="assignment, var-annotated"
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -131,7 +130,7 @@ def _transposed(m, n: tl.constexpr):
 
 @triton.jit(do_not_specialize=["N", "z_count", "sum_count", "iterations"], do_not_specialize_on_alignment=ROWS)
 def _joint_kernel(
-    z_slices, sum_slices, z, sums, base, scale, pre, post, res, N: tl.int64, z_count: tl.int32, sum_count: tl.int32,
+    z_slices, z, sum_slices, sums, base, scale, pre, post, res, N: tl.int64, z_count: tl.int32, sum_count: tl.int32,
     iterations: tl.int32, eps, pre_eps,
     D: tl.constexpr, n: tl.constexpr, K: tl.constexpr, UP: tl.constexpr, BT: tl.constexpr, SLICES: tl.constexpr,
     PERMUTATIONS: tl.constexpr, DEEPSEEK: tl.constexpr, POST_SCALE: tl.constexpr, POST_EPS: tl.constexpr,
@@ -273,7 +272,7 @@ def _of_streams(
 
 @triton.jit(do_not_specialize=["N", "z_count", "sum_count"], do_not_specialize_on_alignment=ROWS)
 def _each_kernel(
-    z_slices, sum_slices, z, sums, base, scale, pre, post, res, N: tl.int64, z_count: tl.int32, sum_count: tl.int32, eps,
+    z_slices, z, sum_slices, sums, base, scale, pre, post, res, N: tl.int64, z_count: tl.int32, sum_count: tl.int32, eps,
     D: tl.constexpr, n: tl.constexpr, UP: tl.constexpr, P: tl.constexpr, BT: tl.constexpr, SLICES: tl.constexpr,
     CENTRED: tl.constexpr, TANH: tl.constexpr,
 ):  # fmt: skip
@@ -343,17 +342,28 @@ def _each_backward_kernel(
 
 
 class Made(NamedTuple):
-    """Results of the forward: the coefficients, and the totals of all slices, which the backward reads."""
+    """Results of the forward: the coefficients, and for a backward the totals of all slices."""
 
     pre: Tensor  # [N, n]
     post: Tensor  # [N, n]
     res: Tensor | None  # [N, n, n]; None: the identity
-    z: Tensor  # [N, K] or [N, n, K]
-    sums: Tensor  # [N] or [N, n, 2]
+    z: Tensor | None  # [N, K] or [N, n, K]
+    sums: Tensor | None  # [N] or [N, n, 2]
 
 
-def forward(rule: Rule, dim: int, z_slices: Tensor, sum_slices: Tensor, base: Tensor, scale: Tensor) -> Made:
-    """Compute the coefficients from slices of z [S, N, K] or [S, N, n, K], and of the sums [S', N] or [S', N, n, 2]."""
+def forward(
+    rule: Rule, dim: int, z_slices: Tensor, sum_slices: Tensor, base: Tensor, scale: Tensor, keep: bool
+) -> Made:
+    """Compute the coefficients.
+
+    Args:
+        rule: the rule that makes them.
+        dim: channels of a stream.
+        z_slices: [S, N, K] or [S, N, n, K]. Without `keep` they may be overwritten.
+        sum_slices: [S', N] or [S', N, n, 2]. Without `keep` they may be overwritten.
+        base, scale: of the rule.
+        keep: return the totals of the slices.
+    """
     n, tokens, like = rule.n, z_slices.shape[1], z_slices
     pre, post = (torch.empty(tokens, n, dtype=torch.float32, device=like.device) for _ in range(2))
     res = None
@@ -361,19 +371,23 @@ def forward(rule: Rule, dim: int, z_slices: Tensor, sum_slices: Tensor, base: Te
         res = torch.empty(tokens, n, n, dtype=torch.float32, device=like.device)
     z_count, sum_count = len(z_slices), len(sum_slices)
     block, slices = _tile(max(z_count, sum_count), LANES if rule.joint else TILE)
-    # The backward keeps the totals. In tensors of their own they do not keep the slices.
-    z, sums = (s[0] if slices == 1 else s.new_empty(s.shape[1:]) for s in (z_slices, sum_slices))
-    made = Made(pre, post, res, z, sums)
+    # Totals overwrite the first slice, unless a backward keeps them: in tensors of their own they do not keep all slices.
+    z, sums = z_slices, sum_slices
+    if keep:
+        z, sums = (s[0] if slices == 1 else s.new_empty(s.shape[1:]) for s in (z, sums))
+    made = Made(pre, post, res, z if keep else None, sums if keep else None)
     if not tokens:
         return made
-    grid = (cdiv(tokens, block),)
-    outputs = (z, sums, base, scale, pre, post, z if res is None else res)
-    arguments = (z_slices, sum_slices, *outputs, tokens, z_count, sum_count)
-    shape = {"D": dim, "n": n, "UP": next_power_of_2(math.prod(z.shape[1:])), "BT": block, "SLICES": slices}
+    columns, grid = z_slices.shape[-1], (cdiv(tokens, block),)
+    arguments = (
+        z_slices, z, sum_slices, sums, base, scale, pre, post, z if res is None else res, tokens, z_count, sum_count,
+    )  # fmt: skip
+    wide = next_power_of_2(columns if rule.joint else columns * n)
+    shape = {"D": dim, "n": n, "UP": wide, "BT": block, "SLICES": slices}
     if rule.joint:
         launch(
             _joint_kernel, grid, like, *arguments, rule.iterations, rule.eps, rule.pre_eps,
-            K=z.shape[-1], PERMUTATIONS=_permutations(rule), DEEPSEEK=rule.convention == "deepseek",
+            K=columns, PERMUTATIONS=_permutations(rule), DEEPSEEK=rule.convention == "deepseek",
             POST_SCALE=rule.post_scale, POST_EPS=rule.post_eps, num_warps=1, **shape,
         )  # fmt: skip
     else:

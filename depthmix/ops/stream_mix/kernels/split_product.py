@@ -11,7 +11,8 @@ waits for memory at every step. The kernel of the coefficients adds the slices u
 atomics, so a result has the same bits every time.
 """
 
-from typing import Any
+import functools
+from typing import NamedTuple
 
 import torch
 import triton
@@ -75,8 +76,28 @@ def count_parts(tiles: int, channels: int) -> int:
 
     tiles: of tokens.
     """
-    wanted = min(MAX_PARTS, 4 * SMS // tiles, channels // MIN_CHANNELS)
+    wanted = min(MAX_PARTS, 4 * SMS // max(1, tiles), channels // MIN_CHANNELS)
     return 1 << (max(1, wanted).bit_length() - 1)
+
+
+class Plan(NamedTuple):
+    """How programs share the work."""
+
+    tile: int  # tokens of a program
+    depth: int  # channels of a block
+    tiles: int
+    blocks: int  # of a part
+    parts: int
+
+
+@functools.lru_cache
+def plan(rows: int, few: bool, streams: int, dim: int, split: bool) -> Plan:
+    """Return how programs share the products of `rows` tokens. split: W in halves."""
+    tile = 16 if few else 64
+    depth = min(128 if split else 16, max(16, next_power_of_2(dim)))
+    tiles, all_blocks = cdiv(rows, tile), streams * cdiv(dim, depth)
+    blocks = cdiv(all_blocks, count_parts(tiles, streams * dim))
+    return Plan(tile, depth, tiles, blocks, cdiv(all_blocks, blocks))
 
 
 def split_product(
@@ -93,22 +114,20 @@ def split_product(
         sums: also Σ x² [S, N] if joint, otherwise Σ x and Σ x² [S, N, n, 2].
     """
     copies, tokens, dim, columns = x.ndim == 2, x.shape[0], x.shape[-1], w.shape[-1]
+    rows, streams, repeat = (tokens, n, 1) if joint else (tokens, 1, n) if copies else (tokens * n, 1, 1)
     low = 0
     if splits(x):
         low = padded(columns) * len(w) if halves is not None else -1 if split_by_kernels(x, w) else 0
-    rows, streams, repeat = (tokens, n, 1) if joint else (tokens, 1, n) if copies else (tokens * n, 1, 1)
-    tile = 16 if tokens <= FEW_TOKENS else 64
-    depth = min(128 if low else 16, max(16, next_power_of_2(dim)))
-    tiles, all_blocks = max(1, cdiv(rows, tile)), streams * cdiv(dim, depth)
-    blocks = cdiv(all_blocks, count_parts(tiles, streams * dim))
-    parts = cdiv(all_blocks, blocks)
+    tile, depth, tiles, blocks, parts = plan(rows, tokens <= FEW_TOKENS, streams, dim, low != 0)
     shape = (parts, tokens) if joint else (parts, tokens, n)
-    numbers: dict[str, Any] = {"dtype": torch.float32, "device": x.device}
-    z = torch.empty(*shape, columns, **numbers)
-    found = torch.empty(shape if joint else (*shape, 2), **numbers) if sums else None
+    z = torch.empty((*shape, columns), dtype=torch.float32, device=x.device)
+    found = None
+    if sums:
+        found = torch.empty(shape if joint else (*shape, 2), dtype=torch.float32, device=x.device)
     if rows:
         launch(
-            _product_kernel, (tiles, parts), x, x, halves if low > 0 else w if low else w.contiguous(), z, z if found is None else found, rows, blocks,
+            _product_kernel, (tiles, parts), x,
+            x, halves if low > 0 else w if low else w.contiguous(), z, z if found is None else found, rows, blocks,
             D=dim, n=streams, K=columns, KP=max(16, next_power_of_2(columns)), LOW=low, BT=tile, BK=depth, V=vector(x), COPIES=copies,
             REPEAT=repeat, SUMS=0 if found is None else 1 if joint else 2,
             # One stage with sums, which read the same tile as the products (tests/ops/test_kernel_stages.py).
