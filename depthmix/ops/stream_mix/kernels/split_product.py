@@ -81,7 +81,7 @@ def count_parts(tiles: int, channels: int) -> int:
 
 
 class Plan(NamedTuple):
-    """How programs share the work."""
+    """Describe how programs share the work."""
 
     tile: int  # tokens of a program
     depth: int  # channels of a block
