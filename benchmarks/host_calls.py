@@ -67,6 +67,7 @@ def _calls(device: torch.device, dim: int, tokens: int, grad: bool) -> dict[str,
     fn, base, scale = parameter(columns, STREAMS * dim), parameter(columns), parameter(3)
     rule, x = Rule(STREAMS, joint=True, eps=1e-6, convention="deepseek"), activation(1, tokens, STREAMS, dim)
     reads |= _stream_calls(rule, x, y, SimpleNamespace(fn=fn, base=base, scale=scale), gain)
+    reads |= _gated_calls(x, y, grad)
     return {name: _with_backward(call) for name, call in reads.items()} if grad else reads
 
 
@@ -83,6 +84,27 @@ def _stream_calls(rule: Any, x: Tensor, y: Tensor, weights: Any, gain: Tensor) -
         "mHC: write, coefficients, read": lambda: streams._read(rule, before, y, weights, gain, 1e-6)[0],
         "mHC: coefficients, read": lambda: streams._read(rule, streams.begin(x), None, weights, gain, 1e-6)[0],
         "mHC: write": lambda: streams.write(before, y),
+    }
+
+
+def _gated_calls(x: Tensor, y: Tensor, grad: bool) -> dict[str, Case]:
+    """Return reads of gated streams (Qwen4-Exp), or none in a checkout that has no such operator."""
+    try:
+        from depthmix.ops.gated_streams import Inputs, gated_read
+    except ImportError:
+        return {}
+    width, rank = STREAMS * x.shape[-1], min(320, x.shape[-1])
+
+    def weight(*shape: int) -> Tensor:
+        drawn = torch.randn(*shape, device=x.device) * width**-0.5
+        return torch.nn.Parameter(drawn.to(x.dtype), requires_grad=grad)
+
+    weights = (weight(width), weight(rank, width), weight(width, rank), weight(STREAMS, width))
+    post = torch.rand(y.shape[1], STREAMS, device=x.device)
+    rows, output = x.flatten(0, 1), y.flatten(0, 1)
+    return {
+        "gated streams: write, gates, read": lambda: gated_read(Inputs(rows, output, post, *weights), 1e-6, 1.0),
+        "gated streams: gates, read": lambda: gated_read(Inputs(rows, None, None, *weights), 1e-6, 1.0)[1:],
     }
 
 
@@ -109,13 +131,15 @@ def launches_that_do_nothing() -> Iterator[None]:
         pass
 
     compiled = SimpleNamespace(run=nothing, function=0, packed_metadata=())
-    stream, multiply = SimpleNamespace(cuda_stream=0), torch.mm
+    stream, multiply, multiply_batch = SimpleNamespace(cuda_stream=0), torch.mm, torch.bmm
+    properties = SimpleNamespace(multi_processor_count=132, major=9, minor=0)
     replaced: list[tuple[Any, str, Any]] = [
         (triton.JITFunction, "run", lambda self, *_, **__: compiled),
         (backend, "_why_no_kernels", {}.get),
         (torch.cuda, "current_stream", lambda device=None: stream),
-        (torch.cuda, "get_device_properties", lambda device=None: SimpleNamespace(multi_processor_count=132)),
+        (torch.cuda, "get_device_properties", lambda device=None: properties),
         (torch, "mm", lambda a, b, out_dtype=None: multiply(a, b).to(out_dtype or a.dtype)),
+        (torch, "bmm", lambda a, b, out_dtype=None: multiply_batch(a, b).to(out_dtype or a.dtype)),
     ]
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
     for owner, name, value in replaced:

@@ -125,11 +125,12 @@ _IN_PLACE_OF_FORWARD = ("forward", "_call_impl")
 
 def calls_only_its_forward(module: nn.Module) -> bool:
     """Return whether calling the module runs its class's forward and nothing else: no hooks, module or global, and no replaced forward."""
-    everywhere = torch.nn.modules.module
+    # Asked several times per layer when a model decodes: no generators, and no attributes of modules.
+    own, everywhere = module.__dict__, vars(torch.nn.modules.module)
     return not (
-        any(getattr(module, name) for name in _MODULE_HOOKS)
-        or any(getattr(everywhere, name) for name in _GLOBAL_HOOKS)
-        or any(name in module.__dict__ for name in _IN_PLACE_OF_FORWARD)
+        any(map(own.get, _MODULE_HOOKS))
+        or any(map(everywhere.get, _GLOBAL_HOOKS))
+        or any(map(own.__contains__, _IN_PLACE_OF_FORWARD))
     )
 
 
