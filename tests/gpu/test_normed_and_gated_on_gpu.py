@@ -9,7 +9,7 @@ from torch import Tensor
 
 from depthmix.ops import use_backend
 from depthmix.ops.depth_attention.normed_read import NormedRead
-from depthmix.ops.gated_streams import gated_mean, write_norm
+from depthmix.ops.gated_streams import Inputs, can_read, few_write, gated_mean, gated_read, write_norm
 from gpu import test_threads_on_gpu as threads
 from gpu.exact import BF16, FP16, FP32, GRADIENT, OUTPUT, Round, draw, error
 
@@ -82,6 +82,36 @@ def mean_case(tokens: int, n: int, dim: int, dtype: torch.dtype, seed: int = 0) 
     return op, exact, [draw(tokens, n, dim, seed=seed + i, dtype=dtype, scale=2.0) for i in range(2)]
 
 
+def gated_case(tokens: int, n: int, dim: int, rank: int, dtype: torch.dtype, writes: bool, seed: int = 0) -> Case:
+    """A read through gates with the write before it, if there is one. All weights are in the streams' dtype."""
+    width = n * dim
+    leaves = [draw(tokens, n, dim, seed=seed, dtype=dtype), draw(width, seed=seed + 1, dtype=dtype, scale=0.2)]
+    shapes = ((rank, width), (width, rank), (n, width))
+    leaves += [draw(*s, seed=seed + 2 + i, dtype=dtype, scale=2 / s[1] ** 0.5) for i, s in enumerate(shapes)]
+    leaves += [draw(tokens, dim, seed=seed + 5, dtype=dtype), draw(tokens, n, seed=seed + 6)] * writes
+
+    def op(x: Tensor, gain: Tensor, down: Tensor, up: Tensor, inject: Tensor, *written: Tensor) -> Sequence[Tensor]:
+        y, post = written or (None, None)
+        with use_backend("triton"):
+            assert can_read(x, y, gain, down, up, inject)
+            new, h, after = gated_read(Inputs(x, y, post, gain, down, up, inject), EPS, 1.0)
+        assert after is not None
+        # A copy, so that the new streams have a gradient of their own, as from the next write.
+        return new * 1, h, after
+
+    def exact(x: Tensor, gain: Tensor, down: Tensor, up: Tensor, inject: Tensor, *written: Tensor) -> Sequence[Tensor]:
+        if written:
+            y, post = written
+            x = Round.apply(x + post.unsqueeze(-1) * y.unsqueeze(1), dtype)
+        normed = (1 + gain).view(n, dim) * x / (x.square().mean(-1, keepdim=True) + EPS).sqrt()
+        t = normed.flatten(1) @ down.T / n
+        z = (t * torch.sigmoid(t)) @ up.T
+        h = (torch.sigmoid(z).view_as(x) * normed).mean(1)
+        return x, h, 2 * torch.sigmoid(normed.flatten(1) @ inject.T / n)
+
+    return op, exact, leaves
+
+
 def results(op: Op, leaves: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     """Return the outputs for copies of the leaves, and the gradients of these."""
     leaves = [t.detach().clone().requires_grad_() for t in leaves]
@@ -136,11 +166,45 @@ def test_gated_streams(case: Any) -> None:
     assert_as_fp64(mean_case(*shape, dtype), dtype)
 
 
+GATED_READS = [  # tokens, streams, channels, rank, dtype, whether something is written
+    (1, 4, 2048, 320, BF16, True),
+    (300, 4, 2048, 320, BF16, True),
+    (65, 4, 2048, 320, BF16, False),
+    (3, 4, 4096, 320, BF16, True),
+    (63, 3, 200, 40, BF16, True),
+    (300, 4, 2048, 320, FP16, True),
+    (7, 2, 4608, 33, FP16, False),
+    (65, 3, 100, 9, FP32, True),
+    (300, 4, 512, 64, FP32, True),
+]
+
+
+@pytest.mark.parametrize("case", GATED_READS, ids=str)
+def test_gated_reads(case: Any) -> None:
+    """Outputs and gradients, and the outputs without gradients, twice: by Triton's launches and by addresses, with the same bits."""
+    *shape, dtype, writes = case
+    op, exact, leaves = gated_case(*shape, dtype, writes)
+    found, expected = results(op, leaves, dtype), results(exact, [t.double() for t in leaves], dtype)
+    for i, (a, e) in enumerate(zip(found, expected, strict=True)):
+        # A product's operands and its result are rounded, where a single operator rounds once.
+        assert error(a, e) < (2 * OUTPUT[dtype] if i < 3 else GRADIENT[dtype]), i
+    with torch.no_grad():
+        runs = [op(*leaves) for _ in range(3)]
+        written = few_write(leaves[0], *leaves[5:]) if writes else None
+    for other in runs[1:]:
+        assert_equal(other, runs[0])
+    for i, (a, e) in enumerate(zip(runs[0], expected, strict=False)):
+        assert error(a, e) < 2 * OUTPUT[dtype], i
+    if written is not None:
+        assert error(written, expected[0]) < OUTPUT[dtype]
+
+
 # Shapes of the tests above, whose kernels are compiled by then.
 SHARED = {
     "read": lambda seed: (read_case(*READS[1], seed=seed), BF16),
     "write": lambda seed: (write_case(*GATED[1], seed=seed), BF16),
     "mean": lambda seed: (mean_case(*GATED[1][:4], seed=seed), BF16),
+    "gated read": lambda seed: (gated_case(*GATED_READS[1], seed=seed), BF16),
 }
 
 
@@ -160,7 +224,7 @@ def test_two_threads(own: bool) -> None:
                 (op, _, leaves), dtype = cases[i]
                 assert_equal(results(op, leaves, dtype), expected[i])
 
-    threads.in_threads([lambda: job((0, 1, 2)), lambda: job((5, 4, 3))], own)
+    threads.in_threads([lambda: job((0, 1, 2, 3)), lambda: job((7, 6, 5, 4))], own)
 
 
 @pytest.mark.parametrize("name", SHARED)

@@ -204,7 +204,7 @@ import sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from depthmix.ops.gated_streams import kernels
+from depthmix.ops.gated_streams.kernels import norm_and_mean as kernels
 
 OTHERS = {"N": "i64", "eps": "fp32"} | dict.fromkeys(("post", "gain", "dpost", "part"), "*fp32")
 for name in eval(sys.argv[1]):

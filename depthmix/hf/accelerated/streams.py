@@ -138,7 +138,7 @@ def mixes_as_written(layer: Any, kind: Kind) -> bool:
     )
 
 
-def is_plain(weight: Tensor) -> bool:
+def is_plain(weight: Tensor | None) -> bool:
     """Return whether a weight is neither sharded, quantised nor parametrised."""
     return type(weight) in (nn.Parameter, Tensor)
 

@@ -19,7 +19,7 @@ def _or_empty(found: Tensor | None, like: Tensor) -> Tensor:
 
 
 def _write_norm(x: Tensor, y: Tensor | None, post: Tensor | None, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    from depthmix.ops.gated_streams.kernels import write_norm
+    from depthmix.ops.gated_streams.kernels.norm_and_mean import write_norm
 
     x, y, post, gain = _rows(x, y, post, gain)
     new, normed = write_norm(x, y, post, gain, eps)
@@ -42,7 +42,7 @@ def _write_norm_backward(
     dnormed: Tensor,
     eps: float,
 ) -> Gradients:
-    from depthmix.ops.gated_streams.kernels import write_norm_backward
+    from depthmix.ops.gated_streams.kernels.norm_and_mean import write_norm_backward
 
     new, y, post, gain, dnew, dnormed = _rows(new, y, post, gain, dnew, dnormed)
     dx, dy, dpost, dgain = write_norm_backward(new, y, post, gain, dnew, dnormed, eps)
@@ -63,7 +63,7 @@ def _write_norm_backward_fake(
 
 
 def _gated_mean(z: Tensor, normed: Tensor) -> Tensor:
-    from depthmix.ops.gated_streams.kernels import gated_mean
+    from depthmix.ops.gated_streams.kernels.norm_and_mean import gated_mean
 
     return gated_mean(*_rows(z, normed))
 
@@ -73,7 +73,7 @@ def _gated_mean_fake(z: Tensor, normed: Tensor) -> Tensor:
 
 
 def _gated_mean_backward(z: Tensor, normed: Tensor, dh: Tensor) -> tuple[Tensor, Tensor]:
-    from depthmix.ops.gated_streams.kernels import gated_mean_backward
+    from depthmix.ops.gated_streams.kernels.norm_and_mean import gated_mean_backward
 
     return gated_mean_backward(*_rows(z, normed, dh))
 

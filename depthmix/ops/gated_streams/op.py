@@ -22,7 +22,7 @@ class _WriteNorm(torch.autograd.Function):
     def forward(
         ctx: Any, eps: float, x: Tensor, y: Tensor | None, post: Tensor | None, gain: Tensor
     ) -> tuple[Tensor, Tensor]:
-        from depthmix.ops.gated_streams.kernels import write_norm
+        from depthmix.ops.gated_streams.kernels.norm_and_mean import write_norm
 
         new, normed = write_norm(x, y, post, gain, eps)
         ctx.eps = eps
@@ -32,7 +32,7 @@ class _WriteNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dnew: Tensor | None, dnormed: Tensor | None) -> tuple[Tensor | None, ...]:
-        from depthmix.ops.gated_streams.kernels import write_norm_backward
+        from depthmix.ops.gated_streams.kernels.norm_and_mean import write_norm_backward
 
         x, y, post, gain, new = ctx.saved_tensors
         dnormed = torch.zeros_like(x) if dnormed is None else dnormed
@@ -51,14 +51,14 @@ class _GatedMean(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, z: Tensor, normed: Tensor) -> Tensor:
-        from depthmix.ops.gated_streams.kernels import gated_mean
+        from depthmix.ops.gated_streams.kernels.norm_and_mean import gated_mean
 
         ctx.save_for_backward(z, normed)
         return gated_mean(z, normed)
 
     @staticmethod
     def backward(ctx: Any, dh: Tensor) -> tuple[Tensor | None, ...]:
-        from depthmix.ops.gated_streams.kernels import gated_mean_backward
+        from depthmix.ops.gated_streams.kernels.norm_and_mean import gated_mean_backward
 
         z, normed = ctx.saved_tensors
         if torch.is_grad_enabled():

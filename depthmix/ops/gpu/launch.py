@@ -126,6 +126,17 @@ def remember(
     _compiled[key] = Compiled(compiled.run, compiled.function, compiled.packed_metadata, constants, knobs.runtime)
 
 
+def compiled_kernel(
+    kernel: Any, device: torch.device, arguments: tuple[Any, ...], options: dict[str, Any]
+) -> Compiled | None:
+    """Return what `remember` keeps for such a launch, or None.
+
+    A caller that launches the same variants over and over need not ask for each of them by its key.
+    """
+    key, _ = variant(kernel, device, arguments, options)
+    return _compiled.get(key) if key is not None else None
+
+
 def variant(
     kernel: Any, device: torch.device, arguments: tuple[Any, ...], options: dict[str, Any]
 ) -> tuple[tuple[Any, ...] | None, list[int | float]]:
