@@ -33,6 +33,9 @@ def _down_kernel(
     n: tl.constexpr, D: tl.constexpr, BK: tl.constexpr, BT: tl.constexpr, BR: tl.constexpr, R: tl.constexpr, M: tl.constexpr,
     CUTS: tl.constexpr, WRITE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    # Before any load: the previous kernel may have written the weights, as FSDP2 does when it gathers them for a layer.
+    if EARLY:
+        wait_for_previous_kernel()
     part, t = tl.program_id(0).to(tl.int64), tl.program_id(2).to(tl.int64) * BT + tl.arange(0, BT)
     i, d = part // CUTS, (part % CUTS) * BK + tl.arange(0, BK)
     j = tl.program_id(1) * BR + tl.arange(0, BR)
@@ -44,8 +47,6 @@ def _down_kernel(
         w += tl.load(inject + (row - R * n * D), mask=ok, other=0.0)
     scale = tl.load(gain + k, mask=d < D, other=0.0).to(tl.float32) + offset
     w = (w.to(tl.float32) * scale[None, :]).to(w.dtype)
-    if EARLY:
-        wait_for_previous_kernel()
     ok = (t < N)[:, None] & (d < D)[None, :]
     at = t[:, None] * (n * D) + k[None, :]
     v = tl.load(x + at, mask=ok, other=0.0)
