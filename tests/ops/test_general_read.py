@@ -376,7 +376,7 @@ for name, constants in eval(sys.argv[1]):
 """
 ALL = {"NORM": True, "KEEP": True, "STAGES": 1, "BEFORE": True, "LAST": True}
 COMPILED = [
-    (kernel, ALL | {"D": 512, "H": h, "BH": h, "BC": 512 // h, "BY_TOKEN": t, "KEY_NORM": k, "VALUE_NORM": k, "SOFTMAX": s, "ALIGNED": a})
+    (kernel, ALL | {"D": 256, "H": h, "BH": h, "BC": 256 // h, "BY_TOKEN": t, "KEY_NORM": k, "VALUE_NORM": k, "SOFTMAX": s, "ALIGNED": a})
     for kernel in ("_read_kernel", "_backward_kernel")
     for h, t, k, s, a in ((1, True, True, True, True), (16, False, True, True, True), (4, False, False, False, False))
 ]  # fmt: skip

@@ -261,6 +261,7 @@ for name, constants in eval(sys.argv[1]):
     warps = max(1, constants["D"] // 1024)
     print(triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps}).asm["ptx"], end="----")
 """
+# Rows of 256: each of a warp's 32 lanes holds 16 bytes of a row of bf16, the least that can be loaded as one.
 CONSTANTS = {
     "WAYS": 2,
     "ADD": 0,
@@ -275,7 +276,7 @@ CONSTANTS = {
     "SPLIT": True,
     "PREFETCH": 2,
     "G": 16,
-    "LEVELS": 4,
+    "LEVELS": 3,
     "NEAR": 3,
     "LANES": 32,
     "BN": 32,
@@ -288,23 +289,23 @@ CONSTANTS = {
     "NEED_B": True,
 }
 KERNELS = ("_read_kernel", "_source_backward_kernel", "_bank_kernel", "_read_known_kernel", "_layer_backward_kernel")
-COMPILED = [(kernel, CONSTANTS | {"D": 512, "BD": 512, "C": 1, "K": 512, "ALIGNED": True}) for kernel in KERNELS]
+COMPILED = [(kernel, CONSTANTS | {"D": 256, "BD": 256, "C": 1, "K": 256, "ALIGNED": True}) for kernel in KERNELS]
 COMPILED += [(kernel, COMPILED[0][1] | {"ALIGNED": False}) for kernel in KERNELS[:2]]
 ALONE = {
     "KEEP": 0,
     "WAYS": 1,
     "ADD": 1,
     "NEWEST": True,
-    "D": 512,
-    "BD": 512,
+    "D": 256,
+    "BD": 256,
     "C": 1,
-    "K": 512,
+    "K": 256,
     "ALIGNED": True,
 }
 COMPILED += [(kernel, CONSTANTS | ALONE) for kernel in ("_read_kernel", "_bank_kernel", "_read_known_kernel")]
 OF_LAYERS = {"ADD": 1, "STORE_SUM": False, "STACK": True, "VALUE_NORM": True, "WAYS": 3, "KEEP": 1}
 COMPILED += [(kernel, COMPILED[0][1] | OF_LAYERS) for kernel in ("_read_kernel", "_layer_backward_kernel")]
-IN_PIECES = {"D": 1536, "C": 3, "K": 512}
+IN_PIECES = {"D": 512, "C": 2}
 COMPILED += [(kernel, COMPILED[0][1] | IN_PIECES) for kernel in ("_read_kernel", "_layer_backward_kernel")]
 COMPILED += [(kernel, COMPILED[0][1]) for kernel in ("_pair_read_kernel", "_pair_backward_kernel", "_add_up_kernel")]
 
