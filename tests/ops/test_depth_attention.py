@@ -196,10 +196,10 @@ def test_random_cases_against_naive(data: st.DataObject) -> None:
     few(combinations(kind=QUERIES, heads=(1, 2), activation=("softmax", "sigmoid"), value_norm=(False, True)), 3),
 )
 def test_gradcheck(options: dict[str, Any]) -> None:
-    """Finite differences agree with the hand-written backward in each mode."""
+    """Finite differences in a random direction agree with the hand-written backward in each mode."""
     gain = "WD" if "ways" in options["kind"] else "D"
     op, _, leaves = case((2, 1, 4), 3, key_gain=gain, out_gain="D", **options)
-    assert torch.autograd.gradcheck(op, [t.clone().requires_grad_() for t in leaves])
+    assert torch.autograd.gradcheck(op, [t.clone().requires_grad_() for t in leaves], fast_mode=True)
 
 
 @each("heads", [1, 3])
