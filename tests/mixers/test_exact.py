@@ -53,20 +53,21 @@ def test_defaults_are_the_documented_ones(name):
     assert defaults == documented
 
 
+SHORT = 2
 DEEP = 5  # blocks of the usual two sites: enough for every window and every block size to matter
 
 
 def matters(meeting):
     """Ask for every three options somewhere, every two of them in DEEP blocks and every one in uneven blocks."""
     options = [option for option, _ in meeting if option != "blocks"]
-    return len(options) <= {None: 3, DEEP: 2, "uneven": 1}[dict(meeting).get("blocks")]
+    return len(options) <= {None: 3, SHORT: 0, DEEP: 2, "uneven": 1}[dict(meeting).get("blocks")]
 
 
 DEPTHS = [
     ({k: v for k, v in choice.items() if k != "blocks"}, choice["blocks"], name)
     for name in MIXERS
     for choice in pairwise(
-        name, [c | {"blocks": b} for b in (DEEP, "uneven") for c in OPTIONS.get(name, [{}])], 3, matters
+        name, [c | {"blocks": b} for b in (SHORT, DEEP, "uneven") for c in OPTIONS.get(name, [{}])], 3, matters
     )
 ]
 DEPTHS += [({}, layout, name) for layout in ("parallel", "cross") for name in MIXERS]
@@ -98,7 +99,7 @@ def test_output_reads_mixing_and_every_gradient_agree_in_fp64(name, choice, dept
         expected = parameters[k].grad
         got = torch.zeros_like(p) if p.grad is None else p.grad
         assert_agree(got, torch.zeros_like(p) if expected is None else expected, k)
-    if depth != DEEP:  # the mixing matrix takes longer than all the rest together
+    if depth not in (SHORT, DEEP):  # the mixing matrix takes longer than all the rest together
         sources = [source.detach() for source in sources]
         expected = trace.M.mean(-1).permute(3, 4, 0, 1, 2)  # [B, T, W, S+1, S+1]
         per_token = mixer.mixing(sources, per_token=True)
