@@ -125,7 +125,7 @@ def pytest_collection_finish():
     """Freeze what exists before the first test, so that Python's collector need not look through it."""
     gc.freeze()
     gc.enable()
-    gc.set_threshold(10_000)  # graphs are made of many small objects, and reference counts free nearly all of them
+    gc.set_threshold(50_000)  # graphs are made of many small objects, and reference counts free nearly all of them
 
 
 def pytest_unconfigure():

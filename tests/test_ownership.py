@@ -33,6 +33,7 @@ def test_one_file(case, fails, tmp_path, monkeypatch):
     """A command's own document is written again; a file of the user's, a link or a pipe is left alone."""
     _, line, kind, name = case
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("depthmix.parallel.plan.figure.MICROS", 16)  # of the steps that a figure of a plan simulates
     for draw in ("draw_curves", "draw_insides"):  # tests/compare has them
         monkeypatch.setattr(f"depthmix.compare.report.{draw}", lambda *_: [])
     argv = [part.format(run=small.run().path) for part in f"{line} {name}".split()]

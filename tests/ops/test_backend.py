@@ -19,7 +19,7 @@ from depthmix.ops import BackendError, depth_attention, use_backend
 from depthmix.ops import backend as backend_module
 from ops.helpers import assert_near, rand
 from ops.test_depth_attention import naive
-from ops.test_depth_attention_order import D, Stack, leaves, tokens
+from ops.test_depth_attention_order import D, Stack, tokens
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.usefixtures("quick_interpreter")
@@ -326,27 +326,12 @@ def gradients(f: Callable[[Tensor], Tensor], x: Tensor, wanted: list[Tensor]) ->
 
 
 @pytest.mark.uncovered  # tracing the compiler itself takes minutes
-def test_a_compiled_stack(depth_read: Any) -> None:
-    """One graph, the same output and gradients, compiled once."""
-    stack, x = Stack(n_blocks=1, norm=True, block_size=1, ways=3), tokens()
-    torch._dynamo.reset()
-    counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(stack, fullgraph=True, backend=counter)
-    with use_backend("triton"):
-        got = gradients(compiled, x, leaves(stack, x))
-        x.data.neg_()
-        again = gradients(compiled, x, leaves(stack, x))
-    assert counter.frame_count == 1
-    with use_backend("reference"):
-        assert_near(again, gradients(stack, x, leaves(stack, x)), 1e-5)
-        x.data.neg_()
-        assert_near(got, gradients(stack, x, leaves(stack, x)), 1e-5)
-
-
-@pytest.mark.uncovered
 def test_a_compiled_decoder(depth_read: Any) -> None:
-    """A whole model as one graph, in training and without gradients, each compiled once; the kernels are in it."""
-    options = {"block_size": 2}
+    """A whole model as one graph, in training and without gradients, each compiled once; the kernels are in it.
+
+    Three ways, and partial sums: an operator has several outputs and all its gradients. Other tokens need no other graph.
+    """
+    options = {"block_size": 2, "ways": 3}
     config = DecoderConfig(
         vocab_size=11, dim=16, n_blocks=1, n_heads=2, mlp_dim=16, mixer="attnres", mixer_options=options
     )
@@ -358,16 +343,16 @@ def test_a_compiled_decoder(depth_read: Any) -> None:
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(model, fullgraph=True, backend=counter)
     with use_backend("triton"):
-        for _ in range(2):
-            got = gradients(compiled, ids, wanted)
+        got = [gradients(compiled, given, wanted) for given in (ids, ids + 1)]
         with torch.no_grad():
-            decoded = [compiled(ids) for _ in range(2)][-1]
+            decoded = [compiled(given) for given in (ids, ids + 1)]
     assert counter.frame_count == 2
     names = [str(node.target) for graph in counter.graphs for node in graph.graph.nodes]
     assert sum("depthmix.depth_read" in name for name in names) == 2 * (model.mixer.n_sites + 1)
     with use_backend("reference"):
-        expected = gradients(model, ids, wanted)
-    assert_near([*got, decoded], [*expected, expected[0]], 1e-5)
+        expected = [gradients(model, given, wanted) for given in (ids, ids + 1)]
+    for found, logits, right in zip(got, decoded, expected, strict=True):
+        assert_near([*found, logits], [*right, right[0]], 1e-5)
 
 
 @pytest.mark.covered

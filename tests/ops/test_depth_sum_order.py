@@ -361,7 +361,7 @@ def test_compiled_autograd_is_refused_in_one_sentence() -> None:
     compiled_autograd = pytest.importorskip("torch._dynamo.compiled_autograd")
     torch._dynamo.reset()
     with use_backend("triton"):
-        stack, x = SumStack("dca", n_blocks=1), tokens()
+        stack, x = SumStack("denseformer", n_blocks=1), tokens()
         out = stack(x)
         with (
             compiled_autograd._enable(torch.compile(backend="eager")),
