@@ -38,7 +38,8 @@ demo: $(if $(wildcard $(STAMP)),$(STAMP),$(TRAIN))
 	$(BIN)/depthmix compare --recipe recipes/demo.yaml
 
 # Named, plugins are only these: pytest would rewrite assertions in all files of hypothesis, which is one too.
-PYTEST = PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 $(BIN)/python -m pytest -p xdist -n 2 --dist worksteal --durations=10
+# Bytecode is written, whatever the shell says: each of some thousand processes would compile tests and models of transformers again.
+PYTEST = PYTHONDONTWRITEBYTECODE= PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 $(BIN)/python -m pytest -p xdist -n 2 --dist worksteal --durations=10
 test: $(STAMP)
 	$(PYTEST) $(PYTEST_ARGS)
 
