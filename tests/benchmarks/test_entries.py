@@ -56,6 +56,7 @@ LESS = {
     "step": ("--arms", "residual", "attnres:block_size=2,ways=2"),
     "parallel-step": ("--arms", "attnres:block_size=2"),
     "accelerate": ("--cases", "hy_v4"),
+    "streams": ("--cases", "N=3,"),
 }
 
 
