@@ -29,7 +29,7 @@ _VAGUE = """
 # First words of a function's docstring. Add a verb that is missing; a noun is a docstring to rewrite.
 _VERBS = """
     abort accept accumulate adapt add adjust agree align allocate allow analyse announce answer append apply approximate arrange ask assemble assert assign attach await average
-    begin bind build cache calculate call cast catch change check choose claim clean clear clip close collect combine compare compile
+    begin bind build cache calculate call cast catch change check choose claim clean clear clip close collect combine compare compile compress
     compute configure connect consume continue convert copy count create cut deal decide decode declare decode define delete derive
     describe detach detect determine differentiate disable discard dispatch display divide do download draw drop dump embed enable encode end enforce
     ensure enter equal escape estimate evaluate exchange execute exit expand explain export extend extract fail fetch fill filter find

@@ -163,6 +163,8 @@ def test_maps_plots_and_tables(open_page, report):
     assert abs(float(re.search(r"([\d.]+)% of what it reads is attention 0", said)[1]) - 100 * share) < 0.6
     assert "weight" in said
     maps.first.locator("summary").click()
+    # The browser tells of the opened table later.
+    maps.first.locator("tbody tr").nth(6).wait_for()
     rows = [row.split("\t") for row in maps.first.locator("tbody tr").all_inner_texts()]
     assert len(rows) == 7
     assert rows[-1][0] == "prediction"
