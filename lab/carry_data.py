@@ -75,11 +75,12 @@ def unpack(folders: Iterable[Path], out: Path) -> None:
         out: folder for the data; it must not exist.
 
     Raises:
-        ValueError: a chunk is damaged or missing.
+        ValueError: a chunk is damaged or missing, or a file is no chunk.
     """
-    chunks = sorted(
-        (path for folder in folders for path in folder.iterdir()), key=lambda p: (_name(p), int(p.name.split("@")[1]))
-    )
+    paths = [path for folder in folders for path in folder.iterdir()]
+    if foreign := [path for path in paths if path.name.count("@") != 3]:
+        raise ValueError(f"{foreign[0]} is no chunk that pack wrote")
+    chunks = sorted(paths, key=lambda p: (_name(p), int(p.name.split("@")[1])))
     count = int(chunks[0].name.split("@")[2]) if chunks else 0
     if len({chunk.name for chunk in chunks}) < max(count, 1):
         raise ValueError(f"parts are missing: {len(chunks)} of {count} chunks are here")

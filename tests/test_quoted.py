@@ -108,6 +108,20 @@ def test_times_of_mixing_in_models_of_transformers():
     )
 
 
+def test_times_of_few_tokens_in_models_of_transformers():
+    rows = [row for row in read_rows(H200 / "accelerate-families.csv") if row.metric == "wall of forward"]
+
+    def of(family, tokens):
+        case = re.compile(rf"{family}, .*, {tokens} tokens")
+        return {row.who: f"{row.value:.2f}" for row in rows if case.fullmatch(row.case)}
+
+    glm, hunyuan, qwen = of("glm5_next", 1), of("hy_v4", 64), of("qwen4_exp", 64)
+    said = page("guides/accelerate.md")
+    assert f"{glm['ours']} ms forward, compiled code {glm['compiled']}, eager code {glm['eager']}" in said
+    assert f"{hunyuan['compiled']} against {hunyuan['ours']} ms, and {qwen['compiled']} against {qwen['ours']}" in said
+    assert f"slower than eager code, too, which takes {qwen['eager']}" in said
+
+
 def test_the_copy_that_kernels_are_held_to():
     copy = re.search(r"D=2048 \| copy \| 1 \| ([\d.]+) \|", (H200 / "kernels.md").read_text())
     assert f"about {float(copy[1]) / 1000:.1f} TB/s" in page("concepts/kernels.md")

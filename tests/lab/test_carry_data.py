@@ -48,6 +48,12 @@ def test_a_damaged_chunk_is_refused(packed, tmp_path):
     assert not (tmp_path / "back").exists()
 
 
+def test_a_file_that_is_no_chunk_is_refused(packed, tmp_path):
+    (packed[1][0] / "notes.txt").write_text("hello")
+    with pytest.raises(ValueError, match=r"notes\.txt is no chunk"):
+        carry_data.unpack(packed[1], tmp_path / "back")
+
+
 def test_a_chunk_larger_than_a_part_is_refused(packed, tmp_path):
     with pytest.raises(ValueError, match="a folder may have 10"):
         carry_data.pack(packed[0], tmp_path / "small", 10)

@@ -63,7 +63,7 @@ def test_the_weight_gradient_of_copies() -> None:
     (1 << 18, 4096, 64, 1),
 ])  # fmt: skip
 def test_how_many_programs(tokens: int, dim: int, tile: int, parts: int) -> None:
-    """Of four streams. From 528 programs on, four for each multiprocessor, there are no more parts."""
+    """Four streams are split into at most 528 programs, four for each multiprocessor."""
     pytest.importorskip("triton")
     from depthmix.ops.stream_mix.kernels.split_product import plan
 

@@ -11,8 +11,24 @@ from depthmix.ops.gpu.sizes import next_power_of_2
 
 
 @triton.jit
-def _load(row, ok):
+def load(row, ok):
+    """Load numbers in fp32, and zeros outside."""
     return tl.load(row, mask=ok, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def write_token(x, y, post, new, t, i, d, n: tl.constexpr, D: tl.constexpr, WRITE: tl.constexpr):
+    """Write to the streams of a token, and return them rounded, in fp32. Without WRITE they are x."""
+    ok = (i < n)[:, None] & (d < D)[None, :]
+    at = t * n * D + i[:, None] * D + d[None, :]
+    v = load(x + at, ok)
+    if WRITE:
+        weights = load(post + t * n + i, i < n)
+        v += weights[:, None] * load(y + t * D + d, d < D)[None, :]
+        v = v.to(new.dtype.element_ty)
+        tl.store(new + at, v, mask=ok)
+        v = v.to(tl.float32)
+    return v
 
 
 @triton.jit
@@ -25,15 +41,9 @@ def _write_norm_kernel(
     place = i[:, None] * D + d[None, :]
     ok = (i < n)[:, None] & (d < D)[None, :]
     at = t * n * D + place
-    v = _load(x + at, ok)
-    if WRITE:
-        weights = _load(post + t * n + i, i < n)
-        v += weights[:, None] * _load(y + t * D + d, d < D)[None, :]
-        v = v.to(new.dtype.element_ty)
-        tl.store(new + at, v, mask=ok)
-        v = v.to(tl.float32)
+    v = write_token(x, y, post, new, t, i, d, n, D, WRITE)
     r = tl.rsqrt(tl.sum(v * v, 1) / D + eps)
-    h = v * r[:, None] * _load(gain + place, ok)
+    h = v * r[:, None] * load(gain + place, ok)
     tl.store(normed + at, h.to(normed.dtype.element_ty), mask=ok)
 
 
@@ -48,19 +58,19 @@ def _write_norm_backward_kernel(
     dgain = tl.zeros([BN, BD], tl.float32)
     for t in tl.range(tl.program_id(0).to(tl.int64), N, tl.num_programs(0), num_stages=1):
         at = t * n * D + place
-        v, g = _load(new + at, ok), _load(dnormed + at, ok)
+        v, g = load(new + at, ok), load(dnormed + at, ok)
         r = tl.rsqrt(tl.sum(v * v, 1) / D + eps)[:, None]
         dgain += g * v * r
-        g *= _load(gain + place, ok)
+        g *= load(gain + place, ok)
         g = r * (g - v * (tl.sum(g * v, 1)[:, None] * r * r / D))
         if HAS_NEXT:
-            g += _load(dnew + at, ok)
+            g += load(dnew + at, ok)
         tl.store(dx + at, g.to(dx.dtype.element_ty), mask=ok)
         if WRITE:
-            weights = _load(post + t * n + i, i < n)
+            weights = load(post + t * n + i, i < n)
             out = tl.sum(g * weights[:, None], 0)
             tl.store(dy + t * D + d, out.to(dy.dtype.element_ty), mask=d < D)
-            along = tl.sum(g * _load(y + t * D + d, d < D)[None, :], 1)
+            along = tl.sum(g * load(y + t * D + d, d < D)[None, :], 1)
             tl.store(dpost + t * n + i, along.to(dpost.dtype.element_ty), mask=i < n)
     tl.store(part + tl.program_id(0).to(tl.int64) * n * D + place, dgain, mask=ok)
 
@@ -71,7 +81,7 @@ def _gated_mean_kernel(z, normed, h, n: tl.constexpr, BN: tl.constexpr, D: tl.co
     i, d = tl.arange(0, BN), tl.arange(0, BD)
     ok = (i < n)[:, None] & (d < D)[None, :]
     at = t * n * D + i[:, None] * D + d[None, :]
-    out = tl.sum(tl.sigmoid(_load(z + at, ok)) * _load(normed + at, ok), 0) / n
+    out = tl.sum(tl.sigmoid(load(z + at, ok)) * load(normed + at, ok), 0) / n
     tl.store(h + t * D + d, out.to(h.dtype.element_ty), mask=d < D)
 
 
@@ -83,9 +93,9 @@ def _gated_mean_backward_kernel(
     i, d = tl.arange(0, BN), tl.arange(0, BD)
     ok = (i < n)[:, None] & (d < D)[None, :]
     at = t * n * D + i[:, None] * D + d[None, :]
-    g = (_load(dh + t * D + d, d < D) / n)[None, :]
-    a = tl.sigmoid(_load(z + at, ok))
-    step = g * _load(normed + at, ok) * a * (1.0 - a)
+    g = (load(dh + t * D + d, d < D) / n)[None, :]
+    a = tl.sigmoid(load(z + at, ok))
+    step = g * load(normed + at, ok) * a * (1.0 - a)
     tl.store(dz + at, step.to(dz.dtype.element_ty), mask=ok)
     tl.store(dnormed + at, (g * a).to(dnormed.dtype.element_ty), mask=ok)
 

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from depthmix.ops.gated_streams.kernels.norm_and_mean import load, write_token
 from depthmix.ops.gated_streams.reference import Inputs
 from depthmix.ops.gpu.launch import count_cores, launch
 from depthmix.ops.gpu.sizes import cdiv, next_power_of_2
@@ -36,21 +37,16 @@ class Kept(NamedTuple):
 
 
 @triton.jit
-def _load(at, ok):
-    return tl.load(at, mask=ok, other=0.0).to(tl.float32)
-
-
-@triton.jit
 def _fold_kernel(
     down, inject, gain, folded, offset, S: tl.constexpr, BS: tl.constexpr, R: tl.constexpr, M: tl.constexpr
 ):
     row, k = tl.program_id(0), tl.program_id(1) * BS + tl.arange(0, BS)
     # Rows after the last one are zeros.
     at = row.to(tl.int64)
-    w = _load(down + at * S + k, k < tl.where(row < R, S, 0))
+    w = load(down + at * S + k, k < tl.where(row < R, S, 0))
     if M > 0:
-        w += _load(inject + (at - R) * S + k, k < tl.where((row >= R) & (row < R + M), S, 0))
-    w *= _load(gain + k, k < S) + offset
+        w += load(inject + (at - R) * S + k, k < tl.where((row >= R) & (row < R + M), S, 0))
+    w *= load(gain + k, k < S) + offset
     tl.store(folded + row.to(tl.int64) * S + k, w.to(folded.dtype.element_ty), mask=k < S)
 
 
@@ -60,15 +56,7 @@ def _write_rms_kernel(
 ):
     t = tl.program_id(0).to(tl.int64)
     i, d = tl.arange(0, BN), tl.arange(0, BD)
-    ok = (i < n)[:, None] & (d < D)[None, :]
-    at = t * n * D + i[:, None] * D + d[None, :]
-    v = _load(x + at, ok)
-    if WRITE:
-        weights = _load(post + t * n + i, i < n)
-        v += weights[:, None] * _load(y + t * D + d, d < D)[None, :]
-        v = v.to(new.dtype.element_ty)
-        tl.store(new + at, v, mask=ok)
-        v = v.to(tl.float32)
+    v = write_token(x, y, post, new, t, i, d, n, D, WRITE)
     tl.store(r + t * n + i, tl.rsqrt(tl.sum(v * v, 1) / D + eps), mask=i < n)
 
 
@@ -80,7 +68,7 @@ def _network_kernel(
     t, j = tl.program_id(0).to(tl.int64), tl.arange(0, BP)
     acc = tl.zeros([BP], tl.float32)
     for i in tl.static_range(n):
-        acc += tl.load(r + t * n + i) * _load(sums + (i * N + t) * P + j, j < P)
+        acc += tl.load(r + t * n + i) * load(sums + (i * N + t) * P + j, j < P)
     acc /= n
     tl.store(t_out + t * R + j, acc.to(t_out.dtype.element_ty), mask=j < R)
     tl.store(u + t * R + j, (acc * tl.sigmoid(acc)).to(u.dtype.element_ty), mask=j < R)
@@ -94,9 +82,9 @@ def _gate_kernel(z, x, r, gain, h, offset, n: tl.constexpr, BN: tl.constexpr, D:
     i, d = tl.arange(0, BN), tl.program_id(1) * BD + tl.arange(0, BD)
     ok = (i < n)[:, None] & (d < D)[None, :]
     place = i[:, None] * D + d[None, :]
-    normed = _load(x + t * n * D + place, ok) * _load(r + t * n + i, i < n)[:, None]
-    normed *= _load(gain + place, ok) + offset
-    out = tl.sum(tl.sigmoid(_load(z + t * n * D + place, ok)) * normed, 0) / n
+    normed = load(x + t * n * D + place, ok) * load(r + t * n + i, i < n)[:, None]
+    normed *= load(gain + place, ok) + offset
+    out = tl.sum(tl.sigmoid(load(z + t * n * D + place, ok)) * normed, 0) / n
     tl.store(h + t * D + d, out.to(h.dtype.element_ty), mask=d < D)
 
 
@@ -119,7 +107,7 @@ def _gate_backward_kernel(
     i, d = tl.arange(0, BN), tl.program_id(1) * BD + tl.arange(0, BD)
     ok = (i < n)[:, None] & (d < D)[None, :]
     place = i[:, None] * D + d[None, :]
-    weight = _load(gain + place, ok) + offset
+    weight = load(gain + place, ok) + offset
     dgain = tl.zeros([BN, BD], tl.float32)
     first, every = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     logits, v, scale, g = _gate_rows(z, x, r, dh, first, N, i, d, n, D)
@@ -144,13 +132,13 @@ def _network_backward_kernel(
     n: tl.constexpr, P: tl.constexpr, BP: tl.constexpr, R: tl.constexpr, M: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     t, j = tl.program_id(0).to(tl.int64), tl.arange(0, BP)
-    v = _load(t_in + t * R + j, j < R)
+    v = load(t_in + t * R + j, j < R)
     s = tl.sigmoid(v)
-    g = _load(du + t * R + j, j < R) * s * (1.0 + v * (1.0 - s))
+    g = load(du + t * R + j, j < R) * s * (1.0 + v * (1.0 - s))
     if M > 0:
         inside = (j >= R) & (j < R + M)
-        c = _load(post + t * M + (j - R), inside)
-        g += _load(dpost + t * M + (j - R), inside) * c * (1.0 - 0.5 * c)
+        c = load(post + t * M + (j - R), inside)
+        g += load(dpost + t * M + (j - R), inside) * c * (1.0 - 0.5 * c)
     g /= n
     tl.store(e + t * P + j, g.to(e.dtype.element_ty), mask=j < P)
     if SCALED:
@@ -168,8 +156,8 @@ def _rows_backward(
     j = start + tl.arange(0, BJ)
     ok = (j < rows)[:, None] & (d < D)[None, :]
     at = j[:, None].to(tl.int64) * S + k[None, :]
-    g = _load(sums + j[:, None] * OF_ROW + d[None, :], ok)
-    of_gain = g * _load(w + at, ok)
+    g = load(sums + j[:, None] * OF_ROW + d[None, :], ok)
+    of_gain = g * load(w + at, ok)
     tl.store(dw + at, (g * weight).to(dw.dtype.element_ty), mask=ok)
     return of_gain
 
@@ -184,7 +172,7 @@ def _weights_backward_kernel(
     i, d = tl.program_id(1), tl.program_id(0) * BD + tl.arange(0, BD)
     S: tl.constexpr = n * D
     k = i * D + d
-    weight = (_load(gain + k, d < D) + offset)[None, :]
+    weight = (load(gain + k, d < D) + offset)[None, :]
     acc = tl.zeros([BJ, BD], tl.float32)
     sums += i * OF_STREAM
     for start in range(0, R, BJ):
@@ -194,7 +182,7 @@ def _weights_backward_kernel(
             acc += _rows_backward(sums + R * OF_ROW, inject, dinject, weight, start, M, k, d, S, D, BJ, OF_ROW)
     for start in range(0, programs, BJ):
         p = start + tl.arange(0, BJ)
-        acc += _load(part + p[:, None].to(tl.int64) * S + k[None, :], (p < programs)[:, None] & (d < D)[None, :])
+        acc += load(part + p[:, None].to(tl.int64) * S + k[None, :], (p < programs)[:, None] & (d < D)[None, :])
     tl.store(dgain + k, tl.sum(acc, 0).to(dgain.dtype.element_ty), mask=d < D)
 
 
@@ -208,15 +196,15 @@ def _streams_backward_kernel(
     ok = (i < n)[:, None] & (d < D)[None, :]
     place = i[:, None] * D + d[None, :]
     at = t * n * D + place
-    v, a = _load(x + at, ok), tl.sigmoid(_load(z + at, ok))
+    v, a = load(x + at, ok), tl.sigmoid(load(z + at, ok))
     # No load is moved across the sums' barriers, so all of them stand before the first.
     if HAS_NEXT:
         of_next = tl.load(dnew + at, mask=ok, other=0.0)
     if WRITE:
-        weights, output = _load(post + t * n + i, i < n), tl.load(y + t * D + d, mask=d < D, other=0.0)
-    scale = _load(r + t * n + i, i < n)[:, None]
+        weights, output = load(post + t * n + i, i < n), tl.load(y + t * D + d, mask=d < D, other=0.0)
+    scale = load(r + t * n + i, i < n)[:, None]
     # Gradient of r v: through the gated mean, and what dx holds, through the products, whose weights hold the gain.
-    g = (_load(dh + t * D + d, d < D) / n)[None, :] * a * (_load(gain + place, ok) + offset) + _load(dx + at, ok)
+    g = (load(dh + t * D + d, d < D) / n)[None, :] * a * (load(gain + place, ok) + offset) + load(dx + at, ok)
     g = scale * (g - v * (tl.sum(g * v, 1)[:, None] * scale * scale / D))
     if HAS_NEXT:
         g += of_next.to(tl.float32)
